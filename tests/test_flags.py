@@ -255,7 +255,9 @@ def test_a_flag_of_another_pipeline_is_read_though_it_is_not_shown():
         ["generate", *MODEL, "--backend", "cuda", "--video-path", "v.mp4"]
     )
     _, request, _ = generate.asked(args)
-    assert generate._unread(args, request) == ["--video-path (--pipeline extend and retake would)"]
+    assert generate._unread(args, request) == [
+        "--video-path (--pipeline extend, retake and v2v would)"
+    ]
 
 
 # --- guesses --------------------------------------------------------------------------------------

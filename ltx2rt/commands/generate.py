@@ -200,9 +200,8 @@ def _unread(args: argparse.Namespace, request: Request) -> list[str]:
     own, every = flagged(type(request)), flagged(*pipelines().values())
 
     def readers(name: str) -> str:
-        return " and ".join(
-            kind for kind, pipeline in pipelines().items() if name in flagged(pipeline)
-        )
+        *most, last = (kind for kind, type_ in pipelines().items() if name in flagged(type_))
+        return " and ".join(filter(None, (", ".join(most), last)))
 
     given = {name: f for name, f in every.items() if hasattr(args, name) and name not in own}
     return [f"{spelling(f)} (--pipeline {readers(name)} would)" for name, f in given.items()]

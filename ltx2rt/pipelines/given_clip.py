@@ -18,7 +18,7 @@ from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines.request import NEUTRAL, Guided, Loras, parse_fps
 from ltx2rt.session.options import ModelOptions, existing_file
 from ltx2rt.stages.conditioning import Conditioning, ImageSpec
-from ltx2rt.stages.schedule import DISTILLED_SIGMAS, shifted_sigmas
+from ltx2rt.stages.schedule import DISTILLED_SIGMAS, from_level, shifted_sigmas
 from ltx2rt.stages.stage import Stage
 
 FLAG = "--video-path"
@@ -75,6 +75,11 @@ class GivenClip(Guided):
         return super().guidance if self.guided else NEUTRAL
 
     @property
+    def schedule(self) -> np.ndarray:
+        """f32[steps + 1]. Of a resolved request."""
+        return shifted_sigmas(self.steps) if self.guided and self.steps else DISTILLED_SIGMAS
+
+    @property
     def source_path(self) -> Path:
         assert self.video_path is not None, "the request is not checked"
         return self.video_path
@@ -117,13 +122,15 @@ class GivenClip(Guided):
         options: ModelOptions,
         loras: Loras,
         given: tuple[Conditioning, ...] = (),
+        name: str = "stage1",
+        level: float = 1.0,
         **kept: Any,
     ) -> list[Stage]:
-        """The denoising stage, with guided or distilled steps. kept: fields of `Denoise`."""
-        guided = self.guided and self.steps
-        sigmas = shifted_sigmas(self.steps) if guided and self.steps else DISTILLED_SIGMAS
+        """The denoising stage, with guided or distilled steps. level: of noise, from which it starts. kept: fields of
+        `Denoise`."""
+        sigmas = from_level(self.schedule, level)
         merged = (*loras.of("stage1"), *([loras.distilled] if loras.distilled else []))
-        plan = self.plan if guided else None
+        plan = self.plan if self.guided else None
         how = {
             "plan": plan,
             "interval": self.guidance_interval,
@@ -131,12 +138,12 @@ class GivenClip(Guided):
             "stg_blocks": self.stg_blocks or (),
             "sound": True,
         }
-        return self.denoise("stage1", full, options, sigmas, merged, given, **how, **kept)
+        return self.denoise(name, full, options, sigmas, merged, given, **how | kept)
 
 
-def read_clip(path: Path, flag: str, model: ModelConfig) -> VideoInfo:
-    """Facts of a file, read whole once. Raises InputError for one whose rate varies or whose sides are not the
-    model's."""
+def read_clip(path: Path, flag: str, model: ModelConfig, whole: bool = False) -> VideoInfo:
+    """Facts of a file, read whole once. Raises InputError for one whose rate varies or whose sides, or if the clip is
+    taken whole its frames, are not the model's."""
     unit = model.video_vae.space_factor
     info = video_info(path, flag)
     require_constant_rate(path, flag, info)
@@ -145,5 +152,10 @@ def read_clip(path: Path, flag: str, model: ModelConfig) -> VideoInfo:
         raise InputError(
             f"{flag}: {path} is {info.width}x{info.height}, expected sides divisible by {unit}; "
             f"scale or crop it to {width}x{height}"
+        )
+    step = model.video_vae.time_factor
+    if whole and (over := (info.num_frames - 1) % step):
+        raise InputError(
+            f"{flag}: {path} has {info.num_frames} frames, expected {step}*k + 1; cut it to {info.num_frames - over}"
         )
     return replace(info, fps=parse_fps(info.fps))

@@ -114,13 +114,8 @@ class Retake(GivenClip):
 
     def _read(self, model: ModelConfig) -> VideoInfo:
         """Raises InputError for a file that is no clip of the model's."""
-        path, vae = self.source_path, model.video_vae
-        info = read_clip(path, FLAG, model)
-        if over := (info.num_frames - 1) % vae.time_factor:
-            raise InputError(
-                f"{FLAG}: {path} has {info.num_frames} frames, expected {vae.time_factor}*k + 1; cut it to "
-                f"{info.num_frames - over}"
-            )
+        path = self.source_path
+        info = read_clip(path, FLAG, model, whole=True)
         length_s, end_s = float(info.num_frames / info.fps), max(self.region_s)
         if end_s >= length_s + 1 / info.fps:  # the end may be rounded up
             raise InputError(

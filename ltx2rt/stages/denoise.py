@@ -71,7 +71,8 @@ class Denoise(Stage):
     evaluated. interval: noise levels (low, high] in which guidance is on, None: all; elsewhere the
     conditional branch runs alone. streams: the modalities that the clip has; frozen: those of them that are kept whole.
     masks: by modality f32[targets], 1 = generate, where a part is kept. What is kept is the state's
-    source, or where there is none its latents.
+    source, or where there is none its latents. mixed: modalities that start from the state's source,
+    mixed with noise of the first level.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Denoise(Stage):
     streams: tuple[str, ...] = MODALITIES
     frozen: tuple[str, ...] = ()
     masks: Mapping[str, np.ndarray] = field(default_factory=dict)
+    mixed: tuple[str, ...] = ()
     plan: StepPlan | None = None
     interval: tuple[float, float] | None = None
 
@@ -195,7 +197,7 @@ class Denoise(Stage):
             feeds["video_attention_mask"] = states["video"].attention()
         packing = {"video": pack_video, "audio": pack_audio}
         for m in self.made:
-            x, start = states[m], latents[m]
+            x, start = states[m], state.source[m] if m in self.mixed else latents[m]
             noise = self.noise.draw(f"{self.name}.{m}", x.shape[1:])
             if start is not None:  # a start that is the source, too, is not one
                 remade = m in state.source or m not in self.masks

@@ -23,6 +23,12 @@ STAGE2_SIGMAS = np.array(
 DISTILLED_SIGMAS.flags.writeable = STAGE2_SIGMAS.flags.writeable = False
 
 
+def from_level(sigmas: np.ndarray, level: float) -> np.ndarray:
+    """The schedule f32[n + 1] from a noise level in (0, 1] on: that level, and the lower ones. All of it from 1 on."""
+    first = np.float32(level)
+    return np.append(first, sigmas[sigmas < first]).astype(np.float32)
+
+
 def shifted_sigmas(num_steps: int, num_tokens: int = MAX_TOKENS) -> np.ndarray:
     """Noise levels of one guided stage, from 1 down to 0: f32[num_steps + 1], the last non-zero one is 0.1.
 

@@ -87,6 +87,10 @@ PIPELINES = {  # flags, in which FILM is a clip and LORA a LoRA, and what is com
         ("--video-path", "FILM", "--start-time", 0.2, "--end-time", 0.5, "--guided"),
         ("video-encoder", "audio-encoder", "text-encoder", *BEGIN[2:], *DECODED),
     ),
+    "v2v": (
+        ("--video-path", "FILM", "--noise-level", 0.5),
+        ("video-encoder", "audio-encoder", *BEGIN[:1], *BEGIN[2:], "video-decoder"),
+    ),
     "extend": (
         ("--video-path", "FILM", "--new-frames", 8, "--overlap", 9),
         ("audio-encoder", *BEGIN, *DECODED),
@@ -116,7 +120,7 @@ def words(tiny, film):
             "FILM": film,
             "LORA": tiny("tiny-2.3", "official") / "tiny-2.3-distilled-lora.safetensors",
         }
-        unsized, sides = ("retake", "extend", "t2a"), ("--width", "--height", "--num-frames")
+        unsized, sides = ("retake", "v2v", "extend", "t2a"), ("--width", "--height", "--num-frames")
         size = {} if name in unsized else {f: TINY[f] for f in sides}
         given = [files.get(word, word) for word in PIPELINES[name][0]]
         fixed = {
@@ -137,10 +141,10 @@ def test_every_pipeline_is_compiled(name, words):
     inputs = {n for cell in job.cells if cell.part == "step" for n in cell.graph.inputs}
     assert ("video_attention_mask" in inputs) == (name == "ic-lora")
     assert ("video_latent" in inputs) == (name != "t2a") and ("audio_latent" in inputs) == (
-        name != "a2v"
+        name not in ("a2v", "v2v")
     )
     steps = {cell.branches for cell in job.cells if cell.part == "step"}
-    unguided = {key: {1} for key in ("distilled", "extend", "ic-lora")}
+    unguided = {key: {1} for key in ("distilled", "extend", "ic-lora", "v2v")}
     expected = unguided | {"retake": {4}, "one-stage": {4}, "t2a": {3}, "hq": {1, 3}}
     assert steps == expected.get(name, {1, 4})
 

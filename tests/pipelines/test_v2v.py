@@ -1,0 +1,225 @@
+"""v2v: every step is the formula over diffusers' transformer, from the clip's latents mixed with noise."""
+
+import json
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from diffusers import LTX2VideoTransformer3DModel
+from reference_transformer import euler_steps
+from safetensors.numpy import load_file
+from test_retake import write
+
+from ltx2rt.errors import InputError
+from ltx2rt.media.sound import read_sound
+from ltx2rt.models.geometry import audio_positions, pack_audio, pack_video, video_positions
+from ltx2rt.pipelines import make_request, pipeline
+from ltx2rt.pipelines.request import parse_image
+from ltx2rt.run.plan import make_plan
+from ltx2rt.run.run import produce
+from ltx2rt.session.open import open_session
+from ltx2rt.session.options import NO_LORA, ModelOptions
+from ltx2rt.stages.denoise import Denoise
+from ltx2rt.stages.frames import Frames
+from ltx2rt.stages.schedule import DISTILLED_SIGMAS, from_level, shifted_sigmas
+from ltx2rt.stages.sound import Sound
+from ltx2rt.testing import relative_l2
+
+CLOSE = 2e-5  # contract: 1e-3 at every step; float32 rounding
+
+
+@pytest.fixture(scope="module")
+def folder(tiny):
+    return tiny("tiny-2.3", "diffusers")
+
+
+@pytest.fixture(scope="module")
+def sessions(folder):
+    how = {"device": "cpu", "dtype": "float32", "distilled_lora": NO_LORA, "assume": "dev"}
+    opened = {b: open_session(ModelOptions(b, folder, **how)) for b in ("cuda", "tpu")}
+    yield opened
+    for session in opened.values():
+        session.close()
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clips")
+    return write(folder / "a.mp4"), write(folder / "silent.mp4", sound_s=0)
+
+
+def run(session, path, name="v2v", **more):
+    """The request and the state of a run up to its decoders."""
+    given = {"video_path": path} if name == "v2v" else {}
+    plan = make_plan(session, pipeline(name)("a fox", seed=3, **given, **more))
+    kept = tuple(s for s in plan.stages if not isinstance(s, (Frames, Sound)))
+    return plan.request, produce(session, replace(plan, stages=kept), keep=True)[0]
+
+
+def test_the_schedule_goes_on_below_the_level():
+    table = DISTILLED_SIGMAS
+    assert np.array_equal(from_level(table, 1), table)
+    for i in range(8):
+        assert np.array_equal(from_level(table, float(table[i])), table[i:])
+    np.testing.assert_array_equal(from_level(table, 0.8), np.array([0.8, 0.725, 0.421875, 0], "f"))
+    np.testing.assert_array_equal(from_level(table, 0.01), np.array([0.01, 0], "f"))
+    assert len(from_level(shifted_sigmas(30), 0.725)) - 1 == 9
+
+
+@pytest.mark.parametrize("sound, guided", [("keep", 3), ("noise", 0), ("new", 2)])
+def test_every_step_is_the_formula_over_diffusers(sessions, folder, clips, sound, guided):
+    """On both backends. New sound is made for the file's pictures, and the pictures then for it."""
+    module = LTX2VideoTransformer3DModel.from_pretrained(
+        folder / "transformer", perturbed_attn=True
+    ).eval()
+    more = {"guided": True, "steps": guided} if guided else {}
+    runs = {}
+    for name, session in sessions.items():
+        file = clips[sound == "new"]
+        request, runs[name] = run(session, file, noise_level=0.8, sound=sound, **more)
+    state = runs["cuda"]
+    geometry = request.geometry(session.config)
+    positions = {"video": video_positions(geometry), "audio": audio_positions(geometry)}
+    sigmas = shifted_sigmas(guided) if guided else DISTILLED_SIGMAS
+    how = {"guidance": request.guidance, "blocks": request.stg_blocks} if guided else {}
+    clean = {"video": pack_video(state.record["source.video"])[0].astype(np.float64)}
+
+    def check(stage, x, made, sigmas):
+        masks = {m: np.full(len(x[m]), float(m in made)) for m in x}
+        frozen = [m for m in x if m not in made]
+        steps = euler_steps(
+            module, positions, state.contexts, x, masks, x, sigmas, frozen=frozen, **how
+        )
+        for i, (latents, x0) in enumerate(steps):
+            for m in made:
+                for name, each in runs.items():
+                    for kind, expected in (("steps", latents), ("x0", x0)):
+                        found = each.record[f"{stage}.{m}.{kind}"][i]
+                        assert relative_l2(found, expected[m]) <= CLOSE, (name, stage, m, kind, i)
+        return latents
+
+    if sound == "new":
+        start = {"audio": state.record["sound.audio.noise"][0], "video": clean["video"]}
+        clean["audio"] = check("sound", start, ("audio",), sigmas)["audio"]
+    else:
+        clean["audio"] = pack_audio(state.record["source.audio"])[0].astype(np.float64)
+    made = ("video", "audio") if sound == "noise" else ("video",)
+    level = float(np.float32(0.8))
+    noise = {m: state.record[f"stage1.{m}.noise"][0] for m in made}
+    x = clean | {m: (1 - level) * clean[m] + level * noise[m] for m in made}
+    for m in made:
+        assert relative_l2(state.record[f"stage1.{m}.start"][0], x[m]) <= 1e-6
+    check("stage1", x, made, from_level(sigmas, 0.8))
+    assert {name.split(".")[1] for name in state.record if name.startswith("stage1.")} == set(made)
+
+
+def test_the_highest_level_is_a_plain_clip_and_the_lowest_the_given_one(sessions, clips):
+    """Bit for bit; and the less noise, the nearer."""
+    session, guided = sessions["cuda"], {"guided": True, "steps": 2, "sound": "noise"}
+    _, whole = run(session, clips[0], noise_level=1.0, **guided)
+    size = {"width": 64, "height": 64, "num_frames": 17, "steps": 2}
+    _, plain = run(session, None, "one-stage", **size)
+    for m in ("video", "audio"):
+        name = f"stage1.{m}.steps"
+        np.testing.assert_array_equal(whole.record[name], plain.record[name])
+    far = []
+    for level in (0.001, 0.3, 0.6, 0.9, 1.0):
+        _, state = run(session, clips[0], noise_level=level, sound="noise")
+        video, audio = (state.record[f"source.{m}"] for m in ("video", "audio"))
+        pairs = (("video", pack_video(video)[0]), ("audio", pack_audio(audio)[0]))
+        far.append([relative_l2(state.record[f"stage1.{m}.steps"][-1], x) for m, x in pairs])
+    assert (np.diff(far, axis=0) > 0).all() and max(far[0]) < 0.01
+
+
+def test_sound_of_the_file_is_written_as_it_is(clips, tiny, tmp_path, command):
+    words = [
+        "generate",
+        "--backend",
+        "cuda",
+        "--device",
+        "cpu",
+        "--model",
+        tiny("tiny-2.3", "official"),
+    ]
+    words += [
+        "--pipeline",
+        "v2v",
+        "--video-path",
+        clips[0],
+        "--distilled-lora",
+        "none",
+        "--seed",
+        5,
+    ]
+    words += ["--prompt", "fox", "--noise-level", 0.421875, "--output", tmp_path / "clip.mp4"]
+    words += ["--latents-out", tmp_path / "latents.safetensors", "--report", tmp_path / "r.json"]
+    status, _, err = command(*words)
+    assert status == 0, err
+    assert "1 of 8 steps from noise level 0.421875 on, a strength of 0.12 in diffusers" in err
+    samples, rate = read_sound(clips[0], 0.0, 17 / 24)
+    latents = load_file(tmp_path / "latents.safetensors")
+    np.testing.assert_array_equal(latents["waveform"], samples)
+    assert latents["stage1.video.steps"].shape == (1, 12, 128)
+    assert read_sound(tmp_path / "clip.mp4")[1] == rate
+    settings = json.loads((tmp_path / "r.json").read_text())["settings"]
+    assert settings["sound"] == "keep" and settings["noise_level"] == 0.421875
+
+
+def test_an_image_takes_the_place_of_the_first_frame(sessions, clips, images):
+    session = sessions["cuda"]
+    given = (parse_image(f"{images[0]}:0"),)
+    more = {"images": given, "image_crf": 0, "noise_level": 0.421875}
+    _, state = run(session, clips[0], **more)
+    first = state.record["stage1.video.steps"][-1][:4]
+    assert relative_l2(first, pack_video(state.record["source.video"])[0][:4]) > 0.1
+    np.testing.assert_array_equal(first, state.record["stage1.video.start"][0][:4])
+
+
+@pytest.mark.parametrize("more, says", [
+    ({"noise_level": 0.0}, "--noise-level: 0, expected more than 0 and at most 1"),
+    ({"noise_level": 1.5}, "--noise-level: 1.5, expected"),
+    ({"sound": "old"}, "--sound: 'old', expected one of keep, noise, new"),
+    ({"guided": True, "skip_step": 1}, "v2v begins within the schedule"),
+    ({"steps": 3}, "add --guided"),
+    ({"video_path": None}, "--video-path: none"),
+])  # fmt: skip
+def test_refusals(more, says):
+    with pytest.raises(InputError, match=says):
+        make_request("v2v", prompt="fox", **{"video_path": "a.mp4"} | more).check()
+
+
+def test_files_that_do_not_fit_are_refused(sessions, clips, tmp_path):
+    config = sessions["cuda"].config
+    times = [0, 10, 20, 37, 40, 50, 60, 70, 80]
+    for path, more, says in (
+        (clips[1], {"sound": "keep"}, "--sound: keep, but .* has no sound"),
+        (clips[1], {"num_videos": 2}, "--num-videos: 2, but new sound is made for one"),
+        (write(tmp_path / "odd.mp4", 10), {}, "10 frames, expected 8.k . 1; cut it to 9"),
+        (
+            write(tmp_path / "wide.mp4", 9, size=(80, 64)),
+            {},
+            "80x64, expected sides divisible by 32",
+        ),
+        (write(tmp_path / "vfr.mp4", 9, times=times), {}, "rate"),
+    ):
+        with pytest.raises(InputError, match=says):
+            make_request("v2v", prompt="fox", video_path=path, **more).resolved(config)
+
+
+def test_several_videos_of_one_clip(sessions, clips):
+    _, state = run(sessions["cuda"], clips[0], num_videos=2, noise_level=0.725)
+    name = "stage1.video.steps"
+    assert state.record[name].shape[0] == 2 and state.record["waveform"].shape[0] == 2
+    _, alone = run(sessions["cuda"], clips[0], noise_level=0.725)
+    assert relative_l2(state.record[name][0], alone.record[name]) <= 1e-5
+
+
+def test_its_stages(sessions, clips):
+    stages = make_plan(
+        sessions["cuda"], make_request("v2v", prompt="fox", video_path=clips[1], seed=1)
+    ).stages
+    names = ["source video", "text", "sound", "stage1", "audio", "decode"]
+    assert [stage.name for stage in stages] == names
+    steps = [stage.steps() for stage in stages if isinstance(stage, Denoise)]
+    assert steps == [8, 2] and stages[0].geometry.fps == Fraction(24)
