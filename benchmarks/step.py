@@ -10,9 +10,10 @@ On a GPU (or with --guided, then by a transformer of that width and depth), guid
 request at full size: 4 branches of 1536 video tokens, then 1 branch of 6144. Ours are the steps that `generate` runs;
 diffusers' are its pipeline's loop, which runs the conditional and the unconditional branch in one batch and each other
 branch by itself, without the all-ones text mask that the pipeline passes. Both hold the same tensors, drawn on the
-device. On a GPU, "one-stream" is ours without a second stream for what may run at once. A run is several steps, so that
-what is computed once per request (RoPE tables, for one) is spread as in a short request. FLOPs are those of our graph.
-With `--weights-dtype float8` diffusers keeps the tensors that ours are quantised from, and the floor stays bfloat16's.
+device. On a GPU, "without-NAME" is ours without one piece of scheduling of `ltx2rt/scheduling.py`. A run is several
+steps, so that what is computed once per request (RoPE tables, for one) is spread as in a short request. FLOPs are those
+of our graph. With `--weights-dtype float8` diffusers keeps the tensors that ours are quantised from, and the floor
+stays bfloat16's.
 
     python -m benchmarks.step --output benchmarks/results/step-cpu.json
     python -m benchmarks.step --device cuda --output benchmarks/results/step-h200.json
@@ -23,6 +24,7 @@ With `--weights-dtype float8` diffusers keeps the tensors that ours are quantise
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -49,6 +51,7 @@ from ltx2rt.models.samplers import trajectory
 from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.placement.cost import flops
 from ltx2rt.run.plan import make_plan
+from ltx2rt.scheduling import SWITCHES, VARIABLE
 from ltx2rt.session.call import Call
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session
@@ -223,7 +226,7 @@ def measure(
 
 # bfloat16 moves the guided result of a deep random network by some percent; unrelated results are 1.4 apart.
 ALIKE = {"float32": SAME, "bfloat16": 0.5}
-ONE_STREAM = "one-stream"
+WITHOUT = tuple(f"without-{name}" for name in SWITCHES if name != "halves")  # those need several devices
 
 
 class Guided:
@@ -273,14 +276,15 @@ class Guided:
         session.weights.held[self.call.weights] = Held(weights, graph, shares=False)
         return session
 
-    def in_one_stream(self) -> Session:
-        """A session of the same weights, whose steps run nothing on a second stream of the GPU."""
-        backend: Any = self.session.backend
-        session = Session(self.session.checkpoint, backend, self.session.options)
+    def without(self, name: str) -> Session:
+        """A session of the same weights, whose steps leave out the scheduling `without-NAME`."""
+        session = Session(self.session.checkpoint, self.session.backend, self.session.options)
         session.weights = self.session.weights
-        backend.beside = False
-        session.program(self.call)
-        backend.beside = True
+        os.environ[VARIABLE] = name.removeprefix("without-")
+        try:
+            self.ours(session)()  # its graph is made, lowered and recorded now
+        finally:
+            del os.environ[VARIABLE]
         return session
 
     def diffusers(self) -> Callable[[], dict[str, torch.Tensor]]:
@@ -361,11 +365,12 @@ class Guided:
 def measure_guided_stage(
     contest: Guided, rate: float, rounds: int, others: Sequence[str]
 ) -> dict[str, Any]:
-    """All facts of one stage. others: "tpu", our other backend, and ONE_STREAM. Raises RuntimeError if the
+    """All facts of one stage. others: "tpu", our other backend, and of WITHOUT. Raises RuntimeError if the
     implementations disagree."""
     cuda, peaks, outputs, kernels = contest.device.type == "cuda", {}, {}, {}
-    more = {"tpu": contest.in_jax, ONE_STREAM: contest.in_one_stream}
-    sessions = {"cuda": contest.session} | {name: more[name]() for name in others}
+    sessions = {"cuda": contest.session} | {
+        name: contest.in_jax() if name == "tpu" else contest.without(name) for name in others
+    }
     runs = {"diffusers": contest.diffusers()} | {
         name: contest.ours(session) for name, session in sessions.items()
     }
@@ -378,7 +383,7 @@ def measure_guided_stage(
             torch.cuda.reset_peak_memory_stats()
         backend = sessions.get(name, contest.session).backend
         outputs[name] = {m: backend.to_host(x) for m, x in run().items()}
-        if name != ONE_STREAM:  # recorded into the same memory as the other
+        if name not in WITHOUT:  # recorded into the same memory as the other
             peaks[name] = contest.session.backend.peak_bytes()
     theirs = outputs["diffusers"]
     distances = {
@@ -431,7 +436,7 @@ def lines(stage: str, found: dict[str, Any], launches: str) -> str:
     for name, seconds in found["seconds"].items():
         peak = found["peak_bytes"].get(name)
         text.append(
-            f"  {name:10} {seconds} s, {found['flops_per_s'][name] / 1e12:.4g} TFLOP/s = "
+            f"  {name:21} {seconds} s, {found['flops_per_s'][name] / 1e12:.4g} TFLOP/s = "
             f"{found['share_of_matmul'][name]:.0%} of matmul"
             + (f", {found['launches'][name]:.0f} {launches}" if name in found["launches"] else "")
             + (f", peak {peak / 1e9:.1f} GB" if peak else "")
@@ -481,9 +486,9 @@ def measure_guided(args: argparse.Namespace) -> dict[str, Any]:
             }
             head += f", {sizes}"
         print(f"{head}; matmul {rate / 1e12:.3g} TFLOP/s")
-        others = [name for name in ("tpu", ONE_STREAM) if name in args.backends]
+        others = [name for name in ("tpu", *WITHOUT) if name in args.backends]
         if args.device == "cuda":
-            others = [] if args.compile else [ONE_STREAM]
+            others = [] if args.compile else list(WITHOUT)
         for contest in contests:
             found = facts["stages"][contest.stage.name] = measure_guided_stage(
                 contest, rate, args.rounds, others
@@ -507,7 +512,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--threads", type=int, default=2, help="of a CPU")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON")
     forward = parser.add_argument_group("one forward (on a CPU)")
-    help_ = f"guided steps always have cuda, and those on a GPU {ONE_STREAM}"
+    help_ = f"guided steps always have cuda, and those on a GPU {', '.join(WITHOUT)}"
     forward.add_argument("--backends", nargs="+", default=["cuda", "tpu"], help=help_)
     forward.add_argument("--batch", type=int, default=1)
     guided = parser.add_argument_group("guided steps (on a GPU)")

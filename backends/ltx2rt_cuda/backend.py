@@ -22,6 +22,7 @@ from ltx2rt.graph.ir import Graph, Layout, Type, numbered
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.placement.stream import Piece, moves, stack_of
 from ltx2rt.placement.stream import pieces as pieces_of
+from ltx2rt.scheduling import in_use
 from ltx2rt.weights.changes import Factors
 from ltx2rt.weights.encoded import EncodedSource
 from ltx2rt.weights.encoded import Piece as Cuts
@@ -55,7 +56,6 @@ class CudaBackend:
         self.position = join(mesh, self.device_kind)
         self.mesh, self.is_main = self.position.mesh, self.position.rank == 0
         self.num_processes = self.position.size
-        self.beside = True  # a recorded step runs on a second stream what may run at once
         self._pool: Pool | None = None
         self._sending: Sending | None = None
         self._built: Counter[str] = Counter()
@@ -207,7 +207,7 @@ class CudaBackend:
         if records and self._pool is None:
             self._pool = Pool()
         pool = self._pool if records else None
-        side = pool.side if pool is not None and self.beside and not compile else None
+        side = pool.side if pool is not None and not compile and in_use("second-stream") else None
         before = self.lower(parts.before, layers, compile, fused=False)
         body = self.lower(parts.body, layers, compile, fused=False, side=side)
         return Loop(graph, before, body, parts, pool, position)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ltx2rt.errors import InputError
 from ltx2rt.ranks.environment import SLEEPING, rank_and_size
+from ltx2rt.scheduling import in_use
 
 if TYPE_CHECKING:
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
@@ -46,14 +47,16 @@ class CudaFactory:
     ) -> Graph:
         """Halves of the tokens in turns, where Inductor does not order a block by itself; ops that have kernels are
         fused, which saves passes over memory on a CPU, too. Nothing of a training step: kernels have no gradient."""
-        from ltx2rt.passes.fuse import fuse
-        from ltx2rt.passes.interleave import in_token_halves
+        from ltx2rt.passes.fuse import MATCHES, fuse, joined_pair
+        from ltx2rt.passes.interleave import HALF_ROWS, TOKENS, interleave
+        from ltx2rt.passes.rotate import rotate
 
         if train:
             return graph
-        return fuse(
-            in_token_halves(graph) if steps and device_kind == "cuda" and not compile else graph
-        )
+        if steps and device_kind == "cuda" and not compile:
+            graph = rotate(graph) if in_use("rotate") else graph
+            graph = interleave(graph, TOKENS, HALF_ROWS) if in_use("halves") else graph
+        return fuse(graph, [m for m in MATCHES if m is not joined_pair or in_use("pairs")])
 
     def cost(
         self, graph: Graph, kind: DeviceKind, float8: bool = False, runs: RunsById | None = None

@@ -19,6 +19,7 @@ from ltx2rt.graph.ir import Graph, Node, Value
 from ltx2rt.graph.ir import Repeat as RepeatPlan
 from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt.placement.stream import moves, stack_of
+from ltx2rt.scheduling import in_use
 from ltx2rt_cuda.distributed import ALONE, Position
 from ltx2rt_cuda.ops import OPS, arrived
 from ltx2rt_cuda.stream import HostTensor
@@ -194,6 +195,8 @@ def _read(graph: Graph) -> set[int]:
 def _summed(plan: RepeatPlan, device: torch.device) -> tuple[Graph, Sums]:
     """The body of a repeat without its sums of rows, which it then reads as data, and these."""
     body = plan.body
+    if not in_use("sums"):
+        return body, Sums(plan, [], {}, device)
     kinds = {id(v): "table" for name, v in body.params.items() if "*" in name}
     _, invariant, _ = plan.divide(list(body.inputs.values()))
     kinds |= {id(v): "row" for v in invariant}

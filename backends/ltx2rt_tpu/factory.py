@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ltx2rt.scheduling import in_use
 from ltx2rt_tpu.hosts import hosts
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class TpuFactory:
         if train:
             return graph
         if steps:
-            return interleave(graph, tied=LEAST_BYTES) if device_kind == "tpu" else graph
+            halved = device_kind == "tpu" and in_use("halves")
+            return interleave(graph, tied=LEAST_BYTES) if halved else graph
         return fuse(graph, (snakes,)) if device_kind == "tpu" or graph.name in ASSEMBLED else graph
 
     def cost(

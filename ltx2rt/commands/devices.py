@@ -8,6 +8,7 @@ from typing import Any
 from ltx2rt.backend import backend_names, get_backend, get_factory
 from ltx2rt.errors import InputError
 from ltx2rt.placement.profiles import resolve
+from ltx2rt.scheduling import VARIABLE, left_out
 
 
 def flags(to: Any) -> None:
@@ -15,6 +16,8 @@ def flags(to: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
+    if names := left_out():
+        print(f"scheduling that is left out by {VARIABLE}: {', '.join(sorted(names))}")
     for name in backend_names():
         try:
             backend = get_backend(name)

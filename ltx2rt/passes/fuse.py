@@ -451,7 +451,7 @@ def _padded_conv(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     return [pad, node], [_node("padded_conv", inputs, node.outputs, padding=padding, **node.attrs)]
 
 
-def _together(graph: Graph, uses: _Uses, node: Node) -> Found | None:
+def joined_pair(graph: Graph, uses: _Uses, node: Node) -> Found | None:
     """The next node of the same kernel that does not need this one: mostly the other stream's. None from behind an
     exchange, which would not leave, or not travel unseen, while this one waits for the other's operands."""
     if node.op not in JOINED:
@@ -536,7 +536,7 @@ def _unified(
 
 MATCHES: tuple[Match, ...] = (
     _norm_modulate, _norm_scale, _gated_residual, _qk_norm_rope, _qk_norm, _same_tables, _qk_pair, _spread,
-    _linear_gelu, _gelu_float8, _head_gate, _head_gate_float8, _pixel_norm_silu, _padded_conv, snakes, _together,
+    _linear_gelu, _gelu_float8, _head_gate, _head_gate_float8, _pixel_norm_silu, _padded_conv, snakes, joined_pair,
 )  # fmt: skip
 
 

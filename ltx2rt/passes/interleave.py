@@ -25,7 +25,6 @@ from ltx2rt.graph.ops import COLLECTIVES, OPS
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 from ltx2rt.passes.coalesce import apart, together
-from ltx2rt.passes.rotate import rotate
 
 SAMPLES, TOKENS, HALVES = "B", "tokens", 2
 # Samples times tokens of a half at the least. Not measured: below, a half's narrow products leave most of a GPU's
@@ -53,11 +52,6 @@ def interleave(graph: Graph, axis: str = SAMPLES, rows: int = 0, tied: int | Non
     result = replace_repeats(graph, append)
     verify(result)
     return result
-
-
-def in_token_halves(graph: Graph, rows: int = HALF_ROWS) -> Graph:
-    """The graph that a GPU runs for a placed one: `rotate`, then halves of the tokens, in turns."""
-    return interleave(rotate(graph), TOKENS, rows)
 
 
 def _can_halve(repeat: Repeat, axis: str, rows: int) -> bool:

@@ -31,7 +31,8 @@ from ltx2rt.backend import get_backend
 from ltx2rt.graph import Graph, trace
 from ltx2rt.models import transformer
 from ltx2rt.passes.fuse import fuse
-from ltx2rt.passes.interleave import in_token_halves
+from ltx2rt.passes.interleave import TOKENS, interleave
+from ltx2rt.passes.rotate import rotate
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource
@@ -60,7 +61,7 @@ class Run:
 @cache
 def placed(run: Run, devices: int) -> Graph:
     graph = case(run.name, run.dtype).on(devices)
-    return fuse(in_token_halves(graph, rows=0)) if run.halved else graph
+    return fuse(interleave(rotate(graph), TOKENS)) if run.halved else graph
 
 
 RUNS = {

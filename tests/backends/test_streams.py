@@ -22,7 +22,7 @@ from benchmarks.launches import step_graphs
 from ltx2rt.backend import get_backend
 from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt.passes.fuse import fuse
-from ltx2rt.passes.interleave import in_token_halves
+from ltx2rt.passes.interleave import TOKENS, interleave
 from ltx2rt.passes.rotate import rotate
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
@@ -256,7 +256,7 @@ def test_exchanges_over_two_mesh_axes_are_never_under_way_at_once():
     placed = Placement(PROFILES["hopper"], {"sequence": 2, "tensor": 2}).local(
         one.graph, one.network
     )
-    graph = fuse(in_token_halves(placed, rows=0))
+    graph = fuse(interleave(rotate(placed), TOKENS))
     position = Position(
         graph.mesh, dict.fromkeys(graph.mesh, 0), {axis: axis for axis in graph.mesh}
     )

@@ -9,7 +9,8 @@ from placed_cases import case
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt.passes.fuse import fuse
-from ltx2rt.passes.interleave import SAMPLES, TOKENS, in_token_halves, interleave
+from ltx2rt.passes.interleave import SAMPLES, TOKENS, interleave
+from ltx2rt.passes.rotate import rotate
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import relative_l2
@@ -146,7 +147,7 @@ def test_halves_of_the_tokens_have_the_same_values(name, mesh):
 @pytest.mark.parametrize("generation", ["2.0", "2.3"])
 def test_every_exchange_travels_under_a_product_of_the_other_half(generation):
     """In the order of the fused block, and of the next one: what a block sends last, that is the first to read."""
-    (repeat,) = fuse(in_token_halves(case(f"guided-{generation}").on(2), rows=0)).repeats
+    (repeat,) = fuse(interleave(rotate(case(f"guided-{generation}").on(2)), TOKENS)).repeats
     nodes = repeat.body.nodes
     products = [i for i, node in enumerate(nodes * 2) if node.op in ("linear", "linear_gelu")]
     entering = dict(zip(repeat.body.outputs.values(), repeat.body.inputs.values(), strict=False))

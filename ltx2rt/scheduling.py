@@ -1,0 +1,35 @@
+"""Scheduling that changes no number and that no card has judged yet: what it is, and how a user leaves it out.
+
+The environment variable LTX2RT_WITHOUT holds names of SWITCHES, separated by commas. An environment
+reaches every rank, worker and benchmark alike, and what is left out decides graphs before a session exists.
+"""
+
+from __future__ import annotations
+
+import os
+
+from ltx2rt.errors import InputError
+from ltx2rt.suggest import hint
+
+VARIABLE = "LTX2RT_WITHOUT"
+SWITCHES = {
+    "rotate": "the last sum of a block is made at the beginning of the next one",
+    "halves": "halves of the tokens or samples go through a block in turns, exchanges travel meanwhile",
+    "pairs": "two nodes of one kernel, such as those of picture and sound, become one launch",
+    "sums": "AdaLN's sums of all layers are made in two launches",
+    "second-stream": "a recorded step runs on a second stream what may run at once",
+}
+
+
+def left_out() -> frozenset[str]:
+    """Raises InputError for a name that no switch has."""
+    names = frozenset(filter(None, map(str.strip, os.environ.get(VARIABLE, "").split(","))))
+    for name in sorted(names - SWITCHES.keys()):
+        known = f"known: {', '.join(SWITCHES)}{hint(name, SWITCHES)}"
+        raise InputError(f"{VARIABLE}: no scheduling is called {name!r}; {known}")
+    return names
+
+
+def in_use(name: str) -> bool:
+    assert name in SWITCHES
+    return name not in left_out()

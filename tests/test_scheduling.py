@@ -1,0 +1,86 @@
+"""Each piece of scheduling can be left out: other graphs or modules, the same values."""
+
+from types import SimpleNamespace
+
+import pytest
+from loops import step_graph
+from ltx2rt_cuda.backend import CudaBackend
+from ltx2rt_cuda.factory import FACTORY
+from ltx2rt_cuda.lower import Sums
+from ltx2rt_tpu.factory import FACTORY as TPU
+from placed_cases import case
+
+from ltx2rt.graph.interpret import interpret
+from ltx2rt.placement.placement import Placement
+from ltx2rt.placement.profiles import PROFILES
+from ltx2rt.scheduling import SWITCHES, VARIABLE
+from ltx2rt.testing import ArraySource, relative_l2
+
+CLOSE = 1e-6  # float32: other kernels round elsewhere
+
+
+@pytest.fixture
+def without(monkeypatch):
+    return lambda *names: monkeypatch.setenv(VARIABLE, ",".join(names))
+
+
+def ops(graph) -> list[str]:
+    return [node.op for node, _ in graph.walk()]
+
+
+@pytest.mark.parametrize("name", ["rotate", "pairs"])
+def test_a_graph_without_it_has_the_same_values(without, name):
+    one = case("guided-2.3")
+    usual = FACTORY.as_run(one.graph, "cuda", steps=True)
+    without(name)
+    plain = FACTORY.as_run(one.graph, "cuda", steps=True)
+    assert ops(plain) != ops(usual)
+    found = interpret(plain, one.params, one.inputs)
+    assert max(relative_l2(found[k], x) for k, x in one.expected.items()) < CLOSE
+
+
+@pytest.mark.parametrize("factory,network", [(FACTORY, "guided"), (TPU, "forward")])
+def test_tokens_and_samples_stay_whole(without, monkeypatch, factory, network):
+    monkeypatch.setattr("ltx2rt.passes.interleave.HALF_ROWS", 0)
+    monkeypatch.setattr("ltx2rt_tpu.factory.LEAST_BYTES", 0)
+    profile = PROFILES["hopper" if factory is FACTORY else "trillium"]
+    graph = Placement(profile, {"tensor": 2}).local(case(f"{network}-2.3").graph, "transformer")
+    kind = factory.name  # also that of its devices
+    halved = ops(factory.as_run(graph, kind, steps=True)).count("all_reduce")
+    without("halves")
+    assert ops(factory.as_run(graph, kind, steps=True)).count("all_reduce") < halved
+
+
+def test_sums_are_made_in_their_blocks(without):
+    one, backend = case("guided-2.3"), CudaBackend("cpu")
+    weights = backend.load([one.graph], ArraySource(one.params))
+    found, made = [], []
+    for names in ((), ("sums",)):
+        without(*names)
+        program = backend.lower(one.graph)
+        found.append({k: backend.to_host(x) for k, x in program(weights, one.inputs).items()})
+        modules = program.module.modules()
+        made.append(sum(len(m.shapes) for m in modules if isinstance(m, Sums)))
+    assert made[0] > 0 == made[1]
+    assert max(relative_l2(found[1][k], x) for k, x in found[0].items()) < CLOSE
+
+
+def test_a_recorded_step_has_one_stream(without, monkeypatch):
+    """What a CPU can show: which stream the body is lowered for."""
+    monkeypatch.setattr("ltx2rt_cuda.backend.Pool", lambda: SimpleNamespace(side="second"))
+    backend = CudaBackend("cpu")
+    backend.device_kind = "cuda"
+    graph = Placement(PROFILES["single"], {}).loop(step_graph(), 2)
+    assert backend.lower_loop(graph).body.side == "second"
+    without("second-stream")
+    assert backend.lower_loop(graph).body.side is None
+
+
+def test_an_unknown_name_is_refused_and_known_ones_are_listed(without, command):
+    without("second-steam")
+    status, _, err = command("devices")
+    assert status == 2 and "did you mean second-stream?" in err
+    assert all(name in err for name in SWITCHES)
+    without("sums", "pairs")
+    status, out, _ = command("devices")
+    assert status == 0 and "left out by LTX2RT_WITHOUT: pairs, sums" in out
