@@ -15,9 +15,10 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -35,10 +36,12 @@ from starlette.responses import (
 from starlette.routing import Route
 
 from ltx2rt.backend import DeviceInfo
+from ltx2rt.media.mp4 import whole_fragments
+from ltx2rt.run.recording import STREAM
 from ltx2rt.serve.admission import MAX_PRIORITY, UPLOADS, Admission, Admitted, number
 from ltx2rt.serve.apart import Apart
 from ltx2rt.serve.board import Board
-from ltx2rt.serve.folder import NO_SPACE, THUMBNAIL, Folder, clip_names, inputs_of
+from ltx2rt.serve.folder import NO_SPACE, SEGMENTS, THUMBNAIL, Folder, clip_names, inputs_of
 from ltx2rt.serve.form import Gone, close_unread, fields_of
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.openapi import openapi
@@ -56,11 +59,13 @@ from ltx2rt.serve.queue import (
 )
 from ltx2rt.serve.refusal import Refusal
 from ltx2rt.serve.supervisor import Store, Supervisor
+from ltx2rt.serve.upload import SUFFIX, VIDEO
 from ltx2rt.serve.users import LOCAL, OPERATOR, STRANGER, User, Users
 from ltx2rt.serve.video import as_video
 
 LOCAL_HOST = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?")
 KEEP_ALIVE_S, EVENT_GAP_S = 15, 0.2
+STREAM_BYTES = 2**18  # of a stream at once
 DELETE_WAIT_S, RETRY_S = 30, 10
 UNUSED_S = 3600  # for so long what was sent stays if no job reads it
 UNREAD_BYTES, UNREAD_S = 2**20, 1.0  # bytes of a refused body, read to get the answer through
@@ -68,7 +73,8 @@ POLL_MS = {QUEUED: 1000, RUNNING: 250}
 PAGE = Path(__file__).with_name("page")
 PAGE_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 HEADERS = {
-    "content-security-policy": "default-src 'self'; img-src 'self' blob:; frame-ancestors 'none'; form-action 'self'",
+    "content-security-policy": "default-src 'self'; img-src 'self' blob:; media-src 'self' blob:; "
+    "frame-ancestors 'none'; form-action 'self'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
@@ -83,7 +89,10 @@ OPEN = (
 )  # to everybody
 OPERATORS = ("/metrics", "/v1/queue/pause", "/v1/queue/resume")  # need an operator's token
 COOKIE = "ltx2rt_token"
-NOT_HERE = "extending, editing and characters are not supported here; send a new prompt with images instead"
+NOT_HERE = (
+    "editing and characters are not supported here, and a video is extended by "
+    "POST /v1/videos/ID/extend; send a new prompt with images instead"
+)
 
 
 @dataclass(frozen=True)
@@ -175,10 +184,12 @@ class App:
             ("DELETE", "/v1/videos/{id}", self.delete),
             ("POST", "/v1/videos/{id}/cancel", self.cancel),
             ("POST", "/v1/videos/{id}/remix", self.remix),
+            ("POST", "/v1/videos/{id}/extend", self.extend),
             ("POST", "/v1/videos/{id}/retry", self.retry),
             ("POST", "/v1/queue/pause", self.pause),
             ("POST", "/v1/queue/resume", self.pause),
             ("GET", "/v1/videos/{id}/content", self.content),
+            ("GET", "/v1/videos/{id}/stream", self.stream),
             ("GET", "/v1/videos/{id}/events", self.events),
             ("GET", "/v1/events", self.events),
             ("GET", "/v1/models", self.models),
@@ -388,6 +399,24 @@ class App:
         settings = {**job.given, "seed": job.job["clip"].get("seed"), "prompt": given.get("prompt")}
         return await self._add(request, settings, remixed_from=job.id)
 
+    async def extend(self, request: Request) -> Response:
+        """A new video that goes on from a finished one: fields of the extend pipeline, by default the
+        same prompt."""
+        self._require_accepting()
+        job, most = await self._job(request), self.settings.max_upload_bytes
+        given = await fields_of(request, most, self.folder, UPLOADS)
+        for field in ("pipeline", "video_path"):
+            if field in given:
+                text = f"{field}: the path names the video that is extended; leave it out"
+                raise Refusal(400, "invalid_value", text, field)
+        number = given.pop("video", "0")
+        with self._clip(job, number) as file:
+            data = await asyncio.to_thread(file.read)
+        kept = await asyncio.to_thread(self.folder.keep_input, data, SUFFIX[VIDEO])
+        fixed = {"pipeline": "extend", "video_path": [{"file_id": kept}]}
+        given = {"prompt": job.job["clip"].get("prompt")} | given | fixed
+        return await self._add(request, given, remixed_from=job.id)
+
     async def _add(
         self, request: Request, given: dict[str, Any], remixed_from: str | None = None
     ) -> Response:
@@ -578,10 +607,7 @@ class App:
         if variant == "report":
             return Json(job.result.get("report", {}))
         number, n = request.query_params.get("video", "0"), job.job.get("n", 1)
-        if number not in map(str, range(n)):
-            raise Refusal(
-                400, "invalid_value", f"video: {number[:80]!r}, expected 0 to {n - 1}", "video"
-            )
+        _require_video(job, number)
         try:
             if variant == "thumbnail":
                 return Opened(self.folder.outputs / (job.stem + THUMBNAIL), media_type="image/webp")
@@ -598,6 +624,64 @@ class App:
             raise Refusal(
                 410, "expired", "the file was deleted after its time; send the request again"
             ) from None
+
+    def _clip(self, job: Job, number: Any) -> BinaryIO:
+        """A finished clip of a job, opened. Raises Refusal."""
+        if job.status != COMPLETED:
+            text = f"the video is {job.status}; ask again when it is completed"
+            raise Refusal(409, "not_ready", text)
+        _require_video(job, str(number))
+        name = clip_names(job.stem, job.job.get("n", 1))[int(number)]
+        try:
+            return (self.folder.outputs / name).open("rb")
+        except FileNotFoundError:
+            text = "the file was deleted after its time; send the request again"
+            raise Refusal(410, "expired", text) from None
+
+    async def stream(self, request: Request) -> Response:
+        """A clip in segments while it is made, as fragmented MP4, from its byte `from` on; when the job
+        is over, the finished file."""
+        job, start = await self._job(request), request.query_params.get("from", "0")
+        if not (start.isascii() and start.isdecimal() and len(start) < 16):
+            raise Refusal(400, "invalid_value", f"from: {start[:80]!r}, expected a byte", "from")
+        if job.over and int(start):
+            text = "the stream is over; fetch the content instead"
+            raise Refusal(409, "stream_over", text, "from")
+        if job.over:
+            return await self.content(request)
+        return StreamingResponse(
+            self._followed(job, int(start)),
+            media_type="video/mp4",
+            headers={"cache-control": "no-store", "x-accel-buffering": "no"},
+        )
+
+    async def _followed(self, job: Job, start: int) -> AsyncIterator[bytes]:
+        """Whole fragments, so that what is cut off plays. A job without any ends in its finished file."""
+        path, border, file = self.folder.outputs / f"{job.id}{SEGMENTS}" / STREAM, 0, None
+        try:
+            while not self.closing:
+                now = await self.store(self.queue.get, job.id)
+                if file is None:
+                    with suppress(FileNotFoundError):
+                        file = path.open("rb")
+                if file is not None:
+                    size = os.fstat(file.fileno()).st_size
+                    border = await asyncio.to_thread(whole_fragments, file, border, size)
+                    while start < border:
+                        file.seek(start)
+                        data = file.read(min(border - start, STREAM_BYTES))
+                        start += len(data)
+                        yield data
+                if now is None or now.over:
+                    break
+                await asyncio.sleep(EVENT_GAP_S)
+            if not start and now is not None and now.status == COMPLETED and file is None:
+                file = self._clip(now, "0")
+                while data := await asyncio.to_thread(file.read, STREAM_BYTES):
+                    yield data
+        finally:
+            if file is not None:
+                file.close()
 
     async def not_here(self, request: Request) -> Response:
         raise Refusal(501, "not_supported", NOT_HERE)
@@ -773,6 +857,14 @@ class App:
         await self.store.insist(self.queue.forget, now_s - 10 * self.settings.keep_s)
         needed = await self.store(self.queue.waiting) + await self.store(self.queue.finished)
         await asyncio.to_thread(self.folder.sweep_inputs, needed, UNUSED_S)
+
+
+def _require_video(job: Job, number: str) -> None:
+    """Raises Refusal."""
+    n = job.job.get("n", 1)
+    if number not in map(str, range(n)):
+        text = f"video: {number[:80]!r}, expected 0 to {n - 1}"
+        raise Refusal(400, "invalid_value", text, "video")
 
 
 def _too_many(full: QueueFull) -> Refusal:

@@ -71,6 +71,8 @@ def openapi(admission: Admission) -> dict[str, Any]:
                 post={**one, "requestBody": {"content": {"application/json": {"schema": remix}}}}
             ),
             "/v1/videos/{id}/retry": at(post=one),
+            "/v1/videos/{id}/extend": at(post={**one, "requestBody": {"content": content}}),
+            "/v1/videos/{id}/stream": at(get=one),
             "/v1/videos/{id}/content": at(get=one),
             "/v1/videos/{id}/events": at(get=one),
             "/v1/events": at(get={}),

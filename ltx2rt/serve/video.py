@@ -65,6 +65,7 @@ def as_video(
             "queue_position": position,
             "seed": clip.get("seed"),
             "settings": settings(job),
+            "stream": f"/v1/videos/{job.id}/stream" if in_segments(job) else None,
             "preview": None if preview is None else f"{content}?variant=preview&number={preview}",
             "timings": {stage["name"]: stage["time_s"] for stage in report.get("stages", ())},
             "run_s": job.run_s,
@@ -74,6 +75,11 @@ def as_video(
             "urls": urls if made else {},
         },
     }
+
+
+def in_segments(job: Job) -> bool:
+    """Whether the job's clip plays while it is made."""
+    return any(job.job["clip"].get(name) is not None for name in ("segments", "length"))
 
 
 def settings(job: Job) -> dict[str, Any]:

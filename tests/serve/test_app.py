@@ -16,14 +16,18 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields
+from fractions import Fraction
 from pathlib import Path
+from threading import Event, Thread
 
 import httpx
+import numpy as np
 import pytest
 from serving import SMALL, moving, png, sound
 
 import ltx2rt
 from ltx2rt.commands.serve import ServeOptions
+from ltx2rt.media.mp4 import MP4, FollowedClip
 from ltx2rt.serve.metrics import Metrics
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
@@ -1042,3 +1046,136 @@ def test_odd_requests_are_answered(server):
 @pytest.mark.slow
 def test_five_thousand_odd_requests_are_answered(server):
     fuzz(server, 5000, int(os.environ.get("LTX2RT_TEST_SEED", "12")))
+
+
+# --- streams and extensions -------------------------------------------------------------------------------------------
+
+IN_SEGMENTS = {"num_frames": 25, "overlap": 9, "segments": 2}
+
+
+@pytest.fixture(scope="module")
+def fragments(tmp_path_factory):
+    """A stream's bytes, and where its fragments end."""
+    folder = tmp_path_factory.mktemp("stream")
+    names = folder / "clip.mp4", folder / "stream.mp4"
+    clip = FollowedClip(*names, MP4, fps=Fraction(24), sample_rate=None, comment=None)
+    noise = np.random.default_rng(0).integers(0, 256, (73, 64, 64, 3), np.uint8)
+    clip.add(noise, None)
+    clip.close()
+    data, at, ends = names[1].read_bytes(), 0, []
+    while at < len(data):
+        kind, at = data[at + 4 : at + 8], at + int.from_bytes(data[at : at + 4], "big")
+        ends += [at] if kind == b"mdat" else []
+    assert len(ends) > 3 and ends[-1] == len(data)
+    return data, ends
+
+
+class Reader:
+    """What a stream sends, read in a thread of its own."""
+
+    def __init__(self, server, id, start=0):
+        self.got, self.status, self.ended = b"", None, Event()
+        Thread(
+            target=self._read, args=(f"{server.url}/v1/videos/{id}/stream?from={start}",)
+        ).start()
+
+    def _read(self, url):
+        with httpx.stream("GET", url, timeout=60) as answer:
+            self.status, self.headers = answer.status_code, answer.headers
+            for data in answer.iter_raw():
+                self.got += data
+        self.ended.set()
+
+    def until(self, size):
+        end = time.monotonic() + 20
+        while len(self.got) < size:
+            assert time.monotonic() < end, (len(self.got), size)
+            time.sleep(0.02)
+
+
+def test_a_stream_follows_a_job_and_ends_with_it(server, fragments):
+    """In whole fragments, from any byte on; a run that begins anew writes the same bytes again."""
+    data, ends = fragments
+    id = server.add("40:0.1", **IN_SEGMENTS)
+    assert server.get(id)["x"]["stream"] == f"/v1/videos/{id}/stream"
+    first, folder = Reader(server, id), server.data / "out" / f"{id}.segments"
+    server.until_step(id)
+    folder.mkdir()
+    file = folder / "stream.mp4"
+    file.write_bytes(data[: ends[0] + 100])  # the second fragment is not whole yet
+    first.until(ends[0])
+    later = Reader(server, id, ends[0] // 2)
+    later.until(ends[0] - ends[0] // 2)
+    time.sleep(0.5)
+    assert first.got == data[: ends[0]]
+    with file.open("r+b") as again:  # as after a kill
+        again.write(data[: ends[1]])
+    first.until(ends[1])
+    with file.open("r+b") as rest:
+        rest.write(data)
+    first.until(len(data))
+    assert not first.ended.is_set()
+    file.unlink()  # the worker clears up before the job is over
+    assert server.until(id)["status"] == "completed"
+    assert first.ended.wait(10) and later.ended.wait(10)
+    assert first.got == data and later.got == data[ends[0] // 2 :]
+    assert first.headers["content-type"] == "video/mp4" and "content-length" not in first.headers
+
+
+def test_a_stream_of_a_finished_job_is_its_file(server):
+    id = server.add("2:0.01")
+    assert server.get(id)["x"]["stream"] is None
+    waiting = Reader(server, id)
+    seed = server.until(id)["x"]["seed"]
+    text = f"{id} {seed}".encode()
+    assert waiting.ended.wait(10) and waiting.got == text
+    got = server.http.get(f"/v1/videos/{id}/stream", headers={"range": "bytes=2-5"})
+    assert got.status_code == 206 and got.content == text[2:6]
+    over = server.http.get(f"/v1/videos/{id}/stream?from=5")
+    assert error_of(over, 409)["code"] == "stream_over"
+    for start in ("-1", "x", "9" * 20):
+        error_of(server.http.get(f"/v1/videos/{id}/stream", params={"from": start}), 400)
+    error_of(server.http.get("/v1/videos/video_00/stream"), 404)
+
+
+def test_a_stream_of_a_job_that_is_cancelled_ends(server, fragments):
+    data, ends = fragments
+    id = server.add("400:0.1", **IN_SEGMENTS)
+    server.until_step(id)
+    folder = server.data / "out" / f"{id}.segments"
+    folder.mkdir()
+    (folder / "stream.mp4").write_bytes(data[: ends[1] + 7])
+    reader = Reader(server, id)
+    reader.until(ends[1])
+    server.http.post(f"/v1/videos/{id}/cancel")
+    assert reader.ended.wait(20) and reader.got == data[: ends[1]]
+    assert error_of(server.http.get(f"/v1/videos/{id}/stream"), 409)["code"] == "not_ready"
+
+
+def test_a_finished_video_is_extended(server, tmp_path):
+    id = server.add("1:0")
+    server.until(id)
+    path = f"/v1/videos/{id}/extend"
+    assert "video" in error_of(server.http.post(path, json={}), 400)["message"]  # it is no clip
+    (clip,) = (server.data / "out").glob(f"{id}.*.mp4")
+    clip.write_bytes(moving(tmp_path))
+    longer = server.http.post(path, json={"new_frames": 16, "overlap": 9, "seed": 3})
+    assert longer.status_code == 200, longer.text
+    made = server.until(longer.json()["id"])
+    settings = made["x"]["settings"]
+    assert made["remixed_from_video_id"] == id and made["prompt"] == "1:0"
+    assert (settings["pipeline"], settings["new_frames"]) == ("extend", 16)
+    assert made["seconds"] == f"{41 / 24:.3f}" and made["size"] == "64x64"
+    looped = server.http.post(path, json={"prompt": "2:0", "loop": True, "overlap": 9})
+    assert looped.status_code == 200 and looped.json()["prompt"] == "2:0"
+    for given, param in (
+        ({"pipeline": "extend"}, "pipeline"),
+        ({"new_frames": 15}, "new_frames"),
+        ({"video": "1"}, "video"),
+        ({"width": 64}, "width"),
+    ):
+        assert error_of(server.http.post(path, json=given), 400)["param"] == param
+    waiting = server.add("400:0.1")
+    again = server.http.post(f"/v1/videos/{waiting}/extend", json={})
+    assert error_of(again, 409)["code"] == "not_ready"
+    server.http.post(f"/v1/videos/{waiting}/cancel")

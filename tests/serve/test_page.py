@@ -97,6 +97,31 @@ def test_a_video_from_the_prompt_to_its_sound(start, page):
     until(page, "document.querySelectorAll('#jobs li').length === 1")
 
 
+def test_a_clip_in_segments_plays_while_it_is_made(start, page):
+    server = start(replicas="real")
+    page.goto(server.url)
+    fill(page, "a red fox", seconds="1.04", seed="7")
+    page.click("summary")
+    for name, value in {"steps": 3, "segments": 8, "overlap": 9}.items():
+        page.fill(f"[data-field={name}]", str(value))
+    page.click("#send")
+    until(page, "document.querySelector('#result video').currentTime > 0.2")
+    (job,) = server.http.get("/v1/videos").json()["data"]
+    assert job["status"] == "in_progress", job["status"]
+    assert page.evaluate("document.querySelector('#result video').src.startsWith('blob:')")
+    picture(page, "stream")
+    server.until(job["id"], timeout_s=200)
+    length = (25 + 7 * 16) / 24
+    until(page, f"Math.abs(document.querySelector('#result video').duration - {length}) < 0.05")
+    all_of_it = f"webkitDecodedFrameCount >= {0.9 * length * 24}"  # then it begins anew
+    until(page, f"document.querySelector('#result video').{all_of_it}")
+    seen = page.evaluate("""() => { const v = document.querySelector('#result video');
+        return [v.videoWidth, v.webkitAudioDecodedByteCount > 0, v.error]; }""")
+    assert seen == [64, True, None]
+    page.click("#jobs button:text-is('Watch')")  # the file itself, which can be sought in
+    until(page, "document.querySelector('#result video').src.includes('/content')")
+
+
 def test_sounds_and_videos_are_sent_and_several_videos_come_back(server, page, tmp_path):
     """Uploads of three pipelines, `n`, pictures of the steps; "use these settings" sends the same file again."""
     (tmp_path / "song.wav").write_bytes(sound())

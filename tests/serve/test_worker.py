@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -23,7 +24,7 @@ import ltx2rt.serve.worker
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.errors import InputError
 from ltx2rt.media.compare import compare
-from ltx2rt.media.mp4 import opened
+from ltx2rt.media.mp4 import opened, whole_fragments
 from ltx2rt.ranks.environment import FAILED
 from ltx2rt.serve.folder import STORAGE
 from ltx2rt.serve.worker import DEVICE_WAIT_S, Pipe, attempt, room, work
@@ -101,6 +102,18 @@ def test_a_worker_makes_the_clips_of_the_command_line_until_its_input_ends(tiny,
     worker.process.stdout.close(), worker.process.stderr.close()
 
 
+def border(path):
+    """Where the last whole fragment of a stream ends."""
+    with path.open("rb") as file:
+        return whole_fragments(file, 0, path.stat().st_size)
+
+
+def decoded(file):
+    """Bytes of the frames by their time."""
+    with av.open(file if isinstance(file, io.BytesIO) else str(file)) as container:
+        return {frame.time: frame.to_ndarray().tobytes() for frame in container.decode(video=0)}
+
+
 def test_a_killed_worker_leaves_its_segments_to_the_next_one(tiny, tmp_path):
     """The clip is that of an undisturbed run, and nothing else is left."""
     model = tiny("tiny-2.3", "official")
@@ -114,15 +127,21 @@ def test_a_killed_worker_leaves_its_segments_to_the_next_one(tiny, tmp_path):
                 while not (folder / "0001.mov").exists():
                     assert worker.process.poll() is None and time.monotonic() < until
                     time.sleep(0.01)
+                stream = folder / "stream.mp4"
+                while not (end := border(stream)):  # the first segment plays
+                    assert worker.process.poll() is None and time.monotonic() < until
                 worker.process.kill()
                 worker.process.communicate()
                 assert {"request.json", "0000.mov"} < {path.name for path in folder.iterdir()}
+                shown = decoded(io.BytesIO(stream.read_bytes()[:end]))
         done = worker.events("done", "failed")[-1]
         assert done["event"] == "done", done
         worker.process.communicate()
     names = {f"j{job}.{suffix}" for job in ("1.1", "2.2") for suffix in ("json", "mp4", "webp")}
     assert {path.name for path in tmp_path.iterdir()} == names
     assert (tmp_path / "j1.1.mp4").read_bytes() == (tmp_path / "j2.2.mp4").read_bytes()
+    whole = decoded(tmp_path / "j2.2.mp4")
+    assert shown and shown.items() <= whole.items()
     stages = [s["name"] for s in done["result"]["report"]["stages"]]
     assert 1 <= stages.count("stage1") <= 2  # two of four were there
 

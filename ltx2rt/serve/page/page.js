@@ -10,6 +10,7 @@ const SIZES = ["768x512", "512x768", "1280x704", "704x1280"];
 const OWN = ["prompt", "width", "height", "num_frames", "fps", "seed"]; // fields with a place of their own in the form
 let limits;
 let oldest = null;
+let followed = null; // the id of the clip that plays while it is made
 
 function make(tag, props = {}, ...children) {
   const element = Object.assign(document.createElement(tag), props);
@@ -262,6 +263,7 @@ function show(video, atEnd = false) {
   const tell = (action) => async () => { try { await action(); } catch (error) { say(error.message); } };
   if (video.status === "queued" || video.status === "in_progress") {
     actions.append(button("Cancel", tell(async () => show(await ask("POST", `v1/videos/${video.id}/cancel`)))));
+    if (video.status === "in_progress" && video.x.stream) actions.append(button("Watch so far", () => follow(video)));
   } else {
     if (video.x.urls.video) {
       video.x.urls.videos.forEach((url, n, { length }) => {
@@ -311,10 +313,11 @@ function bars(body, video) {
 function changed(video) {
   if (video.status === "completed") {
     say("A video is completed.");
-    if (mine.delete(video.id)) watch(video);
+    if (mine.delete(video.id) && followed !== video.id) watch(video);
   } else if (video.status === "failed") {
     say(video.error?.code === "cancelled" ? "A video is cancelled." : `A video failed: ${video.error?.message}`);
   }
+  if (video.status === "in_progress" && video.x.stream && mine.has(video.id)) follow(video);
   if (limits) check();
 }
 
@@ -324,6 +327,46 @@ function watch(video, url = video.x.urls.video) {
   player.src = url;
   player.setAttribute("aria-label", video.prompt.slice(0, 120));
   $("#result p").textContent = `${video.prompt.slice(0, 200)} (${stateOf(video)})`;
+}
+
+// A clip in segments plays while it is made: the fragments of its stream go to a MediaSource as they come.
+async function follow(video) {
+  if (!window.MediaSource || followed === video.id) return;
+  followed = video.id;
+  const source = new MediaSource();
+  const url = URL.createObjectURL(source);
+  watch(video, url);
+  try {
+    await once(source, "sourceopen");
+    const stream = (await fetch(video.x.stream)).body.getReader();
+    const mine = () => $("#result video").src === url;
+    let held = new Uint8Array();
+    let buffer;
+    for (let part = await stream.read(); !part.done && mine(); part = await stream.read()) {
+      held = new Uint8Array(await new Blob([held, part.value]).arrayBuffer());
+      const kinds = codecs(held);
+      if (!buffer && kinds) buffer = source.addSourceBuffer(`video/mp4; codecs="${kinds}"`);
+      if (!buffer) continue;
+      buffer.appendBuffer(held);
+      held = new Uint8Array();
+      await once(buffer, "updateend");
+    }
+    if (mine()) source.endOfStream(); else stream.cancel();
+  } catch (error) {
+    say(`The stream stopped: ${error.message}`);
+    followed = null;
+  }
+}
+
+const once = (target, event) => new Promise((done) => target.addEventListener(event, done, { once: true }));
+
+// What the header of a stream says of its codecs; nothing until it is whole.
+function codecs(bytes) {
+  const text = new TextDecoder("latin1").decode(bytes.subarray(0, 65536));
+  const at = text.indexOf("avcC");
+  if (at < 0 || !text.includes("moof")) return null;
+  const profile = [...bytes.subarray(at + 5, at + 8)].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+  return `avc1.${profile}${text.includes("mp4a") ? ", mp4a.40.2" : ""}`;
 }
 
 function forget(id) {
