@@ -152,6 +152,13 @@ def examples(type_: type[Request]) -> list[str]:
 def asked(args: argparse.Namespace) -> tuple[ModelOptions, Request, Files]:
     """Raises InputError."""
     type_ = pipeline(args.pipeline)
+    for name, given in (("segments", "--segments"), ("length", "--length")):
+        if hasattr(args, name) and name not in flagged(type_):
+            able = [kind for kind, other in pipelines().items() if name in flagged(other)]
+            raise InputError(
+                f"{given}: the {type_.name} pipeline makes no clip in segments; leave it out, or choose "
+                f"one of {', '.join(able)}"
+            )
     return model_options(args), type_(**given_flags(args, type_)), Files(**given_flags(args, Files))
 
 

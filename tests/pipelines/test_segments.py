@@ -370,6 +370,32 @@ def test_another_folder_is_left_alone(tiny, command, tmp_path):
     assert (folder_of(output) / "mine.txt").read_text() == "mine"
 
 
+def test_other_pipelines_refuse_segments(tiny, command, tmp_path):
+    for pipeline in ("a2v", "extend", "dfr", "ic-lora", "t2a", "retake"):
+        for flag in ("--segments", "--length"):
+            words = arguments(tiny, tmp_path / "a.mp4", "--pipeline", pipeline, flag, 3)
+            status, _, err = command(*words)
+            said = f"{flag}: the {pipeline} pipeline makes no clip in segments; leave it out, or"
+            assert status == 2 and said in err and err.count("\n") == 1, err
+
+
+def test_two_ranks_make_the_clip_of_one(tiny, tmp_path):
+    """A level of 255 here and there, which rounding decides, is encoded anew and goes through 2 steps."""
+    clips = []
+    for name, more in (("one", ()), ("two", ("--num-gpus", 2, "--mesh", "sequence=2"))):
+        (tmp_path / name).mkdir()
+        frames = tmp_path / name / "%05d.png"
+        run = started(arguments(tiny, frames, "--seed", 5, "--length", 1.7, *more))
+        _, err = run.communicate(timeout=300)
+        assert run.returncode == 0, err
+        assert sorted(p.suffix for p in (tmp_path / name).iterdir()) == [".png"] * 41 + [".wav"]
+        shown = [np.asarray(Image.open(frames.parent / f"{i:05d}.png"), float) for i in range(41)]
+        clips.append((np.stack(shown), read_sound(tmp_path / name / "sound.wav")[0]))
+    (one, heard), (two, also) = clips
+    assert np.abs(one - two).max() <= 2  # reached: 1
+    assert relative_l2(also, heard) < 1e-4  # as of every waveform; reached: 2e-5
+
+
 def test_it_is_planned(command):
     words = ("--segments", 15, "--num-frames", 121, "--width", 768, "--height", 512)
     where = ("--devices", 1, "--device-kind", "h200", "--distilled-lora", "none")
