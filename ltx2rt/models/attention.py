@@ -38,9 +38,8 @@ def attention(
         q = o.rope(q, *rope)
         k = o.rope(k, *(context_rope or rope))
     seen = v
-    if (
-        bias is not None
-    ):  # its last axis names the keys, which in self-attention are not the queries
+    # A bias's last axis names the keys, which in self-attention are not the queries.
+    if bias is not None and bias.type.axes[-1] != k.type.axes[1]:
         k, seen = (o.rename(a, names={a.type.axes[1]: bias.type.axes[-1]}) for a in (k, v))
     y = o.attention(q, k, seen, bias, scale=head_dim**-0.5)
     if keep is not None:

@@ -76,6 +76,7 @@ class StepShape:
 
     streams: what the clip has, of video and audio; frozen: those of them that are given. A stream that is absent has 0
     tokens. masked: video self-attention is weighted by an input. stg_blocks: those that the perturbed branch perturbs.
+    relay: groups of video and of audio tokens whose attention to the positive text has a bias of its own, 0 for none.
     """
 
     branches: Branches
@@ -92,6 +93,7 @@ class StepShape:
     frozen: tuple[str, ...] = ()
     masked: bool = False
     stg_blocks: tuple[int, ...] = ()
+    relay: tuple[int, int] = (0, 0)
 
 
 def mask_feeds(name: str, mask: np.ndarray) -> dict[str, np.ndarray]:
@@ -165,7 +167,7 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
     frozen modality m_clean and the positive context alone; the RoPE tables.
     sigmas (2): from, to; guidance (2, 4): rows video, audio; columns cfg, stg, modality, rescale (if any branch runs
     besides cond); video_attention_mask (tokens, keys) in [0, 1], if masked; video_keyframes_mask (tokens): 1 = a
-    keyframe, if the model has its vector.
+    keyframe, if the model has its vector; of a relay m_relay (groups, text) and m_group int32 (tokens).
     Of a sampler that wants them, coefficients (n), m_noise, m_anchor and m_kept (videos, tokens, C).
     Outputs, of the modalities that are not frozen: m_latent, m_x0, m_anchor, m_kept (videos, tokens, C).
     """
@@ -194,7 +196,7 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
             for stream in made:
                 row = o.at(guidance, axis="modalities", index=("video", "audio").index(stream.name))
                 scales[stream.name] = [o.at(row, axis="scales", index=j) for j in range(4)]
-        x, clean, mask, levels, contexts = {}, {}, {}, {}, {}
+        x, clean, mask, levels, contexts, relays = {}, {}, {}, {}, {}, {}
         for stream in present:
             n, video, frozen = stream.name, stream.name == "video", stream not in made
             axes = {stream.tokens: s.video_tokens if video else s.audio_tokens}
@@ -214,6 +216,14 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
             chosen = [int(name == "uncond") if count == 2 else 0 for name in names]
             rows = [o.slice(context, axis="branches", start=i, stop=i + 1) for i in chosen]
             contexts[n] = batched(o.concat(*rows, axis="branches"))
+            if not frozen and (groups := s.relay[0 if video else 1]):
+                sizes = {"groups": groups, "text": s.text_tokens}
+                table = o.input(f"{n}_relay", "float32", **sizes)
+                table = o.expand(table, axis="branches", size=1, before="groups")
+                none = o.full(0.0, "float32", branches=1, **sizes)
+                own = [none if name == "uncond" else table for name in names]
+                index = o.input(f"{n}_group", "int32", **axes)
+                relays[n] = o.take(batched(o.concat(*own, axis="branches")), index, axis="groups")
         batch = len(names) * s.videos
         tables = declare_tables(
             o,
@@ -244,6 +254,7 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
             keeps=_keeps(o, config, names, scales, s),
             bias=bias,
             keyframes=keyframes,
+            relays=relays,
             rule=s.rule,
         )  # fmt: skip
         count = COEFFICIENTS[s.sampler]

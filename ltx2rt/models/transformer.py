@@ -10,7 +10,7 @@ They agree when every token of both streams has the same timestep.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -253,9 +253,8 @@ def _block(o: Ops, config: TransformerConfig, carry, invariant, data):
                 modulated(h, rows),
                 modulated(context, _prompt_rows(o, config, invariant, s)),
             )
-            x[s.name] += attend(f"{s.prefix}attn2", h, context, s) * gate
-        else:
-            x[s.name] += attend(f"{s.prefix}attn2", h, context, s)
+        y = attend(f"{s.prefix}attn2", h, context, s, bias=invariant.get(f"{s.name}_relay"))
+        x[s.name] += y * gate if config.text_modulation else y
     if len(pair) == 2:
         video, audio = pair
         normed = {s.name: norm(s) for s in pair}
@@ -348,12 +347,13 @@ def transformer(
     bias: Term | None,
     rule: str,
     keyframes: Term | None = None,
+    relays: Mapping[str, Term] | None = None,
 ) -> dict[str, Term]:
     """Velocities {"video": (B, tokens, C), "audio": (B, audio_tokens, C)} in float32, of the streams that there are.
 
     latents: (B, tokens, C) of the streams that there are. levels: timesteps in [0,1]. sigmas ((B)). contexts (B, text,
     C'). keeps: any of video_self_keep, audio_self_keep, a2v_keep, v2a_keep (layers, B). bias: video self-attention.
-    keyframes: ((B,) tokens), 1 where a video token is a keyframe's.
+    keyframes: ((B,) tokens), 1 where a video token is a keyframe's. relays: biases (B, tokens, text) of text attention.
     """
     o = o.under(PREFIX.rstrip("."))
     pair = [s for s in streams(config) if s.name in latents]
@@ -415,6 +415,7 @@ def transformer(
     invariant |= rope_tables(o, config, tables)
     if bias is not None:
         invariant["video_bias"] = bias
+    invariant |= {f"{name}_relay": value for name, value in (relays or {}).items()}
 
     x, _ = o.repeat(
         lambda o, c, i, d: _block(o, config, c, i, d),

@@ -13,7 +13,7 @@ merged in stage 2 alone, which then sees stage 1's clip.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
@@ -28,6 +28,7 @@ from ltx2rt.stages.conditioning import Anchor, Conditioning, Image, Remade, Seed
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.given import Given
 from ltx2rt.stages.refine import Cut, Refine
+from ltx2rt.stages.relay import PromptSpan
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from ltx2rt.stages.stage import Stage
 from ltx2rt.stages.upsample import Upsample, UpsampleTime
@@ -97,6 +98,9 @@ class DFR(VideoRequest):
         least=0,
         most=MAX_ROUNDS,
     )
+
+    prompt_at: tuple[PromptSpan, ...] = field(default=(), init=False)
+    prompt_softness: float = field(default=1.0, init=False)
 
     def check(self) -> None:
         super().check()

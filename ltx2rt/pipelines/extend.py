@@ -22,6 +22,7 @@ from ltx2rt.pipelines.request import Loras, check_step
 from ltx2rt.session.options import ModelOptions, existing_file
 from ltx2rt.stages.clip_end import ends
 from ltx2rt.stages.joined import Join, OverlapSound, SourceClip, kept_sound
+from ltx2rt.stages.relay import PromptSpan
 from ltx2rt.stages.stage import Stage
 
 DEFAULT_NEW = 96  # frames, 4 s at 24
@@ -81,6 +82,8 @@ class Extend(GivenClip):
         group="output",
         name="--no-crossfade",
     )
+    prompt_at: tuple[PromptSpan, ...] = field(default=(), init=False)
+    prompt_softness: float = field(default=1.0, init=False)
     other: VideoInfo | None = field(default=None, repr=False)
 
     @property

@@ -41,6 +41,7 @@ from ltx2rt.stages.denoise import Denoise, Noise
 from ltx2rt.stages.duration import NO_LENGTH, Duration, chooses_length, longest
 from ltx2rt.stages.frames import decoding, video_decoder
 from ltx2rt.stages.given import Given
+from ltx2rt.stages.relay import PromptSpan, Relay, parse_span
 from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.stage import Stage
 from ltx2rt.stages.text import Text
@@ -315,7 +316,12 @@ class Request:
     @property
     def prompts(self) -> tuple[str, ...]:
         """The texts for the text encoder, in one batch: the prompt, then the negative one if a branch uses it."""
-        return (self.enhanced_prompt or self.prompt,)
+        return (self.positive,)
+
+    @property
+    def positive(self) -> str:
+        """The text that the clip follows."""
+        return self.enhanced_prompt or self.prompt
 
     @property
     def text(self) -> list[Stage]:
@@ -391,6 +397,21 @@ class VideoRequest(Request):
         least=0,
         most=51,
     )
+    prompt_at: tuple[PromptSpan, ...] = flag(
+        (),
+        "texts beside --prompt, each for a time range in seconds or in %",
+        parse_span,
+        group="clip",
+        metavar="START:END=TEXT",
+        repeat=True,
+    )
+    prompt_softness: float = flag(
+        0.001,
+        "softness of the ranges of --prompt-at, 1 for no bounds",
+        group="clip",
+        above=0,
+        most=1,
+    )
     audio: bool = flag(True, "write the video without sound", group="output", name="--no-audio")
     num_generated_keyframes: int = flag(
         0,
@@ -441,6 +462,8 @@ class VideoRequest(Request):
                 "vector for keyframes; leave it out, or pass a model of LTX-2.5"
             )
         check_step("--num-frames", full.num_frames, step, 1, "frames", f"{step}*k + 1")
+        for span in full.prompt_at:
+            span.check(float(full.num_frames / full.fps))
         return replace(
             full, image_crf=model.image_crf if self.image_crf is None else self.image_crf
         )
@@ -452,6 +475,16 @@ class VideoRequest(Request):
     @property
     def size_px(self) -> tuple[int, int]:
         return self.height, self.width
+
+    @property
+    def relay(self) -> Relay | None:
+        """The prompts by time, if there are any."""
+        spans = self.prompt_at
+        return Relay(super().positive, spans, self.prompt_softness) if spans else None
+
+    @property
+    def positive(self) -> str:
+        return self.relay.text if self.relay else super().positive
 
     @property
     def image_frames(self) -> int:
@@ -492,7 +525,17 @@ class VideoRequest(Request):
         before: list[Stage] = [Given(name, given)] if given else []
         return [
             *before,
-            Denoise(name, geometry, sigmas, loras, self.noise, given=given, rule=rule, **more),
+            Denoise(
+                name,
+                geometry,
+                sigmas,
+                loras,
+                self.noise,
+                given=given,
+                rule=rule,
+                relay=self.relay,
+                **more,
+            ),
         ]
 
     def decoded(self, geometry: Geometry, model: ModelConfig, options: ModelOptions) -> list[Stage]:
@@ -613,7 +656,7 @@ class Guided(VideoRequest):
     @property
     def prompts(self) -> tuple[str, ...]:
         negative = (self.negative_prompt or "",) if Branches.of(self.guidance).uncond else ()
-        return (self.enhanced_prompt or self.prompt, *negative)
+        return (self.positive, *negative)
 
     def check(self) -> None:
         super().check()

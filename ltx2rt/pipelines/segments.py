@@ -123,6 +123,7 @@ class Segmented(VideoRequest):
             ("--noise-in", self.noise_in),
             ("--auto-duration", self.auto_duration),
             ("--num-generated-keyframes", self.num_generated_keyframes),
+            ("--prompt-at", self.prompt_at),
         ):
             if given:
                 raise InputError(f"{name}: does not go with a clip in segments; leave it out")

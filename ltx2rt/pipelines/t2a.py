@@ -63,7 +63,7 @@ class TextToAudio(Request):
     @property
     def prompts(self) -> tuple[str, ...]:
         negative = (self.negative_prompt or "",) if Branches.of(self.guidance).uncond else ()
-        return (self.enhanced_prompt or self.prompt, *negative)
+        return (self.positive, *negative)
 
     @property
     def files(self) -> list[Path]:

@@ -40,9 +40,12 @@ from ltx2rt.session.arrange import DatasheetBackend
 from ltx2rt.session.open import opened_checkpoint
 from ltx2rt.session.options import DISTILLED_STAGES, NO_LORA, LoraSpec, ModelOptions, plain
 from ltx2rt.session.session import Session
+from ltx2rt.stages.relay import parse_span
 
 # Parsers of flags that name no file.
-OFFERED = (int, float, str, bool, parse_fps, parse_blocks, parse_interval, parse_step_plan)
+OFFERED = (
+    int, float, str, bool, parse_fps, parse_blocks, parse_interval, parse_step_plan, parse_span,
+)  # fmt: skip
 MAX_PROMPT, MAX_IMAGES, MAX_LORAS, MAX_METADATA, MAX_PRIORITY = 4000, 8, 8, 16, 9
 MAX_VIDEOS = 8  # limit for one request
 MAX_PROMPTS = 64  # limit for segments
@@ -457,7 +460,9 @@ def offered(type_: type[Request]) -> dict[str, Field]:
     return {
         name: f
         for name, (f, how) in found.items()
-        if how.parse in OFFERED and (not how.repeat or how.parse is str) and name not in NOT_HERE
+        if how.parse in OFFERED
+        and (not how.repeat or how.parse in (str, parse_span))
+        and name not in NOT_HERE
     }
 
 

@@ -27,6 +27,7 @@ from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.conditioning import Conditioning, ModalityState, Tokens, audio_state, video_state
 from ltx2rt.stages.noise import standard_normal
+from ltx2rt.stages.relay import Relay
 from ltx2rt.stages.stage import MODALITIES, Stage, State, finite
 from ltx2rt.weights.files import TensorFile
 
@@ -72,7 +73,7 @@ class Denoise(Stage):
     conditional branch runs alone. streams: the modalities that the clip has; frozen: those of them that are kept whole.
     masks: by modality f32[targets], 1 = generate, where a part is kept. What is kept is the state's
     source, or where there is none its latents. mixed: modalities that start from the state's source,
-    mixed with noise of the first level.
+    mixed with noise of the first level. relay: prompts by time.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Denoise(Stage):
     mixed: tuple[str, ...] = ()
     plan: StepPlan | None = None
     interval: tuple[float, float] | None = None
+    relay: Relay | None = None
 
     @property
     def branches(self) -> Branches:
@@ -171,7 +173,27 @@ class Denoise(Stage):
             model, states, self.branches, self.num_videos, self.rule, self.frozen
         )
         blocks = tuple(sorted(set(self.stg_blocks))) if self.branches.perturbed else ()
-        return replace(shape, sampler=self.stepping, stg_blocks=blocks), feeds
+        g = self.geometry
+        groups = (g.frames + 1, g.audio_latents + 1) if self.relay else (0, 0)
+        return replace(shape, sampler=self.stepping, stg_blocks=blocks, relay=groups), feeds
+
+    def check(self, session: Session) -> None:
+        if self.relay:
+            self.relay.columns(session)
+
+    def _relayed(
+        self, session: Session, states: Mapping[str, ModalityState]
+    ) -> dict[str, np.ndarray]:
+        """The biases of the relay's groups, and the group of every token that is made; the last is of appended ones."""
+        found = {}
+        if self.relay:
+            biases = self.relay.biases(self.geometry, self.relay.columns(session))
+            for m in self.made:
+                groups, count = len(biases[m]) - 1, states[m].num_target_tokens
+                group = np.full(states[m].shape[1], groups, np.int32)
+                group[:count] = np.arange(count) // (count // groups)
+                found |= {f"{m}_relay": biases[m], f"{m}_group": group}
+        return found
 
     def draws(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         found: dict[str, tuple[int, ...]] = {}
@@ -195,6 +217,7 @@ class Denoise(Stage):
         shape, feeds = self.shape(session.config, states)
         if shape.masked:
             feeds["video_attention_mask"] = states["video"].attention()
+        feeds |= self._relayed(session, states)
         packing = {"video": pack_video, "audio": pack_audio}
         for m in self.made:
             x, start = states[m], state.source[m] if m in self.mixed else latents[m]

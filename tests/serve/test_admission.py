@@ -126,3 +126,23 @@ def test_steps_that_are_left_out_or_not_guided(admission):
     ):
         with pytest.raises(Refusal, match=says):
             found.admit({**given, **more})
+
+
+def test_prompts_by_time(admission):
+    found = admission("tiny-2.3", distilled_lora=NO_LORA)
+    given = {"prompt": "a fox", "pipeline": "one-stage", "size": "64x64", "num_frames": 33}
+    job = found.admit({**given, "prompt_at": ["0:0.5=it rains", "50%:100%=the sun"]}).job
+    clip = json.loads(json.dumps(job))["clip"]
+    spans = make_request("one-stage", **clip).settings()["prompt_at"]
+    assert spans == [
+        {"start": 0.0, "end": 0.5, "text": "it rains", "percent": False},
+        {"start": 50.0, "end": 100.0, "text": "the sun", "percent": True},
+    ]
+    for spans, says in (
+        (["rain"], "expected START:END=TEXT"),
+        (["0:9=rain"], "the clip at 1.375 s"),
+        ([{"start": 0}], "expected a list of"),
+        ("0:1=a\n1:9=b", "the clip at 1.375 s"),
+    ):
+        with pytest.raises(Refusal, match=says):
+            found.admit({**given, "prompt_at": spans})

@@ -1,0 +1,135 @@
+"""Prompts by time: parts of the text that only a part of the clip attends to (prompt relay).
+
+All parts are one text. Cross-attention to the columns of a part that is for a time range is lowered by a bias that
+grows outside the range, with t a token's middle and A, B the range's ends, in latent frames of 8 pixel frames:
+
+    cost(t)  = max(|t - (A + B) / 2| - max((B - A) / 2 - 2, 0), 0)^2 / (2 s^2)        s = 1 / ln(1 / softness)
+    bias(t)  = min over tokens of cost - cost(t)                     some token always sees the part as it is
+
+Columns of the global part, registers, and tokens beside the clip's have none. Method: Prompt Relay; the continuous form
+with video and sound is that of Wan2GP. The connectors mix all columns beforehand, so that no softness makes a wall.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ltx2rt.errors import InputError
+from ltx2rt.models.catalog import PROMPT_TOKENS
+from ltx2rt.models.geometry import Geometry, audio_positions, video_positions
+from ltx2rt.session.options import as_number, from_tuple
+from ltx2rt.session.session import Session
+from ltx2rt.stages.tokenizer import count_tokens
+
+FLAG = "--prompt-at"
+_SPAN = re.compile(
+    r"(?P<start>[\d.]+)(?P<first>%?):(?P<end>[\d.]+)(?P<percent>%?)=(?P<text>.*)", re.DOTALL
+)
+MARGIN = 2.0  # latent frames at either end of a range in which the bias begins
+
+
+@dataclass(frozen=True)
+class PromptSpan:
+    """text for the seconds from start to end, or percents of the clip."""
+
+    start: float
+    end: float
+    text: str
+    percent: bool = False
+
+    def seconds(self, length_s: float) -> tuple[float, float]:
+        unit = length_s / 100 if self.percent else 1.0
+        return self.start * unit, self.end * unit
+
+    def check(self, length_s: float) -> None:
+        """Raises InputError for a range that is not within the clip. Ranges may overlap."""
+        _, end = self.seconds(length_s)
+        if end > length_s + 1e-3:  # a length may be rounded up
+            raise InputError(
+                f"{FLAG}: {self.text[:40]!r} ends at {end:.4g} s, but the clip at {length_s:.4g} s; end there"
+            )
+
+
+def parse_span(given: str | Sequence[Any] | Mapping[str, Any] | PromptSpan) -> PromptSpan:
+    """START:END=TEXT in seconds or START%:END%=TEXT, or (start, end, text), or a span's fields. Raises InputError."""
+    if isinstance(given, str):
+        match = _SPAN.fullmatch(given)
+        try:
+            if match is None or match["first"] != match["percent"]:
+                raise ValueError
+            ends = float(match["start"]), float(match["end"])
+            span = PromptSpan(*ends, match["text"], bool(match["percent"]))
+        except ValueError:
+            raise InputError(
+                f'{FLAG}: {given[:80]!r}, expected START:END=TEXT, such as 0:2.5="it rains" or 50%:100%="the sun"'
+            ) from None
+    elif isinstance(given, Mapping):
+        span = PromptSpan(**given)
+    elif isinstance(given, PromptSpan):
+        span = given
+    else:
+        span = PromptSpan(*from_tuple(given, as_number, as_number, str))
+    if not 0 <= span.start < span.end < math.inf:
+        raise InputError(
+            f"{FLAG}: from {span.start:g} to {span.end:g}, expected a start of 0 or more and an end after it"
+        )
+    if not span.text.strip():
+        raise InputError(f"{FLAG}: the text from {span.start:g} on is empty; say what happens then")
+    return span
+
+
+@dataclass(frozen=True)
+class Relay:
+    """prompt: the global part; spans: with their text; softness: in (0, 1), 1 for no bias."""
+
+    prompt: str
+    spans: tuple[PromptSpan, ...]
+    softness: float
+
+    @property
+    def text(self) -> str:
+        """All parts, in the order of the flags."""
+        return " ".join([self.prompt.strip(), *(span.text.strip() for span in self.spans)])
+
+    def columns(self, session: Session) -> list[range]:
+        """The columns of the spans in the context, which has tokens in their order. Raises InputError if it is full."""
+        tokenizer = session.checkpoint.require_tokenizer()
+        parts = [self.prompt.strip(), *(span.text.strip() for span in self.spans)]
+        ends = [count_tokens(tokenizer, " ".join(parts[: i + 1])) for i in range(len(parts))]
+        if ends[-1] > PROMPT_TOKENS:
+            raise InputError(
+                f"{FLAG}: the texts have {ends[-1]} tokens together, the model reads {PROMPT_TOKENS}; shorten them"
+            )
+        return [range(a, b) for a, b in pairwise(ends)]
+
+    def biases(self, geometry: Geometry, columns: Sequence[range]) -> dict[str, np.ndarray]:
+        """By modality f32[groups, text]: a row for each latent frame, or audio latent, and one of zeros behind them."""
+        g = geometry
+        frame_s = float(g.time_factor / g.fps)
+        length_s = float(((g.frames - 1) * g.time_factor + 1) / g.fps)
+        tokens = g.num_video_tokens // max(g.frames, 1)
+        bounds = {"video": video_positions(g)[0][::tokens], "audio": audio_positions(g)[0]}
+        found = {}
+        for m, ends in bounds.items():
+            t = ends.astype(np.float64).mean(axis=1) / frame_s
+            rows = np.zeros((len(t) + 1, PROMPT_TOKENS))
+            for span, where in zip(self.spans, columns, strict=True):
+                start, end = (x / frame_s for x in span.seconds(length_s))
+                rows[:-1, where.start : where.stop] = bias(t, start, end, self.softness)[:, None]
+            found[m] = rows.astype(np.float32)
+        return found
+
+
+def bias(t: np.ndarray, start: float, end: float, softness: float) -> np.ndarray:
+    """f64[n], at most 0, of tokens with their middles at t; all in latent frames."""
+    free = max((end - start) / 2 - MARGIN, 0)
+    far = np.maximum(np.abs(t - (start + end) / 2) - free, 0)
+    cost = far**2 * math.log(1 / softness) ** 2 / 2
+    return cost.min() - cost
