@@ -19,6 +19,7 @@ from ltx2rt.models.geometry import Geometry, audio_positions, video_positions
 from ltx2rt.passes.adapters import MARK, Adapters, modules
 from ltx2rt.placement.plan import StageCost, Work, cost
 from ltx2rt.placement.training import TrainingMemory, gradient_sums, runs_of, training_memory
+from ltx2rt.session.call import Call
 from ltx2rt.session.session import Session
 from ltx2rt.train.recipe import group_of, initial, targeted
 from ltx2rt.weights.audit import audit
@@ -98,8 +99,9 @@ class Step:
 
     @cached_property
     def graph(self) -> Graph:
-        """The forward graph of a device."""
-        placement = replace(self.session.placement, adapters=self.adapters)
+        """The forward graph of a device. Matrices that are stored in few bits stay so, as QLoRA's base."""
+        stored = self.session.weights.stored(Call("train-step", None))
+        placement = replace(self.session.placement, adapters=self.adapters, stored=stored)
         return placement.local(self.plain, "transformer")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -5,6 +5,7 @@ import os
 import re
 import struct
 import time
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +25,13 @@ from gguf_files import (
     write_gguf,
 )
 
+from ltx2rt.backend import AdamW
 from ltx2rt.errors import InputError
+from ltx2rt.models.geometry import Geometry
+from ltx2rt.session.open import open_session
+from ltx2rt.session.options import ModelOptions
 from ltx2rt.testing import relative_l2
+from ltx2rt.train.step import Step
 from ltx2rt.weights.checkpoint import open_checkpoint, open_gemma
 from ltx2rt.weights.files import TensorFile, TensorInfo, digest, open_file, write_arrays
 from ltx2rt.weights.gguf import GgufFile
@@ -601,6 +607,31 @@ def test_processes_read_their_slices_of_a_gguf_model(apart, generate_on_ranks):
     assert [run.status for run in runs] == [0, 0], runs
     for name, latent in runs[1].latents.items():
         np.testing.assert_array_equal(runs[0].latents[name], latent)
+
+
+def test_a_lora_is_trained_beside_packed_matrices_as_beside_their_numbers(apart):
+    steps = []
+    for folder in apart:
+        session = open_session(ModelOptions(model=folder, backend="cuda", device="cpu"), "float32")
+        geometry = Geometry.of(session.config, 64, 64, 9, Fraction(24))
+        steps.append(Step(session, geometry, ("video", "audio"), 1, ("video-attn",), 2))
+    packed_step, plain = steps
+    assert packed_step.memory.frozen < 0.6 * plain.memory.frozen
+    rng, feeds = np.random.default_rng(0), dict(plain.tables)
+    for name, v in plain.graph.inputs.items():
+        if name not in feeds:
+            whole = v.type.dtype == "int32"
+            draw = (
+                np.ones(v.type.shape, np.int32) if whole else rng.random(v.type.shape, np.float32)
+            )
+            feeds[name] = draw
+    runs = []
+    for step in steps:
+        trainer = step.trainer(0, AdamW())
+        losses = trainer.accumulate(feeds, {"video_loss": 1.0, "audio_loss": 1.0})
+        runs.append(losses | {"norm": np.array(list(trainer.update(1e-2).values()))})
+    for name, x in runs[1].items():
+        np.testing.assert_array_equal(runs[0][name], x)
 
 
 # ---- Gemma 3 --------------------------------------------------------------------------------------------------------
