@@ -106,6 +106,10 @@ class Trainer(Protocol):
         """
         ...
 
+    def losses(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """The losses that `accumulate` would return, and no gradient."""
+        ...
+
     def update(self, rate: float) -> dict[str, float]:
         """One step of the optimiser, and no gradient is left. Returns the squared norm of every parameter's gradient
         before it was clipped, by declared name; where any of them is not finite, nothing was changed."""

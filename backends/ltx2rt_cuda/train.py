@@ -72,15 +72,25 @@ class Trainer:
     def accumulate(
         self, inputs: Mapping[str, Any], weights: Mapping[str, float]
     ) -> dict[str, np.ndarray]:
+        with torch.enable_grad():
+            losses = self._forward(inputs)
+            total = sum(loss.mean() * weights[name] for name, loss in losses.items())
+            (total / self.position.size).backward()  # pyright: ignore[reportAttributeAccessIssue]
+        return self._to_host(losses)
+
+    @torch.no_grad()
+    def losses(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        return self._to_host(self._forward(inputs))
+
+    def _forward(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         operands = [
             upload(self.graph, n, self._own(n, x), self.program.device)
             for n, x in self._ordered(inputs)
         ]
-        with torch.enable_grad():
-            found = self.program.module(*operands, *self.program.arguments(self.weights))
-            losses = dict(zip(self.graph.outputs, found, strict=True))
-            total = sum(loss.mean() * weights[name] for name, loss in losses.items())
-            (total / self.position.size).backward()  # pyright: ignore[reportAttributeAccessIssue]
+        found = self.program.module(*operands, *self.program.arguments(self.weights))
+        return dict(zip(self.graph.outputs, found, strict=True))
+
+    def _to_host(self, losses: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
         return {
             name: self.backend.to_host(self._gathered(loss.detach(), {0: "data"}))
             for name, loss in losses.items()

@@ -43,6 +43,7 @@ class Gradients:
         self.place, self.remat, self.ops = place, remat, ops_for(place)
         options = compiler_options(graph, place)
         self.function: Any = jax.jit(self._global, compiler_options=options)
+        self.losses: Any = jax.jit(self._global_losses, compiler_options=options)
 
     @property
     def mesh(self) -> Mapping[str, int]:
@@ -86,15 +87,24 @@ class Gradients:
         local = on_mesh(self._local, self.place, ours, others, fed, P(), out=(losses, ours))
         return local(parameters, frozen, inputs, weights)
 
+    def _global_losses(self, weights: Weights, inputs: Any) -> Any:
+        specs = weight_specs(self.graph)
+        ours, fed = ({n: specs[n] for n in weights}, {n: self._spec(n) for n in inputs})
+        losses = P("data") if "data" in self.mesh else P()
+        return on_mesh(self._losses, self.place, ours, fed, out=losses)(weights, inputs)
+
+    def _losses(self, weights: Weights, inputs: Any, remat: bool = False) -> dict[str, Array]:
+        ordered = [inputs[name] for name in self.graph.inputs]
+        found = run(self.graph, weights, ordered, ops=self.ops, remat=remat)
+        return dict(zip(self.graph.outputs, found, strict=True))
+
     def _local(
         self, parameters: Weights, frozen: Weights, inputs: Any, weights: Any
     ) -> tuple[Any, Weights]:
         size = self.place.mesh.size if isinstance(self.place, NamedSharding) else 1
 
         def total(parameters: Weights) -> tuple[Array, dict[str, Array]]:
-            ordered = [inputs[name] for name in self.graph.inputs]
-            found = run(self.graph, frozen | parameters, ordered, ops=self.ops, remat=self.remat)
-            losses = dict(zip(self.graph.outputs, found, strict=True))
+            losses = self._losses(frozen | parameters, inputs, self.remat)
             weighted = [weights[name] * loss.mean() for name, loss in losses.items()]
             return jnp.stack(weighted).sum() / size, losses
 
@@ -132,16 +142,24 @@ class Trainer:
     def accumulate(
         self, inputs: Mapping[str, Any], weights: Mapping[str, float]
     ) -> dict[str, np.ndarray]:
-        fed = {
-            n: self._uploaded(n, np.asarray(inputs[n], NUMPY_DTYPES[v.type.dtype]))
-            for n, v in self.graph.inputs.items()
-        }
         scales = {name: np.float32(weight) for name, weight in weights.items()}
-        losses, gradients = self.one_batch.function(self.parameters, self.frozen, fed, scales)
+        losses, gradients = self.one_batch.function(
+            self.parameters, self.frozen, self._fed(inputs), scales
+        )
         self.gradients = (
             gradients if self.gradients is None else self._add(self.gradients, gradients)
         )
         return {name: _whole(loss) for name, loss in losses.items()}
+
+    def losses(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        found = self.one_batch.losses(self.frozen | self.parameters, self._fed(inputs))
+        return {name: _whole(loss) for name, loss in found.items()}
+
+    def _fed(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
+        return {
+            n: self._uploaded(n, np.asarray(inputs[n], NUMPY_DTYPES[v.type.dtype]))
+            for n, v in self.graph.inputs.items()
+        }
 
     def _uploaded(self, name: str, value: np.ndarray) -> Array:
         sharding = self.one_batch.sharding(name)

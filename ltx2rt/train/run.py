@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import MISSING, asdict, dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ from ltx2rt.weights.distilled import sign
 NO_GRADIENT, NOT_FINITE = 20, 10  # steps after which a run ends
 # Fields that may change when a run goes on: no step differs, but for where a schedule ends. Of the samples of a step
 # the number alone is compared, however they are shared out.
+LEVELS = (0.2, 0.5, 0.8)  # noise levels at which clips are measured that are not trained on
 FREE = ("data", "output", "steps", "save_every", "keep", "dry_run", "batch", "accumulate")
 
 
@@ -162,6 +164,14 @@ class TrainRequest:
         group="training",
         choices=("block", "none"),
     )
+    held_out: float = flag(
+        0.0,
+        "share of the clips that are not trained on; their loss is measured with every --save-every",
+        float,
+        group="training",
+        least=0,
+        most=0.5,
+    )
     save_every: int = flag(
         250, "steps between two LoRAs and states", int, group="training", least=1
     )
@@ -202,7 +212,11 @@ class Run:
                 "from, or pass --assume dev"
             )
         self.base = model_digest(session.checkpoint)
-        self.samples = self._usable(read_manifest(r.data, self.base))
+        usable = self._usable(read_manifest(r.data, self.base))
+        count = math.ceil(r.held_out * len(usable))
+        apart = {s.sample for s in sorted(usable, key=lambda s: s.sample)[:count]}
+        self.samples = [s for s in usable if s.sample not in apart]
+        self.held_out = [s for s in usable if s.sample in apart]
         self.batch = r.batch * session.backend.mesh.get("data", 1)
         if len(self.samples) < self.batch:
             raise InputError(
@@ -274,19 +288,24 @@ class Run:
         return found
 
     def feeds(self, drawn: list[tuple[Sample, str]]) -> dict[str, np.ndarray]:
-        rows = [self._feed(sample, stream) for sample, stream in drawn]
+        return self._stacked([self._feed(sample, stream) for sample, stream in drawn])
+
+    def _stacked(self, rows: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
         return {name: (self.step.tables | stacked)[name] for name in self.step.graph.inputs}
 
-    def _feed(self, sample: Sample, stream: str) -> dict[str, np.ndarray]:
-        """The inputs of one sample, without an axis B."""
+    def _feed(
+        self, sample: Sample, stream: str, level: float | None = None
+    ) -> dict[str, np.ndarray]:
+        """The inputs of one sample, without an axis B. level: of its noise, and its own caption; None: drawn."""
         r, g, found = self.request, self.step.geometry, {}
         latents = read_arrays(sample_path(r.data, sample.sample))
-        dropped = uniform(r.seed, f"{stream}.dropout", 1)[0] < r.caption_dropout
+        drawn = level is None
+        dropped = drawn and uniform(r.seed, f"{stream}.dropout", 1)[0] < r.caption_dropout
         contexts = read_arrays(context_path(r.data, self.empty if dropped else sample.context))
         assert r.first_frame is not None
         given = uniform(r.seed, f"{stream}.first_frame", 1)[0] < r.first_frame
-        level = 0.0
+        level = level or 0.0
         for name in self.streams:
             pack, tokens = (
                 (pack_video, g.num_video_tokens)
@@ -302,7 +321,8 @@ class Run:
             if name == "video" and given:
                 noised[: g.rows * g.columns] = 0
             own = f"{stream}.{name}"
-            if not (name == "audio" and "video" in self.trained and r.audio_sigma == "shared"):
+            shared_level = name == "audio" and "video" in self.trained and r.audio_sigma == "shared"
+            if drawn and not shared_level:
                 level = sigma(max(1, int(noised.sum())), r.seed, own)
             found[f"{name}_clean"] = clean
             found[f"{name}_noise"] = standard_normal(r.seed, own, clean.shape)
@@ -314,6 +334,21 @@ class Run:
         if "video_keyframes_mask" in self.step.plain.inputs:
             found["video_keyframes_mask"] = np.zeros(g.num_video_tokens, np.float32)
         return found
+
+    def held_out_losses(self, trainer: Trainer) -> dict[str, float]:
+        """Mean losses of the clips that are not trained on, at LEVELS and with the same noise each time."""
+        cases = list(product(self.held_out, LEVELS))
+        losses: dict[str, list[float]] = {name: [] for name in self.trained}
+        for start in range(0, len(cases), self.batch):
+            part = cases[start : start + self.batch]
+            filled = [part[i % len(part)] for i in range(self.batch)]
+            rows = [self._feed(s, f"train.held_out.{s.sample}", level) for s, level in filled]
+            feeds = self._stacked(rows)
+            found = trainer.losses(feeds)
+            for name in self.trained:
+                there = feeds[f"{name}_noised"].any(1)[: len(part)]
+                losses[name] += found[f"{name}_loss"][: len(part)][there].tolist()
+        return {f"held_out_{n}_loss": float(np.mean(x)) for n, x in losses.items() if x}
 
     # --- the run ------------------------------------------------------------------------------------------------
 
@@ -409,6 +444,9 @@ class Run:
                 broken = 0 if fine else broken + 1
                 if not fine:
                     row = {name: _finite(value) for name, value in row.items()}
+                ending = (step + 1) % r.save_every == 0 or step + 1 == r.steps
+                if ending and self.held_out:
+                    row |= {n: _finite(x) for n, x in self.held_out_losses(trainer).items()}
                 rows.append(row)
                 if metrics:
                     metrics.write(json.dumps(row) + "\n")
@@ -420,7 +458,7 @@ class Run:
                     )
                 self._require_gradients(norms, losses, silent)
                 last = agree(bool(stopped))
-                if (step + 1) % r.save_every == 0 or step + 1 == r.steps or last:
+                if ending or last:
                     lora = self._save(trainer, step + 1, updates, rows)
                 if last:
                     say(f"stopped after step {step}; the same command continues")

@@ -131,12 +131,15 @@ def locked(run: Path) -> Iterator[None]:
 
 
 def draw_losses(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """An SVG of the losses by step, each a mean over a tenth of the steps before it."""
-    width, height, colours = 640, 320, {"video_loss": "#1f77b4", "audio_loss": "#d62728"}
+    """An SVG of the losses by step, each a mean over a tenth of the steps before it; of clips that are not trained on,
+    as they were measured."""
+    width, height = 640, 320
+    colours = {"video_loss": "#1f77b4", "audio_loss": "#d62728"}
+    colours |= {"held_out_video_loss": "#0b3d66", "held_out_audio_loss": "#7a1111"}
     curves: dict[str, list[tuple[int, float]]] = {}
     for name in colours:
         points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-        span = max(1, len(points) // 10)
+        span = 1 if name.startswith("held") else max(1, len(points) // 10)
         curves[name] = [
             (step, float(np.mean([y for _, y in points[max(0, i - span + 1) : i + 1]])))
             for i, (step, _) in enumerate(points)

@@ -300,6 +300,23 @@ def test_sound_alone(model, tmp_path):
     assert names and all("audio_" in name for name in names)
 
 
+def test_clips_that_are_held_out_are_measured_and_not_trained_on(model, cache, tmp_path):
+    runs = []
+    for name, steps in (("whole", (4,)), ("resumed", (2, 4))):
+        output = tmp_path / name
+        for count in steps:
+            words = options(cache, output, **{"steps": count, "held-out": 0.3}, schedule="constant")
+            assert run_train(model, "run", *words) == 0
+        runs.append([json.loads(line) for line in (output / "metrics.jsonl").open()])
+    names = {json.loads(x)["name"] for x in (cache / "manifest.jsonl").read_text().splitlines()[1:]}
+    trained = {name for row in runs[0] for name in row["samples"]}
+    assert len(trained) == len(names) - 1 and trained < names
+    found = [[row.get("held_out_video_loss") for row in rows] for rows in runs]
+    assert found[0] == found[1] and [x is None for x in found[0]] == [True, False, True, False]
+    assert found[0][1] != found[0][3] > 0 and runs[0][3]["held_out_audio_loss"] > 0
+    assert "held out video loss" in (tmp_path / "whole" / "loss.svg").read_text()
+
+
 def test_a_base_in_8_bits_is_trained_on(model, cache, tmp_path):
     """Its losses are near those of the base as it is, and another."""
     rows = []
