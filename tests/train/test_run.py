@@ -307,7 +307,8 @@ def test_clips_that_are_held_out_are_measured_and_not_trained_on(model, cache, t
         for count in steps:
             words = options(cache, output, **{"steps": count, "held-out": 0.3}, schedule="constant")
             assert run_train(model, "run", *words) == 0
-        runs.append([json.loads(line) for line in (output / "metrics.jsonl").open()])
+        lines = (output / "metrics.jsonl").read_text().splitlines()
+        runs.append([json.loads(line) for line in lines])
     names = {json.loads(x)["name"] for x in (cache / "manifest.jsonl").read_text().splitlines()[1:]}
     trained = {name for row in runs[0] for name in row["samples"]}
     assert len(trained) == len(names) - 1 and trained < names
