@@ -31,6 +31,7 @@ from PIL import Image
 import ltx2rt
 from benchmarks.measure import RESULTS, machine
 from benchmarks.recognise import marks, psnr_db
+from benchmarks.stored_models import write_copy
 from examples.clips import FPS, FRAMES, RATE, SIZE, Clip, random_clip
 from ltx2rt.media.compare import RATE as COMPARED_RATE
 from ltx2rt.media.compare import compare_sound, correlation, luma, ssim
@@ -62,6 +63,7 @@ class Row:
     same: str = ""
     ranks: int = 1
     devices: int = 1
+    form: str = ""  # how the transformer is stored (`stored_models`)
 
     @property
     def sized(self) -> bool:
@@ -75,6 +77,7 @@ def _torch(
 
 
 EIGHT = "guidance=2,fsdp=2,tensor=2"
+FORMS = {"GGUF, Q8_0": "Q8_0", "GGUF, Q4_K and Q4_0": "Q4_K", "nvfp4": "nvfp4"}
 REFERENCE, ONE_STAGE, DRAWN = "PyTorch", "`one-stage`", "as drawn"
 ROWS = {
     REFERENCE: Row({"backend": "cuda"}),
@@ -85,6 +88,8 @@ ROWS = {
     ),
     "bfloat16": Row({"backend": "cuda", "dtype": "bfloat16"}, same=REFERENCE),
     "float8": Row({"backend": "cuda", "weights_dtype": "float8"}, same=REFERENCE),
+    "int8": Row({"backend": "cuda", "weights_dtype": "int8"}, same=REFERENCE),
+    **{name: Row({"backend": "cuda"}, same=REFERENCE, form=form) for name, form in FORMS.items()},
     "without any guidance": _torch(**NONE),
     "`one-stage`": _torch(pipeline="one-stage"),
     "`one-stage`, without CFG": _torch(pipeline="one-stage", video_cfg=1, audio_cfg=1),
@@ -188,6 +193,7 @@ def run_row(name: str, model: Path, count: int, folder: Path) -> list[dict[str, 
         ]
     row, found, first = (ROWS | FEWER)[name], [], {}
     numbers = range(max(1, round(count * row.part)))
+    model = write_copy(model, folder / row.form, row.form) if row.form else model
     with ltx2rt.open(model, **options(row, model)) as session:
         for i in (*numbers, 0):
             clip = asked(i)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -90,11 +91,13 @@ def write_gguf(
 
 def packed(name: str, array: np.ndarray) -> np.ndarray | tuple[str, np.ndarray]:
     """As converters store a tensor: small and one-dimensional ones and tables in float32, matrices quantised if their
-    rows are whole blocks, which tiny models' rows are for blocks of 32."""
+    rows are whole blocks, which tiny models' rows are for blocks of 32; every second layer's values in another type."""
     wide = array.astype(np.float32)
     if array.ndim != 2 or array.size <= 1024 or name.endswith("scale_shift_table"):
         return array if "learnable_registers" in name or "keyframes" in name else wide
-    kind = ("Q8_0", "Q4_0", "Q5_1")[len(name) % 3]
+    layer = int((re.search(r"\d+", name) or "0")[0])
+    later = layer % 2 * name.endswith(("to_v.weight", "attn_v.weight"))  # as K_M mixes them
+    kind = ("Q8_0", "Q4_0", "Q5_1")[(len(name) + later) % 3]
     if array.shape[1] % 32:
         return array
     gguf = package()

@@ -762,6 +762,10 @@ class TorchOps:
         return _table(table, index.device)[index.int()]
 
     @staticmethod
+    def where(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return torch.where(condition, x, y)
+
+    @staticmethod
     def rotate(x: Tensor, size: int) -> Tensor:
         return x @ _rotation(size, x.device)
 

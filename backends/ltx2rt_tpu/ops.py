@@ -168,6 +168,10 @@ class JaxOps:
         return found
 
     @staticmethod
+    def where(condition: Array, x: Array, y: Array) -> Array:
+        return jnp.where(condition, x, y)
+
+    @staticmethod
     def rotate(x: Array, size: int) -> Array:
         return jnp.matmul(x, rotation(size), precision=lax.Precision.HIGHEST)
 

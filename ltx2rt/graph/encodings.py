@@ -9,7 +9,7 @@ none is rounded twice or not at all where a compiler makes one instruction of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from typing import TYPE_CHECKING, Any
@@ -99,7 +99,7 @@ class NumpyOps:
 
     @staticmethod
     def bits(x: np.ndarray, dtype: str) -> np.ndarray:
-        """The same bytes as numbers of another dtype, along the last axis."""
+        """Bytes as numbers of another dtype, along the last axis."""
         return x.view(dtype)
 
     @staticmethod
@@ -110,6 +110,10 @@ class NumpyOps:
     def lookup(table: tuple[float, ...], index: np.ndarray) -> np.ndarray:
         """The float32 at each place of a table of 16."""
         return np.array(table, np.float32)[index]
+
+    @staticmethod
+    def where(condition: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return np.where(condition, x, y)
 
     @staticmethod
     def rotate(x: np.ndarray, size: int) -> np.ndarray:
@@ -293,8 +297,38 @@ _E4M3_ROWS = (Field("", E4M3), ROW_SCALE)
 _NVFP4 = (Field("", "uint8", 1, 2), Field(" scales", E4M3, 1, 16), ROW_SCALE)
 _INT8_ROWS = (Field("", "int8"), ROW_SCALE)
 
-ENCODINGS = {
-    row.name: row
+
+def _any_of(*rows: Encoding) -> Encoding:
+    """Of a stack of layers that differ in their types: each row of bytes is as long as the longest
+    type's, and one more byte says which type it is of. All types are decoded, and one is taken."""
+    group = max(row.group for row in rows)
+    size = max(row.fields[0].columns(group) for row in rows)
+
+    def decode(o: Any, stored: Any, types: Any) -> Any:
+        n = stored.shape[1] // size * group
+        matrix, *others = (row.decode(o, stored[:, : row.fields[0].columns(n)]) for row in rows)
+        for number, other in enumerate(others, 1):
+            matrix = o.where(types == number, other, matrix)
+        return matrix
+
+    fields = (Field("", "uint8", size, group), Field(" type", "uint8", weights=0))
+    return Encoding(EITHER.join(row.name for row in rows), fields, decode, group=group)
+
+
+class _Encodings(dict[str, Encoding]):
+    """Rows by name; those of several types are made when they are asked for."""
+
+    def __missing__(self, name: str) -> Encoding:
+        first, *more = name.split(EITHER)
+        if not more:
+            raise KeyError(name)
+        self[name] = _any_of(*(self[one] for one in (first, *more)))
+        return self[name]
+
+
+EITHER = " or "
+ENCODINGS = _Encodings(
+    (row.name, row)
     for row in (
         Encoding(
             "float8", _E4M3_ROWS, _scaled_rows, lambda o, x: o.quantise_rows(x),
@@ -318,10 +352,18 @@ ENCODINGS = {
         _gguf("IQ4_NL", 32, 18, _iq4_nl, 0),
         _gguf("IQ4_XS", 256, 136, _iq4_xs, 0),
     )
-}  # fmt: skip
+)  # fmt: skip
 QUANTISED = tuple(name for name, row in ENCODINGS.items() if row.encode)  # `--weights-dtype`
 # Encodings in which files are kept, by what stored matrices are called.
 KEPT = {row.format or row.name: row.name for row in ENCODINGS.values() if not row.encode}
+
+
+def common(names: Iterable[str | None]) -> str | None:
+    """The encoding of matrices of one stack that are stored in these, None if there is none."""
+    found = sorted({name or "" for name in names})
+    if len(found) == 1:
+        return found[0] or None
+    return EITHER.join(found) if all(x and ENCODINGS[x].halves for x in found) else None
 
 
 def has_products(graph: Graph) -> bool:

@@ -2,10 +2,11 @@
 
 Two passes, because all that lies between them is the same for every encoding.
 
-keep requires the graph of one device, placed or not. Weights of linears that are stored in one encoding, on every
-layer, are marked with it, if a slice of the rows of a device ends where numbers are decoded together; all others are
-decoded while they are loaded. Nothing else changes. kept_as marks the large linears of all blocks with one encoding,
-whatever they are stored in: for training beside them, where every product needs the numbers and none their gradient.
+keep requires the graph of one device, placed or not. Weights of linears that are stored in one encoding, or on each
+layer in a type of GGUF, are marked with it, if a slice of the rows of a device ends where numbers are decoded together;
+all others are decoded while they are loaded. Nothing else changes. kept_as marks the large linears of all blocks with
+one encoding, whatever they are stored in: for training beside them, where every product needs the numbers and none
+their gradient.
 
 unpack ends what marks: a marked parameter becomes the parameters of its fields, and an `unpack` in front of its first
 reader makes the matrix of them. So one matrix at a time takes the memory of its decoded numbers.
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ltx2rt.graph.encodings import ENCODINGS
+from ltx2rt.graph.encodings import ENCODINGS, common
 from ltx2rt.graph.ir import Graph, Layout, Type, Value, rewrite
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
@@ -63,11 +64,10 @@ def _weights(graph: Graph) -> set[str]:
 
 
 def _common(layout: Layout, count: int, stored: Mapping[str, str]) -> str | None:
-    """The encoding of all tensors of a parameter, None if they differ or a device's slices cut what is decoded
-    together."""
-    found = {stored.get(name) for layer in range(count) for name in layout.names(layer)}
-    encoding = found.pop()
-    if found or encoding is None:
+    """The encoding of all tensors of a parameter, None if they have none in common or a device's slices cut what is
+    decoded together."""
+    encoding = common(stored.get(n) for layer in range(count) for n in layout.names(layer))
+    if encoding is None:
         return None
     parts = [count for dim, _, count in layout.splits if dim == 1]
     whole = all(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from ltx2rt.backend import TensorSource
-from ltx2rt.graph.encodings import ENCODINGS
+from ltx2rt.graph.encodings import EITHER, ENCODINGS
 from ltx2rt.graph.ir import Cut, Layout
 from ltx2rt.weights.quantised import stored_fields
 
@@ -40,6 +42,8 @@ class EncodedSource:
 
     def _fields(self, piece: Piece, encoding: str) -> tuple[Any, ...]:
         """Matrices stored in the encoding are kept, and stay with one scale where LoRAs have changed them."""
+        if EITHER in encoding:
+            return self._of_a_type(piece, encoding)
         row = ENCODINGS[encoding]
         kept = stored_fields(self.source, row.format or row.name, *piece)
         if kept is None:
@@ -49,3 +53,14 @@ class EncodedSource:
             values, whole = self.encode(encoding, array.reshape(1, -1))
             return values.reshape(array.shape), whole[[0] * len(array)]
         return kept
+
+    def _of_a_type(self, piece: Piece, encoding: str) -> tuple[Any, ...]:
+        """Rows of bytes, filled up to the length of the longest type's, and the number of their type."""
+        for number, name in enumerate(encoding.split(EITHER)):
+            if (kept := stored_fields(self.source, name, *piece)) is not None:
+                (rows,), (own,) = kept, ENCODINGS[name].fields
+                n = rows.shape[1] // own.size * own.weights
+                filled = np.zeros((len(rows), ENCODINGS[encoding].fields[0].columns(n)), np.uint8)
+                filled[:, : rows.shape[1]] = rows
+                return filled, np.full((len(rows), 1), number, np.uint8)
+        raise AssertionError(f"{piece[0]} is of no type of {encoding}")
