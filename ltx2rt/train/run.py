@@ -346,8 +346,8 @@ class Run:
             feeds = self._stacked(rows)
             found = trainer.losses(feeds)
             for name in self.trained:
-                there = feeds[f"{name}_noised"].any(1)[: len(part)]
-                losses[name] += found[f"{name}_loss"][: len(part)][there].tolist()
+                there = np.any(feeds[f"{name}_noised"], axis=1)[: len(part)]
+                losses[name] += list(found[f"{name}_loss"][: len(part)][there])
         return {f"held_out_{n}_loss": float(np.mean(x)) for n, x in losses.items() if x}
 
     # --- the run ------------------------------------------------------------------------------------------------
