@@ -148,7 +148,7 @@ def slice_of(makers: Mapping[int, Node], v: Value) -> tuple[Type, int] | None:
 
 
 def quantisation(node: Node) -> Node:
-    """What a float8 linear does first: its operand, or the GELU or the gated heads of it, row by row, becomes e4m3."""
+    """The first work of a float8 linear: its operand, or the GELU or the gated heads of it, row by row, becomes e4m3."""
     if node.op.startswith("head_gate"):
         gate, _ = divided(node.inputs)
         y = gate[0].type

@@ -113,7 +113,7 @@ class Counts:
         self.waited_s += missing_s
 
     def repeated(self, before: tuple[float, float], count: int) -> None:
-        """What has run since `before` (`stream_s`, `waited_s`) runs `count` times."""
+        """Count the time since `before` (`stream_s`, `waited_s`) `count` times."""
         stream_s, waited_s = before
         self.stream_s = stream_s + count * (self.stream_s - stream_s)
         self.waited_s = waited_s + count * (self.waited_s - waited_s)
@@ -237,7 +237,7 @@ def indexed(x: torch.Tensor, index: Any) -> torch.Tensor:
 
 
 class Views(TorchFunctionMode):
-    """What torch does on a machine with a driver, where without one it fails or does something else."""
+    """Functions of torch as on a machine with a driver, where without one it fails or does something else."""
 
     def __init__(self, counts: Counts):
         super().__init__()

@@ -39,7 +39,7 @@ TOP = 0.2  # where it turns
 
 @dataclass(frozen=True)
 class Clip:
-    """What a clip shows. x: of the centre where it does not slide; radius: where it does not change, both in units of
+    """A clip's picture. x: of the centre where it does not slide; radius: where it does not change, both in units of
     the side; phase: in [0, 1), where in its movement a clip begins; period_s: between two bounces."""
 
     shape: str

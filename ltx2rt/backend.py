@@ -120,7 +120,7 @@ class Trainer(Protocol):
         ...
 
     def restore(self, state: Mapping[str, Mapping[str, np.ndarray]], count: int) -> None:
-        """What `state` gave after `count` updates."""
+        """Take what `state` gave after `count` updates."""
         ...
 
 
@@ -211,7 +211,7 @@ class Backend(Protocol):
         ...
 
     def unpark(self, kept: Any, left: Any) -> Any:
-        """What was parked, on the device again: in the memory of `left`, weights that are used no more, where it fits.
+        """Parked weights, on the device again: in the memory of `left`, weights that are used no more, where it fits.
         `left` is emptied."""
         ...
 

@@ -343,7 +343,7 @@ class CudaBackend:
         return DeviceInfo("cpu", "CPU", total, free)
 
     def peak_bytes(self) -> int | None:
-        """What was taken from the device: what lives in the memory of recorded steps is not in `allocated`."""
+        """Bytes taken from the device: what lives in the memory of recorded steps is not in `allocated`."""
         return torch.cuda.max_memory_reserved() if self.device_kind == "cuda" else None
 
 

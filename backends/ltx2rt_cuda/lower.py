@@ -137,7 +137,7 @@ ROWS = 2**20  # numbers of a layer's sum at most
 
 
 class Sums(torch.nn.Module):
-    """What a block adds up of a view of an invariant and a view of a weight of its own, such as AdaLN's rows of this
+    """Sums of a view of an invariant and a view of a weight of its own, such as AdaLN's rows of this
     step and the table of the layer: for all layers in two launches instead of one for each."""
 
     def __init__(

@@ -268,7 +268,7 @@ def _type_end(rest: str) -> int:
 
 
 def _signature(one: _Instruction) -> tuple[str, str, str]:
-    """What instructions of the same code have in common; where in the memory of the core a result lies is no matter."""
+    """The key of instructions of the same code; where in the memory of the core a result lies is no matter."""
     window = re.search(r'"window_config":\{[^}]*\}', one.text)
     return one.op, re.sub(r"S\(1\)", "", one.result), window[0] if window else ""
 

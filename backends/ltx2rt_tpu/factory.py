@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ltx2rt_tpu.backend import TpuBackend
     from ltx2rt_tpu.distributed import Store
 
-# Of so many bytes, halves take turns at an exchange, and a pair of devices adds up what they send each other where
+# From so many bytes on, halves take turns at an exchange, and a pair of devices adds up what they send each other where
 # nothing but a permutation travels while they compute. Fewer have arrived before other work would have begun.
 LEAST_BYTES = 2**20
 ASSEMBLED = ("vocoder",)  # networks that run as `program.Assembled`

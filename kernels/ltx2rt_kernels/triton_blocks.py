@@ -40,7 +40,7 @@ def dtype_reason(*tensors: Tensor) -> str | None:
 
 @dataclass(frozen=True)
 class Part:
-    """What a launch does for one node. numbers: that a program holds; arguments, constants: of the kernel, where those
+    """The part of a launch for one node. numbers: that a program holds; arguments, constants: of the kernel, where those
     of a second node follow as NAME_2."""
 
     programs: int

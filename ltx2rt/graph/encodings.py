@@ -299,7 +299,7 @@ _INT8_ROWS = (Field("", "int8"), ROW_SCALE)
 
 
 def _any_of(*rows: Encoding) -> Encoding:
-    """Of a stack of layers that differ in their types: each row of bytes is as long as the longest
+    """A stack of layers that differ in their types: each row of bytes is as long as the longest
     type's, and one more byte says which type it is of. All types are decoded, and one is taken."""
     group = max(row.group for row in rows)
     size = max(row.fields[0].columns(group) for row in rows)

@@ -200,7 +200,7 @@ class Layout:
     def pieces(
         self, coordinates: Mapping[str, int], layer: int
     ) -> Iterator[tuple[str, *tuple[Cut, ...]]]:
-        """What the device at `coordinates` (by mesh axis) reads: concrete tensor names, each with its cuts."""
+        """The pieces that the device at `coordinates` (by mesh axis) reads: concrete tensor names, each with its cuts."""
         for name, (_, shape) in zip(self.names(layer), self.parts, strict=True):
             cuts = []
             for dim, mesh_axis, count in self.splits:

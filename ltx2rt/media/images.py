@@ -54,7 +54,7 @@ def fit(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
 
 
 def notes(path: Path) -> list[str]:
-    """What of the file `read_rgb` leaves out, one sentence each; reads its header. Raises InputError."""
+    """The things in the file that `read_rgb` leaves out, one sentence each; reads its header. Raises InputError."""
     with _opened(path) as image:
         found = []
         if image.has_transparency_data:

@@ -392,7 +392,7 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def durations(path: Path) -> Durations:
-    """What the file's own index says, or the tags that FFmpeg writes in a WebM."""
+    """The times in the file's own index, or the tags that FFmpeg writes in a WebM."""
     with opened(path) as container:
         seconds = {s.type: _seconds(s) for s in container.streams}
     return Durations(seconds["video"], seconds.get("audio"))

@@ -146,7 +146,7 @@ def remove_made(made: Mapping[Path, FileState]) -> None:
 
 
 def state_of(path: Path) -> FileState:
-    """What tells a file from one that replaced it."""
+    """The identity that tells a file from one that replaced it."""
     status = path.stat()
     return status.st_dev, status.st_ino, status.st_mtime_ns
 

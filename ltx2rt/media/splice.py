@@ -19,7 +19,7 @@ from ltx2rt.media.mp4 import to_rgb8
 FADE_S = 0.005  # from the source's sound to the new one, within the part: a jump would click
 SEAM_S = 0.02  # from one sound to the next at a seam, where both are of the same moment
 LAG_S = 0.01  # by how much a new sound may move to fit: half a period of 50 Hz, and no one sees it
-COMPARED_S = 0.08  # of two sounds, from which the lag between them is found
+COMPARED_S = 0.08  # the stretch of two sounds, from which the lag between them is found
 FADE_FRAMES = 8  # blended at a seam, which hides what a pass through the VAE changes
 CHUNK_FRAMES = 16  # frames of a source at once
 
@@ -190,7 +190,7 @@ def _lag(made: np.ndarray, clip: np.ndarray, at: int, most: int) -> int:
     total = np.cumsum(np.pad((heard**2).sum(0), (1, 0)))
     likeness = found / np.sqrt(np.maximum(total[size:] - total[:-size], 1e-12))
     lags = np.arange(-most, most + 1)
-    near = 1 - 0.1 * np.abs(lags) / most  # of two that fit equally well, the shorter one
+    near = 1 - 0.1 * np.abs(lags) / most  # prefers the shorter of two that fit equally well
     return int(lags[(likeness * near).argmax()]) if likeness.max() > 0 else 0
 
 

@@ -39,7 +39,7 @@ def adapted(graph: Graph, adapters: Adapters) -> Graph:
 
 
 def modules(graph: Graph) -> list[str]:
-    """What can be a target: linears of the graph's repeats that have weights of their own, `*` for the block."""
+    """Modules that can be targets: linears of the graph's repeats that have weights of their own, `*` for the block."""
     bodies = [repeat.body for repeat in graph.repeats]
     weights = [
         (node.inputs[1].name, body) for body in bodies for node in body.nodes if node.op == "linear"

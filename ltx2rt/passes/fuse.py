@@ -366,7 +366,7 @@ SPREAD = 8  # samples at most; the kernel gets theirs in 4 bits each
 
 
 def _gathered(uses: _Uses, value: Value) -> tuple[Value, tuple[int, ...], list[Node]] | None:
-    """What `value` is samples of, which ones, and the nodes that pick and join them."""
+    """The value that `value` is samples of, which ones, and the nodes that pick and join them."""
     joined = uses.only(value, "concat")
     if joined is None or joined.args["dim"] != 0:
         return None
@@ -481,7 +481,7 @@ def _snake_pattern(x: Type) -> Graph:
 
 
 def snakes(graph: Graph, uses: _Uses, node: Node) -> Found | None:
-    """What the model text itself writes for a value of this type."""
+    """The SnakeBeta that the model text itself writes for a value of this type."""
     result = node.outputs[0]
     if node.op != "merge" or result.type.axes != ("B", "channels", "time"):
         return None

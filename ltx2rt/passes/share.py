@@ -353,7 +353,7 @@ class _Analysis:
         return needed
 
     def _computed(self) -> dict[int, set[int]]:
-        """What is light is computed wherever its operands are, so that it reads them as they lie."""
+        """Light work is computed wherever its operands are, so that it reads them as they lie."""
         found = {
             id(v): set(range(_size(v)))
             for v in (*self.graph.inputs.values(), *self.graph.params.values())

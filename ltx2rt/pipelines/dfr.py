@@ -199,7 +199,7 @@ class DFR(VideoRequest):
     def seen(
         self, loras: tuple[LoraSpec, ...], half: Geometry, model: ModelConfig
     ) -> list[Conditioning]:
-        """What IC-LoRAs are to see in stage 2. Raises InputError if stage 1's clip is not what they are made for."""
+        """The clip that IC-LoRAs see in stage 2. Raises InputError if stage 1's clip is not what they are made for."""
         if not loras:
             return []
         space, time = reference_factors(lora.path for lora in loras)

@@ -161,7 +161,7 @@ class Timeline:
         return later_s
 
     def move(self, values: Sequence[int], to: Sequence[int]) -> None:
-        """What is on its way has another name from here on."""
+        """A value on its way has another name from here on."""
         self.arrivals |= {
             new: self.arrivals.pop(v)
             for v, new in zip(values, to, strict=True)

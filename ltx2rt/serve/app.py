@@ -65,7 +65,7 @@ from ltx2rt.serve.video import as_video
 
 LOCAL_HOST = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?")
 KEEP_ALIVE_S, EVENT_GAP_S = 15, 0.2
-STREAM_BYTES = 2**18  # of a stream at once
+STREAM_BYTES = 2**18  # bytes of a stream at once
 DELETE_WAIT_S, RETRY_S = 30, 10
 UNUSED_S = 3600  # for so long what was sent stays if no job reads it
 UNREAD_BYTES, UNREAD_S = 2**20, 1.0  # bytes of a refused body, read to get the answer through

@@ -90,7 +90,7 @@ def ends(
     tiling: str,
     model: ModelConfig,
 ) -> Iterator[ClipEnd]:
-    """What continues `before`, a file and its number of frames, and leads to `after`.
+    """The clip that continues `before`, a file and its number of frames, and leads to `after`.
 
     overlap: pixel frames of either that the stage's clip repeats, 8k + 1. guide: the clip's pixel
     frame that is the first of `after`. The encoder is causal, and its first latent is one frame:

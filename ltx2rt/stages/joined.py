@@ -26,7 +26,7 @@ from ltx2rt.stages.source_sound import encode_sound
 from ltx2rt.stages.stage import Stage, State, finite
 
 BLOCK_S, QUIET_S = 0.005, 0.1  # what the end of a sound is tried by, and how much of it at most
-QUIET = 1e-4  # of the power before, below which it is silent: AAC leaves as much of it there
+QUIET = 1e-4  # share of the power before, below which it is silent: AAC leaves as much of it there
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class Part(SourceClip):
 
 @dataclass(frozen=True)
 class Past:
-    """What a segment hears of the part before: mel frames of one grid for the whole clip.
+    """The sound that a segment is given of the part before: mel frames of one grid for the whole clip.
 
     geometry: of the segment; start: the clip's frame that is its first. A segment begins at the mel
     frame that is nearest to its first frame, at most half a mel frame of 10 ms away.
@@ -191,7 +191,7 @@ class ContinuedSound(Sound):
         old, new = past.mel(), decode_mel(session, latent, finished)[:, :, past.cut :]
         lead, ahead = self._lead(config)
         waveform = vocode(session, np.concatenate([old[:, :, -lead:], new], 2), finished)[0]
-        size = vocoder.frame_samples(config.vocoder)  # of a mel frame
+        size = vocoder.frame_samples(config.vocoder)  # samples of a mel frame
         rate, stop = config.vocoder.sample_rate, size * (past.place + past.cut - ahead)
         before = past.before.samples(past.before.sample(past.start, rate), stop)
         start, end = size * (lead - ahead), waveform.shape[1]

@@ -47,7 +47,7 @@ class SourceSound(Stage):
 
     @property
     def read(self) -> tuple[np.ndarray, int]:
-        """What the file holds of it: f32[1 or 2, N] and the rate in Hz. Raises InputError."""
+        """The sound of the file in that time: f32[1 or 2, N] and the rate in Hz. Raises InputError."""
         return self._read[:2]
 
     @cached_property

@@ -103,7 +103,7 @@ class Job:
 
 
 def model_digest(checkpoint: Checkpoint) -> str:
-    """What tells the parts of a model that encode from another's."""
+    """A digest that tells the parts of a model that encode from another's."""
     read = ("transformer", "text", "gemma", "video_vae", "audio_vae")
     return _digest(
         sorted(

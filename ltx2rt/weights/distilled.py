@@ -56,7 +56,7 @@ def _signs(checkpoint: Checkpoint) -> Iterator[Sign]:
 
 
 def _names(model: Path, file: Path) -> Iterator[tuple[str, str]]:
-    """What is called so, and the name, from the file outwards: its folder, if that is the model, and
+    """The thing that is called so, and the name, from the file outwards: its folder, if that is the model, and
     the repository of the hub whose cache it is in."""
     if not file.is_dir():
         yield "name", file.name

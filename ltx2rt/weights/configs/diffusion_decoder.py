@@ -109,7 +109,7 @@ def _factors(c: DiffusionDecoderConfig) -> list[int]:
 
 
 def official_diffusion_decoder_json(c: DiffusionDecoderConfig) -> dict[str, Any]:
-    """What the section `vae` has for it; the encoder's keys are another's."""
+    """The keys of the section `vae` that it has; the encoder's keys are another's."""
     upsamples = [
         [list(stride), factor] for stride, factor in zip(c.strides, _factors(c), strict=True)
     ]
