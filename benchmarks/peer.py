@@ -79,7 +79,7 @@ def held_tensors(session: Session, call: Call) -> Iterator[tuple[str, torch.Tens
 
 
 def transformer_tensors(session: Session, call: Call) -> Tensors:
-    """The tensors that ours holds for this call; of float8 weights a set beside them, the tensors that they are quantised from."""
+    """Our tensors for this call; where weights are in float8, a set of those that they are quantised from."""
     if session.options.weights_dtype == "float8":
         options = replace(session.options, weights_dtype=None)
         session = Session(session.checkpoint, session.backend, options, session.dtype)

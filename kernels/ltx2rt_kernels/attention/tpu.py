@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 LANES = 128  # blocks are multiples of it, so a length is padded by at most 127
-# One copy of 1024 x 1024 float32 scores and their bfloat16 exponentials one copy each, and two of 3072 keys and values, fit into
+# 1024 x 1024 float32 scores and their bfloat16 exponentials, and two copies of 3072 keys and values, fit into
 # the 16 MiB that a kernel has by default; of the blocks that do, a v6e's code has the fewest bundles for these.
 MAX_QUERIES, MAX_KEYS, MAX_KEYS_AT_ONCE = 1024, 3072, 1024
 
