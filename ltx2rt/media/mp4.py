@@ -14,7 +14,7 @@ import struct
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -214,13 +214,16 @@ class FollowedClip:
         if self.rate is not None:
             self._hear(1)
             self._mux(self._files[0][2].encode(), 2)
-        self.abandon()
+        for file, _, _ in self._files:
+            file.close()
+        self._stream.close()
         return _verify(self.path, self._written, self.fps, self.rate or 0, self.rate is not None)
 
     def abandon(self) -> None:
-        """Close the files as they are."""
+        """Close the files as they are, also after an error in writing them, which comes again here."""
         for file, _, _ in self._files:
-            file.close()
+            with suppress(Exception):
+                file.close()
         self._stream.close()
 
     def _hear(self, least: int) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+from ltx2rt.atomic_file import DISK_ERRORS, NotWritten
 from ltx2rt.media.mp4 import FollowedClip
 from ltx2rt.media.output import CONTAINERS, FileState, state_of
 from ltx2rt.run.plan import Plan
@@ -27,8 +28,8 @@ POLL_S = 0.1
 class Recording:
     """The clip of the parts, as far as they are there."""
 
-    def __init__(self, parts: Sequence[Part], clip: FollowedClip):
-        self.parts, self._clip = parts, clip
+    def __init__(self, parts: Sequence[Part], clip: FollowedClip, output: Path):
+        self.parts, self._clip, self._output = parts, clip, output
         self._over = Event()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="recording")
         self._done = self._pool.submit(self._encode)
@@ -40,10 +41,12 @@ class Recording:
                     if self._over.wait(POLL_S):
                         return self._clip.abandon()
                 self._add(part, stop)
-        except BaseException:
+            self._clip.close()
+        except BaseException as error:
             self._clip.abandon()
+            if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+                raise NotWritten(error.errno, error.strerror, str(self._output)) from error
             raise
-        self._clip.close()
 
     def _add(self, part: Part, stop: int) -> None:
         frame, rate = part.start, self._clip.rate
@@ -60,7 +63,8 @@ class Recording:
                 break
 
     def finish(self, path: Path) -> dict[Path, FileState]:
-        """Give the clip its name, once all segments are encoded; as `write_clip` returns it."""
+        """Give the clip its name, once all segments are encoded; as `write_clip` returns it. Raises what
+        encoding raised, NotWritten if the disk is full."""
         self._done.result()
         os.replace(self._clip.path, path)
         return {path: state_of(path)}
@@ -93,7 +97,7 @@ def recording(
         sample_rate=rate,
         comment=comment(session, request, 0) if metadata else None,
     )
-    made = Recording(request.parts, clip)
+    made = Recording(request.parts, clip, output)
     try:
         yield made
     finally:

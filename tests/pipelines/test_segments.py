@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 import ltx2rt
+from ltx2rt.atomic_file import NotWritten
 from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import EXACT, whole_fragments, write_mp4
 from ltx2rt.media.sound import read_sound
@@ -359,6 +360,26 @@ def test_a_clip_plays_while_it_is_made(opened, tmp_path, audio):
     assert output.read_bytes() == again.read_bytes()
     discard(folder)
     assert not folder.exists()
+
+
+def test_a_stream_that_finds_the_disk_full_leaves_the_segments(opened, tmp_path):
+    folder, output, session = tmp_path / "folder", tmp_path / "a.mp4", opened.resident
+    for full in (True, False):
+        plan = make_plan(session, asked(folder, segments=2, steps=1))
+        with claimed(session, plan, folder):
+            if full:
+                (folder / STREAM).symlink_to("/dev/full")
+            with recording(session, plan, folder, output) as recorded:
+                produce(session, plan)
+                assert recorded is not None
+                if full:
+                    with pytest.raises(NotWritten, match=r"a\.mp4 could not be .*No space left"):
+                        recorded.finish(output)
+                else:
+                    recorded.finish(output)
+        assert output.exists() != full and len([*folder.glob("*.mov")]) == 2
+        (folder / STREAM).unlink()
+    assert len(list(read_frames(output, "", 41))) == 41
 
 
 def test_another_folder_is_left_alone(tiny, command, tmp_path):
