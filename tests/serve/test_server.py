@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import io
 import json
 import os
 import random
@@ -19,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
+import av
 import httpx
 import numpy as np
 import pytest
@@ -482,6 +484,36 @@ def test_real_jobs_with_loras_images_and_sound_survive_a_kill_of_everything(
     assert not [folder for folder in (tmp_path, tiny_model.parent) if str(folder) in report.text]
     thumbnail = server.http.get(f"/v1/videos/{first}/content", params={"variant": "thumbnail"})
     assert thumbnail.content.startswith(b"RIFF")
+
+
+def test_a_stream_goes_on_after_a_kill_of_everything(start):
+    """From the byte that the reader had: the same clip, which ends up as the finished one."""
+    clip = {"pipeline": "one-stage", "size": "64x64", "num_frames": 25, "overlap": 9, "segments": 5}
+    server = start(replicas="real")
+    id, got = server.add("a red fox", seed=5, **clip | {"steps": 2}), b""
+    url = f"{server.url}/v1/videos/{id}/stream"
+    with contextlib.suppress(httpx.HTTPError), httpx.stream("GET", url, timeout=120) as answer:
+        for data in answer.iter_raw():
+            got += data
+            server.kill()
+    assert got
+    server = start(replicas="real")
+    with httpx.stream(
+        "GET", f"{server.url}/v1/videos/{id}/stream?from={len(got)}", timeout=300
+    ) as answer:
+        assert answer.status_code == 200
+        got += b"".join(answer.iter_raw())
+    assert server.until(id, timeout_s=60)["status"] == "completed"
+    whole = server.http.get(f"/v1/videos/{id}/content").content
+    packets = []
+    for file in (got, whole):
+        with av.open(io.BytesIO(file)) as found:
+            packets.append(
+                sorted(
+                    (p.stream.type, p.pts * p.time_base, bytes(p)) for p in found.demux() if p.size
+                )
+            )
+    assert packets[0] == packets[1] and len(packets[0]) > 25 + 4 * 16
 
 
 @pytest.mark.slow
