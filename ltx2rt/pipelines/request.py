@@ -486,6 +486,10 @@ class VideoRequest(Request):
     def positive(self) -> str:
         return self.relay.text if self.relay else super().positive
 
+    def settings(self, path: Any = str) -> dict[str, Any]:
+        found = super().settings(path)
+        return found | {"prompt_at": [str(span) for span in self.prompt_at]}
+
     @property
     def image_frames(self) -> int:
         """How many frames there are that an image can be given for."""

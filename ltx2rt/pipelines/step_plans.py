@@ -54,8 +54,8 @@ def parse_step_plan(text: str | Path | PlanFile) -> str | PlanFile:
 
 
 def parse_interval(text: str | Sequence[float]) -> tuple[float, float]:
-    """LOW:HIGH, or the two numbers. Raises InputError."""
-    parts = text.split(":") if isinstance(text, str) else text
+    """LOW:HIGH or LOW,HIGH, or the two numbers. Raises InputError."""
+    parts = re.split("[:,]", text) if isinstance(text, str) else text
     try:
         low, high = (float(part) for part in parts)
         if not 0 <= low < high <= 1:

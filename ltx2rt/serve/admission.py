@@ -38,7 +38,7 @@ from ltx2rt.serve.shapes import Shape
 from ltx2rt.serve.upload import SOUND, SUFFIX, VIDEO
 from ltx2rt.session.arrange import DatasheetBackend
 from ltx2rt.session.open import opened_checkpoint
-from ltx2rt.session.options import DISTILLED_STAGES, NO_LORA, LoraSpec, ModelOptions, plain
+from ltx2rt.session.options import DISTILLED_STAGES, NO_LORA, LoraSpec, ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.stages.relay import parse_span
 
@@ -250,7 +250,8 @@ class Admission:
                 sum(cost.steps * cost.flops for cost in self._session.costs(plan.stages)) / 1e12
             )
         work = self._work[shape]
-        resolved = {f: plain(getattr(request, f)) for f in offered(type(request))}
+        settings = request.settings()
+        resolved = {f: settings[f] for f in offered(type(request))}
         height, width = request.size_px
         job = {
             "pipeline": name, "clip": resolved, "images": images, "loras": loras, "files": files, "n": n,
@@ -480,7 +481,8 @@ def value(f: Field, given: Any) -> Any:
         if str(given).lower() not in ("true", "false"):
             raise InputError(f"{name}: {str(given)[:80]!r}, expected true or false")
         return str(given).lower() == "true"
-    plain_types = (str, int, float, list) if parse is parse_blocks else (str, int, float)
+    listed = parse in (parse_blocks, parse_interval)
+    plain_types = (str, int, float, list) if listed else (str, int, float)
     if parse is str and isinstance(given, str) and len(given) > MAX_PROMPT:
         raise InputError(f"{name}: {len(given)} characters, expected at most {MAX_PROMPT}")
     if "\0" in str(given):

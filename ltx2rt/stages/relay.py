@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -44,6 +44,11 @@ class PromptSpan:
     text: str
     percent: bool = False
 
+    def __str__(self) -> str:
+        """As `parse_span` reads it."""
+        unit = "%" if self.percent else ""
+        return f"{self.start!r}{unit}:{self.end!r}{unit}={self.text}"
+
     def seconds(self, length_s: float) -> tuple[float, float]:
         unit = length_s / 100 if self.percent else 1.0
         return self.start * unit, self.end * unit
@@ -57,8 +62,8 @@ class PromptSpan:
             )
 
 
-def parse_span(given: str | Sequence[Any] | Mapping[str, Any] | PromptSpan) -> PromptSpan:
-    """START:END=TEXT in seconds or START%:END%=TEXT, or (start, end, text), or a span's fields. Raises InputError."""
+def parse_span(given: str | Sequence[Any] | PromptSpan) -> PromptSpan:
+    """START:END=TEXT in seconds or START%:END%=TEXT, or (start, end, text). Raises InputError."""
     if isinstance(given, str):
         match = _SPAN.fullmatch(given)
         try:
@@ -70,8 +75,6 @@ def parse_span(given: str | Sequence[Any] | Mapping[str, Any] | PromptSpan) -> P
             raise InputError(
                 f'{FLAG}: {given[:80]!r}, expected START:END=TEXT, such as 0:2.5="it rains" or 50%:100%="the sun"'
             ) from None
-    elif isinstance(given, Mapping):
-        span = PromptSpan(**given)
     elif isinstance(given, PromptSpan):
         span = given
     else:

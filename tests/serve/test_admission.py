@@ -118,6 +118,7 @@ def test_steps_that_are_left_out_or_not_guided(admission):
         one = found.admit({**given, **more})
         job = json.loads(json.dumps(one.job))["clip"]
         assert job[name] == kept and one.work < exact.work
+        assert found.admit({**given, name: kept, "seed": job["seed"]}).job["clip"] == job
         assert make_request("one-stage", **job).settings()[name] == kept
     for more, says in (
         ({"guidance_interval": "1"}, "expected LOW:HIGH"),
@@ -134,10 +135,8 @@ def test_prompts_by_time(admission):
     job = found.admit({**given, "prompt_at": ["0:0.5=it rains", "50%:100%=the sun"]}).job
     clip = json.loads(json.dumps(job))["clip"]
     spans = make_request("one-stage", **clip).settings()["prompt_at"]
-    assert spans == [
-        {"start": 0.0, "end": 0.5, "text": "it rains", "percent": False},
-        {"start": 50.0, "end": 100.0, "text": "the sun", "percent": True},
-    ]
+    assert spans == clip["prompt_at"] == ["0.0:0.5=it rains", "50.0%:100.0%=the sun"]
+    assert found.admit({**given, "seed": clip["seed"], "prompt_at": spans}).job["clip"] == clip
     for spans, says in (
         (["rain"], "expected START:END=TEXT"),
         (["0:9=rain"], "the clip at 1.375 s"),

@@ -204,7 +204,7 @@ def test_wrong_settings_are_said_before_anything_is_sent(server, page):
     fill(page, "1:0")
     page.click("#send")
     until(
-        page, "document.querySelector('#refusal').textContent.includes('expected 1 to')"
+        page, "document.querySelector('#refusal').textContent.includes('expected 1 to 10000')"
     )  # the server's
 
 

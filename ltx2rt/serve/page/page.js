@@ -69,7 +69,7 @@ function fillMore() {
     if (about.enum || about.type === "boolean") {
       input = make("select", {}, make("option", { value: "", textContent: "as usual" }));
       for (const value of about.enum ?? ["true", "false"]) input.append(make("option", { value, textContent: value }));
-    } else if (name.endsWith("prompt")) {
+    } else if (name.endsWith("prompt") || about.items) { // of several texts a line each
       input = make("textarea", { rows: 2 });
     } else {
       input = make("input", { placeholder: about.default ?? "" });
@@ -211,7 +211,10 @@ function useSettings(video) {
     $("#seconds").value = (clip.num_frames / $("#fps").value).toFixed(3);
   }
   matchPreset();
-  for (const input of document.querySelectorAll("#more [data-field]")) input.value = clip[input.dataset.field] ?? "";
+  for (const input of document.querySelectorAll("#more [data-field]")) {
+    const value = clip[input.dataset.field] ?? "";
+    input.value = fields()[input.dataset.field]?.items ? [...value].join("\n") : value;
+  }
   for (const use of document.querySelectorAll("[data-use]")) {
     const lora = loras.find((one) => one.name === use.dataset.use);
     use.checked = Boolean(lora);
