@@ -106,8 +106,9 @@ def test_every_flag_arrives():
     )  # fmt: skip
     images = (ImageSpec(Path("i.png"), 0), ImageSpec(Path("j.png"), 8, 0.5))
     request = OneStage(
-        "a cat", 9, Fraction(24000, 1001), 5, 2, Path("ni"), (2.0, 3.0), True, 6, "t", 64, 96, images, 0, False, 3,
-        "n", 2, None, None, None, None, 1, 2, 3, 4, 5, 6, 7, 8, (1, 2), None, None, (), 25, None, "stage1",
+        "a cat", 9, Fraction(24000, 1001), 5, 2, Path("ni"), (2.0, 3.0), True, 6, "t", 64, 96, images, 0,
+        (), 0.001, False, 3, "n", 2, None, None, None, None, None, 1, 2, 3, 4, 5, 6, 7, 8, (1, 2),
+        None, None, (), 25, None, "stage1",
     )  # fmt: skip
     files = Files(Path("o.mp4"), True, Path("lo"), Path("r"), False)
     assert generate.asked(cli.parser().parse_args(MINIMAL + text.split())) == (
