@@ -22,6 +22,8 @@ from ltx2rt.graph.fused import snake_windows
 from ltx2rt.graph.ops import window_blocks
 from ltx2rt_tpu.factory import LEAST_BYTES
 
+DECODED = 2**21  # bytes of a stored matrix that are decoded at once
+
 
 def _view(x: Array, shape: tuple[int, ...]) -> Array:
     return x if x.shape == shape else lax.reshape(x, shape)
@@ -193,11 +195,21 @@ def encode(encoding: str, x: Array) -> tuple[Array, ...]:
 
 @op
 def unpack(*fields: Array, encoding: str, dtype: str) -> Array:
-    """XLA decodes where the product reads its operand. It may drop a cast to bfloat16 and back, this rounding it
-    keeps."""
-    matrix = ENCODINGS[encoding].decode(JaxOps, *fields)
-    matrix = lax.reduce_precision(matrix, 8, 7) if dtype == "bfloat16" else matrix
-    return lax.convert_element_type(matrix, dtype)
+    """XLA decodes where the product reads its operand; blocks of GGUF, which it does not, some rows at a time. It may
+    drop a cast to bfloat16 and back, this rounding it keeps."""
+
+    def decoded(rows: Sequence[Array]) -> Array:
+        matrix = ENCODINGS[encoding].decode(JaxOps, *rows)
+        matrix = lax.reduce_precision(matrix, 8, 7) if dtype == "bfloat16" else matrix
+        return lax.convert_element_type(matrix, dtype)
+
+    rows, width = fields[0].shape
+    least = -(-rows * width // DECODED) if ENCODINGS[encoding].group > 1 else 1
+    parts = next(n for n in range(least, rows + 1) if rows % n == 0)
+    if parts == 1:
+        return decoded(fields)
+    matrix = lax.map(decoded, [x.reshape(parts, rows // parts, x.shape[1]) for x in fields])
+    return matrix.reshape(rows, matrix.shape[2])
 
 
 @op

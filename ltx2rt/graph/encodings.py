@@ -374,7 +374,8 @@ def has_products(graph: Graph) -> bool:
 
 def decoded(encoding: str, fields: Sequence[np.ndarray]) -> np.ndarray:
     """The matrix, float32 [rows, n]."""
-    return ENCODINGS[encoding].decode(NumpyOps, *fields)
+    with np.errstate(invalid="ignore", over="ignore"):  # of a type that a row is not of
+        return ENCODINGS[encoding].decode(NumpyOps, *fields)
 
 
 def encoded(encoding: str, x: np.ndarray) -> tuple[np.ndarray, ...]:

@@ -31,7 +31,7 @@ from ltx2rt.placement.cost import activation_bytes, weight_bytes
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, run_graph
 
-BF16 = ml_dtypes.bfloat16
+BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 
 
 def same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
@@ -87,6 +87,26 @@ def test_backends_decode_what_files_hold_to_the_same_bits(kind):
             else:
                 fields.append(numbers.view(NUMPY_DTYPES[field.dtype]))
     check_decoders(encoding, [to_torch(x) for x in fields], fields, decoded(encoding, fields))
+
+
+@pytest.mark.parametrize("kind", ("Q4_K", "Q4_K or Q6_K", "nvfp4"))
+def test_matrices_are_decoded_some_rows_at_a_time(kind, monkeypatch):
+    rng, types = np.random.default_rng(0), kind.split(" or ")
+    if kind == "nvfp4":
+        arrays = [rng.integers(0, 256, (24, 32), np.uint8), rng.random((24, 4)).astype(E4M3)]
+        arrays.append(rng.random((24, 1), np.float32))
+    else:
+        arrays = [random_blocks(types[-1], rng, (24, 512))]
+        arrays[0][:8, :288] = random_blocks("Q4_K", rng, (8, 512))
+        arrays += [np.repeat(np.uint8([0, 1]), (8, 16))[:, None]] * (len(types) - 1)
+    expected = decoded(kind, arrays)
+    for module, size in ((ltx2rt_cuda.ops, 2000), (ltx2rt_tpu.ops, 2000)):
+        monkeypatch.setattr(module, "DECODED", size)
+    check_decoders(kind, [to_torch(x) for x in arrays], arrays, expected)
+    if len(types) > 1:
+        for rows, name in ((slice(0, 8), "Q4_K"), (slice(8, 24), "Q6_K")):
+            size = ENCODINGS[name].fields[0].columns(512)
+            same({"": expected[rows]}, {"": decoded(name, (arrays[0][rows, :size],))})
 
 
 def check_decoders(encoding, in_torch, in_jax, expected) -> None:

@@ -1,6 +1,7 @@
 """GGUF files: decoded as the `gguf` package does it, refused in one line, run as decoded copies run."""
 
 import json
+import math
 import os
 import re
 import struct
@@ -25,11 +26,16 @@ from gguf_files import (
     write_gguf,
 )
 
+import ltx2rt
 from ltx2rt.backend import AdamW
 from ltx2rt.errors import InputError
 from ltx2rt.models.geometry import Geometry
+from ltx2rt.placement import stream
+from ltx2rt.placement.cost import weight_bytes
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.session import Session
+from ltx2rt.session.weights import Residence
 from ltx2rt.testing import relative_l2
 from ltx2rt.train.step import Step
 from ltx2rt.weights.checkpoint import open_checkpoint, open_gemma
@@ -598,6 +604,44 @@ def test_a_gguf_model_runs_as_its_decoded_copy_does(apart, generate, dtype):
                 assert relative_l2(runs[0].latents[name], latent) <= 1e-4
             else:
                 np.testing.assert_array_equal(runs[0].latents[name], latent)
+
+
+def test_a_device_keeps_what_the_file_holds_and_streams_it(apart, monkeypatch):
+    """The bytes that are loaded are those of the graph, which `plan` prints; layers from host memory change nothing."""
+    size = {"width": 64, "height": 64, "num_frames": 9, "seed": 3, "steps": 2}
+    monkeypatch.setattr(stream, "LEAST_BYTES", 8192)
+    clips = []
+    for residence in (Residence(), Residence({"transformer": 1, "text-encoder": 1})):
+        monkeypatch.setattr(Session, "_ways", lambda self, _, r=residence: [(self.asked, r)])
+        with ltx2rt.open(apart[0], backend="cuda", device="cpu") as opened:
+            clips.append(opened.generate("a robot", pipeline="one-stage", **size))
+            sets = {key[0]: one for key, one in opened.resident.weights.held.items()}
+        kept = sets["transformer"]
+        assert bool(kept.streamed) == bool(residence.streams)
+        names = {v.type.dtype for v, _ in kept.graph.all_params().values()}
+        assert {"uint8", "float32"} <= names
+        if not residence.streams:
+            found = {id(x): x.nbytes for x in kept.weights.values()}
+            assert sum(found.values()) == weight_bytes([kept.graph])
+            source = open_checkpoint(apart[0]).source("transformer")
+            decoded_bytes = sum(4 * math.prod(source.info(n).shape) for n in source.names())
+            assert weight_bytes([kept.graph]) < 0.5 * decoded_bytes
+    np.testing.assert_array_equal(clips[0].frames, clips[1].frames)
+    np.testing.assert_array_equal(clips[0].waveform, clips[1].waveform)
+
+
+@pytest.mark.parametrize("half", [0x7C00, 0xFC00, 0x7E00])
+def test_scales_that_are_not_finite_are_refused_where_bytes_are_kept(tmp_path, rng, half):
+    stored = random_blocks("Q4_K", rng, (4, 512))
+    stored[2, 144 + 2 : 144 + 4] = np.array([half], np.uint16).view(np.uint8)
+    file = GgufFile(write_gguf(tmp_path / "a.gguf", {"x": ("Q4_K", stored)}))
+    (rows,) = file.stored("Q4_K", "x", (0, 0, 2)) or ()
+    np.testing.assert_array_equal(rows, stored[:2])
+    (part,) = file.stored("Q4_K", "x", (0, 0, 3), (1, 0, 256)) or ()
+    np.testing.assert_array_equal(part, stored[:3, :144])
+    assert file.stored("Q8_0", "x") is None
+    with pytest.raises(InputError, match=r"a\.gguf: x holds NaN or infinite values; download"):
+        file.stored("Q4_K", "x")
 
 
 @pytest.mark.slow
