@@ -299,7 +299,7 @@ _INT8_ROWS = (Field("", "int8"), ROW_SCALE)
 
 
 def _any_of(*rows: Encoding) -> Encoding:
-    """A stack of layers that differ in their types: each row of bytes is as long as the longest
+    """The encoding of a stack whose layers differ in their types: each row of bytes is as long as the longest
     type's, and one more byte says which type it is of. All types are decoded, and one is taken."""
     group = max(row.group for row in rows)
     size = max(row.fields[0].columns(group) for row in rows)
@@ -374,7 +374,9 @@ def has_products(graph: Graph) -> bool:
 
 def decoded(encoding: str, fields: Sequence[np.ndarray]) -> np.ndarray:
     """The matrix, float32 [rows, n]."""
-    with np.errstate(invalid="ignore", over="ignore"):  # of a type that a row is not of
+    with np.errstate(
+        invalid="ignore", over="ignore"
+    ):  # numbers of another type than the row's are not used
         return ENCODINGS[encoding].decode(NumpyOps, *fields)
 
 
