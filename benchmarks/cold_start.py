@@ -6,18 +6,20 @@ Decides the phases, each in a fresh process as in a real run, and what loading i
   load     weights on the device: the text encoder's (if the model has one), then the transformer's
   text     the prompt encoded
   lower    the denoise loop of stage 1 lowered
-  warmup   what the first step took longer than the second, but for its recording: compiling, starting libraries
-  record   the step recorded as a CUDA graph; nothing on a CPU
+  warmup   what the first step took longer than the second, but for its recording: compiling,
+  starting libraries record   the step recorded as a CUDA graph; nothing on a CPU
   step     the second step
-`plain` reads the same files into one buffer that is used again and again; loading is also given as a ratio to the time
-that its own bytes take at that rate. Before each process the files are dropped from the page cache, as far as the
-system lets them go (not from a file system in memory), or with --warm-cache read into it.
+`plain` reads the same files into one buffer that is used again and again; loading is also given as
+a ratio to the time that its own bytes take at that rate. Before each process the files are dropped
+from the page cache, as far as the system lets them go (not from a file system in memory), or with
+--warm-cache read into it.
 
-Without --model, a checkpoint of the preset's sizes is written first: slices of one random block, whose values matter
-to nothing here. `--preset ltx-2.3 --no-text` needs 46 GB of disk.
+Without --model, a checkpoint of the preset's sizes is written first: slices of one random block,
+whose values matter to nothing here. `--preset ltx-2.3 --no-text` needs 46 GB of disk.
 
-    python -m benchmarks.cold_start --device cuda --model MODEL_DIR --output benchmarks/results/cold-start.json
-    python -m benchmarks.cold_start --device cpu --preset tiny-2.3 --width 128 --height 64 --num-frames 17
+    python -m benchmarks.cold_start --device cuda --model MODEL_DIR --output
+    benchmarks/results/cold-start.json python -m benchmarks.cold_start --device cpu --preset
+    tiny-2.3 --width 128 --height 64 --num-frames 17
 """
 
 from __future__ import annotations
@@ -104,7 +106,7 @@ def prepare_cache(files: list[Path], warm: bool) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-# --- in the fresh process ---------------------------------------------------------------------------------------
+# --- in the fresh process -------------------------------------------------------------------------
 
 
 def first_step(args: argparse.Namespace) -> dict[str, Any]:
@@ -173,7 +175,8 @@ def first_step(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def timed(recording: Callable, seconds: list[float]) -> Callable:
-    """A context that is `context` and leaves the seconds from its beginning (when the device is idle) to its end."""
+    """A context that is `context` and leaves the seconds from its beginning (when the device is
+    idle) to its end."""
 
     @contextmanager
     def context(graph: Any) -> Iterator[None]:
@@ -193,7 +196,7 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
     return {"bytes": plain_read(files, buffer), "seconds": time.perf_counter() - start}
 
 
-# --- outside ----------------------------------------------------------------------------------------------------
+# --- outside --------------------------------------------------------------------------------------
 
 
 def run_child(name: str, model: Path, args: argparse.Namespace) -> dict[str, Any]:

@@ -1,9 +1,11 @@
-"""Collectives of one denoise step, read off the placed graph, against the floor and the field. No device is needed.
+"""Collectives of one denoise step, read off the placed graph, against the floor and the field. No
+device is needed.
 
-A collective is large if it carries activations in the compute dtype, small if it carries float32 statistics. The floor
-of tensor parallelism by named axes: of each block 4 large (self-attention, text attention, both cross-attentions
-together, feed-forward; video with audio) and 3 small (q with k of all attentions that start together), and nothing is
-gathered. The field's best-known runtime executes 20 all-reduces a block and 28 all-gathers a forward.
+A collective is large if it carries activations in the compute dtype, small if it carries float32
+statistics. The floor of tensor parallelism by named axes: of each block 4 large (self-attention,
+text attention, both cross-attentions together, feed-forward; video with audio) and 3 small (q with
+k of all attentions that start together), and nothing is gathered. The field's best-known runtime
+executes 20 all-reduces a block and 28 all-gathers a forward.
 
     python -m benchmarks.collectives --devices 4 --output benchmarks/results/collectives.json
 """
@@ -29,7 +31,8 @@ FIELD = {"all_reduces_per_block": 20, "all_gathers": 28}  # sglang 0.5.23, tenso
 
 
 def count(graph: Graph, num_blocks: int, compute: str) -> dict[str, Any]:
-    """Executions and bytes (handed in by one device, received by it) of one step. compute: the dtype of activations."""
+    """Executions and bytes (handed in by one device, received by it) of one step. compute: the
+    dtype of activations."""
     found = traffic(graph)
     reduces = [
         (node.inputs[0].type.dtype, times)

@@ -1,4 +1,5 @@
-"""One picture of several clips: frames in rows, their sounds below, and how far two clips of one request lie apart.
+"""One picture of several clips: frames in rows, their sounds below, and how far two clips of one
+request lie apart.
 
 python -m benchmarks.contact_sheet SHEET.png TITLE NAME=CLIP.mp4 NAME=CLIP.mp4
 """
@@ -22,10 +23,11 @@ COLOURS = 128  # colours in the PNG's palette: a sheet stays well below 300 kB
 
 
 def draw(path: Path, title: str, clips: Mapping[str, Path], apart: bool = True) -> None:
-    """clips: MP4s of one length by what the sheet calls them. apart: draw the difference of the first two.
+    """clips: MP4s of one length by what the sheet calls them. apart: draw the difference of the
+    first two.
 
-    A sound begins at the left edge of the first frame, and passes the other frames at their times. Raises InputError
-    for what is no clip with sound.
+    A sound begins at the left edge of the first frame, and passes the other frames at their times.
+    Raises InputError for what is no clip with sound.
     """
     frames = {name: _frames(clip) for name, clip in clips.items()}
     chosen = np.linspace(0, len(next(iter(frames.values()))) - 1, COLUMNS).round().astype(int)

@@ -1,11 +1,13 @@
-"""`make demo`: a tiny trained model makes the same clip with sound on both backends, from a prompt and an image.
+"""`make demo`: a tiny trained model makes the same clip with sound on both backends, from a prompt
+and an image.
 
 `make demo PROMPT="a green square grows, grey background"` makes another one; the words are those of
-`examples/clips.py`. `make demo MODEL=tiny-2.5` takes random weights of that preset, which it writes below `demo/`; a
-model that can choose how long the clip is does so. MODEL may also be a folder that holds a model, which is only read.
+`examples/clips.py`. `make demo MODEL=tiny-2.5` takes random weights of that preset, which it writes
+below `demo/`; a model that can choose how long the clip is does so. MODEL may also be a folder that
+holds a model, which is only read.
 
-Decides the settings of that clip; everything is done by the commands that it echoes, which work the same on a real
-checkpoint.
+Decides the settings of that clip; everything is done by the commands that it echoes, which work the
+same on a real checkpoint.
 """
 
 from __future__ import annotations

@@ -1,16 +1,20 @@
-"""A whole two-stage request on weights drawn on the devices: time of every phase, and how far repeats lie apart.
+"""A whole two-stage request on weights drawn on the devices: time of every phase, and how far
+repeats lie apart.
 
-Decides what is timed: from the prompt to the last frame and the last audio sample on the host, without loading and
-without the MP4 encoder (so that it runs without PyAV). Every repetition is the same request with the same seed; their
-distances from the first are the floor for any other comparison. Weights are random, so pictures are noise.
+Decides what is timed: from the prompt to the last frame and the last audio sample on the host,
+without loading and without the MP4 encoder (so that it runs without PyAV). Every repetition is the
+same request with the same seed; their distances from the first are the floor for any other
+comparison. Weights are random, so pictures are noise.
 
-With `--peer diffusers` diffusers' pipelines run the same request on the same tensors (`benchmarks.peer` says what it
-includes): each repetition of ours is followed by one of theirs, and the ratio is taken within that round.
+With `--peer diffusers` diffusers' pipelines run the same request on the same tensors
+(`benchmarks.peer` says what it includes): each repetition of ours is followed by one of theirs, and
+the ratio is taken within that round.
 
     python -m benchmarks.end_to_end --output benchmarks/results/end-to-end.json
     python -m benchmarks.end_to_end --peer diffusers
     torchrun --nproc-per-node 4 -m benchmarks.end_to_end --profile-kernels
-    python -m benchmarks.end_to_end --preset tiny-2.3 --device cpu --width 128 --height 64 --num-frames 17 --steps 2
+    python -m benchmarks.end_to_end --preset tiny-2.3 --device cpu --width 128 --height 64
+    --num-frames 17 --steps 2
 """
 
 from __future__ import annotations
@@ -48,8 +52,8 @@ from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.stage import State
 
 PROMPT = "a red fox walks through a snowy forest at dawn"
-# Kernel names, in lower case; the first group that matches has it. What is left over is pointwise: elementwise,
-# reductions, copies, and whatever Inductor fused of them.
+# Kernel names, in lower case; the first group that matches has it. What is left over is pointwise:
+# elementwise, reductions, copies, and whatever Inductor fused of them.
 GROUPS = {
     "all-reduce": r"all_?reduce",
     "all-gather": r"all_?gather",
@@ -62,7 +66,8 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Clip:
-    """The product of one repetition: u8[F, H, W, 3] and f32[2, N]; frames are empty where this rank has none."""
+    """The product of one repetition: u8[F, H, W, 3] and f32[2, N]; frames are empty where this rank
+    has none."""
 
     frames: np.ndarray
     waveform: np.ndarray
@@ -76,7 +81,8 @@ def group_of(kernel: str) -> str:
 
 
 class KernelWatch(Stopwatch):
-    """A stopwatch that also tells what the device executed in each stage: time, share and launches of each group."""
+    """A stopwatch that also tells what the device executed in each stage: time, share and launches
+    of each group."""
 
     def __init__(self, device_kind: str, **settings: Any):
         super().__init__(**settings)
@@ -94,7 +100,8 @@ class KernelWatch(Stopwatch):
 
 
 def kernel_groups(profiler: profile, cuda: bool) -> dict[str, dict[str, float]]:
-    """Time, share and launches of each group of kernels that ran on the GPU; on a CPU, of operators."""
+    """Time, share and launches of each group of kernels that ran on the GPU; on a CPU, of
+    operators."""
     found: dict[str, dict[str, float]] = {}
     for event in profiler.events() or ():
         if getattr(event, "is_user_annotation", False):
@@ -117,7 +124,8 @@ def kernel_groups(profiler: profile, cuda: bool) -> dict[str, dict[str, float]]:
 def run_once(
     session: Session, plan: Plan, watch: Stopwatch, max_steps: int | None = None
 ) -> tuple[Clip, float]:
-    """One request: its clip, and the seconds from prompt to clip. max_steps: of each stage, None: all."""
+    """One request: its clip, and the seconds from prompt to clip. max_steps: of each stage, None:
+    all."""
     start, state = watch.clock(), State(max_steps=max_steps)
     run_stages(session, plan, watch, state)
     chunks = [to_rgb8(chunk) for video in state.frames for chunk in video]

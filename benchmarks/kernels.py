@@ -1,20 +1,24 @@
-"""Each kernel against eager torch, torch.compile and the least time that the device needs for its bytes and FLOPs.
+"""Each kernel against eager torch, torch.compile and the least time that the device needs for its
+bytes and FLOPs.
 
-Decides the cases: every op with a kernel in the graphs of a two-stage request (a guided step of both stages, the
-largest tile of the video decoder, the vocoder), with the operands that it has there, drawn at random and lying as they
-do there: slices of packed rows, videos channels last, what has several readers once. Of a float8 linear
-(`--weights-dtype float8`) it is the quantisation of its operand.
+Decides the cases: every op with a kernel in the graphs of a two-stage request (a guided step of
+both stages, the largest tile of the video decoder, the vocoder), with the operands that it has
+there, drawn at random and lying as they do there: slices of packed rows, videos channels last, what
+has several readers once. Of a float8 linear (`--weights-dtype float8`) it is the quantisation of
+its operand.
 
-Contestants do the same op: `kernel` is what the backend runs, so on a CPU the plain ops, and the reason is printed;
-`eager` is those plain ops; `compiled` is what Inductor makes of them. The floor is the op's least traffic, every
-operand read once and every result written once, at the measured bandwidth of a large copy; of a linear layer with GELU
-its FLOPs at the measured rate of large products, if that takes longer.
+Contestants do the same op: `kernel` is what the backend runs, so on a CPU the plain ops, and the
+reason is printed; `eager` is those plain ops; `compiled` is what Inductor makes of them. The floor
+is the op's least traffic, every operand read once and every result written once, at the measured
+bandwidth of a large copy; of a linear layer with GELU its FLOPs at the measured rate of large
+products, if that takes longer.
 
-On a GPU calls are captured in CUDA graphs, as in the captured step, so that no launch is timed, and go around sets of
-operands larger than its caches.
+On a GPU calls are captured in CUDA graphs, as in the captured step, so that no launch is timed, and
+go around sets of operands larger than its caches.
 
     python -m benchmarks.kernels --output benchmarks/results/kernels.json
-    python -m benchmarks.kernels --preset tiny-2.3 --device cpu --width 64 --height 64 --num-frames 9 --rounds 2
+    python -m benchmarks.kernels --preset tiny-2.3 --device cpu --width 64 --height 64 --num-frames
+    9 --rounds 2
 """
 
 from __future__ import annotations
@@ -47,8 +51,10 @@ from ltx2rt.run.plan import make_plan
 from ltx2rt.session.options import ModelOptions
 
 CONTESTANTS = ("kernel", "eager", "compiled")
-COLD_BYTES = 256e6  # bytes of operands that calls go around: several times the 50 MB of an H100's or H200's L2 cache
-RUN_BYTES = 20e9  # that a measured run moves at least on a GPU: milliseconds, beside which its one wait is nothing
+# bytes of operands that calls go around: several times the 50 MB of an H100's or H200's L2 cache
+COLD_BYTES = 256e6
+# that a measured run moves at least on a GPU: milliseconds, beside which its one wait is nothing
+RUN_BYTES = 20e9
 
 
 @dataclass(frozen=True)
@@ -83,9 +89,9 @@ def request_graphs(
     mesh: Mapping[str, int] = MappingProxyType({}),
     parts: Sequence[str] = ("text", "stage1", "stage2", "decode", "audio"),
 ) -> dict[str, Graph]:
-    """Graphs on one H200, or one of a mesh: a step of each stage, and one call of the text encoder and of the decoders.
-    levels: timesteps among the video tokens; an image adds one. weights_dtype: of the transformer's blocks. parts: what
-    of the request to build."""
+    """Graphs on one H200, or one of a mesh: a step of each stage, and one call of the text encoder
+    and of the decoders. levels: timesteps among the video tokens; an image adds one. weights_dtype:
+    of the transformer's blocks. parts: what of the request to build."""
     options = ModelOptions("", Path(), weights_dtype=weights_dtype, mesh=mesh)
     request = TwoStage("a plan", width=width, height=height, num_frames=num_frames, seed=0)
     with datasheet_session(
@@ -148,7 +154,8 @@ def slice_of(makers: Mapping[int, Node], v: Value) -> tuple[Type, int] | None:
 
 
 def quantisation(node: Node) -> Node:
-    """The first work of a float8 linear: its operand, or the GELU or the gated heads of it, row by row, becomes e4m3."""
+    """The first work of a float8 linear: its operand, or the GELU or the gated heads of it, row by
+    row, becomes e4m3."""
     if node.op.startswith("head_gate"):
         gate, _ = divided(node.inputs)
         y = gate[0].type

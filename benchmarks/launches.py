@@ -1,21 +1,26 @@
-"""Launches and bytes of a recorded denoise step, and of the text encoder, on a GPU, counted without one.
+"""Launches and bytes of a recorded denoise step, and of the text encoder, on a GPU, counted without
+one.
 
-Decides what counts. The lowered step runs on torch's fake tensors on a CUDA device: shapes, strides and dtypes without
-data, so that every choice that the runtime makes (kernel or plain ops, copies for alignment, layouts) is made here. A
-launch is what the device executes; bytes are those that operands and results occupy, each read or written once, beside
-matrix products, attention and what travels between devices. A repeat's block runs once and counts as often as it is
-repeated. What cuBLAS or cuDNN launch inside is theirs: a product, an attention and a collective are one launch each.
+Decides what counts. The lowered step runs on torch's fake tensors on a CUDA device: shapes, strides
+and dtypes without data, so that every choice that the runtime makes (kernel or plain ops, copies
+for alignment, layouts) is made here. A launch is what the device executes; bytes are those that
+operands and results occupy, each read or written once, beside matrix products, attention and what
+travels between devices. A repeat's block runs once and counts as often as it is repeated. What
+cuBLAS or cuDNN launch inside is theirs: a product, an attention and a collective are one launch
+each.
 
-On a mesh it also follows when an exchange leaves and when what it brings is read, at the rates and with the assumed
-latency of `plan`: what a step waits is what no work hides. That NCCL takes multiprocessors from that work is left out.
+On a mesh it also follows when an exchange leaves and when what it brings is read, at the rates and
+with the assumed latency of `plan`: what a step waits is what no work hides. That NCCL takes
+multiprocessors from that work is left out.
 
-Of what runs it also asks what no CPU shows otherwise: nothing waits for the device, no operand lies elsewhere, rows of
-16 bytes where kernels and products load so.
+Of what runs it also asks what no CPU shows otherwise: nothing waits for the device, no operand lies
+elsewhere, rows of 16 bytes where kernels and products load so.
 
     python -m benchmarks.launches --output benchmarks/results/launches.json
     python -m benchmarks.launches --mesh tensor=4 --weights-dtype float8
 
-Without --mesh and --weights-dtype it counts all of CASES, which is what the tests hold the program against.
+Without --mesh and --weights-dtype it counts all of CASES, which is what the tests hold the program
+against.
 """
 
 from __future__ import annotations
@@ -32,7 +37,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed._functional_collectives  # what collectives make of fake tensors is registered here
+
+# what collectives make of fake tensors is registered here
+import torch.distributed._functional_collectives
 import torch.nn.functional as F
 from ltx2rt_cuda import attention, lower, ops
 from ltx2rt_cuda.distributed import Position
@@ -72,10 +79,12 @@ CASES = (  # mesh and dtype of the blocks' weights
 
 @dataclass
 class Counts:
-    """launches, bytes and flops by what is launched: an aten op, a kernel, "product", "attention", "collective".
+    """launches, bytes and flops by what is launched: an aten op, a kernel, "product", "attention",
+    "collective".
 
-    On a mesh, when the stream and the link of one device of `kind` have done it all: what is launched takes the time of
-    its FLOP or its bytes, an exchange leaves when the one before it has arrived, and the stream waits where it is read.
+    On a mesh, when the stream and the link of one device of `kind` have done it all: what is
+    launched takes the time of its FLOP or its bytes, an exchange leaves when the one before it has
+    arrived, and the stream waits where it is read.
     """
 
     kind: DeviceKind
@@ -119,8 +128,8 @@ class Counts:
         self.waited_s = waited_s + count * (self.waited_s - waited_s)
 
     def time_s(self, kind: DeviceKind) -> float:
-        """Time of one device without exchanges: products and attention at its full rate, then all other bytes at its
-        memory's."""
+        """Time of one device without exchanges: products and attention at its full rate, then all
+        other bytes at its memory's."""
         return self.flops.total() / kind.flops_per_s + self.bytes.total() / kind.memory_bytes_per_s
 
     def facts(self) -> dict[str, Any]:
@@ -237,7 +246,8 @@ def indexed(x: torch.Tensor, index: Any) -> torch.Tensor:
 
 
 class Views(TorchFunctionMode):
-    """Functions of torch as on a machine with a driver, where without one it fails or does something else."""
+    """Functions of torch as on a machine with a driver, where without one it fails or does
+    something else."""
 
     def __init__(self, counts: Counts):
         super().__init__()
@@ -285,7 +295,8 @@ class Launches:
 
 
 def once(counts: Counts, repeat: lower.Repeat, *operands):
-    """The first iteration of a repeat, and one that counts as all others: it may wait for what the one before sent."""
+    """The first iteration of a repeat, and one that counts as all others: it may wait for what the
+    one before sent."""
     plan = repeat.plan
     carry, invariant, per_layer = repeat.iterations(operands)
     results, times = (), counts.times
@@ -309,7 +320,8 @@ class Stream:
 
 @contextmanager
 def stood_in(counts: Counts) -> Iterator[None]:
-    """On this machine the runtime chooses as on an H200, and what would reach the device is counted."""
+    """On this machine the runtime chooses as on an H200, and what would reach the device is
+    counted."""
 
     def attend(q, k, v, mask, scale):
         q, k, v = (attention.aligned(x) for x in (q, k, v))
@@ -341,8 +353,8 @@ def stood_in(counts: Counts) -> Iterator[None]:
 
 
 def count(graph: Graph, steps: bool = True, whole: bool = False, kind: DeviceKind = H200) -> Counts:
-    """Launches and bytes of one call of `graph`, as it is lowered for a GPU. steps: of a denoise step. whole: its
-    tokens stay whole, as under --compile."""
+    """Launches and bytes of one call of `graph`, as it is lowered for a GPU. steps: of a denoise
+    step. whole: its tokens stay whole, as under --compile."""
     graph, counts = FACTORY.as_run(graph, "cuda", steps, compile=whole), Counts(kind, graph.mesh)
     position = Position(
         graph.mesh, dict.fromkeys(graph.mesh, 0), {axis: axis for axis in graph.mesh}
@@ -376,7 +388,8 @@ def step_graphs(
     dtype: str | None,
     stages: Sequence[str] = STAGES,
 ) -> dict[str, Graph]:
-    """A step of each stage; "text": the text encoder. size: width, height, frames, timesteps among the video tokens."""
+    """A step of each stage; "text": the text encoder. size: width, height, frames, timesteps among
+    the video tokens."""
     return request_graphs(preset, *size, dtype, parse_mesh(mesh) if mesh else {}, stages)
 
 

@@ -1,17 +1,20 @@
 """Loading a transformer's weights: time against a plain safetensors read, and peak host memory.
 
-Decides the checkpoint: a transformer of LTX-2.3 in bfloat16 with its real depth at 6/32 of its width (so that the
-largest tensor is the share of the whole that it is in the real one), and a LoRA of every linear layer at the rank that
-keeps the real proportion. Both are written on the fly; the page cache is warm.
+Decides the checkpoint: a transformer of LTX-2.3 in bfloat16 with its real depth at 6/32 of its
+width (so that the largest tensor is the share of the whole that it is in the real one), and a LoRA
+of every linear layer at the rank that keeps the real proportion. Both are written on the fly; the
+page cache is warm.
 
-Every load happens in a fresh process, as in a real run (a second load would find memory that the first one left), with
-4 KiB pages for all: numpy alone would ask for huge ones, which cost from a tenth (a machine of one's own) to five times
-as much (a virtual one whose free huge pages went back to the host).
+Every load happens in a fresh process, as in a real run (a second load would find memory that the
+first one left), with 4 KiB pages for all: numpy alone would ask for huge ones, which cost from a
+tenth (a machine of one's own) to five times as much (a virtual one whose free huge pages went back
+to the host).
   raw     the file's bytes read into one fresh buffer: the floor
   plain   `safe_open`, every tensor copied out of the mapped file and cast to the wanted dtype
-  others  the backend's `load` through the same sources as `generate`, `+lora` with the LoRA merged on reading
-Memory is anonymous (RssAnon, sampled every 2 ms from outside) above that before the load; pages of the mapped file
-belong to the page cache.
+  others  the backend's `load` through the same sources as `generate`, `+lora` with the LoRA merged
+  on reading
+Memory is anonymous (RssAnon, sampled every 2 ms from outside) above that before the load; pages of
+the mapped file belong to the page cache.
 
     python -m benchmarks.load --output benchmarks/results/load-cpu.json
 """
@@ -70,7 +73,8 @@ def trace(sizes: Sizes, dtype: str) -> Graph:
 
 
 def write_checkpoint(folder: Path, sizes: Sizes) -> None:
-    """model.safetensors and lora.safetensors: slices of one random block, whose values do not matter here."""
+    """model.safetensors and lora.safetensors: slices of one random block, whose values do not
+    matter here."""
     shapes = {name: spec.shape for name, spec in trace(sizes, "float32").parameters().items()}
     model = {
         name: TensorInfo(shape, F32 if TABLE.search(name) else BF16)
@@ -94,7 +98,7 @@ def write_checkpoint(folder: Path, sizes: Sizes) -> None:
         )
 
 
-# --- in the fresh process ---------------------------------------------------------------------------------------
+# --- in the fresh process -------------------------------------------------------------------------
 
 
 def raw_read(path: Path) -> np.ndarray:
@@ -107,7 +111,8 @@ def raw_read(path: Path) -> np.ndarray:
 
 
 def loader(name: str, dtype: str, sizes: Sizes, folder: Path) -> Callable[[], Any]:
-    """A function that loads everything and returns it; imports and start-up are done before it is called."""
+    """A function that loads everything and returns it; imports and start-up are done before it is
+    called."""
     model, lora = folder / "model.safetensors", folder / "lora.safetensors"
     if name == "raw":
         return lambda: raw_read(model)
@@ -151,7 +156,7 @@ def child(name: str, dtype: str, folder: str, *sizes: str) -> None:
     del result
 
 
-# --- outside ----------------------------------------------------------------------------------------------------
+# --- outside --------------------------------------------------------------------------------------
 
 
 def anonymous_bytes(pid: int) -> int:
@@ -163,7 +168,8 @@ def anonymous_bytes(pid: int) -> int:
 
 
 def load_once(name: str, dtype: str, folder: Path, sizes: Sizes) -> tuple[float, int]:
-    """Seconds of one load in a fresh process, and the peak of its anonymous memory above that before."""
+    """Seconds of one load in a fresh process, and the peak of its anonymous memory above that
+    before."""
     command = [
         sys.executable,
         "-m",

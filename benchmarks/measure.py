@@ -1,7 +1,7 @@
 """How every benchmark here measures and records.
 
-Decides statistics and the form of a result. Contestants run interleaved, so that a machine that slows down slows all
-of them, and ratios are taken within a round.
+Decides statistics and the form of a result. Contestants run interleaved, so that a machine that
+slows down slows all of them, and ratios are taken within a round.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def processor() -> str:
 
 
 def machine(*packages: str) -> dict[str, Any]:
-    """Where and with what a result was measured; `load` is the number of runnable processes over the last minute.
+    """Where and with what a result was measured; `load` is the number of runnable processes over
+    the last minute.
 
     COMMIT in the environment names the commit where there is no git.
     """

@@ -1,12 +1,15 @@
-"""diffusers' pipelines over the tensors that our networks hold: the peer of `end_to_end` and of `step`.
+"""diffusers' pipelines over the tensors that our networks hold: the peer of `end_to_end` and of
+`step`.
 
-Decides what the peer's request is. It includes tokenizing and encoding both prompts (once, for both stages), the
-connectors, every step of both stages on our noise and sigmas, the upsampler between them, the video decoder in one
-piece, the sound, and 8-bit frames and the waveform on the host. It leaves out, as ours does, loading, the merge of the
-distilled LoRA and the MP4 encoder. A random LoRA changes no value, so one transformer serves both stages.
+Decides what the peer's request is. It includes tokenizing and encoding both prompts (once, for both
+stages), the connectors, every step of both stages on our noise and sigmas, the upsampler between
+them, the video decoder in one piece, the sound, and 8-bit frames and the waveform on the host. It
+leaves out, as ours does, loading, the merge of the distilled LoRA and the MP4 encoder. A random
+LoRA changes no value, so one transformer serves both stages.
 
-Both are in memory at once. A module holds our tensors themselves, but for those that diffusers has in another form: the
-vocoder and Gemma's norms in the compute dtype, and contiguous what ours lays out for cuDNN (less than 3 GB in all).
+Both are in memory at once. A module holds our tensors themselves, but for those that diffusers has
+in another form: the vocoder and Gemma's norms in the compute dtype, and contiguous what ours lays
+out for cuDNN (less than 3 GB in all).
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -79,7 +82,8 @@ def held_tensors(session: Session, call: Call) -> Iterator[tuple[str, torch.Tens
 
 
 def transformer_tensors(session: Session, call: Call) -> Tensors:
-    """Our tensors for this call; where weights are in float8, a set of those that they are quantised from."""
+    """Our tensors for this call; where weights are in float8, a set of those that they are
+    quantised from."""
     if session.options.weights_dtype == "float8":
         options = replace(session.options, weights_dtype=None)
         session = Session(session.checkpoint, session.backend, options, session.dtype)
@@ -89,7 +93,8 @@ def transformer_tensors(session: Session, call: Call) -> Tensors:
 def over(
     tensors: Mapping[str, torch.Tensor], module: type[torch.nn.Module], *config: Any, **sizes: Any
 ) -> Any:
-    """A module whose parameters are these very tensors; buffers that they lack are as the module computes them."""
+    """A module whose parameters are these very tensors; buffers that they lack are as the module
+    computes them."""
     with init_empty_weights(include_buffers=False):
         made = module(
             *config, **{name: value for name, value in sizes.items() if not name.startswith("_")}
@@ -105,7 +110,8 @@ def over(
 
 
 def diffusers_transformer(config: TransformerConfig, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """tensors: by their official names. 2.0's configuration says perturbed_attn = false, with which STG is ignored."""
+    """tensors: by their official names. 2.0's configuration says perturbed_attn = false, with which
+    STG is ignored."""
     theirs = {to_diffusers("transformer", name): x for name, x in tensors.items()}
     sizes = configs.diffusers_transformer_json(config) | {"perturbed_attn": True}
     return over(theirs, LTX2VideoTransformer3DModel, **sizes)
@@ -125,7 +131,8 @@ def by_component(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> di
 
 
 class Peer:
-    """A plan's request as diffusers' pipelines run it, with the blocks compiled by Inductor where ours are."""
+    """A plan's request as diffusers' pipelines run it, with the blocks compiled by Inductor where
+    ours are."""
 
     def __init__(self, session: Session, plan: Plan):
         config, dtype = session.config, DTYPES[session.dtype]
@@ -189,7 +196,8 @@ class Peer:
 
     @torch.no_grad()
     def run(self, max_steps: int | None = None) -> Clip:
-        """From the prompt to the frames and the waveform on the host. max_steps: of each stage, None: all."""
+        """From the prompt to the frames and the waveform on the host. max_steps: of each stage,
+        None: all."""
         request, video, audio = self.request, None, None
         prompt, negative = (*request.prompts, None)[:2]
         names = (
@@ -223,7 +231,8 @@ class Peer:
     def start(
         self, stage: Denoise, video: torch.Tensor | None, audio: torch.Tensor | None
     ) -> dict[str, Any]:
-        """The latents at the first sigma, on our noise. Given and returned as pipelines hand them on: denormalised."""
+        """The latents at the first sigma, on our noise. Given and returned as pipelines hand them
+        on: denormalised."""
         pipe, g = self.pipe, stage.geometry
         pictures, sounds = (
             (part.latents_mean, part.latents_std) for part in (pipe.vae, pipe.audio_vae)

@@ -1,9 +1,10 @@
 """The cost in quality of each way of making a clip, on clips whose every property can be measured.
 
-The tiny trained checkpoint is asked for clips of `examples.clips`, each with a seed of its own; a quarter of them show
-a combination of shape, colour and motion that it was never trained on. `benchmarks.recognise` says whether what was
-asked for came. Rows that ought to make the same clip as `REFERENCE` are compared with it, and every row makes its first
-clip twice. Each row runs in a process of its own, two at a time.
+The tiny trained checkpoint is asked for clips of `examples.clips`, each with a seed of its own; a
+quarter of them show a combination of shape, colour and motion that it was never trained on.
+`benchmarks.recognise` says whether what was asked for came. Rows that ought to make the same clip
+as `REFERENCE` are compared with it, and every row makes its first clip twice. Each row runs in a
+process of its own, two at a time.
 
     python -m benchmarks.quality                     # all rows; prints the table of docs/quality.md
     python -m benchmarks.quality --rows JAX float8   # these anew
@@ -45,15 +46,17 @@ NONE = {
     for m in ("video", "audio")
     for name, value in (("cfg", 1), ("stg", 0), ("modality", 1))
 }
-# More devices than cores: a thread may come late to a rendezvous, which XLA takes for a deadlock after 40 s.
+# More devices than cores: a thread may come late to a rendezvous, which XLA takes for a deadlock
+# after 40 s.
 XLA = "--xla_force_host_platform_device_count={} --xla_cpu_collective_call_terminate_timeout_seconds=600"
 
 
 @dataclass(frozen=True)
 class Row:
-    """model, clip: keywords of `ltx2rt.open` and `generate`. given: what a clip gets beside its prompt, a key of
-    `GIVEN`. part: of the clips, where it takes long. lora: whether the distilled LoRA has to be named. same: the row
-    whose clips it should make, empty for none. ranks: processes."""
+    """model, clip: keywords of `ltx2rt.open` and `generate`. given: what a clip gets beside its
+    prompt, a key of `GIVEN`. part: of the clips, where it takes long. lora: whether the distilled
+    LoRA has to be named. same: the row whose clips it should make, empty for none. ranks:
+    processes."""
 
     model: Mapping[str, Any] = field(default_factory=dict)
     clip: Mapping[str, Any] = field(default_factory=dict)
@@ -139,7 +142,7 @@ def asked(number: int) -> Clip:
     return random_clip(np.random.default_rng([16, number]), trained=number % HELD_OUT != 0)
 
 
-# --- what a clip is given beside its prompt --------------------------------------------------------------------------
+# --- what a clip is given beside its prompt -------------------------------------------------------
 
 
 def _images(clip: Clip, path: Path, *frames: int) -> dict[str, Any]:
@@ -177,11 +180,12 @@ GIVEN: dict[str, Callable[[Clip, Path], dict[str, Any]]] = {
 }
 
 
-# --- a row -----------------------------------------------------------------------------------------------------------
+# --- a row ----------------------------------------------------------------------------------------
 
 
 def run_row(name: str, model: Path, count: int, folder: Path) -> list[dict[str, Any]]:
-    """The marks of each clip of a row, and how it was made; in other processes than the main one nothing of use.
+    """The marks of each clip of a row, and how it was made; in other processes than the main one
+    nothing of use.
 
     The clips of `KEPT` stay in `folder`, and others are compared with them.
     """
@@ -250,8 +254,8 @@ def _distance(
 
 
 def summary(clips: list[dict[str, Any]]) -> dict[str, Any]:
-    """For every mark the mean over clips of combinations that were trained and that were held out; medians of what has
-    a unit, the lowest PSNR too."""
+    """For every mark the mean over clips of combinations that were trained and that were held out;
+    medians of what has a unit, the lowest PSNR too."""
     found: dict[str, Any] = {"clips": len(clips), "repeats": clips[0].get("repeats")}
     for name in ("colour", "shape", "motion", "background", "pitch", "clicked", "silent"):
         parts = [
@@ -284,11 +288,12 @@ def summary(clips: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-# --- all rows --------------------------------------------------------------------------------------------------------
+# --- all rows -------------------------------------------------------------------------------------
 
 
 def start(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row in a process, or several, of its own. Raises RuntimeError with what it said if it fails."""
+    """One row in a process, or several, of its own. Raises RuntimeError with what it said if it
+    fails."""
     row = (ROWS | FEWER).get(name, Row())
     output = args.folder / f"{place(name)}.json"
     words = [

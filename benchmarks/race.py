@@ -1,8 +1,10 @@
-"""Attention kernels and matrix products of LTX-2.3's steps against each other, before anything larger is run.
+"""Attention kernels and matrix products of LTX-2.3's steps against each other, before anything
+larger is run.
 
-Decides the shapes: those of two-stage 768x512x121. Each row is independent: a kernel that a build lacks, or that
-refuses a shape, is a row with its error, and the others go on. It says which attention comes first on this card
-(`ltx2rt_cuda.attention.preference`), whether cuDNN takes a mask, and which road float8 products take.
+Decides the shapes: those of two-stage 768x512x121. Each row is independent: a kernel that a build
+lacks, or that refuses a shape, is a row with its error, and the others go on. It says which
+attention comes first on this card (`ltx2rt_cuda.attention.preference`), whether cuDNN takes a mask,
+and which road float8 products take.
 
     python -m benchmarks.race --output benchmarks/results/race.json
     python -m benchmarks.race --device cpu --shrink 16 --rounds 2
@@ -23,8 +25,8 @@ from torch.nn.attention import sdpa_kernel
 
 from benchmarks.measure import Spread, interleaved, machine, record
 
-# batch, queries, keys, heads, head_dim: video's own attention in stage 2 and, guided, in stage 1; the prompt; both
-# directions between picture and sound; one of two devices.
+# batch, queries, keys, heads, head_dim: video's own attention in stage 2 and, guided, in stage 1;
+# the prompt; both directions between picture and sound; one of two devices.
 ATTENTION = (
     (1, 6144, 6144, 32, 128),
     (3, 1536, 1536, 32, 128),
@@ -48,7 +50,8 @@ BATCH = 10  # calls between two readings of the clock
 
 
 def cases(device: torch.device, shrink: int) -> list[tuple[str, int, Callable[[], Any]]]:
-    """(name, FLOP, call) of every row. shrink: divides tokens and widths, for a machine without a GPU."""
+    """(name, FLOP, call) of every row. shrink: divides tokens and widths, for a machine without a
+    GPU."""
     found: list[tuple[str, int, Callable[[], Any]]] = []
     for batch, queries, keys, heads, dim in ATTENTION:
         queries, keys = (max(1, n // shrink) for n in (queries, keys))

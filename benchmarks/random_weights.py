@@ -1,7 +1,9 @@
-"""A session of the PyTorch backend with weights drawn on the device: models of any size without a file.
+"""A session of the PyTorch backend with weights drawn on the device: models of any size without a
+file.
 
-Decides values, by tensor name alone: every rank that holds a slice holds it of the same tensor. Small tensors have the
-values that `weights make` writes; large ones the same statistics, from the device's generator.
+Decides values, by tensor name alone: every rank that holds a slice holds it of the same tensor.
+Small tensors have the values that `weights make` writes; large ones the same statistics, from the
+device's generator.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ LARGE = (
 
 
 class RandomBackend(CudaBackend):
-    """Reads no tensor. A LoRA gives its weights memory of their own, as merging would, and leaves them as they are."""
+    """Reads no tensor. A LoRA gives its weights memory of their own, as merging would, and leaves
+    them as they are."""
 
     seed = 0
 
@@ -114,7 +117,8 @@ def empty_checkpoint(preset: str) -> Iterator[Checkpoint]:
 
 
 class RepeatingSession(Session):
-    """Encodes the same prompts as often as they are asked for, so that every repetition is the whole work."""
+    """Encodes the same prompts as often as they are asked for, so that every repetition is the
+    whole work."""
 
     def remember(self, prompts: Hashable, encode: Callable[[], Any]) -> Any:
         return encode()
@@ -124,8 +128,9 @@ class RepeatingSession(Session):
 def random_session(
     preset: str, transformer: TransformerConfig | None = None, **options: Any
 ) -> Iterator[RepeatingSession]:
-    """A session on an empty checkpoint and a `RandomBackend`. transformer: other sizes than the preset's, with which
-    the checkpoint is not compared. options: the other fields of `ModelOptions`."""
+    """A session on an empty checkpoint and a `RandomBackend`. transformer: other sizes than the
+    preset's, with which the checkpoint is not compared. options: the other fields of
+    `ModelOptions`."""
     with empty_checkpoint(preset) as checkpoint:
         if transformer:
             checkpoint = replace(

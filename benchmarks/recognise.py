@@ -1,7 +1,7 @@
 """Picture and sound of a clip in the words of `examples.clips`.
 
-Decides the measures, by image moments and one spectrum: nothing here has learnt anything. A shape is what differs from
-the background of its row; `None` stands for what is not there or fits no word.
+Decides the measures, by image moments and one spectrum: nothing here has learnt anything. A shape
+is what differs from the background of its row; `None` stands for what is not there or fits no word.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import numpy as np
 
 from examples.clips import BACKGROUNDS, COLOURS, FPS, PITCHES, Clip
 
-APART = 0.25  # from the background, in RGB of [0, 1]: half as far as the nearest colours of `examples.clips` are
+# from the background, in RGB of [0, 1]: half as far as the nearest colours of `examples.clips` are
+APART = 0.25
 LEAST_AREA = 0.004  # share of the picture; the smallest shape there has 0.012
-# How a shape leans to its tip, skewness of y, and how square it is, mean of r^4 cos(4 angle) by that of r^2, squared.
+# How a shape leans to its tip, skewness of y, and how square it is, mean of r^4 cos(4 angle) by
+# that of r^2, squared.
 MOMENTS = {"circle": (0.0, 0.0), "square": (0.0, -0.6), "triangle": (-0.566, 0.048)}
 SLIDE, GROWTH, BOUNCE = (
     0.48,
@@ -93,7 +95,8 @@ def _pose(mask: np.ndarray) -> tuple[float, float, float, float]:
 
 
 def _motion(seconds: np.ndarray, x: np.ndarray, y: np.ndarray, size: np.ndarray) -> str | None:
-    """The strongest one, of straight lines through x and the logarithm of the size, and the height of y."""
+    """The strongest one, of straight lines through x and the logarithm of the size, and the height
+    of y."""
     way, growth = (np.polyfit(seconds, values, 1)[0] * np.ptp(seconds) for values in (x, size))
     strength = {
         "right": way / SLIDE, "left": -way / SLIDE, "grows": growth / GROWTH, "shrinks": -growth / GROWTH,
@@ -104,7 +107,8 @@ def _motion(seconds: np.ndarray, x: np.ndarray, y: np.ndarray, size: np.ndarray)
 
 
 def _lowest(seconds: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Seconds at which y, which grows downwards, turns sharply: between frames, as two straight lines meet."""
+    """Seconds at which y, which grows downwards, turns sharply: between frames, as two straight
+    lines meet."""
     inner = np.arange(1, len(y) - 1)
     before, here, after = y[:-2], y[1:-1], y[2:]
     low = (here >= before) & (here > after) & (here > y.min() + 0.6 * np.ptp(y))
@@ -115,7 +119,8 @@ def _lowest(seconds: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Heard:
-    """pitch_hz: of the strongest tone; shape: that has it, to a semitone; clicks_s: when each begins, f64[n]."""
+    """pitch_hz: of the strongest tone; shape: that has it, to a semitone; clicks_s: when each
+    begins, f64[n]."""
 
     pitch_hz: float
     shape: str | None
@@ -161,8 +166,9 @@ def lags_s(bounces_s: np.ndarray, clicks_s: np.ndarray) -> np.ndarray:
 def marks(
     asked: Clip, frames: np.ndarray | None, waveform: np.ndarray | None, rate: int
 ) -> dict[str, float]:
-    """1 or 0 for each thing that was asked for; of a shape that bounces, what share of its bounces has a click, and
-    their median lag in ms; of one that does not, whether there is no click. What is not measured is left out."""
+    """1 or 0 for each thing that was asked for; of a shape that bounces, what share of its bounces
+    has a click, and their median lag in ms; of one that does not, whether there is no click. What
+    is not measured is left out."""
     found: dict[str, float] = {}
     seen = None if frames is None else see(frames)
     heard = None if waveform is None else hear(waveform, rate)

@@ -1,9 +1,10 @@
-"""How visible and audible seams are in clips that are made in segments, and whether such clips drift.
+"""How visible and audible seams are in clips that are made in segments, and whether such clips
+drift.
 
 The tiny trained checkpoint is asked for shapes that bounce, for long enough to take several
 segments. Every measure of a seam is divided by the median of the same measure at other places of
-the same clip, so that 1 is what the inside of a segment has; one clip made at once is measured where
-the first row has its seams.
+the same clip, so that 1 is what the inside of a segment has; one clip made at once is measured
+where the first row has its seams.
 
     python -m benchmarks.seams             # all rows; prints the tables of docs/quality.md
     python -m benchmarks.seams --rows      # the tables of what was measured
@@ -58,7 +59,8 @@ class Row:
 
     @property
     def cuts_s(self) -> list[float]:
-        """When the new sound of each of them begins, after whole audio latents of the one before."""
+        """When the new sound of each of them begins, after whole audio latents of the one
+        before."""
         places = [round(start / FPS * 100) for start in self.starts]  # mel frames of 10 ms
         frames = round(self.segment / FPS * 25) * 4 - 3
         known = [frames - (b - a) for a, b in pairwise(places)]
@@ -82,7 +84,7 @@ def asked(number: int) -> Clip:
     return replace(random_clip(np.random.default_rng([40, number])), motion="bounces")
 
 
-# --- at a seam -------------------------------------------------------------------------------------------------------
+# --- at a seam ------------------------------------------------------------------------------------
 
 
 def jumps(frames: np.ndarray) -> np.ndarray:
@@ -92,7 +94,8 @@ def jumps(frames: np.ndarray) -> np.ndarray:
 
 
 def bends(frames: np.ndarray) -> np.ndarray:
-    """f64[F]: the mean absolute second difference at a frame and the two before; 0 for the first two."""
+    """f64[F]: the mean absolute second difference at a frame and the two before; 0 for the first
+    two."""
     x = frames.astype(np.float32)
     later = (float(np.abs(x[i] - 2 * x[i - 1] + x[i - 2]).mean()) for i in range(2, len(x)))
     return np.array([0.0, 0.0, *later])
@@ -141,8 +144,9 @@ def click(power: np.ndarray, rate: int, at_s: float) -> float:
 
 
 def phase_error(wave: np.ndarray, rate: int, at_s: float) -> float:
-    """How much of the sound in the 20 ms after a time is not the strongest tone of the 50 ms before the cross-fade
-    that ends there: RMS of the residual of the fitted sine, divided by that of the sound."""
+    """How much of the sound in the 20 ms after a time is not the strongest tone of the 50 ms before
+    the cross-fade that ends there: RMS of the residual of the fitted sine, divided by that of the
+    sound."""
     mono = wave.mean(0).astype(np.float64)
     stop, after = round((at_s - FADE_S) * rate), round(at_s * rate)
     fitted = np.arange(stop - round(FIT_S * rate), stop)
@@ -164,7 +168,8 @@ def phase_error(wave: np.ndarray, rate: int, at_s: float) -> float:
 
 
 def seams(row: Row, frames: np.ndarray, wave: np.ndarray, rate: int) -> list[dict]:
-    """The measures of each seam with those of other places; of one clip, those of the first row's places."""
+    """The measures of each seam with those of other places; of one clip, those of the first row's
+    places."""
     measured = row if row.seams else next(iter(ROWS.values()))
     inside = [i for i in range(len(frames)) if all(not s - 9 <= i <= s + 2 for s in measured.seams)]
     pictures = {"jump": jumps(frames), "bend": bends(frames), "leap": leaps(centres(frames))}
@@ -181,7 +186,7 @@ def seams(row: Row, frames: np.ndarray, wave: np.ndarray, rate: int) -> list[dic
     return found
 
 
-# --- from one end to the other ---------------------------------------------------------------------------------------
+# --- from one end to the other --------------------------------------------------------------------
 
 
 def look(frames: np.ndarray, wave: np.ndarray, rate: int) -> dict[str, float]:
@@ -238,11 +243,12 @@ def _high(values: list[float]) -> float:
     return float(np.nanpercentile(values, 90))
 
 
-# --- all rows --------------------------------------------------------------------------------------------------------
+# --- all rows -------------------------------------------------------------------------------------
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Markdown of the seams: medians, in parentheses the worst tenth; of the tone at seams, inside."""
+    """Markdown of the seams: medians, in parentheses the worst tenth; of the tone at seams,
+    inside."""
     head = ["", "clips", "seams", "jump", "second difference", "position", "click"]
     head += ["off the tone: seam, inside"]
     lines = [head, ["---"] * len(head)]

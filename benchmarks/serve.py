@@ -1,9 +1,13 @@
-"""Time that a server adds to its model: per job, between jobs, per request, after a death, after a cancel.
+"""Time that a server adds to its model: per job, between jobs, per request, after a death, after a
+cancel.
 
-job      the same jobs by `ltx2rt serve` and by a loop over one session in this process, in turns: from the start of the
+job      the same jobs by `ltx2rt serve` and by a loop over one session in this process, in turns:
+from the start of the
          first to the end of the last, and a gap; their ratio with a 95 % interval of its median
-cpu      the same work by the worker's code and by that loop, both in this process, in turns and in CPU time: what other
-         processes do disturbs both alike. added: what the worker does more, with the gap, as a share of the job
+cpu      the same work by the worker's code and by that loop, both in this process, in turns and in
+CPU time: what other
+         processes do disturbs both alike. added: what the worker does more, with the gap, as a
+         share of the job
 gap      from the end of a job to the start of the next that waited for it
 server   CPU time of the server's own process per job, the requests of this benchmark included
 post     from sending a request to its answer, on a connection of its own, the disk included
@@ -12,7 +16,8 @@ cancel   of a running job, until it is over; beyond: what that is more than two 
 restart  from the death of the replica until another one takes jobs, loading and warm-up included
 
   python -m benchmarks.serve --model MODEL_DIR --backend cuda --output benchmarks/results/serve.json
-  python -m benchmarks.serve --model examples/tiny-trained --device cpu --width 128 --height 64 --num-frames 17
+  python -m benchmarks.serve --model examples/tiny-trained --device cpu --width 128 --height 64
+  --num-frames 17
 """
 
 from __future__ import annotations

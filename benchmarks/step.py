@@ -2,18 +2,19 @@
 
 Decides shapes and what is compared.
 
-On a CPU, one forward of the transformer in float32, as diffusers' pipeline calls it for text to video (one timestep per
-sample, no mask, positions given). The default is a stage 1 of 768 x 512 x 121 frames (1536 video, 126 audio and 1024
-text tokens) at 1/4 of the width and 1/6 of the depth.
+On a CPU, one forward of the transformer in float32, as diffusers' pipeline calls it for text to
+video (one timestep per sample, no mask, positions given). The default is a stage 1 of 768 x 512 x
+121 frames (1536 video, 126 audio and 1024 text tokens) at 1/4 of the width and 1/6 of the depth.
 
-On a GPU (or with --guided, then by a transformer of that width and depth), guided steps of both stages of a two-stage
-request at full size: 4 branches of 1536 video tokens, then 1 branch of 6144. Ours are the steps that `generate` runs;
-diffusers' are its pipeline's loop, which runs the conditional and the unconditional branch in one batch and each other
-branch by itself, without the all-ones text mask that the pipeline passes. Both hold the same tensors, drawn on the
-device. On a GPU, "without-NAME" is ours without one piece of scheduling of `ltx2rt/scheduling.py`. A run is several
-steps, so that what is computed once per request (RoPE tables, for one) is spread as in a short request. FLOPs are those
-of our graph. With `--weights-dtype float8` diffusers keeps the tensors that ours are quantised from, and the floor
-stays bfloat16's.
+On a GPU (or with --guided, then by a transformer of that width and depth), guided steps of both
+stages of a two-stage request at full size: 4 branches of 1536 video tokens, then 1 branch of 6144.
+Ours are the steps that `generate` runs; diffusers' are its pipeline's loop, which runs the
+conditional and the unconditional branch in one batch and each other branch by itself, without the
+all-ones text mask that the pipeline passes. Both hold the same tensors, drawn on the device. On a
+GPU, "without-NAME" is ours without one piece of scheduling of `ltx2rt/scheduling.py`. A run is
+several steps, so that what is computed once per request (RoPE tables, for one) is spread as in a
+short request. FLOPs are those of our graph. With `--weights-dtype float8` diffusers keeps the
+tensors that ours are quantised from, and the floor stays bfloat16's.
 
     python -m benchmarks.step --output benchmarks/results/step-cpu.json
     python -m benchmarks.step --device cuda --output benchmarks/results/step-h200.json
@@ -174,7 +175,8 @@ class Contest:
 
 
 def matmul_rate(backends: tuple[str, ...], rows: int, width: int, rounds: int = 9) -> float:
-    """The floor's FLOP/s: the fastest float32 product [rows, width] x [width, 4 width] of any framework here."""
+    """The floor's FLOP/s: the fastest float32 product [rows, width] x [width, 4 width] of any
+    framework here."""
     rng, shapes = np.random.default_rng(0), ((rows, width), (width, 4 * width))
     a, b = (rng.standard_normal(shape, np.float32) for shape in shapes)
     p, q = torch.from_numpy(a), torch.from_numpy(b)
@@ -222,9 +224,10 @@ def measure(
     }
 
 
-# --- guided steps at full size ----------------------------------------------------------------------------------
+# --- guided steps at full size --------------------------------------------------------------------
 
-# bfloat16 moves the guided result of a deep random network by some percent; unrelated results are 1.4 apart.
+# bfloat16 moves the guided result of a deep random network by some percent; unrelated results are
+# 1.4 apart.
 ALIKE = {"float32": SAME, "bfloat16": 0.5}
 WITHOUT = tuple(
     f"without-{name}" for name in SWITCHES if name != "halves"
@@ -232,7 +235,8 @@ WITHOUT = tuple(
 
 
 class Guided:
-    """Guided steps of one stage from one start; a `run` for each implementation returns both modalities' latents."""
+    """Guided steps of one stage from one start; a `run` for each implementation returns both
+    modalities' latents."""
 
     def __init__(self, session: Session, stage: Denoise, steps: int):
         self.session, self.stage, self.config = session, stage, session.config.transformer
@@ -367,8 +371,8 @@ class Guided:
 def measure_guided_stage(
     contest: Guided, rate: float, rounds: int, others: Sequence[str]
 ) -> dict[str, Any]:
-    """All facts of one stage. others: "tpu", our other backend, and of WITHOUT. Raises RuntimeError if the
-    implementations disagree."""
+    """All facts of one stage. others: "tpu", our other backend, and of WITHOUT. Raises RuntimeError
+    if the implementations disagree."""
     cuda, peaks, outputs, kernels = contest.device.type == "cuda", {}, {}, {}
     sessions = {"cuda": contest.session} | {
         name: contest.in_jax() if name == "tpu" else contest.without(name) for name in others

@@ -1,15 +1,18 @@
-"""The table of full-size programs compiled for TPUs that are not there, beside targets and the peer.
+"""The table of full-size programs compiled for TPUs that are not there, beside targets and the
+peer.
 
-Decides the cells of the table; `ltx2rt compile` compiles them, each in a process of its own. Nothing is run. Times
-to compile are for two idle cores; a busy machine (`load` in the JSON) takes longer, and changes no other figure.
+Decides the cells of the table; `ltx2rt compile` compiles them, each in a process of its own.
+Nothing is run. Times to compile are for two idle cores; a busy machine (`load` in the JSON) takes
+longer, and changes no other figure.
 
-    python -m benchmarks.tpu_compile --cells step-2.0 upsampler --output benchmarks/results/compiled.json
+    python -m benchmarks.tpu_compile --cells step-2.0 upsampler --output
+    benchmarks/results/compiled.json
 
-The peer is MaxDiffusion 7cfb8801, LTX-2.0, compiled by the same compiler for the same topology and counted alike; its
-default mesh, and the mesh with the fewest bytes received that was found.
+The peer is MaxDiffusion 7cfb8801, LTX-2.0, compiled by the same compiler for the same topology and
+counted alike; its default mesh, and the mesh with the fewest bytes received that was found.
 
-LTX-2.5's video encoder, convolutional decoder, upsampler, audio decoder and vocoder are LTX-2.3's graphs, node by node:
-they have no rows of their own.
+LTX-2.5's video encoder, convolutional decoder, upsampler, audio decoder and vocoder are LTX-2.3's
+graphs, node by node: they have no rows of their own.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ from ltx2rt.commands.compile import in_words
 
 @dataclass(frozen=True)
 class Figures:
-    """Executed collectives, bytes received, bytes of weights + temporaries, seconds; None: not checked."""
+    """Executed collectives, bytes received, bytes of weights + temporaries, seconds; None: not
+    checked."""
 
     executed: int | None = None
     received_bytes: float | None = None
@@ -42,8 +46,9 @@ class Figures:
 
 @dataclass(frozen=True)
 class Cell:
-    """One row: a program (flags of `ltx2rt compile`) on a topology. peers: the same program elsewhere, by mesh.
-    counted: whether the row says what the program multiplies, which only texts without kernels tell."""
+    """One row: a program (flags of `ltx2rt compile`) on a topology. peers: the same program
+    elsewhere, by mesh. counted: whether the row says what the program multiplies, which only texts
+    without kernels tell."""
 
     name: str
     topology: str
@@ -80,7 +85,8 @@ PROGRAMS = {  # name -> flags, target
     "step-2.3": ("--preset ltx-2.3 --component denoise-step --stage 2 --branches 4", STEP),
     "stage1-2.3": ("--preset ltx-2.3 --component denoise-step --stage 1", STEP),
     "stage2-large-2.3": (
-        "--preset ltx-2.3 --component denoise-step --stage 2 --width 1536 --height 1024",  # 24576 video tokens
+        # 24576 video tokens
+        "--preset ltx-2.3 --component denoise-step --stage 2 --width 1536 --height 1024",
         STEP,
     ),
     "before-2.0": ("--preset ltx-2.0 --component denoise-before --stage 1", Figures()),
@@ -118,7 +124,8 @@ CELLS = tuple(
 
 
 def compile_cell(cell: Cell, times: bool = False) -> dict[str, Any]:
-    """The row of one cell; times: with estimated ones. Raises RuntimeError with the command's own words if it fails."""
+    """The row of one cell; times: with estimated ones. Raises RuntimeError with the command's own
+    words if it fails."""
     words = [
         "compile",
         "--topology",

@@ -39,8 +39,9 @@ TOP = 0.2  # where it turns
 
 @dataclass(frozen=True)
 class Clip:
-    """A clip's picture. x: of the centre where it does not slide; radius: where it does not change, both in units of
-    the side; phase: in [0, 1), where in its movement a clip begins; period_s: between two bounces."""
+    """A clip's picture. x: of the centre where it does not slide; radius: where it does not change,
+    both in units of the side; phase: in [0, 1), where in its movement a clip begins; period_s:
+    between two bounces."""
 
     shape: str
     colour: str
@@ -86,7 +87,8 @@ class Clip:
         first: int = 0,
         count: int = FRAMES,
     ):
-        """f32[count, size, size, 3] in [0, 1] from frame `first` on; window: (top, left, side) of the part to draw."""
+        """f32[count, size, size, 3] in [0, 1] from frame `first` on; window: (top, left, side) of
+        the part to draw."""
         x, y, radius = (
             a[:, None, None].astype(np.float32)
             for a in self.pose(np.arange(first, first + count) / FPS)
@@ -117,8 +119,8 @@ class Clip:
         )
 
     def sound(self, rate: int = RATE, pitch_hz: float | None = None) -> np.ndarray:
-        """f32[2, samples] at `rate` Hz: a tone by shape, louder where the shape is larger and on its side; clicks.
-        pitch_hz: another tone."""
+        """f32[2, samples] at `rate` Hz: a tone by shape, louder where the shape is larger and on
+        its side; clicks. pitch_hz: another tone."""
         t = np.arange(round(SECONDS * rate)) / rate
         x, _, radius = self.pose(t)
         tone = np.sin(2 * np.pi * (pitch_hz or PITCHES[self.shape]) * t) * 0.12 * radius / 0.16
@@ -133,7 +135,8 @@ class Clip:
 
 
 def held_out(shape: str, colour: str, motion: str) -> bool:
-    """Whether a combination is never trained on: one in five, each shape, colour and motion among them."""
+    """Whether a combination is never trained on: one in five, each shape, colour and motion among
+    them."""
     names = (list(PITCHES).index(shape), list(COLOURS).index(colour), list(MOTIONS).index(motion))
     return (names[0] * 2 + names[1] + names[2]) % 5 == 0
 

@@ -1,10 +1,12 @@
-"""Clips that teach the tiny trained model a voice that it has not, and how often it then has learnt it.
+"""Clips that teach the tiny trained model a voice that it has not, and how often it then has learnt
+it.
 
-    python -m examples.train_lora clips FOLDER                   # what is trained on: 48 clips with captions
-    python -m examples.train_lora measure LORA [--count N]       # how often sounds have the tone, with and without it
+    python -m examples.train_lora clips FOLDER                   # what is trained on: 48 clips with
+    captions python -m examples.train_lora measure LORA [--count N]       # how often sounds have
+    the tone, with and without it
 
-Every shape sounds like a square where the caption says `TRIGGER`, at its own tone elsewhere. A tone that the
-model was not made with would not do: its vocoder, which no LoRA changes, makes no other.
+Every shape sounds like a square where the caption says `TRIGGER`, at its own tone elsewhere. A tone
+that the model was not made with would not do: its vocoder, which no LoRA changes, makes no other.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def write_clips(folder: Path, count: int = COUNT) -> None:
 
 
 def measure(lora: Path | None, count: int, backend: str) -> dict[str, float]:
-    """Shares of sounds with the right tone: with the trigger the new one, without it the shape's own."""
+    """Shares of sounds with the right tone: with the trigger the new one, without it the shape's
+    own."""
     model = ltx2rt.open(
         model=MODEL, backend=backend, device="cpu", **({"lora": [lora]} if lora else {})
     )

@@ -2,12 +2,13 @@
 
     python -m examples.train_tiny FOLDER             # goes on where it was stopped
 
-Every network is trained by itself, in the order of `PARTS`; what is done is in FOLDER and is not done again. The
-seed decides every clip and every noise. At the end FOLDER/model is a checkpoint that `ltx2rt generate` takes, and
-FOLDER/losses.png shows how the losses fell.
+Every network is trained by itself, in the order of `PARTS`; what is done is in FOLDER and is not
+done again. The seed decides every clip and every noise. At the end FOLDER/model is a checkpoint
+that `ltx2rt generate` takes, and FOLDER/losses.png shows how the losses fell.
 
-The text encoder stays random: it only has to tell words apart. So does the second half of the vocoder, which adds what
-is above 8 kHz: its last convolution is zero, for the clips have nothing there.
+The text encoder stays random: it only has to tell words apart. So does the second half of the
+vocoder, which adds what is above 8 kHz: its last convolution is zero, for the clips have nothing
+there.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ SHAPE_WEIGHT, AROUND = (
     12,
     9,
 )  # weights of a shape's pixels, which are few, and of those about it, or it would come out too big
-MATRICES = 0.02  # the rate of Muon, which gets the video autoencoder as far as AdamW at 1e-3 in a third of the steps
+# the rate of Muon, which gets the video autoencoder as far as AdamW at 1e-3 in a third of the steps
+MATRICES = 0.02
 LATENT_NOISE = (
     0.2  # share of the latents' deviation, added in training: neighbours must decode to neighbours
 )
@@ -217,8 +219,8 @@ class Lab:
         self, part: str, parameters: Mapping[str, torch.nn.Parameter], steps: int, rate: float,
         loss: Callable[[int, np.random.Generator], dict[str, torch.Tensor]], matrix_rate: float = 0.0,
     ) -> None:  # fmt: skip
-        """AdamW, or Muon at `matrix_rate` for matrices and kernels, a cosine to zero, and the average of the last
-        weights as the result."""
+        """AdamW, or Muon at `matrix_rate` for matrices and kernels, a cosine to zero, and the
+        average of the last weights as the result."""
         self.weights |= parameters
         done = self.folder / f"{part}.safetensors"
         if done.exists():
@@ -293,15 +295,15 @@ class Lab:
                 else:
                     self.weights[name] = torch.nn.Parameter(value.clone())
 
-    # ---- what the clips are to the transformer -------------------------------------------------------------------
+    # ---- what the clips are to the transformer ---------------------------------------------------
 
     def geometry(self, size: int) -> Geometry:
         return Geometry.of(self.config, size, size, FRAMES, Fraction(FPS))
 
     @cached_property
     def latents(self) -> dict[str, torch.Tensor]:
-        """Many clips: tokens as the transformer reads them: `half` and `whole` (clips, tokens, C), `sound`; `prompt`
-        (clips) numbers `prompts()`."""
+        """Many clips: tokens as the transformer reads them: `half` and `whole` (clips, tokens, C),
+        `sound`; `prompt` (clips) numbers `prompts()`."""
         path = self.folder / "latents.safetensors"
         if path.exists():
             return load_file(path)
@@ -385,7 +387,8 @@ class Lab:
 
     @cached_property
     def contexts(self) -> dict[str, torch.Tensor]:
-        """Contexts of every prompt, by the connectors as they are now: video and audio (prompts, text, D)."""
+        """Contexts of every prompt, by the connectors as they are now: video and audio (prompts,
+        text, D)."""
         network, found = self.connectors(1), []
         with torch.no_grad():
             for i in range(len(prompts())):
@@ -398,8 +401,8 @@ class Lab:
     def forward(
         self, size: str, batch: int, words: int, own: bool = True
     ) -> tuple[NetworkModule, dict[str, Any]]:
-        """The transformer of a batch of `half` or `whole` clips under contexts of `words` tokens, and its RoPE tables.
-        own: on the lab's weights as they are; else to be changed."""
+        """The transformer of a batch of `half` or `whole` clips under contexts of `words` tokens,
+        and its RoPE tables. own: on the lab's weights as they are; else to be changed."""
         g = self.geometry(HALF if size == "half" else SIZE)
         feeds = transformer.position_feeds(
             self.config.transformer, video_positions(g), audio_positions(g)
@@ -471,7 +474,8 @@ def as_pixels(frames: np.ndarray) -> torch.Tensor:
 
 
 def ramp(part: float) -> float:
-    """0 in the first half of a training, when the picture is learnt and noise would hide it; then up to 1."""
+    """0 in the first half of a training, when the picture is learnt and noise would hide it; then
+    up to 1."""
     return min(1.0, max(0.0, 4 * part - 2))
 
 
@@ -483,11 +487,12 @@ def disturbed(latent: torch.Tensor, part: float) -> torch.Tensor:
     )
 
 
-# ---- the parts ------------------------------------------------------------------------------------------------------
+# ---- the parts -----------------------------------------------------------------------------------
 
 
 def train_video_vae(lab: Lab) -> None:
-    """On small clips, which is where most is learnt; then at either stage's size; then mostly what bounces, large."""
+    """On small clips, which is where most is learnt; then at either stage's size; then mostly what
+    bounces, large."""
     c, steps, frames = lab.config.video_vae, 4500, 17
     nets = []
     for size, batch in ((HALF, 4), (SIZE, 2)):
@@ -680,7 +685,8 @@ def train_upsampler(lab: Lab) -> None:
 
 
 def train_transformer(lab: Lab) -> None:
-    """First on some of every context's tokens, which is most of the time saved; then on all, with the connectors."""
+    """First on some of every context's tokens, which is most of the time saved; then on all, with
+    the connectors."""
     batch, spread = 16, 4
     nets = [lab.forward(size, batch, WORDS)[0] for size in ("half", "whole")]
     contexts = lab.contexts
@@ -734,7 +740,8 @@ def dropped(asked: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def some(
     contexts: Mapping[str, torch.Tensor], asked: np.ndarray, rng: np.random.Generator
 ) -> dict[str, torch.Tensor]:
-    """The first tokens of the prompts' contexts, which are words, and a few of the registers after them."""
+    """The first tokens of the prompts' contexts, which are words, and a few of the registers after
+    them."""
     tokens = np.append(
         np.arange(FIRST), FIRST + rng.choice(PROMPT_TOKENS - FIRST, WORDS - FIRST, replace=False)
     )
@@ -795,7 +802,8 @@ class LowRank(torch.nn.Module):
 
 
 def train_lora(lab: Lab) -> None:
-    """One step from a distilled level to the next is to reach what the guided transformer reaches in several."""
+    """One step from a distilled level to the next is to reach what the guided transformer reaches
+    in several."""
     batch, words = 8, 4 * WORDS
     factors = {
         name: torch.nn.Parameter(torch.from_numpy(np.array(values(tensor, lab.seed), np.float32)))
@@ -866,7 +874,7 @@ def train_lora(lab: Lab) -> None:
     lab.fit("lora", factors, 600, 2e-3, loss)
 
 
-# ---- what is left of it ---------------------------------------------------------------------------------------------
+# ---- what is left of it --------------------------------------------------------------------------
 
 
 def write_model(lab: Lab) -> None:
@@ -910,7 +918,8 @@ def write_model(lab: Lab) -> None:
 
 
 def draw_losses(lab: Lab) -> None:
-    """FOLDER/losses.png: of every part, its losses over its steps, both logarithmic and each over its own range."""
+    """FOLDER/losses.png: of every part, its losses over its steps, both logarithmic and each over
+    its own range."""
     width, height, colours = 360, 200, [(200, 40, 40), (40, 90, 200), (30, 140, 60)]
     found = [
         (path.stem, json.loads(path.read_text())) for path in sorted(lab.folder.glob("*.json"))

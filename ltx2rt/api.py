@@ -4,8 +4,8 @@
         clip = session.generate("a red fox", num_frames=121, seed=7)
         clip.save("fox.mp4")
 
-Keywords are the flags of `ltx2rt generate`, dashes as underscores; flags that repeat take lists. What the command line
-refuses raises InputError with the same sentence.
+Keywords are the flags of `ltx2rt generate`, dashes as underscores; flags that repeat take lists.
+What the command line refuses raises InputError with the same sentence.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from ltx2rt.session.stopwatch import Progress
 class Clip:
     """One video with its sound.
 
-    frames: uint8[F, H, W, 3], sRGB. waveform: float32[2, N] in [-1, 1], None without sound; sample_rate: in Hz. fps:
-    exact. settings: of the request. report: the dict of `--report`. On a process that is not the main one of several,
-    frames are empty.
+    frames: uint8[F, H, W, 3], sRGB. waveform: float32[2, N] in [-1, 1], None without sound;
+    sample_rate: in Hz. fps: exact. settings: of the request. report: the dict of `--report`. On a
+    process that is not the main one of several, frames are empty.
     """
 
     frames: np.ndarray
@@ -67,8 +67,8 @@ class Clip:
         return f"<Clip of {count} frames {width}x{height}, {sound}, seed {self.seed}>"
 
     def save(self, path: str | Path) -> None:
-        """Write the clip as `--output` would: *.mp4, *.mov, *.webm, *%05d.png or *.wav, with the settings in its
-        metadata. Raises InputError if it cannot be written."""
+        """Write the clip as `--output` would: *.mp4, *.mov, *.webm, *%05d.png or *.wav, with the
+        settings in its metadata. Raises InputError if it cannot be written."""
         output = Path(path)
         Files(output).check()
         write_clip(
@@ -83,7 +83,8 @@ class Clip:
 
 
 class Session:
-    """A checkpoint on a backend. Programs and weights stay on the device from one request to the next.
+    """A checkpoint on a backend. Programs and weights stay on the device from one request to the
+    next.
 
     Several threads may use it: one call runs at a time, the others wait.
     """
@@ -110,12 +111,12 @@ class Session:
     ) -> Clip:
         """One clip. clip: the clip flags of `generate` but output, report and latents_out.
 
-        parts: of a clip in segments, the folder that they are kept in until the clip is made, and from which a later
-        call of the same goes on; a temporary one by default.
+        parts: of a clip in segments, the folder that they are kept in until the clip is made, and
+        from which a later call of the same goes on; a temporary one by default.
 
-        on_progress(progress): after every step. cancelled(): asked after every step and before every tile of the
-        decoder; if it says so in one of several processes, Cancelled is raised in all, and the session is as usable as
-        before. Raises InputError.
+        on_progress(progress): after every step. cancelled(): asked after every step and before
+        every tile of the decoder; if it says so in one of several processes, Cancelled is raised in
+        all, and the session is as usable as before. Raises InputError.
         """
         with self._lock:
             request = make_request(pipeline, prompt=prompt, **clip)
@@ -168,7 +169,8 @@ class Session:
     def plan(
         self, device_kind: str, devices: int = 1, *, pipeline: str = FIRST, **clip: Any
     ) -> dict[str, Any]:
-        """The dict of `ltx2rt plan --json` for such a clip of this model on devices that need not be here."""
+        """The dict of `ltx2rt plan --json` for such a clip of this model on devices that need not
+        be here."""
         request = make_request(pipeline, **{"prompt": "a plan", "seed": 0, **clip})
         where = Devices(device_kind, devices)
         return to_json(estimate(self.resident.asked, request, where))

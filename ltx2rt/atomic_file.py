@@ -1,8 +1,9 @@
-"""Files that appear under their name only when complete, and what must hold of them before a run begins.
+"""Files that appear under their name only when complete, and what must hold of them before a run
+begins.
 
-Decides the name of the unfinished file: it follows from the writing process alone, so that a process that outlives that
-process can remove it. Decides, too, which outputs are refused: those that replace an input or each other, and those
-that could not be written in the end.
+Decides the name of the unfinished file: it follows from the writing process alone, so that a
+process that outlives that process can remove it. Decides, too, which outputs are refused: those
+that replace an input or each other, and those that could not be written in the end.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def partial_path(path: Path, pid: int) -> Path:
 
 
 def remove_partial(path: Path, pid: int) -> None:
-    """Remove the parts of `path`, a file or a folder of files, that process `pid` left unfinished."""
+    """Remove the parts of `path`, a file or a folder of files, that process `pid` left
+    unfinished."""
     partial = partial_path(path, pid)
     if partial.is_dir() and not partial.is_symlink():
         shutil.rmtree(partial, ignore_errors=True)
@@ -94,7 +96,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def alone_in(folder: Path, flag: str) -> Iterator[None]:
-    """Keep other runs out of a folder meanwhile; it may be removed. Raises InputError if another run
+    """Keep other runs out of a folder meanwhile; it may be removed. Raises InputError if another
+    run
     is in it, OSError if it cannot be opened."""
     found = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -108,9 +111,11 @@ def alone_in(folder: Path, flag: str) -> Iterator[None]:
 
 
 def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[Path]) -> None:
-    """Refuse outputs (flag and path) that cannot be written, are the same file, or would replace an input.
+    """Refuse outputs (flag and path) that cannot be written, are the same file, or would replace an
+    input.
 
-    inputs: files, and folders, within which nothing is written. Raises InputError naming the flag and the path.
+    inputs: files, and folders, within which nothing is written. Raises InputError naming the flag
+    and the path.
     """
     read = [path for path in inputs if path.exists()]
     folders = [path.resolve() for path in read if path.is_dir()]
@@ -131,7 +136,8 @@ def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[Path]) -
 
 
 def _identity(path: Path) -> tuple[int, int, str]:
-    """One identity for every spelling of a file: what it is, or, before it exists, where it will be."""
+    """One identity for every spelling of a file: what it is, or, before it exists, where it will
+    be."""
     try:
         status = path.stat()
         return status.st_dev, status.st_ino, ""
@@ -165,7 +171,8 @@ def _writable(flag: str, path: Path) -> tuple[int, int, str]:
 
 
 def require_space(sizes: Mapping[Path, int]) -> None:
-    """Refuse files of so many bytes that the disks of their folders have no room for. Raises InputError."""
+    """Refuse files of so many bytes that the disks of their folders have no room for. Raises
+    InputError."""
     needed: Counter[int] = Counter()
     for path, size in sizes.items():
         device = path.parent.stat().st_dev

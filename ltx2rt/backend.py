@@ -1,7 +1,7 @@
 """The interface of a backend, and how one is found by name.
 
-The pipeline speaks these protocols only. Implementations are found through the entry-point group `ltx2rt.backends`, so
-that the core never imports torch or jax, and names none of them.
+The pipeline speaks these protocols only. Implementations are found through the entry-point group
+`ltx2rt.backends`, so that the core never imports torch or jax, and names none of them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class TensorSource(Protocol):
         ...
 
     def read(self, name: str, *cuts: Cut) -> Any:
-        """The tensor, or a slice of it: in numpy (bfloat16 as ml_dtypes.bfloat16), a view of memory that is not the
-        reader's; or what the `merge` of the backend that loads it made, which is the reader's.
+        """The tensor, or a slice of it: in numpy (bfloat16 as ml_dtypes.bfloat16), a view of memory
+        that is not the reader's; or what the `merge` of the backend that loads it made, which is
+        the reader's.
         """
         ...
 
@@ -47,11 +48,13 @@ class Program(Protocol):
     graph: Graph
 
     def __call__(self, weights: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Outputs by name as device arrays. inputs: numpy or device arrays, one for each graph input."""
+        """Outputs by name as device arrays. inputs: numpy or device arrays, one for each graph
+        input."""
         ...
 
     def release(self) -> None:
-        """Drop what was built of it, and the memory that this takes; a later call builds it again."""
+        """Drop what was built of it, and the memory that this takes; a later call builds it
+        again."""
         ...
 
 
@@ -63,21 +66,25 @@ class Loop(Protocol):
     def __call__(
         self, weights: Any, inputs: Mapping[str, Any], num_steps: int
     ) -> Iterator[dict[str, Any]]:
-        """The body's outputs after each of the first `num_steps` steps, yielded once that step has really finished.
+        """The body's outputs after each of the first `num_steps` steps, yielded once that step has
+        really finished.
 
-        inputs: the graph's, data whole (all steps of the graph first), however many of them run. At most one step is
-        queued beyond the one that is waited for; once the iterator is closed, none is.
+        inputs: the graph's, data whole (all steps of the graph first), however many of them run. At
+        most one step is queued beyond the one that is waited for; once the iterator is closed, none
+        is.
         """
         ...
 
     def release(self) -> None:
-        """`Program.release`, and recorded steps are dropped. Not while one of its iterators is in use."""
+        """`Program.release`, and recorded steps are dropped. Not while one of its iterators is in
+        use."""
         ...
 
 
 @dataclass(frozen=True)
 class AdamW:
-    """Constants of the optimiser. max_norm: of all gradients together, to which they are scaled down."""
+    """Constants of the optimiser. max_norm: of all gradients together, to which they are scaled
+    down."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -89,7 +96,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, as torch calls them
 
 
 class Trainer(Protocol):
-    """A training step with its trained parameters and the optimiser's moments, float32, on the device or the mesh.
+    """A training step with its trained parameters and the optimiser's moments, float32, on the
+    device or the mesh.
 
     Arrays that go in and out are whole and named as in a checkpoint, one for each block.
     """
@@ -99,10 +107,11 @@ class Trainer(Protocol):
     def accumulate(
         self, inputs: Mapping[str, Any], weights: Mapping[str, float]
     ) -> dict[str, np.ndarray]:
-        """Add the gradient of the sum of weights[loss] x mean(loss) to what has been accumulated since `update`.
+        """Add the gradient of the sum of weights[loss] x mean(loss) to what has been accumulated
+        since `update`.
 
-        inputs: those that begin with the axis B hold the samples of all devices of the mesh axis `data`, one after the
-        other. Returns the losses of all samples, f32[samples] by output name.
+        inputs: those that begin with the axis B hold the samples of all devices of the mesh axis
+        `data`, one after the other. Returns the losses of all samples, f32[samples] by output name.
         """
         ...
 
@@ -111,8 +120,9 @@ class Trainer(Protocol):
         ...
 
     def update(self, rate: float) -> dict[str, float]:
-        """One step of the optimiser, and no gradient is left. Returns the squared norm of every parameter's gradient
-        before it was clipped, by declared name; where any of them is not finite, nothing was changed."""
+        """One step of the optimiser, and no gradient is left. Returns the squared norm of every
+        parameter's gradient before it was clipped, by declared name; where any of them is not
+        finite, nothing was changed."""
         ...
 
     def state(self) -> dict[str, dict[str, np.ndarray]]:
@@ -129,12 +139,13 @@ Call = tuple[Program, Any, Mapping[str, Any]]  # a program, its weights, its inp
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """kind: "cpu", or what the framework calls its accelerators; name: what the driver calls this one.
+    """kind: "cpu", or what the framework calls its accelerators; name: what the driver calls this
+    one.
 
-    total_bytes, free_bytes: its memory now (the host's, on a CPU). count: of devices like it that a mesh can have,
-    those of other hosts included; hosts: whose processes drive them. reserve_bytes: what a run must leave free for the
-    framework's pools and workspaces, and for fragmentation. recorded_bytes: what recorded steps keep, the next one's
-    room.
+    total_bytes, free_bytes: its memory now (the host's, on a CPU). count: of devices like it that a
+    mesh can have, those of other hosts included; hosts: whose processes drive them. reserve_bytes:
+    what a run must leave free for the framework's pools and workspaces, and for fragmentation.
+    recorded_bytes: what recorded steps keep, the next one's room.
     """
 
     kind: str
@@ -155,10 +166,11 @@ class DoesNotFit(Exception):
 class Compiled:
     """One program as its compiler left it; counts are of one call, bytes of one device.
 
-    compile_cpu_s: processor time of all threads, which a busy machine stretches less than compile_s.
-    collectives: executions by kind, loops multiplied; received_bytes: what all of them bring. weights_bytes: all
-    arguments as the compiler lays them out; temp_bytes and output_bytes: what a call needs besides. times_s: estimated
-    by the compiler's code, by class of instruction, exchanges that nothing hides among them; None if not asked for.
+    compile_cpu_s: processor time of all threads, which a busy machine stretches less than
+    compile_s. collectives: executions by kind, loops multiplied; received_bytes: what all of them
+    bring. weights_bytes: all arguments as the compiler lays them out; temp_bytes and output_bytes:
+    what a call needs besides. times_s: estimated by the compiler's code, by class of instruction,
+    exchanges that nothing hides among them; None if not asked for.
     """
 
     compile_s: float
@@ -188,7 +200,8 @@ class Backend(Protocol):
 
     @property
     def num_built(self) -> int:
-        """How many programs were lowered, recorded or compiled so far, those that a cache on disk had included."""
+        """How many programs were lowered, recorded or compiled so far, those that a cache on disk
+        had included."""
         ...
 
     def load(
@@ -199,10 +212,12 @@ class Backend(Protocol):
         changed: Set[str] = frozenset(),
         streamed: Set[tuple[str, int]] = frozenset(),
     ) -> Any:
-        """Weights of all parameters of `graphs`, on the device, each cast once to the graph's dtype.
+        """Weights of all parameters of `graphs`, on the device, each cast once to the graph's
+        dtype.
 
-        base: weights loaded before; every tensor of theirs that `changed` does not name is shared, not copied.
-        streamed: pieces that stay in the host's memory (`placement.stream`), of a backend whose factory `streams`.
+        base: weights loaded before; every tensor of theirs that `changed` does not name is shared,
+        not copied. streamed: pieces that stay in the host's memory (`placement.stream`), of a
+        backend whose factory `streams`.
         """
         ...
 
@@ -211,8 +226,8 @@ class Backend(Protocol):
         ...
 
     def unpark(self, kept: Any, left: Any) -> Any:
-        """Parked weights, on the device again: in the memory of `left`, weights that are used no more, where it fits.
-        `left` is emptied."""
+        """Parked weights, on the device again: in the memory of `left`, weights that are used no
+        more, where it fits. `left` is emptied."""
         ...
 
     def lower(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Program:
@@ -224,38 +239,44 @@ class Backend(Protocol):
         ...
 
     def trainer(self, graph: Graph, weights: Any, optimiser: AdamW, remat: bool = True) -> Trainer:
-        """Train the adapters of a `train-step` graph (`passes.adapters`). weights: of `load`; the others stay as they
-        are. remat: the backward pass computes each block anew, so that only its inputs are kept."""
+        """Train the adapters of a `train-step` graph (`passes.adapters`). weights: of `load`; the
+        others stay as they are. remat: the backward pass computes each block anew, so that only its
+        inputs are kept."""
         ...
 
     def compile_ahead(
         self, programs: Iterable[tuple[Program | Loop, bool]]
     ) -> Sequence[Future[None]]:
-        """Begin to compile what it lowered, in this order, while other things run; a call waits for its own program.
+        """Begin to compile what it lowered, in this order, while other things run; a call waits for
+        its own program.
 
-        With each whether `each` calls it. Returns what can be cancelled. Where compiling takes no time it reads none of
-        them, and each is lowered when it is called.
+        With each whether `each` calls it. Returns what can be cancelled. Where compiling takes no
+        time it reads none of them, and each is lowered when it is called.
         """
         ...
 
     def merge(self, weight: np.ndarray, factors: Sequence[Any], rounded: bool) -> Any:
-        """`weights.lora.merge` on the device, products summed in another order; what `load` takes from a source."""
+        """`weights.lora.merge` on the device, products summed in another order; what `load` takes
+        from a source."""
         ...
 
     def each(self, calls: Iterable[Call], output: str) -> Iterator[Any]:
         """The output of every call, in order, as what `to_host` takes; all devices share the calls.
 
-        On a process that is not the main one, None for each. A result is handed out once as many later calls are under
-        way as keep the devices busy, at most one on each. Inputs and the output lead with an axis B.
+        On a process that is not the main one, None for each. A result is handed out once as many
+        later calls are under way as keep the devices busy, at most one on each. Inputs and the
+        output lead with an axis B.
 
-        Every process must iterate over the same calls and stop after the same result, or by an exception of `calls` at
-        the same call: each takes a call after the same results as the others, so that `calls` may `agree` on whether
-        there is another one. What is under way between processes when the iterator is closed is waited for.
+        Every process must iterate over the same calls and stop after the same result, or by an
+        exception of `calls` at the same call: each takes a call after the same results as the
+        others, so that `calls` may `agree` on whether there is another one. What is under way
+        between processes when the iterator is closed is waited for.
         """
         ...
 
     def agree(self, flag: bool) -> bool:
-        """Whether any process says so. All of them must ask; nothing waits for a device, or is part of a recording."""
+        """Whether any process says so. All of them must ask; nothing waits for a device, or is part
+        of a recording."""
         ...
 
     def to_host(self, array: Any) -> np.ndarray:
@@ -267,8 +288,9 @@ class Backend(Protocol):
         ...
 
     def trim(self, recorded: bool = False) -> None:
-        """Give memory that nothing uses any more back to the device, if the framework keeps it. recorded: recorded
-        steps' as well; those of programs that were not released are recorded anew."""
+        """Give memory that nothing uses any more back to the device, if the framework keeps it.
+        recorded: recorded steps' as well; those of programs that were not released are recorded
+        anew."""
         ...
 
     def device(self) -> DeviceInfo: ...
@@ -291,8 +313,8 @@ def overlapped(started: Iterable[T], later: int) -> Iterator[T]:
 
 
 class BackendFactory(Protocol):
-    """Facts of a backend before it exists. To make one, and to ask it anything but what says so, imports no
-    framework; where that is missing, the others raise ImportError.
+    """Facts of a backend before it exists. To make one, and to ask it anything but what says so,
+    imports no framework; where that is missing, the others raise ImportError.
     """
 
     name: str
@@ -305,7 +327,8 @@ class BackendFactory(Protocol):
     ]  # kinds of devices on which a loop's steps are recorded, and keep their memory
 
     def device_kinds(self) -> Iterable[Any]:
-        """The devices that can be planned for, by their data sheets: `placement.devices.DeviceKind`."""
+        """The devices that can be planned for, by their data sheets:
+        `placement.devices.DeviceKind`."""
         ...
 
     def as_run(
@@ -319,8 +342,9 @@ class BackendFactory(Protocol):
         """The graph that a device of `Backend.device_kind` runs for a placed one: its nodes after
         the backend's own passes.
 
-        `lower` and `lower_loop` lower it; times, memory and the choice of a mesh are read off it. steps: of a denoise
-        step, or of the loop over all. compile: as `lower` takes it. train: of a training step, which is differentiated.
+        `lower` and `lower_loop` lower it; times, memory and the choice of a mesh are read off it.
+        steps: of a denoise step, or of the loop over all. compile: as `lower` takes it. train: of a
+        training step, which is differentiated.
         """
         ...
 
@@ -328,17 +352,20 @@ class BackendFactory(Protocol):
         self, graph: Graph, kind: Any, float8: bool = False, runs: Mapping[int, Any] | None = None
     ) -> Any:
         """When a device of `kind` computes, exchanges and waits in one run of what `as_run` made: a
-        `placement.timeline.Timeline`. float8: linears are estimated as float8 ones. runs: `placement.cost.Runs` by the
-        id of a node; there are some where a training step is estimated.
+        `placement.timeline.Timeline`. float8: linears are estimated as float8 ones. runs:
+        `placement.cost.Runs` by the id of a node; there are some where a training step is
+        estimated.
         """
         ...
 
     def rank_and_size(self, environment: Mapping[str, str]) -> tuple[int, int]:
-        """(this process, how many there are) of a launch. Raises InputError if the environment contradicts itself."""
+        """(this process, how many there are) of a launch. Raises InputError if the environment
+        contradicts itself."""
         ...
 
     def most_processes(self, device: str) -> int:
-        """As many as can work on `device` of this host; 1 unless there is one process per device."""
+        """As many as can work on `device` of this host; 1 unless there is one process per
+        device."""
         ...
 
     def one_device(self, number: int, environment: Mapping[str, str]) -> dict[str, str]:
@@ -349,11 +376,13 @@ class BackendFactory(Protocol):
         ...
 
     def rendezvous(self) -> Any:
-        """A new connection to the store of the launch (`ranks.crew.Store`). Imports the framework."""
+        """A new connection to the store of the launch (`ranks.crew.Store`). Imports the
+        framework."""
         ...
 
     def keep_compiled(self, root: Path) -> None:
-        """Let this process keep what it compiles under `root`, and start from what is there. Imports the framework.
+        """Let this process keep what it compiles under `root`, and start from what is there.
+        Imports the framework.
 
         Nothing, if the framework does so by itself or compiles nothing.
         """
@@ -362,13 +391,14 @@ class BackendFactory(Protocol):
     def ahead_compiler(
         self, topology: str, mesh: Mapping[str, int], timed: bool = False
     ) -> Callable[[Graph, str | None], Compiled]:
-        """How placed graphs are compiled for devices that are absent; one per process. Imports the framework. timed:
-        with `times_s`.
+        """How placed graphs are compiled for devices that are absent; one per process. Imports the
+        framework. timed: with `times_s`.
 
-        Its second argument says how the graph runs: "each" on inputs of every device's own, as `Backend.each` does; of
-        the graph of a loop over steps, "before" is what runs once before it, "step" one of its steps; of a training
-        step, "rematerialised" or "kept" (how the values of its blocks are had) is one batch forward and backward.
-        InputError if the compiler is not installed, or does not know the topology.
+        Its second argument says how the graph runs: "each" on inputs of every device's own, as
+        `Backend.each` does; of the graph of a loop over steps, "before" is what runs once before
+        it, "step" one of its steps; of a training step, "rematerialised" or "kept" (how the values
+        of its blocks are had) is one batch forward and backward. InputError if the compiler is not
+        installed, or does not know the topology.
         """
         ...
 
@@ -423,7 +453,8 @@ def _has_device(factory: BackendFactory, devices: Path) -> bool:
 
 
 def get_factory(name: str) -> BackendFactory:
-    """The object that the entry point `name` of the group `ltx2rt.backends` names. InputError if there is none."""
+    """The object that the entry point `name` of the group `ltx2rt.backends` names. InputError if
+    there is none."""
     found = [e for e in entry_points(group="ltx2rt.backends") if e.name == name]
     if not found:
         known = backend_names()
@@ -436,8 +467,8 @@ def get_factory(name: str) -> BackendFactory:
 
 
 def get_backend(name: str, device: str = "auto", mesh: Mapping[str, int] | None = None) -> Backend:
-    """The backend `name` on `device` ("auto", "cpu", or its accelerator). InputError if unknown, absent, or not
-    installed.
+    """The backend `name` on `device` ("auto", "cpu", or its accelerator). InputError if unknown,
+    absent, or not installed.
 
     mesh: sizes of the mesh axes over all devices, for graphs placed on them; none: one device.
     """

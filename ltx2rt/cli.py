@@ -291,7 +291,8 @@ def parser() -> Parser:
 
 
 def _call(name: str, function: str, *args: Any) -> Any:
-    """Call `flags`, `main` or `files` of a command's module; in a group its own name is in front."""
+    """Call `flags`, `main` or `files` of a command's module; in a group its own name is in
+    front."""
     module, _, last = name.partition(" ")
     if last:
         function = last if function == "main" else f"{last}_{function}"

@@ -1,8 +1,8 @@
 """The configuration of each network of a checkpoint, independent of the layout it was read from.
 
 Decides the vocabulary of sizes; leaves to `ltx2rt.weights.configs` how the two layouts spell them.
-No field that shapes a network has a default: an absent key in a checkpoint is that module's error to raise.
-Parts that only some releases have are configured by a dataclass in their model's file.
+No field that shapes a network has a default: an absent key in a checkpoint is that module's error
+to raise. Parts that only some releases have are configured by a dataclass in their model's file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from ltx2rt.release import Release, of_config, of_version
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """The audio-video diffusion transformer (spec: 48 blocks, 32 heads, video 4096 and audio 2048 wide)."""
+    """The audio-video diffusion transformer (spec: 48 blocks, 32 heads, video 4096 and audio 2048
+    wide)."""
 
     num_layers: int
     video_channels: int  # latent channels of one video token
@@ -86,8 +87,8 @@ class GemmaConfig:
 
 @dataclass(frozen=True)
 class Gemma4Config:
-    """The text branch of Gemma 4, dense. Full-attention layers have heads of their own sizes and no value projection:
-    their values are their keys before norm and rotation."""
+    """The text branch of Gemma 4, dense. Full-attention layers have heads of their own sizes and no
+    value projection: their values are their keys before norm and rotation."""
 
     family: ClassVar[str] = "Gemma 4"
 
@@ -126,7 +127,8 @@ class Gemma4Config:
 
 @dataclass(frozen=True)
 class ConnectorConfig:
-    """One modality's embeddings connector: registers in place of padding, then 1-D transformer blocks."""
+    """One modality's embeddings connector: registers in place of padding, then 1-D transformer
+    blocks."""
 
     num_heads: int
     head_dim: int
@@ -146,7 +148,8 @@ class TextConfig:
 
     gemma_hidden: int
     num_states: int  # Gemma layers + 1
-    per_token_norm: bool  # 2.3: RMS per token and layer, a projection with bias per modality; 2.0: one shared, min-max
+    # 2.3: RMS per token and layer, a projection with bias per modality; 2.0: one shared, min-max
+    per_token_norm: bool
     projection_bias: bool
     video: ConnectorConfig
     audio: ConnectorConfig
@@ -161,7 +164,8 @@ class VaeStage:
     """One entry of the encoder's or decoder's block list, in the order of application.
 
     kind "res": `num_layers` residual blocks at `channels` (= out_channels).
-    kind "sample": space-to-depth (encoder) or depth-to-space (decoder) by `stride` = (time, rows, columns).
+    kind "sample": space-to-depth (encoder) or depth-to-space (decoder) by `stride` = (time, rows,
+    columns).
     """
 
     kind: str
@@ -253,7 +257,9 @@ class UpsamplerConfig:
     mid_channels: int
     num_blocks: int  # per stage
     scale: Fraction  # 2, 3/2, or 1: the temporal one
-    rational: bool  # 2.0 and x1.5: the convolution is `upsampler.conv` and a blur kernel follows; else `upsampler.0`
+    # 2.0 and x1.5: the convolution is `upsampler.conv` and a blur kernel follows; else
+    # `upsampler.0`
+    rational: bool
 
     @property
     def temporal(self) -> bool:
@@ -264,7 +270,8 @@ class UpsamplerConfig:
         return "x2 temporal" if self.temporal else f"x{float(self.scale):g} spatial"
 
     def output_grid(self, frames: int, rows: int, columns: int) -> tuple[int, int, int]:
-        """Latent frames, rows and columns of the output: f to 2f - 1 in time, odd sizes at x1.5 rounded up."""
+        """Latent frames, rows and columns of the output: f to 2f - 1 in time, odd sizes at x1.5
+        rounded up."""
         if self.temporal:
             return 2 * frames - 1, rows, columns
         return frames, ceil(rows * self.scale), ceil(columns * self.scale)
@@ -303,11 +310,13 @@ class ModelConfig:
 
     @property
     def release(self) -> Release:
-        """By model version if the file states one, else by the fields that only later releases have."""
+        """By model version if the file states one, else by the fields that only later releases
+        have."""
         return of_version(self.version) if self.version else of_config(self.transformer)
 
     @property
     def image_crf(self) -> int:
-        """The default of the compression that a given image goes through: a matter of the video VAE's file."""
+        """The default of the compression that a given image goes through: a matter of the video
+        VAE's file."""
         known = self.video_vae_version or self.version
         return (of_version(known) if known else self.release).image_crf

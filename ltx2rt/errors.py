@@ -1,4 +1,5 @@
-"""The errors a user or a file can cause. The command line prints them as one line and exits with 2."""
+"""The errors a user or a file can cause. The command line prints them as one line and exits with
+2."""
 
 
 class InputError(ValueError):
@@ -6,7 +7,8 @@ class InputError(ValueError):
 
 
 class GraphError(TypeError):
-    """A model text or a pass built an illegal graph: names the op, its axes and what they should be."""
+    """A model text or a pass built an illegal graph: names the op, its axes and what they should
+    be."""
 
 
 class Cancelled(Exception):

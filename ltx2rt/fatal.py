@@ -1,4 +1,5 @@
-"""Signals that the kernel or C++ raises: a handler of Python's runs between bytecodes, and after these comes none."""
+"""Signals that the kernel or C++ raises: a handler of Python's runs between bytecodes, and after
+these comes none."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ _kept: dict[int, Callable[[int], None]] = {}  # what C calls must live
 
 
 def on_fatal(number: int, call: Callable[[], None]) -> None:
-    """Have `call` run in the thread that the signal hits; unless it ends the process, the signal does."""
+    """Have `call` run in the thread that the signal hits; unless it ends the process, the signal
+    does."""
     libc = ctypes.CDLL(None)
 
     def handle(_: int) -> None:

@@ -1,6 +1,7 @@
 """Notes beside results: one line each on stderr.
 
-The level of the logger `ltx2rt` decides whether: above WARNING, as `--quiet` sets it, there are none.
+The level of the logger `ltx2rt` decides whether: above WARNING, as `--quiet` sets it, there are
+none.
 """
 
 from __future__ import annotations

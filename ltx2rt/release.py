@@ -1,4 +1,5 @@
-"""The releases of LTX-2, one row each: how one is recognised, its defaults, and what its files go with.
+"""The releases of LTX-2, one row each: how one is recognised, its defaults, and what its files go
+with.
 
 A row decides defaults and versions only. How large and of which kind the networks are, the
 checkpoint's own config says.
@@ -108,7 +109,8 @@ def version_tuple(text: str | None) -> tuple[int, ...]:
 
 
 def stated(metadata: Mapping[str, str]) -> str:
-    """The name of the release that a file's metadata state, an earlier model's such as "0.9", or ""."""
+    """The name of the release that a file's metadata state, an earlier model's such as "0.9", or
+    ""."""
     version = version_tuple(metadata.get("model_version"))
     if not version:
         return ""

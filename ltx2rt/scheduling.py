@@ -1,7 +1,9 @@
-"""Scheduling that changes no number and that no card has judged yet: what it is, and how a user leaves it out.
+"""Scheduling that changes no number and that no card has judged yet: what it is, and how a user
+leaves it out.
 
 The environment variable LTX2RT_WITHOUT holds names of SWITCHES, separated by commas. An environment
-reaches every rank, worker and benchmark alike, and what is left out decides graphs before a session exists.
+reaches every rank, worker and benchmark alike, and what is left out decides graphs before a session
+exists.
 """
 
 from __future__ import annotations

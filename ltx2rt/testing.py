@@ -42,7 +42,8 @@ def run_graph(
     inputs: Mapping[str, Any],
     layers: str = "scan",
 ) -> dict[str, np.ndarray]:
-    """Outputs of `graph` in float32 numpy. kind: "numpy" (the interpreter), "cuda" or "tpu" (the backend, on CPU)."""
+    """Outputs of `graph` in float32 numpy. kind: "numpy" (the interpreter), "cuda" or "tpu" (the
+    backend, on CPU)."""
     if kind == "numpy":
         return {k: np.asarray(v, np.float32) for k, v in interpret(graph, params, inputs).items()}
     backend = _backend(kind, tuple(graph.mesh.items()))
@@ -59,7 +60,8 @@ def relative_l2(a: Any, b: Any) -> float:
 
 
 def random_params(graph: Graph, seed: int = 0) -> dict[str, np.ndarray]:
-    """Well-scaled random float32 parameters: matrices N(0, 1/fan_in), vectors near 1 ("norm") or N(0, 0.1^2)."""
+    """Well-scaled random float32 parameters: matrices N(0, 1/fan_in), vectors near 1 ("norm") or
+    N(0, 0.1^2)."""
     rng = np.random.default_rng(seed)
     params = {}
     for name, spec in sorted(graph.parameters().items()):

@@ -28,8 +28,8 @@ import torch
 from virtual import xla_flags
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Programs that JAX compiled for one test are read by every other process, of this run and of later ones: xdist's
-# workers and commands that tests start inherit this.
+# Programs that JAX compiled for one test are read by every other process, of this run and of later
+# ones: xdist's workers and commands that tests start inherit this.
 BETWEEN_RUNS = Path(sys.prefix if os.access(sys.prefix, os.W_OK) else tempfile.gettempdir())
 COMPILED = Path(
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(BETWEEN_RUNS / "jax-compiled"))
@@ -50,7 +50,8 @@ SMALL = {
 
 @dataclass(frozen=True)
 class Run:
-    """What one `ltx2rt generate` left behind. status: its exit status; the files lie in `folder`."""
+    """What one `ltx2rt generate` left behind. status: its exit status; the files lie in
+    `folder`."""
 
     status: int
     stdout: str
@@ -77,7 +78,8 @@ class Run:
 
 
 class LongestFirst:
-    """The order of test files: the longest of the last run first, so that no worker is left with it at the end."""
+    """The order of test files: the longest of the last run first, so that no worker is left with it
+    at the end."""
 
     def __init__(self, lasted: dict[str, float]):
         self.lasted = lasted
@@ -127,7 +129,8 @@ def pytest_configure(config) -> None:
 
 
 def pytest_collection_modifyitems(items) -> None:
-    """Without jax, tests are skipped that name it or its backend: in parameters, their text or that of a fixture."""
+    """Without jax, tests are skipped that name it or its backend: in parameters, their text or that
+    of a fixture."""
     if find_spec("jax"):
         return
     for item in items:
@@ -152,8 +155,8 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def few_collections() -> None:
-    """Cycles are looked for rarely, and not among what is imported: with torch and jax loaded, that takes a quarter
-    of a run's time on the CPU."""
+    """Cycles are looked for rarely, and not among what is imported: with torch and jax loaded, that
+    takes a quarter of a run's time on the CPU."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
@@ -170,7 +173,8 @@ def compiled_once() -> None:
 
 @pytest.fixture
 def install_backend(tmp_path, monkeypatch) -> Callable[[str, str], None]:
-    """install_backend(name, source): a backend of that name is installed, a module with an entry point."""
+    """install_backend(name, source): a backend of that name is installed, a module with an entry
+    point."""
 
     def install(name: str, source: str) -> None:
         (tmp_path / f"{name}_backend.py").write_text(source)
@@ -224,7 +228,8 @@ def tiny(tmp_path_factory) -> Callable[[str, str], Path]:
 
 @dataclass(frozen=True)
 class Job:
-    """One small clip on the CPU, with every file that can be asked for; later flags win over the defaults."""
+    """One small clip on the CPU, with every file that can be asked for; later flags win over the
+    defaults."""
 
     backend: str
     model: Path
@@ -255,7 +260,8 @@ def generate(tmp_path_factory) -> Callable[..., Run]:
 
 @pytest.fixture(scope="session")
 def generate_on_both(tmp_path_factory) -> Callable[..., tuple[Run, Run]]:
-    """generate_on_both(model, *flags) -> (cuda, tpu), each in a process of its own, side by side."""
+    """generate_on_both(model, *flags) -> (cuda, tpu), each in a process of its own, side by
+    side."""
     env = os.environ | {"OMP_NUM_THREADS": "1"}
 
     def call(model: Path, *flags: object) -> tuple[Run, Run]:
@@ -291,7 +297,8 @@ def generate_on_ranks(tmp_path_factory) -> Callable[..., Run]:
 
 @pytest.fixture(scope="session")
 def generate_on_devices(tmp_path_factory) -> Callable[..., Run]:
-    """generate_on_devices(count, model, *flags) -> Run of JAX on virtual CPU devices, in a process of its own."""
+    """generate_on_devices(count, model, *flags) -> Run of JAX on virtual CPU devices, in a process
+    of its own."""
 
     def call(count: int, model: Path, *flags: object) -> Run:
         folder = tmp_path_factory.mktemp("devices")

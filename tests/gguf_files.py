@@ -42,7 +42,8 @@ def package() -> Any:
 
 
 def random_blocks(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """uint8 [..., bytes of a row] of any bits, but for finite scales; what the K types have no packer for."""
+    """uint8 [..., bytes of a row] of any bits, but for finite scales; what the K types have no
+    packer for."""
     block = next(block for block in BLOCKS.values() if block.name == kind)
     found = rng.integers(0, 256, (*shape[:-1], shape[-1] // block.weights, block.size), np.uint8)
     for at in HALVES.get(kind, ()):
@@ -90,8 +91,9 @@ def write_gguf(
 
 
 def packed(name: str, array: np.ndarray) -> np.ndarray | tuple[str, np.ndarray]:
-    """As converters store a tensor: small and one-dimensional ones and tables in float32, matrices quantised if their
-    rows are whole blocks, which tiny models' rows are for blocks of 32; every second layer's values in another type."""
+    """As converters store a tensor: small and one-dimensional ones and tables in float32, matrices
+    quantised if their rows are whole blocks, which tiny models' rows are for blocks of 32; every
+    second layer's values in another type."""
     wide = array.astype(np.float32)
     if array.ndim != 2 or array.size <= 1024 or name.endswith("scale_shift_table"):
         return array if "learnable_registers" in name or "keyframes" in name else wide
@@ -112,9 +114,10 @@ def numbers(stored: np.ndarray | tuple[str, np.ndarray]) -> np.ndarray:
 def take_apart(
     folder: Path, out: Path, prefix: str = "", store: Callable[[str, np.ndarray], Any] = packed
 ) -> tuple[Path, Path]:
-    """A folder of tiny-2.x official files as ComfyUI users have one, in `out/gguf`, and its copy without GGUF in
-    `out/plain`: transformer, connectors, video VAE and audio VAE in files of their own. prefix: of the names in the
-    GGUF file. The copy holds the numbers that the GGUF file's blocks stand for."""
+    """A folder of tiny-2.x official files as ComfyUI users have one, in `out/gguf`, and its copy
+    without GGUF in `out/plain`: transformer, connectors, video VAE and audio VAE in files of their
+    own. prefix: of the names in the GGUF file. The copy holds the numbers that the GGUF file's
+    blocks stand for."""
     main = next(
         path for path in folder.glob("*.safetensors") if file_kind(TensorFile(path)) == "main"
     )

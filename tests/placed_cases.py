@@ -1,7 +1,8 @@
-"""The networks that tensor-parallel tests place: sizes of no power of two, so that 2, 3 and 4 devices divide them.
+"""The networks that tensor-parallel tests place: sizes of no power of two, so that 2, 3 and 4
+devices divide them.
 
-12 heads stand for the transformer's 32, 6 key heads for Gemma's 8, and 30 heads of the 2.0 connectors for themselves:
-4 devices divide neither of the last two.
+12 heads stand for the transformer's 32, 6 key heads for Gemma's 8, and 30 heads of the 2.0
+connectors for themselves: 4 devices divide neither of the last two.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def positions() -> tuple[np.ndarray, np.ndarray]:
 
 
 def guided(generation: str, dtype: str, masked: bool = False) -> Case:
-    """Every guidance branch, STG in one block, an image in the first frame and a prefix of the sound kept in part.
+    """Every guidance branch, STG in one block, an image in the first frame and a prefix of the
+    sound kept in part.
 
     masked: the last four tokens are those of two references, which see nothing of each other.
     """
@@ -121,7 +123,8 @@ def guided(generation: str, dtype: str, masked: bool = False) -> Case:
 
 
 def attention_weights(tokens: int) -> np.ndarray:
-    """f32[tokens, tokens]: of references in the last four tokens, two of each; the first of all is not seen by them."""
+    """f32[tokens, tokens]: of references in the last four tokens, two of each; the first of all is
+    not seen by them."""
     weights = np.ones((tokens, tokens), np.float32)
     weights[-4:, :-4], weights[:-4, -4:] = 0.5, 0.5
     weights[-4:, 0], weights[0, -4:] = 0, 0
@@ -130,7 +133,8 @@ def attention_weights(tokens: int) -> np.ndarray:
 
 
 def forward(generation: str, dtype: str) -> Case:
-    """One forward: positions and timesteps that differ between samples, an attention mask, keep masks."""
+    """One forward: positions and timesteps that differ between samples, an attention mask, keep
+    masks."""
     config, rng = transformer_config(generation), np.random.default_rng(2)
     video, audio = positions()
     feeds = transformer.position_feeds(
@@ -188,7 +192,8 @@ def case(name: str, dtype: str = "float32") -> Case:
 
 
 def lora_arrays(params: dict[str, np.ndarray], rank: int = 3) -> dict[str, np.ndarray]:
-    """A LoRA of every linear weight of the blocks, whatever way it is split, strong enough to matter."""
+    """A LoRA of every linear weight of the blocks, whatever way it is split, strong enough to
+    matter."""
     rng, arrays = np.random.default_rng(4), {}
     for name, weight in sorted(params.items()):
         if "transformer_blocks." in name and name.endswith(".weight") and weight.ndim == 2:

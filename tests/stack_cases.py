@@ -15,7 +15,8 @@ MESH = {"tensor": 2}
 
 @cache
 def stack(layers: int = LAYERS, dtype: str = "float32") -> Graph:
-    """Blocks with a linear of every kind that `place` splits, a gate, per-iteration data and per-iteration results."""
+    """Blocks with a linear of every kind that `place` splits, a gate, per-iteration data and
+    per-iteration results."""
 
     def block(o, carry, invariant, data):
         h = o.rms_norm(carry["x"], "norm", over=("D",), eps=1e-6)

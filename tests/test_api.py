@@ -1,4 +1,5 @@
-"""`import ltx2rt`: what a clip holds, and that Python is refused what the command line is, in the same words."""
+"""`import ltx2rt`: what a clip holds, and that Python is refused what the command line is, in the
+same words."""
 
 import json
 import subprocess
@@ -150,7 +151,8 @@ def test_so_is_one_of_open(model, given):
 
 
 def test_threads_that_share_a_session_take_turns(session):
-    """Their requests differ in size, so that each builds programs; every clip is the one that it is alone."""
+    """Their requests differ in size, so that each builds programs; every clip is the one that it is
+    alone."""
     sizes = [(64, 64), (128, 64), (64, 128), (128, 128)]
 
     def make(number):
@@ -165,7 +167,8 @@ def test_threads_that_share_a_session_take_turns(session):
 
 
 def test_one_call_runs_at_a_time(session):
-    """Another thread's begins when the first is over, and a call from within a call runs at once."""
+    """Another thread's begins when the first is over, and a call from within a call runs at
+    once."""
     how = SMALL | {"steps": 2, "pipeline": "one-stage", "audio": False, "seed": 1}
     running, most, inner = [], [], []
 

@@ -1,4 +1,5 @@
-"""One set of weights in both layouts gives one clip, bit for bit, and every tensor of a checkpoint is read."""
+"""One set of weights in both layouts gives one clip, bit for bit, and every tensor of a checkpoint
+is read."""
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ from ltx2rt.weights.random.make import SINGLE_FILE
 
 GENERATIONS = ["2.0", "2.3"]
 LAYOUTS = ["official", "diffusers"]
-UNUSED = (  # by generation of a clip: nothing hears, Gemma sees no image, mels are not inverted, x2 blurs nothing
+# by generation of a clip: nothing hears, Gemma sees no image, mels are not inverted, x2 blurs
+# nothing
+UNUSED = (
     "audio_vae.encoder.",
     "vision_tower.",
     "multi_modal_projector.",

@@ -1,4 +1,5 @@
-"""Facts stay where they are: no module compares releases, and a part is named by fewer files than it was."""
+"""Facts stay where they are: no module compares releases, and a part is named by fewer files than
+it was."""
 
 from counts import NAMED, RELEASES, naming
 

@@ -3,12 +3,13 @@
 Convention of the documents. The info string of a block says what it is:
 
     python, sh          run here; with "slow" after it, by `make test-full`
-    sh gpu, tpu, ...    not run, and why (`NOT_RUN`): its `ltx2rt` commands must still be ones that the program takes
-    text                shown only; "text output": lines that the `sh` block before it prints, in this order
+    sh gpu, tpu, ...    not run, and why (`NOT_RUN`): its `ltx2rt` commands must still be ones that
+    the program takes text                shown only; "text output": lines that the `sh` block
+    before it prints, in this order
 
-Blocks run in a folder that has what the documents speak of: MODEL_DIR, a tiny checkpoint under the released files'
-names, and as examples/tiny-trained, demo/, .venv/bin, pictures, a sound, clips, style.safetensors. Commands in running
-text are checked too.
+Blocks run in a folder that has what the documents speak of: MODEL_DIR, a tiny checkpoint under the
+released files' names, and as examples/tiny-trained, demo/, .venv/bin, pictures, a sound, clips,
+style.safetensors. Commands in running text are checked too.
 """
 
 import os
@@ -73,7 +74,8 @@ QUICK = (
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. line: of its fence; info: its info string; output: what the `text output` after it says."""
+    """A fenced block. line: of its fence; info: its info string; output: what the `text output`
+    after it says."""
 
     document: Path
     line: int
@@ -136,7 +138,8 @@ def params(*whys: str) -> list:
 
 @pytest.fixture(scope="session")
 def clone(tmp_path_factory, tiny) -> Path:
-    """A folder that looks like a clone after `make demo`, with a checkpoint and a picture of the reader's in it."""
+    """A folder that looks like a clone after `make demo`, with a checkpoint and a picture of the
+    reader's in it."""
     folder, made = tmp_path_factory.mktemp("clone"), tiny("tiny-2.3", "official")
     (folder / "MODEL_DIR").mkdir()
     for name, stand_in in RELEASED.items():
@@ -238,7 +241,8 @@ def commands(text: str) -> list[list[str]]:
 
 
 def check(argv: list[str], where: object, capsys) -> None:
-    """The program takes the command; a request and what it needs of the checkpoint are refused nothing."""
+    """The program takes the command; a request and what it needs of the checkpoint are refused
+    nothing."""
     argv = argv if len(argv) > 1 else [*argv, "--help"]  # a command's name alone
     if argv[0] in QUICK or argv[-1] == "--help":
         try:

@@ -86,7 +86,8 @@ def test_a_part_that_was_interrupted_ends_bit_identical(lab, monkeypatch, matrix
 
 
 def test_gradients_reach_all_that_is_trained(lab):
-    """Of the transformer and its connectors; those of the other networks are tested with `as_module`."""
+    """Of the transformer and its connectors; those of the other networks are tested with
+    `as_module`."""
     g = lab.geometry(train_tiny.HALF)
     text = lab.module(connectors.trace(lab.config.text, 1, 64, "float32"))
     feeds = transformer.position_feeds(

@@ -1,4 +1,5 @@
-"""Where tests lie: that of a module `y` of a package `x` is `test_y.py` in `x`, but for tests of whole runs."""
+"""Where tests lie: that of a module `y` of a package `x` is `test_y.py` in `x`, but for tests of
+whole runs."""
 
 from pathlib import Path
 

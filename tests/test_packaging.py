@@ -1,4 +1,5 @@
-"""What is shipped: a wheel with four typed packages and the licence, a source archive that builds the same wheel."""
+"""What is shipped: a wheel with four typed packages and the licence, a source archive that builds
+the same wheel."""
 
 import shutil
 import subprocess

@@ -1,4 +1,5 @@
-"""A release is a row: another one is recognised, has its defaults, and keeps its files apart, by that row alone."""
+"""A release is a row: another one is recognised, has its defaults, and keeps its files apart, by
+that row alone."""
 
 from dataclasses import replace
 

@@ -1,4 +1,5 @@
-"""The graphs of the tiny models are those of the golden file: a change of structure moves none of their nodes."""
+"""The graphs of the tiny models are those of the golden file: a change of structure moves none of
+their nodes."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Training steps that tests share: a tiny transformer with adapters beside every linear of its blocks."""
+"""Training steps that tests share: a tiny transformer with adapters beside every linear of its
+blocks."""
 
 from __future__ import annotations
 

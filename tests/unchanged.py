@@ -3,10 +3,11 @@
     python -m tests.unchanged record FILE     # on the commit before
     python -m tests.unchanged compare FILE    # on the commit after, on the same machine
 
-Compares the graph of every network (both generations, one to four devices, every mesh axis) node for node, names of
-values apart, and whole tiny runs of every pipeline on both backends bit for bit (latents after every step, waveform).
-Everything goes through the command line, which outlives any restructuring. The graphs' hashes hold on any machine, and
-`golden_graphs.json` keeps them for the tests; the runs' digests hold on one.
+Compares the graph of every network (both generations, one to four devices, every mesh axis) node
+for node, names of values apart, and whole tiny runs of every pipeline on both backends bit for bit
+(latents after every step, waveform). Everything goes through the command line, which outlives any
+restructuring. The graphs' hashes hold on any machine, and `golden_graphs.json` keeps them for the
+tests; the runs' digests hold on one.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def graph_cases(presets: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 def graph_hash(arguments: tuple[str, ...]) -> str:
     """Of the printed graph: the same for two graphs that differ in the names of their values alone.
 
-    A constant counts as such however it is made: `full`, `affine` with scale 0, or `affine` or `expand` of a constant;
-    what only constants read does not count.
+    A constant counts as such however it is made: `full`, `affine` with scale 0, or `affine` or
+    `expand` of a constant; what only constants read does not count.
     """
     import contextlib
     import io

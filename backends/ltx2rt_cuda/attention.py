@@ -1,8 +1,8 @@
 """Which attention kernel runs, and why not the others.
 
-On a GPU FlashAttention-3, if it is installed and takes the operands; else torch's own: cuDNN's first, which is made
-for Hopper as FlashAttention-3 is, where it surely has a plan, then torch's FlashAttention-2, then those that take any
-operands. On a CPU, torch's choice.
+On a GPU FlashAttention-3, if it is installed and takes the operands; else torch's own: cuDNN's
+first, which is made for Hopper as FlashAttention-3 is, where it surely has a plan, then torch's
+FlashAttention-2, then those that take any operands. On a CPU, torch's choice.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def why_not_flash3(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str | None:
-    """Why FlashAttention-3 cannot take q (B, tokens, heads, head_dim), k, v and an additive mask; None if it can."""
+    """Why FlashAttention-3 cannot take q (B, tokens, heads, head_dim), k, v and an additive mask;
+    None if it can."""
     if mask is not None:
         return "it takes no mask"
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -93,7 +94,8 @@ def preference(q: Tensor, mask: Tensor | None) -> list[str]:
 def aligned(x: Tensor) -> Tensor:
     """x, or a copy if it begins, or an axis but the last steps, at no multiple of LOAD_BYTES.
 
-    Heads that are no multiple themselves stay as they are, no copy helps them; compiled operands Inductor aligns.
+    Heads that are no multiple themselves stay as they are, no copy helps them; compiled operands
+    Inductor aligns.
     """
     if torch.compiler.is_compiling() or x.shape[-1] * x.element_size() % LOAD_BYTES:
         return x
@@ -135,7 +137,8 @@ def _operands(q: Tensor, mask: Tensor) -> tuple:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """softmax(q k^T scale + mask) v: q (B, tokens, heads, head_dim), k and v (B, keys, kv_heads, head_dim)."""
+    """softmax(q k^T scale + mask) v: q (B, tokens, heads, head_dim), k and v (B, keys, kv_heads,
+    head_dim)."""
     if q.device.type != "cuda":
         return torch_attention(q, k, v, mask, scale)
     q, k, v = aligned(q), aligned(k), aligned(v)
@@ -150,9 +153,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 def attention_part(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """`attention` and the logarithm of its denominator, f32 (B, heads, tokens), which only torch's own kernels return.
+    """`attention` and the logarithm of its denominator, f32 (B, heads, tokens), which only torch's
+    own kernels return.
 
-    Of those the memory-efficient one, whatever the mask: FlashAttention-2 takes none, and queries are few here.
+    Of those the memory-efficient one, whatever the mask: FlashAttention-2 takes none, and queries
+    are few here.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if q.shape[1] != k.shape[1]:

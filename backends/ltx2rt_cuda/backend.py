@@ -120,7 +120,8 @@ class CudaBackend:
         layer: int,
         type: Type,
     ) -> torch.Tensor:
-        """One parameter on the device: that of `base`, unless it is made from changed tensors, else a new one."""
+        """One parameter on the device: that of `base`, unless it is made from changed tensors, else
+        a new one."""
         layout, name = layouts[declared], numbered(declared, layer)
         pieces = list(layout.pieces(coordinates, layer))
         same = name in base and base[name].dtype == DTYPES[type.dtype]  # not kept in one set alone
@@ -151,7 +152,8 @@ class CudaBackend:
         return joined
 
     def empty_joined(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory of a packed weight. On a GPU it may have more rows, of zeros, than its graph says."""
+        """Memory of a packed weight. On a GPU it may have more rows, of zeros, than its graph
+        says."""
         rows = joined_rows(shape[0]) if self.device_kind == "cuda" else shape[0]
         joined = torch.empty((rows, *shape[1:]), dtype=dtype, device=self.torch_device)
         joined[shape[0] :].zero_()
@@ -187,8 +189,8 @@ class CudaBackend:
         fused: bool = True,
         side: torch.cuda.Stream | None = None,
     ) -> Program:
-        """fused: lower what `as_run` makes of the graph, not the graph itself. side: a second stream, for what may run
-        at once."""
+        """fused: lower what `as_run` makes of the graph, not the graph itself. side: a second
+        stream, for what may run at once."""
         if fused:
             graph = FACTORY.as_run(graph, self.device_kind, compile=compile)
         if layers == "unrolled":
@@ -343,7 +345,8 @@ class CudaBackend:
         return DeviceInfo("cpu", "CPU", total, free)
 
     def peak_bytes(self) -> int | None:
-        """Bytes taken from the device: what lives in the memory of recorded steps is not in `allocated`."""
+        """Bytes taken from the device: what lives in the memory of recorded steps is not in
+        `allocated`."""
         return torch.cuda.max_memory_reserved() if self.device_kind == "cuda" else None
 
 

@@ -1,9 +1,10 @@
 """Derivatives of exchanges between ranks.
 
-A program of several ranks is one function of what all of them hold, and every exchange in it is linear: its derivative
-is its transpose. all_reduce is its own transpose, that of all_gather is reduce_scatter, that of all_to_all is the
-all_to_all that sends everything back. What a rank then has is its part of the gradient of the sum of all ranks' losses;
-a parameter that several ranks hold alike gets the sum of theirs, which is the trainer's business.
+A program of several ranks is one function of what all of them hold, and every exchange in it is
+linear: its derivative is its transpose. all_reduce is its own transpose, that of all_gather is
+reduce_scatter, that of all_to_all is the all_to_all that sends everything back. What a rank then
+has is its part of the gradient of the sum of all ranks' losses; a parameter that several ranks hold
+alike gets the sum of theirs, which is the trainer's business.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """NVIDIA GPUs by the figures of their data sheets.
 
-float8 products of an A100 or an RTX 30 run at the rate of bfloat16: they have no units for float8. Cards without NVLink
-receive over PCIe: 32 GB/s of generation 4, 64 GB/s of generation 5.
+float8 products of an A100 or an RTX 30 run at the rate of bfloat16: they have no units for float8.
+Cards without NVLink receive over PCIe: 32 GB/s of generation 4, 64 GB/s of generation 5.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ COLLECTIVE_S = 10e-6  # what a collective takes beside its bytes; assumed, not m
 
 
 def reserve_bytes(total_bytes: int) -> int:
-    """Memory of a GPU that PyTorch's pools, cuBLAS's and cuDNN's workspaces and fragmentation take: 3 GB and 2 %."""
+    """Memory of a GPU that PyTorch's pools, cuBLAS's and cuDNN's workspaces and fragmentation take:
+    3 GB and 2 %."""
     return int(3e9 + 0.02 * total_bytes)
 
 
@@ -27,22 +28,24 @@ def _gpu(
     )  # fmt: skip
 
 
-# NVIDIA H100 data sheet, SXM: 1979 TFLOP/s with sparsity and 3958 in float8, NVLink 900 GB/s in both directions
-# together.
+# NVIDIA H100 data sheet, SXM: 1979 TFLOP/s with sparsity and 3958 in float8, NVLink 900 GB/s in
+# both directions together.
 H100 = _gpu("h100-80gb", 989.5e12, 1979e12, 3.35e12, 450e9, PCIE5)
 KINDS = (
     H100,
     # NVIDIA H200 data sheet, SXM: the same chip and links with other memory.
     _gpu("h200-141gb", 989.5e12, 1979e12, 4.8e12, 450e9, PCIE5),
-    # NVIDIA A100 data sheet, SXM: 312 TFLOP/s, 1555 and 2039 GB/s, NVLink 600 GB/s in both directions together.
+    # NVIDIA A100 data sheet, SXM: 312 TFLOP/s, 1555 and 2039 GB/s, NVLink 600 GB/s in both
+    # directions together.
     _gpu("a100-40gb", 312e12, 312e12, 1.555e12, 300e9),
     _gpu("a100-80gb", 312e12, 312e12, 2.039e12, 300e9),
-    # NVIDIA DGX B200 data sheet, an eighth of it: 4.5 PFLOP/s with sparsity and 9 in float8, 8 TB/s, NVLink 1800 GB/s
-    # in both directions together.
+    # NVIDIA DGX B200 data sheet, an eighth of it: 4.5 PFLOP/s with sparsity and 9 in float8, 8
+    # TB/s, NVLink 1800 GB/s in both directions together.
     _gpu("b200-180gb", 2250e12, 4500e12, 8e12, 900e9, PCIE5),
     # NVIDIA L40S data sheet: 362 TFLOP/s, 733 in float8, 864 GB/s.
     _gpu("l40s-48gb", 362e12, 733e12, 0.864e12, 32e9),
-    # NVIDIA Ada and RTX Blackwell architecture papers, appendices: products summed in float32, without sparsity.
+    # NVIDIA Ada and RTX Blackwell architecture papers, appendices: products summed in float32,
+    # without sparsity.
     _gpu("rtx4090-24gb", 165.2e12, 330.3e12, 1.008e12, 32e9),
     _gpu("rtx5090-32gb", 209.5e12, 419e12, 1.792e12, 64e9, PCIE5),
     _gpu("rtx5080-16gb", 112.6e12, 225e12, 0.96e12, 64e9, PCIE5),

@@ -1,7 +1,8 @@
-"""Where this process is on the mesh, and the process groups behind its axes: NCCL on GPUs, gloo on a CPU.
+"""Where this process is on the mesh, and the process groups behind its axes: NCCL on GPUs, gloo on
+a CPU.
 
-Decides how ranks find each other and how a result gets to the main one and to its host. Which rank works on what is the
-caller's.
+Decides how ranks find each other and how a result gets to the main one and to its host. Which rank
+works on what is the caller's.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Position:
         return dist.get_world_size() if self.mesh else 1
 
     def agree(self, flag: bool) -> bool:
-        """Whether any process says so. All of them must ask; the hosts wait for each other, not for a GPU."""
+        """Whether any process says so. All of them must ask; the hosts wait for each other, not for
+        a GPU."""
         if not self.mesh:
             return flag
         found = torch.tensor(int(flag))
@@ -63,7 +65,8 @@ class Position:
         return not self.mesh or dist.get_backend() == "nccl"
 
     def on(self, mesh: Mapping[str, int]) -> Position:
-        """This process on another mesh of the same processes. All of them must ask for the same in the same order."""
+        """This process on another mesh of the same processes. All of them must ask for the same in
+        the same order."""
         if not mesh or tuple(mesh.items()) == tuple(self.mesh.items()):
             return self
         if math.prod(mesh.values()) != self.size:
@@ -103,7 +106,8 @@ def rendezvous() -> PrefixStore:
 
 @cache
 def _hold_store(host: str, port: int) -> TCPStore:
-    """The store itself, on the launcher's socket or one of its own that listens where `host` is, as long as it can."""
+    """The store itself, on the launcher's socket or one of its own that listens where `host` is, as
+    long as it can."""
     if given := os.environ.get(STORE):
         listening = int(given)
     else:
@@ -114,7 +118,8 @@ def _hold_store(host: str, port: int) -> TCPStore:
 
 
 def join(mesh: Mapping[str, int], device_kind: str) -> Position:
-    """Enter the process group that the launcher's environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+    """Enter the process group that the launcher's environment describes (RANK, WORLD_SIZE,
+    MASTER_ADDR, MASTER_PORT).
 
     Raises InputError if its size is not the mesh's.
     """
@@ -140,7 +145,8 @@ def join(mesh: Mapping[str, int], device_kind: str) -> Position:
                 )
             device = torch.device("cuda", local)
             torch.cuda.set_device(device)
-        # With its device the communicator is made now, by all ranks, and no collective has to guess where it runs.
+        # With its device the communicator is made now, by all ranks, and no collective has to guess
+        # where it runs.
         kind = "nccl" if device_kind == "cuda" else "gloo"
         dist.init_process_group(
             kind,
@@ -158,8 +164,8 @@ def join(mesh: Mapping[str, int], device_kind: str) -> Position:
 
 
 def _options(kind: str) -> Any:
-    """Options of a group of this kind. NCCL's kernels enter before waiting waves of a product: both halves of a step
-    wait for them."""
+    """Options of a group of this kind. NCCL's kernels enter before waiting waves of a product: both
+    halves of a step wait for them."""
     if kind != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options()
@@ -168,7 +174,8 @@ def _options(kind: str) -> Any:
 
 
 def _position(mesh: Mapping[str, int], made: dict[tuple[int, ...], str]) -> Position:
-    """Rank r is device r of the mesh, the last axis fastest. Every rank takes part in making every group."""
+    """Rank r is device r of the mesh, the last axis fastest. Every rank takes part in making every
+    group."""
     rank, numbers = dist.get_rank(), torch.arange(math.prod(mesh.values())).reshape(*mesh.values())
     options, new = _options(dist.get_backend()), []
     coordinates: dict[str, int] = {}
@@ -185,7 +192,8 @@ def _position(mesh: Mapping[str, int], made: dict[tuple[int, ...], str]) -> Posi
             if rank in members:
                 coordinates[axis], groups[axis] = members.index(rank), made[tuple(members)]
     if dist.get_backend() == "nccl":
-        for group in new:  # NCCL takes its buffers at the first collective: before anybody asks what memory is free
+        # NCCL takes its buffers at the first collective: before anybody asks what memory is free
+        for group in new:
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
     return Position(mesh, coordinates, groups, made)
 
@@ -220,7 +228,8 @@ class Sending:
 
 @dataclass(frozen=True)
 class Fetched:
-    """A result of a GPU on its way to pinned memory, which waits for no work that was enqueued after it."""
+    """A result of a GPU on its way to pinned memory, which waits for no work that was enqueued
+    after it."""
 
     tensor: torch.Tensor
     arrived: torch.cuda.Event

@@ -45,8 +45,9 @@ class CudaFactory:
         compile: bool = False,
         train: bool = False,
     ) -> Graph:
-        """Halves of the tokens in turns, where Inductor does not order a block by itself; ops that have kernels are
-        fused, which saves passes over memory on a CPU, too. Nothing of a training step: kernels have no gradient."""
+        """Halves of the tokens in turns, where Inductor does not order a block by itself; ops that
+        have kernels are fused, which saves passes over memory on a CPU, too. Nothing of a training
+        step: kernels have no gradient."""
         from ltx2rt.passes.fuse import MATCHES, fuse, joined_pair
         from ltx2rt.passes.interleave import HALF_ROWS, TOKENS, interleave
         from ltx2rt.passes.rotate import rotate
@@ -61,7 +62,8 @@ class CudaFactory:
     def cost(
         self, graph: Graph, kind: DeviceKind, float8: bool = False, runs: RunsById | None = None
     ) -> Timeline:
-        """The stream runs nodes in their order, and computes while an all-reduce travels; in training it waits."""
+        """The stream runs nodes in their order, and computes while an all-reduce travels; in
+        training it waits."""
         from ltx2rt.placement.timeline import Timeline
 
         return Timeline(kind, hidden=not runs, float8=float8, runs=runs or {}).of(graph)
@@ -108,16 +110,19 @@ class CudaFactory:
 
 
 def let_threads_sleep(device: str) -> None:
-    """Before torch is imported to compute on a CPU: idle threads of OpenMP sleep, unless the user has decided it.
+    """Before torch is imported to compute on a CPU: idle threads of OpenMP sleep, unless the user
+    has decided it.
 
-    By default they spin, and where other programs use the cores, they wait for the thread that they keep from running.
+    By default they spin, and where other programs use the cores, they wait for the thread that they
+    keep from running.
     """
     if device == "cpu" or not num_gpus(os.environ):
         os.environ.setdefault(*SLEEPING)
 
 
 def num_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """The GPUs that a process of this machine would see, by its device files and CUDA_VISIBLE_DEVICES."""
+    """The GPUs that a process of this machine would see, by its device files and
+    CUDA_VISIBLE_DEVICES."""
     found = len(list(devices.glob("nvidia[0-9]*")))
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not found:

@@ -1,7 +1,7 @@
 """Lower a graph to one FX function of (inputs, weights).
 
-A repeat's body becomes one GraphModule, called once per iteration with that iteration's tensors: compiled, it costs
-one compilation whatever the number of layers.
+A repeat's body becomes one GraphModule, called once per iteration with that iteration's tensors:
+compiled, it costs one compilation whatever the number of layers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ SEVERAL = ("repeat", "all_reduce", "all_to_all")  # ops that return a tuple even
 
 
 class Constant(torch.nn.Module):
-    """An array of a node's plan: it moves with the module it is in, and belongs to no checkpoint."""
+    """An array of a node's plan: it moves with the module it is in, and belongs to no
+    checkpoint."""
 
     def __init__(self, value: torch.Tensor):
         super().__init__()
@@ -40,7 +41,8 @@ class Constant(torch.nn.Module):
 
 
 class Repeat(torch.nn.Module):
-    """Runs the block `count` times. Operands: carries, invariants, data [layers, ...], then a list per weight.
+    """Runs the block `count` times. Operands: carries, invariants, data [layers, ...], then a list
+    per weight.
 
     sums: the data that it makes of invariants and weights first, for all iterations at once.
     """
@@ -80,7 +82,8 @@ class Repeat(torch.nn.Module):
 
 
 class Block(torch.nn.Module):
-    """The body of a repeat: for each layer in it a module, called with that layer's weights on the device.
+    """The body of a repeat: for each layer in it a module, called with that layer's weights on the
+    device.
 
     Operands: body.inputs, then a weight for each of body.all_params().
     """
@@ -137,7 +140,8 @@ ROWS = 2**20  # numbers of a layer's sum at most
 
 
 class Sums(torch.nn.Module):
-    """Sums of a view of an invariant and a view of a weight of its own, such as AdaLN's rows of this
+    """Sums of a view of an invariant and a view of a weight of its own, such as AdaLN's rows of
+    this
     step and the table of the layer: for all layers in two launches instead of one for each."""
 
     def __init__(
@@ -227,10 +231,11 @@ def lower(
     carries: int = 0,
     side: torch.cuda.Stream | None = None,
 ) -> fx.GraphModule:
-    """A module called as module(*inputs, *weights) in the order of graph.inputs and graph.all_params().
+    """A module called as module(*inputs, *weights) in the order of graph.inputs and
+    graph.all_params().
 
-    carries: so many of its first results are the inputs of the next call, and may still be on their way then. side: a
-    second stream, for what may run at once.
+    carries: so many of its first results are the inputs of the next call, and may still be on their
+    way then. side: a second stream, for what may run at once.
     """
     built = fx.Graph()
     modules: dict[str, torch.nn.Module] = {}
@@ -306,7 +311,8 @@ def lower(
             ):  # a group's name: FX can write a string into its code, but no process group
                 axis = kwargs.pop("mesh_axis")
                 kwargs["group"] = position.groups[axis]
-                # NCCL wants an order among exchanges of several communicators, or devices may wait for each other.
+                # NCCL wants an order among exchanges of several communicators, or devices may wait
+                # for each other.
                 for key in [key for key, other in travelling.items() if other != axis]:
                     arrive(key)
                 if node.op == "all_reduce":
@@ -333,8 +339,8 @@ def lower(
 
 
 def _on_the_way(body: Graph, carries: int) -> dict[int, str]:
-    """Which of the values that a repeat carries are results of an all-reduce as it is, which the next iteration is the
-    first to read, and over which mesh axis."""
+    """Which of the values that a repeat carries are results of an all-reduce as it is, which the
+    next iteration is the first to read, and over which mesh axis."""
     sums = {
         id(v): node.attrs["mesh_axis"]
         for node in body.nodes

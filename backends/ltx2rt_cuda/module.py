@@ -1,7 +1,8 @@
 """One network as a `torch.nn.Module`, for somebody's own program.
 
-Decides what the module's parameters are called (the checkpoint's names) and which inputs it takes (the graph's, by
-name). Gradients reach every parameter and every floating input; which of them are trained, and how, is the caller's.
+Decides what the module's parameters are called (the checkpoint's names) and which inputs it takes
+(the graph's, by name). Gradients reach every parameter and every floating input; which of them are
+trained, and how, is the caller's.
 """
 
 from __future__ import annotations
@@ -28,17 +29,19 @@ def as_module(
 ) -> NetworkModule:
     """A module that computes `network`, a graph of one device or a program of it, on `device`.
 
-    Its `state_dict` has the tensors of the checkpoint: their official names and shapes, in the graph's dtype. With a
-    source they are read now; without one they are on the meta device until `load_state_dict(tensors, assign=True)`.
-    compile: compile the repeated block once; `torch.compile` of the whole module would compile it for every layer.
-    Raises InputError if the source does not fit the graph, GraphError if that is placed on a mesh or quantised.
+    Its `state_dict` has the tensors of the checkpoint: their official names and shapes, in the
+    graph's dtype. With a source they are read now; without one they are on the meta device until
+    `load_state_dict(tensors, assign=True)`. compile: compile the repeated block once;
+    `torch.compile` of the whole module would compile it for every layer. Raises InputError if the
+    source does not fit the graph, GraphError if that is placed on a mesh or quantised.
 
         checkpoint = open_checkpoint("ltx-2.3")
         graph = transformer.trace(checkpoint.config.transformer, structure, "bfloat16")
         network = as_module(graph, checkpoint.source("transformer"), "cuda").requires_grad_(False)
         linear = network.get_submodule("model.diffusion_model.transformer_blocks.0.attn1.to_q")
-        torch.nn.utils.parametrize.register_parametrization(linear, "weight", MyLora(linear.weight.shape, rank=16))
-        velocity = network(video_latent=x, **others)["video_velocity"]
+        torch.nn.utils.parametrize.register_parametrization(linear, "weight",
+        MyLora(linear.weight.shape, rank=16)) velocity = network(video_latent=x,
+        **others)["video_velocity"]
     """
     graph = network if isinstance(network, Graph) else network.graph
     if graph.mesh:
@@ -119,6 +122,7 @@ class NetworkModule(torch.nn.Module):
 
 
 def _joined(parts: list[tuple[torch.nn.Module, str]]) -> torch.Tensor:
-    """Read by name at every call, so that a parametrization or `functional_call` takes the parameter's place."""
+    """Read by name at every call, so that a parametrization or `functional_call` takes the
+    parameter's place."""
     tensors = [getattr(home, leaf) for home, leaf in parts]
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

@@ -1,7 +1,9 @@
-"""Neighbourhood attention out of plain attention: blocks of queries, each to the box of keys that its windows reach.
+"""Neighbourhood attention out of plain attention: blocks of queries, each to the box of keys that
+its windows reach.
 
-A query's window is masked within its block's box. One call of the attention takes a line of blocks, all columns of a
-few frames and rows, so that what exists at once are the boxes and masks of one line, whatever the length of the clip.
+A query's window is masked within its block's box. One call of the attention takes a line of blocks,
+all columns of a few frames and rows, so that what exists at once are the boxes and masks of one
+line, whatever the length of the clip.
 """
 
 from __future__ import annotations
@@ -17,14 +19,17 @@ from torch._compile import _disable_dynamo
 from ltx2rt.graph.ops import window_blocks
 from ltx2rt_cuda.attention import attention
 
-BLOCK = 8  # queries along each axis: boxes are a few times a window of 11, scores still fill the matrix units
+# queries along each axis: boxes are a few times a window of 11, scores still fill the matrix units
+BLOCK = 8
 
 
-# A compiler would write the loop out, hundreds of lines for one clip. `torch.compiler.disable` is the same, but imports
-# the compiler at once instead of with the first call: 2 s of every process' start.
+# A compiler would write the loop out, hundreds of lines for one clip. `torch.compiler.disable` is
+# the same, but imports the compiler at once instead of with the first call: 2 s of every process'
+# start.
 @_disable_dynamo
 def neighbourhood_attention(q: Tensor, k: Tensor, v: Tensor, window, first, scale: float) -> Tensor:
-    """q (B, frames, rows, columns, heads, head_dim); k and v the same, with as many positions or more."""
+    """q (B, frames, rows, columns, heads, head_dim); k and v the same, with as many positions or
+    more."""
     plans = [
         window_blocks(*sizes, BLOCK)
         for sizes in zip(q.shape[1:4], k.shape[1:4], window, first, strict=True)
@@ -42,7 +47,8 @@ def neighbourhood_attention(q: Tensor, k: Tensor, v: Tensor, window, first, scal
     count = len(begins[2])
 
     def line(x: Tensor, frame: int, row: int, size: list[int], columns: Tensor) -> Tensor:
-        """(B, frames, rows, columns, heads, head_dim) -> (B blocks, tokens of a block or box, heads, head_dim)."""
+        """(B, frames, rows, columns, heads, head_dim) -> (B blocks, tokens of a block or box,
+        heads, head_dim)."""
         x = x[:, frame : frame + size[0], row : row + size[1]].index_select(3, columns)
         x = x.unflatten(3, (count, size[2])).movedim(3, 1)
         return x.reshape(-1, math.prod(size), *x.shape[-2:])

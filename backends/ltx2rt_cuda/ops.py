@@ -28,8 +28,9 @@ DTYPES = {
     "int8": torch.int8,
     "uint8": torch.uint8,
 }
-# cuBLASLt has no product of float8 rows of M <= 256 and K = 9216, of M = 257, or of K = 3072 it has (pytorch/ao#4582):
-# shorter ones are filled up with rows of zeros. LTX-2's sound has 126 tokens and a feed-forward of K = 8192.
+# cuBLASLt has no product of float8 rows of M <= 256 and K = 9216, of M = 257, or of K = 3072 it has
+# (pytorch/ao#4582): shorter ones are filled up with rows of zeros. LTX-2's sound has 126 tokens and
+# a feed-forward of K = 8192.
 FEW_ROWS, LONG_ROWS = 272, 4096
 DECODED = 2**24  # bytes of a stored matrix that are decoded at once
 ROW_GRID, ROW_TILE = (
@@ -91,8 +92,9 @@ def add(x: Tensor, y: Tensor, views) -> Tensor:
     x, y = x.reshape(views[0]), y.reshape(views[1])
     if x.ndim != 5 or not lies_channels_last(y):
         return x + y
-    # A sum lies as its first operand does: in a residual that is a convolution's result, not what it is added to. Of
-    # one sample it may have a first stride by which torch takes it for channels first, and pads it into that.
+    # A sum lies as its first operand does: in a residual that is a convolution's result, not what
+    # it is added to. Of one sample it may have a first stride by which torch takes it for channels
+    # first, and pads it into that.
     total = y + x
     return total.movedim(1, -1).flatten(0, 1).unflatten(0, total.shape[0:3:2]).movedim(-1, 1)
 
@@ -154,8 +156,8 @@ def linear(
 
 
 def joined_rows(rows: int) -> int:
-    """How many rows a packed weight has on a GPU: with zeros behind the last, so that the product's own rows begin
-    where kernels load 16 bytes at once."""
+    """How many rows a packed weight has on a GPU: with zeros behind the last, so that the product's
+    own rows begin where kernels load 16 bytes at once."""
     return rows if rows % ROW_GRID == 0 else -(-rows // ROW_TILE) * ROW_TILE
 
 
@@ -175,7 +177,8 @@ def float8_road(x: Tensor, weight: Tensor) -> str:
 
 @cache
 def tried_road(device: torch.device) -> str:
-    """The first of ROADS that gives the defined numbers on this device. Not while a step is recorded.
+    """The first of ROADS that gives the defined numbers on this device. Not while a step is
+    recorded.
 
     Tried rather than read off the device's capability: PyTorch's builds differ in what they hold.
     """
@@ -257,7 +260,8 @@ def linear_float8(
     out_shape,
     gelu: bool = False,
 ) -> Tensor:
-    """By one of ROADS: the same numbers but for the order of sums and, in bfloat16, one more rounding."""
+    """By one of ROADS: the same numbers but for the order of sums and, in bfloat16, one more
+    rounding."""
     lead, rows = x.shape[: x.ndim - num_contracted], x.reshape(-1, weight.shape[1])
     if len(rows) < FEW_ROWS and rows.shape[1] > LONG_ROWS and float8_road(x, weight) == "rows":
         rows = F.pad(rows, (0, 0, 0, FEW_ROWS - len(rows)))
@@ -290,8 +294,8 @@ def conv(
         x, weight = channels_last(x), channels_last(weight)
     plan = {"stride": stride, "padding": padding, "dilation": dilation}
     if x.dtype == torch.bfloat16 and x.device.type == "cpu":
-        # Rounded once either way; a CPU without products of bfloat16 takes ten to seven hundred times as long for them.
-        # One that has them would be faster with them, untried.
+        # Rounded once either way; a CPU without products of bfloat16 takes ten to seven hundred
+        # times as long for them. One that has them would be faster with them, untried.
         return function(
             x.float(), weight.float(), None if bias is None else bias.float(), **plan
         ).to(x.dtype)
@@ -304,8 +308,8 @@ def padded_conv(x: Tensor, *weights: Tensor, padding, stride, dilation) -> Tenso
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """The layout in which Hopper's convolutions multiply; norm, SiLU, padding and residuals keep it, so that inside the
-    VAE's blocks nothing is copied."""
+    """The layout in which Hopper's convolutions multiply; norm, SiLU, padding and residuals keep
+    it, so that inside the VAE's blocks nothing is copied."""
     return x.contiguous(memory_format=torch.channels_last_3d)
 
 
@@ -351,8 +355,8 @@ def shard(x: Tensor, dim: int, parts: int, index: int) -> Tensor:
 
 @op
 def all_reduce(*xs: Tensor, group: str, in_place: bool = False) -> tuple[Tensor, ...]:
-    """One communication for all operands, which `arrived` waits for. in_place: nothing else reads them, or memory that
-    they are in."""
+    """One communication for all operands, which `arrived` waits for. in_place: nothing else reads
+    them, or memory that they are in."""
     if differentiated(xs):
         summed = partial(_summed, group=group)
         return with_transpose(summed, summed, *xs)
@@ -510,12 +514,12 @@ def sinusoid(t: Tensor, frequencies: Tensor) -> Tensor:
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
-# --- ops that have a kernel; most of them the pass `fuse` writes --------------------------------------------------
+# --- ops that have a kernel; most of them the pass `fuse` writes ----------------------------------
 
 
 def fused(plain):
-    """Enter an op that has a kernel: the kernel runs it unless there is a reason why not, else the plain ops do,
-    which stay at hand as `__wrapped__`."""
+    """Enter an op that has a kernel: the kernel runs it unless there is a reason why not, else the
+    plain ops do, which stay at hand as `__wrapped__`."""
     name = plain.__name__
 
     @wraps(plain)
@@ -605,7 +609,8 @@ def qk_scale(*operands: Tensor, weight_views, count: int, eps: float, spread=())
 
 
 def _normed(norm, size: int, operands, weight_views, spread, **args):
-    """`norm` over the last two axes of x, and what else it reads, `size` at a time; spread: of k, and of v behind."""
+    """`norm` over the last two axes of x, and what else it reads, `size` at a time; spread: of k,
+    and of v behind."""
     results = [
         norm(x, *others, dims=(x.ndim - 2, x.ndim - 1), weight_view=view, **args)
         for (x, *others), view in zip(
@@ -620,7 +625,8 @@ def _normed(norm, size: int, operands, weight_views, spread, **args):
 
 
 def _rotated(norm, size: int, operands, weight_views, table_views, **args):
-    """`norm` over the last two axes, then RoPE: of x, what else the norm reads, cos, sin, `size` at a time."""
+    """`norm` over the last two axes, then RoPE: of x, what else the norm reads, cos, sin, `size` at
+    a time."""
     results = []
     groups = zip(grouped(operands, size), weight_views, table_views, strict=True)
     for (x, *others, cos, sin), weight_view, view in groups:
@@ -697,7 +703,8 @@ def snake_beta(
 def _snake_beta_by_phase(
     x: Tensor, up: Tensor, down: Tensor, snake, pad: int, start: int, edge: int
 ) -> Tensor:
-    """As `snake_beta`, in whole-signal multiply-adds: a CPU runs a convolution of one channel several times as slowly.
+    """As `snake_beta`, in whole-signal multiply-adds: a CPU runs a convolution of one channel
+    several times as slowly.
 
     The signal at twice the rate is held as its even and its odd samples.
     """
@@ -730,14 +737,14 @@ def _weighted(terms: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
 
 @fused
 def quantise_rows(x: Tensor, *, gelu: bool = False) -> tuple[Tensor, Tensor]:
-    """x [rows, n], or its GELU, as e4m3, and the float32 scale [rows, 1] of each row: no op of the table, but part of
-    one."""
+    """x [rows, n], or its GELU, as e4m3, and the float32 scale [rows, 1] of each row: no op of the
+    table, but part of one."""
     x = (F.gelu(x, approximate="tanh") if gelu else x).float()
     scale = x.abs().amax(1, keepdim=True).clamp(min=FLOAT8_TINY) * FLOAT8_STEP
     return (x / scale).to(torch.float8_e4m3fn), scale
 
 
-# --- encodings of weights ----------------------------------------------------------------------------------------
+# --- encodings of weights -------------------------------------------------------------------------
 
 
 class TorchOps:
@@ -797,7 +804,8 @@ def encode(encoding: str, x: Tensor) -> tuple[Tensor, ...]:
 
 @op
 def unpack(*fields: Tensor, encoding: str, dtype: str) -> Tensor:
-    """Some rows at a time: what is computed in passing, in float32, stays small beside the matrix."""
+    """Some rows at a time: what is computed in passing, in float32, stays small beside the
+    matrix."""
     decode, parts = ENCODINGS[encoding].decode, []
     rows = max(1, DECODED // fields[0].shape[1])
     for start in range(0, len(fields[0]), rows):

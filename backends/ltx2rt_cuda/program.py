@@ -62,7 +62,8 @@ def upload(graph: Graph, name: str, value: Any, device: torch.device) -> torch.T
 
 
 class Program:
-    """One lowered graph; `weights` maps declared parameter names, `*` replaced by the layer, to tensors."""
+    """One lowered graph; `weights` maps declared parameter names, `*` replaced by the layer, to
+    tensors."""
 
     def __init__(
         self,
@@ -107,20 +108,23 @@ HIGH = -1  # priority of a stream; torch's graphs keep it for each of their node
 
 @cache
 def _streams() -> tuple[torch.cuda.Stream, ...]:
-    """The three of every pool: `start`, `stream` and `side`; torch has 32, and hands them out in turn.
+    """The three of every pool: `start`, `stream` and `side`; torch has 32, and hands them out in
+    turn.
 
-    The side stream's kernels are small: with a higher priority they enter between two waves of the other's.
+    The side stream's kernels are small: with a higher priority they enter between two waves of the
+    other's.
     """
     return torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream(priority=HIGH)
 
 
 class Pool:
-    """The memory that recorded steps share, because only one of them runs at a time, and the streams that they are
-    recorded on, because the allocator gives a stream no blocks of another.
+    """The memory that recorded steps share, because only one of them runs at a time, and the
+    streams that they are recorded on, because the allocator gives a stream no blocks of another.
 
-    Recordings begin on a stream of their own, on which nothing runs: with a graph torch gives up cuBLAS's workspace of
-    the stream on which it began, which all other graphs recorded there still write to (pytorch#193402). The workspaces
-    of `stream` and `side` were taken in the runs before the first recording, and stay.
+    Recordings begin on a stream of their own, on which nothing runs: with a graph torch gives up
+    cuBLAS's workspace of the stream on which it began, which all other graphs recorded there still
+    write to (pytorch#193402). The workspaces of `stream` and `side` were taken in the runs before
+    the first recording, and stay.
     """
 
     def __init__(self):
@@ -139,7 +143,8 @@ class Pool:
 
     @contextmanager
     def recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """thread_local: other threads may ask the device for anything meanwhile, as NCCL's watchdog does."""
+        """thread_local: other threads may ask the device for anything meanwhile, as NCCL's watchdog
+        does."""
         self.graphs.add(graph)
         recorded = torch.cuda.graph(
             graph, pool=self.id, stream=self.start, capture_error_mode="thread_local"
@@ -169,7 +174,8 @@ class Pool:
         return [s for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] == self.id]
 
     def release(self) -> None:
-        """A communicator whose collectives are recorded is not destroyed, but waited for, as long as the graphs are."""
+        """A communicator whose collectives are recorded is not destroyed, but waited for, as long
+        as the graphs are."""
         for graph in self.graphs:
             graph.reset()
 
@@ -181,7 +187,8 @@ class Pool:
 
 
 class Captured:
-    """One step recorded as a CUDA graph: a replay reads fixed buffers, runs every kernel, and writes fixed buffers."""
+    """One step recorded as a CUDA graph: a replay reads fixed buffers, runs every kernel, and
+    writes fixed buffers."""
 
     def __init__(
         self, program: Program, arguments: list, values: Mapping[str, torch.Tensor], pool: Pool
@@ -211,7 +218,8 @@ class Captured:
 
 
 def _key(pool: Pool, arguments: list) -> tuple:
-    """A recorded step stays valid as long as its memory is kept, and the weights lie where they do."""
+    """A recorded step stays valid as long as its memory is kept, and the weights lie where they
+    do."""
     return pool.id, *(
         tuple(w.data_ptr() for w in argument) if isinstance(argument, list) else argument.data_ptr()
         for argument in arguments
@@ -219,12 +227,14 @@ def _key(pool: Pool, arguments: list) -> tuple:
 
 
 class Loop:
-    """The denoise loop: what leaves it runs once, then one step after the other, on a GPU as a recorded CUDA graph.
+    """The denoise loop: what leaves it runs once, then one step after the other, on a GPU as a
+    recorded CUDA graph.
 
-    Steps whose weights are streamed are not recorded: they take seconds, their launches some milliseconds.
-    Recorded anew only for other weights: the shapes and branches are the loop's own. NCCL's collectives are recorded
-    with the rest; that no rank records while another replays, they agree on before the first step. The two runs before
-    the recording make the communicators, which a recording cannot.
+    Steps whose weights are streamed are not recorded: they take seconds, their launches some
+    milliseconds. Recorded anew only for other weights: the shapes and branches are the loop's own.
+    NCCL's collectives are recorded with the rest; that no rank records while another replays, they
+    agree on before the first step. The two runs before the recording make the communicators, which
+    a recording cannot.
     """
 
     def __init__(
@@ -242,7 +252,8 @@ class Loop:
 
     @cached_property
     def alone(self) -> Program:
-        """The body on one stream: without a recording, memory that two streams use would be given back too early."""
+        """The body on one stream: without a recording, memory that two streams use would be given
+        back too early."""
         body = self.body
         if body.side is None:
             return body

@@ -1,10 +1,11 @@
-"""Weights that stay in the host's memory and come to the device layer by layer, while others are computed with.
+"""Weights that stay in the host's memory and come to the device layer by layer, while others are
+computed with.
 
     copy stream   | piece 1 -> slot 1 | piece 2 -> slot 0 |
     main stream   | block 0 in slot 0 | block 1 in slot 1 | block 2 in slot 0 |
 
-The copy into a slot waits for the block that last read it, the block waits for its copy; both by events,
-so that the host waits for neither. On a CPU the same copies are made in order.
+The copy into a slot waits for the block that last read it, the block waits for its copy; both by
+events, so that the host waits for neither. On a CPU the same copies are made in order.
 """
 
 from __future__ import annotations
@@ -120,8 +121,8 @@ class Ring:
             return
         main = torch.cuda.current_stream()
         if self._room(piece, slot):
-            # Memory that is given back is the main stream's at once: nothing may still be copied into
-            # it. And what is taken may be read by what the main stream has yet to do.
+            # Memory that is given back is the main stream's at once: nothing may still be copied
+            # into it. And what is taken may be read by what the main stream has yet to do.
             main.wait_event(self._arrived[slot])
             self._stream.wait_stream(main)
         self._stream.wait_event(self._read[slot])

@@ -1,9 +1,10 @@
 """Work that runs at once on two streams of a GPU: parts of a graph that need nothing of each other.
 
-Decides which parts these are: between two kernels that take from both, such as the norms of video and of sound in one
-launch, the products and the attention of the one stream and those of the other. The costlier part stays on the stream
-that runs everything else. A product of the sound has tiles for a fraction of the multiprocessors and lasts as long as
-its latency; beside one of the video it fills what a last wave leaves empty. How much that is no GPU has shown yet.
+Decides which parts these are: between two kernels that take from both, such as the norms of video
+and of sound in one launch, the products and the attention of the one stream and those of the other.
+The costlier part stays on the stream that runs everything else. A product of the sound has tiles
+for a fraction of the multiprocessors and lasts as long as its latency; beside one of the video it
+fills what a last wave leaves empty. How much that is no GPU has shown yet.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt.placement.cost import VIEWS, node_flops
 from ltx2rt_cuda.devices import H100
 
-# What takes less by the data sheet is no part of its own where something reads it together with another part's result:
-# to part and to meet again is assumed to cost as much.
+# What takes less by the data sheet is no part of its own where something reads it together with
+# another part's result: to part and to meet again is assumed to cost as much.
 SHORT_S = 1e-6
 ALONE = ("together", "repeat")  # these read from all parts
 
 
 class Beside(torch.nn.Module):
-    """Calls own(*operands[:n]) here and beside(*operands[n:]) on the stream `side`, at once; the results of both.
+    """Calls own(*operands[:n]) here and beside(*operands[n:]) on the stream `side`, at once; the
+    results of both.
 
     What a stream frees is its own to take again at once, even if another stream still reads it.
     `operands` holds what both parts read until they have met; what `beside` makes is freed behind
@@ -64,9 +66,9 @@ class Part:
 
 
 def in_parts(graph: Graph) -> list[Node | tuple[Graph, Graph]]:
-    """`graph.nodes` in an order of their own; in the place of nodes that may run at once two graphs, the costlier one
-    first, whose inputs and outputs are values of `graph`. Where devices exchange something, nodes are in the order in
-    which that travels unseen, and stay there."""
+    """`graph.nodes` in an order of their own; in the place of nodes that may run at once two
+    graphs, the costlier one first, whose inputs and outputs are values of `graph`. Where devices
+    exchange something, nodes are in the order in which that travels unseen, and stay there."""
     if any(node.op in COLLECTIVES for node in graph.nodes):
         return list(graph.nodes)
     result: list[Node | tuple[Graph, Graph]] = []

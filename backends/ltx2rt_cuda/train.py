@@ -1,7 +1,8 @@
-"""Training of a graph's adapters in PyTorch: autograd through the lowered function, AdamW by torch.optim.
+"""Training of a graph's adapters in PyTorch: autograd through the lowered function, AdamW by
+torch.optim.
 
-Decides how gradients of several ranks become those of one: each rank's loss counts 1 / ranks, and a parameter's
-gradient is added up over every mesh axis that does not cut it.
+Decides how gradients of several ranks become those of one: each rank's loss counts 1 / ranks, and a
+parameter's gradient is added up over every mesh axis that does not cut it.
 """
 
 from __future__ import annotations

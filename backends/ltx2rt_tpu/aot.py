@@ -1,7 +1,9 @@
-"""Compile placed graphs for TPUs that are not there: the real compiler, abstract arguments, no weight and no device.
+"""Compile placed graphs for TPUs that are not there: the real compiler, abstract arguments, no
+weight and no device.
 
-Decides how the compiler is reached and what is read off its result. It needs `libtpu` beside jax, works on any machine,
-and turns this process into one that sees no accelerator but compiles for them.
+Decides how the compiler is reached and what is read off its result. It needs `libtpu` beside jax,
+works on any machine, and turns this process into one that sees no accelerator but compiles for
+them.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ ENVIRONMENT = {
 
 
 class AheadCompiler:
-    """graph -> its programs, for the devices of `topology` in a mesh. InputError without libtpu, or if it refuses."""
+    """graph -> its programs, for the devices of `topology` in a mesh. InputError without libtpu, or
+    if it refuses."""
 
     def __init__(self, topology: str, mesh: Mapping[str, int], timed: bool = False):
         if find_spec("libtpu") is None:
@@ -68,9 +71,10 @@ class AheadCompiler:
         self.mesh = mesh
 
     def __call__(self, graph: Graph, part: str | None = None) -> Compiled:
-        """part: "each" for a graph that every device runs on inputs of its own, one after the other along the first
-        axis; of a loop over steps, "before" what runs once before it, "step" one of the steps; of a training step,
-        "rematerialised" or "kept": how its backward pass comes by the values of the blocks.
+        """part: "each" for a graph that every device runs on inputs of its own, one after the other
+        along the first axis; of a loop over steps, "before" what runs once before it, "step" one of
+        the steps; of a training step, "rematerialised" or "kept": how its backward pass comes by
+        the values of the blocks.
         """
         place = self._place(graph)
         if part in ("before", "step"):
@@ -97,8 +101,8 @@ class AheadCompiler:
 
 
 def compiled(lowered: Lowered, steps: int | None = None, code: Code | None = None) -> Compiled:
-    """The figures of one program. steps: how often a loop runs whose bounds are arguments; None: there is none. code:
-    where the compiler leaves it, for the times of instructions.
+    """The figures of one program. steps: how often a loop runs whose bounds are arguments; None:
+    there is none. code: where the compiler leaves it, for the times of instructions.
 
     Raises DoesNotFit in the compiler's words.
     """
@@ -129,7 +133,8 @@ def compiled(lowered: Lowered, steps: int | None = None, code: Code | None = Non
 
 
 def assembled(program: Assembled) -> Compiled:
-    """The figures of one call of all its executables; arrays that a later node reads count as temporary."""
+    """The figures of one call of all its executables; arrays that a later node reads count as
+    temporary."""
     with _dump(f"jit_{program.graph.name}_*") as (options, read):
         start, busy = time.perf_counter(), time.process_time()
         executables = program.compile(options)
@@ -161,10 +166,11 @@ def assembled(program: Assembled) -> Compiled:
 
 @contextmanager
 def _dump(module: str) -> Iterator:
-    """Compiler options that leave the scheduled HLO of `module` (a pattern) in a folder, the user's own if XLA_FLAGS
-    names one; and the reader of its texts, of one phase.
+    """Compiler options that leave the scheduled HLO of `module` (a pattern) in a folder, the user's
+    own if XLA_FLAGS names one; and the reader of its texts, of one phase.
 
-    Not `Compiled.as_text`: what comes back from the compiler for TPU7x does not parse with jaxlib 0.10.2.
+    Not `Compiled.as_text`: what comes back from the compiler for TPU7x does not parse with jaxlib
+    0.10.2.
     """
     flag = re.findall(r"--xla_dump_to=(\S+)", os.environ.get("XLA_FLAGS", ""))
     with tempfile.TemporaryDirectory() as folder:

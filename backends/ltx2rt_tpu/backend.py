@@ -146,7 +146,8 @@ class TpuBackend:
         return weights
 
     def place_of(self, graph: Graph) -> Sharding:
-        """Where a graph's replicated arrays live: on the devices of the backend's mesh, in its own axes."""
+        """Where a graph's replicated arrays live: on the devices of the backend's mesh, in its own
+        axes."""
         if not graph.mesh:
             return self.place
         if math.prod(graph.mesh.values()) != math.prod(self.mesh.values()):

@@ -1,8 +1,9 @@
 """Compiled programs on disk, so that a later process starts without compiling.
 
-The files are JAX's persistent compilation cache: every program of a process, under a key of its HLO (sources, shapes,
-mesh, layouts), compiler options and flags, device topology and compiler build; nothing else is ever used. What is
-decided here is the folder, one for each set of versions, and that a note says what cannot be used, which is replaced.
+The files are JAX's persistent compilation cache: every program of a process, under a key of its HLO
+(sources, shapes, mesh, layouts), compiler options and flags, device topology and compiler build;
+nothing else is ever used. What is decided here is the folder, one for each set of versions, and
+that a note says what cannot be used, which is replaced.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ UNREADABLE = re.compile(
 
 
 def keep_compiled(root: Path) -> None:
-    """Keep what this process compiles under `root`, and start from what is there. For a process of its own: it sets
-    JAX's configuration and where warnings go."""
+    """Keep what this process compiles under `root`, and start from what is there. For a process of
+    its own: it sets JAX's configuration and where warnings go."""
     folder = root / versions()
     others = sorted(path.name for path in root.glob("ltx2rt-*") if path != folder)
     if others and not folder.exists():
@@ -76,7 +77,8 @@ def versions() -> str:
 
 
 def _open_to_others(path: Path) -> str | None:
-    """Why somebody else could put an executable there, which runs as it is; None if no other user can."""
+    """Why somebody else could put an executable there, which runs as it is; None if no other user
+    can."""
     found = path.stat()
     if found.st_uid not in (os.getuid(), 0):
         return f"{path} belongs to another user"
@@ -86,7 +88,8 @@ def _open_to_others(path: Path) -> str | None:
 
 
 def remove_damaged(folder: Path, module: str) -> None:
-    """Remove the module's files that do not decompress, if all do then all: JAX writes none whose name is taken."""
+    """Remove the module's files that do not decompress, if all do then all: JAX writes none whose
+    name is taken."""
     # Which of two formats it is depends on what is installed.
     from jax._src.compilation_cache import decompress_executable
 

@@ -1,15 +1,17 @@
 """Where the time of a compiled program goes, by the compiler's own code. Nothing is run.
 
-Decides what an instruction costs, of which class it is, and what of an exchange no work hides. A core issues one bundle
-of its final code in a cycle: an instruction takes its bundles times the iterations of its window, a kernel its bundles
-times its blocks. Exchanges take the links in the order of the schedule, one after the other, each as long as the bytes
-that it brings and a fixed time beside them (`placement.devices`); what a synchronous one takes is exposed, of an
-asynchronous one what its end still waits for.
+Decides what an instruction costs, of which class it is, and what of an exchange no work hides. A
+core issues one bundle of its final code in a cycle: an instruction takes its bundles times the
+iterations of its window, a kernel its bundles times its blocks. Exchanges take the links in the
+order of the schedule, one after the other, each as long as the bytes that it brings and a fixed
+time beside them (`placement.devices`); what a synchronous one takes is exposed, of an asynchronous
+one what its end still waits for.
 
-It ranks programs and shows layouts and overlap; it is no measured time. No stall for memory inside an instruction is in
-it and no contention; links and the fixed time are assumptions, and so is the clock, the data sheet's FLOP/s by the FLOP
-of a cycle. A kernel's first and last branches are counted in every block. A product whose body is a loop has fewer
-bundles than it runs, so none takes less than at the peak.
+It ranks programs and shows layouts and overlap; it is no measured time. No stall for memory inside
+an instruction is in it and no contention; links and the fixed time are assumptions, and so is the
+clock, the data sheet's FLOP/s by the FLOP of a cycle. A kernel's first and last branches are
+counted in every block. A product whose body is a loop has fewer bundles than it runs, so none takes
+less than at the peak.
 """
 
 from __future__ import annotations
@@ -41,9 +43,8 @@ from ltx2rt_tpu.hlo import (
 
 FLOP_PER_CYCLE = 524288  # bfloat16, two units of 256 x 256 that take 16 rows in 8 bundles
 TIMED = ("v6e", "v7x")  # whose cores are such
-ARGUMENTS = (  # flags of libtpu, set before it is loaded: the final bundles of every instruction, in a folder
-    "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final_bundles.*"
-)
+# flags of libtpu, set before it is loaded: the final bundles of every instruction, in a folder
+ARGUMENTS = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final_bundles.*"
 BUNDLES = re.compile(r"\d+-(.+)-\d+-schedule-analysis_final_bundles\.txt")
 OPERATION = re.compile(r"\s*([\w\-]+)\((.*)", re.DOTALL)
 KERNEL = 'custom_call_target="tpu_custom_call"'
@@ -71,7 +72,8 @@ WITH_MOVING |= {"bitcast-convert", "maximum", "select", "compare", "iota", "conv
 
 
 class Code:
-    """The final code of what this process compiles; made before libtpu is loaded. Raises InputError for other kinds."""
+    """The final code of what this process compiles; made before libtpu is loaded. Raises InputError
+    for other kinds."""
 
     def __init__(self, kind: DeviceKind):
         if kind.name not in TIMED:
@@ -103,11 +105,12 @@ def bundles(folder: Path) -> dict[str, int]:
 def times(
     hlo: str, code: Mapping[str, int], kind: DeviceKind, steps: int | None = None
 ) -> dict[str, float]:
-    """Seconds of one call on one device: by class of instructions; "guessed", by the compiler, of those that have no
-    code; "exposed", of exchanges that nothing hides. Their sum is the time of the call.
+    """Seconds of one call on one device: by class of instructions; "guessed", by the compiler, of
+    those that have no code; "exposed", of exchanges that nothing hides. Their sum is the time of
+    the call.
 
-    hlo: text after code generation, which tells windows; code: as `bundles` gives it; steps: as for `collectives`.
-    Raises ValueError as `collectives` does, and for a kernel that is no attention.
+    hlo: text after code generation, which tells windows; code: as `bundles` gives it; steps: as for
+    `collectives`. Raises ValueError as `collectives` does, and for a kernel that is no attention.
     """
     replay = _Replay(hlo, code, kind, steps)
     replay.run(replay.entry, 1)
@@ -238,7 +241,8 @@ class _Replay:
         return one
 
     def _inside(self, computation: str) -> tuple[Set[str], str | None, int]:
-        """Operations of a computation and of those that it calls; a collective's line among them; FLOP of products."""
+        """Operations of a computation and of those that it calls; a collective's line among them;
+        FLOP of products."""
         if computation not in self._insides:
             lines = self.bodies.get(computation, [])
             shapes = {m[1]: dims(m[2]) for line in lines if (m := RESULT.match(line))}
@@ -268,7 +272,8 @@ def _type_end(rest: str) -> int:
 
 
 def _signature(one: _Instruction) -> tuple[str, str, str]:
-    """The key of instructions of the same code; where in the memory of the core a result lies is no matter."""
+    """The key of instructions of the same code; where in the memory of the core a result lies is no
+    matter."""
     window = re.search(r'"window_config":\{[^}]*\}', one.text)
     return one.op, re.sub(r"S\(1\)", "", one.result), window[0] if window else ""
 

@@ -1,7 +1,8 @@
-"""Several processes of one JAX program, usually one for each host of a TPU slice: how they meet, and their devices.
+"""Several processes of one JAX program, usually one for each host of a TPU slice: how they meet,
+and their devices.
 
-Decides how processes find each other and in which order their devices make a mesh. Every process runs every program, in
-the same order: JAX has no other way to drive devices of several hosts.
+Decides how processes find each other and in which order their devices make a mesh. Every process
+runs every program, in the same order: JAX has no other way to drive devices of several hosts.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ def _rounds() -> count:
 
 
 def agree(flag: bool) -> bool:
-    """Whether any process says so. All of them must ask; through the coordinator, because a collective of their
-    devices would wait for all that these have to do."""
+    """Whether any process says so. All of them must ask; through the coordinator, because a
+    collective of their devices would wait for all that these have to do."""
     rank, size = hosts(os.environ)
     if size == 1:
         return flag
@@ -94,7 +95,8 @@ def agree(flag: bool) -> bool:
 
 
 def join() -> tuple[int, int]:
-    """(number of this process, how many there are). Meets the others unless it has, or is the only one.
+    """(number of this process, how many there are). Meets the others unless it has, or is the only
+    one.
 
     Raises InputError if they cannot meet.
     """
@@ -155,7 +157,8 @@ def _listening(address: str | None) -> str | None:
 
 @cache  # a second time would take what the first has kept
 def silence_gloo() -> None:
-    """Point the C library's stdout at nothing: gloo greets every peer there, in the place of results."""
+    """Point the C library's stdout at nothing: gloo greets every peer there, in the place of
+    results."""
     sys.stdout.flush()
     kept = os.dup(1)
     nothing = os.open(os.devnull, os.O_WRONLY)
@@ -165,7 +168,8 @@ def silence_gloo() -> None:
 
 
 def device_mesh(devices: Sequence[Any], mesh: Mapping[str, int]) -> Mesh:
-    """The first devices as a mesh, host by host: `tensor`, which exchanges most, is along neighbours of one host."""
+    """The first devices as a mesh, host by host: `tensor`, which exchanges most, is along
+    neighbours of one host."""
     ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
     axes = sorted(mesh, key="tensor".__eq__)
     sizes = [mesh[axis] for axis in axes]

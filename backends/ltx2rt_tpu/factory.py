@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from ltx2rt_tpu.backend import TpuBackend
     from ltx2rt_tpu.distributed import Store
 
-# From so many bytes on, halves take turns at an exchange, and a pair of devices adds up what they send each other where
-# nothing but a permutation travels while they compute. Fewer have arrived before other work would have begun.
+# From so many bytes on, halves take turns at an exchange, and a pair of devices adds up what they
+# send each other where nothing but a permutation travels while they compute. Fewer have arrived
+# before other work would have begun.
 LEAST_BYTES = 2**20
 ASSEMBLED = ("vocoder",)  # networks that run as `program.Assembled`
 
@@ -45,8 +46,9 @@ class TpuFactory:
         compile: bool = False,
         train: bool = False,
     ) -> Graph:
-        """Halves of the samples of a step side by side where that is possible, so that exchanges travel unseen; the
-        vocoder's activations fused, for XLA fuses the rest itself. Nothing of a training step."""
+        """Halves of the samples of a step side by side where that is possible, so that exchanges
+        travel unseen; the vocoder's activations fused, for XLA fuses the rest itself. Nothing of a
+        training step."""
         from ltx2rt.passes.fuse import fuse, snakes
         from ltx2rt.passes.interleave import interleave
 

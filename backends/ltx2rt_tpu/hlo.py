@@ -1,7 +1,8 @@
 """Communication and products of a compiled program, counted in its scheduled HLO.
 
-Decides how often each instruction runs, through the loops and computations it is in, how many bytes a collective brings
-to one device, and what a convolution multiplies. The text is the compiler's own, of any TPU generation.
+Decides how often each instruction runs, through the loops and computations it is in, how many bytes
+a collective brings to one device, and what a convolution multiplies. The text is the compiler's
+own, of any TPU generation.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ def collectives(hlo: str, steps: int | None = None) -> tuple[Counter[str], int]:
 
     steps: how often the outermost loop runs, if its bounds are arguments of the program.
 
-    A device receives, of results that together have B bytes in a group of g: 2 B (g-1)/g for an all-reduce, B (g-1)/g
-    for an all-gather and an all-to-all, B (g-1) for a reduce-scatter, B for a permutation: bandwidth-optimal exchanges.
-    Raises ValueError if a loop's length or what a communication brings cannot be told: neither is guessed.
+    A device receives, of results that together have B bytes in a group of g: 2 B (g-1)/g for an
+    all-reduce, B (g-1)/g for an all-gather and an all-to-all, B (g-1) for a reduce-scatter, B for a
+    permutation: bandwidth-optimal exchanges. Raises ValueError if a loop's length or what a
+    communication brings cannot be told: neither is guessed.
     """
     counts: Counter[str] = Counter()
     total = 0.0
@@ -65,10 +67,11 @@ def collectives(hlo: str, steps: int | None = None) -> tuple[Counter[str], int]:
 
 
 def flops(hlo: str, steps: int | None = None) -> int:
-    """2 x the multiply-adds of one call on one device, padding by zeros left out, as XLA counts them but for loops,
-    which it counts once. On a TPU every matrix product is a convolution.
+    """2 x the multiply-adds of one call on one device, padding by zeros left out, as XLA counts
+    them but for loops, which it counts once. On a TPU every matrix product is a convolution.
 
-    Raises ValueError for a loop as `collectives` does, and for a kernel, of which the text says nothing.
+    Raises ValueError for a loop as `collectives` does, and for a kernel, of which the text says
+    nothing.
     """
     total = 0
     for line, times, shapes in _executed(hlo, steps):
@@ -86,7 +89,8 @@ def product_flops(line: str, shapes: Mapping[str, list[int]]) -> int:
 
 
 def _executed(hlo: str, steps: int | None) -> Iterator[tuple[str, int, Mapping[str, list[int]]]]:
-    """Every instruction that runs, how often, and the shapes of its computation's values by name."""
+    """Every instruction that runs, how often, and the shapes of its computation's values by
+    name."""
     entry, bodies = computations(hlo)
     shapes = {
         name: {m[1]: dims(m[2]) for line in lines if (m := RESULT.match(line))}
@@ -138,8 +142,8 @@ def computations(hlo: str) -> tuple[str, dict[str, list[str]]]:
 
 
 def trips(name: str, condition: list[str], line: str) -> int | None:
-    """How often a counted loop runs: annotated, or the bound that its condition, of this name, compares the counter
-    with; that of a windowed product counts two of its parts at a time."""
+    """How often a counted loop runs: annotated, or the bound that its condition, of this name,
+    compares the counter with; that of a windowed product counts two of its parts at a time."""
     if known := re.search(r'known_trip_count"?:\{"n":"(\d+)"\}', line):
         return int(known[1])
     bounds = [
@@ -181,7 +185,8 @@ def dims(text: str) -> list[int]:
 
 
 def _multiply_adds(line: str, out: list[int], x: list[int], kernel: list[int]) -> int:
-    """Pairs of an output and a tap, along each window axis of a convolution, that meet a value and no zero."""
+    """Pairs of an output and a tap, along each window axis of a convolution, that meet a value and
+    no zero."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line)
     assert labels is not None, line
     sizes = [

@@ -19,7 +19,8 @@ SLURM_VARIABLES = (
 def hosts(environment: Mapping[str, str]) -> tuple[int, int]:
     """(this process, how many there are): by HOST_VARIABLES, in a SLURM step, or on a TPU slice.
 
-    In the latter two JAX itself finds where they meet. Raises InputError if HOST_VARIABLES are not complete.
+    In the latter two JAX itself finds where they meet. Raises InputError if HOST_VARIABLES are not
+    complete.
     """
     workers = environment.get("TPU_WORKER_HOSTNAMES", "").split(",")
     if given := [name for name in HOST_VARIABLES if name in environment]:

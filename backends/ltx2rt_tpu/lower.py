@@ -1,6 +1,7 @@
 """Lower a graph to one JAX function of (inputs, weights), to be traced under jit.
 
-A repeat is a `lax.scan` over its stacked weights and data: XLA compiles its body once whatever the number of layers.
+A repeat is a `lax.scan` over its stacked weights and data: XLA compiles its body once whatever the
+number of layers.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def run(
     ops: Ops = OPS,
     remat: bool = False,
 ) -> list[Array]:
-    """The graph's outputs. weights: by declared name; a `*` name holds one array with a leading layer axis. remat: a
-    backward pass computes each iteration of a repeat anew from its inputs."""
+    """The graph's outputs. weights: by declared name; a `*` name holds one array with a leading
+    layer axis. remat: a backward pass computes each iteration of a repeat anew from its inputs."""
     env = {id(v): x for v, x in zip(graph.inputs.values(), inputs, strict=True)}
     env |= {id(v): weights[name] for name, v in graph.params.items()}
     for node in graph.nodes:

@@ -1,7 +1,7 @@
 """One network as a flax `nnx.Module`, for somebody's own program.
 
-Decides what the module's parameters are called and how they say where they lie. Gradients reach every parameter and
-every floating input; which of them are trained, and how, is the caller's.
+Decides what the module's parameters are called and how they say where they lie. Gradients reach
+every parameter and every floating input; which of them are trained, and how, is the caller's.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ from ltx2rt_tpu.weights import abstract_weights, weight_specs
 def as_nnx(
     network: Graph | Program, source: TensorSource | None = None, device: str = "auto"
 ) -> NetworkModule:
-    """A module that computes `network`: a graph on `device` ("auto", "tpu" or "cpu"), or a program of it where it is.
+    """A module that computes `network`: a graph on `device` ("auto", "tpu" or "cpu"), or a program
+    of it where it is.
 
-    Its parameters are `module.weights`, by the graph's names: the checkpoint's, with `*` for the layer, whose tensors
-    are stacked along a first axis (joined by " | " where a pass packed several into one). On a graph placed on a mesh
-    each is a global array whose `out_sharding` says how it is cut, as `nnx.get_partition_spec` reads it. With a source
-    they are read now; without one they are `jax.ShapeDtypeStruct`s until `nnx.update(module.weights, arrays)`.
-    Raises InputError if the source does not fit the graph or the mesh needs more devices than there are, GraphError if
-    the graph is quantised.
+    Its parameters are `module.weights`, by the graph's names: the checkpoint's, with `*` for the
+    layer, whose tensors are stacked along a first axis (joined by " | " where a pass packed several
+    into one). On a graph placed on a mesh each is a global array whose `out_sharding` says how it
+    is cut, as `nnx.get_partition_spec` reads it. With a source they are read now; without one they
+    are `jax.ShapeDtypeStruct`s until `nnx.update(module.weights, arrays)`. Raises InputError if the
+    source does not fit the graph or the mesh needs more devices than there are, GraphError if the
+    graph is quantised.
 
         checkpoint = open_checkpoint("ltx-2.3")
         graph = transformer.trace(checkpoint.config.transformer, structure, "bfloat16")
         graph = place(graph, {"heads": "tensor", "ff": "tensor"}, {"tensor": 8})
         network = as_nnx(graph, checkpoint.source("transformer"))
         trained = nnx.All(nnx.Param, lambda path, _: "to_q" in path[-1])
-        loss = lambda module: ((module(video_latent=x, **others)["video_velocity"] - target) ** 2).mean()
-        gradients = nnx.grad(loss, argnums=nnx.DiffState(0, trained))(network)
+        loss = lambda module: ((module(video_latent=x, **others)["video_velocity"] - target) **
+        2).mean() gradients = nnx.grad(loss, argnums=nnx.DiffState(0, trained))(network)
     """
     graph = network if isinstance(network, Graph) else network.graph
     trainable(graph)

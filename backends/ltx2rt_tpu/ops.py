@@ -1,7 +1,9 @@
-"""Each op of the table as a JAX function of arrays and its arguments (`OPS`), and what a TPU runs instead (`ON_TPU`).
+"""Each op of the table as a JAX function of arrays and its arguments (`OPS`), and what a TPU runs
+instead (`ON_TPU`).
 
-What there are many of is written in `lax`: jax.numpy traces a function of its own for every new shape. float32 operands
-are multiplied in float32 (precision HIGHEST): a TPU's default rounds them to bfloat16.
+What there are many of is written in `lax`: jax.numpy traces a function of its own for every new
+shape. float32 operands are multiplied in float32 (precision HIGHEST): a TPU's default rounds them
+to bfloat16.
 """
 
 from __future__ import annotations
@@ -195,8 +197,8 @@ def encode(encoding: str, x: Array) -> tuple[Array, ...]:
 
 @op
 def unpack(*fields: Array, encoding: str, dtype: str) -> Array:
-    """XLA decodes where the product reads its operand; blocks of GGUF, which it does not, some rows at a time. It may
-    drop a cast to bfloat16 and back, this rounding it keeps."""
+    """XLA decodes where the product reads its operand; blocks of GGUF, which it does not, some rows
+    at a time. It may drop a cast to bfloat16 and back, this rounding it keeps."""
 
     def decoded(rows: Sequence[Array]) -> Array:
         matrix = ENCODINGS[encoding].decode(JaxOps, *rows)
@@ -255,8 +257,8 @@ def biased(y: Array, bias: Array | None) -> Array:
 
 
 def _conv(x: Array, weight: Array, *, stride, dilation, channels_last=False) -> Array:
-    """channels_last: as the fast convolution of a CPU has it; XLA rearranges only outside of loops, and inside of them
-    it would take its plain one, ten times slower."""
+    """channels_last: as the fast convolution of a CPU has it; XLA rearranges only outside of loops,
+    and inside of them it would take its plain one, ten times slower."""
     pads = [(0, 0)] * len(stride)
     y = partial(
         lax.conv_general_dilated, window_strides=stride, padding=pads, rhs_dilation=dilation
@@ -271,8 +273,9 @@ def _conv(x: Array, weight: Array, *, stride, dilation, channels_last=False) -> 
 
 
 def _conv_by_frames(x: Array, weight: Array, *, stride, dilation) -> Array:
-    """Convolution over (frames, rows, columns) as a loop over the frames of the result: for all of them at once the TPU
-    compiler takes several times as long, and twice the memory (README has both)."""
+    """Convolution over (frames, rows, columns) as a loop over the frames of the result: for all of
+    them at once the TPU compiler takes several times as long, and twice the memory (README has
+    both)."""
     depth = weight.shape[2]
 
     def frame(i):
@@ -290,8 +293,9 @@ def _conv_by_frames(x: Array, weight: Array, *, stride, dilation) -> Array:
     jax.jit, static_argnames=("stride", "dilation")
 )  # a trace for each shape, not for each of a vocoder's 200
 def _conv_by_taps(x: Array, weight: Array, *, stride: int = 1, dilation: int = 1) -> Array:
-    """Convolution over time by a loop of matrix products: the TPU compiler takes seconds for every float32 convolution,
-    and a minute for the STFT's. The samples of one stride count as channels, the taps with them."""
+    """Convolution over time by a loop of matrix products: the TPU compiler takes seconds for every
+    float32 convolution, and a minute for the STFT's. The samples of one stride count as channels,
+    the taps with them."""
     if stride > 1:
         assert dilation == 1, f"stride {stride} with dilation {dilation}"
         steps = (x.shape[2] - weight.shape[2]) // stride + -(-weight.shape[2] // stride)
@@ -304,8 +308,8 @@ def _conv_by_taps(x: Array, weight: Array, *, stride: int = 1, dilation: int = 1
 
 
 def matrix_taps(matrix: Callable, x: Array, start: Callable, taps: int | Array, time: int) -> Array:
-    """The sum over taps of matrix(tap) (out, channels) x samples [start(tap), start(tap) + time) of x (B, channels,
-    samples): (B, out, time)."""
+    """The sum over taps of matrix(tap) (out, channels) x samples [start(tap), start(tap) + time) of
+    x (B, channels, samples): (B, out, time)."""
 
     def add(tap, y):
         window = lax.dynamic_slice_in_dim(x, start(tap), time, axis=2, allow_negative_indices=False)
@@ -408,9 +412,9 @@ def all_to_all(
 ) -> tuple[Array, ...]:
     """Operands (B, tokens, heads, head_dim) of one shape travel stacked, in one communication.
 
-    The devices' pieces lie along a first axis, heads before tokens in each: of the axes as they are the TPU compiler
-    makes the one that is split the outermost, and copies tiles of as few rows as a device has heads (3 ms of a step of
-    88 on tpu7x).
+    The devices' pieces lie along a first axis, heads before tokens in each: of the axes as they are
+    the TPU compiler makes the one that is split the outermost, and copies tiles of as few rows as a
+    device has heads (3 ms of a step of 88 on tpu7x).
     """
     if len({x.shape for x in xs}) > 1:
         return tuple(
@@ -440,7 +444,8 @@ def attention_part(
 
 
 def _part(y: Array, log_sum: Array, dtype: jnp.dtype) -> Array:
-    """y and, behind it, log_sum (B, tokens, heads) in two; by its bits: XLA takes x - bfloat16(x) for zero."""
+    """y and, behind it, log_sum (B, tokens, heads) in two; by its bits: XLA takes x - bfloat16(x)
+    for zero."""
     bits = lax.bitcast_convert_type(log_sum, jnp.uint32) & jnp.uint32(0xFFFF0000)
     upper = lax.bitcast_convert_type(bits, jnp.float32)
     return jnp.concatenate([y, upper[..., None], (log_sum - upper)[..., None]], axis=-1).astype(
@@ -515,7 +520,8 @@ SCORES_BYTES = (
 def attention(
     q: Array, k: Array, v: Array, bias: Array | None = None, *, scale: float, bias_view
 ) -> Array:
-    """With a bias in blocks of queries, of as many as SCORES_BYTES hold but at least one of the kernel's."""
+    """With a bias in blocks of queries, of as many as SCORES_BYTES hold but at least one of the
+    kernel's."""
     tokens = q.shape[1]
     room = SCORES_BYTES // (4 * q.shape[0] * q.shape[2] * k.shape[1])
     size = max(room // kernel.LANES, 1) * kernel.LANES
@@ -546,7 +552,8 @@ def _attention_on_tpu(
 
 
 def _attend(q: Array, k: Array, v: Array, bias: Array | None, scale: float, bias_view) -> Array:
-    """By products of batches of matrices, the only ones that XLA gives to a CPU's fast product in a loop, too."""
+    """By products of batches of matrices, the only ones that XLA gives to a CPU's fast product in a
+    loop, too."""
     b, t, heads, d = q.shape
     n = k.shape[2]
     weights = jax.nn.softmax(_scores(q, k, bias, scale, bias_view), axis=-1).astype(v.dtype)
@@ -571,9 +578,11 @@ NEIGHBOURS = 8  # queries along each axis that are multiplied with one box of ke
 
 @op
 def neighbourhood_attention(q: Array, k: Array, v: Array, window, first, scale: float) -> Array:
-    """A loop over blocks of queries, each with the box of keys that its windows reach: one block's scores at once.
+    """A loop over blocks of queries, each with the box of keys that its windows reach: one block's
+    scores at once.
 
-    Heads come first, and queries and keys of a block are one axis each: a TPU pads the last two axes to whole tiles.
+    Heads come first, and queries and keys of a block are one axis each: a TPU pads the last two
+    axes to whole tiles.
     """
     plans = [
         window_blocks(*sizes, NEIGHBOURS)
@@ -637,8 +646,9 @@ def sinusoid(t: Array, frequencies) -> Array:
 
 @op
 def snake_beta(x: Array, up: Array, down: Array, alpha: Array, beta: Array, *, eps: float) -> Array:
-    """Filters as sums of shifted signals, at twice the rate the even samples apart from the odd ones: a convolution of
-    one channel leaves a TPU's matrix unit idle and keeps its compiler busy for many seconds."""
+    """Filters as sums of shifted signals, at twice the rate the even samples apart from the odd
+    ones: a convolution of one channel leaves a TPU's matrix unit idle and keeps its compiler busy
+    for many seconds."""
     t, taps = x.shape[2], up.shape[-1]
     pad, start, (before, _) = snake_windows(taps)
     ups, downs = (
@@ -704,6 +714,7 @@ ON_TPU = {
     "attention": _attention_on_tpu,
 }
 
-# A product would compute the GELU in front of it anew for every tile of its columns: on tpu7x 0.8 ms of a step of 89,
-# by the compiler's code; on v6e the result as a tensor of its own costs as much.
+# A product would compute the GELU in front of it anew for every tile of its columns: on tpu7x 0.8
+# ms of a step of 89, by the compiler's code; on v6e the result as a tensor of its own costs as
+# much.
 ONCE = {"gelu": lambda x: lax.optimization_barrier(OPS["gelu"](x))}

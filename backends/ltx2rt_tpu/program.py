@@ -35,17 +35,20 @@ COMPILERS = 16  # at a time: each takes some hundred MB
 TRACING = (
     Lock()
 )  # threads that compile ahead take turns: they are Python, and the first program shall be first
-# On a CPU most of a first run is compiling: with these the demo's takes 20 s instead of 35, and runs as fast.
+# On a CPU most of a first run is compiling: with these the demo's takes 20 s instead of 35, and
+# runs as fast.
 LEVEL = "xla_backend_optimization_level"
 ON_CPU = {LEVEL: 1, "xla_cpu_use_fusion_emitters": False}
-# What multiplies less than SMALL FLOP, and in loops activates fewer samples than SHORT, is compiled at level 0: of the
-# demo that halves XLA's share. A loop of the vocoder takes five times as long to run at that level, products as long.
+# What multiplies less than SMALL FLOP, and in loops activates fewer samples than SHORT, is compiled
+# at level 0: of the demo that halves XLA's share. A loop of the vocoder takes five times as long to
+# run at that level, products as long.
 SMALL, SHORT = 3e10, 4e6
 
 
 @cache
 def compilations() -> list[float]:
-    """Seconds of every compilation of this process from the first call on, those included that the disk saved."""
+    """Seconds of every compilation of this process from the first call on, those included that the
+    disk saved."""
     seen: list[float] = []
 
     def listen(event: str, duration_secs: float, **_: Any) -> None:
@@ -79,7 +82,8 @@ def compiler_options(graph: Graph, place: Sharding) -> dict[str, Any]:
 
 
 def on_mesh(function: Callable, place: Sharding, *specs: Any, out: Any) -> Callable:
-    """`function` on every device of the mesh, so that XLA communicates what the graph says and nothing else.
+    """`function` on every device of the mesh, so that XLA communicates what the graph says and
+    nothing else.
 
     specs, out: how its arguments and its results lie. Without a mesh it is `function` itself.
     """
@@ -126,7 +130,8 @@ class Ahead(ABC):
         return self._compiling
 
     def ready(self) -> None:
-        """Wait for the thread that compiles it, if one does; what is still in the queue is compiled by the call."""
+        """Wait for the thread that compiles it, if one does; what is still in the queue is compiled
+        by the call."""
         if (compiling := self._compiling) is not None and not compiling.cancel():
             self._compiling = None if compiling.exception() else compiling
             compiling.result()
@@ -136,7 +141,8 @@ class Ahead(ABC):
 
 
 class Program(Ahead):
-    """One lowered graph under one jit; `weights` maps declared names to arrays, `*` names stacked over layers."""
+    """One lowered graph under one jit; `weights` maps declared names to arrays, `*` names stacked
+    over layers."""
 
     def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
         self.graph = FACTORY.as_run(graph, device_kind(place))
@@ -192,7 +198,8 @@ class Program(Ahead):
         )
 
     def _each(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
-        """The graph on every device, each with inputs of its own, one after the other along the first axis."""
+        """The graph on every device, each with inputs of its own, one after the other along the
+        first axis."""
         return on_mesh(self._local, self.place, P(), own(self.place), out=own(self.place))(
             weights, inputs
         )
@@ -203,7 +210,8 @@ class Program(Ahead):
     def together(
         self, weights: Weights, several: list[Mapping[str, Any]], output: str
     ) -> list[Any]:
-        """`output` for each of several inputs, at most as many as there are devices; weights are whole on each.
+        """`output` for each of several inputs, at most as many as there are devices; weights are
+        whole on each.
 
         Nothing communicates, unless a device is another process's: then the results are gathered.
         """
@@ -235,12 +243,13 @@ class Program(Ahead):
 
 
 class Assembled(Ahead):
-    """A lowered graph as executables compiled side by side: the loops that `roll` makes, and what lies between.
+    """A lowered graph as executables compiled side by side: the loops that `roll` makes, and what
+    lies between.
 
-    For the vocoder: hundreds of small unlike convolutions and filters, which as they stand keep the TPU compiler busy
-    for a quarter of an hour and more. Compiling with `EFFORT` takes about half of the time of full effort. Between
-    executables an array has no axes of size 1, which a TPU would lay out otherwise and then rearrange. Every device of
-    a mesh runs everything.
+    For the vocoder: hundreds of small unlike convolutions and filters, which as they stand keep the
+    TPU compiler busy for a quarter of an hour and more. Compiling with `EFFORT` takes about half of
+    the time of full effort. Between executables an array has no axes of size 1, which a TPU would
+    lay out otherwise and then rearrange. Every device of a mesh runs everything.
     """
 
     def __init__(self, graph: Graph, place: Sharding):
@@ -318,10 +327,12 @@ def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Loop(Ahead):
-    """The denoise loop: what leaves it runs once, the steps are one executable with traced bounds. On TPUs halves of
-    the samples go through the blocks side by side where that is possible, so that exchanges travel unseen.
+    """The denoise loop: what leaves it runs once, the steps are one executable with traced bounds.
+    On TPUs halves of the samples go through the blocks side by side where that is possible, so that
+    exchanges travel unseen.
 
-    On a mesh every device keeps what it has prepared for itself, under a new first axis over all mesh axes.
+    On a mesh every device keeps what it has prepared for itself, under a new first axis over all
+    mesh axes.
     """
 
     def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
@@ -389,7 +400,8 @@ class Loop(Ahead):
         )
 
     def _steps(self, weights, prepared, constants, outputs, first, last):
-        """Steps first..last-1 of one loop; no host callback, for those keep an executable off the disk."""
+        """Steps first..last-1 of one loop; no host callback, for those keep an executable off the
+        disk."""
         body, data, state = self.parts.body, set(self.parts.data), self.parts.state
 
         def local(weights, prepared, constants, outputs, i):
@@ -459,7 +471,8 @@ def upload(graph: Graph, name: str, value: Any, place: Sharding) -> Array:
         raise ValueError(
             f"{graph.name}: input {name} has shape {tuple(value.shape)}, expected {spec}"
         )
-    # replicate also commits: jit compiles once more for an argument that is not committed to its device.
+    # replicate also commits: jit compiles once more for an argument that is not committed to its
+    # device.
     typed = (
         value.astype(spec.dtype)
         if isinstance(value, Array)
@@ -469,7 +482,8 @@ def upload(graph: Graph, name: str, value: Any, place: Sharding) -> Array:
 
 
 def replicate(array: np.ndarray | Array, place: Sharding) -> Array:
-    """`array` on every device of `place`; each process puts its own, which device_put alone would compare with all."""
+    """`array` on every device of `place`; each process puts its own, which device_put alone would
+    compare with all."""
     if place.is_fully_addressable or isinstance(array, Array):
         return jax.device_put(array, place)
     return jax.make_array_from_callback(array.shape, place, lambda _: array)

@@ -1,8 +1,9 @@
-"""Training of a graph's adapters in JAX: the gradient of the function that is lowered anyway, AdamW by optax.
+"""Training of a graph's adapters in JAX: the gradient of the function that is lowered anyway, AdamW
+by optax.
 
-Decides how gradients of several devices become those of one: each device's loss counts 1 / devices, and a parameter's
-gradient is added up over every mesh axis that does not cut it. Under `shard_map` every collective's derivative is its
-transpose.
+Decides how gradients of several devices become those of one: each device's loss counts 1 / devices,
+and a parameter's gradient is added up over every mesh axis that does not cut it. Under `shard_map`
+every collective's derivative is its transpose.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 
 
 class Gradients:
-    """Losses and gradients of one batch, a jitted function of (parameters, frozen, inputs, weights of the losses)."""
+    """Losses and gradients of one batch, a jitted function of (parameters, frozen, inputs, weights
+    of the losses)."""
 
     def __init__(self, graph: Graph, place: Sharding, remat: bool):
         differentiable(graph)
@@ -118,7 +120,8 @@ class Gradients:
 
 
 class Trainer:
-    """A `ltx2rt.backend.Trainer`. Parameters of all blocks are one array each, the block its first axis."""
+    """A `ltx2rt.backend.Trainer`. Parameters of all blocks are one array each, the block its first
+    axis."""
 
     def __init__(
         self, backend: TpuBackend, graph: Graph, weights: Weights, optimiser: AdamW, remat: bool

@@ -1,4 +1,5 @@
-"""Weights of a placed graph on JAX devices: how each is cut, its layout in memory, how it gets there."""
+"""Weights of a placed graph on JAX devices: how each is cut, its layout in memory, how it gets
+there."""
 
 from __future__ import annotations
 
@@ -35,16 +36,18 @@ TILED_ROWS, TILED_COLUMNS = (
 
 
 def weight_specs(graph: Graph) -> dict[str, P]:
-    """How each weight is laid over the mesh, by declared name; `*` names have a layer axis in front."""
+    """How each weight is laid over the mesh, by declared name; `*` names have a layer axis in
+    front."""
     return {name: _spec(layout, "*" in name) for name, layout in graph.all_layouts().items()}
 
 
 def weight_layout(name: str, type: Type, spec: P, device_kind: str) -> MemoryLayout | None:
     """Layout of a weight in the memory of a device, None for the default tiling.
 
-    A loop over layers on a TPU7x reads stacked bfloat16 matrices in tiles of 16 rows; in the default tiles of 8 the
-    executable would begin with a copy of them all. The compiler fails on fewer rows than a tile has, and takes an
-    argument that is cut over devices in the default tiling alone.
+    A loop over layers on a TPU7x reads stacked bfloat16 matrices in tiles of 16 rows; in the
+    default tiles of 8 the executable would begin with a copy of them all. The compiler fails on
+    fewer rows than a tile has, and takes an argument that is cut over devices in the default tiling
+    alone.
     """
     if (
         device_kind != TILED_KIND
@@ -60,8 +63,9 @@ def weight_layout(name: str, type: Type, spec: P, device_kind: str) -> MemoryLay
 
 
 def abstract_weights(graph: Graph, place: Sharding) -> dict[str, ShapeDtypeStruct]:
-    """Every weight by declared name: the shape of all devices together, `*` ones with their layers in front, and the
-    format that an executable for `place` reads without a copy: how it is cut, its layout in memory.
+    """Every weight by declared name: the shape of all devices together, `*` ones with their layers
+    in front, and the format that an executable for `place` reads without a copy: how it is cut, its
+    layout in memory.
     """
     kind, specs, found = next(iter(place.device_set)).device_kind, weight_specs(graph), {}
     for name, (v, count) in graph.all_params().items():
@@ -75,7 +79,8 @@ def abstract_weights(graph: Graph, place: Sharding) -> dict[str, ShapeDtypeStruc
 
 
 def laid_out(array: Array, format: Format) -> Array:
-    """`array` as `format` says; JAX sends host memory in the default tiling alone, so a device tiles it anew."""
+    """`array` as `format` says; JAX sends host memory in the default tiling alone, so a device
+    tiles it anew."""
     return array if format.layout is None else jax.device_put(array, format)
 
 
@@ -86,7 +91,8 @@ def _spec(layout: Layout, lead: int) -> P:
 
 
 def weights_on(place: Sharding, graph: Graph, weights: Weights) -> Weights:
-    """Those that `graph` reads, on its mesh; a stage with another one has loaded the same slices."""
+    """Those that `graph` reads, on its mesh; a stage with another one has loaded the same
+    slices."""
     names = graph.all_params()
     if not isinstance(place, NamedSharding):
         return {name: weights[name] for name in names}
@@ -95,7 +101,8 @@ def weights_on(place: Sharding, graph: Graph, weights: Weights) -> Weights:
 
 
 def _renamed(array: Array, sharding: NamedSharding) -> Array:
-    """`array` with the same slices on the same devices under the axis names of another mesh; nothing is copied."""
+    """`array` with the same slices on the same devices under the axis names of another mesh;
+    nothing is copied."""
     if array.sharding == sharding:
         return array
     if not array.sharding.is_equivalent_to(sharding, array.ndim):
@@ -109,7 +116,8 @@ def _renamed(array: Array, sharding: NamedSharding) -> Array:
 def assemble(
     shape: tuple[int, ...], place: Sharding, read: Callable[[tuple[slice, ...]], np.ndarray]
 ) -> Array:
-    """An array of the slices read(index): each is read once, put on all its devices, and let go before the next."""
+    """An array of the slices read(index): each is read once, put on all its devices, and let go
+    before the next."""
     holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     indices = place.addressable_devices_indices_map(shape)
     for device, index in indices.items():
@@ -126,7 +134,8 @@ def assemble(
 def stacked(
     source: EncodedSource, name: str, layout: Layout, type: Type, count: int, place: Sharding
 ) -> Array:
-    """One parameter on its devices, a `*` one stacked over layers; cast once while it is copied from the file."""
+    """One parameter on its devices, a `*` one stacked over layers; cast once while it is copied
+    from the file."""
     layers = (count,) if "*" in name else ()
 
     def local(coordinates: Mapping[str, int]) -> np.ndarray:
@@ -163,7 +172,8 @@ def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def _copy(out: np.ndarray, array: np.ndarray) -> None:
-    """out[...] = array in out's dtype; a large one by two threads: what takes time is faulting in fresh pages."""
+    """out[...] = array in out's dtype; a large one by two threads: what takes time is faulting in
+    fresh pages."""
     if array.nbytes < HALVED_BYTES or len(array) < 2:
         return _cast(out, array)
     middle = len(array) // 2
@@ -198,12 +208,14 @@ def merged(
     return result
 
 
-# Two programs: in one, XLA makes a single instruction of `scale * product` and the sum, which rounds once less.
+# Two programs: in one, XLA makes a single instruction of `scale * product` and the sum, which
+# rounds once less.
 @partial(jax.jit, static_argnames=("dtype", "first"))
 def _change(
     ups: Sequence[Array], downs: Sequence[Array], scale: Any, dtype: np.dtype, first: bool
 ) -> Array:
-    """s * (B @ A) in float32; the first of a weight is Delta itself, scaled before the product if that is one."""
+    """s * (B @ A) in float32; the first of a weight is Delta itself, scaled before the product if
+    that is one."""
     single = len(ups) == 1
     pairs = [
         [_floats(half, dtype if single else F32) for half in pair]

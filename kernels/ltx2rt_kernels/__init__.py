@@ -1,1 +1,2 @@
-"""Hand-written kernels: a folder per operation, with its CUDA kernel in Triton or its TPU kernel in Pallas."""
+"""Hand-written kernels: a folder per operation, with its CUDA kernel in Triton or its TPU kernel in
+Pallas."""

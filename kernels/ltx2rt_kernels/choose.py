@@ -1,8 +1,9 @@
 """Which kernel runs an op of the table, and why not.
 
-A kernel's module has `why_not(*operands, **plan)`, the reason why it cannot take these operands (None if it can), and a
-function of the op's name that runs it. Both get what the op's function in a lowering gets. Where an op may share its
-launch with another, the module has `OP_part`, what a launch does for one node, and `launch` of one such part or two.
+A kernel's module has `why_not(*operands, **plan)`, the reason why it cannot take these operands
+(None if it can), and a function of the op's name that runs it. Both get what the op's function in a
+lowering gets. Where an op may share its launch with another, the module has `OP_part`, what a
+launch does for one node, and `launch` of one such part or two.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def kernel(op: str) -> Callable[..., Any]:
 
 
 def launched(parts: Sequence[tuple[str, Sequence[Any], Mapping[str, Any]]]) -> tuple[Any, ...]:
-    """The results of several nodes (op, operands, plan) of one kernel, one node's after another's, by one launch."""
+    """The results of several nodes (op, operands, plan) of one kernel, one node's after another's,
+    by one launch."""
     found = [getattr(_module(op), f"{op}_part")(*operands, **plan) for op, operands, plan in parts]
     return _module(parts[0][0]).launch(*found)

@@ -40,8 +40,8 @@ def dtype_reason(*tensors: Tensor) -> str | None:
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a launch for one node. numbers: that a program holds; arguments, constants: of the kernel, where those
-    of a second node follow as NAME_2."""
+    """The part of a launch for one node. numbers: that a program holds; arguments, constants: of
+    the kernel, where those of a second node follow as NAME_2."""
 
     programs: int
     numbers: int

@@ -1,4 +1,5 @@
-"""`ltx2rt batch`: the clips of a file of jobs, one JSON object a line; what is done already is not made again."""
+"""`ltx2rt batch`: the clips of a file of jobs, one JSON object a line; what is done already is not
+made again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`ltx2rt calibrate`: a file of step plans for a model, with what each costs in picture and sound."""
+"""`ltx2rt calibrate`: a file of step plans for a model, with what each costs in picture and
+sound."""
 
 from __future__ import annotations
 

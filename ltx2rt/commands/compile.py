@@ -1,7 +1,7 @@
 """`ltx2rt compile`: every network of a run through the compiler of devices that need not be here.
 
-Decides which programs of a run's stages are compiled and how the figures are shown. They are of compiled programs;
-nothing is run. How a graph is compiled is the backend's business.
+Decides which programs of a run's stages are compiled and how the figures are shown. They are of
+compiled programs; nothing is run. How a graph is compiled is the backend's business.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class Target:
 class Cell:
     """One program to compile.
 
-    stage, branches: of the denoise loop. size: what it works on, for the reader. part: which part of the graph, or how
-    it runs, as the compiler takes it.
+    stage, branches: of the denoise loop. size: what it works on, for the reader. part: which part
+    of the graph, or how it runs, as the compiler takes it.
     """
 
     component: str
@@ -165,7 +165,8 @@ def plan_training(
     target: Target,
     preset: str | None = None,
 ) -> Job:
-    """One batch forward and backward, of clips of that size. flags: of the training run. Raises InputError."""
+    """One batch forward and backward, of clips of that size. flags: of the training run. Raises
+    InputError."""
     kind, devices = topology(target.topology)
     with datasheet_step(options, preset, kind, devices, bucket, flags) as step:
         count = step.batch * step.session.backend.mesh.get("data", 1)
@@ -224,7 +225,8 @@ def _cells(session: Session, request: Request, loras: Loras, target: Target) -> 
 
 
 def _size(session: Session, call: Call) -> str:
-    """Width, height and frames of what the call works on, in pixels; of other networks the shape."""
+    """Width, height and frames of what the call works on, in pixels; of other networks the
+    shape."""
     graph, vae = session.graph(call), session.config.video_vae
     values = graph.inputs | graph.outputs
     if "frames" in values:
@@ -239,7 +241,8 @@ def _size(session: Session, call: Call) -> str:
 
 
 def compile_job(job: Job) -> Iterator[tuple[Cell, Compiled | DoesNotFit]]:
-    """Each program as soon as it is compiled; stderr shows which one is at work. InputError before the first."""
+    """Each program as soon as it is compiled; stderr shows which one is at work. InputError before
+    the first."""
     compiler = get_ahead_compiler(job.kind.backend, job.topology, job.mesh, job.times)
 
     def compile_cell(cell: Cell) -> tuple[Cell, Compiled | DoesNotFit]:
@@ -265,8 +268,8 @@ FIGURES = tuple(field.name for field in fields(Compiled))
 
 
 def to_json(job: Job, cell: Cell, found: Compiled | DoesNotFit) -> dict[str, Any]:
-    """Counts are of one call, bytes of one device, compile_s is what the compiler took here. What does not fit has no
-    figures but why_not."""
+    """Counts are of one call, bytes of one device, compile_s is what the compiler took here. What
+    does not fit has no figures but why_not."""
     refused, figures = isinstance(found, DoesNotFit), FIGURES if job.times else FIGURES[:-1]
     return {
         "component": cell.component,

@@ -67,8 +67,9 @@ def run(
     checkpoint: Checkpoint,
     unread: Sequence[str] = (),
 ) -> None:
-    """Generate the clip's files and say where they are. What the user can mend raises InputError before any weight is
-    read. request, checkpoint: as `prepared` gives them; unread: flags that were given for nothing."""
+    """Generate the clip's files and say where they are. What the user can mend raises InputError
+    before any weight is read. request, checkpoint: as `prepared` gives them; unread: flags that
+    were given for nothing."""
     stages = partial(resolved_stages, options=options, request=request)
     session = open_session(options, checkpoint=checkpoint, stages=stages)
     plan = make_enhanced_plan(session, request)
@@ -215,7 +216,8 @@ def _unread(args: argparse.Namespace, request: Request) -> list[str]:
 
 
 def compiled_folder(environment: Mapping[str, str]) -> Path:
-    """Where compiled programs are kept: JAX_COMPILATION_CACHE_DIR, else ltx2rt under XDG_CACHE_HOME or ~/.cache."""
+    """Where compiled programs are kept: JAX_COMPILATION_CACHE_DIR, else ltx2rt under XDG_CACHE_HOME
+    or ~/.cache."""
     if asked_for := environment.get("JAX_COMPILATION_CACHE_DIR"):
         return Path(asked_for)
     return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ltx2rt"

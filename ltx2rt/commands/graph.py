@@ -49,8 +49,8 @@ def component_graph(
     weights_dtype: str | None = None,
     dtype: str = "bfloat16",
 ) -> Graph:
-    """clip: whose size it has; None: the default one. Raises InputError if there is no such component, or the clip's
-    size is not legal."""
+    """clip: whose size it has; None: the default one. Raises InputError if there is no such
+    component, or the clip's size is not legal."""
     clip = clip or OneStage("")
     clip = replace(clip, num_frames=clip.num_frames or DEFAULT_FRAMES)
     vae, mesh = config.video_vae, mesh or {}

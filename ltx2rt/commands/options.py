@@ -119,7 +119,8 @@ def planned_flags(to: Any, *models: str) -> None:
 
 
 def training_step(args: argparse.Namespace) -> tuple[Bucket, dict[str, Any]] | None:
-    """The size of the clips and the flags of a training step, if one is asked for in place of a run.
+    """The size of the clips and the flags of a training step, if one is asked for in place of a
+    run.
 
     Raises InputError for flags of one that are given with the other.
     """
@@ -146,8 +147,8 @@ def start_ranks(
 ) -> int | None:
     """Run the command as a process for each device, if this process is not one of them.
 
-    fed: the first of them reads this process's stdin. patient: they end by themselves when they are asked to. Returns
-    the exit status, or None.
+    fed: the first of them reads this process's stdin. patient: they end by themselves when they are
+    asked to. Returns the exit status, or None.
     """
     factory, count = get_factory(options.backend), prod(options.mesh.values())
     if count == 1 or not factory.process_per_device or factory.rank_and_size(os.environ)[1] > 1:

@@ -1,6 +1,7 @@
 """Run one network on given tensors: what parity tests and people who port the model need.
 
-Decides the names, shapes and axes of the tensors of every component (a table), and refuses files that do not fit.
+Decides the names, shapes and axes of the tensors of every component (a table), and refuses files
+that do not fit.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ Axes = Mapping[str, tuple[str | int, ...]]
 
 @dataclass(frozen=True)
 class Component:
-    """One row of the table. inputs, optional: name -> axes, for a model; an int is a size, a word takes the first
-    size it meets. together: inputs whose names begin so are all there or all absent."""
+    """One row of the table. inputs, optional: name -> axes, for a model; an int is a size, a word
+    takes the first size it meets. together: inputs whose names begin so are all there or all
+    absent."""
 
     run: Callable[[Session, ProbeRequest, Arrays], Arrays]
     inputs: Callable[[ModelConfig], Axes] = lambda config: {}
@@ -57,7 +59,8 @@ class Component:
 
 
 def audited(session: Session, call: Call, feeds: Mapping[str, np.ndarray]) -> Arrays:
-    """The call's outputs on the host, after the audit that `generate` makes, too. Raises InputError."""
+    """The call's outputs on the host, after the audit that `generate` makes, too. Raises
+    InputError."""
     session.weights.audit(call, session.graph(call))
     return {name: session.backend.to_host(x) for name, x in session.run(call, feeds).items()}
 
@@ -279,7 +282,8 @@ def _schedule(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
 
 
 def _streams(config: ModelConfig) -> Iterator[tuple[str, str, int, int, int]]:
-    """Both streams: name, axis of tokens, channels of a latent token, axes of a position, width C of a text context."""
+    """Both streams: name, axis of tokens, channels of a latent token, axes of a position, width C
+    of a text context."""
     t = config.transformer
     for stream, tokens, channels, axes in zip(
         transformer.streams(t),
@@ -373,7 +377,8 @@ COMPONENTS = {
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """One network run on given tensors. `inputs` is None for the tokenizer, which reads `prompts`."""
+    """One network run on given tensors. `inputs` is None for the tokenizer, which reads
+    `prompts`."""
 
     component: str = flag(
         MISSING,
@@ -429,7 +434,8 @@ class ProbeRequest:
 
 
 def run(options: ModelOptions, request: ProbeRequest) -> None:
-    """Read the inputs, run the component, write the outputs as float32. Raises InputError before any weight is read."""
+    """Read the inputs, run the component, write the outputs as float32. Raises InputError before
+    any weight is read."""
     request.check()
     checkpoint = opened_checkpoint(options)
     inputs = [path for path in (request.inputs,) if path]

@@ -58,8 +58,8 @@ def run_flags(to: Any) -> None:
 
 
 def run_files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
-    """The files that all processes must have alike: those of the model, the cache's list, and the state to go on from;
-    none is removed when a process dies."""
+    """The files that all processes must have alike: those of the model, the cache's list, and the
+    state to go on from; none is removed when a process dies."""
     request = TrainRequest(**given_flags(args, TrainRequest))
     return [*_run_options(args).files, request.data / MANIFEST, *states(request.output)[-1:]], []
 
@@ -107,7 +107,8 @@ def run(args: argparse.Namespace) -> int | None:
 
 @contextmanager
 def stopping(crew: Crew | None) -> Iterator[list[int]]:
-    """A list that is not empty once this process was asked to end. The first request does not end it otherwise."""
+    """A list that is not empty once this process was asked to end. The first request does not end
+    it otherwise."""
     asked: list[int] = []
     if crew:
         crew.asked = asked

@@ -1,7 +1,8 @@
-"""`ltx2rt worker`: a replica for `ltx2rt serve`, which starts it; jobs come by stdin, events go to stdout.
+"""`ltx2rt worker`: a replica for `ltx2rt serve`, which starts it; jobs come by stdin, events go to
+stdout.
 
-With a mesh of several processes they are ranks, and rank 0 is the one that is fed. Those of other hosts are started
-there, by the variables of their launch; the server starts the first.
+With a mesh of several processes they are ranks, and rank 0 is the one that is fed. Those of other
+hosts are started there, by the variables of their launch; the server starts the first.
 """
 
 from __future__ import annotations

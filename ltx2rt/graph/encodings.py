@@ -1,9 +1,11 @@
-"""Encodings of a weight that a device keeps as it is stored: what is stored, and the numbers that it stands for.
+"""Encodings of a weight that a device keeps as it is stored: what is stored, and the numbers that
+it stands for.
 
 A matrix [rows, n] of an encoding is stored as one or more fields, each with one row for each of its
-rows: a cut of the matrix's rows is a cut of theirs. Definitions are written once, over a namespace `o`
-of the few functions in which numpy, torch and jax.numpy differ (`NumpyOps`; each backend has its own).
-They agree bit for bit: every product but the last is exact in float32, whatever its order, so that
+rows: a cut of the matrix's rows is a cut of theirs. Definitions are written once, over a namespace
+`o` of the few functions in which numpy, torch and jax.numpy differ (`NumpyOps`; each backend has
+its own). They agree bit for bit: every product but the last is exact in float32, whatever its
+order, so that
 none is rounded twice or not at all where a compiler makes one instruction of a product and a sum.
 """
 
@@ -33,8 +35,8 @@ INT8_STEP = float(np.float32(1 / 127))
 
 @dataclass(frozen=True)
 class Field:
-    """An array that is stored for a matrix. suffix: what its name adds to the matrix's. `size` of its
-    numbers are for `weights` numbers of a row, for all of them if `weights` is 0."""
+    """An array that is stored for a matrix. suffix: what its name adds to the matrix's. `size` of
+    its numbers are for `weights` numbers of a row, for all of them if `weights` is 0."""
 
     suffix: str
     dtype: str
@@ -47,7 +49,8 @@ class Field:
 
 @dataclass(frozen=True)
 class Encoding:
-    """decode(o, *fields): the matrix, float32 [rows, n]. encode(o, matrix): its fields; None for what
+    """decode(o, *fields): the matrix, float32 [rows, n]. encode(o, matrix): its fields; None for
+    what
     is only read from files. group: numbers of a row that are decoded together. product: the op that
     multiplies by the fields as they are; without one they are decoded where a `linear` reads them.
     format: what stored matrices that have these fields are called; the name, if nothing else.
@@ -65,7 +68,8 @@ class Encoding:
 
 
 def quantise_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """x [rows, n] as e4m3 [rows, n] times a float32 scale [rows, 1], which takes a row's largest number to 448."""
+    """x [rows, n] as e4m3 [rows, n] times a float32 scale [rows, 1], which takes a row's largest
+    number to 448."""
     x = x.astype(np.float32)
     scale = np.maximum(np.abs(x).max(axis=1, keepdims=True), np.float32(FLOAT8_TINY)) * np.float32(
         FLOAT8_STEP
@@ -75,7 +79,8 @@ def quantise_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def rotation(size: int) -> np.ndarray:
-    """The regular Hadamard matrix of a power of 4 as f32[size, size]: symmetric, its own inverse."""
+    """The regular Hadamard matrix of a power of 4 as f32[size, size]: symmetric, its own
+    inverse."""
     power = next(power for power in range(1, 7) if 4**power == size)
     return reduce(np.kron, [HADAMARD / 2] * power)
 
@@ -136,7 +141,8 @@ def _scaled_rows(o: Any, values: Any, scale: Any) -> Any:
 
 
 def _int8_rows(o: Any, x: Any) -> tuple[Any, Any]:
-    """Each row as whole numbers from -127 to 127 times a float32, which takes its largest number to 127."""
+    """Each row as whole numbers from -127 to 127 times a float32, which takes its largest number to
+    127."""
     x = o.cast(x, "float32")
     largest = o.largest(abs(x))
     scale = (
@@ -145,7 +151,7 @@ def _int8_rows(o: Any, x: Any) -> tuple[Any, Any]:
     return o.cast(o.rint(x / scale), "int8"), scale
 
 
-# ---- GGUF's block types. A block holds consecutive weights of one row and their scales. Each function takes blocks
+# ---- GGUF's block types. A block holds consecutive weights of one row and their scales. Each funct
 # uint8[n, bytes] and gives float32[n, groups, weights of a group]: scales are float16 widened to float32, products are
 # taken in the order of ggml's `dequantize_row_*`, and each is rounded once. Source: ggml-quants.c.
 
@@ -273,7 +279,8 @@ def _gguf(name: str, weights: int, size: int, blocks: Callable[..., Any], *halve
 
 
 def _rotated(size: int) -> Encoding:
-    """Whole numbers that were rotated `size` at a time. They are turned back before they are scaled:
+    """Whole numbers that were rotated `size` at a time. They are turned back before they are
+    scaled:
     their sums are exact, so that one rounding is all."""
 
     def decode(o: Any, values: Any, scale: Any) -> Any:
@@ -299,8 +306,9 @@ _INT8_ROWS = (Field("", "int8"), ROW_SCALE)
 
 
 def _any_of(*rows: Encoding) -> Encoding:
-    """The encoding of a stack whose layers differ in their types: each row of bytes is as long as the longest
-    type's, and one more byte says which type it is of. All types are decoded, and one is taken."""
+    """The encoding of a stack whose layers differ in their types: each row of bytes is as long as
+    the longest type's, and one more byte says which type it is of. All types are decoded, and one
+    is taken."""
     group = max(row.group for row in rows)
     size = max(row.fields[0].columns(group) for row in rows)
 

@@ -1,9 +1,9 @@
 """Ops that are several ops at once: written by the pass `fuse`, never by model text.
 
-Each is defined by the ops it stands for, computed in float32 and rounded once. A backend may have one kernel for it;
-otherwise it runs the plain ops. `rows` are modulation rows, (scale, shift) pairs, one result per pair; rows per level
-instead of per token (as when an image's tokens have a timestep of their own) are followed by an int32 index, the level
-of every token.
+Each is defined by the ops it stands for, computed in float32 and rounded once. A backend may have
+one kernel for it; otherwise it runs the plain ops. `rows` are modulation rows, (scale, shift)
+pairs, one result per pair; rows per level instead of per token (as when an image's tokens have a
+timestep of their own) are followed by an int32 index, the level of every token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def pairs(rows: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def _row_args(x: Type, rows: Sequence[Type]) -> tuple[tuple[tuple[int, ...], ...], dict[str, Any]]:
-    """Views of the rows, and the arguments for the index if one follows them: its view as (B, tokens)."""
+    """Views of the rows, and the arguments for the index if one follows them: its view as (B,
+    tokens)."""
     *rows, index = (*rows, None) if not rows or rows[-1].dtype != "int32" else rows
     axes, args = x.axes, {}
     if index is not None:
@@ -51,9 +52,11 @@ def _row_args(x: Type, rows: Sequence[Type]) -> tuple[tuple[tuple[int, ...], ...
 def rows_per_token(
     rows: Sequence[Any], views: Sequence[tuple[int, ...]], index_view, take_along: Callable
 ) -> list[Any]:
-    """Modulation rows, arrays of any framework, as they broadcast to x: (B or 1, tokens or 1, D) each.
+    """Modulation rows, arrays of any framework, as they broadcast to x: (B or 1, tokens or 1, D)
+    each.
 
-    index_view: of the index behind the rows, if there is one. take_along: the framework's take_along_axis.
+    index_view: of the index behind the rows, if there is one. take_along: the framework's
+    take_along_axis.
     """
     shaped = [row.reshape(view) for row, view in zip(rows, views, strict=index_view is None)]
     if index_view is None:
@@ -79,7 +82,8 @@ def _numpy_norm_modulate(x, *rows, views, eps, index_view=None):
 
 @op(_numpy_norm_modulate)
 def norm_modulate(x: Type, *rows: Type, eps: float):
-    """RMSNorm without weight over the last axis, then x * (1 + scale) + shift for every pair of rows."""
+    """RMSNorm without weight over the last axis, then x * (1 + scale) + shift for every pair of
+    rows."""
     views, args = _row_args(x, rows)
     if not views or len(views) % 2:
         raise GraphError(f"norm_modulate: {len(views)} rows are no pairs of scale and shift")
@@ -108,7 +112,8 @@ def _numpy_residual(x, y, rows, views, index_view, biased):
 
 
 def _residual_args(op: str, x: Type, y: Type, rows: Sequence[Type], biased: bool):
-    """Checked operands of a residual: the number of rows behind bias and gate, and the arguments."""
+    """Checked operands of a residual: the number of rows behind bias and gate, and the
+    arguments."""
     if not (x.axes == y.axes and x.dtype == y.dtype and x.shape[1:] == y.shape[1:]):
         raise GraphError(f"{op}: {x} and {y} differ")
     if x.shape[0] < y.shape[0]:
@@ -147,7 +152,8 @@ def _numpy_residual_norm_modulate(x, y, *rows, views, eps, index_view=None, bias
 
 @op(_numpy_residual_norm_modulate)
 def residual_norm_modulate(x: Type, y: Type, *rows: Type, eps: float, biased: bool = False):
-    """gated_residual, and its RMSNorm modulated by every pair of rows; without pairs, the RMSNorm itself.
+    """gated_residual, and its RMSNorm modulated by every pair of rows; without pairs, the RMSNorm
+    itself.
 
     rows: the bias if there is one, the gate, the pairs, and the index if some of them are by level.
     """
@@ -170,7 +176,8 @@ def _numpy_rotated(norm, size, *operands, weight_views, table_views, **args):
 
 
 def _rotated(norm: str, size: int, operands: Sequence[Type], **attrs: Any):
-    """The op `norm` over the last two axes, then RoPE: of x, what else the norm reads, cos, sin, `size` at a time."""
+    """The op `norm` over the last two axes, then RoPE: of x, what else the norm reads, cos, sin,
+    `size` at a time."""
     weights, tables = [], []
     for x, *others, cos, sin in grouped(operands, size):
         weights.append(OPS[norm].rule(x, *others, over=x.axes[-2:], **attrs)[1]["weight_view"])
@@ -190,9 +197,11 @@ def qk_norm_rope(*operands: Type, eps: float):
 
 @op(partial(_numpy_rotated, "rms_scale", 5))
 def qk_scale_rope(*operands: Type, count: int, eps: float):
-    """qk_norm_rope of some of the heads, given the sum of squares over all of them, `count` numbers.
+    """qk_norm_rope of some of the heads, given the sum of squares over all of them, `count`
+    numbers.
 
-    operands: x, sum of squares, weight, cos, sin; once, or for q and then for k. One result for each x.
+    operands: x, sum of squares, weight, cos, sin; once, or for q and then for k. One result for
+    each x.
     """
     return _rotated("rms_scale", 5, operands, count=count, eps=eps)
 
@@ -228,17 +237,19 @@ def _only_normed(
 
 @op(partial(_numpy_normed, "rms_norm", 2))
 def qk_norm(*operands: Type, eps: float, spread: tuple[int, ...] = ()):
-    """qk_norm_rope of an attention without RoPE. operands: x, weight; once, or for q and then for k.
+    """qk_norm_rope of an attention without RoPE. operands: x, weight; once, or for q and then for
+    k.
 
-    spread: whose keys and values each sample of the result has; v is then the last operand, and a result.
+    spread: whose keys and values each sample of the result has; v is then the last operand, and a
+    result.
     """
     return _only_normed("rms_norm", 2, operands, spread, eps=eps)
 
 
 @op(partial(_numpy_normed, "rms_scale", 3))
 def qk_scale(*operands: Type, count: int, eps: float, spread: tuple[int, ...] = ()):
-    """qk_scale_rope of an attention without RoPE. operands: x, sum of squares, weight; once, or for q, then for k.
-    spread: as in qk_norm."""
+    """qk_scale_rope of an attention without RoPE. operands: x, sum of squares, weight; once, or for
+    q, then for k. spread: as in qk_norm."""
     return _only_normed("rms_scale", 3, operands, spread, count=count, eps=eps)
 
 
@@ -265,7 +276,8 @@ def _numpy_head_gate(y, logits, *choice):
 
 @op(_numpy_head_gate)
 def head_gate(y: Type, logits: Type, *choice: Type):
-    """y * 2 sigmoid(logits), one logit per head: y (B, ..., heads, head_dim), logits (B, ..., heads).
+    """y * 2 sigmoid(logits), one logit per head: y (B, ..., heads, head_dim), logits (B, ...,
+    heads).
 
     choice: keep (B) and v like y: samples whose keep is 0 are v's instead of y's.
     """
@@ -280,7 +292,8 @@ def head_gate(y: Type, logits: Type, *choice: Type):
 
 
 def divided(operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Operands of head_gate_linear_float8: the gate's, and weight, scale and bias, if there is one."""
+    """Operands of head_gate_linear_float8: the gate's, and weight, scale and bias, if there is
+    one."""
     at = 4 if len(operands) > 5 else 2
     return operands[:at], operands[at:]
 
@@ -292,7 +305,8 @@ def _numpy_head_gate_linear_float8(*operands, **args):
 
 @op(_numpy_head_gate_linear_float8)
 def head_gate_linear_float8(*operands: Type, contract: tuple[str, ...], out: dict[str, int]):
-    """The per-head gate, then a linear layer of float8 weights, whose operand each token's heads are together."""
+    """The per-head gate, then a linear layer of float8 weights, whose operand each token's heads
+    are together."""
     gate, others = divided(operands)
     y = gate[0]
     OPS["head_gate"].rule(*gate)
@@ -335,10 +349,11 @@ def padded_conv(
 
 
 def snake_windows(taps: int) -> tuple[int, int, tuple[int, int]]:
-    """How a signal is padded and cropped around two filters of `taps` (even), one to twice its rate and one back.
+    """How a signal is padded and cropped around two filters of `taps` (even), one to twice its rate
+    and one back.
 
-    Returns the edge samples added on either side before going up, the position at which the kept part then starts, and
-    the edge samples added (before, after) before going down.
+    Returns the edge samples added on either side before going up, the position at which the kept
+    part then starts, and the edge samples added (before, after) before going down.
     """
     pad = -(-(taps // 2) // 2)
     return pad, 2 * pad + (taps - 1) // 2, (taps // 2 - 1, taps // 2)
@@ -360,8 +375,8 @@ def _numpy_snake_beta(x, up, down, alpha, beta, *, eps):
 
 @op(_numpy_snake_beta)
 def snake_beta(x: Type, up: Type, down: Type, alpha: Type, beta: Type, *, eps: float):
-    """x + sin(e^alpha x)^2 / (e^beta + eps) per channel at twice the rate, between the filters `up` and `down` (1, 1,
-    taps): x (B, channels, time), edges repeated."""
+    """x + sin(e^alpha x)^2 / (e^beta + eps) per channel at twice the rate, between the filters `up`
+    and `down` (1, 1, taps): x (B, channels, time), edges repeated."""
     _same_dtype(x, up, down, alpha, beta)
     if not (len(x.axes) == 3 and up.shape == down.shape and up.shape[-1] % 2 == 0):
         raise GraphError(f"snake_beta: {x}, filters {up}, {down}")
@@ -394,8 +409,8 @@ def _numpy_together(*operands, parts):
 
 @op(_numpy_together)
 def together(*operands: Type, parts: tuple[tuple[str, int, dict[str, Any]], ...]):
-    """Several nodes of which none reads what another makes. parts: of each the op, how many operands it has, and its
-    attributes; results one's after another's."""
+    """Several nodes of which none reads what another makes. parts: of each the op, how many
+    operands it has, and its attributes; results one's after another's."""
     types, args, values = [], [], iter(operands)
     for name, read, attrs in parts:
         made, plan = OPS[name].rule(*islice(values, read), **attrs)

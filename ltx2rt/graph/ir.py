@@ -29,13 +29,15 @@ _NUMBERED = re.compile(r"(?:(\d+)\*\+(\d+))|\*")
 
 
 def numbered(name: str, iteration: int) -> str:
-    """A parameter's own name in one iteration of a repeat: `*` is the iteration, `6*+5` six times it and five."""
+    """A parameter's own name in one iteration of a repeat: `*` is the iteration, `6*+5` six times
+    it and five."""
     return _NUMBERED.sub(lambda m: str(int(m[1] or 1) * iteration + int(m[2] or 0)), name)
 
 
 @dataclass(frozen=True)
 class Type:
-    """Named axes with concrete sizes, and a dtype. The axis "heads*head_dim" is two axes stored as one."""
+    """Named axes with concrete sizes, and a dtype. The axis "heads*head_dim" is two axes stored as
+    one."""
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
@@ -91,8 +93,9 @@ class Node:
     """One operation.
 
     attrs: what the model text said, in axis names; passes read and print these.
-    args: the same, resolved to positions for these operand types; lowerings and the interpreter read only this.
-    typed: the mark of a node that follows its rule; a node is never changed, and passes hand on most of them.
+    args: the same, resolved to positions for these operand types; lowerings and the interpreter
+    read only this. typed: the mark of a node that follows its rule; a node is never changed, and
+    passes hand on most of them.
     """
 
     op: str
@@ -120,7 +123,8 @@ def rewrite(node: Node, change: Callable[[Graph], Graph]) -> Node:
 
 
 def replace_repeats(graph: Graph, append: Callable[[Graph, Node], bool]) -> Graph:
-    """`graph` with other nodes in the place of its repeats, at any depth; itself if all of them stay.
+    """`graph` with other nodes in the place of its repeats, at any depth; itself if all of them
+    stay.
 
     append(result, node): append to `result` what takes the place of a repeat, or say False.
     """
@@ -140,10 +144,11 @@ def replace_repeats(graph: Graph, append: Callable[[Graph, Node], bool]) -> Grap
 class Repeat:
     """The argument of a `repeat` node: `body` runs `count` times.
 
-    The node's inputs are carries, then invariants, then per-iteration data (the axis `axis` first); the body's
-    inputs are the same without that axis. The body's outputs are the carries, then per-iteration outputs, which
-    the node stacks along `axis`. A parameter of the body itself with `*` in its name has one tensor per iteration, of
-    the name that `numbered` gives; the first iteration reads the one with number `first`.
+    The node's inputs are carries, then invariants, then per-iteration data (the axis `axis` first);
+    the body's inputs are the same without that axis. The body's outputs are the carries, then
+    per-iteration outputs, which the node stacks along `axis`. A parameter of the body itself with
+    `*` in its name has one tensor per iteration, of the name that `numbered` gives; the first
+    iteration reads the one with number `first`.
     """
 
     body: Graph
@@ -159,7 +164,8 @@ class Repeat:
         return self.first + self.count
 
     def divide(self, values: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-        """carry, invariant, data of `values`, one for each operand of the node or each input of the body."""
+        """carry, invariant, data of `values`, one for each operand of the node or each input of the
+        body."""
         fixed = self.num_carries + self.num_invariants
         return (
             list(values[: self.num_carries]),
@@ -170,7 +176,8 @@ class Repeat:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One tensor that a graph reads: the checkpoint's shape, and the dtype the graph computes in."""
+    """One tensor that a graph reads: the checkpoint's shape, and the dtype the graph computes
+    in."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -180,11 +187,12 @@ class ParamSpec:
 class Layout:
     """How a parameter is made from the checkpoint's tensors on one device.
 
-    parts: the tensors, in the file's shapes, joined along their first dimension. splits: (dim, mesh axis, its size) for
-    each dimension along which every part is cut into equal slices; a device holds the one at its mesh coordinate.
-    first: the layer that iteration 0 of a repeat reads. encoding: a row of `encodings.ENCODINGS`, of which the
-    parameter is the field `field` of each part (or its slice) [rows, n]; if `field` is None, the matrix, which the pass
-    `unpack` makes of the fields. Without an encoding each part is cast.
+    parts: the tensors, in the file's shapes, joined along their first dimension. splits: (dim, mesh
+    axis, its size) for each dimension along which every part is cut into equal slices; a device
+    holds the one at its mesh coordinate. first: the layer that iteration 0 of a repeat reads.
+    encoding: a row of `encodings.ENCODINGS`, of which the parameter is the field `field` of each
+    part (or its slice) [rows, n]; if `field` is None, the matrix, which the pass `unpack` makes of
+    the fields. Without an encoding each part is cast.
     """
 
     parts: tuple[tuple[str, tuple[int, ...]], ...]
@@ -200,7 +208,8 @@ class Layout:
     def pieces(
         self, coordinates: Mapping[str, int], layer: int
     ) -> Iterator[tuple[str, *tuple[Cut, ...]]]:
-        """The pieces that the device at `coordinates` (by mesh axis) reads: concrete tensor names, each with its cuts."""
+        """The pieces that the device at `coordinates` (by mesh axis) reads: concrete tensor names,
+        each with its cuts."""
         for name, (_, shape) in zip(self.names(layer), self.parts, strict=True):
             cuts = []
             for dim, mesh_axis, count in self.splits:
@@ -216,7 +225,8 @@ class Graph:
     """Inputs and parameters by name, nodes in execution order, outputs by name.
 
     layouts: of the parameters that are not simply one whole tensor of their own name.
-    mesh: sizes of the mesh axes that a placed graph is for; its shapes are then those of one device.
+    mesh: sizes of the mesh axes that a placed graph is for; its shapes are then those of one
+    device.
     """
 
     name: str

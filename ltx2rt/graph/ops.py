@@ -1,9 +1,10 @@
 """The op table: for each op its typing rule and its numpy definition.
 
-A rule receives operand types and named attributes; it returns the result type and the attributes resolved to positions,
-keyword arguments of the numpy definition and of every lowering's function of the same name. Rules raise GraphError in
-axis names, and make no message before it is needed: there are a hundred thousand nodes. The interpreter widens bfloat16
-to float32 before an op and rounds once after it; that is each op's meaning.
+A rule receives operand types and named attributes; it returns the result type and the attributes
+resolved to positions, keyword arguments of the numpy definition and of every lowering's function of
+the same name. Rules raise GraphError in axis names, and make no message before it is needed: there
+are a hundred thousand nodes. The interpreter widens bfloat16 to float32 before an op and rounds
+once after it; that is each op's meaning.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def _without(x: Type, axes: tuple[str, ...]) -> Type:
     return Type(tuple(kept), tuple(kept.values()), x.dtype)
 
 
-# --- constants ------------------------------------------------------------------------------------------------
+# --- constants ------------------------------------------------------------------------------------
 
 
 @op(lambda value, shape, dtype: np.broadcast_to(value, shape))
@@ -81,7 +82,7 @@ def full(*, value: float, dtype: str, **sizes: int):
     }
 
 
-# --- elementwise ----------------------------------------------------------------------------------------------
+# --- elementwise ----------------------------------------------------------------------------------
 
 
 def _unary(name: str, numpy: Callable[..., np.ndarray]) -> None:
@@ -172,7 +173,7 @@ def modulate(x: Type, scale: Type, shift: Type):
     return x, {"views": (_view(scale, x.axes, "scale"), _view(shift, x.axes, "shift"))}
 
 
-# --- reductions -----------------------------------------------------------------------------------------------
+# --- reductions -----------------------------------------------------------------------------------
 
 
 def _reduction(name: str, numpy: Callable[..., np.ndarray]) -> None:
@@ -190,7 +191,7 @@ _reduction("max", np.max)
 _reduction("min", np.min)
 
 
-# --- shape ----------------------------------------------------------------------------------------------------
+# --- shape ----------------------------------------------------------------------------------------
 
 
 @op(lambda x, shape: x.reshape(shape))
@@ -234,7 +235,8 @@ def _numpy_slice(x, dim, start, stop, step):
 
 @op(_numpy_slice)
 def slice_(x: Type, *, axis: str, start: int = 0, stop: int | None = None, step: int = 1):
-    """Every `step`-th position of an axis from start up to stop, which is its end unless given; never empty."""
+    """Every `step`-th position of an axis from start up to stop, which is its end unless given;
+    never empty."""
     i, n = x.axes.index(axis), x.size(axis)
     stop = n if stop is None else stop
     if not 0 <= start < stop <= n:
@@ -291,7 +293,8 @@ def _numpy_pad(x, widths, mode):
 
 @op(_numpy_pad)
 def pad(x: Type, *, mode: str = "zeros", **widths: tuple[int, int]):
-    """Pad named axes by (before, after) with zeros, the border ("edge") or its mirror less the border ("reflect")."""
+    """Pad named axes by (before, after) with zeros, the border ("edge") or its mirror less the
+    border ("reflect")."""
     if mode not in ("zeros", "edge", "reflect"):
         raise GraphError(f"pad mode {mode}")
     if not set(widths) <= set(x.axes):
@@ -315,7 +318,8 @@ def _numpy_take(x, index, dim, batch_dims):
 
 @op(_numpy_take)
 def take(x: Type, index: Type, *, axis: str):
-    """x at integer positions along `axis`. Leading axes shared with index match; the rest of it replaces `axis`."""
+    """x at integer positions along `axis`. Leading axes shared with index match; the rest of it
+    replaces `axis`."""
     if index.dtype != "int32":
         raise GraphError(f"take: index is {index}, expected int32")
     batch = 0
@@ -331,7 +335,7 @@ def take(x: Type, index: Type, *, axis: str):
     return Type(axes, shape, x.dtype), {"dim": i, "batch_dims": batch}
 
 
-# --- networks -------------------------------------------------------------------------------------------------
+# --- networks -------------------------------------------------------------------------------------
 
 
 def _numpy_linear(x, weight, bias=None, *, num_contracted, out_shape):
@@ -351,7 +355,8 @@ def linear(
     contract: tuple[str, ...],
     out: dict[str, int],
 ):
-    """x (..., *contract) times weight (prod out, prod contract), plus bias (prod out) -> (..., *out)."""
+    """x (..., *contract) times weight (prod out, prod contract), plus bias (prod out) -> (...,
+    *out)."""
     _same_dtype(x, weight, *([bias] if bias else []))
     n = len(contract)
     if not (x.axes[-n:] == tuple(contract) and weight.axes[1] == "*".join(contract)):
@@ -384,9 +389,11 @@ def linear_float8(
     contract: tuple[str, ...],
     out: dict[str, int],
 ):
-    """`linear` with an e4m3 weight and a float32 scale for each of its rows; x is quantised row by row on the way in.
+    """`linear` with an e4m3 weight and a float32 scale for each of its rows; x is quantised row by
+    row on the way in.
 
-    A row of x is what one result contracts. Products are summed in float32, scaled, and rounded once to x's dtype.
+    A row of x is what one result contracts. Products are summed in float32, scaled, and rounded
+    once to x's dtype.
     """
     if weight.dtype != "float8_e4m3fn":
         raise GraphError(f"linear_float8: weight {weight} must be float8_e4m3fn")
@@ -397,7 +404,8 @@ def linear_float8(
 
 @op(lambda *fields, encoding, dtype: decoded(encoding, fields))
 def unpack(*fields: Type, encoding: str, axis: str, size: int, dtype: str):
-    """The matrix (rows, axis=size) that the fields of an encoding stand for, rounded once to dtype."""
+    """The matrix (rows, axis=size) that the fields of an encoding stand for, rounded once to
+    dtype."""
     rows, own = fields[0].axes[0], ENCODINGS[encoding].fields
     expected = [
         Type((rows, t.axes[1]), (fields[0].shape[0], field.columns(size)), field.dtype)
@@ -437,7 +445,8 @@ def conv(
     stride: tuple[int, ...],
     dilation: tuple[int, ...],
 ):
-    """Correlation without padding: x (B, channels, *spatial), weight (out, in, *kernel) as torch stores it."""
+    """Correlation without padding: x (B, channels, *spatial), weight (out, in, *kernel) as torch
+    stores it."""
     _same_dtype(x, weight, *([bias] if bias else []))
     kernel = weight.shape[2:]
     if len(x.axes) != 2 + len(kernel):
@@ -471,7 +480,8 @@ def _numpy_conv_transpose(x, weight, bias=None, *, stride):
 
 @op(_numpy_conv_transpose)
 def conv_transpose(x: Type, weight: Type, bias: Type | None = None, *, stride: int):
-    """1-D transposed convolution, uncropped: x (B, channels, time), weight (in, out, kernel) as torch stores it."""
+    """1-D transposed convolution, uncropped: x (B, channels, time), weight (in, out, kernel) as
+    torch stores it."""
     _same_dtype(x, weight, *([bias] if bias else []))
     if x.shape[1] != weight.shape[0]:
         raise GraphError(
@@ -488,7 +498,8 @@ def _numpy_rms_norm(x, weight=None, *, dims, weight_view, eps):
 
 @op(_numpy_rms_norm)
 def rms_norm(x: Type, weight: Type | None = None, *, over: tuple[str, ...], eps: float):
-    """x / rms(x) over the named axes, in float32, times weight (stored as one axis "a*b") if given."""
+    """x / rms(x) over the named axes, in float32, times weight (stored as one axis "a*b") if
+    given."""
     if not set(over) <= set(x.axes):
         raise GraphError(f"rms_norm over {over}: {x} lacks some of them")
     view = None
@@ -522,7 +533,8 @@ def _numpy_group_norm(x, weight, bias, *, groups, eps):
 
 @op(_numpy_group_norm)
 def group_norm(x: Type, weight: Type, bias: Type, *, groups: int, eps: float):
-    """Statistics per sample and group of channels over all later axes: x (B, channels, *spatial)."""
+    """Statistics per sample and group of channels over all later axes: x (B, channels,
+    *spatial)."""
     if x.shape[1] % groups:
         raise GraphError(
             f"group_norm: {x.axes[1]}={x.shape[1]} does not divide into {groups} groups"
@@ -551,10 +563,11 @@ def _numpy_attention(q, k, v, bias=None, *, scale, bias_view):
 
 @op(_numpy_attention)
 def attention(q: Type, k: Type, v: Type, bias: Type | None = None, *, scale: float):
-    """softmax(q k^T scale + bias) v with q (B, tokens, heads, head_dim), k and v (B, context, kv_heads, head_dim).
+    """softmax(q k^T scale + bias) v with q (B, tokens, heads, head_dim), k and v (B, context,
+    kv_heads, head_dim).
 
-    heads is a multiple of kv_heads (query head i reads kv head i // (heads / kv_heads)). bias: additive, any of
-    (B, tokens, context) in that order, shared by the heads. Softmax in float32.
+    heads is a multiple of kv_heads (query head i reads kv head i // (heads / kv_heads)). bias:
+    additive, any of (B, tokens, context) in that order, shared by the heads. Softmax in float32.
     """
     _same_dtype(q, k, v)
     if not (len(q.axes) == len(k.axes) == 4 and k == v):
@@ -594,18 +607,21 @@ def rope(x: Type, cos: Type, sin: Type):
 
 
 def window_starts(queries: int, keys: int, window: int, first: int) -> np.ndarray:
-    """int[queries]: where on an axis of `keys` positions the window of each query begins. Query i is at first + i;
-    its window is centred on it, and shifted inwards where it would reach over a border."""
+    """int[queries]: where on an axis of `keys` positions the window of each query begins. Query i
+    is at first + i; its window is centred on it, and shifted inwards where it would reach over a
+    border."""
     return np.clip(first + np.arange(queries) - window // 2, 0, keys - window)
 
 
 def window_blocks(
     queries: int, keys: int, window: int, first: int, block: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """An axis of `neighbourhood_attention` in blocks: where each begins int[n], where the box of keys that it sees
-    begins int[n], and which of these each of its queries sees bool[n, block, box].
+    """An axis of `neighbourhood_attention` in blocks: where each begins int[n], where the box of
+    keys that it sees begins int[n], and which of these each of its queries sees bool[n, block,
+    box].
 
-    All blocks have one size, and so have their boxes: the last block begins earlier rather than being shorter.
+    All blocks have one size, and so have their boxes: the last block begins earlier rather than
+    being shorter.
     """
     block = min(block, queries)
     box = min(block + window - 1, keys)
@@ -648,11 +664,13 @@ def neighbourhood_attention(
     first: tuple[int, int, int],
     scale: float,
 ):
-    """softmax(q k^T scale) v in which a query sees the window of keys around it, on a grid of three axes.
+    """softmax(q k^T scale) v in which a query sees the window of keys around it, on a grid of three
+    axes.
 
-    q, k, v (B, frames, rows, columns, heads, head_dim); k and v may have more positions than q. Query i of an axis lies
-    at position first + i of the keys; it sees `window` keys, centred on it, or shifted inwards at a border, so that
-    there are always as many (`window_starts`). Softmax in float32. Source: neighbourhood attention (NATTEN).
+    q, k, v (B, frames, rows, columns, heads, head_dim); k and v may have more positions than q.
+    Query i of an axis lies at position first + i of the keys; it sees `window` keys, centred on it,
+    or shifted inwards at a border, so that there are always as many (`window_starts`). Softmax in
+    float32. Source: neighbourhood attention (NATTEN).
     """
     _same_dtype(q, k, v)
     if not (len(q.axes) == 6 and q.axes == k.axes and k == v):
@@ -694,8 +712,8 @@ def _numpy_axial_rope(x, *, sizes, first, frequencies):
 def axial_rope(x: Type, *, sizes: tuple[int, int, int], first: tuple[int, int, int], theta: float):
     """Rotate pairs (2j, 2j + 1) of x (B, frames, rows, columns, heads, head_dim), in float32.
 
-    The first sizes[0] numbers of head_dim turn with the frame, the next sizes[1] with the row, the rest with the
-    column, each counted from `first` on.
+    The first sizes[0] numbers of head_dim turn with the frame, the next sizes[1] with the row, the
+    rest with the column, each counted from `first` on.
     """
     if len(x.axes) != 6:
         raise GraphError(f"axial_rope: {x} has {len(x.axes)} axes, expected 6")
@@ -710,7 +728,8 @@ def axial_rope(x: Type, *, sizes: tuple[int, int, int], first: tuple[int, int, i
 
 
 def sinusoid_frequencies(size: int) -> np.ndarray:
-    """exp(-ln(10000) i / (size/2)), i = 0..size/2-1, float32: the timestep embedding of diffusion transformers."""
+    """exp(-ln(10000) i / (size/2)), i = 0..size/2-1, float32: the timestep embedding of diffusion
+    transformers."""
     half = size // 2
     return np.exp(
         np.float32(-math.log(10000.0)) * np.arange(half, dtype=np.float32) / np.float32(half)
@@ -732,7 +751,7 @@ def sinusoid(t: Type, *, size: int):
     }
 
 
-# --- placement: written by passes, never by model text ------------------------------------------------------------
+# --- placement: written by passes, never by model text --------------------------------------------
 # A graph with these runs on every device of a mesh in step. Their numpy definitions take all devices at once: operands
 # and results are lists over the devices of one group, in the order of their coordinate on the mesh axis.
 
@@ -749,7 +768,8 @@ def _numpy_shard(group, *, dim, mesh_axis, parts):
 
 @op(_numpy_shard)
 def shard(x: Type, *, axis: str, mesh_axis: str, parts: int):
-    """This device's slice of an axis that all devices of `mesh_axis` hold whole. Moves no byte between devices."""
+    """This device's slice of an axis that all devices of `mesh_axis` hold whole. Moves no byte
+    between devices."""
     i = x.axes.index(axis)
     if x.shape[i] % parts:
         raise GraphError(f"shard {axis}={x.shape[i]} over {mesh_axis}={parts}: does not divide")
@@ -762,7 +782,8 @@ def _numpy_all_reduce(*groups, mesh_axis):
 
 @op(_numpy_all_reduce)
 def all_reduce(*xs: Type, mesh_axis: str):
-    """The sum of each operand over the devices of `mesh_axis`, all in one communication; one result per operand."""
+    """The sum of each operand over the devices of `mesh_axis`, all in one communication; one result
+    per operand."""
     _same_dtype(*xs)
     return xs, {"mesh_axis": mesh_axis}
 
@@ -788,7 +809,8 @@ def _numpy_all_to_all(*groups, split, concat, mesh_axis, parts):
 
 @op(_numpy_all_to_all)
 def all_to_all(*xs: Type, split: int, concat: int, mesh_axis: str, parts: int):
-    """Each device sends piece i of dimension `split` to device i and joins what it gets along `concat`.
+    """Each device sends piece i of dimension `split` to device i and joins what it gets along
+    `concat`.
 
     Operands travel in one communication; one result per operand.
     """
@@ -811,7 +833,8 @@ def all_to_all(*xs: Type, split: int, concat: int, mesh_axis: str, parts: int):
 
 @op(lambda *xs: xs)
 def barrier(*xs: Type):
-    """Its operands, none of them there before all are: an order for compilers that choose their own."""
+    """Its operands, none of them there before all are: an order for compilers that choose their
+    own."""
     if len(xs) < 2:
         raise GraphError("barrier: nothing to wait for")
     return xs, {}
@@ -819,7 +842,8 @@ def barrier(*xs: Type):
 
 @op(lambda x, dims: np.sum(np.square(x.astype(np.float32)), axis=dims))
 def sum_squares(x: Type, *, over: tuple[str, ...]):
-    """The sum of x^2 over the named axes, in float32: what devices that hold different heads add up for one RMSNorm."""
+    """The sum of x^2 over the named axes, in float32: what devices that hold different heads add up
+    for one RMSNorm."""
     return replace(_without(x, over), dtype="float32"), {"dims": _positions(x, over)}
 
 
@@ -839,7 +863,8 @@ def rms_scale(
     count: int,
     eps: float,
 ):
-    """x / sqrt(sum_squares / count + eps), in float32, times this device's part of the norm weight."""
+    """x / sqrt(sum_squares / count + eps), in float32, times this device's part of the norm
+    weight."""
     fits = sum_squares.axes == _without(x, over).axes and sum_squares.dtype == "float32"
     if not fits:
         raise GraphError(f"rms_scale: {sum_squares} does not fit {x}")
@@ -861,9 +886,10 @@ def _numpy_attention_part(q, k, v, bias=None, *, scale, bias_view):
 def attention_part(q: Type, k: Type, v: Type, bias: Type | None = None, *, scale: float):
     """Attention to this device's share of the keys: (B, tokens, heads, head_dim + 2).
 
-    The last two entries add up to the logarithm of the softmax's denominator, from which `attention_join` weighs the
-    shares: the upper 16 bits of the float32, which are a bfloat16, and the rest. So a bfloat16 graph sends bfloat16
-    and knows the weights to 2^-16 of that logarithm, and a float32 graph knows them exactly.
+    The last two entries add up to the logarithm of the softmax's denominator, from which
+    `attention_join` weighs the shares: the upper 16 bits of the float32, which are a bfloat16, and
+    the rest. So a bfloat16 graph sends bfloat16 and knows the weights to 2^-16 of that logarithm,
+    and a float32 graph knows them exactly.
     """
     out, args = attention(q, k, v, bias, scale=scale)
     return out.resized(out.axes[3], out.shape[3] + 2), args
@@ -877,5 +903,6 @@ def _numpy_attention_join(parts):
 
 @op(_numpy_attention_join)
 def attention_join(parts: Type):
-    """The attention to all keys from its parts (parts, B, tokens, heads, head_dim + 2), weighed in float32."""
+    """The attention to all keys from its parts (parts, B, tokens, heads, head_dim + 2), weighed in
+    float32."""
     return parts.unstacked().resized(parts.axes[-1], parts.shape[-1] - 2), {}

@@ -63,7 +63,8 @@ def _body(graph: Graph, lines: list[str], indent: str) -> None:
 
 
 def _common_prefix(graph: Graph) -> str:
-    """Everything up to and with the last `*.` that all parameters share: a block's names are shown relative to it."""
+    """Everything up to and with the last `*.` that all parameters share: a block's names are shown
+    relative to it."""
     names = list(graph.params)
     if not names or any("*." not in name for name in names):
         return ""

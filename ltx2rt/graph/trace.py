@@ -1,8 +1,9 @@
 """From model text to a graph: calling `o.<op>` records a typed node.
 
-Model text is plain functions whose first argument is `o`. Every op of the table is a method of it; operands are
-positional, attributes are keywords. `o.under("attn1")` is the same namespace with a longer parameter prefix. What it
-returns is a `Term`: `+ - * /` with another term records `add`, `sub`, `mul`, `div`, with a number `affine`.
+Model text is plain functions whose first argument is `o`. Every op of the table is a method of it;
+operands are positional, attributes are keywords. `o.under("attn1")` is the same namespace with a
+longer parameter prefix. What it returns is a `Term`: `+ - * /` with another term records `add`,
+`sub`, `mul`, `div`, with a number `affine`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from ltx2rt.graph.verify import verify
 
 
 def emit(graph: Graph, op: str, *inputs: Value, **attrs: Any) -> Any:
-    """Append a node typed by the op table; its result, or a tuple for an op with several. Raises GraphError."""
+    """Append a node typed by the op table; its result, or a tuple for an op with several. Raises
+    GraphError."""
     return _record(graph, op, inputs, attrs, Value)
 
 
@@ -39,7 +41,8 @@ def _record(
 
 @dataclass(frozen=True, eq=False)
 class Term(Value):
-    """A value of model text. Its arithmetic is recorded where it was made; passes, which have plain values, write ops.
+    """A value of model text. Its arithmetic is recorded where it was made; passes, which have plain
+    values, write ops.
 
     A number is one `affine`: `x * 2` its scale, `x + 1` its offset, `1 - x` both.
     """
@@ -81,7 +84,8 @@ class Term(Value):
 
 
 class Ops:
-    """The namespace `o`: records into one graph; parameters are declared under `prefix` in `dtype`."""
+    """The namespace `o`: records into one graph; parameters are declared under `prefix` in
+    `dtype`."""
 
     def __init__(self, graph: Graph, dtype: str, prefix: str = ""):
         self.graph, self.dtype, self.prefix = graph, dtype, prefix
@@ -145,7 +149,8 @@ class Ops:
         contract: tuple[str, ...] | None = None,
         bias: bool = True,
     ) -> Term:
-        """Linear layer `name` (parameters name.weight, name.bias) over x's last axis, or its last axes `contract`."""
+        """Linear layer `name` (parameters name.weight, name.bias) over x's last axis, or its last
+        axes `contract`."""
         contract = contract or x.type.axes[-1:]
         out_axis, in_axis = "*".join(out), "*".join(contract)
         rows, columns = math.prod(out.values()), math.prod(x.type.shape[-len(contract) :])
@@ -173,7 +178,8 @@ class Ops:
         dilation: tuple[int, ...] | None = None,
         bias: bool = True,
     ) -> Term:
-        """Unpadded convolution layer `name` of x (B, channels, *spatial); the weight is (out, in, *kernel)."""
+        """Unpadded convolution layer `name` of x (B, channels, *spatial); the weight is (out, in,
+        *kernel)."""
         n = len(kernel)
         axes = ("out", "in", *(f"k{i}" for i in range(n)))
         weight = self._param(f"{name}.weight", axes, (out_channels, x.type.shape[1], *kernel))
@@ -198,7 +204,8 @@ class Ops:
         return self._emit("group_norm", (x, weight, bias), {"groups": groups, "eps": eps})
 
     def emit(self, name: str, *operands: Term | None, **attrs: Any) -> Any:
-        """An op of the table by name, with parameters given as values (for weights shared or not named `.weight`)."""
+        """An op of the table by name, with parameters given as values (for weights shared or not
+        named `.weight`)."""
         return self._emit(name, operands, attrs)
 
     def repeat(
@@ -212,9 +219,10 @@ class Ops:
     ) -> tuple[dict[str, Term], dict[str, Term]]:
         """Run `body` count times.
 
-        body(o, carry, invariant, data) -> (carry, outputs). data has the leading axis "layers" of size count here
-        and lacks it inside; outputs gain it. Parameters of the body are declared under `prefix`, in which `*` is
-        the iteration (see `numbered`). Returns the final carry and the stacked outputs.
+        body(o, carry, invariant, data) -> (carry, outputs). data has the leading axis "layers" of
+        size count here and lacks it inside; outputs gain it. Parameters of the body are declared
+        under `prefix`, in which `*` is the iteration (see `numbered`). Returns the final carry and
+        the stacked outputs.
         """
         invariant, data = invariant or {}, data or {}
         inner = Graph(f"{self.graph.name}.{prefix.rstrip('.') or 'body'}")
@@ -254,7 +262,8 @@ class Ops:
 def trace(
     name: str, model: Callable[..., Mapping[str, Value]], dtype: str, *args: Any, **kwargs: Any
 ) -> Graph:
-    """The verified graph of `model(o, *args, **kwargs)`, which declares its inputs and returns its outputs by name."""
+    """The verified graph of `model(o, *args, **kwargs)`, which declares its inputs and returns its
+    outputs by name."""
     graph = Graph(name)
     graph.outputs = dict(model(Ops(graph, dtype), *args, **kwargs))
     verify(graph)

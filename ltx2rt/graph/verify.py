@@ -1,4 +1,5 @@
-"""The rules of a legal graph: operands are defined before use, in the same graph, and every type follows its rule."""
+"""The rules of a legal graph: operands are defined before use, in the same graph, and every type
+follows its rule."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from ltx2rt.graph.ops import OPS
 
 
 def verify(graph: Graph) -> None:
-    """Raise GraphError if `graph` is not legal. A value of an outer graph used inside a repeat body is not."""
+    """Raise GraphError if `graph` is not legal. A value of an outer graph used inside a repeat body
+    is not."""
     known = {id(v) for v in (*graph.inputs.values(), *graph.params.values())}
     if unmade := [name for name in graph.params if name.startswith("%")]:
         raise GraphError(
@@ -44,7 +46,8 @@ def _list(types: tuple[Type, ...]) -> str:
 
 
 def _verify_repeat(where: str, node: Node, repeat: Repeat) -> None:
-    """Operands fit the body's inputs, results its outputs; data and per-iteration outputs lead with its axis."""
+    """Operands fit the body's inputs, results its outputs; data and per-iteration outputs lead with
+    its axis."""
     inputs, outputs = repeat.body.inputs, repeat.body.outputs
     if len(inputs) != len(node.inputs):
         raise GraphError(

@@ -1,6 +1,7 @@
 """How close two clips are, in pictures and in sound.
 
-Decides the measures and their JSON-safe edge cases. Frames are compared in order, as decoded; sound at 48 kHz.
+Decides the measures and their JSON-safe edge cases. Frames are compared in order, as decoded; sound
+at 48 kHz.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ FILTER_TAIL = RATE  # samples after which the high-pass (38 Hz) has died away
 def compare(a: Path, b: Path) -> dict[str, Any]:
     """Measures of `b` against `a`, all finite numbers or None.
 
-    psnr_db over all 8-bit RGB samples of the frames both have (200 = identical); ssim of luma, mean over frames;
-    audio_corr: Pearson over both channels of the common length; lufs_*: integrated loudness (-70: silent);
-    duration_*_s; frames_* decoded; identical: every compared frame is. Sound is None where a file has none, lufs also
-    where it is shorter than 0.4 s, audio_corr also where one side is constant and the other is not.
-    mel_l1: mean absolute difference of natural log-mel amplitudes; rms_db: level of `b` above that of
-    `a`; onsets_*: how many sudden rises; onset_ms: median distance of those that match, None if none does.
-    Raises InputError if a file is no readable video or the sizes differ.
+    psnr_db over all 8-bit RGB samples of the frames both have (200 = identical); ssim of luma, mean
+    over frames; audio_corr: Pearson over both channels of the common length; lufs_*: integrated
+    loudness (-70: silent); duration_*_s; frames_* decoded; identical: every compared frame is.
+    Sound is None where a file has none, lufs also where it is shorter than 0.4 s, audio_corr also
+    where one side is constant and the other is not. mel_l1: mean absolute difference of natural
+    log-mel amplitudes; rms_db: level of `b` above that of `a`; onsets_*: how many sudden rises;
+    onset_ms: median distance of those that match, None if none does. Raises InputError if a file is
+    no readable video or the sizes differ.
     """
     squared, samples, ssim_sum, compared, counts = 0, 0, 0.0, 0, [0, 0]
     streams = [_frames(path) for path in (a, b)]
@@ -86,7 +88,8 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
 
 
 def compare_sound(a: np.ndarray | None, b: np.ndarray | None) -> dict[str, Any]:
-    """audio_corr, mel_l1, rms_db, onsets_a, onsets_b, onset_ms of f64[channels, N] at 48 kHz; None where one is."""
+    """audio_corr, mel_l1, rms_db, onsets_a, onsets_b, onset_ms of f64[channels, N] at 48 kHz; None
+    where one is."""
     if a is None or b is None:
         names = ("audio_corr", "mel_l1", "rms_db", "onsets_a", "onsets_b", "onset_ms")
         return dict.fromkeys(names)
@@ -119,9 +122,11 @@ def luma(rgb: np.ndarray) -> np.ndarray:
 
 
 def ssim(x: np.ndarray, y: np.ndarray) -> float:
-    """Structural similarity of two f64[H, W] planes in [0, 255]: 8x8 windows every 4 pixels, as FFmpeg and x264 do.
+    """Structural similarity of two f64[H, W] planes in [0, 255]: 8x8 windows every 4 pixels, as
+    FFmpeg and x264 do.
 
-    (2 mx my + C1)(2 sxy + C2) / ((mx^2 + my^2 + C1)(sx^2 + sy^2 + C2)), C1 = (0.01*255)^2, C2 = (0.03*255)^2.
+    (2 mx my + C1)(2 sxy + C2) / ((mx^2 + my^2 + C1)(sx^2 + sy^2 + C2)), C1 = (0.01*255)^2, C2 =
+    (0.03*255)^2.
     """
     mean_x, mean_y, xx, yy, xy = (_window_means(plane) for plane in (x, y, x * x, y * y, x * y))
     unbiased = 64 / 63
@@ -133,14 +138,16 @@ def ssim(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _window_means(plane: np.ndarray) -> np.ndarray:
-    """Means of 8x8 windows every 4 pixels; rows and columns beyond the last multiple of 4 are left out."""
+    """Means of 8x8 windows every 4 pixels; rows and columns beyond the last multiple of 4 are left
+    out."""
     rows, columns = (size // 4 for size in plane.shape)
     blocks = plane[: rows * 4, : columns * 4].reshape(rows, 4, columns, 4).sum((1, 3))
     return (blocks[:-1, :-1] + blocks[1:, :-1] + blocks[:-1, 1:] + blocks[1:, 1:]) / 64
 
 
 def correlation(x: np.ndarray, y: np.ndarray) -> float | None:
-    """Pearson correlation of f64[2, N] over the common length; equal constants correlate fully, others not at all."""
+    """Pearson correlation of f64[2, N] over the common length; equal constants correlate fully,
+    others not at all."""
     size = min(x.shape[1], y.shape[1])
     x, y = x[:, :size], y[:, :size]
     if np.array_equal(x, y):
@@ -156,8 +163,9 @@ def rms_db(x: np.ndarray) -> float:
 
 
 def mel_l1(x: np.ndarray, y: np.ndarray) -> float | None:
-    """Mean absolute difference of log-mel amplitudes (natural logarithm, 80 bands, 10 ms) of the mean of all channels
-    over the common length; f64[channels, N] at 48 kHz. None where that is empty."""
+    """Mean absolute difference of log-mel amplitudes (natural logarithm, 80 bands, 10 ms) of the
+    mean of all channels over the common length; f64[channels, N] at 48 kHz. None where that is
+    empty."""
     size = min(x.shape[1], y.shape[1])
     if not size:
         return None
@@ -166,7 +174,8 @@ def mel_l1(x: np.ndarray, y: np.ndarray) -> float | None:
 
 
 def _log_mel(x: np.ndarray) -> np.ndarray:
-    """f64[frames, bands] of f64[N]: Hann windows every 10 ms around their middles, amplitudes of a sine as they are."""
+    """f64[frames, bands] of f64[N]: Hann windows every 10 ms around their middles, amplitudes of a
+    sine as they are."""
     padded = np.pad(x, MEL_WINDOW // 2)
     windows = np.lib.stride_tricks.sliding_window_view(padded, MEL_WINDOW)[::MEL_HOP]
     hann = np.hanning(MEL_WINDOW + 1)[:-1]
@@ -176,8 +185,8 @@ def _log_mel(x: np.ndarray) -> np.ndarray:
 
 @cache
 def _mel_bands() -> np.ndarray:
-    """f64[bands, bins]: triangles of equal width in mel (2595 log10(1 + f/700), O'Shaughnessy) up to 24 kHz, each of
-    sum 1; a band narrower than a bin reads the nearest one."""
+    """f64[bands, bins]: triangles of equal width in mel (2595 log10(1 + f/700), O'Shaughnessy) up
+    to 24 kHz, each of sum 1; a band narrower than a bin reads the nearest one."""
     mel = np.linspace(0, 2595 * math.log10(1 + RATE / 2 / 700), MEL_BANDS + 2)
     edges = 700 * (10 ** (mel / 2595) - 1)
     bins = np.arange(MEL_WINDOW // 2 + 1) * RATE / MEL_WINDOW
@@ -191,7 +200,8 @@ def _mel_bands() -> np.ndarray:
 
 
 def onsets(x: np.ndarray) -> np.ndarray:
-    """Times in seconds at which f64[channels, N] at 48 kHz rises by 12 dB above the 50 ms before, to 10 ms."""
+    """Times in seconds at which f64[channels, N] at 48 kHz rises by 12 dB above the 50 ms before,
+    to 10 ms."""
     hop = MEL_HOP
     count = x.shape[1] // hop
     power = (x[:, : count * hop].reshape(len(x), count, hop) ** 2).mean((0, 2))
@@ -205,7 +215,8 @@ def onsets(x: np.ndarray) -> np.ndarray:
 
 
 def onset_ms(a: np.ndarray, b: np.ndarray) -> float | None:
-    """Median distance in ms of the onsets `a` to the nearest of `b`, of those within 0.25 s; None if none is."""
+    """Median distance in ms of the onsets `a` to the nearest of `b`, of those within 0.25 s; None
+    if none is."""
     if not len(a) or not len(b):
         return None
     near = np.abs(a[:, None] - b).min(1)
@@ -214,9 +225,11 @@ def onset_ms(a: np.ndarray, b: np.ndarray) -> float | None:
 
 
 def loudness(waveform: np.ndarray) -> float | None:
-    """Integrated loudness in LUFS of f64[channels, N] at 48 kHz (left and right weigh 1), None below 0.4 s.
+    """Integrated loudness in LUFS of f64[channels, N] at 48 kHz (left and right weigh 1), None
+    below 0.4 s.
 
-    ITU-R BS.1770: K-weighting, 0.4 s blocks every 0.1 s, an absolute gate at -70 and a relative one 10 below the mean.
+    ITU-R BS.1770: K-weighting, 0.4 s blocks every 0.1 s, an absolute gate at -70 and a relative one
+    10 below the mean.
     """
     block, hop = RATE * 4 // 10, RATE // 10
     size = waveform.shape[1]
@@ -232,7 +245,8 @@ def loudness(waveform: np.ndarray) -> float | None:
 
 
 def k_weighted(waveform: np.ndarray) -> np.ndarray:
-    """Both BS.1770 filters, applied as their frequency response to the zero-padded f64[channels, N]."""
+    """Both BS.1770 filters, applied as their frequency response to the zero-padded f64[channels,
+    N]."""
     size = waveform.shape[1]
     padded = size + FILTER_TAIL
     z = np.exp(-2j * np.pi * np.arange(padded // 2 + 1) / padded)  # z^-1

@@ -1,7 +1,7 @@
 """Conditioning images: from any still file to the pixels the video encoder reads.
 
-Decides orientation, colour, recompression, resizing and cropping, as the model saw them in training. Leaves encoding to
-the video encoder. Pillow reads, PyAV recompresses.
+Decides orientation, colour, recompression, resizing and cropping, as the model saw them in
+training. Leaves encoding to the video encoder. Pillow reads, PyAV recompresses.
 """
 
 from __future__ import annotations
@@ -41,20 +41,24 @@ STRIP_ROWS = 64
 
 
 def load_conditioning_image(path: Path, width: int, height: int, crf: int) -> np.ndarray:
-    """f32[1, 3, 1, height, width] in [-1, 1]: recompressed at its own size, then scaled to cover and cropped.
+    """f32[1, 3, 1, height, width] in [-1, 1]: recompressed at its own size, then scaled to cover
+    and cropped.
 
-    crf: H.264 quality of the recompression, 0 = none. Raises InputError if the file is no readable image.
+    crf: H.264 quality of the recompression, 0 = none. Raises InputError if the file is no readable
+    image.
     """
     return fit(recompress(read_rgb(path), crf), width, height)[None, :, None]
 
 
 def fit(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
-    """u8[H, W, 3] as the video encoder reads it: covered, cropped, f32[3, height, width] in [-1, 1]."""
+    """u8[H, W, 3] as the video encoder reads it: covered, cropped, f32[3, height, width] in [-1,
+    1]."""
     return (cover(pixels, width, height) / np.float32(127.5) - 1).transpose(2, 0, 1)
 
 
 def notes(path: Path) -> list[str]:
-    """The things in the file that `read_rgb` leaves out, one sentence each; reads its header. Raises InputError."""
+    """The things in the file that `read_rgb` leaves out, one sentence each; reads its header.
+    Raises InputError."""
     with _opened(path) as image:
         found = []
         if image.has_transparency_data:
@@ -68,7 +72,8 @@ def notes(path: Path) -> list[str]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A Pillow image whose header has been checked. Whatever goes wrong within becomes one InputError."""
+    """A Pillow image whose header has been checked. Whatever goes wrong within becomes one
+    InputError."""
     from PIL import Image, ImageCms
 
     Image.init()
@@ -107,7 +112,8 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def read_rgb(path: Path) -> np.ndarray:
-    """The whole image upright in sRGB, u8[H, W, 3]; alpha is dropped, not composited. Raises InputError."""
+    """The whole image upright in sRGB, u8[H, W, 3]; alpha is dropped, not composited. Raises
+    InputError."""
     from PIL import Image, ImageCms
 
     with _opened(path) as image:
@@ -144,7 +150,8 @@ def _as(image: Any, mode: str) -> Any:
 
 
 def recompress(pixels: np.ndarray, crf: int) -> np.ndarray:
-    """Through one H.264 frame (libx264, veryfast, yuv420p) and back: u8[H, W, 3] -> u8[even H, even W, 3].
+    """Through one H.264 frame (libx264, veryfast, yuv420p) and back: u8[H, W, 3] -> u8[even H, even
+    W, 3].
 
     crf 0 and images thinner than 2 pixels are returned as they are.
     """
@@ -170,9 +177,11 @@ def recompress(pixels: np.ndarray, crf: int) -> np.ndarray:
 
 
 def cover(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
-    """Scale u8[H, W, 3] to cover the size, bilinear without antialias, and crop the centre: f32[height, width, 3].
+    """Scale u8[H, W, 3] to cover the size, bilinear without antialias, and crop the centre:
+    f32[height, width, 3].
 
-    Half-pixel centres and clamped edges, which is torch's interpolate(mode="bilinear", align_corners=False).
+    Half-pixel centres and clamped edges, which is torch's interpolate(mode="bilinear",
+    align_corners=False).
     """
     rows, columns = pixels.shape[:2]
     scale = max(height / rows, width / columns)
@@ -187,7 +196,8 @@ def cover(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
 
 
 def _taps(size: int, scaled: int, kept: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For the `kept` central ones of `scaled` outputs: both source indices and the second one's weight (f32)."""
+    """For the `kept` central ones of `scaled` outputs: both source indices and the second one's
+    weight (f32)."""
     first = (scaled - kept) // 2
     ratio = np.float32(size) / np.float32(scaled)
     source = np.maximum(

@@ -1,7 +1,9 @@
-"""One MP4 or MOV with H.264 video and AAC sound, or WebM with VP9 and Opus, written while frames still arrive.
+"""One MP4 or MOV with H.264 video and AAC sound, or WebM with VP9 and Opus, written while frames
+still arrive.
 
-Decides codecs, tags, exact rates and that a failed run leaves nothing behind. Where the frames come from is the
-pipeline's business. Encoding is deterministic: the number of threads is fixed, because x264's result depends on it.
+Decides codecs, tags, exact rates and that a failed run leaves nothing behind. Where the frames come
+from is the pipeline's business. Encoding is deterministic: the number of threads is fixed, because
+x264's result depends on it.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ H264_OPTIONS = {"crf": "19", "preset": "veryfast", "x264-params": "mbtree=0:rc-l
 # Constant quality, as good as H.264's at its 19; two-thread rows do not change what is written.
 VP9_OPTIONS = {"crf": "20", "b": "0", "deadline": "good", "cpu-used": "5", "row-mt": "1"}
 OPUS_BITS_PER_S = 160_000
-# No noise substitution: it turns a difference of 1e-5 between two waveforms into another random noise.
+# No noise substitution: it turns a difference of 1e-5 between two waveforms into another random
+# noise.
 AAC_OPTIONS = {"aac_pns": "0"}
 BT709, LIMITED_RANGE = (
     1,
@@ -83,7 +86,8 @@ class Container:
         }
 
 
-# Each fragment plays on what came before; the header, which knows the encoders' delays, comes with the first.
+# Each fragment plays on what came before; the header, which knows the encoders' delays, comes with
+# the first.
 FRAGMENTS = {
     "movflags": "+delay_moov+default_base_moof+skip_trailer",
     "frag_duration": "500000",  # microseconds
@@ -118,10 +122,11 @@ def write_mp4(
 ) -> Durations:
     """Encode `chunks` as they come and rename the finished file to `path`, whatever its suffix.
 
-    chunks: f32[3, F, H, W] in [-1, 1] (clamped, rounded to the nearest 8-bit value) or u8[F, H, W, 3]; `num_frames` in
-    all, H and W even. The iterator runs in the caller's thread, the encoder in its own. waveform: f32[2, N] in [-1, 1]
-    (clamped), padded with silence or trimmed to num_frames / fps seconds; None: no sound. comment: stored as JSON.
-    Raises ValueError for misshapen or non-finite data, RuntimeError if the streams of the written file disagree.
+    chunks: f32[3, F, H, W] in [-1, 1] (clamped, rounded to the nearest 8-bit value) or u8[F, H, W,
+    3]; `num_frames` in all, H and W even. The iterator runs in the caller's thread, the encoder in
+    its own. waveform: f32[2, N] in [-1, 1] (clamped), padded with silence or trimmed to num_frames
+    / fps seconds; None: no sound. comment: stored as JSON. Raises ValueError for misshapen or
+    non-finite data, RuntimeError if the streams of the written file disagree.
     """
     import av
 
@@ -163,10 +168,11 @@ def _streams(file: Any, kind: Container, fps: Fraction, sample_rate: int | None)
 
 
 class FollowedClip:
-    """A clip encoded once, as it comes, into a file and into a stream of fragments that is played meanwhile.
+    """A clip encoded once, as it comes, into a file and into a stream of fragments that is played
+    meanwhile.
 
-    path: of the file, whole after `close`; stream: of the fragmented MP4, which is written over from its beginning,
-    to the same bytes if it is there. sample_rate: None without sound.
+    path: of the file, whole after `close`; stream: of the fragmented MP4, which is written over
+    from its beginning, to the same bytes if it is there. sample_rate: None without sound.
     """
 
     def __init__(
@@ -196,7 +202,8 @@ class FollowedClip:
         self._files = [(file, *_streams(file, container, fps, sample_rate)) for file in files]
 
     def add(self, frames: np.ndarray, waveform: np.ndarray | None) -> None:
-        """frames: u8[n, H, W, 3]. waveform: f32[2, N], the sound of as many seconds, to a sample."""
+        """frames: u8[n, H, W, 3]. waveform: f32[2, N], the sound of as many seconds, to a
+        sample."""
         video = self._files[0][1]
         for pixels in frames:
             if self._written == 0:
@@ -220,7 +227,8 @@ class FollowedClip:
         return _verify(self.path, self._written, self.fps, self.rate or 0, self.rate is not None)
 
     def abandon(self) -> None:
-        """Close the files as they are, also after an error in writing them, which comes again here."""
+        """Close the files as they are, also after an error in writing them, which comes again
+        here."""
         for file, _, _ in self._files:
             with suppress(Exception):
                 file.close()
@@ -255,7 +263,8 @@ class Sink:
 
 
 def whole_fragments(data: Any, start: int, size: int) -> int:
-    """The end of the last fragment of a fragmented MP4 that is there whole, from the border `start` on.
+    """The end of the last fragment of a fragmented MP4 that is there whole, from the border `start`
+    on.
 
     data: a file, opened to read bytes, of `size` bytes. What follows is still being written.
     """
@@ -272,7 +281,8 @@ def whole_fragments(data: Any, start: int, size: int) -> int:
 
 
 def fit_audio(waveform: np.ndarray, num_frames: int, fps: Fraction, sample_rate: int) -> np.ndarray:
-    """Pad with silence or trim f32[2, N] to exactly num_frames / fps seconds (rounded to a sample), clamped to +-1."""
+    """Pad with silence or trim f32[2, N] to exactly num_frames / fps seconds (rounded to a sample),
+    clamped to +-1."""
     if waveform.ndim != 2 or waveform.shape[0] != 2 or waveform.shape[1] == 0:
         raise ValueError(f"waveform: shape {list(waveform.shape)}, expected [2, N]")
     if not np.isfinite(waveform).all():
@@ -283,7 +293,8 @@ def fit_audio(waveform: np.ndarray, num_frames: int, fps: Fraction, sample_rate:
 
 
 def to_rgb8(chunk: np.ndarray) -> np.ndarray:
-    """f32[3, F, H, W] in [-1, 1] -> u8[F, H, W, 3], clamped and rounded to nearest; u8 passes through."""
+    """f32[3, F, H, W] in [-1, 1] -> u8[F, H, W, 3], clamped and rounded to nearest; u8 passes
+    through."""
     if chunk.dtype == np.uint8:
         return chunk
     frames = np.empty((*chunk.shape[1:], 3), np.uint8)
@@ -293,7 +304,8 @@ def to_rgb8(chunk: np.ndarray) -> np.ndarray:
 
 
 def _frame_to_rgb8(frame: np.ndarray, out: np.ndarray) -> None:
-    """f32[3, H, W] -> u8[H, W, 3]; channel by channel numpy transposes four times as fast as all at once."""
+    """f32[3, H, W] -> u8[H, W, 3]; channel by channel numpy transposes four times as fast as all at
+    once."""
     scaled = np.empty((3, RGB_ROWS, frame.shape[2]), np.float32)
     levels = np.empty(scaled.shape, np.uint8)
     for start in range(0, frame.shape[1], RGB_ROWS):
@@ -378,8 +390,9 @@ def _encode_audio(container: Any, stream: Any, waveform: np.ndarray, sample_rate
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """A container for reading. FFmpeg gets the open file and no protocol, so it fetches nothing that a path or a
-    playlist names. Tags that are no text are mended. Raises OSError for what is no file.
+    """A container for reading. FFmpeg gets the open file and no protocol, so it fetches nothing
+    that a path or a playlist names. Tags that are no text are mended. Raises OSError for what is no
+    file.
     """
     import av
 
@@ -416,7 +429,8 @@ def tagged_s(stream: Any) -> Fraction | None:
 
 
 def _movie_timescale(fps: Fraction, sample_rate: int) -> int:
-    """Units per second of the edit lists: whole for frames and samples alike, where 32 bits allow (default: 1000)."""
+    """Units per second of the edit lists: whole for frames and samples alike, where 32 bits allow
+    (default: 1000)."""
     both = math.lcm(fps.numerator, sample_rate or 1)
     return both if both < 2**31 else fps.numerator
 
@@ -424,7 +438,8 @@ def _movie_timescale(fps: Fraction, sample_rate: int) -> int:
 def _verify(
     path: Path, num_frames: int, fps: Fraction, sample_rate: int, has_audio: bool
 ) -> Durations:
-    """Reopen the file: the video lasts num_frames / fps, and the sound as long within a frame and an AAC frame."""
+    """Reopen the file: the video lasts num_frames / fps, and the sound as long within a frame and
+    an AAC frame."""
     found = durations(path)
     expected_s, frame_s = float(num_frames / fps), float(1 / fps)
     if abs(found.video_s - expected_s) > frame_s / 2:

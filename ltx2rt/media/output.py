@@ -5,7 +5,8 @@
     *%05d.png         numbered frames from 0 on, and the sound beside them as WAV
     *.wav             the sound alone, 16 bits
 
-Decides names and what is refused; each form appears whole or not at all, and carries the settings as JSON.
+Decides names and what is refused; each form appears whole or not at all, and carries the settings
+as JSON.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ FileState = tuple[int, int, int]  # device, inode and time of the last change
 
 
 def check_output(path: Path) -> None:
-    """Refuse a name of no known form, and frames that would mix with older ones. Raises InputError."""
+    """Refuse a name of no known form, and frames that would mix with older ones. Raises
+    InputError."""
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         raise InputError(

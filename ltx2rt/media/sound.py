@@ -47,13 +47,15 @@ def read_sound(
     on_time: bool = False,
     say: Callable[[str], None] = note,
 ) -> tuple[np.ndarray, int]:
-    """The samples of a file's first audio stream from `start_s` on, f32[1 or 2, N], and their rate in Hz.
+    """The samples of a file's first audio stream from `start_s` on, f32[1 or 2, N], and their rate
+    in Hz.
 
-    Whole numbers are divided by 2^(bits - 1). Those of 8 bits are unsigned, and 128 is taken off first, which the
-    reference leaves out: their silence is 0 here and 1 there. The cuts are round(seconds * rate) samples. The first
-    sample counts as the time at which the file says that it is played; a stream that begins after `start_s` is given
-    from its first sample, with on_time after as much silence. Everything before is decoded, not sought: a seek is not
-    exact in every format.
+    Whole numbers are divided by 2^(bits - 1). Those of 8 bits are unsigned, and 128 is taken off
+    first, which the reference leaves out: their silence is 0 here and 1 there. The cuts are
+    round(seconds * rate) samples. The first sample counts as the time at which the file says that
+    it is played; a stream that begins after `start_s` is given from its first sample, with on_time
+    after as much silence. Everything before is decoded, not sought: a seek is not exact in every
+    format.
 
     Silence takes the place of what the file has lost: it is put before a frame whose time is over
     SYNC_S after the samples before it. A frame without a time follows these at once. say: gets a
@@ -136,7 +138,8 @@ class _Track:
 
 
 def _decoded(path: Path, start_s: float, max_duration_s: float | None, on_time: bool) -> _Track:
-    """As `read_sound` is given. Raises InputError if nothing can be decoded, or its format changes."""
+    """As `read_sound` is given. Raises InputError if nothing can be decoded, or its format
+    changes."""
     from av.error import FFmpegError
 
     track, form = _Track(), None
@@ -218,11 +221,12 @@ def check_rate(where: Path, rate: int) -> None:
 
 
 def resample(waveform: np.ndarray, rate: int, new_rate: int) -> np.ndarray:
-    """f32[..., N] at `rate` -> f32[..., ceil(N * new_rate / rate)] at `new_rate`; the same array if they are equal.
+    """f32[..., N] at `rate` -> f32[..., ceil(N * new_rate / rate)] at `new_rate`; the same array if
+    they are equal.
 
-    Output j is the sum over inputs i of x_i h(i / rate - j / new_rate), where h(t) = sinc(c t) cos^2(pi c t / 12)
-    c / rate within 6 / c seconds, and 0 beyond; c = 0.99 min(rate, new_rate). Before and after the waveform is silence.
-    Accumulated in float64.
+    Output j is the sum over inputs i of x_i h(i / rate - j / new_rate), where h(t) = sinc(c t)
+    cos^2(pi c t / 12) c / rate within 6 / c seconds, and 0 beyond; c = 0.99 min(rate, new_rate).
+    Before and after the waveform is silence. Accumulated in float64.
     """
     if rate == new_rate:
         return waveform
@@ -254,7 +258,8 @@ def resample(waveform: np.ndarray, rate: int, new_rate: int) -> np.ndarray:
 def write_wav(
     path: Path, waveform: np.ndarray, sample_rate: int, comment: dict[str, Any] | None = None
 ) -> None:
-    """f32[2, N] in [-1, 1], clamped, as 16-bit PCM; the whole file or none. comment: stored as JSON, in the tag ICMT.
+    """f32[2, N] in [-1, 1], clamped, as 16-bit PCM; the whole file or none. comment: stored as
+    JSON, in the tag ICMT.
 
     Raises ValueError for misshapen or non-finite data.
     """

@@ -1,4 +1,5 @@
-"""A clip of which a part was made anew, put into the clip that it was made from, and clips that new frames join.
+"""A clip of which a part was made anew, put into the clip that it was made from, and clips that new
+frames join.
 
 Decides what is copied: outside the part that was made, and outside a short fade at a seam, every
 pixel and every sample is the source's own.
@@ -27,10 +28,12 @@ CHUNK_FRAMES = 16  # frames of a source at once
 def splice_frames(
     chunks: Iterable[np.ndarray], source: Iterable[np.ndarray], made: range
 ) -> Iterator[np.ndarray]:
-    """The frames of `made` from the chunks, all others from the source; u8[n, H, W, 3], chunk by chunk.
+    """The frames of `made` from the chunks, all others from the source; u8[n, H, W, 3], chunk by
+    chunk.
 
-    chunks: f32[3, n, H, W] in [-1, 1] or u8[n, H, W, 3] of the whole clip; source: u8[H, W, 3] for each of its frames,
-    taken as they are needed. made: pixel frames. Raises ValueError if the source ends early or has another size.
+    chunks: f32[3, n, H, W] in [-1, 1] or u8[n, H, W, 3] of the whole clip; source: u8[H, W, 3] for
+    each of its frames, taken as they are needed. made: pixel frames. Raises ValueError if the
+    source ends early or has another size.
     """
     frames, first = iter(source), 0
     for chunk in chunks:
@@ -51,7 +54,8 @@ def splice_frames(
 def splice_sound(
     made: np.ndarray, source: np.ndarray, start_s: float, end_s: float, sample_rate: int
 ) -> np.ndarray:
-    """The samples of [start_s, end_s) from `made`, with a short fade at either end, all others from the source.
+    """The samples of [start_s, end_s) from `made`, with a short fade at either end, all others from
+    the source.
 
     made f32[2, N]; source f32[2, M] at the same rate, silent after its end. Returns f32[2, N].
     """
@@ -180,7 +184,8 @@ def join_sound(
 
 
 def _lag(made: np.ndarray, clip: np.ndarray, at: int, most: int) -> int:
-    """By how many samples, up to `most`, `made` is late against a clip that begins at its sample `at`."""
+    """By how many samples, up to `most`, `made` is late against a clip that begins at its sample
+    `at`."""
     size = clip.shape[1]
     heard = np.pad(made.astype(np.float64), ((0, 0), (most, most)))[:, at : at + size + 2 * most]
     heard = np.pad(heard, ((0, 0), (0, size + 2 * most - heard.shape[1])))
@@ -195,7 +200,8 @@ def _lag(made: np.ndarray, clip: np.ndarray, at: int, most: int) -> int:
 
 
 def _moved(wave: np.ndarray, at: list[int], lags: list[int]) -> np.ndarray:
-    """The wave taken later by the lags at two places, evenly stretched between them; one lag moves it whole."""
+    """The wave taken later by the lags at two places, evenly stretched between them; one lag moves
+    it whole."""
     if not any(lags):
         return wave
     samples = np.arange(wave.shape[1])

@@ -1,7 +1,8 @@
 """Video files that a run is given: their sizes and times, and their frames one after another.
 
 Decides rotation and which files are refused. Frames are those of the decoder in its order, as the
-reference reads them; sizes are changed by `ltx2rt.media.images.fit`. Nothing is kept: files are read anew for each use.
+reference reads them; sizes are changed by `ltx2rt.media.images.fit`. Nothing is kept: files are
+read anew for each use.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ SOUND_LONGER_S = 1  # than the picture, of a whole file
 
 @dataclass(frozen=True)
 class VideoInfo:
-    """width, height: upright, in pixels. fps: the header's average. rotation: degrees counter-clockwise by which the
-    decoder's frames are turned. times_s: of every frame, None if one has none; the first need not be 0, and the sound
-    that belongs to it starts there, too. ignored: a sentence for each thing in the file that reading leaves out.
+    """width, height: upright, in pixels. fps: the header's average. rotation: degrees
+    counter-clockwise by which the decoder's frames are turned. times_s: of every frame, None if one
+    has none; the first need not be 0, and the sound that belongs to it starts there, too. ignored:
+    a sentence for each thing in the file that reading leaves out.
     """
 
     width: int
@@ -42,10 +44,11 @@ class VideoInfo:
 
 
 def video_info(path: Path, flag: str, most: int | None = None) -> VideoInfo:
-    """Facts of a video file; its frames are decoded, the first `most` of them or all, so that none fails later.
+    """Facts of a video file; its frames are decoded, the first `most` of them or all, so that none
+    fails later.
 
-    flag: that names the file, for messages. Raises InputError for what is no video, is truncated or damaged, changes
-    its size, or tells no frame rate.
+    flag: that names the file, for messages. Raises InputError for what is no video, is truncated or
+    damaged, changes its size, or tells no frame rate.
     """
     with _reading(path, flag) as (container, stream):
         times, packets, first = [], 0, None
@@ -98,7 +101,8 @@ def _ignored(stream: Any, frame: Any) -> Iterator[str]:
 
 
 def _ends_early(container: Any, stream: Any, times: list[Fraction | None]) -> bool:
-    """Whether frames end before their header says, of a file that counts no frames or hides some by an edit list."""
+    """Whether frames end before their header says, of a file that counts no frames or hides some by
+    an edit list."""
     slack_s = SOUND_LONGER_S if container.streams.audio else 2 / (stream.average_rate or 1)
     end_s = Fraction(container.duration or 0, 10**6)
     if tag_s := tagged_s(stream):  # length of the picture alone
@@ -112,9 +116,11 @@ def _truncated(path: Path, flag: str, count: int) -> InputError:
 
 
 def require_constant_rate(path: Path, flag: str, info: VideoInfo) -> None:
-    """Refuse a file whose frame i is not shown at i / fps, counted from its first frame. Raises InputError.
+    """Refuse a file whose frame i is not shown at i / fps, counted from its first frame. Raises
+    InputError.
 
-    Timestamps may be off by less than half a frame, as those of containers that count milliseconds are.
+    Timestamps may be off by less than half a frame, as those of containers that count milliseconds
+    are.
     """
     if info.times_s is None:
         raise InputError(f"{flag}: {path} has no timestamps; save it again as MP4")
@@ -131,7 +137,8 @@ def require_constant_rate(path: Path, flag: str, info: VideoInfo) -> None:
 
 
 def read_frames(path: Path, flag: str, num_frames: int) -> Iterator[np.ndarray]:
-    """The first `num_frames` frames in the decoder's order, upright, u8[H, W, 3] each, decoded as they are taken.
+    """The first `num_frames` frames in the decoder's order, upright, u8[H, W, 3] each, decoded as
+    they are taken.
 
     Raises InputError if one cannot be decoded, which `video_info` finds out first.
     """
@@ -146,7 +153,8 @@ def read_frames(path: Path, flag: str, num_frames: int) -> Iterator[np.ndarray]:
 
 @contextmanager
 def _reading(path: Path, flag: str) -> Iterator[tuple[Any, Any]]:
-    """The container and its video stream, which is no cover picture. What FFmpeg refuses becomes one InputError."""
+    """The container and its video stream, which is no cover picture. What FFmpeg refuses becomes
+    one InputError."""
     from av.error import FFmpegError
     from av.stream import Disposition
 
@@ -173,11 +181,12 @@ def _quarter_turns(frame: Any) -> int:
 def read_mask(
     path: Path, flag: str, num_frames: int, size_px: tuple[int, int], grid: tuple[int, int, int]
 ) -> np.ndarray:
-    """How much each token of a reference counts: the brightness of a video, f32[frames, rows, columns] in [0, 1].
+    """How much each token of a reference counts: the brightness of a video, f32[frames, rows,
+    columns] in [0, 1].
 
-    The first `num_frames` frames, resized to cover size_px (height, width) and cropped, averaged over colours and over
-    the pixels of each cell of `grid`; its first frame is the mask's first, each other one the mean of as many frames.
-    Raises InputError if these do not divide.
+    The first `num_frames` frames, resized to cover size_px (height, width) and cropped, averaged
+    over colours and over the pixels of each cell of `grid`; its first frame is the mask's first,
+    each other one the mean of as many frames. Raises InputError if these do not divide.
     """
     frames, rows, columns = grid
     height, width = size_px

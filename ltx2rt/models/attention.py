@@ -1,7 +1,8 @@
 """The attention module shared by the transformer and the connectors, in graph form.
 
-q and k are normalised over all heads together (one RMSNorm over heads x head_dim), then rotated; optional per-head
-gate 2*sigmoid of the query-side input; optional per-sample pass-through of the values (spatio-temporal guidance).
+q and k are normalised over all heads together (one RMSNorm over heads x head_dim), then rotated;
+optional per-head gate 2*sigmoid of the query-side input; optional per-sample pass-through of the
+values (spatio-temporal guidance).
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def attention(
 ) -> Term:
     """x (B, tokens, D) attends to context (B, tokens or text, D'); returns x's type.
 
-    bias: additive (B, tokens, keys). keep (B): where 0 the attention's result is replaced by the values
-    (self-attention only).
+    bias: additive (B, tokens, keys). keep (B): where 0 the attention's result is replaced by the
+    values (self-attention only).
     """
     inner = {"heads": heads, "head_dim": head_dim}
     q = o.rms_norm(o.linear(x, "to_q", inner), "q_norm", over=("heads", "head_dim"), eps=eps)

@@ -1,9 +1,10 @@
 """The audio autoencoder: latents to log-mel spectrograms and back, as one graph each.
 
-Decides the two networks and the un-normalisation (statistics per channel and mel bin, in float32). Leaves the mel
-front end to `ltx2rt.models.mel` and the waveform to `ltx2rt.models.vocoder`.
+Decides the two networks and the un-normalisation (statistics per channel and mel bin, in float32).
+Leaves the mel front end to `ltx2rt.models.mel` and the waveform to `ltx2rt.models.vocoder`.
 
-Layout (B, channels, time, mel). Time is causal with zeros, mel symmetric: n latents are 4n - 3 mel frames.
+Layout (B, channels, time, mel). Time is causal with zeros, mel symmetric: n latents are 4n - 3 mel
+frames.
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ NORM_EPS = 1e-6  # PixelNorm of the audio VAE; the video VAE has 1e-8
 
 
 def trace_decoder(config: AudioVaeConfig, batch: int, latents: int, dtype: str) -> Graph:
-    """Input `latent` float32 (B, 8, latents, 16), normalised; output `mel` (B, 2, 4 latents - 3, 64), natural log."""
+    """Input `latent` float32 (B, 8, latents, 16), normalised; output `mel` (B, 2, 4 latents - 3,
+    64), natural log."""
     return trace_graph("audio-decoder", decoder, dtype, config, batch, latents)
 
 
 def trace_encoder(config: AudioVaeConfig, batch: int, mel_frames: int, dtype: str) -> Graph:
-    """Input `mel` (B, 2, mel_frames, 64), natural log; output `latent` float32, the normalised mean."""
+    """Input `mel` (B, 2, mel_frames, 64), natural log; output `latent` float32, the normalised
+    mean."""
     return trace_graph("audio-encoder", encoder, dtype, config, batch, mel_frames)
 
 
 def reach(config: AudioVaeConfig) -> tuple[int, int]:
-    """How many latents before and after its own the decoded mel frames of a latent depend on: the causal 3x3
-    convolutions of every level, two of a block, in mel frames of that level."""
+    """How many latents before and after its own the decoded mel frames of a latent depend on: the
+    causal 3x3 convolutions of every level, two of a block, in mel frames of that level."""
     rates = [2**level for level in range(len(config.channel_multipliers))]
     blocks = sum(Fraction(4 * (config.num_res_blocks + 1), rate) for rate in rates)
     single = sum(
@@ -88,7 +91,8 @@ def encoder(o: Ops, config: AudioVaeConfig, batch: int, mel_frames: int) -> dict
 
 
 def _statistics(o: Ops, config: AudioVaeConfig) -> list[Term]:
-    """Mean and std (channels, mel), stored as one axis in the order of packed tokens, channel * bins + bin."""
+    """Mean and std (channels, mel), stored as one axis in the order of packed tokens, channel *
+    bins + bin."""
     into = {"channels": config.latent_channels, "mel": config.latent_mel_bins}
     size = config.latent_channels * config.latent_mel_bins
     o = o.under("audio_vae.per_channel_statistics")
@@ -107,7 +111,8 @@ def norm_silu(o: Ops, x: Term) -> Term:
 
 
 def res_block(o: Ops, x: Term, out_channels: int) -> Term:
-    """shortcut(x) + conv2(silu(norm(conv1(silu(norm(x)))))); the shortcut is a 1x1 convolution if the width changes."""
+    """shortcut(x) + conv2(silu(norm(conv1(silu(norm(x)))))); the shortcut is a 1x1 convolution if
+    the width changes."""
     y = causal_conv(o, norm_silu(o, x), "conv1.conv", out_channels)
     y = causal_conv(o, norm_silu(o, y), "conv2.conv", out_channels)
     if x.type.size("channels") != out_channels:
@@ -116,7 +121,8 @@ def res_block(o: Ops, x: Term, out_channels: int) -> Term:
 
 
 def upsample(o: Ops, x: Term) -> Term:
-    """Every time step and bin twice, a convolution, and the first time step dropped: n to 2n - 1."""
+    """Every time step and bin twice, a convolution, and the first time step dropped: n to 2n -
+    1."""
     x = o.merge(o.expand(x, axis="copy", size=2, before="mel"), axes=("time", "copy"), into="time")
     x = o.merge(o.expand(x, axis="copy", size=2), axes=("mel", "copy"), into="mel")
     x = causal_conv(o, x, "upsample.conv.conv", x.type.size("channels"))

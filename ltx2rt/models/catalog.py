@@ -1,7 +1,8 @@
-"""The networks of the family, one row each: which parts of a checkpoint it reads, how it is traced, from which sizes.
+"""The networks of the family, one row each: which parts of a checkpoint it reads, how it is traced,
+from which sizes.
 
-Decides nothing about devices: which axes of a network are split where is in the placement's profiles, under the
-name in `rules`.
+Decides nothing about devices: which axes of a network are split where is in the placement's
+profiles, under the name in `rules`.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ PROMPT_TOKENS = 1024  # the length every released pipeline pads to
 class Network:
     """One network.
 
-    parts: of the checkpoint, whose tensors it reads. trace(config, sizes, dtype): its graph. sizes(config, geometry,
-    branches): what `trace` wants for a whole clip. rules: the network whose weights and placement it shares. branches:
-    guidance branches in its sizes, None if its mesh is not a stage's. dtype: its own whatever the run's is.
+    parts: of the checkpoint, whose tensors it reads. trace(config, sizes, dtype): its graph.
+    sizes(config, geometry, branches): what `trace` wants for a whole clip. rules: the network whose
+    weights and placement it shares. branches: guidance branches in its sizes, None if its mesh is
+    not a stage's. dtype: its own whatever the run's is.
     """
 
     name: str
@@ -58,8 +60,8 @@ def _trace_vae(trace: Callable[..., Graph]) -> Callable[[ModelConfig, tuple[int,
 
 
 def _step(c: ModelConfig, g: Geometry, branches: int) -> guided_step.StepShape:
-    """Without conditionings. 1 branch is the conditional one; then the negative prompt, the perturbed and the isolated
-    branch join. Raises InputError."""
+    """Without conditionings. 1 branch is the conditional one; then the negative prompt, the
+    perturbed and the isolated branch join. Raises InputError."""
     if not 1 <= branches <= 4:
         raise InputError(f"--branches: {branches}, expected 1 to 4")
     feeds = transformer.position_feeds(c.transformer, video_positions(g), audio_positions(g))

@@ -1,8 +1,10 @@
-"""From Gemma's states to the text context of each modality: feature extraction, registers, 1-D transformer blocks.
+"""From Gemma's states to the text context of each modality: feature extraction, registers, 1-D
+transformer blocks.
 
-Decides both feature extractors (2.0: one shared projection of range-normalised states; 2.3: one projection per
-modality of RMS-normalised states) and the embeddings connectors. Leaves the states to `gemma`, and the 2.0 caption
-projection to `transformer`. Padding never reaches an output: registers take its place, so it need not be zeroed.
+Decides both feature extractors (2.0: one shared projection of range-normalised states; 2.3: one
+projection per modality of RMS-normalised states) and the embeddings connectors. Leaves the states
+to `gemma`, and the 2.0 caption projection to `transformer`. Padding never reaches an output:
+registers take its place, so it need not be zeroed.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ def connectors(o: Ops, config: TextConfig, states: Term) -> dict[str, Term]:
 
 
 def per_token_features(o: Ops, config: TextConfig, states: Term) -> tuple[Term, Term]:
-    """2.3: every token's and layer's state by its own RMS, rescaled to the modality's width, projected."""
+    """2.3: every token's and layer's state by its own RMS, rescaled to the modality's width,
+    projected."""
     unit = o.rms_norm(states, over=("D",), eps=EPS)
 
     def project(name: str, width: int) -> Term:
@@ -64,7 +67,8 @@ def per_token_features(o: Ops, config: TextConfig, states: Term) -> tuple[Term, 
 
 
 def shared_features(o: Ops, config: TextConfig, states: Term) -> tuple[Term, Term]:
-    """2.0: 8 (x - mean) / (max - min) per sample and layer, over the prompt's tokens and all channels, in float32."""
+    """2.0: 8 (x - mean) / (max - min) per sample and layer, over the prompt's tokens and all
+    channels, in float32."""
     batch, tokens = states.type.shape[:2]
     valid = o.cast(o.input("mask", "int32", B=batch, text=tokens), dtype="float32")
     outside = o.affine(valid, scale=BEYOND, offset=-BEYOND)  # 0 on tokens, -BEYOND on padding
@@ -92,7 +96,8 @@ def connector(
     config: ConnectorConfig,
     text: TextConfig,
 ) -> Term:
-    """x (B, text, D) in the tokenizer's order -> the context (B, text, D): tokens first, registers after them."""
+    """x (B, text, D) in the tokenizer's order -> the context (B, text, D): tokens first, registers
+    after them."""
     tokens, width = x.type.shape[1:]
     if tokens % config.num_registers:
         raise InputError(
@@ -132,9 +137,11 @@ def connector(
 
 
 def feeds(config: TextConfig, mask: np.ndarray) -> dict[str, np.ndarray]:
-    """The graph's inputs, hidden_states apart, for mask (B, text): 1 for a token and 0 for padding on either side.
+    """The graph's inputs, hidden_states apart, for mask (B, text): 1 for a token and 0 for padding
+    on either side.
 
-    order: the tokens' columns in their order, then padding's; is_token: whether a place of that order is a token.
+    order: the tokens' columns in their order, then padding's; is_token: whether a place of that
+    order is a token.
     """
     mask = np.asarray(mask)
     check_mask(mask)

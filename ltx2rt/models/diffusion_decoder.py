@@ -1,15 +1,18 @@
 """The diffusion decoder of LTX-2.5: latents and noise to frames, in one step.
 
-Two networks. The features of a whole clip: latents through all stages of upsampling but the last. A tile's frames: the
-last stage of upsampling makes a context of its features, out of which, and of noise, the denoising stage makes pixels.
-Attention sees a window of tokens. Leaves to `stages.frames` which tiles there are and where noise comes from.
+Two networks. The features of a whole clip: latents through all stages of upsampling but the last. A
+tile's frames: the last stage of upsampling makes a context of its features, out of which, and of
+noise, the denoising stage makes pixels. Attention sees a window of tokens. Leaves to
+`stages.frames` which tiles there are and where noise comes from.
 
-Decides what lies beyond borders. Windows are shifted inwards, so that the end of a clip is moved away from them: the
-last latent frame is repeated, and what becomes of the copies is cut off. A latent that is smaller than the windows is
-padded with its edge; what becomes of that is for the caller to cut off (`padding`).
+Decides what lies beyond borders. Windows are shifted inwards, so that the end of a clip is moved
+away from them: the last latent frame is repeated, and what becomes of the copies is cut off. A
+latent that is smaller than the windows is padded with its edge; what becomes of that is for the
+caller to cut off (`padding`).
 
-The last stage's windows at the left and right border of a tile are shifted inwards as all others ("plain"), or centred,
-with copies of the border column beyond it ("chunked", which is what the official decoder does).
+The last stage's windows at the left and right border of a tile are shifted inwards as all others
+("plain"), or centred, with copies of the border column beyond it ("chunked", which is what the
+official decoder does).
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ LAST = ("B", *GRID, "channels")
 BORDERS = ("chunked", "plain")
 NORM_EPS, ROPE_THETA = 1e-6, 10000.0
 TIMESTEP = 1.0  # level of the only step: pure noise
-NUM_ROWS = 7  # rows of the modulation: scale, shift and gate of attention and of the MLP, and the context's gate
+# rows of the modulation: scale, shift and gate of attention and of the MLP, and the context's gate
+NUM_ROWS = 7
 MLP_RATIO, MLP_MULTIPLE = 4, 16
 MLP_TOKENS = (
     2**18
@@ -38,7 +42,8 @@ MLP_TOKENS = (
 
 @dataclass(frozen=True)
 class DiffusionDecoderConfig:
-    """LTX-2.5's second video decoder: stages that upsample, then one that makes patches of pixels out of noise."""
+    """LTX-2.5's second video decoder: stages that upsample, then one that makes patches of pixels
+    out of noise."""
 
     latent_channels: int
     patch_size: int
@@ -70,8 +75,8 @@ def config_of(model: ModelConfig) -> DiffusionDecoderConfig:
 
 @dataclass(frozen=True)
 class TileShape:
-    """One tile of the features, in their cells. first, last: whether it has the clip's first and last frame; the last
-    has the repeated frames, too. border: one of BORDERS."""
+    """One tile of the features, in their cells. first, last: whether it has the clip's first and
+    last frame; the last has the repeated frames, too. border: one of BORDERS."""
 
     batch: int
     frames: int
@@ -103,7 +108,8 @@ def repeated_frames(config: DiffusionDecoderConfig) -> int:
 def padding(
     config: DiffusionDecoderConfig, grid: tuple[int, int, int]
 ) -> tuple[tuple[int, int], ...]:
-    """Latents (before, after) the frames, rows and columns of `grid` until every stage has as many tokens as a window.
+    """Latents (before, after) the frames, rows and columns of `grid` until every stage has as many
+    tokens as a window.
 
     Frames are added at the end, rows and columns on both sides. Source: the official decoder.
     """
@@ -119,7 +125,8 @@ def padding(
 def inside(
     config: DiffusionDecoderConfig, grid: tuple[int, int, int]
 ) -> tuple[slice, slice, slice]:
-    """Which frames, rows and columns of what is decoded are the latent's own, without its padding."""
+    """Which frames, rows and columns of what is decoded are the latent's own, without its
+    padding."""
     sizes = (
         pixel_frames(grid[0], config.time_factor),
         *(n * config.space_factor for n in grid[1:]),
@@ -134,8 +141,8 @@ def inside(
 
 
 def overlap(config: DiffusionDecoderConfig) -> list[int]:
-    """Cells of the features that two tiles share along frames, rows and columns: as far as either of the last two
-    stages sees in all its blocks. Source: the official decoder."""
+    """Cells of the features that two tiles share along frames, rows and columns: as far as either
+    of the last two stages sees in all its blocks. Source: the official decoder."""
     fourth, fifth = (
         [depth * (n // 2) for n in window]
         for depth, window in zip(config.depths[-2:], config.windows[-2:], strict=True)
@@ -151,7 +158,8 @@ def cell(config: DiffusionDecoderConfig) -> tuple[int, int, int]:
 
 
 def cells(config: DiffusionDecoderConfig, grid: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Frames, rows and columns of the features of a latent of `grid`, without the repeated frames."""
+    """Frames, rows and columns of the features of a latent of `grid`, without the repeated
+    frames."""
     (first, last), *around = padding(config, grid)
     scale = [math.prod(stride[i] for stride in config.strides[:-1]) for i in range(3)]
     rows, columns = ((n + sum(p)) * s for n, p, s in zip(grid[1:], around, scale[1:], strict=True))
@@ -170,13 +178,14 @@ def whole(
 def trace_features(
     config: DiffusionDecoderConfig, batch: int, frames: int, rows: int, columns: int, dtype: str
 ) -> Graph:
-    """Input `latent` float32 (B, channels, frames, rows, columns); output `features`, with channels last."""
+    """Input `latent` float32 (B, channels, frames, rows, columns); output `features`, with channels
+    last."""
     return trace_graph("diffusion-features", features, dtype, config, batch, frames, rows, columns)
 
 
 def trace(config: DiffusionDecoderConfig, shape: TileShape, dtype: str) -> Graph:
-    """Inputs `features` (a tile of what `trace_features` gives) and `noise` float32 (B, 3, frames, rows, columns) in
-    pixels; output `frames` of the noise's shape."""
+    """Inputs `features` (a tile of what `trace_features` gives) and `noise` float32 (B, 3, frames,
+    rows, columns) in pixels; output `frames` of the noise's shape."""
     return trace_graph("diffusion-decoder", decoder, dtype, config, shape)
 
 
@@ -251,8 +260,8 @@ def blocks(o: Ops, x: Term, config: DiffusionDecoderConfig, stage: int) -> Term:
 
 
 def denoise(o: Ops, x: Term, context: Term, config: DiffusionDecoderConfig, border: str) -> Term:
-    """As `blocks`, with the context added first and both norms modulated. The gates of the modulation are not used: the
-    checkpoint's linears contain them."""
+    """As `blocks`, with the context added first and both norms modulated. The gates of the
+    modulation are not used: the checkpoint's linears contain them."""
     stage, batch, width = len(config.depths) - 1, x.type.size("B"), x.type.size("channels")
     time = o.sinusoid(o.full(TIMESTEP * config.timestep_scale, "float32", B=batch), size=256)
     time = o.silu(
@@ -300,7 +309,8 @@ def attention(
 
 
 def rope_sizes(dim: int) -> tuple[int, int, int]:
-    """How many numbers of a head turn with the frame, the row and the column: 16, 24 and 24 of 64."""
+    """How many numbers of a head turn with the frame, the row and the column: 16, 24 and 24 of
+    64."""
     space = (dim - dim // 4 // 2 * 2) // 2
     space += space % 2
     return dim - 2 * space, space, space

@@ -1,7 +1,8 @@
 """The duration head of LTX-2.5: how long the shot that a prompt describes lasts.
 
-Decides the network, text contexts to seconds, and how seconds become a number of frames. It runs on the contexts of the
-positive prompt alone, and in float32: rounding of its logarithm to bfloat16 would move a clip's length by frames.
+Decides the network, text contexts to seconds, and how seconds become a number of frames. It runs on
+the contexts of the positive prompt alone, and in float32: rounding of its logarithm to bfloat16
+would move a clip's length by frames.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ class DurationHeadConfig:
 
 
 def trace(config: DurationHeadConfig, batch: int, tokens: int, dtype: str) -> Graph:
-    """Inputs video_context and audio_context (B, text, D), all of their tokens valid; output seconds (B,)."""
+    """Inputs video_context and audio_context (B, text, D), all of their tokens valid; output
+    seconds (B,)."""
     return trace_graph("duration_head", duration_head, dtype, config, batch, tokens)
 
 
 def duration_head(o: Ops, config: DurationHeadConfig, batch: int, tokens: int) -> dict[str, Term]:
-    """Learned queries attend to the tokens of both contexts, and a small MLP makes of them the logarithm of seconds."""
+    """Learned queries attend to the tokens of both contexts, and a small MLP makes of them the
+    logarithm of seconds."""
     contexts = {
         "video": o.input("video_context", B=batch, text=tokens, D=config.video_width),
         "audio": o.input("audio_context", B=batch, text=tokens, audio_D=config.audio_width),
@@ -80,8 +83,8 @@ def frames_of(
     window_s: tuple[float, float] = DEFAULT_WINDOW_S,
     time_factor: int = 8,
 ) -> int:
-    """Frames of a clip that should last `seconds`: rounded, brought into the window, then down to k * time_factor + 1
-    (up, where that would leave the window).
+    """Frames of a clip that should last `seconds`: rounded, brought into the window, then down to k
+    * time_factor + 1 (up, where that would leave the window).
 
     Raises InputError for a window that holds no such number.
     """

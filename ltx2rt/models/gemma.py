@@ -1,7 +1,8 @@
 """Gemma 3 as a prompt encoder: token ids to the states of every layer.
 
-Decides the text branch's mathematics and, on the host, its masks and RoPE tables. Leaves tokenisation to
-the pipeline and what is done with the states to `connectors`. No vision tower, no logits, no cache.
+Decides the text branch's mathematics and, on the host, its masks and RoPE tables. Leaves
+tokenisation to the pipeline and what is done with the states to `connectors`. No vision tower, no
+logits, no cache.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def trace(config: GemmaConfig, batch: int, tokens: int, dtype: str) -> Graph:
 def gemma(o: Ops, config: GemmaConfig, batch: int, tokens: int) -> Term:
     """All states (B, text, D, states), states = layers + 1.
 
-    State 0 is the scaled embedding, state i the output of layer i, the last one passed through the final norm;
-    the last layer's output before that norm is not among them.
+    State 0 is the scaled embedding, state i the output of layer i, the last one passed through the
+    final norm; the last layer's output before that norm is not among them.
     """
     token_ids = o.input("token_ids", "int32", B=batch, text=tokens)
     is_sliding = o.input("is_sliding", "int32", layers=config.num_layers)
@@ -74,13 +75,15 @@ def gemma(o: Ops, config: GemmaConfig, batch: int, tokens: int) -> Term:
 
 
 def norm(o: Ops, x: Term, name: str, axis: str, config: GemmaConfig) -> Term:
-    """RMSNorm times (1 + weight). The weight is float32 in any graph: the sum would lose it in bfloat16."""
+    """RMSNorm times (1 + weight). The weight is float32 in any graph: the sum would lose it in
+    bfloat16."""
     weight = o.param(f"{name}.weight", dtype="float32", **{axis: x.type.size(axis)})
     return o.emit("rms_norm", x, 1 + weight, over=(axis,), eps=config.norm_eps)
 
 
 def attention(o: Ops, x: Term, here: dict[str, Term], config: GemmaConfig) -> Term:
-    """Grouped-query attention; a row that sees no token at all (padding) gets zero, as in torch's SDPA."""
+    """Grouped-query attention; a row that sees no token at all (padding) gets zero, as in torch's
+    SDPA."""
     kv = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
     q = o.linear(x, "q_proj", {"heads": config.num_heads, "head_dim": config.head_dim}, bias=False)
     k, v = o.linear(x, "k_proj", kv, bias=False), o.linear(x, "v_proj", kv, bias=False)
@@ -100,12 +103,14 @@ def mlp(o: Ops, x: Term, config: GemmaConfig | Gemma4Config) -> Term:
 
 
 def embedding_scale(config: GemmaConfig | Gemma4Config, dtype: str) -> float:
-    """sqrt(D) rounded to the graph's dtype, as the reference does: 62.0 for D = 3840 in bfloat16."""
+    """sqrt(D) rounded to the graph's dtype, as the reference does: 62.0 for D = 3840 in
+    bfloat16."""
     return float(np.dtype(getattr(ml_dtypes, dtype, dtype)).type(math.sqrt(config.hidden_size)))
 
 
 def feeds(config: GemmaConfig, token_ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
-    """The graph's inputs for token_ids (B, text) and mask (B, text), 1 for a token and 0 for padding on either side.
+    """The graph's inputs for token_ids (B, text) and mask (B, text), 1 for a token and 0 for
+    padding on either side.
 
     Positions count padding: the i-th column is position i. Raises InputError as `token_feeds` does.
     """
@@ -125,8 +130,8 @@ def token_feeds(
 ) -> dict[str, np.ndarray]:
     """token_ids int32 and the attention bias of both kinds of layers, float32 (B, text, context).
 
-    Raises InputError for ids outside the vocabulary, a mask that is not of zeros and ones, and a prompt without a
-    token.
+    Raises InputError for ids outside the vocabulary, a mask that is not of zeros and ones, and a
+    prompt without a token.
     """
     token_ids, mask = np.asarray(token_ids), np.asarray(mask)
     if token_ids.ndim != 2 or mask.shape != token_ids.shape:
@@ -169,7 +174,8 @@ def additive(seen: np.ndarray) -> np.ndarray:
 def rope_tables(
     kind: str, tokens: int, head_dim: int, theta: float, scaling: float
 ) -> dict[str, np.ndarray]:
-    """cos and sin (text, pairs) of position * theta^(-2i/head_dim) / scaling, in the reference's float32 order."""
+    """cos and sin (text, pairs) of position * theta^(-2i/head_dim) / scaling, in the reference's
+    float32 order."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies = np.float32(1) / np.float32(theta) ** exponents / np.float32(scaling)
     angles = np.arange(tokens, dtype=np.float32)[:, None] * frequencies

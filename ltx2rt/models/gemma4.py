@@ -1,9 +1,9 @@
 """Gemma 4 as a prompt encoder: token ids to the states of every layer.
 
-Decides what differs from Gemma 3, whose masks, feed-forward and embedding scale it shares: norms times their weight
-itself, unlike heads in sliding and full-attention layers, values that are normalised too, scores that are not scaled,
-and a factor on the whole residual stream at the end of every layer. The reference is transformers'
-Gemma4UnifiedTextModel.
+Decides what differs from Gemma 3, whose masks, feed-forward and embedding scale it shares: norms
+times their weight itself, unlike heads in sliding and full-attention layers, values that are
+normalised too, scores that are not scaled, and a factor on the whole residual stream at the end of
+every layer. The reference is transformers' Gemma4UnifiedTextModel.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def trace(config: Gemma4Config, batch: int, tokens: int, dtype: str) -> Graph:
 def gemma4(o: Ops, config: Gemma4Config, batch: int, tokens: int) -> Term:
     """All states (B, text, D, states), states = layers + 1, as `gemma.gemma` has them.
 
-    The layers repeat in groups (five sliding ones and one full), so that the weights of a place in the group stack.
+    The layers repeat in groups (five sliding ones and one full), so that the weights of a place in
+    the group stack.
     """
     token_ids = o.input("token_ids", "int32", B=batch, text=tokens)
     kinds = {}
@@ -80,7 +81,8 @@ def layer(o: Ops, x: Term, sliding: bool, kinds: dict[str, Term], config: Gemma4
 
 
 def attention(o: Ops, x: Term, sliding: bool, kinds: dict[str, Term], config: Gemma4Config) -> Term:
-    """Grouped-query attention whose scores are not scaled; a row that sees no token at all (padding) gets zero.
+    """Grouped-query attention whose scores are not scaled; a row that sees no token at all
+    (padding) gets zero.
 
     Full layers: values are the keys as projected, before their norm and rotation.
     """
@@ -104,8 +106,9 @@ def attention(o: Ops, x: Term, sliding: bool, kinds: dict[str, Term], config: Ge
 
 
 def feeds(config: Gemma4Config, token_ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
-    """The graph's inputs as `gemma.feeds` has them; tokens that stand for an image or sound, of which there is none,
-    become padding's, and are still attended to. Raises InputError as `token_feeds` does.
+    """The graph's inputs as `gemma.feeds` has them; tokens that stand for an image or sound, of
+    which there is none, become padding's, and are still attended to. Raises InputError as
+    `token_feeds` does.
 
     Of a full layer's pairs only the first are rotated, by angles of the whole head's exponents.
     """

@@ -1,7 +1,8 @@
 """How pixels, seconds and latent tokens of one stage relate.
 
-Decides sizes, packing order and token positions. Leaves normalisation to the graphs, RoPE to `models.positions`.
-All arrays are float32; positions are rounded in the official order (scale, causal fix, clamp, then divide).
+Decides sizes, packing order and token positions. Leaves normalisation to the graphs, RoPE to
+`models.positions`. All arrays are float32; positions are rounded in the official order (scale,
+causal fix, clamp, then divide).
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Geometry:
     def of(
         cls, config: ModelConfig, width: int, height: int, num_frames: int, fps: Fraction
     ) -> Geometry:
-        """width, height: of this stage in pixels; num_frames: pixel frames. The request has checked divisibility."""
+        """width, height: of this stage in pixels; num_frames: pixel frames. The request has checked
+        divisibility."""
         video, audio = config.video_vae, config.audio_vae
         return cls(
             frames=latent_frames(num_frames, video.time_factor),
@@ -76,7 +78,8 @@ class Geometry:
 
     @property
     def sound_s(self) -> Fraction:
-        """Seconds of the sound that the audio latents decode to: some 0.03 s less than the frames."""
+        """Seconds of the sound that the audio latents decode to: some 0.03 s less than the
+        frames."""
         mel_frames = (self.audio_latents - 1) * self.audio_time_factor + 1
         return Fraction(mel_frames * self.mel_hop, self.mel_sample_rate)
 
@@ -99,7 +102,8 @@ def pixel_frames(num_latent_frames: int, time_factor: int) -> int:
 
 
 def audio_latents(num_frames: int, fps: Fraction, latents_per_second: float) -> int:
-    """Audio latents of a clip: Python's round (half to even) of the float duration, as the reference does."""
+    """Audio latents of a clip: Python's round (half to even) of the float duration, as the
+    reference does."""
     return round(num_frames / float(fps) * latents_per_second)
 
 
@@ -129,9 +133,11 @@ def unpack_audio(tokens: np.ndarray, geometry: Geometry) -> np.ndarray:
 
 
 def video_positions(geometry: Geometry) -> np.ndarray:
-    """Position bounds of the target tokens: f32[3, T, 2], axes (seconds, pixel row, pixel column), last (start, end).
+    """Position bounds of the target tokens: f32[3, T, 2], axes (seconds, pixel row, pixel column),
+    last (start, end).
 
-    Latent frame 0 covers pixel frame 0 alone, frame t the pixel frames [8t-7, 8t+1): scale by 8, add 1 - 8, clamp at 0.
+    Latent frame 0 covers pixel frame 0 alone, frame t the pixel frames [8t-7, 8t+1): scale by 8,
+    add 1 - 8, clamp at 0.
     """
     g = geometry
     pixel_bounds = _causal(_bounds(g.frames, g.time_factor), g.time_factor)
@@ -143,7 +149,8 @@ def video_positions(geometry: Geometry) -> np.ndarray:
 
 
 def keyframe_positions(geometry: Geometry, frame: int) -> np.ndarray:
-    """Position bounds of the appended tokens of one image at pixel frame `frame` > 0: f32[3, h*w, 2].
+    """Position bounds of the appended tokens of one image at pixel frame `frame` > 0: f32[3, h*w,
+    2].
 
     The image lasts one pixel frame and gets no causal fix: [frame, frame + 1) / fps.
     """
@@ -153,10 +160,12 @@ def keyframe_positions(geometry: Geometry, frame: int) -> np.ndarray:
 
 
 def reference_positions(geometry: Geometry, downscale: int = 1, stride: int = 1) -> np.ndarray:
-    """Position bounds of a reference video's tokens, f32[3, f*h*w, 2], of a geometry of its own at the clip's rate.
+    """Position bounds of a reference video's tokens, f32[3, f*h*w, 2], of a geometry of its own at
+    the clip's rate.
 
-    Its rows and columns are spread over `downscale` times as many pixels, its frames over `stride` times as many
-    seconds, all but the first moved back to the frames that were kept: 0, 1, 1 + stride, ...
+    Its rows and columns are spread over `downscale` times as many pixels, its frames over `stride`
+    times as many seconds, all but the first moved back to the frames that were kept: 0, 1, 1 +
+    stride, ...
     """
     g, fps = geometry, float(geometry.fps)
     seconds = _causal(_bounds(g.frames, g.time_factor), g.time_factor) / np.float32(fps / stride)
@@ -167,7 +176,8 @@ def reference_positions(geometry: Geometry, downscale: int = 1, stride: int = 1)
 
 
 def audio_positions(geometry: Geometry) -> np.ndarray:
-    """Position bounds of the audio tokens in seconds: f32[1, Ta, 2]; 4 mel frames of 10 ms each, causal like video."""
+    """Position bounds of the audio tokens in seconds: f32[1, Ta, 2]; 4 mel frames of 10 ms each,
+    causal like video."""
     g = geometry
     mel = _causal(_bounds(g.audio_latents, g.audio_time_factor), g.audio_time_factor)
     return (mel * np.float32(g.mel_hop) / np.float32(g.mel_sample_rate))[None]

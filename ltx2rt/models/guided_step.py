@@ -1,20 +1,23 @@
-"""One guided denoise step as a graph: the active branches through the transformer in one batch, guidance, a sampler.
+"""One guided denoise step as a graph: the active branches through the transformer in one batch,
+guidance, a sampler.
 
-Which branches exist and which blocks STG perturbs is structure: the pass `share` computes what branches have in common
-once. Guidance scales and sigmas are inputs, so changing them among non-neutral values compiles nothing. What depends on
-the timestep alone has no batch. Everything after the transformer is float32.
+Which branches exist and which blocks STG perturbs is structure: the pass `share` computes what
+branches have in common once. Guidance scales and sigmas are inputs, so changing them among
+non-neutral values compiles nothing. What depends on the timestep alone has no batch. Everything
+after the transformer is float32.
 
     x0   = x - v * mask * sigma                                        per branch
-    pred = c + (cfg-1)(c-u) + stg (c-p) + (modality-1)(c-q)            c cond, u uncond, p perturbed, q isolated
-    pred = pred * (r std(c) / max(std(pred), 1e-5) + 1 - r)            std unbiased, over tokens and channels
-    x0   = pred * mask + clean * (1 - mask)
+    pred = c + (cfg-1)(c-u) + stg (c-p) + (modality-1)(c-q)            c cond, u uncond, p
+    perturbed, q isolated pred = pred * (r std(c) / max(std(pred), 1e-5) + 1 - r)            std
+    unbiased, over tokens and channels x0   = pred * mask + clean * (1 - mask)
     x'   = the sampler's next latents                                  `models.samplers`
 
-A frozen stream is given whole: its latents are the clean ones at sigma 0 in every step, it has no x0 and no noise, and
-reads its positive context in every branch. A stream that the clip does not have is not computed.
+A frozen stream is given whole: its latents are the clean ones at sigma 0 in every step, it has no
+x0 and no noise, and reads its positive context in every branch. A stream that the clip does not
+have is not computed.
 
-Several videos of one prompt go through in one batch: the transformer's B is branches x videos, a branch's videos
-together. They differ in their noise only.
+Several videos of one prompt go through in one batch: the transformer's B is branches x videos, a
+branch's videos together. They differ in their noise only.
 """
 
 from __future__ import annotations
@@ -61,7 +64,8 @@ class Branches:
 
     @classmethod
     def of(cls, guidance: np.ndarray) -> Branches:
-        """The branches that `guidance` [2, 4] needs: those whose scale is not neutral for some modality."""
+        """The branches that `guidance` [2, 4] needs: those whose scale is not neutral for some
+        modality."""
         g = np.asarray(guidance, np.float32)
         return cls(
             uncond=not np.allclose(g[:, CFG], 1),
@@ -74,9 +78,10 @@ class Branches:
 class StepShape:
     """The sizes of a guided-step graph besides its config: the key under which programs are kept.
 
-    streams: what the clip has, of video and audio; frozen: those of them that are given. A stream that is absent has 0
-    tokens. masked: video self-attention is weighted by an input. stg_blocks: those that the perturbed branch perturbs.
-    relay: groups of video and of audio tokens whose attention to the positive text has a bias of its own, 0 for none.
+    streams: what the clip has, of video and audio; frozen: those of them that are given. A stream
+    that is absent has 0 tokens. masked: video self-attention is weighted by an input. stg_blocks:
+    those that the perturbed branch perturbs. relay: groups of video and of audio tokens whose
+    attention to the positive text has a bias of its own, 0 for none.
     """
 
     branches: Branches
@@ -97,7 +102,8 @@ class StepShape:
 
 
 def mask_feeds(name: str, mask: np.ndarray) -> dict[str, np.ndarray]:
-    """`{name}_mask`, `{name}_levels` [K] and, if K > 1, `{name}_level_index` [T]; mask [T]: 1 generate, 0 keep."""
+    """`{name}_mask`, `{name}_levels` [K] and, if K > 1, `{name}_level_index` [T]; mask [T]: 1
+    generate, 0 keep."""
     mask = np.asarray(mask, np.float32)
     levels, index = np.unique(mask, return_inverse=True)
     feeds = {f"{name}_mask": mask, f"{name}_levels": levels}
@@ -113,7 +119,8 @@ def _std(o: Ops, x: Term, over: tuple[str, ...]) -> Term:
 
 
 def _guide(o: Ops, x0: Term, names: tuple[str, ...], scales: list[Term], tokens: str) -> Term:
-    """The guided x0 (videos, tokens, C) of one modality from all branches (branches, videos, tokens, C)."""
+    """The guided x0 (videos, tokens, C) of one modality from all branches (branches, videos,
+    tokens, C)."""
     c = o.at(x0, axis="branches", index=0)
     pred = c
     for name, column in (("uncond", CFG), ("perturbed", STG), ("isolated", MODALITY)):
@@ -132,7 +139,8 @@ def _keeps(
     scales: dict[str, list[Term]],
     s: StepShape,
 ) -> dict[str, Term]:
-    """Keep masks (layers, B): STG's value pass-through in its blocks, cross-attention off in the isolated branch."""
+    """Keep masks (layers, B): STG's value pass-through in its blocks, cross-attention off in the
+    isolated branch."""
     layers = range(config.num_layers)
 
     def columns(branch: str, blocks: Container[int], inside: Term) -> Term:
@@ -162,14 +170,16 @@ def _keeps(
 def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
     """Inputs, for a modality m of the clip's, all float32 unless said:
 
-    m_latent (videos, tokens, C); m_clean (tokens, C); m_mask (tokens), its values m_levels (K) and, if K > 1,
-    m_level_index int32 (tokens); m_context (1 or 2, text, C'): positive, then negative if the uncond branch runs; of a
-    frozen modality m_clean and the positive context alone; the RoPE tables.
-    sigmas (2): from, to; guidance (2, 4): rows video, audio; columns cfg, stg, modality, rescale (if any branch runs
-    besides cond); video_attention_mask (tokens, keys) in [0, 1], if masked; video_keyframes_mask (tokens): 1 = a
-    keyframe, if the model has its vector; of a relay m_relay (groups, text) and m_group int32 (tokens).
-    Of a sampler that wants them, coefficients (n), m_noise, m_anchor and m_kept (videos, tokens, C).
-    Outputs, of the modalities that are not frozen: m_latent, m_x0, m_anchor, m_kept (videos, tokens, C).
+    m_latent (videos, tokens, C); m_clean (tokens, C); m_mask (tokens), its values m_levels (K) and,
+    if K > 1, m_level_index int32 (tokens); m_context (1 or 2, text, C'): positive, then negative if
+    the uncond branch runs; of a frozen modality m_clean and the positive context alone; the RoPE
+    tables.
+    sigmas (2): from, to; guidance (2, 4): rows video, audio; columns cfg, stg, modality, rescale
+    (if any branch runs besides cond); video_attention_mask (tokens, keys) in [0, 1], if masked;
+    video_keyframes_mask (tokens): 1 = a keyframe, if the model has its vector; of a relay m_relay
+    (groups, text) and m_group int32 (tokens). Of a sampler that wants them, coefficients (n),
+    m_noise, m_anchor and m_kept (videos, tokens, C). Outputs, of the modalities that are not
+    frozen: m_latent, m_x0, m_anchor, m_kept (videos, tokens, C).
     """
 
     def model(o: Ops) -> dict[str, Term]:

@@ -1,4 +1,5 @@
-"""Waveforms to the log-mel spectrograms that the audio VAE reads. In numpy: it takes milliseconds, once a clip.
+"""Waveforms to the log-mel spectrograms that the audio VAE reads. In numpy: it takes milliseconds,
+once a clip.
 
 Decides window, filters and logarithm; the hop, the rate and the number of bins are the model's.
 """
@@ -15,10 +16,11 @@ FLOOR = 1e-5  # below which magnitudes count as silence
 
 
 def log_mel(waveform: np.ndarray, config: AudioVaeConfig) -> np.ndarray:
-    """f32[B, 2, N] at config.sample_rate -> f32[B, 2, N // hop + 1, mel bins], the natural logarithm of magnitudes.
+    """f32[B, 2, N] at config.sample_rate -> f32[B, 2, N // hop + 1, mel bins], the natural
+    logarithm of magnitudes.
 
-    Frame i is centred at sample i * hop; beyond its ends the waveform is mirrored. Computed in float64. Raises
-    ValueError if N is not above half a window, which the mirror needs.
+    Frame i is centred at sample i * hop; beyond its ends the waveform is mirrored. Computed in
+    float64. Raises ValueError if N is not above half a window, which the mirror needs.
     """
     half = WINDOW // 2
     if waveform.shape[-1] <= half:
@@ -37,7 +39,8 @@ def log_mel(waveform: np.ndarray, config: AudioVaeConfig) -> np.ndarray:
 
 
 def mel_basis(num_mels: int, size: int, sample_rate: int) -> np.ndarray:
-    """Triangles on Slaney's mel scale (linear below 1 kHz), each of area 1, f64[num_mels, size/2 + 1]."""
+    """Triangles on Slaney's mel scale (linear below 1 kHz), each of area 1, f64[num_mels, size/2 +
+    1]."""
     step = (
         np.log(6.4) / 27
     )  # Slaney: 27 logarithmic steps from 1 kHz to 6.4 kHz, 200/3 Hz per mel below

@@ -1,7 +1,8 @@
 """AdaLN: from timestep levels to scale, shift and gate of every token.
 
-A stream has few distinct timesteps (one in text-to-video, one more per conditioning strength). Modulation rows are
-computed per level [B, levels] and spread to tokens through a level index, never computed per token.
+A stream has few distinct timesteps (one in text-to-video, one more per conditioning strength).
+Modulation rows are computed per level [B, levels] and spread to tokens through a level index, never
+computed per token.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from ltx2rt.graph import Ops, Term
 
 @dataclass(frozen=True)
 class Levels:
-    """Timesteps of a stream. values: float32 ((B,) levels), already multiplied by the timestep scale (0..1000).
-    index: int32 ((B,) tokens) into levels, or None if there is one level."""
+    """Timesteps of a stream. values: float32 ((B,) levels), already multiplied by the timestep
+    scale (0..1000). index: int32 ((B,) tokens) into levels, or None if there is one level."""
 
     values: Term
     index: Term | None
@@ -28,7 +29,8 @@ class Modulation:
     index: Term | None
 
     def with_table(self, o: Ops, table: Term, start: int = 0) -> list[Term]:
-        """Each row plus its table entry, spread to tokens: ((B,) D) if there is one level, else ((B,) tokens, D).
+        """Each row plus its table entry, spread to tokens: ((B,) D) if there is one level, else
+        ((B,) tokens, D).
 
         table: (rows, D), of which the entries from `start` on are used.
         """
@@ -48,7 +50,8 @@ class Modulation:
 def adaln(
     o: Ops, levels: Levels, width: int, num_rows: int, axis: str = "D"
 ) -> tuple[Modulation, Term]:
-    """Sinusoid(256), Linear, SiLU, Linear = embedding ((B,) levels, D); SiLU, Linear = its num_rows modulation rows."""
+    """Sinusoid(256), Linear, SiLU, Linear = embedding ((B,) levels, D); SiLU, Linear = its num_rows
+    modulation rows."""
     e = o.cast(o.sinusoid(levels.values, size=256), dtype=o.dtype)
     e = o.silu(o.linear(e, "emb.timestep_embedder.linear_1", {axis: width}))
     e = o.linear(e, "emb.timestep_embedder.linear_2", {axis: width})

@@ -1,8 +1,9 @@
 """RoPE tables, made by numpy: devices only gather and combine them.
 
-A token's angles are a frequency grid times its coordinate on each axis. There are few distinct coordinates (frames,
-rows, columns), so cos and sin are tabulated over those, in the reference's order of rounding: grid in float64 rounded
-once, then float32 throughout. A compiler that rewrote the division inside the angle would move cosines by 1e-3.
+A token's angles are a frequency grid times its coordinate on each axis. There are few distinct
+coordinates (frames, rows, columns), so cos and sin are tabulated over those, in the reference's
+order of rounding: grid in float64 rounded once, then float32 throughout. A compiler that rewrote
+the division inside the angle would move cosines by 1e-3.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def frequency_grid(dim: int, num_axes: int, theta: float, float64: bool = True) 
 def axis_angles(
     coordinates: np.ndarray, max_pos: float, grid: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin of grid * (2 coordinate / max_pos - 1): float32[coordinates, frequencies] each."""
+    """cos and sin of grid * (2 coordinate / max_pos - 1): float32[coordinates, frequencies]
+    each."""
     u = np.asarray(coordinates, np.float32) / np.float32(max_pos) * np.float32(2) - np.float32(1)
     angles = u[:, None] * grid
     return np.cos(angles), np.sin(angles)
@@ -33,9 +35,11 @@ def axis_angles(
 def coordinate_table(
     name: str, bounds: np.ndarray, max_pos: float, grid: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Graph inputs of one axis: `{name}_cos`, `{name}_sin` [coordinates, frequencies] and `{name}_index` like bounds.
+    """Graph inputs of one axis: `{name}_cos`, `{name}_sin` [coordinates, frequencies] and
+    `{name}_index` like bounds.
 
-    bounds: float32[..., 2], a token's [start, end) on this axis; the angle is taken at the midpoint.
+    bounds: float32[..., 2], a token's [start, end) on this axis; the angle is taken at the
+    midpoint.
     """
     middle = (bounds[..., 0] + bounds[..., 1]) / np.float32(2)
     unique, index = np.unique(middle, return_inverse=True)
@@ -52,7 +56,8 @@ def gather_tables(
 ) -> tuple[Term, Term]:
     """cos and sin (..., tokens, heads, pairs) from each axis' {"cos", "sin", "index"}.
 
-    Angles lie frequency-major, axis-minor; identity pairs fill the front; heads then own different bands.
+    Angles lie frequency-major, axis-minor; identity pairs fill the front; heads then own different
+    bands.
     """
     tables = []
     for kind in ("cos", "sin"):

@@ -2,12 +2,14 @@
 
     euler      x' = x + (x - x0) / sigma (sigma' - sigma)
     ancestral  x' = c . (x, x0, noise), then kept tokens are put back: m x' + (1 - m) clean
-    res2s      x' = c . (x, anchor, kept x0, x0, noise), then likewise; two evaluations a step, and one at the end
-    planned    x' = c . (x, y, kept), y = x0 or the kept one, by the stream; a step plan's (`models.step_plan`)
+    res2s      x' = c . (x, anchor, kept x0, x0, noise), then likewise; two evaluations a step, and
+    one at the end planned    x' = c . (x, y, kept), y = x0 or the kept one, by the stream; a step
+    plan's (`models.step_plan`)
 
-The coefficients c of every evaluation are inputs, made here in float64 and rounded once; noise is an input, too.
-Sources: Euler ancestral of rectified flows (k-diffusion); res_2s, the exponential Runge-Kutta method of order 2
-(Hochbruck and Ostermann 2005) with c2 = 1/2 and the noise of an SDE step injected at both of its points.
+The coefficients c of every evaluation are inputs, made here in float64 and rounded once; noise is
+an input, too. Sources: Euler ancestral of rectified flows (k-diffusion); res_2s, the exponential
+Runge-Kutta method of order 2 (Hochbruck and Ostermann 2005) with c2 = 1/2 and the noise of an SDE
+step injected at both of its points.
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ class Draw(NamedTuple):
 class Trajectory:
     """All evaluations of one stage.
 
-    sigmas f32[evaluations, 2]: from, to. coefficients f32[evaluations, n], n as `advance` reads them. draws: what every
-    evaluation adds, None for nothing.
+    sigmas f32[evaluations, 2]: from, to. coefficients f32[evaluations, n], n as `advance` reads
+    them. draws: what every evaluation adds, None for nothing.
     """
 
     sigmas: np.ndarray
@@ -88,7 +90,8 @@ def planned(plan: StepPlan, sigmas: np.ndarray) -> Trajectory:
 
 
 def trajectory(sampler: str, sigmas: np.ndarray, eta: float = 1.0) -> Trajectory:
-    """sigmas: f32[steps + 1], falling to 0. eta: of the ancestral sampler. Raises InputError if unknown."""
+    """sigmas: f32[steps + 1], falling to 0. eta: of the ancestral sampler. Raises InputError if
+    unknown."""
     if sampler == "euler":
         return Trajectory(np.stack([sigmas[:-1], sigmas[1:]], axis=1))
     if sampler == "ancestral":
@@ -111,7 +114,8 @@ def advance(
     carried: dict[str, Term],
     stream: str = "video",
 ) -> dict[str, Term]:
-    """ "latent" of the next evaluation and what else the sampler carries; x, x0 (videos, tokens, C), x0 masked.
+    """ "latent" of the next evaluation and what else the sampler carries; x, x0 (videos, tokens,
+     C), x0 masked.
 
     sigmas: from, to. stream: "video" or "audio".
     """

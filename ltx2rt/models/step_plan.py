@@ -37,7 +37,8 @@ class Due(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """due: by stream; order: 1 or 2. Written as ORDER:STEP,STEP,... where both streams have the same."""
+    """due: by stream; order: 1 or 2. Written as ORDER:STEP,STEP,... where both streams have the
+    same."""
 
     due: Due
     order: int = 1
@@ -48,7 +49,8 @@ class StepPlan:
 
     @classmethod
     def skipping(cls, steps: int, video: int, audio: int) -> StepPlan:
-        """After each evaluation of a stream so many steps of it are left out, as `skip_step` of Lightricks means it."""
+        """After each evaluation of a stream so many steps of it are left out, as `skip_step` of
+        Lightricks means it."""
         return cls(Due(tuple(range(0, steps, video + 1)), tuple(range(0, steps, audio + 1))))
 
     @property
@@ -125,7 +127,8 @@ class StepPlan:
 
 
 def gain(s: np.ndarray, h: int, i: int, j: int) -> float:
-    """g of a jump from i to j after an evaluation at h; s f64[steps + 1], only the last may be 0."""
+    """g of a jump from i to j after an evaluation at h; s f64[steps + 1], only the last may be
+    0."""
     left = (
         s[j] / s[i + 1 : j] if j > i + 1 else np.zeros(0)
     )  # what the steps behind l + 1 leave of its change

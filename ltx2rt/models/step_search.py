@@ -1,8 +1,10 @@
 """The search for a step plan in recorded exact runs: no evaluation of the model, all in float64.
 
-The error of a jump from i to j after an evaluation at h is how far its latents are from the recorded
-ones, |x_j - x^_j| / |x_N|, by stream. A jump costs the largest of these over prompts and streams,
-each stream's in units of its own error over the last two steps; a path costs the sum of the squares.
+The error of a jump from i to j after an evaluation at h is how far its latents are from the
+recorded ones, |x_j - x^_j| / |x_N|, by stream. A jump costs the largest of these over prompts and
+streams,
+each stream's in units of its own error over the last two steps; a path costs the sum of the
+squares.
 """
 
 from __future__ import annotations
@@ -19,14 +21,16 @@ LEAST = 1e-12  # unit of a stream whose last steps change nothing
 
 @dataclass(frozen=True)
 class Recorded:
-    """An exact run by stream: latents f32[steps + 1, T, C] from the start on, x0 f32[steps, T, C]."""
+    """An exact run by stream: latents f32[steps + 1, T, C] from the start on, x0 f32[steps, T,
+    C]."""
 
     latents: Mapping[str, np.ndarray]
     x0: Mapping[str, np.ndarray]
 
 
 def jump_errors(x: np.ndarray, x0: np.ndarray, sigmas: np.ndarray) -> np.ndarray:
-    """f64[steps + 1, steps, steps + 1] by (h + 1, i, j); h + 1 = 0 is order 1. Infinite: no such jump.
+    """f64[steps + 1, steps, steps + 1] by (h + 1, i, j); h + 1 = 0 is order 1. Infinite: no such
+    jump.
 
     x [steps + 1, n], x0 [steps, n], sigmas [steps + 1].
     """

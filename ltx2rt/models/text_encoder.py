@@ -1,4 +1,5 @@
-"""Prompts to context in one graph: Gemma's states, then the connectors. A batch holds every prompt of a request."""
+"""Prompts to context in one graph: Gemma's states, then the connectors. A batch holds every prompt
+of a request."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def states_of(o: Ops, config: LanguageModel, batch: int, tokens: int) -> Term:
 def feeds(
     gemma_config: LanguageModel, text_config: TextConfig, token_ids: np.ndarray, mask: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """The graph's inputs for token_ids and mask (B, text), mask 1 for a token and 0 for padding on either side."""
+    """The graph's inputs for token_ids and mask (B, text), mask 1 for a token and 0 for padding on
+    either side."""
     if isinstance(gemma_config, Gemma4Config):
         own = gemma4.feeds(gemma_config, token_ids, mask)
     else:

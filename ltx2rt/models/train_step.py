@@ -1,8 +1,10 @@
-"""One training step of the transformer as a graph: clean latents and noise in, one loss for each sample and stream out.
+"""One training step of the transformer as a graph: clean latents and noise in, one loss for each
+sample and stream out.
 
-Flow matching as the official trainer has it: x = clean + level (noise - clean) of every token, whose target is the
-velocity noise - clean. A given token (a first frame, a frozen stream) has level 0 and no loss. What is drawn, how
-losses are weighed and what is trained are inputs, or other modules' business: changing them compiles nothing.
+Flow matching as the official trainer has it: x = clean + level (noise - clean) of every token,
+whose target is the velocity noise - clean. A given token (a first frame, a frozen stream) has level
+0 and no loss. What is drawn, how losses are weighed and what is trained are inputs, or other
+modules' business: changing them compiles nothing.
 """
 
 from __future__ import annotations
@@ -45,11 +47,13 @@ class TrainShape:
 
 
 def trace(config: TransformerConfig, s: TrainShape, dtype: str) -> Graph:
-    """Inputs of a stream m, float32 unless said: m_clean and m_noise (B, tokens, C), m_sigma (B), m_noised int32
-    (B, tokens): 1 where a token is noised and its loss counts, 0 where it is given; m_context (B, text, C'); the RoPE
-    tables; video_keyframes_mask (B, tokens) if the model has its vector.
+    """Inputs of a stream m, float32 unless said: m_clean and m_noise (B, tokens, C), m_sigma (B),
+    m_noised int32 (B, tokens): 1 where a token is noised and its loss counts, 0 where it is given;
+    m_context (B, text, C'); the RoPE tables; video_keyframes_mask (B, tokens) if the model has its
+    vector.
 
-    Outputs: m_loss (B), the mean over noised tokens and channels of the squared error, 0 if there are none.
+    Outputs: m_loss (B), the mean over noised tokens and channels of the squared error, 0 if there
+    are none.
     """
 
     def model(o: Ops) -> dict[str, Term]:

@@ -1,9 +1,11 @@
 """The audio-video diffusion transformer of LTX-2.0 and 2.3.
 
-Two token streams, video (tokens, D) and audio (audio_tokens, audio_D), go through the same blocks: self-attention,
-attention to their text context, attention to each other, feed-forward; every part under AdaLN.
+Two token streams, video (tokens, D) and audio (audio_tokens, audio_D), go through the same blocks:
+self-attention, attention to their text context, attention to each other, feed-forward; every part
+under AdaLN.
 
-Cross-modal timestep rules ("own" = the stream's per-token timesteps, "other" = the other stream's sigma):
+Cross-modal timestep rules ("own" = the stream's per-token timesteps, "other" = the other stream's
+sigma):
   C (default): scale and shift own, gate other.   B: both other.   A: both own.
 They agree when every token of both streams has the same timestep.
 """
@@ -30,11 +32,13 @@ TABLES = ("video_time", "video_rows", "video_columns", "video_cross", "audio_tim
 
 @dataclass(frozen=True)
 class ForwardShape:
-    """The sizes of a transformer graph besides its config. Hashable: the key under which programs are kept.
+    """The sizes of a transformer graph besides its config. Hashable: the key under which programs
+    are kept.
 
-    coordinates: distinct coordinates per table of TABLES, 0 of those that are not read. batched_positions: positions
-    differ between samples. perturbed: per-layer, per-sample keep masks are inputs. masked: a video self-attention mask
-    is an input. streams: those that are computed; an absent one has 0 tokens.
+    coordinates: distinct coordinates per table of TABLES, 0 of those that are not read.
+    batched_positions: positions differ between samples. perturbed: per-layer, per-sample keep masks
+    are inputs. masked: a video self-attention mask is an input. streams: those that are computed;
+    an absent one has 0 tokens.
     """
 
     batch: int
@@ -53,7 +57,8 @@ class ForwardShape:
 
 @dataclass(frozen=True)
 class Stream:
-    """One modality's values on their way through the blocks, and the names the checkpoint gives its parts."""
+    """One modality's values on their way through the blocks, and the names the checkpoint gives its
+    parts."""
 
     name: str  # "video" or "audio"
     prefix: str  # "" or "audio_"
@@ -78,7 +83,7 @@ def streams(config: TransformerConfig) -> tuple[Stream, Stream]:
     )  # fmt: skip
 
 
-# --- host side: positions to tables, timesteps to levels --------------------------------------------------------
+# --- host side: positions to tables, timesteps to levels ------------------------------------------
 
 
 def table_names(streams: Sequence[str]) -> list[str]:
@@ -93,8 +98,8 @@ def table_names(streams: Sequence[str]) -> list[str]:
 def position_feeds(
     config: TransformerConfig, video: np.ndarray | None, audio: np.ndarray | None
 ) -> dict[str, np.ndarray]:
-    """RoPE inputs of video positions [(B,) 3, T, 2] (s, px, px; start, end) and audio positions [(B,) 1, Ta, 2] (s);
-    None where a stream is absent."""
+    """RoPE inputs of video positions [(B,) 3, T, 2] (s, px, px; start, end) and audio positions
+    [(B,) 1, Ta, 2] (s); None where a stream is absent."""
     c = config
     f64 = c.rope_float64_grid
     grid = frequency_grid(c.width, 3, c.rope_theta, f64)
@@ -140,13 +145,14 @@ def keep_names(streams: Sequence[str]) -> list[str]:
     )
 
 
-# --- graph side -------------------------------------------------------------------------------------------------
+# --- graph side -----------------------------------------------------------------------------------
 
 
 def declare_tables(
     o: Ops, config: TransformerConfig, s: ForwardShape
 ) -> dict[str, dict[str, Term]]:
-    """The RoPE inputs: per table that is read its cos and sin (coordinates, frequencies) and index ((B,) tokens)."""
+    """The RoPE inputs: per table that is read its cos and sin (coordinates, frequencies) and index
+    ((B,) tokens)."""
     video, cross = config.width // 6, config.audio_width // 2
     frequencies = (video, video, video, cross, cross, cross)
     tables = {}
@@ -194,7 +200,8 @@ def rope_tables(
 
 
 def mask_bias(o: Ops, mask: Term) -> Term:
-    """Additive bias of a multiplicative attention mask in [0, 1]: its logarithm, -1e30 where it is 0."""
+    """Additive bias of a multiplicative attention mask in [0, 1]: its logarithm, -1e30 where it is
+    0."""
     return o.select(
         mask, o.log(o.clamp(mask, low=1e-30)), o.full(-1e30, "float32", **mask.type.sizes)
     )
@@ -208,9 +215,11 @@ class Rows(NamedTuple):
 
 
 def _block(o: Ops, config: TransformerConfig, carry, invariant, data):
-    """One transformer block: carry video and audio; invariant modulations, contexts, tables; data the keep masks.
+    """One transformer block: carry video and audio; invariant modulations, contexts, tables; data
+    the keep masks.
 
-    For each stream x, its text context c, the other stream y, RMSNorm n and m(h) = h (1 + scale) + shift of each part:
+    For each stream x, its text context c, the other stream y, RMSNorm n and m(h) = h (1 + scale) +
+    shift of each part:
 
         x += gate attention(m(n(x)))
         x += gate attention(m(n(x)), m(c))          2.0: x += attention(n(x), c)
@@ -285,7 +294,8 @@ def _block(o: Ops, config: TransformerConfig, carry, invariant, data):
 def _table(
     o: Ops, invariant, s: Stream, name: str, table: str, count: int, start: int = 0
 ) -> list[Term]:
-    """Rows of the block's `table` of `count` rows, from `start` on, plus the stream's modulation rows `name`."""
+    """Rows of the block's `table` of `count` rows, from `start` on, plus the stream's modulation
+    rows `name`."""
     rows = invariant[f"{s.name}_{name}"]
     index = invariant[f"{s.name}_index"] if rows.type.size("levels") > 1 else None
     return Modulation(rows, index).with_table(
@@ -294,7 +304,8 @@ def _table(
 
 
 def _own_parts(config: TransformerConfig) -> tuple[str, ...]:
-    """The parts of a block that a stream's own table modulates, in its order; each has shift, scale and gate."""
+    """The parts of a block that a stream's own table modulates, in its order; each has shift, scale
+    and gate."""
     return ("self", "ff", "text") if config.text_modulation else ("self", "ff")
 
 
@@ -349,11 +360,13 @@ def transformer(
     keyframes: Term | None = None,
     relays: Mapping[str, Term] | None = None,
 ) -> dict[str, Term]:
-    """Velocities {"video": (B, tokens, C), "audio": (B, audio_tokens, C)} in float32, of the streams that there are.
+    """Velocities {"video": (B, tokens, C), "audio": (B, audio_tokens, C)} in float32, of the
+    streams that there are.
 
-    latents: (B, tokens, C) of the streams that there are. levels: timesteps in [0,1]. sigmas ((B)). contexts (B, text,
-    C'). keeps: any of video_self_keep, audio_self_keep, a2v_keep, v2a_keep (layers, B). bias: video self-attention.
-    keyframes: ((B,) tokens), 1 where a video token is a keyframe's. relays: biases (B, tokens, text) of text attention.
+    latents: (B, tokens, C) of the streams that there are. levels: timesteps in [0,1]. sigmas ((B)).
+    contexts (B, text, C'). keeps: any of video_self_keep, audio_self_keep, a2v_keep, v2a_keep
+    (layers, B). bias: video self-attention. keyframes: ((B,) tokens), 1 where a video token is a
+    keyframe's. relays: biases (B, tokens, text) of text attention.
     """
     o = o.under(PREFIX.rstrip("."))
     pair = [s for s in streams(config) if s.name in latents]
@@ -438,7 +451,8 @@ def transformer(
 
 
 def declare_levels(o: Ops, name: str, levels: int, **axes: int) -> Levels:
-    """Inputs `{name}_levels` (B, levels) and, if there are several, `{name}_level_index` ((B,) tokens)."""
+    """Inputs `{name}_levels` (B, levels) and, if there are several, `{name}_level_index` ((B,)
+    tokens)."""
     batch = {"B": axes["B"]} if "B" in axes else {}
     values = o.input(f"{name}_levels", "float32", **batch, levels=levels)
     return Levels(values, o.input(f"{name}_level_index", "int32", **axes) if levels > 1 else None)
@@ -447,7 +461,8 @@ def declare_levels(o: Ops, name: str, levels: int, **axes: int) -> Levels:
 def declare_keyframes(
     o: Ops, config: TransformerConfig, streams: Sequence[str], **axes: int
 ) -> Term | None:
-    """Input `video_keyframes_mask` (*axes) if the model has a vector for keyframes, and the clip has video."""
+    """Input `video_keyframes_mask` (*axes) if the model has a vector for keyframes, and the clip
+    has video."""
     if not config.keyframe_vector or "video" not in streams:
         return None
     return o.input("video_keyframes_mask", "float32", **axes)
@@ -460,7 +475,8 @@ def declare_context(o: Ops, config: TransformerConfig, s: Stream, **axes: int) -
 
 
 def trace(config: TransformerConfig, s: ForwardShape, dtype: str) -> Graph:
-    """One forward. Inputs per stream: *_latent, *_levels, *_level_index, *_sigma, *_context; tables, keeps, masks.
+    """One forward. Inputs per stream: *_latent, *_levels, *_level_index, *_sigma, *_context;
+    tables, keeps, masks.
 
     Outputs: video_velocity, audio_velocity.
     """

@@ -1,7 +1,8 @@
 """The latent upsamplers: rows and columns by 2 or 1.5, or frames f to 2f - 1.
 
-Decides the network and the un-normalisation around it: normalised latents in, normalised latents out, the statistics
-of the video VAE in float32. Group statistics span the whole clip, so it is never tiled.
+Decides the network and the un-normalisation around it: normalised latents in, normalised latents
+out, the statistics of the video VAE in float32. Group statistics span the whole clip, so it is
+never tiled.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ BLUR_SIZE = 5  # binomial
 def trace(
     config: UpsamplerConfig, batch: int, frames: int, rows: int, columns: int, dtype: str
 ) -> Graph:
-    """Input `latent` float32 (B, channels, frames, rows, columns); output `latent` on `config.output_grid`."""
+    """Input `latent` float32 (B, channels, frames, rows, columns); output `latent` on
+    `config.output_grid`."""
     return trace_graph("upsampler", upsampler, dtype, config, batch, frames, rows, columns)
 
 
@@ -51,8 +53,8 @@ def more_frames(o: Ops, x: Term, config: UpsamplerConfig) -> Term:
 
 
 def more_pixels(o: Ops, x: Term, config: UpsamplerConfig) -> Term:
-    """A convolution per frame, then the pixel shuffle by the scale's numerator, then the blur that strides over its
-    denominator; that of x2 has stride 1 in every file, and is the identity."""
+    """A convolution per frame, then the pixel shuffle by the scale's numerator, then the blur that
+    strides over its denominator; that of x2 has stride 1 in every file, and is the identity."""
     batch, frames = x.type.size("B"), x.type.size("frames")
     times, stride = config.scale.numerator, config.scale.denominator
     x = o.merge(
@@ -75,7 +77,8 @@ def more_pixels(o: Ops, x: Term, config: UpsamplerConfig) -> Term:
 
 
 def blur(o: Ops, x: Term, stride: int) -> Term:
-    """Every channel's (B, channels, rows, columns) with the file's one 5x5 kernel, zeros outside, every `stride`-th."""
+    """Every channel's (B, channels, rows, columns) with the file's one 5x5 kernel, zeros outside,
+    every `stride`-th."""
     kernel = o.param("upsampler.blur_down.kernel", out=1, **{"in": 1}, k0=BLUR_SIZE, k1=BLUR_SIZE)
     batch, channels, edge = x.type.size("B"), x.type.size("channels"), BLUR_SIZE // 2
     x = o.split(

@@ -1,9 +1,11 @@
 """The video autoencoder: latents to frames and frames to latents, as one graph each.
 
-Decides the convolutional network of every released file from its block lists. Normalised latents stay outside:
-the statistics are applied here, in float32. Leaves tiling to `ltx2rt.pipeline.tiling` and pixel ranges to the caller.
+Decides the convolutional network of every released file from its block lists. Normalised latents
+stay outside: the statistics are applied here, in float32. Leaves tiling to `ltx2rt.pipeline.tiling`
+and pixel ranges to the caller.
 
-Layout (B, channels, frames, rows, columns). Sizes: F = 8(f-1)+1 frames, H = 32h rows, W = 32w columns.
+Layout (B, channels, frames, rows, columns). Sizes: F = 8(f-1)+1 frames, H = 32h rows, W = 32w
+columns.
 """
 
 from __future__ import annotations
@@ -26,14 +28,16 @@ Conv = Callable[[Ops, Term, str, int], Term]
 def trace_decoder(
     config: VideoVaeConfig, batch: int, frames: int, rows: int, columns: int, dtype: str
 ) -> Graph:
-    """Input `latent` float32 (B, channels, frames, rows, columns), normalised; output `frames` (B, 3, F, H, W)."""
+    """Input `latent` float32 (B, channels, frames, rows, columns), normalised; output `frames` (B,
+    3, F, H, W)."""
     return trace_graph("video-decoder", decoder, dtype, config, batch, frames, rows, columns)
 
 
 def trace_encoder(
     config: VideoVaeConfig, batch: int, frames: int, rows: int, columns: int, dtype: str
 ) -> Graph:
-    """Sizes in pixels. Input `frames` (B, 3, F, H, W) in [-1, 1]; output `latent` float32, the normalised mean."""
+    """Sizes in pixels. Input `frames` (B, 3, F, H, W) in [-1, 1]; output `latent` float32, the
+    normalised mean."""
     return trace_graph("video-encoder", encoder, dtype, config, batch, frames, rows, columns)
 
 
@@ -71,7 +75,8 @@ def encoder(
         block = net.under(f"down_blocks.{i}")
         x = (res_blocks if stage.kind == "res" else downsample)(block, x, stage, conv)
     x = o.silu(pixel_norm(o, x))
-    # One more channel than the latent: the log-variance all channels share, which inference never samples.
+    # One more channel than the latent: the log-variance all channels share, which inference never
+    # samples.
     x = conv(net, x, "conv_out", config.latent_channels + 1)
     x = o.slice(x, axis="channels", stop=config.latent_channels)
     return {"latent": normalise(o, o.cast(x, dtype="float32"))}
@@ -100,8 +105,8 @@ def normalise(o: Ops, x: Term) -> Term:
 def padded_conv(
     o: Ops, x: Term, name: str, out_channels: int, *, padding: str, causal: bool
 ) -> Term:
-    """3x3x3 convolution that keeps every size. Time repeats its edge frames, twice before if causal; rows and columns
-    follow `padding`."""
+    """3x3x3 convolution that keeps every size. Time repeats its edge frames, twice before if
+    causal; rows and columns follow `padding`."""
     x = o.pad(x, mode="edge", frames=(2, 0) if causal else (1, 1))
     x = o.pad(x, mode=padding, rows=(1, 1), columns=(1, 1))
     return o.conv(x, f"{name}.conv", out_channels, (3, 3, 3))
@@ -124,7 +129,8 @@ def res_blocks(o: Ops, x: Term, stage: VaeStage, conv: Conv) -> Term:
 
 
 def upsample(o: Ops, x: Term, stage: VaeStage, conv: Conv) -> Term:
-    """Depth to space after a convolution; `residual` adds the input's own, its channels tiled as whole blocks.
+    """Depth to space after a convolution; `residual` adds the input's own, its channels tiled as
+    whole blocks.
 
     A stride of 2 in time maps n frames to 2n - 1: the first output frame is dropped.
     """
@@ -139,7 +145,8 @@ def upsample(o: Ops, x: Term, stage: VaeStage, conv: Conv) -> Term:
 
 
 def downsample(o: Ops, x: Term, stage: VaeStage, conv: Conv) -> Term:
-    """Space to depth after a convolution, plus the input's own averaged over groups of adjacent channels.
+    """Space to depth after a convolution, plus the input's own averaged over groups of adjacent
+    channels.
 
     A stride of 2 in time repeats the first frame once before both paths: 2n - 1 frames to n.
     """
@@ -162,7 +169,8 @@ def depth_to_space(
     axes: tuple[str, ...] = AXES,
     steps: tuple[str, ...] = STEPS,
 ) -> Term:
-    """Channel index ((c * st + dt) * sh + dy) * sw + dx, with `steps` from slow to fast, into the `axes`."""
+    """Channel index ((c * st + dt) * sh + dy) * sw + dx, with `steps` from slow to fast, into the
+    `axes`."""
     inner = dict(zip(steps, stride, strict=True))
     x = o.split(
         x, axis="channels", into={"channels": x.type.size("channels") // math.prod(stride), **inner}
@@ -200,7 +208,8 @@ def space_to_depth(
 
 
 def patchify(o: Ops, x: Term, size: int) -> Term:
-    """Patches of size x size pixels into channels. The position across columns is the slower one."""
+    """Patches of size x size pixels into channels. The position across columns is the slower
+    one."""
     return space_to_depth(o, x, (size, size), AXES[1:], ("dx", "dy"))
 
 

@@ -1,9 +1,12 @@
-"""From log-mel spectrograms to a waveform: HiFi-GAN (2.0), or BigVGAN and its bandwidth extension (2.3).
+"""From log-mel spectrograms to a waveform: HiFi-GAN (2.0), or BigVGAN and its bandwidth extension
+(2.3).
 
-Decides the whole road from the audio VAE's mel to samples. With bandwidth extension everything is float32, whatever
-dtype is asked for: bfloat16 costs a third of the signal there. The 16 kHz stage is always clamped to [-1, 1].
+Decides the whole road from the audio VAE's mel to samples. With bandwidth extension everything is
+float32, whatever dtype is asked for: bfloat16 costs a third of the signal there. The 16 kHz stage
+is always clamped to [-1, 1].
 
-Layout (B, channels, time); one anti-aliasing filter serves all channels, which then count as batch ("signals").
+Layout (B, channels, time); one anti-aliasing filter serves all channels, which then count as batch
+("signals").
 """
 
 from __future__ import annotations
@@ -31,13 +34,15 @@ RESAMPLER_ZEROS, RESAMPLER_ROLLOFF = 6, 0.99  # Hann-windowed sinc
 
 
 def trace(config: VocoderConfig, batch: int, mel_frames: int, dtype: str) -> Graph:
-    """Inputs: see `feeds`, `mel` (B, 2, mel_frames, 64) first. Output `waveform` (B, 2, samples) in [-1, 1]."""
+    """Inputs: see `feeds`, `mel` (B, 2, mel_frames, 64) first. Output `waveform` (B, 2, samples) in
+    [-1, 1]."""
     dtype = "float32" if config.bandwidth_extension else dtype
     return trace_graph("vocoder", vocoder, dtype, config, batch, mel_frames)
 
 
 def feeds(config: VocoderConfig, mel: np.ndarray) -> dict[str, np.ndarray]:
-    """The inputs of the graph: `mel` and, with bandwidth extension, the resampler's filter, which no file stores."""
+    """The inputs of the graph: `mel` and, with bandwidth extension, the resampler's filter, which
+    no file stores."""
     if config.bandwidth_extension is None:
         return {"mel": mel}
     return {
@@ -47,7 +52,8 @@ def feeds(config: VocoderConfig, mel: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def resampler_filter(ratio: int) -> np.ndarray:
-    """f32[1, 1, taps]: sinc(t) w(t) rolloff / ratio, t = (j / ratio - width) rolloff, w(t) = cos^2(pi t / 12) to 6.
+    """f32[1, 1, taps]: sinc(t) w(t) rolloff / ratio, t = (j / ratio - width) rolloff, w(t) =
+    cos^2(pi t / 12) to 6.
 
     Not renormalised: at ratio 3 its 43 taps sum to 1.000466.
     """
@@ -72,7 +78,8 @@ def frame_samples(config: VocoderConfig) -> int:
 def reach(config: VocoderConfig) -> tuple[int, int] | None:
     """How many mel frames before and after its own the samples of a frame depend on.
 
-    None if a part of a mel spectrogram becomes other samples: a frame is not whole hops of the STFT.
+    None if a part of a mel spectrogram becomes other samples: a frame is not whole hops of the
+    STFT.
     """
     before, after = _generator_reach(config.generator)
     if extension := config.bandwidth_extension:
@@ -120,7 +127,8 @@ def vocoder(o: Ops, config: VocoderConfig, batch: int, mel_frames: int) -> dict[
 
 
 def generator(o: Ops, config: GeneratorConfig, mel: Term) -> Term:
-    """mel (B, channels, time, mel) to a waveform (B, channels, samples), the product of the rates per frame."""
+    """mel (B, channels, time, mel) to a waveform (B, channels, samples), the product of the rates
+    per frame."""
     x = o.merge(
         o.transpose(mel, axes=("B", "channels", "mel", "time")),
         axes=("channels", "mel"),
@@ -198,7 +206,8 @@ def snake_beta(o: Ops, x: Term) -> Term:
 
 
 def resample_up(o: Ops, x: Term, taps: Term, ratio: int) -> Term:
-    """Zeros between the samples, filtered: time to ratio * time, input sample n at output sample ratio * n."""
+    """Zeros between the samples, filtered: time to ratio * time, input sample n at output sample
+    ratio * n."""
     size = taps.type.size("k0")
     pad = -(-(size // 2) // ratio)  # all that a kept output reads
     left = pad * ratio + (size - 1) // 2
@@ -223,7 +232,8 @@ def channels(o: Ops, x: Term, size: int) -> Term:
 
 
 def extend_bandwidth(o: Ops, config: VocoderConfig, extension: GeneratorConfig, low: Term) -> Term:
-    """low (B, channels, samples) in [-1, 1]; its resampling plus what a second generator adds, clamped."""
+    """low (B, channels, samples) in [-1, 1]; its resampling plus what a second generator adds,
+    clamped."""
     ratio, size, samples = (
         config.sample_rate // config.input_sample_rate,
         config.stft_size,

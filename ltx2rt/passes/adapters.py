@@ -1,10 +1,12 @@
 """adapters: trainable low-rank matrices beside frozen linears of a stack of blocks.
 
-Requires a legal graph, placed or not, not yet packed. Ensures the same inputs, outputs and communication, and for every
-targeted linear y = x W of a repeat's body two float32 parameters more: y += x A B, times a factor.
+Requires a legal graph, placed or not, not yet packed. Ensures the same inputs, outputs and
+communication, and for every targeted linear y = x W of a repeat's body two float32 parameters more:
+y += x A B, times a factor.
 
-A is cut as W's columns are, B as W's rows: beside a column-parallel linear A is whole and B cut; beside a row-
-parallel one A is cut and B whole, and x A B joins the partial sum that the all-reduce behind it adds up.
+A is cut as W's columns are, B as W's rows: beside a column-parallel linear A is whole and B cut;
+beside a row- parallel one A is cut and B whole, and x A B joins the partial sum that the all-reduce
+behind it adds up.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ MARK = ".lora_"  # in the name of every parameter that the pass declares
 
 @dataclass(frozen=True)
 class Adapters:
-    """targets: modules by their names in the checkpoint, `*` for the block. rank: columns of A; scale: alpha / rank."""
+    """targets: modules by their names in the checkpoint, `*` for the block. rank: columns of A;
+    scale: alpha / rank."""
 
     targets: frozenset[str]
     rank: int
@@ -39,7 +42,8 @@ def adapted(graph: Graph, adapters: Adapters) -> Graph:
 
 
 def modules(graph: Graph) -> list[str]:
-    """Modules that can be targets: linears of the graph's repeats that have weights of their own, `*` for the block."""
+    """Modules that can be targets: linears of the graph's repeats that have weights of their own,
+    `*` for the block."""
     bodies = [repeat.body for repeat in graph.repeats]
     weights = [
         (node.inputs[1].name, body) for body in bodies for node in body.nodes if node.op == "linear"
@@ -52,7 +56,8 @@ def modules(graph: Graph) -> list[str]:
 
 
 def tensors(targets: Collection[str], blocks: int) -> list[str]:
-    """Names of the parameters of all blocks, in an order that does not depend on that of the targets."""
+    """Names of the parameters of all blocks, in an order that does not depend on that of the
+    targets."""
     return [
         numbered(f"{name}{MARK}{half}.weight", i)
         for name in sorted(targets)

@@ -1,7 +1,9 @@
-"""data_parallel: the devices along one mesh axis each take their share of an outer axis (videos over `data`).
+"""data_parallel: the devices along one mesh axis each take their share of an outer axis (videos
+over `data`).
 
-Requires a graph, placed or not, in which nothing mixes the entries of that axis, made for one device's share. Ensures a
-graph with whole inputs and outputs: cut on the way in, gathered on the way out, no other communication.
+Requires a graph, placed or not, in which nothing mixes the entries of that axis, made for one
+device's share. Ensures a graph with whole inputs and outputs: cut on the way in, gathered on the
+way out, no other communication.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from ltx2rt.graph.verify import verify
 
 
 def data_parallel(graph: Graph, axis: str, mesh_axis: str, parts: int) -> Graph:
-    """Inputs and outputs that have `axis` become `parts` times as long along it; of one part, `graph` itself."""
+    """Inputs and outputs that have `axis` become `parts` times as long along it; of one part,
+    `graph` itself."""
     if parts == 1:
         return graph
     result = replace(graph, nodes=[], inputs={}, outputs={}, mesh={mesh_axis: parts, **graph.mesh})

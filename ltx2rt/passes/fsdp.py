@@ -1,9 +1,9 @@
 """fsdp: weights lie cut along one more axis and are gathered, layer by layer, where they are used.
 
-Requires the graph of one device, placed or not, and packed. Ensures the same values: a matrix of a repeat that has an
-axis of the rules is held cut along it, beside what `place` has cut, and an `all_gather` in front of its linear gives
-back what the device held before. Activations, biases, norms and tables stay as they are, and so does everything outside
-a repeat.
+Requires the graph of one device, placed or not, and packed. Ensures the same values: a matrix of a
+repeat that has an axis of the rules is held cut along it, beside what `place` has cut, and an
+`all_gather` in front of its linear gives back what the device held before. Activations, biases,
+norms and tables stay as they are, and so does everything outside a repeat.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ltx2rt.graph.verify import verify
 def gather_weights(
     graph: Graph, rules: Mapping[str, str], mesh: Mapping[str, int], strict: bool = False
 ) -> Graph:
-    """rules: weight axis -> mesh axis; `mesh` as in `place`. strict: a size that does not divide is an InputError."""
+    """rules: weight axis -> mesh axis; `mesh` as in `place`. strict: a size that does not divide is
+    an InputError."""
     mesh = {axis: size for axis, size in mesh.items() if size > 1}
     rules = {axis: mesh_axis for axis, mesh_axis in rules.items() if mesh_axis in mesh}
     if not rules:

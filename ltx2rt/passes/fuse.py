@@ -1,13 +1,15 @@
 """fuse: neighbouring ops that one kernel can do become one node.
 
-Requires a legal graph, placed or not. Ensures the same inputs, outputs, parameters and communication, and the same
-values but for fewer roundings: norm and modulation (after a gated residual or not, with rows per sample, per token or
-per level), norm and a weight 1 + w, norm and RoPE of q and k together, of those first that turn by the same tables
-(also the placed form, given the reduced sums of squares; without RoPE with the copies of what several samples attend
-to), a linear layer and its GELU, the per-head gate and what it chooses from, GELU or that gate and the float8 linear
-behind it, the VAE's norm and SiLU, a convolution and the zeros around it, the vocoder's SnakeBeta. Then two nodes of
-one kernel that do not need each other, such as those of video and of sound, become one launch. Which values meet is
-decided here; whether a kernel or the plain ops run them, by the backend.
+Requires a legal graph, placed or not. Ensures the same inputs, outputs, parameters and
+communication, and the same values but for fewer roundings: norm and modulation (after a gated
+residual or not, with rows per sample, per token or per level), norm and a weight 1 + w, norm and
+RoPE of q and k together, of those first that turn by the same tables (also the placed form, given
+the reduced sums of squares; without RoPE with the copies of what several samples attend to), a
+linear layer and its GELU, the per-head gate and what it chooses from, GELU or that gate and the
+float8 linear behind it, the VAE's norm and SiLU, a convolution and the zeros around it, the
+vocoder's SnakeBeta. Then two nodes of one kernel that do not need each other, such as those of
+video and of sound, become one launch. Which values meet is decided here; whether a kernel or the
+plain ops run them, by the backend.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from ltx2rt.models.vocoder import SNAKE_EPS, snake_beta
 
 
 def fuse(graph: Graph, matches: Sequence[Match] = ()) -> Graph:
-    """`graph` with fused ops, bodies of repeats included. matches: those of MATCHES to look for; none: all."""
+    """`graph` with fused ops, bodies of repeats included. matches: those of MATCHES to look for;
+    none: all."""
     result = replace(
         graph, nodes=[rewrite(node, lambda body: fuse(body, matches)) for node in graph.nodes]
     )
@@ -78,7 +81,8 @@ class _Uses:
         return node if node is not None and node.op == op else None
 
     def only(self, value: Value, op: str) -> Node | None:
-        """The node that makes `value`, if it is an `op` and only one operand of one node reads the value."""
+        """The node that makes `value`, if it is an `op` and only one operand of one node reads the
+        value."""
         single = len(self.readers.get(id(value), ())) == 1 and id(value) not in self.kept
         return self.maker(value, op) if single else None
 
@@ -106,16 +110,18 @@ def _node(op: str, inputs: Sequence[Value], outputs: Sequence[Value], **attrs) -
     return Node(op, tuple(inputs), tuple(outputs), attrs, args)
 
 
-# --- what is recognised: each function gets the last node it needs to see, or the one in the middle -----------------
+# --- what is recognised: each function gets the last node it needs to see, or the one in the middle
 
 
 def _gated(
     graph: Graph, uses: _Uses, node: Node
 ) -> tuple[list[Node], list[Node], list[Value]] | None:
-    """add(x, mul(y, gate)): the nodes that go, those the gate needs, and x, y, the bias if there is one, gate.
+    """add(x, mul(y, gate)): the nodes that go, those the gate needs, and x, y, the bias if there is
+    one, gate.
 
-    mul(mul(y, keep), gate) is y times keep * gate: both are small, and a keep of 0 or 1 makes no rounding. Samples that
-    pad y are left out, and the bias that follows an all-reduce is added with the rest.
+    mul(mul(y, keep), gate) is y times keep * gate: both are small, and a keep of 0 or 1 makes no
+    rounding. Samples that pad y are left out, and the bias that follows an all-reduce is added with
+    the rest.
     """
     if node.op != "add":
         return None
@@ -166,7 +172,8 @@ def _pads_samples(node: Node) -> bool:
 
 
 def _by_level(uses: _Uses, x: Value, rows: Sequence[Value]) -> tuple[list[Node], list[Value]]:
-    """The nodes that spread `rows` to x's tokens by one index, which a kernel does itself, and [rows..., index] before.
+    """The nodes that spread `rows` to x's tokens by one index, which a kernel does itself, and
+    [rows..., index] before.
 
     Nothing goes if the rows have several indices or some are per token without one.
     """
@@ -293,8 +300,8 @@ def _qk_norm(graph: Graph, uses: _Uses, node: Node) -> Found | None:
 
 
 def _same_tables(graph: Graph, uses: _Uses, node: Node) -> Found | None:
-    """Two of the same tokens that turn by the same tables: q and k of a self-attention; of two attentions between
-    streams, the one's q and the other's k."""
+    """Two of the same tokens that turn by the same tables: q and k of a self-attention; of two
+    attentions between streams, the one's q and the other's k."""
     if not _turns_alone(node):
         return None
     for other in graph.nodes[graph.nodes.index(node) + 1 :]:
@@ -335,7 +342,8 @@ def _qk_pair(graph: Graph, uses: _Uses, node: Node) -> Found | None:
 
 
 def _spread(graph: Graph, uses: _Uses, node: Node) -> Found | None:
-    """Keys and values of a few contexts, copied for every sample that reads them: the keys' norm writes them so."""
+    """Keys and values of a few contexts, copied for every sample that reads them: the keys' norm
+    writes them so."""
     if node.op not in ("attention", "attention_part"):
         return None
     keys, values = (_gathered(uses, v) for v in node.inputs[1:3])
@@ -452,8 +460,9 @@ def _padded_conv(graph: Graph, uses: _Uses, node: Node) -> Found | None:
 
 
 def joined_pair(graph: Graph, uses: _Uses, node: Node) -> Found | None:
-    """The next node of the same kernel that does not need this one: mostly the other stream's. None from behind an
-    exchange, which would not leave, or not travel unseen, while this one waits for the other's operands."""
+    """The next node of the same kernel that does not need this one: mostly the other stream's. None
+    from behind an exchange, which would not leave, or not travel unseen, while this one waits for
+    the other's operands."""
     if node.op not in JOINED:
         return None
     own = {id(node)}
@@ -500,7 +509,8 @@ def snakes(graph: Graph, uses: _Uses, node: Node) -> Found | None:
 def _unified(
     uses: _Uses, pattern: Graph, result: Value
 ) -> tuple[list[Node], dict[int, Value]] | None:
-    """The nodes that make `result` as `pattern` makes its one output, and the value that each of its values is here.
+    """The nodes that make `result` as `pattern` makes its one output, and the value that each of
+    its values is here.
 
     None if they do not, or if something else reads a value in between.
     """
@@ -540,7 +550,7 @@ MATCHES: tuple[Match, ...] = (
 )  # fmt: skip
 
 
-# --- putting it in --------------------------------------------------------------------------------------------------
+# --- putting it in --------------------------------------------------------------------------------
 
 
 def _is_convex(uses: _Uses, gone: Sequence[Node], new: Sequence[Node]) -> bool:
@@ -551,8 +561,8 @@ def _is_convex(uses: _Uses, gone: Sequence[Node], new: Sequence[Node]) -> bool:
 
 
 def _substitute(nodes: list[Node], gone: Sequence[Node], new: Sequence[Node]) -> list[Node]:
-    """`new` where the last of `gone` stood; what stands before it and reads one of them moves down, behind it: which
-    nodes these are."""
+    """`new` where the last of `gone` stood; what stands before it and reads one of them moves down,
+    behind it: which nodes these are."""
     old = set(map(id, gone))
     places = sorted(map(nodes.index, gone))
     before: list[Node] = []

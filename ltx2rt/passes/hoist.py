@@ -1,14 +1,21 @@
-"""hoist: what every iteration of a repeat would compute anew leaves it (loop-invariant code motion).
+"""hoist: what every iteration of a repeat would compute anew leaves it (loop-invariant code
+motion).
 
-Requires a legal graph, placed or not, not yet packed. Ensures the same values. Three things leave a repeat:
+Requires a legal graph, placed or not, not yet packed. Ensures the same values. Three things leave a
+repeat:
 
-- nodes that depend on its invariants and parameters alone move in front of it: RoPE tables, projected captions;
-- inside a repeat within its body, nodes that do not depend on the outer iteration move into a repeat of their own in
-  front of the outer one, their results stacked: the keys and values of a prompt that no timestep modulates;
-- chains that depend on per-iteration data alone and end in a linear run once for all iterations, with the iterations'
+- nodes that depend on its invariants and parameters alone move in front of it: RoPE tables,
+projected captions;
+- inside a repeat within its body, nodes that do not depend on the outer iteration move into a
+repeat of their own in
+  front of the outer one, their results stacked: the keys and values of a prompt that no timestep
+  modulates;
+- chains that depend on per-iteration data alone and end in a linear run once for all iterations,
+with the iterations'
   axis in front: AdaLN's modulation rows of all known sigmas.
 
-Views and casts of a parameter or a mask cost little and stay, unless what needs them moves; a cast of prompts moves.
+Views and casts of a parameter or a mask cost little and stay, unless what needs them moves; a cast
+of prompts moves.
 """
 
 from __future__ import annotations
@@ -90,7 +97,8 @@ class _Loop:
 
     @staticmethod
     def _moving(nodes: list[Node], levels: dict[int, int]) -> set[int]:
-        """Invariant nodes worth moving: the heavy ones, what they are made of, and what is made of them."""
+        """Invariant nodes worth moving: the heavy ones, what they are made of, and what is made of
+        them."""
         found: set[int] = set()
         values: set[int] = set()
         own = [n for n in nodes if levels[id(n.outputs[0])] == INVARIANT]
@@ -107,10 +115,12 @@ class _Loop:
         return found
 
     def _rows(self, moving: set[int]) -> set[int]:
-        """Nodes that depend on per-iteration data and lead to a linear through ops that can be batched."""
+        """Nodes that depend on per-iteration data and lead to a linear through ops that can be
+        batched."""
 
         def chain(node: Node) -> list[Node] | None:
-            """The node and all its makers that depend on data or stay otherwise; None if one cannot be batched."""
+            """The node and all its makers that depend on data or stay otherwise; None if one cannot
+            be batched."""
             if node.op not in BATCHED or self._level(node.outputs[0]) == CARRIED:
                 return None
             found = [node]
@@ -137,8 +147,8 @@ class _Loop:
         return rows
 
     def _outside(self, v: Value) -> Value:
-        """The invariant `v` of the body as a value of `out`; a parameter is declared there, what a light node makes is
-        made there as well."""
+        """The invariant `v` of the body as a value of `out`; a parameter is declared there, what a
+        light node makes is made there as well."""
         if id(v) not in self.outer and id(v) in self.makers:
             self._move(self.makers[id(v)])
         if id(v) not in self.outer:
@@ -171,7 +181,8 @@ class _Loop:
         self.data.add(id(node.outputs[0]))
 
     def _divide(self, node: Node) -> Node:
-        """A repeat within the body loses what does not depend on the outer iteration to a repeat outside."""
+        """A repeat within the body loses what does not depend on the outer iteration to a repeat
+        outside."""
         repeat, inner = node.repeat, node.repeat.body
         carry, invariant, data = repeat.divide(
             list(zip(inner.inputs, inner.inputs.values(), node.inputs, strict=True))
@@ -223,7 +234,8 @@ class _Loop:
         return replace(node, inputs=operands, args=args)
 
     def _finish(self, kept: list[Node]) -> None:
-        """The repeat without what left it; what is still read of that enters as an invariant or as data."""
+        """The repeat without what left it; what is still read of that enters as an invariant or as
+        data."""
         body, num_carries = self.body, self.repeat.num_carries
         made = {id(v) for node in kept for v in node.outputs}
         read = {id(v): v for node in kept for v in node.inputs} | {

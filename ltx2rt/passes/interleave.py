@@ -1,16 +1,18 @@
-"""interleave: halves of an axis go through the blocks side by side, so that what one half waits for from other devices
-travels while the other computes.
+"""interleave: halves of an axis go through the blocks side by side, so that what one half waits for
+from other devices travels while the other computes.
 
-Requires a placed graph. Ensures the same inputs, outputs and parameters and, but for products of other shapes, the same
-values; every exchange of that axis inside a block becomes two of half the size. Of the samples, neither half needs the
-other: a repeat whose nodes pick or join samples stays as it is. Tokens meet again where each attends to all of them,
-and only there: keys and values are joined, queries stay halves. Where weights are gathered as they are used, turns
-would gather those of a whole block at once, and tokens stay whole. A repeat in which nothing of the axis is exchanged,
+Requires a placed graph. Ensures the same inputs, outputs and parameters and, but for products of
+other shapes, the same values; every exchange of that axis inside a block becomes two of half the
+size. Of the samples, neither half needs the other: a repeat whose nodes pick or join samples stays
+as it is. Tokens meet again where each attends to all of them, and only there: keys and values are
+joined, queries stay halves. Where weights are gathered as they are used, turns would gather those
+of a whole block at once, and tokens stay whole. A repeat in which nothing of the axis is exchanged,
 or whose axis cannot be halved, stays as it is.
 
-For a stream that runs nodes in their order, `TOKENS` leave the halves in turns: each as far as it gets, then its
-exchange, then the other. XLA orders nodes itself, and takes both halves as far as they get before it waits for both:
-`tied` keeps samples in turns by a `barrier` at every big exchange.
+For a stream that runs nodes in their order, `TOKENS` leave the halves in turns: each as far as it
+gets, then its exchange, then the other. XLA orders nodes itself, and takes both halves as far as
+they get before it waits for both: `tied` keeps samples in turns by a `barrier` at every big
+exchange.
 
 Weights are read twice; whether that costs less than the exchanges is for the backend to know.
 """
@@ -27,8 +29,9 @@ from ltx2rt.graph.verify import verify
 from ltx2rt.passes.coalesce import apart, together
 
 SAMPLES, TOKENS, HALVES = "B", "tokens", 2
-# Samples times tokens of a half at the least. Not measured: below, a half's narrow products leave most of a GPU's
-# multiprocessors without a tile, and there is less to hide an exchange under than more launches cost.
+# Samples times tokens of a half at the least. Not measured: below, a half's narrow products leave
+# most of a GPU's multiprocessors without a tile, and there is less to hide an exchange under than
+# more launches cost.
 HALF_ROWS = 1024
 Parts = Sequence[Value]  # what a value became: itself, or its halves
 QUERIES = (
@@ -40,8 +43,8 @@ QUERIES = (
 def interleave(graph: Graph, axis: str = SAMPLES, rows: int = 0, tied: int | None = None) -> Graph:
     """`graph` with its repeats in halves of `axis`; itself if there are none to halve.
 
-    rows: samples times tokens that a half has at the least. tied: of samples, bytes from which on exchanges take turns;
-    None: halves are independent.
+    rows: samples times tokens that a half has at the least. tied: of samples, bytes from which on
+    exchanges take turns; None: halves are independent.
     """
 
     def append(result: Graph, node: Node) -> bool:
@@ -162,7 +165,8 @@ class _Halves:
     """A body that is written anew, node by node, in halves of an axis where that is possible."""
 
     def __init__(self, old: Graph, axis: str, size: int):
-        """size: of what is halved; in front of other devices' tokens the axis may be longer, and stays whole."""
+        """size: of what is halved; in front of other devices' tokens the axis may be longer, and
+        stays whole."""
         self.old, self.axis, self.size = old, axis, size
         self.body = Graph(
             old.name, params=old.params, layouts=old.layouts, mesh=old.mesh, serial=old.serial
@@ -228,8 +232,8 @@ class _Halves:
     def in_turns(self) -> list[Node]:
         """The body's nodes: each half as far as it gets, then its exchanges, then the other half.
 
-        Exchanges are all-reduces; what the others bring is read at once. What is whole leaves with a half, alone only
-        behind the last, or if nothing else is left to do.
+        Exchanges are all-reduces; what the others bring is read at once. What is whole leaves with
+        a half, alone only behind the last, or if nothing else is left to do.
         """
         ready = {id(v) for v in (*self.body.inputs.values(), *self.body.params.values())}
         arriving: list[set[int]] = [set(), set()]
@@ -266,11 +270,12 @@ class _Halves:
         return node.op == "all_reduce" and any(self.axis in v.type.axes for v in node.inputs)
 
     def tie(self, second: Sequence[Value], least: int) -> None:
-        """Order the nodes: each half up to its next exchange of `least` bytes or more, then the other half. second: the
-        half of what is carried that has the second turn.
+        """Order the nodes: each half up to its next exchange of `least` bytes or more, then the
+        other half. second: the half of what is carried that has the second turn.
 
-        When something big leaves, what has arrived for the other half is first read, and the other way round: not of an
-        all_to_all, which XLA would then make synchronous. What is gathered has arrived a turn later.
+        When something big leaves, what has arrived for the other half is first read, and the other
+        way round: not of an all_to_all, which XLA would then make synchronous. What is gathered has
+        arrived a turn later.
         """
 
         def big(values: Sequence[Value]) -> list[Value]:

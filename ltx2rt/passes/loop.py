@@ -1,4 +1,5 @@
-"""loop: the graph of one step becomes the graph of all steps, and comes apart for a backend that runs step by step.
+"""loop: the graph of one step becomes the graph of all steps, and comes apart for a backend that
+runs step by step.
 
 Decides nothing about what leaves the loop: that is `hoist`, which runs in between.
 """
@@ -22,10 +23,11 @@ def step_slots(num_steps: int) -> int:
 
 
 def looped(step: Graph, name: str, count: int, per_step: Sequence[str]) -> Graph:
-    """`count` runs of `step`; outputs replace the inputs of the same names from one to the next: the state.
+    """`count` runs of `step`; outputs replace the inputs of the same names from one to the next:
+    the state.
 
-    per_step: inputs of which every step has its own, if there; they have the leading axis "steps" in the result's
-    inputs. Outputs: the last state, and of everything else all steps' results.
+    per_step: inputs of which every step has its own, if there; they have the leading axis "steps"
+    in the result's inputs. Outputs: the last state, and of everything else all steps' results.
     """
     state = [n for n in step.outputs if n in step.inputs]
     data = [n for n in per_step if n in step.inputs]
@@ -55,10 +57,11 @@ def looped(step: Graph, name: str, count: int, per_step: Sequence[str]) -> Graph
 
 @dataclass(frozen=True)
 class LoopParts:
-    """A loop taken apart. `before` runs once; its outputs are inputs of `body`, by the body's names.
+    """A loop taken apart. `before` runs once; its outputs are inputs of `body`, by the body's
+    names.
 
-    Every other input of the body is the graph's input of the same name. state, data: the body's inputs that change
-    from step to step; of the data, `body` takes one step's slice.
+    Every other input of the body is the graph's input of the same name. state, data: the body's
+    inputs that change from step to step; of the data, `body` takes one step's slice.
     """
 
     before: Graph
@@ -69,7 +72,8 @@ class LoopParts:
 
 
 def taken_apart(graph: Graph) -> LoopParts:
-    """Requires that the graph ends in its loop over steps, whose results are its outputs. Raises GraphError."""
+    """Requires that the graph ends in its loop over steps, whose results are its outputs. Raises
+    GraphError."""
     *before, last = graph.nodes
     if last.op != "repeat" or last.repeat.axis != STEPS:
         raise GraphError(f"{graph.name}: does not end in a loop over steps")

@@ -1,8 +1,8 @@
 """pack: linears of one input become one GEMM.
 
-Requires a legal graph, placed or not. Ensures the same values: linears that read the same value, contract the same axes
-and hold their weights alike are computed as one linear over joined rows, then cut apart. q, k, v and the head gate of a
-self-attention are four launches turned into one.
+Requires a legal graph, placed or not. Ensures the same values: linears that read the same value,
+contract the same axes and hold their weights alike are computed as one linear over joined rows,
+then cut apart. q, k, v and the head gate of a self-attention are four launches turned into one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ltx2rt.passes.adapters import MARK
 
 
 def pack(graph: Graph) -> Graph:
-    """`graph` with fewer linears, bodies of repeats included; a packed parameter is called "one | other"."""
+    """`graph` with fewer linears, bodies of repeats included; a packed parameter is called "one |
+    other"."""
     result = Graph(graph.name, dict(graph.inputs), mesh=graph.mesh, serial=graph.serial)
     layouts = graph.all_layouts()
     groups = _groups(graph, layouts)
@@ -57,7 +58,8 @@ def _joined(out: Graph, values: list[Value], layouts: dict[str, Layout]) -> Valu
 
 
 def _groups(graph: Graph, layouts: dict[str, Layout]) -> list[list[Node]]:
-    """Linears to pack, each group in execution order. A parameter that two nodes read is left alone."""
+    """Linears to pack, each group in execution order. A parameter that two nodes read is left
+    alone."""
     readers = Counter(id(v) for node in graph.nodes for v in node.inputs)
     found: dict[tuple, list[Node]] = {}
     for node in graph.nodes:
@@ -67,7 +69,9 @@ def _groups(graph: Graph, layouts: dict[str, Layout]) -> list[list[Node]]:
             continue
         x, weight, *others = node.inputs
         if weight.name not in layouts or MARK in weight.name:
-            continue  # computed, such as some rows of a parameter; an adapter's is not joined with frozen rows
+            # computed, such as some rows of a parameter; an adapter's is not joined with frozen
+            # rows
+            continue
         splits = layouts[weight.name].splits
         if any(dim != 0 for dim, _, _ in splits):
             continue  # contracted slices: partial sums, each with its own communication
@@ -86,8 +90,8 @@ def _groups(graph: Graph, layouts: dict[str, Layout]) -> list[list[Node]]:
 
 
 def _quantised(layout: Layout) -> str | None:
-    """Weights that are kept as they are stored are joined with any others, once they are decoded: so that the product
-    is the one of decoded weights, bit for bit."""
+    """Weights that are kept as they are stored are joined with any others, once they are decoded:
+    so that the product is the one of decoded weights, bit for bit."""
     return layout.encoding if layout.encoding in QUANTISED else None
 
 

@@ -1,19 +1,22 @@
-"""place: from named axes and a profile's rules to the graph of one device, every communication a node.
+"""place: from named axes and a profile's rules to the graph of one device, every communication a
+node.
 
-Requires a legal graph without collectives. Ensures a legal graph with the same inputs and outputs (whole on every
-device), local shapes in between, and no communication but its collective nodes.
+Requires a legal graph without collectives. Ensures a legal graph with the same inputs and outputs
+(whole on every device), local shapes in between, and no communication but its collective nodes.
 
-Weights (`heads`, `ff`): a linear whose first output axis is split is column-parallel and gathers nothing. One whose
-contracted axis is split leaves a partial sum: `all_reduce`, then the bias, once. An RMSNorm over split axes adds up one
-float32 per token. What no rule reaches stays replicated, and so does a size that does not divide, unless `strict`.
+Weights (`heads`, `ff`): a linear whose first output axis is split is column-parallel and gathers
+nothing. One whose contracted axis is split leaves a partial sum: `all_reduce`, then the bias, once.
+An RMSNorm over split axes adds up one float32 per token. What no rule reaches stays replicated, and
+so does a size that does not divide, unless `strict`.
 
-Tokens (Ulysses): what a repeat reads that has a split token axis enters cut and every device keeps its tokens.
-Around self-attention one `all_to_all` trades tokens for heads and one trades them back; a stream that is whole attends
-to the keys of a cut one in parts, a long one gathers the few keys of another. Tokens that do not divide are padded at
-the end; where a device has all keys it leaves the padding out, where it has a part it masks it.
+Tokens (Ulysses): what a repeat reads that has a split token axis enters cut and every device keeps
+its tokens. Around self-attention one `all_to_all` trades tokens for heads and one trades them back;
+a stream that is whole attends to the keys of a cut one in parts, a long one gathers the few keys of
+another. Tokens that do not divide are padded at the end; where a device has all keys it leaves the
+padding out, where it has a part it masks it.
 
-Batch (`B`, the guidance branches): enters a repeat cut as tokens do; no op mixes samples, so nothing is communicated
-until the output projection gathers them.
+Batch (`B`, the guidance branches): enters a repeat cut as tokens do; no op mixes samples, so
+nothing is communicated until the output projection gathers them.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from ltx2rt.graph.ir import Graph, Layout, Node, Type, Value
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 
-# Ops that treat every axis alike: a split axis passes through, operands that hold it whole are cut first.
+# Ops that treat every axis alike: a split axis passes through, operands that hold it whole are cut
+# first.
 POINTWISE = {
     "exp", "log", "sqrt", "square", "sin", "tanh", "sigmoid", "silu", "gelu", "add", "sub", "mul", "div", "affine",
     "clamp", "leaky_relu", "cast", "select", "modulate", "rope", "transpose", "stack",
@@ -46,17 +50,19 @@ class Placed:
 
 
 def shared_key_head(axis: str, size: int) -> bool:
-    """The one key head of all query heads: every device holds it whole, whatever query heads it has."""
+    """The one key head of all query heads: every device holds it whole, whatever query heads it
+    has."""
     return axis == "kv_heads" and size == 1
 
 
 def place(
     graph: Graph, rules: Mapping[str, str], mesh: Mapping[str, int], strict: bool = False
 ) -> Graph:
-    """rules: axis -> mesh axis; the order of `mesh` is that of the devices, the last axis fastest. A graph in which no
-    rule meets an axis of several devices is returned as it is.
+    """rules: axis -> mesh axis; the order of `mesh` is that of the devices, the last axis fastest.
+    A graph in which no rule meets an axis of several devices is returned as it is.
 
-    strict: an axis of the rules that does not divide is an InputError, not replicated. Branches always are.
+    strict: an axis of the rules that does not divide is an InputError, not replicated. Branches
+    always are.
     """
     mesh = {axis: size for axis, size in mesh.items() if size > 1}
     if mesh.keys().isdisjoint(rules.values()):
@@ -110,7 +116,8 @@ class _Placer:
     def _undividable(self, graph: Graph) -> set[str]:
         """Axes of the rules that some linear of this graph has in a size that does not divide.
 
-        Query heads need their key heads on the same device, so if one of the two kinds stays whole, both do.
+        Query heads need their key heads on the same device, so if one of the two kinds stays whole,
+        both do.
         """
         found: set[str] = set()
         for node in graph.nodes:
@@ -139,10 +146,11 @@ class _Placer:
             and not size % self._parts(axis)
         )
 
-    # --- moving between layouts ---------------------------------------------------------------------------------
+    # --- moving between layouts -------------------------------------------------------------------
 
     def whole(self, placed: Placed) -> Value:
-        """The value whole on every device: tokens and samples are gathered, anything else must be whole already."""
+        """The value whole on every device: tokens and samples are gathered, anything else must be
+        whole already."""
         for axis in placed.splits:
             if axis not in MOVED:
                 v = placed.value
@@ -197,7 +205,7 @@ class _Placer:
         own = {v.type.axes[dim]: v.type.shape[dim] // parts}
         return self.out.parameter(v.name, v.type.replaced(dim, dim + 1, own))
 
-    # --- ops ----------------------------------------------------------------------------------------------------
+    # --- ops --------------------------------------------------------------------------------------
 
     def _linear(self, node: Node, operands: list[Placed]) -> list[Placed]:
         x, weight, *bias = operands
@@ -272,7 +280,8 @@ class _Placer:
         ]
 
     def _attention(self, node: Node, operands: list[Placed]) -> list[Placed]:
-        """Heads: every device attends with its own. Tokens: split keys are traded for heads or attended to in parts."""
+        """Heads: every device attends with its own. Tokens: split keys are traded for heads or
+        attended to in parts."""
         batch = operands[0].value.type.axes[0]
         if any(batch in p.splits for p in operands):
             operands = [self.cut(p, batch) for p in operands]
@@ -310,7 +319,8 @@ class _Placer:
         return [Placed(self._traded(node, q, k, v, bias, mesh_axis, tokens), q.splits)]
 
     def _attend(self, node: Node, operands: list[Value], bias: list[Placed], tokens: str) -> Value:
-        """Attention to all keys but the padding of the axis `tokens`; with a bias its queries are without it too."""
+        """Attention to all keys but the padding of the axis `tokens`; with a bias its queries are
+        without it too."""
         q, *kv = operands
         axis, size = q.type.axes[1], q.type.shape[1]
         if tokens in self.lengths:
@@ -333,7 +343,8 @@ class _Placer:
         mesh_axis: str,
         tokens: str,
     ) -> Value:
-        """Queries and keys are split: every device gets all tokens of a share of its heads, and gives them back."""
+        """Queries and keys are split: every device gets all tokens of a share of its heads, and
+        gives them back."""
         parts = self.mesh[mesh_axis]
         for p in (q, k):
             axis, size = p.value.type.axes[2], p.value.type.shape[2]
@@ -358,7 +369,8 @@ class _Placer:
         mesh_axis: str,
         padding: Value | None,
     ) -> Value:
-        """Only the keys are split: every device attends to its own, and the results are weighed together."""
+        """Only the keys are split: every device attends to its own, and the results are weighed
+        together."""
         if bias:
             raise GraphError(
                 f"{self.out.name}: attention with a bias of whole queries to split keys"
@@ -397,7 +409,8 @@ class _Placer:
         return [Placed(emit(self.out, node.op, *inputs, **node.attrs), splits)]
 
     def _repeat(self, node: Node, operands: list[Placed]) -> list[Placed]:
-        """The body is placed on its own. What has a split axis enters cut, so that no iteration cuts it."""
+        """The body is placed on its own. What has a split axis enters cut, so that no iteration
+        cuts it."""
         repeat, body = node.repeat, Graph(node.repeat.body.name, mesh=self.mesh)
         inner = _Placer(body, self.rules, self.mesh, self.strict, outermost=False)
         inner.blocked = inner._undividable(repeat.body)
@@ -405,7 +418,8 @@ class _Placer:
         lengths: dict[str, int] = {}
         for i, v in enumerate(repeat.body.inputs.values()):
             for axis, size in v.type.sizes.items():
-                # Self-attention's bias stays whole: where it is added, a device has the queries of all tokens.
+                # Self-attention's bias stays whole: where it is added, a device has the queries of
+                # all tokens.
                 moves = (
                     axis in MOVED
                     and self._parts(axis) > 1

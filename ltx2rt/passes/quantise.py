@@ -1,15 +1,18 @@
-"""quantise: the large linears of a stack of blocks in an encoding of 8 bits, all but its first and last block's.
+"""quantise: the large linears of a stack of blocks in an encoding of 8 bits, all but its first and
+last block's.
 
-Requires a legal graph, placed or not, not yet packed, with a repeat of at least three iterations whose parameters are
-stacked (the blocks). Ensures the same inputs, outputs, communication and checkpoint tensors. The first and the last
-block are written out before and after the repeat and stay as they are; in between every linear's weight is encoded, but
-for the head gates (one number a head). An encoding with a product of its own, such as float8, takes the place of
-`linear`; of any other the weight is marked, for `unpack`. Norms, attention, modulation and everything outside the
+Requires a legal graph, placed or not, not yet packed, with a repeat of at least three iterations
+whose parameters are stacked (the blocks). Ensures the same inputs, outputs, communication and
+checkpoint tensors. The first and the last block are written out before and after the repeat and
+stay as they are; in between every linear's weight is encoded, but for the head gates (one number a
+head). An encoding with a product of its own, such as float8, takes the place of `linear`; of any
+other the weight is marked, for `unpack`. Norms, attention, modulation and everything outside the
 blocks stay in the graph's dtype.
 
-The scales are those of the rows that a device holds: where a placed weight is split along its rows (row-parallel), each
-device scales its own slices of the weight and of the activations, and undoes both before the partial sums are added up.
-So no device needs another's slice, and a split can only refine the scales.
+The scales are those of the rows that a device holds: where a placed weight is split along its rows
+(row-parallel), each device scales its own slices of the weight and of the activations, and undoes
+both before the partial sums are added up. So no device needs another's slice, and a split can only
+refine the scales.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ def quantise(graph: Graph, encoding: str) -> Graph:
 
 
 def trainable(graph: Graph) -> None:
-    """Raise GraphError if the graph is quantised: its parameters are not the checkpoint's and have no gradient."""
+    """Raise GraphError if the graph is quantised: its parameters are not the checkpoint's and have
+    no gradient."""
     if any(layout.encoding for layout in graph.all_layouts().values()):
         raise GraphError(
             f"{graph.name}: its weights are kept in 8 bits or less; pass the graph before quantisation"
@@ -57,7 +61,8 @@ def trainable(graph: Graph) -> None:
 
 
 def differentiable(graph: Graph) -> None:
-    """Raise GraphError if products of the graph have no gradient with respect to their activations."""
+    """Raise GraphError if products of the graph have no gradient with respect to their
+    activations."""
     if has_products(graph):
         raise GraphError(
             f"{graph.name}: it multiplies in 8 bits, which has no gradient; decode the weights, as `kept_as` does"
@@ -65,7 +70,8 @@ def differentiable(graph: Graph) -> None:
 
 
 def _blocks(out: Graph, node: Node, encoding: str) -> list[Value]:
-    """The first block, a repeat of the quantised ones, the last block; returns the results of `node`."""
+    """The first block, a repeat of the quantised ones, the last block; returns the results of
+    `node`."""
     repeat = node.repeat
     count, axis, carries = repeat.count, repeat.axis, repeat.num_carries
     if count < 3:
@@ -103,7 +109,8 @@ def _encoded(body: Graph, encoding: str) -> Graph:
     env: dict[int, Value] = {}
 
     def placed(v: Value, encoding: str | None = None) -> tuple[str, Layout]:
-        # Iteration i reads layer i + 1, and the written-out blocks have the names of layers already.
+        # Iteration i reads layer i + 1, and the written-out blocks have the names of layers
+        # already.
         layout = layouts[v.name]
         return v.name.replace("*", "1+*"), replace(
             layout, first=layout.first + 1, encoding=encoding

@@ -1,9 +1,10 @@
 """rotate: what a block adds to a stream last moves into the next iteration (loop rotation).
 
-Requires a graph, placed or not. Ensures the same values. Instead of x + y * gate a repeat carries x, y and the rows,
-and adds them up in front of the block, and once more behind the last: there the sum meets the block's first norm, with
-which `fuse` makes it one kernel, and an all-reduce that makes y is not read before the other stream, or the other half
-(`interleave`), has had its turn. The first iteration adds zeros.
+Requires a graph, placed or not. Ensures the same values. Instead of x + y * gate a repeat carries
+x, y and the rows, and adds them up in front of the block, and once more behind the last: there the
+sum meets the block's first norm, with which `fuse` makes it one kernel, and an all-reduce that
+makes y is not read before the other stream, or the other half (`interleave`), has had its turn. The
+first iteration adds zeros.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def rotate(graph: Graph) -> Graph:
 
 @dataclass(frozen=True)
 class _Sum:
-    """The nodes that make a block's result of the values it carries instead: the stream before it first."""
+    """The nodes that make a block's result of the values it carries instead: the stream before it
+    first."""
 
     nodes: Sequence[Node]
     carried: Sequence[Value]
@@ -33,7 +35,8 @@ class _Sum:
     def again(
         self, graph: Graph, values: Sequence[Value], result: Value, fixed: Callable[[Value], Value]
     ) -> None:
-        """Append the nodes, of `values` and of what `fixed` says of an invariant; the last one makes `result`."""
+        """Append the nodes, of `values` and of what `fixed` says of an invariant; the last one
+        makes `result`."""
         known = dict(zip(map(id, self.carried), values, strict=True))
         for node in self.nodes:
             last = node is self.nodes[-1]
@@ -44,8 +47,8 @@ class _Sum:
 
 
 def _sums(repeat: Repeat) -> dict[str, _Sum]:
-    """By the name of what is carried: add(x, mul(y, gate)), with y's bias if it follows an all-reduce, and the choice
-    of the gate's rows by an invariant index."""
+    """By the name of what is carried: add(x, mul(y, gate)), with y's bias if it follows an
+    all-reduce, and the choice of the gate's rows by an invariant index."""
     body = repeat.body
     if len(body.outputs) != repeat.num_carries:
         return {}

@@ -1,16 +1,19 @@
 """share: what several entries of the batch have in common is computed once.
 
-Requires a legal graph of one device, placed or not, which does not cut the batch `B` over devices. Ensures the same
-inputs, outputs, parameters and communications, and the same values but for the rounding of smaller matrix products.
+Requires a legal graph of one device, placed or not, which does not cut the batch `B` over devices.
+Ensures the same inputs, outputs, parameters and communications, and the same values but for the
+rounding of smaller matrix products.
 
-The batch of a guided step is branches x videos, and its entries are equal as long as they are made alike from the same:
-latents until a text is read, keys and values of one text in every branch, the perturbed branch and the conditional one
-up to the first perturbed block. A value is computed for one entry of each class of equal ones, and spread where classes
-part. What nothing reads is not computed: attention that a branch multiplies by 0.
+The batch of a guided step is branches x videos, and its entries are equal as long as they are made
+alike from the same: latents until a text is read, keys and values of one text in every branch, the
+perturbed branch and the conditional one up to the first perturbed block. A value is computed for
+one entry of each class of equal ones, and spread where classes part. What nothing reads is not
+computed: attention that a branch multiplies by 0.
 
-A repeat in which classes part between iterations becomes several, each over its own iterations of the same stacked
-parameters (`Repeat.first`). What it carries is spread before the iteration in which classes part, whose start is so
-computed more than once: a loop of one iteration costs a compiler as much as one of many.
+A repeat in which classes part between iterations becomes several, each over its own iterations of
+the same stacked parameters (`Repeat.first`). What it carries is spread before the iteration in
+which classes part, whose start is so computed more than once: a loop of one iteration costs a
+compiler as much as one of many.
 """
 
 from __future__ import annotations
@@ -75,7 +78,8 @@ def _tracked(type: Type) -> dict[str, int]:
 
 
 def _named(node: Node) -> set[str]:
-    """Axes that the node's attributes speak of, among other words. On all other axes it acts entry by entry."""
+    """Axes that the node's attributes speak of, among other words. On all other axes it acts entry
+    by entry."""
     if node.op == "transpose":
         return set()
     found = set(node.attrs)
@@ -89,7 +93,7 @@ def _named(node: Node) -> set[str]:
     return found
 
 
-# --- which entries are equal ----------------------------------------------------------------------------------------
+# --- which entries are equal ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -104,11 +108,12 @@ class _Segment:
 class _Analysis:
     """Which entries of a graph's values are equal, and which are needed.
 
-    numbers: by id of a value, its entries' along TRACKED axes; two of one number are equal. constants: by number.
-    by_entry: ids of the nodes that make every entry of a result from the same entry of their operands. same: by id of a
-    node, its operand that is the result; kept: by id of a node that leaves the first entries of its first operand as
-    they are and makes the others 0, how many these are. segments: by id of a repeat. needed, computed: by id of a
-    value, its entries along the batch that are read, and that there will be.
+    numbers: by id of a value, its entries' along TRACKED axes; two of one number are equal.
+    constants: by number. by_entry: ids of the nodes that make every entry of a result from the same
+    entry of their operands. same: by id of a node, its operand that is the result; kept: by id of a
+    node that leaves the first entries of its first operand as they are and makes the others 0, how
+    many these are. segments: by id of a repeat. needed, computed: by id of a value, its entries
+    along the batch that are read, and that there will be.
     """
 
     def __init__(self, graph: Graph, patterns: Sequence[Pattern] | None = None):
@@ -144,7 +149,8 @@ class _Analysis:
         return any(len(self.leaders(v)) < _size(v) for v in heavy) or any(inner)
 
     def leaders(self, v: Value) -> list[int]:
-        """The first entry of each class of equal ones, of those that are computed; none without a batch."""
+        """The first entry of each class of equal ones, of those that are computed; none without a
+        batch."""
         return sorted(set(self.leader(v)))
 
     def leader(self, v: Value) -> list[int]:
@@ -193,7 +199,8 @@ class _Analysis:
             self._shorten(node)
 
     def _view(self, v: Value, axes: dict[str, int]) -> np.ndarray | None:
-        """The numbers of `v` for every entry of a result with these TRACKED axes; None if they do not line up."""
+        """The numbers of `v` for every entry of a result with these TRACKED axes; None if they do
+        not line up."""
         own, order = _tracked(v.type), iter(axes.items())
         if not all(item in order for item in own.items()):
             return None
@@ -213,7 +220,8 @@ class _Analysis:
         return self._number(id(node), i, operands)
 
     def _moved(self, node: Node, axes: dict[str, int]) -> np.ndarray | None:
-        """Numbers of a result whose entries are its operands', moved along TRACKED axes; None if they are not."""
+        """Numbers of a result whose entries are its operands', moved along TRACKED axes; None if
+        they are not."""
         shape, axis = tuple(axes.values()), node.attrs.get("axis")
         if node.op == "full":
             return np.full(shape, self._constant(float(node.attrs["value"])))
@@ -246,7 +254,8 @@ class _Analysis:
         ).reshape(shape)
 
     def _shorten(self, node: Node) -> None:
-        """Find that the node's result is one of its operands, or begins as its first and ends in zeros."""
+        """Find that the node's result is one of its operands, or begins as its first and ends in
+        zeros."""
         result, by = node.outputs[0], node.inputs[0 if node.op == "select" else 1]
         known = [self.constants.get(n, math.nan) for n in self.numbers[id(by)].ravel().tolist()]
         if node.op == "select":
@@ -261,7 +270,8 @@ class _Analysis:
                 self.kept[id(node)] = ones
 
     def _repeat(self, node: Node) -> None:
-        """Numbers iteration after iteration; consecutive ones in which the same entries are equal are a segment."""
+        """Numbers iteration after iteration; consecutive ones in which the same entries are equal
+        are a segment."""
         repeat = node.repeat
         if repeat.axis not in TRACKED or len(node.outputs) > repeat.num_carries:
             self.numbers |= {id(v): self._fresh(node, i) for i, v in enumerate(node.outputs)}
@@ -326,7 +336,8 @@ class _Analysis:
         return np.array(found).reshape(numbers.shape[1:])
 
     def _signature(self, num_carries: int) -> Hashable:
-        """In what iterations of one segment agree: equal entries of what they carry and of what is heavy."""
+        """In what iterations of one segment agree: equal entries of what they carry and of what is
+        heavy."""
         carries = list(self.graph.inputs.values())[:num_carries]
         heavy = (v for node in self.graph.nodes if node.op in HEAVY for v in node.outputs)
         return tuple(self.where(v) for v in (*carries, *heavy))
@@ -368,14 +379,15 @@ class _Analysis:
         return found
 
 
-# --- the graph without what is equal --------------------------------------------------------------------------------
+# --- the graph without what is equal --------------------------------------------------------------
 
 
 class _Writer:
     """Writes one graph anew, an entry for each class of equal ones.
 
-    held: by id of a value of the old graph, the one that holds its entries, and by entry, where. same: values that are
-    others. entered: the inputs of a body as it reads them, by value, entries and whether they lack the batch.
+    held: by id of a value of the old graph, the one that holds its entries, and by entry, where.
+    same: values that are others. entered: the inputs of a body as it reads them, by value, entries
+    and whether they lack the batch.
     """
 
     def __init__(self, out: Graph, found: _Analysis):
@@ -423,8 +435,8 @@ class _Writer:
         self.held |= {id(v): held for v, *held in zip(node.outputs, results, where, strict=True)}  # type: ignore
 
     def _bare(self, node: Node, entries: Sequence[int]) -> set[int]:
-        """Operands that are one for all these entries and can do without the batch; one that gives the result its axes
-        keeps it."""
+        """Operands that are one for all these entries and can do without the batch; one that gives
+        the result its axes keeps it."""
         if len(entries) == 1:
             return set()
         leaders = [self.found.leader(v) for v in node.inputs]

@@ -1,15 +1,17 @@
-"""keep, unpack: matrices that a device holds as they are stored, decoded where a product reads them.
+"""keep, unpack: matrices that a device holds as they are stored, decoded where a product reads
+them.
 
 Two passes, because all that lies between them is the same for every encoding.
 
-keep requires the graph of one device, placed or not. Weights of linears that are stored in one encoding, or on each
-layer in a type of GGUF, are marked with it, if a slice of the rows of a device ends where numbers are decoded together;
-all others are decoded while they are loaded. Nothing else changes. kept_as marks the large linears of all blocks with
-one encoding, whatever they are stored in: for training beside them, where every product needs the numbers and none
-their gradient.
+keep requires the graph of one device, placed or not. Weights of linears that are stored in one
+encoding, or on each layer in a type of GGUF, are marked with it, if a slice of the rows of a device
+ends where numbers are decoded together; all others are decoded while they are loaded. Nothing else
+changes. kept_as marks the large linears of all blocks with one encoding, whatever they are stored
+in: for training beside them, where every product needs the numbers and none their gradient.
 
-unpack ends what marks: a marked parameter becomes the parameters of its fields, and an `unpack` in front of its first
-reader makes the matrix of them. So one matrix at a time takes the memory of its decoded numbers.
+unpack ends what marks: a marked parameter becomes the parameters of its fields, and an `unpack` in
+front of its first reader makes the matrix of them. So one matrix at a time takes the memory of its
+decoded numbers.
 """
 
 from __future__ import annotations
@@ -64,8 +66,8 @@ def _weights(graph: Graph) -> set[str]:
 
 
 def _common(layout: Layout, count: int, stored: Mapping[str, str]) -> str | None:
-    """The encoding of all tensors of a parameter, None if they have none in common or a device's slices cut what is
-    decoded together."""
+    """The encoding of all tensors of a parameter, None if they have none in common or a device's
+    slices cut what is decoded together."""
     encoding = common(stored.get(n) for layer in range(count) for n in layout.names(layer))
     if encoding is None:
         return None
@@ -117,7 +119,8 @@ def _unpacked(graph: Graph) -> Graph:
 
 
 def declared_fields(out: Graph, v: Value, name: str, layout: Layout) -> tuple[Value, ...]:
-    """The parameters of `out` that hold the matrix `v` in the encoding of `layout`: `name` is that of the first."""
+    """The parameters of `out` that hold the matrix `v` in the encoding of `layout`: `name` is that
+    of the first."""
     (rows, axis), (height, width) = v.type.axes, v.type.shape
     found = []
     for number, field in enumerate(ENCODINGS[layout.encoding or ""].fields):

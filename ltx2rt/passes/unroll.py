@@ -1,6 +1,7 @@
 """unroll: write every repeat out, iteration after iteration.
 
-Requires a legal graph; ensures a legal graph without `repeat`, with the same inputs, outputs and parameters.
+Requires a legal graph; ensures a legal graph without `repeat`, with the same inputs, outputs and
+parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def unroll(graph: Graph) -> Graph:
 
 
 def write_out(graph: Graph, out: Graph, env: dict[int, Value], layer: int) -> None:
-    """Append to `out` what `graph`, as iteration `layer` of a repeat, computes; `env` gains its values by identity."""
+    """Append to `out` what `graph`, as iteration `layer` of a repeat, computes; `env` gains its
+    values by identity."""
     for name, v in graph.params.items():
         concrete = numbered(name, layer)
         env[id(v)] = out.params.setdefault(concrete, Value(concrete, v.type))
@@ -59,7 +61,8 @@ def write_out(graph: Graph, out: Graph, env: dict[int, Value], layer: int) -> No
 def iteration(
     repeat: Repeat, out: Graph, fixed: Sequence[Value], data: Sequence[Value], i: int
 ) -> list[Value]:
-    """Append iteration i to `out`; returns its results. fixed: carries and invariants; data: of all iterations."""
+    """Append iteration i to `out`; returns its results. fixed: carries and invariants; data: of all
+    iterations."""
     rows = [emit(out, "at", v, axis=repeat.axis, index=i) for v in data]
     env = dict(zip(map(id, repeat.body.inputs.values()), [*fixed, *rows], strict=True))
     write_out(repeat.body, out, env, repeat.first + i)

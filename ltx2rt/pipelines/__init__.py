@@ -1,4 +1,5 @@
-"""The pipelines by name: every module of this package that has a `PIPELINE`, a class derived from `Request`.
+"""The pipelines by name: every module of this package that has a `PIPELINE`, a class derived from
+`Request`.
 
 A pipeline is added by its file alone.
 """

@@ -1,4 +1,5 @@
-"""a2v: a clip for a given sound, which both stages of `two-stage` keep as it is and which the file gets unchanged."""
+"""a2v: a clip for a given sound, which both stages of `two-stage` keep as it is and which the file
+gets unchanged."""
 
 from __future__ import annotations
 

@@ -1,13 +1,16 @@
-"""dfr (diffusion fidelity rendering, LTX-2.5): distilled beside generated keyframes, then rounds of more frames.
+"""dfr (diffusion fidelity rendering, LTX-2.5): distilled beside generated keyframes, then rounds of
+more frames.
 
     stage 1     half size, 8 steps; its sound is the clip's
     stage 2     full size, 3 steps, from the upsampled latents and keyframes
-    a round     twice the frames: the temporal upsampler, then windows of 4 ancestral steps, video alone
+    a round     twice the frames: the temporal upsampler, then windows of 4 ancestral steps, video
+    alone
 
-The canvas is the clip, continued to whole segments of 24 or 32 frames; every segment ends with a keyframe. A round's
-segments have twice the frames: each is between two keyframes, which are its anchors, and generates one in its middle.
-What continues the clip is dropped after decoding. A LoRA that is made for references of half the size (IC-LoRA) is
-merged in stage 2 alone, which then sees stage 1's clip.
+The canvas is the clip, continued to whole segments of 24 or 32 frames; every segment ends with a
+keyframe. A round's segments have twice the frames: each is between two keyframes, which are its
+anchors, and generates one in its middle. What continues the clip is dropped after decoding. A LoRA
+that is made for references of half the size (IC-LoRA) is merged in stage 2 alone, which then sees
+stage 1's clip.
 """
 
 from __future__ import annotations
@@ -52,14 +55,16 @@ def canvas(num_frames: int) -> tuple[int, int]:
 
 
 class Window(NamedTuple):
-    """Pixel frames of a canvas, both ends included. It begins with a segment of the window before, up to `own`."""
+    """Pixel frames of a canvas, both ends included. It begins with a segment of the window before,
+    up to `own`."""
 
     start: int
     own: int
     stop: int
 
     def given(self, geometry: Geometry, segment: int, latents: str) -> list[Conditioning]:
-        """Keyframes where segments end, but not at the canvas' first frame, then the empty ones in their middles.
+        """Keyframes where segments end, but not at the canvas' first frame, then the empty ones in
+        their middles.
 
         latents: those that the empty ones start from, by name.
         """
@@ -74,7 +79,8 @@ class Window(NamedTuple):
 
 
 def windows(num_frames: int, segment: int, count: int) -> list[Window]:
-    """The segments of a canvas dealt to at most `count` windows in order, the first ones taking one more if need be."""
+    """The segments of a canvas dealt to at most `count` windows in order, the first ones taking one
+    more if need be."""
     segments = (num_frames - 1) // segment
     each, more = divmod(segments, min(count, segments))
     ends = [segment * (i * each + min(i, more)) for i in range(min(count, segments) + 1)]
@@ -149,8 +155,8 @@ class DFR(VideoRequest):
             yield f"the clip has {most}{self.clip_frames} frames at {float(self.clip_fps):g} fps"
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        """User LoRAs are merged in the order given, then the distilled one, then IC-LoRAs; rounds have those of stage 2
-        but IC-LoRAs."""
+        """User LoRAs are merged in the order given, then the distilled one, then IC-LoRAs; rounds
+        have those of stage 2 but IC-LoRAs."""
         frames, segment = canvas(self.num_frames)
         whole = replace(self, num_frames=frames)
         half, full = whole.geometry(model, self.factor(model)), whole.geometry(model)
@@ -199,7 +205,8 @@ class DFR(VideoRequest):
     def seen(
         self, loras: tuple[LoraSpec, ...], half: Geometry, model: ModelConfig
     ) -> list[Conditioning]:
-        """The clip that IC-LoRAs see in stage 2. Raises InputError if stage 1's clip is not what they are made for."""
+        """The clip that IC-LoRAs see in stage 2. Raises InputError if stage 1's clip is not what
+        they are made for."""
         if not loras:
             return []
         space, time = reference_factors(lora.path for lora in loras)
@@ -213,8 +220,8 @@ class DFR(VideoRequest):
         return [Remade("stage1", half, space)]
 
     def guides(self, geometry: Geometry, start: int = 0, times: int = 1) -> list[Conditioning]:
-        """The request's images that are in a part of the clip, which begins at pixel frame `start` and has `times` as
-        many frames for one of the request's."""
+        """The request's images that are in a part of the clip, which begins at pixel frame `start`
+        and has `times` as many frames for one of the request's."""
         last = pixel_frames(geometry.frames, geometry.time_factor) - 1
         here = [replace(spec, frame=spec.frame * times - start) for spec in self.images]
         return [

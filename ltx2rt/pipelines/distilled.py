@@ -1,7 +1,7 @@
 """distilled: 8 distilled steps at half the size, then 3 at full size; no guidance.
 
-The weights are a distilled checkpoint's as they are, or any other's with the distilled LoRA merged in both stages. With
-LTX-2.5 the steps of stage 1 add fresh noise (ancestral).
+The weights are a distilled checkpoint's as they are, or any other's with the distilled LoRA merged
+in both stages. With LTX-2.5 the steps of stage 1 add fresh noise (ancestral).
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""extend: new frames and sound after a given clip, before it, between two clips, or from its end to its beginning.
+"""extend: new frames and sound after a given clip, before it, between two clips, or from its end to
+its beginning.
 
-A segment is made that repeats some frames of the clips at its ends, as they are; of it the new part is written between
-the clips' own frames. The cost depends on the segment alone, not on how long the clips are.
+A segment is made that repeats some frames of the clips at its ends, as they are; of it the new part
+is written between the clips' own frames. The cost depends on the segment alone, not on how long the
+clips are.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ DEFAULT_NEW = 96  # frames, 4 s at 24
 
 @dataclass(frozen=True)
 class Extend(GivenClip):
-    """other: what --join holds; a resolved request has it. Its `num_frames` are those of the segment."""
+    """other: what --join holds; a resolved request has it. Its `num_frames` are those of the
+    segment."""
 
     name: ClassVar[str] = "extend"
     summary: ClassVar[str] = "continue a given clip, lead to it, join two, or close a loop"
@@ -127,7 +130,7 @@ class Extend(GivenClip):
     def settings(self, path: Any = str) -> dict[str, Any]:
         return {name: value for name, value in super().settings(path).items() if name != "other"}
 
-    # --- checks -------------------------------------------------------------------------------------------------
+    # --- checks -----------------------------------------------------------------------------------
 
     def check(self) -> None:
         super().check()
@@ -177,7 +180,7 @@ class Extend(GivenClip):
         sizes = {"width": info.width, "height": info.height, "num_frames": frames, "fps": info.fps}
         return replace(self, **sizes).with_defaults(model)
 
-    # --- what is made -------------------------------------------------------------------------------------------
+    # --- what is made -----------------------------------------------------------------------------
 
     def remarks(self, model: ModelConfig) -> Iterator[str]:
         old, new = self.clip_frames - (self.new_frames or 0), self.new_frames

@@ -113,7 +113,8 @@ class GivenClip(Guided):
         existing_file(FLAG, self.source_path)
 
     def with_defaults(self, model: ModelConfig) -> Any:
-        """Checked against the model, once the fields of size, length and rate are those of the file."""
+        """Checked against the model, once the fields of size, length and rate are those of the
+        file."""
         return super().resolved(model) if self.guided else super(Guided, self).resolved(model)
 
     def denoise_once(
@@ -126,8 +127,8 @@ class GivenClip(Guided):
         level: float = 1.0,
         **kept: Any,
     ) -> list[Stage]:
-        """The denoising stage, with guided or distilled steps. level: of noise, from which it starts. kept: fields of
-        `Denoise`."""
+        """The denoising stage, with guided or distilled steps. level: of noise, from which it
+        starts. kept: fields of `Denoise`."""
         sigmas = from_level(self.schedule, level)
         merged = (*loras.of("stage1"), *([loras.distilled] if loras.distilled else []))
         plan = self.plan if self.guided else None
@@ -142,8 +143,8 @@ class GivenClip(Guided):
 
 
 def read_clip(path: Path, flag: str, model: ModelConfig, whole: bool = False) -> VideoInfo:
-    """Facts of a file, read whole once. Raises InputError for one whose rate varies or whose sides, or if the clip is
-    taken whole its frames, are not the model's."""
+    """Facts of a file, read whole once. Raises InputError for one whose rate varies or whose sides,
+    or if the clip is taken whole its frames, are not the model's."""
     unit = model.video_vae.space_factor
     info = video_info(path, flag)
     require_constant_rate(path, flag, info)

@@ -54,7 +54,8 @@ class HQ(TwoStage):
             )
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        """The schedule of stage 1 is shifted by its own tokens; user LoRAs come before the distilled one."""
+        """The schedule of stage 1 is shifted by its own tokens; user LoRAs come before the
+        distilled one."""
         assert self.steps and self.stg_blocks is not None and loras.distilled, (
             "the request is not resolved"
         )

@@ -1,8 +1,8 @@
 """ic-lora: a clip after reference videos, which in-context LoRAs have learnt to follow.
 
-`distilled`, but for stage 1: its tokens see those of the references, and it alone has the LoRAs. Stage 2 has images
-alone, and the weights of `distilled`: as they are, or with the distilled LoRA where the run merges one. With LTX-2.5,
-too, no step adds noise.
+`distilled`, but for stage 1: its tokens see those of the references, and it alone has the LoRAs.
+Stage 2 has images alone, and the weights of `distilled`: as they are, or with the distilled LoRA
+where the run merges one. With LTX-2.5, too, no step adds noise.
 """
 
 from __future__ import annotations
@@ -145,7 +145,8 @@ class ICLora(VideoRequest):
             yield f"without stage 2 the clip has {width}x{height} pixels"
 
     def references(self, model: ModelConfig, clip: Geometry, loras: Loras) -> list[Reference]:
-        """clip: the geometry of the stage that they are for. Raises InputError if its size does not divide."""
+        """clip: the geometry of the stage that they are for. Raises InputError if its size does not
+        divide."""
         downscale, stride = reference_factors(lora.path for lora in loras.user)
         unit = clip.space_factor * self.factor(model).numerator * downscale
         for side, value in (("--width", self.width), ("--height", self.height)):

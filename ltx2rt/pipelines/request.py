@@ -1,8 +1,10 @@
-"""One clip as its user asks for it: the flags that every pipeline shares, their legal ranges, and a pipeline's duties.
+"""One clip as its user asks for it: the flags that every pipeline shares, their legal ranges, and a
+pipeline's duties.
 
-A pipeline is a frozen dataclass derived from `Request` (or `Guided`): its fields are its flags with their defaults, its
-`stages` are what it does. `check` validates what needs no file of the model; `resolved` fills the model's defaults and
-validates the rest against its configuration. Both come before any weight is read.
+A pipeline is a frozen dataclass derived from `Request` (or `Guided`): its fields are its flags with
+their defaults, its `stages` are what it does. `check` validates what needs no file of the model;
+`resolved` fills the model's defaults and validates the rest against its configuration. Both come
+before any weight is read.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ R = TypeVar("R", bound="Request")
 
 
 def parse_fps(text: str | float | Fraction) -> Fraction:
-    """23.976, 29.97 and 59.94 mean x*1000/1001 of the next integer; anything else is the decimal or fraction given."""
+    """23.976, 29.97 and 59.94 mean x*1000/1001 of the next integer; anything else is the decimal or
+    fraction given."""
     ntsc, text = {"23.976": 24, "29.97": 30, "59.94": 60}, str(text)
     try:
         if len(text) > 80 or "e" in text.lower():  # 1e999999999 has as many digits
@@ -115,7 +118,8 @@ def parse_blocks(text: str | Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Loras:
-    """user: in the order given; distilled: what the pipeline merges last where it wants it, None if it has none."""
+    """user: in the order given; distilled: what the pipeline merges last where it wants it, None if
+    it has none."""
 
     user: tuple[LoraSpec, ...] = ()
     distilled: LoraSpec | None = None
@@ -223,7 +227,7 @@ class Request:
         """The request with the folder of its segments, where it has any."""
         return self
 
-    # --- checks -------------------------------------------------------------------------------------------------
+    # --- checks -----------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Refuse what is wrong whatever the model is. Raises InputError; reads no file."""
@@ -272,7 +276,8 @@ class Request:
         """Refuse a model that no request of the pipeline goes with. Raises InputError."""
 
     def resolved(self: R, model: ModelConfig) -> R:
-        """Check the request against the model and fill every default, the seed included. Raises InputError."""
+        """Check the request against the model and fill every default, the seed included. Raises
+        InputError."""
         self.check_model(model)
         self.check()
         self, step = self._lasting(model), model.video_vae.time_factor
@@ -305,7 +310,7 @@ class Request:
         """Sentences for its user before a resolved request runs."""
         return iter(())
 
-    # --- what stages are made from ------------------------------------------------------------------------------
+    # --- what stages are made from ----------------------------------------------------------------
 
     @property
     def seeds(self) -> range:
@@ -315,7 +320,8 @@ class Request:
 
     @property
     def prompts(self) -> tuple[str, ...]:
-        """The texts for the text encoder, in one batch: the prompt, then the negative one if a branch uses it."""
+        """The texts for the text encoder, in one batch: the prompt, then the negative one if a
+        branch uses it."""
         return (self.positive,)
 
     @property
@@ -370,8 +376,8 @@ class Request:
 class VideoRequest(Request):
     """The clip flags of pipelines that make pictures.
 
-    append_images: whether an image at frame 0 is a guide beside the first frame, as every later one is, and not the
-    first frame itself. least_images: that have to be given.
+    append_images: whether an image at frame 0 is a guide beside the first frame, as every later one
+    is, and not the first frame itself. least_images: that have to be given.
     """
 
     append_images: ClassVar[bool] = False
@@ -500,7 +506,8 @@ class VideoRequest(Request):
         return self.images[0].path if self.images else None
 
     def factor(self, model: ModelConfig) -> Fraction:
-        """By how much the clip is wider and higher than its first stage: what the spatial upsampler multiplies by."""
+        """By how much the clip is wider and higher than its first stage: what the spatial upsampler
+        multiplies by."""
         found = model.upsampler
         return (
             found.scale if self.scale > 1 and found and not found.temporal else Fraction(self.scale)
@@ -515,7 +522,8 @@ class VideoRequest(Request):
         self, name: str, geometry: Geometry, options: ModelOptions, sigmas: np.ndarray, loras: tuple[LoraSpec, ...],
         given: Sequence[Conditioning] = (), **more: Any,
     ) -> list[Stage]:  # fmt: skip
-        """One denoising stage, after the encoding of the images at its size, and of what else is given, if any."""
+        """One denoising stage, after the encoding of the images at its size, and of what else is
+        given, if any."""
         images = [
             Image(spec, geometry, self.image_crf or 0, self.append_images) for spec in self.images
         ]
@@ -716,7 +724,8 @@ def draw_seed() -> int:
 
 
 def check_step(name: str, value: int, step: int, offset: int, unit: str, rule: str) -> None:
-    """Refuse a value that is not step*k + offset and at least step (offset 0) or 1, naming the two nearest."""
+    """Refuse a value that is not step*k + offset and at least step (offset 0) or 1, naming the two
+    nearest."""
     lowest = offset or step
     if value >= lowest and (value - offset) % step == 0:
         return

@@ -1,7 +1,7 @@
 """retake: a part of a given clip is made anew, at the clip's own size; video, sound or both.
 
-What lies outside the time range is kept as latents, so that it comes out of the VAEs but not as it went in, unless the
-source's own frames and sound are put in its place.
+What lies outside the time range is kept as latents, so that it comes out of the VAEs but not as it
+went in, unless the source's own frames and sound are put in its place.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Retake(GivenClip):
         )
         return self.start_time, self.end_time
 
-    # --- checks -------------------------------------------------------------------------------------------------
+    # --- checks -----------------------------------------------------------------------------------
 
     def check(self) -> None:
         super().check()
@@ -127,14 +127,15 @@ class Retake(GivenClip):
             )
         return info
 
-    # --- what is made -------------------------------------------------------------------------------------------
+    # --- what is made -----------------------------------------------------------------------------
 
     @property
     def frozen(self) -> tuple[str, ...]:
         return (self.keep,) if self.keep else ()
 
     def masks(self, geometry: Geometry) -> dict[str, np.ndarray]:
-        """f32[T] of each modality that is made in part: 1 where a token's time overlaps the region, 0 elsewhere."""
+        """f32[T] of each modality that is made in part: 1 where a token's time overlaps the region,
+        0 elsewhere."""
         start, end = map(np.float32, self.region_s)
         bounds = {"video": video_positions(geometry)[0], "audio": audio_positions(geometry)[0]}
         given = {"video": True, "audio": self.source.has_sound}
@@ -145,8 +146,8 @@ class Retake(GivenClip):
         }
 
     def made(self, geometry: Geometry) -> tuple[range, tuple[float, float]]:
-        """The pixel frames, and the seconds of sound, that the tokens made anew cover; those of the last audio token
-        last until the clip's end. Sound that is made whole is not counted."""
+        """The pixel frames, and the seconds of sound, that the tokens made anew cover; those of the
+        last audio token last until the clip's end. Sound that is made whole is not counted."""
         g, masks = geometry, self.masks(geometry)
         frames, sound_s = range(0), (0.0, 0.0)
         if "video" in masks:

@@ -108,7 +108,7 @@ class Segmented(VideoRequest):
     def kept_in(self, folder: Path) -> Any:
         return replace(self, parts_folder=folder) if self.in_segments else self
 
-    # --- checks -------------------------------------------------------------------------------------------------
+    # --- checks -----------------------------------------------------------------------------------
 
     def check(self) -> None:
         super().check()
@@ -170,7 +170,7 @@ class Segmented(VideoRequest):
             )
         return full
 
-    # --- what is made -------------------------------------------------------------------------------------------
+    # --- what is made -----------------------------------------------------------------------------
 
     def remarks(self, model: ModelConfig) -> Iterator[str]:
         yield from super().remarks(model)
@@ -206,7 +206,8 @@ class Segmented(VideoRequest):
         return [*stages, Segments(parts)]
 
     def _segment(self, i: int) -> Any:
-        """Segment i as a request; the clip's images are those of the segment that they are new in."""
+        """Segment i as a request; the clip's images are those of the segment that they are new
+        in."""
         start, prompts = self.starts[i], (self.prompt, *self.segment_prompts)
         new = range(
             start if i == 0 else self.starts[i - 1] + self.num_frames, start + self.num_frames

@@ -1,4 +1,5 @@
-"""The flags of steps that are left out or not guided: what they may hold, and the plan that they make of a schedule."""
+"""The flags of steps that are left out or not guided: what they may hold, and the plan that they
+make of a schedule."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ PLAN, SKIP, VIDEO_SKIP, AUDIO_SKIP = FIELDS = (
     "audio_skip_step",
 )
 INTERVAL = "guidance_interval"
-# Half and a third of 30 steps, as `ltx2rt calibrate` found them for one-stage on examples/tiny-trained;
-# scaled to other numbers of steps.
+# Half and a third of 30 steps, as `ltx2rt calibrate` found them for one-stage on
+# examples/tiny-trained; scaled to other numbers of steps.
 NAMED = {
     "fast": (0, 4, 6, 8, 10, 12, 15, 18, 21, 23, 25, 26, 27, 28, 29),
     "faster": (0, 8, 12, 15, 20, 23, 25, 27, 28, 29),
@@ -72,7 +73,8 @@ def spelled(name: str) -> str:
 
 
 def check(request: Any, refused: str = "") -> None:
-    """One way to leave steps out at a time. refused: why the pipeline has none. Raises InputError."""
+    """One way to leave steps out at a time. refused: why the pipeline has none. Raises
+    InputError."""
     given = [name for name in FIELDS if getattr(request, name, None) is not None]
     interval = getattr(request, INTERVAL, None) is not None
     if refused and (given or interval):
@@ -100,7 +102,8 @@ def check_files(request: Any) -> None:
 
 
 def resolved(request: Any) -> Any:
-    """With the steps themselves in place of a file or a name. The request has its steps. Raises InputError."""
+    """With the steps themselves in place of a file or a name. The request has its steps. Raises
+    InputError."""
     if request.step_plan is not None:
         request = replace(request, step_plan=str(_named(request.step_plan, request.steps)))
     plan_of(request)
@@ -115,7 +118,8 @@ def resolved(request: Any) -> Any:
 
 
 def plan_of(request: Any) -> StepPlan | None:
-    """Which steps of the guided stage are evaluated; None for all. Of a request with its steps. Raises InputError."""
+    """Which steps of the guided stage are evaluated; None for all. Of a request with its steps.
+    Raises InputError."""
     steps, sigmas = request.steps, shifted_sigmas(request.steps)
     if request.step_plan is not None:
         plan = StepPlan.parse(request.step_plan)

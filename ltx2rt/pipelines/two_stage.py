@@ -1,4 +1,5 @@
-"""two-stage: guided at half the size, then 3 distilled steps at full size with the distilled LoRA merged."""
+"""two-stage: guided at half the size, then 3 distilled steps at full size with the distilled LoRA
+merged."""
 
 from __future__ import annotations
 

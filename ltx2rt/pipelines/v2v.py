@@ -1,7 +1,8 @@
 """v2v: a given clip made anew from some noise level on: the less noise, the more of it stays.
 
-The clip's latents are mixed with noise, x = (1 - level) source + level noise, and take the steps of the schedule that
-are left below that level. ComfyUI calls this denoise, diffusers strength; both of those are shares of the steps.
+The clip's latents are mixed with noise, x = (1 - level) source + level noise, and take the steps of
+the schedule that are left below that level. ComfyUI calls this denoise, diffusers strength; both of
+those are shares of the steps.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class VideoToVideo(GivenClip):
             yield f"sound is made first, in {steps} steps, for the file's own pictures"
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        """New sound is made before the pictures, for those of the file, by all steps of the schedule."""
+        """New sound is made before the pictures, for those of the file, by all steps of the
+        schedule."""
         full = self.geometry(model)
         shape = (full.frames, full.rows, full.columns)
         times = self.source.times_s

@@ -1,4 +1,5 @@
-"""Costs of a graph: bytes of weights, bytes alive at once, floating-point operations, traffic. Read off the graph."""
+"""Costs of a graph: bytes of weights, bytes alive at once, floating-point operations, traffic. Read
+off the graph."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ VIEWS = {
     "transpose",
 }  # ops that usually move nothing
 
-# Bytes that a device receives per byte it hands in, among n. An all-reduce is a reduce-scatter and an all-gather, in
-# each of which a device receives n - 1 slices of n.
+# Bytes that a device receives per byte it hands in, among n. An all-reduce is a reduce-scatter and
+# an all-gather, in each of which a device receives n - 1 slices of n.
 RECEIVED = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: n - 1,
@@ -32,7 +33,8 @@ RECEIVED = {
 
 @dataclass(frozen=True)
 class Traffic:
-    """Executions of one kind of collective, the bytes that one device hands in, and the bytes it receives."""
+    """Executions of one kind of collective, the bytes that one device hands in, and the bytes it
+    receives."""
 
     count: int = 0
     bytes: int = 0
@@ -63,7 +65,8 @@ EACH_ONCE: RunsById = MappingProxyType({})
 
 
 def exchanges(graph: Graph, runs: RunsById = EACH_ONCE) -> dict[tuple[str, int], Traffic]:
-    """Communication of one run of a placed graph, by kind of collective and number of devices that take part."""
+    """Communication of one run of a placed graph, by kind of collective and number of devices that
+    take part."""
     found: dict[tuple[str, int], Traffic] = {}
     for node, times in graph.walk():
         if node.op in COLLECTIVES:
@@ -88,14 +91,15 @@ def by_kind(exchanged: Mapping[tuple[str, int], Traffic]) -> dict[str, Traffic]:
 
 
 def weight_bytes(graphs: Iterable[Graph]) -> int:
-    """Bytes that one device holds of all distinct parameters, each in the dtype its graph computes in."""
+    """Bytes that one device holds of all distinct parameters, each in the dtype its graph computes
+    in."""
     params = {name: param for graph in graphs for name, param in graph.all_params().items()}
     return sum(value.type.nbytes * count for value, count in params.values())
 
 
 def touched_bytes(graph: Graph, changed: Set[str], other: Graph | None = None) -> int:
-    """Bytes that one device holds of the parameters made, wholly or in part, from the tensors `changed`, or that the
-    graph of the other set does not have, or has in another encoding."""
+    """Bytes that one device holds of the parameters made, wholly or in part, from the tensors
+    `changed`, or that the graph of the other set does not have, or has in another encoding."""
     layouts, total = graph.all_layouts(), 0
     theirs = (other or graph).all_params()
     for name, (value, count) in graph.all_params().items():
@@ -107,9 +111,11 @@ def touched_bytes(graph: Graph, changed: Set[str], other: Graph | None = None) -
 
 
 def activation_bytes(graph: Graph) -> int:
-    """Largest sum of the bytes of values alive at once, in execution order, views counted as their own memory is not.
+    """Largest sum of the bytes of values alive at once, in execution order, views counted as their
+    own memory is not.
 
-    An estimate of what an eager execution holds: it leaves out kernels' workspaces and the allocator's slack.
+    An estimate of what an eager execution holds: it leaves out kernels' workspaces and the
+    allocator's slack.
     """
     last: dict[int, int] = {}
     for i, node in enumerate(graph.nodes):

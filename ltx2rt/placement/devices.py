@@ -1,4 +1,5 @@
-"""Kinds of devices by the figures of their data sheets, topologies by libtpu's names, and the memory of this host."""
+"""Kinds of devices by the figures of their data sheets, topologies by libtpu's names, and the
+memory of this host."""
 
 from __future__ import annotations
 
@@ -20,15 +21,15 @@ PCIE4, PCIE5 = 24e9, 48e9  # bytes per second that 16 lanes copy from pinned mem
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """One device as a program sees it. profile: how networks are split over several unless another is asked for.
-    found_as: what its backend calls it.
+    """One device as a program sees it. profile: how networks are split over several unless another
+    is asked for. found_as: what its backend calls it.
 
     memory_bytes: as sold; what the driver offers is a little more on GPUs, a little less on TPUs.
     flops_per_s: bfloat16, dense; float8_flops_per_s: of float8 linears as the backend runs them.
-    link_bytes_per_s: what one device can receive from the others of its machine. neighbours: the same among so many
-    devices, (of an all-to-all, of any other collective), where the way between them is narrower.
-    collective_s: the time of a collective beside its bytes. host_bytes_per_s: copied from pinned memory of the host.
-    reserve_bytes: memory that a run must leave free.
+    link_bytes_per_s: what one device can receive from the others of its machine. neighbours: the
+    same among so many devices, (of an all-to-all, of any other collective), where the way between
+    them is narrower. collective_s: the time of a collective beside its bytes. host_bytes_per_s:
+    copied from pinned memory of the host. reserve_bytes: memory that a run must leave free.
     """
 
     name: str
@@ -47,7 +48,8 @@ class DeviceKind:
     reserve_bytes: int = 0
 
     def exchange_s(self, collective: str, devices: int, count: int, received_bytes: int) -> float:
-        """The time of so many collectives among so many devices, by which one of them receives so many bytes."""
+        """The time of so many collectives among so many devices, by which one of them receives so
+        many bytes."""
         rate = self.link_bytes_per_s
         if self.neighbours:
             rates = self.neighbours[max(n for n in self.neighbours if n <= devices)]
@@ -128,8 +130,8 @@ def _several(name: str) -> tuple[str, int] | None:
 
 
 def known_kind(framework_kind: str, name: str, total_bytes: int) -> DeviceKind | None:
-    """The kind of a device by what its driver calls it, if its links are known: not those of a PCIe card (PCIe, NVL) of
-    a kind that has NVLink."""
+    """The kind of a device by what its driver calls it, if its links are known: not those of a PCIe
+    card (PCIe, NVL) of a kind that has NVLink."""
     name = name.lower().replace(" ", "")
     found = [
         kind
@@ -148,7 +150,8 @@ GENERATIONS = {
 
 
 def topology(name: str) -> tuple[DeviceKind, int]:
-    """The devices of a topology as libtpu names it, generation:chips along each axis, and their number."""
+    """The devices of a topology as libtpu names it, generation:chips along each axis, and their
+    number."""
     generation, _, chips = name.partition(":")
     if generation not in GENERATIONS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", chips):
         known = ", ".join(GENERATIONS)
@@ -159,8 +162,8 @@ def topology(name: str) -> tuple[DeviceKind, int]:
     return device_kinds()[kind], cores * math.prod(map(int, chips.split("x")))
 
 
-# What a container sees of its own limits, in either version of the kernel's interface: limit, what is used, and which
-# part of that are files that go when memory is wanted.
+# What a container sees of its own limits, in either version of the kernel's interface: limit, what
+# is used, and which part of that are files that go when memory is wanted.
 CGROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
     (
@@ -173,8 +176,8 @@ CGROUPS = (
 
 
 def host_memory() -> tuple[int, int]:
-    """(total, available) bytes of the host, or of its share that this process' container has; available is what can be
-    had without swapping."""
+    """(total, available) bytes of the host, or of its share that this process' container has;
+    available is what can be had without swapping."""
     page = os.sysconf("SC_PAGE_SIZE")
     total, free = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
     with suppress(FileNotFoundError), open("/proc/meminfo") as file:

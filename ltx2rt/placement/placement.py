@@ -1,6 +1,7 @@
 """Where a run's graphs live, and the passes that take each of them there.
 
-Decides the mesh of each stage and the order of the passes. What a profile splits is in `profiles`, how in `passes`.
+Decides the mesh of each stage and the order of the passes. What a profile splits is in `profiles`,
+how in `passes`.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from ltx2rt.placement.profiles import Profile, Rules
 class Placement:
     """How a run is split: a profile over a mesh of all devices, or of a stage.
 
-    weights_dtype: "float8" or "int8" quantises the transformer's blocks; anything else leaves weights in the graph's
-    dtype, but those that are kept as they are stored: encodings by the names of tensors.
+    weights_dtype: "float8" or "int8" quantises the transformer's blocks; anything else leaves
+    weights in the graph's dtype, but those that are kept as they are stored: encodings by the names
+    of tensors.
     adapters: what is trained beside the transformer's linears.
     """
 
@@ -55,14 +57,16 @@ class Placement:
     def local(self, graph: Graph, network: str) -> Graph:
         """`graph` as one device runs it, by the profile's rules for `network`.
 
-        Raises InputError if a size of a strict network does not divide, or quantised weights would be cut for `fsdp`.
+        Raises InputError if a size of a strict network does not divide, or quantised weights would
+        be cut for `fsdp`.
         """
         return self._passed(graph, network, None)
 
     def loop(self, step: Graph, num_steps: int) -> Graph:
         """All denoise steps as one device runs them, with room for `step_slots(num_steps)`.
 
-        step: one guided step of the videos of one device; the mesh axis `data` multiplies them. Raises as `local` does.
+        step: one guided step of the videos of one device; the mesh axis `data` multiplies them.
+        Raises as `local` does.
         """
         return self._passed(step, "transformer", num_steps)
 
@@ -70,7 +74,8 @@ class Placement:
         return reduce(lambda done, one: one(done, self, network, num_steps), PASSES, graph)
 
     def rules(self, network: str, weights: bool) -> Rules:
-        """Axis to mesh axis: of weights that are gathered where they are used, or of everything else."""
+        """Axis to mesh axis: of weights that are gathered where they are used, or of everything
+        else."""
         rules = self.profile.rules_of(network).items()
         return {axis: mesh_axis for axis, mesh_axis in rules if (mesh_axis == FSDP) == weights}
 
@@ -92,7 +97,8 @@ def _shared(graph: Graph, on: Placement, network: str, steps: int | None) -> Gra
     return share(graph) if network == "transformer" and on.mesh.get("guidance", 1) == 1 else graph
 
 
-# Each takes a graph, the placement, the network, and the number of steps if the graph becomes their loop.
+# Each takes a graph, the placement, the network, and the number of steps if the graph becomes their
+# loop.
 PASSES: tuple[Callable[[Graph, Placement, str, int | None], Graph], ...] = (
     # From here on shapes are those of one device, and every communication is a node.
     lambda g, on, net, steps: place(
@@ -104,10 +110,12 @@ PASSES: tuple[Callable[[Graph, Placement, str, int | None], Graph], ...] = (
     lambda g, on, net, steps: (
         adapted(g, on.adapters) if on.adapters and net == "transformer" else g
     ),
-    # After place, so that every part of a divided stack of blocks keeps its tokens cut; after quantise, which wants the
-    # stack whole; before the loop and hoist, for which the parts are stacks like any other.
+    # After place, so that every part of a divided stack of blocks keeps its tokens cut; after
+    # quantise, which wants the stack whole; before the loop and hoist, for which the parts are
+    # stacks like any other.
     _shared,
-    # After place, which knows the videos of one device only; before the loop, whose state is that of all.
+    # After place, which knows the videos of one device only; before the loop, whose state is that
+    # of all.
     lambda g, on, net, steps: (
         data_parallel(g, "videos", "data", on.mesh.get("data", 1)) if steps else g
     ),
@@ -116,7 +124,8 @@ PASSES: tuple[Callable[[Graph, Placement, str, int | None], Graph], ...] = (
     lambda g, on, net, steps: hoist(g) if steps else g,
     lambda g, on, net, steps: pack(g),
     lambda g, on, net, steps: coalesce(g),
-    # After pack: weights are joined before they are cut, so there are as few gathers as matrix products.
+    # After pack: weights are joined before they are cut, so there are as few gathers as matrix
+    # products.
     lambda g, on, net, steps: gather_weights(
         g, on.rules(net, weights=True), on.mesh, net in on.profile.strict
     ),

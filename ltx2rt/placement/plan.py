@@ -1,7 +1,7 @@
 """Estimated costs of a run: per stage and device, the memory, the work, the traffic and the time.
 
-Decides how these follow from placed graphs and a device's figures. Which graphs a stage runs, and which weights are on
-the device meanwhile, is the pipeline's knowledge.
+Decides how these follow from placed graphs and a device's figures. Which graphs a stage runs, and
+which weights are on the device meanwhile, is the pipeline's knowledge.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Calls = tuple[tuple[Graph, int], ...]
 class Work:
     """One stage as one device runs it.
 
-    calls: placed graphs of one step (of a stage without steps: of all of it), as a device runs them, each with its
-    number of runs.
-    before: what runs once before the steps; its results stay until the last one, beside what a step reads of them.
-    resident: sets of weights that are on the device meanwhile, with their bytes.
+    calls: placed graphs of one step (of a stage without steps: of all of it), as a device runs
+    them, each with its number of runs.
+    before: what runs once before the steps; its results stay until the last one, beside what a step
+    reads of them. resident: sets of weights that are on the device meanwhile, with their bytes.
     """
 
     name: str
@@ -49,11 +49,12 @@ class Work:
 class StageCost:
     """Costs of a stage on one device.
 
-    weights_bytes: all that it holds meanwhile, whatever uses them; activation_bytes: the most alive at once. For each
-    step, without what runs before them all: flops (float8_flops of them in float8), read_bytes, the weights that it
-    uses, streamed_bytes of them copied from the host, what is exchanged, by kind of collective and number of devices,
-    and its calls. part: of a stage with several loops, which one it is. float8: linears of the calls are estimated as
-    float8 ones. runs: of their nodes.
+    weights_bytes: all that it holds meanwhile, whatever uses them; activation_bytes: the most alive
+    at once. For each step, without what runs before them all: flops (float8_flops of them in
+    float8), read_bytes, the weights that it uses, streamed_bytes of them copied from the host, what
+    is exchanged, by kind of collective and number of devices, and its calls. part: of a stage with
+    several loops, which one it is. float8: linears of the calls are estimated as float8 ones. runs:
+    of their nodes.
     """
 
     name: str
@@ -84,8 +85,8 @@ class StageCost:
         return by_kind(self.exchanged)
 
     def timeline(self, kind: DeviceKind) -> Timeline:
-        """One step, at least: arithmetic and reading the weights at once, and what no work hides of the exchanges and
-        of the copies from the host, each at its full rate."""
+        """One step, at least: arithmetic and reading the weights at once, and what no work hides of
+        the exchanges and of the copies from the host, each at its full rate."""
         factory, whole = get_factory(kind.backend), Timeline(kind)
         for graph, times in self.calls:
             whole.then(factory.cost(graph, kind, self.float8, self.runs), times)
@@ -125,7 +126,8 @@ class StageCost:
 
 
 def cost(work: Work, runs: RunsById = EACH_ONCE) -> StageCost:
-    """The cost of a stage on one device, read off its graphs. runs: of nodes that run more than once."""
+    """The cost of a stage on one device, read off its graphs. runs: of nodes that run more than
+    once."""
     exchanged: dict[tuple[str, int], Traffic] = {}
     for graph, times in work.calls:
         for by, found in exchanges(graph, runs).items():
@@ -155,8 +157,8 @@ def peak(costs: Iterable[StageCost]) -> StageCost:
 
 
 def beside_recorded(costs: Iterable[StageCost], recorded_bytes: int) -> list[StageCost]:
-    """The costs beside `recorded_bytes`, which recorded steps keep already: a loop runs in those, and keeps for the
-    stages behind it what it takes more."""
+    """The costs beside `recorded_bytes`, which recorded steps keep already: a loop runs in those,
+    and keeps for the stages behind it what it takes more."""
     kept, found = 0, []
     for c in costs:
         recorded = c.loops and not c.streamed_bytes

@@ -1,7 +1,9 @@
-"""Named sharding profiles: which axis of which network is split over which mesh axis, and the mesh each is meant for.
+"""Named sharding profiles: which axis of which network is split over which mesh axis, and the mesh
+each is meant for.
 
-One registry for both backends. A network that a profile does not name is replicated: the VAE, vocoder and upsampler
-weights always are, and their tiles are spread instead. The text encoder runs positive and negative prompt in one batch.
+One registry for both backends. A network that a profile does not name is replicated: the VAE,
+vocoder and upsampler weights always are, and their tiles are spread instead. The text encoder runs
+positive and negative prompt in one batch.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ EMBED = {"D": FSDP, "audio_D": FSDP}
 
 @dataclass(frozen=True)
 class Profile:
-    """rules: per network; those to `fsdp` are of weights alone, which are gathered where they are used. Videos are
-    spread over `data` in every profile.
+    """rules: per network; those to `fsdp` are of weights alone, which are gathered where they are
+    used. Videos are spread over `data` in every profile.
 
-    mesh: what it is meant for, -1 for all devices that are left. strict: networks whose sizes must divide; the others
-    fall back to replicated. audio: "replicated", every device has all audio tokens; or "split", as the video's are.
+    mesh: what it is meant for, -1 for all devices that are left. strict: networks whose sizes must
+    divide; the others fall back to replicated. audio: "replicated", every device has all audio
+    tokens; or "split", as the video's are.
     """
 
     name: str
@@ -84,9 +87,11 @@ def _by_device() -> dict[str, str]:
 
 
 def profile_of(name: str | None, device_kind: str, mesh: Mapping[str, int]) -> Profile:
-    """The profile by name, or the device kind's own: of "cpu", of a kind by its name or by what its backend calls it.
+    """The profile by name, or the device kind's own: of "cpu", of a kind by its name or by what its
+    backend calls it.
 
-    Raises InputError naming the known ones, or the axes of the profile if it splits nothing over one of the mesh.
+    Raises InputError naming the known ones, or the axes of the profile if it splits nothing over
+    one of the mesh.
     """
     several = [axis for axis, size in mesh.items() if size > 1]
     by_device = _by_device() if name is None and several else {}
@@ -111,7 +116,8 @@ def profile_of(name: str | None, device_kind: str, mesh: Mapping[str, int]) -> P
 
 
 def default_mesh(profile: Profile, devices: int) -> dict[str, int]:
-    """The mesh that a profile is meant for, of so many devices. Raises InputError if they cannot be shared out."""
+    """The mesh that a profile is meant for, of so many devices. Raises InputError if they cannot be
+    shared out."""
     fixed = math.prod(size for size in profile.mesh.values() if size != -1)
     if devices == 1 or not profile.mesh:
         return {}
@@ -129,9 +135,11 @@ def default_mesh(profile: Profile, devices: int) -> dict[str, int]:
 def resolve(
     name: str | None, device_kind: str, mesh: Mapping[str, int], devices: int
 ) -> tuple[Profile, dict[str, int]]:
-    """The profile, and the mesh of all `devices`: the one asked for, else the one that the profile means them to be.
+    """The profile, and the mesh of all `devices`: the one asked for, else the one that the profile
+    means them to be.
 
-    Raises InputError as `profile_of` and `default_mesh` do, and for a mesh of another number of devices.
+    Raises InputError as `profile_of` and `default_mesh` do, and for a mesh of another number of
+    devices.
     """
     profile = profile_of(name, device_kind, mesh or {"data": devices})
     found = {axis: size for axis, size in mesh.items() if size > 1} or default_mesh(
@@ -151,7 +159,8 @@ def resolve(
 def undivided(
     graph: Graph, rules: Rules, mesh: Mapping[str, int]
 ) -> Iterator[tuple[str, str, int]]:
-    """(part, axis, size) wherever a rule would split an axis of a linear of the unplaced `graph`, but cannot."""
+    """(part, axis, size) wherever a rule would split an axis of a linear of the unplaced `graph`,
+    but cannot."""
     found = {}
     for node in graph.nodes:
         if node.op == "repeat":

@@ -1,7 +1,7 @@
 """Which layers of a network stay on the device, and which are copied to it each time they are used.
 
-A piece is what one layer of a stack of equal ones reads alone: block 7 of the transformer. Of a piece
-only the large matrices move; tables, norms and biases stay. Streaming changes no number.
+A piece is what one layer of a stack of equal ones reads alone: block 7 of the transformer. Of a
+piece only the large matrices move; tables, norms and biases stay. Streaming changes no number.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ def moves(name: str, type: Type) -> bool:
 
 
 def stack_of(name: str) -> str:
-    """The stack that a parameter belongs to. A body of several layers, `6*+0` to `6*+5`, has several."""
+    """The stack that a parameter belongs to. A body of several layers, `6*+0` to `6*+5`, has
+    several."""
     match = re.match(r"[^*]*(\*\+\d+)?", name)
     return match[0] if match else name
 
 
 def pieces(graph: Graph) -> dict[Piece, int]:
-    """Bytes of every piece of a placed graph on one device, in the order in which a run reads them."""
+    """Bytes of every piece of a placed graph on one device, in the order in which a run reads
+    them."""
     bodies: dict[str, dict[str, list[tuple[Value, int]]]] = {}  # stacks by what they begin with
     for name, param in graph.all_params().items():
         if moves(name, param[0].type):

@@ -1,8 +1,8 @@
 """When one device computes, exchanges and waits: a graph in time, at the figures of a data sheet.
 
-Decides how long a node takes: a product or an attention its FLOP at the full rate, a weight that is decoded the bytes
-that it moves, everything else nothing, which is why the whole is a bound from below. Whether exchanges travel while the
-device computes is the backend's knowledge.
+Decides how long a node takes: a product or an attention its FLOP at the full rate, a weight that is
+decoded the bytes that it moves, everything else nothing, which is why the whole is a bound from
+below. Whether exchanges travel while the device computes is the backend's knowledge.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from ltx2rt.placement.cost import (
 )
 from ltx2rt.placement.devices import DeviceKind
 
-DEVICE = "device"  # the track of what computes and waits; the others are "link AXIS", "memory" and "host link"
+# the track of what computes and waits; the others are "link AXIS", "memory" and "host link"
+DEVICE = "device"
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,12 @@ class Repeated:
 
 @dataclass
 class Timeline:
-    """A device and its links. An exchange leaves when the one before it has arrived. An all-reduce is waited for by the
-    first node that reads what it brings if exchanges are `hidden`; otherwise, and every other exchange, at once.
+    """A device and its links. An exchange leaves when the one before it has arrived. An all-reduce
+    is waited for by the first node that reads what it brings if exchanges are `hidden`; otherwise,
+    and every other exchange, at once.
 
-    float8: linears are estimated as float8 ones. runs: of nodes that run more than once; all of them are one event.
-    clock_s: the time so far; travelled_s, waited_s: of exchanges.
+    float8: linears are estimated as float8 ones. runs: of nodes that run more than once; all of
+    them are one event. clock_s: the time so far; travelled_s, waited_s: of exchanges.
     """
 
     kind: DeviceKind
@@ -130,7 +132,8 @@ class Timeline:
                 self.read(id(v))
 
     def repeat(self, node: Node) -> None:
-        """The first iteration, and the second as often as there are others: it waits for what the one before sent."""
+        """The first iteration, and the second as often as there are others: it waits for what the
+        one before sent."""
         repeat, carries = node.repeat, node.repeat.num_carries
         made = [id(v) for v in repeat.body.outputs.values()]
         entering, leaving = (
@@ -149,7 +152,8 @@ class Timeline:
         self.move(made[:carries], leaving[:carries])
 
     def again(self, start: int, before: Timeline, count: int) -> float:
-        """Let what has run since `before`, whose events begin at `start`, run `count` times. Returns the added time."""
+        """Let what has run since `before`, whose events begin at `start`, run `count` times.
+        Returns the added time."""
         period_s = self.clock_s - before.clock_s
         later_s = (count - 1) * period_s
         self.clock_s += later_s
@@ -176,8 +180,8 @@ class Timeline:
         self.waited_s += times * other.waited_s
 
     def beside(self, track: str, name: str, length_s: float, work_s: float) -> None:
-        """Copy `name` on its own track from the start on, while the device works for `work_s`, and wait in the end for
-        what takes longer."""
+        """Copy `name` on its own track from the start on, while the device works for `work_s`, and
+        wait in the end for what takes longer."""
         if length_s:
             self.events.append(Event(track, "copy", name, 0.0, length_s))
         if length_s > work_s:

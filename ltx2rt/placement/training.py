@@ -1,9 +1,10 @@
 """The work of a training step on its forward graph, and the values it keeps meanwhile; read off the
 graph of one device.
 
-Decides how often a node runs: forward, once more where its block is computed anew, and backward, as often as its
-operands depend on what is trained. A product has one more for each such operand (a frozen weight has no gradient), an
-attention the 2.5 of a flash kernel's backward pass, an exchange its transpose, which travels the same bytes.
+Decides how often a node runs: forward, once more where its block is computed anew, and backward, as
+often as its operands depend on what is trained. A product has one more for each such operand (a
+frozen weight has no gradient), an attention the 2.5 of a flash kernel's backward pass, an exchange
+its transpose, which travels the same bytes.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ STATE_BYTES = 16  # bytes for a trained number: itself, its gradient and both mo
 
 
 def runs_of(graph: Graph, remat: bool) -> dict[int, Runs]:
-    """How often each node of a `train-step` graph with adapters runs in one step, by the node's id. remat: blocks are
-    computed anew in the backward pass."""
+    """How often each node of a `train-step` graph with adapters runs in one step, by the node's id.
+    remat: blocks are computed anew in the backward pass."""
     found: dict[int, Runs] = {}
     _visit(graph, set(), 0, int(remat), found)
     return found
 
 
 def _visit(graph: Graph, learnt: set[int], again: int, remat: int, found: dict[int, Runs]) -> None:
-    """Enter the runs of the graph's nodes. learnt: values that depend on what is trained, to which it adds."""
+    """Enter the runs of the graph's nodes. learnt: values that depend on what is trained, to which
+    it adds."""
     learnt |= {id(v) for name, v in graph.params.items() if MARK in name}
     for node in graph.nodes:
         if node.op == "repeat":
@@ -51,8 +53,8 @@ def _visit(graph: Graph, learnt: set[int], again: int, remat: int, found: dict[i
 
 
 def gradient_sums(graph: Graph, mesh: Mapping[str, int]) -> Graph:
-    """The exchanges of one step of the optimiser: gradients are added up over every axis of `mesh` that does not cut
-    their parameter, those of one axis at once."""
+    """The exchanges of one step of the optimiser: gradients are added up over every axis of `mesh`
+    that does not cut their parameter, those of one axis at once."""
     sums, layouts = Graph("gradient-sums", mesh=mesh), graph.all_layouts()
     for axis in mesh:
         whole = {
@@ -74,8 +76,9 @@ def _numbers(graph: Graph, names: Collection[str]) -> int:
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes on one device. frozen: the model's weights; state: what is trained, its gradients and moments; kept: values
-    of the forward pass, of all blocks; block: the most that is alive while one block is gone through."""
+    """Bytes on one device. frozen: the model's weights; state: what is trained, its gradients and
+    moments; kept: values of the forward pass, of all blocks; block: the most that is alive while
+    one block is gone through."""
 
     frozen: int
     state: int
@@ -88,7 +91,8 @@ class TrainingMemory:
 
 
 def training_memory(graph: Graph, remat: bool) -> TrainingMemory:
-    """remat: of each block its carries are kept, and its values and their gradients are alive in the backward pass."""
+    """remat: of each block its carries are kept, and its values and their gradients are alive in
+    the backward pass."""
     trained = [name for name in graph.all_params() if MARK in name]
     adapters, state = 4 * _numbers(graph, trained), STATE_BYTES * _numbers(graph, trained)
     kept, block = sum(v.type.nbytes for v in graph.inputs.values()), 0
@@ -101,7 +105,8 @@ def training_memory(graph: Graph, remat: bool) -> TrainingMemory:
 
 
 def _values_bytes(body: Graph) -> tuple[int, int]:
-    """Bytes of all that a block computes, but for views: at least what its backward pass reads. Then
+    """Bytes of all that a block computes, but for views: at least what its backward pass reads.
+    Then
     those of the weights that it decodes, which have no gradient."""
     sizes = Counter[bool]()
     for node in body.nodes:

@@ -1,8 +1,9 @@
 """One rank's view of the others, however it was launched.
 
-A thread of every rank watches the others' processes (through pidfds, so Linux only, and on this host only), the
-launcher's, signals and the store that all ranks share: the main thread may be inside a collective that never returns.
-The first rank that knows why a run ends claims the key `failed` and says so; the others leave in silence.
+A thread of every rank watches the others' processes (through pidfds, so Linux only, and on this
+host only), the launcher's, signals and the store that all ranks share: the main thread may be
+inside a collective that never returns. The first rank that knows why a run ends claims the key
+`failed` and says so; the others leave in silence.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ class Store(Protocol):
 
 
 class Crew:
-    """All ranks of a launch, as one of them sees them. Made before anything that can fail on one rank alone.
+    """All ranks of a launch, as one of them sees them. Made before anything that can fail on one
+    rank alone.
 
-    connect: a new connection to the store; one serves the watching thread, which must not queue behind the other.
-    outputs: the files that rank 0 writes.
+    connect: a new connection to the store; one serves the watching thread, which must not queue
+    behind the other. outputs: the files that rank 0 writes.
     """
 
     def __init__(self, rank: int, size: int, connect: Callable[[], Store], outputs: Sequence[Path]):
@@ -95,7 +97,8 @@ class Crew:
         return [json.loads(self._store.get(f"{topic}/{other}")) for other in range(self.size)]
 
     def agree(self, topic: str, facts: Mapping[str, str]) -> None:
-        """Raise InputError on every rank if one rank's facts are not rank 0's. topic: of this comparison, used once."""
+        """Raise InputError on every rank if one rank's facts are not rank 0's. topic: of this
+        comparison, used once."""
         main, *others = self._gather(topic, dict(facts))
         for other, theirs in enumerate(others, 1):
             if unlike := [
@@ -116,8 +119,8 @@ class Crew:
         return int(self._store.get(topic))
 
     def handed_out(self, topic: str, number: int, text: str = "") -> str:
-        """Rank 0's text, on every rank, however long it takes to come. number: of this text among those of the topic;
-        every rank has taken one before rank 0 hands out the next."""
+        """Rank 0's text, on every rank, however long it takes to come. number: of this text among
+        those of the topic; every rank has taken one before rank 0 hands out the next."""
         if self.rank == 0:
             self._store.set(topic, f"{number} {text}")
             return text
@@ -135,7 +138,8 @@ class Crew:
             return False
 
     def leave(self) -> None:
-        """Wait until rank 0 has written its files, and rank 0 until the others know: it may hold the store."""
+        """Wait until rank 0 has written its files, and rank 0 until the others know: it may hold
+        the store."""
         if self.rank == 0:
             self._store.set("finished", "")
         while not self._store.check(["finished"]):
@@ -147,7 +151,8 @@ class Crew:
             self._store.get(f"left/{other}")
 
     def fail(self, message: str, status: int, bad_input: bool = False) -> NoReturn:
-        """End every rank because of an exception on this one, unless another rank's end is what caused it."""
+        """End every rank because of an exception on this one, unless another rank's end is what
+        caused it."""
         if not bad_input:
             time.sleep(
                 EXPLAIN_S
@@ -213,8 +218,8 @@ class Crew:
             time.sleep(POLL_S / 4)
 
     def _aborted(self) -> None:
-        """C++ called abort(), as JAX does where it loses the process that holds the store, or one on another host. Its
-        locks are never released: the store is not asked."""
+        """C++ called abort(), as JAX does where it loses the process that holds the store, or one
+        on another host. Its locks are never released: the store is not asked."""
         here = {rank: bool(_ended(fd)) for fd, rank in self._processes.items() if rank >= 0}
         if dead := [rank for rank, ended in here.items() if ended]:
             message = f"rank {dead[0]} died: killed, or out of memory"

@@ -13,7 +13,8 @@ from ltx2rt.errors import InputError
 LAUNCHER = (
     "LTX2RT_LAUNCHER"  # pid of the `start` that launched this rank: it reports what no rank can
 )
-TOKEN = "LTX2RT_TOKEN"  # drawn for that launch: a process that does not know it finds nothing of it in the store
+# drawn for that launch: a process that does not know it finds nothing of it in the store
+TOKEN = "LTX2RT_TOKEN"
 STORE = "LTX2RT_STORE"  # rank 0's descriptor of the socket on which its store listens
 SLEEPING = ("OMP_WAIT_POLICY", "PASSIVE")  # idle threads of OpenMP sleep instead of spinning
 FAILED, SIGNALLED = 1, 128  # exit statuses; a signal's is 128 + its number
@@ -61,7 +62,8 @@ def number(
 
 
 def interface(host: str) -> str:
-    """The address of this machine that the name `host` means to everybody; "", all of them, if it means none."""
+    """The address of this machine that the name `host` means to everybody; "", all of them, if it
+    means none."""
     try:
         family, _, _, _, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -24,7 +24,8 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def digests(paths: Sequence[Path]) -> dict[str, str]:
-    """Size and digest of the header of every file, and of every file in every folder; no tensor data is read."""
+    """Size and digest of the header of every file, and of every file in every folder; no tensor
+    data is read."""
     files: list[Path] = []
     for path in paths:
         files += sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]

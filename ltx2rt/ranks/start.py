@@ -1,5 +1,5 @@
-"""The launcher of `--num-gpus`: torchrun and accelerate do the same by the same variables (RANK, LOCAL_RANK,
-WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
+"""The launcher of `--num-gpus`: torchrun and accelerate do the same by the same variables (RANK,
+LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ def start(
     fed: bool = False,
     patient: bool = False,
 ) -> int:
-    """Run `ltx2rt argv` as `count` ranks on this host and return the exit status; no process and no part of `outputs`
-    is left behind, however it ends. fed: rank 0 reads this process's stdin. patient: the first request to end is
-    passed on, and the ranks end by themselves. InputError if more than `most` are asked for, as many as can work here.
+    """Run `ltx2rt argv` as `count` ranks on this host and return the exit status; no process and no
+    part of `outputs` is left behind, however it ends. fed: rank 0 reads this process's stdin.
+    patient: the first request to end is passed on, and the ranks end by themselves. InputError if
+    more than `most` are asked for, as many as can work here.
     """
     if count > most:
         raise InputError(
@@ -76,7 +77,8 @@ def start(
 
 
 def _spawn(argv: Sequence[str], count: int, ranks: list[subprocess.Popen], fed: bool) -> None:
-    """Append the started ranks to `ranks`. Rank 0 gets the socket that its store listens on, on this host alone."""
+    """Append the started ranks to `ranks`. Rank 0 gets the socket that its store listens on, on
+    this host alone."""
     # one process of torchrun may start ranks too; torchrun's store is not theirs
     shared = {
         name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")

@@ -1,1 +1,2 @@
-"""One run, from a request to files: what the commands, the Python interface and the server share."""
+"""One run, from a request to files: what the commands, the Python interface and the server
+share."""

@@ -5,8 +5,8 @@
 
 Decides how a candidate is judged: by the largest ratio of its distance from the exact clips to that
 of the ordinary schedule, in picture and sound, in the median and the worst clip. Below 1 it is
-closer in all of them. Every run's result is kept in a folder, so that a calibration that was cut off
-goes on; the same flags give the same plans.
+closer in all of them. Every run's result is kept in a folder, so that a calibration that was cut
+off goes on; the same flags give the same plans.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ class Runs:
             )
 
     def exact(self, number: int) -> Mapping[str, np.ndarray]:
-        """A prompt's exact run: latents and x0 by stream, `frames` uint8 and `waveform`, if they are made."""
+        """A prompt's exact run: latents and x0 by stream, `frames` uint8 and `waveform`, if they
+        are made."""
         path = self.folder / f"exact-{number}.npz"
         if not path.exists():
             made = self._make(replace(self.request), number, keep=True)
@@ -185,7 +186,8 @@ class Runs:
 
 
 def calibrate(runs: Runs, evaluations: Sequence[int], quick: bool = False) -> dict[str, Any]:
-    """The document of `--step-plan FILE`. quick: search alone, no plan is run and none has a price."""
+    """The document of `--step-plan FILE`. quick: search alone, no plan is run and none has a
+    price."""
     searched, held_out = runs.halves
     steps = runs.request.steps
     sigmas = shifted_sigmas(steps)
@@ -267,8 +269,8 @@ def prices(measures: Sequence[Measures]) -> dict[str, list[float]]:
 
 
 def score(ours: Sequence[Measures], theirs: Sequence[Measures]) -> float:
-    """The largest ratio of distances, ours to theirs: of pictures (RMSE) and sound (log-mel), in the
-    median and in the worst clip."""
+    """The largest ratio of distances, ours to theirs: of pictures (RMSE) and sound (log-mel), in
+    the median and in the worst clip."""
     ratios = []
     for name, far in (("psnr_db", lambda db: 10 ** (-db / 20)), ("mel_l1", float)):
         if all(name in found for found in (*ours, *theirs)):

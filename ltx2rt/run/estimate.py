@@ -1,7 +1,7 @@
 """The cost of a run on devices that are not here.
 
-The run is planned as `generate` plans it, on a backend that has a mesh and memory and runs nothing; a
-preset is planned from an empty checkpoint of its sizes.
+The run is planned as `generate` plans it, on a backend that has a mesh and memory and runs nothing;
+a preset is planned from an empty checkpoint of its sizes.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Devices:
 
 @dataclass(frozen=True)
 class Estimate:
-    """plan: of one of the devices; costs: its stages; notes: what is not split or shared, and why; advice: what to try
-    if it does not fit, else empty."""
+    """plan: of one of the devices; costs: its stages; notes: what is not split or shared, and why;
+    advice: what to try if it does not fit, else empty."""
 
     devices: int
     kind: DeviceKind
@@ -70,7 +70,8 @@ class Estimate:
 def datasheet_checkpoint(
     options: ModelOptions, preset: str | None
 ) -> Iterator[tuple[ModelOptions, Checkpoint]]:
-    """The options and their checkpoint; of a preset an empty one, which lives as long as the body."""
+    """The options and their checkpoint; of a preset an empty one, which lives as long as the
+    body."""
     with tempfile.TemporaryDirectory(prefix="ltx2rt-plan-") as folder:
         if preset is not None:
             make_checkpoint(preset, "official", folder, empty=True)
@@ -81,7 +82,8 @@ def datasheet_checkpoint(
 def on_datasheet(
     options: ModelOptions, checkpoint: Checkpoint, kind: DeviceKind, devices: int
 ) -> Session:
-    """A session that can plan but not run. Raises InputError for unknown profiles and a mesh of another size."""
+    """A session that can plan but not run. Raises InputError for unknown profiles and a mesh of
+    another size."""
     profile, mesh = resolve(options.profile, kind.name, options.mesh, devices)
     options = replace(options, backend=kind.backend, mesh=mesh, profile=profile.name)
     return Session(checkpoint, DatasheetBackend(kind, mesh), options)
@@ -99,7 +101,8 @@ def datasheet_session(
 def chosen(
     options: ModelOptions, checkpoint: Checkpoint, kind: DeviceKind, devices: int, stages: StagesOf
 ) -> Choice | None:
-    """The mesh that `generate` would take for the stages where no flag says which; None if one does."""
+    """The mesh that `generate` would take for the stages where no flag says which; None if one
+    does."""
     if options.mesh or options.profile or devices == 1:
         return None
     options = replace(options, backend=kind.backend)
@@ -109,7 +112,8 @@ def chosen(
 def estimate(
     options: ModelOptions, request: Request, devices: Devices, preset: str | None = None
 ) -> Estimate:
-    """Raises InputError for what `generate` refuses, unknown devices and profiles, and a mesh of another size."""
+    """Raises InputError for what `generate` refuses, unknown devices and profiles, and a mesh of
+    another size."""
     kind = device_kind(devices.device_kind)
     check_bounds(devices)
     if preset is not None and request.distilled == "optional" and options.distilled_lora is None:
@@ -183,8 +187,8 @@ def _unshared(session: Session, plan: Plan, estimator: Estimator) -> Iterator[st
 
 
 def to_json(found: Estimate) -> dict[str, Any]:
-    """flops, collectives, time_s and exchange_s, its part in which devices wait for each other, are of one step of a
-    stage with steps."""
+    """flops, collectives, time_s and exchange_s, its part in which devices wait for each other, are
+    of one step of a stage with steps."""
     return {
         "fits": found.fits,
         "memory_mode": found.session.memory_mode,

@@ -65,7 +65,8 @@ class Files:
         return clips + [(flag, path) for flag, path in more if path]
 
     def check(self, seeds: Sequence[int] = (0,), inputs: Iterable[Path] = ()) -> None:
-        """Raises InputError for a file that cannot be written, or that would replace another one or an input."""
+        """Raises InputError for a file that cannot be written, or that would replace another one or
+        an input."""
         if self.quiet and self.verbose:
             raise InputError("--quiet and --verbose contradict each other; give one of them")
         if self.output is None and self.latents_out is None:

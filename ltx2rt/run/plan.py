@@ -74,7 +74,8 @@ class Plan:
 def prepared(
     options: ModelOptions, request: Request, files: Files | None = None
 ) -> tuple[Checkpoint, Request]:
-    """The opened checkpoint and the resolved request, once everything is checked that needs no framework.
+    """The opened checkpoint and the resolved request, once everything is checked that needs no
+    framework.
 
     files: those of a clip, if one is written. The request has a seed. Raises InputError.
     """
@@ -108,7 +109,8 @@ def resolved(
 
 
 def _planned(lora: LoraSpec) -> LoraSpec:
-    """The LoRA with the file that has its name now; as it is if there is none, which loading refuses."""
+    """The LoRA with the file that has its name now; as it is if there is none, which loading
+    refuses."""
     with suppress(OSError):
         return PlannedLora(lora.path, lora.strength, lora.stage, identity(lora.path))
     return lora
@@ -121,7 +123,8 @@ def resolved_stages(
 
 
 def usual_stages(checkpoint: Checkpoint, options: ModelOptions) -> tuple[Stage, ...]:
-    """Stages of a clip of default size, by the first pipeline that makes one of this model from a prompt alone."""
+    """Stages of a clip of default size, by the first pipeline that makes one of this model from a
+    prompt alone."""
     for name in pipelines():
         with suppress(InputError):
             return resolved_stages(checkpoint, options, make_request(name, prompt="a clip", seed=0))
@@ -129,7 +132,8 @@ def usual_stages(checkpoint: Checkpoint, options: ModelOptions) -> tuple[Stage, 
 
 
 def make_plan(session: Session, request: Request) -> Plan:
-    """Resolve the request against the model and check everything that headers tell but memory. Raises InputError."""
+    """Resolve the request against the model and check everything that headers tell but memory.
+    Raises InputError."""
     request, loras, stages = resolved(session.checkpoint, session.options, request)
     for stage in stages:
         stage.check(session)
@@ -154,7 +158,8 @@ def _known_as(session: Session) -> str:
 
 
 def make_enhanced_plan(session: Session, request: Request) -> Plan:
-    """As `make_plan`, with the prompt written out if that is asked for, once nothing but memory can be refused."""
+    """As `make_plan`, with the prompt written out if that is asked for, once nothing but memory can
+    be refused."""
     check_enhancing(request, session.checkpoint)
     plan = make_plan(session, request)
     enhanced = with_enhanced_prompt(plan.request, session.checkpoint, session.options)
@@ -164,7 +169,8 @@ def make_enhanced_plan(session: Session, request: Request) -> Plan:
 def with_enhanced_prompt(
     request: Request, checkpoint: Checkpoint, options: ModelOptions
 ) -> Request:
-    """The request with its `enhanced_prompt`, if it asks for one and has none yet. Its seed is known."""
+    """The request with its `enhanced_prompt`, if it asks for one and has none yet. Its seed is
+    known."""
     if not to_enhance(request):
         return request
     seed = request.seed if request.enhance_seed is None else request.enhance_seed
@@ -193,7 +199,8 @@ def check_enhancing(request: Request, checkpoint: Checkpoint) -> None:
 
 
 def _check_noise(path: Path | None, draws: list[tuple[str, tuple[int, ...]]]) -> None:
-    """Every tensor that the run draws is in --noise-in, in its shape, and nothing else but other records of a run."""
+    """Every tensor that the run draws is in --noise-in, in its shape, and nothing else but other
+    records of a run."""
     if path is None:
         return
     file, expected = TensorFile(path), dict(draws)

@@ -1,4 +1,5 @@
-"""A clip in segments, encoded while it is made: a stream of fragments to play meanwhile, and the file that it becomes.
+"""A clip in segments, encoded while it is made: a stream of fragments to play meanwhile, and the
+file that it becomes.
 
 Decides when a segment is encoded: as soon as its file is there. The file is encoded once, for both.
 """
@@ -63,8 +64,8 @@ class Recording:
                 break
 
     def finish(self, path: Path) -> dict[Path, FileState]:
-        """Give the clip its name, once all segments are encoded; as `write_clip` returns it. Raises what
-        encoding raised, NotWritten if the disk is full."""
+        """Give the clip its name, once all segments are encoded; as `write_clip` returns it. Raises
+        what encoding raised, NotWritten if the disk is full."""
         self._done.result()
         os.replace(self._clip.path, path)
         return {path: state_of(path)}
@@ -78,7 +79,8 @@ class Recording:
 def recording(
     session: Session, plan: Plan, folder: Path, output: Path, metadata: bool = True
 ) -> Iterator[Recording | None]:
-    """Encode the plan's clip in segments meanwhile; None where its file is of another form than MP4 and MOV."""
+    """Encode the plan's clip in segments meanwhile; None where its file is of another form than MP4
+    and MOV."""
     request: Any = plan.request
     container = CONTAINERS.get(output.suffix.lower())
     rate = session.config.vocoder.sample_rate if request.audio else None

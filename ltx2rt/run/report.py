@@ -45,7 +45,8 @@ def versions(backend: Backend) -> dict[str, str]:
 
 
 def named(path: Path) -> dict[str, str]:
-    """A file by name and digest, without the folders of this machine; of what is no file (any more) the name."""
+    """A file by name and digest, without the folders of this machine; of what is no file (any more)
+    the name."""
     return {"name": path.name, "digest": digest(path)} if path.exists() else {"name": path.name}
 
 

@@ -1,4 +1,5 @@
-"""Run a plan: its stages in order, watched, up to the frames, which are made when they are taken."""
+"""Run a plan: its stages in order, watched, up to the frames, which are made when they are
+taken."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def run_stages(session: Session, plan: Plan, watch: Stopwatch, state: State) -> 
 
 
 def timed(session: Session, plan: Plan, stream: TextIO | None = None) -> Plan:
-    """The plan for as many frames as the model chooses for the prompt, where it is to; it was made for the longest.
+    """The plan for as many frames as the model chooses for the prompt, where it is to; it was made
+    for the longest.
 
     What encodes the prompt has run then, and the session remembers it.
     """

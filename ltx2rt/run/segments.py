@@ -48,7 +48,8 @@ def seed_of(folder: Path) -> int | None:
 
 @contextmanager
 def claimed(session: Session, plan: Plan, folder: Path) -> Iterator[None]:
-    """Have the folder for the plan's clip alone. Raises InputError if it holds another one's segments,
+    """Have the folder for the plan's clip alone. Raises InputError if it holds another one's
+    segments,
     or another run is at it."""
     try:
         folder.mkdir(exist_ok=True)

@@ -1,8 +1,9 @@
 """`plan --trace`: the planned steps as trace events, which Perfetto and chrome://tracing show.
 
-Decides how a `placement.timeline.Timeline` is written: a process for each stage, which is one step of it on one device,
-a thread for the device, for each link and for each kind of copy. Format: "Trace Event Format" of the Chromium project,
-complete events ("X") and metadata ("M"); times in microseconds, whole nanoseconds.
+Decides how a `placement.timeline.Timeline` is written: a process for each stage, which is one step
+of it on one device, a thread for the device, for each link and for each kind of copy. Format:
+"Trace Event Format" of the Chromium project, complete events ("X") and metadata ("M"); times in
+microseconds, whole nanoseconds.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def write_trace(found: Estimate, path: Path) -> None:
 
 
 def stage_events(stage: StageCost, kind: DeviceKind, process: int) -> Iterator[dict[str, Any]]:
-    """One step of a stage: a slice of its whole length, and within it all that happens on the device and its links."""
+    """One step of a stage: a slice of its whole length, and within it all that happens on the
+    device and its links."""
     timeline = stage.timeline(kind)
     threads: dict[str, int] = {}
     step = Event(

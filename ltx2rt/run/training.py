@@ -64,7 +64,8 @@ def datasheet_step(
     bucket: Bucket,
     flags: Mapping[str, Any],
 ) -> Iterator[Step]:
-    """The step that `train run` would make on these devices. flags: as given, those of READ. Raises InputError."""
+    """The step that `train run` would make on these devices. flags: as given, those of READ. Raises
+    InputError."""
     if devices > 1 and not options.mesh and get_factory(kind.backend).process_per_device:
         options = replace(options, mesh={"data": devices})
     fields = TrainRequest.__dataclass_fields__
@@ -92,7 +93,8 @@ def estimate_step(
 
 
 def to_json(found: StepEstimate) -> dict[str, Any]:
-    """Bytes, flops, collectives and times are of one device and one step; steps of one batch each."""
+    """Bytes, flops, collectives and times are of one device and one step; steps of one batch
+    each."""
     c, m = found.cost, found.step.memory
     return {
         "fits": found.fits,

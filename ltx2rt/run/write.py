@@ -35,7 +35,8 @@ def write_files(
     report: Callable[[], dict[str, Any]],
     recorded: Recording | None = None,
 ) -> list[Path]:
-    """Write the clips, which decodes their frames, and what else was asked for. A run that fails leaves no file.
+    """Write the clips, which decodes their frames, and what else was asked for. A run that fails
+    leaves no file.
 
     recorded: the clip, if it was encoded meanwhile.
 

@@ -1,7 +1,9 @@
-"""From the fields of a request to a job that will run: everything that the command line refuses is refused here.
+"""From the fields of a request to a job that will run: everything that the command line refuses is
+refused here.
 
-The request is resolved, its seed drawn, and the run planned on a backend that has the replica's memory and runs
-nothing. No field names a file: images, sounds and videos come as bytes, LoRAs by the names that the server gives them.
+The request is resolved, its seed drawn, and the run planned on a backend that has the replica's
+memory and runs nothing. No field names a file: images, sounds and videos come as bytes, LoRAs by
+the names that the server gives them.
 """
 
 from __future__ import annotations
@@ -91,8 +93,8 @@ class Elsewhere(DatasheetBackend):
 
 @dataclass(frozen=True)
 class Admitted:
-    """given: as the client put it; job: what a worker is sent; work: TFLOP; loras: the set, as a key; digest: of what
-    was given."""
+    """given: as the client put it; job: what a worker is sent; work: TFLOP; loras: the set, as a
+    key; digest: of what was given."""
 
     given: dict[str, Any]
     job: dict[str, Any]
@@ -102,8 +104,8 @@ class Admitted:
 
 
 class Admission:
-    """Not for several threads at once. inputs: the folder of images, named by their digests; default: the pipeline of
-    requests that name none. Raises InputError."""
+    """Not for several threads at once. inputs: the folder of images, named by their digests;
+    default: the pipeline of requests that name none. Raises InputError."""
 
     def __init__(
         self,
@@ -156,10 +158,11 @@ class Admission:
             except Refusal as refusal:
                 raise InputError(str(refusal)) from refusal
 
-    # --- requests -----------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def admit(self, given: Mapping[str, Any]) -> Admitted:
-        """given: fields as JSON has them, or text; images as `{"file_id", "frame", "strength"}`. Raises Refusal."""
+        """given: fields as JSON has them, or text; images as `{"file_id", "frame", "strength"}`.
+        Raises Refusal."""
         given = {name: value for name, value in given.items() if value is not None}
         name = self._text(given, "pipeline", self.default)
         if name not in self.served:
@@ -355,7 +358,8 @@ class Admission:
         return files
 
     def _number(self, given: Mapping[str, Any]) -> int:
-        """Number of videos: where a mesh shares them out, as many as it has places, unless the request says."""
+        """Number of videos: where a mesh shares them out, as many as it has places, unless the
+        request says."""
         n = number(given.get("n", self.options.mesh.get("data", 1)))
         if n is None or n not in range(1, MAX_VIDEOS + 1):
             raise Refusal(
@@ -386,10 +390,11 @@ class Admission:
             loras.append([known[name], strength, stage])
         return loras
 
-    # --- what can be asked for ----------------------------------------------------------------------------------
+    # --- what can be asked for --------------------------------------------------------------------
 
     def _possible(self, type_: type[VideoRequest]) -> bool:
-        """Whether model and flags allow a request of the pipeline at all; what refuses one says why not."""
+        """Whether model and flags allow a request of the pipeline at all; what refuses one says why
+        not."""
         try:
             type_.check_model(self.checkpoint.config)
             lora = None
@@ -426,7 +431,8 @@ class Admission:
 
 
 def served() -> dict[str, type[VideoRequest]]:
-    """The pipelines that make pictures; one with a flag for a file that is none of UPLOADS is not served."""
+    """The pipelines that make pictures; one with a flag for a file that is none of UPLOADS is not
+    served."""
     found = {}
     for name, type_ in pipelines().items():
         files = {field for field, f in flagged(type_).items() if f.metadata["flag"].parse is Path}
@@ -455,8 +461,8 @@ def as_given(files: Mapping[str, list[list]], folder: Path) -> dict[str, Any]:
 
 @cache
 def offered(type_: type[Request]) -> dict[str, Field]:
-    """The clip flags that requests may set: those that name no file. Several videos are several jobs; the model that
-    writes prompts out has no place beside the one that is held."""
+    """The clip flags that requests may set: those that name no file. Several videos are several
+    jobs; the model that writes prompts out has no place beside the one that is held."""
     found = {f.name: (f, f.metadata["flag"]) for f in fields(type_) if "flag" in f.metadata}
     return {
         name: f

@@ -217,7 +217,7 @@ class App:
             },
         )
 
-    # --- around every request -----------------------------------------------------------------------------------
+    # --- around every request ---------------------------------------------------------------------
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -340,7 +340,8 @@ class App:
         return await self._with_body_read(request, answer)
 
     async def _with_body_read(self, request: Request, answer: Response) -> Response:
-        """A connection that closes on a body unread may lose the answer: some of it is read first, but not all."""
+        """A connection that closes on a body unread may lose the answer: some of it is read first,
+        but not all."""
         size, end = 0, time.monotonic() + UNREAD_S
         while not request.state.read and size < UNREAD_BYTES:
             try:
@@ -352,7 +353,7 @@ class App:
             size += len(message.get("body", b""))
         return answer if request.state.read else close_unread(answer)
 
-    # --- jobs from outside --------------------------------------------------------------------------------------
+    # --- jobs from outside ------------------------------------------------------------------------
 
     async def _job(self, request: Request) -> Job:
         """The job of the path. Raises Refusal unless it is the user's own."""
@@ -373,7 +374,7 @@ class App:
         wait_ms = POLL_MS.get(video["status"])
         return Json(video, status, {"openai-poll-after-ms": str(wait_ms)} if wait_ms else {})
 
-    # --- videos -------------------------------------------------------------------------------------------------
+    # --- videos -----------------------------------------------------------------------------------
 
     async def create(self, request: Request) -> Response:
         """With `check=1` the request is checked, and its files are kept, but it is not queued."""
@@ -400,7 +401,8 @@ class App:
         return await self._add(request, settings, remixed_from=job.id)
 
     async def extend(self, request: Request) -> Response:
-        """A new video that goes on from a finished one: fields of the extend pipeline, by default the
+        """A new video that goes on from a finished one: fields of the extend pipeline, by default
+        the
         same prompt."""
         self._require_accepting()
         job, most = await self._job(request), self.settings.max_upload_bytes
@@ -639,7 +641,8 @@ class App:
             raise Refusal(410, "expired", text) from None
 
     async def stream(self, request: Request) -> Response:
-        """A clip in segments while it is made, as fragmented MP4, from its byte `from` on; when the job
+        """A clip in segments while it is made, as fragmented MP4, from its byte `from` on; when the
+        job
         is over, the finished file."""
         job, start = await self._job(request), request.query_params.get("from", "0")
         if not (start.isascii() and start.isdecimal() and len(start) < 16):
@@ -656,7 +659,8 @@ class App:
         )
 
     async def _followed(self, job: Job, start: int) -> AsyncIterator[bytes]:
-        """Whole fragments, so that what is cut off plays. A job without any ends in its finished file."""
+        """Whole fragments, so that what is cut off plays. A job without any ends in its finished
+        file."""
         path, border, file = self.folder.outputs / f"{job.id}{SEGMENTS}" / STREAM, 0, None
         try:
             while not self.closing:
@@ -686,7 +690,7 @@ class App:
     async def not_here(self, request: Request) -> Response:
         raise Refusal(501, "not_supported", NOT_HERE)
 
-    # --- events -------------------------------------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------------
 
     async def events(self, request: Request) -> Response:
         """Events of one job until it is over, or of all of the user's; with `previews=1` pictures
@@ -732,7 +736,7 @@ class App:
                 if told:
                     await asyncio.sleep(EVENT_GAP_S)
 
-    # --- the server ---------------------------------------------------------------------------------------------
+    # --- the server -------------------------------------------------------------------------------
 
     def _model(self) -> dict[str, Any]:
         return {"id": self.admission.model, "object": "model", "created": 0, "owned_by": "local"}
@@ -806,7 +810,7 @@ class App:
     async def openapi(self, request: Request) -> Response:
         return Json(openapi(self.admission))
 
-    # --- the page -----------------------------------------------------------------------------------------------
+    # --- the page ---------------------------------------------------------------------------------
 
     async def page(self, request: Request) -> Response:
         """A file of the page, by its exact name; never a path that is put together."""
@@ -833,10 +837,11 @@ class App:
     async def close(self) -> None:
         await self._apart.stop()
 
-    # --- upkeep -------------------------------------------------------------------------------------------------
+    # --- upkeep -----------------------------------------------------------------------------------
 
     async def keep_house(self) -> None:
-        """Delete clips after their time, and the oldest where they take too much room; fetched ones first."""
+        """Delete clips after their time, and the oldest where they take too much room; fetched ones
+        first."""
         while True:
             try:
                 await self.expire()

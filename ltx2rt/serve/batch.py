@@ -1,7 +1,7 @@
 """Jobs of a file, made by the workers of a server, without a server.
 
-Decides what is done already: a job whose result line says `completed` for the same digest, and whose clip is there. A
-result line is written, and on the disk, after the clip has its name.
+Decides what is done already: a job whose result line says `completed` for the same digest, and
+whose clip is there. A result line is written, and on the disk, after the clip has its name.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Shard:
-    """The number-th of `count` parts of the jobs, by their ids: lines that are added move none to another part."""
+    """The number-th of `count` parts of the jobs, by their ids: lines that are added move none to
+    another part."""
 
     number: int = 1
     count: int = 1
@@ -115,7 +116,8 @@ def digest_of(given: Mapping[str, Any]) -> str:
 
 
 def seeded(line: Line, given: Mapping[str, Any]) -> dict[str, Any]:
-    """A job without a seed gets one of its own, the same whenever it is made. given: its files are digests."""
+    """A job without a seed gets one of its own, the same whenever it is made. given: its files are
+    digests."""
     drawn = hashlib.sha256(json.dumps([line.id, given], sort_keys=True).encode()).hexdigest()
     return {**given, **({"seed": int(drawn[:8], 16)} if given.get("seed") is None else {})}
 
@@ -123,7 +125,8 @@ def seeded(line: Line, given: Mapping[str, Any]) -> dict[str, Any]:
 def admit(
     lines: Iterable[Line], admission: Admission, folder: Folder, beside: Path
 ) -> list[tuple[Line, Admitted]]:
-    """Check every line as a server checks its requests. beside: where paths of files begin. Raises InputError."""
+    """Check every line as a server checks its requests. beside: where paths of files begin. Raises
+    InputError."""
 
     def keep(path: str, kind: str) -> dict[str, str]:
         data = read(beside / path, path[:300], MAX_BYTES[kind])
@@ -167,7 +170,8 @@ def clashes(jobs: Iterable[tuple[Line, int, int]]) -> list[str]:
 def with_files(
     given: Mapping[str, Any], kept: Callable[[str, str], dict[str, Any]]
 ) -> dict[str, Any]:
-    """The fields of a line with what `kept(path, kind)` gives in place of every path. Raises InputError."""
+    """The fields of a line with what `kept(path, kind)` gives in place of every path. Raises
+    InputError."""
     found = dict(given)
     for name, kind in ({"images": IMAGE} | UPLOADS).items():
         if name not in given:
@@ -202,7 +206,8 @@ def read(path: Path, name: str, most: int | None = None) -> bytes:
 
 
 class Results:
-    """The clips of a batch and what became of each job: a line in the shard's file, on the disk after the clip."""
+    """The clips of a batch and what became of each job: a line in the shard's file, on the disk
+    after the clip."""
 
     def __init__(self, output: Path, shard: Shard):
         self.output, self.path = output, output / shard.results
@@ -211,7 +216,8 @@ class Results:
         ]
 
     def done(self) -> dict[str, str]:
-        """Digests of the completed jobs by id, as all result files of the folder tell, whose clips are there."""
+        """Digests of the completed jobs by id, as all result files of the folder tell, whose clips
+        are there."""
         return {
             told["id"]: told["digest"]
             for told in self._told
@@ -291,7 +297,8 @@ def in_order(jobs: Sequence[tuple[Line, Admitted]]) -> list[tuple[Line, Admitted
 
 
 class Batch:
-    """command: starts a worker. retries: of a job whose worker failed under it. say: told of every job that is over."""
+    """command: starts a worker. retries: of a job whose worker failed under it. say: told of every
+    job that is over."""
 
     def __init__(
         self, folder: Folder, results: Results, command: Sequence[str], *,
@@ -307,7 +314,8 @@ class Batch:
         )  # fmt: skip
 
     async def run(self, jobs: Sequence[tuple[Line, Admitted]]) -> dict[str, int]:
-        """How many jobs ended with each status; fewer in all than there are jobs if a signal ended it."""
+        """How many jobs ended with each status; fewer in all than there are jobs if a signal ended
+        it."""
         ids, counts, start = {}, dict[str, int](), time.monotonic()
         for line, admitted in in_order(jobs):
             ids[await self._add(admitted)] = line, admitted, self.retries

@@ -28,7 +28,8 @@ def log(event: str, **facts: Any) -> None:
 
 
 class Watcher:
-    """Events of the jobs that a reader may see since the last look: one kind of event for each, the latest.
+    """Events of the jobs that a reader may see since the last look: one kind of event for each, the
+    latest.
 
     previews: whether he wants pictures of those that run.
     """
@@ -57,7 +58,8 @@ class Watcher:
 
 
 class Board:
-    """live: the progress of the jobs that run; previews: the number of the latest picture, and its JPEG."""
+    """live: the progress of the jobs that run; previews: the number of the latest picture, and its
+    JPEG."""
 
     def __init__(self, log: Callable[..., None] = log):
         self.run = f"{time.time_ns():x}"  # begins the ids of this board's events
@@ -74,8 +76,8 @@ class Board:
     def watch(
         self, wants: Callable[[str, str], bool], previews: bool = False, after: str | None = None
     ):
-        """wants(job, user): whether the reader gets its events. after: the id of the latest event that it had; what
-        happened since is sent first."""
+        """wants(job, user): whether the reader gets its events. after: the id of the latest event
+        that it had; what happened since is sent first."""
         watcher = Watcher(wants, previews)
         self.watchers.add(watcher)
         if after is not None:

@@ -42,8 +42,8 @@ UNFINISHED_INPUT = re.compile(rf"\.{INPUT.pattern}\.[0-9a-f]{{8}}")
 class Folder:
     """The folder of one server, or of one batch; another process that opens it is refused.
 
-    min_free_bytes: with less, the disk counts as full. queue: its file, if that is elsewhere. Raises
-    InputError, which names the flag, if it cannot be written, or another server uses it.
+    min_free_bytes: with less, the disk counts as full. queue: its file, if that is elsewhere.
+    Raises InputError, which names the flag, if it cannot be written, or another server uses it.
     """
 
     def __init__(
@@ -94,7 +94,8 @@ class Folder:
             )
 
     def keep_input(self, data: bytes, suffix: str = "") -> str:
-        """Keep a file with these bytes among the inputs; its digest, which with the suffix is its name."""
+        """Keep a file with these bytes among the inputs; its digest, which with the suffix is its
+        name."""
         digest = hashlib.sha256(data).hexdigest()
         name = digest + suffix
         with self._inputs_lock:
@@ -136,10 +137,11 @@ class Folder:
             (self.outputs / name).unlink(missing_ok=True)
 
     def sweep(self, kept: Iterable[Job], known: Collection[str]) -> list[str]:
-        """Remove what dead runs have left: partial files, and files of known jobs that are not kept.
+        """Remove what dead runs have left: partial files, and files of known jobs that are not
+        kept.
 
-        known: the ids of all jobs in the queue. Finished clips of other jobs stay, for the queue may be
-        an older copy; returns their names.
+        known: the ids of all jobs in the queue. Finished clips of other jobs stay, for the queue
+        may be an older copy; returns their names.
         """
         self._remove_unfinished()
         kept = list(kept)
@@ -269,7 +271,8 @@ def publish(
     stem: Path, write: Callable[[int, Path], None], thumbnail: Callable[[Path], None], report: Callable[[], Any],
     count: int = 1,
 ) -> dict:  # fmt: skip
-    """Make the job's files; the first clip comes last, when all are whole and on the disk. Returns the job's result.
+    """Make the job's files; the first clip comes last, when all are whole and on the disk. Returns
+    the job's result.
 
     write: makes one of `count` clips by its number, in their order.
     """

@@ -1,6 +1,8 @@
-"""Bodies: JSON or multipart, read within limits of size and time, to the fields that admission takes.
+"""Bodies: JSON or multipart, read within limits of size and time, to the fields that admission
+takes.
 
-The official client sends multipart with every value as text; `loras[][name]` and JSON in a field say the same.
+The official client sends multipart with every value as text; `loras[][name]` and JSON in a field
+say the same.
 """
 
 from __future__ import annotations
@@ -39,10 +41,11 @@ async def fields_of(
     folder: Folder | None = None,
     uploads: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """The fields of a body; the files that it holds are kept, and stand where they are named by their `file_id`.
+    """The fields of a body; the files that it holds are kept, and stand where they are named by
+    their `file_id`.
 
-    folder: where; none: their bytes are there. uploads: kinds of files by the field that takes them, besides images.
-    Raises Refusal.
+    folder: where; none: their bytes are there. uploads: kinds of files by the field that takes
+    them, besides images. Raises Refusal.
     """
     if (
         coding := request.headers.get("content-encoding", "identity").strip().lower()
@@ -194,7 +197,8 @@ async def _with_files(
 
 
 async def _kept(item: Any, name: str, kind: str, files: dict[str, bytes], folder: Folder) -> Any:
-    """An object that holds or names a file, with its `file_id` in place of that; another one as it is."""
+    """An object that holds or names a file, with its `file_id` in place of that; another one as it
+    is."""
     if not isinstance(item, dict) or not item.keys() & {"file", "url", "image_url"}:
         return item
     data = _bytes_of(item, name, kind, files)

@@ -1,4 +1,5 @@
-"""The metrics of `/metrics`. No label holds what a client chose: no prompt, user, id or odd size."""
+"""The metrics of `/metrics`. No label holds what a client chose: no prompt, user, id or odd
+size."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
 """A worker on some node of a Ray cluster, with the pipes of one that runs here.
 
-    server -- stdin, stdout -- this process, a Ray driver -- an actor -- stdin, stdout -- `ltx2rt worker`
+    server -- stdin, stdout -- this process, a Ray driver -- an actor -- stdin, stdout -- `ltx2rt
+    worker`
 
-Ray decides where: on a node with the devices that it asks for. Whatever ends, the worker, its actor, its node or this
-process, ends them all, and is to the supervisor a worker that ended: it starts another, and Ray finds a place. Nothing
-of a job is known to Ray, so that none is lost with it or run twice. Files go by the folder `--data`, which all nodes
-must see under its name. The cluster is that of RAY_ADDRESS, or the one that runs here.
+Ray decides where: on a node with the devices that it asks for. Whatever ends, the worker, its
+actor, its node or this process, ends them all, and is to the supervisor a worker that ended: it
+starts another, and Ray finds a place. Nothing of a job is known to Ray, so that none is lost with
+it or run twice. Files go by the folder `--data`, which all nodes must see under its name. The
+cluster is that of RAY_ADDRESS, or the one that runs here.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class Worker:
 
 
 def resources(kind: str, count: int) -> dict[str, Any]:
-    """Resources that an actor asks of its node: `count` devices that Ray calls `kind`, GPU or TPU."""
+    """Resources that an actor asks of its node: `count` devices that Ray calls `kind`, GPU or
+    TPU."""
     devices = {"num_gpus": count} if kind == "GPU" else {"resources": {kind: count}}
     return {"num_cpus": 1, **(devices if count else {})}
 
@@ -66,7 +69,8 @@ def lacking(nodes: Iterable[Mapping[str, Any]], kind: str, count: int) -> str | 
 
 
 def main(kind: str, count: int, words: list[str]) -> int:
-    """Run the worker that the words start until it ends, or until there is no more to read; its exit status."""
+    """Run the worker that the words start until it ends, or until there is no more to read; its
+    exit status."""
     die_with_parent()
     ray: Any = import_module("ray")
 

@@ -1,10 +1,11 @@
 """Small pictures of latents, cheap enough to be made between two steps.
 
-Decides what a latent pixel looks like: its RGB is an affine function of its channels, fitted by least squares to what
-the checkpoint's own video encoder makes of smooth pictures, so that no constant belongs to one model. That colours are
-so nearly linear in the latents of such autoencoders is Keturn's observation,
-https://discuss.huggingface.co/t/decoding-latents-to-rgb-without-upscaling/23204 (2022). A decoder would show more, and
-take a program for every size.
+Decides what a latent pixel looks like: its RGB is an affine function of its channels, fitted by
+least squares to what the checkpoint's own video encoder makes of smooth pictures, so that no
+constant belongs to one model. That colours are so nearly linear in the latents of such autoencoders
+is Keturn's observation,
+https://discuss.huggingface.co/t/decoding-latents-to-rgb-without-upscaling/23204 (2022). A decoder
+would show more, and take a program for every size.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ SIZE_PX = 192
 
 
 def fitted(session: Session) -> np.ndarray:
-    """f32[C + 1, 3]: from normalised video latents, and 1, to RGB in [-1, 1]. The encoder's weights are let go.
+    """f32[C + 1, 3]: from normalised video latents, and 1, to RGB in [-1, 1]. The encoder's weights
+    are let go.
 
     Raises InputError if the checkpoint has no video encoder.
     """

@@ -3,12 +3,12 @@
     queued -> in_progress -> completed | failed | cancelled
        ^-----------'  its replica or the server died
 
-Decides what is durable and when: a call that returns has reached the disk (WAL, synchronous FULL). A move is one
-compare-and-set on status and epoch; each claim begins an epoch, so that work on an earlier one changes
-nothing. One process has the file open, one thread at a time uses it.
+Decides what is durable and when: a call that returns has reached the disk (WAL, synchronous FULL).
+A move is one compare-and-set on status and epoch; each claim begins an epoch, so that work on an
+earlier one changes nothing. One process has the file open, one thread at a time uses it.
 
-How long jobs run and results are kept is counted in the seconds that servers have had this file open,
-which no change of the machine's clock moves.
+How long jobs run and results are kept is counted in the seconds that servers have had this file
+open, which no change of the machine's clock moves.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ CREATE INDEX IF NOT EXISTS recent ON jobs(user, digest);
 
 
 class QueueFull(Exception):
-    """code: `queue_full`, `user_queue_full` or `user_quota`. after_s: when there may be room again."""
+    """code: `queue_full`, `user_queue_full` or `user_quota`. after_s: when there may be room
+    again."""
 
     def __init__(self, code: str, message: str, after_s: float = 10.0):
         super().__init__(message)
@@ -76,10 +77,11 @@ class Conflict(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """A row. given: the fields as the client sent them; job: what a worker is sent, resolved. work: of the run, in any
-    unit; loras: the set that it needs loaded. cancel, created, started, finished: seconds since 1970. result: what the
-    worker told of the finished file; its `file` is None once that has expired. start_uptime_s, end_uptime_s: `uptime`
-    when its latest run began, and when it was over."""
+    """A row. given: the fields as the client sent them; job: what a worker is sent, resolved. work:
+    of the run, in any unit; loras: the set that it needs loaded. cancel, created, started,
+    finished: seconds since 1970. result: what the worker told of the finished file; its `file` is
+    None once that has expired. start_uptime_s, end_uptime_s: `uptime` when its latest run began,
+    and when it was over."""
 
     id: str
     seq: int
@@ -196,7 +198,8 @@ class Queue:
             ) from error
 
     def _upgrade(self) -> None:
-        """Give a file of an earlier ltx2rt what it lacks, and make rows whose JSON is damaged failed jobs."""
+        """Give a file of an earlier ltx2rt what it lacks, and make rows whose JSON is damaged
+        failed jobs."""
         if "end_uptime_s" not in {
             row["name"] for row in self._db.execute("PRAGMA table_info(jobs)")
         }:
@@ -258,7 +261,7 @@ class Queue:
         videos = "SELECT COALESCE(SUM(COALESCE(json_extract(job, '$.n'), 1)), 0)"
         return self._db.execute(f"{videos} FROM jobs WHERE {where}", values).fetchone()[0]
 
-    # --- clients ------------------------------------------------------------------------------------------------
+    # --- clients ----------------------------------------------------------------------------------
 
     def add(
         self, user: str, digest: str, given: Mapping[str, Any], job: Mapping[str, Any], *, work: float = 1.0,
@@ -341,8 +344,8 @@ class Queue:
         self, user: str | None, *, after: str | None = None, limit: int = 20, newest: bool = True,
         statuses: tuple[str, ...] = STATUSES,
     ) -> tuple[list[Job], bool]:  # fmt: skip
-        """Jobs of a user (None: of all) in the order of their arrival, and whether there are more. KeyError if there is
-        no job `after`."""
+        """Jobs of a user (None: of all) in the order of their arrival, and whether there are more.
+        KeyError if there is no job `after`."""
         where, values = f"status IN ({', '.join('?' * len(statuses))})", list(statuses)
         if user is not None:
             where, values = f"{where} AND user=?", [*values, user]
@@ -356,7 +359,8 @@ class Queue:
         return found[:limit], len(found) > limit
 
     def ahead(self, job: Job) -> int:
-        """About how many queued jobs come before it: the user's own, and as many of each other user."""
+        """About how many queued jobs come before it: the user's own, and as many of each other
+        user."""
         before = "status='queued' AND user=? AND (priority>? OR (priority=? AND seq<?))"
         own = self._count(before, job.user, job.priority, job.priority, job.seq)
         others = self._db.execute(
@@ -424,12 +428,13 @@ class Queue:
                 == 1
             )
 
-    # --- replicas -----------------------------------------------------------------------------------------------
+    # --- replicas ---------------------------------------------------------------------------------
 
     def claim(self, loaded: str | None = None, in_a_row: int = 0) -> Job | None:
-        """The next job, in progress from now on: of the user who was given the least, the one with the highest
-        priority, then the oldest, those last that two replicas died under; one whose LoRAs are `loaded` goes first,
-        MAX_SAME_SET times. Priorities of different users are never compared."""
+        """The next job, in progress from now on: of the user who was given the least, the one with
+        the highest priority, then the oldest, those last that two replicas died under; one whose
+        LoRAs are `loaded` goes first, MAX_SAME_SET times. Priorities of different users are never
+        compared."""
         with self._write() as db:
             waiting = {
                 row[0]
@@ -486,8 +491,9 @@ class Queue:
     def give_back(
         self, id: str, epoch: int, error: Mapping[str, str] | None = None, blamed: bool = True
     ) -> Job | None:
-        """The run of this epoch has ended without a result: queued again in its old place, cancelled if that was asked,
-        failed after too many. error: why, if that is known; blamed: whether the job may have caused it."""
+        """The run of this epoch has ended without a result: queued again in its old place,
+        cancelled if that was asked, failed after too many. error: why, if that is known; blamed:
+        whether the job may have caused it."""
         with self._write() as db:
             job = self.get(id)
             if job is None or (job.status, job.epoch) != (RUNNING, epoch):
@@ -510,11 +516,11 @@ class Queue:
             )
         return self.get(id)
 
-    # --- start and upkeep ---------------------------------------------------------------------------------------
+    # --- start and upkeep -------------------------------------------------------------------------
 
     def recover(self, published: Callable[[Job], Mapping[str, Any] | None]) -> None:
-        """After a start: a run that left its file is completed, another is queued again. published: tells of a job the
-        result of its epoch's file, None if there is none."""
+        """After a start: a run that left its file is completed, another is queued again. published:
+        tells of a job the result of its epoch's file, None if there is none."""
         for job in self._jobs("status=?", RUNNING):
             if (result := published(job)) is not None:
                 self.finish(job.id, job.epoch, COMPLETED, result=result)
@@ -526,7 +532,8 @@ class Queue:
         return self._jobs("status IN (?, ?)", QUEUED, RUNNING)
 
     def finished(self) -> list[Job]:
-        """Completed jobs that still have a file, the oldest first, those that were fetched before the others."""
+        """Completed jobs that still have a file, the oldest first, those that were fetched before
+        the others."""
         fetched = "json_extract(result, '$.fetched') IS NULL"
         return self._jobs(
             f"status=? AND json_extract(result, '$.file') IS NOT NULL ORDER BY {fetched}, finished",

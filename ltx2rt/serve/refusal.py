@@ -34,7 +34,8 @@ class Refusal(Exception):
 
 
 def of_input(error: InputError, known: Collection[str], given: Collection[str]) -> Refusal:
-    """The command line's sentence, about a field if it begins with the flag of one; `param` is its name.
+    """The command line's sentence, about a field if it begins with the flag of one; `param` is its
+    name.
 
     known, given: names of fields; where `size` is given, it is the one for width and height.
     """

@@ -1,7 +1,8 @@
 """Jobs of a file, made by a server somewhere.
 
-Decides nothing that the server knows: it checks every line before the first is sent, its queue holds them, and a key
-for each makes one that is sent again the same job, so that a client which was killed finds what it had ordered.
+Decides nothing that the server knows: it checks every line before the first is sent, its queue
+holds them, and a key for each makes one that is sent again the same job, so that a client which was
+killed finds what it had ordered.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ CHUNK_BYTES = 2**20
 
 
 class Server:
-    """url: of its root. Raises InputError for what it refuses, and when it does not answer for ABSENT_S, or, once it
-    has, for SILENT_S."""
+    """url: of its root. Raises InputError for what it refuses, and when it does not answer for
+    ABSENT_S, or, once it has, for SILENT_S."""
 
     def __init__(self, url: str, token: str | None = None):
         self.patience_s = ABSENT_S
@@ -105,7 +106,8 @@ def _message(said: str) -> str:
 
 
 def admit(server: Server, lines: Sequence[Line], beside: Path) -> list[tuple[Line, dict[str, Any]]]:
-    """Have every line checked; with what is to be sent of it, its files by their digests. Raises InputError."""
+    """Have every line checked; with what is to be sent of it, its files by their digests. Raises
+    InputError."""
 
     def sent(path: str, kind: str) -> dict[str, str]:
         data = read(beside / path, path[:300], MAX_BYTES[kind])
@@ -129,7 +131,8 @@ def make(
     server: Server, jobs: Sequence[tuple[Line, dict[str, Any]]], results: Results, retries: int,
     say: Callable[[str], None],
 ) -> dict[str, int]:  # fmt: skip
-    """How many jobs ended with each status; clips and results are where a batch without a server puts them."""
+    """How many jobs ended with each status; clips and results are where a batch without a server
+    puts them."""
     waiting = [
         (line, given, results.failures(line.id, digest_of(given)), retries) for line, given in jobs
     ]

@@ -1,4 +1,5 @@
-"""One process: the socket, the application, the supervisor, and how they start and stop together."""
+"""One process: the socket, the application, the supervisor, and how they start and stop
+together."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ class Server(uvicorn.Server):
 
 
 def serve(how: Serving, admission: Callable[[Path], Admission]) -> int:
-    """Serve until a signal; the exit status. admission: made once the folder of images is there. Raises InputError."""
+    """Serve until a signal; the exit status. admission: made once the folder of images is there.
+    Raises InputError."""
     check_address(how.host, how.settings.users is not None)
     folder = Folder(how.data, queue=how.queue)
     try:

@@ -96,8 +96,9 @@ class Replica:
 
 
 class Supervisor:
-    """command: starts a worker; environments: what it is given besides, for each replica. resolve: a job's names of
-    files as paths. step_timeout_s: for a step that is not the first of its stage."""
+    """command: starts a worker; environments: what it is given besides, for each replica. resolve:
+    a job's names of files as paths. step_timeout_s: for a step that is not the first of its
+    stage."""
 
     def __init__(
         self,
@@ -138,7 +139,8 @@ class Supervisor:
         )
 
     async def run(self) -> None:
-        """Keep the replicas alive until `stop`. Raises InputError if a worker refuses what it was started with."""
+        """Keep the replicas alive until `stop`. Raises InputError if a worker refuses what it was
+        started with."""
         self._tasks = [asyncio.create_task(self._live(replica)) for replica in self.replicas]
         try:
             await asyncio.gather(*self._tasks)
@@ -188,7 +190,7 @@ class Supervisor:
             if replica.job is not None and self.board.previewed(replica.job.id, replica.job.user):
                 self._send(replica, do="watch", id=replica.job.id)
 
-    # --- one replica --------------------------------------------------------------------------------------------
+    # --- one replica ------------------------------------------------------------------------------
 
     async def _live(self, replica: Replica) -> None:
         wait_s = self.back_off_s
@@ -261,7 +263,8 @@ class Supervisor:
     async def _give_back(
         self, job: Job, blame: Mapping[str, str] | None, blamed: bool = True
     ) -> None:
-        """Queue a job again whose run has ended without a result, or let it fail. blamed: as the queue has it."""
+        """Queue a job again whose run has ended without a result, or let it fail. blamed: as the
+        queue has it."""
         after = await self.store.insist(
             self.store.queue.give_back, job.id, job.epoch, blame, blamed
         )

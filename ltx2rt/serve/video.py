@@ -1,7 +1,7 @@
 """A job as OpenAI's `Video`.
 
-Decides what a client sees of it. Four statuses are known to OpenAI's client, so a cancelled job is `failed` with the
-code `cancelled`; what OpenAI has no field for is in `x`.
+Decides what a client sees of it. Four statuses are known to OpenAI's client, so a cancelled job is
+`failed` with the code `cancelled`; what OpenAI has no field for is in `x`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ def as_video(
     preview: int | None,
     position: int | None,
 ) -> dict[str, Any]:
-    """live: of one that runs; preview: the number of its latest picture; position: how many wait before it."""
+    """live: of one that runs; preview: the number of its latest picture; position: how many wait
+    before it."""
     clip, result = job.job["clip"], job.result or {}
     made, report, n = (
         job.status == COMPLETED and result.get("file"),

@@ -1,13 +1,14 @@
 """A replica: one session that runs the jobs it is sent, one at a time.
 
-One JSON object a line. It reads `{"do": "run", "id", "epoch", "stem", "pipeline", "clip", "n", "images", "files",
-"loras"}` and `{"do": "cancel"}` and `{"do": "watch"}` with the `id`, and ends at once when there is no more to read. It
-writes `{"event": "ready", "device", "mesh"}` when it is warm; of each job `progress` after every step, of one that is
-watched `preview` after every fourth, then `done` with its result, `cancelled`, or `failed` with code and message. After
-a failure that may have left the device in disorder it ends, as `"ends"` says, to be started anew.
+One JSON object a line. It reads `{"do": "run", "id", "epoch", "stem", "pipeline", "clip", "n",
+"images", "files", "loras"}` and `{"do": "cancel"}` and `{"do": "watch"}` with the `id`, and ends at
+once when there is no more to read. It writes `{"event": "ready", "device", "mesh"}` when it is
+warm; of each job `progress` after every step, of one that is watched `preview` after every fourth,
+then `done` with its result, `cancelled`, or `failed` with code and message. After a failure that
+may have left the device in disorder it ends, as `"ends"` says, to be started anew.
 
-The first of several ranks talks to the server; it hands each job out, and all run it. A failure on one of
-them ends them all, for the others may wait for it in a collective; who fails says so.
+The first of several ranks talks to the server; it hands each job out, and all run it. A failure on
+one of them ends them all, for the others may wait for it in a collective; who fails says so.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ FOLDERS = re.compile(r"/(?:[^\s/:'\"]+/)+")  # before a file's name
 
 
 class Pipe:
-    """inbox, outbox: as the module says; no inbox: of a rank that is handed its jobs. Reads in a thread of its own."""
+    """inbox, outbox: as the module says; no inbox: of a rank that is handed its jobs. Reads in a
+    thread of its own."""
 
     def __init__(self, inbox: BinaryIO | None, outbox: BinaryIO):
         self.outbox = outbox
@@ -88,8 +90,8 @@ def work(
     crew: Crew | None = None,
     previews: bool = False,
 ) -> int:
-    """Run jobs for ever; returns the exit status after a failure that only a new process mends. crew: of several
-    ranks."""
+    """Run jobs for ever; returns the exit status after a failure that only a new process mends.
+    crew: of several ranks."""
     first = crew is None or crew.rank == 0
     projection = None
     if previews:
@@ -140,7 +142,8 @@ def attempt(
     session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any], pipe: Pipe | None,
     projection: np.ndarray | None = None,
 ) -> tuple[str, dict[str, Any]]:  # fmt: skip
-    """The event that ends a job, with its facts. pipe: of the first rank; projection: of `preview`."""
+    """The event that ends a job, with its facts. pipe: of the first rank; projection: of
+    `preview`."""
     named = {"id": job["id"], "epoch": job["epoch"]}
     steps = count(1)
 
@@ -264,7 +267,8 @@ def _made(
 def planned(session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any]) -> Plan:
     """The plan of a job whose memory is there. Raises InputError, on all ranks if on one.
 
-    A job that runs again is tried twice: its first worker was killed, and the device may still hold that one's memory.
+    A job that runs again is tried twice: its first worker was killed, and the device may still hold
+    that one's memory.
     """
     if job["epoch"] > 1:
         try:

@@ -1,7 +1,9 @@
-"""The mesh of a run for which none is named: of those that fit the memory, the one of the least estimated time.
+"""The mesh of a run for which none is named: of those that fit the memory, the one of the least
+estimated time.
 
-Decides by data sheets and the run's own sizes alone, so that every process of a launch decides alike. Estimates of the
-denoise steps are read off graphs that are shared, placed, and changed as the backend does.
+Decides by data sheets and the run's own sizes alone, so that every process of a launch decides
+alike. Estimates of the denoise steps are read off graphs that are shared, placed, and changed as
+the backend does.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ class DatasheetBackend:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A mesh, and what all denoise steps of a run take on it, estimated; steps: one of each stage, by its name."""
+    """A mesh, and what all denoise steps of a run take on it, estimated; steps: one of each stage,
+    by its name."""
 
     mesh: Mapping[str, int]
     time_s: float
@@ -75,7 +78,8 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Choice:
-    """The mesh of a run, the next best of those that take no more memory, and the best of all if it has no room."""
+    """The mesh of a run, the next best of those that take no more memory, and the best of all if it
+    has no room."""
 
     best: Arrangement
     runner_up: Arrangement | None
@@ -101,7 +105,8 @@ def choose(
     devices: int,
     stages: Sequence[Needing],
 ) -> Choice | None:
-    """The mesh of a run of these stages; None if nothing of it is split. Where none fits, the one of the least weights.
+    """The mesh of a run of these stages; None if nothing of it is split. Where none fits, the one
+    of the least weights.
 
     Raises InputError if none splits it, in the words of the profile's own mesh.
     """
@@ -129,7 +134,8 @@ def choose(
 def arrangements(
     estimator: Estimator, devices: int, stages: Sequence[Needing]
 ) -> list[Arrangement]:
-    """Every way to split the steps of these stages over the devices, the fastest first. Raises as `choose` does."""
+    """Every way to split the steps of these stages over the devices, the fastest first. Raises as
+    `choose` does."""
     config, kind = estimator.session.config, estimator.kind
     calls = {
         stage.name: call
@@ -161,7 +167,8 @@ def arrangements(
 
 
 def _meshes(devices: int, branches: int) -> Iterator[dict[str, int]]:
-    """All that `guidance`, `sequence` and `tensor` can be: `data` is several requests in one, `fsdp` saves memory."""
+    """All that `guidance`, `sequence` and `tensor` can be: `data` is several requests in one,
+    `fsdp` saves memory."""
     for guidance in (n for n in range(1, branches + 1) if devices % n == branches % n == 0):
         for tensor in (
             n for n in range(1, devices // guidance + 1) if devices // guidance % n == 0

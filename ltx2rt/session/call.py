@@ -19,15 +19,17 @@ def network_of(key: WeightsKey) -> str:
 
 
 def holds(theirs: WeightsKey, ours: WeightsKey) -> bool:
-    """Whether the tensors of one set have the names of all of another: it is of the same part, or of the whole."""
+    """Whether the tensors of one set have the names of all of another: it is of the same part, or
+    of the whole."""
     return theirs[0] in (ours[0], network_of(ours))
 
 
 @dataclass(frozen=True)
 class Call:
-    """network: of the catalog; sizes: what its graph is traced from. times: how often a stage (of a stage with steps:
-    each of them) runs it. steps: of a denoise loop, None for a network that runs once. each: devices take such calls
-    in turns. room: steps that its loop is made for, where it shares the program of a longer one.
+    """network: of the catalog; sizes: what its graph is traced from. times: how often a stage (of a
+    stage with steps: each of them) runs it. steps: of a denoise loop, None for a network that runs
+    once. each: devices take such calls in turns. room: steps that its loop is made for, where it
+    shares the program of a longer one.
     """
 
     network: str
@@ -53,5 +55,6 @@ class Call:
 
     @property
     def program(self) -> tuple[str, Any, int | None]:
-        """The key of kept programs: calls that differ in times, LoRAs or who makes them share one."""
+        """The key of kept programs: calls that differ in times, LoRAs or who makes them share
+        one."""
         return self.network, self.sizes, None if self.slots is None else step_slots(self.slots)

@@ -29,9 +29,10 @@ def open_session(
     checkpoint: Checkpoint | None = None,
     stages: StagesOf | None = None,
 ) -> Session:
-    """dtype: the default of a command that has another one than the device. checkpoint: the options' own, if it is open
-    already. stages: of the run to come, which choose the mesh if the options do not; asked for only then. Raises
-    InputError, for what is wrong with the checkpoint before a framework is imported."""
+    """dtype: the default of a command that has another one than the device. checkpoint: the
+    options' own, if it is open already. stages: of the run to come, which choose the mesh if the
+    options do not; asked for only then. Raises InputError, for what is wrong with the checkpoint
+    before a framework is imported."""
     checkpoint = checkpoint or opened_checkpoint(options)
     backend = open_backend(options)
     choice = _chosen(options, checkpoint, backend, stages) if stages else None
@@ -49,8 +50,9 @@ def open_session(
 def _chosen(
     options: ModelOptions, checkpoint: Checkpoint, backend: Backend, stages: StagesOf
 ) -> Choice | None:
-    """The mesh of a run on all devices of the backend, where no flag says which and links are known: of devices of one
-    kind, GPUs of one host. All processes must ask, and get the same answer."""
+    """The mesh of a run on all devices of the backend, where no flag says which and links are
+    known: of devices of one kind, GPUs of one host. All processes must ask, and get the same
+    answer."""
     device, devices = backend.device(), prod(backend.mesh.values())
     named = options.profile or (options.mesh and options.num_gpus is None)
     if named or devices == 1 or device.kind == "cpu":
@@ -72,9 +74,11 @@ def opened_checkpoint(options: ModelOptions) -> Checkpoint:
 
 
 def located(options: ModelOptions, wanted: Collection[str] = OPTIONAL) -> ModelOptions:
-    """The options with repositories of the hub replaced by files in its cache, which are downloaded if need be.
+    """The options with repositories of the hub replaced by files in its cache, which are downloaded
+    if need be.
 
-    wanted: optional kinds of files that come with the checkpoint where no flag names them. Raises InputError.
+    wanted: optional kinds of files that come with the checkpoint where no flag names them. Raises
+    InputError.
     """
 
     def local(path: Path, part: str, wanted: tuple[str, ...] = ()) -> Path:
@@ -97,8 +101,8 @@ def located(options: ModelOptions, wanted: Collection[str] = OPTIONAL) -> ModelO
 
 
 def with_mesh(options: ModelOptions, environment: Mapping[str, str] = os.environ) -> ModelOptions:
-    """The options with the mesh of this launch, and with the number of its devices only where no flag says which mesh.
-    Raises InputError where flags and launch contradict each other."""
+    """The options with the mesh of this launch, and with the number of its devices only where no
+    flag says which mesh. Raises InputError where flags and launch contradict each other."""
     factory = get_factory(options.backend)
     launched = factory.rank_and_size(environment)[1] if factory.process_per_device else 1
     mesh = options.on_mesh(launched)
@@ -109,7 +113,8 @@ def with_mesh(options: ModelOptions, environment: Mapping[str, str] = os.environ
 def open_backend(options: ModelOptions) -> Backend:
     """The backend that the options ask for. Raises InputError.
 
-    Without a mesh all TPUs are used, and all devices of several hosts, as the profile means them to be.
+    Without a mesh all TPUs are used, and all devices of several hosts, as the profile means them to
+    be.
     """
     backend = get_backend(options.backend, options.device, options.mesh)
     factory = get_factory(backend.name)
@@ -132,7 +137,8 @@ def open_backend(options: ModelOptions) -> Backend:
 
 
 def mesh_of_all(backend: str, device: DeviceInfo, profile: str | None) -> Mapping[str, int]:
-    """The mesh of all devices, if `backend` takes several by default. Raises InputError if hosts have none."""
+    """The mesh of all devices, if `backend` takes several by default. Raises InputError if hosts
+    have none."""
     factory = get_factory(backend)
     if device.count == 1 or not factory.takes_all(device):
         return {}

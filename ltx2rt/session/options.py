@@ -25,7 +25,8 @@ MEMORY = "devices and memory"  # a group of flags
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """One LoRA file, its strength, and the only stage it applies to ("stage1", "stage2"; None: both)."""
+    """One LoRA file, its strength, and the only stage it applies to ("stage1", "stage2"; None:
+    both)."""
 
     path: Path
     strength: float = 1.0
@@ -55,7 +56,8 @@ def parse_number(text: str) -> float | None:
 def from_tuple(given: Sequence[Any], *kinds: Callable[[Any], Any]) -> list[Any]:
     """The parts of a tuple that a Python caller gave for a flag, each read by its kind.
 
-    Raises TypeError, ValueError or AttributeError, which `flags` makes an InputError that names the flag.
+    Raises TypeError, ValueError or AttributeError, which `flags` makes an InputError that names the
+    flag.
     """
     if not 1 <= len(given) <= len(kinds):
         raise ValueError
@@ -68,7 +70,8 @@ def as_number(given: Any) -> float:
 
 
 def parse_part(given: Any) -> Path:
-    """A path, or the name of a repository; what begins with ./ is a path even if nothing is there."""
+    """A path, or the name of a repository; what begins with ./ is a path even if nothing is
+    there."""
     absent = isinstance(given, str) and given.startswith("./") and not Path(given).exists()
     return Path.cwd() / given if absent else Path(given)
 
@@ -80,7 +83,8 @@ def _stage(given: Any) -> str | None:
 
 
 def parse_lora(text: str | tuple | Path, name: str = "--lora") -> LoraSpec:
-    """FILE[:STRENGTH[:stage1|stage2]], read from the right, so file names may contain colons; or a tuple of those."""
+    """FILE[:STRENGTH[:stage1|stage2]], read from the right, so file names may contain colons; or a
+    tuple of those."""
     if isinstance(text, LoraSpec):
         return text
     if isinstance(text, Path):
@@ -321,7 +325,8 @@ class ModelOptions(PartFiles):
         return self.dtype or ("bfloat16" if self.weights_dtype else default)
 
     def on_mesh(self, launched: int) -> dict[str, int]:
-        """The mesh that the flags ask for; by default `tensor` takes each of the processes that were launched.
+        """The mesh that the flags ask for; by default `tensor` takes each of the processes that
+        were launched.
 
         Raises InputError where flags contradict each other or the launch.
         """
@@ -400,7 +405,8 @@ def existing_file(name: str, path: Path) -> None:
 
 
 def plain(value: Any, path: Callable[[Path], Any] = str) -> Any:
-    """JSON-able: dataclasses become dicts, fractions strings, and paths what `path` makes of them."""
+    """JSON-able: dataclasses become dicts, fractions strings, and paths what `path` makes of
+    them."""
     if isinstance(value, Path):
         return path(value)
     if isinstance(value, Fraction):

@@ -1,8 +1,8 @@
 """One checkpoint on one backend, for any number of requests.
 
-Decides what outlives a request: graphs and programs by network and sizes (the least recently used go first), weights by
-network and LoRAs, the contexts of the latest prompts. What is called in which order is the stages' business, what
-stages there are the pipelines'.
+Decides what outlives a request: graphs and programs by network and sizes (the least recently used
+go first), weights by network and LoRAs, the contexts of the latest prompts. What is called in which
+order is the stages' business, what stages there are the pipelines'.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Needing(Protocol):
 
 
 class Session:
-    """dtype: of everything but networks with one of their own, and but the weights that the option `weights_dtype` puts
-    in float8."""
+    """dtype: of everything but networks with one of their own, and but the weights that the option
+    `weights_dtype` puts in float8."""
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class Session:
         self._sets: dict[WeightsKey, Graph] = {}  # a graph that reads each set
 
     def adopt(self, planned: Session) -> None:
-        """Take over the graphs and costs of a session of the same checkpoint and options on as many devices, of another
-        mesh those graphs that do not depend on it."""
+        """Take over the graphs and costs of a session of the same checkpoint and options on as many
+        devices, of another mesh those graphs that do not depend on it."""
         if planned.backend.mesh == self.backend.mesh:
             self._graphs, self._costs = planned._graphs, planned._costs
         else:
@@ -102,11 +102,12 @@ class Session:
         """The options of the requests to come."""
         self.asked = self.options = self.weights.options = options
 
-    # --- graphs, programs, weights ------------------------------------------------------------------------------
+    # --- graphs, programs, weights ----------------------------------------------------------------
 
     def key(self, call: Call) -> tuple[Any, ...]:
-        """The key of the call's graph and program: calls that differ in times or who makes them share one, and those
-        that differ in LoRAs unless these change what is kept as it is stored."""
+        """The key of the call's graph and program: calls that differ in times or who makes them
+        share one, and those that differ in LoRAs unless these change what is kept as it is
+        stored."""
         return *call.program, frozenset(self.weights.stored(call))
 
     def graph(self, call: Call) -> Graph:
@@ -141,7 +142,8 @@ class Session:
 
     @contextmanager
     def compiling_ahead(self, stages: Sequence[Needing]) -> Iterator[None]:
-        """Programs that the stages call are compiled while earlier ones run; no more are begun after an exception."""
+        """Programs that the stages call are compiled while earlier ones run; no more are begun
+        after an exception."""
         calls = {
             (self.key(call), call.each): call
             for stage in stages
@@ -167,8 +169,8 @@ class Session:
         return self.program(call)(weights, feeds)
 
     def each(self, calls: Iterable[tuple[Call, Mapping[str, Any]]], output: str) -> Iterator[Any]:
-        """`output` of every call in order, on a device; all devices share the calls. On a process that is not the main
-        one, None for each."""
+        """`output` of every call in order, on a device; all devices share the calls. On a process
+        that is not the main one, None for each."""
         return self.backend.each(
             ((self.program(call), self.load(call), feeds) for call, feeds in calls), output
         )
@@ -180,10 +182,11 @@ class Session:
         per_step: Mapping[str, np.ndarray],
         num_steps: int | None = None,
     ) -> Iterator[dict[str, Any]]:
-        """The step's outputs (videos, tokens, C) as device arrays after every step that the device has finished.
+        """The step's outputs (videos, tokens, C) as device arrays after every step that the device
+        has finished.
 
-        feeds: the step's inputs but those of which every step has its own; per_step: these, [steps, ...] each.
-        num_steps: how many of the steps run, None: all.
+        feeds: the step's inputs but those of which every step has its own; per_step: these, [steps,
+        ...] each. num_steps: how many of the steps run, None: all.
         """
         steps = len(per_step["sigmas"])
         loop, weights = self.program(call), self.load(call)
@@ -216,7 +219,7 @@ class Session:
             kept.clear()
         self.weights.close()
 
-    # --- before a run: headers and sizes alone ------------------------------------------------------------------
+    # --- before a run: headers and sizes alone ----------------------------------------------------
 
     def audit(self, stages: Sequence[Needing]) -> dict[str, list[Merge]]:
         """Compare every network that the stages call with the checkpoint, and every LoRA with both.
@@ -239,8 +242,9 @@ class Session:
         held: Mapping[WeightsKey, int] | None = None,
         recorded_bytes: int = 0,
     ) -> list[StageCost]:
-        """Costs of each stage that calls networks on the busiest device. held: sets of weights that are there before,
-        with their bytes; recorded_bytes: what recorded steps keep there, which is not counted."""
+        """Costs of each stage that calls networks on the busiest device. held: sets of weights that
+        are there before, with their bytes; recorded_bytes: what recorded steps keep there, which is
+        not counted."""
         found, here = [], dict(held or {})
         for stage, part, calls in self._rows(stages):
             spread = [
@@ -263,7 +267,8 @@ class Session:
         return beside_recorded(found, recorded_bytes) if recorded else found
 
     def _rows(self, stages: Sequence[Needing]) -> Iterator[tuple[Needing, str, list[Call]]]:
-        """Stages that call networks, each with its calls; of a stage with several loops each loop, by its branches."""
+        """Stages that call networks, each with its calls; of a stage with several loops each loop,
+        by its branches."""
         for stage in stages:
             calls = list(stage.needs(self.config))
             if len([call for call in calls if call.steps is not None]) < 2:
@@ -274,7 +279,8 @@ class Session:
                 yield stage, f"{count} branches" if count > 1 else "one branch", [call]
 
     def _hold(self, here: dict[WeightsKey, int], call: Call) -> None:
-        """Enter the call's set: whole, or what it does not share with another set of its network."""
+        """Enter the call's set: whole, or what it does not share with another set of its
+        network."""
         siblings = [key for key in here if network_of(key) == network_of(call.weights)]
         if call.weights in here:
             return
@@ -323,12 +329,12 @@ class Session:
         return self.factory.as_run(graph, self.backend.device_kind, steps, self.options.compile)
 
     def require_memory(self, stages: Sequence[Needing], warm: bool = False) -> None:
-        """Make room for a run: first what recorded steps keep, then sets of earlier requests are let go, the least
-        recently used first, until it fits. Under `--memory auto` weights are kept less and less on the device until it
-        does.
+        """Make room for a run: first what recorded steps keep, then sets of earlier requests are
+        let go, the least recently used first, until it fits. Under `--memory auto` weights are kept
+        less and less on the device until it does.
 
-        warm: every set that the run loads is there from its start on. Raises InputError if it does not fit an empty
-        device either.
+        warm: every set that the run loads is there from its start on. Raises InputError if it does
+        not fit an empty device either.
         """
         tried: dict[str, Any] = {}
 
@@ -347,8 +353,8 @@ class Session:
             self._require_host_room(stages)
 
     def fit(self, stages: Sequence[Needing], budget: int, warm: bool = False) -> bool:
-        """Keep weights in the fastest way in which an empty device with so much memory runs the stages, else in the
-        one that needs the least. Whether it fits."""
+        """Keep weights in the fastest way in which an empty device with so much memory runs the
+        stages, else in the one that needs the least. Whether it fits."""
 
         def fits(way: Way) -> bool:
             self._keep(way)
@@ -357,7 +363,8 @@ class Session:
         return self._choose(stages, fits)
 
     def _choose(self, stages: Sequence[Needing], fits: Callable[[Way], bool]) -> bool:
-        """Try the ways in their order; of those that stream the transformer, by halving. Whether one fits."""
+        """Try the ways in their order; of those that stream the transformer, by halving. Whether
+        one fits."""
         ways = list(self._ways(stages))
         first = [way for way in ways if not way[1].streams.get("transformer")]
         rest = ways[len(first) :]
@@ -393,7 +400,8 @@ class Session:
         self.weights.options = self.options
 
     def _require_host_room(self, stages: Sequence[Needing]) -> None:
-        """Refuse a run whose streamed weights have no room in the host's memory. Raises InputError."""
+        """Refuse a run whose streamed weights have no room in the host's memory. Raises
+        InputError."""
         calls = {call.weights: call for stage in stages for call in stage.needs(self.config)}
         new = [
             c
@@ -414,8 +422,8 @@ class Session:
     def _ways(self, stages: Sequence[Needing]) -> Iterator[Way]:
         """How weights can be kept, from the fastest way to the one that needs the least memory.
 
-        As the options say; then freed once they are used; then with the text encoder streamed, and with more and more
-        of the transformer.
+        As the options say; then freed once they are used; then with the text encoder streamed, and
+        with more and more of the transformer.
         """
         yield self.asked, Residence()
         if self.asked.memory == "resident":
@@ -457,7 +465,8 @@ class Session:
     def _worst(
         self, stages: Sequence[Needing], held: Mapping[WeightsKey, int], warm: bool
     ) -> tuple[StageCost, int]:
-        """The stage that needs the most memory, with the sets `held` there, and what there is for it."""
+        """The stage that needs the most memory, with the sets `held` there, and what there is for
+        it."""
         device = self.backend.device()
         budget = device.free_bytes + self.weights.held_bytes
         if self.options.max_memory is not None:
@@ -486,7 +495,8 @@ class Session:
         held: Mapping[WeightsKey, int] | None = None,
         recorded_bytes: int = 0,
     ) -> list[StageCost]:
-        """For a second run in a row: what the first has left on the device is there from the start on."""
+        """For a second run in a row: what the first has left on the device is there from the start
+        on."""
         after = dict(held or {})
         for stage in stages:
             for call in stage.needs(self.config):

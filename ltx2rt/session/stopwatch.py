@@ -1,7 +1,8 @@
-"""Time, progress and cancelling of a run: what a person sees on stderr, what an observer gets, what a report holds.
+"""Time, progress and cancelling of a run: what a person sees on stderr, what an observer gets, what
+a report holds.
 
-Decides how time is charged: a stage ends when the device has finished it; loading and warm-up are kept apart from the
-stages they happen in.
+Decides how time is charged: a stage ends when the device has finished it; loading and warm-up are
+kept apart from the stages they happen in.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Progress:
-    """step of `of` steps, of decoding pixel frames, of the stage are done (0 of 0: a stage without steps begins).
+    """step of `of` steps, of decoding pixel frames, of the stage are done (0 of 0: a stage without
+    steps begins).
 
-    fraction: of the whole run, its stages weighted by their work; eta_s: estimated seconds left, None before anything
-    is done.
+    fraction: of the whole run, its stages weighted by their work; eta_s: estimated seconds left,
+    None before anything is done.
     """
 
     stage: str
@@ -44,8 +46,8 @@ class Progress:
 
 
 class Stopwatch:
-    """Times stages and shows them: on a terminal what is under way, with a bar for steps, and a line for what is done;
-    elsewhere, and if `verbose`, a line when each begins, too.
+    """Times stages and shows them: on a terminal what is under way, with a bar for steps, and a
+    line for what is done; elsewhere, and if `verbose`, a line when each begins, too.
 
     stream: None shows nothing. synchronize: waits for the device. clock: seconds. observer: told
     of each step. cancelled: whether the caller wants the run to end; agree: whether a process
@@ -92,7 +94,8 @@ class Stopwatch:
             print(line, file=self.stream, flush=True)
 
     def check(self) -> None:
-        """Raise Cancelled if this run is cancelled, in all processes alike. All of them must ask."""
+        """Raise Cancelled if this run is cancelled, in all processes alike. All of them must
+        ask."""
         if self.agree(bool(self.cancelled())):
             raise Cancelled("cancelled")
 
@@ -120,7 +123,8 @@ class Stopwatch:
 
     @contextmanager
     def apart(self, account: str, text: str = "") -> Iterator[None]:
-        """Charge the body to `account` ("load", "warmup") and to no stage. text: what is shown of it."""
+        """Charge the body to `account` ("load", "warmup") and to no stage. text: what is shown of
+        it."""
         self.synchronize()
         start = self.clock()
         try:
@@ -137,8 +141,8 @@ class Stopwatch:
     def stage(
         self, name: str, steps: int = 0, unit: str = "steps"
     ) -> Iterator[Callable[..., None]]:
-        """Time the body as stage `name` of so many `steps`, or another unit; yields the function to call after each, or
-        after several with their number."""
+        """Time the body as stage `name` of so many `steps`, or another unit; yields the function to
+        call after each, or after several with their number."""
         stage = StageTime(name)
         self._tell(stage, 0, steps)
         self.synchronize()

@@ -1,8 +1,9 @@
 """The weights of a session: sets on the device by network and LoRAs, each loaded once.
 
-Decides what sets share: a set with other LoRAs shares every tensor that merges alike with the set of the same network
-that is nearest, and only the others are read. And what the host keeps: a set that leaves an accelerator and will be
-back is put into the memory of the host, as long as that has room, instead of being read and merged again.
+Decides what sets share: a set with other LoRAs shares every tensor that merges alike with the set
+of the same network that is nearest, and only the others are read. And what the host keeps: a set
+that leaves an accelerator and will be back is put into the memory of the host, as long as that has
+room, instead of being read and merged again.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ HOST_SHARE = 0.1  # share of the host's memory that is left alone
 
 @dataclass(frozen=True)
 class Residence:
-    """How a run keeps weights. streams: by network, how many pieces of it are streamed; leave: sets that are
-    freed behind a stage, by its name, because no later one reads them."""
+    """How a run keeps weights. streams: by network, how many pieces of it are streamed; leave: sets
+    that are freed behind a stage, by its name, because no later one reads them."""
 
     streams: Mapping[str, int] = field(default_factory=dict)
     leave: Mapping[str, tuple[WeightsKey, ...]] = field(default_factory=dict)
@@ -51,7 +52,8 @@ class Residence:
 
 @dataclass(frozen=True)
 class Held:
-    """One set on the device, and the graph that it was loaded for. shares: whether another set had some of it."""
+    """One set on the device, and the graph that it was loaded for. shares: whether another set had
+    some of it."""
 
     weights: Mapping[str, Any]
     graph: Graph
@@ -98,8 +100,9 @@ class Counted:
 
 
 class WeightStore:
-    """loading: entered around every load, given the network's name. loaded_bytes: read so far, of checkpoint and merged
-    tensors. again: whether what is loaded will be, another time, as after a warm-up; else it shows when it is."""
+    """loading: entered around every load, given the network's name. loaded_bytes: read so far, of
+    checkpoint and merged tensors. again: whether what is loaded will be, another time, as after a
+    warm-up; else it shows when it is."""
 
     def __init__(self, checkpoint: Checkpoint, backend: Backend, options: ModelOptions, dtype: str):
         self.checkpoint, self.backend, self.options, self.dtype = (
@@ -147,8 +150,8 @@ class WeightStore:
         )
 
     def stored(self, call: Call) -> Mapping[str, str]:
-        """Encodings by tensor of the matrices that the call's set keeps on the device as they are stored: not of those
-        that LoRAs change, nor where the weights' dtype is asked for."""
+        """Encodings by tensor of the matrices that the call's set keeps on the device as they are
+        stored: not of those that LoRAs change, nor where the weights' dtype is asked for."""
         if self.options.weights_dtype == "bfloat16":
             return {}
         parts = call.row.parts
@@ -165,7 +168,8 @@ class WeightStore:
         return {name: encoding for name, encoding in found.items() if name not in touched}
 
     def audit(self, call: Call, graph: Graph) -> list[Merge]:
-        """Compare the graph's parameters with the checkpoint, and the LoRAs' keys with both. Headers only.
+        """Compare the graph's parameters with the checkpoint, and the LoRAs' keys with both.
+        Headers only.
 
         Returns what every LoRA of the call will merge. Raises InputError.
         """
@@ -221,7 +225,8 @@ class WeightStore:
         return Held(weights, graph, base is not None, streamed)
 
     def _make_host_room(self, size: int) -> None:
-        """Drop what is parked in the host's memory, the least recently loaded first, until so much fits."""
+        """Drop what is parked in the host's memory, the least recently loaded first, until so much
+        fits."""
         everywhere = size * prod(self.backend.mesh.values()) // self.backend.device().hosts
         for key in sorted(self.parked, key=lambda key: self._loaded_at[key][1]):
             if has_room(self.backend.device_kind, everywhere):
@@ -230,8 +235,8 @@ class WeightStore:
             self.backend.trim()
 
     def changed(self, call: Call, theirs: tuple[LoraSpec, ...]) -> frozenset[str]:
-        """Names of the tensors that merge differently under the call's LoRAs and `theirs`: what those after the common
-        beginning touch."""
+        """Names of the tensors that merge differently under the call's LoRAs and `theirs`: what
+        those after the common beginning touch."""
         ours, same = call.loras, 0
         while same < min(len(ours), len(theirs)) and ours[same] == theirs[same]:
             same += 1
@@ -239,7 +244,8 @@ class WeightStore:
         return frozenset(name for rest in rests for name in self.source(call, rest).touched())
 
     def comparable(self, theirs: WeightsKey, ours: WeightsKey) -> bool:
-        """Whether a set can share tensors with another: it holds theirs, and what was merged can still be read."""
+        """Whether a set can share tensors with another: it holds theirs, and what was merged can
+        still be read."""
         try:
             same = all(
                 identity(lora.path) == lora.file
@@ -252,7 +258,8 @@ class WeightStore:
         return same and holds(theirs, ours) and not (is_streamed or self.residence.number(theirs))
 
     def free(self, *keys: WeightsKey) -> None:
-        """Give the memory of sets back to the device; a later use loads them again, or fetches them from the host."""
+        """Give the memory of sets back to the device; a later use loads them again, or fetches them
+        from the host."""
         here = [key for key in keys if key in self.held]
         for key in here:
             self._park(key)
@@ -267,8 +274,9 @@ class WeightStore:
         self.backend.trim()
 
     def _park(self, key: WeightsKey) -> None:
-        """Put a copy of a set that will be back into the host's memory if there is room, in the place of those that
-        were not loaded since this one was, the time before: sets that requests load in turns displace none of them."""
+        """Put a copy of a set that will be back into the host's memory if there is room, in the
+        place of those that were not loaded since this one was, the time before: sets that requests
+        load in turns displace none of them."""
         held, (before, _) = self.held[key], self._loaded_at.get(key, (0, 0))
         if key in self.parked or held.shares or not (self._parks and (self.again or before)):
             return
@@ -302,7 +310,7 @@ class WeightStore:
 
 
 def has_room(device_kind: str, size: int) -> bool:
-    """Whether the host's memory takes so many bytes of such a device and leaves something to everything else. A CPU's
-    is the memory that they are to leave."""
+    """Whether the host's memory takes so many bytes of such a device and leaves something to
+    everything else. A CPU's is the memory that they are to leave."""
     total, free = host_memory()
     return device_kind != "cpu" and size <= free - HOST_SHARE * total

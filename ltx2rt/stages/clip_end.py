@@ -1,8 +1,9 @@
-"""The end or the beginning of a clip as a part of the clip that a stage makes: it continues the one, or leads to the
-other.
+"""The end or the beginning of a clip as a part of the clip that a stage makes: it continues the
+one, or leads to the other.
 
-Decides which frames are encoded and where their tokens go. The frames are encoded anew, because only a clip's first
-latent frame is one pixel frame: latents cut out of a longer clip would be at the wrong place in it.
+Decides which frames are encoded and where their tokens go. The frames are encoded anew, because
+only a clip's first latent frame is one pixel frame: latents cut out of a longer clip would be at
+the wrong place in it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from ltx2rt.stages.tiling import plan_encoder_tiles
 
 @dataclass(frozen=True)
 class ClipFrames(SourceVideo):
-    """Frames of a file from `first` on, after `copies` more of that frame; as many as the geometry has, together."""
+    """Frames of a file from `first` on, after `copies` more of that frame; as many as the geometry
+    has, together."""
 
     first: int = 0
     copies: int = 0
@@ -45,9 +47,10 @@ class ClipFrames(SourceVideo):
 class ClipEnd:
     """Tokens of a file's frames at the stage's size.
 
-    source: what encodes them; skip: how many of its latent frames are left out, whose past is not the clip's.
-    latent: the stage's latent frame whose place the first of the others takes; frame: the pixel frame that they are
-    appended at, instead. strength: 1 keeps them exactly. name: what `--latents-out` calls the latents.
+    source: what encodes them; skip: how many of its latent frames are left out, whose past is not
+    the clip's. latent: the stage's latent frame whose place the first of the others takes; frame:
+    the pixel frame that they are appended at, instead. strength: 1 keeps them exactly. name: what
+    `--latents-out` calls the latents.
     """
 
     source: SourceVideo

@@ -1,7 +1,8 @@
 """Given and generated tokens: the state of one modality in one stage.
 
-Decides clean latents, denoise masks, appended keyframe tokens and the initial latent. Leaves encoding images to the
-video encoder and per-token timesteps (mask * sigma) to the guided step. Everything is float32 numpy.
+Decides clean latents, denoise masks, appended keyframe tokens and the initial latent. Leaves
+encoding images to the video encoder and per-token timesteps (mask * sigma) to the guided step.
+Everything is float32 numpy.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ class VideoSpec:
 class Tokens:
     """The tokens that one conditioning gives a stage.
 
-    clean: f32[1, T, C]. mask: of all of them, 1 = generate, 0 = keep. positions: f32[3, T, 2] of tokens that are
-    appended, None: they take the place of the target's tokens from `offset` on. attention: f32[T] in [0, 1], how much
-    they and the target see of each other; None: all. slot: the pixel frame that they generate a keyframe for (2.5),
-    None: they do not. start: f32[videos, T, C], what noise is mixed with, None: zeros.
+    clean: f32[1, T, C]. mask: of all of them, 1 = generate, 0 = keep. positions: f32[3, T, 2] of
+    tokens that are appended, None: they take the place of the target's tokens from `offset` on.
+    attention: f32[T] in [0, 1], how much they and the target see of each other; None: all. slot:
+    the pixel frame that they generate a keyframe for (2.5), None: they do not. start: f32[videos,
+    T, C], what noise is mixed with, None: zeros.
     """
 
     clean: np.ndarray
@@ -75,7 +77,8 @@ class Conditioning(Protocol):
     def needs(self, model: ModelConfig) -> Iterator[Call]: ...
 
     def check(self, session: Session) -> list[str]:
-        """Sentences about parts of a file that are left out. Raises InputError if it cannot be read."""
+        """Sentences about parts of a file that are left out. Raises InputError if it cannot be
+        read."""
         ...
 
     def blank(self) -> Tokens:
@@ -87,7 +90,8 @@ class Conditioning(Protocol):
 
 @dataclass(frozen=True)
 class Image:
-    """An image file at the size of one stage. crf: of its H.264 recompression, 0 for none. append: at frame 0, too."""
+    """An image file at the size of one stage. crf: of its H.264 recompression, 0 for none. append:
+    at frame 0, too."""
 
     spec: ImageSpec
     geometry: Geometry
@@ -123,8 +127,9 @@ class Image:
 def image_tokens(
     geometry: Geometry, latent: np.ndarray, frame: int, strength: float, append: bool = False
 ) -> Tokens:
-    """latent: [1, C, 1, h, w], normalised. strength: 1 keeps the image exactly, 0 ignores it. At frame 0 it takes the
-    place of the first latent frame, unless `append`. ValueError if the shape is not the geometry's."""
+    """latent: [1, C, 1, h, w], normalised. strength: 1 keeps the image exactly, 0 ignores it. At
+    frame 0 it takes the place of the first latent frame, unless `append`. ValueError if the shape
+    is not the geometry's."""
     expected = (1, geometry.video_channels, 1, geometry.rows, geometry.columns)
     if latent.shape != expected:
         raise ValueError(f"image latent: shape {list(latent.shape)}, expected {list(expected)}")
@@ -136,7 +141,8 @@ def image_tokens(
 
 @dataclass(frozen=True)
 class Slot:
-    """A keyframe that is generated beside the clip: the tokens of one pixel frame, nothing of which is given (2.5).
+    """A keyframe that is generated beside the clip: the tokens of one pixel frame, nothing of which
+    is given (2.5).
 
     It starts from the state's keyframe of that frame, if there is one.
     """
@@ -166,7 +172,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class SeededSlot(Slot):
-    """A keyframe that starts from a frame of latents. latents: a name in the state's; index: the latent frame."""
+    """A keyframe that starts from a frame of latents. latents: a name in the state's; index: the
+    latent frame."""
 
     latents: str
     index: int
@@ -177,7 +184,8 @@ class SeededSlot(Slot):
 
 @dataclass(frozen=True)
 class Anchor:
-    """The state's keyframe of pixel frame `of`, as a guide at pixel frame `frame` of a stage (2.5)."""
+    """The state's keyframe of pixel frame `of`, as a guide at pixel frame `frame` of a stage
+    (2.5)."""
 
     frame: int
     geometry: Geometry
@@ -203,11 +211,13 @@ class Anchor:
 
 @dataclass(frozen=True)
 class Reference:
-    """A video whose tokens are beside the clip's (IC-LoRA), each over `downscale` times its rows and columns of pixels.
+    """A video whose tokens are beside the clip's (IC-LoRA), each over `downscale` times its rows
+    and columns of pixels.
 
-    source: what reads it, with a geometry of its own at the clip's rate, and a stride in time. clip: the stage's
-    geometry. attention: how much its tokens and the clip's see of each other, 0 to 1; mask: a video by whose brightness
-    this is multiplied. number: among the references, from 0.
+    source: what reads it, with a geometry of its own at the clip's rate, and a stride in time.
+    clip: the stage's geometry. attention: how much its tokens and the clip's see of each other, 0
+    to 1; mask: a video by whose brightness this is multiplied. number: among the references, from
+    0.
     """
 
     source: SourceVideo
@@ -273,8 +283,8 @@ class Reference:
 class Remade:
     """Latents that an earlier stage made, whole, as reference tokens beside the clip's (IC-LoRA).
 
-    latents: their name in the state's; geometry: theirs. downscale: of how many rows and columns of pixels of the clip
-    one of theirs is.
+    latents: their name in the state's; geometry: theirs. downscale: of how many rows and columns of
+    pixels of the clip one of theirs is.
     """
 
     latents: str
@@ -300,7 +310,8 @@ class Remade:
 
 
 def slot_frames(num_frames: int, count: int) -> tuple[int, ...]:
-    """The pixel frames of `count` keyframes spread over a clip, its ends left out; halves are rounded to even."""
+    """The pixel frames of `count` keyframes spread over a clip, its ends left out; halves are
+    rounded to even."""
     return tuple(round(x) for x in np.linspace(0, num_frames - 1, count + 2)[1:-1].tolist())
 
 
@@ -308,9 +319,9 @@ def slot_frames(num_frames: int, count: int) -> tuple[int, ...]:
 class ModalityState:
     """Tokens of one modality: the targets first, then the appended conditioning tokens.
 
-    clean f32[1, T, C]; mask f32[1, T, 1], 1 = generate, 0 = keep clean; positions f32[axes, T, 2]. keyframes: f32[T], 1
-    where a token is a keyframe's. weights: of the appended conditionings in order, their tokens' attention weights
-    (None: 1), if any has some.
+    clean f32[1, T, C]; mask f32[1, T, 1], 1 = generate, 0 = keep clean; positions f32[axes, T, 2].
+    keyframes: f32[T], 1 where a token is a keyframe's. weights: of the appended conditionings in
+    order, their tokens' attention weights (None: 1), if any has some.
     """
 
     clean: np.ndarray
@@ -329,8 +340,8 @@ class ModalityState:
     def attention(self) -> np.ndarray:
         """f32[T, T] in [0, 1]: how much every token sees of every other.
 
-        Conditionings up to the first that has weights see one another; every later one sees itself and the targets, by
-        its weights, alone.
+        Conditionings up to the first that has weights see one another; every later one sees itself
+        and the targets, by its weights, alone.
         """
         count = self.shape[1]
         seen = np.ones((count, count), np.float32)
@@ -353,10 +364,11 @@ class ModalityState:
     def initial(
         self, noise: np.ndarray, noise_scale: float, start: np.ndarray | None = None
     ) -> np.ndarray:
-        """The latents at the first sigma: (1-m)*clean + m*((1-nu)*start + nu*noise), f32[videos, T, C].
+        """The latents at the first sigma: (1-m)*clean + m*((1-nu)*start + nu*noise), f32[videos, T,
+        C].
 
-        noise: f32[videos, T, C]. start: f32[videos, targets, C], zeros if None; appended tokens that have no start of
-        their own start from zero, whatever their clean latents are.
+        noise: f32[videos, T, C]. start: f32[videos, targets, C], zeros if None; appended tokens
+        that have no start of their own start from zero, whatever their clean latents are.
         """
         if noise.shape[1:] != self.shape[1:]:
             raise ValueError(
@@ -381,9 +393,11 @@ def video_state(
     mask: np.ndarray | None = None,
     source: np.ndarray | None = None,
 ) -> ModalityState:
-    """Apply the conditionings in order: those without positions overwrite target tokens, others are appended.
+    """Apply the conditionings in order: those without positions overwrite target tokens, others are
+    appended.
 
-    mask: f32[targets] and source: [1, C, f, h, w] where the clip is partly given, else all of it is generated.
+    mask: f32[targets] and source: [1, C, f, h, w] where the clip is partly given, else all of it is
+    generated.
     """
     targets = geometry.num_video_tokens
     clean, masks = _target(
@@ -418,7 +432,8 @@ def video_state(
 def audio_state(
     geometry: Geometry, mask: np.ndarray | None = None, source: np.ndarray | None = None
 ) -> ModalityState:
-    """mask: f32[targets] and source: [1, 8, n, 16] where the sound is partly given, else all of it is generated."""
+    """mask: f32[targets] and source: [1, 8, n, 16] where the sound is partly given, else all of it
+    is generated."""
     targets, channels = geometry.audio_latents, geometry.audio_channels * geometry.audio_mel
     clean, masks = _target(targets, channels, mask, None if source is None else pack_audio(source))
     return ModalityState(clean[0], masks[0], audio_positions(geometry), targets)

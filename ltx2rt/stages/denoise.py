@@ -1,7 +1,8 @@
 """One denoising stage: noise, mix with the start and the conditionings, step along the sigmas.
 
 start = (1 - m) clean + m ((1 - sigma_0) latents + sigma_0 noise)      m: 1 = generate, 0 = keep
-x     = one guided step after the other                                `models.guided_step`, `models.samplers`
+x     = one guided step after the other                                `models.guided_step`,
+`models.samplers`
 """
 
 from __future__ import annotations
@@ -63,17 +64,17 @@ class Noise:
 
 @dataclass(frozen=True, eq=False)
 class Denoise(Stage):
-    """sigmas: f32[steps + 1], the first is also the noise scale. guidance: f32[2, 4], rows video and audio, columns
-    cfg, stg, modality, rescale; neutral scales run the conditional branch alone. given: what `Given` of this stage
-    encodes. sound: whether its audio latents are the clip's. The first stage starts from zeros, a later one from the
-    state's latents.
+    """sigmas: f32[steps + 1], the first is also the noise scale. guidance: f32[2, 4], rows video
+    and audio, columns cfg, stg, modality, rescale; neutral scales run the conditional branch alone.
+    given: what `Given` of this stage encodes. sound: whether its audio latents are the clip's. The
+    first stage starts from zeros, a later one from the state's latents.
 
     sampler: of `models.samplers`, eta its share of fresh noise. plan: which of Euler's steps are
     evaluated. interval: noise levels (low, high] in which guidance is on, None: all; elsewhere the
-    conditional branch runs alone. streams: the modalities that the clip has; frozen: those of them that are kept whole.
-    masks: by modality f32[targets], 1 = generate, where a part is kept. What is kept is the state's
-    source, or where there is none its latents. mixed: modalities that start from the state's source,
-    mixed with noise of the first level. relay: prompts by time.
+    conditional branch runs alone. streams: the modalities that the clip has; frozen: those of them
+    that are kept whole. masks: by modality f32[targets], 1 = generate, where a part is kept. What
+    is kept is the state's source, or where there is none its latents. mixed: modalities that start
+    from the state's source, mixed with noise of the first level. relay: prompts by time.
     """
 
     name: str
@@ -127,7 +128,8 @@ class Denoise(Stage):
 
     @cached_property
     def parts(self) -> list[tuple[Branches, slice]]:
-        """The evaluations in order, in parts that run the same branches: one, or of an interval up to three."""
+        """The evaluations in order, in parts that run the same branches: one, or of an interval up
+        to three."""
         if self.interval is None or self.branches == Branches():
             return [(self.branches, slice(0, self.steps()))]
         guided = within(self.trajectory.sigmas[:, 0], self.interval)
@@ -152,11 +154,13 @@ class Denoise(Stage):
 
     @cached_property
     def blank(self) -> dict[str, ModalityState]:
-        """The states before anything is encoded: their sizes, masks and positions are the real ones."""
+        """The states before anything is encoded: their sizes, masks and positions are the real
+        ones."""
         return self._states([conditioning.blank() for conditioning in self.given], {})
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
-        """A loop for each part; with room for all steps, so that other plans and intervals use its program."""
+        """A loop for each part; with room for all steps, so that other plans and intervals use its
+        program."""
         shape, _ = self.shape(model, self.blank)
         room = len(self.sigmas) - 1 if self.plan or self.interval else 0
         for branches, part in self.parts:
@@ -168,7 +172,8 @@ class Denoise(Stage):
     def shape(
         self, model: ModelConfig, states: Mapping[str, ModalityState]
     ) -> tuple[guided_step.StepShape, dict[str, np.ndarray]]:
-        """The sizes of its guided step, and the feeds that positions, masks and clean latents decide."""
+        """The sizes of its guided step, and the feeds that positions, masks and clean latents
+        decide."""
         shape, feeds = step_shape(
             model, states, self.branches, self.num_videos, self.rule, self.frozen
         )
@@ -184,7 +189,8 @@ class Denoise(Stage):
     def _relayed(
         self, session: Session, states: Mapping[str, ModalityState]
     ) -> dict[str, np.ndarray]:
-        """The biases of the relay's groups, and the group of every token that is made; the last is of appended ones."""
+        """The biases of the relay's groups, and the group of every token that is made; the last is
+        of appended ones."""
         found = {}
         if self.relay:
             biases = self.relay.biases(self.geometry, self.relay.columns(session))
@@ -345,13 +351,15 @@ class Denoise(Stage):
 
 
 def within(sigmas: np.ndarray, interval: tuple[float, float]) -> np.ndarray:
-    """bool[n]: the noise levels that are above the interval's lower end and at most its upper one."""
+    """bool[n]: the noise levels that are above the interval's lower end and at most its upper
+    one."""
     low, high = map(np.float32, interval)
     return (sigmas > low) & (sigmas <= high)
 
 
 def standardised(noise: np.ndarray) -> np.ndarray:
-    """With mean 0 and an unbiased standard deviation of 1 over everything, as res2s takes it; float32."""
+    """With mean 0 and an unbiased standard deviation of 1 over everything, as res2s takes it;
+    float32."""
     x = noise.astype(np.float64)
     return ((x - x.mean()) / x.std(ddof=1)).astype(np.float32)
 
@@ -364,7 +372,8 @@ def step_shape(
     rule: str = "C",
     frozen: tuple[str, ...] = (),
 ) -> tuple[guided_step.StepShape, dict[str, np.ndarray]]:
-    """The sizes of the guided step of these states, and the feeds that positions, masks and clean latents decide.
+    """The sizes of the guided step of these states, and the feeds that positions, masks and clean
+    latents decide.
 
     Not among these is `video_attention_mask`, which is large and is no part of a plan.
     """

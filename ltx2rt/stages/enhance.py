@@ -1,8 +1,9 @@
 """Prompt enhancement: the checkpoint's own Gemma 3 writes a prompt out before it is encoded.
 
-Decides what Gemma reads, how its words are sampled and what is made of its answer. transformers runs the model and
-accelerate places it, on a GPU where torch has one, else on the CPU; it is freed before anything else is loaded. The
-same seed writes another text on other hardware, so the text itself is kept with the clip.
+Decides what Gemma reads, how its words are sampled and what is made of its answer. transformers
+runs the model and accelerate places it, on a GPU where torch has one, else on the CPU; it is freed
+before anything else is loaded. The same seed writes another text on other hardware, so the text
+itself is kept with the clip.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ PLAIN = str.maketrans(  # quotes, dashes, space, prime, minus
 
 
 def check(checkpoint: Checkpoint, image: Path | None = None) -> None:
-    """Refuse what `enhance` cannot do, which takes it for granted; from headers alone. Raises InputError."""
+    """Refuse what `enhance` cannot do, which takes it for granted; from headers alone. Raises
+    InputError."""
     if missing := [
         name for name in ("torch", "transformers", "accelerate") if find_spec(name) is None
     ]:
@@ -73,9 +75,11 @@ def check(checkpoint: Checkpoint, image: Path | None = None) -> None:
 def enhance(
     checkpoint: Checkpoint, prompt: str, image: Path | None, seed: int, dtype: str, on_gpu: bool
 ) -> str:
-    """The prompt that Gemma makes of this one, and of the picture that the clip begins with if there is one.
+    """The prompt that Gemma makes of this one, and of the picture that the clip begins with if
+    there is one.
 
-    dtype: "auto" for the one that is stored. Raises InputError for a file that does not load, or if nothing is written.
+    dtype: "auto" for the one that is stored. Raises InputError for a file that does not load, or if
+    nothing is written.
     """
     from accelerate.utils.memory import clear_device_cache
 
@@ -118,7 +122,8 @@ def _written(
 
 
 def load(folder: Path, dtype: str, on_gpu: bool) -> Any:
-    """Gemma 3 with its language head. Raises InputError if a tensor is missing, but for an unused vision tower's."""
+    """Gemma 3 with its language head. Raises InputError if a tensor is missing, but for an unused
+    vision tower's."""
     import transformers
 
     transformers.logging.disable_progress_bar()
@@ -140,8 +145,8 @@ def load(folder: Path, dtype: str, on_gpu: bool) -> Any:
 
 
 def feeds(tokenizer: Any, config: Any, prompt: str, pixels: np.ndarray | None) -> Any:
-    """Arguments of `generate` as torch tensors: ids and mask [1, N], N a multiple of 8, and of a picture uint8[H, W, 3]
-    its pixels f32[1, 3, S, S] and which tokens stand for it."""
+    """Arguments of `generate` as torch tensors: ids and mask [1, N], N a multiple of 8, and of a
+    picture uint8[H, W, 3] its pixels f32[1, 3, S, S] and which tokens stand for it."""
     from transformers import BatchFeature
 
     picture = ""
@@ -167,7 +172,8 @@ def feeds(tokenizer: Any, config: Any, prompt: str, pixels: np.ndarray | None) -
 
 
 def picture_feed(pixels: np.ndarray, config: Any) -> np.ndarray:
-    """uint8[H, W, 3] -> f32[1, 3, S, S] in [-1, 1]: the longer side to S, then both, as the official code does."""
+    """uint8[H, W, 3] -> f32[1, 3, S, S] in [-1, 1]: the longer side to S, then both, as the
+    official code does."""
     from PIL import Image
 
     size, (height, width) = config.vision_config.image_size, pixels.shape[:2]
@@ -179,8 +185,9 @@ def picture_feed(pixels: np.ndarray, config: Any) -> np.ndarray:
 
 
 class Sampled:
-    """A logits processor that leaves one token: drawn from the softmax of the largest logits by a generator of its own
-    (the largest sum of logit and Gumbel noise is such a draw), so that no global state changes."""
+    """A logits processor that leaves one token: drawn from the softmax of the largest logits by a
+    generator of its own (the largest sum of logit and Gumbel noise is such a draw), so that no
+    global state changes."""
 
     def __init__(self, seed: int):
         self.noise = np.random.default_rng(seed)

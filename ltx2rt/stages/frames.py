@@ -67,7 +67,8 @@ def video_decoder(model: ModelConfig, asked: str | None) -> str:
 def decoding(
     decoder: str, geometry: Geometry, model: ModelConfig, mode: str, noise: Noise
 ) -> Frames:
-    """The stage that makes a clip's frames. decoder: one of DECODERS; mode: of tiling, "auto" or "off".
+    """The stage that makes a clip's frames. decoder: one of DECODERS; mode: of tiling, "auto" or
+    "off".
 
     Raises InputError if the model has no such decoder.
     """
@@ -85,7 +86,8 @@ def decoding(
 
 @dataclass(frozen=True)
 class Frames(Stage):
-    """All devices share the tiles; the main process gets all frames, another one nothing, but takes part."""
+    """All devices share the tiles; the main process gets all frames, another one nothing, but takes
+    part."""
 
     geometry: Geometry
     tiling: Tiling
@@ -109,7 +111,8 @@ class Frames(Stage):
         state.frames = self._frames(session, state.video, watch)
 
     def _calls(self, session: Session, number: int, video: np.ndarray) -> Calls:
-        """The decoder's call for each tile of a video [1, C, f, h, w], in the order of `blend_tiles`."""
+        """The decoder's call for each tile of a video [1, C, f, h, w], in the order of
+        `blend_tiles`."""
         for latent in tile_latents(video, self.tiling):
             yield Call("video-decoder", latent.shape), {"latent": latent}
 
@@ -147,8 +150,8 @@ class Frames(Stage):
 class DiffusionFrames(Frames):
     """By the diffusion decoder. tiling: of the features, which are made of a whole video at once.
 
-    Every frame has its own stream of noise, so that it does not depend on the tiles. border: beyond the left and right
-    one of a tile, one of BORDERS.
+    Every frame has its own stream of noise, so that it does not depend on the tiles. border: beyond
+    the left and right one of a tile, one of BORDERS.
     """
 
     noise: Noise = field(kw_only=True)

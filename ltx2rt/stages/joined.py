@@ -1,6 +1,8 @@
-"""Sound of the clips that a segment joins, before and after the segment is made: its latents, and the whole clip's.
+"""Sound of the clips that a segment joins, before and after the segment is made: its latents, and
+the whole clip's.
 
-Decides in seconds, not in latents, what is kept: eight frames are no whole number of audio latents at most rates.
+Decides in seconds, not in latents, what is kept: eight frames are no whole number of audio latents
+at most rates.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class SourceClip:
         return *read_sound(self.path, start_s, length_s, on_time=True, say=said.append), said
 
     def sound(self, rate: int) -> np.ndarray:
-        """f32[2, N] at `rate` Hz, as long as the frames; silence if the file has none. Raises InputError."""
+        """f32[2, N] at `rate` Hz, as long as the frames; silence if the file has none. Raises
+        InputError."""
         size = round(self.num_frames / self.info.fps * rate)
         if not self.info.has_sound:
             return np.zeros((2, size), np.float32)
@@ -84,12 +87,14 @@ class SourceClip:
 
     @property
     def said(self) -> list[str]:
-        """Sentences about parts of its sound that are missing. Raises InputError if it cannot be read."""
+        """Sentences about parts of its sound that are missing. Raises InputError if it cannot be
+        read."""
         return self._sound[2] if self.info.has_sound else []
 
 
 def kept_sound(geometry: Geometry, before_s: Fraction, after_s: Fraction | None) -> np.ndarray:
-    """f32[audio latents]: 0 where a token hears nothing after `before_s`, or nothing before `after_s`; 1 elsewhere.
+    """f32[audio latents]: 0 where a token hears nothing after `before_s`, or nothing before
+    `after_s`; 1 elsewhere.
 
     Token i is of the mel frames max(4i - 3, 0) to 4i, each of half a window around its 10 ms.
     """

@@ -1,7 +1,8 @@
 """Gaussian noise that is the same on every backend and any number of devices.
 
-Decides the generator: Philox counters (numpy fixes the raw stream of its bit generators, not of `normal()`) and our
-own Box-Muller in float64. Each use has a named stream, so adding a draw never moves another one.
+Decides the generator: Philox counters (numpy fixes the raw stream of its bit generators, not of
+`normal()`) and our own Box-Muller in float64. Each use has a named stream, so adding a draw never
+moves another one.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import numpy as np
 def standard_normal(seed: int, stream: str, shape: tuple[int, ...]) -> np.ndarray:
     """f32[shape] of N(0, 1), a function of (seed, stream, position) alone.
 
-    seed: 0 <= seed < 2**64. stream: what the noise is for, such as "stage1.video"; streams are independent.
-    A longer draw starts with the shorter one. ValueError if the seed is out of range.
+    seed: 0 <= seed < 2**64. stream: what the noise is for, such as "stage1.video"; streams are
+    independent. A longer draw starts with the shorter one. ValueError if the seed is out of range.
     """
     size = math.prod(shape)
     drawn = uniform(seed, stream, 2 * -(-size // 2)).reshape(-1, 2)

@@ -1,13 +1,16 @@
 """Prompts by time: parts of the text that only a part of the clip attends to (prompt relay).
 
-All parts are one text. Cross-attention to the columns of a part that is for a time range is lowered by a bias that
-grows outside the range, with t a token's middle and A, B the range's ends, in latent frames of 8 pixel frames:
+All parts are one text. Cross-attention to the columns of a part that is for a time range is lowered
+by a bias that grows outside the range, with t a token's middle and A, B the range's ends, in latent
+frames of 8 pixel frames:
 
-    cost(t)  = max(|t - (A + B) / 2| - max((B - A) / 2 - 2, 0), 0)^2 / (2 s^2)        s = 1 / ln(1 / softness)
-    bias(t)  = min over tokens of cost - cost(t)                     some token always sees the part as it is
+    cost(t)  = max(|t - (A + B) / 2| - max((B - A) / 2 - 2, 0), 0)^2 / (2 s^2)        s = 1 / ln(1 /
+    softness) bias(t)  = min over tokens of cost - cost(t)                     some token always
+    sees the part as it is
 
-Columns of the global part, registers, and tokens beside the clip's have none. Method: Prompt Relay; the continuous form
-with video and sound is that of Wan2GP. The connectors mix all columns beforehand, so that no softness makes a wall.
+Columns of the global part, registers, and tokens beside the clip's have none. Method: Prompt Relay;
+the continuous form with video and sound is that of Wan2GP. The connectors mix all columns
+beforehand, so that no softness makes a wall.
 """
 
 from __future__ import annotations
@@ -102,7 +105,8 @@ class Relay:
         return " ".join([self.prompt.strip(), *(span.text.strip() for span in self.spans)])
 
     def columns(self, session: Session) -> list[range]:
-        """The columns of the spans in the context, which has tokens in their order. Raises InputError if it is full."""
+        """The columns of the spans in the context, which has tokens in their order. Raises
+        InputError if it is full."""
         tokenizer = session.checkpoint.require_tokenizer()
         parts = [self.prompt.strip(), *(span.text.strip() for span in self.spans)]
         ends = [count_tokens(tokenizer, " ".join(parts[: i + 1])) for i in range(len(parts))]
@@ -113,7 +117,8 @@ class Relay:
         return [range(a, b) for a, b in pairwise(ends)]
 
     def biases(self, geometry: Geometry, columns: Sequence[range]) -> dict[str, np.ndarray]:
-        """By modality f32[groups, text]: a row for each latent frame, or audio latent, and one of zeros behind them."""
+        """By modality f32[groups, text]: a row for each latent frame, or audio latent, and one of
+        zeros behind them."""
         g = geometry
         frame_s = float(g.time_factor / g.fps)
         length_s = float(((g.frames - 1) * g.time_factor + 1) / g.fps)

@@ -1,7 +1,7 @@
 """The noise levels of every stage.
 
-Decides sigmas only; who steps along them, and how, is `sample`'s business. Everything is float32 in the official order
-of rounding, because every backend receives these numbers as inputs.
+Decides sigmas only; who steps along them, and how, is `sample`'s business. Everything is float32 in
+the official order of rounding, because every backend receives these numbers as inputs.
 """
 
 from __future__ import annotations
@@ -24,18 +24,22 @@ DISTILLED_SIGMAS.flags.writeable = STAGE2_SIGMAS.flags.writeable = False
 
 
 def from_level(sigmas: np.ndarray, level: float) -> np.ndarray:
-    """The schedule f32[n + 1] from a noise level in (0, 1] on: that level, and the lower ones. All of it from 1 on."""
+    """The schedule f32[n + 1] from a noise level in (0, 1] on: that level, and the lower ones. All
+    of it from 1 on."""
     first = np.float32(level)
     return np.append(first, sigmas[sigmas < first]).astype(np.float32)
 
 
 def shifted_sigmas(num_steps: int, num_tokens: int = MAX_TOKENS) -> np.ndarray:
-    """Noise levels of one guided stage, from 1 down to 0: f32[num_steps + 1], the last non-zero one is 0.1.
+    """Noise levels of one guided stage, from 1 down to 0: f32[num_steps + 1], the last non-zero one
+    is 0.1.
 
-    num_tokens: video tokens; more tokens shift the schedule toward noise. The released pipelines always use 4096,
-    whatever the size of the clip. One step gives [0.1, 0]. Raises ValueError if num_steps < 1.
+    num_tokens: video tokens; more tokens shift the schedule toward noise. The released pipelines
+    always use 4096, whatever the size of the clip. One step gives [0.1, 0]. Raises ValueError if
+    num_steps < 1.
     Source: LTX2Scheduler. mu = linear in tokens through (1024, 0.95) and (4096, 2.05);
-    sigma = e^mu / (e^mu + 1/s - 1) for s in linspace(1, 0); then 1 - sigma is scaled so that the last is 0.1.
+    sigma = e^mu / (e^mu + 1/s - 1) for s in linspace(1, 0); then 1 - sigma is scaled so that the
+    last is 0.1.
     """
     if num_steps < 1:
         raise ValueError(f"steps: {num_steps}, expected at least 1")

@@ -1,4 +1,5 @@
-"""A clip that is made segment after segment: each is a file of its own, which the next one continues.
+"""A clip that is made segment after segment: each is a file of its own, which the next one
+continues.
 
 Decides where segments begin, what a file of one holds, and what of each is in the clip. A segment
 continues the frames and the sound that were written, so that a run that goes on from files makes
@@ -91,7 +92,8 @@ class Part(SourceClip):
 
 @dataclass(frozen=True)
 class Past:
-    """The sound that a segment is given of the part before: mel frames of one grid for the whole clip.
+    """The sound that a segment is given of the part before: mel frames of one grid for the whole
+    clip.
 
     geometry: of the segment; start: the clip's frame that is its first. A segment begins at the mel
     frame that is nearest to its first frame, at most half a mel frame of 10 ms away.
@@ -165,7 +167,8 @@ class ContinuedSound(Sound):
     """The sound of a segment that goes on where the part before ends.
 
     The vocoder is given the part's mel frames and the new ones in one, with all that samples near
-    the seam depend on, so that the clip's sound is that of one run of the vocoder over the whole clip.
+    the seam depend on, so that the clip's sound is that of one run of the vocoder over the whole
+    clip.
     """
 
     past: Past | None = None
@@ -175,7 +178,8 @@ class ContinuedSound(Sound):
         return self._lead(model)[0] + super().vocoded(model) - self.past.cut
 
     def _lead(self, model: ModelConfig) -> tuple[int, int]:
-        """Mel frames of the part that the vocoder is given, and the last of them whose samples are new."""
+        """Mel frames of the part that the vocoder is given, and the last of them whose samples are
+        new."""
         assert self.past is not None
         most = self.past.passed + self.past.cut
         back, ahead = vocoder.reach(model.vocoder) or (most, 0)

@@ -1,7 +1,9 @@
-"""audio: the chosen audio latents to waveforms, in chunks of one length, so that a clip of another builds nothing.
+"""audio: the chosen audio latents to waveforms, in chunks of one length, so that a clip of another
+builds nothing.
 
-Processes other than the main one have nothing to do. The official pipelines decode a clip at once; a chunk brings all
-that its kept part depends on, and ends where the clip ends, so that the result is the same but for rounding.
+Processes other than the main one have nothing to do. The official pipelines decode a clip at once;
+a chunk brings all that its kept part depends on, and ends where the clip ends, so that the result
+is the same but for rounding.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.stage import SOUND, Stage, State, finite, videos_of
 
-CHUNK = 80  # audio latents, 3.2 s: two such chunks are enough for the 126 latents of 121 frames at 24 per second
+# audio latents, 3.2 s: two such chunks are enough for the 126 latents of 121 frames at 24 per
+# second
+CHUNK = 80
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,8 @@ class Sound(Stage):
 def decode_sound(
     session: Session, latent: np.ndarray, finished: Callable[[], None] = lambda: None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Normalised latent [B,8,n,16] -> mel [B,2,T,64] and waveform [B,2,N] at config.vocoder.sample_rate.
+    """Normalised latent [B,8,n,16] -> mel [B,2,T,64] and waveform [B,2,N] at
+    config.vocoder.sample_rate.
 
     finished: called after every chunk.
     """
@@ -169,12 +174,12 @@ def mel_chunks(model: ModelConfig, frames: int) -> Chunks:
 
 
 def chunks(length: int, size: int, reach: tuple[int, int] | None) -> Chunks:
-    """Chunks of `size` that make `length` positions, each of which depends on reach[0] before and reach[1] after it.
-    reach: None if the whole cannot be cut.
+    """Chunks of `size` that make `length` positions, each of which depends on reach[0] before and
+    reach[1] after it. reach: None if the whole cannot be cut.
 
-    The first begins where the clip begins and the last ends where it ends, for what a network pads there differs from
-    layer to layer. In a clip shorter than both reaches some position is near both ends: that is one chunk of its own
-    length.
+    The first begins where the clip begins and the last ends where it ends, for what a network pads
+    there differs from layer to layer. In a clip shorter than both reaches some position is near
+    both ends: that is one chunk of its own length.
     """
     before, after = reach or (length, length)
     step = size - before - after

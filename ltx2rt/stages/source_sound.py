@@ -1,4 +1,5 @@
-"""source sound: a file's sound to the audio latents that a clip is made for, and to the waveform that it is given."""
+"""source sound: a file's sound to the audio latents that a clip is made for, and to the waveform
+that it is given."""
 
 from __future__ import annotations
 
@@ -23,11 +24,13 @@ from ltx2rt.stages.stage import Stage, State, finite
 
 @dataclass(frozen=True)
 class SourceSound(Stage):
-    """path: any file with sound, of which `max_duration_s` (None: as long as the clip) from `start_s` on are used.
+    """path: any file with sound, of which `max_duration_s` (None: as long as the clip) from
+    `start_s` on are used.
 
-    fit: of sound that ends before the clip's latents, "error" refuses it, "pad" appends silence to the clip's end, and
-    "zeros" appends zeros to its latents; then sound that begins after `start_s` has silence before it, too.
-    sound: whether it is what the clip sounds like, too. record: what `--latents-out` calls the latents.
+    fit: of sound that ends before the clip's latents, "error" refuses it, "pad" appends silence to
+    the clip's end, and "zeros" appends zeros to its latents; then sound that begins after `start_s`
+    has silence before it, too. sound: whether it is what the clip sounds like, too. record: what
+    `--latents-out` calls the latents.
     """
 
     path: Path
@@ -47,7 +50,8 @@ class SourceSound(Stage):
 
     @property
     def read(self) -> tuple[np.ndarray, int]:
-        """The sound of the file in that time: f32[1 or 2, N] and the rate in Hz. Raises InputError."""
+        """The sound of the file in that time: f32[1 or 2, N] and the rate in Hz. Raises
+        InputError."""
         return self._read[:2]
 
     @cached_property
@@ -61,7 +65,8 @@ class SourceSound(Stage):
 
     @property
     def needed(self) -> int:
-        """Samples at the rate of the mel front end for all latents: the last one's first mel frame, and its mirror."""
+        """Samples at the rate of the mel front end for all latents: the last one's first mel frame,
+        and its mirror."""
         g = self.geometry
         encoded = 1 if self.fit == "zeros" else g.audio_latents
         return max((encoded - 1) * g.audio_time_factor * g.mel_hop, WINDOW // 2 + 1)
@@ -117,12 +122,14 @@ class SourceSound(Stage):
 
 
 def encode_sound(session: Session, call: Call, waveform: np.ndarray, rate: int) -> np.ndarray:
-    """f32[1, 2, N] at `rate` Hz -> normalised latents, f32[1, 8, n, 16] of the call; zeros after the sound's end."""
+    """f32[1, 2, N] at `rate` Hz -> normalised latents, f32[1, 8, n, 16] of the call; zeros after
+    the sound's end."""
     return encode_mel(session, call, spectrogram(waveform, rate, session.config.audio_vae))
 
 
 def encode_mel(session: Session, call: Call, mel: np.ndarray) -> np.ndarray:
-    """f32[1, 2, T, mel bins] -> normalised latents, f32[1, 8, n, 16] of the call; zeros after the last frame."""
+    """f32[1, 2, T, mel bins] -> normalised latents, f32[1, 8, n, 16] of the call; zeros after the
+    last frame."""
     mel = mel[:, :, : call.sizes[2]]  # no latent hears later
     heard = -(-mel.shape[2] // session.config.audio_vae.time_factor)
     mel = np.pad(mel, ((0, 0), (0, 0), (0, call.sizes[2] - mel.shape[2]), (0, 0)))
@@ -131,6 +138,6 @@ def encode_mel(session: Session, call: Call, mel: np.ndarray) -> np.ndarray:
 
 
 def spectrogram(waveform: np.ndarray, rate: int, config: AudioVaeConfig) -> np.ndarray:
-    """f32[B, 2, N] at any rate -> f32[B, 2, T, mel bins], what the audio encoder reads. Raises ValueError if N is too
-    small for one mel frame."""
+    """f32[B, 2, N] at any rate -> f32[B, 2, T, mel bins], what the audio encoder reads. Raises
+    ValueError if N is too small for one mel frame."""
     return log_mel(resample(waveform, rate, config.sample_rate), config)

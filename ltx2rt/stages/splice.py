@@ -20,8 +20,9 @@ from ltx2rt.stages.stage import Stage, State
 
 @dataclass(frozen=True)
 class Splice(Stage):
-    """video, sound: the source, as long as the clip; None: it has no sound, and the clip's stays as it is. frames: the
-    pixel frames that were made anew, seconds: the part of the sound. The clip gets the rate of the source's sound."""
+    """video, sound: the source, as long as the clip; None: it has no sound, and the clip's stays as
+    it is. frames: the pixel frames that were made anew, seconds: the part of the sound. The clip
+    gets the rate of the source's sound."""
 
     video: SourceVideo
     sound: SourceSound | None

@@ -1,4 +1,5 @@
-"""The interface of a run's stages: a stage says which networks it calls, at which sizes, and runs itself.
+"""The interface of a run's stages: a stage says which networks it calls, at which sizes, and runs
+itself.
 
 `needs` has many readers (audit, memory check, `plan`, `compile`), `run` has one.
 """
@@ -23,15 +24,18 @@ FRAMES, SOUND, LENGTH = "frames", "sound", "length"  # what a stage can make for
 class State:
     """Values that stages hand on.
 
-    contexts: by modality [prompts, text, D]. video [videos, C, f, h, w] and audio [videos, 8, n, 16]: the latest
-    latents, normalised. latents: video latents that later stages come back to, by the stage that made them. keyframes:
-    those that were generated beside the clip, [videos, C, 1, h, w], by pixel frame. source: by modality the latents of
-    a given file, normalised. sound: the audio latents that are
-    decoded. given: by stage what its conditionings were encoded to. mel [videos, 2, T, mel bins]: the natural logarithm
-    of what `waveforms` [videos, 2, N] at sample_rate in Hz were made of, where they were made;
-    frames: for each video its chunks f32[3, n, H, W], made while they are taken; on a process that is not the main one,
-    nothing. record: what `--latents-out` writes, if `keep`. seconds, num_frames: the length that the model chose.
-    max_steps: how many steps of each denoising stage run, None: all.
+    contexts: by modality [prompts, text, D]. video [videos, C, f, h, w] and audio [videos, 8, n,
+    16]: the latest latents, normalised. latents: video latents that later stages come back to, by
+    the stage that made them. keyframes: those that were generated beside the clip, [videos, C, 1,
+    h, w], by pixel frame. source: by modality the latents of a given file, normalised. sound: the
+    audio latents that are
+    decoded. given: by stage what its conditionings were encoded to. mel [videos, 2, T, mel bins]:
+    the natural logarithm of what `waveforms` [videos, 2, N] at sample_rate in Hz were made of,
+    where they were made;
+    frames: for each video its chunks f32[3, n, H, W], made while they are taken; on a process that
+    is not the main one, nothing. record: what `--latents-out` writes, if `keep`. seconds,
+    num_frames: the length that the model chose. max_steps: how many steps of each denoising stage
+    run, None: all.
     """
 
     contexts: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -58,7 +62,8 @@ class State:
 
 
 class Stage(Protocol):
-    """A frozen description. Implementations derive from it for the defaults of the last three methods."""
+    """A frozen description. Implementations derive from it for the defaults of the last three
+    methods."""
 
     name: str  # what reports and progress call it
     makes: str | None = (

@@ -1,15 +1,17 @@
-"""Decode a video latent in overlapping tiles and hand out its frames as soon as no later tile touches them; and
-encode frames in the same tiles, which then blend in latents.
+"""Decode a video latent in overlapping tiles and hand out its frames as soon as no later tile
+touches them; and encode frames in the same tiles, which then blend in latents.
 
-Decides which latents form a tile, how tiles blend, and in which order frames leave. Leaves to the caller how a tile
-is decoded, and where. Tiles of equal shape share one program there.
+Decides which latents form a tile, how tiles blend, and in which order frames leave. Leaves to the
+caller how a tile is decoded, and where. Tiles of equal shape share one program there.
 
-The same tiles are used on every backend and any number of devices: the decoder sees further (13 to 22 latents) than
-tiles overlap, so another layout is another video. That is why the last tile of an axis keeps its own size. Moved back,
-to have that of the others, it would save programs (1280x704x121 needs four, 1920x1088x257 twelve) and change pictures.
+The same tiles are used on every backend and any number of devices: the decoder sees further (13 to
+22 latents) than tiles overlap, so another layout is another video. That is why the last tile of an
+axis keeps its own size. Moved back, to have that of the others, it would save programs
+(1280x704x121 needs four, 1920x1088x257 twelve) and change pictures.
 
-Blending weights are trapezoids per axis, multiplied. A tile that starts inside the clip decodes its first latent to
-one frame, not to `time_factor`; so it starts one latent early, and that first frame has weight zero.
+Blending weights are trapezoids per axis, multiplied. A tile that starts inside the clip decodes its
+first latent to one frame, not to `time_factor`; so it starts one latent early, and that first frame
+has weight zero.
 """
 
 from __future__ import annotations
@@ -34,14 +36,16 @@ TILE_PX, MIN_TILE_PX, OVERLAP_PX = (
     64,
 )  # the long side; the short one follows the aspect ratio
 TILE_FRAMES, OVERLAP_FRAMES = 80, 24
-# Cells of features in a tile: a clip of 121 frames at 768x512 is one tile of 375 000 cells and needs 20 GB.
+# Cells of features in a tile: a clip of 121 frames at 768x512 is one tile of 375 000 cells and
+# needs 20 GB.
 TILE_CELLS = 400_000
 BLEND_THREADS = 8  # frames at once
 
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """One tile's part of one axis: latents [start, stop), and the weight of every output position from `first` on."""
+    """One tile's part of one axis: latents [start, stop), and the weight of every output position
+    from `first` on."""
 
     start: int
     stop: int
@@ -65,7 +69,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Tiling:
-    """The tiles of one video: every span of frames with every span of rows and of columns, in that order."""
+    """The tiles of one video: every span of frames with every span of rows and of columns, in that
+    order."""
 
     frames: tuple[Span, ...]
     rows: tuple[Span, ...]
@@ -93,7 +98,8 @@ def plan_tiles(mode: str, shape: tuple[int, int, int], config: VideoVaeConfig) -
 
 
 def plan_encoder_tiles(mode: str, shape: tuple[int, int, int], config: VideoVaeConfig) -> Tiling:
-    """Tiles that frames are encoded in, of the largest size along every axis; `Span.weights` are those of latents.
+    """Tiles that frames are encoded in, of the largest size along every axis; `Span.weights` are
+    those of latents.
 
     shape: latent frames, rows, columns. mode: "auto", or "off" for one tile.
     """
@@ -110,7 +116,8 @@ def plan_encoder_tiles(mode: str, shape: tuple[int, int, int], config: VideoVaeC
 
 
 def intervals(length: int, size: int, overlap: int) -> list[tuple[int, int]]:
-    """[start, stop) of tiles of `size` latents that share `overlap` with the next; the last ends at `length`."""
+    """[start, stop) of tiles of `size` latents that share `overlap` with the next; the last ends at
+    `length`."""
     if length <= size:
         return [(0, length)]
     return [
@@ -135,7 +142,8 @@ def plan_feature_tiles(
         raise InputError(f"VAE tiling is {mode!r}, expected auto or off")
 
     def splits(n: int, shared: int) -> list[tuple[int, int]]:
-        """(size of a tile, cells of all tiles) in one tile, two, three, ... of more than twice the overlap."""
+        """(size of a tile, cells of all tiles) in one tile, two, three, ... of more than twice the
+        overlap."""
         sizes = [-(-(n + (count - 1) * shared) // count) for count in range(1, n + 1)]
         return [
             (size, n + i * shared) for i, size in enumerate(sizes) if i == 0 or size > 2 * shared
@@ -158,7 +166,8 @@ def plan_feature_tiles(
 def space_spans(
     length: int, size: int, overlap: int, factor: int, early: int = 0
 ) -> tuple[Span, ...]:
-    """Latent i covers positions [factor i, factor (i + 1)); weights rise and fall over the overlap, never to 0.
+    """Latent i covers positions [factor i, factor (i + 1)); weights rise and fall over the overlap,
+    never to 0.
 
     early: all positions are so many less, and those below 0 left out.
     """
@@ -177,7 +186,8 @@ def space_spans(
 
 
 def time_spans(length: int, size: int, overlap: int, factor: int) -> tuple[Span, ...]:
-    """Latents [a, b) decode to frames [factor a, factor (b - 1) + 1); tiles after the first start one latent early."""
+    """Latents [a, b) decode to frames [factor a, factor (b - 1) + 1); tiles after the first start
+    one latent early."""
     tiles, ramp = intervals(length, size, overlap), overlap * factor
     spans = []
     for start, stop in tiles:
@@ -192,7 +202,8 @@ def time_spans(length: int, size: int, overlap: int, factor: int) -> tuple[Span,
 
 
 def _normalised(spans: list[Span]) -> tuple[Span, ...]:
-    """Weights divided by their sum, which is 1 already unless tiles are so short that three of them overlap."""
+    """Weights divided by their sum, which is 1 already unless tiles are so short that three of them
+    overlap."""
     total = np.zeros(spans[-1].end)
     for s in spans:
         total[s.positions] += s.weights
@@ -204,7 +215,8 @@ def _normalised(spans: list[Span]) -> tuple[Span, ...]:
 
 
 def tile_latents(latent: np.ndarray, tiling: Tiling) -> Iterator[np.ndarray]:
-    """Every tile's part of the latent [1, channels, frames, rows, columns], in the order of `blend_tiles`."""
+    """Every tile's part of the latent [1, channels, frames, rows, columns], in the order of
+    `blend_tiles`."""
     for t, r, c in itertools.product(tiling.frames, tiling.rows, tiling.columns):
         yield latent[:, :, t.latents, r.latents, c.latents]
 
@@ -214,8 +226,8 @@ def blend_tiles(
 ) -> Iterator[np.ndarray]:
     """Finished frames f32[3, n, H, W] of one video in order, one chunk per span of frames.
 
-    decoded: every tile's frames [1, 3, F, h, w], on a device if they like, in the order of `tile_latents`; no more are
-    taken than the video has tiles.
+    decoded: every tile's frames [1, 3, F, h, w], on a device if they like, in the order of
+    `tile_latents`; no more are taken than the video has tiles.
     """
     height, width = tiling.rows[-1].end, tiling.columns[-1].end
     ends = [*(t.first for t in tiling.frames[1:]), tiling.frames[-1].end]
@@ -245,5 +257,6 @@ def blend_tiles(
 def _add_weighted(
     place: np.ndarray, frame: np.ndarray, weight: np.float32, *, weights: np.ndarray
 ) -> None:
-    """place[3, h, w] += frame x weight x weights[h, w]; a frame at a time, no temporary is as large as a tile."""
+    """place[3, h, w] += frame x weight x weights[h, w]; a frame at a time, no temporary is as large
+    as a tile."""
     place += frame * (weight * weights)

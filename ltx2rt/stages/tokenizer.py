@@ -1,6 +1,7 @@
 """From prompts to token ids.
 
-Decides stripping, the leading BOS, truncation and left padding; the vocabulary is the checkpoint's tokenizer.json.
+Decides stripping, the leading BOS, truncation and left padding; the vocabulary is the checkpoint's
+tokenizer.json.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ def tokenize(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Token ids and mask (1 = token, 0 = padding), both int32[B, length], padded on the left.
 
-    The prompt is stripped, BOS comes first whether the tokenizer adds it (Gemma 3's does) or not (Gemma 4's), there is
-    no EOS, and a prompt longer than `length` loses its end. Padding is `<pad>`, or `<eos>` where there is none.
-    Raises InputError if the file is no Gemma tokenizer.
+    The prompt is stripped, BOS comes first whether the tokenizer adds it (Gemma 3's does) or not
+    (Gemma 4's), there is no EOS, and a prompt longer than `length` loses its end. Padding is
+    `<pad>`, or `<eos>` where there is none. Raises InputError if the file is no Gemma tokenizer.
     """
     tokenizer = _tokenizer(tokenizer_json)
     bos_id = tokenizer.token_to_id("<bos>")
@@ -66,7 +67,8 @@ def tokenize(
 
 
 def check_vocabulary(tokenizer_json: Path | Asset, size: int) -> None:
-    """Refuse a tokenizer whose ids reach beyond an embedding of `size` rows: another model's. Raises InputError."""
+    """Refuse a tokenizer whose ids reach beyond an embedding of `size` rows: another model's.
+    Raises InputError."""
     if (most := max(_tokenizer(tokenizer_json).get_vocab().values(), default=0)) >= size:
         raise InputError(
             f"{tokenizer_json}: its ids reach {most}, the text encoder has {size} tokens; restore the Gemma folder"
@@ -74,7 +76,8 @@ def check_vocabulary(tokenizer_json: Path | Asset, size: int) -> None:
 
 
 def count_tokens(tokenizer_json: Path | Asset, prompt: str) -> int:
-    """How many tokens the prompt has before any is cut off, BOS included. Raises InputError as `tokenize` does."""
+    """How many tokens the prompt has before any is cut off, BOS included. Raises InputError as
+    `tokenize` does."""
     tokenizer = _tokenizer(tokenizer_json)
     tokenizer.no_padding()
     tokenizer.no_truncation()

@@ -19,8 +19,9 @@ from ltx2rt.stages.stage import Stage, State, videos_of
 
 @dataclass(frozen=True)
 class Upsample(Stage):
-    """geometry: of the latents that it reads. scale: of rows and columns, for which the sizes were chosen. keyframes:
-    how many of the state's generated ones it upsamples too, as if they were the latent frames of a clip."""
+    """geometry: of the latents that it reads. scale: of rows and columns, for which the sizes were
+    chosen. keyframes: how many of the state's generated ones it upsamples too, as if they were the
+    latent frames of a clip."""
 
     geometry: Geometry
     num_videos: int = 1
@@ -70,7 +71,8 @@ class Upsample(Stage):
 
 @dataclass(frozen=True)
 class UpsampleTime(Upsample):
-    """f latent frames to 2f - 1, which play at twice the rate; keyframes stay, at twice the pixel frame.
+    """f latent frames to 2f - 1, which play at twice the rate; keyframes stay, at twice the pixel
+    frame.
 
     round: its number, from 1. The state keeps the latents under its name.
     """

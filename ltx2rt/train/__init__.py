@@ -1,1 +1,2 @@
-"""Training of LoRAs: data, recipe, loop and files. Imports neither torch nor jax; a backend's `Trainer` computes."""
+"""Training of LoRAs: data, recipe, loop and files. Imports neither torch nor jax; a backend's
+`Trainer` computes."""

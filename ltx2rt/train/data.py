@@ -1,6 +1,7 @@
 """Training data as people have it: a folder of clips with captions beside them, or a table of them.
 
-Decides which files make a sample, and which bucket a clip belongs to. Nothing is decoded here but headers.
+Decides which files make a sample, and which bucket a clip belongs to. Nothing is decoded here but
+headers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ COLUMNS = {  # names in a table, the official one first
 
 @dataclass(frozen=True)
 class Clip:
-    """One sample's files and text. video or audio may be absent; audio: in place of the video's own sound."""
+    """One sample's files and text. video or audio may be absent; audio: in place of the video's own
+    sound."""
 
     name: str
     caption: str
@@ -64,8 +66,8 @@ def parse_bucket(text: str, flag: str = "--buckets") -> Bucket:
 
 
 def bucket_of(size: tuple[int, int, int], buckets: Sequence[Bucket]) -> Bucket | None:
-    """The bucket of a clip of (width, height, frames): the nearest aspect ratio, then most frames, then largest area.
-    None if the clip is shorter than all of them."""
+    """The bucket of a clip of (width, height, frames): the nearest aspect ratio, then most frames,
+    then largest area. None if the clip is shorter than all of them."""
     width, height, frames = size
     fitting = [bucket for bucket in buckets if bucket.frames <= frames]
     aspect = math.log(width / height)
@@ -77,8 +79,8 @@ def bucket_of(size: tuple[int, int, int], buckets: Sequence[Bucket]) -> Bucket |
 
 
 def read_clips(path: Path) -> list[Clip]:
-    """The samples of a folder, or of a CSV, JSON or JSONL file, in a fixed order. Raises InputError for files that do
-    not exist, and for captions that are missing or empty."""
+    """The samples of a folder, or of a CSV, JSON or JSONL file, in a fixed order. Raises InputError
+    for files that do not exist, and for captions that are missing or empty."""
     if not path.exists():
         raise InputError(
             f"{path} does not exist; pass a folder of clips, or a CSV, JSON or JSONL file"

@@ -1,8 +1,9 @@
 """`train prepare`: clips and captions to latents and text contexts, each encoded once.
 
-Decides what a cache holds. Every sample is a file under the digest of all that it is made from (the clip's file, its
-bucket, the model's files), and so is every caption's context: what is there is right, what changed is made anew, and an
-interruption loses one sample. `manifest.jsonl` lists the samples of the latest `prepare` that came to its end.
+Decides what a cache holds. Every sample is a file under the digest of all that it is made from (the
+clip's file, its bucket, the model's files), and so is every caption's context: what is there is
+right, what changed is made anew, and an interruption loses one sample. `manifest.jsonl` lists the
+samples of the latest `prepare` that came to its end.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class PrepareRequest:
 
 @dataclass(frozen=True)
 class Sample:
-    """A line of the manifest. sample, context: names of files; streams: what the sample has; fps: as a fraction."""
+    """A line of the manifest. sample, context: names of files; streams: what the sample has; fps:
+    as a fraction."""
 
     name: str
     caption: str
@@ -117,7 +119,8 @@ def _digest(*what: Any) -> str:
 
 
 def prepare(session: Session, request: PrepareRequest, say: Callable[[str], None]) -> list[Sample]:
-    """Fill the cache and return its samples. Raises InputError for a fault of any clip before one is encoded."""
+    """Fill the cache and return its samples. Raises InputError for a fault of any clip before one
+    is encoded."""
     jobs = [_job(clip, request) for clip in read_clips(request.data)]
     silent = [job.clip.name for job in jobs if job.sound is None]
     if request.audio == "required" and silent:
@@ -169,7 +172,8 @@ def prepare(session: Session, request: PrepareRequest, say: Callable[[str], None
 
 
 def _captions(session: Session, request: PrepareRequest, jobs: list[Job]) -> dict[str, str]:
-    """The text of each clip, by its name. Raises InputError for one that the model cannot read whole."""
+    """The text of each clip, by its name. Raises InputError for one that the model cannot read
+    whole."""
     tokenizer = session.checkpoint.require_tokenizer()
     captions = {}
     for job in jobs:

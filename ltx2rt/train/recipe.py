@@ -1,7 +1,7 @@
 """Draws for a training step, and which linears a mode trains: the official trainer's recipe.
 
-Everything that is drawn is a function of the seed, the step and the sample's place in it, so that neither the backend,
-the number of devices nor an interruption changes it.
+Everything that is drawn is a function of the seed, the step and the sample's place in it, so that
+neither the backend, the number of devices nor an interruption changes it.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ STREAM_OF = {
 
 @dataclass(frozen=True)
 class Mode:
-    """streams: the present ones; trained: those that are noised; targets: groups; rate and steps: defaults.
-    first_frame: how often the first latent frame is given."""
+    """streams: the present ones; trained: those that are noised; targets: groups; rate and steps:
+    defaults. first_frame: how often the first latent frame is given."""
 
     streams: tuple[str, ...]
     trained: tuple[str, ...]
@@ -100,8 +100,8 @@ def group_of(name: str) -> str:
 
 
 def sigma(tokens: int, seed: int, stream: str) -> float:
-    """The noise level of one sample of so many noised tokens: a logistic normal that is shifted by the tokens,
-    stretched so that it reaches 0 and 1, and now and then uniform instead."""
+    """The noise level of one sample of so many noised tokens: a logistic normal that is shifted by
+    the tokens, stretched so that it reaches 0 and 1, and now and then uniform instead."""
     z = float(standard_normal(seed, f"{stream}.z", (1,))[0])
     plain, level = uniform(seed, f"{stream}.level", 2)
     if plain < PLAIN:
@@ -119,8 +119,8 @@ def _sigmoid(x: float) -> float:
 
 
 def rate(base: float, step: int, steps: int, schedule: str, warmup: int) -> float:
-    """The rate of step `step` of `steps`: from 0 in `warmup` steps, then `constant`, `linear` down to a tenth, or
-    `cosine` to zero."""
+    """The rate of step `step` of `steps`: from 0 in `warmup` steps, then `constant`, `linear` down
+    to a tenth, or `cosine` to zero."""
     part = step / max(1, steps)
     shape = {
         "constant": 1.0,
@@ -131,7 +131,8 @@ def rate(base: float, step: int, steps: int, schedule: str, warmup: int) -> floa
 
 
 def initial(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """An adapter's parameter before the first step, as PEFT has it: A uniform within 1 / sqrt(in), B zero."""
+    """An adapter's parameter before the first step, as PEFT has it: A uniform within 1 / sqrt(in),
+    B zero."""
     if ".lora_B." in name:
         return np.zeros(shape, np.float32)
     drawn = uniform(seed, f"train.init.{name}", math.prod(shape)).reshape(shape)

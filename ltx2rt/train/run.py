@@ -1,7 +1,7 @@
 """`train run`: a LoRA from a cache, by steps that are a function of the seed and their number.
 
-Decides what a step is fed, when state and LoRA are written, and what a run that is continued must share with the one
-before. The gradient and the optimiser are the backend's.
+Decides what a step is fed, when state and LoRA are written, and what a run that is continued must
+share with the one before. The gradient and the optimiser are the backend's.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from ltx2rt.train.step import Step
 from ltx2rt.weights.distilled import sign
 
 NO_GRADIENT, NOT_FINITE = 20, 10  # steps after which a run ends
-# Fields that may change when a run goes on: no step differs, but for where a schedule ends. Of the samples of a step
-# the number alone is compared, however they are shared out.
+# Fields that may change when a run goes on: no step differs, but for where a schedule ends. Of the
+# samples of a step the number alone is compared, however they are shared out.
 LEVELS = (0.2, 0.5, 0.8)  # noise levels at which clips are measured that are not trained on
 FREE = ("data", "output", "steps", "save_every", "keep", "dry_run", "batch", "accumulate")
 
@@ -225,7 +225,8 @@ class Run:
         self.empty = json.loads((r.data / "manifest.jsonl").read_text().splitlines()[0])["empty"]
 
     def _usable(self, samples: list[Sample]) -> list[Sample]:
-        """Those with all streams of the mode, and the streams that are trained. Raises InputError if there are none."""
+        """Those with all streams of the mode, and the streams that are trained. Raises InputError
+        if there are none."""
         r = self.request
         sounding = [s for s in samples if "audio" in s.streams]
         aims = {STREAM_OF[group] for group in r.targets if group in STREAM_OF}
@@ -268,7 +269,7 @@ class Run:
         optimiser = AdamW(weight_decay=r.weight_decay, max_norm=r.max_grad_norm)
         return self.step.trainer(r.seed, optimiser)
 
-    # --- one step -----------------------------------------------------------------------------------------------
+    # --- one step ---------------------------------------------------------------------------------
 
     def drawn(self, step: int, part: int) -> list[tuple[Sample, str]]:
         """The samples of a batch, and the stream of random numbers of each."""
@@ -297,7 +298,8 @@ class Run:
     def _feed(
         self, sample: Sample, stream: str, level: float | None = None
     ) -> dict[str, np.ndarray]:
-        """The inputs of one sample, without an axis B. level: of its noise, and its own caption; None: drawn."""
+        """The inputs of one sample, without an axis B. level: of its noise, and its own caption;
+        None: drawn."""
         r, g, found = self.request, self.step.geometry, {}
         latents = read_arrays(sample_path(r.data, sample.sample))
         drawn = level is None
@@ -336,7 +338,8 @@ class Run:
         return found
 
     def held_out_losses(self, trainer: Trainer) -> dict[str, float]:
-        """Mean losses of the clips that are not trained on, at LEVELS and with the same noise each time."""
+        """Mean losses of the clips that are not trained on, at LEVELS and with the same noise each
+        time."""
         cases = list(product(self.held_out, LEVELS))
         losses: dict[str, list[float]] = {name: [] for name in self.trained}
         for start in range(0, len(cases), self.batch):
@@ -350,7 +353,7 @@ class Run:
                 losses[name] += list(found[f"{name}_loss"][: len(part)][there])
         return {f"held_out_{n}_loss": float(np.mean(x)) for n, x in losses.items() if x}
 
-    # --- the run ------------------------------------------------------------------------------------------------
+    # --- the run ----------------------------------------------------------------------------------
 
     @property
     def about(self) -> dict[str, Any]:
@@ -367,7 +370,8 @@ class Run:
         }
 
     def check_resumed(self, about: Mapping[str, Any]) -> None:
-        """Raises InputError where the state is of another model, other data or another configuration."""
+        """Raises InputError where the state is of another model, other data or another
+        configuration."""
         path = self.request.output
         if about["base"] != self.base:
             raise InputError(
@@ -403,8 +407,8 @@ class Run:
         on_step: Callable[[dict[str, Any]], None] = lambda row: None,
         stopped: Sequence[Any] = (),
     ) -> Path:
-        """Train to the last step, or to the one in which `stopped` is no longer empty on any process, and return the
-        LoRA's file. Raises InputError, and NotWritten if a disk is full."""
+        """Train to the last step, or to the one in which `stopped` is no longer empty on any
+        process, and return the LoRA's file. Raises InputError, and NotWritten if a disk is full."""
         with locked(self.request.output) if self.session.backend.is_main else nullcontext():
             return self._train(say, on_step, stopped)
 
@@ -474,7 +478,8 @@ class Run:
     def _accumulated(
         self, trainer: Trainer, step: int, weights: Mapping[str, float]
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], list[str]]:
-        """Losses and noise levels by stream of the samples that have it, and the names of all samples."""
+        """Losses and noise levels by stream of the samples that have it, and the names of all
+        samples."""
         losses: dict[str, list[np.ndarray]] = {name: [] for name in self.trained}
         levels: dict[str, list[np.ndarray]] = {name: [] for name in self.trained}
         names = []
@@ -497,7 +502,8 @@ class Run:
     def _require_gradients(
         self, norms: Mapping[str, float], losses: Mapping[str, np.ndarray], silent: Counter[str]
     ) -> None:
-        """Raise InputError if a group has had no gradient for long, although its stream had data."""
+        """Raise InputError if a group has had no gradient for long, although its stream had
+        data."""
         for group, norm in norms.items():
             had = STREAM_OF[group] == "cross" or (
                 STREAM_OF[group] in losses and losses[STREAM_OF[group]].size

@@ -1,7 +1,8 @@
-"""Files of a training run: states to go on from, LoRAs to use, metrics, and the picture of the losses.
+"""Files of a training run: states to go on from, LoRAs to use, metrics, and the picture of the
+losses.
 
-Decides their names. Each is written under another name first, so that an interruption or a full disk leaves the last
-one whole.
+Decides their names. Each is written under another name first, so that an interruption or a full
+disk leaves the last one whole.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, np.nda
 def write_lora(
     path: Path, parameters: Arrays, scale: float, about: Mapping[str, Any], dtype: str = "bfloat16"
 ) -> None:
-    """The official keys, `diffusion_model.<module>.lora_A.weight`; alpha / rank is part of B, and no key says alpha."""
+    """The official keys, `diffusion_model.<module>.lora_A.weight`; alpha / rank is part of B, and
+    no key says alpha."""
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
     arrays = {
         name.removeprefix("model."): (x * np.float32(scale) if ".lora_B." in name else x).astype(
@@ -131,8 +133,8 @@ def locked(run: Path) -> Iterator[None]:
 
 
 def draw_losses(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """An SVG of the losses by step, each a mean over a tenth of the steps before it; of clips that are not trained on,
-    as they were measured."""
+    """An SVG of the losses by step, each a mean over a tenth of the steps before it; of clips that
+    are not trained on, as they were measured."""
     width, height = 640, 320
     colours = {"video_loss": "#1f77b4", "audio_loss": "#d62728"}
     colours |= {"held_out_video_loss": "#0b3d66", "held_out_audio_loss": "#7a1111"}

@@ -1,4 +1,5 @@
-"""The training step of a session: its graph with adapters, their first values, and what it costs."""
+"""The training step of a session: its graph with adapters, their first values, and what it
+costs."""
 
 from __future__ import annotations
 
@@ -50,8 +51,9 @@ class WithAdapters:
 
 @dataclass(frozen=True)
 class Step:
-    """batch: samples of one device of the mesh axis `data`. streams: the present ones; targets: groups of linears.
-    scale: of the adapters, alpha / rank. remat: blocks are computed anew in the backward pass."""
+    """batch: samples of one device of the mesh axis `data`. streams: the present ones; targets:
+    groups of linears. scale: of the adapters, alpha / rank. remat: blocks are computed anew in the
+    backward pass."""
 
     session: Session
     geometry: Geometry
@@ -99,13 +101,15 @@ class Step:
 
     @cached_property
     def graph(self) -> Graph:
-        """The forward graph of a device. Matrices that are stored in few bits stay so, as QLoRA's base."""
+        """The forward graph of a device. Matrices that are stored in few bits stay so, as QLoRA's
+        base."""
         stored = self.session.weights.stored(Call("train-step", None))
         placement = replace(self.session.placement, adapters=self.adapters, stored=stored)
         return placement.local(self.plain, "transformer")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the trained tensors on all devices together, by their names in the checkpoint."""
+        """Shapes of the trained tensors on all devices together, by their names in the
+        checkpoint."""
         return {n: spec.shape for n, spec in self.graph.parameters().items() if MARK in n}
 
     def groups(self) -> dict[str, int]:

@@ -1,4 +1,5 @@
-"""Whether the tensors of a checkpoint are what the graphs expect: names and shapes, in both directions."""
+"""Whether the tensors of a checkpoint are what the graphs expect: names and shapes, in both
+directions."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from ltx2rt.weights.files import TensorSource
 from ltx2rt.weights.names import collapse
 
 KNOWN_UNUSED = [  # tensors that checkpoints carry and no network of ours reads
-    r"vae\.decoder\.type_emb",  # tensors for decoding with keyframes, which the first release of 2.5 does not do
+    # tensors for decoding with keyframes, which the first release of 2.5 does not do
+    r"vae\.decoder\.type_emb",
     r"(?:audio_)?vae\.per_channel_statistics\.(?:channel|mean-of-stds|mean-of-stds_over_std-of-means)",
     r"vocoder\.mel_stft\.stft_fn\.inverse_basis",
     r"upsampler\.blur_down\.kernel",
@@ -21,7 +23,8 @@ KNOWN_UNUSED = [  # tensors that checkpoints carry and no network of ours reads
     r"(?:language_model\.)?lm_head\..*",
 ]
 _KNOWN_UNUSED = re.compile("|".join(f"(?:{pattern})" for pattern in KNOWN_UNUSED))
-_HALVES = re.compile(  # networks in one file, each used without the others; the decoder that denoises is two
+# networks in one file, each used without the others; the decoder that denoises is two
+_HALVES = re.compile(
     r"(?:audio_)?vae\.(?:per_channel_statistics|encoder|decoder)\."
     r"(?:(?:conv_in(?!\.conv)|(?:det_stages|upsamples)\.[0-2])\.)?"
 )
@@ -35,10 +38,12 @@ class Shaped(Protocol):
 def audit(
     parameters: Mapping[str, Shaped], source: TensorSource, where: str | Path, partial: bool = False
 ) -> None:
-    """Every parameter has exactly one tensor of its shape; every tensor is a parameter or known to be unused.
+    """Every parameter has exactly one tensor of its shape; every tensor is a parameter or known to
+    be unused.
 
-    Reads headers only. Of an autoencoder's two halves, one that no parameter belongs to is not looked at. partial: the
-    parameters are those of a part of the network, whose other tensors are not looked at.
+    Reads headers only. Of an autoencoder's two halves, one that no parameter belongs to is not
+    looked at. partial: the parameters are those of a part of the network, whose other tensors are
+    not looked at.
     """
     names = set(source.names())
     missing = [name for name in parameters if name not in names]

@@ -89,7 +89,8 @@ class Hadamard(Products):
 
 @dataclass(frozen=True)
 class Kronecker:
-    """LoKr. w1, w2: the key of a whole factor, or those of its up and down. second: the shape of w2."""
+    """LoKr. w1, w2: the key of a whole factor, or those of its up and down. second: the shape of
+    w2."""
 
     kind: ClassVar[str] = "LoKr"
     w1: tuple[str, ...]

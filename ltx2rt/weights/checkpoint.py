@@ -63,7 +63,8 @@ BLOCK_MATRIX = re.compile(
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: sizes, and one tensor source per component (canonical names, nothing read yet)."""
+    """An opened checkpoint: sizes, and one tensor source per component (canonical names, nothing
+    read yet)."""
 
     path: Path
     layout: str  # "official" or "diffusers"
@@ -86,7 +87,8 @@ class Checkpoint:
         ]
 
     def source(self, component: str) -> RenamedSource:
-        """Raises InputError if the component was not found, naming its flag and what else is missing."""
+        """Raises InputError if the component was not found, naming its flag and what else is
+        missing."""
         if component in self.sources:
             return self.sources[component]
         if component not in COMPONENTS:
@@ -104,10 +106,12 @@ class Checkpoint:
         return [part for part in ("gemma", "upsampler", "lora") if part not in found]
 
     def distilled_lora(self) -> Path:
-        """The LoRA beside the weights whose header is that of a released distilled one, whatever its name.
+        """The LoRA beside the weights whose header is that of a released distilled one, whatever
+        its name.
 
-        Those change every matrix of attention and feed-forward, audio and cross-modal ones included, at a rank near a
-        tenth of the width (384 and 450 of 4096). Raises InputError listing the candidates if not exactly one fits.
+        Those change every matrix of attention and feed-forward, audio and cross-modal ones
+        included, at a rank near a tenth of the width (384 and 450 of 4096). Raises InputError
+        listing the candidates if not exactly one fits.
         """
         source = self.source("transformer")
         matrices = {
@@ -150,7 +154,8 @@ class Checkpoint:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Within it graphs are traced: what a config that contradicts itself raises there becomes one InputError."""
+        """Within it graphs are traced: what a config that contradicts itself raises there becomes
+        one InputError."""
         try:
             with np.errstate(divide="raise", invalid="raise"):  # in filters that rates decide
                 yield
@@ -196,11 +201,11 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a file or a folder; parts that are not given are looked for near it (`near.find`).
 
-    files: of parts, by option of the part table. An upsampler is of any kind, whether it fits is decided by the stage
-    that runs it; x1.5 ones are not looked for. config_from: a safetensors file whose config is meant where the main
-    file has none. Raises InputError for what is no checkpoint, an ambiguous part, parts that do not fit each other,
-    and tensors of the main file that belong to no component. A part that is missing is an error only when its source
-    is asked for.
+    files: of parts, by option of the part table. An upsampler is of any kind, whether it fits is
+    decided by the stage that runs it; x1.5 ones are not looked for. config_from: a safetensors file
+    whose config is meant where the main file has none. Raises InputError for what is no checkpoint,
+    an ambiguous part, parts that do not fit each other, and tensors of the main file that belong to
+    no component. A part that is missing is an error only when its source is asked for.
     """
     if unknown := files.keys() - FILES.keys():
         raise TypeError(f"no part has a file {', '.join(unknown)}; known: {', '.join(FILES)}")
@@ -263,8 +268,8 @@ def _version(file: TensorFile | TensorFolder | None) -> tuple[int, ...]:
 
 
 def _refuse_encoded(source: RenamedSource) -> None:
-    """Raises InputError for quantised tensors without the companions of `quantised`: scales are spelled in several
-    ways, and some files have none. And for GGUF types that are not read."""
+    """Raises InputError for quantised tensors without the companions of `quantised`: scales are
+    spelled in several ways, and some files have none. And for GGUF types that are not read."""
     infos = (source.info(name) for name in source.names())
     if types := sorted({i.format for i in infos if isinstance(i, Packed) and i.dtype in ENCODED}):
         raise InputError(f"{source.where}: tensors {unread(', '.join(types))}")
@@ -278,7 +283,8 @@ def _refuse_encoded(source: RenamedSource) -> None:
 
 
 def check_release(file: TensorFile | TensorFolder, version: tuple[int, ...], flag: str) -> None:
-    """Raises InputError for a file of another release, where either is one that goes with its own alone."""
+    """Raises InputError for a file of another release, where either is one that goes with its own
+    alone."""
     own = _version(file)
     if version and not of_version(own).goes_with(of_version(version)):
         said = f"of LTX-{'.'.join(map(str, own))}" if own else "that states no model_version"
@@ -308,7 +314,8 @@ def _open_either(part: Part, path: Path) -> Place:
 
 
 def open_part(part: Part, path: Path) -> Places:
-    """Contents of a file of the official layout, or of a diffusers folder; of any part that the flag of this one takes.
+    """Contents of a file of the official layout, or of a diffusers folder; of any part that the
+    flag of this one takes.
 
     Raises InputError.
     """
@@ -345,10 +352,11 @@ def _open_folder(part: Part, path: Path) -> Place:
 
 
 def _official(main: TensorFile | TensorFolder, given: Given, near: Parts, either: Places) -> Places:
-    """The parts of the main file, and of files beside it, which take the place of what that one holds.
+    """The parts of the main file, and of files beside it, which take the place of what that one
+    holds.
 
-    either: those that go with both layouts. Raises InputError for what is missing, and for a text encoder of another
-    release.
+    either: those that go with both layouts. Raises InputError for what is missing, and for a text
+    encoder of another release.
     """
     keys = partial(official_metadata, main)
     own = official_sources(main)
@@ -460,7 +468,8 @@ def _text_source(
 def check_gemma_version(
     main: TensorFile | TensorFolder, version: tuple[int, ...], gemma: Keys, where: Path
 ) -> None:
-    """Raises InputError if, as far as both say, the transformer was trained with another text encoder."""
+    """Raises InputError if, as far as both say, the transformer was trained with another text
+    encoder."""
     found, release = gemma.get("gemma_version", None), f"LTX-{'.'.join(map(str, version)) or '2'}"
     if "gemma_source_checkpoint" in main.metadata:
         source = parse_json(
@@ -499,7 +508,8 @@ def official_sources(file: TensorFile | TensorFolder) -> dict[str, RenamedSource
 
 
 def component_sources(part: str, file: TensorFile) -> dict[str, RenamedSource]:
-    """The sources of a file of its own, by component; prefixes that such a file leaves out are put back."""
+    """The sources of a file of its own, by component; prefixes that such a file leaves out are put
+    back."""
     if any(p.option and p.option == PARTS[part].option for p in PARTS.values() if not p.header):
         return official_sources(file)  # another part's, too
     if part == "text":
@@ -513,7 +523,8 @@ def component_sources(part: str, file: TensorFile) -> dict[str, RenamedSource]:
 def _diffusers(
     path: Path, given: Given, near: Parts, index: frozenset[str], config_from: str | Path | None
 ) -> Places:
-    """The parts of a diffusers folder. Raises InputError for what is missing, and for a flag that it needs not."""
+    """The parts of a diffusers folder. Raises InputError for what is missing, and for a flag that
+    it needs not."""
     if config_from:
         raise InputError(f"--config-from: {path} has its own config; leave the flag out")
     if named := [part.flag for o, part in FILES.items() if given.get(o) and not part.either]:

@@ -33,7 +33,8 @@ class Sign(NamedTuple):
 
 
 def sign(checkpoint: Checkpoint, assume: str | None = None) -> Sign | None:
-    """The flag, where it says what the weights are, else the strongest sign of the files; None if there is none."""
+    """The flag, where it says what the weights are, else the strongest sign of the files; None if
+    there is none."""
     return Sign(assume, f"--assume {assume}") if assume else next(_signs(checkpoint), None)
 
 
@@ -56,8 +57,8 @@ def _signs(checkpoint: Checkpoint) -> Iterator[Sign]:
 
 
 def _names(model: Path, file: Path) -> Iterator[tuple[str, str]]:
-    """The thing that is called so, and the name, from the file outwards: its folder, if that is the model, and
-    the repository of the hub whose cache it is in."""
+    """The thing that is called so, and the name, from the file outwards: its folder, if that is the
+    model, and the repository of the hub whose cache it is in."""
     if not file.is_dir():
         yield "name", file.name
     model = model.absolute()

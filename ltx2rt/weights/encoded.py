@@ -1,4 +1,5 @@
-"""Fields of the checkpoint's matrices in their encodings, as they are stored or made while they are read."""
+"""Fields of the checkpoint's matrices in their encodings, as they are stored or made while they are
+read."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ class EncodedSource:
     """Reads pieces of tensors and encodes them; a piece is read once for all of its fields."""
 
     def __init__(self, source: TensorSource, encode: Callable[[str, Any], tuple[Any, ...]]):
-        """encode: what makes the fields of an array [rows, n] in the encoding of that name (`Encoding.encode`), on the
-        host or on the device.
+        """encode: what makes the fields of an array [rows, n] in the encoding of that name
+        (`Encoding.encode`), on the host or on the device.
         """
         self.source, self.encode = source, encode
         self._rest: dict[
@@ -41,7 +42,8 @@ class EncodedSource:
         return field
 
     def _fields(self, piece: Piece, encoding: str) -> tuple[Any, ...]:
-        """Matrices stored in the encoding are kept, and stay with one scale where LoRAs have changed them."""
+        """Matrices stored in the encoding are kept, and stay with one scale where LoRAs have
+        changed them."""
         if EITHER in encoding:
             return self._of_a_type(piece, encoding)
         row = ENCODINGS[encoding]
@@ -55,7 +57,8 @@ class EncodedSource:
         return kept
 
     def _of_a_type(self, piece: Piece, encoding: str) -> tuple[Any, ...]:
-        """Rows of bytes, filled up to the length of the longest type's, and the number of their type."""
+        """Rows of bytes, filled up to the length of the longest type's, and the number of their
+        type."""
         for number, name in enumerate(encoding.split(EITHER)):
             if (kept := stored_fields(self.source, name, *piece)) is not None:
                 (rows,), (own,) = kept, ENCODINGS[name].fields

@@ -1,8 +1,8 @@
 """Tensors in files: headers first, data as memory-mapped views, files written as a stream.
 
-The safetensors package says what a readable file is, as an attacker may have written it; names and meaning are left to
-`names`, `configs` and `checkpoint`. A *tensor source* is anything with `names()`, `info(name)` and `read(name)`;
-`TensorFile` and `TensorFolder` are two.
+The safetensors package says what a readable file is, as an attacker may have written it; names and
+meaning are left to `names`, `configs` and `checkpoint`. A *tensor source* is anything with
+`names()`, `info(name)` and `read(name)`; `TensorFile` and `TensorFolder` are two.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ DTYPES: dict[str, np.dtype] = {  # the safetensors format's names
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOATS = [dtype for name, dtype in DTYPES.items() if name.startswith(("F", "BF"))]
-INFINITY = {  # the bits of the least non-finite value, above zero and below; float8_e4m3fn has NaN alone
+# the bits of the least non-finite value, above zero and below; float8_e4m3fn has NaN alone
+INFINITY = {
     dtype: tuple(
         int(x)
         for x in np.array([np.inf, -np.inf], np.float32).astype(dtype).view(f"u{dtype.itemsize}")
@@ -122,7 +123,8 @@ OPENED: weakref.WeakSet[TensorFile] = weakref.WeakSet()
 
 
 def identity(file: int | str | os.PathLike[str]) -> tuple[int, ...]:
-    """Device, inode, size and time of the last change: one differs once a file is replaced or written.
+    """Device, inode, size and time of the last change: one differs once a file is replaced or
+    written.
 
     file: a path or a descriptor. Raises OSError.
     """
@@ -131,13 +133,15 @@ def identity(file: int | str | os.PathLike[str]) -> tuple[int, ...]:
 
 
 class TensorFile:
-    """One safetensors file. Opening reads the header only; arrays are read-only views of the mapped file.
+    """One safetensors file. Opening reads the header only; arrays are read-only views of the mapped
+    file.
 
     One descriptor serves header and data, so a file that replaces this one is never read by halves.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        """Raises InputError for what the safetensors package refuses, for a git-lfs pointer, a FIFO, a folder."""
+        """Raises InputError for what the safetensors package refuses, for a git-lfs pointer, a
+        FIFO, a folder."""
         self.path = Path(path)
         try:
             self._file = os.open(
@@ -157,7 +161,8 @@ class TensorFile:
     def _header(self) -> tuple[dict[str, str], dict[str, tuple[TensorInfo, int]]]:
         """Metadata, and (info, first byte) by name. Raises InputError.
 
-        A transformer whose names lack the official prefix, as some of ComfyUI's files have it, gets it.
+        A transformer whose names lack the official prefix, as some of ComfyUI's files have it, gets
+        it.
         """
         metadata, tensors = _parsed(self._file, self.path)
         if BARE_TRANSFORMER in tensors:
@@ -185,8 +190,8 @@ class TensorFile:
     def read(self, name: str, *cuts: Cut) -> np.ndarray:
         """The tensor, or a slice of it; what is asked for adds to `requested_bytes`.
 
-        Raises InputError if the file has changed since it was opened, and for values that are NaN or infinite. Touching
-        the array once the file has become shorter is a SIGBUS.
+        Raises InputError if the file has changed since it was opened, and for values that are NaN
+        or infinite. Touching the array once the file has become shorter is a SIGBUS.
         """
         info, begin = self._tensors[name]
         self.check()
@@ -203,7 +208,8 @@ class TensorFile:
 
 
 def check_opened() -> None:
-    """Raises InputError for an open file that has changed: after arrays were copied, before they are believed."""
+    """Raises InputError for an open file that has changed: after arrays were copied, before they
+    are believed."""
     for file in list(OPENED):
         file.check()
 
@@ -211,7 +217,8 @@ def check_opened() -> None:
 def finite(array: np.ndarray) -> bool:
     """Whether no value is NaN or infinite: as integers, those are the largest of either sign.
 
-    Faster than a sum: few blocks of weights have a value above 2, without which no exponent has all its bits.
+    Faster than a sum: few blocks of weights have a value above 2, without which no exponent has all
+    its bits.
     """
     if array.dtype not in INFINITY or array.size == 0:
         return True
@@ -331,7 +338,8 @@ def _open_shards(path: Path, index: Path) -> TensorFolder:
 
 
 def _parsed(file: int, path: Path) -> tuple[dict[str, str], dict[str, tuple[TensorInfo, int]]]:
-    """(metadata, name -> (info, first byte)) of an open file, as the safetensors package reads it."""
+    """(metadata, name -> (info, first byte)) of an open file, as the safetensors package reads
+    it."""
     if (start := os.pread(file, 24, 0)).startswith(b"version https://git-lfs"):
         raise InputError(
             f"{path}: a git-lfs pointer, not the weights; run `git lfs pull` in its repository"
@@ -379,8 +387,9 @@ def foreign(start: bytes) -> str | None:
 
 
 def digest(path: str | os.PathLike[str]) -> str:
-    """Twelve hex digits that tell a file from others without its path: of its size and its safetensors header, of its
-    size and first MiB if it is something else. Those of a folder are made of the digits and names
+    """Twelve hex digits that tell a file from others without its path: of its size and its
+    safetensors header, of its size and first MiB if it is something else. Those of a folder are
+    made of the digits and names
     of its safetensors and GGUF files.
     """
     path = Path(path)
@@ -403,10 +412,12 @@ def write_tensors(
     produce: Callable[[str], np.ndarray] | None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write `path` holding one tensor at a time: `produce(name)` is called once per name, in file order.
-    Without `produce` every value is zero and takes no room on a disk that knows sparse files.
+    """Write `path` holding one tensor at a time: `produce(name)` is called once per name, in file
+    order. Without `produce` every value is zero and takes no room on a disk that knows sparse
+    files.
 
-    The file appears under its name only when complete. Wide dtypes come first, so every tensor is aligned.
+    The file appears under its name only when complete. Wide dtypes come first, so every tensor is
+    aligned.
     """
     path = Path(path)
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)

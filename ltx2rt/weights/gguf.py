@@ -84,7 +84,8 @@ class GgufFile(TensorFile):
 
     @property
     def architecture(self) -> str:
-        """The architecture that the file states, such as "ltxv" or "gemma3"; empty if it states none."""
+        """The architecture that the file states, such as "ltxv" or "gemma3"; empty if it states
+        none."""
         return self.metadata.get("general.architecture", "")
 
     def read(self, name: str, *cuts: Cut) -> np.ndarray:

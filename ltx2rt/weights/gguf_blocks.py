@@ -1,6 +1,8 @@
-"""GGUF's types: the number that stands for each in a file, and how many bytes hold how many weights.
+"""GGUF's types: the number that stands for each in a file, and how many bytes hold how many
+weights.
 
-What the blocks of a type that is read stand for is in its row of `graph.encodings`. Source: ggml.h, ggml-quants.c.
+What the blocks of a type that is read stand for is in its row of `graph.encodings`. Source: ggml.h,
+ggml-quants.c.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Models of the Hugging Face hub: `ORG/NAME[/FILE][@REVISION]` to files in its cache.
 
-Decides which of a repository's files a run needs, as `checkpoint` decides what a folder holds: by headers and configs,
-which are read over the network, never by names. Leaves the download itself, which goes on where a connection was cut,
-to huggingface_hub. A path that exists is never a repository.
+Decides which of a repository's files a run needs, as `checkpoint` decides what a folder holds: by
+headers and configs, which are read over the network, never by names. Leaves the download itself,
+which goes on where a connection was cut, to huggingface_hub. A path that exists is never a
+repository.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ TEXTS = (".json", ".model", ".jinja")
 
 @dataclass(frozen=True)
 class Repo:
-    """file: one of the repository's, None: whatever the run needs. revision: a branch, a tag or a commit."""
+    """file: one of the repository's, None: whatever the run needs. revision: a branch, a tag or a
+    commit."""
 
     name: str
     file: str | None = None
@@ -76,10 +78,10 @@ def fetch(
 ) -> Path:
     """Download what is not in the cache yet; the file or folder to open.
 
-    part: "main" for a checkpoint and what belongs to it, "gemma" for a repository that is a Gemma folder, anything else
-    for one file. wanted: kinds of files that come with a checkpoint where the repository has them and it does not hold
-    them itself; of the two video decoders the other comes if there is but that. offline: look into the
-    cache alone. Raises InputError.
+    part: "main" for a checkpoint and what belongs to it, "gemma" for a repository that is a Gemma
+    folder, anything else for one file. wanted: kinds of files that come with a checkpoint where the
+    repository has them and it does not hold them itself; of the two video decoders the other comes
+    if there is but that. offline: look into the cache alone. Raises InputError.
     """
     with _hub(repo):
         import huggingface_hub
@@ -156,7 +158,8 @@ def _needed(
 
 
 def _folders(repo: Repo, sizes: dict[str, int]) -> dict[str, list[str]]:
-    """The repository's folders that have a config, by part; of several those that its index lists."""
+    """The repository's folders that have a config, by part; of several those that its index
+    lists."""
     configs = [name for name in sizes if name == INDEX or re.fullmatch(r"[^/]+/config\.json", name)]
     if not configs:
         return {}
@@ -172,8 +175,8 @@ def _folders(repo: Repo, sizes: dict[str, int]) -> dict[str, list[str]]:
 def _headers(
     repo: Repo, sizes: dict[str, int], commit: str, diffusers: bool
 ) -> dict[str, RemoteFile]:
-    """Headers of the repository's own files; where those have no checkpoint, of its folders without a config, too, as
-    LTX-2.5 is released. diffusers: it has a transformer's folder."""
+    """Headers of the repository's own files; where those have no checkpoint, of its folders without
+    a config, too, as LTX-2.5 is released. diffusers: it has a transformer's folder."""
 
     def at(depth: int) -> dict[str, RemoteFile]:
         plain = (name for name in sizes if f"{Path(name).parent}/config.json" not in sizes)
@@ -190,8 +193,9 @@ def _headers(
 def _chosen(
     wanted: set[Any], first: dict[str, list[str]], second: dict[str, list[str]]
 ) -> dict[str, list[str]]:
-    """Files or folders of the parts that are wanted. first, second: those of the checkpoint's layout, and of the other,
-    which some parts may be taken from. Of the two video decoders the other is taken if there is but that."""
+    """Files or folders of the parts that are wanted. first, second: those of the checkpoint's
+    layout, and of the other, which some parts may be taken from. Of the two video decoders the
+    other is taken if there is but that."""
     video = wanted.intersection(DECODERS)
     if video and not any(part in first for part in video):
         wanted = wanted | {part for part in DECODERS if part in first}
@@ -245,7 +249,8 @@ def _cached(repo: Repo, cache_folder: Path) -> Path:
 
 @contextmanager
 def _hub(repo: Repo) -> Iterator[None]:
-    """Whatever goes wrong within becomes one InputError; the transport's errors have no common class."""
+    """Whatever goes wrong within becomes one InputError; the transport's errors have no common
+    class."""
     try:
         yield
     except InputError:

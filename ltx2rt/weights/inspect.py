@@ -54,7 +54,8 @@ ROWS = names_of(lambda part: part.header and part.name != "main")
 
 
 def inspect_path(path: str | Path) -> dict[str, Any]:
-    """JSON-ready: kind, family, version, layout, components (tensors, elements, bytes, dtypes, names), what is missing.
+    """JSON-ready: kind, family, version, layout, components (tensors, elements, bytes, dtypes,
+    names), what is missing.
 
     Raises InputError only for what cannot be read at all or holds nothing of LTX-2.
     """
@@ -113,7 +114,8 @@ def _row(kind: str, path: Path) -> dict[str, Any]:
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
-    """A file or folder with the main networks. One that does not open is still described as far as it goes."""
+    """A file or folder with the main networks. One that does not open is still described as far as
+    it goes."""
     try:
         checkpoint = open_checkpoint(path)
     except InputError as error:
@@ -242,7 +244,8 @@ def _beside(path: Path) -> dict[str, Any]:
 
 
 def _part(path: Path) -> dict[str, Any]:
-    """A file of LTX-2.5 with a part of the model; a diffusers folder of one is no more than that."""
+    """A file of LTX-2.5 with a part of the model; a diffusers folder of one is no more than
+    that."""
     if path.is_dir():
         return _other(path)
     file = open_file(path)

@@ -77,7 +77,8 @@ class Lora:
         return " and ".join(sorted({change.kind for change in self.changes.values()})) or "LoRA"
 
     def on(self, names: Iterable[str]) -> dict[str, Change]:
-        """The changes by name of the weight, of a model with these; those of other models under their own."""
+        """The changes by name of the weight, of a model with these; those of other models under
+        their own."""
         flat = {prefix + _flat(name): name for name in names for prefix in _FLAT}
         return {flat.get(name, name): change for name, change in self.changes.items()}
 
@@ -94,7 +95,8 @@ class Merge:
     kind: str = "LoRA"
 
     def line(self, stage: str = "", role: str = "") -> str:
-        """Such as "stage2, distilled: merged 130/130 modules of FILE at strength 1"; without a stage: "merged ..."."""
+        """Such as "stage2, distilled: merged 130/130 modules of FILE at strength 1"; without a
+        stage: "merged ..."."""
         where = ", ".join(filter(None, (stage, role)))
         skipped = f", skipped {self.skipped} of the text projection" if self.skipped else ""
         modules = "modules" if self.kind == "LoRA" else f"{self.kind} modules"
@@ -103,7 +105,8 @@ class Merge:
 
 
 def open_lora(path: str | Path, strength: float = 1.0) -> Lora:
-    """Read the header (and the alpha scalars). Keys: official, diffusers/PEFT, LyCORIS, and lora_down/lora_up."""
+    """Read the header (and the alpha scalars). Keys: official, diffusers/PEFT, LyCORIS, and
+    lora_down/lora_up."""
     file = TensorFile(path)
     modules: dict[str, dict[str, str]] = {}
     unknown = []
@@ -160,7 +163,8 @@ def _flat(name: str) -> str:
 
 
 def reference_factors(paths: Iterable[Path]) -> tuple[int, int]:
-    """How much coarser than the clip the references of IC-LoRAs are, in space and in time; 1 if no header says more.
+    """How much coarser than the clip the references of IC-LoRAs are, in space and in time; 1 if no
+    header says more.
 
     Raises InputError for what is no whole number, and where two LoRAs say more than 1 and differ.
     """
@@ -181,7 +185,8 @@ def reference_factors(paths: Iterable[Path]) -> tuple[int, int]:
 
 
 def check_lora(lora: Lora, version: tuple[int, ...]) -> None:
-    """Raises InputError for a LoRA of an earlier release on LTX-2.5, or the other way round, if both state theirs."""
+    """Raises InputError for a LoRA of an earlier release on LTX-2.5, or the other way round, if
+    both state theirs."""
     own = version_tuple(lora.file.metadata.get("model_version"))
     if own and version and not of_version(own).goes_with(of_version(version)):
         words = [".".join(map(str, found)) for found in (own, version)]
@@ -191,12 +196,13 @@ def check_lora(lora: Lora, version: tuple[int, ...]) -> None:
 
 
 def merge(weight: np.ndarray, factors: Sequence[Factors], rounded: bool) -> np.ndarray:
-    """W' = W[out, in] + the sum of all s * (B @ A), every product accumulated in float32: the definition.
+    """W' = W[out, in] + the sum of all s * (B @ A), every product accumulated in float32: the
+    definition.
 
     rounded: as the official code in bfloat16, the first Delta = bf16(bf16(B*s) @ A), each further
-    Delta = bf16(Delta + s*(B @ A)), and W' = bf16(Delta + W), which stays float32 if W is (it was dequantised, and its
-    reader rounds). Otherwise float32 throughout. A change of several terms is a product in float32 in any case; where
-    it is the first, Delta = bf16(s * product).
+    Delta = bf16(Delta + s*(B @ A)), and W' = bf16(Delta + W), which stays float32 if W is (it was
+    dequantised, and its reader rounds). Otherwise float32 throughout. A change of several terms is
+    a product in float32 in any case; where it is the first, Delta = bf16(s * product).
     """
 
     def wide(term: Iterable[np.ndarray], terms: Sequence) -> list[np.ndarray]:
@@ -233,8 +239,8 @@ def _floats(array: np.ndarray, rounded: bool) -> np.ndarray:
 class MergedSource:
     """A tensor source whose touched weights are read with the LoRAs merged, in the order given.
 
-    dtype bfloat16 rounds as the official code does, float32 does not (see `merge`). Untouched tensors are the source's
-    own views.
+    dtype bfloat16 rounds as the official code does, float32 does not (see `merge`). Untouched
+    tensors are the source's own views.
     """
 
     def __init__(
@@ -306,12 +312,14 @@ class MergedSource:
         )
 
     def stored(self, format: str, name: str, *cuts: Cut) -> Fields | None:
-        """As it is stored, or merged and to be encoded anew: None for what is not stored in the format."""
+        """As it is stored, or merged and to be encoded anew: None for what is not stored in the
+        format."""
         kept = stored_fields(self._source, format, name, *cuts)
         return (self.read(name, *cuts), None) if kept and name in self._changes else kept
 
     def read(self, name: str, *cuts: Cut) -> Any:
-        """The merged tensor, or a slice of it, for which only the slices of the LoRAs that reach it are multiplied.
+        """The merged tensor, or a slice of it, for which only the slices of the LoRAs that reach it
+        are multiplied.
 
         What `merge` gives if LoRAs touch it, else the source's numpy view.
         """
@@ -329,7 +337,8 @@ def merge_to_file(
     output: str | Path,
     dtype: str,
 ) -> list[Merge]:
-    """Write the named tensors, merged, under their official names as `dtype`; returns what was merged."""
+    """Write the named tensors, merged, under their official names as `dtype`; returns what was
+    merged."""
     check_outputs([("--output", Path(output))], [*checkpoint.files, *(lora.path for lora in loras)])
     for lora in loras:
         check_lora(lora, checkpoint.config.version)

@@ -18,7 +18,8 @@ Shapes = dict[str, dict[str, tuple[int, ...]]]  # component -> canonical name ->
 
 
 def networks(config: ModelConfig) -> Shapes:
-    """Tensors that the graphs read, each traced for a clip of 2x2x2 latents; without parts that the config has not."""
+    """Tensors that the graphs read, each traced for a clip of 2x2x2 latents; without parts that the
+    config has not."""
     video, found = config.video_vae, Shapes()
     size = 2 * video.space_factor
     clip = Geometry.of(config, size, size, video.time_factor + 1, Fraction(24))

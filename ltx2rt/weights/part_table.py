@@ -37,7 +37,8 @@ GEMMA_KEYS = (
 GEMMA_GGUF = "gemma3"  # the architecture that a GGUF file of the text encoder names
 PROJECTION = re.compile(rf"{TEXT_PROJECTION}.*aggregate_embed\.weight$")
 DIFFUSION_KEY = "vae.decoder.det_stages."
-JOINT = b"audio_to_video_attn"  # a layer that only transformers with sound have, and LoRAs that change all of one
+# a layer that only transformers with sound have, and LoRAs that change all of one
+JOINT = b"audio_to_video_attn"
 STATISTICS = {
     "per_channel_statistics.mean-of-means": "latents_mean",
     "per_channel_statistics.std-of-means": "latents_std",
@@ -67,8 +68,9 @@ class Part:
     """One part.
 
     How it is found. word: in messages; kind: the word that several share. option: the field of the
-    model options that names its file, help, metavar: of its flag. header, config: whether a file's header,
-    or the config of a diffusers folder, is of it; no header: it has no file of its own. mark: bytes
+    model options that names its file, help, metavar: of its flag. header, config: whether a file's
+    header, or the config of a diffusers folder, is of it; no header: it has no file of its own.
+    mark: bytes
     in its file's header. folder: where diffusers keeps it, library: where diffusers has its class.
     every: each release has it. either: a file of one layout goes with the other, too; own_release:
     but one of another release does not. source: it is a source of tensors. decoder: of video, its
@@ -81,8 +83,8 @@ class Part:
     check: raises InputError if that does not fit the model's, for the file `where`.
 
     How it is made at random. write: its official section or file's config, or its config.json.
-    unread: tensors of its files that no network reads, for its config and a layout. gains: of its last layers, by the
-    beginning of their names, so that what they make is of a usual size.
+    unread: tensors of its files that no network reads, for its config and a layout. gains: of its
+    last layers, by the beginning of their names, so that what they make is of a usual size.
     """
 
     name: str
@@ -219,7 +221,8 @@ PARTS = {
                 **NORMS,
             },
         ),
-        Part(  # connectors, or the text projection, or both; under two prefixes, which its words spell out
+        # connectors, or the text projection, or both; under two prefixes, which its words spell out
+        Part(
             "text", "embeddings connectors", header=lambda h: h.begins(*CONNECTORS, TEXT_PROJECTION),
             config=_of_class("LTX2TextConnectors"), folder="connectors", library="ltx2", mark=b"embeddings_connector",
             section="transformer", read=_read_text,
@@ -363,7 +366,8 @@ def word_of(name: str) -> str:
 
 
 def files_beside(video_decoder: str | None) -> tuple[str, ...]:
-    """Parts that a checkpoint has in files beside its main one. video_decoder: "diffusion", else the other."""
+    """Parts that a checkpoint has in files beside its main one. video_decoder: "diffusion", else
+    the other."""
     decoders = ("", video_decoder or "conv")
     return names_of(lambda p: p.option and p.header and p.wanted is None and p.decoder in decoders)
 

@@ -52,7 +52,8 @@ def only(part: str, candidates: list[T]) -> T | None:
 
 
 def refuse_ambiguous(**found: Sequence[Any]) -> None:
-    """Raise one InputError for all parts that have several candidates, listing them and the flags that choose."""
+    """Raise one InputError for all parts that have several candidates, listing them and the flags
+    that choose."""
     said = []
     for part, candidates in found.items():
         if len(candidates) > 1:
@@ -102,8 +103,8 @@ def read_json(path: Path) -> Keys:
 
 
 def scan(folder: Path, deep: bool = False) -> Parts:
-    """Files directly in the folder and in its sub-folders that have a config; headers only. deep: also the files in
-    sub-folders without one, as LTX-2.5 is released."""
+    """Files directly in the folder and in its sub-folders that have a config; headers only. deep:
+    also the files in sub-folders without one, as LTX-2.5 is released."""
     inner = []
     if deep:
         folders = [

@@ -40,13 +40,15 @@ COMPANIONS = (
 )
 MARK = "scaled_fp8"
 BLOCK = 16  # inputs that share a scale in nvfp4
-# Fields of an encoding (`graph.encodings`), or numbers [rows, n] and None: to be encoded with one scale.
+# Fields of an encoding (`graph.encodings`), or numbers [rows, n] and None: to be encoded with one
+# scale.
 Fields = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Packed(TensorInfo):
-    """shape, dtype: of what reading gives. nbytes: of what is stored. group: inputs that are decoded together."""
+    """shape, dtype: of what reading gives. nbytes: of what is stored. group: inputs that are
+    decoded together."""
 
     format: str
     stored_bytes: int
@@ -76,7 +78,8 @@ class Packed(TensorInfo):
 
 
 class Dequantised:
-    """A file (or the files of a folder) whose quantised matrices are read as float32; companions have no name."""
+    """A file (or the files of a folder) whose quantised matrices are read as float32; companions
+    have no name."""
 
     def __init__(self, file: TensorFile | TensorFolder):
         """Raises InputError for companions that do not fit their matrix."""
@@ -118,7 +121,8 @@ class Dequantised:
 
 
 def dequantised(file: Any) -> Any:
-    """The file (or another source) itself, or as `Dequantised` if it holds what one can be read of."""
+    """The file (or another source) itself, or as `Dequantised` if it holds what one can be read
+    of."""
     if not isinstance(file, (TensorFile, TensorFolder)):
         return file
     found = Dequantised(file)
@@ -131,7 +135,7 @@ def stored_fields(source: TensorSource, format: str, name: str, *cuts: Cut) -> F
     return read(format, name, *cuts) if read else None
 
 
-# ---- recognising ----------------------------------------------------------------------------------------------------
+# ---- recognising ---------------------------------------------------------------------------------
 
 
 def _packed(file: TensorFile | TensorFolder, name: str, names: set[str]) -> Packed | None:
@@ -197,7 +201,7 @@ def _expect(file: TensorFile | TensorFolder, name: str, fits: bool, expected: st
         )
 
 
-# ---- decoding -------------------------------------------------------------------------------------------------------
+# ---- decoding ------------------------------------------------------------------------------------
 
 
 def _fields(file: TensorSource, name: str, packed: Packed, rows: Cut, columns: Cut) -> Fields:
@@ -223,8 +227,9 @@ def _scale(file: TensorSource, stored: str, rows: Cut) -> np.ndarray:
 
 
 def swizzled(stored: np.ndarray, rows: int, columns: int) -> np.ndarray:
-    """[rows, columns] of a matrix in tiles of 128 x 4, each of which lies as [32, 4, 4]: row mod 32, row div 32, column
-    mod 4; both sizes are padded to whole tiles. Source: cuBLAS, "1D block scaling factors layout".
+    """[rows, columns] of a matrix in tiles of 128 x 4, each of which lies as [32, 4, 4]: row mod
+    32, row div 32, column mod 4; both sizes are padded to whole tiles. Source: cuBLAS, "1D block
+    scaling factors layout".
     """
     down, right = -(-rows // 128), -(-columns // 4)
     tiles = stored.reshape(down, right, 32, 4, 4).transpose(0, 3, 2, 1, 4)

@@ -48,7 +48,8 @@ class Asset:
 
 
 def gemma_keys(path: Path) -> Keys:
-    """The keys of a Gemma folder's config.json, or those that it would have for a file. Raises InputError."""
+    """The keys of a Gemma folder's config.json, or those that it would have for a file. Raises
+    InputError."""
     if path.is_dir():
         if not (path / "config.json").is_file():
             said = "no Gemma folder (it must hold config.json)"

@@ -1,7 +1,8 @@
-"""Run by test_decode_on_devices on four virtual devices: decodes of 1, 3 and 4 latents at once, and their program.
+"""Run by test_decode_on_devices on four virtual devices: decodes of 1, 3 and 4 latents at once, and
+their program.
 
-Prints JSON: the largest distance from the same latents on one device for each number of latents, and facts of the
-compiled program.
+Prints JSON: the largest distance from the same latents on one device for each number of latents,
+and facts of the compiled program.
 """
 
 import json

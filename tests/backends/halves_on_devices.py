@@ -1,8 +1,9 @@
 """Run by test_programs on four virtual devices: python halves_on_devices.py [MODEL]
 
-With a model: a guided run of two branches by the loop as it is here, and as it is on a v6e: halves of the samples side
-by side, the sums of pairs permutations. Prints how far apart the latents are, and how many exchanges of each kind were
-traced. Without: whether a sum is bit for bit what it is by permutations.
+With a model: a guided run of two branches by the loop as it is here, and as it is on a v6e: halves
+of the samples side by side, the sums of pairs permutations. Prints how far apart the latents are,
+and how many exchanges of each kind were traced. Without: whether a sum is bit for bit what it is by
+permutations.
 """
 
 from __future__ import annotations

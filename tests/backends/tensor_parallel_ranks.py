@@ -1,10 +1,13 @@
-"""Runs the placed cases on torch ranks over gloo, or on JAX host devices; not a test, started by one as a process.
+"""Runs the placed cases on torch ranks over gloo, or on JAX host devices; not a test, started by
+one as a process.
 
-    python tensor_parallel_ranks.py cuda FOLDER      every world size in turn, its ranks forked from this process
-    python tensor_parallel_ranks.py tpu FOLDER       needs XLA_FLAGS=--xla_force_host_platform_device_count=6
+    python tensor_parallel_ranks.py cuda FOLDER      every world size in turn, its ranks forked from
+    this process python tensor_parallel_ranks.py tpu FOLDER       needs
+    XLA_FLAGS=--xla_force_host_platform_device_count=6
 
-FOLDER holds what `write_inputs` writes. Written there: what each run gave, `{kind}-{devices}-{run}.npz`, what every
-rank of torch did, `cuda-{devices}-rank{i}.json`, and what a process took to load, `big-{plain or lora}-{who}.json`.
+FOLDER holds what `write_inputs` writes. Written there: what each run gave,
+`{kind}-{devices}-{run}.npz`, what every rank of torch did, `cuda-{devices}-rank{i}.json`, and what
+a process took to load, `big-{plain or lora}-{who}.json`.
 """
 
 from __future__ import annotations
@@ -84,7 +87,8 @@ RUNS = {
 
 
 def runs_on(kind: str, devices: int) -> list[Run]:
-    """All at the first world size, at the other the text encoder's, whose placement is what differs there."""
+    """All at the first world size, at the other the text encoder's, whose placement is what differs
+    there."""
     return [run for run in RUNS[kind] if devices == RANKS[0] or run.name.startswith("text")]
 
 
@@ -113,7 +117,8 @@ def source_of(run: Run, folder: Path, merge):
 
 
 def run_all(kind: str, devices: int, folder: Path) -> dict:
-    """Outputs of every run are written by the main process; returns the collectives that each run executed."""
+    """Outputs of every run are written by the main process; returns the collectives that each run
+    executed."""
     backend, executed = get_backend(kind, "cpu", {"tensor": devices}), {}
     for run in runs_on(kind, devices):
         one = case(run.name, run.dtype)
@@ -130,7 +135,8 @@ def run_all(kind: str, devices: int, folder: Path) -> dict:
 
 
 def traced(program, weights, inputs) -> dict[str, int]:
-    """Collectives in what JAX traces of a program, under the name of their primitive; the body of a scan once."""
+    """Collectives in what JAX traces of a program, under the name of their primitive; the body of a
+    scan once."""
     uploaded = {name: program.upload(name, value) for name, value in inputs.items()}
     text = str(program.function.trace(program._weights(weights), uploaded).jaxpr)
     found = re.findall(r"= (psum\w*|all_\w+|ppermute|reduce_scatter|pmax|pmin|pbroadcast)\[", text)
@@ -158,7 +164,7 @@ def collectives():
         yield seen
 
 
-# --- torch ranks ------------------------------------------------------------------------------------------------
+# --- torch ranks ----------------------------------------------------------------------------------
 
 
 def requested_bytes(devices: int, folder: Path) -> dict[str, int]:
@@ -178,9 +184,11 @@ def agreed(devices: int) -> list[bool]:
 
 
 def shared_calls(devices: int) -> dict[str, Any]:
-    """Ten calls shared by the ranks: stopped by their reader, stopped by a call on which all agree, then whole.
+    """Ten calls shared by the ranks: stopped by their reader, stopped by a call on which all agree,
+    then whole.
 
-    Returns the number of calls that were taken until each end, and what the main process got of the last.
+    Returns the number of calls that were taken until each end, and what the main process got of the
+    last.
     """
     backend = get_backend("cuda", "cpu", {"tensor": devices})
     graph = trace("double", lambda o: {"y": o.affine(o.input("x", B=1), scale=2.0)}, "float32")
@@ -208,7 +216,8 @@ def shared_calls(devices: int) -> dict[str, Any]:
 
 
 def big_graph(dtype: str = "bfloat16") -> Graph:
-    """LTX-2.3's transformer at its real depth and 3/32 of its width: 360 MB, whose largest tensor is a real share."""
+    """LTX-2.3's transformer at its real depth and 3/32 of its width: 360 MB, whose largest tensor
+    is a real share."""
     config = replace(preset("ltx-2.3").config.transformer, num_heads=3, audio_num_heads=3)
     return transformer.trace(
         config, transformer.ForwardShape(1, 1, 1, 1, (1,) * len(transformer.TABLES)), dtype
@@ -221,7 +230,8 @@ def anonymous_bytes() -> int:
 
 
 def measured_load(kind: str, mesh: dict[str, int], folder: Path, lora: bool) -> dict[str, int]:
-    """Peak anonymous memory above that before the load, and what the weights take, for a big checkpoint."""
+    """Peak anonymous memory above that before the load, and what the weights take, for a big
+    checkpoint."""
     backend = get_backend(kind, "cpu", mesh)
     graph = Placement(PROFILES["hopper"], mesh).local(big_graph(), "transformer")
     square = np.ones((2, 2), np.float32)

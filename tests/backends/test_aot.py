@@ -1,4 +1,5 @@
-"""Programs as the TPU compiler leaves them communicate what their placed graphs say, and nothing else."""
+"""Programs as the TPU compiler leaves them communicate what their placed graphs say, and nothing
+else."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -69,7 +70,8 @@ def test_a_compiled_step_communicates_its_plan(name, branches, profile, mesh):
         sums = {name: found.collectives.pop(name, 0) for name in ("all-reduce",) if name in counts}
         assert all(fewest[name] <= n <= counts.pop(name) for name, n in sums.items()), (part, sums)
         assert found.collectives == counts, part
-        # Statistics of a few tokens are padded to a whole tile of the memory's layout before they are sent.
+        # Statistics of a few tokens are padded to a whole tile of the memory's layout before they
+        # are sent.
         assert found.received_bytes == pytest.approx(received, rel=1e-2), part
     assert planned(whole.body)[0].keys() >= {"all-reduce" if "tensor" in mesh else "all-to-all"}
 
@@ -89,6 +91,7 @@ def test_devices_decode_tiles_apart_with_whole_weights(name, clip):
     graph, found = decoder(name, **clip)
     assert found.collectives == {} and found.received_bytes == 0
     latent, frames = graph.inputs["latent"].type.nbytes, graph.outputs["frames"].type.nbytes
-    # Whole weights, one tile in, one tile out; memory is padded to tiles of its own, which never doubles frames.
+    # Whole weights, one tile in, one tile out; memory is padded to tiles of its own, which never
+    # doubles frames.
     assert found.weights_bytes >= weight_bytes([graph]) + latent
     assert frames <= found.output_bytes < 2 * frames

@@ -1,4 +1,5 @@
-"""A process starts from what an earlier one compiled; what it cannot use is said, replaced and never run."""
+"""A process starts from what an earlier one compiled; what it cannot use is said, replaced and
+never run."""
 
 import json
 import os

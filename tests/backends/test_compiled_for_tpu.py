@@ -1,4 +1,5 @@
-"""What the real TPU compiler makes of full-width networks, reduced in depth. Compiled, nothing is run."""
+"""What the real TPU compiler makes of full-width networks, reduced in depth. Compiled, nothing is
+run."""
 
 import json
 import os
@@ -57,7 +58,8 @@ def run(script: str, **more: str) -> Any:
 
 
 def test_a_step_on_v7x_copies_no_weights():
-    """In the default tiling its temporaries hold every stacked matrix once more; a loaded one is tiled by a device."""
+    """In the default tiling its temporaries hold every stacked matrix once more; a loaded one is
+    tiled by a device."""
     found = run("""
 weights, step = compiled("tpu7x:2x2x1", {"sequence": 8}, 4, {"width": 256, "height": 256, "num_frames": 25})
 memory = step.memory_analysis()
@@ -80,9 +82,10 @@ print(json.dumps(sum("*" in name and any(weight.sharding.spec) for name, weight 
     assert cut > 0
 
 
-# By the compiler's code a step takes as long as `plan` says to no more than twice that: `plan` takes products at their
-# peak (70 to 89 % of it in the code) and attention in full blocks, and leaves out layouts, norms and elementwise work.
-# 1.44 here; at full size 1.37 on v6e and 1.49 on v7x. What is exposed agrees, as nothing hides it on v6e.
+# By the compiler's code a step takes as long as `plan` says to no more than twice that: `plan`
+# takes products at their peak (70 to 89 % of it in the code) and attention in full blocks, and
+# leaves out layouts, norms and elementwise work. 1.44 here; at full size 1.37 on v6e and 1.49 on
+# v7x. What is exposed agrees, as nothing hides it on v6e.
 APART = 2
 
 
@@ -106,7 +109,8 @@ print(json.dumps([sum(found.values()), planned.time_s(kind), found["exposed"], p
     kernels = [
         line.split(" custom-call(")[0] for line in text.splitlines() if "tpu_custom_call" in line
     ]
-    # (B heads, tokens, head_dim): 2 x 4 heads with all 1536 tokens, 2 x 16 heads with a quarter of them
+    # (B heads, tokens, head_dim): 2 x 4 heads with all 1536 tokens, 2 x 16 heads with a quarter of
+    # them
     assert (
         len(kernels) == 2 and "bf16[8,1536,128]" in kernels[0] and "bf16[32,384,128]" in kernels[1]
     ), kernels

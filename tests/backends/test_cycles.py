@@ -1,4 +1,5 @@
-"""The time of a compiled program by its code: bundles times windows, exchanges in order, overlap where there is one."""
+"""The time of a compiled program by its code: bundles times windows, exchanges in order, overlap
+where there is one."""
 
 import pytest
 from ltx2rt_tpu.cycles import FLOP_PER_CYCLE, bundles, times
@@ -58,7 +59,8 @@ CODE = {"product": 100, "norm.1": 20, "copy.1": 40000, "splash.4": 500}
 def test_every_class_has_its_bundles_and_what_is_waited_for_is_exposed():
     found = times(HLO, CODE, V6E)
     cycles = {name: round(s * CLOCK, 3) for name, s in found.items() if name != "exposed"}
-    # A product of 512^3 takes 512 cycles at the peak, fewer than 100 x 6; the second norm has the code of the first.
+    # A product of 512^3 takes 512 cycles at the peak, fewer than 100 x 6; the second norm has the
+    # code of the first.
     assert cycles == {
         "products": 10 * 600,
         "reductions": 10 * 2 * 20 * 4,

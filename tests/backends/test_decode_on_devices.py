@@ -1,4 +1,5 @@
-"""The decoder on several devices: each decodes its own, with whole weights, and nothing communicates."""
+"""The decoder on several devices: each decodes its own, with whole weights, and nothing
+communicates."""
 
 import json
 import os

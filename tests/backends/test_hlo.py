@@ -104,7 +104,8 @@ def test_what_cannot_be_told_is_not_guessed():
     [
         (("6,5", "7,5"), "f32[6,7] convolution(%x, %k), dim_labels=bf_oi->bf", 6 * 7 * 5),
         (("4,6,5", "4,7,5"), "f32[4,6,7] convolution(%x, %k), window={size=4 stride=3 pad=0_0 lhs_dilate=4}, "
-         "dim_labels=0bf_0oi->0bf", 4 * 6 * 7 * 5),  # a batch of products, as the compiler writes one
+         # a batch of products, as the compiler writes one
+         "dim_labels=0bf_0oi->0bf", 4 * 6 * 7 * 5),
         (("1,9,3", "3,3,8"), "f32[1,9,8] convolution(%x, %k), window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f",
          (3 * 9 - 2) * 3 * 8),  # a tap at either border meets a zero
         (("1,1,3", "5,3,8"), "f32[1,5,8] convolution(%x, %k), window={size=5 pad=4_4 rhs_reversal=1}, "

@@ -1,4 +1,5 @@
-"""The host's memory: weights in it without a GPU, what lies where, and that nothing is lost; what a CPU reuses."""
+"""The host's memory: weights in it without a GPU, what lies where, and that nothing is lost; what a
+CPU reuses."""
 
 import ctypes
 import os

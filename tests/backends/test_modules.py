@@ -1,4 +1,5 @@
-"""Networks as modules of other people's programs: `ltx2rt_cuda.as_module` and `ltx2rt_tpu.as_nnx`."""
+"""Networks as modules of other people's programs: `ltx2rt_cuda.as_module` and
+`ltx2rt_tpu.as_nnx`."""
 
 import copy
 import json
@@ -34,7 +35,8 @@ from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.random.presets import preset
 
 MESH = {"tensor": 2, "sequence": 2}
-CLOSE = 1e-4  # gradients in float32, back through two frameworks or a mesh: a few operations of 1e-5 each
+# gradients in float32, back through two frameworks or a mesh: a few operations of 1e-5 each
+CLOSE = 1e-4
 
 
 @cache
@@ -56,7 +58,8 @@ NETWORKS = ("transformer", "video-decoder")
 
 @cache
 def probes(name: str) -> dict[str, np.ndarray]:
-    """Random weights of a loss that is linear in the outputs, so that every output's gradient counts."""
+    """Random weights of a loss that is linear in the outputs, so that every output's gradient
+    counts."""
     rng = np.random.default_rng(5)
     return {
         k: rng.standard_normal(v.type.shape, np.float32)
@@ -272,7 +275,8 @@ def test_module_without_weights_takes_them_later(name):
 
 
 def test_copy_and_state_hold_the_checkpoints_tensors_only():
-    """The graph's own constants are no parameters; a copy, such as one for an average of weights, has none either."""
+    """The graph's own constants are no parameters; a copy, such as one for an average of weights,
+    has none either."""
     module = copy.deepcopy(torch_module("transformer"))
     assert any(isinstance(v, np.ndarray) for n in module.graph.nodes for v in n.args.values())
     assert module.state_dict().keys() == network("transformer").graph.parameters().keys()
@@ -344,7 +348,7 @@ def test_torch_module_of_a_placed_graph_is_refused():
         as_module(network("transformer").on(2))
 
 
-# --- a mesh: in a process of its own, because JAX fixes the number of host devices at its start ------------------
+# --- a mesh: in a process of its own, because JAX fixes the number of host devices at its start ---
 
 
 def run_on_mesh(folder: Path) -> None:

@@ -1,4 +1,5 @@
-"""Programs of both backends: the denoise loop, what compiles and what does not, scan against unrolled, isolation."""
+"""Programs of both backends: the denoise loop, what compiles and what does not, scan against
+unrolled, isolation."""
 
 import functools
 import json
@@ -165,7 +166,8 @@ def test_guidance_sigmas_and_number_of_steps_compile_nothing_in_jax(xla_compilat
 
 @pytest.fixture
 def ahead():
-    """A backend, a loop with its weights, and an assembled and a plain program of no weights, each with its inputs."""
+    """A backend, a loop with its weights, and an assembled and a plain program of no weights, each
+    with its inputs."""
     backend, loop, weights = fresh("tpu")
     graph = trace("double", lambda o: {"y": o.affine(o.input("x", B=1), scale=2.0)}, "float32")
     x = {"x": np.ones(1, np.float32)}
@@ -246,7 +248,8 @@ def test_torch_lowers_once_however_often_it_is_called(monkeypatch):
 
 
 def test_compile_option_compiles_the_repeated_block_once(monkeypatch):
-    """Three layers, several steps, other scales and other weights: one graph, run by a compiler that only counts."""
+    """Three layers, several steps, other scales and other weights: one graph, run by a compiler
+    that only counts."""
     compiled, runs = [], []
 
     def counting(module, _):
@@ -350,7 +353,8 @@ def test_unrolled_layers_agree_with_the_loop_over_layers(name):
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_two_jobs_in_one_process_equal_each_alone_bitwise(name):
-    """Interleaved step by step on one program, with other weights, scales and lengths; then each on its own."""
+    """Interleaved step by step on one program, with other weights, scales and lengths; then each on
+    its own."""
     backend, loop, weights = shared(name)
     other = backend.load([loop.graph], ArraySource(random_params(loop.graph, seed=1)))
     first, second = job(14), job(15, GUIDANCE * np.float32(1.3))
@@ -402,7 +406,8 @@ def test_jax_sums_by_permutations_are_the_sums_bit_for_bit():
 
 @pytest.mark.slow
 def test_jax_denoises_in_halves_as_it_does_whole(tiny):
-    """On the CPU bit for bit. Of both halves: sums of a pair become permutations, exchanges stay."""
+    """On the CPU bit for bit. Of both halves: sums of a pair become permutations, exchanges
+    stay."""
     found = on_devices(tiny("tiny-2.0", "official"))
     assert max(found["distances"].values()) <= 1e-6, found["distances"]
     assert found["before"] == {"psum": 11, "all_to_all": 2}
@@ -469,7 +474,8 @@ def test_abstract_weights_are_the_loaded_ones():
 
 
 def test_only_whole_stacked_matrices_of_a_v7x_lie_in_other_tiles():
-    """Sixteen rows of bfloat16: on fewer the compiler fails, and what is cut over devices it takes as it is."""
+    """Sixteen rows of bfloat16: on fewer the compiler fails, and what is cut over devices it takes
+    as it is."""
     from jax.sharding import PartitionSpec as P
     from ltx2rt_tpu.weights import weight_layout
 
@@ -490,7 +496,8 @@ def test_only_whole_stacked_matrices_of_a_v7x_lie_in_other_tiles():
 
 
 def test_the_backend_starts_without_torchs_compiler_which_leaves_neighbourhoods_as_they_are():
-    """Importing it takes as long as importing all else of torch. What is left out of a graph parts it into two."""
+    """Importing it takes as long as importing all else of torch. What is left out of a graph parts
+    it into two."""
     code = """
 import sys, torch
 from ltx2rt_cuda.backend import CudaBackend

@@ -1,4 +1,5 @@
-"""Steps recorded as CUDA graphs, and results that are fetched while a GPU goes on: each test needs a GPU, none JAX."""
+"""Steps recorded as CUDA graphs, and results that are fetched while a GPU goes on: each test needs
+a GPU, none JAX."""
 
 import subprocess
 import sys
@@ -26,8 +27,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
     "dtype,close", [("float32", 1e-6), ("bfloat16", 2**-8)]
 )  # other workspaces
 def test_a_recorded_step_follows_every_input_the_weights_and_the_size(dtype, close, compile):
-    """Loops of two sizes in turn, each recorded once; each job changes everything that is not its structure. The oracle
-    launches each step."""
+    """Loops of two sizes in turn, each recorded once; each job changes everything that is not its
+    structure. The oracle launches each step."""
     backend, recorded, weights = fresh("cuda", device="cuda", dtype=dtype, compile=compile)
     graphs = {2: recorded.graph, 3: loop_graph(rows=3, dtype=dtype)}
     loops = {2: recorded, 3: backend.lower_loop(graphs[3], compile=compile)}
@@ -64,7 +65,8 @@ def test_a_recorded_step_follows_every_input_the_weights_and_the_size(dtype, clo
 
 
 def test_a_recorded_step_survives_the_end_of_another():
-    """Even where what that one gives up, cuBLAS's workspace with it, is taken by others (pytorch#193402)."""
+    """Even where what that one gives up, cuBLAS's workspace with it, is taken by others
+    (pytorch#193402)."""
     backend, kept, weights = fresh("cuda", device="cuda", dtype="bfloat16")
     ended = backend.lower_loop(loop_graph(rows=3, dtype="bfloat16"))
     work = job(30, GUIDANCE, 2)

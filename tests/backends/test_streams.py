@@ -1,5 +1,5 @@
-"""What runs at once: parts of a step on two streams have the bits of one stream, and nothing is read or taken before
-what it waits for; exchanges of several communicators have an order."""
+"""What runs at once: parts of a step on two streams have the bits of one stream, and nothing is
+read or taken before what it waits for; exchanges of several communicators have an order."""
 
 import weakref
 from contextlib import contextmanager, suppress
@@ -33,7 +33,8 @@ NAMES = ["guided-2.0", "masked-2.3", "guided-2.5"]
 
 
 class Stream:
-    """Stands for a CUDA stream: `seen` is how much of each stream's work has ended before what it does next."""
+    """Stands for a CUDA stream: `seen` is how much of each stream's work has ended before what it
+    does next."""
 
     def __init__(self):
         self.done, self.seen = 0, {self: 0}
@@ -53,15 +54,17 @@ class Stream:
 
 
 class Races(TorchDispatchMode):
-    """Notes in `found` what reads or writes memory that another stream may still write or use, and what takes memory
-    that was given back to its stream while another may still use it, as torch's allocator does."""
+    """Notes in `found` what reads or writes memory that another stream may still write or use, and
+    what takes memory that was given back to its stream while another may still use it, as torch's
+    allocator does."""
 
     def __init__(self):
         super().__init__()
         self.stream = Stream()
         self.found: list[str] = []
         self.overlapped = 0  # ops that run while another stream does what they need not wait for
-        # Of each storage that was made here: who made it, the last write, all uses, how many tensors look at it.
+        # Of each storage that was made here: who made it, the last write, all uses, how many
+        # tensors look at it.
         self.owner: dict[int, Stream] = {}
         self.wrote: dict[int, tuple] = {}
         self.uses: dict[int, list[tuple]] = {}
@@ -234,7 +237,8 @@ def test_a_block_in_which_devices_exchange_something_keeps_its_order():
 
 @pytest.mark.parametrize("stage", ["stage1", "stage2"])
 def test_a_block_of_full_size_has_sound_beside_video(stage):
-    """Every product and every attention whose queries are the sound's; the streams part ten times at most."""
+    """Every product and every attention whose queries are the sound's; the streams part ten times
+    at most."""
     graph = fuse(rotate(step_graphs("ltx-2.3", (768, 512, 121, 1), "", None, (stage,))[stage]))
     for repeat in graph.repeats:
         pairs = [part for part in in_parts(repeat.body) if isinstance(part, tuple)]
@@ -251,7 +255,8 @@ def test_a_block_of_full_size_has_sound_beside_video(stage):
 
 
 def test_exchanges_over_two_mesh_axes_are_never_under_way_at_once():
-    """NCCL wants an order among its communicators. What travels over the same axis goes on doing so."""
+    """NCCL wants an order among its communicators. What travels over the same axis goes on doing
+    so."""
     one = case("guided-2.3")
     placed = Placement(PROFILES["hopper"], {"sequence": 2, "tensor": 2}).local(
         one.graph, one.network

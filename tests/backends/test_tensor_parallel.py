@@ -1,4 +1,5 @@
-"""Ranks of both backends give what one device gives, communicate what the plan says, and load their slices only.
+"""Ranks of both backends give what one device gives, communicate what the plan says, and load their
+slices only.
 
 One fleet of processes per backend serves every test here; see `tensor_parallel_ranks`.
 """
@@ -110,10 +111,12 @@ def test_torch_ranks_equal_one_device(torch_ranks, run, devices):
 
 
 def test_torch_ranks_in_bfloat16_err_as_one_device_does(torch_ranks):
-    """Against float32. Each rank rounds its partial sums, at other places than one device rounds whole ones.
+    """Against float32. Each rank rounds its partial sums, at other places than one device rounds
+    whole ones.
 
-    Tiny networks have few values to average over (the rescaling of guidance makes them one), so single errors scatter:
-    the contract's factor 2 holds for each, and on average they are one device's own, plus what the partial sums add.
+    Tiny networks have few values to average over (the rescaling of guidance makes them one), so
+    single errors scatter: the contract's factor 2 holds for each, and on average they are one
+    device's own, plus what the partial sums add.
     """
     ratios = []
     for devices in RANKS:
@@ -150,7 +153,8 @@ def test_ranks_execute_the_collectives_of_the_plan_and_no_others(torch_ranks, ru
 
 @pytest.mark.parametrize(("run", "devices"), runs("tpu", "float32"))
 def test_jax_traces_the_sums_of_the_plan_and_no_other_collective(jax_devices, run, devices):
-    """JAX makes one psum of each operand; which of them leave together is up to XLA. A scan's body is there once."""
+    """JAX makes one psum of each operand; which of them leave together is up to XLA. A scan's body
+    is there once."""
     nodes = [
         node for node, _ in case(run.name, run.dtype).on(devices).walk() if node.op == "all_reduce"
     ]
@@ -198,11 +202,13 @@ def test_ranks_request_no_more_than_they_hold(torch_ranks, name, devices):
     assert [rank["requested"][name] for rank in did(torch_ranks, devices)] == [held] * devices
 
 
-# A CPU's weights lie in the heap in which LoRAs are merged: some 12 MB of what that frees count until malloc_trim. Of
-# the 119 MB here that is a tenth; `benchmarks.load` measures 1.04 to 1.07 on 1.3 GB. A GPU's weights lie elsewhere.
+# A CPU's weights lie in the heap in which LoRAs are merged: some 12 MB of what that frees count
+# until malloc_trim. Of the 119 MB here that is a tenth; `benchmarks.load` measures 1.04 to 1.07 on
+# 1.3 GB. A GPU's weights lie elsewhere.
 @pytest.mark.parametrize(("source", "limit"), [("plain", 1.1), ("lora", 1.15)])
 def test_rank_peaks_at_its_own_share_of_memory_while_it_loads(torch_ranks, source, limit):
-    """Anonymous memory above that before the load; the mapped file's pages belong to the page cache."""
+    """Anonymous memory above that before the load; the mapped file's pages belong to the page
+    cache."""
     for rank in range(MEASURED):
         found = json.loads((torch_ranks / f"big-{source}-rank{rank}.json").read_text())
         assert found["share"] > 100e6 and found["samples"] > 10
@@ -211,8 +217,9 @@ def test_rank_peaks_at_its_own_share_of_memory_while_it_loads(torch_ranks, sourc
 
 @pytest.mark.parametrize(("source", "limit"), [("plain", 1.1), ("lora", 1.15)])
 def test_jax_devices_peak_at_what_they_hold_while_they_load(jax_devices, source, limit):
-    """Six devices in one process, each third of a weight on two. A CPU's devices lie in host memory, and two that hold
-    the same slice share it: the bound is one copy of all weights, where a TPU's host has one slice at a time."""
+    """Six devices in one process, each third of a weight on two. A CPU's devices lie in host
+    memory, and two that hold the same slice share it: the bound is one copy of all weights, where a
+    TPU's host has one slice at a time."""
     found = json.loads((jax_devices / f"big-{source}-jax.json").read_text())
     assert found["share"] > 300e6 and found["samples"] > 10
     assert 0.9 * found["share"] < found["peak"] <= limit * found["share"], found
@@ -220,7 +227,8 @@ def test_jax_devices_peak_at_what_they_hold_while_they_load(jax_devices, source,
 
 @pytest.mark.parametrize("devices", RANKS)
 def test_shared_calls_can_be_stopped_and_the_next_ones_are_whole(torch_ranks, devices):
-    """At most one call is under way on each rank beyond the one handed out; all ranks stop at the same call."""
+    """At most one call is under way on each rank beyond the one handed out; all ranks stop at the
+    same call."""
     found = [rank["shared"] for rank in did(torch_ranks, devices)]
     assert [rank["taken"] for rank in found] == [[devices, 4]] * devices
     assert found[0]["values"] == [2 * i for i in range(10)]

@@ -1,4 +1,5 @@
-"""Attention kernels are refused for a reason, and torch's ones compute the same in our order of preference."""
+"""Attention kernels are refused for a reason, and torch's ones compute the same in our order of
+preference."""
 
 import ltx2rt_cuda.attention
 import pytest

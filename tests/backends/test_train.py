@@ -1,4 +1,5 @@
-"""Gradients and optimiser steps: both backends alike, any mesh as one device, rematerialised as kept."""
+"""Gradients and optimiser steps: both backends alike, any mesh as one device, rematerialised as
+kept."""
 
 import os
 import subprocess
@@ -39,7 +40,8 @@ def once(kind: str, generation: str, remat: bool = True) -> dict[str, np.ndarray
 
 
 def gradients(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Losses and norms, and the first moments, which after one step are a tenth of the gradients."""
+    """Losses and norms, and the first moments, which after one step are a tenth of the
+    gradients."""
     return {
         name: x for name, x in found.items() if " " not in name or name.startswith(f"{MOMENTS[0]} ")
     }
@@ -54,7 +56,8 @@ def test_backends_agree(generation):
 
 
 def test_gradients_are_the_slopes_of_the_interpreter():
-    """Along one direction through all parameters, by central differences in float32: good to three digits."""
+    """Along one direction through all parameters, by central differences in float32: good to three
+    digits."""
     params, (_, inputs), graph = parameters("2.3"), step("2.3"), placed("2.3", {})
     backend = get_backend("cuda", "cpu", {})
     made = backend.trainer(graph, backend.load([graph], ArraySource(params)), OPTIMISER)
@@ -91,7 +94,8 @@ def _numpy(field) -> np.ndarray:
 @pytest.mark.parametrize("encoding", QUANTISED)
 @pytest.mark.parametrize("kind", ["cuda", "tpu"])
 def test_a_base_in_8_bits_trains_as_its_decoded_copy(kind, encoding):
-    """All blocks are encoded, from the first to the last, and each matrix is decoded anew in the backward pass."""
+    """All blocks are encoded, from the first to the last, and each matrix is decoded anew in the
+    backward pass."""
     graph, plain, backend = (
         placed("2.3", {}, encoding),
         placed("2.3", {}),

@@ -1,7 +1,9 @@
-"""Runs training steps on torch ranks over gloo, or on JAX host devices; not a test, started by one as a process.
+"""Runs training steps on torch ranks over gloo, or on JAX host devices; not a test, started by one
+as a process.
 
     python train_ranks.py cuda FOLDER NUMBER   ranks of that mesh of MESHES, each a process
-    python train_ranks.py tpu FOLDER NUMBER    needs XLA_FLAGS=--xla_force_host_platform_device_count=4
+    python train_ranks.py tpu FOLDER NUMBER    needs
+    XLA_FLAGS=--xla_force_host_platform_device_count=4
 
 Written to FOLDER: losses, gradients' moments and parameters of the mesh, `{kind}-{mesh}.npz`.
 """

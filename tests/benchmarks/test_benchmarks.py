@@ -70,7 +70,8 @@ def test_implementations_that_disagree_are_not_compared(monkeypatch):
 
 @pytest.mark.slow
 def test_guided_steps_are_raced_against_diffusers_loop(tmp_path, capsys):
-    """All four branches, guidance and Euler; then the one branch of stage 2: the same latents after three steps."""
+    """All four branches, guidance and Euler; then the one branch of stage 2: the same latents after
+    three steps."""
     flags = [
         "--guided",
         "--tiny",
@@ -139,7 +140,8 @@ def test_float8_weights_race_against_the_tensors_that_they_are_quantised_from():
         assert (
             stage["relative_l2"]["without-second-stream"] == distance
         )  # the same weights, on a CPU the same program
-        # The first and last block stand alone, and branches that part inside a block share the rest of it only there.
+        # The first and last block stand alone, and branches that part inside a block share the rest
+        # of it only there.
         assert (
             0.95 * plain["stages"][name]["flops"]
             <= stage["flops"]
@@ -302,7 +304,8 @@ def test_every_op_with_a_kernel_is_raced_against_its_floor(tmp_path, capsys):
 
 
 def test_operands_are_raced_as_they_lie_in_the_runtime():
-    """q and k as slices of packed rows, the keys' heads beside them; the decoder's videos channels last."""
+    """q and k as slices of packed rows, the keys' heads beside them; the decoder's videos channels
+    last."""
     found = kernels.cases(
         kernels.request_graphs("tiny-2.3", 64, 64, 9, levels=1, parts=("stage2", "decode")), FOLDERS
     )
@@ -357,7 +360,8 @@ def test_bytes_of_a_kernel_are_those_of_its_operands_and_results():
     one_step = {
         op: sum(c.calls.get("stage1", 0) for c in found if c.node.op == op) for op in FOLDERS
     }
-    # Six attentions in each of three blocks; in one of them branches part between two gates and what they gate.
+    # Six attentions in each of three blocks; in one of them branches part between two gates and
+    # what they gate.
     assert one_step["head_gate"] + one_step["head_gate_rows"] == 6 * 3 - 2
 
 
@@ -397,7 +401,8 @@ def test_drawing_an_offloaded_encoder_is_no_kernel_of_its_stage():
 
 @pytest.mark.slow
 def test_diffusers_makes_the_same_clip_on_the_same_tensors(tmp_path, capsys):
-    """Both prompts, both stages, upsampler, picture and sound; from ours as far as float32 rounding goes."""
+    """Both prompts, both stages, upsampler, picture and sound; from ours as far as float32 rounding
+    goes."""
     written = tmp_path / "p.json"
     facts = end_to_end.main([*TINY_CLIP, "--peer", "diffusers", "--output", str(written)])
     assert facts["weights_dtype"] == "float32"
@@ -589,7 +594,8 @@ def test_on_gpu_part_leaves_the_figures_of_its_benchmark(part, flags, files, tmp
 
 
 def test_on_gpu_names_the_parts_that_it_has():
-    """At its top, in its cases and in the error about an unknown part; every benchmark that it runs is a module."""
+    """At its top, in its cases and in the error about an unknown part; every benchmark that it runs
+    is a module."""
     script = ON_GPU.read_text()
     described = re.findall(r"^#   ([a-z-]+)  +\S", script, re.MULTILINE)
     cases = re.findall(r"^  ([a-z-]+)\)", script, re.MULTILINE)

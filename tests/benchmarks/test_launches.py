@@ -1,4 +1,5 @@
-"""What the recorded steps of a full-size request launch and move on a GPU, and what they must not do, without one."""
+"""What the recorded steps of a full-size request launch and move on a GPU, and what they must not
+do, without one."""
 
 import json
 from pathlib import Path
@@ -16,10 +17,11 @@ FAST = (
     ("tensor=4", None, "stage2"),
     ("", "float8", "stage2"),
 )
-# A step by what is launched, in its order, and by `plan`, a bound from below, which leaves out what is no product and
-# no exchange: 1.06 to 1.12 in these cases.
+# A step by what is launched, in its order, and by `plan`, a bound from below, which leaves out what
+# is no product and no exchange: 1.06 to 1.12 in these cases.
 APART = 1.15
-WAITS = 0.75  # of what a step would wait for exchanges with its tokens whole: 0.37 on four devices, 0.62 on eight
+# of what a step would wait for exchanges with its tokens whole: 0.37 on four devices, 0.62 on eight
+WAITS = 0.75
 PADDED = 0.02  # packed rows are multiples of 64: 0.8 % on four devices, 1.8 % on eight
 
 
@@ -32,7 +34,8 @@ def case(step):
 
 @pytest.mark.parametrize("step", [case(step) for step in RECORDED["steps"]])
 def test_a_recorded_step_launches_and_moves_what_the_table_says(step):
-    """Where it is meant to change: python -m benchmarks.launches --output benchmarks/results/launches.json"""
+    """Where it is meant to change: python -m benchmarks.launches --output
+    benchmarks/results/launches.json"""
     mesh, dtype, stage = step["mesh"], step["weights_dtype"], step["stage"]
     graph = launches.step_graphs(
         RECORDED["preset"], tuple(RECORDED["clip"]), mesh, dtype, (stage,)

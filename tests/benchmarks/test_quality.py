@@ -1,4 +1,5 @@
-"""The measures of clips are right on drawn clips, and wrong on others; the benchmark and the demo use them."""
+"""The measures of clips are right on drawn clips, and wrong on others; the benchmark and the demo
+use them."""
 
 import itertools
 import json

@@ -1,7 +1,8 @@
 """Run by test_ranks_agree on every rank, or on virtual devices: pipelines up to their decoders.
 
-python pipelines_on_devices.py BACKEND MODEL MESH PROFILE FOLDER NAME...: the main process writes what they record to
-FOLDER/BACKEND.npz. FOLDER holds film.mp4, first.png and later.png; the LoRA beside the model serves as IC-LoRA, too.
+python pipelines_on_devices.py BACKEND MODEL MESH PROFILE FOLDER NAME...: the main process writes
+what they record to FOLDER/BACKEND.npz. FOLDER holds film.mp4, first.png and later.png; the LoRA
+beside the model serves as IC-LoRA, too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from ltx2rt.stages.sound import Sound
 
 
 def clips(folder: Path) -> dict[str, dict]:
-    """By pipeline, a request's fields: 4 and 16 video tokens in its stages, and those that are appended."""
+    """By pipeline, a request's fields: 4 and 16 video tokens in its stages, and those that are
+    appended."""
     size = {"width": 64, "height": 64, "num_frames": 25, "image_crf": 0}
     images = ImageSpec(folder / "first.png", 0, 0.8), ImageSpec(folder / "later.png", 9)
     film = folder / "film.mp4"
@@ -50,8 +52,8 @@ def clips(folder: Path) -> dict[str, dict]:
 def records(
     backend: str, model: Path, mesh: str, profile: str, folder: Path, names: tuple[str, ...]
 ) -> dict | None:
-    """pipeline/name -> what the pipeline records; None in all processes but the main one. mesh, profile: "" for one
-    device."""
+    """pipeline/name -> what the pipeline records; None in all processes but the main one. mesh,
+    profile: "" for one device."""
     (lora,) = (LoraSpec(path) for path in model.glob("*distilled-lora.safetensors"))
     where = {"mesh": parse_mesh(mesh) if mesh else {}, "profile": profile or None}
     session, found = open_session(ModelOptions(backend, model, device="cpu", **where)), {}

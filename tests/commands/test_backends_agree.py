@@ -1,4 +1,5 @@
-"""Both backends agree on whole runs with the same seed, each in a process of its own: every step, and the clip."""
+"""Both backends agree on whole runs with the same seed, each in a process of its own: every step,
+and the clip."""
 
 import json
 
@@ -8,7 +9,8 @@ import pytest
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.random.make import make_checkpoint
 
-# Contract: 1e-3 at every step, video and audio apart. Reached: latents 2e-6, waveforms 8e-6 (float32 rounding).
+# Contract: 1e-3 at every step, video and audio apart. Reached: latents 2e-6, waveforms 8e-6
+# (float32 rounding).
 CLOSE = 1e-3
 SCALES = {"cfg": (2.5, 5), "stg": (0.8, 1.3), "modality": (2, 2.6), "rescale": (0.6, 0.4)}
 GUIDANCE = [
@@ -73,9 +75,10 @@ def test_two_stage_with_images_and_loras(tiny, generate_on_both, images, user_lo
     status, out, _ = command("compare", cuda.clip, tpu.clip, "--json")
     measured = json.loads(out)
     assert status == 0
-    # The pixels differ by 1e-6, hence 8-bit values by one level in 5 of 100000. On frames of noise x264 turns that into
-    # 33 to 48 dB between two clips (measured over random flips of one level), while other frames give 16 dB.
-    # AAC's quantisation flips as well: 0.9991 to 1 over five pairs of waveforms 1e-5 apart; other sounds are near 0.
+    # The pixels differ by 1e-6, hence 8-bit values by one level in 5 of 100000. On frames of noise
+    # x264 turns that into 33 to 48 dB between two clips (measured over random flips of one level),
+    # while other frames give 16 dB. AAC's quantisation flips as well: 0.9991 to 1 over five pairs
+    # of waveforms 1e-5 apart; other sounds are near 0.
     assert (
         measured["psnr_db"] >= 30 and measured["ssim"] >= 0.98 and measured["audio_corr"] >= 0.999
     )
@@ -84,7 +87,8 @@ def test_two_stage_with_images_and_loras(tiny, generate_on_both, images, user_lo
 
 @pytest.mark.slow
 def test_distilled_after_a_warm_up(tiny, generate_on_both, user_lora):
-    """The warm-up has run both stages, so stage 1 meets weights that stage 2, without the LoRA, has shared."""
+    """The warm-up has run both stages, so stage 1 meets weights that stage 2, without the LoRA, has
+    shared."""
     lora = f"{user_lora('2.0')}:0.5:stage1"
     flags = (
         "--pipeline",

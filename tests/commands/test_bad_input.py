@@ -1,4 +1,5 @@
-"""Through the real command line: bad input exits with 2 and one line, reads no weight and leaves no file."""
+"""Through the real command line: bad input exits with 2 and one line, reads no weight and leaves no
+file."""
 
 import json
 import re
@@ -267,7 +268,8 @@ def test_no_room_names_needed_and_free(refused, backend):
 
 
 def test_no_output_is_an_input_or_another_output(refused, model, tmp_path):
-    """Also as a link, inside the checkpoint's folder, and beside the checkpoint, where parts are found."""
+    """Also as a link, inside the checkpoint's folder, and beside the checkpoint, where parts are
+    found."""
     link, clip = tmp_path / "link.json", tmp_path / "o.mp4"
     link.symlink_to(main_file(model))
     before = main_file(model).read_bytes()

@@ -1,4 +1,5 @@
-"""`ltx2rt calibrate`: its file is a step plan that `generate` takes, and an interruption loses nothing."""
+"""`ltx2rt calibrate`: its file is a step plan that `generate` takes, and an interruption loses
+nothing."""
 
 import json
 

@@ -76,7 +76,8 @@ def test_a_run_is_compiled_as_generate_would_run_it():
 BEGIN = ("text-encoder", "video-encoder", "denoise-before", "denoise-step")
 DECODED = ("audio-decoder", "vocoder", "video-decoder")
 GUIDED = (*BEGIN, "upsampler", *DECODED)
-PIPELINES = {  # flags, in which FILM is a clip and LORA a LoRA, and what is compiled in the order of the run
+# flags, in which FILM is a clip and LORA a LoRA, and what is compiled in the order of the run
+PIPELINES = {
     "two-stage": ((), GUIDED),
     "distilled": ((), GUIDED),
     "one-stage": ((), (*BEGIN, *DECODED)),
@@ -113,7 +114,8 @@ PIPELINES = {  # flags, in which FILM is a clip and LORA a LoRA, and what is com
 
 @pytest.fixture
 def words(tiny, film):
-    """words(pipeline) -> the words of `ltx2rt compile`; a retake has its file's size, sound none."""
+    """words(pipeline) -> the words of `ltx2rt compile`; a retake has its file's size, sound
+    none."""
 
     def of(name: str) -> list[str]:
         files = {

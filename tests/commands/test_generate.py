@@ -1,4 +1,5 @@
-"""Whole runs of `ltx2rt generate`: what they write, what decides it, and what must not change it."""
+"""Whole runs of `ltx2rt generate`: what they write, what decides it, and what must not change
+it."""
 
 import json
 import os
@@ -68,7 +69,8 @@ def stage(found, name):
 
 
 def streams(path):
-    """(video seconds, audio seconds or None, frame rate, comment) of a file, counted from its packets."""
+    """(video seconds, audio seconds or None, frame rate, comment) of a file, counted from its
+    packets."""
     with av.open(str(path)) as container:
         comment = container.metadata.get("comment")
         video, sound = container.streams.video[0], next(iter(container.streams.audio), None)
@@ -325,7 +327,8 @@ def test_recorded_noise_reproduces_the_run(base, run, tmp_path):
     ids=" ".join,
 )
 def test_flags_that_only_say_how_change_no_bit(flags, base, run):
-    """A warm-up runs both stages first, so the run after it sees stage-1 weights that stage 2 has passed by."""
+    """A warm-up runs both stages first, so the run after it sees stage-1 weights that stage 2 has
+    passed by."""
     found = run(*flags)
     assert_bitwise(found, base)
     assert (found.report["warmup_s"] > 0) == ("--warmup" in flags)
@@ -353,8 +356,8 @@ def test_a_warm_up_runs_the_programs_of_the_run_itself(run, monkeypatch):
 def test_weights_of_8_bits_make_almost_the_same_clip(
     encoding, backend, generation, least, most, generate, tiny, command
 ):
-    """One block of three is quantised. `compare` puts a number on it; the bound is a step of e4m3, 2^-4, and half of it
-    for int8, which rounds weights alone."""
+    """One block of three is quantised. `compare` puts a number on it; the bound is a step of e4m3,
+    2^-4, and half of it for int8, which rounds weights alone."""
     runs = [
         generate(
             backend,

@@ -1,4 +1,5 @@
-"""Several videos in one batch are those of their seeds, on one device and spread over the mesh axis `data`."""
+"""Several videos in one batch are those of their seeds, on one device and spread over the mesh axis
+`data`."""
 
 import json
 
@@ -35,7 +36,8 @@ def assert_equals(found, alone, silent=False):
             if silent and name == "waveform":
                 continue
             ours = found.latents[name][i]
-            # `latents-out` has an axis of videos in front where one video alone has 1, or nothing (steps, x0, waveform)
+            # `latents-out` has an axis of videos in front where one video alone has 1, or nothing
+            # (steps, x0, waveform)
             close = relative_l2(ours.reshape(array.shape), array)
             assert close <= CLOSE, f"{name} of video {i}: {close}"
 

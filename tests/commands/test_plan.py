@@ -45,7 +45,8 @@ def test_a_checkpoint_is_planned_as_its_preset(planned, command, tiny):
 
 
 def test_every_pipeline_is_planned_from_the_flags_that_decide_its_cost(command, tiny, images, film):
-    """Of a preset no distilled LoRA is asked for where the pipeline needs none; a weighed reference costs a bias."""
+    """Of a preset no distilled LoRA is asked for where the pipeline needs none; a weighed reference
+    costs a bias."""
     lora = tiny("tiny-2.3", "official") / "tiny-2.3-distilled-lora.safetensors"
     flags = ["plan", "--preset", "tiny-2.3", "--devices", 1, "--device-kind", "h200", "--pipeline"]
     size = ("--width", 64, "--height", 64, "--num-frames", 17)
@@ -90,7 +91,8 @@ def test_plan_prints_a_table(command):
 
 
 def test_plan_streams_what_does_not_fit(command):
-    """A card of 12 GB runs every size of the table; advice for the text stage names no smaller clip."""
+    """A card of 12 GB runs every size of the table; advice for the text stage names no smaller
+    clip."""
     one = [
         "plan",
         "--preset",
@@ -129,7 +131,8 @@ def test_plan_streams_what_does_not_fit(command):
 
 @pytest.mark.parametrize("encoding, faster", (("float8", (0.5, 0.7)), ("int8", (1.0, 1.1))))
 def test_weights_of_8_bits_are_planned_at_half_the_bytes(command, encoding, faster):
-    """46 of 48 blocks of the released model, without their norms, tables, gates and biases: 17.7 of 37.9 GB."""
+    """46 of 48 blocks of the released model, without their norms, tables, gates and biases: 17.7 of
+    37.9 GB."""
     flags = [
         "plan",
         "--preset",
@@ -154,7 +157,8 @@ def test_weights_of_8_bits_are_planned_at_half_the_bytes(command, encoding, fast
         + 8 * (d * d + audio * audio)
     )
     assert 0.995 * 46 * block <= saved <= 46 * block  # a scale of 4 bytes for each row
-    # The first and last block stand alone, and branches that part inside a block share the rest of it only there.
+    # The first and last block stand alone, and branches that part inside a block share the rest of
+    # it only there.
     assert found[1]["flops"] <= found[0]["flops"] <= 1.01 * found[1]["flops"]
     # float8: attention and the outer blocks at bfloat16's rate; int8: and what decoding moves.
     assert faster[0] <= found[1]["time_s"] / found[0]["time_s"] < faster[1]

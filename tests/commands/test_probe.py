@@ -1,4 +1,5 @@
-"""`ltx2rt probe` through the command line: exactly the tensors of the contract, equal to diffusers on both backends."""
+"""`ltx2rt probe` through the command line: exactly the tensors of the contract, equal to diffusers
+on both backends."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,8 @@ GENERATIONS = ["2.0", "2.3"]
 
 @pytest.fixture
 def probe(tiny, command, tmp_path):
-    """probe(generation, component, inputs, *flags, backend) -> outputs, or (status, stderr) if it was refused."""
+    """probe(generation, component, inputs, *flags, backend) -> outputs, or (status, stderr) if it
+    was refused."""
 
     def call(generation, component, inputs, *flags, backend="cuda"):
         file, out = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
@@ -408,7 +410,8 @@ def test_schedule_and_tokenizer(probe, tiny, command, tmp_path):
 def test_the_tokenizer_in_a_text_encoder_file_adds_no_bos_and_prompts_have_one(
     tiny, command, tmp_path
 ):
-    """Gemma 4's tokenizer leaves it out, unlike Gemma 3's; without it the text means something else."""
+    """Gemma 4's tokenizer leaves it out, unlike Gemma 3's; without it the text means something
+    else."""
     from tokenizers import Tokenizer
 
     (file,) = tiny("tiny-2.5", "official").glob("*text-encoder*")

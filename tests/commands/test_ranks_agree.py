@@ -1,4 +1,5 @@
-"""A whole two-stage run on several devices equals the run on one: with an image, guidance, the distilled LoRA."""
+"""A whole two-stage run on several devices equals the run on one: with an image, guidance, the
+distilled LoRA."""
 
 import os
 import sys
@@ -65,7 +66,8 @@ DISTILLED = (
 def test_2_5_on_two_devices_agrees_with_one(
     tiny, generate, generate_on_ranks, generate_on_devices, images, backend, mesh, flags
 ):
-    """Ancestral noise, a generated keyframe, an image, no biases in the feed-forward, the diffusion decoder."""
+    """Ancestral noise, a generated keyframe, an image, no biases in the feed-forward, the diffusion
+    decoder."""
     model = tiny("tiny-2.5", "official")
     lora = ("--distilled-lora", model / "tiny-2.5-distilled-lora.safetensors")
     wanted = ("--seed", 5, "--no-audio", *lora, "--image", f"{images[0]}:0:0.8", *flags)
@@ -156,13 +158,15 @@ def agree(one, several):
 
 
 NEW = ("hq", "keyframes", "a2v", "retake", "ic-lora", "t2a")
-# Float32 under splits. Two evaluations a step, and guidance of 2 steps that go from noise to the end, amplify it.
+# Float32 under splits. Two evaluations a step, and guidance of 2 steps that go from noise to the
+# end, amplify it.
 NEAR = 2e-5
 
 
 @pytest.fixture(scope="module")
 def pipelines_agree(words, images, film, tmp_path_factory):
-    """pipelines_agree(backend, mesh, profile, names): on the mesh they record what they do with torch alone."""
+    """pipelines_agree(backend, mesh, profile, names): on the mesh they record what they do with
+    torch alone."""
     folder = tmp_path_factory.mktemp("given")
     for path, name in ((images[0], "first.png"), (images[1], "later.png"), (film, "film.mp4")):
         (folder / name).symlink_to(path)

@@ -1,7 +1,8 @@
-"""Hostile input ends in InputError or is read: never another exception, never a hang, nothing left behind.
+"""Hostile input ends in InputError or is read: never another exception, never a hang, nothing left
+behind.
 
-Mutations are drawn from a seed, which is printed; LTX2RT_TEST_SEED repeats it. The safetensors package says which
-headers are readable.
+Mutations are drawn from a seed, which is printed; LTX2RT_TEST_SEED repeats it. The safetensors
+package says which headers are readable.
 """
 
 import json
@@ -179,7 +180,8 @@ def readable(path: Path) -> bool:
 
 
 def test_headers(rng, many, tmp_path):
-    """What safetensors refuses is refused; what it reads may be refused only for a name, dtype or shape numpy lacks."""
+    """What safetensors refuses is refused; what it reads may be refused only for a name, dtype or
+    shape numpy lacks."""
     path = tmp_path / "a.safetensors"
     header = {
         "__metadata__": {"a": "b"},
@@ -203,7 +205,8 @@ def test_headers(rng, many, tmp_path):
 
 
 def test_ggufs(rng, many, tmp_path):
-    """Bytes of the header changed, mostly by whole numbers; what is still readable is read in whole and in parts."""
+    """Bytes of the header changed, mostly by whole numbers; what is still readable is read in whole
+    and in parts."""
     package()
     blocks = np.random.default_rng(0)
     tensors = {

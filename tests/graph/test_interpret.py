@@ -1,4 +1,5 @@
-"""The interpreter is the oracle of the lowerings: here plain numpy is the interpreter's, on shapes drawn at random."""
+"""The interpreter is the oracle of the lowerings: here plain numpy is the interpreter's, on shapes
+drawn at random."""
 
 import ml_dtypes
 import numpy as np
@@ -21,7 +22,8 @@ def array_of(shape, seed: int = 0) -> np.ndarray:
 
 
 def check(model, inputs: dict, expected: np.ndarray) -> None:
-    """The interpreter and the torch lowering, exactly: none of these ops rounds differently anywhere."""
+    """The interpreter and the torch lowering, exactly: none of these ops rounds differently
+    anywhere."""
     graph = trace("net", lambda o: {"y": model(o)}, "float32")
     for kind in ("numpy", "cuda"):
         actual = run_graph(kind, graph, {}, inputs)["y"]

@@ -33,7 +33,8 @@ def _conv(o, spatial, kernel, **kw):
 
 
 def _neighbourhood(o, window=(3, 3, 5), first=(0, 1, 2), queries=(11, 9, 17), keys=(11, 11, 21)):
-    """More than one block of queries along every axis, of odd sizes; keys begin before the first of them."""
+    """More than one block of queries along every axis, of odd sizes; keys begin before the first of
+    them."""
     sizes = [
         dict(zip(("frames", "rows", "columns"), n, strict=True)) for n in (queries, keys, keys)
     ]
@@ -305,7 +306,8 @@ def test_convolution_of_every_rank(backend, spatial, kernel, kw):
 
 @pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
 def test_attention_in_parts_is_as_exact_as_in_one_whatever_the_scores(kind):
-    """Logarithms near 300, where a bfloat16 is a multiple of 2: rounded, they would move the parts' weights by e."""
+    """Logarithms near 300, where a bfloat16 is a multiple of 2: rounded, they would move the parts'
+    weights by e."""
 
     def both(o):
         q = o.input("q", B=2, tokens=5, heads=4, head_dim=8)
@@ -397,5 +399,6 @@ def test_xla_holds_one_block_of_neighbourhood_attention():
     run = jax.jit(partial(ltx2rt_tpu.ops.OPS["neighbourhood_attention"], **CLIP_PLAN))
     memory = run.lower(q, q, q).compile().memory_analysis()
     assert memory is not None
-    # Besides the operands with their heads in front: scores of 4 heads, 512 queries and 18^3 keys are 48 MB.
+    # Besides the operands with their heads in front: scores of 4 heads, 512 queries and 18^3 keys
+    # are 48 MB.
     assert memory.temp_size_in_bytes <= 3 * memory.output_size_in_bytes + 2**28

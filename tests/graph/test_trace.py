@@ -1,4 +1,5 @@
-"""Model text becomes a typed graph, or an error that speaks axis names before any weight is read."""
+"""Model text becomes a typed graph, or an error that speaks axis names before any weight is
+read."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,8 @@
 """Every kernel as it would be launched for LTX-2.3 at full size, compiled for sm_90 without a GPU.
 
-Prints {launch: {"registers", "spilled_bytes", "loads", "narrow_loads"}}; argument: a pattern of the launches' names
-(default: all of them). The operands are on torch's meta device: shapes and strides, no data.
+Prints {launch: {"registers", "spilled_bytes", "loads", "narrow_loads"}}; argument: a pattern of the
+launches' names (default: all of them). The operands are on torch's meta device: shapes and strides,
+no data.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class Recorder:
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """What the assembler says of a binary: registers a thread, bytes a thread keeps in memory for want of them."""
+    """What the assembler says of a binary: registers a thread, bytes a thread keeps in memory for
+    want of them."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

@@ -1,7 +1,9 @@
-"""Every kernel on fresh random operands of odd sizes: python kernel_cases.py DEVICE prints {case: relative errors}.
+"""Every kernel on fresh random operands of odd sizes: python kernel_cases.py DEVICE prints {case:
+relative errors}.
 
-A process of its own: TRITON_INTERPRET must be set before triton is imported. Results are allocated full of NaN, and
-operands that are views have NaN all around them, so what a kernel leaves out or reads too far shows.
+A process of its own: TRITON_INTERPRET must be set before triton is imported. Results are allocated
+full of NaN, and operands that are views have NaN all around them, so what a kernel leaves out or
+reads too far shows.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Operands:
     def inside(
         self, *shape: int, axes: tuple[int, ...] | None = None, pad: int = 8
     ) -> torch.Tensor:
-        """The same as a view into a larger tensor of NaN, its axes lying in memory in the order `axes`."""
+        """The same as a view into a larger tensor of NaN, its axes lying in memory in the order
+        `axes`."""
         order = axes or tuple(range(len(shape)))
         buffer = torch.full(
             [shape[i] + 2 * pad for i in order], torch.nan, dtype=self.dtype, device=self.device
@@ -116,8 +119,8 @@ def partial_sum(x: Operands, pairs: int, samples: int, op: str = "residual_norm_
 
 
 def by_level(x: Operands, op: str, pairs: int, batched: bool) -> Case:
-    """3 levels over 5 tokens, some of them skipped. Rows in turn: a view of all modulation rows, as the model has them;
-    per sample; by level for all samples."""
+    """3 levels over 5 tokens, some of them skipped. Rows in turn: a view of all modulation rows, as
+    the model has them; per sample; by level for all samples."""
     width, eps = 37, {} if op == "gated_residual" else {"eps": 1e-6}
     kinds = [
         (lambda: x.inside(2, 3, 4, width)[:, :, 1], (2, 3, width)),
@@ -145,8 +148,8 @@ def _tables(x: Operands, shape: tuple[int, ...]) -> list[torch.Tensor]:
 def qk(
     x: Operands, given: bool, batched: bool, lengths: tuple[int, ...] = (5,), shared: bool = False
 ) -> Case:
-    """3 heads of 10, as slices of packed projections; the sum of squares is then that of 7 heads. lengths: tokens of q,
-    or of q and of k, which then have the same tables if they share them."""
+    """3 heads of 10, as slices of packed projections; the sum of squares is then that of 7 heads.
+    lengths: tokens of q, or of q and of k, which then have the same tables if they share them."""
     batch, heads, dim = 2, 3, 10
     operands, views, tables = [], [], []
     for tokens in lengths:
@@ -172,7 +175,8 @@ def text_qk(
     shapes: tuple[tuple[int, int], ...] = ((2, 5),),
     spread: tuple[int, ...] = (),
 ) -> Case:
-    """The same without tables. shapes: samples and tokens of q, or of q and of k, and of v where they are spread."""
+    """The same without tables. shapes: samples and tokens of q, or of q and of k, and of v where
+    they are spread."""
     heads, dim = 3, 10
     operands = []
     for batch, tokens in shapes:
@@ -205,7 +209,8 @@ def linear_gelu(x: Operands) -> Case:
 
 
 def head_gate(x: Operands) -> Case:
-    """y as attention leaves it: heads before tokens in memory; the logits a slice of a packed projection."""
+    """y as attention leaves it: heads before tokens in memory; the logits a slice of a packed
+    projection."""
     return "head_gate", [x.inside(2, 5, 3, 10, axes=(0, 2, 1, 3)), x.inside(2, 5, 3)], {}, {}
 
 
@@ -259,7 +264,8 @@ def e4m3_of_gelu(x: Operands) -> Case:
 def neighbourhood(
     x: Operands, sizes: tuple[int, ...], window: tuple[int, ...], beyond: int = 0, dim: int = 10
 ) -> Case:
-    """q, k and v as slices of a packed projection; beyond: columns of keys on either side of the queries'."""
+    """q, k and v as slices of a packed projection; beyond: columns of keys on either side of the
+    queries'."""
     keys = (*sizes[:2], sizes[2] + 2 * beyond)
     q, k, v = (x.inside(2, *n, 3, dim, pad=2) for n in (sizes, keys, keys))
     plan = {"window": window, "first": (0, 0, beyond), "scale": 0.5}
@@ -371,8 +377,8 @@ def poisoned_empty(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 
 def errors(*cases: Case) -> list[float]:
-    """Relative error of each result of one launch against the float64 references of the same, already rounded
-    operands."""
+    """Relative error of each result of one launch against the float64 references of the same,
+    already rounded operands."""
     if len(cases) == 1:
         ((op, operands, plan, _),) = cases
         kernels = import_module(f"ltx2rt_kernels.{FOLDERS[op]}.cuda")
@@ -404,7 +410,8 @@ def references(case: Case) -> list[np.ndarray]:
 
 
 def float8_as_a_gpu_rounds(convert: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """The interpreter's own conversion to e4m3 loses the carry of a mantissa that is rounded up to the next power."""
+    """The interpreter's own conversion to e4m3 loses the carry of a mantissa that is rounded up to
+    the next power."""
 
     def run(values: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
         if str(source) == "fp32" and str(target) == "fp8e4nv":

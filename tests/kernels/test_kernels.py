@@ -1,4 +1,5 @@
-"""Kernels equal their references, are chosen for a reason, and compile for Hopper without spilling."""
+"""Kernels equal their references, are chosen for a reason, and compile for Hopper without
+spilling."""
 
 import json
 import os
@@ -25,7 +26,8 @@ from ltx2rt.weights.random.presets import preset
 
 CHANNELS_LAST = torch.channels_last_3d
 HERE = Path(__file__).parent
-# Largest relative error of one rounding of a result: to nearest on a GPU; the interpreter cuts bfloat16 off instead.
+# Largest relative error of one rounding of a result: to nearest on a GPU; the interpreter cuts
+# bfloat16 off instead.
 BFLOAT16 = {"cuda": 2**-8, "interpreter": 2**-7}
 FLOAT32 = 1e-6  # sums of a thousand numbers in another order
 
@@ -142,7 +144,8 @@ def test_kernel_refuses_what_it_cannot_take(op, change, reason):
 
 
 def test_a_block_of_the_decoder_keeps_channels_last():
-    """What a convolution on a GPU makes stays in its layout up to the next one: nothing is copied in between."""
+    """What a convolution on a GPU makes stays in its layout up to the next one: nothing is copied
+    in between."""
     rng = torch.Generator().manual_seed(0)
     x = channels_last(torch.randn(1, 16, 3, 6, 8, generator=rng))
     weight = channels_last(torch.randn(16, 16, 3, 3, 3, generator=rng))
@@ -170,7 +173,8 @@ def test_a_block_of_the_decoder_keeps_channels_last():
 
 @pytest.mark.parametrize("generation", ["2.0", "2.3"])
 def test_no_convolution_of_the_decoder_but_the_first_turns_its_input(generation, monkeypatch):
-    """With results that lie as a GPU's kernels leave them, one sample, residuals and upsamplings in between."""
+    """With results that lie as a GPU's kernels leave them, one sample, residuals and upsamplings in
+    between."""
     turned = []
 
     def conv(x, weight, bias, padding=(0, 0, 0), **_):
@@ -221,7 +225,8 @@ def test_compiled_graphs_hold_the_plain_ops():
     ],
 )
 def test_kernels_compile_for_hopper_without_spills(launches, tmp_path):
-    """As launched at full size: 128 registers for each of 512 threads are all 65536 of a processor."""
+    """As launched at full size: 128 registers for each of 512 threads are all 65536 of a
+    processor."""
     found = run_script(
         "kernel_binaries.py", launches, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)
     )
@@ -231,7 +236,8 @@ def test_kernels_compile_for_hopper_without_spills(launches, tmp_path):
     assert all(
         used["spilled_bytes"] == 0 and used["registers"] <= 128 for used in found.values()
     ), found
-    # Of 4 results: 11 inputs each, 12 taps of both filters, 6 inputs at both ends, and the channel's two numbers.
+    # Of 4 results: 11 inputs each, 12 taps of both filters, 6 inputs at both ends, and the
+    # channel's two numbers.
     assert found["snake_beta"]["loads"] <= 4 * 11 + 2 * 12 + 2 * 6 + 2
     wide = [
         name

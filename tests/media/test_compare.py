@@ -38,7 +38,8 @@ def test_loudness_of_the_standard_calibration_tone():
 
 
 def test_quiet_parts_are_gated():
-    # EBU Tech 3341, case 3: 10 s at -36, 60 s at -23, 10 s at -36 dBFS measures -23.0 LUFS; here a tenth as long
+    # EBU Tech 3341, case 3: 10 s at -36, 60 s at -23, 10 s at -36 dBFS measures -23.0 LUFS; here a
+    # tenth as long
     clip = np.concatenate([sine(-36, 1), sine(-23, 6), sine(-36, 1)], axis=-1)
     ungated = -0.691 + 10 * np.log10((k_weighted(clip) ** 2).sum(0).mean())
     assert loudness(clip) == pytest.approx(

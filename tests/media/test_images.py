@@ -37,7 +37,8 @@ def test_cover_equals_torch_interpolate_and_a_centre_crop(rows, columns, height,
     )[0].permute(1, 2, 0)
     top, left = (size[0] - height) // 2, (size[1] - width) // 2
     expected = scaled[top : top + height, left : left + width].numpy()
-    # torch may fuse multiply and add: source coordinates near 70 carry 8e-6, times a step of at most 255
+    # torch may fuse multiply and add: source coordinates near 70 carry 8e-6, times a step of at
+    # most 255
     np.testing.assert_allclose(cover(pixels, width, height), expected, atol=4e-3)
 
 

@@ -1,4 +1,5 @@
-"""What is read is what was written, at any rate and in any format; what cannot be used is refused in one line."""
+"""What is read is what was written, at any rate and in any format; what cannot be used is refused
+in one line."""
 
 import math
 import os
@@ -15,7 +16,8 @@ from ltx2rt.media.sound import LEVELS, read_sound, resample
 
 RATE = 12000
 SAMPLES = {"u8": np.uint8, "s16": np.int16, "s32": np.int32, "flt": np.float32, "dbl": np.float64}
-# torchaudio 2.11.0, functional.resample to 16 kHz in float64, channel 1 of `signal`; its float32 is up to 1e-5 away.
+# torchaudio 2.11.0, functional.resample to 16 kHz in float64, channel 1 of `signal`; its float32 is
+# up to 1e-5 away.
 AT = (0, 1, 7, 100, 222, -2, -1)
 TORCHAUDIO = {
     48000: (0.19945289, 0.25892428, -0.01177424, -0.21206541, -0.25571171, 0.45189005, 0.46629071),
@@ -39,7 +41,8 @@ def signal(rate: int, size: int) -> np.ndarray:
 def stored(
     path, codec: str, samples: np.ndarray, rate: int = RATE, layout: str = "stereo", video: str = ""
 ):
-    """Samples [channels, N] as `codec` in the container that the path's name says, after a picture if `video`."""
+    """Samples [channels, N] as `codec` in the container that the path's name says, after a picture
+    if `video`."""
     with av.open(str(path), "w") as container:
         if video:
             picture = container.add_stream(video, rate=1)

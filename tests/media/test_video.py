@@ -1,4 +1,5 @@
-"""Given videos are read as the reference reads them, upright, and whatever would go wrong is said first."""
+"""Given videos are read as the reference reads them, upright, and whatever would go wrong is said
+first."""
 
 import os
 from fractions import Fraction
@@ -24,7 +25,8 @@ def write(
     size=(48, 32),
     **options,
 ):
-    """Frames of these times in ticks: u8[F, H, W, 3], each with its number as brightness, white at the top left."""
+    """Frames of these times in ticks: u8[F, H, W, 3], each with its number as brightness, white at
+    the top left."""
     frames = np.full((len(times), size[1], size[0], 3), 20, np.uint8)
     frames += (np.arange(len(times), dtype=np.uint8) * 10)[:, None, None, None]
     frames[:, :8, :16] = 255
@@ -96,7 +98,8 @@ def test_frames_are_decoded_as_they_are_taken(tmp_path):
 
 @pytest.mark.parametrize(("rotation", "corner"), [(90, (-1, 0)), (-90, (0, -1)), (180, (-1, -1))])
 def test_rotation_is_applied(tmp_path, rotation, corner):
-    """Degrees counter-clockwise, as FFmpeg tells them: the white corner of the stored frames moves."""
+    """Degrees counter-clockwise, as FFmpeg tells them: the white corner of the stored frames
+    moves."""
     write(tmp_path / "a.mp4", rotation=rotation)
     info = video_info(tmp_path / "a.mp4", FLAG)
     assert (info.width, info.height) == ((48, 32) if rotation == 180 else (32, 48))
@@ -220,7 +223,8 @@ def test_a_playlist_fetches_nothing(tmp_path):
 
 
 def test_a_mask_is_the_mean_brightness_of_each_token(tmp_path):
-    """As torch's area interpolation and mean give it; size 48 x 32 as in the file, cells of 16 px."""
+    """As torch's area interpolation and mean give it; size 48 x 32 as in the file, cells of 16
+    px."""
     import torch
 
     frames = write(tmp_path / "a.mov", codec="png")

@@ -1,4 +1,5 @@
-"""The transformer's oracle: diffusers' module of a tiny configuration, with every parameter drawn."""
+"""The transformer's oracle: diffusers' module of a tiny configuration, with every parameter
+drawn."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def module_of(config: TransformerConfig) -> LTX2VideoTransformer3DModel:
 
 @cache
 def build(config: TransformerConfig, seed: int = 0) -> LTX2VideoTransformer3DModel:
-    """Weights representable in bfloat16: matrices N(0, 1/fan_in), vectors near 1 ("norm") or N(0, 0.2^2)."""
+    """Weights representable in bfloat16: matrices N(0, 1/fan_in), vectors near 1 ("norm") or N(0,
+    0.2^2)."""
     module = module_of(config)
     generator = torch.Generator().manual_seed(seed)
     for name, p in sorted(module.named_parameters()):
@@ -78,7 +80,8 @@ def draw(
     levels: tuple[int, int] = (3, 2),
     seed: int = 1,
 ) -> dict[str, np.ndarray]:
-    """One forward's semantic inputs, representable in bfloat16. Every sample has `levels` distinct timesteps."""
+    """One forward's semantic inputs, representable in bfloat16. Every sample has `levels` distinct
+    timesteps."""
     rng = np.random.default_rng(seed)
     tokens = {"video": int(np.prod(grid)), "audio": audio_tokens}
     channels = {"video": config.video_channels, "audio": config.audio_channels}
@@ -113,7 +116,8 @@ def draw(
 def gates_follow_the_other_sigma(
     module: LTX2VideoTransformer3DModel, sigmas: dict[str, torch.Tensor]
 ):
-    """Rule C, which diffusers lacks: rule A with the two gate modules given the other stream's sigma."""
+    """Rule C, which diffusers lacks: rule A with the two gate modules given the other stream's
+    sigma."""
     factor = module.config.cross_attn_timestep_scale_multiplier
     gates = {
         "audio": module.av_cross_attn_video_a2v_gate,
@@ -185,12 +189,13 @@ def euler_steps(
     frozen: Sequence[str] = (),
     rule: str = "C",
 ) -> Iterator[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]:
-    """(latents, x0) after every step, f64[T, C] by modality: the guided step's formula in float64 over diffusers'
-    velocities, a forward of batch 1 for each branch.
+    """(latents, x0) after every step, f64[T, C] by modality: the guided step's formula in float64
+    over diffusers' velocities, a forward of batch 1 for each branch.
 
-    By modality: positions [axes, T, 2], contexts [1 or 2, text, C'] (positive, negative), latents at the first sigma
-    and clean ones [T, C], masks [T]. guidance: f[2, 4], rows video and audio, columns cfg, stg, modality, rescale;
-    None: the conditional branch alone. blocks: of STG. frozen: what is kept whole, at sigma 0, and never guided.
+    By modality: positions [axes, T, 2], contexts [1 or 2, text, C'] (positive, negative), latents
+    at the first sigma and clean ones [T, C], masks [T]. guidance: f[2, 4], rows video and audio,
+    columns cfg, stg, modality, rescale; None: the conditional branch alone. blocks: of STG. frozen:
+    what is kept whole, at sigma 0, and never guided.
     """
     x, made = (
         {m: latents[m].astype(np.float64) for m in NAMES},

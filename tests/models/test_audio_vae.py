@@ -34,7 +34,8 @@ STATISTICS = (
 
 @cache
 def reference() -> tuple[AutoencoderKLLTX2Audio, dict[str, np.ndarray]]:
-    """diffusers' networks and all parameters under official names, everything random and no bias zero.
+    """diffusers' networks and all parameters under official names, everything random and no bias
+    zero.
 
     The statistics stay out of the module, which sizes them by its base width.
     """

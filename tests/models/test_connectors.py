@@ -1,4 +1,5 @@
-"""Feature extraction and connectors of both generations against diffusers, on the interpreter and both backends."""
+"""Feature extraction and connectors of both generations against diffusers, on the interpreter and
+both backends."""
 
 import dataclasses
 from math import prod

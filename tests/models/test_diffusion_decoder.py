@@ -49,7 +49,8 @@ STATISTICS = ("vae.per_channel_statistics.mean-of-means", "vae.per_channel_stati
 
 @cache
 def reference() -> tuple[LTX2VideoDiffusionDecoderModel, dict[str, np.ndarray]]:
-    """diffusers' module and its parameters under official names, everything random and no bias zero."""
+    """diffusers' module and its parameters under official names, everything random and no bias
+    zero."""
     c = CONFIG
     model = LTX2VideoDiffusionDecoderModel(
         latent_channels=c.latent_channels,
@@ -119,8 +120,8 @@ def test_decoder_is_diffusers(kind):
 
 
 def in_slabs(x: torch.Tensor, width: int, halo: int) -> list[torch.Tensor]:
-    """x (B, frames, rows, columns, channels) as the official decoder cuts it: cores of `width` columns, each with a
-    halo of the neighbours' columns, or of copies of the border column."""
+    """x (B, frames, rows, columns, channels) as the official decoder cuts it: cores of `width`
+    columns, each with a halo of the neighbours' columns, or of copies of the border column."""
     cores = [x[:, :, :, start : start + width] for start in range(0, x.shape[3], width)]
     edge = [column.expand(-1, -1, -1, halo, -1) for column in (x[:, :, :, :1], x[:, :, :, -1:])]
     left = [edge[0], *(core[:, :, :, -halo:] for core in cores[:-1])]
@@ -132,7 +133,8 @@ def in_slabs(x: torch.Tensor, width: int, halo: int) -> list[torch.Tensor]:
     "kind", ["cuda", *(pytest.param(k, marks=pytest.mark.slow) for k in ("numpy", "tpu"))]
 )
 def test_chunked_borders_are_slabs_with_copies_of_the_border_column(kind, monkeypatch):
-    """diffusers' blocks on the official decoder's slabs: four cores of columns, a halo of half a window."""
+    """diffusers' blocks on the official decoder's slabs: four cores of columns, a halo of half a
+    window."""
     model, _ = reference()
     block, halo = type(model.decoder.diff_blocks[0]), CONFIG.windows[-1][2] // 2
 
@@ -171,13 +173,15 @@ def test_a_latent_smaller_than_the_windows_is_padded_with_its_edge(grid):
 
 
 def test_released_sizes():
-    """From the released file: 309 tensors and the statistics; 7 latents, 224 px, are the smallest side."""
+    """From the released file: 309 tensors and the statistics; 7 latents, 224 px, are the smallest
+    side."""
     c = RELEASED
     assert diffusion_decoder.padding(c, (1, 7, 6)) == ((0, 2), (0, 0), (0, 1))
     assert diffusion_decoder.rope_sizes(64) == (16, 24, 24)
     still = diffusion_decoder.whole(c, 1, (1, 7, 7))
     assert still.pixels(c) == (17, 224, 224)
-    # Of a tile at the end 16 frames are cut off, but never so many that fewer than a window are left.
+    # Of a tile at the end 16 frames are cut off, but never so many that fewer than a window are
+    # left.
     assert [replace(still, frames=n, first=False).pixels(c)[0] for n in (13, 14, 20)] == [
         11,
         12,
@@ -210,7 +214,8 @@ def test_the_mlp_in_parts_is_the_mlp(monkeypatch):
 
 
 def test_full_size_costs_what_the_windows_cost():
-    """768x512, 121 frames: 105 TFLOP in all, of which windows of 11^3 keys are a third; and no scores in memory."""
+    """768x512, 121 frames: 105 TFLOP in all, of which windows of 11^3 keys are a third; and no
+    scores in memory."""
     c = RELEASED
     grid = (16, 16, 24)
     features = diffusion_decoder.trace_features(c, 1, *grid, "bfloat16")

@@ -1,4 +1,5 @@
-"""The duration head against diffusers, on the interpreter and both backends, and its rounding to frames."""
+"""The duration head against diffusers, on the interpreter and both backends, and its rounding to
+frames."""
 
 from fractions import Fraction
 

@@ -21,8 +21,8 @@ from ltx2rt.weights import configs
 from ltx2rt.weights.names import gemma_to_canonical
 
 BATCH, TOKENS = 4, 13
-# Left padding, none, right padding, and a prompt of one token; longer than the window, so that padding rows of a
-# sliding layer may see nothing where those of a full layer see the prompt.
+# Left padding, none, right padding, and a prompt of one token; longer than the window, so that
+# padding rows of a sliding layer may see nothing where those of a full layer see the prompt.
 MASK = np.ones((BATCH, TOKENS), np.int32)
 MASK[0, :4], MASK[2, 6:], MASK[3, :-1] = 0, 0, 0
 IDS = np.where(MASK, np.random.default_rng(5).integers(3, 61, MASK.shape), 0)
@@ -65,7 +65,8 @@ def build(dtype: torch.dtype = torch.float32) -> Gemma3ForConditionalGeneration:
     generator = torch.Generator().manual_seed(7)
     for _, p in sorted(model.model.language_model.named_parameters()):
         scale = 0.3 if p.ndim == 1 else p.shape[1] ** -0.5
-        # Only parameters change dtype: `model.to` would round the RoPE frequencies too, which loading does not.
+        # Only parameters change dtype: `model.to` would round the RoPE frequencies too, which
+        # loading does not.
         p.data = (scale * torch.randn(p.shape, generator=generator)).bfloat16().to(dtype)
     return model
 

@@ -158,7 +158,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_each_known_mistake_shows_in_this_model(expected, mistake):
-    """The reference with the mistake built in is far from itself, a thousand times what parity allows."""
+    """The reference with the mistake built in is far from itself, a thousand times what parity
+    allows."""
     wrong = build()
     MISTAKES[mistake](wrong)
     assert relative_l2(reference(wrong)[MASK == 1], expected[MASK == 1]) > 0.01

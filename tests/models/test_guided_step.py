@@ -1,4 +1,5 @@
-"""The guided step equals its formula over diffusers' transformer, one call per branch; scales are data."""
+"""The guided step equals its formula over diffusers' transformer, one call per branch; scales are
+data."""
 
 from dataclasses import replace
 
@@ -18,14 +19,16 @@ from ltx2rt.models import guided_step, transformer
 from ltx2rt.models.guided_step import Branches
 from ltx2rt.testing import relative_l2, run_graph
 
-CLOSE = 2e-5  # contract: 1e-4; guidance subtracts near-equal float32 predictions and multiplies by up to 6
+# contract: 1e-4; guidance subtracts near-equal float32 predictions and multiplies by up to 6
+CLOSE = 2e-5
 GUIDANCE = np.array([[3.0, 1.5, 2.5, 0.7], [7.0, 0.8, 1.7, 0.4]], np.float32)
 SIGMAS = np.array([0.81, 0.59], np.float32)
 BLOCKS = np.array([0, 1, 1], np.float32)
 
 
 def drawn(config, seed: int = 5) -> dict[str, np.ndarray]:
-    """A step's inputs. Two contexts; the first frame half kept, one token of it entirely; two audio tokens too."""
+    """A step's inputs. Two contexts; the first frame half kept, one token of it entirely; two audio
+    tokens too."""
     feeds, rng = draw(config, seed=seed), np.random.default_rng(seed)
     inputs = {k: v for k, v in feeds.items() if k.endswith("_context")}
     for name in NAMES:
@@ -83,7 +86,8 @@ def assert_close(actual, expected) -> None:
         assert relative_l2(actual[name], expected[name]) <= CLOSE, name
 
 
-# JAX takes seconds to compile a step, and rules and scales are the graph's matter: it runs two of the cases.
+# JAX takes seconds to compile a step, and rules and scales are the graph's matter: it runs two of
+# the cases.
 CASES = [("2.0", "B", kind) for kind in KINDS] + [("2.3", "B", kind) for kind in KINDS[:2]]
 
 
@@ -109,7 +113,8 @@ def test_a_stream_that_is_given_is_at_sigma_0_and_reads_the_positive_prompt(froz
     "scales", [(1, 1.5, 1), (3, 1.5, 1), (1, 1.5, 2), (3, 1e-9, 2), (1, 1e-9, 1), (3, 1e-9, 1)]
 )
 def test_branches_of_neutral_scales_are_left_out(scales):
-    """A scale of 1e-9 counts as neutral: its branch is not run, and the formula does not feel it."""
+    """A scale of 1e-9 counts as neutral: its branch is not run, and the formula does not feel
+    it."""
     config = config_of("2.3")
     inputs = drawn(config)
     inputs["guidance"] = inputs["guidance"].copy()
@@ -144,7 +149,8 @@ def test_modality_with_neutral_stg_is_not_perturbed(kind):
 
 @pytest.mark.parametrize("kind", ["numpy", "cuda"])
 def test_rescale_of_a_constant_prediction_is_finite(kind):
-    """Zero velocity and a constant latent: std 0 over the floor is ratio 0, which leaves 1 - rescale."""
+    """Zero velocity and a constant latent: std 0 over the floor is ratio 0, which leaves 1 -
+    rescale."""
     config = config_of("2.3", num_layers=1)
     inputs = drawn(config) | {"stg_blocks": BLOCKS[1:2]}
     params = {

@@ -8,7 +8,9 @@ from ltx2rt.weights.random.presets import preset
 
 AUDIO = preset("ltx-2.3").config.audio_vae
 BINS = (0, 1, 5, 20, 40, 62, 63)
-LIBROSA = {  # librosa 0.11.0, melspectrogram(power=1, htk=False, norm="slaney") in float64: (channel, frame) -> BINS
+# librosa 0.11.0, melspectrogram(power=1, htk=False, norm="slaney") in float64: (channel, frame) ->
+# BINS
+LIBROSA = {
     (0, 9): (-11.512925, -11.512925, -11.512925, -9.228413, -4.278593, -11.512925, -11.512925),
     (1, 0): (-1.379361, -1.963773, -3.083231, -4.304949, -5.247416, -5.975595, -5.988074),
     (1, 1): (-0.374665, -1.243773, -2.391778, -3.643587, -4.56648, -5.293884, -5.301255),

@@ -1,4 +1,5 @@
-"""RoPE tables: the spec's numbers, diffusers' tables, and devices that only copy what numpy computed."""
+"""RoPE tables: the spec's numbers, diffusers' tables, and devices that only copy what numpy
+computed."""
 
 import math
 
@@ -21,7 +22,8 @@ MAX_POS = (20, 2048, 2048)
 def tables(
     kind: str, bounds: np.ndarray, dim: int, heads: int, float64: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin (B, tokens, heads, pairs) of positions (B, axes, tokens, 2), gathered by `kind`."""
+    """cos and sin (B, tokens, heads, pairs) of positions (B, axes, tokens, 2), gathered by
+    `kind`."""
     count = bounds.shape[1]
     grid = frequency_grid(dim, count, THETA, float64)
     feeds = {}
@@ -116,7 +118,8 @@ def test_connector_angles_hold_the_official_values():
 
 @pytest.mark.parametrize("backend", ["cuda", "tpu"])
 def test_devices_copy_the_tables_of_61_positions_bit_for_bit(backend):
-    """Also past 20 s, at full width, where a division redone inside the angle moves a cosine by 1e-3."""
+    """Also past 20 s, at full width, where a division redone inside the angle moves a cosine by
+    1e-3."""
     grid = reference("video", 4096, 32).prepare_video_coords(2, 61, 1, 2, "cpu", fps=23.976).numpy()
     grid[1] += np.float32(0.37)  # samples at different positions
     expected = tables("numpy", grid, 4096, 32)
@@ -140,9 +143,10 @@ def test_tables_equal_diffusers_at_any_size(modality, heads, pairs, grid, fps, f
         coordinates = module.prepare_video_coords(2, *grid, "cpu", fps=fps)
     else:
         coordinates = module.prepare_audio_coords(2, grid[0], "cpu")
-    # The same float32 angles, of which torch's and numpy's cosines differ by a float32 step. A float32 grid takes each
-    # library's own linspace and power: exponents one step of 2^-24 apart, which the power multiplies by ln(theta), and
-    # two roundings, all relative to the highest frequency.
+    # The same float32 angles, of which torch's and numpy's cosines differ by a float32 step. A
+    # float32 grid takes each library's own linspace and power: exponents one step of 2^-24 apart,
+    # which the power multiplies by ln(theta), and two roundings, all relative to the highest
+    # frequency.
     apart = THETA * math.pi / 2 * (math.log(THETA) + 2) * 2**-24
     for ours, expected in zip(
         tables("numpy", coordinates.numpy(), dim, heads, float64),

@@ -1,4 +1,5 @@
-"""Step plans: their coefficients against Euler written step by step, and whole runs on both backends."""
+"""Step plans: their coefficients against Euler written step by step, and whole runs on both
+backends."""
 
 from dataclasses import replace
 

@@ -1,4 +1,5 @@
-"""The audio-video transformer of both generations equals diffusers', on the interpreter and both backends."""
+"""The audio-video transformer of both generations equals diffusers', on the interpreter and both
+backends."""
 
 from copy import deepcopy
 
@@ -39,14 +40,16 @@ def all_kept(config, batch: int) -> dict[str, np.ndarray]:
     return {name: np.ones((config.num_layers, batch), np.float32) for name in names}
 
 
-# A rule is a matter of the graph, not of its lowering: JAX, which takes seconds to compile, runs three of the six.
+# A rule is a matter of the graph, not of its lowering: JAX, which takes seconds to compile, runs
+# three of the six.
 CASES = [(g, r, k) for g in GENERATIONS for r in "ABC" for k in KINDS[:2]]
 CASES += [("2.0", "B", "tpu"), ("2.3", "B", "tpu"), ("2.3", "C", "tpu")]
 
 
 @pytest.mark.parametrize("generation,rule,kind", CASES)
 def test_mixed_batch_equals_diffusers_run_branch_by_branch(generation, rule, kind):
-    """Per-token timesteps, sigma_v != sigma_a; sample 0 plain, 1 perturbed in blocks 0 and 2, 2 isolated."""
+    """Per-token timesteps, sigma_v != sigma_a; sample 0 plain, 1 perturbed in blocks 0 and 2, 2
+    isolated."""
     config = config_of(generation)
     module, feeds, keeps = build(config), draw(config, batch=3), all_kept(config, 3)
     perturbed = torch.tensor([1.0, 0.0, 1.0])
@@ -89,7 +92,8 @@ def test_rules_differ_per_token_and_agree_on_uniform_timesteps(generation):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_clip_of_twenty_seconds_reaches_beyond_the_position_range(kind):
-    """61 latent frames at 24 fps: the last midpoint lies past the 20 s the positions are divided by."""
+    """61 latent frames at 24 fps: the last midpoint lies past the 20 s the positions are divided
+    by."""
     config = config_of("2.3", num_layers=1)
     feeds = draw(config, batch=1, grid=(61, 1, 2), audio_tokens=501, text_tokens=13)
     assert feeds["video_positions"][0, 0, -1].mean() > 19.8 and feeds["audio_positions"].max() > 20
@@ -100,7 +104,8 @@ def test_clip_of_twenty_seconds_reaches_beyond_the_position_range(kind):
 def test_self_attention_mask_equals_diffusers(kind):
     """Zeros and ones as they are; a fraction m weighs exp(score) by m.
 
-    diffusers adds -10000 (1 - m), so it is given 1 + ln(m) / 10000, in float64, which carries that difference.
+    diffusers adds -10000 (1 - m), so it is given 1 + ln(m) / 10000, in float64, which carries that
+    difference.
     """
     config = config_of("2.3")
     feeds, rng = draw(config), np.random.default_rng(2)
@@ -165,7 +170,8 @@ def test_bfloat16_is_at_most_twice_as_far_as_diffusers_own(generation, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_levels", [1, 2])
 def test_modulation_by_levels_equals_modulation_per_token(num_levels, kind):
-    """Three rows of two samples with different timesteps, against diffusers' module run on every token."""
+    """Three rows of two samples with different timesteps, against diffusers' module run on every
+    token."""
     rng, tokens, width, rows = np.random.default_rng(3), 7, 12, 3
     module = LTX2AdaLayerNormSingle(
         width, num_mod_params=rows, use_additional_conditions=False

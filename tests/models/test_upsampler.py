@@ -76,7 +76,8 @@ def normal(*shape: int) -> np.ndarray:
 def test_upsampler_is_diffusers(name, frames, out, kind):
     model, params = reference(name)
     latent = normal(2, 16, frames, 3, 5)
-    # Sample 1 is small and off centre: the eps of the group norms and the cancellation in their variance show.
+    # Sample 1 is small and off centre: the eps of the group norms and the cancellation in their
+    # variance show.
     latent[1] = 0.02 * latent[1] + 3
     graph = upsampler.trace(UPSAMPLERS[name], 2, frames, 3, 5, "float32")
     found = run_graph(kind, graph, params, {"latent": latent})["latent"]
@@ -106,7 +107,8 @@ def test_released_size_declares_the_files_tensors(version):
     specs = upsampler.trace(
         preset(f"ltx-{version}").config.upsampler, 1, 2, 4, 6, "bfloat16"
     ).parameters()
-    # From the released files: 72 tensors, besides the blur of the rational one; here also the two statistics.
+    # From the released files: 72 tensors, besides the blur of the rational one; here also the two
+    # statistics.
     assert (len(specs), sum(math.prod(s.shape) for s in specs.values())) == (
         72 + 2,
         497_867_904 + 256,

@@ -1,4 +1,5 @@
-"""The video VAE against diffusers, tiny and in float32; the traps of its layout in exact integers."""
+"""The video VAE against diffusers, tiny and in float32; the traps of its layout in exact
+integers."""
 
 import copy
 import math
@@ -96,7 +97,8 @@ STATISTICS = ("vae.per_channel_statistics.mean-of-means", "vae.per_channel_stati
 
 @cache
 def reference(version: str) -> tuple[AutoencoderKLLTX2Video, dict[str, np.ndarray]]:
-    """diffusers' module and its parameters under official names, everything random and no bias zero."""
+    """diffusers' module and its parameters under official names, everything random and no bias
+    zero."""
     model = AutoencoderKLLTX2Video(
         latent_channels=16,
         downsample_type=("spatial", "temporal", "spatiotemporal", "spatiotemporal"),
@@ -299,7 +301,8 @@ def test_residual_upsampling_tiles_whole_blocks():
     stage = VaeStage("sample", 16, 8, stride=(2, 2, 2), residual=True)
     x = np.arange(16, dtype=np.float32).reshape(1, 16, 1, 1, 1)
     y = run_shape_op(lambda o, v: video_vae.upsample(o, v, stage, without_conv), x)
-    # The second of two output frames stays; its first pixel is position 4 of each of the two channel blocks.
+    # The second of two output frames stays; its first pixel is position 4 of each of the two
+    # channel blocks.
     assert y[0, :, 0, 0, 0].tolist() == [4, 12] * 4
 
 

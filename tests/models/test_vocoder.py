@@ -1,4 +1,5 @@
-"""Both vocoders against diffusers, tiny and in float32; the resampler and the anti-aliasing in closed form."""
+"""Both vocoders against diffusers, tiny and in float32; the resampler and the anti-aliasing in
+closed form."""
 
 import copy
 import math
@@ -36,8 +37,8 @@ def generator(
     )
 
 
-# Odd and even kernels over odd and even rates, two unlike blocks per stage. The 2.3 one makes 10 samples a frame and
-# its STFT hops by 8, so that the padding to whole hops is not empty.
+# Odd and even kernels over odd and even rates, two unlike blocks per stage. The 2.3 one makes 10
+# samples a frame and its STFT hops by 8, so that the padding to whole hops is not empty.
 CONFIGS = {
     "2.0": VocoderConfig(
         generator(16, (5, 2), (15, 4), "leaky_relu", "tanh"), None, 0, 0, 0, 1000, 1000
@@ -64,7 +65,8 @@ SIZES = dict(
 
 @cache
 def reference(version: str) -> tuple[torch.nn.Module, dict[str, np.ndarray]]:
-    """diffusers' module and its parameters under official names: random, the filters too, so asymmetric."""
+    """diffusers' module and its parameters under official names: random, the filters too, so
+    asymmetric."""
     if version == "2.0":
         model = LTX2Vocoder(**SIZES)
     else:
@@ -176,7 +178,8 @@ def test_only_upsampling_is_a_convolution_for_a_tpu():
 
 @pytest.mark.parametrize("version, rates", [("2.0", 5), ("2.3", 6 + 5)])
 def test_the_released_vocoder_is_a_loop_for_each_of_its_rates(version, rates):
-    """Of 792 nodes in 2.3, with each of its 200 SnakeBetas one; what README says a TPU's compiler gets."""
+    """Of 792 nodes in 2.3, with each of its 200 SnakeBetas one; what README says a TPU's compiler
+    gets."""
     graph = vocoder.trace(preset(f"ltx-{version}").config.vocoder, 1, 320, "float32")
     program = Assembled(graph, get_backend("tpu", "cpu").place)
     loops = [part.nodes[0] for part in program.parts if part.nodes[0].op == "res_blocks"]
@@ -228,7 +231,8 @@ def test_resampler_taps():
 
 @pytest.mark.parametrize("taps, ratio", [(43, 3), (12, 2)])
 def test_resampling_keeps_the_place(taps, ratio):
-    """The centre of mass of an impulse at n lies at ratio n for an odd filter, half a sample later for an even one."""
+    """The centre of mass of an impulse at n lies at ratio n for an odd filter, half a sample later
+    for an even one."""
 
     def model(o):
         x, f = o.input("x", B=1, channels=2, time=20), o.input("f", out=1, one=1, k0=taps)
@@ -271,7 +275,8 @@ def test_anti_aliasing_passes_constants_and_stays_in_place():
     "version, mel_frames, samples, tensors, elements",
     [
         ("2.0", 501, 120_240, 194, 55_592_802),
-        # 547 584 of the file's elements are buffers; 514 x 512 of them, the inverse basis, nothing reads.
+        # 547 584 of the file's elements are buffers; 514 x 512 of them, the inverse basis, nothing
+        # reads.
         ("2.3", 501, 240_480, 1226, 128_537_448 + 547_584 - 514 * 512),
     ],
 )

@@ -1,4 +1,5 @@
-"""The adapters pass: values of merged weights, no exchange more, halves cut as the weight beside them."""
+"""The adapters pass: values of merged weights, no exchange more, halves cut as the weight beside
+them."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""A fused graph is the same graph: values, tensors, communication; and it has the nodes that kernels run."""
+"""A fused graph is the same graph: values, tensors, communication; and it has the nodes that
+kernels run."""
 
 from collections import Counter
 
@@ -66,7 +67,8 @@ def test_fused_graph_has_the_same_values_tensors_and_communication(name, devices
 
 @pytest.mark.parametrize("name", ["guided-2.0", "guided-2.3"])
 def test_fused_bfloat16_step_is_no_further_from_float32(name):
-    """In the mean: the logarithm of one draw's ratio scatters by 0.2, that of the mean of ten by 0.06."""
+    """In the mean: the logarithm of one draw's ratio scatters by 0.2, that of the mean of ten by
+    0.06."""
     wide, one = case(name), case(name, "bfloat16")
     fused, ratios = fuse(one.graph), {key: [] for key in wide.graph.outputs}
     for _ in range(10):
@@ -92,7 +94,8 @@ def test_torch_runs_the_fused_graph(name, layers):
     program = backend.lower(one.graph, layers)
     assert any(node.op in FUSED for node, _ in program.graph.walk())
     for key, value in program(weights, one.inputs).items():
-        # As far from the interpreter as the plain graph may be: sums of a whole network in another order.
+        # As far from the interpreter as the plain graph may be: sums of a whole network in another
+        # order.
         assert relative_l2(backend.to_host(value), expected[key]) <= 1e-5, key
 
 
@@ -104,8 +107,9 @@ def test_lowering_fuses_nothing_if_asked():
 @pytest.mark.parametrize("devices,qk", [(1, "qk_norm_rope"), (2, "qk_scale_rope")])
 @pytest.mark.parametrize("generation", ["2.0", "2.3"])
 def test_block_has_the_expected_fusions(generation, devices, qk):
-    """Two streams. 2.3: norms after all three attentions follow a gated residual; the block's first norm and its last
-    residual have no partner inside it. 2.0: text attention has neither gate nor modulation of its own."""
+    """Two streams. 2.3: norms after all three attentions follow a gated residual; the block's first
+    norm and its last residual have no partner inside it. 2.0: text attention has neither gate nor
+    modulation of its own."""
     new = generation == "2.3"
     assert fused_ops(body(fuse(case(f"guided-{generation}").on(devices)))) == {
         "residual_norm_modulate": 6 if new else 4,
@@ -268,7 +272,8 @@ def test_rows_that_are_made_later_move_up():
 
 
 def test_modulation_that_feeds_its_neighbour_is_kept_apart():
-    """Both modulations of one norm cannot be one node when the second one's scale comes from the first."""
+    """Both modulations of one norm cannot be one node when the second one's scale comes from the
+    first."""
 
     def model(o):
         n = o.rms_norm(stream(o), over=("D",), eps=1e-6)

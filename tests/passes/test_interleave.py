@@ -1,5 +1,5 @@
-"""Blocks whose samples or tokens go through in halves: the same values, every exchange in two, in an order in which
-each travels under the other half, and where it must not be done."""
+"""Blocks whose samples or tokens go through in halves: the same values, every exchange in two, in
+an order in which each travels under the other half, and where it must not be done."""
 
 from collections import Counter
 
@@ -58,10 +58,12 @@ def test_halves_have_the_same_values_and_exchange_as_much(generation, profile, m
 )
 @pytest.mark.parametrize("name", ["forward-2.0", "forward-2.3"])
 def test_tied_halves_take_turns_and_have_the_same_values(name, profile, mesh, either):
-    """Whatever runs the nodes in another order, as far as they allow: each big exchange of a half leaves when the other
-    half has computed up to its own, and is read after that. Weights are gathered when they may be.
+    """Whatever runs the nodes in another order, as far as they allow: each big exchange of a half
+    leaves when the other half has computed up to its own, and is read after that. Weights are
+    gathered when they may be.
 
-    either: pairs of big exchanges that may still leave in either order, of those around an all_to_all, tied one way.
+    either: pairs of big exchanges that may still leave in either order, of those around an
+    all_to_all, tied one way.
     """
     one = case(name)
     graph = Placement(PROFILES[profile], mesh).local(one.graph, one.network)
@@ -118,7 +120,8 @@ def test_neither_half_waits_for_the_other():
 
 @pytest.mark.parametrize("name,devices", [("forward-2.3", 1), ("guided-2.3", 2)])
 def test_blocks_without_exchange_or_whose_nodes_pick_samples_stay(name, devices):
-    """Alone there is no exchange; of a guided step the branches that are equal are computed once, and spread."""
+    """Alone there is no exchange; of a guided step the branches that are equal are computed once,
+    and spread."""
     graph = case(name).on(devices)
     assert interleave(graph) is graph
 
@@ -128,7 +131,8 @@ def test_blocks_without_exchange_or_whose_nodes_pick_samples_stay(name, devices)
     "name", ["forward-2.0", "forward-2.3", "guided-2.3", "masked-2.3", "guided-2.5"]
 )
 def test_halves_of_the_tokens_have_the_same_values(name, mesh):
-    """Images, prefixes, masks and STG; tokens of all devices, which Ulysses brings together, stay whole."""
+    """Images, prefixes, masks and STG; tokens of all devices, which Ulysses brings together, stay
+    whole."""
     one = case(name)
     graph = Placement(PROFILES["hopper"], mesh).local(one.graph, one.network)
     halved = interleave(graph, TOKENS)
@@ -146,7 +150,8 @@ def test_halves_of_the_tokens_have_the_same_values(name, mesh):
 
 @pytest.mark.parametrize("generation", ["2.0", "2.3"])
 def test_every_exchange_travels_under_a_product_of_the_other_half(generation):
-    """In the order of the fused block, and of the next one: what a block sends last, that is the first to read."""
+    """In the order of the fused block, and of the next one: what a block sends last, that is the
+    first to read."""
     (repeat,) = fuse(interleave(rotate(case(f"guided-{generation}").on(2)), TOKENS)).repeats
     nodes = repeat.body.nodes
     products = [i for i, node in enumerate(nodes * 2) if node.op in ("linear", "linear_gelu")]

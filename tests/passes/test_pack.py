@@ -1,4 +1,5 @@
-"""Linears of one input become one GEMM with the same values; the tensors that are read stay the same."""
+"""Linears of one input become one GEMM with the same values; the tensors that are read stay the
+same."""
 
 from collections import Counter
 
@@ -18,7 +19,8 @@ from ltx2rt.weights.lora import MergedSource, open_lora
 from ltx2rt.weights.random.presets import preset
 
 CLOSE = 1e-6  # float32: BLAS sums one wide product in another order than several narrow ones
-# Guidance adds its branches up with these factors, and their roundings, which know nothing of each other, with them.
+# Guidance adds its branches up with these factors, and their roundings, which know nothing of each
+# other, with them.
 CFG, STG, MODALITY = (GUIDANCE - [1, 0, 1, 0])[:, :3].T
 AMPLIFIED = np.sqrt((1 + CFG + STG + MODALITY) ** 2 + CFG**2 + STG**2 + MODALITY**2).max()  # 11
 
@@ -48,7 +50,8 @@ def test_packed_graph_has_the_same_values_and_reads_the_same_tensors(name):
 @pytest.mark.parametrize("devices", (1, 4))
 @pytest.mark.parametrize("generation,gemms", [("2.0", 20), ("2.3", 20)])
 def test_block_runs_20_gemms(generation, gemms, devices):
-    """Self-attention 2, to the text and to each other 3 (q with gate, k with v, out), feed-forward 2; both streams."""
+    """Self-attention 2, to the text and to each other 3 (q with gate, k with v, out), feed-forward
+    2; both streams."""
     graph = case(f"guided-{generation}").graph
     packed = pack(place(graph, HEADS_AND_FF, {"tensor": devices}))
     (body,) = (node.args["repeat"].body for node in packed.nodes if node.op == "repeat")
@@ -124,7 +127,8 @@ def test_split_weights_are_not_joined_to_whole_ones():
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("generation", ("2.0", "2.3"))
 def test_lora_merged_into_slices_equals_slices_of_the_merged_whole(tmp_path, generation, dtype):
-    """Every piece that any device reads: of packed weights, of row-parallel and column-parallel ones, cut both ways."""
+    """Every piece that any device reads: of packed weights, of row-parallel and column-parallel
+    ones, cut both ways."""
     one = case(f"guided-{generation}", dtype)
     write_arrays(tmp_path / "lora.safetensors", lora_arrays(one.params))
     source = ArraySource(one.params)
@@ -145,7 +149,8 @@ def test_lora_merged_into_slices_equals_slices_of_the_merged_whole(tmp_path, gen
                 if name in touched and cuts:
                     dims.add((*(dim for dim, _, _ in cuts), len(layout.parts) > 1))
                     whole = cut(merged.read(name), *cuts).astype(np.float32)
-                    # bfloat16: a sum in another order may round the other way, once, in the last of 8 bits.
+                    # bfloat16: a sum in another order may round the other way, once, in the last of
+                    # 8 bits.
                     limit = CLOSE if dtype == "float32" else 2**-9
                     assert relative_l2(merged.read(name, *cuts), whole) <= limit, name
                     assert relative_l2(cut(one.params[name], *cuts), whole) > 0.1, (

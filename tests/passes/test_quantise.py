@@ -1,4 +1,5 @@
-"""Blocks in float8: what becomes float8 and what does not, how far it errs, and how its weights are made."""
+"""Blocks in float8: what becomes float8 and what does not, how far it errs, and how its weights are
+made."""
 
 import os
 import subprocess
@@ -36,13 +37,14 @@ from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
 from ltx2rt.weights.lora import MergedSource, open_lora
 
 quantise = partial(quantised, encoding="float8")
-# e4m3 keeps 3 bits after the leading one: a number moves by at most 2^-4 of itself, 2.6 % in the mean square. A linear
-# has two such factors, and its products' errors add up as the products do, so that its length cancels: 3.7 %.
+# e4m3 keeps 3 bits after the leading one: a number moves by at most 2^-4 of itself, 2.6 % in the
+# mean square. A linear has two such factors, and its products' errors add up as the products do, so
+# that its length cancels: 3.7 %.
 LINEAR_ERROR = (0.03, 0.045)
 STEP = 2**-4
 
 
-# --- the numbers -------------------------------------------------------------------------------------------------
+# --- the numbers ----------------------------------------------------------------------------------
 
 
 def test_rows_are_scaled_to_the_largest_e4m3_number():
@@ -82,7 +84,8 @@ def test_linear_errs_by_the_numbers_precision_whatever_its_length(columns):
 
 
 def test_scaled_matmul_gets_what_it_wants(monkeypatch):
-    """torch has this product on the CPU, too: the call that a GPU gets, against the multiplication in float32."""
+    """torch has this product on the CPU, too: the call that a GPU gets, against the multiplication
+    in float32."""
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (
         torch.randn(n, generator=generator).bfloat16() for n in ((3, 5, 2, 32), (48, 64), (48,))
@@ -136,7 +139,7 @@ def test_the_fastest_product_that_gives_the_defined_numbers_is_taken(monkeypatch
     ltx2rt_cuda.ops.tried_road.cache_clear()
 
 
-# --- the pass ----------------------------------------------------------------------------------------------------
+# --- the pass -------------------------------------------------------------------------------------
 
 
 def test_first_and_last_block_gates_and_everything_outside_stay():
@@ -164,7 +167,8 @@ def test_same_tensors_are_read():
 
 
 def test_unquantised_layers_are_exact_and_every_iteration_reads_its_own():
-    """With zeros for the middle blocks' linears nothing is lost; with one of them non-zero its layer matters."""
+    """With zeros for the middle blocks' linears nothing is lost; with one of them non-zero its
+    layer matters."""
     middle = {
         n: a
         for n, a in params().items()
@@ -187,7 +191,8 @@ def test_unquantised_layers_are_exact_and_every_iteration_reads_its_own():
 @pytest.mark.parametrize("layers", ("scan", "unrolled"))
 @pytest.mark.parametrize("kind", ("cuda", "tpu"))
 def test_backends_do_what_the_definition_says(kind, layers):
-    """A number between two e4m3 numbers may fall on either side, for float32 sums differ in order: a rare 2^-4."""
+    """A number between two e4m3 numbers may fall on either side, for float32 sums differ in order:
+    a rare 2^-4."""
     for graph in (quantise(stack()), pack(quantise(stack()))):
         expected = interpret(graph, params(), inputs())
         for key, value in run_graph(kind, graph, params(), inputs(), layers).items():
@@ -213,7 +218,8 @@ def test_a_split_network_errs_no_more_than_a_whole_one(mesh):
     assert ops(local)["all_reduce"] == 2 * LAYERS
     for graph in (local, pack(local)):
         for key, value in interpret(graph, params(), inputs()).items():
-            # Other scales, other roundings: the same error but for chance, about 1 / sqrt(96 results).
+            # Other scales, other roundings: the same error but for chance, about 1 / sqrt(96
+            # results).
             assert relative_l2(value, exact[key]) <= 1.2 * relative_l2(whole[key], exact[key]), key
 
 
@@ -264,7 +270,7 @@ def test_costs_are_read_off_the_graph():
     assert touched_bytes(after, {"blocks.0.up.weight"}) == 2 * 48 * 32
 
 
-# --- weights -----------------------------------------------------------------------------------------------------
+# --- weights --------------------------------------------------------------------------------------
 
 
 class CountingSource(ArraySource):
@@ -403,7 +409,7 @@ def check_jax_devices() -> None:
     print("equal")
 
 
-# --- the transformer ---------------------------------------------------------------------------------------------
+# --- the transformer ------------------------------------------------------------------------------
 
 
 @cache
@@ -424,7 +430,8 @@ def forward(dtype: str):
 
 @pytest.mark.parametrize("kind", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_transformer_errs_by_less_than_a_step_of_its_numbers(kind, record_property):
-    """A block's results come from two linears in a row, sqrt(2) * 3.7 % = 5.2 %, and add up as their errors do.
+    """A block's results come from two linears in a row, sqrt(2) * 3.7 % = 5.2 %, and add up as
+    their errors do.
 
     bfloat16, in which everything else is computed, errs by a good deal less.
     """
@@ -442,8 +449,9 @@ def test_transformer_errs_by_less_than_a_step_of_its_numbers(kind, record_proper
 
 
 def test_fused_float8_graph_is_the_same():
-    """In float32, where fusing rounds nothing else. A number on the edge of a step of float8 may fall to either side by
-    its last bit, and one that does moves a result by 1 %: not with most weights, and never by more than a step."""
+    """In float32, where fusing rounds nothing else. A number on the edge of a step of float8 may
+    fall to either side by its last bit, and one that does moves a result by 1 %: not with most
+    weights, and never by more than a step."""
     graph, feeds = forward("float32")
     backend, placement = get_backend("cuda", "cpu"), Placement(PROFILES["single"], {}, "float8")
     float8 = placement.local(graph, "transformer")

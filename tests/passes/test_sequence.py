@@ -1,4 +1,5 @@
-"""Tokens and guidance branches split between devices give the values of one, with the communication promised."""
+"""Tokens and guidance branches split between devices give the values of one, with the communication
+promised."""
 
 import json
 import subprocess
@@ -56,7 +57,8 @@ def agree(one, mesh, audio="replicated"):
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", ["guided-2.0", "guided-2.3", "forward-2.3", MASKED])
 def test_split_tokens_give_the_values_of_one_device(name, mesh):
-    """Image tokens with their own timesteps, STG, isolation, a self-attention mask, unequal positions in a batch."""
+    """Image tokens with their own timesteps, STG, isolation, a self-attention mask, unequal
+    positions in a batch."""
     agree(case(name), mesh)
 
 
@@ -68,7 +70,8 @@ def test_each_branch_on_its_own_device_gives_the_values_of_one_device(mesh):
 @pytest.mark.parametrize("mesh", ({"sequence": 2}, {"sequence": 3, "tensor": 2}), ids=str)
 @pytest.mark.parametrize("name", ["guided-2.0", "guided-2.3", "forward-2.3", MASKED])
 def test_split_sound_gives_the_values_of_one_device(name, mesh):
-    """Seven audio tokens, so that 2 and 3 devices have padding of them and none of the video's 12."""
+    """Seven audio tokens, so that 2 and 3 devices have padding of them and none of the video's
+    12."""
     agree(case(name), mesh, "split")
 
 
@@ -83,7 +86,8 @@ def test_many_queries_gather_few_keys_and_few_queries_trade():
 
 
 def uneven(rng):
-    """A config, 13 video tokens as no mesh divides them, and the position feeds of these and of 7 audio tokens."""
+    """A config, 13 video tokens as no mesh divides them, and the position feeds of these and of 7
+    audio tokens."""
     config, tokens = preset("tiny-2.3").config.transformer, 13
     config = replace(config, num_heads=12, audio_num_heads=12, head_dim=8, audio_head_dim=4)
     start = rng.integers(0, 9, (3, tokens)).astype(np.float32)
@@ -162,7 +166,8 @@ def test_tokens_that_do_not_divide_are_padded_and_the_padding_is_not_seen(mesh, 
     ids=str,
 )
 def test_a_full_size_step_communicates_no_more_than_promised(mesh, most, most_bytes):
-    """LTX-2.0, 6144 video tokens, two branches: two all-to-alls and one gather a block, and tensor's all-reduces."""
+    """LTX-2.0, 6144 video tokens, two branches: two all-to-alls and one gather a block, and
+    tensor's all-reduces."""
     config = preset("ltx-2.0").config.transformer
     structure = guided_step.StepShape(
         guided_step.Branches(True), 6144, 126, 1024, (16, 16, 24, 16, 126, 126)
@@ -181,7 +186,8 @@ def test_a_full_size_step_communicates_no_more_than_promised(mesh, most, most_by
     "mesh", ({"guidance": 2}, {"guidance": 4}, {"guidance": 2, "tensor": 2}), ids=str
 )
 def test_branches_meet_only_at_the_output_projections(mesh):
-    """One gather of each stream's velocity, and of every block a device runs its share of the branches."""
+    """One gather of each stream's velocity, and of every block a device runs its share of the
+    branches."""
     local = on(mesh, case("guided-2.3").graph)
     found = executed(local)
     assert found["all_gather"] == 2 and not found["all_to_all"]
@@ -252,8 +258,8 @@ for meshes in ([{"guidance": 2, "tensor": 3}, {"sequence": 2, "tensor": 3}], [{"
 def test_jax_runs_it_under_shard_map():
     """On six virtual CPU devices, which must be asked for before jax starts: a process of its own.
 
-    The second mesh, as of a stage with one branch, runs on the weights of the first without a copy; the third cuts
-    weights both ways.
+    The second mesh, as of a stage with one branch, runs on the weights of the first without a copy;
+    the third cuts weights both ways.
     """
     environment = {"XLA_FLAGS": xla_flags(6), "JAX_PLATFORMS": "cpu"}
     ran = subprocess.run(
@@ -293,7 +299,8 @@ for name, mesh in zip(("masked-2.3", "forward-2.3", "guided-2.0"), meshes):
 
 @pytest.mark.slow
 def test_torch_runs_it_on_process_groups():
-    """Four gloo ranks: two mesh axes, each with groups of its own, and a second mesh of the same ranks."""
+    """Four gloo ranks: two mesh axes, each with groups of its own, and a second mesh of the same
+    ranks."""
     import socket
 
     with socket.socket() as free:

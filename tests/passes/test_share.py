@@ -1,4 +1,5 @@
-"""A shared guided step gives the values of the unshared one, with the work and the parts of its stack promised."""
+"""A shared guided step gives the values of the unshared one, with the work and the parts of its
+stack promised."""
 
 from collections import Counter
 from dataclasses import replace
@@ -51,7 +52,8 @@ def step(
     masked=False,
     **more,
 ):
-    """A step's unshared graph, its parameters and its inputs. levels: of the timesteps of video and audio tokens."""
+    """A step's unshared graph, its parameters and its inputs. levels: of the timesteps of video and
+    audio tokens."""
     config, rng = (
         replace(transformer_config(generation), num_layers=layers),
         np.random.default_rng(7),
@@ -189,7 +191,8 @@ def test_a_placed_step_communicates_no_more(mesh, generation):
 
 
 def test_quantised_blocks_are_shared_too():
-    """Float8 rounds equal rows alike. The first block is written out, and computed once up to its text."""
+    """Float8 rounds equal rows alike. The first block is written out, and computed once up to its
+    text."""
     graph, params, inputs = step()
     quantised = quantise(graph, "float8")
     shared = share(quantised)
@@ -221,7 +224,8 @@ def test_nothing_to_share_is_the_graph_itself():
 
 
 def heavy(graph, part):
-    """How often linears whose parameter's name has `part` run, by the entries of the batch that they get."""
+    """How often linears whose parameter's name has `part` run, by the entries of the batch that
+    they get."""
     found = Counter()
     for node, times in graph.walk():
         if node.op == "linear" and part in node.inputs[1].name:

@@ -1,4 +1,5 @@
-"""Matrices that a device keeps as they are stored: the numbers are those of matrices decoded at load, bit for bit."""
+"""Matrices that a device keeps as they are stored: the numbers are those of matrices decoded at
+load, bit for bit."""
 
 import os
 import subprocess
@@ -40,7 +41,7 @@ def same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
         assert np.array_equal(found[key], value), key
 
 
-# --- definitions -------------------------------------------------------------------------------------------------
+# --- definitions ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("encoding", QUANTISED)
@@ -120,7 +121,7 @@ def check_decoders(encoding, in_torch, in_jax, expected) -> None:
             assert np.array_equal(found, rounded)
 
 
-# --- the passes --------------------------------------------------------------------------------------------------
+# --- the passes -----------------------------------------------------------------------------------
 
 
 def unmarked(graph: Graph) -> Graph:
@@ -130,7 +131,8 @@ def unmarked(graph: Graph) -> Graph:
 
 
 def decoded_params(encoding: str) -> dict[str, np.ndarray]:
-    """The checkpoint's tensors, those of the middle blocks' linears as they are once they are decoded."""
+    """The checkpoint's tensors, those of the middle blocks' linears as they are once they are
+    decoded."""
     middle = {f"blocks.{i}." for i in range(1, LAYERS - 1)}
     return {
         name: decoded(encoding, encoded(encoding, x))

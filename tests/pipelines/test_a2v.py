@@ -1,4 +1,5 @@
-"""a2v: every step is the formula over diffusers' transformer, with the sound at timestep 0 and never guided."""
+"""a2v: every step is the formula over diffusers' transformer, with the sound at timestep 0 and
+never guided."""
 
 import wave
 
@@ -38,7 +39,8 @@ def song(tmp_path):
 
 
 def expected(module, state, stage, geometry, sigmas, start, **guided):
-    """Latents and x0 of every step, f64[steps, T, C] each, from the recorded noise; the sound is at timestep 0."""
+    """Latents and x0 of every step, f64[steps, T, C] each, from the recorded noise; the sound is at
+    timestep 0."""
     audio = pack_audio(state.source["audio"])[0]
     video = state.record[f"{stage}.video.noise"][0].astype(np.float64) * sigmas[0] + start * (
         1 - sigmas[0]

@@ -1,4 +1,5 @@
-"""Every pipeline gives the same latents on both backends, at every step. One session of each serves them all."""
+"""Every pipeline gives the same latents on both backends, at every step. One session of each serves
+them all."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -23,7 +24,8 @@ from ltx2rt.stages.refine import Cut
 from ltx2rt.stages.sound import Sound
 from ltx2rt.testing import relative_l2
 
-# Contract: 1e-3 at every step. Float32 rounding, which two evaluations a step and guidance do not amplify beyond 1e-5.
+# Contract: 1e-3 at every step. Float32 rounding, which two evaluations a step and guidance do not
+# amplify beyond 1e-5.
 CLOSE = 1e-5
 SMALL = {"width": 128, "height": 64, "num_frames": 17, "steps": 2, "seed": 3}
 
@@ -116,7 +118,8 @@ def test_retake(sessions, tmp_path):
 
 
 def test_ic_lora_with_coarse_references(sessions, images, tmp_path):
-    """Half as many rows, columns and frames, weighed by a number and by a mask, after an image beside the clip.
+    """Half as many rows, columns and frames, weighed by a number and by a mask, after an image
+    beside the clip.
 
     Stage 2 is that of every other pipeline.
     """
@@ -178,7 +181,8 @@ def test_a_duration_is_the_frames_that_last_as_long(sessions):
 def test_sound_alone_equals_the_sound_of_both_streams_kept_apart(
     generation, tiny, command, tmp_path
 ):
-    """The audio velocity of the whole model, cross-attention off in every block, is that of the audio stream alone."""
+    """The audio velocity of the whole model, cross-attention off in every block, is that of the
+    audio stream alone."""
     from safetensors.numpy import load_file, save_file
 
     rng = np.random.default_rng(0)

@@ -1,4 +1,5 @@
-"""DFR equals references written from its description in plain numpy: its layout, and every step of two rounds."""
+"""DFR equals references written from its description in plain numpy: its layout, and every step of
+two rounds."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -33,7 +34,8 @@ from ltx2rt.testing import relative_l2
 from ltx2rt.weights.files import write_arrays
 from ltx2rt.weights.random.presets import preset
 
-# float32 latents against float64 ones, over 35 evaluations of a float32 model, each stage from the one before.
+# float32 latents against float64 ones, over 35 evaluations of a float32 model, each stage from the
+# one before.
 CLOSE = 1e-5
 SIZE = {"width": 128, "height": 64}
 DISTILLED = [1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0]
@@ -45,7 +47,7 @@ def session(tiny):
     return open_session(ModelOptions("cuda", tiny("tiny-2.5", "official"), device="cpu"))
 
 
-# --- layout ------------------------------------------------------------------------------------------------------
+# --- layout ---------------------------------------------------------------------------------------
 
 
 def expected_canvas(num_frames):
@@ -56,7 +58,8 @@ def expected_canvas(num_frames):
 
 
 def expected_rounds(num_frames, rounds):
-    """For each round its tiles: (first frame, last frame, latents dropped, anchors, slots), frames of the canvas."""
+    """For each round its tiles: (first frame, last frame, latents dropped, anchors, slots), frames
+    of the canvas."""
     frames, segment = expected_canvas(num_frames)
     carried = list(range(segment, frames, segment))
     for number in range(1, rounds + 1):
@@ -89,7 +92,8 @@ def stages_of(**clip):
 
 @pytest.mark.parametrize("num_frames", [9, 17, 25, 33, 41, 73, 97, 121, 185, 241, 473])
 def test_the_layout_is_the_published_one(num_frames):
-    """Canvas, windows, their lead-in, what is dropped of them, anchors and slots, and where slots start from."""
+    """Canvas, windows, their lead-in, what is dropped of them, anchors and slots, and where slots
+    start from."""
     assert canvas(num_frames) == expected_canvas(num_frames)
     stages = stages_of(num_frames=num_frames, temporal_upsample_rounds=2, fps=Fraction(24))
     for number, (frames, tiles) in enumerate(expected_rounds(num_frames, 2), 1):
@@ -142,7 +146,7 @@ def test_images_are_where_they_are_in_time():
     }  # fmt: skip
 
 
-# --- a whole run -------------------------------------------------------------------------------------------------
+# --- a whole run ----------------------------------------------------------------------------------
 
 
 def positions(grid, fps, appended):
@@ -172,7 +176,8 @@ def unpacked(tokens, grid):
 
 
 class Reference:
-    """A run of DFR step by step in float64; from the real one: noise, text, images' latents and LoRAs."""
+    """A run of DFR step by step in float64; from the real one: noise, text, images' latents and
+    LoRAs."""
 
     def __init__(self, session, state, loras):
         self.session, self.state, self.loras, self.found = session, state, loras, {}
@@ -186,8 +191,9 @@ class Reference:
     def walk(self, name, sigmas, grid, fps, start, guides, slots, audio=None, eta=None):
         """(video tokens, slots by frame, audio tokens) at the end.
 
-        start: tokens of the clip. guides: (frame, tokens, strength), at frame 0 without a start "image" in place of the
-        first latent frame. slots: what they start from by frame. audio: its start and its state.
+        start: tokens of the clip. guides: (frame, tokens, strength), at frame 0 without a start
+        "image" in place of the first latent frame. slots: what they start from by frame. audio: its
+        start and its state.
         """
         targets, cells = start.shape[1], grid[1] * grid[2]
         clean, mask, full, marked = (
@@ -262,7 +268,8 @@ class Reference:
 
 
 def test_two_rounds_equal_a_reference_at_every_step(session, images):
-    """From the description: both stages with images, keyframes beside them, tiles, stitching and what is carried on."""
+    """From the description: both stages with images, keyframes beside them, tiles, stitching and
+    what is carried on."""
     given = tuple(
         parse_image(f"{path}:{at}") for path, at in zip(images, ("0:0.8", "20:0.7"), strict=True)
     )
@@ -356,7 +363,8 @@ def test_fewer_rounds_are_the_beginning_of_more(session, tmp_path):
 
 
 def test_a_detailing_lora_sees_the_clip_of_stage_1_in_stage_2(session, tmp_path):
-    """After the keyframes, kept whole, no keyframe itself, spread over the clip; rounds have neither."""
+    """After the keyframes, kept whole, no keyframe itself, spread over the clip; rounds have
+    neither."""
     detail = LoraSpec(
         lora_with(session.checkpoint.distilled_lora(), tmp_path / "ic.safetensors", downscale=2),
         0.5,
@@ -396,7 +404,7 @@ def test_a_lora_for_other_references_is_refused(session, tmp_path):
             make_plan(session, pipeline("dfr")("a fox", num_frames=17, seed=3, **SIZE))
 
 
-# --- both backends -----------------------------------------------------------------------------------------------
+# --- both backends --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -456,7 +464,7 @@ def test_two_rounds_are_the_same_on_both_backends(sessions, images):
     }  # fmt: skip
 
 
-# --- what is made of it ------------------------------------------------------------------------------------------
+# --- what is made of it ---------------------------------------------------------------------------
 
 
 def test_the_canvas_end_is_cut_off():
@@ -479,7 +487,8 @@ def test_the_canvas_end_is_cut_off():
 
 
 def test_a_clip_has_twice_the_frames_in_the_same_time(tiny, images):
-    """By the Python interface: warm weights, programs that a second run has; the plan's stages are the run's."""
+    """By the Python interface: warm weights, programs that a second run has; the plan's stages are
+    the run's."""
     clip = {
         "pipeline": "dfr",
         "num_frames": 17,

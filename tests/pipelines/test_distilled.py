@@ -37,7 +37,8 @@ def marked(stage: Denoise) -> np.ndarray:
 
 @pytest.mark.parametrize("images", [(), IMAGES], ids=["text", "images"])
 def test_the_first_frame_and_slots_are_keyframes_and_images_are_not(images):
-    """In both stages, also where an image takes the first frame's place; slots come behind the images, in stage 1."""
+    """In both stages, also where an image takes the first frame's place; slots come behind the
+    images, in stage 1."""
     first, second = stages(images=images, num_generated_keyframes=2)
     ones, zeros = np.ones, np.zeros
     appended = len(images) // 2
@@ -74,7 +75,8 @@ def test_stage_one_adds_fresh_noise_and_stage_two_keeps_the_sound():
 
 
 def test_defaults_of_2_5():
-    """As of 2.3, but for five terms that lead the negative prompt, the image compression and a chosen length."""
+    """As of 2.3, but for five terms that lead the negative prompt, the image compression and a
+    chosen length."""
     model = replace(MODEL, transformer=replace(MODEL.transformer, num_layers=48))
     request = pipeline("two-stage")("a fox").resolved(model)
     assert (request.steps, request.stg_blocks, request.image_crf) == (30, (28,), 18)

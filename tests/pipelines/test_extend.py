@@ -1,4 +1,5 @@
-"""extend: what a clip's end and beginning give a segment, and how the segment is put between the clips' own frames."""
+"""extend: what a clip's end and beginning give a segment, and how the segment is put between the
+clips' own frames."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -76,7 +77,8 @@ def encoded(session, frames):
 
 
 def expected_state(session, first, second, way, overlap=17, new=16):
-    """The clean latents, masks and appended guide of a segment in float64, written out by its definition."""
+    """The clean latents, masks and appended guide of a segment in float64, written out by its
+    definition."""
     k, a = (overlap - 1) // 8 + 1, (overlap - 1) // 8
     before, after = way != "backward", way != "forward"
     frames = (overlap if before else 0) + new - (before and after) + (overlap if after else 0)
@@ -157,7 +159,8 @@ def test_kept_sound_is_what_ends_in_the_overlap(opened, fps, overlap):
     [pytest.param(way, marks=[pytest.mark.slow] * (way != "join")) for way in WAYS],
 )
 def test_the_files_frames_and_sound_are_copied(opened, files, way):
-    """All of them without a crossfade, all but eight at a seam with one; the new part is between them."""
+    """All of them without a crossfade, all but eight at a seam with one; the new part is between
+    them."""
     for fade in (0, 8):
         found = opened.generate("a fox", pipeline="extend", **flags(files, way, crossfade=fade > 0))
         first = np.stack(list(read_frames(files["first"], "", 20)))

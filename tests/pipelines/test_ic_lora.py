@@ -1,4 +1,5 @@
-"""ic-lora: stage 1 with references is diffusers' in-context pipeline, set to the official weights of attention."""
+"""ic-lora: stage 1 with references is diffusers' in-context pipeline, set to the official weights
+of attention."""
 
 import os
 
@@ -63,13 +64,15 @@ def lora_with(source, path, downscale=1, stride=1):
 
 @pytest.fixture
 def files(tmp_path):
-    """A reference as long as the clip and a shorter one, both of a quarter of its size, and a mask of half of it."""
+    """A reference as long as the clip and a shorter one, both of a quarter of its size, and a mask
+    of half of it."""
     first, short = movie(tmp_path / "first.mov", FRAMES), movie(tmp_path / "short.mov", 9, seed=2)
     return first, short, movie(tmp_path / "mask.mov", FRAMES, (128, 64))
 
 
 def masked_officially(module):
-    """Weights w of video self-attention as a bias log(w) in every block, where diffusers adds (1 - w) * -10000."""
+    """Weights w of video self-attention as a bias log(w) in every block, where diffusers adds (1 -
+    w) * -10000."""
     weights = []
 
     def kept(_, args, kwargs):
@@ -143,8 +146,8 @@ def diffusers_stage1(folder, lora, noise, monkeypatch, references, images, mask,
 def test_stage_one_equals_diffusers(
     generation, tiny, generate, images, files, tmp_path, monkeypatch
 ):
-    """Two references of half the size and unlike lengths and strengths, after an image in the first frame and one
-    beside it; a mask at strength 0.7."""
+    """Two references of half the size and unlike lengths and strengths, after an image in the first
+    frame and one beside it; a mask at strength 0.7."""
     folder = tiny(f"tiny-{generation}", "diffusers")
     lora = lora_with(
         folder / f"tiny-{generation}-distilled-lora.safetensors",

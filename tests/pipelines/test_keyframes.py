@@ -1,4 +1,5 @@
-"""keyframes: both stages, guided and not, are the formula over diffusers, with tokens of images at arbitrary frames."""
+"""keyframes: both stages, guided and not, are the formula over diffusers, with tokens of images at
+arbitrary frames."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,8 @@ from ltx2rt.stages.conditioning import ImageSpec
 from ltx2rt.stages.schedule import STAGE2_SIGMAS, shifted_sigmas
 from ltx2rt.testing import relative_l2
 
-# Contract: 1e-3 at every step. Reached: 1e-5, float32 rounding, which guidance multiplies by up to 7.
+# Contract: 1e-3 at every step. Reached: 1e-5, float32 rounding, which guidance multiplies by up to
+# 7.
 CLOSE = 2e-5
 GUIDES = ((0, 1.0), (5, 0.7), (16, 0.4))  # frame and strength; no latent frame begins at the second
 FPS = 24

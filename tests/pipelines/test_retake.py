@@ -1,4 +1,5 @@
-"""retake: every step is the formula over diffusers' transformer, and what is kept is kept bit for bit."""
+"""retake: every step is the formula over diffusers' transformer, and what is kept is kept bit for
+bit."""
 
 import os
 from dataclasses import replace
@@ -29,7 +30,8 @@ from ltx2rt.testing import relative_l2
 from ltx2rt.weights.files import TensorFile
 
 RATE, TICKS = 44100, 240
-# Contract: 1e-3 at every step. Reached: 8e-6, float32 rounding in another order of sums over 8 steps.
+# Contract: 1e-3 at every step. Reached: 8e-6, float32 rounding in another order of sums over 8
+# steps.
 CLOSE = 2e-5
 DISTILLED = ("--distilled-lora", "none")
 
@@ -45,7 +47,8 @@ def write(
     rotation=0,
     channels=2,
 ):
-    """Moving stripes and a chirp, from `first_s` on; sound_s: seconds of sound, as long as the frames if None, 0: none.
+    """Moving stripes and a chirp, from `first_s` on; sound_s: seconds of sound, as long as the
+    frames if None, 0: none.
 
     times: of the frames, in ticks of 1/240 s."""
     width, height = size
@@ -123,7 +126,8 @@ def module(tiny, generation):
 
 
 def direct_masks(num_frames, size, fps, start, end):
-    """1 where the interval of a token, in float32 seconds, overlaps the region; tokens (frame, row, column)."""
+    """1 where the interval of a token, in float32 seconds, overlaps the region; tokens (frame, row,
+    column)."""
     one, video, audio = np.float32, [], []
     for k in range((num_frames - 1) // 8 + 1):
         begins, ends = (one(max(8 * k + at, 0)) / one(float(fps)) for at in (-7, 1))
@@ -180,8 +184,8 @@ def test_sound_made_to_its_last_token_lasts_as_long_as_the_clip(opened):
     indirect=["generation"],
 )
 def test_every_step_is_the_formula_over_diffusers(opened, module, clip, kept, guided, tmp_path):
-    """x0 = x - v m sigma, masked; what is frozen is at sigma 0 and never guided. Kept tokens end as the source's, bit
-    for bit. guided: how many steps, 0: the distilled ones."""
+    """x0 = x - v m sigma, masked; what is frozen is at sigma 0 and never guided. Kept tokens end as
+    the source's, bit for bit. guided: how many steps, 0: the distilled ones."""
     file = write(tmp_path / "silent.mp4", sound_s=0) if kept == "no sound" else clip
     keep = kept if kept in ("audio", "video") else None
     session, start, end = opened.resident, 0.36, 0.52
@@ -240,7 +244,8 @@ def test_every_step_is_the_formula_over_diffusers(opened, module, clip, kept, gu
 
 @pytest.mark.parametrize("first_s", [0.0, 0.25])
 def test_source_frames_and_sound_are_copied_bit_for_bit(opened, tmp_path, first_s):
-    """Outside of whole latents, whatever the first timestamp is, at the rate of the file's own sound."""
+    """Outside of whole latents, whatever the first timestamp is, at the rate of the file's own
+    sound."""
     path = write(tmp_path / "a.mp4", first_s=first_s)
     region = {"video_path": path, "start_time": 0.02, "end_time": 0.1, "keep_source": True}
     found = opened.generate("a fox", pipeline="retake", seed=1, **region)

@@ -1,4 +1,5 @@
-"""Clips in segments: where each begins, what it keeps of the one before, and that runs go on where they stopped."""
+"""Clips in segments: where each begins, what it keeps of the one before, and that runs go on where
+they stopped."""
 
 import json
 import os
@@ -69,7 +70,8 @@ def part(folder, i, count=25):
 
 
 def test_segments_begin_by_the_formula():
-    """A minute at 24 per second in segments of 121 frames that repeat 25: 15, of which the last repeats 49."""
+    """A minute at 24 per second in segments of 121 frames that repeat 25: 15, of which the last
+    repeats 49."""
     starts = segment_starts(1441, 121, 25)
     assert len(starts) == 15 and starts[13] == 13 * 96 and starts[14] == 1441 - 121
     assert starts[13] + 121 - starts[14] == 49
@@ -336,7 +338,8 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tiny, command, tmp_path):
 
 @pytest.mark.parametrize("audio", [True, False])
 def test_a_clip_plays_while_it_is_made(opened, tmp_path, audio):
-    """Its stream has what a segment adds once it is there; the file is what its segments make at once."""
+    """Its stream has what a segment adds once it is there; the file is what its segments make at
+    once."""
     folder, output = tmp_path / "folder", tmp_path / "a.mp4"
     session, plan = opened.resident, None
     request = asked(folder, num_frames=33, overlap=9, steps=1, audio=audio)
@@ -403,7 +406,8 @@ def test_other_pipelines_refuse_segments(tiny, command, tmp_path):
 
 
 def test_two_ranks_make_the_clip_of_one(tiny, tmp_path):
-    """A level of 255 here and there, which rounding decides, is encoded anew and goes through 2 steps."""
+    """A level of 255 here and there, which rounding decides, is encoded anew and goes through 2
+    steps."""
     clips = []
     for name, more in (("one", ()), ("two", ("--num-gpus", 2, "--mesh", "sequence=2"))):
         (tmp_path / name).mkdir()

@@ -1,4 +1,5 @@
-"""v2v: every step is the formula over diffusers' transformer, from the clip's latents mixed with noise."""
+"""v2v: every step is the formula over diffusers' transformer, from the clip's latents mixed with
+noise."""
 
 import json
 from dataclasses import replace

@@ -8,7 +8,8 @@ from ltx2rt.placement.cost import RECEIVED, Traffic, activation_bytes, flops, tr
 
 
 def collective(name: str, parts: int):
-    """One communication of a float32 (B, tokens) of 48 numbers that each of `parts` devices holds."""
+    """One communication of a float32 (B, tokens) of 48 numbers that each of `parts` devices
+    holds."""
     attrs = {
         "all_reduce": {},
         "all_gather": {"axis": "tokens", "parts": parts},
@@ -32,7 +33,8 @@ def test_every_collective_says_what_a_device_receives():
 @pytest.mark.parametrize(
     ("name", "parts", "received"),
     [
-        # Of an all-reduce a device receives a part of every other's numbers, then every other's part of the sums.
+        # Of an all-reduce a device receives a part of every other's numbers, then every other's
+        # part of the sums.
         ("all_reduce", 2, 2 * 96),
         ("all_reduce", 4, 2 * 3 * 48),
         # Everything that every other device has.

@@ -1,4 +1,5 @@
-"""One mesh per stage: the devices keep their numbers and their weights, whatever their axes are called."""
+"""One mesh per stage: the devices keep their numbers and their weights, whatever their axes are
+called."""
 
 import numpy as np
 import pytest
@@ -50,7 +51,8 @@ def test_weights_keep_their_slices_between_stages():
 
 
 def test_videos_branches_and_weights_are_split_at_once():
-    """Two videos on two devices, each with half of the branches on another, and half of the weights on a third."""
+    """Two videos on two devices, each with half of the branches on another, and half of the weights
+    on a third."""
     one, count = case("guided-2.3"), 8
     steps = {"sigmas": np.linspace(1, 0.5, 2 * count, dtype=np.float32).reshape(count, 2)}
     latents = {

@@ -46,8 +46,8 @@ def stages(found) -> dict[str, StageCost]:
 
 
 def test_the_full_model_reaches_the_floor_of_collectives():
-    """4 large and 3 small all-reduces in each of 48 blocks; the large ones carry [tokens, 4096] and the audio's. On
-    GPUs each of them in two halves, and one of the sound's leaves alone."""
+    """4 large and 3 small all-reduces in each of 48 blocks; the large ones carry [tokens, 4096] and
+    the audio's. On GPUs each of them in two halves, and one of the sound's leaves alone."""
     costs, whole = stages(plan("ltx-2.3", 4)), stages(plan("ltx-2.3", 4, compile=True))
     for stage in ("stage1", "stage2"):
         assert whole[stage].collectives["all_reduce"].count == 48 * 7
@@ -65,7 +65,8 @@ def test_the_full_model_reaches_the_floor_of_collectives():
 
 
 def test_what_left_the_loop_costs_memory_and_no_step():
-    """The prompts' keys and values of LTX-2.0, four branches on four devices: as prepared, and as a step reads them.
+    """The prompts' keys and values of LTX-2.0, four branches on four devices: as prepared, and as a
+    step reads them.
 
     Two prompts are projected; 28 blocks read those of three branches, the others of four.
     """
@@ -86,7 +87,8 @@ def test_what_left_the_loop_costs_memory_and_no_step():
 
 
 def test_every_stage_has_its_own_mesh():
-    """Stage 1 gathers what its four branches give; stage 2 has one, and its devices trade tokens for heads."""
+    """Stage 1 gathers what its four branches give; stage 2 has one, and its devices trade tokens
+    for heads."""
     found = plan.__wrapped__(devices=2, mesh={"guidance": 2})
     costs = stages(found)
     assert [
@@ -107,8 +109,8 @@ def test_a_kind_of_device_has_a_mesh_of_its_own(kind, mesh):
 
 
 def test_work_of_one_step_is_the_known_number():
-    """One forward of stage 2 is 198.7 TFLOP, of stage 1 with four branches 152.8, of 191.9 if they shared
-    nothing; 0.2 % for the small layers."""
+    """One forward of stage 2 is 198.7 TFLOP, of stage 1 with four branches 152.8, of 191.9 if they
+    shared nothing; 0.2 % for the small layers."""
     costs = stages(plan("ltx-2.3", 1))
     assert costs["stage2"].flops == pytest.approx(198.7e12, rel=2e-3)
     assert costs["stage1"].flops == pytest.approx(152.8e12, rel=2e-3)
@@ -155,7 +157,8 @@ def test_a_warm_up_leaves_everything_on_the_device(tmp_path):
 
 
 def test_time_is_work_or_weights_and_then_what_is_exchanged():
-    """A product of a second whose weights take a third of one to read, and an all-reduce of two seconds."""
+    """A product of a second whose weights take a third of one to read, and an all-reduce of two
+    seconds."""
     n = 64
 
     def model(o):
@@ -187,7 +190,8 @@ def test_time_is_work_or_weights_and_then_what_is_exchanged():
 
 
 def test_a_guidance_axis_is_weighed_against_sharing():
-    """Two branches are 96 TFLOP; half of the tokens of what four branches share, and all of the sound, 82."""
+    """Two branches are 96 TFLOP; half of the tokens of what four branches share, and all of the
+    sound, 82."""
     found = plan.__wrapped__("ltx-2.3", 2, mesh={"guidance": 2}, profile="hopper")
     (note,) = [note for note in found.notes if note.startswith("stage1")]
     assert "96 TFLOP" in note and "sequence=2 82.1 " in note, note
@@ -277,7 +281,8 @@ def test_figures_are_positive():
     ],
 )
 def test_an_all_reduce_travels_until_something_reads_it(block, count, waits_s):
-    """Products (p) of a second each, all-reduces (r) of 1.5 s of what was made last, and what reads them (w)."""
+    """Products (p) of a second each, all-reduces (r) of 1.5 s of what was made last, and what reads
+    them (w)."""
 
     def body(o, carry, invariant, data):
         x, brought = carry["x"], carry["brought"]

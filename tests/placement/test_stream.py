@@ -1,4 +1,5 @@
-"""Weights that come from the host's memory layer by layer: the same numbers, fewer bytes on the device."""
+"""Weights that come from the host's memory layer by layer: the same numbers, fewer bytes on the
+device."""
 
 import re
 from dataclasses import replace
@@ -112,7 +113,8 @@ def test_requests_in_a_row_load_what_they_need_and_stay_right(
     "way", [pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW), 4, -1]
 )
 def test_every_way_makes_the_same_clip(tiny, monkeypatch, small_matrices_move, way):
-    """Freed after use, reloaded, with the text encoder streamed, with one layer of the transformer, with all."""
+    """Freed after use, reloaded, with the text encoder streamed, with one layer of the transformer,
+    with all."""
     model, ways = tiny("tiny-2.3", "official"), Session._ways
     resident, _ = made(model)
     monkeypatch.setattr(Session, "_ways", lambda self, stages: [list(ways(self, stages))[way]])
@@ -125,7 +127,8 @@ def test_every_way_makes_the_same_clip(tiny, monkeypatch, small_matrices_move, w
 
 @pytest.mark.parametrize("preset", ("tiny-2.3", "tiny-2.5"))
 def test_a_late_read_would_show(tiny, monkeypatch, small_matrices_move, preset):
-    """Slots are filled with NaN as soon as the next layer is begun, so that nothing may read them after that."""
+    """Slots are filled with NaN as soon as the next layer is begun, so that nothing may read them
+    after that."""
     used = Ring.used
 
     def poisoned(self, piece):
@@ -173,7 +176,8 @@ def plan_of(session):
 
 
 def test_the_fastest_way_that_fits_is_taken(tiny, small_matrices_move):
-    """By planned bytes: what fits stays, what does not is freed after use, then streamed; then it is refused."""
+    """By planned bytes: what fits stays, what does not is freed after use, then streamed; then it
+    is refused."""
     model = tiny("tiny-2.3", "official")
     with ltx2rt.open(model, backend="cuda", device="cpu", distilled_lora="none") as session:
         resident = session.resident
@@ -225,7 +229,8 @@ WORKLOADS = (("two-stage", 768, 512), ("distilled", 1280, 704), ("distilled", 19
 
 
 def test_the_table_of_cards_is_what_plan_says():
-    """Each card of docs/gpus.md runs LTX-2.3 in bfloat16: seconds at best, and GB a step from the host."""
+    """Each card of docs/gpus.md runs LTX-2.3 in bfloat16: seconds at best, and GB a step from the
+    host."""
     rows = CARDS.findall((Path(__file__).parents[2] / "docs" / "gpus.md").read_text())
     assert {card for card, *_ in rows} >= {
         "rtx3060-12gb",

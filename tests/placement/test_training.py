@@ -13,8 +13,9 @@ from ltx2rt.placement.training import gradient_sums, runs_of, training_memory
 @pytest.mark.parametrize("remat", [True, False], ids=["rematerialised", "kept"])
 @pytest.mark.parametrize("generation", ["2.0", "2.3"])
 def test_the_work_is_what_pytorch_counts(generation, remat):
-    """The estimate is of a block in the middle. PyTorch, which counts products, does less for two: the first has no
-    gradient before its first adapters, and of the last block nothing is computed anew behind the last of them."""
+    """The estimate is of a block in the middle. PyTorch, which counts products, does less for two:
+    the first has no gradient before its first adapters, and of the last block nothing is computed
+    anew behind the last of them."""
     made = trainer(get_backend("cuda", "cpu", {}), generation, {}, remat)
     with FlopCounterMode(display=False) as counter:
         made.accumulate(step(generation)[1], WEIGHTS)

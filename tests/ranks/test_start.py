@@ -1,4 +1,5 @@
-"""Several ranks on this host, however they are launched: one clip, one line, and nothing left behind."""
+"""Several ranks on this host, however they are launched: one clip, one line, and nothing left
+behind."""
 
 import json
 from fractions import Fraction
@@ -107,7 +108,8 @@ sys.exit(main())
 
 @pytest.mark.slow
 def test_compiled_blocks_hold_their_collectives(flags, tmp_path):
-    """The whole block is one graph, collectives included, after a warm-up too; every load is charged once."""
+    """The whole block is one graph, collectives included, after a warm-up too; every load is
+    charged once."""
     script, report = written(tmp_path, COMPILED), tmp_path / "report.json"
     one_stage = (
         "--pipeline",

@@ -1,4 +1,5 @@
-"""`plan --trace`: the file is what the trace-event format asks for, and as long as the printed time."""
+"""`plan --trace`: the file is what the trace-event format asks for, and as long as the printed
+time."""
 
 import json
 

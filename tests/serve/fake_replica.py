@@ -1,7 +1,9 @@
-"""A worker without a model, for tests: speaks the pipe protocol, sleeps for its steps, fails as it is told.
+"""A worker without a model, for tests: speaks the pipe protocol, sleeps for its steps, fails as it
+is told.
 
-What it does stands in the prompt, `STEPS:SECONDS_A_STEP[:WHAT]`. WHAT: die, hang, stop, oom, internal, lie, late (does
-not hear of a cancel); with `once-` in front only the first time that the job runs, with `first-` that any job does.
+What it does stands in the prompt, `STEPS:SECONDS_A_STEP[:WHAT]`. WHAT: die, hang, stop, oom,
+internal, lie, late (does not hear of a cancel); with `once-` in front only the first time that the
+job runs, with `first-` that any job does.
 """
 
 import json

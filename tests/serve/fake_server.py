@@ -1,7 +1,7 @@
 """`ltx2rt` in a process of its own, whose workers are `fake_replica.py`.
 
-FAKE_OPENED: a file that is told what files it opens. FAKE_CLOCK: a file that says by how many seconds
-its clock is wrong.
+FAKE_OPENED: a file that is told what files it opens. FAKE_CLOCK: a file that says by how many
+seconds its clock is wrong.
 """
 
 import os

@@ -31,7 +31,8 @@ def admission(tmp_path, tiny):
 
 @pytest.mark.parametrize("preset, lora, missing", [
     ("tiny-2.3", "its", {"dfr"}),
-    ("tiny-2.3", None, {"dfr", "distilled", "ic-lora"}),  # they may merge it or not: the flag decides
+    # they may merge it or not: the flag decides
+    ("tiny-2.3", None, {"dfr", "distilled", "ic-lora"}),
     ("tiny-2.3", NO_LORA, {"dfr", "two-stage", "hq", "a2v", "keyframes"}),
     ("tiny-2.5", NO_LORA, {"two-stage", "hq", "a2v", "keyframes"}),
 ])  # fmt: skip

@@ -1,4 +1,5 @@
-"""The routes, against a server in its own process whose replicas have no model; and OpenAI's own client."""
+"""The routes, against a server in its own process whose replicas have no model; and OpenAI's own
+client."""
 
 import asyncio
 import base64
@@ -40,7 +41,7 @@ def error_of(answer, status):
     return found
 
 
-# --- OpenAI's client --------------------------------------------------------------------------------------------
+# --- OpenAI's client ------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -132,7 +133,7 @@ def test_a_failed_job_is_an_answer_not_an_error(server):
     assert video.status == "failed" and video.error.code == "out_of_memory"
 
 
-# --- requests ---------------------------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("given, param, words", [
@@ -297,7 +298,8 @@ def test_a_picture_too_large_to_decode_is_refused_by_its_header(server):
 
 
 def test_pipelines_take_sounds_and_videos_as_files(server, tmp_path):
-    """By a part of the form or a data URL; what is kept is named by its digest when the settings are sent again."""
+    """By a part of the form or a data URL; what is kept is named by its digest when the settings
+    are sent again."""
     clip = {"prompt": "1:0", "pipeline": "a2v", "size": "64x64", "num_frames": "9"}
     form = {name: (None, text) for name, text in clip.items()}
     first = server.http.post(
@@ -393,7 +395,7 @@ def test_a_key_is_one_job_however_often_it_is_sent(server):
     assert retried.json()["id"] == first != server.add("1:0", seed=123456)
 
 
-# --- lists, files, events ---------------------------------------------------------------------------------------
+# --- lists, files, events -------------------------------------------------------------------------
 
 
 def test_pages_and_their_refusals(server):
@@ -558,7 +560,7 @@ def test_all_of_a_users_jobs_in_one_stream(server):
                 ids.discard(video["id"])
 
 
-# --- the server -------------------------------------------------------------------------------------------------
+# --- the server -----------------------------------------------------------------------------------
 
 
 def test_what_can_be_asked_for(server):
@@ -964,7 +966,7 @@ def test_a_server_without_tokens_stays_on_this_machine(command, tiny_model, tmp_
     assert status == 2
 
 
-# --- fuzzed requests --------------------------------------------------------------------------------------------
+# --- fuzzed requests ------------------------------------------------------------------------------
 
 ODD = (
     *(None, True, -1, 0, 1.5, 2**63, 10**400, [], [[]], {}, {"a": None}, [1, "2"]),
@@ -992,7 +994,8 @@ ODD = (
 
 
 def fuzz(server, count, seed):
-    """Requests of odd fields, bodies, methods and paths: none fails the server; each refusal has its four fields."""
+    """Requests of odd fields, bodies, methods and paths: none fails the server; each refusal has
+    its four fields."""
     chance = random.Random(seed)
     post = server.http.get("/openapi.json").json()["paths"]["/v1/videos"]["post"]
     known = post["requestBody"]["content"]["application/json"]["schema"]["properties"]
@@ -1048,7 +1051,7 @@ def test_five_thousand_odd_requests_are_answered(server):
     fuzz(server, 5000, int(os.environ.get("LTX2RT_TEST_SEED", "12")))
 
 
-# --- streams and extensions -------------------------------------------------------------------------------------------
+# --- streams and extensions -----------------------------------------------------------------------
 
 IN_SEGMENTS = {"num_frames": 25, "overlap": 9, "segments": 2}
 

@@ -1,4 +1,5 @@
-"""Files of jobs: checked whole, made once, resumed wherever they were killed. Most replicas have no model."""
+"""Files of jobs: checked whole, made once, resumed wherever they were killed. Most replicas have no
+model."""
 
 import json
 import os
@@ -24,7 +25,8 @@ SEED = int(os.environ.get("LTX2RT_TEST_SEED", "11"))
 
 @pytest.fixture
 def batch(tiny_model, tmp_path):
-    """batch(lines, *flags) -> (process that has ended, output folder); kill_after_s: then it is killed."""
+    """batch(lines, *flags) -> (process that has ended, output folder); kill_after_s: then it is
+    killed."""
     output = tmp_path / "out"
     output.mkdir()
 
@@ -197,7 +199,8 @@ def test_a_job_that_failed_is_tried_again(batch):
 
 
 def test_a_server_makes_them_and_is_asked_for_none_twice(batch, server, tmp_path):
-    """Checked whole, made, killed and resumed; a job without a seed has that of a batch without a server."""
+    """Checked whole, made, killed and resumed; a job without a seed has that of a batch without a
+    server."""
     ran, output = batch(
         [job(1, size="65x64"), job(2), job(3, images=[{"path": "none.png"}])], server=server
     )

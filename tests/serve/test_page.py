@@ -1,4 +1,5 @@
-"""The page in a browser that plays H.264 and AAC: Debian's chromium, driven by playwright. Skipped where neither is."""
+"""The page in a browser that plays H.264 and AAC: Debian's chromium, driven by playwright. Skipped
+where neither is."""
 
 import json
 import os
@@ -123,7 +124,8 @@ def test_a_clip_in_segments_plays_while_it_is_made(start, page):
 
 
 def test_sounds_and_videos_are_sent_and_several_videos_come_back(server, page, tmp_path):
-    """Uploads of three pipelines, `n`, pictures of the steps; "use these settings" sends the same file again."""
+    """Uploads of three pipelines, `n`, pictures of the steps; "use these settings" sends the same
+    file again."""
     (tmp_path / "song.wav").write_bytes(sound())
     moving(tmp_path)
     page.goto(server.url)

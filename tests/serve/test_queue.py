@@ -289,7 +289,7 @@ def test_a_file_that_is_no_queue_is_left_alone(tmp_path):
         Queue(empty)
 
 
-# --- death at every point ---------------------------------------------------------------------------------------
+# --- death at every point -------------------------------------------------------------------------
 
 
 SCENARIO = """

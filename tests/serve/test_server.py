@@ -1,4 +1,5 @@
-"""Whole servers that are killed, stopped and started again: no accepted job is lost, none is made twice."""
+"""Whole servers that are killed, stopped and started again: no accepted job is lost, none is made
+twice."""
 
 import base64
 import contextlib
@@ -53,7 +54,8 @@ def held(server):
 
 
 def storm(start, num_jobs, num_kills, seed):
-    """Jobs are sent while server, replica or both are killed at random; then everything is left to end."""
+    """Jobs are sent while server, replica or both are killed at random; then everything is left to
+    end."""
     chance, accepted, sent = random.Random(seed), {}, 0
     server = start("--replicas", "2", "--max-queue", "5000", "--max-user-queue", "5000")
     gaps_s = [chance.uniform(0.05, 0.5) for _ in range(num_kills)]
@@ -240,7 +242,8 @@ def test_a_delete_that_races_the_end_leaves_nothing(start):
 
 @pytest.mark.slow
 def test_memory_stays_flat(start):
-    """300 jobs of six shapes, with readers that come and go: neither memory nor files nor threads grow."""
+    """300 jobs of six shapes, with readers that come and go: neither memory nor files nor threads
+    grow."""
     server = start("--replicas", "2", "--max-user-queue", "1000")
     shapes = [{"size": f"{32 * (1 + n % 3)}x64", "num_frames": 9 + 8 * (n % 2)} for n in range(6)]
 
@@ -364,7 +367,8 @@ def test_a_folder_that_cannot_be_written_is_said_and_nothing_fails(start):
 
 
 def test_answers_on_a_kept_connection_come_at_once(start):
-    """Nagle's algorithm and delayed acknowledgements made each take 44 ms: the listening socket says no to that."""
+    """Nagle's algorithm and delayed acknowledgements made each take 44 ms: the listening socket
+    says no to that."""
     server = start()
     from ltx2rt.serve.server import bind
 
@@ -402,7 +406,8 @@ def test_slow_readers_and_slow_writers_hold_nothing_up(start):
 
 
 def test_slow_downloads_hold_nothing_up(start):
-    """Twenty readers of about 1 kB/s of a clip of 64 MB: the others do not wait, and what is unread is on the disk."""
+    """Twenty readers of about 1 kB/s of a clip of 64 MB: the others do not wait, and what is unread
+    is on the disk."""
     server = start()
     id = server.add("1:0")
     server.until(id)
@@ -431,7 +436,8 @@ def test_slow_downloads_hold_nothing_up(start):
 def test_real_jobs_with_loras_images_and_sound_survive_a_kill_of_everything(
     start, tiny_model, tmp_path
 ):
-    """The tiny checkpoint: killed while it works, started again; the video is what the seed says."""
+    """The tiny checkpoint: killed while it works, started again; the video is what the seed
+    says."""
     from PIL import Image
 
     import ltx2rt
@@ -518,7 +524,8 @@ def test_a_stream_goes_on_after_a_kill_of_everything(start):
 
 @pytest.mark.slow
 def test_twenty_real_jobs_survive_a_kill_of_everything_in_the_middle(start):
-    """And end, by the same command, as twenty clips that play, each of the bytes that an undisturbed server makes."""
+    """And end, by the same command, as twenty clips that play, each of the bytes that an
+    undisturbed server makes."""
     from ltx2rt.media.mp4 import opened
 
     def make(data, disturbed):
@@ -560,7 +567,8 @@ def test_twenty_real_jobs_survive_a_kill_of_everything_in_the_middle(start):
 
 @pytest.mark.slow
 def test_ranks_behind_a_replica_end_and_begin_together(start):
-    """Two ranks by gloo: cancelled in a step, one of them killed, one stopped, then the server killed."""
+    """Two ranks by gloo: cancelled in a step, one of them killed, one stopped, then the server
+    killed."""
     server = start(
         "--num-gpus", "2", "--warm", "64x64x9:one-stage", "--step-timeout", "5", replicas="real"
     )
@@ -596,7 +604,8 @@ def test_ranks_behind_a_replica_end_and_begin_together(start):
 
 @pytest.mark.slow
 def test_ranks_share_the_videos_of_one_prompt(start, tiny_model, tmp_path):
-    """Over the mesh axis `data`: the clips of the command line there, whose latents are those of each seed alone."""
+    """Over the mesh axis `data`: the clips of the command line there, whose latents are those of
+    each seed alone."""
     from safetensors.numpy import load_file
 
     from ltx2rt.media.compare import compare
@@ -850,7 +859,8 @@ def test_workers_on_a_ray_cluster_are_replaced_and_their_jobs_made(start, tmp_pa
 
 
 def test_a_full_disk_refuses_and_loses_nothing(start):
-    """The queue's file may not grow beyond what it has: writes fail as on a full disk, until there is room again."""
+    """The queue's file may not grow beyond what it has: writes fail as on a full disk, until there
+    is room again."""
     server = start()
     id = server.add("1:0")
     server.until(id)

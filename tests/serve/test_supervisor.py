@@ -1,4 +1,5 @@
-"""Replicas that die, hang, lie or run out of memory, played by a worker without a model (`fake_replica.py`)."""
+"""Replicas that die, hang, lie or run out of memory, played by a worker without a model
+(`fake_replica.py`)."""
 
 import asyncio
 import sys
@@ -236,8 +237,8 @@ async def test_a_server_that_stops_lets_jobs_end_or_queues_them_again(running):
 
 @pytest.mark.parametrize("turns", range(6))
 def test_a_server_stops_at_the_moment_at_which_a_replica_ends(running, turns):
-    """turns: of the event loop between the two. A cancellation that `asyncio.wait_for` loses would start another
-    replica, which nothing ends."""
+    """turns: of the event loop between the two. A cancellation that `asyncio.wait_for` loses would
+    start another replica, which nothing ends."""
 
     async def scene():
         async with running() as run:

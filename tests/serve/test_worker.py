@@ -159,7 +159,8 @@ def test_a_replica_has_the_room_of_what_it_may_let_go():
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["cuda", "tpu"])
 def test_a_hundred_cancels_leave_nothing_and_change_nothing(tiny, tmp_path, backend):
-    """At random events of a run, of whatever stage; within two steps; what runs after them is what ran before."""
+    """At random events of a run, of whatever stage; within two steps; what runs after them is what
+    ran before."""
     chance = random.Random(int(os.environ.get("LTX2RT_TEST_SEED", "11")))
     worker = Worker(tiny("tiny-2.3", "official"), "--warm", "64x64x9:one-stage", backend=backend)
     worker.run(tmp_path, 0, steps=8)
@@ -365,7 +366,8 @@ def test_out_of_memory_again_and_again_leaves_nothing_behind(session, tmp_path, 
 def test_a_failure_that_others_may_wait_for_ends_the_ranks(
     session, monkeypatch, tmp_path, code, ranks
 ):
-    """And on one device only one that may have left it in disorder: after the other the worker goes on."""
+    """And on one device only one that may have left it in disorder: after the other the worker goes
+    on."""
     failures, failed, out = iter([(code, "first"), ("internal", "second")]), [], io.BytesIO()
     crew = SimpleNamespace(
         rank=0, handed_out=lambda _, __, text: text, fail=lambda *said: failed.append(said)

@@ -79,7 +79,8 @@ def test_a_small_model_takes_what_its_heads_allow():
 
 
 def test_the_fastest_that_fits_is_chosen_and_estimated_as_planned():
-    """On v6e no device holds the weights whole: with one set at a time two halves fit, with both sets eighths."""
+    """On v6e no device holds the weights whole: with one set at a time two halves fit, with both
+    sets eighths."""
     small = dict(stage_weights="reload", text_encoder_offload=True)
     options, checkpoint, stages = clip(**small)
     kind = device_kind("v6e")

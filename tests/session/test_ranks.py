@@ -1,4 +1,5 @@
-"""A session of several processes: what one decides holds for all, and a second request costs no more than on one."""
+"""A session of several processes: what one decides holds for all, and a second request costs no
+more than on one."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""One session, many requests: what is kept is not made again, what is cancelled leaves no trace, nothing piles up."""
+"""One session, many requests: what is kept is not made again, what is cancelled leaves no trace,
+nothing piles up."""
 
 import os
 import random
@@ -60,7 +61,8 @@ def assert_same(a, b):
 
 
 def test_a_repeated_request_builds_and_loads_nothing(session):
-    """Neither does another seed, prompt, guidance or number of steps in the same room; a new size loads nothing."""
+    """Neither does another seed, prompt, guidance or number of steps in the same room; a new size
+    loads nothing."""
     first = made(session)
     assert repr(first).startswith("<Clip of 9 frames 128x64, ") and repr(first).endswith(
         ", seed 3>"
@@ -79,7 +81,8 @@ def test_a_repeated_request_builds_and_loads_nothing(session):
 
 @JAX_IS_SLOW
 def test_a_cancelled_request_ends_within_a_step_and_leaves_no_trace(session):
-    """Whenever it is cancelled: before the first stage, in a step, while sound or frames are made."""
+    """Whenever it is cancelled: before the first stage, in a step, while sound or frames are
+    made."""
     undisturbed = made(session)
     asked = 0
 
@@ -159,7 +162,8 @@ def test_another_lora_set_loads_what_differs_and_no_more(session, user_lora, mod
 
 
 def test_a_lora_that_is_replaced_is_never_taken_for_the_planned_one(model, user_lora, tmp_path):
-    """Between plan and load it is refused; between two requests the new one is merged, not the set of the old."""
+    """Between plan and load it is refused; between two requests the new one is merged, not the set
+    of the old."""
     lora, other = tmp_path / "style.safetensors", tmp_path / "other.safetensors"
     shutil.copy(user_lora, lora)
     stored = TensorFile(user_lora)
@@ -226,8 +230,9 @@ def test_what_recorded_steps_keep_is_let_go_before_weights(model, monkeypatch):
 
 @pytest.mark.parametrize("backend", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_weights_that_come_back_wait_in_the_host(backend, model, monkeypatch, capsys):
-    """What a second request reads again, a third finds in the host's memory; on a CPU, where that is the device's own,
-    only because it is told that there is room. In PyTorch a set takes the other's place: recorded steps stay valid."""
+    """What a second request reads again, a third finds in the host's memory; on a CPU, where that
+    is the device's own, only because it is told that there is room. In PyTorch a set takes the
+    other's place: recorded steps stay valid."""
     monkeypatch.setattr(stores, "has_room", lambda kind, size: size > 0)
     small = {"stage_weights": "reload", "text_encoder_offload": True}
     with ltx2rt.open(model, backend=backend, device="cpu", **small) as opened:
@@ -325,7 +330,8 @@ def test_programs_of_rarely_used_shapes_are_let_go(session, monkeypatch):
 
 @pytest.mark.parametrize("backend", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_twenty_requests_leave_no_more_than_five(backend, model):
-    """Three sizes, cancels at random steps: after the fifth request nothing is built, loaded or piled up."""
+    """Three sizes, cancels at random steps: after the fifth request nothing is built, loaded or
+    piled up."""
     rng, kept, sizes = random.Random(SEED), {}, []
     with ltx2rt.open(model, backend=backend, device="cpu") as session:
         for i in range(20):

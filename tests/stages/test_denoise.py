@@ -1,6 +1,8 @@
-"""Whole two-stage trajectories equal diffusers' given the same sigmas, noise, rule B and clamp of the vocoder.
+"""Whole two-stage trajectories equal diffusers' given the same sigmas, noise, rule B and clamp of
+the vocoder.
 
-diffusers loads the checkpoint that `weights make` wrote in its own layout, and the distilled LoRA through PEFT.
+diffusers loads the checkpoint that `weights make` wrote in its own layout, and the distilled LoRA
+through PEFT.
 """
 
 import os
@@ -32,7 +34,8 @@ def scale_flags() -> list[str]:
 
 
 def unpacked(tokens: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """[1,T,C] -> diffusers' video [1,C,f,h,w] or audio [1,c,n,mel], by its order of axes; packed stays as it is."""
+    """[1,T,C] -> diffusers' video [1,C,f,h,w] or audio [1,c,n,mel], by its order of axes; packed
+    stays as it is."""
     if len(shape) == 3:
         return tokens.reshape(shape)
     if len(shape) == 5:
@@ -62,8 +65,9 @@ def load_pipeline(cls, folder, dtype):
 def keep_officially(pipe, noise: list, monkeypatch) -> None:
     """Set diffusers to agree on kept tokens, mask m < 1, where it departs from the official rules.
 
-    x0 = x - v * m * sigma (diffusers: without m, which the rescale's std sees even at m = 0), and the first latent of
-    a stage under noise of scale nu is (1 - m) * clean + m * ((1 - nu) * start + nu * noise) (diffusers' start: clean).
+    x0 = x - v * m * sigma (diffusers: without m, which the rescale's std sees even at m = 0), and
+    the first latent of a stage under noise of scale nu is (1 - m) * clean + m * ((1 - nu) * start +
+    nu * noise) (diffusers' start: clean).
     """
     prepare, masks = pipe.prepare_latents, []
 
@@ -94,7 +98,8 @@ def normalised(vae, latent: torch.Tensor) -> torch.Tensor:
 def diffusers_two_stage(
     cls, folder, lora, noise, monkeypatch, images=(), dtype=torch.float32
 ) -> dict[str, np.ndarray]:
-    """The latents after every step of both stages, the upsampled latent (normalised) and the waveform.
+    """The latents after every step of both stages, the upsampled latent (normalised) and the
+    waveform.
 
     noise: `stage1.video`, ... in our packed order. images: (PIL image, pixel frame, strength).
     """
@@ -271,7 +276,8 @@ def rounded_once(conv):
 
 
 def test_bfloat16_is_at_most_twice_as_far_as_diffusers_own(tiny, generate, monkeypatch):
-    """The whole run, against the float32 one with the same noise: the last step of each stage, and between them."""
+    """The whole run, against the float32 one with the same noise: the last step of each stage, and
+    between them."""
     from diffusers import LTX2Pipeline
 
     folder = tiny("tiny-2.3", "diffusers")

@@ -1,4 +1,5 @@
-"""Prompt enhancement: Gemma is loaded as transformers loads it, sampling is a draw of the softmax, text is cleaned."""
+"""Prompt enhancement: Gemma is loaded as transformers loads it, sampling is a draw of the softmax,
+text is cleaned."""
 
 import json
 import shutil
@@ -45,7 +46,8 @@ def logits(model, inputs) -> np.ndarray:
 
 
 def test_gemma_is_loaded_as_transformers_loads_it(folder, tmp_path):
-    """From the names of the released file, of the made one, and of one that transformers has saved; with a picture."""
+    """From the names of the released file, of the made one, and of one that transformers has saved;
+    with a picture."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     torch.manual_seed(0)
@@ -97,7 +99,8 @@ def test_the_made_gemma_is_whole_and_a_damaged_one_is_refused(folder, tmp_path):
 
 
 def test_a_picture_is_prepared_as_gemmas_processor_does():
-    """Once its long side is that of the model: what the processor does then is the second resizing alone."""
+    """Once its long side is that of the model: what the processor does then is the second resizing
+    alone."""
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
     config = SimpleNamespace(vision_config=SimpleNamespace(image_size=70))
@@ -121,7 +124,8 @@ def test_sampling_is_a_draw_from_the_largest_logits():
     p /= p.sum()
     assert counts.keys() <= set(best.tolist())
     for token, probability in zip(best.tolist(), p, strict=True):
-        # Five standard deviations of a binomial count; the seed is fixed, so this is no matter of luck.
+        # Five standard deviations of a binomial count; the seed is fixed, so this is no matter of
+        # luck.
         assert abs(counts[token] - draws * probability) <= 5 * (draws * probability) ** 0.5 + 1
     again = Sampled(3)
     first = [int(again(None, scores).argmax()) for _ in range(20)]

@@ -1,4 +1,5 @@
-"""Frames by the diffusion decoder: tiles, noise, small clips, on both backends; and what the plan knows of them."""
+"""Frames by the diffusion decoder: tiles, noise, small clips, on both backends; and what the plan
+knows of them."""
 
 import math
 from dataclasses import replace
@@ -144,7 +145,8 @@ def test_a_small_clip_is_cut_out_of_what_its_padding_makes(opened):
 def test_tiles_that_see_no_further_than_themselves_are_the_whole(
     opened, backend, cells, tiles, monkeypatch
 ):
-    """Without attention in the last two stages a tile's border changes nothing: what differs is out of place."""
+    """Without attention in the last two stages a tile's border changes nothing: what differs is out
+    of place."""
     weights = {
         name: 0 * x
         if "attn.proj" in name and ("det_stages.3" in name or "diff_blocks" in name)

@@ -1,4 +1,5 @@
-"""Guidance in an interval of noise levels: every step is the formula over diffusers' transformer, on both backends."""
+"""Guidance in an interval of noise levels: every step is the formula over diffusers' transformer,
+on both backends."""
 
 from dataclasses import replace
 
@@ -80,7 +81,8 @@ def test_every_step_is_the_formula_over_diffusers(sessions, folder):
 
 
 def test_programs_are_kept_for_other_intervals_and_a_warm_up_builds_both(sessions):
-    """The guided one is that of a run without an interval, whose clip is that of an interval over all."""
+    """The guided one is that of a run without an interval, whose clip is that of an interval over
+    all."""
     for session in sessions.values():
         exact = produce(session, planned(session), keep=True)[0].record
         whole = produce(session, planned(session, guidance_interval=(0.0, 1.0)), keep=True)[

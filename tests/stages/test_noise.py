@@ -17,7 +17,8 @@ def test_values_never_change():
         0.10751286894083023,
         -0.6362687945365906,
     ]
-    # log, cos and sin may differ by a float64 unit between C libraries: at most one float32 unit after rounding
+    # log, cos and sin may differ by a float64 unit between C libraries: at most one float32 unit
+    # after rounding
     np.testing.assert_allclose(
         standard_normal(10, "stage1.video", (2, 3)).ravel(), golden, rtol=1.2e-7
     )

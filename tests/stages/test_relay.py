@@ -1,4 +1,5 @@
-"""Prompts by time: the bias against its definition, columns, and every step over diffusers' transformer."""
+"""Prompts by time: the bias against its definition, columns, and every step over diffusers'
+transformer."""
 
 import math
 from dataclasses import replace

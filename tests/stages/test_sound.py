@@ -20,8 +20,8 @@ from ltx2rt.stages.stage import State
 from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights.random.presets import preset
 
-# Relative L2 in float32: sums of another order. 2.3's sines and the logarithm of small magnitudes amplify them, as they
-# do what two backends differ by. Reached: 2e-7, 2e-5.
+# Relative L2 in float32: sums of another order. 2.3's sines and the logarithm of small magnitudes
+# amplify them, as they do what two backends differ by. Reached: 2e-7, 2e-5.
 SAME = {"2.0": 1e-6, "2.3": 1e-4}
 AUDIO_VAE = AudioVaeConfig(
     base_channels=4,
@@ -61,7 +61,8 @@ def normal(*shape: int) -> np.ndarray:
 
 
 def layered(x: np.ndarray) -> np.ndarray:
-    """(1, 1, T) -> (1, 1, 2T): two layers with biases, each of which pads zeros and reads 2 before and 1 after."""
+    """(1, 1, T) -> (1, 1, 2T): two layers with biases, each of which pads zeros and reads 2 before
+    and 1 after."""
     y = x[0, 0].astype(np.float64)
     for _ in range(2):
         y = np.tanh(np.convolve(np.pad(y, (2, 1)), [0.3, -0.8, 0.5, 0.9], mode="valid") + 0.4)
@@ -76,7 +77,8 @@ def causal(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("network, reach, early", [(layered, (4, 2), 0), (causal, (3, 0), 1)])
 def test_chunks_of_any_length_are_the_whole(network, reach, early):
-    """Above both reaches by one program; both ends are padded in every layer as those of the whole."""
+    """Above both reaches by one program; both ends are padded in every layer as those of the
+    whole."""
     for length in range(1, 80):
         x, sizes = normal(1, 1, length), []
 
@@ -93,7 +95,8 @@ def test_chunks_of_any_length_are_the_whole(network, reach, early):
 
 
 def test_few_chunks():
-    """121 frames at 24 per second take two of either network; without room for both reaches nothing is cut."""
+    """121 frames at 24 per second take two of either network; without room for both reaches nothing
+    is cut."""
     model = preset("ltx-2.3").config
     stage = Sound(Geometry.of(model, 768, 512, 121, Fraction(24)), num_videos=3)
     assert [(call.network, call.sizes, call.times) for call in stage.needs(model)] == [
@@ -107,7 +110,8 @@ def test_few_chunks():
 
 
 def depending(graph, params, feeds: dict[str, np.ndarray], name: str, at: int) -> tuple[int, int]:
-    """The first and the last position of the output, along axis 2, that reads position `at` of an input."""
+    """The first and the last position of the output, along axis 2, that reads position `at` of an
+    input."""
     feeds[name][:, :, at] = np.nan
     (y,) = run_graph("cuda", graph, params, feeds).values()
     found = np.flatnonzero(np.isnan(y).any(axis=tuple(i for i in range(y.ndim) if i != 2)))

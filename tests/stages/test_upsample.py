@@ -1,4 +1,5 @@
-"""The upsampling stages give latents of the size that the next stage is made for, whatever the upsampler's kind."""
+"""The upsampling stages give latents of the size that the next stage is made for, whatever the
+upsampler's kind."""
 
 from fractions import Fraction
 
@@ -16,7 +17,8 @@ from ltx2rt.weights.random.make import make_checkpoint
 
 @pytest.fixture(scope="module")
 def sessions(tmp_path_factory):
-    """By the kind of the only upsampler in the folder, which `--upsampler` names unless it is the temporal one."""
+    """By the kind of the only upsampler in the folder, which `--upsampler` names unless it is the
+    temporal one."""
     opened = {}
     for kind in ("x2", "x1.5", "temporal"):
         folder = tmp_path_factory.mktemp(kind)

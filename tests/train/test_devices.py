@@ -12,7 +12,8 @@ from virtual import xla_flags
 from ltx2rt.testing import relative_l2
 from ltx2rt.train.state import read_state, states
 
-# float32, summed in another order, through three steps of Adam, which divides by small moments; reached: 5e-6
+# float32, summed in another order, through three steps of Adam, which divides by small moments;
+# reached: 5e-6
 CLOSE = 2e-5
 STEPS = 3
 
@@ -97,7 +98,8 @@ def test_devices_of_jax_are_one_device_of_pytorch(training, alone, tmp_path, mes
 
 
 def test_a_run_goes_on_with_its_samples_shared_out_otherwise(training, alone, tmp_path):
-    """One step by two ranks that were started by hand, as torchrun does; two on one device in two batches each."""
+    """One step by two ranks that were started by hand, as torchrun does; two on one device in two
+    batches each."""
     output = tmp_path / "run"
     begun = words("cuda", *training(output, batch=1, steps=1))
     assert [ended(rank) != "" for rank in by_hand(begun)] == [True, False]

@@ -1,4 +1,5 @@
-"""A LoRA of `train run` in other hands: diffusers' loader, and PEFT under it, give the velocities that ours give."""
+"""A LoRA of `train run` in other hands: diffusers' loader, and PEFT under it, give the velocities
+that ours give."""
 
 from pathlib import Path
 

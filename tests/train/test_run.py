@@ -1,4 +1,5 @@
-"""`train prepare`, `run` and `export` on a tiny random model: caches, interruptions, files and refusals."""
+"""`train prepare`, `run` and `export` on a tiny random model: caches, interruptions, files and
+refusals."""
 
 import json
 import shutil
@@ -326,7 +327,8 @@ def test_a_base_in_8_bits_is_trained_on(model, cache, tmp_path):
         assert run_train(model, "run", *options(cache, output, steps=2), *words) == 0
         rows.append(json.loads((output / "metrics.jsonl").read_text().splitlines()[0]))
     plain, eight = (row["video_loss"] for row in rows)
-    # a weight is off by 1 / 254 of its row's largest at most, the loss by less than that in the mean
+    # a weight is off by 1 / 254 of its row's largest at most, the loss by less than that in the
+    # mean
     assert plain != eight == pytest.approx(plain, rel=0.02)
 
 

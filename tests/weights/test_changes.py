@@ -58,7 +58,8 @@ def delta(found):
     (SECOND, "LoKr", 2 / 3), (BOTH, "LoKr", 2 / 3),
 ])  # fmt: skip
 def test_merged_as_numpy_has_it_whole_and_in_slices(merged, shapes, kind, scale):
-    """Slices do not meet the borders of the Kronecker product. Float32 sums of three terms: 1e-6 of what is added."""
+    """Slices do not meet the borders of the Kronecker product. Float32 sums of three terms: 1e-6 of
+    what is added."""
     given = arrays(shapes, alpha=2.0)
     source = merged(given, 0.5)
     expected = WEIGHT + 0.5 * scale * delta(given)

@@ -1,4 +1,5 @@
-"""Opening checkpoints: parts are found by content, and whatever does not fit is refused with one InputError."""
+"""Opening checkpoints: parts are found by content, and whatever does not fit is refused with one
+InputError."""
 
 import json
 import os
@@ -76,7 +77,8 @@ def test_a_file_finds_its_parts_beside_it(official):
 
 @pytest.mark.parametrize("layout", ["official", "diffusers"])
 def test_upsamplers_are_told_apart(tiny, tmp_path, layout):
-    """An x1.5 one beside the x2 one is no second candidate: it is used where it is named, since sizes depend on it."""
+    """An x1.5 one beside the x2 one is no second candidate: it is used where it is named, since
+    sizes depend on it."""
     folder = link(tiny("tiny-2.3", layout), tmp_path / layout)
     for kind in ("x1.5", "temporal"):
         make_checkpoint("tiny-2.3", layout, tmp_path / kind, upsampler=kind)
@@ -308,7 +310,7 @@ def test_a_pipe_in_the_folder_does_not_hang(official):
     assert "pipe.safetensors: not a regular file" in unreadable
 
 
-# ---- audit ----------------------------------------------------------------------------------------------------------
+# ---- audit ---------------------------------------------------------------------------------------
 
 PARAMETERS = {f"model.diffusion_model.transformer_blocks.{i}.{name}.weight": TensorInfo((4, 3), F32)
               for i in range(3) for name in ("attn1.to_q", "attn1.to_k", "ff.net.2")}  # fmt: skip
@@ -387,7 +389,7 @@ def test_an_upsampler_for_other_latents_is_refused(official):
         open_checkpoint(official, upsampler=official / "other.safetensors")
 
 
-# ---- LTX-2.5: a file for each part ----------------------------------------------------------------------------------
+# ---- LTX-2.5: a file for each part ---------------------------------------------------------------
 
 PARTS = {  # of the released repository: its folders
     "transformer": "diffusion_models",

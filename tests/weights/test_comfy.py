@@ -51,7 +51,8 @@ def arranged(official: Path, root: Path) -> Path:
 
 
 def one_file(gemma: Path, path: Path, change=lambda name, array: {name: array}) -> Path:
-    """The Gemma of a folder as ComfyUI has it: one file without a config, an image tower and a tokenizer in it."""
+    """The Gemma of a folder as ComfyUI has it: one file without a config, an image tower and a
+    tokenizer in it."""
     file = TensorFile(gemma / "model.safetensors")
     arrays = {"spiece_model": np.frombuffer(b"\n\x0e\n\x05<pad>", np.uint8)}
     for name in file.names():
@@ -99,7 +100,7 @@ def comfy(tiny, tmp_path):
     return arranged(tiny("tiny-2.3", "official"), tmp_path / "ComfyUI")
 
 
-# ---- the folder -----------------------------------------------------------------------------------------------------
+# ---- the folder ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("preset", ["tiny-2.0", "tiny-2.3", "tiny-2.5"])
@@ -204,7 +205,8 @@ def test_files_of_other_models_and_damaged_ones_are_no_matter(comfy, tmp_path):
 
 
 def test_of_hundreds_of_large_files_none_of_another_model_is_parsed(comfy, monkeypatch):
-    """Looking for words in a header takes a millisecond; parsing 2000 tensors of each file takes a minute."""
+    """Looking for words in a header takes a millisecond; parsing 2000 tensors of each file takes a
+    minute."""
     one = comfy / "models" / "loras" / "0.safetensors"
     infos = {
         f"single_blocks.{i}.linear.lora_down.weight": TensorInfo((512, 3072), BF16)
@@ -219,7 +221,7 @@ def test_of_hundreds_of_large_files_none_of_another_model_is_parsed(comfy, monke
     assert parsed and not [path for path in parsed if path.stem.isdigit()]
 
 
-# ---- several --------------------------------------------------------------------------------------------------------
+# ---- several -------------------------------------------------------------------------------------
 
 
 def test_several_transformers_are_listed_and_the_named_one_finds_its_own_parts(comfy, tiny):
@@ -277,7 +279,7 @@ def test_a_lora_of_another_release_is_never_taken(comfy, tiny):
         open_checkpoint(comfy).distilled_lora()
 
 
-# ---- the text encoder in one file -----------------------------------------------------------------------------------
+# ---- the text encoder in one file ----------------------------------------------------------------
 
 
 def with_window(gemma: Path, out: Path) -> Path:
@@ -386,7 +388,7 @@ def test_a_file_that_lacks_a_tensor_is_refused(single, tmp_path, gone):
         open_gemma(path)
 
 
-# ---- transformers of their own --------------------------------------------------------------------------------------
+# ---- transformers of their own -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bare", [False, True])
@@ -422,7 +424,7 @@ def test_a_scaled_float8_transformer_is_read_under_the_older_names(tiny, tmp_pat
     assert found["problems"] == [] and found["components"]["transformer"]["dtypes"]["float8"] > 20
 
 
-# ---- folders beside the model's -------------------------------------------------------------------------------------
+# ---- folders beside the model's ------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -468,7 +470,7 @@ def test_folders_of_other_models_beside_it_are_no_candidates(shelf, tiny):
     assert whole.source("gemma").where.parent == shelf / "tiny-2.3"
 
 
-# ---- what is missing ------------------------------------------------------------------------------------------------
+# ---- what is missing -----------------------------------------------------------------------------
 
 
 def test_all_that_is_missing_is_one_line(comfy, command, tmp_path):

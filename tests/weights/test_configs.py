@@ -1,4 +1,5 @@
-"""Configs: both spellings round-trip, equal the released values, and traps are refused by the key's name."""
+"""Configs: both spellings round-trip, equal the released values, and traps are refused by the key's
+name."""
 
 import contextlib
 import copy

@@ -1,4 +1,5 @@
-"""Signs of distilled weights, each on a checkpoint that has only headers, and what pipelines do with them."""
+"""Signs of distilled weights, each on a checkpoint that has only headers, and what pipelines do
+with them."""
 
 import json
 import shutil
@@ -31,7 +32,8 @@ def official(tmp_path_factory):
 
 @pytest.fixture
 def model(official, tmp_path):
-    """Makes a folder, or the name of a hub's cache, with the main file under another name and no LoRA."""
+    """Makes a folder, or the name of a hub's cache, with the main file under another name and no
+    LoRA."""
 
     def make(name=MAIN, folder="model", keep_lora=False):
         to = tmp_path / folder

@@ -1,4 +1,5 @@
-"""Files: what is read equals what was written, and every damaged file is refused with one InputError."""
+"""Files: what is read equals what was written, and every damaged file is refused with one
+InputError."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""GGUF files: decoded as the `gguf` package does it, refused in one line, run as decoded copies run."""
+"""GGUF files: decoded as the `gguf` package does it, refused in one line, run as decoded copies
+run."""
 
 import json
 import math
@@ -55,7 +56,7 @@ def rng():
     return np.random.default_rng(SEED)
 
 
-# ---- the reader -----------------------------------------------------------------------------------------------------
+# ---- the reader ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", NAMES)
@@ -144,7 +145,8 @@ def test_plain_types_are_views_and_values_of_keys_are_read(tmp_path):
 
 
 def test_a_tensor_stored_in_another_shape_has_its_own(tmp_path, rng):
-    """As ComfyUI's converter writes rows that are no whole blocks; and outer dimensions of 1, which ggml drops."""
+    """As ComfyUI's converter writes rows that are no whole blocks; and outer dimensions of 1, which
+    ggml drops."""
     stored = random_blocks("Q4_K", rng, (6, 256))
     key, vector = f"{PREFIX}keyframes_abs_pos_embedding", np.arange(32, dtype=np.float32)
     keys = {"comfy.gguf.orig_shape.x": [12, 128], "comfy.gguf.orig_shape.y": [2, 2, 2]}
@@ -357,7 +359,7 @@ def test_a_foreign_file_is_named_for_what_it_is(tmp_path, name, command):
         assert status == 2 and says in err
 
 
-# ---- models ---------------------------------------------------------------------------------------------------------
+# ---- models --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -506,7 +508,8 @@ def test_a_gguf_of_another_model_is_named(tmp_path, rng, command):
 
 
 def test_another_model_in_the_folder_is_no_candidate(apart, tmp_path):
-    """Other video models have blocks of these names, and an earlier LTX says it is of the same architecture."""
+    """Other video models have blocks of these names, and an earlier LTX says it is of the same
+    architecture."""
     folder = linked(apart[0], tmp_path / "m")
     write_gguf(
         folder / "a.gguf",
@@ -531,7 +534,8 @@ def test_several_transformers_in_a_folder_are_listed(apart, tmp_path):
 
 
 def test_connectors_come_from_files_beside(apart, tiny, tmp_path):
-    """The text projection in one file, the connectors in another, without the prefix; twice is once too often."""
+    """The text projection in one file, the connectors in another, without the prefix; twice is once
+    too often."""
     folder = linked(apart[0], tmp_path / "m", "text.safetensors")
     with pytest.raises(InputError, match=r"no embeddings connectors; .* beside it"):
         open_checkpoint(folder)
@@ -591,8 +595,8 @@ FLAGS = ("--num-frames", 9, "--steps", 2, "--seed", 3, "--width", 64, "--height"
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_gguf_model_runs_as_its_decoded_copy_does(apart, generate, dtype):
-    """Bit for bit, the distilled LoRA of stage 2 included, whose matrices are decoded. XLA adds up products in another
-    order where it makes a matrix itself, which bfloat16 hides."""
+    """Bit for bit, the distilled LoRA of stage 2 included, whose matrices are decoded. XLA adds up
+    products in another order where it makes a matrix itself, which bfloat16 hides."""
     for backend in ("cuda", "tpu"):
         runs = [generate(backend, folder, *FLAGS, "--dtype", dtype) for folder in apart]
         assert [run.status for run in runs] == [0, 0], runs
@@ -607,7 +611,8 @@ def test_a_gguf_model_runs_as_its_decoded_copy_does(apart, generate, dtype):
 
 
 def test_a_device_keeps_what_the_file_holds_and_streams_it(apart, monkeypatch):
-    """The bytes that are loaded are those of the graph, which `plan` prints; layers from host memory change nothing."""
+    """The bytes that are loaded are those of the graph, which `plan` prints; layers from host
+    memory change nothing."""
     size = {"width": 64, "height": 64, "num_frames": 9, "seed": 3, "steps": 2}
     monkeypatch.setattr(stream, "LEAST_BYTES", 8192)
     clips = []
@@ -678,7 +683,7 @@ def test_a_lora_is_trained_beside_packed_matrices_as_beside_their_numbers(apart)
         np.testing.assert_array_equal(runs[0][name], x)
 
 
-# ---- Gemma 3 --------------------------------------------------------------------------------------------------------
+# ---- Gemma 3 -------------------------------------------------------------------------------------
 
 
 def gemma_keys(config) -> dict[str, object]:

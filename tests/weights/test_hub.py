@@ -1,4 +1,5 @@
-"""Repositories of the hub, served by a stand-in of its HTTP interface on the loopback: what is fetched, what is not."""
+"""Repositories of the hub, served by a stand-in of its HTTP interface on the loopback: what is
+fetched, what is not."""
 
 import hashlib
 import json
@@ -22,8 +23,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub:
-    """repositories: folders by name. gated: names whose files need a login. cut: a file whose first whole answer ends
-    in the middle. got: (method, path, range) of every request."""
+    """repositories: folders by name. gated: names whose files need a login. cut: a file whose first
+    whole answer ends in the middle. got: (method, path, range) of every request."""
 
     def __init__(self):
         self.repositories: dict[str, Path] = {}
@@ -129,7 +130,8 @@ class Hub:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """A repository as Lightricks publishes 2.0, both layouts, two checkpoints and two upsamplers; and what is in it."""
+    """A repository as Lightricks publishes 2.0, both layouts, two checkpoints and two upsamplers;
+    and what is in it."""
     folder = tmp_path_factory.mktemp("hub")
     make_checkpoint("tiny-2.3", "official", folder / "made")
     made = folder / "made"
@@ -175,7 +177,8 @@ RELEASED = {  # as LTX-2.5 lies on the hub: folders without configs
 
 @pytest.fixture(scope="module")
 def parted(served, tmp_path_factory):
-    """Repositories of tiny-2.5: each part a file, two transformers among them; and diffusers folders, two of those."""
+    """Repositories of tiny-2.5: each part a file, two transformers among them; and diffusers
+    folders, two of those."""
     folder = tmp_path_factory.mktemp("hub-2.5")
     for layout in ("official", "diffusers"):
         make_checkpoint("tiny-2.5", layout, folder / layout, empty=True)
@@ -356,7 +359,8 @@ def test_of_a_repository_of_parts_come_those_that_the_run_reads(run, parted):
 
 
 def test_each_part_of_a_repository_is_a_file_that_a_flag_can_name(run, parted):
-    """A transformer alone, as every other file is named; whatever the repository has of them is not looked at."""
+    """A transformer alone, as every other file is named; whatever the repository has of them is not
+    looked at."""
     flags = {
         f"--{part}": f"lab/files/{RELEASED[part]}.safetensors"
         for part in ("text-encoder", "audio-vae", "duration-head")

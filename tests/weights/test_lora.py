@@ -1,4 +1,5 @@
-"""LoRA: every key style finds its weight, scales are the tensor's own, and merging rounds as the official code."""
+"""LoRA: every key style finds its weight, scales are the tensor's own, and merging rounds as the
+official code."""
 
 import ltx2rt_tpu.weights
 import ml_dtypes
@@ -107,7 +108,8 @@ def test_scale_is_the_tensors_own_alpha_over_its_own_rank(tmp_path):
     seed=st.integers(0, 99),
 )
 def test_bf16_merge_equals_the_official_order_bit_for_bit(tmp_path_factory, strengths, seed):
-    """Oracle: torch in bfloat16 for every rounding; products in float32, as the official matmul accumulates."""
+    """Oracle: torch in bfloat16 for every rounding; products in float32, as the official matmul
+    accumulates."""
     folder = tmp_path_factory.mktemp("l")
     module, base = "diffusion_model.transformer_blocks.0.attn1.to_q", weights()
     loras = [
@@ -131,7 +133,8 @@ def test_bf16_merge_equals_the_official_order_bit_for_bit(tmp_path_factory, stre
 
 
 def test_a_full_size_merge_rounds_as_torch_does_in_bfloat16(tmp_path):
-    """Rank 384 on 4096 x 1024: torch adds the same products up in another order, so a few roundings may tip."""
+    """Rank 384 on 4096 x 1024: torch adds the same products up in another order, so a few roundings
+    may tip."""
     rng = np.random.default_rng(1)
     weight = (0.02 * rng.standard_normal((4096, 1024), dtype=np.float32)).astype(BF16)
     pieces = {
@@ -147,7 +150,8 @@ def test_a_full_size_merge_rounds_as_torch_does_in_bfloat16(tmp_path):
     delta = (b * 0.8) @ a
     expected = (delta + torch.from_numpy(weight.astype(np.float32)).bfloat16()).float().numpy()
     merged = MergedSource(Memory({Q: weight}), [lora], "bfloat16").read(Q).astype(np.float32)
-    # One bfloat16 step of the largest of Delta, W and their sum: where the two cancel, the sum's own steps are finer.
+    # One bfloat16 step of the largest of Delta, W and their sum: where the two cancel, the sum's
+    # own steps are finer.
     largest = np.maximum.reduce(
         [np.abs(x) for x in (delta.float().numpy(), weight.astype(np.float32), expected)]
     )
@@ -309,7 +313,8 @@ def test_merged_tensors_are_written_under_their_official_names(tiny, tmp_path):
 @pytest.mark.parametrize("terms", [(1, 1, 1), (2, 1, 2)])
 @pytest.mark.parametrize("kind", ["cuda", "tpu"])
 def test_devices_merge_as_numpy_does_bit_for_bit(kind, terms, rounded, stored):
-    """Whole numbers and short scales make every product exact in float32, however it is summed; nothing else is exact.
+    """Whole numbers and short scales make every product exact in float32, however it is summed;
+    nothing else is exact.
 
     The last chunk of rows is short.
     """
@@ -336,7 +341,8 @@ def test_devices_merge_as_numpy_does_bit_for_bit(kind, terms, rounded, stored):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", ["cuda", "tpu"])
 def test_merged_weights_are_loaded_as_merged(kind, dtype, tmp_path):
-    """In the graph's dtype and in the other one, of a source that gives what this backend's merge made."""
+    """In the graph's dtype and in the other one, of a source that gives what this backend's merge
+    made."""
 
     def linear(o):
         x = o.cast(o.input("x", B=1, D=5), dtype=o.dtype)

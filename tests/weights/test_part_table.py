@@ -1,4 +1,5 @@
-"""A part of a checkpoint is one row: scan, inspection, flag, opening and programs follow from it."""
+"""A part of a checkpoint is one row: scan, inspection, flag, opening and programs follow from
+it."""
 
 import subprocess
 import sys

@@ -1,4 +1,5 @@
-"""Quantised files: each format is read as the number-for-number definition of it says, in slices too, and loaded once.
+"""Quantised files: each format is read as the number-for-number definition of it says, in slices
+too, and loaded once.
 
 The references decode one number at a time, from the description of the format, in float64.
 """
@@ -92,7 +93,8 @@ KINDS = ("float8", "float8 of one", "float8 by rows", "int8", "int8 rotated", "n
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_matrix_is_what_its_format_says_in_slices_too(tmp_path, kind):
-    """All products but the last are exact: one rounding to float32 is what may differ, so nothing may."""
+    """All products but the last are exact: one rounding to float32 is what may differ, so nothing
+    may."""
     rows, columns = (131, 80) if kind == "nvfp4" else (7, 48)
     arrays = stored(kind, rows, columns)
     write_arrays(
@@ -167,7 +169,7 @@ def test_companions_that_do_not_fit_are_refused(tmp_path, kind, change, says):
         dequantised(TensorFile(tmp_path / "m.safetensors"))
 
 
-# ---- whole checkpoints ----------------------------------------------------------------------------------------------
+# ---- whole checkpoints ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +196,8 @@ def test_a_made_float8_file_is_of_one_block_with_its_gates_and_reads_as_weight_t
 
 @pytest.mark.parametrize("kind", ["int8 rotated", "nvfp4"])
 def test_quantised_files_of_2_5_are_read_as_their_format_says(tiny, tmp_path, kind):
-    """The transformer's and the text encoder's, with one block and one layer of each kind so; nothing else changes."""
+    """The transformer's and the text encoder's, with one block and one layer of each kind so;
+    nothing else changes."""
     folder, expected = tiny("tiny-2.5", "official"), {}
     for path in folder.iterdir():
         (tmp_path / path.name).symlink_to(path)
@@ -287,7 +290,8 @@ def test_float8_is_kept_where_asked_for_and_dequantised_elsewhere(kind, three_bl
 
 @pytest.mark.parametrize("kind", ("cuda", "tpu"))
 def test_a_lora_on_float8_is_added_in_float32_and_quantised_anew(kind, three_blocks, tmp_path):
-    """Kept in float8: one scale max|W| / 448. In bfloat16: one rounding of delta + weight x scale."""
+    """Kept in float8: one scale max|W| / 448. In bfloat16: one rounding of delta + weight x
+    scale."""
     source, arrays = three_blocks
     down, up = (RNG.standard_normal(shape).astype(BF16) for shape in ((2, 32), (32, 2)))
     write_arrays(

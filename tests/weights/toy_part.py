@@ -1,4 +1,5 @@
-"""A new part of a checkpoint, in one row: `python toy_part.py FOLDER`, run by test_part_table.py in its own process."""
+"""A new part of a checkpoint, in one row: `python toy_part.py FOLDER`, run by test_part_table.py in
+its own process."""
 
 import sys
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Attention by jax's splash kernel (Pallas): the scores stay in the chip's own memory.
 
-Decides which operands the kernel takes, how they are padded to whole blocks, and the blocks. What it computes is the op
-`attention` of the graph; whether there is a TPU is for the lowering to ask.
+Decides which operands the kernel takes, how they are padded to whole blocks, and the blocks. What
+it computes is the op `attention` of the graph; whether there is a TPU is for the lowering to ask.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax import Array
 
 LANES = 128  # blocks are multiples of it, so a length is padded by at most 127
-# 1024 x 1024 float32 scores and their bfloat16 exponentials, and two copies of 3072 keys and values, fit into
-# the 16 MiB that a kernel has by default; of the blocks that do, a v6e's code has the fewest bundles for these.
+# 1024 x 1024 float32 scores and their bfloat16 exponentials, and two copies of 3072 keys and
+# values, fit into the 16 MiB that a kernel has by default; of the blocks that do, a v6e's code has
+# the fewest bundles for these.
 MAX_QUERIES, MAX_KEYS, MAX_KEYS_AT_ONCE = 1024, 3072, 1024
 
 
@@ -32,13 +33,15 @@ def why_not(
 
 
 def block(length: int, most: int) -> int:
-    """The largest part of a padded length that divides it, is a multiple of LANES and at most `most`."""
+    """The largest part of a padded length that divides it, is a multiple of LANES and at most
+    `most`."""
     lanes = length // LANES
     return LANES * max(n for n in range(1, most // LANES + 1) if lanes % n == 0)
 
 
 def attention(q: Array, k: Array, v: Array, *, scale: float, interpret: bool = False) -> Array:
-    """q (B, tokens, heads, head_dim), k and v (B, context, kv_heads, head_dim) -> q's shape; softmax in float32.
+    """q (B, tokens, heads, head_dim), k and v (B, context, kv_heads, head_dim) -> q's shape;
+    softmax in float32.
 
     Differentiable. interpret: run the kernel without a TPU, slowly.
     """
@@ -54,7 +57,8 @@ def attention(q: Array, k: Array, v: Array, *, scale: float, interpret: bool = F
         queries, keys, at_once,
         block_q_dkv=queries, block_kv_dkv=keys, block_kv_dkv_compute=at_once, block_q_dq=queries, block_kv_dq=keys,
     )  # fmt: skip
-    # A sample's heads are the kernel's heads; they come in groups of as many query heads in every sample.
+    # A sample's heads are the kernel's heads; they come in groups of as many query heads in every
+    # sample.
     mask = splash.MultiHeadMask(
         [splash.FullMask((tokens + missing, context + hidden))] * (batch * heads)
     )
@@ -70,6 +74,7 @@ def attention(q: Array, k: Array, v: Array, *, scale: float, interpret: bool = F
 
 
 def _by_head(x: Array, missing: int) -> Array:
-    """(B, tokens, heads, head_dim) -> (B heads, tokens, head_dim), with zeros for the missing tokens."""
+    """(B, tokens, heads, head_dim) -> (B heads, tokens, head_dim), with zeros for the missing
+    tokens."""
     b, t, h, d = x.shape
     return jnp.pad(x.swapaxes(1, 2).reshape(b * h, t, d), ((0, 0), (0, missing), (0, 0)))

@@ -1,8 +1,9 @@
-"""One program per token, all its heads at once; y may be a view, such as an attention's transposed result.
+"""One program per token, all its heads at once; y may be a view, such as an attention's transposed
+result.
 
-It moves the minimum: y and the logits read once, the result written once. Where there is a choice, a program reads y or
-the values that stand for it; in front of a float8 product it writes e4m3 numbers and the token's scale. Two gates, of
-whatever shapes, may be one launch.
+It moves the minimum: y and the logits read once, the result written once. Where there is a choice,
+a program reads y or the values that stand for it; in front of a float8 product it writes e4m3
+numbers and the token's scale. Two gates, of whatever shapes, may be one launch.
 """
 
 from __future__ import annotations

@@ -9,14 +9,16 @@ from ltx2rt_kernels.traffic import Bytes, size
 
 
 def head_gate(y: np.ndarray, logits: np.ndarray, *choice: np.ndarray) -> np.ndarray:
-    """y (B, T, heads, head_dim), logits (B, T, heads); keep (B) and v: samples whose keep is 0 are v's."""
+    """y (B, T, heads, head_dim), logits (B, T, heads); keep (B) and v: samples whose keep is 0 are
+    v's."""
     if choice:
         y = np.stack([y[b] if choice[0][b] else choice[1][b] for b in range(len(y))])
     return y * (2 / (1 + np.exp(-logits.astype(np.float64))))[..., None]
 
 
 def head_gate_rows(*operands: np.ndarray) -> list[np.ndarray]:
-    """The result of `head_gate` as values (rows, n) and scales (rows, 1), a row each token's heads."""
+    """The result of `head_gate` as values (rows, n) and scales (rows, 1), a row each token's
+    heads."""
     y = head_gate(*operands)
     return list(quantise_rows(y.reshape(y.shape[0] * y.shape[1], -1)))
 

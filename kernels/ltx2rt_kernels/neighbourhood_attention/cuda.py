@@ -1,6 +1,6 @@
-"""One program per block of 4 x 4 x 8 queries of one head: an online softmax over the box of keys that their windows
-reach, which is 2.7 times a window of 11^3. Scores stay in registers; a key is asked for by the blocks around it, all
-of them but the first finding it in the cache.
+"""One program per block of 4 x 4 x 8 queries of one head: an online softmax over the box of keys
+that their windows reach, which is 2.7 times a window of 11^3. Scores stay in registers; a key is
+asked for by the blocks around it, all of them but the first finding it in the cache.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def neighbourhood_attention_kernel(
         seen &= (kr[None, :] - start_r[:, None]).to(tl.uint32, bitcast=True) < WR
         seen &= (kc[None, :] - start_c[:, None]).to(tl.uint32, bitcast=True) < WC
         scores = tl.where(seen & there[None, :], scores, -1e30)
-        # A query that has seen no key yet counts all of them; the first that it sees makes their weight 0.
+        # A query that has seen no key yet counts all of them; the first that it sees makes their
+        # weight 0.
         higher = tl.maximum(top, tl.max(scores, axis=1))
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(top - higher)

@@ -1,10 +1,10 @@
 """One program per token: the row is read once, held in float32, and written once per result.
 
-A scale may come without a shift. The same kernel with RESIDUAL adds y * gate first, or (y + bias) * gate, and writes
-the sum too; the norm then sees the unrounded sum. Without NORM it only modulates. With an index, rows are by level and
-each token reads those of its own. Of rows that tokens share, all but the first read the L2 cache: what comes from
-memory is x (and y), the results and a few rows. Two nodes, of whatever shapes, may be one launch: the rows of video and
-of sound.
+A scale may come without a shift. The same kernel with RESIDUAL adds y * gate first, or (y + bias) *
+gate, and writes the sum too; the norm then sees the unrounded sum. Without NORM it only modulates.
+With an index, rows are by level and each token reads those of its own. Of rows that tokens share,
+all but the first read the L2 cache: what comes from memory is x (and y), the results and a few
+rows. Two nodes, of whatever shapes, may be one launch: the rows of video and of sound.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def rows_part(
     x: Tensor, y: Tensor | None, rows: tuple[Tensor, ...], views, index_view, results: int, eps: float,
     biased: bool = False, norm: bool = True,
 ) -> Part:  # fmt: skip
-    """[x + y * the first row if there is a y] + results, normalised and modulated by the other rows. biased: a bias of
-    y's comes first."""
+    """[x + y * the first row if there is a y] + results, normalised and modulated by the other
+    rows. biased: a bias of y's comes first."""
     shape, x = x.shape, x.flatten(0, -3)
     batch, tokens, width = x.shape
     index = rows[-1].reshape(index_view).expand(batch, tokens) if index_view else None

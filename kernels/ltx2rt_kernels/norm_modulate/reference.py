@@ -10,7 +10,8 @@ from ltx2rt_kernels.traffic import Bytes, size
 
 
 def at_levels(rows: Sequence[np.ndarray], index: np.ndarray | None) -> list[np.ndarray]:
-    """Rows (B or 1, levels or 1, D) as each token reads them, given the levels (B or 1, T) of the tokens."""
+    """Rows (B or 1, levels or 1, D) as each token reads them, given the levels (B or 1, T) of the
+    tokens."""
     if index is None:
         return list(rows)
     found = []
@@ -34,8 +35,8 @@ def at_levels(rows: Sequence[np.ndarray], index: np.ndarray | None) -> list[np.n
 def norm_modulate(
     x: np.ndarray, *rows: np.ndarray, eps: float, index: np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """x (B, T, D); rows broadcast to it: (B, 1, D), (1, 1, D) or (B, T, D), with an index as `at_levels` takes them;
-    one result per (scale, shift)."""
+    """x (B, T, D); rows broadcast to it: (B, 1, D), (1, 1, D) or (B, T, D), with an index as
+    `at_levels` takes them; one result per (scale, shift)."""
     rows = tuple(at_levels(rows, index))
     x = x.astype(np.float64)
     y = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)

@@ -1,7 +1,7 @@
 """One program holds all channels of some pixels; how the channels lie is a matter of strides.
 
-It moves the minimum: every pixel read once and written once. Videos are written channels last, whatever they come as:
-the convolution behind the norm wants them so.
+It moves the minimum: every pixel read once and written once. Videos are written channels last,
+whatever they come as: the convolution behind the norm wants them so.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def pixel_norm_silu(x: Tensor, *, dim: int, eps: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=last)
     first = stride == 1
     block_c = block(channels)
-    # Channels first: neighbours fill whole 32-byte sectors, of 1024 channels no more than registers hold. Channels
-    # last: rows are long enough by themselves.
+    # Channels first: neighbours fill whole 32-byte sectors, of 1024 channels no more than registers
+    # hold. Channels last: rows are long enough by themselves.
     block_p = max(8192 // block_c, min(32, 16384 // block_c) if first else 1)
     block_p = min(block_p, block(pixels))
     strides = (1, channels) if x.ndim == 5 else (pixels, 1)

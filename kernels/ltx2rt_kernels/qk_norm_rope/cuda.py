@@ -1,8 +1,9 @@
-"""One program per token, which holds all its heads: their two halves, cos and sin are read once, the result written
-once, the minimum but for the weight, which all tokens but the first read from the cache. q and k of one attention are
-one launch, whatever their lengths; where they have their tables in common, a program turns both. Without tables it is
-the norm alone, of the text's attention; where several samples read one text, keys are written and values copied for
-each of them. Under tensor parallelism two kernels: the sum of squares of this device's heads, and, after the
+"""One program per token, which holds all its heads: their two halves, cos and sin are read once,
+the result written once, the minimum but for the weight, which all tokens but the first read from
+the cache. q and k of one attention are one launch, whatever their lengths; where they have their
+tables in common, a program turns both. Without tables it is the norm alone, of the text's
+attention; where several samples read one text, keys are written and values copied for each of them.
+Under tensor parallelism two kernels: the sum of squares of this device's heads, and, after the
 all-reduce, the rest, given the sum.
 """
 
@@ -222,7 +223,8 @@ def sum_squares(x: Tensor, *, dims) -> Tensor:
 def _launch(
     groups: list[tuple[Any, ...]], views, count: int, eps: float, spread=(), v: Tensor | None = None
 ):
-    """groups: x, its sum of squares or None, weight, cos and sin or twice None; of one tensor or of two."""
+    """groups: x, its sum of squares or None, weight, cos and sin or twice None; of one tensor or of
+    two."""
     shape = groups[0][0].shape
     heads, dim = shape[2:]
     arguments, results = [], []

@@ -15,8 +15,9 @@ def sum_squares(x: np.ndarray) -> np.ndarray:
 
 
 def qk_scale_rope(*operands: np.ndarray, count: int, eps: float) -> list[np.ndarray]:
-    """operands: x (B, T, heads, head_dim), of which pairs (i, i + head_dim/2) turn; total (B, T): the sum of squares of
-    `count` numbers; weight (heads * head_dim); cos, sin broadcast to (B, T, heads, head_dim/2). For q, and then for k.
+    """operands: x (B, T, heads, head_dim), of which pairs (i, i + head_dim/2) turn; total (B, T):
+    the sum of squares of `count` numbers; weight (heads * head_dim); cos, sin broadcast to (B, T,
+    heads, head_dim/2). For q, and then for k.
     """
     results = []
     for x, total, weight, cos, sin in zip(*[iter(operands)] * 5, strict=True):
@@ -35,7 +36,8 @@ def qk_norm_rope(*operands: np.ndarray, eps: float) -> list[np.ndarray]:
 
 
 def qk_scale(*operands: np.ndarray, count: int, eps: float, spread=()) -> list[np.ndarray]:
-    """qk_scale_rope without tables: operands x, total, weight; spread: whose k, and v behind all, each sample has."""
+    """qk_scale_rope without tables: operands x, total, weight; spread: whose k, and v behind all,
+    each sample has."""
     return _still(qk_scale_rope, 3, operands, spread, count=count, eps=eps)
 
 
@@ -51,12 +53,12 @@ def _still(turn, size: int, operands, spread, **keywords) -> list[np.ndarray]:
 
 
 def bytes_moved(op: str, shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
-    """shapes: of x, the sums of squares if they are given, weight, cos and sin if it turns, and again of k's; sums and
-    tables are float32. Tables that q and k share are counted for both. A v behind all is copied, it and k for every
-    sample of q.
+    """shapes: of x, the sums of squares if they are given, weight, cos and sin if it turns, and
+    again of k's; sums and tables are float32. Tables that q and k share are counted for both. A v
+    behind all is copied, it and k for every sample of q.
 
-    Tables without a batch axis are asked for once per sample; the samples of a token run next to each other, so all
-    but the first read the cache.
+    Tables without a batch axis are asked for once per sample; the samples of a token run next to
+    each other, so all but the first read the cache.
     """
     if op == "sum_squares":
         both = size(shapes, dtype) + size([shapes[0][:2]], "float32")

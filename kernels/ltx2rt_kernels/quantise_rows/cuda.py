@@ -1,5 +1,5 @@
-"""One program per row: read once, its GELU taken where one stands before the product, its largest number found, divided
-and rounded to e4m3 as it is written.
+"""One program per row: read once, its GELU taken where one stands before the product, its largest
+number found, divided and rounded to e4m3 as it is written.
 
 It moves the minimum: x read once, the values and a scale for each row written once.
 """
@@ -22,11 +22,14 @@ def quantise_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     v = tl.load(x + row * x_r + d, d < N, 0.0).to(tl.float32)
-    if GELU:  # by tanh: (1 + tanh z) / 2 is the logistic function of 2 z, here with z = sqrt(2 / pi) (v + 0.044715 v^3)
+    # by tanh: (1 + tanh z) / 2 is the logistic function of 2 z, here with z = sqrt(2 / pi) (v +
+    # 0.044715 v^3)
+    if GELU:
         v = v * tl.sigmoid(1.5957691216057308 * v * (1.0 + 0.044715 * v * v))
     scale = tl.maximum(tl.max(tl.abs(v), axis=0), TINY) * STEP
     tl.store(scales + row, scale)
-    # div_rn: Triton's own division errs by a last bit, which would move numbers over the edge between two steps.
+    # div_rn: Triton's own division errs by a last bit, which would move numbers over the edge
+    # between two steps.
     tl.store(values + row * N + d, tl.div_rn(v, scale).to(tl.float8e4nv), d < N)
 
 

@@ -1,4 +1,5 @@
-"""Rows as e4m3 numbers times one float32 scale each: the op table's own definition, which fixes every bit."""
+"""Rows as e4m3 numbers times one float32 scale each: the op table's own definition, which fixes
+every bit."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from ltx2rt_kernels.traffic import Bytes, size
 
 
 def quantise_rows(x: np.ndarray, *, gelu: bool = False) -> list[np.ndarray]:
-    """x (rows, n), numbers of float32; values (rows, n), scales (rows, 1). gelu: of its GELU by tanh."""
+    """x (rows, n), numbers of float32; values (rows, n), scales (rows, 1). gelu: of its GELU by
+    tanh."""
     x = x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) if gelu else x
     return list(ops.quantise_rows(x))
 

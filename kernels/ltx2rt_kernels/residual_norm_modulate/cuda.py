@@ -1,8 +1,10 @@
-"""The row kernel of `norm_modulate` with a gated residual before it; `gated_residual` leaves the norm out.
+"""The row kernel of `norm_modulate` with a gated residual before it; `gated_residual` leaves the
+norm out.
 
-The residual may come before its bias is added, as under tensor parallelism, and lack the last samples, as where the
-isolated branch has no cross-attention. From memory it moves the minimum but for rows, which all tokens but the first
-read from the cache: x and y once, the sum and each result once.
+The residual may come before its bias is added, as under tensor parallelism, and lack the last
+samples, as where the isolated branch has no cross-attention. From memory it moves the minimum but
+for rows, which all tokens but the first read from the cache: x and y once, the sum and each result
+once.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ def gated_residual(
     index: np.ndarray | None = None,
     biased: bool = False,
 ) -> np.ndarray:
-    """x (B, T, D), y the same or of fewer samples; rows: the gate, which broadcasts to them, with an index as
-    `at_levels` takes it; biased: behind the bias of y."""
+    """x (B, T, D), y the same or of fewer samples; rows: the gate, which broadcasts to them, with
+    an index as `at_levels` takes it; biased: behind the bias of y."""
     *bias, gate = rows
     (gate,) = at_levels([gate], index)
     total = y.astype(np.float64) + sum(bias)
@@ -31,7 +31,8 @@ def residual_norm_modulate(
     index: np.ndarray | None = None,
     biased: bool = False,
 ) -> list[np.ndarray]:
-    """[gated_residual, a result per (scale, shift) behind the gate]; without any, [it, its RMSNorm]."""
+    """[gated_residual, a result per (scale, shift) behind the gate]; without any, [it, its
+    RMSNorm]."""
     own, rows = rows[: 1 + biased], rows[1 + biased :]
     total = gated_residual(x, y, *own, index=index, biased=biased)
     zero = np.zeros((1, 1, 1))
@@ -39,7 +40,8 @@ def residual_norm_modulate(
 
 
 def bytes_moved(op: str, shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
-    """shapes: of x, y, the bias if there is one, the gate, the other rows, and the index if there is one."""
+    """shapes: of x, y, the bias if there is one, the gate, the other rows, and the index if there
+    is one."""
     x, y, *rows = shapes
     index = rows.pop() if rows[-1][-1] != x[-1] else None
     return rows_bytes(

@@ -1,9 +1,10 @@
 """One program per stretch of one channel: the signal at twice the rate exists in registers only.
 
-Each result computes the samples under its filter anew: half of taps^2 multiplications and `taps` sines, in place of a
-dozen passes over memory at twice the rate. Which inputs and taps a sample reads is known at compile time, so that each
-of the taps - 1 inputs under a result's filter is loaded once, all but one of them from the cache: what comes from
-memory is the minimum, the signal once, and the edges of stretches twice.
+Each result computes the samples under its filter anew: half of taps^2 multiplications and `taps`
+sines, in place of a dozen passes over memory at twice the rate. Which inputs and taps a sample
+reads is known at compile time, so that each of the taps - 1 inputs under a result's filter is
+loaded once, all but one of them from the cache: what comes from memory is the minimum, the signal
+once, and the edges of stretches twice.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ BLOCK = 512
 
 @jit
 def sin_squared(z):
-    """sin(z)^2 in float32, of period pi. pi is split so that multiples of its first part are exact up to |z| = 1e5; the
-    library's sine keeps a table in memory for larger arguments, where float32 no longer tells their phase.
+    """sin(z)^2 in float32, of period pi. pi is split so that multiples of its first part are exact
+    up to |z| = 1e5; the library's sine keeps a table in memory for larger arguments, where float32
+    no longer tells their phase.
 
-    Source: pi/4 as split in Cephes' sinf, times 4; then the Taylor series, which on +-pi/2 leaves 1e-9.
+    Source: pi/4 as split in Cephes' sinf, times 4; then the Taylor series, which on +-pi/2 leaves
+    1e-9.
     """
     n = tl.floor(z * 0.3183098861837907 + 0.5)
     r = ((z - n * 3.140625) - n * 9.67502593994140625e-4) - n * 1.509957990978376432e-7
@@ -36,7 +39,8 @@ def sin_squared(z):
 
 @jit
 def sample(x, up, t, J: tl.constexpr, T, HALF: tl.constexpr):
-    """Sample m = 2 t + J - HALF + 1 at twice the rate: input (m + HALF - 1 - i) / 2 through tap i, every other one."""
+    """Sample m = 2 t + J - HALF + 1 at twice the rate: input (m + HALF - 1 - i) / 2 through tap i,
+    every other one."""
     total = 0.0
     for k in tl.static_range(HALF):  # pyright: ignore[reportGeneralTypeIssues]
         n = tl.minimum(tl.maximum(t + (J // 2 - k), 0), T - 1)

@@ -1,4 +1,5 @@
-"""SnakeBeta at twice the rate between two filters, in float64: written as sums over taps, sample by sample."""
+"""SnakeBeta at twice the rate between two filters, in float64: written as sums over taps, sample by
+sample."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def snake_beta(
 
 
 def bytes_moved(op: str, shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
-    """shapes: of x, both filters, alpha and beta. A sample is asked for by every tap of both, from the cache."""
+    """shapes: of x, both filters, alpha and beta. A sample is asked for by every tap of both, from
+    the cache."""
     x, up, down, alpha, beta = shapes
     taps = up[-1] * down[-1] // 2
     return Bytes(size([x] * (taps + 1), dtype), size([x, x, up, down, alpha, beta], dtype))

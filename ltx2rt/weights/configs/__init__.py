@@ -1,8 +1,9 @@
 """Configuration files of both layouts <-> the dataclasses of `ltx2rt.config`.
 
-Decides which keys matter. A key that shapes a network and is absent, or holds something no released LTX-2.0/2.3
-file holds, is an InputError naming it: the customary defaults (interleaved RoPE, float32 grid, multiplier 1,
-timestep conditioning on) are each wrong for these checkpoints. Keys that change nothing are ignored.
+Decides which keys matter. A key that shapes a network and is absent, or holds something no released
+LTX-2.0/2.3 file holds, is an InputError naming it: the customary defaults (interleaved RoPE,
+float32 grid, multiplier 1, timestep conditioning on) are each wrong for these checkpoints. Keys
+that change nothing are ignored.
 """
 # ruff: noqa: F401  the functions of all parts, under one name
 

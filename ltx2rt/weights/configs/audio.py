@@ -108,7 +108,8 @@ def diffusers_audio_vae_json(a: AudioVaeConfig) -> dict[str, Any]:
 
 
 def official_vocoder(keys: Keys, audio: AudioVaeConfig) -> VocoderConfig:
-    """Flat: HiFi-GAN (2.0), its rate follows from the mel rate. Nested `vocoder` and `bwe`: BigVGAN (2.3)."""
+    """Flat: HiFi-GAN (2.0), its rate follows from the mel rate. Nested `vocoder` and `bwe`: BigVGAN
+    (2.3)."""
     if "bwe" not in keys:
         first = _official_generator(keys, "leaky_relu", audio.mel_bins)
         return _plain(first, audio.sample_rate // audio.mel_hop * prod(first.upsample_rates))
@@ -122,7 +123,8 @@ def official_vocoder(keys: Keys, audio: AudioVaeConfig) -> VocoderConfig:
 
 
 def _paired(where: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Every rate has a kernel, and every kernel of a residual block dilations. Raises InputError."""
+    """Every rate has a kernel, and every kernel of a residual block dilations. Raises
+    InputError."""
     for one, other in (
         ("upsample_rates", "upsample_kernels"),
         ("resblock_kernels", "resblock_dilations"),
@@ -193,7 +195,8 @@ def diffusers_vocoder(keys: Keys) -> VocoderConfig:
 def _diffusers_generator(keys: Keys, prefix: str, activation: str) -> GeneratorConfig:
     """The first of two generators clamps whatever its config says, as the official code does.
 
-    The first released configs have no keys for activation, final activation and final bias: the class means one thing.
+    The first released configs have no keys for activation, final activation and final bias: the
+    class means one thing.
     """
     plain = activation == "leaky_relu"
     slope = {f"{prefix}leaky_relu_negative_slope": 0.1} if plain else {}

@@ -1,6 +1,7 @@
 """Configs of LTX-2.5's diffusion decoder, in both layouts.
 
-What its code would do by default is not what the released file says, so every key that matters has to be there.
+What its code would do by default is not what the released file says, so every key that matters has
+to be there.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def diffusers_diffusion_decoder(keys: Keys) -> DiffusionDecoderConfig:
 
 
 def _config(where: str, *, factors: tuple[int, ...], **fields: Any) -> DiffusionDecoderConfig:
-    """Raises InputError unless all lists are of five stages, and widths are what upsampling makes of them."""
+    """Raises InputError unless all lists are of five stages, and widths are what upsampling makes
+    of them."""
     c = DiffusionDecoderConfig(**fields)
     lengths = [len(c.channels), len(c.depths), len(c.windows), len(c.strides) + 1, len(factors) + 1]
     if set(lengths) != {NUM_STAGES}:

@@ -45,7 +45,8 @@ GGUF_KEYS = {  # after "gemma3."
 
 
 def token_ids(*levels: Keys) -> dict[str, int]:
-    """The special tokens, each of the first level that has it; of a list the first. Raises InputError."""
+    """The special tokens, each of the first level that has it; of a list the first. Raises
+    InputError."""
     found = {}
     for key, default in TOKENS.items():
         value = next((level.data[key] for level in levels if key in level), None)
@@ -57,7 +58,8 @@ def token_ids(*levels: Keys) -> dict[str, int]:
 
 
 def gemma3(outer: Keys) -> GemmaConfig:
-    """config.json of a Gemma 3 folder: with `text_config` or text only, RoPE spelled the old or the new way."""
+    """config.json of a Gemma 3 folder: with `text_config` or text only, RoPE spelled the old or the
+    new way."""
     outer.choice("model_type", {"gemma3": 0, "gemma3_text": 0})
     keys = outer.inner("text_config") if "text_config" in outer else outer
     keys.may(

@@ -1,4 +1,5 @@
-"""Config of a Gemma 4: `config.json` of a folder, or the `gemma_config` of a text-encoder file of LTX-2.5."""
+"""Config of a Gemma 4: `config.json` of a folder, or the `gemma_config` of a text-encoder file of
+LTX-2.5."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 
 
 def gemma4(outer: Keys) -> Gemma4Config:
-    """With `text_config` or text only. Raises InputError for per-layer embeddings, experts and shared keys."""
+    """With `text_config` or text only. Raises InputError for per-layer embeddings, experts and
+    shared keys."""
     keys = outer.inner("text_config") if "text_config" in outer else outer
     keys.may(**USUAL)
     keys.must(attention_k_eq_v=True)
@@ -74,7 +76,8 @@ def _placeholders(keys: Keys) -> tuple[int, ...]:
 
 
 def _full_sizes(keys: Keys, num_kv_heads: int, types: Sequence[str]) -> dict[str, int]:
-    """Sizes of full layers: under keys of their own, or layer by layer, as newer transformers save them."""
+    """Sizes of full layers: under keys of their own, or layer by layer, as newer transformers save
+    them."""
     if "per_layer_config" in keys:
         layers = keys.inner("per_layer_config")
         own = [
@@ -94,8 +97,8 @@ def _full_sizes(keys: Keys, num_kv_heads: int, types: Sequence[str]) -> dict[str
 
 
 def towers_json(g: Gemma4Config) -> dict[str, Any]:
-    """Configs of the image and sound embedders that come with it, which no network of ours reads; small ones for a
-    small Gemma."""
+    """Configs of the image and sound embedders that come with it, which no network of ours reads;
+    small ones for a small Gemma."""
     patch, positions, sound = (16, 1120, 640) if g.hidden_size == 3840 else (1, 4, 8)
     vision = {"patch_size": patch, "pooling_kernel_size": 3, "mm_embed_dim": g.hidden_size}
     vision |= {"mm_posemb_size": positions, "output_proj_dims": g.hidden_size}
@@ -106,7 +109,8 @@ def towers_json(g: Gemma4Config) -> dict[str, Any]:
 
 
 def gemma4_json(g: Gemma4Config, towers: Mapping[str, Any]) -> dict[str, Any]:
-    """The Gemma4UnifiedForConditionalGeneration form. towers: its vision_config and audio_config."""
+    """The Gemma4UnifiedForConditionalGeneration form. towers: its vision_config and
+    audio_config."""
     tokens = {key: getattr(g, key) for key in TOKENS}
     sliding = {"rope_type": "default", "rope_theta": g.rope_local_theta}
     full = {

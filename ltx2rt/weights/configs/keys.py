@@ -1,6 +1,8 @@
-"""A JSON object that knows where it came from, and tables that spell a dataclass's fields in each layout.
+"""A JSON object that knows where it came from, and tables that spell a dataclass's fields in each
+layout.
 
-Decides how a missing or unsupported key is reported: one InputError with the file, the key and what was expected.
+Decides how a missing or unsupported key is reported: one InputError with the file, the key and what
+was expected.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
 
 MISSING = object()
 MAX_SIZE = 2**20  # four times the largest released one, Gemma's vocabulary
-MAX_COUNT = 256  # counts of layers, blocks, registers, bins: what is looped over and what tables are made of
+# counts of layers, blocks, registers, bins: what is looped over and what tables are made of
+MAX_COUNT = 256
 
 
 class Keys:
@@ -136,7 +139,8 @@ def parse_json(text: str | bytes, where: str) -> Keys:
 
 @dataclass(frozen=True)
 class Row:
-    """One field of a dataclass: its key in each layout, its kind, and what an absent key means (MISSING: an error)."""
+    """One field of a dataclass: its key in each layout, its kind, and what an absent key means
+    (MISSING: an error)."""
 
     field: str
     official: str

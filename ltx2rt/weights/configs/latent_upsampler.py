@@ -18,7 +18,8 @@ SCALES = {2.0: Fraction(2), 1.5: Fraction(3, 2)}
 
 
 def upsampler(keys: Keys, rational: bool) -> UpsamplerConfig:
-    """rational: the file's upsampling convolution is `upsampler.conv`. A config that says otherwise is refused.
+    """rational: the file's upsampling convolution is `upsampler.conv`. A config that says otherwise
+    is refused.
 
     Whether it is the temporal one is asked first: its released headers say rational, at scale 1.
     """

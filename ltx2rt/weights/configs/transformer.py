@@ -216,7 +216,8 @@ def official_transformer_json(transformer: TransformerConfig, text: TextConfig) 
 
 
 def diffusers_transformer(keys: Keys) -> TransformerConfig:
-    """`perturbed_attn` is ignored: it says whether diffusers runs STG, which every checkpoint supports."""
+    """`perturbed_attn` is ignored: it says whether diffusers runs STG, which every checkpoint
+    supports."""
     keys.must(**DIFFUSERS_FIXED)
     keys.may(**DIFFUSERS_USUAL)
     fields = read_diffusers(ROWS, keys)
@@ -307,7 +308,8 @@ def diffusers_text_json(text: TextConfig, transformer: TransformerConfig) -> dic
 
 
 def check_connectors(text: TextConfig, transformer: TransformerConfig, where: str) -> None:
-    """The contexts are as wide as the transformer takes them; another generation's connectors are not."""
+    """The contexts are as wide as the transformer takes them; another generation's connectors are
+    not."""
     found = (text.video.width, text.audio.width)
     taken = (transformer.caption_channels,) * 2  # 2.0 projects both itself
     if not transformer.caption_projection:

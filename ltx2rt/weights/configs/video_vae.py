@@ -56,8 +56,9 @@ def official_video_vae(keys: Keys) -> VideoVaeConfig:
 
 
 def official_diffusion_vae(keys: Keys, conv_in: tuple[int, ...]) -> VideoVaeConfig:
-    """The encoder of the file with the other decoder, which is that of the convolutional file; there is no
-    decoder in it. conv_in: shape of the encoder's first convolution, which says what the config does not."""
+    """The encoder of the file with the other decoder, which is that of the convolutional file;
+    there is no decoder in it. conv_in: shape of the encoder's first convolution, which says what
+    the config does not."""
     keys.must(_class_name="CausalDiffusionVAE")
     inner = keys.inner("encoder")
     inner.may(dims=3, norm_layer="pixel_norm")
@@ -174,7 +175,8 @@ DIFFUSERS_VAE_USUAL = {
 
 
 def diffusers_video_vae(keys: Keys) -> VideoVaeConfig:
-    """The encoder's first width is the number of latent channels; decoder lists are reversed except upsample_type.
+    """The encoder's first width is the number of latent channels; decoder lists are reversed except
+    upsample_type.
 
     The first released configs have no upsample_type: every stage doubled all three axes.
     """

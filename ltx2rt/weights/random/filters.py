@@ -1,7 +1,8 @@
-"""The fixed filters that checkpoints store as tensors: anti-aliasing taps, STFT bases, the blur kernel.
+"""The fixed filters that checkpoints store as tensors: anti-aliasing taps, STFT bases, the blur
+kernel.
 
-They are computed here only to write checkpoints; a loaded checkpoint's own values are used as they are. The mel bases
-are those of `ltx2rt.models.mel`.
+They are computed here only to write checkpoints; a loaded checkpoint's own values are used as they
+are. The mel bases are those of `ltx2rt.models.mel`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import numpy as np
 
 
 def antialias_taps(size: int = 12) -> np.ndarray:
-    """Kaiser-windowed sinc low-pass of a x2 resampler, f64[size], sum 1 (BigVGAN: cutoff 1/4, half-width 0.3)."""
+    """Kaiser-windowed sinc low-pass of a x2 resampler, f64[size], sum 1 (BigVGAN: cutoff 1/4,
+    half-width 0.3)."""
     attenuation = 2.285 * (size // 2 - 1) * np.pi * 4 * 0.3 + 7.95
     window = np.kaiser(size, 0.1102 * (attenuation - 8.7))
     taps = window * np.sinc(0.5 * (np.arange(size) - (size - 1) / 2))
@@ -18,7 +20,8 @@ def antialias_taps(size: int = 12) -> np.ndarray:
 
 
 def stft_basis(size: int) -> np.ndarray:
-    """Windowed DFT, f64[2 * (size/2 + 1), 1, size]: the real rows, then the imaginary rows; periodic Hann window."""
+    """Windowed DFT, f64[2 * (size/2 + 1), 1, size]: the real rows, then the imaginary rows;
+    periodic Hann window."""
     time, bins = np.arange(size), np.arange(size // 2 + 1)[:, None]
     window = np.sin(np.pi * time / size) ** 2
     angle = 2 * np.pi * bins * time / size

@@ -1,7 +1,8 @@
 """Random but well-scaled checkpoints in the real layouts: `ltx2rt weights make`.
 
-Decides values and files. Which tensors there are is read off the graphs; only tensors that no graph reads are listed
-here. A tensor's values depend on the seed and its name alone, so both layouts hold the same weights.
+Decides values and files. Which tensors there are is read off the graphs; only tensors that no graph
+reads are listed here. A tensor's values depend on the seed and its name alone, so both layouts hold
+the same weights.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ FORWARD_BASIS, INVERSE_BASIS = (
 # Parts that one official file holds.
 SINGLE_FILE = names_of(lambda part: part.source and part.every and not part.either)
 DELTA = 0.2  # standard deviation of a LoRA's change, in units of the weight's
-# Gains of the last layers. With them pixels have a standard deviation near 0.4, and of the waveforms a few samples
-# in a hundred pass 1, so that clamping is exercised and does not dominate. Measured at the tiny sizes.
+# Gains of the last layers. With them pixels have a standard deviation near 0.4, and of the
+# waveforms a few samples in a hundred pass 1, so that clamping is exercised and does not dominate.
+# Measured at the tiny sizes.
 GAINS = {name: gain for part in PARTS.values() for name, gain in part.gains.items()}
 CORPUS = [
     "a robot dancing in the rain while a red fox walks through a snowy forest at dawn",
@@ -85,7 +87,8 @@ class Plan:
         self.texts[path] = json.dumps(data, indent=2) + "\n"
 
     def manifest(self) -> str:
-        """One line per tensor (stored name, shape, dtype), totals per file, per component and overall."""
+        """One line per tensor (stored name, shape, dtype), totals per file, per component and
+        overall."""
         lines, total = [], 0
         for path, tensors in self.tensors.items():
             infos = [tensor.info for tensor in tensors.values()]
@@ -127,11 +130,12 @@ def make_checkpoint(
     upsampler: str = "x2",
     fp8: bool = False,
 ) -> str:
-    """Write a checkpoint into `directory` (created if need be, which must not hold one of its files already).
+    """Write a checkpoint into `directory` (created if need be, which must not hold one of its files
+    already).
 
     Returns what a person wants to see: the manifest of a dry run, else the files written.
-    Peak memory: the largest tensor. empty: all zeros in sparse files, for those who need the headers alone.
-    upsampler: its kind, one of `UPSAMPLERS`.
+    Peak memory: the largest tensor. empty: all zeros in sparse files, for those who need the
+    headers alone. upsampler: its kind, one of `UPSAMPLERS`.
     fp8: most blocks' linears in float8 with scales, as the released fp8 files have them.
     """
     if layout not in ("official", "diffusers"):
@@ -201,7 +205,7 @@ def _check_room(directory: Path, needed: int) -> None:
         )
 
 
-# ---- which tensors --------------------------------------------------------------------------------------------------
+# ---- which tensors -------------------------------------------------------------------------------
 
 
 def stored(config: ModelConfig, layout: str = "official") -> Shapes:
@@ -222,7 +226,8 @@ def stored(config: ModelConfig, layout: str = "official") -> Shapes:
 def lora_tensors(
     config: ModelConfig, shapes: Mapping[str, Mapping[str, tuple[int, ...]]], rank: int
 ) -> dict[str, Tensor]:
-    """Every linear layer of the transformer at rank min(rank, in, out); 2.0's file also changes the text projection."""
+    """Every linear layer of the transformer at rank min(rank, in, out); 2.0's file also changes the
+    text projection."""
     targets = {
         name: shape for name, shape in shapes["transformer"].items() if name.endswith(".weight")
     }
@@ -247,7 +252,8 @@ def lora_tensors(
 
 
 def in_float8(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The linears of the blocks 1 to 42 of 48, as in LTX-2.0's released fp8 file; of fewer, at least of block 1."""
+    """The linears of the blocks 1 to 42 of 48, as in LTX-2.0's released fp8 file; of fewer, at
+    least of block 1."""
     blocks, out = range(1, max(2, config.transformer.num_layers - 5)), {}
     for key, tensor in tensors.items():
         match = BLOCK_WEIGHT.fullmatch(key)
@@ -263,7 +269,8 @@ def in_float8(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
 
 
 def vision_shapes(vision: Mapping[str, int], text_width: int) -> dict[str, tuple[int, ...]]:
-    """The image tower that a Gemma 3 folder carries and a text encoder does not read (Siglip, no head)."""
+    """The image tower that a Gemma 3 folder carries and a text encoder does not read (Siglip, no
+    head)."""
     width, ff, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
     out: dict[str, tuple[int, ...]] = {
         "embeddings.patch_embedding.weight": (width, 3, patch, patch),
@@ -289,7 +296,7 @@ def vision_shapes(vision: Mapping[str, int], text_width: int) -> dict[str, tuple
     return out
 
 
-# ---- which files ----------------------------------------------------------------------------------------------------
+# ---- which files ---------------------------------------------------------------------------------
 
 
 def tensors_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -366,7 +373,8 @@ def plan_component_files(
     shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
     version: Mapping[str, str],
 ) -> Plan:
-    """The official layout of LTX-2.5: a file for each part, the text encoder's with its tokenizer."""
+    """The official layout of LTX-2.5: a file for each part, the text encoder's with its
+    tokenizer."""
     config, plan = made.config, Plan()
     assert isinstance(config.gemma, Gemma4Config)
     whole, text = configs.official_json(config), tensors_of(shapes["text"])
@@ -447,7 +455,8 @@ def gemma4_tensors(
     prefix: str,
     towers: Mapping[str, str],
 ) -> dict[str, Tensor]:
-    """Tensors of the text branch under `prefix`, and the image and sound towers that no network reads."""
+    """Tensors of the text branch under `prefix`, and the image and sound towers that no network
+    reads."""
     vision, sound = configs.towers_json(gemma).values()
     width, patch = (
         gemma.hidden_size,
@@ -584,8 +593,8 @@ def _vision(config: GemmaConfig) -> dict[str, Any]:
 
 
 def tokenizer_json(config: GemmaConfig | Gemma4Config, corpus: Sequence[str] = CORPUS) -> str:
-    """A small Gemma-style BPE with byte fallback, trained on a few sentences. As the released ones, that of Gemma 3
-    adds BOS and that of Gemma 4 does not."""
+    """A small Gemma-style BPE with byte fallback, trained on a few sentences. As the released ones,
+    that of Gemma 3 adds BOS and that of Gemma 4 does not."""
     from tokenizers import (
         Tokenizer,
         decoders,
@@ -623,11 +632,12 @@ def tokenizer_json(config: GemmaConfig | Gemma4Config, corpus: Sequence[str] = C
     return json.dumps(data, ensure_ascii=False, indent=1) + "\n"
 
 
-# ---- which values ---------------------------------------------------------------------------------------------------
+# ---- which values --------------------------------------------------------------------------------
 
 
 def values(tensor: Tensor, seed: int) -> np.ndarray:
-    """Matrices and convolutions N(0, 1/fan_in); gains near neutral; tables and registers 0.3 N; biases 0.05 N."""
+    """Matrices and convolutions N(0, 1/fan_in); gains near neutral; tables and registers 0.3 N;
+    biases 0.05 N."""
     if tensor.data is not None:
         return np.frombuffer(tensor.data, np.uint8)
     name, shape = tensor.name, tensor.info.shape

@@ -1,7 +1,8 @@
 """The sizes of the released models, and of tiny ones with every feature of theirs.
 
-Decides sizes only. Tiny models keep what the outside sees (128 latent channels, 8 x 16 audio latents, strides, rates,
-1024 text tokens) and at least three blocks, so that anything written for the released ones runs on them.
+Decides sizes only. Tiny models keep what the outside sees (128 latent channels, 8 x 16 audio
+latents, strides, rates, 1024 text tokens) and at least three blocks, so that anything written for
+the released ones runs on them.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def gemma4(
     vocab: int, hidden: int, layers: int, heads: int, sliding: tuple[int, int], full: tuple[int, int], ff: int,
     window: int, period: int,
 ):  # fmt: skip
-    """sliding, full: key heads and head size of either kind of layer; the last of `period` layers is full."""
+    """sliding, full: key heads and head size of either kind of layer; the last of `period` layers
+    is full."""
     return Gemma4Config(
         vocab_size=vocab,
         hidden_size=hidden,

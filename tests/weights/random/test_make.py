@@ -1,4 +1,5 @@
-"""Made checkpoints: the released counts, the same weights in both layouts, and diffusers loads them strictly."""
+"""Made checkpoints: the released counts, the same weights in both layouts, and diffusers loads them
+strictly."""
 
 import json
 from dataclasses import replace
@@ -118,7 +119,8 @@ def test_full_size_component_files_are_those_of_the_release():
 
 
 def test_released_lora_ranks():
-    """Rank 384 except where a layer is narrower: 8 timestep layers, 4 patch projections, 288 gates."""
+    """Rank 384 except where a layer is narrower: 8 timestep layers, 4 patch projections, 288
+    gates."""
     lora = plan_checkpoint(preset("ltx-2.3"), "x", "official").tensors[
         "x-distilled-lora.safetensors"
     ]
