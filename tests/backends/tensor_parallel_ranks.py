@@ -235,7 +235,7 @@ def measured_load(kind: str, mesh: dict[str, int], folder: Path, lora: bool) -> 
     backend = get_backend(kind, "cpu", mesh)
     graph = Placement(PROFILES["hopper"], mesh).local(big_graph(), "transformer")
     square = np.ones((2, 2), np.float32)
-    backend.merge(square, [(square, square, 1.0)], False)  # starts the framework's own threads
+    backend.merge(square, [([(square, square)], 1.0)], False)  # starts the framework's own threads
     source = TensorFile(folder / "big.safetensors")
     if lora:
         source = MergedSource(
