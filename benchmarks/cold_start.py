@@ -127,7 +127,7 @@ def first_step(args: argparse.Namespace) -> dict[str, Any]:
     options = ModelOptions("cuda", **given_flags(args, ModelOptions))
     backend = get_backend("cuda", options.device)
     square = np.ones((2, 2), np.float32)
-    backend.merge(square, [(square, square, 1.0)], False)  # the device itself starts here
+    backend.merge(square, [([(square, square)], 1.0)], False)  # the device itself starts here
     backend.synchronize()
     found = {"import": time.time() - args.started}
 

@@ -132,7 +132,7 @@ def loader(name: str, dtype: str, sizes: Sizes, folder: Path) -> Callable[[], An
     kind, _, merged = name.partition("+")
     backend, graph = get_backend(kind, "cpu"), trace(sizes, dtype)
     square = np.ones((2, 2), np.float32)
-    backend.merge(square, [(square, square, 1.0)], False)  # starts the framework's own threads
+    backend.merge(square, [([(square, square)], 1.0)], False)  # starts the framework's own threads
 
     def load() -> Any:
         source = TensorFile(model)
