@@ -17,6 +17,7 @@ WHOLE = {
     "pipelines/test_agree.py",
     "ranks/test_hosts.py",
     "session/test_ranks.py",
+    "stages/test_interval.py",
 }
 
 

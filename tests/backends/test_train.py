@@ -91,8 +91,14 @@ def _numpy(field) -> np.ndarray:
     return np.asarray(field)
 
 
-@pytest.mark.parametrize("encoding", QUANTISED)
-@pytest.mark.parametrize("kind", ["cuda", "tpu"])
+@pytest.mark.parametrize(
+    ("kind", "encoding"),
+    [
+        *(("cuda", encoding) for encoding in QUANTISED),
+        ("tpu", "int8"),
+        pytest.param("tpu", "float8", marks=pytest.mark.slow),
+    ],
+)
 def test_a_base_in_8_bits_trains_as_its_decoded_copy(kind, encoding):
     """All blocks are encoded, from the first to the last, and each matrix is decoded anew in the
     backward pass."""

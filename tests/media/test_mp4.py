@@ -228,6 +228,10 @@ def followed(folder, frames, wave, fps, rate, sizes, container=MP4, stop=None):
         at += size
     if stop is None:
         made.close()
+    else:
+        cut = names[1].read_bytes()
+        made.abandon()
+        names[1].write_bytes(cut)
     return names
 
 

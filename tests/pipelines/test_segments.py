@@ -40,6 +40,7 @@ from ltx2rt.stages.segments import Keep, Segments, segment_starts
 from ltx2rt.stages.sound import Sound, vocode
 from ltx2rt.testing import relative_l2
 
+ONE_STAGE = pytest.param("one-stage", marks=pytest.mark.slow)
 CLOSE = 1e-5  # two backends, every step: float32 rounding, as of every other pipeline
 SIZE = {"width": 64, "height": 64, "num_frames": 25, "overlap": 9, "seed": 3}
 
@@ -94,7 +95,7 @@ def test_a_part_comes_back_bit_for_bit(tmp_path):
         np.testing.assert_array_equal(read_sound(file)[0], wave)
 
 
-@pytest.mark.parametrize("pipeline", ["one-stage", "distilled"])
+@pytest.mark.parametrize("pipeline", [ONE_STAGE, "distilled"])
 def test_the_first_segment_is_the_plain_clip_and_each_goes_on(opened, tmp_path, pipeline):
     session = opened.resident
     frames, wave = made(session, asked(tmp_path, pipeline))
@@ -118,7 +119,7 @@ def test_the_first_segment_is_the_plain_clip_and_each_goes_on(opened, tmp_path, 
     np.testing.assert_array_equal(wave, np.concatenate(joined, axis=1))
 
 
-@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+@pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.slow), "2.3"])
 def test_the_sound_is_that_of_one_run_of_the_vocoder(tiny, tmp_path, generation):
     """Over the mel spectrogram of the whole clip: no sample tells where a segment begins."""
     how = {"device": "cpu", "distilled_lora": "none", "dtype": "float32"}
@@ -201,7 +202,7 @@ def test_both_stages_keep_the_frames_and_the_sound(opened, tmp_path, tiny):
     np.testing.assert_array_equal(pack_video(last)[0], record["stage2.video.steps"][-1][: 2 * 4])
 
 
-@pytest.mark.parametrize("pipeline", ["one-stage", "distilled"])
+@pytest.mark.parametrize("pipeline", [ONE_STAGE, "distilled"])
 def test_backends_agree(tiny, opened, tmp_path, pipeline):
     """On the second segment, from the same first one."""
     made(opened.resident, asked(tmp_path, pipeline, segments=2))
@@ -405,6 +406,7 @@ def test_other_pipelines_refuse_segments(tiny, command, tmp_path):
             assert status == 2 and said in err and err.count("\n") == 1, err
 
 
+@pytest.mark.slow
 def test_two_ranks_make_the_clip_of_one(tiny, tmp_path):
     """A level of 255 here and there, which rounding decides, is encoded anew and goes through 2
     steps."""

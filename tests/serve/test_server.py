@@ -492,6 +492,7 @@ def test_real_jobs_with_loras_images_and_sound_survive_a_kill_of_everything(
     assert thumbnail.content.startswith(b"RIFF")
 
 
+@pytest.mark.slow
 def test_a_stream_goes_on_after_a_kill_of_everything(start):
     """From the byte that the reader had: the same clip, which ends up as the finished one."""
     clip = {"pipeline": "one-stage", "size": "64x64", "num_frames": 25, "overlap": 9, "segments": 5}

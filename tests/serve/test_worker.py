@@ -114,6 +114,7 @@ def decoded(file):
         return {frame.time: frame.to_ndarray().tobytes() for frame in container.decode(video=0)}
 
 
+@pytest.mark.slow
 def test_a_killed_worker_leaves_its_segments_to_the_next_one(tiny, tmp_path):
     """The clip is that of an undisturbed run, and nothing else is left."""
     model = tiny("tiny-2.3", "official")
