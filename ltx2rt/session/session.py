@@ -386,6 +386,8 @@ class Session:
         if self.options.stage_weights == "reload" != self.asked.stage_weights:
             said.append("weights are freed once they are used")
         networks = {network_of(c.weights): c for stage in stages for c in stage.needs(self.config)}
+        if self.options.weights_dtype is None and any(map(self.weights.packed, networks.values())):
+            said.append("weights stay as they are stored, and are decoded in every step")
         for name, number in self.weights.residence.streams.items():
             sizes = pieces(self.graph(networks[name]))
             moved = streamed(sizes, number)
@@ -422,13 +424,17 @@ class Session:
     def _ways(self, stages: Sequence[Needing]) -> Iterator[Way]:
         """How weights can be kept, from the fastest way to the one that needs the least memory.
 
-        As the options say; then freed once they are used; then with the text encoder streamed, and
-        with more and more of the transformer.
+        As the options say, decoded where they are stored in few bits: no accelerator has measured
+        yet what decoding costs in every step. Then as they are stored; then freed once they are
+        used; then with the text encoder streamed, and with more and more of the transformer.
         """
+        calls = [(stage.name, call) for stage in stages for call in stage.needs(self.config)]
+        undecided = self.asked.weights_dtype is None and self.backend.device_kind != "cpu"
+        if undecided and any(self.weights.packed(call) for _, call in calls):
+            yield replace(self.asked, weights_dtype="bfloat16"), Residence()
         yield self.asked, Residence()
         if self.asked.memory == "resident":
             return
-        calls = [(stage.name, call) for stage in stages for call in stage.needs(self.config)]
         last = {call.weights: name for name, call in calls}
         leave = {
             name: tuple(key for key in last if last[key] == name) for name in set(last.values())

@@ -151,9 +151,12 @@ class WeightStore:
 
     def stored(self, call: Call) -> Mapping[str, str]:
         """Encodings by tensor of the matrices that the call's set keeps on the device as they are
-        stored: not of those that LoRAs change, nor where the weights' dtype is asked for."""
-        if self.options.weights_dtype == "bfloat16":
-            return {}
+        stored: none where the weights' dtype is asked for."""
+        return {} if self.options.weights_dtype == "bfloat16" else self.packed(call)
+
+    def packed(self, call: Call) -> Mapping[str, str]:
+        """Encodings by tensor of the matrices that are stored in few bits and that no LoRA of the
+        call changes."""
         parts = call.row.parts
         if parts not in self._stored:
             source = self.source(call)

@@ -31,8 +31,13 @@ import ltx2rt
 from ltx2rt.backend import AdamW
 from ltx2rt.errors import InputError
 from ltx2rt.models.geometry import Geometry
+from ltx2rt.pipelines import make_request
 from ltx2rt.placement import stream
 from ltx2rt.placement.cost import weight_bytes
+from ltx2rt.placement.devices import device_kind
+from ltx2rt.placement.plan import peak
+from ltx2rt.run.estimate import datasheet_session
+from ltx2rt.run.plan import make_plan
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session
@@ -633,6 +638,22 @@ def test_a_device_keeps_what_the_file_holds_and_streams_it(apart, monkeypatch):
             assert weight_bytes([kept.graph]) < 0.5 * decoded_bytes
     np.testing.assert_array_equal(clips[0].frames, clips[1].frames)
     np.testing.assert_array_equal(clips[0].waveform, clips[1].waveform)
+
+
+def test_an_accelerator_keeps_what_is_stored_where_decoded_weights_do_not_fit(apart):
+    """What a decoded run has room for is decoded while it is loaded, whatever was chosen before."""
+    options = ModelOptions(model=apart[0], backend="cuda")
+    with datasheet_session(options, None, device_kind("h200"), 1) as session:
+        stages = make_plan(session, make_request("one-stage", prompt="x", num_frames=9)).stages
+        chosen = []
+        for budget in (10**12, 0, 10**12):
+            if not budget:
+                budget = peak(session.costs(stages)).peak_bytes - 1
+            assert session.fit(stages, budget)
+            chosen.append((session.options.weights_dtype, session.memory_line(stages)))
+        assert [dtype for dtype, _ in chosen] == ["bfloat16", None, "bfloat16"]
+        said = "memory: weights stay as they are stored, and are decoded in every step"
+        assert [line for _, line in chosen] == ["", said, ""]
 
 
 @pytest.mark.parametrize("half", [0x7C00, 0xFC00, 0x7E00])
