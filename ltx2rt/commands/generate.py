@@ -111,8 +111,8 @@ def run(
         outputs = write_files(session, plan, state, files, report, recorded)
         if folder:
             discard(folder)
-    # Latents alone are one output for all seeds.
-    for output, seed in zip(outputs, plan.request.seeds, strict=False):
+    # Latents alone are one output for all seeds; the first stands for them.
+    for output, seed in zip(outputs, plan.request.seeds[: len(outputs)], strict=True):
         print(watch.closing_line(output, seed))
 
 

@@ -407,11 +407,13 @@ def unpack(*fields: Type, encoding: str, axis: str, size: int, dtype: str):
     """The matrix (rows, axis=size) that the fields of an encoding stand for, rounded once to
     dtype."""
     rows, own = fields[0].axes[0], ENCODINGS[encoding].fields
+    if len(fields) != len(own):
+        raise GraphError(f"unpack: {len(fields)} fields, {encoding} has {len(own)}")
     expected = [
         Type((rows, t.axes[1]), (fields[0].shape[0], field.columns(size)), field.dtype)
-        for field, t in zip(own, fields, strict=False)
+        for field, t in zip(own, fields, strict=True)
     ]
-    if list(fields) != expected or len(fields) != len(own):
+    if list(fields) != expected:
         raise GraphError(
             f"unpack: {encoding} of {axis}={size} is not {', '.join(map(str, fields))}"
         )
