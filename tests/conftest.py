@@ -34,7 +34,7 @@ BETWEEN_RUNS = Path(sys.prefix if os.access(sys.prefix, os.W_OK) else tempfile.g
 COMPILED = Path(
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(BETWEEN_RUNS / "jax-compiled"))
 )
-KEPT_BYTES = 4 * 10**9  # of programs, when a run begins; the oldest are removed
+KEPT_BYTES = 4 * 10**9  # size of all programs when a run begins; the oldest are removed
 LASTED = BETWEEN_RUNS / "test-durations.json"  # seconds of each test file in the last run with it
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 

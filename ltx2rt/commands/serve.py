@@ -77,6 +77,14 @@ class ServeOptions:
         group="server",
         metavar="FILE",
     )
+    webhooks: Path | None = flag(
+        None,
+        "file with a line `NAME URL SECRET` for each user (* for all others): when a job is over, "
+        "a signed event is posted to URL",
+        Path,
+        group="server",
+        metavar="FILE",
+    )
     pipeline: str = flag(
         FIRST,
         "pipeline for requests that name none",
@@ -180,6 +188,7 @@ def main(args: argparse.Namespace) -> int:
         from ltx2rt.serve.admission import Admission
         from ltx2rt.serve.app import Settings
         from ltx2rt.serve.server import Serving, serve
+        from ltx2rt.serve.webhooks import read_hooks
     except ImportError as error:
         raise InputError(
             f"{error}; install what serving needs with: pip install 'ltx2rt[serve]'"
@@ -192,6 +201,7 @@ def main(args: argparse.Namespace) -> int:
         found.check_warm()
         return found
 
+    hooks = read_hooks(own.webhooks) if own.webhooks else {}
     settings = Settings(users, int(own.max_upload), own.keep, int(own.disk), own.log_prompts)
     return serve(
         Serving(
@@ -205,6 +215,7 @@ def main(args: argparse.Namespace) -> int:
             if own.workers == "here"
             else [{}] * own.replicas,
             lora_folder=own.lora_folder and own.lora_folder.resolve(),
+            hooks=hooks,
             max_queue=own.max_queue,
             max_user_queue=own.max_user_queue,
             user_quota=own.user_quota,

@@ -44,6 +44,7 @@ class Metrics:
         self.rss = Gauge("ltx2rt_rss_bytes", "memory on the host", ["process"], **of)
         self.disk = Gauge("ltx2rt_disk_bytes", "used by clips, and free", ["kind"], **of)
         self.requests = Counter("ltx2rt_http_requests_total", "answered", ["route", "code"], **of)
+        self.webhooks = Counter("ltx2rt_webhooks_total", "events sent", ["outcome"], **of)
         self.compiled = Counter("ltx2rt_compile_total", "programs built", ["size"], **of)
 
     def over(self, job: Job, status: str, result: Mapping[str, Any] | None) -> None:

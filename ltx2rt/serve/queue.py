@@ -18,7 +18,7 @@ import re
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -57,8 +57,24 @@ CREATE TABLE IF NOT EXISTS jobs(
 CREATE TABLE IF NOT EXISTS uptime(seconds REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS paused(since REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS sent(user TEXT NOT NULL, at_uptime_s REAL NOT NULL, videos INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS hooked(user TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS events(
+    id TEXT PRIMARY KEY, user TEXT NOT NULL, job TEXT NOT NULL, kind TEXT NOT NULL, created REAL NOT NULL,
+    since_s REAL NOT NULL, due_s REAL NOT NULL, tries INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX IF NOT EXISTS waiting ON jobs(status, priority, seq);
 CREATE INDEX IF NOT EXISTS recent ON jobs(user, digest);
+"""
+EVERYBODY = "*"  # in `hooked`: users without a line of their own
+ENDED = f"""
+CREATE TRIGGER IF NOT EXISTS ended AFTER UPDATE OF status ON jobs
+WHEN NEW.status<>OLD.status AND NEW.status IN ('{COMPLETED}', '{FAILED}', '{CANCELLED}')
+    AND EXISTS (SELECT * FROM hooked WHERE user IN (NEW.user, '{EVERYBODY}'))
+BEGIN
+    INSERT INTO events(id, user, job, kind, created, since_s, due_s)
+    SELECT 'evt_' || lower(hex(randomblob(16))), NEW.user, NEW.id,
+        CASE NEW.status WHEN '{COMPLETED}' THEN '{COMPLETED}' ELSE '{FAILED}' END,
+        COALESCE(NEW.finished, NEW.created), seconds, seconds FROM uptime;
+END
 """
 
 
@@ -120,6 +136,20 @@ class Job:
         if self.start_uptime_s is None or self.end_uptime_s is None:
             return None
         return self.end_uptime_s - self.start_uptime_s
+
+
+@dataclass(frozen=True)
+class Event:
+    """The end of a job, to be sent to its user's webhook. kind: completed or failed; created:
+    seconds since 1970; tries: that failed; waited_s: how long servers have tried it."""
+
+    id: str
+    user: str
+    job: str
+    kind: str
+    created: float
+    tries: int
+    waited_s: float
 
 
 COLUMNS = ", ".join(f.name for f in fields(Job))
@@ -185,7 +215,7 @@ class Queue:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             with self._write():
-                for statement in filter(str.strip, SCHEMA.split(";")):
+                for statement in (*filter(str.strip, SCHEMA.split(";")), ENDED):
                     self._db.execute(statement)
                 self._upgrade()
                 self._db.execute(f"PRAGMA application_id={APPLICATION}")
@@ -547,6 +577,35 @@ class Queue:
                 "UPDATE jobs SET result=json_patch(result, ?) WHERE id=? AND status=?",
                 (json.dumps(facts), id, COMPLETED),
             )
+
+    # --- webhooks ---------------------------------------------------------------------------------
+
+    def keep_events(self, users: Iterable[str]) -> None:
+        """From now on keep an event for each job of these users (EVERYBODY: of all) that ends;
+        forget those of others."""
+        with self._write() as db:
+            db.execute("DELETE FROM hooked")
+            db.executemany("INSERT INTO hooked VALUES(?)", [(user,) for user in users])
+            known = "SELECT * FROM hooked WHERE hooked.user IN (events.user, ?)"
+            db.execute(f"DELETE FROM events WHERE NOT EXISTS ({known})", (EVERYBODY,))
+
+    def due(self, most: int) -> list[Event]:
+        """Events to be sent now, the oldest first."""
+        rows = self._db.execute(
+            "SELECT id, user, job, kind, created, tries, ?1-since_s AS waited_s FROM events "
+            "WHERE due_s<=?1 ORDER BY due_s LIMIT ?2",
+            (self.uptime(), most),
+        )
+        return [Event(**dict(row)) for row in rows]
+
+    def sent(self, event: str, again_in_s: float | None) -> None:
+        """It was sent; again_in_s: when it is to be sent once more, None if never."""
+        with self._write() as db:
+            if again_in_s is None:
+                db.execute("DELETE FROM events WHERE id=?", (event,))
+            else:
+                due_s = self._keep_uptime(db) + again_in_s
+                db.execute("UPDATE events SET tries=tries+1, due_s=? WHERE id=?", (due_s, event))
 
     def ids(self) -> set[str]:
         return {row[0] for row in self._db.execute("SELECT id FROM jobs")}

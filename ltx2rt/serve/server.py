@@ -26,6 +26,7 @@ from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.queue import Queue
 from ltx2rt.serve.refusal import Refusal
 from ltx2rt.serve.supervisor import Store, Supervisor
+from ltx2rt.serve.webhooks import Hook, Webhooks
 
 HEAD_S, IDLE_S, GRACE_S = 10, 75, 2
 MAX_CONNECTIONS = 1000
@@ -34,7 +35,7 @@ TERMINATED, INTERRUPTED = 143, 130
 
 @dataclass(frozen=True)
 class Serving:
-    """command: starts a worker; environments: of each replica."""
+    """command: starts a worker; environments: of each replica; hooks: of users, by name."""
 
     data: Path
     host: str
@@ -43,6 +44,7 @@ class Serving:
     settings: Settings
     environments: Sequence[Mapping[str, str]] = ({},)
     lora_folder: Path | None = None
+    hooks: Mapping[str, Hook] = field(default_factory=dict)
     queue: Path | None = None
     max_queue: int = 1000
     max_user_queue: int = 100
@@ -129,6 +131,7 @@ def bind(host: str, port: int) -> socket.socket:
 async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: Admission) -> int:
     queue = Queue(folder.queue, how.max_queue, how.max_user_queue, how.user_quota)
     store, board = Store(queue), Board((lambda *_, **__: None) if how.quiet else log)
+    queue.keep_events(how.hooks)
     queue.recover(folder.published)
     if queue.paused():
         board.log("paused")
@@ -162,7 +165,9 @@ async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: A
         loop.add_signal_handler(number, stop, number)
     answering = asyncio.create_task(server.serve([sock]))
     replicas = asyncio.create_task(supervisor.run())
-    house = asyncio.create_task(app.keep_house())
+    house = [asyncio.create_task(app.keep_house())]
+    if how.hooks:
+        house.append(asyncio.create_task(Webhooks(how.hooks, store, board, metrics).run()))
     stopping = asyncio.create_task(stopped.wait())
     shown = f"[{how.host}]" if ":" in how.host else how.host
     how.announce(f"http://{shown}:{sock.getsockname()[1]}/")
@@ -175,10 +180,11 @@ async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: A
             board.log("stopped")
     finally:
         app.closing, server.should_exit = True, True
-        house.cancel()
-        stopping.cancel()
+        tasks: list[asyncio.Task[Any]] = [*house, stopping]
+        for task in tasks:
+            task.cancel()
         await supervisor.stop(0)
-        await asyncio.gather(answering, house, stopping, return_exceptions=True)
+        await asyncio.gather(answering, *tasks, return_exceptions=True)
         await app.close()
         store.close()
     if replicas.done() and not replicas.cancelled() and (error := replicas.exception()) is not None:

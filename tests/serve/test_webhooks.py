@@ -1,0 +1,202 @@
+"""The end of a job reaches its user's address, signed, also when that is down for a while."""
+
+import asyncio
+import base64
+import json
+import os
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import openai
+import pytest
+
+from ltx2rt.errors import InputError
+from ltx2rt.serve import queue as queue_module
+from ltx2rt.serve import webhooks
+from ltx2rt.serve.board import Board
+from ltx2rt.serve.metrics import Metrics
+from ltx2rt.serve.queue import Queue
+from ltx2rt.serve.supervisor import Store
+
+SECRET = "whsec_" + base64.b64encode(bytes(range(32))).decode()
+
+
+class Receiver(HTTPServer):
+    """Answers with `statuses`, one after another, the last one for ever."""
+
+    def __init__(self, *statuses):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.statuses, self.got = list(statuses), []
+        self.url = f"http://127.0.0.1:{self.server_port}/hook"
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.02,))
+        self._thread.start()
+
+    def __exit__(self, *_):
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+
+class Answer(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["content-length"])).decode()
+        self.server.got.append((self.path, dict(self.headers), body))
+        statuses = self.server.statuses
+        status = statuses.pop(0) if len(statuses) > 1 else statuses[0]
+        self.send_response(status)
+        self.send_header("location", "/elsewhere")
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+def unwrapped(got):
+    """The event as OpenAI's client reads it, which checks its signature."""
+    _, headers, body = got
+    with openai.OpenAI(api_key="none") as client:
+        return client.webhooks.unwrap(body, headers, secret=SECRET)
+
+
+def ended(queue, status="completed", user="ann"):
+    job = queue.add(user, "d", {"prompt": "p"}, {"images": []})
+    queue.claim()
+    queue.finish(job.id, 1, status, result={"file": "f"})
+    return job.id
+
+
+@pytest.fixture
+def hook(monkeypatch, tmp_path):
+    """hook(receiver, rounds) sends what is due so many times; its `queue` is in a file."""
+    now = [0.0]
+    monkeypatch.setattr(queue_module.time, "monotonic", lambda: now[0])
+    file = tmp_path / "hooks"
+
+    class Hooks:
+        def __init__(self):
+            self.queue, self.lines = Queue(tmp_path / "jobs.db"), []
+            self.queue.keep_events(["ann"])
+
+        def reopen(self):
+            self.queue.close()
+            self.queue = Queue(tmp_path / "jobs.db")
+
+        def later(self, seconds):
+            now[0] += seconds
+
+        def send(self, receiver):
+            file.write_text(f"# addresses\n\nann {receiver.url} {SECRET}\n")
+            hooks = webhooks.read_hooks(file)
+            self.queue.keep_events(hooks)
+            log = Board(lambda event, **facts: self.lines.append(facts["outcome"]))
+            sender = webhooks.Webhooks(hooks, Store(self.queue), log, Metrics())
+
+            async def once():
+                for event in self.queue.due(100):
+                    await sender.deliver(event)
+
+            asyncio.run(once())
+            return self.lines.pop() if self.lines else None
+
+    made = Hooks()
+    yield made
+    made.queue.close()
+
+
+def test_openais_client_reads_the_event_of_each_end(hook):
+    with Receiver(200) as receiver:
+        for status in ("completed", "failed", "cancelled"):
+            id = ended(hook.queue, status)
+            assert hook.send(receiver) == "delivered"
+            event = unwrapped(receiver.got.pop())
+            kind = "completed" if status == "completed" else "failed"
+            assert (event.type, event.data.id) == (f"video.{kind}", id)
+        assert hook.send(receiver) is None and receiver.got == []
+        ended(hook.queue, user="bob")  # no address of bob's is known
+        assert hook.send(receiver) is None
+
+
+def test_a_queued_job_that_is_cancelled_is_told(hook):
+    id = hook.queue.add("ann", "d", {}, {}).id
+    hook.queue.cancel(id)
+    hook.queue.cancel(id)
+    assert [(event.job, event.kind) for event in hook.queue.due(9)] == [(id, "failed")]
+
+
+def test_a_signature_is_of_the_body(hook):
+    ended(hook.queue)
+    with Receiver(200) as receiver:
+        hook.send(receiver)
+    path, headers, body = receiver.got[0]
+    with pytest.raises(openai.InvalidWebhookSignatureError):
+        unwrapped((path, headers, body.replace("completed", "failed")))
+
+
+def test_an_event_waits_for_an_address_that_fails_also_over_a_restart(hook):
+    ended(hook.queue)
+    with Receiver(500, 302, 200) as receiver:
+        assert hook.send(receiver) == "failed" and hook.send(receiver) is None
+        hook.later(webhooks.WAITS_S[0])
+        assert hook.send(receiver) == "failed"  # a redirect is not followed
+        hook.reopen()
+        assert hook.send(receiver) is None
+        hook.later(webhooks.WAITS_S[1])
+        assert hook.send(receiver) == "delivered"
+    assert [path for path, *_ in receiver.got] == ["/hook"] * 3
+    assert len({json.loads(body)["id"] for *_, body in receiver.got}) == 1
+
+
+def test_events_are_dropped_when_nobody_takes_them(hook, unused_address):
+    ended(hook.queue)
+    with Receiver(410) as receiver:
+        assert hook.send(receiver) == "dropped" and hook.queue.due(9) == []
+    ended(hook.queue)
+    assert hook.send(unused_address) == "failed"
+    hook.later(webhooks.GIVE_UP_S + 1)
+    assert hook.send(unused_address) == "dropped" and hook.queue.due(9) == []
+    ended(hook.queue)
+    hook.queue.keep_events(["bob"])
+    assert hook.queue.due(9) == []
+
+
+@pytest.fixture
+def unused_address():
+    with Receiver(200) as receiver:
+        pass
+    return receiver  # closed
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("ann http://a/b", "2 words"),
+        (f"ann ftp://a/b {SECRET}", "expected http://HOST"),
+        (f"ann http:///b {SECRET}", "expected http://HOST"),
+        (f"ann http://a:99999/b {SECRET}", "expected http://HOST"),
+        ("ann http://a/b whsec_c2hvcnQ=", "24 to 64 random bytes"),
+        (f"ann http://a/b {SECRET[6:]}", "24 to 64 random bytes"),
+        (f"ann http://a/b {SECRET}\nann http://a/c {SECRET}", "names ann again"),
+        ("# nobody", "names no address"),
+    ],
+)
+def test_a_wrong_file_is_refused(line, said, tmp_path):
+    (tmp_path / "hooks").write_text(line)
+    with pytest.raises(InputError, match=said) as refused:
+        webhooks.read_hooks(tmp_path / "hooks")
+    assert "\n" not in str(refused.value) and os.fspath(tmp_path) in str(refused.value)
+
+
+def test_a_server_tells_of_its_jobs(start, tmp_path):
+    with Receiver(200) as receiver:
+        (tmp_path / "hooks").write_text(f"* {receiver.url} {SECRET}")
+        server = start("--webhooks", tmp_path / "hooks")
+        id = server.add("1:0")
+        server.until(id)
+        server.kill(15)  # sends nothing that is not due
+        server = start("--webhooks", tmp_path / "hooks")
+        for _ in range(200):
+            if receiver.got:
+                break
+            threading.Event().wait(0.05)
+        assert unwrapped(receiver.got[0]).data.id == id
+        assert "ltx2rt_webhooks_total" in server.http.get("/metrics").text
