@@ -125,6 +125,13 @@ class ServeOptions:
         group="jobs",
         least=1,
     )
+    max_work: float | None = flag(
+        None,
+        "TFLOP that a request may take, as `plan` counts them (default: any)",
+        float,
+        group="jobs",
+        above=0,
+    )
     max_upload: float = flag(
         32e6,
         "size of a request at most, in bytes (default: 32MB)",
@@ -202,7 +209,9 @@ def main(args: argparse.Namespace) -> int:
         return found
 
     hooks = read_hooks(own.webhooks) if own.webhooks else {}
-    settings = Settings(users, int(own.max_upload), own.keep, int(own.disk), own.log_prompts)
+    settings = Settings(
+        users, int(own.max_upload), own.keep, int(own.disk), own.log_prompts, own.max_work
+    )
     return serve(
         Serving(
             data=own.data,

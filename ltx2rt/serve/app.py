@@ -63,6 +63,7 @@ from ltx2rt.serve.upload import SUFFIX, VIDEO
 from ltx2rt.serve.users import LOCAL, OPERATOR, STRANGER, User, Users
 from ltx2rt.serve.video import as_video
 
+RANGES = re.compile(r"bytes=\s*(\d+-\d*|-\d+)(\s*,\s*(\d+-\d*|-\d+))*\s*", re.ASCII)
 LOCAL_HOST = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?")
 KEEP_ALIVE_S, EVENT_GAP_S = 15, 0.2
 STREAM_BYTES = 2**18  # bytes of a stream at once
@@ -98,13 +99,15 @@ NOT_HERE = (
 @dataclass(frozen=True)
 class Settings:
     """users: None: everybody who reaches the server is one user. keep_s: how long clips stay;
-    disk_bytes: how much they may take."""
+    disk_bytes: how much they may take;
+    max_work: TFLOP of a request at most."""
 
     users: Users | None
     max_upload_bytes: int = 32 * 2**20
     keep_s: float = 7 * 86400
     disk_bytes: int = 50 * 10**9
     log_prompts: bool = False
+    max_work: float | None = None
 
 
 class Json(JSONResponse):
@@ -133,6 +136,9 @@ class Opened(FileResponse):
                 )
             await send(message)
 
+        if not RANGES.fullmatch(Headers(scope=scope).get("range", "bytes=0-")):
+            headers = [(name, text) for name, text in scope["headers"] if name != b"range"]
+            scope = {**scope, "headers": headers}  # ignored, as RFC 9110, 14.2 allows
         with self._file:
             if self._known(Headers(scope=scope)):
                 self.background = None
@@ -318,6 +324,8 @@ class App:
         headers = getattr(error, "headers", None) or {}  # starlette says Allow
         if isinstance(error, HTTPException):
             codes = {404: "not_found", 405: "method_not_allowed"}
+            if error.status_code == 405 and request.scope.get("path_params", {}).get("name"):
+                return await self._refused(request, _nothing_here())
             error = Refusal(
                 error.status_code, codes.get(error.status_code, "invalid_value"), str(error.detail)
             )
@@ -463,8 +471,19 @@ class App:
                 400, "invalid_value", f"priority: expected 0 to {MAX_PRIORITY}", "priority"
             )
         if given.keys() & UPLOADS:
-            return await self._apart.admit(given, self.supervisor.device)
-        return await asyncio.get_running_loop().run_in_executor(self._planner, self._admit, given)
+            admitted = await self._apart.admit(given, self.supervisor.device)
+        else:
+            loop = asyncio.get_running_loop()
+            admitted = await loop.run_in_executor(self._planner, self._admit, given)
+        most = self.settings.max_work
+        if most is not None and admitted.work > most:
+            raise Refusal(
+                400,
+                "too_much_work",
+                f"this takes {admitted.work:.4g} TFLOP, here a request may take {most:.4g}; "
+                "ask for a smaller size, or fewer frames, steps or videos",
+            )
+        return admitted
 
     def _admit(self, given: dict[str, Any]) -> Admitted:
         """With the memory of the replicas, once one has told of it."""
@@ -817,7 +836,7 @@ class App:
         name = request.path_params.get("name", "index.html")
         files = {path.name: path for path in PAGE.iterdir() if path.suffix in PAGE_TYPES}
         if name not in files:
-            raise Refusal(404, "not_found", "nothing is here")
+            raise _nothing_here()
         path = files[name]
         return FileResponse(
             path, media_type=PAGE_TYPES[path.suffix], headers={"cache-control": "no-cache"}
@@ -870,6 +889,10 @@ def _require_video(job: Job, number: str) -> None:
     if number not in map(str, range(n)):
         text = f"video: {number[:80]!r}, expected 0 to {n - 1}"
         raise Refusal(400, "invalid_value", text, "video")
+
+
+def _nothing_here() -> Refusal:
+    return Refusal(404, "not_found", "nothing is here")
 
 
 def _too_many(full: QueueFull) -> Refusal:
