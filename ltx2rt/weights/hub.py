@@ -1,9 +1,9 @@
 """Models of the Hugging Face hub: `ORG/NAME[/FILE][@REVISION]` to files in its cache.
 
-Decides which of a repository's files a run needs, as `checkpoint` decides what a folder holds: by
-headers and configs, which are read over the network, never by names. Leaves the download itself,
-which goes on where a connection was cut, to huggingface_hub. A path that exists is never a
-repository.
+Decides which of a repository's files a run needs. What they hold, `parts` finds out as it does in
+a folder: `Repository` is a listing whose headers and configs are read over the network. Leaves the
+download itself, which goes on where a connection was cut, to huggingface_hub. A path that exists
+is never a repository.
 """
 
 from __future__ import annotations
@@ -11,28 +11,34 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from ltx2rt.errors import InputError
 from ltx2rt.notes import note
+from ltx2rt.weights.configs import Keys
+from ltx2rt.weights.files import SHARD_INDEX
 from ltx2rt.weights.names import component_of
 from ltx2rt.weights.part_table import names_of
 from ltx2rt.weights.parts import (
     INDEX,
-    file_kind,
-    folder_kind,
+    Listing,
+    Parts,
     listed,
+    look_into,
     model_index,
+    of_layout,
+    read_json,
     refuse_ambiguous,
+    scan,
 )
 
 _NAME = re.compile(
-    r"(?P<name>[\w.-]{1,96}/[\w.-]{1,96}?)(?:/(?P<file>[\w./-]+\.safetensors|model_index\.json))?(?:@(?P<revision>[\w./-]+))?"
+    r"(?P<name>[\w.-]{1,96}/[\w.-]{1,96}?)(?:/(?P<file>[\w./-]+\.safetensors(?:\.index\.json)?|model_index\.json))?(?:@(?P<revision>[\w./-]+))?"
 )
 FOLDERS = names_of(
     lambda part: part.source and part.every and not part.either
@@ -53,15 +59,73 @@ class Repo:
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A safetensors file on the hub, as `file_kind` reads it."""
+    """The header of a safetensors file on the hub, or of several under an index."""
 
+    path: Path
     tensors: dict[str, Any]
+    shards: frozenset[Path] = frozenset()
 
     def names(self) -> Collection[str]:
         return self.tensors.keys()
 
     def info(self, name: str) -> Any:
         return self.tensors[name]
+
+
+class Repository(Listing):
+    """The listing of a repository, with paths inside it. Only headers and configs are read.
+
+    Raises errors of the transport as they are, so that a scan does not go on after one.
+    """
+
+    def __init__(self, repo: Repo, sizes: Mapping[str, int], commit: str):
+        """sizes: bytes of each file. commit: of the listing, so that headers are of its files."""
+        self.repo, self.sizes, self.commit = repo, sizes, commit
+        # of a GGUF file no header is read over the network
+        self.files = {Path(name) for name in sizes if not name.endswith(".gguf")}
+        self.folders = {parent for path in self.files for parent in path.parents}
+        self._opened: dict[Path, RemoteFile] = {}
+
+    def inside(self, folder: Path) -> list[Path]:
+        found = (path for path in self.files | self.folders if path.parent == folder)
+        return sorted(path for path in found if path != folder)
+
+    def is_dir(self, path: Path) -> bool:
+        return path in self.folders
+
+    def is_file(self, path: Path) -> bool:
+        return path in self.files
+
+    @cached_property
+    def snapshot(self) -> Path:
+        """The folder in the cache that has the configs and indices, fetched at once."""
+        small = ("config.json", INDEX, SHARD_INDEX)
+        names = [str(path) for path in self.files if len(path.parts) < 3]
+        return _download(self.repo, {}, [name for name in names if name.endswith(small)])
+
+    def json(self, path: Path) -> Keys:
+        return read_json(self.snapshot / path)
+
+    def shards(self, index: Path) -> set[Path]:
+        here = {self.snapshot / path: path for path in self.files}
+        found = super().shards(self.snapshot / index)
+        if absent := sorted(found - here.keys()):
+            raise InputError(f"{self.repo.name}/{index}: its shard {absent[0].name} is not there")
+        return {here[path] for path in found}
+
+    def open(self, path: Path) -> RemoteFile:
+        if path.name.endswith(SHARD_INDEX):
+            files = [self.open(shard) for shard in sorted(self.shards(path))]
+            tensors = {name: file.info(name) for file in files for name in file.names()}
+            return RemoteFile(path, tensors, frozenset(file.path for file in files))
+        if path not in self._opened:
+            import huggingface_hub
+
+            header = huggingface_hub.parse_safetensors_file_metadata(
+                self.repo.name, str(path), revision=self.commit
+            )
+            self._opened[path] = RemoteFile(path, header.tensors)
+        return self._opened[path]
 
 
 def parse_repo(path: Path) -> Repo | None:
@@ -115,106 +179,71 @@ def fetch(
         )
     if part != "main":
         raise InputError(f"{repo.name}: name one file of it, such as {repo.name}/FILE.safetensors")
-    names, main = _needed(repo, sizes, wanted, info.sha or repo.revision)
+    with _hub(repo):
+        listing = Repository(repo, sizes, info.sha or repo.revision)
+        deep = "/" in (repo.file or "")
+        parts = scan(Path(), listing, deep=True) if deep else look_into(Path(), listing)
+        names, main = _needed(listing, parts, wanted)
     return _download(repo, sizes, names) / main
 
 
-def _needed(
-    repo: Repo, sizes: dict[str, int], wanted: Collection[str], commit: str
-) -> tuple[list[str], str]:
+def _needed(listing: Repository, parts: Parts, wanted: Collection[str]) -> tuple[list[str], str]:
     """Names of the files that a checkpoint needs, and which of them to open. Raises InputError."""
-    folders = _folders(repo, sizes)
-    headers = _headers(repo, sizes, commit, "transformer" in folders)
-    files: dict[str, list[str]] = {}
-    for name, header in headers.items():
-        files.setdefault(file_kind(header) or "", []).append(name)
-    mains = [*files.get("main", []), *([INDEX] if "transformer" in folders else [])]
+    mains = _mains(listing, parts)
+    folders = list(mains) == [INDEX]
+    names = mains.values() if len(mains) == 1 and not folders else ()
+    own = {component_of(name) for file in names for name in file.names()}
+    chosen = _chosen({*wanted, *(FOLDERS if folders else ())} - own, listing, parts, folders)
+    index = model_index(Path(), listing)
+    found = {"main": [*map(Path, mains)]} | {
+        part: listed(paths, index) for part, paths in chosen.items()
+    }
+    at = {part: [f"{listing.repo.name}/{path}" for path in found[part]] for part in found}
+    refuse_ambiguous(**at)
+    places = {path for paths in found.values() for path in paths}
+    places |= {path.parent for path in parts.tokenizer}
+    places |= {shard for file in names for shard in file.shards}
+    files = [name for name in listing.sizes if places & {Path(name), *Path(name).parents}]
+    return files, next(iter(mains))
+
+
+def _mains(listing: Repository, parts: Parts) -> dict[str, Any]:
+    """The main files by name; the index, with None, for diffusers folders. Raises InputError."""
+    repo, mains = listing.repo, {str(file.path): file for file in parts.files["main"]}
+    if "transformer" in parts.diffusers:
+        mains[INDEX] = None
     if repo.file:
-        if repo.file not in (*mains, INDEX) or repo.file not in sizes:
+        if repo.file not in (*mains, INDEX) or repo.file not in listing.sizes:
             raise InputError(
                 f"{repo.name}: {repo.file} is no checkpoint in it; found: {', '.join(mains) or 'none'}"
             )
-        mains = [repo.file]
+        return {repo.file: mains.get(repo.file)}
     if not mains:
+        said = "".join(f"; not readable: {line}" for line in parts.unreadable)
         raise InputError(
-            f"{repo.name}: no checkpoint of LTX-2 in it; pass another repository, or a folder, as --model"
+            f"{repo.name}: no checkpoint of LTX-2 in it; pass another repository, or a folder, as --model{said}"
         )
-    own = headers[mains[0]].names() if mains != [INDEX] and len(mains) == 1 else ()
-    layouts = (folders, files) if mains == [INDEX] else (files, folders)
-    found = _chosen(
-        {*wanted, *(FOLDERS if mains == [INDEX] else ())} - {component_of(n) for n in own}, *layouts
-    )
-    places = {"main": mains, **found}
-    refuse_ambiguous(
-        **{part: [f"{repo.name}/{name}" for name in names] for part, names in places.items()}
-    )
-    starts = [name for names in places.values() for name in names]
-    starts += [
-        name.removesuffix("tokenizer.json")
-        for name in sizes
-        if re.fullmatch(r"[^/]+/tokenizer\.json", name)
-    ]
-    return [name for name in sizes if name.startswith(tuple(starts))], mains[0]
-
-
-def _folders(repo: Repo, sizes: dict[str, int]) -> dict[str, list[str]]:
-    """The repository's folders that have a config, by part; of several those that its index
-    lists."""
-    configs = [name for name in sizes if name == INDEX or re.fullmatch(r"[^/]+/config\.json", name)]
-    if not configs:
-        return {}
-    snapshot, folders = _download(repo, {}, configs), {}
-    for folder in sorted({Path(name).parent for name in configs} - {Path()}):
-        folders.setdefault(folder_kind(snapshot / folder) or "", []).append(folder)
-    index = model_index(snapshot)
-    return {
-        part: [f"{folder}/" for folder in listed(found, index)] for part, found in folders.items()
-    }
-
-
-def _headers(
-    repo: Repo, sizes: dict[str, int], commit: str, diffusers: bool
-) -> dict[str, RemoteFile]:
-    """Headers of the repository's own files; where those have no checkpoint, of its folders without
-    a config, too, as LTX-2.5 is released. diffusers: it has a transformer's folder."""
-
-    def at(depth: int) -> dict[str, RemoteFile]:
-        plain = (name for name in sizes if f"{Path(name).parent}/config.json" not in sizes)
-        chosen = [
-            name for name in plain if name.endswith(".safetensors") and name.count("/") == depth
-        ]
-        return {name: _header(repo, name, commit) for name in chosen}
-
-    found = at(0)
-    complete = diffusers or any(file_kind(header) == "main" for header in found.values())
-    return found if complete and "/" not in (repo.file or "") else found | at(1)
+    return mains
 
 
 def _chosen(
-    wanted: set[Any], first: dict[str, list[str]], second: dict[str, list[str]]
-) -> dict[str, list[str]]:
-    """Files or folders of the parts that are wanted. first, second: those of the checkpoint's
-    layout, and of the other, which some parts may be taken from. Of the two video decoders the
-    other is taken if there is but that."""
+    wanted: set[Any], listing: Repository, parts: Parts, folders: bool
+) -> dict[str, list[Path]]:
+    """Files or folders of the parts that are wanted. folders: the checkpoint is a diffusers one.
+
+    Of the two video decoders the other is taken if there is but that.
+    """
+    found = parts.diffusers if folders else parts.files
     video = wanted.intersection(DECODERS)
-    if video and not any(part in first for part in video):
-        wanted = wanted | {part for part in DECODERS if part in first}
+    if video and not any(found.get(part) for part in video):
+        wanted = wanted | {part for part in DECODERS if found.get(part)}
     either = {*names_of(lambda part: part.either), "lora"}
     return {
-        part: first.get(part) or (second.get(part, []) if part in either else [])
+        part: of_layout(parts.files[part], folders, listing)
+        if part in either
+        else found.get(part, [])
         for part in sorted(wanted)
     }
-
-
-def _header(repo: Repo, name: str, commit: str) -> RemoteFile:
-    import huggingface_hub
-
-    with _hub(repo):
-        return RemoteFile(
-            huggingface_hub.parse_safetensors_file_metadata(
-                repo.name, name, revision=commit
-            ).tensors
-        )
 
 
 def _download(repo: Repo, sizes: dict[str, int], names: list[str]) -> Path:

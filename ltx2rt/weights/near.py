@@ -27,7 +27,9 @@ from ltx2rt.weights.parts import (
     file_kind,
     folder_kind,
     listed,
+    look_into,
     model_index,
+    of_layout,
     refuse_ambiguous,
     scan,
     scan_quietly,
@@ -66,10 +68,7 @@ def find(path: Path, given: Given, config_from: str | Path | None) -> Found:
     index = model_index(path if whole else path.parent)
     path = path.parent if path.name == INDEX else path
     main = mains[0] if mains and not isinstance(mains[0], Path) else None
-    kept = [each for each in parts.files["upsampler"] if each.is_dir() == (main is None)]
-    parts.files["upsampler"] = (
-        kept or parts.files["upsampler"]
-    )  # each layout has its own, or takes the other's
+    parts.files["upsampler"] = of_layout(parts.files["upsampler"], main is None)
     sought = ["gemma", "upsampler"]
     if len(mains) > 1 and tree:
         said = ", ".join(f"{file.path} ({words(file)})" for file in mains)
@@ -110,9 +109,7 @@ def _look_into(path: Path, tree: Path | None) -> tuple[list[Any], Parts]:
         return [
             f for f in parts.files["main"] if whole in Path(os.path.abspath(f.path)).parents
         ], parts
-    parts = scan(path)
-    if not parts.files["main"] and "transformer" not in parts.diffusers:
-        parts = scan(path, deep=True)
+    parts = look_into(path)
     return [
         *parts.files["main"],
         *([path / INDEX] if "transformer" in parts.diffusers else []),

@@ -1,6 +1,7 @@
 """Which files and folders hold which parts of a checkpoint.
 
-Decides from headers and configs alone, never from names. Leaves opening what was found to
+Decides from headers and configs alone, never from names. One scan serves every `Listing`: folders
+of a disk, and a repository of the hub (`hub.Repository`). Leaves opening what was found to
 `checkpoint`, choosing among several to `choose`, downloading to `hub`.
 """
 
@@ -78,6 +79,39 @@ class Parts:
     unreadable: list[str] = field(default_factory=list)
 
 
+class Listing:
+    """Files and folders that are scanned: of a disk; `hub.Repository` is one of a repository.
+
+    Raises InputError for what is damaged.
+    """
+
+    def inside(self, folder: Path) -> list[Path]:
+        """The entries of a folder, sorted."""
+        return sorted(folder.iterdir())
+
+    def is_dir(self, path: Path) -> bool:
+        return path.is_dir()
+
+    def is_file(self, path: Path) -> bool:
+        return path.is_file()
+
+    def json(self, path: Path) -> Keys:
+        """The content of a JSON file."""
+        return read_json(path)
+
+    def shards(self, index: Path) -> set[Path]:
+        """The files that a shard index lists."""
+        return set(read_index(index).values())
+
+    def open(self, path: Path) -> Any:
+        """The header of a file of weights, or of all shards of an index: `path`, `names()`,
+        `info(name)`."""
+        return open_tensors(path)
+
+
+DISK = Listing()
+
+
 def file_kind(file: Any) -> str | None:
     """The part that a file holds, from the names and shapes in its header; None if it is none."""
     names = frozenset(file.names())
@@ -86,10 +120,10 @@ def file_kind(file: Any) -> str | None:
     return of_header(Header(names, official, lambda name: file.info(name).shape, architecture))
 
 
-def folder_kind(folder: Path) -> str | None:
+def folder_kind(folder: Path, listing: Listing = DISK) -> str | None:
     """The part that a folder holds, from its config.json; None if it is none."""
     path = folder / "config.json"
-    return of_config(read_json(path)) if path.is_file() else None
+    return of_config(listing.json(path)) if listing.is_file(path) else None
 
 
 def read_json(path: Path) -> Keys:
@@ -102,18 +136,24 @@ def read_json(path: Path) -> Keys:
     return parse_json(text, str(path))
 
 
-def scan(folder: Path, deep: bool = False) -> Parts:
-    """Files directly in the folder and in its sub-folders that have a config; headers only. deep:
-    also the files in sub-folders without one, as LTX-2.5 is released."""
-    inner = []
-    if deep:
-        folders = [
-            path
-            for path in sorted(folder.iterdir())
-            if path.is_dir() and not (path / "config.json").exists()
-        ]
-        inner = [file for one in folders for file in comfy.inside(one) if file.suffix in WEIGHTS]
-    return examine([*sorted(folder.iterdir()), *inner])
+def scan(folder: Path, listing: Listing = DISK, deep: bool = False) -> Parts:
+    """Parts in the files of a folder, and in its sub-folders that have a config; headers only.
+    deep: also in the files of sub-folders without one, as LTX-2.5 is released."""
+    found, inner = listing.inside(folder), []
+    for path in found if deep else ():
+        if listing.is_dir(path) and not listing.is_file(path / "config.json"):
+            try:
+                inner += [file for file in listing.inside(path) if file.suffix in WEIGHTS]
+            except OSError:  # a folder that cannot be read has nothing to offer
+                continue
+    return examine([*found, *inner], listing)
+
+
+def look_into(folder: Path, listing: Listing = DISK) -> Parts:
+    """As `scan`; deep where a checkpoint is not found otherwise."""
+    parts = scan(folder, listing)
+    found = parts.files["main"] or "transformer" in parts.diffusers
+    return parts if found else scan(folder, listing, deep=True)
 
 
 def scan_quietly(paths: Iterable[Path]) -> Parts:
@@ -147,34 +187,33 @@ def _joint(file: Any) -> bool:
     return any(JOINT.decode() in name for name in file.names())
 
 
-def examine(paths: Iterable[Path]) -> Parts:
+def examine(paths: Iterable[Path], listing: Listing = DISK) -> Parts:
     """The kinds of these files, and of the folders that have a config."""
     parts = Parts()
     shards: set[Path] = set()
     for path in sorted(paths, key=lambda p: not p.name.endswith(SHARD_INDEX)):
         try:
-            if path.is_dir():
-                kind = folder_kind(path)
-                if kind and not any(
-                    path.glob("*.safetensors*")
-                ):  # as a download of other parts leaves it
+            if listing.is_dir(path):
+                kind = folder_kind(path, listing)
+                if kind and not any(".safetensors" in file.name for file in listing.inside(path)):
+                    # as a download of other parts leaves it
                     parts.unreadable.append(f"{path}: a config without weights")
                 elif kind and PARTS[kind].either:
                     parts.files[kind].append(path)
                 elif kind:
                     parts.diffusers.setdefault(kind, []).append(path)
-                if (path / "tokenizer.json").is_file():
+                if listing.is_file(path / "tokenizer.json"):
                     parts.tokenizer.append(path / "tokenizer.json")
             elif path.name.endswith(SHARD_INDEX):
-                own = set(read_index(path).values())
+                own = listing.shards(path)
                 shards |= own  # and not files of their own if one of them cannot be read
-                file = open_tensors(path)
+                file = listing.open(path)
                 if file_kind(file) == "main":
                     parts.files["main"].append(file)
                 else:
                     shards -= own
             elif path.suffix in WEIGHTS and path not in shards:
-                file = open_file(path)
+                file = listing.open(path)
                 if kind := file_kind(file):
                     parts.files[kind].append(file if kind == "main" else path)
         except InputError as error:
@@ -201,10 +240,15 @@ def contents_of_folder(path: Path, parts: Parts) -> str:
     return f"found: {', '.join([*kinds, *parts.diffusers]) or 'nothing of LTX-2'}"
 
 
-def model_index(folder: Path) -> frozenset[str]:
+def model_index(folder: Path, listing: Listing = DISK) -> frozenset[str]:
     """The names of a diffusers folder's own parts; none if it does not list them."""
-    path = folder / "model_index.json"
-    return frozenset(read_json(path).data) if path.is_file() else frozenset()
+    path = folder / INDEX
+    return frozenset(listing.json(path).data) if listing.is_file(path) else frozenset()
+
+
+def of_layout(found: list[Path], folders: bool, listing: Listing = DISK) -> list[Path]:
+    """Folders or files, as the checkpoint's layout has this part; the other where it has none."""
+    return [path for path in found if listing.is_dir(path) == folders] or found
 
 
 def listed(found: list[Path], index: frozenset[str]) -> list[Path]:

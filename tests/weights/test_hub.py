@@ -16,6 +16,7 @@ from threading import Thread
 import pytest
 
 from ltx2rt.weights.checkpoint import open_checkpoint
+from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.hub import Repo, parse_repo
 from ltx2rt.weights.random.make import make_checkpoint
 
@@ -52,11 +53,8 @@ class Hub:
 
     def files(self, name: str) -> dict[str, int]:
         folder = self.repositories[name]
-        return {
-            str(p.relative_to(folder)): p.stat().st_size
-            for p in sorted(folder.rglob("*"))
-            if p.is_file()
-        }
+        found = [Path(at) / n for at, _, names in os.walk(folder, followlinks=True) for n in names]
+        return {str(p.relative_to(folder)): p.stat().st_size for p in sorted(found)}
 
     def answer(self, to) -> None:
         path, asked = to.path.partition("?")[0], to.headers.get("Range")
@@ -195,7 +193,7 @@ def parted(served, tmp_path_factory):
 
 @pytest.fixture
 def run(served, tmp_path):
-    """run(*words) -> (status, stdout, stderr) of `ltx2rt words` with an empty cache of its own."""
+    """run(*words, module=...) -> (status, stdout, stderr) of `ltx2rt words` with an empty cache of its own."""
     served.got.clear()
     offline = ("HF_HUB_OFFLINE", "HF_TOKEN")
     env = {name: value for name, value in os.environ.items() if name not in offline}
@@ -206,8 +204,8 @@ def run(served, tmp_path):
     }
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
-    def call(*words, **more):
-        argv = [sys.executable, "-m", "ltx2rt", *map(str, words)]
+    def call(*words, module=("-m", "ltx2rt"), **more):
+        argv = [sys.executable, *module, *map(str, words)]
         ran = subprocess.run(
             argv, env=env | more, capture_output=True, text=True, timeout=300, cwd=tmp_path
         )
@@ -287,7 +285,8 @@ def test_a_run_fetches_what_its_pipeline_reads_and_no_more(run, served):
     )  # what it needs more was not fetched
     assert not served.got
     assert run("weights", "fetch", "lab/plain", "--pipeline", "one-stage")[0] == 0
-    assert served.got and not served.fetched()
+    # a text encoder, which no flag names here; what is in the cache is not fetched again
+    assert served.fetched().keys() == {"strange.safetensors"}
 
 
 @pytest.mark.slow
@@ -297,7 +296,7 @@ def test_fetch_takes_all_that_two_stages_need_and_goes_on_where_it_was_cut(run, 
     assert status == 0, err
     names = {
         f"tiny-2.3{end}.safetensors" for end in ("", "-spatial-upsampler-x2", "-distilled-lora")
-    }
+    } | {"strange.safetensors"}  # which is a text encoder
     assert served.fetched().keys() == names and served.fetched()["tiny-2.3.safetensors"] == 2
     asked = [
         r
@@ -312,6 +311,65 @@ def test_fetch_takes_all_that_two_stages_need_and_goes_on_where_it_was_cut(run, 
         path.read_bytes()
         == (served.repositories["lab/plain"] / "tiny-2.3.safetensors").read_bytes()
     )
+
+
+SCANNED = """
+import json, sys
+from pathlib import Path
+from huggingface_hub import model_info
+from ltx2rt.weights.hub import Repo, Repository
+from ltx2rt.weights.parts import DISK, scan
+
+def found(folder, listing, deep):
+    parts = scan(folder, listing, deep)
+    names = lambda paths: sorted(str(getattr(p, "path", p).relative_to(folder)) for p in paths)
+    kinds = {kind: names(paths) for kind, paths in (*parts.files.items(), *parts.diffusers.items())}
+    return kinds | {"tokenizer": names(parts.tokenizer)}
+
+for name, folder in json.loads(sys.argv[1]).items():
+    sizes = {file.rfilename: 1 for file in model_info(name).siblings}
+    for deep in (False, True):
+        hub = found(Path(), Repository(Repo(name), sizes, "main"), deep)
+        print(json.dumps([name, deep, found(Path(folder), DISK, deep), hub]))
+"""
+
+
+def test_a_repository_is_scanned_as_a_folder_is(run, parted):
+    """The same parts in the same files and folders, for every repository of this module."""
+    folders = {n: str(p) for n, p in parted.repositories.items() if n != "lab/gated"}
+    status, out, err = run("-c", SCANNED, json.dumps(folders), module=())
+    assert status == 0, err
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert len(rows) == 2 * len(folders)
+    for name, deep, disk, hub in rows:
+        assert hub == disk, (name, deep)
+    kinds = {kind for _, _, disk, _ in rows for kind, paths in disk.items() if paths}
+    assert {"main", "lora", "upsampler", "gemma", "transformer", "duration_head"} <= kinds
+
+
+def test_shards_of_a_repository_are_one_checkpoint(run, served, tmp_path):
+    """Two shards under an index, beside a file that the run does not read."""
+    made = TensorFile(served.repositories["lab/plain"] / "tiny-2.3.safetensors")
+    names, repository = sorted(made.names()), tmp_path / "shards"
+    repository.mkdir()
+    home = {}
+    for i, part in enumerate((names[::2], names[1::2])):
+        arrays = {name: made.read(name) for name in part}
+        write_arrays(repository / f"tiny-{i}.safetensors", arrays, made.metadata)
+        home |= dict.fromkeys(part, f"tiny-{i}.safetensors")
+    (repository / "tiny.safetensors.index.json").write_text(json.dumps({"weight_map": home}))
+    upsampler = served.repositories["lab/plain"] / "tiny-2.3-spatial-upsampler-x2.safetensors"
+    (repository / "other.safetensors").symlink_to(upsampler)
+    served.repositories["lab/shards"] = repository
+    fetch = ("weights", "fetch", "lab/shards", "--pipeline", "one-stage")
+    status, out, err = run(*fetch)
+    assert status == 0, err
+    shards = {"tiny-0.safetensors", "tiny-1.safetensors"}
+    assert {name for name in served.fetched() if name.endswith(".safetensors")} == shards
+    found, expected = open_checkpoint(out.strip()).config, open_checkpoint(made.path).config
+    assert found.transformer == expected.transformer and found.vocoder == expected.vocoder
+    (repository / "tiny-1.safetensors").unlink()
+    assert "its shard tiny-1.safetensors is not there" in one_line(run(*fetch))
 
 
 def test_all_that_is_ambiguous_is_said_in_one_line(run, served):
