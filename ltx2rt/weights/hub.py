@@ -107,17 +107,16 @@ class Repository(Listing):
         return read_json(self.snapshot / path)
 
     def shards(self, index: Path) -> set[Path]:
-        here = {self.snapshot / path: path for path in self.files}
         found = super().shards(self.snapshot / index)
-        if absent := sorted(found - here.keys()):
-            raise InputError(f"{self.repo.name}/{index}: its shard {absent[0].name} is not there")
-        return {here[path] for path in found}
+        return {Path(os.path.relpath(path, self.snapshot)) for path in found}
 
     def open(self, path: Path) -> RemoteFile:
         if path.name.endswith(SHARD_INDEX):
             files = [self.open(shard) for shard in sorted(self.shards(path))]
             tensors = {name: file.info(name) for file in files for name in file.names()}
             return RemoteFile(path, tensors, frozenset(file.path for file in files))
+        if path not in self.files:
+            raise InputError(f"{self.repo.name}: no file {path}, which a shard index lists")
         if path not in self._opened:
             import huggingface_hub
 

@@ -369,7 +369,7 @@ def test_shards_of_a_repository_are_one_checkpoint(run, served, tmp_path):
     found, expected = open_checkpoint(out.strip()).config, open_checkpoint(made.path).config
     assert found.transformer == expected.transformer and found.vocoder == expected.vocoder
     (repository / "tiny-1.safetensors").unlink()
-    assert "its shard tiny-1.safetensors is not there" in one_line(run(*fetch))
+    assert "no file tiny-1.safetensors, which a shard index lists" in one_line(run(*fetch))
 
 
 def test_all_that_is_ambiguous_is_said_in_one_line(run, served):
