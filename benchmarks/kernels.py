@@ -5,7 +5,7 @@ Decides the cases: every op with a kernel in the graphs of a two-stage request (
 both stages, the largest tile of the video decoder, the vocoder), with the operands that it has
 there, drawn at random and lying as they do there: slices of packed rows, videos channels last, what
 has several readers once. Of a float8 linear (`--weights-dtype float8`) it is the quantisation of
-its operand.
+its operand. With `--stored TYPE` the blocks' matrices are kept as files of that type hold them.
 
 Contestants do the same op: `kernel` is what the backend runs, so on a CPU the plain ops, and the
 reason is printed; `eager` is those plain ops; `compiled` is what Inductor makes of them. The floor
@@ -39,10 +39,12 @@ from ltx2rt_kernels.choose import FOLDERS, why_not
 from ltx2rt_kernels.traffic import Bytes
 
 from benchmarks.measure import Spread, interleaved, machine, record
+from ltx2rt.graph.encodings import ENCODINGS, KEPT
 from ltx2rt.graph.fused import apart, divided
 from ltx2rt.graph.ir import Graph, Node, Type, Value
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.loop import taken_apart
+from ltx2rt.passes.unpack import keep, unpack
 from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.placement.cost import node_flops
 from ltx2rt.placement.devices import device_kind
@@ -70,13 +72,17 @@ class Case:
 
     @property
     def bytes(self) -> Bytes:
+        if self.node.op == "unpack":
+            moved = sum(v.type.nbytes for v in (*self.node.inputs, *self.node.outputs))
+            return Bytes(moved, moved)
         first, *_ = types = [v.type for v in self.node.inputs]
         reference = import_module(f"ltx2rt_kernels.{FOLDERS[self.node.op]}.reference")
         return reference.bytes_moved(self.node.op, [t.shape for t in types], first.dtype)
 
     def __str__(self) -> str:
         x = self.node.inputs[0].type
-        return f"{self.node.op} {'x'.join(map(str, x.shape))} {x.dtype}"
+        kind = self.node.attrs.get("encoding", x.dtype)
+        return f"{self.node.op} {'x'.join(map(str, x.shape))} {kind}"
 
 
 def request_graphs(
@@ -88,10 +94,12 @@ def request_graphs(
     weights_dtype: str | None = None,
     mesh: Mapping[str, int] = MappingProxyType({}),
     parts: Sequence[str] = ("text", "stage1", "stage2", "decode", "audio"),
+    stored: str | None = None,
 ) -> dict[str, Graph]:
     """Graphs on one H200, or one of a mesh: a step of each stage, and one call of the text encoder
     and of the decoders. levels: timesteps among the video tokens; an image adds one. weights_dtype:
-    of the transformer's blocks. parts: what of the request to build."""
+    of the transformer's blocks. parts: what of the request to build. stored: the type in which
+    files hold the matrices of the denoising stages."""
     options = ModelOptions("", Path(), weights_dtype=weights_dtype, mesh=mesh)
     request = TwoStage("a plan", width=width, height=height, num_frames=num_frames, seed=0)
     with datasheet_session(
@@ -109,11 +117,27 @@ def request_graphs(
             for s, call in loops.items()
         }
         graphs = {stage: taken_apart(session.graph(call)).body for stage, call in loops.items()}
+        graphs = {stage: _stored(graph, stored) for stage, graph in graphs.items()}
         others = {"text": calls["text"][0], "audio": calls["audio"][-1]}
         others["decode"] = max(calls["decode"], key=lambda call: prod(call.sizes))
         return graphs | {
             part: session.graph(call) for part, call in others.items() if part in parts
         }
+
+
+def _stored(graph: Graph, kind: str | None) -> Graph:
+    """The graph of matrices that a file holds in this type, if it says one."""
+    if kind is None:
+        return graph
+    layouts, group = graph.all_layouts(), ENCODINGS[KEPT[kind]].group
+    whole = (  # what ends within a group stays as it is
+        name
+        for declared, (_, count) in graph.all_params().items()
+        if all(shape[-1] % group == 0 for _, shape in layouts[declared].parts)
+        for layer in range(count)
+        for name in layouts[declared].names(layer)
+    )
+    return unpack(keep(graph, dict.fromkeys(whole, KEPT[kind])))
 
 
 def cases(graphs: dict[str, Graph], ops: Sequence[str]) -> list[Case]:
@@ -181,6 +205,11 @@ def operands(case: Case, device: torch.device, generator: torch.Generator) -> li
     )
 
     def draw(type: Type) -> torch.Tensor:
+        if type.dtype in ("int8", "uint8", "float8_e4m3fn"):  # any bytes: no time depends on them
+            drawn = torch.randint(
+                256, type.shape, dtype=torch.uint8, device=device, generator=generator
+            )
+            return drawn.view(DTYPES[type.dtype])
         if type.dtype == "int32":
             return torch.randint(
                 levels, type.shape, dtype=torch.int32, device=device, generator=generator
@@ -302,15 +331,16 @@ def contest(
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     device = CudaBackend(args.device).torch_device
     graphs = request_graphs(
-        args.preset, args.width, args.height, args.num_frames, args.levels, args.weights_dtype
-    )
+        args.preset, args.width, args.height, args.num_frames, args.levels, args.weights_dtype,
+        stored=args.stored,
+    )  # fmt: skip
     facts = {
         "benchmark": "kernels",
         **machine("torch"),
         "preset": args.preset,
         "levels": args.levels,
     }
-    facts["weights_dtype"] = args.weights_dtype
+    facts |= {"weights_dtype": args.weights_dtype, "stored": args.stored}
     if device.type == "cuda":
         facts["device"] = torch.cuda.get_device_name()
     facts |= {"clip": f"{args.width}x{args.height}x{args.num_frames}", "rounds": args.rounds}
@@ -378,6 +408,7 @@ def main(argv: list[str] | None = None) -> dict:
         "--levels", type=int, default=1, help="timesteps among the video tokens; 2: with an image"
     )
     parser.add_argument("--weights-dtype", choices=("bfloat16", "float8"), default="bfloat16")
+    parser.add_argument("--stored", choices=KEPT, help="type of the blocks' matrices in a file")
     parser.add_argument(
         "--ops", nargs="+", choices=sorted(FOLDERS), default=sorted(FOLDERS), metavar="OP"
     )

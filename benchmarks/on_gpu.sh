@@ -13,7 +13,7 @@
 #   peer         the same, each repetition followed by diffusers' on the same tensors (needs diffusers)
 #   memory       its peak: everything resident; the text encoder freed after use; one set of stage weights at a time, too
 #   profile      kernel groups of one step of each stage
-#   kernels      each kernel against eager torch, torch.compile and its floor; again with an image; of float8 linears
+#   kernels      each kernel against eager torch, torch.compile and its floor; again with an image; of float8 linears; decoders
 #   cold-start   from a fresh process to the first step, by phase: of MODEL, or of a full-size main file (46 GB in TMPDIR)
 #   clip         an MP4 of the tiny model through the command line (needs PyAV)
 #   all          the three calls of first_gpu.sh, one after the other; one that fails does not stop the next
@@ -141,6 +141,10 @@ case $part in
     benchmark kernels --device cuda --levels 2 --ops norm_modulate gated_residual residual_norm_modulate \
       --output "$OUT/kernels-image.json" "$@"
     benchmark kernels --device cuda --weights-dtype float8 --ops quantise_rows --output "$OUT/kernels-float8.json" "$@"
+    for type in int8 float8 nvfp4 Q8_0 Q4_K Q6_K; do
+      benchmark kernels --device cuda --ops unpack --stored "$type" --contestants kernel eager --rounds 3 \
+        --output "$OUT/kernels-$type.json" "$@"
+    done
     ;;
   cold-start)
     model=(--preset ltx-2.3 --no-text)

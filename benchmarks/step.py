@@ -229,9 +229,8 @@ def measure(
 # bfloat16 moves the guided result of a deep random network by some percent; unrelated results are
 # 1.4 apart.
 ALIKE = {"float32": SAME, "bfloat16": 0.5}
-WITHOUT = tuple(
-    f"without-{name}" for name in SWITCHES if name != "halves"
-)  # those need several devices
+# Halves need several devices, and what is decoded in a step `benchmarks.kernels --stored` times.
+WITHOUT = tuple(f"without-{name}" for name in SWITCHES if name not in ("halves", "unpack"))
 
 
 class Guided:

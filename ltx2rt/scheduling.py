@@ -20,6 +20,7 @@ SWITCHES = {
     "pairs": "two nodes of one kernel, such as those of picture and sound, become one launch",
     "sums": "AdaLN's sums of all layers are made in two launches",
     "second-stream": "a recorded step runs on a second stream what may run at once",
+    "unpack": "a kernel decodes weights that are kept as they are stored",
 }
 
 

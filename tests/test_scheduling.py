@@ -2,7 +2,9 @@
 
 from types import SimpleNamespace
 
+import ltx2rt_cuda.ops as ops_of_torch
 import pytest
+import torch
 from loops import step_graph
 from ltx2rt_cuda.backend import CudaBackend
 from ltx2rt_cuda.factory import FACTORY
@@ -74,6 +76,18 @@ def test_a_recorded_step_has_one_stream(without, monkeypatch):
     assert backend.lower_loop(graph).body.side == "second"
     without("second-stream")
     assert backend.lower_loop(graph).body.side is None
+
+
+def test_a_kernel_decodes_unless_it_is_left_out(without, monkeypatch):
+    monkeypatch.setattr(ops_of_torch, "why_not", lambda *fields, **plan: None)
+    monkeypatch.setattr(
+        ops_of_torch, "kernel", lambda name: lambda *fields, **plan: f"kernel {name}"
+    )
+    fields = torch.tensor([[3, -4]], dtype=torch.int8), torch.tensor([[0.5]])
+    plan = {"encoding": "int8", "dtype": "float32"}
+    assert ops_of_torch.unpack(*fields, **plan) == "kernel unpack"
+    without("unpack")
+    assert ops_of_torch.unpack(*fields, **plan).tolist() == [[1.5, -2.0]]
 
 
 def test_an_unknown_name_is_refused_and_known_ones_are_listed(without, command):

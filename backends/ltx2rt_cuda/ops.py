@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial, wraps
 from itertools import islice
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ltx2rt.graph.encodings import ENCODINGS, FLOAT8_STEP, FLOAT8_TINY, rotation
 from ltx2rt.graph.fused import divided, grouped, pairs, rows_per_token, snake_windows
+from ltx2rt.scheduling import in_use
 from ltx2rt_cuda.attention import attention as attend
 from ltx2rt_cuda.attention import attention_part as attend_part
 from ltx2rt_cuda.collectives import differentiated, with_transpose
@@ -37,6 +38,7 @@ ROW_GRID, ROW_TILE = (
     16,
     64,
 )  # numbers of a row: of what Triton tells 16-byte loads by; of a product's tile
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _binary(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -517,17 +519,19 @@ def sinusoid(t: Tensor, frequencies: Tensor) -> Tensor:
 # --- ops that have a kernel; most of them the pass `fuse` writes ----------------------------------
 
 
-def fused(plain):
+def fused(plain: Function, switch: str = "") -> Function:
     """Enter an op that has a kernel: the kernel runs it unless there is a reason why not, else the
-    plain ops do, which stay at hand as `__wrapped__`."""
+    plain ops do, which stay at hand as `__wrapped__`. switch: what a user leaves the kernel out
+    by."""
     name = plain.__name__
 
     @wraps(plain)
-    def run(*operands: Tensor, **plan):
-        function = plain if why_not(name, *operands, **plan) else kernel(name)
+    def run(*operands: Tensor, **plan) -> Any:
+        left_out = switch and not in_use(switch)
+        function = plain if left_out or why_not(name, *operands, **plan) else kernel(name)
         return function(*operands, **plan)
 
-    return op(run)
+    return cast(Function, op(run))
 
 
 fused(neighbourhood_attention)
@@ -802,7 +806,7 @@ def encode(encoding: str, x: Tensor) -> tuple[Tensor, ...]:
     return function(TorchOps, x)
 
 
-@op
+@partial(fused, switch="unpack")
 def unpack(*fields: Tensor, encoding: str, dtype: str) -> Tensor:
     """Some rows at a time: what is computed in passing, in float32, stays small beside the
     matrix."""

@@ -31,6 +31,7 @@ FOLDERS = {
     "pixel_norm_silu": "pixel_norm_silu",
     "snake_beta": "snake_beta",
     "quantise_rows": "quantise_rows",
+    "unpack": "unpack",
     "neighbourhood_attention": "neighbourhood_attention",
 }
 

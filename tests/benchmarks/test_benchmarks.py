@@ -274,6 +274,8 @@ def test_every_op_with_a_kernel_is_raced_against_its_floor(tmp_path, capsys):
             "kernel",
             "eager",
             *FLOAT8,
+            "--stored",
+            "int8",
             "--output",
             str(written),
         ]
@@ -301,6 +303,15 @@ def test_every_op_with_a_kernel_is_raced_against_its_floor(tmp_path, capsys):
     )
     assert first["us"]["eager"].keys() == {"median", "low", "high", "min", "max"}
     assert "plain ops stand in for kernels" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind,weights", [("Q8_0", 34), ("nvfp4", 18)])
+def test_matrices_are_raced_as_files_hold_them(kind, weights):
+    graphs = kernels.request_graphs("tiny-2.3", 64, 64, 9, 1, parts=("stage2",), stored=kind)
+    found = kernels.cases(graphs, ["unpack"])
+    moved = {case.bytes.minimum for case in found if case.node.outputs[0].type.shape == (128, 128)}
+    rows = 4 * 128 if kind == "nvfp4" else 0  # each has a float32, too
+    assert moved == {128 * 128 // 32 * weights + rows + 2 * 128 * 128}
 
 
 def test_operands_are_raced_as_they_lie_in_the_runtime():

@@ -27,8 +27,11 @@ from ltx2rt_kernels.qk_norm_rope import cuda as qk_norm_rope
 from ltx2rt_kernels.quantise_rows import cuda as quantise_rows
 from ltx2rt_kernels.residual_norm_modulate import cuda as residual_norm_modulate
 from ltx2rt_kernels.snake_beta import cuda as snake_beta
+from ltx2rt_kernels.unpack import cuda as unpack
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from ltx2rt.graph.encodings import ENCODINGS
 
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {
@@ -36,6 +39,8 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
 }
 # All, and those of 16 bits at a time, where eight numbers would come at once.
 LOADS = {"loads": "", "narrow_loads": r"\.b16\b"}
@@ -105,6 +110,7 @@ def main() -> None:
         snake_beta,
         quantise_rows,
         neighbourhood,
+        unpack,
     ):
         for name, kernel in list(vars(module).items()):
             if isinstance(kernel, triton.runtime.JITFunction) and name.endswith("_kernel"):
@@ -320,6 +326,16 @@ def main() -> None:
     for width in (2048, 4096, 16384):
         name = f"quantise_rows {width}"
         compiled(name, "quantise_rows_kernel", quantise_rows.quantise_rows, meta(4 * tokens, width))
+    kernels = {"int8": "scaled_rows_kernel", "nvfp4": "nvfp4_kernel"}
+    kernels |= {"stored float8": "scaled_rows_kernel"}
+    for encoding in (*kernels, *unpack.BLOCKS, "Q4_K or Q6_K"):
+        shapes = ((16384, field.columns(4096)) for field in ENCODINGS[encoding].fields)
+        dtypes = (getattr(torch, field.dtype) for field in ENCODINGS[encoding].fields)
+        fields = [meta(*shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        compiled(
+            f"unpack {encoding}", kernels.get(encoding, "blocks_kernel"), unpack.unpack, *fields,
+            encoding=encoding, dtype="bfloat16",
+        )  # fmt: skip
     gelu = meta(4 * tokens, 16384)
     compiled(
         "quantise_rows of a GELU",

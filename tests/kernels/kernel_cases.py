@@ -22,9 +22,19 @@ import torch
 from ltx2rt_kernels.choose import FOLDERS, launched
 from triton.runtime import interpreter
 
+from ltx2rt.graph.encodings import ENCODINGS
+from ltx2rt.graph.ir import DTYPE_BYTES
 from ltx2rt.testing import relative_l2
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+STORED = {
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "float32": torch.float32,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
+DECODED = ("int8", "stored float8", "nvfp4", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K",
+           "Q5_K", "Q6_K")  # fmt: skip
 Case = tuple[
     str, list[torch.Tensor], dict[str, Any], dict[str, Any]
 ]  # op, operands, plan, reference's keywords
@@ -272,6 +282,33 @@ def neighbourhood(
     return "neighbourhood_attention", [q, k, v], plan, plan
 
 
+def stored(x: Operands, encoding: str, width: int = 512) -> Case:
+    """Any bytes, but for finite scales; rows of a stack of several types in turn of each. More
+    numbers than a program takes."""
+    fields, types = [], encoding.split(" or ")
+    for field in ENCODINGS[encoding].fields:
+        stored = torch.randint(0, 256, (7, field.columns(width) * DTYPE_BYTES[field.dtype]))
+        stored = stored.to(torch.uint8)
+        if field.dtype == "float8_e4m3fn":
+            stored = torch.where(stored & 127 == 127, 0, stored)  # NaN
+        if field.dtype == "float32":
+            stored = torch.randn(stored.shape[0], 1).view(torch.uint8)
+        if field.suffix == " type":
+            stored = torch.arange(7, dtype=torch.uint8)[:, None] % len(types)
+        fields.append(stored)
+    for number, name in enumerate(types):
+        row, (block,) = ENCODINGS[name], ENCODINGS[name].fields[:1]
+        for at in row.halves:
+            rows = slice(number, None, len(types))
+            blocks = fields[0][rows, : block.columns(width)].unflatten(1, (-1, block.size))
+            scales = (0.02 * torch.randn(blocks.shape[:-1])).half()
+            blocks[..., at : at + 2] = scales[..., None].view(torch.uint8)
+    kinds = [STORED[field.dtype] for field in ENCODINGS[encoding].fields]
+    operands = [v.view(kind).to(x.device) for v, kind in zip(fields, kinds, strict=True)]
+    plan = {"encoding": encoding, "dtype": str(x.dtype).removeprefix("torch.")}
+    return "unpack", operands, plan, plan
+
+
 CASES: dict[str, Callable[[Operands], Case]] = {
     "modulate": modulate,
     "norm_modulate": partial(norm_modulate, pairs=1),
@@ -353,6 +390,13 @@ CASES: dict[str, Callable[[Operands], Case]] = {
     "neighbourhood_attention windows as large as the grid": partial(
         neighbourhood, sizes=(3, 4, 5), window=(3, 4, 5), dim=32
     ),
+    **{
+        f"unpack {encoding}": partial(stored, encoding=encoding)
+        for encoding in (*DECODED, "Q4_K or Q6_K", "Q3_K or Q4_K or Q8_0")
+    },
+    "unpack Q4_K of long rows": partial(stored, encoding="Q4_K", width=8448),
+    "unpack int8 of long rows": partial(stored, encoding="int8", width=4100),
+    "unpack nvfp4 of long rows": partial(stored, encoding="nvfp4", width=4112),
 }
 
 
@@ -409,13 +453,15 @@ def references(case: Case) -> list[np.ndarray]:
     return expected if isinstance(expected, list) else [expected]
 
 
-def float8_as_a_gpu_rounds(convert: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+def as_a_gpu_rounds(convert: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     """The interpreter's own conversion to e4m3 loses the carry of a mantissa that is rounded up to
-    the next power."""
+    the next power, and the one to bfloat16 cuts off."""
 
     def run(values: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
         if str(source) == "fp32" and str(target) == "fp8e4nv":
             return values.view(np.float32).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        if str(source) == "fp32" and str(target) == "bf16":
+            return values.view(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16)
         return convert(values, source, target, mode)
 
     return run
@@ -437,7 +483,7 @@ def bfloat16_as_numbers(dot: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def main(device: str) -> None:
-    interpreter._convert_float = float8_as_a_gpu_rounds(interpreter._convert_float)
+    interpreter._convert_float = as_a_gpu_rounds(interpreter._convert_float)
     interpreter.InterpreterBuilder.create_dot = bfloat16_as_numbers(
         interpreter.InterpreterBuilder.create_dot
     )
