@@ -17,9 +17,16 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
 from ltx2rt.media.video import video_info
 from ltx2rt.models.geometry import Geometry, latent_frames
-from ltx2rt.pipelines.request import NEUTRAL, Loras, VideoRequest, check_step
-from ltx2rt.session.options import ModelOptions, as_number, existing_file, from_tuple, parse_number
-from ltx2rt.stages.conditioning import Reference, VideoSpec
+from ltx2rt.pipelines.request import (
+    NEUTRAL,
+    Loras,
+    VideoRequest,
+    check_reference,
+    check_step,
+    parse_reference,
+)
+from ltx2rt.session.options import ModelOptions, existing_file
+from ltx2rt.stages.conditioning import Reference, ReferenceSpec
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from ltx2rt.stages.source_video import SourceVideo, usable_frames
 from ltx2rt.stages.stage import Stage
@@ -28,19 +35,6 @@ from ltx2rt.stages.upsample import Upsample
 from ltx2rt.weights.lora import reference_factors
 
 FLAG = "--video-conditioning"
-
-
-def parse_video(text: str | tuple | Path | VideoSpec) -> VideoSpec:
-    """FILE[:STRENGTH], read from the right, or a tuple of those."""
-    if isinstance(text, VideoSpec):
-        return text
-    if not isinstance(text, str):
-        return VideoSpec(
-            *from_tuple(text if isinstance(text, (tuple, list)) else (text,), Path, as_number)
-        )
-    head, _, last = text.rpartition(":")
-    strength = parse_number(last) if head else None
-    return VideoSpec(Path(text)) if strength is None else VideoSpec(Path(head), strength)
 
 
 @dataclass(frozen=True)
@@ -52,10 +46,10 @@ class ICLora(VideoRequest):
     num_stages: ClassVar[int] = 2
     distilled: ClassVar[str] = "optional"
 
-    video_conditioning: tuple[VideoSpec, ...] = flag(
+    video_conditioning: tuple[ReferenceSpec, ...] = flag(
         (),
         "reference videos to follow, strength 1.0 unless given (required)",
-        parse_video,
+        parse_reference,
         group="conditioning",
         metavar="FILE[:STRENGTH]",
         repeat=True,
@@ -94,10 +88,7 @@ class ICLora(VideoRequest):
                 f"{FLAG}: the {self.name} pipeline follows reference videos, none was given"
             )
         for reference in self.video_conditioning:
-            if not 0 <= reference.strength <= 1:
-                raise InputError(
-                    f"{FLAG}: strength {reference.strength:g} of {reference.path}, expected 0 to 1"
-                )
+            check_reference(FLAG, reference)
         if self.skip_stage_2 and self.audio_from == "stage2":
             raise InputError(
                 "--audio-from: stage2, which --skip-stage-2 leaves out; leave out one of both"

@@ -38,7 +38,14 @@ from ltx2rt.session.options import (
     parse_number,
     plain,
 )
-from ltx2rt.stages.conditioning import Conditioning, Image, ImageSpec, Slot, slot_frames
+from ltx2rt.stages.conditioning import (
+    Conditioning,
+    Image,
+    ImageSpec,
+    ReferenceSpec,
+    Slot,
+    slot_frames,
+)
 from ltx2rt.stages.denoise import Denoise, Noise
 from ltx2rt.stages.duration import NO_LENGTH, Duration, chooses_length, longest
 from ltx2rt.stages.frames import decoding, video_decoder
@@ -102,6 +109,27 @@ def parse_image(text: str | tuple | ImageSpec) -> ImageSpec:
             f"--image: {text!r}, expected FILE:FRAME or FILE:FRAME:STRENGTH, such as cat.png:0:0.8"
         )
     return ImageSpec(Path(match["path"]), int(match["frame"]), strength)
+
+
+def parse_reference(text: str | tuple | Path | ReferenceSpec) -> ReferenceSpec:
+    """FILE[:STRENGTH], read from the right, or a tuple of those."""
+    if isinstance(text, ReferenceSpec):
+        return text
+    if not isinstance(text, str):
+        return ReferenceSpec(
+            *from_tuple(text if isinstance(text, (tuple, list)) else (text,), Path, as_number)
+        )
+    head, _, last = text.rpartition(":")
+    strength = parse_number(last) if head else None
+    return ReferenceSpec(Path(text)) if strength is None else ReferenceSpec(Path(head), strength)
+
+
+def check_reference(flag: str, reference: ReferenceSpec) -> None:
+    """Raises InputError for a strength out of its bounds."""
+    if not 0 <= reference.strength <= 1:
+        raise InputError(
+            f"{flag}: strength {reference.strength:g} of {reference.path}, expected 0 to 1"
+        )
 
 
 def parse_blocks(text: str | Sequence[int]) -> tuple[int, ...]:

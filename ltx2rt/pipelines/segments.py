@@ -18,7 +18,9 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
 from ltx2rt.media.splice import Seam
+from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines.request import DEFAULT_FRAMES, SEED_LIMIT, Loras, VideoRequest, check_step
+from ltx2rt.pipelines.sound_following import SoundFollowing
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.clip_end import ends
 from ltx2rt.stages.denoise import Denoise
@@ -41,7 +43,7 @@ MAX_LENGTH_S = 3600
 
 
 @dataclass(frozen=True)
-class Segmented(VideoRequest):
+class Segmented(SoundFollowing, VideoRequest):
     """parts_folder: where the segments are kept; those that are there are not made again."""
 
     segments: int | None = flag(
@@ -105,6 +107,10 @@ class Segmented(VideoRequest):
     def image_frames(self) -> int:
         return self.clip_frames
 
+    def denoise(self, name: str, geometry: Geometry, *rest: Any, **more: Any) -> list[Stage]:
+        given = (*more.pop("given", ()), *self.followed(geometry))
+        return super().denoise(name, geometry, *rest, given=given, **more)
+
     def kept_in(self, folder: Path) -> Any:
         return replace(self, parts_folder=folder) if self.in_segments else self
 
@@ -118,12 +124,14 @@ class Segmented(VideoRequest):
             if self.segment_prompts:
                 raise InputError("--segment-prompt: the clip has one segment; give --segments")
             return
+        at_start = self.audio_conditioning_at == "start"
         for name, given in (
             ("--num-videos", self.num_videos > 1),
             ("--noise-in", self.noise_in),
             ("--auto-duration", self.auto_duration),
             ("--num-generated-keyframes", self.num_generated_keyframes),
             ("--prompt-at", self.prompt_at),
+            ("--audio-conditioning-at start", self.audio_conditioning and at_start),
         ):
             if given:
                 raise InputError(f"{name}: does not go with a clip in segments; leave it out")

@@ -20,16 +20,18 @@ from ltx2rt.pipelines.request import (
     Request,
     stg_blocks,
 )
+from ltx2rt.pipelines.sound_following import SoundFollowing
 from ltx2rt.pipelines.step_plans import PlanFile
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.denoise import Denoise
+from ltx2rt.stages.given import Given
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.stage import Stage
 
 
 @dataclass(frozen=True)
-class TextToAudio(Request):
+class TextToAudio(SoundFollowing):
     name: ClassVar[str] = "t2a"
     summary: ClassVar[str] = "sound alone, guided"
     example: ClassVar[str] = "--duration 5"
@@ -99,12 +101,14 @@ class TextToAudio(Request):
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         assert self.steps and self.stg_blocks is not None, "the request is not resolved"
         sound = Geometry.of(model, 0, 0, self.num_frames, self.fps)
+        given = self.followed(sound)
         stage = Denoise(
             "stage1", sound, shifted_sigmas(self.steps), loras.of("stage1"), self.noise, self.guidance,
             self.stg_blocks, sound=True, streams=("audio",), plan=step_plans.plan_of(self),
-            interval=self.guidance_interval,
+            interval=self.guidance_interval, given=given,
         )  # fmt: skip
-        return [*self.text, stage, Sound(sound, self.num_videos)]
+        before: list[Stage] = [Given("stage1", given)] if given else []
+        return [*self.text, *before, stage, Sound(sound, self.num_videos)]
 
 
 PIPELINE = TextToAudio

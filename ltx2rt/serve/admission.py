@@ -58,7 +58,9 @@ UPLOADS = {
     "join": VIDEO,
     "video_conditioning": VIDEO,
     "conditioning_attention_mask": VIDEO,
+    "audio_conditioning": SOUND,
 }
+SEVERAL, WITH_STRENGTH = ("video_conditioning",), ("video_conditioning", "audio_conditioning")
 OURS = (
     "model",
     "pipeline",
@@ -338,12 +340,10 @@ class Admission:
         return images
 
     def _files(self, field: str, given: Any, kind: str) -> list[list]:
-        """[name among the inputs] of each, of a field for several with its strength."""
-        several = field == "video_conditioning"
+        """[name among the inputs] of each, of a field for references with its strength."""
+        most, weighed = MAX_IMAGES if field in SEVERAL else 1, field in WITH_STRENGTH
         files = []
-        for item in _items(
-            field, given, MAX_IMAGES if several else 1, ("file_id", *(["strength"] * several))
-        ):
+        for item in _items(field, given, most, ("file_id", *(["strength"] * weighed))):
             file, strength = f"{item.get('file_id')}", number(item.get("strength", 1.0))
             if not SHA.fullmatch(file) or not (self.inputs / (file + SUFFIX[kind])).is_file():
                 raise Refusal(
@@ -354,7 +354,7 @@ class Admission:
                 )
             if strength is None:
                 raise Refusal(400, "invalid_value", f"{field}: strength is a number", field)
-            files.append([file + SUFFIX[kind], *([strength] if several else [])])
+            files.append([file + SUFFIX[kind], *([strength] if weighed else [])])
         return files
 
     def _number(self, given: Mapping[str, Any]) -> int:
@@ -453,9 +453,10 @@ def as_given(files: Mapping[str, list[list]], folder: Path) -> dict[str, Any]:
         field: [(str(folder / file), *rest) for file, *rest in several]
         for field, several in files.items()
     }
+    one = {field: several[0] for field, several in found.items()}
     return {
-        field: several if field == "video_conditioning" else several[0][0]
-        for field, several in found.items()
+        field: found[field] if field in SEVERAL else first if field in WITH_STRENGTH else first[0]
+        for field, first in one.items()
     }
 
 

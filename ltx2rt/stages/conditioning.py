@@ -44,8 +44,8 @@ class ImageSpec:
 
 
 @dataclass(frozen=True)
-class VideoSpec:
-    """One reference video; strength 1 keeps its tokens exactly."""
+class ReferenceSpec:
+    """One reference, a file of video or sound; strength 1 keeps its tokens exactly."""
 
     path: Path
     strength: float = 1.0
@@ -59,7 +59,7 @@ class Tokens:
     tokens that are appended, None: they take the place of the target's tokens from `offset` on.
     attention: f32[T] in [0, 1], how much they and the target see of each other; None: all. slot:
     the pixel frame that they generate a keyframe for (2.5), None: they do not. start: f32[videos,
-    T, C], what noise is mixed with, None: zeros.
+    T, C], what noise is mixed with, None: zeros. modality: the one whose tokens they are.
     """
 
     clean: np.ndarray
@@ -69,6 +69,7 @@ class Tokens:
     slot: int | None = None
     start: np.ndarray | None = None
     offset: int = 0
+    modality: str = "video"
 
 
 class Conditioning(Protocol):
@@ -393,18 +394,53 @@ def video_state(
     mask: np.ndarray | None = None,
     source: np.ndarray | None = None,
 ) -> ModalityState:
+    """mask: f32[targets] and source: [1, C, f, h, w] where the clip is partly given, else all of it
+    is generated. given: as `_state` applies it."""
+    g = geometry
+    latents = None if source is None else pack_video(source)
+    marked = g.num_video_tokens // max(g.frames, 1)
+    return _state(video_positions(g), g.video_channels, given, mask, latents, marked)
+
+
+def audio_state(
+    geometry: Geometry,
+    given: Sequence[Tokens] = (),
+    mask: np.ndarray | None = None,
+    source: np.ndarray | None = None,
+) -> ModalityState:
+    """mask: f32[targets] and source: [1, 8, n, 16] where the sound is partly given, else all of it
+    is generated. given: as `_state` applies it."""
+    g = geometry
+    latents = None if source is None else pack_audio(source)
+    return _state(audio_positions(g), g.audio_channels * g.audio_mel, given, mask, latents)
+
+
+def _state(
+    target: np.ndarray,
+    channels: int,
+    given: Sequence[Tokens],
+    mask: np.ndarray | None,
+    source: np.ndarray | None,
+    marked: int = 0,
+) -> ModalityState:
     """Apply the conditionings in order: those without positions overwrite target tokens, others are
     appended.
 
-    mask: f32[targets] and source: [1, C, f, h, w] where the clip is partly given, else all of it is
-    generated.
+    target: positions of the target tokens, of which the first `marked` are a keyframe's. source:
+    f32[1, targets, C].
     """
-    targets = geometry.num_video_tokens
-    clean, masks = _target(
-        targets, geometry.video_channels, mask, None if source is None else pack_video(source)
-    )
-    positions, keyframes = [video_positions(geometry)], [np.zeros(targets, np.float32)]
-    keyframes[0][: targets // geometry.frames] = 1
+    targets = target.shape[1]
+    clean = [np.zeros((1, targets, channels), np.float32)]
+    masks = [np.ones((1, targets, 1), np.float32)]
+    if source is not None:
+        clean[0] = source.astype(np.float32)
+        if clean[0].shape != (1, targets, channels):
+            expected = [1, targets, channels]
+            raise ValueError(f"source latents: {list(source.shape)} tokens, expected {expected}")
+    if mask is not None:
+        masks[0] = mask.astype(np.float32).reshape(1, -1, 1)
+    positions, keyframes = [target], [np.zeros(targets, np.float32)]
+    keyframes[0][:marked] = 1
     weights, slots, starts, end = [], {}, {}, targets
     for item in given:
         count = item.clean.shape[1]
@@ -427,31 +463,3 @@ def video_state(
     return ModalityState(
         *together, targets, np.concatenate(keyframes), tuple(weights), slots, starts
     )
-
-
-def audio_state(
-    geometry: Geometry, mask: np.ndarray | None = None, source: np.ndarray | None = None
-) -> ModalityState:
-    """mask: f32[targets] and source: [1, 8, n, 16] where the sound is partly given, else all of it
-    is generated."""
-    targets, channels = geometry.audio_latents, geometry.audio_channels * geometry.audio_mel
-    clean, masks = _target(targets, channels, mask, None if source is None else pack_audio(source))
-    return ModalityState(clean[0], masks[0], audio_positions(geometry), targets)
-
-
-def _target(
-    count: int, channels: int, mask: np.ndarray | None, source: np.ndarray | None
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Clean latents and mask of the target tokens, in lists that conditionings are appended to."""
-    clean = (
-        np.zeros((1, count, channels), np.float32) if source is None else source.astype(np.float32)
-    )
-    if clean.shape != (1, count, channels):
-        raise ValueError(
-            f"source latents: {list(clean.shape)} tokens, expected {[1, count, channels]}"
-        )
-    return [clean], [
-        np.ones((1, count, 1), np.float32)
-        if mask is None
-        else mask.astype(np.float32).reshape(1, -1, 1)
-    ]

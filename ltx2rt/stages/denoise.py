@@ -35,7 +35,7 @@ from ltx2rt.weights.files import TensorFile
 # What `--latents-out` writes, all of which a later run may be given by `--noise-in`.
 RECORDED = re.compile(
     r"\w+\.(?:video|audio)\.(?:noise|start|steps|x0|mid|x0_mid|substep|step|ancestral)"
-    r"|source\.(?:video|audio)|reference\.\d+|video_latent|audio_latent|audio_input|upsampled(?:_\w+)?|waveform"
+    r"|source\.(?:video|audio)|reference\.(?:\d+|audio)|video_latent|audio_latent|audio_input|upsampled(?:_\w+)?|waveform"
 )
 
 
@@ -146,11 +146,12 @@ class Denoise(Stage):
     def _states(
         self, given: Sequence[Tokens], source: Mapping[str, np.ndarray]
     ) -> dict[str, ModalityState]:
-        of = {
-            "video": lambda *kept: video_state(self.geometry, given, *kept),
-            "audio": lambda *kept: audio_state(self.geometry, *kept),
-        }
-        return {m: of[m](self.masks.get(m), source.get(m)) for m in self.streams}
+        found = {}
+        for m, of in (("video", video_state), ("audio", audio_state)):
+            if m in self.streams:
+                own = [tokens for tokens in given if tokens.modality == m]
+                found[m] = of(self.geometry, own, self.masks.get(m), source.get(m))
+        return found
 
     @cached_property
     def blank(self) -> dict[str, ModalityState]:

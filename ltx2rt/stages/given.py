@@ -11,7 +11,8 @@ from ltx2rt.notes import note
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.clip_end import ClipEnd
-from ltx2rt.stages.conditioning import Conditioning, Reference
+from ltx2rt.stages.conditioning import Conditioning, Image, Reference
+from ltx2rt.stages.sound_reference import SoundReference
 from ltx2rt.stages.stage import Stage, State
 
 
@@ -24,8 +25,11 @@ class Given(Stage):
 
     @property
     def name(self) -> str:
-        videos = any(isinstance(conditioning, (Reference, ClipEnd)) for conditioning in self.given)
-        return f"{self.stage} {'videos' if videos else 'images'}"
+        kinds = (("videos", (Reference, ClipEnd)), ("images", Image), ("sound", SoundReference))
+        for kind, types in kinds:
+            if any(isinstance(conditioning, types) for conditioning in self.given):
+                return f"{self.stage} {kind}"
+        return f"{self.stage} images"
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         for conditioning in self.given:

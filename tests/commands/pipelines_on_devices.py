@@ -18,7 +18,7 @@ from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions, parse_mesh
-from ltx2rt.stages.conditioning import ImageSpec, VideoSpec
+from ltx2rt.stages.conditioning import ImageSpec, ReferenceSpec
 from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.sound import Sound
 
@@ -30,7 +30,7 @@ def clips(folder: Path) -> dict[str, dict]:
     images = ImageSpec(folder / "first.png", 0, 0.8), ImageSpec(folder / "later.png", 9)
     film = folder / "film.mp4"
     references = {
-        "video_conditioning": (VideoSpec(film, 0.9),),
+        "video_conditioning": (ReferenceSpec(film, 0.9),),
         "conditioning_attention_strength": 0.6,
     }
     return {

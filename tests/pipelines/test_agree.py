@@ -17,7 +17,7 @@ from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
-from ltx2rt.stages.conditioning import VideoSpec
+from ltx2rt.stages.conditioning import ReferenceSpec
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.refine import Cut
@@ -140,7 +140,7 @@ def test_ic_lora_with_coarse_references(sessions, images, tmp_path):
     clip = given | {
         "width": 256,
         "height": 128,
-        "video_conditioning": (VideoSpec(video, 0.9), VideoSpec(video)),
+        "video_conditioning": (ReferenceSpec(video, 0.9), ReferenceSpec(video)),
     }
     weights = {"conditioning_attention_strength": 0.6, "conditioning_attention_mask": mask}
     with pytest.MonkeyPatch.context() as patch:

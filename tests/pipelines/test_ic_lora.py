@@ -11,10 +11,12 @@ from test_denoise import PROMPT, keep_officially, load_pipeline, noise_of, unpac
 
 from ltx2rt.errors import InputError
 from ltx2rt.media.video import read_frames, video_info
-from ltx2rt.pipelines.ic_lora import ICLora, VideoSpec, parse_video
+from ltx2rt.pipelines.ic_lora import ICLora
+from ltx2rt.pipelines.request import parse_reference
 from ltx2rt.run.plan import make_plan
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
+from ltx2rt.stages.conditioning import ReferenceSpec
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS
 from ltx2rt.testing import relative_l2
@@ -221,7 +223,7 @@ def test_a_distilled_lora_is_merged_in_both_stages(model, half, files):
         width=WIDTH,
         height=HEIGHT,
         num_frames=FRAMES,
-        video_conditioning=(VideoSpec(files[0]),),
+        video_conditioning=(ReferenceSpec(files[0]),),
     )
     first, second = (s for s in make_plan(session, request).stages if isinstance(s, Denoise))
     assert [(lora.path, lora.strength) for lora in first.loras] == [
@@ -291,9 +293,9 @@ def test_frames_between_are_left_out_where_the_lora_says_so(model, half, files, 
 
 
 def test_references_are_written_as_text_and_as_tuples():
-    assert parse_video("a:b.mp4:0.5") == VideoSpec(parse_video("a:b.mp4").path, 0.5)
-    assert parse_video(("a.mp4", 0.5)) == parse_video("a.mp4:0.5")
-    assert parse_video("a.mp4").strength == 1
+    assert parse_reference("a:b.mp4:0.5") == ReferenceSpec(parse_reference("a:b.mp4").path, 0.5)
+    assert parse_reference(("a.mp4", 0.5)) == parse_reference("a.mp4:0.5")
+    assert parse_reference("a.mp4").strength == 1
 
 
 @pytest.fixture
@@ -417,7 +419,7 @@ def test_noise_without_the_references_tokens_is_refused(model, half, files):
         ModelOptions("cuda", model, device="cpu", loras=(LoraSpec(half),), distilled_lora=NO_LORA)
     )
     request = ICLora(
-        "a fox", width=WIDTH, height=HEIGHT, num_frames=FRAMES, video_conditioning=(VideoSpec(files[0]),),
+        "a fox", width=WIDTH, height=HEIGHT, num_frames=FRAMES, video_conditioning=(ReferenceSpec(files[0]),),
         skip_stage_2=True, noise_in=files[0].parent / "noise.safetensors",
     )  # fmt: skip
     with pytest.raises(

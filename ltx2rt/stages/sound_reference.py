@@ -1,0 +1,131 @@
+"""Sound whose tokens are beside the clip's own, for LoRAs that have learnt to follow them.
+
+Decides when they are heard: each at its own time in the file, or all of them before the clip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.errors import InputError
+from ltx2rt.media.sound import read_sound
+from ltx2rt.models.geometry import Geometry, audio_positions, pack_audio
+from ltx2rt.models.mel import WINDOW
+from ltx2rt.session.session import Call, Session
+from ltx2rt.session.stopwatch import Stopwatch
+from ltx2rt.stages.conditioning import Tokens
+from ltx2rt.stages.source_sound import encode_sound
+from ltx2rt.stages.stage import State, finite
+
+GAP_S = np.float32(0.04)  # between the end of sound before a clip and its start, as DubIt has it
+MAX_S = 20.0  # limit of the model's time axis
+QUIET = 1e-3  # root mean square below which sound is silent: -60 dB of full scale
+
+
+@dataclass(frozen=True)
+class LatentSound:
+    """The state's latest audio latents, beside the clip as sound before it."""
+
+    clip: Geometry
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        return iter(())
+
+    def check(self, session: Session) -> list[str]:
+        return []
+
+    def blank(self) -> Tokens:
+        return beside(np.zeros(self.clip.audio_shape, np.float32), self.clip, before=True)
+
+    def encode(self, session: Session, state: State, watch: Stopwatch) -> Tokens:
+        assert state.audio is not None, "the stage before makes sound"
+        return beside(state.audio, self.clip, before=True)
+
+
+@dataclass(frozen=True)
+class SoundReference:
+    """A file's sound. flag: that names it; clip: the stage's geometry.
+
+    before: its tokens are before the clip, up to MAX_S of them; else each has its time in the file,
+    up to the clip's end. strength: 1 keeps them exactly.
+    """
+
+    path: Path
+    clip: Geometry
+    flag: str
+    before: bool = False
+    strength: float = 1.0
+
+    @cached_property
+    def _sound(self) -> tuple[np.ndarray, int, list[str]]:
+        """f32[2, N], the rate in Hz, and sentences about what is left out. Raises InputError."""
+        g, said = self.clip, []
+        latent_s = g.audio_time_factor * g.mel_hop / g.mel_sample_rate
+        most_s = MAX_S if self.before else g.audio_latents * latent_s
+        try:
+            found, rate = read_sound(
+                self.path, 0.0, most_s + 1.0, on_time=not self.before, say=said.append
+            )
+        except InputError as error:
+            raise InputError(f"{self.flag}: {error}") from None
+        if found.shape[1] > (size := round(most_s * rate)):
+            limit = "the longest reference" if self.before else "as long as the clip"
+            said.append(f"{self.path}: its first {most_s:.4g} s are used, {limit}")
+            found = found[:, :size]
+        if len(found) == 1:
+            said.append(f"{self.path}: its one channel is taken as left and right")
+        least_s = (WINDOW // 2 + 1) / g.mel_sample_rate
+        if found.shape[1] < (least_s + 1 / g.mel_sample_rate) * rate:
+            raise InputError(
+                f"{self.flag}: {self.path} holds {found.shape[1] / rate:.4f} s of sound, expected more than "
+                f"{least_s:.4f} s; pass a longer file"
+            )
+        if np.sqrt(np.square(found, dtype=np.float64).mean()) < QUIET:
+            raise InputError(
+                f"{self.flag}: {self.path} is silent, below -60 dB; pass a file with sound to follow"
+            )
+        return np.broadcast_to(found, (2, found.shape[1])), rate, said
+
+    @property
+    def geometry(self) -> Geometry:
+        """The clip's, with as many audio latents as the file's sound has."""
+        g, (waveform, rate, _) = self.clip, self._sound
+        mel_frames = -(-waveform.shape[1] * g.mel_sample_rate // rate) // g.mel_hop + 1
+        latents = -(-mel_frames // g.audio_time_factor)
+        return replace(g, audio_latents=latents if self.before else min(latents, g.audio_latents))
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        yield Call("audio-encoder", self.geometry.mel_shape(model.audio_vae))
+
+    def check(self, session: Session) -> list[str]:
+        return self._sound[2]
+
+    def blank(self) -> Tokens:
+        return self._tokens(np.zeros(self.geometry.audio_shape, np.float32))
+
+    def encode(self, session: Session, state: State, watch: Stopwatch) -> Tokens:
+        (call,) = self.needs(session.config)
+        waveform, rate, _ = self._sound
+        latent = encode_sound(session, call, waveform[None], rate)
+        finite(self.flag, latents=latent)
+        state.put("reference.audio", latent)
+        return self._tokens(latent)
+
+    def _tokens(self, latent: np.ndarray) -> Tokens:
+        return beside(latent, self.geometry, self.before, self.strength)
+
+
+def beside(latent: np.ndarray, geometry: Geometry, before: bool, strength: float = 1.0) -> Tokens:
+    """Tokens of latents [1, 8, n, 16] of a geometry. before: their last one ends GAP_S before the
+    clip begins, which are negative times; else they have the times of the clip's own."""
+    positions = audio_positions(geometry)
+    if before:
+        positions = positions - positions[0, -1, 1] - GAP_S
+    mask = np.float32(1) - np.float32(strength)
+    return Tokens(pack_audio(latent), mask, positions, modality="audio")

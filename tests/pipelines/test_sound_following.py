@@ -1,0 +1,214 @@
+"""Sound beside the clip's: every step is the formula over diffusers' transformer, whose audio
+stream has the reference's tokens behind the clip's."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLLTX2Audio, LTX2VideoTransformer3DModel
+from reference_transformer import euler_steps
+
+from ltx2rt.errors import InputError
+from ltx2rt.media.sound import read_sound, resample, write_wav
+from ltx2rt.models.geometry import audio_positions, pack_audio, video_positions
+from ltx2rt.models.mel import log_mel
+from ltx2rt.pipelines import make_request
+from ltx2rt.run.plan import make_plan
+from ltx2rt.run.run import produce
+from ltx2rt.session.open import open_session
+from ltx2rt.session.options import LoraSpec, ModelOptions
+from ltx2rt.stages.frames import Frames
+from ltx2rt.stages.schedule import shifted_sigmas
+from ltx2rt.stages.sound import Sound
+from ltx2rt.testing import relative_l2
+
+CLOSE = 2e-5  # contract: 1e-3 at every step; float32 rounding
+SIZE = {"width": 64, "height": 64, "num_frames": 17, "steps": 2, "seed": 5}
+TARGETS = 18  # audio latents of 17 frames at 24 fps
+
+
+@pytest.fixture(scope="module")
+def sessions(tiny):
+    opened = {}
+
+    def get(generation):
+        folder = tiny(f"tiny-{generation}", "diffusers")
+        lora = LoraSpec(folder / f"tiny-{generation}-distilled-lora.safetensors", 0.0)
+        how = {"device": "cpu", "dtype": "float32", "assume": "dev", "distilled_lora": lora}
+        for name in ("cuda", "tpu"):
+            if (name, generation) not in opened:
+                opened[name, generation] = open_session(ModelOptions(name, folder, **how))
+        return {name: opened[name, generation] for name in ("cuda", "tpu")}, folder
+
+    yield get
+    for session in opened.values():
+        session.close()
+
+
+@pytest.fixture(scope="module")
+def voice(tmp_path_factory):
+    """0.5 s of a chirp in one channel, at a rate that is not the model's."""
+    t = np.arange(11025) / 22050
+    path = tmp_path_factory.mktemp("voice") / "voice.wav"
+    write_wav(path, np.stack([0.5 * np.sin(2 * np.pi * (300 + 400 * t) * t)] * 2), 22050)
+    return path
+
+
+def run(session, name="one-stage", **more):
+    """The request and the state of a run up to its decoders."""
+    plan = make_plan(session, make_request(name, prompt="a fox says hello", **SIZE | more))
+    kept = tuple(s for s in plan.stages if not isinstance(s, (Frames, Sound)))
+    return plan.request, produce(session, replace(plan, stages=kept), keep=True)[0]
+
+
+def encoded(folder, path):
+    """Tokens f32[n, 128] of the file's sound by diffusers' audio encoder."""
+    vae = AutoencoderKLLTX2Audio.from_pretrained(folder / "audio_vae").eval()
+    waveform, rate = read_sound(path)
+    waveform = np.broadcast_to(waveform, (2, waveform.shape[1]))
+    mel = log_mel(resample(waveform[None], rate, 16000), session_config(vae))
+    mel = mel[:, :, : (mel.shape[2] - 1) // 4 * 4 + 1]
+    with torch.inference_mode():
+        latent = vae.encode(torch.from_numpy(mel)).latent_dist.mode()
+    tokens = latent.transpose(1, 2).flatten(2)
+    return ((tokens - vae.latents_mean) / vae.latents_std)[0].numpy()
+
+
+class session_config:
+    """The fields of the audio VAE's config that the mel spectrogram reads."""
+
+    def __init__(self, vae):
+        self.mel_hop, self.sample_rate = vae.config.mel_hop_length, vae.config.sample_rate
+        self.mel_bins = vae.config.mel_bins
+
+
+def positions_of(request, config, before, count):
+    """Of the clip's tokens, and behind them of the reference's, from their definition in seconds."""
+    geometry = request.geometry(config)
+    mel = np.maximum(4 * np.arange(count)[:, None] + np.array([-3, 1]), 0) / 100
+    mel = mel - mel[-1, 1] - 0.04 if before else mel
+    audio = np.concatenate([audio_positions(geometry), mel[None].astype(np.float32)], axis=1)
+    return {"video": video_positions(geometry), "audio": audio}
+
+
+@pytest.mark.parametrize(
+    "generation, at, strength",
+    [("2.3", "before", 1.0), ("2.3", "start", 0.75), ("2.0", "before", 0.75)],
+)
+def test_every_step_is_the_formula_over_diffusers(sessions, voice, generation, at, strength):
+    """On both backends, guided."""
+    both, folder = sessions(generation)
+    given = {"audio_conditioning": f"{voice}:{strength}", "audio_conditioning_at": at}
+    runs = {name: run(session, **given) for name, session in both.items()}
+    request, state = runs["cuda"]
+    tokens = encoded(folder, voice)
+    count = len(tokens)
+    for _, each in runs.values():
+        assert relative_l2(pack_audio(each.record["reference.audio"])[0], tokens) <= 1e-5
+    module = LTX2VideoTransformer3DModel.from_pretrained(
+        folder / "transformer", perturbed_attn=True
+    ).eval()
+    noise = {m: state.record[f"stage1.{m}.noise"][0] for m in ("video", "audio")}
+    assert len(noise["audio"]) == TARGETS + count
+    masks = {"video": np.ones(len(noise["video"])), "audio": np.ones(TARGETS + count)}
+    masks["audio"][TARGETS:] = 1 - strength
+    clean = {m: np.zeros(x.shape) for m, x in noise.items()}
+    clean["audio"][TARGETS:] = tokens
+    x = {m: clean[m] * (1 - masks[m][:, None]) + noise[m] * masks[m][:, None] for m in noise}
+    positions = positions_of(request, both["cuda"].config, at == "before", count)
+    how = {"guidance": request.guidance, "blocks": request.stg_blocks}
+    steps = euler_steps(
+        module, positions, state.contexts, x, masks, clean, shifted_sigmas(2), **how
+    )
+    for i, (latents, x0) in enumerate(steps):
+        for m in noise:
+            for name, (_, each) in runs.items():
+                for kind, expected in (("steps", latents), ("x0", x0)):
+                    found = each.record[f"stage1.{m}.{kind}"][i]
+                    assert relative_l2(found, expected[m]) <= CLOSE, (name, m, kind, i)
+
+
+def test_the_clip_has_its_own_sound_alone(sessions, voice):
+    (both, _), given = sessions("2.3"), {"audio_conditioning": str(voice)}
+    _, state = run(both["cuda"], audio_conditioning_at="before", **given)
+    assert state.sound.shape == (1, 8, TARGETS, 16)
+    last = state.record["stage1.audio.steps"][-1]
+    np.testing.assert_array_equal(pack_audio(state.sound)[0], last[:TARGETS])
+    np.testing.assert_array_equal(last[TARGETS:], pack_audio(state.record["reference.audio"])[0])
+
+
+def test_every_stage_and_sound_alone_follow_it(sessions, voice):
+    (both, _), given = sessions("2.3"), {"audio_conditioning": str(voice)}
+    _, state = run(both["cuda"], "two-stage", audio_conditioning_at="before", **given)
+    for stage in ("stage1", "stage2"):
+        assert state.record[f"{stage}.audio.noise"].shape[1] > TARGETS
+    plan = make_plan(
+        both["cuda"], make_request("t2a", prompt="hello", num_frames=17, steps=2, seed=1, **given)
+    )
+    assert [stage.name for stage in plan.stages] == ["text", "stage1 sound", "stage1", "audio"]
+    kept = tuple(s for s in plan.stages if not isinstance(s, Sound))
+    alone = produce(both["cuda"], replace(plan, stages=kept), keep=True)[0]
+    count = alone.record["reference.audio"].shape[2]
+    assert alone.record["stage1.audio.steps"].shape == (2, TARGETS + count, 128)
+
+
+def test_sound_longer_than_the_clip_is_cut_where_both_begin(sessions, tmp_path, capsys):
+    (both, _), session = sessions("2.3"), None
+    session, path = both["cuda"], tmp_path / "long.wav"
+    sound = np.random.default_rng(0).uniform(-0.5, 0.5, (2, 16000)).astype(np.float32)
+    write_wav(path, sound, 16000)
+    for at, count in (("start", TARGETS), ("before", 26)):
+        given = {"audio_conditioning": (path, 1.0), "audio_conditioning_at": at}
+        (stage,) = [
+            s
+            for s in make_plan(
+                session, make_request("one-stage", prompt="fox", **SIZE | given)
+            ).stages
+            if s.name == "stage1"
+        ]
+        assert stage.blank["audio"].shape == (1, TARGETS + count, 128)
+    assert "its first 0.72 s are used, as long as the clip" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more, says", [
+    ({"audio_conditioning": "VOICE:1.5"}, "--audio-conditioning: strength 1.5 of"),
+    ({"audio_conditioning": "gone.wav"}, "--audio-conditioning: gone.wav does not exist"),
+    ({"audio_conditioning": "."}, "--audio-conditioning: . is a folder"),
+    ({"audio_conditioning": "TEXT"}, "--audio-conditioning: .*no readable sound"),
+    ({"audio_conditioning": "SHORT"}, "holds 0.0200 s of sound, expected more than 0.0321 s"),
+    ({"audio_conditioning": "SILENT"}, "is silent, below -60 dB"),
+    ({"audio_conditioning": "VOICE", "audio_conditioning_at": "end"}, "expected one of start, before"),
+    ({"audio_conditioning_at": "before"}, "--audio-conditioning-at: there is no sound to follow"),
+    ({"audio_conditioning": "VOICE", "segments": 2, "overlap": 9},
+     "--audio-conditioning-at start: does not go with a clip in segments"),
+])  # fmt: skip
+def test_refusals(sessions, voice, tmp_path, more, says):
+    (both, _), path = sessions("2.3"), tmp_path / "x"
+    (tmp_path / "TEXT").write_text("no sound")
+    write_wav(tmp_path / "SHORT", np.ones((2, 320), np.float32) / 2, 16000)
+    write_wav(tmp_path / "SILENT", np.ones((2, 16000), np.float32) * 1e-4, 16000)
+    files = {"VOICE": voice} | {p.name: p for p in tmp_path.iterdir()}
+    if "audio_conditioning" in more:
+        name, colon, rest = more["audio_conditioning"].partition(":")
+        more = more | {"audio_conditioning": f"{files.get(name, name)}{colon}{rest}"}
+    with pytest.raises(InputError, match=says):
+        make_plan(both["cuda"], make_request("one-stage", prompt="fox", **SIZE | more))
+    assert not path.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["sequence=2", "tensor=2"])
+@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+def test_two_devices_agree_with_one(
+    tiny, voice, generate, generate_on_ranks, generate_on_devices, backend, mesh
+):
+    model = tiny("tiny-2.5", "official")
+    flags = ("--pipeline", "one-stage", "--seed", 5, "--no-audio", "--steps", 2, "--assume", "dev")
+    flags += ("--audio-conditioning", voice, "--audio-conditioning-at", "before")
+    several = generate_on_ranks if backend == "cuda" else generate_on_devices
+    one, two = generate("cuda", model, *flags), several(2, model, *flags, "--mesh", mesh)
+    assert one.status == two.status == 0, one.stderr + two.stderr
+    assert "reference.audio" in one.latents
+    for name, expected in one.latents.items():
+        assert relative_l2(two.latents[name], expected) <= 1e-5, name
