@@ -159,11 +159,13 @@ def clone(tmp_path_factory, tiny) -> Path:
     )
     for name in ("fox", "dawn", "dusk"):
         Image.linear_gradient("L").resize((320, 180)).convert("RGB").save(folder / f"{name}.png")
-    (folder / "depth.safetensors").symlink_to(folder / "style.safetensors")
+    for name in ("depth", "dubit"):
+        (folder / f"{name}.safetensors").symlink_to(folder / "style.safetensors")
     write_wav(folder / "song.wav", np.zeros((2, 20 * 8000), np.float32), 8000)
     (folder / "song.wav").rename(folder / "song.mp3")  # what it is stands in the file
-    for name in ("clip", "depth"):
-        sound = {"waveform": np.zeros((2, 20000), np.float32), "sample_rate": 8000}
+    heard = np.random.default_rng(0).uniform(-0.5, 0.5, (2, 20000)).astype(np.float32)
+    for name in ("clip", "depth", "talk"):
+        sound = {"waveform": heard, "sample_rate": 8000}
         write_mp4(
             folder / f"{name}.mp4",
             [np.zeros((3, 57, 64, 64), np.float32)],

@@ -135,39 +135,20 @@ class ICLora(VideoRequest):
         if self.skip_stage_2:
             yield f"without stage 2 the clip has {width}x{height} pixels"
 
-    def references(self, model: ModelConfig, clip: Geometry, loras: Loras) -> list[Reference]:
-        """clip: the geometry of the stage that they are for. Raises InputError if its size does not
-        divide."""
-        downscale, stride = reference_factors(lora.path for lora in loras.user)
-        unit = clip.space_factor * self.factor(model).numerator * downscale
-        for side, value in (("--width", self.width), ("--height", self.height)):
-            rule = f"divisible by {unit} (ic-lora with a LoRA for references of 1/{downscale} the size)"
-            check_step(side, value, unit, 0, "px", rule)
-        found = []
-        for number, spec in enumerate(self.video_conditioning):
-            count = usable_frames(
-                video_info(spec.path, FLAG, self.num_frames).num_frames, clip.time_factor, stride
-            )
-            size = (
-                latent_frames(count, clip.time_factor),
-                clip.rows // downscale,
-                clip.columns // downscale,
-            )
-            own = replace(clip, frames=size[0], rows=size[1], columns=size[2])
-            source = SourceVideo(
-                spec.path, own, plan_encoder_tiles("off", size, model.video_vae), FLAG, stride
-            )
-            attention, mask = self.conditioning_attention_strength, self.conditioning_attention_mask
-            found.append(Reference(source, clip, number, spec.strength, downscale, attention, mask))
-        return found
-
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         """User LoRAs are merged in stage 1, in the order given, the distilled one last."""
         half, full = self.geometry(model, self.factor(model)), self.geometry(model)
         extra = (loras.distilled,) if loras.distilled else ()
         first = {"guidance": NEUTRAL, "sound": self.audio_from == "stage1"}
         second = {"guidance": NEUTRAL, "sound": self.audio_from == "stage2"}
-        given = self.references(model, half, loras)
+        factors = references_of(self, model, loras)
+        attention, mask = self.conditioning_attention_strength, self.conditioning_attention_mask
+        given = [
+            reference(
+                spec, self.num_frames, FLAG, half, model, factors, "off", number, attention, mask
+            )
+            for number, spec in enumerate(self.video_conditioning)
+        ]
         stage1 = self.denoise(
             "stage1", half, options, DISTILLED_SIGMAS, (*loras.user, *extra), given, **first
         )
@@ -180,6 +161,40 @@ class ICLora(VideoRequest):
             *self.denoise("stage2", full, options, STAGE2_SIGMAS, extra, **second),
             *self.decoded(full, model, options),
         ]
+
+
+def references_of(request: VideoRequest, model: ModelConfig, loras: Loras) -> tuple[int, int]:
+    """How much smaller and sparser references are, by the LoRAs' headers. Raises InputError if
+    the request's size does not divide."""
+    downscale, stride = reference_factors(lora.path for lora in loras.user)
+    unit = model.video_vae.space_factor * request.factor(model).numerator * downscale
+    for side, value in (("--width", request.width), ("--height", request.height)):
+        rule = f"divisible by {unit} ({request.name} with a LoRA for references of 1/{downscale} the size)"
+        check_step(side, value, unit, 0, "px", rule)
+    return downscale, stride
+
+
+def reference(
+    spec: ReferenceSpec,
+    num_frames: int,
+    flag: str,
+    clip: Geometry,
+    model: ModelConfig,
+    factors: tuple[int, int],
+    tiling: str,
+    number: int = 0,
+    attention: float = 1.0,
+    mask: Path | None = None,
+) -> Reference:
+    """A file's frames, up to num_frames, as reference of a stage. factors: as `references_of`."""
+    downscale, stride = factors
+    found = video_info(spec.path, flag, num_frames).num_frames
+    frames = latent_frames(usable_frames(found, clip.time_factor, stride), clip.time_factor)
+    rows, columns = clip.rows // downscale, clip.columns // downscale
+    own = replace(clip, frames=frames, rows=rows, columns=columns)
+    tiles = plan_encoder_tiles(tiling, (frames, rows, columns), model.video_vae)
+    source = SourceVideo(spec.path, own, tiles, flag, stride)
+    return Reference(source, clip, number, spec.strength, downscale, attention, mask)
 
 
 PIPELINE = ICLora

@@ -96,6 +96,10 @@ PIPELINES = {
         ("--video-path", "FILM", "--new-frames", 8, "--overlap", 9),
         ("audio-encoder", *BEGIN, *DECODED),
     ),
+    "dubit": (
+        ("--video-path", "FILM", "--lora", "LORA"),
+        (*BEGIN[:2], "audio-encoder", *BEGIN[2:], "upsampler", *DECODED),
+    ),
     "ic-lora": (
         (
             "--video-conditioning",
@@ -122,7 +126,10 @@ def words(tiny, film):
             "FILM": film,
             "LORA": tiny("tiny-2.3", "official") / "tiny-2.3-distilled-lora.safetensors",
         }
-        unsized, sides = ("retake", "v2v", "extend", "t2a"), ("--width", "--height", "--num-frames")
+        unsized, sides = (
+            ("retake", "v2v", "extend", "dubit", "t2a"),
+            ("--width", "--height", "--num-frames"),
+        )
         size = {} if name in unsized else {f: TINY[f] for f in sides}
         given = [files.get(word, word) for word in PIPELINES[name][0]]
         fixed = {
@@ -146,7 +153,7 @@ def test_every_pipeline_is_compiled(name, words):
         name not in ("a2v", "v2v")
     )
     steps = {cell.branches for cell in job.cells if cell.part == "step"}
-    unguided = {key: {1} for key in ("distilled", "extend", "ic-lora", "v2v")}
+    unguided = {key: {1} for key in ("distilled", "dubit", "extend", "ic-lora", "v2v")}
     expected = unguided | {"retake": {4}, "one-stage": {4}, "t2a": {3}, "hq": {1, 3}}
     assert steps == expected.get(name, {1, 4})
 

@@ -1,0 +1,180 @@
+"""dubit: a given clip whose people say something else, in their own voices, by the DubIt IC-LoRA.
+
+Both stages of `distilled` see the file's frames as a reference beside the clip, and stage 1 the
+file's sound as sound before it. Stage 2 keeps the sound of stage 1, beside that same sound as its
+reference. The prompt says who speaks, and what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.errors import InputError
+from ltx2rt.flags import flag, flag_like
+from ltx2rt.media.video import VideoInfo, require_constant_rate, video_info
+from ltx2rt.models.geometry import Geometry
+from ltx2rt.pipelines.given_clip import FLAG, of_the_file
+from ltx2rt.pipelines.ic_lora import reference, references_of
+from ltx2rt.pipelines.request import NEUTRAL, Loras, VideoRequest, check_step, parse_fps
+from ltx2rt.session.options import ModelOptions, existing_file
+from ltx2rt.stages.conditioning import ImageSpec, ReferenceSpec
+from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
+from ltx2rt.stages.sound_reference import LatentSound, SoundReference
+from ltx2rt.stages.stage import Stage
+from ltx2rt.stages.upsample import Upsample
+
+
+@dataclass(frozen=True)
+class DubIt(VideoRequest):
+    """info: of the file; a resolved request has it."""
+
+    name: ClassVar[str] = "dubit"
+    summary: ClassVar[str] = "a given clip with other words, in its own voices, by an IC-LoRA"
+    example: ClassVar[str] = "--video-path talk.mp4 --lora dubit.safetensors"
+    scale: ClassVar[int] = 2
+    num_stages: ClassVar[int] = 2
+    distilled: ClassVar[str] = "optional"
+
+    video_path: Path | None = flag(
+        None,
+        "clip to say something else in; its length and rate are kept (required)",
+        Path,
+        group="conditioning",
+        metavar="FILE",
+    )
+    reference_strength: float = flag(
+        1.0,
+        "strength of the clip's frames as a reference, 1 to keep them as they are",
+        group="conditioning",
+        least=0,
+        most=1,
+    )
+    width: int = flag_like(
+        VideoRequest, "width", None, parse=int, help="width in pixels (default: the file's)"
+    )
+    height: int = flag_like(
+        VideoRequest, "height", None, parse=int, help="height in pixels (default: the file's)"
+    )
+    num_frames: int = flag_like(VideoRequest, "num_frames", **of_the_file("num_frames"))
+    fps: Fraction = flag_like(VideoRequest, "fps", **of_the_file("fps"))
+    auto_duration: tuple[float, ...] | None = flag_like(
+        VideoRequest, "auto_duration", **of_the_file("auto_duration")
+    )
+    images: tuple[ImageSpec, ...] = field(default=(), init=False)
+    num_generated_keyframes: int = field(default=0, init=False)
+    info: VideoInfo | None = field(default=None, repr=False)
+
+    @property
+    def source_path(self) -> Path:
+        assert self.video_path is not None, "the request is not checked"
+        return self.video_path
+
+    @property
+    def files(self) -> list[Path]:
+        return [*super().files, *([self.video_path] if self.video_path else [])]
+
+    def settings(self, path: Any = str) -> dict[str, Any]:
+        return {name: value for name, value in super().settings(path).items() if name != "info"}
+
+    # --- checks -----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        super().check()
+        if self.video_path is None:
+            raise InputError(f"{FLAG}: none, but dubit says something else in a clip; pass one")
+        if self.num_videos > 1:
+            raise InputError(
+                f"--num-videos: {self.num_videos}, but dubit makes one; run it for each seed"
+            )
+
+    def check_files(self) -> None:
+        super().check_files()
+        existing_file(FLAG, self.source_path)
+
+    def check_options(self, options: ModelOptions) -> None:
+        super().check_options(options)
+        if len(options.loras) != 1:
+            raise InputError(
+                f"--lora: {len(options.loras)} given, dubit takes one, the DubIt IC-LoRA"
+            )
+        if options.loras[0].stage:
+            raise InputError(
+                f"--lora: {options.loras[0].path} is for {options.loras[0].stage}, dubit merges it in both "
+                "stages; write FILE or FILE:STRENGTH"
+            )
+
+    def resolved(self: Any, model: ModelConfig) -> Any:
+        """Reads the file whole, once."""
+        self.check()
+        path, step = self.source_path, model.video_vae.time_factor
+        info = self.info or video_info(path, FLAG)
+        require_constant_rate(path, FLAG, info)
+        if not info.has_sound:
+            raise InputError(
+                f"{FLAG}: {path} has no sound, whose voices dubit keeps; pass a clip with sound"
+            )
+        if info.num_frames <= step:
+            raise InputError(
+                f"{FLAG}: {path} has {info.num_frames} frames, expected {step + 1} or more"
+            )
+        unit = model.video_vae.space_factor * self.factor(model).numerator
+        for side in ("width", "height"):
+            if getattr(self, side) is None:
+                rule = f"divisible by {unit} (--{side} gives another one than the file's)"
+                check_step(f"{FLAG}: {side}", getattr(info, side), unit, 0, "px", rule)
+        sizes = {
+            "width": self.width or info.width,
+            "height": self.height or info.height,
+            "num_frames": (info.num_frames - 1) // step * step + 1,
+            "fps": parse_fps(info.fps),
+        }
+        return VideoRequest.resolved(replace(self, info=info, **sizes), model)
+
+    # --- what is made -----------------------------------------------------------------------------
+
+    def remarks(self, model: ModelConfig) -> Iterator[str]:
+        assert self.info is not None, "the request is not resolved"
+        if over := self.info.num_frames - self.num_frames:
+            yield f"the last {over} of the file's {self.info.num_frames} frames are left out"
+        if model.release.name == "2.0":
+            yield "no DubIt LoRA is known for LTX-2.0"
+
+    def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
+        """The DubIt LoRA is merged in both stages, the distilled one last."""
+        half, full = self.geometry(model, self.factor(model)), self.geometry(model)
+        merged = (*loras.user, *([loras.distilled] if loras.distilled else []))
+        factors = references_of(self, model, loras)
+
+        def seen(clip: Geometry, number: int):
+            spec = ReferenceSpec(self.source_path, self.reference_strength)
+            tiling = options.vae_tiling
+            return reference(spec, self.num_frames, FLAG, clip, model, factors, tiling, number)
+
+        sound = SoundReference(self.source_path, half, FLAG, before=True)
+        first = {"guidance": NEUTRAL, "sound": True}
+        second = {"guidance": NEUTRAL, "frozen": ("audio",)}
+        return [
+            *self.text,
+            *self.denoise(
+                "stage1", half, options, DISTILLED_SIGMAS, merged, (seen(half, 0), sound), **first
+            ),
+            Upsample(half, self.num_videos, self.factor(model)),
+            *self.denoise(
+                "stage2",
+                full,
+                options,
+                STAGE2_SIGMAS,
+                merged,
+                (seen(full, 1), LatentSound(full)),
+                **second,
+            ),
+            *self.decoded(full, model, options),
+        ]
+
+
+PIPELINE = DubIt

@@ -1,0 +1,208 @@
+"""dubit: every step of both stages is the formula over diffusers' transformer, with the file's
+frames and sound beside the clip's tokens."""
+
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from diffusers import LTX2VideoTransformer3DModel
+from reference_transformer import euler_steps
+from safetensors.numpy import load_file
+from test_ic_lora import lora_with
+from test_retake import write
+from test_sound_following import encoded
+
+from ltx2rt.errors import InputError
+from ltx2rt.media.mp4 import write_mp4
+from ltx2rt.media.video import video_info
+from ltx2rt.models.geometry import (
+    audio_positions,
+    pack_audio,
+    pack_video,
+    reference_positions,
+    video_positions,
+)
+from ltx2rt.pipelines import make_request
+from ltx2rt.run.plan import make_plan
+from ltx2rt.run.run import produce
+from ltx2rt.session.open import open_session
+from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
+from ltx2rt.stages.frames import Frames
+from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
+from ltx2rt.stages.sound import Sound
+from ltx2rt.testing import relative_l2
+
+CLOSE = 2e-5  # contract: 1e-3 at every step; float32 rounding
+STRENGTH = 0.75
+
+
+@pytest.fixture(scope="module")
+def folder(tiny):
+    return tiny("tiny-2.3", "diffusers")
+
+
+@pytest.fixture(scope="module")
+def lora(folder, tmp_path_factory):
+    """For references of half the size."""
+    path = tmp_path_factory.mktemp("lora") / "dub.safetensors"
+    return lora_with(folder / "tiny-2.3-distilled-lora.safetensors", path, downscale=2)
+
+
+@pytest.fixture(scope="module")
+def sessions(folder, lora):
+    how = {"device": "cpu", "dtype": "float32", "distilled_lora": NO_LORA}
+    how |= {"loras": (LoraSpec(lora, 0.0),), "assume": "distilled"}
+    opened = {b: open_session(ModelOptions(b, folder, **how)) for b in ("cuda", "tpu")}
+    yield opened
+    for session in opened.values():
+        session.close()
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    """19 frames of 128x128, of which 17 are used, and sound in one channel that ends with them."""
+    path = tmp_path_factory.mktemp("clips") / "talk.mp4"
+    return write(path, 19, size=(128, 128), channels=1)
+
+
+def run(session, path, **more):
+    """The request and the state of a run up to its decoders."""
+    plan = make_plan(
+        session, make_request("dubit", prompt="she says hello", video_path=path, seed=3, **more)
+    )
+    kept = tuple(s for s in plan.stages if not isinstance(s, (Frames, Sound)))
+    return plan, produce(session, replace(plan, stages=kept), keep=True)[0]
+
+
+def test_every_step_is_the_formula_over_diffusers(sessions, folder, clip):
+    """On both backends. The latents of the whole track are those of diffusers' audio encoder."""
+    runs = {b: run(s, clip, reference_strength=STRENGTH) for b, s in sessions.items()}
+    plan, state = runs["cuda"]
+    request, config = plan.request, sessions["cuda"].config
+    assert (request.width, request.height, request.num_frames) == (128, 128, 17)
+    voice = encoded(folder, clip)
+    for _, each in runs.values():
+        assert relative_l2(pack_audio(each.record["reference.audio"])[0], voice) <= 1e-5
+    module = LTX2VideoTransformer3DModel.from_pretrained(
+        folder / "transformer", perturbed_attn=True
+    ).eval()
+    made, sound = pack_video(state.record["upsampled"])[0], None
+    for stage, scale, number, sigmas in (
+        ("stage1", 2, 0, DISTILLED_SIGMAS),
+        ("stage2", 1, 1, STAGE2_SIGMAS),
+    ):
+        g = request.geometry(config, scale)
+        seen = pack_video(state.record[f"reference.{number}"])[0]
+        coarse = replace(g, rows=g.rows // 2, columns=g.columns // 2)
+        assert len(seen) == coarse.num_video_tokens
+        heard = voice if sound is None else sound
+        times = np.maximum(4 * np.arange(len(heard))[:, None] + np.array([-3, 1]), 0) / 100
+        times = (times - times[-1, 1] - 0.04)[None].astype(np.float32)
+        positions = {
+            "video": np.concatenate([video_positions(g), reference_positions(coarse, 2)], 1),
+            "audio": np.concatenate([audio_positions(g), times], 1),
+        }
+        targets, n = g.num_video_tokens, g.audio_latents
+        own = np.zeros((n, 128)) if sound is None else sound
+        clean = {
+            "video": np.concatenate([np.zeros((targets, 128)), seen]),
+            "audio": np.concatenate([own, heard]),
+        }
+        masks = {m: np.ones(len(x)) for m, x in clean.items()}
+        masks["video"][targets:], masks["audio"][n:] = 1 - STRENGTH, 0
+        start = {m: np.zeros(x.shape) for m, x in clean.items()}
+        frozen = () if sound is None else ("audio",)
+        if frozen:
+            start["video"][:targets], masks["audio"][:] = made, 0
+        x = {}
+        for m in clean:
+            noise = state.record.get(f"{stage}.{m}.noise", np.zeros((1, 1, 1)))[0]
+            mixed = (1 - sigmas[0]) * start[m] + sigmas[0] * noise
+            x[m] = clean[m] * (1 - masks[m][:, None]) + mixed * masks[m][:, None]
+        steps = euler_steps(
+            module, positions, state.contexts, x, masks, clean, sigmas, frozen=frozen
+        )
+        for i, (latents, x0) in enumerate(steps):
+            for m in latents:
+                for name, (_, each) in runs.items():
+                    for kind, expected in (("steps", latents), ("x0", x0)):
+                        found = each.record[f"{stage}.{m}.{kind}"][i]
+                        assert relative_l2(found, expected[m]) <= CLOSE, (name, stage, m, kind, i)
+        if sound is None:
+            sound = state.record["stage1.audio.steps"][-1][:n].astype(np.float64)
+    np.testing.assert_array_equal(pack_audio(state.record["audio_latent"])[0], sound)
+    assert not [name for name in state.record if name.startswith("stage2.audio")]
+
+
+def test_the_clip_is_written_with_new_sound(tiny, clip, lora, command, tmp_path):
+    model, files = tiny("tiny-2.3", "official"), {"--lora": lora, "--video-path": clip}
+    files |= {name: tmp_path / name[2:] for name in ("--latents-out", "--report")}
+    words = [word for pair in files.items() for word in pair]
+    words += ["--distilled-lora", "none", "--prompt", "she says hello", "--seed", 3, "--width", 256]
+    start = ("generate", "--backend", "cuda", "--device", "cpu", "--model", model)
+    status, _, err = command(*start, "--pipeline", "dubit", *words, "--output", tmp_path / "a.mp4")
+    assert status == 0, err
+    assert "stage1: merged 130/130 modules" in err and "stage2: merged 130/130 modules" in err
+    latents = load_file(tmp_path / "latents-out")
+    assert latents["video_latent"].shape == (1, 128, 3, 4, 8)
+    last = latents["stage1.audio.steps"][-1][:18]
+    np.testing.assert_array_equal(pack_audio(latents["audio_latent"])[0], last)
+    info = video_info(tmp_path / "a.mp4", "")
+    assert (info.width, info.height, info.num_frames, info.fps) == (256, 128, 17, 24)
+    assert info.has_sound
+
+
+@pytest.mark.parametrize("more, says", [
+    ({"video_path": None}, "--video-path: none, but dubit says something else in a clip"),
+    ({"num_videos": 2}, "--num-videos: 2, but dubit makes one"),
+    ({"reference_strength": 1.5}, "--reference-strength: 1.5, expected 0 to 1"),
+    ({"num_frames": 9}, "--num-frames: the file of --video-path decides"),
+    ({"image": "a.png:0"}, "unknown keyword .image."),
+])  # fmt: skip
+def test_refusals(more, says):
+    with pytest.raises(InputError, match=says):
+        make_request("dubit", prompt="hi", **{"video_path": "a.mp4"} | more)
+
+
+def test_files_that_do_not_fit_are_refused(sessions, clip, tmp_path):
+    silent = write(tmp_path / "silent.mp4", size=(128, 128), sound_s=0)
+    narrow = write(tmp_path / "narrow.mp4", size=(96, 128))
+    short = write(tmp_path / "short.mp4", 8, size=(128, 128))
+    times = [0, 10, 20, 37, 40, 50, 60, 70, 80]
+    varying = write(tmp_path / "vfr.mp4", 9, size=(128, 128), times=times)
+    quiet = tmp_path / "quiet.mp4"
+    still = {"num_frames": 17, "fps": Fraction(24), "sample_rate": 16000}
+    write_mp4(quiet, [np.zeros((3, 17, 128, 128))], waveform=np.zeros((2, 11333)), **still)
+    for path, more, says in (
+        (silent, {}, "has no sound, whose voices dubit keeps"),
+        (narrow, {}, "--video-path: width: 96, expected divisible by 64 .--width gives another"),
+        (narrow, {"width": 64}, "--width: 64, expected divisible by 128 .dubit with a LoRA"),
+        (short, {}, "has 8 frames, expected 9 or more"),
+        (varying, {}, "variable frame rate"),
+        (quiet, {}, "is silent, below -60 dB"),
+    ):
+        with pytest.raises(InputError, match=says):
+            make_plan(sessions["cuda"], make_request("dubit", prompt="hi", video_path=path, **more))
+
+
+def test_it_takes_one_lora_for_both_stages(folder, lora, clip):
+    request = make_request("dubit", prompt="hi", video_path=clip)
+    for loras, says in (
+        ((), "--lora: 0 given, dubit takes one"),
+        ((LoraSpec(lora), LoraSpec(lora)), "--lora: 2 given"),
+        ((LoraSpec(lora, 1.0, "stage1"),), "is for stage1, dubit merges it in both"),
+    ):
+        with pytest.raises(InputError, match=says):
+            request.check_options(ModelOptions("cuda", folder, loras=loras))
+
+
+def test_its_stages(sessions, clip, capsys):
+    plan = make_plan(
+        sessions["cuda"], make_request("dubit", prompt="hi", video_path=clip, width=256, seed=1)
+    )
+    names = ["text", "stage1 videos", "stage1", "upsample", "stage2 videos", "stage2", "audio"]
+    assert [stage.name for stage in plan.stages] == [*names, "decode"]
+    (said,) = plan.request.remarks(sessions["cuda"].config)
+    assert said == "the last 2 of the file's 19 frames are left out"
+    assert "its one channel is taken as left and right" in capsys.readouterr().err
