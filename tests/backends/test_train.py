@@ -95,8 +95,7 @@ def _numpy(field) -> np.ndarray:
     ("kind", "encoding"),
     [
         *(("cuda", encoding) for encoding in QUANTISED),
-        ("tpu", "int8"),
-        pytest.param("tpu", "float8", marks=pytest.mark.slow),
+        *(pytest.param("tpu", encoding, marks=pytest.mark.slow) for encoding in QUANTISED),
     ],
 )
 def test_a_base_in_8_bits_trains_as_its_decoded_copy(kind, encoding):
@@ -135,7 +134,7 @@ def case(mesh: dict[str, int]):
     return pytest.param(mesh, id=label(mesh), marks=() if mesh in QUICK else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("kind", ["cuda", "tpu"])
+@pytest.mark.parametrize("kind", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mesh", [case(mesh) for mesh in MESHES])
 def test_a_mesh_is_one_device(kind, mesh, tmp_path):
     path = os.pathsep.join((str(HERE.parent), *sys.path))
@@ -152,7 +151,7 @@ def test_a_mesh_is_one_device(kind, mesh, tmp_path):
     } == {}
 
 
-@pytest.mark.parametrize("kind", ["cuda", "tpu"])
+@pytest.mark.parametrize("kind", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_a_restored_trainer_goes_on_bit_for_bit(kind):
     backend, inputs = get_backend(kind, "cpu", {}), step("2.3")[1]
     straight = trained(trainer(backend, "2.3", {}), inputs, steps=3)

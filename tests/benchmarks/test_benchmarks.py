@@ -376,6 +376,7 @@ def test_bytes_of_a_kernel_are_those_of_its_operands_and_results():
     assert one_step["head_gate"] + one_step["head_gate_rows"] == 6 * 3 - 2
 
 
+@pytest.mark.slow
 def test_a_whole_request_is_timed_by_phase(tmp_path, capsys):
     kept, written = tmp_path / "kept.npz", tmp_path / "e.json"
     facts = end_to_end.main(

@@ -64,6 +64,7 @@ def test_the_price_is_what_the_clip_shows(calibrated, generate, tiny, tmp_path):
     assert plan["price"]["held_out"]["psnr_db"][0] == pytest.approx(psnr, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_what_was_cut_off_goes_on_to_the_same_file(calibrated, tmp_path, monkeypatch):
     assert calibrated("--evaluations", 3, output="whole.json")[0] == 0
     made = []

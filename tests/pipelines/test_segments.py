@@ -162,6 +162,7 @@ def test_a_segment_is_an_extend_run(opened, tmp_path):
     np.testing.assert_array_equal(frames, again.frames[-25:])
 
 
+@pytest.mark.slow
 def test_both_stages_keep_the_frames_and_the_sound(opened, tmp_path, tiny):
     """At their own size, after every step; stage 2 starts from the upscaled latents elsewhere."""
     session = opened.resident
@@ -202,6 +203,7 @@ def test_both_stages_keep_the_frames_and_the_sound(opened, tmp_path, tiny):
     np.testing.assert_array_equal(pack_video(last)[0], record["stage2.video.steps"][-1][: 2 * 4])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", [ONE_STAGE, "distilled"])
 def test_backends_agree(tiny, opened, tmp_path, pipeline):
     """On the second segment, from the same first one."""
@@ -300,6 +302,7 @@ def started(words):
     return subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=alone)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bytes(tiny, command, tmp_path):
     """One that is killed, one that found the disk full; a second at once is refused."""
     whole, cut = tmp_path / "whole.mp4", tmp_path / "cut.mp4"

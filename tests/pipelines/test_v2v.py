@@ -68,7 +68,14 @@ def test_the_schedule_goes_on_below_the_level():
     assert len(from_level(shifted_sigmas(30), 0.725)) - 1 == 9
 
 
-@pytest.mark.parametrize("sound, guided", [("keep", 3), ("noise", 0), ("new", 2)])
+@pytest.mark.parametrize(
+    "sound, guided",
+    [
+        pytest.param("keep", 3, marks=pytest.mark.slow),
+        ("noise", 0),
+        pytest.param("new", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_every_step_is_the_formula_over_diffusers(sessions, folder, clips, sound, guided):
     """On both backends. New sound is made for the file's pictures, and the pictures then for it."""
     module = LTX2VideoTransformer3DModel.from_pretrained(

@@ -109,9 +109,7 @@ def test_requests_in_a_row_load_what_they_need_and_stay_right(
         assert_same(session.generate("a robot dancing", **SIZE), resident)
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW), 4, -1]
-)
+@pytest.mark.parametrize("way", [-1, *(pytest.param(way, marks=SLOW) for way in (1, 2, 3, 4))])
 def test_every_way_makes_the_same_clip(tiny, monkeypatch, small_matrices_move, way):
     """Freed after use, reloaded, with the text encoder streamed, with one layer of the transformer,
     with all."""

@@ -91,7 +91,7 @@ def test_no_failure_has_status_0_whatever_stands_in_the_store(found, status):
         (None, signal.SIGINT, 130, "interrupted"),
         pytest.param(1, signal.SIGHUP, 1, "rank 1 was ended by SIGHUP", marks=pytest.mark.slow),
         pytest.param(0, signal.SIGINT, 1, "rank 0 was ended by SIGINT", marks=pytest.mark.slow),
-        (None, signal.SIGHUP, 143, "ended by SIGHUP"),
+        pytest.param(None, signal.SIGHUP, 143, "ended by SIGHUP", marks=pytest.mark.slow),
         pytest.param(None, signal.SIGQUIT, 143, "ended by SIGQUIT", marks=pytest.mark.slow),
         pytest.param(None, signal.SIGKILL, -9, None, marks=pytest.mark.slow),
     ],

@@ -107,7 +107,7 @@ def test_an_exception_on_one_host_ends_all(flags, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("dies", [0, 1])
+@pytest.mark.parametrize("dies", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_host_process_that_dies_ends_all(flags, tmp_path, dies):
     """Process 0 holds the store; JAX aborts the others as soon as it is gone."""
     script = written(tmp_path, LOADING)

@@ -63,6 +63,7 @@ def test_two_ranks_give_one_clip_and_tiles_decode_as_on_one_device(flags, model,
     assert (tmp_path / "one.mp4").read_bytes() == (tmp_path / "clip.mp4").read_bytes()
 
 
+@pytest.mark.slow
 def test_torchrun_does_the_same_as_num_gpus(flags, tmp_path):
     words = flags("--no-metadata", "--seed", 7)
     run = Launch(["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ltx2rt", *words])

@@ -330,7 +330,7 @@ def test_a_cancel_while_it_decodes_takes_one_tile_more_at_most(session, tmp_path
     )
 
 
-@pytest.mark.parametrize("count", [5, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [4, pytest.param(50, marks=pytest.mark.slow)])
 def test_out_of_memory_again_and_again_leaves_nothing_behind(session, tmp_path, monkeypatch, count):
     """Neither tensors nor open files nor memory, wherever it happens."""
 

@@ -328,7 +328,8 @@ def test_programs_of_rarely_used_shapes_are_let_go(session, monkeypatch):
     assert_same(again, first)
 
 
-@pytest.mark.parametrize("backend", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["cuda", "tpu"])
 def test_twenty_requests_leave_no_more_than_five(backend, model):
     """Three sizes, cancels at random steps: after the fifth request nothing is built, loaded or
     piled up."""

@@ -72,7 +72,7 @@ def agree(found: Path, expected: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "batch"),
     [
-        ({"num_gpus": 2}, 1),
+        pytest.param({"num_gpus": 2}, 1, marks=pytest.mark.slow),
         ({"mesh": "tensor=2"}, 2),
         pytest.param({"mesh": "sequence=2"}, 2, marks=pytest.mark.slow),
         pytest.param({"mesh": "fsdp=2,data=2"}, 1, marks=pytest.mark.slow),
@@ -97,6 +97,7 @@ def test_devices_of_jax_are_one_device_of_pytorch(training, alone, tmp_path, mes
     agree(output, alone)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_samples_shared_out_otherwise(training, alone, tmp_path):
     """One step by two ranks that were started by hand, as torchrun does; two on one device in two
     batches each."""
@@ -112,7 +113,11 @@ def test_a_run_goes_on_with_its_samples_shared_out_otherwise(training, alone, tm
     assert [json.loads(line)["step"] for line in lines] == list(range(STEPS))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM],
+    ids=lambda n: n.name,
+)
 def test_processes_that_are_asked_to_end_finish_the_step(training, tmp_path, number):
     output = tmp_path / "run"
     launch = Launch(words("cuda", *training(output, num_gpus=2, steps=10_000)))

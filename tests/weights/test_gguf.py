@@ -598,7 +598,8 @@ def test_a_lora_on_a_gguf_matrix_is_added_in_float32(apart, tmp_path, rng):
 FLAGS = ("--num-frames", 9, "--steps", 2, "--seed", 3, "--width", 64, "--height", 64)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_gguf_model_runs_as_its_decoded_copy_does(apart, generate, dtype):
     """Bit for bit, the distilled LoRA of stage 2 included, whose matrices are decoded. XLA adds up
     products in another order where it makes a matrix itself, which bfloat16 hides."""
