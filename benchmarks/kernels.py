@@ -34,13 +34,14 @@ from typing import Any
 
 import torch
 from ltx2rt_cuda import CudaBackend
-from ltx2rt_cuda.ops import DTYPES, OPS
-from ltx2rt_kernels.choose import FOLDERS, why_not
+from ltx2rt_cuda.ops import DTYPES, OPS, WITH_KERNEL
+from ltx2rt_kernels.choose import folder, why_not
 from ltx2rt_kernels.traffic import Bytes
 
 from benchmarks.measure import Spread, interleaved, machine, record
+from ltx2rt.fused.head_gate import divided
+from ltx2rt.fused.together import apart
 from ltx2rt.graph.encodings import ENCODINGS, KEPT
-from ltx2rt.graph.fused import apart, divided
 from ltx2rt.graph.ir import Graph, Node, Type, Value
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.loop import taken_apart
@@ -76,7 +77,7 @@ class Case:
             moved = sum(v.type.nbytes for v in (*self.node.inputs, *self.node.outputs))
             return Bytes(moved, moved)
         first, *_ = types = [v.type for v in self.node.inputs]
-        reference = import_module(f"ltx2rt_kernels.{FOLDERS[self.node.op]}.reference")
+        reference = import_module(f"ltx2rt_kernels.{folder(self.node.op)}.reference")
         return reference.bytes_moved(self.node.op, [t.shape for t in types], first.dtype)
 
     def __str__(self) -> str:
@@ -410,7 +411,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--weights-dtype", choices=("bfloat16", "float8"), default="bfloat16")
     parser.add_argument("--stored", choices=KEPT, help="type of the blocks' matrices in a file")
     parser.add_argument(
-        "--ops", nargs="+", choices=sorted(FOLDERS), default=sorted(FOLDERS), metavar="OP"
+        "--ops", nargs="+", choices=sorted(WITH_KERNEL), default=sorted(WITH_KERNEL), metavar="OP"
     )
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
     parser.add_argument("--rounds", type=int, default=7)

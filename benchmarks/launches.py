@@ -45,7 +45,7 @@ from ltx2rt_cuda import attention, lower, ops
 from ltx2rt_cuda.distributed import Position
 from ltx2rt_cuda.factory import FACTORY
 from ltx2rt_cuda.ops import DTYPES
-from ltx2rt_kernels.choose import FOLDERS
+from ltx2rt_kernels.choose import folder
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -334,8 +334,9 @@ def stood_in(counts: Counts) -> Iterator[None]:
         return x.clone(memory_format=torch.contiguous_format)
 
     with ExitStack() as stack:
-        for folder in {*FOLDERS.values()} - {"linear_gelu"}:
-            module = import_module(f"ltx2rt_kernels.{folder}.cuda")
+        kernels = {folder(op) for op, run in ops.OPS.items() if hasattr(run, "__wrapped__")}
+        for name in kernels - {"linear_gelu"}:
+            module = import_module(f"ltx2rt_kernels.{name}.cuda")
             for name, kernel in vars(module).items():
                 if name.endswith("_kernel"):
                     stack.enter_context(patch.object(module, name, Launches(kernel, counts)))

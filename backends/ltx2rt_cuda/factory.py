@@ -48,7 +48,8 @@ class CudaFactory:
         """Halves of the tokens in turns, where Inductor does not order a block by itself; ops that
         have kernels are fused, which saves passes over memory on a CPU, too. Nothing of a training
         step: kernels have no gradient."""
-        from ltx2rt.passes.fuse import MATCHES, fuse, joined_pair
+        from ltx2rt.fused import PATTERNS, together
+        from ltx2rt.passes.fuse import fuse
         from ltx2rt.passes.interleave import HALF_ROWS, TOKENS, interleave
         from ltx2rt.passes.rotate import rotate
 
@@ -57,7 +58,9 @@ class CudaFactory:
         if steps and device_kind == "cuda" and not compile:
             graph = rotate(graph) if in_use("rotate") else graph
             graph = interleave(graph, TOKENS, HALF_ROWS) if in_use("halves") else graph
-        return fuse(graph, [m for m in MATCHES if m is not joined_pair or in_use("pairs")])
+        return fuse(
+            graph, [p for p in PATTERNS if p is not together.joined_pair or in_use("pairs")]
+        )
 
     def cost(
         self, graph: Graph, kind: DeviceKind, float8: bool = False, runs: RunsById | None = None

@@ -13,8 +13,11 @@ import torch.nn.functional as F
 from ltx2rt_kernels.choose import kernel, launched, why_not
 from torch import Tensor
 
+from ltx2rt.fused.head_gate import divided
+from ltx2rt.fused.norm_modulate import pairs, rows_per_token
+from ltx2rt.fused.pattern import grouped
+from ltx2rt.fused.snake_beta import snake_windows
 from ltx2rt.graph.encodings import ENCODINGS, FLOAT8_STEP, FLOAT8_TINY, rotation
-from ltx2rt.graph.fused import divided, grouped, pairs, rows_per_token, snake_windows
 from ltx2rt.scheduling import in_use
 from ltx2rt_cuda.attention import attention as attend
 from ltx2rt_cuda.attention import attention_part as attend_part
@@ -816,3 +819,6 @@ def unpack(*fields: Tensor, encoding: str, dtype: str) -> Tensor:
         part = decode(TorchOps, *(field[start : start + rows] for field in fields))
         parts.append(part.to(DTYPES[dtype]))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+WITH_KERNEL = tuple(name for name, run in OPS.items() if hasattr(run, "__wrapped__"))

@@ -49,7 +49,8 @@ class TpuFactory:
         """Halves of the samples of a step side by side where that is possible, so that exchanges
         travel unseen; the vocoder's activations fused, for XLA fuses the rest itself. Nothing of a
         training step."""
-        from ltx2rt.passes.fuse import fuse, snakes
+        from ltx2rt.fused.snake_beta import snakes
+        from ltx2rt.passes.fuse import fuse
         from ltx2rt.passes.interleave import interleave
 
         if train:

@@ -19,8 +19,8 @@ import numpy as np
 from jax import Array, lax
 from ltx2rt_kernels.attention import tpu as kernel
 
+from ltx2rt.fused.snake_beta import snake_windows
 from ltx2rt.graph.encodings import ENCODINGS, FLOAT8_STEP, FLOAT8_TINY, rotation
-from ltx2rt.graph.fused import snake_windows
 from ltx2rt.graph.ops import window_blocks
 from ltx2rt_tpu.factory import LEAST_BYTES
 

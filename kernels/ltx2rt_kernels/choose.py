@@ -14,31 +14,25 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-FOLDERS = {
+FOLDERS = {  # of ops whose kernel is not in a folder of their name
     "modulate": "norm_modulate",
-    "norm_modulate": "norm_modulate",
     "norm_scale": "norm_modulate",
     "gated_residual": "residual_norm_modulate",
-    "residual_norm_modulate": "residual_norm_modulate",
     "sum_squares": "qk_norm_rope",
-    "qk_norm_rope": "qk_norm_rope",
     "qk_scale_rope": "qk_norm_rope",
     "qk_norm": "qk_norm_rope",
     "qk_scale": "qk_norm_rope",
-    "linear_gelu": "linear_gelu",
-    "head_gate": "head_gate",
     "head_gate_rows": "head_gate",
-    "pixel_norm_silu": "pixel_norm_silu",
-    "snake_beta": "snake_beta",
-    "quantise_rows": "quantise_rows",
-    "unpack": "unpack",
-    "neighbourhood_attention": "neighbourhood_attention",
 }
+
+
+def folder(op: str) -> str:
+    return FOLDERS.get(op, op)
 
 
 @cache
 def _module(op: str) -> Any:
-    return import_module(f"ltx2rt_kernels.{FOLDERS[op]}.cuda")
+    return import_module(f"ltx2rt_kernels.{folder(op)}.cuda")
 
 
 @cache

@@ -1,6 +1,5 @@
 """The model graph: typed SSA over named axes, traced from plain functions, interpreted by numpy."""
 
-from ltx2rt.graph import fused  # noqa: F401  enters its ops into the table
 from ltx2rt.graph.ir import Graph, Node, ParamSpec, Type, Value
 from ltx2rt.graph.trace import Ops, Term, trace
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from ltx2rt.errors import GraphError
 from ltx2rt.graph.encodings import ENCODINGS, decoded, quantise_rows
-from ltx2rt.graph.ir import Type
+from ltx2rt.graph.ir import Node, Type
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,22 @@ class Op:
         ..., tuple[Type | tuple[Type, ...], dict[str, Any]]
     ]  # a tuple of types: an op with several results
     numpy: Callable[..., Any]  # an array, or a sequence of them from an op with several results
+    # 2 x multiply-adds of one execution; everything but products is bandwidth
+    flops: Callable[[Node], int] = lambda node: 0
+    linear: str = ""  # of a layer's weights: "plain", or "quantised" where it multiplies 8 bits
+    launch: str = ""  # the kernel that runs two such nodes, or two of its other ops, in one launch
 
 
 OPS: dict[str, Op] = {}
 
 
-def op(numpy: Callable[..., Any]):
-    """Enter the decorated rule into the table under its name, with its numpy definition."""
+def op(numpy: Callable[..., Any], **more: Any):
+    """Enter the decorated rule into the table under its name, with its numpy definition. more: of
+    the fields of `Op`."""
 
     def register(rule):
         name = rule.__name__.rstrip("_")
-        OPS[name] = Op(name, rule, numpy)
+        OPS[name] = Op(name, rule, numpy, **more)
         return rule
 
     return register
@@ -166,7 +171,10 @@ def select(condition: Type, x: Type, y: Type):
     return Type(axes, tuple(map(max, *views)), dtype), {"views": views}
 
 
-@op(lambda x, scale, shift, views: x * (1 + scale.reshape(views[0])) + shift.reshape(views[1]))
+@op(
+    lambda x, scale, shift, views: x * (1 + scale.reshape(views[0])) + shift.reshape(views[1]),
+    launch="rows",
+)
 def modulate(x: Type, scale: Type, shift: Type):
     """x * (1 + scale) + shift, the AdaLN modulation."""
     _same_dtype(x, scale, shift)
@@ -338,6 +346,10 @@ def take(x: Type, index: Type, *, axis: str):
 # --- networks -------------------------------------------------------------------------------------
 
 
+def linear_flops(node: Node) -> int:
+    return 2 * node.inputs[0].type.num_elements * math.prod(node.args["out_shape"])
+
+
 def _numpy_linear(x, weight, bias=None, *, num_contracted, out_shape):
     lead = x.shape[: x.ndim - num_contracted]
     y = x.reshape(-1, weight.shape[1]) @ weight.T
@@ -346,7 +358,7 @@ def _numpy_linear(x, weight, bias=None, *, num_contracted, out_shape):
     return y.reshape(*lead, *out_shape)
 
 
-@op(_numpy_linear)
+@op(_numpy_linear, flops=linear_flops, linear="plain")
 def linear(
     x: Type,
     weight: Type,
@@ -379,7 +391,7 @@ def _numpy_linear_float8(x, weight, scale, bias=None, *, num_contracted, out_sha
     return y.reshape(*lead, *out_shape)
 
 
-@op(_numpy_linear_float8)
+@op(_numpy_linear_float8, flops=linear_flops, linear="quantised")
 def linear_float8(
     x: Type,
     weight: Type,
@@ -430,6 +442,10 @@ def _windows(x, kernel, stride, dilation):
     return view[(Ellipsis, *(slice(None, None, d) for d in dilation))]
 
 
+def conv_flops(node: Node) -> int:
+    return 2 * node.outputs[0].type.num_elements * math.prod(node.inputs[1].type.shape[1:])
+
+
 def _numpy_conv(x, weight, bias=None, *, stride, dilation):
     n = weight.ndim - 2
     w = _windows(x, weight.shape[2:], stride, dilation)
@@ -438,7 +454,7 @@ def _numpy_conv(x, weight, bias=None, *, stride, dilation):
     return y if bias is None else y + bias.reshape(-1, *(1,) * n)
 
 
-@op(_numpy_conv)
+@op(_numpy_conv, flops=conv_flops)
 def conv(
     x: Type,
     weight: Type,
@@ -469,6 +485,10 @@ def conv(
     }
 
 
+def _conv_transpose_flops(node: Node) -> int:
+    return 2 * node.inputs[0].type.num_elements * math.prod(node.inputs[1].type.shape[1:])
+
+
 def _numpy_conv_transpose(x, weight, bias=None, *, stride):
     b, _, t = x.shape
     k = weight.shape[2]
@@ -480,7 +500,7 @@ def _numpy_conv_transpose(x, weight, bias=None, *, stride):
     return y if bias is None else y + bias[:, None]
 
 
-@op(_numpy_conv_transpose)
+@op(_numpy_conv_transpose, flops=_conv_transpose_flops)
 def conv_transpose(x: Type, weight: Type, bias: Type | None = None, *, stride: int):
     """1-D transposed convolution, uncropped: x (B, channels, time), weight (in, out, kernel) as
     torch stores it."""
@@ -559,11 +579,15 @@ def _attend(q, k, v, bias, scale, bias_view):
     return y, (top + np.log(total))[..., 0].reshape(b, heads, t).swapaxes(1, 2)
 
 
+def _attention_flops(node: Node) -> int:
+    return 4 * node.inputs[0].type.num_elements * node.inputs[1].type.shape[1]
+
+
 def _numpy_attention(q, k, v, bias=None, *, scale, bias_view):
     return _attend(q, k, v, bias, scale, bias_view)[0]
 
 
-@op(_numpy_attention)
+@op(_numpy_attention, flops=_attention_flops)
 def attention(q: Type, k: Type, v: Type, bias: Type | None = None, *, scale: float):
     """softmax(q k^T scale + bias) v with q (B, tokens, heads, head_dim), k and v (B, context,
     kv_heads, head_dim).
@@ -634,6 +658,10 @@ def window_blocks(
     return begins, boxes, (behind >= 0) & (behind < window)
 
 
+def _neighbourhood_flops(node: Node) -> int:
+    return 4 * node.inputs[0].type.num_elements * math.prod(node.attrs["window"])
+
+
 def _numpy_neighbourhood_attention(q, k, v, *, window, first, scale):
     starts = [
         window_starts(*sizes)
@@ -656,7 +684,7 @@ def _numpy_neighbourhood_attention(q, k, v, *, window, first, scale):
     return y
 
 
-@op(_numpy_neighbourhood_attention)
+@op(_numpy_neighbourhood_attention, flops=_neighbourhood_flops)
 def neighbourhood_attention(
     q: Type,
     k: Type,
@@ -884,7 +912,7 @@ def _numpy_attention_part(q, k, v, bias=None, *, scale, bias_view):
     return np.concatenate([y, upper[..., None], (log_sum - upper)[..., None]], axis=-1)
 
 
-@op(_numpy_attention_part)
+@op(_numpy_attention_part, flops=_attention_flops)
 def attention_part(q: Type, k: Type, v: Type, bias: Type | None = None, *, scale: float):
     """Attention to this device's share of the keys: (B, tokens, heads, head_dim + 2).
 

@@ -3,15 +3,13 @@ off the graph."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from ltx2rt.graph.ir import Graph, Node
-from ltx2rt.graph.ops import COLLECTIVES
+from ltx2rt.graph.ops import COLLECTIVES, OPS
 
-LINEARS = ("linear", "linear_gelu")
 VIEWS = {
     "split",
     "merge",
@@ -158,29 +156,25 @@ def flops(graph: Graph, runs: RunsById = EACH_ONCE) -> int:
     )
 
 
-def float8_flops(graph: Graph) -> int:
-    """The part of `flops` in which float8 numbers are multiplied."""
-    return sum(node_flops(node) * times for node, times in graph.walk() if is_float8(node))
+def quantised_flops(graph: Graph) -> int:
+    """The part of `flops` in which numbers of 8 bits are multiplied."""
+    return sum(node_flops(node) * times for node, times in graph.walk() if is_quantised(node))
 
 
-def is_float8(node: Node) -> bool:
-    """Whether the node multiplies float8 numbers."""
-    return node.op.endswith("linear_float8")
+def is_quantised(node: Node) -> bool:
+    """Whether the node multiplies quantised weights in their 8 bits."""
+    return _linear(node) == "quantised"
+
+
+def is_plain_linear(node: Node) -> bool:
+    """Whether the node multiplies weights in the dtype of its operand."""
+    return _linear(node) == "plain"
+
+
+def _linear(node: Node) -> str:
+    return OPS[node.op].linear if node.op in OPS else ""
 
 
 def node_flops(node: Node) -> int:
     """2 x multiply-adds of one execution of one node; a repeat's body is not counted."""
-    if node.op in LINEARS or is_float8(node):
-        return 2 * node.inputs[0].type.num_elements * math.prod(node.args["out_shape"])
-    if node.op in ("conv", "padded_conv"):
-        weight, out = node.inputs[1].type, node.outputs[0].type
-        return 2 * out.num_elements * math.prod(weight.shape[1:])
-    if node.op == "conv_transpose":
-        x, weight = node.inputs[0].type, node.inputs[1].type
-        return 2 * x.num_elements * math.prod(weight.shape[1:])
-    if node.op in ("attention", "attention_part"):
-        q, k = node.inputs[0].type, node.inputs[1].type
-        return 4 * q.num_elements * k.shape[1]
-    if node.op == "neighbourhood_attention":
-        return 4 * node.inputs[0].type.num_elements * math.prod(node.attrs["window"])
-    return 0
+    return OPS[node.op].flops(node) if node.op in OPS else 0

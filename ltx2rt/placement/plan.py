@@ -18,8 +18,8 @@ from ltx2rt.placement.cost import (
     activation_bytes,
     by_kind,
     exchanges,
-    float8_flops,
     flops,
+    quantised_flops,
     weight_bytes,
 )
 from ltx2rt.placement.devices import DeviceKind
@@ -144,7 +144,7 @@ def cost(work: Work, runs: RunsById = EACH_ONCE) -> StageCost:
         read_bytes=sum(weight_bytes([graph]) * times for graph, times in work.calls),
         flops=sum(flops(graph, runs) * times for graph, times in work.calls),
         exchanged=exchanged,
-        float8_flops=sum(float8_flops(graph) * times for graph, times in work.calls),
+        float8_flops=sum(quantised_flops(graph) * times for graph, times in work.calls),
         loops=work.before is not None,
         calls=work.calls,
         runs=runs,

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from ltx2rt.graph.ir import Graph, Node
 from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt.placement.cost import (
-    LINEARS,
     ONCE,
     RECEIVED,
     VIEWS,
     RunsById,
-    is_float8,
+    is_plain_linear,
+    is_quantised,
     node_flops,
 )
 from ltx2rt.placement.devices import DeviceKind
@@ -93,8 +93,8 @@ class Timeline:
 
     def compute(self, node: Node) -> None:
         flops = round(node_flops(node) * self.runs.get(id(node), ONCE).work)
-        float8 = is_float8(node) or (self.float8 and node.op in LINEARS)
-        rate = self.kind.float8_flops_per_s if float8 else self.kind.flops_per_s
+        quantised = is_quantised(node) or (self.float8 and is_plain_linear(node))
+        rate = self.kind.float8_flops_per_s if quantised else self.kind.flops_per_s
         kind = "attention" if "attention" in node.op else "product" if flops else "kernel"
         moved = (
             sum(v.type.nbytes for v in (*node.inputs, *node.outputs)) if node.op == "unpack" else 0

@@ -20,7 +20,7 @@ from ltx2rt.graph.ir import Graph
 from ltx2rt.passes.coalesce import coalesce
 from ltx2rt.passes.place import place
 from ltx2rt.passes.share import share
-from ltx2rt.placement.cost import LINEARS, node_flops
+from ltx2rt.placement.cost import is_plain_linear, node_flops
 from ltx2rt.placement.devices import DeviceKind
 from ltx2rt.placement.mesh import canonical
 from ltx2rt.placement.placement import Placement
@@ -204,7 +204,9 @@ class Estimator:
             encoding = ENCODINGS.get(self.session.options.weights_dtype or "")
             if encoding and encoding.product:  # almost all linears are
                 linear = sum(
-                    node_flops(node) * times for node, times in placed.walk() if node.op in LINEARS
+                    node_flops(node) * times
+                    for node, times in placed.walk()
+                    if is_plain_linear(node)
                 )
                 found = replace(found, float8_flops=linear, float8=True)
             self._costs[key] = found

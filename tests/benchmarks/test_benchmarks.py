@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
-from ltx2rt_kernels.choose import FOLDERS
+from ltx2rt_cuda.ops import WITH_KERNEL
 
 from benchmarks import (
     cold_start,
@@ -286,7 +286,7 @@ def test_every_op_with_a_kernel_is_raced_against_its_floor(tmp_path, capsys):
         "qk_scale",
         "neighbourhood_attention",
     }  # on several devices; in LTX-2.5
-    assert {case["op"] for case in facts["cases"]} == set(FOLDERS) - elsewhere
+    assert {case["op"] for case in facts["cases"]} == set(WITH_KERNEL) - elsewhere
     assert {case["why_not"] for case in facts["cases"]} == {
         "the operands are on cpu, the kernel runs on cuda"
     }
@@ -318,7 +318,8 @@ def test_operands_are_raced_as_they_lie_in_the_runtime():
     """q and k as slices of packed rows, the keys' heads beside them; the decoder's videos channels
     last."""
     found = kernels.cases(
-        kernels.request_graphs("tiny-2.3", 64, 64, 9, levels=1, parts=("stage2", "decode")), FOLDERS
+        kernels.request_graphs("tiny-2.3", 64, 64, 9, levels=1, parts=("stage2", "decode")),
+        WITH_KERNEL,
     )
     for case in found:
         drawn = kernels.operands(case, torch.device("cpu"), torch.Generator())
@@ -360,7 +361,7 @@ def test_bytes_of_a_kernel_are_those_of_its_operands_and_results():
     """Of an image's two timesteps: some rows per sample, some per token."""
     found = kernels.cases(
         kernels.request_graphs("tiny-2.3", 64, 64, 9, levels=2, weights_dtype="float8"),
-        list(FOLDERS),
+        WITH_KERNEL,
     )
     for case in found:
         read = (
@@ -369,7 +370,7 @@ def test_bytes_of_a_kernel_are_those_of_its_operands_and_results():
         expected = sum(v.type.nbytes for v in (*read, *case.node.outputs))
         assert case.bytes.minimum == expected, case
     one_step = {
-        op: sum(c.calls.get("stage1", 0) for c in found if c.node.op == op) for op in FOLDERS
+        op: sum(c.calls.get("stage1", 0) for c in found if c.node.op == op) for op in WITH_KERNEL
     }
     # Six attentions in each of three blocks; in one of them branches part between two gates and
     # what they gate.

@@ -19,7 +19,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
-from ltx2rt_kernels.choose import FOLDERS, launched
+from ltx2rt_kernels.choose import folder, launched
 from triton.runtime import interpreter
 
 from ltx2rt.graph.encodings import ENCODINGS
@@ -425,7 +425,7 @@ def errors(*cases: Case) -> list[float]:
     already rounded operands."""
     if len(cases) == 1:
         ((op, operands, plan, _),) = cases
-        kernels = import_module(f"ltx2rt_kernels.{FOLDERS[op]}.cuda")
+        kernels = import_module(f"ltx2rt_kernels.{folder(op)}.cuda")
         found = getattr(kernels, op)(*operands, **plan)
     else:
         found = launched([case[:3] for case in cases])
@@ -439,8 +439,8 @@ def errors(*cases: Case) -> list[float]:
 
 def references(case: Case) -> list[np.ndarray]:
     op, operands, plan, keywords = case
-    kernels = import_module(f"ltx2rt_kernels.{FOLDERS[op]}.cuda")
-    reference = import_module(f"ltx2rt_kernels.{FOLDERS[op]}.reference")
+    kernels = import_module(f"ltx2rt_kernels.{folder(op)}.cuda")
+    reference = import_module(f"ltx2rt_kernels.{folder(op)}.reference")
     assert (reason := kernels.why_not(*operands, **plan)) is None, reason
     arrays = [v.double().cpu().numpy() for v in operands]
     if index_view := plan.get("index_view"):

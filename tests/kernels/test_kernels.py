@@ -15,13 +15,13 @@ import torch
 from kernel_cases import CASES, DTYPES, NEEDS_GPU, TOGETHER, Operands
 from ltx2rt_cuda.lower import lower
 from ltx2rt_cuda.ops import OPS as TORCH_OPS
-from ltx2rt_cuda.ops import channels_last
-from ltx2rt_kernels.choose import FOLDERS, why_not
+from ltx2rt_cuda.ops import WITH_KERNEL, channels_last
+from ltx2rt_kernels.choose import folder, why_not
 
 from ltx2rt.graph.encodings import quantise_rows
 from ltx2rt.graph.ops import OPS
 from ltx2rt.models import video_vae
-from ltx2rt.passes.fuse import JOINED, fuse
+from ltx2rt.passes.fuse import fuse
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.random.presets import preset
 
@@ -68,11 +68,13 @@ def test_kernel_equals_its_reference(name, dtype, measured):
 
 
 def test_every_op_with_a_kernel_has_a_case():
-    assert {build(Operands("cpu", torch.float32))[0] for build in CASES.values()} == set(FOLDERS)
+    assert {build(Operands("cpu", torch.float32))[0] for build in CASES.values()} == set(
+        WITH_KERNEL
+    )
     joined = {
         CASES[name](Operands("cpu", torch.float32))[0] for names in TOGETHER for name in names
     }
-    assert joined == set(JOINED)
+    assert joined == {name for name, one in OPS.items() if one.launch}
 
 
 def array(v: torch.Tensor) -> np.ndarray:
@@ -101,9 +103,7 @@ def test_op_table_means_what_the_kernels_do(name):
 def test_linear_gelu_hands_its_operands_over_in_their_order():
     """torch's function has GELU by erf on a CPU; what differs on a GPU is this alone."""
     op, (x, weight, bias), plan, _ = CASES["linear_gelu"](Operands("cpu", torch.float32))
-    found = getattr(import_module(f"ltx2rt_kernels.{FOLDERS[op]}.cuda"), op)(
-        x, weight, bias, **plan
-    )
+    found = getattr(import_module(f"ltx2rt_kernels.{folder(op)}.cuda"), op)(x, weight, bias, **plan)
     expected = torch.nn.functional.gelu(
         torch.einsum("bthd,nhd->btn", x, weight.unflatten(1, x.shape[2:])) + bias
     )
@@ -146,7 +146,7 @@ def test_reason_why_not_is_told():
 )
 def test_kernel_refuses_what_it_cannot_take(op, change, reason):
     name, (x, *others), plan, _ = CASES[op](Operands("cpu", torch.float32))
-    kernels = import_module(f"ltx2rt_kernels.{FOLDERS[name]}.cuda")
+    kernels = import_module(f"ltx2rt_kernels.{folder(name)}.cuda")
     assert kernels.why_not(x, *others, **plan) is None
     assert reason in kernels.why_not(change(x), *others, **plan)
 
@@ -248,7 +248,7 @@ def test_kernels_compile_for_hopper_without_spills(launches, tmp_path):
     )
     for name, used in found.items():
         print(f"{name}: {used['registers']} registers, {used['spilled_bytes']} bytes spilled")
-    assert {name.split()[0] for name in found} == {*FOLDERS, "together"} - set(NEEDS_GPU)
+    assert {name.split()[0] for name in found} == {*WITH_KERNEL, "together"} - set(NEEDS_GPU)
     assert all(
         used["spilled_bytes"] == 0 and used["registers"] <= 128 for used in found.values()
     ), found
@@ -313,4 +313,4 @@ def test_kernels_move_the_least_bytes_but_for_cached_rows():
 
 
 def bytes_moved(op, shapes, dtype):
-    return import_module(f"ltx2rt_kernels.{FOLDERS[op]}.reference").bytes_moved(op, shapes, dtype)
+    return import_module(f"ltx2rt_kernels.{folder(op)}.reference").bytes_moved(op, shapes, dtype)

@@ -16,10 +16,11 @@ from ltx2rt_tpu.program import Assembled
 
 from ltx2rt.backend import get_backend
 from ltx2rt.config import GeneratorConfig, VocoderConfig
+from ltx2rt.fused.snake_beta import snakes
 from ltx2rt.graph import trace
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.models import vocoder
-from ltx2rt.passes.fuse import fuse, snakes
+from ltx2rt.passes.fuse import fuse
 from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights.names import to_diffusers
 from ltx2rt.weights.random.presets import preset

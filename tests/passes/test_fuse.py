@@ -8,11 +8,12 @@ import pytest
 from placed_cases import NAMES, case
 
 from ltx2rt.backend import get_backend
+from ltx2rt.fused.together import apart
 from ltx2rt.graph import trace
-from ltx2rt.graph.fused import apart
 from ltx2rt.graph.interpret import interpret
+from ltx2rt.graph.ops import OPS
 from ltx2rt.models import gemma, video_vae, vocoder
-from ltx2rt.passes.fuse import JOINED, fuse
+from ltx2rt.passes.fuse import fuse
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, random_params, relative_l2
@@ -35,7 +36,7 @@ def fused_ops(graph) -> dict[str, int]:
 
 def launches(graph) -> Counter:
     """Of the kernels that take two nodes at once."""
-    return Counter(JOINED[apart(node)[0].op] for node in graph.nodes if apart(node)[0].op in JOINED)
+    return Counter(kernel for node in graph.nodes if (kernel := OPS[apart(node)[0].op].launch))
 
 
 def body(graph):
@@ -128,7 +129,7 @@ def test_a_block_does_both_streams_in_one_launch(generation, rows, devices):
     block = body(fuse(case(f"guided-{generation}").on(devices)))
     assert launches(block) == {"rows": rows} | ({"head_gate": 3} if generation == "2.3" else {})
     for node in block.nodes:
-        assert len({JOINED[part.op] for part in apart(node) if node.op == "together"}) <= 1
+        assert len({OPS[part.op].launch for part in apart(node) if node.op == "together"}) <= 1
 
 
 @pytest.mark.parametrize("devices", (1, 2))

@@ -30,7 +30,7 @@ from ltx2rt.passes.pack import pack
 from ltx2rt.passes.place import place
 from ltx2rt.passes.quantise import differentiable
 from ltx2rt.passes.quantise import quantise as quantised
-from ltx2rt.placement.cost import float8_flops, flops, touched_bytes, weight_bytes
+from ltx2rt.placement.cost import flops, quantised_flops, touched_bytes, weight_bytes
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
@@ -264,8 +264,8 @@ def test_costs_are_read_off_the_graph():
     elements = (48 * 32 + 32 * 32 + 32 * 48 + 32 * 32) * (LAYERS - 2)
     rows = (48 + 32 + 32 + 32) * (LAYERS - 2)
     assert weight_bytes([before]) - weight_bytes([after]) == elements - 4 * rows
-    assert flops(before) == flops(after) and float8_flops(before) == 0
-    assert float8_flops(after) == 2 * 6 * elements
+    assert flops(before) == flops(after) and quantised_flops(before) == 0
+    assert quantised_flops(after) == 2 * 6 * elements
     assert touched_bytes(after, {"blocks.2.up.weight"}) == 48 * 32 + 4 * 48
     assert touched_bytes(after, {"blocks.0.up.weight"}) == 2 * 48 * 32
 

@@ -1,0 +1,95 @@
+"""The gate of each head and what it chooses from, with the float8 linear behind it or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ltx2rt.errors import GraphError
+from ltx2rt.fused.pattern import Found, Uses, node_of, pattern
+from ltx2rt.graph.ir import Graph, Node, Type
+from ltx2rt.graph.ops import OPS, _same_dtype, linear_flops, op
+
+
+def _numpy_head_gate(y, logits, *choice):
+    if choice:
+        keep, v = choice
+        y = np.where(keep.reshape(-1, *[1] * (y.ndim - 1)) != 0, y, v)
+    return y * (2 * OPS["sigmoid"].numpy(logits))[..., None]
+
+
+@op(_numpy_head_gate, launch="head_gate")
+def head_gate(y: Type, logits: Type, *choice: Type):
+    """y * 2 sigmoid(logits), one logit per head: y (B, ..., heads, head_dim), logits (B, ...,
+    heads).
+
+    choice: keep (B) and v like y: samples whose keep is 0 are v's instead of y's.
+    """
+    _same_dtype(y, logits, *choice[1:])
+    if choice:
+        keep, v = choice
+        if not (keep.axes == y.axes[:1] and keep.shape == y.shape[:1] and v == y):
+            raise GraphError(f"head_gate: {keep} or {v} of {y}")
+    if not (logits.axes == y.axes[:-1] and logits.shape == y.shape[:-1]):
+        raise GraphError(f"head_gate: {logits} does not fit {y}")
+    return y, {}
+
+
+def divided(operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Operands of head_gate_linear_float8: the gate's, and weight, scale and bias, if there is
+    one."""
+    at = 4 if len(operands) > 5 else 2
+    return operands[:at], operands[at:]
+
+
+def _numpy_head_gate_linear_float8(*operands, **args):
+    gate, others = divided(operands)
+    return OPS["linear_float8"].numpy(_numpy_head_gate(*gate), *others, **args)
+
+
+@op(_numpy_head_gate_linear_float8, flops=linear_flops, linear="quantised")
+def head_gate_linear_float8(*operands: Type, contract: tuple[str, ...], out: dict[str, int]):
+    """The per-head gate, then a linear layer of float8 weights, whose operand each token's heads
+    are together."""
+    gate, others = divided(operands)
+    y = gate[0]
+    OPS["head_gate"].rule(*gate)
+    if tuple(contract) != y.axes[-2:]:
+        raise GraphError(f"head_gate_linear_float8: {contract} of {y} are not the heads of a token")
+    return OPS["linear_float8"].rule(y, *others, contract=contract, out=out)
+
+
+@pattern
+def _head_gate(graph: Graph, uses: Uses, node: Node) -> Found | None:
+    """y * 2 sigmoid(logits), y of some samples chosen from other values or not."""
+    if node.op != "mul":
+        return None
+    y, gate = node.inputs
+    doubled = uses.only(gate, "affine")
+    if (
+        doubled is None
+        or doubled.args != {"scale": 2.0, "offset": 0.0}
+        or gate.type.axes != y.type.axes[:-1]
+    ):
+        return None
+    sigmoid = uses.only(doubled.inputs[0], "sigmoid")
+    if sigmoid is None or gate.type.shape != y.type.shape[:-1]:
+        return None
+    gone, inputs = [sigmoid, doubled, node], [y, *sigmoid.inputs]
+    if (chosen := uses.only(y, "select")) is not None:
+        keep, kept, other = chosen.inputs
+        if keep.type.axes == y.type.axes[:1] and kept.type == other.type == y.type:
+            gone, inputs = [chosen, *gone], [kept, *sigmoid.inputs, keep, other]
+    return gone, [node_of("head_gate", inputs, node.outputs)]
+
+
+@pattern
+def _head_gate_float8(graph: Graph, uses: Uses, node: Node) -> Found | None:
+    """The gate in front of a float8 linear that reads all heads of a token."""
+    gate = uses.only(node.inputs[0], "head_gate") if node.op == "linear_float8" else None
+    if gate is None or tuple(node.attrs["contract"]) != gate.outputs[0].type.axes[-2:]:
+        return None
+    inputs = (*gate.inputs, *node.inputs[1:])
+    return [gate, node], [node_of("head_gate_linear_float8", inputs, node.outputs, **node.attrs)]

@@ -1,0 +1,96 @@
+"""What a fused op's pattern is written with, and the patterns, in the order in which `passes.fuse`
+looks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ltx2rt.graph.ir import Graph, Node, Value
+from ltx2rt.graph.ops import OPS
+
+
+class Uses:
+    """Who makes and who reads each value of one graph."""
+
+    def __init__(self, graph: Graph):
+        self.nodes: set[int] = set()
+        self.makers: dict[int, Node] = {}
+        self.readers: dict[int, list[Node]] = {}
+        self.kept = {id(v) for v in graph.outputs.values()}
+        self.order = {
+            id(node): i for i, node in enumerate(graph.nodes)
+        }  # a reader's number is never less than a maker's
+        for node in graph.nodes:
+            self._add(node)
+
+    def _add(self, node: Node) -> None:
+        self.nodes.add(id(node))
+        self.makers |= {id(v): node for v in node.outputs}
+        for v in node.inputs:
+            self.readers.setdefault(id(v), []).append(node)
+
+    def substitute(self, gone: Sequence[Node], new: Sequence[Node], late: Sequence[Node]) -> None:
+        """`new` for `gone`, with `late` behind them."""
+        last = max(self.order[id(node)] for node in gone)
+        self.order |= {id(node): last for node in (*new, *late)}
+        for node in gone:
+            self.nodes.remove(id(node))
+            for v in node.outputs:
+                del self.makers[id(v)]
+            for v in node.inputs:
+                self.readers[id(v)].remove(node)
+        for node in new:
+            self._add(node)
+
+    def maker(self, value: Value, op: str) -> Node | None:
+        """The node that makes `value`, if it is an `op`."""
+        node = self.makers.get(id(value))
+        return node if node is not None and node.op == op else None
+
+    def only(self, value: Value, op: str) -> Node | None:
+        """The node that makes `value`, if it is an `op` and only one operand of one node reads the
+        value."""
+        single = len(self.readers.get(id(value), ())) == 1 and id(value) not in self.kept
+        return self.maker(value, op) if single else None
+
+    def depends(self, value: Value, on: set[int]) -> bool:
+        """Whether a result of the nodes `on` goes into `value`."""
+        stack, seen = [value], set()
+        first = min(self.order[node] for node in on)
+        while stack:
+            node = self.makers.get(id(stack.pop()))
+            if node is None or id(node) in seen or self.order[id(node)] < first:
+                continue
+            if id(node) in on:
+                return True
+            seen.add(id(node))
+            stack += node.inputs
+        return False
+
+
+Found = tuple[Sequence[Node], Sequence[Node]]  # the nodes that go, and those that take their place
+Match = Callable[[Graph, Uses, Node], Found | None]
+PATTERNS: list[Match] = []
+
+
+def pattern(match: Match) -> Match:
+    """Enter a pattern behind the others. It gets a graph and one node, the last that it needs to
+    see or the one in the middle."""
+    PATTERNS.append(match)
+    return match
+
+
+def node_of(op: str, inputs: Sequence[Value], outputs: Sequence[Value], **attrs) -> Node:
+    _, args = OPS[op].rule(*(v.type for v in inputs), **attrs)
+    return Node(op, tuple(inputs), tuple(outputs), attrs, args)
+
+
+def grouped(operands: Sequence[Any], size: int) -> list[tuple[Any, ...]]:
+    """Operands that follow one another, `size` at a time."""
+    return list(zip(*[iter(operands)] * size, strict=True))
+
+
+def one_or_many(results: Sequence[Any]):
+    return results[0] if len(results) == 1 else results
