@@ -17,7 +17,7 @@ from ltx2rt.fused.head_gate import divided
 from ltx2rt.fused.norm_modulate import pairs, rows_per_token
 from ltx2rt.fused.pattern import grouped
 from ltx2rt.fused.snake_beta import snake_windows
-from ltx2rt.graph.encodings import ENCODINGS, FLOAT8_STEP, FLOAT8_TINY, rotation
+from ltx2rt.graph.encodings import DECODED, ENCODINGS, FLOAT8_STEP, FLOAT8_TINY, rotation
 from ltx2rt.scheduling import in_use
 from ltx2rt_cuda.attention import attention as attend
 from ltx2rt_cuda.attention import attention_part as attend_part
@@ -36,7 +36,6 @@ DTYPES = {
 # (pytorch/ao#4582): shorter ones are filled up with rows of zeros. LTX-2's sound has 126 tokens and
 # a feed-forward of K = 8192.
 FEW_ROWS, LONG_ROWS = 272, 4096
-DECODED = 2**24  # bytes of a stored matrix that are decoded at once
 ROW_GRID, ROW_TILE = (
     16,
     64,
@@ -813,12 +812,14 @@ def encode(encoding: str, x: Tensor) -> tuple[Tensor, ...]:
 def unpack(*fields: Tensor, encoding: str, dtype: str) -> Tensor:
     """Some rows at a time: what is computed in passing, in float32, stays small beside the
     matrix."""
-    decode, parts = ENCODINGS[encoding].decode, []
-    rows = max(1, DECODED // fields[0].shape[1])
-    for start in range(0, len(fields[0]), rows):
-        part = decode(TorchOps, *(field[start : start + rows] for field in fields))
-        parts.append(part.to(DTYPES[dtype]))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    row, count = ENCODINGS[encoding], len(fields[0])
+    n = row.numbers(fields[0].shape[1])
+    matrix = torch.empty((count, n), dtype=DTYPES[dtype], device=fields[0].device)
+    rows = max(1, DECODED // n)
+    for start in range(0, count, rows):
+        part = slice(start, start + rows)
+        matrix[part] = row.decode(TorchOps, *(field[part] for field in fields))
+    return matrix
 
 
 WITH_KERNEL = tuple(name for name, run in OPS.items() if hasattr(run, "__wrapped__"))

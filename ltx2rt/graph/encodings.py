@@ -31,6 +31,8 @@ HADAMARD = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]]
 # What four bits of nvfp4 stand for; the highest is the sign.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 INT8_STEP = float(np.float32(1 / 127))
+DECODED = 2**23  # numbers of a matrix that plain ops decode at once, some rows at a time
+PASSING_BYTES = 12  # for each of these meanwhile: float32 twice, and parts of 8 bits
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,10 @@ class Encoding:
     product: str = ""
     format: str = ""
     halves: tuple[int, ...] = ()
+
+    def numbers(self, columns: int) -> int:
+        """How many numbers a row has of which the first field stores `columns`."""
+        return columns // self.fields[0].size * self.fields[0].weights
 
 
 def quantise_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -372,6 +378,12 @@ def common(names: Iterable[str | None]) -> str | None:
     if len(found) == 1:
         return found[0] or None
     return EITHER.join(found) if all(x and ENCODINGS[x].halves for x in found) else None
+
+
+def passing_bytes(encoding: str, size: int) -> int:
+    """Bytes that plain ops take at most while they decode a matrix of so many numbers, beside it.
+    A kernel takes none. Of several types all are decoded in float32."""
+    return min(size, DECODED) * (PASSING_BYTES + 4 * encoding.count(EITHER))
 
 
 def has_products(graph: Graph) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from ltx2rt.graph.encodings import passing_bytes
 from ltx2rt.graph.ir import Graph, Node
 from ltx2rt.graph.ops import COLLECTIVES, OPS
 
@@ -112,8 +113,8 @@ def activation_bytes(graph: Graph) -> int:
     """Largest sum of the bytes of values alive at once, in execution order, views counted as their
     own memory is not.
 
-    An estimate of what an eager execution holds: it leaves out kernels' workspaces and the
-    allocator's slack.
+    An estimate of what an eager execution holds, with what decoding a weight takes in passing: it
+    leaves out kernels' workspaces and the allocator's slack.
     """
     last: dict[int, int] = {}
     for i, node in enumerate(graph.nodes):
@@ -143,6 +144,8 @@ def activation_bytes(graph: Graph) -> int:
     for i, node in enumerate(graph.nodes):
         live += sum(sizes[id(v)] for v in node.outputs if owners[id(v)] == id(v))
         inner = activation_bytes(node.repeat.body) if node.op == "repeat" else 0
+        if node.op == "unpack":
+            inner = passing_bytes(node.attrs["encoding"], node.outputs[0].type.num_elements)
         peak = max(peak, live + inner)
         live -= sum(sizes[owner] for owner in dying.get(i, ()) if owner in sizes)
     return peak

@@ -386,8 +386,10 @@ class Session:
         if self.options.stage_weights == "reload" != self.asked.stage_weights:
             said.append("weights are freed once they are used")
         networks = {network_of(c.weights): c for stage in stages for c in stage.needs(self.config)}
-        if self.options.weights_dtype is None and any(map(self.weights.packed, networks.values())):
-            said.append("weights stay as they are stored, and are decoded in every step")
+        if any(map(self.weights.packed, networks.values())):
+            when = {None: "in every step", "bfloat16": "once, while they are loaded"}
+            if when := when.get(self.options.weights_dtype):
+                said.append(f"weights that are stored in fewer bits are decoded {when}")
         for name, number in self.weights.residence.streams.items():
             sizes = pieces(self.graph(networks[name]))
             moved = streamed(sizes, number)

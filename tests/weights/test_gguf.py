@@ -653,8 +653,9 @@ def test_an_accelerator_keeps_what_is_stored_where_decoded_weights_do_not_fit(ap
             assert session.fit(stages, budget)
             chosen.append((session.options.weights_dtype, session.memory_line(stages)))
         assert [dtype for dtype, _ in chosen] == ["bfloat16", None, "bfloat16"]
-        said = "memory: weights stay as they are stored, and are decoded in every step"
-        assert [line for _, line in chosen] == ["", said, ""]
+        said = "memory: weights that are stored in fewer bits are decoded "
+        once, every = f"{said}once, while they are loaded", f"{said}in every step"
+        assert [line for _, line in chosen] == [once, every, once]
 
 
 @pytest.mark.parametrize("half", [0x7C00, 0xFC00, 0x7E00])

@@ -200,13 +200,7 @@ def why_not(*fields: Tensor, encoding: str, dtype: str) -> str | None:
 
 def unpack(*fields: Tensor, encoding: str, dtype: str) -> Tensor:
     names, stored = encoding.split(EITHER), fields[0]
-    if encoding in SCALED_ROWS:
-        n = stored.shape[1]
-    elif encoding == "nvfp4":
-        n = 2 * stored.shape[1]
-    else:
-        field = ENCODINGS[encoding].fields[0]
-        n = stored.shape[1] // field.size * field.weights
+    n = ENCODINGS[encoding].numbers(stored.shape[1])
     out = torch.empty((len(stored), n), dtype=DTYPES[dtype], device=stored.device)
     grid = (len(stored), triton.cdiv(n, TILE))
     if encoding in SCALED_ROWS:
