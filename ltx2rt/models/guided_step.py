@@ -8,8 +8,10 @@ after the transformer is float32.
 
     x0   = x - v * mask * sigma                                        per branch
     pred = c + (cfg-1)(c-u) + stg (c-p) + (modality-1)(c-q)            c cond, u uncond, p
-    perturbed, q isolated pred = pred * (r std(c) / max(std(pred), 1e-5) + 1 - r)            std
-    unbiased, over tokens and channels x0   = pred * mask + clean * (1 - mask)
+    perturbed, q isolated; of sound + voice (c-w), w without what is beside the clip's
+    pred = pred * (r std(c) / max(std(pred), 1e-5) + 1 - r)            std unbiased, over tokens and
+    channels
+    x0   = pred * mask + clean * (1 - mask)
     x'   = the sampler's next latents                                  `models.samplers`
 
 A frozen stream is given whole: its latents are the clean ones at sigma 0 in every step, it has no
@@ -45,6 +47,8 @@ from ltx2rt.models.transformer import (
 )
 
 CFG, STG, MODALITY, RESCALE = range(4)  # columns of the input `guidance` (modalities, scales)
+VOICE = 4  # column behind them for sound: the input `voice`
+HIDDEN = -1e30  # added to the scores of keys that a branch does not see
 MIN_STD = 1e-5  # survives float16, unlike 1e-8
 
 
@@ -55,12 +59,12 @@ class Branches:
     uncond: bool = False
     perturbed: bool = False
     isolated: bool = False
+    unheard: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
-        found = ["cond"]
-        found += [name for name in ("uncond", "perturbed", "isolated") if getattr(self, name)]
-        return tuple(found)
+        found = ("uncond", "perturbed", "isolated", "unheard")
+        return ("cond", *(name for name in found if getattr(self, name)))
 
     @classmethod
     def of(cls, guidance: np.ndarray) -> Branches:
@@ -123,9 +127,10 @@ def _guide(o: Ops, x0: Term, names: tuple[str, ...], scales: list[Term], tokens:
     tokens, C)."""
     c = o.at(x0, axis="branches", index=0)
     pred = c
-    for name, column in (("uncond", CFG), ("perturbed", STG), ("isolated", MODALITY)):
-        if name in names:
-            scale = scales[column] if column == STG else scales[column] - 1
+    columns = {"uncond": CFG, "perturbed": STG, "isolated": MODALITY, "unheard": VOICE}
+    for name, column in columns.items():
+        if name in names and column < len(scales):
+            scale = scales[column] - 1 if column in (CFG, MODALITY) else scales[column]
             pred += (c - o.at(x0, axis="branches", index=names.index(name))) * scale
     ratio = _std(o, c, (tokens, "C")) / o.clamp(_std(o, pred, (tokens, "C")), low=MIN_STD)
     r = scales[RESCALE]
@@ -177,9 +182,10 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
     sigmas (2): from, to; guidance (2, 4): rows video, audio; columns cfg, stg, modality, rescale
     (if any branch runs besides cond); video_attention_mask (tokens, keys) in [0, 1], if masked;
     video_keyframes_mask (tokens): 1 = a keyframe, if the model has its vector; of a relay m_relay
-    (groups, text) and m_group int32 (tokens). Of a sampler that wants them, coefficients (n),
-    m_noise, m_anchor and m_kept (videos, tokens, C). Outputs, of the modalities that are not
-    frozen: m_latent, m_x0, m_anchor, m_kept (videos, tokens, C).
+    (groups, text) and m_group int32 (tokens); if the unheard branch runs voice (1) and audio_beside
+    (audio_keys): 1 = a token beside the clip's, which that branch does not hear. Of a sampler that
+    wants them, coefficients (n), m_noise, m_anchor and m_kept (videos, tokens, C). Outputs, of the
+    modalities that are not frozen: m_latent, m_x0, m_anchor, m_kept (videos, tokens, C).
     """
 
     def model(o: Ops) -> dict[str, Term]:
@@ -206,6 +212,16 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
             for stream in made:
                 row = o.at(guidance, axis="modalities", index=("video", "audio").index(stream.name))
                 scales[stream.name] = [o.at(row, axis="scales", index=j) for j in range(4)]
+        unheard = None
+        if s.branches.unheard:
+            scales["audio"].append(
+                o.at(o.input("voice", "float32", terms=1), axis="terms", index=0)
+            )
+            beside = o.input("audio_beside", "float32", audio_keys=s.audio_tokens)
+            off = o.expand(beside * HIDDEN, axis="branches", size=1, before="audio_keys")
+            on = o.full(0.0, "float32", branches=1, audio_keys=s.audio_tokens)
+            rows = [off if name == "unheard" else on for name in names]
+            unheard = batched(o.concat(*rows, axis="branches"))
         x, clean, mask, levels, contexts, relays = {}, {}, {}, {}, {}, {}
         for stream in present:
             n, video, frozen = stream.name, stream.name == "video", stream not in made
@@ -263,6 +279,7 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
             tables=tables,
             keeps=_keeps(o, config, names, scales, s),
             bias=bias,
+            audio_bias=unheard,
             keyframes=keyframes,
             relays=relays,
             rule=s.rule,

@@ -275,7 +275,8 @@ def _block(o: Ops, config: TransformerConfig, carry, invariant, data):
         ):
             h, context = (modulated(normed[t.name], cross[t.name][name]) for t in (s, other))
             ropes = {"rope": rope(f"{s.name}_cross"), "context_rope": rope(f"{other.name}_cross")}
-            deltas[s.name] = attend(name, h, context, audio, **ropes)
+            bias = invariant.get("audio_bias") if other is audio else None
+            deltas[s.name] = attend(name, h, context, audio, bias=bias, **ropes)
         for s, keep in ((video, "a2v_keep"), (audio, "v2a_keep")):
             y = (
                 deltas[s.name] * o.cast(data[keep], dtype=o.dtype)
@@ -357,6 +358,7 @@ def transformer(
     keeps: dict[str, Term],
     bias: Term | None,
     rule: str,
+    audio_bias: Term | None = None,
     keyframes: Term | None = None,
     relays: Mapping[str, Term] | None = None,
 ) -> dict[str, Term]:
@@ -365,8 +367,8 @@ def transformer(
 
     latents: (B, tokens, C) of the streams that there are. levels: timesteps in [0,1]. sigmas ((B)).
     contexts (B, text, C'). keeps: any of video_self_keep, audio_self_keep, a2v_keep, v2a_keep
-    (layers, B). bias: video self-attention. keyframes: ((B,) tokens), 1 where a video token is a
-    keyframe's. relays: biases (B, tokens, text) of text attention.
+    (layers, B). bias: video self-attention. audio_bias (B, audio_keys): all attention to sound.
+    keyframes: ((B,) tokens), 1 where a video token is a keyframe's. relays: biases (B, tokens, text) of text attention.
     """
     o = o.under(PREFIX.rstrip("."))
     pair = [s for s in streams(config) if s.name in latents]
@@ -428,6 +430,8 @@ def transformer(
     invariant |= rope_tables(o, config, tables)
     if bias is not None:
         invariant["video_bias"] = bias
+    if audio_bias is not None:
+        invariant["audio_bias"] = audio_bias
     invariant |= {f"{name}_relay": value for name, value in (relays or {}).items()}
 
     x, _ = o.repeat(

@@ -38,6 +38,7 @@ POINTWISE = {
 }  # fmt: skip
 TOKENS, BATCH = ("tokens", "audio_tokens"), "B"
 MOVED = (*TOKENS, BATCH)  # axes that move between devices instead of being a weight's
+KEYS = {"keys": "tokens", "audio_keys": "audio_tokens"}  # names of key tokens beside a bias
 MASKED = -1e30  # added to the score of a padded key
 
 
@@ -299,7 +300,7 @@ class _Placer:
         if mesh_axis is None:
             inputs = [self._declared(p) for p in (q, k, v, *bias)]
             return [Placed(emit(self.out, "attention", *inputs, **node.attrs), q.splits)]
-        tokens = queries if keys == "keys" else keys  # a bias renames its keys
+        tokens = KEYS.get(keys, keys)  # a bias renames its keys
         if queries not in q.splits:
             return [
                 Placed(
@@ -328,7 +329,8 @@ class _Placer:
                 emit(self.out, "slice", x, axis=x.type.axes[1], stop=self.lengths[tokens])
                 for x in kv
             ]
-            q = emit(self.out, "slice", q, axis=axis, stop=self.lengths[tokens]) if bias else q
+            if bias and axis in bias[0].value.type.axes:
+                q = emit(self.out, "slice", q, axis=axis, stop=self.lengths[tokens])
         y = emit(self.out, "attention", q, *kv, *(self._declared(b) for b in bias), **node.attrs)
         missing = size - y.type.size(axis)
         return emit(self.out, "pad", y, **{axis: (0, missing)}) if missing else y
@@ -423,7 +425,7 @@ class _Placer:
                 moves = (
                     axis in MOVED
                     and self._parts(axis) > 1
-                    and (axis == BATCH or "keys" not in v.type.axes)
+                    and (axis == BATCH or not KEYS.keys() & set(v.type.axes))
                 )
                 if moves or (i >= repeat.num_carries and inner.divides(axis, size)):
                     lengths |= {axis: size} if moves and axis in TOKENS else {}

@@ -108,8 +108,7 @@ class Segmented(SoundFollowing, VideoRequest):
         return self.clip_frames
 
     def denoise(self, name: str, geometry: Geometry, *rest: Any, **more: Any) -> list[Stage]:
-        given = (*more.pop("given", ()), *self.followed(geometry))
-        return super().denoise(name, geometry, *rest, given=given, **more)
+        return super().denoise(name, geometry, *rest, **more, **self.following(name, geometry))
 
     def kept_in(self, folder: Path) -> Any:
         return replace(self, parts_folder=folder) if self.in_segments else self
@@ -260,7 +259,8 @@ def continued(
     for stage in stages:
         if isinstance(stage, Denoise):
             tail = ends(stage.geometry, file, None, overlap, 0, 1.0, options.vae_tiling, model)
-            stage = replace(stage, given=(*stage.given, *tail), masks=masks)
+            given = (*stage.given, *tail)
+            stage = replace(stage, given=given, masks={} if "audio" in stage.frozen else masks)
             yield Given(stage.name, stage.given)
         if isinstance(stage, Sound):
             stage = ContinuedSound(stage.geometry, past=past)

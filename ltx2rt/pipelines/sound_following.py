@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
@@ -13,7 +14,7 @@ from ltx2rt.session.options import existing_file
 from ltx2rt.stages.conditioning import ReferenceSpec
 from ltx2rt.stages.sound_reference import SoundReference
 
-CONDITIONING = "--audio-conditioning"
+CONDITIONING, VOICE = "--audio-conditioning", "--voice"
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,31 @@ class SoundFollowing(Request):
         choices=("start", "before"),
     )
 
+    voice: Path | None = flag(
+        None,
+        "speech in the voice that the clip's speaker has, some 5 s, for an ID-LoRA",
+        Path,
+        group="conditioning",
+        metavar="FILE",
+    )
+    voice_guidance: float = flag(
+        3.0,
+        "scale of guidance by --voice for sound, 0 for none",
+        group="guidance",
+        least=0,
+    )
+
     def check(self) -> None:
         super().check()
+        if self.voice and self.audio_conditioning:
+            raise InputError(f"{VOICE}: given beside {CONDITIONING}; leave one of the two out")
+        if not self.voice and self.voice_guidance != 3.0:
+            raise InputError(f"{VOICE}-guidance: there is no voice to guide by; give {VOICE}")
+        if self.voice and self.num_videos > 1 and self.num_stages > 1:
+            raise InputError(
+                f"--num-videos: {self.num_videos}, but the second stage keeps one sound of {VOICE}; run it for "
+                "each seed"
+            )
         if self.audio_conditioning:
             check_reference(CONDITIONING, self.audio_conditioning)
         elif self.audio_conditioning_at != "start":
@@ -45,17 +69,24 @@ class SoundFollowing(Request):
         super().check_files()
         if self.audio_conditioning:
             existing_file(CONDITIONING, self.audio_conditioning.path)
+        if self.voice:
+            existing_file(VOICE, self.voice)
 
     @property
     def files(self) -> list[Path]:
-        return [
-            *super().files,
-            *([self.audio_conditioning.path] if self.audio_conditioning else []),
-        ]
+        conditioning = self.audio_conditioning and self.audio_conditioning.path
+        return [*super().files, *(path for path in (conditioning, self.voice) if path)]
 
-    def followed(self, geometry: Geometry) -> tuple[SoundReference, ...]:
-        """What the sound of a stage follows."""
-        spec, before = self.audio_conditioning, self.audio_conditioning_at == "before"
-        if spec is None:
-            return ()
-        return (SoundReference(spec.path, geometry, CONDITIONING, before, spec.strength),)
+    def following(self, name: str, geometry: Geometry) -> dict[str, Any]:
+        """The fields of a denoising stage that make its sound follow a file's: of a voice stage 1's,
+        after which stage 2 keeps the sound of stage 1."""
+        if self.voice:
+            if name != "stage1":
+                return {"frozen": ("audio",)}
+            given = SoundReference(self.voice, geometry, VOICE, before=True)
+            return {"given": (given,), "voice": self.voice_guidance}
+        if spec := self.audio_conditioning:
+            before = self.audio_conditioning_at == "before"
+            found = SoundReference(spec.path, geometry, CONDITIONING, before, spec.strength)
+            return {"given": (found,)}
+        return {}

@@ -101,13 +101,13 @@ class TextToAudio(SoundFollowing):
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         assert self.steps and self.stg_blocks is not None, "the request is not resolved"
         sound = Geometry.of(model, 0, 0, self.num_frames, self.fps)
-        given = self.followed(sound)
+        follows = self.following("stage1", sound)
         stage = Denoise(
             "stage1", sound, shifted_sigmas(self.steps), loras.of("stage1"), self.noise, self.guidance,
             self.stg_blocks, sound=True, streams=("audio",), plan=step_plans.plan_of(self),
-            interval=self.guidance_interval, given=given,
+            interval=self.guidance_interval, **follows,
         )  # fmt: skip
-        before: list[Stage] = [Given("stage1", given)] if given else []
+        before: list[Stage] = [Given("stage1", stage.given)] if stage.given else []
         return [*self.text, *before, stage, Sound(sound, self.num_videos)]
 
 

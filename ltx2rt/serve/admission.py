@@ -59,6 +59,7 @@ UPLOADS = {
     "video_conditioning": VIDEO,
     "conditioning_attention_mask": VIDEO,
     "audio_conditioning": SOUND,
+    "voice": SOUND,
 }
 SEVERAL, WITH_STRENGTH = ("video_conditioning",), ("video_conditioning", "audio_conditioning")
 OURS = (

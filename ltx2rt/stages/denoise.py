@@ -74,7 +74,8 @@ class Denoise(Stage):
     conditional branch runs alone. streams: the modalities that the clip has; frozen: those of them
     that are kept whole. masks: by modality f32[targets], 1 = generate, where a part is kept. What
     is kept is the state's source, or where there is none its latents. mixed: modalities that start
-    from the state's source, mixed with noise of the first level. relay: prompts by time.
+    from the state's source, mixed with noise of the first level. relay: prompts by time. voice: the
+    scale of guidance by the sound beside the clip's, 0 for none.
     """
 
     name: str
@@ -96,11 +97,12 @@ class Denoise(Stage):
     plan: StepPlan | None = None
     interval: tuple[float, float] | None = None
     relay: Relay | None = None
+    voice: float = 0.0
 
     @property
     def branches(self) -> Branches:
         made = [row for m, row in zip(MODALITIES, self.guidance, strict=True) if m in self.streams]
-        found = Branches.of(np.array(made))
+        found = replace(Branches.of(np.array(made)), unheard=self.voice > 0)
         return found if len(self.streams) > 1 else replace(found, isolated=False)
 
     @property
@@ -217,7 +219,10 @@ class Denoise(Stage):
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         latents = {"video": state.video, "audio": state.audio}
-        kept = {m: state.source.get(m, latents[m]) for m in (*self.frozen, *self.masks)}
+        kept = {m: state.source.get(m, latents[m]) for m in self.masks}
+        for m in self.frozen:  # as a stage before has made it, one for all videos
+            made = latents[m]
+            kept[m] = state.source.get(m) if made is None else made[:1]
         states = self._states(
             state.given.get(self.name, []), {m: x for m, x in kept.items() if x is not None}
         )
@@ -292,6 +297,12 @@ class Denoise(Stage):
     def _guided(self, branches: Branches, state: State) -> dict[str, np.ndarray]:
         """The inputs that the branches of a part decide."""
         found = {"guidance": self.guidance}
+        if branches.unheard:
+            sound = self.blank["audio"]
+            found["voice"] = np.array([self.voice], np.float32)
+            found["audio_beside"] = (np.arange(sound.shape[1]) >= sound.num_target_tokens).astype(
+                np.float32
+            )
         for m in self.streams:
             found[f"{m}_context"] = state.contexts[m][
                 : 2 if branches.uncond and m in self.made else 1

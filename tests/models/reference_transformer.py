@@ -188,6 +188,7 @@ def euler_steps(
     blocks: Sequence[int] = (),
     frozen: Sequence[str] = (),
     rule: str = "C",
+    voice: tuple[float, int] | None = None,
 ) -> Iterator[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]:
     """(latents, x0) after every step, f64[T, C] by modality: the guided step's formula in float64
     over diffusers' velocities, a forward of batch 1 for each branch.
@@ -195,7 +196,8 @@ def euler_steps(
     By modality: positions [axes, T, 2], contexts [1 or 2, text, C'] (positive, negative), latents
     at the first sigma and clean ones [T, C], masks [T]. guidance: f[2, 4], rows video and audio,
     columns cfg, stg, modality, rescale; None: the conditional branch alone. blocks: of STG. frozen:
-    what is kept whole, at sigma 0, and never guided.
+    what is kept whole, at sigma 0, and never guided. voice: a scale, and how many audio tokens
+    there are in the branch that it guides away from; the later ones are not in it.
     """
     x, made = (
         {m: latents[m].astype(np.float64) for m in NAMES},
@@ -211,14 +213,20 @@ def euler_steps(
         feeds = still | {name: value.astype(np.float32) for name, value in feeds.items()}
 
         def branch(
-            negative: int = 0, x=x, feeds=feeds, sigma=sigma, **kwargs
+            negative: int = 0, x=x, feeds=feeds, sigma=sigma, heard: int | None = None, **kwargs
         ) -> dict[str, np.ndarray]:
+            own = {"video": slice(None), "audio": slice(heard)}
+            cut = {
+                f"audio_{name}": feeds[f"audio_{name}"][:, :heard]
+                for name in ("latent", "timesteps")
+            }
+            feeds = feeds | cut | {"audio_positions": feeds["audio_positions"][:, :, :heard]}
             context = {
                 f"{m}_context": contexts[m][(row := negative * (m in made)) : row + 1]
                 for m in NAMES
             }
             v = reference(module, feeds | context, rule, **kwargs)
-            return {m: x[m] - v[f"{m}_velocity"][0] * mask[m] * sigma for m in made}
+            return {m: x[m][own[m]] - v[f"{m}_velocity"][0] * mask[m][own[m]] * sigma for m in made}
 
         found = cond = branch()
         if guidance is not None:
@@ -238,6 +246,9 @@ def euler_steps(
                     + stg * (c - perturbed[m])
                     + (modality - 1) * (c - isolated[m])
                 )
+                if voice and m == "audio":
+                    scale, heard = voice
+                    y[:heard] += scale * (c[:heard] - branch(heard=heard)["audio"])
                 found = found | {m: y * (rescale * c.std(ddof=1) / y.std(ddof=1) + 1 - rescale)}
         x0 = {m: found[m] * mask[m] + clean[m] * (1 - mask[m]) for m in made}
         x = x | {m: x[m] + (x[m] - x0[m]) / sigma * (target - sigma) for m in made}

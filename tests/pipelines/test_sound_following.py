@@ -18,13 +18,16 @@ from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import LoraSpec, ModelOptions
+from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.sound import Sound
+from ltx2rt.stages.sound_reference import SoundReference
 from ltx2rt.testing import relative_l2
 
 CLOSE = 2e-5  # contract: 1e-3 at every step; float32 rounding
 SIZE = {"width": 64, "height": 64, "num_frames": 17, "steps": 2, "seed": 5}
+SIDES = {"width": 64, "height": 64}
 TARGETS = 18  # audio latents of 17 frames at 24 fps
 
 
@@ -57,7 +60,8 @@ def voice(tmp_path_factory):
 
 def run(session, name="one-stage", **more):
     """The request and the state of a run up to its decoders."""
-    plan = make_plan(session, make_request(name, prompt="a fox says hello", **SIZE | more))
+    size = {key: value for key, value in SIZE.items() if key != "steps" or name != "distilled"}
+    plan = make_plan(session, make_request(name, prompt="a fox says hello", **size | more))
     kept = tuple(s for s in plan.stages if not isinstance(s, (Frames, Sound)))
     return plan.request, produce(session, replace(plan, stages=kept), keep=True)[0]
 
@@ -129,6 +133,58 @@ def test_every_step_is_the_formula_over_diffusers(sessions, voice, generation, a
                     assert relative_l2(found, expected[m]) <= CLOSE, (name, m, kind, i)
 
 
+@pytest.mark.parametrize("generation, guided", [("2.3", True), ("2.3", False), ("2.0", True)])
+def test_voice_guidance_is_the_formula_over_diffusers(sessions, voice, generation, guided):
+    """On both backends, every step. Of the branch that it guides away from diffusers is not given
+    the voice's tokens at all; pictures are those of a run without guidance by the voice."""
+    both, folder = sessions(generation)
+    neutral = {"cfg": 1, "stg": 0, "modality": 1, "rescale": 0}
+    names = {f"{m}_{name}": x for m in ("video", "audio") for name, x in neutral.items()}
+    given = {"voice": voice, "voice_guidance": 2.5} | ({} if guided else names)
+    runs = {name: run(session, **given) for name, session in both.items()}
+    request, state = runs["cuda"]
+    count = state.record["reference.audio"].shape[2]
+    clean = {m: np.zeros(state.record[f"stage1.{m}.noise"].shape[1:]) for m in ("video", "audio")}
+    clean["audio"][TARGETS:] = pack_audio(state.record["reference.audio"])[0]
+    masks = {m: np.ones(len(x)) for m, x in clean.items()}
+    masks["audio"][TARGETS:] = 0
+    module = LTX2VideoTransformer3DModel.from_pretrained(
+        folder / "transformer", perturbed_attn=True
+    ).eval()
+    positions = positions_of(request, both["cuda"].config, True, count)
+    start = {m: state.record[f"stage1.{m}.start"][0] for m in clean}
+    steps = euler_steps(
+        module, positions, state.contexts, start, masks, clean, shifted_sigmas(2),
+        guidance=request.guidance, blocks=request.stg_blocks, voice=(2.5, TARGETS),
+    )  # fmt: skip
+    for i, (latents, x0) in enumerate(steps):
+        for m in clean:
+            for name, (_, each) in runs.items():
+                for kind, expected in (("steps", latents), ("x0", x0)):
+                    found = each.record[f"stage1.{m}.{kind}"][i]
+                    assert relative_l2(found, expected[m]) <= CLOSE, (name, m, kind, i)
+
+
+def test_a_voice_that_does_not_guide_is_sound_before_the_clip(sessions, voice):
+    both, _ = sessions("2.3")
+    session = both["cuda"]
+    _, plain = run(session, audio_conditioning=str(voice), audio_conditioning_at="before")
+    _, unguided = run(session, voice=voice, voice_guidance=0.0)
+    for m in ("video", "audio"):
+        name = f"stage1.{m}.steps"
+        np.testing.assert_array_equal(unguided.record[name], plain.record[name])
+
+
+def test_the_second_stage_keeps_the_sound_of_the_first(sessions, voice):
+    both, _ = sessions("2.3")
+    for name in ("two-stage", "distilled"):
+        _, state = run(both["cuda"], name, voice=voice)
+        assert not [key for key in state.record if key.startswith("stage2.audio")]
+        last = state.record["stage1.audio.steps"][-1][:TARGETS]
+        np.testing.assert_array_equal(pack_audio(state.sound)[0], last)
+        assert state.record["stage1.audio.noise"].shape[1] > TARGETS
+
+
 def test_the_clip_has_its_own_sound_alone(sessions, voice):
     (both, _), given = sessions("2.3"), {"audio_conditioning": str(voice)}
     _, state = run(both["cuda"], audio_conditioning_at="before", **given)
@@ -153,8 +209,19 @@ def test_every_stage_and_sound_alone_follow_it(sessions, voice):
     assert alone.record["stage1.audio.steps"].shape == (2, TARGETS + count, 128)
 
 
+def test_later_segments_hear_the_voice_and_keep_their_own_first_stage(sessions, voice):
+    both, _ = sessions("2.3")
+    more = {"segments": 2, "num_frames": 33, "overlap": 17, "voice": voice, "seed": 1}
+    plan = make_plan(both["cuda"], make_request("distilled", prompt="hi", **SIDES | more))
+    first, _, later, last = (s for s in plan.stages if isinstance(s, Denoise))
+    for stage in (first, later):
+        assert any(isinstance(given, SoundReference) for given in stage.given)
+        assert stage.voice == 3.0 and not stage.frozen
+    assert later.masks and not last.masks and last.frozen == ("audio",)
+
+
 def test_sound_longer_than_the_clip_is_cut_where_both_begin(sessions, tmp_path, capsys):
-    (both, _), session = sessions("2.3"), None
+    both, _ = sessions("2.3")
     session, path = both["cuda"], tmp_path / "long.wav"
     sound = np.random.default_rng(0).uniform(-0.5, 0.5, (2, 16000)).astype(np.float32)
     write_wav(path, sound, 16000)
@@ -179,6 +246,11 @@ def test_sound_longer_than_the_clip_is_cut_where_both_begin(sessions, tmp_path, 
     ({"audio_conditioning": "SHORT"}, "holds 0.0200 s of sound, expected more than 0.0321 s"),
     ({"audio_conditioning": "SILENT"}, "is silent, below -60 dB"),
     ({"audio_conditioning": "VOICE", "audio_conditioning_at": "end"}, "expected one of start, before"),
+    ({"voice": "VOICE", "audio_conditioning": "VOICE"}, "--voice: given beside --audio-conditioning"),
+    ({"voice": "gone.wav"}, "--voice: gone.wav does not exist"),
+    ({"voice": "SILENT"}, "--voice: .*is silent, below -60 dB"),
+    ({"voice": "VOICE", "voice_guidance": -1.0}, "--voice-guidance: -1, expected 0 or more"),
+    ({"voice_guidance": 2.0}, "--voice-guidance: there is no voice to guide by"),
     ({"audio_conditioning_at": "before"}, "--audio-conditioning-at: there is no sound to follow"),
     ({"audio_conditioning": "VOICE", "segments": 2, "overlap": 9},
      "--audio-conditioning-at start: does not go with a clip in segments"),
@@ -189,9 +261,9 @@ def test_refusals(sessions, voice, tmp_path, more, says):
     write_wav(tmp_path / "SHORT", np.ones((2, 320), np.float32) / 2, 16000)
     write_wav(tmp_path / "SILENT", np.ones((2, 16000), np.float32) * 1e-4, 16000)
     files = {"VOICE": voice} | {p.name: p for p in tmp_path.iterdir()}
-    if "audio_conditioning" in more:
-        name, colon, rest = more["audio_conditioning"].partition(":")
-        more = more | {"audio_conditioning": f"{files.get(name, name)}{colon}{rest}"}
+    for flag in {"audio_conditioning", "voice"} & more.keys():
+        name, colon, rest = more[flag].partition(":")
+        more = more | {flag: f"{files.get(name, name)}{colon}{rest}"}
     with pytest.raises(InputError, match=says):
         make_plan(both["cuda"], make_request("one-stage", prompt="fox", **SIZE | more))
     assert not path.exists()
@@ -205,7 +277,7 @@ def test_two_devices_agree_with_one(
 ):
     model = tiny("tiny-2.5", "official")
     flags = ("--pipeline", "one-stage", "--seed", 5, "--no-audio", "--steps", 2, "--assume", "dev")
-    flags += ("--audio-conditioning", voice, "--audio-conditioning-at", "before")
+    flags += ("--voice", voice)
     several = generate_on_ranks if backend == "cuda" else generate_on_devices
     one, two = generate("cuda", model, *flags), several(2, model, *flags, "--mesh", mesh)
     assert one.status == two.status == 0, one.stderr + two.stderr

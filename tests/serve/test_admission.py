@@ -7,7 +7,7 @@ import pytest
 from PIL import Image, ImageFile
 
 from ltx2rt.pipelines import make_request
-from ltx2rt.serve.admission import Admission
+from ltx2rt.serve.admission import Admission, as_given
 from ltx2rt.serve.refusal import Refusal
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
 
@@ -32,7 +32,7 @@ def admission(tmp_path, tiny):
 @pytest.mark.parametrize("preset, lora, missing", [
     ("tiny-2.3", "its", {"dfr"}),
     # they may merge it or not: the flag decides
-    ("tiny-2.3", None, {"dfr", "distilled", "ic-lora"}),
+    ("tiny-2.3", None, {"dfr", "distilled", "dubit", "ic-lora"}),
     ("tiny-2.3", NO_LORA, {"dfr", "two-stage", "hq", "a2v", "keyframes"}),
     ("tiny-2.5", NO_LORA, {"two-stage", "hq", "a2v", "keyframes"}),
 ])  # fmt: skip
@@ -45,6 +45,7 @@ def test_only_pipelines_are_offered_that_the_model_and_its_flags_allow(
     assert limits["default_pipeline"] == (None if "two-stage" in missing else "two-stage")
     for name in missing - {
         "a2v",
+        "dubit",
         "ic-lora",
         "keyframes",
     }:  # which need files; who asks for one hears why
@@ -146,3 +147,28 @@ def test_prompts_by_time(admission):
     ):
         with pytest.raises(Refusal, match=says):
             found.admit({**given, "prompt_at": spans})
+
+
+def test_sound_to_follow(admission, film):
+    found = admission("tiny-2.3", distilled_lora=NO_LORA)
+    digest = hashlib.sha256(film.read_bytes()).hexdigest()
+    (found.inputs / f"{digest}.media").write_bytes(film.read_bytes())
+    given = {"prompt": "a fox", "pipeline": "one-stage", "size": "64x64", "num_frames": 17}
+    for name, more, files in (
+        ("voice", {"voice_guidance": 2}, [f"{digest}.media"]),
+        ("audio_conditioning", {"audio_conditioning_at": "before"}, [f"{digest}.media", 0.5]),
+    ):
+        item = {"file_id": digest} | ({"strength": 0.5} if len(files) > 1 else {})
+        job = json.loads(json.dumps(found.admit({**given, **more, name: [item]}).job))
+        assert job["files"] == {name: [files]}
+        keywords = job["clip"] | as_given(job["files"], found.inputs)
+        request = make_request("one-stage", **keywords)
+        assert request.files == [found.inputs / f"{digest}.media"]
+        assert all(getattr(request, key) == value for key, value in more.items())
+    for more, says in (
+        ({"voice": [item]}, "'voice.strength' is no field"),
+        ({"voice": [{"file_id": "0" * 64}]}, "names no sound that was sent here"),
+        ({"voice_guidance": 2}, "there is no voice to guide by"),
+    ):
+        with pytest.raises(Refusal, match=says):
+            found.admit({**given, **more})
