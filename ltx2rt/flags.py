@@ -140,9 +140,10 @@ def add_flags(
             words["action"] = "store_false" if default is True else "store_true"
         else:
             words["metavar"] = _metavar(how)
-        if how.repeat:
-            several = len(how.metavar) if isinstance(how.metavar, tuple) else "+"
-            words |= {"nargs": several, "action": "extend"}
+        if isinstance(how.metavar, tuple):
+            words["nargs"] = len(how.metavar)
+        elif how.repeat:
+            words |= {"nargs": "+", "action": "extend"}
         titled.get(how.group, parser).add_argument(spelling(f), **words)
 
 

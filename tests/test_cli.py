@@ -89,7 +89,7 @@ def test_every_flag_arrives():
         " --width 64 --height 96 --num-frames 9 --fps 23.976 --steps 2"
         " --seed 5 --num-videos 2 --image i.png:0 j.png:8:0.5 --image-crf 0 --video-cfg 1 --audio-cfg 2"
         " --video-stg 3 --audio-stg 4 --video-modality 5 --audio-modality 6 --video-rescale 7"
-        " --audio-rescale 8 --stg-blocks 1,2"
+        " --audio-rescale 8 --stg-blocks 1,2 --guidance-interval 0.2 0.9"
         " --audio-from stage1 --cross-timestep-rule B --dtype float32 --device cpu --stage-weights reload"
         " --text-encoder-offload --vae-tiling off --layers unrolled --compile --warmup --max-memory 3.5"
         " --video-vae vv --audio-vae av --duration-head dh --video-decoder diffusion"
@@ -106,9 +106,12 @@ def test_every_flag_arrives():
     )  # fmt: skip
     images = (ImageSpec(Path("i.png"), 0), ImageSpec(Path("j.png"), 8, 0.5))
     request = OneStage(
-        "a cat", 9, Fraction(24000, 1001), 5, 2, Path("ni"), (2.0, 3.0), True, 6, "t", 64, 96, images, 0,
-        (), 0.001, False, 3, "n", 2, None, None, None, None, None, 1, 2, 3, 4, 5, 6, 7, 8, (1, 2),
-        None, None, (), 25, None, "stage1",
+        "a cat", num_frames=9, fps=Fraction(24000, 1001), seed=5, num_videos=2, noise_in=Path("ni"),
+        auto_duration=(2.0, 3.0), enhance_prompt=True, enhance_seed=6, enhanced_prompt="t",
+        width=64, height=96, images=images, image_crf=0, audio=False, num_generated_keyframes=3,
+        negative_prompt="n", steps=2, guidance_interval=(0.2, 0.9), video_cfg=1, audio_cfg=2,
+        video_stg=3, audio_stg=4, video_modality=5, audio_modality=6, video_rescale=7,
+        audio_rescale=8, stg_blocks=(1, 2), audio_from="stage1",
     )  # fmt: skip
     files = Files(Path("o.mp4"), True, Path("lo"), Path("r"), False)
     assert generate.asked(cli.parser().parse_args(MINIMAL + text.split())) == (

@@ -37,16 +37,16 @@ class Extend(GivenClip):
 
     name: ClassVar[str] = "extend"
     summary: ClassVar[str] = "continue a given clip, lead to it, join two, or close a loop"
-    example: ClassVar[str] = "--video-path clip.mp4 --new-frames 96"
+    example: ClassVar[str] = "--video-path clip.mp4 --extend-frames 96"
 
     video_path: Path | None = flag_like(
         GivenClip,
         "video_path",
         help="clip to continue; its size and rate are kept (required)",
     )
-    new_frames: int | None = flag(
+    extend_frames: int | None = flag(
         None,
-        "number of frames to add, 8k; with --join or --loop 8k - 1 (default: 96 or 95)",
+        "number of frames to add, 8k; with --join 8k - 1 (default: 96 or 95)",
         int,
         group="clip",
         least=7,
@@ -66,7 +66,7 @@ class Extend(GivenClip):
         least=0,
         most=1,
     )
-    backward: bool = flag(False, "add the frames before the clip", group="conditioning")
+    before: bool = flag(False, "add the frames before the clip", group="conditioning")
     join: Path | None = flag(
         None,
         "second clip, of the same size and rate, to lead to from the end of the first",
@@ -74,10 +74,14 @@ class Extend(GivenClip):
         group="conditioning",
         metavar="FILE",
     )
-    loop: bool = flag(
-        False,
-        "lead from the end of the clip back to its first frame",
+    loop: int | None = flag(
+        None,
+        "lead from the end of the clip back to its first frame, in 8G - 1 frames",
+        int,
         group="conditioning",
+        metavar="G",
+        least=1,
+        most=10**5,
     )
     crossfade: bool = flag(
         True,
@@ -92,36 +96,36 @@ class Extend(GivenClip):
     @property
     def bridge(self) -> bool:
         """Whether the new frames are between two."""
-        return self.loop or self.join is not None
+        return self.loop is not None or self.join is not None
 
     @property
     def seam(self) -> Seam:
-        assert self.new_frames, "the request is not resolved"
-        before = 0 if self.backward else self.overlap
-        after = self.overlap if self.backward or self.bridge else 0
-        return Seam(before, self.new_frames, after, self.crossfade)
+        assert self.extend_frames, "the request is not resolved"
+        before = 0 if self.before else self.overlap
+        after = self.overlap if self.before or self.bridge else 0
+        return Seam(before, self.extend_frames, after, self.crossfade)
 
     @property
     def clips(self) -> tuple[SourceClip | None, SourceClip | None]:
         """The clip before the new frames and the one after them. Of a resolved request."""
         clip = SourceClip(self.source_path, self.source, FLAG)
-        if self.backward:
+        if self.before:
             return None, clip
         if self.join is not None:
             assert self.other is not None, "the request is not resolved"
             return clip, SourceClip(self.join, self.other, "--join")
-        return clip, clip if self.loop else None
+        return clip, clip if self.loop is not None else None
 
     @property
     def written(self) -> tuple[SourceClip | None, SourceClip | None]:
         """Those of `clips` that are written beside the new frames: a loop has its clip once."""
         before, after = self.clips
-        return before, None if self.loop else after
+        return before, None if self.loop is not None else after
 
     @property
     def clip_frames(self) -> int:
         kept = sum(clip.info.num_frames for clip in self.written if clip)
-        return kept + (self.new_frames or 0)
+        return kept + (self.extend_frames or 0)
 
     @property
     def files(self) -> list[Path]:
@@ -134,7 +138,11 @@ class Extend(GivenClip):
 
     def check(self) -> None:
         super().check()
-        given = {"--backward": self.backward, "--join": self.join is not None, "--loop": self.loop}
+        given = {
+            "--before": self.before,
+            "--join": self.join is not None,
+            "--loop": self.loop is not None,
+        }
         if len(several := [name for name, on in given.items() if on]) > 1:
             raise InputError(f"{several[1]}: given beside {several[0]}; leave one of the two out")
 
@@ -147,12 +155,19 @@ class Extend(GivenClip):
         """Reads the files whole, once."""
         self.check()
         step, off = model.video_vae.time_factor, 1 if self.bridge else 0
-        new = DEFAULT_NEW - off if self.new_frames is None else self.new_frames
+        new = DEFAULT_NEW - off if self.extend_frames is None else self.extend_frames
+        if self.loop is not None:
+            new = step * self.loop - 1
+            if self.extend_frames not in (None, new):
+                raise InputError(
+                    f"--extend-frames: {self.extend_frames} beside --loop {self.loop}, which adds {new}; "
+                    "leave one of the two out"
+                )
         check_step("--overlap", self.overlap, step, 1, "frames", f"{step}*k + 1")
         if (new + off) % step:
             low = max((new + off) // step, 1) * step - off
             rule = f"{step}*k{' - 1' * self.bridge}; the nearest are {low} and {low + step} frames"
-            raise InputError(f"--new-frames: {new}, expected {rule}")
+            raise InputError(f"--extend-frames: {new}, expected {rule}")
         info = self.info or read_clip(self.source_path, FLAG, model)
         other = self.other
         if self.join is not None and other is None:
@@ -162,7 +177,7 @@ class Extend(GivenClip):
                 raise InputError(
                     f"--join: {self.join} is {facts[0]}, expected {facts[1]} as {self.source_path} is"
                 )
-        self = replace(self, info=info, other=other, new_frames=new)
+        self = replace(self, info=info, other=other, extend_frames=new)
         for clip in self.clips:
             if clip and clip.info.num_frames < self.overlap:
                 raise InputError(
@@ -174,8 +189,8 @@ class Extend(GivenClip):
         if (frames - 1) / info.fps > limit_s:
             over = -(-(frames - 1 - limit_s * info.fps) // step) * step
             raise InputError(
-                f"--new-frames: {new} and the overlap are {float((frames - 1) / info.fps):.2f} s, the model's limit is "
-                f"{limit_s} s; at most {new - int(over)}"
+                f"--extend-frames: {new} and the overlap are {float((frames - 1) / info.fps):.2f} s, "
+                f"the model's limit is {limit_s} s; at most {new - int(over)}"
             )
         sizes = {"width": info.width, "height": info.height, "num_frames": frames, "fps": info.fps}
         return replace(self, **sizes).with_defaults(model)
@@ -183,7 +198,7 @@ class Extend(GivenClip):
     # --- what is made -----------------------------------------------------------------------------
 
     def remarks(self, model: ModelConfig) -> Iterator[str]:
-        old, new = self.clip_frames - (self.new_frames or 0), self.new_frames
+        old, new = self.clip_frames - (self.extend_frames or 0), self.extend_frames
         yield f"{new} new frames beside {old}: {self.clip_frames} in all, {self.clip_frames / float(self.fps):.2f} s"
         faded = [self.seam.faded(side) for side in (self.seam.before, self.seam.after)]
         if any(faded):
@@ -216,9 +231,9 @@ class Extend(GivenClip):
             ),
             *self.decoded(full, model, options),
             Join(
-                replace(seam, after=0) if self.loop else seam,
+                replace(seam, after=0) if self.loop is not None else seam,
                 before,
-                None if self.loop else after,
+                None if self.loop is not None else after,
                 self.fps,
             ),
         ]

@@ -633,10 +633,10 @@ class Guided(VideoRequest):
     )
     guidance_interval: tuple[float, float] | None = flag(
         None,
-        "noise levels in which guidance is on, above LOW and up to HIGH (default: 0:1, all)",
+        "part of the steps that are guided, as shares of them (default: 0 1, all)",
         parse_interval,
         group="guidance",
-        metavar="LOW:HIGH",
+        metavar=("START", "STOP"),
     )
     video_cfg: float = flag(
         3.0,

@@ -55,17 +55,19 @@ def parse_step_plan(text: str | Path | PlanFile) -> str | PlanFile:
 
 
 def parse_interval(text: str | Sequence[float]) -> tuple[float, float]:
-    """LOW:HIGH or LOW,HIGH, or the two numbers. Raises InputError."""
-    parts = re.split("[:,]", text) if isinstance(text, str) else text
+    """Two numbers, or text with a space or a comma between them. Raises InputError."""
+    parts = re.split(r"[\s,]+", text.strip()) if isinstance(text, str) else text
     try:
-        low, high = (float(part) for part in parts)
-        if not 0 <= low < high <= 1:
+        start, stop = (float(part) for part in parts)
+        if not 0 <= start < stop <= 1:
             raise ValueError
     except (TypeError, ValueError):
+        given = text if isinstance(text, str) else " ".join(map(str, text))
         raise InputError(
-            f"{spelled(INTERVAL)}: {str(text)[:80]!r}, expected LOW:HIGH, two noise levels with 0 <= LOW < HIGH <= 1"
+            f"{spelled(INTERVAL)}: {given[:80]!r}, expected START STOP, two shares of the steps with "
+            "0 <= START < STOP <= 1"
         ) from None
-    return low, high
+    return start, stop
 
 
 def spelled(name: str) -> str:
@@ -107,13 +109,12 @@ def resolved(request: Any) -> Any:
     if request.step_plan is not None:
         request = replace(request, step_plan=str(_named(request.step_plan, request.steps)))
     plan_of(request)
-    if (interval := getattr(request, INTERVAL)) is not None:
-        levels = shifted_sigmas(request.steps)[:-1]
-        if not within(levels, interval).any():
-            raise InputError(
-                f"{spelled(INTERVAL)}: {interval[0]:g}:{interval[1]:g} has none of the {request.steps} noise levels, "
-                f"which go from {levels[0]:g} to {levels[-1]:.3g}; widen it"
-            )
+    interval = getattr(request, INTERVAL)
+    if interval and not within(request.steps, interval).any():
+        raise InputError(
+            f"{spelled(INTERVAL)}: {interval[0]:g} {interval[1]:g} holds none of the "
+            f"{request.steps} steps; widen it"
+        )
     return request
 
 

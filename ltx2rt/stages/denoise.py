@@ -70,8 +70,8 @@ class Denoise(Stage):
     first stage starts from zeros, a later one from the state's latents.
 
     sampler: of `models.samplers`, eta its share of fresh noise. plan: which of Euler's steps are
-    evaluated. interval: noise levels (low, high] in which guidance is on, None: all; elsewhere the
-    conditional branch runs alone. streams: the modalities that the clip has; frozen: those of them
+    evaluated. interval: the shares of the steps between which guidance is on (`within`), None: all;
+    elsewhere the conditional branch runs alone. streams: the modalities that the clip has; frozen: those of them
     that are kept whole. masks: by modality f32[targets], 1 = generate, where a part is kept. What
     is kept is the state's source, or where there is none its latents. mixed: modalities that start
     from the state's source, mixed with noise of the first level. relay: prompts by time. voice: the
@@ -134,7 +134,7 @@ class Denoise(Stage):
         to three."""
         if self.interval is None or self.branches == Branches():
             return [(self.branches, slice(0, self.steps()))]
-        guided = within(self.trajectory.sigmas[:, 0], self.interval)
+        guided = within(self.steps(), self.interval)
         starts = [0, *(np.flatnonzero(np.diff(guided)) + 1).tolist()]
         return [
             (self.branches if guided[start] else Branches(), slice(start, stop))
@@ -362,11 +362,12 @@ class Denoise(Stage):
             )
 
 
-def within(sigmas: np.ndarray, interval: tuple[float, float]) -> np.ndarray:
-    """bool[n]: the noise levels that are above the interval's lower end and at most its upper
-    one."""
-    low, high = map(np.float32, interval)
-    return (sigmas > low) & (sigmas <= high)
+def within(steps: int, interval: tuple[float, float]) -> np.ndarray:
+    """bool[steps]: those of the interval, whose ends are rounded down to whole steps, the second one
+    out of it, as guiders of diffusers have it."""
+    start, stop = (int(share * steps) for share in interval)
+    numbers = np.arange(steps)
+    return (start <= numbers) & (numbers < stop)
 
 
 def standardised(noise: np.ndarray) -> np.ndarray:

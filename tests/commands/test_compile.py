@@ -93,7 +93,7 @@ PIPELINES = {
         ("video-encoder", "audio-encoder", *BEGIN[:1], *BEGIN[2:], "video-decoder"),
     ),
     "extend": (
-        ("--video-path", "FILM", "--new-frames", 8, "--overlap", 9),
+        ("--video-path", "FILM", "--extend-frames", 8, "--overlap", 9),
         ("audio-encoder", *BEGIN, *DECODED),
     ),
     "dubit": (

@@ -30,9 +30,9 @@ RATE = 44100
 CLOSE = 1e-5  # two backends, every step: float32 rounding, as of every other pipeline
 WAYS = {
     "forward": {},
-    "backward": {"backward": True},
+    "backward": {"before": True},
     "join": {"join": "second"},
-    "loop": {"loop": True},
+    "loop": {"loop": 2},
 }
 
 
@@ -65,7 +65,7 @@ def flags(files, way, first="first", **more):
     if "join" in given:
         given["join"] = files[given["join"]]
     bridge = "join" in given or given.get("loop")
-    return {"video_path": files[first], "new_frames": 16 - bool(bridge), "seed": 3} | given
+    return {"video_path": files[first], "extend_frames": 16 - bool(bridge), "seed": 3} | given
 
 
 def encoded(session, frames):
@@ -280,11 +280,13 @@ def test_refusals(opened, files, tmp_path):
     for given, message in (
         ({"overlap": 16}, "--overlap: 16, expected 8*k + 1; the nearest are 9 and 17"),
         ({"overlap": 25}, "has 20 frames, --overlap 25 needs as many"),
-        ({"new_frames": 15}, "--new-frames: 15, expected 8*k; the nearest are 8 and 16"),
-        ({"loop": True, "new_frames": 16}, "expected 8*k - 1; the nearest are 15 and 23"),
-        ({"new_frames": 800}, "the model's limit is 20 s; at most 464"),
-        ({"loop": True, "backward": True}, "--loop: given beside --backward"),
-        ({"join": other, "new_frames": 15}, "96x64 at 24 fps, expected 64x64 at 24 fps"),
+        ({"extend_frames": 15}, "--extend-frames: 15, expected 8*k; the nearest are 8 and 16"),
+        ({"join": other, "extend_frames": 16}, "expected 8*k - 1; the nearest are 15 and 23"),
+        ({"loop": 2, "extend_frames": 16}, "16 beside --loop 2, which adds 15"),
+        ({"loop": 0}, "--loop: 0, expected 1 to 100000"),
+        ({"extend_frames": 800}, "the model's limit is 20 s; at most 464"),
+        ({"loop": 2, "before": True}, "--loop: given beside --before"),
+        ({"join": other, "extend_frames": 15}, "96x64 at 24 fps, expected 64x64 at 24 fps"),
         ({"join": tmp_path / "gone.mp4"}, "--join: "),
         ({"steps": 3}, "--steps: the distilled steps have no guidance; add --guided"),
         ({"video_path": None}, "--video-path: none, but the extend pipeline starts from a clip"),
@@ -299,7 +301,7 @@ def test_refusals(opened, files, tmp_path):
 
 
 def test_it_is_planned_and_reported(opened, files, command, tiny, tmp_path):
-    words = ("--pipeline", "extend", "--video-path", files["first"], "--new-frames", 16)
+    words = ("--pipeline", "extend", "--video-path", files["first"], "--extend-frames", 16)
     where = ("--devices", 1, "--device-kind", "h200", "--distilled-lora", "none")
     status, out, err = command("plan", "--preset", "ltx-2.3", *words, *where)
     assert status == 0 and "extend, 64x64, 36 frames" in out, out + err

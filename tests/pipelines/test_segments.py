@@ -153,7 +153,7 @@ def test_a_segment_is_an_extend_run(opened, tmp_path):
         pipeline="extend",
         video_path=tmp_path / "0000.mov",
         overlap=9,
-        new_frames=16,
+        extend_frames=16,
         seed=segment_seed(3, 1),
         guided=True,
         steps=2,

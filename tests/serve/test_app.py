@@ -1172,18 +1172,18 @@ def test_a_finished_video_is_extended(server, tmp_path):
     assert "video" in error_of(server.http.post(path, json={}), 400)["message"]  # it is no clip
     (clip,) = (server.data / "out").glob(f"{id}.*.mp4")
     clip.write_bytes(moving(tmp_path))
-    longer = server.http.post(path, json={"new_frames": 16, "overlap": 9, "seed": 3})
+    longer = server.http.post(path, json={"extend_frames": 16, "overlap": 9, "seed": 3})
     assert longer.status_code == 200, longer.text
     made = server.until(longer.json()["id"])
     settings = made["x"]["settings"]
     assert made["remixed_from_video_id"] == id and made["prompt"] == "1:0"
-    assert (settings["pipeline"], settings["new_frames"]) == ("extend", 16)
+    assert (settings["pipeline"], settings["extend_frames"]) == ("extend", 16)
     assert made["seconds"] == f"{41 / 24:.3f}" and made["size"] == "64x64"
-    looped = server.http.post(path, json={"prompt": "2:0", "loop": True, "overlap": 9})
+    looped = server.http.post(path, json={"prompt": "2:0", "loop": 2, "overlap": 9})
     assert looped.status_code == 200 and looped.json()["prompt"] == "2:0"
     for given, param in (
         ({"pipeline": "extend"}, "pipeline"),
-        ({"new_frames": 15}, "new_frames"),
+        ({"extend_frames": 15}, "extend_frames"),
         ({"video": "1"}, "video"),
         ({"width": 64}, "width"),
     ):

@@ -1,11 +1,11 @@
-"""Guidance in an interval of noise levels: every step is the formula over diffusers' transformer,
+"""Guidance in an interval of the steps: every step is the formula over diffusers' transformer,
 on both backends."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from diffusers import LTX2VideoTransformer3DModel
+from diffusers import ClassifierFreeGuidance, LTX2VideoTransformer3DModel
 from reference_transformer import euler_steps
 
 from ltx2rt.errors import InputError
@@ -26,7 +26,7 @@ from ltx2rt.testing import relative_l2
 CLOSE = 2e-5  # contract: 1e-3; float32 rounding over four steps
 SIGMAS = shifted_sigmas(4)
 SIZE = {"width": 128, "height": 64, "num_frames": 17, "steps": 4, "seed": 5}
-MIDDLE = (float(SIGMAS[3]), float(SIGMAS[1]))  # steps 1 and 2
+MIDDLE = (0.25, 0.75)  # steps 1 and 2 of 4
 
 
 @pytest.fixture(scope="module")
@@ -107,38 +107,44 @@ def test_costs_are_those_of_the_parts(sessions):
     assert rows[0].flops == rows[2].flops < rows[1].flops == exact.flops
 
 
-def test_levels_on_the_border_and_nothing_to_guide():
-    assert within(SIGMAS[:-1], MIDDLE).tolist() == [False, True, True, False]
+def test_steps_on_the_border_and_nothing_to_guide():
+    assert within(4, MIDDLE).tolist() == [False, True, True, False]
+    for steps in (7, 30):
+        for start, stop in ((0, 1), (0.1, 0.8), (0.34, 0.35)):
+            guider = ClassifierFreeGuidance(start=start, stop=stop)
+            guided = []
+            for step in range(steps):
+                guider.set_state(step, steps, None)
+                guided.append(guider._is_cfg_enabled())
+            assert within(steps, (start, stop)).tolist() == guided
     stage = Denoise("s", None, SIGMAS, (), None, np.array([[1, 0, 1, 0]] * 2), interval=MIDDLE)  # type: ignore[arg-type]
     assert stage.parts == [(Branches(), slice(0, 4))]
     guided = replace(stage, guidance=np.array([[3, 0, 1, 0]] * 2), interval=(0.0, 0.5))
-    assert [part for _, part in guided.parts] == [slice(0, 3), slice(3, 4)]
+    assert [part for _, part in guided.parts] == [slice(0, 2), slice(2, 4)]
 
 
 @pytest.mark.parametrize("name, given, says", [
-    ("one-stage", {"guidance_interval": "0.1"}, "expected LOW:HIGH"),
-    ("one-stage", {"guidance_interval": "0.9:0.1"}, "expected LOW:HIGH"),
-    ("one-stage", {"guidance_interval": "0.1:nan"}, "expected LOW:HIGH"),
-    ("one-stage", {"guidance_interval": (0.5, 2)}, "expected LOW:HIGH"),
-    ("one-stage", {"guidance_interval": "0:1", "skip_step": 1}, "given beside --skip-step"),
-    ("two-stage", {"guidance_interval": "0:1", "step_plan": "fast"}, "given beside --step-plan"),
-    ("hq", {"guidance_interval": "0:1"}, "hq's res_2s evaluates between steps"),
-    ("extend", {"guidance_interval": "0:1", "video_path": "a.mp4"}, "add --guided"),
-    ("distilled", {"guidance_interval": "0:1"}, "unknown keyword|does not read"),
+    ("one-stage", {"guidance_interval": "0.1"}, "expected START STOP"),
+    ("one-stage", {"guidance_interval": "0.9 0.1"}, "expected START STOP"),
+    ("one-stage", {"guidance_interval": "0.1 nan"}, "expected START STOP"),
+    ("one-stage", {"guidance_interval": (0.5, 2)}, "expected START STOP"),
+    ("one-stage", {"guidance_interval": "0 1", "skip_step": 1}, "given beside --skip-step"),
+    ("two-stage", {"guidance_interval": "0 1", "step_plan": "fast"}, "given beside --step-plan"),
+    ("hq", {"guidance_interval": "0 1"}, "hq's res_2s evaluates between steps"),
+    ("extend", {"guidance_interval": "0 1", "video_path": "a.mp4"}, "add --guided"),
+    ("distilled", {"guidance_interval": "0 1"}, "unknown keyword|does not read"),
 ])  # fmt: skip
 def test_refusals(name, given, says):
     with pytest.raises(InputError, match=says):
         make_request(name, prompt="fox", **given).check()
 
 
-def test_an_interval_without_a_level_is_refused(sessions):
-    with pytest.raises(
-        InputError, match=r"0:0\.05 has none of the 4 noise levels, which go from 1 to"
-    ):
+def test_an_interval_without_a_step_is_refused(sessions):
+    with pytest.raises(InputError, match=r"0 0\.05 holds none of the 4 steps"):
         planned(sessions["cuda"], guidance_interval=(0.0, 0.05))
 
 
 def test_it_is_read_back_from_its_settings():
-    settings = make_request("one-stage", prompt="fox", guidance_interval="0.1:0.7").settings()
+    settings = make_request("one-stage", prompt="fox", guidance_interval="0.1, 0.7").settings()
     assert settings["guidance_interval"] == [0.1, 0.7]
     assert parse_interval(settings["guidance_interval"]) == (0.1, 0.7)
