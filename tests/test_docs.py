@@ -157,6 +157,7 @@ def clone(tmp_path_factory, tiny) -> Path:
     shutil.copytree(
         ROOT / "benchmarks", folder / "benchmarks", ignore=shutil.ignore_patterns("__pycache__")
     )
+    Image.linear_gradient("L").resize((64, 64)).save(folder / "mask.png")
     for name in ("fox", "dawn", "dusk"):
         Image.linear_gradient("L").resize((320, 180)).convert("RGB").save(folder / f"{name}.png")
     for name in ("depth", "dubit"):

@@ -70,10 +70,26 @@ def notes(path: Path) -> list[str]:
         return found
 
 
+def readable(path: Path) -> bool:
+    """Whether the file is an image by its header, of a kind that `read_rgb` reads."""
+    from PIL import Image
+
+    Image.init()
+    try:
+        with Image.open(path, formats=[name for name in FORMATS if name in Image.OPEN]):
+            return True
+    except Image.DecompressionBombError:
+        return True
+    except (
+        Exception
+    ):  # Pillow's readers raise whatever a file of another kind makes them stumble over
+        return False
+
+
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path, flag: str = "--image") -> Iterator[Any]:
     """A Pillow image whose header has been checked. Whatever goes wrong within becomes one
-    InputError."""
+    InputError, which names the flag."""
     from PIL import Image, ImageCms
 
     Image.init()
@@ -87,36 +103,36 @@ def _opened(path: Path) -> Iterator[Any]:
             size = f"{width}x{height}"
             if max(width, height) > MAX_SIDE_PX or width * height > MAX_IMAGE_PX:
                 raise InputError(
-                    f"--image: {path} has {width}x{height} pixels, more than {MAX_SIDE_PX} on a side or "
+                    f"{flag}: {path} has {width}x{height} pixels, more than {MAX_SIDE_PX} on a side or "
                     f"{MAX_IMAGE_PX // 10**6} million in all; make it smaller"
                 )
             if image.mode in ("I", "F"):
                 raise InputError(
-                    f"--image: {path} holds 32-bit values, of which none is known to be white; save it as 8-bit PNG"
+                    f"{flag}: {path} holds 32-bit values, of which none is known to be white; save it as 8-bit PNG"
                 )
             yield image
     except InputError:
         raise
     except MemoryError as error:
         lacking = f"needs more memory for {size} pixels than is free"
-        raise InputError(f"--image: {path} {lacking}; make it smaller") from error
+        raise InputError(f"{flag}: {path} {lacking}; make it smaller") from error
     except ImageCms.PyCMSError as error:
         wrong = f"has an ICC profile that cannot be applied ({error})"
-        raise InputError(f"--image: {path} {wrong}; remove it") from error
+        raise InputError(f"{flag}: {path} {wrong}; remove it") from error
     except (
         Exception
     ) as error:  # Pillow's readers raise whatever a damaged file makes them stumble over
         raise InputError(
-            f"--image: {path} is no readable image ({error}); save it again as PNG or JPEG"
+            f"{flag}: {path} is no readable image ({error}); save it again as PNG or JPEG"
         ) from error
 
 
-def read_rgb(path: Path) -> np.ndarray:
+def read_rgb(path: Path, flag: str = "--image") -> np.ndarray:
     """The whole image upright in sRGB, u8[H, W, 3]; alpha is dropped, not composited. Raises
-    InputError."""
+    InputError, which names the flag."""
     from PIL import Image, ImageCms
 
-    with _opened(path) as image:
+    with _opened(path, flag) as image:
         rotation = ROTATIONS.get(image.getexif().get(EXIF_ORIENTATION, 1))
         profile = image.info.get("icc_profile")
         if image.mode.startswith("I;16"):  # 16-bit grey, which Pillow would clip instead of scale

@@ -23,6 +23,7 @@ from ltx2rt.backend import DeviceInfo
 from ltx2rt.errors import InputError
 from ltx2rt.flags import convert, flagged
 from ltx2rt.pipelines import make_request, pipelines
+from ltx2rt.pipelines.inpaint import parse_pad
 from ltx2rt.pipelines.request import (
     DEFAULT_FRAMES,
     MAX_FPS,
@@ -37,7 +38,7 @@ from ltx2rt.pipelines.step_plans import PlanFile, parse_interval, parse_step_pla
 from ltx2rt.run.plan import make_plan
 from ltx2rt.serve.refusal import Refusal, of_input, unknown
 from ltx2rt.serve.shapes import Shape
-from ltx2rt.serve.upload import SOUND, SUFFIX, VIDEO
+from ltx2rt.serve.upload import MASK, SOUND, SUFFIX, VIDEO
 from ltx2rt.session.arrange import DatasheetBackend
 from ltx2rt.session.open import opened_checkpoint
 from ltx2rt.session.options import DISTILLED_STAGES, NO_LORA, LoraSpec, ModelOptions
@@ -47,6 +48,7 @@ from ltx2rt.stages.relay import parse_span
 # Parsers of flags that name no file.
 OFFERED = (
     int, float, str, bool, parse_fps, parse_blocks, parse_interval, parse_step_plan, parse_span,
+    parse_pad,
 )  # fmt: skip
 MAX_PROMPT, MAX_IMAGES, MAX_LORAS, MAX_METADATA, MAX_PRIORITY = 4000, 8, 8, 16, 9
 MAX_VIDEOS = 8  # limit for one request
@@ -60,6 +62,7 @@ UPLOADS = {
     "conditioning_attention_mask": VIDEO,
     "audio_conditioning": SOUND,
     "voice": SOUND,
+    "mask": MASK,
 }
 SEVERAL, WITH_STRENGTH = ("video_conditioning",), ("video_conditioning", "audio_conditioning")
 OURS = (
@@ -79,7 +82,7 @@ NOT_HERE = {"num_videos", "enhance_prompt", "enhance_seed", "enhanced_prompt"}
 MAX_SHAPES = 256  # whose plans are remembered
 UNKNOWN_BYTES = 10**15  # memory of a device that no replica has reported yet
 SHA = re.compile(r"[0-9a-f]{64}")
-KEPT = re.compile(rf"\b{SHA.pattern}(\.media)?\b")
+KEPT = re.compile(rf"\b{SHA.pattern}(\.media|\.mask)?\b")
 
 
 class Elsewhere(DatasheetBackend):
@@ -489,7 +492,7 @@ def value(f: Field, given: Any) -> Any:
         if str(given).lower() not in ("true", "false"):
             raise InputError(f"{name}: {str(given)[:80]!r}, expected true or false")
         return str(given).lower() == "true"
-    listed = parse in (parse_blocks, parse_interval)
+    listed = parse in (parse_blocks, parse_interval, parse_pad)
     plain_types = (str, int, float, list) if listed else (str, int, float)
     if parse is str and isinstance(given, str) and len(given) > MAX_PROMPT:
         raise InputError(f"{name}: {len(given)} characters, expected at most {MAX_PROMPT}")
@@ -520,6 +523,7 @@ def schema(f: Field) -> dict[str, Any]:
         bool: "boolean",
         parse_fps: "number",
         parse_blocks: "array",
+        parse_pad: "array",
     }
     negated = how.name is not None and how.name.startswith("--no-")
     found = {"type": types.get(how.parse, "string"), "description": "" if negated else how.help}

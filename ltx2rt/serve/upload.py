@@ -19,15 +19,16 @@ from ltx2rt.errors import InputError
 from ltx2rt.serve.folder import NO_SPACE
 from ltx2rt.serve.refusal import Refusal
 
-IMAGE, SOUND, VIDEO = "image", "sound", "video"
-MAX_BYTES = {IMAGE: 16 * 2**20, SOUND: 16 * 2**20, VIDEO: 64 * 2**20}
+IMAGE, SOUND, VIDEO, MASK = "image", "sound", "video", "mask"  # a mask is an image or a video
+MAX_BYTES = {IMAGE: 16 * 2**20, SOUND: 16 * 2**20, VIDEO: 64 * 2**20, MASK: 64 * 2**20}
 MAX_PX, MAX_FRAME_PX = 40_000_000, 10_000_000
 MAX_S, MAX_FRAMES, MAX_STREAMS = (
     60,
     2000,
     8,
 )  # limits for sound and video; the models make at most 20 s
-MEMORY_BYTES, TIME_S = {IMAGE: 2**30, SOUND: 2**31, VIDEO: 2**31}, {IMAGE: 20, SOUND: 60, VIDEO: 60}
+MEMORY_BYTES = {IMAGE: 2**30, SOUND: 2**31, VIDEO: 2**31, MASK: 2**31}
+TIME_S = {IMAGE: 20, SOUND: 60, VIDEO: 60, MASK: 60}
 IMAGES = ("PNG", "JPEG", "WEBP")
 MEDIA = (
     "mov,mp4,m4a,3gp,3g2,mj2",
@@ -43,6 +44,7 @@ SUFFIX = {
     IMAGE: "",
     SOUND: ".media",
     VIDEO: ".media",
+    MASK: ".mask",
 }  # what is kept as one kind cannot be named as another
 NOT_STORED = 3  # exit status: there is no room for the file, whatever it holds
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's threads take address space, which is limited
@@ -91,7 +93,9 @@ def main() -> int:
             shutil.copyfileobj(sys.stdin.buffer, file)
             file.flush()
             path = Path(f"/dev/fd/{file.fileno()}")
-            read_image(path) if kind == IMAGE else read_media(kind, path)
+            file.seek(0)
+            still = kind == IMAGE or (kind == MASK and file.read(16).startswith(STARTS))
+            read_image(path) if still else read_media(kind, path)
     except Exception as error:
         print(
             f"{getattr(error, 'strerror', None) or error}"[:200]

@@ -1,5 +1,6 @@
 """What is offered and what is refused, in this process."""
 
+import asyncio
 import hashlib
 import json
 
@@ -9,6 +10,7 @@ from PIL import Image, ImageFile
 from ltx2rt.pipelines import make_request
 from ltx2rt.serve.admission import Admission, as_given
 from ltx2rt.serve.refusal import Refusal
+from ltx2rt.serve.upload import MASK, check_upload
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
 
 CLIP = {"prompt": "a fox", "size": "64x64", "num_frames": 9}
@@ -172,3 +174,36 @@ def test_sound_to_follow(admission, film):
     ):
         with pytest.raises(Refusal, match=says):
             found.admit({**given, **more})
+
+
+def test_masks_and_borders(admission, film, tmp_path):
+    """A mask is kept apart from other files; in JSON a border is four numbers, or their text."""
+    found = admission("tiny-2.3", distilled_lora=NO_LORA)
+    digest = hashlib.sha256(film.read_bytes()).hexdigest()
+    (found.inputs / f"{digest}.media").write_bytes(film.read_bytes())
+    Image.linear_gradient("L").resize((64, 64)).save(found.inputs / "mask.png")
+    named = (found.inputs / "mask.png").rename(found.inputs / f"{'a' * 64}.mask")
+    given = {"prompt": "a fox", "pipeline": "inpaint", "video_path": [{"file_id": digest}]}
+    job = found.admit({**given, "mask": [{"file_id": "a" * 64}], "pad": [32, 0, 0, 0]}).job
+    assert job["files"]["mask"] == [[named.name]] and job["size"] == "96x64"
+    clip = json.loads(json.dumps(job))["clip"]
+    assert found.admit({**given, "pad": "32,0,0,0"}).job["size"] == "96x64"
+    request = make_request("inpaint", **clip, **as_given(job["files"], found.inputs))
+    assert request.pad == (32, 0, 0, 0) and request.mask == named
+    for more, says in (
+        ({}, "--mask: none, and no --pad|mask: none, and no"),
+        ({"mask": [{"file_id": digest}]}, "names no mask that was sent here"),
+        ({"pad": [32]}, "expected LEFT,TOP,RIGHT,BOTTOM"),
+        ({"pad": True}, "expected array"),
+    ):
+        with pytest.raises(Refusal, match=says):
+            found.admit({**given, **more})
+
+
+def test_a_mask_is_sent_as_a_picture_or_a_video(film, tmp_path):
+    Image.linear_gradient("L").save(tmp_path / "mask.png")
+    for data in ((tmp_path / "mask.png").read_bytes(), film.read_bytes()):
+        asyncio.run(check_upload(data, "mask", MASK))
+    for data in (b"no picture", (tmp_path / "mask.png").read_bytes()[:100]):
+        with pytest.raises(Refusal, match=r"^mask: "):
+            asyncio.run(check_upload(data, "mask", MASK))

@@ -573,7 +573,8 @@ def test_all_of_a_users_jobs_in_one_stream(server):
 def test_what_can_be_asked_for(server):
     limits = server.http.get("/v1/limits").json()
     assert set(limits["pipelines"]) == {
-        "two-stage", "a2v", "distilled", "dubit", "extend", "hq", "ic-lora", "keyframes", "one-stage", "retake", "v2v",
+        "two-stage", "a2v", "distilled", "dubit", "extend", "hq", "ic-lora", "inpaint", "keyframes",
+        "one-stage", "retake", "v2v",
     }  # fmt: skip
     assert limits["loras"] == ["style"]
     assert limits["pipelines"]["one-stage"]["multiple_of_px"] == 32

@@ -84,7 +84,7 @@ function fillMore() {
   several.value = before.n ?? "";
   body.append(make("label", {}, "videos, of seeds one after the other ", several));
   $("#files").replaceChildren(...Object.entries(limits.pipelines[$("#pipeline").value].files).map(([name, kind]) => {
-    const input = make("input", { type: "file", accept: kind === "sound" ? "audio/*,video/*" : "video/*" });
+    const input = make("input", { type: "file", accept: { sound: "audio/*,video/*", mask: "image/*,video/*" }[kind] ?? "video/*" });
     input.dataset.file = name;
     const kept = files[name] ? make("span", { className: "hint", textContent: `the ${kind} of that video, unless another is chosen` }) : "";
     return make("label", {}, `${name.replace("_path", "").replaceAll("_", " ")} `, input, kept);

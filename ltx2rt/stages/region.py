@@ -1,0 +1,173 @@
+"""Inpainting and outpainting: which pixels of a clip are made anew, which of its latent cells hold
+one of them, and the clip's own pixels everywhere else.
+
+Decides what the encoder sees where pixels are to be made, and how far they fade into the clip's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.errors import InputError
+from ltx2rt.media.images import read_rgb, readable
+from ltx2rt.media.mp4 import to_rgb8
+from ltx2rt.media.video import read_frames, video_info
+from ltx2rt.models.geometry import Geometry
+from ltx2rt.session.session import Call, Session
+from ltx2rt.session.stopwatch import Stopwatch
+from ltx2rt.stages.source_video import SourceVideo
+from ltx2rt.stages.stage import Stage, State
+
+FLAG = "--mask"
+WHITE = 127.5  # brightness above which a pixel of a mask is white
+GREEN = np.array([0x66, 0xFF, 0x00], np.uint8)  # what in- and outpainting IC-LoRAs are shown
+FADE_PX = 4  # on either side of the region's edge
+FILLS = ("mean", "green", "none")
+
+
+@dataclass(frozen=True)
+class Region:
+    """The white pixels of a mask, grown by `grow` pixels, and a border around the clip's frames.
+
+    path: an image or a video, None for none. size_px: height and width of the frames. pad: pixels
+    added left, above, right and below.
+    """
+
+    path: Path | None
+    size_px: tuple[int, int]
+    num_frames: int
+    grow: int = 0
+    pad: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+    def check(self) -> None:
+        """Refuse a mask that is not of the clip's size, or shorter. Raises InputError."""
+        if self.path is None or readable(self.path):
+            return
+        info = video_info(self.path, FLAG, self.num_frames)
+        if info.num_frames < self.num_frames:
+            raise InputError(
+                f"{FLAG}: {self.path} has {info.num_frames} frames, the clip has {self.num_frames}; pass an image, "
+                "or as many frames"
+            )
+
+    def _drawn(self) -> Iterator[np.ndarray]:
+        """bool[H, W] of the mask for each frame: white, and grown."""
+        if self.path is None:
+            none = np.zeros(self.size_px, bool)
+            yield from (none for _ in range(self.num_frames))
+        elif readable(self.path):
+            drawn = self._grown(read_rgb(self.path, FLAG))
+            yield from (drawn for _ in range(self.num_frames))
+        else:
+            yield from map(self._grown, read_frames(self.path, FLAG, self.num_frames))
+
+    def _grown(self, pixels: np.ndarray) -> np.ndarray:
+        if pixels.shape[:2] != self.size_px:
+            found, expected = (f"{w}x{h}" for h, w in (pixels.shape[:2], self.size_px))
+            raise InputError(
+                f"{FLAG}: {self.path} is {found}, the clip {expected}; give it the clip's size"
+            )
+        return near(pixels.mean(axis=2) > WHITE, self.grow) > 0
+
+    def masks(self) -> Iterator[np.ndarray]:
+        """bool[H, W] of every frame with its border: whether a pixel is made anew."""
+        for drawn in self._drawn():
+            yield np.pad(drawn, self._widths, constant_values=True)
+
+    @property
+    def _widths(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        left, top, right, bottom = self.pad
+        return (top, bottom), (left, right)
+
+    def cells(self, geometry: Geometry) -> np.ndarray:
+        """f32[f, h, w] of latents: 1 where a cell has a pixel that is made, or touches one of the
+        border, which the frames beside it are repeated in; 0 elsewhere."""
+        g = geometry
+        found = np.zeros((g.frames, g.rows, g.columns), np.float32)
+        for number, mask in enumerate(self.masks()):
+            cell = mask.reshape(g.rows, g.space_factor, g.columns, g.space_factor).any((1, 3))
+            latent = (number + g.time_factor - 1) // g.time_factor
+            found[latent] = np.maximum(found[latent], cell)
+        left, top, right, bottom = (px // g.space_factor + 1 if px else 0 for px in self.pad)
+        found[:, :top], found[:, g.rows - bottom :] = 1, 1
+        found[:, :, :left], found[:, :, g.columns - right :] = 1, 1
+        return found
+
+    def filled(self, frames: Iterator[np.ndarray], fill: str) -> Iterator[np.ndarray]:
+        """The frames u8[H, W, 3] with the mask's pixels filled, and what is at their edges repeated
+        in the border. fill: one of FILLS; "mean" is that of a frame's other pixels."""
+        for pixels, drawn in zip(frames, self._drawn(), strict=True):
+            if fill != "none" and drawn.any():
+                pixels, kept = pixels.copy(), pixels[~drawn]
+                mean = kept.mean(0) + 0.5 if len(kept) else np.full(3, 127)
+                pixels[drawn] = GREEN if fill == "green" else mean.astype(np.uint8)
+            yield np.pad(pixels, (*self._widths, (0, 0)), mode="edge")
+
+    def composed(
+        self, chunks: Iterator[np.ndarray], frames: Iterator[np.ndarray]
+    ) -> Iterator[np.ndarray]:
+        """Made pixels in the region, the clip's own elsewhere, u8[n, H, W, 3] chunk by chunk; they
+        fade into each other within FADE_PX of the region's edge.
+
+        chunks: f32[3, n, H, W] in [-1, 1] or u8[n, H, W, 3]; frames: u8[H, W, 3] without border.
+        """
+        given = zip(frames, self.masks(), strict=True)
+        for chunk in chunks:
+            rgb = np.array(to_rgb8(chunk))
+            for made in rgb:
+                pixels, mask = next(given)
+                share = near(mask, FADE_PX)[..., None]
+                kept = np.pad(pixels, (*self._widths, (0, 0)), mode="edge").astype(np.float32)
+                made[:] = np.rint(kept + share * (made - kept)).astype(np.uint8)
+            yield rgb
+
+
+def near(mask: np.ndarray, radius: int) -> np.ndarray:
+    """f32[H, W]: the share of white pixels of bool[H, W] in the square of `radius` pixels around
+    each, cut at the picture's edges."""
+    found, counted = mask.astype(np.float64), 1.0
+    for axis in (0, 1):
+        size = mask.shape[axis]
+        start = np.maximum(np.arange(size) - radius, 0)
+        stop = np.minimum(np.arange(size) + radius + 1, size)
+        total = np.cumsum(found, axis=axis)
+        total = np.concatenate([np.zeros_like(total.take([0], axis)), total], axis=axis)
+        found = total.take(stop, axis) - total.take(start, axis)
+        counted = counted * np.expand_dims(stop - start, 1 - axis)
+    return (found / counted).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class RegionVideo(SourceVideo):
+    """The frames of a file as its region's model sees them. fill: one of FILLS."""
+
+    region: Region | None = None
+    fill: str = "mean"
+
+    def pictures(self) -> Iterator[np.ndarray]:
+        assert self.region is not None
+        return self.region.filled(super().pictures(), self.fill)
+
+
+@dataclass(frozen=True)
+class Compose(Stage):
+    """The source's own pixels wherever a clip was not made anew."""
+
+    video: SourceVideo
+    region: Region
+    name = "compose"
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        return iter(())
+
+    def run(self, session: Session, state: State, watch: Stopwatch) -> None:
+        state.frames = map(self._frames, state.frames)
+
+    def _frames(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+        source = read_frames(self.video.path, self.video.flag, self.video.num_frames)
+        return self.region.composed(chunks, source)

@@ -1,0 +1,284 @@
+"""inpaint: cells and pixels against their definition, every step over diffusers' transformer, and
+the file's own pixels outside."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from diffusers import LTX2VideoTransformer3DModel
+from PIL import Image
+from reference_transformer import euler_steps
+from test_ic_lora import movie, save
+from test_retake import write
+
+from ltx2rt.errors import InputError
+from ltx2rt.media.sound import read_sound
+from ltx2rt.media.video import read_frames
+from ltx2rt.models.geometry import audio_positions, pack_audio, pack_video, video_positions
+from ltx2rt.pipelines import make_request
+from ltx2rt.run.plan import make_plan
+from ltx2rt.run.run import produce
+from ltx2rt.session.open import open_session
+from ltx2rt.session.options import NO_LORA, ModelOptions
+from ltx2rt.stages.frames import Frames
+from ltx2rt.stages.region import FADE_PX, Region, near
+from ltx2rt.stages.schedule import DISTILLED_SIGMAS, shifted_sigmas
+from ltx2rt.stages.sound import Sound
+from ltx2rt.testing import relative_l2
+
+CLOSE = 2e-5  # contract: 1e-3 at every step; float32 rounding
+SIZE = (64, 96)  # rows and columns of the clip's pixels
+
+
+@pytest.fixture(scope="module")
+def folder(tiny):
+    return tiny("tiny-2.3", "diffusers")
+
+
+@pytest.fixture(scope="module")
+def sessions(folder):
+    how = {"device": "cpu", "dtype": "float32", "distilled_lora": NO_LORA, "assume": "dev"}
+    opened = {b: open_session(ModelOptions(b, folder, **how)) for b in ("cuda", "tpu")}
+    yield opened
+    for session in opened.values():
+        session.close()
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("clips") / "a.mp4", size=SIZE[::-1])
+
+
+def drawn(*boxes, frames=17):
+    """bool[F, H, W], True in boxes of (frames, rows, columns)."""
+    found = np.zeros((frames, *SIZE), bool)
+    for box in boxes:
+        found[box] = True
+    return found
+
+
+def mask_file(path, mask):
+    """White where the mask is: a picture of its first frame, or a video without loss."""
+    pixels = np.repeat(mask[..., None] * np.uint8(255), 3, axis=-1)
+    if path.suffix == ".png":
+        Image.fromarray(pixels[0]).save(path)
+        return path
+    return save(path, list(pixels))
+
+
+def run(session, path, **more):
+    """The request and the state of a run up to its decoders."""
+    plan = make_plan(
+        session, make_request("inpaint", prompt="a fox", video_path=path, seed=3, **more)
+    )
+    kept = tuple(s for s in plan.stages if not isinstance(s, (Frames, Sound)))
+    return plan, produce(session, replace(plan, stages=kept), keep=True)[0]
+
+
+def grown(mask, px):
+    """Pixel by pixel, from the definition."""
+    found = np.zeros_like(mask)
+    for f, y, x in np.argwhere(mask):
+        found[f, max(y - px, 0) : y + px + 1, max(x - px, 0) : x + px + 1] = True
+    return found
+
+
+@pytest.mark.parametrize("pad", [(0, 0, 0, 0), (32, 0, 64, 32)])
+@pytest.mark.parametrize("grow", [0, 5])
+def test_a_cell_is_made_if_one_of_its_pixels_is(sessions, tmp_path, grow, pad):
+    box = (slice(9, 10), slice(30, 31), slice(40, 60))
+    mask = drawn(box, (slice(0, 1), slice(0, 1), slice(95, 96)))
+    path = mask_file(tmp_path / "mask.mov", mask)
+    request = make_request("inpaint", prompt="fox", video_path="a.mp4", mask=path, pad=pad)
+    region = Region(path, SIZE, 17, grow, pad)
+    left, top, right, bottom = pad
+    width, height = SIZE[1] + left + right, SIZE[0] + top + bottom
+    geometry = replace(request, width=width, height=height, num_frames=17).geometry(
+        sessions["cuda"].config
+    )
+    full = np.ones((17, height, width), bool)
+    full[:, top : top + SIZE[0], left : left + SIZE[1]] = grown(mask, grow)
+    np.testing.assert_array_equal(np.stack(list(region.masks())), full)
+    cells = region.cells(geometry)
+    for f in range(3):
+        frames = slice(0, 1) if f == 0 else slice(8 * f - 7, 8 * f + 1)
+        for y in range(height // 32):
+            for x in range(width // 32):
+                made = full[frames, 32 * y : 32 * y + 32, 32 * x : 32 * x + 32].any()
+                ring = (left and x <= left // 32) or (right and x >= (width - right) // 32 - 1)
+                ring = ring or (bottom and y >= (height - bottom) // 32 - 1)
+                assert cells[f, y, x] == (made or bool(ring)), (f, y, x)
+
+
+def test_the_share_of_white_pixels_around_one():
+    rng = np.random.default_rng(0)
+    mask = rng.uniform(size=(9, 11)) > 0.6
+    found = near(mask, 2)
+    for y, x in np.ndindex(*mask.shape):
+        square = mask[max(y - 2, 0) : y + 3, max(x - 2, 0) : x + 3]
+        assert found[y, x] == pytest.approx(square.mean(), abs=1e-6)
+    np.testing.assert_array_equal(near(mask, 0), mask)
+
+
+@pytest.mark.parametrize("guided", [True, False])
+def test_every_step_is_the_formula_over_diffusers(sessions, folder, clip, tmp_path, guided):
+    """On both backends, with a border on one side."""
+    mask = drawn((slice(9, 17), slice(40, 60), slice(40, 60)))
+    given = {"mask": mask_file(tmp_path / "mask.mov", mask), "pad": (0, 0, 32, 0)}
+    given |= {"guided": True, "steps": 2} if guided else {}
+    runs = {name: run(session, clip, **given) for name, session in sessions.items()}
+    plan, state = runs["cuda"]
+    request = plan.request
+    made = request.cells.ravel()
+    assert 0 < made.sum() < made.size == 3 * 2 * 4
+    geometry = request.geometry(sessions["cuda"].config)
+    module = LTX2VideoTransformer3DModel.from_pretrained(
+        folder / "transformer", perturbed_attn=True
+    ).eval()
+    positions = {"video": video_positions(geometry), "audio": audio_positions(geometry)}
+    clean = {
+        "video": pack_video(state.record["source.video"])[0].astype(np.float64),
+        "audio": pack_audio(state.record["source.audio"])[0].astype(np.float64),
+    }
+    masks = {"video": made, "audio": np.zeros(len(clean["audio"]))}
+    noise, own = state.record["stage1.video.noise"][0], made[:, None]
+    x = clean | {"video": clean["video"] * (1 - own) + noise * own}
+    sigmas = shifted_sigmas(2) if guided else DISTILLED_SIGMAS
+    how = {"guidance": request.guidance, "blocks": request.stg_blocks} if guided else {}
+    steps = euler_steps(
+        module, positions, state.contexts, x, masks, clean, sigmas, frozen=("audio",), **how
+    )
+    for i, (latents, x0) in enumerate(steps):
+        for name, (_, each) in runs.items():
+            for kind, expected in (("steps", latents), ("x0", x0)):
+                found = each.record[f"stage1.video.{kind}"][i]
+                assert relative_l2(found, expected["video"]) <= CLOSE, (name, kind, i)
+    kept = state.record["stage1.video.steps"][-1][made == 0]
+    np.testing.assert_array_equal(kept, pack_video(state.record["source.video"])[0][made == 0])
+
+
+def test_whole_frames_are_a_retake(sessions, clip, tmp_path):
+    """Of the pictures, of the last latent frame; bit for bit."""
+    mask = mask_file(tmp_path / "mask.mov", drawn((slice(9, 17),)))
+    _, state = run(sessions["cuda"], clip, mask=mask, mask_fill="none", mask_grow=0)
+    region = {"start_time": 0.4, "end_time": 0.6, "keep": "audio", "seed": 3}
+    plan = make_plan(
+        sessions["cuda"], make_request("retake", prompt="a fox", video_path=clip, **region)
+    )
+    kept = tuple(s for s in plan.stages if not isinstance(s, (Frames, Sound)))
+    expected = produce(sessions["cuda"], replace(plan, stages=kept), keep=True)[0]
+    np.testing.assert_array_equal(
+        state.record["stage1.video.steps"], expected.record["stage1.video.steps"]
+    )
+
+
+def test_what_the_encoder_sees(tmp_path):
+    """The mean of a frame's other pixels, or green, in the mask; the border repeats the edge."""
+    mask = drawn((slice(0, 17), slice(8, 24), slice(8, 24)))
+    path = mask_file(tmp_path / "mask.png", mask)
+    source = list(read_frames(movie(tmp_path / "a.mov", 17, SIZE[::-1]), "", 17))
+    region = Region(path, SIZE, 17, 0, (32, 32, 0, 0))
+    for fill in ("mean", "green", "none"):
+        for pixels, before in zip(region.filled(iter(source), fill), source, strict=True):
+            inside = pixels[32:, 32:]
+            np.testing.assert_array_equal(inside[~mask[0]], before[~mask[0]])
+            expected = {
+                "mean": np.floor(before[~mask[0]].mean(0) + 0.5),
+                "green": [0x66, 0xFF, 0x00],
+                "none": before[mask[0]],
+            }[fill]
+            np.testing.assert_array_equal(inside[mask[0]], np.broadcast_to(expected, (256, 3)))
+            assert (pixels[:32, 32:] == inside[0]).all() and (
+                pixels[:32, :32] == inside[0, 0]
+            ).all()
+
+
+def test_pixels_outside_are_the_files_own(tmp_path):
+    """Bit for bit from FADE_PX on, and made ones as far inside."""
+    mask = drawn((slice(0, 17), slice(20, 44), slice(30, 60)))
+    region = Region(mask_file(tmp_path / "mask.png", mask), SIZE, 17, 0, (32, 0, 0, 0))
+    rng = np.random.default_rng(0)
+    source = rng.integers(0, 256, (17, *SIZE, 3)).astype(np.uint8)
+    made = rng.integers(0, 256, (17, 64, 128, 3)).astype(np.uint8)
+    found = np.concatenate(list(region.composed(iter([made[:9], made[9:]]), iter(source))))
+    full = np.stack(list(region.masks()))
+    outside = ~grown(full[:1], FADE_PX)[0]
+    inside = ~grown(~full[:1], FADE_PX)[0]
+    assert outside.any() and inside.any()
+    padded = np.pad(source, ((0, 0), (0, 0), (32, 0), (0, 0)), mode="edge")
+    np.testing.assert_array_equal(found[:, outside], padded[:, outside])
+    np.testing.assert_array_equal(found[:, inside], made[:, inside])
+    share = near(full[0], FADE_PX)[..., None]
+    blend = padded[3] + share * (made[3] - padded[3].astype(np.float32))
+    np.testing.assert_array_equal(found[3], np.rint(blend).astype(np.uint8))
+
+
+def test_the_clip_is_larger_and_keeps_its_sound(tiny, clip, tmp_path, command):
+    model, output = tiny("tiny-2.3", "official"), tmp_path / "clip.mov"
+    mask = mask_file(tmp_path / "mask.png", drawn((slice(0, 1), slice(20, 40), slice(20, 40))))
+    start = (
+        "generate",
+        "--backend",
+        "cuda",
+        "--device",
+        "cpu",
+        "--model",
+        model,
+        "--prompt",
+        "fox",
+    )
+    words = ["--pipeline", "inpaint", "--distilled-lora", "none", "--video-path", clip, "--seed", 5]
+    words += ["--mask", mask, "--pad", "32,0,0,0"]
+    status, _, err = command(*start, *words, "--output", output)
+    assert status == 0, err
+    assert "white is made anew: 18 of 24 cells of 32x32 pixels and 8 frames" in err
+    found = list(read_frames(output, "", 17))
+    assert found[0].shape == (64, 128, 3)
+    samples, rate = read_sound(clip, 0.0, 17 / 24)
+    heard, heard_rate = read_sound(output, 0.0, 17 / 24)
+    assert rate == heard_rate and np.corrcoef(heard.ravel(), samples.ravel())[0, 1] > 0.99
+    frames = np.stack(list(read_frames(clip, "", 17)))
+    far = np.stack(found)[:, :, 32 + 52 :].astype(float) - frames[:, :, 52:]
+    assert np.sqrt((far**2).mean()) < 12  # of H.264; made pixels differ by 60 or more
+
+
+@pytest.mark.parametrize("more, says", [
+    ({}, "--mask: none, and no --pad"),
+    ({"pad": "1,2,3"}, "--pad: '1,2,3', expected LEFT,TOP,RIGHT,BOTTOM"),
+    ({"pad": (32, 0, 0, -32)}, "--pad: -32 pixels, expected 0 or more"),
+    ({"pad": (0.5, 0, 0, 0)}, "--pad: .*expected LEFT,TOP"),
+    ({"pad": "32,0,0,0", "mask_grow": 600}, "--mask-grow: 600, expected 0 to 512"),
+    ({"pad": "32,0,0,0", "mask_fill": "red"}, "--mask-fill: 'red', expected one of mean, green, none"),
+    ({"pad": "32,0,0,0", "video_path": None}, "--video-path: none"),
+])  # fmt: skip
+def test_refusals(more, says):
+    with pytest.raises(InputError, match=says):
+        make_request("inpaint", prompt="fox", **{"video_path": "a.mp4"} | more)
+
+
+def test_files_that_do_not_fit_are_refused(sessions, clip, tmp_path):
+    black = mask_file(tmp_path / "black.png", drawn())
+    short = mask_file(tmp_path / "short.mov", drawn((slice(0, 1),), frames=16))
+    Image.new("RGB", (64, 64), "white").save(tmp_path / "small.png")
+    (tmp_path / "text.png").write_text("no picture")
+    for more, says in (
+        ({"mask": black}, "black.png is black, and nothing would be made"),
+        ({"mask": short}, "short.mov has 16 frames, the clip has 17; pass an image"),
+        ({"mask": tmp_path / "small.png"}, "small.png is 64x64, the clip 96x64"),
+        ({"mask": tmp_path / "text.png"}, "--mask: .*text.png is no readable video"),
+        ({"mask": tmp_path / "gone.png"}, "--mask: .*gone.png does not exist"),
+        ({"pad": (16, 0, 0, 0)}, "--pad: 16, expected multiples of 32; the nearest are 0 and 32"),
+    ):
+        with pytest.raises(InputError, match=says):
+            make_plan(
+                sessions["cuda"], make_request("inpaint", prompt="fox", video_path=clip, **more)
+            )
+
+
+def test_a_clip_without_sound_gets_some(sessions, tmp_path):
+    silent = write(tmp_path / "silent.mp4", size=SIZE[::-1], sound_s=0)
+    plan = make_plan(
+        sessions["cuda"], make_request("inpaint", prompt="fox", video_path=silent, pad="32,0,0,0")
+    )
+    names = [stage.name for stage in plan.stages]
+    assert names == ["source video", "text", "stage1", "audio", "decode", "compose"]
