@@ -154,7 +154,7 @@ def first_step(args: argparse.Namespace) -> dict[str, Any]:
     recorded: list[float] = []
     with watch.stage("lower"):
         if backend.device_kind == "cuda":
-            from ltx2rt_cuda.program import Pool
+            from ltx2rt_cuda.device.cuda import Pool
 
             pool = backend._pool = Pool()  # type: ignore[attr-defined]  # the one that it would make itself
             pool.recording = timed(pool.recording, recorded)

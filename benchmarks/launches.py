@@ -41,7 +41,9 @@ import torch
 # what collectives make of fake tensors is registered here
 import torch.distributed._functional_collectives
 import torch.nn.functional as F
-from ltx2rt_cuda import attention, lower, ops
+from ltx2rt_cuda import lower, ops
+from ltx2rt_cuda.device import DEVICES, attention
+from ltx2rt_cuda.device.torch_device import Side
 from ltx2rt_cuda.distributed import Position
 from ltx2rt_cuda.factory import FACTORY
 from ltx2rt_cuda.ops import DTYPES
@@ -364,7 +366,9 @@ def count(graph: Graph, steps: bool = True, whole: bool = False, kind: DeviceKin
     def tensor(shape, dtype):
         return torch.empty(shape, dtype=dtype, device="cuda")
 
-    module = lower.lower(graph, torch.device("cpu"), position=position, side=Stream())
+    module = lower.lower(
+        graph, torch.device("cpu"), position=position, side=Side(DEVICES["cuda"], Stream())
+    )
     with FakeTensorMode(), torch.no_grad(), stood_in(counts):
         for part in module.modules():
             if isinstance(part, lower.Constant):

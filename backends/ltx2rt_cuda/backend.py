@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from ltx2rt.backend import AdamW, DeviceInfo, TensorSource
-from ltx2rt.errors import InputError
 from ltx2rt.graph.encodings import has_products
 from ltx2rt.graph.ir import Graph, Layout, Type, numbered
 from ltx2rt.passes.loop import taken_apart
@@ -27,12 +26,13 @@ from ltx2rt.weights.changes import Factors
 from ltx2rt.weights.encoded import EncodedSource
 from ltx2rt.weights.encoded import Piece as Cuts
 from ltx2rt.weights.lora import row_chunks
-from ltx2rt_cuda.devices import reserve_bytes
-from ltx2rt_cuda.distributed import ALONE, Arriving, Fetched, Sending, join, recorded_event, widened
+from ltx2rt_cuda.device import chosen
+from ltx2rt_cuda.device.torch_device import Fetched, Recorder, Side, widened
+from ltx2rt_cuda.distributed import ALONE, Arriving, Sending, join
 from ltx2rt_cuda.factory import FACTORY
-from ltx2rt_cuda.host import give_back_freed, keep_freed, parked, unparked
+from ltx2rt_cuda.host import parked, unparked
 from ltx2rt_cuda.ops import DTYPES, encode, joined_rows, tried_road
-from ltx2rt_cuda.program import Loop, Pool, Program, Tensors, Weights, to_torch
+from ltx2rt_cuda.program import Loop, Program, Tensors, Weights, to_torch
 from ltx2rt_cuda.stream import Ring, StreamedWeights
 
 if TYPE_CHECKING:
@@ -40,31 +40,21 @@ if TYPE_CHECKING:
 
 
 class CudaBackend:
-    """device: "auto" (the GPU if there is one, else the CPU), "cuda" or "cpu"."""
+    """device: "auto" (the GPU if there is one, else the CPU), or one of `device.DEVICES`."""
 
     name = "cuda"
     runs = True
 
     def __init__(self, device: str = "auto", mesh: Mapping[str, int] = MappingProxyType({})):
-        if device not in ("auto", "cpu", "cuda"):
-            raise InputError(f"backend cuda runs on auto, cuda or cpu, not on {device}")
-        if device == "cuda" and not torch.cuda.is_available():
-            raise InputError(
-                "no CUDA device was found; use --device cpu, or --device auto to fall back by itself"
-            )
-        self.device_kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
-        self.position = join(mesh, self.device_kind)
+        self.hardware = chosen(device)
+        self.device_kind, self.torch_device = self.hardware.kind, self.hardware.torch
+        self.position = join(mesh, self.hardware)
         self.mesh, self.is_main = self.position.mesh, self.position.rank == 0
         self.num_processes = self.position.size
-        self._pool: Pool | None = None
+        self._pool: Recorder | None = None
         self._sending: Sending | None = None
         self._built: Counter[str] = Counter()
-        self.torch_device = torch.device(self.device_kind)
-        if self.device_kind == "cpu":
-            keep_freed()
-        # float32 means float32: TF32 keeps 10 mantissa bits.
-        torch.backends.cuda.matmul.allow_tf32 = False
-        torch.backends.cudnn.allow_tf32 = False
+        self.hardware.open()
         self.versions = {"torch": torch.__version__}
 
     @property
@@ -81,12 +71,12 @@ class CudaBackend:
         streamed: Set[Piece] = frozenset(),
     ) -> Weights:
         weights: dict[str, Any] = {}
-        ring = Ring(self.torch_device)
+        ring = Ring(self.hardware)
         encoded = EncodedSource(
             source, lambda name, array: encode(name, to_torch(array).to(self.torch_device))
         )
         for graph in graphs:
-            if self.device_kind == "cuda" and has_products(graph):
+            if self.hardware.queues and has_products(graph):
                 tried_road(self.torch_device)  # before anything is recorded
             layouts, position = graph.all_layouts(), self.position.on(graph.mesh)
             made = partial(
@@ -152,16 +142,15 @@ class CudaBackend:
         return joined
 
     def empty_joined(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory of a packed weight. On a GPU it may have more rows, of zeros, than its graph
-        says."""
-        rows = joined_rows(shape[0]) if self.device_kind == "cuda" else shape[0]
+        """Memory of a packed weight. It may have more rows, of zeros, than its graph says."""
+        rows = joined_rows(shape[0]) if self.hardware.pads_rows else shape[0]
         joined = torch.empty((rows, *shape[1:]), dtype=dtype, device=self.torch_device)
         joined[shape[0] :].zero_()
         return joined
 
     def memory_format(self, ndim: int) -> torch.memory_format:
         """Layout of a weight on the device: that of a 3-D convolution as `ops.conv` wants it."""
-        convolution = ndim == 5 and self.device_kind == "cuda"
+        convolution = ndim == 5 and self.hardware.channels_last
         return torch.channels_last_3d if convolution else torch.contiguous_format
 
     @torch.inference_mode()
@@ -169,8 +158,8 @@ class CudaBackend:
         try:
             if isinstance(weights, StreamedWeights):
                 weights.ring.release()
-                return StreamedWeights(parked(weights), weights.ring)
-            return parked(weights)
+                return StreamedWeights(parked(weights, self.hardware.pins), weights.ring)
+            return parked(weights, self.hardware.pins)
         except RuntimeError as error:  # torch has no exception of its own for what is pinned
             if "out of memory" not in str(error):
                 raise
@@ -187,7 +176,7 @@ class CudaBackend:
         layers: str = "scan",
         compile: bool = False,
         fused: bool = True,
-        side: torch.cuda.Stream | None = None,
+        side: Side | None = None,
     ) -> Program:
         """fused: lower what `as_run` makes of the graph, not the graph itself. side: a second
         stream, for what may run at once."""
@@ -198,18 +187,19 @@ class CudaBackend:
 
             graph = unroll(graph)
         return Program(
-            graph, self.torch_device, compile, self.position.on(graph.mesh), self._built, side
+            graph, self.hardware, compile, self.position.on(graph.mesh), self._built, side
         )
 
     def lower_loop(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Loop:
         graph = FACTORY.as_run(graph, self.device_kind, steps=True, compile=compile)
         parts = taken_apart(graph)
         position = self.position if graph.mesh else ALONE
-        records = self.device_kind == "cuda" and position.records()
+        records = position.records()
         if records and self._pool is None:
-            self._pool = Pool()
+            self._pool = self.hardware.recorder()
         pool = self._pool if records else None
-        side = pool.side if pool is not None and not compile and in_use("second-stream") else None
+        two = pool is not None and not compile and in_use("second-stream")
+        side = Side(self.hardware, pool.side) if pool is not None and two else None
         before = self.lower(parts.before, layers, compile, fused=False)
         body = self.lower(parts.body, layers, compile, fused=False, side=side)
         return Loop(graph, before, body, parts, pool, position)
@@ -276,8 +266,8 @@ class CudaBackend:
         if rank == here:
             result = work()[output]
             if self.is_main:
-                return Fetched.of(result) if self.device_kind == "cuda" else result
-            made = recorded_event() if self.device_kind == "cuda" else None
+                return self.hardware.fetch(result)
+            made = self.hardware.recorded_event()
             self._await_sent()
             result = result.contiguous()
             work_ = dist.isend(result, 0)
@@ -307,47 +297,18 @@ class CudaBackend:
         return widened(tensor).cpu().numpy()
 
     def synchronize(self) -> None:
-        if self.device_kind == "cuda":
-            torch.cuda.synchronize()
+        self.hardware.synchronize()
 
     def trim(self, recorded: bool = False) -> None:
-        if self.device_kind == "cuda":
-            if recorded and self._pool is not None:
-                self._pool.empty()
-            torch.cuda.empty_cache()
-            (
-                getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache
-            )()  # torch 2.11 lacks it
-        else:
-            give_back_freed()
+        if recorded and self._pool is not None:
+            self._pool.empty()
+        self.hardware.trim()
 
     def device(self) -> DeviceInfo:
-        if self.device_kind == "cuda":
-            free, total = torch.cuda.mem_get_info()
-            cached = (
-                torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-            )  # given back where it is wanted
-            if self._pool is not None:
-                cached -= self._pool.unused_bytes
-            return DeviceInfo(
-                "cuda",
-                torch.cuda.get_device_name(),
-                total,
-                free + cached,
-                torch.cuda.device_count(),
-                reserve_bytes=reserve_bytes(total),
-                recorded_bytes=self._pool.nbytes if self._pool else 0,
-            )
-        from ltx2rt.placement.devices import host_memory
-
-        give_back_freed()  # or it counts as taken
-        total, free = host_memory()
-        return DeviceInfo("cpu", "CPU", total, free)
+        return self.hardware.info(self._pool)
 
     def peak_bytes(self) -> int | None:
-        """Bytes taken from the device: what lives in the memory of recorded steps is not in
-        `allocated`."""
-        return torch.cuda.max_memory_reserved() if self.device_kind == "cuda" else None
+        return self.hardware.peak_bytes()
 
 
 def _settle(result: Any) -> None:

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 
 from ltx2rt.errors import InputError
 from ltx2rt.ranks.environment import STORE, TOKEN, interface, number, rank_and_size
+from ltx2rt_cuda.device.torch_device import HOST, Event, TorchDevice
 
 TIMEOUT = timedelta(
     minutes=10
@@ -35,13 +35,15 @@ ARRIVAL = timedelta(minutes=2)  # until all ranks have started
 class Position:
     """coordinates: on each mesh axis; groups: names of the process groups along them.
 
-    made: the names by members, for other meshes of the same processes.
+    made: the names by members, for other meshes of the same processes. device: what each process
+    computes on.
     """
 
     mesh: Mapping[str, int] = field(default_factory=dict)
     coordinates: Mapping[str, int] = field(default_factory=dict)
     groups: Mapping[str, str] = field(default_factory=dict)
     made: dict[tuple[int, ...], str] = field(default_factory=dict, repr=False)
+    device: TorchDevice = HOST
 
     @property
     def rank(self) -> int:
@@ -61,8 +63,9 @@ class Position:
         return bool(found)
 
     def records(self) -> bool:
-        """Whether collectives can be part of a CUDA graph."""
-        return not self.mesh or dist.get_backend() == "nccl"
+        """Whether collectives can be recorded."""
+        device = self.device
+        return not self.mesh or (device.exchanges and dist.get_backend() == device.group)
 
     def on(self, mesh: Mapping[str, int]) -> Position:
         """This process on another mesh of the same processes. All of them must ask for the same in
@@ -71,7 +74,7 @@ class Position:
             return self
         if math.prod(mesh.values()) != self.size:
             raise ValueError(f"a graph is placed on {dict(mesh)}, {self.size} processes run")
-        return _position(mesh, self.made)
+        return _position(mesh, self.made, self.device)
 
 
 ALONE = Position()
@@ -117,7 +120,7 @@ def _hold_store(host: str, port: int) -> TCPStore:
     )
 
 
-def join(mesh: Mapping[str, int], device_kind: str) -> Position:
+def join(mesh: Mapping[str, int], device: TorchDevice) -> Position:
     """Enter the process group that the launcher's environment describes (RANK, WORLD_SIZE,
     MASTER_ADDR, MASTER_PORT).
 
@@ -133,51 +136,31 @@ def join(mesh: Mapping[str, int], device_kind: str) -> Position:
             f"mesh {named} needs {size} processes, {world} were launched; use --num-gpus {size}"
         )
     if not dist.is_initialized():
-        device = None
-        if device_kind == "cuda":
-            local, found = (
-                number(os.environ, "LOCAL_RANK", 0, default="0"),
-                torch.cuda.device_count(),
-            )
-            if local >= found:
-                raise InputError(
-                    f"mesh {named} needs a GPU for each process of a host, {found} were found"
-                )
-            device = torch.device("cuda", local)
-            torch.cuda.set_device(device)
+        own = device.take(number(os.environ, "LOCAL_RANK", 0, default="0"), named)
         # With its device the communicator is made now, by all ranks, and no collective has to guess
         # where it runs.
-        kind = "nccl" if device_kind == "cuda" else "gloo"
         dist.init_process_group(
-            kind,
+            device.group,
             None,
             TIMEOUT,
             world,
             rank,
             rendezvous(),
-            pg_options=_options(kind),
-            device_id=device,
+            pg_options=device.group_options(device.group),
+            device_id=own,
         )
         atexit.register(dist.destroy_process_group)
     _hosts()
-    return _position(used, {})
+    return _position(used, {}, device)
 
 
-def _options(kind: str) -> Any:
-    """Options of a group of this kind. NCCL's kernels enter before waiting waves of a product: both
-    halves of a step wait for them."""
-    if kind != "nccl":
-        return None
-    options = dist.ProcessGroupNCCL.Options()
-    options.is_high_priority_stream = True
-    return options
-
-
-def _position(mesh: Mapping[str, int], made: dict[tuple[int, ...], str]) -> Position:
+def _position(
+    mesh: Mapping[str, int], made: dict[tuple[int, ...], str], device: TorchDevice
+) -> Position:
     """Rank r is device r of the mesh, the last axis fastest. Every rank takes part in making every
     group."""
     rank, numbers = dist.get_rank(), torch.arange(math.prod(mesh.values())).reshape(*mesh.values())
-    options, new = _options(dist.get_backend()), []
+    options, new = device.group_options(dist.get_backend()), []
     coordinates: dict[str, int] = {}
     groups: dict[str, str] = {}
     for i, (axis, size) in enumerate(mesh.items()):
@@ -191,11 +174,9 @@ def _position(mesh: Mapping[str, int], made: dict[tuple[int, ...], str]) -> Posi
                 new += [group] if rank in members else []
             if rank in members:
                 coordinates[axis], groups[axis] = members.index(rank), made[tuple(members)]
-    if dist.get_backend() == "nccl":
-        # NCCL takes its buffers at the first collective: before anybody asks what memory is free
-        for group in new:
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
-    return Position(mesh, coordinates, groups, made)
+    for group in new:
+        device.begin(group)
+    return Position(mesh, coordinates, groups, made, device)
 
 
 @dataclass
@@ -214,45 +195,12 @@ class Arriving:
 
 @dataclass(frozen=True)
 class Sending:
-    """A tensor on its way to another rank. made: behind the work that makes it, on a GPU."""
+    """A tensor on its way to another rank. made: behind the work that makes it."""
 
     tensor: torch.Tensor
     work: dist.Work
-    made: torch.cuda.Event | None
+    made: Event
 
     def wait(self) -> None:
         self.work.wait()
-        if self.made is not None:  # NCCL's `wait` is the stream's, not the host's
-            self.made.synchronize()
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """A result of a GPU on its way to pinned memory, which waits for no work that was enqueued
-    after it."""
-
-    tensor: torch.Tensor
-    arrived: torch.cuda.Event
-
-    @classmethod
-    def of(cls, result: torch.Tensor) -> Fetched:
-        """Enqueue the copy, in float32 if it is of floats, behind what makes the result."""
-        result = widened(result)
-        host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
-        host.copy_(result, non_blocking=True)
-        return cls(host, recorded_event())
-
-    def wait(self) -> torch.Tensor:
-        self.arrived.synchronize()
-        return self.tensor
-
-
-def recorded_event() -> torch.cuda.Event:
-    """An event behind everything that the current stream has to do."""
-    event = torch.cuda.Event()
-    event.record()
-    return event
-
-
-def widened(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.is_floating_point() else tensor
+        self.made.synchronize()  # NCCL's `wait` is the stream's, not the host's

@@ -41,12 +41,12 @@ class Slabs:
         return taken.view(x.dtype).as_strided(x.shape, x.stride())
 
 
-def parked(weights: Mapping[str, Any]) -> dict[str, Any]:
+def parked(weights: Mapping[str, Any], pinned: bool = False) -> dict[str, Any]:
     """Copies in the host's memory; done when the device has come so far."""
     on_device = {
         name: x for name, x in weights.items() if isinstance(x, Tensor)
     }  # the others are here
-    slabs, found = Slabs(any(x.is_cuda for x in on_device.values())), dict(weights)
+    slabs, found = Slabs(pinned), dict(weights)
     for name, x in on_device.items():
         found[name] = slabs.like(x).copy_(x, non_blocking=True)
     return found

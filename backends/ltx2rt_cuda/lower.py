@@ -20,6 +20,7 @@ from ltx2rt.graph.ir import Repeat as RepeatPlan
 from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt.placement.stream import moves, stack_of
 from ltx2rt.scheduling import in_use
+from ltx2rt_cuda.device.torch_device import Side
 from ltx2rt_cuda.distributed import ALONE, Position
 from ltx2rt_cuda.ops import OPS, arrived
 from ltx2rt_cuda.stream import HostTensor
@@ -229,7 +230,7 @@ def lower(
     compile: bool = False,
     position: Position = ALONE,
     carries: int = 0,
-    side: torch.cuda.Stream | None = None,
+    side: Side | None = None,
 ) -> fx.GraphModule:
     """A module called as module(*inputs, *weights) in the order of graph.inputs and
     graph.all_params().

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from ltx2rt.graph.ops import window_blocks
-from ltx2rt_cuda.attention import attention
+from ltx2rt_cuda.device import device_of
 
 # queries along each axis: boxes are a few times a window of 11, scores still fill the matrix units
 BLOCK = 8
@@ -63,7 +63,7 @@ def neighbourhood_attention(q: Tensor, k: Tensor, v: Tensor, window, first, scal
             & masks[2][:, None, None, :, None, None, :]
         )
         mask = mask.reshape(count, 1, queries.shape[1], keys.shape[1]).repeat(len(q), 1, 1, 1)
-        found = attention(queries, keys, values, mask, scale)
+        found = device_of(q).attention(queries, keys, values, mask, scale)
         found = found.reshape(len(q), count, *block, *q.shape[4:]).movedim(1, 3).flatten(3, 4)
         y[:, frame : frame + block[0], row : row + block[1]] = found.index_select(3, once)
     return y

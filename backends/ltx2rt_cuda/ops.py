@@ -19,9 +19,8 @@ from ltx2rt.fused.pattern import grouped
 from ltx2rt.fused.snake_beta import snake_windows
 from ltx2rt.graph.encodings import DECODED, ENCODINGS, FLOAT8_STEP, FLOAT8_TINY, rotation
 from ltx2rt.scheduling import in_use
-from ltx2rt_cuda.attention import attention as attend
-from ltx2rt_cuda.attention import attention_part as attend_part
 from ltx2rt_cuda.collectives import differentiated, with_transpose
+from ltx2rt_cuda.device import device_of
 from ltx2rt_cuda.neighbourhood import neighbourhood_attention
 
 DTYPES = {
@@ -172,7 +171,7 @@ def gelu_linear_float8(*operands: Tensor, **plan) -> Tensor:
 
 def float8_road(x: Tensor, weight: Tensor) -> str:
     """The way in which x's device multiplies float8 numbers, one of ROADS."""
-    if not x.is_cuda or x.dtype != torch.bfloat16:
+    if x.device.type == "cpu" or x.dtype != torch.bfloat16:
         return "float32"
     road = tried_road(x.device)
     multiples = weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
@@ -294,7 +293,7 @@ def conv(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride, dilation, padding=0
 ) -> Tensor:
     function = (F.conv1d, F.conv2d, F.conv3d)[weight.ndim - 3]
-    if weight.ndim == 5 and x.device.type == "cuda":
+    if weight.ndim == 5 and device_of(x).channels_last:
         x, weight = channels_last(x), channels_last(weight)
     plan = {"stride": stride, "padding": padding, "dilation": dilation}
     if x.dtype == torch.bfloat16 and x.device.type == "cpu":
@@ -341,7 +340,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, dims, weight_view, eps:
         shape = x.shape[-len(dims) :]
         return F.rms_norm(x, shape, None if weight is None else weight.reshape(shape), eps)
     if (
-        x.is_cuda and weight is None and not torch.is_grad_enabled()
+        x.device.type != "cpu" and weight is None and not torch.is_grad_enabled()
     ):  # no copy in float32: all of Gemma's states are 1 GB
         length = torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=torch.float32)
         inverse = torch.rsqrt(length.square() / (x.numel() // length.numel()) + eps)
@@ -437,7 +436,7 @@ def attention_part(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, *, scale: float, bias_view
 ) -> Tensor:
     bias = None if bias is None else bias.reshape(bias_view)
-    y, log_sum = attend_part(q, k, v, bias, scale)
+    y, log_sum = device_of(q).attention_part(q, k, v, bias, scale)
     log_sum = log_sum.transpose(1, 2).unsqueeze(-1).contiguous()
     upper = (log_sum.view(torch.int32) & -0x10000).view(torch.float32)
     return torch.cat([y, upper.to(q.dtype), (log_sum - upper).to(q.dtype)], dim=-1)
@@ -484,6 +483,10 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, *, scale: float, bias_view
 ) -> Tensor:
     return attend(q, k, v, None if bias is None else bias.reshape(bias_view).to(q.dtype), scale)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    return device_of(q).attention(q, k, v, mask, scale)
 
 
 @op

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import ml_dtypes
@@ -18,16 +15,14 @@ import torch
 from ltx2rt.backend import overlapped
 from ltx2rt.graph.ir import Graph, numbered
 from ltx2rt.passes.loop import LoopParts
-from ltx2rt_cuda.distributed import Position, recorded_event
+from ltx2rt_cuda.device.torch_device import Event, Recorder, Side, TorchDevice
+from ltx2rt_cuda.distributed import Position
 from ltx2rt_cuda.lower import lower
 from ltx2rt_cuda.ops import DTYPES
 from ltx2rt_cuda.stream import is_streamed
 
 Tensors = dict[str, torch.Tensor]
 Weights = Tensors
-CAPTURE_WARMUPS = (
-    2  # runs before a step is recorded: libraries pick kernels and take workspaces in the first
-)
 
 
 def to_torch(array: np.ndarray | torch.Tensor) -> torch.Tensor:
@@ -45,7 +40,7 @@ def to_torch(array: np.ndarray | torch.Tensor) -> torch.Tensor:
         )  # ascontiguousarray gives a scalar an axis
 
 
-def upload(graph: Graph, name: str, value: Any, device: torch.device) -> torch.Tensor:
+def upload(graph: Graph, name: str, value: Any, device: TorchDevice) -> torch.Tensor:
     """The input `name` of `graph` on the device; a wrong shape is a ValueError."""
     spec = graph.inputs[name].type
     tensor = value if isinstance(value, torch.Tensor) else to_torch(np.asarray(value))
@@ -53,12 +48,7 @@ def upload(graph: Graph, name: str, value: Any, device: torch.device) -> torch.T
         raise ValueError(
             f"{graph.name}: input {name} has shape {tuple(tensor.shape)}, expected {spec}"
         )
-    tensor = tensor.to(dtype=DTYPES[spec.dtype])
-    if (
-        device.type == "cuda" and not tensor.is_cuda
-    ):  # from other memory a copy waits for all that the device has to do
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+    return device.upload(tensor.to(dtype=DTYPES[spec.dtype]))
 
 
 class Program:
@@ -68,11 +58,11 @@ class Program:
     def __init__(
         self,
         graph: Graph,
-        device: torch.device,
+        device: TorchDevice,
         compile: bool,
         position: Position,
         built: Counter[str],
-        side: torch.cuda.Stream | None = None,
+        side: Side | None = None,
     ):
         """built: counts what is built. side: a second stream, for what may run at once."""
         self.graph, self.device, self.built = graph, device, built
@@ -82,7 +72,7 @@ class Program:
     @cached_property
     def module(self) -> torch.fx.GraphModule:
         self.built["lowered"] += 1
-        return lower(self.graph, self.device, self.compile, self.position, side=self.side)
+        return lower(self.graph, self.device.torch, self.compile, self.position, side=self.side)
 
     def release(self) -> None:
         self.__dict__.pop("module", None)
@@ -103,121 +93,30 @@ class Program:
         )
 
 
-HIGH = -1  # priority of a stream; torch's graphs keep it for each of their nodes
-
-
-@cache
-def _streams() -> tuple[torch.cuda.Stream, ...]:
-    """The three of every pool: `start`, `stream` and `side`; torch has 32, and hands them out in
-    turn.
-
-    The side stream's kernels are small: with a higher priority they enter between two waves of the
-    other's.
-    """
-    return torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream(priority=HIGH)
-
-
-class Pool:
-    """The memory that recorded steps share, because only one of them runs at a time, and the
-    streams that they are recorded on, because the allocator gives a stream no blocks of another.
-
-    Recordings begin on a stream of their own, on which nothing runs: with a graph torch gives up
-    cuBLAS's workspace of the stream on which it began, which all other graphs recorded there still
-    write to (pytorch#193402). The workspaces of `stream` and `side` were taken in the runs before
-    the first recording, and stay.
-    """
-
-    def __init__(self):
-        self.start, self.stream, self.side = _streams()
-        self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-        atexit.register(
-            self.release
-        )  # the last registered runs first: before the process groups are destroyed
-        self._open()
-
-    def _open(self) -> None:
-        self.id, self.kept = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
-        # Without its last graph torch refuses a pool as long as anything is left in it.
-        with self.recording(self.kept):
-            torch.zeros((), device="cuda")  # torch warns about an empty graph
-
-    @contextmanager
-    def recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """thread_local: other threads may ask the device for anything meanwhile, as NCCL's watchdog
-        does."""
-        self.graphs.add(graph)
-        recorded = torch.cuda.graph(
-            graph, pool=self.id, stream=self.start, capture_error_mode="thread_local"
-        )
-        with (
-            torch.cuda.stream(torch.cuda.current_stream()),
-            recorded,
-        ):  # which itself does not go back if it fails
-            self.stream.wait_stream(self.start)
-            try:
-                with torch.cuda.stream(self.stream):
-                    yield
-            finally:
-                self.start.wait_stream(self.stream)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes reserved for recorded steps, used or not."""
-        return sum(s["total_size"] for s in self._segments())
-
-    @property
-    def unused_bytes(self) -> int:
-        """Bytes of those that no tensor has: free for recorded steps alone."""
-        return sum(s["total_size"] - s["allocated_size"] for s in self._segments())
-
-    def _segments(self) -> list[dict[str, Any]]:
-        return [s for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] == self.id]
-
-    def release(self) -> None:
-        """A communicator whose collectives are recorded is not destroyed, but waited for, as long
-        as the graphs are."""
-        for graph in self.graphs:
-            graph.reset()
-
-    def empty(self) -> None:
-        """No step is recorded any more, and nothing of the memory is kept."""
-        self.release()
-        self.graphs.clear()
-        self._open()
-
-
 class Captured:
-    """One step recorded as a CUDA graph: a replay reads fixed buffers, runs every kernel, and
-    writes fixed buffers."""
+    """One recorded step: a replay reads fixed buffers, runs every kernel, and writes fixed
+    buffers."""
 
     def __init__(
-        self, program: Program, arguments: list, values: Mapping[str, torch.Tensor], pool: Pool
+        self, program: Program, arguments: list, values: Mapping[str, torch.Tensor], pool: Recorder
     ):
         self.program, self.key = program, _key(pool, arguments)
         self.serves: object = None  # a mark of the request whose constants are in the buffers
         self.inputs = {name: value.clone() for name, value in values.items()}
         ordered = [self.inputs[name] for name in program.graph.inputs]
-        pool.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(pool.stream):
-            for _ in range(CAPTURE_WARMUPS):
-                program.module(*ordered, *arguments)
-        self.graph = torch.cuda.CUDAGraph()
-        with pool.recording(self.graph):
-            self.outputs = program.module(*ordered, *arguments)
+        self.recorded = pool.record(lambda: program.module(*ordered, *arguments))
 
     def put(self, values: Mapping[str, torch.Tensor]) -> None:
         for name, value in values.items():
             self.inputs[name].copy_(value)
 
     def __call__(self) -> Tensors:
-        self.graph.replay()
-        return {
-            name: x.clone()
-            for name, x in zip(self.program.graph.outputs, self.outputs, strict=True)
-        }
+        self.recorded.replay()
+        results = zip(self.program.graph.outputs, self.recorded.outputs, strict=True)
+        return {name: x.clone() for name, x in results}
 
 
-def _key(pool: Pool, arguments: list) -> tuple:
+def _key(pool: Recorder, arguments: list) -> tuple:
     """A recorded step stays valid as long as its memory is kept, and the weights lie where they
     do."""
     return pool.id, *(
@@ -227,8 +126,8 @@ def _key(pool: Pool, arguments: list) -> tuple:
 
 
 class Loop:
-    """The denoise loop: what leaves it runs once, then one step after the other, on a GPU as a
-    recorded CUDA graph.
+    """The denoise loop: what leaves it runs once, then one step after the other, recorded where
+    the device can do so.
 
     Steps whose weights are streamed are not recorded: they take seconds, their launches some
     milliseconds. Recorded anew only for other weights: the shapes and branches are the loop's own.
@@ -243,7 +142,7 @@ class Loop:
         before: Program,
         body: Program,
         parts: LoopParts,
-        pool: Pool | None,
+        pool: Recorder | None,
         position: Position,
     ):
         self.graph, self.before, self.body, self.parts, self.pool = graph, before, body, parts, pool
@@ -261,7 +160,7 @@ class Loop:
 
     def release(self) -> None:
         if self.captured is not None:
-            self.captured.graph.reset()
+            self.captured.recorded.reset()
             self.captured = None
         self.before.release()
         self.body.release()
@@ -286,20 +185,18 @@ class Loop:
                 name: x for name, x in values.items() if name not in rows and name not in state
             }
             step = self._step(weights, constants, state | {name: x[0] for name, x in rows.items()})
-        on_gpu = self.body.device.type == "cuda"
+        device = self.body.device
 
-        def started(state: Tensors) -> Iterator[tuple[Tensors, torch.cuda.Event | None]]:
+        def started(state: Tensors) -> Iterator[tuple[Tensors, Event]]:
             for i in range(num_steps):
                 with torch.inference_mode():
                     outputs = step(state | {name: x[i] for name, x in rows.items()})
                 state = {name: outputs[name] for name in state}
-                yield outputs, recorded_event() if on_gpu else None
+                yield outputs, device.recorded_event()
 
-        for outputs, finished in overlapped(
-            started(state), int(on_gpu)
-        ):  # on a CPU a step has run once it is called
-            if finished is not None:
-                finished.synchronize()
+        # without a queue a step has run once it is called
+        for outputs, finished in overlapped(started(state), int(device.queues)):
+            finished.synchronize()
             yield outputs
 
     def _step(

@@ -5,7 +5,7 @@ computed with.
     main stream   | block 0 in slot 0 | block 1 in slot 1 | block 2 in slot 0 |
 
 The copy into a slot waits for the block that last read it, the block waits for its copy; both by
-events, so that the host waits for neither. On a CPU the same copies are made in order.
+events, so that the host waits for neither. A device without a queue makes the copies in order.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ltx2rt.notes import note
 from ltx2rt.placement.stream import SLOTS, Piece
+from ltx2rt_cuda.device.torch_device import Event, Stream, TorchDevice
 from ltx2rt_cuda.host import Slabs, layout
 
 
@@ -33,16 +34,16 @@ class HostTensor:
 class Ring:
     """The pieces of one set of weights, and the slots on the device that they take turns in."""
 
-    def __init__(self, device: torch.device):
-        self.device, self.on_gpu = device, device.type == "cuda"
+    def __init__(self, device: TorchDevice):
+        self.device = device
         self.pieces: dict[Piece, dict[str, Tensor]] = {}
         self.copied_bytes = 0
-        self._slabs = Slabs(self.on_gpu)
-        self._stream: Any = None
+        self._slabs = Slabs(device.pins)
+        self._stream: Stream | None = None
         self._slots: list[dict[str, Tensor]] = []
         self._holds: list[Piece | None] = []
-        self._arrived: list[Any] = []  # events behind the copies into each slot
-        self._read: list[Any] = []  # events behind the blocks that read each slot last
+        self._arrived: list[Event] = []  # behind the copies into each slot
+        self._read: list[Event] = []  # behind the blocks that read each slot last
 
     def add(self, piece: Piece, tensors: Mapping[str, Tensor]) -> dict[str, HostTensor]:
         """Keep a piece, given on the device, in the host's memory."""
@@ -71,16 +72,14 @@ class Ring:
         """The weights that one iteration reads, on the device. Call `used` behind the iteration."""
         (piece,) = {x.piece for x in weights if isinstance(x, HostTensor)}
         slot = self._slot(piece)
-        if self.on_gpu:
-            torch.cuda.current_stream().wait_event(self._arrived[slot])
+        self.device.current_stream().wait_event(self._arrived[slot])
         places = self._slots[slot]
         return [places[x.name] if isinstance(x, HostTensor) else x for x in weights]
 
     def used(self, piece: Piece) -> None:
         """The iteration that reads the piece has been begun: bring the next one."""
         slot = self._holds.index(piece)
-        if self.on_gpu:
-            self._read[slot].record()
+        self._read[slot].record()
         order = list(self.pieces)
         following = order[(order.index(piece) + 1) % len(order)]
         if following not in self._holds:
@@ -88,8 +87,8 @@ class Ring:
 
     def release(self) -> None:
         """Give the slots' memory back; the next use takes it anew."""
-        if self.on_gpu and self._slots:
-            torch.cuda.synchronize()
+        if self._slots:
+            self.device.synchronize()
         self._slots, self._holds = [], []
 
     def _slot(self, piece: Piece) -> int:
@@ -108,25 +107,21 @@ class Ring:
     def _open(self) -> None:
         count = min(SLOTS, len(self.pieces))
         self._slots, self._holds = [{} for _ in range(count)], [None] * count
-        if self.on_gpu:
-            self._stream = self._stream or torch.cuda.Stream()
-            self._arrived = [torch.cuda.Event() for _ in range(count)]
-            self._read = [torch.cuda.Event() for _ in range(count)]
+        self._stream = self._stream or self.device.stream()
+        self._arrived = [self.device.event() for _ in range(count)]
+        self._read = [self.device.event() for _ in range(count)]
 
     def _copy(self, piece: Piece, slot: int) -> None:
         self._holds[slot] = piece
-        if not self.on_gpu:
-            self._room(piece, slot)
-            self._fill(piece, slot)
-            return
-        main = torch.cuda.current_stream()
+        assert self._stream is not None, "the slots are open"
+        main = self.device.current_stream()
         if self._room(piece, slot):
             # Memory that is given back is the main stream's at once: nothing may still be copied
             # into it. And what is taken may be read by what the main stream has yet to do.
             main.wait_event(self._arrived[slot])
             self._stream.wait_stream(main)
         self._stream.wait_event(self._read[slot])
-        with torch.cuda.stream(self._stream):
+        with self.device.on(self._stream):
             self._fill(piece, slot)
             self._arrived[slot].record()
 
@@ -143,7 +138,7 @@ class Ring:
         places.clear()
         for name, x in tensors.items():
             places[name] = torch.empty_strided(
-                x.shape, x.stride(), dtype=x.dtype, device=self.device
+                x.shape, x.stride(), dtype=x.dtype, device=self.device.torch
             )
         return True
 

@@ -1,4 +1,4 @@
-"""Work that runs at once on two streams of a GPU: parts of a graph that need nothing of each other.
+"""Work that runs at once on two streams of a device: parts of a graph that need nothing of each other.
 
 Decides which parts these are: between two kernels that take from both, such as the norms of video
 and of sound in one launch, the products and the attention of the one stream and those of the other.
@@ -17,6 +17,7 @@ import torch
 from ltx2rt.graph.ir import Graph, Node, Value
 from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt.placement.cost import VIEWS, node_flops
+from ltx2rt_cuda.device.torch_device import Side
 from ltx2rt_cuda.devices import H100
 
 # What takes less by the data sheet is no part of its own where something reads it together with
@@ -33,21 +34,20 @@ class Beside(torch.nn.Module):
     `operands` holds what both parts read until they have met; what `beside` makes is freed behind
     that, and taken again behind the next parting."""
 
-    def __init__(
-        self, own: torch.nn.Module, beside: torch.nn.Module, num_own: int, side: torch.cuda.Stream
-    ):
+    def __init__(self, own: torch.nn.Module, beside: torch.nn.Module, num_own: int, side: Side):
         super().__init__()
         self.own, self.beside, self.num_own, self.side = own, beside, num_own, side
 
     def forward(self, *operands):
-        here = torch.cuda.current_stream()
-        self.side.wait_stream(here)
+        device, stream = self.side.device, self.side.stream
+        here = device.current_stream()
+        stream.wait_stream(here)
         try:
-            with torch.cuda.stream(self.side):
+            with device.on(stream):
                 beside = self.beside(*operands[self.num_own :])
             own = self.own(*operands[: self.num_own])
         finally:  # a recording whose streams have not met does not end
-            here.wait_stream(self.side)
+            here.wait_stream(stream)
         return *own, *beside
 
 

@@ -49,7 +49,7 @@ class Trainer:
         graph = FACTORY.as_run(graph, backend.device_kind, train=True)
         self.graph, self.backend, self.weights, self.optimiser = graph, backend, weights, optimiser
         self.position = backend.position.on(graph.mesh)
-        self.program = Program(graph, backend.torch_device, False, self.position, Counter())
+        self.program = Program(graph, backend.hardware, False, self.position, Counter())
         if remat:
             for repeat in [m for m in self.program.module.modules() if isinstance(m, Repeat)]:
                 block = repeat.block
@@ -174,7 +174,7 @@ class Trainer:
         def own(name: str, array: np.ndarray) -> torch.Tensor:
             for dim, axis, parts in self.layouts[name][1].splits:
                 array = np.split(array, parts, dim)[self.position.coordinates[axis]]
-            return torch.from_numpy(np.array(array, order="C")).to(self.program.device)
+            return torch.from_numpy(np.array(array, order="C")).to(self.program.device.torch)
 
         for name, parameter in self.parameters.items():
             parameter.copy_(own(name, state["parameters"][name]))

@@ -1,6 +1,4 @@
-"""What a fused op's pattern is written with, and the patterns, in the order in which `passes.fuse`
-looks for them.
-"""
+"""The patterns of fused ops, in the order in which `passes.fuse` looks for them, and their means."""
 
 from __future__ import annotations
 

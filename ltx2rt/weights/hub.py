@@ -81,7 +81,7 @@ class Repository(Listing):
     def __init__(self, repo: Repo, sizes: Mapping[str, int], commit: str):
         """sizes: bytes of each file. commit: of the listing, so that headers are of its files."""
         self.repo, self.sizes, self.commit = repo, sizes, commit
-        # of a GGUF file no header is read over the network
+        # headers of GGUF files are not read over the network
         self.files = {Path(name) for name in sizes if not name.endswith(".gguf")}
         self.folders = {parent for path in self.files for parent in path.parents}
         self._opened: dict[Path, RemoteFile] = {}

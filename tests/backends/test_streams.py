@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from ltx2rt_cuda import streams
+from ltx2rt_cuda.device.cuda import Cuda, Pool
+from ltx2rt_cuda.device.torch_device import Side
 from ltx2rt_cuda.distributed import Position
 from ltx2rt_cuda.lower import Repeat, lower
 from ltx2rt_cuda.ops import OPS, arrived
-from ltx2rt_cuda.program import Pool
 from ltx2rt_cuda.streams import Beside, in_parts
 from placed_cases import case
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -160,7 +161,7 @@ def test_two_streams_have_the_bits_of_one_and_race_for_nothing(monkeypatch, name
     with torch.no_grad():
         expected = lower(graph, torch.device("cpu"))(*given)
     with watched(monkeypatch) as races:
-        module = lower(graph, torch.device("cpu"), side=Stream())
+        module = lower(graph, torch.device("cpu"), side=Side(Cuda(), Stream()))
         found = module(*given)
     assert sum(isinstance(part, Beside) for part in module.modules()) >= 5
     assert not races.found and races.overlapped >= 50
@@ -178,7 +179,7 @@ def test_the_check_sees_a_stream_that_does_not_wait(monkeypatch, deaf):
         side = Stream()
         listening = side if deaf == "side" else races.stream
         listening.wait_stream = lambda other: None
-        lower(graph, torch.device("cpu"), side=side)(*given)
+        lower(graph, torch.device("cpu"), side=Side(Cuda(), side))(*given)
     assert any(what.endswith("reads") for what in races.found)
 
 
@@ -226,7 +227,8 @@ def test_the_streams_have_met_where_a_part_fails(monkeypatch):
             with suppress(ZeroDivisionError), torch.cuda.stream(side):
                 torch.ones(3)
             with pytest.raises(ZeroDivisionError), races.on(races.stream):
-                Beside.forward(SimpleNamespace(own=own, beside=beside, num_own=0, side=side))  # type: ignore[arg-type]
+                parts = SimpleNamespace(own=own, beside=beside, num_own=0, side=Side(Cuda(), side))
+                Beside.forward(parts)  # type: ignore[arg-type]
             assert races.stream.has_seen((side, side.done))
 
 

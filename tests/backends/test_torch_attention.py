@@ -1,13 +1,13 @@
 """Attention kernels are refused for a reason, and torch's ones compute the same in our order of
 preference."""
 
-import ltx2rt_cuda.attention
+import ltx2rt_cuda.device.attention
 import pytest
 import torch
-from ltx2rt_cuda.attention import (
+from ltx2rt_cuda.device.attention import (
     LOAD_BYTES,
     aligned,
-    attention,
+    gpu_attention,
     preference,
     preferred_attention,
     torch_attention,
@@ -27,7 +27,7 @@ def operands(dtype=torch.float32, kv_heads=4, dim=16):
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("run", [attention, preferred_attention, torch_attention])
+@pytest.mark.parametrize("run", [gpu_attention, preferred_attention, torch_attention])
 def test_attention_is_the_op_tables(run, masked, kv_heads):
     q, k, v = operands(kv_heads=kv_heads)
     mask = torch.randn(2, 1, 7, 9) if masked else None
@@ -73,8 +73,8 @@ def test_operands_that_cudnn_refused_with_a_mask_go_to_the_next_kernel(monkeypat
             raise errors.pop(0)
         return torch_attention(*given)
 
-    monkeypatch.setattr(ltx2rt_cuda.attention, "refused_by_cudnn", set())
-    monkeypatch.setattr(ltx2rt_cuda.attention, "torch_attention", attend)
+    monkeypatch.setattr(ltx2rt_cuda.device.attention, "refused_by_cudnn", set())
+    monkeypatch.setattr(ltx2rt_cuda.device.attention, "torch_attention", attend)
     with pytest.raises(torch.OutOfMemoryError):
         preferred_attention(q, k, v, mask, 0.3)
     for _ in range(2):

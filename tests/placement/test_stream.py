@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ltx2rt_cuda.device.torch_device import HOST
 from ltx2rt_cuda.stream import HostTensor, Ring
 
 import ltx2rt
@@ -206,7 +207,7 @@ def test_layers_are_spaced_evenly_and_the_ends_stay():
 
 
 def test_memory_that_cannot_be_pinned_is_staged(monkeypatch, capsys):
-    ring = Ring(torch.device("cpu"))
+    ring = Ring(HOST)
     ring._slabs.pinned = True
 
     def refused(*args, pin_memory=False, real=torch.empty, **kwargs):

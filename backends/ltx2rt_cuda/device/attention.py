@@ -7,6 +7,7 @@ FlashAttention-2, then those that take any operands. On a CPU, torch's choice.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -136,28 +137,44 @@ def _operands(q: Tensor, mask: Tensor) -> tuple:
     return q.shape, q.dtype, mask.shape, mask.stride()
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """softmax(q k^T scale + mask) v: q (B, tokens, heads, head_dim), k and v (B, keys, kv_heads,
-    head_dim)."""
-    if q.device.type != "cuda":
-        return torch_attention(q, k, v, mask, scale)
+def gpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """By FlashAttention-3 if it takes the operands, else by the first of `preference`."""
     q, k, v = aligned(q), aligned(k), aligned(v)
     if why_not_flash3(q, k, v, mask) is None:
         found = _flash3()(q, k, v, softmax_scale=scale)
-        return (
-            found[0] if isinstance(found, tuple) else found
-        )  # its first releases return the log-sums too
+        # its first releases return the log-sums too
+        return found[0] if isinstance(found, tuple) else found
     return preferred_attention(q, k, v, mask, scale)
 
 
-def attention_part(
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
+
+
+def cpu_part(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """`attention` and the logarithm of its denominator, f32 (B, heads, tokens), which only torch's
-    own kernels return.
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(q, k, v, attn_mask=mask, scale=scale)
 
-    Of those the memory-efficient one, whatever the mask: FlashAttention-2 takes none, and queries
-    are few here.
+
+def efficient_part(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The memory-efficient kernel, whatever the mask: FlashAttention-2 takes none, and queries are
+    few here."""
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    q, k, v = aligned(q), aligned(k), aligned(v)
+    y, log_sum, *_ = kernel(q, k, v, mask, compute_log_sumexp=True, scale=scale)
+    return y, log_sum
+
+
+def attention_part(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, kernel: Kernel
+) -> tuple[Tensor, Tensor]:
+    """`attention` and the logarithm of its denominator, f32 (B, heads, tokens).
+
+    kernel: one of torch's own, which alone return the logarithm; operands (B, heads, tokens,
+    head_dim).
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if q.shape[1] != k.shape[1]:
@@ -169,11 +186,5 @@ def attention_part(
         return ((scores - log_sum.unsqueeze(-1)).exp().to(v.dtype) @ v).transpose(1, 2), log_sum
     # Copied, since a device's part of it begins anywhere, and the kernel reads 16 bytes at once.
     mask = None if mask is None else mask.to(q.dtype, copy=True).expand(*q.shape[:3], k.shape[2])
-    if q.device.type == "cuda":
-        q, k, v = aligned(q), aligned(k), aligned(v)
-        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-        y, log_sum, *_ = kernel(q, k, v, mask, compute_log_sumexp=True, scale=scale)
-    else:
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        y, log_sum = kernel(q, k, v, attn_mask=mask, scale=scale)
+    y, log_sum = kernel(q, k, v, mask, scale)
     return y.transpose(1, 2), log_sum[..., : q.shape[2]].float()  # some releases pad the logarithms

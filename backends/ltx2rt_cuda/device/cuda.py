@@ -1,0 +1,224 @@
+"""A GPU of NVIDIA: streams, steps recorded as CUDA graphs, memory, NCCL, attention."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ltx2rt.backend import DeviceInfo
+from ltx2rt.errors import InputError
+from ltx2rt_cuda.device.attention import attention_part, efficient_part, gpu_attention
+from ltx2rt_cuda.device.torch_device import Recorder, TorchDevice
+from ltx2rt_cuda.devices import reserve_bytes
+
+WARMUPS = (
+    2  # runs before a step is recorded: libraries pick kernels and take workspaces in the first
+)
+HIGH = -1  # priority of a stream; torch's graphs keep it for each of their nodes
+
+
+class Cuda(TorchDevice):
+    """The current GPU."""
+
+    kind = "cuda"
+    group = "nccl"
+    exchanges = True
+    queues = True
+    pins = True
+    channels_last = True
+    pads_rows = True
+
+    def is_here(self) -> bool:
+        return torch.cuda.is_available()
+
+    def open(self) -> None:
+        # float32 means float32: TF32 keeps 10 mantissa bits.
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+
+    def stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream()
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream()
+
+    def on(self, stream: torch.cuda.Stream) -> Any:
+        return torch.cuda.stream(stream)
+
+    def event(self) -> torch.cuda.Event:
+        return torch.cuda.Event()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def recorder(self) -> Pool:
+        return Pool()
+
+    def trim(self) -> None:
+        torch.cuda.empty_cache()
+        # torch 2.11 lacks the first
+        (getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache)()
+
+    def info(self, recorder: Recorder | None) -> DeviceInfo:
+        free, total = torch.cuda.mem_get_info()
+        # given back where it is wanted
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        if recorder is not None:
+            cached -= recorder.unused_bytes
+        return DeviceInfo(
+            "cuda",
+            torch.cuda.get_device_name(),
+            total,
+            free + cached,
+            torch.cuda.device_count(),
+            reserve_bytes=reserve_bytes(total),
+            recorded_bytes=recorder.nbytes if recorder else 0,
+        )
+
+    def peak_bytes(self) -> int:
+        """Reserved bytes: the memory of recorded steps is not in `allocated`."""
+        return torch.cuda.max_memory_reserved()
+
+    def take(self, number: int, mesh: str) -> torch.device:
+        if number >= (found := torch.cuda.device_count()):
+            raise InputError(
+                f"mesh {mesh} needs a GPU for each process of a host, {found} were found"
+            )
+        device = torch.device("cuda", number)
+        torch.cuda.set_device(device)
+        return device
+
+    def group_options(self, group: str) -> Any:
+        """NCCL's kernels enter before waiting waves of a product: both halves of a step wait for
+        them."""
+        if group != "nccl":
+            return None
+        options = dist.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = True
+        return options
+
+    def begin(self, group: Any) -> None:
+        """NCCL takes its buffers at the first collective: before anybody asks what memory is
+        free."""
+        if dist.get_backend() == self.group:
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+    ) -> Tensor:
+        return gpu_attention(q, k, v, mask, scale)
+
+    def attention_part(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        return attention_part(q, k, v, mask, scale, efficient_part)
+
+
+@cache
+def _streams() -> tuple[torch.cuda.Stream, ...]:
+    """The three of every pool: `start`, `stream` and `side`; torch has 32, and hands them out in
+    turn.
+
+    The side stream's kernels are small: with a higher priority they enter between two waves of the
+    other's.
+    """
+    return torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream(priority=HIGH)
+
+
+class Pool:
+    """The memory that recorded steps share, because only one of them runs at a time, and the
+    streams that they are recorded on, because the allocator gives a stream no blocks of another.
+
+    Recordings begin on a stream of their own, on which nothing runs: with a graph torch gives up
+    cuBLAS's workspace of the stream on which it began, which all other graphs recorded there still
+    write to (pytorch#193402). The workspaces of `stream` and `side` were taken in the runs before
+    the first recording, and stay.
+    """
+
+    def __init__(self):
+        self.start, self.stream, self.side = _streams()
+        self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        # the last registered runs first: before the process groups are destroyed
+        atexit.register(self.release)
+        self._open()
+
+    def record(self, run: Callable[[], tuple[Tensor, ...]]) -> Recording:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for _ in range(WARMUPS):
+                run()
+        graph = torch.cuda.CUDAGraph()
+        with self.recording(graph):
+            outputs = run()
+        return Recording(graph, outputs)
+
+    def _open(self) -> None:
+        self.id, self.kept = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+        # Without its last graph torch refuses a pool as long as anything is left in it.
+        with self.recording(self.kept):
+            torch.zeros((), device="cuda")  # torch warns about an empty graph
+
+    @contextmanager
+    def recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """thread_local: other threads may ask the device for anything meanwhile, as NCCL's watchdog
+        does."""
+        self.graphs.add(graph)
+        recorded = torch.cuda.graph(
+            graph, pool=self.id, stream=self.start, capture_error_mode="thread_local"
+        )
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            recorded,
+        ):  # which itself does not go back if it fails
+            self.stream.wait_stream(self.start)
+            try:
+                with torch.cuda.stream(self.stream):
+                    yield
+            finally:
+                self.start.wait_stream(self.stream)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved for recorded steps, used or not."""
+        return sum(s["total_size"] for s in self._segments())
+
+    @property
+    def unused_bytes(self) -> int:
+        """Bytes of those that no tensor has: free for recorded steps alone."""
+        return sum(s["total_size"] - s["allocated_size"] for s in self._segments())
+
+    def _segments(self) -> list[dict[str, Any]]:
+        return [s for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] == self.id]
+
+    def release(self) -> None:
+        """A communicator whose collectives are recorded is not destroyed, but waited for, as long
+        as the graphs are."""
+        for graph in self.graphs:
+            graph.reset()
+
+    def empty(self) -> None:
+        """No step is recorded any more, and nothing of the memory is kept."""
+        self.release()
+        self.graphs.clear()
+        self._open()
+
+
+class Recording:
+    """A CUDA graph, and the buffers that it writes to."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: tuple[Tensor, ...]):
+        self.graph, self.outputs = graph, outputs
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+    def reset(self) -> None:
+        self.graph.reset()

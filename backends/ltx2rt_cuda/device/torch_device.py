@@ -1,0 +1,227 @@
+"""A device that PyTorch computes on; as it is, the processor of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ltx2rt.backend import DeviceInfo
+from ltx2rt.placement.devices import host_memory
+from ltx2rt_cuda.device.attention import attention_part, cpu_part, torch_attention
+from ltx2rt_cuda.host import give_back_freed, keep_freed
+
+
+class Event(Protocol):
+    """A place in the work of a stream."""
+
+    def record(self) -> None:
+        """Be behind all that the current stream has to do."""
+        ...
+
+    def synchronize(self) -> None: ...
+
+
+class Stream(Protocol):
+    """Work in its order."""
+
+    def wait_stream(self, other: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+
+
+class Done:
+    """A stream, and an event, of a device that has run what was called."""
+
+    def wait_stream(self, other: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class Recording(Protocol):
+    """A function that was recorded. A replay writes to the tensors `outputs`."""
+
+    outputs: tuple[Tensor, ...]
+
+    def replay(self) -> None: ...
+    def reset(self) -> None:
+        """Give up what it holds; it is not replayed again."""
+        ...
+
+
+class Recorder(Protocol):
+    """Records functions, and holds the memory that their recordings share.
+
+    id: another one once what is recorded is no longer valid. side: a second stream, for what may
+    run at once with the rest.
+    """
+
+    id: Any
+    side: Stream
+
+    def record(self, run: Callable[[], tuple[Tensor, ...]]) -> Recording: ...
+    def empty(self) -> None:
+        """Give up all recordings and their memory."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved for recorded functions, used or not."""
+        ...
+
+    @property
+    def unused_bytes(self) -> int:
+        """Bytes of those that no tensor has."""
+        ...
+
+
+class TorchDevice:
+    """A device of PyTorch, with all in which one kind of device differs from another.
+
+    kind: torch's type of device, and the name in `--device`. group: the backend of
+    torch.distributed, exchanges: whether those can be recorded. queues: a call enqueues its work
+    and returns before it is done. pins: copies come fastest from pinned memory of the host.
+    channels_last: 3-D convolutions multiply in that layout. pads_rows: kernels want the rows of a
+    packed weight to begin on a grid.
+    """
+
+    kind = "cpu"
+    group = "gloo"
+    exchanges = False
+    queues = False
+    pins = False
+    channels_last = False
+    pads_rows = False
+
+    @property
+    def torch(self) -> torch.device:
+        return torch.device(self.kind)
+
+    def is_here(self) -> bool:
+        return True
+
+    def open(self) -> None:
+        """Settings of this process, before anything is computed."""
+        keep_freed()
+
+    # --- work -------------------------------------------------------------------------------------
+
+    def stream(self) -> Stream:
+        """A new stream."""
+        return Done()
+
+    def current_stream(self) -> Stream:
+        return Done()
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Within it, work goes to this stream."""
+        return nullcontext()
+
+    def event(self) -> Event:
+        return Done()
+
+    def recorded_event(self) -> Event:
+        """An event behind all that the current stream has to do."""
+        event = self.event()
+        event.record()
+        return event
+
+    def synchronize(self) -> None:
+        """Wait for all work."""
+
+    def recorder(self) -> Recorder | None:
+        """None: every call launches its work anew."""
+        return None
+
+    # --- memory -----------------------------------------------------------------------------------
+
+    def upload(self, x: Tensor) -> Tensor:
+        """A tensor of any memory on the device."""
+        if self.pins and x.device.type != self.torch.type:
+            # From other memory a copy waits for all that the device has to do.
+            return x.pin_memory().to(self.torch, non_blocking=True)
+        return x.to(self.torch)
+
+    def fetch(self, x: Tensor) -> Tensor | Fetched:
+        """A result on its way to the host, behind what makes it, and not behind what comes later."""
+        if not self.queues:
+            return x
+        x = widened(x)
+        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=self.pins)
+        host.copy_(x, non_blocking=True)
+        return Fetched(host, self.recorded_event())
+
+    def trim(self) -> None:
+        """Give back the memory that is free and kept for later."""
+        give_back_freed()
+
+    def info(self, recorder: Recorder | None) -> DeviceInfo:
+        """recorder: of this process; the memory that it holds is not free."""
+        give_back_freed()  # or it counts as taken
+        total, free = host_memory()
+        return DeviceInfo("cpu", "CPU", total, free)
+
+    def peak_bytes(self) -> int | None:
+        """Most bytes that were taken from the device at once; None: not known."""
+        return None
+
+    # --- several processes ------------------------------------------------------------------------
+
+    def take(self, number: int, mesh: str) -> torch.device | None:
+        """Use the device of this number alone; what a process group has to know of it. mesh: in
+        words. Raises InputError if there is none."""
+        return None
+
+    def group_options(self, group: str) -> Any:
+        """Options of a process group of the backend `group`."""
+        return None
+
+    def begin(self, group: Any) -> None:
+        """The first use of a new process group."""
+
+    # --- attention --------------------------------------------------------------------------------
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+    ) -> Tensor:
+        """softmax(q k^T scale + mask) v: q (B, tokens, heads, head_dim), k and v (B, keys,
+        kv_heads, head_dim)."""
+        return torch_attention(q, k, v, mask, scale)
+
+    def attention_part(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """`attention`, and the logarithm of its denominator: f32 (B, heads, tokens)."""
+        return attention_part(q, k, v, mask, scale, cpu_part)
+
+
+HOST = TorchDevice()
+
+
+@dataclass(frozen=True)
+class Side:
+    """A second stream of a device, for what may run at once."""
+
+    device: TorchDevice
+    stream: Any
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A result on its way to the host's memory, which waits for no work that was enqueued after
+    it."""
+
+    tensor: Tensor
+    arrived: Event
+
+    def wait(self) -> Tensor:
+        self.arrived.synchronize()
+        return self.tensor
+
+
+def widened(x: Tensor) -> Tensor:
+    return x.float() if x.is_floating_point() else x

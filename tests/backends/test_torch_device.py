@@ -1,0 +1,200 @@
+"""A device that is neither a GPU nor this processor: its work is queued, recorded and counted, and
+it computes where PyTorch computes on a CPU."""
+
+import re
+from contextlib import contextmanager
+from pathlib import Path
+
+import ltx2rt_cuda
+import numpy as np
+import pytest
+import torch
+from loops import SIGMAS, assert_bitwise, denoise, fresh, job, loop_graph
+from ltx2rt_cuda import streams
+from ltx2rt_cuda.device import DEVICES
+from ltx2rt_cuda.device.torch_device import Fetched, TorchDevice
+
+from ltx2rt.backend import DeviceInfo, get_backend
+from ltx2rt.errors import InputError
+from ltx2rt.graph import trace
+from ltx2rt.passes.fuse import fuse
+from ltx2rt.placement import stream
+from ltx2rt.testing import ArraySource, random_params
+
+
+class Event:
+    """Behind so much of the work of a stream."""
+
+    def __init__(self, device):
+        self.device, self.stream, self.done = device, None, 0
+
+    def record(self):
+        self.stream, self.done = self.device.current, self.device.current.done
+
+    def synchronize(self):
+        self.device.counts["waits of the host"] += 1
+
+
+class Stream:
+    """Counts what is called while it is the current one; knows what it has waited for."""
+
+    def __init__(self, device):
+        self.device, self.done, self.seen = device, 0, {}
+
+    def wait_stream(self, other):
+        self.seen[other] = other.done
+
+    def wait_event(self, event):
+        if event.stream is not None:
+            self.device.counts["waits for a copy"] += 1
+            self.seen[event.stream] = event.done
+
+
+class Recording:
+    def __init__(self, run):
+        self.run, self.outputs = run, run()
+
+    def replay(self):
+        for kept, new in zip(self.outputs, self.run(), strict=True):
+            kept.copy_(new)
+
+    def reset(self):
+        del self.run
+
+
+class Recorder:
+    def __init__(self, device):
+        self.device, self.side, self.id = device, device.stream(), object()
+        self.nbytes, self.unused_bytes = 96, 32
+
+    def record(self, run):
+        self.device.counts["recorded"] += 1
+        return Recording(run)
+
+    def empty(self):
+        self.id = object()
+
+
+class Loom(TorchDevice):
+    kind = "loom"
+    queues = exchanges = True
+
+    def __init__(self):
+        self.counts = dict.fromkeys(
+            ("recorded", "waits of the host", "waits for a copy", "attentions", "switches"), 0
+        )
+        self.current = Stream(self)
+
+    @property
+    def torch(self):
+        return torch.device("cpu")
+
+    def stream(self):
+        return Stream(self)
+
+    def current_stream(self):
+        return self.current
+
+    @contextmanager
+    def on(self, stream):
+        self.counts["switches"] += 1
+        before, self.current = self.current, stream
+        try:
+            yield
+            stream.done += 1
+        finally:
+            self.current = before
+
+    def event(self):
+        return Event(self)
+
+    def recorder(self):
+        return Recorder(self)
+
+    def info(self, recorder):
+        return DeviceInfo(
+            "loom", "A loom", 1000, 400, recorded_bytes=recorder.nbytes if recorder else 0
+        )
+
+    def attention(self, q, k, v, mask, scale):
+        self.counts["attentions"] += 1
+        return super().attention(q, k, v, mask, scale)
+
+
+@pytest.fixture
+def loom(monkeypatch):
+    """The device; tensors of a CPU count as being on it."""
+    device = Loom()
+    monkeypatch.setitem(DEVICES, "loom", device)
+    monkeypatch.setitem(DEVICES, "cpu", device)
+    monkeypatch.setattr(streams, "SHORT_S", 0.0)
+    return device
+
+
+def test_a_denoise_loop_is_recorded_and_replayed_on_any_device(loom, monkeypatch):
+    """Bit for bit what a CPU computes; each request is recorded once, on two streams that meet."""
+    handle = fresh("cuda", device="loom")
+    backend, loop, _ = handle
+    found = [denoise(handle, SIGMAS, **job(seed)) for seed in (1, 2)]
+    assert loom.counts["recorded"] == 1 and backend.device().recorded_bytes == 96
+    assert loom.counts["waits of the host"] == 2 * (len(SIGMAS) - 1)  # a step in flight
+    assert loom.counts["switches"] > 0 and loom.counts["attentions"] > 0
+    side = loop.pool.side
+    assert loom.current.seen[side] == side.done > 0
+    backend.trim(recorded=True)
+    denoise(handle, SIGMAS, **job(1))
+    assert loom.counts["recorded"] == 2  # what was recorded had lost its memory
+    monkeypatch.setitem(DEVICES, "cpu", TorchDevice())
+    expected = fresh("cuda", device="cpu")
+    for seed, steps in zip((1, 2), found, strict=True):
+        assert_bitwise(steps, denoise(expected, SIGMAS, **job(seed)))
+
+
+def test_layers_are_copied_on_a_stream_of_their_own(loom, monkeypatch):
+    monkeypatch.setattr(stream, "LEAST_BYTES", 1000)  # no table
+    graph = loop_graph()
+    backend = get_backend("cuda", "loom")
+    source, pieces = ArraySource(random_params(graph)), frozenset(stream.pieces(graph))
+    weights = backend.load([graph], source, streamed=pieces)
+    handle = backend, backend.lower_loop(graph), weights
+    found = denoise(handle, SIGMAS, **job(3))
+    copies = len(pieces) * (len(SIGMAS) - 1)
+    assert weights.ring._stream.done >= copies  # type: ignore[attr-defined]
+    assert loom.counts["waits for a copy"] >= 2 * copies - 2 and loom.counts["recorded"] == 0
+    whole = backend, handle[1], backend.load([graph], source)
+    assert_bitwise(found, denoise(whole, SIGMAS, **job(3)))
+
+
+def test_results_reach_the_host_behind_an_event(loom):
+    backend = get_backend("cuda", "loom")
+    graph = trace("double", lambda o: {"y": o.affine(o.input("x", B=1), scale=2.0)}, "float32")
+    program = backend.lower(graph)
+    calls = [(program, {}, {"x": np.array([x], np.float32)}) for x in (1, 2)]
+    results = list(backend.each(calls, "y"))
+    assert all(isinstance(x, Fetched) for x in results)
+    assert [backend.to_host(x).item() for x in results] == [2, 4]
+    assert loom.counts["waits of the host"] == 2
+
+
+def test_a_device_is_named_or_refused(loom):
+    assert get_backend("cuda", "loom").device() == DeviceInfo("loom", "A loom", 1000, 400)
+    with pytest.raises(InputError, match="runs on auto, cuda, cpu or loom, not on spindle"):
+        get_backend("cuda", "spindle")
+    loom.is_here = lambda: False
+    with pytest.raises(InputError, match="no LOOM device was found; use --device cpu"):
+        get_backend("cuda", "loom")
+
+
+def test_only_the_files_of_devices_call_torch_cuda():
+    root = Path(ltx2rt_cuda.__file__ or "").parent
+    calls = re.compile(r'torch\.cuda|is_cuda|"nccl"|type == "cuda"')
+    files = {str(p.relative_to(root)) for p in root.rglob("*.py") if calls.search(p.read_text())}
+    assert "device/cuda.py" in files and {Path(name).parent.name for name in files} == {"device"}
+
+
+def test_a_graph_of_any_device_has_the_ops_of_a_cpu(loom):
+    """The fused ones, and no halves: those are for GPUs."""
+    graph = loop_graph()
+    loop = get_backend("cuda", "loom").lower_loop(graph)
+    ops = [[node.op for node, _ in g.walk()] for g in (loop.graph, fuse(graph))]
+    assert ops[0] == ops[1]
