@@ -35,12 +35,15 @@ BATCHED = {"at", "slice", "cast", "affine", "expand", "split", "merge", "sinusoi
            "linear"}  # fmt: skip
 
 
-def hoist(graph: Graph) -> Graph:
-    """`graph` with lighter repeats at its outermost level; repeats inside them lose nodes, too."""
+def hoist(graph: Graph, keep_bytes: int | None = None) -> Graph:
+    """`graph` with lighter repeats at its outermost level; repeats inside them lose nodes, too.
+
+    keep_bytes: the most that the results of repeats inside them may take once these have left, None
+    for any number: what would take more stays."""
     result = replace(graph, nodes=[], params=dict(graph.params), layouts=dict(graph.layouts))
     for node in graph.nodes:
         if node.op == "repeat":
-            _Loop(result, node).leave()
+            _Loop(result, node, keep_bytes).leave()
         else:
             result.nodes.append(node)
     verify(result)
@@ -53,6 +56,7 @@ class _Loop:
 
     out: Graph
     node: Node
+    left_bytes: int | None = None  # for results of repeats
     levels: dict[int, int] = field(default_factory=dict)
     outer: dict[int, Value] = field(
         default_factory=dict
@@ -210,6 +214,10 @@ class _Loop:
         apart.layouts = {n: inner.layouts[n] for n in apart.params if n in inner.layouts}
         apart.outputs = {f"once_{i}": v for i, v in enumerate(results)}
         stacked = [v.type.stacked(repeat.axis, repeat.count) for v in results]
+        if self.left_bytes is not None:
+            if (size := sum(type.nbytes for type in stacked)) > self.left_bytes:
+                return node
+            self.left_bytes -= size
         outside = tuple(self.out.fresh(t) for t in stacked)
         entering = [
             Value(v.name, v.type) for v in outside

@@ -139,16 +139,25 @@ def activation_bytes(graph: Graph) -> int:
     dying: dict[int, list[int]] = {}
     for owner, end in until.items():
         dying.setdefault(end, []).append(owner)
+    inputs = {id(v) for v in graph.inputs.values()}  # the caller holds these
     live = sum(v.type.nbytes for v in graph.inputs.values())
     peak = live
     for i, node in enumerate(graph.nodes):
         live += sum(sizes[id(v)] for v in node.outputs if owners[id(v)] == id(v))
-        inner = activation_bytes(node.repeat.body) if node.op == "repeat" else 0
-        if node.op == "unpack":
-            inner = passing_bytes(node.attrs["encoding"], node.outputs[0].type.num_elements)
-        peak = max(peak, live + inner)
-        live -= sum(sizes[owner] for owner in dying.get(i, ()) if owner in sizes)
+        peak = max(peak, live + _inner_bytes(node))
+        live -= sum(sizes[owner] for owner in dying.get(i, ()) if owner not in inputs)
     return peak
+
+
+def _inner_bytes(node: Node) -> int:
+    """Bytes alive at once while the node runs, beside its operands and results."""
+    if node.op == "unpack":
+        return passing_bytes(node.attrs["encoding"], node.outputs[0].type.num_elements)
+    if node.op != "repeat":
+        return 0
+    operands = list(node.repeat.body.inputs.values())
+    same = operands[node.repeat.num_carries :]  # an iteration reads these where they are
+    return activation_bytes(node.repeat.body) - sum(v.type.nbytes for v in same)
 
 
 def flops(graph: Graph, runs: RunsById = EACH_ONCE) -> int:

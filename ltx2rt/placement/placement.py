@@ -36,7 +36,7 @@ class Placement:
     weights_dtype: "float8" or "int8" quantises the transformer's blocks; anything else leaves
     weights in the graph's dtype, but those that are kept as they are stored: encodings by the names
     of tensors.
-    adapters: what is trained beside the transformer's linears.
+    adapters: what is trained beside the transformer's linears. keep_bytes: as of `hoist`.
     """
 
     profile: Profile
@@ -44,6 +44,7 @@ class Placement:
     weights_dtype: str | None = None
     adapters: Adapters | None = None
     stored: Mapping[str, str] = field(default_factory=dict)
+    keep_bytes: int | None = None
 
     def of(self, branches: int) -> Placement:
         """The placement of a stage with so many guidance branches."""
@@ -121,7 +122,7 @@ PASSES: tuple[Callable[[Graph, Placement, str, int | None], Graph], ...] = (
     ),
     lambda g, on, net, steps: looped(g, "denoise", step_slots(steps), PER_STEP) if steps else g,
     # Before pack: a linear that leaves the loop must not take along those that stay.
-    lambda g, on, net, steps: hoist(g) if steps else g,
+    lambda g, on, net, steps: hoist(g, on.keep_bytes) if steps else g,
     lambda g, on, net, steps: pack(g),
     lambda g, on, net, steps: coalesce(g),
     # After pack: weights are joined before they are cut, so there are as few gathers as matrix

@@ -34,8 +34,8 @@ class Work:
 
     calls: placed graphs of one step (of a stage without steps: of all of it), as a device runs
     them, each with its number of runs.
-    before: what runs once before the steps; its results stay until the last one, beside what a step
-    reads of them. resident: sets of weights that are on the device meanwhile, with their bytes.
+    before: what runs once before the steps; its results stay until the last one. A recorded step
+    reads copies of them. resident: sets of weights that are on the device meanwhile, with their bytes.
     """
 
     name: str
@@ -50,7 +50,8 @@ class StageCost:
     """Costs of a stage on one device.
 
     weights_bytes: all that it holds meanwhile, whatever uses them; activation_bytes: the most alive
-    at once. For each step, without what runs before them all: flops (float8_flops of them in
+    at once; streamed_activation_bytes: the same where no step is recorded, because weights are
+    streamed. For each step, without what runs before them all: flops (float8_flops of them in
     float8), read_bytes, the weights that it uses, streamed_bytes of them copied from the host, what
     is exchanged, by kind of collective and number of devices, and its calls. part: of a stage with
     several loops, which one it is. float8: linears of the calls are estimated as float8 ones. runs:
@@ -66,6 +67,7 @@ class StageCost:
     exchanged: Mapping[tuple[str, int], Traffic]
     float8_flops: int = 0
     streamed_bytes: int = 0
+    streamed_activation_bytes: int = 0
     loops: bool = False
     float8: bool = False
     part: str = ""
@@ -132,15 +134,19 @@ def cost(work: Work, runs: RunsById = EACH_ONCE) -> StageCost:
     for graph, times in work.calls:
         for by, found in exchanges(graph, runs).items():
             exchanged[by] = exchanged.get(by, Traffic()) + found * times
-    alive = max((activation_bytes(graph) for graph, _ in work.calls), default=0)
+    alive = streamed = max((activation_bytes(graph) for graph, _ in work.calls), default=0)
     if work.before is not None:
-        kept = sum(v.type.nbytes for v in work.before.outputs.values())
-        alive = max(activation_bytes(work.before), kept + alive)
+        before, made = activation_bytes(work.before), work.before.outputs
+        kept = sum(v.type.nbytes for v in made.values())
+        read = (x for graph, _ in work.calls for name, x in graph.inputs.items() if name in made)
+        streamed = max(before, kept + alive - sum(v.type.nbytes for v in read))
+        alive = max(before, kept + alive)
     return StageCost(
         work.name,
         work.steps,
         weights_bytes=sum(work.resident.values()),
         activation_bytes=alive,
+        streamed_activation_bytes=streamed,
         read_bytes=sum(weight_bytes([graph]) * times for graph, times in work.calls),
         flops=sum(flops(graph, runs) * times for graph, times in work.calls),
         exchanged=exchanged,

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 from math import prod
 from typing import Any, Protocol, TypeVar
 
@@ -108,7 +109,8 @@ class Session:
         """The key of the call's graph and program: calls that differ in times or who makes them
         share one, and those that differ in LoRAs unless these change what is kept as it is
         stored."""
-        return *call.program, frozenset(self.weights.stored(call))
+        kept = self.weights.residence.keep_bytes if call.steps is not None else None
+        return *call.program, frozenset(self.weights.stored(call)), kept
 
     def graph(self, call: Call) -> Graph:
         """The call's graph as one device runs it; with steps, the loop over them."""
@@ -119,7 +121,8 @@ class Session:
         for part in row.parts:
             self.checkpoint.source(part)  # raises if it is absent, naming the flag that gives it
         placement = self.placement.of(row.branches(sizes)) if row.branches else self.placement.text
-        placement = replace(placement, stored=self.weights.stored(call))
+        kept = self.weights.residence.keep_bytes
+        placement = replace(placement, stored=self.weights.stored(call), keep_bytes=kept)
         if call.steps is not None:
             sizes = replace(sizes, videos=sizes.videos // placement.mesh.get("data", 1))
         with self.checkpoint.tracing():
@@ -259,7 +262,8 @@ class Session:
             made = _kept(
                 self._costs, key, lambda s=stage, c=calls: self._cost(s.name, c), 2 * MAX_PROGRAMS
             )
-            made = replace(made, part=part, streamed_bytes=copied)
+            alive = made.streamed_activation_bytes if copied else made.activation_bytes
+            made = replace(made, part=part, streamed_bytes=copied, activation_bytes=alive)
             found.append(replace(made, weights_bytes=sum(here.values())))
             for left in self._left(stage):
                 here.pop(left, None)
@@ -365,13 +369,13 @@ class Session:
     def _choose(self, stages: Sequence[Needing], fits: Callable[[Way], bool]) -> bool:
         """Try the ways in their order; of those that stream the transformer, by halving. Whether
         one fits."""
-        ways = list(self._ways(stages))
-        first = [way for way in ways if not way[1].streams.get("transformer")]
-        rest = ways[len(first) :]
-        if any(map(fits, first)):
-            return True
-        index = bisect_left(rest, True, key=fits)
-        return fits(rest[min(index, len(rest) - 1)]) if rest else False
+        for streams, group in groupby(list(self._ways(stages)), lambda way: _streams(way[1])):
+            ways = list(group)
+            if not streams and any(map(fits, ways)):
+                return True
+            if streams and fits(ways[min(bisect_left(ways, True, key=fits), len(ways) - 1)]):
+                return True
+        return False
 
     @property
     def memory_mode(self) -> str:
@@ -390,6 +394,8 @@ class Session:
             when = {None: "in every step", "bfloat16": "once, while they are loaded"}
             if when := when.get(self.options.weights_dtype):
                 said.append(f"weights that are stored in fewer bits are decoded {when}")
+        if self.weights.residence.keep_bytes is not None:
+            said.append("keys and values of prompts are computed in every step")
         for name, number in self.weights.residence.streams.items():
             sizes = pieces(self.graph(networks[name]))
             moved = streamed(sizes, number)
@@ -428,8 +434,10 @@ class Session:
 
         As the options say, decoded where they are stored in few bits: no accelerator has measured
         yet what decoding costs in every step. Then as they are stored; then freed once they are
-        used; then with the text encoder streamed, and with more and more of the transformer.
+        used; then with the text encoder streamed, and with more and more of the transformer; then
+        all of that with nothing that blocks compute once for all steps kept.
         """
+        self._keep((self.asked, Residence()))
         calls = [(stage.name, call) for stage in stages for call in stage.needs(self.config)]
         undecided = self.asked.weights_dtype is None and self.backend.device_kind != "cpu"
         if undecided and any(self.weights.packed(call) for _, call in calls):
@@ -443,14 +451,22 @@ class Session:
         }
         yield replace(self.asked, text_encoder_offload=True), Residence()
         tight = replace(self.asked, text_encoder_offload=True, stage_weights="reload")
-        yield tight, Residence(leave=leave)
-        if not self.factory.streams or self.asked.layers == "unrolled":
-            return
-        sizes = {network_of(c.weights): len(pieces(self.graph(c))) for _, c in calls}
-        streams = {name: sizes[name] for name in ("text-encoder",) if sizes.get(name)}
-        yield tight, Residence(streams, leave)
-        for number in range(1, sizes.get("transformer", 0) + 1):
-            yield tight, Residence({**streams, "transformer": number}, leave)
+        streams, number = {}, 0  # of the transformer, at most
+        if self.factory.streams and self.asked.layers != "unrolled":
+            sizes = {network_of(c.weights): len(pieces(self.graph(c))) for _, c in calls}
+            streams = {name: sizes[name] for name in ("text-encoder",) if sizes.get(name)}
+            number = sizes.get("transformer", 0)
+        keeps = any(self._keeps(call) for _, call in calls)
+        for keep_bytes in (None, 0) if keeps else (None,):
+            yield tight, Residence({}, leave, keep_bytes)
+            if streams:
+                yield tight, Residence(streams, leave, keep_bytes)
+            for moved in range(1, number + 1):
+                yield tight, Residence({**streams, "transformer": moved}, leave, keep_bytes)
+
+    def _keeps(self, call: Call) -> bool:
+        """Whether blocks compute something of the call once for all steps."""
+        return call.steps is not None and bool(taken_apart(self.graph(call)).before.repeats)
 
     def _tried(
         self, way: Way, stages: Sequence[Needing], warm: bool
@@ -550,6 +566,11 @@ class Session:
             f"({worst.weights_bytes / 1e9:.3g} weights, {worst.activation_bytes / 1e9:.3g} activations), "
             f"{budget / 1e9:.3g} GB are free; try {self.advice(stages, budget, worst, warm)}"
         )
+
+
+def _streams(residence: Residence) -> bool:
+    """Whether a part of the transformer is streamed."""
+    return bool(residence.streams.get("transformer"))
 
 
 def _kept(

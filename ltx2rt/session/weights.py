@@ -36,10 +36,12 @@ HOST_SHARE = 0.1  # share of the host's memory that is left alone
 @dataclass(frozen=True)
 class Residence:
     """How a run keeps weights. streams: by network, how many pieces of it are streamed; leave: sets
-    that are freed behind a stage, by its name, because no later one reads them."""
+    that are freed behind a stage, by its name, because no later one reads them. keep_bytes: for
+    what blocks compute once for all steps, as of `hoist`."""
 
     streams: Mapping[str, int] = field(default_factory=dict)
     leave: Mapping[str, tuple[WeightsKey, ...]] = field(default_factory=dict)
+    keep_bytes: int | None = None
 
     def number(self, key: WeightsKey) -> int:
         """How many pieces of the set are streamed."""

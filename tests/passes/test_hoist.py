@@ -93,6 +93,25 @@ def test_a_prompt_that_no_timestep_modulates_is_projected_once():
     assert any("attn2.to_k" in name for name in taken_apart(modulated).body.all_params())
 
 
+@pytest.mark.parametrize("more", [0, -1])
+def test_a_prompts_keys_and_values_stay_where_they_are_too_large(more):
+    """Nothing else does: RoPE tables and modulation rows leave the loop whatever they take."""
+    one = case("guided-2.0")
+    size = sum(
+        v.type.nbytes
+        for n in hoist(all_steps(one)).nodes[:-1]
+        if n.op == "repeat"
+        for v in n.outputs
+    )
+    graph = hoist(all_steps(one), size + more)
+    assert in_loop(graph) == in_loop(hoist(all_steps(one), 10**12 if more == 0 else 0))
+    parts = taken_apart(graph)
+    assert bool(parts.before.repeats) == (more == 0) and in_loop(graph)["sinusoid"] == 0
+    actual = run_graph("numpy", graph, one.params, one.inputs | {"sigmas": SIGMAS})
+    for name, expected in step_by_step(one).items():
+        assert relative_l2(actual[name], expected) <= CLOSE, name
+
+
 @pytest.mark.parametrize("tokens,stays", [(2**18, 0), (2**18 - 1, 1)])
 def test_prompts_are_cast_before_the_loop_and_what_is_small_where_it_is_read(tokens, stays):
     def step(o):

@@ -92,3 +92,15 @@ def test_a_value_is_alive_until_its_last_reader_and_a_view_has_no_memory():
     graph = trace("net", model, "float32")
     assert activation_bytes(graph) == (3 + 2) * 32  # a block's input and its result
     assert weight_bytes([graph, graph]) == 3 * (4 * 4 + 4) * 4
+
+
+def test_iterations_read_what_they_share_where_it_is():
+    def block(o, carry, invariant, data):
+        return {"x": o.mul(o.add(carry["x"], invariant["y"]), data["z"])}, {}
+
+    def model(o):
+        x, y, z = o.input("x", D=8), o.input("y", D=8), o.input("z", layers=3, D=8)
+        return {"x": o.repeat(block, 3, {"x": x}, {"y": y}, {"z": z}, prefix="blocks.*.")[0]["x"]}
+
+    inputs, result, in_a_block = (1 + 1 + 3) * 32, 32, 3 * 32  # its x, a sum, a product
+    assert activation_bytes(trace("net", model, "float32")) == inputs + result + in_a_block

@@ -12,6 +12,7 @@ from ltx2rt_cuda.device.torch_device import HOST
 from ltx2rt_cuda.stream import HostTensor, Ring
 
 import ltx2rt
+from ltx2rt.passes.loop import taken_apart
 from ltx2rt.pipelines import make_request
 from ltx2rt.placement import stream
 from ltx2rt.placement.devices import device_kind
@@ -194,6 +195,31 @@ def test_the_fastest_way_that_fits_is_taken(tiny, small_matrices_move):
         assert not resident.fit(stages, peaks[-1] - 1)
         resident.use(replace(resident.asked, memory="resident"))
         assert not resident.fit(stages, peaks[0] - 1) and resident.memory_mode == "resident"
+
+
+def test_prompts_keys_and_values_that_have_no_room_are_computed_in_every_step(tiny, monkeypatch):
+    """Those of LTX-2.0, of prompts of 1024 tokens; a later request that has room keeps them."""
+    model, said = tiny("tiny-2.0", "official"), "keys and values of prompts are computed in every"
+    with ltx2rt.open(model, backend="cuda", device="cpu") as session:
+        kept = session.generate("a robot dancing", **SIZE)
+        resident, request = session.resident, {"prompt": "a robot dancing", **SIZE}
+        plan = make_plan(resident, make_request("two-stage", **request))
+        stages = [stage for stage in plan.stages if stage.name == "stage1"]
+        (loop,) = stages[0].needs(resident.config)
+        peaks: dict[int | None, list[int]] = {None: [], 0: []}
+        for way in list(resident._ways(stages)):
+            resident._keep(way)
+            peaks[way[1].keep_bytes].append(max(c.peak_bytes for c in resident.costs(stages)))
+        least = min(peaks[None])
+        assert min(peaks[0]) < least
+        for budget in (least - 1, least):
+            assert resident.fit(stages, budget)
+            before = taken_apart(resident.graph(loop)).before
+            assert bool(before.repeats) == (budget == least)
+            assert (said in resident.memory_line(stages)) == (budget < least)
+        forced(monkeypatch, Residence(keep_bytes=0))
+        assert_same(session.generate("a robot dancing", **SIZE), kept)
+        assert resident.weights.residence.keep_bytes == 0
 
 
 def test_layers_are_spaced_evenly_and_the_ends_stay():
