@@ -16,7 +16,7 @@ from typing import Any
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.weights import configs
-from ltx2rt.weights.configs import diffusion_decoder, duration_head
+from ltx2rt.weights.configs import diffusion_decoder, duration_head, latent_upsampler
 from ltx2rt.weights.configs.keys import Found, Keys
 
 CONNECTORS = (
@@ -84,7 +84,9 @@ class Part:
 
     How it is made at random. write: its official section or file's config, or its config.json.
     unread: tensors of its files that no network reads, for its config and a layout. gains: of its
-    last layers, by the beginning of their names, so that what they make is of a usual size.
+    last layers, by the beginning of their names, so that what they make is of a usual size. preset:
+    its config in the preset of this name, beside the rest of the model, where `ModelConfig.parts`
+    has it.
     """
 
     name: str
@@ -114,6 +116,7 @@ class Part:
     write: Callable[[ModelConfig, str], dict[str, Any]] | None = None
     unread: Callable[[Any, str], Mapping[str, tuple[int, ...]]] = lambda config, layout: {}
     gains: Mapping[str, float] = field(default_factory=dict)
+    preset: Callable[[str, ModelConfig], Any] | None = None
     wanted: Callable[[Any], bool] | None = None
 
     @property
@@ -294,6 +297,7 @@ PARTS = {
             folder="latent_upsampler_temporal", every=False,
             help="temporal upsampler, for --pipeline dfr (default: found near --model)",
             wanted=lambda pipeline: hasattr(pipeline, "temporal_upsample_rounds"),
+            preset=latent_upsampler.temporal_preset,
         ),
         Part(
             "diffusion_decoder", "diffusion video decoder", "video_vae",
@@ -318,6 +322,7 @@ PARTS = {
                 {"vae.decoder.type_emb": (config.latent_channels,)} if layout == "official" else {}
             ),
             gains={"vae.decoder.conv_out.weight": 0.4},
+            preset=lambda name, model: diffusion_decoder.PRESETS[name],
         ),
         Part(
             "duration_head", "duration head", "duration_head", lambda h: h.begins("duration_head."),
@@ -327,6 +332,7 @@ PARTS = {
             read=duration_head.read_duration_head, check=duration_head.check_duration_head,
             write=lambda model, layout: duration_head.duration_head_json(model.need("duration_head"), layout),
             gains={"duration_head.mlp_out.": 0.3},  # prompts of one to two seconds
+            preset=duration_head.preset,
         ),
         Part(
             "lora", "LoRA", "distilled_lora",

@@ -15,6 +15,17 @@ from ltx2rt.weights.configs.keys import MAX_COUNT, Keys
 
 NUM_STAGES = 5
 TIMESTEP_WIDTH = 384  # the official header does not state it
+SPACE, TIME, BOTH = (1, 2, 2), (2, 1, 1), (2, 2, 2)
+PRESETS = {
+    "ltx-2.5": DiffusionDecoderConfig(
+        128, 4, 64, (2048, 1024, 512, 512, 256), (4, 6, 4, 2, 8),
+        ((3, 7, 7), (3, 7, 7), (3, 5, 5), (3, 5, 5), (11, 11, 11)), (SPACE, TIME, BOTH, BOTH), 384, 1000.0,
+    ),
+    "tiny-2.5": DiffusionDecoderConfig(
+        128, 4, 16, (64, 32, 32, 32, 16), (1, 1, 1, 1, 2),
+        ((3, 3, 3), (3, 3, 3), (3, 3, 3), (3, 3, 3), (5, 3, 3)), (SPACE, TIME, BOTH, BOTH), 32, 1000.0,
+    ),
+}  # fmt: skip
 OFFICIAL_FIXED = {
     "_class_name": "NADiffusionDecoder",
     "out_channels": 3,

@@ -26,6 +26,13 @@ ROWS = [  # the released file's values, which it need not state
 ]
 
 
+def preset(name: str, model: ModelConfig) -> DurationHeadConfig:
+    """The head of a random checkpoint, as wide as two heads of its transformer."""
+    transformer = model.transformer
+    width = 2 * transformer.head_dim
+    return DurationHeadConfig(width, 1, 4, width, transformer.width, transformer.audio_width)
+
+
 def duration_head(
     keys: Keys, layout: str, video_width: int, audio_width: int
 ) -> DurationHeadConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -15,6 +16,13 @@ ROWS = [
     Row("num_blocks", "num_blocks_per_stage", "num_blocks_per_stage", "count"),
 ]
 SCALES = {2.0: Fraction(2), 1.5: Fraction(3, 2)}
+
+
+def temporal_preset(name: str, model: ModelConfig) -> UpsamplerConfig:
+    """The temporal upsampler of a random checkpoint, half as wide as its spatial one."""
+    assert model.upsampler is not None, "every preset has a spatial one"
+    mid = max(32, model.upsampler.mid_channels // 2)
+    return replace(model.upsampler, mid_channels=mid, scale=Fraction(1), rational=False)
 
 
 def upsampler(keys: Keys, rational: bool) -> UpsamplerConfig:

@@ -25,8 +25,7 @@ from ltx2rt.config import (
     VocoderConfig,
 )
 from ltx2rt.errors import InputError
-from ltx2rt.models.diffusion_decoder import DiffusionDecoderConfig
-from ltx2rt.models.duration_head import DurationHeadConfig
+from ltx2rt.weights.part_table import PARTS
 
 SPACE, TIME, BOTH = (1, 2, 2), (2, 1, 1), (2, 2, 2)
 
@@ -151,18 +150,6 @@ SIZES |= {
 }
 
 
-DIFFUSION_DECODERS = {
-    "ltx-2.5": DiffusionDecoderConfig(
-        128, 4, 64, (2048, 1024, 512, 512, 256), (4, 6, 4, 2, 8),
-        ((3, 7, 7), (3, 7, 7), (3, 5, 5), (3, 5, 5), (11, 11, 11)), (SPACE, TIME, BOTH, BOTH), 384, 1000.0,
-    ),
-    "tiny-2.5": DiffusionDecoderConfig(
-        128, 4, 16, (64, 32, 32, 32, 16), (1, 1, 1, 1, 2),
-        ((3, 3, 3), (3, 3, 3), (3, 3, 3), (3, 3, 3), (5, 3, 3)), (SPACE, TIME, BOTH, BOTH), 32, 1000.0,
-    ),
-}  # fmt: skip
-
-
 # Scale and whether rational, by kind; None: as the generation's.
 UPSAMPLERS = {
     "x2": (Fraction(2), None),
@@ -206,16 +193,7 @@ def of_sizes(sizes: Sizes, name: str, upsampler: str = "x2") -> Preset:
         ),
     )
     if newest:
-        mid = max(32, sizes.upsampler_mid // 2)
-        temporal = UpsamplerConfig(128, mid, sizes.upsampler_blocks, Fraction(1), rational=False)
-        widths = transformer.width, transformer.audio_width
-        head = DurationHeadConfig(2 * sizes.head_dim, 1, 4, 2 * sizes.head_dim, *widths)
-        decoder = DIFFUSION_DECODERS[name]
-        parts = {
-            "temporal_upsampler": temporal,
-            "duration_head": head,
-            "diffusion_decoder": decoder,
-        }
+        parts = {p.name: p.preset(name, config) for p in PARTS.values() if p.preset}
         config = replace(config, parts=parts)
     return Preset(config, sizes.lora_rank)
 
