@@ -63,6 +63,7 @@ class GivenClip(Guided):
         **of_the_file("auto_duration"),
     )
     images: tuple[ImageSpec, ...] = field(default=(), init=False)
+    latents_in: Path | None = field(default=None, init=False)
     num_generated_keyframes: int = field(default=0, init=False)
     info: VideoInfo | None = field(default=None, repr=False)
 

@@ -42,6 +42,7 @@ from ltx2rt.stages.conditioning import (
     Conditioning,
     Image,
     ImageSpec,
+    LatentImage,
     ReferenceSpec,
     Slot,
     slot_frames,
@@ -93,7 +94,7 @@ def parse_fps(text: str | float | Fraction) -> Fraction:
 
 
 def parse_image(text: str | tuple | ImageSpec) -> ImageSpec:
-    """FILE:FRAME[:STRENGTH], read from the right, or a tuple of those."""
+    """FILE:FRAME[:STRENGTH], read from the right, or a tuple of those; FILE may be latent:K."""
     if isinstance(text, ImageSpec):
         return text
     if not isinstance(text, str):
@@ -101,7 +102,9 @@ def parse_image(text: str | tuple | ImageSpec) -> ImageSpec:
             raise ValueError
         return ImageSpec(*from_tuple(text, Path, index, as_number))
     match = re.fullmatch(
-        r"(?P<path>.+?):(?P<frame>[+-]?\d{1,18})(:(?P<strength>[^:]+))?", text, re.DOTALL
+        r"(?P<path>latent:\d{1,4}|.+?):(?P<frame>[+-]?\d{1,18})(:(?P<strength>[^:]+))?",
+        text,
+        re.DOTALL,
     )
     strength = parse_number(match["strength"] or "1") if match else None
     if match is None or strength is None:
@@ -423,6 +426,13 @@ class VideoRequest(Request):
         repeat=True,
         keyword="image",
     )
+    latents_in: Path | None = flag(
+        None,
+        "safetensors file with image.0, image.1, ..., latents for --image latent:K:FRAME[:STRENGTH]",
+        Path,
+        group="conditioning",
+        metavar="FILE",
+    )
     image_crf: int | None = flag(
         None,
         "H.264 compression of images before use, 0 for none (default: 33; LTX-2.5: 18)",
@@ -467,6 +477,13 @@ class VideoRequest(Request):
                 raise InputError(
                     f"--image: strength {image.strength} of {image.path}, expected 0 to 1"
                 )
+        latent = [image.path for image in self.images if image.latent]
+        if latent and self.latents_in is None:
+            raise InputError(
+                f"--image: {latent[0]} is a tensor of --latents-in, which is not given; name an image"
+            )
+        if self.latents_in is not None and not latent:
+            raise InputError("--latents-in: no --image latent:K:FRAME reads it; leave it out")
         frames = [image.frame for image in self.images]
         if twice := [frame for frame in frames if frames.count(frame) > 1]:
             raise InputError(f"--image: two images at frame {twice[0]}; give each frame one image")
@@ -474,7 +491,10 @@ class VideoRequest(Request):
     def check_files(self) -> None:
         super().check_files()
         for image in self.images:
-            existing_file("--image", image.path)
+            if not image.latent:
+                existing_file("--image", image.path)
+        if self.latents_in is not None:
+            existing_file("--latents-in", self.latents_in)
 
     def resolved(self: Any, model: ModelConfig) -> Any:
         unit, step = (
@@ -504,7 +524,8 @@ class VideoRequest(Request):
 
     @property
     def files(self) -> list[Path]:
-        return [image.path for image in self.images] + super().files
+        latents = [self.latents_in] if self.latents_in else []
+        return [i.path for i in self.images if not i.latent] + latents + super().files
 
     @property
     def size_px(self) -> tuple[int, int]:
@@ -531,7 +552,7 @@ class VideoRequest(Request):
 
     @property
     def first_image(self) -> Path | None:
-        return self.images[0].path if self.images else None
+        return next((image.path for image in self.images if not image.latent), None)
 
     def factor(self, model: ModelConfig) -> Fraction:
         """By how much the clip is wider and higher than its first stage: what the spatial upsampler
@@ -553,7 +574,10 @@ class VideoRequest(Request):
         """One denoising stage, after the encoding of the images at its size, and of what else is
         given, if any."""
         images = [
-            Image(spec, geometry, self.image_crf or 0, self.append_images) for spec in self.images
+            LatentImage(spec, geometry, self.latents_in, name, self.append_images)
+            if spec.latent and self.latents_in
+            else Image(spec, geometry, self.image_crf or 0, self.append_images)
+            for spec in self.images
         ]
         slots = (
             slot_frames(self.num_frames, self.num_generated_keyframes) if name == "stage1" else ()

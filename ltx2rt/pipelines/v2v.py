@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from ltx2rt.config import ModelConfig
@@ -47,6 +48,7 @@ class VideoToVideo(GivenClip):
         choices=("keep", "noise", "new"),
     )
     images: tuple[ImageSpec, ...] = flag_like(VideoRequest, "images")
+    latents_in: Path | None = flag_like(VideoRequest, "latents_in")
 
     def check(self) -> None:
         super().check()
@@ -98,7 +100,7 @@ class VideoToVideo(GivenClip):
             ]
         stages += self.text
         if self.sound == "new":
-            bare = replace(self, images=())
+            bare = replace(self, images=(), latents_in=None)
             stages += bare.denoise_once(full, options, loras, name="sound", frozen=("video",))
         mixed = ("video", "audio") if self.sound == "noise" else ("video",)
         frozen = () if self.sound == "noise" else ("audio",)

@@ -7,6 +7,7 @@ Everything is float32 numpy.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from ltx2rt.config import ModelConfig
+from ltx2rt.errors import InputError
 from ltx2rt.media.images import load_conditioning_image, notes, read_rgb
 from ltx2rt.media.video import read_mask, video_info
 from ltx2rt.models.geometry import (
@@ -31,16 +33,24 @@ from ltx2rt.session.arrange import DatasheetBackend
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.source_video import SourceVideo
-from ltx2rt.stages.stage import State
+from ltx2rt.stages.stage import State, finite
+from ltx2rt.weights.files import TensorFile
 
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """One conditioning image at a pixel frame; strength 1 keeps it exactly."""
+    """One conditioning image at a pixel frame; strength 1 keeps it exactly. path: `latent:K` means
+    tensor K of a file of latents."""
 
     path: Path
     frame: int
     strength: float = 1.0
+
+    @property
+    def latent(self) -> str | None:
+        """The tensor that it is, of a file of latents; None for a file of its own."""
+        match = re.fullmatch(r"latent:(\d{1,4})", str(self.path), re.ASCII)
+        return f"image.{int(match[1])}" if match else None
 
 
 @dataclass(frozen=True)
@@ -120,6 +130,56 @@ class Image:
         return self._tokens(
             session.backend.to_host(session.run(call, {"frames": frames})["latent"])
         )
+
+    def _tokens(self, latent: np.ndarray) -> Tokens:
+        return image_tokens(self.geometry, latent, self.spec.frame, self.spec.strength, self.append)
+
+
+@dataclass(frozen=True)
+class LatentImage:
+    """An image that is encoded already: tensor f32[1, C, 1, h, w] of a file, normalised. stage: a
+    tensor of the same name behind its name and a dot comes first, since stages differ in size."""
+
+    spec: ImageSpec
+    geometry: Geometry
+    file: Path
+    stage: str
+    append: bool = False
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        return iter(())
+
+    def check(self, session: Session) -> list[str]:
+        file, g = TensorFile(self.file), self.geometry
+        name, expected = self._name(file), [1, g.video_channels, 1, g.rows, g.columns]
+        if name is None:
+            held = ", ".join(file.names()) or "none"
+            raise InputError(
+                f"--latents-in: {self.file} has no tensor {self.spec.latent}, but {held}"
+            )
+        found = file.info(name)
+        if list(found.shape) != expected or found.dtype != np.float32:
+            raise InputError(
+                f"--latents-in: {name} in {self.file} is {found.dtype} {list(found.shape)}, expected "
+                f"float32 {expected} in {self.stage}"
+            )
+        return []
+
+    def blank(self) -> Tokens:
+        g = self.geometry
+        return self._tokens(np.zeros((1, g.video_channels, 1, g.rows, g.columns), np.float32))
+
+    def encode(self, session: Session, state: State, watch: Stopwatch) -> Tokens:
+        file = TensorFile(self.file)
+        name = self._name(file)
+        assert name is not None, f"{self.file} has changed since the plan"
+        latent = file.read(name)
+        finite(self.stage, **{name: latent})
+        return self._tokens(latent)
+
+    def _name(self, file: TensorFile) -> str | None:
+        name, names = self.spec.latent, set(file.names())
+        return next((n for n in (f"{self.stage}.{name}", str(name)) if n in names), None)
 
     def _tokens(self, latent: np.ndarray) -> Tokens:
         return image_tokens(self.geometry, latent, self.spec.frame, self.spec.strength, self.append)

@@ -1,5 +1,6 @@
 """Images enter a stage as kept tokens; everything else is noise and start."""
 
+from contextlib import closing
 from dataclasses import replace
 from fractions import Fraction
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ltx2rt.media.images import load_conditioning_image
 from ltx2rt.models.geometry import (
     Geometry,
     keyframe_positions,
@@ -15,7 +17,11 @@ from ltx2rt.models.geometry import (
     reference_positions,
     video_positions,
 )
+from ltx2rt.session.call import Call
+from ltx2rt.session.open import open_session
+from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.conditioning import Remade, Tokens, audio_state, image_tokens, video_state
+from ltx2rt.weights.files import write_arrays
 
 G = Geometry(3, 2, 3, 16, 8, 32, Fraction(24), 7, 8, 16, 4, 160, 16000)
 
@@ -160,3 +166,46 @@ def test_positions_of_a_reference(downscale, stride):
     )  # three float32 roundings
     if downscale == stride == 1:
         np.testing.assert_array_equal(found, video_positions(G))
+
+
+def test_latents_of_a_file_are_the_images_that_they_were_made_of(tiny, generate, images, tmp_path):
+    """At the size of each stage; by hand encoded as the stages encode them."""
+    model = tiny("tiny-2.3", "official")
+    plain = generate("cuda", model, "--seed", 3, "--image", f"{images[0]}:0", f"{images[1]}:9:0.6")
+    latents = {}
+    options = ModelOptions("cuda", model, device="cpu", dtype="float32")
+    with closing(open_session(options)) as session:
+        for stage, (width, height) in (("stage1", (64, 32)), ("stage2", (128, 64))):
+            for k, path in enumerate(images):
+                frames = load_conditioning_image(path, width, height, 0)
+                call = Call("video-encoder", frames.shape)
+                made = session.run(call, {"frames": frames})["latent"]
+                latents[f"{stage}.image.{k}"] = np.asarray(session.backend.to_host(made))
+    latents["image.1"] = latents.pop("stage1.image.1")  # what a stage has none of its own of
+    file = tmp_path / "latents.safetensors"
+    write_arrays(file, latents)
+    flags = ("--image", "latent:0:0", "latent:1:9:0.6", "--latents-in", file)
+    given = generate("cuda", model, "--seed", 3, *flags)
+    assert given.status == 0, given.stderr
+    for name, value in plain.latents.items():
+        np.testing.assert_array_equal(given.latents[name], value, name)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--image", "latent:0:0"), "latent:0 is a tensor of --latents-in, which is not given"),
+        (("--latents-in", "FILE"), "no --image latent:K:FRAME reads it"),
+        (("--image", "latent:3:0", "--latents-in", "FILE"), "has no tensor image.3, but image.0"),
+        (("--image", "latent:0:0", "--latents-in", "FILE"), "expected float32 [1, 128, 1, 1, 2]"),
+        (("--image", "latent:0:0", "--latents-in", "gone"), "--latents-in: gone"),
+    ],
+)
+def test_latents_that_do_not_fit_are_refused(tiny, generate, tmp_path, flags, says):
+    file = tmp_path / "latents.safetensors"
+    write_arrays(file, {"image.0": np.zeros((1, 128, 1, 2, 2), np.float32)})
+    found = generate(
+        "cuda", tiny("tiny-2.3", "official"), *(file if f == "FILE" else f for f in flags)
+    )
+    assert found.status == 2 and says in found.stderr
+    assert len(found.stderr.strip().splitlines()) == 1
