@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from ltx2rt.graph.encodings import ENCODINGS
 from ltx2rt.graph.ir import Graph, Node
 from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt.placement.cost import (
@@ -56,13 +57,15 @@ class Timeline:
     is waited for by the first node that reads what it brings if exchanges are `hidden`; otherwise,
     and every other exchange, at once.
 
-    float8: linears are estimated as float8 ones. runs: of nodes that run more than once; all of
+    float8: linears are estimated as float8 ones. decodes: whether a product decodes rows of 8 bits
+    as it reads them, which moves nothing more. runs: of nodes that run more than once; all of
     them are one event. clock_s: the time so far; travelled_s, waited_s: of exchanges.
     """
 
     kind: DeviceKind
     hidden: bool = False
     float8: bool = False
+    decodes: bool = False
     runs: RunsById = field(default_factory=dict)
     clock_s: float = 0.0
     link_s: float = 0.0
@@ -96,12 +99,16 @@ class Timeline:
         quantised = is_quantised(node) or (self.float8 and is_plain_linear(node))
         rate = self.kind.float8_flops_per_s if quantised else self.kind.flops_per_s
         kind = "attention" if "attention" in node.op else "product" if flops else "kernel"
-        moved = (
-            sum(v.type.nbytes for v in (*node.inputs, *node.outputs)) if node.op == "unpack" else 0
-        )
+        moved = self.moved_bytes(node)
         length_s = flops / rate + moved / self.kind.memory_bytes_per_s
         self.events.append(Event(DEVICE, kind, node.op, self.clock_s, length_s, flops))
         self.clock_s += length_s
+
+    def moved_bytes(self, node: Node) -> int:
+        """Bytes that a weight which is decoded moves."""
+        if node.op != "unpack" or (self.decodes and ENCODINGS[node.attrs["encoding"]].group == 1):
+            return 0
+        return sum(v.type.nbytes for v in (*node.inputs, *node.outputs))
 
     def read(self, value: int) -> None:
         missing_s = self.arrivals.pop(value, 0.0) - self.clock_s

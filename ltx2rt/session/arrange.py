@@ -20,11 +20,12 @@ from ltx2rt.graph.ir import Graph
 from ltx2rt.passes.coalesce import coalesce
 from ltx2rt.passes.place import place
 from ltx2rt.passes.share import share
+from ltx2rt.passes.unpack import keep, kept_as, unpack
 from ltx2rt.placement.cost import is_plain_linear, node_flops
 from ltx2rt.placement.devices import DeviceKind
 from ltx2rt.placement.mesh import canonical
 from ltx2rt.placement.placement import Placement
-from ltx2rt.placement.plan import StageCost, Work, cost, peak
+from ltx2rt.placement.plan import StageCost, Work, cost
 from ltx2rt.placement.profiles import PROFILES, default_mesh
 from ltx2rt.session.call import Call
 from ltx2rt.session.options import ModelOptions
@@ -78,8 +79,8 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Choice:
-    """The mesh of a run, the next best of those that take no more memory, and the best of all if it
-    has no room."""
+    """The mesh of a run, the next best of those that take no more memory, and the fastest of all if
+    it has no room for all weights."""
 
     best: Arrangement
     runner_up: Arrangement | None
@@ -94,7 +95,9 @@ class Choice:
         else:
             said += f"; the next best, --mesh {self.runner_up}, {self.runner_up.time_s:.3g} s"
         return said + (
-            f"; {self.roomier}, {self.roomier.time_s:.3g} s, has no room" if self.roomier else ""
+            f"; {self.roomier}, {self.roomier.time_s:.3g} s, has no room for all weights"
+            if self.roomier
+            else ""
         )
 
 
@@ -105,8 +108,9 @@ def choose(
     devices: int,
     stages: Sequence[Needing],
 ) -> Choice | None:
-    """The mesh of a run of these stages; None if nothing of it is split. Where none fits, the one
-    of the least weights.
+    """The mesh of a run of these stages; None if nothing of it is split. Where weights do not all
+    stay on the devices, what loading them anew takes is weighed, too. Where none fits, the one of
+    the least weights.
 
     Raises InputError if none splits it, in the words of the profile's own mesh.
     """
@@ -115,20 +119,28 @@ def choose(
     )
     estimator = Estimator(Session(checkpoint, DatasheetBackend(kind, {}), options), kind)
     ranked, tried = arrangements(estimator, devices, stages), None
-    left = ranked
-    while left:
-        best = left[0]
-        session = Session(checkpoint, DatasheetBackend(kind, best.mesh), options)
+    left, found = ranked, []
+    while left and not (found and left[0].time_s >= min(time_s for time_s, _, _ in found)):
+        one = left[0]
+        session = Session(checkpoint, DatasheetBackend(kind, one.mesh), options)
         if tried:
             session.adopt(tried)
-        lighter = [one for one in left if one.read_bytes < best.read_bytes]
-        if peak(session.costs(stages)).peak_bytes <= budget or not lighter:
-            others = (one for one in left[1:] if one.read_bytes <= best.read_bytes)
-            return Choice(
-                best, next(others, None), ranked[0] if tried else None, session, estimator
-            )
-        left, tried = lighter, session
-    return None
+        left = [other for other in left if other.read_bytes < one.read_bytes]
+        fits = session.fit(stages, budget)
+        if fits or not (left or found):
+            reload_s = session.reload_s(stages, kind) if fits else 0.0
+            found.append((one.time_s + reload_s, one, session))
+            if not reload_s:
+                break
+        tried = session
+    if not found:
+        return None
+    _, best, session = min(found, key=lambda one: one[0])
+    others = (one for one in ranked if one is not best and one.read_bytes <= best.read_bytes)
+    roomier = (
+        ranked[0] if best is not ranked[0] and ranked[0].read_bytes > best.read_bytes else None
+    )
+    return Choice(best, next(others, None), roomier, session, estimator)
 
 
 def arrangements(
@@ -199,7 +211,8 @@ class Estimator:
         if key not in self._costs:
             graph = self._graph(call, on.mesh.get("guidance", 1) == 1)
             strict = "transformer" in on.profile.strict
-            placed = coalesce(place(graph, on.rules("transformer", weights=False), on.mesh, strict))
+            placed = place(graph, on.rules("transformer", weights=False), on.mesh, strict)
+            placed = coalesce(self._kept(placed, call))
             found = cost(Work(call.network, ((self.session.as_run(placed, steps=True), 1),), {}))
             encoding = ENCODINGS.get(self.session.options.weights_dtype or "")
             if encoding and encoding.product:  # almost all linears are
@@ -211,6 +224,13 @@ class Estimator:
                 found = replace(found, float8_flops=linear, float8=True)
             self._costs[key] = found
         return self._costs[key]
+
+    def _kept(self, placed: Graph, call: Call) -> Graph:
+        """The graph with weights as a device holds them, but for those that it multiplies by."""
+        encoding = ENCODINGS.get(self.session.options.weights_dtype or "")
+        if encoding and not encoding.product:
+            return unpack(kept_as(placed, encoding.name))
+        return placed if encoding else unpack(keep(placed, self.session.weights.stored(call)))
 
     def _graph(self, call: Call, shared: bool) -> Graph:
         key = call.program, shared

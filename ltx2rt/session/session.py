@@ -25,7 +25,7 @@ from ltx2rt.graph import Graph
 from ltx2rt.models.catalog import network
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.placement.cost import touched_bytes, weight_bytes
-from ltx2rt.placement.devices import host_memory
+from ltx2rt.placement.devices import DeviceKind, host_memory
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.plan import StageCost, Work, beside_recorded, cost, peak
 from ltx2rt.placement.profiles import profile_of
@@ -376,6 +376,16 @@ class Session:
             if streams and fits(ways[min(bisect_left(ways, True, key=fits), len(ways) - 1)]):
                 return True
         return False
+
+    def reload_s(self, stages: Sequence[Needing], kind: DeviceKind) -> float:
+        """Seconds of a request in which its steps wait for weights that are streamed, and sets are
+        loaded that do not stay on the device, at the rate of the link to the host."""
+        waits_s = sum(c.steps * c.waits_s(kind) for c in self.costs(stages))
+        calls = {call.weights: call for stage in stages for call in stage.needs(self.config)}
+        if self.options.stage_weights != "reload":
+            calls = {left: calls[left] for stage in stages for left in self._left(stage)}
+        loaded = sum(weight_bytes([self.graph(call)]) for call in calls.values())
+        return waits_s + loaded / kind.host_bytes_per_s
 
     @property
     def memory_mode(self) -> str:
