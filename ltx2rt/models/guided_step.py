@@ -85,7 +85,8 @@ class StepShape:
     streams: what the clip has, of video and audio; frozen: those of them that are given. A stream
     that is absent has 0 tokens. masked: video self-attention is weighted by an input. stg_blocks:
     those that the perturbed branch perturbs. relay: groups of video and of audio tokens whose
-    attention to the positive text has a bias of its own, 0 for none.
+    attention to the positive text has a bias of its own, 0 for none. nag: video's attention to
+    its text is moved away from that to the negative one.
     """
 
     branches: Branches
@@ -103,6 +104,7 @@ class StepShape:
     masked: bool = False
     stg_blocks: tuple[int, ...] = ()
     relay: tuple[int, int] = (0, 0)
+    nag: bool = False
 
 
 def mask_feeds(name: str, mask: np.ndarray) -> dict[str, np.ndarray]:
@@ -177,15 +179,16 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
 
     m_latent (videos, tokens, C); m_clean (tokens, C); m_mask (tokens), its values m_levels (K) and,
     if K > 1, m_level_index int32 (tokens); m_context (1 or 2, text, C'): positive, then negative if
-    the uncond branch runs; of a frozen modality m_clean and the positive context alone; the RoPE
+    the uncond branch runs or NAG reads it; of a frozen modality m_clean and the positive context alone; the RoPE
     tables.
     sigmas (2): from, to; guidance (2, 4): rows video, audio; columns cfg, stg, modality, rescale
     (if any branch runs besides cond); video_attention_mask (tokens, keys) in [0, 1], if masked;
     video_keyframes_mask (tokens): 1 = a keyframe, if the model has its vector; of a relay m_relay
     (groups, text) and m_group int32 (tokens); if the unheard branch runs voice (1) and audio_beside
-    (audio_keys): 1 = a token beside the clip's, which that branch does not hear. Of a sampler that
-    wants them, coefficients (n), m_noise, m_anchor and m_kept (videos, tokens, C). Outputs, of the
-    modalities that are not frozen: m_latent, m_x0, m_anchor, m_kept (videos, tokens, C).
+    (audio_keys): 1 = a token beside the clip's, which that branch does not hear; nag (3), if so: of
+    `attention.away`. Of a sampler that wants them, coefficients (n), m_noise, m_anchor and m_kept
+    (videos, tokens, C). Outputs, of the modalities that are not frozen: m_latent, m_x0, m_anchor,
+    m_kept (videos, tokens, C).
     """
 
     def model(o: Ops) -> dict[str, Term]:
@@ -236,12 +239,17 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
                 mask[n] = o.input(f"{n}_mask", "float32", **axes)
                 own = declare_levels(o, n, s.video_levels if video else s.audio_levels, **axes)
                 levels[n] = Levels(own.values * sigma, own.index)
-            count = 2 if s.branches.uncond and not frozen else 1
+            moved = s.nag and video and not frozen
+            count = 2 if moved or (s.branches.uncond and not frozen) else 1
             context = declare_context(o, config, stream, contexts=count, text=s.text_tokens)
             context = o.rename(context, names={"contexts": "branches"})
-            chosen = [int(name == "uncond") if count == 2 else 0 for name in names]
+            chosen = [int(name == "uncond" and count == 2) for name in names]
             rows = [o.slice(context, axis="branches", start=i, stop=i + 1) for i in chosen]
             contexts[n] = batched(o.concat(*rows, axis="branches"))
+            if moved:
+                other = o.slice(context, axis="branches", start=1, stop=2)
+                negative = batched(o.concat(*[other] * len(names), axis="branches"))
+                contexts[n] = o.concat(contexts[n], negative, axis="text")
             if not frozen and (groups := s.relay[0 if video else 1]):
                 sizes = {"groups": groups, "text": s.text_tokens}
                 table = o.input(f"{n}_relay", "float32", **sizes)
@@ -282,6 +290,7 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
             audio_bias=unheard,
             keyframes=keyframes,
             relays=relays,
+            nag=o.input("nag", "float32", terms=3) if s.nag else None,
             rule=s.rule,
         )  # fmt: skip
         count = COEFFICIENTS[s.sampler]

@@ -262,7 +262,8 @@ def _block(o: Ops, config: TransformerConfig, carry, invariant, data):
                 modulated(h, rows),
                 modulated(context, _prompt_rows(o, config, invariant, s)),
             )
-        y = attend(f"{s.prefix}attn2", h, context, s, bias=invariant.get(f"{s.name}_relay"))
+        more = {"bias": invariant.get(f"{s.name}_relay"), "nag": invariant.get(f"{s.name}_nag")}
+        y = attend(f"{s.prefix}attn2", h, context, s, **more)
         x[s.name] += y * gate if config.text_modulation else y
     if len(pair) == 2:
         video, audio = pair
@@ -361,6 +362,7 @@ def transformer(
     audio_bias: Term | None = None,
     keyframes: Term | None = None,
     relays: Mapping[str, Term] | None = None,
+    nag: Term | None = None,
 ) -> dict[str, Term]:
     """Velocities {"video": (B, tokens, C), "audio": (B, audio_tokens, C)} in float32, of the
     streams that there are.
@@ -368,7 +370,9 @@ def transformer(
     latents: (B, tokens, C) of the streams that there are. levels: timesteps in [0,1]. sigmas ((B)).
     contexts (B, text, C'). keeps: any of video_self_keep, audio_self_keep, a2v_keep, v2a_keep
     (layers, B). bias: video self-attention. audio_bias (B, audio_keys): all attention to sound.
-    keyframes: ((B,) tokens), 1 where a video token is a keyframe's. relays: biases (B, tokens, text) of text attention.
+    keyframes: ((B,) tokens), 1 where a video token is a keyframe's. relays: biases (B, tokens,
+    text) of text attention. nag: (terms) of `attention.away`, where the video's context is two
+    texts, one behind the other.
     """
     o = o.under(PREFIX.rstrip("."))
     pair = [s for s in streams(config) if s.name in latents]
@@ -433,6 +437,8 @@ def transformer(
     if audio_bias is not None:
         invariant["audio_bias"] = audio_bias
     invariant |= {f"{name}_relay": value for name, value in (relays or {}).items()}
+    if nag is not None:
+        invariant["video_nag"] = nag
 
     x, _ = o.repeat(
         lambda o, c, i, d: _block(o, config, c, i, d),

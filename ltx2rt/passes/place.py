@@ -244,6 +244,16 @@ class _Placer:
             Placed(self.whole(y)) if self.outermost and narrows and kept.keys() & set(MOVED) else y
         ]
 
+    def _sum(self, node: Node, operands: list[Placed]) -> list[Placed]:
+        """Over heads that are split: every device adds up its own, then all of them."""
+        (x,), over = operands, node.attrs["over"]
+        split = next((axis for axis in over if axis in x.splits and axis not in MOVED), None)
+        if split is None:
+            return self._other(node, operands)
+        local = emit(self.out, "sum", x.value, over=over)
+        (total,) = emit(self.out, "all_reduce", local, mesh_axis=x.splits[split])
+        return [Placed(total, {axis: m for axis, m in x.splits.items() if axis not in over})]
+
     def _rms_norm(self, node: Node, operands: list[Placed]) -> list[Placed]:
         x, *weight = operands
         over, eps = node.attrs["over"], node.attrs["eps"]
@@ -494,6 +504,7 @@ class _Placer:
 HANDLERS = dict.fromkeys(POINTWISE, _Placer._pointwise) | {
     "linear": _Placer._linear,
     "rms_norm": _Placer._rms_norm,
+    "sum": _Placer._sum,
     "rename": _Placer._rename,
     "attention": _Placer._attention,
     "repeat": _Placer._repeat,

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
+from ltx2rt.pipelines.nag import Nagged
 from ltx2rt.pipelines.request import NEUTRAL, Loras
 from ltx2rt.pipelines.segments import Segmented
 from ltx2rt.session.options import ModelOptions
@@ -21,7 +22,7 @@ from ltx2rt.stages.upsample import Upsample
 
 
 @dataclass(frozen=True)
-class Distilled(Segmented):
+class Distilled(Nagged, Segmented):
     name: ClassVar[str] = "distilled"
     summary: ClassVar[str] = "8 distilled steps at half size, then 3 at full size; no guidance"
     scale: ClassVar[int] = 2

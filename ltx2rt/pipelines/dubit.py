@@ -20,6 +20,7 @@ from ltx2rt.media.video import VideoInfo, require_constant_rate, video_info
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines.given_clip import FLAG, of_the_file
 from ltx2rt.pipelines.ic_lora import reference, references_of
+from ltx2rt.pipelines.nag import Nagged
 from ltx2rt.pipelines.request import NEUTRAL, Loras, VideoRequest, check_step, parse_fps
 from ltx2rt.session.options import ModelOptions, existing_file
 from ltx2rt.stages.conditioning import ImageSpec, ReferenceSpec
@@ -30,7 +31,7 @@ from ltx2rt.stages.upsample import Upsample
 
 
 @dataclass(frozen=True)
-class DubIt(VideoRequest):
+class DubIt(Nagged):
     """info: of the file; a resolved request has it."""
 
     name: ClassVar[str] = "dubit"
@@ -134,7 +135,7 @@ class DubIt(VideoRequest):
             "num_frames": (info.num_frames - 1) // step * step + 1,
             "fps": parse_fps(info.fps),
         }
-        return VideoRequest.resolved(replace(self, info=info, **sizes), model)
+        return Nagged.resolved(replace(self, info=info, **sizes), model)
 
     # --- what is made -----------------------------------------------------------------------------
 

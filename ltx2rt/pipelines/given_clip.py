@@ -15,7 +15,8 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import flag, flag_like
 from ltx2rt.media.video import VideoInfo, require_constant_rate, video_info
 from ltx2rt.models.geometry import Geometry
-from ltx2rt.pipelines.request import NEUTRAL, Guided, Loras, parse_fps
+from ltx2rt.pipelines.nag import Nagged
+from ltx2rt.pipelines.request import NEUTRAL, Guided, Loras, VideoRequest, parse_fps
 from ltx2rt.session.options import ModelOptions, existing_file
 from ltx2rt.stages.conditioning import Conditioning, ImageSpec
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, from_level, shifted_sigmas
@@ -38,7 +39,7 @@ def of_the_file(name: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class GivenClip(Guided):
+class GivenClip(Nagged, Guided):
     """One stage at the size of a file. info: of the file; a resolved request has it."""
 
     video_path: Path | None = flag(
@@ -105,6 +106,8 @@ class GivenClip(Guided):
             )
         if not self.guided:
             for name in GUIDANCE:
+                if name == "negative_prompt" and self.nag:
+                    continue
                 if getattr(self, name) != self.__dataclass_fields__[name].default:
                     flag = f"--{name.replace('_', '-')}"
                     raise InputError(f"{flag}: the distilled steps have no guidance; add --guided")
@@ -116,7 +119,8 @@ class GivenClip(Guided):
     def with_defaults(self, model: ModelConfig) -> Any:
         """Checked against the model, once the fields of size, length and rate are those of the
         file."""
-        return super().resolved(model) if self.guided else super(Guided, self).resolved(model)
+        full = super().resolved(model) if self.guided else VideoRequest.resolved(self, model)
+        return self.with_negative(full, model)
 
     def denoise_once(
         self,

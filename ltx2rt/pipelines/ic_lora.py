@@ -17,6 +17,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
 from ltx2rt.media.video import video_info
 from ltx2rt.models.geometry import Geometry, latent_frames
+from ltx2rt.pipelines.nag import Nagged
 from ltx2rt.pipelines.request import (
     NEUTRAL,
     Loras,
@@ -38,7 +39,7 @@ FLAG = "--video-conditioning"
 
 
 @dataclass(frozen=True)
-class ICLora(VideoRequest):
+class ICLora(Nagged):
     name: ClassVar[str] = "ic-lora"
     summary: ClassVar[str] = "distilled, following reference videos by in-context LoRAs"
     example: ClassVar[str] = "--video-conditioning depth.mp4 --lora depth.safetensors"

@@ -24,6 +24,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import convert, flagged
 from ltx2rt.pipelines import make_request, pipelines
 from ltx2rt.pipelines.inpaint import parse_pad
+from ltx2rt.pipelines.nag import parse_nag
 from ltx2rt.pipelines.request import (
     DEFAULT_FRAMES,
     MAX_FPS,
@@ -48,7 +49,7 @@ from ltx2rt.stages.relay import parse_span
 # Parsers of flags that name no file.
 OFFERED = (
     int, float, str, bool, parse_fps, parse_blocks, parse_interval, parse_step_plan, parse_span,
-    parse_pad,
+    parse_pad, parse_nag,
 )  # fmt: skip
 MAX_PROMPT, MAX_IMAGES, MAX_LORAS, MAX_METADATA, MAX_PRIORITY = 4000, 8, 8, 16, 9
 MAX_VIDEOS = 8  # limit for one request
@@ -492,7 +493,7 @@ def value(f: Field, given: Any) -> Any:
         if str(given).lower() not in ("true", "false"):
             raise InputError(f"{name}: {str(given)[:80]!r}, expected true or false")
         return str(given).lower() == "true"
-    listed = parse in (parse_blocks, parse_interval, parse_pad)
+    listed = parse in (parse_blocks, parse_interval, parse_pad, parse_nag)
     plain_types = (str, int, float, list) if listed else (str, int, float)
     if parse is str and isinstance(given, str) and len(given) > MAX_PROMPT:
         raise InputError(f"{name}: {len(given)} characters, expected at most {MAX_PROMPT}")

@@ -75,7 +75,8 @@ class Denoise(Stage):
     that are kept whole. masks: by modality f32[targets], 1 = generate, where a part is kept. What
     is kept is the state's source, or where there is none its latents. mixed: modalities that start
     from the state's source, mixed with noise of the first level. relay: prompts by time. voice: the
-    scale of guidance by the sound beside the clip's, 0 for none.
+    scale of guidance by the sound beside the clip's, 0 for none. nag: scale, tau and alpha of
+    `models.attention.away` from the negative prompt, None for none.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Denoise(Stage):
     interval: tuple[float, float] | None = None
     relay: Relay | None = None
     voice: float = 0.0
+    nag: tuple[float, float, float] | None = None
 
     @property
     def branches(self) -> Branches:
@@ -183,7 +185,13 @@ class Denoise(Stage):
         blocks = tuple(sorted(set(self.stg_blocks))) if self.branches.perturbed else ()
         g = self.geometry
         groups = (g.frames + 1, g.audio_latents + 1) if self.relay else (0, 0)
-        return replace(shape, sampler=self.stepping, stg_blocks=blocks, relay=groups), feeds
+        more = {"relay": groups, "nag": self._moved}
+        return replace(shape, sampler=self.stepping, stg_blocks=blocks, **more), feeds
+
+    @property
+    def _moved(self) -> bool:
+        """Whether pictures are made, and moved away from the negative prompt."""
+        return self.nag is not None and "video" in self.made
 
     def check(self, session: Session) -> None:
         if self.relay:
@@ -303,10 +311,11 @@ class Denoise(Stage):
             found["audio_beside"] = (np.arange(sound.shape[1]) >= sound.num_target_tokens).astype(
                 np.float32
             )
+        if self._moved:
+            found["nag"] = np.array(self.nag, np.float32)
         for m in self.streams:
-            found[f"{m}_context"] = state.contexts[m][
-                : 2 if branches.uncond and m in self.made else 1
-            ]
+            two = (branches.uncond and m in self.made) or (self._moved and m == "video")
+            found[f"{m}_context"] = state.contexts[m][: 2 if two else 1]
         return found
 
     def _video(self, states: Mapping[str, ModalityState], tokens: np.ndarray) -> np.ndarray:

@@ -209,10 +209,24 @@ def test_output_that_stays_split_is_an_error():
 def test_op_that_touches_a_split_axis_is_an_error():
     def model(o):
         h = o.linear(o.input("x", tokens=3, D=4), "proj", {"ff": 6})
+        return {"y": o.mean(h, over=("ff",))}
+
+    with pytest.raises(GraphError, match=r"mean .* of a value split over"):
+        place(trace("net", model, "float32"), HEADS_AND_FF, {"tensor": 2})
+
+
+def test_a_sum_over_a_split_axis_is_added_up():
+    def model(o):
+        h = o.linear(o.input("x", tokens=3, D=4), "proj", {"ff": 6})
         return {"y": o.sum(h, over=("ff",))}
 
-    with pytest.raises(GraphError, match=r"sum .* of a value split over"):
-        place(trace("net", model, "float32"), HEADS_AND_FF, {"tensor": 2})
+    graph = trace("net", model, "float32")
+    params = random_params(graph)
+    inputs = {"x": np.random.default_rng(0).standard_normal((3, 4), np.float32)}
+    placed = place(graph, HEADS_AND_FF, {"tensor": 2})
+    found, expected = (interpret(one, params, inputs)["y"] for one in (placed, graph))
+    assert reduces(placed) == {"float32": 1} and found.shape == (3,)
+    np.testing.assert_allclose(found, expected, rtol=CLOSE)
 
 
 # --- broken on purpose ----------------------------------------------------------------------------

@@ -207,3 +207,15 @@ def test_a_mask_is_sent_as_a_picture_or_a_video(film, tmp_path):
     for data in (b"no picture", (tmp_path / "mask.png").read_bytes()[:100]):
         with pytest.raises(Refusal, match=r"^mask: "):
             asyncio.run(check_upload(data, "mask", MASK))
+
+
+def test_a_negative_prompt_without_guidance(admission):
+    found = admission("tiny-2.3", distilled_lora=NO_LORA)
+    given = {"prompt": "a fox", "pipeline": "distilled", "size": "64x64", "num_frames": 17}
+    for nag in (11, "11", [11, 2.5, 0.25], "11:2.5:0.25"):
+        job = json.loads(json.dumps(found.admit({**given, "nag": nag}).job))
+        assert job["clip"]["nag"] == [11, 2.5, 0.25] and job["clip"]["negative_prompt"]
+        assert make_request("distilled", **job["clip"]).nag == (11, 2.5, 0.25)
+    for nag in (0, "x", [11, 0], True, {}):
+        with pytest.raises(Refusal, match="nag: "):
+            found.admit({**given, "nag": nag})

@@ -1,0 +1,197 @@
+"""NAG: the formula in float64, and every step over diffusers' transformer whose text attention of
+pictures has it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from diffusers import LTX2VideoTransformer3DModel
+from reference_transformer import euler_steps
+
+from ltx2rt.errors import InputError
+from ltx2rt.graph import trace
+from ltx2rt.models.attention import away
+from ltx2rt.models.geometry import audio_positions, video_positions
+from ltx2rt.pipelines import make_request
+from ltx2rt.run.plan import make_plan
+from ltx2rt.run.run import produce
+from ltx2rt.session.open import open_session
+from ltx2rt.session.options import NO_LORA, ModelOptions
+from ltx2rt.stages.frames import Frames
+from ltx2rt.stages.schedule import DISTILLED_SIGMAS
+from ltx2rt.stages.sound import Sound
+from ltx2rt.testing import relative_l2, run_graph
+
+CLOSE = 2e-5  # contract: 1e-3 at every step; float32 rounding
+SIZE = {"width": 64, "height": 64, "num_frames": 17, "seed": 5}
+
+
+def formula(y, other, scale, tau, alpha):
+    """As the paper has it: f64[tokens, heads * head_dim], and where the norm is cut."""
+    z = scale * y + (1 - scale) * other
+    norm, own = (np.abs(x).sum(-1, keepdims=True) for x in (z, y))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratio = np.nan_to_num(norm / own, nan=10)
+    cut = ratio > tau
+    z = np.where(cut, z * tau * own / (norm + 1e-7), z)
+    return alpha * z + (1 - alpha) * y, cut
+
+
+@pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
+@pytest.mark.parametrize("terms", [(11, 2.5, 0.25), (1.5, 3.0, 0.5), (3, 1.2, 1), (1, 2.5, 0.7)])
+def test_the_formula(kind, terms):
+    """Tokens whose norm is cut and others; one that attends to nothing but zeros."""
+    rng = np.random.default_rng(0)
+    y, other = (rng.standard_normal((2, 5, 3, 4)).astype(np.float32) for _ in range(2))
+    other = np.where(rng.uniform(size=(2, 5, 1, 1)) > 0.5, y + 0.1 * other, other)
+    y[0, 0] = 0
+
+    def model(o):
+        sizes = {"B": 2, "tokens": 5, "heads": 3, "head_dim": 4}
+        a, b = o.input("y", "float32", **sizes), o.input("other", "float32", **sizes)
+        return {"z": away(o, a, b, o.input("nag", "float32", terms=3))}
+
+    graph = trace("away", model, "float32")
+    feeds = {"y": y, "other": other, "nag": np.array(terms, np.float32)}
+    found = run_graph(kind, graph, {}, feeds)["z"]
+    flat = [x.reshape(2, 5, 12).astype(np.float64) for x in (y, other)]
+    expected, cut = formula(*flat, *terms)
+    np.testing.assert_allclose(found.reshape(2, 5, 12), expected, rtol=1e-5, atol=1e-6)
+    if terms[0] == 11:
+        assert cut.any() and not cut.all()
+    if terms[0] == 1:
+        np.testing.assert_array_equal(found, y)
+
+
+class Moved:
+    """In place of diffusers' processor: the context is two texts, one behind the other."""
+
+    def __init__(self, terms):
+        self.terms, self.cut = terms, []
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states, *_):
+        x, texts = hidden_states, encoder_hidden_states.chunk(2, dim=1)
+        q = attn.norm_q(attn.to_q(x)).unflatten(2, (attn.heads, -1)).transpose(1, 2).double()
+        found = []
+        for text in texts:
+            k, v = attn.norm_k(attn.to_k(text)), attn.to_v(text)
+            k, v = (t.unflatten(2, (attn.heads, -1)).transpose(1, 2).double() for t in (k, v))
+            y = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+            found.append(y.transpose(1, 2).flatten(2).numpy())
+        z, cut = formula(*found, *self.terms)
+        self.cut.append(cut.mean())
+        z = torch.from_numpy(z).float()
+        if attn.to_gate_logits is not None:
+            gates = 2 * torch.sigmoid(attn.to_gate_logits(x))
+            z = (z.unflatten(2, (attn.heads, -1)) * gates[..., None]).flatten(2)
+        return attn.to_out[0](z)
+
+
+@pytest.fixture(scope="module")
+def sessions(tiny):
+    opened = {}
+
+    def get(generation):
+        folder = tiny(f"tiny-{generation}", "diffusers")
+        how = {"device": "cpu", "dtype": "float32", "distilled_lora": NO_LORA}
+        for name in ("cuda", "tpu"):
+            if (name, generation) not in opened:
+                opened[name, generation] = open_session(ModelOptions(name, folder, **how))
+        return {name: opened[name, generation] for name in ("cuda", "tpu")}, folder
+
+    yield get
+    for session in opened.values():
+        session.close()
+
+
+def run(session, name="distilled", **more):
+    """The request and the state of a run up to its decoders."""
+    size = SIZE | {"width": 128, "height": 128} | more
+    plan = make_plan(session, make_request(name, prompt="a fox in the snow", **size))
+    kept = tuple(s for s in plan.stages if not isinstance(s, (Frames, Sound)))
+    return plan.request, produce(session, replace(plan, stages=kept), keep=True)[0]
+
+
+@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+def test_every_step_is_the_formula_over_diffusers(sessions, generation):
+    """Of stage 1, on both backends; sound reads the prompt alone."""
+    both, folder = sessions(generation)
+    given = {"nag": "11:1.1:0.5", "negative_prompt": "a grey day"}
+    runs = {name: run(session, **given) for name, session in both.items()}
+    request, state = runs["cuda"]
+    geometry = request.geometry(both["cuda"].config, 2)
+    module = LTX2VideoTransformer3DModel.from_pretrained(folder / "transformer").eval()
+    processor = Moved((11, 1.1, 0.5))
+    for block in module.transformer_blocks:
+        block.attn2.processor = processor
+    positions = {"video": video_positions(geometry), "audio": audio_positions(geometry)}
+    texts = state.contexts["video"]
+    contexts = {
+        "video": np.concatenate([texts[:1], texts[1:]], axis=1),
+        "audio": state.contexts["audio"][:1],
+    }
+    x = {m: state.record[f"stage1.{m}.start"][0] for m in positions}
+    clean = {m: np.zeros_like(value) for m, value in x.items()}
+    masks = {m: np.ones(len(value)) for m, value in x.items()}
+    steps = euler_steps(module, positions, contexts, x, masks, clean, DISTILLED_SIGMAS)
+    for i, (latents, x0) in enumerate(steps):
+        for m in positions:
+            for name, (_, each) in runs.items():
+                for kind, expected in (("steps", latents), ("x0", x0)):
+                    found = each.record[f"stage1.{m}.{kind}"][i]
+                    assert relative_l2(found, expected[m]) <= CLOSE, (name, m, kind, i)
+    assert 0 < np.mean(processor.cut) < 1
+
+
+def test_a_scale_of_one_is_the_plain_clip(sessions):
+    """Bit for bit, in both stages; a greater one is not."""
+    both, _ = sessions("2.3")
+    _, plain = run(both["cuda"])
+    _, neutral = run(both["cuda"], nag=1)
+    _, moved = run(both["cuda"], nag=11)
+    for stage in ("stage1", "stage2"):
+        name = f"{stage}.video.steps"
+        np.testing.assert_array_equal(neutral.record[name], plain.record[name])
+        assert relative_l2(moved.record[name][-1], plain.record[name][-1]) > 1e-4
+
+
+def test_given_clips_take_it_without_guidance(sessions, film):
+    both, _ = sessions("2.3")
+    more = {"video_path": film, "noise_level": 0.725, "nag": 5}
+    plan = make_plan(both["cuda"], make_request("v2v", prompt="fox", seed=1, **more))
+    assert plan.request.negative_prompt and len(plan.request.prompts) == 2
+    assert plan.request.nag == (5, 2.5, 0.25)
+    with pytest.raises(InputError, match="--nag: for steps without guidance"):
+        make_request("v2v", prompt="fox", guided=True, steps=2, **more)
+
+
+@pytest.mark.parametrize("more, says", [
+    ({"nag": "0.5"}, "--nag: '0.5', expected SCALE"),
+    ({"nag": "11:0"}, "--nag: '11:0', expected SCALE"),
+    ({"nag": "11:2:1.5"}, "ALPHA from 0 to 1"),
+    ({"nag": "11:2:1:3"}, "expected SCALE"),
+    ({"nag": "nan"}, "expected SCALE"),
+    ({"nag": ""}, "expected SCALE"),
+    ({"nag": []}, "expected SCALE"),
+    ({"negative_prompt": "red"}, "--negative-prompt: distilled has no guidance; add --nag 11"),
+])  # fmt: skip
+def test_refusals(more, says):
+    with pytest.raises(InputError, match=says):
+        make_request("distilled", prompt="fox", **more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["sequence=2", "tensor=2"])
+@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+def test_two_devices_agree_with_one(
+    tiny, generate, generate_on_ranks, generate_on_devices, backend, mesh
+):
+    model = tiny("tiny-2.5", "official")
+    flags = ("--pipeline", "distilled", "--distilled-lora", "none", "--seed", 5, "--no-audio")
+    flags += ("--nag", "11:1.1:0.5")
+    several = generate_on_ranks if backend == "cuda" else generate_on_devices
+    one, two = generate("cuda", model, *flags), several(2, model, *flags, "--mesh", mesh)
+    assert one.status == two.status == 0, one.stderr + two.stderr
+    for name, expected in one.latents.items():
+        assert relative_l2(two.latents[name], expected) <= 1e-5, name
