@@ -148,7 +148,7 @@ def cases(graphs: dict[str, Graph], ops: Sequence[str]) -> list[Case]:
         walked = [(node, times) for whole, times in fuse(graph).walk() for node in apart(whole)]
         makers = {id(v): node for node, _ in walked for v in node.outputs}
         for node, times in walked:
-            node = quantisation(node) if node.op.endswith("linear_float8") else node
+            node = quantisation(node) if node.op.endswith("quantised_linear") else node
             if node.op in ops:
                 packed = {
                     i: slice_

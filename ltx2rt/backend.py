@@ -349,10 +349,14 @@ class BackendFactory(Protocol):
         ...
 
     def cost(
-        self, graph: Graph, kind: Any, float8: bool = False, runs: Mapping[int, Any] | None = None
+        self,
+        graph: Graph,
+        kind: Any,
+        quantised: bool = False,
+        runs: Mapping[int, Any] | None = None,
     ) -> Any:
         """When a device of `kind` computes, exchanges and waits in one run of what `as_run` made: a
-        `placement.timeline.Timeline`. float8: linears are estimated as float8 ones. runs:
+        `placement.timeline.Timeline`. quantised: linears are estimated as quantised ones. runs:
         `placement.cost.Runs` by the id of a node; there are some where a training step is
         estimated.
         """

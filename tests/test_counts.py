@@ -1,12 +1,13 @@
-"""Facts stay where they are: no module compares releases, and a part is named by fewer files than
-it was."""
+"""Facts stay where they are: no module compares releases, and a part or an encoding is named by
+few files."""
 
 from counts import NAMED, RELEASES, naming
 
 MOST = {
-    "duration head": 7,
-    "diffusion decoder": 7,
-    "temporal upsampler": 7,
+    "duration head": 6,
+    "diffusion decoder": 6,
+    "temporal upsampler": 5,
+    "float8": 8,
 }  # ceilings that only go down
 
 
@@ -14,6 +15,6 @@ def test_no_module_compares_releases():
     assert naming(RELEASES) == []
 
 
-def test_few_files_name_a_part():
+def test_few_files_name_a_part_or_an_encoding():
     for word, most in MOST.items():
         assert len(naming(NAMED[word])) <= most, naming(NAMED[word])

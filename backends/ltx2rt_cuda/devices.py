@@ -1,6 +1,6 @@
 """NVIDIA GPUs by the figures of their data sheets.
 
-float8 products of an A100 or an RTX 30 run at the rate of bfloat16: they have no units for float8.
+FP8 products of an A100 or an RTX 30 run at the rate of bfloat16: they have no units for FP8.
 Cards without NVLink receive over PCIe: 32 GB/s of generation 4, 64 GB/s of generation 5.
 """
 
@@ -18,17 +18,17 @@ def reserve_bytes(total_bytes: int) -> int:
 
 
 def _gpu(
-    name: str, flops: float, float8_flops: float, memory: float, link: float, host: float = PCIE4
+    name: str, flops: float, quantised_flops: float, memory: float, link: float, host: float = PCIE4
 ) -> DeviceKind:
     """A row of `KINDS`; rates are in FLOP/s and bytes/s, the memory's size is that of the name."""
     memory_bytes = 1e9 * int(name.rpartition("-")[2].removesuffix("gb"))
     return DeviceKind(
-        name, "cuda", "cuda", "hopper", memory_bytes, flops, float8_flops, memory, link, COLLECTIVE_S, ("cuda",),
+        name, "cuda", "cuda", "hopper", memory_bytes, flops, quantised_flops, memory, link, COLLECTIVE_S, ("cuda",),
         host_bytes_per_s=host, reserve_bytes=reserve_bytes(int(memory_bytes)),
     )  # fmt: skip
 
 
-# NVIDIA H100 data sheet, SXM: 1979 TFLOP/s with sparsity and 3958 in float8, NVLink 900 GB/s in
+# NVIDIA H100 data sheet, SXM: 1979 TFLOP/s with sparsity and 3958 in FP8, NVLink 900 GB/s in
 # both directions together.
 H100 = _gpu("h100-80gb", 989.5e12, 1979e12, 3.35e12, 450e9, PCIE5)
 KINDS = (
@@ -39,10 +39,10 @@ KINDS = (
     # directions together.
     _gpu("a100-40gb", 312e12, 312e12, 1.555e12, 300e9),
     _gpu("a100-80gb", 312e12, 312e12, 2.039e12, 300e9),
-    # NVIDIA DGX B200 data sheet, an eighth of it: 4.5 PFLOP/s with sparsity and 9 in float8, 8
+    # NVIDIA DGX B200 data sheet, an eighth of it: 4.5 PFLOP/s with sparsity and 9 in FP8, 8
     # TB/s, NVLink 1800 GB/s in both directions together.
     _gpu("b200-180gb", 2250e12, 4500e12, 8e12, 900e9, PCIE5),
-    # NVIDIA L40S data sheet: 362 TFLOP/s, 733 in float8, 864 GB/s.
+    # NVIDIA L40S data sheet: 362 TFLOP/s, 733 in FP8, 864 GB/s.
     _gpu("l40s-48gb", 362e12, 733e12, 0.864e12, 32e9),
     # NVIDIA Ada and RTX Blackwell architecture papers, appendices: products summed in float32,
     # without sparsity.

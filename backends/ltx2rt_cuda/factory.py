@@ -63,13 +63,13 @@ class CudaFactory:
         )
 
     def cost(
-        self, graph: Graph, kind: DeviceKind, float8: bool = False, runs: RunsById | None = None
+        self, graph: Graph, kind: DeviceKind, quantised: bool = False, runs: RunsById | None = None
     ) -> Timeline:
         """The stream runs nodes in their order, and computes while an all-reduce travels; in
         training it waits."""
         from ltx2rt.placement.timeline import Timeline
 
-        return Timeline(kind, hidden=not runs, float8=float8, runs=runs or {}).of(graph)
+        return Timeline(kind, hidden=not runs, quantised=quantised, runs=runs or {}).of(graph)
 
     def rank_and_size(self, environment: Mapping[str, str]) -> tuple[int, int]:
         return rank_and_size(environment)

@@ -136,7 +136,7 @@ def _layers(body: Graph) -> list[Graph]:
 
 
 VIEWS = ("at", "slice", "rename")
-OWN = ("linear", "linear_float8", "gelu_linear_float8", "sum_squares")
+OWN = ("linear", "quantised_linear", "gelu_quantised_linear", "sum_squares")
 ROWS = 2**20  # numbers of a layer's sum at most
 
 

@@ -17,20 +17,14 @@ from ltx2rt.fused.head_gate import divided
 from ltx2rt.fused.norm_modulate import pairs, rows_per_token
 from ltx2rt.fused.pattern import grouped
 from ltx2rt.fused.snake_beta import snake_windows
-from ltx2rt.graph.encodings import DECODED, ENCODINGS, FLOAT8_STEP, FLOAT8_TINY, rotation
+from ltx2rt.graph.encodings import DECODED, E4M3, E4M3_STEP, E4M3_TINY, ENCODINGS, rotation
+from ltx2rt.graph.ir import DTYPE_BYTES
 from ltx2rt.scheduling import in_use
 from ltx2rt_cuda.collectives import differentiated, with_transpose
 from ltx2rt_cuda.device import device_of
 from ltx2rt_cuda.neighbourhood import neighbourhood_attention
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "int32": torch.int32,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-}
+DTYPES = {name: getattr(torch, name) for name in DTYPE_BYTES}
 # cuBLASLt has no product of float8 rows of M <= 256 and K = 9216, of M = 257, or of K = 3072 it has
 # (pytorch/ao#4582): shorter ones are filled up with rows of zeros. LTX-2's sound has 126 tokens and
 # a feed-forward of K = 8192.
@@ -165,8 +159,8 @@ def joined_rows(rows: int) -> int:
 
 
 @op
-def gelu_linear_float8(*operands: Tensor, **plan) -> Tensor:
-    return linear_float8(*operands, **plan, gelu=True)
+def gelu_quantised_linear(*operands: Tensor, **plan) -> Tensor:
+    return quantised_linear(*operands, **plan, gelu=True)
 
 
 def float8_road(x: Tensor, weight: Tensor) -> str:
@@ -253,7 +247,7 @@ ROADS: dict[str, Callable[[Float8Product], Tensor]] = {
 
 
 @op
-def linear_float8(
+def quantised_linear(
     x: Tensor,
     weight: Tensor,
     scale: Tensor,
@@ -281,7 +275,7 @@ def _scaled(
 
 
 @op
-def head_gate_linear_float8(*operands: Tensor, num_contracted: int, out_shape) -> Tensor:
+def head_gate_quantised_linear(*operands: Tensor, num_contracted: int, out_shape) -> Tensor:
     (y, *gate), (weight, scale, *bias) = divided(operands)
     lead = y.shape[: y.ndim - num_contracted]
     result = _scaled(y, *head_gate_rows(y, *gate), weight, scale, *(bias or [None]))
@@ -749,8 +743,8 @@ def quantise_rows(x: Tensor, *, gelu: bool = False) -> tuple[Tensor, Tensor]:
     """x [rows, n], or its GELU, as e4m3, and the float32 scale [rows, 1] of each row: no op of the
     table, but part of one."""
     x = (F.gelu(x, approximate="tanh") if gelu else x).float()
-    scale = x.abs().amax(1, keepdim=True).clamp(min=FLOAT8_TINY) * FLOAT8_STEP
-    return (x / scale).to(torch.float8_e4m3fn), scale
+    scale = x.abs().amax(1, keepdim=True).clamp(min=E4M3_TINY) * E4M3_STEP
+    return (x / scale).to(DTYPES[E4M3]), scale
 
 
 # --- encodings of weights -------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ltx2rt.backend import overlapped
+from ltx2rt.graph.encodings import E4M3
 from ltx2rt.graph.ir import Graph, numbered
 from ltx2rt.passes.loop import LoopParts
 from ltx2rt_cuda.device.torch_device import Event, Recorder, Side, TorchDevice
@@ -33,8 +34,8 @@ def to_torch(array: np.ndarray | torch.Tensor) -> torch.Tensor:
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         if array.dtype == ml_dtypes.bfloat16:
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-        if array.dtype == ml_dtypes.float8_e4m3fn:
-            return torch.from_numpy(array.view(np.uint8)).view(torch.float8_e4m3fn)
+        if array.dtype == E4M3:
+            return torch.from_numpy(array.view(np.uint8)).view(DTYPES[E4M3])
         return torch.from_numpy(
             np.asarray(array, order="C")
         )  # ascontiguousarray gives a scalar an axis

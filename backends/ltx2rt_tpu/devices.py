@@ -1,4 +1,4 @@
-"""TPUs by Google Cloud's figures. JAX multiplies float8 numbers as bfloat16 ones."""
+"""TPUs by Google Cloud's figures. JAX multiplies numbers of 8 bits as bfloat16 ones."""
 
 from __future__ import annotations
 

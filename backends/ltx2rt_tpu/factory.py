@@ -61,13 +61,13 @@ class TpuFactory:
         return fuse(graph, (snakes,)) if device_kind == "tpu" or graph.name in ASSEMBLED else graph
 
     def cost(
-        self, graph: Graph, kind: DeviceKind, float8: bool = False, runs: RunsById | None = None
+        self, graph: Graph, kind: DeviceKind, quantised: bool = False, runs: RunsById | None = None
     ) -> Timeline:
         """Nothing is assumed to hide an exchange: XLA orders the nodes. It decodes rows of 8 bits
         inside the product that reads them (seen in what libtpu 0.0.51 compiles for v6e)."""
         from ltx2rt.placement.timeline import Timeline
 
-        return Timeline(kind, float8=float8, decodes=True, runs=runs or {}).of(graph)
+        return Timeline(kind, quantised=quantised, decodes=True, runs=runs or {}).of(graph)
 
     def rank_and_size(self, environment: Mapping[str, str]) -> tuple[int, int]:
         return hosts(environment)

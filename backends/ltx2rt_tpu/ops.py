@@ -20,7 +20,7 @@ from jax import Array, lax
 from ltx2rt_kernels.attention import tpu as kernel
 
 from ltx2rt.fused.snake_beta import snake_windows
-from ltx2rt.graph.encodings import ENCODINGS, FLOAT8_STEP, FLOAT8_TINY, rotation
+from ltx2rt.graph.encodings import E4M3, E4M3_STEP, E4M3_TINY, ENCODINGS, rotation
 from ltx2rt.graph.ops import window_blocks
 from ltx2rt_tpu.factory import LEAST_BYTES
 
@@ -141,8 +141,8 @@ def linear(
 def quantise_rows(x: Array) -> tuple[Array, Array]:
     """x [..., n] as e4m3, and the float32 scale [..., 1] of each row."""
     x = x.astype(jnp.float32)
-    scale = jnp.maximum(jnp.abs(x).max(axis=-1, keepdims=True), FLOAT8_TINY) * FLOAT8_STEP
-    return (x / scale).astype(jnp.float8_e4m3fn), scale
+    scale = jnp.maximum(jnp.abs(x).max(axis=-1, keepdims=True), E4M3_TINY) * E4M3_STEP
+    return (x / scale).astype(E4M3), scale
 
 
 class JaxOps:
@@ -215,7 +215,7 @@ def unpack(*fields: Array, encoding: str, dtype: str) -> Array:
 
 
 @op
-def linear_float8(
+def quantised_linear(
     x: Array,
     weight: Array,
     scale: Array,

@@ -38,7 +38,7 @@ def to_text(found: Estimate) -> str:
     weights = f", weights in {encoding.name}" if encoding else ""
     rates = ""
     if encoding and encoding.product:
-        rates = f", in {encoding.name} / {kind.float8_flops_per_s / 1e12:g} T/s"
+        rates = f", in {encoding.name} / {kind.quantised_flops_per_s / 1e12:g} T/s"
     mesh = session.backend.mesh
     where = ", ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one device"
     height, width = clip.size_px

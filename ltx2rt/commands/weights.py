@@ -51,7 +51,7 @@ def make_flags(to: Any) -> None:
     to.add_argument(
         "--fp8",
         action="store_true",
-        help="write most blocks in float8 with scales (official layout)",
+        help="write most blocks with scales, as released fp8 files have them (official layout)",
     )
     to.add_argument("--dry-run", action="store_true", help="print the manifest and write nothing")
 

@@ -1,4 +1,4 @@
-"""The gate of each head and what it chooses from, with the float8 linear behind it or not."""
+"""The gate of each head and what it chooses from, with the quantised linear behind it or not."""
 
 from __future__ import annotations
 
@@ -38,27 +38,29 @@ def head_gate(y: Type, logits: Type, *choice: Type):
 
 
 def divided(operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Operands of head_gate_linear_float8: the gate's, and weight, scale and bias, if there is
+    """Operands of head_gate_quantised_linear: the gate's, and weight, scale and bias, if there is
     one."""
     at = 4 if len(operands) > 5 else 2
     return operands[:at], operands[at:]
 
 
-def _numpy_head_gate_linear_float8(*operands, **args):
+def _numpy_head_gate_quantised_linear(*operands, **args):
     gate, others = divided(operands)
-    return OPS["linear_float8"].numpy(_numpy_head_gate(*gate), *others, **args)
+    return OPS["quantised_linear"].numpy(_numpy_head_gate(*gate), *others, **args)
 
 
-@op(_numpy_head_gate_linear_float8, flops=linear_flops, linear="quantised")
-def head_gate_linear_float8(*operands: Type, contract: tuple[str, ...], out: dict[str, int]):
-    """The per-head gate, then a linear layer of float8 weights, whose operand each token's heads
+@op(_numpy_head_gate_quantised_linear, flops=linear_flops, linear="quantised")
+def head_gate_quantised_linear(*operands: Type, contract: tuple[str, ...], out: dict[str, int]):
+    """The per-head gate, then a linear layer of quantised weights, whose operand each token's heads
     are together."""
     gate, others = divided(operands)
     y = gate[0]
     OPS["head_gate"].rule(*gate)
     if tuple(contract) != y.axes[-2:]:
-        raise GraphError(f"head_gate_linear_float8: {contract} of {y} are not the heads of a token")
-    return OPS["linear_float8"].rule(y, *others, contract=contract, out=out)
+        raise GraphError(
+            f"head_gate_quantised_linear: {contract} of {y} are not the heads of a token"
+        )
+    return OPS["quantised_linear"].rule(y, *others, contract=contract, out=out)
 
 
 @pattern
@@ -86,10 +88,10 @@ def _head_gate(graph: Graph, uses: Uses, node: Node) -> Found | None:
 
 
 @pattern
-def _head_gate_float8(graph: Graph, uses: Uses, node: Node) -> Found | None:
-    """The gate in front of a float8 linear that reads all heads of a token."""
-    gate = uses.only(node.inputs[0], "head_gate") if node.op == "linear_float8" else None
+def _head_gate_quantised(graph: Graph, uses: Uses, node: Node) -> Found | None:
+    """The gate in front of a quantised linear that reads all heads of a token."""
+    gate = uses.only(node.inputs[0], "head_gate") if node.op == "quantised_linear" else None
     if gate is None or tuple(node.attrs["contract"]) != gate.outputs[0].type.axes[-2:]:
         return None
     inputs = (*gate.inputs, *node.inputs[1:])
-    return [gate, node], [node_of("head_gate_linear_float8", inputs, node.outputs, **node.attrs)]
+    return [gate, node], [node_of("head_gate_quantised_linear", inputs, node.outputs, **node.attrs)]

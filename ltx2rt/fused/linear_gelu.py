@@ -19,14 +19,14 @@ def linear_gelu(
     return OPS["linear"].rule(x, weight, bias, contract=contract, out=out)
 
 
-def _numpy_gelu_linear_float8(x, *others, **args):
-    return OPS["linear_float8"].numpy(OPS["gelu"].numpy(x), *others, **args)
+def _numpy_gelu_quantised_linear(x, *others, **args):
+    return OPS["quantised_linear"].numpy(OPS["gelu"].numpy(x), *others, **args)
 
 
-@op(_numpy_gelu_linear_float8, flops=linear_flops, linear="quantised")
-def gelu_linear_float8(x: Type, *others: Type, contract: tuple[str, ...], out: dict[str, int]):
-    """GELU, then a linear layer of float8 weights."""
-    return OPS["linear_float8"].rule(x, *others, contract=contract, out=out)
+@op(_numpy_gelu_quantised_linear, flops=linear_flops, linear="quantised")
+def gelu_quantised_linear(x: Type, *others: Type, contract: tuple[str, ...], out: dict[str, int]):
+    """GELU, then a linear layer of quantised weights."""
+    return OPS["quantised_linear"].rule(x, *others, contract=contract, out=out)
 
 
 @pattern
@@ -38,10 +38,10 @@ def _linear_gelu(graph: Graph, uses: Uses, node: Node) -> Found | None:
 
 
 @pattern
-def _gelu_float8(graph: Graph, uses: Uses, node: Node) -> Found | None:
-    """The GELU in front of a float8 linear, which reads its operand row by row anyway."""
-    gelu = uses.only(node.inputs[0], "gelu") if node.op == "linear_float8" else None
+def _gelu_quantised(graph: Graph, uses: Uses, node: Node) -> Found | None:
+    """The GELU in front of a quantised linear, which reads its operand row by row anyway."""
+    gelu = uses.only(node.inputs[0], "gelu") if node.op == "quantised_linear" else None
     if gelu is None:
         return None
     inputs = (*gelu.inputs, *node.inputs[1:])
-    return [gelu, node], [node_of("gelu_linear_float8", inputs, node.outputs, **node.attrs)]
+    return [gelu, node], [node_of("gelu_quantised_linear", inputs, node.outputs, **node.attrs)]

@@ -22,11 +22,13 @@ import numpy as np
 if TYPE_CHECKING:
     from ltx2rt.graph.ir import Graph
 
-E4M3 = "float8_e4m3fn"
-FLOAT8_STEP = float(
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"  # dtypes
+E4M3_FORMAT = "float8"  # the encoding of e4m3 rows, and what stored matrices of it are called
+ADVISED = E4M3_FORMAT  # of QUANTISED: the fastest
+E4M3_STEP = float(
     np.float32(1 / 448)
 )  # 448 is the largest e4m3 number; compilers make division a product anyway
-FLOAT8_TINY = 1e-30  # the largest number of a row is taken to be no smaller
+E4M3_TINY = 1e-30  # the largest number of a row is taken to be no smaller
 HADAMARD = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], np.float32)
 # What four bits of nvfp4 stand for; the highest is the sign.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -77,8 +79,8 @@ def quantise_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """x [rows, n] as e4m3 [rows, n] times a float32 scale [rows, 1], which takes a row's largest
     number to 448."""
     x = x.astype(np.float32)
-    scale = np.maximum(np.abs(x).max(axis=1, keepdims=True), np.float32(FLOAT8_TINY)) * np.float32(
-        FLOAT8_STEP
+    scale = np.maximum(np.abs(x).max(axis=1, keepdims=True), np.float32(E4M3_TINY)) * np.float32(
+        E4M3_STEP
     )
     return (x / scale).astype(ml_dtypes.float8_e4m3fn), scale
 
@@ -345,11 +347,11 @@ ENCODINGS = _Encodings(
     (row.name, row)
     for row in (
         Encoding(
-            "float8", _E4M3_ROWS, _scaled_rows, lambda o, x: o.quantise_rows(x),
-            product="linear_float8",
+            E4M3_FORMAT, _E4M3_ROWS, _scaled_rows, lambda o, x: o.quantise_rows(x),
+            product="quantised_linear",
         ),
         Encoding("int8", _INT8_ROWS, _scaled_rows, _int8_rows),
-        Encoding("stored float8", _E4M3_ROWS, _scaled_rows, format="float8"),
+        Encoding("stored float8", _E4M3_ROWS, _scaled_rows, format=E4M3_FORMAT),
         Encoding("stored int8", _INT8_ROWS, _scaled_rows, format="int8"),
         *(_rotated(4**power) for power in range(1, 7)),
         Encoding("nvfp4", _NVFP4, _nvfp4, group=16),

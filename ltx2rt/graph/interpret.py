@@ -13,17 +13,10 @@ import ml_dtypes
 import numpy as np
 
 from ltx2rt.graph.encodings import encoded
-from ltx2rt.graph.ir import Graph, Layout, Node
+from ltx2rt.graph.ir import DTYPE_BYTES, Graph, Layout, Node
 from ltx2rt.graph.ops import COLLECTIVES, OPS
 
-NUMPY_DTYPES = {
-    "float32": np.dtype(np.float32),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "int32": np.dtype(np.int32),
-    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
-    "int8": np.dtype(np.int8),
-    "uint8": np.dtype(np.uint8),
-}
+NUMPY_DTYPES = {name: np.dtype(name) for name in DTYPE_BYTES}  # some are those of ml_dtypes
 GROUP_OPS = {"shard", *COLLECTIVES}  # defined over all devices of a group at once
 Devices = list[np.ndarray]  # one array per device, the last mesh axis fastest
 

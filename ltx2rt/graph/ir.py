@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from ltx2rt.graph.encodings import E4M3
+
 T = TypeVar("T")
 
 DTYPE_BYTES = {
-    "float32": 4, "bfloat16": 2, "int32": 4, "float8_e4m3fn": 1, "int8": 1, "uint8": 1,
+    "float32": 4, "bfloat16": 2, "int32": 4, E4M3: 1, "int8": 1, "uint8": 1,
 }  # fmt: skip
 SHORT = {
-    "float32": "f32", "bfloat16": "bf16", "int32": "i32", "float8_e4m3fn": "f8", "int8": "i8",
+    "float32": "f32", "bfloat16": "bf16", "int32": "i32", E4M3: "f8", "int8": "i8",
     "uint8": "u8",
 }  # fmt: skip
 Cut = tuple[int, int, int]  # (dim, start, stop): a slice of a tensor along one dimension

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ltx2rt.errors import GraphError
-from ltx2rt.graph.encodings import ENCODINGS, decoded, quantise_rows
+from ltx2rt.graph.encodings import E4M3, ENCODINGS, decoded, quantise_rows
 from ltx2rt.graph.ir import Node, Type
 
 
@@ -382,7 +382,7 @@ def linear(
     return result, {"num_contracted": n, "out_shape": tuple(out.values())}
 
 
-def _numpy_linear_float8(x, weight, scale, bias=None, *, num_contracted, out_shape):
+def _numpy_quantised_linear(x, weight, scale, bias=None, *, num_contracted, out_shape):
     lead = x.shape[: x.ndim - num_contracted]
     values, row_scale = quantise_rows(x.reshape(-1, weight.shape[1]))
     y = (values.astype(np.float32) @ weight.astype(np.float32).T) * row_scale * scale.T
@@ -391,8 +391,8 @@ def _numpy_linear_float8(x, weight, scale, bias=None, *, num_contracted, out_sha
     return y.reshape(*lead, *out_shape)
 
 
-@op(_numpy_linear_float8, flops=linear_flops, linear="quantised")
-def linear_float8(
+@op(_numpy_quantised_linear, flops=linear_flops, linear="quantised")
+def quantised_linear(
     x: Type,
     weight: Type,
     scale: Type,
@@ -407,10 +407,10 @@ def linear_float8(
     A row of x is what one result contracts. Products are summed in float32, scaled, and rounded
     once to x's dtype.
     """
-    if weight.dtype != "float8_e4m3fn":
-        raise GraphError(f"linear_float8: weight {weight} must be float8_e4m3fn")
+    if weight.dtype != E4M3:
+        raise GraphError(f"quantised_linear: weight {weight} must be {E4M3}")
     if scale != Type(scale.axes, (weight.shape[0], 1), "float32"):
-        raise GraphError(f"linear_float8: scale {scale} of {weight}")
+        raise GraphError(f"quantised_linear: scale {scale} of {weight}")
     return OPS["linear"].rule(x, replace(weight, dtype=x.dtype), bias, contract=contract, out=out)
 
 

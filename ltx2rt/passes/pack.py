@@ -63,7 +63,7 @@ def _groups(graph: Graph, layouts: dict[str, Layout]) -> list[list[Node]]:
     readers = Counter(id(v) for node in graph.nodes for v in node.inputs)
     found: dict[tuple, list[Node]] = {}
     for node in graph.nodes:
-        if node.op not in ("linear", "linear_float8") or any(
+        if node.op not in ("linear", "quantised_linear") or any(
             readers[id(v)] > 1 for v in node.inputs[1:]
         ):
             continue

@@ -5,7 +5,7 @@ Requires a legal graph, placed or not, not yet packed, with a repeat of at least
 whose parameters are stacked (the blocks). Ensures the same inputs, outputs, communication and
 checkpoint tensors. The first and the last block are written out before and after the repeat and
 stay as they are; in between every linear's weight is encoded, but for the head gates (one number a
-head). An encoding with a product of its own, such as float8, takes the place of `linear`; of any
+head). An encoding with a product of its own takes the place of `linear`; of any
 other the weight is marked, for `unpack`. Norms, attention, modulation and everything outside the
 blocks stay in the graph's dtype.
 

@@ -40,7 +40,7 @@ TRACKED = (
 )  # axes along which entries are known to be equal
 HEAVY = {
     "linear",
-    "linear_float8",
+    "quantised_linear",
     "attention",
     "attention_part",
 }  # ops that are worth a repeat of their own

@@ -25,7 +25,7 @@ class DeviceKind:
     is asked for. found_as: what its backend calls it.
 
     memory_bytes: as sold; what the driver offers is a little more on GPUs, a little less on TPUs.
-    flops_per_s: bfloat16, dense; float8_flops_per_s: of float8 linears as the backend runs them.
+    flops_per_s: bfloat16, dense; quantised_flops_per_s: of quantised linears as the backend runs them.
     link_bytes_per_s: what one device can receive from the others of its machine. neighbours: the
     same among so many devices, (of an all-to-all, of any other collective), where the way between
     them is narrower. collective_s: the time of a collective beside its bytes. host_bytes_per_s:
@@ -38,7 +38,7 @@ class DeviceKind:
     profile: str
     memory_bytes: float
     flops_per_s: float
-    float8_flops_per_s: float
+    quantised_flops_per_s: float
     memory_bytes_per_s: float
     link_bytes_per_s: float
     collective_s: float

@@ -51,10 +51,10 @@ class StageCost:
 
     weights_bytes: all that it holds meanwhile, whatever uses them; activation_bytes: the most alive
     at once; streamed_activation_bytes: the same where no step is recorded, because weights are
-    streamed. For each step, without what runs before them all: flops (float8_flops of them in
-    float8), read_bytes, the weights that it uses, streamed_bytes of them copied from the host, what
+    streamed. For each step, without what runs before them all: flops (quantised_flops of them in
+    8 bits), read_bytes, the weights that it uses, streamed_bytes of them copied from the host, what
     is exchanged, by kind of collective and number of devices, and its calls. part: of a stage with
-    several loops, which one it is. float8: linears of the calls are estimated as float8 ones. runs:
+    several loops, which one it is. quantised: linears of the calls are estimated as quantised ones. runs:
     of their nodes.
     """
 
@@ -65,11 +65,11 @@ class StageCost:
     read_bytes: int
     flops: int
     exchanged: Mapping[tuple[str, int], Traffic]
-    float8_flops: int = 0
+    quantised_flops: int = 0
     streamed_bytes: int = 0
     streamed_activation_bytes: int = 0
     loops: bool = False
-    float8: bool = False
+    quantised: bool = False
     part: str = ""
     calls: Calls = field(default=(), compare=False, repr=False)
     runs: RunsById = field(default_factory=dict, compare=False, repr=False)
@@ -91,7 +91,7 @@ class StageCost:
         the exchanges and of the copies from the host, each at its full rate."""
         factory, whole = get_factory(kind.backend), Timeline(kind)
         for graph, times in self.calls:
-            whole.then(factory.cost(graph, kind, self.float8, self.runs), times)
+            whole.then(factory.cost(graph, kind, self.quantised, self.runs), times)
         whole.beside(
             "memory",
             "weights",
@@ -150,7 +150,7 @@ def cost(work: Work, runs: RunsById = EACH_ONCE) -> StageCost:
         read_bytes=sum(weight_bytes([graph]) * times for graph, times in work.calls),
         flops=sum(flops(graph, runs) * times for graph, times in work.calls),
         exchanged=exchanged,
-        float8_flops=sum(quantised_flops(graph) * times for graph, times in work.calls),
+        quantised_flops=sum(quantised_flops(graph) * times for graph, times in work.calls),
         loops=work.before is not None,
         calls=work.calls,
         runs=runs,

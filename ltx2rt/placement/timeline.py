@@ -57,14 +57,14 @@ class Timeline:
     is waited for by the first node that reads what it brings if exchanges are `hidden`; otherwise,
     and every other exchange, at once.
 
-    float8: linears are estimated as float8 ones. decodes: whether a product decodes rows of 8 bits
-    as it reads them, which moves nothing more. runs: of nodes that run more than once; all of
+    quantised: linears are estimated as quantised ones. decodes: whether a product decodes rows of 8
+    bits as it reads them, which moves nothing more. runs: of nodes that run more than once; all of
     them are one event. clock_s: the time so far; travelled_s, waited_s: of exchanges.
     """
 
     kind: DeviceKind
     hidden: bool = False
-    float8: bool = False
+    quantised: bool = False
     decodes: bool = False
     runs: RunsById = field(default_factory=dict)
     clock_s: float = 0.0
@@ -96,8 +96,8 @@ class Timeline:
 
     def compute(self, node: Node) -> None:
         flops = round(node_flops(node) * self.runs.get(id(node), ONCE).work)
-        quantised = is_quantised(node) or (self.float8 and is_plain_linear(node))
-        rate = self.kind.float8_flops_per_s if quantised else self.kind.flops_per_s
+        narrow = is_quantised(node) or (self.quantised and is_plain_linear(node))
+        rate = self.kind.quantised_flops_per_s if narrow else self.kind.flops_per_s
         kind = "attention" if "attention" in node.op else "product" if flops else "kernel"
         moved = self.moved_bytes(node)
         length_s = flops / rate + moved / self.kind.memory_bytes_per_s

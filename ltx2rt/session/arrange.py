@@ -221,7 +221,7 @@ class Estimator:
                     for node, times in placed.walk()
                     if is_plain_linear(node)
                 )
-                found = replace(found, float8_flops=linear, float8=True)
+                found = replace(found, quantised_flops=linear, quantised=True)
             self._costs[key] = found
         return self._costs[key]
 

@@ -22,6 +22,7 @@ from ltx2rt.backend import Backend, Loop, Program, get_factory
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph
+from ltx2rt.graph.encodings import ADVISED
 from ltx2rt.models.catalog import network
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.placement.cost import touched_bytes, weight_bytes
@@ -55,7 +56,7 @@ class Needing(Protocol):
 
 class Session:
     """dtype: of everything but networks with one of their own, and but the weights that the option
-    `weights_dtype` puts in float8."""
+    `weights_dtype` quantises."""
 
     def __init__(
         self,
@@ -436,7 +437,7 @@ class Session:
         if needed > free:
             raise InputError(
                 f"no room in the host's memory: streamed weights need {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are "
-                "free; close other programs, or try --weights-dtype float8"
+                f"free; close other programs, or try --weights-dtype {ADVISED}"
             )
 
     def _ways(self, stages: Sequence[Needing]) -> Iterator[Way]:
@@ -552,8 +553,8 @@ class Session:
             tries += [("--text-encoder-offload", offload), ("--stage-weights reload", reload)]
             tries += [("--text-encoder-offload --stage-weights reload", offload | reload)]
             tries += [("--memory auto", {"memory": "auto"})]
-        if self.asked.weights_dtype != "float8":
-            tries += [("--weights-dtype float8", {"weights_dtype": "float8"})]
+        if self.asked.weights_dtype != ADVISED:
+            tries += [(f"--weights-dtype {ADVISED}", {"weights_dtype": ADVISED})]
         advice = (
             ["more devices"]
             if worst.name == "text"

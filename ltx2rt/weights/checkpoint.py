@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from ltx2rt.config import ModelConfig, TransformerConfig
 from ltx2rt.errors import GraphError, InputError
+from ltx2rt.graph.encodings import ADVISED, E4M3, E5M2
 from ltx2rt.notes import note
 from ltx2rt.release import of_version, stated, version_tuple
 from ltx2rt.weights import configs
@@ -54,7 +54,7 @@ from ltx2rt.weights.quantised import Packed, dequantised
 from ltx2rt.weights.sources import JoinedRows, RenamedSource, renamed
 from ltx2rt.weights.text_encoder import Asset, find_tokenizer, gemma_keys, no_tokenizer, open_gemma
 
-ENCODED = [np.dtype(x) for x in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8, np.uint8)]
+ENCODED = [np.dtype(x) for x in (E4M3, E5M2, np.int8, np.uint8)]
 COMPONENTS = names_of(lambda part: part.source)
 BLOCK_MATRIX = re.compile(
     r"transformer_blocks\.\d+\..*(?:attn.*\.to_(?:q|k|v|out\.0)|ff\.net\.(?:0\.proj|2))\.weight$"
@@ -278,7 +278,7 @@ def _refuse_encoded(source: RenamedSource) -> None:
         dtypes = ", ".join(sorted({str(source.info(name).dtype) for name in encoded}))
         raise InputError(
             f"{source.where}: {len(encoded)} tensors are {dtypes} without the scales of a known format (first "
-            f"{encoded[0]}); pass the bfloat16 file and, for float8 on the device, --weights-dtype float8"
+            f"{encoded[0]}); pass the bfloat16 file and, for 8 bits on the device, --weights-dtype {ADVISED}"
         )
 
 

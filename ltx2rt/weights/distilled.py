@@ -1,7 +1,7 @@
 """Signs of whether a transformer is distilled, which its tensors and its config do not say.
 
 Dev and distilled transformers of a release have the same names, shapes and config. What is left are
-the scheduler of a diffusers folder, the number of float8 matrices of the released files, and names.
+the scheduler of a diffusers folder, the number of quantised matrices of the released files, and names.
 Which pipelines ask for which, `pipelines.request` decides.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from ltx2rt.graph.encodings import E4M3_FORMAT
 from ltx2rt.weights.parts import read_json
 from ltx2rt.weights.quantised import Packed
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 KINDS = ("dev", "distilled")
 SCHEDULER = "scheduler/scheduler_config.json"
-# Float8 matrices of LTX-2.3's released float8 files: 43 and 44 blocks of 34.
-FLOAT8 = {1462: "dev", 1496: "distilled"}
+# Matrices of e4m3 numbers in LTX-2.3's released files of them: 43 and 44 blocks of 34.
+QUANTISED = {1462: "dev", 1496: "distilled"}
 _WORD = re.compile(r"(?<![a-z])(?:(?P<distilled>distilled)|dev)(?![a-z])", re.IGNORECASE)
 
 
@@ -51,9 +52,9 @@ def _signs(checkpoint: Checkpoint) -> Iterator[Sign]:
         if match := _WORD.search(name):
             yield Sign("distilled" if match["distilled"] else "dev", f"its {word}")
     infos = [source.info(name) for name in source.names()]
-    count = sum(isinstance(info, Packed) and info.format == "float8" for info in infos)
-    if checkpoint.config.release.name == "2.3" and count in FLOAT8:
-        yield Sign(FLOAT8[count], f"its {count} float8 matrices")
+    count = sum(isinstance(info, Packed) and info.format == E4M3_FORMAT for info in infos)
+    if checkpoint.config.release.name == "2.3" and count in QUANTISED:
+        yield Sign(QUANTISED[count], f"its {count} {E4M3_FORMAT} matrices")
 
 
 def _names(model: Path, file: Path) -> Iterator[tuple[str, str]]:

@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from ltx2rt.atomic_file import replacing
 from ltx2rt.errors import InputError
+from ltx2rt.graph.encodings import E4M3, E5M2
 from ltx2rt.graph.ir import Cut
 from ltx2rt.weights.names import official_names
 
@@ -45,13 +46,13 @@ DTYPES: dict[str, np.dtype] = {  # the safetensors format's names
         "BF16": ml_dtypes.bfloat16,
         "F32": np.float32,
         "F64": np.float64,
-        "F8_E4M3": ml_dtypes.float8_e4m3fn,
-        "F8_E5M2": ml_dtypes.float8_e5m2,
+        "F8_E4M3": E4M3,
+        "F8_E5M2": E5M2,
     }.items()
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOATS = [dtype for name, dtype in DTYPES.items() if name.startswith(("F", "BF"))]
-# the bits of the least non-finite value, above zero and below; float8_e4m3fn has NaN alone
+# the bits of the least non-finite value, above zero and below; e4m3 has NaN alone
 INFINITY = {
     dtype: tuple(
         int(x)

@@ -20,15 +20,15 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from ltx2rt.errors import InputError
-from ltx2rt.graph.encodings import KEPT, decoded
+from ltx2rt.graph import encodings
+from ltx2rt.graph.encodings import E4M3_FORMAT, KEPT, decoded
 from ltx2rt.graph.ir import Cut
 from ltx2rt.weights.files import TensorFile, TensorFolder, TensorInfo, TensorSource, selected
 
-E4M3, F32 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.float32)
+E4M3, F32 = np.dtype(encodings.E4M3), np.dtype(np.float32)
 SCALES = ("weight_scale", "scale_weight")
 COMPANIONS = (
     *SCALES,
@@ -171,7 +171,9 @@ def _packed(file: TensorFile | TensorFolder, name: str, names: set[str]) -> Pack
         else 1
     )
     _expect(file, name, columns % group == 0, f"rows of groups of {group}")
-    return Packed((rows, columns), F32, "float8" if dtype == E4M3 else "int8", size, group, scale)
+    return Packed(
+        (rows, columns), F32, E4M3_FORMAT if dtype == E4M3 else "int8", size, group, scale
+    )
 
 
 def _rotation(file: TensorFile | TensorFolder, name: str) -> int:

@@ -1,7 +1,7 @@
 """Opening the text encoder: a Gemma folder, a GGUF or a safetensors file; and its tokenizer.
 
 Two kinds of safetensors files are read: those of LTX-2.5, whose metadata have a `gemma_config`;
-and Gemma 3 in one file as ComfyUI has it, in bfloat16 or float8, whose tensors tell its sizes.
+and Gemma 3 in one file as ComfyUI has it, in bfloat16 or 8 bits, whose tensors tell its sizes.
 """
 
 from __future__ import annotations

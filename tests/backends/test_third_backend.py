@@ -62,8 +62,8 @@ class Factory:
     def as_run(self, graph, device_kind, steps=False, compile=False):
         return fuse(graph)
 
-    def cost(self, graph, kind, float8=False, runs=None):
-        return Timeline(kind, hidden=True, float8=float8, runs=runs or {}).of(graph)
+    def cost(self, graph, kind, quantised=False, runs=None):
+        return Timeline(kind, hidden=True, quantised=quantised, runs=runs or {}).of(graph)
 
     def profile_key(self, device):
         return device.name

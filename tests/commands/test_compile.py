@@ -179,7 +179,7 @@ def test_a_checkpoint_is_planned_from_its_headers(tiny):
 def test_float8_is_of_the_denoise_loop_alone():
     tiny = {"name": "tiny-2.3", "width": 64, "height": 64, "num_frames": 9}
     for cell in plan("v6e:1x1", weights_dtype="float8", **tiny).cells:
-        assert ("linear_float8" in show(cell.graph, "text")) == (cell.branches is not None), (
+        assert ("quantised_linear" in show(cell.graph, "text")) == (cell.branches is not None), (
             cell.name
         )
 

@@ -181,7 +181,7 @@ def test_graph_prints_float8_linears(command):
         9,
     ]
     status, text, _ = command(*flags, "--weights-dtype", "float8")
-    assert status == 0 and "linear_float8" in text and "repeat 1" in text
+    assert status == 0 and "quantised_linear" in text and "repeat 1" in text
 
 
 def test_an_unknown_device_kind_lists_the_known(command):

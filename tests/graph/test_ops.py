@@ -136,7 +136,7 @@ CASES = {
         axis="picked",
     ),
     "linear": lambda o: o.linear(_x(o), "l", out={"D": 6, "n": 2}, contract=("heads", "head_dim")),
-    "linear_float8": lambda o: o.linear_float8(
+    "quantised_linear": lambda o: o.quantised_linear(
         _x(o),
         o.param("w", dtype="float8_e4m3fn", **{"D*n": 12, "heads*head_dim": 24}),
         o.param("s", dtype="float32", **{"D*n": 12, "scales": 1}),
@@ -208,10 +208,10 @@ CASES = {
     "qk_scale": lambda o: o.qk_scale(
         _x(o), o.square(_x(o, "s", B=2, tokens=5)), _weight(o), count=48, eps=1e-6
     ),
-    "gelu_linear_float8": lambda o: o.gelu_linear_float8(
+    "gelu_quantised_linear": lambda o: o.gelu_quantised_linear(
         _x(o), *_float8(o), contract=("heads", "head_dim"), out={"D": 12}
     ),
-    "head_gate_linear_float8": lambda o: o.head_gate_linear_float8(
+    "head_gate_quantised_linear": lambda o: o.head_gate_quantised_linear(
         *_gate(o), *_float8(o), contract=("heads", "head_dim"), out={"D": 12}
     ),
     "linear_gelu": lambda o: o.linear_gelu(

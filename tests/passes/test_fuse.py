@@ -24,7 +24,7 @@ DRAWN = ("video_latent", "audio_latent", "video_context", "audio_context")
 CLOSE = 1e-6  # float32: one sum in another order
 FUSED = {
     "norm_modulate", "gated_residual", "residual_norm_modulate", "qk_norm_rope", "qk_scale_rope", "qk_norm", "qk_scale",
-    "linear_gelu", "gelu_linear_float8", "head_gate", "pixel_norm_silu", "snake_beta",
+    "linear_gelu", "gelu_quantised_linear", "head_gate", "pixel_norm_silu", "snake_beta",
 }  # fmt: skip
 
 

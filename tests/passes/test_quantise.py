@@ -75,7 +75,7 @@ def test_linear_errs_by_the_numbers_precision_whatever_its_length(columns):
     x, weight = rng.standard_normal((128, columns)), rng.standard_normal((96, columns))
     values, scale = quantise_rows(weight)
     plan = {"num_contracted": 1, "out_shape": (96,)}
-    y = ltx2rt_cuda.ops.linear_float8(
+    y = ltx2rt_cuda.ops.quantised_linear(
         torch.from_numpy(x).float(), torch.from_numpy(values.view(np.uint8)).view(torch.float8_e4m3fn),
         torch.from_numpy(scale), **plan,
     )  # fmt: skip
@@ -93,15 +93,17 @@ def test_scaled_matmul_gets_what_it_wants(monkeypatch):
     values, scale = ltx2rt_cuda.ops.quantise_rows(weight)
     operands, plan = (x, values, scale, bias), {"num_contracted": 2, "out_shape": (12, 4)}
     assert ltx2rt_cuda.ops.float8_road(x, values) == "float32"
-    expected = ltx2rt_cuda.ops.linear_float8(*operands, **plan)
+    expected = ltx2rt_cuda.ops.quantised_linear(*operands, **plan)
     for road in ("tensor", "bfloat16"):
         monkeypatch.setattr(ltx2rt_cuda.ops, "float8_road", lambda *_, road=road: road)
         assert (
-            relative_l2(ltx2rt_cuda.ops.linear_float8(*operands, **plan).float(), expected.float())
+            relative_l2(
+                ltx2rt_cuda.ops.quantised_linear(*operands, **plan).float(), expected.float()
+            )
             <= 2**-8
         )
     monkeypatch.setattr(ltx2rt_cuda.ops, "float8_road", lambda *_: "rows")
-    y = ltx2rt_cuda.ops.linear_float8(*operands, **plan)
+    y = ltx2rt_cuda.ops.quantised_linear(*operands, **plan)
     assert y.dtype == torch.bfloat16 and y.shape == (3, 5, 12, 4)
     assert (
         relative_l2(y.float(), expected.float()) <= 2**-8
@@ -111,7 +113,7 @@ def test_scaled_matmul_gets_what_it_wants(monkeypatch):
     monkeypatch.setattr(
         torch, "_scaled_mm", lambda x, *_, **__: rows.append(len(x)) or torch.zeros(len(x), 48)
     )
-    assert ltx2rt_cuda.ops.linear_float8(*operands, **plan).shape == y.shape and rows == [272]
+    assert ltx2rt_cuda.ops.quantised_linear(*operands, **plan).shape == y.shape and rows == [272]
 
 
 def test_the_fastest_product_that_gives_the_defined_numbers_is_taken(monkeypatch):
@@ -144,7 +146,7 @@ def test_the_fastest_product_that_gives_the_defined_numbers_is_taken(monkeypatch
 
 def test_first_and_last_block_gates_and_everything_outside_stay():
     graph = quantise(stack(dtype="bfloat16"))
-    assert ops(graph)["linear_float8"] == 4 * (LAYERS - 2)
+    assert ops(graph)["quantised_linear"] == 4 * (LAYERS - 2)
     assert ops(graph)["linear"] == 5 * 2 + (LAYERS - 2) + 1  # written-out blocks, gates, proj_out
     (middle,) = (node.args["repeat"] for node in graph.nodes if node.op == "repeat")
     assert middle.count == LAYERS - 2
@@ -201,8 +203,8 @@ def test_backends_do_what_the_definition_says(kind, layers):
 
 def test_gelu_and_head_gates_join_the_quantisation_behind_them():
     fused = fuse(quantise(stack()))
-    assert ops(fused)["head_gate_linear_float8"] == LAYERS - 2
-    assert ops(fused)["gelu_linear_float8"] == LAYERS - 2 and ops(fused)["gelu"] == 0
+    assert ops(fused)["head_gate_quantised_linear"] == LAYERS - 2
+    assert ops(fused)["gelu_quantised_linear"] == LAYERS - 2 and ops(fused)["gelu"] == 0
     expected = interpret(quantise(stack()), params(), inputs())
     for kind in ("numpy", "cuda"):
         for key, value in run_graph(kind, fused, params(), inputs()).items():
@@ -440,7 +442,7 @@ def test_transformer_errs_by_less_than_a_step_of_its_numbers(kind, record_proper
     exact = run_graph("cuda", graph, weights, feeds)
     narrow = forward("bfloat16")[0]
     float8 = Placement(PROFILES["single"], {}, "float8").local(narrow, "transformer")
-    assert ops(float8)["linear_float8"] == 20 * (LAYERS - 2)
+    assert ops(float8)["quantised_linear"] == 20 * (LAYERS - 2)
     found, alone = run_graph(kind, float8, weights, feeds), run_graph(kind, narrow, weights, feeds)
     for key in exact:
         errors = relative_l2(found[key], exact[key]), relative_l2(alone[key], exact[key])
@@ -457,8 +459,8 @@ def test_fused_float8_graph_is_the_same():
     float8 = placement.local(graph, "transformer")
     plain, fused = (backend.lower(float8, fused=fused) for fused in (False, True))
     assert (
-        ops(fused.graph)["gelu_linear_float8"] > 0
-        and ops(fused.graph)["head_gate_linear_float8"] > 0
+        ops(fused.graph)["gelu_quantised_linear"] > 0
+        and ops(fused.graph)["head_gate_quantised_linear"] > 0
     )
     distances = []
     for seed in range(5):

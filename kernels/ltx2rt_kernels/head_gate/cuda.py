@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ltx2rt.graph.encodings import FLOAT8_STEP, FLOAT8_TINY
+from ltx2rt.graph.encodings import E4M3_STEP, E4M3_TINY
 from ltx2rt_kernels.triton_blocks import MAX_BLOCK, Part, block, dtype_reason, jit
 from ltx2rt_kernels.triton_blocks import launch as launch_parts
 
@@ -124,5 +124,5 @@ def _part(y: Tensor, logits: Tensor, *choice: Tensor, scales: Tensor | None = No
         "BLOCK_D": block_d,
         "CHOICE": bool(choice),
     }
-    constants |= {"ROWS": scales is not None, "STEP": FLOAT8_STEP, "TINY": FLOAT8_TINY}
+    constants |= {"ROWS": scales is not None, "STEP": E4M3_STEP, "TINY": E4M3_TINY}
     return Part(batch * tokens, block_h * block_d, arguments, constants, (out,))

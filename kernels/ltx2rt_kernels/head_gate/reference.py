@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ltx2rt.graph.encodings import quantise_rows
+from ltx2rt.graph.encodings import E4M3, quantise_rows
 from ltx2rt_kernels.traffic import Bytes, size
 
 
@@ -26,10 +26,6 @@ def head_gate_rows(*operands: np.ndarray) -> list[np.ndarray]:
 def bytes_moved(op: str, shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
     """shapes: of y and the logits, and of keep and v, which is read instead of y."""
     y, logits, *choice = shapes
-    written = (
-        size([y], dtype)
-        if op == "head_gate"
-        else size([y], "float8_e4m3fn") + size([y[:2]], "float32")
-    )
+    written = size([y], dtype) if op == "head_gate" else size([y], E4M3) + size([y[:2]], "float32")
     moved = size([y, logits], dtype) + written + size(choice[:1], "float32")
     return Bytes(moved, moved)

@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ltx2rt.graph.encodings import FLOAT8_STEP, FLOAT8_TINY
+from ltx2rt.graph.encodings import E4M3_STEP, E4M3_TINY
 from ltx2rt_kernels.triton_blocks import MAX_BLOCK, block, dtype_reason, jit, num_warps
 
 
@@ -52,6 +52,6 @@ def quantise_rows(x: Tensor, *, gelu: bool = False) -> tuple[Tensor, Tensor]:
     size = block(width)
     quantise_rows_kernel[(rows,)](
         x, values, scales, x.stride(0),
-        STEP=FLOAT8_STEP, TINY=FLOAT8_TINY, N=width, BLOCK=size, GELU=gelu, num_warps=num_warps(size),
+        STEP=E4M3_STEP, TINY=E4M3_TINY, N=width, BLOCK=size, GELU=gelu, num_warps=num_warps(size),
     )  # fmt: skip
     return values, scales

@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from ltx2rt.graph import ops
+from ltx2rt.graph.encodings import E4M3
 from ltx2rt_kernels.traffic import Bytes, size
 
 
@@ -19,7 +20,5 @@ def quantise_rows(x: np.ndarray, *, gelu: bool = False) -> list[np.ndarray]:
 def bytes_moved(op: str, shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
     """shapes: of x."""
     ((rows, n),) = shapes
-    moved = (
-        size([(rows, n)], dtype) + size([(rows, n)], "float8_e4m3fn") + size([(rows, 1)], "float32")
-    )
+    moved = size([(rows, n)], dtype) + size([(rows, n)], E4M3) + size([(rows, 1)], "float32")
     return Bytes(moved, moved)

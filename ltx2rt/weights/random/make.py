@@ -22,6 +22,7 @@ import numpy as np
 
 from ltx2rt.config import Gemma4Config, GemmaConfig, ModelConfig
 from ltx2rt.errors import InputError
+from ltx2rt.graph import encodings
 from ltx2rt.graph.encodings import quantise_rows
 from ltx2rt.models.mel import mel_basis
 from ltx2rt.version import VERSION
@@ -34,7 +35,7 @@ from ltx2rt.weights.random import filters
 from ltx2rt.weights.random.presets import Preset, preset
 
 BF16, F32, U8 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32), np.dtype(np.uint8)
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+E4M3 = np.dtype(encodings.E4M3)
 TABLE = re.compile(
     r"scale_shift_table(?:_a2v_ca_(?:video|audio))?$"
 )  # float32 in the released files, all else bf16
@@ -67,7 +68,7 @@ class Tensor:
         None  # this one, and of how many, of the equal parts of that tensor's rows
     )
     data: bytes | None = None  # a file's, in place of values
-    quantised: TensorInfo | None = None  # this is the float8 form of such a tensor, or its scale
+    quantised: TensorInfo | None = None  # this is the quantised form of such a tensor, or its scale
 
 
 @dataclass
@@ -136,7 +137,7 @@ def make_checkpoint(
     Returns what a person wants to see: the manifest of a dry run, else the files written.
     Peak memory: the largest tensor. empty: all zeros in sparse files, for those who need the
     headers alone. upsampler: its kind, one of `UPSAMPLERS`.
-    fp8: most blocks' linears in float8 with scales, as the released fp8 files have them.
+    fp8: most blocks' linears as e4m3 numbers with scales, as the released fp8 files have them.
     """
     if layout not in ("official", "diffusers"):
         raise InputError(f"unknown layout {layout!r}, known are official, diffusers")
@@ -251,7 +252,7 @@ def lora_tensors(
     return out
 
 
-def in_float8(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+def in_fp8(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """The linears of the blocks 1 to 42 of 48, as in LTX-2.0's released fp8 file; of fewer, at
     least of block 1."""
     blocks, out = range(1, max(2, config.transformer.num_layers - 5)), {}
@@ -343,7 +344,7 @@ def plan_checkpoint(made: Preset, name: str, layout: str, fp8: bool = False) -> 
             key: tensor for component in SINGLE_FILE for key, tensor in tensors(component).items()
         }
         metadata = {"config": json.dumps(configs.official_json(config))} | version
-        plan.add(f"{name}.safetensors", in_float8(whole, config) if fp8 else whole, metadata)
+        plan.add(f"{name}.safetensors", in_fp8(whole, config) if fp8 else whole, metadata)
         flat = {"config": json.dumps(configs.upsampler_json(config.upsampler, "official"))}
         scale, kind = config.upsampler.kind.split()
         plan.add(f"{name}-{kind}-upsampler-{scale}.safetensors", tensors("upsampler"), flat)
@@ -404,14 +405,8 @@ def plan_component_files(
         sections,
         gemma_source_checkpoint=source,
     )
-    language = gemma4_tensors(config.gemma, shapes["gemma"], "model.", FLAT_TOWERS)
-    gemma_json = configs.gemma4_json(config.gemma, configs.towers_json(config.gemma)) | {
-        "gemma_version": gemma_version
-    }
-    metadata = {"format": "pt", "gemma_config": json.dumps(gemma_json)}
-    plan.add(
-        f"{name}-text-encoder.safetensors", language | projection | assets(config.gemma), metadata
-    )
+    text_encoder = _gemma4_file(config.gemma, shapes["gemma"], projection, gemma_version)
+    plan.add(f"{name}-text-encoder.safetensors", *text_encoder)
     for suffix, tensors, section in _video_vae_files(config, shapes, whole["vae"]):
         add(suffix, tensors, {"vae": section})
     sound = tensors_of(shapes["audio_vae"]) | tensors_of(shapes["vocoder"])
@@ -430,6 +425,19 @@ def plan_component_files(
         {**rank, **version},
     )
     return plan
+
+
+def _gemma4_file(
+    gemma: Gemma4Config,
+    shapes: Mapping[str, tuple[int, ...]],
+    projection: dict[str, Tensor],
+    version: str,
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors of the text encoder, the text projection and the tokenizer, and the metadata."""
+    tensors = gemma4_tensors(gemma, shapes, "model.", FLAT_TOWERS) | projection | assets(gemma)
+    towers = configs.towers_json(gemma)
+    config = configs.gemma4_json(gemma, towers) | {"gemma_version": version}
+    return tensors, {"format": "pt", "gemma_config": json.dumps(config)}
 
 
 def _video_vae_files(
@@ -648,8 +656,10 @@ def values(tensor: Tensor, seed: int) -> np.ndarray:
         )
         return whole[i * shape[0] : (i + 1) * shape[0]]
     if tensor.quantised:
-        float8, scale = quantise_rows(values(Tensor(name, tensor.quantised), seed).reshape(1, -1))
-        return scale.reshape(()) if tensor.info.dtype == F32 else float8.reshape(shape)
+        quantised, scale = quantise_rows(
+            values(Tensor(name, tensor.quantised), seed).reshape(1, -1)
+        )
+        return scale.reshape(()) if tensor.info.dtype == F32 else quantised.reshape(shape)
     fixed = _fixed(name, shape)
     if fixed is not None:
         return np.broadcast_to(fixed, shape).astype(np.float32).astype(tensor.info.dtype)
