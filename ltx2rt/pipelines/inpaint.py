@@ -69,7 +69,7 @@ class Inpaint(GivenClip):
     )
     mask_fill: str = flag(
         "mean",
-        "what the model sees in place of the mask's pixels: the frame's mean, green, or the clip itself",
+        "view of the pixels to make: the mean of the frame, green, or none to see the clip itself",
         group="conditioning",
         choices=FILLS,
     )

@@ -27,7 +27,7 @@ PART = "[0-9][0-9][0-9][0-9].*"  # frames and samples, and the mel that these we
 
 def folder_of(output: Path) -> Path:
     """Where the segments of an output are kept until it is whole."""
-    return output.with_name(f"{output.name}.segments")
+    return output.parent / f"{output.name}.segments"
 
 
 def check_files(request: Request, files: Files) -> None:

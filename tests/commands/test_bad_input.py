@@ -118,6 +118,14 @@ def test_sizes_rates_and_counts(refused):
         ("t2a --output {folder}/a.wav --lora {lora}:1:stage2", "the t2a pipeline has none"),
         ("ic-lora", "--video-conditioning: the ic-lora pipeline follows reference videos"),
         ("retake", ": the file of --video-path decides size, length and rate"),
+        ("inpaint --mask {picture}", ": the file of --video-path decides size, length and rate"),
+        ("dubit", ": the file of --video-path decides size, length and rate"),
+        ("one-stage --voice {picture}", "a.png: holds no sound"),
+        ("distilled --voice {folder}", "is a folder"),
+        ("hq --audio-conditioning {picture}:0.5", "a.png: holds no sound"),
+        ("hq --audio-conditioning {picture}:-1", "--audio-conditioning: strength -1 of"),
+        ("distilled --nag 0.5", "--nag: '0.5', expected SCALE"),
+        ("distilled --output .", "--output: . is not named"),
     ],
 )
 def test_flags_of_one_pipeline(refused, model, tmp_path, flags, message):
