@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ltx2rt.errors import InputError
-from ltx2rt.ranks.environment import STORE, TOKEN, interface, number, rank_and_size
+from ltx2rt.ranks.environment import STORE, TOKEN, interface, rank_and_size
 from ltx2rt_cuda.device.torch_device import HOST, Event, TorchDevice
 
 TIMEOUT = timedelta(
@@ -136,7 +136,7 @@ def join(mesh: Mapping[str, int], device: TorchDevice) -> Position:
             f"mesh {named} needs {size} processes, {world} were launched; use --num-gpus {size}"
         )
     if not dist.is_initialized():
-        own = device.take(number(os.environ, "LOCAL_RANK", 0, default="0"), named)
+        own = device.take(named)
         # With its device the communicator is made now, by all ranks, and no collective has to guess
         # where it runs.
         dist.init_process_group(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.errors import InputError
+from ltx2rt.ranks.environment import number
 from ltx2rt_cuda.device.attention import attention_part, efficient_part, gpu_attention
 from ltx2rt_cuda.device.torch_device import Recorder, TorchDevice
 from ltx2rt_cuda.devices import reserve_bytes
@@ -87,12 +89,13 @@ class Cuda(TorchDevice):
         """Reserved bytes: the memory of recorded steps is not in `allocated`."""
         return torch.cuda.max_memory_reserved()
 
-    def take(self, number: int, mesh: str) -> torch.device:
-        if number >= (found := torch.cuda.device_count()):
+    def take(self, mesh: str) -> torch.device:
+        local = number(os.environ, "LOCAL_RANK", 0, default="0")
+        if local >= (found := torch.cuda.device_count()):
             raise InputError(
                 f"mesh {mesh} needs a GPU for each process of a host, {found} were found"
             )
-        device = torch.device("cuda", number)
+        device = torch.device("cuda", local)
         torch.cuda.set_device(device)
         return device
 

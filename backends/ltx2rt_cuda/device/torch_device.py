@@ -171,9 +171,9 @@ class TorchDevice:
 
     # --- several processes ------------------------------------------------------------------------
 
-    def take(self, number: int, mesh: str) -> torch.device | None:
-        """Use the device of this number alone; what a process group has to know of it. mesh: in
-        words. Raises InputError if there is none."""
+    def take(self, mesh: str) -> torch.device | None:
+        """Use this process' own device alone; returns what a process group has to know of it.
+        mesh: in words. Raises InputError if there is none."""
         return None
 
     def group_options(self, group: str) -> Any:
