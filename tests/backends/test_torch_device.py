@@ -113,7 +113,7 @@ class Loom(TorchDevice):
 
     def info(self, recorder):
         return DeviceInfo(
-            "loom", "A loom", 1000, 400, recorded_bytes=recorder.nbytes if recorder else 0
+            "loom", "A loom", 10**10, 10**10, recorded_bytes=recorder.nbytes if recorder else 0
         )
 
     def attention(self, q, k, v, mask, scale):
@@ -150,6 +150,26 @@ def test_a_denoise_loop_is_recorded_and_replayed_on_any_device(loom, monkeypatch
         assert_bitwise(steps, denoise(expected, SIGMAS, **job(seed)))
 
 
+def test_a_clip_is_generated_on_any_device(loom, monkeypatch, generate, tiny):
+    flags = (
+        "--pipeline",
+        "one-stage",
+        "--steps",
+        2,
+        "--no-audio",
+        "--dtype",
+        "float32",
+        "--seed",
+        1,
+    )
+    run = generate("cuda", tiny("tiny-2.3", "official"), *flags, "--device", "loom")
+    assert run.status == 0 and loom.counts["recorded"] == 1 and loom.counts["attentions"] > 0
+    monkeypatch.setitem(DEVICES, "cpu", TorchDevice())
+    expected = generate("cuda", tiny("tiny-2.3", "official"), *flags).latents
+    assert run.latents.keys() == expected.keys()
+    assert all(np.array_equal(run.latents[name], x) for name, x in expected.items())
+
+
 def test_layers_are_copied_on_a_stream_of_their_own(loom, monkeypatch):
     monkeypatch.setattr(stream, "LEAST_BYTES", 1000)  # no table
     graph = loop_graph()
@@ -177,7 +197,7 @@ def test_results_reach_the_host_behind_an_event(loom):
 
 
 def test_a_device_is_named_or_refused(loom):
-    assert get_backend("cuda", "loom").device() == DeviceInfo("loom", "A loom", 1000, 400)
+    assert get_backend("cuda", "loom").device() == DeviceInfo("loom", "A loom", 10**10, 10**10)
     with pytest.raises(InputError, match="runs on auto, cuda, cpu or loom, not on spindle"):
         get_backend("cuda", "spindle")
     loom.is_here = lambda: False
