@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,25 +84,32 @@ class Repository(Listing):
         self.repo, self.sizes, self.commit = repo, sizes, commit
         # headers of GGUF files are not read over the network
         self.files = {Path(name) for name in sizes if not name.endswith(".gguf")}
-        self.folders = {parent for path in self.files for parent in path.parents}
+        self._entries: dict[Path, set[Path]] = {Path(): set()}  # by folder
         self._opened: dict[Path, RemoteFile] = {}
+        for path in self.files:
+            for entry, folder in pairwise((path, *path.parents)):
+                self._entries.setdefault(folder, set()).add(entry)
 
     def inside(self, folder: Path) -> list[Path]:
-        found = (path for path in self.files | self.folders if path.parent == folder)
-        return sorted(path for path in found if path != folder)
+        return sorted(self._entries[folder])
 
     def is_dir(self, path: Path) -> bool:
-        return path in self.folders
+        return path in self._entries
 
     def is_file(self, path: Path) -> bool:
         return path in self.files
 
     @cached_property
     def snapshot(self) -> Path:
-        """The folder in the cache that has the configs and indices, fetched at once."""
-        small = ("config.json", INDEX, SHARD_INDEX)
-        names = [str(path) for path in self.files if len(path.parts) < 3]
-        return _download(self.repo, {}, [name for name in names if name.endswith(small)])
+        """The folder in the cache that has what is read whole, fetched at once: the configs of
+        folders, the list of a diffusers model's parts, and shard indices."""
+
+        def small(path: Path) -> bool:
+            if len(path.parts) == 1:
+                return path.name == INDEX or path.name.endswith(SHARD_INDEX)
+            return len(path.parts) == 2 and path.name == "config.json"
+
+        return _download(self.repo, {}, [str(path) for path in self.files if small(path)])
 
     def json(self, path: Path) -> Keys:
         return read_json(self.snapshot / path)
