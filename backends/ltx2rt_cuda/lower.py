@@ -238,105 +238,137 @@ def lower(
     carries: so many of its first results are the inputs of the next call, and may still be on their
     way then. side: a second stream, for what may run at once.
     """
-    built = fx.Graph()
-    modules: dict[str, torch.nn.Module] = {}
-    env = {id(v): built.placeholder(f"in_{name}") for name, v in graph.inputs.items()}
-    weights = {name: built.placeholder(f"w_{i}") for i, name in enumerate(graph.all_params())}
-    env |= {id(v): weights[name] for name, v in graph.params.items()}
-    own = _own(graph)
-    on_the_way = _on_the_way(graph, carries)
-    travelling = {
-        id(v): on_the_way[i] for i, v in enumerate(graph.inputs.values()) if i in on_the_way
-    }
-
-    def read(v: Value) -> fx.Node:
-        """The first reader of an exchange's result waits for it."""
-        if id(v) in travelling:
-            arrive(id(v))
-        return env[id(v)]
-
-    def arrive(key: int) -> None:
-        del travelling[key]
-        env[key] = built.call_function(arrived, (env[key],))
-
+    lowering = _Lowering(graph, device, compile, position, carries, side)
     for number, node in enumerate(graph.nodes if side is None else in_parts(graph)):
         if isinstance(node, tuple):
-            assert side is not None
-            parts = [lower(part, device, position=position) for part in node]
-            modules[f"beside_{number}"] = Beside(*parts, num_own=len(node[0].inputs), side=side)
-            inputs = tuple(read(v) for part in node for v in part.inputs.values())
-            result = built.call_module(f"beside_{number}", inputs)
-            outputs = [v for part in node for v in part.outputs.values()]
-            env |= {id(v): built.call_function(_item, (result, i)) for i, v in enumerate(outputs)}
-            continue
-        operands = tuple(map(read, node.inputs))
-        if node.op == "repeat":
-            plan = node.repeat
-            body, sums = _summed(plan, device)
-            parts = _layers(body)
-            blocks: list[Any] = [
-                lower(
-                    part,
-                    device,
-                    position=position,
-                    carries=0 if compile or len(parts) > 1 else plan.num_carries,
-                    side=side,
-                )
-                for part in parts
-            ]
-            if compile:
-                blocks = [torch.compile(block, dynamic=False) for block in blocks]
-            block = Block(body, parts, blocks)
-            modules[f"repeat_{number}"] = Repeat(plan, block, sums, compile)
-            layered = {name for name in plan.body.params if "*" in name}
-            lists = [
-                built.call_function(_iterations, (weights[name], plan.first, plan.stop))
-                if name in layered
-                else built.call_function(_shared, (weights[name], plan.count))
-                for name in plan.body.all_params()
-            ]
-            result = built.call_module(f"repeat_{number}", (*operands, *lists))
+            lowering.beside(number, node)
+        elif node.op == "repeat":
+            lowering.repeat(number, node)
         else:
-            kwargs = {}
-            for name, value in node.args.items():
-                if isinstance(value, np.ndarray):
-                    modules[f"constant_{number}_{name}"] = Constant(
-                        torch.from_numpy(value).to(device)
-                    )
-                    value = built.call_module(f"constant_{number}_{name}")
-                kwargs[name] = value
-            if node.op == "shard":
-                kwargs["index"] = position.coordinates[kwargs.pop("mesh_axis")]
-            elif (
-                node.op in COLLECTIVES
-            ):  # a group's name: FX can write a string into its code, but no process group
-                axis = kwargs.pop("mesh_axis")
-                kwargs["group"] = position.groups[axis]
-                # NCCL wants an order among exchanges of several communicators, or devices may wait
-                # for each other.
-                for key in [key for key, other in travelling.items() if other != axis]:
-                    arrive(key)
-                if node.op == "all_reduce":
-                    kwargs["in_place"] = all(id(v) in own for v in node.inputs)
-                    travelling |= {id(v): axis for v in node.outputs}
-            result = built.call_function(OPS[node.op], operands, kwargs)
-        if node.op == "repeat" and not compile:
-            found = _on_the_way(node.repeat.body, node.repeat.num_carries)
-            travelling |= {id(node.outputs[i]): axis for i, axis in found.items()}
+            lowering.call(number, node)
+    return lowering.finished()
+
+
+class _Lowering:
+    """A graph, on its way to an FX function."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        device: torch.device,
+        compile: bool,
+        position: Position,
+        carries: int,
+        side: Side | None,
+    ):
+        self.graph, self.device, self.compile = graph, device, compile
+        self.position, self.side, self.own = position, side, _own(graph)
+        self.built = fx.Graph()
+        self.modules: dict[str, torch.nn.Module] = {}
+        self.env = {id(v): self.built.placeholder(f"in_{name}") for name, v in graph.inputs.items()}
+        self.weights = {
+            name: self.built.placeholder(f"w_{i}") for i, name in enumerate(graph.all_params())
+        }
+        self.env |= {id(v): self.weights[name] for name, v in graph.params.items()}
+        self.on_the_way = _on_the_way(graph, carries)
+        # mesh axes by the values that are on their way
+        self.travelling = {
+            id(v): self.on_the_way[i]
+            for i, v in enumerate(graph.inputs.values())
+            if i in self.on_the_way
+        }
+
+    def read(self, v: Value) -> fx.Node:
+        """The first reader of an exchange's result waits for it."""
+        if id(v) in self.travelling:
+            self.arrive(id(v))
+        return self.env[id(v)]
+
+    def arrive(self, key: int) -> None:
+        del self.travelling[key]
+        self.env[key] = self.built.call_function(arrived, (self.env[key],))
+
+    def keep(self, values: Sequence[Value], result: fx.Node) -> None:
+        """`values` are the items of a result."""
+        for i, v in enumerate(values):
+            self.env[id(v)] = self.built.call_function(_item, (result, i))
+
+    def beside(self, number: int, graphs: tuple[Graph, Graph]) -> None:
+        assert self.side is not None
+        parts = [lower(part, self.device, position=self.position) for part in graphs]
+        name, num_own = f"beside_{number}", len(graphs[0].inputs)
+        self.modules[name] = Beside(*parts, num_own=num_own, side=self.side)
+        inputs = tuple(self.read(v) for part in graphs for v in part.inputs.values())
+        result = self.built.call_module(name, inputs)
+        self.keep([v for part in graphs for v in part.outputs.values()], result)
+
+    def repeat(self, number: int, node: Node) -> None:
+        operands, plan = tuple(map(self.read, node.inputs)), node.repeat
+        body, sums = _summed(plan, self.device)
+        parts = _layers(body)
+        carries = 0 if self.compile or len(parts) > 1 else plan.num_carries
+        blocks: list[Any] = [
+            lower(part, self.device, position=self.position, carries=carries, side=self.side)
+            for part in parts
+        ]
+        if self.compile:
+            blocks = [torch.compile(block, dynamic=False) for block in blocks]
+        block = Block(body, parts, blocks)
+        self.modules[f"repeat_{number}"] = Repeat(plan, block, sums, self.compile)
+        layered = {name for name in plan.body.params if "*" in name}
+        lists = [
+            self.built.call_function(_iterations, (self.weights[name], plan.first, plan.stop))
+            if name in layered
+            else self.built.call_function(_shared, (self.weights[name], plan.count))
+            for name in plan.body.all_params()
+        ]
+        result = self.built.call_module(f"repeat_{number}", (*operands, *lists))
+        if not self.compile:
+            found = _on_the_way(plan.body, plan.num_carries)
+            self.travelling |= {id(node.outputs[i]): axis for i, axis in found.items()}
+        self.keep(node.outputs, result)
+
+    def call(self, number: int, node: Node) -> None:
+        operands, kwargs = tuple(map(self.read, node.inputs)), {}
+        for name, value in node.args.items():
+            if isinstance(value, np.ndarray):
+                constant = f"constant_{number}_{name}"
+                self.modules[constant] = Constant(torch.from_numpy(value).to(self.device))
+                value = self.built.call_module(constant)
+            kwargs[name] = value
+        if node.op == "shard":
+            kwargs["index"] = self.position.coordinates[kwargs.pop("mesh_axis")]
+        elif node.op in COLLECTIVES:
+            self.exchange(node, kwargs)
+        result = self.built.call_function(OPS[node.op], operands, kwargs)
         if len(node.outputs) == 1 and node.op not in SEVERAL:
-            env[id(node.outputs[0])] = result
+            self.env[id(node.outputs[0])] = result
         else:
-            for i, v in enumerate(node.outputs):
-                env[id(v)] = built.call_function(_item, (result, i))
-    left = {id(v) for i, v in enumerate(graph.outputs.values()) if i in on_the_way}
-    # Also what nothing reads: a recording ends when all that it has begun has arrived.
-    for key in travelling.keys() - left:
-        arrive(key)
-    built.output(tuple(env[id(v)] for v in graph.outputs.values()))
-    root = torch.nn.Module()
-    for name, module in modules.items():
-        root.add_module(name, module)
-    return fx.GraphModule(root, built)
+            self.keep(node.outputs, result)
+
+    def exchange(self, node: Node, kwargs: dict[str, Any]) -> None:
+        """Name the group of a collective (FX can write a string into its code, but no process
+        group), and let what travels over other axes arrive: NCCL wants an order among exchanges of
+        several communicators, or devices may wait for each other."""
+        axis = kwargs.pop("mesh_axis")
+        kwargs["group"] = self.position.groups[axis]
+        for key in [key for key, other in self.travelling.items() if other != axis]:
+            self.arrive(key)
+        if node.op == "all_reduce":
+            kwargs["in_place"] = all(id(v) in self.own for v in node.inputs)
+            self.travelling |= {id(v): axis for v in node.outputs}
+
+    def finished(self) -> fx.GraphModule:
+        results = list(self.graph.outputs.values())
+        left = {id(v) for i, v in enumerate(results) if i in self.on_the_way}
+        # Also what nothing reads: a recording ends when all that it has begun has arrived.
+        for key in self.travelling.keys() - left:
+            self.arrive(key)
+        self.built.output(tuple(self.env[id(v)] for v in results))
+        root = torch.nn.Module()
+        for name, module in self.modules.items():
+            root.add_module(name, module)
+        return fx.GraphModule(root, self.built)
 
 
 def _on_the_way(body: Graph, carries: int) -> dict[int, str]:
