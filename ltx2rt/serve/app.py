@@ -178,7 +178,20 @@ class App:
         self.closing = False
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="plan")
         self._apart = Apart(admission)
-        routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
+        self.starlette = Starlette(
+            routes=[Route(path, call, methods=[method]) for method, path, call in self._routes()],
+            exception_handlers={
+                Refusal: self._refused,
+                HTTPException: self._refused,
+                Gone: self._refused,
+                sqlite3.OperationalError: self._refused,
+                OSError: self._refused,
+                Exception: self._refused,
+            },
+        )
+
+    def _routes(self) -> list[tuple[str, str, Callable[[Request], Awaitable[Response]]]]:
+        return [
             ("POST", "/v1/videos", self.create),
             ("GET", "/v1/videos", self.list),
             *(
@@ -211,17 +224,6 @@ class App:
             ("GET", "/", self.page),
             ("GET", "/{name:path}", self.page),
         ]
-        self.starlette = Starlette(
-            routes=[Route(path, call, methods=[method]) for method, path, call in routes],
-            exception_handlers={
-                Refusal: self._refused,
-                HTTPException: self._refused,
-                Gone: self._refused,
-                sqlite3.OperationalError: self._refused,
-                OSError: self._refused,
-                Exception: self._refused,
-            },
-        )
 
     # --- around every request ---------------------------------------------------------------------
 

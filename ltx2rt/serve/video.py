@@ -24,11 +24,7 @@ def as_video(
     """live: of one that runs; preview: the number of its latest picture; position: how many wait
     before it."""
     clip, result = job.job["clip"], job.result or {}
-    made, report, n = (
-        job.status == COMPLETED and result.get("file"),
-        result.get("report", {}),
-        job.job.get("n", 1),
-    )
+    made, report = job.status == COMPLETED and result.get("file"), result.get("report", {})
     progress = (
         100
         if job.status == COMPLETED
@@ -38,11 +34,6 @@ def as_video(
     )
     running = live if job.status == RUNNING and live else {}
     content = f"/v1/videos/{job.id}/content"
-    urls = {
-        "video": content,
-        "thumbnail": f"{content}?variant=thumbnail",
-        "videos": [f"{content}?video={number}" for number in range(n)],
-    }
     return {
         "id": job.id,
         "object": "video",
@@ -73,8 +64,16 @@ def as_video(
             "attempts": job.attempts,
             "priority": job.priority,
             "cancel_requested_at": int(job.cancel) if job.cancel else None,
-            "urls": urls if made else {},
+            "urls": _urls(content, job.job.get("n", 1)) if made else {},
         },
+    }
+
+
+def _urls(content: str, videos: int) -> dict[str, Any]:
+    return {
+        "video": content,
+        "thumbnail": f"{content}?variant=thumbnail",
+        "videos": [f"{content}?video={number}" for number in range(videos)],
     }
 
 
