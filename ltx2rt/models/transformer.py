@@ -347,6 +347,62 @@ def _prompt_rows(o: Ops, config: TransformerConfig, invariant, s: Stream) -> Row
     return Rows(*(o.at(table, axis="rows", index=i) for i in range(2)))
 
 
+def _tokens(o: Ops, s: Stream, latent: Term, keyframes: Term | None) -> Term:
+    """The stream's tokens (B, axis, D); keyframes are marked by a vector that is learnt."""
+    x = o.linear(o.cast(latent, dtype=o.dtype), f"{s.prefix}patchify_proj", {s.axis: s.width})
+    if keyframes is None:
+        return x
+    vector = o.param("keyframes_abs_pos_embedding", one=1, **{s.axis: s.width})
+    marked = o.expand(o.cast(keyframes, dtype=o.dtype), axis=s.axis, size=s.width)
+    return x + marked * o.at(vector, axis="one", index=0)
+
+
+# whose time the rows and the gate of a cross-attention are of, by rule
+CROSS_TIMES = {"A": ("own", "own"), "B": ("other", "other"), "C": ("own", "other")}
+
+
+def _modulations(
+    o: Ops, config: TransformerConfig, s: Stream, times: Mapping[str, Levels], both: bool, rule: str
+) -> tuple[dict[str, Term], Term]:
+    """Modulation rows of all blocks by name, and the embedded timestep.
+
+    times: of the stream's tokens (own), of the stream, and of the other one. both: there are two
+    streams.
+    """
+
+    def made(name: str, time: str, count: int, factor: float = 1.0) -> tuple[Modulation, Term]:
+        values = times[time].values * config.timestep_scale
+        values = values if factor == 1.0 else values * factor
+        level = Levels(values, times[time].index)
+        return adaln(o.under(name), level, s.width, count, s.axis)
+
+    found = {}
+    modulation, embedded = made(f"{s.prefix}adaln_single", "own", 3 * len(_own_parts(config)))
+    found["mod"] = modulation.rows
+    if times["own"].index is not None:
+        found["index"] = times["own"].index
+    if both:
+        rows_of, gate_of = CROSS_TIMES[rule]
+        cross, _ = made(f"av_ca_{s.name}_scale_shift_adaln_single", rows_of, 4)
+        gate_name = "a2v" if s.name == "video" else "v2a"
+        factor = config.av_gate_scale / config.timestep_scale
+        gate, _ = made(f"av_ca_{gate_name}_gate_adaln_single", gate_of, 1, factor)
+        found |= {"cross_mod": cross.rows, "gate_mod": gate.rows}
+    if config.text_modulation and config.prompt_adaln:
+        found["prompt_mod"] = made(f"{s.prefix}prompt_adaln_single", "scalar", 2)[0].rows
+    return found, embedded
+
+
+def _context(o: Ops, config: TransformerConfig, s: Stream, context: Term) -> Term:
+    """The stream's text context (B, text, D)."""
+    context = o.cast(context, dtype=o.dtype)
+    if not config.caption_projection:
+        return context
+    under = o.under(f"{s.prefix}caption_projection")
+    context = under.gelu(under.linear(context, "linear_1", {s.axis: s.width}))
+    return under.linear(context, "linear_2", {s.axis: s.width})
+
+
 def transformer(
     o: Ops,
     config: TransformerConfig,
@@ -377,60 +433,14 @@ def transformer(
     o = o.under(PREFIX.rstrip("."))
     pair = [s for s in streams(config) if s.name in latents]
     x, invariant, embedded = {}, {}, {}
-
-    def scaled(level: Levels, factor: float = 1.0) -> Levels:
-        values = level.values * config.timestep_scale
-        return Levels(values if factor == 1.0 else values * factor, level.index)
-
     scalar = {s.name: Levels(o.expand(sigmas[s.name], axis="levels", size=1), None) for s in pair}
-    cross_rows = {"A": ("own", "own"), "B": ("other", "other"), "C": ("own", "other")}[rule]
-    gate_factor = config.av_gate_scale / config.timestep_scale
     for s, other in zip(pair, reversed(pair), strict=True):
-        p, axis = s.prefix, s.axis
-        x[s.name] = o.linear(
-            o.cast(latents[s.name], dtype=o.dtype), f"{p}patchify_proj", {axis: s.width}
-        )
-        if keyframes is not None and s.name == "video":
-            vector = o.param("keyframes_abs_pos_embedding", one=1, **{axis: s.width})
-            marked = o.expand(o.cast(keyframes, dtype=o.dtype), axis=axis, size=s.width)
-            x[s.name] += marked * o.at(vector, axis="one", index=0)
-        own = levels[s.name]
-        modulation, embedded[s.name] = adaln(
-            o.under(f"{p}adaln_single"), scaled(own), s.width, 3 * len(_own_parts(config)), axis
-        )
-        invariant[f"{s.name}_mod"] = modulation.rows
-        if own.index is not None:
-            invariant[f"{s.name}_index"] = own.index
-        if len(pair) == 2:
-            sources = {"own": own, "other": scalar[other.name]}
-            cross, _ = adaln(
-                o.under(f"av_ca_{s.name}_scale_shift_adaln_single"),
-                scaled(sources[cross_rows[0]]),
-                s.width,
-                4,
-                axis,
-            )
-            invariant[f"{s.name}_cross_mod"] = cross.rows
-            gate_name = (
-                "av_ca_a2v_gate_adaln_single"
-                if s.name == "video"
-                else "av_ca_v2a_gate_adaln_single"
-            )
-            gate, _ = adaln(
-                o.under(gate_name), scaled(sources[cross_rows[1]], gate_factor), s.width, 1, axis
-            )
-            invariant[f"{s.name}_gate_mod"] = gate.rows
-        if config.text_modulation and config.prompt_adaln:
-            prompt, _ = adaln(
-                o.under(f"{p}prompt_adaln_single"), scaled(scalar[s.name]), s.width, 2, axis
-            )
-            invariant[f"{s.name}_prompt_mod"] = prompt.rows
-        context = o.cast(contexts[s.name], dtype=o.dtype)
-        if config.caption_projection:
-            under = o.under(f"{p}caption_projection")
-            context = under.gelu(under.linear(context, "linear_1", {axis: s.width}))
-            context = under.linear(context, "linear_2", {axis: s.width})
-        invariant[f"{s.name}_context"] = context
+        marks = keyframes if s.name == "video" else None
+        x[s.name] = _tokens(o, s, latents[s.name], marks)
+        times = {"own": levels[s.name], "scalar": scalar[s.name], "other": scalar[other.name]}
+        rows, embedded[s.name] = _modulations(o, config, s, times, len(pair) == 2, rule)
+        rows["context"] = _context(o, config, s, contexts[s.name])
+        invariant |= {f"{s.name}_{name}": value for name, value in rows.items()}
     invariant |= rope_tables(o, config, tables)
     if bias is not None:
         invariant["video_bias"] = bias
