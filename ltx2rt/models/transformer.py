@@ -403,6 +403,15 @@ def _context(o: Ops, config: TransformerConfig, s: Stream, context: Term) -> Ter
     return under.linear(context, "linear_2", {s.axis: s.width})
 
 
+def _velocity(o: Ops, s: Stream, x: Term, embedded: Term, level: Levels) -> Term:
+    """The stream's velocity (B, axis, C) in float32. embedded: its timesteps."""
+    rows = o.expand(embedded, axis="rows", size=2, before=s.axis)
+    table = o.param(f"{s.prefix}scale_shift_table", rows=2, **{s.axis: s.width})
+    shift, scale = Modulation(rows, level.index).with_table(o, table)
+    y = o.modulate(o.layer_norm(x, over=s.axis, eps=1e-6), scale, shift)
+    return o.cast(o.linear(y, f"{s.prefix}proj_out", {"C": s.channels}), dtype="float32")
+
+
 def transformer(
     o: Ops,
     config: TransformerConfig,
@@ -458,16 +467,7 @@ def transformer(
         data=keeps,
         prefix="transformer_blocks.*.",
     )
-    outputs = {}
-    for s in pair:
-        rows = o.expand(embedded[s.name], axis="rows", size=2, before=s.axis)
-        table = o.param(f"{s.prefix}scale_shift_table", rows=2, **{s.axis: s.width})
-        shift, scale = Modulation(rows, levels[s.name].index).with_table(o, table)
-        y = o.modulate(o.layer_norm(x[s.name], over=s.axis, eps=1e-6), scale, shift)
-        outputs[s.name] = o.cast(
-            o.linear(y, f"{s.prefix}proj_out", {"C": s.channels}), dtype="float32"
-        )
-    return outputs
+    return {s.name: _velocity(o, s, x[s.name], embedded[s.name], levels[s.name]) for s in pair}
 
 
 def declare_levels(o: Ops, name: str, levels: int, **axes: int) -> Levels:
