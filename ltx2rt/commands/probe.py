@@ -20,7 +20,7 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flag, given_flags
 from ltx2rt.media.sound import check_rate
-from ltx2rt.models import diffusion_decoder, guided_step, text_encoder, transformer
+from ltx2rt.models import diffusion_decoder, guided_step, text_encoder, train_step, transformer
 from ltx2rt.models.diffusion_decoder import BORDERS
 from ltx2rt.pipelines.request import MAX_STEPS
 from ltx2rt.session.call import Call
@@ -32,6 +32,7 @@ from ltx2rt.stages.sound import decode_sound
 from ltx2rt.stages.source_sound import spectrogram
 from ltx2rt.stages.tokenizer import tokenize
 from ltx2rt.suggest import hint
+from ltx2rt.train.gradients import lora_gradients
 from ltx2rt.weights.files import TensorFile, write_arrays
 
 Arrays = dict[str, np.ndarray]
@@ -174,6 +175,57 @@ def _loras(session: Session) -> tuple[LoraSpec, ...]:
     return (*session.options.loras, *([distilled] if distilled and distilled != NO_LORA else []))
 
 
+def _train_step(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
+    """Tokens whose timestep is 0 are given; all others have their sample's sigma."""
+    config = session.config.transformer
+    present = [m for m in ("video", "audio") if f"{m}_latent" in x]
+    feeds = transformer.position_feeds(config, x.get("video_positions"), x["audio_positions"])
+    sizes = {m: x[f"{m}_latent"].shape[1] for m in present}
+    for m in present:
+        sigma = x[f"{m}_sigma"]
+        levels = x.get(f"{m}_timesteps", np.ones((len(sigma), sizes[m], 1)) * sigma[:, None, None])
+        noised = levels[:, :, 0] != 0
+        if not np.allclose(levels[:, :, 0], noised * sigma[:, None], rtol=1e-6):
+            raise InputError(
+                f"{request.inputs}: {m}_timesteps holds other values than 0 and the sample's "
+                f"{m}_sigma; a training step has these two"
+            )
+        feeds |= {
+            f"{m}_clean": x[f"{m}_latent"],
+            f"{m}_noise": x[f"{m}_noise"],
+            f"{m}_noised": noised.astype(np.int32),
+            f"{m}_sigma": sigma,
+            f"{m}_context": x[f"{m}_context"],
+        }
+    batch, parts = len(x["audio_sigma"]), session.backend.mesh.get("data", 1)
+    if batch % parts:
+        raise InputError(f"--mesh: data={parts} does not divide {batch} samples; choose another")
+    if config.keyframe_vector and "video" in present:
+        blank = np.zeros((batch, sizes["video"], 1), np.float32)
+        feeds["video_keyframes_mask"] = x.get("video_keyframes_mask", blank)[:, :, 0]
+    shape = train_step.TrainShape(
+        batch // parts,
+        sizes.get("video", 0),
+        sizes["audio"],
+        x["audio_context"].shape[1],
+        transformer.coordinate_counts(feeds),
+        tuple(present),
+        session.options.cross_timestep_rule,
+        batched_positions=True,
+    )
+    loras = _loras(session)
+    if len(loras) > 1:
+        raise InputError(
+            f"--lora: {len(loras)} files, a training step takes one; leave the rest out"
+        )
+    if loras:
+        found = lora_gradients(session, loras[0], shape, feeds)
+    else:
+        found = audited(session, Call("train-step", shape), feeds)
+    losses = [found[f"{m}_loss"] for m in present]
+    return {"loss": np.sum(losses, axis=0).mean(keepdims=True)} | found
+
+
 def _guided_step(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
     config = session.config.transformer
     branches = guided_step.Branches.of(x["guidance"])
@@ -313,6 +365,17 @@ def _forward_inputs(config: ModelConfig) -> Axes:
     return inputs
 
 
+def _train_inputs(config: ModelConfig) -> Axes:
+    noise = {f"{name}_noise": ("B", tokens, c) for name, tokens, c, *_ in _streams(config)}
+    plain = _forward_inputs(config)
+    return {n: axes for n, axes in plain.items() if not n.endswith("_timesteps")} | noise
+
+
+def _train_options(config: ModelConfig) -> Axes:
+    levels = {f"{name}_timesteps": ("B", tokens, 1) for name, tokens, *_ in _streams(config)}
+    return levels | _keyframes(config, "B")
+
+
 def _forward_options(config: ModelConfig) -> Axes:
     keeps = ("video_self_keep", "audio_self_keep", "a2v_keep", "v2a_keep")
     inputs: dict[str, tuple[str | int, ...]] = {
@@ -354,6 +417,7 @@ def _audio_latent(config: ModelConfig) -> Axes:
 
 COMPONENTS = {
     "transformer": Component(_transformer, _forward_inputs, _forward_options, together="video_"),
+    "train-step": Component(_train_step, _train_inputs, _train_options, together="video_"),
     "text-encoder": Component(
         _text_encoder, lambda config: {"token_ids": ("B", "S"), "mask": ("B", "S")}
     ),

@@ -27,7 +27,8 @@ from ltx2rt.models.transformer import (
 
 @dataclass(frozen=True)
 class TrainShape:
-    """Sizes of a step on one device. coordinates: as `ForwardShape`. streams: the present ones."""
+    """Sizes of a step on one device. coordinates, batched_positions: as `ForwardShape`. streams:
+    the present ones."""
 
     batch: int
     video_tokens: int
@@ -36,13 +37,14 @@ class TrainShape:
     coordinates: tuple[int, ...]
     streams: tuple[str, ...] = ("video", "audio")
     rule: str = "C"
+    batched_positions: bool = False
 
     @property
     def forward(self) -> ForwardShape:
         """The transformer's own sizes, with two levels of every stream: given and noised."""
         return ForwardShape(
             self.batch, self.video_tokens, self.audio_tokens, self.text_tokens, self.coordinates, 2, 2,
-            rule=self.rule, streams=self.streams,
+            rule=self.rule, streams=self.streams, batched_positions=self.batched_positions,
         )  # fmt: skip
 
 

@@ -1,0 +1,100 @@
+"""`probe --component train-step`: losses are those of the transformer's velocities, gradients those
+of finite differences, on both backends."""
+
+import numpy as np
+import pytest
+from commands.test_probe import B, draw, probe, transformer_inputs  # noqa: F401
+from safetensors.numpy import save_file
+
+MODULES = {  # official names, and (out, in) of the tiny model
+    "transformer_blocks.0.attn1.to_q": (128, 128),
+    "transformer_blocks.2.audio_ff.net.2": (64, 256),
+}
+RANK, ALPHA = 2, 4.0
+
+
+def step_inputs():
+    x = transformer_inputs("2.3")
+    for i, name in enumerate(("video", "audio")):
+        x[f"{name}_noise"] = draw(*x[f"{name}_latent"].shape, seed=20 + i)
+    x["video_timesteps"] = np.where(
+        x["video_timesteps"] < x["video_sigma"][:, None, None], 0, x["video_timesteps"]
+    )
+    return x
+
+
+def write_lora(path, factors):
+    save_file({f"diffusion_model.{name}": x for name, x in factors.items()}, path)
+    return path
+
+
+@pytest.fixture
+def factors():
+    rng, found = np.random.default_rng(4), {}
+    for module, (rows, columns) in MODULES.items():
+        found[f"{module}.lora_A.weight"] = rng.standard_normal((RANK, columns), np.float32) / 10
+        found[f"{module}.lora_B.weight"] = rng.standard_normal((rows, RANK), np.float32) / 10
+        found[f"{module}.alpha"] = np.array(ALPHA, np.float32)
+    return found
+
+
+@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+def test_losses_and_gradients(backend, probe, factors, tmp_path):  # noqa: F811
+    x, lora = step_inputs(), write_lora(tmp_path / "lora.safetensors", factors)
+    found = probe("2.3", "train-step", x, "--lora", lora, backend=backend)
+    names = {f"grad.{module}.lora_{half}" for module in MODULES for half in "AB"}
+    assert found.keys() == {"loss", "video_loss", "audio_loss"} | names
+    noisy = dict(x)
+    for m in ("video", "audio"):
+        clean, noise = x[f"{m}_latent"], noisy.pop(f"{m}_noise")
+        noisy[f"{m}_latent"] = clean + x[f"{m}_timesteps"] * (noise - clean)
+    v = probe("2.3", "transformer", noisy, "--lora", lora, backend=backend)
+    for m in ("video", "audio"):
+        error = v[f"{m}_velocity"] - (x[f"{m}_noise"] - x[f"{m}_latent"])
+        counted = (x[f"{m}_timesteps"] > 0)[..., 0]
+        expected = [np.square(error[i][counted[i]]).mean() for i in range(B)]
+        np.testing.assert_allclose(found[f"{m}_loss"], expected, rtol=1e-4)  # float32, LoRA merged
+    total = (found["video_loss"] + found["audio_loss"]).mean()
+    np.testing.assert_allclose(found["loss"], [total], rtol=1e-6)
+    for name in sorted(names):  # along the gradient the loss rises by its squared norm
+        key, gradient = f"{name.removeprefix('grad.')}.weight", found[name]
+        step = 0.05 / np.linalg.norm(gradient)
+        losses = []
+        for sign in (1, -1):
+            moved = factors | {key: factors[key] + np.float32(sign * step) * gradient}
+            lora = write_lora(tmp_path / "moved.safetensors", moved)
+            losses.append(
+                float(probe("2.3", "train-step", x, "--lora", lora, backend=backend)["loss"][0])
+            )
+        # central differences in float32: the losses have 1e-6, their difference some per cent
+        slope = (losses[0] - losses[1]) / (2 * step)
+        assert slope == pytest.approx(np.square(gradient).sum(), rel=0.03), name
+        if backend == "tpu":
+            break
+
+
+def test_without_a_lora_there_are_losses_alone_and_sound_may_be_alone(probe):  # noqa: F811
+    x = step_inputs()
+    whole = probe("2.3", "train-step", x)
+    assert whole.keys() == {"loss", "video_loss", "audio_loss"}
+    plain = {name: value for name, value in x.items() if not name.endswith("timesteps")}
+    other = probe("2.3", "train-step", plain)
+    assert (other["video_loss"] != whole["video_loss"]).all()  # all tokens are noised
+    sound = {name: value for name, value in x.items() if name.startswith("audio")}
+    assert probe("2.3", "train-step", sound).keys() == {"loss", "audio_loss"}
+
+
+def test_what_a_step_cannot_read_is_refused(probe, factors, tmp_path):  # noqa: F811
+    x, lora = step_inputs(), tmp_path / "lora.safetensors"
+    levels = x | {"video_timesteps": x["video_timesteps"] / 2}
+    status, line = probe("2.3", "train-step", levels)
+    assert status == 2 and "video_timesteps holds other values than 0 and" in line
+    write_lora(lora, factors)
+    status, line = probe("2.3", "train-step", x, "--lora", lora, lora)
+    assert status == 2 and "2 files, a training step takes one" in line
+    outside = {name.replace("blocks.2.", "blocks.7."): value for name, value in factors.items()}
+    status, line = probe("2.3", "train-step", x, "--lora", write_lora(lora, outside))
+    assert status == 2 and "match no weight" in line
+    sound = {name: value for name, value in x.items() if name.startswith("audio")}
+    status, line = probe("2.3", "train-step", sound, "--lora", write_lora(lora, factors))
+    assert status == 2 and "no linear of this step's blocks" in line
