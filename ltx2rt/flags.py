@@ -37,6 +37,7 @@ class Flag:
 
     parse: text to value, `bool` for a switch; repeat: the field is a tuple of such values.
     group: its title in `--help`. metavar: several names if the flag takes that many values.
+    split: text of a repeated one is cut at commas, too.
     least, most, above: bounds that hold for every model; `above` itself is out of them.
     name: the flag, if it is not the field's name with dashes; a switch of a field that is True by
     default starts with `--no-`. keyword: a second name in the Python interface.
@@ -51,6 +52,7 @@ class Flag:
     most: float | None = None
     above: float | None = None
     repeat: bool = False
+    split: bool = False
     name: str | None = None
     keyword: str | None = None
 
@@ -208,7 +210,10 @@ def convert(f: Field, value: Any) -> Any:
     if not f.metadata["flag"].repeat:
         return _one(f, value)
     several = isinstance(value, Iterable) and not isinstance(value, str)
-    return tuple(_one(f, item) for item in (value if several else [value]))
+    items = list(value) if several else [value]
+    if f.metadata["flag"].split:
+        items = [part for x in items for part in (x.split(",") if isinstance(x, str) else [x])]
+    return tuple(_one(f, item) for item in items)
 
 
 def _one(f: Field, value: Any) -> Any:

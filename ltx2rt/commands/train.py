@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import signal
@@ -30,7 +31,7 @@ from ltx2rt.train.state import read_state, states, write_lora
 
 READ = (  # flags of a model that training reads
     "backend", "model", "text_encoder", "video_vae", "audio_vae", "config_from", "offline", "dtype", "device", "mesh",
-    "profile", "cross_timestep_rule", "vae_tiling",
+    "profile", "cross_timestep_rule", "vae_tiling", "video_decoder",
 )  # fmt: skip
 EXAMPLE = """\
 example:
@@ -43,12 +44,26 @@ example:
 def prepare_flags(to: Any) -> None:
     to.epilog = EXAMPLE
     add_flags(to, ModelOptions, backend="auto", only=READ)
+    to.add_argument(
+        "clips_folder", nargs="?", type=Path, metavar="DATA", help="the same as --data DATA"
+    )
     add_flags(to, PrepareRequest)
+    for action in to._actions:
+        if action.dest == "data":
+            action.required = False
 
 
 def prepare(args: argparse.Namespace) -> None:
+    if args.clips_folder is not None:
+        if hasattr(args, "data"):
+            raise InputError("--data: the clips are named twice; give DATA once")
+        args.data = args.clips_folder
+    if not hasattr(args, "data"):
+        raise InputError("DATA: no clips were given; pass a folder, or a CSV, JSON or JSONL table")
     request = PrepareRequest(**given_flags(args, PrepareRequest))
-    fill(open_session(located(_options(args))), request, note)
+    report = fill(open_session(located(_options(args))), request, note)
+    if request.json:
+        print(json.dumps(report))
 
 
 def run_flags(to: Any) -> None:

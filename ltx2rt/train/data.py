@@ -13,29 +13,36 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from ltx2rt.errors import InputError
 
 VIDEOS = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".gif")
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")  # clips of one frame
 SOUNDS = (".wav", ".flac", ".mp3")
 COLUMNS = {  # names in a table, the official one first
     "video": ("video", "media_path", "video_path", "file_name"),
     "caption": ("caption", "text", "prompt"),
     "audio": ("audio",),
+    "reference": ("reference_video", "ref_media_path"),
+    "mask": ("video_mask",),
 }
+BESIDE = ("reference", "mask")  # NAME.reference.mp4 beside NAME.mp4
 
 
 @dataclass(frozen=True)
 class Clip:
     """One sample's files and text. video or audio may be absent; audio: in place of the video's own
-    sound."""
+    sound. reference: what an IC-LoRA follows. mask: bright where the clip is given."""
 
     name: str
     caption: str
     video: Path | None
     audio: Path | None
+    reference: Path | None = None
+    mask: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,19 @@ def parse_bucket(text: str, flag: str = "--buckets") -> Bucket:
     return Bucket(width, height, frames)
 
 
+NTSC = {"23.976": 24, "29.97": 30, "59.94": 60}  # times 1000 / 1001
+
+
+def parse_rate(text: str) -> Fraction | None:
+    """Frames per second; None for `keep`. Raises ValueError."""
+    if text == "keep":
+        return None
+    rate = Fraction(1000 * NTSC[text], 1001) if text in NTSC else Fraction(text)
+    if not 0 < rate <= 1000:
+        raise ValueError
+    return rate
+
+
 def bucket_of(size: tuple[int, int, int], buckets: Sequence[Bucket]) -> Bucket | None:
     """The bucket of a clip of (width, height, frames): the nearest aspect ratio, then most frames,
     then largest area. None if the clip is shorter than all of them."""
@@ -78,9 +98,16 @@ def bucket_of(size: tuple[int, int, int], buckets: Sequence[Bucket]) -> Bucket |
     )
 
 
-def read_clips(path: Path) -> list[Clip]:
-    """The samples of a folder, or of a CSV, JSON or JSONL file, in a fixed order. Raises InputError
-    for files that do not exist, and for captions that are missing or empty."""
+def read_clips(path: Path, columns: Mapping[str, str | None] | None = None) -> list[Clip]:
+    """The samples of a folder, or of a CSV, JSON or JSONL file, in a fixed order.
+
+    columns: names of a table's columns for kinds of COLUMNS, None: found. Raises InputError for
+    files that do not exist, and for captions that are missing or empty."""
+    names = {kind: (column,) for kind, column in (columns or {}).items() if column}
+    if names and path.is_dir():
+        raise InputError(
+            f"--{next(iter(names))}-column: {path} is a folder, whose captions are NAME.txt; leave it out"
+        )
     if not path.exists():
         raise InputError(
             f"{path} does not exist; pass a folder of clips, or a CSV, JSON or JSONL file"
@@ -88,7 +115,7 @@ def read_clips(path: Path) -> list[Clip]:
     clips = (
         _folder(path)
         if path.is_dir()
-        else [_row(path, i, row) for i, row in enumerate(_rows(path), 1)]
+        else [_row(path, i, row, COLUMNS | names) for i, row in enumerate(_rows(path), 1)]
     )
     if not clips:
         raise InputError(
@@ -107,8 +134,10 @@ def read_clips(path: Path) -> list[Clip]:
 
 def _folder(path: Path) -> list[Clip]:
     clips = []
-    files = sorted(p for p in path.rglob("*") if p.suffix.lower() in VIDEOS + SOUNDS)
-    videos = {p.with_suffix("") for p in files if p.suffix.lower() in VIDEOS}
+    found = sorted(p for p in path.rglob("*") if p.suffix.lower() in VIDEOS + SOUNDS + IMAGES)
+    files = [p for p in found if not p.stem.lower().endswith(tuple(f".{kind}" for kind in BESIDE))]
+    extra = {(p.parent / p.stem): p for p in found if p not in files}
+    videos = {p.with_suffix("") for p in files if p.suffix.lower() in VIDEOS + IMAGES}
     for file in files:
         sound = file.suffix.lower() in SOUNDS
         if sound and file.with_suffix("") in videos:
@@ -122,6 +151,7 @@ def _folder(path: Path) -> list[Clip]:
                 caption,
                 None if sound else file,
                 file if sound else beside,
+                *(extra.get(file.with_suffix(f".{kind}")) for kind in BESIDE),
             )
         )
     return clips
@@ -153,20 +183,22 @@ def _rows(path: Path) -> list[Mapping[str, Any]]:
     return found
 
 
-def _row(path: Path, number: int, row: Mapping[str, Any]) -> Clip:
+def _row(
+    path: Path, number: int, row: Mapping[str, Any], columns: Mapping[str, Sequence[str]]
+) -> Clip:
     got = {
         kind: next((str(row[n]) for n in names if row.get(n)), None)
-        for kind, names in COLUMNS.items()
+        for kind, names in columns.items()
     }
     if not got["video"] and not got["audio"]:
         raise InputError(
-            f"{path}: row {number} names no clip; expected a column {' or '.join(COLUMNS['video'])}"
+            f"{path}: row {number} names no clip; expected a column {' or '.join(columns['video'])}"
         )
-    files = {}
-    for kind in ("video", "audio"):
+    files: dict[str, Path | None] = {}
+    for kind in ("video", "audio", *BESIDE):
         files[kind] = path.parent / name if (name := got[kind]) else None
-        if files[kind] is not None and not files[kind].is_file():
-            raise InputError(f"{path}: row {number}: {files[kind]} does not exist; check the path")
-    return Clip(
-        got["video"] or got["audio"] or "", got["caption"] or "", files["video"], files["audio"]
-    )
+        if (file := files[kind]) is not None and not file.is_file():
+            raise InputError(f"{path}: row {number}: {file} does not exist; check the path")
+    if files["video"] and files["video"].suffix.lower() in SOUNDS:
+        files = files | {"video": None, "audio": files["audio"] or files["video"]}
+    return Clip(got["video"] or got["audio"] or "", got["caption"] or "", **files)

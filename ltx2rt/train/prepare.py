@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -23,24 +24,40 @@ import numpy as np
 from ltx2rt.atomic_file import replacing
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
-from ltx2rt.media.video import require_constant_rate, video_info
+from ltx2rt.media.images import read_rgb
+from ltx2rt.media.mp4 import write_mp4
+from ltx2rt.media.sound import read_sound, write_wav
+from ltx2rt.media.video import read_frames, read_mask, require_constant_rate, video_info
 from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Stopwatch
+from ltx2rt.stages.denoise import Noise
+from ltx2rt.stages.frames import decoding, video_decoder
+from ltx2rt.stages.noise import uniform
+from ltx2rt.stages.sound import decode_sound
 from ltx2rt.stages.source_sound import SourceSound
-from ltx2rt.stages.source_video import SourceVideo
+from ltx2rt.stages.source_video import SourceVideo, usable_frames
 from ltx2rt.stages.stage import State
 from ltx2rt.stages.text import Text
 from ltx2rt.stages.tiling import plan_encoder_tiles
 from ltx2rt.stages.tokenizer import count_tokens
-from ltx2rt.train.data import Bucket, Clip, bucket_of, parse_bucket, read_clips
+from ltx2rt.train.data import (
+    IMAGES,
+    Bucket,
+    Clip,
+    bucket_of,
+    parse_bucket,
+    parse_rate,
+    read_clips,
+)
 from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.files import TensorFile, digest, write_arrays
 
 MANIFEST = "manifest.jsonl"
 SAMPLES, CONTEXTS = "samples", "contexts"
-FPS = Fraction(24)  # rate that sound without a picture counts by
+FPS = Fraction(24)  # rate that sound without a picture, and a picture without time, count by
+ASPECT = 0.03  # difference of the logarithms of aspect ratios that a crop may take away
 
 
 @dataclass(frozen=True)
@@ -49,7 +66,8 @@ class PrepareRequest:
 
     data: Path = flag(
         MISSING,
-        "folder of clips with NAME.txt beside each, or a CSV, JSON or JSONL table (columns video, caption, audio)",
+        "folder of clips with NAME.txt beside each, or a CSV, JSON or JSONL table (columns video, caption, audio, "
+        "reference_video, video_mask)",
         Path,
         group="training",
     )
@@ -63,6 +81,29 @@ class PrepareRequest:
         group="training",
         metavar="WxHxF",
         repeat=True,
+        split=True,
+    )
+    fps: Fraction | None = flag(
+        None,
+        "frame rate that clips are resampled to by time, or keep (default: keep, each clip's own)",
+        parse_rate,
+        group="training",
+        metavar="keep|N",
+    )
+    clips: str = flag(
+        "first",
+        "part of a longer clip: its first frames, its middle, or all whole pieces",
+        group="training",
+        choices=("first", "middle", "all"),
+    )
+    crop: str = flag(
+        "centre",
+        "place of what a clip of another aspect ratio keeps; random depends on its name alone",
+        group="training",
+        choices=("centre", "random"),
+    )
+    no_upscale: bool = flag(
+        False, "skip clips that are smaller than every bucket", group="training"
     )
     audio: str = flag(
         "auto",
@@ -70,15 +111,78 @@ class PrepareRequest:
         group="training",
         choices=("auto", "none", "required"),
     )
+    audio_durations: tuple[float, ...] = flag(
+        (),
+        "seconds that files of sound alone are cut to, the longest that fits (default: a bucket's)",
+        float,
+        group="training",
+        metavar="S",
+        repeat=True,
+        split=True,
+        above=0,
+        most=60,
+    )
+    reference_downscale: int = flag(
+        1,
+        "factor by which references of an IC-LoRA are smaller than the clip",
+        int,
+        group="training",
+        least=1,
+        most=8,
+    )
+    reference_temporal_scale: int = flag(
+        1,
+        "factor by which references of an IC-LoRA have fewer frames",
+        int,
+        group="training",
+        least=1,
+        most=8,
+    )
     trigger: str | None = flag(
         None, "word to put before every caption", group="training", metavar="WORD"
     )
+    caption_column: str | None = flag(
+        None,
+        "column of a table with the captions (default: found)",
+        group="training",
+        metavar="NAME",
+    )
+    video_column: str | None = flag(
+        None, "column of a table with the clips (default: found)", group="training", metavar="NAME"
+    )
+    held_out: float = flag(
+        0.05,
+        "share of the samples that a run measures and does not train on; at least one of ten",
+        float,
+        group="training",
+        least=0,
+        most=0.5,
+    )
+    skip_bad: bool = flag(
+        False, "list clips that cannot be used and go on, in place of stopping", group="training"
+    )
+    verify: int = flag(
+        0, "number of samples to decode into CACHE/verify", int, group="training", least=0
+    )
+    force: bool = flag(False, "encode everything anew", group="training")
+    json: bool = flag(False, "print a report as JSON", group="output")
+
+    def check(self) -> None:
+        """Raises InputError for buckets that references do not divide."""
+        unit = 32 * self.reference_downscale
+        for bucket in self.buckets:
+            if bucket.width % unit or bucket.height % unit:
+                raise InputError(
+                    f"--buckets: {bucket}, with --reference-downscale {self.reference_downscale} sides are "
+                    f"multiples of {unit}"
+                )
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A line of the manifest. sample, context: names of files; streams: what the sample has; fps:
-    as a fraction."""
+    """A line of the manifest. sample, context: names of files; streams: what the sample has, of
+    video, audio, reference and mask; fps: as a fraction. reference: latent frames, rows and columns
+    of the reference. held_out: it is measured, and not trained on."""
 
     name: str
     caption: str
@@ -87,21 +191,78 @@ class Sample:
     streams: tuple[str, ...]
     sample: str
     context: str
+    reference: tuple[int, int, int] | None = None
+    held_out: bool = False
 
 
 @dataclass(frozen=True)
 class Job:
-    """A clip with what its header says."""
+    """A piece of a clip. fps: after resampling; frames: those of the file that it keeps; start: its
+    first one, counted at `fps`. place: shares of what is cropped that are left and above.
+    reference: a piece of the reference's file, at its own size and of the same frames."""
 
+    name: str
     clip: Clip
     bucket: Bucket
     fps: Fraction
     sound: Path | None
+    start: int = 0
+    frames: tuple[int, ...] = (0,)
+    place: tuple[float, float] = (0.5, 0.5)
+    reference: Bucket | None = None
+    stride: int = 1
 
     def geometry(self, session: Session) -> Geometry:
-        return Geometry.of(
-            session.config, self.bucket.width, self.bucket.height, self.bucket.frames, self.fps
-        )
+        return self._geometry(session, self.bucket)
+
+    def reference_geometry(self, session: Session) -> Geometry:
+        assert self.reference is not None
+        return self._geometry(session, self.reference)
+
+    def _geometry(self, session: Session, size: Bucket) -> Geometry:
+        return Geometry.of(session.config, size.width, size.height, size.frames, self.fps)
+
+    def made_from(self) -> list[Any]:
+        """All that its latents depend on, but the model."""
+        files = [
+            (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns)
+            for path in {self.sound, self.clip.video, self.clip.reference, self.clip.mask} - {None}
+            if path is not None
+        ]
+        facts = (self.bucket, self.fps, self.frames, self.place, self.reference, self.stride)
+        return [sorted(files), self.sound is not None, *map(str, facts)]
+
+
+@dataclass(frozen=True)
+class Piece(SourceVideo):
+    """Some frames of a file, cropped at a place to the geometry's aspect ratio."""
+
+    frames: tuple[int, ...] = (0,)
+    place: tuple[float, float] = (0.5, 0.5)
+
+    def pictures(self) -> Iterator[np.ndarray]:
+        height, width = self.geometry.size_px
+        for pixels in self._read():
+            rows, columns = pixels.shape[:2]
+            kept = (
+                min(rows, round(columns * height / width)),
+                min(columns, round(rows * width / height)),
+            )
+            top, left = (
+                round((whole - part) * share)
+                for whole, part, share in zip((rows, columns), kept, self.place[::-1], strict=True)
+            )
+            yield pixels[top : top + kept[0], left : left + kept[1]]
+
+    def _read(self) -> Iterator[np.ndarray]:
+        if self.path.suffix.lower() in IMAGES:
+            yield read_rgb(self.path, self.flag)
+            return
+        at = 0  # of self.frames, which rise; one may come twice
+        for i, pixels in enumerate(read_frames(self.path, self.flag, self.frames[-1] + 1)):
+            while at < len(self.frames) and self.frames[at] == i:
+                yield pixels
+                at += 1
 
 
 def model_digest(checkpoint: Checkpoint) -> str:
@@ -118,11 +279,17 @@ def _digest(*what: Any) -> str:
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
-def prepare(session: Session, request: PrepareRequest, say: Callable[[str], None]) -> list[Sample]:
-    """Fill the cache and return its samples. Raises InputError for a fault of any clip before one
-    is encoded."""
-    jobs = [_job(clip, request) for clip in read_clips(request.data)]
-    silent = [job.clip.name for job in jobs if job.sound is None]
+def prepare(
+    session: Session, request: PrepareRequest, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Fill the cache and return the report of `--json`. Raises InputError for a fault of any clip
+    before one is encoded."""
+    request.check()
+    columns = {"caption": request.caption_column, "video": request.video_column}
+    jobs, skipped = _jobs(read_clips(request.data, columns), request)
+    for name, why in skipped.items():
+        say(f"skipped: {why if name in why else f'{name}: {why}'}")
+    silent = [job.name for job in jobs if job.sound is None]
     if request.audio == "required" and silent:
         raise InputError(
             f"--audio required: {len(silent)} clips have no sound, such as {silent[0]}; leave them out"
@@ -134,7 +301,7 @@ def prepare(session: Session, request: PrepareRequest, say: Callable[[str], None
     made: Counter[str] = Counter()
 
     def fill(path: Path, make: Callable[[], Mapping[str, np.ndarray]], kind: str) -> None:
-        if not path.exists():
+        if request.force or not path.exists():
             write_arrays(path, make())
             made[kind] += 1
 
@@ -144,22 +311,40 @@ def prepare(session: Session, request: PrepareRequest, say: Callable[[str], None
             lambda c=caption: _context(session, c, watch),
             "captions",
         )
-    samples = []
-    for number, job in enumerate(jobs, 1):
-        files = [path for path in (job.clip.video, job.sound) if path]
-        states = [
-            (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files
-        ]
-        key = _digest("sample", states, str(job.bucket), str(job.fps), job.sound is not None, base)
+    keys, samples = [_digest("sample", job.made_from(), base) for job in jobs], []
+    held_out = _held_out(jobs, request.held_out)
+    for number, (job, key) in enumerate(zip(jobs, keys, strict=True), 1):
         fill(sample_path(request.output, key), lambda j=job: _latents(session, j, watch), "clips")
-        caption = captions[job.clip.name]
-        streams = ("video",) * (job.clip.video is not None) + ("audio",) * (job.sound is not None)
-        size, fps = str(job.bucket), str(job.fps)
-        samples.append(Sample(job.clip.name, caption, size, fps, streams, key, contexts[caption]))
+        has = {
+            "video": job.clip.video,
+            "audio": job.sound,
+            "reference": job.reference,
+            "mask": job.clip.mask,
+        }
+        grid = None
+        if job.reference:
+            g = job.reference_geometry(session)
+            grid = (g.frames, g.rows, g.columns)
+        caption = captions[job.name]
+        samples.append(
+            Sample(
+                job.name,
+                caption,
+                str(job.bucket),
+                str(job.fps),
+                tuple(kind for kind, there in has.items() if there),
+                key,
+                contexts[caption],
+                grid,
+                job.name in held_out,
+            )
+        )
         if number % 10 == 0:
             say(f"{number} of {len(jobs)} clips")
-    lines = [json.dumps({"model": base, "captions": len(contexts), "empty": contexts[""]})]
-    lines += [json.dumps(asdict(sample)) for sample in samples]
+    head = {"model": base, "captions": len(contexts), "empty": contexts[""]}
+    head |= {"trigger": request.trigger, "reference_downscale": request.reference_downscale}
+    head |= {"reference_temporal_scale": request.reference_temporal_scale}
+    lines = [json.dumps(head), *(json.dumps(asdict(sample)) for sample in samples)]
     with replacing(request.output / MANIFEST) as partial:
         partial.write_text("\n".join(lines) + "\n")
     sounding = [job for job in jobs if job.sound is not None]
@@ -168,7 +353,78 @@ def prepare(session: Session, request: PrepareRequest, say: Callable[[str], None
         f"{len(samples)} clips, {len(sounding)} of them with sound ({seconds:.0f} s); encoded {made['clips']} clips "
         f"and {made['captions']} captions anew"
     )
-    return samples
+    return {
+        "clips": len(samples),
+        "with_sound": len(sounding),
+        "sound_s": seconds,
+        "captions": len(contexts),
+        "encoded_clips": made["clips"],
+        "encoded_captions": made["captions"],
+        "buckets": dict(Counter(str(job.bucket) for job in jobs)),
+        "held_out": sorted(held_out),
+        "skipped": skipped,
+        "verified": [
+            str(_decoded(session, job, request.output, i, key, watch))
+            for i, (job, key) in enumerate(zip(jobs, keys, strict=True))
+            if i < request.verify
+        ],
+    }
+
+
+def _held_out(jobs: Sequence[Job], share: float) -> set[str]:
+    """Names of the samples that are not trained on: chosen by their names, so that a clip that is
+    added moves few. The nearest whole number of the share, at least one of ten."""
+    count = max(round(share * len(jobs)), int(share > 0 and len(jobs) >= 10))
+    return set(
+        sorted((job.name for job in jobs), key=lambda name: _digest("held out", name))[:count]
+    )
+
+
+def _jobs(clips: Sequence[Clip], request: PrepareRequest) -> tuple[list[Job], dict[str, str]]:
+    """Pieces of all clips, and the reasons why a clip is skipped, by its name. Raises InputError
+    for one that cannot be used, without `--skip-bad`, and if none is left."""
+    jobs, skipped = [], {}
+    for clip in clips:
+        try:
+            found = list(_pieces(clip, request))
+        except InputError as error:
+            if not request.skip_bad:
+                raise
+            found, skipped[clip.name] = [], str(error)
+        if not found and clip.name not in skipped:
+            skipped[clip.name] = "it is smaller than every bucket, and --no-upscale is given"
+        jobs += found
+    if not jobs:
+        raise InputError(f"{request.data}: every clip is skipped: {next(iter(skipped.values()))}")
+    return jobs, skipped
+
+
+def _decoded(
+    session: Session, job: Job, cache: Path, number: int, key: str, watch: Stopwatch
+) -> Path:
+    """A sample as the model would show it: CACHE/verify/NUMBER-NAME.mp4, or .wav of sound alone."""
+    folder, latents = cache / "verify", read_arrays(sample_path(cache, key))
+    folder.mkdir(exist_ok=True)
+    waveform, rate = None, session.config.vocoder.sample_rate
+    if "audio" in latents:
+        waveform = decode_sound(session, latents["audio"][None])[1][0]
+    path = folder / f"{number:03d}-{Path(job.name).stem}.mp4"
+    if "video" not in latents:
+        assert waveform is not None
+        write_wav(path := path.with_suffix(".wav"), waveform, rate)
+        return path
+    g, options, state = job.geometry(session), session.options, State(video=latents["video"][None])
+    decoder = video_decoder(session.config, options.video_decoder)
+    decoding(decoder, g, session.config, options.vae_tiling, Noise((0,))).run(session, state, watch)
+    write_mp4(
+        path,
+        next(state.frames),
+        num_frames=job.bucket.frames,
+        fps=job.fps,
+        waveform=waveform,
+        sample_rate=rate,
+    )
+    return path
 
 
 def _captions(session: Session, request: PrepareRequest, jobs: list[Job]) -> dict[str, str]:
@@ -177,7 +433,7 @@ def _captions(session: Session, request: PrepareRequest, jobs: list[Job]) -> dic
     tokenizer = session.checkpoint.require_tokenizer()
     captions = {}
     for job in jobs:
-        name, caption = job.clip.name, job.clip.caption
+        name, caption = job.name, job.clip.caption
         captions[name] = " ".join(filter(None, (request.trigger, caption)))
         if (count := count_tokens(tokenizer, captions[name])) > PROMPT_TOKENS:
             raise InputError(
@@ -209,24 +465,101 @@ def _own_folder(path: Path) -> Path:
     return path
 
 
-def _job(clip: Clip, request: PrepareRequest) -> Job:
-    """Raises InputError for a clip that is too short or has no constant rate."""
+def _pieces(clip: Clip, request: PrepareRequest) -> Iterator[Job]:
+    """The pieces of a clip; none if all buckets are larger and it is not to be enlarged. Raises
+    InputError for a clip that is too short or has no constant rate, and for a reference that does
+    not go with it."""
     if clip.video is None:
-        bucket = max(request.buckets, key=lambda b: b.frames)
-        return Job(clip, bucket, FPS, clip.audio)
-    info = video_info(clip.video, clip.name)
-    require_constant_rate(clip.video, clip.name, info)
-    bucket = bucket_of((info.width, info.height, info.num_frames), request.buckets)
+        yield _sound_alone(clip, request)
+        return
+    width, height, count, rate, has_sound = _facts(clip.video, clip.name)
+    fps, image = request.fps or rate, clip.video.suffix.lower() in IMAGES
+    total = count if fps == rate else int((count - 1) * fps / rate) + 1  # frames at fps
+    buckets = request.buckets
+    if request.no_upscale:
+        buckets = tuple(b for b in buckets if b.width <= width and b.height <= height)
+        if not buckets:
+            return
+    bucket = bucket_of((width, height, total), buckets)
     if bucket is None:
-        frames, rest = (info.num_frames - 1) // 8 * 8 + 1, min(b.frames for b in request.buckets)
+        frames, rest = (total - 1) // 8 * 8 + 1, min(b.frames for b in buckets)
         raise InputError(
-            f"{clip.name}: {info.num_frames} frames, the shortest bucket has {rest}; leave the clip out, or add a "
+            f"{clip.name}: {total} frames, the shortest bucket has {rest}; leave the clip out, or add a "
             f"bucket of at most {frames} frames to --buckets"
         )
-    sound = (
-        None if request.audio == "none" else clip.audio or (clip.video if info.has_sound else None)
+    sound = None
+    if request.audio != "none" and not image:
+        sound = clip.audio or (clip.video if has_sound else None)
+    last = total - bucket.frames
+    starts = {
+        "first": [0],
+        "middle": [last // 2],
+        "all": range(0, last + 1, bucket.frames),
+    }[request.clips]
+    centre = request.crop == "centre"
+    place = (0.5, 0.5) if centre else tuple(uniform(0, f"crop.{clip.name}", 2).tolist())
+    if clip.mask and (request.clips != "first" or fps != rate or not centre):
+        raise InputError(
+            f"{clip.name}: a mask covers the first frames and the centre of its clip; leave out --clips, --fps and "
+            "--crop"
+        )
+    for number, start in enumerate(starts):
+        at = range(start, start + bucket.frames)
+        frames = tuple(min(count - 1, math.floor(i * rate / fps + Fraction(1, 2))) for i in at)
+        name = f"{clip.name}#{number}" if len(starts) > 1 else clip.name
+        job = Job(name, clip, bucket, fps, sound, start, frames, place)
+        yield _with_reference(job, request, width / height) if clip.reference else job
+
+
+def _facts(path: Path, flag: str) -> tuple[int, int, int, Fraction, bool]:
+    """Width, height, frames, their rate, and whether there is sound. Raises InputError."""
+    if path.suffix.lower() in IMAGES:
+        height, width = read_rgb(path, flag).shape[:2]
+        return width, height, 1, FPS, False
+    info = video_info(path, flag)
+    require_constant_rate(path, flag, info)
+    return info.width, info.height, info.num_frames, info.fps, info.has_sound
+
+
+def _sound_alone(clip: Clip, request: PrepareRequest) -> Job:
+    bucket = max(request.buckets, key=lambda b: b.frames)
+    if not request.audio_durations:
+        return Job(clip.name, clip, bucket, FPS, clip.audio)
+    assert clip.audio is not None
+    waveform, rate = read_sound(
+        clip.audio, 0.0, max(request.audio_durations), say=lambda text: None
     )
-    return Job(clip, bucket, info.fps, sound)
+    length_s = waveform.shape[1] / rate
+    fitting = [s for s in request.audio_durations if s <= length_s + 1e-3]
+    if not fitting:
+        raise InputError(
+            f"{clip.name}: {length_s:.3g} s of sound, the shortest of --audio-durations is "
+            f"{min(request.audio_durations):g}; leave the file out, or add a shorter duration"
+        )
+    fps = bucket.frames / Fraction(str(max(fitting)))  # the bucket's frames last so long
+    return Job(clip.name, clip, bucket, fps, clip.audio)
+
+
+def _with_reference(job: Job, request: PrepareRequest, aspect: float) -> Job:
+    """Raises InputError for a reference of another aspect ratio or fewer frames."""
+    path, scale, stride = (
+        job.clip.reference,
+        request.reference_downscale,
+        request.reference_temporal_scale,
+    )
+    assert path is not None
+    width, height, count, _, _ = _facts(path, job.name)
+    if abs(math.log(width / height / aspect)) > ASPECT:
+        raise InputError(
+            f"{job.name}: its reference is {width}x{height}, of another aspect ratio than the clip; crop one of both"
+        )
+    wanted = 1 if count == 1 else usable_frames(job.bucket.frames, 8, stride)
+    if count > 1 and count <= job.frames[-1]:
+        raise InputError(
+            f"{job.name}: its reference has {count} frames, the clip needs {job.frames[-1] + 1}; pass as many"
+        )
+    size = Bucket(job.bucket.width // scale, job.bucket.height // scale, wanted)
+    return replace(job, reference=size, stride=stride)
 
 
 def _context(session: Session, caption: str, watch: Stopwatch) -> dict[str, np.ndarray]:
@@ -236,17 +569,29 @@ def _context(session: Session, caption: str, watch: Stopwatch) -> dict[str, np.n
 
 
 def _latents(session: Session, job: Job, watch: Stopwatch) -> dict[str, np.ndarray]:
-    """Normalised latents: video [C, f, h, w], audio [channels, n, mel], of what the clip has."""
+    """Of what the clip has: normalised latents video and reference [C, f, h, w] and audio
+    [channels, n, mel]; mask [f, h, w], the mean brightness of each latent's pixels."""
     geometry, found = job.geometry(session), {}
-    if job.clip.video is not None:
-        grid = (geometry.frames, geometry.rows, geometry.columns)
+
+    def encoded(path: Path, g: Geometry, frames: tuple[int, ...]) -> np.ndarray:
+        grid = (g.frames, g.rows, g.columns)
         tiling = plan_encoder_tiles(session.options.vae_tiling, grid, session.config.video_vae)
-        found["video"] = SourceVideo(job.clip.video, geometry, tiling, job.clip.name).encode(
-            session, watch
-        )[0]
+        piece = Piece(path, g, tiling, job.name, frames=frames, place=job.place)
+        return piece.encode(session, watch)[0]
+
+    if job.clip.video is not None:
+        found["video"] = encoded(job.clip.video, geometry, job.frames)
+    if job.reference is not None and job.clip.reference is not None:
+        frames = (*job.frames[:1], *job.frames[1 :: job.stride])[: job.reference.frames]
+        found["reference"] = encoded(job.clip.reference, job.reference_geometry(session), frames)
+    if job.clip.mask is not None:
+        grid = (geometry.frames, geometry.rows, geometry.columns)
+        found["mask"] = read_mask(
+            job.clip.mask, job.name, job.bucket.frames, geometry.size_px, grid
+        )
     if job.sound is not None:
-        state = State()
-        SourceSound(job.sound, geometry, fit="pad", sound=False).run(session, state, watch)
+        state, start_s = State(), float(job.start / job.fps)
+        SourceSound(job.sound, geometry, start_s, fit="pad", sound=False).run(session, state, watch)
         found["audio"] = state.source["audio"][0]
     return {name: np.asarray(x, np.float32) for name, x in found.items()}
 

@@ -1,0 +1,187 @@
+"""What `train prepare` takes of a clip, by its flags: frames, rates, places, references, masks."""
+
+import json
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from train_runs import RATE, run_train, write_clips
+
+from ltx2rt.errors import InputError
+from ltx2rt.media.mp4 import write_mp4
+from ltx2rt.media.sound import write_wav
+from ltx2rt.media.video import read_frames, video_info
+from ltx2rt.train.data import Bucket, Clip, parse_rate, read_clips
+from ltx2rt.train.prepare import Piece, PrepareRequest, _held_out, _jobs, read_arrays
+
+SMALL = Bucket(64, 64, 9)
+
+
+def request(**flags) -> PrepareRequest:
+    return PrepareRequest(data="clips", output="cache", **{"buckets": (SMALL,)} | flags)
+
+
+def write_clip(path, frames: int, width: int = 64, height: int = 64):
+    shown = np.zeros((frames, height, width, 3), np.uint8)
+    shown += (np.arange(frames) * 6).astype(np.uint8)[:, None, None, None]
+    write_mp4(path, [shown], num_frames=frames, fps=Fraction(24))
+    return Clip(path.name, "a clip", path, None)
+
+
+def test_pieces_of_a_longer_clip(tmp_path):
+    clip = write_clip(tmp_path / "a.mp4", 30)
+    for part, starts in (("first", [0]), ("middle", [10]), ("all", [0, 9, 18])):
+        jobs, _ = _jobs([clip], request(clips=part))
+        assert [job.frames[0] for job in jobs] == [job.start for job in jobs] == starts
+        assert all(len(job.frames) == 9 for job in jobs)
+    assert [job.name for job in jobs] == ["a.mp4#0", "a.mp4#1", "a.mp4#2"]
+    (job,), _ = _jobs([clip], request(fps=Fraction(8)))
+    assert job.fps == 8 and job.frames == tuple(range(0, 27, 3))
+    (job,), _ = _jobs([clip], request(fps=Fraction(48)))
+    assert job.frames == (0, 1, 1, 2, 2, 3, 3, 4, 4)  # the nearest in time, the later of two
+    assert parse_rate("keep") is None and parse_rate("29.97") == Fraction(30000, 1001)
+
+
+def test_what_is_cropped_and_what_is_too_small(tmp_path):
+    clip = write_clip(tmp_path / "wide.mp4", 9, width=128)
+    jobs = {crop: _jobs([clip], request(crop=crop))[0][0] for crop in ("centre", "random")}
+    assert jobs["centre"].place == (0.5, 0.5) != jobs["random"].place
+    assert jobs["random"] == _jobs([clip], request(crop="random"))[0][0]
+    geometry = type("Geometry", (), {"size_px": (64, 64)})()
+    piece = Piece(clip.video, geometry, None, frames=(2,), place=(1.0, 0.0))  # pyright: ignore
+    (found,) = piece.pictures()
+    frame = list(read_frames(clip.video, "clip", 3))[2]
+    np.testing.assert_array_equal(found, frame[:, 64:])
+    _, skipped = _jobs([clip, write_clip(tmp_path / "b.mp4", 9)], request(no_upscale=True))
+    assert not skipped
+    large = (Bucket(128, 64, 9),)
+    jobs, skipped = _jobs(
+        [clip, write_clip(tmp_path / "b.mp4", 9)], request(buckets=large, no_upscale=True)
+    )
+    assert [job.name for job in jobs] == ["wide.mp4"] and "smaller than every bucket" in skipped[
+        "b.mp4"
+    ]
+
+
+def test_references_and_masks_beside_a_clip(tmp_path):
+    write_clip(tmp_path / "a.mp4", 17)
+    write_clip(tmp_path / "a.reference.mp4", 17, 32, 32)
+    write_clip(tmp_path / "a.mask.mp4", 17)
+    (tmp_path / "a.txt").write_text("a clip")
+    (clip,) = read_clips(tmp_path)
+    assert clip.reference == tmp_path / "a.reference.mp4" and clip.mask == tmp_path / "a.mask.mp4"
+    flags = {
+        "buckets": (Bucket(128, 128, 17),),
+        "reference_downscale": 2,
+        "reference_temporal_scale": 2,
+    }
+    (job,), _ = _jobs([clip], request(**flags))
+    assert job.reference == Bucket(64, 64, 9)
+    with pytest.raises(InputError, match="another aspect ratio"):
+        write_clip(tmp_path / "a.reference.mp4", 17, 64, 32)
+        _jobs([clip], request())
+    with pytest.raises(InputError, match="its reference has 9 frames, the clip needs 17"):
+        write_clip(tmp_path / "a.reference.mp4", 9)
+        _jobs([clip], request(**flags))
+    with pytest.raises(InputError, match="sides are multiples of 64"):
+        request(buckets=(Bucket(96, 64, 9),), reference_downscale=2).check()
+
+
+def test_one_of_ten_is_held_out(tmp_path):
+    clip = write_clip(tmp_path / "a.mp4", 96)
+    jobs, _ = _jobs([clip], request(clips="all"))
+    assert len(jobs) == 10
+    assert len(_held_out(jobs, 0.05)) == 1 == len(_held_out(jobs[:9], 0.1)) and not _held_out(
+        jobs[:9], 0.05
+    )
+    assert not _held_out(jobs, 0.0)
+
+
+def test_columns_lengths_of_sound_and_bad_clips(model, tmp_path, capsys):
+    sound = np.random.default_rng(0).uniform(-0.1, 0.1, (2, RATE)).astype(np.float32)
+    rows = []
+    for name, part in (("a", sound), ("b", sound[:, : RATE * 3 // 4]), ("short", sound[:, :1000])):
+        write_wav(tmp_path / f"{name}.wav", part, RATE)
+        rows.append({"file": f"{name}.wav", "says": f"noise {name}", "caption": "not this"})
+    table, cache = tmp_path / "clips.json", tmp_path / "cache"
+    table.write_text(json.dumps(rows))
+    words = (
+        "prepare",
+        table,
+        "--output",
+        cache,
+        "--buckets",
+        "64x64x9,64x64x17",
+        "--json",
+        "--verify",
+        1,
+    )
+    words = (
+        *words,
+        "--video-column",
+        "file",
+        "--caption-column",
+        "says",
+        "--audio-durations",
+        "0.5,1",
+    )
+    assert run_train(model, *words) == 2
+    assert (
+        "short.wav: 0.0625 s of sound, the shortest of --audio-durations is 0.5"
+        in capsys.readouterr().err
+    )
+    assert run_train(model, *words, "--skip-bad") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert list(report["skipped"]) == ["short.wav"] and report["encoded_captions"] == 3
+    assert (report["clips"], report["encoded_clips"], report["sound_s"]) == (2, 2, 1.5)
+    (verified,) = report["verified"]
+    assert (
+        verified == str(cache / "verify" / "000-a.wav")
+        and (cache / "verify" / "000-a.wav").is_file()
+    )
+    rows = [json.loads(line) for line in (cache / "manifest.jsonl").read_text().splitlines()[1:]]
+    assert [row["caption"] for row in rows] == ["noise a", "noise b"]
+    assert [Fraction(17) / Fraction(row["fps"]) for row in rows] == [1, Fraction(1, 2)]
+    for again, count in (((), 0), (("--force",), 2)):
+        assert run_train(model, *words, "--skip-bad", *again) == 0
+        assert json.loads(capsys.readouterr().out)["encoded_clips"] == count
+    assert run_train(model, "prepare", table, "--data", table, "--output", cache) == 2
+    assert "the clips are named twice" in capsys.readouterr().err
+    assert run_train(model, "prepare", "--output", cache) == 2
+
+
+def test_latents_of_references_and_masks(model, tmp_path, capsys):
+    """A reference at half size is the clip's own latents where the clip is half as large."""
+    folder, cache = tmp_path / "clips", tmp_path / "cache"
+    write_clips(folder, 1)
+    (folder / "0.mp4").rename(folder / "1.mp4")
+    (folder / "0.txt").rename(folder / "1.txt")
+    write_clip(folder / "1.reference.mp4", 9)
+    shown = np.zeros((9, 64, 64, 3), np.uint8)
+    shown[:, :, 32:] = 255
+    write_mp4(folder / "1.mask.mp4", [shown], num_frames=9, fps=Fraction(24))
+    words = (
+        "prepare",
+        folder,
+        "--output",
+        cache,
+        "--buckets",
+        "64x64x9",
+        "--reference-downscale",
+        2,
+    )
+    assert run_train(model, *words, "--verify", 1, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    info = video_info(cache / "verify" / "000-1.mp4", "verified")
+    assert report["verified"] and (info.width, info.num_frames, info.has_sound) == (64, 9, True)
+    row = json.loads((cache / "manifest.jsonl").read_text().splitlines()[1])
+    assert row["streams"] == ["video", "audio", "reference", "mask"] and row["reference"] == [
+        2,
+        1,
+        1,
+    ]
+    found = read_arrays(cache / "samples" / f"{row['sample']}.safetensors")
+    assert found["reference"].shape == (128, 2, 1, 1) and found["video"].shape == (128, 2, 2, 2)
+    np.testing.assert_allclose(
+        found["mask"], np.broadcast_to([0, 1], (2, 2, 2)), atol=0.05
+    )  # of H.264
