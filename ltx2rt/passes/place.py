@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ltx2rt.errors import GraphError, InputError
-from ltx2rt.graph.ir import Graph, Layout, Node, Type, Value
+from ltx2rt.graph.ir import Graph, Layout, Node, Repeat, Type, Value
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 
@@ -426,20 +426,7 @@ class _Placer:
         repeat, body = node.repeat, Graph(node.repeat.body.name, mesh=self.mesh)
         inner = _Placer(body, self.rules, self.mesh, self.strict, outermost=False)
         inner.blocked = inner._undividable(repeat.body)
-        entering = list(operands)
-        lengths: dict[str, int] = {}
-        for i, v in enumerate(repeat.body.inputs.values()):
-            for axis, size in v.type.sizes.items():
-                # Self-attention's bias stays whole: where it is added, a device has the queries of
-                # all tokens.
-                moves = (
-                    axis in MOVED
-                    and self._parts(axis) > 1
-                    and (axis == BATCH or not KEYS.keys() & set(v.type.axes))
-                )
-                if moves or (i >= repeat.num_carries and inner.divides(axis, size)):
-                    lengths |= {axis: size} if moves and axis in TOKENS else {}
-                    entering[i] = self.cut(entering[i], axis)
+        entering, lengths = self._entering(inner, repeat, operands)
         carry, invariant, data = repeat.divide(
             list(zip(repeat.body.inputs.items(), entering, strict=True))
         )
@@ -484,6 +471,27 @@ class _Placer:
             Node("repeat", tuple(inputs), tuple(p.value for p in results), node.attrs, args)
         )
         return [self._unpadded(p, v.type) for p, v in zip(results, node.outputs, strict=True)]
+
+    def _entering(
+        self, inner: _Placer, repeat: Repeat, operands: list[Placed]
+    ) -> tuple[list[Placed], dict[str, int]]:
+        """The operands as they enter the body, which `inner` places, and the number of tokens along
+        each of the axes that are cut because they move."""
+        entering = list(operands)
+        lengths: dict[str, int] = {}
+        for i, v in enumerate(repeat.body.inputs.values()):
+            for axis, size in v.type.sizes.items():
+                # Self-attention's bias stays whole: where it is added, a device has the queries of
+                # all tokens.
+                moves = (
+                    axis in MOVED
+                    and self._parts(axis) > 1
+                    and (axis == BATCH or not KEYS.keys() & set(v.type.axes))
+                )
+                if moves or (i >= repeat.num_carries and inner.divides(axis, size)):
+                    lengths |= {axis: size} if moves and axis in TOKENS else {}
+                    entering[i] = self.cut(entering[i], axis)
+        return entering, lengths
 
     def _unpadded(self, placed: Placed, type: Type) -> Placed:
         """A result of a repeat whose tokens were padded has them whole and without the padding."""
