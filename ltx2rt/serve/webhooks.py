@@ -145,7 +145,7 @@ class Webhooks:
 
 
 def send(hook: Hook, event: Event) -> tuple[str | None, bool]:
-    """What went wrong, None if it was taken, and whether the receiver wants no more of it (410)."""
+    """The error, None if it was taken, and whether the receiver wants no more of it (410)."""
     body = json.dumps(
         {
             "object": "event",
