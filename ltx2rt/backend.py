@@ -84,15 +84,17 @@ class Loop(Protocol):
 @dataclass(frozen=True)
 class AdamW:
     """Constants of the optimiser. max_norm: of all gradients together, to which they are scaled
-    down."""
+    down. ema: decay of an average of the parameters, None: there is none."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
     max_norm: float = 1.0
+    ema: float | None = None
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, as torch calls them
+EMA = "ema"  # the average of the parameters, in a state
 
 
 class Trainer(Protocol):
@@ -126,12 +128,22 @@ class Trainer(Protocol):
         ...
 
     def state(self) -> dict[str, dict[str, np.ndarray]]:
-        """`parameters` and, by the names of MOMENTS, the optimiser's. All processes must ask."""
+        """`parameters`, by the names of MOMENTS the optimiser's, and EMA if there is an average. All
+        processes must ask."""
         ...
 
     def restore(self, state: Mapping[str, Mapping[str, np.ndarray]], count: int) -> None:
         """Take what `state` gave after `count` updates."""
         ...
+
+
+def index_of(graphs: Sequence[Graph], inputs: Mapping[str, Any]) -> int:
+    """The place of the graph whose samples have the sizes of these inputs."""
+    for i, graph in enumerate(graphs):
+        own = {n: v.type.shape for n, v in graph.inputs.items() if v.type.axes[:1] == ("B",)}
+        if all(tuple(inputs[name].shape[1:]) == shape[1:] for name, shape in own.items()):
+            return i
+    raise ValueError(f"no graph of {len(graphs)} has the sizes of the inputs")
 
 
 Call = tuple[Program, Any, Mapping[str, Any]]  # a program, its weights, its inputs
@@ -238,10 +250,18 @@ class Backend(Protocol):
         """As `lower`, for a graph that ends in a loop over steps."""
         ...
 
-    def trainer(self, graph: Graph, weights: Any, optimiser: AdamW, remat: bool = True) -> Trainer:
-        """Train the adapters of a `train-step` graph (`passes.adapters`). weights: of `load`; the
-        others stay as they are. remat: the backward pass computes each block anew, so that only its
-        inputs are kept."""
+    def trainer(
+        self,
+        graph: Graph,
+        weights: Any,
+        optimiser: AdamW,
+        remat: bool = True,
+        others: Sequence[Graph] = (),
+        deterministic: bool = False,
+    ) -> Trainer:
+        """The step of a local graph with adapters. remat: the backward pass computes blocks anew
+        from their inputs. others: graphs with the same parameters, whose batches of other sizes it
+        takes, too. deterministic: a step gives the same bits each time."""
         ...
 
     def compile_ahead(

@@ -205,11 +205,17 @@ class CudaBackend:
         return Loop(graph, before, body, parts, pool, position)
 
     def trainer(
-        self, graph: Graph, weights: Weights, optimiser: AdamW, remat: bool = True
+        self,
+        graph: Graph,
+        weights: Weights,
+        optimiser: AdamW,
+        remat: bool = True,
+        others: Sequence[Graph] = (),
+        deterministic: bool = False,
     ) -> Trainer:
         from ltx2rt_cuda.train import Trainer
 
-        return Trainer(self, graph, weights, optimiser, remat)
+        return Trainer(self, graph, weights, optimiser, remat, others, deterministic)
 
     def merge(self, weight: np.ndarray, factors: Sequence[Factors], rounded: bool) -> torch.Tensor:
         device, dtype = self.torch_device, torch.bfloat16 if rounded else torch.float32

@@ -7,15 +7,17 @@ parameter's gradient is added up over every mesh axis that does not cut it.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ltx2rt.backend import MOMENTS, AdamW
+from ltx2rt.backend import EMA, MOMENTS, AdamW, index_of
 from ltx2rt.graph.ir import Graph, numbered
 from ltx2rt.passes.adapters import MARK
 from ltx2rt.passes.quantise import differentiable
@@ -43,18 +45,23 @@ class Trainer:
     """A `ltx2rt.backend.Trainer`."""
 
     def __init__(
-        self, backend: CudaBackend, graph: Graph, weights: Weights, optimiser: AdamW, remat: bool
+        self,
+        backend: CudaBackend,
+        graph: Graph,
+        weights: Weights,
+        optimiser: AdamW,
+        remat: bool,
+        others: Sequence[Graph] = (),
+        deterministic: bool = False,
     ):
-        differentiable(graph)
-        graph = FACTORY.as_run(graph, backend.device_kind, train=True)
-        self.graph, self.backend, self.weights, self.optimiser = graph, backend, weights, optimiser
-        self.position = backend.position.on(graph.mesh)
-        self.program = Program(graph, backend.hardware, False, self.position, Counter())
-        if remat:
-            for repeat in [m for m in self.program.module.modules() if isinstance(m, Repeat)]:
-                block = repeat.block
-                assert isinstance(block, torch.nn.Module)
-                repeat.block = Rematerialised(block)
+        self.graphs = []
+        for one in (graph, *others):
+            differentiable(one)
+            self.graphs.append(FACTORY.as_run(one, backend.device_kind, train=True))
+        self.graph = graph = self.graphs[0]
+        self.backend, self.weights, self.optimiser = backend, weights, optimiser
+        self.deterministic, self.position = deterministic, backend.position.on(graph.mesh)
+        self.programs = [self._program(one, remat) for one in self.graphs]
         layouts = graph.all_layouts()
         self.layouts = {
             numbered(name, i): (name, layouts[name])
@@ -69,27 +76,53 @@ class Trainer:
             eps=optimiser.eps,
             weight_decay=optimiser.weight_decay,
         )
+        averaged = self.parameters if optimiser.ema is not None else {}
+        self.ema = {name: p.detach().clone() for name, p in averaged.items()}
+
+    def _program(self, graph: Graph, remat: bool) -> Program:
+        program = Program(graph, self.backend.hardware, False, self.position, Counter())
+        if remat:
+            for repeat in [m for m in program.module.modules() if isinstance(m, Repeat)]:
+                block = repeat.block
+                assert isinstance(block, torch.nn.Module)
+                repeat.block = Rematerialised(block)
+        return program
 
     def accumulate(
         self, inputs: Mapping[str, Any], weights: Mapping[str, float]
     ) -> dict[str, np.ndarray]:
-        with torch.enable_grad():
+        with torch.enable_grad(), self._to_the_bit():
             losses = self._forward(inputs)
             total = sum(loss.mean() * weights[name] for name, loss in losses.items())
             (total / self.position.size).backward()  # pyright: ignore[reportAttributeAccessIssue]
         return self._to_host(losses)
+
+    @contextmanager
+    def _to_the_bit(self) -> Iterator[None]:
+        """Only operations whose sums have one order, if so asked. cuBLAS wants its workspace to be
+        fixed before it is first used."""
+        before = torch.are_deterministic_algorithms_enabled()
+        if self.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before)
 
     @torch.no_grad()
     def losses(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
         return self._to_host(self._forward(inputs))
 
     def _forward(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        i = index_of(self.graphs, inputs)
+        graph, program = self.graphs[i], self.programs[i]
         operands = [
-            upload(self.graph, n, self._own(n, x), self.program.device)
-            for n, x in self._ordered(inputs)
+            upload(graph, name, self._own(graph, name, inputs[name]), program.device)
+            for name in graph.inputs
         ]
-        found = self.program.module(*operands, *self.program.arguments(self.weights))
-        return dict(zip(self.graph.outputs, found, strict=True))
+        found = program.module(*operands, *program.arguments(self.weights))
+        return dict(zip(graph.outputs, found, strict=True))
 
     def _to_host(self, losses: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
         return {
@@ -97,12 +130,9 @@ class Trainer:
             for name, loss in losses.items()
         }
 
-    def _ordered(self, inputs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-        return [(name, inputs[name]) for name in self.graph.inputs]
-
-    def _own(self, name: str, value: Any) -> Any:
+    def _own(self, graph: Graph, name: str, value: Any) -> Any:
         """The samples of this rank's place on the axis `data`."""
-        axes, parts = self.graph.inputs[name].type.axes, self.position.mesh.get("data", 1)
+        axes, parts = graph.inputs[name].type.axes, self.position.mesh.get("data", 1)
         if parts == 1 or axes[:1] != ("B",):
             return value
         return np.split(np.asarray(value), parts)[self.position.coordinates["data"]]
@@ -148,6 +178,8 @@ class Trainer:
                 parameter.grad = gradients[name] * factor
             self.adam.param_groups[0]["lr"] = rate
             self.adam.step()
+            for name, average in self.ema.items():
+                average.lerp_(self.parameters[name], 1 - (self.optimiser.ema or 0))
         self.adam.zero_grad()
         return found
 
@@ -167,6 +199,8 @@ class Trainer:
                 for name, p in self.parameters.items()
             }
             found[kind] = {name: whole(name, x) for name, x in kept.items()}
+        if self.ema:
+            found[EMA] = {name: whole(name, x) for name, x in self.ema.items()}
         return found
 
     @torch.no_grad()
@@ -174,7 +208,7 @@ class Trainer:
         def own(name: str, array: np.ndarray) -> torch.Tensor:
             for dim, axis, parts in self.layouts[name][1].splits:
                 array = np.split(array, parts, dim)[self.position.coordinates[axis]]
-            return torch.from_numpy(np.array(array, order="C")).to(self.program.device.torch)
+            return torch.from_numpy(np.array(array, order="C")).to(self.programs[0].device.torch)
 
         for name, parameter in self.parameters.items():
             parameter.copy_(own(name, state["parameters"][name]))
@@ -182,3 +216,5 @@ class Trainer:
                 "step": torch.tensor(float(count)),
                 **{kind: own(name, state[kind][name]) for kind in MOMENTS},
             }
+        for name, average in self.ema.items():
+            average.copy_(own(name, state[EMA][name]))

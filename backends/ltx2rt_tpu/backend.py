@@ -172,11 +172,17 @@ class TpuBackend:
         return Loop(graph, self.place_of(graph), layers == "unrolled")
 
     def trainer(
-        self, graph: Graph, weights: Weights, optimiser: AdamW, remat: bool = True
+        self,
+        graph: Graph,
+        weights: Weights,
+        optimiser: AdamW,
+        remat: bool = True,
+        others: Sequence[Graph] = (),
+        deterministic: bool = False,
     ) -> Trainer:
         from ltx2rt_tpu.train import Trainer
 
-        return Trainer(self, graph, weights, optimiser, remat)
+        return Trainer(self, graph, weights, optimiser, remat, others)
 
     def compile_ahead(
         self, programs: Iterable[tuple[Program | Assembled | Loop, bool]]

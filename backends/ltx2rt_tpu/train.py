@@ -8,7 +8,7 @@ every collective's derivative is its transpose.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Lowered
 
-from ltx2rt.backend import MOMENTS, AdamW
+from ltx2rt.backend import EMA, MOMENTS, AdamW, index_of
 from ltx2rt.graph.interpret import NUMPY_DTYPES
 from ltx2rt.graph.ir import Graph, numbered
 from ltx2rt.passes.adapters import MARK
@@ -124,9 +124,16 @@ class Trainer:
     axis."""
 
     def __init__(
-        self, backend: TpuBackend, graph: Graph, weights: Weights, optimiser: AdamW, remat: bool
+        self,
+        backend: TpuBackend,
+        graph: Graph,
+        weights: Weights,
+        optimiser: AdamW,
+        remat: bool,
+        others: Sequence[Graph] = (),
     ):
-        self.graph, self.one_batch = graph, Gradients(graph, backend.place_of(graph), remat)
+        self.graph, self.graphs = graph, [graph, *others]
+        self.batches = [Gradients(one, backend.place_of(one), remat) for one in self.graphs]
         self.parameters = {name: x for name, x in weights.items() if MARK in name}
         self.frozen = {name: weights[name] for name in graph.all_params() if MARK not in name}
         self.counts = {
@@ -138,16 +145,20 @@ class Trainer:
             optax.add_decayed_weights(optimiser.weight_decay),
         )
         self.moments: Any = jax.jit(self.adam.init)(self.parameters)
+        self.ema: Weights = {}
+        if optimiser.ema is not None:
+            self.ema = {name: jnp.copy(x) for name, x in self.parameters.items()}
         self.gradients: Weights | None = None
         self._add: Any = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
-        self._step: Any = jax.jit(self._updated, donate_argnums=(0, 1))
+        self._step: Any = jax.jit(self._updated, donate_argnums=(0, 1, 2))
 
     def accumulate(
         self, inputs: Mapping[str, Any], weights: Mapping[str, float]
     ) -> dict[str, np.ndarray]:
         scales = {name: np.float32(weight) for name, weight in weights.items()}
-        losses, gradients = self.one_batch.function(
-            self.parameters, self.frozen, self._fed(inputs), scales
+        batch = self.batches[index_of(self.graphs, inputs)]
+        losses, gradients = batch.function(
+            self.parameters, self.frozen, self._fed(batch, inputs), scales
         )
         self.gradients = (
             gradients if self.gradients is None else self._add(self.gradients, gradients)
@@ -155,22 +166,25 @@ class Trainer:
         return {name: _whole(loss) for name, loss in losses.items()}
 
     def losses(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        found = self.one_batch.losses(self.frozen | self.parameters, self._fed(inputs))
+        batch = self.batches[index_of(self.graphs, inputs)]
+        found = batch.losses(self.frozen | self.parameters, self._fed(batch, inputs))
         return {name: _whole(loss) for name, loss in found.items()}
 
-    def _fed(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
+    def _fed(self, batch: Gradients, inputs: Mapping[str, Any]) -> dict[str, Array]:
         return {
-            n: self._uploaded(n, np.asarray(inputs[n], NUMPY_DTYPES[v.type.dtype]))
-            for n, v in self.graph.inputs.items()
+            n: self._uploaded(batch, n, np.asarray(inputs[n], NUMPY_DTYPES[v.type.dtype]))
+            for n, v in batch.graph.inputs.items()
         }
 
-    def _uploaded(self, name: str, value: np.ndarray) -> Array:
-        sharding = self.one_batch.sharding(name)
+    def _uploaded(self, batch: Gradients, name: str, value: np.ndarray) -> Array:
+        sharding = batch.sharding(name)
         if not isinstance(sharding, NamedSharding):
             return jax.device_put(value, sharding)
         return jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
 
-    def _updated(self, parameters: Weights, moments: Any, gradients: Weights, rate: Array) -> Any:
+    def _updated(
+        self, parameters: Weights, moments: Any, ema: Weights, gradients: Weights, rate: Array
+    ) -> Any:
         squares = {name: jnp.sum(jnp.square(x)) for name, x in gradients.items()}
         total = jnp.stack(list(squares.values())).sum()
         factor = jnp.minimum(1, self.optimiser.max_norm / (jnp.sqrt(total) + 1e-6))
@@ -178,22 +192,27 @@ class Trainer:
         steps: Any
         steps, after = self.adam.update(clipped, moments, parameters)
         moved = {name: x - rate * steps[name] for name, x in parameters.items()}
-        kept, fine = (moved, after), jnp.isfinite(total)
+        decay = self.optimiser.ema or 0
+        averages = {name: x + (1 - decay) * (moved[name] - x) for name, x in ema.items()}
+        kept, fine = (moved, after, averages), jnp.isfinite(total)
         chosen = jax.tree.map(
-            lambda new, old: jnp.where(fine, new, old), kept, (parameters, moments)
+            lambda new, old: jnp.where(fine, new, old), kept, (parameters, moments, ema)
         )
         return *chosen, squares
 
     def update(self, rate: float) -> dict[str, float]:
         assert self.gradients is not None, "nothing was accumulated"
-        found = self._step(self.parameters, self.moments, self.gradients, np.float32(rate))
-        self.parameters, self.moments, squares = found
+        found = self._step(
+            self.parameters, self.moments, self.ema, self.gradients, np.float32(rate)
+        )
+        self.parameters, self.moments, self.ema, squares = found
         self.gradients = None
         return {name: float(x) for name, x in squares.items()}
 
     def state(self) -> dict[str, dict[str, np.ndarray]]:
         adam = self.moments[0]
         kept = {"parameters": self.parameters} | dict(zip(MOMENTS, (adam.mu, adam.nu), strict=True))
+        kept |= {EMA: self.ema} if self.ema else {}
         return {kind: self._blocks(arrays) for kind, arrays in kept.items()}
 
     def _blocks(self, arrays: Mapping[str, Array]) -> dict[str, np.ndarray]:
@@ -213,6 +232,7 @@ class Trainer:
             return found
 
         self.parameters = stacked(state["parameters"])
+        self.ema = stacked(state[EMA]) if self.ema else {}
         first, second = (stacked(state[kind]) for kind in MOMENTS)
         adam, *rest = self.moments
         self.moments = (

@@ -7,7 +7,8 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
@@ -19,15 +20,18 @@ from ltx2rt.backend import get_factory, keep_compiled
 from ltx2rt.commands.generate import compiled_folder
 from ltx2rt.commands.options import model_options, start_ranks
 from ltx2rt.errors import InputError
-from ltx2rt.flags import add_flags, given_flags
+from ltx2rt.flags import add_flags, flagged, given_flags, spelling
 from ltx2rt.notes import note
 from ltx2rt.ranks.crew import Crew
 from ltx2rt.session.open import located, open_session
-from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.options import ModelOptions, existing_file
+from ltx2rt.suggest import hint
 from ltx2rt.train.prepare import MANIFEST, PrepareRequest
 from ltx2rt.train.prepare import prepare as fill
-from ltx2rt.train.run import TrainRequest, described, start
+from ltx2rt.train.request import TrainRequest
+from ltx2rt.train.run import Run, described, start
 from ltx2rt.train.state import read_state, states, write_lora
+from ltx2rt.train.step import in_words
 
 READ = (  # flags of a model that training reads
     "backend", "model", "text_encoder", "video_vae", "audio_vae", "config_from", "offline", "dtype", "device", "mesh",
@@ -66,21 +70,69 @@ def prepare(args: argparse.Namespace) -> None:
         print(json.dumps(report))
 
 
+RUN_READ = (*READ, "weights_dtype", "assume", "num_gpus", "max_memory")
+
+
 def run_flags(to: Any) -> None:
     to.epilog = EXAMPLE
-    add_flags(to, ModelOptions, backend="auto", only=(*READ, "weights_dtype", "assume", "num_gpus"))
+    add_flags(to, ModelOptions, backend="auto", only=RUN_READ)
+    to.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="TOML file with flags by name, dashes as underscores; those of the command line win",
+    )
     add_flags(to, TrainRequest)
+    for action in to._actions:  # the file may have them
+        action.required = False
+
+
+def configured(args: argparse.Namespace) -> argparse.Namespace:
+    """`args` with the flags of `--config` that the command line lacks. Raises InputError."""
+    known = {n: f for n, f in flagged(ModelOptions).items() if n in RUN_READ} | flagged(
+        TrainRequest
+    )
+    if (path := args.config) is not None:
+        existing_file("--config", path)
+        try:
+            found = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise InputError(f"--config: {path} is no TOML file ({error}); correct it") from None
+        for name, value in found.items():
+            if name not in known:
+                raise InputError(
+                    f"--config: {path} has {name!r}, which is no flag of `train run`{hint(name, known)}"
+                )
+            if not hasattr(args, name):
+                setattr(args, name, _of_toml(known[name], value))
+    for name in ("model", "data", "output"):
+        if not hasattr(args, name):
+            raise InputError(
+                f"{spelling(known[name])}: none was given; pass it, or put it into --config"
+            )
+    return args
+
+
+def _of_toml(field: Any, value: Any) -> Any:
+    """The value as the command line gives it: text but for switches and lists."""
+    if isinstance(value, list):
+        return [str(x) for x in value]
+    if isinstance(value, bool) or field.metadata["flag"].repeat:
+        return value
+    return str(value)
 
 
 def run_files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
     """The files that all processes must have alike: those of the model, the cache's list, and the
     state to go on from; none is removed when a process dies."""
-    request = TrainRequest(**given_flags(args, TrainRequest))
-    return [*_run_options(args).files, request.data / MANIFEST, *states(request.output)[-1:]], []
+    request = TrainRequest(**given_flags(configured(args), TrainRequest))
+    lists = [data.cache / MANIFEST for data in request.data]
+    more = [path for path in (request.init,) if path]
+    return [*_run_options(args).files, *lists, *more, *states(request.output)[-1:]], []
 
 
 def run(args: argparse.Namespace) -> int | None:
-    request = TrainRequest(**given_flags(args, TrainRequest))
+    request = TrainRequest(**given_flags(configured(args), TrainRequest))
     options = _run_options(args)
     options.check()
     options = located(options)
@@ -90,21 +142,14 @@ def run(args: argparse.Namespace) -> int | None:
         keep_compiled(options.backend, compiled_folder(os.environ))
     made = start(open_session(options), request)
     say = note if made.session.backend.is_main else lambda text: None
-    for group, count in made.step.groups().items():
-        say(f"trains {group}: {count:,} numbers")
-    r, g = made.request, made.step.geometry
-    size = (
-        f"{g.size_px[1]}x{g.size_px[0]}, {g.frames} latent frames"
-        if "video" in made.streams
-        else "sound alone"
-    )
-    say(
-        f"{len(made.samples)} samples of {size}, batch {made.batch} x {r.accumulate}, {r.steps} steps"
-    )
     if request.dry_run:
-        return None
+        return _dry_run(made, say)
+    for line in _sizes(made):
+        say(line)
 
     def show(row: dict[str, Any]) -> None:
+        if request.json and made.session.backend.is_main:
+            print(json.dumps(row), flush=True)
         if row["step"] % 10 == 0:
             losses = ", ".join(
                 f"{name} {row[f'{name}_loss']:.4f}"
@@ -116,8 +161,42 @@ def run(args: argparse.Namespace) -> int | None:
     with stopping(args.crew) as stopped:
         path = made.train(say, show, stopped)
     if made.session.backend.is_main:
-        print(path)
+        print(json.dumps({"lora": str(path)}) if request.json else path)
     return None
+
+
+def _sizes(made: Run) -> Iterator[str]:
+    for group, count in made.step.groups().items():
+        yield f"trains {group}: {count:,} numbers"
+    r, g = made.request, made.step.geometry
+    size = (
+        f"{g.size_px[1]}x{g.size_px[0]}, {g.frames} latent frames"
+        if "video" in made.streams
+        else "sound alone"
+    )
+    more = f", and {len(made.kinds) - 1} other kinds" if len(made.kinds) > 1 else ""
+    apart = f" ({len(made.held_out)} more are measured alone)" if made.held_out else ""
+    yield (
+        f"{len(made.items)} samples{apart} of {size}{more}, batch {made.batch} x {r.accumulate}, {r.steps} steps"
+    )
+
+
+def _dry_run(made: Run, say: Callable[[str], None]) -> None:
+    """Groups, sizes, memory and the shapes of the first batch, as text on stderr or as JSON."""
+    memory, feeds = made.step.memory, made.feeds(made.drawn(0, 0))
+    shapes = {name: list(x.shape) for name, x in feeds.items()}
+    for line in _sizes(made):
+        say(line)
+    say(f"memory {memory.total / 1e9:.3g} GB of a device: {in_words(memory)}")
+    say("first batch: " + ", ".join(f"{name} {shape}" for name, shape in shapes.items()))
+    if made.request.json and made.session.backend.is_main:
+        found = {
+            "groups": made.step.groups(),
+            "samples": len(made.items),
+            "steps": made.request.steps,
+        }
+        found |= {"held_out": len(made.held_out), "batch": made.batch * made.request.accumulate}
+        print(json.dumps(found | {"memory_bytes": memory.total, "first_batch": shapes}))
 
 
 @contextmanager

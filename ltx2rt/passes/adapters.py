@@ -24,12 +24,17 @@ MARK = ".lora_"  # in the name of every parameter that the pass declares
 
 @dataclass(frozen=True)
 class Adapters:
-    """targets: modules by their names in the checkpoint, `*` for the block. rank: columns of A;
-    scale: alpha / rank."""
+    """targets: modules by their names in the checkpoint, `*` for the block. rank: rows of A, and
+    audio_rank those of the sound's own modules; scale: alpha / rank."""
 
     targets: frozenset[str]
     rank: int
     scale: float = 1.0
+    audio_rank: int | None = None
+
+    def rank_of(self, module: str) -> int:
+        own = module.partition(".*.")[2].startswith(("audio_attn", "audio_ff"))
+        return self.audio_rank if own and self.audio_rank else self.rank
 
 
 def adapted(graph: Graph, adapters: Adapters) -> Graph:
@@ -86,7 +91,11 @@ def _body(body: Graph, adapters: Adapters) -> Graph:
 def _beside(out: Graph, node: Node, layout: Layout, adapters: Adapters) -> Value:
     """The linear and what is added to it."""
     x, weight, *_ = node.inputs
-    name, dtype, rank = weight.name.removesuffix(".weight"), weight.type.dtype, adapters.rank
+    name, dtype, rank = (
+        weight.name.removesuffix(".weight"),
+        weight.type.dtype,
+        adapters.rank_of(weight.name),
+    )
     ((_, (rows, columns)),) = layout.parts
 
     def half(letter: str, dim: int, whole: tuple[int, int]) -> Value:

@@ -90,11 +90,14 @@ class TrainingMemory:
         return self.frozen + self.state + self.kept + self.block
 
 
-def training_memory(graph: Graph, remat: bool) -> TrainingMemory:
-    """remat: of each block its carries are kept, and its values and their gradients are alive in
-    the backward pass."""
+def training_memory(graph: Graph, remat: bool, ema: bool = False) -> TrainingMemory:
+    """ema: an average of what is trained is kept. remat: of each block its carries are kept, and
+    its values and their gradients are alive in the backward pass."""
     trained = [name for name in graph.all_params() if MARK in name]
-    adapters, state = 4 * _numbers(graph, trained), STATE_BYTES * _numbers(graph, trained)
+    adapters, state = (
+        4 * _numbers(graph, trained),
+        (STATE_BYTES + 4 * ema) * _numbers(graph, trained),
+    )
     kept, block = sum(v.type.nbytes for v in graph.inputs.values()), 0
     for repeat in graph.repeats:
         carries = list(repeat.body.inputs.values())[: repeat.num_carries]

@@ -17,7 +17,7 @@ from ltx2rt.run.estimate import Devices, datasheet_session
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.train.data import Bucket, parse_bucket
 from ltx2rt.train.recipe import MODES
-from ltx2rt.train.run import TrainRequest
+from ltx2rt.train.request import TrainRequest
 from ltx2rt.train.step import Step
 
 READ = ("mode", "targets", "rank", "batch", "remat")  # flags of a training run that size its step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,33 @@ def read_factors(lora: Lora, source: TensorSource) -> dict[str, tuple[np.ndarray
         (((up, down),), scale) = change.factors(lora.file, ())
         up, down = (np.asarray(half, np.float32) for half in (up, down))
         found[name.removesuffix(".weight")] = down, up * np.float32(scale)
+    return found
+
+
+def read_init(
+    path: Path, session: Session, shapes: Mapping[str, tuple[int, ...]], scale: float
+) -> dict[str, np.ndarray]:
+    """Values of the adapters' parameters before the first step from a LoRA file, whose product they
+    have at `scale`; shapes: all that are trained. Of a file of a smaller rank the rows of A beyond
+    it are left to be drawn, which is why B is zero there; modules that the file lacks are not
+    returned. Raises InputError for a LoRA of another model, of a larger rank, or of modules that
+    are not trained."""
+    lora = open_lora(path)
+    check_lora(lora, session.config.version)
+    found = {}
+    for module, (down, up) in read_factors(lora, session.checkpoint.source("transformer")).items():
+        names = [f"{module}{MARK}{half}.weight" for half in "AB"]
+        if names[0] not in shapes:
+            raise InputError(
+                f"--init: {path} changes {module}, which --targets leave out; add its group, or begin without it"
+            )
+        rank = shapes[names[0]][0]
+        if len(down) > rank:
+            raise InputError(
+                f"--init: {path} has rank {len(down)}, the run {rank}; pass --rank {len(down)}"
+            )
+        found[names[0]] = down
+        found[names[1]] = np.pad(up / np.float32(scale), ((0, 0), (0, rank - len(down))))
     return found
 
 

@@ -604,8 +604,12 @@ def context_path(cache: Path, key: str) -> Path:
     return cache / CONTEXTS / f"{key}.safetensors"
 
 
-def read_manifest(cache: Path, base: str) -> list[Sample]:
-    """The samples of a cache that the model with the digest `base` made. Raises InputError."""
+def read_head(cache: Path) -> dict[str, Any]:
+    """Facts of a cache as a whole. Raises InputError."""
+    return _read_lines(cache)[0]
+
+
+def _read_lines(cache: Path) -> list[dict[str, Any]]:
     path = cache / MANIFEST
     if not path.is_file():
         raise InputError(
@@ -613,12 +617,22 @@ def read_manifest(cache: Path, base: str) -> list[Sample]:
         )
     try:
         head, *rows = [json.loads(line) for line in path.read_text().splitlines()]
-        samples = [Sample(**row | {"streams": tuple(row["streams"])}) for row in rows]
-        made_by = head["model"]
+        _ = head["model"], head["empty"], [Sample(**row) for row in rows]
     except (OSError, ValueError, TypeError, KeyError):
         raise InputError(
             f"--data: {path} is damaged; run `ltx2rt train prepare` again, which keeps what is there"
         ) from None
+    return [head, *rows]
+
+
+def read_manifest(cache: Path, base: str) -> list[Sample]:
+    """The samples of a cache that the model with the digest `base` made. Raises InputError."""
+    head, *rows = _read_lines(cache)
+    pairs = ("streams", "reference")
+    for row in rows:
+        row.update({name: tuple(row[name]) for name in pairs if row.get(name)})
+    samples = [Sample(**row) for row in rows]
+    made_by = head["model"]
     if made_by != base:
         raise InputError(
             f"--data: {cache} was made with another model; run `ltx2rt train prepare` with this one"

@@ -7,6 +7,7 @@ neither the backend, the number of devices nor an interruption changes it.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,17 @@ GROUPS: Mapping[str, tuple[str, ...]] = {  # modules of a block by group
     ),
     "video-ff": ("ff.net.0.proj", "ff.net.2"),
     "audio-ff": ("audio_ff.net.0.proj", "audio_ff.net.2"),
+    "gates": tuple(  # LTX-2.3 and 2.5; the official trainer never targets them
+        f"{name}.to_gate_logits"
+        for name in (
+            "attn1",
+            "attn2",
+            "audio_attn1",
+            "audio_attn2",
+            "audio_to_video_attn",
+            "video_to_audio_attn",
+        )
+    ),
 }
 STREAM_OF = {
     "video-attn": "video",
@@ -48,13 +60,16 @@ STREAM_OF = {
     "audio-attn": "audio",
     "audio-ff": "audio",
     "cross": "cross",
+    "gates": "cross",
 }
 
 
 @dataclass(frozen=True)
 class Mode:
     """streams: the present ones; trained: those that are noised; targets: groups; rate and steps:
-    defaults. first_frame: how often the first latent frame is given."""
+    defaults. The others are conditions with how often a sample has them: the first latent frame,
+    the first latent frames and the sound of their time, what a mask or a rectangle leaves, and
+    tokens of a reference beside the clip."""
 
     streams: tuple[str, ...]
     trained: tuple[str, ...]
@@ -62,9 +77,13 @@ class Mode:
     rate: float = 1e-4
     steps: int = 2000
     first_frame: float = 0.0
+    prefix: tuple[int, float] = (0, 0.0)
+    mask: float = 0.0
+    crop: float = 0.0
+    reference: float = 0.0
 
 
-BOTH = ("video", "audio")
+BOTH, PICTURE = ("video", "audio"), ("video",)
 ATTENTIONS = ("video-attn", "audio-attn", "cross")
 MODES = {  # configs/*.yaml of the official trainer
     "t2v": Mode(BOTH, BOTH, ATTENTIONS),
@@ -72,25 +91,74 @@ MODES = {  # configs/*.yaml of the official trainer
     "a2v": Mode(BOTH, ("video",), ATTENTIONS),
     "v2a": Mode(BOTH, ("audio",), ("audio-attn", "audio-ff", "cross")),
     "t2a": Mode(("audio",), ("audio",), ("audio-attn", "audio-ff"), 2e-4, 3000),
+    "ic-lora": Mode(
+        PICTURE, PICTURE, ("video-attn", "video-ff"), 2e-4, 3000, first_frame=0.2, reference=1.0
+    ),
+    "extend": Mode(BOTH, BOTH, ATTENTIONS, prefix=(8, 1.0)),
+    "inpaint": Mode(PICTURE, PICTURE, ("video-attn",), mask=1.0),
+    "outpaint": Mode(PICTURE, PICTURE, ("video-attn",), crop=1.0),
 }
 
 
-def targeted(words: Sequence[str], known: Collection[str]) -> list[str]:
-    """Those of the modules `known` (with `*` for the block) that the groups name. Raises InputError
-    for an unknown group, and for one that the graph lacks, as one without sound has no sound's."""
+def reached(words: Sequence[str]) -> set[str]:
+    """The streams whose linears the targets name, of video, audio and cross."""
+    found = set()
+    for word in words:
+        if word in GROUPS:
+            found.add(STREAM_OF[word])
+            continue
+        modules = (
+            (group, f"transformer_blocks.0.{part}") for group in GROUPS for part in GROUPS[group]
+        )
+        found |= {STREAM_OF[group] for group, name in modules if _pattern(word).search(name)}
+    return found
+
+
+def _pattern(word: str) -> re.Pattern[str]:
+    try:
+        return re.compile(word)
+    except re.error as error:
+        raise InputError(
+            f"--targets: {word!r} is no regular expression ({error}); expected that, or some of {', '.join(GROUPS)}"
+        ) from None
+
+
+def targeted(words: Sequence[str], known: Collection[str], blocks: int = 1) -> list[str]:
+    """Those of the modules `known` (with `*` for one of so many blocks) that are of a group, or that
+    match a regular expression. Raises InputError for a word that names none, as a group without
+    sound names none of the sound's; for one that names some blocks alone; and for gates alone."""
     found: list[str] = []
     for word in words:
-        if word not in GROUPS:
-            raise InputError(
-                f"--targets: {word!r}, expected some of {', '.join(GROUPS)}{hint(word, GROUPS)}"
-            )
-        own = [name for name in known if name.partition(".*.")[2] in GROUPS[word]]
-        if not own:
-            raise InputError(
-                f"--targets: {word} is not part of this training; leave it out, or choose another --mode"
-            )
-        found += own
+        if word in GROUPS:
+            own = [name for name in known if name.partition(".*.")[2] in GROUPS[word]]
+            if not own:
+                raise InputError(
+                    f"--targets: {word} is not part of this training; leave it out, or choose another --mode"
+                )
+        else:
+            own = _matching(word, known, blocks)
+        found += [name for name in own if name not in found]
+    if all(name.endswith("to_gate_logits") for name in found):
+        raise InputError("--targets: gates alone teach nothing; add attentions, such as video-attn")
     return found
+
+
+def _matching(word: str, known: Collection[str], blocks: int) -> list[str]:
+    pattern, own = _pattern(word), []
+    for name in known:
+        hits = [bool(pattern.search(name.replace("*", str(i)))) for i in range(blocks)]
+        if any(hits) and not all(hits):
+            raise InputError(
+                f"--targets: {word!r} matches {name.replace('*', 'N')} in {sum(hits)} of {blocks} blocks; all blocks "
+                r"are trained alike, so match any number: blocks\.\d+\."
+            )
+        own += [name] * all(hits)
+    if not own:
+        raise InputError(
+            f"--targets: {word!r}, expected some of {', '.join(GROUPS)}{hint(word, GROUPS)}, or a regular "
+            f"expression that matches some of {len(known)} linears, such as {next(iter(known))}"
+        )
+    return own
 
 
 def group_of(name: str) -> str:
@@ -99,15 +167,33 @@ def group_of(name: str) -> str:
     return next(group for group, parts in GROUPS.items() if module.startswith(parts))
 
 
-def sigma(tokens: int, seed: int, stream: str) -> float:
-    """The noise level of one sample of so many noised tokens: a logistic normal that is shifted by
-    the tokens, stretched so that it reaches 0 and 1, and now and then uniform instead."""
+@dataclass(frozen=True)
+class NoiseLevels:
+    """kind: `shifted`, a logistic normal that is shifted by the tokens, stretched so that it reaches
+    0 and 1, and now and then uniform instead; `uniform`; or `logit`, the logistic normal alone.
+    shift: its mean before the sigmoid, None: by the tokens. least, most: what levels are scaled to.
+    """
+
+    kind: str = "shifted"
+    shift: float | None = None
+    least: float = 0.0
+    most: float = 1.0
+
+
+def sigma(tokens: int, seed: int, stream: str, levels: NoiseLevels = NoiseLevels()) -> float:
+    """The noise level of one sample of so many noised tokens."""
+    return levels.least + (levels.most - levels.least) * _level(tokens, seed, stream, levels)
+
+
+def _level(tokens: int, seed: int, stream: str, levels: NoiseLevels) -> float:
     z = float(standard_normal(seed, f"{stream}.z", (1,))[0])
     plain, level = uniform(seed, f"{stream}.level", 2)
-    if plain < PLAIN:
+    if levels.kind == "uniform" or (levels.kind == "shifted" and plain < PLAIN):
         return float(LEAST + (1 - LEAST) * level)
     slope = (MU[1] - MU[0]) / (MU_TOKENS[1] - MU_TOKENS[0])
-    mu = MU[0] + slope * (tokens - MU_TOKENS[0])
+    mu = MU[0] + slope * (tokens - MU_TOKENS[0]) if levels.shift is None else levels.shift
+    if levels.kind == "logit":
+        return _sigmoid(mu + z)
     low, high = (_sigmoid(mu + tail) for tail in TAILS)
     s = (_sigmoid(mu + z) - low) / (high - low)
     s = 2 * LEAST - s if s < LEAST else s

@@ -24,7 +24,14 @@ from ltx2rt.weights.files import TensorFile, write_arrays
 
 Arrays = Mapping[str, np.ndarray]
 METRICS, PICTURE, LOCK = "metrics.jsonl", "loss.svg", ".lock"
-STATES = "state"
+STATES, CONFIGURATION = "state", "train.toml"
+
+METADATA = {  # keys of a LoRA's header that other programs read, and the facts they hold
+    "model_version": "version",
+    "reference_downscale_factor": "reference_downscale_factor",
+    "reference_spatial_scale_factor": "reference_downscale_factor",
+    "reference_temporal_scale_factor": "reference_temporal_scale_factor",
+}
 
 
 def states(run: Path) -> list[Path]:
@@ -34,9 +41,15 @@ def states(run: Path) -> list[Path]:
 
 
 def write_state(
-    run: Path, step: int, arrays: Mapping[str, Arrays], about: Mapping[str, Any], keep: int
+    run: Path,
+    step: int,
+    arrays: Mapping[str, Arrays],
+    about: Mapping[str, Any],
+    keep: int,
+    keep_every: int = 0,
 ) -> None:
-    """Raises NotWritten if the disk is full; earlier states are whole."""
+    """keep: how many of the latest states stay; keep_every: those of its multiples stay, too, 0:
+    none. Raises NotWritten if the disk is full; earlier states are whole."""
     folder, partial = run / STATES / f"{step:06d}", run / STATES / f".{step:06d}.partial"
     try:
         partial.mkdir(parents=True, exist_ok=True)
@@ -62,7 +75,8 @@ def write_state(
         why = f"{error.strerror}; {last}: make room and give the same command"
         raise NotWritten(error.errno, why, str(folder)) from error
     for old in states(run)[:-keep]:
-        shutil.rmtree(old)
+        if not keep_every or int(old.name) % keep_every:
+            shutil.rmtree(old)
 
 
 def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, np.ndarray]]]:
@@ -93,7 +107,15 @@ def write_lora(
         )
         for name, x in parameters.items()
     }
-    write_arrays(path, arrays, {"format": "pt", "ltx2rt": json.dumps(dict(about))})
+    metadata = {"format": "pt", "ltx2rt": json.dumps(dict(about))}
+    metadata |= {key: str(about[name]) for key, name in METADATA.items() if about.get(name, 1) != 1}
+    write_arrays(path, arrays, metadata)
+
+
+def write_configuration(run: Path, values: Mapping[str, Any]) -> None:
+    """`train.toml`: text, numbers, switches and lists of text, by name."""
+    with replacing(run / CONFIGURATION) as partial:
+        partial.write_text("".join(f"{name} = {json.dumps(x)}\n" for name, x in values.items()))
 
 
 def kept_metrics(run: Path, step: int) -> list[dict[str, Any]]:

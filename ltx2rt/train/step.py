@@ -4,7 +4,7 @@ costs."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,12 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Cut, Graph
 from ltx2rt.models import train_step, transformer
 from ltx2rt.models.catalog import PROMPT_TOKENS
-from ltx2rt.models.geometry import Geometry, audio_positions, video_positions
+from ltx2rt.models.geometry import (
+    Geometry,
+    audio_positions,
+    reference_positions,
+    video_positions,
+)
 from ltx2rt.passes.adapters import MARK, Adapters, modules
 from ltx2rt.placement.plan import StageCost, Work, cost
 from ltx2rt.placement.training import TrainingMemory, gradient_sums, runs_of, training_memory
@@ -53,7 +58,9 @@ class WithAdapters:
 class Step:
     """batch: samples of one device of the mesh axis `data`. streams: the present ones; targets:
     groups of linears. scale: of the adapters, alpha / rank. remat: blocks are computed anew in the
-    backward pass."""
+    backward pass. audio_rank: of the sound's own linears, None: rank. ema: an average is kept.
+    reference: its geometry, and how much smaller it is and how many times fewer frames it has; its
+    tokens follow those of the clip."""
 
     session: Session
     geometry: Geometry
@@ -63,6 +70,9 @@ class Step:
     rank: int
     scale: float = 1.0
     remat: bool = True
+    audio_rank: int | None = None
+    ema: bool = False
+    reference: tuple[Geometry, int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.session.backend.mesh.get("guidance", 1) > 1:
@@ -74,30 +84,42 @@ class Step:
     def tables(self) -> dict[str, np.ndarray]:
         g = self.geometry
         video = video_positions(g) if "video" in self.streams else None
+        if video is not None and self.reference:
+            video = np.concatenate([video, reference_positions(*self.reference)], axis=1)
         audio = audio_positions(g) if "audio" in self.streams else None
         return transformer.position_feeds(self.session.config.transformer, video, audio)
+
+    def tokens(self, stream: str) -> int:
+        """Tokens of the clip itself."""
+        g = self.geometry
+        return g.num_video_tokens if stream == "video" else g.audio_latents
+
+    @cached_property
+    def shape(self) -> train_step.TrainShape:
+        more = self.reference[0].num_video_tokens if self.reference else 0
+        return train_step.TrainShape(
+            self.batch,
+            self.tokens("video") + more if "video" in self.streams else 0,
+            self.tokens("audio") if "audio" in self.streams else 0,
+            PROMPT_TOKENS,
+            transformer.coordinate_counts(self.tables),
+            self.streams,
+            self.session.options.cross_timestep_rule,
+        )
 
     @cached_property
     def plain(self) -> Graph:
         """The step of one device before placement, without adapters."""
-        g, session = self.geometry, self.session
-        shape = train_step.TrainShape(
-            self.batch,
-            g.num_video_tokens if "video" in self.streams else 0,
-            g.audio_latents if "audio" in self.streams else 0,
-            PROMPT_TOKENS,
-            transformer.coordinate_counts(self.tables),
-            self.streams,
-            session.options.cross_timestep_rule,
-        )
-        with session.checkpoint.tracing():
-            return train_step.trace(session.config.transformer, shape, session.dtype)
+        with self.session.checkpoint.tracing():
+            return train_step.trace(self.session.config.transformer, self.shape, self.session.dtype)
 
     @cached_property
     def adapters(self) -> Adapters:
         """Raises InputError for targets that the step lacks."""
-        names = targeted(self.targets, modules(self.plain))
-        return Adapters(frozenset(names), self.rank, self.scale)
+        names = targeted(
+            self.targets, modules(self.plain), self.session.config.transformer.num_layers
+        )
+        return Adapters(frozenset(names), self.rank, self.scale, self.audio_rank)
 
     @cached_property
     def graph(self) -> Graph:
@@ -132,12 +154,14 @@ class Step:
 
     @cached_property
     def memory(self) -> TrainingMemory:
-        return training_memory(self.graph, self.remat)
+        return training_memory(self.graph, self.remat, self.ema)
 
     def require_memory(self) -> None:
         """Raises InputError if the step has no room on any process's device."""
         device, m = self.session.backend.device(), self.memory
         free = device.free_bytes - device.reserve_bytes
+        if most := self.session.options.max_memory:
+            free = min(free, int(most * 1e9))
         if self.session.backend.agree(m.total > free):
             ways = ["a smaller bucket"]
             ways += ["--remat block"] * (not self.remat) + ["--batch 1"] * (self.batch > 1)
@@ -147,15 +171,30 @@ class Step:
                 f"free; try {', '.join(ways)}, or more devices that share the weights: --mesh tensor=N"
             )
 
-    def trainer(self, seed: int, optimiser: AdamW) -> Trainer:
-        """Raises InputError if the model does not fit the graph, or the graph the memory."""
+    def trainer(
+        self,
+        seed: int,
+        optimiser: AdamW,
+        others: Sequence[Step] = (),
+        begin: Mapping[str, np.ndarray] | None = None,
+        deterministic: bool = False,
+    ) -> Trainer:
+        """others: smaller steps, whose batches it takes, too. begin: values of adapters before the
+        first step that are not drawn. Raises InputError if the model does not fit the graph, or the
+        graph the memory."""
         source = self.session.checkpoint.source("transformer")
         frozen = {name: spec for name, spec in self.graph.parameters().items() if MARK not in name}
         audit(frozen, source, source.where, partial=len(self.streams) < 2)
-        self.require_memory()
+        for step in (self, *others):
+            step.require_memory()
         arrays = {name: initial(name, shape, seed) for name, shape in self.shapes().items()}
-        weights = self.session.backend.load([self.graph], WithAdapters(source, arrays))
-        return self.session.backend.trainer(self.graph, weights, optimiser, self.remat)
+        graphs = {step.shape: step.graph for step in (self, *others)}
+        for name, x in (begin or {}).items():
+            arrays[name][: len(x)] = x
+        backend, drawn = self.session.backend, WithAdapters(source, arrays)
+        weights = backend.load([self.graph], drawn)
+        first, *rest = graphs.values()
+        return backend.trainer(first, weights, optimiser, self.remat, rest, deterministic)
 
 
 def in_words(m: TrainingMemory) -> str:

@@ -14,7 +14,8 @@ from ltx2rt.backend import DeviceInfo
 from ltx2rt.commands import train as command
 from ltx2rt.errors import InputError
 from ltx2rt.media.output import write_wav
-from ltx2rt.train.run import TrainRequest, start
+from ltx2rt.train.request import Data, TrainRequest
+from ltx2rt.train.run import start
 from ltx2rt.train.state import read_state, states
 from ltx2rt.weights.files import TensorFile
 from ltx2rt.weights.lora import open_lora
@@ -127,7 +128,7 @@ def test_the_lora_has_official_keys_and_says_what_it_is(model, undisturbed, tmp_
 
 
 def test_two_batches_of_one_are_a_batch_of_two(model, cache, tmp_path):
-    request = {"data": cache, "rank": 2, "steps": 1, "mode": "t2v"}
+    request = {"data": (Data(cache),), "rank": 2, "steps": 1, "mode": "t2v"}
     found = []
     for batch, accumulate in ((2, 1), (1, 2)):
         made = start(

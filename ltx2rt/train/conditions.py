@@ -1,0 +1,69 @@
+"""Tokens of a training sample that are given: clean, without noise and without a loss."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ltx2rt.errors import InputError
+from ltx2rt.models.geometry import Geometry, pixel_frames
+from ltx2rt.stages.noise import uniform
+from ltx2rt.train.request import TrainRequest
+
+
+def given_tokens(
+    r: TrainRequest, g: Geometry, mask: np.ndarray | None, stream: str
+) -> dict[str, np.ndarray]:
+    """bool[tokens] of either stream: what the conditions of a resolved request give of one sample.
+
+    mask: f32[f, h, w], more than 0.5 where it is given. stream: the sample's random numbers, of
+    which each condition has its own.
+    """
+    video = np.zeros((g.frames, g.rows, g.columns), bool)
+    audio = np.zeros(g.audio_latents, bool)
+
+    def drawn(name: str, share: float | None) -> bool:
+        return bool(uniform(r.seed, f"{stream}.{name}", 1)[0] < (share or 0))
+
+    if drawn("first_frame", r.first_frame):
+        video[:1] = True
+    for name, span in (("prefix", r.prefix), ("suffix", r.suffix)):
+        count, share = span or (0, 0.0)
+        if drawn(name, share):
+            frames, sounds = span_of(name, count, g)
+            first = name == "prefix"
+            video[slice(None, frames) if first else slice(g.frames - frames, None)] = True
+            audio[slice(None, sounds) if first else slice(len(audio) - sounds, None)] = True
+    if mask is not None and drawn("mask", r.mask):
+        video |= mask > 0.5
+    if r.crop and drawn("crop", r.crop[-1]):
+        rows, columns = rectangle(r.crop[:4], g)
+        video[:, rows, columns] = True
+    return {"video": video.reshape(-1), "audio": audio}
+
+
+def span_of(name: str, count: int, g: Geometry) -> tuple[int, int]:
+    """Latent frames that are given, and latents of the sound of their time."""
+    frames = min(count, max(1, g.frames // 2)) if count >= g.frames else count
+    kept = pixel_frames(frames, g.time_factor)
+    kept = kept if name == "prefix" else frames * g.time_factor
+    return frames, round(g.audio_latents * kept / pixel_frames(g.frames, g.time_factor))
+
+
+def rectangle(sides: tuple[int, ...], g: Geometry) -> tuple[slice, slice]:
+    """Latent rows and columns that lie whole in a rectangle of pixels (top, left, bottom, right);
+    of 0, 0, 0, 0 the middle half of both."""
+    if not any(sides):
+        found = [slice(n // 4, max(n // 4 + 1, n - n // 4)) for n in (g.rows, g.columns)]
+        return found[0], found[1]
+    top, left, bottom, right = sides
+    rows, columns = (
+        slice(-(-first // g.space_factor), min(last, side) // g.space_factor)
+        for first, last, side in zip((top, left), (bottom, right), g.size_px, strict=True)
+    )
+    if rows.start >= rows.stop or columns.start >= columns.stop:
+        height, width = g.size_px
+        raise InputError(
+            f"--crop: {','.join(map(str, sides))} holds no whole square of {g.space_factor} pixels of a clip of "
+            f"{width}x{height}; choose a larger rectangle"
+        )
+    return rows, columns

@@ -1,0 +1,412 @@
+"""The flags of `train run`, and how their values are spelled."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from ltx2rt.flags import flag
+from ltx2rt.train.recipe import GROUPS, MODES, NoiseLevels
+
+
+@dataclass(frozen=True)
+class Data:
+    """A cache, and how often each of its samples is drawn against those of others."""
+
+    cache: Path
+    weight: float = 1.0
+
+    def __str__(self) -> str:
+        return str(self.cache) if self.weight == 1 else f"{self.cache}:{self.weight:g}"
+
+
+def parse_data(text: str | Path) -> Data:
+    """CACHE or CACHE:WEIGHT. Raises ValueError."""
+    if isinstance(text, Data):
+        return text
+    path, colon, weight = str(text).rpartition(":")
+    try:
+        found = Data(Path(path), float(weight)) if colon else Data(Path(text))
+    except ValueError:  # a path with a colon
+        return Data(Path(text))
+    if not 0 < found.weight < 1e6:
+        raise ValueError
+    return found
+
+
+def _pair(text: Any) -> tuple[float, float]:
+    one, other = (float(x) for x in (text.split(",") if isinstance(text, str) else text))
+    return one, other
+
+
+def parse_betas(text: Any) -> tuple[float, float]:
+    """Two decays, at least 0 and below 1. Raises ValueError."""
+    found = _pair(text)
+    if not all(0 <= beta < 1 for beta in found):
+        raise ValueError
+    return found
+
+
+def parse_range(text: Any) -> tuple[float, float]:
+    """Two noise levels, 0 <= A < B <= 1. Raises ValueError."""
+    low, high = _pair(text)
+    if not 0 <= low < high <= 1:
+        raise ValueError
+    return low, high
+
+
+def parse_shift(text: Any) -> float | None:
+    """A logit, None for `auto`. Raises ValueError."""
+    found = None if text == "auto" else float(text)
+    if found is not None and not abs(found) <= 20:
+        raise ValueError
+    return found
+
+
+def parse_ratio(text: Any) -> float | None:
+    """A ratio of losses, None for `off`. Raises ValueError."""
+    found = None if text == "off" else float(text)
+    if found is not None and not 0 < found <= 1e3:
+        raise ValueError
+    return found
+
+
+def _share(text: str) -> float:
+    if not 0 <= (found := float(text or 1)) <= 1:
+        raise ValueError
+    return found
+
+
+def parse_span(text: Any) -> tuple[int, float]:
+    """N or N:P; N = 0: none. Raises ValueError."""
+    if not isinstance(text, str):
+        text = ":".join(map(str, text)) if isinstance(text, (tuple, list)) else str(text)
+    count, _, share = text.partition(":")
+    if (found := int(count)) < 0:
+        raise ValueError
+    return found, _share(share)
+
+
+def parse_crop(text: Any) -> tuple[int, int, int, int, float]:
+    """Y1,X1,Y2,X2 or Y1,X1,Y2,X2:P; all zero: the middle. Raises ValueError."""
+    if not isinstance(text, str):
+        text = f"{','.join(map(str, text[:4]))}:{text[4]}"
+    sides, _, share = text.partition(":")
+    top, left, bottom, right = map(int, sides.split(","))
+    if (top, left, bottom, right) != (0, 0, 0, 0) and not (0 <= top < bottom and 0 <= left < right):
+        raise ValueError
+    return top, left, bottom, right, _share(share)
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """A training run. None: the mode's own."""
+
+    data: tuple[Data, ...] = flag(
+        MISSING,
+        "caches that `train prepare` made; WEIGHT multiplies how often a sample is drawn (default: 1)",
+        parse_data,
+        group="training",
+        metavar="CACHE[:WEIGHT]",
+        repeat=True,
+    )
+    output: Path = flag(
+        MISSING,
+        "folder for the run; the same command again continues it",
+        Path,
+        group="output",
+        metavar="RUN",
+    )
+    mode: str = flag(
+        "i2v",
+        "what is learnt: t2v picture and sound; i2v the same, half of the clips with their first frame given; a2v the "
+        "picture to a sound; v2a the sound to a picture; t2a sound alone; ic-lora the picture after a reference; "
+        "extend what follows a beginning; inpaint what a mask leaves; outpaint what is around a rectangle",
+        group="training",
+        choices=tuple(MODES),
+    )
+    streams: tuple[str, ...] = flag(
+        (),
+        "streams that are trained, of video and audio (default: by --mode and the data)",
+        group="training",
+        metavar="STREAM,...",
+        choices=("video", "audio"),
+        repeat=True,
+        split=True,
+    )
+    targets: tuple[str, ...] = flag(
+        (),
+        f"groups of linears to train, of {', '.join(GROUPS)}, or regular expressions over their names, such as "
+        r"attn1\.to_[qkv] (default: by --mode)",
+        group="training",
+        metavar="GROUP|REGEX",
+        repeat=True,
+    )
+    rank: int = flag(32, "rank of the LoRA", int, group="training", least=1, most=1024)
+    audio_rank: int | None = flag(
+        None,
+        "rank of the sound's own linears (default: --rank)",
+        int,
+        group="training",
+        least=1,
+        most=1024,
+    )
+    init: Path | None = flag(
+        None,
+        "LoRA file to begin with; one of a smaller rank is widened",
+        Path,
+        group="training",
+        metavar="FILE",
+    )
+    alpha: float | None = flag(
+        None,
+        "factor of the LoRA, times its rank (default: --rank, a factor of 1)",
+        float,
+        group="training",
+        above=0,
+        most=1e4,
+    )
+    lr: float | None = flag(
+        None,
+        "learning rate of AdamW (default: 1e-4, for t2a and ic-lora 2e-4)",
+        float,
+        group="training",
+        above=0,
+        most=1,
+    )
+    schedule: str = flag(
+        "linear",
+        "learning rate over the steps: linear falls to a tenth, cosine to zero",
+        group="training",
+        choices=("linear", "constant", "cosine"),
+    )
+    warmup: int = flag(
+        0, "steps in which the learning rate rises from zero", int, group="training", least=0
+    )
+    steps: int | None = flag(
+        None,
+        "steps of the optimiser (default: 2000, for t2a and ic-lora 3000)",
+        int,
+        group="training",
+        least=1,
+        most=10**6,
+    )
+    batch: int = flag(
+        1, "samples of each device of the mesh axis data", int, group="training", least=1, most=1024
+    )
+    accumulate: int = flag(
+        1, "batches whose gradients make one step", int, group="training", least=1, most=1024
+    )
+    weight_decay: float = flag(
+        0.01, "weight decay of AdamW", float, group="training", least=0, most=1
+    )
+    betas: tuple[float, float] = flag(
+        (0.9, 0.999),
+        "decay of both moments of AdamW (default: 0.9,0.999)",
+        parse_betas,
+        group="training",
+        metavar="B1,B2",
+    )
+    ema: float | None = flag(
+        None,
+        "decay of an average of the LoRA, which is written beside it (default: none)",
+        float,
+        group="training",
+        above=0,
+        most=0.999999,
+    )
+    max_grad_norm: float = flag(
+        1.0,
+        "largest norm of the gradient; a larger one is scaled down",
+        float,
+        group="training",
+        above=0,
+    )
+    first_frame: float | None = flag(
+        None,
+        "share of the clips whose first frame is given (default: by --mode)",
+        float,
+        group="training",
+        least=0,
+        most=1,
+    )
+    prefix: tuple[int, float] | None = flag(
+        None,
+        "latent frames that are given at the beginning, with their sound, and the share of such clips (default: by "
+        "--mode)",
+        parse_span,
+        group="training",
+        metavar="N:P",
+    )
+    suffix: tuple[int, float] | None = flag(
+        None,
+        "latent frames that are given at the end, with their sound, and the share of such clips (default: none)",
+        parse_span,
+        group="training",
+        metavar="N:P",
+    )
+    mask: float | None = flag(
+        None,
+        "share of the clips of which what their mask covers is given (default: by --mode)",
+        float,
+        group="training",
+        least=0,
+        most=1,
+    )
+    crop: tuple[int, int, int, int, float] | None = flag(
+        None,
+        "rectangle that is given, in pixels of the bucket, and the share of such clips (default: by --mode, the "
+        "middle half of both sides)",
+        parse_crop,
+        group="training",
+        metavar="Y1,X1,Y2,X2:P",
+    )
+    reference: float | None = flag(
+        None,
+        "share of the batches that see their references (default: by --mode)",
+        float,
+        group="training",
+        least=0,
+        most=1,
+    )
+    sigma: str = flag(
+        "shifted",
+        "distribution of the noise levels: shifted by the number of tokens and stretched; uniform; or logit, not "
+        "stretched",
+        group="training",
+        choices=("shifted", "uniform", "logit"),
+    )
+    sigma_shift: float | None = flag(
+        None,
+        "mean of the noise levels' logits, or auto (default: auto, by the number of tokens)",
+        parse_shift,
+        group="training",
+        metavar="auto|X",
+    )
+    sigma_range: tuple[float, float] = flag(
+        (0.0, 1.0),
+        "range that noise levels are scaled to (default: 0,1)",
+        parse_range,
+        group="training",
+        metavar="A,B",
+    )
+    audio_sigma: str = flag(
+        "independent",
+        "noise level of the sound: its own, or the picture's",
+        group="training",
+        choices=("independent", "shared"),
+    )
+    video_loss: float = flag(1.0, "weight of the picture's loss", float, group="training", least=0)
+    audio_loss: float = flag(1.0, "weight of the sound's loss", float, group="training", least=0)
+    audio_balance: float | None = flag(
+        None,
+        "ratio to which the sound's loss is weighed against the picture's, by their running means, or off (default: "
+        "off)",
+        parse_ratio,
+        group="training",
+        metavar="off|RATIO",
+    )
+    sound_share: float | None = flag(
+        None,
+        "share of the drawn samples that have sound (default: as in the data)",
+        float,
+        group="training",
+        least=0,
+        most=1,
+    )
+    caption_dropout: float = flag(
+        0.0,
+        "share of the captions replaced by the empty one",
+        float,
+        group="training",
+        least=0,
+        most=1,
+    )
+    remat: str = flag(
+        "block",
+        "block computes each block anew in the backward pass; none keeps all values, for speed",
+        group="training",
+        choices=("block", "none"),
+    )
+    held_out: float | None = flag(
+        None,
+        "share of the clips that are not trained on, whose loss is measured with every --validate-every and every "
+        "save (default: those that `train prepare` set apart)",
+        float,
+        group="training",
+        least=0,
+        most=0.5,
+    )
+    validate_every: int = flag(
+        250, "steps between two measurements", int, group="training", least=1
+    )
+    save_every: int = flag(
+        250, "steps between two LoRAs and states", int, group="training", least=1
+    )
+    keep: int = flag(2, "number of states to keep", int, group="training", least=1)
+    keep_every: int = flag(
+        0, "steps whose multiples keep their states, too; 0: none", int, group="training", least=0
+    )
+    seed: int = flag(
+        42,
+        "seed of noise, order and initial values",
+        int,
+        group="training",
+        least=0,
+        most=2**64 - 1,
+    )
+    dry_run: bool = flag(False, "print groups and sizes, and train nothing", group="training")
+    deterministic: bool = flag(
+        False, "resume to the bit on GPUs, too, where steps are then slower", group="training"
+    )
+    tensorboard: Path | None = flag(
+        None,
+        "folder for the metrics in TensorBoard's format, by its own writer",
+        Path,
+        group="output",
+        metavar="DIR",
+    )
+    json: bool = flag(False, "print the metrics of every step as a line of JSON", group="output")
+    allow_change: bool = flag(
+        False, "continue a run with other flags than it was begun with", group="training"
+    )
+    allow_distilled: bool = flag(False, "train on a distilled model", group="training")
+    allow_partial_sound: bool = flag(
+        False, "train the sound although some clips have none", group="training"
+    )
+
+    @property
+    def levels(self) -> NoiseLevels:
+        return NoiseLevels(self.sigma, self.sigma_shift, *self.sigma_range)
+
+    def resolved(self) -> TrainRequest:
+        """With the mode's own values in place of None. A rectangle of 0,0,0,0 is the middle half."""
+        mode = MODES[self.mode]
+        crop = (0, 0, 0, 0, mode.crop) if self.crop is None else self.crop
+        own = {name: getattr(mode, name) for name in ("first_frame", "prefix", "mask", "reference")}
+        given = {name: getattr(self, name) for name in own}
+        return replace(
+            self,
+            steps=self.steps or mode.steps,
+            lr=self.lr or mode.rate,
+            alpha=self.alpha or float(self.rank),
+            audio_rank=self.audio_rank or self.rank,
+            targets=self.targets or mode.targets,
+            suffix=self.suffix or (0, 0.0),
+            crop=crop,
+            **{name: own[name] if x is None else x for name, x in given.items()},
+        )
+
+
+def to_text(value: Any) -> Any:
+    """A field's value as a flag or a configuration file spells it."""
+    if isinstance(value, tuple) and value and isinstance(value[-1], float):
+        *numbers, last = value
+        if isinstance(numbers[0], int):
+            return f"{','.join(map(str, numbers))}:{last}"
+        return ",".join(map(str, value))
+    if isinstance(value, tuple):
+        return [to_text(x) for x in value]
+    return str(value) if isinstance(value, (Path, Data, Fraction)) else value
