@@ -15,8 +15,6 @@ from ltx2rt.pipelines import make_request, pipeline
 from ltx2rt.pipelines.step_plans import parse_interval
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce, warm_up
-from ltx2rt.session.open import open_session
-from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.denoise import Denoise, within
 from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.schedule import shifted_sigmas
@@ -27,23 +25,6 @@ CLOSE = 2e-5  # contract: 1e-3; float32 rounding over four steps
 SIGMAS = shifted_sigmas(4)
 SIZE = {"width": 128, "height": 64, "num_frames": 17, "steps": 4, "seed": 5}
 MIDDLE = (0.25, 0.75)  # steps 1 and 2 of 4
-
-
-@pytest.fixture(scope="module")
-def folder(tiny):
-    return tiny("tiny-2.3", "diffusers")
-
-
-@pytest.fixture(scope="module")
-def sessions(folder):
-    options = {
-        b: ModelOptions(b, folder, device="cpu", dtype="float32", assume="dev")
-        for b in ("cuda", "tpu")
-    }
-    opened = {name: open_session(given) for name, given in options.items()}
-    yield opened
-    for session in opened.values():
-        session.close()
 
 
 def planned(session, **more):

@@ -17,8 +17,6 @@ from ltx2rt.models.geometry import Geometry, audio_positions, video_positions
 from ltx2rt.pipelines import make_request, pipeline
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
-from ltx2rt.session.open import open_session
-from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.relay import PromptSpan, Relay, parse_span
@@ -31,23 +29,6 @@ CLOSE = 2e-5  # contract: 1e-3; float32 rounding
 SIZE = {"width": 64, "height": 64, "num_frames": 33, "steps": 2, "seed": 5, "fps": Fraction(24)}
 SPANS = (PromptSpan(0, 0.5, "it rains"), PromptSpan(40, 100, "the sun comes out", percent=True))
 HARD = 1e-6  # so that five latent frames differ by much
-
-
-@pytest.fixture(scope="module")
-def folder(tiny):
-    return tiny("tiny-2.3", "diffusers")
-
-
-@pytest.fixture(scope="module")
-def sessions(folder):
-    options = {
-        b: ModelOptions(b, folder, device="cpu", dtype="float32", assume="dev")
-        for b in ("cuda", "tpu")
-    }
-    opened = {name: open_session(given) for name, given in options.items()}
-    yield opened
-    for session in opened.values():
-        session.close()
 
 
 def run(session, **more):
