@@ -7,7 +7,16 @@ The pipeline speaks these protocols only. Implementations are found through the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -341,7 +350,7 @@ class BackendFactory(Protocol):
     accelerator: str  # what it runs on besides a CPU, in a word: "GPU", "TPU"
     process_per_device: bool  # else one process drives all devices of a host
     packages: tuple[str, ...]  # the distributions that it computes with, its framework first
-    streams: bool  # whether `Backend.load` can keep layers in the host's memory
+    streams: Collection[str]  # networks whose layers `Backend.load` can keep in the host's memory
     recorded: Container[
         str
     ]  # kinds of devices on which a loop's steps are recorded, and keep their memory

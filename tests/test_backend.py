@@ -13,7 +13,7 @@ from ltx2rt.errors import InputError
 TOY = """
 class Factory:
     name, accelerator, process_per_device, packages = "toy", "abacus", False, ()
-    streams = False
+    streams = ()
     def open(self, device, mesh):
         return device, dict(mesh)
     def ahead_compiler(self, topology, mesh, timed):

@@ -29,7 +29,7 @@ class CudaFactory:
 
     name, accelerator, process_per_device = "cuda", "GPU", True
     packages = ("torch",)
-    streams = True
+    streams = ("text-encoder", "transformer")
     recorded = ("cuda",)
 
     def device_kinds(self) -> Sequence[DeviceKind]:

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
 from itertools import groupby, islice
 from types import MappingProxyType
@@ -20,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from ltx2rt.backend import AdamW, DeviceInfo, TensorSource, overlapped
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph
+from ltx2rt.placement.stream import Piece, moves, stack_of
 from ltx2rt.weights.changes import Factors
 from ltx2rt.weights.encoded import EncodedSource
 from ltx2rt.weights.lora import merge
@@ -28,7 +30,16 @@ from ltx2rt_tpu.factory import ASSEMBLED
 from ltx2rt_tpu.hosts import HOST_VARIABLES
 from ltx2rt_tpu.ops import encode
 from ltx2rt_tpu.program import COMPILERS, Assembled, Loop, Program, compilations
-from ltx2rt_tpu.weights import TILED_KIND, Weights, abstract_weights, laid_out, merged, stacked
+from ltx2rt_tpu.weights import (
+    TILED_KIND,
+    HostLayers,
+    Weights,
+    abstract_weights,
+    is_streamed,
+    laid_out,
+    merged,
+    stacked,
+)
 
 if TYPE_CHECKING:
     from ltx2rt_tpu.train import Trainer
@@ -104,6 +115,7 @@ class TpuBackend:
         source: TensorSource,
         base: Weights | None = None,
         changed: Set[str] = frozenset(),
+        streamed: Set[Piece] = frozenset(),
     ) -> Weights:
         weights: Weights = {}
         encoded = EncodedSource(source, self._encode)
@@ -112,6 +124,15 @@ class TpuBackend:
             abstract = abstract_weights(graph, place)
             for name, (value, count) in graph.all_params().items():
                 if name in weights:
+                    continue
+                layers = [(stack_of(name), layer) for layer in range(count)]
+                if moves(name, value.type) and streamed >= set(layers):
+                    at = (
+                        replace(layouts[name], first=layouts[name].first + i) for i in range(count)
+                    )
+                    weights[name] = HostLayers(
+                        stacked(encoded, name, layout, value.type, 1, place) for layout in at
+                    )
                     continue
                 touched = (part for i in range(count) for part in layouts[name].names(i))
                 other = (base or {}).get(name)
@@ -130,18 +151,20 @@ class TpuBackend:
         """None for arrays that are tiled as the host's memory cannot be."""
         if self.jax_device.device_kind == TILED_KIND:
             return None
+        here = {name: x for name, x in weights.items() if not is_streamed(x)}
         host = {
             name: jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
-            for name, x in weights.items()
+            for name, x in here.items()
         }
         jax.block_until_ready(host)  # until then the device's memory is not free
-        return {name: (host[name], x.sharding) for name, x in weights.items()}
+        there = {name: (x, x.place) for name, x in weights.items() if is_streamed(x)}
+        return there | {name: (host[name], x.sharding) for name, x in here.items()}
 
     def unpark(self, kept: Mapping[str, tuple[Array, Sharding]], left: Weights) -> Weights:
         weights = {}
         for name, (x, sharding) in kept.items():
             left.pop(name, None)  # its memory is free before the next is taken
-            weights[name] = jax.device_put(x, sharding)
+            weights[name] = x if is_streamed(x) else jax.device_put(x, sharding)
         left.clear()
         return weights
 

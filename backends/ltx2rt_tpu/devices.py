@@ -43,6 +43,8 @@ def _tpu(
 
 
 KINDS = (
+    # TPU v5e: 16 GB, 197 TFLOP/s, 819 GB/s, ICI 400 GB/s in both directions together.
+    _tpu("v5e", "trillium", 16e9, 197e12, 0.819e12, 200e9, ("TPU v5 lite", "TPU v5e")),
     # TPU v6e: one core a chip, ICI 800 GB/s in both directions together.
     _tpu("v6e", "trillium", 32e9, 918e12, 1.638e12, 400e9, ("TPU v6 lite", "TPU v6e"), V6E_LINKS),
     # TPU v5p: 95 GB, 459 TFLOP/s, 2765 GB/s, ICI 1200 GB/s in both directions together.

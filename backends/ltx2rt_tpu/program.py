@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, cached_property
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -27,7 +27,16 @@ from ltx2rt_tpu.factory import FACTORY
 from ltx2rt_tpu.lower import run
 from ltx2rt_tpu.ops import BY_PAIRS, ON_TPU, ONCE, OPS
 from ltx2rt_tpu.roll import parts, roll
-from ltx2rt_tpu.weights import Weights, abstract_weights, weight_specs, weights_on
+from ltx2rt_tpu.weights import (
+    Weights,
+    abstract_weights,
+    is_streamed,
+    weight_specs,
+    weights_on,
+)
+
+if TYPE_CHECKING:
+    from ltx2rt_tpu.stream import Layered
 
 ASYNC = {"xla_tpu_enable_async_all_to_all": True}  # or nothing else runs while heads travel
 EFFORT = 19  # O1 of XLA's `optimization_level`, of O0 to O3
@@ -153,9 +162,11 @@ class Program(Ahead):
         )  # for a jit of somebody's own, in which no other may have options
         self.function: Any = jax.jit(self._run, compiler_options=options)
         self.shared: Any = jax.jit(self._each, compiler_options=options)
+        self._layered: Layered | None = None
 
     def release(self) -> None:
         super().release()
+        self._layered = None
         self.nested.clear_cache()
         self.function.clear_cache()
         self.shared.clear_cache()
@@ -239,7 +250,18 @@ class Program(Ahead):
     def __call__(self, weights: Weights, inputs: Mapping[str, Any]) -> dict[str, Array]:
         self.ready()
         uploaded = {name: self.upload(name, v) for name, v in inputs.items()}
+        hosted = (name for name in self.graph.all_params() if is_streamed(weights[name]))
+        if names := frozenset(hosted):
+            return self.layered(names)(weights, uploaded)
         return self.function(self._weights(weights), uploaded)
+
+    def layered(self, hosted: frozenset[str]) -> Layered:
+        """hosted: names of the weights whose layers are in the host's memory."""
+        from ltx2rt_tpu.stream import Layered
+
+        if self._layered is None or self._layered.hosted != hosted:
+            self._layered = Layered(self.graph, self.place, hosted, self.ops)
+        return self._layered
 
 
 class Assembled(Ahead):

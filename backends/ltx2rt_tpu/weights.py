@@ -3,7 +3,7 @@ there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from itertools import zip_longest
 from operator import mul
@@ -26,13 +26,34 @@ from ltx2rt.weights.changes import Factors
 from ltx2rt.weights.encoded import EncodedSource
 from ltx2rt.weights.lora import BF16, F32, row_chunks
 
-Weights = dict[str, Array]
+Weights = dict[str, Any]  # arrays, or `HostLayers`
 HALVED_BYTES = 2**20  # a smaller tensor is copied sooner than a thread is started
 TILED_KIND = "TPU7x"
 TILED_ROWS, TILED_COLUMNS = (
     16,
     128,
 )  # layout of one layer's matrix in the memory of a TPU7x, bfloat16 rows in pairs
+
+
+class HostLayers:
+    """The layers of one `*` weight, each [1, ...], in the host's memory."""
+
+    streamed = True  # it takes no memory of the devices
+
+    def __init__(self, layers: Iterable[Array]):
+        self.layers = []
+        for x in layers:
+            self.place = x.sharding
+            there = jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
+            self.layers.append(jax.block_until_ready(there))  # before the next one takes memory
+
+    def brought(self, layer: int) -> Array:
+        """The layer on its way to the devices."""
+        return jax.device_put(self.layers[layer], self.place)
+
+
+def is_streamed(weight: Any) -> bool:
+    return isinstance(weight, HostLayers)
 
 
 def weight_specs(graph: Graph) -> dict[str, P]:

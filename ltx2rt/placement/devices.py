@@ -71,7 +71,7 @@ UNREAD = (  # words of a device's name that do not tell its kind
     r"\b(nvidia|geforce|tesla|blackwell|workstation|server|edition|google|cloud)\b"
     r"|\b(tpu|gpu|hbm\w*|sxm\d?)\b"
 )
-CORES = {"v6e": 1, "v5p": 2}  # in a device, as names such as v5p-8 count them
+CORES = {"v5e": 1, "v6e": 1, "v5p": 2}  # in a device, as names such as v5p-8 count them
 
 
 def device_kind(name: str) -> DeviceKind:
@@ -143,6 +143,7 @@ def known_kind(framework_kind: str, name: str, total_bytes: int) -> DeviceKind |
 
 
 GENERATIONS = {
+    "v5e": ("v5e", 1),
     "v5p": ("v5p", 1),
     "v6e": ("v6e", 1),
     "tpu7x": ("v7x", 2),

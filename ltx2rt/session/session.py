@@ -152,6 +152,7 @@ class Session:
             (self.key(call), call.each): call
             for stage in stages
             for call in stage.needs(self.config)
+            if not self.weights.residence.number(call.weights)  # layers are programs of their own
         }
         started = self.backend.compile_ahead(
             (self.program(call), call.each) for call in calls.values()
@@ -463,8 +464,13 @@ class Session:
         yield replace(self.asked, text_encoder_offload=True), Residence()
         tight = replace(self.asked, text_encoder_offload=True, stage_weights="reload")
         streams, number = {}, 0  # of the transformer, at most
-        if self.factory.streams and self.asked.layers != "unrolled":
-            sizes = {network_of(c.weights): len(pieces(self.graph(c))) for _, c in calls}
+        if self.asked.layers != "unrolled":
+            networks = {network_of(c.weights): c for _, c in calls}
+            sizes = {
+                n: len(pieces(self.graph(networks[n])))
+                for n in self.factory.streams
+                if n in networks
+            }
             streams = {name: sizes[name] for name in ("text-encoder",) if sizes.get(name)}
             number = sizes.get("transformer", 0)
         keeps = any(self._keeps(call) for _, call in calls)

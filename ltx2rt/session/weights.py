@@ -69,6 +69,8 @@ class Held:
             sizes = pieces(self.graph)
             found[id(self)] = slots_bytes([sizes[piece] for piece in self.streamed])
         for name, (value, count) in self.graph.all_params().items():
+            if name in self.weights and getattr(self.weights[name], "streamed", False):
+                continue
             if name in self.weights:  # stacked over layers
                 found[id(self.weights[name])] = value.type.nbytes * count
             else:

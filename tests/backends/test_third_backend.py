@@ -54,7 +54,7 @@ class Loom:
 
 class Factory:
     name, accelerator, process_per_device, packages = "loom", "loom", False, ("numpy",)
-    streams, recorded = False, ()
+    streams, recorded = (), ()
 
     def device_kinds(self):
         return [KIND]

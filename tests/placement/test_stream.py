@@ -49,8 +49,8 @@ def forced(monkeypatch, residence, **options):
     )
 
 
-def made(model, pipeline="two-stage", **options):
-    with ltx2rt.open(model, backend="cuda", device="cpu", **options) as session:
+def made(model, pipeline="two-stage", backend="cuda", **options):
+    with ltx2rt.open(model, backend=backend, device="cpu", **options) as session:
         size = SIZE if pipeline != "distilled" else DISTILLED
         clip = session.generate("a robot dancing", pipeline=pipeline, **size)
         held = session.resident.weights.held
@@ -109,6 +109,27 @@ def test_requests_in_a_row_load_what_they_need_and_stay_right(
             session.generate("a robot dancing", cancelled=lambda: True, **SIZE)
         forced(monkeypatch, Residence({"transformer": 99}), stage_weights="reload")
         assert_same(session.generate("a robot dancing", **SIZE), resident)
+
+
+@SLOW
+def test_a_text_encoder_goes_by_layers_on_jax(tiny, monkeypatch, small_matrices_move):
+    """Two requests: the second takes its layers from where the first has left them."""
+    model = tiny("tiny-2.3", "official")
+    resident, _ = made(model, "distilled", "tpu", distilled_lora="none")
+    forced(
+        monkeypatch,
+        Residence({"text-encoder": 99}),
+        stage_weights="reload",
+        text_encoder_offload=True,
+    )
+    with ltx2rt.open(model, backend="tpu", device="cpu", distilled_lora="none") as session:
+        for prompt in ("a robot dancing", "a fox", "a robot dancing"):
+            clip = session.generate(prompt, pipeline="distilled", **DISTILLED)
+        assert_same(clip, resident)
+        store = session.resident.weights
+        assert not [key for key in store.held if key[0] == "text-encoder"]
+        stages = plan_of(session.resident).stages
+        assert "of the text-encoder" in session.resident.memory_line(stages)
 
 
 @pytest.mark.parametrize("way", [-1, *(pytest.param(way, marks=SLOW) for way in (1, 2, 3, 4))])

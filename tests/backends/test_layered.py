@@ -1,0 +1,178 @@
+"""JAX: a text encoder whose layers come from the host's memory one by one is the one whose layers
+are all on the device."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from ltx2rt_tpu.weights import HostLayers
+from virtual import xla_flags
+
+from ltx2rt.backend import get_backend
+from ltx2rt.graph.ir import Graph
+from ltx2rt.passes.place import place
+from ltx2rt.placement import stream
+from ltx2rt.placement.profiles import PROFILES
+from ltx2rt.stages.text import Text
+from ltx2rt.testing import ArraySource, random_params, relative_l2
+from ltx2rt.weights.random.presets import preset
+
+HERE = Path(__file__)
+TENSOR = {"tensor": 2}
+
+
+def encoder(name: str, mesh: dict[str, int] | None = None) -> Graph:
+    """The text encoder of a tiny model, of one device of the mesh."""
+    model = preset(name).config
+    row, sizes = call_of(model)
+    graph = row.trace(model, sizes, "float32")
+    return place(graph, PROFILES["cpu"].rules["text-encoder"], mesh) if mesh else graph
+
+
+def call_of(model):
+    (call,) = Text(("a prompt", "another")).needs(model)
+    return call.row, call.sizes
+
+
+def feeds(graph: Graph) -> dict[str, np.ndarray]:
+    rng, found = np.random.default_rng(0), {}
+    for name, v in graph.inputs.items():
+        drawn = rng.standard_normal(v.type.shape, np.float32)
+        whole = rng.integers(1, 20, v.type.shape, np.int32)
+        found[name] = whole if v.type.dtype == "int32" else drawn
+    return found
+
+
+def params_of(graph: Graph) -> dict[str, np.ndarray]:
+    """Gemma 4 scales each layer by a number of its own: near 1 it enlarges no rounding."""
+    params = random_params(graph)
+    return {n: x * 0 + 1 if n.endswith("layer_scalar") else x for n, x in params.items()}
+
+
+def both(graph: Graph, mesh: dict[str, int] | None = None) -> list[dict[str, np.ndarray]]:
+    """All layers on the device, and all in the host's memory."""
+    backend, params, found = get_backend("tpu", "cpu", mesh or {}), params_of(graph), []
+    for streamed in ({}, {"streamed": frozenset(stream.pieces(graph))}):
+        weights = backend.load([graph], ArraySource(params), **streamed)
+        hosted = [x for x in weights.values() if isinstance(x, HostLayers)]
+        assert bool(hosted) == bool(streamed)
+        made = backend.lower(graph)(weights, feeds(graph))
+        found.append({name: backend.to_host(x) for name, x in made.items()})
+    return found
+
+
+def check(graph: Graph, mesh: dict[str, int] | None = None) -> None:
+    resident, layered = both(graph, mesh)
+    for name, x in resident.items():
+        assert np.array_equal(layered[name], x), name
+
+
+@pytest.fixture
+def small_matrices_move(monkeypatch):
+    monkeypatch.setattr(stream, "LEAST_BYTES", 8192)
+
+
+@pytest.mark.parametrize("name", ["tiny-2.3", pytest.param("tiny-2.0", marks=pytest.mark.slow)])
+def test_layers_from_the_host_change_no_bit(name, small_matrices_move):
+    check(encoder(name))
+
+
+def test_gemma_4_differs_by_less_than_other_fusions_of_its_layers(small_matrices_move):
+    """A loop of three layers and a program of three are fused alike but for a few last bits."""
+    resident, layered = both(encoder("tiny-2.5"))
+    for name, x in resident.items():
+        assert relative_l2(layered[name], x) <= 1e-5, name
+
+
+def test_no_more_than_two_layers_are_brought_at_once(small_matrices_move, monkeypatch):
+    """The bytes are those of the plan; a layer is begun when the one before the last is done."""
+    graph, brought, seen = encoder("tiny-2.3"), [], []
+    real, wait = HostLayers.brought, jax.block_until_ready
+
+    def bring(self, layer):
+        brought.append(self.layers[layer].nbytes)
+        seen.append(("layer", layer))
+        return real(self, layer)
+
+    def block(x):
+        seen.append(("wait", None))
+        return wait(x)
+
+    backend = get_backend("tpu", "cpu")
+    sizes = stream.pieces(graph)
+    weights = backend.load([graph], ArraySource(params_of(graph)), streamed=frozenset(sizes))
+    monkeypatch.setattr(HostLayers, "brought", bring)
+    monkeypatch.setattr("jax.block_until_ready", block)
+    backend.lower(graph)(weights, feeds(graph))
+    assert sum(brought) == sum(sizes.values())
+    order = [seen[i] for i in range(len(seen)) if i == 0 or seen[i] != seen[i - 1]]
+    layers = [layer for kind, layer in order if kind == "layer"]
+    # Layer 0 of a stack, a wait for what is before it, layer 1, a wait for layer 0, layer 2 ...
+    assert layers[:4] == [0, 1, 2, 3]
+    assert all(a != b for (a, _), (b, _) in pairwise(order) if a == "layer")
+
+
+def test_two_devices_bring_their_own_slices():
+    """In a process of its own, because JAX fixes the number of host devices at its start."""
+    path = os.pathsep.join([str(HERE.parents[1]), *sys.path])
+    env = os.environ | {"XLA_FLAGS": xla_flags(2), "PYTHONPATH": path}
+    ran = subprocess.run([sys.executable, HERE], env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+COMPILE = """
+import json, sys
+sys.path[:0] = json.loads(sys.argv[1])
+from test_layered import full_size
+print(json.dumps(full_size(sys.argv[2])))
+"""
+
+
+def full_size(topology: str) -> list[float]:
+    """GB of arguments, results and temporary arrays of each program of LTX-2.3's text encoder on
+    one chip."""
+    from jax.sharding import SingleDeviceSharding
+    from ltx2rt_tpu.aot import AheadCompiler
+    from ltx2rt_tpu.program import ops_for
+    from ltx2rt_tpu.stream import Layered
+
+    compiler = AheadCompiler(topology, {})
+    where = SingleDeviceSharding(compiler.devices[0])
+    config = preset("ltx-2.3").config
+    row, sizes = call_of(config)
+    graph = row.trace(config, sizes, "bfloat16")
+    hosted = frozenset(n for n, (v, _) in graph.all_params().items() if stream.moves(n, v.type))
+    found = []
+    for lowered in Layered(graph, where, hosted, ops_for(where)).lowered():
+        memory = lowered.compile().memory_analysis()
+        parts = ("argument", "output", "temp")
+        size = sum(getattr(memory, f"{part}_size_in_bytes") for part in parts)
+        found.append((size - memory.alias_size_in_bytes) / 1e9)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.parametrize("topology", ["v6e:2x4", "v5e:2x4"])
+def test_layers_of_full_size_fit_one_chip(topology):
+    env = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    arguments = [json.dumps([str(HERE.parent), str(HERE.parents[1]), *sys.path]), topology]
+    ran = subprocess.run(
+        [sys.executable, "-c", COMPILE, *arguments], env=env, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    programs = json.loads(ran.stdout.splitlines()[-1])
+    # The largest reads 49 states of Gemma and the projections of them; a v5e has 16 GB.
+    assert len(programs) == 7 and max(programs) < 8
+
+
+if __name__ == "__main__":
+    stream.LEAST_BYTES = 8192
+    check(encoder("tiny-2.3", TENSOR), TENSOR)
