@@ -282,9 +282,8 @@ def ours(
     params: dict[str, np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
     """Our velocities. keeps: all four masks (layers, B). mask: video self-attention (B, T, T)."""
-    inputs = {k: v for k, v in feeds.items() if k.endswith(("_latent", "_context", "_sigma"))} | (
-        keeps or {}
-    )
+    own = ("_latent", "_context", "_sigma", "_keyframes_mask")
+    inputs = {k: v for k, v in feeds.items() if k.endswith(own)} | (keeps or {})
     inputs |= transformer.position_feeds(config, feeds["video_positions"], feeds["audio_positions"])
     for name in NAMES:
         inputs |= transformer.level_feeds(name, feeds[f"{name}_timesteps"])
