@@ -13,6 +13,7 @@ WHOLE = {
     "commands/test_bad_input.py",
     "commands/test_num_videos.py",
     "commands/test_ranks_agree.py",
+    "models/test_full_width.py",
     "passes/test_sequence.py",
     "pipelines/test_agree.py",
     "ranks/test_hosts.py",

@@ -33,6 +33,7 @@ from ltx2rt.session.options import (
     LoraSpec,
     ModelOptions,
     as_number,
+    existing,
     existing_file,
     from_tuple,
     parse_number,
@@ -224,7 +225,7 @@ class Request:
     )
     enhance_prompt: bool = flag(
         False,
-        "rewrite the prompt with the text encoder's Gemma 3 first",
+        "rewrite the prompt with the text encoder's Gemma 3 first, or with --prompt-enhancer",
         group="clip",
     )
     enhance_seed: int | None = flag(
@@ -239,6 +240,14 @@ class Request:
         None,
         "text that --enhance-prompt wrote in an earlier run",
         group="clip",
+    )
+
+    prompt_enhancer: Path | None = flag(
+        None,
+        "folder of a Gemma 3 or Gemma 4 that --enhance-prompt takes in place of the text encoder",
+        Path,
+        group="clip",
+        metavar="DIR",
     )
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
@@ -267,6 +276,8 @@ class Request:
         check_bounds(self)
         if self.seed is not None and self.seed > SEED_LIMIT - self.num_videos:
             raise InputError(f"--seed: {self.seed}, expected below 2^63, --num-videos included")
+        if self.prompt_enhancer and not self.enhance_prompt:
+            raise InputError("--prompt-enhancer: writes nothing without --enhance-prompt; add it")
         window = self.auto_duration
         if window is not None and not (len(window) == 2 and 0 < window[0] <= window[1]):
             raise InputError(
@@ -283,6 +294,8 @@ class Request:
 
     def check_files(self) -> None:
         """Refuse named files that are not there. Raises InputError."""
+        if self.prompt_enhancer:
+            existing("--prompt-enhancer", self.prompt_enhancer)
         if self.noise_in:
             existing_file("--noise-in", self.noise_in)
 

@@ -24,8 +24,7 @@ from ltx2rt.session.open import opened_checkpoint
 from ltx2rt.session.options import LoraSpec, ModelOptions, PlannedLora
 from ltx2rt.session.session import Session
 from ltx2rt.stages.denoise import RECORDED, noise_name
-from ltx2rt.stages.enhance import check as check_enhancer
-from ltx2rt.stages.enhance import enhance
+from ltx2rt.stages.enhance import Enhancer, enhance
 from ltx2rt.stages.stage import Stage
 from ltx2rt.weights.changes import STORED
 from ltx2rt.weights.checkpoint import Checkpoint
@@ -175,10 +174,15 @@ def with_enhanced_prompt(
         return request
     seed = request.seed if request.enhance_seed is None else request.enhance_seed
     assert seed is not None, "the request is not resolved"
-    note("Gemma 3 writes the prompt out ...", prefix="")
+    note("Gemma writes the prompt out ...", prefix="")
     on_gpu = get_factory(options.backend).process_per_device and options.device != "cpu"
     text = enhance(
-        checkpoint, request.prompt, request.first_image, seed, options.dtype or "auto", on_gpu
+        Enhancer.of(checkpoint, request.prompt_enhancer),
+        request.prompt,
+        request.first_image,
+        seed,
+        options.dtype or "auto",
+        on_gpu,
     )
     note(f"enhanced prompt: {text}", prefix="")
     return replace(request, enhanced_prompt=text)
@@ -195,7 +199,7 @@ def check_enhancing(request: Request, checkpoint: Checkpoint) -> None:
             f"--enhance-seed: {request.enhance_seed}, expected 0 or more and below 2^63"
         )
     if to_enhance(request):
-        check_enhancer(checkpoint, request.first_image)
+        Enhancer.of(checkpoint, request.prompt_enhancer).check(request.first_image)
 
 
 def _check_noise(path: Path | None, draws: list[tuple[str, tuple[int, ...]]]) -> None:

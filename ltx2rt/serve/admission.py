@@ -441,7 +441,7 @@ def served() -> dict[str, type[VideoRequest]]:
     found = {}
     for name, type_ in pipelines().items():
         files = {field for field, f in flagged(type_).items() if f.metadata["flag"].parse is Path}
-        if issubclass(type_, VideoRequest) and files <= {"noise_in", *UPLOADS}:
+        if issubclass(type_, VideoRequest) and files <= {"noise_in", "prompt_enhancer", *UPLOADS}:
             found[name] = type_
     return found
 

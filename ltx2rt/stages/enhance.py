@@ -1,4 +1,5 @@
-"""Prompt enhancement: the checkpoint's own Gemma 3 writes a prompt out before it is encoded.
+"""Prompt enhancement: the checkpoint's own Gemma 3, or another Gemma, writes a prompt out before it
+is encoded.
 
 Decides what Gemma reads, how its words are sampled and what is made of its answer. transformers
 runs the model and accelerate places it, on a GPU where torch has one, else on the CPU; it is freed
@@ -8,6 +9,7 @@ itself is kept with the clip.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,16 @@ import numpy as np
 
 from ltx2rt.errors import InputError
 from ltx2rt.media.images import read_rgb
+from ltx2rt.notes import note
 from ltx2rt.weights.checkpoint import Checkpoint
+from ltx2rt.weights.files import TensorFile
 from ltx2rt.weights.parts import read_json
 from ltx2rt.weights.quantised import Packed
+from ltx2rt.weights.text_encoder import Asset
 
 TEMPERATURE, TOP_K, MAX_TOKENS = 0.7, 50, 512  # the official pipelines'
+MAX_TOKENS_4, NO_REPEAT = 600, 5  # the official pipelines' of a Gemma 4: no 5 tokens twice
+GEMMA3, GEMMA4 = ("gemma3", "gemma3_text"), ("gemma4", "gemma4_text")  # as transformers names them
 MULTIPLE = 8  # tokens, padded on the left
 TASK = """\
 You turn a short idea into the prompt of a model that makes video with sound. Write one paragraph in English, in the
@@ -30,6 +37,9 @@ the colours, and where the camera is and how it moves. Say what is heard: sounds
 asks for it, and speech word for word in quotation marks with who says it and in which voice. Keep everything that the
 idea says, quotes and style included, and add only what fits it; a camera that is not mentioned stays calm. No feelings
 that cannot be seen, no title, no list, no comment: answer with the paragraph alone."""
+DETAILED = """
+Begin with what happens. Name the size of the shot, the camera's movement and from where it looks; let the whole
+soundscape be heard: voices, the place, things that move, music if there is any."""
 WITH_IMAGE = """
 The picture is the first frame of the video. Take from it how things look, do not describe it at length, and tell what
 changes from it on. Where idea and picture contradict each other, the video starts as in the picture and moves towards
@@ -39,71 +49,109 @@ PLAIN = str.maketrans(  # quotes, dashes, space, prime, minus
 )
 
 
-def check(checkpoint: Checkpoint, image: Path | None = None) -> None:
-    """Refuse what `enhance` cannot do, which takes it for granted; from headers alone. Raises
-    InputError."""
-    if missing := [
-        name for name in ("torch", "transformers", "accelerate") if find_spec(name) is None
-    ]:
-        raise InputError(
-            f"--enhance-prompt: needs {' and '.join(missing)}; install ltx2rt[enhance]"
-        )
-    source = checkpoint.source("gemma")
-    kind = (
-        read_json(source.where / "config.json").get("model_type", None)
-        if source.where.is_dir()
-        else None
-    )
-    if kind not in ("gemma3", "gemma3_text"):
-        raise InputError(
-            f"--enhance-prompt: {source.where} is no Gemma 3 folder, and no other text encoder writes prompts "
-            "(LTX-2.5's has no language head); write the prompt out yourself"
-        )
-    if any(isinstance(source.info(name), Packed) for name in source.names()):
-        raise InputError(
-            f"--enhance-prompt: the Gemma in {source.where} is quantised; pass a bfloat16 one"
-        )
-    if image and (
-        kind == "gemma3_text" or not any("vision_tower." in name for name in source.names())
-    ):
-        raise InputError(
-            f"--enhance-prompt: the Gemma in {source.where} sees no images; pass a folder with the vision tower by "
-            "--text-encoder, or leave --image out"
-        )
+@dataclass(frozen=True)
+class Enhancer:
+    """The Gemma that writes: its folder, its kind as transformers names it, and whether it is the
+    checkpoint's own text encoder. detailed: the prompt is for LTX-2.5.
+    """
+
+    folder: Path
+    kind: str | None
+    own: bool
+    detailed: bool
+    tokenizer: Path | Asset
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, given: Path | None = None) -> Enhancer:
+        """given: a folder in place of the text encoder's."""
+        folder = given or checkpoint.source("gemma").where
+        config = folder / "config.json"
+        kind = read_json(config).get("model_type", None) if config.is_file() else None
+        tokenizer = given / "tokenizer.json" if given else checkpoint.require_tokenizer()
+        detailed = checkpoint.config.release.name == "2.5"
+        return cls(folder, kind, given is None, detailed, tokenizer)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether it takes the likeliest token each time: Gemma 4, as the official code has it."""
+        return self.kind in GEMMA4
+
+    def check(self, image: Path | None = None) -> None:
+        """Refuse what `enhance` cannot do, which takes it for granted; from headers alone. Raises
+        InputError."""
+        needed = ("torch", "transformers", "accelerate", *(["jinja2"] if self.greedy else []))
+        if missing := [name for name in needed if find_spec(name) is None]:
+            raise InputError(
+                f"--enhance-prompt: needs {' and '.join(missing)}; install ltx2rt[enhance]"
+            )
+        flag = "--enhance-prompt" if self.own else "--prompt-enhancer"
+        if self.own and self.kind not in GEMMA3:
+            raise InputError(
+                f"{flag}: {self.folder} is no Gemma 3 folder, and no other text encoder writes prompts (LTX-2.5's has "
+                "no language head); pass a Gemma 3 or Gemma 4 by --prompt-enhancer"
+            )
+        if self.kind not in (*GEMMA3, *GEMMA4):
+            raise InputError(
+                f"{flag}: {self.folder} is no folder of a Gemma 3 or Gemma 4 (its model_type is {self.kind}); pass one "
+                "such as gemma-3-12b-it or gemma-4-E2B-it"
+            )
+        if not self.own and not (self.folder / "tokenizer.json").is_file():
+            raise InputError(f"{flag}: {self.folder} has no tokenizer.json; download it again")
+        files = [TensorFile(path) for path in sorted(self.folder.glob("*.safetensors"))]
+        names = [name for file in files for name in file.names()]
+        if "quantization_config" in read_json(self.folder / "config.json") or any(
+            isinstance(file.info(name), Packed) for file in files for name in file.names()
+        ):
+            raise InputError(
+                f"{flag}: the Gemma in {self.folder} is quantised; pass a bfloat16 one"
+            )
+        blind = self.kind in GEMMA4 or self.kind == "gemma3_text"
+        if image and (blind or not any("vision_tower." in name for name in names)):
+            raise InputError(
+                f"{flag}: the Gemma in {self.folder} sees no images; pass a Gemma 3 folder with the vision tower by "
+                f"{'--text-encoder' if self.own else flag}, or leave --image out"
+            )
 
 
 def enhance(
-    checkpoint: Checkpoint, prompt: str, image: Path | None, seed: int, dtype: str, on_gpu: bool
+    enhancer: Enhancer, prompt: str, image: Path | None, seed: int, dtype: str, on_gpu: bool
 ) -> str:
     """The prompt that Gemma makes of this one, and of the picture that the clip begins with if
     there is one.
 
     dtype: "auto" for the one that is stored. Raises InputError for a file that does not load, or if
-    nothing is written.
+    one that samples writes nothing; where another seed would not help, the prompt stays as it is.
     """
     from accelerate.utils.memory import clear_device_cache
 
     try:
-        text = cleaned(_written(checkpoint, prompt, image, seed, dtype, on_gpu))
+        text = cleaned(_written(enhancer, prompt, image, seed, dtype, on_gpu))
     finally:
         clear_device_cache(garbage_collection=True)
+    if not text and enhancer.greedy:
+        note("Gemma wrote no words; the prompt is used as it is")
+        return prompt
     if not text:
         raise InputError("--enhance-prompt: Gemma wrote no words; choose another --enhance-seed")
     return text
 
 
 def _written(
-    checkpoint: Checkpoint, prompt: str, image: Path | None, seed: int, dtype: str, on_gpu: bool
+    enhancer: Enhancer, prompt: str, image: Path | None, seed: int, dtype: str, on_gpu: bool
 ) -> str:
     from tokenizers import Tokenizer
     from transformers import GenerationConfig
 
-    tokenizer = Tokenizer.from_file(str(checkpoint.require_tokenizer()))
-    model = load(checkpoint.source("gemma").where, dtype, on_gpu)
+    tokenizer = Tokenizer.from_file(str(enhancer.tokenizer))
+    model = load(enhancer.folder, dtype, on_gpu)
     config = model.config
-    inputs = feeds(tokenizer, config, prompt, None if image is None else read_rgb(image)).to(
-        model.device
-    )
+    task = TASK + DETAILED if enhancer.detailed else TASK
+    if enhancer.greedy:
+        inputs = templated(enhancer.folder, f"{task}\n\nThe idea: {prompt.strip()}")
+    else:
+        pixels = None if image is None else read_rgb(image)
+        inputs = feeds(tokenizer, config, prompt, pixels, task)
+    inputs = inputs.to(model.device)
     if image:
         inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
     stop = (
@@ -112,39 +160,68 @@ def _written(
         else config.get_text_config().eos_token_id
     )
     # Not the folder's own, which samples in another way.
-    model.generation_config = GenerationConfig(
-        max_new_tokens=MAX_TOKENS, eos_token_id=stop, pad_token_id=0
-    )
-    tokens = model.generate(**inputs, logits_processor=[Sampled(seed)])
+    how: dict[str, Any] = {"max_new_tokens": MAX_TOKENS}
+    if enhancer.greedy:
+        how = {"max_new_tokens": MAX_TOKENS_4, "no_repeat_ngram_size": NO_REPEAT}
+    model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=0, **how)
+    drawn = [] if enhancer.greedy else [Sampled(seed)]
+    tokens = model.generate(**inputs, logits_processor=drawn)
     return tokenizer.decode(
         tokens[0, inputs["input_ids"].shape[1] :].tolist(), skip_special_tokens=True
     )
 
 
+def templated(folder: Path, turn: str) -> Any:
+    """Arguments of `generate` as torch tensors, by the folder's own chat template: ids and mask
+    [1, N], N a multiple of 8. Raises InputError if it has none."""
+    from transformers import AutoTokenizer, BatchFeature
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:
+        found = tokenizer.apply_chat_template(
+            [{"role": "user", "content": turn}], add_generation_prompt=True, return_dict=True
+        )
+    except ValueError as error:
+        raise InputError(
+            f"--prompt-enhancer: {folder} has no chat template ({error}); pass one that is tuned to instructions, "
+            "such as gemma-4-E2B-it"
+        ) from None
+    ids = found["input_ids"]
+    padding = [0] * (-len(ids) % MULTIPLE)
+    arrays = {"input_ids": [[*padding, *ids]], "attention_mask": [[*padding, *[1] * len(ids)]]}
+    return BatchFeature(arrays, tensor_type="pt")
+
+
 def load(folder: Path, dtype: str, on_gpu: bool) -> Any:
-    """Gemma 3 with its language head. Raises InputError if a tensor is missing, but for an unused
-    vision tower's."""
+    """Gemma with its language head. Raises InputError if a tensor is missing, but for an unused
+    tower's."""
     import transformers
 
     transformers.logging.disable_progress_bar()
-    text_only = read_json(folder / "config.json").get("model_type", None) == "gemma3_text"
-    type_: Any = (
-        transformers.Gemma3ForCausalLM if text_only else transformers.Gemma3ForConditionalGeneration
-    )
+    kind = read_json(folder / "config.json").get("model_type", None)
+    type_: Any = {
+        "gemma3": transformers.Gemma3ForConditionalGeneration,
+        "gemma3_text": transformers.Gemma3ForCausalLM,
+    }.get(kind, transformers.AutoModelForCausalLM)
     more: dict[str, Any] = {"device_map": "auto"} if on_gpu else {}
     model, found = type_.from_pretrained(
         folder, dtype=dtype, local_files_only=True, output_loading_info=True, **more
     )
     if missing := sorted(
-        name for name in found["missing_keys"] if "vision" not in name and "multi_modal" not in name
+        name
+        for name in found["missing_keys"]
+        if not any(unused in name for unused in ("vision", "multi_modal", "audio"))
     ):
+        family = "Gemma 3" if kind in GEMMA3 else "Gemma 4"
         raise InputError(
-            f"{folder}: {len(missing)} tensors of Gemma 3 are missing, first {missing[0]}; download it again"
+            f"{folder}: {len(missing)} tensors of {family} are missing, first {missing[0]}; download it again"
         )
     return model.eval().requires_grad_(False)
 
 
-def feeds(tokenizer: Any, config: Any, prompt: str, pixels: np.ndarray | None) -> Any:
+def feeds(
+    tokenizer: Any, config: Any, prompt: str, pixels: np.ndarray | None, task: str = TASK
+) -> Any:
     """Arguments of `generate` as torch tensors: ids and mask [1, N], N a multiple of 8, and of a
     picture uint8[H, W, 3] its pixels f32[1, 3, S, S] and which tokens stand for it."""
     from transformers import BatchFeature
@@ -153,7 +230,7 @@ def feeds(tokenizer: Any, config: Any, prompt: str, pixels: np.ndarray | None) -
     if pixels is not None:
         soft = "<image_soft_token>" * config.mm_tokens_per_image
         picture = f"\n\n<start_of_image>{soft}<end_of_image>\n\n"
-    turn = f"{TASK}{WITH_IMAGE if picture else ''}\n\n{picture}The idea: {prompt.strip()}"
+    turn = f"{task}{WITH_IMAGE if picture else ''}\n\n{picture}The idea: {prompt.strip()}"
     text = f"<bos><start_of_turn>user\n{turn}<end_of_turn>\n<start_of_turn>model\n"
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     padding = [0] * (-len(ids) % MULTIPLE)

@@ -15,11 +15,14 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from ltx2rt.errors import InputError
+from ltx2rt.pipelines import make_request
 from ltx2rt.stages.enhance import (
+    DETAILED,
+    TASK,
     TEMPERATURE,
     TOP_K,
+    Enhancer,
     Sampled,
-    check,
     cleaned,
     enhance,
     feeds,
@@ -153,7 +156,7 @@ def test_the_answer_is_cleaned(raw, expected):
 def test_the_same_seed_writes_the_same_text(folder, images, short):
     checkpoint = open_checkpoint(folder)
     state = torch.get_rng_state(), np.random.get_state()[1].copy()
-    texts = [enhance(checkpoint, "a fox", image, seed, "float32", False)
+    texts = [enhance(Enhancer.of(checkpoint), "a fox", image, seed, "float32", False)
              for image, seed in ((None, 1), (None, 1), (None, 2), (images[0], 1))]  # fmt: skip
     assert texts[0] == texts[1] and len(set(texts)) == 3
     assert (
@@ -164,7 +167,7 @@ def test_the_same_seed_writes_the_same_text(folder, images, short):
 
 def test_what_cannot_be_enhanced_is_refused(folder, tmp_path, monkeypatch):
     checkpoint = open_checkpoint(folder)
-    check(checkpoint)
+    Enhancer.of(checkpoint).check()
     shutil.copytree(folder / "gemma-3", tmp_path / "gemma")
     config = json.loads((tmp_path / "gemma" / "config.json").read_text())
     tensors = load_file(folder / "gemma-3" / "model.safetensors")
@@ -172,18 +175,19 @@ def test_what_cannot_be_enhanced_is_refused(folder, tmp_path, monkeypatch):
     plain = {name: tensor for name, tensor in tensors.items() if "vision" not in name}
     save_file(plain, tmp_path / "gemma" / "model.safetensors", {"format": "pt"})
     text_only = open_checkpoint(folder / "tiny-2.3.safetensors", text_encoder=tmp_path / "gemma")
-    check(text_only)
+    Enhancer.of(text_only).check()
     with pytest.raises(
-        InputError, match="sees no images; pass a folder with the vision tower by --text-encoder"
+        InputError,
+        match="sees no images; pass a Gemma 3 folder with the vision tower by --text-encoder",
     ):
-        check(text_only, tmp_path / "x.png")
+        Enhancer.of(text_only).check(tmp_path / "x.png")
     monkeypatch.setattr(
         "ltx2rt.stages.enhance.find_spec", lambda name: None if name == "transformers" else name
     )
     with pytest.raises(
         InputError, match=r"--enhance-prompt: needs transformers; install ltx2rt\[enhance\]"
     ):
-        check(checkpoint)
+        Enhancer.of(checkpoint).check()
 
 
 def test_a_clip_keeps_its_prompt_and_the_text_that_was_written(folder, generate, short):
@@ -217,3 +221,118 @@ def test_a_clip_keeps_its_prompt_and_the_text_that_was_written(folder, generate,
     last = max(run.latents)
     np.testing.assert_array_equal(run.latents[last], given.latents[last])
     assert not np.array_equal(run.latents[last], plain.latents[last])
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m['role'] }}\n{{ m['content'] }}"
+)
+TEMPLATE += (
+    "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def gemma4(folder, tmp_path_factory):
+    """A random one of two layers with the tokenizer of the tiny Gemma 3, which it repeats itself
+    with."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    path = tmp_path_factory.mktemp("gemma-4")
+    tokenizer = Tokenizer.from_file(str(folder / "gemma-3" / "tokenizer.json"))
+    torch.manual_seed(0)
+    config = Gemma4TextConfig(
+        vocab_size=tokenizer.get_vocab_size(), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, hidden_size_per_layer_input=0, sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"], global_head_dim=16,
+    )  # fmt: skip
+    model = Gemma4ForCausalLM(config).eval().requires_grad_(False)
+    model.save_pretrained(path)
+    shutil.copy(folder / "gemma-3" / "tokenizer.json", path)
+    known = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(known | {"chat_template": TEMPLATE}))
+    return path
+
+
+def test_gemma_4_writes_what_transformers_generates(tiny, folder, gemma4, monkeypatch):
+    """Greedily, without five tokens twice, for LTX-2.5; with a text of our own on top of that for
+    the earlier ones."""
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr("ltx2rt.stages.enhance.MAX_TOKENS_4", 40)
+    enhancer = Enhancer.of(open_checkpoint(tiny("tiny-2.5", "official")), gemma4)
+    enhancer.check()
+    assert enhancer.detailed and enhancer.greedy
+    tokenizer = Tokenizer.from_file(str(gemma4 / "tokenizer.json"))
+    turn = f"{TASK}{DETAILED}\n\nThe idea: a fox"
+    text = f"<bos><start_of_turn>user\n{turn}<end_of_turn>\n<start_of_turn>model\n"
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    padding = -len(ids) % 8
+    model = AutoModelForCausalLM.from_pretrained(gemma4, dtype=torch.float32).eval()
+
+    def generated(**how):
+        feed = torch.tensor([[0] * padding + ids])
+        mask = torch.tensor([[0] * padding + [1] * len(ids)])
+        fixed = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, "eos_token_id": 1}
+        tokens = model.generate(input_ids=feed, attention_mask=mask, **fixed, **how)
+        return tokens[0, feed.shape[1] :].tolist()
+
+    expected, repeating = generated(no_repeat_ngram_size=5), generated()
+    grams = [tuple(expected[i : i + 5]) for i in range(len(expected) - 4)]
+    assert len(grams) == len(set(grams)) and expected != repeating
+    written = cleaned(tokenizer.decode(expected, skip_special_tokens=True))
+    assert enhance(enhancer, " a fox ", None, 1, "float32", False) == (written or " a fox ")
+    assert not Enhancer.of(open_checkpoint(folder), gemma4).detailed
+
+
+def test_what_no_enhancer_is(tiny, gemma4, tmp_path):
+    checkpoint = open_checkpoint(tiny("tiny-2.5", "official"))
+    with pytest.raises(InputError, match=r"no language head.; pass a Gemma 3 or Gemma 4 by --pro"):
+        Enhancer.of(checkpoint).check()
+    with pytest.raises(InputError, match=r"--prompt-enhancer: .* sees no images"):
+        Enhancer.of(checkpoint, gemma4).check(tmp_path / "x.png")
+    changed = {"kind": {"model_type": "llama"}, "packed": {"quantization_config": {"bits": 4}}}
+    for name, change in changed.items():
+        shutil.copytree(gemma4, tmp_path / name)
+        config = json.loads((gemma4 / "config.json").read_text())
+        (tmp_path / name / "config.json").write_text(json.dumps(config | change))
+    shutil.copytree(gemma4, tmp_path / "mute")
+    (tmp_path / "mute" / "tokenizer.json").unlink()
+    for name, says in (
+        ("kind", "is no folder of a Gemma 3 or Gemma 4 .its model_type is llama"),
+        ("packed", "is quantised; pass a bfloat16 one"),
+        ("mute", "has no tokenizer.json; download it again"),
+        ("", "its model_type is None"),
+    ):
+        with pytest.raises(InputError, match=f"--prompt-enhancer: .*{says}"):
+            Enhancer.of(checkpoint, tmp_path / name).check()
+    shutil.copytree(gemma4, tmp_path / "plain")
+    (tmp_path / "plain" / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(InputError, match="has no chat template"):
+        enhance(Enhancer.of(checkpoint, tmp_path / "plain"), "a fox", None, 1, "float32", False)
+    with pytest.raises(InputError, match="--prompt-enhancer: writes nothing without"):
+        make_request("one-stage", prompt="fox", prompt_enhancer=gemma4)
+
+
+def test_a_clip_of_2_5_is_made_of_what_gemma_4_wrote(tiny, gemma4, generate, monkeypatch):
+    monkeypatch.setattr("ltx2rt.stages.enhance.MAX_TOKENS_4", 20)
+    flags = (
+        "--pipeline",
+        "one-stage",
+        "--num-frames",
+        9,
+        "--width",
+        64,
+        "--steps",
+        1,
+        "--no-audio",
+    )
+    flags += ("--seed", 3, "--assume", "dev")
+    model = tiny("tiny-2.5", "official")
+    run = generate("cuda", model, *flags, "--enhance-prompt", "--prompt-enhancer", gemma4)
+    assert run.status == 0, run.stderr
+    text = run.report["settings"]["enhanced_prompt"]
+    given = generate("cuda", model, *flags, "--enhanced-prompt", text)
+    plain = generate("cuda", model, *flags)
+    last = max(run.latents)
+    np.testing.assert_array_equal(run.latents[last], given.latents[last])
+    assert text == "a robot dancing" or not np.array_equal(run.latents[last], plain.latents[last])
