@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -90,10 +91,10 @@ OPEN = (
 )  # to everybody
 OPERATORS = ("/metrics", "/v1/queue/pause", "/v1/queue/resume")  # need an operator's token
 COOKIE = "ltx2rt_token"
-NOT_HERE = (
-    "editing and characters are not supported here, and a video is extended by "
-    "POST /v1/videos/ID/extend; send a new prompt with images instead"
-)
+NOT_HERE = "editing and characters are not supported here; send a new prompt with images instead"
+
+
+MAX_EXTENSION_S = 20  # the model's limit
 
 
 @dataclass(frozen=True)
@@ -194,10 +195,8 @@ class App:
         return [
             ("POST", "/v1/videos", self.create),
             ("GET", "/v1/videos", self.list),
-            *(
-                ("POST", f"/v1/videos/{name}", self.not_here)
-                for name in ("edits", "extensions", "characters")
-            ),
+            *(("POST", f"/v1/videos/{name}", self.not_here) for name in ("edits", "characters")),
+            ("POST", "/v1/videos/extensions", self.extension),
             ("GET", "/v1/videos/characters/{id}", self.not_here),
             ("GET", "/v1/videos/{id}", self.retrieve),
             ("DELETE", "/v1/videos/{id}", self.delete),
@@ -365,9 +364,9 @@ class App:
 
     # --- jobs from outside ------------------------------------------------------------------------
 
-    async def _job(self, request: Request) -> Job:
-        """The job of the path. Raises Refusal unless it is the user's own."""
-        id = request.path_params["id"]
+    async def _job(self, request: Request, named: str | None = None) -> Job:
+        """The job of the path, or of this id. Raises Refusal unless it is the user's own."""
+        id = request.path_params["id"] if named is None else named
         job = await self.store(self.queue.get, id) if JOB_ID.fullmatch(id) else None
         if job is None or job.user != request.state.user:
             raise Refusal(404, "not_found", f"no video is named {id[:80]!r}", "video_id")
@@ -417,11 +416,39 @@ class App:
         self._require_accepting()
         job, most = await self._job(request), self.settings.max_upload_bytes
         given = await fields_of(request, most, self.folder, UPLOADS)
+        return await self._extended(request, job, given, given.pop("video", "0"))
+
+    async def extension(self, request: Request) -> Response:
+        """As `extend`, in OpenAI's shape: `video` is the finished video, by its id or as an object
+        that has one, and `seconds` how much is added."""
+        self._require_accepting()
+        given = await fields_of(request, self.settings.max_upload_bytes, self.folder, UPLOADS)
+        video, seconds = given.pop("video", None), given.pop("seconds", None)
+        id = video.get("id") if isinstance(video, dict) else video
+        if not isinstance(id, str):
+            raise Refusal(400, "invalid_value", "video: expected the id of a finished one", "video")
+        job = await self._job(request, id)
+        if seconds is not None:
+            added, fps = number(seconds), job.job["clip"].get("fps")
+            if added is None or not 0 < added <= MAX_EXTENSION_S or fps is None:
+                limit = (
+                    f"expected above 0 and at most {MAX_EXTENSION_S}, or extend_frames in its place"
+                )
+                raise Refusal(
+                    400, "invalid_value", f"seconds: {str(seconds)[:80]!r}, {limit}", "seconds"
+                )
+            step = self.admission.checkpoint.config.video_vae.time_factor
+            frames = max(round(added * Fraction(str(fps)) / step), 1) * step
+            given = {"extend_frames": frames} | given
+        return await self._extended(request, job, given, "0")
+
+    async def _extended(
+        self, request: Request, job: Job, given: dict[str, Any], number: str
+    ) -> Response:
         for field in ("pipeline", "video_path"):
             if field in given:
-                text = f"{field}: the path names the video that is extended; leave it out"
+                text = f"{field}: the video that is extended is named already; leave it out"
                 raise Refusal(400, "invalid_value", text, field)
-        number = given.pop("video", "0")
         with self._clip(job, number) as file:
             data = await asyncio.to_thread(file.read)
         kept = await asyncio.to_thread(self.folder.keep_input, data, SUFFIX[VIDEO])

@@ -737,7 +737,7 @@ def test_other_hosts_and_other_pages_are_refused(server):
     for method in ("POST", "PUT", "DELETE"):
         error_of(server.http.request(method, "/v1/nothing"), 404)
     assert error_of(server.http.post("/healthz"), 405)["code"] == "method_not_allowed"
-    extended = server.http.post("/v1/videos/extensions", json={})
+    extended = server.http.post("/v1/videos/edits", json={})
     assert (
         error_of(extended, 501)["code"] == "not_supported"
         and extended.headers["x-should-retry"] == "false"
@@ -1189,6 +1189,23 @@ def test_a_finished_video_is_extended(server, tmp_path):
         ({"width": 64}, "width"),
     ):
         assert error_of(server.http.post(path, json=given), 400)["param"] == param
+    for video in (id, {"id": id}):
+        given = {"video": video, "prompt": "3:0", "seconds": "0.7", "overlap": 9}
+        added = server.http.post("/v1/videos/extensions", json=given)
+        assert added.status_code == 200, added.text
+        made = server.until(added.json()["id"])
+        assert made["x"]["settings"]["extend_frames"] == 16 and made["prompt"] == "3:0"
+    for given, status, param in (
+        ({}, 400, "video"),
+        ({"video": 3}, 400, "video"),
+        ({"video": "video_00"}, 404, "video_id"),
+        ({"video": id, "seconds": "x"}, 400, "seconds"),
+        ({"video": id, "seconds": 0}, 400, "seconds"),
+        ({"video": id, "seconds": 500}, 400, "seconds"),
+        ({"video": id, "pipeline": "hq"}, 400, "pipeline"),
+    ):
+        refused = server.http.post("/v1/videos/extensions", json=given)
+        assert error_of(refused, status)["param"] == param
     waiting = server.add("400:0.1")
     again = server.http.post(f"/v1/videos/{waiting}/extend", json={})
     assert error_of(again, 409)["code"] == "not_ready"
