@@ -7,6 +7,7 @@
 Importing this imports neither torch nor jax; `ltx2rt.open` does, as the backend needs.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ltx2rt.errors import Cancelled, InputError
@@ -15,8 +16,18 @@ from ltx2rt.version import VERSION as __version__
 if TYPE_CHECKING:
     from ltx2rt.api import Clip, Session, open
     from ltx2rt.session.stopwatch import Progress
+    from ltx2rt.train.python import train
 
-__all__ = ["Cancelled", "Clip", "InputError", "Progress", "Session", "__version__", "open"]
+__all__ = [
+    "Cancelled",
+    "Clip",
+    "InputError",
+    "Progress",
+    "Session",
+    "__version__",
+    "open",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -29,4 +40,6 @@ def __getattr__(name: str) -> Any:
         from ltx2rt.session.stopwatch import Progress
 
         return Progress
+    if name == "train":
+        return import_module("ltx2rt.train")
     raise AttributeError(f"module {__name__} has no attribute {name}")

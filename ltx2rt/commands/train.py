@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.atomic_file import check_outputs
-from ltx2rt.backend import get_factory, keep_compiled
+from ltx2rt.backend import EMA, get_factory, keep_compiled
 from ltx2rt.commands.generate import compiled_folder
 from ltx2rt.commands.options import model_options, start_ranks
 from ltx2rt.errors import InputError
@@ -30,7 +30,7 @@ from ltx2rt.train.prepare import MANIFEST, PrepareRequest
 from ltx2rt.train.prepare import prepare as fill
 from ltx2rt.train.request import TrainRequest
 from ltx2rt.train.run import Run, described, start
-from ltx2rt.train.state import read_state, states, write_lora
+from ltx2rt.train.state import FORMATS, read_state, states, write_lora
 from ltx2rt.train.step import in_words
 
 READ = (  # flags of a model that training reads
@@ -240,6 +240,16 @@ def export_flags(to: Any) -> None:
         default="bfloat16",
         help="dtype of the tensors (default: bfloat16)",
     )
+    to.add_argument(
+        "--format",
+        choices=FORMATS,
+        metavar="|".join(FORMATS),
+        default=FORMATS[0],
+        help="names of the tensors (default: official, which ComfyUI and diffusers read, too)",
+    )
+    to.add_argument(
+        "--ema", action="store_true", help="write the average that the run kept by --ema"
+    )
 
 
 def export(args: argparse.Namespace) -> None:
@@ -262,7 +272,13 @@ def export(args: argparse.Namespace) -> None:
     about, arrays = read_state(kept[step])
     request = about["request"]
     scale = request["alpha"] / request["rank"]
-    write_lora(args.output, arrays["parameters"], scale, described(about, step), args.dtype)
+    kind = EMA if args.ema else "parameters"
+    if kind not in arrays:
+        raise InputError(
+            f"--ema: {folder} kept no average; train with --ema, or leave the flag out"
+        )
+    facts = described(about, step)
+    write_lora(args.output, arrays[kind], scale, facts, args.dtype, args.format)
     print(args.output)
 
 

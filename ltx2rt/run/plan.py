@@ -26,6 +26,7 @@ from ltx2rt.session.session import Session
 from ltx2rt.stages.denoise import RECORDED, noise_name
 from ltx2rt.stages.enhance import Enhancer, enhance
 from ltx2rt.stages.stage import Stage
+from ltx2rt.train.prepare import remarks
 from ltx2rt.weights.changes import STORED
 from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.distilled import sign
@@ -38,6 +39,7 @@ class Plan:
     """A resolved request, its stages, the LoRAs, and what they merge by stage.
 
     weights: how it is known that the model's weights are distilled, where no LoRA makes them so.
+    trained: sentences about LoRAs that `train run` made.
     """
 
     request: Request
@@ -45,6 +47,7 @@ class Plan:
     loras: Loras
     merges: dict[str, list[Merge]]
     weights: str = ""
+    trained: tuple[str, ...] = ()
 
     @property
     def all_merges(self) -> list[Merge]:
@@ -65,6 +68,7 @@ class Plan:
                 merge.line(stage, "distilled" if merge.file == distilled else "")
                 for merge in merges
             )
+        yield from self.trained
         if self.request.distilled in ("optional", "default") and not distilled:
             as_they_are = f"{self.request.name}: on the weights as they are, with no distilled LoRA"
             yield f"{as_they_are}{self.weights and f'; {self.weights}'}"
@@ -140,7 +144,9 @@ def make_plan(session: Session, request: Request) -> Plan:
     _check_noise(
         request.noise_in, [draw for stage in stages for draw in stage.draws(session.config).items()]
     )
-    return Plan(request, stages, loras, merges, _known_as(session))
+    files = [lora.path for lora in loras.user]
+    trained = [line for path in files for line in remarks(path, session.checkpoint)]
+    return Plan(request, stages, loras, merges, _known_as(session), tuple(trained))
 
 
 def _known_as(session: Session) -> str:

@@ -275,6 +275,21 @@ def model_digest(checkpoint: Checkpoint) -> str:
     )
 
 
+def remarks(lora: Path, checkpoint: Checkpoint) -> Iterator[str]:
+    """What the header of a LoRA file that `train run` wrote says about its use, in sentences."""
+    try:
+        about = json.loads(TensorFile(lora).metadata.get("ltx2rt", "{}"))
+    except ValueError:
+        return
+    if not isinstance(about, dict) or "base" not in about:
+        return
+    trigger = about.get("trigger")
+    begin = f"; begin the prompt with {trigger!r}" if trigger else ""
+    yield f"{lora}: trained by `ltx2rt train run` to step {about.get('step')} ({about.get('mode')}){begin}"
+    if about["base"] != model_digest(checkpoint):
+        yield f"{lora}: trained on another model or with other parts; what it does here is not known"
+
+
 def _digest(*what: Any) -> str:
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 

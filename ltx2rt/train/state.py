@@ -20,7 +20,10 @@ import numpy as np
 
 from ltx2rt.atomic_file import NotWritten, replacing
 from ltx2rt.errors import InputError
+from ltx2rt.passes.adapters import MARK
 from ltx2rt.weights.files import TensorFile, write_arrays
+from ltx2rt.weights.names import to_diffusers
+from ltx2rt.weights.part_table import PARTS
 
 Arrays = Mapping[str, np.ndarray]
 METRICS, PICTURE, LOCK = "metrics.jsonl", "loss.svg", ".lock"
@@ -95,21 +98,47 @@ def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, np.nda
     return about, arrays
 
 
+FORMATS = ("official", "diffusers", "kohya")
+
+
 def write_lora(
-    path: Path, parameters: Arrays, scale: float, about: Mapping[str, Any], dtype: str = "bfloat16"
+    path: Path,
+    parameters: Arrays,
+    scale: float,
+    about: Mapping[str, Any],
+    dtype: str = "bfloat16",
+    format: str = "official",
 ) -> None:
-    """The official keys, `diffusion_model.<module>.lora_A.weight`; alpha / rank is part of B, and
-    no key says alpha."""
+    """alpha / rank is part of B. Keys of the formats:
+
+    official    diffusion_model.<module>.lora_A.weight, which ComfyUI and diffusers read, too
+    diffusers   transformer.<module by diffusers' name>.lora_A.weight
+    kohya       lora_unet_<module with _>.lora_down.weight, and alpha, which is the rank
+    """
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
-    arrays = {
-        name.removeprefix("model."): (x * np.float32(scale) if ".lora_B." in name else x).astype(
-            kind
-        )
-        for name, x in parameters.items()
-    }
+    arrays = {}
+    for name, x in parameters.items():
+        module, half = name.removesuffix(".weight").split(MARK)
+        value = (x * np.float32(scale) if half == "B" else x).astype(kind)
+        arrays[_key(module, half, format)] = value
+        if format == "kohya" and half == "A":
+            arrays[f"{_flat(module)}.alpha"] = np.array(len(x), kind)
     metadata = {"format": "pt", "ltx2rt": json.dumps(dict(about))}
     metadata |= {key: str(about[name]) for key, name in METADATA.items() if about.get(name, 1) != 1}
     write_arrays(path, arrays, metadata)
+
+
+def _key(module: str, half: str, format: str) -> str:
+    if format == "kohya":
+        return f"{_flat(module)}.lora_{'down' if half == 'A' else 'up'}.weight"
+    if format == "diffusers":
+        name = to_diffusers("transformer", f"{module}.weight").removesuffix(".weight")
+        return f"transformer.{name}{MARK}{half}.weight"
+    return f"{module.removeprefix('model.')}{MARK}{half}.weight"
+
+
+def _flat(module: str) -> str:
+    return "lora_unet_" + module.removeprefix(PARTS["transformer"].prefix).replace(".", "_")
 
 
 def write_configuration(run: Path, values: Mapping[str, Any]) -> None:

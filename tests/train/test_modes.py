@@ -1,0 +1,153 @@
+"""IC-LoRA, `extend`, `inpaint` and `outpaint`, and what their files are used with; Python's `train`."""
+
+import json
+import shutil
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from train.test_flags import rows_of
+from train.test_run import session_of
+from train_runs import options, run_train, write_clips
+
+import ltx2rt
+from ltx2rt import cli
+from ltx2rt.media.mp4 import write_mp4
+from ltx2rt.models.geometry import reference_positions, video_positions
+from ltx2rt.models.transformer import position_feeds
+from ltx2rt.pipelines import make_request
+from ltx2rt.run.plan import make_plan
+from ltx2rt.train.request import Data, TrainRequest
+from ltx2rt.train.run import start
+from ltx2rt.weights.files import TensorFile
+from ltx2rt.weights.lora import open_lora, reference_factors
+
+
+@pytest.fixture(scope="module")
+def referenced(model, tmp_path_factory):
+    """Clips without sound, with references of half the size and masks of the right half."""
+    folder = tmp_path_factory.mktemp("referenced")
+    clips = write_clips(folder / "clips", 2, sound=False)
+    mask = np.zeros((9, 64, 64, 3), np.uint8)
+    mask[:, :, 32:] = 255
+    for i in range(2):
+        shutil.copy(clips / f"{i}.mp4", clips / f"{i}.reference.mp4")
+        write_mp4(clips / f"{i}.mask.mp4", [mask], num_frames=9, fps=Fraction(24))
+    words = (
+        "prepare",
+        clips,
+        "--output",
+        folder / "cache",
+        "--buckets",
+        "64x64x9",
+        "--trigger",
+        "zorp",
+    )
+    assert run_train(model, *words, "--reference-downscale", 2) == 0
+    return folder / "cache"
+
+
+def request(cache, **more):
+    return TrainRequest(data=(Data(cache),), output=cache.parent / "none", rank=2, **more)
+
+
+def test_reference_tokens_are_given_and_follow_those_of_the_clip(model, referenced):
+    run = start(
+        session_of(model), request(referenced, mode="ic-lora", first_frame=0.0, dry_run=True)
+    )
+    x = run.feeds(run.drawn(0, 0))
+    assert x["video_clean"].shape == (1, 8 + 2, 128) and x["video_noised"].tolist() == [
+        [1] * 8 + [0] * 2
+    ]
+    g, (own, *scales) = run.step.geometry, run.step.reference
+    assert scales == [2, 1] and (own.rows, own.columns) == (1, 1)
+    positions = np.concatenate([video_positions(g), reference_positions(own, 2)], axis=1)
+    for name, table in position_feeds(run.session.config.transformer, positions, None).items():
+        np.testing.assert_array_equal(x[name], table)
+    half = start(
+        session_of(model), request(referenced, mode="ic-lora", reference=0.5, dry_run=True)
+    )
+    sizes = [half.feeds(half.drawn(i, 0))["video_clean"].shape[1] for i in range(30)]
+    assert set(sizes) == {8, 10} and 8 < sizes.count(8) < 22
+
+
+def test_what_masks_and_rectangles_leave_is_generated(model, referenced):
+    run = start(session_of(model), request(referenced, mode="inpaint", dry_run=True))
+    assert run.feeds(run.drawn(0, 0))["video_noised"].tolist() == [[1, 0] * 4]
+    more = {"crop": (0, 0, 32, 64, 1.0), "targets": ("video-attn",)}
+    run = start(session_of(model), request(referenced, mode="outpaint", dry_run=True, **more))
+    assert run.feeds(run.drawn(0, 0))["video_noised"].tolist() == [[0, 0, 1, 1] * 2]
+
+
+def test_an_ic_lora_in_all_formats_and_in_generate(model, referenced, tmp_path, capsys):
+    output = tmp_path / "run"
+    words = options(referenced, output, mode="ic-lora", steps=2, reference=0.5)
+    assert run_train(model, "run", *words) == 0
+    assert all(row["video_loss"] > 0 for row in rows_of(output))
+    lora = output / "lora-000002.safetensors"
+    assert reference_factors([lora]) == (2, 1)
+    metadata = TensorFile(lora).metadata
+    assert metadata["reference_spatial_scale_factor"] == "2" and metadata[
+        "model_version"
+    ].startswith("2.3")
+    assert json.loads(metadata["ltx2rt"])["trigger"] == "zorp"
+    changes = {}
+    for format in ("official", "diffusers", "kohya"):
+        path = tmp_path / f"{format}.safetensors"
+        words = ("export", output, "--output", path, "--format", format, "--dtype", "float32")
+        assert cli.main(["train", *map(str, words)]) == 0
+        found = open_lora(path)
+        assert not found.unknown
+        source = session_of(model).checkpoint.source("transformer")
+        changes[format] = {
+            name: (change.factors(found.file, ()).terms, change.scale)
+            for name, change in found.on(source.names()).items()
+        }
+    for format in ("diffusers", "kohya"):
+        assert changes[format].keys() == changes["official"].keys()
+        for name, (terms, scale) in changes[format].items():
+            assert scale == 1
+            for a, b in zip(terms[0], changes["official"][name][0][0], strict=True):
+                np.testing.assert_array_equal(a, b)
+    line = refused_export(capsys, output, tmp_path)
+    assert "kept no average" in line
+    with ltx2rt.open(model, backend="cuda", device="cpu", lora=[lora]) as session:
+        plan = make_plan(
+            session.resident,
+            make_request("one-stage", prompt="x", seed=0, width=64, height=64, num_frames=9),
+        )
+        (line,) = [x for x in plan.merge_lines() if "trained by" in x]
+        assert "begin the prompt with 'zorp'" in line
+
+
+def refused_export(capsys, output, folder):
+    capsys.readouterr()
+    words = ("export", output, "--output", folder / "ema.safetensors", "--ema")
+    assert cli.main(["train", *map(str, words)]) == 2
+    return capsys.readouterr().err
+
+
+def test_training_in_python(model, cache, tmp_path):
+    seen = []
+    flags = {
+        "rank": 2,
+        "steps": 3,
+        "mode": "extend",
+        "targets": ["video-attn", "audio-attn"],
+        "ema": 0.9,
+    }
+    path = ltx2rt.train(
+        model,
+        data=cache,
+        output=tmp_path / "run",
+        backend="cuda",
+        device="cpu",
+        on_progress=seen.append,
+        **flags,
+    )
+    assert path == tmp_path / "run" / "lora-000003.safetensors" and path.is_file()
+    assert [(p.step, p.of) for p in seen] == [(1, 3), (2, 3), (3, 3)] and seen[-1].eta_s == 0
+    with pytest.raises(ltx2rt.InputError, match="--rank: 0"):
+        ltx2rt.train(model, data=cache, output=tmp_path / "run", backend="cuda", rank=0)
+    words = ("export", tmp_path / "run", "--output", tmp_path / "ema.safetensors", "--ema")
+    assert cli.main(["train", *map(str, words)]) == 0
