@@ -15,8 +15,8 @@ from ltx2rt.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from ltx2rt.api import Clip, Session, open
+    from ltx2rt.run.train import train
     from ltx2rt.session.stopwatch import Progress
-    from ltx2rt.train.python import train
 
 __all__ = [
     "Cancelled",

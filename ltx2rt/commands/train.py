@@ -23,6 +23,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flagged, given_flags, spelling
 from ltx2rt.notes import note
 from ltx2rt.ranks.crew import Crew
+from ltx2rt.run.validation import with_validation
 from ltx2rt.session.open import located, open_session
 from ltx2rt.session.options import ModelOptions, existing_file
 from ltx2rt.suggest import hint
@@ -140,7 +141,7 @@ def run(args: argparse.Namespace) -> int | None:
         return status
     if args.own_process:
         keep_compiled(options.backend, compiled_folder(os.environ))
-    made = start(open_session(options), request)
+    made = with_validation(start(open_session(options), request))
     say = note if made.session.backend.is_main else lambda text: None
     if request.dry_run:
         return _dry_run(made, say)

@@ -340,7 +340,22 @@ class TrainRequest:
         most=0.5,
     )
     validate_every: int = flag(
-        250, "steps between two measurements", int, group="training", least=1
+        250,
+        "steps between two measurements, and between two validations",
+        int,
+        group="training",
+        least=1,
+    )
+    validation: Path | None = flag(
+        None,
+        "JSONL file of prompts (prompt, image, reference, size, seed, or any clip flag) to make clips of in "
+        "RUN/validation, also before the first step",
+        Path,
+        group="training",
+        metavar="FILE",
+    )
+    validation_seed: int = flag(
+        42, "seed of the first validation clip", int, group="training", least=0, most=2**63
     )
     save_every: int = flag(
         250, "steps between two LoRAs and states", int, group="training", least=1

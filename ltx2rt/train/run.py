@@ -65,8 +65,9 @@ NO_GRADIENT, NOT_FINITE = 20, 10  # steps after which a run ends
 # samples of a step the number alone is compared, however they are shared out.
 LEVELS = (0.2, 0.5, 0.8)  # noise levels at which clips are measured that are not trained on
 FREE = (
-    "data", "output", "steps", "save_every", "keep", "keep_every", "dry_run", "batch", "accumulate", "validate_every",
-    "json", "tensorboard", "deterministic", "init", "allow_change", "allow_distilled", "allow_partial_sound",
+    "data", "output", "steps", "save_every", "keep", "keep_every", "dry_run", "batch", "accumulate", "init",
+    "validate_every", "validation", "validation_seed", "json", "tensorboard", "deterministic", "allow_change",
+    "allow_distilled", "allow_partial_sound",
 )  # fmt: skip
 FIXED = ("mode", "streams", "rank", "audio_rank", "targets")  # what is trained has these shapes
 BALANCE = 0.99  # decay of the running means of the losses
@@ -132,6 +133,7 @@ class Run:
             raise InputError(
                 f"--batch: {self.batch} samples at once, the cache has {len(self.items)}; lower it"
             )
+        self.validate: Callable[[Path, int], None] | None = None
         self.kinds = sorted({i.kind for i in self.items}, key=str)
         self.shares = self._shares()
 
@@ -514,6 +516,8 @@ class Run:
         board = Board(r.tensorboard) if main and r.tensorboard else None
         lora = r.output / f"lora-{first:06d}.safetensors"
         with (r.output / METRICS).open("a") if main else nullcontext() as metrics:
+            if not first:
+                self._validated(trainer, 0)
             for step in range(first, r.steps):
                 began = time.perf_counter()
                 weights = self._weights(running)
@@ -554,10 +558,25 @@ class Run:
                 last = agree(bool(stopped))
                 if ending or last:
                     lora = self._save(trainer, step + 1, updates, running, rows)
+                if step + 1 == r.steps or (step + 1) % r.validate_every == 0:
+                    self._validated(trainer, step + 1)
                 if last:
                     say(f"stopped after step {step}; the same command continues")
                     break
         return lora
+
+    def _validated(self, trainer: Trainer, step: int) -> None:
+        """Clips with the LoRA as it is now. `validate` takes it as a file, which is then removed."""
+        if self.validate is None:
+            return
+        folder = self.request.output / "validation"
+        folder.mkdir(exist_ok=True)
+        path, arrays = folder / ".lora.safetensors", trainer.state()["parameters"]
+        try:
+            write_lora(path, arrays, self.step.scale, described(self.about, step))
+            self.validate(path, step)
+        finally:
+            path.unlink(missing_ok=True)
 
     def _weights(self, running: Mapping[str, float]) -> dict[str, float]:
         """Weights of the losses. With `--audio-balance` that of the sound follows the running means

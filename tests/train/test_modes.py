@@ -13,6 +13,7 @@ from train_runs import options, run_train, write_clips
 import ltx2rt
 from ltx2rt import cli
 from ltx2rt.media.mp4 import write_mp4
+from ltx2rt.media.video import video_info
 from ltx2rt.models.geometry import reference_positions, video_positions
 from ltx2rt.models.transformer import position_feeds
 from ltx2rt.pipelines import make_request
@@ -81,8 +82,14 @@ def test_what_masks_and_rectangles_leave_is_generated(model, referenced):
 
 def test_an_ic_lora_in_all_formats_and_in_generate(model, referenced, tmp_path, capsys):
     output = tmp_path / "run"
-    words = options(referenced, output, mode="ic-lora", steps=2, reference=0.5)
+    prompts = tmp_path / "prompts.jsonl"
+    reference = str(referenced.parent / "clips" / "0.reference.mp4")
+    prompts.write_text(json.dumps({"prompt": "a clip", "reference": reference}))
+    words = options(referenced, output, mode="ic-lora", steps=2, reference=0.5, validation=prompts)
     assert run_train(model, "run", *words) == 0
+    clip = output / "validation" / "000002" / "00.mp4"
+    info = video_info(clip, "clip")
+    assert (info.width, info.height, info.num_frames) == (64, 64, 9)
     assert all(row["video_loss"] > 0 for row in rows_of(output))
     lora = output / "lora-000002.safetensors"
     assert reference_factors([lora]) == (2, 1)

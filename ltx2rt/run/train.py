@@ -10,6 +10,7 @@ from typing import Any
 
 from ltx2rt.backend import chosen_backend
 from ltx2rt.flags import keywords
+from ltx2rt.run.validation import with_validation
 from ltx2rt.session.open import located, open_session
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.stopwatch import Progress
@@ -39,7 +40,8 @@ def train(
         options = replace(options, mesh={"data": options.num_gpus})
     options.check()
     request = TrainRequest(**keywords({"data": data, "output": output, **rest}, TrainRequest))
-    made, began, first = start(open_session(located(options)), request), time.monotonic(), -1
+    made = with_validation(start(open_session(located(options)), request))
+    began, first = time.monotonic(), -1
     of = made.request.steps or 1
 
     def report(row: dict[str, Any]) -> None:

@@ -1,0 +1,122 @@
+"""Clips that a training run makes of prompts while it goes on, with the LoRA of that step.
+
+Decides what a line of `--validation` says. The LoRA is merged into weights of a session of their
+own, as `generate --lora` does, and these are let go of after each time; what is trained stays on
+the device meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ltx2rt.errors import InputError
+from ltx2rt.media.output import write_clip
+from ltx2rt.pipelines import make_request
+from ltx2rt.pipelines.request import Request
+from ltx2rt.run.plan import make_plan
+from ltx2rt.run.report import comment
+from ltx2rt.run.run import produce, sample_rate
+from ltx2rt.session.options import NO_LORA, LoraSpec, existing_file
+from ltx2rt.session.session import Session
+from ltx2rt.stages.stage import FRAMES
+from ltx2rt.train.data import parse_bucket
+from ltx2rt.train.run import Run
+
+FLAG = "--validation"
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The requests, and the folder that has one for each step."""
+
+    session: Session
+    requests: list[Request]
+    folder: Path
+
+    def __call__(self, lora: Path, step: int) -> None:
+        """Write FOLDER/STEP/NN.mp4, or .wav of sound alone. Raises InputError where there is no
+        room beside what is trained."""
+        session, target = self.session, self.folder / f"{step:06d}"
+        target.mkdir(parents=True, exist_ok=True)
+        session.use_loras((LoraSpec(lora),))
+        try:
+            for number, request in enumerate(self.requests):
+                plan = make_plan(session, request)
+                session.require_memory(plan.stages)
+                state, _, _ = produce(session, plan)
+                moving = plan.makes(FRAMES)
+                write_clip(
+                    target / f"{number:02d}.{'mp4' if moving else 'wav'}",
+                    next(state.frames) if moving else [],
+                    num_frames=plan.request.num_frames,
+                    fps=plan.request.clip_fps,
+                    waveform=None if state.waveforms is None else state.waveforms[0],
+                    sample_rate=sample_rate(session, state),
+                    comment=comment(session, plan.request, 0),
+                )
+        finally:
+            session.weights.close()
+
+
+def with_validation(run: Run) -> Run:
+    """The run, which then makes the clips of its request's `validation`. Raises InputError for a
+    line that cannot be one, before anything is trained."""
+    r, session = run.request, run.session
+    if r.validation is None:
+        return run
+    existing_file(FLAG, r.validation)
+    if session.backend.num_processes > 1 or session.backend.mesh.get("data", 1) > 1:
+        count = prod(session.backend.mesh.values())
+        raise InputError(
+            f"{FLAG}: clips are made by one process without the mesh axis data, this run has {count} devices; leave "
+            "it out, and use `ltx2rt generate --lora` on the files that it writes"
+        )
+    options = replace(session.options, distilled_lora=NO_LORA)  # none where the LoRA is trained
+    own = Session(session.checkpoint, session.backend, options, session.dtype)
+    requests = list(_requests(run, r.validation))
+    for request in requests:
+        if request.name != "ic-lora":  # which has no plan without a LoRA
+            make_plan(own, request)
+    if not r.dry_run:
+        run.validate = Validation(own, requests, r.output / "validation")
+    return run
+
+
+def _requests(run: Run, path: Path) -> Iterator[Request]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)
+            if not isinstance(found, dict) or not isinstance(found.get("prompt"), str):
+                raise InputError('expected an object with the key "prompt"')
+            request = _request(run, found, number)
+            request.check_files()
+        except (json.JSONDecodeError, InputError) as error:
+            raise InputError(f"{FLAG}: {path}, line {number}: {error}") from None
+        yield request
+
+
+def _request(run: Run, line: Mapping[str, Any], number: int) -> Request:
+    """Keys: prompt; image (FILE[:FRAME[:STRENGTH]], or a list); reference (a file, for an IC-LoRA);
+    size (WxHxF, default: as trained); seed; pipeline; and the clip flags of that."""
+    r, g = run.request, run.step.geometry
+    rest = {name: x for name, x in line.items() if name not in ("reference", "size", "pipeline")}
+    name = line.get("pipeline", "one-stage" if "video" in run.streams else "t2a")
+    given = {"num_frames": (g.frames - 1) * g.time_factor + 1, "fps": g.fps}
+    height, width = g.size_px
+    if "size" in line:
+        bucket = parse_bucket(str(line["size"]), "size")
+        width, height, given["num_frames"] = bucket.width, bucket.height, bucket.frames
+    if "reference" in line:  # its first stage, which makes half of the size, is all that is made
+        name, width, height = "ic-lora", 2 * width, 2 * height
+        given |= {"skip_stage_2": True, "video_conditioning": [str(line["reference"])]}
+    if name != "t2a":
+        given |= {"width": width, "height": height}
+    return make_request(name, **{"seed": r.validation_seed + number - 1, **given, **rest})

@@ -1,0 +1,64 @@
+"""What a trainer of either backend does beside a plain step: an average of its parameters, batches
+of several sizes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from placed_cases import AUDIO_TOKENS, TEXT, TOKENS, positions, transformer_config
+from train_cases import BATCH, OPTIMISER, RANK, SCALE, WEIGHTS, parameters, placed, step
+
+from ltx2rt.backend import EMA, MOMENTS, get_backend
+from ltx2rt.models import train_step, transformer
+from ltx2rt.passes.adapters import Adapters, modules
+from ltx2rt.placement.placement import Placement
+from ltx2rt.placement.profiles import PROFILES
+from ltx2rt.testing import ArraySource
+
+DECAY = 0.7
+CLOSE = 1e-5  # float32: sums in another order
+
+
+def smaller():
+    """The step of `train_cases` with half of the text, and its inputs."""
+    feeds = transformer.position_feeds(transformer_config("2.3"), *positions())
+    shape = train_step.TrainShape(
+        BATCH, TOKENS, AUDIO_TOKENS, TEXT // 2, transformer.coordinate_counts(feeds)
+    )
+    graph = train_step.trace(transformer_config("2.3"), shape, "float32")
+    adapters = Adapters(frozenset(modules(graph)), RANK, SCALE)
+    local = Placement(PROFILES["hopper"], {}, None, adapters).local(graph, "transformer")
+    inputs = dict(step("2.3")[1])
+    for name in ("video_context", "audio_context"):
+        inputs[name] = inputs[name][:, : TEXT // 2]
+    return local, inputs
+
+
+@pytest.mark.parametrize("kind", ["cuda", "tpu"])
+def test_batches_of_two_sizes_share_parameters_and_their_average(kind):
+    backend, graph, (other, inputs) = get_backend(kind, "cpu", {}), placed("2.3", {}), smaller()
+    weights = backend.load([graph], ArraySource(parameters("2.3")))
+    optimiser = replace(OPTIMISER, ema=DECAY)
+    made = backend.trainer(graph, weights, optimiser, True, [other], True)
+    start = average = {n: x.copy() for n, x in made.state()["parameters"].items()}
+    for feeds in (step("2.3")[1], inputs):
+        made.accumulate(feeds, WEIGHTS)
+        made.update(1e-2)
+        now = made.state()
+        average = {n: DECAY * x + (1 - DECAY) * now["parameters"][n] for n, x in average.items()}
+    for name, x in average.items():
+        np.testing.assert_allclose(now[EMA][name], x, rtol=CLOSE, atol=CLOSE)
+    # alone, each size has the gradients that it has beside the other
+    alone = backend.trainer(other, backend.load([other], ArraySource(parameters("2.3"))), optimiser)
+    moments = {kind: {n: 0 * x for n, x in start.items()} for kind in MOMENTS}
+    for trainer in (alone, made):
+        trainer.restore({"parameters": start, EMA: start, **moments}, 0)
+    for trainer in (alone, made):  # a state on a CPU may be the trainer's own memory
+        trainer.accumulate(inputs, WEIGHTS)
+        trainer.update(0.0)
+    for name, x in alone.state()[MOMENTS[0]].items():
+        np.testing.assert_allclose(
+            made.state()[MOMENTS[0]][name], x, rtol=1e-4, atol=CLOSE * np.abs(x).max() + 1e-12
+        )
+    with pytest.raises(ValueError, match="no graph of 2 has the sizes"):
+        made.accumulate(inputs | {"video_context": inputs["video_context"][:, :1]}, WEIGHTS)

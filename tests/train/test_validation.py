@@ -1,0 +1,52 @@
+"""Clips that a run makes meanwhile are those of `generate --lora`, and change nothing of it."""
+
+import json
+
+import numpy as np
+from train.test_run import refused
+from train_runs import options, run_train
+
+import ltx2rt
+from ltx2rt.media.video import read_frames
+from ltx2rt.train.state import read_state, states
+
+
+def test_validation_clips(model, cache, tmp_path):
+    plain, watched, file = tmp_path / "plain", tmp_path / "watched", tmp_path / "prompts.jsonl"
+    lines = [
+        {"prompt": "a clip", "steps": 2, "seed": 7},
+        {"prompt": "another", "size": "64x32x9", "steps": 1},
+    ]
+    file.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    flags = {"steps": 2, "validate-every": 1, "lr": 1e-2}
+    assert run_train(model, "run", *options(cache, plain, **flags)) == 0
+    words = options(cache, watched, **flags, validation=file)
+    assert run_train(model, "run", *words) == 0
+    made = sorted(str(p.relative_to(watched)) for p in (watched / "validation").rglob("*.*"))
+    assert made == [f"validation/{step:06d}/{i:02d}.mp4" for step in range(3) for i in range(2)]
+    runs = [read_state(states(run)[-1])[1] for run in (plain, watched)]
+    for kind, arrays in runs[0].items():
+        assert all(np.array_equal(runs[1][kind][name], x) for name, x in arrays.items())
+    shown = [list(read_frames(watched / name, "clip", 9)) for name in made[::2]]
+    with ltx2rt.open(
+        model, backend="cuda", device="cpu", lora=[watched / "lora-000002.safetensors"]
+    ) as session:
+        size = {"width": 64, "height": 64, "num_frames": 9, "steps": 2, "seed": 7}
+        clip = session.generate("a clip", pipeline="one-stage", **size)
+    clip.save(tmp_path / "same.mp4")
+    np.testing.assert_array_equal(list(read_frames(tmp_path / "same.mp4", "clip", 9)), shown[2])
+    assert not np.array_equal(shown[0], shown[2])
+
+
+def test_lines_that_are_refused(model, cache, tmp_path, capsys):
+    file = tmp_path / "prompts.jsonl"
+    for line, message in (
+        ("{", "line 1: "),
+        ('{"seed": 3}', 'expected an object with the key "prompt"'),
+        ('{"prompt": "x", "size": "60x64x9"}', "the nearest is 64x64x9"),
+        ('{"prompt": "x", "image": "none.png:0"}', "none.png"),
+        ('{"prompt": "x", "sized": 3}', "unknown keyword 'sized'"),
+    ):
+        file.write_text(line + "\n")
+        found = refused(capsys, model, "run", *options(cache, tmp_path / "run", validation=file))
+        assert f"--validation: {file}, line 1: " in found and message in found, found
