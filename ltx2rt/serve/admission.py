@@ -79,6 +79,7 @@ OURS = (
     "user",
 )
 MAX_DIGITS, MAX_USER = 40, 512  # characters: of a number, of a user's name
+FILES_NOT_HERE = {"noise_in", "latents_in", "prompt_enhancer"}
 NOT_HERE = {"num_videos", "enhance_prompt", "enhance_seed", "enhanced_prompt"}
 MAX_SHAPES = 256  # whose plans are remembered
 UNKNOWN_BYTES = 10**15  # memory of a device that no replica has reported yet
@@ -441,7 +442,7 @@ def served() -> dict[str, type[VideoRequest]]:
     found = {}
     for name, type_ in pipelines().items():
         files = {field for field, f in flagged(type_).items() if f.metadata["flag"].parse is Path}
-        if issubclass(type_, VideoRequest) and files <= {"noise_in", "prompt_enhancer", *UPLOADS}:
+        if issubclass(type_, VideoRequest) and files <= {*FILES_NOT_HERE, *UPLOADS}:
             found[name] = type_
     return found
 
