@@ -5,7 +5,7 @@ Decides the cases: every op with a kernel in the graphs of a two-stage request (
 both stages, the largest tile of the video decoder, the vocoder), with the operands that it has
 there, drawn at random and lying as they do there: slices of packed rows, videos channels last, what
 has several readers once. Of a float8 linear (`--weights-dtype float8`) it is the quantisation of
-its operand. With `--stored TYPE` the blocks' matrices are kept as files of that type hold them.
+its operand. With `--stored TYPE ...` the blocks' matrices are kept as files of each type hold them.
 
 Contestants do the same op: `kernel` is what the backend runs, so on a CPU the plain ops, and the
 reason is printed; `eager` is those plain ops; `compiled` is what Inductor makes of them. The floor
@@ -331,10 +331,11 @@ def contest(
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     device = CudaBackend(args.device).torch_device
-    graphs = request_graphs(
-        args.preset, args.width, args.height, args.num_frames, args.levels, args.weights_dtype,
-        stored=args.stored,
-    )  # fmt: skip
+    size = args.preset, args.width, args.height, args.num_frames, args.levels, args.weights_dtype
+    graphs: dict[str, Graph] = {}
+    for kind in args.stored or [None]:
+        found = request_graphs(*size, stored=kind)
+        graphs |= {f"{part}, {kind}" if kind else part: graph for part, graph in found.items()}
     facts = {
         "benchmark": "kernels",
         **machine("torch"),
@@ -409,7 +410,10 @@ def main(argv: list[str] | None = None) -> dict:
         "--levels", type=int, default=1, help="timesteps among the video tokens; 2: with an image"
     )
     parser.add_argument("--weights-dtype", choices=("bfloat16", "float8"), default="bfloat16")
-    parser.add_argument("--stored", choices=KEPT, help="type of the blocks' matrices in a file")
+    parser.add_argument(
+        "--stored", nargs="+", choices=KEPT, metavar="TYPE",
+        help=f"types in which files hold the blocks' matrices: {', '.join(KEPT)}",
+    )  # fmt: skip
     parser.add_argument(
         "--ops", nargs="+", choices=sorted(WITH_KERNEL), default=sorted(WITH_KERNEL), metavar="OP"
     )

@@ -141,10 +141,8 @@ case $part in
     benchmark kernels --device cuda --levels 2 --ops norm_modulate gated_residual residual_norm_modulate \
       --output "$OUT/kernels-image.json" "$@"
     benchmark kernels --device cuda --weights-dtype float8 --ops quantise_rows --output "$OUT/kernels-float8.json" "$@"
-    for type in int8 float8 nvfp4 Q8_0 Q4_K Q6_K; do
-      benchmark kernels --device cuda --ops unpack --stored "$type" --contestants kernel eager --rounds 3 \
-        --output "$OUT/kernels-$type.json" "$@"
-    done
+    benchmark kernels --device cuda --ops unpack --stored int8 float8 nvfp4 Q8_0 Q4_K Q6_K \
+      --contestants kernel eager --rounds 3 --output "$OUT/kernels-stored.json" "$@"
     ;;
   cold-start)
     model=(--preset ltx-2.3 --no-text)
