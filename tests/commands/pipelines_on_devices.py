@@ -46,6 +46,9 @@ def clips(folder: Path) -> dict[str, dict]:
         },
         "ic-lora": size | references,
         "t2a": {"steps": 2, "num_frames": 25},
+        "dubit": {"video_path": film},
+        "inpaint": {"video_path": film, "pad": (32, 0, 0, 0), "nag": (11, 2.5, 0.25)},
+        "one-stage": size | {"steps": 2, "voice": film},
     }
 
 
@@ -60,7 +63,7 @@ def records(
     for name in names:
         merged = (
             {"loras": (lora,), "distilled_lora": NO_LORA}
-            if name == "ic-lora"
+            if name in ("ic-lora", "dubit")
             else {"distilled_lora": lora}
         )
         session.options = replace(session.options, **{"loras": ()} | merged)

@@ -157,7 +157,7 @@ def agree(one, several):
             ), name
 
 
-NEW = ("hq", "keyframes", "a2v", "retake", "ic-lora", "t2a")
+NEW = ("hq", "keyframes", "a2v", "retake", "ic-lora", "t2a", "dubit", "inpaint", "one-stage")
 # Float32 under splits. Two evaluations a step, and guidance of 2 steps that go from noise to the
 # end, amplify it.
 NEAR = 2e-5
