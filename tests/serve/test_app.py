@@ -98,13 +98,14 @@ def test_every_method_of_the_official_client(server):
         assert refused.value.code == "invalid_value" and refused.value.param == "size"
         for call in (
             lambda: api.videos.edit(prompt="x", video=b"x"),
-            lambda: api.videos.extend(prompt="x", seconds="4", video=b"x"),
             lambda: api.videos.create_character(name="x", video=b"x"),
             lambda: api.videos.get_character("x"),
         ):
             with pytest.raises(openai.InternalServerError) as missing:
                 call()
             assert missing.value.code == "not_supported"
+        with pytest.raises(openai.BadRequestError):  # a file is one of POST /v1/videos
+            api.videos.extend(prompt="x", seconds="4", video=b"x")
         assert [model.id for model in api.models.list()] == [video.model]
 
 
