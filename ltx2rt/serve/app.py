@@ -426,7 +426,8 @@ class App:
         video, seconds = given.pop("video", None), given.pop("seconds", None)
         id = video.get("id") if isinstance(video, dict) else video
         if not isinstance(id, str):
-            raise Refusal(400, "invalid_value", "video: expected the id of a finished one", "video")
+            text = "video: expected the id of a finished one; POST /v1/videos extends a file, by its pipeline extend"
+            raise Refusal(400, "invalid_value", text, "video")
         job = await self._job(request, id)
         if seconds is not None:
             added, fps = number(seconds), job.job["clip"].get("fps")

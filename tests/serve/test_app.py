@@ -104,7 +104,7 @@ def test_every_method_of_the_official_client(server):
             with pytest.raises(openai.InternalServerError) as missing:
                 call()
             assert missing.value.code == "not_supported"
-        with pytest.raises(openai.BadRequestError):  # a file is one of POST /v1/videos
+        with pytest.raises(openai.BadRequestError, match="'video' is a file that no field names"):
             api.videos.extend(prompt="x", seconds="4", video=b"x")
         assert [model.id for model in api.models.list()] == [video.model]
 
@@ -1196,6 +1196,9 @@ def test_a_finished_video_is_extended(server, tmp_path):
         assert added.status_code == 200, added.text
         made = server.until(added.json()["id"])
         assert made["x"]["settings"]["extend_frames"] == 16 and made["prompt"] == "3:0"
+    form = {"video[id]": (None, id), "seconds": (None, "4"), "overlap": (None, "9")}
+    added = server.http.post("/v1/videos/extensions", files=form).json()
+    assert added["x"]["settings"]["extend_frames"] == 96 and added["prompt"] == "1:0"
     for given, status, param in (
         ({}, 400, "video"),
         ({"video": 3}, 400, "video"),
