@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-FOLDERS = {  # of ops whose kernel is not in a folder of their name
+FOLDERS = {  # ops whose kernel is not in a folder of their name
     "modulate": "norm_modulate",
     "norm_scale": "norm_modulate",
     "gated_residual": "residual_norm_modulate",

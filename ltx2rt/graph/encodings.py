@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"  # dtypes
 E4M3_FORMAT = "float8"  # the encoding of e4m3 rows, and what stored matrices of it are called
-ADVISED = E4M3_FORMAT  # of QUANTISED: the fastest
+ADVISED = E4M3_FORMAT  # the fastest of QUANTISED
 E4M3_STEP = float(
     np.float32(1 / 448)
 )  # 448 is the largest e4m3 number; compilers make division a product anyway

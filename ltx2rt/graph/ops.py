@@ -30,7 +30,7 @@ class Op:
     numpy: Callable[..., Any]  # an array, or a sequence of them from an op with several results
     # 2 x multiply-adds of one execution; everything but products is bandwidth
     flops: Callable[[Node], int] = lambda node: 0
-    linear: str = ""  # of a layer's weights: "plain", or "quantised" where it multiplies 8 bits
+    linear: str = ""  # a product with weights: "plain", or "quantised" where it multiplies 8 bits
     launch: str = ""  # the kernel that runs two such nodes, or two of its other ops, in one launch
 
 

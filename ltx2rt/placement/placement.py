@@ -115,8 +115,8 @@ PASSES: tuple[Callable[[Graph, Placement, str, int | None], Graph], ...] = (
     # quantise, which wants the stack whole; before the loop and hoist, for which the parts are
     # stacks like any other.
     _shared,
-    # After place, which knows the videos of one device only; before the loop, whose state is that
-    # of all.
+    # After place, which knows the videos of one device only; before the loop, whose state is all
+    # videos'.
     lambda g, on, net, steps: (
         data_parallel(g, "videos", "data", on.mesh.get("data", 1)) if steps else g
     ),

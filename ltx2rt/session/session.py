@@ -463,7 +463,7 @@ class Session:
         }
         yield replace(self.asked, text_encoder_offload=True), Residence()
         tight = replace(self.asked, text_encoder_offload=True, stage_weights="reload")
-        streams, number = {}, 0  # of the transformer, at most
+        streams, number = {}, 0  # number: the transformer's layers, at most
         if self.asked.layers != "unrolled":
             networks = {network_of(c.weights): c for _, c in calls}
             sizes = {

@@ -132,7 +132,7 @@ def q5_k(b, k, e):
 
 @jit
 def q6_k(b, k, e):
-    half, part, at = k // 8, k // 2 % 4, 16 * (k % 2) + e  # of 128 numbers, of 32 of them
+    half, part, at = k // 8, k // 2 % 4, 16 * (k % 2) + e  # which 128 numbers, which 32 of them
     low = byte(b + 64 * half + 32 * (part % 2) + at) >> 4 * (part // 2) & 15
     q = low | (byte(b + 128 + 32 * half + at) >> 2 * part & 3) << 4
     scale = tl.load((b + 192 + k).to(tl.pointer_type(tl.int8))).to(tl.float32)
