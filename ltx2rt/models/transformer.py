@@ -12,8 +12,9 @@ They agree when every token of both streams has the same timestep.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -234,16 +235,7 @@ def _block(o: Ops, config: TransformerConfig, carry, invariant, data):
     def norm(s: Stream) -> Term:
         return o.rms_norm(x[s.name], over=(s.axis,), eps=config.norm_eps)
 
-    def modulated(h: Term, rows: Rows) -> Term:
-        return o.modulate(h, rows.scale, rows.shift)
-
-    def attend(name: str, h: Term, context: Term, s: Stream, **more) -> Term:
-        norm_and_gate = {"eps": config.norm_eps, "gated": config.gated_attention}
-        return attention(o.under(name), h, context, s.heads, s.head_dim, **norm_and_gate, **more)
-
-    def rope(name: str) -> Rope:
-        return invariant[f"{name}_cos"], invariant[f"{name}_sin"]
-
+    modulated, attend = partial(_modulated, o), partial(_attend, o, config)
     own = {s.name: _own_rows(o, config, invariant, s) for s in pair}
     for s in pair:
         rows, gate = own[s.name]["self"]
@@ -253,7 +245,8 @@ def _block(o: Ops, config: TransformerConfig, carry, invariant, data):
             data.get(f"{s.name}_self_keep"),
         )
         x[s.name] += (
-            attend(f"{s.prefix}attn1", h, h, s, rope=rope(s.name), bias=bias, keep=keep) * gate
+            attend(f"{s.prefix}attn1", h, h, s, rope=_rope(invariant, s.name), bias=bias, keep=keep)
+            * gate
         )
         h, context = norm(s), invariant[f"{s.name}_context"]
         if config.text_modulation:
@@ -266,31 +259,52 @@ def _block(o: Ops, config: TransformerConfig, carry, invariant, data):
         y = attend(f"{s.prefix}attn2", h, context, s, **more)
         x[s.name] += y * gate if config.text_modulation else y
     if len(pair) == 2:
-        video, audio = pair
         normed = {s.name: norm(s) for s in pair}
-        cross, gates = _cross_rows(o, invariant, pair)
-        deltas = {}
-        for name, s, other in (
-            ("audio_to_video_attn", video, audio),
-            ("video_to_audio_attn", audio, video),
-        ):
-            h, context = (modulated(normed[t.name], cross[t.name][name]) for t in (s, other))
-            ropes = {"rope": rope(f"{s.name}_cross"), "context_rope": rope(f"{other.name}_cross")}
-            bias = invariant.get("audio_bias") if other is audio else None
-            deltas[s.name] = attend(name, h, context, audio, bias=bias, **ropes)
-        for s, keep in ((video, "a2v_keep"), (audio, "v2a_keep")):
-            y = (
-                deltas[s.name] * o.cast(data[keep], dtype=o.dtype)
-                if keep in data
-                else deltas[s.name]
-            )
-            x[s.name] += y * gates[s.name]
+        for name, delta in _between(o, config, invariant, data, pair, normed):
+            x[name] += delta
     for s in pair:
         rows, gate = own[s.name]["ff"]
         x[s.name] += (
             feed_forward(o.under(f"{s.prefix}ff"), modulated(norm(s), rows), s.ff_bias) * gate
         )
     return x, {}
+
+
+def _modulated(o: Ops, h: Term, rows: Rows) -> Term:
+    return o.modulate(h, rows.scale, rows.shift)
+
+
+def _attend(
+    o: Ops, config: TransformerConfig, name: str, h: Term, context: Term, s: Stream, **more
+) -> Term:
+    norm_and_gate = {"eps": config.norm_eps, "gated": config.gated_attention}
+    return attention(o.under(name), h, context, s.heads, s.head_dim, **norm_and_gate, **more)
+
+
+def _rope(invariant, name: str) -> Rope:
+    return invariant[f"{name}_cos"], invariant[f"{name}_sin"]
+
+
+def _between(
+    o: Ops, config: TransformerConfig, invariant, data, pair: list[Stream], normed: dict[str, Term]
+) -> Iterator[tuple[str, Term]]:
+    """Name of each stream, and what it takes from the other in a block. normed: both streams,
+    normalised."""
+    video, audio = pair
+    cross, gates = _cross_rows(o, invariant, pair)
+    deltas = {}
+    for name, s, other in (
+        ("audio_to_video_attn", video, audio),
+        ("video_to_audio_attn", audio, video),
+    ):
+        h, context = (_modulated(o, normed[t.name], cross[t.name][name]) for t in (s, other))
+        rope, context_rope = (_rope(invariant, f"{t.name}_cross") for t in (s, other))
+        bias = invariant.get("audio_bias") if other is audio else None
+        more = {"bias": bias, "rope": rope, "context_rope": context_rope}
+        deltas[s.name] = _attend(o, config, name, h, context, audio, **more)
+    for s, keep in ((video, "a2v_keep"), (audio, "v2a_keep")):
+        y = deltas[s.name]
+        yield s.name, (y * o.cast(data[keep], dtype=o.dtype) if keep in data else y) * gates[s.name]
 
 
 def _table(

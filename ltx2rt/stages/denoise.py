@@ -226,29 +226,11 @@ class Denoise(Stage):
         return found
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
-        latents = {"video": state.video, "audio": state.audio}
-        kept = {m: state.source.get(m, latents[m]) for m in self.masks}
-        for m in self.frozen:  # as a stage before has made it, one for all videos
-            made = latents[m]
-            kept[m] = state.source.get(m) if made is None else made[:1]
-        states = self._states(
-            state.given.get(self.name, []), {m: x for m, x in kept.items() if x is not None}
-        )
+        states = self._states(state.given.get(self.name, []), self._kept(state))
         shape, feeds = self.shape(session.config, states)
         if shape.masked:
             feeds["video_attention_mask"] = states["video"].attention()
-        feeds |= self._relayed(session, states)
-        packing = {"video": pack_video, "audio": pack_audio}
-        for m in self.made:
-            x, start = states[m], state.source[m] if m in self.mixed else latents[m]
-            noise = self.noise.draw(f"{self.name}.{m}", x.shape[1:])
-            if start is not None:  # a start that is the source, too, is not one
-                remade = m in state.source or m not in self.masks
-                start = packing[m](start) if remade else None
-            feeds[f"{m}_latent"] = x.initial(noise, float(self.sigmas[0]), start)
-            feeds |= {f"{m}_{name}": np.zeros_like(noise) for name in CARRIED[self.stepping]}
-            state.put(f"{self.name}.{m}.noise", noise)
-            state.put(f"{self.name}.{m}.start", feeds[f"{m}_latent"])
+        feeds |= self._relayed(session, states) | self._started(state, states)
         per_step, calls = self._per_step(state), list(self.needs(session.config))
         session.load(calls[0])
         trail: dict[str, list[np.ndarray]] = {}
@@ -280,6 +262,45 @@ class Denoise(Stage):
                     )
                 watch.check()
             found = {m: feeds[f"{m}_latent"] for m in self.made}
+        self._finish(state, states, found, trail)
+
+    def _kept(self, state: State) -> dict[str, np.ndarray]:
+        """Latents of the modalities that are kept, whole or in part."""
+        latents = {"video": state.video, "audio": state.audio}
+        kept = {m: state.source.get(m, latents[m]) for m in self.masks}
+        for m in self.frozen:  # as a stage before has made it, one for all videos
+            made = latents[m]
+            kept[m] = state.source.get(m) if made is None else made[:1]
+        return {m: x for m, x in kept.items() if x is not None}
+
+    def _started(self, state: State, states: Mapping[str, ModalityState]) -> dict[str, np.ndarray]:
+        """The latents that the loop begins with, and what the sampler carries beside them."""
+        latents, packing = (
+            {"video": state.video, "audio": state.audio},
+            {"video": pack_video, "audio": pack_audio},
+        )
+        feeds: dict[str, np.ndarray] = {}
+        for m in self.made:
+            x, start = states[m], state.source[m] if m in self.mixed else latents[m]
+            noise = self.noise.draw(f"{self.name}.{m}", x.shape[1:])
+            if start is not None:  # a start that is the source, too, is not one
+                remade = m in state.source or m not in self.masks
+                start = packing[m](start) if remade else None
+            feeds[f"{m}_latent"] = x.initial(noise, float(self.sigmas[0]), start)
+            feeds |= {f"{m}_{name}": np.zeros_like(noise) for name in CARRIED[self.stepping]}
+            state.put(f"{self.name}.{m}.noise", noise)
+            state.put(f"{self.name}.{m}.start", feeds[f"{m}_latent"])
+        return feeds
+
+    def _finish(
+        self,
+        state: State,
+        states: Mapping[str, ModalityState],
+        found: dict[str, np.ndarray],
+        trail: dict[str, list[np.ndarray]],
+    ) -> None:
+        """Hand on what was made. found: by modality the last latents of all tokens; trail: those
+        after each step, for the record."""
         found |= {m: np.repeat(states[m].clean, self.num_videos, axis=0) for m in self.frozen}
         if "video" in found:
             frame = replace(self.geometry, frames=1)
