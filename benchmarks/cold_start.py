@@ -299,7 +299,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     print(f"first step done {facts['first_step_after_s']} s after the start of the process")
     gigabytes, rate = facts["loaded_bytes"] / 1e9, facts["plain_bytes_per_s"].median / 1e9
     print(
-        f"loading {gigabytes:.3f} GB: {facts['load_ratio_to_plain']} x a plain read, of {rate:.2f} GB/s"
+        f"loading {gigabytes:.3f} GB: {facts['load_ratio_to_plain']} x a plain read, of "
+        f"{rate:.2f} GB/s"
     )
     record(args.output, facts)
     return facts

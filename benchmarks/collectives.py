@@ -91,7 +91,8 @@ def main(argv: list[str] | None = None) -> dict:
     facts |= measure(args.preset, args.devices, args.width, args.height, args.num_frames)
     print(f"{args.preset}, {facts['clip']}, tensor={args.devices}, one step, per device")
     print(
-        f"{'':10} {'large/block':>11} {'small/block':>11} {'all-gathers':>11} {'GB in':>7} {'GB received':>11}"
+        f"{'':10} {'large/block':>11} {'small/block':>11} {'all-gathers':>11} {'GB in':>7} "
+        f"{'GB received':>11}"
     )
     for name, found in facts["stages"].items():
         sums = (sum(found[key].values()) / 1e9 for key in ("bytes", "received_bytes"))

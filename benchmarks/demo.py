@@ -84,12 +84,14 @@ def main(
     elif path == TRAINED:
         known = "; ".join(", ".join(names) for names in WORDS.values())
         print(
-            f'\nAnother one: make demo PROMPT="{Clip("square", "green", "grows", "grey").prompt}" (it knows: {known})'
+            f'\nAnother one: make demo PROMPT="{Clip("square", "green", "grows", "grey").prompt}" '
+            f"(it knows: {known})"
         )
     for name, clip in clips.items():
         print(f"{clip}: {name}, {os.path.getsize(clip)} bytes")
     print(
-        f"{sheet}: frames and sound of both; {path}: the checkpoint; {image}: the picture at frame 0"
+        f"{sheet}: frames and sound of both; {path}: the checkpoint; {image}: the picture at "
+        "frame 0"
     )
 
 

@@ -193,7 +193,8 @@ def table(facts: dict[str, Any]) -> str:
         lines.append(f"peak memory {peak / 1e9:.1f} GB of one device")
     if peer := facts.get("peer"):
         lines.append(
-            f"diffusers {peer['seconds']['diffusers']} s; ours {peer['ratio_to_diffusers']} x diffusers"
+            f"diffusers {peer['seconds']['diffusers']} s; ours {peer['ratio_to_diffusers']} x "
+            "diffusers"
         )
     for what in ("repeats", "against", "from diffusers"):
         for i, d in enumerate(facts.get(what, ())):
@@ -205,7 +206,8 @@ def table(facts: dict[str, Any]) -> str:
         lines.append(f"kernels of {stage} (one step, where it has steps)")
         for group, row in groups.items():
             lines.append(
-                f"  {group:<12} {row['time_s'] * 1e3:>10.3f} ms {row['share']:>6.1%} {row['launches']:>7} launches"
+                f"  {group:<12} {row['time_s'] * 1e3:>10.3f} ms {row['share']:>6.1%} "
+                f"{row['launches']:>7} launches"
             )
     return "\n".join(lines)
 

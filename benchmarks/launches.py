@@ -425,7 +425,8 @@ def main(argv: list[str] | None = None) -> dict:
             found = count(graph, stage != "text", args.whole)
             steps.append({"mesh": mesh, "weights_dtype": dtype, "stage": stage} | found.facts())
             print(
-                f"{mesh or 'one GPU'} {dtype or ''} {stage}: {steps[-1]['launches']} launches, {steps[-1]['gb']} GB, "
+                f"{mesh or 'one GPU'} {dtype or ''} {stage}: {steps[-1]['launches']} launches, "
+                f"{steps[-1]['gb']} GB, "
                 f"{found.flops.total() / 1e12:.1f} TFLOP, "
                 f"one after the other at an H200's rates {found.time_s(H200):.3f} s"
                 + (

@@ -259,7 +259,8 @@ def main(argv: list[str] | None = None) -> dict | None:
                 ratio = found["ratio_to_plain"].get(loader_name, "1")
                 peak = found["peak_per_weights"][loader_name]
                 print(
-                    f"{dtype} {loader_name:9} {spread} s = {ratio} x plain; peak {peak.median:.3f} x weights"
+                    f"{dtype} {loader_name:9} {spread} s = {ratio} x plain; peak "
+                    f"{peak.median:.3f} x weights"
                 )
     record(args.output, facts)
     return facts

@@ -179,6 +179,7 @@ def require_space(sizes: Mapping[Path, int]) -> None:
         needed[device] += size
         if needed[device] > (free := shutil.disk_usage(path.parent).free):
             raise InputError(
-                f"{path}: about {needed[device] / 1e9:.2g} GB will be written to its disk, {free / 1e9:.2g} GB are "
+                f"{path}: about {needed[device] / 1e9:.2g} GB will be written to its disk, "
+                f"{free / 1e9:.2g} GB are "
                 "free; make room or write elsewhere"
             )

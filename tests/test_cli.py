@@ -55,7 +55,8 @@ def test_a_file_that_may_not_be_read_is_one_line(monkeypatch, capsys):
 def test_help_imports_nothing_heavy():
     code = (
         "import sys\nfrom ltx2rt import cli\ncli.parser().format_help()\n"
-        "heavy = {'numpy', 'torch', 'jax', 'av', 'PIL', 'tokenizers', 'transformers', 'tqdm', 'safetensors'}\n"
+        "heavy = {'numpy', 'torch', 'jax', 'av', 'PIL', 'tokenizers', 'transformers', 'tqdm', "
+        "'safetensors'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -84,14 +85,18 @@ def test_a_request_without_flags_has_only_defaults():
 
 def test_every_flag_arrives():
     text = (
-        "--negative-prompt n --pipeline one-stage --text-encoder g --upsampler u --temporal-upsampler v"
+        "--negative-prompt n --pipeline one-stage --text-encoder g --upsampler u "
+        "--temporal-upsampler v"
         " --distilled-lora d:0.5 --lora a b:2 --lora c:0.5:stage2 --lora-allow-partial"
         " --width 64 --height 96 --num-frames 9 --fps 23.976 --steps 2"
-        " --seed 5 --num-videos 2 --image i.png:0 j.png:8:0.5 --image-crf 0 --video-cfg 1 --audio-cfg 2"
+        " --seed 5 --num-videos 2 --image i.png:0 j.png:8:0.5 --image-crf 0 --video-cfg 1 "
+        "--audio-cfg 2"
         " --video-stg 3 --audio-stg 4 --video-modality 5 --audio-modality 6 --video-rescale 7"
         " --audio-rescale 8 --stg-blocks 1,2 --guidance-interval 0.2 0.9"
-        " --audio-from stage1 --cross-timestep-rule B --dtype float32 --device cpu --stage-weights reload"
-        " --text-encoder-offload --vae-tiling off --layers unrolled --compile --warmup --max-memory 3.5"
+        " --audio-from stage1 --cross-timestep-rule B --dtype float32 --device cpu "
+        "--stage-weights reload"
+        " --text-encoder-offload --vae-tiling off --layers unrolled --compile --warmup "
+        "--max-memory 3.5"
         " --video-vae vv --audio-vae av --duration-head dh --video-decoder diffusion"
         " --weights-dtype float8 --auto-duration 2 3 --num-generated-keyframes 3"
         " --noise-in ni --latents-out lo --report r --no-audio --no-metadata"

@@ -47,7 +47,8 @@ def as_module(
     if graph.mesh:
         mesh = ", ".join(f"{axis}={size}" for axis, size in graph.mesh.items())
         raise GraphError(
-            f"{graph.name}: placed on {mesh}, where a device holds slices of the checkpoint's tensors; "
+            f"{graph.name}: placed on {mesh}, where a device holds slices of the checkpoint's "
+            "tensors; "
             "pass the graph before placement"
         )
     trainable(graph)
@@ -115,7 +116,8 @@ class NetworkModule(torch.nn.Module):
             tensor = torch.as_tensor(inputs[name])
             if tuple(tensor.shape) != v.type.shape:
                 raise ValueError(
-                    f"{self.graph.name}: input {name} has shape {tuple(tensor.shape)}, expected {v.type}"
+                    f"{self.graph.name}: input {name} has shape {tuple(tensor.shape)}, expected "
+                    f"{v.type}"
                 )
             tensors.append(tensor.to(device, DTYPES[v.type.dtype]))
         return dict(zip(self.graph.outputs, self.lowered(*tensors, *weights), strict=True))

@@ -57,7 +57,8 @@ class Ring:
             if not self._slabs.pinned or "out of memory" not in str(error).lower():
                 raise
             note(
-                "the system pins no more host memory: the rest of the streamed weights is copied from pages"
+                "the system pins no more host memory: the rest of the streamed weights is copied "
+                "from pages"
             )
             self._slabs = Slabs(False)
             return self._slabs.like(x).copy_(x)

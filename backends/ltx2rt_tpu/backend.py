@@ -88,7 +88,8 @@ class TpuBackend:
         count, devices = math.prod(mesh.values()), jax.devices(self.jax_device.platform)
         if self.num_hosts > 1 and count != len(devices):
             raise InputError(
-                f"mesh {dict(mesh)} is of {count} devices, the {self.num_hosts} processes have {len(devices)}; "
+                f"mesh {dict(mesh)} is of {count} devices, the {self.num_hosts} processes have "
+                f"{len(devices)}; "
                 "give a --mesh of all of them"
             )
         if count == 1:
@@ -105,7 +106,8 @@ class TpuBackend:
             except RuntimeError as error:
                 if device == "tpu":
                     raise InputError(
-                        "no TPU was found; use --device cpu, or --device auto to fall back by itself"
+                        "no TPU was found; use --device cpu, or --device auto to fall back by "
+                        "itself"
                     ) from error
         return jax.local_devices(backend="cpu")[0]
 

@@ -33,7 +33,8 @@ def keep_compiled(root: Path) -> None:
     others = sorted(path.name for path in root.glob("ltx2rt-*") if path != folder)
     if others and not folder.exists():
         note(
-            f"{root} has executables of {', '.join(others)}, which {folder.name} cannot use: compiling"
+            f"{root} has executables of {', '.join(others)}, which {folder.name} cannot use: "
+            "compiling"
         )
     try:
         for path in (root, folder):
@@ -43,7 +44,8 @@ def keep_compiled(root: Path) -> None:
         why_not = error.strerror
     if why_not:
         note(
-            f"cannot keep executables in {folder} ({why_not}), every run will compile; see {VARIABLE}"
+            f"cannot keep executables in {folder} ({why_not}), every run will compile; see "
+            f"{VARIABLE}"
         )
         jax.config.update("jax_compilation_cache_dir", None)  # which JAX has from the same variable
         return
@@ -59,7 +61,8 @@ def keep_compiled(root: Path) -> None:
     def mending(message, category, filename, lineno, file=None, line=None):
         if found := UNREADABLE.match(str(message)):
             note(
-                f"an executable of {found['module']} in {folder} is damaged ({found['why']}): compiling it anew"
+                f"an executable of {found['module']} in {folder} is damaged ({found['why']}): "
+                "compiling it anew"
             )
             remove_damaged(folder, found["module"])
         else:

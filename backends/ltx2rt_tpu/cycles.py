@@ -78,7 +78,8 @@ class Code:
     def __init__(self, kind: DeviceKind):
         if kind.name not in TIMED:
             raise InputError(
-                f"--times: the clock of {kind.name} is not known, only {' and '.join(TIMED)}; leave it out"
+                f"--times: the clock of {kind.name} is not known, only {' and '.join(TIMED)}; "
+                "leave it out"
             )
         self.kind, self._folder = kind, TemporaryDirectory(prefix="ltx2rt-code-")
         given = os.environ.get("LIBTPU_INIT_ARGS", "")

@@ -118,7 +118,8 @@ def join() -> tuple[int, int]:
         )
     except (RuntimeError, ValueError) as error:
         raise InputError(
-            f"process {rank} of {size} cannot meet the others: {error}; set {', '.join(HOST_VARIABLES)}"
+            f"process {rank} of {size} cannot meet the others: {error}; set "
+            f"{', '.join(HOST_VARIABLES)}"
         ) from error
     return rank, size
 
@@ -129,7 +130,8 @@ def _check(address: str, here: bool) -> None:
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal() and int(port) < 2**16):
         raise InputError(
-            f"JAX_COORDINATOR_ADDRESS {address}: expected HOST:PORT, a free port on the host of process 0"
+            f"JAX_COORDINATOR_ADDRESS {address}: expected HOST:PORT, a free port on the host of "
+            "process 0"
         )
     deadline = time.monotonic() + ARRIVAL_S
     while True:

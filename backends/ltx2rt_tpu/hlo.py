@@ -106,7 +106,8 @@ def _executed(hlo: str, steps: int | None) -> Iterator[tuple[str, int, Mapping[s
                     n = steps
                 if n is None:
                     raise ValueError(
-                        f"a loop without a known trip count: {line[:200]} {bodies[parts['condition']]}"
+                        f"a loop without a known trip count: {line[:200]} "
+                        f"{bodies[parts['condition']]}"
                     )
                 yield from walk(parts["body"], times * n)
                 continue

@@ -124,7 +124,8 @@ def main(args: argparse.Namespace) -> None:
     for count in counts:
         if not 2 <= count < asked.steps:
             raise InputError(
-                f"--evaluations: {count}, expected 2 or more and below --steps, which are {asked.steps}"
+                f"--evaluations: {count}, expected 2 or more and below --steps, which are "
+                f"{asked.steps}"
             )
     request = replace(asked, step_plan=None)
     session = open_session(

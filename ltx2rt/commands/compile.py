@@ -205,7 +205,8 @@ def _cells(session: Session, request: Request, loras: Loras, target: Target) -> 
                 branches = Branches(*(target.branches > i for i in (1, 2, 3)))
                 if branches.isolated and len(call.sizes.streams) == 1:
                     raise InputError(
-                        f"--branches: {target.branches}, but {request.name} has one stream and 3 at most"
+                        f"--branches: {target.branches}, but {request.name} has one stream and 3 "
+                        "at most"
                     )
                 call = replace(call, sizes=replace(call.sizes, branches=branches))
             count = len(call.sizes.branches.names)
@@ -293,7 +294,8 @@ def header(job: Job) -> str:
     return (
         f"compiled for {job.topology} ({mesh}), not run; per device, of one call; it has "
         f"{job.kind.memory_bytes / 1e9:.0f} GB\n\n"
-        f"{'component':<22} {'size':<26} {'collectives':>11} {'received':>9} {'weights':>9} {'temporaries':>11} "
+        f"{'component':<22} {'size':<26} {'collectives':>11} {'received':>9} {'weights':>9} "
+        f"{'temporaries':>11} "
         f"{'outputs':>8} {'compile':>8}  fits"
     )
 
@@ -305,7 +307,8 @@ def row(job: Job, cell: Cell, found: Compiled | DoesNotFit) -> str:
     sizes = (found.received_bytes, found.weights_bytes, found.temp_bytes, found.output_bytes)
     received, weights, temporaries, outputs = (f"{n / 1e9:.3g} GB" for n in sizes)
     return (
-        f"{cell.name:<22} {cell.size:<26} {count:>11} {received:>9} {weights:>9} {temporaries:>11} {outputs:>8} "
+        f"{cell.name:<22} {cell.size:<26} {count:>11} {received:>9} {weights:>9} "
+        f"{temporaries:>11} {outputs:>8} "
         f"{found.compile_s:>6.0f} s  {'yes' if fits(job, found) else 'NO'}"
         + in_words(found.times_s)
     )

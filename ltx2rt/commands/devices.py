@@ -33,7 +33,8 @@ def main(args: argparse.Namespace) -> None:
         split = profile_for(get_factory(name).profile_key(found), found.count)
         if backend.is_main:
             print(
-                f"{name}: {found.count} x {found.name} ({found.kind}), {memory}, {split}, {versions}"
+                f"{name}: {found.count} x {found.name} ({found.kind}), {memory}, {split}, "
+                f"{versions}"
             )
 
 

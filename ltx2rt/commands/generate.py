@@ -157,7 +157,8 @@ def asked(args: argparse.Namespace) -> tuple[ModelOptions, Request, Files]:
         if hasattr(args, name) and name not in flagged(type_):
             able = [kind for kind, other in pipelines().items() if name in flagged(other)]
             raise InputError(
-                f"{given}: the {type_.name} pipeline makes no clip in segments; leave it out, or choose "
+                f"{given}: the {type_.name} pipeline makes no clip in segments; leave it out, or "
+                "choose "
                 f"one of {', '.join(able)}"
             )
     return model_options(args), type_(**given_flags(args, type_)), Files(**given_flags(args, Files))
@@ -188,7 +189,8 @@ def main(args: argparse.Namespace) -> int | None:
     factory = get_factory(options.backend)
     if to_enhance(request) and factory.rank_and_size(os.environ)[1] > 1:
         raise InputError(
-            "--enhance-prompt: several processes would write several texts; start them by --num-gpus, or give all of "
+            "--enhance-prompt: several processes would write several texts; start them by "
+            "--num-gpus, or give all of "
             "them one by --enhanced-prompt"
         )
     if to_enhance(request) and factory.process_per_device and prod(options.mesh.values()) > 1:

@@ -47,14 +47,17 @@ def to_text(found: Estimate) -> str:
     wide = max(14, *(len(c.label) for c in found.costs))
     lines = [
         f"{clip.name}, {size}{clip.clip_frames} frames, {session.dtype}{weights}, "
-        f"on {found.devices} x {kind.name} ({where}, profile {session.placement.profile.name}); per device, estimated:",
+        f"on {found.devices} x {kind.name} ({where}, profile {session.placement.profile.name}); "
+        "per device, estimated:",
         "",
-        f"{'stage':<{wide}} {'steps':>5} {'weights':>9} {'activations':>11} {'streamed':>9} {'TFLOP/step':>10} "
+        f"{'stage':<{wide}} {'steps':>5} {'weights':>9} {'activations':>11} {'streamed':>9} "
+        f"{'TFLOP/step':>10} "
         f"{'time/step':>10} {'waits':>8}  collectives/step",
     ]
     for c in found.costs:
         lines.append(
-            f"{c.label:<{wide}} {c.steps:>5} {c.weights_bytes / 1e9:>6.2f} GB {c.activation_bytes / 1e9:>8.2f} GB "
+            f"{c.label:<{wide}} {c.steps:>5} {c.weights_bytes / 1e9:>6.2f} GB "
+            f"{c.activation_bytes / 1e9:>8.2f} GB "
             f"{c.streamed_bytes / 1e9:>6.2f} GB {c.flops / 1e12:>10.1f} {c.time_s(kind):>8.3f} s "
             f"{c.waits_s(kind):>6.3f} s  {_traffic(c.collectives)}"
         )
@@ -63,14 +66,14 @@ def to_text(found: Estimate) -> str:
     memory_gb = min(kind.memory_bytes / 1e9, session.asked.max_memory or math.inf)
     lines += [
         "",
-        f"memory: {verdict}: {worst.name} needs {worst.peak_bytes / 1e9:.1f} GB of {memory_gb:.0f} GB"
+        f"memory: {verdict}: {worst.name} needs {worst.peak_bytes / 1e9:.1f} GB of "
+        f"{memory_gb:.0f} GB"
         + f", where {kind.reserve_bytes / 1e9:.1f} GB are kept in reserve"
         * bool(kind.reserve_bytes)
         + f"; try {found.advice}" * (not found.fits),
         f"estimated time: {total:.2f} s in all, a bound from below; a step is max(FLOP / "
-        f"{kind.flops_per_s / 1e12:g} T/s{rates}, weights / {kind.memory_bytes_per_s / 1e12:g} TB/s)"
-        + " + exchanges"
-        * bool(mesh),
+        f"{kind.flops_per_s / 1e12:g} T/s{rates}, weights / {kind.memory_bytes_per_s / 1e12:g} "
+        "TB/s)" + " + exchanges" * bool(mesh),
     ]
     if line := session.memory_line(found.plan.stages):
         lines.insert(-1, line)

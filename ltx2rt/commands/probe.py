@@ -140,7 +140,8 @@ def _transformer(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
     keeps = {n: a for n, a in x.items() if n.endswith("_keep")}
     if unread := sorted(keeps.keys() - set(names)):
         raise InputError(
-            f"{request.inputs}: {', '.join(unread)} needs both streams; leave it out, or give the video_ inputs"
+            f"{request.inputs}: {', '.join(unread)} needs both streams; leave it out, or give the "
+            "video_ inputs"
         )
     if keeps:
         full = np.ones((batch, config.num_layers), np.float32)
@@ -296,7 +297,8 @@ def _video_encoder(session: Session, request: ProbeRequest, x: Arrays) -> Arrays
     _, _, frames, rows, columns = x["frames"].shape
     if (frames - 1) % vae.time_factor or rows % vae.space_factor or columns % vae.space_factor:
         raise InputError(
-            f"{request.inputs}: frames are {frames}x{rows}x{columns}, expected {vae.time_factor}k+1 frames "
+            f"{request.inputs}: frames are {frames}x{rows}x{columns}, expected "
+            f"{vae.time_factor}k+1 frames "
             f"and rows and columns divisible by {vae.space_factor}"
         )
     return audited(session, Call("video-encoder", x["frames"].shape), x)

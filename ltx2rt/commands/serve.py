@@ -259,7 +259,8 @@ def require_first(options: ModelOptions) -> None:
     rank, size = get_factory(options.backend).rank_and_size(os.environ)
     if rank:
         raise InputError(
-            f"process {rank} of {size}: the first one serves; start `ltx2rt worker` here, with its flags"
+            f"process {rank} of {size}: the first one serves; start `ltx2rt worker` here, with "
+            "its flags"
         )
 
 

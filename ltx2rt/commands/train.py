@@ -102,7 +102,8 @@ def configured(args: argparse.Namespace) -> argparse.Namespace:
         for name, value in found.items():
             if name not in known:
                 raise InputError(
-                    f"--config: {path} has {name!r}, which is no flag of `train run`{hint(name, known)}"
+                    f"--config: {path} has {name!r}, which is no flag of `train "
+                    f"run`{hint(name, known)}"
                 )
             if not hasattr(args, name):
                 setattr(args, name, _of_toml(known[name], value))
@@ -178,7 +179,8 @@ def _sizes(made: Run) -> Iterator[str]:
     more = f", and {len(made.kinds) - 1} other kinds" if len(made.kinds) > 1 else ""
     apart = f" ({len(made.held_out)} more are measured alone)" if made.held_out else ""
     yield (
-        f"{len(made.items)} samples{apart} of {size}{more}, batch {made.batch} x {r.accumulate}, {r.steps} steps"
+        f"{len(made.items)} samples{apart} of {size}{more}, batch {made.batch} x {r.accumulate}, "
+        f"{r.steps} steps"
     )
 
 
@@ -260,12 +262,14 @@ def export(args: argparse.Namespace) -> None:
     kept = {int(path.name): path for path in states(folder)}
     if not kept:
         raise InputError(
-            f"{folder}: no state of a training run was found; pass the --output of `ltx2rt train run`"
+            f"{folder}: no state of a training run was found; pass the --output of `ltx2rt train "
+            "run`"
         )
     step = int(match[2]) if match[2] else max(kept)
     if step not in kept:
         raise InputError(
-            f"{folder}: no state of step {step} was kept; there are {', '.join(map(str, sorted(kept)))}"
+            f"{folder}: no state of step {step} was kept; there are "
+            f"{', '.join(map(str, sorted(kept)))}"
         )
     if args.output.suffix != ".safetensors":
         raise InputError(f"--output: {args.output}, expected a name that ends in .safetensors")

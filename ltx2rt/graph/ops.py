@@ -373,7 +373,8 @@ def linear(
     n = len(contract)
     if not (x.axes[-n:] == tuple(contract) and weight.axes[1] == "*".join(contract)):
         raise GraphError(
-            f"linear: input ends in {x.axes[-n:]}, weight contracts {tuple(weight.axes[1].split('*'))}"
+            f"linear: input ends in {x.axes[-n:]}, weight contracts "
+            f"{tuple(weight.axes[1].split('*'))}"
         )
     if math.prod(x.shape[-n:]) != weight.shape[1]:
         raise GraphError(f"linear: {x} does not fit weight {weight}")

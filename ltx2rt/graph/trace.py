@@ -244,7 +244,8 @@ class Ops:
         for name, value in carry.items():
             if new_carry[name].type != value.type:
                 raise GraphError(
-                    f"repeat: carry {name} enters as {value.type} and leaves as {new_carry[name].type}"
+                    f"repeat: carry {name} enters as {value.type} and leaves as "
+                    f"{new_carry[name].type}"
                 )
         inner.outputs = {name: new_carry[name] for name in carry} | outputs
         verify(inner)

@@ -14,13 +14,15 @@ def verify(graph: Graph) -> None:
     known = {id(v) for v in (*graph.inputs.values(), *graph.params.values())}
     if unmade := [name for name in graph.params if name.startswith("%")]:
         raise GraphError(
-            f"{graph.name}: {unmade[0]} is declared as a parameter, but is the name of a node's result"
+            f"{graph.name}: {unmade[0]} is declared as a parameter, but is the name of a node's "
+            "result"
         )
     for node in graph.nodes:
         for value in node.inputs:
             if id(value) not in known:
                 raise GraphError(
-                    f"{graph.name}: {node.op} reads {value.name}: {value.type}, which this graph does not define; "
+                    f"{graph.name}: {node.op} reads {value.name}: {value.type}, which this graph "
+                    "does not define; "
                     "pass it to repeat as carry, invariant or data"
                 )
         if node.op == "repeat":

@@ -103,12 +103,14 @@ def _opened(path: Path, flag: str = "--image") -> Iterator[Any]:
             size = f"{width}x{height}"
             if max(width, height) > MAX_SIDE_PX or width * height > MAX_IMAGE_PX:
                 raise InputError(
-                    f"{flag}: {path} has {width}x{height} pixels, more than {MAX_SIDE_PX} on a side or "
+                    f"{flag}: {path} has {width}x{height} pixels, more than {MAX_SIDE_PX} on a "
+                    "side or "
                     f"{MAX_IMAGE_PX // 10**6} million in all; make it smaller"
                 )
             if image.mode in ("I", "F"):
                 raise InputError(
-                    f"{flag}: {path} holds 32-bit values, of which none is known to be white; save it as 8-bit PNG"
+                    f"{flag}: {path} holds 32-bit values, of which none is known to be white; "
+                    "save it as 8-bit PNG"
                 )
             yield image
     except InputError:

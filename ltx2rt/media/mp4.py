@@ -450,6 +450,7 @@ def _verify(
         slack_s = frame_s + AAC_FRAME / sample_rate
         if found.audio_s is None or abs(found.audio_s - found.video_s) > slack_s:
             raise RuntimeError(
-                f"{path}: video {found.video_s:.4f} s, sound {found.audio_s} s; they may differ {slack_s:.4f} s"
+                f"{path}: video {found.video_s:.4f} s, sound {found.audio_s} s; they may differ "
+                f"{slack_s:.4f} s"
             )
     return found

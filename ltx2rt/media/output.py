@@ -73,7 +73,8 @@ def check_encoders(path: Path) -> None:
         for encoder in (container.video, container.audio):
             if encoder not in av.codecs_available:
                 raise InputError(
-                    f"--output: {path} needs the encoder {encoder}, which this build of FFmpeg lacks; write *.mp4"
+                    f"--output: {path} needs the encoder {encoder}, which this build of FFmpeg "
+                    "lacks; write *.mp4"
                 )
 
 
@@ -119,7 +120,8 @@ def write_clip(
     if container := CONTAINERS.get(suffix):
         if waveform is not None and sample_rate not in container.audio_rates:
             note(
-                f"{path}: {container.audio} has no {sample_rate} Hz; the sound is resampled to {USUAL_RATE} Hz"
+                f"{path}: {container.audio} has no {sample_rate} Hz; the sound is resampled to "
+                f"{USUAL_RATE} Hz"
             )
             waveform, sample_rate = resample(waveform, sample_rate, USUAL_RATE), USUAL_RATE
         clip = {

@@ -86,7 +86,8 @@ def read_sound(
     if track.ends_early:
         promise = f"its header says {track.promised_s:.4g} s"
         say(
-            f"{path}: its sound ends at {track.ends_s:.4g} s, {promise}; if it is cut, copy it again"
+            f"{path}: its sound ends at {track.ends_s:.4g} s, {promise}; if it is cut, copy it "
+            "again"
         )
     return waveform, track.rate
 

@@ -101,7 +101,8 @@ def connector(
     tokens, width = x.type.shape[1:]
     if tokens % config.num_registers:
         raise InputError(
-            f"the text is {tokens} tokens long, expected a multiple of the {config.num_registers} registers"
+            f"the text is {tokens} tokens long, expected a multiple of the {config.num_registers} "
+            "registers"
         )
     if width != config.width:
         raise InputError(f"the {modality} connector is {config.width} wide, its features {width}")

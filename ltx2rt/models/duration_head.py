@@ -92,7 +92,8 @@ def frames_of(
     least = max(0, -(-(low - 1) // time_factor)) * time_factor + 1
     if least > high:
         raise InputError(
-            f"--auto-duration: {window_s[0]:g} to {window_s[1]:g} s at {float(fps):g} fps hold no {time_factor}k+1 "
+            f"--auto-duration: {window_s[0]:g} to {window_s[1]:g} s at {float(fps):g} fps hold no "
+            f"{time_factor}k+1 "
             f"frames; {least} are {least / float(fps):.2f} s"
         )
     frames = min(max(round(seconds * float(fps)), low), high)

@@ -140,7 +140,8 @@ def token_feeds(
         )
     if token_ids.min() < 0 or token_ids.max() >= config.vocab_size:
         raise InputError(
-            f"token_ids reach from {token_ids.min()} to {token_ids.max()}, the text encoder has {config.vocab_size} "
+            f"token_ids reach from {token_ids.min()} to {token_ids.max()}, the text encoder has "
+            f"{config.vocab_size} "
             "tokens; use the tokenizer in its own folder"
         )
     check_mask(mask)
@@ -158,11 +159,13 @@ def check_mask(mask: np.ndarray) -> None:
     """Raise InputError unless mask (B, text) is of zeros and ones, with a one in every row."""
     if not np.isin(mask, (0, 1)).all():
         raise InputError(
-            f"mask holds values from {mask.min()} to {mask.max()}, expected 1 (token) and 0 (padding)"
+            f"mask holds values from {mask.min()} to {mask.max()}, expected 1 (token) and 0 "
+            "(padding)"
         )
     if not mask.any(axis=1).all():
         raise InputError(
-            f"mask row {int(np.argmin(mask.any(axis=1)))} has no token; an empty prompt is one BOS token"
+            f"mask row {int(np.argmin(mask.any(axis=1)))} has no token; an empty prompt is one "
+            "BOS token"
         )
 
 

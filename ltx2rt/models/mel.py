@@ -25,7 +25,8 @@ def log_mel(waveform: np.ndarray, config: AudioVaeConfig) -> np.ndarray:
     half = WINDOW // 2
     if waveform.shape[-1] <= half:
         raise ValueError(
-            f"waveform: {waveform.shape[-1]} samples at {config.sample_rate} Hz, expected more than {half}"
+            f"waveform: {waveform.shape[-1]} samples at {config.sample_rate} Hz, expected more "
+            f"than {half}"
         )
     padded = np.pad(
         waveform.astype(np.float64), [(0, 0)] * (waveform.ndim - 1) + [(half, half)], mode="reflect"

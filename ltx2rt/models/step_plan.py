@@ -90,13 +90,15 @@ class StepPlan:
         ascending = all(a < b for a, b in pairwise(found))
         if not found or found[0] != 0 or not ascending or found[-1] >= steps:
             raise InputError(
-                f"{flag}: steps {','.join(map(str, found))[:80]}, expected 0 first, then ascending ones below {steps}"
+                f"{flag}: steps {','.join(map(str, found))[:80]}, expected 0 first, then "
+                f"ascending ones below {steps}"
             )
         far = self._far(sigmas)
         if far.any():
             step = found[int(far.argmax())]
             raise InputError(
-                f"{flag}: the jump from step {step} reaches too far for a line through the two evaluations before it; "
+                f"{flag}: the jump from step {step} reaches too far for a line through the two "
+                "evaluations before it; "
                 "evaluate a step in between, or take order 1"
             )
 

@@ -70,7 +70,8 @@ def _gather(
     if size % parts:
         if strict:
             raise InputError(
-                f"{out.name}: {axis}={size} does not divide over {mesh_axis}={parts}; choose a divisor of {size}"
+                f"{out.name}: {axis}={size} does not divide over {mesh_axis}={parts}; choose a "
+                f"divisor of {size}"
             )
         return weight
     out.params[weight.name] = Value(weight.name, weight.type.resized(axis, size // parts))

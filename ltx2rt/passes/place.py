@@ -129,7 +129,8 @@ class _Placer:
                 if size % parts and not shared_key_head(axis, size):
                     if self.strict:
                         raise InputError(
-                            f"{graph.name}: {axis}={size} does not divide over {self.rules[axis]}={parts}; "
+                            f"{graph.name}: {axis}={size} does not divide over "
+                            f"{self.rules[axis]}={parts}; "
                             f"choose a divisor of {size}"
                         )
                     found.add(axis)
@@ -156,7 +157,8 @@ class _Placer:
             if axis not in MOVED:
                 v = placed.value
                 raise GraphError(
-                    f"{self.out.name}: {v.name}: {v.type} is split over {axis} where it must be whole"
+                    f"{self.out.name}: {v.name}: {v.type} is split over {axis} where it must be "
+                    "whole"
                 )
             placed = self.gathered(placed, axis)
         return self._declared(placed)
@@ -186,7 +188,8 @@ class _Placer:
         missing = -size % parts
         if missing and axis == BATCH:
             raise InputError(
-                f"{self.out.name}: {size} branches do not divide over {mesh_axis}={parts}; choose a divisor of {size}"
+                f"{self.out.name}: {size} branches do not divide over {mesh_axis}={parts}; choose "
+                f"a divisor of {size}"
             )
         if missing and axis in TOKENS:
             value = emit(self.out, "pad", value, mode="zeros", **{axis: (0, missing)})
@@ -217,7 +220,8 @@ class _Placer:
         if contracted:
             if contracted != [contract[0]]:
                 raise GraphError(
-                    f"{weight.value.name}: contracts {contract}, split over {contracted}, not the first"
+                    f"{weight.value.name}: contracts {contract}, split over {contracted}, not the "
+                    "first"
                 )
             mesh_axis = x.splits[contract[0]]
             w = self._param(weight.value, 1, self.mesh[mesh_axis], mesh_axis)
@@ -362,7 +366,8 @@ class _Placer:
             axis, size = p.value.type.axes[2], p.value.type.shape[2]
             if size % parts:
                 raise InputError(
-                    f"{self.out.name}: {axis}={size} on a device do not divide over {mesh_axis}={parts}; "
+                    f"{self.out.name}: {axis}={size} on a device do not divide over "
+                    f"{mesh_axis}={parts}; "
                     f"choose a divisor of {size}"
                 )
         trade = {"mesh_axis": mesh_axis, "parts": parts}
@@ -415,7 +420,8 @@ class _Placer:
         splits = {axis: mesh_axis for p in operands for axis, mesh_axis in p.splits.items()}
         if splits.keys() & named:
             raise GraphError(
-                f"{self.out.name}: {node.op} ({dict(node.attrs)}) of a value split over {set(splits)}"
+                f"{self.out.name}: {node.op} ({dict(node.attrs)}) of a value split over "
+                f"{set(splits)}"
             )
         inputs = [self._declared(p) for p in operands]
         return [Placed(emit(self.out, node.op, *inputs, **node.attrs), splits)]

@@ -56,7 +56,8 @@ def trainable(graph: Graph) -> None:
     no gradient."""
     if any(layout.encoding for layout in graph.all_layouts().values()):
         raise GraphError(
-            f"{graph.name}: its weights are kept in 8 bits or less; pass the graph before quantisation"
+            f"{graph.name}: its weights are kept in 8 bits or less; pass the graph before "
+            "quantisation"
         )
 
 
@@ -65,7 +66,8 @@ def differentiable(graph: Graph) -> None:
     activations."""
     if has_products(graph):
         raise GraphError(
-            f"{graph.name}: it multiplies in 8 bits, which has no gradient; decode the weights, as `kept_as` does"
+            f"{graph.name}: it multiplies in 8 bits, which has no gradient; decode the weights, "
+            "as `kept_as` does"
         )
 
 
@@ -76,7 +78,8 @@ def _blocks(out: Graph, node: Node, encoding: str) -> list[Value]:
     count, axis, carries = repeat.count, repeat.axis, repeat.num_carries
     if count < 3:
         raise InputError(
-            f"{out.name}: {count} blocks, of which the first and the last stay as they are: {encoding} is for none; "
+            f"{out.name}: {count} blocks, of which the first and the last stay as they are: "
+            f"{encoding} is for none; "
             "leave --weights-dtype out"
         )
     carry, invariant, data = repeat.divide(node.inputs)

@@ -123,14 +123,16 @@ class DFR(VideoRequest):
         if self.num_generated_keyframes:
             found = self.num_generated_keyframes
             raise InputError(
-                f"--num-generated-keyframes: {found}, but dfr places its keyframes itself; leave it out"
+                f"--num-generated-keyframes: {found}, but dfr places its keyframes itself; leave "
+                "it out"
             )
 
     @classmethod
     def check_model(cls, model: ModelConfig) -> None:
         if not model.transformer.keyframe_vector:
             raise InputError(
-                f"--pipeline: dfr, but LTX-{model.release.name} has no vector for keyframes; pass a model of LTX-2.5"
+                f"--pipeline: dfr, but LTX-{model.release.name} has no vector for keyframes; pass "
+                "a model of LTX-2.5"
             )
 
     def resolved(self: Any, model: ModelConfig) -> Any:
@@ -214,7 +216,8 @@ class DFR(VideoRequest):
             lora.stage == "stage1" for lora in loras
         ):
             raise InputError(
-                f"--lora: {loras[0].path} is for references of 1/{space} the size and 1/{time} the frames; dfr has "
+                f"--lora: {loras[0].path} is for references of 1/{space} the size and 1/{time} "
+                "the frames; dfr has "
                 "stage 1's clip for stage 2, of half the size and all frames"
             )
         return [Remade("stage1", half, space)]

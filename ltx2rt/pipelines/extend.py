@@ -160,7 +160,8 @@ class Extend(GivenClip):
             new = step * self.loop - 1
             if self.extend_frames not in (None, new):
                 raise InputError(
-                    f"--extend-frames: {self.extend_frames} beside --loop {self.loop}, which adds {new}; "
+                    f"--extend-frames: {self.extend_frames} beside --loop {self.loop}, which adds "
+                    f"{new}; "
                     "leave one of the two out"
                 )
         check_step("--overlap", self.overlap, step, 1, "frames", f"{step}*k + 1")
@@ -175,13 +176,15 @@ class Extend(GivenClip):
             facts = [f"{i.width}x{i.height} at {float(i.fps):g} fps" for i in (other, info)]
             if (other.width, other.height, other.fps) != (info.width, info.height, info.fps):
                 raise InputError(
-                    f"--join: {self.join} is {facts[0]}, expected {facts[1]} as {self.source_path} is"
+                    f"--join: {self.join} is {facts[0]}, expected {facts[1]} as "
+                    f"{self.source_path} is"
                 )
         self = replace(self, info=info, other=other, extend_frames=new)
         for clip in self.clips:
             if clip and clip.info.num_frames < self.overlap:
                 raise InputError(
-                    f"{clip.flag}: {clip.path} has {clip.info.num_frames} frames, --overlap {self.overlap} needs as "
+                    f"{clip.flag}: {clip.path} has {clip.info.num_frames} frames, --overlap "
+                    f"{self.overlap} needs as "
                     "many; give a smaller one, at least 9"
                 )
         frames = self.seam.num_frames
@@ -189,7 +192,8 @@ class Extend(GivenClip):
         if (frames - 1) / info.fps > limit_s:
             over = -(-(frames - 1 - limit_s * info.fps) // step) * step
             raise InputError(
-                f"--extend-frames: {new} and the overlap are {float((frames - 1) / info.fps):.2f} s, "
+                f"--extend-frames: {new} and the overlap are {float((frames - 1) / info.fps):.2f} "
+                "s, "
                 f"the model's limit is {limit_s} s; at most {new - int(over)}"
             )
         sizes = {"width": info.width, "height": info.height, "num_frames": frames, "fps": info.fps}

@@ -162,6 +162,7 @@ def read_clip(path: Path, flag: str, model: ModelConfig, whole: bool = False) ->
     step = model.video_vae.time_factor
     if whole and (over := (info.num_frames - 1) % step):
         raise InputError(
-            f"{flag}: {path} has {info.num_frames} frames, expected {step}*k + 1; cut it to {info.num_frames - over}"
+            f"{flag}: {path} has {info.num_frames} frames, expected {step}*k + 1; cut it to "
+            f"{info.num_frames - over}"
         )
     return replace(info, fps=parse_fps(info.fps))

@@ -49,7 +49,8 @@ class HQ(TwoStage):
         lora = options.distilled_lora
         if lora is not None and lora != NO_LORA and lora.strength != 1:
             raise InputError(
-                f"--distilled-lora: strength {lora.strength:g}, but hq has one for each stage; give "
+                f"--distilled-lora: strength {lora.strength:g}, but hq has one for each stage; "
+                "give "
                 "--distilled-lora-strength-stage-1 and --distilled-lora-strength-stage-2"
             )
 

@@ -111,7 +111,8 @@ class ICLora(Nagged):
         for lora in options.loras:
             if lora.stage == "stage2":
                 raise InputError(
-                    f"--lora: {lora.path} is for stage 2, where the {self.name} pipeline merges none"
+                    f"--lora: {lora.path} is for stage 2, where the {self.name} pipeline merges "
+                    "none"
                 )
 
     def resolved(self: Any, model: ModelConfig) -> Any:

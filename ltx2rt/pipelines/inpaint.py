@@ -37,7 +37,8 @@ def parse_pad(text: str | Sequence[int]) -> Pad:
             left, top, right, bottom = (index(part) for part in text)
     except (TypeError, ValueError):
         raise InputError(
-            f"--pad: {str(text)[:80]!r}, expected LEFT,TOP,RIGHT,BOTTOM in pixels, such as 128,0,128,0"
+            f"--pad: {str(text)[:80]!r}, expected LEFT,TOP,RIGHT,BOTTOM in pixels, such as "
+            "128,0,128,0"
         ) from None
     return left, top, right, bottom
 
@@ -102,7 +103,8 @@ class Inpaint(GivenClip):
         super().check()
         if self.mask is None and self.pad == NONE:
             raise InputError(
-                "--mask: none, and no --pad; give a mask that is white where the clip is made anew, "
+                "--mask: none, and no --pad; give a mask that is white where the clip is made "
+                "anew, "
                 "or the pixels to add around it"
             )
         if self.pad != NONE and min(self.pad) < 0:
@@ -139,7 +141,8 @@ class Inpaint(GivenClip):
             full = replace(full, cells=full.region.cells(full.geometry(model)))
         if not full.cells.any():
             raise InputError(
-                f"--mask: {full.mask} is black, and nothing would be made; paint white what is made anew"
+                f"--mask: {full.mask} is black, and nothing would be made; paint white what is "
+                "made anew"
             )
         return full
 

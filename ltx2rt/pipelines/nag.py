@@ -28,7 +28,8 @@ def parse_nag(text: str | float | Sequence[float]) -> tuple[float, float, float]
             raise ValueError
     except (TypeError, ValueError):
         raise InputError(
-            f"{FLAG}: {str(text)[:80]!r}, expected SCALE[:TAU[:ALPHA]], a scale of 1 or more, TAU above 0 and "
+            f"{FLAG}: {str(text)[:80]!r}, expected SCALE[:TAU[:ALPHA]], a scale of 1 or more, TAU "
+            "above 0 and "
             f"ALPHA from 0 to 1, such as 11 or 11:{TAU}:{ALPHA}"
         ) from None
     return scale, tau, alpha
@@ -39,7 +40,8 @@ class Nagged(VideoRequest):
     negative_prompt: str | None = flag_like(Guided, "negative_prompt")
     nag: tuple[float, float, float] | None = flag(
         None,
-        "strength of the negative prompt in attention where no guidance runs (NAG), 1 for none, often 11",
+        "strength of the negative prompt in attention where no guidance runs (NAG), 1 for none, "
+        "often 11",
         parse_nag,
         group="guidance",
         metavar="SCALE[:TAU[:ALPHA]]",

@@ -89,7 +89,8 @@ def parse_fps(text: str | float | Fraction) -> Fraction:
         raise InputError(f"--fps: {text[:80]}, expected {MIN_FPS} to {MAX_FPS}")
     if max(fps.numerator, fps.denominator) >= MAX_FPS_TERM:
         raise InputError(
-            f"--fps: {text[:80]} has too many digits for a container; write a fraction such as 24000/1001"
+            f"--fps: {text[:80]} has too many digits for a container; write a fraction such as "
+            "24000/1001"
         )
     return fps
 
@@ -281,7 +282,8 @@ class Request:
         window = self.auto_duration
         if window is not None and not (len(window) == 2 and 0 < window[0] <= window[1]):
             raise InputError(
-                f"--auto-duration: {' '.join(f'{s:g}' for s in window)}, expected two numbers of seconds, MIN MAX"
+                f"--auto-duration: {' '.join(f'{s:g}' for s in window)}, expected two numbers of "
+                "seconds, MIN MAX"
             )
         for f in fields(self):
             value = getattr(self, f.name)
@@ -289,7 +291,8 @@ class Request:
                 raise InputError(f"{spelling(f)}: {value:g}, expected a finite number below 1e6")
             if isinstance(value, str) and value != value.encode(errors="ignore").decode():
                 raise InputError(
-                    f"{spelling(f)}: holds characters that are no text (lone surrogates); type it again"
+                    f"{spelling(f)}: holds characters that are no text (lone surrogates); type it "
+                    "again"
                 )
 
     def check_files(self) -> None:
@@ -303,7 +306,8 @@ class Request:
         """Refuse model flags that do not go with this clip. Raises InputError."""
         if self.num_videos % (data := options.mesh.get("data", 1)):
             raise InputError(
-                f"--num-videos: {self.num_videos} do not divide over data={data}; choose a multiple of it"
+                f"--num-videos: {self.num_videos} do not divide over data={data}; choose a "
+                "multiple of it"
             )
         if self.distilled == "needed" and options.distilled_lora == NO_LORA:
             raise InputError(
@@ -330,7 +334,8 @@ class Request:
             longest_clip = int(limit_s * self.fps) // step * step + 1
             length_s = float((self.num_frames - 1) / self.fps)
             raise InputError(
-                f"--num-frames: {self.num_frames} frames at {float(self.fps):g} fps are {length_s:.2f} s, the model's "
+                f"--num-frames: {self.num_frames} frames at {float(self.fps):g} fps are "
+                f"{length_s:.2f} s, the model's "
                 f"limit is {limit_s} s; at most {longest_clip} frames at this rate"
             )
         return replace(self, seed=draw_seed() if self.seed is None else self.seed)
@@ -441,7 +446,8 @@ class VideoRequest(Request):
     )
     latents_in: Path | None = flag(
         None,
-        "safetensors file with image.0, image.1, ..., latents for --image latent:K:FRAME[:STRENGTH]",
+        "safetensors file with image.0, image.1, ..., latents for --image "
+        "latent:K:FRAME[:STRENGTH]",
         Path,
         group="conditioning",
         metavar="FILE",
@@ -483,7 +489,8 @@ class VideoRequest(Request):
         super().check()
         if len(self.images) < self.least_images:
             raise InputError(
-                f"--image: {len(self.images)} given, the {self.name} pipeline goes between at least {self.least_images}"
+                f"--image: {len(self.images)} given, the {self.name} pipeline goes between at "
+                f"least {self.least_images}"
             )
         for image in self.images:
             if not 0 <= image.strength <= 1:
@@ -493,7 +500,8 @@ class VideoRequest(Request):
         latent = [image.path for image in self.images if image.latent]
         if latent and self.latents_in is None:
             raise InputError(
-                f"--image: {latent[0]} is a tensor of --latents-in, which is not given; name an image"
+                f"--image: {latent[0]} is a tensor of --latents-in, which is not given; name an "
+                "image"
             )
         if self.latents_in is not None and not latent:
             raise InputError("--latents-in: no --image latent:K:FRAME reads it; leave it out")
@@ -521,11 +529,13 @@ class VideoRequest(Request):
             if not 0 <= image.frame < full.image_frames:
                 last = full.image_frames - 1
                 raise InputError(
-                    f"--image: frame {image.frame} of {image.path}, but the clip has frames 0 to {last}"
+                    f"--image: frame {image.frame} of {image.path}, but the clip has frames 0 to "
+                    f"{last}"
                 )
         if self.num_generated_keyframes and not model.transformer.keyframe_vector:
             raise InputError(
-                f"--num-generated-keyframes: {self.num_generated_keyframes}, but LTX-{model.release.name} has no "
+                f"--num-generated-keyframes: {self.num_generated_keyframes}, but "
+                f"LTX-{model.release.name} has no "
                 "vector for keyframes; leave it out, or pass a model of LTX-2.5"
             )
         check_step("--num-frames", full.num_frames, step, 1, "frames", f"{step}*k + 1")
@@ -812,7 +822,8 @@ def distilled_lora(
         guided = getattr(request, "guided", None) is True
         advice = "leave --guided out" if guided else "use --pipeline distilled"
         raise InputError(
-            f"--model: {checkpoint.source('transformer').where} is distilled ({known.how}); {request.name} samples dev "
+            f"--model: {checkpoint.source('transformer').where} is distilled ({known.how}); "
+            f"{request.name} samples dev "
             f"weights and would leave grain; {advice}, or pass --assume dev"
         )
     if request.distilled == "unused":
@@ -830,6 +841,7 @@ def distilled_lora(
     except InputError:  # none that has a distilled one's header
         return None
     raise InputError(
-        f"--distilled-lora: {beside} is beside the checkpoint; pass it to merge it (dev weights), or "
+        f"--distilled-lora: {beside} is beside the checkpoint; pass it to merge it (dev weights), "
+        "or "
         "--distilled-lora none for weights that are distilled already"
     )

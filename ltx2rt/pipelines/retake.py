@@ -85,7 +85,8 @@ class Retake(GivenClip):
             )
         if self.start_time >= self.end_time:
             raise InputError(
-                f"--end-time: {self.end_time:g}, expected more than --start-time {self.start_time:g}"
+                f"--end-time: {self.end_time:g}, expected more than --start-time "
+                f"{self.start_time:g}"
             )
         if self.keep == "video" and not self.audio:
             raise InputError(

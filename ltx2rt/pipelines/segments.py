@@ -48,7 +48,8 @@ class Segmented(SoundFollowing, VideoRequest):
 
     segments: int | None = flag(
         None,
-        "number of segments of --num-frames each that the clip is made in, one continuing the other",
+        "number of segments of --num-frames each that the clip is made in, one continuing the "
+        "other",
         int,
         group="clip",
         least=2,
@@ -168,7 +169,8 @@ class Segmented(SoundFollowing, VideoRequest):
         count = len(full.starts)
         if count > MAX_SEGMENTS:
             raise InputError(
-                f"--length: {count} segments, expected at most {MAX_SEGMENTS}; give more --num-frames"
+                f"--length: {count} segments, expected at most {MAX_SEGMENTS}; give more "
+                "--num-frames"
             )
         if len(full.segment_prompts) >= count:
             raise InputError(

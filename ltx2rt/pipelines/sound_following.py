@@ -55,14 +55,16 @@ class SoundFollowing(Request):
             raise InputError(f"{VOICE}-guidance: there is no voice to guide by; give {VOICE}")
         if self.voice and self.num_videos > 1 and self.num_stages > 1:
             raise InputError(
-                f"--num-videos: {self.num_videos}, but the second stage keeps one sound of {VOICE}; run it for "
+                f"--num-videos: {self.num_videos}, but the second stage keeps one sound of "
+                f"{VOICE}; run it for "
                 "each seed"
             )
         if self.audio_conditioning:
             check_reference(CONDITIONING, self.audio_conditioning)
         elif self.audio_conditioning_at != "start":
             raise InputError(
-                f"{CONDITIONING}-at: there is no sound to follow; give {CONDITIONING}, or leave it out"
+                f"{CONDITIONING}-at: there is no sound to follow; give {CONDITIONING}, or leave "
+                "it out"
             )
 
     def check_files(self) -> None:

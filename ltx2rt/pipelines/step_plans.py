@@ -64,7 +64,8 @@ def parse_interval(text: str | Sequence[float]) -> tuple[float, float]:
     except (TypeError, ValueError):
         given = text if isinstance(text, str) else " ".join(map(str, text))
         raise InputError(
-            f"{spelled(INTERVAL)}: {given[:80]!r}, expected START STOP, two shares of the steps with "
+            f"{spelled(INTERVAL)}: {given[:80]!r}, expected START STOP, two shares of the steps "
+            "with "
             "0 <= START < STOP <= 1"
         ) from None
     return start, stop
@@ -83,12 +84,14 @@ def check(request: Any, refused: str = "") -> None:
         raise InputError(f"{spelled(given[0] if given else INTERVAL)}: {refused}")
     if given and interval:
         raise InputError(
-            f"{spelled(INTERVAL)}: given beside {spelled(given[0])}, whose steps go on from guided ones; leave one "
+            f"{spelled(INTERVAL)}: given beside {spelled(given[0])}, whose steps go on from "
+            "guided ones; leave one "
             "of the two out"
         )
     if len(given) > 1 and given != [VIDEO_SKIP, AUDIO_SKIP]:
         raise InputError(
-            f"{spelled(given[1])}: given beside {spelled(given[0])}, which says for all steps which are left out; "
+            f"{spelled(given[1])}: given beside {spelled(given[0])}, which says for all steps "
+            "which are left out; "
             "leave one of the two out"
         )
 
@@ -176,7 +179,8 @@ def read(given: PlanFile, steps: int) -> StepPlan:
         ) from None
     if form != FORMAT:
         raise InputError(
-            f"{flag}: {path} has format {form}, expected {FORMAT}; write it anew as in docs/pipelines.md"
+            f"{flag}: {path} has format {form}, expected {FORMAT}; write it anew as in "
+            "docs/pipelines.md"
         )
     if theirs != steps or not np.array_equal(table, shifted_sigmas(steps)):
         raise InputError(
@@ -185,7 +189,8 @@ def read(given: PlanFile, steps: int) -> StepPlan:
     wanted = given.evaluations if given.evaluations is not None else next(iter(made), None)
     if wanted not in made:
         raise InputError(
-            f"{flag}: {path} has plans of {', '.join(map(str, made)) or 'no'} evaluations, not {wanted}"
+            f"{flag}: {path} has plans of {', '.join(map(str, made)) or 'no'} evaluations, not "
+            f"{wanted}"
         )
     made[wanted].check(steps, flag, table)
     return made[wanted]

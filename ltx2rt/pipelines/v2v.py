@@ -64,11 +64,13 @@ class VideoToVideo(GivenClip):
         sound = self.sound or ("keep" if info.has_sound else "new")
         if sound != "new" and not info.has_sound:
             raise InputError(
-                f"--sound: {sound}, but {self.source_path} has no sound; leave it out, and sound is made"
+                f"--sound: {sound}, but {self.source_path} has no sound; leave it out, and sound "
+                "is made"
             )
         if sound == "new" and self.num_videos > 1:
             raise InputError(
-                f"--num-videos: {self.num_videos}, but new sound is made for one; run it for each seed"
+                f"--num-videos: {self.num_videos}, but new sound is made for one; run it for each "
+                "seed"
             )
         sizes = {name: getattr(info, name) for name in ("width", "height", "num_frames", "fps")}
         return replace(self, info=info, sound=sound, **sizes).with_defaults(model)

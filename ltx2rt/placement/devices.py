@@ -157,7 +157,8 @@ def topology(name: str) -> tuple[DeviceKind, int]:
     if generation not in GENERATIONS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", chips):
         known = ", ".join(GENERATIONS)
         raise InputError(
-            f"--topology: {name!r}, expected GENERATION:CHIPS of {known}, such as v6e:2x4 or tpu7x:2x2x1"
+            f"--topology: {name!r}, expected GENERATION:CHIPS of {known}, such as v6e:2x4 or "
+            "tpu7x:2x2x1"
         )
     kind, cores = GENERATIONS[generation]
     return device_kinds()[kind], cores * math.prod(map(int, chips.split("x")))

@@ -98,7 +98,8 @@ def profile_of(name: str | None, device_kind: str, mesh: Mapping[str, int]) -> P
     if name is None and several and device_kind not in by_device:
         kinds = ", ".join(by_device)
         raise InputError(
-            f"unknown device kind {device_kind!r}; known: {kinds}; choose one of the profiles with --profile: "
+            f"unknown device kind {device_kind!r}; known: {kinds}; choose one of the profiles "
+            "with --profile: "
             f"{', '.join(PROFILES)}"
         )
     name = name or (by_device[device_kind] if several else "single")
@@ -126,7 +127,8 @@ def default_mesh(profile: Profile, devices: int) -> dict[str, int]:
             f"{axis}={'N' if size == -1 else size}" for axis, size in profile.mesh.items()
         )
         raise InputError(
-            f"profile {profile.name} is meant for {meant}, not for {devices} devices; say which with --mesh"
+            f"profile {profile.name} is meant for {meant}, not for {devices} devices; say which "
+            "with --mesh"
         )
     mesh = {axis: devices // fixed if size == -1 else size for axis, size in profile.mesh.items()}
     return canonical({axis: size for axis, size in mesh.items() if size > 1})
@@ -152,7 +154,8 @@ def resolve(
             f"--mesh: {dict(mesh)} is of {count} devices, there are {devices}; make the two agree"
         )
     raise InputError(
-        f"profile {profile.name} has no mesh of {devices} devices; give a --mesh of all of them, or another --profile"
+        f"profile {profile.name} has no mesh of {devices} devices; give a --mesh of all of them, "
+        "or another --profile"
     )
 
 

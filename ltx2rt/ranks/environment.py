@@ -35,7 +35,8 @@ def rank_and_size(environment: Mapping[str, str]) -> tuple[int, int]:
         name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environment
     ]:
         raise InputError(
-            f"WORLD_SIZE is {size} without {', '.join(missing)}; start ranks by torchrun or --num-gpus"
+            f"WORLD_SIZE is {size} without {', '.join(missing)}; start ranks by torchrun or "
+            "--num-gpus"
         )
     number(environment, "MASTER_PORT", 1, 2**16)
     return number(environment, "RANK", 0, size), size

@@ -42,7 +42,8 @@ def start(
     """
     if count > most:
         raise InputError(
-            f"{count} processes are asked for, this host has devices for {most}; ask for at most {most}"
+            f"{count} processes are asked for, this host has devices for {most}; ask for at most "
+            f"{most}"
         )
     ranks: list[subprocess.Popen] = []
     try:

@@ -166,7 +166,8 @@ def _unshared(session: Session, plan: Plan, estimator: Estimator) -> Iterator[st
                 continue
             split, together = Placement(profile, mesh), Placement(profile, stage_mesh(mesh, 1))
             said = (
-                f"{stage.name}: guidance={mesh['guidance']} puts its {branches} branches on devices of their own; "
+                f"{stage.name}: guidance={mesh['guidance']} puts its {branches} branches on "
+                "devices of their own; "
                 "what they have in common is computed on each"
             )
             try:
@@ -180,8 +181,10 @@ def _unshared(session: Session, plan: Plan, estimator: Estimator) -> Iterator[st
             less = "exchanges" if sent[cheaper] < sent[1 - cheaper] else "computes"
             where = ",".join(f"{axis}={size}" for axis, size in together.mesh.items())
             yield (
-                f"{said}: {costs[0].flops / 1e12:.3g} TFLOP and {sent[0]:.3g} s of exchange a step, shared on "
-                f"{where} {costs[1].flops / 1e12:.3g} and {sent[1]:.3g}; {('splitting', 'sharing')[cheaper]} is "
+                f"{said}: {costs[0].flops / 1e12:.3g} TFLOP and {sent[0]:.3g} s of exchange a "
+                "step, shared on "
+                f"{where} {costs[1].flops / 1e12:.3g} and {sent[1]:.3g}; "
+                f"{('splitting', 'sharing')[cheaper]} is "
                 f"cheaper, {times[cheaper]:.3g} s to {times[1 - cheaper]:.3g}, as it {less} less"
             )
 

@@ -223,7 +223,8 @@ def _check_noise(path: Path | None, draws: list[tuple[str, tuple[int, ...]]]) ->
         info = file.info(name)
         if tuple(info.shape) != shape or info.dtype not in STORED:
             raise InputError(
-                f"--noise-in: {name} in {path} is {info.dtype} {list(info.shape)}, expected float32 {list(shape)}"
+                f"--noise-in: {name} in {path} is {info.dtype} {list(info.shape)}, expected "
+                f"float32 {list(shape)}"
             )
     if extra := sorted(
         n for n in file.names() if n not in names.values() and not RECORDED.fullmatch(n)

@@ -76,7 +76,8 @@ def _check(asked: Any, folder: Path) -> None:
             partial.write_text(json.dumps(asked, ensure_ascii=False))
     elif found != asked:
         raise InputError(
-            f"--output: {folder} holds segments of another run ({_difference(found, asked)}); remove "
+            f"--output: {folder} holds segments of another run ({_difference(found, asked)}); "
+            "remove "
             "the folder to begin anew, or choose another name"
         )
 

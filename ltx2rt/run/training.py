@@ -124,7 +124,8 @@ def to_text(found: StepEstimate) -> str:
     count = step.batch * mesh.get("data", 1)
     clips = f"{count} clip{'s' * (count > 1)} of {width}x{height}x{frames}"
     lines = [
-        f"training step of {clips} ({' and '.join(step.streams)}), LoRA of rank {step.rank}, {step.session.dtype}, "
+        f"training step of {clips} ({' and '.join(step.streams)}), LoRA of rank {step.rank}, "
+        f"{step.session.dtype}, "
         f"{remat}, on {found.devices} x {kind.name} ({where}, profile "
         f"{step.session.placement.profile.name}); per device, estimated:",
         "",
@@ -134,10 +135,12 @@ def to_text(found: StepEstimate) -> str:
         f"kept         {m.kept / 1e9:.2f} GB for the backward pass",
         f"one block    {m.block / 1e9:.2f} GB",
         f"memory       {'fits' if found.fits else 'does NOT fit'}: {c.peak_bytes / 1e9:.1f} GB of "
-        f"{kind.memory_bytes / 1e9:.0f} GB, where {kind.reserve_bytes / 1e9:.1f} GB are kept in reserve",
+        f"{kind.memory_bytes / 1e9:.0f} GB, where {kind.reserve_bytes / 1e9:.1f} GB are kept in "
+        "reserve",
         f"work         {c.flops / 1e12:.4g} TFLOP",
         f"exchanges    {_traffic(c)}",
-        f"time         {c.time_s(kind):.3f} s, a bound from below; {c.exchange_s(kind):.3f} s of it are exchanges",
+        f"time         {c.time_s(kind):.3f} s, a bound from below; {c.exchange_s(kind):.3f} s of "
+        "it are exchanges",
     ]
     return "\n".join(lines)
 

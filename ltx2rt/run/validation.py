@@ -73,7 +73,8 @@ def with_validation(run: Run) -> Run:
     if session.backend.num_processes > 1 or session.backend.mesh.get("data", 1) > 1:
         count = prod(session.backend.mesh.values())
         raise InputError(
-            f"{FLAG}: clips are made by one process without the mesh axis data, this run has {count} devices; leave "
+            f"{FLAG}: clips are made by one process without the mesh axis data, this run has "
+            f"{count} devices; leave "
             "it out, and use `ltx2rt generate --lora` on the files that it writes"
         )
     options = replace(session.options, distilled_lora=NO_LORA)  # none where the LoRA is trained

@@ -342,7 +342,8 @@ class Batch:
                         counts[job.status] = counts.get(job.status, 0) + 1
                         each_s = (time.monotonic() - start) / sum(counts.values())
                         self.say(
-                            f"{line.id}: {job.status}, {len(ids)} left, about {each_s * len(ids):.0f} s"
+                            f"{line.id}: {job.status}, {len(ids)} left, about "
+                            f"{each_s * len(ids):.0f} s"
                         )
             finally:
                 await self.supervisor.stop(0)

@@ -89,7 +89,8 @@ class Folder:
         ]
         if found:
             raise InputError(
-                f"{self.flag}: {self.root} holds {len(found)} files of a server, such as {found[0]}, but "
+                f"{self.flag}: {self.root} holds {len(found)} files of a server, such as "
+                f"{found[0]}, but "
                 f"not its queue, {self.queue.name}; put that back (--queue), or name another folder"
             )
 

@@ -201,7 +201,8 @@ class Queue:
             )
             if found[0] == APPLICATION and found[1] > VERSION:
                 raise InputError(
-                    f"--data: {path} is the queue of a newer ltx2rt (version {found[1]}, this one reads "
+                    f"--data: {path} is the queue of a newer ltx2rt (version {found[1]}, this one "
+                    "reads "
                     f"{VERSION}); start that one, or name another folder"
                 )
             if found not in ((0, 0), (APPLICATION, VERSION)) or (
@@ -223,7 +224,8 @@ class Queue:
             self._before_s = self._db.execute("SELECT seconds FROM uptime").fetchone()[0]
         except sqlite3.Error as error:
             raise InputError(
-                f"--data: {path} cannot be opened as a queue ({error}); put a good copy of it there, or name another "
+                f"--data: {path} cannot be opened as a queue ({error}); put a good copy of it "
+                "there, or name another "
                 "folder; finished clips are files beside it"
             ) from error
 
@@ -240,7 +242,8 @@ class Queue:
         damaged = " OR ".join(f"NOT json_valid(COALESCE({name}, 'null'))" for name in JSON)
         error = json.dumps(failure("internal", "its row in the queue was damaged; send it again"))
         self._db.execute(
-            f"UPDATE jobs SET status=?, error=?, given=?, job=?, result=NULL, end_uptime_s=0 WHERE {damaged}",
+            "UPDATE jobs SET status=?, error=?, given=?, job=?, result=NULL, end_uptime_s=0 "
+            f"WHERE {damaged}",
             (FAILED, error, "{}", json.dumps(NO_JOB)),
         )
 
@@ -344,7 +347,8 @@ class Queue:
         if count + videos > self.most_sent:
             raise QueueFull(
                 "user_quota",
-                f"{count} videos were sent in 24 hours, at most {self.most_sent} may be; send it later",
+                f"{count} videos were sent in 24 hours, at most {self.most_sent} may be; send it "
+                "later",
                 after_s=QUOTA_S if first is None else first + QUOTA_S - now,
             )
         db.execute("INSERT INTO sent VALUES(?, ?, ?)", (user, now, videos))
@@ -413,7 +417,8 @@ class Queue:
             now = time.time()
             error = json.dumps(failure("cancelled", "cancelled before it began"))
             db.execute(
-                "UPDATE jobs SET status=?, cancel=?, finished=?, end_uptime_s=?, error=? WHERE id=? AND status=?",
+                "UPDATE jobs SET status=?, cancel=?, finished=?, end_uptime_s=?, error=? WHERE "
+                "id=? AND status=?",
                 (CANCELLED, now, now, self._keep_uptime(db), error, id, QUEUED),
             )
             db.execute(
@@ -432,7 +437,8 @@ class Queue:
                 self._require_room(job.user, job.job.get("n", 1))
                 none = "cancel, started, finished, error, result, start_uptime_s, end_uptime_s"
                 db.execute(
-                    f"UPDATE jobs SET status=?, attempts=0, deaths=0, {none.replace(',', '=NULL,')}=NULL "
+                    "UPDATE jobs SET status=?, attempts=0, deaths=0, "
+                    f"{none.replace(',', '=NULL,')}=NULL "
                     "WHERE id=?",
                     (QUEUED, id),
                 )
@@ -488,7 +494,8 @@ class Queue:
                 )
                 job = next(iter(self._jobs(same, QUEUED, user, job.priority, loaded)), job)
             db.execute(
-                "UPDATE jobs SET status=?, epoch=epoch+1, attempts=attempts+1, started=?, start_uptime_s=? "
+                "UPDATE jobs SET status=?, epoch=epoch+1, attempts=attempts+1, started=?, "
+                "start_uptime_s=? "
                 "WHERE id=? AND status=? AND epoch=?",
                 (RUNNING, time.time(), self._keep_uptime(db), job.id, QUEUED, job.epoch),
             )  # fmt: skip
@@ -614,6 +621,7 @@ class Queue:
         """Delete the rows of jobs that were over at that `uptime` and have no file."""
         with self._write() as db:
             db.execute(
-                "DELETE FROM jobs WHERE end_uptime_s<? AND (status<>? OR json_extract(result, '$.file') IS NULL)",
+                "DELETE FROM jobs WHERE end_uptime_s<? AND (status<>? OR json_extract(result, "
+                "'$.file') IS NULL)",
                 (before_s, COMPLETED),
             )

@@ -43,7 +43,8 @@ def read_tokens(path: Path) -> dict[str, User]:
         new = 2 <= len(words) <= 3 and len(words[1]) >= MIN_TOKEN and words[1] not in tokens
         if not new or words[2:] not in ([], [OPERATOR]):
             raise InputError(
-                f"--token-file: line {number} of {path} is no `NAME TOKEN` or `NAME TOKEN {OPERATOR}` "
+                f"--token-file: line {number} of {path} is no `NAME TOKEN` or `NAME TOKEN "
+                f"{OPERATOR}` "
                 f"with a new token of at least {MIN_TOKEN} characters"
             )
         tokens[words[1]] = User(words[0], words[2:] == [OPERATOR])

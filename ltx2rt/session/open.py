@@ -125,7 +125,8 @@ def open_backend(options: ModelOptions) -> Backend:
         alone and "ACCELERATE_MIXED_PRECISION" in os.environ
     ):  # as accelerate sets it for all that it starts
         note(
-            "accelerate started one process, as it does on a CPU; for several use torchrun or --num-gpus N"
+            "accelerate started one process, as it does on a CPU; for several use torchrun or "
+            "--num-gpus N"
         )
     if not options.mesh:
         mesh = mesh_of_all(options.backend, backend.device(), options.profile)

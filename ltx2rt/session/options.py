@@ -335,7 +335,8 @@ class ModelOptions(PartFiles):
             raise InputError("--mesh and --tp-size say the same; give one of them")
         if launched > 1 and self.num_gpus not in (None, launched):
             raise InputError(
-                f"--num-gpus: {self.num_gpus}, but {launched} processes were launched; leave the flag out"
+                f"--num-gpus: {self.num_gpus}, but {launched} processes were launched; leave the "
+                "flag out"
             )
         mesh = dict(self.mesh) or ({"tensor": self.tp_size} if self.tp_size else {})
         devices = self.num_gpus or launched
@@ -353,7 +354,8 @@ class ModelOptions(PartFiles):
         existing("--model", self.model)
         if snapshots := sorted(self.model.glob("snapshots/*")):
             raise InputError(
-                f"--model: {self.model} is a cache of the hub; pass its snapshot, such as {snapshots[-1]}"
+                f"--model: {self.model} is a cache of the hub; pass its snapshot, such as "
+                f"{snapshots[-1]}"
             )
         for option, path in self.parts.items():
             check = existing if FILES[option].either else existing_file
@@ -370,7 +372,8 @@ class ModelOptions(PartFiles):
             existing_file("--lora", lora.path)
         if self.weights_dtype and self.dtype == "float32":
             raise InputError(
-                f"--weights-dtype: {self.weights_dtype} weights go with --dtype bfloat16, not float32; leave one out"
+                f"--weights-dtype: {self.weights_dtype} weights go with --dtype bfloat16, not "
+                "float32; leave one out"
             )
 
     @property
@@ -400,7 +403,8 @@ def existing_file(name: str, path: Path) -> None:
     existing(name, path)
     if not path.is_file():
         raise InputError(
-            f"{name}: {path} is {'a folder' if path.is_dir() else 'no regular file'}, expected a file"
+            f"{name}: {path} is {'a folder' if path.is_dir() else 'no regular file'}, expected a "
+            "file"
         )
 
 

@@ -413,7 +413,8 @@ class Session:
             moved = streamed(sizes, number)
             size = sum(sizes[piece] for piece in moved) / 1e9
             said.append(
-                f"{len(moved)} of {len(sizes)} layers of the {name} ({size:.3g} GB) come from host memory"
+                f"{len(moved)} of {len(sizes)} layers of the {name} ({size:.3g} GB) come from "
+                "host memory"
             )
         return "memory: " + "; ".join(said) if said else ""
 
@@ -437,7 +438,8 @@ class Session:
         free = host_memory()[1]
         if needed > free:
             raise InputError(
-                f"no room in the host's memory: streamed weights need {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are "
+                f"no room in the host's memory: streamed weights need {needed / 1e9:.3g} GB, "
+                f"{free / 1e9:.3g} GB are "
                 f"free; close other programs, or try --weights-dtype {ADVISED}"
             )
 
@@ -579,8 +581,10 @@ class Session:
         self, stages: Sequence[Needing], warm: bool, worst: StageCost, budget: int
     ) -> InputError:
         return InputError(
-            f"no room on {self.backend.device().name}: {worst.name} needs {worst.peak_bytes / 1e9:.3g} GB "
-            f"({worst.weights_bytes / 1e9:.3g} weights, {worst.activation_bytes / 1e9:.3g} activations), "
+            f"no room on {self.backend.device().name}: {worst.name} needs "
+            f"{worst.peak_bytes / 1e9:.3g} GB "
+            f"({worst.weights_bytes / 1e9:.3g} weights, {worst.activation_bytes / 1e9:.3g} "
+            "activations), "
             f"{budget / 1e9:.3g} GB are free; try {self.advice(stages, budget, worst, warm)}"
         )
 

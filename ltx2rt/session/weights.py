@@ -304,7 +304,8 @@ class WeightStore:
             self.parked[key], self._parked_as[key] = kept, held.streamed
             if self.backend.is_main:
                 note(
-                    f"the host keeps the weights of {key[0]} in its memory, {size / 1e9:.3g} GB, for the next request"
+                    f"the host keeps the weights of {key[0]} in its memory, {size / 1e9:.3g} GB, "
+                    "for the next request"
                 )
 
     @property

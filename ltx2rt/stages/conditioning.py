@@ -160,7 +160,8 @@ class LatentImage:
         found = file.info(name)
         if list(found.shape) != expected or found.dtype != np.float32:
             raise InputError(
-                f"--latents-in: {name} in {self.file} is {found.dtype} {list(found.shape)}, expected "
+                f"--latents-in: {name} in {self.file} is {found.dtype} {list(found.shape)}, "
+                "expected "
                 f"float32 {expected} in {self.stage}"
             )
         return []
@@ -303,11 +304,13 @@ class Reference:
         found = [f"{path}: {sentence}" for sentence in info.ignored]
         if used < self.num_frames:
             found.append(
-                f"{path}: {used} frames are read; the other {self.num_frames - used} have no reference"
+                f"{path}: {used} frames are read; the other {self.num_frames - used} have no "
+                "reference"
             )
         if info.fps != self.clip.fps:
             found.append(
-                f"{path}: has {float(info.fps):g} fps, its frames are taken one by one as if it had {fps:g}"
+                f"{path}: has {float(info.fps):g} fps, its frames are taken one by one as if it "
+                f"had {fps:g}"
             )
         return found
 
@@ -433,7 +436,8 @@ class ModalityState:
         """
         if noise.shape[1:] != self.shape[1:]:
             raise ValueError(
-                f"noise: shape {list(noise.shape)}, expected [videos, {self.shape[1]}, {self.shape[2]}]"
+                f"noise: shape {list(noise.shape)}, expected [videos, {self.shape[1]}, "
+                f"{self.shape[2]}]"
             )
         nu = np.float32(noise_scale)
         full = np.zeros(noise.shape, np.float32)

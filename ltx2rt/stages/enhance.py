@@ -87,12 +87,14 @@ class Enhancer:
         flag = "--enhance-prompt" if self.own else "--prompt-enhancer"
         if self.own and self.kind not in GEMMA3:
             raise InputError(
-                f"{flag}: {self.folder} is no Gemma 3 folder, and no other text encoder writes prompts (LTX-2.5's has "
+                f"{flag}: {self.folder} is no Gemma 3 folder, and no other text encoder writes "
+                "prompts (LTX-2.5's has "
                 "no language head); pass a Gemma 3 or Gemma 4 by --prompt-enhancer"
             )
         if self.kind not in (*GEMMA3, *GEMMA4):
             raise InputError(
-                f"{flag}: {self.folder} is no folder of a Gemma 3 or Gemma 4 (its model_type is {self.kind}); pass one "
+                f"{flag}: {self.folder} is no folder of a Gemma 3 or Gemma 4 (its model_type is "
+                f"{self.kind}); pass one "
                 "such as gemma-3-12b-it or gemma-4-E2B-it"
             )
         if not self.own and not (self.folder / "tokenizer.json").is_file():
@@ -108,7 +110,8 @@ class Enhancer:
         blind = self.kind in GEMMA4 or self.kind == "gemma3_text"
         if image and (blind or not any("vision_tower." in name for name in names)):
             raise InputError(
-                f"{flag}: the Gemma in {self.folder} sees no images; pass a Gemma 3 folder with the vision tower by "
+                f"{flag}: the Gemma in {self.folder} sees no images; pass a Gemma 3 folder with "
+                "the vision tower by "
                 f"{'--text-encoder' if self.own else flag}, or leave --image out"
             )
 
@@ -183,7 +186,8 @@ def templated(folder: Path, turn: str) -> Any:
         )
     except ValueError as error:
         raise InputError(
-            f"--prompt-enhancer: {folder} has no chat template ({error}); pass one that is tuned to instructions, "
+            f"--prompt-enhancer: {folder} has no chat template ({error}); pass one that is tuned "
+            "to instructions, "
             "such as gemma-4-E2B-it"
         ) from None
     ids = found["input_ids"]
@@ -214,7 +218,8 @@ def load(folder: Path, dtype: str, on_gpu: bool) -> Any:
     ):
         family = "Gemma 3" if kind in GEMMA3 else "Gemma 4"
         raise InputError(
-            f"{folder}: {len(missing)} tensors of {family} are missing, first {missing[0]}; download it again"
+            f"{folder}: {len(missing)} tensors of {family} are missing, first {missing[0]}; "
+            "download it again"
         )
     return model.eval().requires_grad_(False)
 

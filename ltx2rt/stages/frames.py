@@ -59,7 +59,8 @@ def video_decoder(model: ModelConfig, asked: str | None) -> str:
         return "conv" if found["conv"] or not found["diffusion"] else "diffusion"
     if not found[asked]:
         raise InputError(
-            f"--video-decoder: {asked}, but no video VAE with that decoder was found; pass its file with --video-vae"
+            f"--video-decoder: {asked}, but no video VAE with that decoder was found; pass its "
+            "file with --video-vae"
         )
     return asked
 

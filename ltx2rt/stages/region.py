@@ -51,7 +51,8 @@ class Region:
         info = video_info(self.path, FLAG, self.num_frames)
         if info.num_frames < self.num_frames:
             raise InputError(
-                f"{FLAG}: {self.path} has {info.num_frames} frames, the clip has {self.num_frames}; pass an image, "
+                f"{FLAG}: {self.path} has {info.num_frames} frames, the clip has "
+                f"{self.num_frames}; pass an image, "
                 "or as many frames"
             )
 

@@ -61,7 +61,8 @@ class PromptSpan:
         _, end = self.seconds(length_s)
         if end > length_s + 1e-3:  # a length may be rounded up
             raise InputError(
-                f"{FLAG}: {self.text[:40]!r} ends at {end:.4g} s, but the clip at {length_s:.4g} s; end there"
+                f"{FLAG}: {self.text[:40]!r} ends at {end:.4g} s, but the clip at {length_s:.4g} "
+                "s; end there"
             )
 
 
@@ -76,7 +77,8 @@ def parse_span(given: str | Sequence[Any] | PromptSpan) -> PromptSpan:
             span = PromptSpan(*ends, match["text"], bool(match["percent"]))
         except ValueError:
             raise InputError(
-                f'{FLAG}: {given[:80]!r}, expected START:END=TEXT, such as 0:2.5="it rains" or 50%:100%="the sun"'
+                f'{FLAG}: {given[:80]!r}, expected START:END=TEXT, such as 0:2.5="it rains" or '
+                '50%:100%="the sun"'
             ) from None
     elif isinstance(given, PromptSpan):
         span = given
@@ -84,7 +86,8 @@ def parse_span(given: str | Sequence[Any] | PromptSpan) -> PromptSpan:
         span = PromptSpan(*from_tuple(given, as_number, as_number, str))
     if not 0 <= span.start < span.end < math.inf:
         raise InputError(
-            f"{FLAG}: from {span.start:g} to {span.end:g}, expected a start of 0 or more and an end after it"
+            f"{FLAG}: from {span.start:g} to {span.end:g}, expected a start of 0 or more and an "
+            "end after it"
         )
     if not span.text.strip():
         raise InputError(f"{FLAG}: the text from {span.start:g} on is empty; say what happens then")
@@ -112,7 +115,8 @@ class Relay:
         ends = [count_tokens(tokenizer, " ".join(parts[: i + 1])) for i in range(len(parts))]
         if ends[-1] > PROMPT_TOKENS:
             raise InputError(
-                f"{FLAG}: the texts have {ends[-1]} tokens together, the model reads {PROMPT_TOKENS}; shorten them"
+                f"{FLAG}: the texts have {ends[-1]} tokens together, the model reads "
+                f"{PROMPT_TOKENS}; shorten them"
             )
         return [range(a, b) for a, b in pairwise(ends)]
 

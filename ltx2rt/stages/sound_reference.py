@@ -83,12 +83,14 @@ class SoundReference:
         least_s = (WINDOW // 2 + 1) / g.mel_sample_rate
         if found.shape[1] < (least_s + 1 / g.mel_sample_rate) * rate:
             raise InputError(
-                f"{self.flag}: {self.path} holds {found.shape[1] / rate:.4f} s of sound, expected more than "
+                f"{self.flag}: {self.path} holds {found.shape[1] / rate:.4f} s of sound, expected "
+                "more than "
                 f"{least_s:.4f} s; pass a longer file"
             )
         if np.sqrt(np.square(found, dtype=np.float64).mean()) < QUIET:
             raise InputError(
-                f"{self.flag}: {self.path} is silent, below -60 dB; pass a file with sound to follow"
+                f"{self.flag}: {self.path} is silent, below -60 dB; pass a file with sound to "
+                "follow"
             )
         return np.broadcast_to(found, (2, found.shape[1])), rate, said
 

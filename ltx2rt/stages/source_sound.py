@@ -97,7 +97,8 @@ class SourceSound(Stage):
             lasts = f"{self.path}: its sound lasts {length_s:.4f} s"
             if self.fit == "error":
                 raise InputError(
-                    f"{lasts}, a clip of {self.clip_s:.4f} s needs {needed_s:.4f} s; pass a longer one, make fewer "
+                    f"{lasts}, a clip of {self.clip_s:.4f} s needs {needed_s:.4f} s; pass a "
+                    "longer one, make fewer "
                     "frames, or fill up with silence by --audio-fit pad"
                 )
             said.append(f"{lasts}; silence follows up to {self.clip_s:.4f} s")

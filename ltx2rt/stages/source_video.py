@@ -63,7 +63,8 @@ class SourceVideo(Stage):
         info = video_info(self.path, self.flag)
         if info.num_frames < self.num_frames:
             raise InputError(
-                f"{self.flag}: {self.path} has {info.num_frames} frames, {self.num_frames} are read; pass a longer one"
+                f"{self.flag}: {self.path} has {info.num_frames} frames, {self.num_frames} are "
+                "read; pass a longer one"
             )
         for sentence in info.ignored if session.backend.is_main else ():
             note(f"{self.path}: {sentence}")

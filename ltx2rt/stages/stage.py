@@ -98,5 +98,6 @@ def finite(stage: str, **tensors: np.ndarray) -> None:
     for name, tensor in tensors.items():
         if not np.isfinite(tensor).all():
             raise RuntimeError(
-                f"{stage}: its {name} hold NaN or infinite values; try --dtype float32, or other settings"
+                f"{stage}: its {name} hold NaN or infinite values; try --dtype float32, or other "
+                "settings"
             )

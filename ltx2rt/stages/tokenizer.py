@@ -52,7 +52,8 @@ def tokenize(
     )
     if bos_id is None or pad_id is None:
         raise InputError(
-            f"{tokenizer_json}: has no <bos> or no <pad>, so it is not Gemma's; restore the Gemma folder"
+            f"{tokenizer_json}: has no <bos> or no <pad>, so it is not Gemma's; restore the Gemma "
+            "folder"
         )
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -71,7 +72,8 @@ def check_vocabulary(tokenizer_json: Path | Asset, size: int) -> None:
     Raises InputError."""
     if (most := max(_tokenizer(tokenizer_json).get_vocab().values(), default=0)) >= size:
         raise InputError(
-            f"{tokenizer_json}: its ids reach {most}, the text encoder has {size} tokens; restore the Gemma folder"
+            f"{tokenizer_json}: its ids reach {most}, the text encoder has {size} tokens; restore "
+            "the Gemma folder"
         )
 
 

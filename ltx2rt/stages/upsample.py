@@ -34,7 +34,8 @@ class Upsample(Stage):
         """Raises InputError if the upsampler found is of another scale."""
         if model.upsampler and model.upsampler.scale != self.scale:
             raise InputError(
-                f"--upsampler: it is a {model.upsampler.kind} one, a x{float(self.scale):g} spatial one is expected "
+                f"--upsampler: it is a {model.upsampler.kind} one, a x{float(self.scale):g} "
+                "spatial one is expected "
                 "here; pass one with --upsampler"
             )
         yield Call(self.network, self.geometry.video_shape, self.num_videos)

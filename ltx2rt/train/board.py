@@ -24,7 +24,8 @@ class Board:
         """Raises InputError where it is not installed."""
         if find_spec("tensorboard") is None:
             raise InputError(
-                "--tensorboard: the package tensorboard is not installed; install it, or read metrics.jsonl"
+                "--tensorboard: the package tensorboard is not installed; install it, or read "
+                "metrics.jsonl"
             )
 
     def write(self, row: Mapping[str, Any]) -> None:

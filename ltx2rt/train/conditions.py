@@ -63,7 +63,8 @@ def rectangle(sides: tuple[int, ...], g: Geometry) -> tuple[slice, slice]:
     if rows.start >= rows.stop or columns.start >= columns.stop:
         height, width = g.size_px
         raise InputError(
-            f"--crop: {','.join(map(str, sides))} holds no whole square of {g.space_factor} pixels of a clip of "
+            f"--crop: {','.join(map(str, sides))} holds no whole square of {g.space_factor} "
+            "pixels of a clip of "
             f"{width}x{height}; choose a larger rectangle"
         )
     return rows, columns

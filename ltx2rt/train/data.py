@@ -106,7 +106,8 @@ def read_clips(path: Path, columns: Mapping[str, str | None] | None = None) -> l
     names = {kind: (column,) for kind, column in (columns or {}).items() if column}
     if names and path.is_dir():
         raise InputError(
-            f"--{next(iter(names))}-column: {path} is a folder, whose captions are NAME.txt; leave it out"
+            f"--{next(iter(names))}-column: {path} is a folder, whose captions are NAME.txt; "
+            "leave it out"
         )
     if not path.exists():
         raise InputError(
@@ -123,7 +124,8 @@ def read_clips(path: Path, columns: Mapping[str, str | None] | None = None) -> l
         )
     if silent := [clip.name for clip in clips if not clip.caption.strip()]:
         raise InputError(
-            f"{path}: {len(silent)} of {len(clips)} captions are missing or empty, such as that of {silent[0]}; write "
+            f"{path}: {len(silent)} of {len(clips)} captions are missing or empty, such as that "
+            f"of {silent[0]}; write "
             "one sentence for each clip (NAME.txt beside it, or its column)"
         )
     times = Counter(clip.name for clip in clips)

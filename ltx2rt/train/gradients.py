@@ -38,7 +38,8 @@ def read_factors(lora: Lora, source: TensorSource) -> dict[str, tuple[np.ndarray
     changes = lora.on(names)
     if lost := [*(name for name in changes if name not in names), *lora.unknown]:
         raise InputError(
-            f"{lora.path}: {len(lost)} keys match no weight: {collapse(lost)}; pass a LoRA of this model"
+            f"{lora.path}: {len(lost)} keys match no weight: {collapse(lost)}; pass a LoRA of "
+            "this model"
         )
     for name, change in changes.items():
         if not isinstance(change, Pair):
@@ -69,7 +70,8 @@ def read_init(
         names = [f"{module}{MARK}{half}.weight" for half in "AB"]
         if names[0] not in shapes:
             raise InputError(
-                f"--init: {path} changes {module}, which --targets leave out; add its group, or begin without it"
+                f"--init: {path} changes {module}, which --targets leave out; add its group, or "
+                "begin without it"
             )
         rank = shapes[names[0]][0]
         if len(down) > rank:

@@ -66,7 +66,8 @@ class PrepareRequest:
 
     data: Path = flag(
         MISSING,
-        "folder of clips with NAME.txt beside each, or a CSV, JSON or JSONL table (columns video, caption, audio, "
+        "folder of clips with NAME.txt beside each, or a CSV, JSON or JSONL table (columns video, "
+        "caption, audio, "
         "reference_video, video_mask)",
         Path,
         group="training",
@@ -173,7 +174,8 @@ class PrepareRequest:
         for bucket in self.buckets:
             if bucket.width % unit or bucket.height % unit:
                 raise InputError(
-                    f"--buckets: {bucket}, with --reference-downscale {self.reference_downscale} sides are "
+                    f"--buckets: {bucket}, with --reference-downscale {self.reference_downscale} "
+                    "sides are "
                     f"multiples of {unit}"
                 )
 
@@ -307,7 +309,8 @@ def prepare(
     silent = [job.name for job in jobs if job.sound is None]
     if request.audio == "required" and silent:
         raise InputError(
-            f"--audio required: {len(silent)} clips have no sound, such as {silent[0]}; leave them out"
+            f"--audio required: {len(silent)} clips have no sound, such as {silent[0]}; leave "
+            "them out"
         )
     captions = _captions(session, request, jobs)
     _make_folders(request.output)
@@ -365,7 +368,8 @@ def prepare(
     sounding = [job for job in jobs if job.sound is not None]
     seconds = sum(float(job.bucket.frames / job.fps) for job in sounding)
     say(
-        f"{len(samples)} clips, {len(sounding)} of them with sound ({seconds:.0f} s); encoded {made['clips']} clips "
+        f"{len(samples)} clips, {len(sounding)} of them with sound ({seconds:.0f} s); encoded "
+        f"{made['clips']} clips "
         f"and {made['captions']} captions anew"
     )
     return {
@@ -452,7 +456,8 @@ def _captions(session: Session, request: PrepareRequest, jobs: list[Job]) -> dic
         captions[name] = " ".join(filter(None, (request.trigger, caption)))
         if (count := count_tokens(tokenizer, captions[name])) > PROMPT_TOKENS:
             raise InputError(
-                f"{name}: its caption has {count} tokens, the model reads {PROMPT_TOKENS}; shorten it"
+                f"{name}: its caption has {count} tokens, the model reads {PROMPT_TOKENS}; "
+                "shorten it"
             )
     return captions
 
@@ -475,7 +480,8 @@ def _own_folder(path: Path) -> Path:
     names = {p.name for p in path.iterdir()} if path.exists() else set()
     if names and not names & {MANIFEST, SAMPLES}:
         raise InputError(
-            f"--output: {path} holds other files, expected a new folder or a cache; choose another name"
+            f"--output: {path} holds other files, expected a new folder or a cache; choose "
+            "another name"
         )
     return path
 
@@ -499,7 +505,8 @@ def _pieces(clip: Clip, request: PrepareRequest) -> Iterator[Job]:
     if bucket is None:
         frames, rest = (total - 1) // 8 * 8 + 1, min(b.frames for b in buckets)
         raise InputError(
-            f"{clip.name}: {total} frames, the shortest bucket has {rest}; leave the clip out, or add a "
+            f"{clip.name}: {total} frames, the shortest bucket has {rest}; leave the clip out, or "
+            "add a "
             f"bucket of at most {frames} frames to --buckets"
         )
     sound = None
@@ -515,7 +522,8 @@ def _pieces(clip: Clip, request: PrepareRequest) -> Iterator[Job]:
     place = (0.5, 0.5) if centre else tuple(uniform(0, f"crop.{clip.name}", 2).tolist())
     if clip.mask and (request.clips != "first" or fps != rate or not centre):
         raise InputError(
-            f"{clip.name}: a mask covers the first frames and the centre of its clip; leave out --clips, --fps and "
+            f"{clip.name}: a mask covers the first frames and the centre of its clip; leave out "
+            "--clips, --fps and "
             "--crop"
         )
     for number, start in enumerate(starts):
@@ -566,12 +574,14 @@ def _with_reference(job: Job, request: PrepareRequest, aspect: float) -> Job:
     width, height, count, _, _ = _facts(path, job.name)
     if abs(math.log(width / height / aspect)) > ASPECT:
         raise InputError(
-            f"{job.name}: its reference is {width}x{height}, of another aspect ratio than the clip; crop one of both"
+            f"{job.name}: its reference is {width}x{height}, of another aspect ratio than the "
+            "clip; crop one of both"
         )
     wanted = 1 if count == 1 else usable_frames(job.bucket.frames, 8, stride)
     if count > 1 and count <= job.frames[-1]:
         raise InputError(
-            f"{job.name}: its reference has {count} frames, the clip needs {job.frames[-1] + 1}; pass as many"
+            f"{job.name}: its reference has {count} frames, the clip needs {job.frames[-1] + 1}; "
+            "pass as many"
         )
     size = Bucket(job.bucket.width // scale, job.bucket.height // scale, wanted)
     return replace(job, reference=size, stride=stride)
@@ -635,7 +645,8 @@ def _read_lines(cache: Path) -> list[dict[str, Any]]:
         _ = head["model"], head["empty"], [Sample(**row) for row in rows]
     except (OSError, ValueError, TypeError, KeyError):
         raise InputError(
-            f"--data: {path} is damaged; run `ltx2rt train prepare` again, which keeps what is there"
+            f"--data: {path} is damaged; run `ltx2rt train prepare` again, which keeps what is "
+            "there"
         ) from None
     return [head, *rows]
 
@@ -675,7 +686,8 @@ def shared(values: Iterable[Any], what: str) -> Any:
     found = sorted(set(values), key=str)
     if len(found) > 1:
         raise InputError(
-            f"--data: clips of several kinds of {what} ({', '.join(map(str, found))}); a run trains one of them: "
+            f"--data: clips of several kinds of {what} ({', '.join(map(str, found))}); a run "
+            "trains one of them: "
             "prepare each in a cache of its own"
         )
     return found[0]

@@ -119,7 +119,8 @@ def _pattern(word: str) -> re.Pattern[str]:
         return re.compile(word)
     except re.error as error:
         raise InputError(
-            f"--targets: {word!r} is no regular expression ({error}); expected that, or some of {', '.join(GROUPS)}"
+            f"--targets: {word!r} is no regular expression ({error}); expected that, or some of "
+            f"{', '.join(GROUPS)}"
         ) from None
 
 
@@ -133,7 +134,8 @@ def targeted(words: Sequence[str], known: Collection[str], blocks: int = 1) -> l
             own = [name for name in known if name.partition(".*.")[2] in GROUPS[word]]
             if not own:
                 raise InputError(
-                    f"--targets: {word} is not part of this training; leave it out, or choose another --mode"
+                    f"--targets: {word} is not part of this training; leave it out, or choose "
+                    "another --mode"
                 )
         else:
             own = _matching(word, known, blocks)
@@ -149,13 +151,15 @@ def _matching(word: str, known: Collection[str], blocks: int) -> list[str]:
         hits = [bool(pattern.search(name.replace("*", str(i)))) for i in range(blocks)]
         if any(hits) and not all(hits):
             raise InputError(
-                f"--targets: {word!r} matches {name.replace('*', 'N')} in {sum(hits)} of {blocks} blocks; all blocks "
+                f"--targets: {word!r} matches {name.replace('*', 'N')} in {sum(hits)} of {blocks} "
+                "blocks; all blocks "
                 r"are trained alike, so match any number: blocks\.\d+\."
             )
         own += [name] * all(hits)
     if not own:
         raise InputError(
-            f"--targets: {word!r}, expected some of {', '.join(GROUPS)}{hint(word, GROUPS)}, or a regular "
+            f"--targets: {word!r}, expected some of {', '.join(GROUPS)}{hint(word, GROUPS)}, or a "
+            "regular "
             f"expression that matches some of {len(known)} linears, such as {next(iter(known))}"
         )
     return own

@@ -106,7 +106,8 @@ class TrainRequest:
 
     data: tuple[Data, ...] = flag(
         MISSING,
-        "caches that `train prepare` made; WEIGHT multiplies how often a sample is drawn (default: 1)",
+        "caches that `train prepare` made; WEIGHT multiplies how often a sample is drawn "
+        "(default: 1)",
         parse_data,
         group="training",
         metavar="CACHE[:WEIGHT]",
@@ -121,9 +122,12 @@ class TrainRequest:
     )
     mode: str = flag(
         "i2v",
-        "what is learnt: t2v picture and sound; i2v the same, half of the clips with their first frame given; a2v the "
-        "picture to a sound; v2a the sound to a picture; t2a sound alone; ic-lora the picture after a reference; "
-        "extend what follows a beginning; inpaint what a mask leaves; outpaint what is around a rectangle",
+        "what is learnt: t2v picture and sound; i2v the same, half of the clips with their first "
+        "frame given; a2v the "
+        "picture to a sound; v2a the sound to a picture; t2a sound alone; ic-lora the picture "
+        "after a reference; "
+        "extend what follows a beginning; inpaint what a mask leaves; outpaint what is around a "
+        "rectangle",
         group="training",
         choices=tuple(MODES),
     )
@@ -138,7 +142,8 @@ class TrainRequest:
     )
     targets: tuple[str, ...] = flag(
         (),
-        f"groups of linears to train, of {', '.join(GROUPS)}, or regular expressions over their names, such as "
+        f"groups of linears to train, of {', '.join(GROUPS)}, or regular expressions over their "
+        "names, such as "
         r"attn1\.to_[qkv] (default: by --mode)",
         group="training",
         metavar="GROUP|REGEX",
@@ -234,7 +239,8 @@ class TrainRequest:
     )
     prefix: tuple[int, float] | None = flag(
         None,
-        "latent frames that are given at the beginning, with their sound, and the share of such clips (default: by "
+        "latent frames that are given at the beginning, with their sound, and the share of such "
+        "clips (default: by "
         "--mode)",
         parse_span,
         group="training",
@@ -242,7 +248,8 @@ class TrainRequest:
     )
     suffix: tuple[int, float] | None = flag(
         None,
-        "latent frames that are given at the end, with their sound, and the share of such clips (default: none)",
+        "latent frames that are given at the end, with their sound, and the share of such clips "
+        "(default: none)",
         parse_span,
         group="training",
         metavar="N:P",
@@ -257,7 +264,8 @@ class TrainRequest:
     )
     crop: tuple[int, int, int, int, float] | None = flag(
         None,
-        "rectangle that is given, in pixels of the bucket, and the share of such clips (default: by --mode, the "
+        "rectangle that is given, in pixels of the bucket, and the share of such clips (default: "
+        "by --mode, the "
         "middle half of both sides)",
         parse_crop,
         group="training",
@@ -273,7 +281,8 @@ class TrainRequest:
     )
     sigma: str = flag(
         "shifted",
-        "distribution of the noise levels: shifted by the number of tokens and stretched; uniform; or logit, not "
+        "distribution of the noise levels: shifted by the number of tokens and stretched; "
+        "uniform; or logit, not "
         "stretched",
         group="training",
         choices=("shifted", "uniform", "logit"),
@@ -302,7 +311,8 @@ class TrainRequest:
     audio_loss: float = flag(1.0, "weight of the sound's loss", float, group="training", least=0)
     audio_balance: float | None = flag(
         None,
-        "ratio to which the sound's loss is weighed against the picture's, by their running means, or off (default: "
+        "ratio to which the sound's loss is weighed against the picture's, by their running "
+        "means, or off (default: "
         "off)",
         parse_ratio,
         group="training",
@@ -332,7 +342,8 @@ class TrainRequest:
     )
     held_out: float | None = flag(
         None,
-        "share of the clips that are not trained on, whose loss is measured with every --validate-every and every "
+        "share of the clips that are not trained on, whose loss is measured with every "
+        "--validate-every and every "
         "save (default: those that `train prepare` set apart)",
         float,
         group="training",
@@ -348,7 +359,8 @@ class TrainRequest:
     )
     validation: Path | None = flag(
         None,
-        "JSONL file of prompts (prompt, image, reference, size, seed, or any clip flag) to make clips of in "
+        "JSONL file of prompts (prompt, image, reference, size, seed, or any clip flag) to make "
+        "clips of in "
         "RUN/validation, also before the first step",
         Path,
         group="training",

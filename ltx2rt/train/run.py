@@ -105,13 +105,15 @@ class Run:
         self.request = r = request.resolved()
         if session.options.loras:
             raise InputError(
-                "--lora: a LoRA beside the one that is trained is not taken yet; leave the flag out, or begin with "
+                "--lora: a LoRA beside the one that is trained is not taken yet; leave the flag "
+                "out, or begin with "
                 "it by --init"
             )
         known = sign(session.checkpoint, session.options.assume)
         if known and known.kind == "distilled" and not r.allow_distilled:
             raise InputError(
-                f"--model: {session.checkpoint.path.name} is distilled ({known.how}); train on the model it was made "
+                f"--model: {session.checkpoint.path.name} is distilled ({known.how}); train on "
+                "the model it was made "
                 "from, or pass --assume dev, or --allow-distilled"
             )
         self.base = model_digest(session.checkpoint)
@@ -152,7 +154,8 @@ class Run:
         if r.streams:
             if strange := sorted(set(r.streams) - set(self.trained)):
                 raise InputError(
-                    f"--streams: {strange[0]}, --mode {r.mode} trains {' and '.join(self.trained)}; leave it out, or "
+                    f"--streams: {strange[0]}, --mode {r.mode} trains "
+                    f"{' and '.join(self.trained)}; leave it out, or "
                     "choose another --mode"
                 )
             frozen = [name for name in self.streams if name not in self.trained]
@@ -162,8 +165,10 @@ class Run:
         if "audio" in self.streams and not sounding:
             if aims != {"video"} or not both:
                 raise InputError(
-                    f"--data: none of the {len(items)} clips has sound, and --mode {r.mode} trains with it; "
-                    "prepare clips with sound, or train the picture alone by --mode t2v --targets video-attn"
+                    f"--data: none of the {len(items)} clips has sound, and --mode {r.mode} "
+                    "trains with it; "
+                    "prepare clips with sound, or train the picture alone by --mode t2v --targets "
+                    "video-attn"
                 )
             self.streams = self.trained = ("video",)
         if "audio" in self.trained and not aims & {"audio", "cross"}:
@@ -176,8 +181,10 @@ class Run:
             silent = [i.sample.name for i in items if i not in sounding]
             if not r.allow_partial_sound and r.sound_share is None:
                 raise InputError(
-                    f"--data: {len(silent)} of {len(items)} clips have no sound, such as {silent[0]}, which makes the "
-                    "sound hard to learn; leave them out, say by --sound-share how often clips with sound are drawn, "
+                    f"--data: {len(silent)} of {len(items)} clips have no sound, such as "
+                    f"{silent[0]}, which makes the "
+                    "sound hard to learn; leave them out, say by --sound-share how often clips "
+                    "with sound are drawn, "
                     "or pass --allow-partial-sound"
                 )
         needed = items if both or "audio" not in self.streams else sounding
@@ -197,7 +204,8 @@ class Run:
             lacking = [i.sample.name for i in items if name not in i.sample.streams]
             if getattr(self.request, name) and lacking:
                 raise InputError(
-                    f"--{name}: {len(lacking)} of {len(items)} clips have none, such as {lacking[0]}; put "
+                    f"--{name}: {len(lacking)} of {len(items)} clips have none, such as "
+                    f"{lacking[0]}; put "
                     f"NAME.{name}.mp4 beside each and run `ltx2rt train prepare` again"
                 )
         for name in ("reference_downscale", "reference_temporal_scale"):
@@ -452,7 +460,8 @@ class Run:
         path = self.request.output
         if about["base"] != self.base:
             raise InputError(
-                f"--output: {path} trains a LoRA of another model; pass that --model, or another --output"
+                f"--output: {path} trains a LoRA of another model; pass that --model, or another "
+                "--output"
             )
         ours, theirs = json.loads(json.dumps(self.about["request"])), about["request"]
         changed = [name for name in ours if name not in FREE and ours[name] != theirs.get(name)]
@@ -461,7 +470,8 @@ class Run:
         elif changed:
             name = next((name for name in changed if name in FIXED), changed[0])
             raise InputError(
-                f"--{name.replace('_', '-')}: {ours[name]}, {path} was begun with {theirs.get(name)}; give the same "
+                f"--{name.replace('_', '-')}: {ours[name]}, {path} was begun with "
+                f"{theirs.get(name)}; give the same "
                 "flags to continue it, or another --output"
             )
         if (now := self.about["samples"]) != (begun := about["samples"]):
@@ -472,13 +482,15 @@ class Run:
         ours, theirs = (x.get("weights_dtype") or "none" for x in (self.about, about))
         if ours != theirs:
             raise InputError(
-                f"--weights-dtype: {ours}, {path} was begun with {theirs}; give the same to continue it, "
+                f"--weights-dtype: {ours}, {path} was begun with {theirs}; give the same to "
+                "continue it, "
                 "or another --output"
             )
         ours, theirs = ([x["data"], x["dtype"]] for x in (self.about, about))
         if ours != theirs and not self.request.allow_change:
             raise InputError(
-                f"--data: {path} was begun with other clips or --dtype; give another --output, or --allow-change"
+                f"--data: {path} was begun with other clips or --dtype; give another --output, or "
+                "--allow-change"
             )
 
     def train(
@@ -552,7 +564,8 @@ class Run:
                 on_step(row)
                 if broken == NOT_FINITE:
                     raise InputError(
-                        f"step {step}: {broken} steps without a finite gradient, last of {names}; lower --lr"
+                        f"step {step}: {broken} steps without a finite gradient, last of {names}; "
+                        "lower --lr"
                     )
                 self._require_gradients(norms, losses, silent)
                 last = agree(bool(stopped))
@@ -630,7 +643,8 @@ class Run:
             if silent[group] == NO_GRADIENT:
                 others = " ".join(name for name in norms if name != group)
                 raise InputError(
-                    f"--targets: no gradient has reached {group} for {NO_GRADIENT} steps: the model does not use it "
+                    f"--targets: no gradient has reached {group} for {NO_GRADIENT} steps: the "
+                    "model does not use it "
                     f"here; pass --targets {others or 'with other groups'}"
                 )
 
@@ -709,7 +723,8 @@ def start(session: Session, request: TrainRequest) -> Run:
         )
         if span and span[0] >= least:
             raise InputError(
-                f"--{name}: {span[0]} latent frames, the clips have {least}; give fewer, so that some are generated"
+                f"--{name}: {span[0]} latent frames, the clips have {least}; give fewer, so that "
+                "some are generated"
             )
     if request.init:
         read_init(request.init, session, run.step.shapes(), run.step.scale)
@@ -720,7 +735,8 @@ def start(session: Session, request: TrainRequest) -> Run:
             request.output.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(
-                f"--output: {request.output} cannot be created ({error.strerror}); choose another folder"
+                f"--output: {request.output} cannot be created ({error.strerror}); choose another "
+                "folder"
             ) from None
         strange = [
             p.name
@@ -731,6 +747,7 @@ def start(session: Session, request: TrainRequest) -> Run:
         ]
         if strange and not states(request.output):
             raise InputError(
-                f"--output: {request.output} holds other files, such as {strange[0]}; choose a new folder"
+                f"--output: {request.output} holds other files, such as {strange[0]}; choose a "
+                "new folder"
             )
     return run

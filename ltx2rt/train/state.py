@@ -200,7 +200,8 @@ def draw_losses(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     most = max((y for points in curves.values() for _, y in points), default=1.0) or 1.0
     last = max((x for points in curves.values() for x, _ in points), default=1) or 1
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif">'
     ]
     parts.append(f'<rect width="{width}" height="{height}" fill="white"/>')
     for row, (name, points) in enumerate((n, p) for n, p in curves.items() if p):
@@ -208,7 +209,8 @@ def draw_losses(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colours[name]}"/>')
         label = f"{name.replace('_', ' ')} {points[-1][1]:.3f}"
         parts.append(
-            f'<text x="440" y="{30 + 16 * row}" font-size="12" fill="{colours[name]}">{label}</text>'
+            f'<text x="440" y="{30 + 16 * row}" font-size="12" '
+            f'fill="{colours[name]}">{label}</text>'
         )
     parts.append(
         f'<text x="4" y="24" font-size="12">{most:.2f}</text><text x="560" y="316" font-size="12">'

@@ -77,7 +77,8 @@ class Step:
     def __post_init__(self) -> None:
         if self.session.backend.mesh.get("guidance", 1) > 1:
             raise InputError(
-                "--mesh: a training step has no guidance branches; use data, tensor, sequence or fsdp"
+                "--mesh: a training step has no guidance branches; use data, tensor, sequence or "
+                "fsdp"
             )
 
     @cached_property
@@ -167,8 +168,10 @@ class Step:
             ways += ["--remat block"] * (not self.remat) + ["--batch 1"] * (self.batch > 1)
             ways += ["--weights-dtype int8"] * (not self.session.options.weights_dtype)
             raise InputError(
-                f"no room: a training step needs {m.total / 1e9:.3g} GB ({in_words(m)}), {free / 1e9:.3g} GB are "
-                f"free; try {', '.join(ways)}, or more devices that share the weights: --mesh tensor=N"
+                f"no room: a training step needs {m.total / 1e9:.3g} GB ({in_words(m)}), "
+                f"{free / 1e9:.3g} GB are "
+                f"free; try {', '.join(ways)}, or more devices that share the weights: --mesh "
+                "tensor=N"
             )
 
     def trainer(
@@ -199,6 +202,7 @@ class Step:
 
 def in_words(m: TrainingMemory) -> str:
     return (
-        f"weights {m.frozen / 1e9:.3g}, LoRA with gradients and moments {m.state / 1e9:.3g}, kept for the backward "
+        f"weights {m.frozen / 1e9:.3g}, LoRA with gradients and moments {m.state / 1e9:.3g}, kept "
+        "for the backward "
         f"pass {m.kept / 1e9:.3g}, one block {m.block / 1e9:.3g}"
     )

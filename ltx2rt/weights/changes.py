@@ -122,7 +122,8 @@ def change_of(file: TensorFile, module: str, parts: Mapping[str, str], strength:
     for part, info in infos.items():
         if info.dtype not in STORED:
             raise InputError(
-                f"{file.path}: {parts[part]} is {info.dtype}, expected {', '.join(map(str, STORED))}"
+                f"{file.path}: {parts[part]} is {info.dtype}, expected "
+                f"{', '.join(map(str, STORED))}"
             )
 
     def product(up: str, down: str) -> tuple[tuple[str, str], tuple[int, int], int]:
@@ -130,7 +131,8 @@ def change_of(file: TensorFile, module: str, parts: Mapping[str, str], strength:
         a, b = infos[down].shape, infos[up].shape
         if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] == 0:
             raise InputError(
-                f"{file.path}: {parts[down]} {list(a)} and {parts[up]} {list(b)} are no pair [rank, in], [out, rank]"
+                f"{file.path}: {parts[down]} {list(a)} and {parts[up]} {list(b)} are no pair "
+                "[rank, in], [out, rank]"
             )
         return (parts[up], parts[down]), (b[0], a[1]), a[0]
 
@@ -154,7 +156,8 @@ def change_of(file: TensorFile, module: str, parts: Mapping[str, str], strength:
         second, same, _ = product("hada_w2_a", "hada_w2_b")
         if shape != same:
             raise InputError(
-                f"{file.path}: the two products of {module} are {list(shape)} and {list(same)}, expected one shape"
+                f"{file.path}: the two products of {module} are {list(shape)} and {list(same)}, "
+                "expected one shape"
             )
         return Hadamard((first, second), scale(rank), shape, rank)
     wholes = [
@@ -167,7 +170,8 @@ def change_of(file: TensorFile, module: str, parts: Mapping[str, str], strength:
         shape, rank = (o1 * second[0], i1 * second[1]), rank2 or rank1
         return Kronecker(w1, w2, scale(rank), shape, second, rank)
     raise InputError(
-        f"{file.path}: {module} has {', '.join(sorted(names))}, which is no whole LoRA, LoHa or LoKr; pass another file"
+        f"{file.path}: {module} has {', '.join(sorted(names))}, which is no whole LoRA, LoHa or "
+        "LoKr; pass another file"
     )
 
 

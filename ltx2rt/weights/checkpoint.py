@@ -139,7 +139,8 @@ class Checkpoint:
             return found
         listed = ", ".join(map(str, self.loras_found))
         raise InputError(
-            f"{self.path}: no LoRA in it has the header of a distilled one: {listed}; pass one with --distilled-lora"
+            f"{self.path}: no LoRA in it has the header of a distilled one: {listed}; pass one "
+            "with --distilled-lora"
         )
 
     def _shapes_fit(self, lora: Lora) -> bool:
@@ -277,8 +278,10 @@ def _refuse_encoded(source: RenamedSource) -> None:
     if encoded := [name for name in names if source.info(name).dtype in ENCODED]:
         dtypes = ", ".join(sorted({str(source.info(name).dtype) for name in encoded}))
         raise InputError(
-            f"{source.where}: {len(encoded)} tensors are {dtypes} without the scales of a known format (first "
-            f"{encoded[0]}); pass the bfloat16 file and, for 8 bits on the device, --weights-dtype {ADVISED}"
+            f"{source.where}: {len(encoded)} tensors are {dtypes} without the scales of a known "
+            "format (first "
+            f"{encoded[0]}); pass the bfloat16 file and, for 8 bits on the device, "
+            f"--weights-dtype {ADVISED}"
         )
 
 
@@ -289,7 +292,8 @@ def check_release(file: TensorFile | TensorFolder, version: tuple[int, ...], fla
     if version and not of_version(own).goes_with(of_version(version)):
         said = f"of LTX-{'.'.join(map(str, own))}" if own else "that states no model_version"
         raise InputError(
-            f"{file.path}: a file {said} beside LTX-{'.'.join(map(str, version))}; pass that release's own with {flag}"
+            f"{file.path}: a file {said} beside LTX-{'.'.join(map(str, version))}; pass that "
+            f"release's own with {flag}"
         )
 
 
@@ -455,8 +459,10 @@ def _text_source(
             raise absent("gemma", main.path)
         if not has:
             raise InputError(
-                f"{gemma_path}: a Gemma without LTX-2.5's text projection ({TEXT_PROJECTION}*aggregate_embed), which "
-                f"{main.path} has not either; pass the release's own text-encoder file with --text-encoder"
+                f"{gemma_path}: a Gemma without LTX-2.5's text projection "
+                f"({TEXT_PROJECTION}*aggregate_embed), which "
+                f"{main.path} has not either; pass the release's own text-encoder file with "
+                "--text-encoder"
             )
         projection = renamed(
             tensors, gemma_path, lambda name: name if name.startswith(TEXT_PROJECTION) else None
@@ -477,13 +483,15 @@ def check_gemma_version(
         )
         if (wanted := source.need("gemma_version")) != found:
             raise InputError(
-                f"{where}: gemma_version {found!r}, the transformer was trained with {wanted!r}; pass the text encoder "
+                f"{where}: gemma_version {found!r}, the transformer was trained with {wanted!r}; "
+                "pass the text encoder "
                 "of its release with --text-encoder"
             )
     elif of_version(version).split:
         if found is not None and not isinstance(main, GgufFile):
             raise InputError(
-                f"{where}: gemma_version {found!r}, but {main.path} names none; pass the original files of one release"
+                f"{where}: gemma_version {found!r}, but {main.path} names none; pass the original "
+                "files of one release"
             )
         silent = f"{main.path.name} names no"
         if found is None:
@@ -491,7 +499,8 @@ def check_gemma_version(
         note(f"{silent} gemma_version; whether they fit is not known")
     elif not str(gemma.get("model_type", "")).startswith("gemma3"):
         raise InputError(
-            f"{where}: model_type {gemma.get('model_type', None)!r}, but {release} was trained with Gemma 3; pass that "
+            f"{where}: model_type {gemma.get('model_type', None)!r}, but {release} was trained "
+            "with Gemma 3; pass that "
             "with --text-encoder"
         )
 

@@ -248,7 +248,8 @@ class TensorFolder:
             for name in file.names():
                 if name in self._home:
                     raise InputError(
-                        f"{path}: tensor {name} is in both {self._home[name].path.name} and {file.path.name}"
+                        f"{path}: tensor {name} is in both {self._home[name].path.name} and "
+                        f"{file.path.name}"
                     )
                 self._home[name] = file
 
@@ -290,7 +291,8 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFile | TensorFolder:
     indices = sorted(index for index in path.glob(f"*{SHARD_INDEX}") if index.is_file())
     if len(indices) > 1:
         raise InputError(
-            f"{path}: {len(indices)} shard indices ({', '.join(i.name for i in indices)}), expected one"
+            f"{path}: {len(indices)} shard indices ({', '.join(i.name for i in indices)}), "
+            "expected one"
         )
     if indices:
         return _open_shards(path, indices[0])
@@ -311,7 +313,8 @@ def read_index(index: Path) -> dict[str, Path]:
         for name, shard in shards.items():
             if not isinstance(shard, str):
                 raise InputError(
-                    f"{index}: weight_map of {name[:80]} is {str(shard)[:80]!r}, expected the name of "
+                    f"{index}: weight_map of {name[:80]} is {str(shard)[:80]!r}, expected the "
+                    "name of "
                     "a file beside it"
                 )
         return {name: index.parent / shard for name, shard in shards.items()}
@@ -357,7 +360,8 @@ def _parsed(file: int, path: Path) -> tuple[dict[str, str], dict[str, tuple[Tens
             raise InputError(f"{path}: not a safetensors file but {said}") from error
         size, reason = os.fstat(file).st_size, " ".join(str(error).split())[:200]
         raise InputError(
-            f"{path}: truncated, damaged or not a safetensors file ({size} bytes; {reason}); download it again"
+            f"{path}: truncated, damaged or not a safetensors file ({size} bytes; {reason}); "
+            "download it again"
         ) from error
     tensors, end = {}, 8 + int.from_bytes(start[:8], "little")
     for name, dtype, shape in header:

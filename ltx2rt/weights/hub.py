@@ -177,7 +177,8 @@ def fetch(
     for name, size in sizes.items():
         if not isinstance(name, str) or not isinstance(size, int) or size < 0:
             raise InputError(
-                f"{repo.name}: its list on the hub holds {str(name)[:80]!r} of {str(size)[:20]} bytes, "
+                f"{repo.name}: its list on the hub holds {str(name)[:80]!r} of {str(size)[:20]} "
+                "bytes, "
                 "expected names and sizes of files; is HF_ENDPOINT a hub?"
             )
     if part == "gemma":
@@ -222,13 +223,15 @@ def _mains(listing: Repository, parts: Parts) -> dict[str, Any]:
     if repo.file:
         if repo.file not in (*mains, INDEX) or repo.file not in listing.sizes:
             raise InputError(
-                f"{repo.name}: {repo.file} is no checkpoint in it; found: {', '.join(mains) or 'none'}"
+                f"{repo.name}: {repo.file} is no checkpoint in it; found: "
+                f"{', '.join(mains) or 'none'}"
             )
         return {repo.file: mains.get(repo.file)}
     if not mains:
         said = "".join(f"; not readable: {line}" for line in parts.unreadable)
         raise InputError(
-            f"{repo.name}: no checkpoint of LTX-2 in it; pass another repository, or a folder, as --model{said}"
+            f"{repo.name}: no checkpoint of LTX-2 in it; pass another repository, or a folder, as "
+            f"--model{said}"
         )
     return mains
 
@@ -277,7 +280,8 @@ def _cached(repo: Repo, cache_folder: Path) -> Path:
     path = folder / (repo.file or "")
     if not path.exists():
         raise InputError(
-            f"{repo.name}: neither a path nor in the hub's cache ({path}), and this run is offline; "
+            f"{repo.name}: neither a path nor in the hub's cache ({path}), and this run is "
+            "offline; "
             f"run `ltx2rt weights fetch {repo.name}` online first"
         )
     return path
@@ -293,7 +297,8 @@ def _hub(repo: Repo) -> Iterator[None]:
         raise
     except ImportError as error:
         raise InputError(
-            f"{repo.name} does not exist; if it is a repository of the Hugging Face hub, install ltx2rt[hub] "
+            f"{repo.name} does not exist; if it is a repository of the Hugging Face hub, install "
+            "ltx2rt[hub] "
             f"({error}), or download it and pass the folder"
         ) from error
     except Exception as error:

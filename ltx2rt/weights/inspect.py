@@ -320,7 +320,8 @@ def format_inspection(found: dict[str, Any]) -> str:
             for dtype, count in part["dtypes"].items()
         )
         lines.append(
-            f"  {name or 'tensors':<12}{part['tensors']:>6} tensors {part['bytes'] / 1e9:>9.3f} GB  {dtypes}"
+            f"  {name or 'tensors':<12}{part['tensors']:>6} tensors {part['bytes'] / 1e9:>9.3f} "
+            f"GB  {dtypes}"
         )
     shown = {row["path"] for row in found.get("parts", [])}
     lines += [f"  LoRA: {path}" for path in found.get("loras", []) if path not in shown]

@@ -113,7 +113,8 @@ def open_lora(path: str | Path, strength: float = 1.0) -> Lora:
     for key in file.names():
         if _REFUSED.fullmatch(key):
             raise InputError(
-                f"{path}: {key} is of a convolution or of DoRA, which is not merged; pass a LoRA, LoHa or LoKr without"
+                f"{path}: {key} is of a convolution or of DoRA, which is not merged; pass a LoRA, "
+                "LoHa or LoKr without"
             )
         match = _KEY.fullmatch(key)
         if match is None:
@@ -127,7 +128,8 @@ def open_lora(path: str | Path, strength: float = 1.0) -> Lora:
     unknown += [modules.pop(module)["alpha"] for module in sorted(lone)]
     if not modules:
         raise InputError(
-            f"{path}: no LoRA: none of its {len(list(file.names()))} keys ends in lora_A.weight, lora_down.weight, "
+            f"{path}: no LoRA: none of its {len(list(file.names()))} keys ends in lora_A.weight, "
+            "lora_down.weight, "
             "hada_w1_a or lokr_w1"
         )
     halves = [m for m, parts in modules.items() if len({"up", "down"} & parts.keys()) == 1]
@@ -147,7 +149,8 @@ def open_lora(path: str | Path, strength: float = 1.0) -> Lora:
         change = change_of(file, module, parts, strength)
         if not abs(change.scale) <= MAX_SCALE:  # nan is not
             raise InputError(
-                f"{path}: scaled by {change.scale:g} at {module}, expected at most {MAX_SCALE:g}; lower its strength"
+                f"{path}: scaled by {change.scale:g} at {module}, expected at most {MAX_SCALE:g}; "
+                "lower its strength"
             )
         first = min(parts.values())
         if (other := keys.setdefault(target, first)) != first:
@@ -191,7 +194,8 @@ def check_lora(lora: Lora, version: tuple[int, ...]) -> None:
     if own and version and not of_version(own).goes_with(of_version(version)):
         words = [".".join(map(str, found)) for found in (own, version)]
         raise InputError(
-            f"{lora.path}: a LoRA of LTX-{words[0]}, the model is LTX-{words[1]}; pass one of its release"
+            f"{lora.path}: a LoRA of LTX-{words[0]}, the model is LTX-{words[1]}; pass one of its "
+            "release"
         )
 
 
@@ -262,7 +266,8 @@ class MergedSource:
             str(lora.path) for lora, file in zip(loras, files, strict=True) if files.count(file) > 1
         ]:
             raise InputError(
-                f"{twice[-1]}: the same LoRA twice ({' and '.join(twice)}); give it once, with its strength"
+                f"{twice[-1]}: the same LoRA twice ({' and '.join(twice)}); give it once, with "
+                "its strength"
             )
         self._changes: dict[str, list[tuple[Lora, Change]]] = {}
         self.merges = [self._match(lora, allow_partial) for lora in loras]
@@ -274,20 +279,23 @@ class MergedSource:
         lost = [*(name for name in changes if name not in names), *lora.unknown]
         if not matched:
             raise InputError(
-                f"{lora.path}: a LoRA of another model: none of its {len(changes)} modules is in this one; "
+                f"{lora.path}: a LoRA of another model: none of its {len(changes)} modules is in "
+                "this one; "
                 "pass one that was trained for it"
             )
         for name in matched:
             own, shape = changes[name].shape, self._source.info(name).shape
             if own != tuple(shape):
                 raise InputError(
-                    f"{lora.path}: a LoRA of another model: it changes {name} as {list(own)}, this one has "
+                    f"{lora.path}: a LoRA of another model: it changes {name} as {list(own)}, "
+                    "this one has "
                     f"{list(shape)}; pass one that was trained for it"
                 )
         if lost and not allow_partial:
             raise InputError(
                 f"{lora.path}: {len(lost)} keys match no weight: {collapse(lost)}; "
-                f"pass --lora-allow-partial to merge the other {len(matched)}/{len(changes)} modules"
+                f"pass --lora-allow-partial to merge the other {len(matched)}/{len(changes)} "
+                "modules"
             )
         for name in matched:
             if changes[name].scale != 0:
@@ -349,7 +357,8 @@ def merge_to_file(
         source = merged if component == "transformer" else checkpoint.sources.get(component or "")
         if source is None or name not in set(source.names()):
             raise InputError(
-                f"{checkpoint.path}: no tensor {name}; `ltx2rt weights inspect --json` lists the official names"
+                f"{checkpoint.path}: no tensor {name}; `ltx2rt weights inspect --json` lists the "
+                "official names"
             )
         return source
 

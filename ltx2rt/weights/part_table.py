@@ -185,7 +185,8 @@ def _upsampler(name: str, word: str, dims: int, ratio: int, **more: Any) -> Part
     def check(found: Any, model: ModelConfig, where: str) -> None:
         if dims == 5 and not found.temporal:
             raise InputError(
-                f"{flag}: {where} is a {found.kind} upsampler, expected a temporal one; pass this one with --upsampler"
+                f"{flag}: {where} is a {found.kind} upsampler, expected a temporal one; pass this "
+                "one with --upsampler"
             )
         configs.check_upsampler(found, model, where, flag)
 

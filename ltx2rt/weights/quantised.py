@@ -199,7 +199,8 @@ def _expect(file: TensorFile | TensorFolder, name: str, fits: bool, expected: st
     if not fits:
         info = file.info(name)
         raise InputError(
-            f"{file.path}: {name} is {info.dtype} {list(info.shape)}, expected {expected}; pass the bfloat16 file"
+            f"{file.path}: {name} is {info.dtype} {list(info.shape)}, expected {expected}; pass "
+            "the bfloat16 file"
         )
 
 

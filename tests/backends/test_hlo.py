@@ -49,7 +49,8 @@ def test_nested_loops_multiply():
   ROOT %lt = pred[] compare(%i, %n), direction=LT
 }
 """ + entry(
-        '  %w = (s32[]) while(%i), condition=%few, body=%inner, backend_config={"known_trip_count":{"n":"3"}}'
+        "  %w = (s32[]) while(%i), condition=%few, body=%inner, "
+        'backend_config={"known_trip_count":{"n":"3"}}'
     )
     assert collectives(outer)[0] == {"all-reduce": 3 * 48, "all-gather": 3}
 
@@ -64,12 +65,14 @@ def test_nested_loops_multiply():
         ),
         ("%r = bf16[4,8]{1,0} all-to-all(%p), replica_groups=[1,4]<=[4]", "all-to-all", 64 * 3 / 4),
         (
-            "%r = ((f32[2], bf16[4]), (f32[8], bf16[16])) all-gather-start(%p, %q), replica_groups=[1,4]<=[4]",
+            "%r = ((f32[2], bf16[4]), (f32[8], bf16[16])) all-gather-start(%p, %q), "
+            "replica_groups=[1,4]<=[4]",
             "all-gather",
             64 * 3 / 4,
         ),
         (
-            "%r = (f32[8], f32[8], u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), channel_id=1",
+            "%r = (f32[8], f32[8], u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), "
+            "channel_id=1",
             "collective-permute",
             32,
         ),

@@ -193,8 +193,10 @@ def test_a_failure_keeps_the_previous_file(tmp_path):
 
 def test_two_processes_write_the_same_bytes(tmp_path):
     code = (
-        "import sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path; from test_mp4 import *\n"
-        "write_mp4(Path(sys.argv[1]), [clip(33, 64, 96)], num_frames=33, fps=NTSC, waveform=tone(2, 48000),"
+        "import sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path; from test_mp4 "
+        "import *\n"
+        "write_mp4(Path(sys.argv[1]), [clip(33, 64, 96)], num_frames=33, fps=NTSC, "
+        "waveform=tone(2, 48000),"
         " sample_rate=48000)"
     )
     digests = set()

@@ -749,7 +749,8 @@ def test_other_hosts_and_other_pages_are_refused(server):
 @pytest.mark.parametrize("sent", [
     b"GET / HTTP/1.1\r\n\r\n",
     b"\x16\x03\x01\x02\0\x01\0\r\n\r\n",
-    b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+    b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: "
+    b"2\r\n\r\n",
     b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: gzip\r\n\r\n",
 ])  # fmt: skip
 def test_what_is_no_http_is_refused_like_the_rest(server, sent):

@@ -139,7 +139,8 @@ def test_sounds_and_videos_are_sent_and_several_videos_come_back(server, page, t
     row.locator("img[alt='what it looks like so far']").wait_for(state="attached")
     until(
         page,
-        "document.querySelector('#jobs .bars img')?.getAttribute('src')?.includes('variant=preview')",
+        "document.querySelector('#jobs .bars "
+        "img')?.getAttribute('src')?.includes('variant=preview')",
     )
     row.locator("text=Watch 2").wait_for()
     first = page.evaluate("fetch('v1/videos?limit=1').then(answer => answer.json())")["data"][0]

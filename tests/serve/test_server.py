@@ -388,7 +388,8 @@ def test_slow_readers_and_slow_writers_hold_nothing_up(start):
     for one in stuck[:29]:
         one.sendall(b"GET /v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n")
     stuck[29].sendall(
-        b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
+        b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
+        b"application/json\r\ncontent-length: 9\r\n\r\n{"
     )
     for one in stuck[30:]:
         one.sendall(b"GET /healthz HTTP/1.1\r\nhost: local")

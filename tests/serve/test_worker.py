@@ -188,10 +188,12 @@ def test_a_hundred_cancels_leave_nothing_and_change_nothing(tiny, tmp_path, back
     first, last = ((tmp_path / f"j{number}.1.mp4").read_bytes() for number in (0, 999))
     assert first == last
     print(
-        f"{backend}: {len(after)} cancelled, after {max(after)} more events and {max(seconds):.2f} s at most"
+        f"{backend}: {len(after)} cancelled, after {max(after)} more events and "
+        f"{max(seconds):.2f} s at most"
     )
     print(
-        f"{len(beyond)} in the steps of {step_s:.3f} s: two of them and {np.median(beyond):+.3f} s, {max(beyond):+.3f}"
+        f"{len(beyond)} in the steps of {step_s:.3f} s: two of them and {np.median(beyond):+.3f} "
+        f"s, {max(beyond):+.3f}"
     )
     assert len(after) > number / 2 and sorted(after)[len(after) // 2] <= 2
     assert np.median(beyond) < 0.5  # what is promised of each, where nothing else runs

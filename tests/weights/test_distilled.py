@@ -116,7 +116,8 @@ def test_pipelines_of_dev_weights_refuse_distilled_ones(model, name, more, advic
     with pytest.raises(InputError) as refused:
         distilled_lora(request, options(found.path), found)
     expected = (
-        f"--model: {found.path / file} is distilled (its name); {name} samples dev weights and would leave grain; "
+        f"--model: {found.path / file} is distilled (its name); {name} samples dev weights and "
+        "would leave grain; "
         f"{advice}, or pass --assume dev"
     )
     assert str(refused.value) == expected

@@ -283,7 +283,8 @@ def test_the_same_lora_twice_is_refused(tmp_path):
 def test_a_merge_line_names_stage_and_role():
     merge = Merge("d.safetensors", 0.8, 129, 130, 1)
     assert merge.line("stage2", "distilled") == (
-        "stage2, distilled: merged 129/130 modules of d.safetensors at strength 0.8, skipped 1 of the text projection"
+        "stage2, distilled: merged 129/130 modules of d.safetensors at strength 0.8, skipped 1 of "
+        "the text projection"
     )
     assert merge.line().startswith("merged 129/130")
 

@@ -28,6 +28,7 @@ def chosen(name: str) -> TorchDevice:
         return next(device for device in DEVICES.values() if device.is_here())
     if not DEVICES[name].is_here():
         raise InputError(
-            f"no {name.upper()} device was found; use --device cpu, or --device auto to fall back by itself"
+            f"no {name.upper()} device was found; use --device cpu, or --device auto to fall back "
+            "by itself"
         )
     return DEVICES[name]

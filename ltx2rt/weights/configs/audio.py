@@ -73,7 +73,8 @@ def official_audio_vae(keys: Keys) -> AudioVaeConfig:
 def _refuse_attention(keys: Keys) -> None:
     if keys.get("attn_resolutions", None):
         raise InputError(
-            f"{keys.where}: attn_resolutions = {keys.data['attn_resolutions']} is not supported, expected none"
+            f"{keys.where}: attn_resolutions = {keys.data['attn_resolutions']} is not supported, "
+            "expected none"
         )
 
 

@@ -49,7 +49,8 @@ def official_diffusion_decoder(keys: Keys) -> DiffusionDecoderConfig:
     listed = isinstance(pairs, list) and len(pairs) <= MAX_COUNT
     if not listed or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
         raise InputError(
-            f"{inner.where}: upsamples = {pairs!r:.100}, expected a list of [stride, channel factor]"
+            f"{inner.where}: upsamples = {pairs!r:.100}, expected a list of [stride, channel "
+            "factor]"
         )
     fields: dict[str, Any] = {
         "strides": [stride for stride, _ in pairs],
@@ -102,11 +103,13 @@ def _config(where: str, *, factors: tuple[int, ...], **fields: Any) -> Diffusion
         set(row) - {1, 2} for row in c.strides
     ):
         raise InputError(
-            f"{where}: windows {c.windows} and strides {c.strides}, expected triples, strides of 1 and 2"
+            f"{where}: windows {c.windows} and strides {c.strides}, expected triples, strides of "
+            "1 and 2"
         )
     if any(a != b * n for (a, b), n in zip(pairwise(c.channels), factors, strict=True)):
         raise InputError(
-            f"{where}: channels {c.channels} do not shrink by the factors {factors} of its upsampling"
+            f"{where}: channels {c.channels} do not shrink by the factors {factors} of its "
+            "upsampling"
         )
     if wrong := [n for n in c.channels if n % c.head_dim]:
         raise InputError(

@@ -45,7 +45,8 @@ def duration_head(
     )
     if config.width % config.num_heads:
         raise InputError(
-            f"{keys.where}: pooler_hidden_dim = {config.width} is no multiple of {config.num_heads} heads"
+            f"{keys.where}: pooler_hidden_dim = {config.width} is no multiple of "
+            f"{config.num_heads} heads"
         )
     return config
 
@@ -66,7 +67,8 @@ def check_duration_head(config: DurationHeadConfig, model: ModelConfig, where: s
     found, taken = (text.video.width, text.audio.width), (config.video_width, config.audio_width)
     if found != taken:
         raise InputError(
-            f"{where}: a duration head for contexts {taken} wide (video, audio), the checkpoint's are {found}; pass "
+            f"{where}: a duration head for contexts {taken} wide (video, audio), the checkpoint's "
+            f"are {found}; pass "
             "that one with --duration-head"
         )
 

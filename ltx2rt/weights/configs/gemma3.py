@@ -85,7 +85,8 @@ def gemma3(outer: Keys) -> GemmaConfig:
         sliding = tuple((layer + 1) % pattern != 0 for layer in range(num_layers))
     if len(sliding) != num_layers:
         raise InputError(
-            f"{keys.where}: layer_types has {len(sliding)} entries, num_hidden_layers is {num_layers}"
+            f"{keys.where}: layer_types has {len(sliding)} entries, num_hidden_layers is "
+            f"{num_layers}"
         )
     theta, local_theta = (
         keys.number("rope_theta", float, 1e6),
@@ -212,7 +213,8 @@ def check_gemma(config: GemmaConfig | Gemma4Config, text: TextConfig, where: str
     found = (config.hidden_size, config.num_layers + 1)
     if found != (text.gemma_hidden, text.num_states):
         raise InputError(
-            f"{where}: a Gemma of hidden size {found[0]} with {config.num_layers} layers, but the checkpoint's text "
+            f"{where}: a Gemma of hidden size {found[0]} with {config.num_layers} layers, but the "
+            "checkpoint's text "
             f"projection takes hidden size {text.gemma_hidden} with {text.num_states - 1} layers; "
             f"pass that one with --text-encoder"
         )

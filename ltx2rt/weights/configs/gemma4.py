@@ -43,7 +43,8 @@ def gemma4(outer: Keys) -> Gemma4Config:
         ]
     if not isinstance(types, list | tuple) or len(types) != sizes["num_layers"]:
         raise InputError(
-            f"{keys.where}: layer_types = {types!r:.100}, expected one kind for each of num_hidden_layers"
+            f"{keys.where}: layer_types = {types!r:.100}, expected one kind for each of "
+            "num_hidden_layers"
         )
     both = keys.inner("rope_parameters")
     local, full = both.inner("sliding_attention"), both.inner("full_attention")

@@ -40,7 +40,8 @@ class Keys:
     def need(self, key: str) -> Any:
         if key not in self.data:
             raise InputError(
-                f"{self.where}: required key {key} is absent; pass a checkpoint with its full metadata"
+                f"{self.where}: required key {key} is absent; pass a checkpoint with its full "
+                "metadata"
             )
         return self.data[key]
 
@@ -58,7 +59,8 @@ class Keys:
         )  # nan is not
         if not usable or kind(value) != value:
             raise InputError(
-                f"{self.where}: {key} = {value!r:.100}, expected a positive {kind.__name__} up to {most}"
+                f"{self.where}: {key} = {value!r:.100}, expected a positive {kind.__name__} up to "
+                f"{most}"
             )
         return kind(value)
 
@@ -98,7 +100,8 @@ class Keys:
         value = self.get(key, default)
         if isinstance(value, list | dict) or value not in known:
             raise InputError(
-                f"{self.where}: {key} = {value!r} is not supported, known: {', '.join(map(repr, known))}"
+                f"{self.where}: {key} = {value!r} is not supported, known: "
+                f"{', '.join(map(repr, known))}"
             )
         return known[value]
 

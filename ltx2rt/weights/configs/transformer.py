@@ -134,7 +134,8 @@ def _caption_before_connector(keys: Keys) -> bool:
     present = {key: keys.data[key] for key in CAPTION_KEYS if key in keys}
     if present and present != CAPTION_KEYS:
         raise InputError(
-            f"{keys.where}: {present} is no known feature extractor; expected none of them or {CAPTION_KEYS}"
+            f"{keys.where}: {present} is no known feature extractor; expected none of them or "
+            f"{CAPTION_KEYS}"
         )
     return bool(present)
 
@@ -144,7 +145,8 @@ def official_text(keys: Keys, projection_in: int) -> TextConfig:
     hidden = keys.number("caption_channels")
     if projection_in % hidden:
         raise InputError(
-            f"{keys.where}: the text projection takes {projection_in}, no multiple of caption_channels = {hidden}"
+            f"{keys.where}: the text projection takes {projection_in}, no multiple of "
+            f"caption_channels = {hidden}"
         )
     per_token = _caption_before_connector(keys)
 
@@ -316,6 +318,7 @@ def check_connectors(text: TextConfig, transformer: TransformerConfig, where: st
         taken = (transformer.width, transformer.audio_width)
     if found != taken or text.per_token_norm == transformer.caption_projection:
         raise InputError(
-            f"{where}: connectors of another generation: their contexts are {found} wide (video, audio), the "
+            f"{where}: connectors of another generation: their contexts are {found} wide (video, "
+            "audio), the "
             f"transformer takes {taken}; pass the parts of one checkpoint"
         )

@@ -65,7 +65,8 @@ def official_diffusion_vae(keys: Keys, conv_in: tuple[int, ...]) -> VideoVaeConf
     patch_size = isqrt(conv_in[1] // 3)
     if len(conv_in) != 5 or 3 * patch_size**2 != conv_in[1]:
         raise InputError(
-            f"{keys.where}: its encoder's first convolution is {list(conv_in)}, expected patches of RGB"
+            f"{keys.where}: its encoder's first convolution is {list(conv_in)}, expected patches "
+            "of RGB"
         )
     return VideoVaeConfig(
         latent_channels=inner.number("out_channels"),
@@ -223,8 +224,10 @@ def _diffusers_encoder(keys: Keys, latent: int) -> list[VaeStage]:
     layers = keys.sizes("layers_per_block", most=MAX_COUNT)
     if len(layers) != len(widths) + 1:
         raise InputError(
-            f"{keys.where}: layers_per_block has {len(layers)} entries, expected {len(widths) + 1}: "
-            "one for each of block_out_channels and one for the middle; pass the original config.json"
+            f"{keys.where}: layers_per_block has {len(layers)} entries, expected "
+            f"{len(widths) + 1}: "
+            "one for each of block_out_channels and one for the middle; pass the original "
+            "config.json"
         )
     encoder, channels = [], latent
     strides = _strides(keys, "downsample_type", len(widths))
@@ -245,7 +248,8 @@ def _diffusers_decoder(keys: Keys) -> list[VaeStage]:
     residuals = _per_stage(keys, "upsample_residual", count, keys.need("upsample_residual"))[::-1]
     if len(layers) != count + 1:
         raise InputError(
-            f"{keys.where}: decoder_layers_per_block has {len(layers)} entries, expected {count + 1}: "
+            f"{keys.where}: decoder_layers_per_block has {len(layers)} entries, expected "
+            f"{count + 1}: "
             "one for each of decoder_block_out_channels and one for the middle"
         )
     _scales_all_axes(keys, "decoder_spatio_temporal_scaling", count)
@@ -257,7 +261,8 @@ def _diffusers_decoder(keys: Keys) -> list[VaeStage]:
         out = widths[i] // factors[i]
         if channels != out * factors[i]:
             raise InputError(
-                f"{keys.where}: decoder stage {i} gets {channels} channels, its lists say {out * factors[i]}"
+                f"{keys.where}: decoder stage {i} gets {channels} channels, its lists say "
+                f"{out * factors[i]}"
             )
         decoder.append(
             VaeStage("sample", channels, out, stride=stride, residual=bool(residuals[i]))
@@ -270,7 +275,8 @@ def _diffusers_decoder(keys: Keys) -> list[VaeStage]:
 def diffusers_video_vae_json(v: VideoVaeConfig) -> dict[str, Any]:
     if v.encoder[0].channels != v.latent_channels:
         raise InputError(
-            f"diffusers ties the encoder's first width to the latent channels, {v.latent_channels}; "
+            "diffusers ties the encoder's first width to the latent channels, "
+            f"{v.latent_channels}; "
             f"found {v.encoder[0].channels}"
         )
     downs, ups = v.encoder[1::2], v.decoder[1::2]

@@ -96,7 +96,8 @@ class Plan:
             size = sum(info.nbytes for info in infos)
             total += size
             lines.append(
-                f"{path}: {len(tensors)} tensors, {sum(prod(i.shape) for i in infos)} elements, {size} bytes"
+                f"{path}: {len(tensors)} tensors, {sum(prod(i.shape) for i in infos)} elements, "
+                f"{size} bytes"
             )
             lines += [
                 f"  {name}  {list(t.info.shape)}  {DTYPE_NAMES[t.info.dtype]}"
@@ -188,7 +189,8 @@ def _check_folder(directory: Path, plan: Plan, room: bool) -> None:
         raise InputError(f"{directory / existing[0]} exists; pass an empty folder")
     if others := sorted(directory.glob("*.safetensors*")):
         raise InputError(
-            f"{directory} holds files of another model, such as {others[0].name}; pass an empty folder"
+            f"{directory} holds files of another model, such as {others[0].name}; pass an empty "
+            "folder"
         )
 
 
@@ -202,7 +204,8 @@ def _check_room(directory: Path, needed: int) -> None:
     free = shutil.disk_usage(nearest).free
     if free < needed:
         raise InputError(
-            f"{directory}: needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; choose another disk"
+            f"{directory}: needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; choose "
+            "another disk"
         )
 
 
