@@ -120,7 +120,9 @@ def lora_gradients(
     for name, spec_ in graph.parameters().items():
         if MARK not in name:
             continue
-        arrays[name] = np.zeros(spec_.shape, np.float32)  # of blocks that the file lacks, too
+        arrays[name] = np.zeros(
+            spec_.shape, np.float32
+        )  # blocks that the file lacks have them, too
         module, half = name.removesuffix(".weight").split(MARK)
         if module in factors:
             own = factors[module]["AB".index(half)]

@@ -260,7 +260,7 @@ class Piece(SourceVideo):
         if self.path.suffix.lower() in IMAGES:
             yield read_rgb(self.path, self.flag)
             return
-        at = 0  # of self.frames, which rise; one may come twice
+        at = 0  # place in self.frames, which rise; one may come twice
         for i, pixels in enumerate(read_frames(self.path, self.flag, self.frames[-1] + 1)):
             while at < len(self.frames) and self.frames[at] == i:
                 yield pixels
@@ -278,7 +278,7 @@ def model_digest(checkpoint: Checkpoint) -> str:
 
 
 def remarks(lora: Path, checkpoint: Checkpoint) -> Iterator[str]:
-    """What the header of a LoRA file that `train run` wrote says about its use, in sentences."""
+    """Sentences that the header of a LoRA file that `train run` wrote says about its use."""
     try:
         about = json.loads(TensorFile(lora).metadata.get("ltx2rt", "{}"))
     except ValueError:
@@ -594,7 +594,7 @@ def _context(session: Session, caption: str, watch: Stopwatch) -> dict[str, np.n
 
 
 def _latents(session: Session, job: Job, watch: Stopwatch) -> dict[str, np.ndarray]:
-    """Of what the clip has: normalised latents video and reference [C, f, h, w] and audio
+    """Whatever the clip has of these: normalised latents video and reference [C, f, h, w] and audio
     [channels, n, mel]; mask [f, h, w], the mean brightness of each latent's pixels."""
     geometry, found = job.geometry(session), {}
 
