@@ -164,6 +164,7 @@ def test_a_restored_trainer_goes_on_bit_for_bit(kind):
     assert all(np.array_equal(resumed[name], straight[name]) for name in state)
 
 
+@pytest.mark.slow
 def test_optimisers_agree_over_fifty_steps():
     found = [
         trained(trainer(get_backend(kind, "cpu", {}), "2.3", {}), step("2.3")[1], 50)

@@ -95,7 +95,7 @@ def test_a_part_comes_back_bit_for_bit(tmp_path):
         np.testing.assert_array_equal(read_sound(file)[0], wave)
 
 
-@pytest.mark.parametrize("pipeline", [ONE_STAGE, "distilled"])
+@pytest.mark.parametrize("pipeline", [ONE_STAGE, pytest.param("distilled", marks=pytest.mark.slow)])
 def test_the_first_segment_is_the_plain_clip_and_each_goes_on(opened, tmp_path, pipeline):
     session = opened.resident
     frames, wave = made(session, asked(tmp_path, pipeline))

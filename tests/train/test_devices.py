@@ -113,11 +113,8 @@ def test_a_run_goes_on_with_its_samples_shared_out_otherwise(training, alone, tm
     assert [json.loads(line)["step"] for line in lines] == list(range(STEPS))
 
 
-@pytest.mark.parametrize(
-    "number",
-    [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM],
-    ids=lambda n: n.name,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
 def test_processes_that_are_asked_to_end_finish_the_step(training, tmp_path, number):
     output = tmp_path / "run"
     launch = Launch(words("cuda", *training(output, num_gpus=2, steps=10_000)))
