@@ -285,6 +285,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
+    if args.jobs < 2:
+        parser.error(f"--jobs: {args.jobs}, expected at least 2, since a gap is between two jobs")
     with tempfile.TemporaryDirectory() as folder:
         found = measure(args, Path(folder) / "serve")
     for name, value in found.items():
