@@ -102,10 +102,10 @@ ROWS = {
     ),
     "`one-stage`, without any guidance": _torch(pipeline="one-stage", **NONE),
     **{
-        f"`one-stage`, guidance in {interval}": _torch(
-            pipeline="one-stage", guidance_interval=interval
+        f"`one-stage`, guidance in {start} to {stop}": _torch(
+            pipeline="one-stage", guidance_interval=(start, stop)
         )
-        for interval in ("0.9:1", "0.5:0.95", "0:0.9")
+        for start, stop in ((0, 0.44), (0.27, 0.87), (0.44, 1))
     },
     "`distilled`": _torch(pipeline="distilled", lora=True),
     "`hq`": _torch(pipeline="hq"),

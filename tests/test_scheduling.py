@@ -69,11 +69,12 @@ def test_sums_are_made_in_their_blocks(without):
 
 def test_a_recorded_step_has_one_stream(without, monkeypatch):
     """What a CPU can show: which stream the body is lowered for."""
-    monkeypatch.setattr("ltx2rt_cuda.backend.Pool", lambda: SimpleNamespace(side="second"))
     backend = CudaBackend("cpu")
-    backend.device_kind = "cuda"
+    recorder = SimpleNamespace(side="second")
+    monkeypatch.setattr(type(backend.hardware), "recorder", lambda self: recorder)
     graph = Placement(PROFILES["single"], {}).loop(step_graph(), 2)
-    assert backend.lower_loop(graph).body.side == "second"
+    side = backend.lower_loop(graph).body.side
+    assert side is not None and side.stream == "second"
     without("second-stream")
     assert backend.lower_loop(graph).body.side is None
 

@@ -78,22 +78,28 @@ def to_text(found: Estimate) -> str:
     if line := session.memory_line(found.plan.stages):
         lines.insert(-1, line)
     if mesh:
-        links = (
-            "the links of its neighbours"
-            if kind.neighbours
-            else f"{kind.link_bytes_per_s / 1e9:g} GB/s"
-        )
-        hides = any(c.hidden_s(kind) > 1e-6 for c in found.costs)
-        hidden = (
-            "less what passes under products of the other half of the tokens"
-            if hides
-            else "none of it hidden"
-        )
-        lines.append(
-            f"exchanges: received / {links} and {kind.collective_s * 1e6:g} us each, {hidden}; "
-            "an all-reduce of B bytes among n devices receives 2 (n - 1) / n B"
-        )
+        lines.append(_exchanges(found))
     return "\n".join([*lines, *found.notes]) + "\n"
+
+
+def _exchanges(found: Estimate) -> str:
+    """How the time of exchanges is estimated."""
+    kind = found.kind
+    links = (
+        "the links of its neighbours"
+        if kind.neighbours
+        else f"{kind.link_bytes_per_s / 1e9:g} GB/s"
+    )
+    hides = any(c.hidden_s(kind) > 1e-6 for c in found.costs)
+    hidden = (
+        "less what passes under products of the other half of the tokens"
+        if hides
+        else "none of it hidden"
+    )
+    return (
+        f"exchanges: received / {links} and {kind.collective_s * 1e6:g} us each, {hidden}; "
+        "an all-reduce of B bytes among n devices receives 2 (n - 1) / n B"
+    )
 
 
 def _traffic(collectives: Mapping[str, Traffic]) -> str:

@@ -173,7 +173,11 @@ async function send(event) {
     else if (files[input.dataset.file]) put(input.dataset.file, JSON.stringify(files[input.dataset.file]));
   }
   put("seed", $("#seed").value);
-  for (const input of document.querySelectorAll("#more [data-field]")) put(input.dataset.field, input.value);
+  const chosen = (name) => $(`#more [data-field="${name}"]`)?.value;
+  const guided = !("nag" in fields()) || chosen("nag") || chosen("guided") === "true";
+  for (const input of document.querySelectorAll("#more [data-field]")) {
+    if (guided || input.dataset.field !== "negative_prompt") put(input.dataset.field, input.value); // else it is not read
+  }
   const loras = [...document.querySelectorAll("[data-use]:checked")].map((use) =>
     ({ name: use.dataset.use, strength: Number($(`[data-lora="${CSS.escape(use.dataset.use)}"]`).value) }));
   if (loras.length) put("loras", JSON.stringify(loras));
