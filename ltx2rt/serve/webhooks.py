@@ -169,5 +169,5 @@ def send(hook: Hook, event: Event) -> tuple[str | None, bool]:
     except urllib.error.HTTPError as error:
         error.close()
         return f"HTTP {error.code}", error.code == HTTPStatus.GONE
-    except (OSError, HTTPException) as error:
+    except (OSError, HTTPException, ValueError) as error:  # ValueError: no name of a host
         return f"{type(error).__name__}: {error}"[:200], False

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -152,11 +153,17 @@ def test_events_are_dropped_when_nobody_takes_them(hook, unused_address):
         assert hook.send(receiver) == "dropped" and hook.queue.due(9) == []
     ended(hook.queue)
     assert hook.send(unused_address) == "failed"
+    assert hook.queue.due(9) == []
     hook.later(webhooks.GIVE_UP_S + 1)
     assert hook.send(unused_address) == "dropped" and hook.queue.due(9) == []
     ended(hook.queue)
     hook.queue.keep_events(["bob"])
     assert hook.queue.due(9) == []
+
+
+def test_an_address_that_no_resolver_takes_is_tried_again(hook):
+    ended(hook.queue)
+    assert hook.send(SimpleNamespace(url="http://a..b/hook")) == "failed"
 
 
 @pytest.fixture
