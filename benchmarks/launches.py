@@ -426,9 +426,8 @@ def main(argv: list[str] | None = None) -> dict:
             steps.append({"mesh": mesh, "weights_dtype": dtype, "stage": stage} | found.facts())
             print(
                 f"{mesh or 'one GPU'} {dtype or ''} {stage}: {steps[-1]['launches']} launches, "
-                f"{steps[-1]['gb']} GB, "
-                f"{found.flops.total() / 1e12:.1f} TFLOP, "
-                f"one after the other at an H200's rates {found.time_s(H200):.3f} s"
+                f"{steps[-1]['gb']} GB, {found.flops.total() / 1e12:.1f} TFLOP, one after the "
+                f"other at an H200's rates {found.time_s(H200):.3f} s"
                 + (
                     f", with exchanges {found.stream_s:.3f} s, {found.waited_s:.3f} s of it waiting"
                     if mesh

@@ -180,6 +180,5 @@ def require_space(sizes: Mapping[Path, int]) -> None:
         if needed[device] > (free := shutil.disk_usage(path.parent).free):
             raise InputError(
                 f"{path}: about {needed[device] / 1e9:.2g} GB will be written to its disk, "
-                f"{free / 1e9:.2g} GB are "
-                "free; make room or write elsewhere"
+                f"{free / 1e9:.2g} GB are free; make room or write elsewhere"
             )

@@ -48,8 +48,7 @@ def as_module(
         mesh = ", ".join(f"{axis}={size}" for axis, size in graph.mesh.items())
         raise GraphError(
             f"{graph.name}: placed on {mesh}, where a device holds slices of the checkpoint's "
-            "tensors; "
-            "pass the graph before placement"
+            "tensors; pass the graph before placement"
         )
     trainable(graph)
     if source is not None:

@@ -89,8 +89,7 @@ class TpuBackend:
         if self.num_hosts > 1 and count != len(devices):
             raise InputError(
                 f"mesh {dict(mesh)} is of {count} devices, the {self.num_hosts} processes have "
-                f"{len(devices)}; "
-                "give a --mesh of all of them"
+                f"{len(devices)}; give a --mesh of all of them"
             )
         if count == 1:
             return SingleDeviceSharding(self.jax_device)

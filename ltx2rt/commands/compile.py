@@ -308,9 +308,8 @@ def row(job: Job, cell: Cell, found: Compiled | DoesNotFit) -> str:
     received, weights, temporaries, outputs = (f"{n / 1e9:.3g} GB" for n in sizes)
     return (
         f"{cell.name:<22} {cell.size:<26} {count:>11} {received:>9} {weights:>9} "
-        f"{temporaries:>11} {outputs:>8} "
-        f"{found.compile_s:>6.0f} s  {'yes' if fits(job, found) else 'NO'}"
-        + in_words(found.times_s)
+        f"{temporaries:>11} {outputs:>8} {found.compile_s:>6.0f} s  "
+        f"{'yes' if fits(job, found) else 'NO'}" + in_words(found.times_s)
     )
 
 

@@ -158,8 +158,7 @@ def asked(args: argparse.Namespace) -> tuple[ModelOptions, Request, Files]:
             able = [kind for kind, other in pipelines().items() if name in flagged(other)]
             raise InputError(
                 f"{given}: the {type_.name} pipeline makes no clip in segments; leave it out, or "
-                "choose "
-                f"one of {', '.join(able)}"
+                f"choose one of {', '.join(able)}"
             )
     return model_options(args), type_(**given_flags(args, type_)), Files(**given_flags(args, Files))
 
@@ -190,8 +189,7 @@ def main(args: argparse.Namespace) -> int | None:
     if to_enhance(request) and factory.rank_and_size(os.environ)[1] > 1:
         raise InputError(
             "--enhance-prompt: several processes would write several texts; start them by "
-            "--num-gpus, or give all of "
-            "them one by --enhanced-prompt"
+            "--num-gpus, or give all of them one by --enhanced-prompt"
         )
     if to_enhance(request) and factory.process_per_device and prod(options.mesh.values()) > 1:
         request = with_enhanced_prompt(

@@ -51,15 +51,14 @@ def to_text(found: Estimate) -> str:
         "per device, estimated:",
         "",
         f"{'stage':<{wide}} {'steps':>5} {'weights':>9} {'activations':>11} {'streamed':>9} "
-        f"{'TFLOP/step':>10} "
-        f"{'time/step':>10} {'waits':>8}  collectives/step",
+        f"{'TFLOP/step':>10} {'time/step':>10} {'waits':>8}  collectives/step",
     ]
     for c in found.costs:
         lines.append(
             f"{c.label:<{wide}} {c.steps:>5} {c.weights_bytes / 1e9:>6.2f} GB "
-            f"{c.activation_bytes / 1e9:>8.2f} GB "
-            f"{c.streamed_bytes / 1e9:>6.2f} GB {c.flops / 1e12:>10.1f} {c.time_s(kind):>8.3f} s "
-            f"{c.waits_s(kind):>6.3f} s  {_traffic(c.collectives)}"
+            f"{c.activation_bytes / 1e9:>8.2f} GB {c.streamed_bytes / 1e9:>6.2f} GB "
+            f"{c.flops / 1e12:>10.1f} {c.time_s(kind):>8.3f} s {c.waits_s(kind):>6.3f} s  "
+            f"{_traffic(c.collectives)}"
         )
     total = sum(c.steps * c.time_s(kind) for c in found.costs)
     verdict = "fits" if found.fits else "does NOT fit"

@@ -298,8 +298,7 @@ def _video_encoder(session: Session, request: ProbeRequest, x: Arrays) -> Arrays
     if (frames - 1) % vae.time_factor or rows % vae.space_factor or columns % vae.space_factor:
         raise InputError(
             f"{request.inputs}: frames are {frames}x{rows}x{columns}, expected "
-            f"{vae.time_factor}k+1 frames "
-            f"and rows and columns divisible by {vae.space_factor}"
+            f"{vae.time_factor}k+1 frames and rows and columns divisible by {vae.space_factor}"
         )
     return audited(session, Call("video-encoder", x["frames"].shape), x)
 

@@ -22,8 +22,7 @@ def verify(graph: Graph) -> None:
             if id(value) not in known:
                 raise GraphError(
                     f"{graph.name}: {node.op} reads {value.name}: {value.type}, which this graph "
-                    "does not define; "
-                    "pass it to repeat as carry, invariant or data"
+                    "does not define; pass it to repeat as carry, invariant or data"
                 )
         if node.op == "repeat":
             verify(node.repeat.body)

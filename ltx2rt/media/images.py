@@ -104,8 +104,7 @@ def _opened(path: Path, flag: str = "--image") -> Iterator[Any]:
             if max(width, height) > MAX_SIDE_PX or width * height > MAX_IMAGE_PX:
                 raise InputError(
                     f"{flag}: {path} has {width}x{height} pixels, more than {MAX_SIDE_PX} on a "
-                    "side or "
-                    f"{MAX_IMAGE_PX // 10**6} million in all; make it smaller"
+                    f"side or {MAX_IMAGE_PX // 10**6} million in all; make it smaller"
                 )
             if image.mode in ("I", "F"):
                 raise InputError(

@@ -132,8 +132,8 @@ def require_constant_rate(path: Path, flag: str, info: VideoInfo) -> None:
         low, high = (float(f(gaps) / info.fps) * 1000 for f in (min, max))
         raise InputError(
             f"{flag}: {path} has a variable frame rate ({float(info.fps):.5g} fps, but frames "
-            f"last {low:.3g} to "
-            f"{high:.3g} ms); make it constant, such as with `ffmpeg -i IN -vf fps=24 OUT`"
+            f"last {low:.3g} to {high:.3g} ms); make it constant, such as with `ffmpeg -i IN -vf "
+            "fps=24 OUT`"
         )
 
 
@@ -195,8 +195,7 @@ def read_mask(
     if (count - 1) % max(frames - 1, 1) or count < frames:
         raise InputError(
             f"{flag}: {path} has {count} frames, expected {frames} or more, of which all but the "
-            "first divide by "
-            f"{frames - 1}; give it as many as the reference"
+            f"first divide by {frames - 1}; give it as many as the reference"
         )
     cells = np.empty((count, rows, columns), np.float32)
     for cell, pixels in zip(cells, read_frames(path, flag, count), strict=True):

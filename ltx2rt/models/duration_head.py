@@ -93,8 +93,7 @@ def frames_of(
     if least > high:
         raise InputError(
             f"--auto-duration: {window_s[0]:g} to {window_s[1]:g} s at {float(fps):g} fps hold no "
-            f"{time_factor}k+1 "
-            f"frames; {least} are {least / float(fps):.2f} s"
+            f"{time_factor}k+1 frames; {least} are {least / float(fps):.2f} s"
         )
     frames = min(max(round(seconds * float(fps)), low), high)
     return max((frames - 1) // time_factor * time_factor + 1, least)

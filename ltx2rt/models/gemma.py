@@ -141,8 +141,7 @@ def token_feeds(
     if token_ids.min() < 0 or token_ids.max() >= config.vocab_size:
         raise InputError(
             f"token_ids reach from {token_ids.min()} to {token_ids.max()}, the text encoder has "
-            f"{config.vocab_size} "
-            "tokens; use the tokenizer in its own folder"
+            f"{config.vocab_size} tokens; use the tokenizer in its own folder"
         )
     check_mask(mask)
     tokens = token_ids.shape[1]

@@ -98,8 +98,7 @@ class StepPlan:
             step = found[int(far.argmax())]
             raise InputError(
                 f"{flag}: the jump from step {step} reaches too far for a line through the two "
-                "evaluations before it; "
-                "evaluate a step in between, or take order 1"
+                "evaluations before it; evaluate a step in between, or take order 1"
             )
 
     def reaches(self, sigmas: np.ndarray) -> bool:

@@ -130,8 +130,7 @@ class _Placer:
                     if self.strict:
                         raise InputError(
                             f"{graph.name}: {axis}={size} does not divide over "
-                            f"{self.rules[axis]}={parts}; "
-                            f"choose a divisor of {size}"
+                            f"{self.rules[axis]}={parts}; choose a divisor of {size}"
                         )
                     found.add(axis)
         return found | ({"heads", "kv_heads"} if found & {"heads", "kv_heads"} else set())
@@ -367,8 +366,7 @@ class _Placer:
             if size % parts:
                 raise InputError(
                     f"{self.out.name}: {axis}={size} on a device do not divide over "
-                    f"{mesh_axis}={parts}; "
-                    f"choose a divisor of {size}"
+                    f"{mesh_axis}={parts}; choose a divisor of {size}"
                 )
         trade = {"mesh_axis": mesh_axis, "parts": parts}
         there = emit(self.out, "all_to_all", q.value, k.value, v.value, split=2, concat=1, **trade)

@@ -79,8 +79,7 @@ def _blocks(out: Graph, node: Node, encoding: str) -> list[Value]:
     if count < 3:
         raise InputError(
             f"{out.name}: {count} blocks, of which the first and the last stay as they are: "
-            f"{encoding} is for none; "
-            "leave --weights-dtype out"
+            f"{encoding} is for none; leave --weights-dtype out"
         )
     carry, invariant, data = repeat.divide(node.inputs)
     first = iteration(repeat, out, [*carry, *invariant], data, 0)

@@ -217,8 +217,7 @@ class DFR(VideoRequest):
         ):
             raise InputError(
                 f"--lora: {loras[0].path} is for references of 1/{space} the size and 1/{time} "
-                "the frames; dfr has "
-                "stage 1's clip for stage 2, of half the size and all frames"
+                "the frames; dfr has stage 1's clip for stage 2, of half the size and all frames"
             )
         return [Remade("stage1", half, space)]
 

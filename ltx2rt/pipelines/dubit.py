@@ -107,8 +107,7 @@ class DubIt(Nagged):
         if options.loras[0].stage:
             raise InputError(
                 f"--lora: {options.loras[0].path} is for {options.loras[0].stage}, dubit merges "
-                "it in both "
-                "stages; write FILE or FILE:STRENGTH"
+                "it in both stages; write FILE or FILE:STRENGTH"
             )
 
     def resolved(self: Any, model: ModelConfig) -> Any:

@@ -161,8 +161,7 @@ class Extend(GivenClip):
             if self.extend_frames not in (None, new):
                 raise InputError(
                     f"--extend-frames: {self.extend_frames} beside --loop {self.loop}, which adds "
-                    f"{new}; "
-                    "leave one of the two out"
+                    f"{new}; leave one of the two out"
                 )
         check_step("--overlap", self.overlap, step, 1, "frames", f"{step}*k + 1")
         if (new + off) % step:
@@ -184,8 +183,7 @@ class Extend(GivenClip):
             if clip and clip.info.num_frames < self.overlap:
                 raise InputError(
                     f"{clip.flag}: {clip.path} has {clip.info.num_frames} frames, --overlap "
-                    f"{self.overlap} needs as "
-                    "many; give a smaller one, at least 9"
+                    f"{self.overlap} needs as many; give a smaller one, at least 9"
                 )
         frames = self.seam.num_frames
         limit_s = min(model.transformer.rope_max_pos[0], model.transformer.audio_rope_max_pos)
@@ -193,8 +191,7 @@ class Extend(GivenClip):
             over = -(-(frames - 1 - limit_s * info.fps) // step) * step
             raise InputError(
                 f"--extend-frames: {new} and the overlap are {float((frames - 1) / info.fps):.2f} "
-                "s, "
-                f"the model's limit is {limit_s} s; at most {new - int(over)}"
+                f"s, the model's limit is {limit_s} s; at most {new - int(over)}"
             )
         sizes = {"width": info.width, "height": info.height, "num_frames": frames, "fps": info.fps}
         return replace(self, **sizes).with_defaults(model)

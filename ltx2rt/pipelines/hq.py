@@ -50,8 +50,7 @@ class HQ(TwoStage):
         if lora is not None and lora != NO_LORA and lora.strength != 1:
             raise InputError(
                 f"--distilled-lora: strength {lora.strength:g}, but hq has one for each stage; "
-                "give "
-                "--distilled-lora-strength-stage-1 and --distilled-lora-strength-stage-2"
+                "give --distilled-lora-strength-stage-1 and --distilled-lora-strength-stage-2"
             )
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:

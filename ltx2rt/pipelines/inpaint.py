@@ -104,8 +104,7 @@ class Inpaint(GivenClip):
         if self.mask is None and self.pad == NONE:
             raise InputError(
                 "--mask: none, and no --pad; give a mask that is white where the clip is made "
-                "anew, "
-                "or the pixels to add around it"
+                "anew, or the pixels to add around it"
             )
         if self.pad != NONE and min(self.pad) < 0:
             raise InputError(f"--pad: {min(self.pad)} pixels, expected 0 or more")

@@ -29,8 +29,7 @@ def parse_nag(text: str | float | Sequence[float]) -> tuple[float, float, float]
     except (TypeError, ValueError):
         raise InputError(
             f"{FLAG}: {str(text)[:80]!r}, expected SCALE[:TAU[:ALPHA]], a scale of 1 or more, TAU "
-            "above 0 and "
-            f"ALPHA from 0 to 1, such as 11 or 11:{TAU}:{ALPHA}"
+            f"above 0 and ALPHA from 0 to 1, such as 11 or 11:{TAU}:{ALPHA}"
         ) from None
     return scale, tau, alpha
 

@@ -335,8 +335,8 @@ class Request:
             length_s = float((self.num_frames - 1) / self.fps)
             raise InputError(
                 f"--num-frames: {self.num_frames} frames at {float(self.fps):g} fps are "
-                f"{length_s:.2f} s, the model's "
-                f"limit is {limit_s} s; at most {longest_clip} frames at this rate"
+                f"{length_s:.2f} s, the model's limit is {limit_s} s; at most {longest_clip} "
+                "frames at this rate"
             )
         return replace(self, seed=draw_seed() if self.seed is None else self.seed)
 
@@ -535,8 +535,8 @@ class VideoRequest(Request):
         if self.num_generated_keyframes and not model.transformer.keyframe_vector:
             raise InputError(
                 f"--num-generated-keyframes: {self.num_generated_keyframes}, but "
-                f"LTX-{model.release.name} has no "
-                "vector for keyframes; leave it out, or pass a model of LTX-2.5"
+                f"LTX-{model.release.name} has no vector for keyframes; leave it out, or pass a "
+                "model of LTX-2.5"
             )
         check_step("--num-frames", full.num_frames, step, 1, "frames", f"{step}*k + 1")
         for span in full.prompt_at:
@@ -823,8 +823,8 @@ def distilled_lora(
         advice = "leave --guided out" if guided else "use --pipeline distilled"
         raise InputError(
             f"--model: {checkpoint.source('transformer').where} is distilled ({known.how}); "
-            f"{request.name} samples dev "
-            f"weights and would leave grain; {advice}, or pass --assume dev"
+            f"{request.name} samples dev weights and would leave grain; {advice}, or pass "
+            "--assume dev"
         )
     if request.distilled == "unused":
         return None
@@ -842,6 +842,5 @@ def distilled_lora(
         return None
     raise InputError(
         f"--distilled-lora: {beside} is beside the checkpoint; pass it to merge it (dev weights), "
-        "or "
-        "--distilled-lora none for weights that are distilled already"
+        "or --distilled-lora none for weights that are distilled already"
     )

@@ -56,8 +56,7 @@ class SoundFollowing(Request):
         if self.voice and self.num_videos > 1 and self.num_stages > 1:
             raise InputError(
                 f"--num-videos: {self.num_videos}, but the second stage keeps one sound of "
-                f"{VOICE}; run it for "
-                "each seed"
+                f"{VOICE}; run it for each seed"
             )
         if self.audio_conditioning:
             check_reference(CONDITIONING, self.audio_conditioning)

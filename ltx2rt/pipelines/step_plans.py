@@ -65,8 +65,7 @@ def parse_interval(text: str | Sequence[float]) -> tuple[float, float]:
         given = text if isinstance(text, str) else " ".join(map(str, text))
         raise InputError(
             f"{spelled(INTERVAL)}: {given[:80]!r}, expected START STOP, two shares of the steps "
-            "with "
-            "0 <= START < STOP <= 1"
+            "with 0 <= START < STOP <= 1"
         ) from None
     return start, stop
 
@@ -85,14 +84,12 @@ def check(request: Any, refused: str = "") -> None:
     if given and interval:
         raise InputError(
             f"{spelled(INTERVAL)}: given beside {spelled(given[0])}, whose steps go on from "
-            "guided ones; leave one "
-            "of the two out"
+            "guided ones; leave one of the two out"
         )
     if len(given) > 1 and given != [VIDEO_SKIP, AUDIO_SKIP]:
         raise InputError(
             f"{spelled(given[1])}: given beside {spelled(given[0])}, which says for all steps "
-            "which are left out; "
-            "leave one of the two out"
+            "which are left out; leave one of the two out"
         )
 
 

@@ -88,8 +88,7 @@ def _quantised(graph: Graph, on: Placement, network: str, steps: int | None) -> 
     if gathered:
         raise InputError(
             f"--weights-dtype: a row of {on.weights_dtype} and its scale stay together, "
-            f"{FSDP}={on.mesh[FSDP]} cuts "
-            "weights along D; leave one of the two out"
+            f"{FSDP}={on.mesh[FSDP]} cuts weights along D; leave one of the two out"
         )
     return (kept_as if on.adapters else quantise)(graph, on.weights_dtype)
 

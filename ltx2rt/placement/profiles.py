@@ -99,8 +99,7 @@ def profile_of(name: str | None, device_kind: str, mesh: Mapping[str, int]) -> P
         kinds = ", ".join(by_device)
         raise InputError(
             f"unknown device kind {device_kind!r}; known: {kinds}; choose one of the profiles "
-            "with --profile: "
-            f"{', '.join(PROFILES)}"
+            f"with --profile: {', '.join(PROFILES)}"
         )
     name = name or (by_device[device_kind] if several else "single")
     if name not in PROFILES:

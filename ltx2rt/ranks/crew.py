@@ -109,9 +109,8 @@ class Crew:
                 name, more = unlike[0], f" (and {', '.join(unlike[1:])})" if unlike[1:] else ""
                 raise InputError(
                     f"ranks 0 and {other} have different {topic}: {name}{more} is "
-                    f"{main.get(name)} on rank 0, "
-                    f"{theirs.get(name)} on rank {other}; start every rank with the same "
-                    "arguments and files"
+                    f"{main.get(name)} on rank 0, {theirs.get(name)} on rank {other}; start every "
+                    "rank with the same arguments and files"
                 )
 
     def from_main(self, topic: str, draw: Callable[[], int]) -> int:

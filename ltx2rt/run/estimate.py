@@ -167,8 +167,7 @@ def _unshared(session: Session, plan: Plan, estimator: Estimator) -> Iterator[st
             split, together = Placement(profile, mesh), Placement(profile, stage_mesh(mesh, 1))
             said = (
                 f"{stage.name}: guidance={mesh['guidance']} puts its {branches} branches on "
-                "devices of their own; "
-                "what they have in common is computed on each"
+                "devices of their own; what they have in common is computed on each"
             )
             try:
                 costs = [estimator.step(call, on) for on in (split, together)]
@@ -182,10 +181,9 @@ def _unshared(session: Session, plan: Plan, estimator: Estimator) -> Iterator[st
             where = ",".join(f"{axis}={size}" for axis, size in together.mesh.items())
             yield (
                 f"{said}: {costs[0].flops / 1e12:.3g} TFLOP and {sent[0]:.3g} s of exchange a "
-                "step, shared on "
-                f"{where} {costs[1].flops / 1e12:.3g} and {sent[1]:.3g}; "
-                f"{('splitting', 'sharing')[cheaper]} is "
-                f"cheaper, {times[cheaper]:.3g} s to {times[1 - cheaper]:.3g}, as it {less} less"
+                f"step, shared on {where} {costs[1].flops / 1e12:.3g} and {sent[1]:.3g}; "
+                f"{('splitting', 'sharing')[cheaper]} is cheaper, {times[cheaper]:.3g} s to "
+                f"{times[1 - cheaper]:.3g}, as it {less} less"
             )
 
 

@@ -77,8 +77,7 @@ def _check(asked: Any, folder: Path) -> None:
     elif found != asked:
         raise InputError(
             f"--output: {folder} holds segments of another run ({_difference(found, asked)}); "
-            "remove "
-            "the folder to begin anew, or choose another name"
+            "remove the folder to begin anew, or choose another name"
         )
 
 

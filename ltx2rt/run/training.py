@@ -125,8 +125,7 @@ def to_text(found: StepEstimate) -> str:
     clips = f"{count} clip{'s' * (count > 1)} of {width}x{height}x{frames}"
     lines = [
         f"training step of {clips} ({' and '.join(step.streams)}), LoRA of rank {step.rank}, "
-        f"{step.session.dtype}, "
-        f"{remat}, on {found.devices} x {kind.name} ({where}, profile "
+        f"{step.session.dtype}, {remat}, on {found.devices} x {kind.name} ({where}, profile "
         f"{step.session.placement.profile.name}); per device, estimated:",
         "",
         f"trained      {groups}",

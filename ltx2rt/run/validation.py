@@ -74,8 +74,8 @@ def with_validation(run: Run) -> Run:
         count = prod(session.backend.mesh.values())
         raise InputError(
             f"{FLAG}: clips are made by one process without the mesh axis data, this run has "
-            f"{count} devices; leave "
-            "it out, and use `ltx2rt generate --lora` on the files that it writes"
+            f"{count} devices; leave it out, and use `ltx2rt generate --lora` on the files that "
+            "it writes"
         )
     options = replace(session.options, distilled_lora=NO_LORA)  # none where the LoRA is trained
     own = Session(session.checkpoint, session.backend, options, session.dtype)

@@ -90,8 +90,8 @@ class Folder:
         if found:
             raise InputError(
                 f"{self.flag}: {self.root} holds {len(found)} files of a server, such as "
-                f"{found[0]}, but "
-                f"not its queue, {self.queue.name}; put that back (--queue), or name another folder"
+                f"{found[0]}, but not its queue, {self.queue.name}; put that back (--queue), or "
+                "name another folder"
             )
 
     def keep_input(self, data: bytes, suffix: str = "") -> str:

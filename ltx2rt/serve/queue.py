@@ -202,8 +202,7 @@ class Queue:
             if found[0] == APPLICATION and found[1] > VERSION:
                 raise InputError(
                     f"--data: {path} is the queue of a newer ltx2rt (version {found[1]}, this one "
-                    "reads "
-                    f"{VERSION}); start that one, or name another folder"
+                    f"reads {VERSION}); start that one, or name another folder"
                 )
             if found not in ((0, 0), (APPLICATION, VERSION)) or (
                 found == (0, 0) and self._tables()
@@ -225,8 +224,7 @@ class Queue:
         except sqlite3.Error as error:
             raise InputError(
                 f"--data: {path} cannot be opened as a queue ({error}); put a good copy of it "
-                "there, or name another "
-                "folder; finished clips are files beside it"
+                "there, or name another folder; finished clips are files beside it"
             ) from error
 
     def _upgrade(self) -> None:
@@ -438,8 +436,7 @@ class Queue:
                 none = "cancel, started, finished, error, result, start_uptime_s, end_uptime_s"
                 db.execute(
                     "UPDATE jobs SET status=?, attempts=0, deaths=0, "
-                    f"{none.replace(',', '=NULL,')}=NULL "
-                    "WHERE id=?",
+                    f"{none.replace(',', '=NULL,')}=NULL WHERE id=?",
                     (QUEUED, id),
                 )
         return self.get(id)
@@ -495,8 +492,7 @@ class Queue:
                 job = next(iter(self._jobs(same, QUEUED, user, job.priority, loaded)), job)
             db.execute(
                 "UPDATE jobs SET status=?, epoch=epoch+1, attempts=attempts+1, started=?, "
-                "start_uptime_s=? "
-                "WHERE id=? AND status=? AND epoch=?",
+                "start_uptime_s=? WHERE id=? AND status=? AND epoch=?",
                 (RUNNING, time.time(), self._keep_uptime(db), job.id, QUEUED, job.epoch),
             )  # fmt: skip
             self._clock = self._served[user]

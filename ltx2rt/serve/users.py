@@ -44,8 +44,7 @@ def read_tokens(path: Path) -> dict[str, User]:
         if not new or words[2:] not in ([], [OPERATOR]):
             raise InputError(
                 f"--token-file: line {number} of {path} is no `NAME TOKEN` or `NAME TOKEN "
-                f"{OPERATOR}` "
-                f"with a new token of at least {MIN_TOKEN} characters"
+                f"{OPERATOR}` with a new token of at least {MIN_TOKEN} characters"
             )
         tokens[words[1]] = User(words[0], words[2:] == [OPERATOR])
     if not tokens:

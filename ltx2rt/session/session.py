@@ -439,8 +439,8 @@ class Session:
         if needed > free:
             raise InputError(
                 f"no room in the host's memory: streamed weights need {needed / 1e9:.3g} GB, "
-                f"{free / 1e9:.3g} GB are "
-                f"free; close other programs, or try --weights-dtype {ADVISED}"
+                f"{free / 1e9:.3g} GB are free; close other programs, or try --weights-dtype "
+                f"{ADVISED}"
             )
 
     def _ways(self, stages: Sequence[Needing]) -> Iterator[Way]:
@@ -582,10 +582,9 @@ class Session:
     ) -> InputError:
         return InputError(
             f"no room on {self.backend.device().name}: {worst.name} needs "
-            f"{worst.peak_bytes / 1e9:.3g} GB "
-            f"({worst.weights_bytes / 1e9:.3g} weights, {worst.activation_bytes / 1e9:.3g} "
-            "activations), "
-            f"{budget / 1e9:.3g} GB are free; try {self.advice(stages, budget, worst, warm)}"
+            f"{worst.peak_bytes / 1e9:.3g} GB ({worst.weights_bytes / 1e9:.3g} weights, "
+            f"{worst.activation_bytes / 1e9:.3g} activations), {budget / 1e9:.3g} GB are free; "
+            f"try {self.advice(stages, budget, worst, warm)}"
         )
 
 

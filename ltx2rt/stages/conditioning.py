@@ -161,8 +161,7 @@ class LatentImage:
         if list(found.shape) != expected or found.dtype != np.float32:
             raise InputError(
                 f"--latents-in: {name} in {self.file} is {found.dtype} {list(found.shape)}, "
-                "expected "
-                f"float32 {expected} in {self.stage}"
+                f"expected float32 {expected} in {self.stage}"
             )
         file.read(name)  # refuses NaN
         return []

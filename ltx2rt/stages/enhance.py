@@ -88,14 +88,13 @@ class Enhancer:
         if self.own and self.kind not in GEMMA3:
             raise InputError(
                 f"{flag}: {self.folder} is no Gemma 3 folder, and no other text encoder writes "
-                "prompts (LTX-2.5's has "
-                "no language head); pass a Gemma 3 or Gemma 4 by --prompt-enhancer"
+                "prompts (LTX-2.5's has no language head); pass a Gemma 3 or Gemma 4 by "
+                "--prompt-enhancer"
             )
         if self.kind not in (*GEMMA3, *GEMMA4):
             raise InputError(
                 f"{flag}: {self.folder} is no folder of a Gemma 3 or Gemma 4 (its model_type is "
-                f"{self.kind}); pass one "
-                "such as gemma-3-12b-it or gemma-4-E2B-it"
+                f"{self.kind}); pass one such as gemma-3-12b-it or gemma-4-E2B-it"
             )
         if not self.own and not (self.folder / "tokenizer.json").is_file():
             raise InputError(f"{flag}: {self.folder} has no tokenizer.json; download it again")
@@ -111,8 +110,8 @@ class Enhancer:
         if image and (blind or not any("vision_tower." in name for name in names)):
             raise InputError(
                 f"{flag}: the Gemma in {self.folder} sees no images; pass a Gemma 3 folder with "
-                "the vision tower by "
-                f"{'--text-encoder' if self.own else flag}, or leave --image out"
+                f"the vision tower by {'--text-encoder' if self.own else flag}, or leave --image "
+                "out"
             )
 
 
@@ -187,8 +186,7 @@ def templated(folder: Path, turn: str) -> Any:
     except ValueError as error:
         raise InputError(
             f"--prompt-enhancer: {folder} has no chat template ({error}); pass one that is tuned "
-            "to instructions, "
-            "such as gemma-4-E2B-it"
+            "to instructions, such as gemma-4-E2B-it"
         ) from None
     ids = found["input_ids"]
     padding = [0] * (-len(ids) % MULTIPLE)

@@ -52,8 +52,7 @@ class Region:
         if info.num_frames < self.num_frames:
             raise InputError(
                 f"{FLAG}: {self.path} has {info.num_frames} frames, the clip has "
-                f"{self.num_frames}; pass an image, "
-                "or as many frames"
+                f"{self.num_frames}; pass an image, or as many frames"
             )
 
     def _drawn(self) -> Iterator[np.ndarray]:

@@ -84,8 +84,7 @@ class SoundReference:
         if found.shape[1] < (least_s + 1 / g.mel_sample_rate) * rate:
             raise InputError(
                 f"{self.flag}: {self.path} holds {found.shape[1] / rate:.4f} s of sound, expected "
-                "more than "
-                f"{least_s:.4f} s; pass a longer file"
+                f"more than {least_s:.4f} s; pass a longer file"
             )
         if np.sqrt(np.square(found, dtype=np.float64).mean()) < QUIET:
             raise InputError(

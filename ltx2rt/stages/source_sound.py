@@ -98,8 +98,7 @@ class SourceSound(Stage):
             if self.fit == "error":
                 raise InputError(
                     f"{lasts}, a clip of {self.clip_s:.4f} s needs {needed_s:.4f} s; pass a "
-                    "longer one, make fewer "
-                    "frames, or fill up with silence by --audio-fit pad"
+                    "longer one, make fewer frames, or fill up with silence by --audio-fit pad"
                 )
             said.append(f"{lasts}; silence follows up to {self.clip_s:.4f} s")
         if session.backend.is_main:

@@ -35,8 +35,7 @@ class Upsample(Stage):
         if model.upsampler and model.upsampler.scale != self.scale:
             raise InputError(
                 f"--upsampler: it is a {model.upsampler.kind} one, a x{float(self.scale):g} "
-                "spatial one is expected "
-                "here; pass one with --upsampler"
+                "spatial one is expected here; pass one with --upsampler"
             )
         yield Call(self.network, self.geometry.video_shape, self.num_videos)
         if self.keyframes:

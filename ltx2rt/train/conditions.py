@@ -64,7 +64,6 @@ def rectangle(sides: tuple[int, ...], g: Geometry) -> tuple[slice, slice]:
         height, width = g.size_px
         raise InputError(
             f"--crop: {','.join(map(str, sides))} holds no whole square of {g.space_factor} "
-            "pixels of a clip of "
-            f"{width}x{height}; choose a larger rectangle"
+            f"pixels of a clip of {width}x{height}; choose a larger rectangle"
         )
     return rows, columns

@@ -125,8 +125,7 @@ def read_clips(path: Path, columns: Mapping[str, str | None] | None = None) -> l
     if silent := [clip.name for clip in clips if not clip.caption.strip()]:
         raise InputError(
             f"{path}: {len(silent)} of {len(clips)} captions are missing or empty, such as that "
-            f"of {silent[0]}; write "
-            "one sentence for each clip (NAME.txt beside it, or its column)"
+            f"of {silent[0]}; write one sentence for each clip (NAME.txt beside it, or its column)"
         )
     times = Counter(clip.name for clip in clips)
     if twice := next((name for name, count in times.items() if count > 1), None):

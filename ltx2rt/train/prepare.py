@@ -66,9 +66,8 @@ class PrepareRequest:
 
     data: Path = flag(
         MISSING,
-        "folder of clips with NAME.txt beside each, or a CSV, JSON or JSONL table (columns video, "
-        "caption, audio, "
-        "reference_video, video_mask)",
+        "folder of clips with NAME.txt beside each, or a CSV, JSON or JSONL table (columns "
+        "video, caption, audio, reference_video, video_mask)",
         Path,
         group="training",
     )
@@ -175,8 +174,7 @@ class PrepareRequest:
             if bucket.width % unit or bucket.height % unit:
                 raise InputError(
                     f"--buckets: {bucket}, with --reference-downscale {self.reference_downscale} "
-                    "sides are "
-                    f"multiples of {unit}"
+                    f"sides are multiples of {unit}"
                 )
 
 
@@ -369,8 +367,7 @@ def prepare(
     seconds = sum(float(job.bucket.frames / job.fps) for job in sounding)
     say(
         f"{len(samples)} clips, {len(sounding)} of them with sound ({seconds:.0f} s); encoded "
-        f"{made['clips']} clips "
-        f"and {made['captions']} captions anew"
+        f"{made['clips']} clips and {made['captions']} captions anew"
     )
     return {
         "clips": len(samples),
@@ -506,8 +503,7 @@ def _pieces(clip: Clip, request: PrepareRequest) -> Iterator[Job]:
         frames, rest = (total - 1) // 8 * 8 + 1, min(b.frames for b in buckets)
         raise InputError(
             f"{clip.name}: {total} frames, the shortest bucket has {rest}; leave the clip out, or "
-            "add a "
-            f"bucket of at most {frames} frames to --buckets"
+            f"add a bucket of at most {frames} frames to --buckets"
         )
     sound = None
     if request.audio != "none" and not image:
@@ -523,8 +519,7 @@ def _pieces(clip: Clip, request: PrepareRequest) -> Iterator[Job]:
     if clip.mask and (request.clips != "first" or fps != rate or not centre):
         raise InputError(
             f"{clip.name}: a mask covers the first frames and the centre of its clip; leave out "
-            "--clips, --fps and "
-            "--crop"
+            "--clips, --fps and --crop"
         )
     for number, start in enumerate(starts):
         at = range(start, start + bucket.frames)
@@ -687,7 +682,6 @@ def shared(values: Iterable[Any], what: str) -> Any:
     if len(found) > 1:
         raise InputError(
             f"--data: clips of several kinds of {what} ({', '.join(map(str, found))}); a run "
-            "trains one of them: "
-            "prepare each in a cache of its own"
+            "trains one of them: prepare each in a cache of its own"
         )
     return found[0]

@@ -159,8 +159,8 @@ def _matching(word: str, known: Collection[str], blocks: int) -> list[str]:
     if not own:
         raise InputError(
             f"--targets: {word!r}, expected some of {', '.join(GROUPS)}{hint(word, GROUPS)}, or a "
-            "regular "
-            f"expression that matches some of {len(known)} linears, such as {next(iter(known))}"
+            f"regular expression that matches some of {len(known)} linears, such as "
+            f"{next(iter(known))}"
         )
     return own
 

@@ -123,11 +123,9 @@ class TrainRequest:
     mode: str = flag(
         "i2v",
         "what is learnt: t2v picture and sound; i2v the same, half of the clips with their first "
-        "frame given; a2v the "
-        "picture to a sound; v2a the sound to a picture; t2a sound alone; ic-lora the picture "
-        "after a reference; "
-        "extend what follows a beginning; inpaint what a mask leaves; outpaint what is around a "
-        "rectangle",
+        "frame given; a2v the picture to a sound; v2a the sound to a picture; t2a sound alone; "
+        "ic-lora the picture after a reference; extend what follows a beginning; inpaint what a "
+        "mask leaves; outpaint what is around a rectangle",
         group="training",
         choices=tuple(MODES),
     )
@@ -240,8 +238,7 @@ class TrainRequest:
     prefix: tuple[int, float] | None = flag(
         None,
         "latent frames that are given at the beginning, with their sound, and the share of such "
-        "clips (default: by "
-        "--mode)",
+        "clips (default: by --mode)",
         parse_span,
         group="training",
         metavar="N:P",
@@ -265,8 +262,7 @@ class TrainRequest:
     crop: tuple[int, int, int, int, float] | None = flag(
         None,
         "rectangle that is given, in pixels of the bucket, and the share of such clips (default: "
-        "by --mode, the "
-        "middle half of both sides)",
+        "by --mode, the middle half of both sides)",
         parse_crop,
         group="training",
         metavar="Y1,X1,Y2,X2:P",
@@ -282,8 +278,7 @@ class TrainRequest:
     sigma: str = flag(
         "shifted",
         "distribution of the noise levels: shifted by the number of tokens and stretched; "
-        "uniform; or logit, not "
-        "stretched",
+        "uniform; or logit, not stretched",
         group="training",
         choices=("shifted", "uniform", "logit"),
     )
@@ -312,8 +307,7 @@ class TrainRequest:
     audio_balance: float | None = flag(
         None,
         "ratio to which the sound's loss is weighed against the picture's, by their running "
-        "means, or off (default: "
-        "off)",
+        "means, or off (default: off)",
         parse_ratio,
         group="training",
         metavar="off|RATIO",
@@ -343,8 +337,7 @@ class TrainRequest:
     held_out: float | None = flag(
         None,
         "share of the clips that are not trained on, whose loss is measured with every "
-        "--validate-every and every "
-        "save (default: those that `train prepare` set apart)",
+        "--validate-every and every save (default: those that `train prepare` set apart)",
         float,
         group="training",
         least=0,
@@ -360,8 +353,7 @@ class TrainRequest:
     validation: Path | None = flag(
         None,
         "JSONL file of prompts (prompt, image, reference, size, seed, or any clip flag) to make "
-        "clips of in "
-        "RUN/validation, also before the first step",
+        "clips of in RUN/validation, also before the first step",
         Path,
         group="training",
         metavar="FILE",

@@ -106,15 +106,13 @@ class Run:
         if session.options.loras:
             raise InputError(
                 "--lora: a LoRA beside the one that is trained is not taken yet; leave the flag "
-                "out, or begin with "
-                "it by --init"
+                "out, or begin with it by --init"
             )
         known = sign(session.checkpoint, session.options.assume)
         if known and known.kind == "distilled" and not r.allow_distilled:
             raise InputError(
                 f"--model: {session.checkpoint.path.name} is distilled ({known.how}); train on "
-                "the model it was made "
-                "from, or pass --assume dev, or --allow-distilled"
+                "the model it was made from, or pass --assume dev, or --allow-distilled"
             )
         self.base = model_digest(session.checkpoint)
         read: list[Item] = []
@@ -155,8 +153,7 @@ class Run:
             if strange := sorted(set(r.streams) - set(self.trained)):
                 raise InputError(
                     f"--streams: {strange[0]}, --mode {r.mode} trains "
-                    f"{' and '.join(self.trained)}; leave it out, or "
-                    "choose another --mode"
+                    f"{' and '.join(self.trained)}; leave it out, or choose another --mode"
                 )
             frozen = [name for name in self.streams if name not in self.trained]
             self.trained = tuple(name for name in self.trained if name in r.streams)
@@ -166,9 +163,8 @@ class Run:
             if aims != {"video"} or not both:
                 raise InputError(
                     f"--data: none of the {len(items)} clips has sound, and --mode {r.mode} "
-                    "trains with it; "
-                    "prepare clips with sound, or train the picture alone by --mode t2v --targets "
-                    "video-attn"
+                    "trains with it; prepare clips with sound, or train the picture alone by "
+                    "--mode t2v --targets video-attn"
                 )
             self.streams = self.trained = ("video",)
         if "audio" in self.trained and not aims & {"audio", "cross"}:
@@ -182,10 +178,9 @@ class Run:
             if not r.allow_partial_sound and r.sound_share is None:
                 raise InputError(
                     f"--data: {len(silent)} of {len(items)} clips have no sound, such as "
-                    f"{silent[0]}, which makes the "
-                    "sound hard to learn; leave them out, say by --sound-share how often clips "
-                    "with sound are drawn, "
-                    "or pass --allow-partial-sound"
+                    f"{silent[0]}, which makes the sound hard to learn; leave them out, say by "
+                    "--sound-share how often clips with sound are drawn, or pass "
+                    "--allow-partial-sound"
                 )
         needed = items if both or "audio" not in self.streams else sounding
         if "video" in self.streams:
@@ -205,8 +200,8 @@ class Run:
             if getattr(self.request, name) and lacking:
                 raise InputError(
                     f"--{name}: {len(lacking)} of {len(items)} clips have none, such as "
-                    f"{lacking[0]}; put "
-                    f"NAME.{name}.mp4 beside each and run `ltx2rt train prepare` again"
+                    f"{lacking[0]}; put NAME.{name}.mp4 beside each and run `ltx2rt train "
+                    "prepare` again"
                 )
         for name in ("reference_downscale", "reference_temporal_scale"):
             shared((head.get(name, 1) for head in self.heads), name.replace("_", " "))
@@ -471,8 +466,7 @@ class Run:
             name = next((name for name in changed if name in FIXED), changed[0])
             raise InputError(
                 f"--{name.replace('_', '-')}: {ours[name]}, {path} was begun with "
-                f"{theirs.get(name)}; give the same "
-                "flags to continue it, or another --output"
+                f"{theirs.get(name)}; give the same flags to continue it, or another --output"
             )
         if (now := self.about["samples"]) != (begun := about["samples"]):
             raise InputError(
@@ -483,8 +477,7 @@ class Run:
         if ours != theirs:
             raise InputError(
                 f"--weights-dtype: {ours}, {path} was begun with {theirs}; give the same to "
-                "continue it, "
-                "or another --output"
+                "continue it, or another --output"
             )
         ours, theirs = ([x["data"], x["dtype"]] for x in (self.about, about))
         if ours != theirs and not self.request.allow_change:
@@ -644,8 +637,7 @@ class Run:
                 others = " ".join(name for name in norms if name != group)
                 raise InputError(
                     f"--targets: no gradient has reached {group} for {NO_GRADIENT} steps: the "
-                    "model does not use it "
-                    f"here; pass --targets {others or 'with other groups'}"
+                    f"model does not use it here; pass --targets {others or 'with other groups'}"
                 )
 
     def _save(

@@ -169,9 +169,8 @@ class Step:
             ways += ["--weights-dtype int8"] * (not self.session.options.weights_dtype)
             raise InputError(
                 f"no room: a training step needs {m.total / 1e9:.3g} GB ({in_words(m)}), "
-                f"{free / 1e9:.3g} GB are "
-                f"free; try {', '.join(ways)}, or more devices that share the weights: --mesh "
-                "tensor=N"
+                f"{free / 1e9:.3g} GB are free; try {', '.join(ways)}, or more devices that share "
+                "the weights: --mesh tensor=N"
             )
 
     def trainer(
@@ -203,6 +202,5 @@ class Step:
 def in_words(m: TrainingMemory) -> str:
     return (
         f"weights {m.frozen / 1e9:.3g}, LoRA with gradients and moments {m.state / 1e9:.3g}, kept "
-        "for the backward "
-        f"pass {m.kept / 1e9:.3g}, one block {m.block / 1e9:.3g}"
+        f"for the backward pass {m.kept / 1e9:.3g}, one block {m.block / 1e9:.3g}"
     )

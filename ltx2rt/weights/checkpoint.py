@@ -279,8 +279,7 @@ def _refuse_encoded(source: RenamedSource) -> None:
         dtypes = ", ".join(sorted({str(source.info(name).dtype) for name in encoded}))
         raise InputError(
             f"{source.where}: {len(encoded)} tensors are {dtypes} without the scales of a known "
-            "format (first "
-            f"{encoded[0]}); pass the bfloat16 file and, for 8 bits on the device, "
+            f"format (first {encoded[0]}); pass the bfloat16 file and, for 8 bits on the device, "
             f"--weights-dtype {ADVISED}"
         )
 
@@ -460,9 +459,8 @@ def _text_source(
         if not has:
             raise InputError(
                 f"{gemma_path}: a Gemma without LTX-2.5's text projection "
-                f"({TEXT_PROJECTION}*aggregate_embed), which "
-                f"{main.path} has not either; pass the release's own text-encoder file with "
-                "--text-encoder"
+                f"({TEXT_PROJECTION}*aggregate_embed), which {main.path} has not either; pass the "
+                "release's own text-encoder file with --text-encoder"
             )
         projection = renamed(
             tensors, gemma_path, lambda name: name if name.startswith(TEXT_PROJECTION) else None
@@ -484,8 +482,7 @@ def check_gemma_version(
         if (wanted := source.need("gemma_version")) != found:
             raise InputError(
                 f"{where}: gemma_version {found!r}, the transformer was trained with {wanted!r}; "
-                "pass the text encoder "
-                "of its release with --text-encoder"
+                "pass the text encoder of its release with --text-encoder"
             )
     elif of_version(version).split:
         if found is not None and not isinstance(main, GgufFile):
@@ -500,8 +497,7 @@ def check_gemma_version(
     elif not str(gemma.get("model_type", "")).startswith("gemma3"):
         raise InputError(
             f"{where}: model_type {gemma.get('model_type', None)!r}, but {release} was trained "
-            "with Gemma 3; pass that "
-            "with --text-encoder"
+            "with Gemma 3; pass that with --text-encoder"
         )
 
 

@@ -314,8 +314,7 @@ def read_index(index: Path) -> dict[str, Path]:
             if not isinstance(shard, str):
                 raise InputError(
                     f"{index}: weight_map of {name[:80]} is {str(shard)[:80]!r}, expected the "
-                    "name of "
-                    "a file beside it"
+                    "name of a file beside it"
                 )
         return {name: index.parent / shard for name, shard in shards.items()}
     except OSError as error:

@@ -178,8 +178,7 @@ def fetch(
         if not isinstance(name, str) or not isinstance(size, int) or size < 0:
             raise InputError(
                 f"{repo.name}: its list on the hub holds {str(name)[:80]!r} of {str(size)[:20]} "
-                "bytes, "
-                "expected names and sizes of files; is HF_ENDPOINT a hub?"
+                "bytes, expected names and sizes of files; is HF_ENDPOINT a hub?"
             )
     if part == "gemma":
         return _download(
@@ -281,8 +280,7 @@ def _cached(repo: Repo, cache_folder: Path) -> Path:
     if not path.exists():
         raise InputError(
             f"{repo.name}: neither a path nor in the hub's cache ({path}), and this run is "
-            "offline; "
-            f"run `ltx2rt weights fetch {repo.name}` online first"
+            f"offline; run `ltx2rt weights fetch {repo.name}` online first"
         )
     return path
 
@@ -298,8 +296,7 @@ def _hub(repo: Repo) -> Iterator[None]:
     except ImportError as error:
         raise InputError(
             f"{repo.name} does not exist; if it is a repository of the Hugging Face hub, install "
-            "ltx2rt[hub] "
-            f"({error}), or download it and pass the folder"
+            f"ltx2rt[hub] ({error}), or download it and pass the folder"
         ) from error
     except Exception as error:
         kinds = {kind.__name__ for kind in type(error).__mro__}

@@ -129,8 +129,7 @@ def open_lora(path: str | Path, strength: float = 1.0) -> Lora:
     if not modules:
         raise InputError(
             f"{path}: no LoRA: none of its {len(list(file.names()))} keys ends in lora_A.weight, "
-            "lora_down.weight, "
-            "hada_w1_a or lokr_w1"
+            "lora_down.weight, hada_w1_a or lokr_w1"
         )
     halves = [m for m, parts in modules.items() if len({"up", "down"} & parts.keys()) == 1]
     if halves := sorted(halves):
@@ -280,16 +279,14 @@ class MergedSource:
         if not matched:
             raise InputError(
                 f"{lora.path}: a LoRA of another model: none of its {len(changes)} modules is in "
-                "this one; "
-                "pass one that was trained for it"
+                "this one; pass one that was trained for it"
             )
         for name in matched:
             own, shape = changes[name].shape, self._source.info(name).shape
             if own != tuple(shape):
                 raise InputError(
                     f"{lora.path}: a LoRA of another model: it changes {name} as {list(own)}, "
-                    "this one has "
-                    f"{list(shape)}; pass one that was trained for it"
+                    f"this one has {list(shape)}; pass one that was trained for it"
                 )
         if lost and not allow_partial:
             raise InputError(

@@ -68,8 +68,7 @@ def check_duration_head(config: DurationHeadConfig, model: ModelConfig, where: s
     if found != taken:
         raise InputError(
             f"{where}: a duration head for contexts {taken} wide (video, audio), the checkpoint's "
-            f"are {found}; pass "
-            "that one with --duration-head"
+            f"are {found}; pass that one with --duration-head"
         )
 
 

@@ -214,7 +214,6 @@ def check_gemma(config: GemmaConfig | Gemma4Config, text: TextConfig, where: str
     if found != (text.gemma_hidden, text.num_states):
         raise InputError(
             f"{where}: a Gemma of hidden size {found[0]} with {config.num_layers} layers, but the "
-            "checkpoint's text "
-            f"projection takes hidden size {text.gemma_hidden} with {text.num_states - 1} layers; "
-            f"pass that one with --text-encoder"
+            f"checkpoint's text projection takes hidden size {text.gemma_hidden} with "
+            f"{text.num_states - 1} layers; pass that one with --text-encoder"
         )

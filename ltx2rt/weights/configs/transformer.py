@@ -319,6 +319,5 @@ def check_connectors(text: TextConfig, transformer: TransformerConfig, where: st
     if found != taken or text.per_token_norm == transformer.caption_projection:
         raise InputError(
             f"{where}: connectors of another generation: their contexts are {found} wide (video, "
-            "audio), the "
-            f"transformer takes {taken}; pass the parts of one checkpoint"
+            f"audio), the transformer takes {taken}; pass the parts of one checkpoint"
         )

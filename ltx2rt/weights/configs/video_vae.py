@@ -225,9 +225,8 @@ def _diffusers_encoder(keys: Keys, latent: int) -> list[VaeStage]:
     if len(layers) != len(widths) + 1:
         raise InputError(
             f"{keys.where}: layers_per_block has {len(layers)} entries, expected "
-            f"{len(widths) + 1}: "
-            "one for each of block_out_channels and one for the middle; pass the original "
-            "config.json"
+            f"{len(widths) + 1}: one for each of block_out_channels and one for the middle; pass "
+            "the original config.json"
         )
     encoder, channels = [], latent
     strides = _strides(keys, "downsample_type", len(widths))
@@ -249,8 +248,7 @@ def _diffusers_decoder(keys: Keys) -> list[VaeStage]:
     if len(layers) != count + 1:
         raise InputError(
             f"{keys.where}: decoder_layers_per_block has {len(layers)} entries, expected "
-            f"{count + 1}: "
-            "one for each of decoder_block_out_channels and one for the middle"
+            f"{count + 1}: one for each of decoder_block_out_channels and one for the middle"
         )
     _scales_all_axes(keys, "decoder_spatio_temporal_scaling", count)
     if any(_per_stage(keys, "decoder_inject_noise", count + 1, False)):
@@ -276,8 +274,7 @@ def diffusers_video_vae_json(v: VideoVaeConfig) -> dict[str, Any]:
     if v.encoder[0].channels != v.latent_channels:
         raise InputError(
             "diffusers ties the encoder's first width to the latent channels, "
-            f"{v.latent_channels}; "
-            f"found {v.encoder[0].channels}"
+            f"{v.latent_channels}; found {v.encoder[0].channels}"
         )
     downs, ups = v.encoder[1::2], v.decoder[1::2]
     return {
