@@ -8,22 +8,21 @@ reference. The prompt says who speaks, and what.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from fractions import Fraction
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag, flag_like
-from ltx2rt.media.video import VideoInfo, require_constant_rate, video_info
+from ltx2rt.media.video import require_constant_rate, video_info
 from ltx2rt.models.geometry import Geometry
-from ltx2rt.pipelines.given_clip import FLAG, of_the_file
+from ltx2rt.pipelines.given_clip import FLAG, FromClip
 from ltx2rt.pipelines.ic_lora import reference, references_of
 from ltx2rt.pipelines.nag import Nagged
 from ltx2rt.pipelines.request import NEUTRAL, Loras, VideoRequest, check_step, parse_fps
-from ltx2rt.session.options import ModelOptions, existing_file
-from ltx2rt.stages.conditioning import ImageSpec, ReferenceSpec
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.stages.conditioning import ReferenceSpec
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from ltx2rt.stages.sound_reference import LatentSound, SoundReference
 from ltx2rt.stages.stage import Stage
@@ -31,8 +30,8 @@ from ltx2rt.stages.upsample import Upsample
 
 
 @dataclass(frozen=True)
-class DubIt(Nagged):
-    """info: of the file; a resolved request has it."""
+class DubIt(FromClip):
+    """Two distilled stages beside a reference of the file's frames and sound."""
 
     name: ClassVar[str] = "dubit"
     summary: ClassVar[str] = "a given clip with other words, in its own voices, by an IC-LoRA"
@@ -41,12 +40,10 @@ class DubIt(Nagged):
     num_stages: ClassVar[int] = 2
     distilled: ClassVar[str] = "optional"
 
-    video_path: Path | None = flag(
-        None,
-        "clip to say something else in; its length and rate are kept (required)",
-        Path,
-        group="conditioning",
-        metavar="FILE",
+    video_path: Path | None = flag_like(
+        FromClip,
+        "video_path",
+        help="clip whose people get other words; its length and rate are kept (required)",
     )
     reference_strength: float = flag(
         1.0,
@@ -61,42 +58,15 @@ class DubIt(Nagged):
     height: int = flag_like(
         VideoRequest, "height", None, parse=int, help="height in pixels (default: the file's)"
     )
-    num_frames: int = flag_like(VideoRequest, "num_frames", **of_the_file("num_frames"))
-    fps: Fraction = flag_like(VideoRequest, "fps", **of_the_file("fps"))
-    auto_duration: tuple[float, ...] | None = flag_like(
-        VideoRequest, "auto_duration", **of_the_file("auto_duration")
-    )
-    images: tuple[ImageSpec, ...] = field(default=(), init=False)
-    latents_in: Path | None = field(default=None, init=False)
-    num_generated_keyframes: int = field(default=0, init=False)
-    info: VideoInfo | None = field(default=None, repr=False)
-
-    @property
-    def source_path(self) -> Path:
-        assert self.video_path is not None, "the request is not checked"
-        return self.video_path
-
-    @property
-    def files(self) -> list[Path]:
-        return [*super().files, *([self.video_path] if self.video_path else [])]
-
-    def settings(self, path: Any = str) -> dict[str, Any]:
-        return {name: value for name, value in super().settings(path).items() if name != "info"}
 
     # --- checks -----------------------------------------------------------------------------------
 
     def check(self) -> None:
         super().check()
-        if self.video_path is None:
-            raise InputError(f"{FLAG}: none, but dubit says something else in a clip; pass one")
         if self.num_videos > 1:
             raise InputError(
                 f"--num-videos: {self.num_videos}, but dubit makes one; run it for each seed"
             )
-
-    def check_files(self) -> None:
-        super().check_files()
-        existing_file(FLAG, self.source_path)
 
     def check_options(self, options: ModelOptions) -> None:
         super().check_options(options)
@@ -140,9 +110,8 @@ class DubIt(Nagged):
     # --- what is made -----------------------------------------------------------------------------
 
     def remarks(self, model: ModelConfig) -> Iterator[str]:
-        assert self.info is not None, "the request is not resolved"
-        if over := self.info.num_frames - self.num_frames:
-            yield f"the last {over} of the file's {self.info.num_frames} frames are left out"
+        if over := self.source.num_frames - self.num_frames:
+            yield f"the last {over} of the file's {self.source.num_frames} frames are left out"
         if model.release.name == "2.0":
             yield "no DubIt LoRA is known for LTX-2.0"
 

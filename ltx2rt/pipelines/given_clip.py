@@ -39,8 +39,8 @@ def of_the_file(name: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class GivenClip(Nagged, Guided):
-    """One stage at the size of a file. info: of the file; a resolved request has it."""
+class FromClip(Nagged):
+    """A clip of a file's rate and length. info: of the file; a resolved request has it."""
 
     video_path: Path | None = flag(
         None,
@@ -49,17 +49,10 @@ class GivenClip(Nagged, Guided):
         group="conditioning",
         metavar="FILE",
     )
-    guided: bool = flag(
-        False,
-        "run --steps guided steps of a full model, in place of 8 distilled ones",
-        group="sampling",
-    )
-    width: int = flag_like(Guided, "width", **of_the_file("width"))
-    height: int = flag_like(Guided, "height", **of_the_file("height"))
-    num_frames: int = flag_like(Guided, "num_frames", **of_the_file("num_frames"))
-    fps: Fraction = flag_like(Guided, "fps", **of_the_file("fps"))
+    num_frames: int = flag_like(Nagged, "num_frames", **of_the_file("num_frames"))
+    fps: Fraction = flag_like(Nagged, "fps", **of_the_file("fps"))
     auto_duration: tuple[float, ...] | None = flag_like(
-        Guided,
+        Nagged,
         "auto_duration",
         **of_the_file("auto_duration"),
     )
@@ -67,19 +60,6 @@ class GivenClip(Nagged, Guided):
     latents_in: Path | None = field(default=None, init=False)
     num_generated_keyframes: int = field(default=0, init=False)
     info: VideoInfo | None = field(default=None, repr=False)
-
-    @property
-    def distilled(self) -> str:
-        return "unused" if self.guided else "optional"
-
-    @property
-    def guidance(self) -> np.ndarray:
-        return super().guidance if self.guided else NEUTRAL
-
-    @property
-    def schedule(self) -> np.ndarray:
-        """f32[steps + 1]. Of a resolved request."""
-        return shifted_sigmas(self.steps) if self.guided and self.steps else DISTILLED_SIGMAS
 
     @property
     def source_path(self) -> Path:
@@ -104,6 +84,39 @@ class GivenClip(Nagged, Guided):
             raise InputError(
                 f"{FLAG}: none, but the {self.name} pipeline starts from a clip; pass one"
             )
+
+    def check_files(self) -> None:
+        super().check_files()
+        existing_file(FLAG, self.source_path)
+
+
+@dataclass(frozen=True)
+class GivenClip(FromClip, Guided):
+    """One stage at the size of the file."""
+
+    guided: bool = flag(
+        False,
+        "run --steps guided steps of a full model, in place of 8 distilled ones",
+        group="sampling",
+    )
+    width: int = flag_like(Guided, "width", **of_the_file("width"))
+    height: int = flag_like(Guided, "height", **of_the_file("height"))
+
+    @property
+    def distilled(self) -> str:
+        return "unused" if self.guided else "optional"
+
+    @property
+    def guidance(self) -> np.ndarray:
+        return super().guidance if self.guided else NEUTRAL
+
+    @property
+    def schedule(self) -> np.ndarray:
+        """f32[steps + 1]. Of a resolved request."""
+        return shifted_sigmas(self.steps) if self.guided and self.steps else DISTILLED_SIGMAS
+
+    def check(self) -> None:
+        super().check()
         if not self.guided:
             for name in GUIDANCE:
                 if name == "negative_prompt" and self.nag:
@@ -111,10 +124,6 @@ class GivenClip(Nagged, Guided):
                 if getattr(self, name) != self.__dataclass_fields__[name].default:
                     flag = f"--{name.replace('_', '-')}"
                     raise InputError(f"{flag}: the distilled steps have no guidance; add --guided")
-
-    def check_files(self) -> None:
-        super().check_files()
-        existing_file(FLAG, self.source_path)
 
     def with_defaults(self, model: ModelConfig) -> Any:
         """Checked against the model, once the fields of size, length and rate are those of the

@@ -154,7 +154,7 @@ def test_the_clip_is_written_with_new_sound(tiny, clip, lora, command, tmp_path)
 
 
 @pytest.mark.parametrize("more, says", [
-    ({"video_path": None}, "--video-path: none, but dubit says something else in a clip"),
+    ({"video_path": None}, "--video-path: none, but the dubit pipeline starts from a clip"),
     ({"num_videos": 2}, "--num-videos: 2, but dubit makes one"),
     ({"reference_strength": 1.5}, "--reference-strength: 1.5, expected 0 to 1"),
     ({"num_frames": 9}, "--num-frames: the file of --video-path decides"),
