@@ -500,8 +500,8 @@ class VideoRequest(Request):
         latent = [image.path for image in self.images if image.latent]
         if latent and self.latents_in is None:
             raise InputError(
-                f"--image: {latent[0]} is a tensor of --latents-in, which is not given; name an "
-                "image"
+                f"--image: {latent[0]} is a tensor of --latents-in, which is not given; give it, or "
+                "name an image"
             )
         if self.latents_in is not None and not latent:
             raise InputError("--latents-in: no --image latent:K:FRAME reads it; leave it out")

@@ -89,7 +89,10 @@ def with_validation(run: Run) -> Run:
 
 
 def _requests(run: Run, path: Path) -> Iterator[Request]:
-    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"{FLAG}: {path} cannot be read as text ({error})") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

@@ -494,7 +494,15 @@ class Run:
     ) -> Path:
         """Train to the last step, or to the one in which `stopped` is no longer empty on any
         process, and return the LoRA's file. Raises InputError, and NotWritten if a disk is full."""
-        with locked(self.request.output) if self.session.backend.is_main else nullcontext():
+        output, main = self.request.output, self.session.backend.is_main
+        if main:
+            try:
+                output.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise InputError(
+                    f"--output: {output} cannot be created ({error.strerror}); choose another folder"
+                ) from None
+        with locked(output) if main else nullcontext():
             return self._train(say, on_step, stopped)
 
     def _train(
@@ -722,14 +730,7 @@ def start(session: Session, request: TrainRequest) -> Run:
         read_init(request.init, session, run.step.shapes(), run.step.scale)
     if request.tensorboard:
         Board.check()
-    if not request.dry_run and session.backend.is_main:
-        try:
-            request.output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(
-                f"--output: {request.output} cannot be created ({error.strerror}); choose another "
-                "folder"
-            ) from None
+    if not request.dry_run and session.backend.is_main and request.output.is_dir():
         strange = [
             p.name
             for p in request.output.iterdir()

@@ -46,7 +46,12 @@ def test_lines_that_are_refused(model, cache, tmp_path, capsys):
         ('{"prompt": "x", "size": "60x64x9"}', "the nearest is 64x64x9"),
         ('{"prompt": "x", "image": "none.png:0"}', "none.png"),
         ('{"prompt": "x", "sized": 3}', "unknown keyword 'sized'"),
+        ('{"prompt": "\u2028", "sized": 3}', "unknown keyword 'sized'"),  # no end of a line
     ):
-        file.write_text(line + "\n")
+        file.write_text(line + "\n", encoding="utf-8")
         found = refused(capsys, model, "run", *options(cache, tmp_path / "run", validation=file))
         assert f"--validation: {file}, line 1: " in found and message in found, found
+        assert not (tmp_path / "run").exists()
+    file.write_bytes(b"\xff")
+    found = refused(capsys, model, "run", *options(cache, tmp_path / "run", validation=file))
+    assert "cannot be read as text" in found and not (tmp_path / "run").exists()
