@@ -14,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -245,6 +246,31 @@ class Job:
         words += ["--prompt", "a robot dancing", *(x for pair in SMALL.items() for x in pair)]
         words += [x for flag, name in files.items() for x in (flag, folder / name)]
         return [str(word) for word in (*words, *self.flags)]
+
+
+@pytest.fixture(scope="module")
+def on_both(tiny) -> Iterator[Callable[..., dict]]:
+    """on_both(preset, **options) -> sessions by backend, in float32 on the CPU, of a diffusers
+    folder; each is opened once for a module."""
+    from ltx2rt.session.open import open_session
+    from ltx2rt.session.options import ModelOptions
+
+    opened: dict[tuple, Any] = {}
+
+    def get(preset: str, **options: Any) -> dict:
+        for backend in ("cuda", "tpu"):
+            key = (backend, preset, *sorted(options.items()))
+            if key not in opened:
+                how = {"device": "cpu", "dtype": "float32", **options}
+                opened[key] = open_session(ModelOptions(backend, tiny(preset, "diffusers"), **how))
+        return {
+            backend: opened[backend, preset, *sorted(options.items())]
+            for backend in ("cuda", "tpu")
+        }
+
+    yield get
+    for session in opened.values():
+        session.close()
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,6 @@ from ltx2rt.models.geometry import (
 from ltx2rt.pipelines import make_request
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
-from ltx2rt.session.open import open_session
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
 from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
@@ -50,13 +49,9 @@ def lora(folder, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def sessions(folder, lora):
-    how = {"device": "cpu", "dtype": "float32", "distilled_lora": NO_LORA}
-    how |= {"loras": (LoraSpec(lora, 0.0),), "assume": "distilled"}
-    opened = {b: open_session(ModelOptions(b, folder, **how)) for b in ("cuda", "tpu")}
-    yield opened
-    for session in opened.values():
-        session.close()
+def sessions(on_both, lora):
+    how = {"distilled_lora": NO_LORA, "loras": (LoraSpec(lora, 0.0),), "assume": "distilled"}
+    return on_both("tiny-2.3", **how)
 
 
 @pytest.fixture(scope="module")

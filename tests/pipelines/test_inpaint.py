@@ -18,8 +18,7 @@ from ltx2rt.models.geometry import audio_positions, pack_audio, pack_video, vide
 from ltx2rt.pipelines import make_request
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
-from ltx2rt.session.open import open_session
-from ltx2rt.session.options import NO_LORA, ModelOptions
+from ltx2rt.session.options import NO_LORA
 from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.region import FADE_PX, Region, near
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, shifted_sigmas
@@ -36,12 +35,8 @@ def folder(tiny):
 
 
 @pytest.fixture(scope="module")
-def sessions(folder):
-    how = {"device": "cpu", "dtype": "float32", "distilled_lora": NO_LORA, "assume": "dev"}
-    opened = {b: open_session(ModelOptions(b, folder, **how)) for b in ("cuda", "tpu")}
-    yield opened
-    for session in opened.values():
-        session.close()
+def sessions(on_both):
+    return on_both("tiny-2.3", distilled_lora=NO_LORA, assume="dev")
 
 
 @pytest.fixture(scope="module")

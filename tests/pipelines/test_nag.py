@@ -16,8 +16,7 @@ from ltx2rt.models.geometry import audio_positions, video_positions
 from ltx2rt.pipelines import make_request
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
-from ltx2rt.session.open import open_session
-from ltx2rt.session.options import NO_LORA, ModelOptions
+from ltx2rt.session.options import NO_LORA
 from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS
 from ltx2rt.stages.sound import Sound
@@ -89,20 +88,12 @@ class Moved:
 
 
 @pytest.fixture(scope="module")
-def sessions(tiny):
-    opened = {}
-
+def sessions(tiny, on_both):
     def get(generation):
-        folder = tiny(f"tiny-{generation}", "diffusers")
-        how = {"device": "cpu", "dtype": "float32", "distilled_lora": NO_LORA}
-        for name in ("cuda", "tpu"):
-            if (name, generation) not in opened:
-                opened[name, generation] = open_session(ModelOptions(name, folder, **how))
-        return {name: opened[name, generation] for name in ("cuda", "tpu")}, folder
+        preset = f"tiny-{generation}"
+        return on_both(preset, distilled_lora=NO_LORA), tiny(preset, "diffusers")
 
-    yield get
-    for session in opened.values():
-        session.close()
+    return get
 
 
 def run(session, name="distilled", **more):

@@ -16,8 +16,7 @@ from ltx2rt.models.mel import log_mel
 from ltx2rt.pipelines import make_request
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
-from ltx2rt.session.open import open_session
-from ltx2rt.session.options import LoraSpec, ModelOptions
+from ltx2rt.session.options import LoraSpec
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.schedule import shifted_sigmas
@@ -32,21 +31,13 @@ TARGETS = 18  # audio latents of 17 frames at 24 fps
 
 
 @pytest.fixture(scope="module")
-def sessions(tiny):
-    opened = {}
-
+def sessions(tiny, on_both):
     def get(generation):
         folder = tiny(f"tiny-{generation}", "diffusers")
         lora = LoraSpec(folder / f"tiny-{generation}-distilled-lora.safetensors", 0.0)
-        how = {"device": "cpu", "dtype": "float32", "assume": "dev", "distilled_lora": lora}
-        for name in ("cuda", "tpu"):
-            if (name, generation) not in opened:
-                opened[name, generation] = open_session(ModelOptions(name, folder, **how))
-        return {name: opened[name, generation] for name in ("cuda", "tpu")}, folder
+        return on_both(f"tiny-{generation}", assume="dev", distilled_lora=lora), folder
 
-    yield get
-    for session in opened.values():
-        session.close()
+    return get
 
 
 @pytest.fixture(scope="module")

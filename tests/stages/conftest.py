@@ -3,9 +3,6 @@ transformer."""
 
 import pytest
 
-from ltx2rt.session.open import open_session
-from ltx2rt.session.options import ModelOptions
-
 
 @pytest.fixture(scope="module")
 def folder(tiny):
@@ -13,12 +10,5 @@ def folder(tiny):
 
 
 @pytest.fixture(scope="module")
-def sessions(folder):
-    options = {
-        b: ModelOptions(b, folder, device="cpu", dtype="float32", assume="dev")
-        for b in ("cuda", "tpu")
-    }
-    opened = {name: open_session(given) for name, given in options.items()}
-    yield opened
-    for session in opened.values():
-        session.close()
+def sessions(on_both):
+    return on_both("tiny-2.3", assume="dev")
