@@ -13,7 +13,7 @@ COMPILED := tests/backends/test_aot.py tests/backends/test_compiled_for_tpu.py t
 	tests/commands/test_compile.py
 QUICK := $(addprefix tests/,graph passes placement models weights)
 
-.PHONY: demo quick test tests test-full lint clean
+.PHONY: demo quick test tests test-long test-full lint clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -34,10 +34,18 @@ test: $(VENV)/.installed
 
 # Programs of JAX are compiled without LLVM's optimisations here: a quarter of the time. `make test-full` has them.
 # They are kept in the virtual environment, and so are the times by which test files are ordered: a second run is
-# shorter.
+# shorter. Python keeps what it compiles also where the environment says that it should not: tests start hundreds
+# of processes.
+tests test-long: export PYTHONDONTWRITEBYTECODE =
+tests test-long: export XLA_FLAGS := --xla_backend_optimization_level=0 $(XLA_FLAGS)
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=15
+
 tests: $(VENV)/.installed
-	XLA_FLAGS="--xla_backend_optimization_level=0 $$XLA_FLAGS" \
-		$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=15
+	$(PYTEST)
+
+# What is too long for every commit: ten minutes on two cores; before a release or a change of many parts.
+test-long: $(VENV)/.installed
+	$(PYTEST) -m 'long and not slow'
 
 # Hours on two cores: whole runs on eight virtual devices, and full-size programs through the TPU compiler.
 test-full: lint $(VENV)/.libtpu

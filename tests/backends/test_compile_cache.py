@@ -51,6 +51,7 @@ def run(model: Path, root: Path, output: Path, *flags: str) -> tuple[dict[str, i
     return json.loads(events), said
 
 
+@pytest.mark.long
 def test_the_second_process_compiles_nothing_and_damage_is_mended(tiny, tmp_path):
     """The second makes another request of the same size."""
     model, root = tiny("tiny-2.0", "official"), tmp_path / "kept"

@@ -9,6 +9,7 @@ import time
 import pytest
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "number,status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)]
 )

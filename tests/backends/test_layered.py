@@ -84,6 +84,7 @@ def test_layers_from_the_host_change_no_bit(name, small_matrices_move):
     check(encoder(name))
 
 
+@pytest.mark.long
 def test_gemma_4_differs_by_less_than_other_fusions_of_its_layers(small_matrices_move):
     """A loop of three layers and a program of three are fused alike but for a few last bits."""
     resident, layered = both(encoder("tiny-2.5"))
@@ -119,6 +120,7 @@ def test_no_more_than_two_layers_are_brought_at_once(small_matrices_move, monkey
     assert all(a != b for (a, _), (b, _) in pairwise(order) if a == "layer")
 
 
+@pytest.mark.long
 def test_two_devices_bring_their_own_slices():
     """In a process of its own, because JAX fixes the number of host devices at its start."""
     path = os.pathsep.join([str(HERE.parents[1]), *sys.path])

@@ -168,6 +168,7 @@ def two_linears(o):
     return {name: o.linear(x, name, {"out": n}) for name, n in (("a", 3), ("b", 5))}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_load_is_measured_in_fresh_processes(tmp_path):
     load.write_checkpoint(tmp_path, load.TINY)
@@ -177,6 +178,7 @@ def test_load_is_measured_in_fresh_processes(tmp_path):
     assert found["peak_per_weights"]["plain"].median > 0.5  # the weights themselves
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the page cache is emptied by posix_fadvise")
 def test_a_cold_start_is_timed_by_phase_in_a_fresh_process(tmp_path, capsys):
     flags = [
@@ -223,6 +225,7 @@ def test_a_recording_is_timed_to_the_end_of_its_context():
     assert seen == [("graph", 0), "body", 0] and len(seconds) == 1
 
 
+@pytest.mark.long
 def test_a_cold_start_that_fails_says_why(tmp_path):
     with pytest.raises(RuntimeError, match="no checkpoint"):
         cold_start.main(["--device", "cpu", "--model", str(tmp_path), "--rounds", "1"])
@@ -482,6 +485,7 @@ def test_two_clips_apart_are_not_called_equal():
         end_to_end.distance(a, end_to_end.Clip(frames[:1], sound))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the script is for Linux machines with a GPU")
 def test_on_gpu_runs_one_part_and_leaves_its_json(tmp_path):
     done = on_gpu(tmp_path, "stages", *TINY_CLIP, GPU_GB="80")
@@ -639,6 +643,7 @@ def test_a_lora_gives_its_random_weights_memory_of_their_own():
     assert torch.equal(first[changed], second[changed])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("preset", ["tiny-2.3", "tiny-2.5"])
 def test_a_run_holds_the_weights_that_its_plan_says(preset):
     with random_weights.random_session(preset, device="cpu") as session:

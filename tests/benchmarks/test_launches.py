@@ -32,6 +32,7 @@ def case(step):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [case(step) for step in RECORDED["steps"]])
 def test_a_recorded_step_launches_and_moves_what_the_table_says(step):
     """Where it is meant to change: python -m benchmarks.launches --output

@@ -45,6 +45,7 @@ def test_a_plan_is_found_priced_and_taken(calibrated, generate, tiny, tmp_path, 
     assert len(stage["steps_s"]) == 3
 
 
+@pytest.mark.long
 def test_the_price_is_what_the_clip_shows(calibrated, generate, tiny, tmp_path):
     """PSNR of the held-out prompt, from the latents' clips of `generate` as PNG frames."""
     from PIL import Image

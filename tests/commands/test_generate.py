@@ -319,7 +319,7 @@ def test_recorded_noise_reproduces_the_run(base, run, tmp_path):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--warmup"],
+        pytest.param(["--warmup"], marks=pytest.mark.long),
         ["--warmup", "--stage-weights", "reload"],
         ["--text-encoder-offload"],
         ["--vae-tiling", "off"],
@@ -348,7 +348,7 @@ def test_a_warm_up_runs_the_programs_of_the_run_itself(run, monkeypatch):
     "encoding, backend, generation, least, most",
     [
         pytest.param("float8", "cuda", "2.0", 2**-8, 2**-4, marks=pytest.mark.slow),
-        ("float8", "cuda", "2.3", 2**-8, 2**-4),
+        pytest.param("float8", "cuda", "2.3", 2**-8, 2**-4, marks=pytest.mark.long),
         ("int8", "cuda", "2.3", 2**-9, 2**-5),
         pytest.param("int8", "tpu", "2.3", 2**-9, 2**-5, marks=pytest.mark.slow),
     ],
@@ -384,7 +384,7 @@ def test_unrolled_layers_agree(base, run):
         assert relative_l2(found.latents[name], base.latents[name]) <= 1e-5, name
 
 
-@pytest.mark.parametrize("weights", ["resident", "reload"])
+@pytest.mark.parametrize("weights", [pytest.param("resident", marks=pytest.mark.long), "reload"])
 def test_a_lora_for_one_stage_leaves_the_other_alone(weights, base, run, user_lora):
     late = run("--lora", f"{user_lora}:0.5:stage2", "--stage-weights", weights)
     assert_bitwise(late, base, stage(base, "stage1"))
@@ -398,6 +398,7 @@ def test_a_lora_for_one_stage_leaves_the_other_alone(weights, base, run, user_lo
     )
 
 
+@pytest.mark.long
 def test_reloaded_weights_equal_resident_ones(run, user_lora):
     flags = ("--lora", f"{user_lora}:0.5", "--pipeline", "two-stage", "--num-frames", 9)
     assert_bitwise(

@@ -62,6 +62,7 @@ def test_videos_spread_over_devices_equal_each_alone(generate_on_devices, model,
     assert_equals(found, alone, silent=True)
 
 
+@pytest.mark.long
 def test_videos_and_their_sound_spread_over_ranks_equal_each_alone(
     generate_on_ranks, model, images, alone
 ):

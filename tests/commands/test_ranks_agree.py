@@ -21,6 +21,7 @@ CLOSE = 1e-5  # contract: float32 under tensor parallelism; reached: 1.3e-6
 HEARD = 1e-4  # the vocoder's sines amplify the rounding of its input; reached: 7e-6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("generation", "ranks", "mesh"),
     [

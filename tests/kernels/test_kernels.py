@@ -233,6 +233,7 @@ def test_compiled_graphs_hold_the_plain_ops():
         assert relative_l2(a, b) <= FLOAT32
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "launches",
     [

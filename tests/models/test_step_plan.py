@@ -139,6 +139,7 @@ def test_a_run_takes_the_steps_left_out_one_by_one(sessions, given):
             assert relative_l2(steps[n], x) <= CLOSE, (stream, i)
 
 
+@pytest.mark.long
 def test_equal_skips_build_nothing_after_the_exact_run(sessions):
     for session in sessions.values():
         exact, _ = run(session)

@@ -379,6 +379,7 @@ def test_loras_are_merged_before_quantising_and_untouched_weights_are_shared(kin
         )
 
 
+@pytest.mark.long
 def test_jax_devices_hold_and_multiply_their_own_slices():
     """In a process of its own, because JAX fixes the number of host devices at its start."""
     env = os.environ | {

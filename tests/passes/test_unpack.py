@@ -249,6 +249,7 @@ def test_slices_of_two_devices_are_kept():
     )
 
 
+@pytest.mark.long
 def test_jax_devices_keep_their_own_slices():
     """In a process of its own, because JAX fixes the number of host devices at its start."""
     env = os.environ | {

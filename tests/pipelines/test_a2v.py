@@ -56,7 +56,7 @@ def expected(module, state, stage, geometry, sigmas, start, **guided):
     return (np.stack([found["video"] for found in kind]) for kind in zip(*steps, strict=True))
 
 
-@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+@pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.long), "2.3"])
 def test_both_stages_are_the_formula_over_diffusers(generation, song, tiny):
     """The distilled LoRA has strength 0: that it is merged in stage 2 is what two-stage proves."""
     folder = tiny(f"tiny-{generation}", "diffusers")

@@ -130,6 +130,7 @@ def test_every_step_is_the_formula_over_diffusers(sessions, folder, clip):
     assert not [name for name in state.record if name.startswith("stage2.audio")]
 
 
+@pytest.mark.long
 def test_the_clip_is_written_with_new_sound(tiny, clip, lora, command, tmp_path):
     model, files = tiny("tiny-2.3", "official"), {"--lora": lora, "--video-path": clip}
     files |= {name: tmp_path / name[2:] for name in ("--latents-out", "--report")}

@@ -98,7 +98,7 @@ def expected_state(session, first, second, way, overlap=17, new=16):
     ("generation", "way"),
     [
         ("2.3", "forward"),
-        ("2.5", "join"),
+        pytest.param("2.5", "join", marks=pytest.mark.long),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (("2.3", "loop"), ("2.3", "backward"), ("2.3", "join"), ("2.0", "join"))
@@ -153,6 +153,7 @@ def test_kept_sound_is_what_ends_in_the_overlap(opened, fps, overlap):
     assert not mask[:count].any() and mask[count:].all() and len(mask) == geometry.audio_latents
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "way",
     [pytest.param(way, marks=[pytest.mark.slow] * (way != "join")) for way in WAYS],
@@ -257,6 +258,7 @@ def test_backends_agree(tiny, files, way, generation):
         assert relative_l2(theirs[key], ours[key]) <= CLOSE, key
 
 
+@pytest.mark.long
 def test_a_clip_without_sound_is_silent_up_to_the_new_part(opened, files):
     found = opened.generate("a fox", pipeline="extend", **flags(files, "forward", "silent"))
     kept = round(20 / 24 * found.sample_rate) - round(0.02 * found.sample_rate)

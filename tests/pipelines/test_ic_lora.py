@@ -235,6 +235,7 @@ def test_a_distilled_lora_is_merged_in_both_stages(model, half, files):
     session.close()
 
 
+@pytest.mark.long
 def test_without_stage_two_the_clip_is_half_as_large(model, half, files, generate):
     flags = (*FLAGS, "--lora", half, "--video-conditioning", files[0], "--skip-stage-2")
     run = generate("cuda", model, *flags)

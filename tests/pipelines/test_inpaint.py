@@ -115,7 +115,7 @@ def test_the_share_of_white_pixels_around_one():
     np.testing.assert_array_equal(near(mask, 0), mask)
 
 
-@pytest.mark.parametrize("guided", [True, False])
+@pytest.mark.parametrize("guided", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_every_step_is_the_formula_over_diffusers(sessions, folder, clip, tmp_path, guided):
     """On both backends, with a border on one side."""
     mask = drawn((slice(9, 17), slice(40, 60), slice(40, 60)))

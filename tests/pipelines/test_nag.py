@@ -104,7 +104,7 @@ def run(session, name="distilled", **more):
     return plan.request, produce(session, replace(plan, stages=kept), keep=True)[0]
 
 
-@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+@pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.long), "2.3"])
 def test_every_step_is_the_formula_over_diffusers(sessions, generation):
     """Of stage 1, on both backends; sound reads the prompt alone."""
     both, folder = sessions(generation)

@@ -119,6 +119,7 @@ def test_the_first_segment_is_the_plain_clip_and_each_goes_on(opened, tmp_path, 
     np.testing.assert_array_equal(wave, np.concatenate(joined, axis=1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.slow), "2.3"])
 def test_the_sound_is_that_of_one_run_of_the_vocoder(tiny, tmp_path, generation):
     """Over the mel spectrogram of the whole clip: no sample tells where a segment begins."""
@@ -340,7 +341,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tiny, command, tmp_path):
         np.testing.assert_array_equal(shown, list(read_frames(cut, "", 8)))
 
 
-@pytest.mark.parametrize("audio", [True, False])
+@pytest.mark.parametrize("audio", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_clip_plays_while_it_is_made(opened, tmp_path, audio):
     """Its stream has what a segment adds once it is there; the file is what its segments make at
     once."""
@@ -371,6 +372,7 @@ def test_a_clip_plays_while_it_is_made(opened, tmp_path, audio):
     assert not folder.exists()
 
 
+@pytest.mark.long
 def test_a_stream_that_finds_the_disk_full_leaves_the_segments(opened, tmp_path):
     folder, output, session = tmp_path / "folder", tmp_path / "a.mp4", opened.resident
     for full in (True, False):

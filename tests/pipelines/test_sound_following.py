@@ -89,7 +89,11 @@ def positions_of(request, config, before, count):
 
 @pytest.mark.parametrize(
     "generation, at, strength",
-    [("2.3", "before", 1.0), ("2.3", "start", 0.75), ("2.0", "before", 0.75)],
+    [
+        ("2.3", "before", 1.0),
+        pytest.param("2.3", "start", 0.75, marks=pytest.mark.long),
+        pytest.param("2.0", "before", 0.75, marks=pytest.mark.long),
+    ],
 )
 def test_every_step_is_the_formula_over_diffusers(sessions, voice, generation, at, strength):
     """On both backends, guided."""
@@ -124,7 +128,13 @@ def test_every_step_is_the_formula_over_diffusers(sessions, voice, generation, a
                     assert relative_l2(found, expected[m]) <= CLOSE, (name, m, kind, i)
 
 
-@pytest.mark.parametrize("generation, guided", [("2.3", True), ("2.3", False), ("2.0", True)])
+@pytest.mark.parametrize(
+    "generation, guided",
+    [
+        ("2.3", True),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("2.3", False), ("2.0", True))),
+    ],
+)
 def test_voice_guidance_is_the_formula_over_diffusers(sessions, voice, generation, guided):
     """On both backends, every step. Of the branch that it guides away from diffusers is not given
     the voice's tokens at all; pictures are those of a run without guidance by the voice."""

@@ -117,6 +117,7 @@ def test_every_step_is_the_formula_over_diffusers(sessions, folder, clips, sound
     assert {name.split(".")[1] for name in state.record if name.startswith("stage1.")} == set(made)
 
 
+@pytest.mark.long
 def test_the_highest_level_is_a_plain_clip_and_the_lowest_the_given_one(sessions, clips):
     """Bit for bit; and the less noise, the nearer."""
     session, guided = sessions["cuda"], {"guided": True, "steps": 2, "sound": "noise"}

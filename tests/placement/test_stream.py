@@ -68,7 +68,7 @@ def assert_same(a, b):
     "preset, weights_dtype",
     [
         ("tiny-2.3", None),
-        ("tiny-2.3", "int8"),
+        pytest.param("tiny-2.3", "int8", marks=pytest.mark.long),
         *[
             pytest.param(*case, marks=SLOW)
             for case in product(("tiny-2.0", "tiny-2.3", "tiny-2.5"), (None, "float8"))
@@ -94,6 +94,7 @@ def test_streamed_is_resident_bit_for_bit(
         assert_same(clip, resident)
 
 
+@pytest.mark.long
 def test_requests_in_a_row_load_what_they_need_and_stay_right(
     tiny, monkeypatch, small_matrices_move
 ):
@@ -132,6 +133,7 @@ def test_a_text_encoder_goes_by_layers_on_jax(tiny, monkeypatch, small_matrices_
         assert "of the text-encoder" in session.resident.memory_line(stages)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", [-1, *(pytest.param(way, marks=SLOW) for way in (1, 2, 3, 4))])
 def test_every_way_makes_the_same_clip(tiny, monkeypatch, small_matrices_move, way):
     """Freed after use, reloaded, with the text encoder streamed, with one layer of the transformer,
@@ -146,7 +148,7 @@ def test_every_way_makes_the_same_clip(tiny, monkeypatch, small_matrices_move, w
     assert ("text-encoder" in held, "transformer" in held) == (False, way == 1)
 
 
-@pytest.mark.parametrize("preset", ("tiny-2.3", "tiny-2.5"))
+@pytest.mark.parametrize("preset", ("tiny-2.3", pytest.param("tiny-2.5", marks=pytest.mark.long)))
 def test_a_late_read_would_show(tiny, monkeypatch, small_matrices_move, preset):
     """Slots are filled with NaN as soon as the next layer is begun, so that nothing may read them
     after that."""

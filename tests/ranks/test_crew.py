@@ -22,6 +22,7 @@ from ltx2rt.atomic_file import partial_path
 from ltx2rt.ranks.crew import Crew
 
 
+@pytest.mark.long
 def test_ranks_with_other_arguments_are_told_apart_before_any_collective(flags, tmp_path):
     words = ["-m", "ltx2rt", *flags("--seed", 7)]
     ended = [run.end() for run in by_hand(words, [*words[:-1], "8"])]
@@ -61,6 +62,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.long
 def test_ranks_of_other_versions_are_told_apart(flags, tmp_path):
     script = written(tmp_path, OTHER_VERSION)
     ended = [run.end() for run in by_hand([str(script), *flags()])]
@@ -87,7 +89,7 @@ def test_no_failure_has_status_0_whatever_stands_in_the_store(found, status):
     "victim,number,status,message",
     [
         pytest.param(1, signal.SIGKILL, 1, "rank 1 was ended by SIGKILL", marks=pytest.mark.slow),
-        (0, signal.SIGKILL, 1, "rank 0 was ended by SIGKILL"),
+        pytest.param(0, signal.SIGKILL, 1, "rank 0 was ended by SIGKILL", marks=pytest.mark.long),
         (None, signal.SIGINT, 130, "interrupted"),
         pytest.param(1, signal.SIGHUP, 1, "rank 1 was ended by SIGHUP", marks=pytest.mark.slow),
         pytest.param(0, signal.SIGINT, 1, "rank 0 was ended by SIGINT", marks=pytest.mark.slow),
@@ -111,6 +113,7 @@ def test_a_death_in_a_step_ends_all(flags, tmp_path, victim, number, status, mes
     assert len(errors) == (message is not None) and (message is None or message in errors[0])
 
 
+@pytest.mark.long
 def test_an_exception_on_one_rank_is_shown_once_with_its_rank(flags, tmp_path):
     script = written(tmp_path, BROKEN)
     ended = [run.end() for run in by_hand([str(script), "raise", *flags("--num-frames", 161)])]
@@ -146,6 +149,7 @@ def test_a_rank_whose_terminal_is_closed_leaves_nothing(flags, tmp_path):
     assert other.end()[0] == 1 and list(tmp_path.iterdir()) == [script]
 
 
+@pytest.mark.long
 def test_a_death_while_loading_ends_all(flags, tmp_path):
     """Rank 0 has its weights and waits for rank 1 in the first collective."""
     script = written(tmp_path, LOADING)

@@ -25,6 +25,7 @@ ON_HOSTS = (
 )
 
 
+@pytest.mark.long
 def test_two_hosts_give_the_clip_of_one_torch_device_once(flags, command, tmp_path):
     """On the mesh that the profile means for all their devices."""
     from safetensors.numpy import load_file
@@ -59,6 +60,7 @@ def test_two_hosts_give_the_clip_of_one_torch_device_once(flags, command, tmp_pa
         )  # float32, sums in another order; reached: 1.1e-6
 
 
+@pytest.mark.long
 def test_hosts_that_cannot_work_together_are_told_once(flags, tmp_path):
     for first, second, message in (
         (
@@ -107,6 +109,7 @@ def test_an_exception_on_one_host_ends_all(flags, tmp_path):
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dies", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_host_process_that_dies_ends_all(flags, tmp_path, dies):
     """Process 0 holds the store; JAX aborts the others as soon as it is gone."""

@@ -18,6 +18,7 @@ from ltx2rt.stages.tiling import blend_tiles, plan_tiles, tile_latents
 from ltx2rt.weights.checkpoint import open_checkpoint
 
 
+@pytest.mark.long
 def test_two_ranks_give_one_clip_and_tiles_decode_as_on_one_device(flags, model, tmp_path):
     """Three tiles: ranks 0, 1, 0. The frames are one device's bit by bit, given the same latent."""
     latents = tmp_path / "latents.safetensors"
@@ -75,6 +76,7 @@ def test_torchrun_does_the_same_as_num_gpus(flags, tmp_path):
     assert (tmp_path / "clip.mp4").read_bytes() == first
 
 
+@pytest.mark.long
 def test_probe_under_ranks_writes_once(model, tmp_path):
     from safetensors.numpy import load_file, save_file
 
@@ -128,6 +130,7 @@ def test_compiled_blocks_hold_their_collectives(flags, tmp_path):
     assert json.loads(report.read_text())["warmup_s"] > 0
 
 
+@pytest.mark.long
 def test_input_that_every_rank_refuses_is_refused_once(flags, tmp_path):
     for more, message in (
         (("--width", 100), "the nearest are 64 and 128"),

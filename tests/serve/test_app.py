@@ -1168,6 +1168,7 @@ def test_a_stream_of_a_job_that_is_cancelled_ends(server, fragments):
     assert error_of(server.http.get(f"/v1/videos/{id}/stream"), 409)["code"] == "not_ready"
 
 
+@pytest.mark.long
 def test_a_finished_video_is_extended(server, tmp_path):
     id = server.add("1:0")
     server.until(id)

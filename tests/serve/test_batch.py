@@ -136,6 +136,7 @@ def test_what_is_done_is_not_made_again_what_changed_or_failed_is(batch):
     assert (output / "j3.mp4").read_text().split()[1] == seeds[3]  # drawn from the job itself
 
 
+@pytest.mark.long
 def test_shards_share_the_jobs(batch):
     lines = [job(n) for n in range(9)]
     for number in (1, 2):

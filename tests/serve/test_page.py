@@ -231,6 +231,7 @@ def test_jobs_are_cancelled_by_keyboard_and_survive_a_reload(server, page, brows
     second.close()
 
 
+@pytest.mark.long
 def test_a_server_that_comes_back_is_found_again(start, page):
     server = start()
     page.goto(server.url)
@@ -271,6 +272,7 @@ def test_a_narrow_page_with_many_jobs_and_a_label_for_everything(server, page):
         page.screenshot(path=str(Path(PICTURES) / "narrow.png"))
 
 
+@pytest.mark.long
 def test_a_token_is_asked_for_once(start, page, tmp_path):
     (tmp_path / "tokens").write_text("ann ann-token-0123456789\n")
     server = start("--token-file", tmp_path / "tokens")

@@ -12,6 +12,7 @@ from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
 
 
+@pytest.mark.long
 def test_a_picture_looks_like_what_was_encoded(tiny):
     session = open_session(
         ModelOptions(model=tiny("tiny-2.3", "official"), backend="cuda", device="cpu")

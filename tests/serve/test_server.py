@@ -130,6 +130,7 @@ def test_a_server_that_is_told_to_stop_drains(start):
     assert after.until(waits)["status"] == "completed"
 
 
+@pytest.mark.long
 def test_a_second_signal_stops_at_once_and_the_job_runs_later(start):
     server = start()
     running = server.add("400:0.01")
@@ -262,6 +263,7 @@ def test_memory_stays_flat(start):
     assert files.max() - files.min() <= 8 and threads.max() - threads.min() <= 4, (files, threads)
 
 
+@pytest.mark.long
 def test_fifty_jobs_without_memory_leave_the_server_as_it_was(start):
     """Two of them cost their replica, too."""
     server, seen = start(), []
@@ -331,6 +333,7 @@ def test_files_of_others_stay_and_a_folder_without_its_queue_is_refused(start):
     assert all((server.data / place / "thesis.pdf").exists() for place in ("in", "out"))
 
 
+@pytest.mark.long
 def test_a_queue_may_be_on_another_disk_than_the_clips(start, tmp_path):
     queue = tmp_path / "here" / "queue.db"
     with pytest.raises(AssertionError, match=r"--queue: .*queue\.db cannot be written"):

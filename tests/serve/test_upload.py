@@ -37,6 +37,7 @@ def test_what_no_worker_could_read_is_refused(data, words):
     assert str(refused.value).startswith(f"images: {words}") and "tmp" not in str(refused.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 def test_the_largest_image_fits_the_memory_of_its_process(kind):
     """With a profile to convert and a rotation; WebP takes the most, 0.87 of 1 GiB."""

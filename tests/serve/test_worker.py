@@ -59,6 +59,7 @@ class Worker:
         return seen
 
 
+@pytest.mark.long
 def test_a_worker_makes_the_clips_of_the_command_line_until_its_input_ends(tiny, tmp_path):
     model = tiny("tiny-2.3", "official")
     worker = Worker(model, "--warm", "64x64x9:one-stage")
@@ -332,6 +333,7 @@ def test_a_cancel_while_it_decodes_takes_one_tile_more_at_most(session, tmp_path
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [4, pytest.param(50, marks=pytest.mark.slow)])
 def test_out_of_memory_again_and_again_leaves_nothing_behind(session, tmp_path, monkeypatch, count):
     """Neither tensors nor open files nor memory, wherever it happens."""

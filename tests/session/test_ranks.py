@@ -48,6 +48,7 @@ with open(f"{folder}/{rank}.json", "w") as file:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "backend,mesh",
     [("cuda", "tensor=2"), pytest.param("tpu", "sequence=2,tensor=2", marks=pytest.mark.slow)],

@@ -184,6 +184,7 @@ def test_a_lora_that_is_replaced_is_never_taken_for_the_planned_one(model, user_
         np.testing.assert_array_equal(made(opened).frames, before.frames)
 
 
+@pytest.mark.long
 @JAX_IS_SLOW
 def test_sets_that_do_not_fit_are_let_go_least_recently_used_first(session, user_lora):
     resident = session.resident
@@ -228,6 +229,7 @@ def test_what_recorded_steps_keep_is_let_go_before_weights(model, monkeypatch):
         assert made(opened).report["loaded_bytes"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_weights_that_come_back_wait_in_the_host(backend, model, monkeypatch, capsys):
     """What a second request reads again, a third finds in the host's memory; on a CPU, where that
@@ -269,6 +271,7 @@ def _counted(opened, places):
     return clip
 
 
+@pytest.mark.long
 def test_a_host_with_room_for_one_set_keeps_one_and_does_not_trade_it(
     model, user_lora, monkeypatch
 ):
@@ -312,6 +315,7 @@ def _plan(resident):
     )
 
 
+@pytest.mark.long
 @JAX_IS_SLOW
 def test_programs_of_rarely_used_shapes_are_let_go(session, monkeypatch):
     monkeypatch.setattr(sessions, "MAX_PROGRAMS", 10)

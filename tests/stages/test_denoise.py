@@ -226,7 +226,7 @@ def noise_of(latents: dict) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.long), "2.3"])
 def test_text_to_video_equals_diffusers(generation, tiny, generate, monkeypatch):
     from diffusers import LTX2Pipeline
 
@@ -241,7 +241,10 @@ def test_text_to_video_equals_diffusers(generation, tiny, generate, monkeypatch)
     assert_close(found, expected)
 
 
-@pytest.mark.parametrize("generation,strengths", [("2.0", (1.0, 1.0)), ("2.3", (0.8, 0.6))])
+@pytest.mark.parametrize(
+    "generation,strengths",
+    [pytest.param("2.0", (1.0, 1.0), marks=pytest.mark.long), ("2.3", (0.8, 0.6))],
+)
 def test_image_to_video_equals_diffusers(
     generation, strengths, tiny, generate, images, monkeypatch
 ):

@@ -153,6 +153,7 @@ def test_the_answer_is_cleaned(raw, expected):
     assert cleaned(raw) == expected
 
 
+@pytest.mark.long
 def test_the_same_seed_writes_the_same_text(folder, images, short):
     checkpoint = open_checkpoint(folder)
     state = torch.get_rng_state(), np.random.get_state()[1].copy()

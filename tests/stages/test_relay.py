@@ -104,7 +104,7 @@ class Biased:
         return self.module(video, audio, video_context, audio_context, *args, **masks, **kwargs)
 
 
-@pytest.mark.parametrize("guided", [True, False])
+@pytest.mark.parametrize("guided", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_every_step_is_the_formula_over_diffusers(sessions, folder, guided):
     """On both backends; the negative branch has no bias."""
     neutral = {

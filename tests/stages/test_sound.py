@@ -210,6 +210,7 @@ def session(request, tiny):
     opened.close()
 
 
+@pytest.mark.long
 def test_another_duration_builds_nothing(session):
     seen = []
 

@@ -69,6 +69,7 @@ def agree(found: Path, expected: Path) -> None:
         assert relative_l2(*whole) <= CLOSE, kind
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "batch"),
     [
@@ -87,6 +88,7 @@ def test_processes_of_pytorch_are_one_device(training, alone, tmp_path, flags, b
     agree(output, alone)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mesh", ["data=2", pytest.param("sequence=2,tensor=2", marks=pytest.mark.slow)]
 )
@@ -128,6 +130,7 @@ def test_processes_that_are_asked_to_end_finish_the_step(training, tmp_path, num
     assert f"stopped after step {int(state.name) - 1}; the same command continues" in err
 
 
+@pytest.mark.long
 def test_processes_that_read_other_data_are_refused(training, cache, tmp_path):
     other = tmp_path / "cache"
     other.mkdir()

@@ -97,6 +97,7 @@ def test_values_are_read_and_refused():
             parse(text)
 
 
+@pytest.mark.long
 def test_a_run_of_many_flags_and_its_configuration(model, cache, tmp_path, capsys):
     first, again = tmp_path / "first", tmp_path / "again"
     more = {
@@ -194,6 +195,7 @@ def test_a_run_that_begins_with_a_lora(model, cache, tmp_path, capsys):
     assert "which --targets leave out" in line
 
 
+@pytest.mark.long
 def test_several_caches_and_kinds_of_clips(model, cache, tmp_path, capsys):
     """Silent and longer clips beside those with sound: batches are of one kind, shares are drawn."""
     clips = write_clips(tmp_path / "clips", 2, sound=False, frames=17)

@@ -80,6 +80,7 @@ def test_what_masks_and_rectangles_leave_is_generated(model, referenced):
     assert run.feeds(run.drawn(0, 0))["video_noised"].tolist() == [[0, 0, 1, 1] * 2]
 
 
+@pytest.mark.long
 def test_an_ic_lora_in_all_formats_and_in_generate(model, referenced, tmp_path, capsys):
     output = tmp_path / "run"
     prompts = tmp_path / "prompts.jsonl"

@@ -38,7 +38,7 @@ def factors():
     return found
 
 
-@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+@pytest.mark.parametrize("backend", ["cuda", pytest.param("tpu", marks=pytest.mark.long)])
 def test_losses_and_gradients(backend, probe, factors, tmp_path):  # noqa: F811
     x, lora = step_inputs(), write_lora(tmp_path / "lora.safetensors", factors)
     found = probe("2.3", "train-step", x, "--lora", lora, backend=backend)

@@ -34,7 +34,7 @@ def smaller():
     return local, inputs
 
 
-@pytest.mark.parametrize("kind", ["cuda", "tpu"])
+@pytest.mark.parametrize("kind", ["cuda", pytest.param("tpu", marks=pytest.mark.long)])
 def test_batches_of_two_sizes_share_parameters_and_their_average(kind):
     backend, graph, (other, inputs) = get_backend(kind, "cpu", {}), placed("2.3", {}), smaller()
     weights = backend.load([graph], ArraySource(parameters("2.3")))

@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pytest
 from train.test_run import refused
 from train_runs import options, run_train
 
@@ -11,6 +12,7 @@ from ltx2rt.media.video import read_frames
 from ltx2rt.train.state import read_state, states
 
 
+@pytest.mark.long
 def test_validation_clips(model, cache, tmp_path):
     plain, watched, file = tmp_path / "plain", tmp_path / "watched", tmp_path / "prompts.jsonl"
     lines = [

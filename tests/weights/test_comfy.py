@@ -336,6 +336,7 @@ def test_its_tokenizer_is_beside_it_or_elsewhere_or_the_refusal_says_where_to_pu
     assert inspect_path(texts / "gemma_3_12B_it.safetensors")["missing"] == []
 
 
+@pytest.mark.long
 def test_a_run_with_it_is_that_with_the_folder(single, generate):
     comfy, folder = single
     place(folder / "tokenizer.json", comfy / "models" / "text_encoders")

@@ -766,6 +766,7 @@ def test_gemma_in_llama_cpps_layout_is_read_under_canonical_names(gemmas):
     assert "Q8_0" in format_inspection(found)
 
 
+@pytest.mark.long
 def test_a_run_with_both_files_in_gguf_is_that_of_the_decoded_ones(apart, gemmas, generate):
     both = [
         ("cuda", folder, *FLAGS, "--text-encoder", gemma)

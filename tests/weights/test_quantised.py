@@ -321,6 +321,7 @@ def test_a_lora_on_float8_is_added_in_float32_and_quantised_anew(kind, three_blo
     np.testing.assert_array_equal(backend.to_host(found), exact.astype(BF16).astype(np.float32))
 
 
+@pytest.mark.long
 def test_a_float8_checkpoint_runs_as_its_dequantised_copy_does(float8, tmp_path, generate, command):
     """Bit for bit; and kept as float8, to a clip that is another one."""
     checkpoint, file = open_checkpoint(float8), TensorFile(float8 / "tiny-2.3.safetensors")
