@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -304,87 +304,111 @@ def prepare(
     jobs, skipped = _jobs(read_clips(request.data, columns), request)
     for name, why in skipped.items():
         say(f"skipped: {why if name in why else f'{name}: {why}'}")
-    silent = [job.name for job in jobs if job.sound is None]
-    if request.audio == "required" and silent:
-        raise InputError(
-            f"--audio required: {len(silent)} clips have no sound, such as {silent[0]}; leave "
-            "them out"
-        )
+    sounding = _sounding(jobs, request)
     captions = _captions(session, request, jobs)
     _make_folders(request.output)
-    base, watch = model_digest(session.checkpoint), Stopwatch()
-    contexts = {caption: _digest("context", caption, base) for caption in {*captions.values(), ""}}
-    made: Counter[str] = Counter()
-
-    def fill(path: Path, make: Callable[[], Mapping[str, np.ndarray]], kind: str) -> None:
-        if request.force or not path.exists():
-            write_arrays(path, make())
-            made[kind] += 1
-
-    for caption, key in sorted(contexts.items()):
-        fill(
-            context_path(request.output, key),
-            lambda c=caption: _context(session, c, watch),
-            "captions",
-        )
-    keys, samples = [_digest("sample", job.made_from(), base) for job in jobs], []
-    held_out = _held_out(jobs, request.held_out)
-    for number, (job, key) in enumerate(zip(jobs, keys, strict=True), 1):
-        fill(sample_path(request.output, key), lambda j=job: _latents(session, j, watch), "clips")
-        has = {
-            "video": job.clip.video,
-            "audio": job.sound,
-            "reference": job.reference,
-            "mask": job.clip.mask,
-        }
-        grid = None
-        if job.reference:
-            g = job.reference_geometry(session)
-            grid = (g.frames, g.rows, g.columns)
-        caption = captions[job.name]
-        samples.append(
-            Sample(
-                job.name,
-                caption,
-                str(job.bucket),
-                str(job.fps),
-                tuple(kind for kind, there in has.items() if there),
-                key,
-                contexts[caption],
-                grid,
-                job.name in held_out,
-            )
-        )
+    cache = _Cache(session, request, model_digest(session.checkpoint))
+    contexts = cache.contexts({*captions.values(), ""})
+    held_out, samples = _held_out(jobs, request.held_out), []
+    for number, job in enumerate(jobs, 1):
+        key, caption = cache.latents(job), captions[job.name]
+        samples.append(_sample(session, job, caption, key, contexts[caption], job.name in held_out))
         if number % 10 == 0:
             say(f"{number} of {len(jobs)} clips")
-    head = {"model": base, "captions": len(contexts), "empty": contexts[""]}
-    head |= {"trigger": request.trigger, "reference_downscale": request.reference_downscale}
-    head |= {"reference_temporal_scale": request.reference_temporal_scale}
-    lines = [json.dumps(head), *(json.dumps(asdict(sample)) for sample in samples)]
-    with replacing(request.output / MANIFEST) as partial:
-        partial.write_text("\n".join(lines) + "\n")
-    sounding = [job for job in jobs if job.sound is not None]
+    cache.write_manifest(contexts, samples)
     seconds = sum(float(job.bucket.frames / job.fps) for job in sounding)
     say(
         f"{len(samples)} clips, {len(sounding)} of them with sound ({seconds:.0f} s); encoded "
-        f"{made['clips']} clips and {made['captions']} captions anew"
+        f"{cache.made['clips']} clips and {cache.made['captions']} captions anew"
     )
     return {
         "clips": len(samples),
         "with_sound": len(sounding),
         "sound_s": seconds,
         "captions": len(contexts),
-        "encoded_clips": made["clips"],
-        "encoded_captions": made["captions"],
+        "encoded_clips": cache.made["clips"],
+        "encoded_captions": cache.made["captions"],
         "buckets": dict(Counter(str(job.bucket) for job in jobs)),
         "held_out": sorted(held_out),
         "skipped": skipped,
-        "verified": [
-            str(_decoded(session, job, request.output, i, key, watch))
-            for i, (job, key) in enumerate(zip(jobs, keys, strict=True))
-            if i < request.verify
-        ],
+        "verified": cache.decoded(jobs, samples),
     }
+
+
+class _Cache:
+    """The folder that is filled. base: digest of the model; made: how many files of each kind were
+    not there."""
+
+    def __init__(self, session: Session, request: PrepareRequest, base: str):
+        self.session, self.request, self.base = session, request, base
+        self.path, self.watch, self.made = request.output, Stopwatch(), Counter[str]()
+
+    def contexts(self, captions: Collection[str]) -> dict[str, str]:
+        """The digest of every caption, whose context is then there."""
+        found = {caption: _digest("context", caption, self.base) for caption in captions}
+        for caption, key in sorted(found.items()):
+            path = context_path(self.path, key)
+            self._fill(path, lambda c=caption: _context(self.session, c, self.watch), "captions")
+        return found
+
+    def latents(self, job: Job) -> str:
+        """The digest of a piece, whose latents are then there."""
+        key = _digest("sample", job.made_from(), self.base)
+        path = sample_path(self.path, key)
+        self._fill(path, lambda: _latents(self.session, job, self.watch), "clips")
+        return key
+
+    def _fill(self, path: Path, make: Callable[[], Mapping[str, np.ndarray]], kind: str) -> None:
+        if self.request.force or not path.exists():
+            write_arrays(path, make())
+            self.made[kind] += 1
+
+    def write_manifest(self, contexts: Mapping[str, str], samples: Sequence[Sample]) -> None:
+        r = self.request
+        head = {"model": self.base, "captions": len(contexts), "empty": contexts[""]}
+        head |= {"trigger": r.trigger, "reference_downscale": r.reference_downscale}
+        head |= {"reference_temporal_scale": r.reference_temporal_scale}
+        lines = [json.dumps(head), *(json.dumps(asdict(sample)) for sample in samples)]
+        with replacing(self.path / MANIFEST) as partial:
+            partial.write_text("\n".join(lines) + "\n")
+
+    def decoded(self, jobs: Sequence[Job], samples: Sequence[Sample]) -> list[str]:
+        """Files of the first `--verify` samples as the model would show them."""
+        pairs = list(zip(jobs, samples, strict=True))[: self.request.verify]
+        return [
+            str(_decoded(self.session, job, self.path, i, sample.sample, self.watch))
+            for i, (job, sample) in enumerate(pairs)
+        ]
+
+
+def _sounding(jobs: Sequence[Job], request: PrepareRequest) -> list[Job]:
+    """Those with sound. Raises InputError if one has none where `--audio` requires it."""
+    silent = [job.name for job in jobs if job.sound is None]
+    if request.audio == "required" and silent:
+        raise InputError(
+            f"--audio required: {len(silent)} clips have no sound, such as {silent[0]}; leave "
+            "them out"
+        )
+    return [job for job in jobs if job.sound is not None]
+
+
+def _sample(
+    session: Session, job: Job, caption: str, key: str, context: str, held_out: bool
+) -> Sample:
+    """The manifest's line of a piece."""
+    has = {
+        "video": job.clip.video,
+        "audio": job.sound,
+        "reference": job.reference,
+        "mask": job.clip.mask,
+    }
+    streams, grid = tuple(kind for kind, there in has.items() if there), None
+    if job.reference:
+        g = job.reference_geometry(session)
+        grid = (g.frames, g.rows, g.columns)
+    return Sample(
+        job.name, caption, str(job.bucket), str(job.fps), streams, key, context, grid, held_out
+    )
 
 
 def _held_out(jobs: Sequence[Job], share: float) -> set[str]:

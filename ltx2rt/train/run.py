@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import product
@@ -94,6 +94,47 @@ class Item:
     @property
     def kind(self) -> Kind:
         return Kind(self.sample.bucket, self.sample.fps, self.sample.reference)
+
+
+@dataclass
+class Tally:
+    """What a run counts over its steps. updates: those of the optimiser; running: mean losses by
+    stream; silent: steps in a row without a gradient, by group; broken: steps in a row whose
+    gradient was not finite."""
+
+    updates: int
+    running: dict[str, float]
+    silent: Counter[str] = field(default_factory=Counter)
+    broken: int = 0
+
+    def add(self, losses: Mapping[str, np.ndarray], norms: Mapping[str, float]) -> None:
+        """norms: squares, by group."""
+        for name, loss in losses.items():
+            if loss.size and np.isfinite(loss).all():
+                mean = float(loss.mean())
+                self.running[name] = BALANCE * self.running.get(name, mean) + (1 - BALANCE) * mean
+        fine = math.isfinite(sum(norms.values()))
+        self.updates += fine
+        self.broken = 0 if fine else self.broken + 1
+        for group, norm in norms.items():
+            stream = STREAM_OF[group]
+            had = stream == "cross" or (stream in losses and losses[stream].size)
+            self.silent[group] = self.silent[group] + 1 if norm == 0 and had else 0
+
+    def require_health(self, row: Mapping[str, Any]) -> None:
+        """Raises InputError where no gradient was finite for long, or a group has had none although
+        its stream had data. row: the metrics of the latest step."""
+        if self.broken == NOT_FINITE:
+            raise InputError(
+                f"step {row['step']}: {self.broken} steps without a finite gradient, last of "
+                f"{row['samples']}; lower --lr"
+            )
+        if group := next((g for g, steps in self.silent.items() if steps == NO_GRADIENT), None):
+            others = " ".join(name for name in self.silent if name != group)
+            raise InputError(
+                f"--targets: no gradient has reached {group} for {NO_GRADIENT} steps: the model "
+                f"does not use it here; pass --targets {others or 'with other groups'}"
+            )
 
 
 class Run:
@@ -512,7 +553,7 @@ class Run:
         stopped: Sequence[Any],
     ) -> Path:
         r, main, agree = self.request, self.session.backend.is_main, self.session.backend.agree
-        assert r.steps is not None and r.lr is not None
+        assert r.steps is not None
         begun = states(r.output)
         about, arrays = read_state(begun[-1]) if begun else ({}, {})
         if begun:
@@ -521,9 +562,8 @@ class Run:
         if begun:
             trainer.restore(arrays, about["updates"])
             say(f"continues at step {first}")
-        updates, silent, broken = about.get("updates", 0), Counter[str](), 0
+        tally = Tally(about.get("updates", 0), dict(about.get("running", {})))
         rows = kept_metrics(r.output, first) if main else []
-        running = dict(about.get("running", {}))
         if main:
             write_configuration(r.output, self._configuration())
         board = Board(r.tensorboard) if main and r.tensorboard else None
@@ -532,28 +572,8 @@ class Run:
             if not first:
                 self._validated(trainer, 0)
             for step in range(first, r.steps):
-                began = time.perf_counter()
-                weights = self._weights(running)
-                losses, levels, names = self._accumulated(trainer, step, weights)
-                for name, loss in losses.items():
-                    if loss.size and np.isfinite(loss).all():
-                        mean = float(loss.mean())
-                        running[name] = BALANCE * running.get(name, mean) + (1 - BALANCE) * mean
-                waited = time.perf_counter()
-                now = rate(r.lr, step, r.steps, r.schedule, r.warmup)
-                norms = _by_group(trainer.update(now))
-                row = {"step": step, "lr": now, **_summary(losses, levels)}
-                row |= self._norms_row(norms) | {"samples": names}
-                row["seconds"] = time.perf_counter() - began
-                row["update_seconds"] = time.perf_counter() - waited
-                fine = math.isfinite(row["grad_norm"])
-                updates += fine
-                broken = 0 if fine else broken + 1
-                if not fine:
-                    row = {name: _finite(value) for name, value in row.items()}
+                row = self._stepped(trainer, step, tally)
                 ending = (step + 1) % r.save_every == 0 or step + 1 == r.steps
-                if r.audio_balance is not None:
-                    row["audio_weight"] = weights.get("audio_loss", 0.0)
                 if self.held_out and (ending or (step + 1) % r.validate_every == 0):
                     row |= {n: _finite(x) for n, x in self.held_out_losses(trainer).items()}
                 rows.append(row)
@@ -563,21 +583,34 @@ class Run:
                 if board:
                     board.write(row)
                 on_step(row)
-                if broken == NOT_FINITE:
-                    raise InputError(
-                        f"step {step}: {broken} steps without a finite gradient, last of {names}; "
-                        "lower --lr"
-                    )
-                self._require_gradients(norms, losses, silent)
+                tally.require_health(row)
                 last = agree(bool(stopped))
                 if ending or last:
-                    lora = self._save(trainer, step + 1, updates, running, rows)
+                    lora = self._save(trainer, step + 1, tally, rows)
                 if step + 1 == r.steps or (step + 1) % r.validate_every == 0:
                     self._validated(trainer, step + 1)
                 if last:
                     say(f"stopped after step {step}; the same command continues")
                     break
         return lora
+
+    def _stepped(self, trainer: Trainer, step: int, tally: Tally) -> dict[str, Any]:
+        """One step of the optimiser: its line of metrics, but for what is measured behind it."""
+        r, began = self.request, time.perf_counter()
+        assert r.steps is not None and r.lr is not None
+        weights = self._weights(tally.running)
+        losses, levels, names = self._accumulated(trainer, step, weights)
+        waited = time.perf_counter()
+        now = rate(r.lr, step, r.steps, r.schedule, r.warmup)
+        norms = _by_group(trainer.update(now))
+        tally.add(losses, norms)
+        row = {"step": step, "lr": now, **_summary(losses, levels)}
+        row |= self._norms_row(norms) | {"samples": names}
+        row["seconds"] = time.perf_counter() - began
+        row["update_seconds"] = time.perf_counter() - waited
+        if r.audio_balance is not None:
+            row["audio_weight"] = weights.get("audio_loss", 0.0)
+        return {name: _finite(value) for name, value in row.items()}
 
     def _validated(self, trainer: Trainer, step: int) -> None:
         """Clips with the LoRA as it is now. `validate` takes it as a file, which is then removed."""
@@ -631,36 +664,18 @@ class Run:
         )
         return joined, sigmas, names
 
-    def _require_gradients(
-        self, norms: Mapping[str, float], losses: Mapping[str, np.ndarray], silent: Counter[str]
-    ) -> None:
-        """Raise InputError if a group has had no gradient for long, although its stream had
-        data."""
-        for group, norm in norms.items():
-            had = STREAM_OF[group] == "cross" or (
-                STREAM_OF[group] in losses and losses[STREAM_OF[group]].size
-            )
-            silent[group] = silent[group] + 1 if norm == 0 and had else 0
-            if silent[group] == NO_GRADIENT:
-                others = " ".join(name for name in norms if name != group)
-                raise InputError(
-                    f"--targets: no gradient has reached {group} for {NO_GRADIENT} steps: the "
-                    f"model does not use it here; pass --targets {others or 'with other groups'}"
-                )
-
     def _save(
         self,
         trainer: Trainer,
         step: int,
-        updates: int,
-        running: Mapping[str, float],
+        tally: Tally,
         rows: list[dict[str, Any]],
     ) -> Path:
         """State, LoRA and its average, and picture."""
         r, arrays = self.request, trainer.state()
         path = r.output / f"lora-{step:06d}.safetensors"
         if self.session.backend.is_main:
-            about = {**self.about, "updates": updates, "running": running}
+            about = {**self.about, "updates": tally.updates, "running": tally.running}
             write_state(r.output, step, arrays, about, r.keep, r.keep_every)
             facts = described(self.about, step)
             write_lora(path, arrays["parameters"], self.step.scale, facts)
