@@ -41,6 +41,7 @@ class Flag:
     least, most, above: bounds that hold for every model; `above` itself is out of them.
     name: the flag, if it is not the field's name with dashes; a switch of a field that is True by
     default starts with `--no-`. keyword: a second name in the Python interface.
+    bare: the text that the flag stands for if no value follows it; in Python, True.
     """
 
     help: str
@@ -55,6 +56,7 @@ class Flag:
     split: bool = False
     name: str | None = None
     keyword: str | None = None
+    bare: str | None = None
 
     def admits(self, number: float | Fraction) -> bool:
         """Whether the number is finite and within the bounds."""
@@ -133,20 +135,36 @@ def add_flags(
         if name in left_out:
             continue
         f = found[name]
-        how: Flag = f.metadata["flag"]
         default = defaults.get(name, f.default)
         required = default is MISSING and f.default_factory is MISSING
-        words: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "required": required}
-        words["help"] = argparse.SUPPRESS if hidden else _help(how, default, required)
-        if how.parse is bool:
-            words["action"] = "store_false" if default is True else "store_true"
-        else:
-            words["metavar"] = _metavar(how)
-        if isinstance(how.metavar, tuple):
-            words["nargs"] = len(how.metavar)
-        elif how.repeat:
-            words |= {"nargs": "+", "action": "extend"}
-        titled.get(how.group, parser).add_argument(spelling(f), **words)
+        to = titled.get(f.metadata["flag"].group, parser)
+        add_flag(to, f, default=default, required=required, hidden=hidden)
+
+
+def add_flag(
+    to: Any,
+    f: Field,
+    *,
+    default: Any = None,
+    required: bool = False,
+    hidden: bool = False,
+    **how: Any,
+) -> None:
+    """Add the flag of one field to a parser or a group. how: more for `add_argument`."""
+    own: Flag = f.metadata["flag"]
+    words: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS, "required": required}
+    words["help"] = argparse.SUPPRESS if hidden else _help(own, default, required)
+    if own.parse is bool:
+        words["action"] = "store_false" if default is True else "store_true"
+    else:
+        words["metavar"] = _metavar(own)
+    if isinstance(own.metavar, tuple):
+        words["nargs"] = len(own.metavar)
+    elif own.repeat:
+        words |= {"nargs": "+", "action": "extend"}
+    elif own.bare is not None:
+        words |= {"nargs": "?", "const": own.bare}
+    to.add_argument(spelling(f), **words | how)
 
 
 def groups(parser: Any) -> dict[str | None, Any]:
@@ -221,6 +239,7 @@ def _one(f: Field, value: Any) -> Any:
     if value is None and f.default is None:
         return None
     parse: Any = how.parse
+    value = how.bare if value is True and how.bare is not None else value
     is_switch = type(value).__name__ in ("bool", "bool_")  # numpy's, too
     try:
         if value is None or (parse is bool) != is_switch:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.atomic_file import check_outputs, replacing
-from ltx2rt.commands.options import model_options, pipeline_flags, run_flags
+from ltx2rt.commands.options import model_options, pipeline_flags, read_prompts, run_flags
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, check_bounds, flag, flagged, given_flags
 from ltx2rt.notes import note
@@ -21,7 +21,6 @@ from ltx2rt.pipelines.request import MAX_STEPS
 from ltx2rt.pipelines.step_plans import FIELDS
 from ltx2rt.run.plan import prepared, resolved_stages
 from ltx2rt.session.open import located, open_session
-from ltx2rt.session.options import existing_file
 from ltx2rt.weights.part_table import wanted_by
 
 EXAMPLE = """\
@@ -31,10 +30,10 @@ example:
 """
 UNREAD = (  # flags of one clip, which have no meaning here
     "prompt", "enhance_prompt", "enhance_seed", "enhanced_prompt", "noise_in", "num_videos",
-    "segments", "length", "segment_prompts",
+    "segments", "segment_frames", "length", "segment_prompts",
 )  # fmt: skip
 SEED = 0  # seed of the first prompt
-MAX_PROMPTS, MAX_PROMPT_BYTES = 1000, 2**20
+MAX_PROMPTS = 1000
 PROMPTS = (  # speech, music, impacts, moving cameras, faces, still scenes: in both halves
     "A woman looks into the camera and says: good evening, and welcome to the show.",
     "A drummer plays a fast solo on a small stage under red light.",
@@ -86,18 +85,11 @@ def flags(to: Any) -> None:
     to.epilog = EXAMPLE
 
 
-def read_prompts(path: Path | None) -> tuple[str, ...]:
+def different_prompts(path: Path | None) -> tuple[str, ...]:
     """Raises InputError unless the file has two prompts or more."""
     if path is None:
         return PROMPTS
-    existing_file("--prompts", path)
-    if path.stat().st_size > MAX_PROMPT_BYTES:
-        raise InputError(f"--prompts: {path} has more than {MAX_PROMPT_BYTES} bytes")
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--prompts: {path} is no text in UTF-8 ({error})") from None
-    found = tuple(dict.fromkeys(line.strip() for line in lines if line.strip()))
+    found = tuple(dict.fromkeys(read_prompts(path)))
     if not 2 <= len(found) <= MAX_PROMPTS:
         raise InputError(
             f"--prompts: {path} has {len(found)} different prompts, expected 2 to {MAX_PROMPTS}"
@@ -113,7 +105,7 @@ def main(args: argparse.Namespace) -> None:
         raise InputError(
             f"--pipeline: {type_.name} has no guided stage whose steps can be left out"
         )
-    prompts = read_prompts(own.prompts)
+    prompts = different_prompts(own.prompts)
     request: Any = type_(**({"seed": SEED} | given_flags(args, type_)), prompt=prompts[0])
     options = located(options, wanted_by(type_))
     # A plan that any schedule has: pipelines without plans refuse it here.

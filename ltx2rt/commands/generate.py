@@ -24,11 +24,12 @@ from ltx2rt.backend import get_factory, keep_compiled
 from ltx2rt.commands.options import (
     model_options,
     pipeline_flags,
+    read_prompts,
     run_flags,
     start_ranks,
 )
 from ltx2rt.errors import InputError
-from ltx2rt.flags import add_flags, flagged, given_flags, spelling
+from ltx2rt.flags import add_flag, add_flags, flagged, given_flags, groups, spelling
 from ltx2rt.graph.encodings import QUANTISED
 from ltx2rt.media.output import check_streams
 from ltx2rt.notes import note
@@ -135,7 +136,16 @@ def _announce(session: Session, plan: Plan) -> None:
 def flags(to: Any) -> None:
     run_flags(to)
     add_flags(to, Files)
-    shown = pipeline_flags(to)
+    texts = groups(to)["clip"].add_mutually_exclusive_group(required=True)
+    shown = pipeline_flags(to, but=("prompt",))
+    add_flag(texts, flagged(shown)["prompt"], action="append")
+    texts.add_argument(
+        "--prompts",
+        type=Path,
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="text file with the prompt of each segment, one a line; as --prompt given several times",
+    )
     lines = "\n  ".join(examples(shown))
     to.epilog = f"examples:\n  {lines}\n\n{COMPILED}"
 
@@ -150,9 +160,27 @@ def examples(type_: type[Request]) -> list[str]:
     return [*several, f"{plain} \\\n      {type_.example}"] if type_.example else several
 
 
+def texts(args: argparse.Namespace) -> dict[str, Any]:
+    """The clip's prompt, and those of its segments after the first. A clip of one has the last that
+    was given. Raises InputError."""
+    file = getattr(args, "prompts", None)
+    first, *rest = read_prompts(file) if file else args.prompt
+    if not (hasattr(args, "segments") or hasattr(args, "length")):
+        if file and rest:
+            raise InputError(
+                f"--prompts: {file} has {1 + len(rest)} prompts, and the clip is not made in "
+                "segments; give --segments or --length, or one line"
+            )
+        return {"prompt": [first, *rest][-1]}
+    if rest and hasattr(args, "segment_prompts"):
+        raise InputError("--segment-prompt: given beside several prompts; leave one of the two out")
+    return {"prompt": first} | ({"segment_prompts": rest} if rest else {})
+
+
 def asked(args: argparse.Namespace) -> tuple[ModelOptions, Request, Files]:
     """Raises InputError."""
     type_ = pipeline(args.pipeline)
+    spoken = argparse.Namespace(**vars(args) | texts(args))
     for name, given in (("segments", "--segments"), ("length", "--length")):
         if hasattr(args, name) and name not in flagged(type_):
             able = [kind for kind, other in pipelines().items() if name in flagged(other)]
@@ -160,7 +188,11 @@ def asked(args: argparse.Namespace) -> tuple[ModelOptions, Request, Files]:
                 f"{given}: the {type_.name} pipeline makes no clip in segments; leave it out, or "
                 f"choose one of {', '.join(able)}"
             )
-    return model_options(args), type_(**given_flags(args, type_)), Files(**given_flags(args, Files))
+    return (
+        model_options(args),
+        type_(**given_flags(spoken, type_)),
+        Files(**given_flags(args, Files)),
+    )
 
 
 def files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:

@@ -18,11 +18,12 @@ from ltx2rt.pipelines.request import Request
 from ltx2rt.ranks.start import start
 from ltx2rt.run.training import READ, Training
 from ltx2rt.session.open import located, with_mesh
-from ltx2rt.session.options import ModelOptions, parse_part
+from ltx2rt.session.options import ModelOptions, existing_file, parse_part
 from ltx2rt.train.data import Bucket
 from ltx2rt.train.request import TrainRequest
 
 PRESETS = ("tiny-2.0", "tiny-2.3", "tiny-2.5", "ltx-2.0", "ltx-2.3", "ltx-2.5")
+MAX_PROMPT_BYTES = 2**20
 PLACED = ("profile", "mesh", "weights_dtype")
 SIZED = ("width", "height", "num_frames")
 WORDS = (  # flags of a clip that decide what it shows and not what it costs
@@ -101,6 +102,20 @@ def pipeline_flags(to: Any, but: Sequence[str] = ()) -> type[Request]:
     add_flags(to, shown, but=but)
     add_flags(to, *known.values(), but=(*but, *flagged(shown)), hidden=True)
     return shown
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The lines of --prompts, empty ones left out. Raises InputError."""
+    existing_file("--prompts", path)
+    if path.stat().st_size > MAX_PROMPT_BYTES:
+        raise InputError(f"--prompts: {path} has more than {MAX_PROMPT_BYTES} bytes")
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--prompts: {path} is no text in UTF-8 ({error})") from None
+    if not (found := [line.strip() for line in lines if line.strip()]):
+        raise InputError(f"--prompts: {path} is empty; write a prompt on each line")
+    return found
 
 
 def json_flag(to: Any) -> None:

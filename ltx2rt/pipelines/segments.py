@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import ceil
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,14 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
 from ltx2rt.media.splice import Seam
 from ltx2rt.models.geometry import Geometry
-from ltx2rt.pipelines.request import DEFAULT_FRAMES, SEED_LIMIT, Loras, VideoRequest, check_step
+from ltx2rt.pipelines.request import (
+    DEFAULT_FRAMES,
+    MAX_FRAMES,
+    SEED_LIMIT,
+    Loras,
+    VideoRequest,
+    check_step,
+)
 from ltx2rt.pipelines.sound_following import SoundFollowing
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.clip_end import ends
@@ -40,20 +48,41 @@ from ltx2rt.stages.stage import Stage
 
 MAX_SEGMENTS = 1000
 MAX_LENGTH_S = 3600
+WHOLE = "whole"  # of --segments without a number: the clip has --num-frames
+
+
+def parse_segments(text: str | int) -> int | str:
+    """A number of segments, or `whole`."""
+    try:
+        return WHOLE if text == WHOLE else int(text) if isinstance(text, str) else index(text)
+    except (TypeError, ValueError):
+        raise InputError(
+            f"--segments: {str(text)[:80]!r}, expected a number of segments, or none"
+        ) from None
 
 
 @dataclass(frozen=True)
 class Segmented(SoundFollowing, VideoRequest):
     """parts_folder: where the segments are kept; those that are there are not made again."""
 
-    segments: int | None = flag(
+    segments: int | str | None = flag(
         None,
-        "number of segments of --num-frames each that the clip is made in, one continuing the "
-        "other",
-        int,
+        "make the clip in segments, one continuing the other: N of --num-frames each, or without "
+        "a number as many as --num-frames of the clip need",
+        parse_segments,
         group="clip",
+        metavar="N",
         least=2,
         most=MAX_SEGMENTS,
+        bare=WHOLE,
+    )
+    segment_frames: int | None = flag(
+        None,
+        f"number of frames of a segment, 8k+1, with --segments alone (default: {DEFAULT_FRAMES})",
+        int,
+        group="clip",
+        least=17,
+        most=MAX_FRAMES,
     )
     length: float | None = flag(
         None,
@@ -88,10 +117,10 @@ class Segmented(SoundFollowing, VideoRequest):
 
     @property
     def clip_frames(self) -> int:
-        if not self.in_segments or self.num_frames is None:
+        if not self.in_segments or self.num_frames is None or self.segments == WHOLE:
             return super().clip_frames
         if self.segments is not None:
-            return self.num_frames + (self.segments - 1) * (self.num_frames - self.overlap)
+            return self.num_frames + (int(self.segments) - 1) * (self.num_frames - self.overlap)
         step = 8  # frames of a latent, in every release
         return max(ceil((Fraction(self.length or 0) * self.fps - 1) / step), 0) * step + 1
 
@@ -120,6 +149,11 @@ class Segmented(SoundFollowing, VideoRequest):
         super().check()
         if self.segments is not None and self.length is not None:
             raise InputError("--length: given beside --segments; leave one of the two out")
+        if self.segment_frames is not None and self.segments != WHOLE:
+            raise InputError(
+                "--segment-frames: goes with --segments without a number, which makes a clip of "
+                "--num-frames; otherwise --num-frames says it"
+            )
         if not self.in_segments:
             if self.segment_prompts:
                 raise InputError("--segment-prompt: the clip has one segment; give --segments")
@@ -151,7 +185,33 @@ class Segmented(SoundFollowing, VideoRequest):
             return replace(self, num_frames=DEFAULT_FRAMES)
         return super()._lasting(model)
 
+    def _in_length(self: Any, model: ModelConfig) -> Any:
+        """The same clip by its length in seconds and by the frames of a segment."""
+        if self.num_frames is None:
+            raise InputError(
+                "--segments: without a number it makes a clip of --num-frames; give that, or the "
+                "number of segments"
+            )
+        size, step = self.segment_frames or DEFAULT_FRAMES, model.video_vae.time_factor
+        for name, value in (("--segment-frames", size), ("--num-frames", self.num_frames)):
+            check_step(name, value, step, 1, "frames", f"{step}*k + 1")
+        if self.num_frames <= size:
+            raise InputError(
+                f"--segments: {self.num_frames} frames are one segment of {size}; leave it out, or "
+                "give a smaller --segment-frames"
+            )
+        length = float((self.num_frames - 1) / self.fps)
+        if length > MAX_LENGTH_S:
+            raise InputError(
+                f"--num-frames: {self.num_frames} frames are {length:.0f} s, expected at most "
+                f"{MAX_LENGTH_S} s"
+            )
+        return replace(self, segments=None, segment_frames=None, num_frames=size, length=length)
+
     def resolved(self: Any, model: ModelConfig) -> Any:
+        if self.segments == WHOLE:
+            self.check()
+            self = self._in_length(model)
         full = super().resolved(model)
         if not self.in_segments:
             return full

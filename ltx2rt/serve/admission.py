@@ -35,6 +35,7 @@ from ltx2rt.pipelines.request import (
     parse_blocks,
     parse_fps,
 )
+from ltx2rt.pipelines.segments import parse_segments
 from ltx2rt.pipelines.step_plans import PlanFile, parse_interval, parse_step_plan
 from ltx2rt.run.plan import make_plan
 from ltx2rt.serve.refusal import Refusal, of_input, unknown
@@ -49,7 +50,7 @@ from ltx2rt.stages.relay import parse_span
 # Parsers of flags that name no file.
 OFFERED = (
     int, float, str, bool, parse_fps, parse_blocks, parse_interval, parse_step_plan, parse_span,
-    parse_pad, parse_nag,
+    parse_pad, parse_nag, parse_segments,
 )  # fmt: skip
 MAX_PROMPT, MAX_IMAGES, MAX_LORAS, MAX_METADATA, MAX_PRIORITY = 4000, 8, 8, 16, 9
 MAX_VIDEOS = 8  # limit for one request
@@ -490,6 +491,8 @@ def value(f: Field, given: Any) -> Any:
             most = f"{MAX_PROMPTS} texts of at most {MAX_PROMPT} characters"
             raise InputError(f"{name}: expected a list of at most {most}")
         return convert(f, given)
+    if f.metadata["flag"].bare is not None and given is True:
+        return f.metadata["flag"].bare
     if parse is bool:
         if str(given).lower() not in ("true", "false"):
             raise InputError(f"{name}: {str(given)[:80]!r}, expected true or false")
@@ -526,6 +529,7 @@ def schema(f: Field) -> dict[str, Any]:
         parse_fps: "number",
         parse_blocks: "array",
         parse_pad: "array",
+        parse_segments: "integer",
     }
     negated = how.name is not None and how.name.startswith("--no-")
     found = {"type": types.get(how.parse, "string"), "description": "" if negated else how.help}

@@ -17,7 +17,9 @@ import pytest
 from PIL import Image
 
 import ltx2rt
+from ltx2rt import cli
 from ltx2rt.atomic_file import NotWritten
+from ltx2rt.commands import generate
 from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import EXACT, whole_fragments, write_mp4
 from ltx2rt.media.sound import read_sound
@@ -438,3 +440,69 @@ def test_it_is_planned(command):
     )
     assert status == 0, err
     assert json.loads(out)
+
+
+def parsed(*words):
+    """The request of a command line."""
+    model = ("--backend", "cuda", "--model", "m", "--pipeline", "one-stage", "--output", "a.mp4")
+    words = [str(word) for word in ("generate", *model, *words)]
+    args = cli.parser().parse_args(words)
+    args.argv = words
+    return generate.asked(args)[1]
+
+
+def test_a_clip_is_asked_for_by_its_frames(opened):
+    config, size = opened.resident.config, {**SIZE, "num_frames": 57}
+    request = {"prompt": "a fox", **size, "segments": True, "segment_frames": 25}
+    found = make_request("one-stage", **request).resolved(config)
+    length = make_request("one-stage", **{**request, **SIZE, "segments": None, "length": 56 / 24,
+                                          "segment_frames": None}).resolved(config)  # fmt: skip
+    assert found == length and found.clip_frames == 57 and found.starts == (0, 16, 32)
+    assert found.resolved(config) == found  # as what a server keeps of it
+    for fps in ("24", "25", "29.97", "59.94", "7.3"):
+        for frames in (129, 729, 1441):
+            clip = make_request(
+                "one-stage", prompt="a", num_frames=frames, segments=True, fps=fps, seed=1
+            )
+            assert clip.resolved(config).clip_frames == frames, (fps, frames)
+    for more, message in (
+        ({"segments": 3}, "--segment-frames: goes with --segments without a number"),
+        ({"num_frames": None}, "--segments: without a number it makes a clip of --num-frames"),
+        ({"num_frames": 25}, "--segments: 25 frames are one segment of 25; leave it out"),
+        ({"num_frames": 58}, "--num-frames: 58, expected 8*k + 1; the nearest are 57 and 65"),
+        ({"num_frames": 100001}, "--num-frames: 100001 frames are 4167 s, expected at most 3600"),
+        ({"segment_frames": 26}, "--segment-frames: 26, expected 8*k + 1"),
+        ({"segments": "x"}, "--segments: 'x', expected a number of segments, or none"),
+        ({"segments": 2.5}, "--segments: '2.5', expected a number of segments, or none"),
+    ):
+        with pytest.raises(InputError) as refused:
+            make_request("one-stage", **{**request, **more}).resolved(config)
+        assert message in str(refused.value), more
+
+
+def test_prompts_of_segments(tmp_path):
+    file = tmp_path / "p.txt"
+    file.write_text("a fox\n\n  a hare \na deer\n")
+    for words in (
+        ("--prompt", "a fox", "--prompt", "a hare", "--prompt", "a deer"),
+        ("--prompts", file),
+        ("--prompt", "a fox", "--segment-prompt", "a hare", "a deer"),
+    ):
+        request = parsed("--segments", "--num-frames", 729, *words)
+        assert (request.prompt, request.segment_prompts) == ("a fox", ("a hare", "a deer"))
+        assert request.segments == "whole" and request.num_frames == 729
+    last = parsed("--prompt", "a fox", "--prompt", "a hare")  # of one clip the last counts
+    assert last.prompt == "a hare" and last.segment_prompts == ()
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n")
+    for words, message in (
+        (("--prompts", file), "has 3 prompts, and the clip is not made in segments"),
+        (("--prompts", empty, "--segments", 2), "empty.txt is empty; write a prompt on each line"),
+        (("--prompts", tmp_path, "--segments", 2), "--prompts: "),
+        (
+            ("--segments", 4, "--prompt", "a", "--prompt", "b", "--segment-prompt", "c"),
+            "--segment-prompt: given beside several prompts",
+        ),
+    ):
+        with pytest.raises(InputError, match=message):
+            parsed(*words)
