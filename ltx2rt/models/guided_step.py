@@ -37,6 +37,7 @@ from ltx2rt.models.modulation import Levels
 from ltx2rt.models.samplers import CARRIED, COEFFICIENTS, NOISY, advance
 from ltx2rt.models.transformer import (
     ForwardShape,
+    Stream,
     declare_context,
     declare_keyframes,
     declare_levels,
@@ -174,6 +175,186 @@ def _keeps(
     return keeps
 
 
+@dataclass(frozen=True)
+class _Given:
+    """What is given of one stream: latents (videos, tokens, C), clean ones (tokens, C), of one that
+    is not frozen its mask (tokens), the noise levels of its tokens, its context (B, text, C'), and
+    of a relay the bias of that context (B, tokens, text)."""
+
+    x: Term
+    clean: Term
+    mask: Term | None
+    levels: Levels
+    context: Term
+    relay: Term | None
+
+
+class _Step:
+    """The parts of one step: inputs are declared where they are read."""
+
+    def __init__(self, o: Ops, config: TransformerConfig, s: StepShape):
+        self.o, self.config, self.s = o, config, s
+        self.names = s.branches.names
+        self.present = [stream for stream in streams(config) if stream.name in s.streams]
+        self.made = [stream for stream in self.present if stream.name not in s.frozen]
+        pairs = o.input("sigmas", "float32", ends=2)
+        ends = range(2 if s.sampler == "euler" else 1)
+        self.ends = [o.at(pairs, axis="ends", index=i) for i in ends]
+
+    def branched(self, x: Term) -> Term:
+        """Every branch starts from the same."""
+        return self.o.expand(x, axis="branches", size=len(self.names), before=x.type.axes[0])
+
+    def batched(self, x: Term) -> Term:
+        """(branches, ...) or (branches, videos, ...) as the transformer's batch."""
+        if "videos" not in x.type.axes:
+            x = self.o.expand(x, axis="videos", size=self.s.videos, before=x.type.axes[1])
+        return self.o.merge(x, axes=("branches", "videos"), into="B")
+
+    def by_branch(self, rows: list[Term]) -> Term:
+        """Rows (1, ...) of the branches, each for all videos, as the transformer's batch."""
+        return self.batched(self.o.concat(*rows, axis="branches"))
+
+    def scales(self) -> dict[str, list[Term]]:
+        """The scales of guidance of each stream that is made, none of a step without guidance."""
+        o, found = self.o, {}
+        if len(self.names) > 1:
+            guidance = o.input("guidance", "float32", modalities=2, scales=4)
+            for stream in self.made:
+                row = o.at(guidance, axis="modalities", index=("video", "audio").index(stream.name))
+                found[stream.name] = [o.at(row, axis="scales", index=j) for j in range(4)]
+        if self.s.branches.unheard:
+            voice = o.input("voice", "float32", terms=1)
+            found["audio"].append(o.at(voice, axis="terms", index=0))
+        return found
+
+    def unheard(self) -> Term | None:
+        """Of a voice's guidance: the bias (B, audio_keys) by which its branch does not hear what is
+        beside the clip's own sound."""
+        if not self.s.branches.unheard:
+            return None
+        o = self.o
+        beside = o.input("audio_beside", "float32", audio_keys=self.s.audio_tokens)
+        off = o.expand(beside * HIDDEN, axis="branches", size=1, before="audio_keys")
+        on = o.full(0.0, "float32", branches=1, audio_keys=self.s.audio_tokens)
+        return self.by_branch([off if name == "unheard" else on for name in self.names])
+
+    def given(self, stream: Stream) -> _Given:
+        """The inputs of a stream."""
+        o, s, n, video = self.o, self.s, stream.name, stream.name == "video"
+        axes = {stream.tokens: s.video_tokens if video else s.audio_tokens}
+        shape = {**axes, "C": stream.channels}
+        if n in s.frozen:
+            clean = o.input(f"{n}_clean", "float32", **shape)
+            x = o.expand(clean, axis="videos", size=s.videos, before=stream.tokens)
+            levels = Levels(o.full(0.0, "float32", levels=1), None)
+            return _Given(x, clean, None, levels, self.context(stream), None)
+        x = o.input(f"{n}_latent", "float32", videos=s.videos, **shape)
+        clean = o.input(f"{n}_clean", "float32", **shape)
+        mask = o.input(f"{n}_mask", "float32", **axes)
+        own = declare_levels(o, n, s.video_levels if video else s.audio_levels, **axes)
+        levels = Levels(own.values * self.ends[0], own.index)
+        return _Given(x, clean, mask, levels, self.context(stream), self.relay(stream, axes))
+
+    def context(self, stream: Stream) -> Term:
+        """The text that each branch reads (B, text, C'): the negative one in the uncond branch; of
+        NAG both in a row."""
+        o, s = self.o, self.s
+        frozen = stream.name in s.frozen
+        moved = s.nag and stream.name == "video" and not frozen
+        count = 2 if moved or (s.branches.uncond and not frozen) else 1
+        both = declare_context(o, self.config, stream, contexts=count, text=s.text_tokens)
+        both = o.rename(both, names={"contexts": "branches"})
+        chosen = [int(name == "uncond" and count == 2) for name in self.names]
+        context = self.by_branch(
+            [o.slice(both, axis="branches", start=i, stop=i + 1) for i in chosen]
+        )
+        if not moved:
+            return context
+        negative = o.slice(both, axis="branches", start=1, stop=2)
+        return o.concat(context, self.by_branch([negative] * len(self.names)), axis="text")
+
+    def relay(self, stream: Stream, axes: dict[str, int]) -> Term | None:
+        """Of prompts by time: what is added to the scores of the positive text."""
+        o, n = self.o, stream.name
+        groups = self.s.relay[("video", "audio").index(n)]
+        if not groups:
+            return None
+        sizes = {"groups": groups, "text": self.s.text_tokens}
+        table = o.input(f"{n}_relay", "float32", **sizes)
+        table = o.expand(table, axis="branches", size=1, before="groups")
+        none = o.full(0.0, "float32", branches=1, **sizes)
+        index = o.input(f"{n}_group", "int32", **axes)
+        rows = [none if name == "uncond" else table for name in self.names]
+        return o.take(self.by_branch(rows), index, axis="groups")
+
+    def velocities(
+        self, given: dict[str, _Given], scales: dict[str, list[Term]], unheard: Term | None
+    ) -> dict[str, Term]:
+        """The transformer's velocity (branches, videos, tokens, C) of each stream."""
+        o, config, s = self.o, self.config, self.s
+        tokens = s.video_tokens, s.audio_tokens, s.text_tokens
+        batch = len(self.names) * s.videos
+        shape = ForwardShape(batch, *tokens, s.coordinates, streams=s.streams)
+        tables = declare_tables(o, config, shape)
+        bias = None
+        if s.masked:
+            sizes = {"tokens": s.video_tokens, "keys": s.video_tokens}
+            bias = mask_bias(o, o.input("video_attention_mask", "float32", **sizes))
+        keyframes = declare_keyframes(o, config, s.streams, tokens=s.video_tokens)
+        return transformer(
+            o, config,
+            latents={n: self.batched(self.branched(one.x)) for n, one in given.items()},
+            levels={n: one.levels for n, one in given.items()},
+            sigmas={n: o.full(0.0, "float32") if n in s.frozen else self.ends[0] for n in given},
+            contexts={n: one.context for n, one in given.items()},
+            tables=tables,
+            keeps=_keeps(o, config, self.names, scales, s),
+            bias=bias,
+            audio_bias=unheard,
+            keyframes=keyframes,
+            relays={n: one.relay for n, one in given.items() if one.relay is not None},
+            nag=o.input("nag", "float32", terms=3) if s.nag else None,
+            rule=s.rule,
+        )  # fmt: skip
+
+    def coefficients(self) -> list[Term]:
+        """Those of the sampler, computed by the host."""
+        count = COEFFICIENTS[self.s.sampler]
+        if not count:
+            return []
+        row = self.o.input("coefficients", "float32", terms=count)
+        return [self.o.at(row, axis="terms", index=i) for i in range(count)]
+
+    def guided(
+        self, stream: Stream, one: _Given, velocity: Term, scales: dict[str, list[Term]]
+    ) -> Term:
+        """x0 (videos, tokens, C) of a stream from the velocities (B, tokens, C) of all branches."""
+        assert one.mask is not None, "a stream that is made has a mask"
+        into = {"branches": len(self.names), "videos": self.s.videos}
+        v = self.o.split(velocity, axis="B", into=into)
+        x0 = self.branched(one.x) - v * (one.mask * self.ends[0])
+        if len(self.names) > 1:
+            x0 = _guide(self.o, x0, self.names, scales[stream.name], stream.tokens)
+        else:
+            x0 = self.o.at(x0, axis="branches", index=0)
+        return x0 * one.mask + one.clean * (1 - one.mask)
+
+    def advanced(
+        self, name: str, one: _Given, x0: Term, coefficients: list[Term]
+    ) -> dict[str, Term]:
+        """The sampler's next latents of a stream, and what it carries along."""
+        assert one.mask is not None, "a stream that is made has a mask"
+        o, sampler = self.o, self.s.sampler
+        more = [*CARRIED[sampler], *(["noise"] if sampler in NOISY else [])]
+        given = {key: o.input(f"{name}_{key}", "float32", **one.x.type.sizes) for key in more}
+        noise = given.pop("noise", None)
+        found = advance(
+            o, sampler, one.x, x0, one.clean, one.mask, self.ends, coefficients, noise, given, name
+        )  # fmt: skip
+        return {f"{name}_{key}": value for key, value in found.items()}
+
+
 def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
     """Inputs, for a modality m of the clip's, all float32 unless said:
 
@@ -192,130 +373,16 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
     """
 
     def model(o: Ops) -> dict[str, Term]:
-        names = s.branches.names
-        present = [stream for stream in streams(config) if stream.name in s.streams]
-        made = [stream for stream in present if stream.name not in s.frozen]
-
-        def branched(x: Term) -> Term:
-            """Every branch starts from the same."""
-            return o.expand(x, axis="branches", size=len(names), before=x.type.axes[0])
-
-        def batched(x: Term) -> Term:
-            """(branches, ...) or (branches, videos, ...) as the transformer's batch."""
-            if "videos" not in x.type.axes:
-                x = o.expand(x, axis="videos", size=s.videos, before=x.type.axes[1])
-            return o.merge(x, axes=("branches", "videos"), into="B")
-
-        pairs = o.input("sigmas", "float32", ends=2)
-        ends = [o.at(pairs, axis="ends", index=i) for i in range(2 if s.sampler == "euler" else 1)]
-        sigma = ends[0]
-        scales: dict[str, list[Term]] = {}
-        if len(names) > 1:
-            guidance = o.input("guidance", "float32", modalities=2, scales=4)
-            for stream in made:
-                row = o.at(guidance, axis="modalities", index=("video", "audio").index(stream.name))
-                scales[stream.name] = [o.at(row, axis="scales", index=j) for j in range(4)]
-        unheard = None
-        if s.branches.unheard:
-            scales["audio"].append(
-                o.at(o.input("voice", "float32", terms=1), axis="terms", index=0)
-            )
-            beside = o.input("audio_beside", "float32", audio_keys=s.audio_tokens)
-            off = o.expand(beside * HIDDEN, axis="branches", size=1, before="audio_keys")
-            on = o.full(0.0, "float32", branches=1, audio_keys=s.audio_tokens)
-            rows = [off if name == "unheard" else on for name in names]
-            unheard = batched(o.concat(*rows, axis="branches"))
-        x, clean, mask, levels, contexts, relays = {}, {}, {}, {}, {}, {}
-        for stream in present:
-            n, video, frozen = stream.name, stream.name == "video", stream not in made
-            axes = {stream.tokens: s.video_tokens if video else s.audio_tokens}
-            if not frozen:
-                x[n] = o.input(f"{n}_latent", "float32", videos=s.videos, **axes, C=stream.channels)
-            clean[n] = o.input(f"{n}_clean", "float32", **axes, C=stream.channels)
-            if frozen:
-                x[n] = o.expand(clean[n], axis="videos", size=s.videos, before=stream.tokens)
-                levels[n] = Levels(o.full(0.0, "float32", levels=1), None)
-            else:
-                mask[n] = o.input(f"{n}_mask", "float32", **axes)
-                own = declare_levels(o, n, s.video_levels if video else s.audio_levels, **axes)
-                levels[n] = Levels(own.values * sigma, own.index)
-            moved = s.nag and video and not frozen
-            count = 2 if moved or (s.branches.uncond and not frozen) else 1
-            context = declare_context(o, config, stream, contexts=count, text=s.text_tokens)
-            context = o.rename(context, names={"contexts": "branches"})
-            chosen = [int(name == "uncond" and count == 2) for name in names]
-            rows = [o.slice(context, axis="branches", start=i, stop=i + 1) for i in chosen]
-            contexts[n] = batched(o.concat(*rows, axis="branches"))
-            if moved:
-                other = o.slice(context, axis="branches", start=1, stop=2)
-                negative = batched(o.concat(*[other] * len(names), axis="branches"))
-                contexts[n] = o.concat(contexts[n], negative, axis="text")
-            if not frozen and (groups := s.relay[0 if video else 1]):
-                sizes = {"groups": groups, "text": s.text_tokens}
-                table = o.input(f"{n}_relay", "float32", **sizes)
-                table = o.expand(table, axis="branches", size=1, before="groups")
-                none = o.full(0.0, "float32", branches=1, **sizes)
-                own = [none if name == "uncond" else table for name in names]
-                index = o.input(f"{n}_group", "int32", **axes)
-                relays[n] = o.take(batched(o.concat(*own, axis="branches")), index, axis="groups")
-        batch = len(names) * s.videos
-        tables = declare_tables(
-            o,
-            config,
-            ForwardShape(
-                batch,
-                s.video_tokens,
-                s.audio_tokens,
-                s.text_tokens,
-                s.coordinates,
-                streams=s.streams,
-            ),
-        )
-        bias = None
-        if s.masked:
-            weights = o.input(
-                "video_attention_mask", "float32", tokens=s.video_tokens, keys=s.video_tokens
-            )
-            bias = mask_bias(o, weights)
-        keyframes = declare_keyframes(o, config, s.streams, tokens=s.video_tokens)
-        velocity = transformer(
-            o, config,
-            latents={n: batched(branched(x[n])) for n in x},
-            levels=levels,
-            sigmas={n: o.full(0.0, "float32") if n in s.frozen else sigma for n in x},
-            contexts=contexts,
-            tables=tables,
-            keeps=_keeps(o, config, names, scales, s),
-            bias=bias,
-            audio_bias=unheard,
-            keyframes=keyframes,
-            relays=relays,
-            nag=o.input("nag", "float32", terms=3) if s.nag else None,
-            rule=s.rule,
-        )  # fmt: skip
-        count = COEFFICIENTS[s.sampler]
-        row = o.input("coefficients", "float32", terms=count) if count else None
-        coefficients = (
-            [o.at(row, axis="terms", index=i) for i in range(count)] if row is not None else []
-        )
+        step = _Step(o, config, s)
+        scales, unheard = step.scales(), step.unheard()
+        given = {stream.name: step.given(stream) for stream in step.present}
+        velocity = step.velocities(given, scales, unheard)
+        coefficients = step.coefficients()
         latents, x0s = {}, {}
-        for stream in made:
-            n, tokens = stream.name, stream.tokens
-            v = o.split(velocity[n], axis="B", into={"branches": len(names), "videos": s.videos})
-            x0 = branched(x[n]) - v * (mask[n] * sigma)
-            x0 = (
-                _guide(o, x0, names, scales[n], tokens)
-                if len(names) > 1
-                else o.at(x0, axis="branches", index=0)
-            )
-            x0 = x0 * mask[n] + clean[n] * (1 - mask[n])
-            more = [*CARRIED[s.sampler], *(["noise"] if s.sampler in NOISY else [])]
-            given = {name: o.input(f"{n}_{name}", "float32", **x[n].type.sizes) for name in more}
-            noise = given.pop("noise", None)
-            found = advance(
-                o, s.sampler, x[n], x0, clean[n], mask[n], ends, coefficients, noise, given, n
-            )
-            latents |= {f"{n}_{name}": value for name, value in found.items()}
+        for stream in step.made:
+            n, one = stream.name, given[stream.name]
+            x0 = step.guided(stream, one, velocity[n], scales)
+            latents |= step.advanced(n, one, x0, coefficients)
             x0s[f"{n}_x0"] = x0
         return latents | x0s
 
