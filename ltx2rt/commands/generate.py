@@ -46,7 +46,14 @@ from ltx2rt.run.plan import (
 )
 from ltx2rt.run.recording import recording
 from ltx2rt.run.run import produce, timed
-from ltx2rt.run.segments import check_files, claimed, discard, folder_of, seed_of
+from ltx2rt.run.segments import (
+    check_files,
+    check_records,
+    claimed,
+    discard,
+    folder_of,
+    seed_of,
+)
 from ltx2rt.run.write import sizes, write_files
 from ltx2rt.session.open import located, open_session
 from ltx2rt.session.options import ModelOptions
@@ -87,14 +94,17 @@ def run(
         if unread:
             note(f"the {request.name} pipeline does not read {', '.join(unread)}")
         _announce(session, plan)
-    folder = folder_of(files.output) if plan.request.in_segments and files.output else None
+    folder = parts_folder(files) if plan.request.in_segments else None
     with ExitStack() as during:
         recorded = None
-        if folder and files.output and main:
+        if folder and main:
             during.enter_context(claimed(session, plan, folder))
-            recorded = during.enter_context(
-                recording(session, plan, folder, files.output, files.metadata)
-            )
+            if files.latents_out:
+                check_records(plan.request, folder)
+            if files.output:
+                recorded = during.enter_context(
+                    recording(session, plan, folder, files.output, files.metadata)
+                )
         plan = timed(session, plan, stream)
         state, watch, report = produce(
             session,
@@ -115,6 +125,12 @@ def run(
     # Latents alone are one output for all seeds; the first stands for them.
     for output, seed in zip(outputs, plan.request.seeds[: len(outputs)], strict=True):
         print(watch.closing_line(output, seed))
+
+
+def parts_folder(files: Files) -> Path | None:
+    """Where a clip in segments is kept until it is whole."""
+    output = files.output or files.latents_out
+    return folder_of(output) if output else None
 
 
 def _announce(session: Session, plan: Plan) -> None:
@@ -138,7 +154,8 @@ def flags(to: Any) -> None:
     add_flags(to, Files)
     texts = groups(to)["clip"].add_mutually_exclusive_group(required=True)
     shown = pipeline_flags(to, but=("prompt",))
-    add_flag(texts, flagged(shown)["prompt"], action="append")
+    prompt = flagged(shown)["prompt"]
+    add_flag(texts, prompt, action="append", help=f"{prompt.metadata['flag'].help} (required)")
     texts.add_argument(
         "--prompts",
         type=Path,
@@ -204,7 +221,7 @@ def files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
 
 def main(args: argparse.Namespace) -> int | None:
     options, request, written = asked(args)
-    folder = folder_of(written.output) if written.output else None
+    folder = parts_folder(written)
     check_files(request, written)
     if request.seed is None:  # ranks that this one starts need the same
         kept = seed_of(folder) if folder and request.in_segments else None

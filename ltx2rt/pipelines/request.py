@@ -264,6 +264,11 @@ class Request:
         """Whether the clip is made in several, which are kept in a folder."""
         return False
 
+    @property
+    def made(self) -> tuple[str, ...]:
+        """What the names of noise begin with that no stage draws any more."""
+        return ()
+
     def kept_in(self: R, folder: Path) -> R:
         """The request with the folder of its segments, where it has any."""
         return self

@@ -7,7 +7,7 @@ the first have one shape, so that a clip of any length needs two programs for a 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import ceil
@@ -31,10 +31,11 @@ from ltx2rt.pipelines.request import (
 from ltx2rt.pipelines.sound_following import SoundFollowing
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.clip_end import ends
-from ltx2rt.stages.denoise import Denoise
+from ltx2rt.stages.denoise import Denoise, Noise
 from ltx2rt.stages.given import Given
 from ltx2rt.stages.joined import JoinFrames
 from ltx2rt.stages.segments import (
+    ColourLock,
     ContinuedSound,
     Keep,
     Part,
@@ -61,9 +62,35 @@ def parse_segments(text: str | int) -> int | str:
         ) from None
 
 
+def parse_numbers(text: str | int | Sequence[int]) -> tuple[int, ...]:
+    """Numbers of segments, from 1."""
+    try:
+        if isinstance(text, str):
+            return tuple(int(part) for part in text.split(",") if part.strip())
+        return tuple(map(index, text if isinstance(text, Sequence) else (text,)))
+    except (TypeError, ValueError):
+        raise InputError(
+            f"--cut: {str(text)[:80]!r}, expected numbers of segments such as 3 or 3,5"
+        ) from None
+
+
+def parse_segment_seed(text: str | Sequence[int]) -> tuple[int, int]:
+    """SEGMENT:SEED."""
+    try:
+        number, seed = map(int, text.split(":")) if isinstance(text, str) else map(index, text)
+    except (TypeError, ValueError):
+        raise InputError(
+            f"--segment-seed: {str(text)[:80]!r}, expected SEGMENT:SEED such as 3:77"
+        ) from None
+    if not 0 <= seed < SEED_LIMIT:
+        raise InputError(f"--segment-seed: seed {str(seed)[:30]}, expected 0 or more, below 2^63")
+    return number, seed
+
+
 @dataclass(frozen=True)
 class Segmented(SoundFollowing, VideoRequest):
-    """parts_folder: where the segments are kept; those that are there are not made again."""
+    """parts_folder: where the segments are kept; those that are there are not made again. number: of
+    the segment, from 1, whose request this is; 0: the clip's."""
 
     segments: int | str | None = flag(
         None,
@@ -109,7 +136,32 @@ class Segmented(SoundFollowing, VideoRequest):
         least=9,
         most=97,
     )
+    segment_seeds: tuple[tuple[int, int], ...] = flag(
+        (),
+        "seeds of segments in place of those that follow from --seed, the first is 1",
+        parse_segment_seed,
+        group="sampling",
+        name="--segment-seed",
+        metavar="SEGMENT:SEED",
+        repeat=True,
+        keyword="segment_seed",
+    )
+    cut: tuple[int, ...] = flag(
+        (),
+        "segments that begin anew, with nothing of the one before, such as 3,5",
+        parse_numbers,
+        group="conditioning",
+        metavar="LIST",
+    )
+    colour_lock: float = flag(
+        0.0,
+        "how far the colours and contrasts of segments are held to those of the first, 0 to 1",
+        group="conditioning",
+        least=0,
+        most=1,
+    )
     parts_folder: Path | None = field(default=None, repr=False)
+    number: int = field(default=0, repr=False)
 
     @property
     def in_segments(self) -> bool:
@@ -119,19 +171,32 @@ class Segmented(SoundFollowing, VideoRequest):
     def clip_frames(self) -> int:
         if not self.in_segments or self.num_frames is None or self.segments == WHOLE:
             return super().clip_frames
-        if self.segments is not None:
-            return self.num_frames + (int(self.segments) - 1) * (self.num_frames - self.overlap)
-        step = 8  # frames of a latent, in every release
-        return max(ceil((Fraction(self.length or 0) * self.fps - 1) / step), 0) * step + 1
+        return self.starts[-1] + self.num_frames
 
     @property
     def starts(self) -> tuple[int, ...]:
         """The clip's frame at which each segment begins. Of a resolved request."""
-        return segment_starts(self.clip_frames, self.num_frames, self.overlap)
+        if self.segments is not None:
+            new = (int(self.segments) - 1) * (self.num_frames - self.overlap)
+        else:
+            step = 8  # frames of a latent, in every release
+            whole = ceil((Fraction(self.length or 0) * self.fps - 1) / step) * step + 1
+            new = max(whole - self.num_frames, 0)
+        return segment_starts(self.num_frames + new, self.num_frames, self.overlap, self.cut)
 
     def settings(self, path: Any = str) -> dict[str, Any]:
         found = super().settings(path)
-        return {name: value for name, value in found.items() if name != "parts_folder"}
+        found["segment_seeds"] = [f"{number}:{seed}" for number, seed in self.segment_seeds]
+        return {name: x for name, x in found.items() if name not in ("parts_folder", "number")}
+
+    @property
+    def noise(self) -> Noise:
+        return replace(super().noise, prefix=f"segment{self.number}." if self.number else "")
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        there = [part.path.exists() for part in self.parts] if self.parts_folder else []
+        return tuple(f"segment{number}." for number, made in enumerate(there, 1) if made)
 
     @property
     def image_frames(self) -> int:
@@ -155,13 +220,18 @@ class Segmented(SoundFollowing, VideoRequest):
                 "--num-frames; otherwise --num-frames says it"
             )
         if not self.in_segments:
-            if self.segment_prompts:
-                raise InputError("--segment-prompt: the clip has one segment; give --segments")
+            for name, given in (
+                ("--segment-prompt", self.segment_prompts),
+                ("--segment-seed", self.segment_seeds),
+                ("--cut", self.cut),
+                ("--colour-lock", self.colour_lock),
+            ):
+                if given and not self.number:
+                    raise InputError(f"{name}: the clip has one segment; give --segments")
             return
         at_start = self.audio_conditioning_at == "start"
         for name, given in (
             ("--num-videos", self.num_videos > 1),
-            ("--noise-in", self.noise_in),
             ("--auto-duration", self.auto_duration),
             ("--num-generated-keyframes", self.num_generated_keyframes),
             ("--prompt-at", self.prompt_at),
@@ -212,21 +282,21 @@ class Segmented(SoundFollowing, VideoRequest):
         if self.segments == WHOLE:
             self.check()
             self = self._in_length(model)
-        full = super().resolved(model)
         if not self.in_segments:
-            return full
-        step = model.video_vae.time_factor
-        check_step("--overlap", full.overlap, step, 1, "frames", f"{step}*k + 1")
-        if full.overlap >= full.num_frames:
+            return super().resolved(model)
+        step, size = model.video_vae.time_factor, self.num_frames or DEFAULT_FRAMES
+        check_step("--overlap", self.overlap, step, 1, "frames", f"{step}*k + 1")
+        if self.overlap >= size:
             raise InputError(
-                f"--overlap: {full.overlap}, but a segment has {full.num_frames} frames; give fewer"
+                f"--overlap: {self.overlap}, but a segment has {size} frames; give fewer"
             )
-        if full.clip_frames <= full.num_frames:
+        full = super().resolved(model)
+        count = len(full.starts)
+        if count == 1:
             raise InputError(
                 f"--length: {full.length:g} s are {full.clip_frames} frames, and one segment has "
                 f"{full.num_frames}; leave it out, or give a smaller --num-frames"
             )
-        count = len(full.starts)
         if count > MAX_SEGMENTS:
             raise InputError(
                 f"--length: {count} segments, expected at most {MAX_SEGMENTS}; give more "
@@ -237,6 +307,15 @@ class Segmented(SoundFollowing, VideoRequest):
                 f"--segment-prompt: {len(full.segment_prompts)} after --prompt, but the clip has "
                 f"{count} segments; give at most {count - 1}"
             )
+        numbers = [number for number, _ in full.segment_seeds]
+        for name, given, least in (("--segment-seed", numbers, 1), ("--cut", list(full.cut), 2)):
+            for number in given:
+                if not least <= number <= count:
+                    raise InputError(
+                        f"{name}: segment {str(number)[:30]}, expected {least} to {count}"
+                    )
+                if given.count(number) > 1:
+                    raise InputError(f"{name}: segment {number} is given twice; give it once")
         return full
 
     # --- what is made -----------------------------------------------------------------------------
@@ -247,17 +326,17 @@ class Segmented(SoundFollowing, VideoRequest):
             count, new = len(self.starts), self.num_frames - self.overlap
             seconds = self.clip_frames / float(self.fps)
             yield f"{count} segments: {self.num_frames} frames, then {new} new ones each; {seconds:.2f} s"
-            made = sum(part.path.exists() for part in self.parts) if self.parts_folder else 0
-            if made:
+            if made := len(self.made):
                 yield f"{made} of them are there already, in {self.parts_folder}"
 
     @property
     def parts(self) -> list[Part]:
-        folder = self.parts_folder or Path()
-        return [
-            Part.of(folder / f"{i:04d}.mov", self.num_frames, self.fps, self.audio, start)
-            for i, start in enumerate(self.starts)
-        ]
+        folder, origin, found = self.parts_folder or Path(), 0, []
+        for number, start in enumerate(self.starts, 1):
+            origin = start if number in self.cut else origin
+            path = folder / f"{number - 1:04d}.mov"
+            found.append(Part.of(path, self.num_frames, self.fps, self.audio, start, origin))
+        return found
 
     def all_stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         """Those of the segments that are not there yet, and of the clip that they make."""
@@ -268,10 +347,17 @@ class Segmented(SoundFollowing, VideoRequest):
             if self.parts_folder and part.path.exists():
                 continue
             made = self._segment(i).stages(model, options, loras)
-            if i:
+            if i and i + 1 not in self.cut:
                 first = part.start - parts[i - 1].start
                 made = list(continued(made, replace(parts[i - 1], first=first), options, model))
-            stages += [*made, Keep(part, i + 1, len(parts))]
+                if self.colour_lock:
+                    begun = next(p for p in parts if p.start == part.origin)
+                    kept = (self.num_frames - first - 1) // model.video_vae.time_factor + 1
+                    lock = ColourLock(begun, kept, self.colour_lock)
+                    last = max(i for i, stage in enumerate(made) if isinstance(stage, Denoise))
+                    made.insert(last + 1, lock)
+            look = self.colour_lock > 0 and part.start == part.origin
+            stages += [*made, Keep(part, i + 1, len(parts), look)]
         return [*stages, Segments(parts)]
 
     def _segment(self, i: int) -> Any:
@@ -287,11 +373,14 @@ class Segmented(SoundFollowing, VideoRequest):
         return replace(
             self,
             prompt=prompts[min(i, len(prompts) - 1)],
-            seed=segment_seed(self.seeds[0], i),
+            seed=dict(self.segment_seeds).get(i + 1, segment_seed(self.seeds[0], i)),
             images=tuple(images),
             segments=None,
             length=None,
             segment_prompts=(),
+            segment_seeds=(),
+            cut=(),
+            number=i + 1,
         )
 
 

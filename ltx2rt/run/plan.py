@@ -141,9 +141,8 @@ def make_plan(session: Session, request: Request) -> Plan:
     for stage in stages:
         stage.check(session)
     merges = session.audit(stages)
-    _check_noise(
-        request.noise_in, [draw for stage in stages for draw in stage.draws(session.config).items()]
-    )
+    draws = [draw for stage in stages for draw in stage.draws(session.config).items()]
+    _check_noise(request.noise_in, draws, request.made)
     files = [lora.path for lora in loras.user]
     trained = [line for path in files for line in remarks(path, session.checkpoint)]
     return Plan(request, stages, loras, merges, _known_as(session), tuple(trained))
@@ -208,9 +207,11 @@ def check_enhancing(request: Request, checkpoint: Checkpoint) -> None:
         Enhancer.of(checkpoint, request.prompt_enhancer).check(request.first_image)
 
 
-def _check_noise(path: Path | None, draws: list[tuple[str, tuple[int, ...]]]) -> None:
+def _check_noise(
+    path: Path | None, draws: list[tuple[str, tuple[int, ...]]], made: tuple[str, ...]
+) -> None:
     """Every tensor that the run draws is in --noise-in, in its shape, and nothing else but other
-    records of a run."""
+    records of a run. made: beginnings of names that an earlier run has drawn."""
     if path is None:
         return
     file, expected = TensorFile(path), dict(draws)
@@ -227,7 +228,9 @@ def _check_noise(path: Path | None, draws: list[tuple[str, tuple[int, ...]]]) ->
                 f"float32 {list(shape)}"
             )
     if extra := sorted(
-        n for n in file.names() if n not in names.values() and not RECORDED.fullmatch(n)
+        n
+        for n in file.names()
+        if n not in names.values() and not RECORDED.fullmatch(n) and not n.startswith(made)
     ):
         raise InputError(
             f"--noise-in: {path} holds {', '.join(extra)}, which this run does not read"

@@ -31,12 +31,19 @@ def folder_of(output: Path) -> Path:
 
 
 def check_files(request: Request, files: Files) -> None:
-    """Refuse files that no clip in segments is written to. Raises InputError."""
-    if not request.in_segments:
-        return
-    for name, given in (("--latents-out", files.latents_out), ("--warmup", files.warmup)):
-        if given:
-            raise InputError(f"{name}: does not go with a clip in segments; leave it out")
+    """Refuse what no clip in segments goes with. Raises InputError."""
+    if request.in_segments and files.warmup:
+        raise InputError("--warmup: does not go with a clip in segments; leave it out")
+
+
+def check_records(request: Any, folder: Path) -> None:
+    """Refuse --latents-out where an earlier run made segments without it. Raises InputError."""
+    for number, part in enumerate(request.parts, 1):
+        if part.path.exists() and not part.record_path.exists():
+            raise InputError(
+                f"--latents-out: segment {number} in {folder} was made without it; leave it out, or "
+                "remove the folder to begin anew"
+            )
 
 
 def seed_of(folder: Path) -> int | None:

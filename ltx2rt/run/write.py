@@ -19,6 +19,7 @@ from ltx2rt.run.plan import Plan
 from ltx2rt.run.recording import Recording
 from ltx2rt.run.report import comment
 from ltx2rt.run.run import sample_rate
+from ltx2rt.run.segments import folder_of
 from ltx2rt.session.session import Session
 from ltx2rt.stages.stage import FRAMES, State
 from ltx2rt.weights.files import write_arrays
@@ -76,9 +77,9 @@ def sizes(session: Session, plan: Plan, files: Files) -> dict[Path, int]:
     samples = 2 * seconds * session.config.vocoder.sample_rate
     clip = int(pixels * per_pixel + seconds * AAC_BITS_PER_S / 8) + 2**16
     sizes = dict.fromkeys(video_files(files.output, request.seeds), clip)
-    if request.in_segments and files.output is not None:
+    if request.in_segments and (output := files.output or files.latents_out):
         kept = 4 * pixels + 8 * seconds * session.config.vocoder.sample_rate
-        sizes[files.output.with_name("segments")] = int(2 * kept) + clip  # and the stream
+        sizes[folder_of(output)] = int(2 * kept) + clip  # and the stream
     if (
         files.latents_out
     ):  # noise, start, result and what is made of it, each step's latents and x0; samplers' noise
@@ -87,11 +88,15 @@ def sizes(session: Session, plan: Plan, files: Files) -> dict[Path, int]:
             for s in plan.stages
             for name, shape in s.draws(session.config).items()
         ]
+        own = len(draws) and request.in_segments  # names begin with the segment's
         copies = [
-            (4 + 2 * steps if name.count(".") == 1 else 1, shape) for steps, name, shape in draws
+            (4 + 2 * steps if name.count(".") - own == 1 else 1, shape)
+            for steps, name, shape in draws
         ]
         latents = sum(prod(shape) * count for count, shape in copies)
         sizes[files.latents_out] = int(4 * (latents + request.num_videos * samples)) + 2**16
+        if request.in_segments:  # those of each segment, too, until the clip is whole
+            sizes[files.latents_out.with_suffix(".segments")] = sizes[files.latents_out]
     return sizes
 
 

@@ -35,7 +35,7 @@ from ltx2rt.pipelines.request import (
     parse_blocks,
     parse_fps,
 )
-from ltx2rt.pipelines.segments import parse_segments
+from ltx2rt.pipelines.segments import parse_numbers, parse_segment_seed, parse_segments
 from ltx2rt.pipelines.step_plans import PlanFile, parse_interval, parse_step_plan
 from ltx2rt.run.plan import make_plan
 from ltx2rt.serve.refusal import Refusal, of_input, unknown
@@ -50,7 +50,7 @@ from ltx2rt.stages.relay import parse_span
 # Parsers of flags that name no file.
 OFFERED = (
     int, float, str, bool, parse_fps, parse_blocks, parse_interval, parse_step_plan, parse_span,
-    parse_pad, parse_nag, parse_segments,
+    parse_pad, parse_nag, parse_segments, parse_numbers, parse_segment_seed,
 )  # fmt: skip
 MAX_PROMPT, MAX_IMAGES, MAX_LORAS, MAX_METADATA, MAX_PRIORITY = 4000, 8, 8, 16, 9
 MAX_VIDEOS = 8  # limit for one request
@@ -476,7 +476,7 @@ def offered(type_: type[Request]) -> dict[str, Field]:
         name: f
         for name, (f, how) in found.items()
         if how.parse in OFFERED
-        and (not how.repeat or how.parse in (str, parse_span))
+        and (not how.repeat or how.parse in (str, parse_span, parse_segment_seed))
         and name not in NOT_HERE
     }
 
@@ -497,7 +497,7 @@ def value(f: Field, given: Any) -> Any:
         if str(given).lower() not in ("true", "false"):
             raise InputError(f"{name}: {str(given)[:80]!r}, expected true or false")
         return str(given).lower() == "true"
-    listed = parse in (parse_blocks, parse_interval, parse_pad, parse_nag)
+    listed = parse in (parse_blocks, parse_interval, parse_pad, parse_nag, parse_numbers)
     plain_types = (str, int, float, list) if listed else (str, int, float)
     if parse is str and isinstance(given, str) and len(given) > MAX_PROMPT:
         raise InputError(f"{name}: {len(given)} characters, expected at most {MAX_PROMPT}")
@@ -530,6 +530,7 @@ def schema(f: Field) -> dict[str, Any]:
         parse_blocks: "array",
         parse_pad: "array",
         parse_segments: "integer",
+        parse_numbers: "array",
     }
     negated = how.name is not None and how.name.startswith("--no-")
     found = {"type": types.get(how.parse, "string"), "description": "" if negated else how.help}

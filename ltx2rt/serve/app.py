@@ -38,6 +38,7 @@ from starlette.routing import Route
 
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.media.mp4 import whole_fragments
+from ltx2rt.pipelines import make_request
 from ltx2rt.run.recording import STREAM
 from ltx2rt.serve.admission import MAX_PRIORITY, UPLOADS, Admission, Admitted, number
 from ltx2rt.serve.apart import Apart
@@ -62,7 +63,8 @@ from ltx2rt.serve.refusal import Refusal
 from ltx2rt.serve.supervisor import Store, Supervisor
 from ltx2rt.serve.upload import SUFFIX, VIDEO
 from ltx2rt.serve.users import LOCAL, OPERATOR, STRANGER, User, Users
-from ltx2rt.serve.video import as_video
+from ltx2rt.serve.video import as_video, in_segments
+from ltx2rt.stages.segments import stops
 
 RANGES = re.compile(r"bytes=\s*(\d+-\d*|-\d+)(\s*,\s*(\d+-\d*|-\d+))*\s*", re.ASCII)
 LOCAL_HOST = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?")
@@ -208,6 +210,7 @@ class App:
             ("POST", "/v1/queue/resume", self.pause),
             ("GET", "/v1/videos/{id}/content", self.content),
             ("GET", "/v1/videos/{id}/stream", self.stream),
+            ("GET", "/v1/videos/{id}/segments", self.segments),
             ("GET", "/v1/videos/{id}/events", self.events),
             ("GET", "/v1/events", self.events),
             ("GET", "/v1/models", self.models),
@@ -706,6 +709,27 @@ class App:
             media_type="video/mp4",
             headers={"cache-control": "no-store", "x-accel-buffering": "no"},
         )
+
+    async def segments(self, request: Request) -> Response:
+        """The segments of a clip: which frames of it each has, and whether it is made."""
+        job = await self._job(request)
+        if not in_segments(job):
+            text = "the clip is not made in segments; ask for it with `segments` or `length`"
+            raise Refusal(409, "no_segments", text)
+        clip: Any = make_request(job.job["pipeline"], **job.job["clip"])
+        clip = clip.kept_in(self.folder.outputs / f"{job.id}{SEGMENTS}")
+        found = []
+        for i, (part, stop) in enumerate(stops(clip.parts), 1):
+            try:
+                size = part.path.stat().st_size
+            except FileNotFoundError:
+                size = None
+            made = job.status == COMPLETED or size is not None
+            found.append({
+                "index": i, "start": part.start, "frames": stop - part.start,
+                "start_s": float(part.start / clip.fps), "made": made, "bytes": size,
+            })  # fmt: skip
+        return Json({"object": "list", "data": found})
 
     async def _followed(self, job: Job, start: int) -> AsyncIterator[bytes]:
         """Whole fragments, so that what is cut off plays. A job without any ends in its finished

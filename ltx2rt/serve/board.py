@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from ltx2rt.stages.segments import SEGMENT
+
 REMEMBERED = 10_000  # jobs whose latest event is sent to a reader that comes back
 Progress = Mapping[
     str, Any
@@ -43,7 +45,8 @@ class Watcher:
         )
 
     def put(self, id: str, kind: str) -> None:
-        self.news[id] = kind
+        if kind != "step" or self.news.get(id) != SEGMENT:  # which says all that a step says
+            self.news[id] = kind
         self._some.set()
 
     async def take(self, timeout_s: float) -> dict[str, str]:
@@ -110,7 +113,7 @@ class Board:
     def tell(
         self, kind: str, id: str, user: str, progress: Progress | None = None, **facts: Any
     ) -> None:
-        """kind: queued, started, stage, step, cancelling, completed, failed, deleted."""
+        """kind: queued, started, stage, step, segment, cancelling, completed, failed, deleted."""
         if progress is not None:
             self.live[id] = progress
         elif kind in ("queued", "completed", "failed", "deleted"):

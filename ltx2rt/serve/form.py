@@ -28,7 +28,15 @@ from ltx2rt.serve.upload import IMAGE, MAX_BYTES, SUFFIX, check_upload
 MAX_FIELDS, MAX_FILES = 64, 8
 MAX_MARKS = 50_000  # commas and opening brackets of JSON, which cost a hundred times their size
 SLOW_S, SLOWEST_BYTES_PER_S = 10, 64_000
-STRUCTURED = ("loras", "images", "metadata", "stg_blocks", "segment_prompts")
+STRUCTURED = (
+    "loras",
+    "images",
+    "metadata",
+    "stg_blocks",
+    "segment_prompts",
+    "segment_seeds",
+    "cut",
+)
 
 
 class Gone(Exception):

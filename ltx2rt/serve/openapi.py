@@ -75,6 +75,7 @@ def openapi(admission: Admission) -> dict[str, Any]:
             "/v1/videos/{id}/extend": at(post={**one, "requestBody": {"content": content}}),
             "/v1/videos/extensions": at(post={"requestBody": {"content": content}}),
             "/v1/videos/{id}/stream": at(get=one),
+            "/v1/videos/{id}/segments": at(get=one),
             "/v1/videos/{id}/content": at(get=one),
             "/v1/videos/{id}/events": at(get=one),
             "/v1/events": at(get={}),

@@ -27,6 +27,7 @@ from ltx2rt.serve.board import Board, log
 from ltx2rt.serve.folder import CLIP, STORAGE, Folder
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.queue import CANCELLED, COMPLETED, FAILED, QUEUED, Job, Queue, failure
+from ltx2rt.stages.segments import SEGMENT
 
 T = TypeVar("T")
 BAD_INPUT = 2  # the exit status of a worker that cannot ever start
@@ -361,6 +362,8 @@ class Supervisor:
                 self.board.show(job.id, job.user, message["number"], b64decode(message["jpeg"]))
             elif event == "progress":
                 kind = "stage" if message["step"] == 0 else "step"
+                if message["stage"] == SEGMENT:
+                    kind = "step" if kind == "stage" else SEGMENT
                 replica.step = message["step"]
                 if (
                     kind == "step"

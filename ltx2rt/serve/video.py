@@ -58,6 +58,7 @@ def as_video(
             "seed": clip.get("seed"),
             "settings": settings(job),
             "stream": f"/v1/videos/{job.id}/stream" if in_segments(job) else None,
+            "segments": f"/v1/videos/{job.id}/segments" if in_segments(job) else None,
             "preview": None if preview is None else f"{content}?variant=preview&number={preview}",
             "timings": {stage["name"]: stage["time_s"] for stage in report.get("stages", ())},
             "run_s": job.run_s,

@@ -34,8 +34,10 @@ from ltx2rt.weights.files import TensorFile
 
 # What `--latents-out` writes, all of which a later run may be given by `--noise-in`.
 RECORDED = re.compile(
-    r"\w+\.(?:video|audio)\.(?:noise|start|steps|x0|mid|x0_mid|substep|step|ancestral)"
+    r"(?:segment\d+\.)?"
+    r"(?:\w+\.(?:video|audio)\.(?:noise|start|steps|x0|mid|x0_mid|substep|step|ancestral)"
     r"|source\.(?:video|audio)|reference\.(?:\d+|audio)|video_latent|audio_latent|audio_input|upsampled(?:_\w+)?|waveform"
+    r"|source\.(?:tail|head|first))"
 )
 
 
@@ -47,16 +49,17 @@ def noise_name(file: TensorFile, stream: str) -> str | None:
 
 @dataclass(frozen=True)
 class Noise:
-    """Where noise comes from: each video's seed, or the tensors of a file."""
+    """Where noise comes from: each video's seed, or the tensors of a file. prefix: of their names."""
 
     seeds: tuple[int, ...]
     file: Path | None = None
+    prefix: str = ""
 
     def draw(self, stream: str, shape: tuple[int, ...]) -> np.ndarray:
         """f32[videos, *shape]."""
         if self.file is not None:
             file = TensorFile(self.file)
-            name = noise_name(file, stream)
+            name = noise_name(file, self.prefix + stream)
             assert name is not None, f"{self.file} has no {stream}, which the plan was to find out"
             return file.read(name).astype(np.float32)
         return np.stack([standard_normal(seed, stream, shape) for seed in self.seeds])
@@ -216,9 +219,10 @@ class Denoise(Stage):
         found: dict[str, tuple[int, ...]] = {}
         for m in self.made:
             tokens = self.blank[m].shape[1:]
-            found[f"{self.name}.{m}"] = (self.num_videos, *tokens)
+            name = f"{self.noise.prefix}{self.name}.{m}"
+            found[name] = (self.num_videos, *tokens)
             for stream, rows in self.trajectory.streams.items():
-                found[f"{self.name}.{m}.{stream}"] = (
+                found[f"{name}.{stream}"] = (
                     *([self.num_videos] if self.num_videos > 1 else []),
                     rows,
                     *tokens,

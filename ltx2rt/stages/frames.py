@@ -174,7 +174,7 @@ class DiffusionFrames(Frames):
                 )
 
     def draws(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
-        return {STREAM: (self.num_videos, 3, *self._pixels(config_of(model)))}
+        return {self.noise.prefix + STREAM: (self.num_videos, 3, *self._pixels(config_of(model)))}
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         if state.keep:
@@ -222,7 +222,7 @@ class DiffusionFrames(Frames):
         """f32[1, 3, frames, height, width]: the noise of these frames of a video."""
         if self.noise.file is not None:
             file = TensorFile(self.noise.file)
-            name = noise_name(file, STREAM)
+            name = noise_name(file, self.noise.prefix + STREAM)
             assert name is not None, (
                 f"{self.noise.file} has no {STREAM}, which the plan was to find out"
             )

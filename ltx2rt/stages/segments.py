@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from itertools import islice, pairwise
@@ -32,33 +32,49 @@ from ltx2rt.stages.joined import SourceClip
 from ltx2rt.stages.sound import Sound, decode_mel, vocode
 from ltx2rt.stages.source_sound import encode_mel
 from ltx2rt.stages.stage import Stage, State, finite
+from ltx2rt.weights.files import TensorFile, write_arrays
 
-MEL = ".npy"  # beside a segment's file
+SEGMENT = "segment"  # the stage whose step says that one is there
+MEL, LOOK, RECORD = ".npy", ".look.npy", ".safetensors"  # beside a segment's file
 
 
-def segment_starts(num_frames: int, segment: int, overlap: int) -> tuple[int, ...]:
+def segment_starts(
+    num_frames: int, segment: int, overlap: int, cuts: Collection[int] = ()
+) -> tuple[int, ...]:
     """The first pixel frame of each segment of a clip: segments overlap by `overlap` frames, the
-    last one by more where they would not end where the clip ends."""
+    last one by more where they would not end where the clip ends.
+
+    cuts: numbers of segments, from 1, that overlap none; the clip is longer by what they would.
+    """
     new = segment - overlap
     count = 1 + max(-(-(num_frames - segment) // new), 0)
-    return (*(i * new for i in range(count - 1)), num_frames - segment)
+    starts = [*(i * new for i in range(count - 1)), num_frames - segment]
+    later = 0
+    for i, (before, start) in enumerate(pairwise([*starts]), 1):
+        later += before + segment - start if i + 1 in cuts else 0
+        starts[i] = start + later
+    return tuple(starts)
 
 
 @dataclass(frozen=True)
 class Part(SourceClip):
     """The file of a segment, which need not be there yet, from its frame `first` on.
 
-    start: the clip's frame that is the segment's first. Sound is cut at the clip's samples; the mel
-    spectrogram that it was made of is in a file beside.
+    start: the clip's frame that is the segment's first; origin: the one that was the first after
+    the latest cut. Sound is cut at the clip's samples; the mel spectrogram that it was made of is
+    in a file beside, and so are the latents that --latents-out asks for.
     """
 
     start: int = 0
     first: int = 0
+    origin: int = 0
 
     @classmethod
-    def of(cls, path: Path, num_frames: int, fps: Fraction, has_sound: bool, start: int) -> Part:
+    def of(
+        cls, path: Path, num_frames: int, fps: Fraction, has_sound: bool, start: int, origin: int
+    ) -> Part:
         info = VideoInfo(0, 0, num_frames, fps, 0, has_sound, (Fraction(0),))
-        return cls(path, info, "a segment", start)
+        return cls(path, info, "a segment", start, origin=origin)
 
     @property
     def num_frames(self) -> int:
@@ -75,6 +91,14 @@ class Part(SourceClip):
     def mel_path(self) -> Path:
         return self.path.with_suffix(MEL)
 
+    @property
+    def look_path(self) -> Path:
+        return self.path.with_suffix(LOOK)
+
+    @property
+    def record_path(self) -> Path:
+        return self.path.with_suffix(RECORD)
+
     def mel(self) -> np.ndarray:
         """f32[1, 2, T, mel bins], from the segment's first frame on."""
         return np.load(self.mel_path)
@@ -87,13 +111,14 @@ class Part(SourceClip):
         """f32[2, stop - start] of the clip's samples."""
         waveform, rate = read_sound(self.path)
         first = self.sample(self.start, rate)
-        return waveform[:, start - first : stop - first]
+        heard = waveform[:, start - first : stop - first]
+        return np.pad(heard, ((0, 0), (0, stop - start - heard.shape[1])))
 
 
 @dataclass(frozen=True)
 class Past:
-    """The sound that a segment is given of the part before: mel frames of one grid for the whole
-    clip.
+    """The sound that a segment is given of the part before: mel frames of one grid from the clip's
+    latest cut on.
 
     geometry: of the segment; start: the clip's frame that is its first. A segment begins at the mel
     frame that is nearest to its first frame, at most half a mel frame of 10 ms away.
@@ -104,13 +129,13 @@ class Past:
     start: int
 
     def _place(self, frame: int) -> int:
-        """The clip's mel frame at a pixel frame."""
+        """The grid's mel frame at a pixel frame of the clip."""
         g = self.geometry
-        return round(frame / g.fps * g.mel_sample_rate / g.mel_hop)
+        return round((frame - self.before.origin) / g.fps * g.mel_sample_rate / g.mel_hop)
 
     @property
     def place(self) -> int:
-        """The clip's mel frame that is the segment's first."""
+        """The grid's mel frame that is the segment's first."""
         return self._place(self.start)
 
     @property
@@ -196,24 +221,60 @@ class ContinuedSound(Sound):
         lead, ahead = self._lead(config)
         waveform = vocode(session, np.concatenate([old[:, :, -lead:], new], 2), finished)[0]
         size = vocoder.frame_samples(config.vocoder)  # samples of a mel frame
-        rate, stop = config.vocoder.sample_rate, size * (past.place + past.cut - ahead)
+        rate = config.vocoder.sample_rate
+        stop = past.before.sample(past.before.origin, rate) + size * (past.place + past.cut - ahead)
         before = past.before.samples(past.before.sample(past.start, rate), stop)
         start, end = size * (lead - ahead), waveform.shape[1]
         joined = join_sound(waveform, before, waveform[:, :0], start, end, rate)
         return np.concatenate([old[:, :, past.passed :], new], 2), joined[None]
 
 
+def statistics(latents: np.ndarray) -> np.ndarray:
+    """f32[2, C]: mean and unbiased standard deviation of each channel of [1, C, f, h, w]."""
+    axes = (0, 2, 3, 4)
+    return np.stack([latents.mean(axes), latents.std(axes, ddof=1)]).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class ColourLock(Stage):
+    """Moves mean and deviation of every channel of the new latents towards those of the first
+    segment (adaptive instance normalisation), before they are decoded.
+
+    kept: latent frames of the part before, which stay. share: 0 leaves all, 1 moves all the way.
+    """
+
+    first: Part
+    kept: int
+    share: float
+    name = "colour lock"
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        return iter(())
+
+    def run(self, session: Session, state: State, watch: Stopwatch) -> None:
+        assert state.video is not None, "nothing was denoised"
+        new = state.video[:, :, self.kept :]
+        shape = (1, -1, 1, 1, 1)
+        mean, deviation = (x.reshape(shape) for x in statistics(new))
+        aim, spread = (x.reshape(shape) for x in np.load(self.first.look_path))
+        locked = (new - mean) * (spread / np.maximum(deviation, 1e-5)) + aim
+        moved = (1 - np.float32(self.share)) * new + np.float32(self.share) * locked
+        state.video = np.concatenate([state.video[:, :, : self.kept], moved], 2).astype(np.float32)
+
+
 @dataclass(frozen=True)
 class Keep(Stage):
     """Writes the segment that was made, and clears the state for the next one.
 
-    number: from 1; of: how many there are.
+    number: from 1; of: how many there are. look: whether the statistics of its latents are kept for
+    `ColourLock`.
     """
 
     part: Part
     number: int
     of: int
-    name = "segment"
+    look: bool = False
+    name = SEGMENT
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         return iter(())
@@ -224,19 +285,24 @@ class Keep(Stage):
         for frames in state.frames:
             deque(frames, maxlen=0)
         watch.check()  # all processes wait for the file
+        with watch.stage(SEGMENT, 1) as step:  # which observers are told of
+            step()
         watch.say(f"segment {self.number} of {self.of} is made")
-        empty = State()
+        empty = State(keep=state.keep)
         for f in fields(State):
             setattr(state, f.name, getattr(empty, f.name))
 
     def _write(self, frames: Iterator[np.ndarray], state: State) -> None:
         """The frames come last: with them the segment is there."""
         info = self.part.info
+        if state.keep:
+            own = {f"segment{self.number}.{name}": x for name, x in state.record.items()}
+            with replacing(self.part.record_path) as partial:
+                write_arrays(partial, own)
         if state.mel is not None:
-            with replacing(self.part.mel_path) as partial, partial.open("wb") as file:
-                np.save(file, state.mel)
-                file.flush()
-                os.fsync(file.fileno())
+            _save(self.part.mel_path, state.mel)
+        if self.look and state.video is not None:
+            _save(self.part.look_path, statistics(state.video))
         with replacing(self.part.path) as partial:
             write_mp4(
                 partial,
@@ -249,6 +315,13 @@ class Keep(Stage):
             )
             with partial.open("rb") as file:
                 os.fsync(file.fileno())
+
+
+def _save(path: Path, array: np.ndarray) -> None:
+    with replacing(path) as partial, partial.open("wb") as file:
+        np.save(file, array)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @dataclass(frozen=True)
@@ -272,6 +345,10 @@ class Segments(Stage):
                 for part, stop in stops(self.parts)
             ]
             state.waveforms, state.sample_rate = np.concatenate(heard, axis=1)[None], rate
+            state.put("waveform", state.waveforms[0])
+        for part in self.parts if state.keep else ():
+            file = TensorFile(part.record_path)
+            state.record |= {name: file.read(name) for name in file.names()}
 
     def _frames(self) -> Iterator[np.ndarray]:
         for part, stop in stops(self.parts):

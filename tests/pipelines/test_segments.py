@@ -25,7 +25,7 @@ from ltx2rt.media.mp4 import EXACT, whole_fragments, write_mp4
 from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import read_frames
 from ltx2rt.models import vocoder
-from ltx2rt.models.geometry import pack_audio, pack_video
+from ltx2rt.models.geometry import pack_audio, pack_video, unpack_video
 from ltx2rt.pipelines import make_request
 from ltx2rt.pipelines.segments import segment_seed
 from ltx2rt.placement.plan import peak
@@ -33,7 +33,7 @@ from ltx2rt.run.plan import make_plan
 from ltx2rt.run.recording import STREAM, recording
 from ltx2rt.run.report import comment
 from ltx2rt.run.run import produce
-from ltx2rt.run.segments import claimed, discard, folder_of
+from ltx2rt.run.segments import check_records, claimed, discard, folder_of
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import NO_LORA, ModelOptions
 from ltx2rt.stages.frames import Frames
@@ -41,6 +41,7 @@ from ltx2rt.stages.joined import JoinFrames
 from ltx2rt.stages.segments import Keep, Segments, segment_starts
 from ltx2rt.stages.sound import Sound, vocode
 from ltx2rt.testing import relative_l2
+from ltx2rt.weights.files import write_arrays
 
 ONE_STAGE = pytest.param("one-stage", marks=pytest.mark.slow)
 CLOSE = 1e-5  # two backends, every step: float32 rounding, as of every other pipeline
@@ -276,7 +277,6 @@ def test_refusals(opened, tmp_path):
             "--enhance-prompt: writes one prompt",
         ),
         ({"num_frames": 801}, "the model's limit is 20 s"),
-        ({"noise_in": tmp_path / "x"}, "--noise-in: does not go with a clip in segments"),
         ({"auto_duration": (1.0, 2.0)}, "--auto-duration: does not go with a clip in segments"),
     ):
         given = {
@@ -341,6 +341,26 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tiny, command, tmp_path):
         (tmp_path / "streamed.mp4").write_bytes(streamed)
         shown = list(read_frames(tmp_path / "streamed.mp4", "", 8))
         np.testing.assert_array_equal(shown, list(read_frames(cut, "", 8)))
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_again_and_again(tiny, command, tmp_path, kills):
+    """Within a segment and between two, in turn: it makes the clip of a run that no one stops."""
+    whole, cut = tmp_path / "whole.mp4", tmp_path / "cut.mp4"
+    length = ("--seed", 5, "--length", 1.7 if kills == 1 else 5)
+    assert command(*arguments(tiny, whole, *length))[0] == 0
+    for number in range(kills):
+        run = started(arguments(tiny, cut, *length))
+        for line in run.stderr:
+            if line.startswith("stage1: 2 steps ...") if number % 2 else " is made" in line:
+                break
+        time.sleep(0.05 * (number % 2))
+        run.kill()
+        run.communicate()
+        assert folder_of(cut).exists() and not cut.exists()
+        assert len([*folder_of(cut).glob("*.mov")]) >= number // 2 + 1
+    assert command(*arguments(tiny, cut, *length))[0] == 0
+    assert cut.read_bytes() == whole.read_bytes() and not folder_of(cut).exists()
 
 
 @pytest.mark.parametrize("audio", [True, pytest.param(False, marks=pytest.mark.long)])
@@ -506,3 +526,93 @@ def test_prompts_of_segments(tmp_path):
     ):
         with pytest.raises(InputError, match=message):
             parsed(*words)
+
+
+def test_a_cut_begins_anew(opened, tmp_path):
+    """The first segment is its own clip; the others, from the cut on, are a clip in segments with
+    the seeds that they have there, picture and sound."""
+    session, seeds = opened.resident, [segment_seed(3, i) for i in range(3)]
+    more = {"overlap": 17, "steps": 1, "num_frames": 33}
+    for name in ("whole", "shot"):
+        (tmp_path / name).mkdir()
+    frames, wave = made(session, asked(tmp_path / "whole", **more, cut=(2,)))
+    shot = {"seed": seeds[1], "segments": 2, "segment_seeds": ((2, seeds[2]),)}
+    alone, heard = made(session, asked(tmp_path / "shot", **more, **shot))
+    assert len(frames) == 33 + 33 + 16
+    np.testing.assert_array_equal(frames[33:], alone)
+    rate = session.config.vocoder.sample_rate
+    np.testing.assert_array_equal(wave[:, round(Fraction(33, 24) * rate) :], heard)
+    first, _ = part(tmp_path / "whole", 0, 33)
+    np.testing.assert_array_equal(frames[:33], first)
+
+
+def test_segments_of_given_noise(opened, tmp_path):
+    """What a run drew and recorded makes the same clip again, whatever the seed; also where a
+    segment is there already."""
+    session, more = opened.resident, {"segments": 2, "steps": 1}
+    folders = [tmp_path / name for name in ("first", "again", "rest")]
+    for folder in folders:
+        folder.mkdir()
+    state, *_ = produce(session, make_plan(session, asked(folders[0], **more)), keep=True)
+    names = {f"segment{i}.stage1.{m}.noise" for i in (1, 2) for m in ("video", "audio")}
+    assert names | {"segment2.source.tail", "segment2.source.audio", "waveform"} <= {*state.record}
+    assert all(name == "waveform" or name.startswith("segment") for name in state.record)
+    frames, file = np.concatenate(list(next(state.frames))), tmp_path / "noise.safetensors"
+    write_arrays(file, state.record)
+    given = more | {"noise_in": file, "seed": 9}
+    again, wave = made(session, asked(folders[1], **given))
+    np.testing.assert_array_equal(again, frames)
+    np.testing.assert_array_equal(wave, state.waveforms[0])
+    (folders[1] / "0001.mov").unlink()
+    np.testing.assert_array_equal(made(session, asked(folders[1], **given))[0], frames)
+    write_arrays(file, {n: x for n, x in state.record.items() if "segment2.stage1" not in n})
+    with pytest.raises(InputError, match=r"has no tensor segment2\.stage1\.video; it must hold"):
+        make_plan(session, asked(folders[2], **given))
+    with pytest.raises(InputError, match=r"--latents-out: segment 1 in .* was made without it"):
+        check_records(asked(folders[1], **given).resolved(session.config), folders[1])
+
+
+def test_numbers_of_segments(opened):
+    for more, message in (
+        ({"cut": (1,)}, "--cut: segment 1, expected 2 to 3"),
+        ({"cut": "4"}, "--cut: segment 4, expected 2 to 3"),
+        ({"cut": "2,2"}, "--cut: segment 2 is given twice"),
+        ({"cut": "x"}, "--cut: 'x', expected numbers of segments such as 3 or 3,5"),
+        ({"segment_seed": ["0:1"]}, "--segment-seed: segment 0, expected 1 to 3"),
+        ({"segment_seed": ["2:1", "2:3"]}, "--segment-seed: segment 2 is given twice"),
+        ({"segment_seed": ["2"]}, "--segment-seed: '2', expected SEGMENT:SEED such as 3:77"),
+        ({"segment_seed": ["2:-1"]}, "--segment-seed: seed -1, expected 0 or more"),
+        ({"segments": None, "cut": (2,)}, "--cut: the clip has one segment; give --segments"),
+        ({"segments": None, "segment_seed": ["2:1"]}, "--segment-seed: the clip has one segment"),
+    ):
+        request = {"prompt": "a fox", **SIZE, "segments": 3} | more
+        with pytest.raises(InputError) as refused:
+            make_request("one-stage", **request).resolved(opened.resident.config)
+        assert message in str(refused.value), more
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_colours_are_held_to_the_first_segment(opened, tmp_path, share):
+    """Of the new latents alone, by mean and deviation of each channel; also after a stop."""
+    session, more = opened.resident, {"segments": 2, "steps": 1, "colour_lock": share}
+    plan = make_plan(session, asked(tmp_path, **more))
+    record = produce(session, plan, keep=True)[0].record
+    first, last = (record[f"segment{i}.video_latent"].astype(np.float64) for i in (1, 2))
+    before = record["segment2.stage1.video.steps"][-1]
+    before = unpack_video(before[None], plan.stages[1].geometry).astype(np.float64)
+    np.testing.assert_array_equal(last[:, :, :2], before[:, :, :2])
+    new, axes = before[:, :, 2:], (0, 2, 3, 4)
+
+    def moments(x):
+        return (
+            m(axis=axes, keepdims=True, **how) for m, how in ((x.mean, {}), (x.std, {"ddof": 1}))
+        )
+
+    (mean, deviation), (aim, spread) = moments(new), moments(first)
+    expected = (1 - share) * new + share * ((new - mean) / deviation * spread + aim)
+    assert relative_l2(last[:, :, 2:], expected) < 1e-5  # float32
+    assert relative_l2(new, expected) > 1e-2
+    frames, _ = part(tmp_path, 1)
+    (tmp_path / "0001.mov").unlink()
+    made(session, asked(tmp_path, **more))
+    np.testing.assert_array_equal(part(tmp_path, 1)[0], frames)

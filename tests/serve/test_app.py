@@ -1138,6 +1138,26 @@ def test_a_stream_follows_a_job_and_ends_with_it(server, fragments):
     assert first.headers["content-type"] == "video/mp4" and "content-length" not in first.headers
 
 
+def test_segments_of_a_job(server):
+    id = server.add("40:0.1", **IN_SEGMENTS | {"segments": 3, "cut": [2], "segment_seeds": ["3:7"]})
+    server.until_step(id)
+    folder = server.data / "out" / f"{id}.segments"
+    folder.mkdir()
+    (folder / "0000.mov").write_bytes(b"made")
+    found = server.http.get(server.get(id)["x"]["segments"]).json()["data"]
+    assert [(one["index"], one["start"], one["frames"]) for one in found] == [
+        (1, 0, 25), (2, 25, 16), (3, 41, 25),
+    ]  # fmt: skip
+    assert [(one["made"], one["bytes"]) for one in found] == [(True, 4)] + [(False, None)] * 2
+    assert server.get(id)["x"]["settings"]["segment_seeds"] == ["3:7"]
+    plain = server.add("1:0.01")
+    refused = server.http.get(f"/v1/videos/{plain}/segments")
+    assert refused.status_code == 409 and "not made in segments" in refused.text
+    assert server.until(id)["status"] == "completed"
+    found = server.http.get(f"/v1/videos/{id}/segments").json()["data"]
+    assert all(one["made"] for one in found)
+
+
 def test_a_stream_of_a_finished_job_is_its_file(server):
     id = server.add("2:0.01")
     assert server.get(id)["x"]["stream"] is None

@@ -528,6 +528,40 @@ def test_a_stream_goes_on_after_a_kill_of_everything(start):
 
 
 @pytest.mark.slow
+def test_a_clip_in_segments_survives_ten_kills_of_everything(start):
+    """Within a segment and between two, in turn, to the bytes of a job that is left alone; readers
+    hear of each segment."""
+    clip = {"pipeline": "one-stage", "size": "64x64", "num_frames": 25, "overlap": 9, "segments": 8}
+    clip |= {"steps": 4, "seed": 5}
+    server = start(replicas="real")
+    id = server.add("a red fox", **clip)
+
+    def made():
+        return sum(
+            one["made"] for one in server.http.get(f"/v1/videos/{id}/segments").json()["data"]
+        )
+
+    for number in range(10):
+        before, until = made(), time.monotonic() + 120
+        while made() < before + 1 - number % 2:
+            assert time.monotonic() < until
+        if number % 2:
+            server.until_step(id)
+        assert server.get(id)["status"] != "completed"
+        server.kill()
+        server = start(replicas="real")
+    heard = []
+    with httpx.stream("GET", f"{server.url}/v1/videos/{id}/events", timeout=300) as events:
+        heard += [line for line in events.iter_lines() if line.startswith("event: ")]
+    assert "event: segment" in heard and heard[-1] == "event: completed"
+    found = server.http.get(f"/v1/videos/{id}/segments").json()["data"]
+    assert [one["start"] for one in found] == [16 * i for i in range(8)] and made() == 8
+    alone = server.until(server.add("a red fox", **clip), timeout_s=300)["id"]
+    one, other = (server.http.get(f"/v1/videos/{name}/content").content for name in (id, alone))
+    assert one == other
+
+
+@pytest.mark.slow
 def test_twenty_real_jobs_survive_a_kill_of_everything_in_the_middle(start):
     """And end, by the same command, as twenty clips that play, each of the bytes that an
     undisturbed server makes."""
