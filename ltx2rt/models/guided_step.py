@@ -176,10 +176,10 @@ def _keeps(
 
 
 @dataclass(frozen=True)
-class _Given:
-    """What is given of one stream: latents (videos, tokens, C), clean ones (tokens, C), of one that
-    is not frozen its mask (tokens), the noise levels of its tokens, its context (B, text, C'), and
-    of a relay the bias of that context (B, tokens, text)."""
+class _StreamInputs:
+    """One stream's latents (videos, tokens, C), clean latents (tokens, C), mask (tokens; None if
+    frozen), noise levels of its tokens, context (B, text, C'), and the bias of a relay (B, tokens,
+    text)."""
 
     x: Term
     clean: Term
@@ -229,7 +229,7 @@ class _Step:
         return found
 
     def unheard(self) -> Term | None:
-        """Of a voice's guidance: the bias (B, audio_keys) by which its branch does not hear what is
+        """The bias (B, audio_keys) by which the branch of a voice's guidance does not hear what is
         beside the clip's own sound."""
         if not self.s.branches.unheard:
             return None
@@ -239,7 +239,7 @@ class _Step:
         on = o.full(0.0, "float32", branches=1, audio_keys=self.s.audio_tokens)
         return self.by_branch([off if name == "unheard" else on for name in self.names])
 
-    def given(self, stream: Stream) -> _Given:
+    def given(self, stream: Stream) -> _StreamInputs:
         """The inputs of a stream."""
         o, s, n, video = self.o, self.s, stream.name, stream.name == "video"
         axes = {stream.tokens: s.video_tokens if video else s.audio_tokens}
@@ -248,13 +248,13 @@ class _Step:
             clean = o.input(f"{n}_clean", "float32", **shape)
             x = o.expand(clean, axis="videos", size=s.videos, before=stream.tokens)
             levels = Levels(o.full(0.0, "float32", levels=1), None)
-            return _Given(x, clean, None, levels, self.context(stream), None)
+            return _StreamInputs(x, clean, None, levels, self.context(stream), None)
         x = o.input(f"{n}_latent", "float32", videos=s.videos, **shape)
         clean = o.input(f"{n}_clean", "float32", **shape)
         mask = o.input(f"{n}_mask", "float32", **axes)
         own = declare_levels(o, n, s.video_levels if video else s.audio_levels, **axes)
         levels = Levels(own.values * self.ends[0], own.index)
-        return _Given(x, clean, mask, levels, self.context(stream), self.relay(stream, axes))
+        return _StreamInputs(x, clean, mask, levels, self.context(stream), self.relay(stream, axes))
 
     def context(self, stream: Stream) -> Term:
         """The text that each branch reads (B, text, C'): the negative one in the uncond branch; of
@@ -275,7 +275,7 @@ class _Step:
         return o.concat(context, self.by_branch([negative] * len(self.names)), axis="text")
 
     def relay(self, stream: Stream, axes: dict[str, int]) -> Term | None:
-        """Of prompts by time: what is added to the scores of the positive text."""
+        """The bias (B, tokens, text) of prompts by time, for the scores of the positive text."""
         o, n = self.o, stream.name
         groups = self.s.relay[("video", "audio").index(n)]
         if not groups:
@@ -289,7 +289,7 @@ class _Step:
         return o.take(self.by_branch(rows), index, axis="groups")
 
     def velocities(
-        self, given: dict[str, _Given], scales: dict[str, list[Term]], unheard: Term | None
+        self, given: dict[str, _StreamInputs], scales: dict[str, list[Term]], unheard: Term | None
     ) -> dict[str, Term]:
         """The transformer's velocity (branches, videos, tokens, C) of each stream."""
         o, config, s = self.o, self.config, self.s
@@ -319,7 +319,7 @@ class _Step:
         )  # fmt: skip
 
     def coefficients(self) -> list[Term]:
-        """Those of the sampler, computed by the host."""
+        """The sampler's coefficients, which the host computes."""
         count = COEFFICIENTS[self.s.sampler]
         if not count:
             return []
@@ -327,7 +327,7 @@ class _Step:
         return [self.o.at(row, axis="terms", index=i) for i in range(count)]
 
     def guided(
-        self, stream: Stream, one: _Given, velocity: Term, scales: dict[str, list[Term]]
+        self, stream: Stream, one: _StreamInputs, velocity: Term, scales: dict[str, list[Term]]
     ) -> Term:
         """x0 (videos, tokens, C) of a stream from the velocities (B, tokens, C) of all branches."""
         assert one.mask is not None, "a stream that is made has a mask"
@@ -341,7 +341,7 @@ class _Step:
         return x0 * one.mask + one.clean * (1 - one.mask)
 
     def advanced(
-        self, name: str, one: _Given, x0: Term, coefficients: list[Term]
+        self, name: str, one: _StreamInputs, x0: Term, coefficients: list[Term]
     ) -> dict[str, Term]:
         """The sampler's next latents of a stream, and what it carries along."""
         assert one.mask is not None, "a stream that is made has a mask"
