@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from ltx2rt.stages.source_sound import spectrogram
 from ltx2rt.stages.tokenizer import tokenize
 from ltx2rt.suggest import hint
 from ltx2rt.train.gradients import lora_gradients
+from ltx2rt.weights.checkpoint import Checkpoint, open_parts
 from ltx2rt.weights.files import TensorFile, write_arrays
 
 Arrays = dict[str, np.ndarray]
@@ -49,11 +51,12 @@ Axes = Mapping[str, tuple[str | int, ...]]
 
 @dataclass(frozen=True)
 class Component:
-    """One row of the table. inputs, optional: name -> axes, for a model; an int is a size, a word
-    takes the first size it meets. together: inputs whose names begin so are all there or all
-    absent."""
+    """One row of the table. parts: those of the checkpoint that it reads. inputs, optional: name ->
+    axes, for a model; an int is a size, a word takes the first size it meets. together: inputs
+    whose names begin so are all there or all absent."""
 
     run: Callable[[Session, ProbeRequest, Arrays], Arrays]
+    parts: tuple[str, ...]
     inputs: Callable[[ModelConfig], Axes] = lambda config: {}
     optional: Callable[[ModelConfig], Axes] = lambda config: {}
     together: str | None = None
@@ -353,6 +356,12 @@ def _contexts(config: ModelConfig) -> Axes:
     return {f"{name}_context": ("B", "S", width) for name, *_, width in _streams(config)}
 
 
+def _pooled_contexts(config: ModelConfig) -> Axes:
+    head = config.need("duration_head")
+    widths = {"video": head.video_width, "audio": head.audio_width}
+    return {f"{name}_context": ("B", "S", width) for name, width in widths.items()}
+
+
 def _forward_inputs(config: ModelConfig) -> Axes:
     inputs: dict[str, tuple[str | int, ...]] = {}
     for name, tokens, channels, axes, width in _streams(config):
@@ -417,26 +426,37 @@ def _audio_latent(config: ModelConfig) -> Axes:
 
 
 COMPONENTS = {
-    "transformer": Component(_transformer, _forward_inputs, _forward_options, together="video_"),
-    "train-step": Component(_train_step, _train_inputs, _train_options, together="video_"),
+    "transformer": Component(
+        _transformer, ("transformer",), _forward_inputs, _forward_options, together="video_"
+    ),
+    "train-step": Component(
+        _train_step, ("transformer",), _train_inputs, _train_options, together="video_"
+    ),
     "text-encoder": Component(
-        _text_encoder, lambda config: {"token_ids": ("B", "S"), "mask": ("B", "S")}
+        _text_encoder,
+        ("transformer", "text", "gemma"),
+        lambda config: {"token_ids": ("B", "S"), "mask": ("B", "S")},
     ),
-    "tokenizer": Component(_tokenizer),
-    "video-decoder": Component(_network("latent"), _video_latent),
+    "tokenizer": Component(_tokenizer, ("gemma",)),
+    "video-decoder": Component(_network("latent"), ("video_vae",), _video_latent),
     "diffusion-decoder": Component(
-        _diffusion_decoder, lambda config: {**_video_latent(config), "noise": FRAMES}
+        _diffusion_decoder,
+        ("video_vae", "diffusion_decoder"),
+        lambda config: {**_video_latent(config), "noise": FRAMES},
     ),
-    "video-encoder": Component(_video_encoder, lambda config: {"frames": FRAMES}),
-    "audio-decoder": Component(_audio_decoder, _audio_latent),
+    "video-encoder": Component(_video_encoder, ("video_vae",), lambda config: {"frames": FRAMES}),
+    "audio-decoder": Component(_audio_decoder, ("audio_vae", "vocoder"), _audio_latent),
     "audio-encoder": Component(
         _audio_encoder,
+        ("audio_vae",),
         lambda config: {"waveform": ("B", config.audio_vae.out_channels, "N"), "sample_rate": (1,)},
     ),
-    "upsampler": Component(_network("latent"), _video_latent),
-    "duration-head": Component(_duration_head, _contexts),
-    "guided-step": Component(_guided_step, _step_inputs, lambda config: _keyframes(config, 1)),
-    "schedule": Component(_schedule, lambda config: {"steps": (1,)}),
+    "upsampler": Component(_network("latent"), ("video_vae", "upsampler"), _video_latent),
+    "duration-head": Component(_duration_head, ("duration_head",), _pooled_contexts),
+    "guided-step": Component(
+        _guided_step, ("transformer",), _step_inputs, lambda config: _keyframes(config, 1)
+    ),
+    "schedule": Component(_schedule, (), lambda config: {"steps": (1,)}),
 }
 
 
@@ -498,11 +518,23 @@ class ProbeRequest:
             existing_file("--inputs", self.inputs)
 
 
+def opened(options: ModelOptions, parts: tuple[str, ...]) -> Checkpoint:
+    """The checkpoint of the options, or where it is not complete its parts that a component reads.
+    Raises InputError, of the checkpoint if those parts are not there either."""
+    try:
+        return opened_checkpoint(options)
+    except InputError:
+        if parts:
+            with suppress(InputError):
+                return open_parts(options.model, parts, **options.parts)
+        raise
+
+
 def run(options: ModelOptions, request: ProbeRequest) -> None:
     """Read the inputs, run the component, write the outputs as float32. Raises InputError before
     any weight is read."""
     request.check()
-    checkpoint = opened_checkpoint(options)
+    checkpoint = opened(options, COMPONENTS[request.component].parts)
     inputs = [path for path in (request.inputs,) if path]
     check_outputs([("--outputs", request.outputs)], [*options.files, *checkpoint.files, *inputs])
     session = open_session(options, "float32", checkpoint)

@@ -8,7 +8,7 @@ files that `parts` finds are taken; no tensor data is read. Leaves data, LoRA an
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
@@ -24,6 +24,7 @@ from ltx2rt.notes import note
 from ltx2rt.release import of_version, stated, version_tuple
 from ltx2rt.weights import configs
 from ltx2rt.weights.changes import Pair
+from ltx2rt.weights.comfy import inside
 from ltx2rt.weights.configs import Found, Keys, parse_json
 from ltx2rt.weights.files import TensorFile, TensorFolder, TensorSource, open_file, open_tensors
 from ltx2rt.weights.gguf import GgufFile, unread
@@ -43,6 +44,7 @@ from ltx2rt.weights.parts import (
     Parts,
     absent,
     contents,
+    examine,
     file_kind,
     folder_kind,
     listed,
@@ -222,10 +224,7 @@ def open_checkpoint(
         places |= _official(main, files, near, places)
     else:
         places |= _diffusers(path, files, near, index, config_from)
-    read: dict[str, Any] = {}
-    for name in COMPONENTS:
-        if name in places:
-            read[name] = places[name].read(PARTS[name], read)
+    read = _read(places)
     config = _config(read, main, places["video_vae"].file)
     sources = {name: place.source for name, place in places.items()}
     for name, source in sources.items():
@@ -247,6 +246,73 @@ def open_checkpoint(
         tuple(near.unreadable),
         tuple(near.tokenizer),
     )
+
+
+def open_parts(model: str | Path, names: Sequence[str], **files: str | Path | None) -> Checkpoint:
+    """Some parts of a checkpoint: a file or folder of one, or a folder with several.
+
+    names: the parts; files: as for `open_checkpoint`. Every use of a config that was not found
+    raises InputError. Raises InputError for a part of `names` that was not found, or found twice.
+    """
+    path = Path(model)
+    near = examine([path, *(inside(path) if path.is_dir() else ())])
+    places: Places = {}
+    for main in map(dequantised, near.files["main"]):
+        own = {n: source for n, source in official_sources(main).items() if n in names}
+        keys = partial(official_metadata, main)
+        places |= {name: Place("official", source, keys, main) for name, source in own.items()}
+    for name in names:
+        part, folder = PARTS[name], only(name, near.diffusers.get(name, []))
+        if where := files.get(part.option) or only(name, near.files[name]):
+            if part.either:
+                places[name] = _open_either(part, Path(where))
+            else:
+                places |= open_part(part, Path(where))
+        elif folder:
+            places[name] = _open_folder(part, folder)
+    places |= {n: places[i] for n in names if n not in places and (i := PARTS[n].instead) in places}
+    if missing := [name for name in names if name not in places]:
+        raise absent(missing, path, near.unreadable)
+    read, sources = _read(places), {name: place.source for name, place in places.items()}
+    for name, source in sources.items():
+        if "video_vae" in places:
+            sources[name] = source.joined(sources["video_vae"], PARTS[name].borrowed)
+        _refuse_encoded(source)
+    core = names_of(lambda part: part.every and part.source and part.name not in read)
+    read = {name: Absent(absent(name, path)) for name in core} | read
+    file = next((place.file for place in places.values() if place.file), None)
+    gemma = sources["gemma"].where if "gemma" in sources else None
+    return Checkpoint(
+        path,
+        next(iter(places.values())).layout,
+        _config(read, file, places["video_vae"].file if "video_vae" in places else None),
+        sources,
+        find_tokenizer(gemma, near.tokenizer) if gemma or near.tokenizer else None,
+        unreadable=tuple(near.unreadable),
+        tokenizers_found=tuple(near.tokenizer),
+    )
+
+
+class Absent:
+    """The config of a part that was not opened: every use of it raises the error that names its
+    flag."""
+
+    def __init__(self, error: InputError):
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self._error
+
+
+def _read(places: Mapping[str, Place]) -> dict[str, Any]:
+    """The configs of these parts, in the order of the table, since some need those before them."""
+    read: dict[str, Any] = {}
+    for name in COMPONENTS:
+        if name in places:
+            read[name] = places[name].read(PARTS[name], read)
+    return read
 
 
 def _config(

@@ -15,6 +15,7 @@ from ltx2rt.models import diffusion_decoder
 from ltx2rt.models.diffusion_decoder import DiffusionDecoderConfig
 from ltx2rt.models.mel import log_mel
 from ltx2rt.session.open import opened_checkpoint
+from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
 from ltx2rt.weights.checkpoint import RenamedSource
@@ -567,3 +568,61 @@ def test_what_does_not_fit_is_refused_by_name(component, change, message, probe,
     monkeypatch.setattr(TensorFile, "read", only_inputs)
     status, stderr = probe("2.3", component, x)
     assert status == 2 and stderr.startswith("ltx2rt: error: ") and message in stderr, stderr
+
+
+@pytest.mark.parametrize(
+    ("generation", "layout", "component", "parts"),
+    [
+        ("2.3", "diffusers", "video-decoder", ("vae",)),
+        ("2.3", "diffusers", "audio-decoder", ("audio_vae", "vocoder")),
+        ("2.3", "diffusers", "upsampler", ("vae", "latent_upsampler")),
+        ("2.3", "diffusers", "text-encoder", ("transformer", "connectors", "text_encoder")),
+        ("2.5", "official", "video-decoder", ("tiny-2.5-video-vae-conv.safetensors",)),
+        ("2.5", "official", "diffusion-decoder", ("tiny-2.5-video-vae.safetensors",)),
+        ("2.5", "official", "audio-decoder", ("tiny-2.5-audio-vae.safetensors",)),
+        ("2.5", "official", "duration-head", ("tiny-2.5-duration-head.safetensors",)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_component_needs_its_own_parts_alone(
+    generation, layout, component, parts, tiny, command, tmp_path
+):
+    """The whole checkpoint and those parts give the same bits; a part less is named."""
+    whole, some = tiny(f"tiny-{generation}", layout), tmp_path / "some"
+    some.mkdir()
+    for part in parts:
+        (some / part).symlink_to(whole / part)
+    config = opened_checkpoint(ModelOptions("cuda", whole, device="cpu")).config
+    sizes = {"B": 1, "S": S, "n": 5}
+    axes = commands_probe.COMPONENTS[component].inputs(config)
+    inputs = {
+        name: draw(*(sizes.get(size, 2) if isinstance(size, str) else size for size in shape))
+        for name, shape in axes.items()
+    }
+    if component == "text-encoder":
+        inputs = {"token_ids": np.ones((1, S), np.int32), "mask": np.ones((1, S), np.int32)}
+    if component == "diffusion-decoder":
+        latent = inputs["latent"]
+        shape = diffusion_decoder.whole(
+            diffusion_decoder.config_of(config), 1, latent.shape[2:], "replicate"
+        )
+        inputs["noise"] = draw(1, 3, *shape.pixels(diffusion_decoder.config_of(config)))
+    file, out = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    save_file(inputs, file)
+
+    def probed(model):
+        words = ("probe", "--backend", "cuda", "--device", "cpu", "--component", component)
+        where = ("--model", model, "--inputs", file, "--outputs", out)
+        decoder = ("--video-decoder", "diffusion") if component == "diffusion-decoder" else ()
+        status, _, stderr = command(*words, *where, *decoder)
+        return stderr if status else load_file(out)
+
+    expected = probed(whole)
+    for model in (some, *([some / parts[0]] if len(parts) == 1 else [])):
+        found = probed(model)
+        assert not isinstance(found, str), found
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            np.testing.assert_array_equal(value, expected[name])
+    (some / parts[0]).unlink()
+    assert "no checkpoint" in probed(some)
