@@ -87,7 +87,7 @@ def test_every_flag_arrives():
     text = (
         "--negative-prompt n --pipeline one-stage --text-encoder g --upsampler u "
         "--temporal-upsampler v"
-        " --distilled-lora d:0.5 --lora a b:2 --lora c:0.5:stage2 --lora-allow-partial"
+        " --distilled-lora d:0.5 --lora a b:2 --lora c:0.5:stage2 --lora-allow-partial --lora-mode unmerged"
         " --width 64 --height 96 --num-frames 9 --fps 23.976 --steps 2"
         " --seed 5 --num-videos 2 --image i.png:0 j.png:8:0.5 --image-crf 0 --video-cfg 1 "
         "--audio-cfg 2"
@@ -106,7 +106,7 @@ def test_every_flag_arrives():
         "cuda", Path("m"), Path("g"), Path("vv"), Path("av"), Path("u"), Path("v"), Path("dh"),
         LoraSpec(Path("d"), 0.5),
         (LoraSpec(Path("a")), LoraSpec(Path("b"), 2.0), LoraSpec(Path("c"), 0.5, "stage2")),
-        True, "float32", "float8", "cpu", "B", "reload", True, "off", "unrolled", True,
+        True, "unmerged", "float32", "float8", "cpu", "B", "reload", True, "off", "unrolled", True,
         max_memory=3.5, video_decoder="diffusion", offline=True,
     )  # fmt: skip
     images = (ImageSpec(Path("i.png"), 0), ImageSpec(Path("j.png"), 8, 0.5))

@@ -1,8 +1,8 @@
-"""adapters: trainable low-rank matrices beside frozen linears of a stack of blocks.
+"""adapters: low-rank matrices beside frozen linears of a stack of blocks.
 
 Requires a legal graph, placed or not, not yet packed. Ensures the same inputs, outputs and
-communication, and for every targeted linear y = x W of a repeat's body two float32 parameters more:
-y += x A B, times a factor.
+communication, and for every targeted linear y = x W of a repeat's body two parameters more: y +=
+x A B, times a factor.
 
 A is cut as W's columns are, B as W's rows: beside a column-parallel linear A is whole and B cut;
 beside a row- parallel one A is cut and B whole, and x A B joins the partial sum that the all-reduce
@@ -12,6 +12,7 @@ behind it adds up.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -25,12 +26,14 @@ MARK = ".lora_"  # in the name of every parameter that the pass declares
 @dataclass(frozen=True)
 class Adapters:
     """targets: modules by their names in the checkpoint, `*` for the block. rank: rows of A, and
-    audio_rank those of the sound's own modules; scale: alpha / rank."""
+    audio_rank those of the sound's own modules; scale: alpha / rank. dtype: of the parameters;
+    those that are trained are float32."""
 
     targets: frozenset[str]
     rank: int
     scale: float = 1.0
     audio_rank: int | None = None
+    dtype: str = "float32"
 
     def rank_of(self, module: str) -> int:
         own = module.partition(".*.")[2].startswith(("audio_attn", "audio_ff"))
@@ -58,6 +61,11 @@ def modules(graph: Graph) -> list[str]:
         for name, body in weights
         if "*" in name and name in body.params
     ]
+
+
+def starred(module: str) -> str:
+    """The module with `*` for the number of its block."""
+    return re.sub(r"(transformer_blocks)\.\d+\.", r"\1.*.", module)
 
 
 def tensors(targets: Collection[str], blocks: int) -> list[str]:
@@ -99,12 +107,12 @@ def _beside(out: Graph, node: Node, layout: Layout, adapters: Adapters) -> Value
     ((_, (rows, columns)),) = layout.parts
 
     def half(letter: str, dim: int, whole: tuple[int, int]) -> Value:
-        type = replace(weight.type.replaced(dim, dim + 1, {"rank": rank}), dtype="float32")
+        type = replace(weight.type.replaced(dim, dim + 1, {"rank": rank}), dtype=adapters.dtype)
         declared = f"{name}{MARK}{letter}.weight"
         splits = tuple(split for split in layout.splits if split[0] != dim)
         out.layouts[declared] = Layout(((declared, whole),), splits, layout.first)
         v = out.parameter(declared, type)
-        return v if dtype == "float32" else emit(out, "cast", v, dtype=dtype)
+        return v if dtype == adapters.dtype else emit(out, "cast", v, dtype=dtype)
 
     h = emit(
         out,

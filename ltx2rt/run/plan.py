@@ -107,15 +107,17 @@ def resolved(
     request.check_files()
     request = request.resolved(checkpoint.config)
     distilled = distilled_lora(request, options, checkpoint)
-    loras = Loras(tuple(map(_planned, options.loras)), distilled and _planned(distilled))
+    apart = options.lora_mode == "unmerged"
+    user = tuple(_planned(lora, apart) for lora in options.loras)
+    loras = Loras(user, distilled and _planned(distilled))
     return request, loras, tuple(request.all_stages(checkpoint.config, options, loras))
 
 
-def _planned(lora: LoraSpec) -> LoraSpec:
+def _planned(lora: LoraSpec, beside: bool = False) -> LoraSpec:
     """The LoRA with the file that has its name now; as it is if there is none, which loading
     refuses."""
     with suppress(OSError):
-        return PlannedLora(lora.path, lora.strength, lora.stage, identity(lora.path))
+        return PlannedLora(lora.path, lora.strength, lora.stage, identity(lora.path), beside)
     return lora
 
 

@@ -37,10 +37,12 @@ class LoraSpec:
 class PlannedLora(LoraSpec):
     """A LoRA of a run: another file of the same name is another LoRA.
 
-    file: what `weights.files.identity` gave when the run was planned.
+    file: what `weights.files.identity` gave when the run was planned. beside: it stays apart from
+    the weights.
     """
 
     file: tuple[int, ...] = ()
+    beside: bool = False
 
 
 NO_LORA = LoraSpec(Path("none"), 0.0)  # `--distilled-lora none`: the weights as they are
@@ -188,7 +190,7 @@ class ModelOptions(PartFiles):
     )
     loras: tuple[LoraSpec, ...] = flag(
         (),
-        "LoRAs to merge, strength 1.0 and both stages unless given",
+        "LoRAs, strength 1.0 and both stages unless given",
         parse_lora,
         group="model",
         name="--lora",
@@ -200,6 +202,13 @@ class ModelOptions(PartFiles):
         False,
         "accept a LoRA with keys that the model lacks",
         group="model",
+    )
+    lora_mode: str = flag(
+        "merged",
+        "merge LoRAs into the weights; or compute them beside the weights in every step, which "
+        "changes between LoRAs without reading the model again (unmerged)",
+        group="model",
+        choices=("merged", "unmerged"),
     )
     dtype: str | None = flag(
         None,

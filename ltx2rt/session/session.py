@@ -109,9 +109,10 @@ class Session:
     def key(self, call: Call) -> tuple[Any, ...]:
         """The key of the call's graph and program: calls that differ in times or who makes them
         share one, and those that differ in LoRAs unless these change what is kept as it is
-        stored."""
+        stored, or stay apart from the weights with other targets."""
         kept = self.weights.residence.keep_bytes if call.steps is not None else None
-        return *call.program, frozenset(self.weights.stored(call)), kept
+        stored = frozenset(self.weights.stored(call))
+        return *call.program, stored, kept, self.weights.adapters(call)
 
     def graph(self, call: Call) -> Graph:
         """The call's graph as one device runs it; with steps, the loop over them."""
@@ -124,6 +125,7 @@ class Session:
         placement = self.placement.of(row.branches(sizes)) if row.branches else self.placement.text
         kept = self.weights.residence.keep_bytes
         placement = replace(placement, stored=self.weights.stored(call), keep_bytes=kept)
+        placement = replace(placement, adapters=self.weights.adapters(call))
         if call.steps is not None:
             sizes = replace(sizes, videos=sizes.videos // placement.mesh.get("data", 1))
         with self.checkpoint.tracing():

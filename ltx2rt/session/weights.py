@@ -20,14 +20,16 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph
 from ltx2rt.graph.ir import numbered
 from ltx2rt.notes import note
+from ltx2rt.passes.adapters import MARK, Adapters, tensors
 from ltx2rt.placement.devices import host_memory
 from ltx2rt.placement.stream import Piece, pieces, slots_bytes, streamed
+from ltx2rt.session.beside import Beside, WithAdapters, beside
 from ltx2rt.session.call import Call, WeightsKey, holds, network_of
 from ltx2rt.session.options import LoraSpec, ModelOptions, PlannedLora
 from ltx2rt.weights.audit import audit
 from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.files import check_opened, identity
-from ltx2rt.weights.lora import Merge, MergedSource, check_lora, open_lora
+from ltx2rt.weights.lora import Lora, Merge, MergedSource, check_lora, open_lora
 from ltx2rt.weights.quantised import Packed, stored_fields
 
 HOST_SHARE = 0.1  # share of the host's memory that is left alone
@@ -123,6 +125,7 @@ class WeightStore:
         self.parked: dict[WeightsKey, Any] = {}  # in the host's memory
         self._parked_as: dict[WeightsKey, frozenset[Piece]] = {}  # what of each was streamed
         self._stored: dict[tuple[str, ...], dict[str, str]] = {}
+        self._adapters: dict[tuple[Any, ...], Adapters] = {}
         self._loads = 0
         self._loaded_at: dict[
             WeightsKey, tuple[int, int]
@@ -130,14 +133,22 @@ class WeightStore:
         self._parks = True  # until the backend cannot
 
     def source(self, call: Call, loras: Sequence[LoraSpec] = ()) -> Any:
-        """The tensor source of a call's network, LoRAs merged on reading."""
+        """The tensor source of a call's network, those of the LoRAs that do not stay apart merged
+        on reading."""
         first, *more = call.row.parts
         source = self.checkpoint.source(first)
         for part in more:
             added = self.checkpoint.source(part)
             source = source.joined(added, added.names())
-        if not loras:
-            return source
+        if merged := _merged(loras):
+            partial = self.options.lora_allow_partial
+            opened = self._opened(merged)
+            source = MergedSource(source, opened, self.dtype, self.backend.merge, partial)
+        return source
+
+    def _opened(self, loras: Sequence[LoraSpec]) -> list[Lora]:
+        """Raises InputError for a file that is not the planned one, and a LoRA of another
+        release."""
         opened = [open_lora(lora.path, lora.strength) for lora in loras]
         for spec, lora in zip(loras, opened, strict=True):
             if isinstance(spec, PlannedLora) and spec.file != lora.file.identity:
@@ -145,13 +156,23 @@ class WeightStore:
                     f"{spec.path}: another file than when the run was planned; start it again"
                 )
             check_lora(lora, self.checkpoint.config.version)
-        return MergedSource(
-            source,
-            opened,
-            self.dtype,
-            self.backend.merge,
-            allow_partial=self.options.lora_allow_partial,
-        )
+        return opened
+
+    def beside(self, call: Call) -> Beside:
+        """The call's LoRAs that stay apart from the weights. Raises InputError where they
+        cannot."""
+        source, opened = self.source(call), self._opened(_apart(call.loras))
+        blocks = self.checkpoint.config.transformer.num_layers
+        found = beside(source, opened, self.dtype, blocks, self.options.lora_allow_partial)
+        self._adapters[call.row.parts, _apart(call.loras)] = found.adapters
+        return found
+
+    def adapters(self, call: Call) -> Adapters | None:
+        """What the call's graph has beside its linears, None: nothing. Raises as `beside` does."""
+        key = call.row.parts, _apart(call.loras)
+        if key[1] and key not in self._adapters:
+            self.beside(call)
+        return self._adapters.get(key)
 
     def stored(self, call: Call) -> Mapping[str, str]:
         """Encodings by tensor of the matrices that the call's set keeps on the device as they are
@@ -171,7 +192,7 @@ class WeightStore:
                 if isinstance(info, Packed) and info.encoding
             }
         found = self._stored[parts]
-        touched = self.source(call, call.loras).touched() if found and call.loras else set()
+        touched = self._touched(call, call.loras) if found else set()
         return {name: encoding for name, encoding in found.items() if name not in touched}
 
     def audit(self, call: Call, graph: Graph) -> list[Merge]:
@@ -181,8 +202,14 @@ class WeightStore:
         Returns what every LoRA of the call will merge. Raises InputError.
         """
         source = self.source(call)
-        audit(graph.parameters(), source, source.where, bool(call.row.partial(call.sizes)))
-        return list(self.source(call, call.loras).merges) if call.loras else []
+        weights = {name: spec for name, spec in graph.parameters().items() if MARK not in name}
+        audit(weights, source, source.where, bool(call.row.partial(call.sizes)))
+        apart = self.beside(call).merges if _apart(call.loras) else ()
+        return [*apart, *(self.source(call, call.loras).merges if _merged(call.loras) else ())]
+
+    def _touched(self, call: Call, loras: Sequence[LoraSpec]) -> set[str]:
+        """Names of the tensors that merging these LoRAs changes."""
+        return self.source(call, loras).touched() if _merged(loras) else set()
 
     def of(self, call: Call, graph: Graph) -> Any:
         """The call's weights on the device, loaded on first use.
@@ -222,7 +249,10 @@ class WeightStore:
             base, changed = self.held[near].weights, self.changed(call, near[1])
         if kept and base is None:
             return Held(self.backend.unpark(kept, left), graph, False, streamed)
-        source = Counted(self.source(call, call.loras))
+        source = self.source(call, call.loras)
+        if _apart(call.loras):
+            source = WithAdapters(source, self.beside(call))
+        source = Counted(source)
         more = (
             {"streamed": streamed} if streamed else {}
         )  # a backend that does not stream is never asked to
@@ -242,13 +272,18 @@ class WeightStore:
             self.backend.trim()
 
     def changed(self, call: Call, theirs: tuple[LoraSpec, ...]) -> frozenset[str]:
-        """Names of the tensors that merge differently under the call's LoRAs and `theirs`: what
-        those after the common beginning touch."""
-        ours, same = call.loras, 0
+        """Names of the tensors that are others under the call's LoRAs and `theirs`: what those
+        that are merged touch after the common beginning, and what is beside the weights."""
+        ours, same = _merged(call.loras), 0
+        if _apart(call.loras) != _apart(theirs) and (adapters := self.adapters(call)):
+            apart = tensors(adapters.targets, self.checkpoint.config.transformer.num_layers)
+        else:
+            apart = []
+        theirs = _merged(theirs)
         while same < min(len(ours), len(theirs)) and ours[same] == theirs[same]:
             same += 1
         rests = [rest for rest in (ours[same:], theirs[same:]) if rest]
-        return frozenset(name for rest in rests for name in self.source(call, rest).touched())
+        return frozenset(apart).union(*(self._touched(call, rest) for rest in rests))
 
     def comparable(self, theirs: WeightsKey, ours: WeightsKey) -> bool:
         """Whether a set can share tensors with another: it holds theirs, and what was merged can
@@ -315,6 +350,15 @@ class WeightStore:
         for held in self.held.values():
             tensors |= held.tensors()
         return sum(tensors.values())
+
+
+def _apart(loras: Sequence[LoraSpec]) -> tuple[LoraSpec, ...]:
+    """Those that stay apart from the weights."""
+    return tuple(lora for lora in loras if isinstance(lora, PlannedLora) and lora.beside)
+
+
+def _merged(loras: Sequence[LoraSpec]) -> tuple[LoraSpec, ...]:
+    return tuple(lora for lora in loras if lora not in _apart(loras))
 
 
 def has_room(device_kind: str, size: int) -> bool:

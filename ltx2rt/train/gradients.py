@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,11 @@ import numpy as np
 from ltx2rt.backend import MOMENTS, AdamW
 from ltx2rt.errors import InputError
 from ltx2rt.models.train_step import TrainShape
-from ltx2rt.passes.adapters import MARK, Adapters, modules
+from ltx2rt.passes.adapters import MARK, Adapters, modules, starred
+from ltx2rt.session.beside import WithAdapters
 from ltx2rt.session.call import Call
 from ltx2rt.session.options import LoraSpec
 from ltx2rt.session.session import Session
-from ltx2rt.train.step import WithAdapters
 from ltx2rt.weights.audit import audit
 from ltx2rt.weights.changes import Pair
 from ltx2rt.weights.files import TensorSource
@@ -81,11 +80,6 @@ def read_init(
         found[names[0]] = down
         found[names[1]] = np.pad(up / np.float32(scale), ((0, 0), (0, rank - len(down))))
     return found
-
-
-def starred(module: str) -> str:
-    """The module with `*` for the number of its block."""
-    return re.sub(r"(transformer_blocks)\.\d+\.", r"\1.*.", module)
 
 
 def lora_gradients(

@@ -4,16 +4,15 @@ costs."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from ltx2rt.backend import AdamW, TensorSource, Trainer
+from ltx2rt.backend import AdamW, Trainer
 from ltx2rt.errors import InputError
-from ltx2rt.graph.ir import Cut, Graph
+from ltx2rt.graph.ir import Graph
 from ltx2rt.models import train_step, transformer
 from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.geometry import (
@@ -25,33 +24,11 @@ from ltx2rt.models.geometry import (
 from ltx2rt.passes.adapters import MARK, Adapters, modules
 from ltx2rt.placement.plan import StageCost, Work, cost
 from ltx2rt.placement.training import TrainingMemory, gradient_sums, runs_of, training_memory
+from ltx2rt.session.beside import WithAdapters
 from ltx2rt.session.call import Call
 from ltx2rt.session.session import Session
 from ltx2rt.train.recipe import group_of, initial, targeted
 from ltx2rt.weights.audit import audit
-from ltx2rt.weights.files import cut
-from ltx2rt.weights.quantised import Fields, stored_fields
-
-
-class WithAdapters:
-    """A tensor source and the initial values of adapters."""
-
-    def __init__(self, source: TensorSource, arrays: Mapping[str, np.ndarray]):
-        self.source, self.arrays = source, arrays
-
-    def names(self) -> Iterable[str]:
-        return [*self.source.names(), *self.arrays]
-
-    def info(self, name: str) -> Any:
-        return self.arrays[name] if name in self.arrays else self.source.info(name)
-
-    def read(self, name: str, *cuts: Cut) -> Any:
-        return (
-            cut(self.arrays[name], *cuts) if name in self.arrays else self.source.read(name, *cuts)
-        )
-
-    def stored(self, format: str, name: str, *cuts: Cut) -> Fields | None:
-        return stored_fields(self.source, format, name, *cuts)
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Merge:
-    """How many modules of a LoRA were merged."""
+    """How many modules of a LoRA were merged. beside: they stay apart from the weights."""
 
     file: str
     strength: float
@@ -93,14 +93,16 @@ class Merge:
     total: int
     skipped: int
     kind: str = "LoRA"
+    beside: bool = False
 
     def line(self, stage: str = "", role: str = "") -> str:
         """Such as "stage2, distilled: merged 130/130 modules of FILE at strength 1"; without a
-        stage: "merged ..."."""
+        stage: "merged ..."; of those that stay apart: "beside the weights 130/130 ..."."""
         where = ", ".join(filter(None, (stage, role)))
         skipped = f", skipped {self.skipped} of the text projection" if self.skipped else ""
         modules = "modules" if self.kind == "LoRA" else f"{self.kind} modules"
-        merged = f"merged {self.matched}/{self.total} {modules} of {self.file} at strength {self.strength:g}{skipped}"
+        how = "beside the weights" if self.beside else "merged"
+        merged = f"{how} {self.matched}/{self.total} {modules} of {self.file} at strength {self.strength:g}{skipped}"
         return f"{where}: {merged}" if where else merged
 
 
