@@ -3,6 +3,9 @@
 `distilled`, but for stage 1: its tokens see those of the references, and it alone has the LoRAs.
 Stage 2 has images alone, and the weights of `distilled`: as they are, or with the distilled LoRA
 where the run merges one. With LTX-2.5, too, no step adds noise.
+
+With a mask the reference is shown with its white pixels green, as LoRAs for inpainting have learnt
+it; the clip has the reference's own pixels elsewhere, and its sound.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ from typing import Any, ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
-from ltx2rt.media.video import video_info
+from ltx2rt.flags import flag, flag_like
+from ltx2rt.media.video import VideoInfo, video_info
 from ltx2rt.models.geometry import Geometry, latent_frames
+from ltx2rt.pipelines.inpaint import Inpaint
 from ltx2rt.pipelines.nag import Nagged
 from ltx2rt.pipelines.request import (
     NEUTRAL,
@@ -28,7 +32,9 @@ from ltx2rt.pipelines.request import (
 )
 from ltx2rt.session.options import ModelOptions, existing_file
 from ltx2rt.stages.conditioning import Reference, ReferenceSpec
+from ltx2rt.stages.region import Compose, Region, RegionVideo
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
+from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.source_video import SourceVideo, usable_frames
 from ltx2rt.stages.stage import Stage
 from ltx2rt.stages.tiling import plan_encoder_tiles
@@ -75,6 +81,13 @@ class ICLora(Nagged):
         "stop after stage 1, at half the width and height",
         group="sampling",
     )
+    mask: Path | None = flag_like(
+        Inpaint,
+        "mask",
+        help="image or video of the reference's size, white where the clip is made anew, by a LoRA "
+        "for inpainting",
+    )
+    mask_grow: int = flag_like(Inpaint, "mask_grow")
     audio_from: str | None = flag(
         None,
         "stage whose sound is kept (default: the last one)",
@@ -90,6 +103,9 @@ class ICLora(Nagged):
             )
         for reference in self.video_conditioning:
             check_reference(FLAG, reference)
+        if self.mask and (len(self.video_conditioning) > 1 or self.skip_stage_2):
+            other = "--skip-stage-2" if self.skip_stage_2 else f"several {FLAG}"
+            raise InputError(f"--mask: does not go with {other}; leave one of the two out")
         if self.skip_stage_2 and self.audio_from == "stage2":
             raise InputError(
                 "--audio-from: stage2, which --skip-stage-2 leaves out; leave out one of both"
@@ -101,6 +117,8 @@ class ICLora(Nagged):
             existing_file(FLAG, reference.path)
         if self.conditioning_attention_mask:
             existing_file("--conditioning-attention-mask", self.conditioning_attention_mask)
+        if self.mask:
+            existing_file("--mask", self.mask)
 
     def check_options(self, options: ModelOptions) -> None:
         super().check_options(options)
@@ -116,7 +134,38 @@ class ICLora(Nagged):
                 )
 
     def resolved(self: Any, model: ModelConfig) -> Any:
-        return replace(super().resolved(model), audio_from=self.audio_from or self.last_stage)
+        full = replace(super().resolved(model), audio_from=self.audio_from or self.last_stage)
+        if full.mask:
+            full._check_mask(*full._masked)
+        return full
+
+    @property
+    def _masked(self) -> tuple[VideoInfo, Region]:
+        """The reference's facts and its region."""
+        info = video_info(self.video_conditioning[0].path, FLAG, self.num_frames)
+        size = info.height, info.width
+        return info, Region(self.mask, size, self.num_frames, self.mask_grow)
+
+    def _check_mask(self, info: VideoInfo, region: Region) -> None:
+        found, asked = (
+            f"{w}x{h}, {n} frames at {float(fps):g} fps"
+            for w, h, n, fps in (
+                (info.width, info.height, info.num_frames, info.fps),
+                (self.width, self.height, self.num_frames, self.fps),
+            )
+        )
+        same = (info.width, info.height, info.fps) == (self.width, self.height, self.fps)
+        if not same or info.num_frames < self.num_frames:
+            raise InputError(
+                f"--mask: the clip has {asked}, but its reference {found}; with a mask they are "
+                "the same clip: give its --width, --height, --fps, and --num-frames within it"
+            )
+        region.check()
+        if not any(mask.any() for mask in region.masks()):
+            raise InputError(
+                f"--mask: {self.mask} is black, and nothing would be made; paint white what is "
+                "made anew"
+            )
 
     @property
     def last_stage(self) -> str:
@@ -124,8 +173,8 @@ class ICLora(Nagged):
 
     @property
     def files(self) -> list[Path]:
-        mask = [self.conditioning_attention_mask] if self.conditioning_attention_mask else []
-        return [reference.path for reference in self.video_conditioning] + mask + super().files
+        masks = [path for path in (self.conditioning_attention_mask, self.mask) if path]
+        return [reference.path for reference in self.video_conditioning] + masks + super().files
 
     @property
     def size_px(self) -> tuple[int, int]:
@@ -151,17 +200,40 @@ class ICLora(Nagged):
             )
             for number, spec in enumerate(self.video_conditioning)
         ]
+        before: list[Stage] = []
+        after: list[Stage] = []
+        heard = self
+        if self.mask:
+            info, region = self._masked
+            seen = given[0].source
+            source = RegionVideo(
+                seen.path, seen.geometry, seen.tiling, FLAG, seen.stride, region, fill="green"
+            )
+            given = [replace(given[0], source=source)]
+            after = [Compose(replace(source, geometry=full, stride=1), region)]
+            if info.has_sound and self.audio:
+                assert info.times_s, "a file without timestamps is refused"
+                path, since = seen.path, float(info.times_s[0])
+                before = [
+                    SourceSound(
+                        path, full, since, None, "zeros", self.num_videos, True, "source.audio"
+                    )
+                ]
+                first = second = {"guidance": NEUTRAL, "frozen": ("audio",)}
+                heard = replace(self, audio=False)
         stage1 = self.denoise(
             "stage1", half, options, DISTILLED_SIGMAS, (*loras.user, *extra), given, **first
         )
         if self.skip_stage_2:
             return [*self.text, *stage1, *self.decoded(half, model, options)]
         return [
+            *before,
             *self.text,
             *stage1,
             Upsample(half, self.num_videos, self.factor(model)),
             *self.denoise("stage2", full, options, STAGE2_SIGMAS, extra, **second),
-            *self.decoded(full, model, options),
+            *heard.decoded(full, model, options),
+            *after,
         ]
 
 

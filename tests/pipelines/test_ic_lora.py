@@ -2,22 +2,29 @@
 of attention."""
 
 import os
+from dataclasses import replace
 
 import av
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from test_denoise import PROMPT, keep_officially, load_pipeline, noise_of, unpacked
+from test_retake import write
 
 from ltx2rt.errors import InputError
+from ltx2rt.media.mp4 import to_rgb8
+from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import read_frames, video_info
 from ltx2rt.pipelines.ic_lora import ICLora
 from ltx2rt.pipelines.request import parse_reference
 from ltx2rt.run.plan import make_plan
+from ltx2rt.run.run import produce
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
 from ltx2rt.stages.conditioning import ReferenceSpec
 from ltx2rt.stages.denoise import Denoise
+from ltx2rt.stages.region import FADE_PX, near
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.files import TensorFile
@@ -464,3 +471,56 @@ def agree(one, several):
     assert one.latents.keys() == several.latents.keys() and "reference.1" in one.latents
     for name, expected in one.latents.items():
         assert relative_l2(several.latents[name], expected) <= CLOSE, name
+
+
+def test_with_a_mask_its_pixels_are_made_anew(model, half, tmp_path):
+    """As of a file that has them in green; outside, pixels and sound are the reference's own."""
+    clip, green = write(tmp_path / "a.mp4", size=(WIDTH, HEIGHT)), tmp_path / "green.mov"
+    mask = np.zeros((HEIGHT, WIDTH), bool)
+    mask[40:70, 60:140] = True
+    Image.fromarray(mask.astype(np.uint8) * 255).save(tmp_path / "mask.png")
+    frames = list(read_frames(clip, "", FRAMES))
+    save(green, [np.where(mask[..., None], np.array([0x66, 0xFF, 0], np.uint8), x) for x in frames])
+    options = ModelOptions("cuda", model, device="cpu", dtype="float32", distilled_lora=NO_LORA)
+    session = open_session(replace(options, loras=(LoraSpec(half),)))
+    size = {"width": WIDTH, "height": HEIGHT, "num_frames": FRAMES, "seed": 3, "prompt": "a fox"}
+
+    def made(path, **more):
+        request = ICLora(**size, video_conditioning=(ReferenceSpec(path),), **more)
+        state, *_ = produce(session, make_plan(session, request), keep=True)
+        return state, np.concatenate([to_rgb8(chunk) for chunk in next(state.frames)])
+
+    masked = {"mask": tmp_path / "mask.png", "mask_grow": 0}
+    state, found = made(clip, **masked, audio=False)
+    plain, whole = made(green, audio=False)
+    for name in ("reference.0", "stage1.video.steps", "stage2.video.steps"):
+        np.testing.assert_array_equal(state.record[name], plain.record[name])
+    inner, outer = near(mask, FADE_PX) == 1, near(mask, FADE_PX) == 0
+    np.testing.assert_array_equal(found[:, inner], whole[:, inner])
+    np.testing.assert_array_equal(found[:, outer], np.stack(frames)[:, outer])
+    assert (found[:, inner] != np.stack(frames)[:, inner]).any()
+    heard, _ = made(clip, **masked)
+    sound, rate = read_sound(clip)
+    assert heard.sample_rate == rate
+    np.testing.assert_array_equal(
+        heard.waveforms[0][:, : sound.shape[1]], sound[:, : heard.waveforms.shape[2]]
+    )
+    for m in ("stage1", "stage2"):
+        assert f"{m}.audio.steps" not in heard.record
+    for more, message in (
+        (
+            {"width": 128},
+            "--mask: the clip has 128x128, 17 frames at 24 fps, but its reference 256",
+        ),
+        ({"num_frames": 25}, "--mask: the clip has 256x128, 25 frames"),
+        ({"skip_stage_2": True}, "--mask: does not go with --skip-stage-2"),
+        ({"video_conditioning": (ReferenceSpec(clip),) * 2}, "--mask: does not go with several"),
+    ):
+        request = {**size, "video_conditioning": (ReferenceSpec(clip),), **masked} | more
+        with pytest.raises(InputError) as refused:
+            make_plan(session, ICLora(**request))
+        assert message in str(refused.value)
+    Image.fromarray(np.zeros((HEIGHT, WIDTH), np.uint8)).save(tmp_path / "mask.png")
+    with pytest.raises(InputError, match="is black, and nothing would be made"):
+        make_plan(session, ICLora(**size, video_conditioning=(ReferenceSpec(clip),), **masked))
+    session.close()
