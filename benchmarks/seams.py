@@ -43,12 +43,13 @@ FLOOR = 1e-10  # power that no one hears, -100 dB of full scale
 
 @dataclass(frozen=True)
 class Row:
-    """Frames of a segment and of its overlap; a segment as long as the clip has no seam. lock: of
-    colours to the first segment."""
+    """Frames of a segment and of its overlap; a segment as long as the clip has no seam. lock, anchor:
+    `--colour-lock`, `--anchor`."""
 
     segment: int
     overlap: int = 9
     lock: float = 0.0
+    anchor: float = 0.0
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -74,11 +75,13 @@ class Row:
 ROWS = {
     "25 frames, overlap 9": Row(25, 9),
     "25 frames, overlap 9, colour lock": Row(25, 9, 1.0),
+    "25 frames, overlap 9, anchor": Row(25, 9, 0.0, 1.0),
     "25 frames, overlap 17": Row(25, 17),
     "49 frames, overlap 9": Row(49, 9),
     "49 frames, overlap 17": Row(49, 17),
     "49 frames, overlap 25": Row(49, 25),
     "49 frames, overlap 25, colour lock": Row(49, 25, 1.0),
+    "49 frames, overlap 25, anchor": Row(49, 25, 0.0, 1.0),
     "81 frames, overlap 57": Row(81, 57),
     "one clip": Row(FRAMES),
 }
@@ -218,7 +221,12 @@ def run_row(row: Row, model: Path, count: int) -> dict[str, Any]:
     with ltx2rt.open(model, backend="cuda", device="cpu", distilled_lora="none") as session:
         size = {"width": SIZE, "height": SIZE, "num_frames": row.segment, "steps": STEPS}
         if row.seams:
-            size |= {"length": SECONDS, "overlap": row.overlap, "colour_lock": row.lock}
+            size |= {
+                "length": SECONDS,
+                "overlap": row.overlap,
+                "colour_lock": row.lock,
+                "anchor": row.anchor,
+            }
         for number in range(count):
             clip = asked(number)
             made = session.generate(clip.prompt, pipeline="one-stage", seed=number, **size)

@@ -30,7 +30,7 @@ from ltx2rt.pipelines.request import (
 )
 from ltx2rt.pipelines.sound_following import SoundFollowing
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.stages.clip_end import ends
+from ltx2rt.stages.clip_end import ends, leading
 from ltx2rt.stages.denoise import Denoise, Noise
 from ltx2rt.stages.given import Given
 from ltx2rt.stages.joined import JoinFrames
@@ -160,6 +160,13 @@ class Segmented(SoundFollowing, VideoRequest):
         least=0,
         most=1,
     )
+    anchor: float = flag(
+        0.0,
+        "strength of the first frame as a guide before each later segment, 0 for none",
+        group="conditioning",
+        least=0,
+        most=1,
+    )
     parts_folder: Path | None = field(default=None, repr=False)
     number: int = field(default=0, repr=False)
 
@@ -225,6 +232,7 @@ class Segmented(SoundFollowing, VideoRequest):
                 ("--segment-seed", self.segment_seeds),
                 ("--cut", self.cut),
                 ("--colour-lock", self.colour_lock),
+                ("--anchor", self.anchor),
             ):
                 if given and not self.number:
                     raise InputError(f"{name}: the clip has one segment; give --segments")
@@ -349,9 +357,11 @@ class Segmented(SoundFollowing, VideoRequest):
             made = self._segment(i).stages(model, options, loras)
             if i and i + 1 not in self.cut:
                 first = part.start - parts[i - 1].start
-                made = list(continued(made, replace(parts[i - 1], first=first), options, model))
+                begun = next(p for p in parts if p.start == part.origin)
+                anchor = (begun.path, self.anchor) if self.anchor else None
+                before = replace(parts[i - 1], first=first)
+                made = list(continued(made, before, options, model, anchor))
                 if self.colour_lock:
-                    begun = next(p for p in parts if p.start == part.origin)
                     kept = (self.num_frames - first - 1) // model.video_vae.time_factor + 1
                     lock = ColourLock(begun, kept, self.colour_lock)
                     last = max(i for i, stage in enumerate(made) if isinstance(stage, Denoise))
@@ -392,12 +402,17 @@ def segment_seed(seed: int, i: int) -> int:
 
 
 def continued(
-    stages: list[Stage], before: Part, options: ModelOptions, model: ModelConfig
+    stages: list[Stage],
+    before: Part,
+    options: ModelOptions,
+    model: ModelConfig,
+    anchor: tuple[Path, float] | None = None,
 ) -> Iterator[Stage]:
     """The stages of a clip, each of which continues the part before, in pictures and sound.
 
     Every denoising stage is given the part's last frames at its own size, after what it is given
-    besides; the sound of these frames is kept, too.
+    besides; the sound of these frames is kept, too. anchor: a file whose first frame is a guide one
+    latent frame before the clip, and its strength.
     """
     denoising = [stage for stage in stages if isinstance(stage, Denoise)]
     overlap = before.num_frames
@@ -410,7 +425,8 @@ def continued(
     for stage in stages:
         if isinstance(stage, Denoise):
             tail = ends(stage.geometry, file, None, overlap, 0, 1.0, options.vae_tiling, model)
-            given = (*stage.given, *tail)
+            guide = [leading(stage.geometry, *anchor, options.vae_tiling, model)] if anchor else []
+            given = (*stage.given, *tail, *guide)
             stage = replace(stage, given=given, masks={} if "audio" in stage.frozen else masks)
             yield Given(stage.name, stage.given)
         if isinstance(stage, Sound):

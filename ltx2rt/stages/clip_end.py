@@ -103,9 +103,7 @@ def ends(
     latents = (overlap - 1) // clip.time_factor + 1
 
     def frames(path: Path, count: int, first: int, copies: int = 0) -> ClipFrames:
-        g = replace(clip, frames=count)
-        tiles = plan_encoder_tiles(tiling, (count, g.rows, g.columns), model.video_vae)
-        return ClipFrames(path, g, tiles, first=first, copies=copies)
+        return _frames(clip, path, count, tiling, model, first, copies)
 
     if before is not None:
         path, num_frames = before
@@ -115,3 +113,21 @@ def ends(
         place = clip.frames - (latents - 1)
         yield ClipEnd(head, clip, "head", skip=2, latent=place, strength=strength)
         yield ClipEnd(frames(after, 1, 0), clip, "first", frame=guide)
+
+
+def leading(
+    clip: Geometry, path: Path, strength: float, tiling: str, model: ModelConfig
+) -> ClipEnd:
+    """The first frame of a file as a guide one latent frame before the clip."""
+    source = _frames(clip, path, 1, tiling, model)
+    return ClipEnd(source, clip, "anchor", frame=-clip.time_factor, strength=strength)
+
+
+def _frames(
+    clip: Geometry, path: Path, count: int, tiling: str, model: ModelConfig, first: int = 0,
+    copies: int = 0,
+) -> ClipFrames:  # fmt: skip
+    """`count` latent frames of a file at the clip's size."""
+    g = replace(clip, frames=count)
+    tiles = plan_encoder_tiles(tiling, (count, g.rows, g.columns), model.video_vae)
+    return ClipFrames(path, g, tiles, first=first, copies=copies)

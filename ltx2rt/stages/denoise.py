@@ -37,7 +37,7 @@ RECORDED = re.compile(
     r"(?:segment\d+\.)?"
     r"(?:\w+\.(?:video|audio)\.(?:noise|start|steps|x0|mid|x0_mid|substep|step|ancestral)"
     r"|source\.(?:video|audio)|reference\.(?:\d+|audio)|video_latent|audio_latent|audio_input|upsampled(?:_\w+)?|waveform"
-    r"|source\.(?:tail|head|first))"
+    r"|source\.(?:tail|head|first|anchor))"
 )
 
 

@@ -36,6 +36,7 @@ from ltx2rt.run.run import produce
 from ltx2rt.run.segments import check_records, claimed, discard, folder_of
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import NO_LORA, ModelOptions
+from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.joined import JoinFrames
 from ltx2rt.stages.segments import Keep, Segments, segment_starts
@@ -616,3 +617,22 @@ def test_colours_are_held_to_the_first_segment(opened, tmp_path, share):
     (tmp_path / "0001.mov").unlink()
     made(session, asked(tmp_path, **more))
     np.testing.assert_array_equal(part(tmp_path, 1)[0], frames)
+
+
+def test_an_anchor_is_a_guide_before_each_later_segment(opened, tmp_path):
+    """The first frame's latent, one latent frame before the segment in time, and kept whole."""
+    session, more = opened.resident, {"segments": 2, "steps": 1}
+    (tmp_path / "plain").mkdir()
+    plan = make_plan(session, asked(tmp_path, **more, anchor=1.0))
+    first, last = (s for s in plan.stages if isinstance(s, Denoise))
+    state = last.blank["video"]
+    assert first.blank["video"].shape[1] == 4 * 4 and state.shape[1] == 4 * 4 + 4
+    assert (state.mask[0, -4:] == 0).all()
+    np.testing.assert_allclose(state.positions[0, -4:], [[-8 / 24, -7 / 24]] * 4, rtol=1e-6)
+    record = produce(session, plan, keep=True)[0].record
+    plain = produce(session, make_plan(session, asked(tmp_path / "plain", **more)), keep=True)[0]
+    steps = record["segment2.stage1.video.steps"][-1]
+    np.testing.assert_array_equal(steps[-4:], pack_video(record["segment2.source.anchor"])[0])
+    name = "segment1.stage1.video.steps"
+    np.testing.assert_array_equal(record[name], plain.record[name])
+    assert relative_l2(steps[:16], plain.record["segment2.stage1.video.steps"][-1]) > 1e-3
