@@ -185,7 +185,7 @@ def flags(to: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     options, own = model_options(args), ServeOptions(**given_flags(args, ServeOptions))
-    warm = Warm(**given_flags(args, Warm)).warm
+    ready = Warm(**given_flags(args, Warm))
     check_lora_folder(own.lora_folder)
     options.check()
     require_first(options)
@@ -203,7 +203,12 @@ def main(args: argparse.Namespace) -> int:
 
     def admission(inputs: Path) -> Admission:
         found = Admission(
-            options, inputs, default=own.pipeline, lora_folder=own.lora_folder, warm=warm
+            options,
+            inputs,
+            default=own.pipeline,
+            lora_folder=own.lora_folder,
+            warm=ready.warm,
+            enhancer=ready.prompt_enhancer,
         )
         found.check_warm()
         return found

@@ -18,8 +18,9 @@ from pathlib import Path
 from ltx2rt.backend import keep_compiled
 from ltx2rt.commands.generate import compiled_folder
 from ltx2rt.commands.options import model_options, run_flags, start_ranks
-from ltx2rt.flags import add_flags, flag, given_flags
+from ltx2rt.flags import add_flags, flag, flag_like, given_flags
 from ltx2rt.pipelines import make_request
+from ltx2rt.pipelines.request import Request
 from ltx2rt.ranks.environment import LAUNCHER, die_with_parent
 from ltx2rt.run.plan import resolved_stages, usual_stages
 from ltx2rt.serve.shapes import Shape, parse_shape
@@ -40,6 +41,11 @@ class Warm:
         group="jobs",
         metavar="WIDTHxHEIGHTxFRAMES[:PIPELINE]",
         repeat=True,
+    )
+    prompt_enhancer: Path | None = flag_like(
+        Request,
+        "prompt_enhancer",
+        help="folder of a Gemma 3 or Gemma 4; requests may then ask for `enhance_prompt`",
     )
     previews: bool = flag(
         True,
@@ -81,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
     session = open_session(
         options, checkpoint=checkpoint, stages=partial(stages_of, options=options, warm=ready.warm)
     )
-    return work(session, ready.warm, pipe, args.crew, ready.previews)
+    return work(session, ready.warm, pipe, args.crew, ready.previews, ready.prompt_enhancer)
 
 
 def stages_of(

@@ -37,14 +37,15 @@ from ltx2rt.pipelines.request import (
 )
 from ltx2rt.pipelines.segments import parse_numbers, parse_segment_seed, parse_segments
 from ltx2rt.pipelines.step_plans import PlanFile, parse_interval, parse_step_plan
-from ltx2rt.run.plan import make_plan
+from ltx2rt.run.plan import make_plan, to_enhance
 from ltx2rt.serve.refusal import Refusal, of_input, unknown
 from ltx2rt.serve.shapes import Shape
 from ltx2rt.serve.upload import MASK, SOUND, SUFFIX, VIDEO
 from ltx2rt.session.arrange import DatasheetBackend
 from ltx2rt.session.open import opened_checkpoint
-from ltx2rt.session.options import DISTILLED_STAGES, NO_LORA, LoraSpec, ModelOptions
+from ltx2rt.session.options import DISTILLED_STAGES, NO_LORA, LoraSpec, ModelOptions, existing
 from ltx2rt.session.session import Session
+from ltx2rt.stages.enhance import Enhancer
 from ltx2rt.stages.relay import parse_span
 
 # Parsers of flags that name no file.
@@ -81,7 +82,8 @@ OURS = (
 )
 MAX_DIGITS, MAX_USER = 40, 512  # characters: of a number, of a user's name
 FILES_NOT_HERE = {"noise_in", "latents_in", "prompt_enhancer"}
-NOT_HERE = {"num_videos", "enhance_prompt", "enhance_seed", "enhanced_prompt"}
+ENHANCING = ("enhance_prompt", "enhance_seed", "enhanced_prompt")  # with --prompt-enhancer
+NOT_HERE = {"num_videos", *ENHANCING}
 MAX_SHAPES = 256  # whose plans are remembered
 UNKNOWN_BYTES = 10**15  # memory of a device that no replica has reported yet
 SHA = re.compile(r"[0-9a-f]{64}")
@@ -124,16 +126,21 @@ class Admission:
         default: str,
         lora_folder: Path | None = None,
         warm: Sequence[Shape] = (),
+        enhancer: Path | None = None,
     ):
         options.check()
-        self.options, self.inputs, self.lora_folder, self.default, self.warm = (
+        self.options, self.inputs, self.lora_folder, self.default, self.warm, self.enhancer = (
             options,
             inputs,
             lora_folder,
             default,
             warm,
+            enhancer,
         )
         self.checkpoint = opened_checkpoint(options)
+        if enhancer:
+            existing("--prompt-enhancer", enhancer)
+            Enhancer.of(self.checkpoint, enhancer).check()
         self.served = served()
         if default not in self.served:
             raise InputError(f"--pipeline: {default!r}, expected one of {', '.join(self.served)}")
@@ -181,7 +188,7 @@ class Admission:
                 f"pipeline: {name[:80]!r}, expected one of {', '.join(self.served)}",
                 "pipeline",
             )
-        clip_fields, taken = offered(self.served[name]), uploads(self.served[name])
+        clip_fields, taken = self.fields(self.served[name]), uploads(self.served[name])
         known = [*clip_fields, *OURS, *taken]
         for field in given:
             if field not in known:
@@ -240,6 +247,8 @@ class Admission:
                 "--step-plan: expected fast, faster or a list of steps; a file cannot be sent"
             )
         request.check_options(self._session.options)
+        if to_enhance(request):
+            Enhancer.of(self.checkpoint, self.enhancer).check(request.first_image)
         request = request.resolved(self.checkpoint.config)
         seconds = float(request.clip_frames / request.clip_fps)
         if request.in_segments and seconds > MAX_SECONDS:
@@ -263,7 +272,7 @@ class Admission:
             )
         work = self._work[shape]
         settings = request.settings()
-        resolved = {f: settings[f] for f in offered(type(request))}
+        resolved = {f: settings[f] for f in self.fields(type(request))}
         height, width = request.size_px
         job = {
             "pipeline": name, "clip": resolved, "images": images, "loras": loras, "files": files, "n": n,
@@ -411,6 +420,11 @@ class Admission:
             return False
         return type_.distilled != "needed" or lora != NO_LORA
 
+    def fields(self, type_: type[Request]) -> dict[str, Field]:
+        """The clip flags that requests of the pipeline may set here."""
+        flags = flagged(type_) if self.enhancer else {}
+        return offered(type_) | {name: flags[name] for name in ENHANCING if name in flags}
+
     def limits(self) -> dict[str, Any]:
         model = self.checkpoint.config
         seconds = min(model.transformer.rope_max_pos[0], model.transformer.audio_rope_max_pos)
@@ -421,7 +435,7 @@ class Admission:
                 name: {
                     "summary": type_.summary,
                     "multiple_of_px": model.video_vae.space_factor * type_.scale,
-                    "fields": {f: schema(found) for f, found in offered(type_).items()},
+                    "fields": {f: schema(found) for f, found in self.fields(type_).items()},
                     "files": uploads(type_),
                 }
                 for name, type_ in self.possible.items()
@@ -470,7 +484,7 @@ def as_given(files: Mapping[str, list[list]], folder: Path) -> dict[str, Any]:
 @cache
 def offered(type_: type[Request]) -> dict[str, Field]:
     """The clip flags that requests may set: those that name no file. Several videos are several
-    jobs; the model that writes prompts out has no place beside the one that is held."""
+    jobs."""
     found = {f.name: (f, f.metadata["flag"]) for f in fields(type_) if "flag" in f.metadata}
     return {
         name: f

@@ -31,7 +31,11 @@ class Apart:
     def __init__(self, admission: Admission):
         self._made_of = (
             (admission.options, admission.inputs),
-            {"default": admission.default, "lora_folder": admission.lora_folder},
+            {
+                "default": admission.default,
+                "lora_folder": admission.lora_folder,
+                "enhancer": admission.enhancer,
+            },
         )
         self._process: asyncio.subprocess.Process | None = None
         self._one_at_a_time = asyncio.Lock()

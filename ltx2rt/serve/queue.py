@@ -573,6 +573,15 @@ class Queue:
             COMPLETED,
         )
 
+    def written_out(self, id: str, epoch: int, prompt: str) -> None:
+        """Keep the text that this run's prompt was made into, for every later run of the job."""
+        with self._write() as db:
+            db.execute(
+                "UPDATE jobs SET job=json_set(job, '$.clip.enhanced_prompt', ?) "
+                "WHERE id=? AND status=? AND epoch=?",
+                (prompt, id, RUNNING, epoch),
+            )
+
     def note(self, id: str, **facts: Any) -> None:
         """Enter facts into the result of a completed job."""
         with self._write() as db:

@@ -358,6 +358,9 @@ class Supervisor:
                 self.board.log(
                     "replica_error", replica=replica.number, error=f"{event} of no job that it runs"
                 )
+            elif event == "enhanced":
+                keep = self.store.queue.written_out
+                await self.store.insist(keep, job.id, job.epoch, message["prompt"])
             elif event == "preview":
                 self.board.show(job.id, job.user, message["number"], b64decode(message["jpeg"]))
             elif event == "progress":

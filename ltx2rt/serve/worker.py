@@ -37,7 +37,7 @@ from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.pipelines import make_request
 from ltx2rt.ranks.crew import Crew
 from ltx2rt.ranks.environment import FAILED
-from ltx2rt.run.plan import Plan, make_plan
+from ltx2rt.run.plan import Plan, make_plan, with_enhanced_prompt
 from ltx2rt.run.recording import Recording, recording
 from ltx2rt.run.report import comment
 from ltx2rt.run.run import produce, sample_rate, timed, warm_up
@@ -89,9 +89,10 @@ def work(
     pipe: Pipe,
     crew: Crew | None = None,
     previews: bool = False,
+    enhancer: Path | None = None,
 ) -> int:
     """Run jobs for ever; returns the exit status after a failure that only a new process mends.
-    crew: of several ranks."""
+    crew: of several ranks; enhancer: folder of the Gemma that writes prompts out."""
     first = crew is None or crew.rank == 0
     projection = None
     if previews:
@@ -107,7 +108,7 @@ def work(
         pipe.tell("ready", device=room(session), mesh=dict(session.backend.mesh))
     own = session.options.loras
     for number in count():
-        job = pipe.jobs.get() if first else {}
+        job = next_job(session, pipe, enhancer) if first else {}
         if crew is not None:
             job = json.loads(crew.handed_out("job", number, json.dumps(job)))
         event, facts = attempt(session, own, job, pipe if first else None, projection)
@@ -129,6 +130,31 @@ def work(
             gc.collect()
             session.backend.trim()
     raise AssertionError("jobs never end")
+
+
+def next_job(session: Session, pipe: Pipe, enhancer: Path | None) -> dict[str, Any]:
+    """The next job, once its prompt is written out if that is asked for; one whose prompt cannot be
+    has failed."""
+    while True:
+        job = pipe.jobs.get()
+        clip, named = job["clip"], {"id": job["id"], "epoch": job["epoch"]}
+        if not clip.get("enhance_prompt") or clip.get("enhanced_prompt"):
+            return job
+        pipe.tell("progress", **named, stage="prompt", step=0, of=0, fraction=0.0, eta_s=None)
+        try:
+            images = [(Path(path), frame, strength) for path, frame, strength in job["images"]]
+            more: dict[str, Any] = {"images": images} if images else {}
+            asked = make_request(job["pipeline"], **clip, **more, **job.get("files", {}))
+            asked = replace(asked, prompt_enhancer=enhancer)
+            written = with_enhanced_prompt(asked, session.checkpoint, session.options)
+        except Exception as error:
+            print(f"ltx2rt: {job['id']}: {type(error).__name__}: {error}", file=sys.stderr)
+            code = "input_changed" if isinstance(error, InputError) else "enhancing"
+            pipe.tell("failed", **named, code=code, message=FOLDERS.sub("", str(error)[:500]))
+            continue
+        clip["enhanced_prompt"] = written.enhanced_prompt
+        pipe.tell("enhanced", **named, prompt=written.enhanced_prompt)
+        return job
 
 
 def room(session: Session) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import json
 import pytest
 from PIL import Image, ImageFile
 
+from ltx2rt.errors import InputError
 from ltx2rt.pipelines import make_request
 from ltx2rt.serve.admission import Admission, as_given
 from ltx2rt.serve.refusal import Refusal
@@ -20,12 +21,15 @@ CLIP = {"prompt": "a fox", "size": "64x64", "num_frames": 9}
 def admission(tmp_path, tiny):
     """admission(preset, **options) -> Admission"""
 
-    def make(preset="tiny-2.3", **options):
+    def make(preset="tiny-2.3", enhancer=None, **options):
         model = tiny(preset, "official")
         if options.get("distilled_lora") == "its":
             options["distilled_lora"] = LoraSpec(next(model.glob("*-distilled-lora.safetensors")))
         return Admission(
-            ModelOptions("cuda", model, device="cpu", **options), tmp_path, default="two-stage"
+            ModelOptions("cuda", model, device="cpu", **options),
+            tmp_path,
+            default="two-stage",
+            enhancer=enhancer,
         )
 
     return make
@@ -219,3 +223,19 @@ def test_a_negative_prompt_without_guidance(admission):
     for nag in (0, "x", [11, 0], True, {}):
         with pytest.raises(Refusal, match="nag: "):
             found.admit({**given, "nag": nag})
+
+
+def test_prompts_are_written_out_where_the_server_has_a_gemma(admission, tiny, tmp_path):
+    model = tiny("tiny-2.3", "official")
+    gemma = next(path.parent for path in model.glob("**/tokenizer.json"))
+    how = {"distilled_lora": NO_LORA, "assume": "dev"}
+    plain, able = admission(**how), admission(enhancer=gemma, **how)
+    request = {**CLIP, "pipeline": "one-stage", "enhance_prompt": True, "enhance_seed": 7}
+    with pytest.raises(Refusal, match="'enhance_prompt' is no field"):
+        plain.admit(request)
+    clip = able.admit(request).job["clip"]
+    assert clip["enhance_prompt"] and clip["enhance_seed"] == 7 and clip["enhanced_prompt"] is None
+    fields = [x.limits()["pipelines"]["one-stage"]["fields"] for x in (plain, able)]
+    assert {*fields[1]} - {*fields[0]} == {"enhance_prompt", "enhance_seed", "enhanced_prompt"}
+    with pytest.raises(InputError, match=r"--prompt-enhancer: .* is no folder of a Gemma"):
+        admission(enhancer=tmp_path, **how)

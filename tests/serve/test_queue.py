@@ -438,3 +438,13 @@ def test_a_quota_counts_what_was_sent_and_forgets_it_after_a_day(tmp_path, monke
     send("ann", 2)
     with pytest.raises(QueueFull):
         send("ann")
+
+
+def test_a_written_prompt_is_the_jobs_own(queue):
+    """Of the run that wrote it, for all later ones."""
+    add(queue)
+    job = queue.claim()
+    queue.written_out(job.id, job.epoch - 1, "late")
+    queue.written_out(job.id, job.epoch, 'a "fox"')
+    queue.give_back(job.id, job.epoch, None, False)
+    assert queue.claim().job["clip"]["enhanced_prompt"] == 'a "fox"'

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import av
@@ -27,7 +28,8 @@ from ltx2rt.media.compare import compare
 from ltx2rt.media.mp4 import opened, whole_fragments
 from ltx2rt.ranks.environment import FAILED
 from ltx2rt.serve.folder import STORAGE
-from ltx2rt.serve.worker import DEVICE_WAIT_S, Pipe, attempt, room, work
+from ltx2rt.serve.worker import DEVICE_WAIT_S, Pipe, attempt, next_job, room, work
+from ltx2rt.stages.enhance import Enhancer, enhance
 
 CLIP = {"prompt": "a red fox", "width": 64, "height": 64, "num_frames": 9, "fps": "24", "seed": 3, "steps": 2,
         "image_crf": 0}  # fmt: skip
@@ -404,3 +406,23 @@ def test_files_that_cannot_be_written_are_not_the_fault_of_the_job(session, tmp_
     assert (event, facts["code"]) == ("failed", STORAGE) and "No space left" in facts["message"]
     event, facts = attempt(session, (), job(tmp_path / "gone"), None)
     assert (event, facts["code"]) == ("failed", STORAGE) and "No such file" in facts["message"]
+
+
+def test_a_prompt_is_written_out_before_its_job(session, monkeypatch, tmp_path):
+    """The text is the job's from then on; a job whose prompt cannot be written out has failed."""
+    monkeypatch.setattr("ltx2rt.stages.enhance.MAX_TOKENS", 20)
+    gemma, told = session.checkpoint.source("gemma").where, []
+    jobs, clip = SimpleQueue(), CLIP | {"enhance_prompt": True}
+    for more in ({"pipeline": "one-stage"}, {"pipeline": "none"}, {"clip": clip | {"seed": 4}}):
+        jobs.put(job(tmp_path) | {"clip": dict(clip)} | more)
+    jobs.put(job(tmp_path) | {"clip": clip | {"enhanced_prompt": "a fox that is written out"}})
+    pipe = SimpleNamespace(jobs=jobs, tell=lambda event, **facts: told.append((event, facts)))
+    first, second, third = (next_job(session, pipe, gemma) for _ in range(3))
+    texts = [one["clip"]["enhanced_prompt"] for one in (first, second, third)]
+    assert texts[2] == "a fox that is written out" and len({*texts}) == 3
+    assert [event for event, _ in told] == [
+        *("progress", "enhanced"), *("progress", "failed"), *("progress", "enhanced"),
+    ]  # fmt: skip
+    assert told[1][1]["prompt"] == texts[0] and told[3][1]["code"] == "input_changed"
+    expected = enhance(Enhancer.of(session.checkpoint, gemma), "a red fox", None, 3, "auto", False)
+    assert texts[0] == expected
