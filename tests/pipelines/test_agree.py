@@ -30,10 +30,11 @@ CLOSE = 1e-5
 SMALL = {"width": 128, "height": 64, "num_frames": 17, "steps": 2, "seed": 3}
 
 
-@pytest.fixture(scope="module")
-def sessions(tiny):
-    folder = tiny("tiny-2.3", "official")
-    lora = LoraSpec(folder / "tiny-2.3-distilled-lora.safetensors")
+@pytest.fixture(scope="module", params=["2.3", pytest.param("2.5", marks=pytest.mark.long)])
+def sessions(tiny, request):
+    name = f"tiny-{request.param}"
+    folder = tiny(name, "official")
+    lora = LoraSpec(folder / f"{name}-distilled-lora.safetensors")
     options = {
         b: ModelOptions(b, folder, device="cpu", distilled_lora=lora) for b in ("cuda", "tpu")
     }
