@@ -3,6 +3,7 @@ blocks."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -22,9 +23,12 @@ OPTIMISER = AdamW(max_norm=0.5)
 
 
 @cache
-def step(generation: str, batch: int = BATCH) -> tuple[Graph, dict[str, np.ndarray]]:
+def step(
+    generation: str, batch: int = BATCH, blocks: int = 2
+) -> tuple[Graph, dict[str, np.ndarray]]:
     """The graph without adapters, and inputs whose first frame and first sounds are given."""
     config, rng = transformer_config(generation), np.random.default_rng(5)
+    config = replace(config, num_layers=blocks)
     feeds = transformer.position_feeds(config, *positions())
     shape = train_step.TrainShape(
         batch, TOKENS, AUDIO_TOKENS, TEXT, transformer.coordinate_counts(feeds)
@@ -46,8 +50,10 @@ def step(generation: str, batch: int = BATCH) -> tuple[Graph, dict[str, np.ndarr
     return graph, feeds
 
 
-def placed(generation: str, mesh: dict[str, int], weights_dtype: str | None = None) -> Graph:
-    graph, _ = step(generation, BATCH // mesh.get("data", 1))
+def placed(
+    generation: str, mesh: dict[str, int], weights_dtype: str | None = None, blocks: int = 2
+) -> Graph:
+    graph, _ = step(generation, BATCH // mesh.get("data", 1), blocks)
     adapters = Adapters(frozenset(modules(graph)), RANK, SCALE)
     return Placement(
         PROFILES["trillium-2d" if "fsdp" in mesh else "hopper"], mesh, weights_dtype, adapters

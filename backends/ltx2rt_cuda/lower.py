@@ -102,9 +102,11 @@ class Block(torch.nn.Module):
             kept = next((x for x in arguments if isinstance(x, HostTensor)), None)
             if kept is not None:
                 arguments = kept.ring.brought(arguments)
-            values |= zip(made, layer(*arguments), strict=True)
-            if kept is not None:
-                kept.ring.used(kept.piece)
+            try:
+                values |= zip(made, layer(*arguments), strict=True)
+            finally:  # a block that is computed anew may be left before its end
+                if kept is not None:
+                    kept.ring.used(kept.piece)
         return tuple(values[key] for key in self.results)
 
 

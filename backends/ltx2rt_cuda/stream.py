@@ -6,6 +6,7 @@ computed with.
 
 The copy into a slot waits for the block that last read it, the block waits for its copy; both by
 events, so that the host waits for neither. A device without a queue makes the copies in order.
+Under autograd the layers come once more, from the last to the first, for the backward pass.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Ring:
         self._stream: Stream | None = None
         self._slots: list[dict[str, Tensor]] = []
         self._holds: list[Piece | None] = []
+        self._latest = 0  # place of the piece that was asked for last
         self._arrived: list[Event] = []  # behind the copies into each slot
         self._read: list[Event] = []  # behind the blocks that read each slot last
 
@@ -72,6 +74,11 @@ class Ring:
     def brought(self, weights: Sequence[Tensor | HostTensor]) -> list[Tensor]:
         """The weights that one iteration reads, on the device. Call `used` behind the iteration."""
         (piece,) = {x.piece for x in weights if isinstance(x, HostTensor)}
+        if torch.is_grad_enabled():
+            # The backward pass of the block before this one has read its slot since `used`.
+            for held, read in zip(self._holds, self._read, strict=False):
+                if held != piece:
+                    read.record()
         slot = self._slot(piece)
         self.device.current_stream().wait_event(self._arrived[slot])
         places = self._slots[slot]
@@ -81,10 +88,19 @@ class Ring:
         """The iteration that reads the piece has been begun: bring the next one."""
         slot = self._holds.index(piece)
         self._read[slot].record()
-        order = list(self.pieces)
-        following = order[(order.index(piece) + 1) % len(order)]
+        following = self._following(piece)
         if following not in self._holds:
             self._copy(following, (slot + 1) % len(self._slots))
+
+    def _following(self, piece: Piece) -> Piece:
+        """The next one of a loop; under autograd that of a walk to the last one and back."""
+        order = list(self.pieces)
+        at, last = order.index(piece), len(order) - 1
+        before, self._latest = self._latest, at
+        if not torch.is_grad_enabled() or not last:
+            return order[(at + 1) % len(order)]
+        back = at == last or 0 < at < before
+        return order[at - 1 if back else at + 1]
 
     def release(self) -> None:
         """Give the slots' memory back; the next use takes it anew."""

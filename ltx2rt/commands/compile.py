@@ -36,6 +36,7 @@ from ltx2rt.stages.conditioning import ImageSpec
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.suggest import hint
 from ltx2rt.train.data import Bucket
+from ltx2rt.train.prepare import PrepareRequest
 from ltx2rt.train.request import TrainRequest
 from ltx2rt.weights.part_table import FILES
 
@@ -329,6 +330,7 @@ def flags(to: Any) -> None:
     planned_flags(to, *FILES, "loras", "video_decoder", "vae_tiling")
     add_flags(to, Training)
     add_flags(to, TrainRequest, only=training.READ)
+    add_flags(to, PrepareRequest, only=training.CACHED)
     json_flag(to)
 
 

@@ -16,10 +16,11 @@ from ltx2rt.flags import add_flags, flagged, given_flags, groups, spelling
 from ltx2rt.pipelines import FIRST, pipeline, pipelines
 from ltx2rt.pipelines.request import Request
 from ltx2rt.ranks.start import start
-from ltx2rt.run.training import READ, Training
+from ltx2rt.run.training import CACHED, READ, Training
 from ltx2rt.session.open import located, with_mesh
 from ltx2rt.session.options import ModelOptions, existing_file, parse_part
 from ltx2rt.train.data import Bucket
+from ltx2rt.train.prepare import PrepareRequest
 from ltx2rt.train.request import TrainRequest
 
 PRESETS = ("tiny-2.0", "tiny-2.3", "tiny-2.5", "ltx-2.0", "ltx-2.3", "ltx-2.5")
@@ -140,11 +141,13 @@ def training_step(args: argparse.Namespace) -> tuple[Bucket, dict[str, Any]] | N
     Raises InputError for flags of one that are given with the other.
     """
     bucket = Training(**given_flags(args, Training)).train
-    flags = {name: x for name, x in given_flags(args, TrainRequest).items() if name in READ}
+    given = given_flags(args, TrainRequest) | given_flags(args, PrepareRequest)
+    flags = {name: x for name, x in given.items() if name in (*READ, *CACHED)}
     of_runs = flagged(*pipelines().values())
     if bucket is None:
         if flags:
-            raise InputError(f"--{next(iter(flags))}: sizes a training step; add --train WxHxF")
+            name = next(iter(flags)).replace("_", "-")
+            raise InputError(f"--{name}: sizes a training step; add --train WxHxF")
         return None
     unread = [spelling(f) for name, f in of_runs.items() if hasattr(args, name)]
     if unread or hasattr(args, "loras"):

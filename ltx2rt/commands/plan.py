@@ -22,6 +22,7 @@ from ltx2rt.run import training
 from ltx2rt.run.estimate import Devices, Estimate, estimate, to_json
 from ltx2rt.run.trace_events import write_trace
 from ltx2rt.run.training import Training, estimate_step
+from ltx2rt.train.prepare import PrepareRequest
 from ltx2rt.train.request import TrainRequest
 from ltx2rt.weights.part_table import FILES
 
@@ -123,6 +124,7 @@ def flags(to: Any) -> None:
     planned_flags(to, *parts, *how)
     add_flags(to, Training)
     add_flags(to, TrainRequest, only=training.READ)
+    add_flags(to, PrepareRequest, only=training.CACHED)
     json_flag(to)
     groups(to)["output"].add_argument(
         "--trace",

@@ -71,7 +71,7 @@ def prepare(args: argparse.Namespace) -> None:
         print(json.dumps(report))
 
 
-RUN_READ = (*READ, "weights_dtype", "assume", "num_gpus", "max_memory")
+RUN_READ = (*READ, "weights_dtype", "assume", "num_gpus", "memory", "max_memory")
 
 
 def run_flags(to: Any) -> None:

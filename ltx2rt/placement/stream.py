@@ -1,7 +1,8 @@
 """Which layers of a network stay on the device, and which are copied to it each time they are used.
 
 A piece is what one layer of a stack of equal ones reads alone: block 7 of the transformer. Of a
-piece only the large matrices move; tables, norms and biases stay. Streaming changes no number.
+piece only the large matrices move; tables, norms, biases and adapters stay. Streaming changes no
+number.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Collection, Mapping
 from itertools import product
 
 from ltx2rt.graph.ir import Graph, Type, Value
+from ltx2rt.passes.adapters import MARK
 
 LEAST_BYTES = 2**20  # smaller tensors stay: a block has about 2 MB of them
 SLOTS = 2  # pieces on the device at once: one is computed with while the next one arrives
@@ -20,7 +22,8 @@ Piece = tuple[str, int]  # the stack, which is its parameters' name before the `
 
 def moves(name: str, type: Type) -> bool:
     """Whether a parameter, by its declared name, can be streamed."""
-    return "*" in name and len(type.shape) == 2 and type.nbytes >= LEAST_BYTES
+    matrix = "*" in name and MARK not in name and len(type.shape) == 2
+    return matrix and type.nbytes >= LEAST_BYTES
 
 
 def stack_of(name: str) -> str:

@@ -78,12 +78,14 @@ def _numbers(graph: Graph, names: Collection[str]) -> int:
 class TrainingMemory:
     """Bytes on one device. frozen: the model's weights; state: what is trained, its gradients and
     moments; kept: values of the forward pass, of all blocks; block: the most that is alive while
-    one block is gone through."""
+    one block is gone through. streamed: of the weights, those that the host keeps, which are not
+    among `frozen`; the slots that they come through are."""
 
     frozen: int
     state: int
     kept: int
     block: int
+    streamed: int = 0
 
     @property
     def total(self) -> int:

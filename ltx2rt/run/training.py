@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from ltx2rt.backend import get_factory
+from ltx2rt.errors import InputError
 from ltx2rt.flags import check_bounds, flag
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.placement.devices import DeviceKind, device_kind
@@ -16,11 +17,14 @@ from ltx2rt.placement.plan import StageCost
 from ltx2rt.run.estimate import Devices, datasheet_session
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.train.data import Bucket, parse_bucket
+from ltx2rt.train.prepare import PrepareRequest
 from ltx2rt.train.recipe import MODES
 from ltx2rt.train.request import TrainRequest
 from ltx2rt.train.step import Step
 
-READ = ("mode", "targets", "rank", "batch", "remat")  # flags of a training run that size its step
+# Flags of `train run`, and of the cache that it reads, that size its step.
+READ = ("mode", "targets", "rank", "batch", "remat", "ema")
+CACHED = ("reference_downscale", "reference_temporal_scale")
 FPS = Fraction(24)
 
 
@@ -64,17 +68,28 @@ def datasheet_step(
     bucket: Bucket,
     flags: Mapping[str, Any],
 ) -> Iterator[Step]:
-    """The step that `train run` would make on these devices. flags: as given, those of READ. Raises
-    InputError."""
+    """The step that `train run` would make on these devices. flags: as given, those of READ and
+    CACHED. Raises InputError."""
     if devices > 1 and not options.mesh and get_factory(kind.backend).process_per_device:
         options = replace(options, mesh={"data": devices})
-    fields = TrainRequest.__dataclass_fields__
-    given = {name: fields[name].default for name in READ} | dict(flags)
-    mode, size = MODES[given["mode"]], (bucket.width, bucket.height, bucket.frames)
+    fields = TrainRequest.__dataclass_fields__ | PrepareRequest.__dataclass_fields__
+    given = {name: fields[name].default for name in (*READ, *CACHED)} | dict(flags)
+    mode, scales = MODES[given["mode"]], tuple(given[name] for name in CACHED)
+    if not mode.reference and scales != (1, 1):
+        raise InputError(
+            f"--reference-downscale, --reference-temporal-scale: --mode {given['mode']} has no "
+            "references; leave them out, or plan --mode ic-lora"
+        )
     with datasheet_session(options, preset, kind, devices) as session:
+
+        def geometry(size: Bucket) -> Geometry:
+            return Geometry.of(session.config, size.width, size.height, size.frames, FPS)
+
+        reference = (geometry(bucket.reference(*scales)), *scales) if mode.reference else None
         yield Step(
-            session, Geometry.of(session.config, *size, FPS), mode.streams, given["batch"],
+            session, geometry(bucket), mode.streams, given["batch"],
             given["targets"] or mode.targets, given["rank"], remat=given["remat"] == "block",
+            ema=given["ema"] is not None, reference=reference,
         )  # fmt: skip
 
 
@@ -102,6 +117,8 @@ def to_json(found: StepEstimate) -> dict[str, Any]:
         "mesh": dict(found.mesh),
         "trained": sum(found.step.groups().values()),
         "weights_bytes": m.frozen,
+        "streamed_bytes": m.streamed,
+        "copy_s": c.copy_s(found.kind),
         "state_bytes": m.state,
         "kept_bytes": m.kept,
         "block_bytes": m.block,
@@ -129,7 +146,7 @@ def to_text(found: StepEstimate) -> str:
         f"{step.session.placement.profile.name}); per device, estimated:",
         "",
         f"trained      {groups}",
-        f"weights      {m.frozen / 1e9:.2f} GB",
+        f"weights      {m.frozen / 1e9:.2f} GB{_moved(found)}",
         f"LoRA         {m.state / 1e9:.2f} GB with gradients and both moments",
         f"kept         {m.kept / 1e9:.2f} GB for the backward pass",
         f"one block    {m.block / 1e9:.2f} GB",
@@ -142,6 +159,16 @@ def to_text(found: StepEstimate) -> str:
         "it are exchanges",
     ]
     return "\n".join(lines)
+
+
+def _moved(found: StepEstimate) -> str:
+    step, moved = found.step, found.step.memory.streamed
+    if not moved:
+        return ""
+    return (
+        f", and {moved / 1e9:.3g} GB of {step.streams_blocks} blocks in the host's memory, copied "
+        f"twice in {found.cost.copy_s(found.kind):.2f} s"
+    )
 
 
 def _traffic(c: StageCost) -> str:

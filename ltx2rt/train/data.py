@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.errors import InputError
+from ltx2rt.stages.source_video import usable_frames
 
 VIDEOS = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".gif")
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")  # clips of one frame
@@ -55,6 +56,12 @@ class Bucket:
 
     def __str__(self) -> str:
         return f"{self.width}x{self.height}x{self.frames}"
+
+    def reference(self, downscale: int, temporal_scale: int) -> Bucket:
+        """The size of a moving reference that is so much smaller and has so many times fewer
+        frames."""
+        frames = usable_frames(self.frames, 8, temporal_scale)
+        return Bucket(self.width // downscale, self.height // downscale, frames)
 
 
 def parse_bucket(text: str, flag: str = "--buckets") -> Bucket:

@@ -37,7 +37,7 @@ from ltx2rt.stages.frames import decoding, video_decoder
 from ltx2rt.stages.noise import uniform
 from ltx2rt.stages.sound import decode_sound
 from ltx2rt.stages.source_sound import SourceSound
-from ltx2rt.stages.source_video import SourceVideo, usable_frames
+from ltx2rt.stages.source_video import SourceVideo
 from ltx2rt.stages.stage import State
 from ltx2rt.stages.text import Text
 from ltx2rt.stages.tiling import plan_encoder_tiles
@@ -596,13 +596,13 @@ def _with_reference(job: Job, request: PrepareRequest, aspect: float) -> Job:
             f"{job.name}: its reference is {width}x{height}, of another aspect ratio than the "
             "clip; crop one of both"
         )
-    wanted = 1 if count == 1 else usable_frames(job.bucket.frames, 8, stride)
     if count > 1 and count <= job.frames[-1]:
         raise InputError(
             f"{job.name}: its reference has {count} frames, the clip needs {job.frames[-1] + 1}; "
             "pass as many"
         )
-    size = Bucket(job.bucket.width // scale, job.bucket.height // scale, wanted)
+    size = job.bucket.reference(scale, stride)
+    size = replace(size, frames=1) if count == 1 else size
     return replace(job, reference=size, stride=stride)
 
 

@@ -3,10 +3,12 @@ costs."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +24,9 @@ from ltx2rt.models.geometry import (
     video_positions,
 )
 from ltx2rt.passes.adapters import MARK, Adapters, modules
+from ltx2rt.placement.devices import host_memory
 from ltx2rt.placement.plan import StageCost, Work, cost
+from ltx2rt.placement.stream import pieces, saved_bytes, streamed
 from ltx2rt.placement.training import TrainingMemory, gradient_sums, runs_of, training_memory
 from ltx2rt.session.beside import WithAdapters
 from ltx2rt.session.call import Call
@@ -127,19 +131,47 @@ class Step:
         calls = ((graph, 1), (gradient_sums(graph, session.backend.mesh), 1))
         found = cost(Work("train-step", calls, {"": memory.frozen + memory.state}), runs)
         passes = 3 if self.remat else 2  # through the weights
-        alive = memory.kept + memory.block
-        return replace(found, activation_bytes=alive, read_bytes=passes * memory.frozen)
+        read = passes * (memory.frozen + memory.streamed)
+        alive, copied = memory.kept + memory.block, 2 * memory.streamed  # forward, and back
+        return replace(found, activation_bytes=alive, read_bytes=read, streamed_bytes=copied)
 
     @cached_property
     def memory(self) -> TrainingMemory:
-        return training_memory(self.graph, self.remat, self.ema)
+        """With as few of the blocks in the host's memory as it fits with, if any are to be."""
+        return self._memory(self.streams_blocks)
+
+    def _memory(self, moved: int) -> TrainingMemory:
+        """moved: blocks whose weights the host keeps."""
+        whole, sizes = training_memory(self.graph, self.remat, self.ema), pieces(self.graph)
+        host = sum(sizes[piece] for piece in streamed(sizes, moved)) if moved else 0
+        saved = saved_bytes(sizes, moved) if moved else 0
+        return replace(whole, frozen=whole.frozen - saved, streamed=host)
+
+    @cached_property
+    def streams_blocks(self) -> int:
+        """How many blocks' weights the host keeps: none where all fit, or may not; all where none
+        is enough."""
+        session = self.session
+        may = session.options.memory == "auto" and "transformer" in session.factory.streams
+        count = len(pieces(self.graph)) if may and self.remat else 0
+        fitting = (n for n in range(count + 1) if self._memory(n).total <= self._free)
+        return next(fitting, count)
+
+    @cached_property
+    def _free(self) -> int:
+        """Bytes of the device that a step may take."""
+        device = self.session.backend.device()
+        most = self.session.options.max_memory or math.inf
+        return int(min(device.free_bytes - device.reserve_bytes, most * 1e9))
 
     def require_memory(self) -> None:
         """Raises InputError if the step has no room on any process's device."""
-        device, m = self.session.backend.device(), self.memory
-        free = device.free_bytes - device.reserve_bytes
-        if most := self.session.options.max_memory:
-            free = min(free, int(most * 1e9))
+        m, free, host = self.memory, self._free, host_memory()[1]
+        if self.session.backend.agree(m.streamed > host):
+            raise InputError(
+                f"no room in the host's memory: streamed blocks need {m.streamed / 1e9:.3g} GB, "
+                f"{host / 1e9:.3g} GB are free; close other programs, or try --weights-dtype int8"
+            )
         if self.session.backend.agree(m.total > free):
             ways = ["a smaller bucket"]
             ways += ["--remat block"] * (not self.remat) + ["--batch 1"] * (self.batch > 1)
@@ -171,13 +203,17 @@ class Step:
         for name, x in (begin or {}).items():
             arrays[name][: len(x)] = x
         backend, drawn = self.session.backend, WithAdapters(source, arrays)
-        weights = backend.load([self.graph], drawn)
+        more: dict[str, Any] = {}
+        if self.streams_blocks:
+            more = {"streamed": streamed(pieces(self.graph), self.streams_blocks)}
+        weights = backend.load([self.graph], drawn, **more)
         first, *rest = graphs.values()
         return backend.trainer(first, weights, optimiser, self.remat, rest, deterministic)
 
 
 def in_words(m: TrainingMemory) -> str:
+    moved = f" and {m.streamed / 1e9:.3g} in the host's memory" if m.streamed else ""
     return (
-        f"weights {m.frozen / 1e9:.3g}, LoRA with gradients and moments {m.state / 1e9:.3g}, kept "
+        f"weights {m.frozen / 1e9:.3g}{moved}, LoRA with gradients and moments {m.state / 1e9:.3g}, kept "
         f"for the backward pass {m.kept / 1e9:.3g}, one block {m.block / 1e9:.3g}"
     )

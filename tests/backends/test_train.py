@@ -19,7 +19,8 @@ from virtual import xla_flags
 from ltx2rt.backend import MOMENTS, get_backend
 from ltx2rt.graph.encodings import QUANTISED, decoded
 from ltx2rt.graph.interpret import interpret
-from ltx2rt.testing import ArraySource
+from ltx2rt.placement import stream
+from ltx2rt.testing import ArraySource, random_params
 
 HERE = Path(__file__).parent
 CLOSE = 1e-5  # float32, another order of summation
@@ -128,6 +129,33 @@ def test_a_base_in_8_bits_trains_as_its_decoded_copy(kind, encoding):
     assert {
         name: d for name, x in expected.items() if (d := distance(found[name], x)) > CLOSE
     } == {}
+
+
+@pytest.mark.parametrize("encoding", [None, "int8"])
+def test_a_streamed_base_gives_the_same_bits(encoding, monkeypatch):
+    """Five blocks take turns in two slots, to the last and back: of 2 x 10 uses of a block two at
+    each turn are there already."""
+    monkeypatch.setattr(stream, "LEAST_BYTES", 4000)  # no table
+    graph, inputs = placed("2.3", {}, encoding, 5), step("2.3", blocks=5)[1]
+    params, backend, found = (
+        random_params(placed("2.3", {}, None, 5)),
+        get_backend("cuda", "cpu"),
+        [],
+    )
+    sizes = stream.pieces(graph)
+    assert len(sizes) == 5 and len(set(sizes.values())) == 1
+    for number in (0, 3, 5):
+        moved = stream.streamed(sizes, number) if number else frozenset()
+        weights = backend.load([graph], ArraySource(params), streamed=moved)
+        made = backend.trainer(graph, weights, OPTIMISER, True)
+        state = trained(made, inputs, 2)
+        if number == 5:
+            assert weights.ring.copied_bytes == (5 + 3 + 3 + 3) * sizes[next(iter(sizes))]
+        measured = made.losses(inputs)
+        found.append({**state, **measured, **trained(made, inputs, 1)})
+    resident, *others = found
+    for other in others:
+        assert [name for name, x in resident.items() if not np.array_equal(other[name], x)] == []
 
 
 def case(mesh: dict[str, int]):

@@ -309,12 +309,39 @@ def test_a_training_step_is_planned(command):
     assert eight["flops"] == one["flops"] and eight["block_bytes"] > one["block_bytes"]
 
 
+def test_a_planned_step_has_its_references_and_its_average(command):
+    words = (*TRAIN[:-2], "--device-kind", "h200", "--json")
+    plain, averaged, half, whole = (
+        json.loads(command(*words, *more)[1])
+        for more in (
+            ("--mode", "outpaint"),
+            ("--mode", "outpaint", "--ema", 0.99),
+            ("--mode", "ic-lora", "--reference-downscale", 2, "--targets", "video-attn"),
+            ("--mode", "ic-lora", "--targets", "video-attn"),
+        )
+    )
+    assert averaged["state_bytes"] == 20 * averaged["trained"] == 20 * plain["trained"]
+    grows = [x["flops"] for x in (plain, half, whole)]
+    assert grows == sorted(set(grows)) and whole["kept_bytes"] > half["kept_bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--weights-dtype", "int8"), ("--weights-dtype", "float8")])
+def test_a_card_of_24_gb_trains_ltx_2_3_with_streamed_blocks(command, more):
+    words = ("plan", "--preset", "ltx-2.3", "--train", "768x512x49", "--mode", "t2v", "--json")
+    made = json.loads(command(*words, "--device-kind", "rtx4090", *more)[1])
+    assert made["fits"] and made["streamed_bytes"] > 8e9
+    whole = json.loads(command(*words, "--device-kind", "h200", *more)[1])
+    assert whole["fits"] and whole["streamed_bytes"] == 0 == whole["copy_s"]
+
+
 def test_a_training_step_that_is_not_planned(command):
     for words, why in (
         (("--devices", 2, "--mesh", "guidance=2"), "a training step has no guidance branches"),
         (("--train", "60x64x9"), "--train: 60x64x9, sides are multiples of 32"),
         (("--width", 64), "--width: a training step does not read it"),
         (("--trace", "x.json"), "a training step has no trace"),
+        (("--reference-downscale", 2), "--mode t2v has no references"),
         (("--mode", "t2a", "--targets", "video-attn"), "video-attn is not part of this training"),
     ):
         status, _, err = command(*TRAIN, "--device-kind", "h200", *words)

@@ -3,6 +3,8 @@ refusals."""
 
 import json
 import shutil
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,9 @@ from ltx2rt.backend import DeviceInfo
 from ltx2rt.commands import train as command
 from ltx2rt.errors import InputError
 from ltx2rt.media.output import write_wav
+from ltx2rt.placement import stream
+from ltx2rt.session.open import open_session
+from ltx2rt.session.options import ModelOptions
 from ltx2rt.train.request import Data, TrainRequest
 from ltx2rt.train.run import start
 from ltx2rt.train.state import read_state, states
@@ -255,6 +260,27 @@ def test_a_full_disk_leaves_the_last_state_whole(model, cache, tmp_path, capsys,
     assert "the state of step 2 is whole" in capsys.readouterr().err
     assert [path.name for path in (output / "state").iterdir()] == ["000002"]
     assert run_train(model, "run", *options(cache, output)) == 0
+
+
+def test_blocks_that_have_no_room_are_streamed(model, cache, undisturbed, tmp_path, monkeypatch):
+    """Both blocks of the model; they are planned as one at a time, or nothing would be saved."""
+    monkeypatch.setattr(stream, "LEAST_BYTES", 8192)  # no table
+    monkeypatch.setattr(stream, "SLOTS", 1)
+    with closing(open_session(ModelOptions("cuda", model, device="cpu"))) as session:
+        request = TrainRequest(
+            (Data(cache),), tmp_path / "run", rank=2, steps=4, save_every=2, lr=1e-2
+        )
+        whole = start(session, request).step.memory
+        least = (whole.total - 1) / 1e9
+        session.use(replace(session.options, max_memory=least))
+        made = start(session, request)
+        assert made.step.streams_blocks == 2 and made.step.memory.streamed > 0
+        assert made.step.memory.total <= least * 1e9
+        path = made.train(lambda text: None)
+        assert path.read_bytes() == (undisturbed / path.name).read_bytes()
+        session.use(replace(session.options, memory="resident"))
+        with pytest.raises(InputError, match="no room: a training step needs"):
+            start(session, request).step.require_memory()
 
 
 def test_a_step_that_has_no_room_is_refused_before_a_weight_is_read(
