@@ -136,6 +136,10 @@ class Session:
         if parts and request.seed is None:
             request = replace(request, seed=seed_of(parts))
         request = request.kept_in(parts) if parts else request
+        if request.high_range:
+            raise InputError(
+                "hdr: frames in Python have 8 bits; write the clip with `ltx2rt generate --hdr`"
+            )
         if request.num_videos != 1:
             raise InputError("num_videos: a call makes one clip; call once for each seed")
         if (

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from ltx2rt.atomic_file import replacing
+from ltx2rt.media.hdr import hlg_signal, ten_bits
 
 AAC_FRAME = 1024  # samples
 AAC_RATES = (
@@ -97,6 +98,18 @@ FRAGMENTS = {
 MP4 = Container("mp4", "libx264", H264_OPTIONS, "aac", AAC_OPTIONS, AAC_BITS_PER_S, AAC_RATES)
 MOV = replace(MP4, format="mov")
 WEBM = Container("webm", "libvpx-vp9", VP9_OPTIONS, "libopus", {}, OPUS_BITS_PER_S, OPUS_RATES)
+# Signals of 10 bits in hybrid log-gamma (BT.2100). One frame at a time: x265's result depends on it.
+HLG_PIXELS, BT2020, ARIB_STD_B67 = "yuv420p10le", 9, 18
+HLG = replace(
+    MP4,
+    video="libx265",
+    video_options={
+        "crf": "12",
+        "preset": "ultrafast",
+        "x265-params": "log-level=error:frame-threads=1",
+    },
+    pixels=HLG_PIXELS,
+)
 # Frames and float32 samples come back bit for bit: a clip that is continued later.
 EXACT = Container("mov", "png", {"compression_level": "3"}, "pcm_f32le", {}, 0, (), pixels="rgb24")
 
@@ -122,11 +135,12 @@ def write_mp4(
 ) -> Durations:
     """Encode `chunks` as they come and rename the finished file to `path`, whatever its suffix.
 
-    chunks: f32[3, F, H, W] in [-1, 1] (clamped, rounded to the nearest 8-bit value) or u8[F, H, W,
-    3]; `num_frames` in all, H and W even. The iterator runs in the caller's thread, the encoder in
-    its own. waveform: f32[2, N] in [-1, 1] (clamped), padded with silence or trimmed to num_frames
-    / fps seconds; None: no sound. comment: stored as JSON. Raises ValueError for misshapen or
-    non-finite data, RuntimeError if the streams of the written file disagree.
+    chunks: f32[3, F, H, W] in [-1, 1] (clamped, rounded to the nearest 8-bit value; of `HLG` as the
+    decoder makes them, see `media.hdr`) or u8[F, H, W, 3]; `num_frames` in all, H and W even. The
+    iterator runs in the caller's thread, the encoder in its own. waveform: f32[2, N] in [-1, 1]
+    (clamped), padded with silence or trimmed to num_frames / fps seconds; None: no sound. comment:
+    stored as JSON. Raises ValueError for misshapen or non-finite data, RuntimeError if the streams
+    of the written file disagree.
     """
     import av
 
@@ -157,6 +171,10 @@ def _streams(file: Any, kind: Container, fps: Fraction, sample_rate: int | None)
     if kind.pixels == "yuv420p":
         codec.color_range = LIMITED_RANGE
         codec.colorspace = codec.color_primaries = codec.color_trc = BT709
+    if kind.pixels == HLG_PIXELS:
+        codec.codec_tag, codec.color_range = "hvc1", LIMITED_RANGE  # as players of Apple ask
+        codec.colorspace = codec.color_primaries = BT2020
+        codec.color_trc = ARIB_STD_B67
     audio: Any = None
     if sample_rate is not None:
         audio = file.add_stream(
@@ -328,7 +346,8 @@ def _encode_video(
 
     def encode(chunk: np.ndarray) -> None:
         nonlocal written
-        for pixels in to_rgb8(chunk):
+        deep = stream.pix_fmt == HLG_PIXELS
+        for pixels in np.moveaxis(chunk, 0, -1) if deep else to_rgb8(chunk):
             height, width = pixels.shape[:2]
             if written == 0:
                 stream.width, stream.height = width, height
@@ -355,6 +374,15 @@ def _video_frame(stream: Any, pixels: np.ndarray, number: int) -> Any:
     import av
     from av.video.reformatter import ColorRange, Colorspace, Interpolation
 
+    if stream.pix_fmt == HLG_PIXELS:
+        frame = av.VideoFrame(pixels.shape[1], pixels.shape[0], HLG_PIXELS)
+        planes = ten_bits(hlg_signal(pixels.astype(np.float32)))
+        for plane, values in zip(frame.planes, planes, strict=True):
+            rows = np.zeros((len(values), plane.line_size // 2), np.uint16)
+            rows[:, : values.shape[1]] = values
+            plane.update(rows.tobytes())
+        frame.pts, frame.time_base = number, stream.codec_context.time_base
+        return frame
     # without accurate rounding swscale darkens chroma by a fraction of a level
     conversion = Interpolation.AREA | Interpolation.FULL_CHR_H_INT | Interpolation.ACCURATE_RND
     frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")

@@ -3,6 +3,8 @@
     *.mp4, *.mov      H.264 and AAC
     *.webm            VP9 and Opus
     *%05d.png         numbered frames from 0 on, and the sound beside them as WAV
+    *%05d.exr         the same in half floats, of a clip in high dynamic range; *.mp4 and *.mov of
+                      one are HEVC of 10 bits in HLG
     *.wav             the sound alone, 16 bits
 
 Decides names and what is refused; each form appears whole or not at all, and carries the settings
@@ -17,6 +19,7 @@ import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -25,12 +28,14 @@ import numpy as np
 
 from ltx2rt.atomic_file import unfinished
 from ltx2rt.errors import InputError
-from ltx2rt.media.mp4 import MOV, MP4, WEBM, fit_audio, to_rgb8, write_mp4
+from ltx2rt.media.hdr import exr_bytes, from_model
+from ltx2rt.media.mp4 import HLG, MOV, MP4, WEBM, Container, fit_audio, to_rgb8, write_mp4
 from ltx2rt.media.sound import resample, write_wav
 from ltx2rt.notes import note
 
 CONTAINERS = {".mp4": MP4, ".mov": MOV, ".webm": WEBM}
-SUFFIXES = (*CONTAINERS, ".png", ".wav")
+NUMBERED = (".png", ".exr")  # frames are files of their own
+SUFFIXES = (*CONTAINERS, *NUMBERED, ".wav")
 USUAL_RATE = 48000  # Hz; of sound whose own rate a container does not have
 NUMBER = re.compile(r"%(?:0[1-9])?d")
 PNG_LEVEL = 3  # level of zlib: a third of the time of its usual 6, files a twentieth larger
@@ -46,12 +51,12 @@ def check_output(path: Path) -> None:
         raise InputError(
             f"--output: {path} is not named {', '.join(f'*{s}' for s in SUFFIXES)}; rename it"
         )
-    if suffix == ".png" and not (len(NUMBER.findall(path.name)) == path.name.count("%") == 1):
+    if suffix in NUMBERED and not (len(NUMBER.findall(path.name)) == path.name.count("%") == 1):
         wrong = "is one name for all frames; number them"
         if "%" in path.name:
             wrong = "numbers frames in an unknown way; write one %d, or %01d to %09d"
-        raise InputError(f"--output: {path} {wrong}: {path.with_name('%05d.png')}")
-    if suffix == ".png" and path.parent.is_dir():
+        raise InputError(f"--output: {path} {wrong}: {path.with_name(f'%05d{suffix}')}")
+    if suffix in NUMBERED and path.parent.is_dir():
         _require_no_frames(path)
 
 
@@ -65,9 +70,25 @@ def _would_mix(found: Path) -> InputError:
     return InputError(f"--output: {found} is there already; {what_to_do}")
 
 
-def check_encoders(path: Path) -> None:
+def check_hdr(path: Path, hdr: str | None) -> None:
+    """Refuse a form that has no high dynamic range for a clip in one, and the other way round.
+    Raises InputError."""
+    suffix = path.suffix.lower()
+    if hdr and suffix not in (".mp4", ".mov", ".exr"):
+        raise InputError(f"--hdr: {path} cannot hold it; write *.mp4, *.mov or *%05d.exr")
+    if not hdr and suffix == ".exr":
+        raise InputError(f"--output: {path} is for clips in high dynamic range; add --hdr")
+
+
+def container_of(path: Path, hdr: str | None = None) -> Container | None:
+    """The container that the name says; None of numbered frames and of sound."""
+    found = CONTAINERS.get(path.suffix.lower())
+    return replace(HLG, format=found.format) if found and hdr else found
+
+
+def check_encoders(path: Path, hdr: str | None = None) -> None:
     """Refuse a container whose encoders this build of FFmpeg lacks. Raises InputError."""
-    if container := CONTAINERS.get(path.suffix.lower()):
+    if container := container_of(path, hdr):
         import av
 
         for encoder in (container.video, container.audio):
@@ -108,8 +129,12 @@ def write_clip(
     waveform: np.ndarray | None = None,
     sample_rate: int = 0,
     comment: dict[str, Any] | None = None,
+    hdr: str | None = None,
 ) -> dict[Path, FileState]:
     """Write a clip as its name says; arguments and errors are those of `write_mp4`.
+
+    hdr: one of `media.hdr.SPACES`, in which EXR files are written; the chunks are then the
+    decoder's.
 
     A WAV takes no chunk. Frames replace nothing: raises InputError if another run has written some
     meanwhile. Returns the files that it made, as `remove_made` takes them.
@@ -117,7 +142,7 @@ def write_clip(
     suffix = path.suffix.lower()
     if waveform is not None and num_frames and suffix not in CONTAINERS:
         waveform = fit_audio(waveform, num_frames, fps, sample_rate)
-    if container := CONTAINERS.get(suffix):
+    if container := container_of(path, hdr):
         if waveform is not None and sample_rate not in container.audio_rates:
             note(
                 f"{path}: {container.audio} has no {sample_rate} Hz; the sound is resampled to "
@@ -136,7 +161,7 @@ def write_clip(
             raise ValueError(f"{path}: there is no sound to write")
         write_wav(path, waveform, sample_rate, comment)
     else:
-        files = _write_frames(path, chunks, num_frames, waveform, sample_rate, comment)
+        files = _write_frames(path, chunks, num_frames, waveform, sample_rate, comment, hdr)
         return {file: state_of(file) for file in files}
     return {path: state_of(path)}
 
@@ -157,14 +182,14 @@ def state_of(path: Path) -> FileState:
 
 def files_of(path: Path) -> list[Path]:
     """The files that a clip of this name consists of and that are there."""
-    if path.suffix.lower() != ".png":
+    if path.suffix.lower() not in NUMBERED:
         return [path] if path.exists() else []
     return sorted(file for file in path.parent.iterdir() if is_part(path, file.name))
 
 
 def is_part(path: Path, name: str) -> bool:
     """Whether a file of this name, in the folder of `path`, is one that such a clip consists of."""
-    if path.suffix.lower() != ".png":
+    if path.suffix.lower() not in NUMBERED:
         return name == path.name
     before, after = map(re.escape, NUMBER.split(path.name))
     is_frame = re.fullmatch(rf"{before}[0-9]+{after}", name) is not None
@@ -183,6 +208,7 @@ def _write_frames(
     waveform: np.ndarray | None,
     sample_rate: int,
     comment: dict[str, Any] | None,
+    hdr: str | None = None,
 ) -> list[Path]:
     """All files are made in a folder beside, and get their names when they are complete."""
     from PIL import Image, PngImagePlugin
@@ -200,14 +226,18 @@ def _write_frames(
 
         def write(numbered: tuple[int, np.ndarray]) -> None:
             number, pixels = numbered
+            if hdr:
+                name = folder / (path.name % number)
+                name.write_bytes(exr_bytes(from_model(pixels, hdr), hdr))
+                return
             Image.fromarray(pixels).save(
                 folder / (path.name % number), pnginfo=info, compress_level=PNG_LEVEL
             )
 
         for chunk in chunks:
-            rgb = to_rgb8(chunk)
-            list(pool.map(write, enumerate(rgb, written)))
-            written += len(rgb)
+            frames = np.moveaxis(chunk, 0, -1) if hdr else to_rgb8(chunk)
+            list(pool.map(write, enumerate(frames, written)))
+            written += len(frames)
         if written != num_frames:
             raise ValueError(f"frames: {written} arrived, expected {num_frames}")
         if waveform is not None:

@@ -57,6 +57,7 @@ class FromClip(Nagged):
         **of_the_file("auto_duration"),
     )
     images: tuple[ImageSpec, ...] = field(default=(), init=False)
+    hdr: str | None = field(default=None, init=False)  # the file has 8 bits
     latents_in: Path | None = field(default=None, init=False)
     num_generated_keyframes: int = field(default=0, init=False)
     info: VideoInfo | None = field(default=None, repr=False)

@@ -103,6 +103,10 @@ class ICLora(Nagged):
             )
         for reference in self.video_conditioning:
             check_reference(FLAG, reference)
+        if self.mask and self.hdr:
+            raise InputError(
+                "--hdr: the reference's own pixels have 8 bits; leave out --mask or it"
+            )
         if self.mask and (len(self.video_conditioning) > 1 or self.skip_stage_2):
             other = "--skip-stage-2" if self.skip_stage_2 else f"several {FLAG}"
             raise InputError(f"--mask: does not go with {other}; leave one of the two out")

@@ -23,6 +23,7 @@ import numpy as np
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import check_bounds, flag, spelling
+from ltx2rt.media.hdr import SPACES, is_exr
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.models.guided_step import Branches
 from ltx2rt.models.step_plan import StepPlan
@@ -265,6 +266,11 @@ class Request:
         return False
 
     @property
+    def high_range(self) -> str | None:
+        """The space of the clip's files if it is in high dynamic range."""
+        return None
+
+    @property
     def made(self) -> tuple[str, ...]:
         """What the names of noise begin with that no stage draws any more."""
         return ()
@@ -480,6 +486,12 @@ class VideoRequest(Request):
         above=0,
         most=1,
     )
+    hdr: str | None = flag(
+        None,
+        "make the clip in high dynamic range: space of images and files, which are EXR; *.mp4 is HLG",
+        group="output",
+        choices=SPACES,
+    )
     audio: bool = flag(True, "write the video without sound", group="output", name="--no-audio")
     num_generated_keyframes: int = flag(
         0,
@@ -510,6 +522,11 @@ class VideoRequest(Request):
             )
         if self.latents_in is not None and not latent:
             raise InputError("--latents-in: no --image latent:K:FRAME reads it; leave it out")
+        for image in self.images:
+            if not image.latent and is_exr(image.path) != bool(self.hdr):
+                wrong = "is no EXR file" if self.hdr else "is an EXR file"
+                advice = "convert it, or leave --hdr out" if self.hdr else "add --hdr"
+                raise InputError(f"--image: {image.path} {wrong}; {advice}")
         frames = [image.frame for image in self.images]
         if twice := [frame for frame in frames if frames.count(frame) > 1]:
             raise InputError(f"--image: two images at frame {twice[0]}; give each frame one image")
@@ -580,7 +597,12 @@ class VideoRequest(Request):
 
     @property
     def first_image(self) -> Path | None:
-        return next((image.path for image in self.images if not image.latent), None)
+        seen = (image.path for image in self.images if not image.latent)
+        return next((path for path in seen if not is_exr(path)), None)
+
+    @property
+    def high_range(self) -> str | None:
+        return self.hdr
 
     def factor(self, model: ModelConfig) -> Fraction:
         """By how much the clip is wider and higher than its first stage: what the spatial upsampler
@@ -604,7 +626,7 @@ class VideoRequest(Request):
         images = [
             LatentImage(spec, geometry, self.latents_in, name, self.append_images)
             if spec.latent and self.latents_in
-            else Image(spec, geometry, self.image_crf or 0, self.append_images)
+            else Image(spec, geometry, self.image_crf or 0, self.append_images, self.hdr)
             for spec in self.images
         ]
         slots = (

@@ -240,6 +240,7 @@ class Segmented(SoundFollowing, VideoRequest):
         at_start = self.audio_conditioning_at == "start"
         for name, given in (
             ("--num-videos", self.num_videos > 1),
+            ("--hdr", self.hdr),
             ("--auto-duration", self.auto_duration),
             ("--num-generated-keyframes", self.num_generated_keyframes),
             ("--prompt-at", self.prompt_at),

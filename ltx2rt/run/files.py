@@ -22,7 +22,7 @@ class Files:
 
     output: Path | None = flag(
         None,
-        "file to write: *.mp4, *.mov, *.webm, *%05d.png, *.wav (required without --latents-out)",
+        "file to write: *.mp4, *.mov, *.webm, *%05d.png, *%05d.exr, *.wav (required without --latents-out)",
         Path,
         group="output",
         metavar="FILE",

@@ -15,7 +15,7 @@ import numpy as np
 
 from ltx2rt.backend import get_factory
 from ltx2rt.errors import InputError
-from ltx2rt.media.output import check_encoders
+from ltx2rt.media.output import check_encoders, check_hdr
 from ltx2rt.notes import note
 from ltx2rt.pipelines import make_request, pipelines
 from ltx2rt.pipelines.request import Loras, Request, distilled_lora
@@ -88,6 +88,8 @@ def prepared(
     request.check_files()
     if files is not None:
         files.check(request.seeds, [*options.files, *request.files])
+        if files.output is not None:
+            check_hdr(files.output, request.high_range)
     checkpoint = opened_checkpoint(options)
     if files is not None:
         files.check(request.seeds, checkpoint.files)
@@ -95,7 +97,9 @@ def prepared(
     request = request.resolved(checkpoint.config)
     distilled_lora(request, options, checkpoint)
     if files is not None and files.output is not None:
-        check_encoders(files.output)  # last: its import takes as long as all the rest
+        check_encoders(
+            files.output, request.high_range
+        )  # last: its import takes as long as all the rest
     return checkpoint, request
 
 

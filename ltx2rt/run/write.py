@@ -25,7 +25,7 @@ from ltx2rt.stages.stage import FRAMES, State
 from ltx2rt.weights.files import write_arrays
 
 BYTES_PER_PIXEL = 1  # at most: black and white noise takes 0.66 as H.264 and 0.98 as VP9
-PNG_BYTES_PER_PIXEL = 3.1  # at most: uncompressed
+FRAME_BYTES_PER_PIXEL = {".png": 3.1, ".exr": 6.2}  # at most: uncompressed
 
 
 def write_files(
@@ -72,8 +72,10 @@ def sizes(session: Session, plan: Plan, files: Files) -> dict[Path, int]:
         prod(request.size_px) * request.clip_frames,
         float(request.clip_frames / request.clip_fps),
     )
-    frames = files.output is not None and files.output.suffix.lower() == ".png"
-    per_pixel = PNG_BYTES_PER_PIXEL if frames else BYTES_PER_PIXEL
+    suffix = "" if files.output is None else files.output.suffix.lower()
+    per_pixel = FRAME_BYTES_PER_PIXEL.get(
+        suffix, 2 * BYTES_PER_PIXEL if request.high_range else BYTES_PER_PIXEL
+    )
     samples = 2 * seconds * session.config.vocoder.sample_rate
     clip = int(pixels * per_pixel + seconds * AAC_BITS_PER_S / 8) + 2**16
     sizes = dict.fromkeys(video_files(files.output, request.seeds), clip)
@@ -119,4 +121,5 @@ def save(
         waveform=waveform,
         sample_rate=rate,
         comment=comment(session, request, video) if metadata else None,
+        hdr=request.high_range,
     )

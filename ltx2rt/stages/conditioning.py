@@ -17,7 +17,8 @@ import numpy as np
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.media.images import load_conditioning_image, notes, read_rgb
+from ltx2rt.media.hdr import read_exr, to_model
+from ltx2rt.media.images import cover, load_conditioning_image, notes, read_rgb
 from ltx2rt.media.video import read_mask, video_info
 from ltx2rt.models.geometry import (
     Geometry,
@@ -102,12 +103,13 @@ class Conditioning(Protocol):
 @dataclass(frozen=True)
 class Image:
     """An image file at the size of one stage. crf: of its H.264 recompression, 0 for none. append:
-    at frame 0, too."""
+    at frame 0, too. hdr: space of an EXR file, which is not recompressed."""
 
     spec: ImageSpec
     geometry: Geometry
     crf: int = 0
     append: bool = False
+    hdr: str | None = None
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         yield Call("video-encoder", (1, 3, 1, *self.geometry.size_px))
@@ -115,6 +117,9 @@ class Image:
     def check(self, session: Session) -> list[str]:
         """Planning for devices that are not here reads the header alone: a server plans in its own
         process, and has its uploads decoded in others."""
+        if self.hdr:
+            read_exr(self.spec.path)
+            return []
         if not isinstance(session.backend, DatasheetBackend):
             read_rgb(self.spec.path)
         return notes(self.spec.path)
@@ -125,7 +130,11 @@ class Image:
 
     def encode(self, session: Session, state: State, watch: Stopwatch) -> Tokens:
         height, width = self.geometry.size_px
-        frames = load_conditioning_image(self.spec.path, width, height, self.crf)
+        if self.hdr:
+            pixels = to_model(cover(read_exr(self.spec.path), width, height), self.hdr)
+            frames = pixels.astype(np.float32).transpose(2, 0, 1)[None, :, None]
+        else:
+            frames = load_conditioning_image(self.spec.path, width, height, self.crf)
         (call,) = self.needs(session.config)
         return self._tokens(
             session.backend.to_host(session.run(call, {"frames": frames})["latent"])

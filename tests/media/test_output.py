@@ -174,7 +174,7 @@ def test_a_failure_leaves_nothing(tmp_path, name, chunks, error):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("a.avi", r"not named \*\.mp4, \*\.mov, \*\.webm, \*\.png, \*\.wav"),
+        ("a.avi", r"not named \*\.mp4, \*\.mov, \*\.webm, \*\.png, \*\.exr, \*\.wav"),
         ("a", "not named"),
         ("frames.png", r"one name for all frames; number them: .*%05d\.png"),
         ("%d-%d.png", r"unknown way; write one %d, or %01d to %09d: .*%05d\.png"),
@@ -283,7 +283,7 @@ def test_a_form_fits_what_is_made(tmp_path):
             check_streams(tmp_path / name, video, sound)
     check_streams(tmp_path / "a.wav", False, True)
     check_streams(tmp_path / "a-%d.png", True, False)
-    assert output.SUFFIXES == (".mp4", ".mov", ".webm", ".png", ".wav")
+    assert output.SUFFIXES == (".mp4", ".mov", ".webm", ".png", ".exr", ".wav")
 
 
 @pytest.mark.parametrize("suffix", ["mp4", "webm"])

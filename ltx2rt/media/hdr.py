@@ -1,0 +1,210 @@
+"""High dynamic range: the codes that the model sees in place of sRGB, EXR files, and HLG signals.
+
+The model is given ACEScct codes of the AP1 primaries, and makes such; a clip is read and written in
+linear sRGB (Rec. 709 primaries), ACEScg, or as the codes themselves.
+
+Sources: ACEScct is S-2016-001 of the Academy, HLG is ITU-R BT.2100, the matrix from Rec. 709 to
+BT.2020 is BT.2087.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ltx2rt.errors import InputError
+
+SPACES = ("SRGB_LINEAR", "ACESCG", "ACESCCT")
+AP1_TO_709 = np.array([
+    [1.70505, -0.62179, -0.08326], [-0.13026, 1.1408, -0.01055], [-0.024, -0.12897, 1.15297],
+])  # fmt: skip
+REC709_TO_2020 = np.array([
+    [0.62740389, 0.32928304, 0.04331307], [0.06909729, 0.91954040, 0.01136232],
+    [0.01639144, 0.08801331, 0.89559525],
+])  # fmt: skip
+CHROMATICITIES = {  # x and y of red, green, blue and white, as EXR has them
+    "SRGB_LINEAR": (0.64, 0.33, 0.30, 0.60, 0.15, 0.06, 0.3127, 0.3290),
+    "ACESCG": (0.713, 0.293, 0.165, 0.830, 0.128, 0.044, 0.32168, 0.33767),
+}
+CCT_BREAK, CCT_CODE_BREAK = 0.0078125, 0.155251141552511
+CCT_SLOPE, CCT_OFFSET = 10.5402377416545, 0.0729055341958355
+HLG_A, HLG_B, HLG_C = 0.17883277, 0.28466892, 0.55991073
+WHITE_SIGNAL = 0.75  # HLG's, of linear 1.0 (BT.2408)
+LUMA = (0.2627, 0.6780, 0.0593)  # of BT.2020, not of constant luminance
+MAGIC = b"\x76\x2f\x31\x01"
+MAX_HALF = 65504.0
+MAX_PIXELS, MAX_SIDE_PX = 89 * 10**6, 16384  # as of other images
+
+
+def encoded(linear: np.ndarray) -> np.ndarray:
+    """ACEScct codes of linear light, in the array's own precision; negative light is 0."""
+    x = np.maximum(linear, 0)
+    log = (np.log2(np.maximum(x, CCT_BREAK)) + 9.72) / 17.52
+    return np.where(x > CCT_BREAK, log, CCT_SLOPE * x + CCT_OFFSET)
+
+
+def decoded(codes: np.ndarray) -> np.ndarray:
+    """Linear light of ACEScct codes."""
+    light = np.exp2(codes * 17.52 - 9.72)
+    return np.where(codes > CCT_CODE_BREAK, light, (codes - CCT_OFFSET) / CCT_SLOPE)
+
+
+def to_model(pixels: np.ndarray, space: str) -> np.ndarray:
+    """[..., 3] in a space of SPACES -> codes in [-1, 1], as the video encoder reads them."""
+    if space != "ACESCCT":
+        linear = pixels if space == "ACESCG" else pixels @ np.linalg.inv(AP1_TO_709).T
+        pixels = encoded(linear)
+    return np.clip(pixels, 0, 1) * 2 - 1
+
+
+def from_model(frames: np.ndarray, space: str) -> np.ndarray:
+    """[..., 3] as the video decoder makes them, nominally in [-1, 1] -> pixels in a space."""
+    codes = np.clip((frames + 1) / 2, 0, 1)
+    if space == "ACESCCT":
+        return codes
+    light = decoded(codes)
+    return light if space == "ACESCG" else light @ AP1_TO_709.T
+
+
+def hlg_oetf(light: np.ndarray) -> np.ndarray:
+    """Scene light in [0, 1] -> signal in [0, 1]."""
+    low = np.sqrt(3 * np.clip(light, 0, 1 / 12))
+    return np.where(light <= 1 / 12, low, HLG_A * np.log(np.maximum(12 * light, 1) - HLG_B) + HLG_C)
+
+
+def hlg_inverse(signal: np.ndarray) -> np.ndarray:
+    return np.where(signal <= 0.5, signal**2 / 3, (np.exp((signal - HLG_C) / HLG_A) + HLG_B) / 12)
+
+
+def hlg_signal(frames: np.ndarray) -> np.ndarray:
+    """[..., 3] as the video decoder makes them -> HLG signals in BT.2020 primaries, in [0, 1].
+
+    Linear 1 is a signal of 0.75; what is brighter rolls off smoothly towards 1.
+    """
+    linear = np.maximum(from_model(frames, "SRGB_LINEAR") @ REC709_TO_2020.T, 0)
+    white = float(hlg_inverse(np.float64(WHITE_SIGNAL)))
+    rate = white / (1 - white)  # the slopes meet at 1
+    rolled = 1 - (1 - white) * np.exp(-rate * (np.maximum(linear, 1) - 1))
+    return hlg_oetf(np.where(linear <= 1, linear * white, rolled))
+
+
+def ten_bits(signal: np.ndarray) -> list[np.ndarray]:
+    """[H, W, 3] in [0, 1], H and W even -> u16 Y [H, W], U and V [H/2, W/2]: 10 bits in limited
+    range, each colour difference the mean of four pixels."""
+    red, blue = signal[..., 0], signal[..., 2]
+    luma = signal @ np.array(LUMA)
+    halves = (luma.shape[0] // 2, 2, luma.shape[1] // 2, 2)
+    differences = (
+        ((x - luma) / scale).reshape(halves).mean((1, 3))
+        for x, scale in ((blue, 1.8814), (red, 1.4746))
+    )
+    planes = [64 + 876 * luma, *(512 + 896 * x for x in differences)]
+    return [np.clip(np.rint(plane), 4, 1019).astype(np.uint16) for plane in planes]
+
+
+# --- EXR ------------------------------------------------------------------------------------------
+
+
+def is_exr(path: Path) -> bool:
+    return path.suffix.lower() == ".exr"
+
+
+def read_exr(path: Path, flag: str = "--image") -> np.ndarray:
+    """f32[H, W, 3] of the file as it is. Raises InputError, which names the flag."""
+    import av
+    import av.logging
+
+    try:
+        if not path.is_file():
+            raise OSError("not a file")
+        with path.open("rb") as file:
+            if file.read(4) != MAGIC:
+                raise ValueError("it does not begin as an EXR file does")
+            file.seek(0)
+            with av.open(file, format="exr_pipe", options={"protocol_whitelist": "none"}) as found:
+                codec = found.streams.video[0].codec_context
+                if max(codec.width, codec.height) > MAX_SIDE_PX or (
+                    codec.width * codec.height > MAX_PIXELS
+                ):
+                    raise ValueError(f"{codec.width}x{codec.height} pixels are too many")
+                pixels = _pixels(next(found.decode(video=0)))
+    except (OSError, ValueError, IndexError, StopIteration, av.FFmpegError) as error:
+        raise InputError(
+            f"{flag}: {path} is no readable EXR image ({error}); save it as scan lines of half "
+            "floats, in ZIP"
+        ) from error
+    if not np.isfinite(pixels).all():
+        raise InputError(f"{flag}: {path} holds NaN or infinite values; mend it")
+    return pixels
+
+
+def _pixels(frame: Any) -> np.ndarray:
+    """f32[H, W, 3] of an EXR's frame."""
+    name = frame.format.name
+    if not name.startswith(("gbrpf", "gbrapf", "grayf")):
+        raise ValueError(f"its pixels are {name}")
+    kind = np.dtype(np.float16 if "f16" in name else np.float32)
+    planes = [
+        np.frombuffer(plane, kind).reshape(frame.height, plane.line_size // kind.itemsize)
+        for plane in frame.planes
+    ]
+    order = (0, 0, 0) if name.startswith("gray") else (2, 0, 1)
+    return np.stack([planes[i][:, : frame.width] for i in order], -1).astype(np.float32)
+
+
+def exr_bytes(pixels: np.ndarray, space: str) -> bytes:
+    """[H, W, 3] as a file of half floats, ZIP, with the space's primaries in its header."""
+    import av
+
+    height, width, _ = pixels.shape
+    halves = np.clip(pixels, -MAX_HALF, MAX_HALF).astype(np.float16)  # FFmpeg's would truncate
+    frame = av.VideoFrame(width, height, "gbrpf32le")
+    for plane, channel in zip(frame.planes, (1, 2, 0), strict=True):
+        rows = np.zeros((height, plane.line_size // 4), np.float32)
+        rows[:, :width] = halves[..., channel]
+        plane.update(rows.tobytes())
+    encoder: Any = av.CodecContext.create("exr", "w")
+    encoder.width, encoder.height, encoder.pix_fmt = width, height, "gbrpf32le"
+    encoder.time_base, frame.pts = Fraction(1, 24), 0
+    encoder.options = {"compression": "zip16", "format": "half"}
+    data = b"".join(map(bytes, [*encoder.encode(frame), *encoder.encode(None)]))
+    return _tagged(data, space, -(-height // 16))
+
+
+def _tagged(data: bytes, space: str, chunks: int) -> bytes:
+    """The file with one more attribute; the table behind the header says where its chunks are."""
+    if primaries := CHROMATICITIES.get(space):
+        more = b"chromaticities\0chromaticities\0" + struct.pack("<i8f", 32, *primaries)
+    else:
+        more = b"colorSpace\0string\0" + struct.pack("<i", len(space)) + space.encode()
+    end = _header_end(data)
+    places = struct.unpack_from(f"<{chunks}Q", data, end + 1)
+    table = struct.pack(f"<{chunks}Q", *(place + len(more) for place in places))
+    return data[:end] + more + b"\0" + table + data[end + 1 + len(table) :]
+
+
+def attributes(data: bytes) -> dict[str, bytes]:
+    """The header of an EXR file."""
+    return {name: value for name, value, _ in _attributes(data)}
+
+
+def _header_end(data: bytes) -> int:
+    """Where the zero is that ends the header."""
+    return max(end for _, _, end in _attributes(data))
+
+
+def _attributes(data: bytes) -> Iterator[tuple[str, bytes, int]]:
+    """Name, value and end of each."""
+    at = 8
+    while data[at] != 0:
+        name_end = data.index(b"\0", at)
+        kind_end = data.index(b"\0", name_end + 1)
+        (size,) = struct.unpack_from("<i", data, kind_end + 1)
+        start = kind_end + 5
+        yield data[at:name_end].decode(), data[start : start + size], start + size
+        at = start + size

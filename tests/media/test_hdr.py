@@ -1,0 +1,117 @@
+"""HDR: curves against their definitions, EXR bit for bit, and what an HLG file says of itself."""
+
+from fractions import Fraction
+
+import av
+import numpy as np
+import pytest
+
+from ltx2rt.errors import InputError
+from ltx2rt.media import hdr
+from ltx2rt.media.output import check_output, write_clip
+
+
+def test_curves_are_each_others_inverse():
+    light = np.concatenate([[0], np.geomspace(1e-5, 222, 1000)])
+    codes = hdr.encoded(light)
+    np.testing.assert_allclose(hdr.decoded(codes), light, rtol=1e-7, atol=1e-12)
+    assert (np.diff(codes) > 0).all() and abs(hdr.encoded(np.array(0.18)) - 0.4135884) < 1e-6
+    assert abs(hdr.encoded(np.array(hdr.CCT_BREAK)) - hdr.CCT_CODE_BREAK) < 1e-7
+    signal = np.linspace(0, 1, 1000)
+    np.testing.assert_allclose(hdr.hlg_oetf(hdr.hlg_inverse(signal)), signal, atol=1e-7)
+    assert abs(hdr.hlg_inverse(np.float64(0.75)) - 0.26496) < 2e-5
+
+
+@pytest.mark.parametrize("space", hdr.SPACES)
+def test_pixels_come_back_from_the_codes(space):
+    pixels = np.random.default_rng(0).uniform(0, 1 if space == "ACESCCT" else 20, (8, 9, 3))
+    codes = hdr.to_model(pixels, space)
+    assert np.abs(codes).max() <= 1
+    inside = np.clip(pixels @ np.linalg.inv(hdr.AP1_TO_709).T, 0, None) @ hdr.AP1_TO_709.T
+    expected = inside if space == "SRGB_LINEAR" else pixels
+    np.testing.assert_allclose(hdr.from_model(codes, space), expected, rtol=1e-6, atol=1e-9)
+
+
+def test_white_is_three_quarters_and_what_is_brighter_rolls_off():
+    grey = np.array([0.18, 1.0, 1.0001, 4.0, 100.0])
+    codes = hdr.to_model(np.repeat(grey[:, None], 3, 1), "SRGB_LINEAR")
+    signal = hdr.hlg_signal(codes)
+    assert np.ptp(signal, axis=1).max() < 1e-3  # the given matrices have 5 digits
+    assert abs(signal[1, 1] - 0.75) < 1e-4 and abs(signal[2, 1] - 0.75) < 1e-3
+    assert (np.diff(signal[:, 1]) > 0).all() and signal[-1].max() <= 1
+
+
+@pytest.mark.parametrize("size", [(33, 50), (16, 2), (2, 70)])
+@pytest.mark.parametrize("space", hdr.SPACES)
+def test_exr_files_keep_half_floats(tmp_path, space, size):
+    pixels = (np.random.default_rng(1).normal(size=(*size, 3)) ** 3 * 9).astype(np.float32)
+    data, path = hdr.exr_bytes(pixels, space), tmp_path / "a.exr"
+    path.write_bytes(data)
+    np.testing.assert_array_equal(hdr.read_exr(path), pixels.astype(np.float16).astype(np.float32))
+    header = hdr.attributes(data)
+    assert header["compression"] == b"\3" and header["channels"].count(b"\1\0\0\0\0") >= 3
+    if space == "ACESCCT":
+        assert header["colorSpace"] == b"ACESCCT"
+    else:
+        np.testing.assert_allclose(
+            np.frombuffer(header["chromaticities"], np.float32), hdr.CHROMATICITIES[space]
+        )
+
+
+def test_what_is_no_exr_is_refused(tmp_path):
+    whole = hdr.exr_bytes(np.ones((32, 32, 3), np.float32), "ACESCG")
+    wrong = np.ones((4, 4, 3), np.float32)
+    wrong[1, 1] = np.nan
+    for name, data, said in (
+        ("empty", b"", "does not begin"), ("text", b"#EXTM3U\nfile:///etc/passwd", "does not begin"),
+        ("cut", whole[:200], "no readable EXR"), ("nan", hdr.exr_bytes(wrong, "ACESCG"), "NaN"),
+        ("huge", whole.replace(struct_box(31), struct_box(10**6)), "EXR"),
+    ):  # fmt: skip
+        (tmp_path / f"{name}.exr").write_bytes(data)
+        with pytest.raises(InputError, match=said):
+            hdr.read_exr(tmp_path / f"{name}.exr")
+    with pytest.raises(InputError, match="not a file"):
+        hdr.read_exr(tmp_path)
+
+
+def struct_box(last):
+    return np.array([0, 0, last, last], "<i4").tobytes()
+
+
+def clip(size=(64, 96), frames=9):
+    """A grey ramp and colours as the model makes them, f32[3, F, H, W] in [-1, 1]."""
+    ramp = np.linspace(0, 12, size[1])[None, :, None] * np.ones((size[0], 1, 3))
+    ramp[size[0] // 2 :] = np.repeat(np.linspace(0, 1, size[1])[None, :, None], 3, -1)
+    codes = hdr.to_model(ramp, "SRGB_LINEAR").astype(np.float32)
+    return np.repeat(codes.transpose(2, 0, 1)[:, None], frames, 1)
+
+
+def test_hlg_files_say_what_they_are(tmp_path):
+    chunk, path = clip(), tmp_path / "a.mp4"
+    wave = np.random.default_rng(0).uniform(-0.1, 0.1, (2, 18000)).astype(np.float32)
+    sound = {"waveform": wave, "sample_rate": 48000}
+    write_clip(path, [chunk], num_frames=9, fps=Fraction(24), hdr="SRGB_LINEAR", **sound)
+    with av.open(str(path)) as found:
+        stream = found.streams.video[0]
+        codec, frame = stream.codec_context, next(found.decode(video=0))
+        assert (codec.name, codec.pix_fmt, codec.codec_tag) == ("hevc", "yuv420p10le", "hvc1")
+        tags = codec.color_primaries, codec.color_trc, codec.colorspace, codec.color_range
+        assert tuple(map(int, tags)) == (9, 18, 9, 1)
+        plane = frame.planes[0]
+        luma = np.frombuffer(plane, np.uint16).reshape(64, plane.line_size // 2)[:, :96]
+    expected = hdr.ten_bits(hdr.hlg_signal(chunk[:, 0].transpose(1, 2, 0).astype(np.float64)))[0]
+    assert np.abs(luma.astype(int) - expected).mean() < 2  # codes of 1023: grey goes through
+    again = tmp_path / "b.mp4"
+    write_clip(again, [chunk], num_frames=9, fps=Fraction(24), hdr="SRGB_LINEAR", **sound)
+    assert again.read_bytes() == path.read_bytes()
+
+
+def test_frames_are_written_as_exr(tmp_path):
+    chunk, name = clip(frames=3), tmp_path / "f-%05d.exr"
+    check_output(name)
+    write_clip(name, [chunk[:, :1], chunk[:, 1:]], num_frames=3, fps=Fraction(24), hdr="ACESCG")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"f-{i:05d}.exr" for i in range(3)]
+    expected = hdr.from_model(chunk[:, 1].transpose(1, 2, 0), "ACESCG").astype(np.float16)
+    np.testing.assert_array_equal(hdr.read_exr(tmp_path / "f-00001.exr"), expected)
+    with pytest.raises(InputError, match="is there already"):
+        check_output(name)

@@ -1,0 +1,90 @@
+"""--hdr: an EXR image in, EXR frames or HLG out, of one clip."""
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from ltx2rt.errors import InputError
+from ltx2rt.media import hdr
+from ltx2rt.media.images import cover
+from ltx2rt.pipelines import make_request
+from ltx2rt.run.plan import make_plan
+from ltx2rt.run.run import produce
+from ltx2rt.session.options import NO_LORA
+
+START = (
+    "generate", "--backend", "cuda", "--device", "cpu", "--pipeline", "one-stage", "--prompt", "a fox", "--seed", 3,
+    "--distilled-lora", "none", "--width", 64, "--height", 64, "--num-frames", 9, "--steps", 1,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def picture(tmp_path_factory):
+    path = tmp_path_factory.mktemp("exr") / "a.exr"
+    light = np.random.default_rng(0).uniform(0, 8, (48, 100, 3)).astype(np.float32)
+    path.write_bytes(hdr.exr_bytes(light, "SRGB_LINEAR"))
+    return path
+
+
+def test_a_clip_of_an_exr_image(tiny, command, picture, tmp_path):
+    model = ("--model", tiny("tiny-2.3", "official"), "--hdr", "SRGB_LINEAR", "--no-audio")
+    words = (*START, *model, "--image", f"{picture}:0", "--output")
+    frames = tmp_path / "exr" / "%05d.exr"
+    frames.parent.mkdir()
+    for output in (frames, tmp_path / "a.mp4"):
+        status, _, err = command(*words, output)
+        assert status == 0, err
+    written = [hdr.read_exr(frames.parent / f"{i:05d}.exr") for i in range(9)]
+    assert len([*frames.parent.iterdir()]) == 9 and written[0].shape == (64, 64, 3)
+    with av.open(str(tmp_path / "a.mp4")) as found:
+        shown = list(found.decode(video=0))
+        assert len(shown) == 9 and int(found.streams.video[0].codec_context.color_trc) == 18
+    plane = np.frombuffer(shown[4].planes[0], np.uint16).reshape(64, -1)[:, :64]
+    signal = hdr.hlg_signal(hdr.to_model(written[4].astype(np.float64), "SRGB_LINEAR"))
+    assert (
+        np.abs(plane.astype(float) - hdr.ten_bits(signal)[0]).mean() < 10
+    )  # white noise at crf 12: 6.6
+
+
+def test_the_encoder_is_given_the_images_codes(on_both, picture, monkeypatch):
+    session = on_both("tiny-2.3", distilled_lora=NO_LORA, assume="dev")["cuda"]
+    seen, run = [], session.run
+
+    def spied(call, feeds, *more):
+        if call.network == "video-encoder":
+            seen.append(feeds["frames"])
+        return run(call, feeds, *more)
+
+    monkeypatch.setattr(session, "run", spied)
+    request = make_request(
+        "one-stage", prompt="a fox", width=64, height=64, num_frames=9, steps=1, seed=3,
+        images=[(picture, 0)], hdr="ACESCG",
+    )  # fmt: skip
+    produce(session, make_plan(session, request))
+    light = cover(hdr.read_exr(picture).astype(np.float64), 64, 64)
+    x = np.maximum(light, 1e-12)
+    codes = np.where(
+        x > 0.0078125, (np.log2(x) + 9.72) / 17.52, 10.5402377416545 * x + 0.0729055342
+    )
+    np.testing.assert_allclose(seen[0][0, :, 0], (codes * 2 - 1).transpose(2, 0, 1), atol=1e-5)
+
+
+def test_refusals(tiny, command, picture, tmp_path):
+    png = tmp_path / "a.png"
+    Image.new("RGB", (64, 64)).save(png)
+    model, output = ("--model", tiny("tiny-2.3", "official")), ("--output", tmp_path / "a.mp4")
+    for words, said in (
+        ((*output, "--image", f"{picture}:0"), "is an EXR file; add --hdr"),
+        ((*output, "--hdr", "ACESCG", "--image", f"{png}:0"), "is no EXR file; convert it"),
+        ((*output, "--hdr", "REC709"), "expected one of SRGB_LINEAR, ACESCG, ACESCCT"),
+        ((*output, "--hdr", "ACESCG", "--segments", 2, "--overlap", 9, "--num-frames", 17),
+         "--hdr: does not go with a clip in segments"),
+        (("--output", tmp_path / "%05d.exr"), "is for clips in high dynamic range; add --hdr"),
+        (("--output", tmp_path / "a.webm", "--hdr", "ACESCG"), "cannot hold it; write *.mp4, *.mov"),
+    ):  # fmt: skip
+        status, _, err = command(*START, *model, *words)
+        assert status == 2 and said in err, err
+    with pytest.raises(InputError, match="no readable EXR"):
+        (tmp_path / "b.exr").write_bytes(b"no EXR at all")
+        hdr.read_exr(tmp_path / "b.exr")
