@@ -614,6 +614,76 @@ def attention(q: Type, k: Type, v: Type, bias: Type | None = None, *, scale: flo
     return q, {"scale": float(scale), "bias_view": view}
 
 
+def _block_rows(q: Type, size: int, ends: int) -> int:
+    """How many blocks of tokens there are behind the first `ends`."""
+    return -(-q.shape[1] // size) - ends
+
+
+def _block_attention_flops(node: Node) -> int:
+    q, size, ends = node.inputs[0].type, node.attrs["size"], node.attrs["ends"]
+    whole = ends * size
+    seen = min(node.inputs[3].type.shape[1] * size, q.shape[1])
+    each = 4 * q.num_elements // q.shape[1]
+    return each * (whole * q.shape[1] + (q.shape[1] - whole) * seen)
+
+
+def block_keys(row: np.ndarray, size: int, tokens: int) -> np.ndarray:
+    """int[n]: the tokens of a row's blocks, of which the last may be shorter."""
+    found = (row[:, None] * size + np.arange(size)).ravel()
+    return found[found < tokens]
+
+
+def _numpy_block_attention(q, k, v, table, *, scale, size, ends):
+    tokens, y = q.shape[1], np.empty_like(q)
+    first = slice(0, ends * size)
+    if ends:
+        y[:, first] = _attend(q[:, first], k, v, None, scale, None)[0]
+    for i, row in enumerate(table, ends):
+        rows, seen = slice(i * size, (i + 1) * size), block_keys(row, size, tokens)
+        y[:, rows] = _attend(q[:, rows], k[:, seen], v[:, seen], None, scale, None)[0]
+    return y
+
+
+@op(_numpy_block_attention, flops=_block_attention_flops)
+def block_attention(q: Type, k: Type, v: Type, table: Type, *, scale: float, size: int, ends: int):
+    """softmax(q k^T scale) v in which a block of tokens sees some of the blocks.
+
+    q, k, v (B, tokens, heads, head_dim), in blocks of `size` tokens, of which the last may be
+    shorter. The first `ends` blocks see all tokens. table int32 (rows, kept): the blocks that each
+    of the others sees, ascending. Softmax in float32.
+    """
+    _same_dtype(q, k, v)
+    if not (len(q.axes) == 4 and q == k == v):
+        raise GraphError(f"block_attention: q {q}, k {k}, v {v}")
+    rows = _block_rows(q, size, ends)
+    if table.dtype != "int32" or len(table.shape) != 2 or table.shape[0] != rows:
+        raise GraphError(f"block_attention: table {table}, expected int32 of {rows} rows")
+    return q, {"scale": float(scale), "size": size, "ends": ends}
+
+
+def _numpy_block_recall(q, k, table, *, scale, size, ends):
+    tokens = q.shape[1]
+    found = np.zeros((q.shape[0], q.shape[2]))
+    for i, row in enumerate(table, ends):
+        rows = slice(i * size, (i + 1) * size)
+        scores = np.einsum("btnd,bsnd->bnts", q[:, rows], k) * np.float32(scale)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        found += weights[..., block_keys(row, size, tokens)].sum(axis=(2, 3))
+    return (found / (tokens - ends * size)).astype(np.float32)
+
+
+@op(
+    _numpy_block_recall,
+    flops=lambda node: 2 * node.inputs[0].type.num_elements * node.inputs[0].type.shape[1],
+)
+def block_recall(q: Type, k: Type, table: Type, *, scale: float, size: int, ends: int):
+    """float32 (B, heads): the share of softmax(q k^T scale) that falls on the keys which
+    `block_attention` sees, as a mean over the tokens behind the first `ends` blocks."""
+    _, args = OPS["block_attention"].rule(q, k, k, table, scale=scale, size=size, ends=ends)
+    return Type((q.axes[0], q.axes[2]), (q.shape[0], q.shape[2]), "float32"), args
+
+
 def _numpy_rope(x, cos, sin, *, view):
     half = x.shape[-1] // 2
     a, b, cos, sin = x[..., :half], x[..., half:], cos.reshape(view), sin.reshape(view)

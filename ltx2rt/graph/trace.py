@@ -216,13 +216,14 @@ class Ops:
         invariant: dict[str, Term] | None = None,
         data: dict[str, Term] | None = None,
         prefix: str = "",
+        first: int = 0,
     ) -> tuple[dict[str, Term], dict[str, Term]]:
         """Run `body` count times.
 
         body(o, carry, invariant, data) -> (carry, outputs). data has the leading axis "layers" of
         size count here and lacks it inside; outputs gain it. Parameters of the body are declared
-        under `prefix`, in which `*` is the iteration (see `numbered`). Returns the final carry and
-        the stacked outputs.
+        under `prefix`, in which `*` is the iteration (see `numbered`), from `first` on. Returns the
+        final carry and the stacked outputs.
         """
         invariant, data = invariant or {}, data or {}
         inner = Graph(f"{self.graph.name}.{prefix.rstrip('.') or 'body'}")
@@ -252,7 +253,7 @@ class Ops:
         types = {name: value.type for name, value in carry.items()}
         types |= {name: value.type.stacked("layers", count) for name, value in outputs.items()}
         results = {name: self.term(f"%{next(self.graph.serial)}", t) for name, t in types.items()}
-        args = {"repeat": Repeat(inner, count, len(carry), len(invariant))}
+        args = {"repeat": Repeat(inner, count, len(carry), len(invariant), first=first)}
         operands = (*carry.values(), *invariant.values(), *data.values())
         self.graph.nodes.append(
             Node("repeat", operands, tuple(results.values()), {"count": count}, args)

@@ -312,7 +312,7 @@ class _Placer:
         mesh_axis = k.splits.get(keys)
         if mesh_axis is None:
             inputs = [self._declared(p) for p in (q, k, v, *bias)]
-            return [Placed(emit(self.out, "attention", *inputs, **node.attrs), q.splits)]
+            return [Placed(emit(self.out, node.op, *inputs, **node.attrs), q.splits)]
         tokens = KEYS.get(keys, keys)  # a bias renames its keys
         if queries not in q.splits:
             return [
@@ -333,8 +333,8 @@ class _Placer:
         return [Placed(self._traded(node, q, k, v, bias, mesh_axis, tokens), q.splits)]
 
     def _attend(self, node: Node, operands: list[Value], bias: list[Placed], tokens: str) -> Value:
-        """Attention to all keys but the padding of the axis `tokens`; with a bias its queries are
-        without it too."""
+        """Attention to all keys but the padding of the axis `tokens`; with a bias, or in blocks, its
+        queries are without it too. bias: the operands behind v."""
         q, *kv = operands
         axis, size = q.type.axes[1], q.type.shape[1]
         if tokens in self.lengths:
@@ -342,9 +342,9 @@ class _Placer:
                 emit(self.out, "slice", x, axis=x.type.axes[1], stop=self.lengths[tokens])
                 for x in kv
             ]
-            if bias and axis in bias[0].value.type.axes:
+            if node.op == "block_attention" or (bias and axis in bias[0].value.type.axes):
                 q = emit(self.out, "slice", q, axis=axis, stop=self.lengths[tokens])
-        y = emit(self.out, "attention", q, *kv, *(self._declared(b) for b in bias), **node.attrs)
+        y = emit(self.out, node.op, q, *kv, *(self._declared(b) for b in bias), **node.attrs)
         missing = size - y.type.size(axis)
         return emit(self.out, "pad", y, **{axis: (0, missing)}) if missing else y
 
@@ -519,5 +519,6 @@ HANDLERS = dict.fromkeys(POINTWISE, _Placer._pointwise) | {
     "sum": _Placer._sum,
     "rename": _Placer._rename,
     "attention": _Placer._attention,
+    "block_attention": _Placer._attention,
     "repeat": _Placer._repeat,
 }

@@ -158,7 +158,8 @@ def agree(one, several):
             ), name
 
 
-NEW = ("hq", "keyframes", "a2v", "retake", "ic-lora", "t2a", "dubit", "inpaint", "one-stage")
+NEW = ("hq", "keyframes", "a2v", "retake", "ic-lora", "t2a", "dubit", "inpaint", "one-stage",
+       "one-stage sparse")  # fmt: skip
 # Float32 under splits. Two evaluations a step, and guidance of 2 steps that go from noise to the
 # end, amplify it.
 NEAR = 2e-5
@@ -206,8 +207,9 @@ def pipelines_agree(words, images, film, tmp_path_factory):
 
 
 def test_new_pipelines_on_two_ranks(pipelines_agree):
-    """Those whose graphs differ most from `two-stage`'s: a frozen stream, an absent one."""
-    pipelines_agree("cuda", "sequence=2", "", ("a2v", "t2a"))
+    """Those whose graphs differ most from `two-stage`'s: a frozen stream, an absent one, sparse
+    attention."""
+    pipelines_agree("cuda", "sequence=2", "", ("a2v", "t2a", "one-stage sparse"))
 
 
 @pytest.mark.slow
@@ -222,7 +224,7 @@ def test_new_pipelines_on_two_ranks(pipelines_agree):
             "tpu",
             "guidance=2,sequence=2,tensor=2",
             "trillium",
-            ("keyframes", "a2v", "retake", "ic-lora"),
+            ("keyframes", "a2v", "retake", "ic-lora", "one-stage sparse"),
         ),
         ("tpu", "guidance=3,sequence=2", "trillium", ("hq", "t2a")),  # they have three branches
     ],

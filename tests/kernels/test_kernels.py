@@ -141,6 +141,8 @@ def test_reason_why_not_is_told():
         ("quantise_rows", lambda x: x.repeat(1, 20), "20600 numbers"),
         ("neighbourhood_attention", lambda x: x.repeat(1, 1, 1, 1, 1, 7), "heads of 70"),
         ("neighbourhood_attention", lambda x: x.half(), "float16"),
+        ("block_attention", lambda x: x.repeat(1, 1, 1, 13), "heads of 130"),
+        ("block_attention", lambda x: x.mT, "strided"),
         ("pixel_norm_silu channels first", lambda x: x.repeat(1, 200, 1, 1, 1), "2400 channels"),
     ],
 )
@@ -260,7 +262,15 @@ def test_kernels_compile_for_hopper_without_spills(launches, tmp_path):
         name
         for name in found
         if not name.startswith(
-            ("head_gate", "together head_gate", "snake", "neighbourhood", "pixel", "unpack")
+            (
+                "head_gate",
+                "together head_gate",
+                "snake",
+                "neighbourhood",
+                "pixel",
+                "unpack",
+                "block",
+            )
         )
     ]
     assert [name for name in wide if found[name]["narrow_loads"]] == [], (
@@ -300,6 +310,7 @@ def test_kernels_move_the_least_bytes_but_for_cached_rows():
         "quantise_rows": ([(6144, 4096)], size + size // 2 + sums),
         "pixel_norm_silu": ([(1, 128, 3, 5, 7)], 2 * 2 * 128 * 105),
         "neighbourhood_attention": ([(1, 12, 16, 24, 4, 64)] * 3, 4 * 2 * 12 * 16 * 24 * 256),
+        "block_attention": ([heads] * 3 + [(12, 6)], 4 * size),
     }
     for op, (shapes, expected) in minimum.items():
         found = bytes_moved(op.split()[0], shapes, "bfloat16")
