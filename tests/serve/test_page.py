@@ -272,6 +272,103 @@ def test_a_narrow_page_with_many_jobs_and_a_label_for_everything(server, page):
         page.screenshot(path=str(Path(PICTURES) / "narrow.png"))
 
 
+CONTRASTS = """() => {
+    const light = ([r, g, b]) => [r, g, b].map(x => x / 255)
+        .map(x => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, x, i) => sum + x * [0.2126, 0.7152, 0.0722][i], 0);
+    const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+    const rgb = (color, over) => {
+        canvas.fillStyle = over; canvas.fillRect(0, 0, 1, 1);
+        canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1);
+        return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+    };
+    const css = ([r, g, b]) => `rgb(${r}, ${g}, ${b})`;
+    const under = (e) => e ? rgb(getComputedStyle(e).backgroundColor, css(under(e.parentElement)))
+        : rgb(getComputedStyle(document.querySelector("#order > .send")).backgroundColor, "#fff");
+    const own = (e) => [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim());
+    return [...document.querySelectorAll("body *")]
+        .filter(e => e.checkVisibility() && !e.disabled && (own(e) || e.matches("input, textarea")))
+        .map(e => {
+            const back = under(e), front = rgb(getComputedStyle(e).color, css(back));
+            const [a, b] = [light(front), light(back)].sort((x, y) => y - x);
+            return [(a + 0.05) / (b + 0.05), e.outerHTML.slice(0, 80)];
+        }).filter(([ratio]) => ratio < 4.5);
+}"""
+
+
+def test_what_a_person_expects_of_a_form_and_a_list(server, page, images):
+    page.goto(server.url)
+    if page.is_visible("#example"):  # other tests share the server
+        page.click("#example")
+        assert "red fox" in page.input_value("#prompt")
+    fill(page, "3:0.01: first to be searched for", seed="7")
+    page.reload()  # the draft is kept
+    page.wait_for_selector("#order")
+    assert page.input_value("#prompt").startswith("3:0.01: first")
+    assert [page.input_value(f"#{n}") for n in ("pipeline", "width", "seed")] == [
+        "one-stage",
+        "64",
+        "7",
+    ]
+    page.focus("#prompt")
+    page.keyboard.press("Control+Enter")
+    first = page.locator("#jobs li", has_text="first to be")
+    first.locator("button", has_text="Watch").wait_for()
+    fill(page, "3:0.01: second")
+    page.click("#send")
+    second = page.locator("#jobs li", has_text="second")
+    second.locator("button", has_text="Compare").click()
+    first.locator("button", has_text="Watch").click()
+    sources = "[...document.querySelectorAll('#result video')].map(v => v.src).filter(Boolean)"
+    until(page, f"{sources}.length === 2")
+    assert page.locator("#result video:visible").count() == 2
+    assert "second" in page.inner_text("#compared span")
+    picture(page, "compared")
+    page.click("#compared button")
+    assert page.locator("#result video:visible").count() == 1
+    page.fill("#search", "SEARCHED")
+    assert page.locator("#jobs li:visible").count() == 1 and first.is_visible()
+    page.fill("#search", "")
+    second.locator("button", has_text="Delete").click()
+    deleted = page.locator("#jobs li", has_text="Deleted:")
+    deleted.locator("button", has_text="Undo").click()
+    second.locator("button", has_text="Watch").wait_for()
+    second.locator("button", has_text="Delete").click()
+    page.reload()  # what is deleted is so when the page is left
+    first.wait_for()
+    second.wait_for(state="detached")
+    for n in range(2):
+        fill(page, f"900:0.02: long {n}")
+        page.click("#send")
+        page.locator("#jobs li", has_text=f"long {n}").wait_for()
+    page.click("#cancel-all")
+    for n in range(2):
+        page.locator("#jobs li", has_text=f"long {n}").locator("text=cancelled").wait_for()
+    assert page.is_hidden("#cancel-all")
+    given = Path(images[0]).read_bytes()
+    for event in ("drop", "paste"):
+        page.evaluate(
+            """([event, bytes]) => {
+                const data = new DataTransfer();
+                data.items.add(new File([new Uint8Array(bytes)], "fox.png", { type: "image/png" }));
+                const more = event === "drop" ? { dataTransfer: data } : { clipboardData: data };
+                const kind = event === "drop" ? DragEvent : ClipboardEvent;
+                document.querySelector("#prompt").dispatchEvent(
+                    new kind(event, { bubbles: true, cancelable: true, ...more }));
+            }""",
+            [event, list(given)],
+        )
+    assert page.locator("#pictures li img").count() == 2
+    page.set_viewport_size({"width": 1100, "height": 500})
+    assert page.evaluate("document.querySelector('#send').getBoundingClientRect().bottom") <= 500
+    page.click("summary")
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        assert page.evaluate(CONTRASTS) == []
+    page.click("#clear")
+    assert page.input_value("#prompt") == "" and page.locator("#pictures li").count() == 0
+
+
 @pytest.mark.long
 def test_a_token_is_asked_for_once(start, page, tmp_path):
     (tmp_path / "tokens").write_text("ann ann-token-0123456789\n")

@@ -11,6 +11,10 @@ const OWN = ["prompt", "width", "height", "num_frames", "fps", "seed"]; // field
 let limits;
 let oldest = null;
 let followed = null; // the id of the clip that plays while it is made
+let awaited = null; // the id of the clip whose pictures are shown until it is done
+const deleted = new Map(); // id -> timer: what is deleted unless that is undone
+const UNDO_MS = 6000;
+const EXAMPLE = "A red fox trots through fresh snow at dawn, its paws crunching softly, wind in the pines";
 
 function make(tag, props = {}, ...children) {
   const element = Object.assign(document.createElement(tag), props);
@@ -18,9 +22,9 @@ function make(tag, props = {}, ...children) {
   return element;
 }
 
-async function ask(method, path, body) {
+async function ask(method, path, body, keepalive = false) {
   const headers = typeof body === "string" ? { "content-type": "application/json" } : {};
-  const answer = await fetch(path, { method, body, headers });
+  const answer = await fetch(path, { method, body, headers, keepalive });
   const found = await answer.json().catch(() => ({}));
   if (answer.status === 401 && path !== "login") showLogin();
   if (!answer.ok) throw new Error(found.error?.message ?? `the server answered ${answer.status}`);
@@ -37,15 +41,10 @@ function fillForm() {
   for (const [name, about] of Object.entries(limits.pipelines)) {
     $("#pipeline").append(make("option", { value: name, textContent: name, title: about.summary }));
   }
-  $("#pipeline").value = limits.default_pipeline ?? Object.keys(limits.pipelines)[0];
   const warm = limits.warm.map((shape) => shape.split(":")[0].split("x"));
   const sizes = new Set([...warm.map(([width, height]) => `${width}x${height}`), ...SIZES]);
   for (const size of sizes) $("#preset").append(make("option", { value: size, textContent: size.replace("x", " × ") }));
   $("#preset").append(make("option", { value: "", textContent: "other" }));
-  if (warm.length) {
-    $("#seconds").value = (warm[0][2] / $("#fps").value).toFixed(2);
-    $("#pipeline").value = limits.warm[0].split(":")[1];
-  }
   for (const name of limits.loras) {
     const strength = make("input", { type: "number", step: "any", value: 1 });
     strength.dataset.lora = name;
@@ -55,8 +54,19 @@ function fillForm() {
       make("label", {}, use, ` ${name}`), make("label", {}, `strength of ${name} `, strength)));
   }
   $("#loras").hidden = !limits.loras.length;
-  usePreset();
+  useDefaults();
   fillMore();
+  useDraft();
+}
+
+function useDefaults() {
+  $("#pipeline").value = limits.default_pipeline ?? Object.keys(limits.pipelines)[0];
+  if (limits.warm.length) {
+    const [size, pipeline] = limits.warm[0].split(":");
+    $("#seconds").value = (size.split("x")[2] / $("#fps").value).toFixed(2);
+    $("#pipeline").value = pipeline;
+  }
+  usePreset();
 }
 
 function fillMore() {
@@ -76,21 +86,58 @@ function fillMore() {
     }
     input.dataset.field = name;
     input.value = before[name] ?? "";
-    body.append(make("label", {}, `${name.replaceAll("_", " ")} `, input));
+    body.append(make("label", {}, `${inWords(name)} `, input));
     if (about.description) body.append(make("p", { className: "hint", textContent: about.description }));
   }
   const several = make("input", { type: "number", min: 1, max: limits.videos.max, placeholder: limits.videos.multiple_of });
   several.dataset.field = "n";
   several.value = before.n ?? "";
-  body.append(make("label", {}, "videos, of seeds one after the other ", several));
+  body.append(make("label", {}, "Number of videos ", several));
+  body.append(make("p", { className: "hint", textContent: "their seeds follow one another" }));
   $("#files").replaceChildren(...Object.entries(limits.pipelines[$("#pipeline").value].files).map(([name, kind]) => {
     const input = make("input", { type: "file", accept: { sound: "audio/*,video/*", mask: "image/*,video/*" }[kind] ?? "video/*" });
     input.dataset.file = name;
     const kept = files[name] ? make("span", { className: "hint", textContent: `the ${kind} of that video, unless another is chosen` }) : "";
-    return make("label", {}, `${name.replace("_path", "").replaceAll("_", " ")} `, input, kept);
+    return make("label", {}, `${inWords(name.replace("_path", ""))} `, input, kept);
   }));
   for (const name of ["width", "height", "seconds", "fps"]) $(`#${name}`).disabled = !("num_frames" in fields());
   check();
+}
+
+const inWords = (name) => (name[0].toUpperCase() + name.slice(1)).replaceAll("_", " ");
+
+// What is typed and chosen stays in this browser, so that a reload or a closed tab loses nothing; files do not.
+const inputs = () => [...document.querySelectorAll("#order :is(input:not([type=file]), textarea, select)")]
+  .filter((input) => input.id || input.dataset.field);
+const nameOf = (input) => input.id || `field ${input.dataset.field}`;
+
+function keepDraft() {
+  const draft = Object.fromEntries(inputs().map((input) => [nameOf(input), input.value]));
+  try { localStorage.setItem("draft", JSON.stringify(draft)); } catch { /* a browser that keeps nothing */ }
+}
+
+function useDraft() {
+  let draft;
+  try { draft = JSON.parse(localStorage.getItem("draft")); } catch { /* as above, or another program's */ }
+  if (!draft || typeof draft !== "object") return;
+  if (draft.pipeline in limits.pipelines) $("#pipeline").value = draft.pipeline;
+  fillMore();
+  for (const input of inputs()) if (nameOf(input) in draft && input.id !== "pipeline") input.value = draft[nameOf(input)];
+  matchPreset();
+  check();
+}
+
+function clearForm() {
+  try { localStorage.removeItem("draft"); } catch { /* as above */ }
+  $("#order").reset();
+  for (const input of document.querySelectorAll("#more [data-field]")) input.value = "";
+  files = {};
+  pictures.splice(0);
+  $("#refusal").textContent = "";
+  useDefaults();
+  showPictures();
+  fillMore();
+  $("#prompt").focus();
 }
 
 function usePreset() {
@@ -153,6 +200,10 @@ function addPicture(file) {
   showPictures();
 }
 
+function addPictures(given) {
+  for (const file of given) if (["image/png", "image/jpeg", "image/webp"].includes(file.type)) addPicture(file);
+}
+
 async function send(event) {
   event.preventDefault();
   const found = problem();
@@ -194,6 +245,7 @@ async function order(body) {
   try {
     const video = await ask("POST", "v1/videos", body);
     mine.add(video.id);
+    awaited = video.id;
     show(video);
     say("The video is queued.");
   } catch (error) {
@@ -227,6 +279,7 @@ function useSettings(video) {
   pictures.splice(0, pictures.length, ...images);
   showPictures();
   check();
+  keepDraft();
   $("#prompt").focus();
 }
 
@@ -249,6 +302,7 @@ function stateOf(video) {
 }
 
 function show(video, atEnd = false) {
+  if (deleted.has(video.id)) return;
   const known = jobs.get(video.id);
   const row = known?.row ?? make("li");
   if (!known) {
@@ -258,7 +312,9 @@ function show(video, atEnd = false) {
     else $("#jobs").insertBefore(row, after.reduce((a, b) => (a.video.id > b.video.id ? a : b)).row);
   }
   jobs.set(video.id, { video, row });
-  $("#none").hidden = true;
+  row.hidden = !matches(video);
+  counted();
+  if (video.id === awaited && video.x.preview && video.status === "in_progress") showPreview(video);
   if (known && known.video.status === video.status && row.querySelector(".bars") && video.status === "in_progress") {
     row.querySelector(".state").textContent = stateOf(video);
     return bars(row.querySelector(".bars"), video);
@@ -283,7 +339,8 @@ function show(video, atEnd = false) {
       actions.append(button("Try again", tell(async () => show(await ask("POST", `v1/videos/${video.id}/retry`)))));
     }
     actions.append(button("Use these settings", () => useSettings(video)), button("Again, other seed", () => again(video)));
-    actions.append(button("Delete", tell(async () => { await ask("DELETE", `v1/videos/${video.id}`); forget(video.id); })));
+    if (video.x.urls.video) actions.append(button("Compare", () => compare(video)));
+    actions.append(button("Delete", () => remove(video, words)));
   }
   row.replaceChildren(
     video.x.urls.thumbnail ? make("img", { src: video.x.urls.thumbnail, alt: "", loading: "lazy" }) : make("span"),
@@ -322,14 +379,51 @@ function changed(video) {
     say("A video is completed.");
     if (mine.delete(video.id) && followed !== video.id) watch(video);
   } else if (video.status === "failed") {
+    if (video.id === awaited && !$("#result img").hidden) $("#result").hidden = true;
     say(video.error?.code === "cancelled" ? "A video is cancelled." : `A video failed: ${video.error?.message}`);
   }
   if (video.status === "in_progress" && video.x.stream && mine.has(video.id)) follow(video);
   if (limits) check();
 }
 
+// The clip that was asked for last looks like this so far: where it will play.
+function showPreview(video) {
+  const picture = $("#result img");
+  if (!picture.src.endsWith(video.x.preview)) picture.src = video.x.preview;
+  $("#result").hidden = picture.hidden = false;
+  $("#result video").pause();
+  $("#result video").hidden = true;
+  $("#result p").textContent = `${video.prompt.slice(0, 200)} (${stateOf(video)})`;
+}
+
+// A second clip beside the first, which is in control of both.
+function compare(video) {
+  const second = $("#second");
+  second.src = video.x.urls.video;
+  second.setAttribute("aria-label", video.prompt.slice(0, 120));
+  second.hidden = $("#compared").hidden = false;
+  $("#compared span").textContent = `Right: ${video.prompt.slice(0, 200)} (${stateOf(video)})`;
+  if ($("#result").hidden) watch(video);
+  inStep();
+}
+
+function inStep() {
+  const [first, second] = document.querySelectorAll("#result video");
+  if (second.hidden) return;
+  if (Math.abs(second.currentTime - first.currentTime) > 0.05) second.currentTime = first.currentTime;
+  if (first.paused) second.pause(); else second.play().catch(() => {});
+}
+
+function closeSecond() {
+  $("#second").hidden = $("#compared").hidden = true;
+  $("#second").removeAttribute("src");
+  $("#second").load();
+}
+
 function watch(video, url = video.x.urls.video) {
-  $("#result").hidden = false;
+  awaited = null;
+  $("#result").hidden = $("#result video").hidden = false;
+  $("#result img").hidden = true;
   const player = $("#result video");
   player.src = url;
   player.setAttribute("aria-label", video.prompt.slice(0, 120));
@@ -376,7 +470,54 @@ function codecs(bytes) {
   return `avc1.${profile}${text.includes("mp4a") ? ", mp4a.40.2" : ""}`;
 }
 
+const matches = (video) => video.prompt.toLowerCase().includes($("#search").value.trim().toLowerCase());
+
+function counted() {
+  $("#none").hidden = jobs.size > 0;
+  $("#tools").hidden = !jobs.size;
+  $("#cancel-all").hidden = !unfinished().length;
+}
+
+const unfinished = () => [...jobs.values()].map((job) => job.video)
+  .filter((video) => video.status === "queued" || (video.status === "in_progress" && !video.x.cancel_requested_at));
+
+async function cancelAll() {
+  const videos = unfinished();
+  const answers = await Promise.allSettled(videos.map((video) => ask("POST", `v1/videos/${video.id}/cancel`)));
+  for (const { value } of answers) if (value) show(value);
+  const missed = answers.find((answer) => answer.reason);
+  say(missed ? missed.reason.message : `${videos.length} videos are cancelled.`);
+}
+
+// A clip is deleted a few seconds after it was asked for, or when the page is left.
+function remove(video, words) {
+  const { row } = jobs.get(video.id);
+  const undo = make("button", { type: "button", textContent: "Undo", onclick: () => {
+    clearTimeout(deleted.get(video.id));
+    deleted.delete(video.id);
+    show(video);
+  } });
+  row.replaceChildren(make("span"), make("p", { className: "text", textContent: `Deleted: ${words}` }),
+    make("div", { className: "actions" }, undo));
+  undo.focus();
+  deleted.set(video.id, setTimeout(() => deleteNow(video.id), UNDO_MS));
+}
+
+async function deleteNow(id, keepalive = false) {
+  clearTimeout(deleted.get(id));
+  deleted.delete(id);
+  try {
+    await ask("DELETE", `v1/videos/${id}`, undefined, keepalive);
+    forget(id);
+  } catch (error) {
+    say(error.message);
+    list();
+  }
+}
+
 function forget(id) {
+  clearTimeout(deleted.get(id));
+  deleted.delete(id);
   const job = jobs.get(id);
   if (!job) return;
   const next = job.row.nextElementSibling ?? job.row.previousElementSibling;
@@ -384,7 +525,8 @@ function forget(id) {
   job.row.remove();
   jobs.delete(id);
   if ($("#result video").src.includes(id)) { $("#result video").removeAttribute("src"); $("#result video").load(); $("#result").hidden = true; }
-  $("#none").hidden = jobs.size > 0;
+  if ($("#second").src.includes(id)) closeSecond();
+  counted();
 }
 
 async function list(after = null) {
@@ -460,13 +602,24 @@ $("#login").addEventListener("submit", async (event) => {
   }
 });
 $("#order").addEventListener("submit", send);
-$("#order").addEventListener("input", () => check());
-$("#pipeline").addEventListener("change", fillMore);
+$("#order").addEventListener("input", () => { check(); keepDraft(); });
+$("#order").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); $("#order").requestSubmit(); }
+});
+$("#pipeline").addEventListener("change", () => { fillMore(); keepDraft(); });
+$("#clear").addEventListener("click", clearForm);
+$("#example").addEventListener("click", () => { $("#prompt").value = EXAMPLE; check(); keepDraft(); $("#prompt").focus(); });
+$("#search").addEventListener("input", () => { for (const { video, row } of jobs.values()) row.hidden = !matches(video); });
+$("#cancel-all").addEventListener("click", cancelAll);
+$("#compared button").addEventListener("click", closeSecond);
+for (const event of ["play", "pause", "seeked", "timeupdate"]) $("#result video").addEventListener(event, inStep);
+addEventListener("pagehide", () => { for (const id of deleted.keys()) deleteNow(id, true); });
 $("#preset").addEventListener("change", usePreset);
 for (const side of ["width", "height"]) $(`#${side}`).addEventListener("input", matchPreset);
-$("#die").addEventListener("click", () => { $("#seed").value = crypto.getRandomValues(new Uint32Array(1))[0]; check(); });
+$("#die").addEventListener("click", () => { $("#seed").value = crypto.getRandomValues(new Uint32Array(1))[0]; check(); keepDraft(); });
 $("#picture").addEventListener("change", (event) => { addPicture(event.target.files[0]); event.target.value = ""; });
-$("#pictures").addEventListener("dragover", (event) => event.preventDefault());
-$("#pictures").addEventListener("drop", (event) => { event.preventDefault(); addPicture(event.dataTransfer.files[0]); });
+$("#order").addEventListener("dragover", (event) => event.preventDefault());
+$("#order").addEventListener("drop", (event) => { event.preventDefault(); addPictures(event.dataTransfer.files); });
+document.addEventListener("paste", (event) => addPictures(event.clipboardData.files));
 $("#older").addEventListener("click", () => list(oldest));
 begin();
