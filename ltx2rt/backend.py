@@ -102,6 +102,9 @@ class AdamW:
     ema: float | None = None
 
 
+# How a backward pass comes by the values of a block: all computed anew from its inputs; all kept;
+# computed anew but for results of exchanges.
+REMAT = ("block", "none", "exchanges")
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, as torch calls them
 EMA = "ema"  # the average of the parameters, in a state
 
@@ -264,13 +267,13 @@ class Backend(Protocol):
         graph: Graph,
         weights: Any,
         optimiser: AdamW,
-        remat: bool = True,
+        remat: str = "block",
         others: Sequence[Graph] = (),
         deterministic: bool = False,
     ) -> Trainer:
-        """The step of a local graph with adapters. remat: the backward pass computes blocks anew
-        from their inputs. others: graphs with the same parameters, whose batches of other sizes it
-        takes, too. deterministic: a step gives the same bits each time."""
+        """The step of a local graph with adapters. remat: of REMAT. others: graphs with the same
+        parameters, whose batches of other sizes it takes, too. deterministic: a step gives the same
+        bits each time."""
         ...
 
     def compile_ahead(
@@ -429,9 +432,8 @@ class BackendFactory(Protocol):
 
         Its second argument says how the graph runs: "each" on inputs of every device's own, as
         `Backend.each` does; of the graph of a loop over steps, "before" is what runs once before
-        it, "step" one of its steps; of a training step, "rematerialised" or "kept" (how the values
-        of its blocks are had) is one batch forward and backward. InputError if the compiler is not
-        installed, or does not know the topology.
+        it, "step" one of its steps; of a training step, a word of REMAT is one batch forward and
+        backward. InputError if the compiler is not installed, or does not know the topology.
         """
         ...
 

@@ -66,7 +66,9 @@ def parameters(generation: str) -> dict[str, np.ndarray]:
     return random_params(placed(generation, {}))
 
 
-def trainer(backend: Backend, generation: str, mesh: dict[str, int], remat: bool = True) -> Trainer:
+def trainer(
+    backend: Backend, generation: str, mesh: dict[str, int], remat: str = "block"
+) -> Trainer:
     graph = placed(generation, mesh)
     weights = backend.load([graph], ArraySource(parameters(generation)))
     return backend.trainer(graph, weights, OPTIMISER, remat)

@@ -209,7 +209,7 @@ class CudaBackend:
         graph: Graph,
         weights: Weights,
         optimiser: AdamW,
-        remat: bool = True,
+        remat: str = "block",
         others: Sequence[Graph] = (),
         deterministic: bool = False,
     ) -> Trainer:

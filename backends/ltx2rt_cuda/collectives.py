@@ -9,7 +9,8 @@ alike gets the sum of theirs, which is the trainer's business.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -36,8 +37,38 @@ class Transposed(torch.autograd.Function):
         ctx: Any, exchange: Exchange, transpose: Exchange, *xs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.transpose = transpose
-        return tuple(exchange(*xs))
+        return _kept[-1](lambda: tuple(exchange(*xs))) if _kept else tuple(exchange(*xs))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return None, None, *ctx.transpose(*gradients)
+
+
+Results = tuple[Tensor, ...]
+_kept: list[Callable[[Callable[[], Results]], Results]] = []  # what is done with an exchange now
+
+
+def keeping() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts of the forward pass of a block and of its second one for the backward pass, which
+    takes the results of the first one's exchanges. Weights that are gathered, which have no
+    gradient, are gathered again."""
+    results: list[Results] = []
+
+    def first(exchange: Callable[[], Results]) -> Results:
+        made = exchange()
+        results.append(tuple(x.detach() for x in made))
+        return made
+
+    def again(exchange: Callable[[], Results]) -> Results:
+        return tuple(x.detach() for x in results.pop(0))
+
+    return _with(first), _with(again)
+
+
+@contextmanager
+def _with(way: Callable[[Callable[[], Results]], Results]) -> Iterator[None]:
+    _kept.append(way)
+    try:
+        yield
+    finally:
+        _kept.pop()

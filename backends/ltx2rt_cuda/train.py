@@ -21,6 +21,7 @@ from ltx2rt.backend import EMA, MOMENTS, AdamW, index_of
 from ltx2rt.graph.ir import Graph, numbered
 from ltx2rt.passes.adapters import MARK
 from ltx2rt.passes.quantise import differentiable
+from ltx2rt_cuda.collectives import keeping
 from ltx2rt_cuda.factory import FACTORY
 from ltx2rt_cuda.lower import Repeat
 from ltx2rt_cuda.ops import OPS
@@ -31,14 +32,16 @@ if TYPE_CHECKING:
 
 
 class Rematerialised(torch.nn.Module):
-    """A block whose values the backward pass computes anew from its inputs."""
+    """A block whose values the backward pass computes anew from its inputs. keeps_exchanges: but
+    for those that came from other ranks."""
 
-    def __init__(self, block: torch.nn.Module):
+    def __init__(self, block: torch.nn.Module, keeps_exchanges: bool):
         super().__init__()
-        self.block = block
+        self.block, self.more = block, {"context_fn": keeping} if keeps_exchanges else {}
 
     def forward(self, *operands: Any) -> Any:
-        return checkpoint(self.block, *operands, use_reentrant=False, preserve_rng_state=False)
+        how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, **self.more}
+        return checkpoint(self.block, *operands, **how)
 
 
 class Trainer:
@@ -50,7 +53,7 @@ class Trainer:
         graph: Graph,
         weights: Weights,
         optimiser: AdamW,
-        remat: bool,
+        remat: str,
         others: Sequence[Graph] = (),
         deterministic: bool = False,
     ):
@@ -79,13 +82,13 @@ class Trainer:
         averaged = self.parameters if optimiser.ema is not None else {}
         self.ema = {name: p.detach().clone() for name, p in averaged.items()}
 
-    def _program(self, graph: Graph, remat: bool) -> Program:
+    def _program(self, graph: Graph, remat: str) -> Program:
         program = Program(graph, self.backend.hardware, False, self.position, Counter())
-        if remat:
+        if remat != "none":
             for repeat in [m for m in program.module.modules() if isinstance(m, Repeat)]:
                 block = repeat.block
                 assert isinstance(block, torch.nn.Module)
-                repeat.block = Rematerialised(block)
+                repeat.block = Rematerialised(block, remat == "exchanges")
         return program
 
     def accumulate(

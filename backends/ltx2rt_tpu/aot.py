@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Lowered
 
-from ltx2rt.backend import Compiled, DoesNotFit
+from ltx2rt.backend import REMAT, Compiled, DoesNotFit
 from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph
 from ltx2rt.placement.devices import topology as kind_of
@@ -73,8 +73,8 @@ class AheadCompiler:
     def __call__(self, graph: Graph, part: str | None = None) -> Compiled:
         """part: "each" for a graph that every device runs on inputs of its own, one after the other
         along the first axis; of a loop over steps, "before" what runs once before it, "step" one of
-        the steps; of a training step, "rematerialised" or "kept": how its backward pass comes by
-        the values of the blocks.
+        the steps; of a training step, a word of REMAT: how its backward pass comes by the values of
+        the blocks.
         """
         place = self._place(graph)
         if part in ("before", "step"):
@@ -82,10 +82,8 @@ class AheadCompiler:
             if part == "before":
                 return compiled(loop.lowered_before(), code=self.code)
             return compiled(loop.lowered_steps(), 1, self.code)
-        if part in ("rematerialised", "kept"):
-            return compiled(
-                Gradients(graph, place, part == "rematerialised").lowered(), code=self.code
-            )
+        if part in REMAT:
+            return compiled(Gradients(graph, place, part).lowered(), code=self.code)
         assert part in (None, "each"), part
         each = part == "each" and isinstance(place, NamedSharding)
         if graph.name in ASSEMBLED and not each:

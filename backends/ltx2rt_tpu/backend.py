@@ -200,7 +200,7 @@ class TpuBackend:
         graph: Graph,
         weights: Weights,
         optimiser: AdamW,
-        remat: bool = True,
+        remat: str = "block",
         others: Sequence[Graph] = (),
         deterministic: bool = False,
     ) -> Trainer:

@@ -12,11 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from ltx2rt.graph.ir import Graph, Node
+from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt_tpu.ops import OPS
 
 Ops = Mapping[str, Callable[..., Any]]
+# Values of a block that are kept for its backward pass; weights that are gathered never are.
+KEPT = {"block": None, "exchanges": jax.checkpoint_policies.save_only_these_names(*COLLECTIVES)}
 
 
 def run(
@@ -25,12 +29,13 @@ def run(
     inputs: list[Array],
     unrolled: bool = False,
     ops: Ops = OPS,
-    remat: bool = False,
+    remat: str = "none",
 ) -> list[Array]:
     """The graph's outputs. weights: by declared name; a `*` name holds one array with a leading
-    layer axis. remat: a backward pass computes each iteration of a repeat anew from its inputs."""
+    layer axis. remat: of REMAT, for the backward pass of each iteration of a repeat."""
     env = {id(v): x for v, x in zip(graph.inputs.values(), inputs, strict=True)}
     env |= {id(v): weights[name] for name, v in graph.params.items()}
+    params = set(map(id, graph.params.values()))
     for node in graph.nodes:
         operands = [env[id(v)] for v in node.inputs]
         if node.op == "repeat":
@@ -38,6 +43,12 @@ def run(
         else:
             result = ops[node.op](*operands, **node.args)
             results = result if isinstance(result, tuple) else (result,)
+            if (
+                remat == "exchanges"
+                and node.op in COLLECTIVES
+                and not params & set(map(id, node.inputs))
+            ):
+                results = tuple(checkpoint_name(x, node.op) for x in results)
         for v, x in zip(node.outputs, results, strict=True):
             assert x.shape == v.type.shape, (
                 f"{graph.name}: {node.op} gave {x.shape}, typed {v.type}"
@@ -55,7 +66,7 @@ def _repeat(
     operands: list[Array],
     unrolled: bool,
     ops: Ops,
-    remat: bool,
+    remat: str,
 ) -> list[Array]:
     plan = node.repeat
     initial, invariant, data = plan.divide(operands)
@@ -73,12 +84,13 @@ def _repeat(
         layer_weights |= {
             name: lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in part.items()
         }
-        results = run(plan.body, shared | layer_weights, [*carry, *invariant, *data], ops=ops)
+        values = [*carry, *invariant, *data]
+        results = run(plan.body, shared | layer_weights, values, ops=ops, remat=remat)
         return results[: plan.num_carries], results[plan.num_carries :]
 
     unroll = plan.count if unrolled else 1
     carry, outputs = lax.scan(
-        jax.checkpoint(body) if remat else body,
+        body if remat == "none" else jax.checkpoint(body, policy=KEPT[remat]),
         initial,
         (data, whole, layers),
         length=plan.count,

@@ -39,7 +39,7 @@ class Gradients:
     """Losses and gradients of one batch, a jitted function of (parameters, frozen, inputs, weights
     of the losses)."""
 
-    def __init__(self, graph: Graph, place: Sharding, remat: bool):
+    def __init__(self, graph: Graph, place: Sharding, remat: str):
         differentiable(graph)
         self.graph = FACTORY.as_run(graph, device_kind(place), train=True)
         self.place, self.remat, self.ops = place, remat, ops_for(place)
@@ -95,7 +95,7 @@ class Gradients:
         losses = P("data") if "data" in self.mesh else P()
         return on_mesh(self._losses, self.place, ours, fed, out=losses)(weights, inputs)
 
-    def _losses(self, weights: Weights, inputs: Any, remat: bool = False) -> dict[str, Array]:
+    def _losses(self, weights: Weights, inputs: Any, remat: str = "none") -> dict[str, Array]:
         ordered = [inputs[name] for name in self.graph.inputs]
         found = run(self.graph, weights, ordered, ops=self.ops, remat=remat)
         return dict(zip(self.graph.outputs, found, strict=True))
@@ -129,7 +129,7 @@ class Trainer:
         graph: Graph,
         weights: Weights,
         optimiser: AdamW,
-        remat: bool,
+        remat: str,
         others: Sequence[Graph] = (),
     ):
         self.graph, self.graphs = graph, [graph, *others]

@@ -171,8 +171,8 @@ def plan_training(
     kind, devices = topology(target.topology)
     with datasheet_step(options, preset, kind, devices, bucket, flags) as step:
         count = step.batch * step.session.backend.mesh.get("data", 1)
-        part = "rematerialised" if step.remat else "kept"
-        cell = Cell("train-step", step.graph, f"{count} x {bucket}, rank {step.rank}", part=part)
+        size = f"{count} x {bucket}, rank {step.rank}"
+        cell = Cell("train-step", step.graph, size, part=step.remat)
         return Job(target.topology, kind, step.session.backend.mesh, (cell,), target.times)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ltx2rt.graph.ir import Graph, Type
+from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt.graph.trace import emit
 from ltx2rt.passes.adapters import MARK
 from ltx2rt.placement.cost import VIEWS, Runs, activation_bytes, weight_bytes
@@ -22,15 +23,15 @@ ATTENTION_BACKWARD = 2.5
 STATE_BYTES = 16  # bytes for a trained number: itself, its gradient and both moments, float32
 
 
-def runs_of(graph: Graph, remat: bool) -> dict[int, Runs]:
+def runs_of(graph: Graph, remat: str) -> dict[int, Runs]:
     """How often each node of a `train-step` graph with adapters runs in one step, by the node's id.
-    remat: blocks are computed anew in the backward pass."""
+    remat: of `backend.REMAT`."""
     found: dict[int, Runs] = {}
-    _visit(graph, set(), 0, int(remat), found)
+    _visit(graph, set(), 0, remat, found)
     return found
 
 
-def _visit(graph: Graph, learnt: set[int], again: int, remat: int, found: dict[int, Runs]) -> None:
+def _visit(graph: Graph, learnt: set[int], again: int, remat: str, found: dict[int, Runs]) -> None:
     """Enter the runs of the graph's nodes. learnt: values that depend on what is trained, to which
     it adds."""
     learnt |= {id(v) for name, v in graph.params.items() if MARK in name}
@@ -40,7 +41,7 @@ def _visit(graph: Graph, learnt: set[int], again: int, remat: int, found: dict[i
             entering, leaving = list(body.inputs.values()), list(body.outputs.values())
             within = {id(v) for v, x in zip(entering, node.inputs, strict=True) if id(x) in learnt}
             for _ in range(carries + 1):  # a carry that one iteration makes the next one reads
-                _visit(body, within, remat, 0, found)
+                _visit(body, within, int(remat != "none"), remat, found)
                 pairs = zip(leaving[:carries], entering[:carries], strict=True)
                 within |= {id(first) for last, first in pairs if id(last) in within}
             learnt |= {id(v) for v, x in zip(node.outputs, leaving, strict=True) if id(x) in within}
@@ -49,7 +50,8 @@ def _visit(graph: Graph, learnt: set[int], again: int, remat: int, found: dict[i
         if any(wanted):
             learnt |= {id(v) for v in node.outputs}
         backward = ATTENTION_BACKWARD * any(wanted) if node.op == "attention" else sum(wanted[:2])
-        found[id(node)] = Runs(1 + again + backward, 1 + again + any(wanted))
+        kept = remat == "exchanges" and any(wanted)
+        found[id(node)] = Runs(1 + again + backward, 1 + again * (not kept) + any(wanted))
 
 
 def gradient_sums(graph: Graph, mesh: Mapping[str, int]) -> Graph:
@@ -92,9 +94,10 @@ class TrainingMemory:
         return self.frozen + self.state + self.kept + self.block
 
 
-def training_memory(graph: Graph, remat: bool, ema: bool = False) -> TrainingMemory:
-    """ema: an average of what is trained is kept. remat: of each block its carries are kept, and
-    its values and their gradients are alive in the backward pass."""
+def training_memory(graph: Graph, remat: str, ema: bool = False) -> TrainingMemory:
+    """ema: an average of what is trained is kept. remat: of `backend.REMAT`; where blocks are
+    computed anew, of each its carries are kept and its values and their gradients are alive in the
+    backward pass."""
     trained = [name for name in graph.all_params() if MARK in name]
     adapters, state = (
         4 * _numbers(graph, trained),
@@ -104,9 +107,22 @@ def training_memory(graph: Graph, remat: bool, ema: bool = False) -> TrainingMem
     for repeat in graph.repeats:
         carries = list(repeat.body.inputs.values())[: repeat.num_carries]
         values, decoded = _values_bytes(repeat.body)
-        kept += repeat.count * (sum(v.type.nbytes for v in carries) if remat else values + decoded)
-        block = max(block, 2 * values + decoded if remat else activation_bytes(repeat.body))
+        if remat == "none":
+            kept += repeat.count * (values + decoded)
+            block = max(block, activation_bytes(repeat.body))
+            continue
+        kept += repeat.count * sum(v.type.nbytes for v in carries)
+        kept += repeat.count * _exchanged_bytes(repeat.body) * (remat == "exchanges")
+        block = max(block, 2 * values + decoded)
     return TrainingMemory(weight_bytes([graph]) - adapters, state, kept, block)
+
+
+def _exchanged_bytes(body: Graph) -> int:
+    """Bytes of a block's results of exchanges, but for weights that are gathered."""
+    params = {id(v) for v in body.params.values()}
+    made = (node for node in body.nodes if node.op in COLLECTIVES)
+    found = [n for n in made if not params & set(map(id, n.inputs))]
+    return sum(v.type.nbytes for node in found for v in node.outputs)
 
 
 def _values_bytes(body: Graph) -> tuple[int, int]:

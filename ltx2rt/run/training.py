@@ -26,6 +26,11 @@ from ltx2rt.train.step import Step
 READ = ("mode", "targets", "rank", "batch", "remat", "ema")
 CACHED = ("reference_downscale", "reference_temporal_scale")
 FPS = Fraction(24)
+WORDS = {
+    "block": "each block anew",
+    "none": "all values kept",
+    "exchanges": "each block anew but for exchanges",
+}
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ def datasheet_step(
         reference = (geometry(bucket.reference(*scales)), *scales) if mode.reference else None
         yield Step(
             session, geometry(bucket), mode.streams, given["batch"],
-            given["targets"] or mode.targets, given["rank"], remat=given["remat"] == "block",
+            given["targets"] or mode.targets, given["rank"], remat=given["remat"],
             ema=given["ema"] is not None, reference=reference,
         )  # fmt: skip
 
@@ -137,7 +142,7 @@ def to_text(found: StepEstimate) -> str:
     where = ", ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one device"
     frames = (step.geometry.frames - 1) * step.geometry.time_factor + 1
     groups = ", ".join(f"{name} {count / 1e6:.3g} M" for name, count in step.groups().items())
-    remat = "each block anew" if step.remat else "all values kept"
+    remat = WORDS[step.remat]
     count = step.batch * mesh.get("data", 1)
     clips = f"{count} clip{'s' * (count > 1)} of {width}x{height}x{frames}"
     lines = [

@@ -7,6 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from ltx2rt.backend import REMAT
 from ltx2rt.flags import flag
 from ltx2rt.train.recipe import GROUPS, MODES, NoiseLevels
 
@@ -330,9 +331,10 @@ class TrainRequest:
     )
     remat: str = flag(
         "block",
-        "block computes each block anew in the backward pass; none keeps all values, for speed",
+        "block computes each block anew in the backward pass, exchanges all of it but what comes from "
+        "other devices; none keeps all values, for speed",
         group="training",
-        choices=("block", "none"),
+        choices=REMAT,
     )
     held_out: float | None = flag(
         None,

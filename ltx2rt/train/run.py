@@ -303,7 +303,7 @@ class Run:
             r.targets,
             r.rank,
             r.alpha / r.rank,
-            r.remat == "block",
+            r.remat,
             r.audio_rank,
             r.ema is not None,
             reference,

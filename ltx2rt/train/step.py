@@ -38,10 +38,10 @@ from ltx2rt.weights.audit import audit
 @dataclass(frozen=True)
 class Step:
     """batch: samples of one device of the mesh axis `data`. streams: the present ones; targets:
-    groups of linears. scale: of the adapters, alpha / rank. remat: blocks are computed anew in the
-    backward pass. audio_rank: of the sound's own linears, None: rank. ema: an average is kept.
-    reference: its geometry, and how much smaller it is and how many times fewer frames it has; its
-    tokens follow those of the clip."""
+    groups of linears. scale: of the adapters, alpha / rank. remat: of `backend.REMAT`. audio_rank:
+    of the sound's own linears, None: rank. ema: an average is kept. reference: its geometry, and
+    how much smaller it is and how many times fewer frames it has; its tokens follow those of the
+    clip."""
 
     session: Session
     geometry: Geometry
@@ -50,7 +50,7 @@ class Step:
     targets: tuple[str, ...]
     rank: int
     scale: float = 1.0
-    remat: bool = True
+    remat: str = "block"
     audio_rank: int | None = None
     ema: bool = False
     reference: tuple[Geometry, int, int] | None = None
@@ -130,7 +130,7 @@ class Step:
         runs = runs_of(graph, self.remat)
         calls = ((graph, 1), (gradient_sums(graph, session.backend.mesh), 1))
         found = cost(Work("train-step", calls, {"": memory.frozen + memory.state}), runs)
-        passes = 3 if self.remat else 2  # through the weights
+        passes = 2 if self.remat == "none" else 3  # through the weights
         read = passes * (memory.frozen + memory.streamed)
         alive, copied = memory.kept + memory.block, 2 * memory.streamed  # forward, and back
         return replace(found, activation_bytes=alive, read_bytes=read, streamed_bytes=copied)
@@ -153,7 +153,7 @@ class Step:
         is enough."""
         session = self.session
         may = session.options.memory == "auto" and "transformer" in session.factory.streams
-        count = len(pieces(self.graph)) if may and self.remat else 0
+        count = len(pieces(self.graph)) if may and self.remat != "none" else 0
         fitting = (n for n in range(count + 1) if self._memory(n).total <= self._free)
         return next(fitting, count)
 
@@ -174,7 +174,7 @@ class Step:
             )
         if self.session.backend.agree(m.total > free):
             ways = ["a smaller bucket"]
-            ways += ["--remat block"] * (not self.remat) + ["--batch 1"] * (self.batch > 1)
+            ways += ["--remat block"] * (self.remat != "block") + ["--batch 1"] * (self.batch > 1)
             ways += ["--weights-dtype int8"] * (not self.session.options.weights_dtype)
             raise InputError(
                 f"no room: a training step needs {m.total / 1e9:.3g} GB ({in_words(m)}), "

@@ -5,7 +5,8 @@ as a process.
     python train_ranks.py tpu FOLDER NUMBER    needs
     XLA_FLAGS=--xla_force_host_platform_device_count=4
 
-Written to FOLDER: losses, gradients' moments and parameters of the mesh, `{kind}-{mesh}.npz`.
+Written to FOLDER: losses, gradients' moments and parameters of the mesh, as
+`{kind}-{mesh}-{remat}.npz`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ MESHES: tuple[dict[str, int], ...] = (
     {"tensor": 2, "data": 2},
 )
 GENERATION = "2.3"
+KEPT = {"tensor": 2, "sequence": 2}  # the mesh that keeps its exchanges, too
 
 
 def label(mesh: dict[str, int]) -> str:
@@ -41,9 +43,15 @@ def label(mesh: dict[str, int]) -> str:
 def run(kind: str, number: int, folder: Path) -> None:
     mesh = MESHES[number]
     backend = get_backend(kind, "cpu", mesh)
-    found = trained(trainer(backend, GENERATION, mesh), step(GENERATION)[1])
-    if backend.is_main:
-        np.savez(folder / f"{kind}-{label(mesh)}.npz", **found)  # pyright: ignore[reportArgumentType]
+    inputs = step(GENERATION)[1]
+    for remat in ("block", "exchanges") if mesh == KEPT else ("block",):
+        made = trainer(backend, GENERATION, mesh, remat)
+        found = trained(made, inputs)
+        if kind == "tpu" and mesh == KEPT:
+            text = made.batches[0].lowered().as_text()  # pyright: ignore[reportAttributeAccessIssue]
+            found["all-reduces"] = np.array(text.count("all_reduce"))
+        if backend.is_main:
+            np.savez(folder / f"{kind}-{label(mesh)}-{remat}.npz", **found)  # pyright: ignore[reportArgumentType]
 
 
 def main(kind: str, folder: Path, number: int) -> None:

@@ -344,9 +344,9 @@ def training(**changes: object) -> Job:
 
 def test_a_training_step_is_compiled_as_train_run_would_run_it():
     (cell,) = training(batch=3).cells
-    assert cell.component == "train-step" and cell.part == "rematerialised"
+    assert cell.component == "train-step" and cell.part == "block"
     assert cell.graph.inputs["video_clean"].type.sizes["B"] == 3 and cell.size.startswith("6 x")
-    assert training(remat="none").cells[0].part == "kept"
+    assert training(remat="none").cells[0].part == "none"
 
 
 @needs_libtpu

@@ -10,7 +10,7 @@ from ltx2rt.placement.cost import exchanges, flops, node_flops, traffic
 from ltx2rt.placement.training import gradient_sums, runs_of, training_memory
 
 
-@pytest.mark.parametrize("remat", [True, False], ids=["rematerialised", "kept"])
+@pytest.mark.parametrize("remat", ["block", "none"])
 @pytest.mark.parametrize("generation", ["2.0", "2.3"])
 def test_the_work_is_what_pytorch_counts(generation, remat):
     """The estimate is of a block in the middle. PyTorch, which counts products, does less for two:
@@ -26,7 +26,7 @@ def test_the_work_is_what_pytorch_counts(generation, remat):
 
 def test_a_frozen_weight_has_no_gradient_and_what_is_before_the_adapters_none_at_all():
     graph = placed("2.3", {})
-    runs = runs_of(graph, remat=False)
+    runs = runs_of(graph, remat="none")
     before = graph.nodes[: next(i for i, node in enumerate(graph.nodes) if node.op == "repeat")]
     assert all(runs[id(node)].work == 1 for node in before if node_flops(node))
     body = graph.repeats[0].body
@@ -46,7 +46,7 @@ def test_a_frozen_weight_has_no_gradient_and_what_is_before_the_adapters_none_at
 @pytest.mark.parametrize("mesh", [{"tensor": 2}, {"sequence": 2}, {"fsdp": 2}, {"data": 2}])
 def test_exchanges_come_back_and_frozen_weights_do_not(mesh):
     graph = placed("2.3", mesh)
-    forward, kept = traffic(graph), exchanges(graph, runs_of(graph, remat=False))
+    forward, kept = traffic(graph), exchanges(graph, runs_of(graph, remat="none"))
     count = {op: sum(t.count for (name, _), t in kept.items() if name == op) for op in forward}
     (sums,) = traffic(gradient_sums(graph, mesh)).values()
     assert sums.count == 1
@@ -55,14 +55,19 @@ def test_exchanges_come_back_and_frozen_weights_do_not(mesh):
         assert forward["all_gather"].bytes < sent < 1.1 * forward["all_gather"].bytes
     elif "data" not in mesh:
         assert sum(count.values()) > 1.5 * sum(t.count for t in forward.values())
-    again = exchanges(graph, runs_of(graph, remat=True))
+    again, once = (exchanges(graph, runs_of(graph, how)) for how in ("block", "exchanges"))
     assert all(again[key].count >= t.count for key, t in kept.items())
+    assert all(again[key].count >= t.count for key, t in once.items())
+    counts = [sum(t.count for t in x.values()) for x in (once, again)]
+    assert counts[0] < counts[1] or mesh.keys() <= {"fsdp", "data"}
 
 
 def test_memory_by_part():
     """Weights and adapters that `tensor` cuts, and those that it leaves whole."""
-    whole, half = (training_memory(placed("2.3", mesh), True) for mesh in ({}, {"tensor": 2}))
+    whole, half = (training_memory(placed("2.3", mesh), "block") for mesh in ({}, {"tensor": 2}))
     assert 0.5 * whole.frozen < half.frozen < 0.8 * whole.frozen
     assert 0.5 * whole.state < half.state < whole.state
-    kept = training_memory(placed("2.3", {}), False)
+    kept = training_memory(placed("2.3", {}), "none")
     assert kept.kept > whole.kept and kept.block < whole.block and kept.frozen == whole.frozen
+    exchanged = training_memory(placed("2.3", {"tensor": 2}), "exchanges")
+    assert exchanged.kept > half.kept and exchanged.block == half.block
