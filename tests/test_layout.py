@@ -17,6 +17,7 @@ WHOLE = {
     "passes/test_sequence.py",
     "pipelines/test_agree.py",
     "ranks/test_hosts.py",
+    "pipelines/test_hdr.py",
     "session/test_ranks.py",
     "stages/test_interval.py",
 }

@@ -531,8 +531,8 @@ def test_a_stream_goes_on_after_a_kill_of_everything(start):
 def test_a_clip_in_segments_survives_ten_kills_of_everything(start):
     """Within a segment and between two, in turn, to the bytes of a job that is left alone; readers
     hear of each segment."""
-    clip = {"pipeline": "one-stage", "size": "64x64", "num_frames": 25, "overlap": 9, "segments": 8}
-    clip |= {"steps": 4, "seed": 5}
+    clip = {"pipeline": "one-stage", "size": "64x64", "num_frames": 25, "overlap": 9, "segments": 40}
+    clip |= {"steps": 8, "seed": 5}
     server = start(replicas="real")
     id = server.add("a red fox", **clip)
 
@@ -555,7 +555,7 @@ def test_a_clip_in_segments_survives_ten_kills_of_everything(start):
         heard += [line for line in events.iter_lines() if line.startswith("event: ")]
     assert "event: segment" in heard and heard[-1] == "event: completed"
     found = server.http.get(f"/v1/videos/{id}/segments").json()["data"]
-    assert [one["start"] for one in found] == [16 * i for i in range(8)] and made() == 8
+    assert [one["start"] for one in found] == [16 * i for i in range(40)] and made() == 40
     alone = server.until(server.add("a red fox", **clip), timeout_s=300)["id"]
     one, other = (server.http.get(f"/v1/videos/{name}/content").content for name in (id, alone))
     assert one == other
