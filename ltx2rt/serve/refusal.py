@@ -8,7 +8,13 @@ from collections.abc import Collection
 from ltx2rt.errors import InputError
 from ltx2rt.suggest import nearest
 
-OF_FLAG = {"image": "images", "lora": "loras", "no_audio": "audio"}
+OF_FLAG = {
+    "image": "images",
+    "lora": "loras",
+    "no_audio": "audio",
+    "segment_prompt": "segment_prompts",
+    "segment_seed": "segment_seeds",
+}
 
 
 class Refusal(Exception):

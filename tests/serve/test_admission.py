@@ -239,3 +239,45 @@ def test_prompts_are_written_out_where_the_server_has_a_gemma(admission, tiny, t
     assert {*fields[1]} - {*fields[0]} == {"enhance_prompt", "enhance_seed", "enhanced_prompt"}
     with pytest.raises(InputError, match=r"--prompt-enhancer: .* is no folder of a Gemma"):
         admission(enhancer=tmp_path, **how)
+
+
+LONG = {"num_frames": 25, "overlap": 9, "segments": 3}
+HOSTILE = [  # what a request says of segments and the like, and the field that is refused
+    *(({**LONG, "segments": x}, "segments") for x in (
+        0, 1, -3, 1001, 10**30, "9" * 5000, "x", "", " ", "2;3", 2.5, False, [], {}, [2], "whole\0", float("1e300"),
+    )),
+    *(({**LONG, "segments": True, **more}, field) for more, field in (
+        ({"num_frames": 26}, "num_frames"), ({"num_frames": 10**12}, "num_frames"),
+        ({"segment_frames": 26}, "segment_frames"), ({"segment_frames": 10**9}, "segment_frames"),
+        ({"segment_frames": -1}, "segment_frames"), ({"num_frames": 17}, "segments"), ({"num_frames": 50001}, None), ({"length": 3}, "length"),
+    )),
+    *(({**LONG, "cut": x}, "cut") for x in (
+        [0], [1], [4], [-2], [10**30], [2, 2], "x", "2,x", [2.5], [None], [[2]], {"2": 3}, "2" * 5000, [True], 5.5,
+    )),
+    *(({**LONG, "segment_seeds": x}, "segment_seeds") for x in (
+        ["4:1"], ["0:1"], ["-1:2"], ["2:-1"], ["2:99999999999999999999"], ["2"], ["2:1:3"], ["a:b"], [""], [":"],
+        ["2:1", "2:1"], [2], [[2, 1]], {"2": 1}, 7, ["2:1"] * 65, ["2:" + "9" * 5000],
+    )),
+    *(({**LONG, name: x}, name) for name in ("colour_lock", "anchor") for x in (
+        -0.1, 1.1, "nan", "inf", "x", [], True, 1e300,
+    )),
+    *(({name: x}, name) for name, x in (
+        ("colour_lock", 0.5), ("anchor", 1), ("cut", [2]), ("segment_seeds", ["2:1"]), ("segment_frames", 25),
+        ("hdr", "ACESCG"), ("enhance_prompt", True), ("prompt_enhancer", "/etc"), ("parts_folder", "/tmp"),
+        ("number", 3),
+    )),
+]  # fmt: skip
+
+
+def test_hostile_requests_for_segments_are_refused(admission):
+    """Each with the field that is wrong, in one sentence, and nothing of this machine."""
+    found = admission(distilled_lora=NO_LORA, assume="dev")
+    assert len(HOSTILE) >= 60
+    for more, field in HOSTILE:
+        with pytest.raises(Refusal) as refused:
+            found.admit({**CLIP, "pipeline": "one-stage", **more})
+            pytest.fail(f"{more} was taken")
+        answer = refused.value
+        assert answer.status == 400 and len(str(answer)) < 2000, more
+        assert field is None or answer.param == field, (more, str(answer))
+        assert "Traceback" not in str(answer) and "/tmp/" not in str(answer), more

@@ -531,7 +531,13 @@ def test_a_stream_goes_on_after_a_kill_of_everything(start):
 def test_a_clip_in_segments_survives_ten_kills_of_everything(start):
     """Within a segment and between two, in turn, to the bytes of a job that is left alone; readers
     hear of each segment."""
-    clip = {"pipeline": "one-stage", "size": "64x64", "num_frames": 25, "overlap": 9, "segments": 40}
+    clip = {
+        "pipeline": "one-stage",
+        "size": "64x64",
+        "num_frames": 25,
+        "overlap": 9,
+        "segments": 40,
+    }
     clip |= {"steps": 8, "seed": 5}
     server = start(replicas="real")
     id = server.add("a red fox", **clip)
