@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
@@ -22,13 +22,13 @@ import torch
 from ltx2rt_cuda import CudaBackend
 from ltx2rt_cuda.ops import DTYPES, encode
 
-from ltx2rt.backend import TensorSource
 from ltx2rt.config import TransformerConfig
-from ltx2rt.graph import Graph
-from ltx2rt.graph.ir import Cut, Layout, Type, numbered
+from ltx2rt.graph.ir import Cut, Layout, Type
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.weights.checkpoint import Checkpoint, open_checkpoint
+from ltx2rt.weights.encoded import EncodedSource
+from ltx2rt.weights.encoded import Piece as Cuts
 from ltx2rt.weights.files import TensorInfo, cut
 from ltx2rt.weights.random.make import Tensor, make_checkpoint, values
 
@@ -43,31 +43,15 @@ class RandomBackend(CudaBackend):
 
     seed = 0
 
-    def load(
-        self,
-        graphs: Iterable[Graph],
-        source: TensorSource,
-        base: Mapping[str, torch.Tensor] | None = None,
-        changed: Set[str] = frozenset(),
-    ) -> dict[str, torch.Tensor]:
-        weights: dict[str, torch.Tensor] = {}
-        for graph in graphs:
-            layouts, position = graph.all_layouts(), self.position.on(graph.mesh)
-            for declared, (value, count) in graph.all_params().items():
-                layout = layouts[declared]
-                shapes = [shape for _, shape in layout.parts]
-                for layer in range(count):
-                    name = numbered(declared, layer)
-                    pieces = list(layout.pieces(position.coordinates, layer))
-                    if base is not None and changed.isdisjoint(piece for piece, *_ in pieces):
-                        weights[name] = base[name]
-                        continue
-                    drawn = [
-                        self._piece_of(piece, shape, cuts, layout, DTYPES[value.type.dtype])
-                        for (piece, *cuts), shape in zip(pieces, shapes, strict=True)
-                    ]
-                    weights[name] = drawn[0] if len(drawn) == 1 else self._joined(drawn, value.type)
-        return weights
+    def _tensor(
+        self, source: EncodedSource, pieces: list[Cuts], layout: Layout, type: Type
+    ) -> torch.Tensor:
+        dtype, shapes = DTYPES[type.dtype], [shape for _, shape in layout.parts]
+        drawn = [
+            self._piece_of(name, shape, cuts, layout, dtype)
+            for (name, *cuts), shape in zip(pieces, shapes, strict=True)
+        ]
+        return drawn[0] if len(drawn) == 1 else self._joined(drawn, type)
 
     def _joined(self, pieces: Sequence[torch.Tensor], type: Type) -> torch.Tensor:
         joined = self.empty_joined(type.shape, DTYPES[type.dtype])

@@ -31,7 +31,7 @@ from ltx2rt_cuda.device.torch_device import Fetched, Recorder, Side, widened
 from ltx2rt_cuda.distributed import ALONE, Arriving, Sending, join
 from ltx2rt_cuda.factory import FACTORY
 from ltx2rt_cuda.host import parked, unparked
-from ltx2rt_cuda.ops import DTYPES, encode, joined_rows, tried_road
+from ltx2rt_cuda.ops import DTYPES, encode, joined_rows, tried_road, unpack
 from ltx2rt_cuda.program import Loop, Program, Tensors, Weights, to_torch
 from ltx2rt_cuda.stream import Ring, StreamedWeights
 
@@ -125,7 +125,7 @@ class CudaBackend:
         """One parameter on the device, cast once on the way; several pieces are joined in place."""
         dtype = DTYPES[type.dtype]
         if len(pieces) == 1:
-            read = source.read(pieces[0], layout)
+            read = self._read(source, pieces[0], layout, type)
             tensor, borrowed = to_torch(read), isinstance(read, np.ndarray)
             return tensor.to(
                 self.torch_device,
@@ -136,10 +136,20 @@ class CudaBackend:
         joined = self.empty_joined(type.shape, dtype)
         row = 0
         for piece in pieces:
-            tensor = to_torch(source.read(piece, layout))
+            tensor = to_torch(self._read(source, piece, layout, type))
             joined[row : row + len(tensor)] = tensor
             row += len(tensor)
         return joined
+
+    def _read(self, source: EncodedSource, piece: Cuts, layout: Layout, type: Type) -> Any:
+        """A slice of a tensor. What is stored in fewer bits goes to the device so, and is decoded
+        there."""
+        stored = source.stored(piece, layout)
+        if stored is None:
+            return source.read(piece, layout)
+        encoding, fields = stored
+        on_device = [to_torch(field).to(self.torch_device) for field in fields]
+        return unpack(*on_device, encoding=encoding, dtype=type.dtype)
 
     def empty_joined(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory of a packed weight. It may have more rows, of zeros, than its graph says."""

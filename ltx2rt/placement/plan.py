@@ -163,12 +163,12 @@ def peak(costs: Iterable[StageCost]) -> StageCost:
 
 
 def beside_recorded(costs: Iterable[StageCost], recorded_bytes: int) -> list[StageCost]:
-    """The costs beside `recorded_bytes`, which recorded steps keep already: a loop runs in those,
-    and keeps for the stages behind it what it takes more."""
+    """The costs beside `recorded_bytes`, which recorded steps keep already. A loop keeps for the
+    stages behind it what it takes more, and is run before it is recorded in memory that no
+    recording keeps."""
     kept, found = 0, []
     for c in costs:
-        recorded = c.loops and not c.streamed_bytes
-        own = max(0, c.activation_bytes - recorded_bytes) if recorded else c.activation_bytes
-        found.append(replace(c, activation_bytes=max(kept, own) if recorded else kept + own))
-        kept = max(kept, own) if recorded else kept
+        found.append(replace(c, activation_bytes=kept + c.activation_bytes))
+        if c.loops and not c.streamed_bytes:
+            kept = max(kept, c.activation_bytes - recorded_bytes)
     return found

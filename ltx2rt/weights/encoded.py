@@ -11,7 +11,7 @@ import numpy as np
 from ltx2rt.backend import TensorSource
 from ltx2rt.graph.encodings import EITHER, ENCODINGS
 from ltx2rt.graph.ir import Cut, Layout
-from ltx2rt.weights.quantised import stored_fields
+from ltx2rt.weights.quantised import Packed, stored_fields
 
 Piece = tuple[str, *tuple[Cut, ...]]  # slice of a tensor, as `Layout.pieces` names it
 
@@ -40,6 +40,19 @@ class EncodedSource:
         if not self._rest[key]:
             del self._rest[key]
         return field
+
+    def stored(self, piece: Piece, layout: Layout) -> tuple[str, tuple[Any, ...]] | None:
+        """Encoding and fields of a slice that is stored in fewer bits than its layout says: to be
+        decoded where that is fast. None for what is to be read as it is."""
+        name, *cuts = piece
+        read = getattr(self.source, "stored", None)
+        info = self.source.info(name) if read and layout.encoding is None else None
+        if not isinstance(info, Packed) or info.encoding is None:
+            return None
+        if any(n % info.group for dim, *ends in cuts if dim == 1 for n in ends):
+            return None  # it begins or ends within what is decoded together
+        fields = stored_fields(self.source, info.stored_as, *piece)
+        return (info.encoding, fields) if fields and fields[-1] is not None else None
 
     def _fields(self, piece: Piece, encoding: str) -> tuple[Any, ...]:
         """Matrices stored in the encoding are kept, and stay with one scale where LoRAs have

@@ -17,7 +17,7 @@ from torch import Tensor
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.errors import InputError
 from ltx2rt.ranks.environment import number
-from ltx2rt_cuda.device.attention import attention_part, efficient_part, gpu_attention
+from ltx2rt_cuda.device.attention import attention_part, gpu_attention, gpu_part
 from ltx2rt_cuda.device.torch_device import Recorder, TorchDevice
 from ltx2rt_cuda.devices import reserve_bytes
 
@@ -122,7 +122,7 @@ class Cuda(TorchDevice):
     def attention_part(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        return attention_part(q, k, v, mask, scale, efficient_part)
+        return attention_part(q, k, v, mask, scale, gpu_part)
 
 
 @cache
@@ -158,6 +158,9 @@ class Pool:
         with torch.cuda.stream(self.stream):
             for _ in range(WARMUPS):
                 run()
+        # What they took is free, and of use to this stream alone. While a step is recorded torch
+        # gives nothing back, and would find the device full.
+        torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         with self.recording(graph):
             outputs = run()

@@ -1,0 +1,169 @@
+"""Whole requests through PyTorch's own CUDA build, on stand-ins for the CUDA libraries: what is
+refused while a step is recorded, streams that are not joined, memory, the order of collectives.
+
+`python tests/stand_in/install.py` installs that build. The requests run at full size, on random
+weights that take no memory of this machine; nothing is computed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+FOLDER = Path(os.environ.get("LTX2RT_STAND_IN", Path(__file__).parents[2] / ".venv/stand-in"))
+REPOSITORY = Path(__file__).resolve().parents[2]
+TREES = (REPOSITORY, REPOSITORY / "backends", REPOSITORY / "kernels", Path(__file__).parent)
+pytestmark = pytest.mark.skipif(
+    not (FOLDER / ".installed").exists(),
+    reason=f"no CUDA build of PyTorch in {FOLDER}: python tests/stand_in/install.py installs it",
+)
+slow = pytest.mark.slow
+# Compute capability by the card's memory in GB: RTX 3060, 4080, 4090, 5090, L40S, H100, H200.
+CARDS = {12: "8.6", 16: "8.9", 24: "8.9", 32: "12.0", 48: "8.9", 80: "9.0", 141: "9.0"}
+TINY = {"width": 128, "height": 64, "num_frames": 17}
+MESHES = ({"tensor": 2}, {"tensor": 4}, {"sequence": 2, "tensor": 2}, {"guidance": 2, "tensor": 2})
+
+
+def environment(gigabytes: float, capability: str) -> dict[str, str]:
+    libraries = str(FOLDER / "lib")
+    return {
+        **os.environ,
+        "LD_LIBRARY_PATH": libraries,
+        "TRITON_LIBCUDA_PATH": libraries,
+        "TRITON_CACHE_DIR": str(FOLDER / "triton"),
+        "TRITON_DEFAULT_FP_FUSION": "1",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(map(str, (libraries, *TREES))),
+        "STAND_IN_MB": str(int(gigabytes * 1e9 / 2**20)),
+        "STAND_IN_CAPABILITY": capability,
+    }
+
+
+def started(case: dict[str, Any], gigabytes: float, **more: str) -> subprocess.Popen[str]:
+    capability = CARDS.get(int(gigabytes), "9.0")
+    command = [FOLDER / "venv/bin/python", Path(__file__).with_name("run_case.py")]
+    return subprocess.Popen(
+        [*map(str, command), json.dumps(case)],
+        env=environment(gigabytes, capability) | more,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> dict[str, Any]:
+    out, err = process.communicate()
+    assert process.returncode == 0, err[-4000:]
+    found = json.loads(out.splitlines()[-1])
+    assert not found["illegal"] and not found["unjoined"] and not found["concurrent"], err[-4000:]
+    return found
+
+
+def session(
+    preset: str, *requests: dict[str, Any], gigabytes: float = 80, **case: Any
+) -> dict[str, Any]:
+    """A session of these requests, in which nothing was refused and no stream was left."""
+    return ended(started({"preset": preset, "requests": requests, **case}, gigabytes))
+
+
+def test_a_request_is_recorded_and_repeated():
+    found = session("tiny-2.3", TINY | {"steps": 2}, runs=2)
+    assert found["replays"] == 2 * (2 + 3), "steps of both stages"
+    (request,) = found["requests"]
+    assert request["mode"] == "resident" and request["reserved_bytes"] > request["planned_bytes"]
+
+
+def sources(folder: Path) -> dict[str, dict[str, Any]]:
+    """The fields of one small request of each pipeline."""
+    from ltx2rt.media.mp4 import write_mp4
+
+    film, image = folder / "film.mp4", folder / "image.png"
+    rng = np.random.default_rng(0)
+    frames = rng.integers(0, 255, (25, 64, 64, 3), np.uint8)
+    sound = rng.normal(0, 0.1, (2, 48000)).astype(np.float32)
+    write_mp4(film, [frames], num_frames=25, fps=Fraction(24), waveform=sound, sample_rate=48000)
+    Image.fromarray(frames[0]).save(image)
+    size = {"width": 64, "height": 64, "num_frames": 25}
+    images = {"images": [(str(image), 0)], "image_crf": 0}
+    return {
+        "two-stage": size | images | {"steps": 2},
+        "one-stage": size | {"steps": 2, "voice": str(film)},
+        "hq": size | images | {"steps": 2},
+        "distilled": size,
+        "keyframes": size
+        | {"steps": 2, "images": [(str(image), 0), (str(image), 16)], "image_crf": 0},
+        "a2v": size | {"steps": 2, "audio_path": str(film), "audio_fit": "pad"},
+        "v2v": {"video_path": str(film)},
+        "retake": {"video_path": str(film), "start_time": 0.3, "end_time": 0.5},
+        "extend": {"video_path": str(film)},
+        "inpaint": {"video_path": str(film), "pad": (32, 0, 0, 0)},
+        "ic-lora": size | {"reference": str(film)},
+        "dubit": {"video_path": str(film)},
+        "dfr": size,
+        "t2a": {"steps": 2, "num_frames": 25},
+    }
+
+
+@slow
+@pytest.mark.parametrize("preset", ["tiny-2.0", "tiny-2.3", "tiny-2.5"])
+def test_every_pipeline_runs_in_one_session(preset, tmp_path):
+    requests = [{"pipeline": name, **fields} for name, fields in sources(tmp_path).items()]
+    found = session(preset, *requests)
+    refused = {r["pipeline"]: r["refused"] for r in found["requests"] if "refused" in r}
+    assert refused.keys() == ({"dfr"} if preset != "tiny-2.5" else set()), refused
+
+
+@slow
+@pytest.mark.parametrize("checks", [1, 6, 12])
+def test_a_session_goes_on_after_a_cancelled_request(checks):
+    found = session("tiny-2.3", TINY | {"steps": 4}, cancel_after=checks, runs=2)
+    assert "ended" not in found["requests"][0]
+
+
+@slow
+def test_a_session_goes_on_after_the_device_was_full_in_a_recording():
+    found = session("tiny-2.3", TINY | {"steps": 2}, full=True, runs=2)
+    assert found["requests"][0]["out_of_memory"] and found["replays"] >= 10
+
+
+@slow
+def test_a_session_of_twenty_sizes():
+    sizes = [TINY | {"width": 64 + 64 * (i % 5), "num_frames": 9 + 8 * (i // 5)} for i in range(20)]
+    found = session("tiny-2.3", *(size | {"steps": 2} for size in sizes))
+    assert not [r for r in found["requests"] if "refused" in r]
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        found = server.getsockname()[1]
+    yield found
+
+
+@slow
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda m: ",".join(f"{a}={n}" for a, n in m.items()))
+def test_ranks_issue_the_same_collectives_one_after_the_other(mesh, port, tmp_path):
+    """NCCL deadlocks where two ranks begin two collectives in different orders: each rank's are the
+    same, and none begins beside one of another communicator."""
+    count = int(np.prod(list(mesh.values())))
+    case = {"preset": "tiny-2.3", "mesh": mesh, "requests": [TINY | {"steps": 2}], "runs": 2}
+    where = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    where |= {"STAND_IN_DEVICES": str(count), "STAND_IN_LOG": str(tmp_path / "log")}
+    ranks = [
+        started(case, 80, **where, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(count)
+    ]
+    found = [ended(rank) for rank in ranks]
+    assert all(rank["collectives"] for rank in found)
+    logs = [(tmp_path / f"log.{rank}").read_text().splitlines() for rank in range(count)]
+    shared = [[line for line in log if "send_recv" not in line] for log in logs]
+    assert all(log == shared[0] for log in shared) and any("recorded" in x for x in shared[0])
