@@ -244,6 +244,7 @@ def _measure(session: Session, plan: Plan, args: argparse.Namespace) -> dict[str
         "profile": session.placement.profile.name,
         "compile": options.compile,
         "stage_weights": options.stage_weights,
+        "memory": session.memory_line(plan.stages) or session.memory_mode,
         "text_encoder_offload": options.text_encoder_offload,
         "paper_step_s": by_datasheet(session, plan, device.name),
     }
@@ -333,6 +334,7 @@ def main(argv: list[str] | None = None) -> dict:
         "profile",
         "text_encoder_offload",
         "stage_weights",
+        "max_memory",
     )
     add_flags(parser, ModelOptions, only=model)
     add_flags(parser, TwoStage, only=("width", "height", "num_frames", "steps"))

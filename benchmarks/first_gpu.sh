@@ -3,7 +3,7 @@
 #
 #   1  does it run, are the numbers right, both steps against diffusers', which attention is fastest
 #   2  the whole request, where its time goes, each kernel over its floor, float8
-#   3  peak memory, the request beside diffusers', blocks compiled by Inductor
+#   3  peak memory, weights from host memory, the request beside diffusers', blocks compiled by Inductor
 #
 # A call ends within CALL_S (560) and leaves one archive, OUT/call-N.tgz, whatever happened to its parts: each part of
 # on_gpu.sh has a limit of its own, one that fails or is cut off leaves what it had, and the next one goes on.
@@ -25,6 +25,7 @@ stages-float8 90 stages --weights-dtype float8
 ltx-2.5 60 stages --preset ltx-2.5
 parity 120 parity" ;;
   3) own="memory 200 memory
+stream 240 stream
 peer 240 peer
 compile 250 compile" ;;
   *)

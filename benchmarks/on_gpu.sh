@@ -12,6 +12,7 @@
 #   end-to-end   the two-stage request, full size, 3 repetitions
 #   peer         the same, each repetition followed by diffusers' on the same tensors (needs diffusers)
 #   memory       its peak: everything resident; the text encoder freed after use; one set of stage weights at a time, too
+#   stream       weights that come from host memory: the same with 48, 24 and 12 GB of the device
 #   profile      kernel groups of one step of each stage
 #   kernels      each kernel against eager torch, torch.compile and its floor; again with an image; of float8 linears; decoders
 #   cold-start   from a fresh process to the first step, by phase: of MODEL, or of a full-size main file (46 GB in TMPDIR)
@@ -26,7 +27,7 @@
 # finished, the tests leave tests.txt and tests.xml.
 set -euo pipefail
 
-known="env tests parity race collectives step stages compile end-to-end peer memory profile kernels cold-start clip"
+known="env tests parity race collectives step stages compile end-to-end peer memory stream profile kernels cold-start clip"
 part=${1:?"usage: benchmarks/on_gpu.sh PART [FLAG ...]; the parts stand at the top of this file"}
 shift
 cd "$(dirname "$0")/.."
@@ -133,6 +134,13 @@ case $part in
     [ ${#fitting[@]} != 0 ] || peak resident "$@" || status=$?
     peak offload --text-encoder-offload "$@" || status=$?
     peak reload --text-encoder-offload --stage-weights reload "$@" || status=$?
+    exit "$status"
+    ;;
+  stream)
+    status=0
+    for max in 48 24 12; do
+      benchmark end_to_end --device cuda --steps 5 --repeats 2 --max-memory $max --output "$OUT/stream-$max.json" "$@" || status=$?
+    done
     exit "$status"
     ;;
   profile) end_to_end --device cuda --steps 2 --repeats 1 --profile-kernels "$@" ;;

@@ -170,6 +170,7 @@ def one(session: RepeatingSession, fields: dict[str, Any], case: dict[str, Any])
         "memory": session.memory_line(plan.stages),
         "held_bytes": held,
         "planned_bytes": planned,
+        "allowed_bytes": allowed(planned),
         "reserved_bytes": max(stages.values()),
         "stages": stages,
         "costs": {c.label: [c.weights_bytes, c.activation_bytes] for c in costs},

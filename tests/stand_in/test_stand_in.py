@@ -143,6 +143,28 @@ def test_a_session_of_twenty_sizes():
     assert not [r for r in found["requests"] if "refused" in r]
 
 
+TWO_STAGE = {"width": 768, "height": 512, "num_frames": 121, "steps": 2}
+DISTILLED = {"pipeline": "distilled", "width": 1920, "height": 1088, "num_frames": 121}
+RESIDENT = {"memory": "resident"}
+OFFLOAD = RESIDENT | {"text_encoder_offload": True}
+FULL_SIZE = [
+    *((f"ltx-{n}", gb, size, {}) for n in ("2.0", "2.3", "2.5") for gb in CARDS for size in (TWO_STAGE, DISTILLED)),
+    *((f"ltx-{n}", gb, TWO_STAGE, {"weights_dtype": "float8"}) for n in ("2.0", "2.3", "2.5") for gb in (24, 80)),
+    ("ltx-2.3", 141, TWO_STAGE, OFFLOAD),
+    ("ltx-2.3", 80, TWO_STAGE, OFFLOAD | {"stage_weights": "reload"}),
+]  # fmt: skip
+
+
+@slow
+@pytest.mark.parametrize("preset,gigabytes,size,options", FULL_SIZE)
+def test_a_run_takes_the_memory_that_its_plan_says(preset, gigabytes, size, options):
+    """Twice, on a card that has no more than that, beside what PyTorch takes for itself."""
+    found = session(preset, size, gigabytes=gigabytes, options=options, runs=2, tight=True)
+    (request,) = found["requests"]
+    assert request["reserved_bytes"] <= request["allowed_bytes"]
+    assert request["planned_bytes"] <= 1.03 * request["reserved_bytes"] + 1e9, "planned too much"
+
+
 @pytest.fixture
 def port() -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as server:
