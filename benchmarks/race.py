@@ -3,7 +3,7 @@ larger is run.
 
 Decides the shapes: those of two-stage 768x512x121. Each row is independent: a kernel that a build
 lacks, or that refuses a shape, is a row with its error, and the others go on. It says which
-attention comes first on this card (`ltx2rt_cuda.attention.preference`), whether cuDNN takes a mask,
+attention comes first on this card (`ltx2rt_cuda.device.attention.preference`), whether cuDNN takes a mask,
 and which road float8 products take.
 
     python -m benchmarks.race --output benchmarks/results/race.json
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from ltx2rt_cuda.attention import TORCH
+from ltx2rt_cuda.device.attention import TORCH
 from ltx2rt_cuda.ops import ROADS, Float8Product, quantise_rows
 from torch.nn.attention import sdpa_kernel
 

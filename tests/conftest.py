@@ -166,6 +166,11 @@ def few_collections() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def compiled_once() -> None:
     """In the folder of this process, too, that `ltx2rt generate` chooses in others."""
+    _keep_compiled()
+
+
+def _keep_compiled() -> None:
+    """Not in the fixture's own text, for which every test would be skipped without jax."""
     from ltx2rt.backend import keep_compiled
 
     if find_spec("jax"):

@@ -28,14 +28,23 @@ pytestmark = pytest.mark.skipif(
     reason=f"no CUDA build of PyTorch in {FOLDER}: python tests/stand_in/install.py installs it",
 )
 slow = pytest.mark.slow
-# Compute capability by the card's memory in GB: RTX 3060, 4080, 4090, 5090, L40S, H100, H200.
-CARDS = {12: "8.6", 16: "8.9", 24: "8.9", 32: "12.0", 48: "8.9", 80: "9.0", 141: "9.0"}
+# Memory in MiB and compute capability by the gigabytes under which a card is sold: RTX 3060, 4080,
+# 4090 and 5090, L40S, H100 and H200, as nvidia-smi names them.
+CARDS = {
+    12: (12288, "8.6"),
+    16: (16376, "8.9"),
+    24: (24564, "8.9"),
+    32: (32607, "12.0"),
+    48: (46068, "8.9"),
+    80: (81559, "9.0"),
+    141: (143771, "9.0"),
+}
 TINY = {"width": 128, "height": 64, "num_frames": 17}
 MESHES = ({"tensor": 2}, {"tensor": 4}, {"sequence": 2, "tensor": 2}, {"guidance": 2, "tensor": 2})
 
 
-def environment(gigabytes: float, capability: str) -> dict[str, str]:
-    libraries = str(FOLDER / "lib")
+def environment(gigabytes: int) -> dict[str, str]:
+    libraries, (mebibytes, capability) = str(FOLDER / "lib"), CARDS[gigabytes]
     return {
         **os.environ,
         "LD_LIBRARY_PATH": libraries,
@@ -44,17 +53,16 @@ def environment(gigabytes: float, capability: str) -> dict[str, str]:
         "TRITON_DEFAULT_FP_FUSION": "1",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(map(str, (libraries, *TREES))),
-        "STAND_IN_MB": str(int(gigabytes * 1e9 / 2**20)),
+        "STAND_IN_MB": str(mebibytes),
         "STAND_IN_CAPABILITY": capability,
     }
 
 
-def started(case: dict[str, Any], gigabytes: float, **more: str) -> subprocess.Popen[str]:
-    capability = CARDS.get(int(gigabytes), "9.0")
+def started(case: dict[str, Any], gigabytes: int, **more: str) -> subprocess.Popen[str]:
     command = [FOLDER / "venv/bin/python", Path(__file__).with_name("run_case.py")]
     return subprocess.Popen(
         [*map(str, command), json.dumps(case)],
-        env=environment(gigabytes, capability) | more,
+        env=environment(gigabytes) | more,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -70,7 +78,7 @@ def ended(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def session(
-    preset: str, *requests: dict[str, Any], gigabytes: float = 80, **case: Any
+    preset: str, *requests: dict[str, Any], gigabytes: int = 80, **case: Any
 ) -> dict[str, Any]:
     """A session of these requests, in which nothing was refused and no stream was left."""
     return ended(started({"preset": preset, "requests": requests, **case}, gigabytes))
