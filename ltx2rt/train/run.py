@@ -10,18 +10,19 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import cached_property
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ltx2rt.backend import EMA, AdamW, Trainer
+from ltx2rt.backend import EMA, AdamW, Trainer, overlapped
 from ltx2rt.errors import InputError
 from ltx2rt.models.geometry import Geometry, pack_audio, pack_video
 from ltx2rt.notes import note
@@ -70,6 +71,7 @@ FREE = (
     "allow_distilled", "allow_partial_sound",
 )  # fmt: skip
 FIXED = ("mode", "streams", "rank", "audio_rank", "targets")  # what is trained has these shapes
+AHEAD = 2  # batches
 BALANCE = 0.99  # decay of the running means of the losses
 
 
@@ -135,6 +137,9 @@ class Tally:
                 f"--targets: no gradient has reached {group} for {NO_GRADIENT} steps: the model "
                 f"does not use it here; pass --targets {others or 'with other groups'}"
             )
+
+
+Batch = tuple[list[tuple[Item, str]], dict[str, np.ndarray]]  # samples, and what a step is fed
 
 
 class Run:
@@ -382,6 +387,22 @@ class Run:
         kind = kind if seen else replace(kind, reference=None)
         return self._stacked(kind, [self._feed(kind, item, stream) for item, stream in drawn])
 
+    def _batches(self, first: int) -> Generator[Batch, None, None]:
+        """Those of all steps from `first` on, in their order; a thread makes two of them ahead."""
+
+        def made(step: int, part: int) -> Batch:
+            drawn = self.drawn(step, part)
+            return drawn, self.feeds(drawn)
+
+        steps = range(first, self.request.steps or 0)
+        with ThreadPoolExecutor(1) as pool:
+            ahead = (
+                pool.submit(made, *which)
+                for which in product(steps, range(self.request.accumulate))
+            )
+            for batch in overlapped(ahead, AHEAD):
+                yield batch.result()
+
     def _stacked(self, kind: Kind, rows: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         step, stacked = self.steps[kind], {n: np.stack([row[n] for row in rows]) for n in rows[0]}
         return {name: (step.tables | stacked)[name] for name in step.graph.inputs}
@@ -568,11 +589,15 @@ class Run:
             write_configuration(r.output, self._configuration())
         board = Board(r.tensorboard) if main and r.tensorboard else None
         lora = r.output / f"lora-{first:06d}.safetensors"
-        with (r.output / METRICS).open("a") if main else nullcontext() as metrics:
+        batches = self._batches(first)
+        with (
+            closing(batches),
+            (r.output / METRICS).open("a") if main else nullcontext() as metrics,
+        ):
             if not first:
                 self._validated(trainer, 0)
             for step in range(first, r.steps):
-                row = self._stepped(trainer, step, tally)
+                row = self._stepped(trainer, step, tally, batches)
                 ending = (step + 1) % r.save_every == 0 or step + 1 == r.steps
                 if self.held_out and (ending or (step + 1) % r.validate_every == 0):
                     row |= {n: _finite(x) for n, x in self.held_out_losses(trainer).items()}
@@ -594,12 +619,14 @@ class Run:
                     break
         return lora
 
-    def _stepped(self, trainer: Trainer, step: int, tally: Tally) -> dict[str, Any]:
+    def _stepped(
+        self, trainer: Trainer, step: int, tally: Tally, batches: Iterator[Batch]
+    ) -> dict[str, Any]:
         """One step of the optimiser: its line of metrics, but for what is measured behind it."""
         r, began = self.request, time.perf_counter()
         assert r.steps is not None and r.lr is not None
         weights = self._weights(tally.running)
-        losses, levels, names = self._accumulated(trainer, step, weights)
+        losses, levels, names = self._accumulated(trainer, batches, weights)
         waited = time.perf_counter()
         now = rate(r.lr, step, r.steps, r.schedule, r.warmup)
         norms = _by_group(trainer.update(now))
@@ -641,17 +668,15 @@ class Run:
         return {"grad_norm": total, **by_group, "clipped": total > self.request.max_grad_norm}
 
     def _accumulated(
-        self, trainer: Trainer, step: int, weights: Mapping[str, float]
+        self, trainer: Trainer, batches: Iterator[Batch], weights: Mapping[str, float]
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], list[str]]:
         """Losses and noise levels by stream of the samples that have it, and the names of all
         samples."""
         losses: dict[str, list[np.ndarray]] = {name: [] for name in self.trained}
         levels: dict[str, list[np.ndarray]] = {name: [] for name in self.trained}
         names = []
-        for part in range(self.request.accumulate):
-            drawn = self.drawn(step, part)
+        for drawn, feeds in islice(batches, self.request.accumulate):
             names += [item.sample.name for item, _ in drawn]
-            feeds = self.feeds(drawn)
             found = trainer.accumulate(
                 feeds, {n: w / self.request.accumulate for n, w in weights.items()}
             )

@@ -214,6 +214,7 @@ class Step:
 def in_words(m: TrainingMemory) -> str:
     moved = f" and {m.streamed / 1e9:.3g} in the host's memory" if m.streamed else ""
     return (
-        f"weights {m.frozen / 1e9:.3g}{moved}, LoRA with gradients and moments {m.state / 1e9:.3g}, kept "
-        f"for the backward pass {m.kept / 1e9:.3g}, one block {m.block / 1e9:.3g}"
+        f"weights {m.frozen / 1e9:.3g}{moved}, LoRA with gradients and moments "
+        f"{m.state / 1e9:.3g}, kept for the backward pass {m.kept / 1e9:.3g}, one block "
+        f"{m.block / 1e9:.3g}"
     )
