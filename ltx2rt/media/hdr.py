@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ CHROMATICITIES = {  # x and y of red, green, blue and white, as EXR has them
 }
 CCT_BREAK, CCT_CODE_BREAK = 0.0078125, 0.155251141552511
 CCT_SLOPE, CCT_OFFSET = 10.5402377416545, 0.0729055341958355
+LOGC3 = {"a": 5.555556, "b": 0.052272, "c": 0.247190, "d": 0.385537, "e": 5.367655, "f": 0.092809}
+LOGC3_BREAK = 0.010591  # linear light; of exposure index 800 (ARRI)
+ACESCCT_LOG, LOGC3_LOG = "acescct", "logc3"  # codes that a model makes, as LoRAs state them
 HLG_A, HLG_B, HLG_C = 0.17883277, 0.28466892, 0.55991073
 WHITE_SIGNAL = 0.75  # HLG's, of linear 1.0 (BT.2408)
 LUMA = (0.2627, 0.6780, 0.0593)  # of BT.2020, not of constant luminance
@@ -54,6 +58,24 @@ def decoded(codes: np.ndarray) -> np.ndarray:
     return np.where(codes > CCT_CODE_BREAK, light, (codes - CCT_OFFSET) / CCT_SLOPE)
 
 
+def logc3_decoded(codes: np.ndarray) -> np.ndarray:
+    """Linear light of LogC3 codes, 0 or more."""
+    a, b, c, d, e, f = LOGC3.values()
+    light = np.where(
+        codes > e * LOGC3_BREAK + f, (10 ** ((codes - d) / c) - b) / a, (codes - f) / e
+    )
+    return np.maximum(light, 0)
+
+
+@dataclass(frozen=True)
+class HighRange:
+    """space: of SPACES, that files are in. log: the codes that the model makes: ACEScct of AP1, or
+    LogC3 of Rec. 709 primaries, which IC-LoRAs for HDR have learnt."""
+
+    space: str
+    log: str = ACESCCT_LOG
+
+
 def to_model(pixels: np.ndarray, space: str) -> np.ndarray:
     """[..., 3] in a space of SPACES -> codes in [-1, 1], as the video encoder reads them."""
     if space != "ACESCCT":
@@ -62,13 +84,17 @@ def to_model(pixels: np.ndarray, space: str) -> np.ndarray:
     return np.clip(pixels, 0, 1) * 2 - 1
 
 
-def from_model(frames: np.ndarray, space: str) -> np.ndarray:
+def from_model(frames: np.ndarray, how: HighRange) -> np.ndarray:
     """[..., 3] as the video decoder makes them, nominally in [-1, 1] -> pixels in a space."""
     codes = np.clip((frames + 1) / 2, 0, 1)
-    if space == "ACESCCT":
+    if how.log == LOGC3_LOG:
+        light = logc3_decoded(codes)
+        ap1 = light @ np.linalg.inv(AP1_TO_709).T
+        return {"SRGB_LINEAR": light, "ACESCG": ap1}.get(how.space, encoded(ap1))
+    if how.space == "ACESCCT":
         return codes
     light = decoded(codes)
-    return light if space == "ACESCG" else light @ AP1_TO_709.T
+    return light if how.space == "ACESCG" else light @ AP1_TO_709.T
 
 
 def hlg_oetf(light: np.ndarray) -> np.ndarray:
@@ -81,12 +107,12 @@ def hlg_inverse(signal: np.ndarray) -> np.ndarray:
     return np.where(signal <= 0.5, signal**2 / 3, (np.exp((signal - HLG_C) / HLG_A) + HLG_B) / 12)
 
 
-def hlg_signal(frames: np.ndarray) -> np.ndarray:
+def hlg_signal(frames: np.ndarray, log: str = ACESCCT_LOG) -> np.ndarray:
     """[..., 3] as the video decoder makes them -> HLG signals in BT.2020 primaries, in [0, 1].
 
     Linear 1 is a signal of 0.75; what is brighter rolls off smoothly towards 1.
     """
-    linear = np.maximum(from_model(frames, "SRGB_LINEAR") @ REC709_TO_2020.T, 0)
+    linear = np.maximum(from_model(frames, HighRange("SRGB_LINEAR", log)) @ REC709_TO_2020.T, 0)
     white = float(hlg_inverse(np.float64(WHITE_SIGNAL)))
     rate = white / (1 - white)  # the slopes meet at 1
     rolled = 1 - (1 - white) * np.exp(-rate * (np.maximum(linear, 1) - 1))

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from ltx2rt.atomic_file import replacing
-from ltx2rt.media.hdr import hlg_signal, ten_bits
+from ltx2rt.media.hdr import ten_bits
 
 AAC_FRAME = 1024  # samples
 AAC_RATES = (
@@ -135,8 +135,8 @@ def write_mp4(
 ) -> Durations:
     """Encode `chunks` as they come and rename the finished file to `path`, whatever its suffix.
 
-    chunks: f32[3, F, H, W] in [-1, 1] (clamped, rounded to the nearest 8-bit value; of `HLG` as the
-    decoder makes them, see `media.hdr`) or u8[F, H, W, 3]; `num_frames` in all, H and W even. The
+    chunks: f32[3, F, H, W] in [-1, 1] (clamped, rounded to the nearest 8-bit value), u8[F, H, W,
+    3], or of `HLG` f32[F, H, W, 3], signals in [0, 1]; `num_frames` in all, H and W even. The
     iterator runs in the caller's thread, the encoder in its own. waveform: f32[2, N] in [-1, 1]
     (clamped), padded with silence or trimmed to num_frames / fps seconds; None: no sound. comment:
     stored as JSON. Raises ValueError for misshapen or non-finite data, RuntimeError if the streams
@@ -347,7 +347,7 @@ def _encode_video(
     def encode(chunk: np.ndarray) -> None:
         nonlocal written
         deep = stream.pix_fmt == HLG_PIXELS
-        for pixels in np.moveaxis(chunk, 0, -1) if deep else to_rgb8(chunk):
+        for pixels in chunk if deep else to_rgb8(chunk):
             height, width = pixels.shape[:2]
             if written == 0:
                 stream.width, stream.height = width, height
@@ -376,8 +376,7 @@ def _video_frame(stream: Any, pixels: np.ndarray, number: int) -> Any:
 
     if stream.pix_fmt == HLG_PIXELS:
         frame = av.VideoFrame(pixels.shape[1], pixels.shape[0], HLG_PIXELS)
-        planes = ten_bits(hlg_signal(pixels.astype(np.float32)))
-        for plane, values in zip(frame.planes, planes, strict=True):
+        for plane, values in zip(frame.planes, ten_bits(pixels), strict=True):
             rows = np.zeros((len(values), plane.line_size // 2), np.uint16)
             rows[:, : values.shape[1]] = values
             plane.update(rows.tobytes())

@@ -28,7 +28,7 @@ import numpy as np
 
 from ltx2rt.atomic_file import unfinished
 from ltx2rt.errors import InputError
-from ltx2rt.media.hdr import exr_bytes, from_model
+from ltx2rt.media.hdr import HighRange, exr_bytes, from_model, hlg_signal
 from ltx2rt.media.mp4 import HLG, MOV, MP4, WEBM, Container, fit_audio, to_rgb8, write_mp4
 from ltx2rt.media.sound import resample, write_wav
 from ltx2rt.notes import note
@@ -70,7 +70,7 @@ def _would_mix(found: Path) -> InputError:
     return InputError(f"--output: {found} is there already; {what_to_do}")
 
 
-def check_hdr(path: Path, hdr: str | None) -> None:
+def check_hdr(path: Path, hdr: bool) -> None:
     """Refuse a form that has no high dynamic range for a clip in one, and the other way round.
     Raises InputError."""
     suffix = path.suffix.lower()
@@ -80,13 +80,13 @@ def check_hdr(path: Path, hdr: str | None) -> None:
         raise InputError(f"--output: {path} is for clips in high dynamic range; add --hdr")
 
 
-def container_of(path: Path, hdr: str | None = None) -> Container | None:
+def container_of(path: Path, hdr: bool = False) -> Container | None:
     """The container that the name says; None of numbered frames and of sound."""
     found = CONTAINERS.get(path.suffix.lower())
     return replace(HLG, format=found.format) if found and hdr else found
 
 
-def check_encoders(path: Path, hdr: str | None = None) -> None:
+def check_encoders(path: Path, hdr: bool = False) -> None:
     """Refuse a container whose encoders this build of FFmpeg lacks. Raises InputError."""
     if container := container_of(path, hdr):
         import av
@@ -129,12 +129,11 @@ def write_clip(
     waveform: np.ndarray | None = None,
     sample_rate: int = 0,
     comment: dict[str, Any] | None = None,
-    hdr: str | None = None,
+    hdr: HighRange | None = None,
 ) -> dict[Path, FileState]:
     """Write a clip as its name says; arguments and errors are those of `write_mp4`.
 
-    hdr: one of `media.hdr.SPACES`, in which EXR files are written; the chunks are then the
-    decoder's.
+    hdr: of a clip in high dynamic range, whose chunks are f32[3, F, H, W] as the decoder makes them.
 
     A WAV takes no chunk. Frames replace nothing: raises InputError if another run has written some
     meanwhile. Returns the files that it made, as `remove_made` takes them.
@@ -142,7 +141,9 @@ def write_clip(
     suffix = path.suffix.lower()
     if waveform is not None and num_frames and suffix not in CONTAINERS:
         waveform = fit_audio(waveform, num_frames, fps, sample_rate)
-    if container := container_of(path, hdr):
+    if container := container_of(path, hdr is not None):
+        if hdr:
+            chunks = (hlg_signal(np.moveaxis(chunk, 0, -1), hdr.log) for chunk in chunks)
         if waveform is not None and sample_rate not in container.audio_rates:
             note(
                 f"{path}: {container.audio} has no {sample_rate} Hz; the sound is resampled to "
@@ -208,7 +209,7 @@ def _write_frames(
     waveform: np.ndarray | None,
     sample_rate: int,
     comment: dict[str, Any] | None,
-    hdr: str | None = None,
+    hdr: HighRange | None = None,
 ) -> list[Path]:
     """All files are made in a folder beside, and get their names when they are complete."""
     from PIL import Image, PngImagePlugin
@@ -228,7 +229,7 @@ def _write_frames(
             number, pixels = numbered
             if hdr:
                 name = folder / (path.name % number)
-                name.write_bytes(exr_bytes(from_model(pixels, hdr), hdr))
+                name.write_bytes(exr_bytes(from_model(pixels, hdr), hdr.space))
                 return
             Image.fromarray(pixels).save(
                 folder / (path.name % number), pnginfo=info, compress_level=PNG_LEVEL

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag, flag_like
+from ltx2rt.media.hdr import LOGC3_LOG
 from ltx2rt.media.video import VideoInfo, video_info
 from ltx2rt.models.geometry import Geometry, latent_frames
 from ltx2rt.pipelines.inpaint import Inpaint
@@ -39,7 +40,7 @@ from ltx2rt.stages.source_video import SourceVideo, usable_frames
 from ltx2rt.stages.stage import Stage
 from ltx2rt.stages.tiling import plan_encoder_tiles
 from ltx2rt.stages.upsample import Upsample
-from ltx2rt.weights.lora import reference_factors
+from ltx2rt.weights.lora import hdr_log, reference_factors
 
 FLAG = "--video-conditioning"
 
@@ -197,6 +198,12 @@ class ICLora(Nagged):
         first = {"guidance": NEUTRAL, "sound": self.audio_from == "stage1"}
         second = {"guidance": NEUTRAL, "sound": self.audio_from == "stage2"}
         factors = references_of(self, model, loras)
+        paths = [lora.path for lora in loras.user]
+        if hdr_log(paths) == LOGC3_LOG and not self.hdr:
+            raise InputError(
+                "--hdr: not given, but the LoRA makes high dynamic range (its hdr_transform); add "
+                "--hdr SRGB_LINEAR"
+            )
         attention, mask = self.conditioning_attention_strength, self.conditioning_attention_mask
         given = [
             reference(

@@ -89,7 +89,7 @@ def prepared(
     if files is not None:
         files.check(request.seeds, [*options.files, *request.files])
         if files.output is not None:
-            check_hdr(files.output, request.high_range)
+            check_hdr(files.output, bool(request.high_range))
     checkpoint = opened_checkpoint(options)
     if files is not None:
         files.check(request.seeds, checkpoint.files)
@@ -98,7 +98,7 @@ def prepared(
     distilled_lora(request, options, checkpoint)
     if files is not None and files.output is not None:
         check_encoders(
-            files.output, request.high_range
+            files.output, bool(request.high_range)
         )  # last: its import takes as long as all the rest
     return checkpoint, request
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ltx2rt.media.hdr import HighRange
 from ltx2rt.media.mp4 import AAC_BITS_PER_S
 from ltx2rt.media.output import FileState, remove_made, write_clip
 from ltx2rt.pipelines.request import Request
@@ -23,6 +24,7 @@ from ltx2rt.run.segments import folder_of
 from ltx2rt.session.session import Session
 from ltx2rt.stages.stage import FRAMES, State
 from ltx2rt.weights.files import write_arrays
+from ltx2rt.weights.lora import hdr_log
 
 BYTES_PER_PIXEL = 1  # at most: black and white noise takes 0.66 as H.264 and 0.98 as VP9
 FRAME_BYTES_PER_PIXEL = {".png": 3.1, ".exr": 6.2}  # at most: uncompressed
@@ -113,6 +115,7 @@ def save(
     metadata: bool = True,
 ) -> dict[Path, FileState]:
     """Write one video of a request in the form that its name says; the files that were made."""
+    space = request.high_range
     return write_clip(
         output,
         frames,
@@ -121,5 +124,5 @@ def save(
         waveform=waveform,
         sample_rate=rate,
         comment=comment(session, request, video) if metadata else None,
-        hdr=request.high_range,
+        hdr=space and HighRange(space, hdr_log(lora.path for lora in session.options.loras)),
     )

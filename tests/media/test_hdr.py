@@ -29,7 +29,9 @@ def test_pixels_come_back_from_the_codes(space):
     assert np.abs(codes).max() <= 1
     inside = np.clip(pixels @ np.linalg.inv(hdr.AP1_TO_709).T, 0, None) @ hdr.AP1_TO_709.T
     expected = inside if space == "SRGB_LINEAR" else pixels
-    np.testing.assert_allclose(hdr.from_model(codes, space), expected, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(
+        hdr.from_model(codes, hdr.HighRange(space)), expected, rtol=1e-6, atol=1e-9
+    )
 
 
 def test_white_is_three_quarters_and_what_is_brighter_rolls_off():
@@ -90,7 +92,9 @@ def test_hlg_files_say_what_they_are(tmp_path):
     chunk, path = clip(), tmp_path / "a.mp4"
     wave = np.random.default_rng(0).uniform(-0.1, 0.1, (2, 18000)).astype(np.float32)
     sound = {"waveform": wave, "sample_rate": 48000}
-    write_clip(path, [chunk], num_frames=9, fps=Fraction(24), hdr="SRGB_LINEAR", **sound)
+    write_clip(
+        path, [chunk], num_frames=9, fps=Fraction(24), hdr=hdr.HighRange("SRGB_LINEAR"), **sound
+    )
     with av.open(str(path)) as found:
         stream = found.streams.video[0]
         codec, frame = stream.codec_context, next(found.decode(video=0))
@@ -102,16 +106,42 @@ def test_hlg_files_say_what_they_are(tmp_path):
     expected = hdr.ten_bits(hdr.hlg_signal(chunk[:, 0].transpose(1, 2, 0).astype(np.float64)))[0]
     assert np.abs(luma.astype(int) - expected).mean() < 2  # codes of 1023: grey goes through
     again = tmp_path / "b.mp4"
-    write_clip(again, [chunk], num_frames=9, fps=Fraction(24), hdr="SRGB_LINEAR", **sound)
+    write_clip(
+        again, [chunk], num_frames=9, fps=Fraction(24), hdr=hdr.HighRange("SRGB_LINEAR"), **sound
+    )
     assert again.read_bytes() == path.read_bytes()
 
 
 def test_frames_are_written_as_exr(tmp_path):
     chunk, name = clip(frames=3), tmp_path / "f-%05d.exr"
     check_output(name)
-    write_clip(name, [chunk[:, :1], chunk[:, 1:]], num_frames=3, fps=Fraction(24), hdr="ACESCG")
+    write_clip(
+        name,
+        [chunk[:, :1], chunk[:, 1:]],
+        num_frames=3,
+        fps=Fraction(24),
+        hdr=hdr.HighRange("ACESCG"),
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"f-{i:05d}.exr" for i in range(3)]
-    expected = hdr.from_model(chunk[:, 1].transpose(1, 2, 0), "ACESCG").astype(np.float16)
+    expected = hdr.from_model(chunk[:, 1].transpose(1, 2, 0), hdr.HighRange("ACESCG")).astype(
+        np.float16
+    )
     np.testing.assert_array_equal(hdr.read_exr(tmp_path / "f-00001.exr"), expected)
     with pytest.raises(InputError, match="is there already"):
         check_output(name)
+
+
+def test_logc3_of_loras_for_hdr():
+    """The curve of exposure index 800 both ways, in every space; brightest is 55.08."""
+    a, b, c, d, e, f = 5.555556, 0.052272, 0.247190, 0.385537, 5.367655, 0.092809
+    light = np.concatenate([[0.0], np.geomspace(1e-4, 55, 300)])
+    codes = np.where(light > 0.010591, c * np.log10(a * light + b) + d, e * light + f)
+    np.testing.assert_allclose(hdr.logc3_decoded(codes), light, rtol=2e-6, atol=2e-7)
+    assert abs(hdr.logc3_decoded(np.array(1.0)) - 55.08) < 0.01
+    frames = np.repeat(codes[:, None], 3, 1) * 2 - 1
+    how = {space: hdr.from_model(frames, hdr.HighRange(space, "logc3")) for space in hdr.SPACES}
+    np.testing.assert_allclose(how["SRGB_LINEAR"][:, 1], light, rtol=2e-6, atol=2e-7)
+    np.testing.assert_allclose(
+        how["ACESCG"] @ hdr.AP1_TO_709.T, how["SRGB_LINEAR"], rtol=1e-6, atol=1e-9
+    )
+    np.testing.assert_allclose(hdr.decoded(how["ACESCCT"]), how["ACESCG"], rtol=1e-6, atol=1e-9)

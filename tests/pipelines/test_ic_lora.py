@@ -28,6 +28,7 @@ from ltx2rt.stages.region import FADE_PX, near
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.files import TensorFile
+from ltx2rt.weights.lora import hdr_log
 
 CLOSE = 1e-5  # contract: 1e-3 at every step; float32 rounding on both sides
 WIDTH, HEIGHT, FRAMES, FPS = 256, 128, 17, 24
@@ -524,3 +525,19 @@ def test_with_a_mask_its_pixels_are_made_anew(model, half, tmp_path):
     with pytest.raises(InputError, match="is black, and nothing would be made"):
         make_plan(session, ICLora(**size, video_conditioning=(ReferenceSpec(clip),), **masked))
     session.close()
+
+
+def test_a_lora_says_which_codes_it_makes(model, half, files, generate, tmp_path):
+    """LogC3, by its header: EXR frames are that of the clip's, and without --hdr it is refused."""
+    from safetensors.torch import load_file, save_file
+
+    lora = tmp_path / "hdr.safetensors"
+    metadata = {"reference_downscale_factor": "2", "hdr_transform": "logc3"}
+    save_file(load_file(half), lora, metadata)
+    assert hdr_log([half]) == "acescct" and hdr_log([half, lora]) == "logc3"
+    words = [*FLAGS, "--lora", lora, "--video-conditioning", files[0], "--no-audio"]
+    refused = generate("cuda", model, *words)
+    assert refused.status == 2 and "--hdr: not given, but the LoRA makes high" in refused.stderr
+    save_file(load_file(half), lora, metadata | {"hdr_transform": "pq"})
+    with pytest.raises(InputError, match=r"makes 'pq' .*expected logc3 or acescct"):
+        hdr_log([lora])

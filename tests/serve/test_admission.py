@@ -249,7 +249,8 @@ HOSTILE = [  # what a request says of segments and the like, and the field that 
     *(({**LONG, "segments": True, **more}, field) for more, field in (
         ({"num_frames": 26}, "num_frames"), ({"num_frames": 10**12}, "num_frames"),
         ({"segment_frames": 26}, "segment_frames"), ({"segment_frames": 10**9}, "segment_frames"),
-        ({"segment_frames": -1}, "segment_frames"), ({"num_frames": 17}, "segments"), ({"num_frames": 50001}, None), ({"length": 3}, "length"),
+        ({"segment_frames": -1}, "segment_frames"), ({"num_frames": 17}, "segments"),
+        ({"num_frames": 50001}, None), ({"length": 3}, "length"),
     )),
     *(({**LONG, "cut": x}, "cut") for x in (
         [0], [1], [4], [-2], [10**30], [2, 2], "x", "2,x", [2.5], [None], [[2]], {"2": 3}, "2" * 5000, [True], 5.5,
