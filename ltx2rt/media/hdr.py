@@ -113,7 +113,7 @@ def hlg_signal(frames: np.ndarray, log: str = ACESCCT_LOG) -> np.ndarray:
     Linear 1 is a signal of 0.75; what is brighter rolls off smoothly towards 1.
     """
     linear = np.maximum(from_model(frames, HighRange("SRGB_LINEAR", log)) @ REC709_TO_2020.T, 0)
-    white = float(hlg_inverse(np.float64(WHITE_SIGNAL)))
+    white = float(hlg_inverse(np.array(WHITE_SIGNAL)))
     rate = white / (1 - white)  # the slopes meet at 1
     rolled = 1 - (1 - white) * np.exp(-rate * (np.maximum(linear, 1) - 1))
     return hlg_oetf(np.where(linear <= 1, linear * white, rolled))
@@ -143,7 +143,7 @@ def is_exr(path: Path) -> bool:
 def read_exr(path: Path, flag: str = "--image") -> np.ndarray:
     """f32[H, W, 3] of the file as it is. Raises InputError, which names the flag."""
     import av
-    import av.logging
+    import av.error
 
     try:
         if not path.is_file():
@@ -152,14 +152,16 @@ def read_exr(path: Path, flag: str = "--image") -> np.ndarray:
             if file.read(4) != MAGIC:
                 raise ValueError("it does not begin as an EXR file does")
             file.seek(0)
-            with av.open(file, format="exr_pipe", options={"protocol_whitelist": "none"}) as found:
+            with av.open(
+                file, "r", format="exr_pipe", options={"protocol_whitelist": "none"}
+            ) as found:
                 codec = found.streams.video[0].codec_context
                 if max(codec.width, codec.height) > MAX_SIDE_PX or (
                     codec.width * codec.height > MAX_PIXELS
                 ):
                     raise ValueError(f"{codec.width}x{codec.height} pixels are too many")
                 pixels = _pixels(next(found.decode(video=0)))
-    except (OSError, ValueError, IndexError, StopIteration, av.FFmpegError) as error:
+    except (OSError, ValueError, IndexError, StopIteration, av.error.FFmpegError) as error:
         raise InputError(
             f"{flag}: {path} is no readable EXR image ({error}); save it as scan lines of half "
             "floats, in ZIP"

@@ -116,6 +116,7 @@ def save(
 ) -> dict[Path, FileState]:
     """Write one video of a request in the form that its name says; the files that were made."""
     space = request.high_range
+    log = hdr_log(lora.path for lora in session.options.loras) if space else ""
     return write_clip(
         output,
         frames,
@@ -124,5 +125,5 @@ def save(
         waveform=waveform,
         sample_rate=rate,
         comment=comment(session, request, video) if metadata else None,
-        hdr=space and HighRange(space, hdr_log(lora.path for lora in session.options.loras)),
+        hdr=HighRange(space, log) if space else None,
     )

@@ -582,6 +582,15 @@ class Queue:
                 (prompt, id, RUNNING, epoch),
             )
 
+    def went_on(self, id: str, epoch: int) -> None:
+        """This run has made a part that later ones need not make: the runs before it, and what ended
+        them, do not count against the job any more."""
+        with self._write() as db:
+            db.execute(
+                "UPDATE jobs SET attempts=1, deaths=0 WHERE id=? AND status=? AND epoch=?",
+                (id, RUNNING, epoch),
+            )
+
     def note(self, id: str, **facts: Any) -> None:
         """Enter facts into the result of a completed job."""
         with self._write() as db:

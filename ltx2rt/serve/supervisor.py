@@ -367,6 +367,8 @@ class Supervisor:
                 kind = "stage" if message["step"] == 0 else "step"
                 if message["stage"] == SEGMENT:
                     kind = "step" if kind == "stage" else SEGMENT
+                if kind == SEGMENT:
+                    await self.store.insist(self.store.queue.went_on, job.id, job.epoch)
                 replica.step = message["step"]
                 if (
                     kind == "step"

@@ -12,7 +12,7 @@ import pytest
 
 from ltx2rt.errors import InputError
 from ltx2rt.serve import queue as module
-from ltx2rt.serve.queue import JOB_ID, Conflict, Queue, QueueFull, failure, new_id
+from ltx2rt.serve.queue import JOB_ID, MAX_ATTEMPTS, Conflict, Queue, QueueFull, failure, new_id
 
 
 @pytest.fixture
@@ -448,3 +448,17 @@ def test_a_written_prompt_is_the_jobs_own(queue):
     queue.written_out(job.id, job.epoch, 'a "fox"')
     queue.give_back(job.id, job.epoch, None, False)
     assert queue.claim().job["clip"]["enhanced_prompt"] == 'a "fox"'
+
+
+def test_a_job_that_goes_on_is_given_as_many_runs_as_it_takes(queue):
+    """Runs that end without a part of their own count; one that has made a part begins anew."""
+    add(queue)
+    for _ in range(2 * MAX_ATTEMPTS):
+        job = queue.claim()
+        queue.went_on(job.id, job.epoch - 1)  # late, of another run
+        queue.went_on(job.id, job.epoch)
+        assert queue.give_back(job.id, job.epoch).status == "queued"
+    for _ in range(MAX_ATTEMPTS - 1):
+        job = queue.claim()
+        after = queue.give_back(job.id, job.epoch)
+    assert after.status == "failed" and "without a result" in after.error["message"]
