@@ -135,8 +135,13 @@ def pytest_collection_modifyitems(items) -> None:
     if find_spec("jax"):
         return
     for item in items:
+        info = item._fixtureinfo
+        used = {name for mark in item.iter_markers("usefixtures") for name in mark.args}
+        every = set(info.initialnames) - set(info.argnames) - used  # fixtures of every test
         fixtures = [
-            definitions[-1].func for definitions in item._fixtureinfo.name2fixturedefs.values()
+            definitions[-1].func
+            for name, definitions in info.name2fixturedefs.items()
+            if name not in every
         ]
         text = [
             inspect.getsource(function).partition("def ")[2]
@@ -166,11 +171,6 @@ def few_collections() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def compiled_once() -> None:
     """In the folder of this process, too, that `ltx2rt generate` chooses in others."""
-    _keep_compiled()
-
-
-def _keep_compiled() -> None:
-    """Not in the fixture's own text, for which every test would be skipped without jax."""
     from ltx2rt.backend import keep_compiled
 
     if find_spec("jax"):

@@ -234,6 +234,11 @@ def _by_float32(p: Float8Product) -> Tensor:
 
 
 def _finished(p: Float8Product, y: Tensor) -> Tensor:
+    """y, in float32, is in no other use: without gradients its memory is taken, 0.4 GB for the
+    widest product of 6144 rows."""
+    if torch.is_inference_mode_enabled():
+        y = y.mul_(p.row_scale).mul_(p.scale.t())
+        return (y if p.bias is None else y.add_(p.bias)).to(p.dtype)
     y = y * p.row_scale * p.scale.t()
     return (y if p.bias is None else y + p.bias).to(p.dtype)
 
