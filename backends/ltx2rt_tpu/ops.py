@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from ltx2rt_kernels.attention import tpu as kernel
+from ltx2rt_kernels.block_attention import tpu as block_kernel
 
 from ltx2rt.fused.snake_beta import snake_windows
 from ltx2rt.graph.encodings import E4M3, E4M3_STEP, E4M3_TINY, ENCODINGS, rotation
@@ -605,6 +606,16 @@ def block_attention(
     return jnp.concatenate([first, found], axis=1)
 
 
+def _block_attention_on_tpu(
+    q: Array, k: Array, v: Array, table: Array, scale: float, size: int, ends: int
+) -> Array:
+    """By the kernel unless there is a reason why not."""
+    plan: Any = {"scale": scale, "size": size, "ends": ends}
+    if block_kernel.why_not(q, k, v, table, **plan):
+        return block_attention(q, k, v, table, **plan)
+    return block_kernel.block_attention(q, k, v, table, **plan)
+
+
 @op
 def block_recall(q: Array, k: Array, table: Array, scale: float, size: int, ends: int) -> Array:
     tokens, blocks = q.shape[1], _blocks(q, size)
@@ -777,6 +788,7 @@ ON_TPU = {
     "conv": _conv_on_tpu,
     "conv_transpose": _conv_transpose_on_tpu,
     "attention": _attention_on_tpu,
+    "block_attention": _block_attention_on_tpu,
 }
 
 # A product would compute the GELU in front of it anew for every tile of its columns: on tpu7x 0.8

@@ -479,6 +479,20 @@ def transformer(
     if nag is not None:
         invariant["video_nag"] = nag
 
+    x, found = _layers(o, config, blocks, x, invariant, keeps)
+    made = {s.name: _velocity(o, s, x[s.name], embedded[s.name], levels[s.name]) for s in pair}
+    return made | found
+
+
+def _layers(
+    o: Ops,
+    config: TransformerConfig,
+    blocks: Blocks | None,
+    x: dict[str, Term],
+    invariant: dict[str, Term],
+    keeps: dict[str, Term],
+) -> tuple[dict[str, Term], dict[str, Term]]:
+    """The streams behind all blocks of the transformer, and what these give beside them."""
     if blocks is not None:
         invariant["video_blocks"] = o.input(
             "video_blocks", "int32", blocks=blocks.rows, seen=blocks.kept
@@ -499,8 +513,7 @@ def transformer(
             prefix="transformer_blocks.*.",
             first=start,
         )
-    made = {s.name: _velocity(o, s, x[s.name], embedded[s.name], levels[s.name]) for s in pair}
-    return made | found
+    return x, found
 
 
 def _stretches(num_layers: int, blocks: Blocks | None) -> Iterator[tuple[list[int], Blocks | None]]:

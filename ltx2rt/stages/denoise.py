@@ -286,6 +286,7 @@ class Denoise(Stage):
             feeds["video_blocks"] = self.block_plan.table
         session.load(calls[0])
         trail: dict[str, list[np.ndarray]] = {}
+        recalls: list[np.ndarray] = []
         carried = [f"{m}_{name}" for m in self.made for name in ("latent", *CARRIED[self.stepping])]
         counts = [min(call.steps or 0, state.max_steps or self.steps()) for call in calls]
 
@@ -306,10 +307,14 @@ class Denoise(Stage):
                     for m in self.made:
                         trail.setdefault(f"{m}.steps", []).append(found(last, m, "latent"))
                         trail.setdefault(f"{m}.x0", []).append(found(last, m, "x0"))
+                    if "video_recall" in last:
+                        recalls.append(session.backend.to_host(last["video_recall"]))
                 done()
                 if "video" in self.made:
                     watch.look(lambda x=last: self._video(states, found(x, "video", "x0")))
                 watch.check()
+        if recalls:
+            state.put(f"{self.name}.video.recall", np.stack(recalls))
         made = {m: self._as_given(m, feeds[f"{m}_latent"]) for m in self.made}
         self._finish(state, states, made, trail)
 
