@@ -259,7 +259,10 @@ def summary(clips: list[dict[str, Any]]) -> dict[str, Any]:
     """For every mark the mean over clips of combinations that were trained and that were held out;
     medians of what has a unit, the lowest PSNR too."""
     found: dict[str, Any] = {"clips": len(clips), "repeats": clips[0].get("repeats")}
-    for name in ("colour", "shape", "motion", "background", "pitch", "clicked", "silent"):
+    for name in (
+        *("colour", "shape", "motion", "background"),
+        *("pitch", "side", "level", "clicked", "silent"),
+    ):
         parts = [
             [c[name] for c in clips if name in c and c["held_out"] is held]
             for held in (False, True)
@@ -333,6 +336,8 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
         "shape",
         "motion",
         "pitch",
+        "side",
+        "level",
         "click at a bounce",
         "lag",
         "no click else",
@@ -344,7 +349,10 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
         cells = [
             name,
             str(row["clips"]),
-            *(_share(row.get(key)) for key in ("colour", "shape", "motion", "pitch")),
+            *(
+                _share(row.get(key))
+                for key in ("colour", "shape", "motion", "pitch", "side", "level")
+            ),
         ]
         cells += [
             _share(row.get("clicked")),

@@ -25,6 +25,10 @@ SLIDE, GROWTH, BOUNCE = (
     0.33,
 )  # a typical way in sides, growth of the radius, height in sides
 CLICK_HZ = (1.5 * max(PITCHES.values()), 2600.0)  # clicks are at 1800
+# By how much the last third of a sound is further to the right, or louder, than the first: half of
+# the least that any drawn clip has which slides, or grows.
+SIDE_DB, LEVEL_DB = 2.3, 2.6
+WINDOW_S = 0.02  # in which a level is measured
 QUIETEST_CLICK = 0.02  # share of full scale
 SEMITONE = 2 ** (1 / 12)
 IN_TIME_S = 0.12  # beyond it a click does not belong to a bounce
@@ -120,11 +124,14 @@ def _lowest(seconds: np.ndarray, y: np.ndarray) -> np.ndarray:
 @dataclass(frozen=True)
 class Heard:
     """pitch_hz: of the strongest tone; shape: that has it, to a semitone; clicks_s: when each
-    begins, f64[n]."""
+    begins, f64[n]; side_db, level_db: how much further to the right, and how much louder, the tones
+    are in the last third than in the first."""
 
     pitch_hz: float
     shape: str | None
     clicks_s: np.ndarray
+    side_db: float
+    level_db: float
 
 
 def hear(waveform: np.ndarray, rate: int) -> Heard:
@@ -137,7 +144,24 @@ def hear(waveform: np.ndarray, rate: int) -> Heard:
     shape = min(PITCHES, key=lambda name: abs(np.log(PITCHES[name] / pitch)))
     if abs(np.log(PITCHES[shape] / pitch)) > np.log(SEMITONE):
         shape = None
-    return Heard(pitch, shape, _clicks(wave, rate))
+    return Heard(pitch, shape, _clicks(wave, rate), *_changes(waveform, rate))
+
+
+def _changes(waveform: np.ndarray, rate: int) -> tuple[float, float]:
+    """`side_db` and `level_db` of `Heard`, by medians, which no click moves; the first channel is
+    the left one, the last the right one."""
+    spectrum, hertz = np.fft.rfft(waveform), np.fft.rfftfreq(waveform.shape[-1], 1 / rate)
+    tones = (hertz > 0.6 * min(PITCHES.values())) & (hertz < CLICK_HZ[0])
+    tone, step = np.fft.irfft(spectrum * tones, waveform.shape[-1]), round(WINDOW_S * rate)
+    windows = tone[:, : tone.shape[-1] // step * step].reshape(len(tone), -1, step)
+    power = (windows**2).mean(-1) + 1e-12
+    third = power.shape[-1] // 3
+
+    def change(values: np.ndarray) -> float:
+        decibels = 10 * np.log10(values)
+        return float(np.median(decibels[-third:]) - np.median(decibels[:third]))
+
+    return change(power[-1] / power[0]), change(power.sum(0))
 
 
 def _clicks(wave: np.ndarray, rate: int) -> np.ndarray:
@@ -167,8 +191,9 @@ def marks(
     asked: Clip, frames: np.ndarray | None, waveform: np.ndarray | None, rate: int
 ) -> dict[str, float]:
     """1 or 0 for each thing that was asked for; of a shape that bounces, what share of its bounces
-    has a click, and their median lag in ms; of one that does not, whether there is no click. What
-    is not measured is left out."""
+    has a click, and their median lag in ms; of one that does not, whether there is no click; of one
+    that slides, whether its tone goes to that side; of one that grows or shrinks, whether its tone
+    gets louder or softer. What is not measured is left out."""
     found: dict[str, float] = {}
     seen = None if frames is None else see(frames)
     heard = None if waveform is None else hear(waveform, rate)
@@ -180,6 +205,11 @@ def marks(
         found["background"] = seen.background == asked.background
     if heard:
         found["pitch"] = heard.shape == asked.shape
+        way = -1 if asked.motion in ("left", "shrinks") else 1
+        if asked.motion in ("left", "right"):
+            found["side"] = way * heard.side_db > SIDE_DB
+        if asked.motion in ("grows", "shrinks"):
+            found["level"] = way * heard.level_db > LEVEL_DB
         if asked.motion != "bounces":
             found["silent"] = not len(heard.clicks_s)
     if seen and heard and asked.motion == "bounces":

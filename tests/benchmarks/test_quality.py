@@ -75,6 +75,20 @@ def test_noise_shows_nothing():
     assert len(hear(hiss, RATE).clicks_s) == 0
 
 
+@pytest.mark.parametrize("motion", ["left", "right", "grows", "shrinks"])
+def test_mono_or_levelled_sound_is_marked_so(motion):
+    clip = Clip("square", "red", motion, "dark")
+    frames, sound = pictures(clip), clip.sound()
+    name = "side" if motion in ("left", "right") else "level"
+    apart = {"left": "right", "right": "left", "grows": "shrinks", "shrinks": "grows"}[motion]
+    other = Clip("square", "red", apart, "dark").sound()
+    loudness = np.sqrt((sound.reshape(2, -1, 400) ** 2).mean((0, 2))).repeat(400)
+    spoilt = np.stack([sound.mean(0)] * 2) if name == "side" else sound / (loudness + 1e-3)
+    for waveform, mark in ((sound, 1), (spoilt, 0), (other, 0)):
+        found = marks(clip, frames, waveform.astype(np.float32), RATE)
+        assert found[name] == mark and found["pitch"] == 1
+
+
 def test_a_click_that_belongs_to_no_bounce_is_none():
     assert np.isnan(lags_s(np.array([0.2, 0.7]), np.array([0.45]))).all()
     assert np.isnan(lags_s(np.array([0.2]), np.zeros(0))).all()
