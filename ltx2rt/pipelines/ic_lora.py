@@ -10,7 +10,7 @@ it; the clip has the reference's own pixels elsewhere, and its sound.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag, flag_like
-from ltx2rt.media.hdr import LOGC3_LOG
+from ltx2rt.media.hdr import ACESCCT_LOG, LOGC3_LOG
 from ltx2rt.media.video import VideoInfo, video_info
 from ltx2rt.models.geometry import Geometry, latent_frames
 from ltx2rt.pipelines.inpaint import Inpaint
@@ -40,7 +40,8 @@ from ltx2rt.stages.source_video import SourceVideo, usable_frames
 from ltx2rt.stages.stage import Stage
 from ltx2rt.stages.tiling import plan_encoder_tiles
 from ltx2rt.stages.upsample import Upsample
-from ltx2rt.weights.lora import hdr_log, reference_factors
+from ltx2rt.weights.files import TensorFile
+from ltx2rt.weights.lora import reference_factors
 
 FLAG = "--video-conditioning"
 
@@ -257,6 +258,22 @@ def references_of(request: VideoRequest, model: ModelConfig, loras: Loras) -> tu
         rule = f"divisible by {unit} ({request.name} with a LoRA for references of 1/{downscale} the size)"
         check_step(side, value, unit, 0, "px", rule)
     return downscale, stride
+
+
+def hdr_log(paths: Iterable[Path]) -> str:
+    """The codes that a model with these LoRAs makes in high dynamic range, by their headers: logc3,
+    or acescct where none says it. Raises InputError for any other."""
+    found = ACESCCT_LOG
+    for path in paths:
+        metadata = TensorFile(path).metadata
+        text = metadata.get("hdr_transform", metadata.get("use_hdr_transform", "")).lower()
+        found = {"": found, "false": found, "true": LOGC3_LOG}.get(text, text)
+        if found not in (ACESCCT_LOG, LOGC3_LOG):
+            raise InputError(
+                f"--lora: {path} makes {text[:80]!r} (its hdr_transform), expected {LOGC3_LOG} or "
+                f"{ACESCCT_LOG}"
+            )
+    return found
 
 
 def reference(

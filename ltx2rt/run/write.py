@@ -14,6 +14,7 @@ import numpy as np
 from ltx2rt.media.hdr import HighRange
 from ltx2rt.media.mp4 import AAC_BITS_PER_S
 from ltx2rt.media.output import FileState, remove_made, write_clip
+from ltx2rt.pipelines.ic_lora import hdr_log
 from ltx2rt.pipelines.request import Request
 from ltx2rt.run.files import Files, video_files, write_report
 from ltx2rt.run.plan import Plan
@@ -24,7 +25,6 @@ from ltx2rt.run.segments import folder_of
 from ltx2rt.session.session import Session
 from ltx2rt.stages.stage import FRAMES, State
 from ltx2rt.weights.files import write_arrays
-from ltx2rt.weights.lora import hdr_log
 
 BYTES_PER_PIXEL = 1  # at most: black and white noise takes 0.66 as H.264 and 0.98 as VP9
 FRAME_BYTES_PER_PIXEL = {".png": 3.1, ".exr": 6.2}  # at most: uncompressed

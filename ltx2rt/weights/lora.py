@@ -22,7 +22,6 @@ import numpy as np
 from ltx2rt.atomic_file import check_outputs
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Cut
-from ltx2rt.media.hdr import ACESCCT_LOG, LOGC3_LOG
 from ltx2rt.release import of_version, version_tuple
 from ltx2rt.weights.changes import Change, Factors, change_of
 from ltx2rt.weights.files import TensorFile, TensorInfo, TensorSource, write_tensors
@@ -187,22 +186,6 @@ def reference_factors(paths: Iterable[Path]) -> tuple[int, int]:
             )
     space, time = (found.get(key, (1, None))[0] for key in FACTORS)
     return space, time
-
-
-def hdr_log(paths: Iterable[Path]) -> str:
-    """The codes that a model with these LoRAs makes in high dynamic range, by their headers: logc3,
-    or acescct where none says it. Raises InputError for any other."""
-    found = ACESCCT_LOG
-    for path in paths:
-        metadata = TensorFile(path).metadata
-        text = metadata.get("hdr_transform", metadata.get("use_hdr_transform", "")).lower()
-        found = {"": found, "false": found, "true": LOGC3_LOG}.get(text, text)
-        if found not in (ACESCCT_LOG, LOGC3_LOG):
-            raise InputError(
-                f"--lora: {path} makes {text[:80]!r} (its hdr_transform), expected {LOGC3_LOG} or "
-                f"{ACESCCT_LOG}"
-            )
-    return found
 
 
 def check_lora(lora: Lora, version: tuple[int, ...]) -> None:

@@ -16,7 +16,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import read_frames, video_info
-from ltx2rt.pipelines.ic_lora import ICLora
+from ltx2rt.pipelines.ic_lora import ICLora, hdr_log
 from ltx2rt.pipelines.request import parse_reference
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
@@ -28,7 +28,6 @@ from ltx2rt.stages.region import FADE_PX, near
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.files import TensorFile
-from ltx2rt.weights.lora import hdr_log
 
 CLOSE = 1e-5  # contract: 1e-3 at every step; float32 rounding on both sides
 WIDTH, HEIGHT, FRAMES, FPS = 256, 128, 17, 24
