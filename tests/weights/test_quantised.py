@@ -16,8 +16,10 @@ from ltx2rt.backend import get_backend
 from ltx2rt.errors import InputError
 from ltx2rt.graph import trace
 from ltx2rt.graph.encodings import rotation
+from ltx2rt.graph.ir import Layout, Type
 from ltx2rt.passes.quantise import quantise
 from ltx2rt.weights.checkpoint import open_checkpoint
+from ltx2rt.weights.encoded import EncodedSource
 from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.lora import MergedSource, merge, open_lora
 from ltx2rt.weights.names import gemma_to_canonical
@@ -119,6 +121,28 @@ def test_a_matrix_is_what_its_format_says_in_slices_too(tmp_path, kind):
         np.testing.assert_array_equal(part, expected[slice(*rows_cut), slice(*columns_cut)])
     np.testing.assert_array_equal(source.read("x.weight", (0, 1, 7), (0, 2, 4)), expected[3:5])
     assert source.read("y").dtype == BF16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_device_decodes_what_it_loads(tmp_path, kind, monkeypatch):
+    """Stored numbers go to the device, of a slice that begins between groups the decoded ones: both
+    are the matrix that numpy decodes, rounded once."""
+    write_arrays(tmp_path / "x.safetensors", {f"m.{n}": x for n, x in stored(kind, 6, 64).items()})
+    source = dequantised(TensorFile(tmp_path / "x.safetensors"))
+    whole = source.read("m.weight")
+    backend = get_backend("cuda", device="cpu")
+    encoded, layout = EncodedSource(source, lambda *_: ()), Layout((("m.weight", (6, 64)),))
+    type_ = Type(("out", "D"), (6, 64), "bfloat16")
+
+    def loaded(*cuts):
+        return backend._tensor(encoded, [("m.weight", *cuts)], layout, type_)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(source), "read", lambda *_: pytest.fail("decoded by numpy"))
+        found = loaded((0, 2, 5))
+    assert torch.equal(found, torch.from_numpy(whole[2:5]).bfloat16())
+    if kind in ("int8 rotated", "nvfp4"):
+        assert torch.equal(loaded((1, 8, 40)), torch.from_numpy(whole[:, 8:40].copy()).bfloat16())
 
 
 def test_the_rotation_is_its_own_inverse():
