@@ -274,7 +274,7 @@ class Request:
 
     @property
     def made(self) -> tuple[str, ...]:
-        """What the names of noise begin with that no stage draws any more."""
+        """Beginnings of names of noise that no stage draws any more."""
         return ()
 
     def kept_in(self: R, folder: Path) -> R:

@@ -49,7 +49,7 @@ from ltx2rt.stages.stage import Stage
 
 MAX_SEGMENTS = 1000
 MAX_LENGTH_S = 3600
-WHOLE = "whole"  # of --segments without a number: the clip has --num-frames
+WHOLE = "whole"  # --segments without a number: the clip has --num-frames
 
 
 def parse_segments(text: str | int) -> int | str:
@@ -265,7 +265,7 @@ class Segmented(SoundFollowing, VideoRequest):
         return super()._lasting(model)
 
     def _in_length(self: Any, model: ModelConfig) -> Any:
-        """The same clip by its length in seconds and by the frames of a segment."""
+        """This clip by its length in seconds and by the frames of a segment."""
         if self.num_frames is None:
             raise InputError(
                 "--segments: without a number it makes a clip of --num-frames; give that, or the "

@@ -285,7 +285,7 @@ class Keep(Stage):
         for frames in state.frames:
             deque(frames, maxlen=0)
         watch.check()  # all processes wait for the file
-        with watch.stage(SEGMENT, 1) as step:  # which observers are told of
+        with watch.stage(SEGMENT, 1) as step:  # for observers
             step()
         watch.say(f"segment {self.number} of {self.of} is made")
         empty = State(keep=state.keep)
