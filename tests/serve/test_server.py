@@ -562,7 +562,7 @@ def test_a_clip_in_segments_survives_ten_kills_of_everything(start):
     assert "event: segment" in heard and heard[-1] == "event: completed"
     found = server.http.get(f"/v1/videos/{id}/segments").json()["data"]
     assert [one["start"] for one in found] == [16 * i for i in range(40)] and made() == 40
-    alone = server.until(server.add("a red fox", **clip), timeout_s=300)["id"]
+    alone = server.until(server.add("a red fox", **clip), timeout_s=900)["id"]
     one, other = (server.http.get(f"/v1/videos/{name}/content").content for name in (id, alone))
     assert one == other
 
