@@ -296,7 +296,7 @@ class Launches:
         self.counts.add(self.name, *once.values())
 
 
-def once(counts: Counts, repeat: lower.Repeat, *operands):
+def once(counts: Counts, repeat: lower.RepeatModule, *operands):
     """The first iteration of a repeat, and one that counts as all others: it may wait for what the
     one before sent."""
     plan = repeat.plan
@@ -349,7 +349,7 @@ def stood_in(counts: Counts) -> Iterator[None]:
             (attention, "aligned", aligned),
             (ops, "attend", attend),
             (ops, "tried_road", lambda device: "rows"),
-            (lower.Repeat, "forward", lambda self, *operands: once(counts, self, *operands)),
+            (lower.RepeatModule, "forward", lambda self, *operands: once(counts, self, *operands)),
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
         yield

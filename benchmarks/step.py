@@ -56,7 +56,7 @@ from ltx2rt.scheduling import SWITCHES, VARIABLE
 from ltx2rt.session.call import Call
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session
-from ltx2rt.session.weights import Held
+from ltx2rt.session.weights import RetainedWeights
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.noise import standard_normal
 from ltx2rt.testing import ArraySource, random_params, relative_l2
@@ -278,7 +278,7 @@ class Guided:
         weights = session.backend.load(
             [graph], ArraySource({name: x.numpy() for name, x in tensors.items()})
         )
-        session.weights.held[self.call.weights] = Held(weights, graph, shares=False)
+        session.weights.held[self.call.weights] = RetainedWeights(weights, graph, shares=False)
         return session
 
     def without(self, name: str) -> Session:

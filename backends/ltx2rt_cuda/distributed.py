@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 
 from ltx2rt.errors import InputError
 from ltx2rt.ranks.environment import STORE, TOKEN, interface, rank_and_size
-from ltx2rt_cuda.device.torch_device import HOST, Event, TorchDevice
+from ltx2rt_cuda.device.torch_device import HOST, DeviceEvent, TorchDevice
 
 TIMEOUT = timedelta(
     minutes=10
@@ -199,7 +199,7 @@ class Sending:
 
     tensor: torch.Tensor
     work: dist.Work
-    made: Event
+    made: DeviceEvent
 
     def wait(self) -> None:
         self.work.wait()

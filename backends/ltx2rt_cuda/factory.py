@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ltx2rt.backend import Compiled, DeviceInfo
     from ltx2rt.graph.ir import Graph
-    from ltx2rt.placement.cost import RunsById
+    from ltx2rt.placement.cost import CountsById
     from ltx2rt.placement.devices import DeviceKind
     from ltx2rt.placement.timeline import Timeline
     from ltx2rt_cuda.backend import CudaBackend
@@ -63,7 +63,11 @@ class CudaFactory:
         )
 
     def cost(
-        self, graph: Graph, kind: DeviceKind, quantised: bool = False, runs: RunsById | None = None
+        self,
+        graph: Graph,
+        kind: DeviceKind,
+        quantised: bool = False,
+        runs: CountsById | None = None,
     ) -> Timeline:
         """The stream runs nodes in their order, and computes while an all-reduce travels; in
         training it waits."""

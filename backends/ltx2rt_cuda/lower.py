@@ -24,7 +24,7 @@ from ltx2rt_cuda.device.torch_device import Side
 from ltx2rt_cuda.distributed import ALONE, Position
 from ltx2rt_cuda.ops import OPS, arrived
 from ltx2rt_cuda.stream import HostTensor
-from ltx2rt_cuda.streams import Beside, in_parts, subgraphs
+from ltx2rt_cuda.streams import TwoStreams, in_parts, subgraphs
 
 SEVERAL = ("repeat", "all_reduce", "all_to_all")  # ops that return a tuple even if it is of one
 
@@ -41,7 +41,7 @@ class Constant(torch.nn.Module):
         return self.value
 
 
-class Repeat(torch.nn.Module):
+class RepeatModule(torch.nn.Module):
     """Runs the block `count` times. Operands: carries, invariants, data [layers, ...], then a list
     per weight.
 
@@ -82,7 +82,7 @@ class Repeat(torch.nn.Module):
         return *carry, *stacked
 
 
-class Block(torch.nn.Module):
+class BlockModule(torch.nn.Module):
     """The body of a repeat: for each layer in it a module, called with that layer's weights on the
     device.
 
@@ -299,7 +299,7 @@ class _Lowering:
         assert self.side is not None
         parts = [lower(part, self.device, position=self.position) for part in graphs]
         name, num_own = f"beside_{number}", len(graphs[0].inputs)
-        self.modules[name] = Beside(*parts, num_own=num_own, side=self.side)
+        self.modules[name] = TwoStreams(*parts, num_own=num_own, side=self.side)
         inputs = tuple(self.read(v) for part in graphs for v in part.inputs.values())
         result = self.built.call_module(name, inputs)
         self.keep([v for part in graphs for v in part.outputs.values()], result)
@@ -315,8 +315,8 @@ class _Lowering:
         ]
         if self.compile:
             blocks = [torch.compile(block, dynamic=False) for block in blocks]
-        block = Block(body, parts, blocks)
-        self.modules[f"repeat_{number}"] = Repeat(plan, block, sums, self.compile)
+        block = BlockModule(body, parts, blocks)
+        self.modules[f"repeat_{number}"] = RepeatModule(plan, block, sums, self.compile)
         layered = {name for name in plan.body.params if "*" in name}
         lists = [
             self.built.call_function(_iterations, (self.weights[name], plan.first, plan.stop))

@@ -16,7 +16,7 @@ from ltx2rt.backend import overlapped
 from ltx2rt.graph.encodings import E4M3
 from ltx2rt.graph.ir import Graph, numbered
 from ltx2rt.passes.loop import LoopParts
-from ltx2rt_cuda.device.torch_device import Event, Recorder, Side, TorchDevice
+from ltx2rt_cuda.device.torch_device import DeviceEvent, Recorder, Side, TorchDevice
 from ltx2rt_cuda.distributed import Position
 from ltx2rt_cuda.lower import lower
 from ltx2rt_cuda.ops import DTYPES
@@ -188,7 +188,7 @@ class Loop:
             step = self._step(weights, constants, state | {name: x[0] for name, x in rows.items()})
         device = self.body.device
 
-        def started(state: Tensors) -> Iterator[tuple[Tensors, Event]]:
+        def started(state: Tensors) -> Iterator[tuple[Tensors, DeviceEvent]]:
             for i in range(num_steps):
                 with torch.inference_mode():
                     outputs = step(state | {name: x[i] for name, x in rows.items()})

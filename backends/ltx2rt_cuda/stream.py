@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ltx2rt.notes import note
 from ltx2rt.placement.stream import SLOTS, Piece
-from ltx2rt_cuda.device.torch_device import Event, Stream, TorchDevice
+from ltx2rt_cuda.device.torch_device import DeviceEvent, DeviceStream, TorchDevice
 from ltx2rt_cuda.host import Slabs, layout
 
 
@@ -40,12 +40,12 @@ class Ring:
         self.pieces: dict[Piece, dict[str, Tensor]] = {}
         self.copied_bytes = 0
         self._slabs = Slabs(device.pins)
-        self._stream: Stream | None = None
+        self._stream: DeviceStream | None = None
         self._slots: list[dict[str, Tensor]] = []
         self._holds: list[Piece | None] = []
         self._latest = 0  # place of the piece that was asked for last
-        self._arrived: list[Event] = []  # behind the copies into each slot
-        self._read: list[Event] = []  # behind the blocks that read each slot last
+        self._arrived: list[DeviceEvent] = []  # behind the copies into each slot
+        self._read: list[DeviceEvent] = []  # behind the blocks that read each slot last
 
     def add(self, piece: Piece, tensors: Mapping[str, Tensor]) -> dict[str, HostTensor]:
         """Keep a piece, given on the device, in the host's memory."""

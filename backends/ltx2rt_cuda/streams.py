@@ -26,7 +26,7 @@ SHORT_S = 1e-6
 ALONE = ("together", "repeat")  # these read from all parts
 
 
-class Beside(torch.nn.Module):
+class TwoStreams(torch.nn.Module):
     """Calls own(*operands[:n]) here and beside(*operands[n:]) on the stream `side`, at once; the
     results of both.
 
@@ -52,7 +52,7 @@ class Beside(torch.nn.Module):
 
 
 @dataclass
-class Part:
+class Chain:
     """Nodes that run one after the other, and what they take by the data sheet."""
 
     nodes: list[Node] = field(default_factory=list)
@@ -115,13 +115,13 @@ def _numbered(values: Iterable[Value]) -> dict[str, Value]:
     return {str(i): v for i, v in enumerate(values)}
 
 
-def _next(nodes: Sequence[Node]) -> tuple[list[Node], list[Part], list[Node]]:
+def _next(nodes: Sequence[Node]) -> tuple[list[Node], list[Chain], list[Node]]:
     """Splits nodes, given in an order in which they may run: those that may run first and stand
     alone, the parts that may run at once then, and the rest, of which each needs two parts or
     stands alone behind one."""
     ready: list[Node] = []
     later: list[Node] = []
-    of: dict[int, Part] = {}  # value -> the part that makes it
+    of: dict[int, Chain] = {}  # value -> the part that makes it
     late: set[int] = set()  # values that the rest makes
     for node in nodes:
         found = list({id(part): part for v in node.inputs if (part := of.get(id(v)))}.values())
@@ -133,7 +133,7 @@ def _next(nodes: Sequence[Node]) -> tuple[list[Node], list[Part], list[Node]]:
         if not found and (node.op in ALONE or node.op in VIEWS):
             ready.append(node)
             continue
-        part = Part()
+        part = Chain()
         for other in (
             found
         ):  # in the order in which they were begun, so that they stay in an order that may run

@@ -23,7 +23,7 @@ from ltx2rt.passes.adapters import MARK
 from ltx2rt.passes.quantise import differentiable
 from ltx2rt_cuda.collectives import keeping
 from ltx2rt_cuda.factory import FACTORY
-from ltx2rt_cuda.lower import Repeat
+from ltx2rt_cuda.lower import RepeatModule
 from ltx2rt_cuda.ops import OPS
 from ltx2rt_cuda.program import Program, Weights, upload
 
@@ -85,7 +85,7 @@ class Trainer:
     def _program(self, graph: Graph, remat: str) -> Program:
         program = Program(graph, self.backend.hardware, False, self.position, Counter())
         if remat != "none":
-            for repeat in [m for m in program.module.modules() if isinstance(m, Repeat)]:
+            for repeat in [m for m in program.module.modules() if isinstance(m, RepeatModule)]:
                 block = repeat.block
                 assert isinstance(block, torch.nn.Module)
                 repeat.block = Rematerialised(block, remat == "exchanges")

@@ -32,7 +32,7 @@ HEARTBEAT_S = (
 FOREVER_MS = 2**31 - 1
 
 
-class Store:
+class CoordinatorStore:
     """Text by key in the coordinator of JAX's processes: a `ranks.crew.Store`."""
 
     def __init__(self, client: Any):
@@ -68,11 +68,11 @@ class Store:
         return None
 
 
-def rendezvous() -> Store:
+def rendezvous() -> CoordinatorStore:
     join()
     from jax._src.distributed import global_state  # JAX offers its store nowhere else
 
-    return Store(global_state.client)
+    return CoordinatorStore(global_state.client)
 
 
 @cache

@@ -12,11 +12,11 @@ from ltx2rt_tpu.hosts import hosts
 if TYPE_CHECKING:
     from ltx2rt.backend import Compiled, DeviceInfo
     from ltx2rt.graph.ir import Graph
-    from ltx2rt.placement.cost import RunsById
+    from ltx2rt.placement.cost import CountsById
     from ltx2rt.placement.devices import DeviceKind
     from ltx2rt.placement.timeline import Timeline
     from ltx2rt_tpu.backend import TpuBackend
-    from ltx2rt_tpu.distributed import Store
+    from ltx2rt_tpu.distributed import CoordinatorStore
 
 # From so many bytes on, halves take turns at an exchange, and a pair of devices adds up what they
 # send each other where nothing but a permutation travels while they compute. Fewer have arrived
@@ -62,7 +62,11 @@ class TpuFactory:
         return fuse(graph, (snakes,)) if device_kind == "tpu" or graph.name in ASSEMBLED else graph
 
     def cost(
-        self, graph: Graph, kind: DeviceKind, quantised: bool = False, runs: RunsById | None = None
+        self,
+        graph: Graph,
+        kind: DeviceKind,
+        quantised: bool = False,
+        runs: CountsById | None = None,
     ) -> Timeline:
         """Nothing is assumed to hide an exchange: XLA orders the nodes. It decodes rows of 8 bits
         inside the product that reads them (seen in what libtpu 0.0.51 compiles for v6e)."""
@@ -76,7 +80,7 @@ class TpuFactory:
     def most_processes(self, device: str) -> int:
         return 1
 
-    def rendezvous(self) -> Store:
+    def rendezvous(self) -> CoordinatorStore:
         from ltx2rt_tpu.distributed import rendezvous
 
         return rendezvous()

@@ -39,7 +39,7 @@ def dtype_reason(*tensors: Tensor) -> str | None:
 
 
 @dataclass(frozen=True)
-class Part:
+class LaunchPart:
     """The part of a launch for one node. numbers: that a program holds; arguments, constants: of
     the kernel, where those of a second node follow as NAME_2."""
 
@@ -50,7 +50,7 @@ class Part:
     results: tuple[Tensor, ...]
 
 
-def launch(kernel: Any, *parts: Part) -> None:
+def launch(kernel: Any, *parts: LaunchPart) -> None:
     """`kernel` for one node or for two, the programs of the second behind those of the first."""
     first, second = parts[0], parts[-1]
     others = second.arguments if len(parts) > 1 else [None] * len(first.arguments)

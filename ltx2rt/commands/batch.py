@@ -174,7 +174,7 @@ def on_server(
     from ltx2rt.serve import batch, remote
 
     token = next(iter(read_tokens(own.token_file)), None) if own.token_file else None
-    server = remote.Server(own.server or "", token)
+    server = remote.RemoteServer(own.server or "", token)
     done = results.done()
     admitted = remote.admit(server, lines, beside)
     jobs = [

@@ -145,7 +145,7 @@ def main(args: argparse.Namespace) -> None:
 
     folder = own.output.with_name(f"{own.output.name}.runs")
     say = partial(note, prefix="")
-    with closing(calibrate.Runs(session, request, prompts, folder, say)) as runs:
+    with closing(calibrate.CalibrationRuns(session, request, prompts, folder, say)) as runs:
         document = calibrate.calibrate(runs, sorted(set(counts), reverse=True), own.quick)
         if own.attention:
             densities = sorted(set(own.attention), reverse=True)

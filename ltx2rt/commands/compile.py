@@ -119,7 +119,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Job:
+class Compilation:
     """All programs of a request, and the devices they are for."""
 
     topology: str
@@ -131,7 +131,7 @@ class Job:
 
 def plan_job(
     options: ModelOptions, request: Request, target: Target, preset: str | None = None
-) -> Job:
+) -> Compilation:
     """Plan the programs to compile, from headers and sizes alone. Raises InputError."""
     check_bounds(target)
     if unknown := [name for name in target.components if name not in COMPILED]:
@@ -156,7 +156,7 @@ def plan_job(
         request = request.resolved(session.config)
         loras = Loras(session.options.loras, LoraSpec(Path("distilled")))
         cells = tuple(_cells(session, request, loras, target))
-        return Job(target.topology, kind, session.backend.mesh, cells, target.times)
+        return Compilation(target.topology, kind, session.backend.mesh, cells, target.times)
 
 
 def plan_training(
@@ -165,7 +165,7 @@ def plan_training(
     flags: Mapping[str, Any],
     target: Target,
     preset: str | None = None,
-) -> Job:
+) -> Compilation:
     """One batch forward and backward, of clips of that size. flags: of the training run. Raises
     InputError."""
     kind, devices = topology(target.topology)
@@ -173,7 +173,7 @@ def plan_training(
         count = step.batch * step.session.backend.mesh.get("data", 1)
         size = f"{count} x {bucket}, rank {step.rank}"
         cell = Cell("train-step", step.graph, size, part=step.remat)
-        return Job(target.topology, kind, step.session.backend.mesh, (cell,), target.times)
+        return Compilation(target.topology, kind, step.session.backend.mesh, (cell,), target.times)
 
 
 def _cells(session: Session, request: Request, loras: Loras, target: Target) -> Iterator[Cell]:
@@ -242,7 +242,7 @@ def _size(session: Session, call: Call) -> str:
     return f"{columns}x{rows}x{frames}"
 
 
-def compile_job(job: Job) -> Iterator[tuple[Cell, Compiled | DoesNotFit]]:
+def compile_job(job: Compilation) -> Iterator[tuple[Cell, Compiled | DoesNotFit]]:
     """Each program as soon as it is compiled; stderr shows which one is at work. InputError before
     the first."""
     compiler = get_ahead_compiler(job.kind.backend, job.topology, job.mesh, job.times)
@@ -269,7 +269,7 @@ def compile_job(job: Job) -> Iterator[tuple[Cell, Compiled | DoesNotFit]]:
 FIGURES = tuple(field.name for field in fields(Compiled))
 
 
-def to_json(job: Job, cell: Cell, found: Compiled | DoesNotFit) -> dict[str, Any]:
+def to_json(job: Compilation, cell: Cell, found: Compiled | DoesNotFit) -> dict[str, Any]:
     """Counts are of one call, bytes of one device, compile_s is what the compiler took here. What
     does not fit has no figures but why_not."""
     refused, figures = isinstance(found, DoesNotFit), FIGURES if job.times else FIGURES[:-1]
@@ -286,11 +286,11 @@ def to_json(job: Job, cell: Cell, found: Compiled | DoesNotFit) -> dict[str, Any
     }
 
 
-def fits(job: Job, found: Compiled | DoesNotFit) -> bool:
+def fits(job: Compilation, found: Compiled | DoesNotFit) -> bool:
     return isinstance(found, Compiled) and found.peak_bytes <= job.kind.memory_bytes
 
 
-def header(job: Job) -> str:
+def header(job: Compilation) -> str:
     mesh = ", ".join(f"{axis}={size}" for axis, size in job.mesh.items()) or "one device"
     return (
         f"compiled for {job.topology} ({mesh}), not run; per device, of one call; it has "
@@ -301,7 +301,7 @@ def header(job: Job) -> str:
     )
 
 
-def row(job: Job, cell: Cell, found: Compiled | DoesNotFit) -> str:
+def row(job: Compilation, cell: Cell, found: Compiled | DoesNotFit) -> str:
     if isinstance(found, DoesNotFit):
         return f"{cell.name:<22} {cell.size:<26} does NOT fit: {found}"
     count = sum(found.collectives.values())
@@ -334,7 +334,7 @@ def flags(to: Any) -> None:
     json_flag(to)
 
 
-def job_of(args: argparse.Namespace) -> Job:
+def job_of(args: argparse.Namespace) -> Compilation:
     """Raises InputError."""
     type_, options = pipeline(args.pipeline), replace(planned_options(args), dtype="bfloat16")
     target = Target(**given_flags(args, Target))

@@ -31,7 +31,7 @@ NAMES = (*CATALOG, LOOP)
 
 
 @dataclass(frozen=True)
-class Asked:
+class GraphRequest:
     """The graph to print, and its format."""
 
     component: str
@@ -87,12 +87,15 @@ def flags(to: Any) -> None:
     )
     model_or_preset(to)
     add_flags(to, OneStage, only=SIZED)
-    add_flags(to, Asked)
+    add_flags(to, GraphRequest)
     add_flags(to, ModelOptions, only=(*PLACED, "tp_size"))
 
 
 def main(args: argparse.Namespace) -> None:
-    options, asked = planned_options(args), Asked(args.component, **given_flags(args, Asked))
+    options, asked = (
+        planned_options(args),
+        GraphRequest(args.component, **given_flags(args, GraphRequest)),
+    )
     clip = OneStage("a graph", **given_flags(args, OneStage))
     config = open_checkpoint(args.model).config if args.model else preset(args.preset).config
     placed = {name: getattr(options, name) for name in PLACED}

@@ -27,9 +27,9 @@ from ltx2rt.flags import flag
 from ltx2rt.models.geometry import Geometry, latent_frames, pixel_frames
 from ltx2rt.pipelines.request import MAX_FPS, NEUTRAL, Loras, VideoRequest
 from ltx2rt.session.options import LoraSpec, ModelOptions
-from ltx2rt.stages.conditioning import Anchor, Conditioning, Image, Remade, SeededSlot, Slot
+from ltx2rt.stages.conditioning import Anchor, Conditioning, Image, SeededSlot, Slot, StageReference
 from ltx2rt.stages.denoise import Denoise
-from ltx2rt.stages.given import Given
+from ltx2rt.stages.given import GivenLatents
 from ltx2rt.stages.refine import Cut, Refine
 from ltx2rt.stages.relay import PromptSpan
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
@@ -172,7 +172,10 @@ class DFR(VideoRequest):
             kind: Callable[..., Stage], name: str, *how: Any, given: Any, **more: Any
         ) -> list[Stage]:
             more |= {"given": tuple(given), "rule": options.cross_timestep_rule}
-            return [Given(name, more["given"]), kind(name, *how, self.noise, NEUTRAL, **more)]
+            return [
+                GivenLatents(name, more["given"]),
+                kind(name, *how, self.noise, NEUTRAL, **more),
+            ]
 
         def beside(geometry: Geometry) -> list[Conditioning]:
             return [*self.guides(geometry), *(Slot(frame, geometry) for frame in keyframes)]
@@ -219,7 +222,7 @@ class DFR(VideoRequest):
                 f"--lora: {loras[0].path} is for references of 1/{space} the size and 1/{time} "
                 "the frames; dfr has stage 1's clip for stage 2, of half the size and all frames"
             )
-        return [Remade("stage1", half, space)]
+        return [StageReference("stage1", half, space)]
 
     def guides(self, geometry: Geometry, start: int = 0, times: int = 1) -> list[Conditioning]:
         """The request's images that are in a part of the clip, which begins at pixel frame `start`

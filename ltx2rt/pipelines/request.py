@@ -54,7 +54,7 @@ from ltx2rt.stages.conditioning import (
 from ltx2rt.stages.denoise import Denoise, Noise
 from ltx2rt.stages.duration import NO_LENGTH, Duration, chooses_length, longest
 from ltx2rt.stages.frames import decoding, video_decoder
-from ltx2rt.stages.given import Given
+from ltx2rt.stages.given import GivenLatents
 from ltx2rt.stages.relay import PromptSpan, Relay, parse_span
 from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.stage import Stage
@@ -691,7 +691,7 @@ class VideoRequest(Request):
             (*images, *(Slot(frame, geometry) for frame in slots), *given),
             options.cross_timestep_rule,
         )
-        before: list[Stage] = [Given(name, given)] if given else []
+        before: list[Stage] = [GivenLatents(name, given)] if given else []
         return [
             *before,
             Denoise(

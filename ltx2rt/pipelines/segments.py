@@ -32,15 +32,15 @@ from ltx2rt.pipelines.sound_following import SoundFollowing
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.clip_end import ends, leading
 from ltx2rt.stages.denoise import Denoise, Noise
-from ltx2rt.stages.given import Given
+from ltx2rt.stages.given import GivenLatents
 from ltx2rt.stages.joined import JoinFrames
 from ltx2rt.stages.segments import (
     ColourLock,
     ContinuedSound,
     Keep,
-    Part,
     Past,
     PastSound,
+    SegmentFile,
     Segments,
     segment_starts,
 )
@@ -339,12 +339,12 @@ class Segmented(SoundFollowing, VideoRequest):
                 yield f"{made} of them are there already, in {self.parts_folder}"
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[SegmentFile]:
         folder, origin, found = self.parts_folder or Path(), 0, []
         for number, start in enumerate(self.starts, 1):
             origin = start if number in self.cut else origin
             path = folder / f"{number - 1:04d}.mov"
-            found.append(Part.of(path, self.num_frames, self.fps, self.audio, start, origin))
+            found.append(SegmentFile.of(path, self.num_frames, self.fps, self.audio, start, origin))
         return found
 
     def all_stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
@@ -404,7 +404,7 @@ def segment_seed(seed: int, i: int) -> int:
 
 def continued(
     stages: list[Stage],
-    before: Part,
+    before: SegmentFile,
     options: ModelOptions,
     model: ModelConfig,
     anchor: tuple[Path, float] | None = None,
@@ -429,9 +429,9 @@ def continued(
             guide = [leading(stage.geometry, *anchor, options.vae_tiling, model)] if anchor else []
             given = (*stage.given, *tail, *guide)
             stage = replace(stage, given=given, masks={} if "audio" in stage.frozen else masks)
-            yield Given(stage.name, stage.given)
+            yield GivenLatents(stage.name, stage.given)
         if isinstance(stage, Sound):
             stage = ContinuedSound(stage.geometry, past=past)
-        if not isinstance(stage, Given):
+        if not isinstance(stage, GivenLatents):
             yield stage
     yield JoinFrames(seam, before, None)

@@ -24,7 +24,7 @@ from ltx2rt.pipelines.sound_following import SoundFollowing
 from ltx2rt.pipelines.step_plans import PlanFile
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.denoise import Denoise
-from ltx2rt.stages.given import Given
+from ltx2rt.stages.given import GivenLatents
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.stage import Stage
@@ -107,7 +107,7 @@ class TextToAudio(SoundFollowing):
             self.stg_blocks, sound=True, streams=("audio",), plan=step_plans.plan_of(self),
             interval=self.guidance_interval, **follows,
         )  # fmt: skip
-        before: list[Stage] = [Given("stage1", stage.given)] if stage.given else []
+        before: list[Stage] = [GivenLatents("stage1", stage.given)] if stage.given else []
         return [*self.text, *before, stage, Sound(sound, self.num_videos)]
 
 

@@ -51,19 +51,19 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Runs:
+class Counts:
     """How often a node's products are computed and its exchange is made, where it is not once."""
 
     work: float = 1.0
     sends: int = 1
 
 
-ONCE = Runs()
-RunsById = Mapping[int, Runs]  # by the id of the node
-EACH_ONCE: RunsById = MappingProxyType({})
+ONCE = Counts()
+CountsById = Mapping[int, Counts]  # by the id of the node
+EACH_ONCE: CountsById = MappingProxyType({})
 
 
-def exchanges(graph: Graph, runs: RunsById = EACH_ONCE) -> dict[tuple[str, int], Traffic]:
+def exchanges(graph: Graph, runs: CountsById = EACH_ONCE) -> dict[tuple[str, int], Traffic]:
     """Communication of one run of a placed graph, by kind of collective and number of devices that
     take part."""
     found: dict[tuple[str, int], Traffic] = {}
@@ -160,7 +160,7 @@ def _inner_bytes(node: Node) -> int:
     return activation_bytes(node.repeat.body) - sum(v.type.nbytes for v in same)
 
 
-def flops(graph: Graph, runs: RunsById = EACH_ONCE) -> int:
+def flops(graph: Graph, runs: CountsById = EACH_ONCE) -> int:
     """2 x multiply-adds of linears, convolutions and attention; everything else is bandwidth."""
     return sum(
         round(node_flops(node) * runs.get(id(node), ONCE).work) * times

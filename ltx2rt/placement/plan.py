@@ -13,7 +13,7 @@ from ltx2rt.backend import get_factory
 from ltx2rt.graph.ir import Graph
 from ltx2rt.placement.cost import (
     EACH_ONCE,
-    RunsById,
+    CountsById,
     Traffic,
     activation_bytes,
     by_kind,
@@ -72,7 +72,7 @@ class StageCost:
     quantised: bool = False
     part: str = ""
     calls: Calls = field(default=(), compare=False, repr=False)
-    runs: RunsById = field(default_factory=dict, compare=False, repr=False)
+    runs: CountsById = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def label(self) -> str:
@@ -127,7 +127,7 @@ class StageCost:
         return found.travelled_s - found.waited_s
 
 
-def cost(work: Work, runs: RunsById = EACH_ONCE) -> StageCost:
+def cost(work: Work, runs: CountsById = EACH_ONCE) -> StageCost:
     """The cost of a stage on one device, read off its graphs. runs: of nodes that run more than
     once."""
     exchanged: dict[tuple[str, int], Traffic] = {}

@@ -17,7 +17,7 @@ from ltx2rt.placement.cost import (
     ONCE,
     RECEIVED,
     VIEWS,
-    RunsById,
+    CountsById,
     is_plain_linear,
     is_quantised,
     node_flops,
@@ -66,7 +66,7 @@ class Timeline:
     hidden: bool = False
     quantised: bool = False
     decodes: bool = False
-    runs: RunsById = field(default_factory=dict)
+    runs: CountsById = field(default_factory=dict)
     clock_s: float = 0.0
     link_s: float = 0.0
     travelled_s: float = 0.0

@@ -17,21 +17,23 @@ from ltx2rt.graph.ir import Graph, Type
 from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt.graph.trace import emit
 from ltx2rt.passes.adapters import MARK
-from ltx2rt.placement.cost import VIEWS, Runs, activation_bytes, weight_bytes
+from ltx2rt.placement.cost import VIEWS, Counts, activation_bytes, weight_bytes
 
 ATTENTION_BACKWARD = 2.5
 STATE_BYTES = 16  # bytes for a trained number: itself, its gradient and both moments, float32
 
 
-def runs_of(graph: Graph, remat: str) -> dict[int, Runs]:
+def runs_of(graph: Graph, remat: str) -> dict[int, Counts]:
     """How often each node of a `train-step` graph with adapters runs in one step, by the node's id.
     remat: of `backend.REMAT`."""
-    found: dict[int, Runs] = {}
+    found: dict[int, Counts] = {}
     _visit(graph, set(), 0, remat, found)
     return found
 
 
-def _visit(graph: Graph, learnt: set[int], again: int, remat: str, found: dict[int, Runs]) -> None:
+def _visit(
+    graph: Graph, learnt: set[int], again: int, remat: str, found: dict[int, Counts]
+) -> None:
     """Enter the runs of the graph's nodes. learnt: values that depend on what is trained, to which
     it adds."""
     learnt |= {id(v) for name, v in graph.params.items() if MARK in name}
@@ -51,7 +53,7 @@ def _visit(graph: Graph, learnt: set[int], again: int, remat: str, found: dict[i
             learnt |= {id(v) for v in node.outputs}
         backward = ATTENTION_BACKWARD * any(wanted) if node.op == "attention" else sum(wanted[:2])
         kept = remat == "exchanges" and any(wanted)
-        found[id(node)] = Runs(1 + again + backward, 1 + again * (not kept) + any(wanted))
+        found[id(node)] = Counts(1 + again + backward, 1 + again * (not kept) + any(wanted))
 
 
 def gradient_sums(graph: Graph, mesh: Mapping[str, int]) -> Graph:

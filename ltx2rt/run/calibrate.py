@@ -52,7 +52,7 @@ LEAST_RECALL = 0.95  # share of attention in sight below which a transformer blo
 Measures = Mapping[str, float]
 
 
-class Runs:
+class CalibrationRuns:
     """The runs of a request's prompts, exact and by plan; each is made once and kept in a folder.
 
     request: resolved, with a seed and without a plan; prompt i runs with seed + i. say: is given a
@@ -229,7 +229,9 @@ class Runs:
         return range(middle), range(middle, len(self.prompts))
 
 
-def calibrate(runs: Runs, evaluations: Sequence[int], quick: bool = False) -> dict[str, Any]:
+def calibrate(
+    runs: CalibrationRuns, evaluations: Sequence[int], quick: bool = False
+) -> dict[str, Any]:
     """The document of `--step-plan FILE`. quick: search alone, no plan is run and none has a
     price."""
     searched, held_out = runs.halves
@@ -286,7 +288,9 @@ def calibrate(runs: Runs, evaluations: Sequence[int], quick: bool = False) -> di
     }
 
 
-def attention(runs: Runs, densities: Sequence[float], quick: bool = False) -> list[dict[str, Any]]:
+def attention(
+    runs: CalibrationRuns, densities: Sequence[float], quick: bool = False
+) -> list[dict[str, Any]]:
     """Of each density of video attention: by transformer block the share of attention that stays in
     sight, of the prompt with the least of it, as a mean over steps and heads and of the worst head;
     the blocks that stay dense, and the price with these. quick: without the price."""

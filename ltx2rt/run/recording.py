@@ -20,16 +20,16 @@ from ltx2rt.media.output import CONTAINERS, FileState, state_of
 from ltx2rt.run.plan import Plan
 from ltx2rt.run.report import comment
 from ltx2rt.session.session import Session
-from ltx2rt.stages.segments import Part, stops
+from ltx2rt.stages.segments import SegmentFile, stops
 
 STREAM, CLIP = "stream.mp4", "clip"  # beside the segments
 POLL_S = 0.1
 
 
-class Recording:
+class GrowingClip:
     """The clip of the parts, as far as they are there."""
 
-    def __init__(self, parts: Sequence[Part], clip: FollowedClip, output: Path):
+    def __init__(self, parts: Sequence[SegmentFile], clip: FollowedClip, output: Path):
         self.parts, self._clip, self._output = parts, clip, output
         self._over = Event()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="recording")
@@ -49,7 +49,7 @@ class Recording:
                 raise NotWritten(error.errno, error.strerror, str(self._output)) from error
             raise
 
-    def _add(self, part: Part, stop: int) -> None:
+    def _add(self, part: SegmentFile, stop: int) -> None:
         frame, rate = part.start, self._clip.rate
         sound = part.samples(*(part.sample(n, rate) for n in (frame, stop))) if rate else None
         first = part.sample(frame, rate) if rate else 0
@@ -78,7 +78,7 @@ class Recording:
 @contextmanager
 def recording(
     session: Session, plan: Plan, folder: Path, output: Path, metadata: bool = True
-) -> Iterator[Recording | None]:
+) -> Iterator[GrowingClip | None]:
     """Encode the plan's clip in segments meanwhile; None where its file is of another form than MP4
     and MOV."""
     request: Any = plan.request
@@ -99,7 +99,7 @@ def recording(
         sample_rate=rate,
         comment=comment(session, request, 0) if metadata else None,
     )
-    made = Recording(request.parts, clip, output)
+    made = GrowingClip(request.parts, clip, output)
     try:
         yield made
     finally:

@@ -18,7 +18,7 @@ from ltx2rt.pipelines.ic_lora import hdr_log
 from ltx2rt.pipelines.request import Request
 from ltx2rt.run.files import Files, video_files, write_report
 from ltx2rt.run.plan import Plan
-from ltx2rt.run.recording import Recording
+from ltx2rt.run.recording import GrowingClip
 from ltx2rt.run.report import comment
 from ltx2rt.run.run import sample_rate
 from ltx2rt.run.segments import folder_of
@@ -36,7 +36,7 @@ def write_files(
     state: State,
     files: Files,
     report: Callable[[], dict[str, Any]],
-    recorded: Recording | None = None,
+    recorded: GrowingClip | None = None,
 ) -> list[Path]:
     """Write the clips, which decodes their frames, and what else was asked for. A run that fails
     leaves no file.

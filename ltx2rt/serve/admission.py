@@ -90,7 +90,7 @@ SHA = re.compile(r"[0-9a-f]{64}")
 KEPT = re.compile(rf"\b{SHA.pattern}(\.media|\.mask)?\b")
 
 
-class Elsewhere(DatasheetBackend):
+class ReplicaBackend(DatasheetBackend):
     """The device of a replica, which plans and runs nothing."""
 
     def __init__(self, options: ModelOptions, info: DeviceInfo, mesh: Mapping[str, int]):
@@ -156,13 +156,16 @@ class Admission:
     def plan_for(self, info: DeviceInfo, mesh: Mapping[str, int]) -> None:
         """Refuse from now on what such devices have no room for."""
         before = self._session.backend if self._session else None
-        if isinstance(before, Elsewhere) and (before.device_kind, before.mesh) == (info.kind, mesh):
+        if isinstance(before, ReplicaBackend) and (before.device_kind, before.mesh) == (
+            info.kind,
+            mesh,
+        ):
             if before.info == info:
                 return
             before.info = info  # the same kind: graphs and costs hold, room may have changed
         else:
             self._session = Session(
-                self.checkpoint, Elsewhere(self.options, info, mesh), self.options
+                self.checkpoint, ReplicaBackend(self.options, info, mesh), self.options
             )
         self._work.clear()
 

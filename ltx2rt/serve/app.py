@@ -60,7 +60,7 @@ from ltx2rt.serve.queue import (
     QueueFull,
 )
 from ltx2rt.serve.refusal import Refusal
-from ltx2rt.serve.supervisor import Store, Supervisor
+from ltx2rt.serve.supervisor import QueueThread, Supervisor
 from ltx2rt.serve.upload import SUFFIX, VIDEO
 from ltx2rt.serve.users import LOCAL, OPERATOR, STRANGER, User, Users
 from ltx2rt.serve.video import as_video, in_segments
@@ -165,7 +165,7 @@ class App:
         self,
         settings: Settings,
         admission: Admission,
-        store: Store,
+        store: QueueThread,
         folder: Folder,
         board: Board,
         supervisor: Supervisor,

@@ -27,7 +27,7 @@ from ltx2rt.serve.folder import Folder, sync
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.queue import COMPLETED, Job, Queue
 from ltx2rt.serve.refusal import Refusal
-from ltx2rt.serve.supervisor import Store, Supervisor
+from ltx2rt.serve.supervisor import QueueThread, Supervisor
 from ltx2rt.serve.upload import IMAGE, MAX_BYTES, SUFFIX
 from ltx2rt.weights.files import opened_at_once
 
@@ -307,7 +307,7 @@ class Batch:
     ):  # fmt: skip
         self.folder, self.results, self.retries, self.say = folder, results, retries, say
         self.board = Board(self._log)
-        self.store = Store(Queue(":memory:", most=10**9, most_of_user=10**9))
+        self.store = QueueThread(Queue(":memory:", most=10**9, most_of_user=10**9))
         self.supervisor = Supervisor(
             command, self.store, folder, self.board, Metrics(), environments=environments, lora_folder=lora_folder,
             step_timeout_s=step_timeout_s,

@@ -139,7 +139,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Event:
+class WebhookEvent:
     """The end of a job, to be sent to its user's webhook. kind: completed or failed; created:
     seconds since 1970; tries: that failed; waited_s: how long servers have tried it."""
 
@@ -610,14 +610,14 @@ class Queue:
             known = "SELECT * FROM hooked WHERE hooked.user IN (events.user, ?)"
             db.execute(f"DELETE FROM events WHERE NOT EXISTS ({known})", (EVERYBODY,))
 
-    def due(self, most: int) -> list[Event]:
+    def due(self, most: int) -> list[WebhookEvent]:
         """Events to be sent now, the oldest first."""
         rows = self._db.execute(
             "SELECT id, user, job, kind, created, tries, ?1-since_s AS waited_s FROM events "
             "WHERE due_s<=?1 ORDER BY due_s LIMIT ?2",
             (self.uptime(), most),
         )
-        return [Event(**dict(row)) for row in rows]
+        return [WebhookEvent(**dict(row)) for row in rows]
 
     def sent(self, event: str, again_in_s: float | None) -> None:
         """It was sent; again_in_s: when it is to be sent once more, None if never."""

@@ -40,7 +40,7 @@ ABSENT_S, SILENT_S = (
 CHUNK_BYTES = 2**20
 
 
-class Server:
+class RemoteServer:
     """url: of its root. Raises InputError for what it refuses, and when it does not answer for
     ABSENT_S, or, once it has, for SILENT_S."""
 
@@ -105,7 +105,9 @@ def _message(said: str) -> str:
         return ""
 
 
-def admit(server: Server, lines: Sequence[Line], beside: Path) -> list[tuple[Line, dict[str, Any]]]:
+def admit(
+    server: RemoteServer, lines: Sequence[Line], beside: Path
+) -> list[tuple[Line, dict[str, Any]]]:
     """Have every line checked; with what is to be sent of it, its files by their digests. Raises
     InputError."""
 
@@ -128,7 +130,7 @@ def admit(server: Server, lines: Sequence[Line], beside: Path) -> list[tuple[Lin
 
 
 def make(
-    server: Server, jobs: Sequence[tuple[Line, dict[str, Any]]], results: Results, retries: int,
+    server: RemoteServer, jobs: Sequence[tuple[Line, dict[str, Any]]], results: Results, retries: int,
     say: Callable[[str], None],
 ) -> dict[str, int]:  # fmt: skip
     """How many jobs ended with each status; clips and results are where a batch without a server
@@ -159,7 +161,11 @@ def make(
 
 
 def _keep(
-    server: Server, line: Line, given: Mapping[str, Any], video: dict[str, Any], results: Results
+    server: RemoteServer,
+    line: Line,
+    given: Mapping[str, Any],
+    video: dict[str, Any],
+    results: Results,
 ) -> str:
     status, error, x = video["status"], video["error"], video["x"]
     urls = x["urls"].get("videos", [])

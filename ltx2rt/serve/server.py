@@ -25,7 +25,7 @@ from ltx2rt.serve.folder import Folder
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.queue import Queue
 from ltx2rt.serve.refusal import Refusal
-from ltx2rt.serve.supervisor import Store, Supervisor
+from ltx2rt.serve.supervisor import QueueThread, Supervisor
 from ltx2rt.serve.webhooks import Hook, Webhooks
 
 HEAD_S, IDLE_S, GRACE_S = 10, 75, 2
@@ -86,7 +86,7 @@ class Patient(H11Protocol):
         super().send_400_response(json.dumps(Refusal(400, "invalid_value", msg).body))
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self):
         """Ours are `serve`'s business."""
@@ -130,7 +130,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: Admission) -> int:
     queue = Queue(folder.queue, how.max_queue, how.max_user_queue, how.user_quota)
-    store, board = Store(queue), Board((lambda *_, **__: None) if how.quiet else log)
+    store, board = QueueThread(queue), Board((lambda *_, **__: None) if how.quiet else log)
     queue.keep_events(how.hooks)
     queue.recover(folder.published)
     if queue.paused():
@@ -150,7 +150,7 @@ async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: A
         timeout_keep_alive=IDLE_S, timeout_graceful_shutdown=GRACE_S, limit_concurrency=MAX_CONNECTIONS,
         h11_max_incomplete_event_size=2**16, proxy_headers=False,
     )  # fmt: skip
-    server = Server(config)
+    server = HttpServer(config)
     stopped, status, loop = asyncio.Event(), TERMINATED, asyncio.get_running_loop()
 
     def stop(number: int) -> None:

@@ -40,7 +40,7 @@ STORAGE_WAITS = (
 )
 
 
-class Store:
+class QueueThread:
     """The queue in a thread of its own, so that only the caller waits for the disk."""
 
     def __init__(self, queue: Queue):
@@ -104,7 +104,7 @@ class Supervisor:
     def __init__(
         self,
         command: Sequence[str],
-        store: Store,
+        store: QueueThread,
         folder: Folder,
         board: Board,
         metrics: Metrics,

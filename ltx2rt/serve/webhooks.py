@@ -27,8 +27,8 @@ from urllib.parse import urlsplit
 from ltx2rt.errors import InputError
 from ltx2rt.serve.board import Board
 from ltx2rt.serve.metrics import Metrics
-from ltx2rt.serve.queue import EVERYBODY, Event
-from ltx2rt.serve.supervisor import Store
+from ltx2rt.serve.queue import EVERYBODY, WebhookEvent
+from ltx2rt.serve.supervisor import QueueThread
 from ltx2rt.version import VERSION
 
 SECRET = "whsec_"  # Standard Webhooks: the prefix of a secret, before its base64
@@ -117,7 +117,9 @@ SEND = urllib.request.build_opener(NoRedirects).open
 class Webhooks:
     """Sends what the queue keeps for the users of `hooks`."""
 
-    def __init__(self, hooks: Mapping[str, Hook], store: Store, board: Board, metrics: Metrics):
+    def __init__(
+        self, hooks: Mapping[str, Hook], store: QueueThread, board: Board, metrics: Metrics
+    ):
         self.hooks, self.store, self.board, self.metrics = hooks, store, board, metrics
 
     async def run(self) -> None:
@@ -129,7 +131,7 @@ class Webhooks:
                 self.board.log("queue_error", error=str(error))
             await asyncio.sleep(LOOK_S)
 
-    async def deliver(self, event: Event) -> None:
+    async def deliver(self, event: WebhookEvent) -> None:
         """Send it once; then it is forgotten, or due again later."""
         hook = self.hooks.get(event.user) or self.hooks[EVERYBODY]
         problem, gone = await asyncio.to_thread(send, hook, event)
@@ -144,7 +146,7 @@ class Webhooks:
         )
 
 
-def send(hook: Hook, event: Event) -> tuple[str | None, bool]:
+def send(hook: Hook, event: WebhookEvent) -> tuple[str | None, bool]:
     """The error, None if it was taken, and whether the receiver wants no more of it (410)."""
     body = json.dumps(
         {

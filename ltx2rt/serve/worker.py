@@ -38,7 +38,7 @@ from ltx2rt.pipelines import make_request
 from ltx2rt.ranks.crew import Crew
 from ltx2rt.ranks.environment import FAILED
 from ltx2rt.run.plan import Plan, make_plan, with_enhanced_prompt
-from ltx2rt.run.recording import Recording, recording
+from ltx2rt.run.recording import GrowingClip, recording
 from ltx2rt.run.report import comment
 from ltx2rt.run.run import produce, sample_rate, timed, warm_up
 from ltx2rt.run.segments import claimed, discard
@@ -245,7 +245,7 @@ def _made(
     session: Session,
     plan: Plan,
     job: dict[str, Any],
-    recorded: Recording | None,
+    recorded: GrowingClip | None,
     progress: Callable[[Progress], None],
     cancelled: Callable[[], bool],
     look: Callable[[Callable[[], np.ndarray]], None],

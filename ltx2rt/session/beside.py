@@ -48,7 +48,7 @@ class WithAdapters:
 
 
 @dataclass(frozen=True)
-class Beside(Mapping[str, np.ndarray]):
+class LoraAdapters(Mapping[str, np.ndarray]):
     """Adapters of LoRAs on a source's weights, and a mapping of their parameters' names to values,
     float32, that reads them when asked: A [rank, in] and B [out, rank], which has the strength and
     alpha / rank.
@@ -95,7 +95,7 @@ def beside(
     dtype: str,
     blocks: int,
     allow_partial: bool = False,
-) -> Beside:
+) -> LoraAdapters:
     """Raises InputError for LoRAs of another model, and for changes that are no pair beside a
     linear of the blocks."""
     merges = MergedSource(source, loras, dtype, allow_partial=allow_partial).merges
@@ -116,4 +116,4 @@ def beside(
     targets = frozenset(starred(name.removesuffix(".weight")) for name in touched)
     apart = tuple(replace(merge, beside=True) for merge in merges)
     adapters = Adapters(targets, rank, dtype=dtype)
-    return Beside(source, tuple(loras), tuple(found), adapters, blocks, apart)
+    return LoraAdapters(source, tuple(loras), tuple(found), adapters, blocks, apart)

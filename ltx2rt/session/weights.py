@@ -23,7 +23,7 @@ from ltx2rt.notes import note
 from ltx2rt.passes.adapters import MARK, Adapters, tensors
 from ltx2rt.placement.devices import host_memory
 from ltx2rt.placement.stream import Piece, pieces, slots_bytes, streamed
-from ltx2rt.session.beside import Beside, WithAdapters, beside
+from ltx2rt.session.beside import LoraAdapters, WithAdapters, beside
 from ltx2rt.session.call import Call, WeightsKey, holds, network_of
 from ltx2rt.session.options import LoraSpec, ModelOptions, PlannedLora
 from ltx2rt.weights.audit import audit
@@ -55,7 +55,7 @@ class Residence:
 
 
 @dataclass(frozen=True)
-class Held:
+class RetainedWeights:
     """One set on the device, and the graph that it was loaded for. shares: whether another set had
     some of it."""
 
@@ -121,7 +121,9 @@ class WeightStore:
         self.loaded_bytes = 0
         self.again = False
         self.residence = Residence()
-        self.held: OrderedDict[WeightsKey, Held] = OrderedDict()  # least recently used first
+        self.held: OrderedDict[WeightsKey, RetainedWeights] = (
+            OrderedDict()
+        )  # least recently used first
         self.parked: dict[WeightsKey, Any] = {}  # in the host's memory
         self._parked_as: dict[WeightsKey, frozenset[Piece]] = {}  # what of each was streamed
         self._stored: dict[tuple[str, ...], dict[str, str]] = {}
@@ -158,7 +160,7 @@ class WeightStore:
             check_lora(lora, self.checkpoint.config.version)
         return opened
 
-    def beside(self, call: Call) -> Beside:
+    def beside(self, call: Call) -> LoraAdapters:
         """The call's LoRAs that stay apart from the weights. Raises InputError where they
         cannot."""
         source, opened = self.source(call), self._opened(_apart(call.loras))
@@ -228,7 +230,7 @@ class WeightStore:
         self.held.move_to_end(key)
         return self.held[key].weights
 
-    def _loaded(self, call: Call, graph: Graph) -> Held:
+    def _loaded(self, call: Call, graph: Graph) -> RetainedWeights:
         key, base, changed, left = call.weights, None, frozenset(), {}
         siblings = [other for other in self.held if network_of(other) == network_of(key)]
         streamed = self.residence.streamed(key, graph)
@@ -248,7 +250,7 @@ class WeightStore:
             near = min(siblings, key=lambda other: len(self.changed(call, other[1])))
             base, changed = self.held[near].weights, self.changed(call, near[1])
         if kept and base is None:
-            return Held(self.backend.unpark(kept, left), graph, False, streamed)
+            return RetainedWeights(self.backend.unpark(kept, left), graph, False, streamed)
         source = self.source(call, call.loras)
         if _apart(call.loras):
             source = WithAdapters(source, self.beside(call))
@@ -259,7 +261,7 @@ class WeightStore:
         weights = self.backend.load([graph], source, base, changed, **more)
         check_opened()
         self.loaded_bytes += source.bytes
-        return Held(weights, graph, base is not None, streamed)
+        return RetainedWeights(weights, graph, base is not None, streamed)
 
     def _make_host_room(self, size: int) -> None:
         """Drop what is parked in the host's memory, the least recently loaded first, until so much

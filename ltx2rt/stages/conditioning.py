@@ -351,7 +351,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Remade:
+class StageReference:
     """Latents that an earlier stage made, whole, as reference tokens beside the clip's (IC-LoRA).
 
     latents: their name in the state's; geometry: theirs. downscale: of how many rows and columns of

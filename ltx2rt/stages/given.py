@@ -17,7 +17,7 @@ from ltx2rt.stages.stage import Stage, State
 
 
 @dataclass(frozen=True)
-class Given(Stage):
+class GivenLatents(Stage):
     """stage: the denoising stage that it is for. Reports have it if something is encoded."""
 
     stage: str

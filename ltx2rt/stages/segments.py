@@ -57,7 +57,7 @@ def segment_starts(
 
 
 @dataclass(frozen=True)
-class Part(SourceClip):
+class SegmentFile(SourceClip):
     """The file of a segment, which need not be there yet, from its frame `first` on.
 
     start: the clip's frame that is the segment's first; origin: the one that was the first after
@@ -72,7 +72,7 @@ class Part(SourceClip):
     @classmethod
     def of(
         cls, path: Path, num_frames: int, fps: Fraction, has_sound: bool, start: int, origin: int
-    ) -> Part:
+    ) -> SegmentFile:
         info = VideoInfo(0, 0, num_frames, fps, 0, has_sound, (Fraction(0),))
         return cls(path, info, "a segment", start, origin=origin)
 
@@ -125,7 +125,7 @@ class Past:
     """
 
     geometry: Geometry
-    before: Part
+    before: SegmentFile
     start: int
 
     def _place(self, frame: int) -> int:
@@ -243,7 +243,7 @@ class ColourLock(Stage):
     kept: latent frames of the part before, which stay. share: 0 leaves all, 1 moves all the way.
     """
 
-    first: Part
+    first: SegmentFile
     kept: int
     share: float
     name = "colour lock"
@@ -270,7 +270,7 @@ class Keep(Stage):
     `ColourLock`.
     """
 
-    part: Part
+    part: SegmentFile
     number: int
     of: int
     look: bool = False
@@ -328,7 +328,7 @@ def _save(path: Path, array: np.ndarray) -> None:
 class Segments(Stage):
     """The clip of all segments, of which each is read up to where the next one begins."""
 
-    parts: Sequence[Part]
+    parts: Sequence[SegmentFile]
     name = "segments"
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
@@ -355,7 +355,7 @@ class Segments(Stage):
             yield from part.chunks(stop)
 
 
-def stops(parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
+def stops(parts: Sequence[SegmentFile]) -> Iterator[tuple[SegmentFile, int]]:
     """Each part with the clip's frame up to which it is shown: where the next one begins."""
     for part, following in pairwise(parts):
         yield part, following.start

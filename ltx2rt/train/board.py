@@ -12,7 +12,7 @@ from typing import Any
 from ltx2rt.errors import InputError
 
 
-class Board:
+class EventFiles:
     """Event files of a folder."""
 
     def __init__(self, folder: Path):

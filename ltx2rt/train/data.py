@@ -34,7 +34,7 @@ BESIDE = ("reference", "mask")  # NAME.reference.mp4 beside NAME.mp4
 
 
 @dataclass(frozen=True)
-class Clip:
+class CaptionedClip:
     """One sample's files and text. video or audio may be absent; audio: in place of the video's own
     sound. reference: what an IC-LoRA follows. mask: bright where the clip is given."""
 
@@ -105,7 +105,7 @@ def bucket_of(size: tuple[int, int, int], buckets: Sequence[Bucket]) -> Bucket |
     )
 
 
-def read_clips(path: Path, columns: Mapping[str, str | None] | None = None) -> list[Clip]:
+def read_clips(path: Path, columns: Mapping[str, str | None] | None = None) -> list[CaptionedClip]:
     """The samples of a folder, or of a CSV, JSON or JSONL file, in a fixed order.
 
     columns: names of a table's columns for kinds of COLUMNS, None: found. Raises InputError for
@@ -140,7 +140,7 @@ def read_clips(path: Path, columns: Mapping[str, str | None] | None = None) -> l
     return clips
 
 
-def _folder(path: Path) -> list[Clip]:
+def _folder(path: Path) -> list[CaptionedClip]:
     clips = []
     found = sorted(p for p in path.rglob("*") if p.suffix.lower() in VIDEOS + SOUNDS + IMAGES)
     files = [p for p in found if not p.stem.lower().endswith(tuple(f".{kind}" for kind in BESIDE))]
@@ -154,7 +154,7 @@ def _folder(path: Path) -> list[Clip]:
         text = file.with_suffix(".txt")
         caption = _text(text).strip() if text.exists() else ""
         clips.append(
-            Clip(
+            CaptionedClip(
                 str(file.relative_to(path)),
                 caption,
                 None if sound else file,
@@ -193,7 +193,7 @@ def _rows(path: Path) -> list[Mapping[str, Any]]:
 
 def _row(
     path: Path, number: int, row: Mapping[str, Any], columns: Mapping[str, Sequence[str]]
-) -> Clip:
+) -> CaptionedClip:
     got = {
         kind: next((str(row[n]) for n in names if row.get(n)), None)
         for kind, names in columns.items()
@@ -209,4 +209,4 @@ def _row(
             raise InputError(f"{path}: row {number}: {file} does not exist; check the path")
     if files["video"] and files["video"].suffix.lower() in SOUNDS:
         files = files | {"video": None, "audio": files["audio"] or files["video"]}
-    return Clip(got["video"] or got["audio"] or "", got["caption"] or "", **files)
+    return CaptionedClip(got["video"] or got["audio"] or "", got["caption"] or "", **files)

@@ -19,7 +19,7 @@ from ltx2rt.session.options import LoraSpec
 from ltx2rt.session.session import Session
 from ltx2rt.weights.audit import audit
 from ltx2rt.weights.changes import Pair
-from ltx2rt.weights.files import TensorSource
+from ltx2rt.weights.files import TensorReader
 from ltx2rt.weights.lora import Lora, check_lora, open_lora
 from ltx2rt.weights.names import collapse
 from ltx2rt.weights.part_table import PARTS
@@ -27,7 +27,7 @@ from ltx2rt.weights.part_table import PARTS
 GRADIENT = AdamW(betas=(0.0, 0.999), max_norm=np.inf)  # its first moment is the gradient itself
 
 
-def read_factors(lora: Lora, source: TensorSource) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def read_factors(lora: Lora, source: TensorReader) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """A [rank, in] and B [out, rank] of every module of a LoRA in float32, by the module's official
     name in the checkpoint `source`; strength and alpha / rank are part of B.
 

@@ -45,7 +45,7 @@ from ltx2rt.stages.tokenizer import count_tokens
 from ltx2rt.train.data import (
     IMAGES,
     Bucket,
-    Clip,
+    CaptionedClip,
     bucket_of,
     parse_bucket,
     parse_rate,
@@ -196,13 +196,13 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Job:
+class ClipPiece:
     """A piece of a clip. fps: after resampling; frames: those of the file that it keeps; start: its
     first one, counted at `fps`. place: shares of what is cropped that are left and above.
     reference: a piece of the reference's file, at its own size and of the same frames."""
 
     name: str
-    clip: Clip
+    clip: CaptionedClip
     bucket: Bucket
     fps: Fraction
     sound: Path | None
@@ -351,7 +351,7 @@ class _Cache:
             self._fill(path, lambda c=caption: _context(self.session, c, self.watch), "captions")
         return found
 
-    def latents(self, job: Job) -> str:
+    def latents(self, job: ClipPiece) -> str:
         """The digest of a piece, whose latents are then there."""
         key = _digest("sample", job.made_from(), self.base)
         path = sample_path(self.path, key)
@@ -372,7 +372,7 @@ class _Cache:
         with replacing(self.path / MANIFEST) as partial:
             partial.write_text("\n".join(lines) + "\n")
 
-    def decoded(self, jobs: Sequence[Job], samples: Sequence[Sample]) -> list[str]:
+    def decoded(self, jobs: Sequence[ClipPiece], samples: Sequence[Sample]) -> list[str]:
         """Files of the first `--verify` samples as the model would show them."""
         pairs = list(zip(jobs, samples, strict=True))[: self.request.verify]
         return [
@@ -381,7 +381,7 @@ class _Cache:
         ]
 
 
-def _sounding(jobs: Sequence[Job], request: PrepareRequest) -> list[Job]:
+def _sounding(jobs: Sequence[ClipPiece], request: PrepareRequest) -> list[ClipPiece]:
     """Those with sound. Raises InputError if one has none where `--audio` requires it."""
     silent = [job.name for job in jobs if job.sound is None]
     if request.audio == "required" and silent:
@@ -393,7 +393,7 @@ def _sounding(jobs: Sequence[Job], request: PrepareRequest) -> list[Job]:
 
 
 def _sample(
-    session: Session, job: Job, caption: str, key: str, context: str, held_out: bool
+    session: Session, job: ClipPiece, caption: str, key: str, context: str, held_out: bool
 ) -> Sample:
     """The manifest's line of a piece."""
     has = {
@@ -411,7 +411,7 @@ def _sample(
     )
 
 
-def _held_out(jobs: Sequence[Job], share: float) -> set[str]:
+def _held_out(jobs: Sequence[ClipPiece], share: float) -> set[str]:
     """Names of the samples that are not trained on: chosen by their names, so that a clip that is
     added moves few. The nearest whole number of the share, at least one of ten."""
     count = max(round(share * len(jobs)), int(share > 0 and len(jobs) >= 10))
@@ -420,7 +420,9 @@ def _held_out(jobs: Sequence[Job], share: float) -> set[str]:
     )
 
 
-def _jobs(clips: Sequence[Clip], request: PrepareRequest) -> tuple[list[Job], dict[str, str]]:
+def _jobs(
+    clips: Sequence[CaptionedClip], request: PrepareRequest
+) -> tuple[list[ClipPiece], dict[str, str]]:
     """Pieces of all clips, and the reasons why a clip is skipped, by its name. Raises InputError
     for one that cannot be used, without `--skip-bad`, and if none is left."""
     jobs, skipped = [], {}
@@ -440,7 +442,7 @@ def _jobs(clips: Sequence[Clip], request: PrepareRequest) -> tuple[list[Job], di
 
 
 def _decoded(
-    session: Session, job: Job, cache: Path, number: int, key: str, watch: Stopwatch
+    session: Session, job: ClipPiece, cache: Path, number: int, key: str, watch: Stopwatch
 ) -> Path:
     """A sample as the model would show it: CACHE/verify/NUMBER-NAME.mp4, or .wav of sound alone."""
     folder, latents = cache / "verify", read_arrays(sample_path(cache, key))
@@ -467,7 +469,7 @@ def _decoded(
     return path
 
 
-def _captions(session: Session, request: PrepareRequest, jobs: list[Job]) -> dict[str, str]:
+def _captions(session: Session, request: PrepareRequest, jobs: list[ClipPiece]) -> dict[str, str]:
     """The text of each clip, by its name. Raises InputError for one that the model cannot read
     whole."""
     tokenizer = session.checkpoint.require_tokenizer()
@@ -507,7 +509,7 @@ def _own_folder(path: Path) -> Path:
     return path
 
 
-def _pieces(clip: Clip, request: PrepareRequest) -> Iterator[Job]:
+def _pieces(clip: CaptionedClip, request: PrepareRequest) -> Iterator[ClipPiece]:
     """The pieces of a clip; none if all buckets are larger and it is not to be enlarged. Raises
     InputError for a clip that is too short or has no constant rate, and for a reference that does
     not go with it."""
@@ -549,7 +551,7 @@ def _pieces(clip: Clip, request: PrepareRequest) -> Iterator[Job]:
         at = range(start, start + bucket.frames)
         frames = tuple(min(count - 1, math.floor(i * rate / fps + Fraction(1, 2))) for i in at)
         name = f"{clip.name}#{number}" if len(starts) > 1 else clip.name
-        job = Job(name, clip, bucket, fps, sound, start, frames, place)
+        job = ClipPiece(name, clip, bucket, fps, sound, start, frames, place)
         yield _with_reference(job, request, width / height) if clip.reference else job
 
 
@@ -563,10 +565,10 @@ def _facts(path: Path, flag: str) -> tuple[int, int, int, Fraction, bool]:
     return info.width, info.height, info.num_frames, info.fps, info.has_sound
 
 
-def _sound_alone(clip: Clip, request: PrepareRequest) -> Job:
+def _sound_alone(clip: CaptionedClip, request: PrepareRequest) -> ClipPiece:
     bucket = max(request.buckets, key=lambda b: b.frames)
     if not request.audio_durations:
-        return Job(clip.name, clip, bucket, FPS, clip.audio)
+        return ClipPiece(clip.name, clip, bucket, FPS, clip.audio)
     assert clip.audio is not None
     waveform, rate = read_sound(
         clip.audio, 0.0, max(request.audio_durations), say=lambda text: None
@@ -579,10 +581,10 @@ def _sound_alone(clip: Clip, request: PrepareRequest) -> Job:
             f"{min(request.audio_durations):g}; leave the file out, or add a shorter duration"
         )
     fps = bucket.frames / Fraction(str(max(fitting)))  # the bucket's frames last so long
-    return Job(clip.name, clip, bucket, fps, clip.audio)
+    return ClipPiece(clip.name, clip, bucket, fps, clip.audio)
 
 
-def _with_reference(job: Job, request: PrepareRequest, aspect: float) -> Job:
+def _with_reference(job: ClipPiece, request: PrepareRequest, aspect: float) -> ClipPiece:
     """Raises InputError for a reference of another aspect ratio or fewer frames."""
     path, scale, stride = (
         job.clip.reference,
@@ -612,7 +614,7 @@ def _context(session: Session, caption: str, watch: Stopwatch) -> dict[str, np.n
     return {name: x[0].astype(ml_dtypes.bfloat16) for name, x in state.contexts.items()}
 
 
-def _latents(session: Session, job: Job, watch: Stopwatch) -> dict[str, np.ndarray]:
+def _latents(session: Session, job: ClipPiece, watch: Stopwatch) -> dict[str, np.ndarray]:
     """Whatever the clip has of these: normalised latents video and reference [C, f, h, w] and audio
     [channels, n, mel]; mask [f, h, w], the mean brightness of each latent's pixels."""
     geometry, found = job.geometry(session), {}

@@ -28,7 +28,7 @@ from ltx2rt.models.geometry import Geometry, pack_audio, pack_video
 from ltx2rt.notes import note
 from ltx2rt.session.session import Session
 from ltx2rt.stages.noise import standard_normal, uniform
-from ltx2rt.train.board import Board
+from ltx2rt.train.board import EventFiles
 from ltx2rt.train.conditions import given_tokens
 from ltx2rt.train.data import parse_bucket
 from ltx2rt.train.gradients import read_init
@@ -587,7 +587,7 @@ class Run:
         rows = kept_metrics(r.output, first) if main else []
         if main:
             write_configuration(r.output, self._configuration())
-        board = Board(r.tensorboard) if main and r.tensorboard else None
+        board = EventFiles(r.tensorboard) if main and r.tensorboard else None
         lora = r.output / f"lora-{first:06d}.safetensors"
         batches = self._batches(first)
         with (
@@ -769,7 +769,7 @@ def start(session: Session, request: TrainRequest) -> Run:
     if request.init:
         read_init(request.init, session, run.step.shapes(), run.step.scale)
     if request.tensorboard:
-        Board.check()
+        EventFiles.check()
     if not request.dry_run and session.backend.is_main and request.output.is_dir():
         strange = [
             p.name

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ltx2rt.errors import InputError
-from ltx2rt.weights.files import TensorSource
+from ltx2rt.weights.files import TensorReader
 from ltx2rt.weights.names import collapse
 
 KNOWN_UNUSED = [  # tensors that checkpoints carry and no network of ours reads
@@ -36,7 +36,7 @@ class Shaped(Protocol):
 
 
 def audit(
-    parameters: Mapping[str, Shaped], source: TensorSource, where: str | Path, partial: bool = False
+    parameters: Mapping[str, Shaped], source: TensorReader, where: str | Path, partial: bool = False
 ) -> None:
     """Every parameter has exactly one tensor of its shape; every tensor is a parameter or known to
     be unused.

@@ -25,8 +25,8 @@ from ltx2rt.release import of_version, stated, version_tuple
 from ltx2rt.weights import configs
 from ltx2rt.weights.changes import Pair
 from ltx2rt.weights.comfy import inside
-from ltx2rt.weights.configs import Found, Keys, parse_json
-from ltx2rt.weights.files import TensorFile, TensorFolder, TensorSource, open_file, open_tensors
+from ltx2rt.weights.configs import ConfigSource, Keys, parse_json
+from ltx2rt.weights.files import TensorFile, TensorFolder, TensorReader, open_file, open_tensors
 from ltx2rt.weights.gguf import GgufFile, unread
 from ltx2rt.weights.lora import Lora, open_lora
 from ltx2rt.weights.names import (
@@ -193,7 +193,7 @@ class Place:
         keys = self.keys()
         if part.section and self.layout == "official":
             keys = keys.inner(part.section)
-        return part.read(Found(self.layout, keys, self.source, configs))
+        return part.read(ConfigSource(self.layout, keys, self.source, configs))
 
 
 Places = dict[str, Place]
@@ -509,7 +509,7 @@ def _text_source(
             "with those of the same transformer beside it"
         )
 
-    def projections(source: TensorSource) -> list[str]:
+    def projections(source: TensorReader) -> list[str]:
         return [name for name in source.names() if PROJECTION.match(name)]
 
     if not projections(text):
@@ -568,7 +568,7 @@ def check_gemma_version(
 
 
 def official_sources(file: TensorFile | TensorFolder) -> dict[str, RenamedSource]:
-    homes: dict[str | None, dict[str, tuple[TensorSource, str]]] = {}
+    homes: dict[str | None, dict[str, tuple[TensorReader, str]]] = {}
     for name in file.names():
         homes.setdefault(component_of(name), {})[name] = (file, name)
     if stray := homes.pop(None, None):

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Mapping
 
 from ltx2rt.release import of_tensors, stated
-from ltx2rt.weights.files import DTYPE_NAMES, TensorSource
+from ltx2rt.weights.files import DTYPE_NAMES, TensorReader
 
 SMALL = 0.0005  # share of the bytes: types that are not worth a word
 
 
-def type_bytes(source: TensorSource) -> Counter[str]:
+def type_bytes(source: TensorReader) -> Counter[str]:
     """Stored bytes by type, such as BF16 or Q4_K."""
     found: Counter[str] = Counter()
     for name in source.names():
@@ -35,12 +35,12 @@ def gigabytes(count: int) -> str:
     return f"{count / 1e9:.3g} GB"
 
 
-def release_of(file: TensorSource) -> str:
+def release_of(file: TensorReader) -> str:
     """The name of the release that a transformer's file states, or that its tensors tell."""
     return stated(getattr(file, "metadata", {})) or of_tensors(set(file.names())).name
 
 
-def words(file: TensorSource) -> str:
+def words(file: TensorReader) -> str:
     """A transformer's file, such as "LTX-2.3, Q4_K 61 %, Q6_K 39 %, 15.3 GB"."""
     sizes = type_bytes(file)
     return f"LTX-{release_of(file)}, {mix(sizes)}, {gigabytes(sum(sizes.values()))}"

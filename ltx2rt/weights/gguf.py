@@ -32,12 +32,12 @@ from ltx2rt.weights.files import (
     NOT_FINITE,
     TensorFile,
     TensorInfo,
-    TensorSource,
+    TensorReader,
     cut,
     finite,
     selected,
 )
-from ltx2rt.weights.gguf_blocks import BLOCKS, F32, PLAIN, Block
+from ltx2rt.weights.gguf_blocks import BLOCKS, F32, PLAIN, BlockFormat
 from ltx2rt.weights.names import official_names
 from ltx2rt.weights.quantised import Fields, Packed, stored_fields
 
@@ -72,7 +72,7 @@ class GgufFile(TensorFile):
         if os.pread(self._file, len(GGUF), 0) != GGUF:
             raise InputError(f"{self.path}: not a GGUF file; pass one, or a safetensors file")
         with mmap.mmap(self._file, 0, access=mmap.ACCESS_READ) as data:
-            metadata, tensors = Header(data, self.path).read()
+            metadata, tensors = HeaderReader(data, self.path).read()
         names = official_names(tensors)
         if len(set(names.values())) < len(names):
             raise InputError(f"{self.path}: names with and without prefix clash; pass another file")
@@ -146,7 +146,7 @@ class GgufFile(TensorFile):
         self.requested_bytes += blocks.nbytes
         return (blocks.reshape(len(blocks), -1),)
 
-    def _decoded(self, name: str, block: Block, rows: np.ndarray) -> np.ndarray:
+    def _decoded(self, name: str, block: BlockFormat, rows: np.ndarray) -> np.ndarray:
         """float32 [n, weights of a row]. rows: uint8 [n, bytes]; some are decoded at a time."""
         width = rows.shape[1] // block.size * block.weights
         array = np.empty((len(rows), width), F32)
@@ -174,7 +174,7 @@ class CenteredNorms:
     convert_hf_to_gguf.py, Gemma3Model.norm_shift.
     """
 
-    def __init__(self, source: TensorSource):
+    def __init__(self, source: TensorReader):
         self._source = source
 
     def names(self) -> Iterable[str]:
@@ -193,7 +193,7 @@ class CenteredNorms:
         return None if norm else stored_fields(self._source, format, name, *cuts)
 
 
-class Header:
+class HeaderReader:
     """A header read from its beginning on; `at` is the next byte. Methods raise InputError."""
 
     def __init__(self, data: mmap.mmap, path: Path):

@@ -17,7 +17,7 @@ F32 = np.dtype(np.float32)
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockFormat:
     """weights: in a block. size: its bytes."""
 
     name: str
@@ -29,9 +29,9 @@ class Block:
         return self.name in ENCODINGS
 
 
-def _block(name: str) -> Block:
+def _block(name: str) -> BlockFormat:
     (field,) = ENCODINGS[name].fields
-    return Block(name, field.weights, field.size)
+    return BlockFormat(name, field.weights, field.size)
 
 
 BLOCKS = {  # by ggml's number of the type
@@ -40,26 +40,26 @@ BLOCKS = {  # by ggml's number of the type
     6: _block("Q5_0"),
     7: _block("Q5_1"),
     8: _block("Q8_0"),
-    9: Block("Q8_1", 32, 40),
+    9: BlockFormat("Q8_1", 32, 40),
     10: _block("Q2_K"),
     11: _block("Q3_K"),
     12: _block("Q4_K"),
     13: _block("Q5_K"),
     14: _block("Q6_K"),
-    15: Block("Q8_K", 256, 292),
-    16: Block("IQ2_XXS", 256, 66),
-    17: Block("IQ2_XS", 256, 74),
-    18: Block("IQ3_XXS", 256, 98),
-    19: Block("IQ1_S", 256, 50),
+    15: BlockFormat("Q8_K", 256, 292),
+    16: BlockFormat("IQ2_XXS", 256, 66),
+    17: BlockFormat("IQ2_XS", 256, 74),
+    18: BlockFormat("IQ3_XXS", 256, 98),
+    19: BlockFormat("IQ1_S", 256, 50),
     20: _block("IQ4_NL"),
-    21: Block("IQ3_S", 256, 110),
-    22: Block("IQ2_S", 256, 82),
+    21: BlockFormat("IQ3_S", 256, 110),
+    22: BlockFormat("IQ2_S", 256, 82),
     23: _block("IQ4_XS"),
-    29: Block("IQ1_M", 256, 56),
-    34: Block("TQ1_0", 256, 54),
-    35: Block("TQ2_0", 256, 66),
-    39: Block("MXFP4", 32, 17),
-    40: Block("NVFP4", 64, 36),
-    41: Block("Q1_0", 128, 18),
+    29: BlockFormat("IQ1_M", 256, 56),
+    34: BlockFormat("TQ1_0", 256, 54),
+    35: BlockFormat("TQ2_0", 256, 66),
+    39: BlockFormat("MXFP4", 32, 17),
+    40: BlockFormat("NVFP4", 64, 36),
+    41: BlockFormat("Q1_0", 128, 18),
 }
 PLAIN = {0: "F32", 1: "F16", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 30: "BF16"}

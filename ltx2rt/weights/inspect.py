@@ -31,7 +31,7 @@ from ltx2rt.weights.files import (
     DTYPE_NAMES,
     TensorFile,
     TensorInfo,
-    TensorSource,
+    TensorReader,
     open_file,
     open_tensors,
 )
@@ -279,7 +279,7 @@ def _other(path: Path) -> dict[str, Any]:
     return {"kind": kind, "components": {"": _tensors(tensors)}}
 
 
-def _tensors(source: TensorSource) -> dict[str, Any]:
+def _tensors(source: TensorReader) -> dict[str, Any]:
     infos: dict[str, TensorInfo] = {name: source.info(name) for name in source.names()}
     types: Counter[str] = Counter()
     sizes: Counter[str] = Counter()

@@ -24,7 +24,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Cut
 from ltx2rt.release import of_version, version_tuple
 from ltx2rt.weights.changes import Change, Factors, change_of
-from ltx2rt.weights.files import TensorFile, TensorInfo, TensorSource, write_tensors
+from ltx2rt.weights.files import TensorFile, TensorInfo, TensorReader, write_tensors
 from ltx2rt.weights.names import collapse, component_of, to_official
 from ltx2rt.weights.part_table import PARTS
 from ltx2rt.weights.quantised import Fields, stored_fields
@@ -250,7 +250,7 @@ class MergedSource:
 
     def __init__(
         self,
-        source: TensorSource,
+        source: TensorReader,
         loras: Sequence[Lora],
         dtype: str | np.dtype,
         merge: Merging = merge,
@@ -351,7 +351,7 @@ def merge_to_file(
         check_lora(lora, checkpoint.config.version)
     merged = MergedSource(checkpoint.source("transformer"), loras, dtype)
 
-    def home(name: str) -> TensorSource:
+    def home(name: str) -> TensorReader:
         component = component_of(name)
         source = merged if component == "transformer" else checkpoint.sources.get(component or "")
         if source is None or name not in set(source.names()):

@@ -17,7 +17,7 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.weights import configs
 from ltx2rt.weights.configs import diffusion_decoder, duration_head, latent_upsampler
-from ltx2rt.weights.configs.keys import Found, Keys
+from ltx2rt.weights.configs.keys import ConfigSource, Keys
 
 CONNECTORS = (
     "model.diffusion_model.video_embeddings_connector.",
@@ -111,7 +111,7 @@ class Part:
     metavar: str = "FILE"
     borrowed: tuple[str, ...] = ()
     section: str = ""
-    read: Callable[[Found], Any] | None = None
+    read: Callable[[ConfigSource], Any] | None = None
     check: Callable[[Any, ModelConfig, str], None] | None = None
     write: Callable[[ModelConfig, str], dict[str, Any]] | None = None
     unread: Callable[[Any, str], Mapping[str, tuple[int, ...]]] = lambda config, layout: {}
@@ -132,7 +132,7 @@ def _reads(official: Callable[[Keys], Any], diffusers: Callable[[Keys], Any]) ->
     return lambda found: (official if found.layout == "official" else diffusers)(found.keys)
 
 
-def _read_text(found: Found) -> Any:
+def _read_text(found: ConfigSource) -> Any:
     if found.layout == "diffusers":
         return configs.diffusers_text(found.keys, found.configs["transformer"])
     names = [name for name in found.source.names() if PROJECTION.match(name)]
@@ -143,7 +143,7 @@ def _read_text(found: Found) -> Any:
     return configs.official_text(found.keys, widths.pop())
 
 
-def _read_video_vae(found: Found) -> Any:
+def _read_video_vae(found: ConfigSource) -> Any:
     """Without the convolutional decoder, where the file is that of the other one."""
     if found.layout == "diffusers":
         return configs.diffusers_video_vae(found.keys)

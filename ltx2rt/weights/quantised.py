@@ -26,7 +26,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph import encodings
 from ltx2rt.graph.encodings import E4M3_FORMAT, KEPT, decoded
 from ltx2rt.graph.ir import Cut
-from ltx2rt.weights.files import TensorFile, TensorFolder, TensorInfo, TensorSource, selected
+from ltx2rt.weights.files import TensorFile, TensorFolder, TensorInfo, TensorReader, selected
 
 E4M3, F32 = np.dtype(encodings.E4M3), np.dtype(np.float32)
 SCALES = ("weight_scale", "scale_weight")
@@ -129,7 +129,7 @@ def dequantised(file: Any) -> Any:
     return found if found._packed else file
 
 
-def stored_fields(source: TensorSource, format: str, name: str, *cuts: Cut) -> Fields | None:
+def stored_fields(source: TensorReader, format: str, name: str, *cuts: Cut) -> Fields | None:
     """`source.stored`, for the sources that have it."""
     read = getattr(source, "stored", None)
     return read(format, name, *cuts) if read else None
@@ -207,7 +207,7 @@ def _expect(file: TensorFile | TensorFolder, name: str, fits: bool, expected: st
 # ---- decoding ------------------------------------------------------------------------------------
 
 
-def _fields(file: TensorSource, name: str, packed: Packed, rows: Cut, columns: Cut) -> Fields:
+def _fields(file: TensorReader, name: str, packed: Packed, rows: Cut, columns: Cut) -> Fields:
     """Those of whole groups of a slice."""
     _, start, stop = columns
     if packed.format != "nvfp4":
@@ -221,7 +221,7 @@ def _fields(file: TensorSource, name: str, packed: Packed, rows: Cut, columns: C
     return halves, scales, _scale(file, f"{name}_scale_2", rows)
 
 
-def _scale(file: TensorSource, stored: str, rows: Cut) -> np.ndarray:
+def _scale(file: TensorReader, stored: str, rows: Cut) -> np.ndarray:
     """f32[rows, 1], those of the rows that are read. stored: the name of the scales."""
     scale, (_, start, stop) = file.read(stored).astype(np.float32), rows
     if scale.size == 1:

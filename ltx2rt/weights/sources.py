@@ -9,14 +9,14 @@ import numpy as np
 
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Cut
-from ltx2rt.weights.files import TensorInfo, TensorSource, cut
+from ltx2rt.weights.files import TensorInfo, TensorReader, cut
 from ltx2rt.weights.quantised import Fields, dequantised, stored_fields
 
 
 class RenamedSource:
     """Part of one or more sources, under canonical names."""
 
-    def __init__(self, where: Path, home: Mapping[str, tuple[TensorSource, str]]):
+    def __init__(self, where: Path, home: Mapping[str, tuple[TensorReader, str]]):
         self.where, self._home = where, dict(home)
 
     def names(self) -> Iterable[str]:
@@ -41,7 +41,7 @@ class RenamedSource:
 class JoinedRows:
     """A source in which some tensors of another are one, row after row."""
 
-    def __init__(self, source: TensorSource, joined: Mapping[str, tuple[str, ...]]):
+    def __init__(self, source: TensorReader, joined: Mapping[str, tuple[str, ...]]):
         self._source, self._joined = source, dict(joined)
 
     def names(self) -> Iterable[str]:
@@ -63,10 +63,10 @@ class JoinedRows:
 
 
 def renamed(
-    tensors: TensorSource, where: Path, canonical: Callable[[str], str | None]
+    tensors: TensorReader, where: Path, canonical: Callable[[str], str | None]
 ) -> RenamedSource:
     """canonical: a tensor's name, None leaves it out. Raises InputError for two of one name."""
-    home: dict[str, tuple[TensorSource, str]] = {}
+    home: dict[str, tuple[TensorReader, str]] = {}
     tensors = dequantised(tensors)
     for stored in tensors.names():
         name = canonical(stored)

@@ -14,7 +14,7 @@ from ltx2rt.config import Gemma4Config, GemmaConfig
 from ltx2rt.errors import InputError
 from ltx2rt.weights import configs
 from ltx2rt.weights.configs import Keys, parse_json
-from ltx2rt.weights.files import TensorFile, TensorSource, open_file, open_tensors
+from ltx2rt.weights.files import TensorFile, TensorReader, open_file, open_tensors
 from ltx2rt.weights.gguf import CenteredNorms, GgufFile
 from ltx2rt.weights.names import GEMMA, TEXT_PROJECTION, gemma_to_canonical, llama_cpp_to_canonical
 from ltx2rt.weights.part_table import GEMMA_GGUF
@@ -74,7 +74,7 @@ def gemma_keys(path: Path) -> Keys:
     return configs.plain_gemma3({name.removeprefix(GEMMA): shapes[name] for name in own}, str(path))
 
 
-def plain_gemma3(file: TensorSource) -> bool:
+def plain_gemma3(file: TensorReader) -> bool:
     """Whether a text-encoder file is of Gemma 3 without a config, as ComfyUI's files are."""
     plain = isinstance(file, TensorFile) and "gemma_config" not in file.metadata
     return plain and not any(name.endswith(GEMMA_4) for name in file.names())
@@ -104,7 +104,7 @@ def open_gemma(path: Path) -> tuple[GemmaConfig | Gemma4Config, RenamedSource]:
     return config, renamed(tensors, path, canonical)
 
 
-def unread_format(file: TensorSource) -> str:
+def unread_format(file: TensorReader) -> str:
     """A sentence about the 4-bit matrices of a one-file Gemma 3; empty if it has none."""
     stored = dequantised(file)
     infos = [stored.info(name) for name in stored.names()]

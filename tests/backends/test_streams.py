@@ -12,9 +12,9 @@ from ltx2rt_cuda import streams
 from ltx2rt_cuda.device.cuda import Cuda, Pool
 from ltx2rt_cuda.device.torch_device import Side
 from ltx2rt_cuda.distributed import Position
-from ltx2rt_cuda.lower import Repeat, lower
+from ltx2rt_cuda.lower import RepeatModule, lower
 from ltx2rt_cuda.ops import OPS, arrived
-from ltx2rt_cuda.streams import Beside, in_parts
+from ltx2rt_cuda.streams import TwoStreams, in_parts
 from placed_cases import case
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -163,7 +163,7 @@ def test_two_streams_have_the_bits_of_one_and_race_for_nothing(monkeypatch, name
     with watched(monkeypatch) as races:
         module = lower(graph, torch.device("cpu"), side=Side(Cuda(), Stream()))
         found = module(*given)
-    assert sum(isinstance(part, Beside) for part in module.modules()) >= 5
+    assert sum(isinstance(part, TwoStreams) for part in module.modules()) >= 5
     assert not races.found and races.overlapped >= 50
     for mine, theirs in zip(found, expected, strict=True):
         assert torch.equal(mine, theirs)
@@ -228,7 +228,7 @@ def test_the_streams_have_met_where_a_part_fails(monkeypatch):
                 torch.ones(3)
             with pytest.raises(ZeroDivisionError), races.on(races.stream):
                 parts = SimpleNamespace(own=own, beside=beside, num_own=0, side=Side(Cuda(), side))
-                Beside.forward(parts)  # type: ignore[arg-type]
+                TwoStreams.forward(parts)  # type: ignore[arg-type]
             assert races.stream.has_seen((side, side.done))
 
 
@@ -270,7 +270,7 @@ def test_exchanges_over_two_mesh_axes_are_never_under_way_at_once():
     (block,) = (
         m.block.layers[0]
         for m in lower(graph, torch.device("cpu"), position=position).modules()
-        if isinstance(m, Repeat)
+        if isinstance(m, RepeatModule)
     )
     names = {OPS[op]: op for op in COLLECTIVES}
     nodes = list(block.graph.nodes)

@@ -100,12 +100,12 @@ def test_what_was_cut_off_goes_on_to_the_same_file(calibrated, tmp_path, monkeyp
         made.append(args)
         return make(self, *args, **kwargs)
 
-    make = calibrate.Runs._make
-    monkeypatch.setattr(calibrate.Runs, "_make", once)
+    make = calibrate.CalibrationRuns._make
+    monkeypatch.setattr(calibrate.CalibrationRuns, "_make", once)
     assert calibrated("--evaluations", 3)[0] == 130
     folder = tmp_path / "plans.json.runs"
     assert {"exact-0.npz", "about.json"} <= {path.name for path in folder.iterdir()}
-    monkeypatch.setattr(calibrate.Runs, "_make", make)
+    monkeypatch.setattr(calibrate.CalibrationRuns, "_make", make)
     status, _, err = calibrated("--evaluations", 3, "--video-cfg", 2)
     assert status == 2 and "other flags" in err
     kept = (folder / "exact-0.npz").read_bytes()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ltx2rt.cli import parser
-from ltx2rt.commands.compile import COMPILED, Job, Target, compile_job, job_of, plan_job
+from ltx2rt.commands.compile import COMPILED, Compilation, Target, compile_job, job_of, plan_job
 from ltx2rt.graph.show import show
 from ltx2rt.pipelines import pipelines
 from ltx2rt.pipelines.two_stage import TwoStage
@@ -35,7 +35,7 @@ def flags(**changes: object) -> list[object]:
     ]
 
 
-def plan(topology: str = "v6e:2x4", name: str = "ltx-2.0", **settings) -> Job:
+def plan(topology: str = "v6e:2x4", name: str = "ltx-2.0", **settings) -> Compilation:
     target = {n: settings.pop(n) for n in ("components", "stage", "branches") if n in settings}
     clip = {n: settings.pop(n) for n in ("width", "height", "num_frames") if n in settings}
     model = settings.pop("model", None)
@@ -335,7 +335,7 @@ def test_a_topology_that_does_not_exist_is_the_compilers_word():
     assert ran.returncode == 2 and ran.stdout == "" and "refuses 'v6e:2x3'" in ran.stderr
 
 
-def training(**changes: object) -> Job:
+def training(**changes: object) -> Compilation:
     words = ["--topology", "v6e:2x2", "--preset", "tiny-2.3", "--train", "64x64x9"]
     words += ["--mesh", "data=2,tensor=2", "--mode", "t2v", "--rank", "4"]
     words += [str(word) for name, x in changes.items() for word in (f"--{name}", x)]

@@ -250,7 +250,7 @@ def test_a_server_that_never_answers_is_said_at_once_and_not_waited_for_long(mon
     with pytest.raises(
         InputError, match=r"--server: http://127\.0\.0\.1:9 does not answer .*; start it, or wait"
     ):
-        remote.Server("http://127.0.0.1:9").ask("GET", "/v1/limits")
+        remote.RemoteServer("http://127.0.0.1:9").ask("GET", "/v1/limits")
     assert "http://127.0.0.1:9 does not answer; trying for 0 s" in capsys.readouterr().err
 
 

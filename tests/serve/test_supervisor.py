@@ -14,7 +14,7 @@ from ltx2rt.serve.board import Board
 from ltx2rt.serve.folder import Folder
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.queue import Queue
-from ltx2rt.serve.supervisor import Store, Supervisor
+from ltx2rt.serve.supervisor import QueueThread, Supervisor
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_replica.py"))]
 
@@ -25,7 +25,7 @@ class Running:
     def __init__(self, root, replicas=1, environment=(), step_timeout_s=60.0):
         self.folder = Folder(root, min_free_bytes=0)
         self.queue, self.lines = Queue(self.folder.queue), []
-        self.store = Store(self.queue)
+        self.store = QueueThread(self.queue)
         self.board = Board(lambda event, **facts: self.lines.append((event, facts)))
         self.supervisor = Supervisor(
             FAKE, self.store, self.folder, self.board, Metrics(), environments=[dict(environment)] * replicas,

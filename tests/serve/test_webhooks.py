@@ -17,7 +17,7 @@ from ltx2rt.serve import webhooks
 from ltx2rt.serve.board import Board
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.queue import Queue
-from ltx2rt.serve.supervisor import Store
+from ltx2rt.serve.supervisor import QueueThread
 
 SECRET = "whsec_" + base64.b64encode(bytes(range(32))).decode()
 
@@ -90,7 +90,7 @@ def hook(monkeypatch, tmp_path):
             hooks = webhooks.read_hooks(file)
             self.queue.keep_events(hooks)
             log = Board(lambda event, **facts: self.lines.append(facts["outcome"]))
-            sender = webhooks.Webhooks(hooks, Store(self.queue), log, Metrics())
+            sender = webhooks.Webhooks(hooks, QueueThread(self.queue), log, Metrics())
 
             async def once():
                 for event in self.queue.due(100):

@@ -20,7 +20,13 @@ from ltx2rt.models.geometry import (
 from ltx2rt.session.call import Call
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.stages.conditioning import Remade, Tokens, audio_state, image_tokens, video_state
+from ltx2rt.stages.conditioning import (
+    StageReference,
+    Tokens,
+    audio_state,
+    image_tokens,
+    video_state,
+)
 from ltx2rt.weights.files import write_arrays
 
 G = Geometry(3, 2, 3, 16, 8, 32, Fraction(24), 7, 8, 16, 4, 160, 16000)
@@ -53,7 +59,7 @@ def test_tokens_of_keyframes_are_the_first_latents_and_those_that_are_generated(
 
 def test_latents_of_an_earlier_stage_cover_as_many_pixels_as_they_stand_for():
     half = replace(G, rows=1)
-    given = Remade("stage1", half, downscale=2)
+    given = StageReference("stage1", half, downscale=2)
     np.testing.assert_array_equal(given.blank().positions, reference_positions(half, 2))
 
 

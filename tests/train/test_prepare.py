@@ -11,7 +11,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.media.sound import write_wav
 from ltx2rt.media.video import read_frames, video_info
-from ltx2rt.train.data import Bucket, Clip, parse_rate, read_clips
+from ltx2rt.train.data import Bucket, CaptionedClip, parse_rate, read_clips
 from ltx2rt.train.prepare import Piece, PrepareRequest, _held_out, _jobs, read_arrays
 
 SMALL = Bucket(64, 64, 9)
@@ -25,7 +25,7 @@ def write_clip(path, frames: int, width: int = 64, height: int = 64):
     shown = np.zeros((frames, height, width, 3), np.uint8)
     shown += (np.arange(frames) * 6).astype(np.uint8)[:, None, None, None]
     write_mp4(path, [shown], num_frames=frames, fps=Fraction(24))
-    return Clip(path.name, "a clip", path, None)
+    return CaptionedClip(path.name, "a clip", path, None)
 
 
 def test_pieces_of_a_longer_clip(tmp_path):

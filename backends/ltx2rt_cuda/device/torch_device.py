@@ -16,7 +16,7 @@ from ltx2rt_cuda.device.attention import attention_part, cpu_part, torch_attenti
 from ltx2rt_cuda.host import give_back_freed, keep_freed
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A place in the work of a stream."""
 
     def record(self) -> None:
@@ -26,7 +26,7 @@ class Event(Protocol):
     def synchronize(self) -> None: ...
 
 
-class Stream(Protocol):
+class DeviceStream(Protocol):
     """Work in its order."""
 
     def wait_stream(self, other: Any) -> None: ...
@@ -61,7 +61,7 @@ class Recorder(Protocol):
     """
 
     id: Any
-    side: Stream
+    side: DeviceStream
 
     def record(self, run: Callable[[], tuple[Tensor, ...]]) -> Recording: ...
     def empty(self) -> None:
@@ -110,21 +110,21 @@ class TorchDevice:
 
     # --- work -------------------------------------------------------------------------------------
 
-    def stream(self) -> Stream:
+    def stream(self) -> DeviceStream:
         """A new stream."""
         return Done()
 
-    def current_stream(self) -> Stream:
+    def current_stream(self) -> DeviceStream:
         return Done()
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Within it, work goes to this stream."""
         return nullcontext()
 
-    def event(self) -> Event:
+    def event(self) -> DeviceEvent:
         return Done()
 
-    def recorded_event(self) -> Event:
+    def recorded_event(self) -> DeviceEvent:
         """An event behind all that the current stream has to do."""
         event = self.event()
         event.record()
@@ -216,7 +216,7 @@ class Fetched:
     it."""
 
     tensor: Tensor
-    arrived: Event
+    arrived: DeviceEvent
 
     def wait(self) -> Tensor:
         self.arrived.synchronize()

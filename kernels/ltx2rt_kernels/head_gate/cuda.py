@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ltx2rt.graph.encodings import E4M3_STEP, E4M3_TINY
-from ltx2rt_kernels.triton_blocks import MAX_BLOCK, Part, block, dtype_reason, jit
+from ltx2rt_kernels.triton_blocks import MAX_BLOCK, LaunchPart, block, dtype_reason, jit
 from ltx2rt_kernels.triton_blocks import launch as launch_parts
 
 
@@ -88,16 +88,16 @@ def head_gate_rows(y: Tensor, *gate: Tensor) -> tuple[Tensor, Tensor]:
     return values.reshape(len(scales), -1), scales
 
 
-def head_gate_part(*operands: Tensor) -> Part:
+def head_gate_part(*operands: Tensor) -> LaunchPart:
     return _part(*operands)
 
 
-def launch(*parts: Part) -> tuple[Tensor, ...]:
+def launch(*parts: LaunchPart) -> tuple[Tensor, ...]:
     launch_parts(head_gate_kernel, *parts)
     return tuple(result for part in parts for result in part.results)
 
 
-def _part(y: Tensor, logits: Tensor, *choice: Tensor, scales: Tensor | None = None) -> Part:
+def _part(y: Tensor, logits: Tensor, *choice: Tensor, scales: Tensor | None = None) -> LaunchPart:
     batch, tokens, heads, dim = y.shape
     keep, v = choice or (None, None)
     others = (0,) * 4 if v is None or keep is None else (*keep.stride(), *v.stride()[:3])
@@ -125,4 +125,4 @@ def _part(y: Tensor, logits: Tensor, *choice: Tensor, scales: Tensor | None = No
         "CHOICE": bool(choice),
     }
     constants |= {"ROWS": scales is not None, "STEP": E4M3_STEP, "TINY": E4M3_TINY}
-    return Part(batch * tokens, block_h * block_d, arguments, constants, (out,))
+    return LaunchPart(batch * tokens, block_h * block_d, arguments, constants, (out,))

@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ltx2rt_kernels.triton_blocks import MAX_BLOCK, Part, block, dtype_reason, jit, spread
+from ltx2rt_kernels.triton_blocks import MAX_BLOCK, LaunchPart, block, dtype_reason, jit, spread
 from ltx2rt_kernels.triton_blocks import launch as launch_parts
 
 
@@ -124,7 +124,7 @@ def why_not(x: Tensor, *rows: Tensor, views=(), index_view=None, eps: float = 0.
 def rows_part(
     x: Tensor, y: Tensor | None, rows: tuple[Tensor, ...], views, index_view, results: int, eps: float,
     biased: bool = False, norm: bool = True,
-) -> Part:  # fmt: skip
+) -> LaunchPart:  # fmt: skip
     """[x + y * the first row if there is a y] + results, normalised and modulated by the other
     rows. biased: a bias of y's comes first."""
     shape, x = x.shape, x.flatten(0, -3)
@@ -166,15 +166,17 @@ def rows_part(
     }
     constants["SHIFTED"] = len(pairs) > 1
     constants["PADDED"] = y is not None and len(y) < batch
-    return Part(batch * tokens, block(width), [*arguments, *strides], constants, tuple(outputs))
+    return LaunchPart(
+        batch * tokens, block(width), [*arguments, *strides], constants, tuple(outputs)
+    )
 
 
-def launch(*parts: Part) -> tuple[Tensor, ...]:
+def launch(*parts: LaunchPart) -> tuple[Tensor, ...]:
     launch_parts(rows_kernel, *parts)
     return tuple(result for part in parts for result in part.results)
 
 
-def norm_modulate_part(x: Tensor, *rows: Tensor, views, eps: float, index_view=None) -> Part:
+def norm_modulate_part(x: Tensor, *rows: Tensor, views, eps: float, index_view=None) -> LaunchPart:
     return rows_part(x, None, rows, views, index_view, len(views) // 2, eps)
 
 
@@ -183,7 +185,7 @@ def norm_modulate(*operands: Tensor, **plan):
     return (first, *others) if others else first
 
 
-def norm_scale_part(x: Tensor, scale: Tensor, *, views, eps: float) -> Part:
+def norm_scale_part(x: Tensor, scale: Tensor, *, views, eps: float) -> LaunchPart:
     """x may have an axis more, such as the heads of a token."""
     return rows_part(x, None, (scale,), (views[0][-3:],), None, 1, eps)
 
@@ -192,7 +194,7 @@ def norm_scale(*operands: Tensor, **plan) -> Tensor:
     return launch(norm_scale_part(*operands, **plan))[0]
 
 
-def modulate_part(x: Tensor, *rows: Tensor, views) -> Part:
+def modulate_part(x: Tensor, *rows: Tensor, views) -> LaunchPart:
     return rows_part(x, None, rows, views, None, 1, 0.0, norm=False)
 
 

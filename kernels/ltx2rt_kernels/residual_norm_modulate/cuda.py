@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ltx2rt_kernels.norm_modulate.cuda import launch, rows_part
 from ltx2rt_kernels.norm_modulate.cuda import why_not as why_not_rows
-from ltx2rt_kernels.triton_blocks import Part
+from ltx2rt_kernels.triton_blocks import LaunchPart
 
 
 def why_not(
@@ -26,7 +26,7 @@ def why_not(
 
 def gated_residual_part(
     x: Tensor, y: Tensor, *rows: Tensor, views, index_view=None, biased=False
-) -> Part:
+) -> LaunchPart:
     return rows_part(x, y, rows, views, index_view, 0, 0.0, biased)
 
 
@@ -36,7 +36,7 @@ def gated_residual(*operands: Tensor, **plan) -> Tensor:
 
 def residual_norm_modulate_part(
     x: Tensor, y: Tensor, *rows: Tensor, views, eps: float, index_view=None, biased=False
-) -> Part:
+) -> LaunchPart:
     return rows_part(x, y, rows, views, index_view, max(1, (len(views) - biased) // 2), eps, biased)
 
 

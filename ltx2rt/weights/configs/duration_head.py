@@ -8,7 +8,7 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.models.duration_head import DurationHeadConfig
 from ltx2rt.weights.configs.keys import (
-    Found,
+    ConfigSource,
     Keys,
     Row,
     read_diffusers,
@@ -51,7 +51,7 @@ def duration_head(
     return config
 
 
-def read_duration_head(found: Found) -> DurationHeadConfig:
+def read_duration_head(found: ConfigSource) -> DurationHeadConfig:
     keys, source = found.keys, found.source
     if found.layout == "official":
         keys = keys.inner(SECTION) if SECTION in keys else Keys({}, keys.where)

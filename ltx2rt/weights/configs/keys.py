@@ -119,7 +119,7 @@ class Keys:
 
 
 @dataclass(frozen=True)
-class Found:
+class ConfigSource:
     """A part of a checkpoint, as its config is read from it.
 
     layout: "official" or "diffusers". keys: its section of the official config, or its folder's

@@ -8,7 +8,7 @@ from typing import Any
 
 from ltx2rt.config import ModelConfig, UpsamplerConfig
 from ltx2rt.errors import InputError
-from ltx2rt.weights.configs.keys import Found, Keys, Row, read_official, write_official
+from ltx2rt.weights.configs.keys import ConfigSource, Keys, Row, read_official, write_official
 
 ROWS = [
     Row("in_channels", "in_channels", "in_channels", "int"),
@@ -42,7 +42,7 @@ def upsampler(keys: Keys, rational: bool) -> UpsamplerConfig:
     )
 
 
-def read_upsampler(found: Found) -> UpsamplerConfig:
+def read_upsampler(found: ConfigSource) -> UpsamplerConfig:
     return upsampler(found.keys, "upsampler.conv.weight" in set(found.source.names()))
 
 

@@ -72,7 +72,7 @@ class Tensor:
 
 
 @dataclass
-class Plan:
+class Manifest:
     """Every file of a checkpoint: tensors by stored name, and texts."""
 
     tensors: dict[str, dict[str, Tensor]] = field(
@@ -177,7 +177,7 @@ def make_checkpoint(
     )
 
 
-def _check_folder(directory: Path, plan: Plan, room: bool) -> None:
+def _check_folder(directory: Path, plan: Manifest, room: bool) -> None:
     """Raises InputError for a folder that holds one of the plan's files or another model's, and,
     where `room` is asked for, for a disk without it."""
     if room:
@@ -310,8 +310,8 @@ def tensors_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     }
 
 
-def plan_checkpoint(made: Preset, name: str, layout: str, fp8: bool = False) -> Plan:
-    config, plan = made.config, Plan()
+def plan_checkpoint(made: Preset, name: str, layout: str, fp8: bool = False) -> Manifest:
+    config, plan = made.config, Manifest()
     assert config.gemma is not None and config.upsampler is not None
     shapes = stored(config, layout)
     version = {"model_version": ".".join(map(str, config.version))}
@@ -376,10 +376,10 @@ def plan_component_files(
     name: str,
     shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
     version: Mapping[str, str],
-) -> Plan:
+) -> Manifest:
     """The official layout of LTX-2.5: a file for each part, the text encoder's with its
     tokenizer."""
-    config, plan = made.config, Plan()
+    config, plan = made.config, Manifest()
     assert isinstance(config.gemma, Gemma4Config)
     whole, text = configs.official_json(config), tensors_of(shapes["text"])
     projection = {key: tensor for key, tensor in text.items() if key.startswith(TEXT_PROJECTION)}
