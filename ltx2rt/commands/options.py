@@ -141,8 +141,9 @@ def training_step(args: argparse.Namespace) -> tuple[Bucket, dict[str, Any]] | N
     Raises InputError for flags of one that are given with the other.
     """
     bucket = Training(**given_flags(args, Training)).train
-    given = given_flags(args, TrainRequest) | given_flags(args, PrepareRequest)
-    flags = {name: x for name, x in given.items() if name in (*READ, *CACHED)}
+    read = {name: x for name, x in vars(args).items() if name in (*READ, *CACHED)}
+    own = argparse.Namespace(**read)  # --audio of a run is another flag
+    flags = given_flags(own, TrainRequest) | given_flags(own, PrepareRequest)
     of_runs = flagged(*pipelines().values())
     if bucket is None:
         if flags:

@@ -265,7 +265,6 @@ def _guided_step(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
 
 
 def _text_encoder(session: Session, request: ProbeRequest, x: Arrays) -> Arrays:
-    session.checkpoint.source("gemma")  # raises, naming the flag
     assert session.config.gemma is not None, "no Gemma"
     feeds = text_encoder.feeds(session.config.gemma, session.config.text, x["token_ids"], x["mask"])
     return audited(session, Call("text-encoder", x["token_ids"].shape), feeds)
@@ -537,6 +536,9 @@ def run(options: ModelOptions, request: ProbeRequest) -> None:
     checkpoint = opened(options, COMPONENTS[request.component].parts)
     inputs = [path for path in (request.inputs,) if path]
     check_outputs([("--outputs", request.outputs)], [*options.files, *checkpoint.files, *inputs])
+    for part in COMPONENTS[request.component].parts:
+        if request.component != "tokenizer":
+            checkpoint.source(part)  # raises for one that is not there, naming its flag
     session = open_session(options, "float32", checkpoint)
     inputs = {} if request.inputs is None else read_inputs(request, session.config)
     outputs = COMPONENTS[request.component].run(session, request, inputs)

@@ -534,7 +534,7 @@ def test_flags_of_generate_reach_the_probe(probe, tiny):
         (
             "diffusion-decoder",
             {"latent": draw(1, 128, 3, 7, 7), "noise": draw(1, 3, 17, 224, 224)},
-            "the model has no diffusion decoder",
+            "no diffusion video decoder was found",
         ),
         ("schedule", {"steps": np.int32([0])}, "steps is 0"),
         ("schedule", {"steps": np.int64([2**40 + 3])}, "steps holds 1099511627779, expected"),

@@ -82,7 +82,7 @@ def test_clips_in_segments(admission):
             {"segments": 3, "overlap": 9, "segment_prompts": ["b"] * 3},
             "3 after --prompt, but the clip has 3",
         ),
-        ({"segments": 3, "segment_prompts": [" "]}, "segment-prompt: one is empty"),
+        ({"segments": 3, "segment_prompts": [" "]}, "segment-prompts: one is empty"),
         ({"length": 121, "overlap": 9}, "121 s, expected at most 120 s here"),
         ({"length": 5, "segments": 3}, "given beside --segments"),
         ({"length": "nan"}, "length"),

@@ -386,7 +386,12 @@ def test_a_failure_that_others_may_wait_for_ends_the_ranks(
     pipe = Pipe(None, out)
     for number in range(2):
         pipe.jobs.put(
-            {"id": f"j{number}", "epoch": 1, "stem": str(tmp_path / "out" / f"j{number}.1")}
+            {
+                "id": f"j{number}",
+                "epoch": 1,
+                "clip": {},
+                "stem": str(tmp_path / "out" / f"j{number}.1"),
+            }
         )
     assert work(session, (), pipe, crew if ranks else None) == FAILED
     ends = [json.loads(line).get("ends", False) for line in out.getvalue().splitlines()[1:]]
