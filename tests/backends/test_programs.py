@@ -247,6 +247,7 @@ def test_torch_lowers_once_however_often_it_is_called(monkeypatch):
     assert calls == ["denoise.before", "guided-step"]
 
 
+@pytest.mark.long
 def test_compile_option_compiles_the_repeated_block_once(monkeypatch):
     """Three layers, several steps, other scales and other weights: one graph, run by a compiler
     that only counts."""

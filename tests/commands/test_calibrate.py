@@ -65,6 +65,7 @@ def test_the_price_is_what_the_clip_shows(calibrated, generate, tiny, tmp_path):
     assert plan["price"]["held_out"]["psnr_db"][0] == pytest.approx(psnr, abs=1e-4)
 
 
+@pytest.mark.long
 def test_attention_in_sight_is_measured_and_priced(calibrated, tmp_path):
     """Where all blocks are in sight, all attention is; else transformer blocks with too little of it
     stay dense, and the clip with those has a price."""

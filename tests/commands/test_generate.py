@@ -421,6 +421,7 @@ def test_an_image_at_full_strength_stays_exactly(run, images):
     assert x["video_latent"].shape == (1, 128, *LATENT["stage2"])
 
 
+@pytest.mark.long
 def test_cross_timestep_rules_differ_with_an_image_and_the_default_is_c(run, images):
     flags = (
         "--pipeline",

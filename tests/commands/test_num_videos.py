@@ -42,6 +42,7 @@ def assert_equals(found, alone, silent=False):
             assert close <= CLOSE, f"{name} of video {i}: {close}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_a_batch_equals_each_video_alone(backend, generate, model, images, alone):
     found = generate(backend, model, *FLAGS, "--image", f"{images[0]}:0:0.8")

@@ -344,6 +344,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tiny, command, tmp_path):
         np.testing.assert_array_equal(shown, list(read_frames(cut, "", 8)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_again_and_again(tiny, command, tmp_path, kills):
     """Within a segment and between two, in turn: it makes the clip of a run that no one stops."""
@@ -529,6 +530,7 @@ def test_prompts_of_segments(tmp_path):
             parsed(*words)
 
 
+@pytest.mark.long
 def test_a_cut_begins_anew(opened, tmp_path):
     """The first segment is its own clip; the others, from the cut on, are a clip in segments with
     the seeds that they have there, picture and sound."""
@@ -547,6 +549,7 @@ def test_a_cut_begins_anew(opened, tmp_path):
     np.testing.assert_array_equal(frames[:33], first)
 
 
+@pytest.mark.long
 def test_segments_of_given_noise(opened, tmp_path):
     """What a run drew and recorded makes the same clip again, whatever the seed; also where a
     segment is there already."""
@@ -592,6 +595,7 @@ def test_numbers_of_segments(opened):
         assert message in str(refused.value), more
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_colours_are_held_to_the_first_segment(opened, tmp_path, share):
     """Of the new latents alone, by mean and deviation of each channel; also after a stop."""
@@ -619,6 +623,7 @@ def test_colours_are_held_to_the_first_segment(opened, tmp_path, share):
     np.testing.assert_array_equal(part(tmp_path, 1)[0], frames)
 
 
+@pytest.mark.long
 def test_an_anchor_is_a_guide_before_each_later_segment(opened, tmp_path):
     """The first frame's latent, one latent frame before the segment in time, and kept whole."""
     session, more = opened.resident, {"segments": 2, "steps": 1}

@@ -1174,6 +1174,7 @@ def test_a_stream_of_a_finished_job_is_its_file(server):
     error_of(server.http.get("/v1/videos/video_00/stream"), 404)
 
 
+@pytest.mark.long
 def test_a_stream_of_a_job_that_is_cancelled_ends(server, fragments):
     data, ends = fragments
     id = server.add("400:0.1", **IN_SEGMENTS)

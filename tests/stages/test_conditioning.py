@@ -174,6 +174,7 @@ def test_positions_of_a_reference(downscale, stride):
         np.testing.assert_array_equal(found, video_positions(G))
 
 
+@pytest.mark.long
 def test_latents_of_a_file_are_the_images_that_they_were_made_of(tiny, generate, images, tmp_path):
     """At the size of each stage; by hand encoded as the stages encode them."""
     model = tiny("tiny-2.3", "official")

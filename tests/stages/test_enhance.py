@@ -191,6 +191,7 @@ def test_what_cannot_be_enhanced_is_refused(folder, tmp_path, monkeypatch):
         Enhancer.of(checkpoint).check()
 
 
+@pytest.mark.long
 def test_a_clip_keeps_its_prompt_and_the_text_that_was_written(folder, generate, short):
     flags = (
         "--pipeline",

@@ -38,6 +38,7 @@ def exported(run, tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_diffusers_gives_the_same_velocities(model, run, exported, kind):
     path = exported if kind == "float32" else run / "lora-000002.safetensors"

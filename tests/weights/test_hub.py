@@ -416,6 +416,7 @@ def test_of_a_repository_of_parts_come_those_that_the_run_reads(run, parted):
     assert config.upsampler and config.part("temporal_upsampler") is None
 
 
+@pytest.mark.long
 def test_each_part_of_a_repository_is_a_file_that_a_flag_can_name(run, parted):
     """A transformer alone, as every other file is named; whatever the repository has of them is not
     looked at."""
