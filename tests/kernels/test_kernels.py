@@ -244,17 +244,17 @@ def test_compiled_graphs_hold_the_plain_ops():
     ],
 )
 def test_kernels_compile_for_hopper_without_spills(launches, tmp_path):
-    """As launched at full size: 128 registers for each of 512 threads are all 65536 of a
-    processor."""
+    """As launched at full size: 128 registers for each of 512 threads are all 65536 of a processor.
+    Block attention keeps a block's scores and results, and a program of it has 256 threads."""
     found = run_script(
         "kernel_binaries.py", launches, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)
     )
     for name, used in found.items():
         print(f"{name}: {used['registers']} registers, {used['spilled_bytes']} bytes spilled")
     assert {name.split()[0] for name in found} == {*WITH_KERNEL, "together"} - set(NEEDS_GPU)
-    assert all(
-        used["spilled_bytes"] == 0 and used["registers"] <= 128 for used in found.values()
-    ), found
+    for name, used in found.items():
+        most = 255 if name.startswith("block_attention") else 128
+        assert used["spilled_bytes"] == 0 and used["registers"] <= most, (name, used)
     # Of 4 results: 11 inputs each, 12 taps of both filters, 6 inputs at both ends, and the
     # channel's two numbers.
     assert found["snake_beta"]["loads"] <= 4 * 11 + 2 * 12 + 2 * 6 + 2
