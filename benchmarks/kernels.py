@@ -390,7 +390,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         )
         print(f"{'all of ' + part:<58} {total['floor']:>9.1f} {'':>6}{columns}")
     if reasons := {found["why_not"] for found in facts["cases"]} - {None}:
-        print("plain ops stand in for kernels: " + "; ".join(sorted(reasons)))
+        print("plain ops run in place of kernels: " + "; ".join(sorted(reasons)))
     return facts
 
 

@@ -765,7 +765,7 @@ def neighbourhood_attention(
     first: tuple[int, int, int],
     scale: float,
 ):
-    """softmax(q k^T scale) v in which a query sees the window of keys around it, on a grid of three
+    """softmax(q k^T scale) v in which a query sees the window of keys around it, in a grid of three
     axes.
 
     q, k, v (B, frames, rows, columns, heads, head_dim); k and v may have more positions than q.

@@ -15,8 +15,8 @@ Rope = tuple[Term, Term]  # cos, sin: (..., tokens, heads, pairs)
 
 
 class Sparse(NamedTuple):
-    """What `block_attention` takes besides q, k and v. recalls: where it is not to run, but its
-    `block_recall` to be added to this list."""
+    """Inputs of `block_attention` besides q, k and v. recalls: a list that takes its
+    `block_recall` in its place."""
 
     table: Term
     sizes: dict[str, int]

@@ -18,7 +18,7 @@ TILE = (8, 12, 6)  # frames, rows and columns of a tile of about BLOCK tokens
 # Frames, rows and columns that are equally far: a third and a quarter of the window of STA (arXiv
 # 2502.04507), 18 x 24 x 24.
 UNITS = (3.0, 4.0, 4.0)
-LEAST_BLOCKS = 8  # of a stage; fewer leave nothing to choose from
+LEAST_BLOCKS = 8  # fewer blocks in a stage leave nothing to choose from
 DENSE_FROM = 0.9  # noise level from which on every token sees all; Sol-Attn (2607.24027) has .909
 
 
@@ -42,8 +42,8 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Density:
-    """What a user asks for. share: of the blocks that each sees; block: tokens of one; dense: layers
-    in which every token sees all. measured: as in `Blocks`."""
+    """The user's choice. share: share of the blocks that each token sees; block: tokens in a block;
+    dense: layers in which every token sees all. measured: as in `Blocks`."""
 
     share: float
     block: int = BLOCK

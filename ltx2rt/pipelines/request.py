@@ -626,7 +626,7 @@ class VideoRequest(Request):
 
     @property
     def density(self) -> Density | None:
-        """Of video self-attention, None where every token sees all."""
+        """Density of video self-attention; None where every token sees all."""
         if self.attention_density in (None, 1):
             return None
         return Density(self.attention_density, self.attention_block, self.attention_dense)

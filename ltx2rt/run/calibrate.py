@@ -291,9 +291,9 @@ def calibrate(
 def attention(
     runs: CalibrationRuns, densities: Sequence[float], quick: bool = False
 ) -> list[dict[str, Any]]:
-    """Of each density of video attention: by transformer block the share of attention that stays in
-    sight, of the prompt with the least of it, as a mean over steps and heads and of the worst head;
-    the blocks that stay dense, and the price with these. quick: without the price."""
+    """A row for each density of video attention: by transformer block the share of attention that
+    stays in sight, for the prompt with the least of it, as a mean over steps and heads and for the
+    worst head; the blocks that stay dense, and the price with these. quick: without the price."""
     searched, held_out = runs.halves
     found = []
     for density in densities:

@@ -170,7 +170,7 @@ class WeightStore:
         return found
 
     def adapters(self, call: Call) -> Adapters | None:
-        """What the call's graph has beside its linears, None: nothing. Raises as `beside` does."""
+        """Adapters beside the linears of the call's graph; None without any. Raises as `beside` does."""
         key = call.row.parts, _apart(call.loras)
         if key[1] and key not in self._adapters:
             self.beside(call)

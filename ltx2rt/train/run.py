@@ -100,7 +100,7 @@ class Item:
 
 @dataclass
 class Tally:
-    """What a run counts over its steps. updates: those of the optimiser; running: mean losses by
+    """Counts of a run over its steps. updates: those of the optimiser; running: mean losses by
     stream; silent: steps in a row without a gradient, by group; broken: steps in a row whose
     gradient was not finite."""
 

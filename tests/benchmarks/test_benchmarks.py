@@ -274,7 +274,7 @@ def test_sparse_attention_is_raced_against_dense_attention():
 
 
 def test_every_op_with_a_kernel_is_raced_against_its_floor(tmp_path, capsys):
-    """On a CPU plain ops stand in for the kernels, which the result says."""
+    """On a CPU plain ops run in place of the kernels, which the result says."""
     written = tmp_path / "k.json"
     facts = kernels.main(
         [
@@ -312,7 +312,7 @@ def test_every_op_with_a_kernel_is_raced_against_its_floor(tmp_path, capsys):
         first["minimum_bytes"] / facts["copy_bytes_per_s"] * 1e6
     )
     assert first["us"]["eager"].keys() == {"median", "low", "high", "min", "max"}
-    assert "plain ops stand in for kernels" in capsys.readouterr().out
+    assert "plain ops run in place of kernels" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind,weights", [("Q8_0", 34), ("nvfp4", 18)])

@@ -6,7 +6,7 @@ import numpy as np
 
 from ltx2rt_kernels.traffic import Bytes, size
 
-QUERIES = 128  # of one program
+QUERIES = 128  # queries in one program
 
 
 def block_attention(
