@@ -769,7 +769,7 @@ def neighbourhood_attention(
     axes.
 
     q, k, v (B, frames, rows, columns, heads, head_dim); k and v may have more positions than q.
-    Query i of an axis lies at position first + i of the keys; it sees `window` keys, centred on it,
+    Query i of an axis is at position first + i of the keys; it sees `window` keys, centred on it,
     or shifted inwards at a border, so that there are always as many (`window_starts`). Softmax in
     float32. Source: neighbourhood attention (NATTEN).
     """
