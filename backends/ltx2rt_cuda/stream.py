@@ -76,7 +76,7 @@ class Ring:
         (piece,) = {x.piece for x in weights if isinstance(x, HostTensor)}
         if torch.is_grad_enabled():
             # The backward pass of the block before this one has read its slot since `used`.
-            for held, read in zip(self._holds, self._read, strict=False):
+            for held, read in zip(self._holds, self._read, strict=True):
                 if held != piece:
                     read.record()
         slot = self._slot(piece)
@@ -106,7 +106,7 @@ class Ring:
         """Give the slots' memory back; the next use takes it anew."""
         if self._slots:
             self.device.synchronize()
-        self._slots, self._holds = [], []
+        self._slots, self._holds, self._arrived, self._read = [], [], [], []
 
     def _slot(self, piece: Piece) -> int:
         if not self._slots:
