@@ -31,7 +31,7 @@ example:
 UNREAD = (  # flags of one clip, which have no meaning here
     "prompt", "enhance_prompt", "enhance_seed", "enhanced_prompt", "noise_in", "num_videos",
     "segments", "segment_frames", "length", "segment_prompts", "segment_seeds", "cut",
-    "colour_lock", "anchor", "hdr", "attention_density", "attention_dense",
+    "colour_lock", "anchor", "hdr", "hdr_transfer", "attention_density", "attention_dense",
 )  # fmt: skip
 SEED = 0  # seed of the first prompt
 MAX_PROMPTS = 1000

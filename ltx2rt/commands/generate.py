@@ -67,6 +67,9 @@ With --backend tpu, compiled programs are kept in JAX_COMPILATION_CACHE_DIR (def
 XDG_CACHE_HOME or ~/.cache); a later run of the same sizes starts from them and compiles nothing.
 """
 
+# Flags that are refused where another pipeline would read them, with what they ask for.
+OWN_KINDS = {"segments": "segments", "length": "segments", "hdr": "high dynamic range"}
+
 
 def run(
     options: ModelOptions,
@@ -198,11 +201,11 @@ def asked(args: argparse.Namespace) -> tuple[ModelOptions, Request, Files]:
     """Raises InputError."""
     type_ = pipeline(args.pipeline)
     spoken = argparse.Namespace(**vars(args) | texts(args))
-    for name, given in (("segments", "--segments"), ("length", "--length")):
+    for name, kind in OWN_KINDS.items():
         if hasattr(args, name) and name not in flagged(type_):
-            able = [kind for kind, other in pipelines().items() if name in flagged(other)]
+            able = [able for able, other in pipelines().items() if name in flagged(other)]
             raise InputError(
-                f"{given}: the {type_.name} pipeline makes no clip in segments; leave it out, or "
+                f"--{name}: the {type_.name} pipeline makes no clip in {kind}; leave it out, or "
                 f"choose one of {', '.join(able)}"
             )
     return (

@@ -1,17 +1,17 @@
-"""High dynamic range: the codes that the model sees in place of sRGB, EXR files, and HLG signals.
+"""High dynamic range: the codes that the model sees in place of sRGB, EXR files, and video signals.
 
 The model is given ACEScct codes of the AP1 primaries, and makes such; a clip is read and written in
 linear sRGB (Rec. 709 primaries), ACEScg, or as the codes themselves.
 
-Sources: ACEScct is S-2016-001 of the Academy, HLG is ITU-R BT.2100, the matrix from Rec. 709 to
-BT.2020 is BT.2087.
+Sources: ACEScct is S-2016-001 of the Academy, HLG is ITU-R BT.2100, PQ is SMPTE ST 2084, the matrix
+from Rec. 709 to BT.2020 is BT.2087.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,10 @@ LOGC3_BREAK = 0.010591  # linear light; of exposure index 800 (ARRI)
 ACESCCT_LOG, LOGC3_LOG = "acescct", "logc3"  # codes that a model makes, as LoRAs state them
 HLG_A, HLG_B, HLG_C = 0.17883277, 0.28466892, 0.55991073
 WHITE_SIGNAL = 0.75  # HLG's, of linear 1.0 (BT.2408)
+TRANSFERS = ("hlg", "pq")
+PQ_M1, PQ_M2 = 2610 / 16384, 2523 / 4096 * 128
+PQ_C1, PQ_C2, PQ_C3 = 3424 / 4096, 2413 / 4096 * 32, 2392 / 4096 * 32
+PEAK, WHITE = 10_000, 203  # cd/m2: of the signal 1, and of linear 1.0 (BT.2408)
 LUMA = (0.2627, 0.6780, 0.0593)  # BT.2020, not of constant luminance
 MAGIC = b"\x76\x2f\x31\x01"
 MAX_HALF = 65504.0
@@ -70,10 +74,12 @@ def logc3_decoded(codes: np.ndarray) -> np.ndarray:
 @dataclass(frozen=True)
 class HighRange:
     """space: of SPACES, that files are in. log: the codes that the model makes: ACEScct of AP1, or
-    LogC3 of Rec. 709 primaries, which IC-LoRAs for HDR have learnt."""
+    LogC3 of Rec. 709 primaries, which IC-LoRAs for HDR have learnt. transfer: of TRANSFERS, that
+    videos have."""
 
     space: str
     log: str = ACESCCT_LOG
+    transfer: str = TRANSFERS[0]
 
 
 def to_model(pixels: np.ndarray, space: str) -> np.ndarray:
@@ -107,16 +113,43 @@ def hlg_inverse(signal: np.ndarray) -> np.ndarray:
     return np.where(signal <= 0.5, signal**2 / 3, (np.exp((signal - HLG_C) / HLG_A) + HLG_B) / 12)
 
 
-def hlg_signal(frames: np.ndarray, log: str = ACESCCT_LOG) -> np.ndarray:
-    """[..., 3] as the video decoder makes them -> HLG signals in BT.2020 primaries, in [0, 1].
+def pq_signal(light: np.ndarray) -> np.ndarray:
+    """Light of a display, in cd/m2 -> PQ signal in [0, 1]; light beyond 10,000 cd/m2 is cut."""
+    power = np.clip(light / PEAK, 0, 1) ** PQ_M1
+    return ((PQ_C1 + PQ_C2 * power) / (1 + PQ_C3 * power)) ** PQ_M2
 
-    Linear 1 is a signal of 0.75; what is brighter rolls off smoothly towards 1.
+
+def video_signal(frames: np.ndarray, how: HighRange) -> np.ndarray:
+    """[..., 3] as the video decoder makes them -> signals in BT.2020 primaries, in [0, 1].
+
+    Linear 1 is a signal of 0.75 in HLG, where what is brighter rolls off smoothly towards 1, and
+    203 cd/m2 in PQ.
     """
-    linear = np.maximum(from_model(frames, HighRange("SRGB_LINEAR", log)) @ REC709_TO_2020.T, 0)
+    light = from_model(frames, replace(how, space="SRGB_LINEAR"))
+    linear = np.maximum(light @ REC709_TO_2020.T, 0)
+    if how.transfer == "pq":
+        return pq_signal(linear * WHITE)
     white = float(hlg_inverse(np.array(WHITE_SIGNAL)))
     rate = white / (1 - white)  # the slopes meet at 1
     rolled = 1 - (1 - white) * np.exp(-rate * (np.maximum(linear, 1) - 1))
     return hlg_oetf(np.where(linear <= 1, linear * white, rolled))
+
+
+def to_codes(chunk: np.ndarray) -> np.ndarray:
+    """f32[3, F, H, W] as the video decoder makes them -> u16[F, H, W, 3], clamped and rounded to
+    nearest; u16 passes through. Raises ValueError for what is not finite."""
+    if chunk.dtype == np.uint16:
+        return chunk
+    if not np.isfinite(chunk).all():
+        raise ValueError("frames: hold NaN or infinite pixels; the video decoder went wrong")
+    return np.rint((as_frames(chunk).clip(-1, 1) + 1) * np.float32(32767.5)).astype(np.uint16)
+
+
+def as_frames(chunk: np.ndarray) -> np.ndarray:
+    """Either form of `to_codes` -> f32[F, H, W, 3] in [-1, 1], as the video decoder makes them."""
+    if chunk.dtype == np.uint16:
+        return chunk / np.float32(32767.5) - 1
+    return np.moveaxis(chunk, 0, -1)
 
 
 def ten_bits(signal: np.ndarray) -> list[np.ndarray]:

@@ -51,9 +51,10 @@ def load_conditioning_image(path: Path, width: int, height: int, crf: int) -> np
 
 
 def fit(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
-    """u8[H, W, 3] as the video encoder reads it: covered, cropped, f32[3, height, width] in [-1,
-    1]."""
-    return (cover(pixels, width, height) / np.float32(127.5) - 1).transpose(2, 0, 1)
+    """u8[H, W, 3], or u16 of as many levels, as the video encoder reads it: covered, cropped,
+    f32[3, height, width] in [-1, 1]."""
+    half = np.float32(np.iinfo(pixels.dtype).max / 2)
+    return (cover(pixels, width, height) / half - 1).transpose(2, 0, 1)
 
 
 def notes(path: Path) -> list[str]:

@@ -14,7 +14,7 @@ import os
 import re
 import struct
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from ltx2rt.atomic_file import replacing
-from ltx2rt.media.hdr import ten_bits
+from ltx2rt.media.hdr import ten_bits, to_codes
 
 AAC_FRAME = 1024  # samples
 AAC_RATES = (
@@ -67,6 +67,7 @@ class Container:
     """A format of FFmpeg's and its encoders with their options.
 
     audio_rates: in Hz, empty where every rate is taken. pixels: the video encoder's format.
+    transfer: the code of its curve in H.273, where that is no ordinary one.
     """
 
     format: str
@@ -77,6 +78,7 @@ class Container:
     audio_bits_per_s: int
     audio_rates: tuple[int, ...]
     pixels: str = "yuv420p"
+    transfer: int = 0
 
     def options(self, fps: Fraction, sample_rate: int) -> dict[str, str]:
         if self.format == "webm":
@@ -98,8 +100,9 @@ FRAGMENTS = {
 MP4 = Container("mp4", "libx264", H264_OPTIONS, "aac", AAC_OPTIONS, AAC_BITS_PER_S, AAC_RATES)
 MOV = replace(MP4, format="mov")
 WEBM = Container("webm", "libvpx-vp9", VP9_OPTIONS, "libopus", {}, OPUS_BITS_PER_S, OPUS_RATES)
-# Signals of 10 bits in hybrid log-gamma (BT.2100). One frame at a time: x265's result depends on it.
-HLG_PIXELS, BT2020, ARIB_STD_B67 = "yuv420p10le", 9, 18
+# Signals of 10 bits in hybrid log-gamma or PQ (BT.2100). One frame at a time: x265's result depends
+# on it.
+TEN_BITS, BT2020, ARIB_STD_B67, SMPTE_ST_2084 = "yuv420p10le", 9, 18, 16
 HLG = replace(
     MP4,
     video="libx265",
@@ -108,10 +111,13 @@ HLG = replace(
         "preset": "ultrafast",
         "x265-params": "log-level=error:frame-threads=1",
     },
-    pixels=HLG_PIXELS,
+    pixels=TEN_BITS,
+    transfer=ARIB_STD_B67,
 )
+PQ = replace(HLG, transfer=SMPTE_ST_2084)
 # Frames and float32 samples come back bit for bit: a clip that is continued later.
 EXACT = Container("mov", "png", {"compression_level": "3"}, "pcm_f32le", {}, 0, (), pixels="rgb24")
+EXACT_CODES = replace(EXACT, pixels="rgb48be")  # of `to_codes`, in high dynamic range
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,7 @@ class Durations:
 
 def write_mp4(
     path: Path,
-    chunks: Iterable[np.ndarray],
+    chunks: Iterable[Any],
     *,
     num_frames: int,
     fps: Fraction,
@@ -136,7 +142,8 @@ def write_mp4(
     """Encode `chunks` as they come and rename the finished file to `path`, whatever its suffix.
 
     chunks: f32[3, F, H, W] in [-1, 1] (clamped, rounded to the nearest 8-bit value), u8[F, H, W,
-    3], or of `HLG` f32[F, H, W, 3], signals in [0, 1]; `num_frames` in all, H and W even. The
+    3], or of `HLG` and `PQ` f32[H, W, 3] each, signals in [0, 1]; `num_frames` in all, H and W even.
+    The
     iterator runs in the caller's thread, the encoder in its own. waveform: f32[2, N] in [-1, 1]
     (clamped), padded with silence or trimmed to num_frames / fps seconds; None: no sound. comment:
     stored as JSON. Raises ValueError for misshapen or non-finite data, RuntimeError if the streams
@@ -171,10 +178,10 @@ def _streams(file: Any, kind: Container, fps: Fraction, sample_rate: int | None)
     if kind.pixels == "yuv420p":
         codec.color_range = LIMITED_RANGE
         codec.colorspace = codec.color_primaries = codec.color_trc = BT709
-    if kind.pixels == HLG_PIXELS:
+    if kind.pixels == TEN_BITS:
         codec.codec_tag, codec.color_range = "hvc1", LIMITED_RANGE  # as players of Apple ask
         codec.colorspace = codec.color_primaries = BT2020
-        codec.color_trc = ARIB_STD_B67
+        codec.color_trc = kind.transfer
     audio: Any = None
     if sample_rate is not None:
         audio = file.add_stream(
@@ -219,9 +226,9 @@ class FollowedClip:
             files[0].metadata["comment"] = json.dumps(comment, ensure_ascii=False)
         self._files = [(file, *_streams(file, container, fps, sample_rate)) for file in files]
 
-    def add(self, frames: np.ndarray, waveform: np.ndarray | None) -> None:
-        """frames: u8[n, H, W, 3]. waveform: f32[2, N], the sound of as many seconds, to a
-        sample."""
+    def add(self, frames: Iterable[np.ndarray], waveform: np.ndarray | None) -> None:
+        """frames: u8[H, W, 3] each, or signals as `write_mp4` takes them. waveform: f32[2, N], the
+        sound of as many seconds, to a sample."""
         video = self._files[0][1]
         for pixels in frames:
             if self._written == 0:
@@ -339,15 +346,19 @@ def _frame_to_rgb8(frame: np.ndarray, out: np.ndarray) -> None:
             out[start : start + height, :, channel] = levels[channel, :height]
 
 
-def _encode_video(
-    container: Any, stream: Any, chunks: Iterable[np.ndarray], num_frames: int
-) -> None:
+# What an encoder of these pixels is given of a chunk, where that is not 8 bits.
+LEVELS: dict[str, Callable[[Any], Iterable[np.ndarray]]] = {
+    TEN_BITS: iter,
+    EXACT_CODES.pixels: to_codes,
+}
+
+
+def _encode_video(container: Any, stream: Any, chunks: Iterable[Any], num_frames: int) -> None:
     written = 0
 
-    def encode(chunk: np.ndarray) -> None:
+    def encode(chunk: Any) -> None:
         nonlocal written
-        deep = stream.pix_fmt == HLG_PIXELS
-        for pixels in chunk if deep else to_rgb8(chunk):
+        for pixels in LEVELS.get(stream.pix_fmt, to_rgb8)(chunk):
             height, width = pixels.shape[:2]
             if written == 0:
                 stream.width, stream.height = width, height
@@ -374,8 +385,8 @@ def _video_frame(stream: Any, pixels: np.ndarray, number: int) -> Any:
     import av
     from av.video.reformatter import ColorRange, Colorspace, Interpolation
 
-    if stream.pix_fmt == HLG_PIXELS:
-        frame = av.VideoFrame(pixels.shape[1], pixels.shape[0], HLG_PIXELS)
+    if stream.pix_fmt == TEN_BITS:
+        frame = av.VideoFrame(pixels.shape[1], pixels.shape[0], TEN_BITS)
         for plane, values in zip(frame.planes, ten_bits(pixels), strict=True):
             rows = np.zeros((len(values), plane.line_size // 2), np.uint16)
             rows[:, : values.shape[1]] = values
@@ -384,7 +395,8 @@ def _video_frame(stream: Any, pixels: np.ndarray, number: int) -> Any:
         return frame
     # without accurate rounding swscale darkens chroma by a fraction of a level
     conversion = Interpolation.AREA | Interpolation.FULL_CHR_H_INT | Interpolation.ACCURATE_RND
-    frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+    wide = pixels.dtype == np.uint16
+    frame = av.VideoFrame.from_ndarray(pixels, format="rgb48be" if wide else "rgb24")
     if stream.pix_fmt == "yuv420p":
         frame = frame.reformat(
             format="yuv420p",

@@ -4,7 +4,7 @@
     *.webm            VP9 and Opus
     *%05d.png         numbered frames from 0 on, and the sound beside them as WAV
     *%05d.exr         the same in half floats, of a clip in high dynamic range; *.mp4 and *.mov of
-                      one are HEVC of 10 bits in HLG
+                      one are HEVC of 10 bits in HLG or PQ
     *.wav             the sound alone, 16 bits
 
 Decides names and what is refused; each form appears whole or not at all, and carries the settings
@@ -16,11 +16,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,13 @@ import numpy as np
 
 from ltx2rt.atomic_file import unfinished
 from ltx2rt.errors import InputError
-from ltx2rt.media.hdr import HighRange, exr_bytes, from_model, hlg_signal
-from ltx2rt.media.mp4 import HLG, MOV, MP4, WEBM, Container, fit_audio, to_rgb8, write_mp4
+from ltx2rt.media.hdr import HighRange, as_frames, exr_bytes, from_model, video_signal
+from ltx2rt.media.mp4 import HLG, MOV, MP4, PQ, WEBM, Container, fit_audio, to_rgb8, write_mp4
 from ltx2rt.media.sound import resample, write_wav
 from ltx2rt.notes import note
 
 CONTAINERS = {".mp4": MP4, ".mov": MOV, ".webm": WEBM}
+HIGH_RANGE = {"hlg": HLG, "pq": PQ}
 NUMBERED = (".png", ".exr")  # frames are files of their own
 SUFFIXES = (*CONTAINERS, *NUMBERED, ".wav")
 USUAL_RATE = 48000  # Hz; of sound whose own rate a container does not have
@@ -70,25 +72,26 @@ def _would_mix(found: Path) -> InputError:
     return InputError(f"--output: {found} is there already; {what_to_do}")
 
 
-def check_hdr(path: Path, hdr: bool) -> None:
+def check_hdr(path: Path, transfer: str | None) -> None:
     """Refuse a form that has no high dynamic range for a clip in one, and the other way round.
-    Raises InputError."""
-    suffix = path.suffix.lower()
+    transfer: of its signal, None of an ordinary clip. Raises InputError."""
+    suffix, hdr = path.suffix.lower(), transfer is not None
     if hdr and suffix not in (".mp4", ".mov", ".exr"):
         raise InputError(f"--hdr: {path} cannot hold it; write *.mp4, *.mov or *%05d.exr")
     if not hdr and suffix == ".exr":
         raise InputError(f"--output: {path} is for clips in high dynamic range; add --hdr")
 
 
-def container_of(path: Path, hdr: bool = False) -> Container | None:
-    """The container that the name says; None of numbered frames and of sound."""
+def container_of(path: Path, transfer: str | None = None) -> Container | None:
+    """The container that the name says; None of numbered frames and of sound. transfer: as of
+    `check_hdr`."""
     found = CONTAINERS.get(path.suffix.lower())
-    return replace(HLG, format=found.format) if found and hdr else found
+    return replace(HIGH_RANGE[transfer], format=found.format) if found and transfer else found
 
 
-def check_encoders(path: Path, hdr: bool = False) -> None:
+def check_encoders(path: Path, transfer: str | None = None) -> None:
     """Refuse a container whose encoders this build of FFmpeg lacks. Raises InputError."""
-    if container := container_of(path, hdr):
+    if container := container_of(path, transfer):
         import av
 
         for encoder in (container.video, container.audio):
@@ -133,7 +136,8 @@ def write_clip(
 ) -> dict[Path, FileState]:
     """Write a clip as its name says; arguments and errors are those of `write_mp4`.
 
-    hdr: of a clip in high dynamic range, whose chunks are f32[3, F, H, W] as the decoder makes them.
+    hdr: of a clip in high dynamic range, whose chunks are f32[3, F, H, W] as the decoder makes them,
+    or their codes u16[F, H, W, 3].
 
     A WAV takes no chunk. Frames replace nothing: raises InputError if another run has written some
     meanwhile. Returns the files that it made, as `remove_made` takes them.
@@ -141,9 +145,8 @@ def write_clip(
     suffix = path.suffix.lower()
     if waveform is not None and num_frames and suffix not in CONTAINERS:
         waveform = fit_audio(waveform, num_frames, fps, sample_rate)
-    if container := container_of(path, hdr is not None):
-        if hdr:
-            chunks = (hlg_signal(np.moveaxis(chunk, 0, -1), hdr.log) for chunk in chunks)
+    if container := container_of(path, hdr and hdr.transfer):
+        shown = signals(chunks, hdr) if hdr else chunks
         if waveform is not None and sample_rate not in container.audio_rates:
             note(
                 f"{path}: {container.audio} has no {sample_rate} Hz; the sound is resampled to "
@@ -156,7 +159,7 @@ def write_clip(
             "waveform": waveform,
             "sample_rate": sample_rate,
         }
-        write_mp4(path, chunks, **clip, comment=comment, container=container)
+        write_mp4(path, shown, **clip, comment=comment, container=container)
     elif suffix == ".wav":
         if waveform is None:
             raise ValueError(f"{path}: there is no sound to write")
@@ -165,6 +168,12 @@ def write_clip(
         files = _write_frames(path, chunks, num_frames, waveform, sample_rate, comment, hdr)
         return {file: state_of(file) for file in files}
     return {path: state_of(path)}
+
+
+def signals(chunks: Iterable[np.ndarray], how: HighRange) -> Iterator[Iterator[np.ndarray]]:
+    """Signals of a video, f32[H, W, 3] for each frame of the chunks, computed as they are taken."""
+    for chunk in chunks:
+        yield map(partial(video_signal, how=how), as_frames(chunk))
 
 
 def remove_made(made: Mapping[Path, FileState]) -> None:
@@ -236,7 +245,7 @@ def _write_frames(
             )
 
         for chunk in chunks:
-            frames = np.moveaxis(chunk, 0, -1) if hdr else to_rgb8(chunk)
+            frames = as_frames(chunk) if hdr else to_rgb8(chunk)
             list(pool.map(write, enumerate(frames, written)))
             written += len(frames)
         if written != num_frames:

@@ -8,7 +8,7 @@ pixel and every sample is the source's own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
@@ -113,11 +113,13 @@ def join_frames(
     before: tuple[Iterator[np.ndarray], int],
     after: Iterator[np.ndarray],
     seam: Seam,
+    levels: Callable[[np.ndarray], np.ndarray] = to_rgb8,
 ) -> Iterator[np.ndarray]:
     """The clip before, the segment's new frames, the clip after; u8[n, H, W, 3], chunk by chunk.
 
     chunks: f32[3, n, H, W] in [-1, 1] or u8[n, H, W, 3] of the whole segment. before, after:
     u8[H, W, 3] for each frame of the clips, taken as they are needed; with `before`, their number.
+    levels: what makes such frames of a chunk; u16 of `to_codes` in high dynamic range.
     Frame i of c blended ones is lerp(before, segment, (i + 1) / (c + 1)), or lerp(segment, after).
     """
     frames, count = before
@@ -126,7 +128,7 @@ def join_frames(
     number = 0
     for chunk in chunks:
         kept = []
-        for pixels in to_rgb8(chunk):
+        for pixels in levels(chunk):
             if seam.before - left <= number < seam.before:
                 weight = (number - seam.before + left + 1) / (left + 1)
                 kept.append(_lerp(next(frames), pixels, weight))
@@ -148,9 +150,9 @@ def stacked(frames: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
 
 
 def _lerp(a: np.ndarray, b: np.ndarray, weight: float) -> np.ndarray:
-    """u8, rounded to nearest."""
+    """Whole numbers, rounded to nearest."""
     x = a.astype(np.float32)
-    return (x + np.float32(weight) * (b - x) + np.float32(0.5)).astype(np.uint8)
+    return (x + np.float32(weight) * (b - x) + np.float32(0.5)).astype(a.dtype)
 
 
 def join_sound(

@@ -137,16 +137,17 @@ def require_constant_rate(path: Path, flag: str, info: VideoInfo) -> None:
         )
 
 
-def read_frames(path: Path, flag: str, num_frames: int) -> Iterator[np.ndarray]:
-    """The first `num_frames` frames in the decoder's order, upright, u8[H, W, 3] each, decoded as
-    they are taken.
+def read_frames(path: Path, flag: str, num_frames: int, wide: bool = False) -> Iterator[np.ndarray]:
+    """The first `num_frames` frames in the decoder's order, upright, u8[H, W, 3] each, or u16 where
+    they are `wide`; decoded as they are taken.
 
     Raises InputError if one cannot be decoded, which `video_info` finds out first.
     """
     count = 0
     with _reading(path, flag) as (container, stream):
         for frame in islice(container.decode(stream), num_frames):
-            yield np.rot90(frame.to_ndarray(format="rgb24"), _quarter_turns(frame))
+            pixels = frame.to_ndarray(format="rgb48le" if wide else "rgb24")
+            yield np.rot90(pixels, _quarter_turns(frame))
             count += 1
     if count < num_frames:
         raise _truncated(path, flag, count)

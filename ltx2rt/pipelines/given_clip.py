@@ -13,6 +13,7 @@ import numpy as np
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag, flag_like
+from ltx2rt.media.hdr import TRANSFERS
 from ltx2rt.media.video import VideoInfo, require_constant_rate, video_info
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines.nag import Nagged
@@ -58,6 +59,7 @@ class FromClip(Nagged):
     )
     images: tuple[ImageSpec, ...] = field(default=(), init=False)
     hdr: str | None = field(default=None, init=False)  # the file has 8 bits
+    hdr_transfer: str = field(default=TRANSFERS[0], init=False)
     latents_in: Path | None = field(default=None, init=False)
     num_generated_keyframes: int = field(default=0, init=False)
     info: VideoInfo | None = field(default=None, repr=False)

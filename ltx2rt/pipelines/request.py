@@ -24,7 +24,7 @@ import numpy as np
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import check_bounds, flag, spelling
-from ltx2rt.media.hdr import SPACES, is_exr
+from ltx2rt.media.hdr import SPACES, TRANSFERS, HighRange, is_exr
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.models.guided_step import Branches
 from ltx2rt.models.step_plan import StepPlan
@@ -268,8 +268,8 @@ class Request:
         return False
 
     @property
-    def high_range(self) -> str | None:
-        """The space of the clip's files if it is in high dynamic range."""
+    def high_range(self) -> HighRange | None:
+        """How the clip's files are, if it is in high dynamic range."""
         return None
 
     @property
@@ -494,6 +494,12 @@ class VideoRequest(Request):
         group="output",
         choices=SPACES,
     )
+    hdr_transfer: str = flag(
+        TRANSFERS[0],
+        "curve of *.mp4 and *.mov of --hdr: hlg, or pq, where 1 is 203 cd/m2",
+        group="output",
+        choices=TRANSFERS,
+    )
     audio: bool = flag(True, "write the video without sound", group="output", name="--no-audio")
     num_generated_keyframes: int = flag(
         0,
@@ -549,6 +555,11 @@ class VideoRequest(Request):
             )
         if self.latents_in is not None and not latent:
             raise InputError("--latents-in: no --image latent:K:FRAME reads it; leave it out")
+        if self.hdr_transfer != TRANSFERS[0] and not self.hdr:
+            raise InputError(
+                f"--hdr-transfer: {self.hdr_transfer}, but the clip is not in high dynamic range; "
+                "add --hdr"
+            )
         for image in self.images:
             if not image.latent and is_exr(image.path) != bool(self.hdr):
                 wrong = "is no EXR file" if self.hdr else "is an EXR file"
@@ -656,8 +667,8 @@ class VideoRequest(Request):
         return next((path for path in seen if not is_exr(path)), None)
 
     @property
-    def high_range(self) -> str | None:
-        return self.hdr
+    def high_range(self) -> HighRange | None:
+        return HighRange(self.hdr, transfer=self.hdr_transfer) if self.hdr else None
 
     def factor(self, model: ModelConfig) -> Fraction:
         """By how much the clip is wider and higher than its first stage: what the spatial upsampler

@@ -240,7 +240,6 @@ class Segmented(SoundFollowing, VideoRequest):
         at_start = self.audio_conditioning_at == "start"
         for name, given in (
             ("--num-videos", self.num_videos > 1),
-            ("--hdr", self.hdr),
             ("--auto-duration", self.auto_duration),
             ("--num-generated-keyframes", self.num_generated_keyframes),
             ("--prompt-at", self.prompt_at),
@@ -344,7 +343,8 @@ class Segmented(SoundFollowing, VideoRequest):
         for number, start in enumerate(self.starts, 1):
             origin = start if number in self.cut else origin
             path = folder / f"{number - 1:04d}.mov"
-            found.append(SegmentFile.of(path, self.num_frames, self.fps, self.audio, start, origin))
+            more = self.audio, start, origin, bool(self.hdr)
+            found.append(SegmentFile.of(path, self.num_frames, self.fps, *more))
         return found
 
     def all_stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
@@ -425,8 +425,9 @@ def continued(
     file = before.path, before.info.num_frames
     for stage in stages:
         if isinstance(stage, Denoise):
-            tail = ends(stage.geometry, file, None, overlap, 0, 1.0, options.vae_tiling, model)
-            guide = [leading(stage.geometry, *anchor, options.vae_tiling, model)] if anchor else []
+            how = options.vae_tiling, model, before.wide
+            tail = ends(stage.geometry, file, None, overlap, 0, 1.0, *how)
+            guide = [leading(stage.geometry, *anchor, *how)] if anchor else []
             given = (*stage.given, *tail, *guide)
             stage = replace(stage, given=given, masks={} if "audio" in stage.frozen else masks)
             yield GivenLatents(stage.name, stage.given)

@@ -89,7 +89,7 @@ def prepared(
     if files is not None:
         files.check(request.seeds, [*options.files, *request.files])
         if files.output is not None:
-            check_hdr(files.output, bool(request.high_range))
+            check_hdr(files.output, _transfer(request))
     checkpoint = opened_checkpoint(options)
     if files is not None:
         files.check(request.seeds, checkpoint.files)
@@ -97,10 +97,13 @@ def prepared(
     request = request.resolved(checkpoint.config)
     distilled_lora(request, options, checkpoint)
     if files is not None and files.output is not None:
-        check_encoders(
-            files.output, bool(request.high_range)
-        )  # last: its import takes as long as all the rest
+        # last: its import takes as long as all the rest
+        check_encoders(files.output, _transfer(request))
     return checkpoint, request
+
+
+def _transfer(request: Request) -> str | None:
+    return request.high_range.transfer if request.high_range else None
 
 
 def resolved(

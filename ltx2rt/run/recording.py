@@ -10,13 +10,17 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 from ltx2rt.atomic_file import DISK_ERRORS, NotWritten
+from ltx2rt.media.hdr import HighRange
 from ltx2rt.media.mp4 import FollowedClip
-from ltx2rt.media.output import CONTAINERS, FileState, state_of
+from ltx2rt.media.output import FileState, container_of, signals, state_of
+from ltx2rt.pipelines.ic_lora import hdr_log
+from ltx2rt.pipelines.request import Request
 from ltx2rt.run.plan import Plan
 from ltx2rt.run.report import comment
 from ltx2rt.session.session import Session
@@ -26,11 +30,23 @@ STREAM, CLIP = "stream.mp4", "clip"  # beside the segments
 POLL_S = 0.1
 
 
+def high_range(session: Session, request: Request) -> HighRange | None:
+    """How the files of the request's clip are, if it is in high dynamic range."""
+    log = hdr_log(lora.path for lora in session.options.loras) if request.high_range else ""
+    return request.high_range and replace(request.high_range, log=log)
+
+
 class GrowingClip:
     """The clip of the parts, as far as they are there."""
 
-    def __init__(self, parts: Sequence[SegmentFile], clip: FollowedClip, output: Path):
-        self.parts, self._clip, self._output = parts, clip, output
+    def __init__(
+        self,
+        parts: Sequence[SegmentFile],
+        clip: FollowedClip,
+        output: Path,
+        hdr: HighRange | None = None,
+    ):
+        self.parts, self._clip, self._output, self._hdr = parts, clip, output, hdr
         self._over = Event()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="recording")
         self._done = self._pool.submit(self._encode)
@@ -58,7 +74,8 @@ class GrowingClip:
             if rate and sound is not None:
                 start, end = (part.sample(n, rate) - first for n in (frame, frame + len(chunk)))
                 heard = sound[:, start:end]
-            self._clip.add(chunk, heard)
+            shown = next(signals([chunk], self._hdr)) if self._hdr else chunk
+            self._clip.add(shown, heard)
             frame += len(chunk)
             if self._over.is_set():
                 break
@@ -82,7 +99,8 @@ def recording(
     """Encode the plan's clip in segments meanwhile; None where its file is of another form than MP4
     and MOV."""
     request: Any = plan.request
-    container = CONTAINERS.get(output.suffix.lower())
+    hdr = high_range(session, request)
+    container = container_of(output, hdr and hdr.transfer)
     rate = session.config.vocoder.sample_rate if request.audio else None
     if (
         container is None
@@ -99,7 +117,7 @@ def recording(
         sample_rate=rate,
         comment=comment(session, request, 0) if metadata else None,
     )
-    made = GrowingClip(request.parts, clip, output)
+    made = GrowingClip(request.parts, clip, output, hdr)
     try:
         yield made
     finally:

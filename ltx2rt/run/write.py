@@ -11,14 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from ltx2rt.media.hdr import HighRange
 from ltx2rt.media.mp4 import AAC_BITS_PER_S
 from ltx2rt.media.output import FileState, remove_made, write_clip
-from ltx2rt.pipelines.ic_lora import hdr_log
 from ltx2rt.pipelines.request import Request
 from ltx2rt.run.files import Files, video_files, write_report
 from ltx2rt.run.plan import Plan
-from ltx2rt.run.recording import GrowingClip
+from ltx2rt.run.recording import GrowingClip, high_range
 from ltx2rt.run.report import comment
 from ltx2rt.run.run import sample_rate
 from ltx2rt.run.segments import folder_of
@@ -82,7 +80,9 @@ def sizes(session: Session, plan: Plan, files: Files) -> dict[Path, int]:
     clip = int(pixels * per_pixel + seconds * AAC_BITS_PER_S / 8) + 2**16
     sizes = dict.fromkeys(video_files(files.output, request.seeds), clip)
     if request.in_segments and (output := files.output or files.latents_out):
-        kept = 4 * pixels + 8 * seconds * session.config.vocoder.sample_rate
+        kept = (
+            8 if request.high_range else 4
+        ) * pixels + 8 * seconds * session.config.vocoder.sample_rate
         sizes[folder_of(output)] = int(2 * kept) + clip  # and the stream
     if (
         files.latents_out
@@ -115,8 +115,6 @@ def save(
     metadata: bool = True,
 ) -> dict[Path, FileState]:
     """Write one video of a request in the form that its name says; the files that were made."""
-    space = request.high_range
-    log = hdr_log(lora.path for lora in session.options.loras) if space else ""
     return write_clip(
         output,
         frames,
@@ -125,5 +123,5 @@ def save(
         waveform=waveform,
         sample_rate=rate,
         comment=comment(session, request, video) if metadata else None,
-        hdr=HighRange(space, log) if space else None,
+        hdr=high_range(session, request),
     )

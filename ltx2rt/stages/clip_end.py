@@ -29,16 +29,17 @@ from ltx2rt.stages.tiling import plan_encoder_tiles
 @dataclass(frozen=True)
 class ClipFrames(SourceVideo):
     """Frames of a file from `first` on, after `copies` more of that frame; as many as the geometry
-    has, together."""
+    has, together. wide: as of `SourceClip`."""
 
     first: int = 0
     copies: int = 0
+    wide: bool = False
 
     def pictures(self) -> Iterator[np.ndarray]:
         last = (
             self.first + pixel_frames(self.geometry.frames, self.geometry.time_factor) - self.copies
         )
-        frames = islice(read_frames(self.path, self.flag, last), self.first, None)
+        frames = islice(read_frames(self.path, self.flag, last, self.wide), self.first, None)
         start = next(frames)
         return chain(repeat(start, self.copies + 1), frames)
 
@@ -92,18 +93,19 @@ def ends(
     strength: float,
     tiling: str,
     model: ModelConfig,
+    wide: bool = False,
 ) -> Iterator[ClipEnd]:
     """The clip that continues `before`, a file and its number of frames, and leads to `after`.
 
     overlap: pixel frames of either that the stage's clip repeats, 8k + 1. guide: the clip's pixel
-    frame that is the first of `after`. The encoder is causal, and its first latent is one frame:
-    frames 1 to 8k of `after` are encoded after 9 equal frames, whose two latents are left out, and
-    frame 0 is a guide beside the clip.
+    frame that is the first of `after`. wide: as of `SourceClip`. The encoder is causal, and its first
+    latent is one frame: frames 1 to 8k of `after` are encoded after 9 equal frames, whose two
+    latents are left out, and frame 0 is a guide beside the clip.
     """
     latents = (overlap - 1) // clip.time_factor + 1
 
     def frames(path: Path, count: int, first: int, copies: int = 0) -> ClipFrames:
-        return _frames(clip, path, count, tiling, model, first, copies)
+        return _frames(clip, path, count, tiling, model, first, copies, wide)
 
     if before is not None:
         path, num_frames = before
@@ -116,18 +118,18 @@ def ends(
 
 
 def leading(
-    clip: Geometry, path: Path, strength: float, tiling: str, model: ModelConfig
+    clip: Geometry, path: Path, strength: float, tiling: str, model: ModelConfig, wide: bool = False
 ) -> ClipEnd:
     """The first frame of a file as a guide one latent frame before the clip."""
-    source = _frames(clip, path, 1, tiling, model)
+    source = _frames(clip, path, 1, tiling, model, wide=wide)
     return ClipEnd(source, clip, "anchor", frame=-clip.time_factor, strength=strength)
 
 
 def _frames(
     clip: Geometry, path: Path, count: int, tiling: str, model: ModelConfig, first: int = 0,
-    copies: int = 0,
+    copies: int = 0, wide: bool = False,
 ) -> ClipFrames:  # fmt: skip
     """`count` latent frames of a file at the clip's size."""
     g = replace(clip, frames=count)
     tiles = plan_encoder_tiles(tiling, (count, g.rows, g.columns), model.video_vae)
-    return ClipFrames(path, g, tiles, first=first, copies=copies)
+    return ClipFrames(path, g, tiles, first=first, copies=copies, wide=wide)

@@ -8,7 +8,7 @@ at most rates.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from ltx2rt.config import ModelConfig
+from ltx2rt.media.hdr import to_codes
+from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.media.sound import read_sound, resample
 from ltx2rt.media.splice import Seam, join_frames, join_sound
 from ltx2rt.media.video import VideoInfo, read_frames
@@ -33,18 +35,20 @@ QUIET = 1e-4  # share of the power before, below which it is silent: AAC leaves 
 
 @dataclass(frozen=True)
 class SourceClip:
-    """A file whose every frame is in the clip that is written. flag: that names it."""
+    """A file whose every frame is in the clip that is written. flag: that names it. wide: whether
+    its frames are codes of high dynamic range, in 16 bits."""
 
     path: Path
     info: VideoInfo
     flag: str
+    wide: bool = field(default=False, kw_only=True)
 
     @property
     def num_frames(self) -> int:
         return self.info.num_frames
 
     def frames(self) -> Iterator[np.ndarray]:
-        return read_frames(self.path, self.flag, self.info.num_frames)
+        return read_frames(self.path, self.flag, self.info.num_frames, self.wide)
 
     @cached_property
     def _sound(self) -> tuple[np.ndarray, int, list[str]]:
@@ -162,7 +166,11 @@ class JoinFrames(Stage):
     def _frames(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         before = (self.before.frames(), self.before.num_frames) if self.before else (iter(()), 0)
         return join_frames(
-            chunks, before, self.after.frames() if self.after else iter(()), self.seam
+            chunks,
+            before,
+            self.after.frames() if self.after else iter(()),
+            self.seam,
+            to_codes if self.before and self.before.wide else to_rgb8,
         )
 
 

@@ -20,10 +20,10 @@ import numpy as np
 
 from ltx2rt.atomic_file import replacing
 from ltx2rt.config import ModelConfig
-from ltx2rt.media.mp4 import EXACT, write_mp4
+from ltx2rt.media.mp4 import EXACT, EXACT_CODES, write_mp4
 from ltx2rt.media.sound import read_sound
 from ltx2rt.media.splice import join_sound, stacked
-from ltx2rt.media.video import VideoInfo, read_frames
+from ltx2rt.media.video import VideoInfo
 from ltx2rt.models import vocoder
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.session.session import Call, Session
@@ -71,20 +71,21 @@ class SegmentFile(SourceClip):
 
     @classmethod
     def of(
-        cls, path: Path, num_frames: int, fps: Fraction, has_sound: bool, start: int, origin: int
-    ) -> SegmentFile:
+        cls, path: Path, num_frames: int, fps: Fraction, has_sound: bool, start: int, origin: int,
+        wide: bool = False,
+    ) -> SegmentFile:  # fmt: skip
         info = VideoInfo(0, 0, num_frames, fps, 0, has_sound, (Fraction(0),))
-        return cls(path, info, "a segment", start, origin=origin)
+        return cls(path, info, "a segment", start, origin=origin, wide=wide)
 
     @property
     def num_frames(self) -> int:
         return self.info.num_frames - self.first
 
     def frames(self) -> Iterator[np.ndarray]:
-        return islice(read_frames(self.path, self.flag, self.info.num_frames), self.first, None)
+        return islice(super().frames(), self.first, None)
 
     def chunks(self, stop: int) -> Iterator[np.ndarray]:
-        """u8[n, H, W, 3], up to the clip's frame `stop`."""
+        """u8[n, H, W, 3], or u16 of codes, up to the clip's frame `stop`."""
         return stacked(islice(self.frames(), stop - self.start))
 
     @property
@@ -311,7 +312,7 @@ class Keep(Stage):
                 fps=info.fps,
                 waveform=None if state.waveforms is None else state.waveforms[0],
                 sample_rate=state.sample_rate or 0,
-                container=EXACT,
+                container=EXACT_CODES if self.part.wide else EXACT,
             )
             with partial.open("rb") as file:
                 os.fsync(file.fileno())

@@ -37,7 +37,7 @@ def test_pixels_come_back_from_the_codes(space):
 def test_white_is_three_quarters_and_what_is_brighter_rolls_off():
     grey = np.array([0.18, 1.0, 1.0001, 4.0, 100.0])
     codes = hdr.to_model(np.repeat(grey[:, None], 3, 1), "SRGB_LINEAR")
-    signal = hdr.hlg_signal(codes)
+    signal = hdr.video_signal(codes, hdr.HighRange("SRGB_LINEAR"))
     assert np.ptp(signal, axis=1).max() < 1e-3  # the given matrices have 5 digits
     assert abs(signal[1, 1] - 0.75) < 1e-4 and abs(signal[2, 1] - 0.75) < 1e-3
     assert (np.diff(signal[:, 1]) > 0).all() and signal[-1].max() <= 1
@@ -88,28 +88,60 @@ def clip(size=(64, 96), frames=9):
     return np.repeat(codes.transpose(2, 0, 1)[:, None], frames, 1)
 
 
-def test_hlg_files_say_what_they_are(tmp_path):
+@pytest.mark.parametrize("transfer, code", [("hlg", 18), ("pq", 16)])
+def test_videos_say_what_they_are(tmp_path, transfer, code):
     chunk, path = clip(), tmp_path / "a.mp4"
     wave = np.random.default_rng(0).uniform(-0.1, 0.1, (2, 18000)).astype(np.float32)
-    sound = {"waveform": wave, "sample_rate": 48000}
-    write_clip(
-        path, [chunk], num_frames=9, fps=Fraction(24), hdr=hdr.HighRange("SRGB_LINEAR"), **sound
-    )
+    how = hdr.HighRange("SRGB_LINEAR", transfer=transfer)
+    given = {"num_frames": 9, "fps": Fraction(24), "waveform": wave, "sample_rate": 48000}
+    write_clip(path, [chunk], hdr=how, **given)
     with av.open(str(path)) as found:
         stream = found.streams.video[0]
         codec, frame = stream.codec_context, next(found.decode(video=0))
         assert (codec.name, codec.pix_fmt, codec.codec_tag) == ("hevc", "yuv420p10le", "hvc1")
         tags = codec.color_primaries, codec.color_trc, codec.colorspace, codec.color_range
-        assert tuple(map(int, tags)) == (9, 18, 9, 1)
+        assert tuple(map(int, tags)) == (9, code, 9, 1)
         plane = frame.planes[0]
         luma = np.frombuffer(plane, np.uint16).reshape(64, plane.line_size // 2)[:, :96]
-    expected = hdr.ten_bits(hdr.hlg_signal(chunk[:, 0].transpose(1, 2, 0).astype(np.float64)))[0]
-    assert np.abs(luma.astype(int) - expected).mean() < 2  # codes of 1023: grey goes through
+    shown = hdr.video_signal(chunk[:, 0].transpose(1, 2, 0).astype(np.float64), how)
+    assert np.abs(luma.astype(int) - hdr.ten_bits(shown)[0]).mean() < 2  # codes of 1023
     again = tmp_path / "b.mp4"
-    write_clip(
-        again, [chunk], num_frames=9, fps=Fraction(24), hdr=hdr.HighRange("SRGB_LINEAR"), **sound
-    )
+    write_clip(again, [hdr.to_codes(chunk)], hdr=how, **given)  # 16 bits, as segments keep it
+    with av.open(str(again)) as found:
+        plane = next(found.decode(video=0)).planes[0]
+        near = np.frombuffer(plane, np.uint16).reshape(64, plane.line_size // 2)[:, :96]
+    assert np.abs(luma.astype(int) - near).max() <= 4  # crf 12
+    write_clip(again, [chunk], hdr=how, **given)
     assert again.read_bytes() == path.read_bytes()
+
+
+def test_pq_is_the_curve_of_st_2084():
+    """Its inverse by the standard's rational constants, in float64; levels of BT.2408 and of the
+    standard's own table."""
+    signal = np.linspace(0, 1, 1001)
+    m1, m2, c1 = 0.1593017578125, 78.84375, 0.8359375
+    c2, c3 = 18.8515625, 18.6875
+    power = signal ** (1 / m2)
+    light = 10000 * (np.maximum(power - c1, 0) / (c2 - c3 * power)) ** (1 / m1)
+    known = signal[light > 0]
+    np.testing.assert_allclose(hdr.pq_signal(light[light > 0]), known, atol=1e-12)
+    for nits, expected in ((203, 0.5807), (100, 0.5081), (1000, 0.7518), (0, 7.3e-7), (1e5, 1)):
+        assert hdr.pq_signal(np.array(float(nits))) == pytest.approx(expected, abs=5e-5)
+    white = hdr.to_model(np.ones((1, 3)), "SRGB_LINEAR")
+    shown = hdr.video_signal(white, hdr.HighRange("ACESCG", transfer="pq"))
+    np.testing.assert_allclose(shown, hdr.pq_signal(np.full((1, 3), 203.0)), atol=1e-4)
+
+
+def test_codes_of_16_bits_come_back():
+    rng = np.random.default_rng(0)
+    chunk = rng.uniform(-1.2, 1.2, (3, 2, 4, 5)).astype(np.float32)
+    codes = hdr.to_codes(chunk)
+    assert codes.dtype == np.uint16 and hdr.to_codes(codes) is codes
+    error = hdr.as_frames(codes) - np.moveaxis(chunk.clip(-1, 1), 0, -1)
+    assert np.abs(error).max() <= 0.51 / 32767.5
+    chunk[0, 0, 0, 0] = np.nan
+    with pytest.raises(ValueError, match="NaN"):
+        hdr.to_codes(chunk)
 
 
 def test_frames_are_written_as_exr(tmp_path):

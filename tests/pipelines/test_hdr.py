@@ -9,8 +9,12 @@ from ltx2rt.errors import InputError
 from ltx2rt.media import hdr
 from ltx2rt.media.images import cover
 from ltx2rt.pipelines import make_request
+from ltx2rt.run.files import Files
 from ltx2rt.run.plan import make_plan
+from ltx2rt.run.recording import STREAM, recording
 from ltx2rt.run.run import produce
+from ltx2rt.run.segments import claimed, folder_of
+from ltx2rt.run.write import sizes
 from ltx2rt.session.options import NO_LORA
 
 START = (
@@ -41,7 +45,8 @@ def test_a_clip_of_an_exr_image(tiny, command, picture, tmp_path):
         shown = list(found.decode(video=0))
         assert len(shown) == 9 and int(found.streams.video[0].codec_context.color_trc) == 18
     plane = np.frombuffer(shown[4].planes[0], np.uint16).reshape(64, -1)[:, :64]
-    signal = hdr.hlg_signal(hdr.to_model(written[4].astype(np.float64), "SRGB_LINEAR"))
+    how = hdr.HighRange("SRGB_LINEAR")
+    signal = hdr.video_signal(hdr.to_model(written[4].astype(np.float64), "SRGB_LINEAR"), how)
     assert (
         np.abs(plane.astype(float) - hdr.ten_bits(signal)[0]).mean() < 10
     )  # white noise at crf 12: 6.6
@@ -70,6 +75,62 @@ def test_the_encoder_is_given_the_images_codes(on_both, picture, monkeypatch):
     np.testing.assert_allclose(seen[0][0, :, 0], (codes * 2 - 1).transpose(2, 0, 1), atol=1e-5)
 
 
+def test_segments_keep_codes_of_16_bits(on_both, picture, monkeypatch, tmp_path):
+    """The next one is given those, without a step through 8 bits; made anew it is the same."""
+    session = on_both("tiny-2.3", distilled_lora=NO_LORA, assume="dev")["cuda"]
+    seen, run = [], session.run
+
+    def spied(call, feeds, *more):
+        if call.network == "video-encoder":
+            seen.append(feeds["frames"])
+        return run(call, feeds, *more)
+
+    monkeypatch.setattr(session, "run", spied)
+    clip = {"prompt": "a fox", "width": 64, "height": 64, "num_frames": 17, "steps": 1, "seed": 3}
+    clip |= {"images": [(picture, 0)], "hdr": "ACESCG", "hdr_transfer": "pq"}
+    folder, output = tmp_path / "parts", tmp_path / "a.mp4"
+    request = make_request("one-stage", **clip, segments=3, overlap=9, anchor=0.5).kept_in(folder)
+    plan = make_plan(session, request)
+    with claimed(session, plan, folder), recording(session, plan, folder, output) as recorded:
+        state, *_ = produce(session, plan)
+        codes = np.concatenate(list(next(state.frames)))
+        parts = [np.stack(list(part.frames())) for part in plan.request.parts]
+        recorded.finish(output)
+        with av.open(str(folder / STREAM)) as streamed:
+            assert len(list(streamed.decode(video=0))) == 33
+    assert codes.dtype == parts[0].dtype == np.uint16 and len(codes) == 17 + 8 + 8
+    np.testing.assert_array_equal(codes, np.concatenate([parts[0][:8], parts[1][:8], parts[2]]))
+    for pixels, given in (
+        (parts[0][8:], seen[1]),
+        (parts[0][:1], seen[2]),
+        (parts[1][8:], seen[3]),
+    ):
+        np.testing.assert_allclose(given[0].transpose(1, 2, 3, 0), hdr.as_frames(pixels), atol=1e-6)
+    plain = produce(session, make_plan(session, make_request("one-stage", **clip)))[0]
+    chunks = [hdr.to_codes(chunk) for chunk in next(plain.frames)]
+    np.testing.assert_array_equal(parts[0], np.concatenate(chunks))
+    with av.open(str(output)) as found:
+        shown = list(found.decode(video=0))
+        assert len(shown) == 33 and int(found.streams.video[0].codec_context.color_trc) == 16
+    plane = np.frombuffer(shown[20].planes[0], np.uint16).reshape(64, -1)[:, :64]
+    signal = hdr.video_signal(
+        hdr.as_frames(codes[20:21])[0], hdr.HighRange("ACESCG", "acescct", "pq")
+    )
+    assert np.abs(plane.astype(float) - hdr.ten_bits(signal)[0]).mean() < 10  # as above
+    (folder / "0002.mov").unlink()
+    again = produce(session, make_plan(session, request))[0]
+    np.testing.assert_array_equal(np.concatenate(list(next(again.frames))), codes)
+    assert sizes(session, plan, Files(output=output))[folder_of(output)] > 8 * codes.size / 3
+
+
+@pytest.mark.parametrize("pipeline", ["retake", "v2v", "inpaint", "extend", "dubit", "t2a"])
+def test_pipelines_of_8_bits_say_so(tiny, command, picture, tmp_path, pipeline):
+    model, output = ("--model", tiny("tiny-2.3", "official")), ("--output", tmp_path / "a.mp4")
+    status, _, err = command(*START, *model, *output, "--hdr", "ACESCG", "--pipeline", pipeline)
+    said = f"--hdr: the {pipeline} pipeline makes no clip in high dynamic range; leave it out, or"
+    assert status == 2 and said in err and err.count("\n") == 1, err
+
+
 def test_refusals(tiny, command, picture, tmp_path):
     png = tmp_path / "a.png"
     Image.new("RGB", (64, 64)).save(png)
@@ -78,8 +139,8 @@ def test_refusals(tiny, command, picture, tmp_path):
         ((*output, "--image", f"{picture}:0"), "is an EXR file; add --hdr"),
         ((*output, "--hdr", "ACESCG", "--image", f"{png}:0"), "is no EXR file; convert it"),
         ((*output, "--hdr", "REC709"), "expected one of SRGB_LINEAR, ACESCG, ACESCCT"),
-        ((*output, "--hdr", "ACESCG", "--segments", 2, "--overlap", 9, "--num-frames", 17),
-         "--hdr: does not go with a clip in segments"),
+        ((*output, "--hdr-transfer", "pq"), "--hdr-transfer: pq, but the clip is not in high"),
+        ((*output, "--hdr", "ACESCG", "--hdr-transfer", "gamma"), "expected one of hlg, pq"),
         (("--output", tmp_path / "%05d.exr"), "is for clips in high dynamic range; add --hdr"),
         (("--output", tmp_path / "a.webm", "--hdr", "ACESCG"), "cannot hold it; write *.mp4, *.mov"),
     ):  # fmt: skip
