@@ -75,7 +75,8 @@ LOAD_BYTES = attention.LOAD_BYTES
 STAGES = ("stage1", "stage2")
 H200 = device_kind("h200-141gb")
 CASES = (  # mesh and dtype of the blocks' weights
-    ("", None), ("", "float8"), ("tensor=2", None), ("tensor=4", None), ("tensor=8", None), ("guidance=4", None),
+    ("", None), ("", "float8"), ("tensor=2", None), ("tensor=4", None), ("tensor=8", None),
+    ("guidance=4", None),
 )  # fmt: skip
 
 

@@ -290,12 +290,15 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         found = measure(args, Path(folder) / "serve")
     for name, value in found.items():
-        print(
-            f"{name:<14} {value if not isinstance(value, dict) else ', '.join(f'{k} {v}' for k, v in value.items())}"
+        shown = (
+            ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
         )
+        print(f"{name:<14} {shown}")
+    clip = f"{args.width}x{args.height}x{args.num_frames}"
     facts = {
-        "benchmark": "serve", **machine("starlette", "uvicorn"), "model": args.model.name, "backend": args.backend,
-        "clip": f"{args.width}x{args.height}x{args.num_frames}, {args.pipeline}, steps {args.steps or 'default'}",
+        "benchmark": "serve", **machine("starlette", "uvicorn"), "model": args.model.name,
+        "backend": args.backend,
+        "clip": f"{clip}, {args.pipeline}, steps {args.steps or 'default'}",
         "jobs": args.jobs, "rounds": args.rounds, **found,
     }  # fmt: skip
     record(args.output, facts)

@@ -239,7 +239,8 @@ class Guided:
 
     def __init__(self, session: Session, stage: Denoise, steps: int):
         self.session, self.stage, self.config = session, stage, session.config.transformer
-        self.device, self.dtype = session.backend.torch_device, DTYPES[session.dtype]  # type: ignore[attr-defined]
+        self.device = session.backend.torch_device  # type: ignore[attr-defined]
+        self.dtype = DTYPES[session.dtype]
         self.sigmas = stage.sigmas[: steps + 1]
         self.steps = len(self.sigmas) - 1
         self.pairs = trajectory("euler", self.sigmas).sigmas

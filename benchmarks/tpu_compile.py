@@ -113,7 +113,8 @@ CELLS = tuple(
     for where, (target, peers) in STEP_2_0.items()
     for cell in (
         Cell(
-            "step-2.0", where, "--preset ltx-2.0 --component denoise-step --stage 2 --branches 2", target, peers
+            "step-2.0", where, "--preset ltx-2.0 --component denoise-step --stage 2 --branches 2",
+            target, peers,
         ),
         *(
             Cell(name, where, flags, aim, counted=name.startswith("diffusion"))

@@ -112,7 +112,8 @@ def sizes() -> Preset:
         vocab=480, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ff=64, window=16
     )
     own = replace(
-        SIZES["tiny-2.3"], layers=4, gemma=text, encoder_widths=(16, 32, 32, 32, 32), audio_multipliers=(1, 2, 2),
+        SIZES["tiny-2.3"], layers=4, gemma=text, encoder_widths=(16, 32, 32, 32, 32),
+        audio_multipliers=(1, 2, 2),
         vocoder_hidden=64, extension_hidden=16, connector_layers=1, lora_rank=8,
     )  # fmt: skip
     made = of_sizes(own, NAME)

@@ -40,7 +40,9 @@ class Transposed(torch.autograd.Function):
         return _kept[-1](lambda: tuple(exchange(*xs))) if _kept else tuple(exchange(*xs))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
         return None, None, *ctx.transpose(*gradients)
 
 

@@ -23,7 +23,8 @@ def _gpu(
     """A row of `KINDS`; rates are in FLOP/s and bytes/s, the memory's size is that of the name."""
     memory_bytes = 1e9 * int(name.rpartition("-")[2].removesuffix("gb"))
     return DeviceKind(
-        name, "cuda", "cuda", "hopper", memory_bytes, flops, quantised_flops, memory, link, COLLECTIVE_S, ("cuda",),
+        name, "cuda", "cuda", "hopper", memory_bytes, flops, quantised_flops, memory, link,
+        COLLECTIVE_S, ("cuda",),
         host_bytes_per_s=host, reserve_bytes=reserve_bytes(int(memory_bytes)),
     )  # fmt: skip
 

@@ -44,7 +44,10 @@ from ltx2rt_tpu.hlo import (
 FLOP_PER_CYCLE = 524288  # bfloat16, two units of 256 x 256 that take 16 rows in 8 bundles
 TIMED = ("v6e", "v7x")  # whose cores are such
 # flags of libtpu, set before it is loaded: the final bundles of every instruction, in a folder
-ARGUMENTS = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final_bundles.*"
+ARGUMENTS = (
+    "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true "
+    "--xla_jf_dump_llo_pass_label_regex=.*final_bundles.*"
+)
 BUNDLES = re.compile(r"\d+-(.+)-\d+-schedule-analysis_final_bundles\.txt")
 OPERATION = re.compile(r"\s*([\w\-]+)\((.*)", re.DOTALL)
 KERNEL = 'custom_call_target="tpu_custom_call"'

@@ -35,7 +35,8 @@ from ltx2rt.train.state import FORMATS, read_state, states, write_lora
 from ltx2rt.train.step import in_words
 
 READ = (  # flags of a model that training reads
-    "backend", "model", "text_encoder", "video_vae", "audio_vae", "config_from", "offline", "dtype", "device", "mesh",
+    "backend", "model", "text_encoder", "video_vae", "audio_vae", "config_from", "offline", "dtype",
+    "device", "mesh",
     "profile", "cross_timestep_rule", "vae_tiling", "video_decoder",
 )  # fmt: skip
 EXAMPLE = """\

@@ -160,8 +160,9 @@ def _int8_rows(o: Any, x: Any) -> tuple[Any, Any]:
 
 
 # ---- GGUF's block types. A block holds consecutive weights of one row and their scales. Each funct
-# uint8[n, bytes] and gives float32[n, groups, weights of a group]: scales are float16 widened to float32, products are
-# taken in the order of ggml's `dequantize_row_*`, and each is rounded once. Source: ggml-quants.c.
+# uint8[n, bytes] and gives float32[n, groups, weights of a group]: scales are float16 widened to
+# float32, products are taken in the order of ggml's `dequantize_row_*`, and each is rounded once.
+# Source: ggml-quants.c.
 
 # What four bits of IQ4_NL and IQ4_XS stand for.
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

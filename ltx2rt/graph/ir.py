@@ -79,7 +79,8 @@ class Type:
         return self.num_elements * DTYPE_BYTES[self.dtype]
 
     def __str__(self) -> str:
-        return f"{SHORT[self.dtype]}[{', '.join(f'{a}={n}' for a, n in zip(self.axes, self.shape, strict=True))}]"
+        sizes = (f"{a}={n}" for a, n in zip(self.axes, self.shape, strict=True))
+        return f"{SHORT[self.dtype]}[{', '.join(sizes)}]"
 
 
 @dataclass(frozen=True, eq=False)

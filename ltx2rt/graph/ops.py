@@ -853,8 +853,9 @@ def sinusoid(t: Type, *, size: int):
 
 
 # --- placement: written by passes, never by model text --------------------------------------------
-# A graph with these runs on every device of a mesh in step. Their numpy definitions take all devices at once: operands
-# and results are lists over the devices of one group, in the order of their coordinate on the mesh axis.
+# A graph with these runs on every device of a mesh in step. Their numpy definitions take all
+# devices at once: operands and results are lists over the devices of one group, in the order of
+# their coordinate on the mesh axis.
 
 COLLECTIVES = (
     "all_reduce",

@@ -110,10 +110,10 @@ def format_comparison(result: dict[str, Any]) -> str:
     if result["psnr_db"] == PSNR_CAP_DB:
         shown["psnr_db"] = "inf (the compared frames are identical)"
     width = max(map(len, shown))
-    return "\n".join(
-        f"{name:<{width}}  {'none' if value is None else f'{value:.6g}' if isinstance(value, float) else value}"
-        for name, value in shown.items()
-    )
+    for name, value in shown.items():
+        if value is None or isinstance(value, float):
+            shown[name] = "none" if value is None else f"{value:.6g}"
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in shown.items())
 
 
 def luma(rgb: np.ndarray) -> np.ndarray:

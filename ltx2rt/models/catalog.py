@@ -111,15 +111,18 @@ CATALOG = {
             lambda *_: (2, PROMPT_TOKENS), "text-encoder",
         ),
         Network(
-            "transformer", ("transformer",), lambda c, s, dtype: transformer.trace(c.transformer, s, dtype), _forward,
+            "transformer", ("transformer",),
+            lambda c, s, dtype: transformer.trace(c.transformer, s, dtype), _forward,
             "transformer", lambda s: s.batch, partial=_streams,
         ),
         Network(
-            "guided-step", ("transformer",), lambda c, s, dtype: guided_step.trace(c.transformer, s, dtype), _step,
+            "guided-step", ("transformer",),
+            lambda c, s, dtype: guided_step.trace(c.transformer, s, dtype), _step,
             "transformer", lambda s: len(s.branches.names), partial=_streams,
         ),
         Network(
-            "train-step", ("transformer",), lambda c, s, dtype: train_step.trace(c.transformer, s, dtype), _train,
+            "train-step", ("transformer",),
+            lambda c, s, dtype: train_step.trace(c.transformer, s, dtype), _train,
             "transformer", lambda s: 1, partial=_streams,
         ),
         Network(

@@ -364,8 +364,8 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
 
     m_latent (videos, tokens, C); m_clean (tokens, C); m_mask (tokens), its values m_levels (K) and,
     if K > 1, m_level_index int32 (tokens); m_context (1 or 2, text, C'): positive, then negative if
-    the uncond branch runs or NAG reads it; of a frozen modality m_clean and the positive context alone; the RoPE
-    tables.
+    the uncond branch runs or NAG reads it; of a frozen modality m_clean and the positive context
+    alone; the RoPE tables.
     sigmas (2): from, to; guidance (2, 4): rows video, audio; columns cfg, stg, modality, rescale
     (if any branch runs besides cond); video_attention_mask (tokens, keys) in [0, 1], if masked;
     video_keyframes_mask (tokens): 1 = a keyframe, if the model has its vector; of a relay m_relay

@@ -581,7 +581,8 @@ def trace(config: TransformerConfig, s: ForwardShape, dtype: str) -> Graph:
         keyframes = declare_keyframes(o, config, s.streams, B=s.batch, tokens=s.video_tokens)
         tables = declare_tables(o, config, s)
         v = transformer(
-            o, config, latents=latents, levels=levels, sigmas=sigmas, contexts=contexts, tables=tables, keeps=keeps,
+            o, config, latents=latents, levels=levels, sigmas=sigmas, contexts=contexts,
+            tables=tables, keeps=keeps,
             bias=bias, rule=s.rule, keyframes=keyframes,
         )  # fmt: skip
         return {f"{name}_velocity": velocity for name, velocity in v.items()}

@@ -27,12 +27,12 @@ from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 
 INVARIANT, DATA, CARRIED = range(3)  # what a value depends on, the strongest
-LIGHT = {"full", "at", "slice", "rename", "expand", "cast", "affine", "split", "merge", "transpose", "pad", "stack",
-         "concat", "select"}  # fmt: skip
+LIGHT = {"full", "at", "slice", "rename", "expand", "cast", "affine", "split", "merge", "transpose",
+         "pad", "stack", "concat", "select"}  # fmt: skip
 LARGE = 2**20  # elements of a cast that is not light
 # Ops that mean the same with one more axis in front of their operands.
-BATCHED = {"at", "slice", "cast", "affine", "expand", "split", "merge", "sinusoid", "silu", "add", "sub", "mul", "div",
-           "linear"}  # fmt: skip
+BATCHED = {"at", "slice", "cast", "affine", "expand", "split", "merge", "sinusoid", "silu", "add",
+           "sub", "mul", "div", "linear"}  # fmt: skip
 
 
 def hoist(graph: Graph, keep_bytes: int | None = None) -> Graph:

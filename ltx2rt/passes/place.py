@@ -33,7 +33,8 @@ from ltx2rt.graph.verify import verify
 # Ops that treat every axis alike: a split axis passes through, operands that hold it whole are cut
 # first.
 POINTWISE = {
-    "exp", "log", "sqrt", "square", "sin", "tanh", "sigmoid", "silu", "gelu", "add", "sub", "mul", "div", "affine",
+    "exp", "log", "sqrt", "square", "sin", "tanh", "sigmoid", "silu", "gelu", "add", "sub", "mul",
+    "div", "affine",
     "clamp", "leaky_relu", "cast", "select", "modulate", "rope", "transpose", "stack",
 }  # fmt: skip
 TOKENS, BATCH = ("tokens", "audio_tokens"), "B"

@@ -47,7 +47,8 @@ HEAVY = {
 }  # ops that are worth a repeat of their own
 # Operands, by op, that mean the same for all of the batch if they lack its axis.
 BROADCAST = {
-    **dict.fromkeys(("add", "sub", "mul", "div"), (0, 1)), "select": (0, 1, 2), "modulate": (1, 2), "rope": (1, 2),
+    **dict.fromkeys(("add", "sub", "mul", "div"), (0, 1)), "select": (0, 1, 2), "modulate": (1, 2),
+    "rope": (1, 2),
     "attention": (3,), "attention_part": (3,),
 }  # fmt: skip
 Pattern = tuple[
@@ -433,7 +434,8 @@ class _Writer:
         else:
             results = emit(self.out, node.op, *operands, **node.attrs)
         results = results if isinstance(results, tuple) else (results,)
-        self.held |= {id(v): held for v, *held in zip(node.outputs, results, where, strict=True)}  # type: ignore
+        held = zip(node.outputs, results, where, strict=True)
+        self.held |= {id(v): (result, at) for v, result, at in held}
 
     def _bare(self, node: Node, entries: Sequence[int]) -> set[int]:
         """Operands that are one for all these entries and can do without the batch; one that gives

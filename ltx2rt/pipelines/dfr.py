@@ -202,7 +202,8 @@ class DFR(VideoRequest):
                 made += steps(
                     Refine, f"round{number}_tile{i}", own, ROUND_SIGMAS, second,
                     given=[*guides, *window.given(own, 2 * segment, doubled.name)],
-                    sampler="ancestral", eta=ROUND_ETA, streams=("video",), source=doubled.name, start=window.start,
+                    sampler="ancestral", eta=ROUND_ETA, streams=("video",), source=doubled.name,
+                    start=window.start,
                     lead=(window.own - window.start) // full.time_factor + 1 if i else 0,
                 )  # fmt: skip
         return [*made, *self.decoded(full, model, options), Cut(self.clip_frames, self.clip_fps)]

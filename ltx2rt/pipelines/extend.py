@@ -200,7 +200,8 @@ class Extend(GivenClip):
 
     def remarks(self, model: ModelConfig) -> Iterator[str]:
         old, new = self.clip_frames - (self.extend_frames or 0), self.extend_frames
-        yield f"{new} new frames beside {old}: {self.clip_frames} in all, {self.clip_frames / float(self.fps):.2f} s"
+        seconds = self.clip_frames / float(self.fps)
+        yield f"{new} new frames beside {old}: {self.clip_frames} in all, {seconds:.2f} s"
         faded = [self.seam.faded(side) for side in (self.seam.before, self.seam.after)]
         if any(faded):
             yield f"{FADE_FRAMES} frames are blended at a seam; --no-crossfade keeps all of the file's own"

@@ -684,7 +684,8 @@ class VideoRequest(Request):
         return Geometry.of(model, width, height, self.num_frames, self.fps)
 
     def denoise(
-        self, name: str, geometry: Geometry, options: ModelOptions, sigmas: np.ndarray, loras: tuple[LoraSpec, ...],
+        self, name: str, geometry: Geometry, options: ModelOptions, sigmas: np.ndarray,
+        loras: tuple[LoraSpec, ...],
         given: Sequence[Conditioning] = (), **more: Any,
     ) -> list[Stage]:  # fmt: skip
         """One denoising stage, after the encoding of the images at its size, and of what else is

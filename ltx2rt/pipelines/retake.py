@@ -173,7 +173,10 @@ class Retake(GivenClip):
         )
         yield f"made anew: {', '.join(parts)}"
         if not self.keep_source:
-            yield "what is kept passes the VAEs, too, and changes a little; --keep-source copies the file's own"
+            yield (
+                "what is kept passes the VAEs, too, and changes a little; "
+                "--keep-source copies the file's own"
+            )
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         full = self.geometry(model)

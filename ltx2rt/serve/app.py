@@ -429,7 +429,10 @@ class App:
         video, seconds = given.pop("video", None), given.pop("seconds", None)
         id = video.get("id") if isinstance(video, dict) else video
         if not isinstance(id, str):
-            text = "video: expected the id of a finished one; POST /v1/videos extends a file, by its pipeline extend"
+            text = (
+                "video: expected the id of a finished one; POST /v1/videos extends a file, "
+                "by its pipeline extend"
+            )
             raise Refusal(400, "invalid_value", text, "video")
         job = await self._job(request, id)
         if seconds is not None:
@@ -671,8 +674,10 @@ class App:
                     self.store.insist, self.queue.note, job.id, fetched=int(time.time())
                 )
             return Opened(
-                self.folder.outputs / clip_names(job.stem, n)[int(number)], media_type="video/mp4", background=noted,
-                filename=job.id + (f"-{number}" if number != "0" else "") + ".mp4", content_disposition_type="inline",
+                self.folder.outputs / clip_names(job.stem, n)[int(number)], media_type="video/mp4",
+                background=noted,
+                filename=job.id + (f"-{number}" if number != "0" else "") + ".mp4",
+                content_disposition_type="inline",
             )  # fmt: skip
         except FileNotFoundError:
             raise Refusal(
@@ -803,7 +808,8 @@ class App:
                 for id, kind in told.items():
                     job = await self.store(self.queue.get, id)
                     video = await self._video(job) if job else {"id": id}
-                    yield f"id: {event_id}\nevent: {kind if job else 'deleted'}\ndata: {json.dumps(video)}\n\n"
+                    event = f"id: {event_id}\nevent: {kind if job else 'deleted'}\n"
+                    yield f"{event}data: {json.dumps(video)}\n\n"
                     if only is not None and (job is None or job.over):
                         return
                 if told:

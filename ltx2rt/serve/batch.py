@@ -309,7 +309,8 @@ class Batch:
         self.board = Board(self._log)
         self.store = QueueThread(Queue(":memory:", most=10**9, most_of_user=10**9))
         self.supervisor = Supervisor(
-            command, self.store, folder, self.board, Metrics(), environments=environments, lora_folder=lora_folder,
+            command, self.store, folder, self.board, Metrics(), environments=environments,
+            lora_folder=lora_folder,
             step_timeout_s=step_timeout_s,
         )  # fmt: skip
 

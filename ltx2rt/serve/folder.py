@@ -269,7 +269,8 @@ def clip_names(stem: str, count: int) -> list[str]:
 
 
 def publish(
-    stem: Path, write: Callable[[int, Path], None], thumbnail: Callable[[Path], None], report: Callable[[], Any],
+    stem: Path, write: Callable[[int, Path], None], thumbnail: Callable[[Path], None],
+    report: Callable[[], Any],
     count: int = 1,
 ) -> dict:  # fmt: skip
     """Make the job's files; the first clip comes last, when all are whole and on the disk. Returns

@@ -46,7 +46,8 @@ class Worker:
 
     def lines(self) -> Iterator[bytes]:
         assert self.process.stdout is not None
-        for line in self.process.stdout:  # noqa: UP028  # Ray sends into the generator, which a file does not take
+        # Ray sends into the generator, which a file does not take.
+        for line in self.process.stdout:  # noqa: UP028
             yield line
 
     def status(self) -> int:

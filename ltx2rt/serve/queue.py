@@ -49,10 +49,12 @@ JSON = ("given", "job", "error", "result")
 NO_JOB = {"pipeline": "", "clip": {}, "images": [], "loras": []}
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs(
-    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, user TEXT NOT NULL, key TEXT, digest TEXT NOT NULL,
-    status TEXT NOT NULL, priority INTEGER NOT NULL, work REAL NOT NULL, loras TEXT NOT NULL, given TEXT NOT NULL,
-    job TEXT NOT NULL, remixed_from TEXT, attempts INTEGER NOT NULL DEFAULT 0, deaths INTEGER NOT NULL DEFAULT 0,
-    epoch INTEGER NOT NULL DEFAULT 0, cancel REAL, created REAL NOT NULL, started REAL, finished REAL, error TEXT,
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, user TEXT NOT NULL, key TEXT,
+    digest TEXT NOT NULL, status TEXT NOT NULL, priority INTEGER NOT NULL, work REAL NOT NULL,
+    loras TEXT NOT NULL, given TEXT NOT NULL, job TEXT NOT NULL, remixed_from TEXT,
+    attempts INTEGER NOT NULL DEFAULT 0, deaths INTEGER NOT NULL DEFAULT 0,
+    epoch INTEGER NOT NULL DEFAULT 0, cancel REAL, created REAL NOT NULL, started REAL,
+    finished REAL, error TEXT,
     result TEXT, start_uptime_s REAL, end_uptime_s REAL, UNIQUE(user, key));
 CREATE TABLE IF NOT EXISTS uptime(seconds REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS paused(since REAL NOT NULL);
@@ -311,7 +313,8 @@ class Queue:
             latest = db.execute("SELECT id FROM jobs ORDER BY seq DESC LIMIT 1").fetchone()
             made = id or new_id(latest[0] if latest else "")
             row = {
-                "id": made, "user": user, "key": key, "digest": digest, "status": QUEUED, "priority": priority,
+                "id": made, "user": user, "key": key, "digest": digest, "status": QUEUED,
+                "priority": priority,
                 "work": work, "loras": loras, "given": json.dumps(given), "job": json.dumps(job),
                 "remixed_from": remixed_from, "created": time.time(),
             }  # fmt: skip

@@ -141,7 +141,8 @@ async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: A
     folder.sweep_inputs(kept, UNUSED_S)  # from now on unused ones have this long
     metrics = Metrics(frozenset(str(shape).partition(":")[0] for shape in admission.warm))
     supervisor = Supervisor(
-        how.command, store, folder, board, metrics, environments=how.environments, lora_folder=how.lora_folder,
+        how.command, store, folder, board, metrics, environments=how.environments,
+        lora_folder=how.lora_folder,
         step_timeout_s=how.step_timeout_s,
     )  # fmt: skip
     app = App(how.settings, admission, store, folder, board, supervisor, metrics)

@@ -167,7 +167,10 @@ def arrangements(
         except InputError as error:
             reason = error if mesh == meant else reason
             continue
-        time_s = sum(calls[name].steps * step.time_s(kind) for name, step in steps.items())  # type: ignore[operator]
+        time_s = sum(
+            calls[name].steps * step.time_s(kind)  # type: ignore[operator]
+            for name, step in steps.items()
+        )
         estimated.append(
             Arrangement(mesh, time_s, max(s.read_bytes for s in steps.values()), steps)
         )

@@ -39,7 +39,8 @@ from ltx2rt.weights.files import TensorFile
 RECORDED = re.compile(
     r"(?:segment\d+\.)?"
     r"(?:\w+\.(?:video|audio)\.(?:noise|start|steps|x0|mid|x0_mid|substep|step|ancestral)"
-    r"|source\.(?:video|audio)|reference\.(?:\d+|audio)|video_latent|audio_latent|audio_input|upsampled(?:_\w+)?|waveform"
+    r"|source\.(?:video|audio)|reference\.(?:\d+|audio)|video_latent|audio_latent|audio_input"
+    r"|upsampled(?:_\w+)?|waveform"
     r"|source\.(?:tail|head|first|anchor))"
 )
 
@@ -86,11 +87,12 @@ class Denoise(Stage):
 
     sampler: of `models.samplers`, eta its share of fresh noise. plan: which of Euler's steps are
     evaluated. interval: the shares of the steps between which guidance is on (`within`), None: all;
-    elsewhere the conditional branch runs alone. streams: the modalities that the clip has; frozen: those of them
-    that are kept whole. masks: by modality f32[targets], 1 = generate, where a part is kept. What
-    is kept is the state's source, or where there is none its latents. mixed: modalities that start
-    from the state's source, mixed with noise of the first level. relay: prompts by time. voice: the
-    scale of guidance by the sound beside the clip's, 0 for none. nag: scale, tau and alpha of
+    elsewhere the conditional branch runs alone. streams: the modalities that the clip has; frozen:
+    those of them that are kept whole. masks: by modality f32[targets], 1 = generate, where a part
+    is kept. What is kept is the state's source, or where there is none its latents. mixed:
+    modalities that start from the state's source, mixed with noise of the first level. relay:
+    prompts by time. voice: the scale of guidance by the sound beside the clip's, 0 for none. nag:
+    scale, tau and alpha of
     `models.attention.away` from the negative prompt, None for none. density: of video
     self-attention below the noise level DENSE_FROM; None, or a clip of few tokens: all see all.
     """

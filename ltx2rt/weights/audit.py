@@ -19,7 +19,8 @@ KNOWN_UNUSED = [  # tensors that checkpoints carry and no network of ours reads
     r"(?:audio_)?vae\.per_channel_statistics\.(?:channel|mean-of-stds|mean-of-stds_over_std-of-means)",
     r"vocoder\.mel_stft\.stft_fn\.inverse_basis",
     r"upsampler\.blur_down\.kernel",
-    r"(?:model\.)?(?:vision_(?:tower|model|embedder)|multi_modal_projector|audio_projector|embed_(?:vision|audio))\..*",
+    r"(?:model\.)?(?:vision_(?:tower|model|embedder)|multi_modal_projector|audio_projector"
+    r"|embed_(?:vision|audio))\..*",
     r"(?:language_model\.)?lm_head\..*",
 ]
 _KNOWN_UNUSED = re.compile("|".join(f"(?:{pattern})" for pattern in KNOWN_UNUSED))

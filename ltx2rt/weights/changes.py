@@ -5,14 +5,16 @@ Each is Delta W[out, in] = scale * the elementwise product of its terms up[out, 
 | kind | tensors of a module | terms | scale |
 |---|---|---|---|
 | LoRA | `lora_A` [r, in], `lora_B` [out, r] | (B, A) | alpha / r |
-| LoHa | `hada_w1_a` [out, r], `hada_w1_b` [r, in], `hada_w2_a`, `hada_w2_b` | (w1_a, w1_b), (w2_a, w2_b) | alpha / r |
-| LoKr | `lokr_w1` [o1, i1], or `_a` [o1, r] and `_b` [r, i1]; `lokr_w2` [o2, i2] likewise | kron(w1, w2) is w1 with \
-every row and column repeated o2 and i2 times, times w2 over and over | alpha / r of w2, else of w1; 1 if both are whole |
+| LoHa | `hada_w1_a` [out, r], `hada_w1_b` [r, in], `hada_w2_a`, `hada_w2_b` | (w1_a, w1_b), \
+(w2_a, w2_b) | alpha / r |
+| LoKr | `lokr_w1` [o1, i1], or `_a` [o1, r] and `_b` [r, i1]; `lokr_w2` [o2, i2] likewise | \
+kron(w1, w2) is w1 with every row and column repeated o2 and i2 times, times w2 over and over | \
+alpha / r of w2, else of w1; 1 if both are whole |
 
 Without `alpha` the scale is 1. Where a LoKr has no factor it has no rank either, and trainers write
 any alpha there. Sources: LyCORIS (arXiv 2108.06098, 2309.14859) and its files. Reading keys is
 decided in `lora`.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

@@ -39,7 +39,9 @@ from ltx2rt.weights.parts import (
 )
 
 _NAME = re.compile(
-    r"(?P<name>[\w.-]{1,96}/[\w.-]{1,96}?)(?:/(?P<file>[\w./-]+\.safetensors(?:\.index\.json)?|model_index\.json))?(?:@(?P<revision>[\w./-]+))?"
+    r"(?P<name>[\w.-]{1,96}/[\w.-]{1,96}?)"
+    r"(?:/(?P<file>[\w./-]+\.safetensors(?:\.index\.json)?|model_index\.json))?"
+    r"(?:@(?P<revision>[\w./-]+))?"
 )
 FOLDERS = names_of(
     lambda part: part.source and part.every and not part.either
@@ -316,5 +318,6 @@ def _hub(repo: Repo) -> Iterator[None]:
             said = f"may not be read with this login ({status}): {login}"
         else:
             first = " ".join(str(error).split())[:200] or type(error).__name__
-            said = f"is no path here, and could not be fetched from the hub: {first}; run it again, or check the path"
+            said = f"is no path here, and could not be fetched from the hub: {first}; "
+            said += "run it again, or check the path"
         raise InputError(f"{repo.name} {said}") from error

@@ -102,7 +102,8 @@ class Merge:
         skipped = f", skipped {self.skipped} of the text projection" if self.skipped else ""
         modules = "modules" if self.kind == "LoRA" else f"{self.kind} modules"
         how = "beside the weights" if self.beside else "merged"
-        merged = f"{how} {self.matched}/{self.total} {modules} of {self.file} at strength {self.strength:g}{skipped}"
+        merged = f"{how} {self.matched}/{self.total} {modules} of {self.file}"
+        merged += f" at strength {self.strength:g}{skipped}"
         return f"{where}: {merged}" if where else merged
 
 

@@ -117,7 +117,8 @@ def to_official(component: str, diffusers: str, num_encoder_stages: int = 0) -> 
             return f"decoder.up_blocks.{2 * int(match['up']) + 2 - bool(match['upsampler'])}."
 
         name = re.sub(
-            r"^(?:(?P<mid>en|de)coder\.mid_block\.|encoder\.down_blocks\.(?P<down>\d+)\.(?P<downsampler>downsamplers\.0\.)?"
+            r"^(?:(?P<mid>en|de)coder\.mid_block\."
+            r"|encoder\.down_blocks\.(?P<down>\d+)\.(?P<downsampler>downsamplers\.0\.)?"
             r"|decoder\.up_blocks\.(?P<up>\d+)\.(?P<upsampler>upsamplers\.0\.)?)",
             stage,
             name,

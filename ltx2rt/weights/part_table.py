@@ -26,7 +26,8 @@ CONNECTORS = (
 TEXT_PROJECTION = "text_embedding_projection."
 MAIN_KEY = "model.diffusion_model.transformer_blocks."
 LORA_KEY = re.compile(
-    r"\.(?:(?:lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.weight|alpha|hada_w[12]_[ab]|lokr_w[12](?:_[ab])?)$"
+    r"\.(?:(?:lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.weight"
+    r"|alpha|hada_w[12]_[ab]|lokr_w[12](?:_[ab])?)$"
 )
 GEMMA_PREFIXES = ("model.", "language_model.model.", "model.language_model.", "")
 GEMMA_KEYS = (
@@ -228,8 +229,8 @@ PARTS = {
         # connectors, or the text projection, or both; under two prefixes, which its words spell out
         Part(
             "text", "embeddings connectors", header=lambda h: h.begins(*CONNECTORS, TEXT_PROJECTION),
-            config=_of_class("LTX2TextConnectors"), folder="connectors", library="ltx2", mark=b"embeddings_connector",
-            section="transformer", read=_read_text,
+            config=_of_class("LTX2TextConnectors"), folder="connectors", library="ltx2",
+            mark=b"embeddings_connector", section="transformer", read=_read_text,
             check=lambda text, model, where: configs.check_connectors(text, model.transformer, where),
             write=lambda model, layout: configs.diffusers_text_json(model.text, model.transformer),
             renames={
@@ -244,9 +245,11 @@ PARTS = {
         ),
         Part(
             "gemma", "text encoder", "text_encoder", _is_gemma,
-            lambda keys: str(keys.get("model_type", "")).startswith("gemma"), mark=b"post_feedforward_layernorm",
-            either=True, check=lambda gemma, model, where: configs.check_gemma(gemma, model.text, where),
-            metavar="PATH", help="Gemma folder, or text-encoder file of LTX-2.5 (default: found near --model)",
+            lambda keys: str(keys.get("model_type", "")).startswith("gemma"),
+            mark=b"post_feedforward_layernorm", either=True,
+            check=lambda gemma, model, where: configs.check_gemma(gemma, model.text, where),
+            metavar="PATH",
+            help="Gemma folder, or text-encoder file of LTX-2.5 (default: found near --model)",
         ),
         Part(  # with the convolutional decoder
             "video_vae", "video VAE", "video_vae", lambda h: h.vae("per_channel_statistics."),
@@ -259,13 +262,15 @@ PARTS = {
         ),
         Part(
             "audio_vae", "audio VAE", "audio_vae", lambda h: h.begins("audio_vae.", "vocoder."),
-            _of_class("AutoencoderKLLTX2Audio"), "audio_vae.", STATISTICS, folder="audio_vae", library="diffusers",
-            mark=b"audio_vae.", help="audio VAE of LTX-2.5 (default: found near --model)", section="audio_vae",
+            _of_class("AutoencoderKLLTX2Audio"), "audio_vae.", STATISTICS, folder="audio_vae",
+            library="diffusers", mark=b"audio_vae.", section="audio_vae",
+            help="audio VAE of LTX-2.5 (default: found near --model)",
             read=_reads(configs.official_audio_vae, configs.diffusers_audio_vae),
             write=lambda model, layout: configs.diffusers_audio_vae_json(model.audio_vae),
         ),
         Part(
-            "vocoder", "vocoder", "audio_vae", None, _of_class("LTX2Vocoder", "LTX2VocoderWithBWE"), "vocoder.",
+            "vocoder", "vocoder", "audio_vae", None, _of_class("LTX2Vocoder", "LTX2VocoderWithBWE"),
+            "vocoder.",
             {
                 "conv_pre": "conv_in",
                 "conv_post": "conv_out",
@@ -328,7 +333,8 @@ PARTS = {
         Part(
             "duration_head", "duration head", "duration_head", lambda h: h.begins("duration_head."),
             _of_class("LTX2DurationHead"), "duration_head.", {"cross_attn.out_proj": "to_out"},
-            ("cross_attn.in_proj_", "{}."), mark=b"duration_head.", folder="duration_head", library="ltx2", every=False,
+            ("cross_attn.in_proj_", "{}."), mark=b"duration_head.", folder="duration_head",
+            library="ltx2", every=False,
             help="duration head of LTX-2.5, which chooses the clip's length (default: found near --model)",
             read=duration_head.read_duration_head, check=duration_head.check_duration_head,
             write=lambda model, layout: duration_head.duration_head_json(model.need("duration_head"), layout),
@@ -337,11 +343,13 @@ PARTS = {
         ),
         Part(
             "lora", "LoRA", "distilled_lora",
-            lambda h: bool(h.names) and all(LORA_KEY.search(name) for name in h.names), mark=JOINT, source=False,
+            lambda h: bool(h.names) and all(LORA_KEY.search(name) for name in h.names),
+            mark=JOINT, source=False,
             wanted=lambda pipeline: pipeline.distilled in ("needed", "default"),
         ),
         Part(
-            "main", "checkpoint", "", lambda h: any(name.startswith(MAIN_KEY) for name in h.names), source=False,
+            "main", "checkpoint", "", lambda h: any(name.startswith(MAIN_KEY) for name in h.names),
+            source=False,
         ),
     )
 }  # fmt: skip

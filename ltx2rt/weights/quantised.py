@@ -1,16 +1,19 @@
-"""Quantised files: a stored matrix and its companions, read as the float32 matrix that they stand for.
+"""Quantised files: a stored matrix and its companions, read as the float32 matrix that they stand
+for.
 
 | format | `X.weight` | companions |
 |---|---|---|
 | float8 | e4m3 [out, in] | `X.weight_scale` f32: one number, or [out, 1] |
-| int8   | int8 [out, in], rotated if `comfy_quant` says so | `X.weight_scale` as above, `X.comfy_quant` uint8: JSON |
-| nvfp4  | uint8 [out, in/2], two e2m1 numbers each, the high half first | `X.weight_scale` e4m3 for each 16 inputs, in the tiles of `swizzled`; `X.weight_scale_2` f32: one number |
+| int8   | int8 [out, in], rotated if `comfy_quant` says so | `X.weight_scale` as above, \
+`X.comfy_quant` uint8: JSON |
+| nvfp4  | uint8 [out, in/2], two e2m1 numbers each, the high half first | `X.weight_scale` e4m3 \
+for each 16 inputs, in the tiles of `swizzled`; `X.weight_scale_2` f32: one number |
 
-ComfyUI's older "scaled" float8 files call the scale `X.scale_weight`, and have one tensor `scaled_fp8` as a mark.
-Each may have `X.input_scale`, of activations that are quantised by a fixed scale, and nvfp4 `X.torchao_nvfp4`, JSON that
-repeats the layout; neither is used. Which matrices are stored so is discovered from the header, never assumed: releases
-differ in it.
-"""  # noqa: E501
+ComfyUI's older "scaled" float8 files call the scale `X.scale_weight`, and have one tensor
+`scaled_fp8` as a mark. Each may have `X.input_scale`, of activations that are quantised by a fixed
+scale, and nvfp4 `X.torchao_nvfp4`, JSON that repeats the layout; neither is used. Which matrices
+are stored so is discovered from the header, never assumed: releases differ in it.
+"""
 
 from __future__ import annotations
 

@@ -55,7 +55,8 @@ def attention(q: Array, k: Array, v: Array, *, scale: float, interpret: bool = F
     at_once = block(keys, MAX_KEYS_AT_ONCE)
     sizes = splash.BlockSizes(
         queries, keys, at_once,
-        block_q_dkv=queries, block_kv_dkv=keys, block_kv_dkv_compute=at_once, block_q_dq=queries, block_kv_dq=keys,
+        block_q_dkv=queries, block_kv_dkv=keys, block_kv_dkv_compute=at_once, block_q_dq=queries,
+        block_kv_dq=keys,
     )  # fmt: skip
     # A sample's heads are the kernel's heads; they come in groups of as many query heads in every
     # sample.

@@ -20,8 +20,8 @@ MAX_HEAD_DIM = 128  # more would not leave room for scores and result in registe
 def block_attention_kernel(
     q, k, v, table, out, scale, TOKENS, HEADS, ENDS, KEPT, table_r,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
-    SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    PARTS: tl.constexpr,
+    SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     head = (tl.program_id(1) % HEADS).to(tl.int64)
     sample = (tl.program_id(1) // HEADS).to(tl.int64)
@@ -86,6 +86,7 @@ def block_attention(
     block_attention_kernel[(triton.cdiv(tokens, queries), batch * heads)](
         q, k, v, table, out, scale, tokens, heads, ends, table.shape[1], table.stride(0),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        SIZE=size, DIM=dim, BLOCK_D=max(16, block(dim)), BLOCK_Q=queries, BLOCK_K=keys, PARTS=size // keys, num_warps=8,
+        SIZE=size, DIM=dim, BLOCK_D=max(16, block(dim)), BLOCK_Q=queries, BLOCK_K=keys,
+        PARTS=size // keys, num_warps=8,
     )  # fmt: skip
     return out

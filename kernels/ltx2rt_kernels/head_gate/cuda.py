@@ -57,9 +57,9 @@ def head_gate_kernel(
     if TWO:  # noqa: SIM102 - compiled or not, then run or not
         if row >= first:
             gate_of(
-                row - first, y_2, logits_2, keep_2, v_2, out_2, scales_2, T_2, y_b_2, y_t_2, y_h_2, logits_b_2,
-                logits_t_2, keep_b_2, v_b_2, v_t_2, v_h_2,
-                HEADS_2, DIM_2, BLOCK_H_2, BLOCK_D_2, CHOICE_2, ROWS_2, STEP_2, TINY_2,
+                row - first, y_2, logits_2, keep_2, v_2, out_2, scales_2, T_2, y_b_2, y_t_2, y_h_2,
+                logits_b_2, logits_t_2, keep_b_2, v_b_2, v_t_2, v_h_2, HEADS_2, DIM_2, BLOCK_H_2,
+                BLOCK_D_2, CHOICE_2, ROWS_2, STEP_2, TINY_2,
             )  # fmt: skip
             return
     gate_of(

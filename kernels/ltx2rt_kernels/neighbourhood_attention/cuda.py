@@ -28,8 +28,8 @@ def starts(place, first, keys, WINDOW: tl.constexpr):
 def neighbourhood_attention_kernel(
     q, k, v, out, scale, HEADS, T, R, C, KT, KR, KC, first_t, first_r, first_c,
     q_b, q_t, q_r, q_c, q_h, k_b, k_t, k_r, k_c, k_h, v_b, v_t, v_r, v_c, v_h,
-    WT: tl.constexpr, WR: tl.constexpr, WC: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-    BOX_T: tl.constexpr, BOX_R: tl.constexpr, BOX_C: tl.constexpr,
+    WT: tl.constexpr, WR: tl.constexpr, WC: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
+    BC: tl.constexpr, BOX_T: tl.constexpr, BOX_R: tl.constexpr, BOX_C: tl.constexpr,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(C, BC)
@@ -113,8 +113,9 @@ def neighbourhood_attention(
     blocks = math.prod(triton.cdiv(n, b) for n, b in zip(sizes, BLOCK, strict=True))
     box = [min(b + w - 1, n) for b, w, n in zip(BLOCK, window, k.shape[1:4], strict=True)]
     neighbourhood_attention_kernel[(blocks, batch * heads)](
-        q, k, v, out, scale, heads, *sizes, *k.shape[1:4], *first, *q.stride()[:5], *k.stride()[:5], *v.stride()[:5],
-        WT=window[0], WR=window[1], WC=window[2], BT=BLOCK[0], BR=BLOCK[1], BC=BLOCK[2],
-        BOX_T=box[0], BOX_R=box[1], BOX_C=box[2], DIM=dim, BLOCK_D=max(16, block(dim)), BLOCK_K=KEYS, num_warps=8,
+        q, k, v, out, scale, heads, *sizes, *k.shape[1:4], *first, *q.stride()[:5], *k.stride()[:5],
+        *v.stride()[:5], WT=window[0], WR=window[1], WC=window[2], BT=BLOCK[0], BR=BLOCK[1],
+        BC=BLOCK[2], BOX_T=box[0], BOX_R=box[1], BOX_C=box[2], DIM=dim, BLOCK_D=max(16, block(dim)),
+        BLOCK_K=KEYS, num_warps=8,
     )  # fmt: skip
     return out

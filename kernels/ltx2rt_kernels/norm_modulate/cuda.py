@@ -33,7 +33,8 @@ def row_of(
     x_b, x_t, y_b, y_t, gate_b, gate_t,
     scale_0_b, scale_0_t, shift_0_b, shift_0_t, scale_1_b, scale_1_t, shift_1_b, shift_1_t, index_b, index_t,
     D: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, RESULTS: tl.constexpr, ROWS: tl.constexpr,
-    BY_LEVEL: tl.constexpr, BIASED: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr,
+    BY_LEVEL: tl.constexpr, BIASED: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr,
+    SHIFTED: tl.constexpr,
 ):  # fmt: skip
     b = row // T
     t = row % T
@@ -75,35 +76,41 @@ def row_of(
 
 @jit
 def rows_kernel(
-    first, x, y, bias, gate, scale_0, shift_0, scale_1, shift_1, index, total, out_0, out_1, T, y_B, eps, x_b, x_t,
-    y_b, y_t, gate_b, gate_t, scale_0_b, scale_0_t, shift_0_b, shift_0_t, scale_1_b, scale_1_t, shift_1_b, shift_1_t,
-    index_b, index_t,
-    x_2, y_2, bias_2, gate_2, scale_0_2, shift_0_2, scale_1_2, shift_1_2, index_2, total_2, out_0_2, out_1_2, T_2,
-    y_B_2, eps_2, x_b_2, x_t_2, y_b_2, y_t_2, gate_b_2, gate_t_2, scale_0_b_2, scale_0_t_2, shift_0_b_2, shift_0_t_2,
-    scale_1_b_2, scale_1_t_2, shift_1_b_2, shift_1_t_2, index_b_2, index_t_2,
-    D: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, RESULTS: tl.constexpr, ROWS: tl.constexpr,
-    BY_LEVEL: tl.constexpr, BIASED: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr,
+    first, x, y, bias, gate, scale_0, shift_0, scale_1, shift_1, index, total, out_0, out_1, T, y_B,
+    eps,
+    x_b, x_t, y_b, y_t, gate_b, gate_t, scale_0_b, scale_0_t, shift_0_b, shift_0_t, scale_1_b,
+    scale_1_t, shift_1_b, shift_1_t, index_b, index_t,
+    x_2, y_2, bias_2, gate_2, scale_0_2, shift_0_2, scale_1_2, shift_1_2, index_2, total_2, out_0_2,
+    out_1_2, T_2, y_B_2, eps_2,
+    x_b_2, x_t_2, y_b_2, y_t_2, gate_b_2, gate_t_2, scale_0_b_2, scale_0_t_2, shift_0_b_2,
+    shift_0_t_2, scale_1_b_2, scale_1_t_2, shift_1_b_2, shift_1_t_2, index_b_2, index_t_2,
+    D: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, RESULTS: tl.constexpr,
+    ROWS: tl.constexpr, BY_LEVEL: tl.constexpr, BIASED: tl.constexpr, PADDED: tl.constexpr,
+    NORM: tl.constexpr, SHIFTED: tl.constexpr,
     TWO: tl.constexpr,
-    D_2: tl.constexpr, BLOCK_2: tl.constexpr, RESIDUAL_2: tl.constexpr, RESULTS_2: tl.constexpr, ROWS_2: tl.constexpr,
-    BY_LEVEL_2: tl.constexpr, BIASED_2: tl.constexpr, PADDED_2: tl.constexpr, NORM_2: tl.constexpr,
-    SHIFTED_2: tl.constexpr,
+    D_2: tl.constexpr, BLOCK_2: tl.constexpr, RESIDUAL_2: tl.constexpr, RESULTS_2: tl.constexpr,
+    ROWS_2: tl.constexpr, BY_LEVEL_2: tl.constexpr, BIASED_2: tl.constexpr, PADDED_2: tl.constexpr,
+    NORM_2: tl.constexpr, SHIFTED_2: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if TWO:  # noqa: SIM102 - compiled or not, then run or not
         if row >= first:
             row_of(
-                row - first, x_2, y_2, bias_2, gate_2, scale_0_2, shift_0_2, scale_1_2, shift_1_2, index_2, total_2,
-                out_0_2, out_1_2, T_2, y_B_2, eps_2, x_b_2, x_t_2, y_b_2, y_t_2, gate_b_2, gate_t_2, scale_0_b_2,
-                scale_0_t_2, shift_0_b_2, shift_0_t_2, scale_1_b_2, scale_1_t_2, shift_1_b_2, shift_1_t_2, index_b_2,
-                index_t_2,
+                row - first,
+                x_2, y_2, bias_2, gate_2, scale_0_2, shift_0_2, scale_1_2, shift_1_2, index_2,
+                total_2, out_0_2, out_1_2, T_2, y_B_2, eps_2,
+                x_b_2, x_t_2, y_b_2, y_t_2, gate_b_2, gate_t_2, scale_0_b_2, scale_0_t_2,
+                shift_0_b_2, shift_0_t_2, scale_1_b_2, scale_1_t_2, shift_1_b_2, shift_1_t_2,
+                index_b_2, index_t_2,
                 D_2, BLOCK_2, RESIDUAL_2, RESULTS_2, ROWS_2, BY_LEVEL_2, BIASED_2, PADDED_2, NORM_2,
                 SHIFTED_2,
             )  # fmt: skip
             return
     row_of(
-        row, x, y, bias, gate, scale_0, shift_0, scale_1, shift_1, index, total, out_0, out_1, T, y_B, eps, x_b, x_t,
-        y_b, y_t, gate_b, gate_t, scale_0_b, scale_0_t, shift_0_b, shift_0_t, scale_1_b, scale_1_t, shift_1_b,
-        shift_1_t, index_b, index_t,
+        row, x, y, bias, gate, scale_0, shift_0, scale_1, shift_1, index, total, out_0, out_1, T,
+        y_B, eps,
+        x_b, x_t, y_b, y_t, gate_b, gate_t, scale_0_b, scale_0_t, shift_0_b, shift_0_t, scale_1_b,
+        scale_1_t, shift_1_b, shift_1_t, index_b, index_t,
         D, BLOCK, RESIDUAL, RESULTS, ROWS, BY_LEVEL, BIASED, PADDED, NORM, SHIFTED,
     )  # fmt: skip
 

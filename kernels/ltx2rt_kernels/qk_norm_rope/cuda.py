@@ -54,8 +54,8 @@ def read_tables(cos, sin, b, t, table_b, table_t, table_h, HEADS: tl.constexpr, 
 @jit
 def turn(
     b, source, t, x, given, weight, out, T, x_b, x_t, x_h, given_b, given_t, c, s, count, eps,
-    HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, GIVEN: tl.constexpr,
-    ROTATE: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    GIVEN: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
     h = tl.arange(0, BLOCK_H)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
@@ -92,7 +92,8 @@ def source_of(b, SPREAD: tl.constexpr):
 @jit
 def copy(
     program, x, out, T, B, x_b, x_t, x_h,
-    HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, SPREAD: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):  # fmt: skip
     b = program % B
     t = program // B
@@ -107,10 +108,10 @@ def copy(
 
 @jit
 def one(
-    program, x, given, weight, cos, sin, out, T, B, x_b, x_t, x_h, given_b, given_t, table_b, table_t, table_h,
-    count, eps,
-    HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, GIVEN: tl.constexpr,
-    ROTATE: tl.constexpr, SPREAD: tl.constexpr,
+    program, x, given, weight, cos, sin, out, T, B,
+    x_b, x_t, x_h, given_b, given_t, table_b, table_t, table_h, count, eps,
+    HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    GIVEN: tl.constexpr, ROTATE: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     # The samples of one token are neighbours, so that they find its tables in the cache.
     b = program % B
@@ -120,7 +121,8 @@ def one(
     if ROTATE:
         c, s = read_tables(cos, sin, b, t, table_b, table_t, table_h, HEADS, HALF, BLOCK_H, BLOCK_D)
     turn(
-        b, source_of(b, SPREAD), t, x, given, weight, out, T, x_b, x_t, x_h, given_b, given_t, c, s, count, eps,
+        b, source_of(b, SPREAD), t, x, given, weight, out, T,
+        x_b, x_t, x_h, given_b, given_t, c, s, count, eps,
         HEADS, HALF, BLOCK_H, BLOCK_D, GIVEN, ROTATE,
     )  # fmt: skip
 
@@ -131,8 +133,9 @@ def qk_norm_rope_kernel(
     q_given_b, q_given_t, q_table_b, q_table_t, q_table_h,
     k, k_given, k_weight, k_cos, k_sin, k_out, k_T, k_B, k_b, k_t, k_h,
     k_given_b, k_given_t, k_table_b, k_table_t, k_table_h, v, v_out, v_b, v_t, v_h, count, eps,
-    HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, GIVEN: tl.constexpr,
-    ROTATE: tl.constexpr, TWO: tl.constexpr, SHARED: tl.constexpr, SPREAD: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    GIVEN: tl.constexpr, ROTATE: tl.constexpr,
+    TWO: tl.constexpr, SHARED: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     if SHARED:
@@ -155,7 +158,8 @@ def qk_norm_rope_kernel(
         if SPREAD > 0:  # noqa: SIM102 - compiled or not, then run or not
             if after >= k_T * k_B:
                 copy(
-                    after - k_T * k_B, v, v_out, k_T, k_B, v_b, v_t, v_h, HEADS, HALF, BLOCK_H, BLOCK_D, SPREAD,
+                    after - k_T * k_B, v, v_out, k_T, k_B, v_b, v_t, v_h,
+                    HEADS, HALF, BLOCK_H, BLOCK_D, SPREAD,
                 )  # fmt: skip
                 return
         if after >= 0:

@@ -41,7 +41,10 @@ def why_not(x: Tensor, *, gelu: bool = False) -> str | None:
     if x.stride(1) != 1:
         return "an operand's last axis is strided"
     if x.is_cuda and (capability := torch.cuda.get_device_capability(x.device)) < (8, 9):
-        return f"compute capability {capability[0]}.{capability[1]} has no e4m3, the kernel takes 8.9 and later"
+        return (
+            f"compute capability {capability[0]}.{capability[1]} has no e4m3, the kernel takes 8.9 "
+            "and later"
+        )
     return dtype_reason(x)
 
 

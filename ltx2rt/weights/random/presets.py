@@ -92,7 +92,8 @@ def gemma(
 
 
 def gemma4(
-    vocab: int, hidden: int, layers: int, heads: int, sliding: tuple[int, int], full: tuple[int, int], ff: int,
+    vocab: int, hidden: int, layers: int, heads: int, sliding: tuple[int, int],
+    full: tuple[int, int], ff: int,
     window: int, period: int,
 ):  # fmt: skip
     """sliding, full: key heads and head size of either kind of layer; the last of `period` layers
