@@ -235,13 +235,15 @@ class Backend(Protocol):
         base: Any = None,
         changed: Set[str] = frozenset(),
         streamed: Set[tuple[str, int]] = frozenset(),
+        road: str = "pinned",
     ) -> Any:
         """Weights of all parameters of `graphs`, on the device, each cast once to the graph's
         dtype.
 
         base: weights loaded before; every tensor of theirs that `changed` does not name is shared,
         not copied. streamed: pieces that stay in the host's memory (`placement.stream`), of a
-        backend whose factory `streams`.
+        backend whose factory `streams`; road: how they reach the device, one of
+        `placement.stream.ROADS`. Raises InputError if they have no room there.
         """
         ...
 

@@ -19,18 +19,19 @@ from ltx2rt.backend import AdamW, DeviceInfo, TensorSource
 from ltx2rt.graph.encodings import has_products
 from ltx2rt.graph.ir import Graph, Layout, Type, numbered
 from ltx2rt.passes.loop import taken_apart
-from ltx2rt.placement.stream import Piece, moves, stack_of
+from ltx2rt.placement.stream import FILE, PINNED, Piece, moves, stack_of
 from ltx2rt.placement.stream import pieces as pieces_of
 from ltx2rt.scheduling import in_use
 from ltx2rt.weights.changes import Factors
 from ltx2rt.weights.encoded import EncodedSource
 from ltx2rt.weights.encoded import Piece as Cuts
+from ltx2rt.weights.files import in_file
 from ltx2rt.weights.lora import row_chunks
 from ltx2rt_cuda.device import chosen
 from ltx2rt_cuda.device.torch_device import Fetched, Recorder, Side, widened
 from ltx2rt_cuda.distributed import ALONE, Arriving, Sending, join
 from ltx2rt_cuda.factory import FACTORY
-from ltx2rt_cuda.host import parked, unparked
+from ltx2rt_cuda.host import FileWeight, parked, unparked
 from ltx2rt_cuda.ops import DTYPES, encode, joined_rows, tried_road, unpack
 from ltx2rt_cuda.program import Loop, Program, Tensors, Weights, to_torch
 from ltx2rt_cuda.stream import Ring, StreamedWeights
@@ -69,9 +70,12 @@ class CudaBackend:
         base: Weights | None = None,
         changed: Set[str] = frozenset(),
         streamed: Set[Piece] = frozenset(),
+        road: str = PINNED,
     ) -> Weights:
         weights: dict[str, Any] = {}
-        ring = Ring(self.hardware)
+        graphs = list(graphs)
+        sizes = {p: size for graph in graphs for p, size in pieces_of(graph).items()}
+        ring = Ring(self.hardware, road, sum(sizes[piece] for piece in streamed & sizes.keys()))
         encoded = EncodedSource(
             source, lambda name, array: encode(name, to_torch(array).to(self.torch_device))
         )
@@ -94,7 +98,10 @@ class CudaBackend:
                     elif (name := numbered(declared, layer)) not in weights:
                         weights[name] = made(declared, layer, value.type)
             for (stack, layer), parameters in moved.items():
-                tensors = {declared: made(declared, layer, type) for declared, type in parameters}
+                tensors = {
+                    declared: made(declared, layer, type, road=road)
+                    for declared, type in parameters
+                }
                 for declared, kept in ring.add((stack, layer), tensors).items():
                     weights[numbered(declared, layer)] = kept
         return StreamedWeights(weights, ring) if streamed else weights
@@ -109,23 +116,29 @@ class CudaBackend:
         declared: str,
         layer: int,
         type: Type,
-    ) -> torch.Tensor:
+        road: str = PINNED,
+    ) -> Any:
         """One parameter on the device: that of `base`, unless it is made from changed tensors, else
-        a new one."""
+        a new one. With the road `file` it stays in its file if that has all of its bytes."""
         layout, name = layouts[declared], numbered(declared, layer)
         pieces = list(layout.pieces(coordinates, layer))
         same = name in base and base[name].dtype == DTYPES[type.dtype]  # not kept in one set alone
         if same and changed.isdisjoint(piece for piece, *_ in pieces):
             return base[name]
-        return self._tensor(source, pieces, layout, type)
+        arrays = (self._read(source, piece, layout, type) for piece in pieces)
+        if road == FILE:
+            arrays = list(arrays)  # views, of which nothing is copied
+            rows = type.shape[0] if len(arrays) == 1 else self.joined_rows(type.shape[0])
+            found = file_weight((rows, *type.shape[1:]), DTYPES[type.dtype], arrays)
+            if found is not None:
+                return found
+        return self._tensor(arrays, len(pieces), type)
 
-    def _tensor(
-        self, source: EncodedSource, pieces: list[Cuts], layout: Layout, type: Type
-    ) -> torch.Tensor:
-        """One parameter on the device, cast once on the way; several pieces are joined in place."""
+    def _tensor(self, arrays: Iterable[Any], count: int, type: Type) -> torch.Tensor:
+        """One parameter on the device, cast once on the way; several arrays are joined in place."""
         dtype = DTYPES[type.dtype]
-        if len(pieces) == 1:
-            read = self._read(source, pieces[0], layout, type)
+        if count == 1:
+            (read,) = arrays
             tensor, borrowed = to_torch(read), isinstance(read, np.ndarray)
             return tensor.to(
                 self.torch_device,
@@ -135,8 +148,8 @@ class CudaBackend:
             )
         joined = self.empty_joined(type.shape, dtype)
         row = 0
-        for piece in pieces:
-            tensor = to_torch(self._read(source, piece, layout, type))
+        for array in arrays:
+            tensor = to_torch(array)
             joined[row : row + len(tensor)] = tensor
             row += len(tensor)
         return joined
@@ -153,10 +166,13 @@ class CudaBackend:
 
     def empty_joined(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory of a packed weight. It may have more rows, of zeros, than its graph says."""
-        rows = joined_rows(shape[0]) if self.hardware.pads_rows else shape[0]
+        rows = self.joined_rows(shape[0])
         joined = torch.empty((rows, *shape[1:]), dtype=dtype, device=self.torch_device)
         joined[shape[0] :].zero_()
         return joined
+
+    def joined_rows(self, rows: int) -> int:
+        return joined_rows(rows) if self.hardware.pads_rows else rows
 
     def memory_format(self, ndim: int) -> torch.memory_format:
         """Layout of a weight on the device: that of a 3-D convolution as `ops.conv` wants it."""
@@ -330,3 +346,19 @@ class CudaBackend:
 def _settle(result: Any) -> None:
     if isinstance(result, Arriving):
         result.wait()
+
+
+def file_weight(
+    shape: tuple[int, ...], dtype: torch.dtype, arrays: Sequence[Any]
+) -> FileWeight | None:
+    """The weight that these arrays make, one behind the other; None if any is not a view of a file
+    in that dtype."""
+    if not all(isinstance(x, np.ndarray) and to_torch(x).dtype == dtype for x in arrays):
+        return None
+    found = [in_file(x) for x in arrays]
+    parts = [(*where, x.nbytes) for where, x in zip(found, arrays, strict=True) if where]
+    if len(parts) < len(arrays):
+        return None
+    for file, begin, size in parts:
+        file.unmap(begin, size)  # it was looked through for NaN
+    return FileWeight(shape, dtype, parts)

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ltx2rt.errors import InputError
+from ltx2rt.weights.files import TensorFile, read_ahead, read_at
+
+FOLDER = "/var/tmp"
 SLAB = 2**30  # bytes
 ALIGNMENT = 256  # bytes, at which a tensor begins in a slab
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # option of mallopt(3)
@@ -24,6 +30,9 @@ DECIDED = {
     "MALLOC_TRIM_THRESHOLD_",
     "MALLOC_MMAP_THRESHOLD_",
 }  # in the environment, by the user
+
+
+FilePart = tuple["TensorFile | SpillFile", int, int]  # file, first byte, number of bytes
 
 
 class Slabs:
@@ -39,6 +48,81 @@ class Slabs:
             self.left = torch.empty(max(size, SLAB), dtype=torch.uint8, pin_memory=self.pinned)
         taken, self.left = self.left[:size], self.left[-(-size // ALIGNMENT) * ALIGNMENT :]
         return taken.view(x.dtype).as_strided(x.shape, x.stride())
+
+
+class FileWeight:
+    """A weight of a device as files have it: the bytes of `parts`, one behind the other, and zeros
+    up to its size."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, parts: Sequence[FilePart]):
+        self.shape, self.dtype, self.parts = torch.Size(shape), dtype, parts
+        self.nbytes = self.shape.numel() * dtype.itemsize
+
+    def stride(self) -> tuple[int, ...]:
+        return torch.empty(self.shape, device="meta").stride()
+
+    def read_ahead(self) -> None:
+        for file, begin, size in self.parts:
+            file.read_ahead(begin, size)
+
+    def read_into(self, place: Tensor, first: int) -> None:
+        """Fill `place`, u8[n] in the host's memory, with the weight's bytes from `first` on. Raises
+        InputError if a file has changed."""
+        at, out = 0, place.numpy().data
+        for file, begin, size in self.parts:
+            skipped = max(0, first - at)
+            at += size
+            if skipped < size and len(out):
+                taken = min(size - skipped, len(out))
+                file.read_into(out[:taken], begin + skipped)
+                first, out = first + taken, out[taken:]
+        out[:] = bytes(len(out))
+
+
+class SpillFile:
+    """A file without a name for weights that have no room in the host's memory and are in no file
+    as the device wants them: merged with LoRAs, say. It is gone when the process ends.
+
+    It is in TMPDIR, or else in /var/tmp: on many systems /tmp is memory.
+    """
+
+    def __init__(self, size: int):
+        """size: bytes that it will take at most. Raises InputError if the disk has no room."""
+        folder = os.environ.get("TMPDIR") or FOLDER
+        said = (
+            f"weights that are merged or encoded while they are loaded need {size / 1e9:.3g} GB of "
+            f"the host's memory, or of the disk of {folder}; set TMPDIR to a folder on a disk with "
+            "room, or leave out LoRAs and --weights-dtype"
+        )
+        try:
+            self._file, path = tempfile.mkstemp(dir=folder)
+            weakref.finalize(self, os.close, self._file)
+            os.unlink(path)
+            free = os.statvfs(self._file)
+        except OSError as error:
+            raise InputError(f"{said}: {error.strerror}") from error
+        self._left, self._end = free.f_bavail * free.f_frsize, 0
+        if self._left < size:
+            raise InputError(f"{said}: {self._left / 1e9:.3g} GB are free")
+        self._said = said
+
+    def kept(self, x: Tensor) -> FileWeight:
+        """The weight, written. Raises InputError if the disk is full."""
+        out = x.cpu().flatten().view(torch.uint8).numpy().data
+        begin = self._end
+        try:
+            while len(out):
+                written = os.pwrite(self._file, out, self._end)
+                self._end, out = self._end + written, out[written:]
+        except OSError as error:
+            raise InputError(f"{self._said}: {error.strerror}") from error
+        return FileWeight(tuple(x.shape), x.dtype, [(self, begin, self._end - begin)])
+
+    def read_into(self, place: memoryview, begin: int) -> None:
+        read_at(self._file, place, begin)
+
+    def read_ahead(self, begin: int, size: int) -> None:
+        read_ahead(self._file, begin, size)
 
 
 def parked(weights: Mapping[str, Any], pinned: bool = False) -> dict[str, Any]:
@@ -67,7 +151,7 @@ def unparked(kept: Mapping[str, Any], left: dict[str, Any], device: torch.device
     return found
 
 
-def layout(x: Tensor) -> tuple[Any, ...]:
+def layout(x: Tensor | FileWeight) -> tuple[Any, ...]:
     """Tensors with the same one fit the same memory."""
     return x.dtype, x.shape, x.stride()
 

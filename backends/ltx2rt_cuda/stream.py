@@ -7,20 +7,28 @@ computed with.
 The copy into a slot waits for the block that last read it, the block waits for its copy; both by
 events, so that the host waits for neither. A device without a queue makes the copies in order.
 Under autograd the layers come once more, from the last to the first, for the backward pass.
+
+So it is with pinned memory. What the device cannot read by itself, a thread brings in parts:
+
+    thread        | memory or file -> buffer 0 | -> buffer 1 | -> buffer 2 | -> buffer 0 |
+    copy stream                                | 0 -> slot   | 1 -> slot   | 2 -> slot   |
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ltx2rt.notes import note
-from ltx2rt.placement.stream import SLOTS, Piece
+from ltx2rt.placement.stream import FILE, PINNED, SLOTS, STAGED, Piece
 from ltx2rt_cuda.device.torch_device import DeviceEvent, DeviceStream, TorchDevice
-from ltx2rt_cuda.host import Slabs, layout
+from ltx2rt_cuda.host import FileWeight, Slabs, SpillFile, layout
+
+BUFFERS, BUFFER_BYTES = 3, 2**26  # pinned memory that the thread fills
 
 
 class HostTensor:
@@ -35,11 +43,15 @@ class HostTensor:
 class Ring:
     """The pieces of one set of weights, and the slots on the device that they take turns in."""
 
-    def __init__(self, device: TorchDevice):
-        self.device = device
-        self.pieces: dict[Piece, dict[str, Tensor]] = {}
+    def __init__(self, device: TorchDevice, road: str = PINNED, size: int = 0):
+        """road: one of `placement.stream.ROADS`; size: bytes of all pieces."""
+        self.device, self.road, self.size = device, road, size
+        self.pieces: dict[Piece, dict[str, Tensor | FileWeight]] = {}
         self.copied_bytes = 0
-        self._slabs = Slabs(device.pins)
+        self._slabs = Slabs(device.pins and road == PINNED)
+        self._spilled: SpillFile | None = None
+        self._staged: set[Piece] = set()
+        self._buffers: Buffers | None = None
         self._stream: DeviceStream | None = None
         self._slots: list[dict[str, Tensor]] = []
         self._holds: list[Piece | None] = []
@@ -47,22 +59,32 @@ class Ring:
         self._arrived: list[DeviceEvent] = []  # behind the copies into each slot
         self._read: list[DeviceEvent] = []  # behind the blocks that read each slot last
 
-    def add(self, piece: Piece, tensors: Mapping[str, Tensor]) -> dict[str, HostTensor]:
-        """Keep a piece, given on the device, in the host's memory."""
+    def add(
+        self, piece: Piece, tensors: Mapping[str, Tensor | FileWeight]
+    ) -> dict[str, HostTensor]:
+        """Keep a piece, given on the device, in the host's memory, or on its disk. Raises
+        InputError if that has no room."""
         self.pieces[piece] = {name: self._kept(x) for name, x in tensors.items()}
+        if self.road != PINNED:
+            self._staged.add(piece)
         return {name: HostTensor(self, piece, name) for name in tensors}
 
-    def _kept(self, x: Tensor) -> Tensor:
+    def _kept(self, x: Tensor | FileWeight) -> Tensor | FileWeight:
+        if isinstance(x, FileWeight):
+            return x
+        if self.road == FILE:
+            self._spilled = self._spilled or SpillFile(self.size)
+            return self._spilled.kept(x)
         try:
             return self._slabs.like(x).copy_(x)
         except RuntimeError as error:
             if not self._slabs.pinned or "out of memory" not in str(error).lower():
                 raise
             note(
-                "the system pins no more host memory: the rest of the streamed weights is copied "
-                "from pages"
+                "the system pins no more host memory: the rest of the streamed weights is staged, "
+                "copied twice on its way to the device"
             )
-            self._slabs = Slabs(False)
+            self.road, self._slabs = STAGED, Slabs(False)
             return self._slabs.like(x).copy_(x)
 
     @property
@@ -80,6 +102,7 @@ class Ring:
                 if held != piece:
                     read.record()
         slot = self._slot(piece)
+        self._settle()
         self.device.current_stream().wait_event(self._arrived[slot])
         places = self._slots[slot]
         return [places[x.name] if isinstance(x, HostTensor) else x for x in weights]
@@ -104,6 +127,9 @@ class Ring:
 
     def release(self) -> None:
         """Give the slots' memory back; the next use takes it anew."""
+        if self._buffers is not None:
+            self._buffers.close()  # a file that cannot be read is of no more interest
+            self._buffers = None
         if self._slots:
             self.device.synchronize()
         self._slots, self._holds, self._arrived, self._read = [], [], [], []
@@ -128,7 +154,17 @@ class Ring:
         self._arrived = [self.device.event() for _ in range(count)]
         self._read = [self.device.event() for _ in range(count)]
 
+    def _settle(self) -> None:
+        """Wait for what the thread brings. Raises InputError if a file has changed."""
+        if self._buffers is not None:
+            try:
+                self._buffers.settle()
+            except BaseException:
+                self._holds = [None] * len(self._holds)  # no slot is to be believed
+                raise
+
     def _copy(self, piece: Piece, slot: int) -> None:
+        self._settle()
         self._holds[slot] = piece
         assert self._stream is not None, "the slots are open"
         main = self.device.current_stream()
@@ -138,6 +174,12 @@ class Ring:
             main.wait_event(self._arrived[slot])
             self._stream.wait_stream(main)
         self._stream.wait_event(self._read[slot])
+        if piece in self._staged:
+            self._buffers = self._buffers or Buffers(self.device, self._stream)
+            pairs = [(self.pieces[piece][name], x) for name, x in self._slots[slot].items()]
+            self._buffers.bring(pairs, self._arrived[slot])
+            self.copied_bytes += sum(x.nbytes for _, x in pairs)
+            return
         with self.device.on(self._stream):
             self._fill(piece, slot)
             self._arrived[slot].record()
@@ -161,8 +203,73 @@ class Ring:
 
     def _fill(self, piece: Piece, slot: int) -> None:
         for name, place in self._slots[slot].items():
-            place.copy_(self.pieces[piece][name], non_blocking=True)
+            kept = self.pieces[piece][name]
+            assert isinstance(kept, Tensor), "those of files are staged"
+            place.copy_(kept, non_blocking=True)
             self.copied_bytes += place.nbytes
+
+
+class Buffers:
+    """Memory of the host that a device reads by itself, pinned if the system allows so much, and
+    the thread that fills it with what comes from other memory or from files."""
+
+    def __init__(self, device: TorchDevice, stream: DeviceStream):
+        self.device, self.stream = device, stream
+        shape, dtype = (BUFFERS, BUFFER_BYTES), torch.uint8
+        with torch.inference_mode(False):  # every thread may write to them
+            try:
+                self.buffers = torch.empty(shape, dtype=dtype, pin_memory=device.pins)
+            except RuntimeError as error:
+                if not device.pins or "out of memory" not in str(error).lower():
+                    raise
+                self.buffers = torch.empty(shape, dtype=dtype)
+        self._gone = [device.event() for _ in self.buffers]  # behind the copy out of each
+        self._turn = 0
+        self._thread = ThreadPoolExecutor(1, "streamed-weights")
+        self._pending: Future[None] | None = None
+
+    def bring(self, pairs: Pairs, arrived: DeviceEvent) -> None:
+        """Begin to copy weights to their places on the device."""
+        self._pending = self._thread.submit(self._bring, pairs, arrived)
+
+    def settle(self) -> None:
+        """Wait for what was begun; raises what stopped it."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Wait for what was begun, whatever became of it."""
+        if self._pending is not None:
+            wait([self._pending])
+        self._thread.shutdown()
+
+    def _bring(self, pairs: Pairs, arrived: DeviceEvent) -> None:
+        """The places are kept until their bytes have arrived."""
+        inference = any(place.is_inference() for _, place in pairs)
+        with torch.inference_mode(inference), self.device.on(self.stream):
+            for kept, _ in pairs:
+                if isinstance(kept, FileWeight):
+                    kept.read_ahead()
+            for kept, place in pairs:
+                target = place.detach().flatten().view(torch.uint8)
+                for first in range(0, len(target), BUFFER_BYTES):
+                    part = target[first : first + BUFFER_BYTES]
+                    number = self._turn = (self._turn + 1) % BUFFERS
+                    self._gone[number].synchronize()
+                    buffer = self.buffers[number][: len(part)]
+                    if isinstance(kept, FileWeight):
+                        kept.read_into(buffer, first)
+                    else:
+                        whole = kept.flatten().view(torch.uint8)
+                        buffer.copy_(whole[first : first + BUFFER_BYTES])
+                    part.copy_(buffer, non_blocking=True)
+                    self._gone[number].record()
+            arrived.record()
+            arrived.synchronize()
+
+
+Pairs = Sequence[tuple[Tensor | FileWeight, Tensor]]  # weights in the host's memory, their places
 
 
 class StreamedWeights(dict):

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby, islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from ltx2rt.backend import AdamW, DeviceInfo, TensorSource, overlapped
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph
-from ltx2rt.placement.stream import Piece, moves, stack_of
+from ltx2rt.placement.stream import FILE, PINNED, Piece, moves, stack_of
 from ltx2rt.weights.changes import Factors
 from ltx2rt.weights.encoded import EncodedSource
 from ltx2rt.weights.lora import merge
@@ -32,6 +32,7 @@ from ltx2rt_tpu.ops import encode
 from ltx2rt_tpu.program import COMPILERS, Assembled, Loop, Program, compilations
 from ltx2rt_tpu.weights import (
     TILED_KIND,
+    FileLayers,
     HostLayers,
     Weights,
     abstract_weights,
@@ -117,6 +118,7 @@ class TpuBackend:
         base: Weights | None = None,
         changed: Set[str] = frozenset(),
         streamed: Set[Piece] = frozenset(),
+        road: str = PINNED,
     ) -> Weights:
         weights: Weights = {}
         encoded = EncodedSource(source, self._encode)
@@ -131,8 +133,14 @@ class TpuBackend:
                     at = (
                         replace(layouts[name], first=layouts[name].first + i) for i in range(count)
                     )
-                    weights[name] = HostLayers(
-                        stacked(encoded, name, layout, value.type, 1, place) for layout in at
+                    read = [
+                        partial(stacked, encoded, name, layout, value.type, 1, place)
+                        for layout in at
+                    ]
+                    weights[name] = (
+                        FileLayers(read, place)
+                        if road == FILE
+                        else HostLayers(one() for one in read)
                     )
                     continue
                 touched = (part for i in range(count) for part in layouts[name].names(i))

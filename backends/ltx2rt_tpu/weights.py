@@ -52,8 +52,22 @@ class HostLayers:
         return jax.device_put(self.layers[layer], self.place)
 
 
+class FileLayers:
+    """The layers of one `*` weight, each [1, ...], read anew from the file whenever they are
+    wanted."""
+
+    streamed = True
+
+    def __init__(self, read: Sequence[Callable[[], Array]], place: Sharding):
+        self.read, self.place = read, place
+
+    def brought(self, layer: int) -> Array:
+        """The layer on its way to the devices. Raises InputError if the file has changed."""
+        return self.read[layer]()
+
+
 def is_streamed(weight: Any) -> bool:
-    return isinstance(weight, HostLayers)
+    return isinstance(weight, HostLayers | FileLayers)
 
 
 def weight_specs(graph: Graph) -> dict[str, P]:

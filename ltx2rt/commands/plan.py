@@ -116,6 +116,7 @@ def flags(to: Any) -> None:
     how = (
         "memory",
         "max_memory",
+        "host_memory",
         "stage_weights",
         "text_encoder_offload",
         "video_decoder",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -193,3 +194,9 @@ def host_memory() -> tuple[int, int]:
             free = min(free, limit - used + int(stat[files]))
             total = min(total, limit)
     return total, free
+
+
+def pins_memory() -> bool:
+    """Whether this system pins as much memory as is asked for. Windows, and Linux inside of it
+    (WSL), pin about 1 GB in all. `ulimit -l` does not count what CUDA pins."""
+    return sys.platform == "linux" and "microsoft" not in os.uname().release.lower()

@@ -3,10 +3,15 @@
 A piece is what one layer of a stack of equal ones reads alone: block 7 of the transformer. Of a
 piece only the large matrices move; tables, norms, biases and adapters stay. Streaming changes no
 number.
+
+A piece takes one of three roads to the device: from pinned memory of the host, which the device
+reads by itself; staged, from other memory of the host by way of small pinned buffers, where the
+system pins little; from the file by way of the same buffers, where the host's memory has no room.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from itertools import product
@@ -16,6 +21,12 @@ from ltx2rt.passes.adapters import MARK
 
 LEAST_BYTES = 2**20  # smaller tensors stay: a block has about 2 MB of them
 SLOTS = 2  # pieces on the device at once: one is computed with while the next one arrives
+
+PINNED, STAGED, FILE = ROADS = ("pinned", "staged", "file")
+LEFT_BYTES, LEFT_SHARE = 8e9, 0.1  # host memory that streamed weights leave to all else
+# Bytes per second that a road gives at most: one thread's copies within the host's memory, the
+# sequential reads of a common NVMe disk.
+ROAD_BYTES_PER_S = {PINNED: math.inf, STAGED: 10e9, FILE: 3e9}
 
 Piece = tuple[str, int]  # the stack, which is its parameters' name before the `*`, and the layer
 
@@ -71,3 +82,11 @@ def saved_bytes(sizes: Mapping[Piece, int], number: int) -> int:
 def slots_bytes(sizes: Collection[int]) -> int:
     """Device memory that pieces of these sizes take turns in."""
     return max(sizes, default=0) * min(SLOTS, len(sizes))
+
+
+def road(size: int, total: int, free: int, pins: bool) -> str:
+    """The road of streamed weights of so many bytes from a host with so many bytes of memory, of
+    which some are free. pins: whether its system lets devices read much of it."""
+    if size > free - max(LEFT_BYTES, LEFT_SHARE * total):
+        return FILE
+    return PINNED if pins else STAGED

@@ -24,6 +24,7 @@ from ltx2rt.placement.mesh import stage_mesh
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.plan import StageCost, peak
 from ltx2rt.placement.profiles import resolve, undivided
+from ltx2rt.placement.stream import ROAD_BYTES_PER_S
 from ltx2rt.run.plan import Plan, make_plan, resolved_stages
 from ltx2rt.session.arrange import Choice, DatasheetBackend, Estimator, choose
 from ltx2rt.session.open import StagesOf, opened_checkpoint
@@ -129,6 +130,9 @@ def estimate(
         plan = make_plan(session, request)
         budget = min(kind.memory_bytes, 1e9 * (options.max_memory or math.inf)) - kind.reserve_bytes
         fits = session.fit(plan.stages, int(budget))
+        session.choose_road(plan.stages)
+        fastest = ROAD_BYTES_PER_S[session.weights.residence.road]
+        kind = replace(kind, host_bytes_per_s=min(kind.host_bytes_per_s, fastest))
         costs = tuple(session.costs(plan.stages))
         advice = "" if fits else session.advice(plan.stages, int(budget), peak(costs))
         said = [str(choice)] if choice else []

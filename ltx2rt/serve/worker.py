@@ -34,6 +34,7 @@ import numpy as np
 
 from ltx2rt.errors import Cancelled, InputError
 from ltx2rt.media.mp4 import to_rgb8
+from ltx2rt.notes import note
 from ltx2rt.pipelines import make_request
 from ltx2rt.ranks.crew import Crew
 from ltx2rt.ranks.environment import FAILED
@@ -316,6 +317,8 @@ def _planned(session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any]) -
             request = request.kept_in(segments_of(job))
         plan = make_plan(session, request)
         session.require_memory(plan.stages)
+        if (line := session.memory_line(plan.stages)) and session.backend.is_main:
+            note(f"{job['id']}: {line}")
     except InputError as error:
         refused = error
     if session.backend.agree(refused is not None) or plan is None:

@@ -280,6 +280,16 @@ class ModelOptions(PartFiles):
         above=0,
         most=1e9,
     )
+    host_memory: float | None = flag(
+        None,
+        "keep streamed layers in the file if they need more of the host's memory than this "
+        "(default: what is free, less 8 GB)",
+        float,
+        group=MEMORY,
+        metavar="GB",
+        least=0,
+        most=1e9,
+    )
     profile: str | None = flag(
         None,
         "how networks are split over devices (default: the one for the device kind)",

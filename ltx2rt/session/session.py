@@ -26,11 +26,11 @@ from ltx2rt.graph.encodings import ADVISED
 from ltx2rt.models.catalog import network
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.placement.cost import touched_bytes, weight_bytes
-from ltx2rt.placement.devices import DeviceKind, host_memory
+from ltx2rt.placement.devices import DeviceKind, host_memory, pins_memory
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.plan import StageCost, Work, beside_recorded, cost, peak
 from ltx2rt.placement.profiles import profile_of
-from ltx2rt.placement.stream import pieces, saved_bytes, streamed
+from ltx2rt.placement.stream import FILE, PINNED, STAGED, pieces, road, saved_bytes, streamed
 from ltx2rt.session.call import Call, WeightsKey, network_of
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.session.weights import Residence, WeightStore
@@ -43,6 +43,11 @@ MAX_PROGRAMS = 64  # a request of two stages with images and tiles of eight shap
 MAX_CONTEXTS = 8  # contexts of prompts, 50 MB each at full size
 
 
+FROM = {  # where streamed layers are, by their road
+    PINNED: "host memory",
+    STAGED: "host memory, staged: this system pins little",
+    FILE: "the disk: the host's memory has no room",
+}
 Way = tuple[ModelOptions, Residence]  # how weights are kept
 
 
@@ -359,8 +364,7 @@ class Session:
         if not self._choose(stages, fits):
             raise self._no_room(stages, warm, tried["worst"], tried["budget"])
         self.weights.free(*(key for key in self.weights.held if key not in tried["held"]))
-        if self.backend.runs and self.backend.device_kind != "cpu":
-            self._require_host_room(stages)
+        self.choose_road(stages)
 
     def fit(self, stages: Sequence[Needing], budget: int, warm: bool = False) -> bool:
         """Keep weights in the fastest way in which an empty device with so much memory runs the
@@ -418,7 +422,7 @@ class Session:
             size = sum(sizes[piece] for piece in moved) / 1e9
             said.append(
                 f"{len(moved)} of {len(sizes)} layers of the {name} ({size:.3g} GB) come from "
-                "host memory"
+                f"{FROM[self.weights.residence.road]}"
             )
         return "memory: " + "; ".join(said) if said else ""
 
@@ -426,26 +430,24 @@ class Session:
         self.options, self.weights.residence = way
         self.weights.options = self.options
 
-    def _require_host_room(self, stages: Sequence[Needing]) -> None:
-        """Refuse a run whose streamed weights have no room in the host's memory. Raises
-        InputError."""
+    def choose_road(self, stages: Sequence[Needing]) -> None:
+        """Decide how the streamed weights that a run loads reach the device, by what the host's
+        memory has room for. Of a host that is not here it is taken for granted."""
+        store, most = self.weights, self.options.host_memory
         calls = {call.weights: call for stage in stages for call in stage.needs(self.config)}
-        new = [
-            c
-            for key, c in calls.items()
-            if key not in self.weights.held and key not in self.weights.parked
-        ]
-        needed = max((self._streamed_bytes(call) for call in new), default=0) * prod(
-            self.backend.mesh.values()
-        )
-        needed //= self.backend.device().hosts
-        free = host_memory()[1]
-        if needed > free:
-            raise InputError(
-                f"no room in the host's memory: streamed weights need {needed / 1e9:.3g} GB, "
-                f"{free / 1e9:.3g} GB are free; close other programs, or try --weights-dtype "
-                f"{ADVISED}"
-            )
+        here = {key for key, call in calls.items() if store.has(key, self.graph(call))}
+        sizes = [self._streamed_bytes(call) for key, call in calls.items() if key not in here]
+        size = max(sizes, default=0) * prod(self.backend.mesh.values())
+        size //= self.backend.device().hosts
+        if not size:
+            found = next((store.roads[key] for key in here & store.roads.keys()), PINNED)
+        elif most is not None and size > most * 1e9:
+            found = FILE
+        elif self.backend.runs and self.backend.device_kind != "cpu":
+            found = road(size, *host_memory(), pins_memory())
+        else:
+            found = PINNED
+        self.weights.residence = replace(self.weights.residence, road=found)
 
     def _ways(self, stages: Sequence[Needing]) -> Iterator[Way]:
         """How weights can be kept, from the fastest way to the one that needs the least memory.

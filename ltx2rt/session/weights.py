@@ -22,7 +22,7 @@ from ltx2rt.graph.ir import numbered
 from ltx2rt.notes import note
 from ltx2rt.passes.adapters import MARK, Adapters, tensors
 from ltx2rt.placement.devices import host_memory
-from ltx2rt.placement.stream import Piece, pieces, slots_bytes, streamed
+from ltx2rt.placement.stream import FILE, PINNED, Piece, pieces, slots_bytes, streamed
 from ltx2rt.session.beside import LoraAdapters, WithAdapters, beside
 from ltx2rt.session.call import Call, WeightsKey, holds, network_of
 from ltx2rt.session.options import LoraSpec, ModelOptions, PlannedLora
@@ -39,11 +39,13 @@ HOST_SHARE = 0.1  # share of the host's memory that is left alone
 class Residence:
     """How a run keeps weights. streams: by network, how many pieces of it are streamed; leave: sets
     that are freed behind a stage, by its name, because no later one reads them. keep_bytes: for
-    what blocks compute once for all steps, as of `hoist`."""
+    what blocks compute once for all steps, as of `hoist`. road: of pieces that it streams and that
+    no earlier run has left."""
 
     streams: Mapping[str, int] = field(default_factory=dict)
     leave: Mapping[str, tuple[WeightsKey, ...]] = field(default_factory=dict)
     keep_bytes: int | None = None
+    road: str = PINNED
 
     def number(self, key: WeightsKey) -> int:
         """How many pieces of the set are streamed."""
@@ -126,6 +128,7 @@ class WeightStore:
         )  # least recently used first
         self.parked: dict[WeightsKey, Any] = {}  # in the host's memory
         self._parked_as: dict[WeightsKey, frozenset[Piece]] = {}  # what of each was streamed
+        self.roads: dict[WeightsKey, str] = {}  # how sets reach the device that were streamed
         self._stored: dict[tuple[str, ...], dict[str, str]] = {}
         self._adapters: dict[tuple[Any, ...], Adapters] = {}
         self._loads = 0
@@ -230,6 +233,12 @@ class WeightStore:
         self.held.move_to_end(key)
         return self.held[key].weights
 
+    def has(self, key: WeightsKey, graph: Graph) -> bool:
+        """Whether the set is here as the run keeps it, on the device or in the host's memory."""
+        kept = self.held[key].streamed if key in self.held else self._parked_as.get(key)
+        here = key in self.held or key in self.parked
+        return here and kept == self.residence.streamed(key, graph)
+
     def _loaded(self, call: Call, graph: Graph) -> RetainedWeights:
         key, base, changed, left = call.weights, None, frozenset(), {}
         siblings = [other for other in self.held if network_of(other) == network_of(key)]
@@ -237,7 +246,7 @@ class WeightStore:
         if key in self.parked and self._parked_as[key] != streamed:
             del self.parked[key]
         kept = self.parked.get(key)
-        if streamed and kept is None:
+        if streamed and kept is None and self.residence.road != FILE:
             self._make_host_room(
                 sum(size for piece, size in pieces(graph).items() if piece in streamed)
             )
@@ -255,9 +264,10 @@ class WeightStore:
         if _apart(call.loras):
             source = WithAdapters(source, self.beside(call))
         source = Counted(source)
-        more = (
-            {"streamed": streamed} if streamed else {}
-        )  # a backend that does not stream is never asked to
+        more: dict[str, Any] = {}  # a backend that does not stream is never asked to
+        if streamed:
+            more = {"streamed": streamed, "road": self.residence.road}
+            self.roads[key] = self.residence.road
         weights = self.backend.load([graph], source, base, changed, **more)
         check_opened()
         self.loaded_bytes += source.bytes

@@ -156,6 +156,7 @@ class TensorFile:
         self.identity = identity(self._file)
         self.metadata, self._tensors = self._header()
         self._map = mmap.mmap(self._file, 0, access=mmap.ACCESS_READ)
+        self.address = np.frombuffer(self._map, np.uint8).ctypes.data
         self.requested_bytes = 0
         OPENED.add(self)
 
@@ -206,6 +207,49 @@ class TensorFile:
             raise InputError(f"{self.path}: {name} holds {NOT_FINITE}")
         self.requested_bytes += array.nbytes
         return array
+
+    def read_into(self, place: memoryview, begin: int) -> None:
+        """Fill `place` with bytes of the file, from the byte `begin` on. Raises InputError if the
+        file has changed since it was opened."""
+        read_at(self._file, place, begin)
+        self.check()
+        self.requested_bytes += len(place)
+
+    def read_ahead(self, begin: int, size: int) -> None:
+        read_ahead(self._file, begin, size)
+
+    def unmap(self, begin: int, size: int) -> None:
+        """What was read of these bytes as arrays is of no use to this process any more. The system
+        may still have them, and reads them anew where it does not."""
+        start = begin // mmap.PAGESIZE * mmap.PAGESIZE
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, start, begin + size - start)
+
+
+def read_at(file: int, place: memoryview, begin: int) -> None:
+    """Fill `place` from the byte `begin` of a descriptor on; where the file ends, the rest stays as
+    it is."""
+    filled = 0
+    while filled < len(place) and (got := os.preadv(file, [place[filled:]], begin + filled)):
+        filled += got
+
+
+def read_ahead(file: int, begin: int, size: int) -> None:
+    """So many bytes of a descriptor from `begin` on will be wanted soon."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file, begin, size, os.POSIX_FADV_WILLNEED)
+
+
+def in_file(array: np.ndarray) -> tuple[TensorFile, int] | None:
+    """The open file that has an array's bytes, one behind the other, and where they begin there;
+    None for an array of other memory."""
+    if not array.flags.c_contiguous or not array.nbytes:
+        return None
+    for file in list(OPENED):
+        begin = array.ctypes.data - file.address
+        if 0 <= begin <= file.identity[2] - array.nbytes:
+            return file, begin
+    return None
 
 
 def check_opened() -> None:

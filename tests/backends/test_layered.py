@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from ltx2rt_tpu.weights import HostLayers
+from ltx2rt_tpu.weights import FileLayers, HostLayers
 from virtual import xla_flags
 
 from ltx2rt.backend import get_backend
@@ -82,6 +82,22 @@ def small_matrices_move(monkeypatch):
 @pytest.mark.parametrize("name", ["tiny-2.3", pytest.param("tiny-2.0", marks=pytest.mark.slow)])
 def test_layers_from_the_host_change_no_bit(name, small_matrices_move):
     check(encoder(name))
+
+
+def test_layers_from_the_file_change_no_bit(small_matrices_move):
+    """They take none of the host's memory: each is made anew for every run."""
+    graph, backend = encoder("tiny-2.3"), get_backend("tpu", "cpu")
+    source, made = ArraySource(params_of(graph)), []
+    for road in ("pinned", "file"):
+        pieces = frozenset(stream.pieces(graph))
+        weights = backend.load([graph], source, streamed=pieces, road=road)
+        kind = FileLayers if road == "file" else HostLayers
+        assert any(isinstance(x, kind) for x in weights.values())
+        weights = backend.unpark(backend.park(weights), {})
+        results = backend.lower(graph)(weights, feeds(graph))
+        made.append({name: backend.to_host(x) for name, x in results.items()})
+    for name, x in made[0].items():
+        assert np.array_equal(made[1][name], x), name
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ it computes where PyTorch computes on a CPU."""
 import re
 from contextlib import contextmanager
 from pathlib import Path
+from threading import local
 
 import ltx2rt_cuda
 import numpy as np
@@ -83,7 +84,12 @@ class Loom(TorchDevice):
         self.counts = dict.fromkeys(
             ("recorded", "waits of the host", "waits for a copy", "attentions", "switches"), 0
         )
-        self.current = Stream(self)
+        self.main, self.own = Stream(self), local()
+
+    @property
+    def current(self):
+        """Every thread has its own."""
+        return getattr(self.own, "stream", self.main)
 
     @property
     def torch(self):
@@ -98,12 +104,12 @@ class Loom(TorchDevice):
     @contextmanager
     def on(self, stream):
         self.counts["switches"] += 1
-        before, self.current = self.current, stream
+        before, self.own.stream = self.current, stream
         try:
             yield
             stream.done += 1
         finally:
-            self.current = before
+            self.own.stream = before
 
     def event(self):
         return Event(self)
@@ -170,12 +176,13 @@ def test_a_clip_is_generated_on_any_device(loom, monkeypatch, generate, tiny):
     assert all(np.array_equal(run.latents[name], x) for name, x in expected.items())
 
 
-def test_layers_are_copied_on_a_stream_of_their_own(loom, monkeypatch):
+@pytest.mark.parametrize("road", stream.ROADS)
+def test_layers_are_copied_on_a_stream_of_their_own(loom, monkeypatch, road):
     monkeypatch.setattr(stream, "LEAST_BYTES", 1000)  # no table
     graph = loop_graph()
     backend = get_backend("cuda", "loom")
     source, pieces = ArraySource(random_params(graph)), frozenset(stream.pieces(graph))
-    weights = backend.load([graph], source, streamed=pieces)
+    weights = backend.load([graph], source, streamed=pieces, road=road)
     handle = backend, backend.lower_loop(graph), weights
     found = denoise(handle, SIGMAS, **job(3))
     copies = len(pieces) * (len(SIGMAS) - 1)

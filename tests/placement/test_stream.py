@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from ltx2rt_cuda.device.torch_device import HOST
+from ltx2rt_cuda.host import FileWeight
 from ltx2rt_cuda.stream import HostTensor, Ring
 
 import ltx2rt
@@ -20,7 +21,7 @@ from ltx2rt.placement.devices import device_kind
 from ltx2rt.run.estimate import datasheet_checkpoint, on_datasheet
 from ltx2rt.run.plan import make_plan
 from ltx2rt.session.options import NO_LORA, ModelOptions
-from ltx2rt.session.session import Session
+from ltx2rt.session.session import FROM, Session
 from ltx2rt.session.weights import Residence
 
 SIZE = {
@@ -92,6 +93,53 @@ def test_streamed_is_resident_bit_for_bit(
         clip, streamed = made(model, **options)
         assert {"text-encoder", "transformer"} <= streamed.keys()
         assert_same(clip, resident)
+
+
+@pytest.mark.parametrize(
+    "road, dtype",
+    [
+        ("file", "bfloat16"),
+        pytest.param("file", "float32", marks=pytest.mark.long),
+        pytest.param("staged", "bfloat16", marks=pytest.mark.long),
+    ],
+)
+def test_every_road_to_the_device_makes_the_same_clip(
+    tiny, monkeypatch, small_matrices_move, road, dtype
+):
+    """The second stage has merged weights, which are in no file, and no file holds float32."""
+    model, choose = tiny("tiny-2.3", "official"), Session.choose_road
+    resident, _ = made(model, dtype=dtype)
+    streams = {"text-encoder": 99, "transformer": 99}
+    forced(monkeypatch, Residence(streams), stage_weights="reload", host_memory=0)
+
+    def chosen(self, stages):
+        choose(self, stages)
+        assert self.weights.residence.road == "file"
+        self.weights.residence = replace(self.weights.residence, road=road)
+
+    monkeypatch.setattr(Session, "choose_road", chosen)
+    with ltx2rt.open(model, backend="cuda", device="cpu", dtype=dtype) as session:
+        for prompt in ("a fox", "a robot dancing"):
+            clip = session.generate(prompt, **SIZE)
+        store = session.resident.weights
+        rings = [held.weights.ring for held in store.held.values() if held.streamed]
+        assert {ring.road for ring in rings} == {road}
+        kept = [x for ring in rings for piece in ring.pieces.values() for x in piece.values()]
+        assert all(isinstance(x, FileWeight) == (road == "file") for x in kept)
+        stages = make_plan(session.resident, make_request("two-stage", prompt="x", **SIZE)).stages
+        session.resident.choose_road(stages)
+        assert FROM[road] in session.resident.memory_line(stages)
+    assert_same(clip, resident)
+
+
+def test_the_road_follows_from_the_hosts_memory():
+    """8 GB, or a tenth, are left; WSL pins little; a container's limit is the host's memory."""
+    GB = 10**9
+    assert stream.road(20 * GB, 64 * GB, 30 * GB, pins=True) == "pinned"
+    assert stream.road(20 * GB, 64 * GB, 30 * GB, pins=False) == "staged"
+    assert stream.road(23 * GB, 64 * GB, 30 * GB, pins=True) == "file"
+    assert stream.road(20 * GB, 128 * GB, 30 * GB, pins=True) == "file"
+    assert stream.road(20 * GB, 64 * GB, 27 * GB, pins=False) == "file"
 
 
 @pytest.mark.long
