@@ -160,7 +160,7 @@ def clone(tmp_path_factory, tiny) -> Path:
     Image.linear_gradient("L").resize((64, 64)).save(folder / "mask.png")
     for name in ("fox", "dawn", "dusk"):
         Image.linear_gradient("L").resize((320, 180)).convert("RGB").save(folder / f"{name}.png")
-    for name in ("depth", "dubit"):
+    for name in ("depth", "dubit", "hdr"):
         (folder / f"{name}.safetensors").symlink_to(folder / "style.safetensors")
     write_wav(folder / "song.wav", np.zeros((2, 20 * 8000), np.float32), 8000)
     (folder / "song.wav").rename(folder / "song.mp3")  # what it is stands in the file

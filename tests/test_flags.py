@@ -256,7 +256,7 @@ def test_a_flag_of_another_pipeline_is_read_though_it_is_not_shown():
     )
     _, request, _ = generate.asked(args)
     assert generate._unread(args, request) == [
-        "--video-path (--pipeline dubit, extend, inpaint, retake and v2v would)"
+        "--video-path (--pipeline dubit, extend, hdr-ic-lora, inpaint, retake and v2v would)"
     ]
 
 

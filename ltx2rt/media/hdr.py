@@ -135,6 +135,13 @@ def video_signal(frames: np.ndarray, how: HighRange) -> np.ndarray:
     return hlg_oetf(np.where(linear <= 1, linear * white, rolled))
 
 
+def to_srgb(frames: np.ndarray, how: HighRange) -> np.ndarray:
+    """[..., 3] as the video decoder makes them -> u8 in sRGB, for thumbnails; light above 1 is cut."""
+    light = from_model(frames, replace(how, space="SRGB_LINEAR")).clip(0, 1)
+    signal = np.where(light <= 0.0031308, 12.92 * light, 1.055 * light ** (1 / 2.4) - 0.055)
+    return np.rint(255 * signal).astype(np.uint8)
+
+
 def to_codes(chunk: np.ndarray) -> np.ndarray:
     """f32[3, F, H, W] as the video decoder makes them -> u16[F, H, W, 3], clamped and rounded to
     nearest; u16 passes through. Raises ValueError for what is not finite."""

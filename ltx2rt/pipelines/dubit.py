@@ -15,14 +15,14 @@ from typing import Any, ClassVar
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag, flag_like
-from ltx2rt.media.video import require_constant_rate, video_info
+from ltx2rt.media.video import VideoInfo, require_constant_rate, video_info
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines.given_clip import FLAG, FromClip
 from ltx2rt.pipelines.ic_lora import reference, references_of
 from ltx2rt.pipelines.nag import Nagged
 from ltx2rt.pipelines.request import NEUTRAL, Loras, VideoRequest, check_step, parse_fps
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.stages.conditioning import ReferenceSpec
+from ltx2rt.stages.conditioning import Reference, ReferenceSpec
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from ltx2rt.stages.sound_reference import LatentSound, SoundReference
 from ltx2rt.stages.stage import Stage
@@ -30,21 +30,14 @@ from ltx2rt.stages.upsample import Upsample
 
 
 @dataclass(frozen=True)
-class DubIt(FromClip):
-    """Two distilled stages beside a reference of the file's frames and sound."""
+class SeenClip(FromClip):
+    """Two distilled stages beside a reference of the file's frames, both with the one LoRA that has
+    learnt it."""
 
-    name: ClassVar[str] = "dubit"
-    summary: ClassVar[str] = "a given clip with other words, in its own voices, by an IC-LoRA"
-    example: ClassVar[str] = "--video-path talk.mp4 --lora dubit.safetensors"
     scale: ClassVar[int] = 2
     num_stages: ClassVar[int] = 2
     distilled: ClassVar[str] = "optional"
 
-    video_path: Path | None = flag_like(
-        FromClip,
-        "video_path",
-        help="clip whose people get other words; its length and rate are kept (required)",
-    )
     reference_strength: float = flag(
         1.0,
         "strength of the clip's frames as a reference, 1 to keep them as they are",
@@ -65,20 +58,23 @@ class DubIt(FromClip):
         super().check()
         if self.num_videos > 1:
             raise InputError(
-                f"--num-videos: {self.num_videos}, but dubit makes one; run it for each seed"
+                f"--num-videos: {self.num_videos}, but {self.name} makes one; run it for each seed"
             )
 
     def check_options(self, options: ModelOptions) -> None:
         super().check_options(options)
         if len(options.loras) != 1:
             raise InputError(
-                f"--lora: {len(options.loras)} given, dubit takes one, the DubIt IC-LoRA"
+                f"--lora: {len(options.loras)} given, {self.name} takes one, its IC-LoRA"
             )
         if options.loras[0].stage:
             raise InputError(
-                f"--lora: {options.loras[0].path} is for {options.loras[0].stage}, dubit merges "
-                "it in both stages; write FILE or FILE:STRENGTH"
+                f"--lora: {options.loras[0].path} is for {options.loras[0].stage}, {self.name} "
+                "merges it in both stages; write FILE or FILE:STRENGTH"
             )
+
+    def check_clip(self, info: VideoInfo) -> None:
+        """Raises InputError for a file that the pipeline cannot start from."""
 
     def resolved(self: Any, model: ModelConfig) -> Any:
         """Reads the file whole, once."""
@@ -86,10 +82,7 @@ class DubIt(FromClip):
         path, step = self.source_path, model.video_vae.time_factor
         info = self.info or video_info(path, FLAG)
         require_constant_rate(path, FLAG, info)
-        if not info.has_sound:
-            raise InputError(
-                f"{FLAG}: {path} has no sound, whose voices dubit keeps; pass a clip with sound"
-            )
+        self.check_clip(info)
         if info.num_frames <= step:
             raise InputError(
                 f"{FLAG}: {path} has {info.num_frames} frames, expected {step + 1} or more"
@@ -112,6 +105,42 @@ class DubIt(FromClip):
     def remarks(self, model: ModelConfig) -> Iterator[str]:
         if over := self.source.num_frames - self.num_frames:
             yield f"the last {over} of the file's {self.source.num_frames} frames are left out"
+
+    def seen(
+        self, clip: Geometry, number: int, model: ModelConfig, options: ModelOptions, loras: Loras
+    ) -> Reference:
+        """The file's frames as the reference of a stage."""
+        spec, factors = (
+            ReferenceSpec(self.source_path, self.reference_strength),
+            references_of(self, model, loras),
+        )
+        tiling = options.vae_tiling
+        return reference(spec, self.num_frames, FLAG, clip, model, factors, tiling, number)
+
+
+@dataclass(frozen=True)
+class DubIt(SeenClip):
+    """The file's sound is a reference, too."""
+
+    name: ClassVar[str] = "dubit"
+    summary: ClassVar[str] = "a given clip with other words, in its own voices, by an IC-LoRA"
+    example: ClassVar[str] = "--video-path talk.mp4 --lora dubit.safetensors"
+
+    video_path: Path | None = flag_like(
+        FromClip,
+        "video_path",
+        help="clip whose people get other words; its length and rate are kept (required)",
+    )
+
+    def check_clip(self, info: VideoInfo) -> None:
+        if not info.has_sound:
+            raise InputError(
+                f"{FLAG}: {self.source_path} has no sound, whose voices dubit keeps; pass a clip "
+                "with sound"
+            )
+
+    def remarks(self, model: ModelConfig) -> Iterator[str]:
+        yield from super().remarks(model)
         if model.release.name == "2.0":
             yield "no DubIt LoRA is known for LTX-2.0"
 
@@ -119,20 +148,20 @@ class DubIt(FromClip):
         """The DubIt LoRA is merged in both stages, the distilled one last."""
         half, full = self.geometry(model, self.factor(model)), self.geometry(model)
         merged = (*loras.user, *([loras.distilled] if loras.distilled else []))
-        factors = references_of(self, model, loras)
-
-        def seen(clip: Geometry, number: int):
-            spec = ReferenceSpec(self.source_path, self.reference_strength)
-            tiling = options.vae_tiling
-            return reference(spec, self.num_frames, FLAG, clip, model, factors, tiling, number)
-
+        how = model, options, loras
         sound = SoundReference(self.source_path, half, FLAG, before=True)
         first = {"guidance": NEUTRAL, "sound": True}
         second = {"guidance": NEUTRAL, "frozen": ("audio",)}
         return [
             *self.text,
             *self.denoise(
-                "stage1", half, options, DISTILLED_SIGMAS, merged, (seen(half, 0), sound), **first
+                "stage1",
+                half,
+                options,
+                DISTILLED_SIGMAS,
+                merged,
+                (self.seen(half, 0, *how), sound),
+                **first,
             ),
             Upsample(half, self.num_videos, self.factor(model)),
             *self.denoise(
@@ -141,7 +170,7 @@ class DubIt(FromClip):
                 options,
                 STAGE2_SIGMAS,
                 merged,
-                (seen(full, 1), LatentSound(full)),
+                (self.seen(full, 1, *how), LatentSound(full)),
                 **second,
             ),
             *self.decoded(full, model, options),

@@ -4,8 +4,9 @@
 Stage 2 has images alone, and the weights of `distilled`: as they are, or with the distilled LoRA
 where the run merges one. With LTX-2.5, too, no step adds noise.
 
-With a mask the reference is shown with its white pixels green, as LoRAs for inpainting have learnt
-it; the clip has the reference's own pixels elsewhere, and its sound.
+With a mask the reference is shown with its white pixels green, with a border within a green one, as
+LoRAs for in- and outpainting have learnt it; the clip has the reference's own pixels elsewhere, and
+its sound.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ltx2rt.flags import flag, flag_like
 from ltx2rt.media.hdr import ACESCCT_LOG, LOGC3_LOG
 from ltx2rt.media.video import VideoInfo, video_info
 from ltx2rt.models.geometry import Geometry, latent_frames
-from ltx2rt.pipelines.inpaint import Inpaint
+from ltx2rt.pipelines.inpaint import NONE, Inpaint, Pad
 from ltx2rt.pipelines.nag import Nagged
 from ltx2rt.pipelines.request import (
     NEUTRAL,
@@ -33,7 +34,7 @@ from ltx2rt.pipelines.request import (
 )
 from ltx2rt.session.options import ModelOptions, existing_file
 from ltx2rt.stages.conditioning import Reference, ReferenceSpec
-from ltx2rt.stages.region import Compose, Region, RegionVideo
+from ltx2rt.stages.region import GREEN, Compose, Region, RegionVideo
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.source_video import SourceVideo, usable_frames
@@ -90,6 +91,9 @@ class ICLora(Nagged):
         "for inpainting",
     )
     mask_grow: int = flag_like(Inpaint, "mask_grow")
+    pad: Pad = flag_like(
+        Inpaint, "pad", help="pixels to add around the reference, by a LoRA for outpainting"
+    )
     audio_from: str | None = flag(
         None,
         "stage whose sound is kept (default: the last one)",
@@ -105,13 +109,15 @@ class ICLora(Nagged):
             )
         for reference in self.video_conditioning:
             check_reference(FLAG, reference)
-        if self.mask and self.hdr:
+        if self.pad != NONE and min(self.pad) < 0:
+            raise InputError(f"--pad: {min(self.pad)} pixels, expected 0 or more")
+        if self.paints and self.hdr:
             raise InputError(
-                "--hdr: the reference's own pixels have 8 bits; leave out --mask or it"
+                f"--hdr: the reference's own pixels have 8 bits; leave out {self.paints} or it"
             )
-        if self.mask and (len(self.video_conditioning) > 1 or self.skip_stage_2):
+        if self.paints and (len(self.video_conditioning) > 1 or self.skip_stage_2):
             other = "--skip-stage-2" if self.skip_stage_2 else f"several {FLAG}"
-            raise InputError(f"--mask: does not go with {other}; leave one of the two out")
+            raise InputError(f"{self.paints}: does not go with {other}; leave one of the two out")
         if self.skip_stage_2 and self.audio_from == "stage2":
             raise InputError(
                 "--audio-from: stage2, which --skip-stage-2 leaves out; leave out one of both"
@@ -141,30 +147,38 @@ class ICLora(Nagged):
 
     def resolved(self: Any, model: ModelConfig) -> Any:
         full = replace(super().resolved(model), audio_from=self.audio_from or self.last_stage)
-        if full.mask:
+        if full.paints:
             full._check_mask(*full._masked)
         return full
+
+    @property
+    def paints(self) -> str:
+        """The flag by which only a part of the reference is made anew; empty without."""
+        return "--mask" if self.mask else "--pad" if self.pad != NONE else ""
 
     @property
     def _masked(self) -> tuple[VideoInfo, Region]:
         """The reference's facts and its region."""
         info = video_info(self.video_conditioning[0].path, FLAG, self.num_frames)
         size = info.height, info.width
-        return info, Region(self.mask, size, self.num_frames, self.mask_grow)
+        return info, Region(self.mask, size, self.num_frames, self.mask_grow, self.pad)
 
     def _check_mask(self, info: VideoInfo, region: Region) -> None:
+        left, top, right, bottom = self.pad
+        width, height = info.width + left + right, info.height + top + bottom
         found, asked = (
             f"{w}x{h}, {n} frames at {float(fps):g} fps"
             for w, h, n, fps in (
-                (info.width, info.height, info.num_frames, info.fps),
+                (width, height, info.num_frames, info.fps),
                 (self.width, self.height, self.num_frames, self.fps),
             )
         )
-        same = (info.width, info.height, info.fps) == (self.width, self.height, self.fps)
+        same = (width, height, info.fps) == (self.width, self.height, self.fps)
         if not same or info.num_frames < self.num_frames:
+            with_border = " with --pad" if self.pad != NONE else ""
             raise InputError(
-                f"--mask: the clip has {asked}, but its reference {found}; with a mask they are "
-                "the same clip: give its --width, --height, --fps, and --num-frames within it"
+                f"{self.paints}: the clip has {asked}, but its reference{with_border} {found}; they "
+                "are the same clip: give its --width, --height, --fps, and --num-frames within it"
             )
         region.check()
         if not any(mask.any() for mask in region.masks()):
@@ -215,11 +229,11 @@ class ICLora(Nagged):
         before: list[Stage] = []
         after: list[Stage] = []
         heard = self
-        if self.mask:
+        if self.paints:
             info, region = self._masked
             seen = given[0].source
             source = RegionVideo(
-                seen.path, seen.geometry, seen.tiling, FLAG, seen.stride, region, fill="green"
+                seen.path, seen.geometry, seen.tiling, FLAG, seen.stride, region, "green", GREEN
             )
             given = [replace(given[0], source=source)]
             after = [Compose(replace(source, geometry=full, stride=1), region)]
@@ -260,10 +274,10 @@ def references_of(request: VideoRequest, model: ModelConfig, loras: Loras) -> tu
     return downscale, stride
 
 
-def hdr_log(paths: Iterable[Path]) -> str:
-    """The codes that a model with these LoRAs makes in high dynamic range, by their headers: logc3,
-    or acescct where none says it. Raises InputError for any other."""
-    found = ACESCCT_LOG
+def hdr_log(paths: Iterable[Path], default: str = ACESCCT_LOG) -> str:
+    """The codes that a model with these LoRAs makes in high dynamic range, by their headers: logc3
+    or acescct, and the default where none says it. Raises InputError for any other."""
+    found = default
     for path in paths:
         metadata = TensorFile(path).metadata
         text = metadata.get("hdr_transform", metadata.get("use_hdr_transform", "")).lower()

@@ -7,7 +7,7 @@ Decides when a segment is encoded: as soon as its file is there. The file is enc
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +18,8 @@ from typing import Any
 from ltx2rt.atomic_file import DISK_ERRORS, NotWritten
 from ltx2rt.media.hdr import HighRange
 from ltx2rt.media.mp4 import FollowedClip
-from ltx2rt.media.output import FileState, container_of, signals, state_of
+from ltx2rt.media.output import FileState, container_of, signals, state_of, write_clip
+from ltx2rt.media.sound import read_sound
 from ltx2rt.pipelines.ic_lora import hdr_log
 from ltx2rt.pipelines.request import Request
 from ltx2rt.run.plan import Plan
@@ -32,8 +33,24 @@ POLL_S = 0.1
 
 def high_range(session: Session, request: Request) -> HighRange | None:
     """How the files of the request's clip are, if it is in high dynamic range."""
-    log = hdr_log(lora.path for lora in session.options.loras) if request.high_range else ""
-    return request.high_range and replace(request.high_range, log=log)
+    return high_range_of(request, (lora.path for lora in session.options.loras))
+
+
+def high_range_of(request: Request, loras: Iterable[Path]) -> HighRange | None:
+    """As `high_range`; loras: their files."""
+    how = request.high_range
+    return how and replace(how, log=hdr_log(loras, how.log))
+
+
+def write_segment(path: Path, part: SegmentFile, stop: int, hdr: HighRange | None) -> None:
+    """A video of one segment's share of the clip, up to the clip's frame `stop`."""
+    sound = {}
+    if part.info.has_sound:
+        rate = read_sound(part.path)[1]
+        heard = part.samples(part.sample(part.start, rate), part.sample(stop, rate))
+        sound = {"waveform": heard, "sample_rate": rate}
+    length = {"num_frames": stop - part.start, "fps": part.info.fps}
+    write_clip(path, part.chunks(stop), **length, **sound, hdr=hdr)
 
 
 class GrowingClip:

@@ -98,15 +98,23 @@ class Region:
         found[:, :, :left], found[:, :, g.columns - right :] = 1, 1
         return found
 
-    def filled(self, frames: Iterator[np.ndarray], fill: str) -> Iterator[np.ndarray]:
-        """The frames u8[H, W, 3] with the mask's pixels filled, and what is at their edges repeated
-        in the border. fill: one of FILLS; "mean" is that of a frame's other pixels."""
+    def filled(
+        self, frames: Iterator[np.ndarray], fill: str, border: np.ndarray | None = None
+    ) -> Iterator[np.ndarray]:
+        """The frames u8[H, W, 3] with the mask's pixels filled, and around them a border of a colour,
+        or of what is at their edges. fill: one of FILLS; "mean" is that of a frame's other pixels."""
+        left, top, _, _ = self.pad
         for pixels, drawn in zip(frames, self._drawn(), strict=True):
             if fill != "none" and drawn.any():
                 pixels, kept = pixels.copy(), pixels[~drawn]
                 mean = kept.mean(0) + 0.5 if len(kept) else np.full(3, 127)
                 pixels[drawn] = GREEN if fill == "green" else mean.astype(np.uint8)
-            yield np.pad(pixels, (*self._widths, (0, 0)), mode="edge")
+            padded = np.pad(pixels, (*self._widths, (0, 0)), mode="edge")
+            if border is not None:
+                height, width = pixels.shape[:2]
+                padded[:] = border
+                padded[top : top + height, left : left + width] = pixels
+            yield padded
 
     def composed(
         self, chunks: Iterator[np.ndarray], frames: Iterator[np.ndarray]
@@ -144,14 +152,15 @@ def near(mask: np.ndarray, radius: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RegionVideo(SourceVideo):
-    """The frames of a file as its region's model sees them. fill: one of FILLS."""
+    """The frames of a file as its region's model sees them. fill: one of FILLS; border: its colour."""
 
     region: Region | None = None
     fill: str = "mean"
+    border: np.ndarray | None = None
 
     def pictures(self) -> Iterator[np.ndarray]:
         assert self.region is not None
-        return self.region.filled(super().pictures(), self.fill)
+        return self.region.filled(super().pictures(), self.fill, self.border)
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ def clips(folder: Path) -> dict[str, dict]:
         "ic-lora": size | references,
         "t2a": {"steps": 2, "num_frames": 25},
         "dubit": {"video_path": film},
+        "hdr-ic-lora": {"video_path": film},
         "inpaint": {"video_path": film, "pad": (32, 0, 0, 0), "nag": (11, 2.5, 0.25)},
         "one-stage": size | {"steps": 2, "voice": film},
         "one-stage sparse": size | SPARSE | {"images": images},
@@ -69,7 +70,7 @@ def records(
     for name in names:
         merged = (
             {"loras": (lora,), "distilled_lora": NO_LORA}
-            if name in ("ic-lora", "dubit")
+            if name in ("ic-lora", "dubit", "hdr-ic-lora")
             else {"distilled_lora": lora}
         )
         session.options = replace(session.options, **{"loras": ()} | merged)

@@ -120,6 +120,7 @@ def test_sizes_rates_and_counts(refused):
         ("retake", ": the file of --video-path decides size, length and rate"),
         ("inpaint --mask {picture}", ": the file of --video-path decides size, length and rate"),
         ("dubit", ": the file of --video-path decides size, length and rate"),
+        ("hdr-ic-lora", ": the file of --video-path decides size, length and rate"),
         ("one-stage --voice {picture}", "a.png: holds no sound"),
         ("distilled --voice {folder}", "is a folder"),
         ("hq --audio-conditioning {picture}:0.5", "a.png: holds no sound"),

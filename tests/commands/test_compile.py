@@ -100,6 +100,10 @@ PIPELINES = {
         ("--video-path", "FILM", "--lora", "LORA"),
         (*BEGIN[:2], "audio-encoder", *BEGIN[2:], "upsampler", *DECODED),
     ),
+    "hdr-ic-lora": (
+        ("--video-path", "FILM", "--lora", "LORA"),
+        (*BEGIN, "upsampler", DECODED[-1]),
+    ),
     "inpaint": (
         ("--video-path", "FILM", "--pad", "32,0,0,0"),
         ("video-encoder", "audio-encoder", *BEGIN[:1], *BEGIN[2:], "video-decoder"),
@@ -131,7 +135,7 @@ def words(tiny, film):
             "LORA": tiny("tiny-2.3", "official") / "tiny-2.3-distilled-lora.safetensors",
         }
         unsized, sides = (
-            ("retake", "v2v", "extend", "dubit", "inpaint", "t2a"),
+            ("retake", "v2v", "extend", "dubit", "hdr-ic-lora", "inpaint", "t2a"),
             ("--width", "--height", "--num-frames"),
         )
         size = {} if name in unsized else {f: TINY[f] for f in sides}
@@ -154,10 +158,11 @@ def test_every_pipeline_is_compiled(name, words):
     inputs = {n for cell in job.cells if cell.part == "step" for n in cell.graph.inputs}
     assert ("video_attention_mask" in inputs) == (name == "ic-lora")
     assert ("video_latent" in inputs) == (name != "t2a") and ("audio_latent" in inputs) == (
-        name not in ("a2v", "v2v", "inpaint")
+        name not in ("a2v", "v2v", "inpaint", "hdr-ic-lora")
     )
     steps = {cell.branches for cell in job.cells if cell.part == "step"}
-    unguided = {key: {1} for key in ("distilled", "dubit", "extend", "ic-lora", "inpaint", "v2v")}
+    seen = ("dubit", "hdr-ic-lora", "ic-lora", "inpaint")
+    unguided = {key: {1} for key in ("distilled", "extend", "v2v", *seen)}
     expected = unguided | {"retake": {4}, "one-stage": {4}, "t2a": {3}, "hq": {1, 3}}
     assert steps == expected.get(name, {1, 4})
 

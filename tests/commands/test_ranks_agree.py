@@ -158,8 +158,8 @@ def agree(one, several):
             ), name
 
 
-NEW = ("hq", "keyframes", "a2v", "retake", "ic-lora", "t2a", "dubit", "inpaint", "one-stage",
-       "one-stage sparse")  # fmt: skip
+NEW = ("hq", "keyframes", "a2v", "retake", "ic-lora", "t2a", "dubit", "hdr-ic-lora", "inpaint",
+       "one-stage", "one-stage sparse")  # fmt: skip
 # Float32 under splits. Two evaluations a step, and guidance of 2 steps that go from noise to the
 # end, amplify it.
 NEAR = 2e-5

@@ -189,6 +189,7 @@ def euler_steps(
     frozen: Sequence[str] = (),
     rule: str = "C",
     voice: tuple[float, int] | None = None,
+    alone: bool = False,
 ) -> Iterator[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]:
     """(latents, x0) after every step, f64[T, C] by modality: the guided step's formula in float64
     over diffusers' velocities, a forward of batch 1 for each branch.
@@ -197,7 +198,8 @@ def euler_steps(
     at the first sigma and clean ones [T, C], masks [T]. guidance: f[2, 4], rows video and audio,
     columns cfg, stg, modality, rescale; None: the conditional branch alone. blocks: of STG. frozen:
     what is kept whole, at sigma 0, and never guided. voice: a scale, and how many audio tokens
-    there are in the branch that it guides away from; the later ones are not in it.
+    there are in the branch that it guides away from; the later ones are not in it. alone: without
+    guidance, neither modality sees the other.
     """
     x, made = (
         {m: latents[m].astype(np.float64) for m in NAMES},
@@ -228,7 +230,7 @@ def euler_steps(
             v = reference(module, feeds | context, rule, **kwargs)
             return {m: x[m][own[m]] - v[f"{m}_velocity"][0] * mask[m][own[m]] * sigma for m in made}
 
-        found = cond = branch()
+        found = cond = branch(**{"isolate_modalities": True} if alone else {})
         if guidance is not None:
             scales = {
                 m: row

@@ -8,14 +8,24 @@ import av
 import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderKLLTX2Video, LTX2VideoTransformer3DModel
 from PIL import Image
+from reference_transformer import euler_steps
 from test_denoise import PROMPT, keep_officially, load_pipeline, noise_of, unpacked
 from test_retake import write
 
 from ltx2rt.errors import InputError
+from ltx2rt.media.images import fit
 from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import read_frames, video_info
+from ltx2rt.models.geometry import (
+    audio_positions,
+    pack_audio,
+    pack_video,
+    reference_positions,
+    video_positions,
+)
 from ltx2rt.pipelines.ic_lora import ICLora, hdr_log
 from ltx2rt.pipelines.request import parse_reference
 from ltx2rt.run.plan import make_plan
@@ -25,7 +35,7 @@ from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
 from ltx2rt.stages.conditioning import ReferenceSpec
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.region import FADE_PX, near
-from ltx2rt.stages.schedule import DISTILLED_SIGMAS
+from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.files import TensorFile
 
@@ -524,6 +534,83 @@ def test_with_a_mask_its_pixels_are_made_anew(model, half, tmp_path):
     with pytest.raises(InputError, match="is black, and nothing would be made"):
         make_plan(session, ICLora(**size, video_conditioning=(ReferenceSpec(clip),), **masked))
     session.close()
+
+
+def test_a_border_is_made_by_the_formula(tiny, on_both, tmp_path):
+    """Every step of both stages over diffusers' transformer, on both backends, from the file within
+    a green border; inside, pixels are the file's own."""
+    folder, pad = tiny("tiny-2.3", "diffusers"), (64, 40, 128, 24)
+    lora = lora_with(folder / "tiny-2.3-distilled-lora.safetensors", tmp_path / "a.safetensors", 2)
+    how = {"distilled_lora": NO_LORA, "loras": (LoraSpec(lora, 0.0),), "assume": "distilled"}
+    clip = write(tmp_path / "a.mp4", size=(64, 64))
+    source = np.stack(list(read_frames(clip, "", FRAMES)))
+    given = {"width": WIDTH, "height": HEIGHT, "num_frames": FRAMES, "seed": 3, "prompt": "a fox"}
+    request = ICLora(**given, video_conditioning=(ReferenceSpec(clip),), pad=pad)
+    runs = {}
+    for name, session in on_both("tiny-2.3", **how).items():
+        state, *_ = produce(session, make_plan(session, request), keep=True)
+        shown = np.concatenate([to_rgb8(chunk) for chunk in next(state.frames)])
+        runs[name] = state
+        inner = np.s_[:, 40 + FADE_PX : 104 - FADE_PX, 64 + FADE_PX : 128 - FADE_PX]
+        np.testing.assert_array_equal(
+            shown[inner], source[:, FADE_PX : 64 - FADE_PX, FADE_PX : 64 - FADE_PX]
+        )
+        assert shown.shape == (FRAMES, HEIGHT, WIDTH, 3) and state.waveforms is not None
+    state = runs["cuda"]
+    border = np.empty((FRAMES, HEIGHT, WIDTH, 3), np.uint8)
+    border[:] = 0x66, 0xFF, 0
+    border[:, 40:104, 64:128] = source
+    half = request.geometry(session.config, 2)
+    coarse = replace(half, rows=half.rows // 2, columns=half.columns // 2)
+    vae = AutoencoderKLLTX2Video.from_pretrained(folder / "vae").eval()
+    small = np.stack([fit(x, WIDTH // 4, HEIGHT // 4) for x in border], 1)[None]
+    with torch.no_grad():
+        latent = vae.encode(torch.from_numpy(small), causal=True).latent_dist.mode().numpy()
+    shape = (1, -1, 1, 1, 1)
+    mean, deviation = (x.numpy().reshape(shape) for x in (vae.latents_mean, vae.latents_std))
+    seen = pack_video(((latent - mean) / deviation).astype(np.float32))[0]
+    for each in runs.values():
+        assert relative_l2(pack_video(each.record["reference.0"])[0], seen) <= CLOSE
+    sound = pack_audio(state.record["source.audio"])[0].astype(np.float64)
+    made = pack_video(state.record["upsampled"])[0].astype(np.float64)
+    module = LTX2VideoTransformer3DModel.from_pretrained(
+        folder / "transformer", perturbed_attn=True
+    ).eval()
+    for stage, scale, sigmas in (("stage1", 2, DISTILLED_SIGMAS), ("stage2", 1, STAGE2_SIGMAS)):
+        g = request.geometry(session.config, scale)
+        places, tokens = video_positions(g), g.num_video_tokens
+        clean, mask, start = np.zeros((tokens, 128)), np.ones(tokens), np.zeros((tokens, 128))
+        if stage == "stage1":
+            places = np.concatenate([places, reference_positions(coarse, 2)], 1)
+            clean, mask = np.concatenate([clean, seen]), np.append(mask, np.zeros(len(seen)))
+            start = np.zeros(clean.shape)
+        else:
+            start = made
+        noise = state.record[f"{stage}.video.noise"][0].astype(np.float64)
+        mixed = (1 - float(sigmas[0])) * start + float(sigmas[0]) * noise
+        x = {"video": clean + mask[:, None] * (mixed - clean), "audio": sound}
+        masks = {"video": mask, "audio": np.zeros(len(sound))}
+        steps = euler_steps(
+            module, {"video": places, "audio": audio_positions(g)}, state.contexts, x, masks,
+            {"video": clean, "audio": sound}, sigmas, frozen=("audio",),
+        )  # fmt: skip
+        for i, (latents, x0) in enumerate(steps):
+            for name, each in runs.items():
+                for kind, expected in (("steps", latents), ("x0", x0)):
+                    found = each.record[f"{stage}.video.{kind}"][i]
+                    assert relative_l2(found, expected["video"]) <= 2e-5, (name, stage, kind, i)
+    for more, message in (
+        (
+            {"width": 128},
+            "--pad: the clip has 128x128, 17 frames at 24 fps, but its reference with",
+        ),
+        ({"pad": (64, 0, 128, -1)}, "--pad: -1 pixels, expected 0 or more"),
+        ({"skip_stage_2": True}, "--pad: does not go with --skip-stage-2"),
+        ({"hdr": "ACESCG"}, "--hdr: the reference's own pixels have 8 bits; leave out --pad"),
+    ):
+        with pytest.raises(InputError) as refused:
+            make_plan(session, replace(request, **more))
+        assert message in str(refused.value)
 
 
 def test_a_lora_says_which_codes_it_makes(model, half, files, generate, tmp_path):

@@ -117,6 +117,7 @@ def sources(folder: Path) -> dict[str, dict[str, Any]]:
         "inpaint": {"video_path": str(film), "pad": (32, 0, 0, 0)},
         "ic-lora": size | {"reference": str(film)},
         "dubit": {"video_path": str(film)},
+        "hdr-ic-lora": {"video_path": str(film)},
         "dfr": size,
         "t2a": {"steps": 2, "num_frames": 25},
     }

@@ -1,0 +1,122 @@
+"""hdr-ic-lora: every step of both stages is the formula over diffusers' transformer without a
+stream of sound, and EXR frames are of the codes that the LoRA makes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from diffusers import LTX2VideoTransformer3DModel
+from reference_transformer import euler_steps
+from safetensors.torch import load_file, save_file
+from test_retake import write
+
+from ltx2rt.errors import InputError
+from ltx2rt.media import hdr
+from ltx2rt.models.geometry import (
+    audio_positions,
+    pack_video,
+    reference_positions,
+    video_positions,
+)
+from ltx2rt.pipelines import make_request
+from ltx2rt.run.plan import make_plan
+from ltx2rt.run.recording import high_range
+from ltx2rt.run.run import produce
+from ltx2rt.session.options import NO_LORA, LoraSpec
+from ltx2rt.stages.schedule import DISTILLED_SIGMAS
+from ltx2rt.testing import relative_l2
+
+CLOSE = 2e-5  # contract: 1e-3 at every step; float32 rounding
+STRENGTH = 0.75
+STAGE2 = np.array([0.909375, 0.725, 0.0], np.float32)
+
+
+@pytest.fixture(scope="module")
+def lora(tiny, tmp_path_factory):
+    """For references of half the size, in LogC3."""
+    path = tmp_path_factory.mktemp("lora") / "hdr.safetensors"
+    source = tiny("tiny-2.3", "diffusers") / "tiny-2.3-distilled-lora.safetensors"
+    save_file(load_file(source), path, {"reference_downscale_factor": "2"})
+    return path
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    """19 frames of 128x128, of which 17 are used, without sound."""
+    return write(tmp_path_factory.mktemp("clips") / "a.mp4", 19, size=(128, 128), sound_s=0)
+
+
+def test_every_step_is_the_formula_over_diffusers(tiny, on_both, lora, clip):
+    """On both backends; the frames are of the last latents' codes."""
+    folder = tiny("tiny-2.3", "diffusers")
+    how = {"distilled_lora": NO_LORA, "loras": (LoraSpec(lora, 0.0),), "assume": "distilled"}
+    given = {"prompt": "a fox", "video_path": clip, "seed": 3, "reference_strength": STRENGTH}
+    runs, sessions = {}, on_both("tiny-2.3", **how)
+    for name, session in sessions.items():
+        plan = make_plan(session, make_request("hdr-ic-lora", **given))
+        runs[name], *_ = produce(session, plan, keep=True)
+    state, request = runs["cuda"], plan.request
+    assert (request.width, request.height, request.num_frames) == (128, 128, 17)
+    assert state.waveforms is None and not [n for n in state.record if ".audio." in n]
+    made = pack_video(state.record["upsampled"])[0].astype(np.float64)
+    module = LTX2VideoTransformer3DModel.from_pretrained(
+        folder / "transformer", perturbed_attn=True
+    ).eval()
+    for stage, scale, number, sigmas in (
+        ("stage1", 2, 0, DISTILLED_SIGMAS),
+        ("stage2", 1, 1, STAGE2),
+    ):
+        g = request.geometry(sessions["cuda"].config, scale)
+        coarse = replace(g, rows=g.rows // 2, columns=g.columns // 2)
+        seen = pack_video(state.record[f"reference.{number}"])[0].astype(np.float64)
+        places = np.concatenate([video_positions(g), reference_positions(coarse, 2)], 1)
+        clean = np.concatenate([np.zeros((g.num_video_tokens, 128)), seen])
+        mask = np.repeat([1.0, 1 - STRENGTH], [g.num_video_tokens, len(seen)])
+        start = np.zeros(clean.shape)
+        if stage == "stage2":
+            start[: g.num_video_tokens] = made
+        noise = state.record[f"{stage}.video.noise"][0].astype(np.float64)
+        mixed = (1 - float(sigmas[0])) * start + float(sigmas[0]) * noise
+        silent = np.zeros((g.audio_latents, 128))
+        steps = euler_steps(
+            module, {"video": places, "audio": audio_positions(g)}, state.contexts,
+            {"video": clean + mask[:, None] * (mixed - clean), "audio": silent},
+            {"video": mask, "audio": np.zeros(len(silent))}, {"video": clean, "audio": silent},
+            sigmas, frozen=("audio",), alone=True,
+        )  # fmt: skip
+        for i, (latents, x0) in enumerate(steps):
+            for name, each in runs.items():
+                for kind, expected in (("steps", latents), ("x0", x0)):
+                    found = each.record[f"{stage}.video.{kind}"][i]
+                    assert relative_l2(found, expected["video"]) <= CLOSE, (name, stage, kind, i)
+        assert len(state.record[f"{stage}.video.steps"]) == len(sigmas) - 1
+    assert high_range(sessions["cuda"], request) == hdr.HighRange("SRGB_LINEAR", "logc3")
+
+
+def test_frames_are_in_linear_light(tiny, command, lora, clip, tmp_path):
+    model = ("--model", tiny("tiny-2.3", "official"), "--distilled-lora", "none", "--lora", lora)
+    start = ("generate", "--backend", "cuda", "--device", "cpu", "--pipeline", "hdr-ic-lora")
+    words = (*start, *model, "--prompt", "a fox", "--seed", 3, "--video-path", clip)
+    status, _, err = command(*words, "--hdr", "ACESCG", "--output", tmp_path / "%05d.exr")
+    assert status == 0 and "the last 2 of the file's 19 frames are left out" in err, err
+    shown = [hdr.read_exr(path) for path in sorted(tmp_path.glob("*.exr"))]
+    assert len(shown) == 17 and shown[0].shape == (128, 128, 3)
+    light = np.stack(shown) @ hdr.AP1_TO_709.T
+    assert light.min() > -0.1 and light.max() < 55.2  # the brightest code of LogC3 is 55.08
+    for more, said in (
+        (("--output", tmp_path / "a.webm"), "cannot hold it; write *.mp4, *.mov or *%05d.exr"),
+        (("--output", tmp_path / "a.mp4", "--width", 96), "--width: 96, expected divisible by"),
+        (("--output", tmp_path / "a.mp4", "--fps", 24), "--fps: the file of --video-path decides"),
+        (("--output", tmp_path / "a.mp4", "--lora", lora), "2 given, hdr-ic-lora takes one"),
+    ):
+        status, _, err = command(*words, *more)
+        assert status == 2 and said in err and err.count("\n") == 1, err
+    for more, said in (
+        ({"lora": ()}, "the hdr-ic-lora pipeline starts from a clip; pass one"),
+        ({"hdr": "REC709"}, "--hdr: 'REC709', expected one of SRGB_LINEAR, ACESCG, ACESCCT"),
+        ({"hdr": None}, "--hdr: 'None', expected"),
+        ({"num_videos": 2, "video_path": clip}, "--num-videos: 2, but hdr-ic-lora makes one"),
+    ):
+        more.pop("lora", None)
+        with pytest.raises(InputError, match=said):
+            make_request("hdr-ic-lora", prompt="a fox", **more)
