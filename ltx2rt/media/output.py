@@ -24,6 +24,7 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile, ZipInfo
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from ltx2rt.atomic_file import unfinished
 from ltx2rt.errors import InputError
 from ltx2rt.media.hdr import HighRange, as_frames, exr_bytes, from_model, video_signal
 from ltx2rt.media.mp4 import HLG, MOV, MP4, PQ, WEBM, Container, fit_audio, to_rgb8, write_mp4
-from ltx2rt.media.sound import resample, write_wav
+from ltx2rt.media.sound import resample, wav_bytes, write_wav
 from ltx2rt.notes import note
 
 CONTAINERS = {".mp4": MP4, ".mov": MOV, ".webm": WEBM}
@@ -174,6 +175,23 @@ def signals(chunks: Iterable[np.ndarray], how: HighRange) -> Iterator[Iterator[n
     """Signals of a video, f32[H, W, 3] for each frame of the chunks, computed as they are taken."""
     for chunk in chunks:
         yield map(partial(video_signal, how=how), as_frames(chunk))
+
+
+def zipped(
+    chunks: Iterable[np.ndarray], path: Path, how: HighRange, waveform: np.ndarray | None, rate: int
+) -> Iterator[np.ndarray]:
+    """The chunks as they are; meanwhile their frames are written as EXR files, and the sound as WAV,
+    into one ZIP file."""
+    with ZipFile(path, "w") as file:
+        number = 0
+        for chunk in chunks:
+            for frame in as_frames(chunk):
+                name = ZipInfo(f"{number:05d}.exr")  # of no date: equal clips are equal files
+                file.writestr(name, exr_bytes(from_model(frame, how), how.space))
+                number += 1
+            yield chunk
+        if waveform is not None:
+            file.writestr(ZipInfo("sound.wav"), wav_bytes(waveform, rate))
 
 
 def remove_made(made: Mapping[Path, FileState]) -> None:

@@ -259,8 +259,17 @@ def resample(waveform: np.ndarray, rate: int, new_rate: int) -> np.ndarray:
 def write_wav(
     path: Path, waveform: np.ndarray, sample_rate: int, comment: dict[str, Any] | None = None
 ) -> None:
-    """f32[2, N] in [-1, 1], clamped, as 16-bit PCM; the whole file or none. comment: stored as
-    JSON, in the tag ICMT.
+    """The file of `wav_bytes`, whole or not at all."""
+    data = wav_bytes(waveform, sample_rate, comment)
+    with replacing(path) as partial:
+        partial.write_bytes(data)
+
+
+def wav_bytes(
+    waveform: np.ndarray, sample_rate: int, comment: dict[str, Any] | None = None
+) -> bytes:
+    """f32[2, N] in [-1, 1], clamped, as a file of 16-bit PCM. comment: stored as JSON, in the tag
+    ICMT.
 
     Raises ValueError for misshapen or non-finite data.
     """
@@ -272,8 +281,7 @@ def write_wav(
     if comment is not None:
         text = json.dumps(comment, ensure_ascii=False).encode() + b"\0"
         body += _chunk(b"LIST", b"INFO" + _chunk(b"ICMT", text))
-    with replacing(path) as partial:
-        partial.write_bytes(_chunk(b"RIFF", b"WAVE" + body + _chunk(b"data", samples)))
+    return _chunk(b"RIFF", b"WAVE" + body + _chunk(b"data", samples))
 
 
 def _chunk(name: bytes, body: bytes) -> bytes:

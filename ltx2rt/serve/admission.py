@@ -22,6 +22,7 @@ from typing import Any
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.errors import InputError
 from ltx2rt.flags import convert, flagged
+from ltx2rt.media.hdr import HighRange
 from ltx2rt.pipelines import make_request, pipelines
 from ltx2rt.pipelines.inpaint import parse_pad
 from ltx2rt.pipelines.nag import parse_nag
@@ -38,9 +39,10 @@ from ltx2rt.pipelines.request import (
 from ltx2rt.pipelines.segments import parse_numbers, parse_segment_seed, parse_segments
 from ltx2rt.pipelines.step_plans import PlanFile, parse_interval, parse_step_plan
 from ltx2rt.run.plan import make_plan, to_enhance
+from ltx2rt.run.recording import high_range_of
 from ltx2rt.serve.refusal import Refusal, of_input, unknown
 from ltx2rt.serve.shapes import Shape
-from ltx2rt.serve.upload import MASK, SOUND, SUFFIX, VIDEO
+from ltx2rt.serve.upload import EXR, IMAGE, MASK, SOUND, SUFFIX, VIDEO
 from ltx2rt.session.arrange import DatasheetBackend
 from ltx2rt.session.open import opened_checkpoint
 from ltx2rt.session.options import DISTILLED_STAGES, NO_LORA, LoraSpec, ModelOptions, existing
@@ -75,6 +77,7 @@ OURS = (
     "seconds",
     "n",
     "images",
+    "hdr_frames",
     "loras",
     "priority",
     "metadata",
@@ -83,11 +86,11 @@ OURS = (
 MAX_DIGITS, MAX_USER = 40, 512  # characters: of a number, of a user's name
 FILES_NOT_HERE = {"noise_in", "latents_in", "prompt_enhancer"}
 ENHANCING = ("enhance_prompt", "enhance_seed", "enhanced_prompt")  # with --prompt-enhancer
-NOT_HERE = {"num_videos", "hdr", *ENHANCING}
+NOT_HERE = {"num_videos", *ENHANCING}
 MAX_SHAPES = 256  # whose plans are remembered
 UNKNOWN_BYTES = 10**15  # memory of a device that no replica has reported yet
 SHA = re.compile(r"[0-9a-f]{64}")
-KEPT = re.compile(rf"\b{SHA.pattern}(\.media|\.mask)?\b")
+KEPT = re.compile(rf"\b{SHA.pattern}(\.media|\.mask|\.exr)?\b")
 
 
 class ReplicaBackend(DatasheetBackend):
@@ -277,9 +280,14 @@ class Admission:
         settings = request.settings()
         resolved = {f: settings[f] for f in self.fields(type(request))}
         height, width = request.size_px
+        frames = str(given.get("hdr_frames", False)).lower()
+        if frames not in ("true", "false"):
+            raise InputError(f"--hdr-frames: {frames[:80]!r}, expected true or false")
+        if frames == "true" and not request.high_range:
+            raise InputError("--hdr-frames: the clip is not in high dynamic range; add hdr")
         job = {
             "pipeline": name, "clip": resolved, "images": images, "loras": loras, "files": files, "n": n,
-            "size": f"{width}x{height}", "seconds": seconds,
+            "size": f"{width}x{height}", "seconds": seconds, "frames": frames == "true",
         }  # fmt: skip
         digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
         return Admitted(given, job, work, json.dumps(loras) if loras else "", digest)
@@ -332,15 +340,13 @@ class Admission:
         return found
 
     def _images(self, given: Any) -> list[list]:
-        """[digest, frame, strength] of each."""
+        """[name among the inputs, frame, strength] of each."""
         images = []
         for item in _items("images", given, MAX_IMAGES, ("file_id", "frame", "strength")):
-            file = item.get("file_id")
-            if (
-                not isinstance(file, str)
-                or not SHA.fullmatch(file)
-                or not (self.inputs / file).is_file()
-            ):
+            digest = f"{item.get('file_id')}"
+            names = [digest + SUFFIX[kind] for kind in (IMAGE, EXR)]
+            file = next((name for name in names if (self.inputs / name).is_file()), None)
+            if not SHA.fullmatch(digest) or file is None:
                 raise Refusal(
                     400,
                     "invalid_value",
@@ -385,6 +391,11 @@ class Admission:
                 400, "invalid_value", f"n: {str(given['n'])[:80]}, expected 1 to {MAX_VIDEOS}", "n"
             )
         return int(n)
+
+    def high_range(self, request: Request, loras: Sequence[Sequence[Any]]) -> HighRange | None:
+        """How the files of a job are; loras: as it names them."""
+        named = [(self.lora_folder or Path()) / file for file, *_ in loras]
+        return high_range_of(request, [*(lora.path for lora in self.options.loras), *named])
 
     def lora_files(self) -> dict[str, str]:
         """File names by the names that requests use."""

@@ -37,13 +37,24 @@ from starlette.responses import (
 from starlette.routing import Route
 
 from ltx2rt.backend import DeviceInfo
+from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import whole_fragments
 from ltx2rt.pipelines import make_request
-from ltx2rt.run.recording import STREAM
+from ltx2rt.run.recording import STREAM, write_segment
 from ltx2rt.serve.admission import MAX_PRIORITY, UPLOADS, Admission, Admitted, number
 from ltx2rt.serve.apart import Apart
 from ltx2rt.serve.board import Board
-from ltx2rt.serve.folder import NO_SPACE, SEGMENTS, THUMBNAIL, Folder, clip_names, inputs_of
+from ltx2rt.serve.folder import (
+    CLIP,
+    FRAMES,
+    NO_SPACE,
+    SEGMENTS,
+    THUMBNAIL,
+    Folder,
+    clip_names,
+    frames_of,
+    inputs_of,
+)
 from ltx2rt.serve.form import Gone, close_unread, fields_of
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.openapi import openapi
@@ -181,6 +192,7 @@ class App:
         self.closing = False
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="plan")
         self._apart = Apart(admission)
+        self._encoding = asyncio.Lock()  # of segments, one at a time
         self.starlette = Starlette(
             routes=[Route(path, call, methods=[method]) for method, path, call in self._routes()],
             exception_handlers={
@@ -211,6 +223,7 @@ class App:
             ("GET", "/v1/videos/{id}/content", self.content),
             ("GET", "/v1/videos/{id}/stream", self.stream),
             ("GET", "/v1/videos/{id}/segments", self.segments),
+            ("GET", "/v1/videos/{id}/segments/{number}", self.segment),
             ("GET", "/v1/videos/{id}/events", self.events),
             ("GET", "/v1/events", self.events),
             ("GET", "/v1/models", self.models),
@@ -644,8 +657,10 @@ class App:
 
     async def content(self, request: Request) -> Response:
         job, variant = await self._job(request), request.query_params.get("variant", "video")
-        if variant not in ("video", "thumbnail", "report", "preview"):
-            text = f"variant: {variant[:80]!r}, expected video, thumbnail, report or preview"
+        if variant not in ("video", "frames", "thumbnail", "report", "preview"):
+            text = (
+                f"variant: {variant[:80]!r}, expected video, frames, thumbnail, report or preview"
+            )
             raise Refusal(400, "invalid_value", text, "variant")
         if variant == "preview":
             if (shown := self.board.previews.get(job.id)) is None:
@@ -668,15 +683,23 @@ class App:
         try:
             if variant == "thumbnail":
                 return Opened(self.folder.outputs / (job.stem + THUMBNAIL), media_type="image/webp")
+            clip = self.folder.outputs / clip_names(job.stem, n)[int(number)]
+            name = job.id + (f"-{number}" if number != "0" else "")
+            if variant == "frames":
+                if not job.job.get("frames"):
+                    text = (
+                        "the clip has no frames of high dynamic range; ask for it with hdr_frames"
+                    )
+                    raise Refusal(404, "not_found", text)
+                frames = clip.with_name(frames_of(clip.name))
+                return Opened(frames, media_type="application/zip", filename=f"{name}{FRAMES}")
             noted = None
             if request.method == "GET" and "fetched" not in job.result:
                 noted = BackgroundTask(
                     self.store.insist, self.queue.note, job.id, fetched=int(time.time())
                 )
             return Opened(
-                self.folder.outputs / clip_names(job.stem, n)[int(number)], media_type="video/mp4",
-                background=noted,
-                filename=job.id + (f"-{number}" if number != "0" else "") + ".mp4",
+                clip, media_type="video/mp4", background=noted, filename=f"{name}.mp4",
                 content_disposition_type="inline",
             )  # fmt: skip
         except FileNotFoundError:
@@ -715,15 +738,43 @@ class App:
             headers={"cache-control": "no-store", "x-accel-buffering": "no"},
         )
 
-    async def segments(self, request: Request) -> Response:
-        """The segments of a clip: which frames of it each has, and whether it is made."""
+    async def _in_segments(self, request: Request) -> tuple[Job, Any]:
+        """The job of the path and its clip, which knows its parts. Raises Refusal."""
         job = await self._job(request)
         if not in_segments(job):
             text = "the clip is not made in segments; ask for it with `segments` or `length`"
             raise Refusal(409, "no_segments", text)
         clip: Any = make_request(job.job["pipeline"], **job.job["clip"])
-        clip = clip.kept_in(self.folder.outputs / f"{job.id}{SEGMENTS}")
-        found = []
+        return job, clip.kept_in(self.folder.outputs / f"{job.id}{SEGMENTS}")
+
+    async def segment(self, request: Request) -> Response:
+        """A segment that is made, as a file that plays, while the job is not over. It is encoded once,
+        and kept beside the segment."""
+        (job, clip), number = await self._in_segments(request), request.path_params["number"]
+        parts = list(stops(clip.parts))
+        if number not in map(str, range(1, len(parts) + 1)):
+            text = f"segment: {number[:80]!r}, expected 1 to {len(parts)}"
+            raise Refusal(400, "invalid_value", text)
+        if job.status == COMPLETED:
+            text = "the clip is whole, and its segments are deleted; fetch the content instead"
+            raise Refusal(409, "stream_over", text)
+        part, stop = parts[int(number) - 1]
+        path = part.path.with_suffix(CLIP)
+        try:
+            async with self._encoding:
+                if not path.exists():
+                    hdr = self.admission.high_range(clip, job.job["loras"])
+                    await asyncio.to_thread(write_segment, path, part, stop, hdr)
+            return Opened(path, media_type="video/mp4", filename=f"{job.id}-segment{number}.mp4")
+        except (FileNotFoundError, InputError):
+            text = f"segment {number} is not there; ask again when it is made, or for the content"
+            raise Refusal(409, "not_ready", text) from None
+
+    async def segments(self, request: Request) -> Response:
+        """The segments of a clip: which frames of it each has, by which prompt, and whether it is
+        made."""
+        job, clip = await self._in_segments(request)
+        prompts, found = (clip.positive, *clip.segment_prompts), []
         for i, (part, stop) in enumerate(stops(clip.parts), 1):
             try:
                 size = part.path.stat().st_size
@@ -733,6 +784,7 @@ class App:
             found.append({
                 "index": i, "start": part.start, "frames": stop - part.start,
                 "start_s": float(part.start / clip.fps), "made": made, "bytes": size,
+                "prompt": prompts[min(i, len(prompts)) - 1],
             })  # fmt: skip
         return Json({"object": "list", "data": found})
 

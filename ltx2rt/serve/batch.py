@@ -20,15 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.errors import InputError
+from ltx2rt.media.hdr import is_exr, read_exr
 from ltx2rt.media.images import read_rgb
 from ltx2rt.serve.admission import UPLOADS, Admission, Admitted
 from ltx2rt.serve.board import Board
-from ltx2rt.serve.folder import Folder, sync
+from ltx2rt.serve.folder import Folder, frames_of, sync
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.queue import COMPLETED, Job, Queue
 from ltx2rt.serve.refusal import Refusal
 from ltx2rt.serve.supervisor import QueueThread, Supervisor
-from ltx2rt.serve.upload import IMAGE, MAX_BYTES, SUFFIX
+from ltx2rt.serve.upload import EXR, IMAGE, MAX_BYTES, SUFFIX
 from ltx2rt.weights.files import opened_at_once
 
 ID = re.compile(r"(?!.*[^\D0-9])\w[\w.-]{0,99}")  # letters of any script, digits 0 to 9
@@ -129,10 +130,11 @@ def admit(
     InputError."""
 
     def keep(path: str, kind: str) -> dict[str, str]:
+        kind = EXR if kind == IMAGE and is_exr(Path(path)) else kind
         data = read(beside / path, path[:300], MAX_BYTES[kind])
-        if kind == IMAGE:  # planning reads headers alone
+        if kind in (IMAGE, EXR):  # planning reads headers alone
             try:
-                read_rgb(beside / path)
+                (read_exr if kind == EXR else read_rgb)(beside / path)
             except InputError as error:
                 text = str(error).removeprefix("--image: ").replace(str(beside / path), path[:300])
                 raise InputError(text) from None
@@ -373,6 +375,8 @@ class Batch:
         seed = job.job["clip"].get("seed")
         names = self.results.names(line.id, seed, len(made))
         for file, name in zip(made, names[: len(made)], strict=True):  # a job that failed has none
+            if (frames := self.folder.outputs / frames_of(file)).exists():
+                os.replace(frames, self.results.output / frames_of(name))
             os.replace(self.folder.outputs / file, self.results.output / name)
         report = (job.result or {}).get("report", {})
         self.results.keep(

@@ -31,11 +31,12 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 STORAGE = "storage"  # the code of a run that failed because its files could not be written
 MIN_FREE_BYTES = 2 * 10**9
 CLIP, THUMBNAIL, REPORT = ".mp4", ".webp", ".json"
+FRAMES = ".zip"  # beside a clip in high dynamic range, if asked for
 SEGMENTS = ".segments"  # a folder, of a job that is being made
 _RUN = rf"(?P<stem>(?P<job>{JOB_ID.pattern})\.[0-9]+)(\.[0-9]+)?"
-OUTPUT = re.compile(rf"{_RUN}(\.mp4|\.webp|\.json)")
-UNFINISHED_OUTPUT = re.compile(rf"\.\.?{_RUN}\.partial\.mp4(\.[0-9]+\.partial)?")
-INPUT = re.compile(r"[0-9a-f]{64}(\.media|\.mask)?")
+OUTPUT = re.compile(rf"{_RUN}(\.mp4|\.zip|\.webp|\.json)")
+UNFINISHED_OUTPUT = re.compile(rf"\.\.?{_RUN}\.partial\.(mp4|zip)(\.[0-9]+\.partial)?")
+INPUT = re.compile(r"[0-9a-f]{64}(\.media|\.mask|\.exr)?")
 UNFINISHED_INPUT = re.compile(rf"\.{INPUT.pattern}\.[0-9a-f]{{8}}")
 
 
@@ -134,7 +135,8 @@ class Folder:
     def remove(self, job: Job) -> None:
         discard(self.outputs / f"{job.id}{SEGMENTS}")
         beside = (job.stem + suffix for suffix in (THUMBNAIL, REPORT))
-        for name in (*clip_names(job.stem, job.job.get("n", 1)), *beside):
+        clips = clip_names(job.stem, job.job.get("n", 1))
+        for name in (*clips, *map(frames_of, clips), *beside):
             (self.outputs / name).unlink(missing_ok=True)
 
     def sweep(self, kept: Iterable[Job], known: Collection[str]) -> list[str]:
@@ -268,6 +270,11 @@ def clip_names(stem: str, count: int) -> list[str]:
     return [stem + (f".{number}" if number else "") + CLIP for number in range(count)]
 
 
+def frames_of(clip: str) -> str:
+    """Name of the frames of a clip."""
+    return clip.removesuffix(CLIP) + FRAMES
+
+
 def publish(
     stem: Path, write: Callable[[int, Path], None], thumbnail: Callable[[Path], None],
     report: Callable[[], Any],
@@ -276,7 +283,8 @@ def publish(
     """Make the job's files; the first clip comes last, when all are whole and on the disk. Returns
     the job's result.
 
-    write: makes one of `count` clips by its number, in their order.
+    write: makes one of `count` clips by its number, in their order, and frames beside it where they
+    are asked for.
     """
     clips = [stem.with_name(name) for name in clip_names(stem.name, count)]
     partials = [clip.with_name(f".{clip.stem}.partial{CLIP}") for clip in clips]
@@ -286,24 +294,32 @@ def publish(
             write(number, partial)
         thumbnail(beside[0])
         beside[1].write_text(json.dumps(report()))
-        for path in (*partials, beside[1]):
+        frames = [path for path in map(_frames_beside, partials) if path.exists()]
+        for path in (*partials, *frames, beside[1]):
             sync(path)
     except BaseException:
         with suppress(OSError):
-            for path in (*partials, *beside):
+            for path in (*partials, *map(_frames_beside, partials), *beside):
                 path.unlink(missing_ok=True)
         raise
     for partial, clip in reversed(list(zip(partials, clips, strict=True))):
+        if _frames_beside(partial) in frames:
+            os.replace(_frames_beside(partial), _frames_beside(clip))
         os.replace(partial, clip)
     sync(stem.parent)
     return result(clips[0], count)
+
+
+def _frames_beside(clip: Path) -> Path:
+    return clip.with_name(frames_of(clip.name))
 
 
 def result(clip: Path, count: int = 1) -> dict[str, Any]:
     """Path of a job's first clip."""
     report: Mapping[str, Any] = json.loads(clip.with_suffix(REPORT).read_text())
     files = clip_names(clip.stem, count)
-    size = sum((clip.parent / name).stat().st_size for name in files)
+    kept = [clip.parent / name for name in (*files, *map(frames_of, files))]
+    size = sum(path.stat().st_size for path in kept if path.suffix == CLIP or path.exists())
     return {"file": clip.name, "files": files, "bytes": size, "report": report}
 
 

@@ -23,7 +23,7 @@ from starlette.responses import Response
 
 from ltx2rt.serve.folder import Folder
 from ltx2rt.serve.refusal import Refusal
-from ltx2rt.serve.upload import IMAGE, MAX_BYTES, SUFFIX, check_upload
+from ltx2rt.serve.upload import EXR, IMAGE, MAX_BYTES, SUFFIX, check_upload, kind_of
 
 MAX_FIELDS, MAX_FILES = 64, 8
 MAX_MARKS = 50_000  # commas and opening brackets of JSON, which cost a hundred times their size
@@ -210,6 +210,7 @@ async def _kept(item: Any, name: str, kind: str, files: dict[str, bytes], folder
     if not isinstance(item, dict) or not item.keys() & {"file", "url", "image_url"}:
         return item
     data = _bytes_of(item, name, kind, files)
+    kind = kind_of(data, kind)
     await check_upload(data, name, kind)
     rest = {key: item[key] for key in item if key not in ("file", "url", "image_url")}
     return {**rest, "file_id": await asyncio.to_thread(folder.keep_input, data, SUFFIX[kind])}
@@ -231,10 +232,8 @@ def _bytes_of(item: dict[str, Any], name: str, kind: str, files: dict[str, bytes
         raise Refusal(
             400, "invalid_value", f"{name}: only data: URLs in base64 are read; send the file", name
         )
-    if len(text) > 2 * MAX_BYTES[kind]:
-        raise Refusal(
-            413, "payload_too_large", f"{name}: longer than {MAX_BYTES[kind]} bytes", name
-        )
+    if len(text) > 2 * (most := MAX_BYTES[EXR if kind == IMAGE else kind]):
+        raise Refusal(413, "payload_too_large", f"{name}: longer than {most} bytes", name)
     try:
         return base64.b64decode(text[match.end() :], validate=True)
     except (binascii.Error, ValueError):

@@ -24,6 +24,7 @@ def _body(admission: Admission) -> dict[str, Any]:
         "images": objects,
         "loras": objects,
         "metadata": {"type": "object"},
+        "hdr_frames": {"type": "boolean", "default": False},
         "priority": {"type": "integer", "minimum": 0, "maximum": MAX_PRIORITY},
         "n": {"type": "integer", **videos},
     }
@@ -76,6 +77,9 @@ def openapi(admission: Admission) -> dict[str, Any]:
             "/v1/videos/extensions": at(post={"requestBody": {"content": content}}),
             "/v1/videos/{id}/stream": at(get=one),
             "/v1/videos/{id}/segments": at(get=one),
+            "/v1/videos/{id}/segments/{number}": at(
+                get={"parameters": [id, {**id, "name": "number", "schema": {"type": "integer"}}]}
+            ),
             "/v1/videos/{id}/content": at(get=one),
             "/v1/videos/{id}/events": at(get=one),
             "/v1/events": at(get={}),

@@ -16,19 +16,27 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from ltx2rt.errors import InputError
+from ltx2rt.media.hdr import MAGIC, read_exr
 from ltx2rt.serve.folder import NO_SPACE
 from ltx2rt.serve.refusal import Refusal
 
 IMAGE, SOUND, VIDEO, MASK = "image", "sound", "video", "mask"  # a mask is an image or a video
-MAX_BYTES = {IMAGE: 16 * 2**20, SOUND: 16 * 2**20, VIDEO: 64 * 2**20, MASK: 64 * 2**20}
+EXR = "exr"  # an image in high dynamic range
+MAX_BYTES = {
+    IMAGE: 16 * 2**20,
+    EXR: 64 * 2**20,
+    SOUND: 16 * 2**20,
+    VIDEO: 64 * 2**20,
+    MASK: 64 * 2**20,
+}
 MAX_PX, MAX_FRAME_PX = 40_000_000, 10_000_000
 MAX_S, MAX_FRAMES, MAX_STREAMS = (
     60,
     2000,
     8,
 )  # limits for sound and video; the models make at most 20 s
-MEMORY_BYTES = {IMAGE: 2**30, SOUND: 2**31, VIDEO: 2**31, MASK: 2**31}
-TIME_S = {IMAGE: 20, SOUND: 60, VIDEO: 60, MASK: 60}
+MEMORY_BYTES = {IMAGE: 2**30, EXR: 2**31, SOUND: 2**31, VIDEO: 2**31, MASK: 2**31}
+TIME_S = {IMAGE: 20, EXR: 20, SOUND: 60, VIDEO: 60, MASK: 60}
 IMAGES = ("PNG", "JPEG", "WEBP")
 MEDIA = (
     "mov,mp4,m4a,3gp,3g2,mj2",
@@ -42,6 +50,7 @@ STARTS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF")
 AT_ONCE = 4  # are decoded; more wait
 SUFFIX = {
     IMAGE: "",
+    EXR: ".exr",
     SOUND: ".media",
     VIDEO: ".media",
     MASK: ".mask",
@@ -49,6 +58,11 @@ SUFFIX = {
 NOT_STORED = 3  # exit status: there is no room for the file, whatever it holds
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's threads take address space, which is limited
 _places = asyncio.Semaphore(AT_ONCE)
+
+
+def kind_of(data: bytes, kind: str) -> str:
+    """The kind of a file that was sent as this kind: images are told apart."""
+    return EXR if kind == IMAGE and data.startswith(MAGIC) else kind
 
 
 async def check_upload(data: bytes, field: str, kind: str) -> None:
@@ -59,7 +73,10 @@ async def check_upload(data: bytes, field: str, kind: str) -> None:
         )
     if kind == IMAGE and not data.startswith(STARTS):
         raise Refusal(
-            400, "bad_image", f"{field}: no {', '.join(IMAGES)} file; save it as one of them", field
+            400,
+            "bad_image",
+            f"{field}: no {', '.join(IMAGES)} or EXR file; save it as one of them",
+            field,
         )
     async with _places:
         process = await asyncio.create_subprocess_exec(
@@ -95,7 +112,10 @@ def main() -> int:
             path = Path(f"/dev/fd/{file.fileno()}")
             file.seek(0)
             still = kind == IMAGE or (kind == MASK and file.read(16).startswith(STARTS))
-            read_image(path) if still else read_media(kind, path)
+            if kind == EXR:
+                read_light(path)
+            else:
+                read_image(path) if still else read_media(kind, path)
     except Exception as error:
         print(
             f"{getattr(error, 'strerror', None) or error}"[:200]
@@ -117,6 +137,17 @@ def read_image(path: Path) -> None:
         read_rgb(path)
     except InputError as error:
         raise ValueError(str(error).replace(f"--image: {path}", "it")) from None
+
+
+def read_light(path: Path) -> None:
+    """Refuse all that `read_exr` refuses, and more than a frame's pixels."""
+    try:
+        height, width, _ = read_exr(path).shape
+    except InputError as error:
+        raise ValueError(str(error).replace(f"--image: {path}", "it")) from None
+    if width * height > MAX_FRAME_PX:
+        size = f"{width}x{height} pixels"
+        raise ValueError(f"{size}, expected at most {MAX_FRAME_PX} in all; make it smaller")
 
 
 def _size_px(path: Path) -> tuple[int, int]:

@@ -65,17 +65,16 @@ def as_video(
             "attempts": job.attempts,
             "priority": job.priority,
             "cancel_requested_at": int(job.cancel) if job.cancel else None,
-            "urls": _urls(content, job.job.get("n", 1)) if made else {},
+            "urls": _urls(content, job) if made else {},
         },
     }
 
 
-def _urls(content: str, videos: int) -> dict[str, Any]:
-    return {
-        "video": content,
-        "thumbnail": f"{content}?variant=thumbnail",
-        "videos": [f"{content}?video={number}" for number in range(videos)],
-    }
+def _urls(content: str, job: Job) -> dict[str, Any]:
+    videos = [f"{content}?video={number}" for number in range(job.job.get("n", 1))]
+    frames = [f"{url}&variant=frames" for url in videos if job.job.get("frames")]
+    thumbnail = f"{content}?variant=thumbnail"
+    return {"video": content, "thumbnail": thumbnail, "videos": videos, "frames": frames}
 
 
 def in_segments(job: Job) -> bool:
@@ -86,7 +85,7 @@ def in_segments(job: Job) -> bool:
 def settings(job: Job) -> dict[str, Any]:
     """The fields of a request that gets the same video."""
     images = [
-        {"file_id": file, "frame": frame, "strength": strength}
+        {"file_id": file.split(".")[0], "frame": frame, "strength": strength}
         for file, frame, strength in job.job["images"]
     ]
     loras = [
@@ -106,4 +105,6 @@ def settings(job: Job) -> dict[str, Any]:
         "images": images,
         "loras": loras,
     }
+    if job.job.get("frames"):
+        own["hdr_frames"] = True
     return {**own, **job.job["clip"], **files}

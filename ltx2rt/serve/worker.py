@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -33,18 +33,20 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ltx2rt.errors import Cancelled, InputError
+from ltx2rt.media.hdr import as_frames, to_srgb
 from ltx2rt.media.mp4 import to_rgb8
+from ltx2rt.media.output import zipped
 from ltx2rt.notes import note
 from ltx2rt.pipelines import make_request
 from ltx2rt.ranks.crew import Crew
 from ltx2rt.ranks.environment import FAILED
 from ltx2rt.run.plan import Plan, make_plan, with_enhanced_prompt
-from ltx2rt.run.recording import GrowingClip, recording
+from ltx2rt.run.recording import GrowingClip, high_range, recording
 from ltx2rt.run.report import comment
 from ltx2rt.run.run import produce, sample_rate, timed, warm_up
 from ltx2rt.run.segments import claimed, discard
 from ltx2rt.run.write import save
-from ltx2rt.serve.folder import CLIP, STORAGE, publish, segments_of, writing_problem
+from ltx2rt.serve.folder import CLIP, FRAMES, STORAGE, publish, segments_of, writing_problem
 from ltx2rt.serve.preview import fitted, picture_of
 from ltx2rt.serve.shapes import Shape
 from ltx2rt.session.options import LoraSpec
@@ -258,21 +260,24 @@ def _made(
             deque(frames, maxlen=0)
         return {}
     first: list[np.ndarray] = []
+    hdr = high_range(session, plan.request)
 
     def noted(frames: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         for chunk in frames:
             if not first:
-                first.append(to_rgb8(chunk[:, :1])[0])
+                first.append(to_srgb(as_frames(chunk)[0], hdr) if hdr else to_rgb8(chunk)[0])
             yield chunk
 
     def write(number: int, path: Path) -> None:
-        if recorded is not None:
-            recorded.finish(path)
-            first.append(next(recorded.parts[0].frames()))
-            return
         waveform = None if state.waveforms is None else state.waveforms[number]
-        frames = noted(next(state.frames))
-        save(session, plan.request, number, path, frames, waveform, sample_rate(session, state))
+        rate, frames = sample_rate(session, state), noted(next(state.frames))
+        if job.get("frames") and hdr:
+            frames = zipped(frames, path.with_suffix(FRAMES), hdr, waveform, rate)
+        if recorded is None:
+            save(session, plan.request, number, path, frames, waveform, rate)
+        else:
+            recorded.finish(path)
+            deque(frames if job.get("frames") else islice(frames, 1), maxlen=0)
 
     def told() -> dict[str, Any]:
         """The report with the names of files alone: clients read it."""

@@ -117,12 +117,9 @@ class Image:
     def check(self, session: Session) -> list[str]:
         """Planning for devices that are not here reads the header alone: a server plans in its own
         process, and has its uploads decoded in others."""
-        if self.hdr:
-            read_exr(self.spec.path)
-            return []
         if not isinstance(session.backend, DatasheetBackend):
-            read_rgb(self.spec.path)
-        return notes(self.spec.path)
+            (read_exr if self.hdr else read_rgb)(self.spec.path)
+        return [] if self.hdr else notes(self.spec.path)
 
     def blank(self) -> Tokens:
         g = self.geometry

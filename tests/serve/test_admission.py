@@ -4,10 +4,12 @@ import asyncio
 import hashlib
 import json
 
+import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
 from ltx2rt.errors import InputError
+from ltx2rt.media.hdr import exr_bytes
 from ltx2rt.pipelines import make_request
 from ltx2rt.serve.admission import Admission, as_given
 from ltx2rt.serve.refusal import Refusal
@@ -38,7 +40,7 @@ def admission(tmp_path, tiny):
 @pytest.mark.parametrize("preset, lora, missing", [
     ("tiny-2.3", "its", {"dfr"}),
     # they may merge it or not: the flag decides
-    ("tiny-2.3", None, {"dfr", "distilled", "dubit", "ic-lora"}),
+    ("tiny-2.3", None, {"dfr", "distilled", "dubit", "hdr-ic-lora", "ic-lora"}),
     ("tiny-2.3", NO_LORA, {"dfr", "two-stage", "hq", "a2v", "keyframes"}),
     ("tiny-2.5", NO_LORA, {"two-stage", "hq", "a2v", "keyframes"}),
 ])  # fmt: skip
@@ -52,6 +54,7 @@ def test_only_pipelines_are_offered_that_the_model_and_its_flags_allow(
     for name in missing - {
         "a2v",
         "dubit",
+        "hdr-ic-lora",
         "ic-lora",
         "keyframes",
     }:  # which need files; who asks for one hears why
@@ -264,7 +267,7 @@ HOSTILE = [  # what a request says of segments and the like, and the field that 
     )),
     *(({name: x}, name) for name, x in (
         ("colour_lock", 0.5), ("anchor", 1), ("cut", [2]), ("segment_seeds", ["2:1"]), ("segment_frames", 25),
-        ("hdr", "ACESCG"), ("enhance_prompt", True), ("prompt_enhancer", "/etc"), ("parts_folder", "/tmp"),
+        ("enhance_prompt", True), ("prompt_enhancer", "/etc"), ("parts_folder", "/tmp"),
         ("number", 3),
     )),
 ]  # fmt: skip
@@ -282,3 +285,51 @@ def test_hostile_requests_for_segments_are_refused(admission):
         assert answer.status == 400 and len(str(answer)) < 2000, more
         assert field is None or answer.param == field, (more, str(answer))
         assert "Traceback" not in str(answer) and "/tmp/" not in str(answer), more
+
+
+HDR = {"hdr": "ACESCG"}
+HOSTILE_HDR = [
+    *(({"hdr": x}, "hdr") for x in ("acescg", "", "PQ", 1, True, ["ACESCG"], {"a": 1}, "\0", "x" * 5000)),
+    *((HDR | {"hdr_transfer": x}, "hdr_transfer") for x in ("PQ", "", 16, ["pq"], True)),
+    *((HDR | {"hdr_frames": x}, "hdr_frames") for x in ("yes", 1, "", [], {"a": 1}, "true\0")),
+    ({"hdr_transfer": "pq"}, "hdr_transfer"),
+    ({"hdr_frames": True}, "hdr_frames"),
+    (HDR | {"images": [{"file_id": "a" * 64}]}, "images"),
+    (HDR | {"images": [{"file_id": "a" * 64 + ".exr"}]}, "images"),
+    (HDR | {"images": [{"file_id": "../" + "a" * 61}]}, "images"),
+    (HDR | {"images": [{"file_id": "p"}]}, "images"),
+    ({"images": [{"file_id": "e"}]}, "images"),
+    (HDR | {"pipeline": "v2v", "size": None, "num_frames": None}, "hdr"),
+    ({"pipeline": "extend", "size": None, "num_frames": None, "hdr_transfer": "pq"}, "hdr_transfer"),
+]  # fmt: skip
+
+
+def test_hostile_requests_for_high_dynamic_range_are_refused(admission, tmp_path):
+    """Each with the field that is wrong; nothing is written."""
+    found = admission(distilled_lora=NO_LORA, assume="dev")
+    names = {}
+    for key, suffix in (("p", ""), ("e", ".exr")):
+        names[key] = hashlib.sha256(key.encode()).hexdigest()
+        if suffix:
+            (tmp_path / (names[key] + suffix)).write_bytes(
+                exr_bytes(np.ones((64, 64, 3), np.float32), "ACESCG")
+            )
+        else:
+            Image.new("RGB", (64, 64)).save(tmp_path / names[key], "PNG")
+    there = sorted(tmp_path.iterdir())
+    assert len(HOSTILE_HDR) >= 20
+    for more, field in HOSTILE_HDR:
+        more = json.loads(json.dumps(more))
+        for image in more.get("images", ()):
+            image["file_id"] = names.get(image["file_id"], image["file_id"])
+        with pytest.raises(Refusal) as refused:
+            found.admit({**CLIP, "pipeline": "one-stage", **more})
+            pytest.fail(f"{more} was taken")
+        answer = refused.value
+        assert answer.status == 400 and len(str(answer)) < 2000, more
+        assert answer.param == field, (more, str(answer))
+        assert "/tmp/" not in str(answer) and names["e"] not in str(answer), (more, str(answer))
+    taken = {**CLIP, "pipeline": "one-stage", **HDR, "images": [{"file_id": names["e"]}]}
+    job = found.admit(taken | {"hdr_frames": "TRUE"}).job
+    assert job["images"] == [[names["e"] + ".exr", 0, 1.0]] and job["frames"] is True
+    assert sorted(tmp_path.iterdir()) == there

@@ -5,6 +5,7 @@ import asyncio
 import base64
 import gzip
 import hashlib
+import io
 import json
 import os
 import random
@@ -21,6 +22,7 @@ from fractions import Fraction
 from pathlib import Path
 from threading import Event, Thread
 
+import av
 import httpx
 import numpy as np
 import pytest
@@ -28,7 +30,7 @@ from serving import SMALL, moving, png, sound
 
 import ltx2rt
 from ltx2rt.commands.serve import ServeOptions
-from ltx2rt.media.mp4 import MP4, FollowedClip
+from ltx2rt.media.mp4 import EXACT, MP4, FollowedClip, write_mp4
 from ltx2rt.serve.metrics import Metrics
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
@@ -574,7 +576,7 @@ def test_all_of_a_users_jobs_in_one_stream(server):
 def test_what_can_be_asked_for(server):
     limits = server.http.get("/v1/limits").json()
     assert set(limits["pipelines"]) == {
-        "two-stage", "a2v", "distilled", "dubit", "extend", "hq", "ic-lora", "inpaint", "keyframes",
+        "two-stage", "a2v", "distilled", "dubit", "extend", "hdr-ic-lora", "hq", "ic-lora", "inpaint", "keyframes",
         "one-stage", "retake", "v2v",
     }  # fmt: skip
     assert limits["loras"] == ["style"]
@@ -1156,6 +1158,51 @@ def test_segments_of_a_job(server):
     assert server.until(id)["status"] == "completed"
     found = server.http.get(f"/v1/videos/{id}/segments").json()["data"]
     assert all(one["made"] for one in found)
+
+
+def test_a_segment_is_a_file_that_plays(server, tmp_path):
+    """Encoded once; with ranges, and known again by its etag; until the clip is whole."""
+    more = IN_SEGMENTS | {"segments": 3, "segment_prompts": ["a hare"]}
+    id = server.add("60:0.2", **more)
+    server.until_step(id)
+    folder, url = server.data / "out" / f"{id}.segments", f"/v1/videos/{id}/segments"
+    folder.mkdir()
+    frames = np.zeros((25, 64, 64, 3), np.uint8)
+    frames[:, :, :32] = np.arange(25, dtype=np.uint8)[:, None, None, None] * 10
+    given = {"num_frames": 25, "fps": Fraction(24), "container": EXACT, "sample_rate": 24000}
+    wave = np.full((2, 25000), 0.25, np.float32)
+    write_mp4(folder / "0000.mov", [frames], waveform=wave, **given)
+    got = server.http.get(f"{url}/1")
+    assert got.status_code == 200 and got.headers["content-type"] == "video/mp4"
+    with av.open(io.BytesIO(got.content)) as found:
+        shown = [x.to_ndarray(format="rgb24")[32, 16, 0] for x in found.decode(video=0)]
+        assert len(shown) == 16 and np.abs(np.array(shown, int) - frames[:16, 32, 16, 0]).max() <= 8
+        assert float(found.duration / 1e6) == pytest.approx(16 / 24, abs=0.05)
+        assert found.streams.audio[0].rate == 24000
+    made = (folder / "0000.mp4").stat().st_mtime_ns
+    some = server.http.get(f"{url}/1", headers={"range": "bytes=4-7"})
+    assert some.status_code == 206 and some.content == b"ftyp"
+    etag = {"if-none-match": got.headers["etag"]}
+    assert server.http.get(f"{url}/1", headers=etag).status_code == 304
+    assert (folder / "0000.mp4").stat().st_mtime_ns == made
+    prompts = [one["prompt"] for one in server.http.get(url).json()["data"]]
+    assert prompts == ["60:0.2", "a hare", "a hare"]
+    for number in ("0", "4", "-1", "01", "1.0", "x", "1e0", "%00", "..%2f1", "9" * 99):
+        answer = server.http.get(f"{url}/{number}")
+        assert answer.status_code in (400, 404) and answer.json()["error"]["message"], number
+    assert error_of(server.http.get(f"{url}/2"), 409)["code"] == "not_ready"
+    (folder / "0001.mov").write_bytes(b"no video")
+    assert error_of(server.http.get(f"{url}/2"), 409)["code"] == "not_ready"
+    assert {path.name for path in folder.iterdir()} == {"0000.mov", "0000.mp4", "0001.mov"}
+    server.http.post(f"/v1/videos/{id}/cancel")
+    server.until(id)
+    plain = server.add("1:0.01")
+    assert error_of(server.http.get(f"/v1/videos/{plain}/segments/1"), 409)["code"] == "no_segments"
+    whole = server.add("1:0.01", **more)
+    server.until(whole)
+    answer = error_of(server.http.get(f"/v1/videos/{whole}/segments/1"), 409)
+    assert answer["code"] == "stream_over" and "fetch the content" in answer["message"]
+    error_of(server.http.get("/v1/videos/video_00/segments/1"), 404)
 
 
 def test_a_stream_of_a_finished_job_is_its_file(server):

@@ -1,5 +1,6 @@
 """What is kept among the inputs and for how long, and which files are ever removed."""
 
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -156,6 +157,34 @@ def test_a_run_that_fails_leaves_no_file(folder):
         publish(
             folder.outputs / "x.1", lambda n, path: path.touch(), lambda path: path.touch(), report
         )
+    assert not names(folder.outputs)
+
+
+def test_frames_of_a_clip_come_and_go_with_it(folder):
+    """Whole before the clip is there; counted with it; none after a disk that was full."""
+    job = SimpleNamespace(id=new_id(), over=True, job={"images": [], "n": 2})
+    job.stem = f"{job.id}.1"
+
+    def write(number, path):
+        path.write_bytes(b"clip")
+        path.with_suffix(".zip").write_bytes(b"frames"[: 3 * number])
+        if number and full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    for full in (True, False):
+        how = (lambda path: path.write_bytes(b"RIFF")), (lambda: {}), 2
+        if full:
+            with pytest.raises(OSError, match="No space left"):
+                publish(folder.outputs / job.stem, write, *how)
+            assert not names(folder.outputs)
+        else:
+            assert publish(folder.outputs / job.stem, write, *how)["bytes"] == 4 + 4 + 3
+    ends = (".mp4", ".zip", ".1.mp4", ".1.zip", ".webp", ".json")
+    assert names(folder.outputs) == {job.stem + end for end in ends}
+    assert folder.used_bytes() == folder.published(job)["bytes"] + 4 + 2  # thumbnail, report
+    (folder.outputs / f".{job.id}.2.partial.zip").write_bytes(b"half")
+    assert folder.sweep([job], {job.id}) == [] and len(names(folder.outputs)) == 6
+    folder.remove(job)
     assert not names(folder.outputs)
 
 

@@ -110,6 +110,7 @@ def test_a_clip_in_segments_plays_while_it_is_made(start, page):
     (job,) = server.http.get("/v1/videos").json()["data"]
     assert job["status"] == "in_progress", job["status"]
     assert page.evaluate("document.querySelector('#result video').src.startsWith('blob:')")
+    page.locator("#jobs .bars button", has_text="1: a red fox").first.wait_for()
     picture(page, "stream")
     server.until(job["id"], timeout_s=200)
     length = (25 + 7 * 16) / 24

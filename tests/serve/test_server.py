@@ -3,6 +3,7 @@ twice."""
 
 import base64
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -16,16 +17,21 @@ import subprocess
 import sys
 import tempfile
 import time
+import wave
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from zipfile import ZipFile
 
 import av
 import httpx
 import numpy as np
 import pytest
+from PIL import Image
 from serving import SMALL, png
+
+from ltx2rt.media import hdr
 
 SEED = int(os.environ.get("LTX2RT_TEST_SEED", "11"))
 
@@ -525,6 +531,63 @@ def test_a_stream_goes_on_after_a_kill_of_everything(start):
                 )
             )
     assert packets[0] == packets[1] and len(packets[0]) > 25 + 4 * 16
+
+
+@pytest.mark.slow
+def test_clips_in_high_dynamic_range(start, tmp_path):
+    """From an EXR image, whole and in segments: a video in HLG or PQ, and its frames in a ZIP file;
+    killed between, the same frames. A client may forget all of it."""
+    picture = hdr.exr_bytes(np.full((48, 64, 3), 3.0, np.float32), "ACESCG")
+    clip = {"pipeline": "one-stage", "size": "64x64", "steps": 1, "seed": 5, "hdr": "ACESCG"}
+    clip |= {"num_frames": 25, "overlap": 9}
+    server = start(replicas="real")
+
+    def add(**more):
+        text = {"prompt": "a red fox", **clip, **more}
+        form = {name: (None, str(value)) for name, value in text.items()}
+        answer = server.http.post("/v1/videos", files=form | {"input_reference": ("a", picture)})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["id"]
+
+    plain = add()
+    several = add(segments=3, hdr_frames="true", hdr_transfer="pq", steps=4)
+    while not (server.data / "out" / f"{several}.segments" / "0000.mov").exists():
+        assert server.get(several)["status"] != "failed"
+        time.sleep(0.02)
+    server.kill()
+    server = start(replicas="real")
+    again = add(segments=3, hdr_frames="true", steps=4)
+    zips = []
+    for id, code, count in ((plain, 18, 25), (several, 16, 57), (again, 18, 57)):
+        video = server.until(id, timeout_s=200)
+        assert video["status"] == "completed", video
+        with av.open(io.BytesIO(server.http.get(video["x"]["urls"]["video"]).content)) as found:
+            assert int(found.streams.video[0].codec_context.color_trc) == code
+            assert len(list(found.decode(video=0))) == count
+        assert video["x"]["settings"]["hdr"] == "ACESCG"
+        assert video["x"]["settings"]["images"][0]["file_id"] == hashlib.sha256(picture).hexdigest()
+        thumbnail = server.http.get(video["x"]["urls"]["thumbnail"]).content
+        assert Image.open(io.BytesIO(thumbnail)).size == (64, 64)
+        urls = video["x"]["urls"]["frames"]
+        assert len(urls) == (id != plain)
+        for url in urls:
+            got = server.http.get(url)
+            assert got.headers["content-type"] == "application/zip" and got.headers["etag"]
+            zips.append(got.content)
+    assert zips[0] == zips[1]
+    with ZipFile(io.BytesIO(zips[0])) as file:
+        assert file.namelist() == [*(f"{i:05d}.exr" for i in range(57)), "sound.wav"]
+        (tmp_path / "a.exr").write_bytes(file.read("00056.exr"))
+        with wave.open(io.BytesIO(file.read("sound.wav"))) as sound:
+            assert sound.getnframes() == pytest.approx(57 / 24 * sound.getframerate(), abs=1)
+    assert hdr.read_exr(tmp_path / "a.exr").shape == (64, 64, 3)
+    refused = server.http.get(f"/v1/videos/{plain}/content", params={"variant": "frames"})
+    assert refused.status_code == 404 and "ask for it with hdr_frames" in refused.text
+    again = server.http.post("/v1/videos", json=server.get(several)["x"]["settings"])
+    assert again.status_code == 200, again.text
+    for id in (plain, several):
+        server.http.delete(f"/v1/videos/{id}")
+        assert not [*(server.data / "out").glob(f"{id}*")]
 
 
 @pytest.mark.slow

@@ -201,7 +201,8 @@ function addPicture(file) {
 }
 
 function addPictures(given) {
-  for (const file of given) if (["image/png", "image/jpeg", "image/webp"].includes(file.type)) addPicture(file);
+  const known = (file) => ["image/png", "image/jpeg", "image/webp"].includes(file.type) || /\.exr$/i.test(file.name);
+  for (const file of given) if (known(file)) addPicture(file);
 }
 
 async function send(event) {
@@ -334,6 +335,7 @@ function show(video, atEnd = false) {
         actions.append(button(`Watch${which}`, () => watch(video, url)));
         actions.append(make("a", { href: url, download: `${video.id}${which.trim() && `-${n}`}.mp4`, textContent: `Download${which}` }));
       });
+      video.x.urls.frames.forEach((url) => actions.append(make("a", { href: url, download: "", textContent: "Download frames" })));
     }
     if (video.status === "failed") {
       actions.append(button("Try again", tell(async () => show(await ask("POST", `v1/videos/${video.id}/retry`)))));
@@ -356,6 +358,16 @@ function show(video, atEnd = false) {
   row.append(actions);
   if (focused) [...row.querySelectorAll("button, a")].find((one) => one.textContent === focused)?.focus();
   if (known && known.video.status !== video.status) changed(video);
+}
+
+// The segments that are made of a clip, with their prompts, each to be watched alone.
+async function segments(video) {
+  const made = (await ask("GET", video.x.segments)).data.filter((one) => one.made);
+  const body = jobs.get(video.id)?.row.querySelector(".bars");
+  if (!body) return;
+  body.querySelector("div")?.remove();
+  body.append(make("div", {}, ...made.map((one) => make("button", { type: "button",
+    textContent: `${one.index}: ${one.prompt.slice(0, 60)}`, onclick: () => watch(video, `${video.x.segments}/${one.index}`) }))));
 }
 
 function bars(body, video) {
@@ -446,7 +458,9 @@ async function follow(video) {
     for (let part = await stream.read(); !part.done && mine(); part = await stream.read()) {
       held = new Uint8Array(await new Blob([held, part.value]).arrayBuffer());
       const kinds = codecs(held);
-      if (!buffer && kinds) buffer = source.addSourceBuffer(`video/mp4; codecs="${kinds}"`);
+      const type = `video/mp4; codecs="${kinds}"`;
+      if (kinds && !MediaSource.isTypeSupported(type)) throw new Error("this browser does not play it while it is made");
+      if (!buffer && kinds) buffer = source.addSourceBuffer(type);
       if (!buffer) continue;
       buffer.appendBuffer(held);
       held = new Uint8Array();
@@ -464,10 +478,12 @@ const once = (target, event) => new Promise((done) => target.addEventListener(ev
 // What the header of a stream says of its codecs; nothing until it is whole.
 function codecs(bytes) {
   const text = new TextDecoder("latin1").decode(bytes.subarray(0, 65536));
-  const at = text.indexOf("avcC");
+  const at = Math.max(text.indexOf("avcC"), text.indexOf("hvcC"));
   if (at < 0 || !text.includes("moof")) return null;
-  const profile = [...bytes.subarray(at + 5, at + 8)].map((byte) => byte.toString(16).padStart(2, "0")).join("");
-  return `avc1.${profile}${text.includes("mp4a") ? ", mp4a.40.2" : ""}`;
+  const hex = (from, to) => [...bytes.subarray(at + from, at + to)].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+  const level = bytes[at + 16]; // of HEVC, Main 10, as clips in high dynamic range have it
+  const kind = text[at] === "h" ? `hvc1.2.4.L${level}.B0` : `avc1.${hex(5, 8)}`;
+  return `${kind}${text.includes("mp4a") ? ", mp4a.40.2" : ""}`;
 }
 
 const matches = (video) => video.prompt.toLowerCase().includes($("#search").value.trim().toLowerCase());
@@ -564,9 +580,10 @@ function listen() {
     $("#banner").hidden = false;
     if (stream.readyState === EventSource.CLOSED) setTimeout(listen, 2000);
   };
-  for (const kind of ["queued", "started", "stage", "step", "preview", "cancelling", "completed", "failed"]) {
+  for (const kind of ["queued", "started", "stage", "step", "segment", "preview", "cancelling", "completed", "failed"]) {
     stream.addEventListener(kind, (event) => show(JSON.parse(event.data)));
   }
+  stream.addEventListener("segment", (event) => segments(JSON.parse(event.data)).catch((error) => say(error.message)));
   stream.addEventListener("deleted", (event) => forget(JSON.parse(event.data).id));
 }
 
