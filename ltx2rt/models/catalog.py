@@ -16,6 +16,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph
 from ltx2rt.models import (
     audio_vae,
+    connectors,
     diffusion_decoder,
     duration_head,
     guided_step,
@@ -109,6 +110,10 @@ CATALOG = {
             "text-encoder", ("gemma", "text"),
             lambda c, s, dtype: text_encoder.trace(c.need("gemma"), c.text, *s, dtype=dtype),
             lambda *_: (2, PROMPT_TOKENS), "text-encoder",
+        ),
+        Network(  # behind features that another program has made
+            "text-connectors", ("text",), lambda c, s, dtype: connectors.trace_contexts(c.text, *s, dtype=dtype),
+            lambda *_: (1, PROMPT_TOKENS), "text-encoder", partial=lambda _: "connectors",
         ),
         Network(
             "transformer", ("transformer",),

@@ -38,11 +38,28 @@ def trace(config: TextConfig, batch: int, tokens: int, dtype: str) -> Graph:
     return trace_graph("connectors", model, dtype)
 
 
+def trace_contexts(config: TextConfig, batch: int, tokens: int, dtype: str) -> Graph:
+    """The connectors behind the feature extractor, whose features are the inputs video_features and
+    audio_features (B, text, D)."""
+
+    def model(o: Ops) -> dict[str, Term]:
+        widths = {"video_features": config.video.width, "audio_features": config.audio.width}
+        features = (o.input(name, B=batch, text=tokens, D=n) for name, n in widths.items())
+        return contexts(o, config, *features)
+
+    return trace_graph("text-connectors", model, dtype)
+
+
 def connectors(o: Ops, config: TextConfig, states: Term) -> dict[str, Term]:
-    """video_context and audio_context (B, text, D), D the width of each connector."""
+    """`contexts` of Gemma's states (B, text, D, states)."""
     features = per_token_features if config.per_token_norm else shared_features
-    video, audio = features(o, config, states)
-    batch, tokens = states.type.shape[:2]
+    return contexts(o, config, *features(o, config, states))
+
+
+def contexts(o: Ops, config: TextConfig, video: Term, audio: Term) -> dict[str, Term]:
+    """video_context and audio_context (B, text, D), D the width of each connector, of features of
+    the same shapes."""
+    batch, tokens = video.type.shape[:2]
     order = o.input("order", "int32", B=batch, text=tokens)
     is_token = o.input("is_token", "int32", B=batch, text=tokens)
     return {

@@ -13,7 +13,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,10 @@ from ltx2rt.media.images import read_rgb
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.media.sound import read_sound, write_wav
 from ltx2rt.media.video import read_frames, read_mask, require_constant_rate, video_info
+from ltx2rt.models import connectors
 from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.geometry import Geometry
-from ltx2rt.session.session import Session
+from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.denoise import Noise
 from ltx2rt.stages.frames import decoding, video_decoder
@@ -38,10 +39,11 @@ from ltx2rt.stages.noise import uniform
 from ltx2rt.stages.sound import decode_sound
 from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.source_video import SourceVideo
-from ltx2rt.stages.stage import State
+from ltx2rt.stages.stage import MODALITIES, State
 from ltx2rt.stages.text import Text
 from ltx2rt.stages.tiling import plan_encoder_tiles
 from ltx2rt.stages.tokenizer import count_tokens
+from ltx2rt.train import precomputed
 from ltx2rt.train.data import (
     IMAGES,
     Bucket,
@@ -67,7 +69,8 @@ class PrepareRequest:
     data: Path = flag(
         MISSING,
         "folder of clips with NAME.txt beside each, or a CSV, JSON or JSONL table (columns "
-        "video, caption, audio, reference_video, video_mask)",
+        "video, caption, audio, reference_video, video_mask); or .precomputed of the official "
+        "trainer",
         Path,
         group="training",
     )
@@ -300,6 +303,8 @@ def prepare(
     """Fill the cache and return the report of `--json`. Raises InputError for a fault of any clip
     before one is encoded."""
     request.check()
+    if folder := precomputed.folder_of(request.data):
+        return _prepare_computed(session, request, folder, say)
     columns = {"caption": request.caption_column, "video": request.video_column}
     jobs, skipped = _jobs(read_clips(request.data, columns), request)
     for name, why in skipped.items():
@@ -309,7 +314,7 @@ def prepare(
     _make_folders(request.output)
     cache = _Cache(session, request, model_digest(session.checkpoint))
     contexts = cache.contexts({*captions.values(), ""})
-    held_out, samples = _held_out(jobs, request.held_out), []
+    held_out, samples = _held_out([job.name for job in jobs], request.held_out), []
     for number, job in enumerate(jobs, 1):
         key, caption = cache.latents(job), captions[job.name]
         samples.append(_sample(session, job, caption, key, contexts[caption], job.name in held_out))
@@ -335,6 +340,57 @@ def prepare(
     }
 
 
+OF_COMPUTED = ("data", "output", "reference_downscale", "reference_temporal_scale", "held_out")
+OF_COMPUTED += ("force", "json")  # what data that is encoded already leaves to choose
+
+
+def _prepare_computed(
+    session: Session, request: PrepareRequest, folder: Path, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """`prepare` of what the official trainer has encoded: its latents as they are, and its text
+    features through this model's connectors."""
+    given = (f.name for f in fields(request) if getattr(request, f.name) != f.default)
+    if more := next((name for name in given if name not in OF_COMPUTED), None):
+        raise InputError(
+            f"--{more.replace('_', '-')}: {folder} is encoded already; leave it out, or pass the "
+            "clips themselves"
+        )
+    clips = precomputed.read_folder(folder)
+    read = [precomputed.latents(clip, session.config) for clip in clips[:1]]
+    precomputed.text_features(clips[0].text, session.config)
+    for line in precomputed.unread(folder):
+        say(line)
+    _make_folders(request.output)
+    cache = _Cache(session, request, model_digest(session.checkpoint))
+    contexts, samples = cache.contexts([""]), []
+    held_out = _held_out([clip.name for clip in clips], request.held_out)
+    for number, clip in enumerate(clips, 1):
+        found, bucket, fps = read.pop() if read else precomputed.latents(clip, session.config)
+        grid = found["reference"].shape[1:] if "reference" in found else None
+        key, context = cache.computed(clip, found)
+        contexts[clip.name] = context
+        samples.append(
+            Sample(
+                clip.name, "", str(bucket), fps, tuple(found), key, context, grid,
+                clip.name in held_out,
+            )
+        )  # fmt: skip
+        if number % 10 == 0:
+            say(f"{number} of {len(clips)} clips")
+    cache.write_manifest(contexts, samples)
+    sounding = sum("audio" in sample.streams for sample in samples)
+    say(f"{len(samples)} clips, {sounding} of them with sound, from {folder}")
+    return {
+        "clips": len(samples),
+        "with_sound": sounding,
+        "captions": len(contexts),
+        "encoded_clips": cache.made["clips"],
+        "encoded_captions": cache.made["captions"],
+        "buckets": dict(Counter(sample.bucket for sample in samples)),
+        "held_out": sorted(held_out),
+    }
+
+
 class _Cache:
     """The folder that is filled. base: digest of the model; made: how many files of each kind were
     not there."""
@@ -357,6 +413,20 @@ class _Cache:
         path = sample_path(self.path, key)
         self._fill(path, lambda: _latents(self.session, job, self.watch), "clips")
         return key
+
+    def computed(
+        self, clip: precomputed.Precomputed, found: Mapping[str, np.ndarray]
+    ) -> tuple[str, str]:
+        """The digests of a clip's latents and of its context, which are then there."""
+        facts = [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in clip.files]
+        latents, context = (
+            _digest(kind, files, self.base)
+            for kind, files in (("sample", facts[1:]), ("context", facts[:1]))
+        )
+        self._fill(sample_path(self.path, latents), lambda: found, "clips")
+        path = context_path(self.path, context)
+        self._fill(path, lambda: _of_features(self.session, clip.text), "captions")
+        return latents, context
 
     def _fill(self, path: Path, make: Callable[[], Mapping[str, np.ndarray]], kind: str) -> None:
         if self.request.force or not path.exists():
@@ -411,13 +481,11 @@ def _sample(
     )
 
 
-def _held_out(jobs: Sequence[ClipPiece], share: float) -> set[str]:
+def _held_out(names: Sequence[str], share: float) -> set[str]:
     """Names of the samples that are not trained on: chosen by their names, so that a clip that is
     added moves few. The nearest whole number of the share, at least one of ten."""
-    count = max(round(share * len(jobs)), int(share > 0 and len(jobs) >= 10))
-    return set(
-        sorted((job.name for job in jobs), key=lambda name: _digest("held out", name))[:count]
-    )
+    count = max(round(share * len(names)), int(share > 0 and len(names) >= 10))
+    return set(sorted(names, key=lambda name: _digest("held out", name))[:count])
 
 
 def _jobs(
@@ -612,6 +680,16 @@ def _context(session: Session, caption: str, watch: Stopwatch) -> dict[str, np.n
     state = State()
     Text((caption,)).run(session, state, watch)
     return {name: x[0].astype(ml_dtypes.bfloat16) for name, x in state.contexts.items()}
+
+
+def _of_features(session: Session, path: Path) -> dict[str, np.ndarray]:
+    """The context of text features that the official trainer has computed."""
+    features, mask = precomputed.text_features(path, session.config)
+    inputs = connectors.feeds(session.config.text, mask)
+    inputs.pop("mask", None)  # which the features of LTX-2.0 needed
+    encoded = session.run(Call("text-connectors", (1, PROMPT_TOKENS)), features | inputs)
+    found = {name: session.backend.to_host(encoded[f"{name}_context"]) for name in MODALITIES}
+    return {name: np.asarray(x[0]).astype(ml_dtypes.bfloat16) for name, x in found.items()}
 
 
 def _latents(session: Session, job: ClipPiece, watch: Stopwatch) -> dict[str, np.ndarray]:

@@ -1,0 +1,249 @@
+"""Latents and text features that the official trainer has computed, as its `.precomputed` folder
+holds them: one `.pt` file a clip in each of several sub-folders, under the clip's relative path.
+
+Decides what such a file may hold and which shapes it must have. The files are read without PyTorch,
+which a TPU's installation need not have, and without running what a pickle may ask for.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.errors import InputError
+from ltx2rt.models.catalog import PROMPT_TOKENS
+from ltx2rt.models.geometry import Geometry, pixel_frames
+from ltx2rt.train.data import Bucket
+
+FOLDER = ".precomputed"
+VIDEO, AUDIO, TEXT = "latents", "audio_latents", "conditions"
+REFERENCE, MASK = "reference_latents", "video_masks"
+UNKNOWN = "reference_audio_latents", "audio_masks"  # what no run here takes
+OLD_NAMES = ("latent_", "condition_")  # latents/latent_7.pt goes with conditions/condition_7.pt
+STORAGES = {
+    "FloatStorage": np.dtype(np.float32),
+    "HalfStorage": np.dtype(np.float16),
+    "BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
+    "BoolStorage": np.dtype(bool),
+    "IntStorage": np.dtype(np.int32),
+    "LongStorage": np.dtype(np.int64),
+}
+FPS = 24  # of a file that says none
+
+
+def folder_of(path: Path) -> Path | None:
+    """The folder of latents that `path` is or holds; None if it is another kind of data."""
+    for found in (path, path / FOLDER):
+        if (found / TEXT).is_dir() and any((found / kind).is_dir() for kind in (VIDEO, AUDIO)):
+            return found
+    return None
+
+
+def read_pt(path: Path) -> dict[str, Any]:
+    """The dictionary of numbers and arrays in a file of `torch.save`. Raises InputError for a file
+    that is none or holds anything else."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            (head,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
+            found = _Unpickler(archive, head).load()
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    except Exception as error:  # a damaged pickle raises what it likes
+        raise InputError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); expected a file of "
+            "torch.save, such as the official trainer writes"
+        ) from None
+    if not isinstance(found, dict):
+        raise InputError(f"{path}: holds a {type(found).__name__}, expected a dictionary")
+    return found
+
+
+class _Unpickler(pickle.Unpickler):
+    """Of numbers, strings, lists, dictionaries and tensors alone."""
+
+    def __init__(self, archive: zipfile.ZipFile, head: str):
+        super().__init__(io.BytesIO(self._member(archive, head)))
+        self.archive, self.folder = archive, head.removesuffix("data.pkl")
+
+    @staticmethod
+    def _member(archive: zipfile.ZipFile, name: str) -> bytes:
+        if archive.getinfo(name).compress_type != zipfile.ZIP_STORED:
+            raise InputError("it is compressed, which torch.save never does")
+        return archive.read(name)
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in STORAGES:
+            return STORAGES[name]
+        known: dict[tuple[str, str], Any] = {
+            ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+            ("collections", "OrderedDict"): dict,
+        }
+        if (module, name) not in known:
+            raise InputError(f"it asks for {module}.{name}; expected tensors and numbers alone")
+        return known[module, name]
+
+    def persistent_load(self, pid: Any) -> np.ndarray:
+        _, dtype, key, _, count = pid
+        return np.frombuffer(self._member(self.archive, f"{self.folder}data/{key}"), dtype)[:count]
+
+
+def _tensor(
+    values: np.ndarray, offset: int, shape: Sequence[int], strides: Sequence[int], *_: Any
+) -> np.ndarray:
+    last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    if min((offset, *shape, *strides), default=0) < 0 or (math.prod(shape) and last >= len(values)):
+        raise InputError(f"a tensor of shape {tuple(shape)} reaches beyond its storage")
+    steps = [step * values.itemsize for step in strides]
+    return np.lib.stride_tricks.as_strided(values[offset:], shape, steps).copy()
+
+
+@dataclass(frozen=True)
+class Precomputed:
+    """One clip's files. name: its relative path without the ending; video: None for sound alone."""
+
+    name: str
+    text: Path
+    video: Path | None
+    audio: Path | None
+    reference: Path | None
+    mask: Path | None
+
+    @property
+    def files(self) -> list[Path]:
+        every = (self.text, self.video, self.audio, self.reference, self.mask)
+        return [path for path in every if path]
+
+
+def read_folder(folder: Path) -> list[Precomputed]:
+    """The clips of a `.precomputed` folder by name. Raises InputError for one without text features
+    and for a folder without clips."""
+    main = VIDEO if (folder / VIDEO).is_dir() else AUDIO
+    found = []
+    for path in sorted((folder / main).rglob("*.pt")):
+        relative = path.relative_to(folder / main)
+        old, new = OLD_NAMES
+        other = relative.with_name(new + relative.name.removeprefix(old))
+        texts = [folder / TEXT / name for name in (relative, other)]
+        text = next((text for text in texts if text.is_file()), None)
+        if text is None:
+            raise InputError(f"{path}: {texts[0]} does not exist; compute the captions' features")
+        beside = {k: folder / k / relative for k in (VIDEO, AUDIO, REFERENCE, MASK)}
+        files = (file if file.is_file() else None for file in beside.values())
+        found.append(Precomputed(str(relative.with_suffix("")), text, *files))
+    if not found:
+        raise InputError(f"{folder / main}: no .pt files were found")
+    return found
+
+
+def unread(folder: Path) -> Iterator[str]:
+    """Sentences about sub-folders that no run here takes."""
+    for kind in UNKNOWN:
+        if (folder / kind).is_dir():
+            yield f"{folder / kind} is not read: a run here trains without it"
+
+
+def latents(clip: Precomputed, config: ModelConfig) -> tuple[dict[str, np.ndarray], Bucket, str]:
+    """What `train prepare` makes of a clip: float32 video and reference [C, f, h, w], audio
+    [channels, n, mel] and mask [f, h, w], whichever there are; its size; its frames a second.
+
+    Raises InputError for latents of another model, and for sound of another length.
+    """
+    found: dict[str, np.ndarray] = {}
+    fps = Fraction(FPS)
+    for kind, path in (("video", clip.video), ("reference", clip.reference)):
+        if path:
+            found[kind], rate = _video(path, config.video_vae.latent_channels)
+            fps = rate if kind == "video" else fps
+    sound = _sound(clip.audio, config) if clip.audio else None
+    if "video" in found:
+        frames, rows, columns = found["video"].shape[1:]
+        factor = config.video_vae.space_factor
+        count = pixel_frames(frames, config.video_vae.time_factor)
+        bucket = Bucket(columns * factor, rows * factor, count)
+    else:
+        assert sound is not None
+        seconds = Fraction(sound.shape[1] / config.audio_vae.latents_per_second)
+        count = pixel_frames(max(1, round(seconds * 3)), 8)  # of about 24 a second
+        bucket, fps = Bucket(32, 32, count), count / seconds
+    geometry = Geometry.of(config, bucket.width, bucket.height, bucket.frames, fps)
+    if sound is not None:
+        found["audio"] = _fitted(sound, geometry.audio_latents, clip)
+    if clip.mask:
+        shape = (geometry.frames, geometry.rows, geometry.columns)
+        mask = np.asarray(_entry(clip.mask, read_pt(clip.mask), "mask"), np.float32)
+        if mask.size != math.prod(shape):
+            raise InputError(f"{clip.mask}: mask of {mask.size} numbers, the clip has {shape}")
+        found["mask"] = mask.reshape(shape)
+    return found, bucket, str(fps)
+
+
+def _entry(path: Path, data: Mapping[str, Any], name: str) -> np.ndarray:
+    if not isinstance(value := data.get(name), np.ndarray):
+        raise InputError(f"{path}: no tensor {name}; it has {', '.join(map(str, data)) or 'none'}")
+    return value
+
+
+def _video(path: Path, channels: int) -> tuple[np.ndarray, Fraction]:
+    """Latents [C, f, h, w] and frames a second; older files have them as [tokens, C]."""
+    data = read_pt(path)
+    value = _entry(path, data, "latents").astype(np.float32)
+    if value.ndim == 2 and value.shape[1] == channels:
+        sizes = [int(data.get(name) or 0) for name in ("num_frames", "height", "width")]
+        if math.prod(sizes) != len(value):
+            raise InputError(f"{path}: {len(value)} tokens, not {' x '.join(map(str, sizes))}")
+        value = value.T.reshape(channels, *sizes)
+    if value.ndim != 4 or len(value) != channels:
+        raise InputError(
+            f"{path}: latents of shape {value.shape}, expected ({channels}, frames, rows, columns)"
+        )
+    return value, Fraction(float(data.get("fps") or FPS)).limit_denominator(1001)
+
+
+def _sound(path: Path, config: ModelConfig) -> np.ndarray:
+    value = _entry(path, read_pt(path), "latents").astype(np.float32)
+    expected = config.audio_vae.latent_channels, config.audio_vae.latent_mel_bins
+    if value.ndim != 3 or (len(value), value.shape[2]) != expected:
+        raise InputError(
+            f"{path}: latents of shape {value.shape}, expected ({expected[0]}, time, {expected[1]})"
+        )
+    return value
+
+
+def _fitted(sound: np.ndarray, count: int, clip: Precomputed) -> np.ndarray:
+    """Sound of a clip, at most one latent longer or shorter than it: rounding differs."""
+    if abs(sound.shape[1] - count) > 1:
+        raise InputError(
+            f"{clip.audio}: {sound.shape[1]} latents of sound, the clip has {count}; compute "
+            "both from the same clip"
+        )
+    return np.concatenate([sound, sound[:, -1:]], axis=1)[:, :count]
+
+
+def text_features(path: Path, config: ModelConfig) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """video_features and audio_features f32[1, PROMPT_TOKENS, D], and mask [1, PROMPT_TOKENS], with
+    padding on the left up to the length that the model is given. Raises InputError for features of
+    another model."""
+    data, found = read_pt(path), {}
+    mask = np.asarray(_entry(path, data, "prompt_attention_mask")).reshape(-1) != 0
+    for name, connector in (("video", config.text.video), ("audio", config.text.audio)):
+        key = f"{name}_prompt_embeds"
+        value = _entry(path, data, key if key in data else "prompt_embeds").astype(np.float32)
+        if value.shape != (len(mask), connector.width) or len(mask) > PROMPT_TOKENS:
+            raise InputError(
+                f"{path}: {name} features of shape {value.shape}, expected at most "
+                f"{PROMPT_TOKENS} tokens of {connector.width}; they are of another model"
+            )
+        more = PROMPT_TOKENS - len(mask)
+        found[f"{name}_features"] = np.pad(value, ((more, 0), (0, 0)))[None]
+    return found, np.pad(mask, (more, 0)).astype(np.int32)[None]

@@ -1,0 +1,171 @@
+"""Folders that the official trainer has computed, written here from its documented layout."""
+
+import json
+import pickle
+import zipfile
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from train.test_run import session_of
+from train_runs import run_train, write_clips
+
+from ltx2rt.errors import InputError
+from ltx2rt.media.mp4 import write_mp4
+from ltx2rt.models.text_encoder import feeds
+from ltx2rt.session.session import Call
+from ltx2rt.stages.tokenizer import tokenize
+from ltx2rt.train.precomputed import read_pt
+from ltx2rt.train.prepare import context_path, read_arrays, sample_path
+
+CLOSE = 2**-7  # contexts are kept in bfloat16, and the features went through float32 once more
+TOKENS = 256  # what some of these files are long; the model pads to 1024
+REPORT = "clips", "with_sound", "encoded_clips", "encoded_captions"
+
+
+def samples_of(cache):
+    return [json.loads(line) for line in (cache / "manifest.jsonl").read_text().splitlines()[1:]]
+
+
+def features(session, caption):
+    """By the definition of LTX-2.3: each state over its RMS, and one matrix for each modality."""
+    config, tokenizer = session.config, session.checkpoint.require_tokenizer()
+    ids, mask = tokenize(tokenizer, (caption,))
+    inputs = feeds(config.gemma, config.text, ids, mask)
+    found = session.run(Call("text-encoder", ids.shape), inputs)
+    states = torch.from_numpy(np.asarray(session.backend.to_host(found["hidden_states"]))[0])
+    unit = states * states.square().mean(1, keepdim=True).add(1e-6).rsqrt()
+    source, result = session.checkpoint.source("text"), {}
+    for name, connector in (("video", config.text.video), ("audio", config.text.audio)):
+        key = f"text_embedding_projection.{name}_aggregate_embed"
+        weight, bias = (
+            torch.from_numpy(np.asarray(source.read(f"{key}.{leaf}"), np.float32))
+            for leaf in ("weight", "bias")
+        )
+        scaled = unit * (connector.width / config.text.gemma_hidden) ** 0.5
+        made = scaled.flatten(1) @ weight.reshape(len(weight), -1).T + bias
+        result[f"{name}_prompt_embeds"] = made[-TOKENS:].bfloat16()
+    return result | {"prompt_attention_mask": torch.from_numpy(mask[0, -TOKENS:]).bool()}
+
+
+@pytest.fixture(scope="module")
+def clips(model, tmp_path_factory):
+    """Three clips with sound, references of half the size and masks, and their cache."""
+    folder = tmp_path_factory.mktemp("precomputed")
+    write_clips(folder / "clips")
+    shown = np.zeros((9, 64, 64, 3), np.uint8)
+    shown[:, :, 32:] = 255
+    for i in range(3):
+        for kind in ("reference", "mask"):
+            path = folder / "clips" / f"{i}.{kind}.mp4"
+            write_mp4(path, [shown], num_frames=9, fps=Fraction(24))
+    words = ("prepare", folder / "clips", "--output", folder / "cache", "--buckets", "64x64x9")
+    assert run_train(model, *words, "--reference-downscale", 2) == 0
+    return folder
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_it_gives_what_prepare_makes_of_the_clips(model, clips, tmp_path, capsys, old):
+    """In subfolders; old: the first layout, of tokens in place of a grid."""
+    session = session_of(model)
+    data = tmp_path / "data" / ".precomputed"
+    theirs = {row["name"]: row for row in samples_of(clips / "cache")}
+    for name, row in theirs.items():
+        made = read_arrays(sample_path(clips / "cache", row["sample"]))
+        tensors = {kind: torch.from_numpy(x) for kind, x in made.items()}
+        video = {"latents": tensors["video"].bfloat16(), "fps": 24.0}
+        if old:
+            grid = dict(zip(("num_frames", "height", "width"), (2, 2, 2), strict=True))
+            video = {"latents": tensors["video"].flatten(1).T, "fps": 24, **grid}
+        files = {
+            "latents": video,
+            "conditions": features(session, row["caption"]),
+            "audio_latents": {"latents": tensors["audio"].transpose(1, 2).clone().mT},
+            "reference_latents": {"latents": tensors["reference"]},
+            "video_masks": {"mask": tensors["mask"]},
+        }
+        for kind, saved in files.items():
+            begin = {"latents": "latent_", "conditions": "condition_"} if old else {}
+            main = begin.get("conditions" if kind == "conditions" else "latents", "")
+            path = data / kind / "a" / f"{main}{name.removesuffix('.mp4')}.pt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(saved, path)
+    words = ("prepare", tmp_path / "data", "--output", tmp_path / "cache", "--json")
+    assert run_train(model, *words, "--reference-downscale", 2) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [report[name] for name in REPORT] == [3, 3, 3, 4]  # and the empty caption
+    assert run_train(model, *words, "--reference-downscale", 2) == 0
+    assert json.loads(capsys.readouterr().out)["encoded_clips"] == 0
+    for row in samples_of(tmp_path / "cache"):
+        name = row["name"].removeprefix("a/").removeprefix("latent_")
+        other = theirs[f"{name}.mp4"]
+        same = ("bucket", "fps", "streams", "reference")
+        assert [sorted(row[k]) for k in same] == [sorted(other[k]) for k in same]
+        pairs = [
+            [read_arrays(place(cache, r[key])) for cache, r in found]
+            for place, key in ((sample_path, "sample"), (context_path, "context"))
+            for found in [((tmp_path / "cache", row), (clips / "cache", other))]
+        ]
+        (mine, own), (contexts, expected) = pairs
+        for kind, x in own.items():
+            exact = kind != "video" or old
+            want = x if exact else torch.from_numpy(x).bfloat16().float().numpy()
+            np.testing.assert_array_equal(mine[kind], want)
+        for kind, x in expected.items():
+            assert np.abs(contexts[kind] - x).max() <= CLOSE * np.abs(x).max()
+    words = ("run", "--data", tmp_path / "cache", "--output", tmp_path / "run", "--mode", "ic-lora")
+    assert run_train(model, *words, "--steps", 1, "--rank", 2) == 0
+
+
+def test_what_is_refused(model, tmp_path, capsys):
+    def prepare(*more):
+        words = ("prepare", tmp_path, "--output", tmp_path / "cache", *more)
+        assert run_train(model, *words) == 2
+        assert not (tmp_path / "cache").exists()
+        return capsys.readouterr().err
+
+    for kind in ("latents", "conditions"):
+        (tmp_path / ".precomputed" / kind).mkdir(parents=True)
+    at, text = (tmp_path / ".precomputed" / kind / "0.pt" for kind in ("latents", "conditions"))
+    assert "no .pt files were found" in prepare()
+    torch.save({"latents": torch.zeros(128, 2, 2, 2)}, at)
+    assert "conditions/0.pt does not exist; compute the captions' features" in prepare()
+    embeds = torch.zeros(256, 7)
+    torch.save({"prompt_embeds": embeds, "prompt_attention_mask": torch.ones(256)}, text)
+    assert "they are of another model" in prepare()
+    assert "--fps: " in prepare("--fps", 12) and "is encoded already" in prepare("--fps", 12)
+    torch.save({"latents": torch.zeros(16, 2, 2, 2)}, at)
+    assert "latents of shape (16, 2, 2, 2), expected (128, frames, rows, columns)" in prepare()
+    torch.save({"latents": torch.zeros(9, 128), "num_frames": 2, "height": 2, "width": 2}, at)
+    assert "9 tokens, not 2 x 2 x 2" in prepare()
+    torch.save([1], at)
+    assert "holds a list, expected a dictionary" in prepare()
+    torch.save({"other": 1}, at)
+    assert "no tensor latents; it has other" in prepare()
+    at.write_bytes(b"\x00" * 1000)
+    assert "cannot be read (BadZipFile" in prepare()
+
+
+class Harmful:
+    def __reduce__(self):
+        return (print, ("run",))
+
+
+def test_a_pickle_runs_nothing(tmp_path, capsys):
+    path = tmp_path / "x.pt"
+    torch.save({"latents": Harmful()}, path)
+    with pytest.raises(InputError, match=r"it asks for \w+\.print"):
+        read_pt(path)
+    assert capsys.readouterr().out == ""
+    torch.save({"latents": torch.zeros(4)}, path)
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:  # a storage shorter than its tensor
+        for name, data in members.items():
+            archive.writestr(name, data[:8] if name.endswith("data/0") else data)
+    with pytest.raises(InputError, match="reaches beyond its storage"):
+        read_pt(path)
+    path.write_bytes(pickle.dumps({"latents": 1}))
+    with pytest.raises(InputError, match="cannot be read"):
+        read_pt(path)
