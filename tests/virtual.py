@@ -1,6 +1,11 @@
-"""XLA's flags for a process of JAX on several CPU devices."""
+"""Several devices on one CPU: XLA's flags for a process of JAX, and processes that are torch's
+ranks."""
 
 import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
 
 
 def xla_flags(devices: int) -> str:
@@ -8,3 +13,32 @@ def xla_flags(devices: int) -> str:
     come late to a rendezvous, which XLA takes for a deadlock after 40 s."""
     patience = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
     return f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices} {patience}"
+
+
+def forked(count: int, run: Callable[[int], object]) -> None:
+    """run(rank) in `count` processes, forked from this one, with what it has imported. Raises
+    SystemExit if one of them fails."""
+    import torch
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    children = []
+    for rank in range(count):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                torch.set_num_threads(1)
+                os.environ |= world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                run(rank)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        children.append(child)
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    if any(statuses):
+        raise SystemExit(f"{count} ranks ended with {statuses}")

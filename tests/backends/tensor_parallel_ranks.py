@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import re
-import socket
 import sys
 import threading
 import time
@@ -29,6 +27,7 @@ from typing import Any
 
 import numpy as np
 from placed_cases import NAMES, case, lora_arrays
+from virtual import forked
 
 from ltx2rt.backend import get_backend
 from ltx2rt.graph import Graph, trace
@@ -71,12 +70,9 @@ RUNS = {
     "cuda": [
         *(Run(name) for name in NAMES),
         *(Run(name, "bfloat16") for name in NAMES if not name.startswith("forward")),
-        *(
-            Run(f"guided-{generation}", dtype, True)
-            for generation in ("2.0", "2.3")
-            for dtype in ("float32", "bfloat16")
-        ),
-        *(Run(name, halved=True) for name in NAMES if not name.startswith("text")),
+        Run("guided-2.0", "float32", True),
+        Run("guided-2.3", "bfloat16", True),
+        *(Run(name, halved=True) for name in NAMES if name.startswith("guided")),
     ],
     "tpu": [
         Run("guided-2.3"),
@@ -259,16 +255,9 @@ def measured_load(kind: str, mesh: dict[str, int], folder: Path, lora: bool) -> 
     return {"peak": max(samples) - before, "share": share, "samples": len(samples)}
 
 
-def rank_main(devices: int, rank: int, port: int, folder: Path, measure: str | None) -> None:
+def rank_main(devices: int, rank: int, folder: Path, measure: str | None) -> None:
     import torch
 
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(devices),
-        "MASTER_PORT": str(port),
-    }
     if measure:
         name, found = (
             f"big-{measure}",
@@ -286,32 +275,6 @@ def rank_main(devices: int, rank: int, port: int, folder: Path, measure: str | N
     torch.distributed.destroy_process_group()
 
 
-def launch(devices: int, folder: Path, measure: str | None = None) -> None:
-    """Fork the ranks, each of which finds torch imported; raises if one of them fails."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children = []
-    for rank in range(devices):
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                rank_main(devices, rank, port, folder, measure)
-                status = 0
-            except BaseException:
-                import traceback
-
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(status)
-        children.append(child)
-    statuses = [os.waitpid(child, 0)[1] for child in children]
-    if any(statuses):
-        raise SystemExit(f"{devices} ranks ended with {statuses}")
-
-
 def main() -> None:
     kind, folder = sys.argv[1], Path(sys.argv[2])
     if kind == "tpu":
@@ -325,13 +288,12 @@ def main() -> None:
     import ltx2rt_cuda.backend  # noqa: F401  torch, once for all ranks
     import torch._dynamo  # noqa: F401  which `Watch` imports
 
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
     for measure in ("plain", "lora"):
-        launch(MEASURED, folder, measure)
+        forked(MEASURED, lambda rank, how=measure: rank_main(MEASURED, rank, folder, how))
     for devices in RANKS:
         for run in runs_on("cuda", devices):
             run.on(devices)  # once for all ranks
-        launch(devices, folder)
+        forked(devices, lambda rank, size=devices: rank_main(size, rank, folder, None))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Runs training steps on torch ranks over gloo, or on JAX host devices; not a test, started by one
 as a process.
 
-    python train_ranks.py cuda FOLDER NUMBER   ranks of that mesh of MESHES, each a process
+    python train_ranks.py cuda FOLDER NUMBER   ranks of that mesh of MESHES, forked from this process
     python train_ranks.py tpu FOLDER NUMBER    needs
     XLA_FLAGS=--xla_force_host_platform_device_count=4
 
@@ -11,15 +11,13 @@ Written to FOLDER: losses, gradients' moments and parameters of the mesh, as
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
 import sys
 from math import prod
 from pathlib import Path
 
 import numpy as np
-from train_cases import step, trained, trainer
+from train_cases import parameters, step, trained, trainer
+from virtual import forked
 
 from ltx2rt.backend import get_backend
 
@@ -55,25 +53,13 @@ def run(kind: str, number: int, folder: Path) -> None:
 
 
 def main(kind: str, folder: Path, number: int) -> None:
-    if kind == "tpu" or "RANK" in os.environ:
+    if kind == "tpu":
         run(kind, number, folder)
         return
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    size = prod(MESHES[number].values())
-    here = os.environ | {
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, __file__, kind, str(folder), str(number)]
-    ranks = [
-        subprocess.Popen(command, env=here | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(size)
-    ]
-    if any([rank.wait() for rank in ranks]):
-        sys.exit(f"{label(MESHES[number])}: a rank failed")
+    import ltx2rt_cuda.backend  # noqa: F401  torch, once for all ranks
+
+    parameters(GENERATION)
+    forked(prod(MESHES[number].values()), lambda rank: run(kind, number, folder))
 
 
 if __name__ == "__main__":

@@ -324,28 +324,26 @@ def test_outputs_that_cannot_be_written(refused, tmp_path, monkeypatch):
 
 
 def test_sizes_are_refused_before_a_framework_is_imported(model, tmp_path):
-    code = "import sys; from ltx2rt.cli import main; print(main(sys.argv[1:]), {'torch', 'jax'} & set(sys.modules))"
+    code = """
+import json, sys
+from ltx2rt.cli import main
+for flags in json.loads(sys.argv[1]):
+    print(main([*sys.argv[2:], *flags]), {"torch", "jax"} & set(sys.modules))
+"""
+    refused = (
+        ("--width", "100"),
+        ("--num-frames", "16"),
+        ("--stg-blocks", "9"),
+        ("--report", f"{model / 'r.json'}"),
+    )
     for backend in ("cuda", "tpu"):
-        words = [
-            "generate",
-            "--backend",
-            backend,
-            "--model",
-            model,
-            "--prompt",
-            "x",
-            "--output",
-            tmp_path / "o.mp4",
-        ]
-        for flags in (
-            ["--width", 100],
-            ["--num-frames", 16],
-            ["--stg-blocks", 9],
-            ["--report", model / "r.json"],
-        ):
-            argv = [sys.executable, "-c", code, *map(str, [*words, *flags])]
-            ran = subprocess.run(argv, capture_output=True, text=True)
-            assert ran.stdout == "2 set()\n" and str(flags[0]) in ran.stderr
+        words = ["generate", "--backend", backend, "--model", model, "--prompt", "x"]
+        words += ["--output", tmp_path / "o.mp4"]
+        argv = [sys.executable, "-c", code, json.dumps(refused), *map(str, words)]
+        ran = subprocess.run(argv, capture_output=True, text=True)
+        assert ran.stdout == "2 set()\n" * len(refused)
+        for (flag, _), line in zip(refused, ran.stderr.splitlines(), strict=True):
+            assert flag in line
 
 
 def test_probe_and_merge_replace_no_input(model, tmp_path, command):

@@ -33,11 +33,11 @@ from ltx2rt.weights.lora import open_lora
 COUNTS = {
     "headers": 500,
     "ggufs": 500,
-    "configs": 20,
+    "configs": 8,
     "loras": 300,
     "images": 300,
     "sources": 100,
-    "flags": 40,
+    "flags": 16,
 }
 VALUES = [
     *(

@@ -98,7 +98,7 @@ def test_a_table_of_other_rows_is_refused():
 @pytest.mark.parametrize("seed", range(40))
 def test_every_row_has_itself_its_nearest_and_the_ends(seed):
     rng = np.random.default_rng(seed)
-    grid = tuple(int(n) for n in rng.integers(1, 71, 3))
+    grid = tuple(int(n) for n in rng.integers(1, 31, 3))
     size = int(2 ** rng.integers(3, 10))
     extra, kept_frame = int(rng.integers(0, 40)), bool(rng.integers(2))
     count = math.prod(grid)

@@ -247,12 +247,14 @@ def pixel_norm_silu(x: Operands, channels: int, last: bool, frames: int = 3, ndi
     return "pixel_norm_silu", [pixels], {"dim": 1, "eps": 1e-8}, {"eps": 1e-8}
 
 
-def snake_beta(x: Operands, taps: int, time: int, loud: float = 1.0) -> Case:
-    """A stretch of a longer signal."""
+def snake_beta(
+    x: Operands, taps: int, time: int, loud: float = 1.0, signals: tuple[int, int] = (2, 3)
+) -> Case:
+    """A stretch of a longer signal. signals: samples and channels."""
     filters = [x(1, 1, taps) / taps for _ in range(2)]
     return (
         "snake_beta",
-        [x.inside(2, 3, time).mul_(loud), *filters, x(3) / 4, x(3) / 4],
+        [x.inside(*signals, time).mul_(loud), *filters, *(x(signals[1]) / 4 for _ in range(2))],
         {"eps": 1e-9},
         {"eps": 1e-9},
     )
@@ -272,26 +274,38 @@ def e4m3_of_gelu(x: Operands) -> Case:
 
 
 def neighbourhood(
-    x: Operands, sizes: tuple[int, ...], window: tuple[int, ...], beyond: int = 0, dim: int = 10
+    x: Operands,
+    sizes: tuple[int, ...],
+    window: tuple[int, ...],
+    beyond: int = 0,
+    dim: int = 10,
+    heads: int = 3,
 ) -> Case:
     """q, k and v as slices of a packed projection; beyond: columns of keys on either side of the
     queries'."""
     keys = (*sizes[:2], sizes[2] + 2 * beyond)
-    q, k, v = (x.inside(2, *n, 3, dim, pad=2) for n in (sizes, keys, keys))
+    q, k, v = (x.inside(2, *n, heads, dim, pad=2) for n in (sizes, keys, keys))
     plan = {"window": window, "first": (0, 0, beyond), "scale": 0.5}
     return "neighbourhood_attention", [q, k, v], plan, plan
 
 
-def blocks(x: Operands, tokens: int, ends: int, size: int = 16, dim: int = 10) -> Case:
+def blocks(
+    x: Operands,
+    tokens: int,
+    ends: int,
+    size: int = 16,
+    dim: int = 10,
+    attentions: tuple[int, int] = (2, 3),
+) -> Case:
     """q, k and v as slices of packed projections; rows that see the ends, themselves and two
-    others."""
+    others. attentions: samples and heads."""
     count = -(-tokens // size)
     seen = [sorted({*range(ends), row, ends, count - 1}) for row in range(ends, count)]
     kept = max(map(len, seen))
     rows = [row + [b for b in range(count) if b not in row][: kept - len(row)] for row in seen]
     table = torch.tensor([sorted(row) for row in rows], dtype=torch.int32, device=x.device)
     plan = {"scale": 0.25, "size": size, "ends": ends}
-    operands = [x.inside(2, tokens, 3, dim) for _ in range(3)]
+    operands = [x.inside(attentions[0], tokens, attentions[1], dim) for _ in range(3)]
     return "block_attention", [*operands, table], plan, plan
 
 
@@ -388,7 +402,7 @@ CASES: dict[str, Callable[[Operands], Case]] = {
         pixel_norm_silu, channels=12, last=True, frames=5
     ),
     "pixel_norm_silu of a spectrum": partial(pixel_norm_silu, channels=12, last=False, ndim=4),
-    "snake_beta": partial(snake_beta, taps=12, time=1037),
+    "snake_beta": partial(snake_beta, taps=12, time=1037, signals=(1, 2)),
     "snake_beta shorter than its filters": partial(snake_beta, taps=12, time=3),
     "snake_beta over many turns": partial(snake_beta, taps=12, time=50, loud=40.0),
     "snake_beta other filters": partial(snake_beta, taps=6, time=50),
@@ -396,7 +410,7 @@ CASES: dict[str, Callable[[Operands], Case]] = {
     "quantise_rows": partial(quantise_rows, width=1030),
     "quantise_rows one number": partial(quantise_rows, width=1),
     "e4m3 of a GELU": e4m3_of_gelu,
-    "neighbourhood_attention": partial(neighbourhood, sizes=(5, 6, 11), window=(3, 5, 3)),
+    "neighbourhood_attention": partial(neighbourhood, sizes=(5, 6, 11), window=(3, 5, 3), heads=1),
     "neighbourhood_attention centred windows": partial(
         neighbourhood, sizes=(3, 5, 9), window=(3, 3, 5), beyond=2
     ),
@@ -405,10 +419,10 @@ CASES: dict[str, Callable[[Operands], Case]] = {
     ),
     "block_attention": partial(blocks, tokens=96, ends=0),
     "block_attention of a short last block and two that see all": partial(
-        blocks, tokens=90, ends=2, dim=32
+        blocks, tokens=90, ends=2, dim=32, attentions=(1, 2)
     ),
     "block_attention of blocks of several programs": partial(
-        blocks, tokens=900, ends=1, size=256, dim=16
+        blocks, tokens=900, ends=1, size=256, dim=16, attentions=(1, 2)
     ),
     **{
         f"unpack {encoding}": partial(stored, encoding=encoding)
