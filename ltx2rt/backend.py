@@ -6,6 +6,7 @@ The pipeline speaks these protocols only. Implementations are found through the 
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import (
     Callable,
@@ -20,7 +21,8 @@ from collections.abc import (
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from functools import cache
+from importlib.metadata import EntryPoints, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -455,8 +457,14 @@ class BackendFactory(Protocol):
 DEVICE_FILES = {"GPU": ("nvidia[0-9]*",), "TPU": ("accel[0-9]*", "vfio/[0-9]*")}  # by accelerator
 
 
+@cache
+def _entry_points(path: tuple[str, ...]) -> EntryPoints:
+    """Those of the packages on `path`, which is `sys.path`: each of them is read for its own."""
+    return entry_points(group="ltx2rt.backends")
+
+
 def backend_names() -> list[str]:
-    return sorted(e.name for e in entry_points(group="ltx2rt.backends"))
+    return sorted(e.name for e in _entry_points(tuple(sys.path)))
 
 
 def chosen_backend(devices: Path = Path("/dev"), quiet: bool = False) -> str:
@@ -492,7 +500,7 @@ def _has_device(factory: BackendFactory, devices: Path) -> bool:
 def get_factory(name: str) -> BackendFactory:
     """The object that the entry point `name` of the group `ltx2rt.backends` names. InputError if
     there is none."""
-    found = [e for e in entry_points(group="ltx2rt.backends") if e.name == name]
+    found = [e for e in _entry_points(tuple(sys.path)) if e.name == name]
     if not found:
         known = backend_names()
         advice = hint(name, known)
