@@ -10,9 +10,11 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -108,14 +110,57 @@ class LongestFirst:
             LASTED.write_text(json.dumps(self.lasted | self.seconds, indent=1))
 
 
+class CompiledOnce:
+    """In an empty clone the first worker collects before the others, which find the test files
+    compiled: asserts are rewritten, which takes each of them ten seconds."""
+
+    def __init__(self) -> None:
+        here = Path(__file__).parent
+        if sys.dont_write_bytecode or any(here.glob("__pycache__/test_*-pytest-*.pyc")):
+            self.mark = None
+        else:
+            self.mark = Path(tempfile.mkdtemp()) / "collected"
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node) -> None:
+        node.workerinput["collected"] = self.mark and str(self.mark)
+
+    def pytest_sessionfinish(self) -> None:
+        if self.mark:
+            shutil.rmtree(self.mark.parent)
+
+
+class CollectsInTurn:
+    """A worker of a run that is `CompiledOnce`. mark: the file that says that the first has
+    collected."""
+
+    def __init__(self, worker: str, mark: Path):
+        self.first, self.mark = worker == "gw0", mark
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self) -> None:
+        end = time.monotonic() + 60
+        while not (self.first or self.mark.exists()) and time.monotonic() < end:
+            time.sleep(0.1)
+
+    def pytest_collection_finish(self) -> None:
+        if self.first:
+            self.mark.touch()
+
+
 def file_of(nodeid: str) -> str:
     return nodeid.partition("::")[0]
 
 
 def pytest_configure(config) -> None:
     if hasattr(config, "workerinput"):
-        lasted = config.workerinput["lasted"]
+        lasted, mark = config.workerinput["lasted"], config.workerinput["collected"]
+        if mark:
+            config.pluginmanager.register(
+                CollectsInTurn(config.workerinput["workerid"], Path(mark))
+            )
     else:
+        config.pluginmanager.register(CompiledOnce())
         with contextlib.suppress(OSError):
             newest_first = sorted(COMPILED.iterdir(), key=lambda file: -file.stat().st_mtime)
             sizes = accumulate(file.stat().st_size for file in newest_first)
