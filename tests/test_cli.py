@@ -277,7 +277,7 @@ sys.exit(cli.main())
 """
 
 
-@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+@pytest.mark.parametrize("backend", ["cuda", pytest.param("tpu", marks=pytest.mark.long)])
 def test_a_file_that_shrinks_while_it_is_copied_ends_in_a_line(tiny, tmp_path, backend):
     """Checked, then shorter: the kernel's SIGBUS ended the process without a word."""
     model = tmp_path / "model"

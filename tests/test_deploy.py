@@ -37,6 +37,7 @@ def parsed(words):
     return cli.parser().parse_args(words[1:])
 
 
+@pytest.mark.long
 def test_every_command_fits_the_cards_that_its_manifest_asks_for(capsys):
     commands = []
     for words, kind, count in pods():

@@ -2,7 +2,8 @@
 
 Convention of the documents. The info string of a block says what it is:
 
-    python, sh          run here; with "slow" after it, by `make test-full`
+    python, sh          run here; with "long" after it by `make test-long`, with "slow" by
+                        `make test-full`
     sh gpu, tpu, ...    not run, and why (`NOT_RUN`): its `ltx2rt` commands must still be ones that
     the program takes text                shown only; "text output": lines that the `sh` block
     before it prints, in this order
@@ -128,7 +129,7 @@ def params(*whys: str) -> list:
         pytest.param(
             block,
             id=str(block),
-            marks=[pytest.mark.slow] * (block.why == "slow")
+            marks=[m for m in (pytest.mark.long, pytest.mark.slow) if m.name == block.why]
             + [NO_JAX] * bool(JAX.search(block.text)),
         )
         for block in ALL
@@ -205,7 +206,7 @@ def run(block: Block, clone: Path) -> str:
     return stdout
 
 
-@pytest.mark.parametrize("block", params("", "slow"))
+@pytest.mark.parametrize("block", params("", "long", "slow"))
 def test_block_runs_as_it_stands(block, clone):
     printed = iter([line.strip() for line in run(block, clone).splitlines()])
     for line in filter(None, map(str.strip, block.output.splitlines())):
@@ -217,9 +218,11 @@ def test_block_says_what_it_is_and_why_it_is_not_run(block):
     assert block.language in ("python", "sh", "text"), (
         f"{block}: the fence says {block.info!r}, expected a language"
     )
-    known = {"python": ("", "slow"), "sh": ("", "slow", *NOT_RUN), "text": ("", "output")}[
-        block.language
-    ]
+    known = {
+        "python": ("", "long", "slow"),
+        "sh": ("", "long", "slow", *NOT_RUN),
+        "text": ("", "output"),
+    }[block.language]
     assert block.why in known, f"{block}: {block.why!r} is no reason; known: {', '.join(known[1:])}"
     if block.language == "text":
         assert not re.search(

@@ -108,7 +108,9 @@ print(first * page / size / 4, again * page / size / 4, (kept - resident()) * pa
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library is not glibc")
-@pytest.mark.parametrize("decided", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072"}])
+@pytest.mark.parametrize(
+    "decided", [{}, pytest.param({"MALLOC_TRIM_THRESHOLD_": "131072"}, marks=pytest.mark.long)]
+)
 def test_a_cpu_reuses_what_it_frees_until_somebody_asks_what_is_free(decided):
     """In a process of its own: what others have left in the heap decides where a tensor lies."""
     result = subprocess.run(

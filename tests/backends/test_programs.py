@@ -106,7 +106,7 @@ def test_a_loop_stopped_by_its_reader_queues_one_more_step_and_leaves_no_trace(n
     assert len(queued) == 8
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", ["cuda", pytest.param("tpu", marks=pytest.mark.long)])
 def test_what_is_built_is_built_once_and_again_when_it_was_released(name):
     work = job(26)
     expected = denoise(shared(name), SIGMAS[:3], **work)
@@ -496,6 +496,7 @@ def test_only_whole_stacked_matrices_of_a_v7x_lie_in_other_tiles():
         assert weight_layout(name, type, spec, kind) is None
 
 
+@pytest.mark.long
 def test_the_backend_starts_without_torchs_compiler_which_leaves_neighbourhoods_as_they_are():
     """Importing it takes as long as importing all else of torch. What is left out of a graph parts
     it into two."""

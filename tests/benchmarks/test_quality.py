@@ -33,7 +33,15 @@ def pictures(clip: Clip) -> np.ndarray:
     return np.round(255 * clip.frames()).astype(np.uint8)
 
 
-@pytest.mark.parametrize("number", range(len(EVERY)), ids=lambda i: "-".join(EVERY[i]))
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(
+            number, id="-".join(EVERY[number]), marks=[pytest.mark.long] * (number % 4 > 0)
+        )
+        for number in range(len(EVERY))
+    ],
+)
 def test_every_drawn_clip_is_recognised_and_is_no_other(number):
     clip = drawn(number)
     frames, sound = pictures(clip), clip.sound()
@@ -107,7 +115,13 @@ def test_the_table_of_the_document_is_that_of_the_results():
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, row in quality.ROWS.items() if row.ranks == row.devices == 1]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (number % 3 > 0))
+        for number, name in enumerate(
+            name for name, row in quality.ROWS.items() if row.ranks == row.devices == 1
+        )
+    ],
 )
 def test_every_row_is_a_run_that_the_program_takes(name, tiny, tmp_path):
     row, model = quality.ROWS[name], tiny("tiny-2.3", "official")

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 
 from benchmarks import tpu_compile
-from benchmarks.tpu_compile import CELLS, MESHES, compile_cell, figures
+from benchmarks.tpu_compile import CELLS, MESHES, Cell, compile_cell, figures
 from ltx2rt import cli
 from ltx2rt.commands import compile
 from ltx2rt.models.catalog import network
@@ -15,14 +15,16 @@ from ltx2rt.models.geometry import Geometry
 from ltx2rt.weights.random.presets import preset
 
 
+def marks(number: int, cell: Cell) -> list[pytest.MarkDecorator]:
+    """Every third cell of v6e:2x4 is planned in every run of the tests."""
+    if cell.topology != "v6e:2x4":
+        return [pytest.mark.slow]
+    return [pytest.mark.long] * (number % 3 > 0)
+
+
 @pytest.mark.parametrize(
     "cell",
-    [
-        pytest.param(
-            c, marks=[pytest.mark.slow] * (c.topology != "v6e:2x4"), id=f"{c.name}-{c.topology}"
-        )
-        for c in CELLS
-    ],
+    [pytest.param(c, marks=marks(i, c), id=f"{c.name}-{c.topology}") for i, c in enumerate(CELLS)],
 )
 def test_a_cell_is_one_program(cell, monkeypatch):
     jobs = []

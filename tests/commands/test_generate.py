@@ -274,6 +274,7 @@ def test_same_seed_same_run_whatever_ran_before(base, run):
     assert_bitwise(run(), base)
 
 
+@pytest.mark.long
 def test_two_jobs_in_one_process_equal_a_job_alone(base, run, model, tmp_path):
     """`base` ran among others; here the same job has a process to itself."""
     words = f"generate --backend cuda --device cpu --model {model} --width 128 --height 64 --num-frames 17 --fps 48"

@@ -115,8 +115,7 @@ def test_plan_prints_a_table(command):
 
 
 def test_plan_streams_what_does_not_fit(command):
-    """A card of 12 GB runs every size of the table; advice for the text stage names no smaller
-    clip."""
+    """A card of 12 GB runs every size of the table."""
     one = [
         "plan",
         "--preset",
@@ -137,7 +136,11 @@ def test_plan_streams_what_does_not_fit(command):
     assert found["memory_mode"] == "streamed" and found["fits"]
     assert stages["stage2"]["copy_s"] == pytest.approx(stages["stage2"]["streamed_bytes"] / 24e9)
     assert stages["stage2"]["waits_s"] == 0 and stages["upsample"]["streamed_bytes"] == 0
-    status, out, _ = command(
+
+
+@pytest.mark.long
+def test_advice_for_the_text_stage_names_no_smaller_clip(command):
+    _, out, _ = command(
         "plan",
         "--preset",
         "ltx-2.5",
@@ -153,7 +156,10 @@ def test_plan_streams_what_does_not_fit(command):
     assert "does NOT fit: text needs" in out and "more devices" in advice and "frames" not in advice
 
 
-@pytest.mark.parametrize("encoding, faster", (("float8", (0.5, 0.7)), ("int8", (1.0, 1.1))))
+@pytest.mark.parametrize(
+    "encoding, faster",
+    (("float8", (0.5, 0.7)), pytest.param("int8", (1.0, 1.1), marks=pytest.mark.long)),
+)
 def test_weights_of_8_bits_are_planned_at_half_the_bytes(command, encoding, faster):
     """46 of 48 blocks of the released model, without their norms, tables, gates and biases: 17.7 of
     37.9 GB."""

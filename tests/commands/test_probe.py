@@ -577,10 +577,17 @@ def test_what_does_not_fit_is_refused_by_name(component, change, message, probe,
         ("2.3", "diffusers", "audio-decoder", ("audio_vae", "vocoder")),
         ("2.3", "diffusers", "upsampler", ("vae", "latent_upsampler")),
         ("2.3", "diffusers", "text-encoder", ("transformer", "connectors", "text_encoder")),
-        ("2.5", "official", "video-decoder", ("tiny-2.5-video-vae-conv.safetensors",)),
-        ("2.5", "official", "diffusion-decoder", ("tiny-2.5-video-vae.safetensors",)),
-        ("2.5", "official", "audio-decoder", ("tiny-2.5-audio-vae.safetensors",)),
-        ("2.5", "official", "duration-head", ("tiny-2.5-duration-head.safetensors",)),
+        *(
+            pytest.param(
+                "2.5", "official", component, (f"tiny-2.5-{part}.safetensors",), marks=marks
+            )
+            for component, part, marks in (
+                ("video-decoder", "video-vae-conv", pytest.mark.long),
+                ("diffusion-decoder", "video-vae", ()),
+                ("audio-decoder", "audio-vae", pytest.mark.long),
+                ("duration-head", "duration-head", ()),
+            )
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -237,8 +237,17 @@ def followed(folder, frames, wave, fps, rate, sizes, container=MP4, stop=None):
     return names
 
 
-@pytest.mark.parametrize("container", [MP4, MOV])
-@pytest.mark.parametrize("fps,rate", [(Fraction(24), 48000), (NTSC, 24000), (Fraction(25), None)])
+@pytest.mark.parametrize(
+    "fps,rate,container",
+    [
+        (Fraction(24), 48000, MP4),
+        pytest.param(Fraction(24), 48000, MOV, marks=pytest.mark.long),
+        pytest.param(NTSC, 24000, MP4, marks=pytest.mark.long),
+        (NTSC, 24000, MOV),
+        (Fraction(25), None, MP4),
+        pytest.param(Fraction(25), None, MOV, marks=pytest.mark.long),
+    ],
+)
 def test_a_clip_that_is_followed_is_the_same_clip(tmp_path, fps, rate, container):
     """Packet for packet; and every prefix of the stream at a fragment's end plays."""
     frames, sizes = to_rgb8(clip(121)), [16, 16, 41, 1, 47]

@@ -36,7 +36,7 @@ def euler(x, s, i, j, x0, h=None, x0_before=None):
     return x
 
 
-@pytest.mark.parametrize("steps", [8, 30, 40])
+@pytest.mark.parametrize("steps", [8, 30, pytest.param(40, marks=pytest.mark.long)])
 def test_a_jump_equals_its_euler_steps(steps):
     s, rng = shifted_sigmas(steps).astype(np.float64), np.random.default_rng(0)
     x, x0, before = rng.normal(size=(3, 5))

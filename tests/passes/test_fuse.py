@@ -66,7 +66,7 @@ def test_fused_graph_has_the_same_values_tensors_and_communication(name, devices
         assert relative_l2(value, expected[key]) <= CLOSE, key
 
 
-@pytest.mark.parametrize("name", ["guided-2.0", "guided-2.3"])
+@pytest.mark.parametrize("name", [pytest.param("guided-2.0", marks=pytest.mark.long), "guided-2.3"])
 def test_fused_bfloat16_step_is_no_further_from_float32(name):
     """In the mean: the logarithm of one draw's ratio scatters by 0.2, that of the mean of ten by
     0.06."""

@@ -153,7 +153,12 @@ def uneven_step(masked: bool) -> Case:
 
 
 @pytest.mark.parametrize(
-    ("sound", "masked"), [("replicated", False), ("split", False), ("replicated", True)]
+    ("sound", "masked"),
+    [
+        pytest.param("replicated", False, marks=pytest.mark.long),
+        ("split", False),
+        ("replicated", True),
+    ],
 )
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_tokens_that_do_not_divide_are_padded_and_the_padding_is_not_seen(mesh, sound, masked):

@@ -105,7 +105,7 @@ def stacks(graph):
     ]
 
 
-@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+@pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.long), "2.3"])
 @pytest.mark.parametrize("branches", COMBINATIONS, ids=lambda b: "+".join(b.names))
 def test_every_combination_of_branches_keeps_its_values(branches, generation):
     graph, params, inputs = step(branches, generation=generation)
@@ -166,7 +166,7 @@ def test_written_out_it_is_the_same():
 @pytest.mark.parametrize(
     "mesh", [{"tensor": 2}, {"sequence": 2}, {"sequence": 3, "tensor": 2}, {"fsdp": 2}], ids=str
 )
-@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+@pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.long), "2.3"])
 def test_a_placed_step_communicates_no_more(mesh, generation):
     graph, params, inputs = step(generation=generation, levels=(3, 2))
     placed = place(

@@ -343,6 +343,7 @@ def test_two_rounds_equal_a_reference_at_every_step(session, images):
         assert relative_l2(packed(latent), slots[frame]) <= CLOSE, frame
 
 
+@pytest.mark.long
 def test_fewer_rounds_are_the_beginning_of_more(session, tmp_path):
     """And what a run records is noise for another one, whatever its seed."""
 

@@ -104,7 +104,11 @@ def test_every_stage_has_its_own_mesh():
 
 @pytest.mark.parametrize(
     ("kind", "mesh"),
-    [("v6e", {"sequence": 4, "tensor": 2}), ("v7x", {"sequence": 8}), ("h100-80gb", {"tensor": 8})],
+    [
+        ("v6e", {"sequence": 4, "tensor": 2}),
+        pytest.param("v7x", {"sequence": 8}, marks=pytest.mark.long),
+        ("h100-80gb", {"tensor": 8}),
+    ],
 )
 def test_a_kind_of_device_has_a_mesh_of_its_own(kind, mesh):
     found = plan("ltx-2.3", 8, kind)

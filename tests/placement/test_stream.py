@@ -324,6 +324,7 @@ CARDS = re.compile(r"^\| (rtx[\w-]+|\w+-\d+gb) \| (.+) \| (.+) \| (.+) \|$", re.
 WORKLOADS = (("two-stage", 768, 512), ("distilled", 1280, 704), ("distilled", 1920, 1088))
 
 
+@pytest.mark.long
 def test_the_table_of_cards_is_what_plan_says():
     """Each card of docs/gpus.md runs LTX-2.3 in bfloat16: seconds at best, and GB a step from the
     host."""

@@ -780,6 +780,7 @@ def test_two_lengths_of_a_body_end_the_connection(server):
     assert b"content-length and transfer-encoding: expected one of them" in answer
 
 
+@pytest.mark.long
 def test_a_clip_that_is_deleted_while_it_is_asked_for_is_all_or_nothing(server):
     ids = [server.add("1:0") for _ in range(12)]
     for id in ids:

@@ -254,6 +254,7 @@ def test_a_server_that_never_answers_is_said_at_once_and_not_waited_for_long(mon
     assert "http://127.0.0.1:9 does not answer; trying for 0 s" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_killed_and_resumed_ends_with_every_clip(batch):
     assert killed(batch, 40, 1, SEED) == 40  # results are not written twice
 

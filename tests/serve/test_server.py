@@ -105,6 +105,7 @@ def storm(start, num_jobs, num_kills, seed):
     return server
 
 
+@pytest.mark.long
 def test_kills_at_random_lose_nothing_and_double_nothing(start):
     storm(start, 30, 4, SEED)
 
@@ -150,6 +151,7 @@ def test_a_second_signal_stops_at_once_and_the_job_runs_later(start):
     assert (video["status"], video["x"]["attempts"]) == ("completed", 2)
 
 
+@pytest.mark.long
 def test_a_replica_that_never_starts_leaves_the_server_up_but_not_ready(start):
     server = start(env={"FAKE_START_S": "100"})
     assert server.http.get("/healthz").status_code == 200
@@ -415,6 +417,7 @@ def test_slow_readers_and_slow_writers_hold_nothing_up(start):
     assert server.kill(signal.SIGTERM) == 143
 
 
+@pytest.mark.long
 def test_slow_downloads_hold_nothing_up(start):
     """Twenty readers of about 1 kB/s of a clip of 64 MB: the others do not wait, and what is unread
     is on the disk."""

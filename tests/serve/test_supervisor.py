@@ -235,7 +235,9 @@ async def test_a_server_that_stops_lets_jobs_end_or_queues_them_again(running):
         assert all(replica.process.returncode is not None for replica in run.supervisor.replicas)
 
 
-@pytest.mark.parametrize("turns", range(6))
+@pytest.mark.parametrize(
+    "turns", [0, 1, *(pytest.param(n, marks=pytest.mark.long) for n in range(2, 6))]
+)
 def test_a_server_stops_at_the_moment_at_which_a_replica_ends(running, turns):
     """turns: of the event loop between the two. A cancellation that `asyncio.wait_for` loses would
     start another replica, which nothing ends."""

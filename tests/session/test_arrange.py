@@ -99,7 +99,8 @@ def test_the_fastest_that_fits_is_chosen_and_estimated_as_planned():
 
 
 @pytest.mark.parametrize("dtype,mesh,weights_bytes", [
-    (None, {"sequence": 4, "tensor": 2}, 38.0e9 / 2), ("int8", {"sequence": 8}, 19.5e9),
+    pytest.param(None, {"sequence": 4, "tensor": 2}, 38.0e9 / 2, marks=pytest.mark.long),
+    ("int8", {"sequence": 8}, 19.5e9),
 ])  # fmt: skip
 def test_whole_weights_of_8_bits_fit_a_v6e_and_are_split_by_tokens_alone(
     dtype, mesh, weights_bytes

@@ -226,7 +226,8 @@ def noise_of(latents: dict) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.long), "2.3"])
+@pytest.mark.long
+@pytest.mark.parametrize("generation", ["2.0", "2.3"])
 def test_text_to_video_equals_diffusers(generation, tiny, generate, monkeypatch):
     from diffusers import LTX2Pipeline
 

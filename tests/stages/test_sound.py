@@ -167,7 +167,7 @@ def weights(name: str) -> dict[str, np.ndarray]:
     "version,kind",
     [
         ("2.3", "cuda"),
-        ("2.3", "tpu"),
+        pytest.param("2.3", "tpu", marks=pytest.mark.long),
         ("2.0", "cuda"),
         pytest.param("2.0", "tpu", marks=pytest.mark.slow),
     ],

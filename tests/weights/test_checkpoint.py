@@ -75,7 +75,7 @@ def test_a_file_finds_its_parts_beside_it(official):
     assert checkpoint.config.version == (2, 3, 0)
 
 
-@pytest.mark.parametrize("layout", ["official", "diffusers"])
+@pytest.mark.parametrize("layout", ["official", pytest.param("diffusers", marks=pytest.mark.long)])
 def test_upsamplers_are_told_apart(tiny, tmp_path, layout):
     """An x1.5 one beside the x2 one is no second candidate: it is used where it is named, since
     sizes depend on it."""
