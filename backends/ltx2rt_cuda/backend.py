@@ -125,17 +125,22 @@ class CudaBackend:
         same = name in base and base[name].dtype == DTYPES[type.dtype]  # not kept in one set alone
         if same and changed.isdisjoint(piece for piece, *_ in pieces):
             return base[name]
-        arrays = (self._read(source, piece, layout, type) for piece in pieces)
-        if road == FILE:
-            arrays = list(arrays)  # views, of which nothing is copied
-            rows = type.shape[0] if len(arrays) == 1 else self.joined_rows(type.shape[0])
-            found = file_weight((rows, *type.shape[1:]), DTYPES[type.dtype], arrays)
-            if found is not None:
-                return found
-        return self._tensor(arrays, len(pieces), type)
+        if road != FILE:
+            return self._tensor(source, pieces, layout, type)
+        arrays = [self._read(source, piece, layout, type) for piece in pieces]  # most are views
+        rows = type.shape[0] if len(arrays) == 1 else self.joined_rows(type.shape[0])
+        found = file_weight((rows, *type.shape[1:]), DTYPES[type.dtype], arrays)
+        return self._made(arrays, len(pieces), type) if found is None else found
 
-    def _tensor(self, arrays: Iterable[Any], count: int, type: Type) -> torch.Tensor:
-        """One parameter on the device, cast once on the way; several arrays are joined in place."""
+    def _tensor(
+        self, source: EncodedSource, pieces: list[Cuts], layout: Layout, type: Type
+    ) -> torch.Tensor:
+        """One parameter on the device, cast once on the way; several pieces are joined in place."""
+        arrays = (self._read(source, piece, layout, type) for piece in pieces)
+        return self._made(arrays, len(pieces), type)
+
+    def _made(self, arrays: Iterable[Any], count: int, type: Type) -> torch.Tensor:
+        """The parameter of so many arrays; each is read when it is wanted."""
         dtype = DTYPES[type.dtype]
         if count == 1:
             (read,) = arrays

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
@@ -95,35 +96,72 @@ class Program:
 
 
 class Captured:
-    """One recorded step: a replay reads fixed buffers, runs every kernel, and writes fixed
+    """A recorded program: a replay reads fixed buffers, runs every kernel, and writes fixed
     buffers."""
 
     def __init__(
-        self, program: Program, arguments: list, values: Mapping[str, torch.Tensor], pool: Recorder
+        self,
+        program: Program,
+        arguments: list,
+        pool: Recorder,
+        copied: Tensors,
+        fixed: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ):
-        self.program, self.key = program, _key(pool, arguments)
-        self.serves: object = None  # a mark of the request whose constants are in the buffers
-        self.inputs = {name: value.clone() for name, value in values.items()}
-        ordered = [self.inputs[name] for name in program.graph.inputs]
+        """copied: inputs that get buffers of their own; fixed: inputs that are read where they
+        are."""
+        self.program = program
+        self.inputs = {name: value.clone() for name, value in copied.items()}
+        values = {**self.inputs, **fixed}
+        ordered = [values[name] for name in program.graph.inputs]
         self.recorded = pool.record(lambda: program.module(*ordered, *arguments))
 
-    def put(self, values: Mapping[str, torch.Tensor]) -> None:
-        for name, value in values.items():
+    def __call__(self, changed: Tensors) -> Tensors:
+        """Outputs by name, in their buffers."""
+        for name, value in changed.items():
             self.inputs[name].copy_(value)
-
-    def __call__(self) -> Tensors:
         self.recorded.replay()
-        results = zip(self.program.graph.outputs, self.recorded.outputs, strict=True)
-        return {name: x.clone() for name, x in results}
+        return dict(zip(self.program.graph.outputs, self.recorded.outputs, strict=True))
 
 
-def _key(pool: Recorder, arguments: list) -> tuple:
-    """A recorded step stays valid as long as its memory is kept, and the weights lie where they
-    do."""
-    return pool.id, *(
-        tuple(w.data_ptr() for w in argument) if isinstance(argument, list) else argument.data_ptr()
-        for argument in arguments
-    )
+class RecordedLoop:
+    """What a loop runs before its steps, and one step, recorded: the step reads what that has
+    prepared where it is."""
+
+    def __init__(self, loop: Loop, pool: Recorder, arguments: Sequence[list], given: Tensors):
+        """arguments: weights of either program. given: inputs of the loop."""
+        self.key = _key(pool, arguments)
+        before, parts = {name: given[name] for name in loop.before.graph.inputs}, loop.parts
+        self.before = Captured(loop.before, arguments[0], pool, before)
+        self.prepared = self.before(before)
+        changing = {*parts.data, *parts.state}
+        fixed = {name: x for name, x in self.prepared.items() if name not in changing}
+        copied = {
+            name: x[0] if name in parts.data else x
+            for name, x in loop.values(given, self.prepared).items()
+            if name not in fixed
+        }
+        self.constants = copied.keys() - changing
+        self.step = Captured(loop.body, arguments[1], pool, copied, fixed)
+
+    def serve(self, given: Tensors) -> None:
+        """Prepare the steps of a loop with these inputs."""
+        self.before({name: given[name] for name in self.before.inputs})
+        for name in self.constants:
+            self.step.inputs[name].copy_(given[name])
+
+    def __call__(self, changing: Tensors) -> Tensors:
+        return {name: x.clone() for name, x in self.step(changing).items()}
+
+    def reset(self) -> None:
+        self.before.recorded.reset()
+        self.step.recorded.reset()
+
+
+def _key(pool: Recorder, arguments: Sequence[list]) -> tuple:
+    """What is recorded stays valid as long as its memory is kept, and the weights are where they
+    were."""
+    weights = (w for each in arguments for x in each for w in (x if isinstance(x, list) else [x]))
+    return pool.id, *(w.data_ptr() for w in weights)
 
 
 class Loop:
@@ -148,7 +186,7 @@ class Loop:
     ):
         self.graph, self.before, self.body, self.parts, self.pool = graph, before, body, parts, pool
         self.position = position
-        self.captured: Captured | None = None
+        self.captured: RecordedLoop | None = None
 
     @cached_property
     def alone(self) -> Program:
@@ -161,7 +199,7 @@ class Loop:
 
     def release(self) -> None:
         if self.captured is not None:
-            self.captured.recorded.reset()
+            self.captured.reset()
             self.captured = None
         self.before.release()
         self.body.release()
@@ -170,22 +208,14 @@ class Loop:
     def __call__(
         self, weights: Weights, inputs: Mapping[str, Any], num_steps: int
     ) -> Iterator[Tensors]:
-        names, parts = self.body.graph.inputs, self.parts
         with torch.inference_mode():
             given = {
                 name: upload(self.graph, name, inputs[name], self.body.device)
                 for name in self.graph.inputs
             }
-            prepared = self.before(
-                weights, {name: given[name] for name in self.before.graph.inputs}
-            )
-            values = {name: prepared[name] if name in prepared else given[name] for name in names}
-            rows = {name: values[name] for name in parts.data}
-            state = {name: values[name] for name in parts.state}
-            constants = {
-                name: x for name, x in values.items() if name not in rows and name not in state
-            }
-            step = self._step(weights, constants, state | {name: x[0] for name, x in rows.items()})
+            step, values = self._step(weights, given)
+            rows = {name: values[name] for name in self.parts.data}
+            state = {name: values[name] for name in self.parts.state}
         device = self.body.device
 
         def started(state: Tensors) -> Iterator[tuple[Tensors, DeviceEvent]]:
@@ -200,35 +230,47 @@ class Loop:
             finished.synchronize()
             yield outputs
 
+    def values(self, given: Tensors, prepared: Tensors) -> Tensors:
+        """Inputs of the body, those of all steps where each has its own."""
+        names = self.body.graph.inputs
+        return {name: prepared[name] if name in prepared else given[name] for name in names}
+
     def _step(
-        self, weights: Weights, constants: Tensors, changing: Tensors
-    ) -> Callable[[Tensors], Tensors]:
-        """One step as a function of what changes from step to step."""
-        arguments = self.body.arguments(weights)
-        streams = is_streamed(arguments)
+        self, weights: Weights, given: Tensors
+    ) -> tuple[Callable[[Tensors], Tensors], Tensors]:
+        """One step as a function of what changes from step to step, and the body's inputs."""
+        arguments = [program.arguments(weights) for program in (self.before, self.body)]
+        streams = any(map(is_streamed, arguments))
         if self.pool is None or streams:
-            program = self.alone if streams else self.body
-            module, graph = program.module, program.graph
-
-            def step(changing: Tensors) -> Tensors:
-                ordered = [
-                    changing[name] if name in changing else constants[name] for name in graph.inputs
-                ]
-                return dict(zip(graph.outputs, module(*ordered, *arguments), strict=True))
-
-            return step
+            return self._launched(
+                weights, given, arguments[1], self.alone if streams else self.body
+            )
+        mark = object()
         moved = self.captured is None or self.captured.key != _key(self.pool, arguments)
         if self.position.agree(moved) or self.captured is None:
             self.captured = None  # the next one takes its memory
             self.body.built["recorded"] += 1
-            self.captured = Captured(self.body, arguments, constants | changing, self.pool)
-        captured, mark = self.captured, object()
+            self.captured = RecordedLoop(self, self.pool, arguments, given)
+            self.pool.serves = mark
+        captured, pool = self.captured, self.pool
 
         def replay(changing: Tensors) -> Tensors:
-            if captured.serves is not mark:
-                captured.put(constants)
-                captured.serves = mark
-            captured.put(changing)
-            return captured()
+            if pool.serves is not mark:  # another loop may have used the memory since
+                captured.serve(given)
+                pool.serves = mark
+            return captured(changing)
 
-        return replay
+        return replay, self.values(given, captured.prepared)
+
+    def _launched(
+        self, weights: Weights, given: Tensors, arguments: list, program: Program
+    ) -> tuple[Callable[[Tensors], Tensors], Tensors]:
+        """`_step`, launched anew each time."""
+        prepared = self.before(weights, {name: given[name] for name in self.before.graph.inputs})
+        values, module, graph = self.values(given, prepared), program.module, program.graph
+
+        def step(changing: Tensors) -> Tensors:
+            ordered = [changing.get(name, values[name]) for name in graph.inputs]
+            return dict(zip(graph.outputs, module(*ordered, *arguments), strict=True))
+
+        return step, values

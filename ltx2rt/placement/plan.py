@@ -34,8 +34,8 @@ class Work:
 
     calls: placed graphs of one step (of a stage without steps: of all of it), as a device runs
     them, each with its number of runs.
-    before: what runs once before the steps; its results stay until the last one. A recorded step
-    reads copies of them. resident: sets of weights that are on the device meanwhile, with their bytes.
+    before: what runs once before the steps; its results stay until the last one. resident: sets of
+    weights that are on the device meanwhile, with their bytes.
     """
 
     name: str
@@ -50,8 +50,7 @@ class StageCost:
     """Costs of a stage on one device.
 
     weights_bytes: all that it holds meanwhile, whatever uses them; activation_bytes: the most alive
-    at once; streamed_activation_bytes: the same where no step is recorded, because weights are
-    streamed. For each step, without what runs before them all: flops (quantised_flops of them in
+    at once. For each step, without what runs before them all: flops (quantised_flops of them in
     8 bits), read_bytes, the weights that it uses, streamed_bytes of them copied from the host, what
     is exchanged, by kind of collective and number of devices, and its calls. part: of a stage with
     several loops, which one it is. quantised: linears of the calls are estimated as quantised ones. runs:
@@ -67,7 +66,6 @@ class StageCost:
     exchanged: Mapping[tuple[str, int], Traffic]
     quantised_flops: int = 0
     streamed_bytes: int = 0
-    streamed_activation_bytes: int = 0
     loops: bool = False
     quantised: bool = False
     part: str = ""
@@ -134,19 +132,17 @@ def cost(work: Work, runs: CountsById = EACH_ONCE) -> StageCost:
     for graph, times in work.calls:
         for by, found in exchanges(graph, runs).items():
             exchanged[by] = exchanged.get(by, Traffic()) + found * times
-    alive = streamed = max((activation_bytes(graph) for graph, _ in work.calls), default=0)
+    alive = max((activation_bytes(graph) for graph, _ in work.calls), default=0)
     if work.before is not None:
         before, made = activation_bytes(work.before), work.before.outputs
         kept = sum(v.type.nbytes for v in made.values())
         read = (x for graph, _ in work.calls for name, x in graph.inputs.items() if name in made)
-        streamed = max(before, kept + alive - sum(v.type.nbytes for v in read))
-        alive = max(before, kept + alive)
+        alive = max(before, kept + alive - sum(v.type.nbytes for v in read))
     return StageCost(
         work.name,
         work.steps,
         weights_bytes=sum(work.resident.values()),
         activation_bytes=alive,
-        streamed_activation_bytes=streamed,
         read_bytes=sum(weight_bytes([graph]) * times for graph, times in work.calls),
         flops=sum(flops(graph, runs) * times for graph, times in work.calls),
         exchanged=exchanged,

@@ -271,8 +271,7 @@ class Session:
             made = _kept(
                 self._costs, key, lambda s=stage, c=calls: self._cost(s.name, c), 2 * MAX_PROGRAMS
             )
-            alive = made.streamed_activation_bytes if copied else made.activation_bytes
-            made = replace(made, part=part, streamed_bytes=copied, activation_bytes=alive)
+            made = replace(made, part=part, streamed_bytes=copied)
             found.append(replace(made, weights_bytes=sum(here.values())))
             for left in self._left(stage):
                 here.pop(left, None)

@@ -66,6 +66,7 @@ class Recording:
 class Recorder:
     def __init__(self, device):
         self.device, self.side, self.id = device, device.stream(), object()
+        self.serves = None
         self.nbytes, self.unused_bytes = 96, 32
 
     def record(self, run):
@@ -138,18 +139,19 @@ def loom(monkeypatch):
 
 
 def test_a_denoise_loop_is_recorded_and_replayed_on_any_device(loom, monkeypatch):
-    """Bit for bit what a CPU computes; each request is recorded once, on two streams that meet."""
+    """Bit for bit what a CPU computes; what is before the steps, and a step, are recorded once, on
+    two streams that meet."""
     handle = fresh("cuda", device="loom")
     backend, loop, _ = handle
     found = [denoise(handle, SIGMAS, **job(seed)) for seed in (1, 2)]
-    assert loom.counts["recorded"] == 1 and backend.device().recorded_bytes == 96
+    assert loom.counts["recorded"] == 2 and backend.device().recorded_bytes == 96
     assert loom.counts["waits of the host"] == 2 * (len(SIGMAS) - 1)  # a step in flight
     assert loom.counts["switches"] > 0 and loom.counts["attentions"] > 0
     side = loop.pool.side
     assert loom.current.seen[side] == side.done > 0
     backend.trim(recorded=True)
     denoise(handle, SIGMAS, **job(1))
-    assert loom.counts["recorded"] == 2  # what was recorded had lost its memory
+    assert loom.counts["recorded"] == 4  # what was recorded had lost its memory
     monkeypatch.setitem(DEVICES, "cpu", TorchDevice())
     expected = fresh("cuda", device="cpu")
     for seed, steps in zip((1, 2), found, strict=True):
@@ -169,7 +171,7 @@ def test_a_clip_is_generated_on_any_device(loom, monkeypatch, generate, tiny):
         1,
     )
     run = generate("cuda", tiny("tiny-2.3", "official"), *flags, "--device", "loom")
-    assert run.status == 0 and loom.counts["recorded"] == 1 and loom.counts["attentions"] > 0
+    assert run.status == 0 and loom.counts["recorded"] == 2 and loom.counts["attentions"] > 0
     monkeypatch.setitem(DEVICES, "cpu", TorchDevice())
     expected = generate("cuda", tiny("tiny-2.3", "official"), *flags).latents
     assert run.latents.keys() == expected.keys()

@@ -86,7 +86,7 @@ def session(
 
 def test_a_request_is_recorded_and_repeated():
     found = session("tiny-2.3", TINY | {"steps": 2}, runs=2)
-    assert found["replays"] == 2 * (2 + 3), "steps of both stages"
+    assert found["replays"] == 2 * (2 + 3 + 2), "steps of both stages, and what is before them"
     (request,) = found["requests"]
     assert request["mode"] == "resident" and request["reserved_bytes"] > request["planned_bytes"]
 

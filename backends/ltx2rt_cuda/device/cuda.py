@@ -148,6 +148,7 @@ class Pool:
 
     def __init__(self):
         self.start, self.stream, self.side = _streams()
+        self.serves: object = None
         self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         # the last registered runs first: before the process groups are destroyed
         atexit.register(self.release)

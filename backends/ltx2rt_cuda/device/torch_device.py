@@ -57,11 +57,12 @@ class Recorder(Protocol):
     """Records functions, and holds the memory that their recordings share.
 
     id: another one once what is recorded is no longer valid. side: a second stream, for what may
-    run at once with the rest.
+    run at once with the rest. serves: a mark of the call whose values are in the memory.
     """
 
     id: Any
     side: DeviceStream
+    serves: object
 
     def record(self, run: Callable[[], tuple[Tensor, ...]]) -> Recording: ...
     def empty(self) -> None:
