@@ -29,6 +29,7 @@ from ltx2rt.serve.batch import (
     seeded,
     with_files,
 )
+from ltx2rt.serve.folder import frames_of
 from ltx2rt.serve.queue import COMPLETED, FAILED, failure
 from ltx2rt.serve.upload import MAX_BYTES
 
@@ -173,6 +174,8 @@ def _keep(
     try:
         for name, url in zip(names, urls, strict=bool(urls)):
             server.fetch(url, results.output / name)
+        for name, url in zip(names, x["urls"].get("frames", ()), strict=False):
+            server.fetch(url, results.output / frames_of(name))
         if status == COMPLETED and not urls:
             raise InputError("its file was deleted on the server")
     except InputError as gone:

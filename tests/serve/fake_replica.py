@@ -19,6 +19,12 @@ from threading import Thread
 from ltx2rt.serve.folder import STORAGE, publish
 
 
+def made(job: dict, number: int, path: Path) -> None:
+    path.write_text(f"{job['id']} {job['clip'].get('seed') + number}")
+    if job.get("frames"):
+        path.with_suffix(".zip").write_text("frames")
+
+
 def main() -> None:
     jobs, cancelled, watched = SimpleQueue(), set(), set()
 
@@ -95,9 +101,7 @@ def main() -> None:
             try:
                 result = publish(
                     Path(job["stem"]),
-                    lambda number, path, job=job: path.write_text(
-                        f"{job['id']} {job['clip'].get('seed') + number}"
-                    ),
+                    lambda number, path, job=job: made(job, number, path),
                     lambda path: path.write_bytes(b"RIFF"),
                     lambda report=report: report,
                     job.get("n", 1),

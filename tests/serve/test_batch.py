@@ -11,10 +11,12 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from serving import SMALL, png
 
 from ltx2rt.errors import InputError
+from ltx2rt.media.hdr import exr_bytes
 from ltx2rt.serve import batch as jobs
 from ltx2rt.serve import remote
 from ltx2rt.serve.batch import Results, Shard, parse_shard, read_lines
@@ -243,6 +245,20 @@ def killed(batch, num_jobs, num_kills, seed):
     }
     assert len(list(output.glob("*.mp4"))) == num_jobs and not list(output.glob(".*"))
     return len(results(output))
+
+
+@pytest.mark.parametrize("remotely", [False, True])
+def test_frames_in_high_dynamic_range_are_beside_the_clip(batch, server, tmp_path, remotely):
+    (tmp_path / "light.exr").write_bytes(exr_bytes(np.ones((64, 64, 3), np.float32), "ACESCG"))
+    more = {"hdr": "ACESCG", "hdr_frames": True, "seed": 4, "images": [{"path": "light.exr"}]}
+    lines = [job(1, **more), job(2, seed=4)]
+    ended, output = batch(lines, server=server if remotely else None)
+    assert ended.returncode == 0, ended.stderr
+    made = {path.name for path in output.iterdir() if path.suffix != ".jsonl"}
+    assert made == {"j1.mp4", "j1.zip", "j2.mp4"}
+    (tmp_path / "light.exr").write_bytes(b"no light")
+    ended, _ = batch([job(3, **more)], server=server if remotely else None)
+    assert ended.returncode == 2 and "EXR" in ended.stderr, ended.stderr
 
 
 def test_a_server_that_never_answers_is_said_at_once_and_not_waited_for_long(monkeypatch, capsys):
