@@ -92,6 +92,14 @@ def parse_rate(text: str) -> Fraction | None:
     return rate
 
 
+def parse_share(text: str) -> tuple[int, int]:
+    """I/N, the I-th of N shares. Raises ValueError."""
+    part, parts = map(int, text.split("/"))
+    if not 1 <= part <= parts:
+        raise ValueError
+    return part, parts
+
+
 def bucket_of(size: tuple[int, int, int], buckets: Sequence[Bucket]) -> Bucket | None:
     """The bucket of a clip of (width, height, frames): the nearest aspect ratio, then most frames,
     then largest area. None if the clip is shorter than all of them."""

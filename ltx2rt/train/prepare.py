@@ -51,6 +51,7 @@ from ltx2rt.train.data import (
     bucket_of,
     parse_bucket,
     parse_rate,
+    parse_share,
     read_clips,
 )
 from ltx2rt.weights.checkpoint import Checkpoint
@@ -167,11 +168,22 @@ class PrepareRequest:
     verify: int = flag(
         0, "number of samples to decode into CACHE/verify", int, group="training", least=0
     )
+    share: tuple[int, int] | None = flag(
+        None,
+        "encode this share alone, as one of N processes on as many devices or hosts; the same "
+        "command without it then finds everything encoded, and lists it",
+        parse_share,
+        group="training",
+        metavar="I/N",
+    )
     force: bool = flag(False, "encode everything anew", group="training")
     json: bool = flag(False, "print a report as JSON", group="output")
 
     def check(self) -> None:
-        """Raises InputError for buckets that references do not divide."""
+        """Raises InputError for buckets that references do not divide, and for a share that is to
+        be decoded."""
+        if self.share and self.verify:
+            raise InputError("--verify: goes with the run without --share; leave out one of both")
         unit = 32 * self.reference_downscale
         for bucket in self.buckets:
             if bucket.width % unit or bucket.height % unit:
@@ -313,6 +325,8 @@ def prepare(
     captions = _captions(session, request, jobs)
     _make_folders(request.output)
     cache = _Cache(session, request, model_digest(session.checkpoint))
+    if request.share:
+        return _prepare_share(cache, request.share, jobs, captions, say)
     contexts = cache.contexts({*captions.values(), ""})
     held_out, samples = _held_out([job.name for job in jobs], request.held_out), []
     for number, job in enumerate(jobs, 1):
@@ -338,6 +352,26 @@ def prepare(
         "skipped": skipped,
         "verified": cache.decoded(jobs, samples),
     }
+
+
+def _prepare_share(
+    cache: _Cache,
+    share: tuple[int, int],
+    jobs: Sequence[ClipPiece],
+    captions: Mapping[str, str],
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Every N-th clip and caption, and no manifest."""
+    mine = slice(share[0] - 1, None, share[1])
+    cache.contexts(sorted({*captions.values(), ""})[mine])
+    for job in jobs[mine]:
+        cache.latents(job)
+    say(
+        f"share {share[0]} of {share[1]}: encoded {cache.made['clips']} clips and "
+        f"{cache.made['captions']} captions anew; run the same command without --share when all "
+        "shares are done"
+    )
+    return {"encoded_clips": cache.made["clips"], "encoded_captions": cache.made["captions"]}
 
 
 OF_COMPUTED = ("data", "output", "reference_downscale", "reference_temporal_scale", "held_out")

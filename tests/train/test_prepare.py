@@ -184,3 +184,23 @@ def test_latents_of_references_and_masks(model, tmp_path, capsys):
     np.testing.assert_allclose(
         found["mask"], np.broadcast_to([0, 1], (2, 2, 2)), atol=0.05
     )  # of H.264
+
+
+def test_shares_of_several_processes_make_what_one_makes(model, tmp_path, capsys):
+    clips, cache = write_clips(tmp_path / "clips"), tmp_path / "cache"
+    words = ("prepare", clips, "--output", cache, "--buckets", "64x64x9", "--json")
+
+    def encoded(*more):
+        assert run_train(model, *words, *more) == 0
+        report = json.loads(capsys.readouterr().out)
+        return report["encoded_clips"], report["encoded_captions"]
+
+    assert [encoded("--share", f"{i}/2") for i in (1, 2)] == [(2, 2), (1, 2)]
+    assert not (cache / "manifest.jsonl").exists()
+    assert encoded() == (0, 0) and encoded("--share", "2/2") == (0, 0)
+    assert len((cache / "manifest.jsonl").read_text().splitlines()) == 4
+    for wrong in ("0/2", "3/2", "2", "a/b", "1/2/3"):
+        assert run_train(model, *words, "--share", wrong) == 2
+        assert "--share" in capsys.readouterr().err
+    assert run_train(model, *words, "--share", "1/2", "--verify", 1) == 2
+    assert "--verify: goes with the run without --share" in capsys.readouterr().err
