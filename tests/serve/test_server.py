@@ -20,6 +20,7 @@ import time
 import wave
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
 from zipfile import ZipFile
@@ -32,6 +33,7 @@ from PIL import Image
 from serving import SMALL, png
 
 from ltx2rt.media import hdr
+from ltx2rt.media.mp4 import EXACT, write_mp4
 
 SEED = int(os.environ.get("LTX2RT_TEST_SEED", "11"))
 
@@ -1005,3 +1007,31 @@ def test_a_full_disk_refuses_and_loses_nothing(start):
     assert sqlite3.connect(server.data / "jobs.db").execute(
         "PRAGMA integrity_check"
     ).fetchone() == ("ok",)
+
+
+def test_a_segment_that_has_no_room_leaves_nothing(start):
+    """It is encoded when there is room again; two readers at once get the same file."""
+    server = start()
+    id = server.add("90:0.2", num_frames=25, overlap=9, segments=3)
+    server.until_step(id)
+    folder, url = server.data / "out" / f"{id}.segments", f"/v1/videos/{id}/segments/1"
+    folder.mkdir()
+    frames = np.random.default_rng(0).integers(0, 256, (25, 64, 64, 3)).astype(np.uint8)
+    sound = {"waveform": np.zeros((2, 25000), np.float32), "sample_rate": 24000}
+    given = {"num_frames": 25, "fps": Fraction(24), "container": EXACT}
+    write_mp4(folder / "0000.mov", [frames], **sound, **given)
+    limit = 5000, resource.RLIM_INFINITY
+    before = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, limit)
+    try:
+        answer = server.http.get(url)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "disk_full"), (
+            answer.text
+        )
+        assert [path.name for path in folder.iterdir()] == ["0000.mov"]
+    finally:
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, before)
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda _: httpx.get(server.url + url, timeout=60), range(2))
+    assert one.status_code == 200 and one.content == other.content
+    assert one.headers["etag"] == other.headers["etag"]
+    assert {path.name for path in folder.iterdir()} == {"0000.mov", "0000.mp4"}

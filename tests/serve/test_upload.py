@@ -3,11 +3,13 @@
 import asyncio
 import io
 
+import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
+from ltx2rt.media.hdr import exr_bytes
 from ltx2rt.serve.refusal import Refusal
-from ltx2rt.serve.upload import IMAGE, MAX_PX, check_upload
+from ltx2rt.serve.upload import EXR, IMAGE, MAX_PX, VIDEO, check_upload, kind_of
 
 
 def encoded(image, kind, **more):
@@ -48,3 +50,32 @@ def test_the_largest_image_fits_the_memory_of_its_process(kind):
     more = {"lossless": True} if kind == "WEBP" else {}
     data = encoded(image, kind, icc_profile=profile, exif=exif, **more)
     asyncio.run(check_upload(data, "images", IMAGE))
+
+
+def box(last):
+    return np.array([0, 0, last, last], "<i4").tobytes()
+
+
+LIGHT = exr_bytes(np.ones((32, 32, 3), np.float32), "ACESCG")
+NAN = exr_bytes(np.full((32, 32, 3), np.nan, np.float32), "ACESCG")
+
+
+@pytest.mark.parametrize("data, words", [
+    (LIGHT[:4], "it is no readable EXR image"),
+    (LIGHT[:4] + bytes(200), "it is no readable EXR image"),
+    (LIGHT[:300], "it is no readable EXR image"),
+    (LIGHT.replace(box(31), box(9000)), "it "),
+    (LIGHT.replace(box(31), box(2**31 - 1)), "it "),
+    (NAN, "it holds NaN or infinite values"),
+])  # fmt: skip
+def test_what_is_no_light_is_refused(data, words):
+    """An image of high dynamic range is told by its first bytes; a reader that ends is a refusal."""
+    assert kind_of(data, IMAGE) == EXR and kind_of(data, VIDEO) == VIDEO
+    with pytest.raises(Refusal) as refused:
+        asyncio.run(check_upload(data, "images", EXR))
+    assert (refused.value.status, refused.value.code) == (400, "bad_exr")
+    assert str(refused.value).startswith(f"images: {words}") and "/dev/fd" not in str(refused.value)
+
+
+def test_light_is_taken():
+    asyncio.run(check_upload(LIGHT, "images", EXR))
