@@ -112,7 +112,8 @@ CATALOG = {
             lambda *_: (2, PROMPT_TOKENS), "text-encoder",
         ),
         Network(  # behind features that another program has made
-            "text-connectors", ("text",), lambda c, s, dtype: connectors.trace_contexts(c.text, *s, dtype=dtype),
+            "text-connectors", ("text",),
+            lambda c, s, dtype: connectors.trace_contexts(c.text, *s, dtype=dtype),
             lambda *_: (1, PROMPT_TOKENS), "text-encoder", partial=lambda _: "connectors",
         ),
         Network(

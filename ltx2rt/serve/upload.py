@@ -61,7 +61,7 @@ _places = asyncio.Semaphore(AT_ONCE)
 
 
 def kind_of(data: bytes, kind: str) -> str:
-    """The kind of a file that was sent as this kind: images are told apart."""
+    """The kind of a file that came as this one: images have two, which their first bytes tell."""
     return EXR if kind == IMAGE and data.startswith(MAGIC) else kind
 
 
