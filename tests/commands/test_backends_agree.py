@@ -48,6 +48,7 @@ def assert_agree(cuda, tpu, stages: int) -> None:
             assert relative_l2(b, a) <= CLOSE, name
 
 
+@pytest.mark.long
 def test_two_stage_with_images_and_loras(tiny, generate_on_both, images, user_lora, command):
     first, later = images
     cuda, tpu = generate_on_both(

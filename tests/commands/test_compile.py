@@ -150,7 +150,13 @@ def words(tiny, film):
     return of
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (number % 2))
+        for number, name in enumerate(PIPELINES)
+    ],
+)
 def test_every_pipeline_is_compiled(name, words):
     """Its own graphs, which `ltx2rt compile` only hands to the compiler."""
     job = job_of(parser().parse_args(words(name)))

@@ -206,9 +206,11 @@ def pipelines_agree(words, images, film, tmp_path_factory):
     return check
 
 
+@pytest.mark.long
 def test_new_pipelines_on_two_ranks(pipelines_agree):
-    """Those whose graphs differ most from `two-stage`'s: a frozen stream, sparse attention."""
-    pipelines_agree("cuda", "sequence=2", "", ("a2v", "one-stage sparse"))
+    """Those whose graphs differ most from `two-stage`'s: a frozen stream, an absent one, sparse
+    attention."""
+    pipelines_agree("cuda", "sequence=2", "", ("a2v", "t2a", "one-stage sparse"))
 
 
 @pytest.mark.slow

@@ -112,7 +112,7 @@ def normal(*shape: int, seed: int = 7) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("numpy", marks=pytest.mark.long), *KINDS[1:]])
 def test_decoder_is_diffusers(kind):
     latent, noise = normal(1, 16, 3, 3, 5), normal(1, 3, 17, 48, 80, seed=8)
     # Summation order only: 3e-6 was reached.
@@ -159,7 +159,9 @@ def test_chunked_borders_are_slabs_with_copies_of_the_border_column(kind, monkey
     assert relative_l2(chunked, plain) >= 1e-2  # the modes are far apart at the borders
 
 
-@pytest.mark.parametrize("grid", [(1, 3, 3), (2, 1, 3), (1, 2, 1)])
+@pytest.mark.parametrize(
+    "grid", [(1, 3, 3), pytest.param((2, 1, 3), marks=pytest.mark.long), (1, 2, 1)]
+)
 def test_a_latent_smaller_than_the_windows_is_padded_with_its_edge(grid):
     """Time at the end, rows and columns on both sides, the smaller half before."""
     latent = normal(1, 16, *grid)

@@ -235,6 +235,7 @@ def full_width():
     return config, params, feeds, diffusers(module, feeds)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_block_at_full_width_equals_diffusers(kind, full_width):
     config, params, feeds, expected = full_width

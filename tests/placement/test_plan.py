@@ -101,7 +101,7 @@ def test_every_stage_has_its_own_mesh():
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [
-        ("v6e", {"sequence": 4, "tensor": 2}),
+        pytest.param("v6e", {"sequence": 4, "tensor": 2}, marks=pytest.mark.long),
         pytest.param("v7x", {"sequence": 8}, marks=pytest.mark.long),
         ("h100-80gb", {"tensor": 8}),
     ],
@@ -120,6 +120,7 @@ def test_work_of_one_step_is_the_known_number():
     assert costs["stage1"].steps == 30 and costs["stage2"].steps == 3
 
 
+@pytest.mark.long
 def test_devices_share_work_and_weights():
     one, four = (stages(plan("ltx-2.3", n, memory="resident")) for n in (1, 4))
     assert four["stage1"].flops == pytest.approx(one["stage1"].flops / 4, rel=0.01)

@@ -471,6 +471,7 @@ def test_transformers_of_one_repository_are_chosen_by_name(run, parted):
     assert found == parts and open_checkpoint(out.strip()).config.part("duration_head")
 
 
+@pytest.mark.long
 def test_one_of_several_is_chosen_by_its_file(run, served):
     status, out, _ = run(
         "weights", "fetch", "lab/mixed/model_index.json", "--pipeline", "one-stage"
@@ -502,8 +503,8 @@ def test_one_of_several_is_chosen_by_its_file(run, served):
             ("lab/plain/no.safetensors",),
             r"no.safetensors is no checkpoint in it; found: tiny-2.3.safetensors",
         ),
-        (("lab/gemma",), "no checkpoint of LTX-2 in it"),
-        (("nothing",), "expected ORG/NAME"),
+        pytest.param(("lab/gemma",), "no checkpoint of LTX-2 in it", marks=pytest.mark.long),
+        pytest.param(("nothing",), "expected ORG/NAME", marks=pytest.mark.long),
     ],
 )
 def test_what_the_hub_refuses_is_one_line(run, words, says):
@@ -519,7 +520,13 @@ def test_a_hub_that_does_not_answer_is_one_line(run):
         assert said in one_line(run("weights", "fetch", "lab/plain", **more))
 
 
-@pytest.mark.parametrize("file", [{"rfilename": 3, "size": 1}, {"size": "12"}, {"size": -5}])
+@pytest.mark.parametrize(
+    "file",
+    [
+        {"rfilename": 3, "size": 1},
+        *(pytest.param({"size": size}, marks=pytest.mark.long) for size in ("12", -5)),
+    ],
+)
 def test_a_list_of_files_that_is_none_is_one_line(run, served, monkeypatch, file):
     entry = {"rfilename": "a.safetensors", "size": 1} | file
     body = json.dumps({"id": "lab/plain", "sha": COMMIT, "siblings": [entry]}).encode()
