@@ -18,13 +18,13 @@ from torch import fx
 from ltx2rt.graph.ir import Graph, Node, Value
 from ltx2rt.graph.ir import Repeat as RepeatPlan
 from ltx2rt.graph.ops import COLLECTIVES
-from ltx2rt.placement.stream import moves, stack_of
+from ltx2rt.placement.stream import layers
 from ltx2rt.scheduling import in_use
 from ltx2rt_cuda.device.torch_device import Side
 from ltx2rt_cuda.distributed import ALONE, Position
 from ltx2rt_cuda.ops import OPS, arrived
 from ltx2rt_cuda.stream import HostTensor
-from ltx2rt_cuda.streams import TwoStreams, in_parts, subgraphs
+from ltx2rt_cuda.streams import TwoStreams, in_parts
 
 SEVERAL = ("repeat", "all_reduce", "all_to_all")  # ops that return a tuple even if it is of one
 
@@ -117,24 +117,6 @@ def _operands(graph: Graph) -> list[int]:
 
 def _results(graph: Graph) -> list[int]:
     return [id(v) for v in graph.outputs.values()]
-
-
-def _layers(body: Graph) -> list[Graph]:
-    """The body in parts that run one after the other, each with the weights of one stack."""
-    params = {name: v for name, (v, _) in body.all_params().items()}
-    stacks = list(
-        dict.fromkeys(stack_of(name) for name, v in params.items() if moves(name, v.type))
-    )
-    if len(stacks) < 2:
-        return [body]
-    at = {id(v): stacks.index(s) for name, v in params.items() if (s := stack_of(name)) in stacks}
-    nodes: list[list[Node]] = [[] for _ in stacks]
-    for node in body.nodes:
-        own = [v for v, _ in node.repeat.body.all_params().values()] if node.op == "repeat" else []
-        number = max((at.get(id(v), 0) for v in (*node.inputs, *own)), default=0)
-        at |= {id(v): number for v in node.outputs}
-        nodes[number].append(node)
-    return subgraphs(body, nodes)
 
 
 VIEWS = ("at", "slice", "rename")
@@ -307,7 +289,7 @@ class _Lowering:
     def repeat(self, number: int, node: Node) -> None:
         operands, plan = tuple(map(self.read, node.inputs)), node.repeat
         body, sums = _summed(plan, self.device)
-        parts = _layers(body)
+        parts = layers(body)
         carries = 0 if self.compile or len(parts) > 1 else plan.num_carries
         blocks: list[Any] = [
             lower(part, self.device, position=self.position, carries=carries, side=self.side)

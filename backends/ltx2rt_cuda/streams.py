@@ -9,12 +9,12 @@ fills what a last wave leaves empty. How much that is no GPU has shown yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from ltx2rt.graph.ir import Graph, Node, Value
+from ltx2rt.graph.ir import Graph, Node, subgraphs
 from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt.placement.cost import VIEWS, node_flops
 from ltx2rt_cuda.device.torch_device import Side
@@ -84,35 +84,6 @@ def in_parts(graph: Graph) -> list[Node | tuple[Graph, Graph]]:
         else:
             result += [node for part in parts for node in part.nodes]
     return result
-
-
-def subgraphs(graph: Graph, groups: Sequence[Sequence[Node]]) -> list[Graph]:
-    """A graph for each group of nodes, whose inputs and outputs are values of `graph`."""
-    readers: dict[int, list[Node]] = {}
-    for node in graph.nodes:
-        for v in node.inputs:
-            readers.setdefault(id(v), []).append(node)
-    kept = {id(v) for v in graph.outputs.values()}
-
-    def subgraph(nodes: Sequence[Node]) -> Graph:
-        inside, made = set(map(id, nodes)), [v for node in nodes for v in node.outputs]
-        read = {id(v): v for node in nodes for v in node.inputs}
-        for v in made:
-            read.pop(id(v), None)
-        left = [
-            v
-            for v in made
-            if id(v) in kept or any(id(n) not in inside for n in readers.get(id(v), ()))
-        ]
-        return Graph(
-            graph.name, inputs=_numbered(read.values()), nodes=list(nodes), outputs=_numbered(left)
-        )
-
-    return [subgraph(nodes) for nodes in groups]
-
-
-def _numbered(values: Iterable[Value]) -> dict[str, Value]:
-    return {str(i): v for i, v in enumerate(values)}
 
 
 def _next(nodes: Sequence[Node]) -> tuple[list[Node], list[Chain], list[Node]]:

@@ -11,7 +11,8 @@ before that has ended, so that no more than two are on the devices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -23,7 +24,8 @@ from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Lowered
 
-from ltx2rt.graph.ir import Graph
+from ltx2rt.graph.ir import Graph, Value
+from ltx2rt.placement.stream import layers
 from ltx2rt_tpu.lower import Ops, run
 from ltx2rt_tpu.program import abstract, compiler_options, is_tpu, on_mesh, own
 from ltx2rt_tpu.weights import abstract_weights, weight_specs
@@ -56,20 +58,34 @@ class Layered:
         return dict(zip(self.graph.outputs, results, strict=True))
 
     def _iterated(
-        self, part: Graph, function: Any, weights: Mapping[str, Any], operands: list[Array]
+        self,
+        part: Graph,
+        layers: Sequence[Layer],
+        weights: Mapping[str, Any],
+        operands: list[Array],
     ) -> list[Array]:
         (plan,) = part.repeats
-        still = {name: x for name, x in weights.items() if name not in self.hosted}
-        moved = {name: x for name, x in weights.items() if name in self.hosted}
-        carry, others = operands[: plan.num_carries], operands[plan.num_carries :]
-        made = self._empty(part)()
-        arriving = {name: x.brought(plan.first) for name, x in moved.items()}
-        for i in range(plan.count):
+        values = dict(zip(map(id, plan.body.inputs.values()), operands, strict=True))
+        made, results = self._empty(part)(), list(plan.body.outputs.values())
+        order = [(i, layer) for i in range(plan.count) for layer in layers]
+        arriving = order[0][1].brought(weights, plan.first)
+        latest = operands[: plan.num_carries]
+        for (i, layer), after in zip(order, [*order[1:], None], strict=True):
             here, arriving = arriving, {}
-            jax.block_until_ready(carry)  # the memory of the layer before this one is free
-            if i + 1 < plan.count:
-                arriving = {name: x.brought(plan.first + i + 1) for name, x in moved.items()}
-            carry, made = function(here, still, carry, others, made, np.int32(i))
+            jax.block_until_ready(latest)  # the memory of the layer before this one is free
+            if after is not None:
+                arriving = after[1].brought(weights, plan.first + after[0])
+            still = {name: weights[name] for name in layer.still}
+            given = [values[id(v)] for v in layer.given]
+            rows = [made[n] for n in layer.rows]
+            latest, rows = layer.function(here, still, given, rows, np.int32(i))
+            values |= zip(map(id, layer.graph.outputs.values()), latest, strict=True)
+            for n, x in zip(layer.rows, rows, strict=True):
+                made[n] = x
+            if layer is layers[-1]:
+                carry = [values[id(v)] for v in results[: plan.num_carries]]
+                inputs = list(plan.body.inputs.values())[: plan.num_carries]
+                values |= zip(map(id, inputs), carry, strict=True)
         return [*carry, *made]
 
     def _empty(self, part: Graph) -> Any:
@@ -82,7 +98,7 @@ class Layered:
         return jax.jit(make)
 
     def _function(self, part: Graph) -> Any:
-        """The program of a part, or of one iteration of its repeat."""
+        """The program of a part, or those of the layers of its repeat."""
         options, names = compiler_options(part, self.place), part.all_params()
         if not part.repeats:
 
@@ -92,11 +108,25 @@ class Layered:
             specs = {name: self.specs[name] for name in names}, self.lead
             function = on_mesh(between, self.place, *specs, out=self.lead)
             return jax.jit(function, compiler_options=options)
-        (plan,) = part.repeats
+        return [self._layer(part, graph, options) for graph in layers(part.repeats[0].body)]
 
-        def layer(
-            here: dict[str, Array], still: dict[str, Array], carry: list[Array],
-            others: list[Array], made: list[Array], i: Array,
+    def _layer(self, part: Graph, graph: Graph, options: Any) -> Layer:
+        """graph: what one layer of the body of the part's repeat computes."""
+        (plan,) = part.repeats
+        names = {id(v): name for name, (v, _) in part.all_params().items()}
+        read = {
+            *graph.all_params(),
+            *(names[k] for k in map(id, graph.inputs.values()) if k in names),
+        }
+        data = list(map(id, plan.body.inputs.values()))[plan.num_carries + plan.num_invariants :]
+        given = [v for v in graph.inputs.values() if id(v) not in names]
+        ends = list(map(id, plan.body.outputs.values()))[plan.num_carries :]
+        made = list(map(id, graph.outputs.values()))
+        rows = [n for n, end in enumerate(ends) if end in made]
+
+        def function(
+            here: dict[str, Array], still: dict[str, Array], operands: list[Array],
+            stacked: list[Array], i: Array,
         ) -> tuple[list[Array], list[Array]]:  # fmt: skip
             def of_layer(x: Array, layer: Any = i) -> Array:
                 return lax.dynamic_index_in_dim(x, layer, 0, False)
@@ -104,22 +134,27 @@ class Layered:
             weights = {name: x[0] for name, x in here.items()} | {
                 name: of_layer(x, plan.first + i) if "*" in name else x for name, x in still.items()
             }
-            fixed, data = _own(others)[: plan.num_invariants], _own(others)[plan.num_invariants :]
-            operands = [*_own(carry), *fixed, *map(of_layer, data)]
-            results = run(plan.body, weights, operands, ops=self.ops)
-            rows = zip(made, results[plan.num_carries :], strict=True)
-            made = [lax.dynamic_update_index_in_dim(m, x[None], i, 1) for m, x in rows]
-            return _led(results[: plan.num_carries]), made
+            values = {
+                id(v): of_layer(x) if id(v) in data else x
+                for v, x in zip(given, _own(operands), strict=True)
+            }
+            values |= {key: weights[name] for key, name in names.items() if name in weights}
+            inputs = [values[id(v)] for v in graph.inputs.values()]
+            results = run(graph, weights, inputs, ops=self.ops)
+            new = [results[made.index(ends[n])] for n in rows]
+            stacked = [
+                lax.dynamic_update_index_in_dim(m, x[None], i, 1)
+                for m, x in zip(stacked, new, strict=True)
+            ]
+            return _led(results), stacked
 
-        specs = [
-            {name: self.specs[name] for name in names if (name in self.hosted) == hosted}
-            for hosted in (True, False)
-        ]
-        function = on_mesh(
-            layer, self.place, *specs, self.lead, self.lead, self.lead, P(), out=self.lead
-        )
-        donated = (4,) if is_tpu(self.place) else ()
-        return jax.jit(function, compiler_options=options, donate_argnums=donated)
+        hosted = sorted(read & self.hosted)
+        still = sorted(read - self.hosted)
+        specs = [{name: self.specs[name] for name in each} for each in (hosted, still)]
+        placed = on_mesh(function, self.place, *specs, self.lead, self.lead, P(), out=self.lead)
+        donated = (3,) if is_tpu(self.place) else ()
+        jitted = jax.jit(placed, compiler_options=options, donate_argnums=donated)
+        return Layer(graph, jitted, hosted, still, given, rows)
 
     def lowered(self) -> Iterator[Lowered]:
         """Every program, for devices that are not here."""
@@ -138,18 +173,56 @@ class Layered:
         for part, function in zip(self.parts, self.functions, strict=True):
             read = {name: weights[name] for name in part.all_params()}
             operands = [values[id(v)] for v in part.inputs.values()]
-            arguments: tuple[Any, ...] = read, operands
             if part.repeats:
-                cut = part.repeats[0].num_carries
-                hosted = {name: x for name, x in read.items() if name in self.hosted}
-                still = {name: x for name, x in read.items() if name not in self.hosted}
-                made = here(self._empty(part).eval_shape())
-                layer = ShapeDtypeStruct((), "int32")
-                arguments = hosted, still, operands[:cut], operands[cut:], made, layer
-            yield function.lower(*arguments)
-            found = here(function.eval_shape(*arguments))
-            results = [*found[0], *found[1]] if part.repeats else found
+                yield from self._lowered_layers(part, function, read, operands, values, here)
+                continue
+            yield function.lower(read, operands)
+            results = here(function.eval_shape(read, operands))
             values |= zip(map(id, part.outputs.values()), results, strict=True)
+
+    def _lowered_layers(
+        self,
+        part: Graph,
+        layers: Sequence[Layer],
+        read: Mapping[str, Any],
+        operands: list[Any],
+        values: dict[int, Any],
+        here: Callable[[Any], Any],
+    ) -> Iterator[Lowered]:
+        """The program of each layer; what the part makes is entered in `values`."""
+        (plan,) = part.repeats
+        inner = dict(zip(map(id, plan.body.inputs.values()), operands, strict=True))
+        made = here(self._empty(part).eval_shape())
+        for layer in layers:
+            arguments = (
+                {name: read[name] for name in layer.hosted},
+                {name: read[name] for name in layer.still},
+                [inner[id(v)] for v in layer.given],
+                [made[n] for n in layer.rows],
+                ShapeDtypeStruct((), "int32"),
+            )
+            yield layer.function.lower(*arguments)
+            results, _ = here(layer.function.eval_shape(*arguments))
+            inner |= zip(map(id, layer.graph.outputs.values()), results, strict=True)
+        carry = [inner[id(v)] for v in plan.body.outputs.values()][: plan.num_carries]
+        values |= zip(map(id, part.outputs.values()), [*carry, *made], strict=True)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a repeat's body. hosted, still: weights that it reads, by where they are; given:
+    its other operands; rows: which of the results that the repeat stacks it makes."""
+
+    graph: Graph
+    function: Any
+    hosted: Sequence[str]
+    still: Sequence[str]
+    given: Sequence[Value]
+    rows: Sequence[int]
+
+    def brought(self, weights: Mapping[str, Any], layer: int) -> dict[str, Array]:
+        """Its weights of an iteration, on their way to the devices."""
+        return {name: weights[name].brought(layer) for name in self.hosted}
 
 
 def _called(

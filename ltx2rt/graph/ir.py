@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -288,3 +288,32 @@ class Graph:
                 ):
                     specs[part] = ParamSpec(shape, value.type.dtype)
         return specs
+
+
+def subgraphs(graph: Graph, groups: Sequence[Sequence[Node]]) -> list[Graph]:
+    """A graph for each group of nodes, whose inputs and outputs are values of `graph`."""
+    readers: dict[int, list[Node]] = {}
+    for node in graph.nodes:
+        for v in node.inputs:
+            readers.setdefault(id(v), []).append(node)
+    kept = {id(v) for v in graph.outputs.values()}
+
+    def subgraph(nodes: Sequence[Node]) -> Graph:
+        inside, made = set(map(id, nodes)), [v for node in nodes for v in node.outputs]
+        read = {id(v): v for node in nodes for v in node.inputs}
+        for v in made:
+            read.pop(id(v), None)
+        left = [
+            v
+            for v in made
+            if id(v) in kept or any(id(n) not in inside for n in readers.get(id(v), ()))
+        ]
+        return Graph(
+            graph.name, inputs=_numbered(read.values()), nodes=list(nodes), outputs=_numbered(left)
+        )
+
+    return [subgraph(nodes) for nodes in groups]
+
+
+def _numbered(values: Iterable[Value]) -> dict[str, Value]:
+    return {str(i): v for i, v in enumerate(values)}

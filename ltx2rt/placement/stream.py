@@ -16,7 +16,7 @@ import re
 from collections.abc import Collection, Mapping
 from itertools import product
 
-from ltx2rt.graph.ir import Graph, Type, Value
+from ltx2rt.graph.ir import Graph, Node, Type, Value, subgraphs
 from ltx2rt.passes.adapters import MARK
 
 LEAST_BYTES = 2**20  # smaller tensors stay: a block has about 2 MB of them
@@ -44,6 +44,24 @@ def stack_of(name: str) -> str:
     return match[0] if match else name
 
 
+def layers(body: Graph) -> list[Graph]:
+    """The body in parts that run one after the other, each with the weights of one stack."""
+    params = {name: v for name, (v, _) in body.all_params().items()}
+    stacks = list(
+        dict.fromkeys(stack_of(name) for name, v in params.items() if moves(name, v.type))
+    )
+    if len(stacks) < 2:
+        return [body]
+    at = {id(v): stacks.index(s) for name, v in params.items() if (s := stack_of(name)) in stacks}
+    nodes: list[list[Node]] = [[] for _ in stacks]
+    for node in body.nodes:
+        own = [v for v, _ in node.repeat.body.all_params().values()] if node.op == "repeat" else []
+        number = max((at.get(id(v), 0) for v in (*node.inputs, *own)), default=0)
+        at |= {id(v): number for v in node.outputs}
+        nodes[number].append(node)
+    return subgraphs(body, nodes)
+
+
 def pieces(graph: Graph) -> dict[Piece, int]:
     """Bytes of every piece of a placed graph on one device, in the order in which a run reads
     them."""
@@ -54,8 +72,8 @@ def pieces(graph: Graph) -> dict[Piece, int]:
             stacks.setdefault(stack_of(name), []).append(param)
     found: dict[Piece, int] = {}
     for stacks in bodies.values():
-        layers = max(count for own in stacks.values() for _, count in own)
-        for layer, (stack, own) in product(range(layers), stacks.items()):
+        most = max(count for own in stacks.values() for _, count in own)
+        for layer, (stack, own) in product(range(most), stacks.items()):
             found[stack, layer] = sum(value.type.nbytes for value, count in own if layer < count)
     return found
 
