@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile, ZipInfo
@@ -182,13 +183,21 @@ def zipped(
 ) -> Iterator[np.ndarray]:
     """The chunks as they are; meanwhile their frames are written as EXR files, and the sound as WAV,
     into one ZIP file."""
-    with ZipFile(path, "w") as file:
-        number = 0
+
+    def encoded(frame: np.ndarray) -> bytes:
+        return exr_bytes(from_model(frame, how), how.space)
+
+    with (
+        ZipFile(path, "w") as file,
+        ThreadPoolExecutor(PNG_THREADS, thread_name_prefix="exr") as pool,
+    ):
+        numbers = count()
         for chunk in chunks:
-            for frame in as_frames(chunk):
-                name = ZipInfo(f"{number:05d}.exr")  # of no date: equal clips are equal files
-                file.writestr(name, exr_bytes(from_model(frame, how), how.space))
-                number += 1
+            frames = iter(as_frames(chunk))
+            while some := list(islice(frames, PNG_THREADS)):
+                for data in pool.map(encoded, some):
+                    # of no date: equal clips are equal files
+                    file.writestr(ZipInfo(f"{next(numbers):05d}.exr"), data)
             yield chunk
         if waveform is not None:
             file.writestr(ZipInfo("sound.wav"), wav_bytes(waveform, rate))

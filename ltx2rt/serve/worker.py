@@ -33,7 +33,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ltx2rt.errors import Cancelled, InputError
-from ltx2rt.media.hdr import as_frames, to_srgb
+from ltx2rt.media.hdr import HighRange, as_frames, to_srgb
 from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.media.output import zipped
 from ltx2rt.notes import note
@@ -265,7 +265,7 @@ def _made(
     def noted(frames: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         for chunk in frames:
             if not first:
-                first.append(to_srgb(as_frames(chunk)[0], hdr) if hdr else to_rgb8(chunk)[0])
+                first.append(first_frame(chunk, hdr))
             yield chunk
 
     def write(number: int, path: Path) -> None:
@@ -331,6 +331,12 @@ def _planned(session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any]) -
             "another rank refuses it, where a file is missing or there is no room"
         )
     return plan
+
+
+def first_frame(chunk: np.ndarray, hdr: HighRange | None) -> np.ndarray:
+    """u8[H, W, 3] of a chunk as `write_clip` takes it."""
+    one = chunk[:, :1] if chunk.dtype == np.float32 else chunk[:1]
+    return to_srgb(as_frames(one)[0], hdr) if hdr else to_rgb8(one)[0]
 
 
 def thumbnail(frame: np.ndarray, path: Path) -> None:

@@ -1,6 +1,7 @@
 """HDR: curves against their definitions, EXR bit for bit, and what an HLG file says of itself."""
 
 from fractions import Fraction
+from zipfile import ZipFile
 
 import av
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 
 from ltx2rt.errors import InputError
 from ltx2rt.media import hdr
-from ltx2rt.media.output import check_output, write_clip
+from ltx2rt.media.output import check_output, write_clip, zipped
+from ltx2rt.media.sound import write_wav
 
 
 def test_curves_are_each_others_inverse():
@@ -161,6 +163,25 @@ def test_frames_are_written_as_exr(tmp_path):
     np.testing.assert_array_equal(hdr.read_exr(tmp_path / "f-00001.exr"), expected)
     with pytest.raises(InputError, match="is there already"):
         check_output(name)
+
+
+def test_frames_are_zipped_while_they_go_on(tmp_path):
+    chunk, how = clip(frames=19), hdr.HighRange("ACESCG")
+    chunk[:, :, 0, 0] = np.linspace(-1, 1, 19)  # each frame has its own
+    wave = np.random.default_rng(0).uniform(-1, 1, (2, 900)).astype(np.float32)
+    for name in ("a.zip", "b.zip"):
+        given = [chunk[:, :17], chunk[:, 17:]]
+        passed = list(zipped(given, tmp_path / name, how, wave, 8000))
+        assert all(a is b for a, b in zip(passed, given, strict=True))
+    assert (tmp_path / "a.zip").read_bytes() == (tmp_path / "b.zip").read_bytes()
+    with ZipFile(tmp_path / "a.zip") as file:
+        assert file.namelist() == [*(f"{i:05d}.exr" for i in range(19)), "sound.wav"]
+        file.extractall(tmp_path)
+    frames = hdr.from_model(hdr.as_frames(chunk), how).astype(np.float16)
+    for i, frame in enumerate(frames):
+        np.testing.assert_array_equal(hdr.read_exr(tmp_path / f"{i:05d}.exr"), frame)
+    write_wav(tmp_path / "c.wav", wave, 8000)
+    assert (tmp_path / "sound.wav").read_bytes() == (tmp_path / "c.wav").read_bytes()
 
 
 def test_logc3_of_loras_for_hdr():
