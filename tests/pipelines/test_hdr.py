@@ -75,6 +75,7 @@ def test_the_encoder_is_given_the_images_codes(on_both, picture, monkeypatch):
     np.testing.assert_allclose(seen[0][0, :, 0], (codes * 2 - 1).transpose(2, 0, 1), atol=1e-5)
 
 
+@pytest.mark.long
 def test_segments_keep_codes_of_16_bits(on_both, picture, monkeypatch, tmp_path):
     """The next one is given those, without a step through 8 bits; made anew it is the same."""
     session = on_both("tiny-2.3", distilled_lora=NO_LORA, assume="dev")["cuda"]

@@ -247,7 +247,7 @@ def killed(batch, num_jobs, num_kills, seed):
     return len(results(output))
 
 
-@pytest.mark.parametrize("remotely", [False, True])
+@pytest.mark.parametrize("remotely", [pytest.param(False, marks=pytest.mark.long), True])
 def test_frames_in_high_dynamic_range_are_beside_the_clip(batch, server, tmp_path, remotely):
     (tmp_path / "light.exr").write_bytes(exr_bytes(np.ones((64, 64, 3), np.float32), "ACESCG"))
     more = {"hdr": "ACESCG", "hdr_frames": True, "seed": 4, "images": [{"path": "light.exr"}]}
