@@ -469,6 +469,9 @@ class App:
             if field in given:
                 text = f"{field}: the video that is extended is named already; leave it out"
                 raise Refusal(400, "invalid_value", text, field)
+        if job.job["clip"].get("hdr"):
+            text = "the clip is in high dynamic range, and extend starts from 8 bits; ask for more segments"
+            raise Refusal(409, "conflict", text)
         with self._clip(job, number) as file:
             data = await asyncio.to_thread(file.read)
         kept = await asyncio.to_thread(self.folder.keep_input, data, SUFFIX[VIDEO])

@@ -1206,6 +1206,24 @@ def test_a_segment_is_a_file_that_plays(server, tmp_path):
     error_of(server.http.get("/v1/videos/video_00/segments/1"), 404)
 
 
+def test_a_clip_in_high_dynamic_range_is_a_request_like_any_other(server):
+    id = server.add("1:0.01", hdr="ACESCG", hdr_transfer="pq", hdr_frames=True, seed=3)
+    video = server.until(id)
+    wanted = {"hdr": "ACESCG", "hdr_transfer": "pq", "hdr_frames": True}
+    assert wanted.items() <= video["x"]["settings"].items()
+    assert server.http.get(video["x"]["urls"]["frames"][0]).text == "frames"
+    some = server.http.get(video["x"]["urls"]["frames"][0], headers={"range": "bytes=0-1"})
+    assert some.status_code == 206 and some.content == b"fr"
+    refused = error_of(server.http.post(f"/v1/videos/{id}/extend", json={}), 409)
+    assert "extend starts from 8 bits" in refused["message"]
+    plain = server.until(server.add("1:0.01"))
+    assert plain["x"]["urls"]["frames"] == [] and plain["x"]["settings"]["hdr"] is None
+    url = f"/v1/videos/{plain['id']}/content?variant=frames"
+    assert "ask for it with hdr_frames" in error_of(server.http.get(url), 404)["message"]
+    server.http.delete(f"/v1/videos/{id}")
+    assert not list((server.data / "out").glob(f"{id}*"))
+
+
 def test_a_stream_of_a_finished_job_is_its_file(server):
     id = server.add("2:0.01")
     assert server.get(id)["x"]["stream"] is None
