@@ -330,6 +330,7 @@ def main() -> None:
         compiled(name, "quantise_rows_kernel", quantise_rows.quantise_rows, meta(4 * tokens, width))
     kernels = {"int8": "scaled_rows_kernel", "nvfp4": "nvfp4_kernel"}
     kernels |= {"stored float8": "scaled_rows_kernel"}
+    kernels |= dict.fromkeys(("int8 rotated by 4", "int8 rotated by 256"), "rotated_rows_kernel")
     for encoding in (*kernels, *unpack.BLOCKS, "Q4_K or Q6_K"):
         shapes = ((16384, field.columns(4096)) for field in ENCODINGS[encoding].fields)
         dtypes = (getattr(torch, field.dtype) for field in ENCODINGS[encoding].fields)

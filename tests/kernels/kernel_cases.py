@@ -34,7 +34,7 @@ STORED = {
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
 DECODED = ("int8", "stored float8", "nvfp4", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K",
-           "Q5_K", "Q6_K")  # fmt: skip
+           "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "int8 rotated by 256")  # fmt: skip
 Case = tuple[
     str, list[torch.Tensor], dict[str, Any], dict[str, Any]
 ]  # op, operands, plan, reference's keywords
@@ -430,6 +430,8 @@ CASES: dict[str, Callable[[Operands], Case]] = {
     },
     "unpack Q4_K of long rows": partial(stored, encoding="Q4_K", width=8448),
     "unpack int8 of long rows": partial(stored, encoding="int8", width=4100),
+    "unpack int8 rotated by 4": partial(stored, encoding="int8 rotated by 4", width=516),
+    "unpack int8 rotated by 1024": partial(stored, encoding="int8 rotated by 1024", width=1024),
     "unpack nvfp4 of long rows": partial(stored, encoding="nvfp4", width=4112),
 }
 

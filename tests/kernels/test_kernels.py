@@ -156,7 +156,7 @@ def test_kernel_refuses_what_it_cannot_take(op, change, reason):
 def test_plain_ops_decode_what_has_no_kernel():
     _, (x, *_), _, _ = CASES["unpack Q4_0"](Operands("cpu", torch.float32))
     kernels = import_module("ltx2rt_kernels.unpack.cuda")
-    for name in ("IQ4_NL", "Q4_0 or IQ4_NL", "int8 rotated by 256"):
+    for name in ("float8", "Q4_0 or float8"):
         reason = kernels.why_not(x, encoding=name, dtype="bfloat16")
         assert reason == f"no kernel decodes {name.rpartition(' or ')[2]}"
 

@@ -55,6 +55,33 @@ def scaled_rows_kernel(
 
 
 @jit
+def rotated_rows_kernel(
+    values, scale, out, row_values, row_out, rows, N, SIZE: tl.constexpr, SHARE: tl.constexpr,
+    SPAN: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """Rows of whole numbers times the regular Hadamard matrix: an entry is negative where an odd
+    number of base-4 digits of its row and column add up to 3. Products and sums are exact."""
+    r = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
+    c = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
+    start = tl.program_id(1) * SIDE // SPAN * SPAN
+    inside = tl.minimum(r, rows - 1).to(tl.int64)
+    total = tl.zeros((SIDE, SIDE), tl.float32)
+    for first in range(start, start + SPAN, SIDE):
+        i = first + tl.arange(0, SIDE)
+        x = tl.load(values + inside[:, None] * row_values + i[None, :], i[None, :] < N, 0)
+        digits = i[:, None] ^ c[None, :]
+        odd = digits & digits >> 1 & 0x5555
+        odd ^= odd >> 8
+        odd ^= odd >> 4
+        odd ^= odd >> 2
+        turn = tl.where(digits < SIZE, 1 - 2 * (odd & 1), 0)
+        total = tl.dot(x.to(tl.float16), turn.to(tl.float16), total)
+    y = total * SHARE * tl.load(scale + inside)[:, None]
+    at = out + inside[:, None] * row_out + c[None, :]
+    tl.store(at, y.to(out.dtype.element_ty), (r < rows)[:, None] & (c < N)[None, :])
+
+
+@jit
 def nvfp4_kernel(
     halves, scales, scale, out, row_halves, row_scales, row_out, groups, GROUPS: tl.constexpr
 ):  # fmt: skip
@@ -158,13 +185,37 @@ def q2_k(b, k, e):
     return scaled - number(b + 82) * (both >> 4).to(tl.float32)
 
 
+# What four bits of IQ4 stand for, 127 more, four in a word.
+IQ4_0, IQ4_1, IQ4_2, IQ4_3 = map(tl.constexpr, (1043076864, 1969839182, -1516729216, -254229324))
+
+
+@jit
+def iq4(q):
+    first, last = tl.where(q < 4, IQ4_0, IQ4_1), tl.where(q < 12, IQ4_2, IQ4_3)
+    return ((tl.where(q < 8, first, last) >> 8 * (q % 4) & 255) - 127).to(tl.float32)
+
+
+@jit
+def iq4_nl(b, k, e):
+    return number(b) * iq4(nibble(b + 2, e))
+
+
+@jit
+def iq4_xs(b, k, e):
+    low, high = byte(b + 4 + k // 2) >> 4 * (k % 2) & 15, byte(b + 2 + k // 4) >> 2 * (k % 4) & 3
+    scale = (low | high << 4) - 32
+    return number(b) * scale.to(tl.float32) * iq4(nibble(b + 8 + 16 * k, e))
+
+
 # By type: its numbers, and how many of them have a scale in common.
 BLOCKS: dict[str, tuple[Any, int]] = {
     "Q8_0": (q8_0, 32), "Q4_0": (q4_0, 32), "Q4_1": (q4_1, 32), "Q5_0": (q5_0, 32),
     "Q5_1": (q5_1, 32), "Q2_K": (q2_k, 16), "Q3_K": (q3_k, 16), "Q4_K": (q4_k, 32),
-    "Q5_K": (q5_k, 32), "Q6_K": (q6_k, 16),
+    "Q5_K": (q5_k, 32), "Q6_K": (q6_k, 16), "IQ4_NL": (iq4_nl, 32), "IQ4_XS": (iq4_xs, 32),
 }  # fmt: skip
 SCALED_ROWS = ("int8", "stored int8", "stored float8")
+ROTATED = {f"int8 rotated by {4**power}": power for power in range(1, 7)}
+SIDE = 64  # rows, columns, and rotated numbers of a row that a program multiplies at once
 
 
 @jit
@@ -185,7 +236,7 @@ def blocks_kernel(
 
 def why_not(*fields: Tensor, encoding: str, dtype: str) -> str | None:
     for name in encoding.split(EITHER):
-        if name not in (*BLOCKS, *SCALED_ROWS, "nvfp4"):
+        if name not in (*BLOCKS, *SCALED_ROWS, *ROTATED, "nvfp4"):
             return f"no kernel decodes {name}"
     if any(x.stride(1) != 1 and x.shape[1] > 1 for x in fields):
         return "an operand's last axis is strided"
@@ -209,6 +260,12 @@ def unpack(*fields: Tensor, encoding: str, dtype: str) -> Tensor:
         scaled_rows_kernel[grid](
             values, fields[1], out, stored.stride(0), n, n,
             TILE=TILE, IS_E4M3=is_e4m3, num_warps=WARPS,
+        )  # fmt: skip
+    elif encoding in ROTATED:
+        power, sides = ROTATED[encoding], (triton.cdiv(len(stored), SIDE), triton.cdiv(n, SIDE))
+        rotated_rows_kernel[sides](
+            stored, fields[1], out, stored.stride(0), n, len(stored), n, SIZE=4**power,
+            SHARE=0.5**power, SPAN=max(4**power, SIDE), SIDE=SIDE, num_warps=4,
         )  # fmt: skip
     elif encoding == "nvfp4":
         _, scales, scale = fields
