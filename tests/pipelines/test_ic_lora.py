@@ -384,6 +384,23 @@ def broken(tmp_path, files):
             ["REF", "--skip-stage-2", "--audio-from", "stage2"],
             "--audio-from: stage2, which --skip-stage-2 leaves out",
         ),
+        (["REF", "--pad", "32,0,32"], "--pad: '32,0,32', expected LEFT,TOP,RIGHT,BOTTOM"),
+        (["REF", "--pad", "a,0,0,0"], "--pad: 'a,0,0,0', expected LEFT,TOP,RIGHT,BOTTOM"),
+        (["REF", "--pad=-32,0,0,0"], "--pad: -32 pixels, expected 0 or more"),
+        (
+            ["REF", "--pad", "9999999999999,0,0,0"],
+            "--pad: the clip has 256x128, 17 frames at 24 fps",
+        ),
+        (
+            ["REF", "REF", "--pad", "32,0,0,0"],
+            "--pad: does not go with several --video-conditioning",
+        ),
+        (["REF", "--hdr", "ACESCG", "--pad", "32,0,0,0"], "have 8 bits; leave out --pad or it"),
+        (
+            ["REF", "--hdr-transfer", "pq"],
+            "--hdr-transfer: pq, but the clip is not in high dynamic",
+        ),
+        (["REF", "--hdr", "ACESCG", "--output", "x.webm"], "--hdr: x.webm cannot hold it"),
         (["REF", "--output", "REF"], "first.mov"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
