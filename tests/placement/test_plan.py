@@ -193,6 +193,7 @@ def test_time_is_work_or_weights_and_then_what_is_exchanged():
     assert pair == pytest.approx(1.002) and line == pytest.approx(4 / 3 + 0.002)
 
 
+@pytest.mark.long
 def test_a_guidance_axis_is_weighed_against_sharing():
     """Two branches are 96 TFLOP; half of the tokens of what four branches share, and all of the
     sound, 82."""

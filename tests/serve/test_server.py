@@ -305,6 +305,7 @@ def test_clips_go_when_their_time_is_over(start):
     assert answer.json()["error"]["code"] == "expired" and not list((server.data / "out").iterdir())
 
 
+@pytest.mark.long
 def test_a_wrong_clock_deletes_nothing_and_runs_have_their_length(start, tmp_path):
     clock = tmp_path / "clock"
     clock.write_text("0")

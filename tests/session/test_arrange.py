@@ -118,6 +118,7 @@ def test_whole_weights_of_8_bits_fit_a_v6e_and_are_split_by_tokens_alone(
     assert costs["stage1"].time_s(kind) == pytest.approx(step.time_s(kind), rel=0.05)
 
 
+@pytest.mark.long
 def test_a_mesh_on_which_sets_are_loaded_anew_pays_for_it():
     """Whole weights of 8 bits are the fastest to step with, but a v6e has room for one set of two."""
     options, checkpoint, stages = clip(weights_dtype="int8")
