@@ -209,9 +209,14 @@ class TensorFile:
         return array
 
     def read_into(self, place: memoryview, begin: int) -> None:
-        """Fill `place` with bytes of the file, from the byte `begin` on. Raises InputError if the
-        file has changed since it was opened."""
-        read_at(self._file, place, begin)
+        """Fill `place` with bytes of the file, from the byte `begin` on. Raises InputError if it
+        cannot be read, or has changed since it was opened."""
+        try:
+            read_at(self._file, place, begin)
+        except OSError as error:
+            raise InputError(
+                f"{self.path}: cannot read: {error.strerror}; check the disk"
+            ) from error
         self.check()
         self.requested_bytes += len(place)
 

@@ -618,27 +618,34 @@ def test_a_gguf_model_runs_as_its_decoded_copy_does(apart, generate, dtype):
 
 def test_a_device_keeps_what_the_file_holds_and_streams_it(apart, monkeypatch):
     """The bytes that are loaded are those of the graph, which `plan` prints; layers from host
-    memory change nothing."""
+    memory, or from the file, change nothing."""
     size = {"width": 64, "height": 64, "num_frames": 9, "seed": 3, "steps": 2}
     monkeypatch.setattr(stream, "LEAST_BYTES", 8192)
     clips = []
-    for residence in (Residence(), Residence({"transformer": 1, "text-encoder": 1})):
+    one = Residence({"transformer": 1, "text-encoder": 1})
+    for residence, host_memory in ((Residence(), None), (one, None), (one, 0)):
         monkeypatch.setattr(Session, "_ways", lambda self, _, r=residence: [(self.asked, r)])
-        with ltx2rt.open(apart[0], backend="cuda", device="cpu") as opened:
+        given = {"device": "cpu", "host_memory": host_memory}
+        with ltx2rt.open(apart[0], backend="cuda", **given) as opened:
             clips.append(opened.generate("a robot", pipeline="one-stage", **size))
             sets = {key[0]: one for key, one in opened.resident.weights.held.items()}
         kept = sets["transformer"]
         assert bool(kept.streamed) == bool(residence.streams)
         names = {v.type.dtype for v, _ in kept.graph.all_params().values()}
         assert {"uint8", "float32"} <= names
+        if host_memory == 0:
+            (layer,) = kept.weights.ring.pieces.values()
+            homes = {type(home) for x in layer.values() for home, *_ in x.parts}
+            assert GgufFile in homes
         if not residence.streams:
             found = {id(x): x.nbytes for x in kept.weights.values()}
             assert sum(found.values()) == weight_bytes([kept.graph])
             source = open_checkpoint(apart[0]).source("transformer")
             decoded_bytes = sum(4 * math.prod(source.info(n).shape) for n in source.names())
             assert weight_bytes([kept.graph]) < 0.5 * decoded_bytes
-    np.testing.assert_array_equal(clips[0].frames, clips[1].frames)
-    np.testing.assert_array_equal(clips[0].waveform, clips[1].waveform)
+    for clip in clips[1:]:
+        np.testing.assert_array_equal(clip.frames, clips[0].frames)
+        np.testing.assert_array_equal(clip.waveform, clips[0].waveform)
 
 
 def test_an_accelerator_keeps_what_is_stored_where_decoded_weights_do_not_fit(apart):
