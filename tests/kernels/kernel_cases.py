@@ -99,6 +99,12 @@ def modulate(x: Operands) -> Case:
     return "modulate", [x.inside(2, 5, 37), *rows], {"views": views}, {}
 
 
+def modulate_frames(x: Operands) -> Case:
+    """Frames, rows and columns of the diffusion decoder: a scale for each sample, a shift for all."""
+    views = ((2, 1, 1, 1, 37), (1, 1, 1, 1, 37))
+    return "modulate", [x(2, 3, 4, 5, 37), x(2, 37), x(37)], {"views": views}, {}
+
+
 def residual(x: Operands, pairs: int, width: int = 37) -> Case:
     rows, views = _rows(x, 2, 5, width, 1 + 2 * pairs)
     operands = [x(2, 5, width), x.inside(2, 5, width), *rows]
@@ -338,6 +344,7 @@ def stored(x: Operands, encoding: str, width: int = 512) -> Case:
 
 CASES: dict[str, Callable[[Operands], Case]] = {
     "modulate": modulate,
+    "modulate of frames": modulate_frames,
     "norm_modulate": partial(norm_modulate, pairs=1),
     "norm_modulate two pairs": partial(norm_modulate, pairs=2),
     "norm_modulate one number": partial(norm_modulate, pairs=1, width=1),

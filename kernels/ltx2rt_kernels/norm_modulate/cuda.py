@@ -9,6 +9,8 @@ rows. Two nodes, of whatever shapes, may be one launch: the rows of video and of
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -117,8 +119,11 @@ def rows_kernel(
 
 def why_not(x: Tensor, *rows: Tensor, views=(), index_view=None, eps: float = 0.0) -> str | None:
     rows = rows[:-1] if index_view else rows
-    if x.ndim != 3 and not (x.ndim == 4 and len(rows) == 1):
+    shared = bool(views) and not index_view and all(math.prod(view[1:-1]) == 1 for view in views)
+    if x.ndim != 3 and not (x.ndim == 4 and len(rows) == 1) and not (x.ndim > 4 and shared):
         return f"x has {x.ndim} axes, the kernel takes (B, tokens, D)"
+    if x.ndim > 4 and not x.is_contiguous():
+        return "the axes of x's tokens do not lie as one"
     if len(rows) > 4:
         return f"{len(rows) // 2} pairs of rows, the kernel takes at most 2"
     if x.shape[-1] > MAX_BLOCK:
@@ -133,8 +138,12 @@ def rows_part(
     biased: bool = False, norm: bool = True,
 ) -> LaunchPart:  # fmt: skip
     """[x + y * the first row if there is a y] + results, normalised and modulated by the other
-    rows. biased: a bias of y's comes first."""
-    shape, x = x.shape, x.flatten(0, -3)
+    rows. biased: a bias of y's comes first. x may have several axes for tokens, such as frames, rows
+    and columns, if all of a sample's read the same rows."""
+    shape = x.shape
+    if x.ndim > 4:
+        x, views = x.flatten(1, -2), [(view[0], 1, view[-1]) for view in views]
+    x = x.flatten(0, -3)
     batch, tokens, width = x.shape
     index = rows[-1].reshape(index_view).expand(batch, tokens) if index_view else None
     count = max([view[1] for view in views], default=1) if index_view else tokens
