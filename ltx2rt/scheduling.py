@@ -17,6 +17,7 @@ VARIABLE = "LTX2RT_WITHOUT"
 SWITCHES = {
     "rotate": "the last sum of a block is made at the beginning of the next one",
     "halves": "halves of the tokens or samples go through a block in turns, exchanges travel meanwhile",
+    "heads": "attention goes in groups of heads, of which one travels while another attends (TPUs)",
     "pairs": "two nodes of one kernel, such as those of picture and sound, become one launch",
     "sums": "AdaLN's sums of all layers are made in two launches",
     "second-stream": "a recorded step runs on a second stream what may run at once",

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # send each other where nothing but a permutation travels while they compute. Fewer have arrived
 # before other work would have begun.
 LEAST_BYTES = 2**20
+GROUPS = 2  # of heads, one of which travels while the other attends
+HALF_ROWS = 512  # samples times tokens of a half, at the least; not raced
 ASSEMBLED = ("vocoder",)  # networks that run as `program.Assembled`
 
 
@@ -48,17 +50,21 @@ class TpuFactory:
         train: bool = False,
     ) -> Graph:
         """Halves of the samples of a step side by side where that is possible, so that exchanges
-        travel unseen; the vocoder's activations fused, for XLA fuses the rest itself. Nothing of a
-        training step."""
+        travel unseen; elsewhere attention in groups of heads and halves of the tokens; the vocoder's
+        activations fused, for XLA fuses the rest itself. Nothing of a training step."""
         from ltx2rt.fused.snake_beta import snakes
         from ltx2rt.passes.fuse import fuse
-        from ltx2rt.passes.interleave import interleave
+        from ltx2rt.passes.heads import group_heads
+        from ltx2rt.passes.interleave import TOKENS, interleave
 
         if train:
             return graph
+        if steps and device_kind == "tpu":
+            graph = interleave(graph, tied=LEAST_BYTES) if in_use("halves") else graph
+            graph = group_heads(graph, GROUPS) if in_use("heads") else graph
+            return interleave(graph, TOKENS, HALF_ROWS, LEAST_BYTES) if in_use("halves") else graph
         if steps:
-            halved = device_kind == "tpu" and in_use("halves")
-            return interleave(graph, tied=LEAST_BYTES) if halved else graph
+            return graph
         return fuse(graph, (snakes,)) if device_kind == "tpu" or graph.name in ASSEMBLED else graph
 
     def cost(

@@ -407,9 +407,14 @@ def all_gather(x: Array, dim: int, mesh_axis: str, parts: int) -> Array:
     return lax.all_gather(x, mesh_axis, axis=dim, tiled=True)
 
 
+def _exchanged(x: Array, mesh_axis: str) -> Array:
+    """Piece i of the first axis goes to device i, and what device i sends takes its place."""
+    return lax.all_to_all(x, mesh_axis, 0, 0)
+
+
 @op
 def all_to_all(
-    *xs: Array, split: int, concat: int, mesh_axis: str, parts: int
+    *xs: Array, split: int, concat: int, mesh_axis: str, parts: int, exchange=_exchanged
 ) -> tuple[Array, ...]:
     """Operands (B, tokens, heads, head_dim) of one shape travel stacked, in one communication.
 
@@ -419,13 +424,15 @@ def all_to_all(
     """
     if len({x.shape for x in xs}) > 1:
         return tuple(
-            all_to_all(x, split=split, concat=concat, mesh_axis=mesh_axis, parts=parts)[0]
+            all_to_all(
+                x, split=split, concat=concat, mesh_axis=mesh_axis, parts=parts, exchange=exchange
+            )[0]
             for x in xs
         )
     split, concat = split + 1, concat + 1
     x = jnp.stack(xs)
     x = x.reshape(*x.shape[:split], parts, -1, *x.shape[split + 1 :])
-    y = lax.all_to_all(jnp.moveaxis(x, split, 0).swapaxes(-3, -2), mesh_axis, 0, 0)
+    y = exchange(jnp.moveaxis(x, split, 0).swapaxes(-3, -2), mesh_axis)
     y = jnp.moveaxis(y.swapaxes(-3, -2), 0, concat)
     return tuple(y.reshape(*y.shape[:concat], -1, *y.shape[concat + 2 :]))
 
@@ -786,7 +793,21 @@ def _all_reduce_by_pairs(*xs: Array, mesh_axis: str) -> tuple[Array, ...]:
     return tuple(x + came[i] for i, x in enumerate(xs))
 
 
+def _exchanged_by_pairs(x: Array, mesh_axis: str) -> Array:
+    """A permutation for each distance, if much is exchanged."""
+    if x.nbytes < LEAST_BYTES:
+        return _exchanged(x, mesh_axis)
+    parts, own = len(x), lax.axis_index(mesh_axis)
+    y = x
+    for far in range(1, parts):
+        sent = lax.dynamic_index_in_dim(x, lax.rem(own + far, parts), 0)
+        came = lax.ppermute(sent, mesh_axis, [(i, (i + far) % parts) for i in range(parts)])
+        y = lax.dynamic_update_slice_in_dim(y, came, lax.rem(own + parts - far, parts), 0)
+    return y
+
+
 BY_PAIRS = {"all_reduce": _all_reduce_by_pairs}
+HEADS_BY_PAIRS = {"all_to_all": partial(all_to_all, exchange=_exchanged_by_pairs)}
 ON_TPU = {
     "conv": _conv_on_tpu,
     "conv_transpose": _conv_transpose_on_tpu,

@@ -21,11 +21,12 @@ from jax.stages import Lowered
 from ltx2rt.backend import overlapped
 from ltx2rt.graph.interpret import NUMPY_DTYPES
 from ltx2rt.graph.ir import Graph, Value
+from ltx2rt.passes.heads import is_grouped
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.placement.cost import flops
 from ltx2rt_tpu.factory import FACTORY
 from ltx2rt_tpu.lower import run
-from ltx2rt_tpu.ops import BY_PAIRS, ON_TPU, ONCE, OPS
+from ltx2rt_tpu.ops import BY_PAIRS, HEADS_BY_PAIRS, ON_TPU, ONCE, OPS
 from ltx2rt_tpu.roll import parts, roll
 from ltx2rt_tpu.weights import (
     Weights,
@@ -38,7 +39,12 @@ from ltx2rt_tpu.weights import (
 if TYPE_CHECKING:
     from ltx2rt_tpu.stream import Layered
 
-ASYNC = {"xla_tpu_enable_async_all_to_all": True}  # or nothing else runs while heads travel
+# Without the first nothing else runs while heads travel; the second lets all permutations of two
+# groups of heads travel at once.
+ASYNC = {
+    "xla_tpu_enable_async_all_to_all": True,
+    "xla_max_concurrent_async_collective_permutes": 32,
+}
 EFFORT = 19  # O1 of XLA's `optimization_level`, of O0 to O3
 COMPILERS = 16  # at a time: each takes some hundred MB
 TRACING = (
@@ -350,8 +356,8 @@ def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 class Loop(Ahead):
     """The denoise loop: what leaves it runs once, the steps are one executable with traced bounds.
-    On TPUs halves of the samples go through the blocks side by side where that is possible, so that
-    exchanges travel unseen.
+    On TPUs halves go through the blocks side by side, and attention in groups of heads, where that
+    is possible, so that exchanges travel unseen.
 
     On a mesh every device keeps what it has prepared for itself, under a new first axis over all
     mesh axes.
@@ -368,10 +374,9 @@ class Loop(Ahead):
         if is_tpu(place) and not waits_for_exchanges(place):
             self.ops = self.ops | ONCE
         if halved is not graph:
-            options, self.ops = (
-                options | ASYNC,
-                self.ops | (BY_PAIRS if waits_for_exchanges(place) else {}),
-            )
+            options = options | ASYNC
+            if waits_for_exchanges(place):
+                self.ops = self.ops | BY_PAIRS | (HEADS_BY_PAIRS if is_grouped(halved) else {})
         self.before: Any = jax.jit(
             self._before, compiler_options=compiler_options(self.parts.before, place)
         )

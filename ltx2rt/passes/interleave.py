@@ -11,8 +11,8 @@ or whose axis cannot be halved, stays as it is.
 
 For a stream that runs nodes in their order, `TOKENS` leave the halves in turns: each as far as it
 gets, then its exchange, then the other. XLA orders nodes itself, and takes both halves as far as
-they get before it waits for both: `tied` keeps samples in turns by a `barrier` at every big
-exchange.
+they get before it waits for both: `tied` keeps them in turns by a `barrier` at every big exchange.
+A repeat with barriers is in turns, and stays as it is.
 
 Weights are read twice; whether that costs less than the exchanges is for the backend to know.
 """
@@ -43,8 +43,8 @@ QUERIES = (
 def interleave(graph: Graph, axis: str = SAMPLES, rows: int = 0, tied: int | None = None) -> Graph:
     """`graph` with its repeats in halves of `axis`; itself if there are none to halve.
 
-    rows: samples times tokens that a half has at the least. tied: of samples, bytes from which on
-    exchanges take turns; None: halves are independent.
+    rows: samples times tokens that a half has at the least. tied: bytes from which on exchanges
+    take turns; None: nothing but the order of the nodes keeps them.
     """
 
     def append(result: Graph, node: Node) -> bool:
@@ -62,7 +62,7 @@ def _can_halve(repeat: Repeat, axis: str, rows: int) -> bool:
     weights = set(body.params.values())
     carried = {type.size(axis) for type in outputs if axis in type.axes}
     if (
-        any(node.op == "repeat" for node in body.nodes)
+        any(node.op in ("repeat", "barrier") for node in body.nodes)
         or len(outputs) != repeat.num_carries
         or len(carried) != 1
     ):
@@ -131,9 +131,10 @@ def _append_halved(result: Graph, node: Node, axis: str, tied: int | None) -> No
         for n, part in zip(_numbered(name, parts), parts, strict=True)
     }
     if axis == TOKENS:
-        body.nodes = halves.in_turns()
-    elif tied is not None:
-        halves.tie([halves.halves(old.inputs[name])[1] for name, _ in carry], tied)
+        body.nodes = halves.in_turns(tied or 0)
+    if tied is not None:
+        later = [] if axis == TOKENS else [old.inputs[name] for name, _ in carry]
+        halves.tie([halves.halves(v)[1] for v in later], tied)
     values: list[Value] = []
     joins = []
     for v, parts in zip(node.outputs, kept.values(), strict=True):
@@ -230,11 +231,12 @@ class _Halves:
             id(v): parts for v, parts in zip(node.outputs, zip(*made, strict=True), strict=True)
         }
 
-    def in_turns(self) -> list[Node]:
+    def in_turns(self, least: int = 0) -> list[Node]:
         """The body's nodes: each half as far as it gets, then its exchanges, then the other half.
 
-        Exchanges are all-reduces; what the others bring is read at once. What is whole leaves with
-        a half, alone only behind the last, or if nothing else is left to do.
+        Exchanges are all-reduces of `least` bytes or more; what the others bring is read at once.
+        What is whole leaves with a half, alone only behind the last, or if nothing else is left to
+        do.
         """
         ready = {id(v) for v in (*self.body.inputs.values(), *self.body.params.values())}
         arriving: list[set[int]] = [set(), set()]
@@ -250,7 +252,7 @@ class _Halves:
                     id(v) in ready for v in node.inputs
                 ):
                     left.append(node)
-                elif node.op == "all_reduce":
+                elif node.op == "all_reduce" and sum(v.type.nbytes for v in node.inputs) >= least:
                     leaving.append(node)
                 else:
                     ordered.append(node)
@@ -276,7 +278,7 @@ class _Halves:
 
         When something big leaves, what has arrived for the other half is first read, and the other
         way round: not of an all_to_all, which XLA would then make synchronous. What is gathered has
-        arrived a turn later.
+        arrived a turn later. Halves of the tokens are in order already.
         """
 
         def big(values: Sequence[Value]) -> list[Value]:
@@ -295,7 +297,9 @@ class _Halves:
         tied: dict[int, Value] = {}
         gathered: list[Value] = []
         arrived, begun = big(second), False
-        for node in sorted(nodes, key=lambda node: (stages[id(node)], id(node) in self.second)):
+        if self.axis == SAMPLES:
+            nodes = sorted(nodes, key=lambda node: (stages[id(node)], id(node) in self.second))
+        for node in nodes:
             if _exchanges(node, self.axis) and (leaving := big(node.inputs)):
                 ripe = [v for v in gathered if stages[id(v)] < stages[id(node)]]
                 gathered = [v for v in gathered if v not in ripe]

@@ -1,9 +1,9 @@
-"""Run by test_programs on four virtual devices: python halves_on_devices.py [MODEL]
+"""Run by test_programs on four virtual devices: python halves_on_devices.py [MODEL BRANCHES]
 
-With a model: a guided run of two branches by the loop as it is here, and as it is on a v6e: halves
-of the samples side by side, the sums of pairs permutations. Prints how far apart the latents are,
-and how many exchanges of each kind were traced. Without: whether a sum is bit for bit what it is by
-permutations.
+With a model: a run of one branch or two by the loop as it is here, and as it is on a v6e: halves of
+the samples side by side, or of the tokens, and groups of heads; the sums of pairs permutations, and
+the exchanges of groups. Prints how far apart the latents are, and how many exchanges of each kind
+were traced. Without: whether exchanges are bit for bit what they are by permutations.
 """
 
 from __future__ import annotations
@@ -30,25 +30,23 @@ from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.sound import Sound
 from ltx2rt.testing import relative_l2
 
-TWO_BRANCHES = {
-    f"{m}_{name}": value
-    for m in ("video", "audio")
-    for name, value in (("stg", 0), ("modality", 1))
-}
+OFF = {"stg": 0, "modality": 1, "cfg": 1}  # scales; of two branches the last one stays
 
 
-def latents(model: Path) -> dict[str, np.ndarray]:
+def latents(model: Path, branches: int) -> dict[str, np.ndarray]:
+    off = [name for name in OFF if name != "cfg" or branches == 1]
+    scales = {f"{m}_{name}": OFF[name] for m in ("video", "audio") for name in off}
     mesh = {"tensor": 2, "sequence": 2}
     session = open_session(ModelOptions("tpu", model, device="cpu", mesh=mesh, profile="trillium"))
     size = {"width": 64, "height": 64, "num_frames": 25, "steps": 2}
-    plan = make_plan(session, pipeline("one-stage")("a red fox", seed=3, **size, **TWO_BRANCHES))
+    plan = make_plan(session, pipeline("one-stage")("a red fox", seed=3, **size, **scales))
     stages = tuple(stage for stage in plan.stages if not isinstance(stage, (Frames, Sound)))
     state, *_ = produce(session, replace(plan, stages=stages), keep=True)
     session.close()
     return dict(state.record)
 
 
-def main(model: Path) -> None:
+def main(model: Path, branches: int) -> None:
     traced: Counter[str] = Counter()
 
     def counted(name: str):
@@ -62,15 +60,12 @@ def main(model: Path) -> None:
 
     for name in ("psum", "all_to_all", "ppermute"):
         setattr(lax, name, counted(name))
-    whole, before = latents(model), dict(traced)
+    whole, before = latents(model, branches), dict(traced)
     traced.clear()
     program.is_tpu = program.waits_for_exchanges = lambda place: True
-    program.ASYNC, ops.LEAST_BYTES, factory.LEAST_BYTES = (
-        {},
-        0,
-        2**10,
-    )  # its name is one of libtpu's
-    halves = latents(model)
+    program.ASYNC = {}  # whose names are libtpu's
+    ops.LEAST_BYTES, factory.LEAST_BYTES, factory.HALF_ROWS = 0, 2**10, 0
+    halves = latents(model, branches)
     distances = {key: relative_l2(halves[key], value) for key, value in whole.items()}
     print(json.dumps({"distances": distances, "before": before, "after": dict(traced)}))
 
@@ -79,30 +74,32 @@ def exchanges() -> dict[str, bool]:
     devices = np.array(jax.devices())
     found = {}
     ops.LEAST_BYTES = 1000  # the last operand is smaller
+    heads = {"split": 2, "concat": 1}
     for count in (2, 4):
         mesh, rng = Mesh(devices[:count], ("parts",)), np.random.default_rng(0)
         for shapes in ([(2, 6, 8, 5)] * 3, [(2, 6, 8, 5), (2, 3, 4, 5)]):
             xs = [rng.standard_normal((count, *shape), np.float32) for shape in shapes]
 
-            def run(table, mesh=mesh, xs=xs):
+            def run(function, plan, mesh=mesh, xs=xs):
                 def local(*own):
-                    return tuple(
-                        y[None]
-                        for y in table["all_reduce"](*(x[0] for x in own), mesh_axis="parts")
-                    )
+                    found = function(*(x[0] for x in own), mesh_axis="parts", **plan)
+                    return tuple(y[None] for y in found)
 
                 spread = jax.shard_map(
                     local, mesh=mesh, in_specs=P("parts"), out_specs=P("parts"), check_vma=False
                 )
                 return jax.jit(spread)(*xs)
 
-            pairs = zip(run(ops.OPS), run(ops.BY_PAIRS), strict=True)
-            found[f"{len(xs)} among {count}"] = all(np.array_equal(a, b) for a, b in pairs)
+            by_pairs = ops.BY_PAIRS | ops.HEADS_BY_PAIRS
+            for name, plan in (("all_reduce", {}), ("all_to_all", {**heads, "parts": count})):
+                pairs = zip(run(ops.OPS[name], plan), run(by_pairs[name], plan), strict=True)
+                equal = all(np.array_equal(a, b) for a, b in pairs)
+                found[f"{name} of {len(xs)} among {count}"] = equal
     return found
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        main(Path(sys.argv[1]))
+        main(Path(sys.argv[1]), int(sys.argv[2]))
     else:
         print(json.dumps(exchanges()))

@@ -2,6 +2,7 @@
 an order in which each travels under the other half, and where it must not be done."""
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from placed_cases import case
@@ -146,6 +147,42 @@ def test_halves_of_the_tokens_have_the_same_values(name, mesh):
     for form in (halved, fuse(halved)):
         for key, value in interpret(form, one.params, one.inputs).items():
             assert relative_l2(value, expected[key]) <= CLOSE, key
+
+
+@pytest.mark.parametrize("name", ["forward-2.0", "guided-2.3", "masked-2.3"])
+def test_tied_halves_of_the_tokens_take_turns_and_have_the_same_values(name):
+    """Whatever runs the nodes in another order: from sum to sum of the video one half waits for the
+    other."""
+    one = case(name)
+    graph = Placement(PROFILES["trillium"], {"tensor": 2, "sequence": 2}).local(
+        one.graph, one.network
+    )
+    least = min(
+        v.type.nbytes // 2
+        for repeat in graph.repeats
+        for node in repeat.body.nodes
+        if node.op == "all_reduce"
+        for v in node.inputs
+        if {TOKENS, "D"} <= {*v.type.axes}
+    )
+    tied = interleave(graph, TOKENS, tied=least)
+    expected = interpret(graph, one.params, one.inputs)
+    for key, value in interpret(tied, one.params, one.inputs).items():
+        assert relative_l2(value, expected[key]) <= CLOSE, key
+    for repeat in tied.repeats:
+        before: dict[int, set[int]] = {}
+        sums = []
+        for node in repeat.body.nodes:
+            reached = set().union(*(before.get(id(v), ()) for v in node.inputs))
+            if node.op == "all_reduce" and any(
+                {TOKENS, "D"} <= {*v.type.axes} for v in node.inputs
+            ):
+                sums.append((id(node), reached))
+                reached = reached | {id(node)}
+            before |= {id(v): reached for v in node.outputs}
+        assert len(sums) == 8
+        assert all(a in reached for (a, _), (_, reached) in pairwise(sums))
+    assert interleave(tied, TOKENS) is tied
 
 
 @pytest.mark.parametrize("generation", ["2.0", "2.3"])

@@ -1,0 +1,60 @@
+"""Attention between exchanges in groups of heads: the same values, as many bytes exchanged, and
+where it must not be done."""
+
+from collections import Counter
+
+import pytest
+from placed_cases import case
+
+from ltx2rt.graph.interpret import interpret
+from ltx2rt.passes.heads import group_heads, is_grouped
+from ltx2rt.passes.interleave import TOKENS, interleave
+from ltx2rt.placement.placement import Placement
+from ltx2rt.placement.profiles import PROFILES
+from ltx2rt.testing import relative_l2
+
+CLOSE = 1e-6  # float32: products of arrays that lie otherwise
+
+
+def local(one, **mesh):
+    return Placement(PROFILES["trillium"], mesh).local(one.graph, one.network)
+
+
+def exchanged(graph) -> Counter:
+    """Numbers of attentions and exchanges in a block, and what the latter carry."""
+    (repeat,) = graph.repeats
+    found = Counter(node.op for node in repeat.body.nodes)
+    sent = (node for node in repeat.body.nodes if node.op == "all_to_all")
+    found["bytes"] = sum(v.type.nbytes for node in sent for v in node.inputs)
+    return found
+
+
+@pytest.mark.parametrize("mesh", [{"sequence": 2}, {"tensor": 2, "sequence": 2}], ids=str)
+@pytest.mark.parametrize("name", ["forward-2.0", "forward-2.3", "masked-2.3", "guided-2.5"])
+def test_groups_have_the_same_values_and_exchange_as_much(name, mesh):
+    """Masks, which all heads share, among them; halves of the tokens behind it."""
+    one = case(name)
+    graph = local(one, **mesh)
+    grouped = group_heads(graph, 3)
+    assert is_grouped(grouped) and not is_grouped(graph)
+    assert grouped.parameters() == graph.parameters()
+    before, after = exchanged(graph), exchanged(grouped)
+    assert after["attention"] == before["attention"] + 2
+    assert (after["all_to_all"], after["bytes"]) == (3 * before["all_to_all"], before["bytes"])
+    expected = interpret(graph, one.params, one.inputs)
+    for key, value in interpret(grouped, one.params, one.inputs).items():
+        assert relative_l2(value, expected[key]) <= CLOSE, key
+    halves = interleave(graph, TOKENS)
+    expected = interpret(halves, one.params, one.inputs)
+    for key, value in interpret(interleave(grouped, TOKENS), one.params, one.inputs).items():
+        assert relative_l2(value, expected[key]) <= CLOSE, key
+
+
+def test_heads_stay_together_where_they_do_not_divide_or_travel_or_halves_take_turns():
+    one = case("forward-2.3")
+    graph = local(one, sequence=2)
+    assert group_heads(graph, 5) is graph
+    alone = local(one)
+    assert group_heads(alone, 2) is alone
+    tied = interleave(local(one, tensor=2, sequence=2), tied=0)
+    assert group_heads(tied, 2) is tied
