@@ -80,12 +80,27 @@ class Run:
         return json.loads((self.folder / "report.json").read_text())
 
 
+LONG_FILES = {  # seconds of those whose number of tests does not tell, where no run has been
+    "tests/serve/test_page.py": 110,
+    "tests/serve/test_server.py": 75,
+    "tests/test_docs.py": 80,
+    "tests/commands/test_generate.py": 50,
+    "tests/commands/test_plan.py": 50,
+    "tests/session/test_session.py": 45,
+    "tests/serve/test_batch.py": 30,
+    "tests/serve/test_supervisor.py": 30,
+    "tests/placement/test_stream.py": 25,
+    "tests/backends/test_train.py": 25,
+    "tests/pipelines/test_agree.py": 25,
+}
+
+
 class LongestFirst:
     """The order of test files: the longest of the last run first, so that no worker is left with it
     at the end."""
 
     def __init__(self, lasted: dict[str, float]):
-        self.lasted = lasted
+        self.lasted = LONG_FILES | lasted
         self.seconds: Counter[str] = Counter()
 
     @pytest.hookimpl(optionalhook=True)

@@ -223,7 +223,7 @@ class App:
             ("GET", "/v1/videos/{id}/content", self.content),
             ("GET", "/v1/videos/{id}/stream", self.stream),
             ("GET", "/v1/videos/{id}/segments", self.segments),
-            ("GET", "/v1/videos/{id}/segments/{number}", self.segment),
+            ("GET", "/v1/videos/{id}/segments/{index}", self.segment),
             ("GET", "/v1/videos/{id}/events", self.events),
             ("GET", "/v1/events", self.events),
             ("GET", "/v1/models", self.models),
@@ -753,7 +753,7 @@ class App:
     async def segment(self, request: Request) -> Response:
         """A segment that is made, as a file that plays, while the job is not over. It is encoded once,
         and kept beside the segment."""
-        (job, clip), number = await self._in_segments(request), request.path_params["number"]
+        (job, clip), number = await self._in_segments(request), request.path_params["index"]
         parts = list(stops(clip.parts))
         if number not in map(str, range(1, len(parts) + 1)):
             text = f"segment: {number[:80]!r}, expected 1 to {len(parts)}"

@@ -77,8 +77,8 @@ def openapi(admission: Admission) -> dict[str, Any]:
             "/v1/videos/extensions": at(post={"requestBody": {"content": content}}),
             "/v1/videos/{id}/stream": at(get=one),
             "/v1/videos/{id}/segments": at(get=one),
-            "/v1/videos/{id}/segments/{number}": at(
-                get={"parameters": [id, {**id, "name": "number", "schema": {"type": "integer"}}]}
+            "/v1/videos/{id}/segments/{index}": at(
+                get={"parameters": [id, {**id, "name": "index", "schema": {"type": "integer"}}]}
             ),
             "/v1/videos/{id}/content": at(get=one),
             "/v1/videos/{id}/events": at(get=one),
