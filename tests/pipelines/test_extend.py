@@ -302,6 +302,7 @@ def test_refusals(opened, files, tmp_path):
         opened.generate("a fox", pipeline="extend", video_path=uneven, overlap=9)
 
 
+@pytest.mark.long
 def test_it_is_planned_and_reported(opened, files, command, tiny, tmp_path):
     words = ("--pipeline", "extend", "--video-path", files["first"], "--extend-frames", 16)
     where = ("--devices", 1, "--device-kind", "h200", "--distilled-lora", "none")

@@ -297,6 +297,7 @@ CONTRASTS = """() => {
 }"""
 
 
+@pytest.mark.long
 def test_what_a_person_expects_of_a_form_and_a_list(server, page, images):
     page.goto(server.url)
     if page.is_visible("#example"):  # other tests share the server

@@ -279,6 +279,7 @@ def rounded_once(conv):
     return call
 
 
+@pytest.mark.long
 def test_bfloat16_is_at_most_twice_as_far_as_diffusers_own(tiny, generate, monkeypatch):
     """The whole run, against the float32 one with the same noise: the last step of each stage, and
     between them."""
