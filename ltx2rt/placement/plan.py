@@ -50,11 +50,11 @@ class StageCost:
     """Costs of a stage on one device.
 
     weights_bytes: all that it holds meanwhile, whatever uses them; activation_bytes: the most alive
-    at once. For each step, without what runs before them all: flops (quantised_flops of them in
-    8 bits), read_bytes, the weights that it uses, streamed_bytes of them copied from the host, what
-    is exchanged, by kind of collective and number of devices, and its calls. part: of a stage with
-    several loops, which one it is. quantised: linears of the calls are estimated as quantised ones. runs:
-    of their nodes.
+    at once, prepared_bytes of it for all steps. For each step, without what runs before them all:
+    flops (quantised_flops of them in 8 bits), read_bytes, the weights that it uses, streamed_bytes
+    of them copied from the host, what is exchanged, by kind of collective and number of devices,
+    and its calls. part: of a stage with several loops, which one it is. quantised: linears of the
+    calls are estimated as quantised ones. runs: of their nodes.
     """
 
     name: str
@@ -66,6 +66,7 @@ class StageCost:
     exchanged: Mapping[tuple[str, int], Traffic]
     quantised_flops: int = 0
     streamed_bytes: int = 0
+    prepared_bytes: int = 0
     loops: bool = False
     quantised: bool = False
     part: str = ""
@@ -132,7 +133,7 @@ def cost(work: Work, runs: CountsById = EACH_ONCE) -> StageCost:
     for graph, times in work.calls:
         for by, found in exchanges(graph, runs).items():
             exchanged[by] = exchanged.get(by, Traffic()) + found * times
-    alive = max((activation_bytes(graph) for graph, _ in work.calls), default=0)
+    alive, kept = max((activation_bytes(graph) for graph, _ in work.calls), default=0), 0
     if work.before is not None:
         before, made = activation_bytes(work.before), work.before.outputs
         kept = sum(v.type.nbytes for v in made.values())
@@ -143,6 +144,7 @@ def cost(work: Work, runs: CountsById = EACH_ONCE) -> StageCost:
         work.steps,
         weights_bytes=sum(work.resident.values()),
         activation_bytes=alive,
+        prepared_bytes=kept,
         read_bytes=sum(weight_bytes([graph]) * times for graph, times in work.calls),
         flops=sum(flops(graph, runs) * times for graph, times in work.calls),
         exchanged=exchanged,
@@ -160,11 +162,13 @@ def peak(costs: Iterable[StageCost]) -> StageCost:
 
 def beside_recorded(costs: Iterable[StageCost], recorded_bytes: int) -> list[StageCost]:
     """The costs beside `recorded_bytes`, which recorded steps keep already. A loop keeps for the
-    stages behind it what it takes more, and is run before it is recorded in memory that no
-    recording keeps."""
-    kept, found = 0, []
+    stages behind it what it has prepared for its steps, and the steps of all loops share what they
+    take more; it is run before it is recorded in memory that no recording keeps."""
+    prepared, shared, found = 0, 0, []
     for c in costs:
+        kept = max(0, prepared + shared - recorded_bytes)
         found.append(replace(c, activation_bytes=kept + c.activation_bytes))
         if c.loops and not c.streamed_bytes:
-            kept = max(kept, c.activation_bytes - recorded_bytes)
+            prepared += c.prepared_bytes
+            shared = max(shared, c.activation_bytes - c.prepared_bytes)
     return found

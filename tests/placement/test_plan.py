@@ -330,3 +330,15 @@ def test_a_loop_runs_beside_recorded_steps_and_keeps_what_it_takes_more(recorded
         )
     ]  # fmt: skip
     assert [c.activation_bytes for c in beside_recorded(stages, recorded)] == expected
+
+
+def test_recorded_loops_keep_what_each_has_prepared_and_share_the_rest():
+    stages = [
+        StageCost(
+            name, 1, weights_bytes=0, activation_bytes=size, read_bytes=0, flops=0, exchanged={},
+            prepared_bytes=prepared, loops=prepared > 0,
+        )
+        for name, size, prepared in (("stage1", 30, 10), ("stage2", 50, 12), ("decode", 7, 0))
+    ]  # fmt: skip
+    found = [c.activation_bytes for c in beside_recorded(stages, 0)]
+    assert found == [30, 10 + 20 + 50, 10 + 12 + 38 + 7]
