@@ -174,7 +174,8 @@ def _keep(
     try:
         for name, url in zip(names, urls, strict=bool(urls)):
             server.fetch(url, results.output / name)
-        for name, url in zip(names, x["urls"].get("frames", ()), strict=False):
+        frames = x["urls"].get("frames", [])  # of clips in high dynamic range alone
+        for name, url in zip(names, frames, strict=bool(frames)):
             server.fetch(url, results.output / frames_of(name))
         if status == COMPLETED and not urls:
             raise InputError("its file was deleted on the server")

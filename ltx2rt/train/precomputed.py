@@ -181,7 +181,7 @@ def latents(clip: Precomputed, config: ModelConfig) -> tuple[dict[str, np.ndarra
         found["audio"] = _fitted(sound, geometry.audio_latents, clip)
     if clip.mask:
         shape = (geometry.frames, geometry.rows, geometry.columns)
-        mask = np.asarray(_entry(clip.mask, read_pt(clip.mask), "mask"), np.float32)
+        mask = _entry(clip.mask, read_pt(clip.mask), "mask")
         if mask.size != math.prod(shape):
             raise InputError(f"{clip.mask}: mask of {mask.size} numbers, the clip has {shape}")
         found["mask"] = mask.reshape(shape)
@@ -189,17 +189,31 @@ def latents(clip: Precomputed, config: ModelConfig) -> tuple[dict[str, np.ndarra
 
 
 def _entry(path: Path, data: Mapping[str, Any], name: str) -> np.ndarray:
+    """f32, without axes of length 0. Raises InputError."""
     if not isinstance(value := data.get(name), np.ndarray):
         raise InputError(f"{path}: no tensor {name}; it has {', '.join(map(str, data)) or 'none'}")
+    value = value.astype(np.float32)
+    if not value.size or not np.isfinite(value).all():
+        raise InputError(f"{path}: {name} is empty, or not a number everywhere; compute it again")
+    return value
+
+
+def _number(path: Path, data: Mapping[str, Any], name: str, default: float) -> float:
+    """From 0.01 to 100 000. Raises InputError."""
+    value = data.get(name, default)
+    if isinstance(value, np.ndarray) and value.size == 1:
+        value = value.item()
+    if not isinstance(value, int | float) or not 0.01 <= value <= 1e5:
+        raise InputError(f"{path}: {name}: {str(value)[:40]!r}, expected a number from 0.01 on")
     return value
 
 
 def _video(path: Path, channels: int) -> tuple[np.ndarray, Fraction]:
     """Latents [C, f, h, w] and frames a second; older files have them as [tokens, C]."""
     data = read_pt(path)
-    value = _entry(path, data, "latents").astype(np.float32)
+    value = _entry(path, data, "latents")
     if value.ndim == 2 and value.shape[1] == channels:
-        sizes = [int(data.get(name) or 0) for name in ("num_frames", "height", "width")]
+        sizes = [int(_number(path, data, name, 0)) for name in ("num_frames", "height", "width")]
         if math.prod(sizes) != len(value):
             raise InputError(f"{path}: {len(value)} tokens, not {' x '.join(map(str, sizes))}")
         value = value.T.reshape(channels, *sizes)
@@ -207,11 +221,11 @@ def _video(path: Path, channels: int) -> tuple[np.ndarray, Fraction]:
         raise InputError(
             f"{path}: latents of shape {value.shape}, expected ({channels}, frames, rows, columns)"
         )
-    return value, Fraction(float(data.get("fps") or FPS)).limit_denominator(1001)
+    return value, Fraction(_number(path, data, "fps", FPS)).limit_denominator(1001)
 
 
 def _sound(path: Path, config: ModelConfig) -> np.ndarray:
-    value = _entry(path, read_pt(path), "latents").astype(np.float32)
+    value = _entry(path, read_pt(path), "latents")
     expected = config.audio_vae.latent_channels, config.audio_vae.latent_mel_bins
     if value.ndim != 3 or (len(value), value.shape[2]) != expected:
         raise InputError(
@@ -235,10 +249,10 @@ def text_features(path: Path, config: ModelConfig) -> tuple[dict[str, np.ndarray
     padding on the left up to the length that the model is given. Raises InputError for features of
     another model."""
     data, found = read_pt(path), {}
-    mask = np.asarray(_entry(path, data, "prompt_attention_mask")).reshape(-1) != 0
+    mask = _entry(path, data, "prompt_attention_mask").reshape(-1) != 0
     for name, connector in (("video", config.text.video), ("audio", config.text.audio)):
         key = f"{name}_prompt_embeds"
-        value = _entry(path, data, key if key in data else "prompt_embeds").astype(np.float32)
+        value = _entry(path, data, key if key in data else "prompt_embeds")
         if value.shape != (len(mask), connector.width) or len(mask) > PROMPT_TOKENS:
             raise InputError(
                 f"{path}: {name} features of shape {value.shape}, expected at most "

@@ -139,6 +139,12 @@ def test_what_is_refused(model, tmp_path, capsys):
     assert "latents of shape (16, 2, 2, 2), expected (128, frames, rows, columns)" in prepare()
     torch.save({"latents": torch.zeros(9, 128), "num_frames": 2, "height": 2, "width": 2}, at)
     assert "9 tokens, not 2 x 2 x 2" in prepare()
+    for rate in (float("nan"), float("inf"), -1, 0, "24", None, torch.zeros(2)):
+        torch.save({"latents": torch.zeros(128, 2, 2, 2), "fps": rate}, at)
+        assert "fps: " in prepare()
+    for wrong in (torch.full((128, 2, 2, 2), float("nan")), torch.zeros(128, 0, 2, 2)):
+        torch.save({"latents": wrong}, at)
+        assert "latents is empty, or not a number everywhere" in prepare()
     torch.save([1], at)
     assert "holds a list, expected a dictionary" in prepare()
     torch.save({"other": 1}, at)
