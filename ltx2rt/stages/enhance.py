@@ -10,6 +10,7 @@ itself is kept with the clip.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,6 @@ def _written(
     enhancer: Enhancer, prompt: str, image: Path | None, seed: int, dtype: str, on_gpu: bool
 ) -> str:
     from tokenizers import Tokenizer
-    from transformers import GenerationConfig
 
     tokenizer = Tokenizer.from_file(str(enhancer.tokenizer))
     model = load(enhancer.folder, dtype, on_gpu)
@@ -165,7 +165,7 @@ def _written(
     how: dict[str, Any] = {"max_new_tokens": MAX_TOKENS}
     if enhancer.greedy:
         how = {"max_new_tokens": MAX_TOKENS_4, "no_repeat_ngram_size": NO_REPEAT}
-    model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=0, **how)
+    model.generation_config = library().GenerationConfig(eos_token_id=stop, pad_token_id=0, **how)
     drawn = [] if enhancer.greedy else [Sampled(seed)]
     tokens = model.generate(**inputs, logits_processor=drawn)
     return tokenizer.decode(
@@ -173,12 +173,15 @@ def _written(
     )
 
 
+def library() -> Any:
+    """transformers, by name: a type checker would read all its models, a quarter of its time."""
+    return import_module("transformers")
+
+
 def templated(folder: Path, turn: str) -> Any:
     """Arguments of `generate` as torch tensors, by the folder's own chat template: ids and mask
     [1, N], N a multiple of 8. Raises InputError if it has none."""
-    from transformers import AutoTokenizer, BatchFeature
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = library().AutoTokenizer.from_pretrained(folder, local_files_only=True)
     try:
         found = tokenizer.apply_chat_template(
             [{"role": "user", "content": turn}], add_generation_prompt=True, return_dict=True
@@ -191,14 +194,13 @@ def templated(folder: Path, turn: str) -> Any:
     ids = found["input_ids"]
     padding = [0] * (-len(ids) % MULTIPLE)
     arrays = {"input_ids": [[*padding, *ids]], "attention_mask": [[*padding, *[1] * len(ids)]]}
-    return BatchFeature(arrays, tensor_type="pt")
+    return library().BatchFeature(arrays, tensor_type="pt")
 
 
 def load(folder: Path, dtype: str, on_gpu: bool) -> Any:
     """Gemma with its language head. Raises InputError if a tensor is missing, but for an unused
     tower's."""
-    import transformers
-
+    transformers = library()
     transformers.logging.disable_progress_bar()
     kind = read_json(folder / "config.json").get("model_type", None)
     type_: Any = {
@@ -227,8 +229,6 @@ def feeds(
 ) -> Any:
     """Arguments of `generate` as torch tensors: ids and mask [1, N], N a multiple of 8, and of a
     picture uint8[H, W, 3] its pixels f32[1, 3, S, S] and which tokens stand for it."""
-    from transformers import BatchFeature
-
     picture = ""
     if pixels is not None:
         soft = "<image_soft_token>" * config.mm_tokens_per_image
@@ -248,7 +248,7 @@ def feeds(
             "token_type_ids": seen.astype(np.int64),
             "pixel_values": picture_feed(pixels, config),
         }
-    return BatchFeature(arrays, tensor_type="pt")
+    return library().BatchFeature(arrays, tensor_type="pt")
 
 
 def picture_feed(pixels: np.ndarray, config: Any) -> np.ndarray:
