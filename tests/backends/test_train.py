@@ -184,7 +184,8 @@ def test_a_streamed_base_gives_the_same_bits(encoding, monkeypatch):
 
 
 def case(mesh: dict[str, int]):
-    return pytest.param(mesh, id=label(mesh), marks=() if mesh in QUICK else pytest.mark.slow)
+    marks = pytest.mark.long if mesh in QUICK else pytest.mark.slow
+    return pytest.param(mesh, id=label(mesh), marks=marks)
 
 
 @pytest.mark.parametrize("kind", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])

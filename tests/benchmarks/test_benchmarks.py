@@ -50,6 +50,7 @@ FLOAT8 = ["--weights-dtype", "float8"]
 TINY_REQUEST = TwoStage("a fox", width=64, height=64, num_frames=9, steps=1, seed=0)
 
 
+@pytest.mark.long
 def test_step_is_compared_with_diffusers_on_the_same_weights(tmp_path, capsys):
     facts = step.main(
         ["--tiny", "--rounds", "2", "--backends", "cuda", "--output", str(tmp_path / "step.json")]

@@ -115,7 +115,7 @@ def run(session, name="one-stage", **more):
 @pytest.mark.parametrize(
     "given",
     [
-        {"skip_step": 1},
+        pytest.param({"skip_step": 1}, marks=pytest.mark.long),
         {"video_skip_step": 1, "audio_skip_step": 2},
         {"step_plan": "0,2,4,5"},
     ],

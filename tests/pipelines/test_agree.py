@@ -78,6 +78,7 @@ def test_hq(sessions, images):
     assert found["stage2.audio.substep"].shape == (3, *found["audio_latent"].shape[2:3], 128)
 
 
+@pytest.mark.long
 def test_keyframes_append_every_image(sessions, images):
     given = tuple(
         parse_image(f"{path}:{frame}") for path, frame in zip(images, (0, 16), strict=True)
@@ -92,6 +93,7 @@ def test_keyframes_append_every_image(sessions, images):
                                   found["stage2.audio.steps"][-1])  # fmt: skip
 
 
+@pytest.mark.long
 def test_audio_to_video(sessions, tmp_path):
     sound = np.random.default_rng(0).uniform(-0.5, 0.5, (2, 40000)).astype(np.float32)
     write_wav(tmp_path / "noise.wav", sound, 44100)
@@ -99,6 +101,7 @@ def test_audio_to_video(sessions, tmp_path):
     assert found["audio_input"].shape == (1, 8, 18, 16) and found["waveform"].shape == (2, 31238)
 
 
+@pytest.mark.long
 def test_retake(sessions, tmp_path):
     """Of a clip whose sound ends early."""
     f, y, x = np.mgrid[:17, :64, :64].astype(np.float32)

@@ -553,6 +553,7 @@ def test_with_a_mask_its_pixels_are_made_anew(model, half, tmp_path):
     session.close()
 
 
+@pytest.mark.long
 def test_a_border_is_made_by_the_formula(tiny, on_both, tmp_path):
     """Every step of both stages over diffusers' transformer, on both backends, from the file within
     a green border; inside, pixels are the file's own."""

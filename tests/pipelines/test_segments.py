@@ -361,7 +361,8 @@ def test_a_run_that_is_killed_again_and_again(tiny, command, tmp_path, kills):
     assert cut.read_bytes() == whole.read_bytes() and not folder_of(cut).exists()
 
 
-@pytest.mark.parametrize("audio", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("audio", [True, False])
 def test_a_clip_plays_while_it_is_made(opened, tmp_path, audio):
     """Its stream has what a segment adds once it is there; the file is what its segments make at
     once."""

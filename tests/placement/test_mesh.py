@@ -50,6 +50,7 @@ def test_weights_keep_their_slices_between_stages():
     )
 
 
+@pytest.mark.long
 def test_videos_branches_and_weights_are_split_at_once():
     """Two videos on two devices, each with half of the branches on another, and half of the weights
     on a third."""

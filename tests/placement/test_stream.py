@@ -98,7 +98,7 @@ def test_streamed_is_resident_bit_for_bit(
 @pytest.mark.parametrize(
     "road, dtype",
     [
-        ("file", "bfloat16"),
+        pytest.param("file", "bfloat16", marks=pytest.mark.long),
         pytest.param("file", "float32", marks=pytest.mark.long),
         pytest.param("staged", "bfloat16", marks=pytest.mark.long),
     ],

@@ -36,6 +36,7 @@ def denoising(plan):
     return next(stage for stage in plan.stages if stage.name == "stage1")
 
 
+@pytest.mark.long
 def test_backends_agree_and_dense_steps_are_those_of_a_dense_run(sessions):
     assert 0 < DENSE_STEPS < 4
     ours, theirs = (
