@@ -230,7 +230,8 @@ def measure(
 # 1.4 apart.
 ALIKE = {"float32": SAME, "bfloat16": 0.5}
 # Halves need several devices, and what is decoded in a step `benchmarks.kernels --stored` times.
-OF_OTHERS = ("halves", "heads", "unpack")  # of several devices, and of weights stored in fewer bits
+# of several devices, of weights stored in fewer bits, and of the diffusion decoder on TPUs
+OF_OTHERS = ("halves", "heads", "unpack", "neighbourhood")
 WITHOUT = tuple(f"without-{name}" for name in SWITCHES if name not in OF_OTHERS)
 
 

@@ -22,6 +22,7 @@ SWITCHES = {
     "sums": "AdaLN's sums of all layers are made in two launches",
     "second-stream": "a recorded step runs on a second stream what may run at once",
     "unpack": "a kernel decodes weights that are kept as they are stored",
+    "neighbourhood": "a kernel computes attention to windows of 8 to 16 rows and columns (TPUs)",
 }
 
 

@@ -51,6 +51,8 @@ ARGUMENTS = (
 BUNDLES = re.compile(r"\d+-(.+)-\d+-schedule-analysis_final_bundles\.txt")
 OPERATION = re.compile(r"\s*([\w\-]+)\((.*)", re.DOTALL)
 KERNEL = 'custom_call_target="tpu_custom_call"'
+# what neighbourhood attention gives: blocks in six axes, the tokens of a block, numbers
+BLOCKED = re.compile(r"neighbourhood_attention[\w.\-]* = \w+\[((?:\d+,){7}\d+)\]")
 MOVING = {
     "copy",
     "transpose",
@@ -211,10 +213,14 @@ class _Replay:
 
     def _kernel(self, one: _Instruction) -> float:
         """Cycles of attention: its bundles times its heads and blocks of queries and keys, or where
-        it is sparse the blocks of its table."""
+        it is sparse the blocks of its table; where it is of neighbourhoods, the blocks that its
+        queries come in."""
         stem = one.name.rsplit(".", 1)[0]
         alike = [n for name, n in self.code.items() if name.rsplit(".", 1)[0] == stem]
         found = self.code.get(one.name, max(alike, default=None))
+        blocked = BLOCKED.search(one.text)
+        if found and blocked:
+            return found * math.prod(dims(blocked[1])[:-2])
         blocks = [re.search(rf"\b{name}\W+(\d+)", one.text) for name in ("block_q", "block_kv")]
         operands = [
             dims(sizes)

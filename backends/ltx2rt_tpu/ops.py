@@ -19,10 +19,12 @@ import numpy as np
 from jax import Array, lax
 from ltx2rt_kernels.attention import tpu as kernel
 from ltx2rt_kernels.block_attention import tpu as block_kernel
+from ltx2rt_kernels.neighbourhood_attention import tpu as neighbourhood_kernel
 
 from ltx2rt.fused.snake_beta import snake_windows
 from ltx2rt.graph.encodings import E4M3, E4M3_STEP, E4M3_TINY, ENCODINGS, rotation
 from ltx2rt.graph.ops import window_blocks
+from ltx2rt.scheduling import in_use
 from ltx2rt_tpu.factory import LEAST_BYTES
 
 DECODED = 2**21  # bytes of a stored matrix that are decoded at once
@@ -708,6 +710,16 @@ def neighbourhood_attention(q: Array, k: Array, v: Array, window, first, scale: 
     return jnp.moveaxis(lax.fori_loop(0, math.prod(counts), attend, jnp.zeros_like(q)), 1, 4)
 
 
+def _neighbourhood_attention_on_tpu(
+    q: Array, k: Array, v: Array, window, first, scale: float
+) -> Array:
+    """By the kernel unless there is a reason why not, or it is left out."""
+    plan = {"window": window, "first": first, "scale": scale}
+    if not in_use("neighbourhood") or neighbourhood_kernel.why_not(q, k, v, **plan):
+        return neighbourhood_attention(q, k, v, **plan)
+    return neighbourhood_kernel.neighbourhood_attention(q, k, v, **plan)
+
+
 @op
 def axial_rope(x: Array, frequencies, sizes, first) -> Array:
     parts, start = [], 0
@@ -813,6 +825,7 @@ ON_TPU = {
     "conv_transpose": _conv_transpose_on_tpu,
     "attention": _attention_on_tpu,
     "block_attention": _block_attention_on_tpu,
+    "neighbourhood_attention": _neighbourhood_attention_on_tpu,
 }
 
 # A product would compute the GELU in front of it anew for every tile of its columns: on tpu7x 0.8

@@ -116,3 +116,27 @@ print(json.dumps([sum(found.values()), planned.time_s(kind), found["exposed"], p
     ), kernels
     assert bound_s <= seconds <= APART * bound_s, (seconds, bound_s)
     assert exposed_s == pytest.approx(planned_s, rel=0.02)
+
+
+@pytest.mark.parametrize("topology", ["v6e:2x2", "tpu7x:2x2x1"])
+def test_the_kernel_of_neighbourhoods_takes_less_than_half_the_time_of_blocks_in_xla(topology):
+    """Columns of keys that are copied and queries that are put in blocks are in its time."""
+    by_kernel, in_xla = run(
+        f"""
+from functools import partial
+from ltx2rt_tpu import aot
+from ltx2rt_tpu.ops import ON_TPU, OPS
+
+compiler = aot.AheadCompiler("{topology}", {{}}, timed=True)
+place = jax.sharding.SingleDeviceSharding(compiler.devices[0])
+q = ShapeDtypeStruct((1, 12, 24, 36, 4, 64), "bfloat16", sharding=place)
+plan = {{"window": (11, 11, 11), "first": (0, 0, 0), "scale": 0.125}}
+found = []
+for table in (ON_TPU, OPS):
+    lowered = jax.jit(partial(table["neighbourhood_attention"], **plan)).lower(q, q, q)
+    found.append(aot.compiled(lowered, code=compiler.code).times_s)
+print(json.dumps(found))
+"""
+    )
+    assert "kernels" in by_kernel and "kernels" not in in_xla
+    assert sum(by_kernel.values()) <= sum(in_xla.values()) / 2

@@ -1,0 +1,213 @@
+"""Neighbourhood attention on a TPU (Pallas): the scores of a block stay in the core's own memory.
+
+A block is FRAMES frames of queries, and of these so many rows and columns that their windows reach
+a box of BOX x BOX keys in every frame: 6 x 6 where windows are 11 x 11. Columns of keys are copied
+once for every block of columns, because a box may begin at any column and memory is addressed in
+tiles; rows and frames are read where they are. A program brings the keys of SHARING blocks. Heads
+of fewer than LANES numbers share the lanes: the queries of one are zero in the lanes of the others,
+which costs nothing, since the matrix unit multiplies 256 numbers deep anyway.
+
+Decides which operands the kernel takes. What it computes is the op `neighbourhood_attention` of the
+graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from ltx2rt.graph.ops import window_blocks
+
+LANES = 128
+BOX = 16  # the columns of a bfloat16 tile; BOX x BOX keys fill the matrix unit
+FRAMES = 2
+SHARING = (4, 2)  # blocks along frames and along rows
+LEAST = 8  # of a smaller window a box would show each query less than a quarter
+HIDDEN = -1e30
+
+
+def why_not(q: Array, k: Array, v: Array, *, window, first, scale: float) -> str | None:
+    heads, dim = q.shape[4:]
+    if q.dtype != jnp.bfloat16:
+        return f"the operands are {q.dtype}, the kernel multiplies in bfloat16"
+    if LANES % dim or heads % (LANES // dim):
+        return f"{heads} heads of {dim} do not fill {LANES} lanes"
+    if not (window[0] <= BOX and all(LEAST <= n <= BOX for n in window[1:])):
+        return f"a window of {window}, the kernel takes {LEAST} to {BOX} rows and columns"
+    if min(k.shape[2:4]) < BOX:
+        return f"{k.shape[2]} rows, {k.shape[3]} columns of keys: less than a box of {BOX}"
+    return None
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """An axis in programs of `sharing` blocks of `block` queries; blocks behind the end are padded.
+
+    slabs int[programs]: where the keys of a program begin, `slab` of them; boxes int[programs,
+    sharing]: where in its slab the box of each block begins; seen bool[programs, sharing, block,
+    box].
+    """
+
+    block: int
+    slab: int
+    slabs: np.ndarray
+    boxes: np.ndarray
+    seen: np.ndarray
+
+    @classmethod
+    def plan(cls, queries: int, keys: int, window: int, first: int, block: int, sharing: int):
+        programs = -(-queries // (block * sharing))
+        padded = programs * sharing * block
+        _, slabs, seen = window_blocks(padded, keys, window, first, block * sharing)
+        slab = seen.shape[2]
+        _, boxes, seen = window_blocks(padded, keys, window, first, block)
+        boxes = boxes.reshape(programs, sharing) - slabs[:, None]
+        return cls(block, slab, slabs, boxes, seen.reshape(programs, sharing, *seen.shape[1:]))
+
+    @property
+    def padded(self) -> int:
+        return self.boxes.size * self.block
+
+
+def neighbourhood_attention(
+    q: Array, k: Array, v: Array, *, window, first, scale: float, interpret: bool = False
+) -> Array:
+    """q (B, frames, rows, columns, heads, head_dim), k and v alike, with at least as many positions
+    -> q's shape; softmax in float32. interpret: run the kernel without a TPU, slowly."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    batch, heads, dim = q.shape[0], *q.shape[4:]
+    together = LANES // dim
+    groups = batch * heads // together
+    t, r, c = (
+        _Axis.plan(*sizes)
+        for sizes in zip(
+            q.shape[1:4],
+            k.shape[1:4],
+            window,
+            first,
+            (FRAMES, BOX - window[1] + 1, BOX - window[2] + 1),
+            (*SHARING, 1),
+            strict=True,
+        )
+    )
+    programs = (groups, len(c.slabs), len(r.slabs), len(t.slabs))
+    frames, keys, tokens = t.seen.shape[3], BOX * BOX, t.block * r.block * c.block
+    grid = (t.padded, r.padded, c.padded)
+
+    def by_group(x: Array) -> Array:
+        """-> (groups, frames, rows, columns, LANES)"""
+        x = jnp.moveaxis(x.reshape(*x.shape[:4], -1, LANES), 4, 1)
+        return x.reshape(groups, *x.shape[2:])
+
+    def by_columns(x: Array) -> Array:
+        """-> (groups, blocks of columns, frames, rows, BOX, LANES)"""
+        x = by_group(x)
+        return jnp.stack([x[:, :, :, n : n + BOX] for n in map(int, c.slabs)], axis=1)
+
+    missing = [(0, n - m) for n, m in zip(grid, q.shape[1:4], strict=True)]
+    blocks = jnp.pad(by_group(q), ((0, 0), *missing, (0, 0)))
+    (bt, br), split = SHARING, []
+    for axis in (t, r, c):
+        split += [*axis.boxes.shape, axis.block]
+    blocks = blocks.reshape(groups, *split, LANES).squeeze(8)
+    blocks = blocks.transpose(0, 7, 4, 1, 5, 2, 3, 6, 8, 9).reshape(
+        *programs, br, bt, tokens, LANES
+    )
+
+    rows, of_row = np.unique(r.seen.reshape(-1, r.block, BOX), axis=0, return_inverse=True)
+    columns, of_column = np.unique(c.seen[:, 0], axis=0, return_inverse=True)
+    shown = rows[None, :, None, :, None, :, None] & columns[:, None, None, None, :, None, :]
+    shown = np.broadcast_to(shown, (*shown.shape[:2], t.block, *shown.shape[3:]))
+    mask = np.where(shown, 0, HIDDEN).reshape(*shown.shape[:2], tokens, keys).astype(np.float32)
+    frame_mask = np.where(t.seen, 0, HIDDEN).astype(np.float32)
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+
+    def multiply(x: Array, y: Array, dim: int) -> Array:
+        return lax.dot_general(
+            x, y, (((1,), (dim,)), ((), ())), precision, preferred_element_type=jnp.float32
+        )
+
+    def program(_t, _r, _c, at_frames, at_rows, row_masks, hides, q, k, v, mask, y, scores):
+        number_r, number_t = pl.program_id(2), pl.program_id(3)
+        lane = lax.broadcasted_iota(jnp.int32, (tokens, LANES), 1)
+        own = [(lane >= i * dim) & (lane < (i + 1) * dim) for i in range(together)]
+        token = lax.broadcasted_iota(jnp.int32, (tokens, LANES), 0)
+
+        def attend(number, _):
+            in_r, in_t = lax.div(number, bt), lax.rem(number, bt)
+            block_r, block_t = number_r * br + in_r, number_t * bt + in_t
+            row, frame = at_rows[block_r], at_frames[block_t]
+            here = mask[row_masks[block_r]]
+            queries = q[in_r, in_t].astype(jnp.float32)
+            queries = jnp.concatenate([jnp.where(x, queries, 0.0) for x in own]).astype(q.dtype)
+            most = jnp.full((len(own) * tokens, LANES), HIDDEN, jnp.float32)
+            for i in range(frames):
+                hidden = jnp.zeros((tokens, LANES), jnp.float32)
+                for j in range(t.block):
+                    behind = token >= j * r.block * c.block
+                    hidden = jnp.where(behind, hides[(block_t * t.block + j) * frames + i], hidden)
+                near = k[frame + i, pl.ds(row, BOX)].reshape(keys, LANES)
+                found = multiply(queries, near, 1) * scale
+                hidden = here + jnp.concatenate([hidden] * (keys // LANES), axis=1)
+                found = (found.reshape(len(own), tokens, keys) + hidden).reshape(found.shape)
+                scores[i] = found
+                most = jnp.maximum(most, jnp.maximum(found[:, :LANES], found[:, LANES:]))
+            most = jnp.max(most, axis=1, keepdims=True)
+            total, sums = jnp.zeros((len(own) * tokens, LANES), jnp.float32), 0.0
+            for i in range(frames):
+                weights = jnp.exp(scores[i] - most)
+                total = total + (weights[:, :LANES] + weights[:, LANES:])
+                brought = v[frame + i, pl.ds(row, BOX)].reshape(keys, LANES)
+                sums = sums + multiply(weights.astype(v.dtype), brought, 0)
+            sums = (sums / jnp.sum(total, axis=1, keepdims=True)).reshape(-1, tokens, LANES)
+            parts = (jnp.where(x, sums[i], 0.0) for i, x in enumerate(own))
+            y[in_r, in_t] = reduce(jnp.add, parts).astype(y.dtype)
+            return 0
+
+        lax.fori_loop(0, br * bt, attend, 0)
+
+    block = pl.BlockSpec(
+        (None, None, None, None, br, bt, tokens, LANES),
+        lambda g, c, r, t, *_: (g, c, r, t, 0, 0, 0, 0),
+    )
+    slab = pl.BlockSpec(
+        (pl.squeezed, pl.squeezed, *map(pl.Element, (t.slab, r.slab, BOX, LANES))),
+        lambda g, c, r, t, frames, rows, *_: (g, c, frames[t], rows[r], 0, 0),
+    )
+    masks = pl.BlockSpec(
+        (None, *mask.shape[1:]), lambda g, c, r, t, _t, _r, of_column, *_: (of_column[c], 0, 0, 0)
+    )
+    tables = [t.slabs, r.slabs, of_column, t.boxes, r.boxes, of_row]
+    y: Any = pl.pallas_call(
+        program,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(tables) + 1,
+            grid=programs,
+            in_specs=[block, slab, slab, masks],
+            out_specs=block,
+            scratch_shapes=[pltpu.VMEM((frames, together * tokens, keys), jnp.float32)],
+        ),
+        out_shape=jax.ShapeDtypeStruct(blocks.shape, q.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * len(programs)),
+        interpret=interpret,
+        name="neighbourhood_attention",
+    )(
+        *(jnp.asarray(x.ravel(), jnp.int32) for x in tables),
+        jnp.asarray(frame_mask.ravel()),
+        blocks,
+        by_columns(k),
+        by_columns(v),
+        jnp.asarray(mask),
+    )
+    y = y.reshape(*programs, br, bt, t.block, r.block, c.block, LANES)
+    y = y.transpose(0, 3, 5, 6, 2, 4, 7, 1, 8, 9).reshape(groups, *grid, LANES)
+    y = y[:, : q.shape[1], : q.shape[2], : q.shape[3]].reshape(batch, -1, *q.shape[1:4], LANES)
+    return jnp.moveaxis(y, 1, 4).reshape(q.shape)
