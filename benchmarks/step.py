@@ -229,8 +229,8 @@ def measure(
 # bfloat16 moves the guided result of a deep random network by some percent; unrelated results are
 # 1.4 apart.
 ALIKE = {"float32": SAME, "bfloat16": 0.5}
-# Halves need several devices, and what is decoded in a step `benchmarks.kernels --stored` times.
-# of several devices, of weights stored in fewer bits, and of the diffusion decoder on TPUs
+# Halves and heads need several devices, `benchmarks.kernels --stored` times what is decoded in a
+# step, and no step has neighbourhoods.
 OF_OTHERS = ("halves", "heads", "unpack", "neighbourhood")
 WITHOUT = tuple(f"without-{name}" for name in SWITCHES if name not in OF_OTHERS)
 

@@ -13,8 +13,9 @@ graph.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -30,6 +31,9 @@ FRAMES = 2
 SHARING = (4, 2)  # blocks along frames and along rows
 LEAST = 8  # of a smaller window a box would show each query less than a quarter
 HIDDEN = -1e30
+# (groups, program, block, token of frames, of rows, of columns, LANES) -> (groups, programs by
+# columns, rows, frames, blocks by rows, frames, tokens by frame, row, column, LANES)
+IN_BLOCKS = (0, 7, 4, 1, 5, 2, 3, 6, 8, 9, 10)
 
 
 def why_not(q: Array, k: Array, v: Array, *, window, first, scale: float) -> str | None:
@@ -47,7 +51,7 @@ def why_not(q: Array, k: Array, v: Array, *, window, first, scale: float) -> str
 
 @dataclass(frozen=True)
 class _Axis:
-    """An axis in programs of `sharing` blocks of `block` queries; blocks behind the end are padded.
+    """An axis in programs of `sharing` blocks of `block` queries, of which `blocks` hold queries.
 
     slabs int[programs]: where the keys of a program begin, `slab` of them; boxes int[programs,
     sharing]: where in its slab the box of each block begins; seen bool[programs, sharing, block,
@@ -55,6 +59,7 @@ class _Axis:
     """
 
     block: int
+    blocks: int
     slab: int
     slabs: np.ndarray
     boxes: np.ndarray
@@ -64,11 +69,15 @@ class _Axis:
     def plan(cls, queries: int, keys: int, window: int, first: int, block: int, sharing: int):
         programs = -(-queries // (block * sharing))
         padded = programs * sharing * block
-        _, slabs, seen = window_blocks(padded, keys, window, first, block * sharing)
-        slab = seen.shape[2]
+        _, slabs, wide = window_blocks(padded, keys, window, first, block * sharing)
         _, boxes, seen = window_blocks(padded, keys, window, first, block)
         boxes = boxes.reshape(programs, sharing) - slabs[:, None]
-        return cls(block, slab, slabs, boxes, seen.reshape(programs, sharing, *seen.shape[1:]))
+        seen = seen.reshape(programs, sharing, *seen.shape[1:])
+        return cls(block, -(-queries // block), wide.shape[2], slabs, boxes, seen)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return *self.boxes.shape, self.block
 
     @property
     def padded(self) -> int:
@@ -83,24 +92,13 @@ def neighbourhood_attention(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    batch, heads, dim = q.shape[0], *q.shape[4:]
+    heads, dim = q.shape[4:]
     together = LANES // dim
-    groups = batch * heads // together
-    t, r, c = (
-        _Axis.plan(*sizes)
-        for sizes in zip(
-            q.shape[1:4],
-            k.shape[1:4],
-            window,
-            first,
-            (FRAMES, BOX - window[1] + 1, BOX - window[2] + 1),
-            (*SHARING, 1),
-            strict=True,
-        )
-    )
-    programs = (groups, len(c.slabs), len(r.slabs), len(t.slabs))
-    frames, keys, tokens = t.seen.shape[3], BOX * BOX, t.block * r.block * c.block
-    grid = (t.padded, r.padded, c.padded)
+    groups = q.shape[0] * heads // together
+    block = (FRAMES, BOX - window[1] + 1, BOX - window[2] + 1)
+    sizes = zip(q.shape[1:4], k.shape[1:4], window, first, block, (*SHARING, 1), strict=True)
+    t, r, c = (_Axis.plan(*size) for size in sizes)
+    tokens, frames, keys = math.prod(block), t.seen.shape[3], BOX * BOX
 
     def by_group(x: Array) -> Array:
         """-> (groups, frames, rows, columns, LANES)"""
@@ -112,87 +110,37 @@ def neighbourhood_attention(
         x = by_group(x)
         return jnp.stack([x[:, :, :, n : n + BOX] for n in map(int, c.slabs)], axis=1)
 
-    missing = [(0, n - m) for n, m in zip(grid, q.shape[1:4], strict=True)]
+    missing = [(0, x.padded - n) for x, n in zip((t, r, c), q.shape[1:4], strict=True)]
     blocks = jnp.pad(by_group(q), ((0, 0), *missing, (0, 0)))
-    (bt, br), split = SHARING, []
-    for axis in (t, r, c):
-        split += [*axis.boxes.shape, axis.block]
-    blocks = blocks.reshape(groups, *split, LANES).squeeze(8)
-    blocks = blocks.transpose(0, 7, 4, 1, 5, 2, 3, 6, 8, 9).reshape(
-        *programs, br, bt, tokens, LANES
-    )
+    blocks = blocks.reshape(groups, *t.shape, *r.shape, *c.shape, LANES)
+    blocks = blocks.transpose(IN_BLOCKS)  # programs, then the blocks of each, then their tokens
+    programs, split = blocks.shape[:4], blocks.shape
+    blocks = blocks.reshape(*programs, *split[4:6], tokens, LANES)
 
     rows, of_row = np.unique(r.seen.reshape(-1, r.block, BOX), axis=0, return_inverse=True)
     columns, of_column = np.unique(c.seen[:, 0], axis=0, return_inverse=True)
     shown = rows[None, :, None, :, None, :, None] & columns[:, None, None, None, :, None, :]
     shown = np.broadcast_to(shown, (*shown.shape[:2], t.block, *shown.shape[3:]))
     mask = np.where(shown, 0, HIDDEN).reshape(*shown.shape[:2], tokens, keys).astype(np.float32)
-    frame_mask = np.where(t.seen, 0, HIDDEN).astype(np.float32)
-    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    tables = [t.slabs, r.slabs, of_column, t.boxes, r.boxes, of_row]
 
-    def multiply(x: Array, y: Array, dim: int) -> Array:
-        return lax.dot_general(
-            x, y, (((1,), (dim,)), ((), ())), precision, preferred_element_type=jnp.float32
-        )
-
-    def program(_t, _r, _c, at_frames, at_rows, row_masks, hides, q, k, v, mask, y, scores):
-        number_r, number_t = pl.program_id(2), pl.program_id(3)
-        lane = lax.broadcasted_iota(jnp.int32, (tokens, LANES), 1)
-        own = [(lane >= i * dim) & (lane < (i + 1) * dim) for i in range(together)]
-        token = lax.broadcasted_iota(jnp.int32, (tokens, LANES), 0)
-
-        def attend(number, _):
-            in_r, in_t = lax.div(number, bt), lax.rem(number, bt)
-            block_r, block_t = number_r * br + in_r, number_t * bt + in_t
-            row, frame = at_rows[block_r], at_frames[block_t]
-            here = mask[row_masks[block_r]]
-            queries = q[in_r, in_t].astype(jnp.float32)
-            queries = jnp.concatenate([jnp.where(x, queries, 0.0) for x in own]).astype(q.dtype)
-            most = jnp.full((len(own) * tokens, LANES), HIDDEN, jnp.float32)
-            for i in range(frames):
-                hidden = jnp.zeros((tokens, LANES), jnp.float32)
-                for j in range(t.block):
-                    behind = token >= j * r.block * c.block
-                    hidden = jnp.where(behind, hides[(block_t * t.block + j) * frames + i], hidden)
-                near = k[frame + i, pl.ds(row, BOX)].reshape(keys, LANES)
-                found = multiply(queries, near, 1) * scale
-                hidden = here + jnp.concatenate([hidden] * (keys // LANES), axis=1)
-                found = (found.reshape(len(own), tokens, keys) + hidden).reshape(found.shape)
-                scores[i] = found
-                most = jnp.maximum(most, jnp.maximum(found[:, :LANES], found[:, LANES:]))
-            most = jnp.max(most, axis=1, keepdims=True)
-            total, sums = jnp.zeros((len(own) * tokens, LANES), jnp.float32), 0.0
-            for i in range(frames):
-                weights = jnp.exp(scores[i] - most)
-                total = total + (weights[:, :LANES] + weights[:, LANES:])
-                brought = v[frame + i, pl.ds(row, BOX)].reshape(keys, LANES)
-                sums = sums + multiply(weights.astype(v.dtype), brought, 0)
-            sums = (sums / jnp.sum(total, axis=1, keepdims=True)).reshape(-1, tokens, LANES)
-            parts = (jnp.where(x, sums[i], 0.0) for i, x in enumerate(own))
-            y[in_r, in_t] = reduce(jnp.add, parts).astype(y.dtype)
-            return 0
-
-        lax.fori_loop(0, br * bt, attend, 0)
-
-    block = pl.BlockSpec(
-        (None, None, None, None, br, bt, tokens, LANES),
-        lambda g, c, r, t, *_: (g, c, r, t, 0, 0, 0, 0),
+    of_queries = pl.BlockSpec(
+        (*[None] * 4, *blocks.shape[4:]), lambda g, c, r, t, *_: (g, c, r, t, 0, 0, 0, 0)
     )
-    slab = pl.BlockSpec(
+    of_keys = pl.BlockSpec(
         (pl.squeezed, pl.squeezed, *map(pl.Element, (t.slab, r.slab, BOX, LANES))),
         lambda g, c, r, t, frames, rows, *_: (g, c, frames[t], rows[r], 0, 0),
     )
-    masks = pl.BlockSpec(
+    of_mask = pl.BlockSpec(
         (None, *mask.shape[1:]), lambda g, c, r, t, _t, _r, of_column, *_: (of_column[c], 0, 0, 0)
     )
-    tables = [t.slabs, r.slabs, of_column, t.boxes, r.boxes, of_row]
     y: Any = pl.pallas_call(
-        program,
+        partial(_program, t=t, r=r, dim=dim, scale=scale),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(tables) + 1,
             grid=programs,
-            in_specs=[block, slab, slab, masks],
-            out_specs=block,
+            in_specs=[of_queries, of_keys, of_keys, of_mask],
+            out_specs=of_queries,
             scratch_shapes=[pltpu.VMEM((frames, together * tokens, keys), jnp.float32)],
         ),
         out_shape=jax.ShapeDtypeStruct(blocks.shape, q.dtype),
@@ -201,13 +149,67 @@ def neighbourhood_attention(
         name="neighbourhood_attention",
     )(
         *(jnp.asarray(x.ravel(), jnp.int32) for x in tables),
-        jnp.asarray(frame_mask.ravel()),
+        jnp.asarray(np.where(t.seen, 0, HIDDEN).ravel(), jnp.float32),
         blocks,
         by_columns(k),
         by_columns(v),
         jnp.asarray(mask),
     )
-    y = y.reshape(*programs, br, bt, t.block, r.block, c.block, LANES)
-    y = y.transpose(0, 3, 5, 6, 2, 4, 7, 1, 8, 9).reshape(groups, *grid, LANES)
-    y = y[:, : q.shape[1], : q.shape[2], : q.shape[3]].reshape(batch, -1, *q.shape[1:4], LANES)
+    y = y.reshape(split).transpose(np.argsort(IN_BLOCKS))
+    y = y.reshape(groups, t.padded, r.padded, c.padded, LANES)
+    y = y[:, : q.shape[1], : q.shape[2], : q.shape[3]].reshape(q.shape[0], -1, *q.shape[1:4], LANES)
     return jnp.moveaxis(y, 1, 4).reshape(q.shape)
+
+
+def _program(
+    _slabs_t, _slabs_r, _of_column, boxes_t, boxes_r, of_row, hidden_frames,
+    q, k, v, mask, y, scores, *, t: _Axis, r: _Axis, dim: int, scale: float,
+):  # fmt: skip
+    """q and y (blocks along rows, along frames, tokens, LANES), k and v (frames, rows, BOX, LANES),
+    mask (kinds of rows, tokens, keys); scores (frames, heads tokens, keys) of one block."""
+    from jax.experimental import pallas as pl
+
+    tokens, (frames, _, keys) = q.shape[2], scores.shape
+    number_r, number_t = pl.program_id(2), pl.program_id(3)
+    here_r = jnp.minimum(q.shape[0], r.blocks - number_r * q.shape[0])
+    here_t = jnp.minimum(q.shape[1], t.blocks - number_t * q.shape[1])
+    lane = lax.broadcasted_iota(jnp.int32, (tokens, LANES), 1)
+    own = [(lane >= start) & (lane < start + dim) for start in range(0, LANES, dim)]
+    token = lax.broadcasted_iota(jnp.int32, (tokens, LANES), 0)
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+
+    def multiply(x: Array, y: Array, axis: int) -> Array:
+        return lax.dot_general(
+            x, y, (((1,), (axis,)), ((), ())), precision, preferred_element_type=jnp.float32
+        )
+
+    def attend(number, _):
+        in_r, in_t = lax.div(number, here_t), lax.rem(number, here_t)
+        block_r, block_t = number_r * q.shape[0] + in_r, number_t * q.shape[1] + in_t
+        row, frame, hidden = boxes_r[block_r], boxes_t[block_t], mask[of_row[block_r]]
+        queries = q[in_r, in_t].astype(jnp.float32)
+        queries = jnp.concatenate([jnp.where(x, queries, 0.0) for x in own]).astype(q.dtype)
+        most = jnp.full((len(queries), LANES), HIDDEN, jnp.float32)
+        for i in range(frames):
+            here = jnp.zeros((tokens, LANES), jnp.float32)
+            for j in range(t.block):
+                bias = hidden_frames[(block_t * t.block + j) * frames + i]
+                here = jnp.where(token >= j * (tokens // t.block), bias, here)
+            here = hidden + jnp.concatenate([here] * (keys // LANES), axis=1)
+            found = multiply(queries, k[frame + i, pl.ds(row, BOX)].reshape(keys, LANES), 1) * scale
+            found = (found.reshape(len(own), tokens, keys) + here).reshape(found.shape)
+            scores[i] = found
+            most = jnp.maximum(most, jnp.maximum(found[:, :LANES], found[:, LANES:]))
+        most = jnp.max(most, axis=1, keepdims=True)
+        total = sums = jnp.zeros((len(queries), LANES), jnp.float32)
+        for i in range(frames):
+            weights = jnp.exp(scores[i] - most)
+            total = total + (weights[:, :LANES] + weights[:, LANES:])
+            values = v[frame + i, pl.ds(row, BOX)].reshape(keys, LANES)
+            sums = sums + multiply(weights.astype(v.dtype), values, 0)
+        sums = (sums / jnp.sum(total, axis=1, keepdims=True)).reshape(-1, tokens, LANES)
+        parts = (jnp.where(x, sums[i], 0.0) for i, x in enumerate(own))
+        y[in_r, in_t] = reduce(jnp.add, parts).astype(y.dtype)
+        return 0
+
+    lax.fori_loop(0, here_r * here_t, attend, 0)
