@@ -84,6 +84,7 @@ DIFFUSION = f"{NEW} --pipeline distilled --video-decoder diffusion"
 PROGRAMS = {  # name -> flags, target
     "step-2.3": ("--preset ltx-2.3 --component denoise-step --stage 2 --branches 4", STEP),
     "stage1-2.3": ("--preset ltx-2.3 --component denoise-step --stage 1", STEP),
+    "stage2-2.3": ("--preset ltx-2.3 --component denoise-step --stage 2", STEP),
     "stage2-large-2.3": (
         # 24576 video tokens
         "--preset ltx-2.3 --component denoise-step --stage 2 --width 1536 --height 1024",

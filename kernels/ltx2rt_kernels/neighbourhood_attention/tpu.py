@@ -98,35 +98,20 @@ def neighbourhood_attention(
     block = (FRAMES, BOX - window[1] + 1, BOX - window[2] + 1)
     sizes = zip(q.shape[1:4], k.shape[1:4], window, first, block, (*SHARING, 1), strict=True)
     t, r, c = (_Axis.plan(*size) for size in sizes)
-    tokens, frames, keys = math.prod(block), t.seen.shape[3], BOX * BOX
-
-    def by_group(x: Array) -> Array:
-        """-> (groups, frames, rows, columns, LANES)"""
-        x = jnp.moveaxis(x.reshape(*x.shape[:4], -1, LANES), 4, 1)
-        return x.reshape(groups, *x.shape[2:])
-
-    def by_columns(x: Array) -> Array:
-        """-> (groups, blocks of columns, frames, rows, BOX, LANES)"""
-        x = by_group(x)
-        return jnp.stack([x[:, :, :, n : n + BOX] for n in map(int, c.slabs)], axis=1)
+    tokens, frames = math.prod(block), t.seen.shape[3]
 
     missing = [(0, x.padded - n) for x, n in zip((t, r, c), q.shape[1:4], strict=True)]
-    blocks = jnp.pad(by_group(q), ((0, 0), *missing, (0, 0)))
+    blocks = jnp.pad(_by_group(q), ((0, 0), *missing, (0, 0)))
     blocks = blocks.reshape(groups, *t.shape, *r.shape, *c.shape, LANES)
     blocks = blocks.transpose(IN_BLOCKS)  # programs, then the blocks of each, then their tokens
     programs, split = blocks.shape[:4], blocks.shape
     blocks = blocks.reshape(*programs, *split[4:6], tokens, LANES)
 
-    rows, of_row = np.unique(r.seen.reshape(-1, r.block, BOX), axis=0, return_inverse=True)
-    columns, of_column = np.unique(c.seen[:, 0], axis=0, return_inverse=True)
-    shown = rows[None, :, None, :, None, :, None] & columns[:, None, None, None, :, None, :]
-    shown = np.broadcast_to(shown, (*shown.shape[:2], t.block, *shown.shape[3:]))
-    mask = np.where(shown, 0, HIDDEN).reshape(*shown.shape[:2], tokens, keys).astype(np.float32)
+    mask, of_row, of_column = _masks(t, r, c)
     tables = [t.slabs, r.slabs, of_column, t.boxes, r.boxes, of_row]
 
-    of_queries = pl.BlockSpec(
-        (*[None] * 4, *blocks.shape[4:]), lambda g, c, r, t, *_: (g, c, r, t, 0, 0, 0, 0)
-    )
+    one = (*[None] * 4, *blocks.shape[4:])
+    of_queries = pl.BlockSpec(one, lambda g, c, r, t, *_: (g, c, r, t, 0, 0, 0, 0))
     of_keys = pl.BlockSpec(
         (pl.squeezed, pl.squeezed, *map(pl.Element, (t.slab, r.slab, BOX, LANES))),
         lambda g, c, r, t, frames, rows, *_: (g, c, frames[t], rows[r], 0, 0),
@@ -141,7 +126,7 @@ def neighbourhood_attention(
             grid=programs,
             in_specs=[of_queries, of_keys, of_keys, of_mask],
             out_specs=of_queries,
-            scratch_shapes=[pltpu.VMEM((frames, together * tokens, keys), jnp.float32)],
+            scratch_shapes=[pltpu.VMEM((frames, together * tokens, BOX * BOX), jnp.float32)],
         ),
         out_shape=jax.ShapeDtypeStruct(blocks.shape, q.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * len(programs)),
@@ -151,14 +136,37 @@ def neighbourhood_attention(
         *(jnp.asarray(x.ravel(), jnp.int32) for x in tables),
         jnp.asarray(np.where(t.seen, 0, HIDDEN).ravel(), jnp.float32),
         blocks,
-        by_columns(k),
-        by_columns(v),
+        _by_columns(k, c.slabs),
+        _by_columns(v, c.slabs),
         jnp.asarray(mask),
     )
     y = y.reshape(split).transpose(np.argsort(IN_BLOCKS))
     y = y.reshape(groups, t.padded, r.padded, c.padded, LANES)
     y = y[:, : q.shape[1], : q.shape[2], : q.shape[3]].reshape(q.shape[0], -1, *q.shape[1:4], LANES)
     return jnp.moveaxis(y, 1, 4).reshape(q.shape)
+
+
+def _by_group(x: Array) -> Array:
+    """-> (groups of heads, frames, rows, columns, LANES)"""
+    x = jnp.moveaxis(x.reshape(*x.shape[:4], -1, LANES), 4, 1)
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _by_columns(x: Array, begins: np.ndarray) -> Array:
+    """-> (groups of heads, blocks of columns, frames, rows, BOX, LANES)"""
+    x = _by_group(x)
+    return jnp.stack([x[:, :, :, n : n + BOX] for n in map(int, begins)], axis=1)
+
+
+def _masks(t: _Axis, r: _Axis, c: _Axis) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What hides keys of other rows and columns, f32[kinds of columns, kinds of rows, tokens, keys
+    of a frame], and the kinds that blocks of rows and of columns are."""
+    rows, of_row = np.unique(r.seen.reshape(-1, r.block, BOX), axis=0, return_inverse=True)
+    columns, of_column = np.unique(c.seen[:, 0], axis=0, return_inverse=True)
+    shown = rows[None, :, None, :, None, :, None] & columns[:, None, None, None, :, None, :]
+    shown = np.broadcast_to(shown, (*shown.shape[:2], t.block, *shown.shape[3:]))
+    mask = np.where(shown, 0, HIDDEN).astype(np.float32)
+    return mask.reshape(*shown.shape[:2], -1, BOX * BOX), of_row, of_column
 
 
 def _program(
