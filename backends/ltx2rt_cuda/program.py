@@ -124,7 +124,7 @@ class Captured:
 
 
 class RecordedLoop:
-    """What a loop runs before its steps, and one step, recorded: the step reads what that has
+    """A recorded loop, the part before its steps and one step: the step reads what that has
     prepared where it is."""
 
     def __init__(self, loop: Loop, pool: Recorder, arguments: Sequence[list], given: Tensors):
@@ -158,7 +158,7 @@ class RecordedLoop:
 
 
 def _key(pool: Recorder, arguments: Sequence[list]) -> tuple:
-    """What is recorded stays valid as long as its memory is kept, and the weights are where they
+    """A recording stays valid as long as its memory is kept, and the weights are where they
     were."""
     weights = (w for each in arguments for x in each for w in (x if isinstance(x, list) else [x]))
     return pool.id, *(w.data_ptr() for w in weights)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # send each other where nothing but a permutation travels while they compute. Fewer have arrived
 # before other work would have begun.
 LEAST_BYTES = 2**20
-GROUPS = 2  # of heads, one of which travels while the other attends
+GROUPS = 2  # groups of heads, one of which travels while the other attends
 HALF_ROWS = 512  # samples times tokens of a half, at the least; not raced
 ASSEMBLED = ("vocoder",)  # networks that run as `program.Assembled`
 

@@ -117,7 +117,7 @@ HLG = replace(
 PQ = replace(HLG, transfer=SMPTE_ST_2084)
 # Frames and float32 samples come back bit for bit: a clip that is continued later.
 EXACT = Container("mov", "png", {"compression_level": "3"}, "pcm_f32le", {}, 0, (), pixels="rgb24")
-EXACT_CODES = replace(EXACT, pixels="rgb48be")  # of `to_codes`, in high dynamic range
+EXACT_CODES = replace(EXACT, pixels="rgb48be")  # as `to_codes` gives them, in high dynamic range
 
 
 @dataclass(frozen=True)

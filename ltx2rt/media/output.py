@@ -196,7 +196,7 @@ def zipped(
             frames = iter(as_frames(chunk))
             while some := list(islice(frames, PNG_THREADS)):
                 for data in pool.map(encoded, some):
-                    # of no date: equal clips are equal files
+                    # without a date: equal clips are equal files
                     file.writestr(ZipInfo(f"{next(numbers):05d}.exr"), data)
             yield chunk
         if waveform is not None:

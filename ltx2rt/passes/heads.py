@@ -93,7 +93,7 @@ def _grouped(old: Graph, exchanged: list[Exchanged], groups: int) -> Graph:
 
 
 def _cut(body: Graph, v: Value, sent: Node, groups: int) -> list[Value]:
-    """Of each device's heads the first, the second ... of so many equal groups."""
+    """Each device's heads in so many equal groups, by their order on the device."""
     parts = sent.attrs["parts"]
     sizes = {"parts": parts, GROUPS: groups, HEADS: v.type.size(HEADS) // (parts * groups)}
     apart = emit(body, "split", v, axis=HEADS, into=sizes)
@@ -102,7 +102,7 @@ def _cut(body: Graph, v: Value, sent: Node, groups: int) -> list[Value]:
 
 
 def _join(body: Graph, found: list[Value], back: Node) -> None:
-    """What `back` gave, of the groups."""
+    """The groups that `back` gave, as one."""
     parts = back.attrs["parts"]
     sizes = {"parts": parts, HEADS: found[0].type.size(HEADS) // parts}
     apart = [emit(body, "split", y, axis=HEADS, into=sizes) for y in found]

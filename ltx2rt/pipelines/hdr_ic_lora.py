@@ -23,7 +23,7 @@ from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from ltx2rt.stages.stage import Stage
 from ltx2rt.stages.upsample import Upsample
 
-SIGMAS = STAGE2_SIGMAS[[0, 1, 3]]  # of the official pipeline's second stage
+SIGMAS = STAGE2_SIGMAS[[0, 1, 3]]  # the official pipeline's second stage
 
 
 @dataclass(frozen=True)

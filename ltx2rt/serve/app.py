@@ -192,7 +192,7 @@ class App:
         self.closing = False
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="plan")
         self._apart = Apart(admission)
-        self._encoding = asyncio.Lock()  # of segments, one at a time
+        self._encoding = asyncio.Lock()  # segments, one at a time
         self.starlette = Starlette(
             routes=[Route(path, call, methods=[method]) for method, path, call in self._routes()],
             exception_handlers={

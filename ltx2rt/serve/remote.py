@@ -174,7 +174,7 @@ def _keep(
     try:
         for name, url in zip(names, urls, strict=bool(urls)):
             server.fetch(url, results.output / name)
-        frames = x["urls"].get("frames", [])  # of clips in high dynamic range alone
+        frames = x["urls"].get("frames", [])  # only clips in high dynamic range have them
         for name, url in zip(names, frames, strict=bool(frames)):
             server.fetch(url, results.output / frames_of(name))
         if status == COMPLETED and not urls:

@@ -31,19 +31,28 @@ MAX_TOKENS_4, NO_REPEAT = 600, 5  # the official pipelines' of a Gemma 4: no 5 t
 GEMMA3, GEMMA4 = ("gemma3", "gemma3_text"), ("gemma4", "gemma4_text")  # as transformers names them
 MULTIPLE = 8  # tokens, padded on the left
 TASK = """\
-You turn a short idea into the prompt of a model that makes video with sound. Write one paragraph in English, in the
-present tense, of at most 200 words, that tells what is seen and heard from the first moment to the last, in the order
-in which it happens. Name the subject with its looks and clothes, every movement in plain verbs, the place, the light,
-the colours, and where the camera is and how it moves. Say what is heard: sounds of the place, music only if the idea
-asks for it, and speech word for word in quotation marks with who says it and in which voice. Keep everything that the
-idea says, quotes and style included, and add only what fits it; a camera that is not mentioned stays calm. No feelings
+You turn a short idea into the prompt of a model that makes video with sound. Write one \
+paragraph in English, in the
+present tense, of at most 200 words, that tells what is seen and heard from the first moment to \
+the last, in the order
+in which it happens. Name the subject with its looks and clothes, every movement in plain verbs, \
+the place, the light,
+the colours, and where the camera is and how it moves. Say what is heard: sounds of the place, \
+music only if the idea
+asks for it, and speech word for word in quotation marks with who says it and in which voice. \
+Keep everything that the
+idea says, quotes and style included, and add only what fits it; a camera that is not mentioned \
+stays calm. No feelings
 that cannot be seen, no title, no list, no comment: answer with the paragraph alone."""
 DETAILED = """
-Begin with what happens. Name the size of the shot, the camera's movement and from where it looks; let the whole
+Begin with what happens. Name the size of the shot, the camera's movement and from where it \
+looks; let the whole
 soundscape be heard: voices, the place, things that move, music if there is any."""
 WITH_IMAGE = """
-The picture is the first frame of the video. Take from it how things look, do not describe it at length, and tell what
-changes from it on. Where idea and picture contradict each other, the video starts as in the picture and moves towards
+The picture is the first frame of the video. Take from it how things look, do not describe it at \
+length, and tell what
+changes from it on. Where idea and picture contradict each other, the video starts as in the \
+picture and moves towards
 the idea."""
 PLAIN = str.maketrans(  # quotes, dashes, space, prime, minus
     "\u2018\u2019\u201c\u201d\u2013\u2014\u00a0\u2032\u2212", "''\"\"-- '-"

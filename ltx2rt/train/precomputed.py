@@ -39,7 +39,7 @@ STORAGES = {
     "IntStorage": np.dtype(np.int32),
     "LongStorage": np.dtype(np.int64),
 }
-FPS = 24  # of a file that says none
+FPS = 24  # where a file says none
 
 
 def folder_of(path: Path) -> Path | None:
@@ -70,7 +70,7 @@ def read_pt(path: Path) -> dict[str, Any]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Of numbers, strings, lists, dictionaries and tensors alone."""
+    """Files of numbers, strings, lists, dictionaries and tensors alone."""
 
     def __init__(self, archive: zipfile.ZipFile, head: str):
         super().__init__(io.BytesIO(self._member(archive, head)))
@@ -154,8 +154,8 @@ def unread(folder: Path) -> Iterator[str]:
 
 
 def latents(clip: Precomputed, config: ModelConfig) -> tuple[dict[str, np.ndarray], Bucket, str]:
-    """What `train prepare` makes of a clip: float32 video and reference [C, f, h, w], audio
-    [channels, n, mel] and mask [f, h, w], whichever there are; its size; its frames a second.
+    """The arrays that `train prepare` makes of a clip: float32 video and reference [C, f, h, w],
+    audio [channels, n, mel] and mask [f, h, w], whichever there are; its size; its frames a second.
 
     Raises InputError for latents of another model, and for sound of another length.
     """
@@ -174,7 +174,7 @@ def latents(clip: Precomputed, config: ModelConfig) -> tuple[dict[str, np.ndarra
     else:
         assert sound is not None
         seconds = Fraction(sound.shape[1] / config.audio_vae.latents_per_second)
-        count = pixel_frames(max(1, round(seconds * 3)), 8)  # of about 24 a second
+        count = pixel_frames(max(1, round(seconds * 3)), 8)  # at about 24 a second
         bucket, fps = Bucket(32, 32, count), count / seconds
     geometry = Geometry.of(config, bucket.width, bucket.height, bucket.frames, fps)
     if sound is not None:

@@ -224,8 +224,8 @@ class TensorFile:
         read_ahead(self._file, begin, size)
 
     def unmap(self, begin: int, size: int) -> None:
-        """What was read of these bytes as arrays is of no use to this process any more. The system
-        may still have them, and reads them anew where it does not."""
+        """The arrays that were read of these bytes are of no use to this process any more. The
+        system may still have them, and reads them anew where it does not."""
         start = begin // mmap.PAGESIZE * mmap.PAGESIZE
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED, start, begin + size - start)

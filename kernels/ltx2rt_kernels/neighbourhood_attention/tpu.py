@@ -29,7 +29,7 @@ LANES = 128
 BOX = 16  # the columns of a bfloat16 tile; BOX x BOX keys fill the matrix unit
 FRAMES = 2
 SHARING = (4, 2)  # blocks along frames and along rows
-LEAST = 8  # of a smaller window a box would show each query less than a quarter
+LEAST = 8  # in a smaller window a box would show each query less than a quarter
 HIDDEN = -1e30
 # (groups, program, block, token of frames, of rows, of columns, LANES) -> (groups, programs by
 # columns, rows, frames, blocks by rows, frames, tokens by frame, row, column, LANES)
@@ -159,8 +159,8 @@ def _by_columns(x: Array, begins: np.ndarray) -> Array:
 
 
 def _masks(t: _Axis, r: _Axis, c: _Axis) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What hides keys of other rows and columns, f32[kinds of columns, kinds of rows, tokens, keys
-    of a frame], and the kinds that blocks of rows and of columns are."""
+    """Masks that hide keys of other rows and columns, f32[kinds of columns, kinds of rows, tokens,
+    keys of a frame], and the kinds that blocks of rows and of columns are."""
     rows, of_row = np.unique(r.seen.reshape(-1, r.block, BOX), axis=0, return_inverse=True)
     columns, of_column = np.unique(c.seen[:, 0], axis=0, return_inverse=True)
     shown = rows[None, :, None, :, None, :, None] & columns[:, None, None, None, :, None, :]
