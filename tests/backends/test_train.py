@@ -156,7 +156,7 @@ def test_a_base_in_8_bits_trains_as_its_decoded_copy(kind, encoding):
     } == {}
 
 
-@pytest.mark.parametrize("encoding", [None, "int8"])
+@pytest.mark.parametrize("encoding", [pytest.param(None, marks=pytest.mark.long), "int8"])
 def test_a_streamed_base_gives_the_same_bits(encoding, monkeypatch):
     """Five blocks take turns in two slots, to the last and back: of 2 x 10 uses of a block two at
     each turn are there already."""

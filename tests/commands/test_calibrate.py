@@ -26,6 +26,7 @@ def calibrated(command, tiny, tmp_path):
     return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ("cuda", pytest.param("tpu", marks=pytest.mark.slow)))
 def test_a_plan_is_found_priced_and_taken(calibrated, generate, tiny, tmp_path, backend):
     status, out, err = calibrated("--evaluations", 3, backend=backend)
