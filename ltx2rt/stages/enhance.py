@@ -183,7 +183,7 @@ def _written(
 
 
 def library() -> Any:
-    """transformers, by name: a type checker would read all its models, a quarter of its time."""
+    """The package transformers, by its name: imported, it makes a type checker read all its models."""
     return import_module("transformers")
 
 
