@@ -11,6 +11,7 @@ import errno
 import os
 import resource
 import shutil
+import signal
 import sys
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -36,7 +37,9 @@ MAX_S, MAX_FRAMES, MAX_STREAMS = (
     8,
 )  # limits for sound and video; the models make at most 20 s
 MEMORY_BYTES = {IMAGE: 2**30, EXR: 2**31, SOUND: 2**31, VIDEO: 2**31, MASK: 2**31}
-TIME_S = {IMAGE: 20, EXR: 20, SOUND: 60, VIDEO: 60, MASK: 60}
+TIME_S = {IMAGE: 20, EXR: 20, SOUND: 60, VIDEO: 60, MASK: 60}  # of a processor
+BUSY, RETRY_S = 5, 30  # times as long by the clock, then the machine is at fault and not the file
+READER = (sys.executable, "-m", "ltx2rt.serve.upload")
 IMAGES = ("PNG", "JPEG", "WEBP")
 MEDIA = (
     "mov,mp4,m4a,3gp,3g2,mj2",
@@ -80,17 +83,20 @@ async def check_upload(data: bytes, field: str, kind: str) -> None:
         )
     async with _places:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "ltx2rt.serve.upload", kind,
+            *READER, kind,
             stdin=-1, stdout=-1, stderr=asyncio.subprocess.DEVNULL, env=os.environ | ONE_THREAD,
         )  # fmt: skip
         try:
-            said, _ = await asyncio.wait_for(process.communicate(data), TIME_S[kind])
+            said, _ = await asyncio.wait_for(process.communicate(data), BUSY * TIME_S[kind])
         except TimeoutError:
-            said = b"it takes too long to read"
+            reason = f"{field}: this machine is too busy to read it; send it again later"
+            raise Refusal(503, "busy", reason, field, retry_after_s=RETRY_S) from None
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+    if process.returncode == -signal.SIGXCPU:
+        said = b"it takes too long to read"
     if process.returncode == NOT_STORED:
         raise OSError(errno.ENOSPC, said.decode(errors="replace").strip())
     if process.returncode != 0:
@@ -102,7 +108,7 @@ def main() -> int:
     """Decode stdin as what argv says; the reason on stdout if that fails."""
     kind = sys.argv[1]
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES[kind], MEMORY_BYTES[kind]))
-    resource.setrlimit(resource.RLIMIT_CPU, (TIME_S[kind], TIME_S[kind]))
+    resource.setrlimit(resource.RLIMIT_CPU, (TIME_S[kind], TIME_S[kind] + 1))
     try:
         with (
             TemporaryFile() as file

@@ -2,12 +2,14 @@
 
 import asyncio
 import io
+import sys
 
 import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
 from ltx2rt.media.hdr import exr_bytes
+from ltx2rt.serve import upload
 from ltx2rt.serve.refusal import Refusal
 from ltx2rt.serve.upload import EXR, IMAGE, MAX_PX, VIDEO, check_upload, kind_of
 
@@ -37,6 +39,26 @@ def test_what_no_worker_could_read_is_refused(data, words):
         asyncio.run(check_upload(data, "images", IMAGE))
     assert (refused.value.status, refused.value.code) == (400, "bad_image")
     assert str(refused.value).startswith(f"images: {words}") and "tmp" not in str(refused.value)
+
+
+def test_a_file_is_blamed_for_processor_time_and_the_machine_for_the_clock(monkeypatch):
+    endless = """
+from ltx2rt.serve import upload
+upload.TIME_S["image"] = 1
+def read_image(path):
+    while True: pass
+upload.read_image = read_image
+upload.main()
+"""
+    monkeypatch.setattr(upload, "READER", (sys.executable, "-c", endless))
+    data = encoded(NOISE, "PNG")
+    with pytest.raises(Refusal, match="images: it takes too long to read") as refused:
+        asyncio.run(check_upload(data, "images", IMAGE))
+    assert (refused.value.status, refused.value.code) == (400, "bad_image")
+    monkeypatch.setitem(upload.TIME_S, IMAGE, 0.02)
+    with pytest.raises(Refusal, match="images: this machine is too busy to read it") as refused:
+        asyncio.run(check_upload(data, "images", IMAGE))
+    assert (refused.value.status, refused.value.code) == (503, "busy")
 
 
 @pytest.mark.long
