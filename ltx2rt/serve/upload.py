@@ -37,7 +37,7 @@ MAX_S, MAX_FRAMES, MAX_STREAMS = (
     8,
 )  # limits for sound and video; the models make at most 20 s
 MEMORY_BYTES = {IMAGE: 2**30, EXR: 2**31, SOUND: 2**31, VIDEO: 2**31, MASK: 2**31}
-TIME_S = {IMAGE: 20, EXR: 20, SOUND: 60, VIDEO: 60, MASK: 60}  # of a processor
+TIME_S = {IMAGE: 20, EXR: 20, SOUND: 60, VIDEO: 60, MASK: 60}  # processor time
 BUSY, RETRY_S = 5, 30  # times as long by the clock, then the machine is at fault and not the file
 READER = (sys.executable, "-m", "ltx2rt.serve.upload")
 IMAGES = ("PNG", "JPEG", "WEBP")
