@@ -33,6 +33,9 @@ ATTENTION = (
     (1, 6144, 1024, 32, 128),
     (1, 6144, 126, 32, 64),
     (1, 126, 6144, 32, 64),
+    (3, 126, 1536, 32, 64),
+    (3, 126, 1024, 32, 64),
+    (3, 126, 126, 32, 64),
     (1, 3072, 3072, 16, 128),
 )
 # rows, contracted, columns: packed q, k, v; both halves of a feed-forward; an output; the sound's.
@@ -96,13 +99,25 @@ def drawn(device: torch.device, *shape: int) -> torch.Tensor:
 
 
 def timed(run: Callable[[], Any], device: torch.device, rounds: int) -> Spread:
-    """Seconds of a call: rounds of BATCH calls with one wait at their end."""
+    """Seconds of a call: rounds of BATCH calls with one wait at their end; on a GPU recorded, as
+    the calls of a step are, since launching a small one takes longer than running it."""
 
-    def batch() -> None:
+    def launch() -> None:
         for _ in range(BATCH):
             run()
+
+    if device.type == "cuda":
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launch()
+
+    def batch() -> None:
         if device.type == "cuda":
+            graph.replay()
             torch.cuda.synchronize()
+        else:
+            launch()
 
     return Spread.of([seconds / BATCH for seconds in interleaved({"": batch}, rounds)[""]])
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 @pytest.mark.filterwarnings(
     "ignore:TensorFloat32"
 )  # inductor's, of a float32 product: it is off because it rounds
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", [False, True], ids=["plain", "compiled"])
 @pytest.mark.parametrize(
     "dtype,close", [("float32", 1e-6), ("bfloat16", 2**-8)]
 )  # other workspaces

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from kernel_cases import CASES, NEEDS_GPU, TOGETHER, Operands
+from kernel_cases import BFLOAT16_ALONE, CASES, NEEDS_GPU, TOGETHER, Operands
 from ltx2rt_cuda.lower import lower
 from ltx2rt_cuda.ops import OPS as TORCH_OPS
 from ltx2rt_cuda.ops import WITH_KERNEL, channels_last
@@ -65,6 +65,8 @@ def test_kernel_equals_its_reference(name, measured):
     where, dtype, errors = measured
     if where == "interpreter" and name in NEEDS_GPU:
         pytest.skip(f"no CUDA device, and {NEEDS_GPU[name]}")
+    if dtype == "float32" and name in BFLOAT16_ALONE:
+        pytest.skip("its kernel takes bfloat16")
     found = errors[name]
     if "quantise" in name or "unpack" in name:
         assert not any(found), (

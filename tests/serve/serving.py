@@ -84,11 +84,25 @@ class Server:
             assert time.monotonic() < end and video["status"] != "failed", video
             time.sleep(0.03)
 
+    def until_segments(self, id, least):
+        end, made = time.monotonic() + 60, 0
+        while made < least:
+            assert time.monotonic() < end, self.get(id)
+            time.sleep(0.02)
+            found = self.http.get(f"/v1/videos/{id}/segments").json()["data"]
+            made = sum(one["made"] for one in found)
+
     def kill(self, number=signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
         self.http.close()
         return self.process.wait(30)
+
+
+def children(pid):
+    with contextlib.suppress(OSError):
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
 
 
 def png(width=20, height=10):

@@ -30,18 +30,12 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
-from serving import SMALL, png
+from serving import SMALL, children, png
 
 from ltx2rt.media import hdr
 from ltx2rt.media.mp4 import EXACT, write_mp4
 
 SEED = int(os.environ.get("LTX2RT_TEST_SEED", "11"))
-
-
-def children(pid):
-    with contextlib.suppress(OSError):
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
 
 
 def alive(pid):

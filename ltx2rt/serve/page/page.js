@@ -357,6 +357,7 @@ function show(video, atEnd = false) {
   }
   row.append(actions);
   if (focused) [...row.querySelectorAll("button, a")].find((one) => one.textContent === focused)?.focus();
+  if (video.status === "in_progress" && video.x.segments) segments(video).catch((error) => say(error.message));
   if (known && known.video.status !== video.status) changed(video);
 }
 
