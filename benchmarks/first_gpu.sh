@@ -14,7 +14,7 @@ call=${1:-}
 case $call in
   1) own="env 40 env
 race 70 race
-recorded 60 tests tests/backends/test_recorded.py --tb=short
+recorded 60 tests tests/backends/test_recorded.py -k not(compiled) --tb=short
 kernel-tests 110 tests tests/kernels/test_kernels.py -k cuda --tb=short
 stages 120 stages
 step 300 step" ;;
@@ -22,7 +22,7 @@ step 300 step" ;;
 profile 90 profile
 kernels 200 kernels
 stages-float8 90 stages --weights-dtype float8
-ltx-2.5 60 stages --preset ltx-2.5
+ltx-2.5 90 stages --preset ltx-2.5 --num-frames 121 --repeats 1
 parity 120 parity" ;;
   3) own="memory 200 memory
 stream 240 stream
