@@ -87,7 +87,7 @@ class KernelWatch(Stopwatch):
     def __init__(self, device_kind: str, **settings: Any):
         super().__init__(**settings)
         self.cuda = device_kind == "cuda"
-        self.kernels: dict[str, dict[str, dict[str, float]]] = {}
+        self.kernels: dict[str, dict[str, dict[str, Any]]] = {}
 
     @contextmanager
     def stage(
@@ -99,10 +99,10 @@ class KernelWatch(Stopwatch):
         self.kernels[name] = kernel_groups(profiler, self.cuda)
 
 
-def kernel_groups(profiler: profile, cuda: bool) -> dict[str, dict[str, float]]:
-    """Time, share and launches of each group of kernels that ran on the GPU; on a CPU, of
-    operators."""
-    found: dict[str, dict[str, float]] = {}
+def kernel_groups(profiler: profile, cuda: bool) -> dict[str, dict[str, Any]]:
+    """Time, share and launches of each group of kernels that ran on the GPU, and the same of the
+    three longest of it by name; on a CPU, of operators."""
+    found: dict[str, dict[str, Any]] = {}
     for event in profiler.events() or ():
         if getattr(event, "is_user_annotation", False):
             continue
@@ -112,13 +112,23 @@ def kernel_groups(profiler: profile, cuda: bool) -> dict[str, dict[str, float]]:
             microseconds = event.time_range.elapsed_us()
         else:  # an operator's own time, without those that it calls
             microseconds = event.self_cpu_time_total
-        row = found.setdefault(group_of(event.name), {"time_s": 0.0, "launches": 0})
-        row["time_s"] += microseconds / 1e6
-        row["launches"] += 1
+        group = found.setdefault(
+            group_of(event.name), {"time_s": 0.0, "launches": 0, "longest": {}}
+        )
+        name = event.name[:120]
+        kernel = group["longest"].setdefault(name, {"time_s": 0.0, "launches": 0})
+        for row in (group, kernel):
+            row["time_s"] += microseconds / 1e6
+            row["launches"] += 1
     total = sum(row["time_s"] for row in found.values())
     for row in found.values():
         row["share"] = row["time_s"] / total if total else 0.0
-    return dict(sorted(found.items(), key=lambda item: -item[1]["time_s"]))
+        row["longest"] = dict(by_time(row["longest"])[:3])
+    return dict(by_time(found))
+
+
+def by_time(rows: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    return sorted(rows.items(), key=lambda item: -item[1]["time_s"])
 
 
 def run_once(
