@@ -41,7 +41,7 @@ TOP = 0.2  # where it turns
 class Clip:
     """A clip's picture. x: of the centre where it does not slide; radius: where it does not change,
     both in units of the side; phase: in [0, 1), where in its movement a clip begins; period_s:
-    between two bounces."""
+    between two bounces; seconds: of the clip."""
 
     shape: str
     colour: str
@@ -51,6 +51,7 @@ class Clip:
     radius: float = 0.16
     phase: float = 0.0
     period_s: float = 1.0
+    seconds: float = SECONDS
 
     @property
     def prompt(self) -> str:
@@ -60,12 +61,12 @@ class Clip:
         """Seconds at which the shape touches the floor, f64[n]."""
         if self.motion != "bounces":
             return np.zeros(0)
-        times = (np.arange(-1, SECONDS / self.period_s + 1) - self.phase) * self.period_s
-        return times[(times >= 0) & (times < SECONDS)]
+        times = (np.arange(-1, self.seconds / self.period_s + 1) - self.phase) * self.period_s
+        return times[(times >= 0) & (times < self.seconds)]
 
     def pose(self, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Centre x, centre y and radius in units of the side, at each of `seconds`."""
-        part = np.asarray(seconds) / SECONDS
+        part = np.asarray(seconds) / self.seconds
         still = np.full_like(part, 0.5)
         x, y, radius = still - 0.5 + self.x, still, still - 0.5 + self.radius
         if self.motion in ("left", "right"):
@@ -85,10 +86,11 @@ class Clip:
         size: int = SIZE,
         window: tuple[int, int, int] | None = None,
         first: int = 0,
-        count: int = FRAMES,
+        count: int | None = None,
     ):
-        """f32[count, size, size, 3] in [0, 1] from frame `first` on; window: (top, left, side) of
-        the part to draw."""
+        """f32[count, size, size, 3] in [0, 1] from frame `first` on, all without a count; window:
+        (top, left, side) of the part to draw."""
+        count = round(self.seconds * FPS) if count is None else count
         x, y, radius = (
             a[:, None, None].astype(np.float32)
             for a in self.pose(np.arange(first, first + count) / FPS)
@@ -121,7 +123,7 @@ class Clip:
     def sound(self, rate: int = RATE, pitch_hz: float | None = None) -> np.ndarray:
         """f32[2, samples] at `rate` Hz: a tone by shape, louder where the shape is larger and on
         its side; clicks. pitch_hz: another tone."""
-        t = np.arange(round(SECONDS * rate)) / rate
+        t = np.arange(round(self.seconds * rate)) / rate
         x, _, radius = self.pose(t)
         tone = np.sin(2 * np.pi * (pitch_hz or PITCHES[self.shape]) * t) * 0.12 * radius / 0.16
         wave = np.stack([tone * np.sqrt(1 - x), tone * np.sqrt(x)])
@@ -130,7 +132,7 @@ class Clip:
             wave += np.where(
                 since >= 0, 0.6 * np.exp(-since / 0.012) * np.sin(2 * np.pi * 1800 * since), 0
             )
-        fade = np.minimum(1, np.minimum(t, SECONDS - t) / 0.01)
+        fade = np.minimum(1, np.minimum(t, self.seconds - t) / 0.01)
         return (wave * fade).astype(np.float32)
 
 
@@ -141,7 +143,7 @@ def held_out(shape: str, colour: str, motion: str) -> bool:
     return (names[0] * 2 + names[1] + names[2]) % 5 == 0
 
 
-def random_clip(rng: np.random.Generator, trained: bool = True) -> Clip:
+def random_clip(rng: np.random.Generator, trained: bool = True, seconds: float = SECONDS) -> Clip:
     """One of those that are trained on, or else one of those held out."""
     while True:
         shape, colour, motion, background = (
@@ -158,4 +160,5 @@ def random_clip(rng: np.random.Generator, trained: bool = True) -> Clip:
                 rng.uniform(0.13, 0.2),
                 rng.random(),
                 period,
+                seconds,
             )

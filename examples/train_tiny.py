@@ -20,7 +20,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, cached_property
 from pathlib import Path
@@ -76,8 +76,6 @@ from ltx2rt.weights.random.make import (
 from ltx2rt.weights.random.presets import SIZES, Preset, of_sizes
 from ltx2rt.weights.random.presets import gemma as gemma_sizes
 
-NAME = "tiny-trained-2.3"
-HALF = SIZE // 2  # what stage 1 makes
 SHAPE_WEIGHT, AROUND = (
     12,
     9,
@@ -85,13 +83,23 @@ SHAPE_WEIGHT, AROUND = (
 # the rate of Muon, which gets the video autoencoder as far as AdamW at 1e-3 in a third of the steps
 MATRICES = 0.02
 LATENT_NOISE = (
-    0.2  # share of the latents' deviation, added in training: neighbours must decode to neighbours
+    0.4  # share of the latents' deviation, added in training: neighbours must decode to neighbours
 )
+# Channels of the latents that are used, of 128 and of 8; the others are 0. A velocity has as many
+# directions of noise as channels, and a transformer of these widths cannot carry 128.
+LIVE = {"vae": 32, "audio_vae": 2}
+LOUD, QUIET = 0.0, -6.0  # log-mel of a tone, and of what is next to nothing
+SIDE_WEIGHT = 3  # of the difference between the channels, which is smaller than their mean
+GAIN = 0.5  # deviation of what each channel is made louder by in training, natural logarithm
+BOUNCING = 0.25  # share of clips that bounce beside those that do by chance: there is most to learn
 AGAIN = 0.5  # share of the rates, where a training goes on
 DROPPED = (
     0.1  # share of prompts that are the empty or the negative one, for classifier-free guidance
 )
 LEVELS = 1.2, 1.6  # mean and deviation of the noise levels' logits
+# Weight in the transformer's loss of a token that is unlike the clip's others: a shape's on its
+# background, a click's beside the tone.
+RARE = {"": 3.0, "audio_": 6.0}
 WORDS, FIRST = (
     64,
     24,
@@ -100,9 +108,37 @@ SIZES_OF_CLIPS = "half", "whole"
 STEPS_DRAWN = np.array([2, 1, 1, 1, 2, 3, 3, 3]) / 16  # how often each distilled step is trained
 GIVEN = 0.3, 0.1  # shares of clips with a clean first frame, and with a clean sound or video
 GUIDANCE, SUBSTEPS = 3.0, 2  # guidance of the teacher that is distilled
-MEL_SECONDS = 0.32  # length of the pieces that the vocoder is trained on
+MEL_SECONDS = 0.2  # length of the pieces that the vocoder is trained on
+SOUNDS = 1000  # of the clips whose sound the audio networks are trained on
 SHARD_BYTES = 1_900_000
 SAVE_SECONDS = 60  # what an interruption costs at most
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a model makes: square clips of `size` pixels a side, `frames` of them, and half as large
+    in stage 1. clips, steps: of the transformer's training, batch: its clips at a time, of half and
+    of whole size; others: share of the steps of what is trained after another model."""
+
+    name: str
+    size: int
+    frames: int
+    clips: int
+    steps: int
+    batch: tuple[int, int]
+    others: float = 1.0
+
+    @property
+    def half(self) -> int:
+        return self.size // 2
+
+    @property
+    def seconds(self) -> float:
+        return self.frames / FPS
+
+
+TINY = Kind("tiny-trained-2.3", SIZE, FRAMES, 3000, 21_500, (16, 16))
+LONG = Kind("long-trained-2.3", 2 * SIZE, 121, 1200, 3000, (16, 4), 0.25)  # 1 024 video tokens
 
 
 def sizes() -> Preset:
@@ -116,7 +152,7 @@ def sizes() -> Preset:
         audio_multipliers=(1, 2, 2),
         vocoder_hidden=64, extension_hidden=16, connector_layers=1, lora_rank=8,
     )  # fmt: skip
-    made = of_sizes(own, NAME)
+    made = of_sizes(own, TINY.name)
     c = made.config
     assert c.vocoder.bandwidth_extension
     sound = replace(
@@ -164,11 +200,13 @@ def prompts() -> list[str]:
 class Lab:
     """State that the parts share: the weights so far, by their official names, and where they lie.
 
-    scale: of every part's number of steps.
+    scale: of every part's number of steps. origin: another one, whose weights this one begins with.
     """
 
-    def __init__(self, folder: Path, seed: int, scale: float):
-        self.folder, self.seed, self.scale = folder, seed, scale
+    def __init__(
+        self, folder: Path, seed: int, scale: float, kind: Kind = TINY, origin: Lab | None = None
+    ):
+        self.folder, self.seed, self.scale, self.kind = folder, seed, scale, kind
         folder.mkdir(parents=True, exist_ok=True)
         self.preset = sizes()
         self.config: ModelConfig = self.preset.config
@@ -194,10 +232,63 @@ class Lab:
                     "coder.conv_in.conv.bias"
                 ):  # or the norms after it hide how bright a plain area is
                     fixed.mul_(10)
-
+                elif ".resblocks." in name and ".convs2." in name:
+                    fixed.mul_(0.1)  # nearly linear at first, or hundreds of steps find no tone
+            for name, parameter in self.weights.items():
+                if name.startswith("vocoder.vocoder.") and not name.endswith("filter"):
+                    grown = 2 if parameter.ndim > 1 else 1  # the mean of two has half the variance
+                    parameter.copy_(grown * apart(parameter))
+            for name in ("audio_vae.encoder.conv_in.conv", "vocoder.vocoder.conv_pre"):
+                weight, bias = (self.weights[f"{name}.{leaf}"] for leaf in ("weight", "bias"))
+                weight.div_(-QUIET / 2)  # log-mels of -12 to 0 are to come as -2 to 2
+                bias.sub_(QUIET * weight.flatten(1).sum(1))
+            # Half of the features tell the channels apart, or none would: they differ by little.
+            weight, bias = (
+                self.weights[f"audio_vae.encoder.conv_in.conv.{leaf}"]
+                for leaf in ("weight", "bias")
+            )
+            features = len(weight) // 2
+            left, right = weight[features:].chunk(2, 1)
+            left.mul_(4)
+            right.copy_(-left)
+            bias[features:].zero_()
+            left, right = self.weights["audio_vae.decoder.conv_out.conv.weight"]
+            right.copy_(left)
+            right[len(right) // 2 :].neg_()
+            self.weights["audio_vae.decoder.conv_out.conv.bias"].fill_(1.5 * QUIET)
+            for vae, live in LIVE.items():
+                for leaf in ("weight", "bias"):
+                    self.weights[f"{vae}.encoder.conv_out.conv.{leaf}"][live:].zero_()
+                self.weights[f"{vae}.decoder.conv_in.conv.weight"][:, live:].zero_()
+            self.weights["initial_conv.weight"][:, LIVE["vae"] :].zero_()
+            for leaf in ("weight", "bias"):
+                self.weights[f"final_conv.{leaf}"][LIVE["vae"] :].zero_()
+            for stream, live in self.live.items():
+                ends = ("patchify_proj", np.s_[:, ~live]), ("proj_out", np.s_[~live])
+                for end, rest in ends:
+                    for leaf in ("weight",) if end == "patchify_proj" else ("weight", "bias"):
+                        self.weights[f"model.diffusion_model.{stream}{end}.{leaf}"][rest] = 0
+        if origin:
+            self._put(origin.weights)
         for path in sorted(folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime):
             if path.stem != "latents":
                 self._put(load_file(path))
+
+    @cached_property
+    def live(self) -> dict[str, torch.Tensor]:
+        """bool[128] for the tokens of video and of sound (`audio_`): the channels that are used."""
+        bins = self.config.audio_vae.latent_mel_bins
+        counts = {"": LIVE["vae"], "audio_": LIVE["audio_vae"] * bins}
+        return {kind: torch.arange(128) < count for kind, count in counts.items()}
+
+    def weight(self, kind: str, latents: torch.Tensor) -> torch.Tensor:
+        """Of each number of latents (B, tokens, 128) in a loss, 1 in the mean of the channels that
+        are used: more the further a token is from the median of its clip's."""
+        off = (latents - latents.median(1, keepdim=True).values) * self.live[kind]
+        far = off.square().sum(-1, keepdim=True).sqrt()
+        far = far / far.amax(1, keepdim=True).clamp(min=1e-6)
+        weight = 1 + (RARE[kind] - 1) * (2 * far - 0.5).clamp(0, 1)
+        return weight / weight.mean(1, keepdim=True) * self.live[kind]
 
     def rng(self, *what: Any) -> np.random.Generator:
         return np.random.default_rng([self.seed, *(zlib.crc32(str(x).encode()) for x in what)])
@@ -299,7 +390,7 @@ class Lab:
     # ---- what the clips are to the transformer ---------------------------------------------------
 
     def geometry(self, size: int) -> Geometry:
-        return Geometry.of(self.config, size, size, FRAMES, Fraction(FPS))
+        return Geometry.of(self.config, size, size, self.kind.frames, Fraction(FPS))
 
     @cached_property
     def latents(self) -> dict[str, torch.Tensor]:
@@ -308,36 +399,68 @@ class Lab:
         path = self.folder / "latents.safetensors"
         if path.exists():
             return load_file(path)
-        count, names = max(16, round(3000 * self.scale)), prompts()
+        count, names = max(16, round(self.kind.clips * self.scale)), prompts()
+        sides = {"half": self.kind.half, "whole": self.kind.size}
         found: dict[str, list] = {"half": [], "whole": [], "sound": [], "prompt": []}
         encoders = {
             name: self.module(
-                video_vae.trace_encoder(self.config.video_vae, 4, FRAMES, size, size, "float32")
+                video_vae.trace_encoder(
+                    self.config.video_vae, 1, self.kind.frames, size, size, "float32"
+                )
             )
-            for name, size in (("half", HALF), ("whole", SIZE))
+            for name, size in sides.items()
         }
         hear = self.module(
-            audio_vae.trace_encoder(self.config.audio_vae, 4, self.mel_frames, "float32")
+            audio_vae.trace_encoder(self.config.audio_vae, 1, self.mel_frames, "float32")
         )
         with torch.no_grad():
-            for i in range(0, count, 4):
-                clips = [random_clip(self.rng("latents", i + j)) for j in range(4)]
-                for name, size in (("half", HALF), ("whole", SIZE)):
-                    frames = torch.stack([pixels(clip, size) for clip in clips])
+            for i in range(count):
+                clip = self.clip("latents", i)
+                for name, size in sides.items():
                     with torch.autocast("cpu", torch.bfloat16):
-                        latent = encoders[name](frames=frames)["latent"].float()
+                        latent = encoders[name](frames=pixels(clip, size)[None])["latent"].float()
                     found[name].append(torch.from_numpy(pack_video(latent.numpy())))
-                mel = torch.from_numpy(self.mels(clips))
+                mel = torch.from_numpy(self.mels([clip]))
                 found["sound"].append(torch.from_numpy(pack_audio(hear(mel=mel)["latent"].numpy())))
-                found["prompt"] += [names.index(clip.prompt) for clip in clips]
-        kept = {name: torch.cat(parts) for name, parts in found.items() if name != "prompt"}
-        kept["prompt"] = torch.tensor(found["prompt"])
+                found["prompt"].append(torch.tensor([names.index(clip.prompt)]))
+        kept = {name: torch.cat(parts) for name, parts in found.items()}
         save_file(kept, path)
         return kept
 
+    def clip(self, *what: Any) -> Clip:
+        """One that is trained on; a part of them bounce who would not by chance."""
+        rng = self.rng(*what)
+        clip = bouncing(rng) if rng.random() < BOUNCING else random_clip(rng)
+        return replace(clip, seconds=self.kind.seconds)
+
+    def first_frame(self, video: torch.Tensor) -> torch.Tensor:
+        """(B, tokens): 1 where a token is of the first latent frame."""
+        frames = self.geometry(self.kind.size).frames
+        first = torch.arange(video.shape[1]) < video.shape[1] // frames
+        return first.float().expand(len(video), -1)
+
+    def noise(self, kind: str, like: torch.Tensor) -> torch.Tensor:
+        """Of the tokens' shape, in the channels that are used. kind: a key of `live`."""
+        return torch.randn_like(like) * self.live[kind]
+
+    @cached_property
+    def sounds(self) -> dict[str, torch.Tensor]:
+        """Many clips: their `mel` (SOUNDS, 2, mel_frames, 64), `wave` (SOUNDS, 2, samples) and the
+        second of a `hit`, -1 without one."""
+        hop, a = self.config.audio_vae.mel_hop, self.config.audio_vae
+        found: dict[str, list] = {"mel": [], "wave": [], "hit": []}
+        for i in range(SOUNDS):
+            clip, rng = self.clip("sounds", i), self.rng("hit", i)
+            wave = clip.sound(a.sample_rate)
+            wave = np.pad(wave, ((0, 0), (0, max(0, hop * self.mel_frames - wave.shape[-1]))))
+            found["mel"].append(log_mel(wave[None], a)[0, :, : self.mel_frames])
+            found["wave"].append(wave[:, : hop * self.mel_frames])
+            found["hit"].append(rng.choice(clip.hits()) if len(clip.hits()) else -1.0)
+        return {name: torch.from_numpy(np.stack(x).astype(np.float32)) for name, x in found.items()}
+
     @property
     def mel_frames(self) -> int:
-        g = self.geometry(SIZE)
+        g = self.geometry(self.kind.size)
         return (g.audio_latents - 1) * g.audio_time_factor + 1
 
     def mels(self, clips: Iterable[Clip]) -> np.ndarray:
@@ -404,7 +527,7 @@ class Lab:
     ) -> tuple[NetworkModule, dict[str, Any]]:
         """The transformer of a batch of `half` or `whole` clips under contexts of `words` tokens,
         and its RoPE tables. own: on the lab's weights as they are; else to be changed."""
-        g = self.geometry(HALF if size == "half" else SIZE)
+        g = self.geometry(self.kind.half if size == "half" else self.kind.size)
         feeds = transformer.position_feeds(
             self.config.transformer, video_positions(g), audio_positions(g)
         )
@@ -465,6 +588,19 @@ def _optimizers(
     return found
 
 
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """A weight of the vocoder, or its gradient, without what joins its halves, and with the same in
+    both: one makes the left channel from the left mels, the other the right from the right. Where
+    halves may mix, both channels come out alike."""
+    if x.ndim < 2:
+        first, second = x.chunk(2)
+        return ((first + second) / 2).repeat(2)
+    blocks = [half.chunk(2, 1) for half in x.chunk(2)]
+    own = (blocks[0][0] + blocks[1][1]) / 2
+    nothing = torch.zeros_like(own)
+    return torch.cat([torch.cat([own, nothing], 1), torch.cat([nothing, own], 1)])
+
+
 def pixels(clip: Clip, size: int, **window) -> torch.Tensor:
     """f32[3, frames, size, size] in [-1, 1]."""
     return as_pixels(clip.frames(size, **window))
@@ -483,55 +619,53 @@ def ramp(part: float) -> float:
 def disturbed(latent: torch.Tensor, part: float) -> torch.Tensor:
     """With noise, in units of each channel's deviation."""
     strength = LATENT_NOISE * ramp(part)
-    return latent + strength * latent.detach().std((0, 2, 3, 4), keepdim=True) * torch.randn_like(
-        latent
-    )
+    axes = (0, *range(2, latent.ndim))
+    return latent + strength * latent.detach().std(axes, keepdim=True) * torch.randn_like(latent)
 
 
 # ---- the parts -----------------------------------------------------------------------------------
 
 
 def train_video_vae(lab: Lab) -> None:
-    """On small clips, which is where most is learnt; then at either stage's size; then mostly what
-    bounces, large."""
-    c, steps, frames = lab.config.video_vae, 4500, 17
+    """Of a long model: on, with parts of its larger pictures too."""
+    c, steps, frames = lab.config.video_vae, round(6000 * lab.kind.others), 17
     nets = []
-    for size, batch in ((HALF, 4), (SIZE, 2)):
+    for size, batch in ((SIZE // 2, 4), (SIZE, 2)):
         cells = ((frames - 1) // c.time_factor + 1, size // c.space_factor, size // c.space_factor)
         encode = lab.module(video_vae.trace_encoder(c, batch, frames, size, size, "float32"))
         decode = lab.module(video_vae.trace_decoder(c, batch, *cells, "float32"))
         nets.append((size, batch, (encode, decode)))
 
     def loss(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
-        return coded(
-            nets[step % 2 if 2 * step > steps else 0],
-            [random_clip(rng) for _ in range(4)],
-            rng,
-            step / steps,
-        )
-
-    def longer(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
-        return coded(
-            nets[step % 4 > 0],
-            [random_clip(rng), bouncing(rng), random_clip(rng), bouncing(rng)],
-            rng,
-            1,
-        )
+        """Small clips first, which is where most is learnt; then at either stage's size."""
+        if lab.kind is TINY:
+            return coded(nets[step % 3 > 0 if 2 * step > steps else 0], rng, step / steps)
+        return coded(nets[1], rng, 1, lab.kind.size if step % 2 else SIZE)
 
     def coded(
-        net, clips: list[Clip], rng: np.random.Generator, part: float
+        net, rng: np.random.Generator, part: float, whole: int = 0
     ) -> dict[str, torch.Tensor]:
+        """whole: pixels of the side of clips of which parts are shown."""
         size, batch, (encode, decode) = net
-        shown, weight = examples_of(clips[:batch], rng, size, frames)
+        clips = [lab.clip(*rng.integers(2**31, size=2).tolist()) for _ in range(batch)]
+        shown, weight = examples_of(clips, rng, whole or size, size, frames)
         with torch.autocast("cpu", torch.bfloat16):
             latent = encode(frames=shown)["latent"].float()
             found = decode(latent=disturbed(latent, part))["frames"].float()
         return picture_losses(found, shown, weight)
 
     trained = lab.trained(*(net for *_, pair in nets for net in pair))
-    lab.fit("video_vae", trained, steps, 1e-3, loss, MATRICES)
-    lab.fit("video_vae_longer", trained, steps, AGAIN * 1e-3, longer, AGAIN * MATRICES)
-    _measure(lab, "vae", lambda clips: encode_video(lab, clips), axes=(0, 2, 3, 4))
+    if lab.kind is TINY:
+        lab.fit("video_vae", trained, steps, 1e-3, loss, MATRICES)
+    else:
+        lab.fit("video_vae", trained, steps, AGAIN * 1e-3, loss, AGAIN * MATRICES)
+    network = encode_video(lab)
+    _measure(
+        lab,
+        "vae",
+        lambda clip: network(frames=pixels(clip, lab.kind.size)[None])["latent"],
+        axes=(0, 2, 3, 4),
+    )
 
 
 def bouncing(rng: np.random.Generator) -> Clip:
@@ -541,14 +675,23 @@ def bouncing(rng: np.random.Generator) -> Clip:
 
 
 def examples_of(
-    clips: list[Clip], rng: np.random.Generator, size: int, frames: int
+    clips: list[Clip], rng: np.random.Generator, whole: int, size: int, frames: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pieces of clips (B, 3, frames, size, size), and the weights of their pixels (B, 1, ...)."""
-    pieces = zip(clips, rng.integers(FRAMES - frames + 1, size=len(clips)).tolist(), strict=True)
-    shown = torch.stack([pixels(clip, size, first=first, count=frames) for clip, first in pieces])
-    plain = torch.stack([as_pixels(clip.behind(size)) for clip in clips])
-    there = ((shown - plain).abs().amax(1, keepdim=True) > 0.02).float()
-    return shown, 1 + SHAPE_WEIGHT * F.max_pool3d(
+    """Pieces of clips of `whole` pixels a side, with the shape or some of it (B, 3, frames, size,
+    size), and the weights of their pixels (B, 1, ...)."""
+    shown, plain = [], []
+    for clip in clips:
+        first = int(rng.integers(round(clip.seconds * FPS) - frames + 1))
+        x, y, _ = clip.pose(np.array([(first + frames / 2) / FPS]))
+        corner = np.array([y[0], x[0]]) * whole - rng.uniform(0.25, 0.75, 2) * size
+        top, left = np.clip(corner, 0, whole - size).astype(int).tolist()
+        window = (top, left, size)
+        shown.append(pixels(clip, whole, window=window, first=first, count=frames))
+        behind = clip.behind(whole)[:, top : top + size, left : left + size]
+        plain.append(as_pixels(behind))
+    pictures = torch.stack(shown)
+    there = ((pictures - torch.stack(plain)).abs().amax(1, keepdim=True) > 0.02).float()
+    return pictures, 1 + SHAPE_WEIGHT * F.max_pool3d(
         there, (1, AROUND, AROUND), 1, (0, AROUND // 2, AROUND // 2)
     )
 
@@ -563,9 +706,11 @@ def picture_losses(
     }
 
 
-def encode_video(lab: Lab, clips: list[Clip]) -> torch.Tensor:
-    graph = video_vae.trace_encoder(lab.config.video_vae, len(clips), FRAMES, SIZE, SIZE, "float32")
-    return lab.module(graph)(frames=torch.stack([pixels(clip, SIZE) for clip in clips]))["latent"]
+def encode_video(lab: Lab) -> NetworkModule:
+    size, frames = lab.kind.size, lab.kind.frames
+    return lab.module(
+        video_vae.trace_encoder(lab.config.video_vae, 1, frames, size, size, "float32")
+    )
 
 
 def train_audio_vae(lab: Lab) -> None:
@@ -576,36 +721,59 @@ def train_audio_vae(lab: Lab) -> None:
     )
 
     def loss(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
-        mel = torch.from_numpy(lab.mels([random_clip(rng) for _ in range(batch)]))
+        mel = lab.sounds["mel"][torch.from_numpy(rng.integers(SOUNDS, size=batch))]
+        mel = louder(mel, gains(rng, batch))
         with torch.autocast("cpu", torch.bfloat16):
             latent = encode(mel=mel)["latent"].float()
-            found = decode(latent=latent + 0.3 * torch.randn_like(latent))["mel"].float()
-        return {"mel": (found - mel).abs().mean(), "latents": 2e-3 * latent.square().mean()}
+            found = decode(latent=disturbed(latent, step / steps))["mel"].float()
+        return sound_losses(found, mel)
 
-    lab.fit("audio_vae", lab.trained(encode, decode), 5000, 2e-3, loss)
-    lab.fit(
-        "audio_vae_longer", lab.trained(encode, decode), 3000, AGAIN * 2e-3, loss, AGAIN * MATRICES
-    )
+    steps = 3500
+    lab.fit("audio_vae", lab.trained(encode, decode), steps, 2e-3, loss, MATRICES)
+    hear = lab.module(audio_vae.trace_encoder(c, 1, lab.mel_frames, "float32"))
     _measure(
         lab,
         "audio_vae",
-        lambda clips: encode(mel=torch.from_numpy(lab.mels(clips)))["latent"],
+        lambda clip: hear(mel=torch.from_numpy(lab.mels([clip])))["latent"],
         axes=(0, 2),
     )
 
 
+def gains(rng: np.random.Generator, batch: int) -> torch.Tensor:
+    """By what each channel is made louder, f32[batch, 2, 1], natural logarithm."""
+    return torch.from_numpy(rng.normal(0, GAIN, (batch, 2, 1))).float()
+
+
+def louder(mel: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+    """Log-mels (B, 2, time, mel) of the same sounds with each channel at a level of its own."""
+    return torch.where(mel > QUIET, mel + gain[..., None], mel)
+
+
+def sound_losses(found: torch.Tensor, mel: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of what both channels have in common, and of what they differ in; most where it is loud."""
+    weight = 1 + 8 * ((mel.amax(1) - QUIET) / (LOUD - QUIET)).clamp(0, 1)
+    off = found - mel
+    both, side = off.sum(1).abs() / 2, (off[:, 0] - off[:, 1]).abs() / 2
+    return {
+        "mel": (weight * both).mean() / weight.mean(),
+        "side": SIDE_WEIGHT * (weight * side).mean() / weight.mean(),
+    }
+
+
 def _measure(
-    lab: Lab, vae: str, encode: Callable[[list[Clip]], torch.Tensor], axes: tuple[int, ...]
+    lab: Lab, vae: str, encode: Callable[[Clip], torch.Tensor], axes: tuple[int, ...]
 ) -> None:
-    """The autoencoder's statistics, after which its latents have mean 0 and deviation 1."""
+    """The autoencoder's statistics, after which its latents have mean 0 and deviation 1. Those that
+    it has are another model's, which it goes on from, or 0 and 1."""
     names = [f"{vae}.per_channel_statistics.{kind}-of-means" for kind in ("mean", "std")]
     path = lab.folder / f"{vae}_statistics.safetensors"
     if not path.exists():
         with torch.no_grad():
-            found = torch.cat(
-                [encode([random_clip(lab.rng(vae, i, j)) for j in range(4)]) for i in range(24)]
-            )
-        mean, std = found.mean(axes).flatten(), found.std(axes).flatten().clamp(min=1e-2)
+            found = torch.cat([encode(lab.clip(vae, i)) for i in range(96)])
+        before, scale = (lab.weights[name].detach() for name in names)
+        mean = before + scale * found.mean(axes).flatten()
+        std = scale * found.std(axes).flatten()
+        std = torch.where(std > 0, std.clamp(min=1e-2), torch.ones(()))  # 0: a channel is not used
         save_file(dict(zip(names, (mean, std), strict=True)), path)
     lab._put(load_file(path))
 
@@ -615,17 +783,6 @@ def train_vocoder(lab: Lab) -> None:
     hop = a.mel_hop
     frames = round(MEL_SECONDS * a.sample_rate / hop)
 
-    def begin(clip: Clip, rng: np.random.Generator) -> int:
-        """The mel of a piece, which has a click where the clip has one."""
-        hits, latest = clip.hits(), lab.mel_frames - frames
-        if not len(hits):
-            return int(rng.integers(latest))
-        return int(
-            np.clip(
-                rng.choice(hits) * a.sample_rate / hop - rng.uniform(0.1, 0.9) * frames, 0, latest
-            )
-        )
-
     def model(o):
         mel = o.input("mel", B=batch, channels=c.out_channels, time=frames, mel=a.mel_bins)
         return {"waveform": vocoder.generator(o.under("vocoder.vocoder"), c, mel)}
@@ -634,36 +791,40 @@ def train_vocoder(lab: Lab) -> None:
     scales = {n: torch.hann_window(n) for n in (128, 512, 2048)}
 
     def loss(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
-        clips = [random_clip(rng) for _ in range(batch)]
-        clips = [replace(clip, motion="bounces") if rng.random() < 0.5 else clip for clip in clips]
-        starts = [begin(clip, rng) for clip in clips]
-        mels = np.stack(
-            [mel[:, i : i + frames] for mel, i in zip(lab.mels(clips), starts, strict=True)]
-        )
-        waves = F.pad(
-            torch.from_numpy(np.stack([clip.sound(a.sample_rate) for clip in clips])),
-            (0, hop * frames),
-        )
-        waves = torch.stack(
-            [w[:, hop * i : hop * (i + frames)] for w, i in zip(waves, starts, strict=True)]
-        )
-        found = network(mel=mels)["waveform"]
+        """Of pieces with a click where there is one, at several loudnesses."""
+        waves, mels = [], []
+        for row in rng.integers(SOUNDS, size=batch).tolist():
+            at = int(rng.integers(lab.mel_frames - frames + 1))
+            hit = (
+                lab.sounds["hit"][row] * a.sample_rate / hop
+            )  # a piece with a click where there is one
+            if hit >= 0:
+                early = float(hit) - rng.uniform(0.1, 0.9) * frames
+                at = int(np.clip(early, 0, lab.mel_frames - frames))
+            mels.append(lab.sounds["mel"][row, :, at : at + frames])
+            waves.append(lab.sounds["wave"][row, :, hop * at : hop * (at + frames)])
+        gain = gains(rng, batch)
+        found = network(mel=louder(torch.stack(mels), gain))["waveform"].flatten(0, 1)
+        waves = (torch.stack(waves) * gain.exp()).flatten(0, 1)
         losses = {}
         for n, window in scales.items():
             ours, theirs = (
-                torch.stft(w.flatten(0, 1), n, n // 4, window=window, return_complex=True).abs()
+                torch.stft(w, n, n // 4, window=window, return_complex=True).abs()
                 for w in (found, waves)
             )
-            losses[f"spectrum {n}"] = (ours - theirs).norm() / theirs.norm().clamp(
-                min=1e-3
-            ) + 0.5 * (torch.log(ours + 1e-3) - torch.log(theirs + 1e-3)).abs().mean()
+            off = (ours - theirs).flatten(1).norm(dim=1) / theirs.flatten(1).norm(dim=1)
+            faint = (torch.log(ours + 1e-3) - torch.log(theirs + 1e-3)).abs().mean()
+            losses[f"spectrum {n}"] = off.mean() + 0.5 * faint
         return losses
 
-    lab.fit("vocoder", lab.trained(network), 2000, 1e-3, loss, MATRICES)
+    trained = lab.trained(network)
+    for parameter in trained.values():
+        parameter.register_hook(apart)
+    lab.fit("vocoder", trained, 2000, 1e-3, loss, MATRICES / 4)
 
 
 def train_upsampler(lab: Lab) -> None:
-    g, batch = lab.geometry(HALF), 8
+    g, batch = lab.geometry(lab.kind.half), 8
     assert lab.config.upsampler is not None
     network = lab.module(
         upsampler.trace(lab.config.upsampler, batch, g.frames, g.rows, g.columns, "float32"),
@@ -679,54 +840,49 @@ def train_upsampler(lab: Lab) -> None:
             for name, factor in (("half", 1), ("whole", 2))
         )
         with torch.autocast("cpu", torch.bfloat16):
-            found = network(latent=small + 0.1 * torch.randn_like(small))["latent"].float()
-        return {"latents": (found - large).square().mean()}
+            noise = torch.randn_like(small) * lab.live[""][:, None, None, None]
+            found = network(latent=small + 0.1 * noise)["latent"].float()
+        return {"latents": (found - large).square().mean() * 128 / LIVE["vae"]}
 
-    lab.fit("upsampler", lab.trained(network), 1500, 1e-3, loss)
+    lab.fit("upsampler", lab.trained(network), round(1500 * lab.kind.others), 1e-3, loss)
 
 
 def train_transformer(lab: Lab) -> None:
     """First on some of every context's tokens, which is most of the time saved; then on all, with
     the connectors."""
-    batch, spread = 16, 4
-    nets = [lab.forward(size, batch, WORDS)[0] for size in ("half", "whole")]
-    contexts = lab.contexts
+    batches, contexts = dict(zip(SIZES_OF_CLIPS, lab.kind.batch, strict=True)), lab.contexts
+    nets = [lab.forward(size, batch, WORDS)[0] for size, batch in batches.items()]
 
     def short(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
-        rows = rng.integers(len(lab.latents["half"]), size=batch)
+        size = SIZES_OF_CLIPS[step % 2]
+        rows = rng.integers(len(lab.latents["half"]), size=batches[size])
         asked = dropped(lab.latents["prompt"][rows].numpy(), rng)
-        return flow(
-            lab,
-            lab.forward(size := SIZES_OF_CLIPS[step % 2], batch, WORDS),
-            size,
-            rows,
-            some(contexts, asked, rng),
-            rng,
-        )
+        forward = lab.forward(size, batches[size], WORDS)
+        return flow(lab, forward, size, rows, some(contexts, asked, rng), rng)
 
-    lab.fit("transformer", lab.trained(*nets), 4500, 1e-3, short, MATRICES)
-    lab.fit("transformer_longer", lab.trained(*nets), 5000, AGAIN * 1e-3, short, AGAIN * MATRICES)
-    text, known = lab.connectors(spread), lab.latents["prompt"].numpy()
-    nets = [lab.forward(size, batch, PROMPT_TOKENS)[0] for size in ("half", "whole")]
+    slower = 1 if lab.kind is TINY else AGAIN
+    rates = slower * 1e-3, slower * MATRICES
+    lab.fit("transformer", lab.trained(*nets), lab.kind.steps, rates[0], short, rates[1])
+    text, known = lab.connectors(min(batches.values()) // 4), lab.latents["prompt"].numpy()
+    batch = min(batches.values())
+    nets = [lab.forward(size, batch, PROMPT_TOKENS)[0] for size in SIZES_OF_CLIPS]
 
     def full(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
-        """A few prompts, several clips of each."""
-        wanted = rng.choice(np.unique(known), spread)
-        rows = np.concatenate(
-            [rng.choice(np.flatnonzero(known == p), batch // spread) for p in wanted]
-        )
+        """A few prompts, four clips of each."""
+        wanted = rng.choice(np.unique(known), batch // 4)
+        rows = np.concatenate([rng.choice(np.flatnonzero(known == p), 4) for p in wanted])
         encoded = lab.encode(text, dropped(wanted, rng))
-        found = {name: x.repeat_interleave(batch // spread, 0) for name, x in encoded.items()}
-        return flow(
-            lab,
-            lab.forward(size := SIZES_OF_CLIPS[step % 2], batch, PROMPT_TOKENS),
-            size,
-            rows,
-            found,
-            rng,
-        )
+        found = {name: x.repeat_interleave(4, 0) for name, x in encoded.items()}
+        size = SIZES_OF_CLIPS[step % 2]
+        return flow(lab, lab.forward(size, batch, PROMPT_TOKENS), size, rows, found, rng)
 
-    lab.fit("transformer_and_connectors", lab.trained(text, *nets), 200, 3e-4, full)
+    lab.fit(
+        "transformer_and_connectors",
+        lab.trained(text, *nets),
+        round(200 * lab.kind.others),
+        3e-4,
+        full,
+    )
     del lab.contexts
 
 
@@ -763,9 +919,9 @@ def flow(
     sigmas = torch.from_numpy(1 / (1 + np.exp(-rng.normal(*LEVELS, batch)))).float()
     part = rng.random(batch)
     sounding = torch.where(torch.from_numpy(part < GIVEN[1] / 2), torch.zeros(()), sigmas)
-    keep = first_frame(video) * torch.from_numpy(rng.random(batch) < GIVEN[0])[:, None].float()
+    keep = lab.first_frame(video) * torch.from_numpy(rng.random(batch) < GIVEN[0])[:, None].float()
     keep = torch.where(torch.from_numpy(part > 1 - GIVEN[1] / 2)[:, None], torch.ones(()), keep)
-    noise, hiss = torch.randn_like(video), torch.randn_like(sound)
+    noise, hiss = (lab.noise(kind, like) for kind, like in (("", video), ("audio_", sound)))
     at, heard = (sigmas[:, None] * (1 - keep))[..., None], sounding[:, None, None]
     seen = torch.where(keep.all(1), torch.zeros(()), sigmas)
     v, a = lab.velocity(
@@ -777,18 +933,14 @@ def flow(
         keep,
         sounding,
     )
+    # Of the channels that are used; v is 0 in the others, and so is what it ought to be.
     made, heard = (1 - keep)[..., None], (sounding > 0).float()[:, None, None]
+    made, heard = made * lab.weight("", video), heard * lab.weight("audio_", sound)
     return {
         "video": ((v - noise + video).square() * made).sum() / made.expand_as(v).sum().clamp(min=1),
         "sound": ((a - hiss + sound).square() * heard).sum()
         / heard.expand_as(a).sum().clamp(min=1),
     }
-
-
-def first_frame(video: torch.Tensor) -> torch.Tensor:
-    """(B, tokens): 1 where a token is of the first latent frame."""
-    frames = (FRAMES - 1) // 8 + 1
-    return (torch.arange(video.shape[1]) < video.shape[1] // frames).float().expand(len(video), -1)
 
 
 class LowRank(torch.nn.Module):
@@ -805,7 +957,7 @@ class LowRank(torch.nn.Module):
 def train_lora(lab: Lab) -> None:
     """One step from a distilled level to the next is to reach what the guided transformer reaches
     in several."""
-    batch, words = 8, 4 * WORDS
+    batch, words = min(lab.kind.batch) // 2, 4 * WORDS
     factors = {
         name: torch.nn.Parameter(torch.from_numpy(np.array(values(tensor, lab.seed), np.float32)))
         for name, tensor in lora_tensors(
@@ -813,7 +965,9 @@ def train_lora(lab: Lab) -> None:
         ).items()
     }
     for name, factor in factors.items():
-        if name.endswith("lora_B.weight"):
+        if name in lab.weights:  # those of a model that this one begins with
+            factor.data.copy_(lab.weights[name])
+        elif name.endswith("lora_B.weight"):
             torch.nn.init.zeros_(factor)
     students = {}
     for size in SIZES_OF_CLIPS:
@@ -841,10 +995,12 @@ def train_lora(lab: Lab) -> None:
         text = {name: x[asked][:, tokens] for name, x in contexts.items()}
         which = torch.from_numpy(rng.choice(len(levels) - 1, batch, p=STEPS_DRAWN))
         start, end = levels[which], levels[which + 1]
-        keep = first_frame(video) * torch.from_numpy(rng.random(batch) < GIVEN[0])[:, None].float()
+        keep = (
+            lab.first_frame(video) * torch.from_numpy(rng.random(batch) < GIVEN[0])[:, None].float()
+        )
         made = (1 - keep)[..., None]
-        x = video + start[:, None, None] * made * (torch.randn_like(video) - video)
-        y = sound + start[:, None, None] * (torch.randn_like(sound) - sound)
+        x = video + start[:, None, None] * made * (lab.noise("", video) - video)
+        y = sound + start[:, None, None] * (lab.noise("audio_", sound) - sound)
         begun = x, y
         with torch.no_grad():
             for i in range(SUBSTEPS):
@@ -872,7 +1028,7 @@ def train_lora(lab: Lab) -> None:
             "sound": (a - (y - begun[1]) / length).square().mean(),
         }
 
-    lab.fit("lora", factors, 600, 2e-3, loss)
+    lab.fit("lora", factors, round(600 * lab.kind.others), 2e-3, loss)
 
 
 # ---- what is left of it --------------------------------------------------------------------------
@@ -881,8 +1037,11 @@ def train_lora(lab: Lab) -> None:
 def write_model(lab: Lab) -> None:
     """FOLDER/model: the official layout in bfloat16, in shards of at most SHARD_BYTES."""
     lab.tokens  # noqa: B018 (writes the tokenizer)
-    plan, model = plan_checkpoint(lab.preset, NAME, "official"), lab.folder / "model"
-    plan.tensors[f"{NAME}.safetensors"].pop(INVERSE_BASIS)  # which nothing reads
+    plan, model = (
+        plan_checkpoint(lab.preset, lab.kind.name, "official"),
+        lab.folder / "model",
+    )
+    plan.tensors[f"{lab.kind.name}.safetensors"].pop(INVERSE_BASIS)  # which nothing reads
     plan.texts["gemma-3/tokenizer.json"] = (lab.folder / "tokenizer.json").read_text()
     shutil.rmtree(model, ignore_errors=True)
 
@@ -953,11 +1112,15 @@ PARTS: dict[str, Callable[[Lab], None]] = {
     "transformer": train_transformer,
     "lora": train_lora,
 }
+OF_LONG = ("video_vae", "upsampler", "transformer", "lora")  # what is trained on
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path)
+    parser.add_argument(
+        "--long", action="store_true", help="then FOLDER/long/model too, of 256x256, 121 frames"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--scale", type=float, default=1.0, help="of the number of steps, to try it out"
@@ -973,6 +1136,14 @@ def main(argv: list[str] | None = None) -> None:
     if args.part is None:
         write_model(lab)
         draw_losses(lab)
+    if args.long:
+        lab = Lab(args.folder / "long", args.seed, args.scale, LONG, origin=lab)
+        for name in OF_LONG:
+            if args.part in (None, name):
+                PARTS[name](lab)
+        if args.part is None:
+            write_model(lab)
+            draw_losses(lab)
 
 
 if __name__ == "__main__":

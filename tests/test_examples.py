@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from examples import train_tiny
 from examples.clips import FLOOR, FRAMES, MOTIONS, RATE, SIZE, Clip, held_out, random_clip
-from ltx2rt.models import connectors, transformer
+from ltx2rt.models import audio_vae, connectors, transformer
 from ltx2rt.models.geometry import audio_positions, video_positions
 
 
@@ -88,7 +88,7 @@ def test_a_part_that_was_interrupted_ends_bit_identical(lab, monkeypatch, matrix
 def test_gradients_reach_all_that_is_trained(lab):
     """Of the transformer and its connectors; those of the other networks are tested with
     `as_module`."""
-    g = lab.geometry(train_tiny.HALF)
+    g = lab.geometry(lab.kind.half)
     text = lab.module(connectors.trace(lab.config.text, 1, 64, "float32"))
     feeds = transformer.position_feeds(
         lab.config.transformer, video_positions(g), audio_positions(g)
@@ -115,6 +115,56 @@ def test_gradients_reach_all_that_is_trained(lab):
     assert [
         name for name, p in trained.items() if p.grad is None or not p.grad.abs().sum() > 0
     ] == []
+
+
+def test_channels_that_are_not_used_stay_so(lab, monkeypatch):
+    """After a step of the sound's autoencoder and one of the transformer, of which neither reads
+    them nor moves what is in them."""
+    monkeypatch.setattr(train_tiny, "SOUNDS", 4)
+    lab.scale = 0.0001  # two steps of each
+    train_tiny.train_audio_vae(lab)
+    live = train_tiny.LIVE["audio_vae"]
+    coder = audio_vae.trace_encoder(lab.config.audio_vae, 1, lab.mel_frames, "float32")
+    mel = torch.from_numpy(lab.mels([Clip("circle", "red", "bounces", "dark")]))
+    with torch.no_grad():
+        latent = lab.module(coder)(mel=mel)["latent"]
+    assert latent[:, live:].eq(0).all() and latent[:, :live].std() > 0.1
+    noise = torch.zeros_like(latent)
+    noise[:, live:] = 1
+    decoder = audio_vae.trace_decoder(lab.config.audio_vae, 1, latent.shape[2], "float32")
+    with torch.no_grad():
+        found, other = (lab.module(decoder)(latent=x)["mel"] for x in (latent, latent + noise))
+    assert torch.equal(found, other)
+
+
+def test_the_losses_of_sound_see_a_side_and_what_is_faint_less(lab):
+    clip = Clip("circle", "red", "right", "dark")
+    mel = torch.from_numpy(lab.mels([clip]))
+    mono = mel.mean(1, keepdim=True).expand_as(mel)
+    of_mono, of_none = (train_tiny.sound_losses(x, mel) for x in (mono, mel))
+    assert of_mono["side"] > 0.1 and of_mono["mel"] < 1e-5
+    assert sum(map(float, of_none.values())) == 0
+
+    def off_by_one(bins):
+        found = mel.scatter_add(3, bins, torch.ones(bins.shape))
+        return train_tiny.sound_losses(found, mel)["mel"]
+
+    assert off_by_one(mel.argmax(3, keepdim=True)) > 3 * off_by_one(mel.argmin(3, keepdim=True))
+
+
+def test_a_long_model_has_1024_video_tokens_and_keeps_what_it_begins_with(lab, tmp_path):
+    name = "vocoder.vocoder.conv_pre.weight"
+    with torch.no_grad():
+        lab.weights[name].fill_(3)
+    long = train_tiny.Lab(tmp_path / "long", 0, 1.0, train_tiny.LONG, origin=lab)
+    assert long.geometry(long.kind.size).num_video_tokens == 1024
+    assert long.geometry(long.kind.half).num_video_tokens == 256
+    assert torch.equal(long.weights[name], lab.weights[name])
+    clip = long.clip("latents", 0)
+    assert clip.seconds == 121 / 24 and not held_out(clip.shape, clip.colour, clip.motion)
+    rng = np.random.default_rng(0)
+    shown, weight = train_tiny.examples_of([clip], rng, long.kind.size, SIZE, 17)
+    assert shown.shape == (1, 3, 17, SIZE, SIZE) and weight.amax() > 1  # some of the shape is in it
 
 
 @pytest.mark.slow

@@ -29,8 +29,8 @@ INTERVAL = "guidance_interval"
 # Half and a third of 30 steps, as `ltx2rt calibrate` found them for one-stage on
 # examples/tiny-trained; scaled to other numbers of steps.
 NAMED = {
-    "fast": (0, 4, 6, 8, 10, 12, 15, 18, 21, 23, 25, 26, 27, 28, 29),
-    "faster": (0, 8, 12, 15, 20, 23, 25, 27, 28, 29),
+    "fast": (0, 5, 7, 9, 11, 13, 16, 18, 21, 23, 25, 26, 27, 28, 29),
+    "faster": (0, 7, 10, 13, 16, 20, 23, 26, 28, 29),
 }
 NAMED_STEPS = 30
 
