@@ -89,7 +89,7 @@ LATENT_NOISE = (
 # directions of noise as channels, and a transformer of these widths cannot carry 128.
 LIVE = {"vae": 32, "audio_vae": 2}
 LOUD, QUIET = 0.0, -6.0  # log-mel of a tone, and of what is next to nothing
-SIDE_WEIGHT = 3  # of the difference between the channels, which is smaller than their mean
+SIDE_WEIGHT = 3  # weight of the difference between the channels, which is smaller than their mean
 GAIN = 0.5  # deviation of what each channel is made louder by in training, natural logarithm
 BOUNCING = 0.25  # share of clips that bounce beside those that do by chance: there is most to learn
 AGAIN = 0.5  # share of the rates, where a training goes on
@@ -109,14 +109,14 @@ STEPS_DRAWN = np.array([2, 1, 1, 1, 2, 3, 3, 3]) / 16  # how often each distille
 GIVEN = 0.3, 0.1  # shares of clips with a clean first frame, and with a clean sound or video
 GUIDANCE, SUBSTEPS = 3.0, 2  # guidance of the teacher that is distilled
 MEL_SECONDS = 0.2  # length of the pieces that the vocoder is trained on
-SOUNDS = 1000  # of the clips whose sound the audio networks are trained on
+SOUNDS = 1000  # clips whose sound the audio networks are trained on
 SHARD_BYTES = 1_900_000
 SAVE_SECONDS = 60  # what an interruption costs at most
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a model makes: square clips of `size` pixels a side, `frames` of them, and half as large
+    """A model's clips: square ones of `size` pixels a side, `frames` of them, and half as large
     in stage 1. clips, steps: of the transformer's training, batch: its clips at a time, of half and
     of whole size; others: share of the steps of what is trained after another model."""
 
@@ -282,8 +282,8 @@ class Lab:
         return {kind: torch.arange(128) < count for kind, count in counts.items()}
 
     def weight(self, kind: str, latents: torch.Tensor) -> torch.Tensor:
-        """Of each number of latents (B, tokens, 128) in a loss, 1 in the mean of the channels that
-        are used: more the further a token is from the median of its clip's."""
+        """The weight in a loss of each number of latents (B, tokens, 128), 1 in the mean of the
+        channels that are used: more the further a token is from the median of its clip's."""
         off = (latents - latents.median(1, keepdim=True).values) * self.live[kind]
         far = off.square().sum(-1, keepdim=True).sqrt()
         far = far / far.amax(1, keepdim=True).clamp(min=1e-6)
@@ -440,7 +440,7 @@ class Lab:
         return first.float().expand(len(video), -1)
 
     def noise(self, kind: str, like: torch.Tensor) -> torch.Tensor:
-        """Of the tokens' shape, in the channels that are used. kind: a key of `live`."""
+        """Noise of the tokens' shape, in the channels that are used. kind: a key of `live`."""
         return torch.randn_like(like) * self.live[kind]
 
     @cached_property
@@ -627,7 +627,7 @@ def disturbed(latent: torch.Tensor, part: float) -> torch.Tensor:
 
 
 def train_video_vae(lab: Lab) -> None:
-    """Of a long model: on, with parts of its larger pictures too."""
+    """The training of a long model goes on, with parts of its larger pictures too."""
     c, steps, frames = lab.config.video_vae, round(6000 * lab.kind.others), 17
     nets = []
     for size, batch in ((SIZE // 2, 4), (SIZE, 2)):
@@ -750,7 +750,8 @@ def louder(mel: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
 
 
 def sound_losses(found: torch.Tensor, mel: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of what both channels have in common, and of what they differ in; most where it is loud."""
+    """The distance in what both channels have in common and in what they differ in, weighed most
+    where it is loud."""
     weight = 1 + 8 * ((mel.amax(1) - QUIET) / (LOUD - QUIET)).clamp(0, 1)
     off = found - mel
     both, side = off.sum(1).abs() / 2, (off[:, 0] - off[:, 1]).abs() / 2
@@ -791,7 +792,7 @@ def train_vocoder(lab: Lab) -> None:
     scales = {n: torch.hann_window(n) for n in (128, 512, 2048)}
 
     def loss(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
-        """Of pieces with a click where there is one, at several loudnesses."""
+        """The losses of pieces with a click where there is one, at several loudnesses."""
         waves, mels = [], []
         for row in rng.integers(SOUNDS, size=batch).tolist():
             at = int(rng.integers(lab.mel_frames - frames + 1))
@@ -933,7 +934,7 @@ def flow(
         keep,
         sounding,
     )
-    # Of the channels that are used; v is 0 in the others, and so is what it ought to be.
+    # In the channels that are used; v is 0 in the others, and so is what it ought to be.
     made, heard = (1 - keep)[..., None], (sounding > 0).float()[:, None, None]
     made, heard = made * lab.weight("", video), heard * lab.weight("audio_", sound)
     return {
