@@ -1,31 +1,38 @@
-"""Clips that teach the tiny trained model a voice that it has not, and how often it then has learnt
-it.
+"""Clips that teach the tiny trained model a voice, or to follow an outline, and how often it then
+does.
 
-    python -m examples.train_lora clips FOLDER                   # what is trained on: 48 clips with
-    captions python -m examples.train_lora measure LORA [--count N]       # how often sounds have
-    the tone, with and without it
+    python -m examples.train_lora clips FOLDER             # what is trained on: 48 clips, captions
+    python -m examples.train_lora measure LORA [--count N] # how often sounds have the tone
+    python -m examples.train_lora outlines FOLDER          # clips, each with its outline
+    python -m examples.train_lora follow LORA [--count N]  # how often an outline is followed
 
 Every shape sounds like a square where the caption says `TRIGGER`, at its own tone elsewhere. A tone
-that the model was not made with would not do: its vocoder, which no LoRA changes, makes no other.
+that the model was not made with would not do: its vocoder, which no LoRA changes, makes no other. The
+captions of outlines name neither shape nor motion.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
+from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import ltx2rt
-from benchmarks.recognise import SEMITONE, hear
-from examples.clips import FPS, FRAMES, PITCHES, RATE, SIZE, random_clip
+from benchmarks.recognise import SEMITONE, hear, see
+from examples.clips import FPS, FRAMES, PITCHES, RATE, SIZE, Clip, random_clip
 from ltx2rt.media.mp4 import write_mp4
 
 MODEL = Path(__file__).parent / "tiny-trained"
 TRIGGER, PITCH_HZ = "zorp", PITCHES["square"]
 STEPS = 12  # sampler steps of a measurement
 COUNT = 48
+RIM_PX = 6  # width of an outline
 
 
 def write_clips(folder: Path, count: int = COUNT) -> None:
@@ -41,6 +48,63 @@ def write_clips(folder: Path, count: int = COUNT) -> None:
             path, [frames], num_frames=FRAMES, fps=Fraction(FPS), waveform=sound, sample_rate=RATE
         )
         path.with_suffix(".txt").write_text(f"{TRIGGER} {clip.prompt}" if new else clip.prompt)
+
+
+def write_outlines(folder: Path, count: int = 4 * COUNT) -> None:
+    """Clips with `NAME.reference.mp4` beside each, and captions of colour and background alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(2)
+    for i in range(count):
+        clip = random_clip(rng)
+        path = folder / f"clip-{i:03d}.mp4"
+        frames = np.round(clip.frames(SIZE) * 255).astype(np.uint8)
+        write_mp4(path, [frames], num_frames=FRAMES, fps=Fraction(FPS))
+        write_outline(clip, path.with_suffix(".reference.mp4"))
+        path.with_suffix(".txt").write_text(plain_prompt(clip))
+
+
+def plain_prompt(clip: Clip) -> str:
+    return f"a {clip.colour} shape, {clip.background} background"
+
+
+def write_outline(clip: Clip, path: Path) -> None:
+    """The rim of the clip's shape, white on black."""
+    white = replace(clip, colour="white", background="dark").frames(SIZE)[..., 0] > 0.5
+    inner = np.ones_like(white)
+    for axis in (1, 2):
+        for shift in (-RIM_PX, RIM_PX):
+            inner &= np.roll(white, shift, axis)
+    rim = np.repeat((white & ~inner)[..., None], 3, -1).astype(np.uint8) * 255
+    write_mp4(path, [rim], num_frames=FRAMES, fps=Fraction(FPS))
+
+
+def follow(lora: Path | None, count: int, backend: str) -> dict[str, float]:
+    """Shares of clips with what the outline shows and what the prompt says. Without a LoRA: of
+    `distilled`, from the prompt alone."""
+    named = {"lora": [lora]} if lora else {}
+    distilled = next(MODEL.glob("*-distilled-lora.safetensors"))
+    model = ltx2rt.open(
+        model=MODEL, backend=backend, device="cpu", distilled_lora=distilled, **named
+    )
+    rng, right = np.random.default_rng(3), Counter[str]()
+    side = 2 * SIZE if lora else SIZE  # ic-lora's first stage makes half of it
+    how: dict[str, Any] = {"pipeline": "distilled", "audio": False}
+    if lora:
+        how |= {"pipeline": "ic-lora", "skip_stage_2": True}
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(count):
+            clip = random_clip(rng)
+            if lora:
+                write_outline(clip, path := Path(folder) / "outline.mp4")
+                how["video_conditioning"] = [path]
+            made = model.generate(
+                prompt=plain_prompt(clip), width=side,
+                height=side, num_frames=FRAMES, fps=FPS, seed=i, **how,
+            )  # fmt: skip
+            seen = see(made.frames)
+            for name in ("shape", "motion", "colour", "background"):
+                right[name] += getattr(seen, name) == getattr(clip, name)
+    return {name: right[name] / count for name in ("shape", "motion", "colour", "background")}
 
 
 def measure(lora: Path | None, count: int, backend: str) -> dict[str, float]:
@@ -65,22 +129,28 @@ def measure(lora: Path | None, count: int, backend: str) -> dict[str, float]:
     return {"with the trigger": right[True] / count, "without it": right[False] / count}
 
 
+WRITERS = {"clips": write_clips, "outlines": write_outlines}
+MEASURES = {"measure": measure, "follow": follow}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("clips").add_argument("folder", type=Path)
-    measured = commands.add_parser("measure")
-    measured.add_argument("lora", type=Path)
-    measured.add_argument("--count", type=int, default=16)
-    measured.add_argument("--backend", default="cuda")
+    for name in WRITERS:
+        commands.add_parser(name).add_argument("folder", type=Path)
+    for name in MEASURES:
+        measured = commands.add_parser(name)
+        measured.add_argument("lora", type=Path)
+        measured.add_argument("--count", type=int, default=16)
+        measured.add_argument("--backend", default="cuda")
     args = parser.parse_args()
-    if args.command == "clips":
-        write_clips(args.folder)
+    if args.command in WRITERS:
+        WRITERS[args.command](args.folder)
         return
     for name, lora in (("base", None), (args.lora.name, args.lora)):
-        found = measure(lora, args.count, args.backend)
+        found = MEASURES[args.command](lora, args.count, args.backend)
         print(f"{name}: " + ", ".join(f"{share:.0%} {what}" for what, share in found.items()))
 
 
