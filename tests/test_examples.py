@@ -5,8 +5,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from examples import train_tiny
-from examples.clips import FLOOR, FRAMES, MOTIONS, RATE, SIZE, Clip, held_out, random_clip
+from examples import train_lora, train_tiny
+from examples.clips import FLOOR, FRAMES, MOTIONS, PITCHES, RATE, SIZE, Clip, held_out, random_clip
+from ltx2rt.media.video import read_frames
 from ltx2rt.models import audio_vae, connectors, transformer
 from ltx2rt.models.geometry import audio_positions, video_positions
 
@@ -37,6 +38,27 @@ def test_a_shape_is_drawn_where_it_is_said_to_be(motion):
         (shape.sum(1) * at).sum(1) / total, x, atol=0.01
     )  # of the side; half a pixel is 0.004
     np.testing.assert_allclose((shape.sum(2) * at).sum(1) / total, y, atol=0.01)
+
+
+def test_an_outline_is_the_rim_of_its_clip_and_captions_name_neither_shape_nor_motion(tmp_path):
+    train_lora.write_outlines(tmp_path, 2)
+    for i in range(2):
+        path = tmp_path / f"clip-{i:03d}.mp4"
+        clip, rim = (
+            np.stack(list(read_frames(p, "", FRAMES))).astype(float)
+            for p in (path, path.with_suffix(".reference.mp4"))
+        )
+        behind = np.median(clip[:, :, :8], (1, 2))[:, None, None]
+        off = np.abs(clip - behind).max(-1)
+        shape = off > off.max() / 2  # where the shape covers half of a pixel, as in its rim
+        lit = rim.mean(-1) > 128
+        assert (
+            lit & ~shape
+        ).sum() <= 0.1 * lit.sum()  # the codec moves the edge by half of a pixel
+        inside = shape.mean((1, 2)) > 4 * np.pi * (train_lora.RIM_PX / SIZE) ** 2
+        assert inside.any() and (lit.sum((1, 2)) < shape.sum((1, 2)))[inside].all()
+        words = path.with_suffix(".txt").read_text().split()
+        assert "shape," in words and not {*PITCHES, *MOTIONS} & set(words)
 
 
 def test_what_is_held_out_is_never_trained_on():
