@@ -35,9 +35,16 @@ COUNT = 48
 RIM_PX = 6  # width of an outline
 
 
+def make_empty(folder: Path) -> None:
+    """Raises SystemExit if something is there already, which clips could be written over."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise SystemExit(f"{folder} is not empty; give a folder that is new")
+
+
 def write_clips(folder: Path, count: int = COUNT) -> None:
     """Half of the clips have the trigger and the tone."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_empty(folder)
     rng = np.random.default_rng(0)
     for i in range(count):
         clip, new = random_clip(rng), i % 2 == 0
@@ -52,7 +59,7 @@ def write_clips(folder: Path, count: int = COUNT) -> None:
 
 def write_outlines(folder: Path, count: int = 4 * COUNT) -> None:
     """Clips with `NAME.reference.mp4` beside each, and captions of colour and background alone."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_empty(folder)
     rng = np.random.default_rng(2)
     for i in range(count):
         clip = random_clip(rng)
@@ -149,6 +156,8 @@ def main() -> None:
     if args.command in WRITERS:
         WRITERS[args.command](args.folder)
         return
+    if not args.lora.is_file():
+        parser.error(f"{args.lora} is no file; give the LoRA that `ltx2rt train run` wrote")
     for name, lora in (("base", None), (args.lora.name, args.lora)):
         found = MEASURES[args.command](lora, args.count, args.backend)
         print(f"{name}: " + ", ".join(f"{share:.0%} {what}" for what, share in found.items()))

@@ -61,6 +61,13 @@ def test_an_outline_is_the_rim_of_its_clip_and_captions_name_neither_shape_nor_m
         assert "shape," in words and not {*PITCHES, *MOTIONS} & set(words)
 
 
+def test_clips_are_written_over_nothing(tmp_path):
+    (tmp_path / "clip-00.mp4").write_bytes(b"mine")
+    with pytest.raises(SystemExit, match="is not empty"):
+        train_lora.write_clips(tmp_path, 1)
+    assert (tmp_path / "clip-00.mp4").read_bytes() == b"mine"
+
+
 def test_what_is_held_out_is_never_trained_on():
     rng = np.random.default_rng(0)
     for trained in (True, False):
