@@ -167,6 +167,7 @@ def in_limit(path: Path, road: str, more: int) -> subprocess.CompletedProcess[st
     return subprocess.run([*map(str, command)], env=environment, text=True, capture_output=True)
 
 
+@pytest.mark.long
 def test_weights_larger_than_the_memory_come_from_the_file(tmp_path):
     """0.8 GB of weights through a process that is allowed 0.5 GB, two layers and the buffers among
     them: what it has in memory grows by no more. In memory of the host they do not fit."""

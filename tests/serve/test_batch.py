@@ -201,6 +201,7 @@ def test_a_job_that_failed_is_tried_again(batch):
     assert sorted(results(output)) == [("j1", "completed"), ("j2", "failed")]
 
 
+@pytest.mark.long
 def test_a_server_makes_them_and_is_asked_for_none_twice(batch, server, tmp_path):
     """Checked whole, made, killed and resumed; a job without a seed has that of a batch without a
     server."""

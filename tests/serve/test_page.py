@@ -99,6 +99,7 @@ def test_a_video_from_the_prompt_to_its_sound(start, page):
     until(page, "document.querySelectorAll('#jobs li').length === 1")
 
 
+@pytest.mark.long
 def test_a_clip_in_segments_plays_while_it_is_made(start, page):
     server = start(replicas="real")
     page.goto(server.url)
@@ -134,6 +135,7 @@ def test_a_clip_in_segments_plays_while_it_is_made(start, page):
     until(page, "document.querySelector('#result video').src.includes('/content')")
 
 
+@pytest.mark.long
 def test_sounds_and_videos_are_sent_and_several_videos_come_back(server, page, tmp_path):
     """Uploads of three pipelines, `n`, pictures of the steps; "use these settings" sends the same
     file again."""

@@ -111,6 +111,7 @@ def test_fifty_kills_over_five_hundred_jobs(start):
     storm(start, 500, 50, SEED + 1)
 
 
+@pytest.mark.long
 def test_a_server_that_is_told_to_stop_drains(start):
     server = start("--drain", "20")
     running, waits = server.add("150:0.02"), server.add("1:0")
@@ -285,6 +286,7 @@ def test_fifty_jobs_without_memory_leave_the_server_as_it_was(start):
     assert len(list((server.data / "out").iterdir())) == 3  # of the last one
 
 
+@pytest.mark.long
 def test_clips_go_when_their_time_is_over(start):
     server = start("--keep", "1s")
     id = server.add("1:0")
@@ -356,6 +358,7 @@ def test_a_queue_may_be_on_another_disk_than_the_clips(start, tmp_path):
     assert start("--queue", queue).get(id)["status"] == "completed"
 
 
+@pytest.mark.long
 def test_a_folder_that_cannot_be_written_is_said_and_nothing_fails(start):
     server = start()
     id, waits = server.add("40:0.02"), server.add("1:0")
@@ -388,6 +391,7 @@ def test_answers_on_a_kept_connection_come_at_once(start):
     assert [server.http.get("/healthz").status_code for _ in range(3)] == [200] * 3
 
 
+@pytest.mark.long
 def test_slow_readers_and_slow_writers_hold_nothing_up(start):
     """Readers of events that never read, and a request whose headers never end."""
     server = start()

@@ -315,6 +315,7 @@ def test_what_no_enhancer_is(tiny, gemma4, tmp_path):
         make_request("one-stage", prompt="fox", prompt_enhancer=gemma4)
 
 
+@pytest.mark.long
 def test_a_clip_of_2_5_is_made_of_what_gemma_4_wrote(tiny, gemma4, generate, monkeypatch):
     monkeypatch.setattr("ltx2rt.stages.enhance.MAX_TOKENS_4", 20)
     flags = (
