@@ -177,7 +177,7 @@ def groups(parser: Any) -> dict[str | None, Any]:
 
 
 def _metavar(how: Flag) -> str | tuple[str, ...]:
-    kind, _ = KINDS.get(how.parse, ("VALUE", ""))
+    kind = KINDS[how.parse][0] if how.parse in KINDS else "VALUE"
     return how.metavar or "|".join(how.choices or ()) or kind
 
 

@@ -149,7 +149,8 @@ class Ring:
 
     def _open(self) -> None:
         count = min(SLOTS, len(self.pieces))
-        self._slots, self._holds = [{} for _ in range(count)], [None] * count
+        holds: list[tuple[str, int] | None] = [None] * count
+        self._slots, self._holds = [{} for _ in range(count)], holds
         self._stream = self._stream or self.device.stream()
         self._arrived = [self.device.event() for _ in range(count)]
         self._read = [self.device.event() for _ in range(count)]

@@ -97,7 +97,7 @@ class Trainer:
         with torch.enable_grad(), self._to_the_bit():
             losses = self._forward(inputs)
             total = sum(loss.mean() * weights[name] for name, loss in losses.items())
-            (total / self.position.size).backward()  # pyright: ignore[reportAttributeAccessIssue]
+            (total / self.position.size).backward()  # pyrefly: ignore[missing-attribute]
         return self._to_host(losses)
 
     @contextmanager

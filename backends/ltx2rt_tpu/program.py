@@ -78,7 +78,7 @@ def compilations() -> list[float]:
 def _options_on_cpu() -> dict[str, Any]:
     """`ON_CPU` but for what XLA_FLAGS decide, and nothing if this XLA does not know an option."""
     flags, here = os.environ.get("XLA_FLAGS", ""), jax.local_devices(backend="cpu")[0]
-    options = {name: value for name, value in ON_CPU.items() if name not in flags}
+    options: Any = {name: value for name, value in ON_CPU.items() if name not in flags}
     try:
         with jax.default_device(here):
             jax.jit(lambda: 0).lower().compile(options)

@@ -69,7 +69,7 @@ class Layered:
         made, results = self._empty(part)(), list(plan.body.outputs.values())
         order = [(i, layer) for i in range(plan.count) for layer in layers]
         arriving = order[0][1].brought(weights, plan.first)
-        latest = operands[: plan.num_carries]
+        latest, carry = operands[: plan.num_carries], []
         for (i, layer), after in zip(order, [*order[1:], None], strict=True):
             here, arriving = arriving, {}
             jax.block_until_ready(latest)  # the memory of the layer before this one is free

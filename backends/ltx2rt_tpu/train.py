@@ -9,7 +9,7 @@ every collective's derivative is its transpose.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -189,8 +189,7 @@ class Trainer:
         total = jnp.stack(list(squares.values())).sum()
         factor = jnp.minimum(1, self.optimiser.max_norm / (jnp.sqrt(total) + 1e-6))
         clipped = {name: x * factor for name, x in gradients.items()}
-        steps: Any
-        steps, after = self.adam.update(clipped, moments, parameters)
+        steps, after = cast(Any, self.adam.update(clipped, moments, parameters))
         moved = {name: x - rate * steps[name] for name, x in parameters.items()}
         decay = self.optimiser.ema or 0
         averages = {name: x + (1 - decay) * (moved[name] - x) for name, x in ema.items()}

@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import MISSING, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ltx2rt.atomic_file import check_outputs, replacing
 from ltx2rt.commands.options import model_options, pipeline_flags, read_prompts, run_flags
@@ -111,17 +111,17 @@ def different_prompts(path: Path | None) -> tuple[str, ...]:
 def main(args: argparse.Namespace) -> None:
     options, own = model_options(args), CalibrateOptions(**given_flags(args, CalibrateOptions))
     check_bounds(own)
-    type_: Any = pipeline(args.pipeline)
+    type_ = cast(Any, pipeline(args.pipeline))
     if "step_plan" not in flagged(type_):
         raise InputError(
             f"--pipeline: {type_.name} has no guided stage whose steps can be left out"
         )
     prompts = different_prompts(own.prompts)
-    request: Any = type_(**({"seed": SEED} | given_flags(args, type_)), prompt=prompts[0])
+    request = type_(**({"seed": SEED} | given_flags(args, type_)), prompt=prompts[0])
     options = located(options, wanted_by(type_))
     # A plan that any schedule has: pipelines without plans refuse it here.
-    asked: Any
-    checkpoint, asked = prepared(options, replace(request, step_plan="1:0"))
+    checkpoint, prepared_request = prepared(options, replace(request, step_plan="1:0"))
+    asked = cast(Any, prepared_request)
     check_outputs([("--output", own.output)], [*options.files, *checkpoint.files, *request.files])
     halves = () if own.attention else tuple(round(asked.steps / part) for part in (2, 3))
     counts = own.evaluations or halves

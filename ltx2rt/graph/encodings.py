@@ -90,7 +90,8 @@ def rotation(size: int) -> np.ndarray:
     """The regular Hadamard matrix of a power of 4 as f32[size, size]: symmetric, its own
     inverse."""
     power = next(power for power in range(1, 7) if 4**power == size)
-    return reduce(np.kron, [HADAMARD / 2] * power)
+    factors: list[np.ndarray] = [HADAMARD / 2] * power
+    return reduce(np.kron, factors)
 
 
 @cache

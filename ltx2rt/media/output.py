@@ -147,7 +147,7 @@ def write_clip(
     suffix = path.suffix.lower()
     if waveform is not None and num_frames and suffix not in CONTAINERS:
         waveform = fit_audio(waveform, num_frames, fps, sample_rate)
-    if container := container_of(path, hdr and hdr.transfer):
+    if container := container_of(path, hdr.transfer if hdr else None):
         shown = signals(chunks, hdr) if hdr else chunks
         if waveform is not None and sample_rate not in container.audio_rates:
             note(

@@ -116,7 +116,7 @@ def mask_feeds(name: str, mask: np.ndarray) -> dict[str, np.ndarray]:
     generate, 0 keep."""
     mask = np.asarray(mask, np.float32)
     levels, index = np.unique(mask, return_inverse=True)
-    feeds = {f"{name}_mask": mask, f"{name}_levels": levels}
+    feeds: dict[str, np.ndarray] = {f"{name}_mask": mask, f"{name}_levels": levels}
     if len(levels) > 1:
         feeds[f"{name}_level_index"] = index.astype(np.int32)
     return feeds

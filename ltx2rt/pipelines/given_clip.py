@@ -106,7 +106,7 @@ class GivenClip(FromClip, Guided):
     height: int = flag_like(Guided, "height", **of_the_file("height"))
 
     @property
-    def distilled(self) -> str:
+    def distilled(self) -> str:  # pyrefly: ignore[bad-override]
         return "unused" if self.guided else "optional"
 
     @property

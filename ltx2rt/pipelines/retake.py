@@ -146,7 +146,7 @@ class Retake(GivenClip):
             if given[m] and m not in self.frozen
         }
 
-    def made(self, geometry: Geometry) -> tuple[range, tuple[float, float]]:
+    def made_anew(self, geometry: Geometry) -> tuple[range, tuple[float, float]]:
         """The pixel frames, and the seconds of sound, that the tokens made anew cover; those of the
         last audio token last until the clip's end. Sound that is made whole is not counted."""
         g, masks = geometry, self.masks(geometry)
@@ -161,7 +161,7 @@ class Retake(GivenClip):
         return frames, sound_s
 
     def remarks(self, model: ModelConfig) -> Iterator[str]:
-        frames, (start, end) = self.made(self.geometry(model))
+        frames, (start, end) = self.made_anew(self.geometry(model))
         parts = (
             [f"frames {frames.start} to {frames.stop - 1} of {self.num_frames}"] if frames else []
         )
@@ -205,7 +205,7 @@ class Retake(GivenClip):
             *self.text,
             *self.denoise_once(full, options, loras, **kept),
             *self.decoded(full, model, options),
-            *([Splice(video, sound, *self.made(full))] if self.keep_source else []),
+            *([Splice(video, sound, *self.made_anew(full))] if self.keep_source else []),
         ]
 
 

@@ -75,7 +75,7 @@ class SoundFollowing(Request):
 
     @property
     def files(self) -> list[Path]:
-        conditioning = self.audio_conditioning and self.audio_conditioning.path
+        conditioning = self.audio_conditioning.path if self.audio_conditioning else None
         return [*super().files, *(path for path in (conditioning, self.voice) if path)]
 
     def following(self, name: str, geometry: Geometry) -> dict[str, Any]:

@@ -44,12 +44,12 @@ def high_range_of(request: Request, loras: Iterable[Path]) -> HighRange | None:
 
 def write_segment(path: Path, part: SegmentFile, stop: int, hdr: HighRange | None) -> None:
     """A video of one segment's share of the clip, up to the clip's frame `stop`."""
-    sound = {}
+    sound: dict[str, Any] = {}
     if part.info.has_sound:
         rate = read_sound(part.path)[1]
         heard = part.samples(part.sample(part.start, rate), part.sample(stop, rate))
         sound = {"waveform": heard, "sample_rate": rate}
-    length = {"num_frames": stop - part.start, "fps": part.info.fps}
+    length: dict[str, Any] = {"num_frames": stop - part.start, "fps": part.info.fps}
     write_clip(path, part.chunks(stop), **length, **sound, hdr=hdr)
 
 
@@ -117,7 +117,7 @@ def recording(
     and MOV."""
     request: Any = plan.request
     hdr = high_range(session, request)
-    container = container_of(output, hdr and hdr.transfer)
+    container = container_of(output, hdr.transfer if hdr else None)
     rate = session.config.vocoder.sample_rate if request.audio else None
     if (
         container is None

@@ -79,7 +79,8 @@ def datasheet_step(
         options = replace(options, mesh={"data": devices})
     fields = TrainRequest.__dataclass_fields__ | PrepareRequest.__dataclass_fields__
     given = {name: fields[name].default for name in (*READ, *CACHED)} | dict(flags)
-    mode, scales = MODES[given["mode"]], tuple(given[name] for name in CACHED)
+    mode, (downscale, temporal) = MODES[given["mode"]], (given[name] for name in CACHED)
+    scales = downscale, temporal
     if not mode.reference and scales != (1, 1):
         raise InputError(
             f"--reference-downscale, --reference-temporal-scale: --mode {given['mode']} has no "

@@ -259,7 +259,7 @@ class Admission:
         seconds = float(request.clip_frames / request.clip_fps)
         if request.in_segments and seconds > MAX_SECONDS:
             raise InputError(f"--length: {seconds:.4g} s, expected at most {MAX_SECONDS} s here")
-        texts = {f: "" for f in ("prompt", "negative_prompt") if hasattr(request, f)}
+        texts: Any = {f: "" for f in ("prompt", "negative_prompt") if hasattr(request, f)}
         shape = repr(
             (
                 replace(request, seed=0, **texts),

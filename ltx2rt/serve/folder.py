@@ -338,7 +338,7 @@ def _write_error(folder: Path) -> OSError | None:
 def writing_problem(folder: Path, error: OSError) -> str | None:
     """Why no clip can be written into the folder, if that is what the error of a run came from."""
     found = error if error.errno in NO_SPACE else _write_error(folder)
-    return found and (found.strerror or str(found))
+    return (found.strerror or str(found)) if found else None
 
 
 def sync(path: Path) -> None:

@@ -107,7 +107,7 @@ def _secret(where: str, text: str) -> bytes:
 class NoRedirects(urllib.request.HTTPRedirectHandler):
     """A signed event goes to the address of the file alone."""
 
-    def redirect_request(self, *_) -> None:
+    def redirect_request(self, *_) -> None:  # pyrefly: ignore[bad-override]
         return None
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from ltx2rt.backend import Backend, DeviceInfo, get_backend, get_factory
 from ltx2rt.notes import note
@@ -91,12 +92,13 @@ def located(options: ModelOptions, wanted: Collection[str] = OPTIONAL) -> ModelO
     kinds = (*files_beside(options.video_decoder), *wanted)
     kinds = tuple(kind for kind in kinds if getattr(options, PARTS[kind].option) is None)
     text = PARTS["gemma"].option
+    parts: Any = {o: local(path, "gemma" if o == text else o) for o, path in options.parts.items()}
     return replace(
         options,
         model=local(options.model, "main", kinds),
         distilled_lora=options.distilled_lora and lora(options.distilled_lora),
         loras=tuple(map(lora, options.loras)),
-        **{o: local(path, "gemma" if o == text else o) for o, path in options.parts.items()},
+        **parts,
     )
 
 

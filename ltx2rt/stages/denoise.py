@@ -97,7 +97,7 @@ class Denoise(Stage):
     self-attention below the noise level DENSE_FROM; None, or a clip of few tokens: all see all.
     """
 
-    name: str
+    name: str  # pyrefly: ignore[bad-override]
     geometry: Geometry
     sigmas: np.ndarray
     loras: tuple[LoraSpec, ...]

@@ -24,7 +24,7 @@ class GivenLatents(Stage):
     given: tuple[Conditioning, ...]
 
     @property
-    def name(self) -> str:
+    def name(self) -> str:  # pyrefly: ignore[bad-override]
         kinds = (("videos", (Reference, ClipEnd)), ("images", Image), ("sound", SoundReference))
         for kind, types in kinds:
             if any(isinstance(conditioning, types) for conditioning in self.given):

@@ -78,6 +78,7 @@ class Stage(Protocol):
 
     def check(self, session: Session) -> None:
         """Refuse small files that it will read, before any weight is read. Raises InputError."""
+        return
 
     def draws(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         """The noise that it draws: shapes by the names of `--noise-in`."""

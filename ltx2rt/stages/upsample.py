@@ -81,7 +81,7 @@ class UpsampleTime(Upsample):
     network: ClassVar[str] = "temporal-upsampler"
 
     @property
-    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def name(self) -> str:  # pyrefly: ignore[bad-override]
         return f"round{self.round}_upsample"
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from diffusers import LTX2VideoTransformer3DModel
 from reference_transformer import euler_steps
+from safetensors.numpy import load_file, save_file
 
 import ltx2rt
 from ltx2rt.errors import InputError
@@ -151,7 +152,7 @@ def test_masks_are_those_of_the_tokens_times(opened, fps, region):
     expected = direct_masks(41, (96, 64), fps, *region)
     for m, mask in request.masks(geometry).items():
         np.testing.assert_array_equal(mask, expected[m], err_msg=m)
-    frames, (start, end) = replace(request, num_frames=41).made(geometry)
+    frames, (start, end) = replace(request, num_frames=41).made_anew(geometry)
     latents = np.flatnonzero(expected["video"][::6])
     assert frames == range(max(8 * latents[0] - 7, 0), 8 * latents[-1] + 1)
     sound = np.flatnonzero(expected["audio"])
@@ -167,7 +168,7 @@ def test_sound_made_to_its_last_token_lasts_as_long_as_the_clip(opened):
     info = VideoInfo(64, 64, 17, Fraction(24), 0, True, (Fraction(0),))
     request = Retake("a fox", start_time=0.5, end_time=0.7, info=info, num_frames=17)
     geometry = Geometry.of(opened.resident.config, 64, 64, 17, Fraction(24))
-    assert request.made(geometry) == (range(9, 17), (pytest.approx(0.49), 17 / 24))
+    assert request.made_anew(geometry) == (range(9, 17), (pytest.approx(0.49), 17 / 24))
 
 
 @pytest.mark.parametrize(
@@ -379,6 +380,9 @@ def test_the_command_says_what_is_made(run, clip, tmp_path):
     assert waveform.shape == (2, 2, round(17 / 24 * RATE)) and (waveform[0] != waveform[1]).any()
     status, err, _ = run(*region, "--num-videos", 2, "--noise-in", latents, "--no-audio")
     assert status == 0 and "what is kept passes the VAEs, too" in err, err
+    save_file(load_file(latents) | {"stranger": np.zeros(1, np.float32)}, latents)
+    status, err, _ = run(*region, "--num-videos", 2, "--noise-in", latents, "--no-audio")
+    assert status == 2 and "stranger, which this run does not read" in err, err
 
 
 def test_what_cannot_be_used_is_refused_before_weights(run, clip, tmp_path, monkeypatch):

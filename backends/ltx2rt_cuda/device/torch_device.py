@@ -29,8 +29,8 @@ class DeviceEvent(Protocol):
 class DeviceStream(Protocol):
     """Work in its order."""
 
-    def wait_stream(self, other: Any) -> None: ...
-    def wait_event(self, event: Any) -> None: ...
+    def wait_stream(self, other: Any, /) -> None: ...
+    def wait_event(self, event: Any, /) -> None: ...
 
 
 class Done:
@@ -61,8 +61,10 @@ class Recorder(Protocol):
     """
 
     id: Any
-    side: DeviceStream
     serves: object
+
+    @property
+    def side(self) -> DeviceStream: ...
 
     def record(self, run: Callable[[], tuple[Tensor, ...]]) -> Recording: ...
     def empty(self) -> None:

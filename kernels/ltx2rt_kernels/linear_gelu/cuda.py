@@ -24,6 +24,6 @@ def linear_gelu(
     x: Tensor, weight: Tensor, bias: Tensor, *, num_contracted: int, out_shape
 ) -> Tensor:
     lead = x.shape[: x.ndim - num_contracted]
-    product = torch._addmm_activation  # pyright: ignore[reportPrivateImportUsage]
+    product = torch._addmm_activation
     y = product(bias, x.reshape(-1, weight.shape[1]), weight.t(), use_gelu=True)
     return y.reshape(*lead, *out_shape)

@@ -42,7 +42,7 @@ def sample(x, up, t, J: tl.constexpr, T, HALF: tl.constexpr):
     """Sample m = 2 t + J - HALF + 1 at twice the rate: input (m + HALF - 1 - i) / 2 through tap i,
     every other one."""
     total = 0.0
-    for k in tl.static_range(HALF):  # pyright: ignore[reportGeneralTypeIssues]
+    for k in tl.static_range(HALF):
         n = tl.minimum(tl.maximum(t + (J // 2 - k), 0), T - 1)
         total += tl.load(up + (2 * k + J % 2)).to(tl.float32) * tl.load(x + n).to(tl.float32)
     return 2.0 * total
@@ -60,7 +60,7 @@ def snake_beta_kernel(
     height = 1.0 / (tl.exp(tl.load(beta + signal % CHANNELS).to(tl.float32)) + eps)
     total = tl.zeros([BLOCK_T], tl.float32)
     before, behind = sample(x, up, 0, HALF - 1, T, HALF), sample(x, up, T, HALF - 2, T, HALF)
-    for j in tl.static_range(TAPS):  # pyright: ignore[reportGeneralTypeIssues]
+    for j in tl.static_range(TAPS):
         m = 2 * t + (j - HALF + 1)
         fine = sample(x, up, t, j, T, HALF)
         fine = tl.where(m < 0, before, tl.where(m < 2 * T, fine, behind))
