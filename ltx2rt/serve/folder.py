@@ -139,6 +139,12 @@ class Folder:
         for name in (*clips, *map(frames_of, clips), *beside):
             (self.outputs / name).unlink(missing_ok=True)
 
+    def remove_unfinished(self, job: Job) -> None:
+        """Remove the partial files of a job's run whose process has ended."""
+        for path, match in list(_own(self.outputs, UNFINISHED_OUTPUT)):
+            if match["stem"] == job.stem:
+                path.unlink(missing_ok=True)
+
     def sweep(self, kept: Iterable[Job], known: Collection[str]) -> list[str]:
         """Remove what dead runs have left: partial files, and files of known jobs that are not
         kept.

@@ -259,6 +259,8 @@ class Supervisor:
             await self.store.insist(
                 self.store.queue.finish, job.id, job.epoch, COMPLETED, result=result
             )
+        with contextlib.suppress(OSError):  # a folder that cannot be written is told elsewhere
+            self.folder.remove_unfinished(job)
         await self._give_back(job, blame)
 
     async def _give_back(

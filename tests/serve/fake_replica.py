@@ -78,7 +78,9 @@ def main() -> None:
                 tell("preview", **named, number=step, jpeg=b64encode(b"a picture").decode())
             time.sleep(float(seconds))
             if step == int(steps) // 2:
-                if what == "die":
+                if what == "die":  # in the middle of a file
+                    stem = Path(job["stem"])
+                    made(job, 0, stem.with_name(f".{stem.name}.partial.mp4"))
                     os.kill(os.getpid(), signal.SIGKILL)
                 if what == "stop":
                     os.kill(os.getpid(), signal.SIGSTOP)

@@ -118,6 +118,7 @@ async def test_a_job_that_kills_every_replica_fails_and_the_others_are_made(runn
             3,
         )
         assert "SIGKILL" in poisoned.error["message"]
+        assert not list(run.folder.outputs.glob(".*")), "half a file is left"
         assert {job.status for job in others} == {"completed"}
 
 
