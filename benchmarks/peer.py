@@ -12,7 +12,6 @@ in another form: the vocoder and Gemma's norms in the compute dtype, and contigu
 out for cuDNN (less than 3 GB in all).
 """
 
-# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping

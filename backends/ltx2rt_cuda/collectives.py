@@ -26,7 +26,7 @@ def differentiated(xs: Sequence[Tensor]) -> bool:
 
 def with_transpose(exchange: Exchange, transpose: Exchange, *xs: Tensor) -> tuple[Tensor, ...]:
     """`exchange(*xs)`, whose gradients are what `transpose` makes of those of its results."""
-    return Transposed.apply(exchange, transpose, *xs)  # pyright: ignore[reportReturnType]
+    return Transposed.apply(exchange, transpose, *xs)
 
 
 class Transposed(torch.autograd.Function):
@@ -40,9 +40,7 @@ class Transposed(torch.autograd.Function):
         return _kept[-1](lambda: tuple(exchange(*xs))) if _kept else tuple(exchange(*xs))
 
     @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *ctx.transpose(*gradients)
 
 

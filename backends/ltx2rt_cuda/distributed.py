@@ -19,7 +19,7 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, TCPStore
 
 from ltx2rt.errors import InputError
 from ltx2rt.ranks.environment import STORE, TOKEN, interface, rank_and_size

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from ltx2rt.errors import InputError
 from ltx2rt.ranks.environment import SLEEPING, rank_and_size
-from ltx2rt.scheduling import in_use
+from ltx2rt.scheduling import in_use, left_out
 
 if TYPE_CHECKING:
-    from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed import PrefixStore
 
     from ltx2rt.backend import Compiled, DeviceInfo
     from ltx2rt.graph.ir import Graph
@@ -32,6 +33,9 @@ class CudaFactory:
     streams = ("text-encoder", "transformer")
     recorded = ("cuda",)
 
+    def __init__(self) -> None:
+        self._made: WeakKeyDictionary[Graph, dict[Hashable, Graph]] = WeakKeyDictionary()
+
     def device_kinds(self) -> Sequence[DeviceKind]:
         from ltx2rt_cuda.devices import KINDS
 
@@ -48,13 +52,20 @@ class CudaFactory:
         """Halves of the tokens in turns, where Inductor does not order a block by itself; ops that
         have kernels are fused, which saves passes over memory on a CPU, too. Nothing of a training
         step: kernels have no gradient."""
+        if train:
+            return graph
+        made = self._made.setdefault(graph, {})  # its cost is asked for, then its program
+        key = device_kind, steps, compile, left_out()
+        if key not in made:
+            made[key] = self._as_run(graph, device_kind, steps, compile)
+        return made[key]
+
+    def _as_run(self, graph: Graph, device_kind: str, steps: bool, compile: bool) -> Graph:
         from ltx2rt.fused import PATTERNS, together
         from ltx2rt.passes.fuse import fuse
         from ltx2rt.passes.interleave import HALF_ROWS, TOKENS, interleave
         from ltx2rt.passes.rotate import rotate
 
-        if train:
-            return graph
         if steps and device_kind == "cuda" and not compile:
             graph = rotate(graph) if in_use("rotate") else graph
             graph = interleave(graph, TOKENS, HALF_ROWS) if in_use("halves") else graph

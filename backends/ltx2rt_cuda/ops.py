@@ -212,14 +212,14 @@ class Float8Product(NamedTuple):
 
 def _by_rows(p: Float8Product) -> Tensor:
     """With a scale for each row: from sm_90 on, where the build holds it."""
-    product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    product = torch._scaled_mm
     scales, how = (p.row_scale, p.scale.t()), {"out_dtype": p.dtype, "use_fast_accum": True}
     return product(p.values, p.weight.t(), *scales, p.bias, **how)
 
 
 def _by_tensor(p: Float8Product) -> Tensor:
     """With scales of 1 into float32, scaled behind: GeForce cards from sm_89 on."""
-    product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    product = torch._scaled_mm
     one = torch.ones((), device=p.values.device)
     return _finished(p, product(p.values, p.weight.t(), one, one, out_dtype=torch.float32))
 

@@ -223,7 +223,7 @@ class Layout:
             yield name, *cuts
 
 
-@dataclass
+@dataclass(eq=False)
 class Graph:
     """Inputs and parameters by name, nodes in execution order, outputs by name.
 

@@ -259,7 +259,7 @@ class Supervisor:
             await self.store.insist(
                 self.store.queue.finish, job.id, job.epoch, COMPLETED, result=result
             )
-        with contextlib.suppress(OSError):  # a folder that cannot be written is told elsewhere
+        with contextlib.suppress(OSError):  # `_cannot_write` says why
             self.folder.remove_unfinished(job)
         await self._give_back(job, blame)
 

@@ -192,6 +192,7 @@ def test_torch_compile_takes_the_module_in_one_graph():
 
 # torch hides this warning of its own by a filter, which pytest's -W error comes before.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.long
 def test_compiled_block_is_compiled_once_for_all_layers():
     compiled = []
 

@@ -103,7 +103,7 @@ def test_an_exchange_is_made_once_where_its_result_is_kept():
             (z,) = with_transpose(exchange, lambda g: [2 * g], y * y)
             return z * z
 
-        block = Rematerialised(squares, kept)  # pyright: ignore[reportArgumentType]
+        block = Rematerialised(squares, kept)
         block(x).sum().backward()
         assert len(made) == times
         slope = 256 * x.sin() ** 3 * x.cos()  # of (2 (2 sin x)^2)^2

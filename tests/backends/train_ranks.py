@@ -46,10 +46,10 @@ def run(kind: str, number: int, folder: Path) -> None:
         made = trainer(backend, GENERATION, mesh, remat)
         found = trained(made, inputs)
         if kind == "tpu" and mesh == KEPT:
-            text = made.batches[0].lowered().as_text()  # pyright: ignore[reportAttributeAccessIssue]
+            text = made.batches[0].lowered().as_text()
             found["all-reduces"] = np.array(text.count("all_reduce"))
         if backend.is_main:
-            np.savez(folder / f"{kind}-{label(mesh)}-{remat}.npz", **found)  # pyright: ignore[reportArgumentType]
+            np.savez(folder / f"{kind}-{label(mesh)}-{remat}.npz", **found)
 
 
 def main(kind: str, folder: Path, number: int) -> None:

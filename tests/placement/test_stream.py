@@ -68,7 +68,7 @@ def assert_same(a, b):
 @pytest.mark.parametrize(
     "preset, weights_dtype",
     [
-        ("tiny-2.3", None),
+        pytest.param("tiny-2.3", None, marks=pytest.mark.long),
         pytest.param("tiny-2.3", "int8", marks=pytest.mark.long),
         *[
             pytest.param(*case, marks=SLOW)
