@@ -70,6 +70,7 @@ def run(session, path, **more):
     return plan, produce(session, replace(plan, stages=kept), keep=True)[0]
 
 
+@pytest.mark.long
 def test_every_step_is_the_formula_over_diffusers(sessions, folder, clip):
     """On both backends. The latents of the whole track are those of diffusers' audio encoder."""
     runs = {b: run(s, clip, reference_strength=STRENGTH) for b, s in sessions.items()}

@@ -447,6 +447,7 @@ def test_slow_downloads_hold_nothing_up(start):
         one.close()
 
 
+@pytest.mark.long
 def test_real_jobs_with_loras_images_and_sound_survive_a_kill_of_everything(
     start, tiny_model, tmp_path
 ):

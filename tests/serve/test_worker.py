@@ -413,6 +413,7 @@ def test_files_that_cannot_be_written_are_not_the_fault_of_the_job(session, tmp_
     assert (event, facts["code"]) == ("failed", STORAGE) and "No such file" in facts["message"]
 
 
+@pytest.mark.long
 def test_a_prompt_is_written_out_before_its_job(session, monkeypatch, tmp_path):
     """The text is the job's from then on; a job whose prompt cannot be written out has failed."""
     monkeypatch.setattr("ltx2rt.stages.enhance.MAX_TOKENS", 20)
