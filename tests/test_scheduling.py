@@ -1,5 +1,7 @@
 """Each piece of scheduling can be left out: other graphs or modules, the same values."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import ltx2rt_cuda.ops as ops_of_torch
@@ -39,6 +41,16 @@ def test_a_graph_without_it_has_the_same_values(without, name):
     assert ops(plain) != ops(usual)
     found = interpret(plain, one.params, one.inputs)
     assert max(relative_l2(found[k], x) for k, x in one.expected.items()) < CLOSE
+
+
+def test_what_runs_is_made_once_of_a_graph_and_does_not_hold_it():
+    graph = Placement(PROFILES["hopper"]).local(case("guided-2.3").graph, "transformer")
+    made = FACTORY.as_run(graph, "cuda", steps=True)
+    assert FACTORY.as_run(graph, "cuda", True, False) is made is not graph
+    placed = weakref.ref(graph)
+    del graph
+    gc.collect()
+    assert placed() is None and made.nodes
 
 
 @pytest.mark.parametrize("factory,network", [(FACTORY, "guided"), (TPU, "forward")])

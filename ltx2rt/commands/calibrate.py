@@ -120,8 +120,7 @@ def main(args: argparse.Namespace) -> None:
     request = type_(**({"seed": SEED} | given_flags(args, type_)), prompt=prompts[0])
     options = located(options, wanted_by(type_))
     # A plan that any schedule has: pipelines without plans refuse it here.
-    checkpoint, prepared_request = prepared(options, replace(request, step_plan="1:0"))
-    asked = cast(Any, prepared_request)
+    checkpoint, asked = cast(Any, prepared(options, replace(request, step_plan="1:0")))
     check_outputs([("--output", own.output)], [*options.files, *checkpoint.files, *request.files])
     halves = () if own.attention else tuple(round(asked.steps / part) for part in (2, 3))
     counts = own.evaluations or halves

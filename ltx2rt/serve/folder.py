@@ -140,10 +140,13 @@ class Folder:
             (self.outputs / name).unlink(missing_ok=True)
 
     def remove_unfinished(self, job: Job) -> None:
-        """Remove the partial files of a job's run whose process has ended."""
-        for path, match in list(_own(self.outputs, UNFINISHED_OUTPUT)):
-            if match["stem"] == job.stem:
-                path.unlink(missing_ok=True)
+        """Remove what a run of the job has left whose process has ended: partial files, and all
+        others where the first clip, which comes last, is not there."""
+        whole = (self.outputs / (job.stem + CLIP)).exists()
+        for names in (UNFINISHED_OUTPUT,) if whole else (UNFINISHED_OUTPUT, OUTPUT):
+            for path, match in list(_own(self.outputs, names)):
+                if match["stem"] == job.stem:
+                    path.unlink(missing_ok=True)
 
     def sweep(self, kept: Iterable[Job], known: Collection[str]) -> list[str]:
         """Remove what dead runs have left: partial files, and files of known jobs that are not

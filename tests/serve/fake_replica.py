@@ -81,6 +81,7 @@ def main() -> None:
                 if what == "die":  # in the middle of a file
                     stem = Path(job["stem"])
                     made(job, 0, stem.with_name(f".{stem.name}.partial.mp4"))
+                    stem.with_name(f"{stem.name}.webp").write_bytes(b"RIFF")
                     os.kill(os.getpid(), signal.SIGKILL)
                 if what == "stop":
                     os.kill(os.getpid(), signal.SIGSTOP)
