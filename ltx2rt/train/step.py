@@ -166,8 +166,7 @@ class Step:
 
     def require_memory(self) -> None:
         """Raises InputError if the step has no room on any process's device."""
-        m, free, most = self.memory, self._free, self.session.options.host_memory
-        host = host_memory()[1] if most is None else min(host_memory()[1], int(most * 1e9))
+        m, free, host = self.memory, self._free, host_memory()[1]
         if self.session.backend.agree(m.streamed > host):
             raise InputError(
                 f"no room in the host's memory: streamed blocks need {m.streamed / 1e9:.3g} GB, "
