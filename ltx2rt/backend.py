@@ -6,6 +6,7 @@ The pipeline speaks these protocols only. Implementations are found through the 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import deque
 from collections.abc import (
@@ -169,9 +170,10 @@ class DeviceInfo:
     one.
 
     total_bytes, free_bytes: its memory now (the host's, on a CPU). count: of devices like it that a
-    mesh can have, those of other hosts included; hosts: whose processes drive them. reserve_bytes:
-    what a run must leave free for the framework's pools and workspaces, and for fragmentation.
-    recorded_bytes: what recorded steps keep, the next one's room.
+    mesh can have, those of other hosts included; hosts: whose processes drive them. reserve_bytes
+    and reserve_share: what a run must leave free of what it may take, for the framework's pools and
+    workspaces, and for fragmentation: so many bytes and such a share. recorded_bytes: what recorded
+    steps keep, the next one's room.
     """
 
     kind: str
@@ -181,7 +183,14 @@ class DeviceInfo:
     count: int = 1
     hosts: int = 1
     reserve_bytes: int = 0
+    reserve_share: float = 0.0
     recorded_bytes: int = 0
+
+    def room_bytes(self, max_memory: float | None = None, held_bytes: int = 0) -> int:
+        """What a run may plan with: of the free memory and what its session holds already, at most
+        `max_memory` GB, without the reserve."""
+        most = min(self.free_bytes + held_bytes, 1e9 * (max_memory or math.inf))
+        return int(most * (1 - self.reserve_share) - self.reserve_bytes)
 
 
 class DoesNotFit(Exception):

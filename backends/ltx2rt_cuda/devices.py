@@ -6,15 +6,16 @@ Cards without NVLink receive over PCIe: 32 GB/s of generation 4, 64 GB/s of gene
 
 from __future__ import annotations
 
+from typing import Any
+
 from ltx2rt.placement.devices import PCIE4, PCIE5, DeviceKind
 
 COLLECTIVE_S = 10e-6  # what a collective takes beside its bytes; assumed, not measured
 
 
-def reserve_bytes(total_bytes: int) -> int:
-    """Memory of a GPU that PyTorch's pools, cuBLAS's and cuDNN's workspaces and fragmentation take:
-    3 GB and 2 %."""
-    return int(3e9 + 0.02 * total_bytes)
+# Memory of a GPU that PyTorch's pools, cuBLAS's and cuDNN's workspaces and fragmentation take, of
+# what a run may take.
+RESERVE: dict[str, Any] = {"reserve_bytes": 3_000_000_000, "reserve_share": 0.02}
 
 
 def _gpu(
@@ -25,7 +26,7 @@ def _gpu(
     return DeviceKind(
         name, "cuda", "cuda", "hopper", memory_bytes, flops, quantised_flops, memory, link,
         COLLECTIVE_S, ("cuda",),
-        host_bytes_per_s=host, reserve_bytes=reserve_bytes(int(memory_bytes)),
+        host_bytes_per_s=host, **RESERVE,
     )  # fmt: skip
 
 

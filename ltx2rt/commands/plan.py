@@ -63,13 +63,14 @@ def to_text(found: Estimate) -> str:
         )
     total = sum(c.steps * c.time_s(kind) for c in found.costs)
     verdict = "fits" if found.fits else "does NOT fit"
-    memory_gb = min(kind.memory_bytes / 1e9, session.asked.max_memory or math.inf)
+    most = session.asked.max_memory
+    memory_gb = min(kind.memory_bytes / 1e9, most or math.inf)
+    reserve_gb = memory_gb - session.backend.device().room_bytes(most) / 1e9
     lines += [
         "",
         f"memory: {verdict}: {worst.name} needs {worst.peak_bytes / 1e9:.1f} GB of "
         f"{memory_gb:.0f} GB"
-        + f", where {kind.reserve_bytes / 1e9:.1f} GB are kept in reserve"
-        * bool(kind.reserve_bytes)
+        + f", where {reserve_gb:.1f} GB are kept in reserve" * (reserve_gb >= 0.05)
         + f"; try {found.advice}" * (not found.fits),
         f"estimated time: {total:.2f} s in all, a bound from below; a step is max(FLOP / "
         f"{kind.flops_per_s / 1e12:g} T/s{rates}, weights / {kind.memory_bytes_per_s / 1e12:g} "

@@ -30,7 +30,7 @@ class DeviceKind:
     link_bytes_per_s: what one device can receive from the others of its machine. neighbours: the
     same among so many devices, (of an all-to-all, of any other collective), where the way between
     them is narrower. collective_s: the time of a collective beside its bytes. host_bytes_per_s:
-    copied from pinned memory of the host. reserve_bytes: memory that a run must leave free.
+    copied from pinned memory of the host. reserve_bytes, reserve_share: of `DeviceInfo`.
     """
 
     name: str
@@ -47,6 +47,7 @@ class DeviceKind:
     neighbours: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     host_bytes_per_s: float = PCIE4
     reserve_bytes: int = 0
+    reserve_share: float = 0.0
 
     def exchange_s(self, collective: str, devices: int, count: int, received_bytes: int) -> float:
         """The time of so many collectives among so many devices, by which one of them receives so

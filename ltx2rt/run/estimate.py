@@ -6,7 +6,6 @@ a preset is planned from an empty checkpoint of its sizes.
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -128,13 +127,13 @@ def estimate(
         if choice:
             session.adopt(choice.session)
         plan = make_plan(session, request)
-        budget = min(kind.memory_bytes, 1e9 * (options.max_memory or math.inf)) - kind.reserve_bytes
-        fits = session.fit(plan.stages, int(budget))
+        budget = session.backend.device().room_bytes(options.max_memory)
+        fits = session.fit(plan.stages, budget)
         session.choose_road(plan.stages)
         fastest = ROAD_BYTES_PER_S[session.weights.residence.road]
         kind = replace(kind, host_bytes_per_s=min(kind.host_bytes_per_s, fastest))
         costs = tuple(session.costs(plan.stages))
-        advice = "" if fits else session.advice(plan.stages, int(budget), peak(costs))
+        advice = "" if fits else session.advice(plan.stages, budget, peak(costs))
         said = [str(choice)] if choice else []
         estimator = choice.estimator if choice else Estimator(session, kind)
         notes = (*said, *_whole(session, plan, kind), *_unshared(session, plan, estimator))

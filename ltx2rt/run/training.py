@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -61,7 +62,12 @@ class StepEstimate:
 
     @property
     def fits(self) -> bool:
-        return self.cost.peak_bytes + self.kind.reserve_bytes <= self.kind.memory_bytes
+        return self.cost.peak_bytes <= self.room_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        session = self.step.session
+        return session.backend.device().room_bytes(session.options.max_memory)
 
 
 @contextmanager
@@ -145,6 +151,7 @@ def to_text(found: StepEstimate) -> str:
     groups = ", ".join(f"{name} {count / 1e6:.3g} M" for name, count in step.groups().items())
     remat = WORDS[step.remat]
     count = step.batch * mesh.get("data", 1)
+    memory_gb = min(kind.memory_bytes / 1e9, step.session.options.max_memory or math.inf)
     clips = f"{count} clip{'s' * (count > 1)} of {width}x{height}x{frames}"
     lines = [
         f"training step of {clips} ({' and '.join(step.streams)}), LoRA of rank {step.rank}, "
@@ -157,7 +164,7 @@ def to_text(found: StepEstimate) -> str:
         f"kept         {m.kept / 1e9:.2f} GB for the backward pass",
         f"one block    {m.block / 1e9:.2f} GB",
         f"memory       {'fits' if found.fits else 'does NOT fit'}: {c.peak_bytes / 1e9:.1f} GB of "
-        f"{kind.memory_bytes / 1e9:.0f} GB, where {kind.reserve_bytes / 1e9:.1f} GB are kept in "
+        f"{memory_gb:.0f} GB, where {memory_gb - found.room_bytes / 1e9:.1f} GB are kept in "
         "reserve",
         f"work         {c.flops / 1e12:.4g} TFLOP",
         f"exchanges    {_traffic(c)}",

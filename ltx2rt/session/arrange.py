@@ -53,8 +53,9 @@ class DatasheetBackend:
     def device(self) -> DeviceInfo:
         size = int(self.kind.memory_bytes)
         return DeviceInfo(
-            self.device_kind, self.kind.name, size, size, reserve_bytes=self.kind.reserve_bytes
-        )
+            self.device_kind, self.kind.name, size, size,
+            reserve_bytes=self.kind.reserve_bytes, reserve_share=self.kind.reserve_share,
+        )  # fmt: skip
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError("a device that is not here runs nothing")
@@ -114,9 +115,7 @@ def choose(
 
     Raises InputError if none splits it, in the words of the profile's own mesh.
     """
-    budget = (
-        int(min(kind.memory_bytes, (options.max_memory or math.inf) * 1e9)) - kind.reserve_bytes
-    )
+    budget = DatasheetBackend(kind, {}).device().room_bytes(options.max_memory)
     estimator = Estimator(Session(checkpoint, DatasheetBackend(kind, {}), options), kind)
     ranked, tried = arrangements(estimator, devices, stages), None
     left, found = ranked, []

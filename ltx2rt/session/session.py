@@ -516,11 +516,8 @@ class Session:
         """The stage that needs the most memory, with the sets `held` there, and what there is for
         it."""
         device = self.backend.device()
-        budget = device.free_bytes + self.weights.held_bytes
-        if self.options.max_memory is not None:
-            budget = min(budget, int(self.options.max_memory * 1e9))
         costs = (self.warm_costs if warm else self.costs)(stages, held, device.recorded_bytes)
-        return peak(costs), budget - device.reserve_bytes
+        return peak(costs), device.room_bytes(self.options.max_memory, self.weights.held_bytes)
 
     def _release(self) -> None:
         """Programs are lowered, and recorded, anew at their next use."""

@@ -3,7 +3,6 @@ costs."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -160,9 +159,7 @@ class Step:
     @cached_property
     def _free(self) -> int:
         """Bytes of the device that a step may take."""
-        device = self.session.backend.device()
-        most = self.session.options.max_memory or math.inf
-        return int(min(device.free_bytes - device.reserve_bytes, most * 1e9))
+        return self.session.backend.device().room_bytes(self.session.options.max_memory)
 
     def require_memory(self) -> None:
         """Raises InputError if the step has no room on any process's device."""

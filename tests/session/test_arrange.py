@@ -129,7 +129,7 @@ def test_a_mesh_on_which_sets_are_loaded_anew_pays_for_it():
     assert choice.session.reload_s(stages, kind) < 0.5  # only the text encoder's share is
     backend = DatasheetBackend(kind, choice.roomier.mesh)
     whole = Session(checkpoint, backend, replace(options, backend="tpu"))
-    assert whole.fit(stages, int(kind.memory_bytes) - kind.reserve_bytes)
+    assert whole.fit(stages, whole.backend.device().room_bytes())
     reload_s = whole.reload_s(stages, kind)
     assert 2 * 20e9 / kind.host_bytes_per_s < reload_s < 2 * 30e9 / kind.host_bytes_per_s
     assert choice.best.time_s + 0.5 < choice.roomier.time_s + reload_s
@@ -188,3 +188,15 @@ def test_a_launch_chooses_where_its_cards_are_known():
 def test_a_card_is_known_by_its_drivers_name(kind, name, total, expected):
     found = known_kind(kind, name, int(total))
     assert (found and found.name) == expected
+
+
+def test_max_memory_leaves_the_room_of_a_card_of_that_size():
+    """The reserve is a share of what a run may take, not of the whole card."""
+    large, small = (
+        DatasheetBackend(device_kind(name), {}).device() for name in ("h200-141gb", "rtx3060-12gb")
+    )
+    assert large.room_bytes(12.0) == small.room_bytes() == int(12e9 * 0.98 - 3e9)
+    assert large.room_bytes() == int(141e9 * 0.98 - 3e9)
+    assert (
+        replace(large, free_bytes=10 * 10**9).room_bytes(held_bytes=2 * 10**9) == small.room_bytes()
+    )

@@ -19,7 +19,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.ranks.environment import number
 from ltx2rt_cuda.device.attention import attention_part, gpu_attention, gpu_part
 from ltx2rt_cuda.device.torch_device import Recorder, TorchDevice
-from ltx2rt_cuda.devices import reserve_bytes
+from ltx2rt_cuda.devices import RESERVE
 
 WARMUPS = (
     2  # runs before a step is recorded: libraries pick kernels and take workspaces in the first
@@ -81,8 +81,8 @@ class Cuda(TorchDevice):
             total,
             free + cached,
             torch.cuda.device_count(),
-            reserve_bytes=reserve_bytes(total),
             recorded_bytes=recorder.nbytes if recorder else 0,
+            **RESERVE,
         )
 
     def peak_bytes(self) -> int:
