@@ -137,11 +137,14 @@ def pad(x: Tensor, widths, mode: str) -> Tensor:
 
 @op
 def take(x: Tensor, index: Tensor, dim: int, batch_dims: int) -> Tensor:
-    if batch_dims == 0:
-        return x.index_select(dim, index.reshape(-1)).reshape(
-            x.shape[:dim] + index.shape + x.shape[dim + 1 :]
-        )
-    return torch.stack([take(a, b, dim - 1, batch_dims - 1) for a, b in zip(x, index, strict=True)])
+    """One look-up, whatever the batch: rows of all samples lie one after the other."""
+    lead, count = x.shape[:batch_dims], prod(x.shape[:batch_dims])
+    rows = x.movedim(dim, batch_dims).flatten(0, batch_dims)
+    first = x.shape[dim] * torch.arange(count, device=x.device)[:, None]
+    found = rows.index_select(0, (index.reshape(count, -1) + first).flatten())
+    found = found.reshape(*lead, *index.shape[batch_dims:], *rows.shape[1:])
+    own = range(batch_dims, index.ndim)  # dimensions of a look-up
+    return found.movedim(list(own), [i - batch_dims + dim for i in own])
 
 
 @op
