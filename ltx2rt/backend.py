@@ -338,6 +338,11 @@ class Backend(Protocol):
         anew."""
         ...
 
+    def limit(self, max_memory: float | None) -> None:
+        """Take at most so many GB of the device from now on, all of it with None, if the framework
+        can be told. What it keeps for later counts."""
+        ...
+
     def device(self) -> DeviceInfo: ...
     def peak_bytes(self) -> int | None:
         """Peak device memory since the start, if the framework tells."""

@@ -341,6 +341,9 @@ class CudaBackend:
             self._pool.empty()
         self.hardware.trim()
 
+    def limit(self, max_memory: float | None) -> None:
+        self.hardware.limit(max_memory)
+
     def device(self) -> DeviceInfo:
         return self.hardware.info(self._pool)
 

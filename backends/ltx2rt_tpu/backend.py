@@ -259,6 +259,9 @@ class TpuBackend:
     def trim(self, recorded: bool = False) -> None:
         """JAX keeps nothing."""
 
+    def limit(self, max_memory: float | None) -> None:
+        """JAX cannot be told once it runs; what a run needs is planned within the limit."""
+
     def device(self) -> DeviceInfo:
         count = jax.device_count(self.jax_device.platform)
         if self.device_kind == "tpu":

@@ -57,6 +57,9 @@ class DatasheetBackend:
             reserve_bytes=self.kind.reserve_bytes, reserve_share=self.kind.reserve_share,
         )  # fmt: skip
 
+    def limit(self, max_memory: float | None) -> None:
+        """Nothing is taken of a device that is not here."""
+
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError("a device that is not here runs nothing")
 

@@ -350,6 +350,7 @@ class Session:
         warm: every set that the run loads is there from its start on. Raises InputError if it does
         not fit an empty device either.
         """
+        self.backend.limit(self.options.max_memory)
         tried: dict[str, Any] = {}
 
         def fits(way: Way) -> bool:

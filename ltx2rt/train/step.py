@@ -163,6 +163,7 @@ class Step:
 
     def require_memory(self) -> None:
         """Raises InputError if the step has no room on any process's device."""
+        self.session.backend.limit(self.session.options.max_memory)
         m, free, host = self.memory, self._free, host_memory()[1]
         if self.session.backend.agree(m.streamed > host):
             raise InputError(

@@ -176,6 +176,31 @@ def test_a_run_takes_the_memory_that_its_plan_says(preset, gigabytes, size, opti
     assert request["planned_bytes"] <= 1.03 * request["reserved_bytes"] + 1e9, "planned too much"
 
 
+LIMITED = """
+import device, torch
+from ltx2rt_cuda import CudaBackend
+backend = CudaBackend("cuda")
+backend.limit(12.0)
+kept = torch.empty(11 * 10**9, dtype=torch.uint8, device="cuda")
+del kept  # kept for later, and given back for what needs the room
+torch.empty(11_900_000_000, dtype=torch.uint8, device="cuda")
+try:
+    torch.empty(12_100_000_000, dtype=torch.uint8, device="cuda")
+except torch.OutOfMemoryError:
+    backend.limit(None)
+    torch.empty(80 * 10**9, dtype=torch.uint8, device="cuda")
+    print("done")
+"""
+
+
+def test_a_limit_holds_for_what_pytorch_keeps_and_is_lifted():
+    """Without it an H200 whose user allowed 12 GB had 14.1 GB taken."""
+    command = [str(FOLDER / "venv/bin/python"), "-c", LIMITED]
+    more = {"PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{environment(141)['PYTHONPATH']}"}
+    found = subprocess.run(command, env=environment(141) | more, capture_output=True, text=True)
+    assert found.stdout == "done\n", found.stderr[-2000:]
+
+
 @pytest.fixture
 def port() -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as server:

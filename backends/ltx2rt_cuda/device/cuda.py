@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -68,6 +69,13 @@ class Cuda(TorchDevice):
         torch.cuda.empty_cache()
         # torch 2.11 lacks the first
         (getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache)()
+
+    def limit(self, max_memory: float | None) -> None:
+        """The allocator then gives back what it keeps before it takes more than that; CUDA's own
+        context, some 0.5 GB, is beside it."""
+        _, total = torch.cuda.mem_get_info()
+        share = min(1.0, 1e9 * (max_memory or math.inf) / total)
+        torch.cuda.set_per_process_memory_fraction(share)
 
     def info(self, recorder: Recorder | None) -> DeviceInfo:
         free, total = torch.cuda.mem_get_info()

@@ -162,6 +162,9 @@ class TorchDevice:
         """Give back the memory that is free and kept for later."""
         give_back_freed()
 
+    def limit(self, max_memory: float | None) -> None:
+        """Keep what is taken, and kept for later, within so many GB."""
+
     def info(self, recorder: Recorder | None) -> DeviceInfo:
         """recorder: of this process; the memory that it holds is not free."""
         give_back_freed()  # or it counts as taken
