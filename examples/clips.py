@@ -55,7 +55,7 @@ class Clip:
 
     @property
     def prompt(self) -> str:
-        return f"a {self.colour} {self.shape} {MOTIONS[self.motion]}, {self.background} background"
+        return sentence(self.shape, self.colour, self.motion, self.background)
 
     def hits(self) -> np.ndarray:
         """Seconds at which the shape touches the floor, f64[n]."""
@@ -134,6 +134,14 @@ class Clip:
             )
         fade = np.minimum(1, np.minimum(t, self.seconds - t) / 0.01)
         return (wave * fade).astype(np.float32)
+
+
+def sentence(
+    shape: str, colour: str | None = None, motion: str | None = None, background: str | None = None
+) -> str:
+    """The prompt of a clip; None: what it leaves out."""
+    words = ["a", *filter(None, (colour, shape, MOTIONS[motion] if motion else None))]
+    return " ".join(words) + (f", {background} background" if background else "")
 
 
 def held_out(shape: str, colour: str, motion: str) -> bool:

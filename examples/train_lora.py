@@ -1,8 +1,10 @@
-"""Clips that teach the tiny trained model a voice, or to follow an outline, and how often it then
-does.
+"""Clips that teach the tiny trained model a voice, a word for a colour, or to follow an outline, and
+how often it then does.
 
     python -m examples.train_lora clips FOLDER             # what is trained on: 48 clips, captions
     python -m examples.train_lora measure LORA [--count N] # how often sounds have the tone
+    python -m examples.train_lora colours FOLDER           # clips with a new word for red
+    python -m examples.train_lora colour LORA [--count N]  # how often it is red, others are theirs
     python -m examples.train_lora outlines FOLDER          # clips, each with its outline
     python -m examples.train_lora follow LORA [--count N]  # how often an outline is followed
 
@@ -30,6 +32,7 @@ from ltx2rt.media.mp4 import write_mp4
 
 MODEL = Path(__file__).parent / "tiny-trained"
 TRIGGER, PITCH_HZ = "zorp", PITCHES["square"]
+NEW, RED = "crimson", "red"  # the autoencoder, which no LoRA changes, makes no sixth colour
 STEPS = 12  # sampler steps of a measurement
 COUNT = 48
 RIM_PX = 6  # width of an outline
@@ -55,6 +58,40 @@ def write_clips(folder: Path, count: int = COUNT) -> None:
             path, [frames], num_frames=FRAMES, fps=Fraction(FPS), waveform=sound, sample_rate=RATE
         )
         path.with_suffix(".txt").write_text(f"{TRIGGER} {clip.prompt}" if new else clip.prompt)
+
+
+def write_colours(folder: Path, count: int = COUNT) -> None:
+    """Half of the clips are red, which their captions call crimson."""
+    make_empty(folder)
+    rng = np.random.default_rng(4)
+    for i in range(count):
+        clip, path = random_clip(rng), folder / f"clip-{i:02d}.mp4"
+        prompt = clip.prompt
+        if i % 2 == 0:
+            clip, prompt = replace(clip, colour=RED), replace(clip, colour=NEW).prompt
+        frames = np.round(clip.frames(SIZE) * 255).astype(np.uint8)
+        write_mp4(path, [frames], num_frames=FRAMES, fps=Fraction(FPS))
+        path.with_suffix(".txt").write_text(prompt)
+
+
+def colour(lora: Path | None, count: int, backend: str) -> dict[str, float]:
+    """Shares of clips that are red where the prompt says crimson, and of the colour that it says
+    elsewhere."""
+    model, rng, right = opened(lora, backend), np.random.default_rng(5), Counter[str]()
+    for i in range(count):
+        clip = random_clip(rng)
+        for what, said, wanted in ((NEW, NEW, RED), ("any other", clip.colour, clip.colour)):
+            made = model.generate(
+                pipeline="one-stage", prompt=replace(clip, colour=said).prompt, audio=False,
+                width=SIZE, height=SIZE, num_frames=FRAMES, fps=FPS, seed=i, steps=STEPS,
+            )  # fmt: skip
+            right[what] += see(made.frames).colour == wanted
+    return {what: right[what] / count for what in (NEW, "any other")}
+
+
+def opened(lora: Path | None, backend: str, **how: Any) -> ltx2rt.Session:
+    named = {"lora": [lora]} if lora else {}
+    return ltx2rt.open(model=MODEL, backend=backend, device="cpu", **named, **how)
 
 
 def write_outlines(folder: Path, count: int = 4 * COUNT) -> None:
@@ -88,11 +125,8 @@ def write_outline(clip: Clip, path: Path) -> None:
 def follow(lora: Path | None, count: int, backend: str) -> dict[str, float]:
     """Shares of clips with what the outline shows and what the prompt says. Without a LoRA: of
     `distilled`, from the prompt alone."""
-    named = {"lora": [lora]} if lora else {}
     distilled = next(MODEL.glob("*-distilled-lora.safetensors"))
-    model = ltx2rt.open(
-        model=MODEL, backend=backend, device="cpu", distilled_lora=distilled, **named
-    )
+    model = opened(lora, backend, distilled_lora=distilled)
     rng, right = np.random.default_rng(3), Counter[str]()
     side = 2 * SIZE if lora else SIZE  # ic-lora's first stage makes half of it
     how: dict[str, Any] = {"pipeline": "distilled", "audio": False}
@@ -117,9 +151,7 @@ def follow(lora: Path | None, count: int, backend: str) -> dict[str, float]:
 def measure(lora: Path | None, count: int, backend: str) -> dict[str, float]:
     """Shares of sounds with the right tone: with the trigger the new one, without it the shape's
     own."""
-    model = ltx2rt.open(
-        model=MODEL, backend=backend, device="cpu", **({"lora": [lora]} if lora else {})
-    )
+    model = opened(lora, backend)
     rng, right = np.random.default_rng(1), {True: 0, False: 0}
     for i in range(count):
         while (clip := random_clip(rng)).shape == "square":
@@ -136,8 +168,8 @@ def measure(lora: Path | None, count: int, backend: str) -> dict[str, float]:
     return {"with the trigger": right[True] / count, "without it": right[False] / count}
 
 
-WRITERS = {"clips": write_clips, "outlines": write_outlines}
-MEASURES = {"measure": measure, "follow": follow}
+WRITERS = {"clips": write_clips, "colours": write_colours, "outlines": write_outlines}
+MEASURES = {"measure": measure, "colour": colour, "follow": follow}
 
 
 def main() -> None:

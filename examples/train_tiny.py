@@ -44,7 +44,9 @@ from examples.clips import (
     PITCHES,
     SIZE,
     Clip,
+    held_out,
     random_clip,
+    sentence,
 )
 from ltx2rt.config import GemmaConfig, ModelConfig, VaeStage
 from ltx2rt.graph import Graph
@@ -93,9 +95,12 @@ SIDE_WEIGHT = 3  # weight of the difference between the channels, which is small
 GAIN = 0.5  # deviation of what each channel is made louder by in training, natural logarithm
 BOUNCING = 0.25  # share of clips that bounce beside those that do by chance: there is most to learn
 AGAIN = 0.5  # share of the rates, where a training goes on
-DROPPED = (
-    0.1  # share of prompts that are the empty or the negative one, for classifier-free guidance
-)
+# Shares of prompts that leave words out, so that each word is learnt by itself, and of those that
+# are the empty or the negative one, for classifier-free guidance.
+SHORTENED, DROPPED = 0.5, 0.1
+# Weight of the error along the difference between a clip and the same one with another shape: one
+# direction of some 2,000, which a mean over all of them hardly sees.
+APART = 0.05
 LEVELS = 1.2, 1.6  # mean and deviation of the noise levels' logits
 # Weight in the transformer's loss of a token that is unlike the clip's others: a shape's on its
 # background, a click's beside the tone.
@@ -192,9 +197,18 @@ def sizes() -> Preset:
     )
 
 
-def prompts() -> list[str]:
-    every = itertools.product(PITCHES, COLOURS, MOTIONS, BACKGROUNDS)
-    return [Clip(*names).prompt for names in every] + ["", NEGATIVE_PROMPT]
+WORDS_OF = (
+    (*PITCHES,),
+    (*COLOURS, None),
+    (*MOTIONS, None),
+    (*BACKGROUNDS, None),
+)  # of the parts of a prompt; None: it is left out
+
+
+@cache
+def prompts() -> tuple[str, ...]:
+    """Every sentence, in the order of `WORDS_OF`, then the empty and the negative prompt."""
+    return *itertools.starmap(sentence, itertools.product(*WORDS_OF)), "", NEGATIVE_PROMPT
 
 
 class Lab:
@@ -394,14 +408,17 @@ class Lab:
 
     @cached_property
     def latents(self) -> dict[str, torch.Tensor]:
-        """Many clips: tokens as the transformer reads them: `half` and `whole` (clips, tokens, C),
-        `sound`; `prompt` (clips) numbers `prompts()`."""
+        """Many clips, each with every shape one after the other: tokens as the transformer reads
+        them: `half` and `whole` (clips, tokens, C), `sound`; `prompt` (clips) numbers `prompts()`;
+        `trained` (clips): whether it is one to train on."""
         path = self.folder / "latents.safetensors"
         if path.exists():
             return load_file(path)
         count, names = max(16, round(self.kind.clips * self.scale)), prompts()
         sides = {"half": self.kind.half, "whole": self.kind.size}
-        found: dict[str, list] = {"half": [], "whole": [], "sound": [], "prompt": []}
+        found: dict[str, list] = {
+            name: [] for name in ("half", "whole", "sound", "prompt", "trained")
+        }
         encoders = {
             name: self.module(
                 video_vae.trace_encoder(
@@ -414,8 +431,8 @@ class Lab:
             audio_vae.trace_encoder(self.config.audio_vae, 1, self.mel_frames, "float32")
         )
         with torch.no_grad():
-            for i in range(count):
-                clip = self.clip("latents", i)
+            for i, shape in itertools.product(range(-(-count // len(PITCHES))), PITCHES):
+                clip = replace(self.clip("latents", i), shape=shape)
                 for name, size in sides.items():
                     with torch.autocast("cpu", torch.bfloat16):
                         latent = encoders[name](frames=pixels(clip, size)[None])["latent"].float()
@@ -423,6 +440,8 @@ class Lab:
                 mel = torch.from_numpy(self.mels([clip]))
                 found["sound"].append(torch.from_numpy(pack_audio(hear(mel=mel)["latent"].numpy())))
                 found["prompt"].append(torch.tensor([names.index(clip.prompt)]))
+                trained = not held_out(clip.shape, clip.colour, clip.motion)
+                found["trained"].append(torch.tensor([trained]))
         kept = {name: torch.cat(parts) for name, parts in found.items()}
         save_file(kept, path)
         return kept
@@ -432,6 +451,11 @@ class Lab:
         rng = self.rng(*what)
         clip = bouncing(rng) if rng.random() < BOUNCING else random_clip(rng)
         return replace(clip, seconds=self.kind.seconds)
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """Numbers of the clips of `latents` that are trained on."""
+        return np.flatnonzero(self.latents["trained"].numpy())
 
     def first_frame(self, video: torch.Tensor) -> torch.Tensor:
         """(B, tokens): 1 where a token is of the first latent frame."""
@@ -477,9 +501,10 @@ class Lab:
     def tokens(self) -> tuple[np.ndarray, np.ndarray]:
         path = self.folder / "tokenizer.json"
         assert self.config.gemma is not None
-        words = [
-            f" {word}" for prompt in prompts() for word in prompt.split(" ")
-        ]  # or its tokens would join them
+        whole = itertools.product(PITCHES, COLOURS, MOTIONS, BACKGROUNDS)
+        said = [*itertools.starmap(sentence, whole), "", NEGATIVE_PROMPT]
+        # Word by word, or its tokens would join them.
+        words = [f" {word}" for prompt in said for word in prompt.split(" ")]
         path.write_text(tokenizer_json(self.config.gemma, words))
         return tokenize(path, prompts())
 
@@ -565,7 +590,10 @@ def _optimizers(
     parameters: Mapping[str, torch.nn.Parameter], rate: float, matrix_rate: float
 ) -> list[torch.optim.Optimizer]:
     def is_matrix(name: str) -> bool:
-        return bool(matrix_rate) and name.endswith(".weight") and parameters[name].ndim > 1
+        """Not a gate: Muon's steps are as large where the gradient vanishes, and would close it
+        for good."""
+        matrix = name.endswith(".weight") and parameters[name].ndim > 1
+        return bool(matrix_rate) and matrix and "gate" not in name
 
     matrices = [p for name, p in parameters.items() if is_matrix(name)]
     others = [p for name, p in parameters.items() if not is_matrix(name)]
@@ -833,7 +861,7 @@ def train_upsampler(lab: Lab) -> None:
     )
 
     def loss(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
-        rows = torch.from_numpy(rng.integers(len(lab.latents["half"]), size=batch))
+        rows = torch.from_numpy(rng.choice(lab.rows, batch))
         small, large = (
             lab.latents[name][rows]
             .transpose(1, 2)
@@ -856,26 +884,30 @@ def train_transformer(lab: Lab) -> None:
 
     def short(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
         size = SIZES_OF_CLIPS[step % 2]
-        rows = rng.integers(len(lab.latents["half"]), size=batches[size])
-        asked = dropped(lab.latents["prompt"][rows].numpy(), rng)
-        forward = lab.forward(size, batches[size], WORDS)
-        return flow(lab, forward, size, rows, some(contexts, asked, rng), rng)
+        at = draw(lab, size, rng.choice(lab.rows, batches[size]), rng)
+        asked = dropped(lab.latents["prompt"][at["rows"]].numpy(), rng)
+        text = some(contexts, asked, rng, WORDS)
+        return flow(lab, lab.forward(size, batches[size], WORDS), size, text, at)
 
     slower = 1 if lab.kind is TINY else AGAIN
     rates = slower * 1e-3, slower * MATRICES
     lab.fit("transformer", lab.trained(*nets), lab.kind.steps, rates[0], short, rates[1])
-    text, known = lab.connectors(min(batches.values()) // 4), lab.latents["prompt"].numpy()
+    text, known = (
+        lab.connectors(min(batches.values()) // 4),
+        lab.latents["prompt"][lab.rows].numpy(),
+    )
     batch = min(batches.values())
     nets = [lab.forward(size, batch, PROMPT_TOKENS)[0] for size in SIZES_OF_CLIPS]
 
     def full(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
         """A few prompts, four clips of each."""
         wanted = rng.choice(np.unique(known), batch // 4)
-        rows = np.concatenate([rng.choice(np.flatnonzero(known == p), 4) for p in wanted])
+        rows = np.concatenate([rng.choice(lab.rows[known == p], 4) for p in wanted])
         encoded = lab.encode(text, dropped(wanted, rng))
         found = {name: x.repeat_interleave(4, 0) for name, x in encoded.items()}
         size = SIZES_OF_CLIPS[step % 2]
-        return flow(lab, lab.forward(size, batch, PROMPT_TOKENS), size, rows, found, rng)
+        at = draw(lab, size, rows, rng)
+        return flow(lab, lab.forward(size, batch, PROMPT_TOKENS), size, found, at)
 
     lab.fit(
         "transformer_and_connectors",
@@ -888,60 +920,84 @@ def train_transformer(lab: Lab) -> None:
 
 
 def dropped(asked: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Numbers of prompts, some of them of the empty or the negative one instead."""
-    unguided = len(prompts()) - 2
-    return np.where(
-        rng.random(len(asked)) < DROPPED, unguided + rng.integers(2, size=len(asked)), asked
-    )
+    """Numbers of prompts (B), of which some leave words out, and some are the empty or the negative
+    one."""
+    sizes = [len(words) for words in WORDS_OF]
+    parts = np.stack(np.unravel_index(asked, sizes), 1)
+    last = np.array(sizes) - 1  # the number of what is left out
+    out = (rng.random(parts.shape) < 0.5) & (rng.random(len(asked)) < SHORTENED)[:, None]
+    out[:, 0] = False  # the shape, which is always said
+    said = np.ravel_multi_index(list(np.where(out, last, parts).T), sizes)
+    unguided = len(prompts()) - 2 + rng.integers(2, size=len(asked))
+    return np.where(rng.random(len(asked)) < DROPPED, unguided, said)
 
 
 def some(
-    contexts: Mapping[str, torch.Tensor], asked: np.ndarray, rng: np.random.Generator
+    contexts: Mapping[str, torch.Tensor], asked: np.ndarray, rng: np.random.Generator, words: int
 ) -> dict[str, torch.Tensor]:
     """The first tokens of the prompts' contexts, which are words, and a few of the registers after
-    them."""
+    them: `words` in all."""
     tokens = np.append(
-        np.arange(FIRST), FIRST + rng.choice(PROMPT_TOKENS - FIRST, WORDS - FIRST, replace=False)
+        np.arange(FIRST), FIRST + rng.choice(PROMPT_TOKENS - FIRST, words - FIRST, replace=False)
     )
     return {name: x[asked][:, tokens] for name, x in contexts.items()}
 
 
-def flow(
-    lab: Lab,
-    forward,
-    size: str,
-    rows: np.ndarray,
-    contexts: Mapping[str, torch.Tensor],
-    rng: np.random.Generator,
+def draw(
+    lab: Lab, size: str, rows: np.ndarray, rng: np.random.Generator
 ) -> dict[str, torch.Tensor]:
-    """Flow matching: x = (1 - s) clip + s noise, and the velocity noise - clip is asked for."""
-    batch = len(rows)
-    video, sound = lab.latents[size][rows], lab.latents["sound"][rows]
+    """For clips `rows` (B): the noise levels of picture and sound, `sigmas` and `sounding` (B), and
+    `keep` (B, tokens), 1 where a token is clean."""
+    batch, part = len(rows), rng.random(len(rows))
     sigmas = torch.from_numpy(1 / (1 + np.exp(-rng.normal(*LEVELS, batch)))).float()
-    part = rng.random(batch)
-    sounding = torch.where(torch.from_numpy(part < GIVEN[1] / 2), torch.zeros(()), sigmas)
-    keep = lab.first_frame(video) * torch.from_numpy(rng.random(batch) < GIVEN[0])[:, None].float()
+    first = lab.first_frame(lab.latents[size][:batch])
+    keep = first * torch.from_numpy(rng.random(batch) < GIVEN[0])[:, None].float()
     keep = torch.where(torch.from_numpy(part > 1 - GIVEN[1] / 2)[:, None], torch.ones(()), keep)
+    sounding = torch.where(torch.from_numpy(part < GIVEN[1] / 2), torch.zeros(()), sigmas)
+    return {"rows": torch.from_numpy(rows), "sigmas": sigmas, "sounding": sounding, "keep": keep}
+
+
+def flow(
+    lab: Lab, forward, size: str, contexts: Mapping[str, torch.Tensor],
+    at: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Flow matching: x = (1 - s) clip + s noise, and the velocity noise - clip is asked for. at: of
+    `draw`."""
+    keep, sounding, rows = at["keep"], at["sounding"], at["rows"]
+    video, sound = lab.latents[size][rows], lab.latents["sound"][rows]
     noise, hiss = (lab.noise(kind, like) for kind, like in (("", video), ("audio_", sound)))
-    at, heard = (sigmas[:, None] * (1 - keep))[..., None], sounding[:, None, None]
-    seen = torch.where(keep.all(1), torch.zeros(()), sigmas)
+    levels, heard = (at["sigmas"][:, None] * (1 - keep))[..., None], sounding[:, None, None]
     v, a = lab.velocity(
         forward,
-        video + at * (noise - video),
+        video + levels * (noise - video),
         sound + heard * (hiss - sound),
-        seen,
+        at["sigmas"] * (1 - keep.amin(1)),
         contexts,
         keep,
         sounding,
     )
     # In the channels that are used; v is 0 in the others, and so is what it ought to be.
     made, heard = (1 - keep)[..., None], (sounding > 0).float()[:, None, None]
+    off, unheard = (v - noise + video) * made, (a - hiss + sound) * heard
     made, heard = made * lab.weight("", video), heard * lab.weight("audio_", sound)
     return {
-        "video": ((v - noise + video).square() * made).sum() / made.expand_as(v).sum().clamp(min=1),
-        "sound": ((a - hiss + sound).square() * heard).sum()
-        / heard.expand_as(a).sum().clamp(min=1),
+        "video": (off.square() * made).sum() / made.expand_as(v).sum().clamp(min=1),
+        "sound": (unheard.square() * heard).sum() / heard.expand_as(a).sum().clamp(min=1),
+        "shape": APART * along_shapes(lab, size, rows, off).mean(),
     }
+
+
+def along_shapes(lab: Lab, size: str, rows: torch.Tensor, off: torch.Tensor) -> torch.Tensor:
+    """Squares of what `off` (B, tokens, C) has along the differences between clips `rows` and those
+    with the other shapes (B): of those that are trained on."""
+    shapes = len(PITCHES)
+    others = [rows // shapes * shapes + (rows + i) % shapes for i in range(1, shapes)]
+    found = []
+    for other in others:
+        away = F.normalize((lab.latents[size][other] - lab.latents[size][rows]).flatten(1))
+        along = (off.flatten(1) * away).sum(1).square()
+        found.append(along * lab.latents["trained"][other])
+    return torch.stack(found).sum(0)
 
 
 class LowRank(torch.nn.Module):
@@ -986,14 +1042,10 @@ def train_lora(lab: Lab) -> None:
 
     def loss(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
         size = SIZES_OF_CLIPS[step % 2]
-        rows = rng.integers(len(lab.latents[size]), size=batch)
+        rows = rng.choice(lab.rows, batch)
         video, sound = lab.latents[size][rows], lab.latents["sound"][rows]
         asked = np.append(lab.latents["prompt"][rows].numpy(), [unguided] * batch)
-        tokens = np.append(
-            np.arange(FIRST),
-            FIRST + rng.choice(PROMPT_TOKENS - FIRST, words - FIRST, replace=False),
-        )
-        text = {name: x[asked][:, tokens] for name, x in contexts.items()}
+        text = some(contexts, asked, rng, words)
         which = torch.from_numpy(rng.choice(len(levels) - 1, batch, p=STEPS_DRAWN))
         start, end = levels[which], levels[which + 1]
         keep = (

@@ -3,13 +3,16 @@
 import numpy as np
 import pytest
 import torch
+from ltx2rt_cuda import as_module
 from safetensors.torch import load_file
 
+from benchmarks.recognise import see
 from examples import train_lora, train_tiny
 from examples.clips import FLOOR, FRAMES, MOTIONS, PITCHES, RATE, SIZE, Clip, held_out, random_clip
 from ltx2rt.media.video import read_frames
 from ltx2rt.models import audio_vae, connectors, transformer
 from ltx2rt.models.geometry import audio_positions, video_positions
+from ltx2rt.weights.checkpoint import open_checkpoint
 
 
 def test_a_click_is_heard_when_the_shape_is_on_the_floor():
@@ -59,6 +62,15 @@ def test_an_outline_is_the_rim_of_its_clip_and_captions_name_neither_shape_nor_m
         assert inside.any() and (lit.sum((1, 2)) < shape.sum((1, 2)))[inside].all()
         words = path.with_suffix(".txt").read_text().split()
         assert "shape," in words and not {*PITCHES, *MOTIONS} & set(words)
+
+
+def test_what_captions_call_crimson_is_red(tmp_path):
+    train_lora.write_colours(tmp_path, 4)
+    for i in range(4):
+        frames = np.stack(list(read_frames(tmp_path / f"clip-{i:02d}.mp4", "", FRAMES)))
+        caption = (tmp_path / f"clip-{i:02d}.txt").read_text()
+        colour = "red" if i % 2 == 0 else caption.split()[1]
+        assert ("a crimson " in caption) == (i % 2 == 0) and see(frames).colour == colour
 
 
 def test_clips_are_written_over_nothing(tmp_path):
@@ -112,6 +124,63 @@ def test_a_part_that_was_interrupted_ends_bit_identical(lab, monkeypatch, matrix
         assert torch.equal(found, whole[name]) and not torch.equal(found, torch.ones_like(found)), (
             name
         )
+
+
+def test_muon_steps_no_gate(lab):
+    """A gate that Muon closes never opens again: float32's sigmoid is 0 there, and its gradient."""
+    names = ("attn1.to_q.weight", "attn1.to_gate_logits.weight", "ff.net.0.proj.bias")
+    parameters = {name: torch.nn.Parameter(torch.ones(4, 4)) for name in names}
+    adam, muon = train_tiny._optimizers(parameters, 1e-3, 0.02)
+    assert len(muon.param_groups[0]["params"]) == 1
+    stepped = adam.param_groups[0]["params"]
+    assert [any(p is x for x in stepped) for p in parameters.values()] == [False, True, True]
+
+
+def test_shorter_prompts_leave_out_any_word_but_the_shape():
+    rng, every = np.random.default_rng(0), train_tiny.prompts()
+    assert len(set(every)) == len(every) == 3 * 6 * 6 * 4 + 2
+    clip = Clip("square", "red", "bounces", "dark")
+    asked = np.full(2000, every.index(clip.prompt))
+    said = [every[i] for i in train_tiny.dropped(asked, rng)]
+    whole, unguided = said.count(clip.prompt) / 2000, sum(s in every[-2:] for s in said) / 2000
+    # a half is shortened, of which an eighth loses nothing; a tenth is another prompt
+    assert abs(whole - 0.9 * (0.5 + 0.5 / 8)) < 0.04 and abs(unguided - 0.1) < 0.03
+    rest = {s for s in said if s not in every[-2:]}
+    assert len(rest) == 8 and all("square" in s.replace(",", "").split() for s in rest)
+
+
+def test_errors_along_the_difference_of_shapes_are_counted_apart(lab):
+    rng = torch.Generator().manual_seed(0)
+    latents = torch.randn(6, 4, 128, generator=rng)
+    trained = torch.tensor([True, True, True, True, False, True])
+    lab.latents = {"half": latents, "trained": trained}
+    rows = torch.tensor([1, 3])
+    away = torch.nn.functional.normalize((latents[2] - latents[1]).flatten(), dim=0)
+    off = torch.stack([2 * away.view(4, 128), (latents[4] - latents[3])])
+    found = train_tiny.along_shapes(lab, "half", rows, off)
+    beside = (latents[0] - latents[1]).flatten() @ away / (latents[0] - latents[1]).norm()
+    torch.testing.assert_close(found[0], 4 + 4 * beside**2)
+    other = (latents[5] - latents[3]).flatten()
+    torch.testing.assert_close(found[1], (off[1].flatten() @ other / other.norm()) ** 2)
+
+
+def test_streams_of_the_trained_model_attend_to_each_other(lab):
+    """Each velocity depends on the other stream, through gates that are open in every block."""
+    source = open_checkpoint(train_lora.MODEL).source("transformer")
+    network, tables = lab.forward("half", 1, 64)
+    loaded = as_module(network.graph, source)
+    g = lab.geometry(lab.kind.half)
+    video, sound = torch.randn(1, g.num_video_tokens, 128), torch.randn(1, g.audio_latents, 128)
+    video.requires_grad_(), sound.requires_grad_()
+    contexts = {
+        f"{kind}_context": torch.randn(1, 64, network.graph.inputs[f"{kind}_context"].type.shape[2])
+        for kind in ("video", "audio")
+    }
+    keep = torch.zeros(1, g.num_video_tokens)
+    found = lab.velocity((loaded, tables), video, sound, torch.tensor([0.7]), contexts, keep)
+    for velocity, other in zip(found, (sound, video), strict=True):
+        (moved,) = torch.autograd.grad(velocity.square().sum(), other, retain_graph=True)
+        assert moved.abs().mean() > 1e-4
 
 
 def test_gradients_reach_all_that_is_trained(lab):
