@@ -430,18 +430,18 @@ def _encode_audio(container: Any, stream: Any, waveform: np.ndarray, sample_rate
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
     """A container for reading. FFmpeg gets the open file and no protocol, so it fetches nothing
-    that a path or a playlist names. Tags that are no text are mended. Raises OSError for what is no
-    file.
+    that a path or a playlist names. Tags need not be text. Raises OSError for what is no file.
     """
     import av
 
     if not path.is_file():
         raise OSError("not a file")
+    tags: dict[str, Any] = {}
+    if hasattr(av.container.InputContainer, "metadata_errors"):  # PyAV 19 reads any tags
+        tags["metadata_errors"] = "replace"
     with (
         path.open("rb") as file,
-        av.open(
-            file, options={"protocol_whitelist": "none"}, metadata_errors="replace"
-        ) as container,
+        av.open(file, options={"protocol_whitelist": "none"}, **tags) as container,
     ):
         yield container
 

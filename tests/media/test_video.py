@@ -3,6 +3,7 @@ first."""
 
 import os
 from fractions import Fraction
+from types import SimpleNamespace
 
 import av
 import numpy as np
@@ -191,6 +192,25 @@ def test_tags_that_are_no_text_do_not_matter(tmp_path):
         data.replace(b"Lavf", b"La\xe9f").replace(b"00:00:00.", b"00:00:xx.")
     )
     assert video_info(tmp_path / "a.mkv", FLAG).num_frames == 17
+
+
+def test_pyav_is_told_to_mend_tags_where_it_takes_that(tmp_path, monkeypatch):
+    """PyAV 18 does, PyAV 19 has no such keyword."""
+    write(tmp_path / "a.mp4")
+    really, told = av.open, []
+
+    def of_18(file, *, options, metadata_errors="strict"):
+        told.append(metadata_errors)
+        return really(file, options=options)
+
+    def of_19(file, *, options):
+        return really(file, options=options)
+
+    for of, kind in (of_18, SimpleNamespace(metadata_errors="strict")), (of_19, SimpleNamespace()):
+        monkeypatch.setattr(av, "open", of)
+        monkeypatch.setattr(av.container, "InputContainer", kind)
+        assert video_info(tmp_path / "a.mp4", FLAG).num_frames == 17
+    assert told == ["replace"]
 
 
 def test_what_is_no_video_is_refused(tmp_path):
