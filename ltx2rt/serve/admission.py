@@ -185,7 +185,8 @@ class Admission:
     def admit(self, given: Mapping[str, Any]) -> Admitted:
         """given: fields as JSON has them, or text; images as `{"file_id", "frame", "strength"}`.
         Raises Refusal."""
-        given = {name: value for name, value in given.items() if value is not None}
+        # `value` is the function below: a comprehension's own would hide it until Python 3.12.4
+        given = {field: found for field, found in given.items() if found is not None}
         name = self._text(given, "pipeline", self.default)
         if name not in self.served:
             raise Refusal(
