@@ -616,9 +616,9 @@ class Queue:
     def due(self, most: int) -> list[WebhookEvent]:
         """Events to be sent now, the oldest first."""
         rows = self._db.execute(
-            "SELECT id, user, job, kind, created, tries, ?1-since_s AS waited_s FROM events "
-            "WHERE due_s<=?1 ORDER BY due_s LIMIT ?2",
-            (self.uptime(), most),
+            "SELECT id, user, job, kind, created, tries, :now-since_s AS waited_s FROM events "
+            "WHERE due_s<=:now ORDER BY due_s LIMIT :most",
+            {"now": self.uptime(), "most": most},
         )
         return [WebhookEvent(**dict(row)) for row in rows]
 
