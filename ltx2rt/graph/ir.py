@@ -6,9 +6,9 @@ which graphs are legal in `verify`.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -239,7 +239,8 @@ class Graph:
     outputs: dict[str, Value] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
     mesh: Mapping[str, int] = field(default_factory=dict)
-    serial: Iterator[int] = field(default_factory=itertools.count, repr=False)  # numbers the values
+    # Numbers the values; `itertools.count` cannot be copied from Python 3.14 on.
+    serial: Iterator[int] = field(default_factory=lambda: iter(range(sys.maxsize)), repr=False)
 
     def fresh(self, type: Type) -> Value:
         """A value of a name that no other value of the graph has; a node is to make it."""
