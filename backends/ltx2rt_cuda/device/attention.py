@@ -29,6 +29,7 @@ TORCH = {  # in order of preference
 CUDNN = (
     91501  # torch itself prefers none before it (check_prefer_cudnn_attention in its sdp_utils.cpp)
 )
+CUDNN_HERE = torch.backends.cudnn.version()  # torch.compile breaks a graph that asks for it
 LOAD_BYTES = (
     16  # that the fused kernels fetch at once; a TMA descriptor takes no other strides either
 )
@@ -82,8 +83,8 @@ def why_not_cudnn(q: Tensor, mask: Tensor | None) -> str | None:
         return "it has no plan for this mask, or none was tried"
     if q.shape[3] > 128:
         return f"heads of {q.shape[3]}, all its releases have plans up to 128"
-    if (version := torch.backends.cudnn.version()) is not None and version < CUDNN:
-        return f"it is cuDNN {version}, sequences that are no multiples of 128 want {CUDNN}"
+    if CUDNN_HERE is not None and CUDNN_HERE < CUDNN:
+        return f"it is cuDNN {CUDNN_HERE}, sequences that are no multiples of 128 want {CUDNN}"
     return None
 
 
