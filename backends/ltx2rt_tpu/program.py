@@ -6,6 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache, cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,7 @@ TRACING = (
 # On a CPU most of a first run is compiling: with these the demo's takes 20 s instead of 35, and
 # runs as fast.
 LEVEL = "xla_backend_optimization_level"
-ON_CPU = {LEVEL: 1, "xla_cpu_use_fusion_emitters": False}
+ON_CPU: dict[str, Any] = {LEVEL: 1, "xla_cpu_use_fusion_emitters": False}
 # What multiplies less than SMALL FLOP, and in loops activates fewer samples than SHORT, is compiled
 # at level 0: of the demo that halves XLA's share. A loop of the vocoder takes five times as long to
 # run at that level, products as long.
@@ -76,14 +77,14 @@ def compilations() -> list[float]:
 
 @cache
 def _options_on_cpu() -> dict[str, Any]:
-    """`ON_CPU` but for what XLA_FLAGS decide, and nothing if this XLA does not know an option."""
+    """`ON_CPU` but for what XLA_FLAGS decide and what this XLA does not know."""
     flags, here = os.environ.get("XLA_FLAGS", ""), jax.local_devices(backend="cpu")[0]
-    options: Any = {name: value for name, value in ON_CPU.items() if name not in flags}
-    try:
-        with jax.default_device(here):
-            jax.jit(lambda: 0).lower().compile(options)
-    except jax.errors.JaxRuntimeError:
-        return {}
+    options = {}
+    for name, value in ON_CPU.items():
+        with suppress(jax.errors.JaxRuntimeError), jax.default_device(here):
+            if name not in flags:
+                jax.jit(lambda: 0).lower().compile({name: value})
+                options[name] = value
     return options
 
 
