@@ -413,6 +413,6 @@ def test_xla_holds_one_block_of_neighbourhood_attention():
     run = jax.jit(partial(ltx2rt_tpu.ops.OPS["neighbourhood_attention"], **CLIP_PLAN))
     memory = run.lower(q, q, q).compile().memory_analysis()
     assert memory is not None
-    # Besides the operands with their heads in front: scores of 4 heads, 512 queries and 18^3 keys
-    # are 48 MB.
-    assert memory.temp_size_in_bytes <= 3 * memory.output_size_in_bytes + 2**28
+    # Besides operands and, in XLA of JAX 0.12, result with their heads in front: scores of 4 heads,
+    # 512 queries and 18^3 keys are 48 MB.
+    assert memory.temp_size_in_bytes <= 4 * memory.output_size_in_bytes + 2**28
