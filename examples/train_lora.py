@@ -1,10 +1,12 @@
-"""Clips that teach the tiny trained model a voice, a word for a colour, or to follow an outline, and
-how often it then does.
+"""Clips that teach the tiny trained model a voice, a word for a colour, what it was not trained on,
+or to follow an outline, and how often it then does.
 
     python -m examples.train_lora clips FOLDER             # what is trained on: 48 clips, captions
     python -m examples.train_lora measure LORA [--count N] # how often sounds have the tone
     python -m examples.train_lora colours FOLDER           # clips with a new word for red
     python -m examples.train_lora colour LORA [--count N]  # how often it is red, others are theirs
+    python -m examples.train_lora unseen FOLDER            # clips of what the model never saw
+    python -m examples.train_lora shapes LORA [--count N]  # how often shapes are right there
     python -m examples.train_lora outlines FOLDER          # clips, each with its outline
     python -m examples.train_lora follow LORA [--count N]  # how often an outline is followed
 
@@ -26,7 +28,7 @@ from typing import Any
 import numpy as np
 
 import ltx2rt
-from benchmarks.recognise import SEMITONE, hear, see
+from benchmarks.recognise import SEMITONE, Seen, hear, see
 from examples.clips import FPS, FRAMES, PITCHES, RATE, SIZE, Clip, random_clip
 from ltx2rt.media.mp4 import write_mp4
 
@@ -43,6 +45,13 @@ def make_empty(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise SystemExit(f"{folder} is not empty; give a folder that is new")
+
+
+def write_silent(clip: Clip, path: Path, caption: str) -> None:
+    """The clip's picture, and its caption beside it."""
+    frames = np.round(clip.frames(SIZE) * 255).astype(np.uint8)
+    write_mp4(path, [frames], num_frames=FRAMES, fps=Fraction(FPS))
+    path.with_suffix(".txt").write_text(caption)
 
 
 def write_clips(folder: Path, count: int = COUNT) -> None:
@@ -69,9 +78,7 @@ def write_colours(folder: Path, count: int = COUNT) -> None:
         prompt = clip.prompt
         if i % 2 == 0:
             clip, prompt = replace(clip, colour=RED), replace(clip, colour=NEW).prompt
-        frames = np.round(clip.frames(SIZE) * 255).astype(np.uint8)
-        write_mp4(path, [frames], num_frames=FRAMES, fps=Fraction(FPS))
-        path.with_suffix(".txt").write_text(prompt)
+        write_silent(clip, path, prompt)
 
 
 def colour(lora: Path | None, count: int, backend: str) -> dict[str, float]:
@@ -81,17 +88,41 @@ def colour(lora: Path | None, count: int, backend: str) -> dict[str, float]:
     for i in range(count):
         clip = random_clip(rng)
         for what, said, wanted in ((NEW, NEW, RED), ("any other", clip.colour, clip.colour)):
-            made = model.generate(
-                pipeline="one-stage", prompt=replace(clip, colour=said).prompt, audio=False,
-                width=SIZE, height=SIZE, num_frames=FRAMES, fps=FPS, seed=i, steps=STEPS,
-            )  # fmt: skip
-            right[what] += see(made.frames).colour == wanted
+            right[what] += shown(model, replace(clip, colour=said).prompt, i).colour == wanted
     return {what: right[what] / count for what in (NEW, "any other")}
+
+
+def write_unseen(folder: Path, count: int = 2 * COUNT) -> None:
+    """Half of the clips show combinations of shape, colour and motion that the model never saw."""
+    make_empty(folder)
+    rng = np.random.default_rng(6)
+    for i in range(count):
+        clip, path = random_clip(rng, trained=i % 2 == 1), folder / f"clip-{i:02d}.mp4"
+        write_silent(clip, path, clip.prompt)
+
+
+def shapes(lora: Path | None, count: int, backend: str) -> dict[str, float]:
+    """Shares of clips with the right shape: of combinations that the model never saw, of others."""
+    model, rng, right = opened(lora, backend), np.random.default_rng(7), Counter[str]()
+    for i in range(count):
+        for what, trained in (("never seen", False), ("any other", True)):
+            clip = random_clip(rng, trained)
+            right[what] += shown(model, clip.prompt, i).shape == clip.shape
+    return {what: right[what] / count for what in ("never seen", "any other")}
 
 
 def opened(lora: Path | None, backend: str, **how: Any) -> ltx2rt.Session:
     named = {"lora": [lora]} if lora else {}
     return ltx2rt.open(model=MODEL, backend=backend, device="cpu", **named, **how)
+
+
+def shown(model: ltx2rt.Session, prompt: str, seed: int) -> Seen:
+    """What is in the clip of the default pipeline."""
+    made = model.generate(
+        prompt=prompt, audio=False, width=SIZE, height=SIZE, num_frames=FRAMES, fps=FPS, seed=seed,
+        steps=STEPS,
+    )  # fmt: skip
+    return see(made.frames)
 
 
 def write_outlines(folder: Path, count: int = 4 * COUNT) -> None:
@@ -101,10 +132,8 @@ def write_outlines(folder: Path, count: int = 4 * COUNT) -> None:
     for i in range(count):
         clip = random_clip(rng)
         path = folder / f"clip-{i:03d}.mp4"
-        frames = np.round(clip.frames(SIZE) * 255).astype(np.uint8)
-        write_mp4(path, [frames], num_frames=FRAMES, fps=Fraction(FPS))
+        write_silent(clip, path, plain_prompt(clip))
         write_outline(clip, path.with_suffix(".reference.mp4"))
-        path.with_suffix(".txt").write_text(plain_prompt(clip))
 
 
 def plain_prompt(clip: Clip) -> str:
@@ -168,8 +197,11 @@ def measure(lora: Path | None, count: int, backend: str) -> dict[str, float]:
     return {"with the trigger": right[True] / count, "without it": right[False] / count}
 
 
-WRITERS = {"clips": write_clips, "colours": write_colours, "outlines": write_outlines}
-MEASURES = {"measure": measure, "colour": colour, "follow": follow}
+WRITERS = {
+    "clips": write_clips, "colours": write_colours, "unseen": write_unseen,
+    "outlines": write_outlines,
+}  # fmt: skip
+MEASURES = {"measure": measure, "colour": colour, "shapes": shapes, "follow": follow}
 
 
 def main() -> None:
