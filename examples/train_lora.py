@@ -1,12 +1,10 @@
-"""Clips that teach the tiny trained model a voice, a word for a colour, what it was not trained on,
-or to follow an outline, and how often it then does.
+"""Clips that teach the tiny trained model a voice, a word for a colour, or to follow an outline, and
+how often it then does.
 
     python -m examples.train_lora clips FOLDER             # what is trained on: 48 clips, captions
     python -m examples.train_lora measure LORA [--count N] # how often sounds have the tone
     python -m examples.train_lora colours FOLDER           # clips with a new word for red
     python -m examples.train_lora colour LORA [--count N]  # how often it is red, others are theirs
-    python -m examples.train_lora unseen FOLDER            # clips of what the model never saw
-    python -m examples.train_lora shapes LORA [--count N]  # how often shapes are right there
     python -m examples.train_lora outlines FOLDER          # clips, each with its outline
     python -m examples.train_lora follow LORA [--count N]  # how often an outline is followed
 
@@ -90,25 +88,6 @@ def colour(lora: Path | None, count: int, backend: str) -> dict[str, float]:
         for what, said, wanted in ((NEW, NEW, RED), ("any other", clip.colour, clip.colour)):
             right[what] += shown(model, replace(clip, colour=said).prompt, i).colour == wanted
     return {what: right[what] / count for what in (NEW, "any other")}
-
-
-def write_unseen(folder: Path, count: int = 2 * COUNT) -> None:
-    """Half of the clips show combinations of shape, colour and motion that the model never saw."""
-    make_empty(folder)
-    rng = np.random.default_rng(6)
-    for i in range(count):
-        clip, path = random_clip(rng, trained=i % 2 == 1), folder / f"clip-{i:02d}.mp4"
-        write_silent(clip, path, clip.prompt)
-
-
-def shapes(lora: Path | None, count: int, backend: str) -> dict[str, float]:
-    """Shares of clips with the right shape: of combinations that the model never saw, of others."""
-    model, rng, right = opened(lora, backend), np.random.default_rng(7), Counter[str]()
-    for i in range(count):
-        for what, trained in (("never seen", False), ("any other", True)):
-            clip = random_clip(rng, trained)
-            right[what] += shown(model, clip.prompt, i).shape == clip.shape
-    return {what: right[what] / count for what in ("never seen", "any other")}
 
 
 def opened(lora: Path | None, backend: str, **how: Any) -> ltx2rt.Session:
@@ -198,10 +177,10 @@ def measure(lora: Path | None, count: int, backend: str) -> dict[str, float]:
 
 
 WRITERS = {
-    "clips": write_clips, "colours": write_colours, "unseen": write_unseen,
+    "clips": write_clips, "colours": write_colours,
     "outlines": write_outlines,
 }  # fmt: skip
-MEASURES = {"measure": measure, "colour": colour, "shapes": shapes, "follow": follow}
+MEASURES = {"measure": measure, "colour": colour, "follow": follow}
 
 
 def main() -> None:
