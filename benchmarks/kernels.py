@@ -270,7 +270,9 @@ def copy_bandwidth(device: torch.device, rounds: int) -> float:
     `copy_` is the copy engine's, which is slower on an H200 than the kernels that it is to bound."""
     source = torch.ones(2**28 if device.type == "cuda" else 2**24, device=device)
     target = torch.empty_like(source)
-    run = repeated(lambda a, b: torch.neg(a, out=b), [(source, target)], 10 if device.type == "cuda" else 1)
+    run = repeated(
+        lambda a, b: torch.neg(a, out=b), [(source, target)], 10 if device.type == "cuda" else 1
+    )
     calls = 10 if device.type == "cuda" else 1
     return 2 * source.nbytes * calls / min(interleaved({"copy": run}, rounds, warmup=2)["copy"])
 
