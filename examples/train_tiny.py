@@ -221,6 +221,7 @@ class Lab:
         self, folder: Path, seed: int, scale: float, kind: Kind = TINY, origin: Lab | None = None
     ):
         self.folder, self.seed, self.scale, self.kind = folder, seed, scale, kind
+        self.device = torch.device("cpu")  # of modules that are made
         folder.mkdir(parents=True, exist_ok=True)
         self.preset = sizes()
         self.config: ModelConfig = self.preset.config
@@ -311,7 +312,7 @@ class Lab:
         self, graph: Graph, trained: Callable[[str], bool] = lambda name: True
     ) -> NetworkModule:
         """A network on the lab's own weights, which all modules share."""
-        found = as_module(graph)
+        found = as_module(graph, device=self.device)
         for name in [name for name, _ in found.named_parameters()]:
             home, _, leaf = name.rpartition(".")
             own = self.weights[name]
@@ -567,7 +568,8 @@ class Lab:
         network = self.module(
             transformer.trace(self.config.transformer, shape, "float32"), lambda name: own
         )
-        return network, {name: torch.from_numpy(table) for name, table in feeds.items()}
+        tables = {name: torch.from_numpy(table) for name, table in feeds.items()}
+        return network, {name: table.to(self.device) for name, table in tables.items()}
 
     def velocity(
         self, forward: tuple[NetworkModule, dict[str, Any]], video: torch.Tensor, sound: torch.Tensor,
@@ -886,7 +888,7 @@ def train_transformer(lab: Lab) -> None:
         size = SIZES_OF_CLIPS[step % 2]
         at = draw(lab, size, rng.choice(lab.rows, batches[size]), rng)
         asked = dropped(lab.latents["prompt"][at["rows"]].numpy(), rng)
-        text = some(contexts, asked, rng, WORDS)
+        text = some(contexts, asked, tokens_of(rng, WORDS))
         return flow(lab, lab.forward(size, batches[size], WORDS), size, text, at)
 
     slower = 1 if lab.kind is TINY else AGAIN
@@ -932,15 +934,17 @@ def dropped(asked: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return np.where(rng.random(len(asked)) < DROPPED, unguided, said)
 
 
-def some(
-    contexts: Mapping[str, torch.Tensor], asked: np.ndarray, rng: np.random.Generator, words: int
-) -> dict[str, torch.Tensor]:
-    """The first tokens of the prompts' contexts, which are words, and a few of the registers after
-    them: `words` in all."""
-    tokens = np.append(
+def tokens_of(rng: np.random.Generator, words: int) -> np.ndarray:
+    """Numbers of the first tokens of a context, which are words, and of a few of the registers
+    after them: `words` in all."""
+    return np.append(
         np.arange(FIRST), FIRST + rng.choice(PROMPT_TOKENS - FIRST, words - FIRST, replace=False)
     )
-    return {name: x[asked][:, tokens] for name, x in contexts.items()}
+
+
+def some(contexts: Mapping[str, torch.Tensor], asked: Any, tokens: Any) -> dict[str, torch.Tensor]:
+    """These tokens (tokens) of the contexts of the prompts `asked` (B)."""
+    return {name: x[asked[:, None], tokens] for name, x in contexts.items()}
 
 
 def draw(
@@ -1014,74 +1018,100 @@ class LowRank(torch.nn.Module):
 def train_lora(lab: Lab) -> None:
     """One step from a distilled level to the next is to reach what the guided transformer reaches
     in several."""
-    batch, words = min(lab.kind.batch) // 2, 4 * WORDS
-    factors = {
-        name: torch.nn.Parameter(torch.from_numpy(np.array(values(tensor, lab.seed), np.float32)))
-        for name, tensor in lora_tensors(
-            lab.config, stored(lab.config), lab.preset.lora_rank
-        ).items()
-    }
-    for name, factor in factors.items():
-        if name in lab.weights:  # those of a model that this one begins with
-            factor.data.copy_(lab.weights[name])
-        elif name.endswith("lora_B.weight"):
-            torch.nn.init.zeros_(factor)
-    students = {}
-    for size in SIZES_OF_CLIPS:
-        students[size] = lab.forward(size, batch, words, own=False)
-        for name in factors:
-            if name.endswith(".lora_A.weight"):
-                module = name.removesuffix(".lora_A.weight")
-                pair = LowRank(factors[name], factors[f"{module}.lora_B.weight"])
-                parametrize.register_parametrization(
-                    students[size][0].get_submodule(f"model.{module}"), "weight", pair
-                )
-    teachers = {size: lab.forward(size, 2 * batch, words, own=False) for size in SIZES_OF_CLIPS}
-    contexts, levels = lab.contexts, torch.from_numpy(DISTILLED_SIGMAS.copy())
-    unguided = len(prompts()) - 1
+    batch, words, factors = min(lab.kind.batch) // 2, 4 * WORDS, lora_factors(lab)
+    pairs = {size: pair_of(lab, factors, size, batch, words) for size in SIZES_OF_CLIPS}
+    contexts = lab.contexts
 
     def loss(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
         size = SIZES_OF_CLIPS[step % 2]
-        rows = rng.choice(lab.rows, batch)
-        video, sound = lab.latents[size][rows], lab.latents["sound"][rows]
-        asked = np.append(lab.latents["prompt"][rows].numpy(), [unguided] * batch)
-        text = some(contexts, asked, rng, words)
-        which = torch.from_numpy(rng.choice(len(levels) - 1, batch, p=STEPS_DRAWN))
-        start, end = levels[which], levels[which + 1]
-        keep = (
-            lab.first_frame(video) * torch.from_numpy(rng.random(batch) < GIVEN[0])[:, None].float()
-        )
-        made = (1 - keep)[..., None]
-        x = video + start[:, None, None] * made * (lab.noise("", video) - video)
-        y = sound + start[:, None, None] * (lab.noise("audio_", sound) - sound)
-        begun = x, y
-        with torch.no_grad():
-            for i in range(SUBSTEPS):
-                now, after = (start + (end - start) * j / SUBSTEPS for j in (i, i + 1))
-                v, a = lab.velocity(
-                    teachers[size],
-                    torch.cat([x, x]),
-                    torch.cat([y, y]),
-                    now.repeat(2),
-                    text,
-                    keep.repeat(2, 1),
-                )
-                guided = [
-                    cond + (GUIDANCE - 1) * (cond - uncond)
-                    for cond, uncond in (v.chunk(2), a.chunk(2))
-                ]
-                move = (after - now)[:, None, None]
-                x, y = x + move * made * guided[0], y + move * guided[1]
-        length = (end - start)[:, None, None]
-        v, a = lab.velocity(
-            students[size], *begun, start, {name: x[:batch] for name, x in text.items()}, keep
-        )
-        return {
-            "video": ((v - (x - begun[0]) / length).square() * made).mean(),
-            "sound": (a - (y - begun[1]) / length).square().mean(),
-        }
+        at = draw_distilled(lab, size, rng.choice(lab.rows, batch), rng)
+        asked = unguided_too(lab.latents["prompt"][at["rows"]].numpy())
+        return distilled(lab, pairs[size], size, some(contexts, asked, tokens_of(rng, words)), at)
 
     lab.fit("lora", factors, round(600 * lab.kind.others), 2e-3, loss)
+
+
+def lora_factors(lab: Lab) -> dict[str, torch.nn.Parameter]:
+    """Those of a model that this one begins with, or new ones that change nothing yet."""
+    found = {}
+    for name, tensor in lora_tensors(lab.config, stored(lab.config), lab.preset.lora_rank).items():
+        value = torch.from_numpy(np.array(values(tensor, lab.seed), np.float32)).to(lab.device)
+        if name in lab.weights:
+            value.copy_(lab.weights[name].detach())
+        elif name.endswith("lora_B.weight"):
+            value.zero_()
+        found[name] = torch.nn.Parameter(value)
+    return found
+
+
+def pair_of(lab: Lab, factors: Mapping[str, torch.nn.Parameter], size: str, batch: int, words: int):
+    """The transformer under the factors, and as it is, for twice as many clips."""
+    student = lab.forward(size, batch, words, own=False)
+    for name in factors:
+        if name.endswith(".lora_A.weight"):
+            module = name.removesuffix(".lora_A.weight")
+            pair = LowRank(factors[name], factors[f"{module}.lora_B.weight"])
+            layer = student[0].get_submodule(f"model.{module}")
+            parametrize.register_parametrization(layer, "weight", pair)
+    return student, lab.forward(size, 2 * batch, words, own=False)
+
+
+def unguided_too(asked: np.ndarray) -> np.ndarray:
+    """Prompts, and the negative one as often behind them."""
+    return np.append(asked, np.full(len(asked), len(prompts()) - 1))
+
+
+def draw_distilled(
+    lab: Lab, size: str, rows: np.ndarray, rng: np.random.Generator
+) -> dict[str, torch.Tensor]:
+    """For clips `rows` (B): `start` and `end` (B), neighbouring distilled levels, and `keep` (B,
+    tokens), 1 where a token is clean."""
+    levels = torch.from_numpy(DISTILLED_SIGMAS.copy())
+    which = torch.from_numpy(rng.choice(len(levels) - 1, len(rows), p=STEPS_DRAWN))
+    first = lab.first_frame(lab.latents[size][: len(rows)])
+    keep = first * torch.from_numpy(rng.random(len(rows)) < GIVEN[0])[:, None].float()
+    return {
+        "rows": torch.from_numpy(rows),
+        "start": levels[which],
+        "end": levels[which + 1],
+        "keep": keep,
+    }
+
+
+def distilled(
+    lab: Lab, pair, size: str, text: Mapping[str, torch.Tensor], at: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """pair: of `pair_of`; text: of the prompts and the negative one; at: of `draw_distilled`."""
+    (student, teacher), batch = pair, len(at["rows"])
+    video, sound = lab.latents[size][at["rows"]], lab.latents["sound"][at["rows"]]
+    start, end, keep = at["start"], at["end"], at["keep"]
+    made = (1 - keep)[..., None]
+    x = video + start[:, None, None] * made * (lab.noise("", video) - video)
+    y = sound + start[:, None, None] * (lab.noise("audio_", sound) - sound)
+    begun = x, y
+    with torch.no_grad():
+        for i in range(SUBSTEPS):
+            now, after = (start + (end - start) * j / SUBSTEPS for j in (i, i + 1))
+            v, a = lab.velocity(
+                teacher,
+                torch.cat([x, x]),
+                torch.cat([y, y]),
+                now.repeat(2),
+                text,
+                keep.repeat(2, 1),
+            )
+            guided = [
+                cond + (GUIDANCE - 1) * (cond - uncond) for cond, uncond in (v.chunk(2), a.chunk(2))
+            ]
+            move = (after - now)[:, None, None]
+            x, y = x + move * made * guided[0], y + move * guided[1]
+    length = (end - start)[:, None, None]
+    own = {name: x[:batch] for name, x in text.items()}
+    v, a = lab.velocity(student, *begun, start, own, keep)
+    return {
+        "video": ((v - (x - begun[0]) / length).square() * made).mean(),
+        "sound": (a - (y - begun[1]) / length).square().mean(),
+    }
 
 
 # ---- what is left of it --------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from ltx2rt_cuda import as_module
 from safetensors.torch import load_file
 
 from benchmarks.recognise import see
-from examples import train_lora, train_tiny
+from examples import train_lora, train_on_gpu, train_tiny
 from examples.clips import (
     FLOOR,
     FRAMES,
@@ -273,6 +273,39 @@ def test_a_long_model_has_1024_video_tokens_and_keeps_what_it_begins_with(lab, t
     rng = np.random.default_rng(0)
     shown, weight = train_tiny.examples_of([clip], rng, long.kind.size, SIZE, 17)
     assert shown.shape == (1, 3, 17, SIZE, SIZE) and weight.amax() > 1  # some of the shape is in it
+
+
+def test_muon_on_a_gpu_steps_as_that_of_torch():
+    """Within what bfloat16 leaves of its products: 3 significant digits of a step of 0.02."""
+    shapes, torch_rng = ((8, 4), (8, 4), (4, 16)), torch.Generator().manual_seed(0)
+    ours, theirs = ([torch.nn.Parameter(torch.zeros(s)) for s in shapes] for _ in range(2))
+    rate = torch.tensor(0.02)
+    muon, other = train_on_gpu.Muon(ours, rate), torch.optim.Muon(theirs, 0.02, weight_decay=0.0)
+    for _ in range(3):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn(a.shape, generator=torch_rng)
+            b.grad = a.grad.clone()
+        muon.step()
+        other.step()
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.abs().max() > 0.02
+        torch.testing.assert_close(a, b, atol=3 * 0.02 * 2**-7, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_model_is_trained_on_as_a_gpu_does_it(tmp_path, monkeypatch):
+    """On the CPU, where nothing is recorded."""
+    for name in ("LORA_CLIPS", "ALL_TOKENS_CLIPS"):
+        monkeypatch.setattr(train_on_gpu, name, 4)
+    steps = "--clips 12 --batch 4 --steps 4 --all-tokens-steps 2 --lora-steps 2 --device cpu"
+    train_on_gpu.main([str(tmp_path), "--model", str(train_lora.MODEL), *steps.split()])
+    before, after = (
+        open_checkpoint(path).source("transformer")
+        for path in (train_lora.MODEL, tmp_path / "model")
+    )
+    name = "model.diffusion_model.transformer_blocks.0.attn1.to_q.weight"
+    moved = np.abs(after.read(name).astype(np.float32) - before.read(name).astype(np.float32))
+    assert 0 < moved.max() < 0.1
 
 
 @pytest.mark.slow
