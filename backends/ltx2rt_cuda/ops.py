@@ -138,9 +138,12 @@ def pad(x: Tensor, widths, mode: str) -> Tensor:
 @op
 def take(x: Tensor, index: Tensor, dim: int, batch_dims: int) -> Tensor:
     """One look-up, whatever the batch: rows of all samples lie one after the other."""
-    lead, count = x.shape[:batch_dims], prod(x.shape[:batch_dims])
+    if batch_dims == 0:
+        found = x.index_select(dim, index.reshape(-1))
+        return found.reshape(x.shape[:dim] + index.shape + x.shape[dim + 1 :])
+    lead, count, size = x.shape[:batch_dims], prod(x.shape[:batch_dims]), x.shape[dim]
     rows = x.movedim(dim, batch_dims).flatten(0, batch_dims)
-    first = x.shape[dim] * torch.arange(count, device=x.device)[:, None]
+    first = torch.arange(0, count * size, size, device=x.device).unsqueeze(1)
     found = rows.index_select(0, (index.reshape(count, -1) + first).flatten())
     found = found.reshape(*lead, *index.shape[batch_dims:], *rows.shape[1:])
     own = range(batch_dims, index.ndim)  # dimensions of a look-up
