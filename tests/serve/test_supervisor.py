@@ -125,7 +125,7 @@ async def test_a_job_that_kills_every_replica_fails_and_the_others_are_made(runn
 
 @scene
 async def test_a_job_that_does_not_move_loses_its_replica(running):
-    async with running(step_timeout_s=0.2) as run:
+    async with running(step_timeout_s=1.0) as run:
         (job,) = await run.over(await run.add("6:0.01:once-hang"))
         assert (job.status, job.attempts) == ("completed", 2)
         (job,) = await run.over(await run.add("6:0.01:once-stop"))  # SIGSTOP
