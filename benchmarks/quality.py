@@ -9,6 +9,7 @@ process of its own, two at a time.
     python -m benchmarks.quality                     # all rows; prints the table of docs/quality.md
     python -m benchmarks.quality --rows JAX float8   # these anew
     python -m benchmarks.quality --rows              # the table of what was measured
+    python -m benchmarks.quality --long              # rows of examples/long-trained, 256x256
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ import ltx2rt
 from benchmarks.measure import RESULTS, machine
 from benchmarks.recognise import marks, psnr_db
 from benchmarks.stored_models import write_copy
-from examples.clips import FPS, FRAMES, RATE, SIZE, Clip, random_clip
+from examples.clips import FPS, LONG, RATE, Clip, random_clip
 from ltx2rt.media.compare import RATE as COMPARED_RATE
 from ltx2rt.media.compare import compare_sound, correlation, luma, ssim
 from ltx2rt.media.mp4 import write_mp4
@@ -68,9 +69,12 @@ class Row:
     devices: int = 1
     form: str = ""  # how the transformer is stored (`stored_models`)
 
-    @property
-    def sized(self) -> bool:
-        return self.clip.get("pipeline") not in ("retake", "t2a")
+    def size(self, clip: Clip) -> dict[str, int]:
+        """Keywords of a clip's size, where it is not that of what is given."""
+        pipeline, frames = self.clip.get("pipeline"), {"num_frames": clip.num_frames}
+        if pipeline == "retake":
+            return {}
+        return frames if pipeline == "t2a" else frames | {"width": clip.side, "height": clip.side}
 
 
 def _torch(
@@ -116,7 +120,7 @@ ROWS = {
     "`retake`, 0.35 to 0.7 s": _torch(
         pipeline="retake", given="clip", lora=True, start_time=0.35, end_time=0.7
     ),
-    "`t2a`": _torch(pipeline="t2a", num_frames=FRAMES),
+    "`t2a`": _torch(pipeline="t2a"),
 }
 # Fewer evaluations of one-stage's 30 steps: only by name, in a table of their own.
 FEWER = {
@@ -133,6 +137,11 @@ FEWER = {
     )
 }
 KEPT = (REFERENCE, ONE_STAGE)  # rows whose clips others are compared with
+OF_LONG = (
+    *(DRAWN, REFERENCE, ONE_STAGE, "`distilled`", "with an image", "`keyframes`", "`a2v`"),
+    *("`retake`, 0.35 to 0.7 s", "`t2a`"),
+    *("`one-stage`, `--attention-density 0.5`", "`one-stage`, `--attention-density 0.25`"),
+)
 
 
 def place(name: str) -> int:
@@ -140,8 +149,9 @@ def place(name: str) -> int:
     return [DRAWN, *ROWS, *FEWER].index(name)
 
 
-def asked(number: int) -> Clip:
-    return random_clip(np.random.default_rng([16, number]), trained=number % HELD_OUT != 0)
+def asked(number: int, long: bool = False) -> Clip:
+    clip = random_clip(np.random.default_rng([16, number]), trained=number % HELD_OUT != 0)
+    return replace(clip, **LONG) if long else clip
 
 
 # --- what a clip is given beside its prompt -------------------------------------------------------
@@ -165,7 +175,9 @@ def _sound(clip: Clip, path: Path) -> dict[str, Any]:
 def _clip(clip: Clip, path: Path) -> dict[str, Any]:
     chunk = clip.frames().transpose(3, 0, 1, 2) * 2 - 1
     sound = {"waveform": clip.sound(), "sample_rate": RATE}
-    write_mp4(path.with_suffix(".mp4"), [chunk], num_frames=FRAMES, fps=Fraction(FPS), **sound)
+    write_mp4(
+        path.with_suffix(".mp4"), [chunk], num_frames=clip.num_frames, fps=Fraction(FPS), **sound
+    )
     return {"video_path": path.with_suffix(".mp4")}
 
 
@@ -176,7 +188,7 @@ def _bytes(frames: np.ndarray) -> np.ndarray:
 GIVEN: dict[str, Callable[[Clip, Path], dict[str, Any]]] = {
     "": lambda clip, path: {},
     "image": lambda clip, path: _images(clip, path, 0),
-    "first and last": lambda clip, path: _images(clip, path, 0, FRAMES - 1),
+    "first and last": lambda clip, path: _images(clip, path, 0, clip.num_frames - 1),
     "sound": _sound,
     "clip": _clip,
 }
@@ -185,14 +197,16 @@ GIVEN: dict[str, Callable[[Clip, Path], dict[str, Any]]] = {
 # --- a row ----------------------------------------------------------------------------------------
 
 
-def run_row(name: str, model: Path, count: int, folder: Path) -> list[dict[str, Any]]:
+def run_row(
+    name: str, model: Path, count: int, folder: Path, long: bool = False
+) -> list[dict[str, Any]]:
     """The marks of each clip of a row, and how it was made; in other processes than the main one
     nothing of use.
 
     The clips of `KEPT` stay in `folder`, and others are compared with them.
     """
     if name == DRAWN:
-        drawn = map(asked, range(count))
+        drawn = (asked(i, long) for i in range(count))
         return [
             _of(i, marks(clip, _bytes(clip.frames()), clip.sound(), RATE))
             for i, clip in enumerate(drawn)
@@ -202,7 +216,7 @@ def run_row(name: str, model: Path, count: int, folder: Path) -> list[dict[str, 
     model = write_copy(model, folder / row.form, row.form) if row.form else model
     with ltx2rt.open(model, **options(row, model)) as session:
         for i in (*numbers, 0):
-            clip = asked(i)
+            clip = asked(i, long)
             given, start = keywords(row, clip, folder / f"{place(name)}-{i}"), time.process_time()
             made = session.generate(**given, seed=i)
             cpu_s = time.process_time() - start
@@ -233,8 +247,8 @@ def options(row: Row, model: Path) -> dict[str, Any]:
 
 def keywords(row: Row, clip: Clip, path: Path) -> dict[str, Any]:
     """Keywords of `Session.generate`. path: without an ending, for what the clip is given."""
-    size = {"width": SIZE, "height": SIZE, "num_frames": FRAMES} if row.sized else {}
-    return {"prompt": clip.prompt, **size, **row.clip, **GIVEN[row.given](clip, path)}
+    given = GIVEN[row.given](clip, path)
+    return {"prompt": clip.prompt, **row.size(clip), **row.clip, **given}
 
 
 def _of(number: int, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -311,7 +325,7 @@ def start(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         "--folder",
         args.folder,
     ]
-    words += ["--model", args.model, "--count", args.count]
+    words += ["--model", args.model, "--count", args.count, *["--long"] * args.long]
     if row.ranks > 1:
         words = ["-m", "torch.distributed.run", "--nproc-per-node", row.ranks, *words]
     env = (
@@ -381,23 +395,27 @@ def _unit(value: float | None, form: str) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="what each way of making a clip costs in quality")
-    parser.add_argument("--model", type=Path, default=Path("examples/tiny-trained"))
+    parser.add_argument("--model", type=Path)
     parser.add_argument(
         "--count", type=int, default=COUNT, help="of prompts, each with its own seed"
     )
-    parser.add_argument(
-        "--rows", nargs="*", choices=(DRAWN, *ROWS, *FEWER), default=(DRAWN, *ROWS), metavar="ROW"
-    )
+    parser.add_argument("--rows", nargs="*", choices=(DRAWN, *ROWS, *FEWER), metavar="ROW")
     parser.add_argument(
         "--folder", type=Path, default=Path("demo/quality"), help="what rows leave for each other"
     )
-    parser.add_argument("--output", type=Path, default=RESULTS / "quality.json")
+    parser.add_argument("--output", type=Path)
     parser.add_argument("--jobs", type=int, default=2, help="rows at a time")
+    parser.add_argument("--long", action="store_true", help="clips of 256x256 and 121 frames")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    kind = "long" if args.long else "tiny"
+    args.model = args.model or Path(f"examples/{kind}-trained")
+    args.output = args.output or RESULTS / f"quality{'-long' * args.long}.json"
+    if args.rows is None:
+        args.rows = OF_LONG if args.long else (DRAWN, *ROWS)
     args.folder.mkdir(parents=True, exist_ok=True)
     if args.worker:
-        found = run_row(args.rows[0], args.model, args.count, args.folder)
+        found = run_row(args.rows[0], args.model, args.count, args.folder, args.long)
         if int(os.environ.get("RANK", "0")) == 0:
             args.worker.write_text(json.dumps(found))
         return

@@ -15,7 +15,7 @@ from examples.clips import BACKGROUNDS, COLOURS, FPS, PITCHES, Clip
 
 # from the background, in RGB of [0, 1]: half as far as the nearest colours of `examples.clips` are
 APART = 0.25
-LEAST_AREA = 0.004  # share of the picture; the smallest shape there has 0.012
+LEAST_AREA = 0.004  # share of the picture; the smallest shape there has 0.012, at scale 1
 # How a shape leans to its tip, skewness of y, and how square it is, mean of r^4 cos(4 angle) by
 # that of r^2, squared.
 MOMENTS = {"circle": (0.0, 0.0), "square": (0.0, -0.6), "triangle": (-0.566, 0.048)}
@@ -45,8 +45,8 @@ class Seen:
     bounces_s: np.ndarray
 
 
-def see(frames: np.ndarray, fps: float = FPS) -> Seen:
-    """The clip that u8[F, H, W, 3] shows."""
+def see(frames: np.ndarray, fps: float = FPS, scale: float = 1.0) -> Seen:
+    """The clip that u8[F, H, W, 3] shows. scale: of its shapes, as in `Clip`."""
     picture = frames / np.float32(255)
     side = frames.shape[2] // 16
     rim = np.concatenate([picture[:, :, :side], picture[:, :, -side:]], 2)
@@ -54,7 +54,7 @@ def see(frames: np.ndarray, fps: float = FPS) -> Seen:
     distance = np.sqrt(((picture - behind[:, None]) ** 2).sum(-1))
     mask = _smooth(distance) > APART
     area = mask.mean((1, 2))
-    there = np.flatnonzero(area > LEAST_AREA)
+    there = np.flatnonzero(area > LEAST_AREA * scale**2)
     background = nearest(behind.mean(0), BACKGROUNDS)
     if len(there) < len(frames) // 2:
         return Seen(None, None, None, background, np.zeros(0))
@@ -195,7 +195,7 @@ def marks(
     that slides, whether its tone goes to that side; of one that grows or shrinks, whether its tone
     gets louder or softer. What is not measured is left out."""
     found: dict[str, float] = {}
-    seen = None if frames is None else see(frames)
+    seen = None if frames is None else see(frames, scale=asked.scale)
     heard = None if waveform is None else hear(waveform, rate)
     if seen:
         found |= {

@@ -8,6 +8,7 @@ where the first row has its seams.
 
     python -m benchmarks.seams             # all rows; prints the tables of docs/quality.md
     python -m benchmarks.seams --rows      # the tables of what was measured
+    python -m benchmarks.seams --long      # of examples/long-trained, 256x256
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ import numpy as np
 import ltx2rt
 from benchmarks.measure import RESULTS, machine
 from benchmarks.recognise import APART, marks
-from examples.clips import FPS, SIZE, Clip, random_clip
+from examples.clips import FPS, LONG, Clip, random_clip
 from ltx2rt.media.compare import luma
 from ltx2rt.stages.segments import segment_starts
 
-COUNT, SECONDS, STEPS = 2, 7.0, 10
-FRAMES = 169
+COUNT, STEPS = 2, 10
+FRAMES, LONG_FRAMES = 169, 313
 NEAR, PAIRS = (
     24,
     24,
@@ -43,17 +44,18 @@ FLOOR = 1e-10  # power that no one hears, -100 dB of full scale
 
 @dataclass(frozen=True)
 class Row:
-    """Frames of a segment and of its overlap; a segment as long as the clip has no seam. lock, anchor:
-    `--colour-lock`, `--anchor`."""
+    """Frames of a segment, of its overlap and of the clip; a segment as long as the clip has no
+    seam. lock, anchor: `--colour-lock`, `--anchor`."""
 
     segment: int
     overlap: int = 9
     lock: float = 0.0
     anchor: float = 0.0
+    frames: int = FRAMES
 
     @property
     def starts(self) -> tuple[int, ...]:
-        return segment_starts(FRAMES, self.segment, self.overlap)
+        return segment_starts(self.frames, self.segment, self.overlap)
 
     @property
     def seams(self) -> list[int]:
@@ -85,10 +87,18 @@ ROWS = {
     "81 frames, overlap 57": Row(81, 57),
     "one clip": Row(FRAMES),
 }
+LONG_ROWS = {
+    "121 frames, overlap 25": Row(121, 25, frames=LONG_FRAMES),
+    "121 frames, overlap 25, anchor": Row(121, 25, anchor=1.0, frames=LONG_FRAMES),
+    "121 frames, overlap 57": Row(121, 57, frames=LONG_FRAMES),
+    "one long clip": Row(LONG_FRAMES, frames=LONG_FRAMES),
+}
+EVERY = ROWS | LONG_ROWS
 
 
-def asked(number: int) -> Clip:
-    return replace(random_clip(np.random.default_rng([40, number])), motion="bounces")
+def asked(number: int, row: Row) -> Clip:
+    clip = replace(random_clip(np.random.default_rng([40, number])), motion="bounces")
+    return clip if row.frames == FRAMES else replace(clip, **LONG)
 
 
 # --- at a seam ------------------------------------------------------------------------------------
@@ -177,7 +187,7 @@ def phase_error(wave: np.ndarray, rate: int, at_s: float) -> float:
 def seams(row: Row, frames: np.ndarray, wave: np.ndarray, rate: int) -> list[dict]:
     """The measures of each seam with those of other places; of one clip, those of the first row's
     places."""
-    measured = row if row.seams else next(iter(ROWS.values()))
+    measured = row if row.seams else next(r for r in EVERY.values() if r.frames == row.frames)
     inside = [i for i in range(len(frames)) if all(not s - 9 <= i <= s + 2 for s in measured.seams)]
     pictures = {"jump": jumps(frames), "bend": bends(frames), "leap": leaps(centres(frames))}
     power, found = high_power(wave, rate), []
@@ -219,18 +229,15 @@ def run_row(row: Row, model: Path, count: int) -> dict[str, Any]:
     """Medians over all seams of all clips, and means of the clips' first and last second."""
     at_seams, ends, began = [], [], time.process_time()
     with ltx2rt.open(model, backend="cuda", device="cpu", distilled_lora="none") as session:
-        size = {"width": SIZE, "height": SIZE, "num_frames": row.segment, "steps": STEPS}
+        how: dict[str, Any] = {"pipeline": "one-stage", "num_frames": row.segment, "steps": STEPS}
         if row.seams:
-            size |= {
-                "length": SECONDS,
-                "overlap": row.overlap,
-                "colour_lock": row.lock,
-                "anchor": row.anchor,
-            }
+            how |= {"length": row.frames // FPS, "overlap": row.overlap}
+            how |= {"colour_lock": row.lock, "anchor": row.anchor}
         for number in range(count):
-            clip = asked(number)
-            made = session.generate(clip.prompt, pipeline="one-stage", seed=number, **size)
-            assert made.waveform is not None and len(made.frames) == FRAMES, made
+            clip = asked(number, row)
+            size = {"width": clip.side, "height": clip.side}
+            made = session.generate(clip.prompt, seed=number, **size, **how)
+            assert made.waveform is not None and len(made.frames) == row.frames, made
             rate, wave = made.sample_rate, made.waveform
             at_seams += seams(row, made.frames, wave, rate)
             parts = (made.frames[:25], wave[:, :rate]), (made.frames[-25:], wave[:, -rate:])
@@ -297,17 +304,20 @@ def _lines(lines: list[list[str]]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="how visible and audible seams of segments are")
-    parser.add_argument("--model", type=Path, default=Path("examples/tiny-trained"))
+    parser.add_argument("--model", type=Path)
     parser.add_argument("--count", type=int, default=COUNT, help="number of clips of each row")
-    parser.add_argument("--rows", nargs="*", choices=[*ROWS], default=[*ROWS], metavar="ROW")
+    parser.add_argument("--rows", nargs="*", choices=[*EVERY], metavar="ROW")
+    parser.add_argument("--long", action="store_true", help="rows of longer, larger clips")
     parser.add_argument("--output", type=Path, default=RESULTS / "seams.json")
     args = parser.parse_args(argv)
     facts: dict[str, Any] = {"benchmark": "seams", "rows": {}}
     if args.output.exists():
         facts |= json.loads(args.output.read_text())
-    for name in args.rows:
-        rows = facts["rows"] | {name: run_row(ROWS[name], args.model, args.count)}
-        facts["rows"] = {n: rows[n] for n in ROWS if n in rows}
+    own = LONG_ROWS if args.long else ROWS
+    model = args.model or Path("examples/long-trained" if args.long else "examples/tiny-trained")
+    for name in own if args.rows is None else args.rows:
+        rows = facts["rows"] | {name: run_row(EVERY[name], model, args.count)}
+        facts["rows"] = {n: rows[n] for n in EVERY if n in rows}
         args.output.write_text(json.dumps(facts | machine("torch"), indent=1) + "\n")
     print(table(facts["rows"]), drift_table(facts["rows"]), sep="\n\n")
 

@@ -11,6 +11,7 @@ import numpy as np
 
 SIZE, FRAMES, FPS = 128, 25, 24  # pixels of either side, 1 + 8 n frames
 SECONDS = FRAMES / FPS
+LONG = {"scale": 0.5, "seconds": 121 / FPS}  # a `Clip` of 256x256 pixels, 121 frames
 RATE = 48000  # Hz
 
 COLOURS = {
@@ -41,7 +42,8 @@ TOP = 0.2  # where it turns
 class Clip:
     """A clip's picture. x: of the centre where it does not slide; radius: where it does not change,
     both in units of the side; phase: in [0, 1), where in its movement a clip begins; period_s:
-    between two bounces; seconds: of the clip."""
+    between two bounces; seconds: of the clip; scale: SIZE over the picture's side. A shape has as
+    many pixels at any scale, and moves as many in a second, so that one autoencoder serves all."""
 
     shape: str
     colour: str
@@ -52,6 +54,16 @@ class Clip:
     phase: float = 0.0
     period_s: float = 1.0
     seconds: float = SECONDS
+    scale: float = 1.0
+
+    @property
+    def side(self) -> int:
+        """Pixels of the picture's."""
+        return round(SIZE / self.scale)
+
+    @property
+    def num_frames(self) -> int:
+        return round(self.seconds * FPS)
 
     @property
     def prompt(self) -> str:
@@ -61,7 +73,8 @@ class Clip:
         """Seconds at which the shape touches the floor, f64[n]."""
         if self.motion != "bounces":
             return np.zeros(0)
-        times = (np.arange(-1, self.seconds / self.period_s + 1) - self.phase) * self.period_s
+        period = self.period_s / self.scale
+        times = (np.arange(-1, self.seconds / period + 1) - self.phase) * period
         return times[(times >= 0) & (times < self.seconds)]
 
     def pose(self, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -76,30 +89,25 @@ class Clip:
             radius = (
                 0.08 + 0.03 * self.phase + 0.18 * (part if self.motion == "grows" else 1 - part)
             )
-        else:
-            u = (np.asarray(seconds) / self.period_s + self.phase) % 1
-            y = FLOOR - self.radius - (FLOOR - 2 * self.radius - TOP) * 4 * u * (1 - u)
+        radius = self.scale * radius
+        if self.motion == "bounces":
+            u = (np.asarray(seconds) / self.period_s * self.scale + self.phase) % 1
+            y = FLOOR - radius - (FLOOR - 2 * radius - TOP) * 4 * u * (1 - u)
         return x, y, radius
 
     def frames(
-        self,
-        size: int = SIZE,
-        window: tuple[int, int, int] | None = None,
-        first: int = 0,
-        count: int | None = None,
-    ):
-        """f32[count, size, size, 3] in [0, 1] from frame `first` on, all without a count; window:
-        (top, left, side) of the part to draw."""
-        count = round(self.seconds * FPS) if count is None else count
+        self, size: int | None = None, first: int = 0, count: int | None = None
+    ) -> np.ndarray:
+        """f32[count, size, size, 3] in [0, 1] from frame `first` on, all without a count. size:
+        pixels, the clip's own without."""
+        size = size or self.side
+        count = self.num_frames if count is None else count
         x, y, radius = (
             a[:, None, None].astype(np.float32)
             for a in self.pose(np.arange(first, first + count) / FPS)
         )
-        top, left, side = window or (0, 0, size)
-        rows, columns = (
-            (np.arange(side, dtype=np.float32) + 0.5 + start) / size for start in (top, left)
-        )
-        dx, dy = columns[None, None, :] - x, rows[None, :, None] - y
+        along = (np.arange(size, dtype=np.float32) + 0.5) / size
+        dx, dy = along[None, None, :] - x, along[None, :, None] - y
         if self.shape == "circle":
             outside = np.sqrt(dx**2 + dy**2) - radius
         elif self.shape == "square":
@@ -107,13 +115,14 @@ class Clip:
         else:  # as high and as wide as the circle
             outside = np.maximum(dy - radius, 0.894 * np.abs(dx) - 0.447 * (dy + radius))
         inside = np.clip(0.5 - outside * size, 0, 1)[..., None]
-        behind = self.behind(size)[:, top : top + side, left : left + side]
-        return (behind * (1 - inside) + np.array(COLOURS[self.colour], np.float32) * inside).astype(
-            np.float32
+        made = (
+            self.behind(size) * (1 - inside) + np.array(COLOURS[self.colour], np.float32) * inside
         )
+        return made.astype(np.float32)
 
-    def behind(self, size: int = SIZE) -> np.ndarray:
+    def behind(self, size: int | None = None) -> np.ndarray:
         """The background alone, f32[1, size, size, 3]: lighter at the top."""
+        size = size or self.side
         shade = 1.15 - 0.3 * (np.arange(size, dtype=np.float32) + 0.5) / size
         return np.broadcast_to(
             np.array(BACKGROUNDS[self.background], np.float32) * shade[:, None, None],
@@ -125,7 +134,8 @@ class Clip:
         its side; clicks. pitch_hz: another tone."""
         t = np.arange(round(self.seconds * rate)) / rate
         x, _, radius = self.pose(t)
-        tone = np.sin(2 * np.pi * (pitch_hz or PITCHES[self.shape]) * t) * 0.12 * radius / 0.16
+        size = radius / (0.16 * self.scale)
+        tone = 0.12 * size * np.sin(2 * np.pi * (pitch_hz or PITCHES[self.shape]) * t)
         wave = np.stack([tone * np.sqrt(1 - x), tone * np.sqrt(x)])
         for hit in self.hits():
             since = t - hit

@@ -92,6 +92,11 @@ def fit(
 ) -> None:
     """As `Lab.fit`. rates: of AdamW, and of Muon, 0 for AdamW alone; drawn: the kind of a step and
     what it is given; losses: of both, of which each kind is recorded; decay: of the average."""
+    done = lab.folder / f"{part}.safetensors"
+    if done.exists():
+        lab.weights |= parameters
+        lab._put(load_file(done))
+        return
     cuda, began = lab.device.type == "cuda", time.time()
     adam_rate, muon_rate = (torch.zeros((), device=lab.device) for _ in rates)
     matrices = {
@@ -163,10 +168,7 @@ def fit(
             p.copy_(mean)
             p.grad = None
     lab.weights |= parameters
-    save_file(
-        {name: p.detach().cpu().contiguous() for name, p in parameters.items()},
-        lab.folder / f"{part}.safetensors",
-    )
+    save_file({name: p.detach().cpu().contiguous() for name, p in parameters.items()}, done)
     facts = {"seconds": time.time() - began, "losses": curve}
     (lab.folder / f"{part}.json").write_text(json.dumps(facts))
 
@@ -256,9 +258,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     torch.backends.cuda.matmul.allow_tf32 = True
-    lab = Lab(args.folder, args.seed, 1.0, replace(TINY, clips=args.clips))
-    for path in sorted(args.model.rglob("*.safetensors")):
-        lab._put({name: x.float() for name, x in load_file(path).items()})
+    lab = Lab(args.folder, args.seed, 1.0, replace(TINY, clips=args.clips), args.model)
     prompt = lab.latents["prompt"].numpy()
     lab.rows  # noqa: B018 (from the latents on the host)
     move(lab, torch.device(args.device))

@@ -1,6 +1,7 @@
 """Trains a tiny model of the LTX-2.3 architecture on synthetic clips, with the graphs that run it.
 
     python -m examples.train_tiny FOLDER             # goes on where it was stopped
+    python -m examples.train_tiny FOLDER --long examples/tiny-trained    # of 256x256, 121 frames
 
 Every network is trained by itself, in the order of `PARTS`; what is done is in FOLDER and is not
 done again. The seed decides every clip and every noise. At the end FOLDER/model is a checkpoint
@@ -94,13 +95,14 @@ LOUD, QUIET = 0.0, -6.0  # log-mel of a tone, and of what is next to nothing
 SIDE_WEIGHT = 3  # weight of the difference between the channels, which is smaller than their mean
 GAIN = 0.5  # deviation of what each channel is made louder by in training, natural logarithm
 BOUNCING = 0.25  # share of clips that bounce beside those that do by chance: there is most to learn
-AGAIN = 0.5  # share of the rates, where a training goes on
+AGAIN = 0.25  # share of the rates, where a training goes on
 # Shares of prompts that leave words out, so that each word is learnt by itself, and of those that
 # are the empty or the negative one, for classifier-free guidance.
 SHORTENED, DROPPED = 0.5, 0.1
-# Weight of the error along the difference between a clip and the same one with another shape: one
-# direction of some 2,000, which a mean over all of them hardly sees.
-APART = 0.05
+# Weight, over the number of a clip's tokens, of the error along the difference between a clip and
+# the same one with another shape: one direction of some 2,000, which a mean over all of them hardly
+# sees. Its square grows as the tokens do.
+APART = 3.2
 LEVELS = 1.2, 1.6  # mean and deviation of the noise levels' logits
 # Weight in the transformer's loss of a token that is unlike the clip's others: a shape's on its
 # background, a click's beside the tone.
@@ -137,13 +139,12 @@ class Kind:
     def half(self) -> int:
         return self.size // 2
 
-    @property
-    def seconds(self) -> float:
-        return self.frames / FPS
+    def of(self, clip: Clip) -> Clip:
+        return replace(clip, seconds=self.frames / FPS, scale=SIZE / self.size)
 
 
 TINY = Kind("tiny-trained-2.3", SIZE, FRAMES, 3000, 21_500, (16, 16))
-LONG = Kind("long-trained-2.3", 2 * SIZE, 121, 1200, 3000, (16, 4), 0.25)  # 1 024 video tokens
+LONG = Kind("long-trained-2.3", 2 * SIZE, 121, 1200, 3000, (16, 4), 0.5)  # 1,024 video tokens
 
 
 def sizes() -> Preset:
@@ -214,11 +215,12 @@ def prompts() -> tuple[str, ...]:
 class Lab:
     """State that the parts share: the weights so far, by their official names, and where they lie.
 
-    scale: of every part's number of steps. origin: another one, whose weights this one begins with.
+    scale: of every part's number of steps. origin: folder of a model whose weights this one begins
+    with.
     """
 
     def __init__(
-        self, folder: Path, seed: int, scale: float, kind: Kind = TINY, origin: Lab | None = None
+        self, folder: Path, seed: int, scale: float, kind: Kind = TINY, origin: Path | None = None
     ):
         self.folder, self.seed, self.scale, self.kind = folder, seed, scale, kind
         self.device = torch.device("cpu")  # of modules that are made
@@ -284,7 +286,8 @@ class Lab:
                     for leaf in ("weight",) if end == "patchify_proj" else ("weight", "bias"):
                         self.weights[f"model.diffusion_model.{stream}{end}.{leaf}"][rest] = 0
         if origin:
-            self._put(origin.weights)
+            for path in sorted(origin.rglob("*.safetensors")):
+                self._put({name: x.float() for name, x in load_file(path).items()})
         for path in sorted(folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime):
             if path.stem != "latents":
                 self._put(load_file(path))
@@ -451,7 +454,7 @@ class Lab:
         """One that is trained on; a part of them bounce who would not by chance."""
         rng = self.rng(*what)
         clip = bouncing(rng) if rng.random() < BOUNCING else random_clip(rng)
-        return replace(clip, seconds=self.kind.seconds)
+        return self.kind.of(clip)
 
     @cached_property
     def rows(self) -> np.ndarray:
@@ -631,9 +634,9 @@ def apart(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.cat([own, nothing], 1), torch.cat([nothing, own], 1)])
 
 
-def pixels(clip: Clip, size: int, **window) -> torch.Tensor:
+def pixels(clip: Clip, size: int, **part) -> torch.Tensor:
     """f32[3, frames, size, size] in [-1, 1]."""
-    return as_pixels(clip.frames(size, **window))
+    return as_pixels(clip.frames(size, **part))
 
 
 def as_pixels(frames: np.ndarray) -> torch.Tensor:
@@ -657,8 +660,7 @@ def disturbed(latent: torch.Tensor, part: float) -> torch.Tensor:
 
 
 def train_video_vae(lab: Lab) -> None:
-    """The training of a long model goes on, with parts of its larger pictures too."""
-    c, steps, frames = lab.config.video_vae, round(6000 * lab.kind.others), 17
+    c, steps, frames = lab.config.video_vae, 6000, 17
     nets = []
     for size, batch in ((SIZE // 2, 4), (SIZE, 2)):
         cells = ((frames - 1) // c.time_factor + 1, size // c.space_factor, size // c.space_factor)
@@ -668,27 +670,16 @@ def train_video_vae(lab: Lab) -> None:
 
     def loss(step: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
         """Small clips first, which is where most is learnt; then at either stage's size."""
-        if lab.kind is TINY:
-            return coded(nets[step % 3 > 0 if 2 * step > steps else 0], rng, step / steps)
-        return coded(nets[1], rng, 1, lab.kind.size if step % 2 else SIZE)
-
-    def coded(
-        net, rng: np.random.Generator, part: float, whole: int = 0
-    ) -> dict[str, torch.Tensor]:
-        """whole: pixels of the side of clips of which parts are shown."""
-        size, batch, (encode, decode) = net
+        size, batch, (encode, decode) = nets[step % 3 > 0 if 2 * step > steps else 0]
         clips = [lab.clip(*rng.integers(2**31, size=2).tolist()) for _ in range(batch)]
-        shown, weight = examples_of(clips, rng, whole or size, size, frames)
+        shown, weight = examples_of(clips, rng, size, frames)
         with torch.autocast("cpu", torch.bfloat16):
             latent = encode(frames=shown)["latent"].float()
-            found = decode(latent=disturbed(latent, part))["frames"].float()
+            found = decode(latent=disturbed(latent, step / steps))["frames"].float()
         return picture_losses(found, shown, weight)
 
     trained = lab.trained(*(net for *_, pair in nets for net in pair))
-    if lab.kind is TINY:
-        lab.fit("video_vae", trained, steps, 1e-3, loss, MATRICES)
-    else:
-        lab.fit("video_vae", trained, steps, AGAIN * 1e-3, loss, AGAIN * MATRICES)
+    lab.fit("video_vae", trained, steps, 1e-3, loss, MATRICES)
     network = encode_video(lab)
     _measure(
         lab,
@@ -705,20 +696,14 @@ def bouncing(rng: np.random.Generator) -> Clip:
 
 
 def examples_of(
-    clips: list[Clip], rng: np.random.Generator, whole: int, size: int, frames: int
+    clips: list[Clip], rng: np.random.Generator, size: int, frames: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pieces of clips of `whole` pixels a side, with the shape or some of it (B, 3, frames, size,
-    size), and the weights of their pixels (B, 1, ...)."""
+    """Frames of clips (B, 3, frames, size, size), and the weights of their pixels (B, 1, ...)."""
     shown, plain = [], []
     for clip in clips:
         first = int(rng.integers(round(clip.seconds * FPS) - frames + 1))
-        x, y, _ = clip.pose(np.array([(first + frames / 2) / FPS]))
-        corner = np.array([y[0], x[0]]) * whole - rng.uniform(0.25, 0.75, 2) * size
-        top, left = np.clip(corner, 0, whole - size).astype(int).tolist()
-        window = (top, left, size)
-        shown.append(pixels(clip, whole, window=window, first=first, count=frames))
-        behind = clip.behind(whole)[:, top : top + size, left : left + size]
-        plain.append(as_pixels(behind))
+        shown.append(pixels(clip, size, first=first, count=frames))
+        plain.append(as_pixels(clip.behind(size)))
     pictures = torch.stack(shown)
     there = ((pictures - torch.stack(plain)).abs().amax(1, keepdim=True) > 0.02).float()
     return pictures, 1 + SHAPE_WEIGHT * F.max_pool3d(
@@ -794,16 +779,13 @@ def sound_losses(found: torch.Tensor, mel: torch.Tensor) -> dict[str, torch.Tens
 def _measure(
     lab: Lab, vae: str, encode: Callable[[Clip], torch.Tensor], axes: tuple[int, ...]
 ) -> None:
-    """The autoencoder's statistics, after which its latents have mean 0 and deviation 1. Those that
-    it has are another model's, which it goes on from, or 0 and 1."""
+    """The autoencoder's statistics, after which its latents have mean 0 and deviation 1."""
     names = [f"{vae}.per_channel_statistics.{kind}-of-means" for kind in ("mean", "std")]
     path = lab.folder / f"{vae}_statistics.safetensors"
     if not path.exists():
         with torch.no_grad():
             found = torch.cat([encode(lab.clip(vae, i)) for i in range(96)])
-        before, scale = (lab.weights[name].detach() for name in names)
-        mean = before + scale * found.mean(axes).flatten()
-        std = scale * found.std(axes).flatten()
+        mean, std = found.mean(axes).flatten(), found.std(axes).flatten()
         std = torch.where(std > 0, std.clamp(min=1e-2), torch.ones(()))  # 0: a channel is not used
         save_file(dict(zip(names, (mean, std), strict=True)), path)
     lab._put(load_file(path))
@@ -875,7 +857,7 @@ def train_upsampler(lab: Lab) -> None:
             found = network(latent=small + 0.1 * noise)["latent"].float()
         return {"latents": (found - large).square().mean() * 128 / LIVE["vae"]}
 
-    lab.fit("upsampler", lab.trained(network), round(1500 * lab.kind.others), 1e-3, loss)
+    lab.fit("upsampler", lab.trained(network), 1500, 1e-3, loss)
 
 
 def train_transformer(lab: Lab) -> None:
@@ -968,6 +950,7 @@ def flow(
     """Flow matching: x = (1 - s) clip + s noise, and the velocity noise - clip is asked for. at: of
     `draw`."""
     keep, sounding, rows = at["keep"], at["sounding"], at["rows"]
+    whole = lab.latents["whole"].shape[1]
     video, sound = lab.latents[size][rows], lab.latents["sound"][rows]
     noise, hiss = (lab.noise(kind, like) for kind, like in (("", video), ("audio_", sound)))
     levels, heard = (at["sigmas"][:, None] * (1 - keep))[..., None], sounding[:, None, None]
@@ -987,7 +970,7 @@ def flow(
     return {
         "video": (off.square() * made).sum() / made.expand_as(v).sum().clamp(min=1),
         "sound": (unheard.square() * heard).sum() / heard.expand_as(a).sum().clamp(min=1),
-        "shape": APART * along_shapes(lab, size, rows, off).mean(),
+        "shape": APART / whole * along_shapes(lab, size, rows, off).mean(),
     }
 
 
@@ -1195,14 +1178,17 @@ PARTS: dict[str, Callable[[Lab], None]] = {
     "transformer": train_transformer,
     "lora": train_lora,
 }
-OF_LONG = ("video_vae", "upsampler", "transformer", "lora")  # what is trained on
+OF_LONG = ("transformer", "lora")  # what is trained on
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument(
-        "--long", action="store_true", help="then FOLDER/long/model too, of 256x256, 121 frames"
+        "--long",
+        type=Path,
+        metavar="MODEL",
+        help="train one of 256x256 and 121 frames, whose transformer begins as that of this model",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -1212,21 +1198,14 @@ def main(argv: list[str] | None = None) -> None:
         "--part", choices=PARTS, help="train this one alone; those before it are done"
     )
     args = parser.parse_args(argv)
-    lab = Lab(args.folder, args.seed, args.scale)
-    for name, part in PARTS.items():
+    kind, parts = (LONG, OF_LONG) if args.long else (TINY, PARTS)
+    lab = Lab(args.folder, args.seed, args.scale, kind, args.long)
+    for name in parts:
         if args.part in (None, name):
-            part(lab)
+            PARTS[name](lab)
     if args.part is None:
         write_model(lab)
         draw_losses(lab)
-    if args.long:
-        lab = Lab(args.folder / "long", args.seed, args.scale, LONG, origin=lab)
-        for name in OF_LONG:
-            if args.part in (None, name):
-                PARTS[name](lab)
-        if args.part is None:
-            write_model(lab)
-            draw_losses(lab)
 
 
 if __name__ == "__main__":

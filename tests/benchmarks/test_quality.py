@@ -3,6 +3,7 @@ use them."""
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import ltx2rt
 from benchmarks import contact_sheet, quality
 from benchmarks.demo import described
 from benchmarks.recognise import hear, lags_s, marks, psnr_db, see
-from examples.clips import BACKGROUNDS, COLOURS, MOTIONS, PITCHES, RATE, Clip, random_clip
+from examples.clips import BACKGROUNDS, COLOURS, LONG, MOTIONS, PITCHES, RATE, Clip, random_clip
 from ltx2rt.pipelines import FIRST, make_request
 from ltx2rt.run.plan import make_plan
 
@@ -43,18 +44,28 @@ def pictures(clip: Clip) -> np.ndarray:
     ],
 )
 def test_every_drawn_clip_is_recognised_and_is_no_other(number):
-    clip = drawn(number)
+    recognised(drawn(number))
+
+
+@pytest.mark.parametrize("number", range(0, len(EVERY), 13), ids=lambda n: "-".join(EVERY[n]))
+def test_long_clips_are_recognised(number):
+    recognised(replace(drawn(number), **LONG))
+
+
+def recognised(clip: Clip) -> None:
+    """Each of its marks, and in a clip that has something else in each of them, none."""
     frames, sound = pictures(clip), clip.sound()
     found = marks(clip, frames, sound, RATE)
     assert found.pop("lag_ms", 0) == pytest.approx(0, abs=4)  # ms; frames are 42 apart
     assert set(found.values()) == {1.0}
     assert {"colour", "shape", "motion", "background", "pitch"} < found.keys()
-    shape, colour, motion = EVERY[(number + 31) % len(EVERY)]  # another one in each of the three
-    other = Clip(shape, colour, motion, "dark" if clip.background == "grey" else "grey")
+    asked = EVERY.index((clip.shape, clip.colour, clip.motion))
+    shape, colour, motion = EVERY[(asked + 31) % len(EVERY)]  # another one in each of the three
+    behind = "dark" if clip.background == "grey" else "grey"
+    other = replace(clip, shape=shape, colour=colour, motion=motion, background=behind)
     wrong = marks(other, frames, sound, RATE)
-    assert [wrong[name] for name in ("colour", "shape", "motion", "background", "pitch")] == [
-        0.0
-    ] * 5
+    names = ("colour", "shape", "motion", "background", "pitch")
+    assert [wrong[name] for name in names] == [0.0] * 5
 
 
 @pytest.mark.parametrize("number", [i for i, names in enumerate(EVERY) if names[2] == "bounces"])
@@ -108,10 +119,33 @@ def test_psnr_of_pictures():
     assert psnr_db(black, black + 255) == 0
 
 
-def test_the_table_of_the_document_is_that_of_the_results():
-    rows = json.loads((quality.RESULTS / "quality.json").read_text())["rows"]
-    assert set(rows) == {quality.DRAWN, *quality.ROWS}
+@pytest.mark.parametrize(
+    "results,names",
+    [
+        ("quality.json", {quality.DRAWN, *quality.ROWS}),
+        ("quality-long.json", {*quality.OF_LONG}),
+    ],
+)
+def test_the_tables_of_the_document_are_those_of_the_results(results, names):
+    rows = json.loads((quality.RESULTS / results).read_text())["rows"]
+    assert set(rows) == names
     assert quality.table(rows) in (ROOT / "docs" / "quality.md").read_text()
+
+
+def test_long_clips_are_asked_for_at_their_own_size(tmp_path):
+    clip = quality.asked(1, long=True)
+    for name, pipeline in (
+        ("`t2a`", "t2a"),
+        (quality.REFERENCE, None),
+        ("`keyframes`", "keyframes"),
+    ):
+        given = quality.keywords(quality.ROWS[name], clip, tmp_path / "1")
+        size = [given.get(key) for key in ("num_frames", "width", "height", "pipeline")]
+        sides = [None, None] if pipeline == "t2a" else [256, 256]
+        assert size == [121, *sides, pipeline]
+    assert [image.rpartition(":")[2] for image in given["image"]] == ["0", "120"]
+    with Image.open(tmp_path / "1.120.png") as image:
+        assert image.size == (256, 256)
 
 
 @pytest.mark.parametrize(
