@@ -309,11 +309,15 @@ def test_muon_on_a_gpu_steps_as_that_of_torch():
 
 @pytest.mark.slow
 def test_a_model_is_trained_on_as_a_gpu_does_it(tmp_path, monkeypatch):
-    """On the CPU, where nothing is recorded."""
+    """On the CPU, where nothing is recorded. What is done is not done again."""
     for name in ("LORA_CLIPS", "ALL_TOKENS_CLIPS"):
         monkeypatch.setattr(train_on_gpu, name, 4)
     steps = "--clips 12 --batch 4 --steps 4 --all-tokens-steps 2 --lora-steps 2 --device cpu"
-    train_on_gpu.main([str(tmp_path), "--model", str(train_lora.MODEL), *steps.split()])
+    given = [str(tmp_path), "--model", str(train_lora.MODEL), *steps.split()]
+    train_on_gpu.main(given)
+    done = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
+    train_on_gpu.main(given)
+    assert len(done) == 4 and done == {path: path.stat().st_mtime_ns for path in done}
     before, after = (
         open_checkpoint(path).source("transformer")
         for path in (train_lora.MODEL, tmp_path / "model")
