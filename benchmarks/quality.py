@@ -400,9 +400,7 @@ def main(argv: list[str] | None = None) -> None:
         "--count", type=int, default=COUNT, help="of prompts, each with its own seed"
     )
     parser.add_argument("--rows", nargs="*", choices=(DRAWN, *ROWS, *FEWER), metavar="ROW")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("demo/quality"), help="what rows leave for each other"
-    )
+    parser.add_argument("--folder", type=Path, help="what rows leave for each other")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--jobs", type=int, default=2, help="rows at a time")
     parser.add_argument("--long", action="store_true", help="clips of 256x256 and 121 frames")
@@ -410,6 +408,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     kind = "long" if args.long else "tiny"
     args.model = args.model or Path(f"examples/{kind}-trained")
+    args.folder = args.folder or Path(f"demo/quality{'-long' * args.long}")
     args.output = args.output or RESULTS / f"quality{'-long' * args.long}.json"
     if args.rows is None:
         args.rows = OF_LONG if args.long else (DRAWN, *ROWS)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from examples import train_tiny
 from examples.train_tiny import (
@@ -34,6 +34,7 @@ from examples.train_tiny import (
     draw_distilled,
     dropped,
     flow,
+    keep,
     some,
     tokens_of,
     unguided_too,
@@ -168,7 +169,7 @@ def fit(
             p.copy_(mean)
             p.grad = None
     lab.weights |= parameters
-    save_file({name: p.detach().cpu().contiguous() for name, p in parameters.items()}, done)
+    keep({name: p.detach().cpu().contiguous() for name, p in parameters.items()}, done)
     facts = {"seconds": time.time() - began, "losses": curve}
     (lab.folder / f"{part}.json").write_text(json.dumps(facts))
 

@@ -32,6 +32,7 @@ import torch
 from ltx2rt_cuda import as_module
 from ltx2rt_cuda.module import NetworkModule
 from PIL import Image, ImageDraw
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
@@ -224,7 +225,6 @@ class Lab:
     ):
         self.folder, self.seed, self.scale, self.kind = folder, seed, scale, kind
         self.device = torch.device("cpu")  # of modules that are made
-        folder.mkdir(parents=True, exist_ok=True)
         self.preset = sizes()
         self.config: ModelConfig = self.preset.config
         shapes = stored(self.config)
@@ -286,8 +286,8 @@ class Lab:
                     for leaf in ("weight",) if end == "patchify_proj" else ("weight", "bias"):
                         self.weights[f"model.diffusion_model.{stream}{end}.{leaf}"][rest] = 0
         if origin:
-            for path in sorted(origin.rglob("*.safetensors")):
-                self._put({name: x.float() for name, x in load_file(path).items()})
+            self._begin_with(origin)
+        folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime):
             if path.stem != "latents":
                 self._put(load_file(path))
@@ -387,7 +387,7 @@ class Lab:
                 torch.save(state | {"step": step + 1, "seconds": time.time() - began}, kept)
                 saved = time.time()
         self._put(average)
-        save_file({name: value.contiguous() for name, value in average.items()}, done)
+        keep({name: value.contiguous() for name, value in average.items()}, done)
         (self.folder / f"{part}.json").write_text(
             json.dumps({"seconds": time.time() - began, "losses": curve})
         )
@@ -396,6 +396,23 @@ class Lab:
     @staticmethod
     def trained(*modules: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         return {name: p for m in modules for name, p in m.named_parameters() if p.requires_grad}
+
+    def _begin_with(self, model: Path) -> None:
+        """The weights of a model of this module. Ends the program if it is none."""
+        files, found = sorted(model.rglob("*.safetensors")), {}
+        for path in files:
+            try:
+                found |= {name: x.float() for name, x in load_file(path).items()}
+            except SafetensorError as error:
+                raise SystemExit(f"{path}: not a whole safetensors file ({error})") from None
+        for name, p in self.weights.items():
+            if name != INVERSE_BASIS and (name not in found or found[name].shape != p.shape):
+                raise SystemExit(
+                    f"{model}: its {len(files)} safetensors files have no {name} of shape "
+                    f"{tuple(p.shape)}; expected the folder of a model of examples.train_tiny, "
+                    "such as examples/tiny-trained"
+                )
+        self._put(found)
 
     def _put(self, found: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
@@ -447,7 +464,7 @@ class Lab:
                 trained = not held_out(clip.shape, clip.colour, clip.motion)
                 found["trained"].append(torch.tensor([trained]))
         kept = {name: torch.cat(parts) for name, parts in found.items()}
-        save_file(kept, path)
+        keep(kept, path)
         return kept
 
     def clip(self, *what: Any) -> Clip:
@@ -589,6 +606,13 @@ class Lab:
             audio_levels=sounding[:, None], **{name: x.float() for name, x in contexts.items()}, **tables,
         )  # fmt: skip
         return found["video_velocity"], found["audio_velocity"]
+
+
+def keep(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Writes a file whole: what is there counts as done."""
+    unfinished = path.with_suffix(".unfinished")
+    save_file(tensors, unfinished)
+    unfinished.replace(path)
 
 
 def _optimizers(
@@ -787,7 +811,7 @@ def _measure(
             found = torch.cat([encode(lab.clip(vae, i)) for i in range(96)])
         mean, std = found.mean(axes).flatten(), found.std(axes).flatten()
         std = torch.where(std > 0, std.clamp(min=1e-2), torch.ones(()))  # 0: a channel is not used
-        save_file(dict(zip(names, (mean, std), strict=True)), path)
+        keep(dict(zip(names, (mean, std), strict=True)), path)
     lab._put(load_file(path))
 
 

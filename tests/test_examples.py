@@ -277,6 +277,21 @@ def test_a_long_model_has_1024_video_tokens_and_begins_with_another(tmp_path):
     assert clip.side == long.kind.size and clip.num_frames == long.kind.frames
 
 
+def test_a_training_that_begins_with_no_model_ends_in_one_line(tmp_path):
+    """And makes no folder."""
+    (tmp_path / "cut").mkdir()
+    whole = next(train_lora.MODEL.glob("*-00001-of-*.safetensors"))
+    (tmp_path / "cut" / whole.name).write_bytes(whole.read_bytes()[:1000])
+    for origin, said in (
+        (tmp_path / "nowhere", "its 0 safetensors files have no .*; expected the folder"),
+        (train_lora.MODEL / "gemma-3", "its 1 safetensors files have no "),
+        (tmp_path / "cut", "not a whole safetensors file"),
+    ):
+        with pytest.raises(SystemExit, match=said) as error:
+            train_tiny.main([str(tmp_path / "new"), "--long", str(origin)])
+        assert "\n" not in str(error.value) and not (tmp_path / "new").exists()
+
+
 def test_a_long_clip_has_the_pixels_of_a_short_one():
     """So that an autoencoder that was trained on short ones serves it."""
     short = Clip("square", "red", "bounces", "dark", phase=0.3)
