@@ -333,12 +333,11 @@ def test_a_model_is_trained_on_as_a_gpu_does_it(tmp_path, monkeypatch):
     done = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
     train_on_gpu.main(given)
     assert len(done) == 4 and done == {path: path.stat().st_mtime_ns for path in done}
-    before, after = (
-        open_checkpoint(path).source("transformer")
-        for path in (train_lora.MODEL, tmp_path / "model")
-    )
     name = "model.diffusion_model.transformer_blocks.0.attn1.to_q.weight"
-    moved = np.abs(after.read(name).astype(np.float32) - before.read(name).astype(np.float32))
+    before = open_checkpoint(train_lora.MODEL).source("transformer").read(name).astype(np.float32)
+    # Not of FOLDER/model, whose bfloat16 hides what the average of four steps moves.
+    moved = np.abs(load_file(tmp_path / "transformer.safetensors")[name].numpy() - before)
+    assert open_checkpoint(tmp_path / "model").source("transformer").read(name).shape == moved.shape
     assert 0 < moved.max() < 0.1
 
 
