@@ -276,9 +276,8 @@ def _conv(x: Array, weight: Array, *, stride, dilation, channels_last=False) -> 
 
 
 def _conv_by_frames(x: Array, weight: Array, *, stride, dilation) -> Array:
-    """Convolution over (frames, rows, columns) as a loop over the frames of the result: for all of
-    them at once the TPU compiler takes several times as long, and twice the memory (README has
-    both)."""
+    """Convolution over (frames, rows, columns) as a loop over the frames of the result: for all
+    frames at once the TPU compiler takes several times as long, and twice the memory."""
     depth = weight.shape[2]
 
     def frame(i):

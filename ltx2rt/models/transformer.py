@@ -1,4 +1,4 @@
-"""The audio-video diffusion transformer of LTX-2.0 and 2.3.
+"""The audio-video diffusion transformer of LTX-2.0, 2.3 and 2.5.
 
 Two token streams, video (tokens, D) and audio (audio_tokens, audio_D), go through the same blocks:
 self-attention, attention to their text context, attention to each other, feed-forward; every part

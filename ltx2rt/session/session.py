@@ -452,8 +452,8 @@ class Session:
     def _ways(self, stages: Sequence[Needing]) -> Iterator[Way]:
         """How weights can be kept, from the fastest way to the one that needs the least memory.
 
-        As the options say, decoded where they are stored in few bits: no accelerator has measured
-        yet what decoding costs in every step. Then as they are stored; then freed once they are
+        As the options say, decoded where they are stored in few bits: decoding them in every step
+        costs time (docs/gpus.md has an H200's). Then as they are stored; then freed once they are
         used; then with the text encoder streamed, and with more and more of the transformer; then
         all of that with nothing that blocks compute once for all steps kept.
         """

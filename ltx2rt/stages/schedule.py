@@ -1,7 +1,7 @@
 """The noise levels of every stage.
 
-Decides sigmas only; who steps along them, and how, is `sample`'s business. Everything is float32 in
-the official order of rounding, because every backend receives these numbers as inputs.
+Decides sigmas only; `models/samplers.py` decides how a sampler steps along them. Everything is
+float32 in the official order of rounding, because every backend receives these numbers as inputs.
 """
 
 from __future__ import annotations

@@ -50,6 +50,38 @@ FLOAT8 = ["--weights-dtype", "float8"]
 TINY_REQUEST = TwoStage("a fox", width=64, height=64, num_frames=9, steps=1, seed=0)
 
 
+QUOTED = [  # document, how the line begins, result, where in it the figure is, digits
+    ("benchmarks", "stage-1 step, four", "h200-end-to-end", "seconds.stage1 step.mean", 3),
+    ("benchmarks", "stage-2 step |", "h200-end-to-end", "seconds.stage2 step.mean", 3),
+    ("benchmarks", "the same / diff", "h200-step", "stages.stage1.ratio_to_diffusers.cuda.median", 2),
+    ("benchmarks", "the same / diff", "h200-step", "stages.stage2.ratio_to_diffusers.cuda.median", 2),
+    ("benchmarks", "whole two-stage", "h200-end-to-end", "seconds.request.mean", 2),
+    ("benchmarks", "decode |", "h200-end-to-end", "seconds.decode.mean", 2),
+    ("benchmarks", "one H200, step of stage 1 / 2, mea", "h200-step", "stages.stage1.seconds.cuda.median", 3),
+    ("benchmarks", "one H200, step of stage 1 / 2, mea", "h200-step", "stages.stage2.seconds.cuda.median", 3),
+    ("gpus", "prompt to the last", "h200-end-to-end", "seconds.request.mean", 2),
+    ("gpus", "text, both", "h200-end-to-end", "seconds.text.mean", 2),
+    ("gpus", "guided step of stage 1", "h200-end-to-end", "seconds.stage1 step.mean", 3),
+    ("gpus", "step of stage 2", "h200-end-to-end", "seconds.stage2 step.mean", 3),
+    ("gpus", "step of stage 2", "h200-step", "stages.stage2.seconds.cuda.median", 3),
+    ("gpus", "step of stage 2", "h200-step-float8", "stages.stage2.seconds.cuda.median", 3),
+    ("gpus", "the same of diff", "h200-step", "stages.stage1.seconds.diffusers.median", 3),
+    ("gpus", "the same of diff", "h200-step", "stages.stage2.seconds.diffusers.median", 3),
+    ("gpus", "decoder; upsampler; sound", "h200-end-to-end", "seconds.decode.mean", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("document", "line", "result", "key", "digits"), QUOTED)
+def test_documents_quote_the_recorded_figures(document, line, result, key, digits):
+    root = ON_GPU.parents[1]
+    figure = json.loads((root / "benchmarks" / "results" / f"{result}.json").read_text())
+    for name in key.split("."):
+        figure = figure[name]
+    text = (root / "docs" / f"{document}.md").read_text().splitlines()
+    (said,) = [row for row in text if row.startswith(f"| {line}")]
+    assert f"{figure:.{digits}f}" in said
+
+
 @pytest.mark.long
 def test_step_is_compared_with_diffusers_on_the_same_weights(tmp_path, capsys):
     facts = step.main(

@@ -1,6 +1,8 @@
 """Pipelines are found by their files: one more is added without touching another."""
 
+import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,13 +36,33 @@ PIPELINE = TextToLatent
 '''
 
 
+EXTENDING = Path(__file__).parents[2] / "docs" / "extending.md"
+
+
 @pytest.fixture
 def third(tmp_path, monkeypatch):
-    """A file in a folder of its own, as if it lay in ltx2rt/pipelines."""
+    """Two files outside the package, found as if they lay in ltx2rt/pipelines: the one above, and
+    the pipeline that docs/extending.md shows."""
     (tmp_path / "text_to_latent.py").write_text(LATENT)
+    shown = re.search(r"```python\n(.*?PIPELINE = Quick\n)```", EXTENDING.read_text(), re.DOTALL)
+    assert shown is not None
+    (tmp_path / "quick.py").write_text(shown[1])
     monkeypatch.setattr(pipelines, "__path__", [*pipelines.__path__, str(tmp_path)])
     yield
-    sys.modules.pop("ltx2rt.pipelines.text_to_latent", None)
+    for name in ("text_to_latent", "quick"):
+        sys.modules.pop(f"ltx2rt.pipelines.{name}", None)
+
+
+def test_the_documented_pipeline_makes_a_clip(third, tiny):
+    with ltx2rt.open(tiny("tiny-2.3", "official"), backend="cuda", device="cpu") as session:
+        size = {"width": 64, "height": 64, "num_frames": 9}
+        clip = session.generate("a red fox", pipeline="quick", seed=1, **size)
+    assert clip.frames.shape == (9, 64, 64, 3) and clip.waveform is None
+    assert [(stage["name"], len(stage["steps_s"])) for stage in clip.report["stages"]] == [
+        ("text", 0),
+        ("stage1", 8),
+        ("decode", 1),
+    ]
 
 
 def test_the_default_comes_first_and_is_what_two_stage_says():
