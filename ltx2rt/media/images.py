@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,10 @@ import numpy as np
 
 from ltx2rt.errors import InputError
 
-ROTATIONS = {
-    3: 180,
-    6: 270,
-    8: 90,
-}  # EXIF orientation -> degrees counter-clockwise; mirrored ones stay as they are
-EXIF_ORIENTATION = 0x0112
-FORMATS = (
-    "PNG",
-    "JPEG",
-    "MPO",
-    "WEBP",
-    "AVIF",
-    "TIFF",
-    "GIF",
-    "BMP",
-    "PPM",
-    "JPEG2000",
-)  # none that starts a program
+FORMATS = (  # none that starts a program
+    "PNG", "JPEG", "MPO", "WEBP", "AVIF", "HEIF", "TIFF", "GIF", "BMP", "PPM", "JPEG2000",
+)  # fmt: skip
+HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis")  # ISO/IEC 23008-12, annex B.4
 MAX_SIDE_PX, MAX_IMAGE_PX = 16384, 100_000_000  # what libx264 takes; 2 GB while it is converted
 STRIP_ROWS = 64
 
@@ -75,9 +62,8 @@ def readable(path: Path) -> bool:
     """Whether the file is an image by its header, of a kind that `read_rgb` reads."""
     from PIL import Image
 
-    Image.init()
     try:
-        with Image.open(path, formats=[name for name in FORMATS if name in Image.OPEN]):
+        with Image.open(path, formats=formats(path)):
             return True
     except Image.DecompressionBombError:
         return True
@@ -87,19 +73,36 @@ def readable(path: Path) -> bool:
         return False
 
 
+def is_heic(start: bytes) -> bool:
+    """Tells HEIC, the format of phones' photos, by the first 64 bytes of a file."""
+    return start[4:8] == b"ftyp" and any(brand in start[8:] for brand in HEIC_BRANDS)
+
+
+def formats(path: Path) -> list[str]:
+    """Names of the Pillow readers that may try the file. Raises ImportError for HEIC without its
+    package."""
+    from PIL import Image
+
+    Image.init()
+    with path.open("rb") as file:
+        if is_heic(file.read(64)):
+            import_module("pillow_heif").register_heif_opener()
+    return [name for name in FORMATS if name in Image.OPEN]
+
+
 @contextmanager
 def _opened(path: Path, flag: str = "--image") -> Iterator[Any]:
     """A Pillow image whose header has been checked. Whatever goes wrong within becomes one
     InputError, which names the flag."""
     from PIL import Image, ImageCms
 
-    Image.init()
-    formats, size = [format for format in FORMATS if format in Image.OPEN], "its"
+    size = "its"
     try:
         if not path.is_file():
             raise OSError("not a file")
+        kinds = formats(path)
         # Pillow warns of sizes, which are checked here, and of tags that are damaged and skipped
-        with warnings.catch_warnings(action="ignore"), Image.open(path, formats=formats) as image:
+        with warnings.catch_warnings(action="ignore"), Image.open(path, formats=kinds) as image:
             width, height = image.size
             size = f"{width}x{height}"
             if max(width, height) > MAX_SIDE_PX or width * height > MAX_IMAGE_PX:
@@ -115,6 +118,11 @@ def _opened(path: Path, flag: str = "--image") -> Iterator[Any]:
             yield image
     except InputError:
         raise
+    except ImportError as error:
+        raise InputError(
+            f"{flag}: {path} is HEIC, which the package pillow-heif reads; install it with: "
+            "pip install 'ltx2rt[heic]', or save the image as JPEG"
+        ) from error
     except MemoryError as error:
         lacking = f"needs more memory for {size} pixels than is free"
         raise InputError(f"{flag}: {path} {lacking}; make it smaller") from error
@@ -130,16 +138,16 @@ def _opened(path: Path, flag: str = "--image") -> Iterator[Any]:
 
 
 def read_rgb(path: Path, flag: str = "--image") -> np.ndarray:
-    """The whole image upright in sRGB, u8[H, W, 3]; alpha is dropped, not composited. Raises
-    InputError, which names the flag."""
-    from PIL import Image, ImageCms
+    """The whole image, upright and unmirrored, in sRGB, u8[H, W, 3]; alpha is dropped, not
+    composited. Raises InputError, which names the flag."""
+    from PIL import Image, ImageCms, ImageOps
 
     with _opened(path, flag) as image:
-        rotation = ROTATIONS.get(image.getexif().get(EXIF_ORIENTATION, 1))
         profile = image.info.get("icc_profile")
+        image.load()  # TIFF files are upright then
+        ImageOps.exif_transpose(image, in_place=True)
         if image.mode.startswith("I;16"):  # 16-bit grey, which Pillow would clip instead of scale
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        image.load()
         mode = "L" if image.mode in ("L", "LA") else "CMYK" if image.mode == "CMYK" else "RGB"
         image = _as(image, mode)
         if profile:
@@ -148,8 +156,6 @@ def read_rgb(path: Path, flag: str = "--image") -> np.ndarray:
                 image, source, ImageCms.createProfile("sRGB"), outputMode="RGB"
             )
             assert image is not None, "only an in-place conversion returns None"
-        if rotation:
-            image = image.rotate(rotation, expand=True)
         return _pixels(_as(image, "RGB"))
 
 

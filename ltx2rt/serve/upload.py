@@ -18,6 +18,7 @@ from tempfile import TemporaryFile
 
 from ltx2rt.errors import InputError
 from ltx2rt.media.hdr import MAGIC, read_exr
+from ltx2rt.media.images import formats, is_heic, read_rgb
 from ltx2rt.serve.folder import NO_SPACE
 from ltx2rt.serve.refusal import Refusal
 
@@ -40,7 +41,7 @@ MEMORY_BYTES = {IMAGE: 2**30, EXR: 2**31, SOUND: 2**31, VIDEO: 2**31, MASK: 2**3
 TIME_S = {IMAGE: 20, EXR: 20, SOUND: 60, VIDEO: 60, MASK: 60}  # processor time
 BUSY, RETRY_S = 5, 30  # times as long by the clock, then the machine is at fault and not the file
 READER = (sys.executable, "-m", "ltx2rt.serve.upload")
-IMAGES = ("PNG", "JPEG", "WEBP")
+IMAGES = ("PNG", "JPEG", "WEBP", "HEIC")
 MEDIA = (
     "mov,mp4,m4a,3gp,3g2,mj2",
     "matroska,webm",
@@ -74,7 +75,7 @@ async def check_upload(data: bytes, field: str, kind: str) -> None:
         raise Refusal(
             413, "payload_too_large", f"{field}: {len(data)} bytes, expected at most {most}", field
         )
-    if kind == IMAGE and not data.startswith(STARTS):
+    if kind == IMAGE and not (data.startswith(STARTS) or is_heic(data[:64])):
         raise Refusal(
             400,
             "bad_image",
@@ -117,7 +118,8 @@ def main() -> int:
             file.flush()
             path = Path(f"/dev/fd/{file.fileno()}")
             file.seek(0)
-            still = kind == IMAGE or (kind == MASK and file.read(16).startswith(STARTS))
+            start = file.read(64)
+            still = kind == IMAGE or (kind == MASK and (start.startswith(STARTS) or is_heic(start)))
             if kind == EXR:
                 read_light(path)
             else:
@@ -133,8 +135,6 @@ def main() -> int:
 
 def read_image(path: Path) -> None:
     """Refuse all that `read_rgb` refuses: the server plans by headers alone."""
-    from ltx2rt.media.images import read_rgb
-
     width, height = _size_px(path)
     if width * height > MAX_PX:
         size = f"{width}x{height} pixels"
@@ -161,14 +161,19 @@ def _size_px(path: Path) -> tuple[int, int]:
     from PIL import Image
 
     Image.MAX_IMAGE_PIXELS = MAX_PX  # Pillow opens nothing of twice as many
+    kinds = [{"HEIC": "HEIF"}.get(kind, kind) for kind in IMAGES]
     try:
-        with Image.open(path, formats=IMAGES) as image:
+        with Image.open(path, formats=[kind for kind in formats(path) if kind in kinds]) as image:
             return image.size
+    except ImportError:
+        raise ValueError("it is HEIC, which this server cannot read; save it as JPEG") from None
     except Image.DecompressionBombError:
         size = f"over {2 * MAX_PX} pixels"
         raise ValueError(f"{size}, expected at most {MAX_PX} in all; make it smaller") from None
     except Exception:  # Pillow's readers raise whatever a damaged file makes them stumble over
-        raise ValueError("it is no readable PNG, JPEG or WEBP file; save it again as one") from None
+        raise ValueError(
+            "it is no readable PNG, JPEG, WEBP or HEIC file; save it again as one"
+        ) from None
 
 
 def read_media(kind: str, path: Path) -> None:

@@ -21,7 +21,7 @@ def encoded(image, kind, **more):
 
 
 NOISE = Image.effect_noise((300, 200), 50).convert("RGB")
-NO_FILE = "it is no readable PNG, JPEG or WEBP file; save it again as one"
+NO_FILE = "it is no readable PNG, JPEG, WEBP or HEIC file; save it again as one"
 
 
 @pytest.mark.parametrize("data, words", [

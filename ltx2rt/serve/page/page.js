@@ -201,7 +201,7 @@ function addPicture(file) {
 }
 
 function addPictures(given) {
-  const known = (file) => ["image/png", "image/jpeg", "image/webp"].includes(file.type) || /\.exr$/i.test(file.name);
+  const known = (file) => ["image/png", "image/jpeg", "image/webp", "image/heic"].includes(file.type) || /\.exr$/i.test(file.name);
   for (const file of given) if (known(file)) addPicture(file);
 }
 
