@@ -231,3 +231,43 @@ def _taps(size: int, scaled: int, kept: int) -> tuple[np.ndarray, np.ndarray, np
     )
     low = np.minimum(source.astype(np.int64), size - 1)
     return low, np.minimum(low + 1, size - 1), source - low.astype(np.float32)
+
+
+def bicubic(
+    pixels: np.ndarray, width: int, height: int, place: tuple[float, float] = (0.5, 0.5)
+) -> np.ndarray:
+    """Scale u8[H, W, 3] to cover the size, bicubic with antialias, and crop: f32[3, height, width]
+    in [-1, 1].
+
+    place: shares of the cropped pixels that are left and above. As the official trainer scales
+    clips: torch's interpolate(mode="bicubic", antialias=True) of the range [0, 1], cut to it.
+    """
+    rows, columns = pixels.shape[:2]
+    scaled = (height, max(width, columns * height // rows))
+    if columns * height <= rows * width:
+        scaled = (max(height, rows * width // columns), width)
+    found = pixels.astype(np.float32) / np.float32(255)
+    for axis, (size, kept, share) in enumerate(
+        zip(scaled, (height, width), place[::-1], strict=True)
+    ):
+        first = int((size - kept) * share)
+        taps, weights = _cubic_taps(found.shape[axis], size, first, kept)
+        whole, found = found, np.zeros((), np.float32)
+        for i, w in zip(taps.T, weights.T, strict=True):
+            found = found + np.take(whole, i, axis) * w.reshape(-1, *[1] * (2 - axis))
+    return (found.clip(0, 1) * 2 - 1).transpose(2, 0, 1)
+
+
+def _cubic_taps(size: int, scaled: int, first: int, kept: int) -> tuple[np.ndarray, np.ndarray]:
+    """Source indices and weights (f32) [kept, taps] of the outputs from `first` on."""
+    scale = size / scaled
+    wide = max(scale, 1.0)  # the kernel spans two pixels of the coarser grid on both sides
+    centre = (np.arange(first, first + kept) + 0.5) * scale
+    low = np.maximum((centre - 2 * wide + 0.5).astype(int), 0)
+    high = np.minimum((centre + 2 * wide + 0.5).astype(int), size)
+    at = low[:, None] + np.arange((high - low).max())
+    x = np.abs(at + 0.5 - centre[:, None]) / wide
+    near, far = (1.5 * x - 2.5) * x * x + 1, ((2.5 - 0.5 * x) * x - 4) * x + 2  # a = -1/2
+    weights = np.where(x < 1, near, np.where(x < 2, far, 0)) * (at < high[:, None])
+    weights /= weights.sum(1, keepdims=True)
+    return np.minimum(at, size - 1), weights.astype(np.float32)

@@ -82,11 +82,16 @@ class SourceVideo(Stage):
         read = enumerate(read_frames(self.path, self.flag, self.num_frames))
         return (pixels for i, pixels in read if i == 0 or (i - 1) % self.stride == 0)
 
+    def fitted(self, pixels: np.ndarray) -> np.ndarray:
+        """Scale u8[H, W, 3] to the geometry's size: f32[3, height, width] in [-1, 1]."""
+        height, width = self.geometry.size_px
+        return fit(pixels, width, height)
+
     def encode(self, session: Session, watch: Stopwatch) -> np.ndarray:
         """The normalised latents, f32[1, C, f, h, w]."""
         g, latents = self.geometry, np.zeros(self.geometry.video_shape, np.float32)
         height, width = g.size_px
-        frames = (fit(pixels, width, height) for pixels in self.pictures())
+        frames = (self.fitted(pixels) for pixels in self.pictures())
         held, first = np.zeros((3, 0, height, width), np.float32), 0  # the frames from `first` on
         for t in self.tiling.frames:
             start, count = t.start * g.time_factor, pixel_frames(t.stop - t.start, g.time_factor)

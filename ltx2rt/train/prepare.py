@@ -24,7 +24,7 @@ import numpy as np
 from ltx2rt.atomic_file import replacing
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
-from ltx2rt.media.images import read_rgb
+from ltx2rt.media.images import bicubic, read_rgb
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.media.sound import read_sound, write_wav
 from ltx2rt.media.video import read_frames, read_mask, require_constant_rate, video_info
@@ -60,6 +60,7 @@ from ltx2rt.weights.files import TensorFile, digest, write_arrays
 MANIFEST = "manifest.jsonl"
 SAMPLES, CONTEXTS = "samples", "contexts"
 FPS = Fraction(24)  # rate that sound without a picture, and a picture without time, count by
+SCALING = "bicubic"  # part of a sample's digest: latents of another scaling are encoded again
 ASPECT = 0.03  # difference of the logarithms of aspect ratios that a crop may take away
 
 
@@ -154,6 +155,14 @@ class PrepareRequest:
     video_column: str | None = flag(
         None, "column of a table with the clips (default: found)", group="training", metavar="NAME"
     )
+    encoder_tiling: str = flag(
+        "off",
+        "encode a clip whole, or in tiles of 80 frames and 768 pixels, which take less memory",
+        group="training",
+        choices=("off", "auto"),
+        bare="auto",
+        name="--vae-tiling",
+    )
     held_out: float = flag(
         0.05,
         "share of the samples that a run measures and does not train on; at least one of ten",
@@ -226,6 +235,7 @@ class ClipPiece:
     place: tuple[float, float] = (0.5, 0.5)
     reference: Bucket | None = None
     stride: int = 1
+    tiling: str = "off"
 
     def geometry(self, session: Session) -> Geometry:
         return self._geometry(session, self.bucket)
@@ -245,31 +255,22 @@ class ClipPiece:
             if path is not None
         ]
         facts = (self.bucket, self.fps, self.frames, self.place, self.reference, self.stride)
+        facts += (self.tiling, SCALING)
         return [sorted(files), self.sound is not None, *map(str, facts)]
 
 
 @dataclass(frozen=True)
 class Piece(SourceVideo):
-    """Some frames of a file, cropped at a place to the geometry's aspect ratio."""
+    """Some frames of a file, scaled as the official trainer does and cropped at a place."""
 
     frames: tuple[int, ...] = (0,)
     place: tuple[float, float] = (0.5, 0.5)
 
-    def pictures(self) -> Iterator[np.ndarray]:
+    def fitted(self, pixels: np.ndarray) -> np.ndarray:
         height, width = self.geometry.size_px
-        for pixels in self._read():
-            rows, columns = pixels.shape[:2]
-            kept = (
-                min(rows, round(columns * height / width)),
-                min(columns, round(rows * width / height)),
-            )
-            top, left = (
-                round((whole - part) * share)
-                for whole, part, share in zip((rows, columns), kept, self.place[::-1], strict=True)
-            )
-            yield pixels[top : top + kept[0], left : left + kept[1]]
+        return bicubic(pixels, width, height, self.place)
 
-    def _read(self) -> Iterator[np.ndarray]:
+    def pictures(self) -> Iterator[np.ndarray]:
         if self.path.suffix.lower() in IMAGES:
             yield read_rgb(self.path, self.flag)
             return
@@ -653,7 +654,9 @@ def _pieces(clip: CaptionedClip, request: PrepareRequest) -> Iterator[ClipPiece]
         at = range(start, start + bucket.frames)
         frames = tuple(min(count - 1, math.floor(i * rate / fps + Fraction(1, 2))) for i in at)
         name = f"{clip.name}#{number}" if len(starts) > 1 else clip.name
-        job = ClipPiece(name, clip, bucket, fps, sound, start, frames, place)
+        job = ClipPiece(
+            name, clip, bucket, fps, sound, start, frames, place, tiling=request.encoder_tiling
+        )
         yield _with_reference(job, request, width / height) if clip.reference else job
 
 
@@ -733,7 +736,7 @@ def _latents(session: Session, job: ClipPiece, watch: Stopwatch) -> dict[str, np
 
     def encoded(path: Path, g: Geometry, frames: tuple[int, ...]) -> np.ndarray:
         grid = (g.frames, g.rows, g.columns)
-        tiling = plan_encoder_tiles(session.options.vae_tiling, grid, session.config.video_vae)
+        tiling = plan_encoder_tiles(job.tiling, grid, session.config.video_vae)
         piece = Piece(path, g, tiling, job.name, frames=frames, place=job.place)
         return piece.encode(session, watch)[0]
 

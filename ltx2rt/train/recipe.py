@@ -40,6 +40,9 @@ GROUPS: Mapping[str, tuple[str, ...]] = {  # modules of a block by group
         for way in ("audio_to_video", "video_to_audio")
         for part in ("to_q", "to_k", "to_v", "to_out.0")
     ),
+    "video-to-audio": tuple(  # the half of `cross` that the sound reads
+        f"video_to_audio_attn.{part}" for part in ("to_q", "to_k", "to_v", "to_out.0")
+    ),
     "video-ff": ("ff.net.0.proj", "ff.net.2"),
     "audio-ff": ("audio_ff.net.0.proj", "audio_ff.net.2"),
     "gates": tuple(  # LTX-2.3 and 2.5; the official trainer never targets them
@@ -60,6 +63,7 @@ STREAM_OF = {
     "audio-attn": "audio",
     "audio-ff": "audio",
     "cross": "cross",
+    "video-to-audio": "cross",
     "gates": "cross",
 }
 
@@ -89,7 +93,7 @@ MODES = {  # configs/*.yaml of the official trainer
     "t2v": Mode(BOTH, BOTH, ATTENTIONS),
     "i2v": Mode(BOTH, BOTH, ATTENTIONS, first_frame=0.5),
     "a2v": Mode(BOTH, ("video",), ATTENTIONS),
-    "v2a": Mode(BOTH, ("audio",), ("audio-attn", "audio-ff", "cross")),
+    "v2a": Mode(BOTH, ("audio",), ("audio-attn", "audio-ff", "video-to-audio")),
     "t2a": Mode(("audio",), ("audio",), ("audio-attn", "audio-ff"), 2e-4, 3000),
     "ic-lora": Mode(
         PICTURE, PICTURE, ("video-attn", "video-ff"), 2e-4, 3000, first_frame=0.2, reference=1.0
@@ -185,7 +189,7 @@ class NoiseLevels:
 
 
 def sigma(tokens: int, seed: int, stream: str, levels: NoiseLevels = NoiseLevels()) -> float:
-    """The noise level of one sample of so many noised tokens."""
+    """Return the noise level of one sample; tokens: of its target, given ones included."""
     return levels.least + (levels.most - levels.least) * _level(tokens, seed, stream, levels)
 
 

@@ -432,7 +432,7 @@ class Run:
             own = f"{stream}.{name}"
             shared_level = name == "audio" and "video" in self.trained and r.audio_sigma == "shared"
             if drawn and not shared_level:
-                level = sigma(max(1, int(noised.sum())), r.seed, own, r.levels)
+                level = sigma(tokens, r.seed, own, r.levels)
             noise = standard_normal(r.seed, own, clean.shape)
             if (
                 name == "video" and kind.reference

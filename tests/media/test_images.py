@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageCms, ImageFile
 
 from ltx2rt.errors import InputError
-from ltx2rt.media.images import cover, load_conditioning_image, notes, read_rgb, recompress
+from ltx2rt.media.images import bicubic, cover, load_conditioning_image, notes, read_rgb, recompress
 
 
 def photo(height=37, width=53, seed=0):
@@ -199,3 +199,24 @@ def test_what_is_left_out_is_said(tmp_path):
     assert notes(tmp_path / "moving.gif") == [
         f"{tmp_path / 'moving.gif'}: only the first of its 3 frames is used"
     ]
+
+
+@pytest.mark.parametrize("rows, columns", [(90, 200), (200, 90), (33, 40), (48, 64)])
+def test_bicubic_equals_torch_with_antialias_and_a_crop(rows, columns):
+    """Clips of training: scaled down by up to 4, up by 2, and not at all; float64 reference."""
+    import torch
+
+    pixels, height, width = photo(rows, columns), 48, 64
+    pixels[: rows // 2] = np.random.default_rng(0).integers(0, 2, pixels[: rows // 2].shape) * 255
+    wide = columns * height > rows * width
+    size = (height, columns * height // rows) if wide else (rows * width // columns, width)
+    planes = torch.from_numpy(pixels).permute(2, 0, 1)[None].double() / 255
+    scaled = torch.nn.functional.interpolate(planes, size=size, mode="bicubic", antialias=True)
+    expected = (scaled[0].clamp(0, 1) * 2 - 1).numpy()
+    for place in ((0.5, 0.5), (1.0, 0.0)):
+        left, top = (
+            int((a - b) * p) for a, b, p in zip(size[::-1], (width, height), place, strict=True)
+        )
+        found = bicubic(pixels, width, height, place)
+        part = expected[:, top : top + height, left : left + width]
+        assert np.abs(found - part).max() < 2e-6  # float32 sums of at most 18 taps

@@ -26,7 +26,7 @@ def rows_of(output):
 
 
 def test_targets_by_regular_expression():
-    known = [BLOCK + part for parts in GROUPS.values() for part in parts]
+    known = list({BLOCK + part: 0 for parts in GROUPS.values() for part in parts})
     assert targeted([r"attn1\.to_[qk]$"], known, 3) == [
         BLOCK + f"{name}.to_{x}" for name in ("attn1", "audio_attn1") for x in "qk"
     ]

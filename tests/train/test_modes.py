@@ -18,6 +18,7 @@ from ltx2rt.models.geometry import reference_positions, video_positions
 from ltx2rt.models.transformer import position_feeds
 from ltx2rt.pipelines import make_request
 from ltx2rt.run.plan import make_plan
+from ltx2rt.train.recipe import sigma
 from ltx2rt.train.request import Data, TrainRequest
 from ltx2rt.train.run import start
 from ltx2rt.weights.files import TensorFile
@@ -70,6 +71,20 @@ def test_reference_tokens_are_given_and_follow_those_of_the_clip(model, referenc
     )
     sizes = [half.feeds(half.drawn(i, 0))["video_clean"].shape[1] for i in range(30)]
     assert set(sizes) == {8, 10} and 8 < sizes.count(8) < 22
+
+
+def test_given_tokens_count_for_the_noise_level(model, cache):
+    """The official sampler sees the whole target: 8 tokens of picture, of which 4 are given."""
+    more = {"prefix": (1, 1.0), "mode": "extend", "targets": ("video-attn",)}
+    run = start(session_of(model), request(cache, dry_run=True, **more))
+    ((item, stream),) = run.drawn(0, 0)
+    x = run.feeds([(item, stream)])
+    assert x["video_noised"].sum() == 4 and x["video_sigma"] == np.float32(
+        sigma(8, run.request.seed, f"{stream}.video")
+    )
+    sounds = x["audio_noised"].size
+    assert 0 < x["audio_noised"].sum() < sounds
+    assert x["audio_sigma"] == np.float32(sigma(sounds, run.request.seed, f"{stream}.audio"))
 
 
 def test_what_masks_and_rectangles_leave_is_generated(model, referenced):

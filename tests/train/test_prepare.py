@@ -1,16 +1,22 @@
 """What `train prepare` takes of a clip, by its flags: frames, rates, places, references, masks."""
 
 import json
+from contextlib import closing
 from fractions import Fraction
 
 import numpy as np
 import pytest
 from train_runs import RATE, run_train, write_clips
 
+from ltx2rt import cli
 from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.media.sound import write_wav
 from ltx2rt.media.video import read_frames, video_info
+from ltx2rt.session.call import Call
+from ltx2rt.session.open import open_session
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.testing import relative_l2
 from ltx2rt.train.data import Bucket, CaptionedClip, parse_rate, read_clips
 from ltx2rt.train.prepare import Piece, PrepareRequest, _held_out, _jobs, read_arrays
 
@@ -51,7 +57,9 @@ def test_what_is_cropped_and_what_is_too_small(tmp_path):
     piece = Piece(clip.video, geometry, None, frames=(2,), place=(1.0, 0.0))  # pyright: ignore
     (found,) = piece.pictures()
     frame = list(read_frames(clip.video, "clip", 3))[2]
-    np.testing.assert_array_equal(found, frame[:, 64:])
+    np.testing.assert_array_equal(found, frame)
+    right = frame[:, 64:].transpose(2, 0, 1) / 127.5 - 1
+    np.testing.assert_allclose(piece.fitted(found), right, atol=1e-6)
     _, skipped = _jobs([clip, write_clip(tmp_path / "b.mp4", 9)], request(no_upscale=True))
     assert not skipped
     large = (Bucket(128, 64, 9),)
@@ -204,3 +212,36 @@ def test_shares_of_several_processes_make_what_one_makes(model, tmp_path, capsys
         assert "--share" in capsys.readouterr().err
     assert run_train(model, *words, "--share", "1/2", "--verify", 1) == 2
     assert "--verify: goes with the run without --share" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+def test_a_long_clip_is_encoded_whole_and_scaled_as_the_official_trainer_does(
+    model, tmp_path, backend
+):
+    """89 frames are more than one tile; the reference scales by torch and encodes them at once."""
+    import torch
+
+    path, folder = tmp_path / "clips" / "a.mp4", tmp_path / "clips"
+    folder.mkdir()
+    shown = np.random.default_rng(0).integers(0, 255, (89, 72, 96, 3), np.uint8)
+    write_mp4(path, [shown], num_frames=89, fps=Fraction(24))
+    path.with_suffix(".txt").write_text("noise")
+    where = ("--model", model, "--backend", backend, "--device", "cpu", "--dtype", "float32")
+    found = {}
+    for tiles in ((), ("--vae-tiling",)):
+        cache = tmp_path / f"cache{len(tiles)}"
+        words = (folder, *where, "--output", cache, "--buckets", "32x32x89", *tiles)
+        assert cli.main(["train", "prepare", *map(str, words)]) == 0
+        (sample,) = (cache / "samples").iterdir()
+        found[tiles] = read_arrays(sample)["video"]
+    frames = np.stack(list(read_frames(path, "clip", 89)))
+    scaled = torch.nn.functional.interpolate(
+        torch.from_numpy(frames).permute(0, 3, 1, 2).double() / 255,
+        size=(32, 42), mode="bicubic", antialias=True,
+    )  # fmt: skip
+    whole = (scaled[..., 5:37].clamp(0, 1) * 2 - 1).numpy().astype(np.float32).transpose(1, 0, 2, 3)
+    with closing(open_session(ModelOptions(backend, model, device="cpu", dtype="float32"))) as own:
+        call = Call("video-encoder", (1, *whole.shape))
+        expected = own.backend.to_host(own.run(call, {"frames": whole[None]})["latent"])[0]
+    assert relative_l2(found[()], expected) < 1e-5  # float32 in two orders
+    assert relative_l2(found["--vae-tiling",], expected) > 1e-3

@@ -7,7 +7,7 @@ import pytest
 
 from ltx2rt.errors import InputError
 from ltx2rt.train.data import Bucket, bucket_of, parse_bucket
-from ltx2rt.train.recipe import GROUPS, group_of, initial, rate, sigma, targeted
+from ltx2rt.train.recipe import GROUPS, MODES, group_of, initial, rate, sigma, targeted
 
 BLOCK = "model.diffusion_model.transformer_blocks.*."
 
@@ -57,12 +57,14 @@ def test_adapters_begin_as_in_peft():
 
 
 def test_targets_are_groups_of_modules():
-    known = [BLOCK + part for parts in GROUPS.values() for part in parts] + [
-        BLOCK + "attn1.to_gate_logits"
-    ]
+    own = [BLOCK + part for parts in GROUPS.values() for part in parts]
+    known = [*dict.fromkeys(own), BLOCK + "attn1.to_gate_logits"]
     found = targeted(["video-attn"], known)
     assert len(found) == 8 and not any("gate" in name or "audio" in name for name in found)
     assert {group_of(name.replace("*", "3") + ".lora_A.weight") for name in found} == {"video-attn"}
+    halves = targeted(MODES["v2a"].targets, known)  # the official 14 linears of a block
+    assert len(halves) == 14 and not any("audio_to_video" in name for name in halves)
+    assert {group_of(name + ".lora_A.weight") for name in halves[10:]} == {"cross"}
     with pytest.raises(
         InputError, match=r"'video-attm', expected some of .*did you mean video-attn"
     ):
