@@ -94,14 +94,23 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(partial, path)
 
 
+def remove_left(folder: Path) -> None:
+    """Remove the unfinished files of a folder in which no process writes any more."""
+    for partial in folder.glob(".*.[0-9]*.partial"):
+        partial.unlink(missing_ok=True)
+
+
 @contextmanager
 def alone_in(folder: Path, flag: str) -> Iterator[None]:
-    """Keep other runs out of a folder meanwhile; it may be removed. Raises InputError if another
-    run
-    is in it, OSError if it cannot be opened."""
+    """Keep other runs out of a folder meanwhile, and remove what killed ones left unfinished in it;
+    the folder may be removed.
+
+    Raises InputError if another run is in it, OSError if it cannot be opened.
+    """
     found = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        remove_left(folder)
         yield
     except BlockingIOError:
         text = f"{flag}: another run is writing {folder}; wait for it, or choose another name"

@@ -156,8 +156,9 @@ def cost(work: Work, runs: CountsById = EACH_ONCE) -> StageCost:
 
 
 def peak(costs: Iterable[StageCost]) -> StageCost:
-    """The stage that needs the most memory: a run fits where this one does."""
-    return max(costs, key=lambda c: c.peak_bytes)
+    """The stage that needs the most memory: a run fits where this one does. Of a run that calls no
+    network, nothing."""
+    return max(costs, key=lambda c: c.peak_bytes, default=cost(Work("no network", (), {})))
 
 
 def beside_recorded(costs: Iterable[StageCost], recorded_bytes: int) -> list[StageCost]:

@@ -58,7 +58,7 @@ class Plan:
 
     def makes(self, what: str) -> bool:
         """what: FRAMES, SOUND or LENGTH of `stages.stage`."""
-        return any(stage.makes == what for stage in self.stages)
+        return any(what in stage.makes for stage in self.stages)
 
     def merge_lines(self) -> Iterator[str]:
         """One for each LoRA of each stage, with its role."""

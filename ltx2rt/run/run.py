@@ -41,7 +41,7 @@ def timed(session: Session, plan: Plan, stream: TextIO | None = None) -> Plan:
     if plan.request.auto_duration is None:
         return plan
     state, watch = State(), Stopwatch(stream, synchronize=session.backend.synchronize)
-    last = next(i for i, stage in enumerate(plan.stages) if stage.makes == LENGTH)
+    last = next(i for i, stage in enumerate(plan.stages) if LENGTH in stage.makes)
     run_stages(session, replace(plan, stages=plan.stages[: last + 1]), watch, state)
     assert state.num_frames, "the duration stage says how many"
     if session.backend.is_main:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ltx2rt.atomic_file import alone_in, replacing
+from ltx2rt.atomic_file import alone_in, remove_left, replacing
 from ltx2rt.errors import InputError
 from ltx2rt.pipelines.request import Request
 from ltx2rt.run.files import Files
@@ -55,9 +54,8 @@ def seed_of(folder: Path) -> int | None:
 
 @contextmanager
 def claimed(session: Session, plan: Plan, folder: Path) -> Iterator[None]:
-    """Have the folder for the plan's clip alone. Raises InputError if it holds another one's
-    segments,
-    or another run is at it."""
+    """Have the folder for the plan's clip alone. Raises InputError if it holds segments of another
+    clip, or another run is at it."""
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
@@ -77,7 +75,7 @@ def _check(asked: Any, folder: Path) -> None:
     except (OSError, ValueError) as error:
         raise InputError(f"--output: {folder} cannot be read ({error}); remove it") from None
     if found is None:
-        if other := next((p for p in folder.iterdir() if p.suffix != ".partial"), None):
+        if other := next(folder.iterdir(), None):
             raise InputError(f"--output: {other} is no segment; move it, or choose another name")
         with replacing(path) as partial:
             partial.write_text(json.dumps(asked, ensure_ascii=False))
@@ -99,9 +97,9 @@ def _difference(found: Any, asked: Any, name: str = "") -> str:
 
 def discard(folder: Path) -> None:
     """Remove the segments, and the folder unless something else is in it."""
-    unfinished = folder.glob(f".*{PART}.*.partial"), folder.glob(f".{REQUEST}.*.partial")
+    remove_left(folder)
     recorded = (folder / STREAM, *folder.glob(f"{CLIP}.m??"))
-    for path in (*folder.glob(PART), *chain(*unfinished), *recorded, folder / REQUEST):
+    for path in (*folder.glob(PART), *recorded, folder / REQUEST):
         path.unlink(missing_ok=True)
     with suppress(OSError):
         folder.rmdir()

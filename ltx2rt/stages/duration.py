@@ -35,7 +35,7 @@ class Duration(Stage):
     window_s: tuple[float, ...]
     fps: Fraction
     name = "duration"
-    makes = LENGTH
+    makes = (LENGTH,)
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         yield Call("duration-head", (1, PROMPT_TOKENS))

@@ -94,7 +94,7 @@ class Frames(Stage):
     tiling: Tiling
     num_videos: int = 1
     name = "decode"
-    makes = FRAMES
+    makes = (FRAMES,)
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         tiles = list(itertools.product(self.tiling.frames, self.tiling.rows, self.tiling.columns))

@@ -31,7 +31,7 @@ from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.joined import SourceClip
 from ltx2rt.stages.sound import Sound, decode_mel, vocode
 from ltx2rt.stages.source_sound import encode_mel
-from ltx2rt.stages.stage import Stage, State, finite
+from ltx2rt.stages.stage import FRAMES, SOUND, Stage, State, finite
 from ltx2rt.weights.files import TensorFile, write_arrays
 
 SEGMENT = "segment"  # the stage whose step says that one is there
@@ -331,6 +331,10 @@ class Segments(Stage):
 
     parts: Sequence[SegmentFile]
     name = "segments"
+
+    @property
+    def makes(self) -> Collection[str]:  # type: ignore[override]
+        return (FRAMES, SOUND) if self.parts[0].info.has_sound else (FRAMES,)
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         return iter(())

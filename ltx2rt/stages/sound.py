@@ -30,7 +30,7 @@ class Sound(Stage):
     geometry: Geometry
     num_videos: int = 1
     name = "audio"
-    makes = SOUND
+    makes = (SOUND,)
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         mel = self.geometry.mel_shape(model.audio_vae)

@@ -6,7 +6,7 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -66,9 +66,7 @@ class Stage(Protocol):
     methods."""
 
     name: str  # what reports and progress call it
-    makes: str | None = (
-        None  # FRAMES, SOUND or LENGTH: what is read of the state when the run is over
-    )
+    makes: Collection[str] = ()  # FRAMES, SOUND, LENGTH: read from the final state
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         """The networks that it calls, in order, from headers alone."""

@@ -120,6 +120,16 @@ def test_what_was_cut_off_goes_on_to_the_same_file(calibrated, tmp_path, monkeyp
     assert (tmp_path / "plans.json").read_bytes() == (tmp_path / "whole.json").read_bytes()
 
 
+def test_what_a_killed_run_left_unfinished_goes(calibrated, tmp_path):
+    """It may have died before it wrote whose runs these are."""
+    folder = tmp_path / "plans.json.runs"
+    folder.mkdir()
+    for name in ("about.json", "exact-0.npz"):
+        (folder / f".{name}.77.partial").write_text("{")
+    status, _, err = calibrated("--quick", "--evaluations", 3)
+    assert status == 0 and not folder.exists(), err
+
+
 def test_two_at_once_are_one(calibrated, tmp_path):
     folder = tmp_path / "plans.json.runs"
     folder.mkdir()

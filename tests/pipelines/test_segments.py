@@ -4,6 +4,7 @@ they stopped."""
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,6 +35,8 @@ from ltx2rt.run.recording import STREAM, recording
 from ltx2rt.run.report import comment
 from ltx2rt.run.run import produce
 from ltx2rt.run.segments import check_records, claimed, discard, folder_of
+from ltx2rt.serve.folder import segments_of
+from ltx2rt.serve.worker import attempt
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import NO_LORA, ModelOptions
 from ltx2rt.stages.denoise import Denoise
@@ -300,6 +303,49 @@ def started(words):
     alone = os.environ | {"OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-m", "ltx2rt", *words]
     return subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=alone)
+
+
+@pytest.mark.parametrize("audio", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_it_goes_on_from_any_number_of_segments(tiny, command, opened, tmp_path, audio):
+    """None, one, and all of them, whose run ended before it wrote the file: from the command line,
+    in a worker of the server and from Python it becomes the same clip."""
+    session, whole, steps = opened.resident, tmp_path / "whole", {"steps": 1, "audio": audio}
+    request = asked(whole, num_frames=17, segments=2, **steps)
+    with claimed(session, make_plan(session, request), whole):
+        frames, wave = made(session, request)
+
+    def left(folder, count):
+        folder.mkdir()
+        for name in ["request.json", *(f"{i:04d}.*" for i in range(count))]:
+            for path in whole.glob(name):
+                shutil.copy(path, folder)
+        return folder
+
+    clip = SIZE | {"prompt": "a fox", "num_frames": 17, "segments": 2, **steps}
+    files = set()
+    for count in range(3):
+        again = opened.generate(
+            pipeline="one-stage", parts=left(tmp_path / str(count), count), **clip
+        )
+        np.testing.assert_array_equal(again.frames, frames)
+        np.testing.assert_array_equal(again.waveform, wave)
+        job = {"id": f"j{count}", "epoch": 1, "stem": str(tmp_path / f"j{count}.1")}
+        job |= {"pipeline": "one-stage", "clip": clip, "images": [], "loras": []}
+        left(segments_of(job), count)
+        event, facts = attempt(session, (), job, None)
+        assert event == "done", facts
+        files.add((tmp_path / f"j{count}.1.mp4").read_bytes())
+        output = tmp_path / f"{count}.mp4"
+        left(folder_of(output), count)
+        words = arguments(
+            tiny, output, "--seed", 3, "--num-frames", 17, "--segments", 2, "--steps", 1
+        )
+        words = [word for word in words if word not in ("--length", "2.5")]
+        words += ["--distilled-lora", "none", "--dtype", "float32"]
+        status, _, err = command(*words, *[] if audio else ["--no-audio"])
+        assert status == 0 and not folder_of(output).exists(), err
+        files.add(output.read_bytes())
+    assert len(files) == 1
 
 
 @pytest.mark.slow
