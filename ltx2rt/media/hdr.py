@@ -225,8 +225,8 @@ def _pixels(frame: Any) -> np.ndarray:
     return np.stack([planes[i][:, : frame.width] for i in order], -1).astype(np.float32)
 
 
-def exr_bytes(pixels: np.ndarray, space: str) -> bytes:
-    """[H, W, 3] as a file of half floats, ZIP, with the space's primaries in its header."""
+def exr_bytes(pixels: np.ndarray, space: str, xmp: str | None = None) -> bytes:
+    """[H, W, 3] as a file of half floats, ZIP, with the space's primaries and XMP in its header."""
     import av
 
     height, width, _ = pixels.shape
@@ -241,19 +241,27 @@ def exr_bytes(pixels: np.ndarray, space: str) -> bytes:
     encoder.time_base, frame.pts = Fraction(1, 24), 0
     encoder.options = {"compression": "zip16", "format": "half"}
     data = b"".join(map(bytes, [*encoder.encode(frame), *encoder.encode(None)]))
-    return _tagged(data, space, -(-height // 16))
+    return _tagged(data, space, -(-height // 16), xmp)
 
 
-def _tagged(data: bytes, space: str, chunks: int) -> bytes:
-    """The file with one more attribute; the table behind the header says where its chunks are."""
+def _tagged(data: bytes, space: str, chunks: int, xmp: str | None) -> bytes:
+    """The file with more attributes; the table behind the header says where its chunks are."""
     if primaries := CHROMATICITIES.get(space):
         more = b"chromaticities\0chromaticities\0" + struct.pack("<i8f", 32, *primaries)
     else:
-        more = b"colorSpace\0string\0" + struct.pack("<i", len(space)) + space.encode()
+        more = _text("colorSpace", space)
+    if xmp is not None:
+        more += _text("xmp", xmp)
     end = _header_end(data)
     places = struct.unpack_from(f"<{chunks}Q", data, end + 1)
     table = struct.pack(f"<{chunks}Q", *(place + len(more) for place in places))
     return data[:end] + more + b"\0" + table + data[end + 1 + len(table) :]
+
+
+def _text(name: str, value: str) -> bytes:
+    """An attribute of an EXR header."""
+    encoded = value.encode()
+    return name.encode() + b"\0string\0" + struct.pack("<i", len(encoded)) + encoded
 
 
 def attributes(data: bytes) -> dict[str, bytes]:

@@ -26,6 +26,7 @@ import numpy as np
 
 from ltx2rt.atomic_file import replacing
 from ltx2rt.media.hdr import ten_bits, to_codes
+from ltx2rt.media.provenance import Origin
 
 AAC_FRAME = 1024  # samples
 AAC_RATES = (
@@ -137,6 +138,7 @@ def write_mp4(
     waveform: np.ndarray | None = None,
     sample_rate: int = 0,
     comment: dict[str, Any] | None = None,
+    origin: Origin | None = None,
     container: Container = MP4,
 ) -> Durations:
     """Encode `chunks` as they come and rename the finished file to `path`, whatever its suffix.
@@ -146,8 +148,8 @@ def write_mp4(
     The
     iterator runs in the caller's thread, the encoder in its own. waveform: f32[2, N] in [-1, 1]
     (clamped), padded with silence or trimmed to num_frames / fps seconds; None: no sound. comment:
-    stored as JSON. Raises ValueError for misshapen or non-finite data, RuntimeError if the streams
-    of the written file disagree.
+    stored as JSON. origin: marks the file. Raises ValueError for misshapen or non-finite data,
+    RuntimeError if the streams of the written file disagree.
     """
     import av
 
@@ -158,14 +160,25 @@ def write_mp4(
         with av.open(
             str(partial), "w", format=kind.format, options=kind.options(fps, sample_rate)
         ) as file:
-            if comment is not None:
-                file.metadata["comment"] = json.dumps(comment, ensure_ascii=False)
+            _describe(file, kind, comment, origin)
             # both streams exist before the first packet: the header is written then
             video, audio = _streams(file, kind, fps, sample_rate if waveform is not None else None)
             _encode_video(file, video, chunks, num_frames)
             if audio is not None and waveform is not None:
                 _encode_audio(file, audio, waveform, sample_rate)
+        if origin:
+            origin.mark(partial, f".{kind.format}")
         return _verify(partial, num_frames, fps, sample_rate, audio is not None)
+
+
+def _describe(
+    file: Any, kind: Container, comment: dict[str, Any] | None, origin: Origin | None
+) -> None:
+    """Set the tags of a file that is being written; the XMP of MP4 and MOV has a box at their end."""
+    if comment is not None:
+        file.metadata["comment"] = json.dumps(comment, ensure_ascii=False)
+    if origin and kind.format == "webm":
+        file.metadata["XMP"] = origin.xmp()
 
 
 def _streams(file: Any, kind: Container, fps: Fraction, sample_rate: int | None) -> tuple[Any, Any]:
@@ -209,10 +222,11 @@ class FollowedClip:
         fps: Fraction,
         sample_rate: int | None,
         comment: dict[str, Any] | None,
+        origin: Origin | None = None,
     ):
         import av
 
-        self.path, self.fps, self.rate = path, fps, sample_rate
+        self.path, self.fps, self.rate, self._origin = path, fps, sample_rate, origin
         self._held = np.zeros((2, 0), np.float32)  # sound that is not yet a frame of AAC
         self._written, self._heard = 0, 0
         descriptor = os.open(stream, os.O_CREAT | os.O_WRONLY, 0o666)
@@ -222,8 +236,7 @@ class FollowedClip:
             av.open(str(path), "w", format=container.format, options=options),
             av.open(Sink(self._stream), "w", format="mp4", options=options | FRAGMENTS),
         )
-        if comment is not None:
-            files[0].metadata["comment"] = json.dumps(comment, ensure_ascii=False)
+        _describe(files[0], container, comment, origin)
         self._files = [(file, *_streams(file, container, fps, sample_rate)) for file in files]
 
     def add(self, frames: Iterable[np.ndarray], waveform: np.ndarray | None) -> None:
@@ -249,6 +262,8 @@ class FollowedClip:
         for file, _, _ in self._files:
             file.close()
         self._stream.close()
+        if self._origin:
+            self._origin.mark(self.path, self.path.suffix)
         return _verify(self.path, self._written, self.fps, self.rate or 0, self.rate is not None)
 
     def abandon(self) -> None:

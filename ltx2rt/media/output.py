@@ -33,6 +33,7 @@ from ltx2rt.atomic_file import unfinished
 from ltx2rt.errors import InputError
 from ltx2rt.media.hdr import HighRange, as_frames, exr_bytes, from_model, video_signal
 from ltx2rt.media.mp4 import HLG, MOV, MP4, PQ, WEBM, Container, fit_audio, to_rgb8, write_mp4
+from ltx2rt.media.provenance import SIGNED_TYPES, XMP_TEXT, Origin
 from ltx2rt.media.sound import resample, wav_bytes, write_wav
 from ltx2rt.notes import note
 
@@ -82,6 +83,13 @@ def check_hdr(path: Path, transfer: str | None) -> None:
         raise InputError(f"--hdr: {path} cannot hold it; write *.mp4, *.mov or *%05d.exr")
     if not hdr and suffix == ".exr":
         raise InputError(f"--output: {path} is for clips in high dynamic range; add --hdr")
+
+
+def check_signed(path: Path) -> None:
+    """Refuse a form that C2PA cannot sign. Raises InputError."""
+    if path.suffix.lower() not in SIGNED_TYPES:
+        forms = ", ".join(f"*{suffix}" for suffix in SIGNED_TYPES)
+        raise InputError(f"--sign: {path} cannot hold a C2PA manifest; write one of {forms}")
 
 
 def container_of(path: Path, transfer: str | None = None) -> Container | None:
@@ -134,6 +142,7 @@ def write_clip(
     waveform: np.ndarray | None = None,
     sample_rate: int = 0,
     comment: dict[str, Any] | None = None,
+    origin: Origin | None = None,
     hdr: HighRange | None = None,
 ) -> dict[Path, FileState]:
     """Write a clip as its name says; arguments and errors are those of `write_mp4`.
@@ -161,13 +170,13 @@ def write_clip(
             "waveform": waveform,
             "sample_rate": sample_rate,
         }
-        write_mp4(path, shown, **clip, comment=comment, container=container)
+        write_mp4(path, shown, **clip, comment=comment, origin=origin, container=container)
     elif suffix == ".wav":
         if waveform is None:
             raise ValueError(f"{path}: there is no sound to write")
-        write_wav(path, waveform, sample_rate, comment)
+        write_wav(path, waveform, sample_rate, comment, origin)
     else:
-        files = _write_frames(path, chunks, num_frames, waveform, sample_rate, comment, hdr)
+        files = _write_frames(path, chunks, num_frames, waveform, sample_rate, comment, origin, hdr)
         return {file: state_of(file) for file in files}
     return {path: state_of(path)}
 
@@ -245,7 +254,8 @@ def _write_frames(
     waveform: np.ndarray | None,
     sample_rate: int,
     comment: dict[str, Any] | None,
-    hdr: HighRange | None = None,
+    origin: Origin | None,
+    hdr: HighRange | None,
 ) -> list[Path]:
     """All files are made in a folder beside, and get their names when they are complete."""
     from PIL import Image, PngImagePlugin
@@ -253,6 +263,9 @@ def _write_frames(
     info = PngImagePlugin.PngInfo()
     if comment is not None:
         info.add_itxt("Comment", json.dumps(comment, ensure_ascii=False))
+    xmp = origin.xmp() if origin else None
+    if xmp:
+        info.add_itxt(XMP_TEXT, xmp)
 
     written, named = 0, list[Path]()
     with (
@@ -263,13 +276,13 @@ def _write_frames(
 
         def write(numbered: tuple[int, np.ndarray]) -> None:
             number, pixels = numbered
+            name = folder / (path.name % number)
             if hdr:
-                name = folder / (path.name % number)
-                name.write_bytes(exr_bytes(from_model(pixels, hdr), hdr.space))
+                name.write_bytes(exr_bytes(from_model(pixels, hdr), hdr.space, xmp))
                 return
-            Image.fromarray(pixels).save(
-                folder / (path.name % number), pnginfo=info, compress_level=PNG_LEVEL
-            )
+            Image.fromarray(pixels).save(name, pnginfo=info, compress_level=PNG_LEVEL)
+            if origin:
+                origin.mark(name, ".png")
 
         for chunk in chunks:
             frames = as_frames(chunk) if hdr else to_rgb8(chunk)
@@ -278,7 +291,7 @@ def _write_frames(
         if written != num_frames:
             raise ValueError(f"frames: {written} arrived, expected {num_frames}")
         if waveform is not None:
-            write_wav(folder / sound_beside(path).name, waveform, sample_rate, comment)
+            write_wav(folder / sound_beside(path).name, waveform, sample_rate, comment, origin)
         _require_no_frames(path)  # frames of a run that has ended meanwhile
         try:
             for file in sorted(folder.iterdir()):

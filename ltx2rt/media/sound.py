@@ -21,6 +21,7 @@ import numpy as np
 from ltx2rt.atomic_file import replacing
 from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import fit_audio, opened, tagged_s
+from ltx2rt.media.provenance import Origin
 from ltx2rt.notes import note
 
 LEVELS = {
@@ -257,19 +258,28 @@ def resample(waveform: np.ndarray, rate: int, new_rate: int) -> np.ndarray:
 
 
 def write_wav(
-    path: Path, waveform: np.ndarray, sample_rate: int, comment: dict[str, Any] | None = None
+    path: Path,
+    waveform: np.ndarray,
+    sample_rate: int,
+    comment: dict[str, Any] | None = None,
+    origin: Origin | None = None,
 ) -> None:
-    """The file of `wav_bytes`, whole or not at all."""
-    data = wav_bytes(waveform, sample_rate, comment)
+    """Write the file of `wav_bytes`, whole or not at all, marked with its origin."""
+    data = wav_bytes(waveform, sample_rate, comment, origin.xmp() if origin else None)
     with replacing(path) as partial:
         partial.write_bytes(data)
+        if origin:
+            origin.mark(partial, path.suffix.lower())
 
 
 def wav_bytes(
-    waveform: np.ndarray, sample_rate: int, comment: dict[str, Any] | None = None
+    waveform: np.ndarray,
+    sample_rate: int,
+    comment: dict[str, Any] | None = None,
+    xmp: str | None = None,
 ) -> bytes:
     """f32[2, N] in [-1, 1], clamped, as a file of 16-bit PCM. comment: stored as JSON, in the tag
-    ICMT.
+    ICMT. xmp: stored in the chunk _PMX.
 
     Raises ValueError for misshapen or non-finite data.
     """
@@ -281,7 +291,10 @@ def wav_bytes(
     if comment is not None:
         text = json.dumps(comment, ensure_ascii=False).encode() + b"\0"
         body += _chunk(b"LIST", b"INFO" + _chunk(b"ICMT", text))
-    return _chunk(b"RIFF", b"WAVE" + body + _chunk(b"data", samples))
+    body += _chunk(b"data", samples)
+    if xmp is not None:
+        body += _chunk(b"_PMX", xmp.encode())
+    return _chunk(b"RIFF", b"WAVE" + body)
 
 
 def _chunk(name: bytes, body: bytes) -> bytes:

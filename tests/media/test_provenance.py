@@ -1,0 +1,228 @@
+"""Files say that a model made them, in words that other programs read."""
+
+import datetime
+import io
+import json
+import struct
+import xml.etree.ElementTree as ElementTree
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from ltx2rt.errors import InputError
+from ltx2rt.media.hdr import HighRange, attributes
+from ltx2rt.media.mp4 import MP4, FollowedClip
+from ltx2rt.media.output import check_signed, write_clip
+from ltx2rt.media.provenance import Origin, now, read_signature
+
+IPTC = "http://iptc.org/std/Iptc4xmpExt/2008-02-29/"
+SOURCES = "http://cv.iptc.org/newscodes/digitalsourcetype/"
+ORIGIN = Origin('LTX-2.3 "dev"', "dev.safetensors", "0f3c", "2026-01-02T03:04:05Z")
+RNG = np.random.default_rng(3)
+FRAMES = RNG.integers(0, 256, (9, 64, 64, 3), np.uint8)
+SOUND = RNG.uniform(-0.5, 0.5, (2, 48000 * 9 // 24)).astype(np.float32)
+CLIP = {"num_frames": 9, "fps": Fraction(24), "waveform": SOUND, "sample_rate": 48000}
+TYPES = {".mp4": "video/mp4", ".mov": "video/quicktime", ".png": "image/png", ".wav": "audio/wav"}
+
+
+def packet_of(file: Path) -> str:
+    """The XMP where its specification (part 3) puts it in each format, or as a tag."""
+    data = file.read_bytes()
+    if file.suffix == ".png":
+        with Image.open(file) as image:
+            return image.info["XML:com.adobe.xmp"]
+    if file.suffix == ".exr":
+        return attributes(data)["xmp"].decode()
+    if file.suffix == ".webm":
+        with av.open(str(file)) as container:
+            return container.metadata["XMP"]
+    if file.suffix == ".wav":
+        at, chunks = 12, {}
+        while at < len(data):
+            name, size = struct.unpack_from("<4sI", data, at)
+            chunks[name] = data[at + 8 : at + 8 + size]
+            at += 8 + size + size % 2
+        return chunks[b"_PMX"].decode()
+    at, uuid = 0, bytes.fromhex("be7acfcb97a942e89c71999491e3afac")
+    while at < len(data):
+        size, kind = struct.unpack_from(">I4s", data, at)
+        if kind == b"uuid" and data[at + 8 : at + 24] == uuid:
+            return data[at + 24 : at + size].decode()
+        at += size
+    raise AssertionError("no box with XMP")
+
+
+def properties(file: Path) -> dict[str, str]:
+    root = ElementTree.fromstring(packet_of(file).encode())
+    return dict(next(root.iter("{http://www.w3.org/1999/02/22-rdf-syntax-ns#}Description")).attrib)
+
+
+@pytest.mark.parametrize(
+    "name", ["a.mp4", "a.mov", "a.webm", "a%02d.png", "a.wav", "hdr%02d.exr", "hdr.mp4"]
+)
+def test_every_form_says_that_a_model_made_it(name, tmp_path):
+    hdr = HighRange("SRGB_LINEAR") if name.startswith("hdr") else None
+    chunks = [RNG.uniform(-1, 1, (3, 9, 64, 64)).astype(np.float32)] if hdr else [FRAMES]
+    files = write_clip(tmp_path / name, chunks, **CLIP, origin=ORIGIN, hdr=hdr)
+    for file in files:
+        found = properties(file)
+        assert found[f"{{{IPTC}}}DigitalSourceType"] == SOURCES + "trainedAlgorithmicMedia"
+        assert found[f"{{{IPTC}}}AISystemUsed"] == 'LTX-2.3 "dev"'
+        assert found["{http://ns.adobe.com/xap/1.0/}CreateDate"] == "2026-01-02T03:04:05Z"
+        if file.suffix in (".mp4", ".mov", ".webm"):
+            with av.open(str(file)) as container:
+                assert sum(1 for _ in container.decode(video=0)) == 9
+
+
+def test_a_clip_that_keeps_parts_of_another_says_so(tmp_path):
+    origin = Origin("LTX-2.3", "", "1", now(), kept=(tmp_path / "given.mp4",))
+    write_clip(tmp_path / "a.wav", [], **CLIP, origin=origin)
+    kind = properties(tmp_path / "a.wav")[f"{{{IPTC}}}DigitalSourceType"]
+    assert kind == SOURCES + "compositeWithTrainedAlgorithmicMedia"
+
+
+def test_a_clip_that_was_streamed_meanwhile_is_marked(tmp_path):
+    clip = FollowedClip(
+        tmp_path / "a.mp4", tmp_path / "s.mp4", MP4, fps=Fraction(24), sample_rate=None, comment=None,
+        origin=ORIGIN,
+    )  # fmt: skip
+    clip.add(FRAMES, None)
+    clip.close()
+    assert properties(tmp_path / "a.mp4")[f"{{{IPTC}}}AISystemVersionUsed"] == "dev.safetensors"
+
+
+def test_the_time_can_be_fixed(monkeypatch):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1767323045")
+    assert now() == "2026-01-02T03:04:05Z"
+
+
+def certificate(folder: Path, days: int = 365, usage: str = "EMAIL_PROTECTION", rsa: bool = False):
+    """A chain of two certificates and a key, as PEM files."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.asymmetric import rsa as rsa_keys
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+    now = datetime.datetime.now(datetime.UTC)
+    root = ec.generate_private_key(ec.SECP256R1())
+    key = (
+        rsa_keys.generate_private_key(65537, 2048)
+        if rsa
+        else ec.generate_private_key(ec.SECP256R1())
+    )
+
+    def named(text):
+        kinds = ((NameOID.ORGANIZATION_NAME, "tests"), (NameOID.COMMON_NAME, text))
+        return x509.Name([x509.NameAttribute(kind, value) for kind, value in kinds])
+
+    def signed(subject, public, is_root, end):
+        flags = (True, False, False, False, False, is_root, is_root, False, False)
+        parent = x509.AuthorityKeyIdentifier.from_issuer_public_key(root.public_key())
+        builder = (
+            x509.CertificateBuilder(named("root"), named(subject), public)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(days=30))
+            .not_valid_after(now + datetime.timedelta(days=end))
+            .add_extension(x509.BasicConstraints(is_root, None), critical=True)
+            .add_extension(x509.KeyUsage(*flags), critical=True)
+            .add_extension(parent, critical=False)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        )
+        if not is_root:
+            purpose = x509.ExtendedKeyUsage([getattr(ExtendedKeyUsageOID, usage)])
+            builder = builder.add_extension(purpose, critical=False)
+        return builder.sign(root, hashes.SHA256())
+
+    chain = [
+        signed("leaf", key.public_key(), False, days),
+        signed("root", root.public_key(), True, 999),
+    ]
+    pem = serialization.Encoding.PEM
+    paths = folder / "cert.pem", folder / "key.pem"
+    paths[0].write_bytes(b"".join(one.public_bytes(pem) for one in chain))
+    no_password = serialization.NoEncryption()
+    paths[1].write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, no_password))
+    return paths
+
+
+def manifest(file: Path, data: bytes | None = None):
+    """The state of a file and its newest manifest, by c2pa-python's reader."""
+    import c2pa
+
+    stream = io.BytesIO(file.read_bytes() if data is None else data)
+    read = json.loads(c2pa.Reader(TYPES[file.suffix], stream).json())
+    return read["validation_state"], read["manifests"][read["active_manifest"]]
+
+
+def actions_of(found):
+    labelled = {one["label"]: one["data"] for one in found["assertions"]}
+    return labelled["c2pa.actions.v2"]["actions"]
+
+
+@pytest.mark.parametrize(
+    ("name", "rsa"), [("a.mp4", 0), ("a.mov", 1), ("a%02d.png", 0), ("a.wav", 0)]
+)
+def test_signed_files_are_valid_until_a_byte_changes(name, rsa, tmp_path):
+    pytest.importorskip("c2pa")
+    given = tmp_path / "given.mp4"
+    write_clip(given, [FRAMES], **CLIP)
+    (tmp_path / "shown.mkv").write_bytes(b"no format that c2pa reads")
+    origin = Origin(
+        "LTX-2.3", "dev", "7", now(), (given,), (tmp_path / "shown.mkv",),
+        read_signature(*certificate(tmp_path, rsa=bool(rsa))),
+    )  # fmt: skip
+    chunks = [] if name.endswith(".wav") else [FRAMES]
+    for file in write_clip(tmp_path / name, chunks, **CLIP, origin=origin):
+        state, found = manifest(file)
+        assert state == "Valid"
+        assert found["claim_generator_info"][0]["name"] == "ltx2rt"
+        roles = {one["title"]: one["relationship"] for one in found["ingredients"]}
+        assert roles == {"given.mp4": "parentOf", "shown.mkv": "inputTo"}
+        actions = actions_of(found)
+        assert [action["action"] for action in actions] == ["c2pa.opened", "c2pa.edited"]
+        assert actions[1]["digitalSourceType"].endswith("compositeWithTrainedAlgorithmicMedia")
+        assert properties(file)  # XMP is still there
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        try:
+            assert manifest(file, bytes(data))[0] == "Invalid"
+        except Exception as error:  # the byte belonged to the manifest itself
+            assert type(error).__name__.startswith("_C2pa")
+
+
+def test_a_clip_without_given_parts_is_created(tmp_path):
+    pytest.importorskip("c2pa")
+    origin = Origin("m", "", "7", now(), signature=read_signature(*certificate(tmp_path)))
+    write_clip(tmp_path / "a.wav", [], **CLIP, origin=origin)
+    actions = actions_of(manifest(tmp_path / "a.wav")[1])
+    assert [action["action"] for action in actions] == ["c2pa.created"]
+    assert actions[0]["digitalSourceType"] == SOURCES + "trainedAlgorithmicMedia"
+
+
+def test_a_certificate_that_cannot_sign_is_refused(tmp_path):
+    pytest.importorskip("c2pa")
+    folders = [tmp_path / name for name in ("good", "other", "expired", "server")]
+    for folder in folders:
+        folder.mkdir()
+    (cert, key), (_, other) = certificate(folders[0]), certificate(folders[1])
+    cases = {
+        "is not the key of": (cert, other),
+        "has no certificate in PEM": (key, key),
+        "has no private key in PEM": (cert, cert),
+        "cannot be read": (cert, tmp_path / "none.pem"),
+        "is valid from": certificate(folders[2], days=-1),
+        r"rejected|cannot sign": certificate(folders[3], usage="SERVER_AUTH"),
+    }
+    for words, files in cases.items():
+        with pytest.raises(InputError, match=words):
+            read_signature(*files)
+
+
+def test_a_form_without_manifests_is_refused():
+    with pytest.raises(InputError, match=r"a\.webm cannot hold a C2PA manifest"):
+        check_signed(Path("a.webm"))
