@@ -1,4 +1,4 @@
-"""How close two clips are, in pictures and in sound.
+"""Measures of the difference between two clips, in pictures and in sound.
 
 Decides the measures and their JSON-safe edge cases. Frames are compared in order, as decoded; sound
 at 48 kHz.

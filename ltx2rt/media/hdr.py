@@ -136,7 +136,7 @@ def video_signal(frames: np.ndarray, how: HighRange) -> np.ndarray:
 
 
 def to_srgb(frames: np.ndarray, how: HighRange) -> np.ndarray:
-    """[..., 3] as the video decoder makes them -> u8 in sRGB, for thumbnails; light above 1 is cut."""
+    """[..., 3] from the video decoder -> u8 in sRGB, for thumbnails; light above 1 is cut."""
     light = from_model(frames, replace(how, space="SRGB_LINEAR")).clip(0, 1)
     signal = np.where(light <= 0.0031308, 12.92 * light, 1.055 * light ** (1 / 2.4) - 0.055)
     return np.rint(255 * signal).astype(np.uint8)
@@ -270,7 +270,7 @@ def attributes(data: bytes) -> dict[str, bytes]:
 
 
 def _header_end(data: bytes) -> int:
-    """Where the zero is that ends the header."""
+    """Position of the zero that ends the header."""
     return max(end for _, _, end in _attributes(data))
 
 

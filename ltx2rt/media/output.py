@@ -147,8 +147,8 @@ def write_clip(
 ) -> dict[Path, FileState]:
     """Write a clip as its name says; arguments and errors are those of `write_mp4`.
 
-    hdr: of a clip in high dynamic range, whose chunks are f32[3, F, H, W] as the decoder makes them,
-    or their codes u16[F, H, W, 3].
+    hdr: set for high dynamic range; the chunks are then f32[3, F, H, W] from the decoder, or their
+    codes u16[F, H, W, 3].
 
     A WAV takes no chunk. Frames replace nothing: raises InputError if another run has written some
     meanwhile. Returns the files that it made, as `remove_made` takes them.
@@ -190,8 +190,8 @@ def signals(chunks: Iterable[np.ndarray], how: HighRange) -> Iterator[Iterator[n
 def zipped(
     chunks: Iterable[np.ndarray], path: Path, how: HighRange, waveform: np.ndarray | None, rate: int
 ) -> Iterator[np.ndarray]:
-    """The chunks as they are; meanwhile their frames are written as EXR files, and the sound as WAV,
-    into one ZIP file."""
+    """Pass the chunks through; meanwhile write their frames as EXR, and the sound as WAV, into one
+    ZIP file."""
 
     def encoded(frame: np.ndarray) -> bytes:
         return exr_bytes(from_model(frame, how), how.space)

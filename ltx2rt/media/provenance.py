@@ -2,8 +2,8 @@
 
 Decides the words and how each format holds them. Prompt and settings are the comment's business.
 
-Sources: IPTC Photo Metadata Standard 2025.1 (digital source types, AI properties), XMP specification
-part 3 (boxes and chunks), C2PA 2.2 (actions, ingredients).
+Sources: IPTC Photo Metadata Standard 2025.1 (digital source types, AI properties), XMP
+specification part 3 (boxes and chunks), C2PA 2.2 (actions, ingredients).
 """
 
 from __future__ import annotations
@@ -52,10 +52,9 @@ class Signature:
 
 @dataclass(frozen=True)
 class Origin:
-    """How a clip came to be.
+    """Record of the making of a clip.
 
-    model, model_version: name and file. identity: unique to the clip. time: of its making, ISO 8601.
-    kept: given files of which the clip keeps parts. shown: files that the model was shown.
+    model, model_version: name and file. identity: unique to the clip. time: in ISO 8601. kept: given files of which the clip keeps parts. shown: files that the model was shown.
     """
 
     model: str
@@ -155,8 +154,8 @@ def now() -> str:
 
 
 def _add_ingredient(builder: Any, path: Path, role: str, label: str) -> None:
-    """Add a given file with its own manifest, if it has one. c2pa reads some formats only: a file of
-    another, or a broken one, is recorded by its name and hash."""
+    """Add a given file with its manifest, if it has one. If c2pa cannot read the format, record the
+    file's name and hash."""
     import c2pa
 
     about = json.dumps({"title": path.name, "relationship": role, "label": label})
@@ -171,7 +170,7 @@ def _add_ingredient(builder: Any, path: Path, role: str, label: str) -> None:
 
 
 def read_signature(certificate: Path, key: Path) -> Signature:
-    """The signature of `--sign`. Raises InputError for what a reader of C2PA would not accept."""
+    """The signature of `--sign`. Raises InputError unless readers of C2PA would accept it."""
     try:
         import c2pa
         from cryptography import x509
@@ -202,9 +201,7 @@ def read_signature(certificate: Path, key: Path) -> Signature:
     except c2pa.C2paError as error:
         raise InputError(f"--sign: {certificate} cannot sign: {error}") from None
     for status in read.get("validation_status", ()):
-        if (
-            status["code"] != "signingCredential.untrusted"
-        ):  # whom to trust is the reader's decision
+        if status["code"] != "signingCredential.untrusted":  # readers decide about trust
             raise InputError(f"--sign: {certificate} would be rejected: {status['explanation']}")
     return signature
 

@@ -174,8 +174,8 @@ def _decoded(path: Path, start_s: float, max_duration_s: float | None, on_time: 
 
 
 def _late_s(path: Path, frame: Any, due_s: float) -> float:
-    """How long after `due_s` a frame is played, 0 within SYNC_S. Raises InputError if it is before:
-    times and samples contradict each other, and nothing tells which are wrong."""
+    """Delay of a frame after `due_s`, 0 within SYNC_S. Raises InputError if the frame is early: its
+    times and samples contradict each other, and either may be wrong."""
     late_s = 0.0 if frame.time is None else frame.time - due_s
     if late_s < -SYNC_S:
         where = f"at {due_s:.4g} s the times of its sound go back by {-late_s:.3g} s"

@@ -97,7 +97,7 @@ class Seam:
         return self.stop + self.after
 
     def faded(self, overlap: int) -> int:
-        """How many frames of an overlap are blended."""
+        """Number of an overlap's frames that are blended."""
         return min(overlap, FADE_FRAMES) if self.fade else 0
 
     def cuts(self, fps: Fraction, rate: int) -> tuple[int, int, int]:
@@ -186,8 +186,7 @@ def join_sound(
 
 
 def _lag(made: np.ndarray, clip: np.ndarray, at: int, most: int) -> int:
-    """By how many samples, up to `most`, `made` is late against a clip that begins at its sample
-    `at`."""
+    """Delay of `made` in samples, up to `most`, against a clip that begins at its sample `at`."""
     size = clip.shape[1]
     heard = np.pad(made.astype(np.float64), ((0, 0), (most, most)))[:, at : at + size + 2 * most]
     heard = np.pad(heard, ((0, 0), (0, size + 2 * most - heard.shape[1])))

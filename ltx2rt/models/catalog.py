@@ -36,9 +36,9 @@ PROMPT_TOKENS = 1024  # the length every released pipeline pads to
 class Network:
     """One network.
 
-    parts: of the checkpoint, whose tensors it reads. trace(config, sizes, dtype): its graph.
-    sizes(config, geometry, branches): what `trace` wants for a whole clip. rules: the network whose
-    weights and placement it shares. branches: guidance branches in its sizes, None if its mesh is
+    parts: parts of the checkpoint with its tensors. trace(config, sizes, dtype): its graph.
+    sizes(config, geometry, branches): the `sizes` of a whole clip. rules: the network that gives it
+    weights and placement. branches: guidance branches in its sizes, None if its mesh is
     not a stage's. dtype: its own whatever the run's is.
     """
 
@@ -61,7 +61,7 @@ def _trace_vae(trace: Callable[..., Graph]) -> Callable[[ModelConfig, tuple[int,
 
 
 def _step(c: ModelConfig, g: Geometry, branches: int) -> guided_step.StepShape:
-    """Without conditionings. 1 branch is the conditional one; then the negative prompt, the
+    """Sizes of a step without conditionings. 1 branch is the conditional one; then the negative prompt, the
     perturbed and the isolated branch join. Raises InputError."""
     if not 1 <= branches <= 4:
         raise InputError(f"--branches: {branches}, expected 1 to 4")

@@ -1,4 +1,4 @@
-"""From Gemma's states to the text context of each modality: feature extraction, registers, 1-D
+"""The text context of each modality from Gemma's states: feature extraction, registers, 1-D
 transformer blocks.
 
 Decides both feature extractors (2.0: one shared projection of range-normalised states; 2.3: one
@@ -27,7 +27,7 @@ BEYOND = 1e30  # further from zero than any state
 
 
 def trace(config: TextConfig, batch: int, tokens: int, dtype: str) -> Graph:
-    """The graph of `connectors` alone, its states an input hidden_states (B, text, D, states)."""
+    """The graph of `connectors`; its input is hidden_states (B, text, D, states)."""
 
     def model(o: Ops) -> dict[str, Term]:
         states = o.input(
@@ -39,8 +39,8 @@ def trace(config: TextConfig, batch: int, tokens: int, dtype: str) -> Graph:
 
 
 def trace_contexts(config: TextConfig, batch: int, tokens: int, dtype: str) -> Graph:
-    """The connectors behind the feature extractor, whose features are the inputs video_features and
-    audio_features (B, text, D)."""
+    """The graph of the connectors without the feature extractor; its inputs are the features,
+    video_features and audio_features (B, text, D)."""
 
     def model(o: Ops) -> dict[str, Term]:
         widths = {"video_features": config.video.width, "audio_features": config.audio.width}

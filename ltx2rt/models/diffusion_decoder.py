@@ -11,8 +11,8 @@ latent that is smaller than the windows is padded with its edge; what becomes of
 caller to cut off (`padding`).
 
 The last stage's windows at the left and right border of a tile are shifted inwards as all others
-("plain"), or centred, with copies of the border column beyond it ("chunked", which is what the
-official decoder does).
+("plain"), or centred, with copies of the border column beyond it ("chunked", as in the official
+decoder).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def config_of(model: ModelConfig) -> DiffusionDecoderConfig:
 @dataclass(frozen=True)
 class TileShape:
     """One tile of the features, in their cells. first, last: whether it has the clip's first and
-    last frame; the last has the repeated frames, too. border: one of BORDERS."""
+    last frame; the last also has the repeated frames. border: one of BORDERS."""
 
     batch: int
     frames: int
@@ -87,10 +87,10 @@ class TileShape:
     border: str = BORDERS[0]
 
     def pixels(self, config: DiffusionDecoderConfig) -> tuple[int, int, int]:
-        """Frames, rows and columns that the tile is decoded to; its noise has as many."""
+        """Frames, rows and columns of the decoded tile and of its noise."""
         time, *space = config.strides[-1]
         frames = self.frames * time - (self.first and time == 2)
-        if self.last:  # without what the repeated frames become, but never fewer than a window has
+        if self.last:  # without the frames of the repeated latents, but at least a window
             frames = max(
                 frames - repeated_frames(config) * config.time_factor, config.windows[-1][0]
             )
@@ -101,15 +101,15 @@ class TileShape:
 
 
 def repeated_frames(config: DiffusionDecoderConfig) -> int:
-    """How often the last latent frame is repeated."""
+    """Number of repetitions of the last latent frame."""
     return config.windows[0][0] // 2 * 2
 
 
 def padding(
     config: DiffusionDecoderConfig, grid: tuple[int, int, int]
 ) -> tuple[tuple[int, int], ...]:
-    """Latents (before, after) the frames, rows and columns of `grid` until every stage has as many
-    tokens as a window.
+    """Latents to add (before, after) the frames, rows and columns of `grid` until every stage has a
+    window of tokens.
 
     Frames are added at the end, rows and columns on both sides. Source: the official decoder.
     """
@@ -125,8 +125,7 @@ def padding(
 def inside(
     config: DiffusionDecoderConfig, grid: tuple[int, int, int]
 ) -> tuple[slice, slice, slice]:
-    """Which frames, rows and columns of what is decoded are the latent's own, without its
-    padding."""
+    """The decoded frames, rows and columns of the latent without its padding."""
     sizes = (
         pixel_frames(grid[0], config.time_factor),
         *(n * config.space_factor for n in grid[1:]),
@@ -240,7 +239,7 @@ def decoder(o: Ops, config: DiffusionDecoderConfig, shape: TileShape) -> dict[st
 
 
 def upsample(o: Ops, x: Term, config: DiffusionDecoderConfig, stage: int) -> Term:
-    """A linear to as many channels as the stride needs, then depth to space."""
+    """A linear to the channels that the stride needs, then depth to space."""
     stride = config.strides[stage]
     x = o.linear(x, "proj", {"channels": config.channels[stage + 1] * math.prod(stride)})
     return o.transpose(depth_to_space(o, x, stride), axes=LAST)
@@ -260,7 +259,7 @@ def blocks(o: Ops, x: Term, config: DiffusionDecoderConfig, stage: int) -> Term:
 
 
 def denoise(o: Ops, x: Term, context: Term, config: DiffusionDecoderConfig, border: str) -> Term:
-    """As `blocks`, with the context added first and both norms modulated. The gates of the
+    """The blocks of `blocks`, with the context added first and both norms modulated. The gates of the
     modulation are not used: the checkpoint's linears contain them."""
     stage, batch, width = len(config.depths) - 1, x.type.size("B"), x.type.size("channels")
     time = o.sinusoid(o.full(TIMESTEP * config.timestep_scale, "float32", B=batch), size=256)
@@ -309,8 +308,7 @@ def attention(
 
 
 def rope_sizes(dim: int) -> tuple[int, int, int]:
-    """How many numbers of a head turn with the frame, the row and the column: 16, 24 and 24 of
-    64."""
+    """Numbers of a head that turn with the frame, the row and the column: 16, 24 and 24 of 64."""
     space = (dim - dim // 4 // 2 * 2) // 2
     space += space % 2
     return dim - 2 * space, space, space

@@ -1,7 +1,7 @@
 """The duration head of LTX-2.5: how long the shot that a prompt describes lasts.
 
 Decides the network, text contexts to seconds, and how seconds become a number of frames. It runs on
-the contexts of the positive prompt alone, and in float32: rounding of its logarithm to bfloat16
+the contexts of the positive prompt only, and in float32: rounding of its logarithm to bfloat16
 would move a clip's length by frames.
 """
 

@@ -1,7 +1,7 @@
 """Gemma 3 as a prompt encoder: token ids to the states of every layer.
 
 Decides the text branch's mathematics and, on the host, its masks and RoPE tables. Leaves
-tokenisation to the pipeline and what is done with the states to `connectors`. No vision tower, no
+tokenisation to the pipeline and the use of the states to `connectors`. No vision tower, no
 logits, no cache.
 """
 
@@ -24,7 +24,7 @@ MASKED = (
 
 
 def trace(config: GemmaConfig, batch: int, tokens: int, dtype: str) -> Graph:
-    """The graph of `gemma` alone; its only output is hidden_states."""
+    """The graph of `gemma`; its only output is hidden_states."""
     return trace_graph("gemma", lambda o: {"hidden_states": gemma(o, config, batch, tokens)}, dtype)
 
 

@@ -1,6 +1,6 @@
 """Gemma 4 as a prompt encoder: token ids to the states of every layer.
 
-Decides what differs from Gemma 3, whose masks, feed-forward and embedding scale it shares: norms
+Decides the differences from Gemma 3 (masks, feed-forward and embedding scale are the same): norms
 times their weight itself, unlike heads in sliding and full-attention layers, values that are
 normalised too, scores that are not scaled, and a factor on the whole residual stream at the end of
 every layer. The reference is transformers' Gemma4UnifiedTextModel.
@@ -17,7 +17,7 @@ from ltx2rt.models.gemma import PREFIX, embedding_scale, mlp, rope_tables, token
 
 
 def trace(config: Gemma4Config, batch: int, tokens: int, dtype: str) -> Graph:
-    """The graph of `gemma4` alone; its only output is hidden_states."""
+    """The graph of `gemma4`; its only output is hidden_states."""
     return trace_graph(
         "gemma4", lambda o: {"hidden_states": gemma4(o, config, batch, tokens)}, dtype
     )
@@ -81,7 +81,7 @@ def layer(o: Ops, x: Term, sliding: bool, kinds: dict[str, Term], config: Gemma4
 
 
 def attention(o: Ops, x: Term, sliding: bool, kinds: dict[str, Term], config: Gemma4Config) -> Term:
-    """Grouped-query attention whose scores are not scaled; a row that sees no token at all
+    """Grouped-query attention without a scale of the scores; a row that sees no token at all
     (padding) gets zero.
 
     Full layers: values are the keys as projected, before their norm and rotation.

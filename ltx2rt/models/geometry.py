@@ -1,4 +1,4 @@
-"""How pixels, seconds and latent tokens of one stage relate.
+"""Relations between pixels, seconds and latent tokens of one stage.
 
 Decides sizes, packing order and token positions. Leaves normalisation to the graphs, RoPE to
 `models.positions`. All arrays are float32; positions are rounded in the official order (scale,
@@ -136,7 +136,7 @@ def video_positions(geometry: Geometry) -> np.ndarray:
     """Position bounds of the target tokens: f32[3, T, 2], axes (seconds, pixel row, pixel column),
     last (start, end).
 
-    Latent frame 0 covers pixel frame 0 alone, frame t the pixel frames [8t-7, 8t+1): scale by 8,
+    Latent frame 0 covers only pixel frame 0, frame t the pixel frames [8t-7, 8t+1): scale by 8,
     add 1 - 8, clamp at 0.
     """
     g = geometry
@@ -160,11 +160,11 @@ def keyframe_positions(geometry: Geometry, frame: int) -> np.ndarray:
 
 
 def reference_positions(geometry: Geometry, downscale: int = 1, stride: int = 1) -> np.ndarray:
-    """Position bounds of a reference video's tokens, f32[3, f*h*w, 2], of a geometry of its own at
-    the clip's rate.
+    """Position bounds of a reference video's tokens, f32[3, f*h*w, 2], in its geometry at the
+    clip's rate.
 
-    Its rows and columns are spread over `downscale` times as many pixels, its frames over `stride`
-    times as many seconds, all but the first moved back to the frames that were kept: 0, 1, 1 +
+    Its rows and columns are spread over pixels `downscale` times as large, its frames over seconds
+    `stride` times as long, all but the first moved back to the frames that were kept: 0, 1, 1 +
     stride, ...
     """
     g, fps = geometry, float(geometry.fps)

@@ -3,7 +3,7 @@ guidance, a sampler.
 
 Which branches exist and which blocks STG perturbs is structure: the pass `share` computes what
 branches have in common once. Guidance scales and sigmas are inputs, so changing them among
-non-neutral values compiles nothing. What depends on the timestep alone has no batch. Everything
+non-neutral values compiles nothing. Values that depend only on the timestep have no batch. Everything
 after the transformer is float32.
 
     x0   = x - v * mask * sigma                                        per branch
@@ -56,7 +56,7 @@ MIN_STD = 1e-5  # survives float16, unlike 1e-8
 
 @dataclass(frozen=True)
 class Branches:
-    """Which guidance branches run besides the conditional one."""
+    """The guidance branches that run in addition to the conditional one."""
 
     uncond: bool = False
     perturbed: bool = False
@@ -70,8 +70,7 @@ class Branches:
 
     @classmethod
     def of(cls, guidance: np.ndarray) -> Branches:
-        """The branches that `guidance` [2, 4] needs: those whose scale is not neutral for some
-        modality."""
+        """The branches that `guidance` [2, 4] needs: their scale is not neutral for some modality."""
         g = np.asarray(guidance, np.float32)
         return cls(
             uncond=not np.allclose(g[:, CFG], 1),
@@ -82,9 +81,9 @@ class Branches:
 
 @dataclass(frozen=True)
 class StepShape:
-    """The sizes of a guided-step graph besides its config: the key under which programs are kept.
+    """The sizes of a guided-step graph, in addition to its config: the key under which programs are kept.
 
-    streams: what the clip has, of video and audio; frozen: those of them that are given. A stream
+    streams: the clip's, of video and audio; frozen: the given ones among them. A stream
     that is absent has 0 tokens. masked: video self-attention is weighted by an input. stg_blocks:
     those that the perturbed branch perturbs. relay: groups of video and of audio tokens whose
     attention to the positive text has a bias of its own, 0 for none. nag: video's attention to
@@ -347,7 +346,7 @@ class _Step:
     def advanced(
         self, name: str, one: _StreamInputs, x0: Term, coefficients: list[Term]
     ) -> dict[str, Term]:
-        """The sampler's next latents of a stream, and what it carries along."""
+        """The sampler's next latents of a stream, and its carried state."""
         assert one.mask is not None, "a stream that is made has a mask"
         o, sampler = self.o, self.s.sampler
         more = [*CARRIED[sampler], *(["noise"] if sampler in NOISY else [])]
@@ -364,10 +363,10 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
 
     m_latent (videos, tokens, C); m_clean (tokens, C); m_mask (tokens), its values m_levels (K) and,
     if K > 1, m_level_index int32 (tokens); m_context (1 or 2, text, C'): positive, then negative if
-    the uncond branch runs or NAG reads it; of a frozen modality m_clean and the positive context
-    alone; the RoPE tables.
+    the uncond branch runs or NAG reads it; of a frozen modality only m_clean and the positive
+    context; the RoPE tables.
     sigmas (2): from, to; guidance (2, 4): rows video, audio; columns cfg, stg, modality, rescale
-    (if any branch runs besides cond); video_attention_mask (tokens, keys) in [0, 1], if masked;
+    (if any branch but cond runs); video_attention_mask (tokens, keys) in [0, 1], if masked;
     video_keyframes_mask (tokens): 1 = a keyframe, if the model has its vector; of a relay m_relay
     (groups, text) and m_group int32 (tokens); if the unheard branch runs voice (1) and audio_beside
     (audio_keys): 1 = a token beside the clip's, which that branch does not hear; nag (3), if so: of

@@ -7,7 +7,7 @@
     plan's (`models.step_plan`)
 
 The coefficients c of every evaluation are inputs, made here in float64 and rounded once; noise is
-an input, too. Sources: Euler ancestral of rectified flows (k-diffusion); res_2s, the exponential
+also an input. Sources: Euler ancestral of rectified flows (k-diffusion); res_2s, the exponential
 Runge-Kutta method of order 2 (Hochbruck and Ostermann 2005) with c2 = 1/2 and the noise of an SDE
 step injected at both of its points.
 """
@@ -43,7 +43,7 @@ CARRIED = {
     "ancestral": (),
     "res2s": ("anchor", "kept"),
     "planned": ("kept",),
-}  # besides the latents
+}  # in addition to the latents
 NOISY = ("ancestral", "res2s")
 
 
@@ -71,7 +71,7 @@ class Trajectory:
 
     @property
     def streams(self) -> dict[str, int]:
-        """How many rows of noise each stream has."""
+        """Number of rows of noise of each stream."""
         rows: dict[str, int] = {}
         for draw in self.draws:
             if draw is not None:
@@ -160,7 +160,7 @@ def _phi(z: float) -> tuple[float, float]:
 
 
 def _injected(sigma: float, target: float) -> tuple[float, float, float]:
-    """(s, d, n): a step that would end at `det` from `sample`, with part of its noise drawn anew:
+    """(s, d, n): a step that would end at `det` from `sample`, with part of its noise drawn again:
     s sample + d det + n noise."""
     up = min(ETA * target, 0.9999 * target)
     rest = math.sqrt(max(target**2 - up**2, 0))

@@ -8,7 +8,7 @@ evaluation h before i,
     g   = sum_{l=i}^{j-1} (s_i - s_l) (1 - s_{l+1}/s_l) (s_j / s_{l+1}) / (s_h - s_i)
 
 equals the Euler steps from i to j. Under Euler a kept x0 is therefore a shorter schedule, and needs
-no graph of its own.
+no separate graph.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TERMS = (
 
 
 class Due(NamedTuple):
-    """The steps at which each stream's x0 is taken anew; ascending, the first is 0."""
+    """The steps that evaluate each stream's x0; ascending, the first is 0."""
 
     video: tuple[int, ...]
     audio: tuple[int, ...]
@@ -49,8 +49,8 @@ class StepPlan:
 
     @classmethod
     def skipping(cls, steps: int, video: int, audio: int) -> StepPlan:
-        """After each evaluation of a stream so many steps of it are left out, as `skip_step` of
-        Lightricks means it."""
+        """Skip `video` and `audio` steps of the streams after each evaluation, as `skip_step` of
+        Lightricks does."""
         return cls(Due(tuple(range(0, steps, video + 1)), tuple(range(0, steps, audio + 1))))
 
     @property
@@ -85,7 +85,7 @@ class StepPlan:
         return np.array(rows, np.float64)
 
     def check(self, steps: int, flag: str, sigmas: np.ndarray) -> None:
-        """Raises InputError, naming `flag`, unless it is a plan of so many steps."""
+        """Raises InputError, naming `flag`, unless it is a plan of `steps` steps."""
         found = self.due.video
         ascending = all(a < b for a, b in pairwise(found))
         if not found or found[0] != 0 or not ascending or found[-1] >= steps:
@@ -132,7 +132,7 @@ def gain(s: np.ndarray, h: int, i: int, j: int) -> float:
     0."""
     left = (
         s[j] / s[i + 1 : j] if j > i + 1 else np.zeros(0)
-    )  # what the steps behind l + 1 leave of its change
+    )  # the share of its change that the steps behind l + 1 leave
     after = np.append(left, 1.0)
     inside = s[i:j]
     return float(((s[i] - inside) * (1 - s[i + 1 : j + 1] / inside) * after).sum() / (s[h] - s[i]))

@@ -58,7 +58,7 @@ def jump_costs(
 ) -> np.ndarray:
     """Costs as `jump_errors` has errors, jointly of all streams and prompts.
 
-    weights: by stream, of its error; 1 where none is given.
+    weights: by stream, of its error (default: 1).
     """
     costs = []
     for stream in runs[0].x0:
@@ -73,7 +73,7 @@ def jump_costs(
 
 
 def best_plan(costs: np.ndarray, evaluations: int, order: int) -> StepPlan:
-    """The cheapest plan of so many evaluations, the last step among them; ties: earlier steps.
+    """The cheapest plan of `evaluations` evaluations, the last step among them; ties: earlier steps.
 
     Dynamic programming over the last two evaluations. costs: of `jump_costs`.
     """

@@ -26,7 +26,7 @@ def trace(
 
 
 def trace_states(config: LanguageModel, batch: int, tokens: int, dtype: str) -> Graph:
-    """The graph of either Gemma alone."""
+    """The graph of either Gemma."""
     return (
         gemma4.trace(config, batch, tokens, dtype)
         if isinstance(config, Gemma4Config)

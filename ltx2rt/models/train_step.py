@@ -1,9 +1,9 @@
 """One training step of the transformer as a graph: clean latents and noise in, one loss for each
 sample and stream out.
 
-Flow matching as the official trainer has it: x = clean + level (noise - clean) of every token,
-whose target is the velocity noise - clean. A given token (a first frame, a frozen stream) has level
-0 and no loss. What is drawn, how losses are weighed and what is trained are inputs, or other
+Flow matching as the official trainer has it: x = clean + level (noise - clean) of every token; the
+target is the velocity noise - clean. A given token (a first frame, a frozen stream) has level
+0 and no loss. The draws, the weights of losses and the trained parameters are inputs, or other
 modules' business: changing them compiles nothing.
 """
 

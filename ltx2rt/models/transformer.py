@@ -35,7 +35,7 @@ TABLES = ("video_time", "video_rows", "video_columns", "video_cross", "audio_tim
 
 @dataclass(frozen=True)
 class ForwardShape:
-    """The sizes of a transformer graph besides its config. Hashable: the key under which programs
+    """The sizes of a transformer graph, in addition to its config. Hashable: the key under which programs
     are kept.
 
     coordinates: distinct coordinates per table of TABLES, 0 of those that are not read.
@@ -229,7 +229,7 @@ def _block(config: TransformerConfig, blocks: Blocks | None, o: Ops, carry, inva
         x += gate attention(m(n(x)), m(n(y)))       both streams at once
         x += gate feed_forward(m(n(x)))
 
-    A stream that is alone has no third line.
+    A single stream has no third line.
     """
     x = dict(carry)
     pair = [s for s in streams(config) if s.name in x]
@@ -293,7 +293,7 @@ def _rope(invariant, name: str) -> Rope:
 def _between(
     o: Ops, config: TransformerConfig, invariant, data, pair: list[Stream], normed: dict[str, Term]
 ) -> Iterator[tuple[str, Term]]:
-    """Name of each stream, and what it takes from the other in a block. normed: both streams,
+    """Name of each stream, and its input from the other in a block. normed: both streams,
     normalised."""
     video, audio = pair
     cross, gates = _cross_rows(o, invariant, pair)
@@ -344,7 +344,7 @@ def _own_rows(
 def _cross_rows(
     o: Ops, invariant, pair: list[Stream]
 ) -> tuple[dict[str, dict[str, Rows]], dict[str, Term]]:
-    """By stream: its rows in either cross-attention, and its gate. These tables are scale first."""
+    """Rows of each stream in either cross-attention, and its gate. These tables are scale first."""
     rows, gates = {}, {}
     for s in pair:
         a2v_scale, a2v_shift, v2a_scale, v2a_shift = _table(

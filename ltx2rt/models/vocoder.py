@@ -1,4 +1,4 @@
-"""From log-mel spectrograms to a waveform: HiFi-GAN (2.0), or BigVGAN and its bandwidth extension
+"""Waveforms from log-mel spectrograms: HiFi-GAN (2.0), or BigVGAN and its bandwidth extension
 (2.3).
 
 Decides the whole road from the audio VAE's mel to samples. With bandwidth extension everything is
@@ -76,7 +76,7 @@ def frame_samples(config: VocoderConfig) -> int:
 
 
 def reach(config: VocoderConfig) -> tuple[int, int] | None:
-    """How many mel frames before and after its own the samples of a frame depend on.
+    """Numbers of mel frames before and after its own on which the samples of a frame depend.
 
     None if a part of a mel spectrogram becomes other samples: a frame is not whole hops of the
     STFT.
@@ -97,7 +97,7 @@ def reach(config: VocoderConfig) -> tuple[int, int] | None:
 
 
 def _generator_reach(config: GeneratorConfig) -> tuple[Fraction, Fraction]:
-    """As `reach` for one generator, in its own frames; what is padded at either end counts."""
+    """The `reach` of one generator, in its own frames; padding at either end counts."""
     snake = FILTER_TAPS // 2 - 1 if config.activation == "snakebeta" else 0
     blocks = zip(config.resblock_kernels, config.resblock_dilations, strict=True)
     block = max(
@@ -232,7 +232,7 @@ def channels(o: Ops, x: Term, size: int) -> Term:
 
 
 def extend_bandwidth(o: Ops, config: VocoderConfig, extension: GeneratorConfig, low: Term) -> Term:
-    """low (B, channels, samples) in [-1, 1]; its resampling plus what a second generator adds,
+    """low (B, channels, samples) in [-1, 1]; its resampling plus the output of a second generator,
     clamped."""
     ratio, size, samples = (
         config.sample_rate // config.input_sample_rate,
