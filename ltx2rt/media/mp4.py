@@ -144,11 +144,11 @@ def write_mp4(
     """Encode `chunks` as they come and rename the finished file to `path`, whatever its suffix.
 
     chunks: f32[3, F, H, W] in [-1, 1] (clamped, rounded to the nearest 8-bit value), u8[F, H, W,
-    3], or of `HLG` and `PQ` f32[H, W, 3] each, signals in [0, 1]; `num_frames` in
-    all, H and W even. The iterator runs in the caller's thread, the encoder in its own. waveform: f32[2, N] in [-1, 1]
-    (clamped), padded with silence or trimmed to num_frames / fps seconds; None: no sound. comment:
-    stored as JSON. origin: marks the file. Raises ValueError for misshapen or non-finite data,
-    RuntimeError if the streams of the written file disagree.
+    3], or of `HLG` and `PQ` f32[H, W, 3] each, signals in [0, 1]; `num_frames` in all, H and W
+    even. The iterator runs in the caller's thread, the encoder in its own. waveform: f32[2, N] in
+    [-1, 1] (clamped), padded with silence or trimmed to num_frames / fps seconds; None: no sound.
+    comment: stored as JSON. origin: marks the file. Raises ValueError for misshapen or non-finite
+    data, RuntimeError if the streams of the written file disagree.
     """
     import av
 

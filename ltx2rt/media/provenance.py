@@ -54,7 +54,8 @@ class Signature:
 class Origin:
     """Record of the making of a clip.
 
-    model, model_version: name and file. identity: unique to the clip. time: in ISO 8601. kept: given files of which the clip keeps parts. shown: files that the model was shown.
+    model, model_version: name and file. identity: unique to the clip. time: in ISO 8601. kept:
+    given files of which the clip keeps parts. shown: files that the model was shown.
     """
 
     model: str

@@ -32,8 +32,8 @@ def trace_encoder(config: AudioVaeConfig, batch: int, mel_frames: int, dtype: st
 
 
 def reach(config: AudioVaeConfig) -> tuple[int, int]:
-    """Numbers of latents before and after its own on which a latent's decoded mel frames depend: the
-    causal 3x3 convolutions of every level, two of a block, in mel frames of that level."""
+    """Numbers of latents before and after its own on which a latent's decoded mel frames depend:
+    the causal 3x3 convolutions of every level, two of a block, in mel frames of that level."""
     rates = [2**level for level in range(len(config.channel_multipliers))]
     blocks = sum(Fraction(4 * (config.num_res_blocks + 1), rate) for rate in rates)
     single = sum(

@@ -61,8 +61,8 @@ def _trace_vae(trace: Callable[..., Graph]) -> Callable[[ModelConfig, tuple[int,
 
 
 def _step(c: ModelConfig, g: Geometry, branches: int) -> guided_step.StepShape:
-    """Sizes of a step without conditionings. 1 branch is the conditional one; then the negative prompt, the
-    perturbed and the isolated branch join. Raises InputError."""
+    """Sizes of a step without conditionings. 1 branch is the conditional one; then the negative
+    prompt, the perturbed and the isolated branch join. Raises InputError."""
     if not 1 <= branches <= 4:
         raise InputError(f"--branches: {branches}, expected 1 to 4")
     feeds = transformer.position_feeds(c.transformer, video_positions(g), audio_positions(g))

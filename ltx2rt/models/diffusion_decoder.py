@@ -259,8 +259,8 @@ def blocks(o: Ops, x: Term, config: DiffusionDecoderConfig, stage: int) -> Term:
 
 
 def denoise(o: Ops, x: Term, context: Term, config: DiffusionDecoderConfig, border: str) -> Term:
-    """The blocks of `blocks`, with the context added first and both norms modulated. The gates of the
-    modulation are not used: the checkpoint's linears contain them."""
+    """The blocks of `blocks`, with the context added first and both norms modulated. The gates of
+    the modulation are not used: the checkpoint's linears contain them."""
     stage, batch, width = len(config.depths) - 1, x.type.size("B"), x.type.size("channels")
     time = o.sinusoid(o.full(TIMESTEP * config.timestep_scale, "float32", B=batch), size=256)
     time = o.silu(

@@ -3,8 +3,8 @@ guidance, a sampler.
 
 Which branches exist and which blocks STG perturbs is structure: the pass `share` computes what
 branches have in common once. Guidance scales and sigmas are inputs, so changing them among
-non-neutral values compiles nothing. Values that depend only on the timestep have no batch. Everything
-after the transformer is float32.
+non-neutral values compiles nothing. Values that depend only on the timestep have no batch.
+Everything after the transformer is float32.
 
     x0   = x - v * mask * sigma                                        per branch
     pred = c + (cfg-1)(c-u) + stg (c-p) + (modality-1)(c-q)            c cond, u uncond, p
@@ -70,7 +70,8 @@ class Branches:
 
     @classmethod
     def of(cls, guidance: np.ndarray) -> Branches:
-        """The branches that `guidance` [2, 4] needs: their scale is not neutral for some modality."""
+        """The branches that `guidance` [2, 4] needs: their scale is not neutral for some
+        modality."""
         g = np.asarray(guidance, np.float32)
         return cls(
             uncond=not np.allclose(g[:, CFG], 1),
@@ -81,7 +82,8 @@ class Branches:
 
 @dataclass(frozen=True)
 class StepShape:
-    """The sizes of a guided-step graph, in addition to its config: the key under which programs are kept.
+    """The sizes of a guided-step graph, in addition to its config: the key under which programs are
+    kept.
 
     streams: the clip's, of video and audio; frozen: the given ones among them. A stream
     that is absent has 0 tokens. masked: video self-attention is weighted by an input. stg_blocks:

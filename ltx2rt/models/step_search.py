@@ -73,7 +73,8 @@ def jump_costs(
 
 
 def best_plan(costs: np.ndarray, evaluations: int, order: int) -> StepPlan:
-    """The cheapest plan of `evaluations` evaluations, the last step among them; ties: earlier steps.
+    """The cheapest plan of `evaluations` evaluations, the last step among them; ties: earlier
+    steps.
 
     Dynamic programming over the last two evaluations. costs: of `jump_costs`.
     """

@@ -35,8 +35,8 @@ TABLES = ("video_time", "video_rows", "video_columns", "video_cross", "audio_tim
 
 @dataclass(frozen=True)
 class ForwardShape:
-    """The sizes of a transformer graph, in addition to its config. Hashable: the key under which programs
-    are kept.
+    """The sizes of a transformer graph, in addition to its config. Hashable: the key under which
+    programs are kept.
 
     coordinates: distinct coordinates per table of TABLES, 0 of those that are not read.
     batched_positions: positions differ between samples. perturbed: per-layer, per-sample keep masks

@@ -54,7 +54,8 @@ def more_frames(o: Ops, x: Term, config: UpsamplerConfig) -> Term:
 
 def more_pixels(o: Ops, x: Term, config: UpsamplerConfig) -> Term:
     """A convolution per frame, then the pixel shuffle by the scale's numerator, then the blur that
-    strides over its denominator; for x2 the blur has stride 1 in every file, and is the identity."""
+    strides over its denominator; for x2 the blur has stride 1 in every file, and is the
+    identity."""
     batch, frames = x.type.size("B"), x.type.size("frames")
     times, stride = config.scale.numerator, config.scale.denominator
     x = o.merge(
