@@ -17,8 +17,6 @@ On a GPU calls are captured in CUDA graphs, as in the captured step, so that no 
 go around sets of operands larger than its caches.
 
     python -m benchmarks.kernels --output benchmarks/results/kernels.json
-    python -m benchmarks.kernels --width 1920 --height 1088 --attention-density 0.5 --ops
-    block_attention
     python -m benchmarks.kernels --preset tiny-2.3 --device cpu --width 64 --height 64 --num-frames
     9 --rounds 2
 """
@@ -99,16 +97,14 @@ def request_graphs(
     mesh: Mapping[str, int] = MappingProxyType({}),
     parts: Sequence[str] = ("text", "stage1", "stage2", "decode", "audio"),
     stored: str | None = None,
-    sparse: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Graph]:
     """Graphs on one H200, or one of a mesh: a step of each stage, and one call of the text encoder
     and of the decoders. levels: timesteps among the video tokens; an image adds one. weights_dtype:
     of the transformer's blocks. parts: what of the request to build. stored: the type in which
-    files hold the matrices of the denoising stages. sparse: flags of sparse attention; a stage's
-    graph is then that of its last steps."""
+    files hold the matrices of the denoising stages."""
     options = ModelOptions("", Path(), weights_dtype=weights_dtype, mesh=mesh)
     size = {"width": width, "height": height, "num_frames": num_frames}
-    request = TwoStage("a plan", **size, **sparse, seed=0)
+    request = TwoStage("a plan", **size, seed=0)
     with datasheet_session(
         options, preset, device_kind("h200-141gb"), prod(mesh.values())
     ) as session:
@@ -321,10 +317,6 @@ def contest(
         "compiled": torch.compile(plain, dynamic=False, fullgraph=True),
     }
     functions = {name: partial(functions[name], **plan) for name in contestants}
-    if op == "block_attention":  # what it has to beat, by more than it leaves out
-        functions["dense"] = lambda q, k, v, _: OPS["attention"](
-            q, k, v, scale=plan["scale"], bias_view=None
-        )
     runs = {name: repeated(function, sets, repeats) for name, function in functions.items()}
     seconds = interleaved(runs, rounds)
     floor = rates.floor_s(case) * 1e6
@@ -346,11 +338,9 @@ def contest(
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     device = CudaBackend(args.device).torch_device
     size = args.preset, args.width, args.height, args.num_frames, args.levels, args.weights_dtype
-    sparse = {"attention_density": args.attention_density} if args.attention_density else {}
-    sparse |= {"attention_block": args.attention_block} if sparse else {}
     graphs: dict[str, Graph] = {}
     for kind in args.stored or [None]:
-        found = request_graphs(*size, stored=kind, sparse=sparse)
+        found = request_graphs(*size, stored=kind)
         graphs |= {f"{part}, {kind}" if kind else part: graph for part, graph in found.items()}
     facts = {
         "benchmark": "kernels",
@@ -430,10 +420,6 @@ def main(argv: list[str] | None = None) -> dict:
         "--stored", nargs="+", choices=KEPT, metavar="TYPE",
         help=f"types in which files hold the blocks' matrices: {', '.join(KEPT)}",
     )  # fmt: skip
-    parser.add_argument(
-        "--attention-density", type=float, metavar="R", help="share of the blocks in sight"
-    )
-    parser.add_argument("--attention-block", type=int, default=512, metavar="N")
     parser.add_argument(
         "--ops", nargs="+", choices=sorted(WITH_KERNEL), default=sorted(WITH_KERNEL), metavar="OP"
     )

@@ -132,15 +132,12 @@ FEWER = {
         ("`--steps 10`", {"steps": 10}),
         ("`--skip-step 2`", {"skip_step": 2}),
         ("`--step-plan faster`", {"step_plan": "faster"}),
-        ("`--attention-density 0.5`", {"attention_density": 0.5, "attention_block": 8}),
-        ("`--attention-density 0.25`", {"attention_density": 0.25, "attention_block": 8}),
     )
 }
 KEPT = (REFERENCE, ONE_STAGE)  # rows whose clips others are compared with
 OF_LONG = (
     *(DRAWN, REFERENCE, ONE_STAGE, "`distilled`", "with an image", "`keyframes`", "`a2v`"),
     *("`retake`, 0.35 to 0.7 s", "`t2a`"),
-    *("`one-stage`, `--attention-density 0.5`", "`one-stage`, `--attention-density 0.25`"),
 )
 
 

@@ -13,7 +13,6 @@ WHOLE = {
     "commands/test_bad_input.py",
     "commands/test_num_videos.py",
     "commands/test_ranks_agree.py",
-    "graph/test_block_attention.py",
     "models/test_full_width.py",
     "passes/test_sequence.py",
     "pipelines/test_agree.py",
@@ -21,7 +20,6 @@ WHOLE = {
     "pipelines/test_hdr.py",
     "session/test_ranks.py",
     "stages/test_interval.py",
-    "stages/test_sparse.py",
 }
 
 

@@ -20,7 +20,6 @@ from ltx2rt.fused.snake_beta import snake_windows
 from ltx2rt.graph.encodings import DECODED, E4M3, E4M3_STEP, E4M3_TINY, ENCODINGS, rotation
 from ltx2rt.graph.ir import DTYPE_BYTES
 from ltx2rt.scheduling import in_use
-from ltx2rt_cuda.block_attention import block_attention, block_recall
 from ltx2rt_cuda.collectives import differentiated, with_transpose
 from ltx2rt_cuda.device import device_of
 from ltx2rt_cuda.neighbourhood import neighbourhood_attention
@@ -547,8 +546,6 @@ def fused(plain: Function, switch: str = "") -> Function:
 
 
 fused(neighbourhood_attention)
-fused(block_attention)
-op(block_recall)
 
 
 @op

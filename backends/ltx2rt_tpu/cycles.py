@@ -212,9 +212,8 @@ class _Replay:
         return _class(one), max(found * max(1, iterations), one.flops / FLOP_PER_CYCLE)
 
     def _kernel(self, one: _Instruction) -> float:
-        """Cycles of attention: its bundles times its heads and blocks of queries and keys, or where
-        it is sparse the blocks of its table; where it is of neighbourhoods, the blocks that its
-        queries come in."""
+        """Cycles of attention: its bundles times its heads and blocks of queries and keys; of
+        neighbourhoods, times the blocks that its queries come in."""
         stem = one.name.rsplit(".", 1)[0]
         alike = [n for name, n in self.code.items() if name.rsplit(".", 1)[0] == stem]
         found = self.code.get(one.name, max(alike, default=None))
@@ -233,11 +232,6 @@ class _Replay:
         if found is None or None in blocks or not q:
             raise ValueError(f"a kernel of which the code tells nothing: {one.text[:200]}")
         of_q, of_k = (int(block[1]) for block in blocks if block)
-        tables = [
-            sizes for sizes in operands if len(sizes) == 3 and sizes[0] == 1 and sizes not in (q, k)
-        ]
-        if tables:
-            return found * math.prod(q[:-2]) * math.prod(tables[0])
         return found * math.prod(q[:-2]) * math.ceil(q[-2] / of_q) * math.ceil(k[-2] / of_k)
 
     def _instruction(self, line: str) -> _Instruction:

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from ltx2rt_kernels.attention import tpu as kernel
-from ltx2rt_kernels.block_attention import tpu as block_kernel
 from ltx2rt_kernels.neighbourhood_attention import tpu as neighbourhood_kernel
 
 from ltx2rt.fused.snake_beta import snake_windows
@@ -572,81 +571,6 @@ def _attend(q: Array, k: Array, v: Array, bias: Array | None, scale: float, bias
     return lax.reshape(lax.transpose(y, (0, 3, 1, 2, 4)), q.shape)
 
 
-def _blocks(x: Array, size: int) -> Array:
-    """(B, tokens, heads, head_dim) -> (B, heads, blocks, size, head_dim), zeros behind the end."""
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), (0, 0), (0, 0)))
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 3, 1)
-
-
-@op
-def block_attention(
-    q: Array, k: Array, v: Array, table: Array, scale: float, size: int, ends: int
-) -> Array:
-    """A loop over the rows of the table: one row's keys and scores at once."""
-    batch, tokens, heads, dim = q.shape
-    blocks, keys, values = (_blocks(x, size) for x in (q, k, v))
-
-    def attend(i, y):
-        queries = lax.dynamic_index_in_dim(blocks, ends + i, 2, keepdims=False)
-        seen = table[i]
-        near, brought = (
-            jnp.take(x, seen, axis=2).reshape(batch, heads, -1, dim) for x in (keys, values)
-        )
-        scores = jnp.einsum(
-            "bnqd,bnkd->bnqk",
-            queries,
-            near,
-            precision=_precision(q),
-            preferred_element_type=jnp.float32,
-        )
-        there = (seen[:, None] * size + jnp.arange(size) < tokens).ravel()
-        weights = jax.nn.softmax(jnp.where(there, scores * scale, -jnp.inf), axis=-1)
-        found = jnp.einsum(
-            "bnqk,bnkd->bnqd", weights.astype(v.dtype), brought, precision=_precision(v)
-        )
-        return lax.dynamic_update_index_in_dim(y, found.astype(y.dtype), i, 2)
-
-    found = lax.fori_loop(0, len(table), attend, jnp.zeros_like(blocks[:, :, ends:]))
-    found = jnp.moveaxis(found, 1, 3).reshape(batch, -1, heads, dim)[:, : tokens - ends * size]
-    if not ends:
-        return found
-    first = attention(q[:, : ends * size], k, v, scale=scale, bias_view=None)
-    return jnp.concatenate([first, found], axis=1)
-
-
-def _block_attention_on_tpu(
-    q: Array, k: Array, v: Array, table: Array, scale: float, size: int, ends: int
-) -> Array:
-    """By the kernel unless there is a reason why not."""
-    plan: Any = {"scale": scale, "size": size, "ends": ends}
-    if block_kernel.why_not(q, k, v, table, **plan):
-        return block_attention(q, k, v, table, **plan)
-    return block_kernel.block_attention(q, k, v, table, **plan)
-
-
-@op
-def block_recall(q: Array, k: Array, table: Array, scale: float, size: int, ends: int) -> Array:
-    tokens, blocks = q.shape[1], _blocks(q, size)
-    places = jnp.arange(tokens)
-
-    def measure(i, total):
-        queries = lax.dynamic_index_in_dim(blocks, ends + i, 2, keepdims=False)
-        scores = jnp.einsum(
-            "bnqd,bknd->bnqk",
-            queries,
-            k,
-            precision=_precision(q),
-            preferred_element_type=jnp.float32,
-        )
-        weights = jax.nn.softmax(scores * scale, axis=-1)
-        seen = jnp.isin(places // size, table[i])
-        own = (ends + i) * size + jnp.arange(size) < tokens
-        return total + jnp.where(own[:, None] & seen, weights, 0).sum(axis=(2, 3))
-
-    found = lax.fori_loop(0, len(table), measure, jnp.zeros((q.shape[0], q.shape[2]), jnp.float32))
-    return found / (tokens - ends * size)
-
-
 @op
 def rope(x: Array, cos: Array, sin: Array, view) -> Array:
     half, dim = x.shape[-1] // 2, x.ndim - 1
@@ -823,7 +747,6 @@ ON_TPU = {
     "conv": _conv_on_tpu,
     "conv_transpose": _conv_transpose_on_tpu,
     "attention": _attention_on_tpu,
-    "block_attention": _block_attention_on_tpu,
     "neighbourhood_attention": _neighbourhood_attention_on_tpu,
 }
 

@@ -31,7 +31,7 @@ example:
 UNREAD = (  # flags of one clip, which have no meaning here
     "prompt", "enhance_prompt", "enhance_seed", "enhanced_prompt", "noise_in", "num_videos",
     "segments", "segment_frames", "length", "segment_prompts", "segment_seeds", "cut",
-    "colour_lock", "anchor", "hdr", "hdr_transfer", "attention_density", "attention_dense",
+    "colour_lock", "anchor", "hdr", "hdr_transfer",
 )  # fmt: skip
 SEED = 0  # seed of the first prompt
 MAX_PROMPTS = 1000
@@ -76,16 +76,6 @@ class CalibrateOptions:
         least=2,
         most=MAX_STEPS,
     )
-    attention: tuple[float, ...] = flag(
-        (),
-        "densities of video attention to measure, such as 0.5 0.25, in place of plans unless "
-        "--evaluations is given",
-        float,
-        group="sampling",
-        repeat=True,
-        above=0,
-        most=1,
-    )
     quick: bool = flag(False, "search only: run no plan, and print no price", group="sampling")
 
 
@@ -122,8 +112,7 @@ def main(args: argparse.Namespace) -> None:
     # A plan that any schedule has: pipelines without plans refuse it here.
     checkpoint, asked = cast(Any, prepared(options, replace(request, step_plan="1:0")))
     check_outputs([("--output", own.output)], [*options.files, *checkpoint.files, *request.files])
-    halves = () if own.attention else tuple(round(asked.steps / part) for part in (2, 3))
-    counts = own.evaluations or halves
+    counts = own.evaluations or tuple(round(asked.steps / part) for part in (2, 3))
     for count in counts:
         if not 2 <= count < asked.steps:
             raise InputError(
@@ -131,8 +120,6 @@ def main(args: argparse.Namespace) -> None:
                 f"{asked.steps}"
             )
     request = replace(asked, step_plan=None)
-    for density in own.attention:  # refuses clips of few tokens
-        replace(request, attention_density=density).resolved(checkpoint.config)
     session = open_session(
         options,
         checkpoint=checkpoint,
@@ -146,9 +133,6 @@ def main(args: argparse.Namespace) -> None:
     say = partial(note, prefix="")
     with closing(calibrate.CalibrationRuns(session, request, prompts, folder, say)) as runs:
         document = calibrate.calibrate(runs, sorted(set(counts), reverse=True), own.quick)
-        if own.attention:
-            densities = sorted(set(own.attention), reverse=True)
-            document["attention"] = calibrate.attention(runs, densities, own.quick)
         with replacing(own.output) as partial_file:
             partial_file.write_text(json.dumps(document, sort_keys=True) + "\n")
         runs.remove()

@@ -167,7 +167,7 @@ def _turns_alone(node: Node) -> bool:
 @pattern
 def _qk_pair(graph: Graph, uses: Uses, node: Node) -> Found | None:
     """q and k of one attention, or of the exchange in front of it: one launch for both."""
-    if node.op not in ("attention", "attention_part", "block_attention", "all_to_all"):
+    if node.op not in ("attention", "attention_part", "all_to_all"):
         return None
     found = []
     for v in node.inputs:

@@ -7,20 +7,9 @@ values (spatio-temporal guidance).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from ltx2rt.graph import Ops, Term
 
 Rope = tuple[Term, Term]  # cos, sin: (..., tokens, heads, pairs)
-
-
-class Sparse(NamedTuple):
-    """Inputs of `block_attention` besides q, k and v. recalls: a list that takes its
-    `block_recall` in its place."""
-
-    table: Term
-    sizes: dict[str, int]
-    recalls: list[Term] | None = None
 
 
 def attention(
@@ -37,14 +26,12 @@ def attention(
     bias: Term | None = None,
     keep: Term | None = None,
     nag: Term | None = None,
-    sparse: Sparse | None = None,
 ) -> Term:
     """x (B, tokens, D) attends to context (B, tokens or text, D'); returns x's type.
 
     bias: additive (B, tokens, keys). keep (B): where 0 the attention's result is replaced by the
     values (self-attention only). nag: (terms) of `away`, from the second half of the context, which
-    is another text; the bias is that of the first half. sparse: which blocks of x see each other
-    (self-attention only, without a bias).
+    is another text; the bias is that of the first half.
     """
     inner = {"heads": heads, "head_dim": head_dim}
     q = o.rms_norm(o.linear(x, "to_q", inner), "q_norm", over=("heads", "head_dim"), eps=eps)
@@ -57,12 +44,7 @@ def attention(
     # A bias's last axis names the keys, which in self-attention are not the queries.
     if bias is not None and bias.type.axes[-1] != k.type.axes[1]:
         k, seen = (o.rename(a, names={a.type.axes[1]: bias.type.axes[-1]}) for a in (k, v))
-    if sparse is not None and sparse.recalls is not None:
-        own = o.block_recall(q, k, sparse.table, scale=head_dim**-0.5, **sparse.sizes)
-        sparse.recalls.append(own)
-    if sparse is not None and sparse.recalls is None:
-        y = o.block_attention(q, k, v, sparse.table, scale=head_dim**-0.5, **sparse.sizes)
-    elif nag is None:
+    if nag is None:
         y = o.attention(q, k, seen, bias, scale=head_dim**-0.5)
     else:
         axis, size = k.type.axes[1], k.type.shape[1] // 2

@@ -35,7 +35,6 @@ from ltx2rt.graph import Graph, Ops, Term
 from ltx2rt.graph import trace as trace_graph
 from ltx2rt.models.modulation import Levels
 from ltx2rt.models.samplers import CARRIED, COEFFICIENTS, NOISY, advance
-from ltx2rt.models.token_blocks import Blocks
 from ltx2rt.models.transformer import (
     ForwardShape,
     Stream,
@@ -89,8 +88,7 @@ class StepShape:
     that is absent has 0 tokens. masked: video self-attention is weighted by an input. stg_blocks:
     those that the perturbed branch perturbs. relay: groups of video and of audio tokens whose
     attention to the positive text has a bias of its own, 0 for none. nag: video's attention to
-    its text is moved away from that to the negative one. blocks: of video self-attention, if it is
-    sparse or measured.
+    its text is moved away from that to the negative one.
     """
 
     branches: Branches
@@ -109,7 +107,6 @@ class StepShape:
     stg_blocks: tuple[int, ...] = ()
     relay: tuple[int, int] = (0, 0)
     nag: bool = False
-    blocks: Blocks | None = None
 
 
 def mask_feeds(name: str, mask: np.ndarray) -> dict[str, np.ndarray]:
@@ -320,7 +317,6 @@ class _Step:
             relays={n: one.relay for n, one in given.items() if one.relay is not None},
             nag=o.input("nag", "float32", terms=3) if s.nag else None,
             rule=s.rule,
-            blocks=s.blocks,
         )  # fmt: skip
 
     def coefficients(self) -> list[Term]:
@@ -372,10 +368,9 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
     video_keyframes_mask (tokens): 1 = a keyframe, if the model has its vector; of a relay m_relay
     (groups, text) and m_group int32 (tokens); if the unheard branch runs voice (1) and audio_beside
     (audio_keys): 1 = a token beside the clip's, which that branch does not hear; nag (3), if so: of
-    `attention.away`; of sparse attention video_blocks int32 (blocks, seen), the blocks of tokens
-    that each sees. Of a sampler that wants them, coefficients (n), m_noise, m_anchor and m_kept
+    `attention.away`. Of a sampler that wants them, coefficients (n), m_noise, m_anchor and m_kept
     (videos, tokens, C). Outputs, of the modalities that are not frozen: m_latent, m_x0, m_anchor,
-    m_kept (videos, tokens, C); of measured attention video_recall (layers, B, heads).
+    m_kept (videos, tokens, C).
     """
 
     def model(o: Ops) -> dict[str, Term]:
@@ -390,7 +385,6 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
             x0 = step.guided(stream, one, velocity[n], scales)
             latents |= step.advanced(n, one, x0, coefficients)
             x0s[f"{n}_x0"] = x0
-        recall = {n: velocity[n] for n in ("video_recall",) if n in velocity}
-        return latents | x0s | recall
+        return latents | x0s
 
     return trace_graph("guided-step", model, dtype)

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,10 +22,9 @@ import numpy as np
 from ltx2rt.config import TransformerConfig
 from ltx2rt.graph import Graph, Ops, Term
 from ltx2rt.graph import trace as trace_graph
-from ltx2rt.models.attention import Rope, Sparse, attention, feed_forward
+from ltx2rt.models.attention import Rope, attention, feed_forward
 from ltx2rt.models.modulation import Levels, Modulation, adaln
 from ltx2rt.models.positions import coordinate_table, frequency_grid, gather_tables
-from ltx2rt.models.token_blocks import Blocks
 
 PREFIX = "model.diffusion_model."
 CROSS_TABLE = "scale_shift_table_a2v_ca_"  # and the stream
@@ -217,9 +215,9 @@ class Rows(NamedTuple):
     scale: Term
 
 
-def _block(config: TransformerConfig, blocks: Blocks | None, o: Ops, carry, invariant, data):
+def _block(config: TransformerConfig, o: Ops, carry, invariant, data):
     """One transformer block: carry video and audio; invariant modulations, contexts, tables; data
-    the keep masks. blocks: of video self-attention, if it is sparse or measured.
+    the keep masks.
 
     For each stream x, its text context c, the other stream y, RMSNorm n and m(h) = h (1 + scale) +
     shift of each part:
@@ -239,7 +237,6 @@ def _block(config: TransformerConfig, blocks: Blocks | None, o: Ops, carry, inva
 
     modulated, attend = partial(_modulated, o), partial(_attend, o, config)
     own = {s.name: _own_rows(o, config, invariant, s) for s in pair}
-    recalls: list[Term] = []
     for s in pair:
         rows, gate = own[s.name]["self"]
         h, bias, keep = (
@@ -248,10 +245,6 @@ def _block(config: TransformerConfig, blocks: Blocks | None, o: Ops, carry, inva
             data.get(f"{s.name}_self_keep"),
         )
         more: dict[str, Any] = {"rope": _rope(invariant, s.name), "bias": bias, "keep": keep}
-        if blocks and s.name == "video":
-            sizes = {"size": blocks.size, "ends": blocks.ends}
-            measured = recalls if blocks.measured else None
-            more["sparse"] = Sparse(invariant["video_blocks"], sizes, measured)
         x[s.name] += attend(f"{s.prefix}attn1", h, h, s, **more) * gate
         h, context = norm(s), invariant[f"{s.name}_context"]
         if config.text_modulation:
@@ -272,7 +265,7 @@ def _block(config: TransformerConfig, blocks: Blocks | None, o: Ops, carry, inva
         x[s.name] += (
             feed_forward(o.under(f"{s.prefix}ff"), modulated(norm(s), rows), s.ff_bias) * gate
         )
-    return x, {"video_recall": recalls[0]} if recalls else {}
+    return x, {}
 
 
 def _modulated(o: Ops, h: Term, rows: Rows) -> Term:
@@ -447,17 +440,16 @@ def transformer(
     keyframes: Term | None = None,
     relays: Mapping[str, Term] | None = None,
     nag: Term | None = None,
-    blocks: Blocks | None = None,
 ) -> dict[str, Term]:
     """Velocities {"video": (B, tokens, C), "audio": (B, audio_tokens, C)} in float32, of the
-    streams that there are; beside them, if it is measured, "video_recall" (layers, B, heads).
+    streams that there are.
 
     latents: (B, tokens, C) of the streams that there are. levels: timesteps in [0,1]. sigmas ((B)).
     contexts (B, text, C'). keeps: any of video_self_keep, audio_self_keep, a2v_keep, v2a_keep
     (layers, B). bias: video self-attention. audio_bias (B, audio_keys): all attention to sound.
     keyframes: ((B,) tokens), 1 where a video token is a keyframe's. relays: biases (B, tokens,
     text) of text attention. nag: (terms) of `attention.away`, where the video's context is two
-    texts, one behind the other. blocks: of video self-attention, if it is sparse or measured.
+    texts, one behind the other.
     """
     o = o.under(PREFIX.rstrip("."))
     pair = [s for s in streams(config) if s.name in latents]
@@ -479,48 +471,15 @@ def transformer(
     if nag is not None:
         invariant["video_nag"] = nag
 
-    x, found = _layers(o, config, blocks, x, invariant, keeps)
-    made = {s.name: _velocity(o, s, x[s.name], embedded[s.name], levels[s.name]) for s in pair}
-    return made | found
-
-
-def _layers(
-    o: Ops,
-    config: TransformerConfig,
-    blocks: Blocks | None,
-    x: dict[str, Term],
-    invariant: dict[str, Term],
-    keeps: dict[str, Term],
-) -> tuple[dict[str, Term], dict[str, Term]]:
-    """The streams behind all blocks of the transformer, and what these give beside them."""
-    if blocks is not None:
-        invariant["video_blocks"] = o.input(
-            "video_blocks", "int32", blocks=blocks.rows, seen=blocks.kept
-        )
-    found: dict[str, Term] = {}
-    for layers, sparse in _stretches(config.num_layers, blocks):
-        start, stop = layers[0], layers[-1] + 1
-        whole = len(layers) == config.num_layers
-        x, found = o.repeat(
-            partial(_block, config, sparse),
-            len(layers),
-            carry=x,
-            invariant={n: v for n, v in invariant.items() if sparse or n != "video_blocks"},
-            data={
-                n: v if whole else o.slice(v, axis="layers", start=start, stop=stop)
-                for n, v in keeps.items()
-            },
-            prefix="transformer_blocks.*.",
-            first=start,
-        )
-    return x, found
-
-
-def _stretches(num_layers: int, blocks: Blocks | None) -> Iterator[tuple[list[int], Blocks | None]]:
-    """Layers that follow one another, with the blocks of their self-attention, if it has any."""
-    dense = blocks.dense if blocks and not blocks.measured else ()
-    for sees_all, layers in groupby(range(num_layers), lambda layer: layer in dense):
-        yield list(layers), None if sees_all else blocks
+    x, _ = o.repeat(
+        partial(_block, config),
+        config.num_layers,
+        carry=x,
+        invariant=invariant,
+        data=keeps,
+        prefix="transformer_blocks.*.",
+    )
+    return {s.name: _velocity(o, s, x[s.name], embedded[s.name], levels[s.name]) for s in pair}
 
 
 def declare_levels(o: Ops, name: str, levels: int, **axes: int) -> Levels:

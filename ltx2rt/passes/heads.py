@@ -15,7 +15,6 @@ from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 
 HEADS, GROUPS = "heads", "groups"
-ATTENTIONS = ("attention", "block_attention")  # in which no head needs another
 Exchanged = tuple[Node, Node, Node]  # what brings q, k and v, the attention, what takes its result
 
 
@@ -59,7 +58,7 @@ def _exchanged(body: Graph, groups: int) -> list[Exchanged]:
         if sent.op != "all_to_all" or sent.inputs[0].type.axes[sent.attrs["split"]] != HEADS:
             continue
         attention = only_reader(sent.outputs)
-        if attention is None or attention.op not in ATTENTIONS:
+        if attention is None or attention.op != "attention":
             continue
         others, back = attention.inputs[3:], only_reader(attention.outputs)
         if back is None or back.op != "all_to_all" or len(back.inputs) != 1:

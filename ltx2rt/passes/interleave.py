@@ -207,8 +207,7 @@ class _Halves:
             return True
         if node.op in ("attention", "attention_part"):
             return operand in QUERIES
-        whole = ("all_to_all", "all_gather", "block_attention")
-        return node.op not in whole and not _names(node.attrs, self.axis)
+        return node.op not in ("all_to_all", "all_gather") and not _names(node.attrs, self.axis)
 
     def add(self, node: Node) -> None:
         if self.axis == TOKENS and node.op == "all_reduce" and len(node.inputs) > 1:

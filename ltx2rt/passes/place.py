@@ -334,7 +334,7 @@ class _Placer:
         return [Placed(self._traded(node, q, k, v, bias, mesh_axis, tokens), q.splits)]
 
     def _attend(self, node: Node, operands: list[Value], bias: list[Placed], tokens: str) -> Value:
-        """Attention to all keys but the padding of the axis `tokens`; with a bias, or in blocks, its
+        """Attention to all keys but the padding of the axis `tokens`; with a bias its
         queries are without it too. bias: the operands behind v."""
         q, *kv = operands
         axis, size = q.type.axes[1], q.type.shape[1]
@@ -343,7 +343,7 @@ class _Placer:
                 emit(self.out, "slice", x, axis=x.type.axes[1], stop=self.lengths[tokens])
                 for x in kv
             ]
-            if node.op == "block_attention" or (bias and axis in bias[0].value.type.axes):
+            if bias and axis in bias[0].value.type.axes:
                 q = emit(self.out, "slice", q, axis=axis, stop=self.lengths[tokens])
         y = emit(self.out, node.op, q, *kv, *(self._declared(b) for b in bias), **node.attrs)
         missing = size - y.type.size(axis)
@@ -520,6 +520,5 @@ HANDLERS = dict.fromkeys(POINTWISE, _Placer._pointwise) | {
     "sum": _Placer._sum,
     "rename": _Placer._rename,
     "attention": _Placer._attention,
-    "block_attention": _Placer._attention,
     "repeat": _Placer._repeat,
 }

@@ -43,7 +43,6 @@ HEAVY = {
     "quantised_linear",
     "attention",
     "attention_part",
-    "block_attention",
 }  # ops that are worth a repeat of their own
 # Operands, by op, that mean the same for all of the batch if they lack its axis.
 BROADCAST = {

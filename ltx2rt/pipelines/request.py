@@ -14,7 +14,6 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from fractions import Fraction
-from functools import partial
 from operator import index
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -28,7 +27,6 @@ from ltx2rt.media.hdr import SPACES, TRANSFERS, HighRange, is_exr
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.models.guided_step import Branches
 from ltx2rt.models.step_plan import StepPlan
-from ltx2rt.models.token_blocks import BLOCK, LEAST_BLOCKS, Density
 from ltx2rt.pipelines import step_plans
 from ltx2rt.pipelines.step_plans import PlanFile, parse_interval, parse_step_plan
 from ltx2rt.session.options import (
@@ -509,31 +507,6 @@ class VideoRequest(Request):
         least=0,
         most=MAX_KEYFRAMES,
     )
-    attention_density: float | None = flag(
-        None,
-        "share of the clip that each part of it sees in video self-attention below noise level "
-        "0.9, such as 0.5; unmeasured on GPUs (default: 1, all)",
-        float,
-        group="sampling",
-        metavar="R",
-        above=0,
-        most=1,
-    )
-    attention_block: int = flag(
-        BLOCK,
-        "video tokens of a part for --attention-density, a power of two",
-        group="sampling",
-        metavar="N",
-        least=8,
-        most=BLOCK,
-    )
-    attention_dense: tuple[int, ...] = flag(
-        (0,),
-        "transformer blocks in which --attention-density leaves all in sight",
-        partial(parse_blocks, name="--attention-dense"),
-        group="sampling",
-        metavar="LIST",
-    )
 
     def check(self) -> None:
         super().check()
@@ -565,10 +538,6 @@ class VideoRequest(Request):
                 wrong = "is no EXR file" if self.hdr else "is an EXR file"
                 advice = "convert it, or leave --hdr out" if self.hdr else "add --hdr"
                 raise InputError(f"--image: {image.path} {wrong}; {advice}")
-        if self.attention_block & (self.attention_block - 1):
-            raise InputError(
-                f"--attention-block: {self.attention_block}, expected a power of two up to {BLOCK}"
-            )
         frames = [image.frame for image in self.images]
         if twice := [frame for frame in frames if frames.count(frame) > 1]:
             raise InputError(f"--image: two images at frame {twice[0]}; give each frame one image")
@@ -603,7 +572,6 @@ class VideoRequest(Request):
                 "model of LTX-2.5"
             )
         check_step("--num-frames", full.num_frames, step, 1, "frames", f"{step}*k + 1")
-        full._check_density(model)
         for span in full.prompt_at:
             span.check(float(full.num_frames / full.fps))
         return replace(
@@ -618,29 +586,6 @@ class VideoRequest(Request):
     @property
     def size_px(self) -> tuple[int, int]:
         return self.height, self.width
-
-    def _check_density(self, model: ModelConfig) -> None:
-        """Refuse sparse attention that would change nothing. Raises InputError."""
-        if self.density is None:
-            return
-        tokens, least = self.geometry(model).num_video_tokens, LEAST_BLOCKS * self.attention_block
-        if tokens < least:
-            raise InputError(
-                f"--attention-density: the clip has {tokens} video tokens, expected at least "
-                f"{least}, {LEAST_BLOCKS} times --attention-block; leave it out"
-            )
-        if beyond := [n for n in self.attention_dense if not 0 <= n < model.transformer.num_layers]:
-            raise InputError(
-                f"--attention-dense: block {beyond[0]}, but the model has blocks 0 to "
-                f"{model.transformer.num_layers - 1}"
-            )
-
-    @property
-    def density(self) -> Density | None:
-        """Density of video self-attention; None where every token sees all."""
-        if self.attention_density in (None, 1):
-            return None
-        return Density(self.attention_density, self.attention_block, self.attention_dense)
 
     @property
     def relay(self) -> Relay | None:
@@ -715,7 +660,6 @@ class VideoRequest(Request):
                 given=given,
                 rule=rule,
                 relay=self.relay,
-                density=self.density,
                 **more,
             ),
         ]

@@ -30,17 +30,14 @@ from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.media.sound import resample
 from ltx2rt.models.step_plan import StepPlan
 from ltx2rt.models.step_search import Recorded, best_plan, jump_costs
-from ltx2rt.models.token_blocks import DENSE_FROM
 from ltx2rt.pipelines.step_plans import FORMAT
-from ltx2rt.run.plan import Plan, make_plan
+from ltx2rt.run.plan import make_plan
 from ltx2rt.run.report import named
 from ltx2rt.run.run import produce, sample_rate, timed
 from ltx2rt.session.options import plain
 from ltx2rt.session.session import Session
 from ltx2rt.stages.denoise import Denoise
-from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.schedule import shifted_sigmas
-from ltx2rt.stages.sound import Sound
 
 ABOUT, MEASURES = "about.json", "measures.json"
 SOUND_WEIGHTS = (
@@ -48,7 +45,6 @@ SOUND_WEIGHTS = (
     4.0,
 )  # weights of sound's error in a search; each gives candidates of both orders
 LEAST = 1e-9  # distance below which clips are equal
-LEAST_RECALL = 0.95  # share of attention in sight below which a transformer block stays dense
 Measures = Mapping[str, float]
 
 
@@ -139,8 +135,7 @@ class CalibrationRuns:
         name = f"{number} {json.dumps(way, sort_keys=True)}"
         if name not in self.measures:
             exact = self.exact(number)
-            flags = {key: tuple(x) if isinstance(x, list) else x for key, x in way.items()}
-            made = self._make(replace(self.request, **flags), number)
+            made = self._make(replace(self.request, **way), number)
             self.measures[name] = distance(exact, made)
             with replacing(self.folder / MEASURES) as partial:
                 partial.write_text(json.dumps(self.measures, indent=1))
@@ -148,28 +143,10 @@ class CalibrationRuns:
             self.say(f"{_words(way)}, prompt {number + 1} of {len(self.prompts)}: {shown}")
         return self.measures[name]
 
-    def recall(self, density: float, number: int) -> np.ndarray:
-        """[steps, layers, heads]: the share of video attention that falls on what the prompt's
-        exact run would see at this density, in the steps of all stages in which it may be sparse."""
-        path = self.folder / f"recall-{density:g}-{number}.npy"
-        if not path.exists():
-            made = self._make(
-                replace(self.request, attention_density=density), number, measured=True
-            )
-            with replacing(path) as partial, partial.open("wb") as file:
-                np.save(file, made["recall"], allow_pickle=False)
-            self.say(f"attention in sight at {density:g}, prompt {number + 1}")
-        return np.load(path)
-
-    def _make(
-        self, request: Any, number: int, keep: bool = False, measured: bool = False
-    ) -> dict[str, np.ndarray]:
-        """measured: attention stays dense, and `recall` is all that is made."""
+    def _make(self, request: Any, number: int, keep: bool = False) -> dict[str, np.ndarray]:
         session = self.session
         request = replace(request, prompt=self.prompts[number], seed=request.seed + number)
         plan = make_plan(session, request)
-        if measured:
-            return {"recall": self._measured(plan)}
         session.require_memory(plan.stages)
         plan = timed(session, plan)
         state, _, _ = produce(session, plan, keep=keep)
@@ -189,34 +166,13 @@ class CalibrationRuns:
                 made |= {f"{name}.latents": np.concatenate([start, steps]), f"{name}.x0": x0}
         return made
 
-    def _measured(self, plan: Plan) -> np.ndarray:
-        stages = [
-            replace(stage, density=replace(stage.density, measured=True))
-            if isinstance(stage, Denoise) and stage.density
-            else stage
-            for stage in plan.stages
-            if not isinstance(stage, (Frames, Sound))
-        ]
-        plan = timed(self.session, replace(plan, stages=tuple(stages)))
-        self.session.require_memory(plan.stages)
-        state, _, _ = produce(self.session, plan, keep=True)
-        c = self.session.config.transformer
-        found = [np.ones((0, c.num_layers, c.num_heads))]
-        for stage in plan.stages:
-            if isinstance(stage, Denoise) and f"{stage.name}.video.recall" in state.record:
-                below = stage.trajectory.sigmas[:, 0] < DENSE_FROM
-                found.append(state.record[f"{stage.name}.video.recall"][below].mean(axis=2))
-        recall = np.concatenate(found)
-        return recall if len(recall) else np.ones((1, *recall.shape[1:]))
-
     def close(self) -> None:
         """Let another calibration have the folder."""
         self._alone.close()
 
     def remove(self) -> None:
         """Remove the files of these runs, and the folder if nothing else is in it."""
-        names = [path.name for path in self.folder.glob("recall-*.npy")]
-        names += [f"exact-{number}.npz" for number in range(len(self.prompts))]
+        names = [f"exact-{number}.npz" for number in range(len(self.prompts))]
         for name in (*names, MEASURES, ABOUT):
             (self.folder / name).unlink(missing_ok=True)
         if not any(self.folder.iterdir()):
@@ -288,35 +244,6 @@ def calibrate(
     }
 
 
-def attention(
-    runs: CalibrationRuns, densities: Sequence[float], quick: bool = False
-) -> list[dict[str, Any]]:
-    """A row for each density of video attention: by transformer block the share of attention that
-    stays in sight, for the prompt with the least of it, as a mean over steps and heads and for the
-    worst head; the blocks that stay dense, and the price with these. quick: without the price."""
-    searched, held_out = runs.halves
-    found = []
-    for density in densities:
-        recalls = [runs.recall(density, number) for number in searched]
-        mean = np.min([recall.mean(axis=(0, 2)) for recall in recalls], axis=0)
-        head = np.min([recall.mean(axis=0).min(axis=1) for recall in recalls], axis=0)
-        dense = [0, *(int(n) for n in np.flatnonzero(mean < LEAST_RECALL) if n)]
-        row: dict[str, Any] = {
-            "density": density,
-            "recall": [round(float(x), 4) for x in mean],
-            "recall_worst_head": [round(float(x), 4) for x in head],
-            "dense": dense,
-        }
-        if not quick:
-            way = {"attention_density": density, "attention_dense": dense}
-            row["price"] = {
-                part: prices([runs.measured(way, n) for n in numbers])
-                for part, numbers in (("calibration", searched), ("held_out", held_out))
-            }
-        found.append(row)
-    return found
-
-
 def distance(exact: Mapping[str, np.ndarray], made: Mapping[str, np.ndarray]) -> dict[str, float]:
     """psnr_db of the frames; audio_corr and mel_l1 of the sound, as `media.compare` has them."""
     found: dict[str, float] = {}
@@ -369,16 +296,6 @@ def table(document: Mapping[str, Any]) -> str:
                 lines.append(f"  {who}: {', '.join(shown)}")
         if "advice" in plan:
             lines.append(f"  {plan['advice']}")
-    for row in document.get("attention", ()):
-        least = min(row["recall"][1:], default=1.0)
-        dense = ",".join(map(str, row["dense"]))
-        lines.append(
-            f"--attention-density {row['density']:g} --attention-dense {dense}: "
-            f"at least {least:.3f} of attention in sight in every transformer block but the first"
-        )
-        if "price" in row:
-            shown = row["price"]["held_out"].items()
-            lines.append("  " + ", ".join(f"{key} {a:.4g} ({b:.4g})" for key, (a, b) in shown))
     return "\n".join(lines)
 
 

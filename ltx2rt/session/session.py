@@ -280,7 +280,7 @@ class Session:
 
     def _rows(self, stages: Sequence[Needing]) -> Iterator[tuple[Needing, str, list[Call]]]:
         """Stages that call networks, each with its calls; of a stage with several loops each loop,
-        by its branches, and whether its attention is sparse."""
+        named by its branches."""
         for stage in stages:
             calls = list(stage.needs(self.config))
             if len([call for call in calls if call.steps is not None]) < 2:
@@ -288,9 +288,7 @@ class Session:
                 continue
             for call in calls:
                 count = call.row.branches(call.sizes) if call.row.branches else 1
-                part = f"{count} branches" if count > 1 else "one branch"
-                sparse = getattr(call.sizes, "blocks", None) is not None
-                yield stage, f"{part}, sparse" if sparse else part, [call]
+                yield stage, f"{count} branches" if count > 1 else "one branch", [call]
 
     def _hold(self, here: dict[WeightsKey, int], call: Call) -> None:
         """Enter the call's set: whole, or what it does not share with another set of its

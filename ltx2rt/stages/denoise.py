@@ -18,14 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ltx2rt.config import ModelConfig
-from ltx2rt.errors import InputError
 from ltx2rt.models import guided_step, transformer
 from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.geometry import Geometry, pack_audio, pack_video, unpack_audio, unpack_video
 from ltx2rt.models.guided_step import Branches
 from ltx2rt.models.samplers import CARRIED, NOISY, Trajectory, planned, trajectory
 from ltx2rt.models.step_plan import StepPlan
-from ltx2rt.models.token_blocks import DENSE_FROM, BlockPlan, Density, block_plan
 from ltx2rt.session.options import LoraSpec
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
@@ -70,12 +68,10 @@ class Noise:
 
 
 class Part(NamedTuple):
-    """Evaluations that follow one another and run one program. sparse: whether video
-    self-attention is."""
+    """Evaluations that follow one another and run one program."""
 
     branches: Branches
     steps: slice
-    sparse: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,9 +88,7 @@ class Denoise(Stage):
     is kept. What is kept is the state's source, or where there is none its latents. mixed:
     modalities that start from the state's source, mixed with noise of the first level. relay:
     prompts by time. voice: the scale of guidance by the sound beside the clip's, 0 for none. nag:
-    scale, tau and alpha of
-    `models.attention.away` from the negative prompt, None for none. density: of video
-    self-attention below the noise level DENSE_FROM; None, or a clip of few tokens: all see all.
+    scale, tau and alpha of `models.attention.away` from the negative prompt, None for none.
     """
 
     name: str  # pyrefly: ignore[bad-override]
@@ -118,7 +112,6 @@ class Denoise(Stage):
     relay: Relay | None = None
     voice: float = 0.0
     nag: tuple[float, float, float] | None = None
-    density: Density | None = None
 
     @property
     def branches(self) -> Branches:
@@ -152,41 +145,15 @@ class Denoise(Stage):
     @cached_property
     def parts(self) -> list[Part]:
         """The evaluations in order, in parts that run one program: one, or of an interval up to
-        three, of sparse attention one more."""
-        guided, sparse = np.ones(self.steps(), bool), np.zeros(self.steps(), bool)
+        three."""
+        guided = np.ones(self.steps(), bool)
         if self.interval is not None and self.branches != Branches():
             guided = within(self.steps(), self.interval)
-        if self.block_plan is not None:
-            sparse = self.trajectory.sigmas[:, 0] < DENSE_FROM
-            sparse |= self.block_plan.blocks.measured
-        changed = np.diff(guided) | np.diff(sparse)
-        starts = [0, *(np.flatnonzero(changed) + 1).tolist()]
+        starts = [0, *(np.flatnonzero(np.diff(guided)) + 1).tolist()]
         return [
-            Part(
-                self.branches if guided[start] else Branches(),
-                slice(start, stop),
-                bool(sparse[start]),
-            )
+            Part(self.branches if guided[start] else Branches(), slice(start, stop))
             for start, stop in pairwise([*starts, len(guided)])
         ]
-
-    @cached_property
-    def block_plan(self) -> BlockPlan | None:
-        """The order of the video tokens and the blocks that see each other, where attention is
-        sparse. Raises InputError where tokens see each other by weights."""
-        if self.density is None or "video" not in self.streams:
-            return None
-        video, g = self.blank["video"], self.geometry
-        if video.masked:
-            raise InputError(
-                "--attention-density: tokens of this clip see its conditioning by weights, which "
-                "sparse attention has no room for; leave it out, or the conditioning's mask and "
-                "attention strength"
-            )
-        fixed = np.arange(video.shape[1]) >= video.num_target_tokens
-        frame = g.num_video_tokens // g.frames
-        fixed[:frame] = video.mask[0, :frame, 0] < 1
-        return block_plan((g.frames, g.rows, g.columns), fixed, self.density)
 
     @property
     def made(self) -> tuple[str, ...]:
@@ -213,13 +180,11 @@ class Denoise(Stage):
         program."""
         shape, _ = self.shape(model, self.blank)
         room = len(self.sigmas) - 1 if self.plan or self.interval else 0
-        room = max(room, self.steps()) if self.block_plan else room
-        for branches, part, sparse in self.parts:
+        for branches, part in self.parts:
             sizes = replace(
                 shape,
                 branches=branches,
                 stg_blocks=shape.stg_blocks if branches.perturbed else (),
-                blocks=self.block_plan.blocks if self.block_plan and sparse else None,
             )
             steps = part.stop - part.start
             yield Call("guided-step", sizes, steps=steps, loras=self.loras, room=room)
@@ -283,17 +248,13 @@ class Denoise(Stage):
             feeds["video_attention_mask"] = states["video"].attention()
         feeds |= self._relayed(session, states) | self._started(state, states)
         per_step, calls = self._per_step(state), list(self.needs(session.config))
-        feeds, per_step = (self._in_blocks(session, calls, x) for x in (feeds, per_step))
-        if self.block_plan is not None:
-            feeds["video_blocks"] = self.block_plan.table
         session.load(calls[0])
         trail: dict[str, list[np.ndarray]] = {}
-        recalls: list[np.ndarray] = []
         carried = [f"{m}_{name}" for m in self.made for name in ("latent", *CARRIED[self.stepping])]
         counts = [min(call.steps or 0, state.max_steps or self.steps()) for call in calls]
 
         def run() -> Iterator[dict]:
-            for call, count, (branches, part, _) in zip(calls, counts, self.parts, strict=True):
+            for call, count, (branches, part) in zip(calls, counts, self.parts, strict=True):
                 rows, last = {name: values[part] for name, values in per_step.items()}, {}
                 given = feeds | self._guided(branches, state)
                 for last in session.denoise(call, given, rows, count):
@@ -301,7 +262,7 @@ class Denoise(Stage):
                 feeds.update({name: session.backend.to_host(last[name]) for name in carried})
 
         def found(values: Mapping[str, Any], m: str, name: str) -> np.ndarray:
-            return self._as_given(m, session.backend.to_host(values[f"{m}_{name}"]))
+            return session.backend.to_host(values[f"{m}_{name}"])
 
         with watch.stage(self.name, sum(counts)) as done:
             for last in run():
@@ -309,35 +270,12 @@ class Denoise(Stage):
                     for m in self.made:
                         trail.setdefault(f"{m}.steps", []).append(found(last, m, "latent"))
                         trail.setdefault(f"{m}.x0", []).append(found(last, m, "x0"))
-                    if "video_recall" in last:
-                        recalls.append(session.backend.to_host(last["video_recall"]))
                 done()
                 if "video" in self.made:
                     watch.look(lambda x=last: self._video(states, found(x, "video", "x0")))
                 watch.check()
-        if recalls:
-            state.put(f"{self.name}.video.recall", np.stack(recalls))
-        made = {m: self._as_given(m, feeds[f"{m}_latent"]) for m in self.made}
+        made = {m: feeds[f"{m}_latent"] for m in self.made}
         self._finish(state, states, made, trail)
-
-    def _in_blocks(
-        self, session: Session, calls: Sequence[Call], feeds: Mapping[str, np.ndarray]
-    ) -> dict[str, np.ndarray]:
-        """The feeds with video tokens in the order of their blocks."""
-        plan, found = self.block_plan, dict(feeds)
-        if plan is None:
-            return found
-        for inputs in (session.graph(call).inputs for call in calls):
-            for name in found.keys() & inputs.keys():
-                if "tokens" in (axes := inputs[name].type.axes):
-                    axis = axes.index("tokens") - len(axes)
-                    found[name] = np.take(feeds[name], plan.order, axis)
-        return found
-
-    def _as_given(self, modality: str, tokens: np.ndarray) -> np.ndarray:
-        """[videos, T, C] in the order of the states."""
-        plan = self.block_plan if modality == "video" else None
-        return tokens if plan is None else tokens[:, plan.inverse]
 
     def _kept(self, state: State) -> dict[str, np.ndarray]:
         """Latents of the modalities that are kept, whole or in part."""

@@ -298,14 +298,6 @@ TINY_SIZE = [
 ]
 
 
-def test_sparse_attention_is_raced_against_dense_attention():
-    size = (*TINY_SIZE[:-6], "--width", "192", "--height", "128", "--num-frames", "33")
-    sparse = ("--attention-density", "0.3", "--attention-block", "8", "--ops", "block_attention")
-    facts = kernels.main([*size, *sparse, "--rounds", "1", "--contestants", "kernel"])
-    (case,) = facts["cases"]
-    assert case["op"] == "block_attention" and case["us"].keys() == {"kernel", "dense"}
-
-
 def test_every_op_with_a_kernel_is_raced_against_its_floor(tmp_path, capsys):
     """On a CPU plain ops run in place of the kernels, which the result says."""
     written = tmp_path / "k.json"
@@ -329,8 +321,7 @@ def test_every_op_with_a_kernel_is_raced_against_its_floor(tmp_path, capsys):
         "qk_scale_rope",
         "qk_scale",
         "neighbourhood_attention",
-        "block_attention",
-    }  # on several devices; in LTX-2.5; if asked for
+    }  # on several devices; in LTX-2.5
     assert {case["op"] for case in facts["cases"]} == set(WITH_KERNEL) - elsewhere
     assert {case["why_not"] for case in facts["cases"]} == {
         "the operands are on cpu, the kernel runs on cuda"

@@ -22,11 +22,6 @@ from ltx2rt.stages.conditioning import ImageSpec, ReferenceSpec
 from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.sound import Sound
 
-# 100 tokens and those of an image behind them, in 15 blocks, of which each sees 3 and those of the
-# images; of two steps the second.
-SPARSE = {"width": 160, "height": 128, "num_frames": 33, "steps": 2, "attention_density": 0.2}
-SPARSE |= {"attention_block": 8}
-
 
 def clips(folder: Path) -> dict[str, dict]:
     """By pipeline, or a word more for a variant of it, a request's fields: mostly 4 and 16 video
@@ -55,7 +50,6 @@ def clips(folder: Path) -> dict[str, dict]:
         "hdr-ic-lora": {"video_path": film},
         "inpaint": {"video_path": film, "pad": (32, 0, 0, 0), "nag": (11, 2.5, 0.25)},
         "one-stage": size | {"steps": 2, "voice": film},
-        "one-stage sparse": size | SPARSE | {"images": images},
     }
 
 

@@ -66,31 +66,6 @@ def test_the_price_is_what_the_clip_shows(calibrated, generate, tiny, tmp_path):
     assert plan["price"]["held_out"]["psnr_db"][0] == pytest.approx(psnr, abs=1e-4)
 
 
-@pytest.mark.long
-def test_attention_in_sight_is_measured_and_priced(calibrated, tmp_path):
-    """Where all blocks are in sight, all attention is; else transformer blocks with too little of it
-    stay dense, and the clip with those has a price."""
-    size = ("--width", 160, "--height", 128, "--num-frames", 33, "--attention-block", 8)
-    status, out, err = calibrated(*size, "--attention", 0.3, 0.95)
-    assert status == 0, err
-    file = json.loads((tmp_path / "plans.json").read_text())
-    assert file["plans"] == []
-    most, least = file["attention"]
-    assert (most["density"], least["density"]) == (0.95, 0.3)
-    assert most["recall"] == pytest.approx([1, 1, 1]) and most["dense"] == [0]
-    for mean, head in zip(least["recall"], least["recall_worst_head"], strict=True):
-        assert 0.1 < head <= mean < 0.95
-    assert least["dense"] == [0, 1, 2]
-    for row in (most, least):  # nothing is sparse in either
-        assert min(row["price"]["held_out"]["psnr_db"]) > 80  # but for float32's rounding
-    assert "--attention-density 0.3 --attention-dense 0,1,2: at least" in out
-
-
-def test_attention_that_cannot_be_sparse_is_refused(calibrated):
-    status, _, err = calibrated("--attention", 0.5)
-    assert status == 2 and "--attention-density: the clip has 8 video tokens" in err
-
-
 @pytest.mark.slow
 def test_what_was_cut_off_goes_on_to_the_same_file(calibrated, tmp_path, monkeypatch):
     assert calibrated("--evaluations", 3, output="whole.json")[0] == 0

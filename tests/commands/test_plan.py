@@ -38,26 +38,6 @@ def test_plan_prints_the_promised_json(planned):
     }
 
 
-def test_sparse_attention_takes_a_sixth_of_a_large_clip(command):
-    """Distilled 1920x1088, 121 frames: stage 2 has 32640 tokens in 64 blocks, of which each sees 16
-    in 47 of 48 layers of two of three steps; stage 1 has 8160 in 16, in two of eight steps."""
-    clip = ("--pipeline", "distilled", "--width", 1920, "--height", 1088, "--json")
-    where = ("plan", "--preset", "ltx-2.3", "--device-kind", "h200", "--devices", 1)
-    totals, steps = [], []
-    for more in ((), ("--attention-density", 0.25)):
-        status, out, err = command(*where, *clip, *more)
-        assert (status, err) == (0, "")
-        stages = json.loads(out)["stages"]
-        totals.append(sum(s["flops"] * (s["steps"] or 1) for s in stages))
-        steps.append([s["steps"] for s in stages if "stage" in s["name"]])
-    assert steps == [[8, 3], [6, 2, 1, 2]]
-    saved = sum(
-        4 * count * 47 * tokens * (tokens - keys) * 4096
-        for count, tokens, keys in ((2, 32640, 16 * 512), (2, 8160, 4 * 512))
-    )
-    assert totals[0] - totals[1] == saved and totals[1] <= 0.85 * totals[0]
-
-
 def test_a_checkpoint_is_planned_as_its_preset(planned, command, tiny):
     status, out, err = command(*PLAN, "--model", tiny("tiny-2.3", "official"), "--json")
     assert (status, err) == (0, "")

@@ -159,7 +159,7 @@ def agree(one, several):
 
 
 NEW = ("hq", "keyframes", "a2v", "retake", "ic-lora", "t2a", "dubit", "hdr-ic-lora", "inpaint",
-       "one-stage", "one-stage sparse")  # fmt: skip
+       "one-stage")  # fmt: skip
 # Float32 under splits. Two evaluations a step, and guidance of 2 steps that go from noise to the
 # end, amplify it.
 NEAR = 2e-5
@@ -208,9 +208,8 @@ def pipelines_agree(words, images, film, tmp_path_factory):
 
 @pytest.mark.long
 def test_new_pipelines_on_two_ranks(pipelines_agree):
-    """Those whose graphs differ most from `two-stage`'s: a frozen stream, an absent one, sparse
-    attention."""
-    pipelines_agree("cuda", "sequence=2", "", ("a2v", "t2a", "one-stage sparse"))
+    """Those whose graphs differ most from `two-stage`'s: a frozen stream, an absent one."""
+    pipelines_agree("cuda", "sequence=2", "", ("a2v", "t2a"))
 
 
 @pytest.mark.slow
@@ -225,7 +224,7 @@ def test_new_pipelines_on_two_ranks(pipelines_agree):
             "tpu",
             "guidance=2,sequence=2,tensor=2",
             "trillium",
-            ("keyframes", "a2v", "retake", "ic-lora", "one-stage sparse"),
+            ("keyframes", "a2v", "retake", "ic-lora"),
         ),
         ("tpu", "guidance=3,sequence=2", "trillium", ("hq", "t2a")),  # they have three branches
     ],

@@ -44,14 +44,6 @@ def _neighbourhood(o, window=(3, 3, 5), first=(0, 1, 2), queries=(11, 9, 17), ke
     return o.neighbourhood_attention(q, k, v, window=window, first=first, scale=0.3)
 
 
-def _blocks(o, last):
-    """q, k and v of 7 blocks of 4 tokens and a shorter one, of which 2 see all; `last` and a table
-    of rows that see 5 of them."""
-    axes = {"B": 2, "tokens": 30, "heads": 2, "head_dim": 8}
-    q, k, v = (o.input(name, **axes) for name in "qkv")
-    return q, k, *last(v), o.input("table", "int32", blocks=6, seen=5)
-
-
 def _rows(o, count):
     """Modulation rows per sample, per token and for all."""
     axes = ({"B": 2}, {"B": 2, "tokens": 5, "heads": 3}, {})
@@ -257,10 +249,6 @@ CASES = {
         eps=1e-9,
     ),
     "neighbourhood_attention": _neighbourhood,
-    "block_attention": lambda o: o.block_attention(
-        *_blocks(o, lambda v: [v]), scale=0.3, size=4, ends=2
-    ),
-    "block_recall": lambda o: o.block_recall(*_blocks(o, lambda v: []), scale=0.3, size=4, ends=2),
     "axial_rope": lambda o: o.axial_rope(
         o.input("x", B=2, frames=3, rows=4, columns=5, heads=2, head_dim=16),
         sizes=(4, 6, 6),

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import triton
 from ltx2rt_cuda.ops import joined_rows
-from ltx2rt_kernels.block_attention import cuda as block_attention
 from ltx2rt_kernels.choose import launched
 from ltx2rt_kernels.head_gate import cuda as head_gate
 from ltx2rt_kernels.neighbourhood_attention import cuda as neighbourhood
@@ -111,7 +110,6 @@ def main() -> None:
         snake_beta,
         quantise_rows,
         neighbourhood,
-        block_attention,
         unpack,
     ):
         for name, kernel in list(vars(module).items()):
@@ -358,11 +356,6 @@ def main() -> None:
             neighbourhood.neighbourhood_attention, meta(*packed.shape[:4], *packed.shape[5:]),
             *(packed[:, :, :, :, i] for i in (1, 2)), **plan,
         )  # fmt: skip
-    q, k, v = meta(1, 32640, 3 * 4096).unflatten(2, (3, 32, 128)).unbind(2)
-    compiled(
-        "block_attention", "block_attention_kernel", block_attention.block_attention, q, k, v,
-        meta(64, 32, dtype=torch.int32), scale=0.088, size=512, ends=0,
-    )  # fmt: skip
     print(json.dumps(found))
 
 

@@ -295,26 +295,6 @@ def neighbourhood(
     return "neighbourhood_attention", [q, k, v], plan, plan
 
 
-def blocks(
-    x: Operands,
-    tokens: int,
-    ends: int,
-    size: int = 16,
-    dim: int = 10,
-    attentions: tuple[int, int] = (2, 3),
-) -> Case:
-    """q, k and v as slices of packed projections; rows that see the ends, themselves and two
-    others. attentions: samples and heads."""
-    count = -(-tokens // size)
-    seen = [sorted({*range(ends), row, ends, count - 1}) for row in range(ends, count)]
-    kept = max(map(len, seen))
-    rows = [row + [b for b in range(count) if b not in row][: kept - len(row)] for row in seen]
-    table = torch.tensor([sorted(row) for row in rows], dtype=torch.int32, device=x.device)
-    plan = {"scale": 0.25, "size": size, "ends": ends}
-    operands = [x.inside(attentions[0], tokens, attentions[1], dim) for _ in range(3)]
-    return "block_attention", [*operands, table], plan, plan
-
-
 def stored(x: Operands, encoding: str, width: int = 512) -> Case:
     """Any bytes, but for finite scales; rows of a stack of several types in turn of each. More
     numbers than a program takes."""
@@ -423,13 +403,6 @@ CASES: dict[str, Callable[[Operands], Case]] = {
     ),
     "neighbourhood_attention windows as large as the grid": partial(
         neighbourhood, sizes=(3, 4, 5), window=(3, 4, 5), dim=32
-    ),
-    "block_attention": partial(blocks, tokens=96, ends=0),
-    "block_attention of a short last block and two that see all": partial(
-        blocks, tokens=90, ends=2, dim=32, attentions=(1, 2)
-    ),
-    "block_attention of blocks of several programs": partial(
-        blocks, tokens=900, ends=1, size=256, dim=16, attentions=(1, 2)
     ),
     **{
         f"unpack {encoding}": partial(stored, encoding=encoding)

@@ -13,7 +13,7 @@ from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import relative_l2
 
-CLOSE = 1e-6  # float32: products of arrays that lie otherwise
+CLOSE = 2e-6  # float32: products of arrays that lie otherwise, by any BLAS
 
 
 def local(one, **mesh):

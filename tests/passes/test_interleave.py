@@ -16,7 +16,7 @@ from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import relative_l2
 
-CLOSE = 1e-6  # float32: products of other shapes
+CLOSE = 2e-6  # float32: products of other shapes, by any BLAS
 LEAST = 1100  # bytes: the exchanges of halves but those of norms and what is gathered
 
 

@@ -352,13 +352,6 @@ def broken(tmp_path, files):
             "--conditioning-attention-strength: nan",
         ),
         (
-            [
-                *("REF", "--conditioning-attention-strength", 0.5),
-                *("--attention-density", 0.5, "--attention-block", 8),
-            ],
-            "--attention-density: tokens of this clip see its conditioning by weights",
-        ),
-        (
             ["REF", "--conditioning-attention-mask", "gone.mov"],
             "--conditioning-attention-mask: {folder}/gone.mov does",
         ),

@@ -99,7 +99,7 @@ def test_steps_on_the_border_and_nothing_to_guide():
                 guided.append(guider._is_cfg_enabled())
             assert within(steps, (start, stop)).tolist() == guided
     stage = Denoise("s", None, SIGMAS, (), None, np.array([[1, 0, 1, 0]] * 2), interval=MIDDLE)  # type: ignore[arg-type]
-    assert stage.parts == [(Branches(), slice(0, 4), False)]
+    assert stage.parts == [(Branches(), slice(0, 4))]
     guided = replace(stage, guidance=np.array([[3, 0, 1, 0]] * 2), interval=(0.0, 0.5))
     assert [part.steps for part in guided.parts] == [slice(0, 2), slice(2, 4)]
 
