@@ -1,9 +1,9 @@
 """Files that appear under their name only when complete, and what must hold of them before a run
 begins.
 
-Decides the name of the unfinished file: it follows from the writing process alone, so that a
-process that outlives that process can remove it. Decides, too, which outputs are refused: those
-that replace an input or each other, and those that could not be written in the end.
+Decides the name of the unfinished file: it follows only from the writing process, so that a
+process that outlives it can remove it. Also decides which outputs are refused: the ones that
+replace an input or each other, and those that could not be written in the end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class NotWritten(OSError):
 
 
 def partial_path(path: Path, pid: int) -> Path:
-    """Where process `pid` writes what becomes `path`."""
+    """Path at which process `pid` writes the future `path`."""
     return path.with_name(f".{path.name}.{pid}.partial")
 
 
@@ -55,7 +55,7 @@ def remove_unfinished() -> None:
 
 @contextmanager
 def unfinished(path: Path) -> Iterator[Path]:
-    """Where this process makes `path`, a file or a folder of files, which is removed in the end.
+    """Path at which this process makes `path`, a file or a folder of files; removed in the end.
 
     Raises OSError naming `path`, and not where it is made, if it cannot be written.
     """
@@ -85,7 +85,8 @@ def _is_of(partial: Path, error: OSError) -> bool:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path`, renamed to it on success and deleted on any failure.
+    """A temporary file in the folder of `path`, renamed to it on success and deleted on any
+    failure.
 
     Raises OSError as `unfinished` does.
     """
@@ -130,7 +131,7 @@ def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[Path]) -
     folders = [path.resolve() for path in read if path.is_dir()]
     nested = [
         path for folder in folders for pattern in ("*", "*/*") for path in folder.glob(pattern)
-    ]  # links, too
+    ]  # and links
     taken = {_identity(path): f"the input {path}" for path in [*nested, *read] if path.exists()}
     for flag, path in outputs:
         identity = _writable(flag, path)
@@ -145,8 +146,8 @@ def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[Path]) -
 
 
 def _identity(path: Path) -> tuple[int, int, str]:
-    """One identity for every spelling of a file: what it is, or, before it exists, where it will
-    be."""
+    """One identity for every spelling of a file: its inode, or, before it exists, its future
+    place."""
     try:
         status = path.stat()
         return status.st_dev, status.st_ino, ""
@@ -180,8 +181,7 @@ def _writable(flag: str, path: Path) -> tuple[int, int, str]:
 
 
 def require_space(sizes: Mapping[Path, int]) -> None:
-    """Refuse files of so many bytes that the disks of their folders have no room for. Raises
-    InputError."""
+    """Refuse files for which the disks of their folders have no room. Raises InputError."""
     needed: Counter[int] = Counter()
     for path, size in sizes.items():
         device = path.parent.stat().st_dev

@@ -1,4 +1,4 @@
-"""The gate of each head and what it chooses from, with the quantised linear behind it or not."""
+"""The gate of each head and its operands, with the quantised linear behind it or not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def head_gate(y: Type, logits: Type, *choice: Type):
     """y * 2 sigmoid(logits), one logit per head: y (B, ..., heads, head_dim), logits (B, ...,
     heads).
 
-    choice: keep (B) and v like y: samples whose keep is 0 are v's instead of y's.
+    choice: keep (B) and v like y: samples with keep 0 are v's instead of y's.
     """
     _same_dtype(y, logits, *choice[1:])
     if choice:
@@ -51,8 +51,7 @@ def _numpy_head_gate_quantised_linear(*operands, **args):
 
 @op(_numpy_head_gate_quantised_linear, flops=linear_flops, linear="quantised")
 def head_gate_quantised_linear(*operands: Type, contract: tuple[str, ...], out: dict[str, int]):
-    """The per-head gate, then a linear layer of quantised weights, whose operand each token's heads
-    are together."""
+    """The per-head gate, then a linear layer of quantised weights over all heads of a token."""
     gate, others = divided(operands)
     y = gate[0]
     OPS["head_gate"].rule(*gate)

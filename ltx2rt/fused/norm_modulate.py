@@ -1,7 +1,7 @@
 """Norms with what scales and shifts them, after a gated residual or not.
 
 `rows` are modulation rows, (scale, shift) pairs, one result for each pair; rows per level instead
-of per token (as when an image's tokens have a timestep of their own) are followed by an int32
+of per token (as when an image's tokens have another timestep) are followed by an int32
 index, the level of every token.
 """
 
@@ -85,7 +85,7 @@ def _numpy_norm_scale(x, scale, *, views, eps):
 
 @op(_numpy_norm_scale, launch=ROWS)
 def norm_scale(x: Type, scale: Type, *, eps: float):
-    """RMSNorm over the last axis, times 1 + scale (D), which may be float32 beside any x."""
+    """RMSNorm over the last axis, times 1 + scale (D), which may be float32 for any x."""
     result, args = OPS["rms_norm"].rule(x, scale, over=x.axes[-1:], eps=eps)
     return result, {"views": (args["weight_view"],), "eps": eps}
 

@@ -1,4 +1,4 @@
-"""A convolution and the zeros around what it reads."""
+"""A convolution and the zeros around its input."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def padded_conv(
 
 @pattern
 def _padded_conv(graph: Graph, uses: Uses, node: Node) -> Found | None:
-    """A convolution and the zeros around what it reads, as many on either side."""
+    """A convolution and the zeros around its input, equally wide on either side."""
     pad = uses.only(node.inputs[0], "pad") if node.op == "conv" else None
     if pad is None or pad.args["mode"] != "zeros":
         return None

@@ -15,7 +15,7 @@ from ltx2rt.models import vocoder
 
 
 def snake_windows(taps: int) -> tuple[int, int, tuple[int, int]]:
-    """How a signal is padded and cropped around two filters of `taps` (even), one to twice its rate
+    """Padding and cropping of a signal around two filters of `taps` (even), one to twice its rate
     and one back.
 
     Returns the edge samples added on either side before going up, the position at which the kept

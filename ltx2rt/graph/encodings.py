@@ -1,12 +1,12 @@
-"""Encodings of a weight that a device keeps as it is stored: what is stored, and the numbers that
-it stands for.
+"""Encodings of weights that a device keeps as stored: the stored fields and the numbers that they
+mean.
 
 A matrix [rows, n] of an encoding is stored as one or more fields, each with one row for each of its
 rows: a cut of the matrix's rows is a cut of theirs. Definitions are written once, over a namespace
 `o` of the few functions in which numpy, torch and jax.numpy differ (`NumpyOps`; each backend has
 its own). They agree bit for bit: every product but the last is exact in float32, whatever its
 order, so that
-none is rounded twice or not at all where a compiler makes one instruction of a product and a sum.
+no number is rounded twice, or never, if a compiler fuses a product and a sum.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Encoding:
     halves: tuple[int, ...] = ()
 
     def numbers(self, columns: int) -> int:
-        """How many numbers a row has of which the first field stores `columns`."""
+        """Numbers in a row if its first field stores `columns`."""
         return columns // self.fields[0].size * self.fields[0].weights
 
 
@@ -96,7 +96,7 @@ def rotation(size: int) -> np.ndarray:
 
 @cache
 def _e4m3_numbers() -> np.ndarray:
-    """f32[256]: what each byte stands for."""
+    """f32[256]: the number of each byte."""
     return np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
@@ -181,7 +181,7 @@ def _nibbles(o: Any, x: Any, width: int = 16) -> Any:
 
 
 def _parts(o: Any, x: Any, bits: int, axis: int) -> Any:
-    """Numbers of so many bits out of each byte, the lowest first, along a new axis."""
+    """Numbers of `bits` bits out of each byte, the lowest first, along a new axis."""
     return o.stack([x >> at for at in range(0, 8, bits)], axis) & (1 << bits) - 1
 
 
@@ -316,7 +316,7 @@ _INT8_ROWS = (Field("", "int8"), ROW_SCALE)
 
 
 def _any_of(*rows: Encoding) -> Encoding:
-    """The encoding of a stack whose layers differ in their types: each row of bytes is as long as
+    """The encoding of a stack of layers of several types: each row of bytes is as long as
     the longest type's, and one more byte says which type it is of. All types are decoded, and one
     is taken."""
     group = max(row.group for row in rows)
@@ -334,7 +334,7 @@ def _any_of(*rows: Encoding) -> Encoding:
 
 
 class _Encodings(dict[str, Encoding]):
-    """Rows by name; those of several types are made when they are asked for."""
+    """Rows by name; rows of several types are made on demand."""
 
     def __missing__(self, name: str) -> Encoding:
         first, *more = name.split(EITHER)
@@ -385,8 +385,8 @@ def common(names: Iterable[str | None]) -> str | None:
 
 
 def passing_bytes(encoding: str, size: int) -> int:
-    """Bytes that plain ops take at most while they decode a matrix of so many numbers, beside it.
-    A kernel takes none. Of several types all are decoded in float32."""
+    """Bytes that plain ops take at most while they decode a matrix of `size` numbers, without the
+    matrix. A kernel takes none. Of several types all are decoded in float32."""
     return min(size, DECODED) * (PASSING_BYTES + 4 * encoding.count(EITHER))
 
 

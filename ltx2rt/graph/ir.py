@@ -1,7 +1,7 @@
 """The intermediate representation: values with named axes, nodes in execution order, graphs.
 
-Decides what a graph *is*. What an op means is in `ops`, how model text becomes a graph in `trace`,
-which graphs are legal in `verify`.
+Decides what a graph *is*. The meaning of an op is in `ops`, how model text becomes a graph in
+`trace`, which graphs are legal in `verify`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Value:
 class Node:
     """One operation.
 
-    attrs: what the model text said, in axis names; passes read and print these.
+    attrs: the model text's attributes, in axis names; passes read and print these.
     args: the same, resolved to positions for these operand types; lowerings and the interpreter
     read only this. typed: the mark of a node that follows its rule; a node is never changed, and
     passes hand on most of them.
@@ -119,7 +119,7 @@ class Node:
 
 
 def rewrite(node: Node, change: Callable[[Graph], Graph]) -> Node:
-    """`node` itself, but of a repeat one with the body that `change` makes of its own."""
+    """`node` itself, or a repeat with its body changed by `change`."""
     if node.op != "repeat":
         return node
     return replace(node, args={"repeat": replace(node.repeat, body=change(node.repeat.body))})
@@ -188,7 +188,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a parameter is made from the checkpoint's tensors on one device.
+    """Recipe of a parameter on one device from the checkpoint's tensors.
 
     parts: the tensors, in the file's shapes, joined along their first dimension. splits: (dim, mesh
     axis, its size) for each dimension along which every part is cut into equal slices; a device
@@ -227,9 +227,8 @@ class Layout:
 class Graph:
     """Inputs and parameters by name, nodes in execution order, outputs by name.
 
-    layouts: of the parameters that are not simply one whole tensor of their own name.
-    mesh: sizes of the mesh axes that a placed graph is for; its shapes are then those of one
-    device.
+    layouts: of the parameters that are not simply one whole tensor of the same name.
+    mesh: sizes of the mesh axes of a placed graph; its shapes are then per device.
     """
 
     name: str
@@ -292,7 +291,7 @@ class Graph:
 
 
 def subgraphs(graph: Graph, groups: Sequence[Sequence[Node]]) -> list[Graph]:
-    """A graph for each group of nodes, whose inputs and outputs are values of `graph`."""
+    """A graph for each group of nodes; its inputs and outputs are values of `graph`."""
     readers: dict[int, list[Node]] = {}
     for node in graph.nodes:
         for v in node.inputs:

@@ -700,7 +700,7 @@ def neighbourhood_attention(
 
     q, k, v (B, frames, rows, columns, heads, head_dim); k and v may have more positions than q.
     Query i of an axis is at position first + i of the keys; it sees `window` keys, centred on it,
-    or shifted inwards at a border, so that there are always as many (`window_starts`). Softmax in
+    or shifted inwards at a border, so that the count is constant (`window_starts`). Softmax in
     float32. Source: neighbourhood attention (NATTEN).
     """
     _same_dtype(q, k, v)
@@ -841,8 +841,8 @@ def _numpy_all_to_all(*groups, split, concat, mesh_axis, parts):
 
 @op(_numpy_all_to_all)
 def all_to_all(*xs: Type, split: int, concat: int, mesh_axis: str, parts: int):
-    """Each device sends piece i of dimension `split` to device i and joins what it gets along
-    `concat`.
+    """Each device sends piece i of dimension `split` to device i and joins the received pieces
+    along `concat`.
 
     Operands travel in one communication; one result per operand.
     """

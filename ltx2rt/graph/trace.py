@@ -1,9 +1,9 @@
-"""From model text to a graph: calling `o.<op>` records a typed node.
+"""Graphs from model text: calling `o.<op>` records a typed node.
 
-Model text is plain functions whose first argument is `o`. Every op of the table is a method of it;
-operands are positional, attributes are keywords. `o.under("attn1")` is the same namespace with a
-longer parameter prefix. What it returns is a `Term`: `+ - * /` with another term records `add`,
-`sub`, `mul`, `div`, with a number `affine`.
+Model text is plain functions with `o` as their first argument. Every op of the table is a method of
+it; operands are positional, attributes are keywords. `o.under("attn1")` is the same namespace with
+a longer parameter prefix. The result is a `Term`: `+ - * /` with another term records `add`, `sub`,
+`mul`, `div`, with a number `affine`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""adapters: low-rank matrices beside frozen linears of a stack of blocks.
+"""adapters: low-rank matrices added to frozen linears of a stack of blocks.
 
 Requires a legal graph, placed or not, not yet packed. Ensures the same inputs, outputs and
 communication, and for every targeted linear y = x W of a repeat's body two parameters more: y +=
 x A B, times a factor.
 
-A is cut as W's columns are, B as W's rows: beside a column-parallel linear A is whole and B cut;
-beside a row- parallel one A is cut and B whole, and x A B joins the partial sum that the all-reduce
+A is cut as W's columns are, B as W's rows: for a column-parallel linear A is whole and B cut;
+for a row-parallel one A is cut and B whole, and x A B joins the partial sum that the all-reduce
 behind it adds up.
 """
 
@@ -26,8 +26,8 @@ MARK = ".lora_"  # in the name of every parameter that the pass declares
 @dataclass(frozen=True)
 class Adapters:
     """targets: modules by their names in the checkpoint, `*` for the block. rank: rows of A, and
-    audio_rank those of the sound's own modules; scale: alpha / rank. dtype: of the parameters;
-    those that are trained are float32."""
+    audio_rank, of the sound's own modules; scale: alpha / rank. dtype: of the parameters, but
+    trained ones are float32."""
 
     targets: frozenset[str]
     rank: int
@@ -50,8 +50,8 @@ def adapted(graph: Graph, adapters: Adapters) -> Graph:
 
 
 def modules(graph: Graph) -> list[str]:
-    """Modules that can be targets: linears of the graph's repeats that have weights of their own,
-    `*` for the block."""
+    """Modules that can be targets: linears of the graph's repeats that share their weights with no
+    other, `*` for the block."""
     bodies = [repeat.body for repeat in graph.repeats]
     weights = [
         (node.inputs[1].name, body) for body in bodies for node in body.nodes if node.op == "linear"
@@ -69,8 +69,8 @@ def starred(module: str) -> str:
 
 
 def tensors(targets: Collection[str], blocks: int) -> list[str]:
-    """Names of the parameters of all blocks, in an order that does not depend on that of the
-    targets."""
+    """Names of the parameters of all blocks, in an order that does not depend on the order of
+    the targets."""
     return [
         numbered(f"{name}{MARK}{half}.weight", i)
         for name in sorted(targets)
@@ -97,7 +97,7 @@ def _body(body: Graph, adapters: Adapters) -> Graph:
 
 
 def _beside(out: Graph, node: Node, layout: Layout, adapters: Adapters) -> Value:
-    """The linear and what is added to it."""
+    """The linear plus its adapter."""
     x, weight, *_ = node.inputs
     name, dtype, rank = (
         weight.name.removesuffix(".weight"),

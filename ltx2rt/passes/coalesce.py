@@ -1,7 +1,7 @@
 """coalesce: all-reduces that are ready together become one.
 
-Requires a placed graph. Ensures the same values with at most as many communications: collectives
-wait until nothing else can run, then those of one mesh axis and dtype leave as one node. So the
+Requires a placed graph. Ensures the same values with no more communications: collectives wait
+until nothing else can run, then all of one mesh axis and dtype leave as one node. So the
 statistics of q and k travel together, and so do the partial sums of the video and the audio stream.
 """
 

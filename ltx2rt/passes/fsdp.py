@@ -1,9 +1,9 @@
 """fsdp: weights lie cut along one more axis and are gathered, layer by layer, where they are used.
 
 Requires the graph of one device, placed or not, and packed. Ensures the same values: a matrix of a
-repeat that has an axis of the rules is held cut along it, beside what `place` has cut, and an
-`all_gather` in front of its linear gives back what the device held before. Activations, biases,
-norms and tables stay as they are, and so does everything outside a repeat.
+repeat that has an axis of the rules is held cut along it, in addition to the cuts of `place`, and
+an `all_gather` in front of its linear restores the matrix that the device held before. Activations,
+biases, norms and tables stay as they are, and so does everything outside a repeat.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """fuse: neighbouring ops that one kernel can do become one node.
 
 Requires a legal graph, placed or not. Ensures the same inputs, outputs, parameters and
-communication, and the same values but for fewer roundings. What is fused, the files of
-`ltx2rt/fused/` say; whether a kernel or the plain ops run it, the backend decides.
+communication, and the same values but for fewer roundings. The files of `ltx2rt/fused/` list the
+fused ops; whether a kernel or the plain ops run it, the backend decides.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ltx2rt.graph.verify import verify
 
 
 def fuse(graph: Graph, matches: Sequence[Match] = ()) -> Graph:
-    """`graph` with fused ops, bodies of repeats included. matches: those of PATTERNS to look for;
-    none: all."""
+    """`graph` with fused ops, bodies of repeats included. matches: the PATTERNS to look for
+    (default: all)."""
     result = replace(
         graph, nodes=[rewrite(node, lambda body: fuse(body, matches)) for node in graph.nodes]
     )

@@ -2,8 +2,8 @@
 
 Requires a placed graph. Ensures the same inputs, outputs, parameters and values. Where heads are
 split over devices in front of an attention and joined behind it (Ulysses), each of the two
-exchanges becomes one for each group, of as many bytes in all. A repeat in which halves take turns
-(`interleave`) stays as it is.
+exchanges becomes one for each group, with the same bytes in all. A repeat in which halves take
+turns (`interleave`) stays as it is.
 """
 
 from __future__ import annotations

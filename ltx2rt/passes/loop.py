@@ -18,7 +18,7 @@ STEP_SLOTS = 8  # modulation rows of a slot that stays empty cost next to nothin
 
 
 def step_slots(num_steps: int) -> int:
-    """The room of a loop for so many steps: another number of steps in it is the same graph."""
+    """The slots of a loop for `num_steps` steps; fewer steps in them are the same graph."""
     return -(-num_steps // STEP_SLOTS) * STEP_SLOTS
 
 
@@ -72,7 +72,7 @@ class LoopParts:
 
 
 def taken_apart(graph: Graph) -> LoopParts:
-    """Requires that the graph ends in its loop over steps, whose results are its outputs. Raises
+    """Split a graph that ends in its loop over steps and outputs the loop's results. Raises
     GraphError."""
     *before, last = graph.nodes
     if last.op != "repeat" or last.repeat.axis != STEPS:

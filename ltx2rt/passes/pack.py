@@ -49,7 +49,7 @@ def pack(graph: Graph) -> Graph:
 
 
 def _joined(out: Graph, values: list[Value], layouts: dict[str, Layout]) -> Value:
-    """One parameter for those of one encoding, joined along their rows."""
+    """One parameter in place of several of one encoding, joined along their rows."""
     name = " | ".join(v.name for v in values)
     rows = sum(v.type.shape[0] for v in values)
     parts = tuple(part for v in values for part in layouts[v.name].parts)
@@ -58,8 +58,8 @@ def _joined(out: Graph, values: list[Value], layouts: dict[str, Layout]) -> Valu
 
 
 def _groups(graph: Graph, layouts: dict[str, Layout]) -> list[list[Node]]:
-    """Linears to pack, each group in execution order. A parameter that two nodes read is left
-    alone."""
+    """Linears to pack, each group in execution order. A parameter that two nodes read is not
+    packed."""
     readers = Counter(id(v) for node in graph.nodes for v in node.inputs)
     found: dict[tuple, list[Node]] = {}
     for node in graph.nodes:
@@ -96,7 +96,7 @@ def _quantised(layout: Layout) -> str | None:
 
 
 def _emit(out: Graph, nodes: list[Node], env: dict[int, Value], layouts: dict[str, Layout]) -> None:
-    """One linear for all of `nodes`, whose results then are slices of its result."""
+    """One linear for all of `nodes`; their results become slices of its result."""
     x = env.get(id(nodes[0].inputs[0]), nodes[0].inputs[0])
     params = []
     for position in range(1, len(nodes[0].inputs)):

@@ -4,10 +4,10 @@ node.
 Requires a legal graph without collectives. Ensures a legal graph with the same inputs and outputs
 (whole on every device), local shapes in between, and no communication but its collective nodes.
 
-Weights (`heads`, `ff`): a linear whose first output axis is split is column-parallel and gathers
-nothing. One whose contracted axis is split leaves a partial sum: `all_reduce`, then the bias, once.
-An RMSNorm over split axes adds up one float32 per token. What no rule reaches stays replicated, and
-so does a size that does not divide, unless `strict`.
+Weights (`heads`, `ff`): a linear with its first output axis split is column-parallel and gathers
+nothing. With its contracted axis split it leaves a partial sum: `all_reduce`, then the bias, once.
+An RMSNorm over split axes adds up one float32 per token. Everything that no rule reaches stays
+replicated, and so does a size that does not divide, unless `strict`.
 
 Tokens (Ulysses): what a repeat reads that has a split token axis enters cut and every device keeps
 its tokens. Around self-attention one `all_to_all` trades tokens for heads and one trades them back;
@@ -39,7 +39,7 @@ POINTWISE = {
 }  # fmt: skip
 TOKENS, BATCH = ("tokens", "audio_tokens"), "B"
 MOVED = (*TOKENS, BATCH)  # axes that move between devices instead of being a weight's
-KEYS = {"keys": "tokens", "audio_keys": "audio_tokens"}  # names of key tokens beside a bias
+KEYS = {"keys": "tokens", "audio_keys": "audio_tokens"}  # names of key tokens of a bias
 MASKED = -1e30  # added to the score of a padded key
 
 
@@ -60,7 +60,7 @@ def shared_key_head(axis: str, size: int) -> bool:
 def place(
     graph: Graph, rules: Mapping[str, str], mesh: Mapping[str, int], strict: bool = False
 ) -> Graph:
-    """rules: axis -> mesh axis; the order of `mesh` is that of the devices, the last axis fastest.
+    """rules: axis -> mesh axis; `mesh` is in the order of the devices, the last axis fastest.
     A graph in which no rule meets an axis of several devices is returned as it is.
 
     strict: an axis of the rules that does not divide is an InputError, not replicated. Branches
@@ -178,7 +178,8 @@ class _Placer:
         return Placed(value, splits)
 
     def cut(self, placed: Placed, axis: str, mesh_axis: str | None = None) -> Placed:
-        """`placed` with `axis` split; a device takes its slice of what it already holds."""
+        """`placed` with `axis` split; a device takes its slice of the value that it already
+        holds."""
         if axis in placed.splits or axis not in placed.value.type.axes:
             return placed
         mesh_axis = mesh_axis or self.rules[axis]
@@ -406,7 +407,7 @@ class _Placer:
         return emit(self.out, "attention_join", y)
 
     def _other(self, node: Node, operands: list[Placed]) -> list[Placed]:
-        """Ops whose attributes name axes or sizes: legal while they leave the split axes alone.
+        """Ops whose attributes name axes or sizes: legal while they do not touch the split axes.
 
         Outside a repeat tokens and samples are gathered for an op that does not.
         """
@@ -426,8 +427,8 @@ class _Placer:
         return [Placed(emit(self.out, node.op, *inputs, **node.attrs), splits)]
 
     def _repeat(self, node: Node, operands: list[Placed]) -> list[Placed]:
-        """The body is placed on its own. What has a split axis enters cut, so that no iteration
-        cuts it."""
+        """The body is placed separately. Values with a split axis enter cut, so that no iteration
+        cuts them."""
         repeat, body = node.repeat, Graph(node.repeat.body.name, mesh=self.mesh)
         inner = _Placer(body, self.rules, self.mesh, self.strict, outermost=False)
         inner.blocked = inner._undividable(repeat.body)
@@ -499,7 +500,7 @@ class _Placer:
         return entering, lengths
 
     def _unpadded(self, placed: Placed, type: Type) -> Placed:
-        """A result of a repeat whose tokens were padded has them whole and without the padding."""
+        """A result of a repeat with padded tokens, made whole and without the padding."""
         for axis in TOKENS:
             if axis in placed.splits and type.size(axis) % self._parts(axis):
                 placed = self.gathered(placed, axis)

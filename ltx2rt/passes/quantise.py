@@ -2,14 +2,14 @@
 last block's.
 
 Requires a legal graph, placed or not, not yet packed, with a repeat of at least three iterations
-whose parameters are stacked (the blocks). Ensures the same inputs, outputs, communication and
+over stacked parameters (the blocks). Ensures the same inputs, outputs, communication and
 checkpoint tensors. The first and the last block are written out before and after the repeat and
 stay as they are; in between every linear's weight is encoded, but for the head gates (one number a
-head). An encoding with a product of its own takes the place of `linear`; of any
+head). An encoding with a special product takes the place of `linear`; of any
 other the weight is marked, for `unpack`. Norms, attention, modulation and everything outside the
 blocks stay in the graph's dtype.
 
-The scales are those of the rows that a device holds: where a placed weight is split along its rows
+The scales belong to the rows that a device holds: where a placed weight is split along its rows
 (row-parallel), each device scales its own slices of the weight and of the activations, and undoes
 both before the partial sums are added up. So no device needs another's slice, and a split can only
 refine the scales.

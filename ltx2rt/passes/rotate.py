@@ -1,4 +1,4 @@
-"""rotate: what a block adds to a stream last moves into the next iteration (loop rotation).
+"""rotate: the last addition of a block to a stream moves into the next iteration (loop rotation).
 
 Requires a graph, placed or not. Ensures the same values. Instead of x + y * gate a repeat carries
 x, y and the rows, and adds them up in front of the block, and once more behind the last: there the
@@ -47,8 +47,8 @@ class _Sum:
 
 
 def _sums(repeat: Repeat) -> dict[str, _Sum]:
-    """By the name of what is carried: add(x, mul(y, gate)), with y's bias if it follows an
-    all-reduce, and the choice of the gate's rows by an invariant index."""
+    """The sums by the name of the carried value: add(x, mul(y, gate)), with y's bias if it follows
+    an all-reduce, and the choice of the gate's rows by an invariant index."""
     body = repeat.body
     if len(body.outputs) != repeat.num_carries:
         return {}

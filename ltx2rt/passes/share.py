@@ -11,9 +11,9 @@ one entry of each class of equal ones, and spread where classes part. What nothi
 computed: attention that a branch multiplies by 0.
 
 A repeat in which classes part between iterations becomes several, each over its own iterations of
-the same stacked parameters (`Repeat.first`). What it carries is spread before the iteration in
-which classes part, whose start is so computed more than once: a loop of one iteration costs a
-compiler as much as one of many.
+the same stacked parameters (`Repeat.first`). Its carried values are spread before the iteration in
+which classes part; the start of that iteration is computed more than once, because a loop of one
+iteration costs a compiler as much as one of many.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HEAVY = {
     "quantised_linear",
     "attention",
     "attention_part",
-}  # ops that are worth a repeat of their own
+}  # ops that are worth a separate repeat
 # Operands, by op, that mean the same for all of the batch if they lack its axis.
 BROADCAST = {
     **dict.fromkeys(("add", "sub", "mul", "div"), (0, 1)), "select": (0, 1, 2), "modulate": (1, 2),
@@ -155,7 +155,7 @@ class _Analysis:
         return sorted(set(self.leader(v)))
 
     def leader(self, v: Value) -> list[int]:
-        """By entry: the first one equal to it. Of an entry that is not computed, any."""
+        """For each entry the first equal one; for an entry that is not computed, any."""
         if BATCH not in v.type.axes:
             return []
         if id(v) not in self._leaders:
@@ -169,7 +169,7 @@ class _Analysis:
         return [first.get(key, min(first.values(), default=0)) for key in keys]
 
     def where(self, v: Value) -> tuple[int, ...]:
-        """By entry: the place of its leader among the leaders."""
+        """For each entry the place of its leader among the leaders."""
         return tuple(map(self.leaders(v).index, self.leader(v)))
 
     def _number(self, *key: Hashable) -> int:
@@ -210,7 +210,7 @@ class _Analysis:
         )
 
     def _entry(self, node: Node, i: int, operands: tuple[int, ...]) -> int:
-        """The number of an entry of result i, from those of the operands' entries."""
+        """The number of an entry of result i, from the numbers of the operands' entries."""
         known = [self.constants.get(n) for n in operands]
         if node.op == "cast" and known[0] in (0, 1):
             return operands[0]
@@ -221,8 +221,8 @@ class _Analysis:
         return self._number(id(node), i, operands)
 
     def _moved(self, node: Node, axes: dict[str, int]) -> np.ndarray | None:
-        """Numbers of a result whose entries are its operands', moved along TRACKED axes; None if
-        they are not."""
+        """Numbers of a result that only moves its operands' entries along TRACKED axes, else
+        None."""
         shape, axis = tuple(axes.values()), node.attrs.get("axis")
         if node.op == "full":
             return np.full(shape, self._constant(float(node.attrs["value"])))
@@ -329,7 +329,7 @@ class _Analysis:
         )
 
     def _over(self, numbers: np.ndarray) -> np.ndarray:
-        """Numbers (iterations, ...) as those of all iterations together (...)."""
+        """One number (...) for each column of numbers (iterations, ...)."""
         columns = numbers.reshape(len(numbers), -1).T.tolist()
         found = [
             column[0] if len(set(column)) == 1 else self._number(*column) for column in columns
@@ -337,8 +337,8 @@ class _Analysis:
         return np.array(found).reshape(numbers.shape[1:])
 
     def _signature(self, num_carries: int) -> Hashable:
-        """In what iterations of one segment agree: equal entries of what they carry and of what is
-        heavy."""
+        """Key of equal iterations of one segment: equal entries of their carried and heavy
+        values."""
         carries = list(self.graph.inputs.values())[:num_carries]
         heavy = (v for node in self.graph.nodes if node.op in HEAVY for v in node.outputs)
         return tuple(self.where(v) for v in (*carries, *heavy))
@@ -384,7 +384,7 @@ class _Analysis:
 
 
 class _Writer:
-    """Writes one graph anew, an entry for each class of equal ones.
+    """Writes a new graph with one entry for each class of equal ones.
 
     held: by id of a value of the old graph, the one that holds its entries, and by entry, where.
     same: values that are others. entered: the inputs of a body as it reads them, by value, entries
@@ -491,7 +491,7 @@ class _Writer:
         return parts[0] if len(parts) == 1 else emit(self.out, "concat", *parts, axis=BATCH)
 
     def _segment(self, node: Node, segment: _Segment, sources: Sequence[Value]) -> None:
-        """One of the repeats that `node` becomes; what it carries are `sources`."""
+        """One of the repeats that `node` becomes; it carries `sources`."""
         repeat, found = node.repeat, segment.found
         body = replace(
             repeat.body, inputs={}, nodes=[], params=dict(repeat.body.params), outputs={}

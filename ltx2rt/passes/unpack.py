@@ -7,7 +7,7 @@ keep requires the graph of one device, placed or not. Weights of linears that ar
 encoding, or on each layer in a type of GGUF, are marked with it, if a slice of the rows of a device
 ends where numbers are decoded together; all others are decoded while they are loaded. Nothing else
 changes. kept_as marks the large linears of all blocks with one encoding, whatever they are stored
-in: for training beside them, where every product needs the numbers and none their gradient.
+in: for training adapters, where every product needs the numbers and none their gradient.
 
 unpack ends what marks: a marked parameter becomes the parameters of its fields, and an `unpack` in
 front of its first reader makes the matrix of them. So one matrix at a time takes the memory of its
@@ -54,7 +54,7 @@ def kept_as(graph: Graph, encoding: str) -> Graph:
 
 
 def _weights(graph: Graph) -> set[str]:
-    """Parameters that linears alone read, as their weights."""
+    """Parameters that only linears read, as their weights."""
     read = {v.name for node, _ in graph.walk() if node.op == "linear" for v in node.inputs[1:2]}
     other = {
         v.name
@@ -67,7 +67,7 @@ def _weights(graph: Graph) -> set[str]:
 
 def _common(layout: Layout, count: int, stored: Mapping[str, str]) -> str | None:
     """The encoding of all tensors of a parameter, None if they have none in common or a device's
-    slices cut what is decoded together."""
+    slices cut a block of the encoding."""
     encoding = common(stored.get(n) for layer in range(count) for n in layout.names(layer))
     if encoding is None:
         return None

@@ -15,7 +15,7 @@ from ltx2rt.graph.verify import verify
 
 
 def unroll(graph: Graph) -> Graph:
-    """`graph` written out; iteration i reads the parameters whose `*` is i."""
+    """`graph` written out; iteration i reads the parameters with i for `*`."""
     result = Graph(graph.name, dict(graph.inputs), mesh=graph.mesh)
     env = {id(v): v for v in graph.inputs.values()}
     write_out(graph, result, env, 0)

@@ -40,13 +40,14 @@ class Store(Protocol):
 
     def check(self, keys: list[str]) -> bool: ...
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """With expected "": set the key unless it exists. Returns its value."""
+        """Set the key if it has the expected value ("": if it does not exist). Returns its
+        value."""
         ...
 
 
 class Crew:
-    """All ranks of a launch, as one of them sees them. Made before anything that can fail on one
-    rank alone.
+    """All ranks of a launch, as one of them sees them. Made before anything that can fail on only
+    one rank.
 
     connect: a new connection to the store; one serves the watching thread, which must not queue
     behind the other. outputs: the files that rank 0 writes.
@@ -120,8 +121,8 @@ class Crew:
         return int(self._store.get(topic))
 
     def handed_out(self, topic: str, number: int, text: str = "") -> str:
-        """Rank 0's text, on every rank, however long it takes to come. number: of this text among
-        those of the topic; every rank has taken one before rank 0 hands out the next."""
+        """Rank 0's text, on every rank, however long it takes to come. number: of this text within
+        the topic; every rank has taken one before rank 0 hands out the next."""
         if self.rank == 0:
             self._store.set(topic, f"{number} {text}")
             return text
@@ -262,7 +263,7 @@ class Crew:
 
 
 def _ended(*fds: int, wait_s: float = 0.0) -> list[int]:
-    """Those that are ready: a pidfd once its process has ended, a pipe once it holds something."""
+    """The ready ones: a pidfd once its process has ended, a pipe once it holds something."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)

@@ -10,9 +10,7 @@ from ipaddress import ip_address
 
 from ltx2rt.errors import InputError
 
-LAUNCHER = (
-    "LTX2RT_LAUNCHER"  # pid of the `start` that launched this rank: it reports what no rank can
-)
+LAUNCHER = "LTX2RT_LAUNCHER"  # pid of the `start` that launched this rank: it reports failures that no rank can
 # drawn for that launch: a process that does not know it finds nothing of it in the store
 TOKEN = "LTX2RT_TOKEN"
 STORE = "LTX2RT_STORE"  # rank 0's descriptor of the socket on which its store listens

@@ -9,11 +9,13 @@ from pathlib import Path
 
 from ltx2rt.version import VERSION
 
-HEAD_BYTES = 1 << 20  # what the digest of a file without a header covers besides the size
+HEAD_BYTES = (
+    1 << 20
+)  # the part of a file without a header that the digest covers, in addition to the size
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Versions of ltx2rt, and of those of the packages that are installed."""
+    """Versions of ltx2rt and of the installed packages among `packages`."""
     found = {"ltx2rt": VERSION}
     for name in packages:
         try:

@@ -38,7 +38,7 @@ def start(
     """Run `ltx2rt argv` as `count` ranks on this host and return the exit status; no process and no
     part of `outputs` is left behind, however it ends. fed: rank 0 reads this process's stdin.
     patient: the first request to end is passed on, and the ranks end by themselves. InputError if
-    more than `most` are asked for, as many as can work here.
+    more than `most`, the number that can work here, are asked for.
     """
     if count > most:
         raise InputError(
@@ -59,7 +59,7 @@ def start(
         if not ended:
             return 0
         if 0 < next(iter(ended.values())) < SIGNALLED:
-            _wait(ranks, GRACE_S)  # what a signal did to another may have been seen first
+            _wait(ranks, GRACE_S)  # another rank that a signal ended may have been seen first
         for rank, code in enumerate(r.poll() or 0 for r in ranks):
             if code and not 0 < code < SIGNALLED:
                 name = signal.Signals(-code if code < 0 else code - SIGNALLED).name
@@ -78,8 +78,8 @@ def start(
 
 
 def _spawn(argv: Sequence[str], count: int, ranks: list[subprocess.Popen], fed: bool) -> None:
-    """Append the started ranks to `ranks`. Rank 0 gets the socket that its store listens on, on
-    this host alone."""
+    """Append the started ranks to `ranks`. Rank 0 gets the socket that its store listens on, only
+    on this host."""
     # one process of torchrun may start ranks too; torchrun's store is not theirs
     shared = {
         name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")
@@ -99,7 +99,7 @@ def _spawn(argv: Sequence[str], count: int, ranks: list[subprocess.Popen], fed: 
                 "LOCAL_RANK": str(rank),
                 STORE: str(store.fileno()) if rank == 0 else "",
             }
-            # a session of its own: Ctrl-C reaches the launcher alone, which then ends the ranks
+            # a separate session: Ctrl-C reaches only the launcher, which then ends the ranks
             ranks.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "ltx2rt", *argv],
