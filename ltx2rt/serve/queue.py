@@ -604,23 +604,33 @@ class Queue:
 
     # --- webhooks ---------------------------------------------------------------------------------
 
-    def keep_events(self, users: Iterable[str]) -> None:
-        """From now on keep an event for each job of these users (EVERYBODY: of all) that ends;
-        forget those of others."""
+    def keep_events(self, users: Iterable[str], forgotten_s: float = 0.0) -> int:
+        """Keep an event from now on for each job of these users (EVERYBODY: of all) that ends.
+
+        Events of other users wait until they have a line again, at most `forgotten_s`; returns how
+        many wait.
+        """
+        without = "NOT EXISTS (SELECT * FROM hooked WHERE hooked.user IN (events.user, ?))"
         with self._write() as db:
             db.execute("DELETE FROM hooked")
             db.executemany("INSERT INTO hooked VALUES(?)", [(user,) for user in users])
-            known = "SELECT * FROM hooked WHERE hooked.user IN (events.user, ?)"
-            db.execute(f"DELETE FROM events WHERE NOT EXISTS ({known})", (EVERYBODY,))
+            db.execute(
+                f"DELETE FROM events WHERE since_s<? AND {without}",
+                (self.uptime() - forgotten_s, EVERYBODY),
+            )
+            found = db.execute(f"SELECT COUNT(*) FROM events WHERE {without}", (EVERYBODY,))
+            return found.fetchone()[0]
 
-    def due(self, most: int) -> list[WebhookEvent]:
-        """Events to be sent now, the oldest first."""
+    def due(self) -> list[WebhookEvent]:
+        """The oldest event that is to be sent now, of each user with an address."""
         rows = self._db.execute(
-            "SELECT id, user, job, kind, created, tries, :now-since_s AS waited_s FROM events "
-            "WHERE due_s<=:now ORDER BY due_s LIMIT :most",
-            {"now": self.uptime(), "most": most},
+            "SELECT id, user, job, kind, created, tries, :now-since_s AS waited_s, MIN(due_s) "
+            "FROM events WHERE due_s<=:now "
+            "AND EXISTS (SELECT * FROM hooked WHERE hooked.user IN (events.user, :all)) "
+            "GROUP BY user ORDER BY due_s",
+            {"now": self.uptime(), "all": EVERYBODY},
         )
-        return [WebhookEvent(**dict(row)) for row in rows]
+        return [WebhookEvent(*tuple(row)[:-1]) for row in rows]
 
     def sent(self, event: str, again_in_s: float | None) -> None:
         """It was sent; again_in_s: when it is to be sent once more, None if never."""

@@ -26,7 +26,7 @@ from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.queue import Queue
 from ltx2rt.serve.refusal import Refusal
 from ltx2rt.serve.supervisor import QueueThread, Supervisor
-from ltx2rt.serve.webhooks import Hook, Webhooks
+from ltx2rt.serve.webhooks import GIVE_UP_S, Hook, Webhooks
 
 HEAD_S, IDLE_S, GRACE_S = 10, 75, 2
 MAX_CONNECTIONS = 1000
@@ -131,7 +131,8 @@ def bind(host: str, port: int) -> socket.socket:
 async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: Admission) -> int:
     queue = Queue(folder.queue, how.max_queue, how.max_user_queue, how.user_quota)
     store, board = QueueThread(queue), Board((lambda *_, **__: None) if how.quiet else log)
-    queue.keep_events(how.hooks)
+    if waiting := queue.keep_events(how.hooks, GIVE_UP_S):
+        board.log("webhooks_without_address", count=waiting)
     queue.recover(folder.published)
     if queue.paused():
         board.log("paused")

@@ -32,7 +32,7 @@ STRANGER = User("")
 def read_tokens(path: Path) -> dict[str, User]:
     """Users by token, of a file with a line `NAME TOKEN [operator]` for each. Raises InputError."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeError) as error:
         raise InputError(f"--token-file: {path} cannot be read ({error})") from None
     tokens: dict[str, User] = {}

@@ -1,8 +1,8 @@
 """Webhooks: a POST to a user's address when one of the user's jobs is over.
 
 Signed as Standard Webhooks says, with OpenAI's event types, so that `client.webhooks.unwrap` of
-OpenAI's client reads them. An event is kept in the queue's file from the moment at which its job
-is over until it was taken, so that each arrives at least once, also over restarts.
+OpenAI's client reads them. An event is kept in the queue's file from the end of its job until the
+receiver has taken it, so that each arrives at least once, also over restarts.
 """
 
 from __future__ import annotations
@@ -13,15 +13,20 @@ import binascii
 import hashlib
 import hmac
 import json
+import socket
 import sqlite3
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
+from threading import Thread
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from ltx2rt.errors import InputError
@@ -31,11 +36,11 @@ from ltx2rt.serve.queue import EVERYBODY, WebhookEvent
 from ltx2rt.serve.supervisor import QueueThread
 from ltx2rt.version import VERSION
 
+T = TypeVar("T")
 SECRET = "whsec_"  # Standard Webhooks: the prefix of a secret, before its base64
 SECRET_BYTES = (24, 64)  # Standard Webhooks: how long a secret is
-ANSWER_S = 10  # time for the receiver's answer
+ANSWER_S = 10  # for the whole exchange
 LOOK_S = 0.5  # between two looks for events that are due
-AT_ONCE = 8
 WAITS_S = (5, 30, 120, 600, 1800, 3600, 6 * 3600)  # after each failure; the last one repeats
 GIVE_UP_S = 72 * 3600  # as OpenAI does
 
@@ -56,7 +61,7 @@ class Hook:
 def read_hooks(path: Path) -> dict[str, Hook]:
     """Hooks by user, of a file with a line `NAME URL SECRET` for each. Raises InputError."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeError) as error:
         raise InputError(f"--webhooks: {path} cannot be read ({error})") from None
     hooks: dict[str, Hook] = {}
@@ -81,13 +86,20 @@ def read_hooks(path: Path) -> dict[str, Hook]:
 
 def _check_url(where: str, url: str) -> None:
     """Raises InputError."""
+    if not (url.isascii() and url.isprintable()):
+        reason = "has characters that an address has not; write them as %XX, a host as xn--..."
+        raise InputError(f"{where}: {url[:80]!r} {reason}")
+    expected = f"{where}: {url[:80]!r}, expected http://HOST/PATH or https://HOST/PATH"
     try:
         parts = urlsplit(url)
         right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        right = False
+        raise InputError(expected) from None
     if not right:
-        raise InputError(f"{where}: {url[:80]!r}, expected http://HOST/PATH or https://HOST/PATH")
+        raise InputError(expected)
+    if "@" in parts.netloc:
+        reason = "its address has a user name; leave it out, the signature tells who sends"
+        raise InputError(f"{where}: {reason}")
 
 
 def _secret(where: str, text: str) -> bytes:
@@ -105,40 +117,98 @@ def _secret(where: str, text: str) -> bytes:
 
 
 class NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A signed event goes to the address of the file alone."""
+    """Sends a signed event to the address of the file only."""
 
     def redirect_request(self, *_) -> None:  # pyrefly: ignore[bad-override]
         return None
 
 
-SEND = urllib.request.build_opener(NoRedirects).open
+class Exchange:
+    """The connections of one POST, which another thread may end whatever still comes by them."""
+
+    def __init__(self) -> None:
+        self._over, self._sockets = False, list[socket.socket]()
+
+    def end(self) -> None:
+        self._over = True
+        for sock in self._sockets:
+            with suppress(OSError):
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+    def made(self, kind: type[HTTPConnection], *args: Any, **how: Any) -> HTTPConnection:
+        """Make a connection that `end` ends."""
+        made = kind(*args, **how)
+        connect = made.connect
+
+        def connect_held() -> None:
+            connect()
+            self._sockets.append(made.sock)
+            if self._over:
+                raise TimeoutError("no connection in time")
+
+        made.connect = connect_held  # pyrefly: ignore[bad-assignment]
+        return made
+
+    def open(self, request: urllib.request.Request) -> Any:
+        """Send a request. Raises OSError, HTTPException, ValueError."""
+        plain, encrypted = urllib.request.HTTPHandler(), urllib.request.HTTPSHandler()
+        connections = {
+            "http_open": (plain, HTTPConnection),
+            "https_open": (encrypted, HTTPSConnection),
+        }
+        for name, (handler, kind) in connections.items():
+            setattr(handler, name, partial(handler.do_open, partial(self.made, kind)))
+        return urllib.request.build_opener(NoRedirects, plain, encrypted).open(
+            request, timeout=ANSWER_S
+        )
 
 
 class Webhooks:
-    """Sends what the queue keeps for the users of `hooks`."""
+    """Sends what the queue keeps for the users of `hooks`: one event at a time for each address,
+    each in a thread that serves nothing else."""
 
     def __init__(
         self, hooks: Mapping[str, Hook], store: QueueThread, board: Board, metrics: Metrics
     ):
         self.hooks, self.store, self.board, self.metrics = hooks, store, board, metrics
+        self._sending: dict[Hook, asyncio.Task[None]] = {}
+        self._look = asyncio.Event()
 
     async def run(self) -> None:
         while True:
+            self._look.clear()
             try:
-                due = await self.store(self.store.queue.due, AT_ONCE)
-                await asyncio.gather(*map(self.deliver, due))
+                for event in await self.store(self.store.queue.due):
+                    hook = self.hooks.get(event.user) or self.hooks[EVERYBODY]
+                    if hook not in self._sending:
+                        self._sending[hook] = asyncio.create_task(self.deliver(event))
+                        self._sending[hook].add_done_callback(partial(self._sent, hook))
             except sqlite3.Error as error:
                 self.board.log("queue_error", error=str(error))
-            await asyncio.sleep(LOOK_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._look.wait(), LOOK_S)
+
+    def _sent(self, hook: Hook, task: asyncio.Task[None]) -> None:
+        del self._sending[hook]
+        if task.cancelled() or (error := task.exception()) is None:
+            self._look.set()
+        else:
+            self.board.log("queue_error", error=f"{type(error).__name__}: {error}")
 
     async def deliver(self, event: WebhookEvent) -> None:
         """Send it once; then it is forgotten, or due again later."""
         hook = self.hooks.get(event.user) or self.hooks[EVERYBODY]
-        problem, gone = await asyncio.to_thread(send, hook, event)
+        exchange = Exchange()
+        try:
+            answer = in_thread(send, hook, event, exchange)
+            problem, gone = await asyncio.wait_for(answer, ANSWER_S)
+        except TimeoutError:
+            exchange.end()
+            problem, gone = f"no answer in {ANSWER_S} s", False
         late = event.waited_s > GIVE_UP_S
         outcome = "delivered" if problem is None else "dropped" if gone or late else "failed"
         wait_s = WAITS_S[min(event.tries, len(WAITS_S) - 1)] if outcome == "failed" else None
-        await self.store(self.store.queue.sent, event.id, wait_s)
+        await self.store.insist(self.store.queue.sent, event.id, wait_s)
         self.metrics.webhooks.labels(outcome).inc()
         facts = {"outcome": outcome, "error": problem, "again_in_s": wait_s}
         self.board.log(
@@ -146,7 +216,21 @@ class Webhooks:
         )
 
 
-def send(hook: Hook, event: WebhookEvent) -> tuple[str | None, bool]:
+def in_thread(call: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    """Call in a daemon thread: neither the loop nor the interpreter waits for it at the end."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        found = call(*args)
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(found))
+
+    Thread(target=run, daemon=True, name="webhook").start()
+    return answer
+
+
+def send(hook: Hook, event: WebhookEvent, exchange: Exchange) -> tuple[str | None, bool]:
     """The error, None if it was taken, and whether the receiver wants no more of it (410)."""
     body = json.dumps(
         {
@@ -166,7 +250,7 @@ def send(hook: Hook, event: WebhookEvent) -> tuple[str | None, bool]:
         "webhook-signature": hook.signature(event.id, timestamp, body),
     }
     try:
-        with SEND(urllib.request.Request(hook.url, body, headers), timeout=ANSWER_S):
+        with exchange.open(urllib.request.Request(hook.url, body, headers)):
             return None, False
     except urllib.error.HTTPError as error:
         error.close()

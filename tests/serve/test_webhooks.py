@@ -2,14 +2,17 @@
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import openai
 import pytest
+from serving import SMALL
 
 from ltx2rt.errors import InputError
 from ltx2rt.serve import queue as queue_module
@@ -19,6 +22,8 @@ from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.queue import Queue
 from ltx2rt.serve.supervisor import QueueThread
 
+NAMES = ("ann", "bob")
+TOKENS = "".join(f"{name} {name}-token-0123456789\n" for name in NAMES)
 SECRET = "whsec_" + base64.b64encode(bytes(range(32))).decode()
 
 
@@ -69,8 +74,8 @@ def ended(queue, status="completed", user="ann"):
 @pytest.fixture
 def hook(monkeypatch, tmp_path):
     """hook(receiver, rounds) sends what is due so many times; its `queue` is in a file."""
-    now = [0.0]
-    monkeypatch.setattr(queue_module.time, "monotonic", lambda: now[0])
+    now, right = [0.0], time.monotonic
+    monkeypatch.setattr(queue_module.time, "monotonic", lambda: now[0] + right())
     file = tmp_path / "hooks"
 
     class Hooks:
@@ -93,8 +98,8 @@ def hook(monkeypatch, tmp_path):
             sender = webhooks.Webhooks(hooks, QueueThread(self.queue), log, Metrics())
 
             async def once():
-                for event in self.queue.due(100):
-                    await sender.deliver(event)
+                while due := self.queue.due():
+                    await sender.deliver(due[0])
 
             asyncio.run(once())
             return self.lines.pop() if self.lines else None
@@ -121,7 +126,7 @@ def test_a_queued_job_that_is_cancelled_is_told(hook):
     id = hook.queue.add("ann", "d", {}, {}).id
     hook.queue.cancel(id)
     hook.queue.cancel(id)
-    assert [(event.job, event.kind) for event in hook.queue.due(9)] == [(id, "failed")]
+    assert [(event.job, event.kind) for event in hook.queue.due()] == [(id, "failed")]
 
 
 def test_a_signature_is_of_the_body(hook):
@@ -150,15 +155,76 @@ def test_an_event_waits_for_an_address_that_fails_also_over_a_restart(hook):
 def test_events_are_dropped_when_nobody_takes_them(hook, unused_address):
     ended(hook.queue)
     with Receiver(410) as receiver:
-        assert hook.send(receiver) == "dropped" and hook.queue.due(9) == []
+        assert hook.send(receiver) == "dropped" and hook.queue.due() == []
     ended(hook.queue)
     assert hook.send(unused_address) == "failed"
-    assert hook.queue.due(9) == []
+    assert hook.queue.due() == []
     hook.later(webhooks.GIVE_UP_S + 1)
-    assert hook.send(unused_address) == "dropped" and hook.queue.due(9) == []
+    assert hook.send(unused_address) == "dropped" and hook.queue.due() == []
     ended(hook.queue)
-    hook.queue.keep_events(["bob"])
-    assert hook.queue.due(9) == []
+    assert hook.queue.keep_events(["bob"], webhooks.GIVE_UP_S) == 1
+    assert hook.queue.due() == []  # but the event waits for a line
+    assert hook.queue.keep_events(["ann"], webhooks.GIVE_UP_S) == 0 and hook.queue.due()
+    hook.later(webhooks.GIVE_UP_S + 1)
+    assert hook.queue.keep_events(["bob"], webhooks.GIVE_UP_S) == 0
+    hook.queue.keep_events(["ann"])
+    assert hook.queue.due() == []
+
+
+class Stalling(Receiver):
+    """Never ends an answer: sends a byte of its head now and then, or nothing."""
+
+    def __init__(self, every_s):
+        super().__init__(200)
+        self.every_s, self.ended = every_s, threading.Event()
+        self.RequestHandlerClass = Stall
+
+    def __exit__(self, *_):
+        self.ended.set()
+        super().__exit__()
+
+
+class Stall(Answer):
+    def do_POST(self):
+        self.server.got.append(self.path)
+        with contextlib.suppress(OSError):
+            while not self.server.ended.wait(self.server.every_s):
+                self.wfile.write(b"H")
+
+
+@pytest.mark.parametrize("every_s", [0.1, 60])
+def test_a_receiver_that_does_not_end_its_answer_holds_up_nobody(every_s, start, tmp_path):
+    """Neither other users' events, nor anything that the server is asked, nor its end."""
+    hooks = tmp_path / "hooks"
+    with Stalling(every_s) as stalling, Receiver(200) as receiver:
+        (tmp_path / "tokens").write_text(TOKENS)
+        hooks.write_text(f"ann {stalling.url} {SECRET}\nbob {receiver.url} {SECRET}\n")
+        server = start("--webhooks", hooks, "--token-file", tmp_path / "tokens")
+        as_ann, as_bob = ({"authorization": f"Bearer {name}-token-0123456789"} for name in NAMES)
+        for _ in range(12):
+            made = server.http.post("/v1/videos", json={"prompt": "1:0", **SMALL}, headers=as_ann)
+            server.http.post(f"/v1/videos/{made.json()['id']}/cancel", headers=as_ann)
+        made = server.http.post("/v1/videos", json={"prompt": "1:0", **SMALL}, headers=as_bob)
+        for _ in range(200):
+            if receiver.got:
+                break
+            threading.Event().wait(0.05)
+        assert unwrapped(receiver.got[0]).data.id == made.json()["id"]
+        assert len(stalling.got) == 1  # one at a time
+        assert server.http.get("/readyz", timeout=5).status_code == 200
+        assert server.http.delete(f"/v1/videos/{made.json()['id']}", headers=as_bob).is_success
+        assert server.kill(15) == 143
+
+
+def test_an_exchange_ends_however_slowly_its_answer_comes(hook, monkeypatch):
+    monkeypatch.setattr(webhooks, "ANSWER_S", 0.3)
+    ended(hook.queue)
+    before = threading.active_count()
+    with Stalling(0.1) as stalling:
+        assert hook.send(stalling) == "failed"
+    while any(thread.name == "webhook" for thread in threading.enumerate()):
+        threading.Event().wait(0.05)
+    assert threading.active_count() <= before
 
 
 def test_an_address_that_no_resolver_takes_is_tried_again(hook):
@@ -180,6 +246,9 @@ def unused_address():
         (f"ann ftp://a/b {SECRET}", "expected http://HOST"),
         (f"ann http:///b {SECRET}", "expected http://HOST"),
         (f"ann http://a:99999/b {SECRET}", "expected http://HOST"),
+        (f"ann http://me:word@a/b {SECRET}", "has a user name"),
+        (f"ann http://a/b\x07 {SECRET}", "write them as %XX"),
+        (f"ann http://b\u00fccher.de/b {SECRET}", "xn--"),
         ("ann http://a/b whsec_c2hvcnQ=", "24 to 64 random bytes"),
         (f"ann http://a/b {SECRET[6:]}", "24 to 64 random bytes"),
         (f"ann http://a/b {SECRET}\nann http://a/c {SECRET}", "names ann again"),
@@ -187,7 +256,7 @@ def unused_address():
     ],
 )
 def test_a_wrong_file_is_refused(line, said, tmp_path):
-    (tmp_path / "hooks").write_text(line)
+    (tmp_path / "hooks").write_text("\ufeff" + line)
     with pytest.raises(InputError, match=said) as refused:
         webhooks.read_hooks(tmp_path / "hooks")
     assert "\n" not in str(refused.value) and os.fspath(tmp_path) in str(refused.value)
