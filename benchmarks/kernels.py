@@ -41,7 +41,6 @@ from ltx2rt_kernels.traffic import Bytes
 
 from benchmarks.measure import Spread, interleaved, machine, record
 from ltx2rt.fused.head_gate import divided
-from ltx2rt.fused.together import apart
 from ltx2rt.graph.encodings import ENCODINGS, KEPT
 from ltx2rt.graph.ir import Graph, Node, Type, Value
 from ltx2rt.passes.fuse import fuse
@@ -147,7 +146,7 @@ def cases(graphs: dict[str, Graph], ops: Sequence[str]) -> list[Case]:
     """Every op with a kernel, once for each combination of operands."""
     found: dict[tuple, Case] = {}
     for part, graph in graphs.items():
-        walked = [(node, times) for whole, times in fuse(graph).walk() for node in apart(whole)]
+        walked = list(fuse(graph).walk())
         makers = {id(v): node for node, _ in walked for v in node.outputs}
         for node, times in walked:
             node = quantisation(node) if node.op.endswith("quantised_linear") else node

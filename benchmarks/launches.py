@@ -28,7 +28,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from math import prod
@@ -42,8 +42,7 @@ import torch
 import torch.distributed._functional_collectives
 import torch.nn.functional as F
 from ltx2rt_cuda import lower, ops
-from ltx2rt_cuda.device import DEVICES, attention
-from ltx2rt_cuda.device.torch_device import Side
+from ltx2rt_cuda.device import attention
 from ltx2rt_cuda.distributed import Position
 from ltx2rt_cuda.factory import FACTORY
 from ltx2rt_cuda.ops import DTYPES
@@ -314,13 +313,6 @@ def once(counts: Counts, repeat: lower.RepeatModule, *operands):
     return *results[: plan.num_carries], *stacked
 
 
-class Stream:
-    """Stands for a stream of a GPU."""
-
-    def wait_stream(self, other: Stream) -> None:
-        pass
-
-
 @contextmanager
 def stood_in(counts: Counts) -> Iterator[None]:
     """On this machine the runtime chooses as on an H200, and what would reach the device is
@@ -345,8 +337,6 @@ def stood_in(counts: Counts) -> Iterator[None]:
                     stack.enter_context(patch.object(module, name, Launches(kernel, counts)))
         for owner, name, stand_in in (
             (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
-            (torch.cuda, "current_stream", Stream),
-            (torch.cuda, "stream", lambda stream: nullcontext()),
             (attention, "aligned", aligned),
             (ops, "attend", attend),
             (ops, "tried_road", lambda device: "rows"),
@@ -367,9 +357,7 @@ def count(graph: Graph, steps: bool = True, whole: bool = False, kind: DeviceKin
     def tensor(shape, dtype):
         return torch.empty(shape, dtype=dtype, device="cuda")
 
-    module = lower.lower(
-        graph, torch.device("cpu"), position=position, side=Side(DEVICES["cuda"], Stream())
-    )
+    module = lower.lower(graph, torch.device("cpu"), position=position)
     with FakeTensorMode(), torch.no_grad(), stood_in(counts):
         for part in module.modules():
             if isinstance(part, lower.Constant):

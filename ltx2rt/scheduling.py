@@ -1,5 +1,4 @@
-"""Scheduling that changes no number and that no card has judged yet: what it is, and how a user
-leaves it out.
+"""Scheduling that changes no number, and the environment variable by which a user leaves it out.
 
 The environment variable LTX2RT_WITHOUT holds names of SWITCHES, separated by commas. An environment
 reaches every rank, worker and benchmark alike, and what is left out decides graphs before a session
@@ -18,9 +17,7 @@ SWITCHES = {
     "rotate": "the last sum of a block is made at the beginning of the next one",
     "halves": "halves of the tokens or samples go through a block in turns, exchanges travel meanwhile",
     "heads": "attention goes in groups of heads, of which one travels while another attends (TPUs)",
-    "pairs": "two nodes of one kernel, such as those of picture and sound, become one launch",
     "sums": "AdaLN's sums of all layers are made in two launches",
-    "second-stream": "a recorded step runs on a second stream what may run at once",
     "unpack": "a kernel decodes weights that are kept as they are stored",
     "neighbourhood": "a kernel computes attention to windows of 8 to 16 rows and columns (TPUs)",
 }

@@ -21,14 +21,13 @@ from ltx2rt.graph.ir import Graph, Layout, Type, numbered
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.placement.stream import FILE, PINNED, Piece, moves, stack_of
 from ltx2rt.placement.stream import pieces as pieces_of
-from ltx2rt.scheduling import in_use
 from ltx2rt.weights.changes import Factors
 from ltx2rt.weights.encoded import EncodedSource
 from ltx2rt.weights.encoded import Piece as Cuts
 from ltx2rt.weights.files import in_file
 from ltx2rt.weights.lora import row_chunks
 from ltx2rt_cuda.device import chosen
-from ltx2rt_cuda.device.torch_device import Fetched, Recorder, Side, widened
+from ltx2rt_cuda.device.torch_device import Fetched, Recorder, widened
 from ltx2rt_cuda.distributed import ALONE, Arriving, Sending, join
 from ltx2rt_cuda.factory import FACTORY
 from ltx2rt_cuda.host import FileWeight, parked, unparked
@@ -207,19 +206,15 @@ class CudaBackend:
         layers: str = "scan",
         compile: bool = False,
         fused: bool = True,
-        side: Side | None = None,
     ) -> Program:
-        """fused: lower what `as_run` makes of the graph, not the graph itself. side: a second
-        stream, for what may run at once."""
+        """fused: lower what `as_run` makes of the graph, not the graph itself."""
         if fused:
             graph = FACTORY.as_run(graph, self.device_kind, compile=compile)
         if layers == "unrolled":
             from ltx2rt.passes.unroll import unroll
 
             graph = unroll(graph)
-        return Program(
-            graph, self.hardware, compile, self.position.on(graph.mesh), self._built, side
-        )
+        return Program(graph, self.hardware, compile, self.position.on(graph.mesh), self._built)
 
     def lower_loop(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Loop:
         graph = FACTORY.as_run(graph, self.device_kind, steps=True, compile=compile)
@@ -229,10 +224,8 @@ class CudaBackend:
         if records and self._pool is None:
             self._pool = self.hardware.recorder()
         pool = self._pool if records else None
-        two = pool is not None and not compile and in_use("second-stream")
-        side = Side(self.hardware, pool.side) if pool is not None and two else None
         before = self.lower(parts.before, layers, compile, fused=False)
-        body = self.lower(parts.body, layers, compile, fused=False, side=side)
+        body = self.lower(parts.body, layers, compile, fused=False)
         return Loop(graph, before, body, parts, pool, position)
 
     def trainer(

@@ -61,7 +61,7 @@ class CudaFactory:
         return made[key]
 
     def _as_run(self, graph: Graph, device_kind: str, steps: bool, compile: bool) -> Graph:
-        from ltx2rt.fused import PATTERNS, together
+        from ltx2rt.fused import PATTERNS
         from ltx2rt.passes.fuse import fuse
         from ltx2rt.passes.interleave import HALF_ROWS, TOKENS, interleave
         from ltx2rt.passes.rotate import rotate
@@ -69,9 +69,7 @@ class CudaFactory:
         if steps and device_kind == "cuda" and not compile:
             graph = rotate(graph) if in_use("rotate") else graph
             graph = interleave(graph, TOKENS, HALF_ROWS) if in_use("halves") else graph
-        return fuse(
-            graph, [p for p in PATTERNS if p is not together.joined_pair or in_use("pairs")]
-        )
+        return fuse(graph, PATTERNS)
 
     def cost(
         self,

@@ -20,11 +20,9 @@ from ltx2rt.graph.ir import Repeat as RepeatPlan
 from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt.placement.stream import layers
 from ltx2rt.scheduling import in_use
-from ltx2rt_cuda.device.torch_device import Side
 from ltx2rt_cuda.distributed import ALONE, Position
 from ltx2rt_cuda.ops import OPS, arrived
 from ltx2rt_cuda.stream import HostTensor
-from ltx2rt_cuda.streams import TwoStreams, in_parts
 
 SEVERAL = ("repeat", "all_reduce", "all_to_all")  # ops that return a tuple even if it is of one
 
@@ -214,19 +212,16 @@ def lower(
     compile: bool = False,
     position: Position = ALONE,
     carries: int = 0,
-    side: Side | None = None,
 ) -> fx.GraphModule:
     """A module called as module(*inputs, *weights) in the order of graph.inputs and
     graph.all_params().
 
     carries: so many of its first results are the inputs of the next call, and may still be on their
-    way then. side: a second stream, for what may run at once.
+    way then.
     """
-    lowering = _Lowering(graph, device, compile, position, carries, side)
-    for number, node in enumerate(graph.nodes if side is None else in_parts(graph)):
-        if isinstance(node, tuple):
-            lowering.beside(number, node)
-        elif node.op == "repeat":
+    lowering = _Lowering(graph, device, compile, position, carries)
+    for number, node in enumerate(graph.nodes):
+        if node.op == "repeat":
             lowering.repeat(number, node)
         else:
             lowering.call(number, node)
@@ -243,10 +238,9 @@ class _Lowering:
         compile: bool,
         position: Position,
         carries: int,
-        side: Side | None,
     ):
         self.graph, self.device, self.compile = graph, device, compile
-        self.position, self.side, self.own = position, side, _own(graph)
+        self.position, self.own = position, _own(graph)
         self.built = fx.Graph()
         self.modules: dict[str, torch.nn.Module] = {}
         self.env = {id(v): self.built.placeholder(f"in_{name}") for name, v in graph.inputs.items()}
@@ -277,23 +271,13 @@ class _Lowering:
         for i, v in enumerate(values):
             self.env[id(v)] = self.built.call_function(_item, (result, i))
 
-    def beside(self, number: int, graphs: tuple[Graph, Graph]) -> None:
-        assert self.side is not None
-        parts = [lower(part, self.device, position=self.position) for part in graphs]
-        name, num_own = f"beside_{number}", len(graphs[0].inputs)
-        self.modules[name] = TwoStreams(*parts, num_own=num_own, side=self.side)
-        inputs = tuple(self.read(v) for part in graphs for v in part.inputs.values())
-        result = self.built.call_module(name, inputs)
-        self.keep([v for part in graphs for v in part.outputs.values()], result)
-
     def repeat(self, number: int, node: Node) -> None:
         operands, plan = tuple(map(self.read, node.inputs)), node.repeat
         body, sums = _summed(plan, self.device)
         parts = layers(body)
         carries = 0 if self.compile or len(parts) > 1 else plan.num_carries
         blocks: list[Any] = [
-            lower(part, self.device, position=self.position, carries=carries, side=self.side)
-            for part in parts
+            lower(part, self.device, position=self.position, carries=carries) for part in parts
         ]
         if self.compile:
             blocks = [torch.compile(block, dynamic=False) for block in blocks]

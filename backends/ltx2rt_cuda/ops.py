@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial, wraps
-from itertools import islice
 from math import prod
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
-from ltx2rt_kernels.choose import kernel, launched, why_not
+from ltx2rt_kernels.choose import kernel, why_not
 from torch import Tensor
 
 from ltx2rt.fused.head_gate import divided
@@ -546,19 +545,6 @@ def fused(plain: Function, switch: str = "") -> Function:
 
 
 fused(neighbourhood_attention)
-
-
-@op
-def together(*operands: Tensor, parts) -> tuple[Tensor, ...]:
-    """Nodes of one kernel, in one launch if it runs them all."""
-    values = iter(operands)
-    found = [(name, list(islice(values, read)), plan) for name, read, _, plan in parts]
-    if all(why_not(name, *xs, **plan) is None for name, xs, plan in found):
-        return launched(found)
-    results = [OPS[name](*xs, **plan) for name, xs, plan in found]
-    return tuple(
-        y for result in results for y in (result if isinstance(result, tuple) else (result,))
-    )
 
 
 def _take_along(x: Tensor, index: Tensor, dim: int) -> Tensor:

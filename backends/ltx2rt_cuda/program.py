@@ -17,7 +17,7 @@ from ltx2rt.backend import overlapped
 from ltx2rt.graph.encodings import E4M3
 from ltx2rt.graph.ir import Graph, numbered
 from ltx2rt.passes.loop import LoopParts
-from ltx2rt_cuda.device.torch_device import DeviceEvent, Recorder, Side, TorchDevice
+from ltx2rt_cuda.device.torch_device import DeviceEvent, Recorder, TorchDevice
 from ltx2rt_cuda.distributed import Position
 from ltx2rt_cuda.lower import lower
 from ltx2rt_cuda.ops import DTYPES
@@ -64,17 +64,16 @@ class Program:
         compile: bool,
         position: Position,
         built: Counter[str],
-        side: Side | None = None,
     ):
-        """built: counts what is built. side: a second stream, for what may run at once."""
+        """built: counts what is built."""
         self.graph, self.device, self.built = graph, device, built
-        self.compile, self.position, self.side = compile, position, side
+        self.compile, self.position = compile, position
         _ = self.module
 
     @cached_property
     def module(self) -> torch.fx.GraphModule:
         self.built["lowered"] += 1
-        return lower(self.graph, self.device.torch, self.compile, self.position, side=self.side)
+        return lower(self.graph, self.device.torch, self.compile, self.position)
 
     def release(self) -> None:
         self.__dict__.pop("module", None)
@@ -188,22 +187,12 @@ class Loop:
         self.position = position
         self.captured: RecordedLoop | None = None
 
-    @cached_property
-    def alone(self) -> Program:
-        """The body on one stream: without a recording, memory that two streams use would be given
-        back too early."""
-        body = self.body
-        if body.side is None:
-            return body
-        return Program(body.graph, body.device, body.compile, body.position, body.built)
-
     def release(self) -> None:
         if self.captured is not None:
             self.captured.reset()
             self.captured = None
         self.before.release()
         self.body.release()
-        self.__dict__.pop("alone", None)
 
     def __call__(
         self, weights: Weights, inputs: Mapping[str, Any], num_steps: int
@@ -240,11 +229,8 @@ class Loop:
     ) -> tuple[Callable[[Tensors], Tensors], Tensors]:
         """One step as a function of what changes from step to step, and the body's inputs."""
         arguments = [program.arguments(weights) for program in (self.before, self.body)]
-        streams = any(map(is_streamed, arguments))
-        if self.pool is None or streams:
-            return self._launched(
-                weights, given, arguments[1], self.alone if streams else self.body
-            )
+        if self.pool is None or any(map(is_streamed, arguments)):
+            return self._launched(weights, given, arguments[1])
         mark = object()
         moved = self.captured is None or self.captured.key != _key(self.pool, arguments)
         if self.position.agree(moved) or self.captured is None:
@@ -263,11 +249,11 @@ class Loop:
         return replay, self.values(given, captured.prepared)
 
     def _launched(
-        self, weights: Weights, given: Tensors, arguments: list, program: Program
+        self, weights: Weights, given: Tensors, arguments: list
     ) -> tuple[Callable[[Tensors], Tensors], Tensors]:
-        """`_step`, launched anew each time."""
+        """`_step`, launched each time."""
         prepared = self.before(weights, {name: given[name] for name in self.before.graph.inputs})
-        values, module, graph = self.values(given, prepared), program.module, program.graph
+        values, module, graph = self.values(given, prepared), self.body.module, self.body.graph
 
         def step(changing: Tensors) -> Tensors:
             ordered = [changing.get(name, values[name]) for name in graph.inputs]

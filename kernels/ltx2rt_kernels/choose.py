@@ -2,13 +2,12 @@
 
 A kernel's module has `why_not(*operands, **plan)`, the reason why it cannot take these operands
 (None if it can), and a function of the op's name that runs it. Both get what the op's function in a
-lowering gets. Where an op may share its launch with another, the module has `OP_part`, what a
-launch does for one node, and `launch` of one such part or two.
+lowering gets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -57,10 +56,3 @@ def why_not(op: str, *operands: Any, **plan: Any) -> str | None:
 
 def kernel(op: str) -> Callable[..., Any]:
     return getattr(_module(op), op)
-
-
-def launched(parts: Sequence[tuple[str, Sequence[Any], Mapping[str, Any]]]) -> tuple[Any, ...]:
-    """The results of several nodes (op, operands, plan) of one kernel, one node's after another's,
-    by one launch."""
-    found = [getattr(_module(op), f"{op}_part")(*operands, **plan) for op, operands, plan in parts]
-    return _module(parts[0][0]).launch(*found)

@@ -1,10 +1,8 @@
-"""Parts that the kernels' launches share: block sizes, tensors seen by strides, so that views are
-read in place, and one launch for two nodes."""
+"""Parts that the kernels' launches share: block sizes, and tensors seen by strides, so that views
+are read in place."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,26 +34,3 @@ def dtype_reason(*tensors: Tensor) -> str | None:
         if x.dtype not in (torch.bfloat16, torch.float32):
             return f"an operand is {x.dtype}, the kernel takes bfloat16 and float32"
     return None
-
-
-@dataclass(frozen=True)
-class LaunchPart:
-    """The part of a launch for one node. numbers: that a program holds; arguments, constants: of
-    the kernel, where those of a second node follow as NAME_2."""
-
-    programs: int
-    numbers: int
-    arguments: Sequence[Any]
-    constants: Mapping[str, Any]
-    results: tuple[Tensor, ...]
-
-
-def launch(kernel: Any, *parts: LaunchPart) -> None:
-    """`kernel` for one node or for two, the programs of the second behind those of the first."""
-    first, second = parts[0], parts[-1]
-    others = second.arguments if len(parts) > 1 else [None] * len(first.arguments)
-    kernel[(sum(part.programs for part in parts),)](
-        first.programs, *first.arguments, *others, **first.constants, TWO=len(parts) > 1,
-        **{f"{name}_2": value for name, value in second.constants.items()},
-        num_warps=num_warps(max(part.numbers for part in parts)),
-    )  # fmt: skip

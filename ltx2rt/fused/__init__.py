@@ -1,16 +1,15 @@
 """Fused ops: several ops at once, which model text never writes. One file each.
 
 A file has all that the core knows of an op: its typing rule and its definition, by the ops that it
-stands for, computed in float32 and rounded once; its work (`flops`); the kernel that does two of it
-in one launch (`launch`); and the pattern by which `passes.fuse` finds it. A backend has a function
-of its name.
+stands for, computed in float32 and rounded once; its work (`flops`); and the pattern by which
+`passes.fuse` finds it. A backend has a function of its name.
 """
 
 from importlib import import_module
 
 from ltx2rt.fused.pattern import PATTERNS
 
-# In the order in which their patterns are looked for; `together` joins what the others have made.
+# In the order in which their patterns are looked for.
 FILES = (
     "norm_modulate",
     "qk_norm_rope",
@@ -19,7 +18,6 @@ FILES = (
     "pixel_norm_silu",
     "padded_conv",
     "snake_beta",
-    "together",
 )
 for _name in FILES:
     import_module(f"ltx2rt.fused.{_name}")

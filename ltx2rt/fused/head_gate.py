@@ -20,7 +20,7 @@ def _numpy_head_gate(y, logits, *choice):
     return y * (2 * OPS["sigmoid"].numpy(logits))[..., None]
 
 
-@op(_numpy_head_gate, launch="head_gate")
+@op(_numpy_head_gate)
 def head_gate(y: Type, logits: Type, *choice: Type):
     """y * 2 sigmoid(logits), one logit per head: y (B, ..., heads, head_dim), logits (B, ...,
     heads).

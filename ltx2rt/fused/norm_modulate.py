@@ -17,8 +17,6 @@ from ltx2rt.fused.pattern import Found, Uses, grouped, node_of, one_or_many, pat
 from ltx2rt.graph.ir import Graph, Node, Type, Value
 from ltx2rt.graph.ops import OPS, _same_dtype, _view, op
 
-ROWS = "rows"  # the kernel that does two of these in one launch, or one and a `modulate`
-
 
 def pairs(rows: Sequence[Any]) -> list[tuple[Any, ...]]:
     """[(scale, shift), ...] of scale, shift, scale, shift, ..."""
@@ -69,7 +67,7 @@ def _numpy_norm_modulate(x, *rows, views, eps, index_view=None):
     return one_or_many(_normed(x, rows_per_token(rows, views, index_view, np.take_along_axis), eps))
 
 
-@op(_numpy_norm_modulate, launch=ROWS)
+@op(_numpy_norm_modulate)
 def norm_modulate(x: Type, *rows: Type, eps: float):
     """RMSNorm without weight over the last axis, then x * (1 + scale) + shift for every pair of
     rows."""
@@ -83,7 +81,7 @@ def _numpy_norm_scale(x, scale, *, views, eps):
     return OPS["rms_norm"].numpy(x, 1 + scale, dims=(x.ndim - 1,), weight_view=views[0], eps=eps)
 
 
-@op(_numpy_norm_scale, launch=ROWS)
+@op(_numpy_norm_scale)
 def norm_scale(x: Type, scale: Type, *, eps: float):
     """RMSNorm over the last axis, times 1 + scale (D), which may be float32 for any x."""
     result, args = OPS["rms_norm"].rule(x, scale, over=x.axes[-1:], eps=eps)
@@ -116,7 +114,7 @@ def _residual_args(op: str, x: Type, y: Type, rows: Sequence[Type], biased: bool
     return len(views) - 1 - biased, args
 
 
-@op(_numpy_gated_residual, launch=ROWS)
+@op(_numpy_gated_residual)
 def gated_residual(x: Type, y: Type, *rows: Type, biased: bool = False):
     """x + y * gate; biased: x + (y + bias) * gate. Samples at the end that y lacks are x's.
 
@@ -139,7 +137,7 @@ def _numpy_residual_norm_modulate(x, y, *rows, views, eps, index_view=None, bias
     ]
 
 
-@op(_numpy_residual_norm_modulate, launch=ROWS)
+@op(_numpy_residual_norm_modulate)
 def residual_norm_modulate(x: Type, y: Type, *rows: Type, eps: float, biased: bool = False):
     """gated_residual, and its RMSNorm modulated by every pair of rows; without pairs, the RMSNorm
     itself.

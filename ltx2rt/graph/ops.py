@@ -31,7 +31,6 @@ class Op:
     # 2 x multiply-adds of one execution; everything but products is bandwidth
     flops: Callable[[Node], int] = lambda node: 0
     linear: str = ""  # a product with weights: "plain", or "quantised" where it multiplies 8 bits
-    launch: str = ""  # the kernel that runs two such nodes, or two of its other ops, in one launch
 
 
 OPS: dict[str, Op] = {}
@@ -173,7 +172,6 @@ def select(condition: Type, x: Type, y: Type):
 
 @op(
     lambda x, scale, shift, views: x * (1 + scale.reshape(views[0])) + shift.reshape(views[1]),
-    launch="rows",
 )
 def modulate(x: Type, scale: Type, shift: Type):
     """x * (1 + scale) + shift, the AdaLN modulation."""

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import triton
 from ltx2rt_cuda.ops import joined_rows
-from ltx2rt_kernels.choose import launched
 from ltx2rt_kernels.head_gate import cuda as head_gate
 from ltx2rt_kernels.neighbourhood_attention import cuda as neighbourhood
 from ltx2rt_kernels.norm_modulate import cuda as norm_modulate
@@ -286,22 +285,6 @@ def main() -> None:
                 f"head_gate of the values {name}", "head_gate_kernel", head_gate.head_gate,
                 y, meta(4, tokens, heads), *choice,
             )  # fmt: skip
-    video, sound = (
-        {"x": meta(4, n, width), "row": meta(4, width), "view": (4, 1, width)}
-        for n, width in ((tokens, 4096), (126, 2048))
-    )
-    for pairs in (0, 1, 2):
-        parts = [
-            ("residual_norm_modulate", [s["x"], s["x"], s["row"], *[s["row"]] * 2 * pairs],
-             {"views": (s["view"],) * (1 + 2 * pairs), "eps": 1e-6})
-            for s in (video, sound)
-        ]  # fmt: skip
-        compiled(f"together residual_norm_modulate, {pairs} pairs", "rows_kernel", launched, parts)
-    parts = [
-        ("head_gate", [meta(4, 32, n, dim).transpose(1, 2), meta(4, n, 32)], {})
-        for n, dim in ((tokens, 128), (126, 64))
-    ]
-    compiled("together head_gate", "head_gate_kernel", launched, parts)
     for channels in (128, 1024):
         for last in (False, True):
             x = meta(1, channels, 16, 128, 192)

@@ -19,7 +19,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
-from ltx2rt_kernels.choose import folder, launched
+from ltx2rt_kernels.choose import folder
 from triton.runtime import interpreter
 
 from ltx2rt.graph.encodings import ENCODINGS
@@ -422,32 +422,18 @@ NEEDS_GPU = {
 BFLOAT16_ALONE = ("linear_gelu",)
 
 
-TOGETHER = (  # cases whose nodes are one launch, of other shapes and constants than each other's
-    ("norm_modulate", "residual_norm_modulate two pairs, wide"),
-    ("residual_norm_modulate of a partial sum", "norm_modulate by level of each sample"),
-    ("modulate", "gated_residual by level"),
-    ("norm_scale", "norm_scale of heads"),
-    ("gated_residual of a partial sum", "residual_norm_modulate without rows"),
-    ("head_gate", "head_gate of more tokens"),
-    ("head_gate of more tokens", "head_gate of the values"),
-)
-
-
 def poisoned_empty(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan)
 
 
-def errors(*cases: Case) -> list[float]:
-    """Relative error of each result of one launch against the float64 references of the same,
+def errors(case: Case) -> list[float]:
+    """Relative error of each result of a launch against the float64 references of the same,
     already rounded operands."""
-    if len(cases) == 1:
-        ((op, operands, plan, _),) = cases
-        kernels = import_module(f"ltx2rt_kernels.{folder(op)}.cuda")
-        found = getattr(kernels, op)(*operands, **plan)
-    else:
-        found = launched([case[:3] for case in cases])
+    op, operands, plan, _ = case
+    kernels = import_module(f"ltx2rt_kernels.{folder(op)}.cuda")
+    found = getattr(kernels, op)(*operands, **plan)
     found = found if isinstance(found, tuple) else (found,)
-    expected = [x for case in cases for x in references(case)]
+    expected = references(case)
     return [
         relative_l2(a.double().cpu().numpy(), np.asarray(b))
         for a, b in zip(found, expected, strict=True)
@@ -512,9 +498,6 @@ def main(device: str, dtype: str) -> None:
         if (device == "cuda" or name not in NEEDS_GPU)
         and (dtype == "bfloat16" or name not in BFLOAT16_ALONE)
     }
-    for names in TOGETHER:
-        x = Operands(device, DTYPES[dtype])
-        found[" + ".join(names)] = errors(*(CASES[name](x) for name in names))
     print(json.dumps(found))
 
 

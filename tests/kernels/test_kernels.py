@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from kernel_cases import BFLOAT16_ALONE, CASES, NEEDS_GPU, TOGETHER, Operands
+from kernel_cases import BFLOAT16_ALONE, CASES, NEEDS_GPU, Operands
 from ltx2rt_cuda.lower import lower
 from ltx2rt_cuda.ops import OPS as TORCH_OPS
 from ltx2rt_cuda.ops import WITH_KERNEL, channels_last
@@ -60,7 +60,7 @@ def measured(request):
     return where, dtype, run_script("kernel_cases.py", device, dtype, **interpret)
 
 
-@pytest.mark.parametrize("name", [*CASES, *map(" + ".join, TOGETHER)])
+@pytest.mark.parametrize("name", CASES)
 def test_kernel_equals_its_reference(name, measured):
     where, dtype, errors = measured
     if where == "interpreter" and name in NEEDS_GPU:
@@ -81,10 +81,6 @@ def test_every_op_with_a_kernel_has_a_case():
     assert {build(Operands("cpu", torch.float32))[0] for build in CASES.values()} == set(
         WITH_KERNEL
     )
-    joined = {
-        CASES[name](Operands("cpu", torch.float32))[0] for names in TOGETHER for name in names
-    }
-    assert joined == {name for name, one in OPS.items() if one.launch}
 
 
 def array(v: torch.Tensor) -> np.ndarray:
@@ -258,7 +254,7 @@ def test_kernels_compile_for_hopper_without_spills(launches, tmp_path):
     )
     for name, used in found.items():
         print(f"{name}: {used['registers']} registers, {used['spilled_bytes']} bytes spilled")
-    assert {name.split()[0] for name in found} == {*WITH_KERNEL, "together"} - set(NEEDS_GPU)
+    assert {name.split()[0] for name in found} == set(WITH_KERNEL) - set(NEEDS_GPU)
     for name, used in found.items():
         assert used["spilled_bytes"] == 0 and used["registers"] <= 128, (name, used)
     # Of 4 results: 11 inputs each, 12 taps of both filters, 6 inputs at both ends, and the
@@ -270,7 +266,6 @@ def test_kernels_compile_for_hopper_without_spills(launches, tmp_path):
         if not name.startswith(
             (
                 "head_gate",
-                "together head_gate",
                 "snake",
                 "neighbourhood",
                 "pixel",

@@ -8,10 +8,8 @@ import pytest
 from placed_cases import NAMES, case
 
 from ltx2rt.backend import get_backend
-from ltx2rt.fused.together import apart
 from ltx2rt.graph import trace
 from ltx2rt.graph.interpret import interpret
-from ltx2rt.graph.ops import OPS
 from ltx2rt.models import gemma, video_vae, vocoder
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.placement.placement import Placement
@@ -29,14 +27,7 @@ FUSED = {
 
 
 def fused_ops(graph) -> dict[str, int]:
-    return dict(
-        Counter(node.op for whole in graph.nodes for node in apart(whole) if node.op in FUSED)
-    )
-
-
-def launches(graph) -> Counter:
-    """Of the kernels that take two nodes at once."""
-    return Counter(kernel for node in graph.nodes if (kernel := OPS[apart(node)[0].op].launch))
+    return dict(Counter(node.op for node in graph.nodes if node.op in FUSED))
 
 
 def body(graph):
@@ -123,16 +114,6 @@ def test_block_has_the_expected_fusions(generation, devices, qk):
 
 
 @pytest.mark.parametrize("devices", (1, 2))
-@pytest.mark.parametrize("generation,rows", [("2.0", 5), ("2.3", 6)])
-def test_a_block_does_both_streams_in_one_launch(generation, rows, devices):
-    """Ten or, with the two of the contexts, twelve rows and six gates."""
-    block = body(fuse(case(f"guided-{generation}").on(devices)))
-    assert launches(block) == {"rows": rows} | ({"head_gate": 3} if generation == "2.3" else {})
-    for node in block.nodes:
-        assert len({OPS[part.op].launch for part in apart(node) if node.op == "together"}) <= 1
-
-
-@pytest.mark.parametrize("devices", (1, 2))
 @pytest.mark.parametrize("generation", ["2.0", "2.3"])
 def test_rows_of_several_timesteps_are_spread_by_the_kernels(generation, devices):
     """An image and a kept sound: no modulation row of a block is written out for every token."""
@@ -141,7 +122,7 @@ def test_rows_of_several_timesteps_are_spread_by_the_kernels(generation, devices
     spread = [node for node in plain.nodes if node.op == "take" and node.attrs["axis"] == "levels"]
     left = [node for node in fused.nodes if node.op == "take" and node.attrs["axis"] == "levels"]
     assert len(spread) >= 20 and not left
-    by_level = [node for whole in fused.nodes for node in apart(whole) if "index_view" in node.args]
+    by_level = [node for node in fused.nodes if "index_view" in node.args]
     assert {node.op for node in by_level} == {
         "norm_modulate",
         "residual_norm_modulate",
@@ -170,17 +151,13 @@ def test_every_norm_of_the_video_decoder_is_fused_with_its_silu_and_zeros_with_t
     assert relative_l2(interpret(fused, params, {"latent": latent})["frames"], expected) <= CLOSE
 
 
-def test_every_norm_of_gemma_adds_one_to_its_weight_by_itself_and_those_of_q_and_k_are_one_launch():
+def test_every_norm_of_gemma_adds_one_to_its_weight_by_itself():
     config = preset("tiny-2.3").config.gemma
     graph = gemma.trace(config, 2, 5, "float32")
     fused = fuse(graph)
-    norms, ops = (
-        Counter(part.op for node in g.repeats[0].body.nodes for part in apart(node))
-        for g in (graph, fused)
-    )
+    norms, ops = (Counter(node.op for node in g.repeats[0].body.nodes) for g in (graph, fused))
     assert ops["norm_scale"] == norms["rms_norm"] == 6 and ops["rms_norm"] == 0
     assert ops["affine"] == norms["affine"] - 6
-    assert launches(fused.repeats[0].body)["rows"] == 5
     params, ids = random_params(graph), np.arange(10).reshape(2, 5)
     inputs = gemma.feeds(config, ids, np.array([[0, 0, 1, 1, 1], [1] * 5]))
     (expected,), (found,) = (interpret(g, params, inputs).values() for g in (graph, fused))

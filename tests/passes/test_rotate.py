@@ -46,16 +46,11 @@ def test_values_are_the_same(monkeypatch, name, mesh):
 def test_the_sum_and_the_first_norm_are_one_kernel(devices):
     graph = case("guided-2.3").on(devices)
     before, after = (
-        Counter(op for node in fuse(g).repeats[0].body.nodes for op in parts(node))
-        for g in (graph, rotate(graph))
+        Counter(node.op for node in fuse(g).repeats[0].body.nodes) for g in (graph, rotate(graph))
     )
     assert before["gated_residual"] == before["norm_modulate"] == 2  # of video and sound
     assert after["gated_residual"] == after["norm_modulate"] == 0
     assert after["residual_norm_modulate"] == before["residual_norm_modulate"] + 2
-
-
-def parts(node) -> list[str]:
-    return [op for op, *_ in node.attrs["parts"]] if node.op == "together" else [node.op]
 
 
 @pytest.mark.parametrize("layers", ["scan", "unrolled"])

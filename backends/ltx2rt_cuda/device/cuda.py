@@ -25,7 +25,6 @@ from ltx2rt_cuda.devices import RESERVE
 WARMUPS = (
     2  # runs before a step is recorded: libraries pick kernels and take workspaces in the first
 )
-HIGH = -1  # priority of a stream; torch's graphs keep it for each of their nodes
 
 
 class Cuda(TorchDevice):
@@ -135,13 +134,8 @@ class Cuda(TorchDevice):
 
 @cache
 def _streams() -> tuple[torch.cuda.Stream, ...]:
-    """The three of every pool: `start`, `stream` and `side`; torch has 32, and hands them out in
-    turn.
-
-    The side stream's kernels are small: with a higher priority they enter between two waves of the
-    other's.
-    """
-    return torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream(priority=HIGH)
+    """The two of every pool, `start` and `stream`; torch has 32, and hands them out in turn."""
+    return torch.cuda.Stream(), torch.cuda.Stream()
 
 
 class Pool:
@@ -150,12 +144,12 @@ class Pool:
 
     Recordings begin on a stream of their own, on which nothing runs: with a graph torch gives up
     cuBLAS's workspace of the stream on which it began, which all other graphs recorded there still
-    write to (pytorch#193402). The workspaces of `stream` and `side` were taken in the runs before
-    the first recording, and stay.
+    write to (pytorch#193402). The workspace of `stream` was taken in the runs before the first
+    recording, and stays.
     """
 
     def __init__(self):
-        self.start, self.stream, self.side = _streams()
+        self.start, self.stream = _streams()
         self.serves: object = None
         self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         # the last registered runs first: before the process groups are destroyed

@@ -56,15 +56,11 @@ class Recording(Protocol):
 class Recorder(Protocol):
     """Records functions, and holds the memory that their recordings share.
 
-    id: another one once what is recorded is no longer valid. side: a second stream, for what may
-    run at once with the rest. serves: a mark of the call whose values are in the memory.
+    id: another one once what is recorded is no longer valid. serves: a mark of the call whose values are in the memory.
     """
 
     id: Any
     serves: object
-
-    @property
-    def side(self) -> DeviceStream: ...
 
     def record(self, run: Callable[[], tuple[Tensor, ...]]) -> Recording: ...
     def empty(self) -> None:
@@ -206,14 +202,6 @@ class TorchDevice:
 
 
 HOST = TorchDevice()
-
-
-@dataclass(frozen=True)
-class Side:
-    """A second stream of a device, for what may run at once."""
-
-    device: TorchDevice
-    stream: Any
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ result.
 
 It moves the minimum: y and the logits read once, the result written once. Where there is a choice,
 a program reads y or the values that stand for it; in front of a float8 product it writes e4m3
-numbers and the token's scale. Two gates, of whatever shapes, may be one launch.
+numbers and the token's scale.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ltx2rt.graph.encodings import E4M3_STEP, E4M3_TINY
-from ltx2rt_kernels.triton_blocks import MAX_BLOCK, LaunchPart, block, dtype_reason, jit
-from ltx2rt_kernels.triton_blocks import launch as launch_parts
+from ltx2rt_kernels.triton_blocks import MAX_BLOCK, block, dtype_reason, jit, num_warps
 
 
 @jit
-def gate_of(
-    row, y, logits, keep, v, out, scales, T, y_b, y_t, y_h, logits_b, logits_t, keep_b, v_b, v_t, v_h,
+def head_gate_kernel(
+    y, logits, keep, v, out, scales, T, y_b, y_t, y_h, logits_b, logits_t, keep_b, v_b, v_t, v_h,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
     CHOICE: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
     b = row // T
     t = row % T
     h = tl.arange(0, BLOCK_H)[:, None]
@@ -43,31 +43,6 @@ def gate_of(
     tl.store(out + row * (HEADS * DIM) + h * DIM + d, result, inside)
 
 
-@jit
-def head_gate_kernel(
-    first, y, logits, keep, v, out, scales, T, y_b, y_t, y_h, logits_b, logits_t, keep_b, v_b, v_t, v_h,
-    y_2, logits_2, keep_2, v_2, out_2, scales_2, T_2, y_b_2, y_t_2, y_h_2, logits_b_2, logits_t_2, keep_b_2,
-    v_b_2, v_t_2, v_h_2,
-    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
-    CHOICE: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, TINY: tl.constexpr, TWO: tl.constexpr,
-    HEADS_2: tl.constexpr, DIM_2: tl.constexpr, BLOCK_H_2: tl.constexpr, BLOCK_D_2: tl.constexpr,
-    CHOICE_2: tl.constexpr, ROWS_2: tl.constexpr, STEP_2: tl.constexpr, TINY_2: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    if TWO:  # noqa: SIM102 - compiled or not, then run or not
-        if row >= first:
-            gate_of(
-                row - first, y_2, logits_2, keep_2, v_2, out_2, scales_2, T_2, y_b_2, y_t_2, y_h_2,
-                logits_b_2, logits_t_2, keep_b_2, v_b_2, v_t_2, v_h_2, HEADS_2, DIM_2, BLOCK_H_2,
-                BLOCK_D_2, CHOICE_2, ROWS_2, STEP_2, TINY_2,
-            )  # fmt: skip
-            return
-    gate_of(
-        row, y, logits, keep, v, out, scales, T, y_b, y_t, y_h, logits_b, logits_t, keep_b, v_b, v_t, v_h,
-        HEADS, DIM, BLOCK_H, BLOCK_D, CHOICE, ROWS, STEP, TINY,
-    )  # fmt: skip
-
-
 def why_not(y: Tensor, logits: Tensor, *choice: Tensor) -> str | None:
     if y.ndim != 4:
         return f"y has {y.ndim} axes, the kernel takes (B, tokens, heads, head_dim)"
@@ -78,26 +53,16 @@ def why_not(y: Tensor, logits: Tensor, *choice: Tensor) -> str | None:
     return dtype_reason(y, logits, *choice[1:])
 
 
-def head_gate(*operands: Tensor) -> Tensor:
-    return launch(head_gate_part(*operands))[0]
+def head_gate(y: Tensor, *gate: Tensor) -> Tensor:
+    return _launch(y, *gate)
 
 
 def head_gate_rows(y: Tensor, *gate: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.empty((y.shape[0] * y.shape[1], 1), dtype=torch.float32, device=y.device)
-    (values,) = launch(_part(y, *gate, scales=scales))
-    return values.reshape(len(scales), -1), scales
+    return _launch(y, *gate, scales=scales).reshape(len(scales), -1), scales
 
 
-def head_gate_part(*operands: Tensor) -> LaunchPart:
-    return _part(*operands)
-
-
-def launch(*parts: LaunchPart) -> tuple[Tensor, ...]:
-    launch_parts(head_gate_kernel, *parts)
-    return tuple(result for part in parts for result in part.results)
-
-
-def _part(y: Tensor, logits: Tensor, *choice: Tensor, scales: Tensor | None = None) -> LaunchPart:
+def _launch(y: Tensor, logits: Tensor, *choice: Tensor, scales: Tensor | None = None) -> Tensor:
     batch, tokens, heads, dim = y.shape
     keep, v = choice or (None, None)
     others = (0,) * 4 if v is None or keep is None else (*keep.stride(), *v.stride()[:3])
@@ -105,24 +70,10 @@ def _part(y: Tensor, logits: Tensor, *choice: Tensor, scales: Tensor | None = No
         y.shape, dtype=y.dtype if scales is None else torch.float8_e4m3fn, device=y.device
     )
     block_h, block_d = block(heads), block(dim)
-    arguments = [
-        y,
-        logits,
-        keep,
-        v,
-        out,
-        scales,
-        tokens,
-        *y.stride()[:3],
-        *logits.stride()[:2],
-        *others,
-    ]
-    constants = {
-        "HEADS": heads,
-        "DIM": dim,
-        "BLOCK_H": block_h,
-        "BLOCK_D": block_d,
-        "CHOICE": bool(choice),
-    }
-    constants |= {"ROWS": scales is not None, "STEP": E4M3_STEP, "TINY": E4M3_TINY}
-    return LaunchPart(batch * tokens, block_h * block_d, arguments, constants, (out,))
+    head_gate_kernel[(batch * tokens,)](
+        y, logits, keep, v, out, scales, tokens, *y.stride()[:3], *logits.stride()[:2], *others,
+        HEADS=heads, DIM=dim, BLOCK_H=block_h, BLOCK_D=block_d, CHOICE=bool(choice),
+        ROWS=scales is not None, STEP=E4M3_STEP, TINY=E4M3_TINY,
+        num_warps=num_warps(block_h * block_d),
+    )  # fmt: skip
+    return out

@@ -4,7 +4,7 @@ A scale may come without a shift. The same kernel with RESIDUAL adds y * gate fi
 gate, and writes the sum too; the norm then sees the unrounded sum. Without NORM it only modulates.
 With an index, rows are by level and each token reads those of its own. Of rows that tokens share,
 all but the first read the L2 cache: what comes from memory is x (and y), the results and a few
-rows. Two nodes, of whatever shapes, may be one launch: the rows of video and of sound.
+rows.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ltx2rt_kernels.triton_blocks import MAX_BLOCK, LaunchPart, block, dtype_reason, jit, spread
-from ltx2rt_kernels.triton_blocks import launch as launch_parts
+from ltx2rt_kernels.triton_blocks import MAX_BLOCK, block, dtype_reason, jit, num_warps, spread
 
 
 @jit
@@ -30,14 +29,15 @@ def gated(y, bias, gate, D: tl.constexpr, BLOCK: tl.constexpr, BIASED: tl.conste
 
 
 @jit
-def row_of(
-    row, x, y, bias, gate, scale_0, shift_0, scale_1, shift_1, index, total, out_0, out_1, T, y_B, eps,
+def rows_kernel(
+    x, y, bias, gate, scale_0, shift_0, scale_1, shift_1, index, total, out_0, out_1, T, y_B, eps,
     x_b, x_t, y_b, y_t, gate_b, gate_t,
     scale_0_b, scale_0_t, shift_0_b, shift_0_t, scale_1_b, scale_1_t, shift_1_b, shift_1_t, index_b, index_t,
     D: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, RESULTS: tl.constexpr, ROWS: tl.constexpr,
     BY_LEVEL: tl.constexpr, BIASED: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr,
     SHIFTED: tl.constexpr,
 ):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
     b = row // T
     t = row % T
     r = t
@@ -76,47 +76,6 @@ def row_of(
             tl.store(out_1 + row * D + d, z, inside)
 
 
-@jit
-def rows_kernel(
-    first, x, y, bias, gate, scale_0, shift_0, scale_1, shift_1, index, total, out_0, out_1, T, y_B,
-    eps,
-    x_b, x_t, y_b, y_t, gate_b, gate_t, scale_0_b, scale_0_t, shift_0_b, shift_0_t, scale_1_b,
-    scale_1_t, shift_1_b, shift_1_t, index_b, index_t,
-    x_2, y_2, bias_2, gate_2, scale_0_2, shift_0_2, scale_1_2, shift_1_2, index_2, total_2, out_0_2,
-    out_1_2, T_2, y_B_2, eps_2,
-    x_b_2, x_t_2, y_b_2, y_t_2, gate_b_2, gate_t_2, scale_0_b_2, scale_0_t_2, shift_0_b_2,
-    shift_0_t_2, scale_1_b_2, scale_1_t_2, shift_1_b_2, shift_1_t_2, index_b_2, index_t_2,
-    D: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, RESULTS: tl.constexpr,
-    ROWS: tl.constexpr, BY_LEVEL: tl.constexpr, BIASED: tl.constexpr, PADDED: tl.constexpr,
-    NORM: tl.constexpr, SHIFTED: tl.constexpr,
-    TWO: tl.constexpr,
-    D_2: tl.constexpr, BLOCK_2: tl.constexpr, RESIDUAL_2: tl.constexpr, RESULTS_2: tl.constexpr,
-    ROWS_2: tl.constexpr, BY_LEVEL_2: tl.constexpr, BIASED_2: tl.constexpr, PADDED_2: tl.constexpr,
-    NORM_2: tl.constexpr, SHIFTED_2: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    if TWO:  # noqa: SIM102 - compiled or not, then run or not
-        if row >= first:
-            row_of(
-                row - first,
-                x_2, y_2, bias_2, gate_2, scale_0_2, shift_0_2, scale_1_2, shift_1_2, index_2,
-                total_2, out_0_2, out_1_2, T_2, y_B_2, eps_2,
-                x_b_2, x_t_2, y_b_2, y_t_2, gate_b_2, gate_t_2, scale_0_b_2, scale_0_t_2,
-                shift_0_b_2, shift_0_t_2, scale_1_b_2, scale_1_t_2, shift_1_b_2, shift_1_t_2,
-                index_b_2, index_t_2,
-                D_2, BLOCK_2, RESIDUAL_2, RESULTS_2, ROWS_2, BY_LEVEL_2, BIASED_2, PADDED_2, NORM_2,
-                SHIFTED_2,
-            )  # fmt: skip
-            return
-    row_of(
-        row, x, y, bias, gate, scale_0, shift_0, scale_1, shift_1, index, total, out_0, out_1, T,
-        y_B, eps,
-        x_b, x_t, y_b, y_t, gate_b, gate_t, scale_0_b, scale_0_t, shift_0_b, shift_0_t, scale_1_b,
-        scale_1_t, shift_1_b, shift_1_t, index_b, index_t,
-        D, BLOCK, RESIDUAL, RESULTS, ROWS, BY_LEVEL, BIASED, PADDED, NORM, SHIFTED,
-    )  # fmt: skip
-
-
 def why_not(x: Tensor, *rows: Tensor, views=(), index_view=None, eps: float = 0.0) -> str | None:
     rows = rows[:-1] if index_view else rows
     shared = bool(views) and not index_view and all(math.prod(view[1:-1]) == 1 for view in views)
@@ -133,10 +92,10 @@ def why_not(x: Tensor, *rows: Tensor, views=(), index_view=None, eps: float = 0.
     return dtype_reason(x, *rows)
 
 
-def rows_part(
+def rows_launch(
     x: Tensor, y: Tensor | None, rows: tuple[Tensor, ...], views, index_view, results: int, eps: float,
     biased: bool = False, norm: bool = True,
-) -> LaunchPart:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     """[x + y * the first row if there is a y] + results, normalised and modulated by the other
     rows. biased: a bias of y's comes first. x may have several axes for tokens, such as frames, rows
     and columns, if all of a sample's read the same rows."""
@@ -161,58 +120,25 @@ def rows_part(
     total, *outs = outputs if y is not None else (None, *outputs)
     read = [gate, *pairs, *[None] * (4 - len(pairs)), index]
     strides = [n for v in (x, y, *read) for n in ((0, 0) if v is None else v.stride()[:2])]
-    arguments = [
-        x,
-        y,
-        bias,
-        *read,
-        total,
-        *outs,
-        *[None] * (2 - results),
-        tokens,
-        0 if y is None else len(y),
-        eps,
-    ]
-    constants = {"D": width, "BLOCK": block(width), "RESIDUAL": y is not None, "RESULTS": results}
-    constants |= {
-        "ROWS": len(pairs) > 0,
-        "BY_LEVEL": index is not None,
-        "BIASED": biased,
-        "NORM": norm,
-    }
-    constants["SHIFTED"] = len(pairs) > 1
-    constants["PADDED"] = y is not None and len(y) < batch
-    return LaunchPart(
-        batch * tokens, block(width), [*arguments, *strides], constants, tuple(outputs)
-    )
+    rows_kernel[(batch * tokens,)](
+        x, y, bias, *read, total, *outs, *[None] * (2 - results), tokens, 0 if y is None else len(y), eps,
+        *strides,
+        D=width, BLOCK=block(width), RESIDUAL=y is not None, RESULTS=results, ROWS=len(pairs) > 0,
+        BY_LEVEL=index is not None, BIASED=biased, PADDED=y is not None and len(y) < batch, NORM=norm,
+        SHIFTED=len(pairs) > 1, num_warps=num_warps(block(width)),
+    )  # fmt: skip
+    return tuple(outputs)
 
 
-def launch(*parts: LaunchPart) -> tuple[Tensor, ...]:
-    launch_parts(rows_kernel, *parts)
-    return tuple(result for part in parts for result in part.results)
-
-
-def norm_modulate_part(x: Tensor, *rows: Tensor, views, eps: float, index_view=None) -> LaunchPart:
-    return rows_part(x, None, rows, views, index_view, len(views) // 2, eps)
-
-
-def norm_modulate(*operands: Tensor, **plan):
-    first, *others = launch(norm_modulate_part(*operands, **plan))
+def norm_modulate(x: Tensor, *rows: Tensor, views, eps: float, index_view=None):
+    first, *others = rows_launch(x, None, rows, views, index_view, len(views) // 2, eps)
     return (first, *others) if others else first
 
 
-def norm_scale_part(x: Tensor, scale: Tensor, *, views, eps: float) -> LaunchPart:
+def norm_scale(x: Tensor, scale: Tensor, *, views, eps: float) -> Tensor:
     """x may have an axis more, such as the heads of a token."""
-    return rows_part(x, None, (scale,), (views[0][-3:],), None, 1, eps)
+    return rows_launch(x, None, (scale,), (views[0][-3:],), None, 1, eps)[0]
 
 
-def norm_scale(*operands: Tensor, **plan) -> Tensor:
-    return launch(norm_scale_part(*operands, **plan))[0]
-
-
-def modulate_part(x: Tensor, *rows: Tensor, views) -> LaunchPart:
-    return rows_part(x, None, rows, views, None, 1, 0.0, norm=False)
-
-
-def modulate(*operands: Tensor, **plan) -> Tensor:
-    return launch(modulate_part(*operands, **plan))[0]
+def modulate(x: Tensor, *rows: Tensor, views) -> Tensor:
+    return rows_launch(x, None, rows, views, None, 1, 0.0, norm=False)[0]

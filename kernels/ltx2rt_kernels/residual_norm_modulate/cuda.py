@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ltx2rt_kernels.norm_modulate.cuda import launch, rows_part
+from ltx2rt_kernels.norm_modulate.cuda import rows_launch
 from ltx2rt_kernels.norm_modulate.cuda import why_not as why_not_rows
-from ltx2rt_kernels.triton_blocks import LaunchPart
 
 
 def why_not(
@@ -24,21 +23,14 @@ def why_not(
     return why_not_rows(x, *rows[1 + biased :], index_view=index_view)
 
 
-def gated_residual_part(
+def gated_residual(
     x: Tensor, y: Tensor, *rows: Tensor, views, index_view=None, biased=False
-) -> LaunchPart:
-    return rows_part(x, y, rows, views, index_view, 0, 0.0, biased)
+) -> Tensor:
+    return rows_launch(x, y, rows, views, index_view, 0, 0.0, biased)[0]
 
 
-def gated_residual(*operands: Tensor, **plan) -> Tensor:
-    return launch(gated_residual_part(*operands, **plan))[0]
-
-
-def residual_norm_modulate_part(
+def residual_norm_modulate(
     x: Tensor, y: Tensor, *rows: Tensor, views, eps: float, index_view=None, biased=False
-) -> LaunchPart:
-    return rows_part(x, y, rows, views, index_view, max(1, (len(views) - biased) // 2), eps, biased)
-
-
-def residual_norm_modulate(*operands: Tensor, **plan) -> tuple[Tensor, ...]:
-    return launch(residual_norm_modulate_part(*operands, **plan))
+) -> tuple[Tensor, ...]:
+    results = max(1, (len(views) - biased) // 2)
+    return rows_launch(x, y, rows, views, index_view, results, eps, biased)
