@@ -94,7 +94,7 @@ class DFR(VideoRequest):
     example: ClassVar[str] = "--num-frames 121 --temporal-upsample-rounds 1"
     scale: ClassVar[int] = 2
     num_stages: ClassVar[int] = 2
-    distilled: ClassVar[str] = "default"
+    distilled: ClassVar[str] = "optional"
 
     temporal_upsample_rounds: int = flag(
         0,

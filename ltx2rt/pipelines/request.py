@@ -168,8 +168,8 @@ class Request:
 
     name: of the pipeline; summary, example: for `--help`, a line and flags that show its use.
     scale: width and height of the first stage are those of the clip divided by it, or by that of
-    the upsampler if it has another. distilled: "needed", "default" (unless told not to), "optional"
-    or "unused", whether a distilled LoRA is merged.
+    the upsampler if it has another. distilled: whether a distilled LoRA is merged: "needed",
+    "optional" (unless the weights are distilled) or "unused".
     """
 
     name: ClassVar[str]
@@ -853,33 +853,37 @@ def distilled_lora(
 ) -> LoraSpec | None:
     """The distilled LoRA of a run whose options are checked.
 
-    Raises InputError where the pipeline needs one and has none, may merge one and was not told
-    whether to, or samples dev weights and the checkpoint is distilled.
+    Pipelines of distilled steps ("optional") merge it into dev weights, and into weights of unknown
+    kind if one is near. Raises InputError where one is needed and there is none, or several fit,
+    and where the checkpoint is distilled and the pipeline samples dev weights.
     """
     asked, known = options.distilled_lora, sign(checkpoint, options.assume)
-    if known and known.kind == "distilled" and request.distilled in ("needed", "unused"):
+    where, kind = checkpoint.source("transformer").where, known.kind if known else None
+    if known and kind == "distilled" and request.distilled in ("needed", "unused"):
         guided = getattr(request, "guided", None) is True
         advice = "leave --guided out" if guided else "use --pipeline distilled"
         raise InputError(
-            f"--model: {checkpoint.source('transformer').where} is distilled ({known.how}); "
-            f"{request.name} samples dev weights and would leave grain; {advice}, or pass "
-            "--assume dev"
+            f"--model: {where} is distilled ({known.how}); {request.name} samples dev weights and "
+            f"would leave grain; {advice}, or pass --assume dev"
         )
     if request.distilled == "unused":
         return None
-    if request.distilled in ("optional", "default"):
-        distilled = known and known.kind == "distilled"
-        if asked == NO_LORA or (asked is None and distilled):
-            return None
-    if request.distilled in ("needed", "default"):
-        return asked or LoraSpec(checkpoint.distilled_lora())
+    if request.distilled == "optional" and known and kind == "dev" and asked == NO_LORA:
+        raise InputError(
+            f"--distilled-lora: none, but {where} is dev ({known.how}), and the distilled steps of "
+            f"{request.name} need one; leave the flag out, or pass --assume distilled"
+        )
+    if request.distilled == "optional" and asked == NO_LORA:
+        return None
     if asked is not None:
         return asked
-    try:
-        beside = checkpoint.distilled_lora()
-    except InputError:  # none that has a distilled one's header
+    unknown = kind is None and not checkpoint.fitting_loras()
+    if request.distilled == "optional" and (kind == "distilled" or unknown):
         return None
-    raise InputError(
-        f"--distilled-lora: {beside} is beside the checkpoint; pass it to merge it (dev weights), "
-        "or --distilled-lora none for weights that are distilled already"
-    )
+    try:
+        return LoraSpec(checkpoint.distilled_lora())
+    except InputError as error:
+        if request.distilled == "optional" and known:
+            needs = f"{where} is dev ({known.how}), and the distilled steps of {request.name} need"
+            raise InputError(f"{error} ({needs} it; --assume distilled overrules that)") from error
+        raise

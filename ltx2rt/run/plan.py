@@ -38,7 +38,7 @@ from ltx2rt.weights.lora import Merge
 class Plan:
     """A resolved request, its stages, the LoRAs, and what they merge by stage.
 
-    weights: how it is known that the model's weights are distilled, where no LoRA makes them so.
+    weights: whether the model's weights are known to be distilled.
     trained: sentences about LoRAs that `train run` made.
     """
 
@@ -69,9 +69,13 @@ class Plan:
                 for merge in merges
             )
         yield from self.trained
-        if self.request.distilled in ("optional", "default") and not distilled:
-            as_they_are = f"{self.request.name}: on the weights as they are, with no distilled LoRA"
-            yield f"{as_they_are}{self.weights and f'; {self.weights}'}"
+        if self.request.distilled == "optional" and (self.weights or not distilled):
+            how = (
+                "with the distilled LoRA near the weights"
+                if distilled
+                else "with no distilled LoRA"
+            )
+            yield f"{self.request.name}: {how}{self.weights and f'; {self.weights}'}"
 
 
 def prepared(
@@ -154,20 +158,19 @@ def make_plan(session: Session, request: Request) -> Plan:
     _check_noise(request.noise_in, draws, request.made)
     files = [lora.path for lora in loras.user]
     trained = [line for path in files for line in remarks(path, session.checkpoint)]
-    return Plan(request, stages, loras, merges, _known_as(session), tuple(trained))
+    return Plan(request, stages, loras, merges, _known_as(session, loras.distilled), tuple(trained))
 
 
-def _known_as(session: Session) -> str:
-    """Empty where a flag says what the weights are."""
+def _known_as(session: Session, distilled: LoraSpec | None) -> str:
+    """Whether the weights are known to be distilled. Empty where a flag says it."""
     if session.options.assume or session.options.distilled_lora:
         return ""
-    known = sign(session.checkpoint, session.options.assume)
-    if known and known.kind == "distilled":
-        return f"they are distilled ({known.how})"
-    because = (
-        f"they are dev weights ({known.how})" if known else "nothing says that they are distilled"
-    )
-    return f"{because}, and dev weights need --distilled-lora FILE"
+    if known := sign(session.checkpoint):
+        return f"they are {known.kind} ({known.how})"
+    advice = "dev weights need --distilled-lora FILE"
+    if distilled:
+        advice = "--distilled-lora none leaves it out"
+    return f"nothing says that they are distilled; {advice}"
 
 
 def make_enhanced_plan(session: Session, request: Request) -> Plan:

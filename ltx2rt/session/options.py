@@ -182,8 +182,8 @@ class ModelOptions(PartFiles):
 
     distilled_lora: LoraSpec | None = flag(
         None,
-        "distilled LoRA, strength 1.0 unless given; none: --model is already distilled "
-        "(default: found near --model where the pipeline needs it)",
+        "distilled LoRA, strength 1.0 unless given, or none (default: found near --model if the "
+        "pipeline takes one and the model is not distilled)",
         parse_distilled,
         group="model",
         metavar="FILE[:STRENGTH]|none",

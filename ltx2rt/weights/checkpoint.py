@@ -107,13 +107,11 @@ class Checkpoint:
         found = {*self.sources, *(["lora"] if self.loras_found else [])}
         return [part for part in ("gemma", "upsampler", "lora") if part not in found]
 
-    def distilled_lora(self) -> Path:
-        """The LoRA beside the weights whose header is that of a released distilled one, whatever
-        its name.
+    def fitting_loras(self) -> list[Path]:
+        """LoRAs near the weights with the header of a released distilled one, whatever their name.
 
         Those change every matrix of attention and feed-forward, audio and cross-modal ones
-        included, at a rank near a tenth of the width (384 and 450 of 4096). Raises InputError
-        listing the candidates if not exactly one fits.
+        included, at a rank near a tenth of the width (384 and 450 of 4096).
         """
         source = self.source("transformer")
         matrices = {
@@ -132,12 +130,17 @@ class Checkpoint:
         def of_another_release(path: Path) -> bool:
             return stated(TensorFile(path).metadata) not in ("", self.config.release.name)
 
-        if not self.loras_found:
-            raise self._absent("lora")
         fitting = [path for path in self.loras_found if fits(path) and not of_another_release(path)]
         if len(fitting) > 1:
             fitting = [path for path in fitting if self._shapes_fit(open_lora(path))] or fitting
-        if found := only("lora", fitting):
+        return fitting
+
+    def distilled_lora(self) -> Path:
+        """The one of `fitting_loras`. Raises InputError with the candidates if there is not exactly
+        one."""
+        if not self.loras_found:
+            raise self._absent("lora")
+        if found := only("lora", self.fitting_loras()):
             return found
         listed = ", ".join(map(str, self.loras_found))
         raise InputError(

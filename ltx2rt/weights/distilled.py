@@ -39,6 +39,12 @@ def sign(checkpoint: Checkpoint, assume: str | None = None) -> Sign | None:
     return Sign(assume, f"--assume {assume}") if assume else next(_signs(checkpoint), None)
 
 
+def kind_by_name(name: str) -> str | None:
+    """The kind that the name of a file or repository states."""
+    match = _WORD.search(name)
+    return match and ("distilled" if match["distilled"] else "dev")
+
+
 def _signs(checkpoint: Checkpoint) -> Iterator[Sign]:
     if checkpoint.layout == "diffusers" and (path := checkpoint.path / SCHEDULER).is_file():
         keys = read_json(path)
@@ -49,8 +55,8 @@ def _signs(checkpoint: Checkpoint) -> Iterator[Sign]:
             yield Sign("dev", f"its {SCHEDULER} shifts noise levels")
     source = checkpoint.source("transformer")
     for word, name in _names(checkpoint.path, source.where):
-        if match := _WORD.search(name):
-            yield Sign("distilled" if match["distilled"] else "dev", f"its {word}")
+        if kind := kind_by_name(name):
+            yield Sign(kind, f"its {word}")
     infos = [source.info(name) for name in source.names()]
     count = sum(isinstance(info, Packed) and info.format == E4M3_FORMAT for info in infos)
     if checkpoint.config.release.name == "2.3" and count in QUANTISED:

@@ -22,6 +22,7 @@ from typing import Any
 from ltx2rt.errors import InputError
 from ltx2rt.notes import note
 from ltx2rt.weights.configs import Keys
+from ltx2rt.weights.distilled import kind_by_name
 from ltx2rt.weights.files import SHARD_INDEX
 from ltx2rt.weights.names import component_of
 from ltx2rt.weights.part_table import names_of
@@ -201,6 +202,8 @@ def _needed(listing: Repository, parts: Parts, wanted: Collection[str]) -> tuple
     mains = _mains(listing, parts)
     folders = list(mains) == [INDEX]
     names = mains.values() if len(mains) == 1 and not folders else ()
+    if kind_by_name(listing.repo.name if folders else next(iter(mains))) == "distilled":
+        wanted = {part for part in wanted if part != "lora"}
     own = {component_of(name) for file in names for name in file.names()}
     chosen = _chosen({*wanted, *(FOLDERS if folders else ())} - own, listing, parts, folders)
     index = model_index(Path(), listing)

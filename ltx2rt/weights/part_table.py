@@ -345,7 +345,7 @@ PARTS = {
             "lora", "LoRA", "distilled_lora",
             lambda h: bool(h.names) and all(LORA_KEY.search(name) for name in h.names),
             mark=JOINT, source=False,
-            wanted=lambda pipeline: pipeline.distilled in ("needed", "default"),
+            wanted=lambda pipeline: pipeline.distilled != "unused",
         ),
         Part(
             "main", "checkpoint", "", lambda h: any(name.startswith(MAIN_KEY) for name in h.names),

@@ -39,8 +39,7 @@ def admission(tmp_path, tiny):
 
 @pytest.mark.parametrize("preset, lora, missing", [
     ("tiny-2.3", "its", {"dfr"}),
-    # they may merge it or not: the flag decides
-    ("tiny-2.3", None, {"dfr", "distilled", "dubit", "hdr-ic-lora", "ic-lora"}),
+    ("tiny-2.3", None, {"dfr"}),
     ("tiny-2.3", NO_LORA, {"dfr", "two-stage", "hq", "a2v", "keyframes"}),
     ("tiny-2.5", NO_LORA, {"two-stage", "hq", "a2v", "keyframes"}),
 ])  # fmt: skip

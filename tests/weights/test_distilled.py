@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ltx2rt.errors import InputError
-from ltx2rt.pipelines import make_request
+from ltx2rt.pipelines import make_request, pipelines
 from ltx2rt.pipelines.request import distilled_lora
 from ltx2rt.run.plan import _known_as
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
@@ -125,39 +125,73 @@ def test_pipelines_of_dev_weights_refuse_distilled_ones(model, name, more, advic
     assert (lora is None) == (request.distilled == "unused")
 
 
-def test_distilled_weights_are_not_distilled_once_more(model):
-    """A LoRA beside them is neither merged nor asked about; one that is named is merged."""
-    found = open_checkpoint(model("ltx-distilled.safetensors", keep_lora=True))
-    for name, more in (("distilled", {}), ("dfr", {}), ("extend", {"video_path": "a.mp4"})):
-        request = make_request(name, prompt="fox", **more)
-        assert distilled_lora(request, options(found.path), found) is None
-    given = LoraSpec(found.distilled_lora())
-    request = make_request("distilled", prompt="fox")
-    assert distilled_lora(request, options(found.path, distilled_lora=given), found) == given
+STEPS = (
+    ("distilled", {}), ("dfr", {}), ("ic-lora", {"video_conditioning": ["a.mp4"]}),
+    *((name, {"video_path": "a.mp4"}) for name in ("extend", "v2v", "dubit", "hdr-ic-lora")),
+    ("inpaint", {"video_path": "a.mp4", "mask": "m.png"}),
+    ("retake", {"video_path": "a.mp4", "start_time": 0, "end_time": 1}),
+)  # fmt: skip
+OTHER = ("needed", "unused")
 
 
-def test_without_a_sign_everything_is_as_before(model):
-    found = open_checkpoint(model(keep_lora=True))
-    beside = LoraSpec(found.distilled_lora())
-    assert (
-        distilled_lora(make_request("two-stage", prompt="fox"), options(found.path), found)
-        == beside
-    )
+def test_every_pipeline_of_distilled_steps_is_here():
+    found = {name for name, type_ in pipelines().items() if type_.distilled not in OTHER}
+    assert found == {name for name, _ in STEPS}
+
+
+@pytest.mark.parametrize("name, more", STEPS)
+def test_the_distilled_lora_is_taken_where_it_lies(model, name, more):
+    """Unless the weights are known to be distilled, and never by a question."""
+    request = make_request(name, prompt="fox", **more)
+    none = {"distilled_lora": NO_LORA}
+    for file, known in (
+        (MAIN, None),
+        ("ltx-dev.safetensors", "dev"),
+        ("ltx-distilled.safetensors", "distilled"),
+    ):
+        found = open_checkpoint(model(file, folder=str(known), keep_lora=True))
+        beside = LoraSpec(found.distilled_lora())
+
+        def lora(found=found, **given):
+            return distilled_lora(request, options(found.path, **given), found)
+
+        assert lora() == (None if known == "distilled" else beside)
+        assert lora(distilled_lora=beside) == beside == lora(assume="dev")
+        assert lora(assume="distilled") is None
+        assert lora(assume="distilled", **none) is None
+        if known == "dev":
+            with pytest.raises(
+                InputError, match=f"none, but .*{file} is dev .its name.*--assume distilled"
+            ):
+                lora(**none)
+        else:
+            assert lora(**none) is None
+
+
+def test_without_a_distilled_lora_dev_weights_are_refused_and_unknown_ones_run(model):
     request = make_request("distilled", prompt="fox")
-    with pytest.raises(InputError, match=r"--distilled-lora: .* is beside the checkpoint"):
+    found = open_checkpoint(model())
+    assert distilled_lora(request, options(found.path), found) is None
+    with pytest.raises(InputError, match=r"--distilled-lora.* is dev .--assume dev.* overrules"):
+        distilled_lora(request, options(found.path, assume="dev"), found)
+    two = model(folder="two", keep_lora=True)
+    shutil.copy(next(two.glob("*lora*")), two / "second.safetensors")
+    found = open_checkpoint(two)
+    with pytest.raises(InputError, match="2 candidates for the LoRA"):
         distilled_lora(request, options(found.path), found)
     assert distilled_lora(request, options(found.path, assume="distilled"), found) is None
-    assert distilled_lora(request, options(found.path, distilled_lora=NO_LORA), found) is None
 
 
-def test_a_run_on_the_weights_as_they_are_says_what_they_are(model):
-    def said(name, **more):
+def test_a_run_says_what_the_weights_are(model):
+    def said(name, lora=None, **more):
         found = open_checkpoint(model(name, folder=name))
-        return _known_as(SimpleNamespace(options=options(found.path, **more), checkpoint=found))
+        session = SimpleNamespace(options=options(found.path, **more), checkpoint=found)
+        return _known_as(session, lora)
 
     assert said("a-distilled.safetensors") == "they are distilled (its name)"
-    needed = "and dev weights need --distilled-lora FILE"
-    assert said("a-dev.safetensors") == f"they are dev weights (its name), {needed}"
-    assert said(MAIN) == f"nothing says that they are distilled, {needed}"
+    assert said("a-dev.safetensors", NO_LORA) == "they are dev (its name)"
+    unknown = "nothing says that they are distilled; "
+    assert said(MAIN) == f"{unknown}dev weights need --distilled-lora FILE"
+    assert said("a.safetensors", NO_LORA) == f"{unknown}--distilled-lora none leaves it out"
     assert said("b-dev.safetensors", assume="distilled") == ""
     assert said("c-dev.safetensors", distilled_lora=NO_LORA) == ""
