@@ -128,10 +128,10 @@ FEWER = {
     for words, given in (
         ("`--steps 15`", {"steps": 15}),
         ("`--skip-step 1`", {"skip_step": 1}),
-        ("`--step-plan fast`", {"step_plan": "fast"}),
+        ("a plan of 15", {"step_plan": "0,5,7,9,11,13,16,18,21,23,25,26,27,28,29"}),
         ("`--steps 10`", {"steps": 10}),
         ("`--skip-step 2`", {"skip_step": 2}),
-        ("`--step-plan faster`", {"step_plan": "faster"}),
+        ("a plan of 10", {"step_plan": "0,7,10,13,16,20,23,26,28,29"}),
     )
 }
 KEPT = (REFERENCE, ONE_STAGE)  # rows whose clips others are compared with

@@ -101,10 +101,6 @@ class StepPlan:
                 "evaluations before it; evaluate a step in between, or take order 1"
             )
 
-    def reaches(self, sigmas: np.ndarray) -> bool:
-        """Whether each of its jumps is within MAX_GAIN on the schedule f32[steps + 1]."""
-        return not self._far(sigmas).any()
-
     def _far(self, sigmas: np.ndarray) -> np.ndarray:
         """bool[evaluations]: the jumps that reach too far."""
         rows = self.coefficients(sigmas)

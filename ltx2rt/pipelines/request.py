@@ -688,7 +688,7 @@ class Guided(VideoRequest):
     )
     step_plan: str | PlanFile | None = flag(
         None,
-        "steps to evaluate: fast, faster, a list such as 0,4,8,9, or a JSON file of plans",
+        "steps to evaluate: a list such as 0,4,8,9, or a JSON file of plans",
         parse_step_plan,
         group="sampling",
         metavar="PLAN",

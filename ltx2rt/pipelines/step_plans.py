@@ -26,13 +26,6 @@ PLAN, SKIP, VIDEO_SKIP, AUDIO_SKIP = FIELDS = (
     "audio_skip_step",
 )
 INTERVAL = "guidance_interval"
-# Half and a third of 30 steps, as `ltx2rt calibrate` found them for one-stage on
-# examples/tiny-trained; scaled to other numbers of steps.
-NAMED = {
-    "fast": (0, 5, 7, 9, 11, 13, 16, 18, 21, 23, 25, 26, 27, 28, 29),
-    "faster": (0, 7, 10, 13, 16, 20, 23, 26, 28, 29),
-}
-NAMED_STEPS = 30
 
 
 @dataclass(frozen=True)
@@ -44,11 +37,11 @@ class PlanFile:
 
 
 def parse_step_plan(text: str | Path | PlanFile) -> str | PlanFile:
-    """fast, faster, a list of steps, FILE or FILE:EVALUATIONS."""
+    """A list of steps, FILE or FILE:EVALUATIONS."""
     if isinstance(text, PlanFile):
         return text
     text = str(text)
-    if text in NAMED or StepPlan.parse(text):
+    if StepPlan.parse(text):
         return text
     match = re.fullmatch(r"(.+):(\d{1,5})", text, re.DOTALL)
     return PlanFile(Path(match[1]), int(match[2])) if match else PlanFile(Path(text))
@@ -104,10 +97,9 @@ def check_files(request: Any) -> None:
 
 
 def resolved(request: Any) -> Any:
-    """With the steps themselves in place of a file or a name. The request has its steps. Raises
-    InputError."""
-    if request.step_plan is not None:
-        request = replace(request, step_plan=str(_named(request.step_plan, request.steps)))
+    """With the steps themselves in place of a file. The request has its steps. Raises InputError."""
+    if isinstance(request.step_plan, PlanFile):
+        request = replace(request, step_plan=str(read(request.step_plan, request.steps)))
     plan_of(request)
     interval = getattr(request, INTERVAL)
     if interval and not within(request.steps, interval).any():
@@ -133,26 +125,6 @@ def plan_of(request: Any) -> StepPlan | None:
             raise InputError(f"{spelled(name)}: {skip}, expected below --steps, which are {steps}")
     video, audio = (skips[name] or skips[SKIP] for name in (VIDEO_SKIP, AUDIO_SKIP))
     return StepPlan.skipping(steps, video, audio) if video or audio else None
-
-
-def _named(given: str | PlanFile, steps: int) -> StepPlan:
-    if isinstance(given, PlanFile):
-        return read(given, steps)
-    if given not in NAMED:
-        plan = StepPlan.parse(given)
-        assert plan is not None, "the flag is not parsed"
-        return plan
-    places = np.array(NAMED[given])
-    count = max(2, round(len(places) * steps / NAMED_STEPS))
-    if count >= steps:
-        return StepPlan.of(range(steps), 2)
-    at = np.interp(np.linspace(0, len(places) - 1, count), np.arange(len(places)), places)
-    found = np.rint(at * (steps - 1) / (NAMED_STEPS - 1)).astype(int)
-    for n in range(count - 2, -1, -1):  # distinct, from the end, where steps lie closest
-        found[n] = min(found[n], found[n + 1] - 1)
-    plan = StepPlan.of([int(i) for i in found], 2)
-    # Scaled to a short schedule, a jump may reach too far for a line.
-    return plan if plan.reaches(shifted_sigmas(steps)) else replace(plan, order=1)
 
 
 def read(given: PlanFile, steps: int) -> StepPlan:

@@ -250,9 +250,7 @@ class Admission:
             raise InputError(f"--image: the {name} pipeline takes none")
         request = make_request(name, **clip, **more, **as_given(files, self.inputs), num_videos=n)
         if isinstance(getattr(request, "step_plan", None), PlanFile):
-            raise InputError(
-                "--step-plan: expected fast, faster or a list of steps; a file cannot be sent"
-            )
+            raise InputError("--step-plan: expected a list of steps; a file cannot be sent")
         request.check_options(self._session.options)
         if to_enhance(request):
             Enhancer.of(self.checkpoint, self.enhancer).check(request.first_image)

@@ -9,7 +9,7 @@ import pytest
 from ltx2rt.errors import InputError
 from ltx2rt.models.samplers import planned, trajectory
 from ltx2rt.models.step_plan import MAX_GAIN, StepPlan, gain
-from ltx2rt.pipelines import make_request, pipeline, step_plans
+from ltx2rt.pipelines import make_request, pipeline
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
 from ltx2rt.session.open import open_session
@@ -66,15 +66,6 @@ def test_every_step_is_no_plan():
         assert not rows[:, 2].any(), "nothing is extrapolated over one step"
     found, plain = planned(StepPlan.of(range(30)), sigmas), trajectory("euler", sigmas)
     assert found.sigmas.tobytes() == plain.sigmas.tobytes() and found.coefficients is None
-
-
-def test_named_plans_are_plans_of_every_schedule():
-    for steps in range(1, 101):
-        for name in step_plans.NAMED:
-            plan = step_plans._named(name, steps)
-            plan.check(steps, "--step-plan", shifted_sigmas(steps))
-            assert plan.evaluate[-1] == steps - 1 and StepPlan.parse(str(plan)) == plan
-    assert step_plans._named("fast", 30).evaluate == step_plans.NAMED["fast"]
 
 
 def test_refusals():

@@ -110,7 +110,7 @@ def test_steps_on_the_border_and_nothing_to_guide():
     ("one-stage", {"guidance_interval": "0.1 nan"}, "expected START STOP"),
     ("one-stage", {"guidance_interval": (0.5, 2)}, "expected START STOP"),
     ("one-stage", {"guidance_interval": "0 1", "skip_step": 1}, "given beside --skip-step"),
-    ("two-stage", {"guidance_interval": "0 1", "step_plan": "fast"}, "given beside --step-plan"),
+    ("two-stage", {"guidance_interval": "0 1", "step_plan": "0,4,8"}, "given beside --step-plan"),
     ("hq", {"guidance_interval": "0 1"}, "hq's res_2s evaluates between steps"),
     ("extend", {"guidance_interval": "0 1", "video_path": "a.mp4"}, "add --guided"),
     ("distilled", {"guidance_interval": "0 1"}, "unknown keyword|does not read"),
