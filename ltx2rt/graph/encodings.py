@@ -22,7 +22,7 @@ import numpy as np
 if TYPE_CHECKING:
     from ltx2rt.graph.ir import Graph
 
-E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"  # dtypes
+E4M3, E5M2, E8M0 = "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"  # dtypes
 E4M3_FORMAT = "float8"  # the encoding of e4m3 rows, and what stored matrices of it are called
 ADVISED = E4M3_FORMAT  # the fastest of QUANTISED
 E4M3_STEP = float(
@@ -309,9 +309,18 @@ def _nvfp4(o: Any, halves: Any, scales: Any, scale: Any) -> Any:
     return numbers.reshape(rows, 2 * half) * scale
 
 
+def _mxfp8(o: Any, values: Any, scales: Any) -> Any:
+    """e4m3 numbers times 2 ** (scale - 127) for each 32, 0 for the scale 0: a scale is the exponent
+    of a bfloat16."""
+    rows, n = values.shape
+    powers = o.cast(o.bits(o.stack([(scales & 1) << 7, scales >> 1], 2), "bfloat16"), "float32")
+    return (o.cast(values, "float32").reshape(rows, n // 32, 32) * powers).reshape(rows, n)
+
+
 ROW_SCALE = Field(" scale", "float32", weights=0)
 _E4M3_ROWS = (Field("", E4M3), ROW_SCALE)
 _NVFP4 = (Field("", "uint8", 1, 2), Field(" scales", E4M3, 1, 16), ROW_SCALE)
+_MXFP8 = (Field("", E4M3), Field(" scales", "uint8", 1, 32))
 _INT8_ROWS = (Field("", "int8"), ROW_SCALE)
 
 
@@ -357,6 +366,7 @@ ENCODINGS = _Encodings(
         Encoding("stored int8", _INT8_ROWS, _scaled_rows, format="int8"),
         *(_rotated(4**power) for power in range(1, 7)),
         Encoding("nvfp4", _NVFP4, _nvfp4, group=16),
+        Encoding("mxfp8", _MXFP8, _mxfp8, group=32),
         _gguf("Q4_0", 32, 18, _q4_0, 0),
         _gguf("Q4_1", 32, 20, _q4_1, 0, 2),
         _gguf("Q5_0", 32, 22, _q5_0, 0),

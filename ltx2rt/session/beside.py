@@ -20,7 +20,8 @@ from ltx2rt.weights.changes import Change, Pair
 from ltx2rt.weights.files import cut
 from ltx2rt.weights.lora import Lora, Merge, MergedSource
 from ltx2rt.weights.names import collapse
-from ltx2rt.weights.quantised import Fields, stored_fields
+from ltx2rt.weights.quant_formats import Fields
+from ltx2rt.weights.quantised import stored_fields
 
 LEAST_RANK = 8
 BLOCKS = "transformer_blocks."

@@ -30,7 +30,8 @@ from ltx2rt.weights.audit import audit
 from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.files import check_opened, identity
 from ltx2rt.weights.lora import Lora, Merge, MergedSource, check_lora, open_lora
-from ltx2rt.weights.quantised import Packed, stored_fields
+from ltx2rt.weights.quant_formats import Packed
+from ltx2rt.weights.quantised import stored_fields
 
 HOST_SHARE = 0.1  # share of the host's memory that is left alone
 

@@ -23,7 +23,7 @@ from ltx2rt.notes import note
 from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.files import TensorFile
 from ltx2rt.weights.parts import read_json
-from ltx2rt.weights.quantised import Packed
+from ltx2rt.weights.quant_formats import Packed
 from ltx2rt.weights.text_encoder import Asset
 
 TEMPERATURE, TOP_K, MAX_TOKENS = 0.7, 50, 512  # the official pipelines'

@@ -52,7 +52,8 @@ from ltx2rt.weights.parts import (
     read_json,
     refuse_ambiguous,
 )
-from ltx2rt.weights.quantised import Packed, dequantised
+from ltx2rt.weights.quant_formats import Packed
+from ltx2rt.weights.quantised import dequantised
 from ltx2rt.weights.sources import JoinedRows, RenamedSource, renamed
 from ltx2rt.weights.text_encoder import Asset, find_tokenizer, gemma_keys, no_tokenizer, open_gemma
 

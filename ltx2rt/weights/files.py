@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from ltx2rt.atomic_file import replacing
 from ltx2rt.errors import InputError
-from ltx2rt.graph.encodings import E4M3, E5M2
+from ltx2rt.graph.encodings import E4M3, E5M2, E8M0
 from ltx2rt.graph.ir import Cut
 from ltx2rt.weights.names import official_names
 
@@ -48,10 +48,14 @@ DTYPES: dict[str, np.dtype] = {  # the safetensors format's names
         "F64": np.float64,
         "F8_E4M3": E4M3,
         "F8_E5M2": E5M2,
+        "F8_E8M0": E8M0,
     }.items()
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-FLOATS = [dtype for name, dtype in DTYPES.items() if name.startswith(("F", "BF"))]
+EXPONENTS = DTYPES["F8_E8M0"]  # powers of two, scales of other tensors
+FLOATS = [
+    dtype for name, dtype in DTYPES.items() if name.startswith(("F", "BF")) and dtype != EXPONENTS
+]
 # the bits of the least non-finite value, above zero and below; e4m3 has NaN alone
 INFINITY = {
     dtype: tuple(

@@ -39,7 +39,8 @@ from ltx2rt.weights.files import (
 )
 from ltx2rt.weights.gguf_blocks import BLOCKS, F32, PLAIN, BlockFormat
 from ltx2rt.weights.names import official_names
-from ltx2rt.weights.quantised import Fields, Packed, stored_fields
+from ltx2rt.weights.quant_formats import Fields, Packed
+from ltx2rt.weights.quantised import stored_fields
 
 VERSIONS = (2, 3)
 SCALARS = dict(zip(range(8), ("<B", "<b", "<H", "<h", "<I", "<i", "<f", "<?"), strict=True))
@@ -333,7 +334,8 @@ class HeaderReader:
             raise self.damaged(f"tensor {name} has the sizes {list(shape)}, {expected}")
         size = math.prod(shape) // block.weights * block.size
         dtype = F32 if block.read else UNREAD
-        return name, Packed(shape, dtype, block.name, size, block.weights), offset
+        packed = Packed(shape, dtype, block.name, size, block.weights, block.name)
+        return name, packed, offset
 
     def check_places(self, tensors: dict[str, tuple[TensorInfo, int]]) -> None:
         """Every tensor is within the file, and no two share bytes."""

@@ -27,7 +27,8 @@ from ltx2rt.weights.changes import Change, Factors, change_of
 from ltx2rt.weights.files import TensorFile, TensorInfo, TensorReader, write_tensors
 from ltx2rt.weights.names import collapse, component_of, to_official
 from ltx2rt.weights.part_table import PARTS
-from ltx2rt.weights.quantised import Fields, stored_fields
+from ltx2rt.weights.quant_formats import Fields
+from ltx2rt.weights.quantised import stored_fields
 
 if TYPE_CHECKING:
     from ltx2rt.weights.checkpoint import Checkpoint

@@ -1,135 +1,106 @@
-"""Quantised files: a stored matrix and its companions, read as the float32 matrix that they stand
-for.
+"""A file with its quantised matrices read as float32, and its companions hidden.
 
-| format | `X.weight` | companions |
-|---|---|---|
-| float8 | e4m3 [out, in] | `X.weight_scale` f32: one number, or [out, 1] |
-| int8   | int8 [out, in], rotated if `comfy_quant` says so | `X.weight_scale` as above, \
-`X.comfy_quant` uint8: JSON |
-| nvfp4  | uint8 [out, in/2], two e2m1 numbers each, the high half first | `X.weight_scale` e4m3 \
-for each 16 inputs, in the tiles of `swizzled`; `X.weight_scale_2` f32: one number |
-
-ComfyUI's older "scaled" float8 files call the scale `X.scale_weight`, and have one tensor
-`scaled_fp8` as a mark. Each may have `X.input_scale`, of activations that are quantised by a fixed
-scale, and nvfp4 `X.torchao_nvfp4`, JSON that repeats the layout; neither is used. Which matrices
-are stored so is discovered from the header, never assumed: releases differ in it.
+Decides where descriptions are found, and which names a reader sees. What the numbers of each format
+mean, `quant_formats` says.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
 
-from ltx2rt.errors import InputError
-from ltx2rt.graph import encodings
-from ltx2rt.graph.encodings import E4M3_FORMAT, KEPT, decoded
+from ltx2rt.graph.encodings import decoded
 from ltx2rt.graph.ir import Cut
 from ltx2rt.weights.files import TensorFile, TensorFolder, TensorInfo, TensorReader, selected
-
-E4M3, F32 = np.dtype(encodings.E4M3), np.dtype(np.float32)
-SCALES = ("weight_scale", "scale_weight")
-COMPANIONS = (
-    *SCALES,
-    "weight_scale_2",
-    "input_scale",
-    "scale_input",
-    "comfy_quant",
-    "torchao_nvfp4",
+from ltx2rt.weights.quant_formats import (
+    COMPANIONS,
+    DESCRIPTIONS,
+    F32,
+    HEADER,
+    SMALL_FLOATS,
+    Fields,
+    Matrix,
+    Recipe,
+    cast,
+    parsed,
+    refusal,
 )
+
 MARK = "scaled_fp8"
-BLOCK = 16  # inputs that share a scale in nvfp4
-# Fields of an encoding (`graph.encodings`), or numbers [rows, n] and None: to be encoded with one
-# scale.
-Fields = tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Packed(TensorInfo):
-    """shape, dtype: of what reading gives. nbytes: of what is stored. group: inputs that are
-    decoded together."""
-
-    format: str
-    stored_bytes: int
-    group: int = 1
-    scale: str = ""  # the name of the tensor with the scales
-
-    @property
-    def nbytes(self) -> int:
-        return self.stored_bytes
-
-    @property
-    def stored_as(self) -> str:
-        """`Encoding.format` of the encoding that has its fields."""
-        rotated = self.format == "int8" and self.group > 1
-        return f"int8 rotated by {self.group}" if rotated else self.format
-
-    @property
-    def kept(self) -> str:
-        """The encoding in which it is decoded, or kept."""
-        return KEPT[self.stored_as]
-
-    @property
-    def encoding(self) -> str | None:
-        """The encoding in which a device can keep the matrix as it is stored."""
-        whole = len(self.shape) == 2 and self.shape[1] % self.group == 0
-        return KEPT.get(self.stored_as) if whole else None
+PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.")
 
 
 class Dequantised:
-    """A file (or the files of a folder) whose quantised matrices are read as float32; companions
-    have no name."""
+    """A file, or the files of a folder, that reads its quantised matrices as float32 and hides
+    their companions."""
 
     def __init__(self, file: TensorFile | TensorFolder):
-        """Raises InputError for companions that do not fit their matrix."""
+        """Raises InputError for companions and descriptions that do not fit their matrix."""
         self.file, self.path, self.metadata = file, file.path, file.metadata
-        names = set(file.names())
-        self._packed = {name: packed for name in names if (packed := _packed(file, name, names))}
-        self._hidden = {
-            name[: -len("weight")] + companion for name in self._packed for companion in COMPANIONS
-        }
-        if self._packed:
-            self._hidden |= {name for name in names if name.rpartition(".")[2] == MARK}
+        children: dict[str, set[str]] = {}
+        for name in file.names():
+            stem, _, child = name.rpartition(".")
+            children.setdefault(stem, set()).add(child)
+        described = _header(file, children)
+        self._recipes: dict[str, Recipe] = {}
+        self._hidden: set[str] = set()
+        for stem, own in children.items():
+            if "weight" not in own:
+                continue
+            matrix = Matrix(file, stem, frozenset(own), described.get(stem, {}), bool(described))
+            if recipe := matrix.recipe():
+                self._recipes[matrix.name] = recipe
+            if recipe or matrix.idle_scale():
+                self._hidden |= {f"{stem}.{child}" for child in own & {*COMPANIONS, *DESCRIPTIONS}}
+        for name in () if not self._recipes else file.names():
+            if name.rpartition(".")[2] == MARK:
+                self._hidden.add(name)
+            if name not in self._recipes and file.info(name).dtype in SMALL_FLOATS:
+                self._recipes[name] = cast(file, name)
 
     def names(self) -> Iterable[str]:
         return (name for name in self.file.names() if name not in self._hidden)
 
     def info(self, name: str) -> TensorInfo:
-        return self._packed.get(name) or self.file.info(name)
+        recipe = self._recipes.get(name)
+        return recipe.packed if recipe else self.file.info(name)
 
     def read(self, name: str, *cuts: Cut) -> np.ndarray:
         """The matrix, or a slice of it, for which only what is stored for it is read."""
-        packed = self._packed.get(name)
-        if packed is None:
+        recipe = self._recipes.get(name)
+        if recipe is None:
             return self.file.read(name, *cuts)
+        packed, fields, decode = recipe
+        if len(packed.shape) != 2:
+            (scale,) = fields((0, 0, 1), (1, 0, 1))
+            return self.file.read(name, *cuts).astype(F32) * scale
         rows, columns = (selected(size, dim, cuts) for dim, size in enumerate(packed.shape))
         start = columns.start // packed.group * packed.group
         stop = -(-columns.stop // packed.group) * packed.group
-        whole = (0, rows.start, rows.stop), (1, start, stop)
-        array = decoded(packed.kept, _fields(self.file, name, packed, *whole))
-        return array[:, columns.start - start : columns.stop - start]
+        array = decoded(decode, fields((0, rows.start, rows.stop), (1, start, stop)))
+        array = array[:, columns.start - start : columns.stop - start]
+        factors = f"{name.removesuffix('weight')}pre_quant_scale"
+        if factors in self._hidden:
+            array = array * self.file.read(factors, (0, columns.start, columns.stop)).astype(F32)
+        return array
 
     def stored(self, format: str, name: str, *cuts: Cut) -> Fields | None:
         """The fields as they are stored; None for what is not stored in the format."""
-        packed = self._packed.get(name)
-        if packed is None or packed.stored_as != format:
+        recipe = self._recipes.get(name)
+        if recipe is None or recipe.packed.stored_as != format:
             return None
-        rows, columns = (selected(size, dim, cuts) for dim, size in enumerate(packed.shape))
-        whole = (0, rows.start, rows.stop), (1, columns.start, columns.stop)
-        return _fields(self.file, name, packed, *whole)
+        rows, columns = (selected(n, dim, cuts) for dim, n in enumerate(recipe.packed.shape))
+        return recipe.fields((0, rows.start, rows.stop), (1, columns.start, columns.stop))
 
 
 def dequantised(file: Any) -> Any:
-    """The file (or another source) itself, or as `Dequantised` if it holds what one can be read
-    of."""
+    """The source as `Dequantised` if it is a file with quantised matrices, else unchanged."""
     if not isinstance(file, (TensorFile, TensorFolder)):
         return file
     found = Dequantised(file)
-    return found if found._packed else file
+    return found if found._recipes or found._hidden else file
 
 
 def stored_fields(source: TensorReader, format: str, name: str, *cuts: Cut) -> Fields | None:
@@ -138,105 +109,29 @@ def stored_fields(source: TensorReader, format: str, name: str, *cuts: Cut) -> F
     return read(format, name, *cuts) if read else None
 
 
-# ---- recognising ---------------------------------------------------------------------------------
+# ---- descriptions --------------------------------------------------------------------------------
 
 
-def _packed(file: TensorFile | TensorFolder, name: str, names: set[str]) -> Packed | None:
-    """A quantised matrix by the header (and its JSON); None for any other tensor."""
-    stem = name[: -len("weight")]
-    scale = next((stem + each for each in SCALES if stem + each in names), "")
-    if not name.endswith(".weight") or not scale or len(file.info(name).shape) != 2:
-        return None
-    (rows, columns), dtype = file.info(name).shape, file.info(name).dtype
-    size = sum(
-        file.info(stem + part).nbytes for part in ("weight", *COMPANIONS) if stem + part in names
-    )
-    if dtype == np.uint8 and f"{stem}weight_scale_2" in names and scale == f"{stem}weight_scale":
-        shape = (rows, 2 * columns)
-        expected = -(-rows // 128) * 128 * -(-shape[1] // BLOCK // 4) * 4
-        _expect(file, f"{stem}weight_scale", prod(file.info(f"{stem}weight_scale").shape) == expected,
-                f"{expected} scales, for each {BLOCK} inputs in tiles of 128x4")  # fmt: skip
-        _expect(
-            file,
-            f"{stem}weight_scale_2",
-            prod(file.info(f"{stem}weight_scale_2").shape) == 1,
-            "one number",
-        )
-        _expect(file, name, shape[1] % BLOCK == 0, f"a multiple of {BLOCK // 2} bytes in each row")
-        return Packed(shape, F32, "nvfp4", size, BLOCK)
-    if dtype not in (E4M3, np.int8):
-        return None
-    fits = file.info(scale).shape in ((), (1,), (rows, 1))
-    _expect(file, scale, fits, f"one number or [{rows}, 1]")
-    group = (
-        _rotation(file, f"{stem}comfy_quant")
-        if f"{stem}comfy_quant" in names and dtype == np.int8
-        else 1
-    )
-    _expect(file, name, columns % group == 0, f"rows of groups of {group}")
-    return Packed(
-        (rows, columns), F32, E4M3_FORMAT if dtype == E4M3 else "int8", size, group, scale
-    )
-
-
-def _rotation(file: TensorFile | TensorFolder, name: str) -> int:
-    """Inputs that were rotated together, 1: none."""
-    try:
-        said = json.loads(file.read(name).tobytes())
-        group = said["convrot_groupsize"] if said.get("convrot") else 1
-    except (ValueError, KeyError, AttributeError) as error:
-        raise InputError(
-            f"{file.path}: {name} is no JSON of this format ({error}); download the file again"
-        ) from None
-    known = said.get("format") == "int8_tensorwise" and group in (4**power for power in range(7))
-    _expect(
-        file,
-        name,
-        known,
-        f'"int8_tensorwise" in groups of a power of 4, it says {json.dumps(said)[:120]}',
-    )
-    return group
-
-
-def _expect(file: TensorFile | TensorFolder, name: str, fits: bool, expected: str) -> None:
-    if not fits:
-        info = file.info(name)
-        raise InputError(
-            f"{file.path}: {name} is {info.dtype} {list(info.shape)}, expected {expected}; pass "
-            "the bfloat16 file"
-        )
-
-
-# ---- decoding ------------------------------------------------------------------------------------
-
-
-def _fields(file: TensorReader, name: str, packed: Packed, rows: Cut, columns: Cut) -> Fields:
-    """Those of whole groups of a slice."""
-    _, start, stop = columns
-    if packed.format != "nvfp4":
-        values = file.read(name, rows, columns)
-        return values, _scale(file, packed.scale, rows)
-    halves = file.read(name, rows, (1, start // 2, stop // 2))
-    scales = swizzled(
-        file.read(f"{name}_scale").view(E4M3), packed.shape[0], packed.shape[1] // BLOCK
-    )
-    scales = scales[rows[1] : rows[2], start // BLOCK : stop // BLOCK]
-    return halves, scales, _scale(file, f"{name}_scale_2", rows)
-
-
-def _scale(file: TensorReader, stored: str, rows: Cut) -> np.ndarray:
-    """f32[rows, 1], those of the rows that are read. stored: the name of the scales."""
-    scale, (_, start, stop) = file.read(stored).astype(np.float32), rows
-    if scale.size == 1:
-        return np.full((stop - start, 1), scale.reshape(()))
-    return scale[start:stop]
-
-
-def swizzled(stored: np.ndarray, rows: int, columns: int) -> np.ndarray:
-    """[rows, columns] of a matrix in tiles of 128 x 4, each of which lies as [32, 4, 4]: row mod
-    32, row div 32, column mod 4; both sizes are padded to whole tiles. Source: cuBLAS, "1D block
-    scaling factors layout".
-    """
-    down, right = -(-rows // 128), -(-columns // 4)
-    tiles = stored.reshape(down, right, 32, 4, 4).transpose(0, 3, 2, 1, 4)
-    return tiles.reshape(128 * down, 4 * right)[:rows, :columns]
+def _header(file: TensorFile | TensorFolder, stems: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Descriptions in the headers, by module. Names there may lack the prefix of the tensors', or
+    have one more. Raises InputError for what is no description."""
+    stems, found = set(stems), {}
+    for one in file.files if isinstance(file, TensorFolder) else [file]:
+        if (text := one.metadata.get(HEADER)) is None:
+            continue
+        data = parsed(text, f"{one.path}: {HEADER}")
+        layers = data.get("layers", data)
+        unknown = [
+            key for key in data if layers is not data and key not in ("layers", "format_version")
+        ]
+        if unknown or not isinstance(layers, dict):
+            raise refusal(f"{one.path}: {HEADER}", f"key {(unknown or ['layers'])[0]!r:.80}")
+        for layer, said in layers.items():
+            names = (
+                layer,
+                *(p + layer for p in PREFIXES),
+                *(layer.removeprefix(p) for p in PREFIXES),
+            )
+            stem = next((name for name in names if name in stems), layer)
+            found[stem] = {"format": said} if isinstance(said, str) else said
+    return found

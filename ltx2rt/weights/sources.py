@@ -10,7 +10,8 @@ import numpy as np
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Cut
 from ltx2rt.weights.files import TensorInfo, TensorReader, cut
-from ltx2rt.weights.quantised import Fields, dequantised, stored_fields
+from ltx2rt.weights.quant_formats import Fields
+from ltx2rt.weights.quantised import dequantised, stored_fields
 
 
 class RenamedSource:

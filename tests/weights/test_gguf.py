@@ -51,7 +51,7 @@ from ltx2rt.weights.gguf_blocks import BLOCKS
 from ltx2rt.weights.inspect import format_inspection, inspect_path
 from ltx2rt.weights.lora import MergedSource, merge, open_lora
 from ltx2rt.weights.names import component_of
-from ltx2rt.weights.quantised import Packed
+from ltx2rt.weights.quant_formats import Packed
 
 SEED = 11
 

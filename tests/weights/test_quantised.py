@@ -27,77 +27,161 @@ from ltx2rt.weights.quantised import dequantised
 from ltx2rt.weights.random.make import make_checkpoint, plan_checkpoint
 from ltx2rt.weights.random.presets import preset
 
-E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
+E4M3, E5M2, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.bfloat16
 Q = "model.diffusion_model.transformer_blocks.1.attn1.to_q."
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 RNG = np.random.default_rng(5)
 
 
-def said(**changes) -> np.ndarray:
-    text = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 16} | changes
-    return np.frombuffer(json.dumps(text).encode(), np.uint8)
+def said(format: str = "int8_tensorwise", **keys) -> np.ndarray:
+    """The description of a matrix, as the bytes of its JSON."""
+    return np.frombuffer(json.dumps({"format": format} | keys).encode(), np.uint8)
+
+
+TURNED = {"convrot": True, "convrot_groupsize": 16}
+TORCHAO = {"block_size": 16, "scope": "full", "config": "NVFP4DynamicActivationNVFP4WeightConfig",
+           "is_swizzled_scales": True, "use_triton_kernel": True, "use_dynamic_activation": True,
+           "use_dynamic_per_tensor_scale": True}  # fmt: skip
+W4A8 = {"group_size": 16, "convrot": True, "convrot_groupsize": 16}
+INT8 = {  # by kind: its description
+    "int8": None,
+    "int8 rotated": said(**TURNED),
+    "int8 rotated, in params": said(params=TURNED),
+    "int8 rotated by 256": said(convrot=True, per_row=True, orig_dtype="torch.bfloat16"),
+}
+FLOAT8 = {  # by kind: dtype, shape of the scale for [rows, columns], its name
+    "float8": (E4M3, lambda rows, columns: (), "weight_scale"),
+    "float8 of one": (E4M3, lambda rows, columns: (1,), "weight_scale"),
+    "float8 by rows": (E4M3, lambda rows, columns: (rows, 1), "weight_scale"),
+    "float8 by rows, 1-D": (E4M3, lambda rows, columns: (rows,), "weight_scale"),
+    "float8 by blocks": (E4M3, lambda rows, columns: (1, columns // 16), "weight_scale"),
+    "float8 by blocks of 128": (E4M3, lambda rows, columns: (1, 2), "weight_scale_inv"),
+    "float8 cast": (E4M3, None, ""),
+    "e5m2 cast": (E5M2, None, ""),
+    "e5m2": (E5M2, lambda rows, columns: (), "weight_scale"),
+}
 
 
 def stored(kind: str, rows: int, columns: int) -> dict[str, np.ndarray]:
     """What a file of this kind holds for one random matrix."""
     scale = (0.01 + RNG.random((rows, 1), np.float32)).astype(np.float32)
-    if kind.startswith("float8"):
-        values = (100 * RNG.standard_normal((rows, columns))).astype(E4M3)
-        one = {
-            "weight_scale": scale[0].reshape(() if kind == "float8" else 1),
-            "input_scale": scale[1].reshape(()),
-        }
-        return {"weight": values} | ({"weight_scale": scale} if kind == "float8 by rows" else one)
-    if kind.startswith("int8"):
+    codes = RNG.integers(0, 256, (rows, columns // 2)).astype(np.uint8)
+    if kind in FLOAT8:
+        dtype, shape, name = FLOAT8[kind]
+        found = {"weight": (100 * RNG.standard_normal((rows, columns))).astype(dtype)}
+        found |= {name: 0.01 + RNG.random(shape(rows, columns), np.float32)} if shape else {}
+        found = {name: np.asarray(array) for name, array in found.items()}
+        return found | ({"input_scale": scale[0].reshape(())} if kind == "float8" else {})
+    if kind in INT8:
         values = RNG.integers(-127, 128, (rows, columns)).astype(np.int8)
-        return {"weight": values, "weight_scale": scale} | (
-            {"comfy_quant": said()} if kind == "int8 rotated" else {}
-        )
+        marked = {"comfy_quant": INT8[kind]} if INT8[kind] is not None else {}
+        return {"weight": values, "weight_scale": scale} | marked
+    if kind == "convrot_w4a4":
+        marked = said(kind, convrot_groupsize=16, quant_group_size=64, linear_dtype="int8")
+        scale = scale[:, 0]
+        return {"weight": codes.view(np.int8), "weight_scale": scale, "comfy_quant": marked}
+    if kind == "asym_w4a8_int8":
+        relative = (10 * RNG.random((rows, columns // 16))).astype(E4M3)
+        book = np.sort(RNG.standard_normal(16)).astype(np.float32)
+        return {"weight": codes.view(np.int8), "weight_s_rel": relative, "weight_codebook": book,
+                "weight_s_channel": scale[:, 0], "comfy_quant": said(kind, **W4A8)}  # fmt: skip
+    if kind == "awq_w4a16":
+        scales, zeros = RNG.random((2, columns // 16, rows)).astype(BF16)
+        return {"weight": codes.view(np.int8), "weight_scale": scales, "weight_zeros": zeros,
+                "comfy_quant": said(kind, group_size=16)}  # fmt: skip
+    if kind.startswith("mxfp8"):
+        values = (100 * RNG.standard_normal((rows, columns))).astype(E4M3)
+        scales = RNG.integers(100, 150, (-(-rows // 128) * 128, -(-columns // 128) * 4))
+        scales = scales.astype(np.uint8)
+        if kind == "mxfp8 of E8M0":
+            return {"weight": values, "weight_scale": scales.view(ml_dtypes.float8_e8m0fnu)}
+        return {"weight": values, "weight_scale": scales, "comfy_quant": said("mxfp8")}
     tiles = (-(-rows // 128) * 128, -(-columns // 64) * 4)
     scales = (1 + 50 * RNG.random(tiles)).astype(E4M3)
-    values = RNG.integers(0, 256, (rows, columns // 2)).astype(np.uint8)
-    return {
-        "weight": values,
+    found = {
+        "weight": codes,
         "weight_scale": scales,
-        "weight_scale_2": np.float32(0.0123).reshape(()),
+        "weight_scale_2": np.array(0.0123, np.float32),
     }
+    if kind == "nvfp4 of torchao":
+        return found | {"torchao_nvfp4": said("torchao_nvfp4", **TORCHAO)}
+    return found | (
+        {"pre_quant_scale": RNG.random(columns, np.float32)} if "smooth" in kind else {}
+    )
 
 
 def meant(kind: str, arrays: dict[str, np.ndarray]) -> np.ndarray:
     """float64, number by number."""
-    values, scale = arrays["weight"], np.asarray(arrays["weight_scale"]).astype(np.float64)
-    if not kind.startswith("nvfp4"):
+    values = arrays["weight"]
+    rows, columns = values.shape
+    if kind in FLOAT8:
+        scale = np.asarray(arrays.get(FLOAT8[kind][2], 1), np.float64)
+        scale = scale.reshape(-1, 1) if scale.ndim < 2 else scale
+        if kind == "float8 by blocks of 128":
+            return values.astype(np.float64) * np.repeat(scale, 128, 1)[:, :columns]
+        return values.astype(np.float64) * np.repeat(scale, columns // scale.shape[1], 1)
+    if kind in INT8:
         exact = values.astype(np.float64)
-        if kind == "int8 rotated":
-            h4 = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]])
-            r = np.kron(h4, h4) / 4
-            exact = np.concatenate(
-                [exact[:, i : i + 16] @ r for i in range(0, exact.shape[1], 16)], axis=1
+        size = 1 if kind == "int8" else 256 if "256" in kind else 16
+        return turned_back(exact, size) * np.float64(arrays["weight_scale"])
+    if kind.startswith("mxfp8"):
+        exact = values.astype(np.float64)
+        for (row, column), value in np.ndenumerate(exact):
+            at = tile(row, column // 32, -(-columns // 128))
+            exact[row, column] = value * 2.0 ** (
+                int(arrays["weight_scale"].view(np.uint8).flat[at]) - 127
             )
-        return exact * scale
-    rows, columns = values.shape[0], 2 * values.shape[1]
-    exact, flat, tiles_right = np.zeros((rows, columns)), scale.ravel(), -(-columns // 64)
+        return exact
+    rows, columns, exact = rows, 2 * columns, np.zeros((rows, 2 * columns))
     for row in range(rows):
         for column in range(columns):
-            byte = int(values[row, column // 2])
-            half = byte >> 4 if column % 2 == 0 else byte & 15
-            group = column // 16
-            tile = (row // 128) * tiles_right + group // 4
-            block = flat[512 * tile + (row % 32) * 16 + (row % 128) // 32 * 4 + group % 4]
-            exact[row, column] = (
-                (-1 if half & 8 else 1) * E2M1[half & 7] * block * float(arrays["weight_scale_2"])
-            )
+            byte, first = int(values.view(np.uint8)[row, column // 2]), column % 2 == 0
+            high_first = kind.startswith("nvfp4") and kind != "nvfp4 of torchao"
+            code = byte >> 4 if first == high_first else byte & 15
+            if kind == "convrot_w4a4":
+                number = code - 16 * (code > 7)
+            elif kind == "asym_w4a8_int8":
+                scale = np.float32(arrays["weight_s_rel"][row, column // 16])
+                number = np.clip(np.rint(arrays["weight_codebook"][code] * scale), -127, 127)
+            elif kind == "awq_w4a16":
+                scale, zero = (arrays[f"weight_{x}"][column // 16, row] for x in ("scale", "zeros"))
+                number = float(np.float32(code - 8) * np.float32(scale) + np.float32(zero))
+            else:
+                at = tile(row, column // 16, -(-columns // 64))
+                block = float(arrays["weight_scale"].flat[at]) * float(arrays["weight_scale_2"])
+                number = (-1 if code & 8 else 1) * E2M1[code & 7] * block
+            exact[row, column] = number
+    if "smooth" in kind:
+        return exact.astype(np.float32) * arrays["pre_quant_scale"]
+    if kind == "convrot_w4a4":
+        return turned_back(exact, 16) * arrays["weight_scale"].reshape(-1, 1)
+    if kind == "asym_w4a8_int8":
+        return turned_back(exact, 16) * arrays["weight_s_channel"].reshape(-1, 1)
     return exact
 
 
-KINDS = ("float8", "float8 of one", "float8 by rows", "int8", "int8 rotated", "nvfp4")
+def tile(row: int, group: int, right: int) -> int:
+    """Where the scale of a group is in tiles of 128 x 4, `right` of them side by side."""
+    at = (row // 128) * right + group // 4
+    return 512 * at + (row % 32) * 16 + (row % 128) // 32 * 4 + group % 4
+
+
+def turned_back(x: np.ndarray, size: int) -> np.ndarray:
+    r, h4 = np.ones((1, 1)), np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]])
+    while len(r) < size:
+        r = np.kron(r, h4 / 2)
+    return np.concatenate([x[:, i : i + size] @ r for i in range(0, x.shape[1], size)], axis=1)
+
+
+LARGE = ("nvfp4", "nvfp4 of torchao", "nvfp4, smoothed", "mxfp8", "mxfp8 of E8M0")
+KINDS = (*FLOAT8, *INT8, *LARGE, "convrot_w4a4", "asym_w4a8_int8", "awq_w4a16")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_matrix_is_what_its_format_says_in_slices_too(tmp_path, kind):
     """All products but the last are exact: one rounding to float32 is what may differ, so nothing
     may."""
-    rows, columns = (131, 80) if kind == "nvfp4" else (7, 48)
+    rows, columns = (131, 160) if kind in LARGE else (7, 256)
     arrays = stored(kind, rows, columns)
     write_arrays(
         tmp_path / "m.safetensors",
@@ -123,16 +207,21 @@ def test_a_matrix_is_what_its_format_says_in_slices_too(tmp_path, kind):
     assert source.read("y").dtype == BF16
 
 
-@pytest.mark.parametrize("kind", KINDS)
+ON_HOST = ("float8 by blocks", "float8 by blocks of 128", "e5m2", "e5m2 cast", "awq_w4a16",
+           "nvfp4, smoothed")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ON_HOST])
 def test_a_device_decodes_what_it_loads(tmp_path, kind, monkeypatch):
     """Stored numbers go to the device, of a slice that begins between groups the decoded ones: both
     are the matrix that numpy decodes, rounded once."""
-    write_arrays(tmp_path / "x.safetensors", {f"m.{n}": x for n, x in stored(kind, 6, 64).items()})
+    shape = (6, 256)
+    write_arrays(tmp_path / "x.safetensors", {f"m.{n}": x for n, x in stored(kind, *shape).items()})
     source = dequantised(TensorFile(tmp_path / "x.safetensors"))
     whole = source.read("m.weight")
     backend = get_backend("cuda", device="cpu")
-    encoded, layout = EncodedSource(source, lambda *_: ()), Layout((("m.weight", (6, 64)),))
-    type_ = Type(("out", "D"), (6, 64), "bfloat16")
+    encoded, layout = EncodedSource(source, lambda *_: ()), Layout((("m.weight", shape),))
+    type_ = Type(("out", "D"), shape, "bfloat16")
 
     def loaded(*cuts):
         return backend._tensor(encoded, [("m.weight", *cuts)], layout, type_)
@@ -141,7 +230,7 @@ def test_a_device_decodes_what_it_loads(tmp_path, kind, monkeypatch):
         patched.setattr(type(source), "read", lambda *_: pytest.fail("decoded by numpy"))
         found = loaded((0, 2, 5))
     assert torch.equal(found, torch.from_numpy(whole[2:5]).bfloat16())
-    if kind in ("int8 rotated", "nvfp4"):
+    if kind in ("int8 rotated", "nvfp4", "mxfp8", "asym_w4a8_int8"):
         assert torch.equal(loaded((1, 8, 40)), torch.from_numpy(whole[:, 8:40].copy()).bfloat16())
 
 
@@ -156,41 +245,65 @@ def test_the_rotation_is_its_own_inverse():
 @pytest.mark.parametrize(
     ("kind", "change", "says"),
     [
-        (
-            "float8",
-            {"weight_scale": np.ones(3, np.float32)},
-            r"weight_scale is float32 \[3\], expected one number or",
-        ),
+        ("float8", {"weight_scale": np.ones(3, np.float32)},
+         r"weight_scale is float32 \[3\], expected one number or"),
+        ("float8", {"weight_zero_point": np.ones(1)}, "companion weight_zero_point is not read"),
+        ("float8 cast", {"weight_quant_map": np.ones(1)}, "companion weight_quant_map is not read"),
+        ("float8 cast", {"weight": np.full((7, 48), 448, E4M3)}, "has no scale, which was lost"),
+        ("float8", {"comfy_quant": said()}, "expected int8 of int8_tensorwise"),
+        ("float8", {"comfy_quant": said("svdquant_w4a4")}, "'svdquant_w4a4' is not read .*mxfp8"),
+        ("float8", {"comfy_quant": said("float8_e4m3fn", zero_point=3)}, "'zero_point' of its"),
+        ("float8", {"comfy_quant": said("float8_e4m3fn", params={"a": 1})}, "key 'a' of its"),
+        ("int8", {"comfy_quant": said(convrot2=True)}, "key 'convrot2' of its int8_tensorwise"),
+        ("int8", {"comfy_quant": said(orig_shape=[5, 48])}, r"orig_shape = \[5, 48\] of a \[7, 48"),
         ("int8", {"weight_scale": np.ones((4, 1), np.float32)}, r"expected one number or \[7, 1\]"),
-        (
-            "int8 rotated",
-            {"comfy_quant": said(convrot_groupsize=24)},
-            r"comfy_quant .*groups of a power of 4.* 24",
-        ),
-        (
-            "int8 rotated",
-            {"comfy_quant": said(convrot_groupsize=64)},
-            "expected rows of groups of 64",
-        ),
-        ("int8 rotated", {"comfy_quant": said(format="int8_blockwise")}, "int8_blockwise"),
+        ("int8 rotated", {"comfy_quant": said(**TURNED | {"convrot_groupsize": 24})},
+         r"comfy_quant: a rotation .*groups .* of a power of 4 .* 24"),
+        ("int8 rotated", {"comfy_quant": said(convrot="yes")}, "a rotation of other"),
+        ("int8 rotated", {"comfy_quant": said(convrot=True)}, "expected rows of groups of 256"),
+        ("int8 rotated", {"comfy_quant": said("int8_blockwise", **TURNED)}, "'convrot' of its int8_b"),
         ("int8 rotated", {"comfy_quant": np.frombuffer(b"[1", np.uint8)}, "comfy_quant is no JSON"),
-        (
-            "nvfp4",
-            {"weight_scale": np.ones((7, 3), E4M3)},
-            r"expected 512 scales, for each 16 inputs",
-        ),
-        (
-            "nvfp4",
-            {"weight_scale_2": np.ones(2, np.float32)},
-            "weight_scale_2 .* expected one number",
-        ),
+        ("nvfp4", {"weight_scale": np.ones((7, 3), E4M3)}, "expected 512 scales of 8 bits in tiles"),
+        ("nvfp4", {"weight_scale_2": np.ones(2, np.float32)}, "weight_scale_2 .*expected one number"),
+        ("nvfp4", {"comfy_quant": said("nvfp4", group_size=32)}, "group_size = 32, not 16, is not"),
+        ("mxfp8", {"weight_scale": np.full((128, 4), 255, np.uint8)}, "weight_scale holds NaN"),
+        ("asym_w4a8_int8", {"weight_correction": np.ones((3, 7))}, "companion weight_correction"),
+    ],
+)  # fmt: skip
+def test_what_is_not_known_of_a_matrix_is_refused(tmp_path, kind, change, says):
+    arrays = stored(kind, 7, 64 if kind == "mxfp8" else 48) | change
+    write_arrays(tmp_path / "m.safetensors", {f"x.{name}": array for name, array in arrays.items()})
+    with pytest.raises(InputError, match=rf"m\.safetensors: x\b.*{says}"):
+        dequantised(TensorFile(tmp_path / "m.safetensors")).read("x.weight")
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        {"model.diffusion_model.x": {"format": "int8_tensorwise", **TURNED}},
+        {"x": {"format": "int8_tensorwise", "params": TURNED}},  # without the tensors' prefix
     ],
 )
-def test_companions_that_do_not_fit_are_refused(tmp_path, kind, change, says):
-    arrays = stored(kind, 7, 48) | change
-    write_arrays(tmp_path / "m.safetensors", {f"x.{name}": array for name, array in arrays.items()})
-    with pytest.raises(InputError, match=rf"m\.safetensors: x\..*{says}"):
-        dequantised(TensorFile(tmp_path / "m.safetensors"))
+def test_a_description_in_the_header_counts_as_one_beside_the_matrix(tmp_path, layers):
+    arrays = stored("int8 rotated", 7, 48)
+    del arrays["comfy_quant"]
+    path, stem = tmp_path / "m.safetensors", "model.diffusion_model.x"
+    named = {f"{stem}.{name}": array for name, array in arrays.items()}
+
+    def read(metadata, more=()):
+        write_arrays(path, named | dict(more), metadata)
+        return dequantised(TensorFile(path)).read(f"{stem}.weight")
+
+    header = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
+    np.testing.assert_array_equal(read(header), meant("int8 rotated", arrays).astype(np.float32))
+    with pytest.raises(InputError, match=r"convrot_groupsize = 16 beside 64|= 64 beside 16"):
+        read(header, {f"{stem}.comfy_quant": said(convrot=True, convrot_groupsize=64)})
+    others = {"_quantization_metadata": json.dumps({"layers": {"z": "int8_tensorwise"}})}
+    for unsaid in (others, {"comment": "INT8 ConvRot"}):
+        with pytest.raises(InputError, match=r"nothing says whether .*x.weight .int8. is rotated"):
+            read(unsaid)
+    with pytest.raises(InputError, match=r"_quantization_metadata: key 'rotate_all' is not read"):
+        read({"_quantization_metadata": json.dumps({"layers": layers, "rotate_all": 64})})
 
 
 # ---- whole checkpoints ---------------------------------------------------------------------------
@@ -218,7 +331,7 @@ def test_a_made_float8_file_is_of_one_block_with_its_gates_and_reads_as_weight_t
         assert np.abs(file.read(name).astype(np.float32)).max() == 448
 
 
-@pytest.mark.parametrize("kind", ["int8 rotated", "nvfp4"])
+@pytest.mark.parametrize("kind", ["int8 rotated", "nvfp4 of torchao"])
 def test_quantised_files_of_2_5_are_read_as_their_format_says(tiny, tmp_path, kind):
     """The transformer's and the text encoder's, with one block and one layer of each kind so;
     nothing else changes."""
@@ -236,7 +349,6 @@ def test_quantised_files_of_2_5_are_read_as_their_format_says(tiny, tmp_path, ki
             ):
                 packed = stored(kind, *arrays[name].shape)
                 arrays |= {f"{stem}{companion}": array for companion, array in packed.items()}
-                arrays |= {f"{stem}torchao_nvfp4": said()} if kind == "nvfp4" else {}
                 expected[name] = meant(kind, packed).astype(np.float32)
         (tmp_path / path.name).unlink()
         write_arrays(tmp_path / path.name, arrays, file.metadata)

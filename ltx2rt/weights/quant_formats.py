@@ -1,0 +1,487 @@
+"""Quantised files: a stored matrix and its companions, read as the float32 matrix that they stand
+for.
+
+| format | `X.weight` | W[i, j] |
+|---|---|---|
+| float8_e4m3fn, float8_e5m2 | e4m3 or e5m2 [out, in] | q * `X.weight_scale`; a plain cast has none |
+| int8_tensorwise | int8 [out, in] | q * `X.weight_scale`, rotated if it says `convrot` |
+| mxfp8 | e4m3 [out, in] | q * 2 ** (`X.weight_scale` - 127), uint8 or E8M0 for each 32 inputs |
+| nvfp4 | uint8 [out, in/2], two e2m1 numbers each, the high half first (torchao: the low half) | \
+q * e4m3 `X.weight_scale` for each 16 inputs * `X.weight_scale_2`, one number |
+| convrot_w4a4 | int8 [out, in/2], two signed numbers each, the low half first | \
+q * `X.weight_scale` [out], rotated |
+| asym_w4a8_int8 | likewise, two unsigned numbers | round(`X.weight_codebook`[q] (or q - 8) * \
+`X.weight_s_rel` for each `group_size` inputs), within 127, * `X.weight_s_channel` [out], rotated |
+| awq_w4a16 | likewise | (q - 8) * `X.weight_scale` + `X.weight_zeros`, both [in / group_size, out] |
+
+`weight_scale` of the first two is one number, one for each row, or one for each block of rows and
+columns [out / a, in / b]; `weight_scale_inv` is such a scale for blocks of 128 x 128. Scales of
+mxfp8 and nvfp4 are in the tiles of `swizzled`. ComfyUI's older "scaled" float8 files call the scale
+`scale_weight` and have one tensor `scaled_fp8` as a mark. `input_scale` is for activations that are
+quantised by a fixed scale; it is not used. `pre_quant_scale` [in] multiplies a linear's input, here
+the columns of W.
+
+What a matrix is, its description says: the JSON in `X.comfy_quant` or `X.torchao_nvfp4`, or under
+`_quantization_metadata` in the file's header. Without one, dtypes and companions tell. A key of a
+description, and a companion, that is not known is refused: it may change what the numbers mean.
+Sources: ComfyUI (comfy/ops.py, comfy/utils.py), comfy-kitchen (backends/eager), convert_to_quant,
+torchao (prototype/mx_formats).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ltx2rt.errors import InputError
+from ltx2rt.graph import encodings
+from ltx2rt.graph.encodings import E4M3_FORMAT, KEPT
+from ltx2rt.graph.ir import Cut
+from ltx2rt.weights.files import NOT_FINITE, TensorFile, TensorFolder, TensorInfo
+
+E4M3, E5M2, F32 = np.dtype(encodings.E4M3), np.dtype(encodings.E5M2), np.dtype(np.float32)
+SMALL_FLOATS, BYTES = (E4M3, E5M2), (np.dtype(np.uint8), np.dtype(np.int8))
+SCALES = ("weight_scale", "scale_weight", "weight_scale_inv")
+COMPANIONS = (*SCALES, "weight_scale_2", "weight_s_rel", "weight_s_channel", "weight_codebook",
+              "weight_zeros", "pre_quant_scale", "input_scale", "scale_input")  # fmt: skip
+DESCRIPTIONS = ("comfy_quant", "torchao_nvfp4")
+HEADER = "_quantization_metadata"
+INV_BLOCK = 128  # rows and columns that share a `weight_scale_inv`
+ROTATION = re.compile(r"conv_?rot|hadamard", re.IGNORECASE)
+# Keys of a description that change no number: how products are computed, and what was converted.
+SILENT = ("format", "full_precision_matrix_mult", "orig_dtype", "linear_dtype", "scope", "config",
+          "use_triton_kernel", "use_dynamic_activation", "use_dynamic_per_tensor_scale")  # fmt: skip
+SHAPES = ("orig_shape", "original_shape")
+LARGEST = {E4M3: 0x7E, E5M2: 0x7B}  # the bits: a scale takes the largest number to it
+ADVICE = "pass the bfloat16 file"
+# Fields of an encoding (`graph.encodings`), or numbers [rows, n] and None: to be encoded with one
+# scale.
+Fields = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Packed(TensorInfo):
+    """shape, dtype: of what reading gives. nbytes: of what is stored. group: inputs that are
+    decoded together. stored_as: `Encoding.format` of the encoding that has its fields, empty if a
+    device cannot keep them."""
+
+    format: str
+    stored_bytes: int
+    group: int = 1
+    stored_as: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored_bytes
+
+    @property
+    def encoding(self) -> str | None:
+        """The encoding in which a device can keep the matrix as it is stored."""
+        whole = len(self.shape) == 2 and self.shape[1] % self.group == 0
+        return KEPT.get(self.stored_as) if whole else None
+
+
+class Recipe(NamedTuple):
+    """A quantised tensor. fields: of a slice of whole groups, rows and columns. decode: the encoding
+    of the fields."""
+
+    packed: Packed
+    fields: Callable[[Cut, Cut], Fields]
+    decode: str
+
+
+# ---- matrices ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """`stem.weight` and what is stored beside it. header: its description there; listed: whether
+    the header describes any."""
+
+    file: TensorFile | TensorFolder
+    stem: str
+    children: frozenset[str]
+    header: Mapping[str, Any]
+    listed: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.stem}.weight"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.file.info(self.name).shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.file.info(self.name).dtype
+
+    @property
+    def scale(self) -> str:
+        return next((each for each in SCALES if each in self.children), "")
+
+    def read(self, child: str, *cuts: Cut) -> np.ndarray:
+        return self.file.read(f"{self.stem}.{child}", *cuts)
+
+    def size(self, child: str) -> int:
+        return prod(self.file.info(f"{self.stem}.{child}").shape)
+
+    def expect(self, child: str, fits: bool, expected: str) -> None:
+        if not fits:
+            where = f"{self.file.path}: {self.stem}.{child}"
+            if child not in self.children:
+                raise InputError(f"{where} is absent, expected {expected}; {ADVICE}")
+            info = self.file.info(f"{self.stem}.{child}")
+            found = f"{info.dtype} {list(info.shape)}"
+            raise InputError(f"{where} is {found}, expected {expected}; {ADVICE}")
+
+    def recipe(self) -> Recipe | None:
+        """How the tensor is read; None: as it is. Raises InputError."""
+        said = self.description()
+        format = said.get("format") or self.guess()
+        if not format:
+            return None
+        where = f"{self.file.path}: {self.stem}"
+        if format not in FORMATS:
+            raise refusal(where, f"format {format!r:.80}")
+        dtypes, read, keys = FORMATS[format]
+        if unknown := [key for key in said if key not in (*SILENT, *SHAPES, *keys)]:
+            raise refusal(where, f"key {unknown[0]!r:.80} of its {format} description")
+        known = {"weight", "bias", *COMPANIONS, *DESCRIPTIONS}
+        if unknown := sorted(self.children - known):
+            raise refusal(where, f"its companion {unknown[0]}")
+        self.expect("weight", self.dtype in dtypes, f"{' or '.join(map(str, dtypes))} of {format}")
+        recipe = read(self, said)
+        for key in SHAPES:
+            if said.get(key) not in (None, list(recipe.packed.shape)):
+                raise refusal(where, f"{key} = {said[key]} of a {list(recipe.packed.shape)} matrix")
+        if "pre_quant_scale" in self.children:
+            fits = self.size("pre_quant_scale") == recipe.packed.shape[-1]
+            self.expect("pre_quant_scale", fits, "a number for each input")
+            packed = recipe.packed
+            host = Packed(packed.shape, F32, packed.format, packed.nbytes, packed.group)
+            recipe = recipe._replace(packed=host)
+        return recipe
+
+    def description(self) -> dict[str, Any]:
+        """All that describes the matrix. Keys in a nested `params` count as those beside it."""
+        found: dict[str, Any] = {}
+        texts = [(f"{self.stem}.{d}", d) for d in DESCRIPTIONS if d in self.children]
+        all_ = [(name, parsed(self.read(d).tobytes().rstrip(b"\0"), f"{self.file.path}: {name}"))
+                for name, d in texts]  # fmt: skip
+        for name, said in (*all_, (f"{HEADER} of {self.stem}", self.header)):
+            params = said.get("params") or {}
+            if not isinstance(params, dict):
+                raise refusal(f"{self.file.path}: {name}", f"params {params!r:.80}")
+            for key, value in (params | {k: v for k, v in said.items() if k != "params"}).items():
+                if found.setdefault(key, value) != value:
+                    what = f"{key} = {found[key]!r:.40} beside {value!r:.40}"
+                    raise refusal(f"{self.file.path}: {name}", what)
+        return found
+
+    def guess(self) -> str:
+        """The format of a matrix that nothing describes; empty: it is none. Raises InputError where
+        a rotation may be meant."""
+        if self.dtype in SMALL_FLOATS:
+            scale = self.file.info(f"{self.stem}.{self.scale}").dtype if self.scale else F32
+            return "mxfp8" if scale.itemsize == 1 and scale not in SMALL_FLOATS else str(self.dtype)
+        if self.dtype == np.uint8 and {"weight_scale", "weight_scale_2"} <= self.children:
+            return "nvfp4"
+        if self.dtype != np.int8 or not self.scale:
+            return ""
+        texts = " ".join(f"{key} {value}" for key, value in self.file.metadata.items())
+        if self.listed or ROTATION.search(texts):
+            raise InputError(
+                f"{self.file.path}: nothing says whether {self.name} (int8) is rotated, as others "
+                f"in the file are; {ADVICE}"
+            )
+        return "int8_tensorwise"
+
+    def idle_scale(self) -> bool:
+        """Whether the scale beside a matrix that is not quantised is one, as some converters leave
+        it."""
+        if not self.scale or self.size(self.scale) != 1 or self.dtype in BYTES:
+            return False
+        return float(self.read(self.scale).reshape(())) == 1
+
+
+def parsed(text: str | bytes, where: str) -> dict[str, Any]:
+    try:
+        said = json.loads(text)
+        if isinstance(said, dict):
+            return said
+        error: object = f"it is {said!r:.40}"
+    except (ValueError, RecursionError) as failed:
+        error = failed
+    raise InputError(f"{where} is no JSON object ({error}); download the file again")
+
+
+def refusal(where: str, what: str) -> InputError:
+    formats = ", ".join(FORMATS)
+    return InputError(f"{where}: {what} is not read (formats that are read: {formats}); {ADVICE}")
+
+
+def cast(file: TensorFile | TensorFolder, name: str) -> Recipe:
+    """A tensor of another name than `weight` whose numbers are float8 as they are."""
+    info = file.info(name)
+    packed = Packed(info.shape, F32, str(info.dtype), info.nbytes)
+    one = np.ones((1, 1), F32)
+
+    def fields(rows: Cut, columns: Cut) -> Fields:
+        return (one,) if len(info.shape) != 2 else (file.read(name, rows, columns), one)
+
+    return Recipe(packed, fields, SCALED)
+
+
+SCALED = KEPT[E4M3_FORMAT]
+
+
+def _packed(
+    m: Matrix, format: str, columns: int = 1, group: int = 1, stored_as: str = ""
+) -> Packed:
+    """columns: numbers for each one that is stored."""
+    own = m.children & {"weight", *COMPANIONS, *DESCRIPTIONS}
+    size = sum(m.file.info(f"{m.stem}.{child}").nbytes for child in own)
+    shape = (*m.shape[:-1], m.shape[-1] * columns)
+    return Packed(shape, F32, format, size, group, stored_as)
+
+
+def _scaled(m: Matrix, said: Mapping[str, Any]) -> Recipe:
+    """float8 and int8, by one scale, by rows or by blocks; a rotation."""
+    is_int8 = m.dtype == np.int8
+    name = "int8" if is_int8 else E4M3_FORMAT if m.dtype == E4M3 else str(m.dtype)
+    one = not m.scale or len(m.shape) != 2 or m.size(m.scale) == 1
+    m.expect(m.scale or "weight_scale", bool(m.scale) or not is_int8, "the scale of int8 numbers")
+    m.expect(m.scale, not m.scale or not one or m.size(m.scale) == 1, "one number")
+    each = m.shape[-2:] if one else _blocks(m, said)
+    group = _rotation(m, said, said.get("convrot", False))
+    whole = one or each[1] == m.shape[1]
+    m.expect(m.scale or "weight", group == 1 or whole, "one number or one for each row")
+    by_rows = len(m.shape) == 2 and whole and (one or each[0] == 1) and m.dtype != E5M2
+    stored_as = "" if not by_rows else name if group == 1 else f"int8 rotated by {group}"
+    format = name if whole else f"{name} by blocks"
+
+    def fields(rows: Cut, columns: Cut) -> Fields:
+        scale = m.read(m.scale).astype(F32) if m.scale else np.ones(1, F32)
+        if len(m.shape) != 2:
+            return (scale.reshape(()),)
+        scale = scale.reshape(1 if one else len(scale), -1)
+        values = m.read("weight", rows, columns)
+        if not m.scale and values.size and (values.view(np.uint8) & 127).max() == LARGEST[m.dtype]:
+            raise InputError(
+                f"{m.file.path}: {m.name} holds the largest {m.dtype} and has no scale, which was "
+                f"lost; {ADVICE}"
+            )
+        return values, _expanded(scale, each, rows, columns)
+
+    return Recipe(_packed(m, format, 1, group, stored_as), fields, KEPT.get(stored_as, SCALED))
+
+
+def _blocks(m: Matrix, said: Mapping[str, Any]) -> tuple[int, ...]:
+    """Rows and columns that share a scale. Raises InputError."""
+    shape, (rows, columns) = m.file.info(f"{m.stem}.{m.scale}").shape, m.shape
+    down, across = (*shape, 1)[:2] if len(shape) in (1, 2) else (0, 0)
+    if m.scale == "weight_scale_inv":
+        fits = (down, across) == (-(-rows // INV_BLOCK), -(-columns // INV_BLOCK))
+        each = (INV_BLOCK, INV_BLOCK)
+    else:
+        fits = bool(down and across) and rows % down == 0 and columns % across == 0
+        each = (rows // max(1, down), columns // max(1, across))
+        size = said.get("group_size", said.get("block_size"))
+        fits = fits and (size is None or across == 1 or each[1] == size)
+        fits = fits and (not said.get("per_row") or (down, across) == (rows, 1))
+    m.expect(m.scale, fits, f"one number or [{rows}, 1], or one for each block")
+    return each
+
+
+def _expanded(scale: np.ndarray, each: tuple[int, ...], *cuts: Cut) -> np.ndarray:
+    """The scale of each row, and where they differ along the columns of each number, of a slice.
+
+    each: rows and columns that share one.
+    """
+    for (dim, start, stop), size in zip(cuts, each, strict=False):
+        if dim == 0 or scale.shape[1] > 1:
+            scale = scale.take(np.arange(start, stop) // max(1, size), axis=dim)
+    return scale
+
+
+def _rotation(m: Matrix, said: Mapping[str, Any], rotated: Any) -> int:
+    """Inputs that were rotated together, 1: none. Raises InputError."""
+    group = said.get("convrot_groupsize", 256) if rotated else 1
+    if rotated not in (True, False) or group not in (4**power for power in range(7)):
+        what = f"a rotation of other groups than of a power of 4 ({json.dumps(dict(said))[:120]})"
+        raise refusal(f"{m.file.path}: {m.stem}.comfy_quant", what)
+    m.expect("weight", prod(m.shape[-1:]) % group == 0, f"rows of groups of {group}")
+    return group
+
+
+def _tiles(m: Matrix, child: str, columns: int, swizzle: bool = True) -> Callable[[], np.ndarray]:
+    """A reader of the bytes of block scales, uint8 [rows, columns]."""
+    rows = m.shape[0]
+    padded = -(-rows // 128) * 128 * -(-columns // 4) * 4
+    fits = m.file.info(f"{m.stem}.{child}").dtype.itemsize == 1
+    fits = fits and m.size(child) == (padded if swizzle else rows * columns)
+    tiles = " in tiles of 128x4" if swizzle else ""
+    m.expect(child, fits, f"{padded if swizzle else rows * columns} scales of 8 bits{tiles}")
+
+    def read() -> np.ndarray:
+        stored = m.read(child).view(np.uint8)
+        return swizzled(stored, rows, columns) if swizzle else stored.reshape(rows, columns)
+
+    return read
+
+
+def _finite(m: Matrix, child: str, scales: np.ndarray, nan: int) -> np.ndarray:
+    if (scales & nan == nan).any():
+        raise InputError(f"{m.file.path}: {m.stem}.{child} holds {NOT_FINITE}")
+    return scales
+
+
+def _mxfp8(m: Matrix, said: Mapping[str, Any]) -> Recipe:
+    _fixed(m, said, group_size=32, block_size=32)
+    columns = m.shape[-1]
+    m.expect("weight", len(m.shape) == 2 and columns % 32 == 0, "rows of groups of 32")
+    m.expect("weight_scale", "weight_scale" in m.children, "the scales of mxfp8")
+    scales = _tiles(m, "weight_scale", columns // 32)
+
+    def fields(rows: Cut, cut: Cut) -> Fields:
+        own = scales()[rows[1] : rows[2], cut[1] // 32 : cut[2] // 32]
+        return m.read("weight", rows, cut), _finite(m, "weight_scale", own, 255)
+
+    return Recipe(_packed(m, "mxfp8", 1, 32, "mxfp8"), fields, "mxfp8")
+
+
+def _nvfp4(m: Matrix, said: Mapping[str, Any]) -> Recipe:
+    _fixed(m, said, group_size=16, block_size=16)
+    low_first = said.get("format") == "torchao_nvfp4"
+    m.expect(
+        "weight", len(m.shape) == 2 and m.shape[1] % 8 == 0, "a multiple of 8 bytes in each row"
+    )
+    for child in ("weight_scale", "weight_scale_2")[: 1 if low_first else 2]:
+        m.expect(child, child in m.children, "the scales of nvfp4")
+    groups, two = m.shape[1] // 8, "weight_scale_2" in m.children
+    scales = _tiles(m, "weight_scale", groups, said.get("is_swizzled_scales", True) is True)
+    m.expect("weight_scale_2", not two or m.size("weight_scale_2") == 1, "one number")
+
+    def fields(rows: Cut, columns: Cut) -> Fields:
+        halves = m.read("weight", rows, (1, columns[1] // 2, columns[2] // 2))
+        halves = halves >> 4 | halves << 4 if low_first else halves
+        own = scales()[rows[1] : rows[2], columns[1] // 16 : columns[2] // 16]
+        own = _finite(m, "weight_scale", own, 127).view(E4M3)
+        whole = m.read("weight_scale_2").astype(F32) if two else np.ones(1, F32)
+        return halves, own, np.full((rows[2] - rows[1], 1), whole.reshape(()))
+
+    return Recipe(_packed(m, "nvfp4", 2, 16, "nvfp4"), fields, "nvfp4")
+
+
+def _halves(m: Matrix, rows: Cut, columns: Cut) -> np.ndarray:
+    """uint8 [rows, n]: two numbers of 4 bits for each byte, the low half first."""
+    stored = m.read("weight", rows, (1, columns[1] // 2, columns[2] // 2)).view(np.uint8)
+    return np.stack([stored & 15, stored >> 4], 2).reshape(len(stored), -1)
+
+
+def _w4a4(m: Matrix, said: Mapping[str, Any]) -> Recipe:
+    _fixed(m, said, quant_group_size=64)
+    m.expect(
+        "weight_scale", m.scale != "" and m.size(m.scale) in (1, m.shape[0]), "one for each row"
+    )
+    return _rotated(m, said, lambda rows, columns: (
+        ((_halves(m, rows, columns) ^ 8).astype(np.int8) - 8).astype(np.int8),
+        _expanded(m.read(m.scale).astype(F32).reshape(-1, 1), (m.shape[0] // m.size(m.scale),), rows),
+    ))  # fmt: skip
+
+
+def _w4a8(m: Matrix, said: Mapping[str, Any]) -> Recipe:
+    count, group = m.shape[0], said.get("group_size", 16)
+    fits = type(group) is int and group > 0 and 2 * m.shape[1] % group == 0
+    m.expect("weight", fits, f"rows of groups of {group}")
+    for child, size in (
+        ("weight_s_rel", count * 2 * m.shape[1] // group),
+        ("weight_s_channel", count),
+    ):
+        m.expect(child, child in m.children and m.size(child) == size, f"{size} scales")
+    book = "weight_codebook" in m.children
+    m.expect("weight_codebook", not book or m.size("weight_codebook") == 16, "16 numbers")
+
+    def fields(rows: Cut, columns: Cut) -> Fields:
+        scales = m.read("weight_s_rel").reshape(m.shape[0], -1)[rows[1] : rows[2]]
+        scales = (scales.view(E4M3) if scales.dtype == np.uint8 else scales).astype(F32)
+        codes = _halves(m, rows, columns)
+        levels = (
+            m.read("weight_codebook").astype(F32).ravel() if book else np.arange(-8, 8, dtype=F32)
+        )
+        own = scales.take(np.arange(columns[1], columns[2]) // group, axis=1)
+        values = np.rint(levels[codes] * own).clip(-127, 127).astype(np.int8)
+        return values, m.read("weight_s_channel", rows).astype(F32).reshape(-1, 1)
+
+    return _rotated(m, said, fields)
+
+
+def _rotated(m: Matrix, said: Mapping[str, Any], fields: Callable[[Cut, Cut], Fields]) -> Recipe:
+    """Two numbers a byte that become int8 as they are read."""
+    group = _rotation(m, said, True)
+    m.expect("weight", 2 * m.shape[1] % group == 0, f"rows of groups of {group}")
+    stored_as = f"int8 rotated by {group}" if group > 1 else "int8"
+    packed = _packed(m, str(said["format"]), 2, max(2, group), stored_as)
+    return Recipe(packed, fields, KEPT[stored_as])
+
+
+def _awq(m: Matrix, said: Mapping[str, Any]) -> Recipe:
+    count, group = m.shape[0], said.get("group_size", 64)
+    fits = type(group) is int and group > 0 and 2 * m.shape[1] % group == 0
+    m.expect("weight", fits, f"rows of groups of {group}")
+    for child in ("weight_scale", "weight_zeros"):
+        size = count * 2 * m.shape[1] // group
+        m.expect(child, child in m.children and m.size(child) == size, f"{size} numbers")
+
+    def fields(rows: Cut, columns: Cut) -> Fields:
+        place = np.arange(columns[1], columns[2]) // group
+        scale, zeros = (
+            m.read(child).astype(F32)[:, rows[1] : rows[2]].T.take(place, axis=1)
+            for child in ("weight_scale", "weight_zeros")
+        )
+        return (_halves(m, rows, columns).astype(F32) - 8) * scale + zeros, np.ones((1, 1), F32)
+
+    return Recipe(_packed(m, "awq_w4a16", 2, 2), fields, SCALED)
+
+
+def _fixed(m: Matrix, said: Mapping[str, Any], **expected: int) -> None:
+    """Sizes that the format has, where its description repeats them. Raises InputError."""
+    for key, value in expected.items():
+        if said.get(key, value) != value:
+            raise refusal(f"{m.file.path}: {m.stem}", f"{key} = {said[key]!r:.40}, not {value},")
+
+
+# By format: dtypes of `weight`, how it is read, keys that its description may have.
+TURNED, SIZED = ("convrot", "convrot_groupsize"), ("group_size", "block_size")
+INT8 = (np.dtype(np.int8),)
+Read = Callable[[Matrix, Mapping[str, Any]], Recipe]
+FORMATS: dict[str, tuple[tuple[np.dtype, ...], Read, tuple[str, ...]]] = {
+    **{f"float8_e4m3fn{by}": ((E4M3,), _scaled, SIZED) for by in ("", "_rowwise", "_blockwise")},
+    "float8_e5m2": ((E5M2,), _scaled, SIZED),
+    "int8_tensorwise": (INT8, _scaled, (*TURNED, "per_row")),
+    **dict.fromkeys(("int8_rowwise", "int8_axiswise"), (INT8, _scaled, ("per_row",))),
+    **dict.fromkeys(("int8_blockwise", "int8_lodewise"), (INT8, _scaled, SIZED)),
+    "mxfp8": ((E4M3,), _mxfp8, SIZED),
+    "nvfp4": (BYTES[:1], _nvfp4, SIZED),
+    "torchao_nvfp4": (BYTES[:1], _nvfp4, (*SIZED, "is_swizzled_scales")),
+    "convrot_w4a4": (BYTES, _w4a4, (*TURNED, "quant_group_size")),
+    "asym_w4a8_int8": (BYTES, _w4a8, (*TURNED, "group_size")),
+    "awq_w4a16": (BYTES, _awq, ("group_size",)),
+}
+
+
+def swizzled(stored: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """[rows, columns] of a matrix in tiles of 128 x 4, each of which lies as [32, 4, 4]: row mod
+    32, row div 32, column mod 4; both sizes are padded to whole tiles. Source: cuBLAS, "1D block
+    scaling factors layout".
+    """
+    down, right = -(-rows // 128), -(-columns // 4)
+    tiles = stored.reshape(down, right, 32, 4, 4).transpose(0, 3, 2, 1, 4)
+    return tiles.reshape(128 * down, 4 * right)[:rows, :columns]
