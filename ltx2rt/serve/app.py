@@ -9,10 +9,8 @@ import asyncio
 import json
 import math
 import os
-import re
 import sqlite3
 import time
-import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,12 +22,10 @@ from typing import Any, BinaryIO
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import (
     FileResponse,
-    JSONResponse,
     PlainTextResponse,
     Response,
     StreamingResponse,
@@ -42,12 +38,12 @@ from ltx2rt.media.mp4 import whole_fragments
 from ltx2rt.pipelines import make_request
 from ltx2rt.run.recording import STREAM, write_segment
 from ltx2rt.serve.admission import MAX_PRIORITY, UPLOADS, Admission, Admitted, number
+from ltx2rt.serve.answers import Json, Opened
 from ltx2rt.serve.apart import Apart
 from ltx2rt.serve.board import Board
 from ltx2rt.serve.folder import (
     CLIP,
     FRAMES,
-    NO_SPACE,
     SEGMENTS,
     THUMBNAIL,
     Folder,
@@ -55,7 +51,8 @@ from ltx2rt.serve.folder import (
     frames_of,
     inputs_of,
 )
-from ltx2rt.serve.form import Gone, close_unread, fields_of
+from ltx2rt.serve.form import Gone, fields_of
+from ltx2rt.serve.gate import COOKIE, RETRY_S, nothing_here, refused
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.openapi import openapi
 from ltx2rt.serve.queue import (
@@ -73,37 +70,17 @@ from ltx2rt.serve.queue import (
 from ltx2rt.serve.refusal import Refusal
 from ltx2rt.serve.supervisor import QueueThread, Supervisor
 from ltx2rt.serve.upload import SUFFIX, VIDEO
-from ltx2rt.serve.users import LOCAL, OPERATOR, STRANGER, User, Users
+from ltx2rt.serve.users import Users
 from ltx2rt.serve.video import as_video, in_segments
 from ltx2rt.stages.segments import stops
 
-RANGES = re.compile(r"bytes=\s*(\d+-\d*|-\d+)(\s*,\s*(\d+-\d*|-\d+))*\s*", re.ASCII)
-LOCAL_HOST = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?")
 KEEP_ALIVE_S, EVENT_GAP_S = 15, 0.2
 STREAM_BYTES = 2**18  # bytes of a stream at once
-DELETE_WAIT_S, RETRY_S = 30, 10
+DELETE_WAIT_S = 30
 UNUSED_S = 3600  # for so long what was sent stays if no job reads it
-UNREAD_BYTES, UNREAD_S = 2**20, 1.0  # bytes of a refused body, read to get the answer through
 POLL_MS = {QUEUED: 1000, RUNNING: 250}
 PAGE = Path(__file__).with_name("page")
 PAGE_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
-HEADERS = {
-    "content-security-policy": "default-src 'self'; img-src 'self' blob:; media-src 'self' blob:; "
-    "frame-ancestors 'none'; form-action 'self'",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-}
-OPEN = (
-    "/healthz",
-    "/readyz",
-    "/login",
-    "/",
-    "/index.html",
-    "/page.js",
-    "/page.css",
-)  # to everybody
-OPERATORS = ("/metrics", "/v1/queue/pause", "/v1/queue/resume")  # need an operator's token
-COOKIE = "ltx2rt_token"
 NOT_HERE = "editing and characters are not supported here; send a new prompt with images instead"
 
 
@@ -122,53 +99,6 @@ class Settings:
     disk_bytes: int = 50 * 10**9
     log_prompts: bool = False
     max_work: float | None = None
-
-
-class Json(JSONResponse):
-    """In ASCII: what a client sent may hold half a surrogate pair."""
-
-    def render(self, content: Any) -> bytes:
-        return json.dumps(content, allow_nan=False).encode()
-
-
-class Opened(FileResponse):
-    """A file that can be read to its end when it is deleted meanwhile. Raises FileNotFoundError."""
-
-    def __init__(self, path: Path, **how: Any):
-        self._file = path.open("rb")
-        headers = {"cache-control": "private, no-cache"}  # kept, and asked for again with its etag
-        super().__init__(f"/dev/fd/{self._file.fileno()}", headers=headers, **how)
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async def ranged(message: Any) -> None:
-            if message["type"] == "http.response.start" and (status := message["status"]) >= 400:
-                raise Refusal(
-                    status,
-                    "invalid_value",
-                    "range: expected bytes=FIRST-LAST within the file",
-                    "range",
-                )
-            await send(message)
-
-        if not RANGES.fullmatch(Headers(scope=scope).get("range", "bytes=0-")):
-            headers = [(name, text) for name, text in scope["headers"] if name != b"range"]
-            scope = {**scope, "headers": headers}  # ignored, as RFC 9110, 14.2 allows
-        with self._file:
-            if self._known(Headers(scope=scope)):
-                self.background = None
-                kept = {
-                    name: self.headers[name] for name in ("etag", "last-modified", "cache-control")
-                }
-                await Response(None, 304, kept)(scope, receive, send)
-            else:
-                await super().__call__(scope, receive, ranged)
-
-    def _known(self, asked: Headers) -> bool:
-        """Whether the client has this file, as it says (RFC 9110, 13.1)."""
-        self.set_stat_headers(os.fstat(self._file.fileno()))
-        if (etags := asked.get("if-none-match")) is not None:
-            return self.headers["etag"] in etags or etags.strip() == "*"
-        return asked.get("if-modified-since") == self.headers["last-modified"]
 
 
 class App:
@@ -193,16 +123,10 @@ class App:
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="plan")
         self._apart = Apart(admission)
         self._encoding = asyncio.Lock()  # segments, one at a time
+        kinds = (Refusal, HTTPException, Gone, sqlite3.OperationalError, OSError, Exception)
+        routes = [Route(path, call, methods=[method]) for method, path, call in self._routes()]
         self.starlette = Starlette(
-            routes=[Route(path, call, methods=[method]) for method, path, call in self._routes()],
-            exception_handlers={
-                Refusal: self._refused,
-                HTTPException: self._refused,
-                Gone: self._refused,
-                sqlite3.OperationalError: self._refused,
-                OSError: self._refused,
-                Exception: self._refused,
-            },
+            routes=routes, exception_handlers=dict.fromkeys(kinds, self._refused)
         )
 
     def _routes(self) -> list[tuple[str, str, Callable[[Request], Awaitable[Response]]]]:
@@ -240,143 +164,8 @@ class App:
             ("GET", "/{name:path}", self.page),
         ]
 
-    # --- around every request ---------------------------------------------------------------------
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return await self.starlette(scope, receive, send)
-        start, code = time.monotonic(), 500
-
-        async def answered(message: Any) -> None:
-            nonlocal code
-            if message["type"] == "http.response.start":
-                code = message["status"]
-                more = [(name.encode(), text.encode()) for name, text in HEADERS.items()]
-                if two_lengths(Headers(scope=scope)):
-                    more.append((b"connection", b"close"))
-                message = {**message, "headers": [*message["headers"], *more]}
-            await send(message)
-
-        async def reading() -> Any:
-            message = await receive()
-            scope["state"]["read"] = message["type"] != "http.request" or not message.get(
-                "more_body", False
-            )
-            return message
-
-        scope["state"] = {"read": False}
-        request = Request(scope, reading)
-        try:
-            user = self._user(request)
-            scope["state"] |= {"user": user.name, "operator": user.operator}
-        except Refusal as refusal:
-            await (await self._with_body_read(request, self._refusal(refusal)))(
-                scope, reading, answered
-            )
-        else:
-            try:
-                await self.starlette(scope, reading, answered)
-            except Exception as error:  # starlette has answered 500
-                frame = traceback.extract_tb(error.__traceback__)[-1]
-                self.board.log(
-                    "error",
-                    error=f"{type(error).__name__}: {error}"[:500],
-                    at=f"{frame.name}:{frame.lineno}",
-                )
-        route = getattr(scope.get("route"), "path", "other")
-        self.metrics.requests.labels(route, code).inc()
-        if route not in ("/healthz", "/readyz", "/metrics"):
-            took_ms = round(1000 * (time.monotonic() - start), 1)
-            self.board.log(
-                "http", method=scope["method"], path=scope["path"][:100], code=code, ms=took_ms
-            )
-
-    def _user(self, request: Request) -> User:
-        """Raises Refusal."""
-        host, origin = request.headers.get("host", ""), request.headers.get("origin")
-        if self.settings.users is None and not is_local(host):
-            raise Refusal(
-                403,
-                "bad_host",
-                f"host: {host[:80]!r}, expected localhost; give the server a token file",
-            )
-        if (
-            request.method not in ("GET", "HEAD")
-            and origin is not None
-            and origin.partition("://")[2] != host
-        ):
-            raise Refusal(
-                403, "bad_origin", f"origin: {origin[:80]!r}, expected this server's own pages"
-            )
-        if two_lengths(request.headers):
-            raise Refusal(
-                400, "invalid_value", "content-length and transfer-encoding: expected one of them"
-            )
-        if self.settings.users is None:
-            return LOCAL
-        if request.url.path in OPEN:
-            return STRANGER
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        user = self.settings.users.of(
-            token.strip() if scheme.lower() == "bearer" else request.cookies.get(COOKIE, "")
-        )
-        if user is None:
-            raise Refusal(401, "bad_token", "no known token; send `Authorization: Bearer TOKEN`")
-        if request.url.path in OPERATORS and not user.operator:
-            text = f"this needs a token whose line in the token file ends in `{OPERATOR}`"
-            raise Refusal(403, "not_operator", text)
-        return user
-
-    def _refusal(self, refusal: Refusal) -> Response:
-        headers = {}
-        if refusal.retry_after_s is not None:
-            headers["retry-after"] = str(refusal.retry_after_s)
-        if refusal.status in (409, 429, 501, 503):
-            headers["x-should-retry"] = "true" if refusal.status in (429, 503) else "false"
-        if refusal.status == 401:
-            headers["www-authenticate"] = "Bearer"
-        return Json(refusal.body, refusal.status, headers)
-
     async def _refused(self, request: Request, error: Exception) -> Response:
-        headers = getattr(error, "headers", None) or {}  # starlette says Allow
-        if isinstance(error, HTTPException):
-            codes = {404: "not_found", 405: "method_not_allowed"}
-            if error.status_code == 405 and request.scope.get("path_params", {}).get("name"):
-                return await self._refused(request, _nothing_here())
-            error = Refusal(
-                error.status_code, codes.get(error.status_code, "invalid_value"), str(error.detail)
-            )
-        elif isinstance(error, (sqlite3.OperationalError, OSError)):
-            self.board.log("disk_error", error=str(error))
-            database = isinstance(error, sqlite3.Error)
-            full = "readonly" not in str(error) if database else error.errno in NO_SPACE
-            code, said = (
-                ("disk_full", "its disk is full") if full else ("unavailable", "its log says why")
-            )
-            error = Refusal(
-                503, code, f"the server cannot do this now; {said}", retry_after_s=RETRY_S
-            )
-        elif isinstance(error, Gone):
-            error = Refusal(400, "gone", "the client has left")
-        elif not isinstance(error, Refusal):
-            error = Refusal(500, "internal", "the server failed; its log says why")
-        answer = self._refusal(error)
-        answer.headers.update(headers)
-        return await self._with_body_read(request, answer)
-
-    async def _with_body_read(self, request: Request, answer: Response) -> Response:
-        """A connection that closes on a body unread may lose the answer: some of it is read first,
-        but not all."""
-        size, end = 0, time.monotonic() + UNREAD_S
-        while not request.state.read and size < UNREAD_BYTES:
-            try:
-                message = await asyncio.wait_for(
-                    request.receive(), max(0.0, end - time.monotonic())
-                )
-            except TimeoutError:
-                break
-            size += len(message.get("body", b""))
-        return answer if request.state.read else close_unread(answer)
+        return await refused(request, error, self.board)
 
     # --- jobs from outside ------------------------------------------------------------------------
 
@@ -951,7 +740,7 @@ class App:
         name = request.path_params.get("name", "index.html")
         files = {path.name: path for path in PAGE.iterdir() if path.suffix in PAGE_TYPES}
         if name not in files:
-            raise _nothing_here()
+            raise nothing_here()
         path = files[name]
         return FileResponse(
             path, media_type=PAGE_TYPES[path.suffix], headers={"cache-control": "no-cache"}
@@ -1006,22 +795,8 @@ def _require_video(job: Job, number: str) -> None:
         raise Refusal(400, "invalid_value", text, "video")
 
 
-def _nothing_here() -> Refusal:
-    return Refusal(404, "not_found", "nothing is here")
-
-
 def _too_many(full: QueueFull) -> Refusal:
     return Refusal(429, full.code, str(full), retry_after_s=max(1, math.ceil(full.after_s)))
-
-
-def two_lengths(headers: Headers) -> bool:
-    """Whether a proxy may see another end of the body than this server (RFC 9112, 6.1)."""
-    return "content-length" in headers and "transfer-encoding" in headers
-
-
-def is_local(host: str) -> bool:
-    """Whether a Host header names this machine by its loopback."""
-    return LOCAL_HOST.fullmatch(host.lower()) is not None
 
 
 def rss_bytes(pid: int | str) -> int:

@@ -6,11 +6,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ltx2rt.errors import InputError
 from ltx2rt.serve.admission import Admission
-from ltx2rt.serve.app import UNUSED_S, App, Settings, is_local
+from ltx2rt.serve.app import UNUSED_S, App, Settings
 from ltx2rt.serve.board import Board, log
 from ltx2rt.serve.folder import Folder
+from ltx2rt.serve.gate import MAX_REQUESTS, Gate, is_local
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.queue import Queue
 from ltx2rt.serve.refusal import Refusal
@@ -29,7 +33,7 @@ from ltx2rt.serve.supervisor import QueueThread, Supervisor
 from ltx2rt.serve.webhooks import GIVE_UP_S, Hook, Webhooks
 
 HEAD_S, IDLE_S, GRACE_S = 10, 75, 2
-MAX_CONNECTIONS = 1000
+MAX_SILENT = 500  # connections that ask nothing; the one that does so longest goes first
 TERMINATED, INTERRUPTED = 143, 130
 
 
@@ -56,23 +60,50 @@ class Serving:
 
 
 class Patient(H11Protocol):
-    """Ends a connection whose request line and headers take too long."""
+    """Ends a connection whose request line and headers take too long, and that was silent for the
+    longest time where there are too many."""
 
     _late: asyncio.TimerHandle | None = None
 
+    def __init__(self, *args: Any, silent: dict[H11Protocol, None], **how: Any):
+        """silent: the connections that ask nothing, in the order of time."""
+        super().__init__(*args, **how)
+        self.silent = silent
+
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self._sort()
         self._expect()
 
     def data_received(self, data: bytes) -> None:
-        if self._late is None and (self.cycle is None or self.cycle.response_complete):
+        if self._late is None and not self._busy:
             self._expect()
         super().data_received(data)
+        if self._busy:
+            self.silent.pop(self, None)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._sort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._late is not None:
             self._late.cancel()
+        self.silent.pop(self, None)
         super().connection_lost(exc)
+
+    @property
+    def _busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _sort(self) -> None:
+        self.silent.pop(self, None)
+        if not self._busy and not self.transport.is_closing():
+            self.silent[self] = None
+        if len(self.silent) > MAX_SILENT:
+            first = next(iter(self.silent))
+            del self.silent[first]
+            first.transport.abort()
 
     def _expect(self) -> None:
         self._late = self.loop.call_later(HEAD_S, self._check)
@@ -84,6 +115,17 @@ class Patient(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         super().send_400_response(json.dumps(Refusal(400, "invalid_value", msg).body))
+
+
+class Lines(logging.Handler):
+    """Writes what uvicorn has to say as lines of the server's own log."""
+
+    def __init__(self, board: Board):
+        super().__init__(logging.WARNING)
+        self.board = board
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.board.log("connection", message=record.getMessage().strip()[:200])
 
 
 class HttpServer(uvicorn.Server):
@@ -128,6 +170,15 @@ def bind(host: str, port: int) -> socket.socket:
         ) from None
 
 
+def allow_open_files() -> None:
+    """Take the room for all connections and their files that the machine gives."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 3 * (MAX_REQUESTS + MAX_SILENT)
+    wanted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: Admission) -> int:
     queue = Queue(folder.queue, how.max_queue, how.max_user_queue, how.user_quota)
     store, board = QueueThread(queue), Board((lambda *_, **__: None) if how.quiet else log)
@@ -147,12 +198,18 @@ async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: A
         step_timeout_s=how.step_timeout_s,
     )  # fmt: skip
     app = App(how.settings, admission, store, folder, board, supervisor, metrics)
+    gate = Gate(app.starlette, how.settings.users, board, metrics)
     config = uvicorn.Config(
-        app, http=Patient, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-        timeout_keep_alive=IDLE_S, timeout_graceful_shutdown=GRACE_S, limit_concurrency=MAX_CONNECTIONS,
+        gate, http=partial(Patient, silent={}),  # pyrefly: ignore[bad-argument-type]
+        ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+        timeout_keep_alive=IDLE_S, timeout_graceful_shutdown=GRACE_S,
         h11_max_incomplete_event_size=2**16, proxy_headers=False,
     )  # fmt: skip
     server = HttpServer(config)
+    heard = logging.getLogger("uvicorn.error")
+    heard.addHandler(Lines(board))
+    heard.propagate = False
+    allow_open_files()
     stopped, status, loop = asyncio.Event(), TERMINATED, asyncio.get_running_loop()
 
     def stop(number: int) -> None:
@@ -167,7 +224,7 @@ async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: A
         loop.add_signal_handler(number, stop, number)
     answering = asyncio.create_task(server.serve([sock]))
     replicas = asyncio.create_task(supervisor.run())
-    house = [asyncio.create_task(app.keep_house())]
+    house = [asyncio.create_task(app.keep_house()), asyncio.create_task(gate.watch())]
     if how.hooks:
         house.append(asyncio.create_task(Webhooks(how.hooks, store, board, metrics).run()))
     stopping = asyncio.create_task(stopped.wait())

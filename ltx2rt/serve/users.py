@@ -60,8 +60,8 @@ class Users:
         self._changed = self._identity()
         self._tokens: Mapping[str, User] = read_tokens(path)
 
-    def of(self, token: str) -> User | None:
-        """The user who has the token; None for an unknown token."""
+    def tokens(self) -> Mapping[str, User]:
+        """The users by token: another mapping once the file has changed."""
         if (changed := self._identity()) != self._changed:
             self._changed = changed
             try:
@@ -69,8 +69,12 @@ class Users:
                 self.log("tokens", users=len(self._tokens))
             except InputError as error:
                 self.log("tokens_error", error=str(error))
+        return self._tokens
+
+    def of(self, token: str) -> User | None:
+        """The user who has the token; None for an unknown token."""
         found, given = None, token.encode("utf-8", "replace")
-        for known, user in self._tokens.items():
+        for known, user in self.tokens().items():
             if hmac.compare_digest(known.encode(), given):
                 found = user
         return found

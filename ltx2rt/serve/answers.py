@@ -1,0 +1,63 @@
+"""Two kinds of answers: JSON that every client can decode, and files that may be deleted meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from ltx2rt.serve.refusal import Refusal
+
+RANGES = re.compile(r"bytes=\s*(\d+-\d*|-\d+)(\s*,\s*(\d+-\d*|-\d+))*\s*", re.ASCII)
+
+
+class Json(JSONResponse):
+    """In ASCII: what a client sent may hold half a surrogate pair."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False).encode()
+
+
+class Opened(FileResponse):
+    """A file that can be read to its end when it is deleted meanwhile. Raises FileNotFoundError."""
+
+    def __init__(self, path: Path, **how: Any):
+        self._file = path.open("rb")
+        headers = {"cache-control": "private, no-cache"}  # kept, and asked for again with its etag
+        super().__init__(f"/dev/fd/{self._file.fileno()}", headers=headers, **how)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def ranged(message: Any) -> None:
+            if message["type"] == "http.response.start" and (status := message["status"]) >= 400:
+                raise Refusal(
+                    status,
+                    "invalid_value",
+                    "range: expected bytes=FIRST-LAST within the file",
+                    "range",
+                )
+            await send(message)
+
+        if not RANGES.fullmatch(Headers(scope=scope).get("range", "bytes=0-")):
+            headers = [(name, text) for name, text in scope["headers"] if name != b"range"]
+            scope = {**scope, "headers": headers}  # ignored, as RFC 9110, 14.2 allows
+        with self._file:
+            if self._known(Headers(scope=scope)):
+                self.background = None
+                kept = {
+                    name: self.headers[name] for name in ("etag", "last-modified", "cache-control")
+                }
+                await Response(None, 304, kept)(scope, receive, send)
+            else:
+                await super().__call__(scope, receive, ranged)
+
+    def _known(self, asked: Headers) -> bool:
+        """Whether the client has this file, as it says (RFC 9110, 13.1)."""
+        self.set_stat_headers(os.fstat(self._file.fileno()))
+        if (etags := asked.get("if-none-match")) is not None:
+            return self.headers["etag"] in etags or etags.strip() == "*"
+        return asked.get("if-modified-since") == self.headers["last-modified"]

@@ -1,0 +1,259 @@
+"""In front of the routes: who may ask, how much at once, and for how long.
+
+A request that is refused here reaches no route. One that lasts (a stream, a long poll, a body that
+comes slowly) ends within `WATCH_S` after the token that it came with is revoked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sqlite3
+import time
+import traceback
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ltx2rt.serve.answers import Json
+from ltx2rt.serve.board import Board
+from ltx2rt.serve.folder import NO_SPACE
+from ltx2rt.serve.form import Gone, close_unread
+from ltx2rt.serve.metrics import Metrics
+from ltx2rt.serve.refusal import Refusal
+from ltx2rt.serve.users import LOCAL, OPERATOR, STRANGER, User, Users
+
+MAX_REQUESTS, MAX_OF_USER = 1000, 250  # at once, of all users and of one
+WATCH_S = 1.0
+RETRY_S = 10
+UNREAD_BYTES, UNREAD_S = 2**20, 1.0  # bytes of a refused body, read to get the answer through
+LOCAL_HOST = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?")
+COOKIE = "ltx2rt_token"
+PROBES = ("/healthz", "/readyz", "/metrics")  # answered above every limit
+OPEN = (  # to everybody
+    "/healthz",
+    "/readyz",
+    "/login",
+    "/",
+    "/index.html",
+    "/page.js",
+    "/page.css",
+)
+OPERATORS = ("/metrics", "/v1/queue/pause", "/v1/queue/resume")  # need an operator's token
+HEADERS = {
+    "content-security-policy": "default-src 'self'; img-src 'self' blob:; media-src 'self' blob:; "
+    "frame-ancestors 'none'; form-action 'self'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+
+
+@dataclass
+class Asked:
+    """A request in progress. revoked: its user is known no more."""
+
+    request: Request
+    user: User
+    revoked: bool = False
+
+
+class Gate:
+    """users: None: everybody who reaches the server is one user."""
+
+    def __init__(self, app: Starlette, users: Users | None, board: Board, metrics: Metrics):
+        self.app, self.users, self.board, self.metrics = app, users, board, metrics
+        self._asked: dict[asyncio.Task[Any], Asked] = {}
+        self._of_user: Counter[str] = Counter()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        start, code = time.monotonic(), 0
+
+        async def answered(message: Any) -> None:
+            nonlocal code
+            if message["type"] == "http.response.start":
+                code = message["status"]
+                more = [(name.encode(), text.encode()) for name, text in HEADERS.items()]
+                if two_lengths(Headers(scope=scope)):
+                    more.append((b"connection", b"close"))
+                message = {**message, "headers": [*message["headers"], *more]}
+            await send(message)
+
+        async def reading() -> Any:
+            message = await receive()
+            scope["state"]["read"] = message["type"] != "http.request" or not message.get(
+                "more_body", False
+            )
+            return message
+
+        scope["state"] = {"read": False}
+        request, task = Request(scope, reading), asyncio.current_task()
+        assert task is not None
+        asked = Asked(request, STRANGER)
+        try:
+            asked.user = self._user(request)
+            scope["state"] |= {"user": asked.user.name, "operator": asked.user.operator}
+            self._require_place(request, asked.user)
+            self._asked[task] = asked
+            self._of_user[asked.user.name] += 1
+            await self.app(scope, reading, answered)
+        except Refusal as refusal:
+            await (await with_body_read(request, answer_of(refusal)))(scope, reading, answered)
+        except asyncio.CancelledError:  # revoked, or the server stops and waits no longer
+            if not code:
+                known = Refusal(503, "draining", "the server stops", retry_after_s=RETRY_S)
+                refusal = _bad_token() if asked.revoked else known
+                with suppress(OSError):
+                    await close_unread(answer_of(refusal))(scope, reading, answered)
+        except Exception as error:  # starlette has answered 500
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            self.board.log(
+                "error",
+                error=f"{type(error).__name__}: {error}"[:500],
+                at=f"{frame.name}:{frame.lineno}",
+            )
+        finally:
+            if self._asked.pop(task, None):
+                self._of_user[asked.user.name] -= 1
+        route = getattr(scope.get("route"), "path", "other")
+        self.metrics.requests.labels(route, code or 500).inc()
+        if route not in PROBES:
+            took_ms = round(1000 * (time.monotonic() - start), 1)
+            self.board.log(
+                "http", method=scope["method"], path=scope["path"][:100], code=code, ms=took_ms
+            )
+
+    def _require_place(self, request: Request, user: User) -> None:
+        """Raises Refusal."""
+        if request.url.path in PROBES:
+            return
+        if self._of_user[user.name] >= MAX_OF_USER:
+            text = f"{MAX_OF_USER} requests of yours are open, streams included; close some"
+            raise Refusal(429, "too_many_requests", text, retry_after_s=RETRY_S)
+        if len(self._asked) >= MAX_REQUESTS:
+            text = f"{MAX_REQUESTS} requests are open; try again later"
+            raise Refusal(503, "busy", text, retry_after_s=RETRY_S)
+
+    async def watch(self) -> None:
+        """End the requests of users whose token is revoked."""
+        if (users := self.users) is None:
+            return
+        seen = users.tokens()
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if (now := users.tokens()) is seen:
+                continue
+            seen = now
+            for task, asked in list(self._asked.items()):
+                named = self._named(asked.request)
+                if asked.user != STRANGER and (named is None or named.name != asked.user.name):
+                    asked.revoked = True
+                    task.cancel()
+
+    def _named(self, request: Request) -> User | None:
+        """The user whose token the request has."""
+        assert self.users is not None
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        return self.users.of(
+            token.strip() if scheme.lower() == "bearer" else request.cookies.get(COOKIE, "")
+        )
+
+    def _user(self, request: Request) -> User:
+        """Raises Refusal."""
+        host, origin = request.headers.get("host", ""), request.headers.get("origin")
+        if self.users is None and not is_local(host):
+            text = f"host: {host[:80]!r}, expected localhost; give the server a token file"
+            raise Refusal(403, "bad_host", text)
+        reads = request.method in ("GET", "HEAD")
+        if not reads and origin is not None and origin.partition("://")[2] != host:
+            text = f"origin: {origin[:80]!r}, expected this server's own pages"
+            raise Refusal(403, "bad_origin", text)
+        if two_lengths(request.headers):
+            text = "content-length and transfer-encoding: expected one of them"
+            raise Refusal(400, "invalid_value", text)
+        if self.users is None:
+            return LOCAL
+        if request.url.path in OPEN:
+            return STRANGER
+        if (user := self._named(request)) is None:
+            raise _bad_token()
+        if request.url.path in OPERATORS and not user.operator:
+            text = f"this needs a token whose line in the token file ends in `{OPERATOR}`"
+            raise Refusal(403, "not_operator", text)
+        return user
+
+
+async def refused(request: Request, error: Exception, board: Board) -> Response:
+    """The answer to a request that a route has refused, or failed on."""
+    headers = getattr(error, "headers", None) or {}  # starlette says Allow
+    if isinstance(error, HTTPException):
+        codes = {404: "not_found", 405: "method_not_allowed"}
+        if error.status_code == 405 and request.scope.get("path_params", {}).get("name"):
+            return await refused(request, nothing_here(), board)
+        error = Refusal(
+            error.status_code, codes.get(error.status_code, "invalid_value"), str(error.detail)
+        )
+    elif isinstance(error, (sqlite3.OperationalError, OSError)):
+        board.log("disk_error", error=str(error))
+        database = isinstance(error, sqlite3.Error)
+        full = "readonly" not in str(error) if database else error.errno in NO_SPACE
+        code, said = (
+            ("disk_full", "its disk is full") if full else ("unavailable", "its log says why")
+        )
+        error = Refusal(503, code, f"the server cannot do this now; {said}", retry_after_s=RETRY_S)
+    elif isinstance(error, Gone):
+        error = Refusal(400, "gone", "the client has left")
+    elif not isinstance(error, Refusal):
+        error = Refusal(500, "internal", "the server failed; its log says why")
+    answer = answer_of(error)
+    answer.headers.update(headers)
+    return await with_body_read(request, answer)
+
+
+def answer_of(refusal: Refusal) -> Response:
+    headers = {}
+    if refusal.retry_after_s is not None:
+        headers["retry-after"] = str(refusal.retry_after_s)
+    if refusal.status in (409, 429, 501, 503):
+        headers["x-should-retry"] = "true" if refusal.status in (429, 503) else "false"
+    if refusal.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Json(refusal.body, refusal.status, headers)
+
+
+async def with_body_read(request: Request, answer: Response) -> Response:
+    """Read some of a body that is left, for an answer may be lost where a connection closes on it."""
+    size, end = 0, time.monotonic() + UNREAD_S
+    while not request.state.read and size < UNREAD_BYTES:
+        try:
+            message = await asyncio.wait_for(request.receive(), max(0.0, end - time.monotonic()))
+        except TimeoutError:
+            break
+        size += len(message.get("body", b""))
+    return answer if request.state.read else close_unread(answer)
+
+
+def nothing_here() -> Refusal:
+    return Refusal(404, "not_found", "nothing is here")
+
+
+def _bad_token() -> Refusal:
+    return Refusal(401, "bad_token", "no known token; send `Authorization: Bearer TOKEN`")
+
+
+def two_lengths(headers: Headers) -> bool:
+    """Whether a proxy may see another end of the body than this server (RFC 9112, 6.1)."""
+    return "content-length" in headers and "transfer-encoding" in headers
+
+
+def is_local(host: str) -> bool:
+    """Whether a Host header names this machine by its loopback."""
+    return LOCAL_HOST.fullmatch(host.lower()) is not None

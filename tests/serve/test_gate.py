@@ -1,0 +1,113 @@
+"""Who may ask, how much at once, and for how long."""
+
+import contextlib
+import socket
+import time
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from serving import SMALL
+
+from ltx2rt.serve.gate import MAX_OF_USER
+from ltx2rt.serve.server import MAX_SILENT
+
+ANN, BOB = "ann-token-0123456789", "bob-token-0123456789"
+
+
+@pytest.fixture
+def connect():
+    """connect(server, text) -> socket that has sent the text; all are closed in the end."""
+    with contextlib.ExitStack() as opened:
+
+        def call(server, text=b""):
+            parts = urlsplit(server.url)
+            made = opened.enter_context(
+                socket.create_connection((parts.hostname, parts.port), timeout=10)
+            )
+            made.sendall(text)
+            return made
+
+        yield call
+
+
+@pytest.fixture
+def server(start, tmp_path):
+    (tmp_path / "tokens").write_text(f"ann {ANN}\nbob {BOB}\n")
+    return start("--token-file", tmp_path / "tokens")
+
+
+def asked(path, token, method="GET", more=""):
+    return f"{method} {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {token}\r\n{more}\r\n".encode()
+
+
+def as_user(server, token, method, path, **how):
+    return server.http.request(method, path, headers={"authorization": f"Bearer {token}"}, **how)
+
+
+def test_one_users_streams_leave_room_for_the_others(server, connect):
+    streams = [connect(server, asked("/v1/events", ANN)) for _ in range(MAX_OF_USER + 20)]
+    answers = [stream.recv(12) for stream in streams]
+    assert answers.count(b"HTTP/1.1 200") == MAX_OF_USER
+    assert answers.count(b"HTTP/1.1 429") == 20
+    assert as_user(server, BOB, "GET", "/v1/videos").status_code == 200
+    assert server.http.get("/healthz").status_code == 200
+    for stream in streams:
+        stream.close()
+    end = time.monotonic() + 30
+    while as_user(server, ANN, "GET", "/v1/videos").status_code == 429:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_connections_that_ask_nothing_go_where_there_are_too_many(server, connect):
+    silent = [connect(server, b"GET /") for _ in range(MAX_SILENT + 50)]
+    assert server.http.get("/healthz", timeout=5).status_code == 200
+    assert as_user(server, BOB, "GET", "/v1/videos").status_code == 200
+    with contextlib.suppress(ConnectionResetError):
+        assert silent[0].recv(1) == b""
+    silent[-1].sendall(b"healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert silent[-1].recv(12) == b"HTTP/1.1 200"
+
+
+def read(stream):
+    """All that comes until the other side ends it."""
+    found = b""
+    with contextlib.suppress(ConnectionResetError):
+        while data := stream.recv(2**16):
+            found += data
+    return found
+
+
+def test_what_is_open_ends_when_its_token_is_revoked(server, connect, tmp_path):
+    """Streams of events and clips, a DELETE that waits, a body that comes in parts."""
+    segments = {**SMALL, "segments": 3, "num_frames": 17, "overlap": 9}
+    made = as_user(server, BOB, "POST", "/v1/videos", json={"prompt": "900:0.02", **segments})
+    job = f"/v1/videos/{made.json()['id']}"
+    lasting = [
+        connect(server, asked("/v1/events", BOB)),
+        connect(server, asked(f"{job}/events", BOB)),
+        connect(server, asked(f"{job}/stream", BOB)),
+        connect(server, asked("/v1/videos", BOB, "POST", "content-length: 900\r\n") + b"{"),
+    ]
+    kept = connect(server, asked("/v1/events", ANN))
+    assert all(one.recv(12) == b"HTTP/1.1 200" for one in (*lasting[:3], kept))
+    (tmp_path / "tokens").write_text(f"ann {ANN}\nbob another-{BOB}\n")
+    begun = time.monotonic()
+    ends = [read(one) for one in lasting]
+    assert time.monotonic() - begun < 9  # a connection without a token is closed after 10 s
+    assert ends[3].startswith(b"HTTP/1.1 401")
+    as_user(server, f"another-{BOB}", "DELETE", job)
+    assert as_user(server, BOB, "GET", "/v1/videos").status_code == 401
+    with pytest.raises(TimeoutError):
+        kept.settimeout(0.5)
+        while kept.recv(2**16):
+            pass
+
+
+def test_requests_that_a_stop_cuts_off_leave_lines_and_no_traceback(server, connect):
+    stream = connect(server, asked("/v1/videos", ANN, "POST", "content-length: 900\r\n") + b"{")
+    httpx.get(f"{server.url}/healthz")
+    assert server.kill(15) == 143
+    assert read(stream).startswith(b"HTTP/1.1 503")
+    assert "Traceback" not in server.log.read_text()
