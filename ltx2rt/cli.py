@@ -234,6 +234,7 @@ def _join(args: argparse.Namespace) -> Crew | None:
         return None
     from ltx2rt.backend import backend_names, get_factory, get_rendezvous
     from ltx2rt.commands.options import choose_backend
+    from ltx2rt.weights.files import digests
 
     choose_backend(args, quiet=not _first())
     if args.backend not in backend_names():
@@ -258,7 +259,7 @@ def _join(args: argparse.Namespace) -> Crew | None:
             "arguments",
             {f"--{name.replace('_', '-')}": str(value) for name, value in given.items()},
         )
-        crew.agree("files", facts.digests(inputs))
+        crew.agree("files", digests(inputs))
         if args.command == "generate" and not hasattr(args, "seed"):
             from ltx2rt.pipelines.request import draw_seed
 

@@ -33,7 +33,7 @@ from ltx2rt.flags import add_flag, add_flags, flagged, given_flags, groups, spel
 from ltx2rt.graph.encodings import QUANTISED
 from ltx2rt.media.output import check_streams
 from ltx2rt.notes import note
-from ltx2rt.pipelines import FIRST, pipeline, pipelines
+from ltx2rt.pipelines import FIRST, pipeline, pipelines, step_plans
 from ltx2rt.pipelines.request import Request, VideoRequest, draw_seed
 from ltx2rt.run.files import Files
 from ltx2rt.run.plan import (
@@ -77,10 +77,11 @@ def run(
     files: Files,
     checkpoint: Checkpoint,
     unread: Sequence[str] = (),
+    remarks: Sequence[str] = (),
 ) -> None:
     """Generate the clip's files and say where they are. What the user can mend raises InputError
     before any weight is read. request, checkpoint: as `prepared` gives them; unread: flags that
-    were given for nothing."""
+    were given for nothing; remarks: sentences to print before."""
     stages = partial(resolved_stages, options=options, request=request)
     session = open_session(options, checkpoint=checkpoint, stages=stages)
     plan = make_enhanced_plan(session, request)
@@ -96,6 +97,8 @@ def run(
             note(line, prefix="")
         if unread:
             note(f"the {request.name} pipeline does not read {', '.join(unread)}")
+        for remark in remarks:
+            note(remark)
         _announce(session, plan)
     folder = parts_folder(files) if plan.request.in_segments else None
     with ExitStack() as during:
@@ -234,6 +237,7 @@ def main(args: argparse.Namespace) -> int | None:
         request = request.kept_in(folder)
     request.check()
     options = located(options, wanted_by(type(request)))
+    given = request
     checkpoint, request = prepared(
         options, request, written
     )  # torch and jax take seconds to import
@@ -252,7 +256,8 @@ def main(args: argparse.Namespace) -> int | None:
         return status
     if args.own_process:
         keep_compiled(options.backend, compiled_folder(os.environ))
-    run(options, request, written, checkpoint, _unread(args, request))
+    remarks = [*step_plans.remarks(given, checkpoint)]
+    run(options, request, written, checkpoint, _unread(args, request), remarks)
 
 
 def _unread(args: argparse.Namespace, request: Request) -> list[str]:

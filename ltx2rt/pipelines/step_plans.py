@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from ltx2rt.models.step_plan import StepPlan
 from ltx2rt.session.options import existing_file
 from ltx2rt.stages.denoise import within
 from ltx2rt.stages.schedule import shifted_sigmas
+from ltx2rt.weights.checkpoint import Checkpoint
 
 FORMAT = 1  # version of a file of plans
 PLAN, SKIP, VIDEO_SKIP, AUDIO_SKIP = FIELDS = (
@@ -94,6 +95,16 @@ def files(request: Any) -> list[Path]:
 def check_files(request: Any) -> None:
     for path in files(request):
         existing_file("--step-plan", path)
+
+
+def remarks(request: Any, checkpoint: Checkpoint) -> Iterator[str]:
+    """A sentence about a file of plans that were not calibrated on this model."""
+    if isinstance(plan := getattr(request, "step_plan", None), PlanFile):
+        model = json.loads(plan.path.read_text()).get("model")
+        made_on = model if isinstance(model, dict) else {}
+        if made_on.get("digest") != checkpoint.digest():
+            which = str(made_on.get("name", "a model that it does not name"))[:80]
+            yield f"{plan.path} was calibrated on {which}: what its plans cost here is not known"
 
 
 def resolved(request: Any) -> Any:

@@ -32,9 +32,8 @@ from ltx2rt.models.step_plan import StepPlan
 from ltx2rt.models.step_search import Recorded, best_plan, jump_costs
 from ltx2rt.pipelines.step_plans import FORMAT
 from ltx2rt.run.plan import make_plan
-from ltx2rt.run.report import named
+from ltx2rt.run.report import model_of, named, options_of
 from ltx2rt.run.run import produce, sample_rate, timed
-from ltx2rt.session.options import plain
 from ltx2rt.session.session import Session
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import shifted_sigmas
@@ -66,8 +65,8 @@ class CalibrationRuns:
         self.session, self.request, self.prompts = session, request, tuple(prompts)
         self.folder, self.say = folder, say
         self.about = {
-            "model": named(session.checkpoint.path),
-            "settings": _settings(request) | {"options": plain(session.asked, named)},
+            "model": model_of(session),
+            "settings": _settings(request) | {"options": options_of(session)},
             "prompts": [*self.prompts],
         }
         self._alone = ExitStack()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ltx2rt.session.options import plain
 from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.version import VERSION
-from ltx2rt.weights.files import digest
+from ltx2rt.weights.files import digest, files_of
 
 
 def report_of(
@@ -50,19 +51,44 @@ def named(path: Path) -> dict[str, str]:
     return {"name": path.name, "digest": digest(path)} if path.exists() else {"name": path.name}
 
 
+def model_of(session: Session) -> dict[str, str]:
+    """The model by name and by the digest of all its files."""
+    checkpoint = session.checkpoint
+    return {"name": checkpoint.path.name, "digest": checkpoint.digest()}
+
+
+def options_of(session: Session) -> dict[str, Any]:
+    """The options; files by name and digest."""
+    model = session.asked.model
+    return plain(session.asked, lambda path: model_of(session) if path == model else named(path))
+
+
+def written(session: Session, plan: Plan) -> dict[str, str]:
+    """Size and time of the last change of every file that the plan reads, by name: a digest does
+    not cover all of their bytes."""
+    places = {source.where for source in session.checkpoint.sources.values()}
+    loras = (*plan.loras.user, plan.loras.distilled)
+    places |= {*plan.request.files, *(lora.path for lora in loras if lora)}
+    found = {}
+    for file in sorted(file for place in places for file in files_of(place)):
+        status = file.stat()
+        when = datetime.fromtimestamp(status.st_mtime, UTC).isoformat()
+        found[f"{file.parent.name}/{file.name}"] = f"{status.st_size} bytes of {when}"
+    return found
+
+
 def comment(session: Session, request: Request, video: int) -> dict[str, Any]:
     """The clip's metadata: prompt, seed, model, versions and every setting; files by name alone."""
     checkpoint = session.checkpoint
     model = {
-        **named(checkpoint.path),
+        **model_of(session),
         "layout": checkpoint.layout,
         "generation": checkpoint.config.release.name,
     }
-    options = plain(session.asked, named)
     return {
         "prompt": request.prompt,
         "seed": request.seeds[video],
         "model": model,
         "versions": versions(session.backend),
-        "settings": request.settings(named) | {"options": options},
+        "settings": request.settings(named) | {"options": options_of(session)},
     }

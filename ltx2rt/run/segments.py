@@ -17,7 +17,7 @@ from ltx2rt.pipelines.request import Request
 from ltx2rt.run.files import Files
 from ltx2rt.run.plan import Plan
 from ltx2rt.run.recording import CLIP, STREAM
-from ltx2rt.run.report import comment
+from ltx2rt.run.report import comment, written
 from ltx2rt.session.session import Session
 
 REQUEST = "request.json"
@@ -64,7 +64,8 @@ def claimed(session: Session, plan: Plan, folder: Path) -> Iterator[None]:
             f"({error.strerror}); move what is there, or choose another name"
         ) from error
     with alone_in(folder, "--output"):
-        _check(json.loads(json.dumps(comment(session, plan.request, 0))), folder)
+        asked = comment(session, plan.request, 0) | {"files": written(session, plan)}
+        _check(json.loads(json.dumps(asked)), folder)
         yield
 
 

@@ -7,6 +7,7 @@ tokenizer.json.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ import numpy as np
 
 from ltx2rt.errors import InputError
 from ltx2rt.models.catalog import PROMPT_TOKENS
+from ltx2rt.weights.files import identity
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -22,10 +24,17 @@ if TYPE_CHECKING:
     from ltx2rt.weights.checkpoint import Asset
 
 
+def _tokenizer(path: Path | Asset) -> Tokenizer:
+    with suppress(OSError):
+        return _parsed(path, identity(path if isinstance(path, Path) else path.path))
+    return _parsed(path, ())  # which says that it cannot be read
+
+
 @lru_cache(
     maxsize=1
 )  # Gemma's is tens of megabytes of JSON; a warm-up and the run behind it read it once
-def _tokenizer(path: Path | Asset) -> Tokenizer:
+def _parsed(path: Path | Asset, as_it_is: tuple[int, ...]) -> Tokenizer:
+    """as_it_is: the file's identity."""
     from tokenizers import Tokenizer
 
     try:

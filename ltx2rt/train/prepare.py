@@ -31,6 +31,7 @@ from ltx2rt.media.video import read_frames, read_mask, require_constant_rate, vi
 from ltx2rt.models import connectors
 from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.geometry import Geometry
+from ltx2rt.notes import note
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.denoise import Noise
@@ -55,7 +56,7 @@ from ltx2rt.train.data import (
     read_clips,
 )
 from ltx2rt.weights.checkpoint import Checkpoint
-from ltx2rt.weights.files import TensorFile, digest, write_arrays
+from ltx2rt.weights.files import TensorFile, write_arrays
 
 MANIFEST = "manifest.jsonl"
 SAMPLES, CONTEXTS = "samples", "contexts"
@@ -283,12 +284,15 @@ class Piece(SourceVideo):
 
 def model_digest(checkpoint: Checkpoint) -> str:
     """A digest that tells the parts of a model that encode from another's."""
-    read = ("transformer", "text", "gemma", "video_vae", "audio_vae")
-    return _digest(
-        sorted(
-            {digest(checkpoint.sources[part].where) for part in read if part in checkpoint.sources}
-        )
-    )
+    return checkpoint.digest("transformer", "text", "gemma", "video_vae", "audio_vae")
+
+
+def is_of(base: Any, checkpoint_digest: str, what: Any) -> bool:
+    """Whether the model with this digest made something that states `base`. Accepts the digest of an
+    earlier version with a warning."""
+    if unknown := len(str(base)) == 16:
+        note(f"{what} is of an earlier version: which model it is for cannot be checked")
+    return unknown or base == checkpoint_digest
 
 
 def remarks(lora: Path, checkpoint: Checkpoint) -> Iterator[str]:
@@ -302,7 +306,7 @@ def remarks(lora: Path, checkpoint: Checkpoint) -> Iterator[str]:
     trigger = about.get("trigger")
     begin = f"; begin the prompt with {trigger!r}" if trigger else ""
     yield f"{lora}: trained by `ltx2rt train run` to step {about.get('step')} ({about.get('mode')}){begin}"
-    if about["base"] != model_digest(checkpoint):
+    if not is_of(about["base"], model_digest(checkpoint), lora):
         yield f"{lora}: trained on another model or with other parts; what it does here is not known"
 
 
@@ -794,8 +798,7 @@ def read_manifest(cache: Path, base: str) -> list[Sample]:
     for row in rows:
         row.update({name: tuple(row[name]) for name in pairs if row.get(name)})
     samples = [Sample(**row) for row in rows]
-    made_by = head["model"]
-    if made_by != base:
+    if not is_of(head["model"], base, cache):
         raise InputError(
             f"--data: {cache} was made with another model; run `ltx2rt train prepare` with this one"
         )

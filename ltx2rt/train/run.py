@@ -35,6 +35,7 @@ from ltx2rt.train.gradients import read_init
 from ltx2rt.train.prepare import (
     Sample,
     context_path,
+    is_of,
     model_digest,
     read_arrays,
     read_head,
@@ -515,7 +516,7 @@ class Run:
         """Raises InputError where the state is of another model, other data or another
         configuration."""
         path = self.request.output
-        if about["base"] != self.base:
+        if not is_of(about["base"], self.base, path):
             raise InputError(
                 f"--output: {path} trains a LoRA of another model; pass that --model, or another "
                 "--output"

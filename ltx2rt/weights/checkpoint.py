@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,14 @@ from ltx2rt.weights import configs
 from ltx2rt.weights.changes import Pair
 from ltx2rt.weights.comfy import inside
 from ltx2rt.weights.configs import ConfigSource, Keys, parse_json
-from ltx2rt.weights.files import TensorFile, TensorFolder, TensorReader, open_file, open_tensors
+from ltx2rt.weights.files import (
+    TensorFile,
+    TensorFolder,
+    TensorReader,
+    digest,
+    open_file,
+    open_tensors,
+)
 from ltx2rt.weights.gguf import GgufFile, unread
 from ltx2rt.weights.lora import Lora, open_lora
 from ltx2rt.weights.names import (
@@ -88,6 +96,13 @@ class Checkpoint:
             *self.loras_found,
             *(source.where for source in self.sources.values()),
         ]
+
+    def digest(self, *parts: str) -> str:
+        """Twenty hex digits that tell the files of these parts, or of all, from other ones. Earlier
+        versions gave 16, by sizes and headers."""
+        places = {s.where for part, s in self.sources.items() if part in parts or not parts}
+        places |= {self.tokenizer} if isinstance(self.tokenizer, Path) else set()
+        return sha256(" ".join(sorted(map(digest, places))).encode()).hexdigest()[:20]
 
     def source(self, component: str) -> RenamedSource:
         """Raises InputError if the component was not found, naming its flag and what else is

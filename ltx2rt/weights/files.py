@@ -14,8 +14,10 @@ import os
 import stat
 import struct
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
@@ -72,6 +74,7 @@ SHARD_INDEX = (
 )
 NOT_FINITE = "NaN or infinite values; download the file again"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+SAMPLE_BYTES, WHOLE_BYTES, SAMPLES = 2**12, 2**26, 2**12  # see `digest`
 MAX_DIMS, MAX_NAME = 64, 1000  # numpy's limit; names are shown in messages
 GGUF = b"GGUF"
 FOREIGN = {  # first bytes of other files: what such a file is, and what to do
@@ -192,6 +195,10 @@ class TensorFile:
 
     def info(self, name: str) -> TensorInfo:
         return self._tensors[name][0]
+
+    def places(self) -> Iterable[tuple[TensorInfo, int]]:
+        """Info and first byte of each tensor."""
+        return self._tensors.values()
 
     def read(self, name: str, *cuts: Cut) -> np.ndarray:
         """The tensor, or a slice of it; what is asked for adds to `requested_bytes`.
@@ -443,24 +450,72 @@ def foreign(start: bytes) -> str | None:
     return next((said for first, said in FOREIGN.items() if start.startswith(first)), None)
 
 
+def files_of(path: Path) -> list[Path]:
+    """The files that a folder or a shard index stands for: weights, and configs beside them. Any
+    other path stands for itself."""
+    if path.is_dir():
+        inner = (p for p in path.rglob("*") if p.suffix in WEIGHTS or p.name == "config.json")
+        return sorted(p for p in inner if p.is_file())
+    return sorted({path, *read_index(path).values()}) if path.name.endswith(SHARD_INDEX) else [path]
+
+
 def digest(path: str | os.PathLike[str]) -> str:
-    """Twelve hex digits that tell a file from others without its path: of its size and its
-    safetensors header, of its size and first MiB if it is something else. Those of a folder are
-    made of the digits and names
-    of its safetensors and GGUF files.
+    """Sixteen hex digits that tell a file from others without its path.
+
+    They cover its size and, of weights, the header and the first and last 4 KiB of every tensor; of
+    other files all bytes, of one above 64 MiB 4096 pieces of it. The digits of a folder and of a
+    shard index are made of the digits and names of their files. Earlier versions gave 12 digits,
+    which told weights apart by size and header.
     """
     path = Path(path)
-    if path.is_dir():
-        inner = sorted(p for p in path.rglob("*") if p.suffix in WEIGHTS and p.is_file())
-        return sha256(
-            "".join(f"{file.relative_to(path)} {digest(file)}\n" for file in inner).encode()
-        ).hexdigest()[:12]
-    with path.open("rb") as file:
-        start, size = file.read(8), os.fstat(file.fileno()).st_size
-        header = int.from_bytes(start, "little") if path.suffix == ".safetensors" else 2**20 - 8
-        return sha256(
-            f"{size} ".encode() + start + file.read(min(header, MAX_HEADER_BYTES))
-        ).hexdigest()[:12]
+    if (inner := files_of(path)) == [path]:
+        return _digest(path, identity(path))
+    lines = (f"{os.path.relpath(file, path)} {_digest(file, identity(file))}\n" for file in inner)
+    return sha256("".join(lines).encode()).hexdigest()[:16]
+
+
+@lru_cache(maxsize=4096)
+def _digest(path: Path, as_it_is: tuple[int, ...]) -> str:
+    """as_it_is: the file's `identity`."""
+    size = as_it_is[2]
+    found = sha256(f"{size} ".encode())
+    with open(path, "rb", opener=opened_at_once) as file:
+        for begin, length in _sampled(path, size):
+            found.update(os.pread(file.fileno(), length, begin))
+    return found.hexdigest()[:16]
+
+
+def _sampled(path: Path, size: int) -> Iterator[tuple[int, int]]:
+    """(first byte, number of bytes) of the pieces that a digest covers."""
+    tensors: list[tuple[int, int]] = []
+    if path.suffix in WEIGHTS:
+        with suppress(InputError):
+            tensors = sorted((begin, info.nbytes) for info, begin in open_file(path).places())
+    if tensors:
+        yield 0, tensors[0][0]
+        for begin, length in tensors:
+            yield begin, min(length, SAMPLE_BYTES)
+            yield begin + max(length - SAMPLE_BYTES, 0), SAMPLE_BYTES
+    elif size <= WHOLE_BYTES:
+        yield 0, size
+    else:
+        step = WHOLE_BYTES // SAMPLES
+        yield from ((i * (size - step) // (SAMPLES - 1), step) for i in range(SAMPLES))
+
+
+def digests(paths: Iterable[Path]) -> dict[str, str]:
+    """The size and digest of every file, and of every file in every folder."""
+    files: list[Path] = []
+    for path in paths:
+        files += sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    return {str(file): _described(file) for file in files}
+
+
+def _described(file: Path) -> str:
+    try:
+        return f"{file.stat().st_size} bytes, digest {_digest(file, identity(file))}"
+    except OSError as error:
+        return f"unreadable ({error.strerror})"
 
 
 def write_tensors(

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from ltx2rt.atomic_file import alone_in
+from ltx2rt.pipelines import make_request, step_plans
 from ltx2rt.run import calibrate
+from ltx2rt.weights.checkpoint import open_checkpoint
 
 CLIP = ("--width", 64, "--height", 64, "--num-frames", 9, "--steps", 5)
 
@@ -103,6 +105,15 @@ def test_what_a_killed_run_left_unfinished_goes(calibrated, tmp_path):
         (folder / f".{name}.77.partial").write_text("{")
     status, _, err = calibrated("--quick", "--evaluations", 3)
     assert status == 0 and not folder.exists(), err
+
+
+def test_plans_of_another_model_are_said(calibrated, tiny, tmp_path):
+    assert calibrated("--quick", "--evaluations", 3)[0] == 0
+    request = make_request("one-stage", prompt="a", step_plan=f"{tmp_path / 'plans.json'}:3")
+    own, other = (open_checkpoint(tiny("tiny-2.3", kind)) for kind in ("official", "diffusers"))
+    assert not [*step_plans.remarks(request, own)]
+    (line,) = step_plans.remarks(request, other)
+    assert "was calibrated on tiny-2.3" in line and "cost here is not known" in line
 
 
 def test_two_at_once_are_one(calibrated, tmp_path):

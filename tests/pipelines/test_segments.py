@@ -46,6 +46,7 @@ from ltx2rt.stages.segments import Keep, Segments, segment_starts
 from ltx2rt.stages.sound import Sound, vocode
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.files import write_arrays
+from ltx2rt.weights.random.make import make_checkpoint
 
 ONE_STAGE = pytest.param("one-stage", marks=pytest.mark.slow)
 CLOSE = 1e-5  # two backends, every step: float32 rounding, as of every other pipeline
@@ -461,6 +462,36 @@ def test_a_stream_that_finds_the_disk_full_leaves_the_segments(opened, tmp_path)
         assert output.exists() != full and len([*folder.glob("*.mov")]) == 2
         (folder / STREAM).unlink()
     assert len(list(read_frames(output, "", 41))) == 41
+
+
+def test_segments_of_weights_that_were_replaced_are_refused(tmp_path):
+    """Under the same name, with the same header; or with all that a digest covers."""
+    model, folder = tmp_path / "model", tmp_path / "folder"
+    make_checkpoint("tiny-2.3", "official", model, seed=7)
+    make_checkpoint("tiny-2.3", "official", tmp_path / "other", seed=8)
+
+    def claim():
+        how = {"backend": "cuda", "device": "cpu", "distilled_lora": "none"}
+        with ltx2rt.open(model, **how) as opened:
+            plan = make_plan(opened.resident, asked(folder))
+            with claimed(opened.resident, plan, folder):
+                pass
+
+    claim()
+    write_arrays(model / "mine.safetensors", {"a": np.ones(3, np.float32)})
+    claim()
+    files = [path for path in (tmp_path / "other").rglob("*") if path.is_file()]
+    file = model / max(files, key=lambda path: path.stat().st_size).relative_to(tmp_path / "other")
+    then = file.stat()
+    os.utime(file)
+    with pytest.raises(InputError, match=rf"another run \({file.parent.name}/{file.name}: "):
+        claim()
+    os.utime(file, ns=(then.st_mtime_ns, then.st_mtime_ns))
+    claim()
+    shutil.copytree(tmp_path / "other", model, dirs_exist_ok=True)
+    os.utime(file, ns=(then.st_mtime_ns, then.st_mtime_ns))
+    with pytest.raises(InputError, match=r"another run \(digest: "):
+        claim()
 
 
 def test_another_folder_is_left_alone(tiny, command, tmp_path):

@@ -204,14 +204,25 @@ def test_runs_that_are_not_continued(model, cache, undisturbed, tmp_path, capsys
     assert f"--weights-dtype: int8, {undisturbed} was begun with none" in line
     other = tmp_path / "other"
     make_checkpoint("tiny-2.3", "official", other, seed=1)
-    about = undisturbed / "state" / "000004" / "state.json"
-    text = about.read_text()
-    about.write_text(text.replace(json.loads(text)["base"], "0" * 16))
+    line = refused(capsys, other, "run", *options(cache, undisturbed))
+    assert f"--data: {cache} was made with another model" in line  # of the same header
+    about, manifest = undisturbed / "state" / "000004" / "state.json", cache / "manifest.jsonl"
+    texts = {path: path.read_text() for path in (about, manifest)}
+    base = json.loads(texts[about])["base"]
+    about.write_text(texts[about].replace(base, "0" * 20))
     try:
         line = refused(capsys, model, "run", *options(cache, undisturbed))
+        for path, text in texts.items():
+            path.write_text(text.replace(base, "0" * 16))
+        assert run_train(model, "run", *options(cache, undisturbed)) == 0
     finally:
-        about.write_text(text)
+        for path, text in texts.items():
+            path.write_text(text)
     assert "a LoRA of another model" in line
+    err = capsys.readouterr().err
+    for path in (cache, undisturbed):
+        said = f"{path} is of an earlier version: which model it is for cannot be checked"
+        assert err.count(said) == 1, err
 
 
 def test_what_was_damaged_or_lost_is_named_and_what_is_not_ours_stays(

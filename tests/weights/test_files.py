@@ -8,6 +8,7 @@ import struct
 import ml_dtypes
 import numpy as np
 import pytest
+from gguf_files import write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
@@ -21,6 +22,7 @@ from ltx2rt.weights.files import (
     TensorInfo,
     check_opened,
     digest,
+    digests,
     finite,
     open_tensors,
     read_index,
@@ -221,17 +223,43 @@ def test_a_digest_names_content_not_paths(tmp_path):
     copy = tmp_path / "deep" / "b.safetensors"
     copy.write_bytes((tmp_path / "a.safetensors").read_bytes())
     same = digest(copy)
-    assert digest(tmp_path / "a.safetensors") == same and len(same) == 12 and int(same, 16)
+    assert digest(tmp_path / "a.safetensors") == same and len(same) == 16 and int(same, 16)
     folder = digest(tmp_path)
     os.mkfifo(tmp_path / "pipe.safetensors")
     assert digest(tmp_path) == folder, "a pipe is not waited for"
+    assert "unreadable" in digests([tmp_path / "pipe.safetensors"]).popitem()[1]
     write_arrays(copy, {"b": np.ones(5, np.float32)})
     assert digest(copy) != same and digest(tmp_path) != folder
-    picture = tmp_path / "a.png"
-    picture.write_bytes(b"x" * 2**21)
-    before = digest(picture)
-    picture.write_bytes(b"x" * (2**21 + 1))
-    assert digest(picture) != before
+    (tmp_path / "config.json").write_text("{}")
+    assert digest(tmp_path) != folder
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "shards", "gguf", "damaged", "png", "mov"])
+def test_a_digest_covers_every_tensor_and_every_byte_of_small_files(tmp_path, kind):
+    """One byte of another value, with the same header, size and time."""
+    tensors = {"big": np.zeros(2**14, np.float32), "norm": np.ones(3, np.float32)}
+    named = path = tmp_path / f"x.{kind}"
+    if kind == "shards":
+        path, named = tmp_path / "x.safetensors", tmp_path / "x.safetensors.index.json"
+        named.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, path.name)}))
+    if kind == "damaged":
+        named = path = tmp_path / "damaged.safetensors"
+    if kind in ("safetensors", "shards"):
+        write_arrays(path, tensors)
+    elif kind == "gguf":
+        write_gguf(path, tensors)
+    else:
+        path.write_bytes(bytes({"damaged": 3000, "png": 2**21}.get(kind, 2**26 + 2**23)))
+    size = path.stat().st_size
+    for place in (20, size - 1, size - 16, 2**20 if kind == "png" else size - 2):
+        with path.open("r+b") as file:
+            seen = digest(named)
+            file.seek(place)
+            byte = file.read(1)[0] ^ 1
+            file.seek(place)
+            file.write(bytes([byte]))
+        os.utime(path, ns=(place, place))
+        assert digest(named) != seen, place
 
 
 def test_missing_files_and_ambiguous_folders_are_refused(tmp_path):
