@@ -399,7 +399,7 @@ class Admission:
     def lora_files(self) -> dict[str, str]:
         """File names by the names that requests use."""
         found = sorted(self.lora_folder.glob("*.safetensors")) if self.lora_folder else []
-        return {path.stem: path.name for path in found}
+        return {path.stem: path.name for path in found if path.is_file()}
 
     def _loras(self, given: Any) -> list[list]:
         """[file, strength, stage] of each."""
