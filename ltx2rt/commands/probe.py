@@ -145,7 +145,7 @@ def _duration_head(session: Session, request: ProbeRequest, x: Given) -> Arrays:
 
 
 def _forward(session: Session, x: Given) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """What the transformer and a training step read alike: feeds, and sizes of their shapes."""
+    """Feeds, and sizes of the shape, that the transformer and a training step share."""
     config, present = session.config.transformer, x.streams
     feeds, positions, sizes = {}, {}, {"video_tokens": 0, "audio_tokens": 0}
     for stream, axes in zip(transformer.streams(config), (3, 1), strict=True):
