@@ -115,8 +115,13 @@ def merge_flags(to: Any) -> None:
     to.add_argument(
         "--lora",
         **several,
-        metavar="FILE[:STRENGTH]",
+        metavar="FILE|FOLDER[:STRENGTH]",
         help="LoRAs to merge (required)",
+    )
+    to.add_argument(
+        "--lora-allow-partial",
+        action="store_true",
+        help="merge what fits of a LoRA of another release, or with keys that the model lacks",
     )
     to.add_argument(
         "--tensor",
@@ -145,7 +150,6 @@ def merge_flags(to: Any) -> None:
 def merge(args: argparse.Namespace) -> None:
     specs = [parse_lora(text) for text in args.lora]
     loras = [open_lora(spec.path, spec.strength) for spec in specs]
-    for merge in merge_to_file(
-        open_checkpoint(args.model), loras, args.tensor, args.output, args.dtype
-    ):
+    to = (args.output, args.dtype, args.lora_allow_partial)
+    for merge in merge_to_file(open_checkpoint(args.model), loras, args.tensor, *to):
         print(merge.line())

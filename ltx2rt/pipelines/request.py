@@ -153,10 +153,11 @@ def parse_blocks(text: str | Sequence[int], name: str = "--stg-blocks") -> tuple
 @dataclass(frozen=True)
 class Loras:
     """user: in the order given; distilled: what the pipeline merges last where it wants it, None if
-    it has none."""
+    it has none; text: LoRAs that change the text encoder or its connectors."""
 
     user: tuple[LoraSpec, ...] = ()
     distilled: LoraSpec | None = None
+    text: tuple[LoraSpec, ...] = ()
 
     def of(self, stage: str) -> tuple[LoraSpec, ...]:
         return tuple(lora for lora in self.user if lora.stage in (None, stage))

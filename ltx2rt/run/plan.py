@@ -26,12 +26,13 @@ from ltx2rt.session.session import Session
 from ltx2rt.stages.denoise import RECORDED, noise_name
 from ltx2rt.stages.enhance import Enhancer, enhance
 from ltx2rt.stages.stage import Stage
+from ltx2rt.stages.text import Text
 from ltx2rt.train.prepare import remarks
 from ltx2rt.weights.changes import STORED
 from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.distilled import sign
-from ltx2rt.weights.files import TensorFile, identity
-from ltx2rt.weights.lora import Merge
+from ltx2rt.weights.files import TensorFile
+from ltx2rt.weights.lora import Merge, open_lora
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,12 @@ class Plan:
 
     @property
     def all_merges(self) -> list[Merge]:
-        found: list[Merge] = []
-        for merges in self.merges.values():
-            found += [merge for merge in merges if merge not in found]
-        return found
+        """Each LoRA once at every strength, with its modules of all parts."""
+        found: dict[tuple[str, float], Merge] = {}
+        for merge in (merge for merges in self.merges.values() for merge in merges):
+            key = merge.file, merge.strength
+            found[key] = found[key].with_parts(merge) if key in found else merge
+        return list(found.values())
 
     def makes(self, what: str) -> bool:
         """what: FRAMES, SOUND or LENGTH of `stages.stage`."""
@@ -119,17 +122,23 @@ def resolved(
     request = request.resolved(checkpoint.config)
     distilled = distilled_lora(request, options, checkpoint)
     apart = options.lora_mode == "unmerged"
-    user = tuple(_planned(lora, apart) for lora in options.loras)
-    loras = Loras(user, distilled and _planned(distilled))
-    return request, loras, tuple(request.all_stages(checkpoint.config, options, loras))
+    given = [_planned(lora, apart) for lora in options.loras]
+    user = tuple(lora for lora in given if "transformer" in lora.parts)
+    text = tuple(replace(lora, beside=False) for lora in given if lora.parts != ("transformer",))
+    loras = Loras(user, distilled and _planned(distilled), text)
+    stages = [
+        replace(stage, loras=text) if isinstance(stage, Text) else stage
+        for stage in request.all_stages(checkpoint.config, options, loras)
+    ]
+    return request, loras, tuple(stages)
 
 
-def _planned(lora: LoraSpec, beside: bool = False) -> LoraSpec:
-    """The LoRA with the file that has its name now; as it is if there is none, which loading
-    refuses."""
-    with suppress(OSError):
-        return PlannedLora(lora.path, lora.strength, lora.stage, identity(lora.path), beside)
-    return lora
+def _planned(lora: LoraSpec, beside: bool = False) -> PlannedLora:
+    """The LoRA with the file that has its name now. Raises InputError."""
+    found = open_lora(lora.path)
+    return PlannedLora(
+        lora.path, lora.strength, lora.stage, found.file.identity, beside, found.parts
+    )
 
 
 def resolved_stages(

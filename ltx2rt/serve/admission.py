@@ -13,6 +13,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from fractions import Fraction
 from functools import cache
@@ -49,6 +50,7 @@ from ltx2rt.session.options import DISTILLED_STAGES, NO_LORA, LoraSpec, ModelOpt
 from ltx2rt.session.session import Session
 from ltx2rt.stages.enhance import Enhancer
 from ltx2rt.stages.relay import parse_span
+from ltx2rt.weights.lora_config import lora_file
 
 # Parsers of flags that name no file.
 OFFERED = (
@@ -397,9 +399,17 @@ class Admission:
         return high_range_of(request, [*(lora.path for lora in self.options.loras), *named])
 
     def lora_files(self) -> dict[str, str]:
-        """File names by the names that requests use."""
-        found = sorted(self.lora_folder.glob("*.safetensors")) if self.lora_folder else []
-        return {path.stem: path.name for path in found if path.is_file()}
+        """Paths in the folder by the names that requests use: of files, and of folders with one."""
+        if self.lora_folder is None:
+            return {}
+        found = {}
+        for path in sorted(self.lora_folder.glob("[!.]*")):
+            if path.is_dir():
+                with suppress(InputError):
+                    found[path.name] = str(lora_file(path).relative_to(self.lora_folder))
+            elif path.suffix == ".safetensors":
+                found[path.stem] = path.name
+        return found
 
     def _loras(self, given: Any) -> list[list]:
         """[file, strength, stage] of each."""

@@ -7,7 +7,7 @@ with zeros up to a power of two, so that LoRAs of equal targets share a program.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,9 @@ from ltx2rt.backend import TensorSource
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Cut
 from ltx2rt.passes.adapters import MARK, Adapters, starred, tensors
-from ltx2rt.weights.changes import Change, Pair
+from ltx2rt.weights.changes import Pair
 from ltx2rt.weights.files import cut
-from ltx2rt.weights.lora import Lora, Merge, MergedSource
+from ltx2rt.weights.lora import Lora, MergedSource
 from ltx2rt.weights.names import collapse
 from ltx2rt.weights.quant_formats import Fields
 from ltx2rt.weights.quantised import stored_fields
@@ -54,16 +54,14 @@ class LoraAdapters(Mapping[str, np.ndarray]):
     float32, that reads them when asked: A [rank, in] and B [out, rank], which has the strength and
     alpha / rank.
 
-    changes: of each LoRA, by the name of the weight. blocks: how many the transformer has. merges:
-    how many modules of each LoRA have a weight.
+    changes: of each LoRA, by the name of the weight. blocks: how many the transformer has.
     """
 
     source: TensorSource
     loras: tuple[Lora, ...]
-    changes: tuple[Mapping[str, Change], ...]
+    changes: tuple[Mapping[str, Pair], ...]
     adapters: Adapters
     blocks: int
-    merges: tuple[Merge, ...]
 
     def __getitem__(self, name: str) -> np.ndarray:
         module, half = name.removesuffix(".weight").split(MARK)
@@ -99,12 +97,12 @@ def beside(
 ) -> LoraAdapters:
     """Raises InputError for LoRAs of another model, and for changes that are no pair beside a
     linear of the blocks."""
-    merges = MergedSource(source, loras, dtype, allow_partial=allow_partial).merges
-    names, found = set(source.names()), []
-    for lora in loras:
-        changes = {name: change for name, change in lora.on(names).items() if name in names}
-        elsewhere = sorted(name for name in changes if BLOCKS not in name)
-        if elsewhere or not all(isinstance(change, Pair) for change in changes.values()):
+    fitting = MergedSource(source, loras, dtype, allow_partial=allow_partial).fitting
+    found: list[dict[str, Pair]] = []
+    for lora, names in zip(loras, fitting, strict=True):
+        changes = {name: c for name in names if isinstance(c := lora.changes[name], Pair)}
+        elsewhere = sorted(name for name in names if BLOCKS not in name)
+        if elsewhere or len(changes) < len(names):
             what = f"also changes {collapse(elsewhere)}" if elsewhere else f"is a {lora.kind}"
             raise InputError(
                 f"--lora-mode unmerged: {lora.path} {what}, and LoRAs of the blocks' linears alone "
@@ -115,6 +113,5 @@ def beside(
     rank = max(sum(c[name].rank for c in found if name in c) for name in touched)
     rank = max(LEAST_RANK, 1 << (rank - 1).bit_length())
     targets = frozenset(starred(name.removesuffix(".weight")) for name in touched)
-    apart = tuple(replace(merge, beside=True) for merge in merges)
     adapters = Adapters(targets, rank, dtype=dtype)
-    return LoraAdapters(source, tuple(loras), tuple(found), adapters, blocks, apart)
+    return LoraAdapters(source, tuple(loras), tuple(found), adapters, blocks)

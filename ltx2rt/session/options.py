@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from ltx2rt.flags import check_bounds, flag
 from ltx2rt.graph.encodings import QUANTISED
 from ltx2rt.placement.mesh import MESH_AXES, canonical
 from ltx2rt.weights.distilled import KINDS
+from ltx2rt.weights.lora_config import lora_file
 from ltx2rt.weights.part_table import FILES
 
 DISTILLED_STAGES = ("stage1", "stage2")
@@ -38,11 +39,12 @@ class PlannedLora(LoraSpec):
     """A LoRA of a run: another file of the same name is another LoRA.
 
     file: what `weights.files.identity` gave when the run was planned. beside: it stays apart from
-    the weights.
+    the weights. parts: the parts of the checkpoint that it changes.
     """
 
     file: tuple[int, ...] = ()
     beside: bool = False
+    parts: tuple[str, ...] = ("transformer",)
 
 
 NO_LORA = LoraSpec(Path("none"), 0.0)  # `--distilled-lora none`: the weights as they are
@@ -86,13 +88,14 @@ def _stage(given: Any) -> str | None:
 
 def parse_lora(text: str | tuple | Path, name: str = "--lora") -> LoraSpec:
     """FILE[:STRENGTH[:stage1|stage2]], read from the right, so file names may contain colons; or a
-    tuple of those."""
+    tuple of those. A folder stands for the one LoRA in it."""
     if isinstance(text, LoraSpec):
         return text
     if isinstance(text, Path):
-        return LoraSpec(text)
+        return LoraSpec(lora_file(text))
     if isinstance(text, (tuple, list)):
-        return LoraSpec(*from_tuple(text, Path, as_number, _stage))
+        spec = LoraSpec(*from_tuple(text, Path, as_number, _stage))
+        return replace(spec, path=lora_file(spec.path))
     path, stage = text, None
     head, _, last = text.rpartition(":")
     if head and last in DISTILLED_STAGES:
@@ -109,7 +112,7 @@ def parse_lora(text: str | tuple | Path, name: str = "--lora") -> LoraSpec:
         raise InputError(f"{name}: {last!r} in {text!r}, expected FILE[:STRENGTH[:stage1|stage2]]")
     if strength is not None and not math.isfinite(strength):
         raise InputError(f"{name}: strength {strength} in {text!r}, expected a finite number")
-    return LoraSpec(Path(path), 1.0 if strength is None else strength, stage)
+    return LoraSpec(lora_file(Path(path)), 1.0 if strength is None else strength, stage)
 
 
 def parse_distilled(text: str | tuple | Path) -> LoraSpec:
@@ -194,13 +197,13 @@ class ModelOptions(PartFiles):
         parse_lora,
         group="model",
         name="--lora",
-        metavar="FILE[:STRENGTH[:stage1|stage2]]",
+        metavar="FILE|FOLDER[:STRENGTH[:stage1|stage2]]",
         repeat=True,
         keyword="lora",
     )
     lora_allow_partial: bool = flag(
         False,
-        "accept a LoRA with keys that the model lacks",
+        "merge what fits of a LoRA of another release, or with keys that the model lacks",
         group="model",
     )
     lora_mode: str = flag(

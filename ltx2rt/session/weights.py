@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -161,7 +161,8 @@ class WeightStore:
                 raise InputError(
                     f"{spec.path}: another file than when the run was planned; start it again"
                 )
-            check_lora(lora, self.checkpoint.config.version)
+            version, partial = self.checkpoint.config.version, self.options.lora_allow_partial
+            check_lora(lora, version, partial)
         return opened
 
     def beside(self, call: Call) -> LoraAdapters:
@@ -205,13 +206,20 @@ class WeightStore:
         """Compare the graph's parameters with the checkpoint, and the LoRAs' keys with both.
         Headers only.
 
-        Returns what every LoRA of the call will merge. Raises InputError.
+        Returns what every LoRA of the call will merge into the tensors that the graph reads. Raises
+        InputError.
         """
         source = self.source(call)
         weights = {name: spec for name, spec in graph.parameters().items() if MARK not in name}
         audit(weights, source, source.where, bool(call.row.partial(call.sizes)))
-        apart = self.beside(call).merges if _apart(call.loras) else ()
-        return [*apart, *(self.source(call, call.loras).merges if _merged(call.loras) else ())]
+        if not call.loras:
+            return []
+        opened, partial = self._opened(call.loras), self.options.lora_allow_partial
+        merges = MergedSource(source, opened, self.dtype, allow_partial=partial).merges_into(
+            weights
+        )
+        apart = [lora in _apart(call.loras) for lora in call.loras]
+        return [replace(m, beside=b) for m, b in zip(merges, apart, strict=True)]
 
     def _touched(self, call: Call, loras: Sequence[LoraSpec]) -> set[str]:
         """Names of the tensors that merging these LoRAs changes."""

@@ -9,6 +9,7 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.text_encoder import feeds
 from ltx2rt.notes import note
+from ltx2rt.session.options import LoraSpec
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.stage import MODALITIES, Stage, State
@@ -19,13 +20,14 @@ PROMPTS = "prompt", "negative prompt"
 
 @dataclass(frozen=True)
 class Text(Stage):
-    """prompts: encoded in one batch, the positive one first."""
+    """prompts: encoded in one batch, the positive one first; loras: merged into the encoder."""
 
     prompts: tuple[str, ...]
+    loras: tuple[LoraSpec, ...] = ()
     name = "text"
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
-        yield Call("text-encoder", (len(self.prompts), PROMPT_TOKENS))
+        yield Call("text-encoder", (len(self.prompts), PROMPT_TOKENS), loras=self.loras)
 
     def check(self, session: Session) -> None:
         tokenizer = session.checkpoint.require_tokenizer()
@@ -40,7 +42,8 @@ class Text(Stage):
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         """Contexts of prompts that the session has encoded before are its own."""
         with watch.stage(self.name):
-            state.contexts = session.remember(self.prompts, lambda: self._encode(session))
+            key = (self.prompts, self.loras)
+            state.contexts = session.remember(key, lambda: self._encode(session))
 
     def _encode(self, session: Session) -> dict:
         (call,) = self.needs(session.config)

@@ -128,7 +128,7 @@ def lora_gradients(
         raise InputError(
             "probe train-step: gradients are not finite; check the LoRA and the inputs"
         )
-    gradients, changes = trainer.state()[MOMENTS[0]], lora.on(source.names())
+    gradients, changes = trainer.state()[MOMENTS[0]], lora.on(set(source.names()))
     found = {name: np.asarray(loss, np.float32) for name, loss in losses.items()}
     for module, halves in factors.items():
         short = module.removeprefix(PARTS["transformer"].prefix)

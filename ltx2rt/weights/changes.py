@@ -1,6 +1,7 @@
-"""Changes of matrices by few numbers, as LoRA, LoHa and LoKr files hold them.
+"""Changes of tensors, as LoRA, DoRA, LoHa and LoKr files hold them.
 
-Each is Delta W[out, in] = scale * the elementwise product of its terms up[out, r] @ down[r, in]:
+Low-rank ones are Delta W[out, in] = scale * the elementwise product of terms up[out, r] @
+down[r, in]:
 
 | kind | tensors of a module | terms | scale |
 |---|---|---|---|
@@ -11,25 +12,50 @@ Each is Delta W[out, in] = scale * the elementwise product of its terms up[out, 
 kron(w1, w2) is w1 with every row and column repeated o2 and i2 times, times w2 over and over | \
 alpha / r of w2, else of w1; 1 if both are whole |
 
-Without `alpha` the scale is 1. Where a LoKr has no factor it has no rank either, and trainers write
-any alpha there. Sources: LyCORIS (arXiv 2108.06098, 2309.14859) and its files. Reading keys is
-decided in `lora`.
+Without `alpha` the scale is that of the file's config (`lora_config`), else 1. Where a LoKr has no
+factor it has no rank either, and trainers write any alpha there.
+
+| kind | result at strength 1 |
+|---|---|
+| DoRA | V = W + Delta W; W' = m V / |V|, the norm over a row's inputs if m is [out] or \
+[out, 1], over a column's outputs if it is [1, in] |
+| difference, of any tensor | W' = W + D |
+| whole tensor | W' is the tensor in the file |
+
+At another strength s it is W + s (W' - W). Sources: LyCORIS (arXiv 2108.06098, 2309.14859) and its
+files, DoRA (arXiv 2402.09353), PEFT's and ComfyUI's code. Reading keys is decided in `lora`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import mul
 from typing import ClassVar, NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
 
 from ltx2rt.errors import InputError
+from ltx2rt.graph.encodings import E4M3, E5M2
 from ltx2rt.graph.ir import Cut
 from ltx2rt.weights.files import TensorFile, selected
 
-STORED = tuple(map(np.dtype, (ml_dtypes.bfloat16, np.float32, np.float16, np.float64)))
+# Eight bits are casts, which have no scale.
+KINDS = (ml_dtypes.bfloat16, np.float32, np.float16, np.float64, E4M3, E5M2)
+STORED = tuple(np.dtype(kind) for kind in KINDS)
+FACTORS = {"up", "down", *(f"hada_w{i}_{half}" for i in "12" for half in "ab")}
+FACTORS |= {f"lokr_w{i}{half}" for i in "12" for half in ("", "_a", "_b")}
+# Parts that are a tensor: which one of the module they change, and whether they take its place.
+TENSORS = {
+    "diff": ("weight", False),
+    "whole": ("weight", True),
+    "up_bias": ("bias", False),
+    "diff_b": ("bias", False),
+    "whole_b": ("bias", True),
+}
+TINY = 1e-30  # the least norm of a row; a row of zeros stays one
 
 
 class Factors(NamedTuple):
@@ -38,25 +64,43 @@ class Factors(NamedTuple):
     terms: tuple[tuple[np.ndarray, np.ndarray], ...]
     scale: float
 
+    def product(self) -> np.ndarray:
+        """Delta W in float32."""
+        wide = (tuple(half.astype(np.float32) for half in term) for term in self.terms)
+        return np.float32(self.scale) * reduce(mul, (up @ down for up, down in wide))
+
 
 class Change(Protocol):
-    """Delta W of one matrix. scale: strength times the file's own. rank: 0 if it has none."""
+    """A change of one tensor. scale: strength times the file's own. rank: 0 if it has none."""
 
     kind: ClassVar[str]
 
     @property
     def scale(self) -> float: ...
     @property
-    def shape(self) -> tuple[int, int]: ...
+    def shape(self) -> tuple[int, ...]: ...
     @property
     def rank(self) -> int: ...
-    def factors(self, file: TensorFile, cuts: tuple[Cut, ...]) -> Factors:
-        """Those of the slice of Delta W that the cuts leave."""
+    def applied(self, file: TensorFile, weight: np.ndarray) -> np.ndarray:
+        """The changed tensor, float32 as `weight` is."""
         ...
 
 
+class LowRank:
+    """A change that is a sum of products, which backends add to a slice of a weight."""
+
+    kind: ClassVar[str]
+
+    def factors(self, file: TensorFile, cuts: tuple[Cut, ...]) -> Factors:
+        """The factors of the slice of Delta W that the cuts leave."""
+        raise NotImplementedError
+
+    def applied(self, file: TensorFile, weight: np.ndarray) -> np.ndarray:
+        return weight + self.factors(file, ()).product()
+
+
 @dataclass(frozen=True)
-class Products:
+class Products(LowRank):
     """The elementwise product of one (LoRA) or two (LoHa) products. terms: keys of (up, down)."""
 
     kind: ClassVar[str] = "LoRA"
@@ -90,7 +134,7 @@ class Hadamard(Products):
 
 
 @dataclass(frozen=True)
-class Kronecker:
+class Kronecker(LowRank):
     """LoKr. w1, w2: the key of a whole factor, or those of its up and down. second: the shape of
     w2."""
 
@@ -115,22 +159,119 @@ class Kronecker:
         return Factors((first, term(self.w2, rows % o2, columns % i2)), self.scale)
 
 
-def change_of(file: TensorFile, module: str, parts: Mapping[str, str], strength: float) -> Change:
-    """The change of a module. parts: its keys, by `up`, `down`, `alpha` and the names in the table.
+@dataclass(frozen=True)
+class Decomposed:
+    """DoRA. change: Delta W without the strength, which is `scale`; magnitude: the key of m.
 
-    Raises InputError.
+    base_norm: m is divided by |W| in place of |V|, as ComfyUI divides one of [out, 1].
     """
-    infos = {part: file.info(key) for part, key in parts.items()}
-    for part, info in infos.items():
-        if info.dtype not in STORED:
+
+    kind: ClassVar[str] = "DoRA"
+    change: Products | Kronecker
+    magnitude: str
+    axis: int  # that the norm sums over
+    base_norm: bool
+    scale: float
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.change.shape
+
+    @property
+    def rank(self) -> int:
+        return self.change.rank
+
+    def applied(self, file: TensorFile, weight: np.ndarray) -> np.ndarray:
+        moved = self.change.applied(file, weight)
+        of = weight if self.base_norm else moved
+        norm = np.sqrt(np.einsum("oi,oi->" + "oi"[1 - self.axis], of, of, dtype=np.float64))
+        magnitude = file.read(self.magnitude).astype(np.float32).reshape(-1)
+        factor = (magnitude / np.maximum(norm, TINY)).astype(np.float32)
+        moved *= np.expand_dims(factor, self.axis)
+        return moved if self.scale == 1 else weight + np.float32(self.scale) * (moved - weight)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that is added, or that takes the place of the model's (whole)."""
+
+    kind: ClassVar[str] = "difference"
+    key: str
+    scale: float
+    shape: tuple[int, ...]
+    whole: bool = False
+    rank: int = 0
+
+    def applied(self, file: TensorFile, weight: np.ndarray) -> np.ndarray:
+        value = file.read(self.key).astype(np.float32).reshape(self.shape)
+        if self.whole and self.scale == 1:
+            return value
+        return weight + np.float32(self.scale) * (value - weight if self.whole else value)
+
+
+def own_scale(change: Change) -> float:
+    """The scale of a change that was opened at strength 1, without a magnitude: alpha / r."""
+    return (change.change if isinstance(change, Decomposed) else change).scale
+
+
+def changes_of(
+    file: TensorFile,
+    module: str,
+    parts: Mapping[str, str],
+    strength: float,
+    stated: Callable[[int], float | None],
+    base_norm: bool = False,
+) -> dict[str, Change]:
+    """The changes of a module's `weight` and `bias`. parts: its keys, by the parts of `lora_keys`.
+
+    stated: the scale that the file's config gives for a rank; base_norm: as in `Decomposed`. Raises
+    InputError.
+    """
+    for key in parts.values():
+        if (dtype := file.info(key).dtype) not in STORED:
             raise InputError(
-                f"{file.path}: {parts[part]} is {info.dtype}, expected "
-                f"{', '.join(map(str, STORED))}"
+                f"{file.path}: {key} is {dtype}, expected {', '.join(map(str, STORED))}"
             )
+
+    def scale(rank: int, own: int) -> float:
+        """own: the rank that the config's has to be, 0 for any."""
+        if "alpha" in parts:
+            return _alpha(file, parts["alpha"]) / rank if rank else 1.0
+        found = stated(own)
+        return 1.0 if found is None else found
+
+    found: dict[str, list[Change]] = {"weight": [], "bias": []}
+    factors = {part: key for part, key in parts.items() if part in FACTORS}
+    low = _low_rank(file, module, factors, scale) if factors else None
+    if low is not None and "magnitude" in parts:
+        axis = _axis(file, parts["magnitude"], low.shape)
+        found["weight"].append(
+            Decomposed(low, parts["magnitude"], axis, base_norm and axis == 1, strength)
+        )
+    elif low is not None:
+        found["weight"].append(replace(low, scale=strength * low.scale))
+    elif "magnitude" in parts:
+        raise InputError(f"{file.path}: {parts['magnitude']} has no pair; pass another file")
+    for part, (tensor, whole) in TENSORS.items():
+        if part in parts:
+            times = low.scale if part == "up_bias" and low is not None else 1
+            shape = file.info(parts[part]).shape
+            found[tensor].append(Difference(parts[part], strength * times, shape, whole))
+    if twice := [tensor for tensor, several in found.items() if len(several) > 1]:
+        named = ", ".join(sorted(parts.values()))
+        raise InputError(f"{file.path}: {named} change one {twice[0]} in several ways")
+    return {tensor: several[0] for tensor, several in found.items() if several}
+
+
+def _low_rank(
+    file: TensorFile, module: str, parts: Mapping[str, str], scale: Callable[[int, int], float]
+) -> Products | Kronecker:
+    """The change of a LoRA, LoHa or LoKr without its strength."""
+    shapes = {part: file.info(key).shape for part, key in parts.items()}
 
     def product(up: str, down: str) -> tuple[tuple[str, str], tuple[int, int], int]:
         """Keys, shape and rank of up @ down."""
-        a, b = infos[down].shape, infos[up].shape
+        a, b = shapes[down], shapes[up]
         if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] == 0:
             raise InputError(
                 f"{file.path}: {parts[down]} {list(a)} and {parts[up]} {list(b)} are no pair "
@@ -141,18 +282,15 @@ def change_of(file: TensorFile, module: str, parts: Mapping[str, str], strength:
     def factor(name: str) -> tuple[tuple[str, ...], tuple[int, int], int]:
         if f"{name}_a" in parts:
             return product(f"{name}_a", f"{name}_b")
-        shape = infos[name].shape
+        shape = shapes[name]
         if len(shape) != 2:
             raise InputError(f"{file.path}: {parts[name]} is {list(shape)}, expected [out, in]")
         return (parts[name],), (shape[0], shape[1]), 0
 
-    def scale(rank: int) -> float:
-        return strength * (_alpha(file, parts["alpha"]) / rank if "alpha" in parts and rank else 1)
-
-    names = parts.keys() - {"alpha"}
+    names = set(parts)
     if names == {"up", "down"}:
         keys, shape, rank = product("up", "down")
-        return Pair((keys,), scale(rank), shape, rank)
+        return Pair((keys,), scale(rank, rank), shape, rank)
     if names == {"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"}:
         first, shape, rank = product("hada_w1_a", "hada_w1_b")
         second, same, _ = product("hada_w2_a", "hada_w2_b")
@@ -161,7 +299,7 @@ def change_of(file: TensorFile, module: str, parts: Mapping[str, str], strength:
                 f"{file.path}: the two products of {module} are {list(shape)} and {list(same)}, "
                 "expected one shape"
             )
-        return Hadamard((first, second), scale(rank), shape, rank)
+        return Hadamard((first, second), scale(rank, 0), shape, rank)
     wholes = [
         {f"lokr_{w}"} if f"lokr_{w}" in names else {f"lokr_{w}_a", f"lokr_{w}_b"}
         for w in ("w1", "w2")
@@ -170,10 +308,22 @@ def change_of(file: TensorFile, module: str, parts: Mapping[str, str], strength:
         w1, (o1, i1), rank1 = factor("lokr_w1")
         w2, second, rank2 = factor("lokr_w2")
         shape, rank = (o1 * second[0], i1 * second[1]), rank2 or rank1
-        return Kronecker(w1, w2, scale(rank), shape, second, rank)
+        return Kronecker(w1, w2, scale(rank, 0), shape, second, rank)
     raise InputError(
-        f"{file.path}: {module} has {', '.join(sorted(names))}, which is no whole LoRA, LoHa or "
-        "LoKr; pass another file"
+        f"{file.path}: {module} has {', '.join(sorted(parts.values()))}, which is no whole LoRA, "
+        "LoHa or LoKr; pass another file"
+    )
+
+
+def _axis(file: TensorFile, key: str, shape: tuple[int, int]) -> int:
+    """The axis that a magnitude's norms sum over, 1 for one number of each row."""
+    own = file.info(key).shape
+    for axis, expected in ((1, [(shape[0],), (shape[0], 1)]), (0, [(1, shape[1])])):
+        if own in expected:
+            return axis
+    raise InputError(
+        f"{file.path}: {key} is {list(own)}, expected [{shape[0]}], [{shape[0]}, 1] or "
+        f"[1, {shape[1]}]"
     )
 
 

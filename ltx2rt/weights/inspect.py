@@ -6,6 +6,7 @@ Headers and configs only. Data first (`inspect_path`), words second (`format_ins
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -17,6 +18,7 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.release import stated, version_tuple
 from ltx2rt.weights.audit import audit
+from ltx2rt.weights.changes import own_scale
 from ltx2rt.weights.checkpoint import (
     COMPONENTS,
     Checkpoint,
@@ -36,8 +38,10 @@ from ltx2rt.weights.files import (
     open_tensors,
 )
 from ltx2rt.weights.gguf import GgufFile
-from ltx2rt.weights.lora import open_lora
+from ltx2rt.weights.lora import modules_of, open_lora
+from ltx2rt.weights.lora_config import lora_file
 from ltx2rt.weights.manifest import networks
+from ltx2rt.weights.names import collapse
 from ltx2rt.weights.part_table import PARTS, TEXT_PROJECTION, UPSAMPLERS, names_of, word_of
 from ltx2rt.weights.parts import (
     INDEX,
@@ -64,8 +68,10 @@ def inspect_path(path: str | Path) -> dict[str, Any]:
         return {"path": str(path), "missing": [], "problems": []} | _comfy(path, tree)
     if path.name == INDEX:
         kind = "checkpoint"
+    elif path.is_dir():
+        kind = folder_kind(path) or ("lora" if _is_lora_folder(path) else "checkpoint")
     else:
-        kind = (folder_kind(path) or "checkpoint") if path.is_dir() else file_kind(open_file(path))
+        kind = file_kind(open_file(path))
     describe = {
         "main": _checkpoint,
         "checkpoint": _checkpoint,
@@ -74,6 +80,12 @@ def inspect_path(path: str | Path) -> dict[str, Any]:
         **dict.fromkeys(UPSAMPLERS, _upsampler),
     }.get(kind or "", _part if kind in ROWS else _other)
     return {"path": str(path), "missing": [], "problems": []} | describe(path)
+
+
+def _is_lora_folder(path: Path) -> bool:
+    with suppress(InputError):
+        return not (path / INDEX).exists() and file_kind(open_file(lora_file(path))) == "lora"
+    return False
 
 
 def _comfy(path: Path, tree: Path) -> dict[str, Any]:
@@ -202,18 +214,26 @@ def _audits(checkpoint: Checkpoint) -> list[str]:
 
 
 def _lora(path: Path) -> dict[str, Any]:
+    """rank, alpha: one number, or the several that its modules have. unused: keys that change no
+    tensor of the family, and modules of the text projection, which are not merged."""
     lora = open_lora(path)
-    ranks = Counter(change.rank for change in lora.changes.values())
+    low = [change for change in lora.changes.values() if change.rank]
     return {
         "kind": lora.kind,
         "version": lora.file.metadata.get("model_version"),
-        "modules": len(lora.changes),
-        "ranks": {str(rank): count for rank, count in sorted(ranks.items(), reverse=True)},
-        "scaled_by_alpha": sum(change.scale != 1 for change in lora.changes.values()),
-        "skipped": list(lora.skipped),
+        "trainer": lora.writer or None,
+        "modules": len(modules_of(lora.changes)),
+        "rank": _one_or_all(change.rank for change in low),
+        "alpha": _one_or_all(round(own_scale(change) * change.rank, 6) for change in low),
+        "parts": [PARTS[part].word for part in lora.parts],
+        "unused": [*lora.unknown, *lora.skipped],
         "components": {"lora": _tensors(lora.file)},
-        "problems": [f"no LoRA key: {key}" for key in lora.unknown],
     }
+
+
+def _one_or_all(values: Iterable[float]) -> float | list[float] | None:
+    found = sorted({int(value) if value == int(value) else value for value in values})
+    return found if len(found) > 1 else next(iter(found), None)
 
 
 def _gemma(path: Path) -> dict[str, Any]:
@@ -305,11 +325,14 @@ def format_inspection(found: dict[str, Any]) -> str:
     if sizes := found.get("sizes"):
         lines.append("  " + ", ".join(f"{key} {value}" for key, value in sizes.items()))
     if "modules" in found:
-        ranks = ", ".join(f"{count} of rank {rank}" for rank, count in found["ranks"].items())
-        lines.append(
-            f"  {found['modules']} modules: {ranks}; {len(found['skipped'])} of the text projection"
-        )
-    for row in found.get("parts", []):
+        facts = [f"  {found['modules']} modules of the {' and '.join(found['parts'])}"]
+        facts += [f"{key} {found[key]}" for key in ("rank", "alpha") if found[key] is not None]
+        facts += [f"by {found['trainer']}"] if found["trainer"] else []
+        lines.append(", ".join(facts))
+        if unused := found["unused"]:
+            lines.append(f"  {len(unused)} not used: {collapse(unused)}")
+    rows = [row for row in found.get("parts", []) if isinstance(row, dict)]
+    for row in rows:
         size = gigabytes(row["bytes"]) if "bytes" in row else None
         facts = [row["kind"], row.get("family"), row.get("types"), size]
         lines.append(f"  {row['path']}: {', '.join(filter(None, facts))}")
@@ -323,7 +346,7 @@ def format_inspection(found: dict[str, Any]) -> str:
             f"  {name or 'tensors':<12}{part['tensors']:>6} tensors {part['bytes'] / 1e9:>9.3f} "
             f"GB  {dtypes}"
         )
-    shown = {row["path"] for row in found.get("parts", [])}
+    shown = {row["path"] for row in rows}
     lines += [f"  LoRA: {path}" for path in found.get("loras", []) if path not in shown]
     lines += [f"  missing: {part}" for part in found["missing"]]
     lines += [f"  problem: {problem}" for problem in found["problems"]]

@@ -1,6 +1,6 @@
-"""LoRA, LoHa and LoKr files, and a tensor source that merges them while its tensors are read.
+"""LoRA files, and a tensor source that merges them while its tensors are read.
 
-Decides which weight each change belongs to and the order of rounding; its numbers are in `changes`.
+Decides which tensor each change belongs to and the order of rounding; its numbers are in `changes`.
 Which LoRAs a stage takes, and in what order, is the pipeline's decision. One tensor is in memory at
 a time; a backend merges it on its own device.
 """
@@ -8,9 +8,9 @@ a time; a backend merges it on its own device.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import reduce
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from itertools import product
 from operator import mul
 from pathlib import Path
@@ -23,10 +23,13 @@ from ltx2rt.atomic_file import check_outputs
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Cut
 from ltx2rt.release import of_version, version_tuple
-from ltx2rt.weights.changes import Change, Factors, change_of
-from ltx2rt.weights.files import TensorFile, TensorInfo, TensorReader, write_tensors
-from ltx2rt.weights.names import collapse, component_of, to_official
-from ltx2rt.weights.part_table import PARTS
+from ltx2rt.weights.changes import Change, Factors, LowRank, changes_of
+from ltx2rt.weights.files import TensorFile, TensorInfo, TensorReader, cut, write_tensors
+from ltx2rt.weights.lora_config import lora_file, read_config
+from ltx2rt.weights.lora_keys import FORMS, holds_lora, parse, writer
+from ltx2rt.weights.lora_names import bare, part_of, target
+from ltx2rt.weights.names import collapse
+from ltx2rt.weights.part_table import PARTS, TEXT_PROJECTION
 from ltx2rt.weights.quant_formats import Fields
 from ltx2rt.weights.quantised import stored_fields
 
@@ -44,49 +47,48 @@ FACTORS = (
     "reference_downscale_factor",
     "reference_temporal_scale_factor",
 )  # in the header of an IC-LoRA
-_KEY = re.compile(
-    r"(?P<module>.+)\.(?:(?:(?P<down>lora_A|lora_down)|(?P<up>lora_B|lora_up))(?:\.default)?\.weight"
-    r"|(?P<part>hada_w[12]_[ab]|lokr_w[12](?:_[ab])?|alpha))"
-)
-# Parts of changes that are more than a product: of convolutions, and of DoRA.
-_REFUSED = re.compile(
-    r".+\.(?:hada_t[12]|lokr_t2|lora_mid\.weight|dora_scale|lora_magnitude_vector.*)"
-)
-_FLAT = ("lycoris_", "lora_unet_")  # before module names with "_" in place of "."
-_TRANSFORMER = re.compile(
-    r"^(?:base_model\.model\.)?(?:(?:model\.)?(?:diffusion_model|transformer)\.)?"
-)
-_TEXT_PROJECTION = re.compile(
-    r"^(?:model\.)?(?:text_embedding_projection\.|connectors\.(?:\w+_)?text_proj_in$)"
-)
 
 
 @dataclass(frozen=True)
 class Lora:
+    """A LoRA file. changes: by the official name of the tensor; skipped: modules of the text
+    projection, which the official code does not merge either; unknown: keys that change no tensor
+    of the family; writer: the program that made it, where that is known."""
+
     path: Path
     strength: float
     file: TensorFile
-    changes: dict[str, Change]  # by the official name of the weight, or one that `on` knows
-    skipped: tuple[
-        str, ...
-    ]  # modules of the text projection, which the official code does not merge either
-    unknown: tuple[str, ...]  # keys that are no LoRA pair
+    changes: dict[str, Change]
+    skipped: tuple[str, ...]
+    unknown: tuple[str, ...]
+    writer: str = ""
 
     @property
     def kind(self) -> str:
         """Such as "LoRA"."""
         return " and ".join(sorted({change.kind for change in self.changes.values()})) or "LoRA"
 
-    def on(self, names: Iterable[str]) -> dict[str, Change]:
-        """The changes by name of the weight, of a model with these; those of other models under
-        their own."""
-        flat = {prefix + _flat(name): name for name in names for prefix in _FLAT}
-        return {flat.get(name, name): change for name, change in self.changes.items()}
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts of a checkpoint that it changes, of "transformer", "text" and "gemma"."""
+        found = {part_of(name) for name in self.changes}
+        return tuple(part for part in PARTS if part in found)
+
+    def on(self, names: Collection[str]) -> dict[str, Change]:
+        """Its changes of the parts that these tensors are of, whether or not a tensor is there."""
+        parts = {part_of(name) for name in names}
+        return {name: change for name, change in self.changes.items() if part_of(name) in parts}
+
+
+def modules_of(names: Iterable[str]) -> set[str]:
+    """The modules that tensors belong to."""
+    return {re.sub(r"\.(?:weight|bias)$", "", name) for name in names}
 
 
 @dataclass(frozen=True)
 class Merge:
-    """How many modules of a LoRA were merged. beside: they stay apart from the weights."""
+    """A count of the modules of a LoRA that were merged. beside: they stay apart from the weights;
+    parts: of the checkpoint, that they belong to."""
 
     file: str
     strength: float
@@ -95,6 +97,14 @@ class Merge:
     skipped: int
     kind: str = "LoRA"
     beside: bool = False
+    parts: frozenset[str] = frozenset()
+
+    def with_parts(self, other: Merge) -> Merge:
+        """The modules of both, which are of one LoRA, and of other parts of the checkpoint."""
+        if self.parts & other.parts:
+            return self
+        matched, total = self.matched + other.matched, self.total + other.total
+        return replace(self, matched=matched, total=total, parts=self.parts | other.parts)
 
     def line(self, stage: str = "", role: str = "") -> str:
         """Such as "stage2, distilled: merged 130/130 modules of FILE at strength 1"; without a
@@ -105,67 +115,80 @@ class Merge:
         how = "beside the weights" if self.beside else "merged"
         merged = f"{how} {self.matched}/{self.total} {modules} of {self.file}"
         merged += f" at strength {self.strength:g}{skipped}"
+        if not self.matched:
+            merged += "; it changes nothing, since this run reads none of them"
         return f"{where}: {merged}" if where else merged
 
 
 def open_lora(path: str | Path, strength: float = 1.0) -> Lora:
-    """Read the header (and the alpha scalars). Keys: official, diffusers/PEFT, LyCORIS, and
-    lora_down/lora_up."""
-    file = TensorFile(path)
-    modules: dict[str, dict[str, str]] = {}
-    unknown = []
-    for key in file.names():
-        if _REFUSED.fullmatch(key):
-            raise InputError(
-                f"{path}: {key} is of a convolution or of DoRA, which is not merged; pass a LoRA, "
-                "LoHa or LoKr without"
-            )
-        match = _KEY.fullmatch(key)
-        if match is None:
-            unknown.append(key)
-            continue
-        part = match["part"] or ("down" if match["down"] else "up")
-        other = modules.setdefault(match["module"], {}).setdefault(part, key)
-        if other != key:
-            raise InputError(f"{path}: {other} and {key} are the same half of one module")
-    lone = [module for module, parts in modules.items() if parts.keys() == {"alpha"}]
-    unknown += [modules.pop(module)["alpha"] for module in sorted(lone)]
-    if not modules:
-        raise InputError(
-            f"{path}: no LoRA: none of its {len(list(file.names()))} keys ends in lora_A.weight, "
-            "lora_down.weight, hada_w1_a or lokr_w1"
-        )
-    halves = [m for m, parts in modules.items() if len({"up", "down"} & parts.keys()) == 1]
-    if halves := sorted(halves):
-        raise InputError(
-            f"{path}: {len(halves)} modules have only one half of their pair: {collapse(halves)}"
-        )
+    """Read the header, `alpha` tensors, and the config in the header or beside the file; of a
+    folder the one file in it. Raises InputError."""
+    file = TensorFile(lora_file(Path(path)))
+    modules, unknown = _modules(file)
+    ranks = {file.info(parts["down"]).shape[:1] for parts in modules.values() if "down" in parts}
+    config = read_config(file, {rank for (rank,) in filter(None, ranks)})
+    config.check(any("magnitude" in parts for parts in modules.values()))
+    # musubi-tuner's files for ComfyUI are made for its norm, which is the base weight's
+    base_norm = file.metadata.get("ss_network_module", "").startswith("networks.")
     changes: dict[str, Change] = {}
     skipped, keys = [], {}
     for module, parts in modules.items():
-        if _TEXT_PROJECTION.match(module):
+        names = {tensor: target(module, tensor) for tensor in ("weight", "bias")}
+        named, first = next(filter(None, names.values()), None), min(parts.values())
+        if named is None:
+            unknown += parts.values()
+            continue
+        if named.startswith(TEXT_PROJECTION):
             skipped.append(module)
             continue
-        target = module
-        if not module.startswith(_FLAT):
-            target = to_official("transformer", _TRANSFORMER.sub("", module) + ".weight")
-        change = change_of(file, module, parts, strength)
-        if not abs(change.scale) <= MAX_SCALE:  # nan is not
-            raise InputError(
-                f"{path}: scaled by {change.scale:g} at {module}, expected at most {MAX_SCALE:g}; "
-                "lower its strength"
-            )
-        first = min(parts.values())
-        if (other := keys.setdefault(target, first)) != first:
-            raise InputError(f"{path}: {other} and {first} both belong to {target}")
-        changes[target] = change
-    return Lora(Path(path), strength, file, changes, tuple(skipped), tuple(unknown))
+        stated = partial(config.scale, part_of(named), bare(module))
+        own_norm = base_norm and parts.get("magnitude", "").endswith("dora_scale")
+        for tensor, change in changes_of(file, module, parts, strength, stated, own_norm).items():
+            if not abs(change.scale) <= MAX_SCALE:  # nan is not
+                raise InputError(
+                    f"{path}: scaled by {change.scale:g} at {module}, expected at most "
+                    f"{MAX_SCALE:g}; lower its strength"
+                )
+            name = names[tensor] or f"{named.removesuffix('.weight')}.{tensor}"
+            if (other := keys.setdefault(name, first)) != first:
+                raise InputError(f"{path}: {other} and {first} both belong to {name}")
+            changes[name] = change
+    whole = tuple(f"{module}." for module in modules if target(module))
+    if unread := [key for key in unknown if key.startswith(whole)]:
+        raise InputError(
+            f"{path}: {collapse(unread)} belong to modules that are read and change them in a way "
+            f"that is not; {FORMS}"
+        )
+    if not changes:
+        first = min([*unknown, *skipped], default="no key")
+        raise InputError(f"{path}: no LoRA of LTX-2, its first key is {first}; {FORMS}")
+    made_by = writer(file.metadata, modules)
+    return Lora(Path(path), strength, file, changes, tuple(skipped), tuple(unknown), made_by)
 
 
-def _flat(name: str) -> str:
-    """The module of an official name as LyCORIS and kohya write it, behind a prefix."""
-    prefix, module = PARTS["transformer"].prefix, name.removesuffix(".weight")
-    return module.removeprefix(prefix).replace(".", "_")
+def _modules(file: TensorFile) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """The keys of every module by part, and those of no form that is read. Raises InputError."""
+    modules: dict[str, dict[str, str]] = {}
+    unknown = []
+    if not holds_lora(file.names()):
+        first = min(file.names(), default="absent")
+        raise InputError(f"{file.path}: no LoRA, its first key is {first}; {FORMS}")
+    for name in file.names():
+        if (key := parse(name)) is None:
+            unknown.append(name)
+            continue
+        other = modules.setdefault(key.module, {}).setdefault(key.part, name)
+        if other != name:
+            raise InputError(f"{file.path}: {other} and {name} are the same part of one module")
+    lone = [module for module, parts in modules.items() if parts.keys() == {"alpha"}]
+    unknown += [modules.pop(module)["alpha"] for module in sorted(lone)]
+    halves = [m for m, parts in modules.items() if len({"up", "down"} & parts.keys()) == 1]
+    if halves := sorted(halves):
+        raise InputError(
+            f"{file.path}: {len(halves)} modules have only one half of their pair: "
+            f"{collapse(halves)}"
+        )
+    return modules, unknown
 
 
 def reference_factors(paths: Iterable[Path]) -> tuple[int, int]:
@@ -190,15 +213,17 @@ def reference_factors(paths: Iterable[Path]) -> tuple[int, int]:
     return space, time
 
 
-def check_lora(lora: Lora, version: tuple[int, ...]) -> None:
+def check_lora(lora: Lora, version: tuple[int, ...], allow_partial: bool = False) -> None:
     """Raises InputError for a LoRA of an earlier release on LTX-2.5, or the other way round, if
-    both state theirs."""
+    both state theirs and that is not allowed."""
+    if allow_partial:
+        return
     own = version_tuple(lora.file.metadata.get("model_version"))
     if own and version and not of_version(own).goes_with(of_version(version)):
         words = [".".join(map(str, found)) for found in (own, version)]
         raise InputError(
             f"{lora.path}: a LoRA of LTX-{words[0]}, the model is LTX-{words[1]}; pass one of its "
-            "release"
+            "release, or --lora-allow-partial to merge what fits"
         )
 
 
@@ -273,40 +298,57 @@ class MergedSource:
                 "its strength"
             )
         self._changes: dict[str, list[tuple[Lora, Change]]] = {}
+        self.fitting: list[set[str]] = []  # tensors, of each LoRA
         self.merges = [self._match(lora, allow_partial) for lora in loras]
 
     def _match(self, lora: Lora, allow_partial: bool) -> Merge:
         names = set(self._source.names())
         changes = lora.on(names)
-        matched = [name for name in changes if name in names]
-        lost = [*(name for name in changes if name not in names), *lora.unknown]
-        if not matched:
+        own = {name: change.shape for name, change in changes.items() if name in names}
+        shapes = {name: tuple(self._source.info(name).shape) for name in own}
+        fitting = [name for name in own if own[name] == shapes[name]]
+        others = [name for name in own if own[name] != shapes[name]]
+        if others and not (allow_partial and fitting):
+            name = others[0]
             raise InputError(
-                f"{lora.path}: a LoRA of another model: none of its {len(changes)} modules is in "
-                "this one; pass one that was trained for it"
+                f"{lora.path}: it does not fit this model: it changes {name} as "
+                f"{list(own[name])}, the model has {list(shapes[name])}; pass one that was trained "
+                "for it"
             )
-        for name in matched:
-            own, shape = changes[name].shape, self._source.info(name).shape
-            if own != tuple(shape):
-                raise InputError(
-                    f"{lora.path}: a LoRA of another model: it changes {name} as {list(own)}, "
-                    f"this one has {list(shape)}; pass one that was trained for it"
-                )
+        if not changes:
+            words = " and ".join(PARTS[part].word for part in lora.parts)
+            raise InputError(f"{lora.path}: it changes the {words}, which was not found")
+        if not fitting:
+            raise InputError(
+                f"{lora.path}: none of its {len(changes)} tensors is in this model, the first is "
+                f"{min(changes)}; pass one that was trained for it"
+            )
+        lost = [*(name for name in changes if name not in fitting), *lora.unknown]
+        modules, merged = modules_of(changes), modules_of(fitting)
         if lost and not allow_partial:
             raise InputError(
                 f"{lora.path}: {len(lost)} keys match no weight: {collapse(lost)}; "
-                f"pass --lora-allow-partial to merge the other {len(matched)}/{len(changes)} "
+                f"pass --lora-allow-partial to merge the other {len(merged)}/{len(modules)} "
                 "modules"
             )
-        for name in matched:
+        self.fitting.append(set(fitting))
+        for name in fitting:
             if changes[name].scale != 0:
                 self._changes.setdefault(name, []).append((lora, changes[name]))
         return Merge(
-            str(lora.path), lora.strength, len(matched), len(changes), len(lora.skipped), lora.kind
-        )
+            str(lora.path), lora.strength, len(merged), len(modules), len(lora.skipped), lora.kind,
+            parts=frozenset(map(part_of, changes)),
+        )  # fmt: skip
 
     def names(self) -> Iterable[str]:
         return self._source.names()
+
+    def merges_into(self, read: Collection[str]) -> list[Merge]:
+        """The merges, counting only tensors that a network reads."""
+        return [
+            replace(merge, matched=len(modules_of(fitting & set(read))))
+            for merge, fitting in zip(self.merges, self.fitting, strict=True)
+        ]
 
     def touched(self) -> set[str]:
         """Names whose values differ from the source's."""
@@ -328,15 +370,20 @@ class MergedSource:
 
     def read(self, name: str, *cuts: Cut) -> Any:
         """The merged tensor, or a slice of it, for which only the slices of the LoRAs that reach it
-        are multiplied.
+        are multiplied, unless one of them is no sum of products: then it is cut at the end.
 
         What `merge` gives if LoRAs touch it, else the source's numpy view.
         """
-        weight = self._source.read(name, *cuts)
-        if name not in self._changes:
-            return weight
-        factors = [change.factors(lora.file, cuts) for lora, change in self._changes[name]]
-        return self._merge(weight, factors, self._dtype == BF16)
+        changes = self._changes.get(name, [])
+        if not changes:
+            return self._source.read(name, *cuts)
+        factors = [c.factors(lora.file, cuts) for lora, c in changes if isinstance(c, LowRank)]
+        if len(factors) == len(changes):
+            return self._merge(self._source.read(name, *cuts), factors, self._dtype == BF16)
+        weight = self._source.read(name).astype(np.float32)
+        for lora, change in changes:
+            weight = change.applied(lora.file, weight)
+        return cut(weight, *cuts).astype(self.info(name).dtype, copy=False)
 
 
 def merge_to_file(
@@ -345,23 +392,27 @@ def merge_to_file(
     tensor_names: Sequence[str],
     output: str | Path,
     dtype: str,
+    allow_partial: bool = False,
 ) -> list[Merge]:
-    """Write the named tensors, merged, under their official names as `dtype`; returns what was
-    merged."""
+    """Write the named tensors, merged, under their official names as `dtype`; returns the merges.
+    allow_partial: also merge LoRAs of another release, and those with keys that match nothing."""
     check_outputs([("--output", Path(output))], [*checkpoint.files, *(lora.path for lora in loras)])
     for lora in loras:
-        check_lora(lora, checkpoint.config.version)
-    merged = MergedSource(checkpoint.source("transformer"), loras, dtype)
+        check_lora(lora, checkpoint.config.version, allow_partial)
+    whole = checkpoint.source("transformer")
+    for part in ("text", "gemma"):
+        if part in checkpoint.sources:
+            whole = whole.joined(checkpoint.source(part), checkpoint.source(part).names())
+    merged = MergedSource(whole, loras, dtype, allow_partial=allow_partial)
 
     def home(name: str) -> TensorReader:
-        component = component_of(name)
-        source = merged if component == "transformer" else checkpoint.sources.get(component or "")
+        source = checkpoint.sources.get(part_of(name))
         if source is None or name not in set(source.names()):
             raise InputError(
                 f"{checkpoint.path}: no tensor {name}; `ltx2rt weights inspect --json` lists the "
                 "official names"
             )
-        return source
+        return merged if part_of(name) in ("transformer", "text", "gemma") else source
 
     sources = {name: home(name) for name in tensor_names}
     infos = {

@@ -5,6 +5,7 @@ Decides nothing about values or files.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from fractions import Fraction
 
@@ -17,9 +18,9 @@ from ltx2rt.weights.names import component_of
 Shapes = dict[str, dict[str, tuple[int, ...]]]  # component -> canonical name -> shape
 
 
-def networks(config: ModelConfig) -> Shapes:
-    """Tensors that the graphs read, each traced for a clip of 2x2x2 latents; without parts that the
-    config has not."""
+def networks(config: ModelConfig, rows: Collection[str] = tuple(CATALOG)) -> Shapes:
+    """Tensors that the graphs of these networks read, each traced for a clip of 2x2x2 latents;
+    without parts that the config has not."""
     video, found = config.video_vae, Shapes()
     size = 2 * video.space_factor
     clip = Geometry.of(config, size, size, video.time_factor + 1, Fraction(24))
@@ -27,7 +28,9 @@ def networks(config: ModelConfig) -> Shapes:
     graphs = [
         (row.parts, row.trace(config, row.sizes(config, clip, 1), "float32"))
         for row in CATALOG.values()
-        if row.name == row.rules and all(config.part(part) for part in row.parts)
+        if row.name in rows
+        and row.name == row.rules
+        and all(config.part(part) for part in row.parts)
     ]
     if config.gemma is None:
         tokens = max(config.text.video.num_registers, config.text.audio.num_registers)

@@ -18,6 +18,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.weights import configs
 from ltx2rt.weights.configs import diffusion_decoder, duration_head, latent_upsampler
 from ltx2rt.weights.configs.keys import ConfigSource, Keys
+from ltx2rt.weights.lora_keys import holds_lora
 
 CONNECTORS = (
     "model.diffusion_model.video_embeddings_connector.",
@@ -25,10 +26,6 @@ CONNECTORS = (
 )
 TEXT_PROJECTION = "text_embedding_projection."
 MAIN_KEY = "model.diffusion_model.transformer_blocks."
-LORA_KEY = re.compile(
-    r"\.(?:(?:lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.weight"
-    r"|alpha|hada_w[12]_[ab]|lokr_w[12](?:_[ab])?)$"
-)
 GEMMA_PREFIXES = ("model.", "language_model.model.", "model.language_model.", "")
 GEMMA_KEYS = (
     "layers.0.post_feedforward_layernorm.weight",
@@ -342,14 +339,12 @@ PARTS = {
             preset=duration_head.preset,
         ),
         Part(
-            "lora", "LoRA", "distilled_lora",
-            lambda h: bool(h.names) and all(LORA_KEY.search(name) for name in h.names),
-            mark=JOINT, source=False,
-            wanted=lambda pipeline: pipeline.distilled != "unused",
-        ),
-        Part(
             "main", "checkpoint", "", lambda h: any(name.startswith(MAIN_KEY) for name in h.names),
             source=False,
+        ),
+        Part(
+            "lora", "LoRA", "distilled_lora", lambda h: holds_lora(h.names), mark=JOINT, source=False,
+            wanted=lambda pipeline: pipeline.distilled != "unused",
         ),
     )
 }  # fmt: skip

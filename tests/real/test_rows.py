@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 from conftest import run_cli
 
-MODULES = ("clips",)
+MODULES = ("clips", "loras")
 ROWS = [row for module in MODULES for row in import_module(f"real.{module}").ROWS]
 
 

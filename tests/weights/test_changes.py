@@ -114,6 +114,104 @@ def test_merged_as_peft_merges_it(merged, config):
     assert np.abs(found - base.numpy()).max() > 0.01
 
 
+LORA = {"lora_A.weight": (3, IN), "lora_B.weight": (OUT, 3)}
+
+
+def pair(given):
+    """B @ A in float64."""
+    down, up = (value.astype(np.float64) for value in list(given.values())[:2])
+    return up @ down
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.6])
+@pytest.mark.parametrize("ending, shape, axis", [
+    ("dora_scale", (OUT, 1), 1), ("dora_scale", (1, IN), 0), ("lora_magnitude_vector", (OUT,), 1),
+    ("lora_magnitude_vector.default.weight", (OUT,), 1),
+])  # fmt: skip
+def test_dora_is_scaled_to_its_magnitudes(merged, ending, shape, axis, strength):
+    """Between W and the whole change at another strength. In slices, the norms are the whole
+    weight's."""
+    given = arrays(LORA | {ending: shape}, alpha=2.0)
+    moved = WEIGHT + 2 / 3 * pair(given)
+    magnitude = list(given.values())[2].astype(np.float64).reshape((-1, 1) if axis else (1, -1))
+    expected = magnitude * moved / np.linalg.norm(moved, axis=axis, keepdims=True)
+    expected = WEIGHT + strength * (expected - WEIGHT)
+    source = merged(given, strength)
+    np.testing.assert_allclose(source.read(Q), expected, atol=3e-6, rtol=0)
+    found = source.read(Q, (0, 5, 12), (1, 3, 8))
+    np.testing.assert_allclose(found, expected[5:12, 3:8], atol=3e-6, rtol=0)
+    assert "1/1 DoRA modules" in source.merges[0].line()
+
+
+@pytest.mark.parametrize("shapes", [LOHA, BOTH])
+def test_loha_and_lokr_are_decomposed_as_well(merged, shapes):
+    given = arrays(shapes | {"dora_scale": (OUT, 1)})
+    scale = given.pop(f"diffusion_model.{MODULE}.dora_scale")
+    moved = WEIGHT + delta(given)
+    expected = scale * moved / np.linalg.norm(moved, axis=1, keepdims=True)
+    given |= {f"diffusion_model.{MODULE}.dora_scale": scale}
+    np.testing.assert_allclose(merged(given).read(Q), expected, atol=3e-6, rtol=0)
+
+
+def test_musubis_export_is_divided_by_the_base_norm(tmp_path):
+    """It multiplies its magnitudes by |W| / |W + BA|, since ComfyUI divides by |W|."""
+    given = arrays(LORA | {"dora_scale": (OUT, 1)})
+    header = {"ss_network_module": "networks.lora_ltx2"}
+    write_arrays(tmp_path / "l.safetensors", given, header)
+    write_arrays(tmp_path / "base.safetensors", {Q: WEIGHT})
+    lora = open_lora(tmp_path / "l.safetensors")
+    found = MergedSource(TensorFile(tmp_path / "base.safetensors"), [lora], "float32").read(Q)
+    scale = list(given.values())[2] / np.linalg.norm(WEIGHT, axis=1, keepdims=True)
+    np.testing.assert_allclose(found, scale * (WEIGHT + pair(given)), atol=3e-6, rtol=0)
+
+
+def test_differences_and_whole_tensors_of_any_shape(tmp_path):
+    module, norm = (
+        f"model.diffusion_model.{MODULE}",
+        "model.diffusion_model.transformer_blocks.0.attn1.q_norm",
+    )
+    table = "model.diffusion_model.transformer_blocks.0.scale_shift_table"
+    bias, out = np.arange(OUT, dtype=np.float32), "model.diffusion_model.proj_out"
+    base = {
+        Q: WEIGHT, f"{module}.bias": bias, f"{norm}.weight": bias, table: WEIGHT, f"{out}.weight": WEIGHT,
+        f"{out}.bias": bias,
+    }  # fmt: skip
+    rng = np.random.default_rng(2)
+    given = arrays(LORA)
+    matrix, vector = rng.standard_normal((OUT, IN)), rng.standard_normal(OUT)
+    named = {
+        f"diffusion_model.{MODULE}.diff_b": vector, f"{norm}.w_norm": vector, f"{table}.diff": matrix,
+        f"{out}.weight": matrix,
+    }  # fmt: skip
+    write_arrays(
+        tmp_path / "l.safetensors",
+        given | {name: value.astype(np.float32) for name, value in named.items()},
+    )
+    write_arrays(tmp_path / "base.safetensors", base)
+    lora = open_lora(tmp_path / "l.safetensors", 0.5)
+    source = MergedSource(TensorFile(tmp_path / "base.safetensors"), [lora], "float32")
+    expected = {
+        Q: WEIGHT + 0.5 * pair(given), f"{module}.bias": bias + 0.5 * vector, f"{norm}.weight": bias + 0.5 * vector,
+        table: WEIGHT + 0.5 * matrix, f"{out}.weight": (WEIGHT + matrix) / 2,
+    }  # fmt: skip
+    assert source.touched() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(source.read(name), value, atol=2e-6, rtol=0, err_msg=name)
+    assert (source.merges[0].matched, source.merges[0].kind) == (4, "LoRA and difference")
+
+
+def test_loras_of_several_kinds_are_merged_in_their_order(tmp_path):
+    first, second = arrays(LORA), arrays(LORA | {"dora_scale": (OUT, 1)})
+    for name, given in (("a", first), ("b", second)):
+        write_arrays(tmp_path / f"{name}.safetensors", given)
+    write_arrays(tmp_path / "base.safetensors", {Q: WEIGHT})
+    loras = [open_lora(tmp_path / f"{name}.safetensors") for name in "ab"]
+    found = MergedSource(TensorFile(tmp_path / "base.safetensors"), loras, "float32").read(Q)
+    moved = WEIGHT + pair(first) + pair(second)
+    scale = list(second.values())[2] / np.linalg.norm(moved, axis=1, keepdims=True)
+    np.testing.assert_allclose(found, scale * moved, atol=3e-6, rtol=0)
+
+
 def test_bfloat16_is_rounded_once_behind_the_product(merged):
     given, base = arrays(LOHA, dtype=ml_dtypes.bfloat16), WEIGHT.astype(ml_dtypes.bfloat16)
     x = [value.astype(np.float32) for value in given.values()]
@@ -123,13 +221,15 @@ def test_bfloat16_is_rounded_once_behind_the_product(merged):
 
 
 @pytest.mark.parametrize("more, says", [
-    ({"hada_t1": np.zeros((3, 3, 1, 1))}, "hada_t1 is of a convolution or of DoRA"),
-    ({"lokr_t2": np.zeros((3, 3, 1, 1))}, "lokr_t2 is of a convolution or of DoRA"),
-    ({"dora_scale": np.zeros((OUT, 1))}, "dora_scale is of a convolution or of DoRA"),
+    ({"hada_t1": np.zeros((3, 3, 1, 1))}, "hada_t1 belong to modules that are read"),
+    ({"oft_blocks": np.zeros((3, 3))}, "oft_blocks belong to modules that are read"),
+    ({"lora_mid.weight": np.zeros((3, 3))}, "lora_mid.weight belong to modules that are read"),
+    ({"dora_scale": np.zeros((3, 1))}, r"dora_scale is \[3, 1\], expected \[12\], \[12, 1\] or \[1, 10\]"),
+    ({"diff": np.zeros((OUT, IN))}, "change one weight in several ways"),
     ({"hada_w2_b": np.zeros((5, IN))}, r"\[5, 10\] and .*hada_w2_a \[12, 4\] are no pair"),
     ({"hada_w2_b": np.zeros((4, 9))}, r"are \[12, 10\] and \[12, 9\], expected one shape"),
     ({"lokr_w1": np.zeros((3, 2))}, "is no whole LoRA, LoHa or LoKr"),
-    ({"hada_w1_a": np.zeros((OUT, 3), ml_dtypes.float8_e4m3fn)}, "hada_w1_a is float8_e4m3fn, expected"),
+    ({"hada_w1_a": np.zeros((OUT, 3), np.int8)}, "hada_w1_a is int8, expected"),
 ])  # fmt: skip
 def test_broken_files_are_refused(tmp_path, more, says):
     given = arrays(LOHA)
@@ -140,7 +240,9 @@ def test_broken_files_are_refused(tmp_path, more, says):
 
 
 def test_one_of_another_model_is_refused(merged):
-    with pytest.raises(InputError, match=r"another model: it changes .*to_q.weight as \[15, 10\]"):
+    with pytest.raises(
+        InputError, match=r"does not fit this model: it changes .*to_q.weight as \[15, 10\]"
+    ):
         merged(arrays(WHOLE | {"lokr_w2": (5, 5)}))
 
 

@@ -63,8 +63,14 @@ def test_parts_are_told_apart(tiny):
     assert counts == {"gemma": 95, "text": 4, "assets": 5}
     assert inspect_path(newest)["family"] == "LTX-2.5" and inspect_path(newest)["missing"] == []
     lora = inspect_path(folder / "tiny-2.0-distilled-lora.safetensors")
-    assert "110 modules: 110 of rank 8; 1 of the text projection" in format_inspection(lora)
-    assert lora["modules"] == 110 and lora["ranks"] == {"8": 110} and len(lora["skipped"]) == 1
+    assert "110 modules of the transformer, rank 8, alpha 8\n  1 not used" in format_inspection(
+        lora
+    )
+    facts = {name: lora[name] for name in ("kind", "modules", "rank", "alpha", "parts", "unused")}
+    assert facts == {
+        "kind": "LoRA", "modules": 110, "rank": 8, "alpha": 8, "parts": ["transformer"],
+        "unused": ["text_embedding_projection.aggregate_embed"],
+    }  # fmt: skip
     vae = inspect_path(tiny("tiny-2.0", "diffusers") / "vae")
     assert vae["kind"] == "diffusers component (video_vae)"
     assert inspect_path(folder / "gemma-3" / "model.safetensors")["kind"] == "text encoder"

@@ -1,0 +1,166 @@
+"""The strength that a LoRA's own config gives it, where no `alpha` tensor does.
+
+Such a config is PEFT's: `adapter_config.json` beside the file, as PEFT and diffusion-pipe write it,
+or JSON in the header, as diffusers (`lora_adapter_metadata`, each key behind the name of a part)
+and finetrainers (`lora_config`) do. kohya's `ss_network_alpha` counts for nothing: its loaders take a
+file without `alpha` tensors at alpha = rank, and its converters have multiplied them in.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ltx2rt.errors import InputError
+from ltx2rt.weights.configs.keys import Keys, parse_json
+from ltx2rt.weights.files import TensorFile
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_MODEL = "adapter_model.safetensors"
+FILES = (ADAPTER_MODEL, "pytorch_lora_weights.safetensors")  # written by PEFT, by diffusers
+_PREFIX = {"transformer": "transformer", "text": "connectors", "gemma": "text_encoder"}
+# Settings of PEFT that change what the tensors mean, and values that leave it as it is.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "fan_in_fan_out": (False,),
+    "use_qalora": (False,),
+    "use_bdlora": (False, None),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "arrow_config": (None,),
+}
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of init_lora_weights
+ALPHA = {"LORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha"}  # by peft_type
+
+
+@dataclass(frozen=True)
+class Config:
+    """The configs of a file: by the part that they are for, or one for all (an empty name)."""
+
+    parts: Mapping[str, Keys]
+
+    def of(self, part: str) -> Keys | None:
+        """The config of a part of the checkpoint ("transformer", "text", "gemma")."""
+        own = self.parts.get(_PREFIX.get(part, part), self.parts.get(""))
+        strange = [keys for name, keys in self.parts.items() if name not in ("", *_PREFIX.values())]
+        return strange[0] if own is None and part == "transformer" and strange else own
+
+    def scale(self, part: str, module: str, rank: int) -> float | None:
+        """alpha / r, or alpha / sqrt(r), of a module; None without a config of its part.
+
+        module: its name in the file, which patterns are matched with; rank: of its tensors, 0 for
+        LoHa and LoKr, which take the config's. Raises InputError.
+        """
+        if (keys := self.of(part)) is None:
+            return None
+        kind = str(keys.get("peft_type", None) or "LORA").upper()
+        found = _by_module(keys, "rank_pattern", module, "r")
+        found = keys.get("rank", None) if found is None else found  # as finetrainers has it
+        r = _number(keys, "r", rank if found is None else found)
+        if rank and r != rank:
+            raise InputError(
+                f"{keys.where}: r is {r:g} for {module}, its tensors have rank {rank}; pass the "
+                "config that belongs to the file, or take it away"
+            )
+        alpha = _by_module(keys, "alpha_pattern", module, ALPHA[kind])
+        alpha = _number(keys, ALPHA[kind], r if alpha is None else alpha)
+        return alpha / (math.sqrt(r) if keys.get("use_rslora", False) else r)
+
+    def check(self, has_magnitudes: bool) -> None:
+        """Raises InputError for settings that change what the tensors mean and are not read."""
+        for keys in self.parts.values():
+            kind = str(keys.get("peft_type", None) or "LORA").upper()
+            if kind not in ALPHA:
+                raise InputError(
+                    f"{keys.where}: peft_type {kind[:40]}, read are {', '.join(ALPHA)}"
+                )
+            for name, plain in _PLAIN.items():
+                if (value := keys.get(name, plain[0])) not in plain:
+                    raise InputError(f"{keys.where}: {name} = {value!r:.80}, which is not read")
+            begun = str(keys.get("init_lora_weights", True)).lower()
+            if begun.startswith(_CHANGES_BASE):
+                raise InputError(
+                    f"{keys.where}: init_lora_weights is {begun[:40]!r}, which changes the weights "
+                    "that the LoRA goes with; convert it by PEFT's save_pretrained with "
+                    "path_initial_model_for_weight_conversion"
+                )
+            if keys.get("use_dora", False) and not has_magnitudes:
+                raise InputError(
+                    f"{keys.where}: use_dora, but no tensor ends in lora_magnitude_vector; pass "
+                    "the complete file"
+                )
+
+
+def lora_file(path: Path) -> Path:
+    """The file itself, or the one in a folder that PEFT, diffusers or diffusion-pipe wrote. Raises
+    InputError."""
+    if not path.is_dir():
+        return path
+    found = sorted(path.glob("*.safetensors"))
+    chosen = [path / name for name in FILES if path / name in found][:1] or found
+    if len(chosen) != 1:
+        inside = sorted(path.glob("*/*.safetensors"))
+        listed = ", ".join(map(str, found or inside[:8])) or "none"
+        raise InputError(f"{path}: expected one LoRA in the folder, found {listed}; pass a file")
+    return chosen[0]
+
+
+def read_config(file: TensorFile, ranks: set[int]) -> Config:
+    """The config in the header, else in the folder, which is taken for a file of another name than
+    PEFT's only if its rank is the file's. Raises InputError."""
+    for key, text in file.metadata.items():
+        if text[:1] == "{" and re.search(r'"(?:[\w.]*\.)?lora_alpha"', text):
+            return _config(parse_json(text, f"{file.path}: {key}"))
+    if _states(file.metadata):
+        alpha, rank = (float(file.metadata[key]) for key in ("lora_alpha", "lora_rank"))
+        if ranks == {int(rank)}:
+            return Config({"": Keys({"r": rank, "lora_alpha": alpha}, f"{file.path}: lora_alpha")})
+    beside = file.path.parent / ADAPTER_CONFIG
+    if beside.is_file():
+        config = _config(parse_json(beside.read_bytes(), str(beside)))
+        own = file.path.name == ADAPTER_MODEL or not (beside.parent / ADAPTER_MODEL).exists()
+        fits = any(keys.get("r", 0) in ranks for keys in config.parts.values())
+        if file.path.name == ADAPTER_MODEL or (own and fits):
+            return config
+    return Config({})
+
+
+def _states(metadata: Mapping[str, str]) -> bool:
+    """Whether the header has alpha and rank as plain numbers."""
+    return all(
+        re.fullmatch(r"\d+(?:\.\d+)?", metadata.get(key, "")) for key in ("lora_alpha", "lora_rank")
+    )
+
+
+def _config(keys: Keys) -> Config:
+    parts: dict[str, dict[str, Any]] = {}
+    for key, value in keys.data.items():
+        prefix, _, name = str(key).rpartition(".")
+        parts.setdefault(prefix, {})[name] = value
+    return Config({prefix: Keys(found, keys.where) for prefix, found in parts.items()})
+
+
+def _by_module(keys: Keys, pattern: str, module: str, default: str) -> Any:
+    """The value of the first pattern that ends the module's name, as PEFT matches them."""
+    found = keys.get(pattern, None) or {}
+    if not isinstance(found, Mapping):
+        raise InputError(f"{keys.where}: {pattern} is {json.dumps(found)[:80]}, expected an object")
+    for key, value in found.items():
+        try:
+            if re.match(rf"(.*\.)?({key})$", module):
+                return value
+        except re.error as error:
+            raise InputError(f"{keys.where}: {pattern}: {key[:80]!r} is no pattern") from error
+    return keys.get(default, None)
+
+
+def _number(keys: Keys, name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+        raise InputError(f"{keys.where}: {name} = {value!r:.80}, expected a positive number")
+    return float(value)

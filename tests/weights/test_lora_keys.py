@@ -1,0 +1,55 @@
+"""Every ending that trainers write is a part of a change."""
+
+import pytest
+
+from ltx2rt.weights.lora_keys import Key, holds_lora, parse, writer
+
+MODULE = "transformer_blocks.0.attn1.to_q"
+ENDINGS = {
+    "down": [
+        ".lora_A.weight", ".lora_A.default.weight", ".lora_A.my-style.weight", ".lora_A", ".lora_down.weight",
+        ".lora.down.weight", "_lora.down.weight", ".lora_linear_layer.down.weight", ".lora_A.default",
+    ],
+    "up": [
+        ".lora_B.weight", ".lora_B.default.weight", ".lora_B", ".lora_up.weight", ".lora.up.weight",
+        "_lora.up.weight",
+    ],
+    "up_bias": [".lora_B.bias", ".lora_B.default.bias", ".lora_up.bias"],
+    "alpha": [".alpha", ".lora_alpha", ".network_alpha"],
+    "magnitude": [
+        ".dora_scale", ".lora_magnitude_vector", ".lora_magnitude_vector.weight", ".magnitude",
+        ".lora_magnitude_vector.default.weight", ".lora_magnitude_vector.default",
+    ],
+    "diff": [".diff", ".w_norm"], "diff_b": [".diff_b", ".b_norm"],
+    "whole": [".set_weight", ".weight", ".modules_to_save.default.weight"], "whole_b": [".bias", ".base_layer.bias"],
+    "hada_w1_a": [".hada_w1_a", ".hada_w1_a.default"], "lokr_w2_b": [".lokr_w2_b"], "lokr_w1": [".lokr_w1"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", ENDINGS)
+def test_every_ending_is_read(part):
+    for ending in ENDINGS[part]:
+        assert parse(MODULE + ending) == Key(MODULE, part), ending
+
+
+@pytest.mark.parametrize("ending", [".oft_blocks", ".hada_t1", ".lokr_t2", ".initial_norm", ""])
+def test_others_are_none(ending):
+    assert parse(f"{MODULE}{ending}") is None
+
+
+def test_a_checkpoint_holds_no_lora():
+    names = [f"model.diffusion_model.{MODULE}.weight", "vae.decoder.norm.bias", "a"]
+    assert not holds_lora(names)
+    for ending in (".lora_A.weight", ".diff", ".w_norm", ".lokr_w1", ".dora_scale"):
+        assert holds_lora([*names, f"{MODULE}{ending}"]), ending
+
+
+@pytest.mark.parametrize("metadata, names, expected", [
+    ({"ss_network_module": "networks.lora_ltx2"}, [], "musubi-tuner"),
+    ({"ss_network_module": "networks.lora"}, [], "kohya"),
+    ({"ss_network_module": "lycoris.kohya"}, [], "LyCORIS"), ({"lora_adapter_metadata": "{}"}, [], "diffusers"),
+    ({"lora_config": "{}"}, [], "finetrainers"), ({"software": '{"name": "ai-toolkit"}'}, [], "ai-toolkit"),
+    ({"ltx2rt": "{}"}, [], "ltx2rt"), ({}, ["lycoris_proj_out"], "LyCORIS"), ({}, ["proj_out"], ""),
+])  # fmt: skip
+def test_the_writer_is_known_by_header_and_keys(metadata, names, expected):
+    assert writer(metadata, names) == expected
