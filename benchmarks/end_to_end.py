@@ -253,9 +253,7 @@ def _measure(session: Session, plan: Plan, args: argparse.Namespace) -> dict[str
         "mesh": dict(backend.mesh),
         "profile": session.placement.profile.name,
         "compile": options.compile,
-        "stage_weights": options.stage_weights,
         "memory": session.memory_line(plan.stages) or session.memory_mode,
-        "text_encoder_offload": options.text_encoder_offload,
         "paper_step_s": by_datasheet(session, plan, device.name),
     }
 
@@ -342,8 +340,6 @@ def main(argv: list[str] | None = None) -> dict:
         "weights_dtype",
         "compile",
         "profile",
-        "text_encoder_offload",
-        "stage_weights",
         "max_memory",
     )
     add_flags(parser, ModelOptions, only=model)
@@ -362,11 +358,8 @@ def main(argv: list[str] | None = None) -> dict:
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON")
     args = parser.parse_args(argv)
-    moving = "text_encoder_offload" in args or getattr(args, "stage_weights", "") == "reload"
-    if args.peer and (moving or "WORLD_SIZE" in os.environ):
-        parser.error(
-            "--peer shares resident weights of one device; leave offload, reload and torchrun out"
-        )
+    if args.peer and "WORLD_SIZE" in os.environ:
+        parser.error("--peer shares the weights of one device; leave torchrun out")
     return measure(args)
 
 

@@ -21,7 +21,7 @@
 #
 # FLAGs go to a part's benchmark (all takes none), after those of the part: `stages --device cpu --preset tiny-2.3 --width 128 ...` runs anywhere.
 # Needs Python 3.11 or later with torch, numpy, ml_dtypes, safetensors, tokenizers and tqdm; nothing is downloaded.
-# On a GPU of less than 120 GB (GPU_GB, by default what it has) whole requests run with --text-encoder-offload and --stage-weights reload.
+# On a GPU of less than 120 GB (GPU_GB, by default what it has) --memory auto decides how whole requests keep weights.
 # WHEELS: a folder of wheels to install first. OUT: where JSON goes (default: benchmarks/results/gpu). PYTHON: which one.
 # MODEL: a checkpoint. COMMIT: recorded where there is no git. Each command ends within LIMIT_S (480) and leaves the JSON of what it had
 # finished, the tests leave tests.txt and tests.xml.
@@ -70,12 +70,12 @@ has() { "$PYTHON" -c "import $1" 2>/dev/null; }
 skip() { echo "skipped $part: $*"; exit 0; }
 limited() { timeout --kill-after=10 "$LIMIT_S" "$@"; }
 benchmark() { limited "$PYTHON" -m "benchmarks.$1" "${@:2}"; }
-end_to_end() { benchmark end_to_end --output "$OUT/$part.json" ${fitting[@]+"${fitting[@]}"} "$@"; }
+end_to_end() { benchmark end_to_end --output "$OUT/$part.json" "$@"; }
 
-# Without them a full-size request in bfloat16 wants 110 GB of one GPU, with them 43 (ltx2rt plan).
+# A full-size request in bfloat16 keeps all weights in 110 GB of one GPU (ltx2rt plan).
 gb=${GPU_GB:-$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_properties(0).total_memory // 10**9)' 2>/dev/null || echo 0)}
-fitting=()
-[ "$gb" = 0 ] || [ "$gb" -ge 120 ] || fitting=(--text-encoder-offload --stage-weights reload)
+holds_all=1
+[ "$gb" = 0 ] || [ "$gb" -ge 120 ] || holds_all=0
 
 case $part in
   env)
@@ -124,16 +124,16 @@ case $part in
   end-to-end) end_to_end --device cuda --repeats 3 "$@" ;;
   peer)
     has diffusers || skip "diffusers is not installed; give its wheel with WHEELS"
-    [ ${#fitting[@]} = 0 ] || skip "both keep everything resident, which does not fit in $gb GB"
+    [ $holds_all = 1 ] || skip "both keep everything resident, which does not fit in $gb GB"
     end_to_end --device cuda --repeats 3 --peer diffusers "$@"
     ;;
   memory)
     peak() { benchmark end_to_end --device cuda --steps 5 --repeats 1 --output "$OUT/memory-$1.json" "${@:2}"; }
     status=0 # what is too large for this device leaves the others to be measured
-    [ ${#fitting[@]} = 0 ] || echo "memory: everything resident does not fit in $gb GB; left out"
-    [ ${#fitting[@]} != 0 ] || peak resident "$@" || status=$?
-    peak offload --text-encoder-offload "$@" || status=$?
-    peak reload --text-encoder-offload --stage-weights reload "$@" || status=$?
+    [ $holds_all = 1 ] || echo "memory: everything resident does not fit in $gb GB; left out"
+    [ $holds_all = 0 ] || peak resident "$@" || status=$?
+    peak 90 --max-memory 90 "$@" || status=$?
+    peak 60 --max-memory 60 "$@" || status=$?
     exit "$status"
     ;;
   stream)

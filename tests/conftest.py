@@ -349,6 +349,19 @@ def generate(tmp_path_factory) -> Callable[..., Run]:
     return call
 
 
+@pytest.fixture
+def kept(monkeypatch) -> Callable[..., None]:
+    """kept(**residence): every run keeps its weights like this, whatever there is room for."""
+    from ltx2rt.session.session import Session
+    from ltx2rt.session.weights import Residence
+
+    def call(**how: Any) -> None:
+        way = Residence(**how)
+        monkeypatch.setattr(Session, "_ways", lambda self, stages: [(self.asked, way)])
+
+    return call
+
+
 @pytest.fixture(scope="session")
 def generate_on_both(tmp_path_factory) -> Callable[..., tuple[Run, Run]]:
     """generate_on_both(model, *flags) -> (cuda, tpu), each in a process of its own, side by

@@ -94,7 +94,7 @@ def test_what_the_command_line_refuses_is_refused_in_the_same_words(
         lambda: session.generate("x", width="wide"),
         lambda: ltx2rt.open("/nowhere", backend="cuda"),
         lambda: ltx2rt.open(model, backend="metal"),
-        lambda: ltx2rt.open(model, backend="cuda", stage_weights="none"),
+        lambda: ltx2rt.open(model, backend="cuda", memory="none"),
     ):
         with pytest.raises(ltx2rt.InputError):
             call()
@@ -137,7 +137,7 @@ def test_a_value_of_the_wrong_type_is_refused_and_names_its_flag(session, given)
         {"mesh": {"tensor": "two"}},
         {"mesh": {"tensors": 2}},
         {"mesh": 2},
-        {"text_encoder_offload": "no"},
+        {"compile": "no"},
         {"backend": None},
         {"max_memory": "much"},
     ],

@@ -93,9 +93,8 @@ def test_every_flag_arrives():
         "--audio-cfg 2"
         " --video-stg 3 --audio-stg 4 --video-modality 5 --audio-modality 6 --video-rescale 7"
         " --audio-rescale 8 --stg-blocks 1,2 --guidance-interval 0.2 0.9"
-        " --audio-from stage1 --cross-timestep-rule B --dtype float32 --device cpu "
-        "--stage-weights reload"
-        " --text-encoder-offload --vae-tiling off --layers unrolled --compile --warmup "
+        " --audio-from stage1 --cross-timestep-rule B --dtype float32 --device cpu"
+        " --vae-tiling off --layers unrolled --compile --warmup "
         "--max-memory 3.5"
         " --video-vae vv --audio-vae av --duration-head dh --video-decoder diffusion"
         " --weights-dtype float8 --auto-duration 2 3 --num-generated-keyframes 3"
@@ -106,7 +105,7 @@ def test_every_flag_arrives():
         "cuda", Path("m"), Path("g"), Path("vv"), Path("av"), Path("u"), Path("v"), Path("dh"),
         LoraSpec(Path("d"), 0.5),
         (LoraSpec(Path("a")), LoraSpec(Path("b"), 2.0), LoraSpec(Path("c"), 0.5, "stage2")),
-        True, "unmerged", "float32", "float8", "cpu", "B", "reload", True, "off", "unrolled", True,
+        True, "unmerged", "float32", "float8", "cpu", "B", "off", "unrolled", True,
         max_memory=3.5, video_decoder="diffusion", offline=True,
     )  # fmt: skip
     images = (ImageSpec(Path("i.png"), 0), ImageSpec(Path("j.png"), 8, 0.5))

@@ -118,8 +118,6 @@ def flags(to: Any) -> None:
         "memory",
         "max_memory",
         "host_memory",
-        "stage_weights",
-        "text_encoder_offload",
         "video_decoder",
         "vae_tiling",
     )

@@ -239,17 +239,6 @@ class ModelOptions(PartFiles):
         group="sampling",
         choices=("A", "B", "C"),
     )
-    stage_weights: str = flag(
-        "resident",
-        "keep all stages' weights on the device, or reload them, for less memory",
-        group=MEMORY,
-        choices=("resident", "reload"),
-    )
-    text_encoder_offload: bool = flag(
-        False,
-        "free the text encoder's device memory once the prompt is encoded",
-        group=MEMORY,
-    )
     vae_tiling: str = flag(
         "auto",
         "decode the video in tiles that fit the memory, or in one piece (off)",

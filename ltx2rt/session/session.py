@@ -218,11 +218,10 @@ class Session:
         self.weights.free(*self._left(stage))
 
     def _left(self, stage: Needing) -> list[WeightsKey]:
-        offload = self.options.text_encoder_offload
-        encoder = [
-            c.weights for c in stage.needs(self.config) if offload and c.network == "text-encoder"
-        ]
-        return list(dict.fromkeys([*encoder, *self.weights.residence.leave.get(stage.name, ())]))
+        kept = self.weights.residence
+        calls = stage.needs(self.config) if kept.offload else ()
+        encoder = [call.weights for call in calls if call.network == "text-encoder"]
+        return list(dict.fromkeys([*encoder, *kept.leave.get(stage.name, ())]))
 
     def close(self) -> None:
         """Let go of everything that is on the device."""
@@ -296,7 +295,7 @@ class Session:
         siblings = [key for key in here if network_of(key) == network_of(call.weights)]
         if call.weights in here:
             return
-        if self.options.stage_weights == "reload":
+        if self.weights.residence.reload:
             for key in siblings:
                 del here[key]
             siblings = []
@@ -390,7 +389,7 @@ class Session:
         loaded that do not stay on the device, at the rate of the link to the host."""
         waits_s = sum(c.steps * c.waits_s(kind) for c in self.costs(stages))
         calls = {call.weights: call for stage in stages for call in stage.needs(self.config)}
-        if self.options.stage_weights != "reload":
+        if not self.weights.residence.reload:
             calls = {left: calls[left] for stage in stages for left in self._left(stage)}
         loaded = sum(weight_bytes([self.graph(call)]) for call in calls.values())
         return waits_s + loaded / kind.host_bytes_per_s
@@ -400,12 +399,12 @@ class Session:
         """How weights are kept: resident, reloaded for each stage, or streamed."""
         if self.weights.residence.streams:
             return "streamed"
-        return "resident" if self.options.stage_weights == "resident" else "reload"
+        return "reload" if self.weights.residence.reload else "resident"
 
     def memory_line(self, stages: Sequence[Needing]) -> str:
         """One line about weights that do not stay on the device; empty if all do."""
         said = []
-        if self.options.stage_weights == "reload" != self.asked.stage_weights:
+        if self.weights.residence.reload:
             said.append("weights are freed once they are used")
         networks = {network_of(c.weights): c for stage in stages for c in stage.needs(self.config)}
         if any(map(self.weights.packed, networks.values())):
@@ -467,8 +466,7 @@ class Session:
         leave = {
             name: tuple(key for key in last if last[key] == name) for name in set(last.values())
         }
-        yield replace(self.asked, text_encoder_offload=True), Residence()
-        tight = replace(self.asked, text_encoder_offload=True, stage_weights="reload")
+        yield self.asked, Residence(offload=True)
         streams, number = {}, 0  # number: the transformer's layers, at most
         if self.asked.layers != "unrolled":
             networks = {network_of(c.weights): c for _, c in calls}
@@ -481,11 +479,12 @@ class Session:
             number = sizes.get("transformer", 0)
         keeps = any(self._keeps(call) for _, call in calls)
         for keep_bytes in (None, 0) if keeps else (None,):
-            yield tight, Residence({}, leave, keep_bytes)
+            tight = Residence({}, leave, keep_bytes, offload=True, reload=True)
+            yield self.asked, tight
             if streams:
-                yield tight, Residence(streams, leave, keep_bytes)
+                yield self.asked, replace(tight, streams=streams)
             for moved in range(1, number + 1):
-                yield tight, Residence({**streams, "transformer": moved}, leave, keep_bytes)
+                yield self.asked, replace(tight, streams={**streams, "transformer": moved})
 
     def _keeps(self, call: Call) -> bool:
         """Whether blocks compute something of the call once for all steps."""
@@ -558,9 +557,6 @@ class Session:
         """
         tries: list[tuple[str, dict[str, Any]]] = []
         if self.asked.memory == "resident":
-            offload, reload = {"text_encoder_offload": True}, {"stage_weights": "reload"}
-            tries += [("--text-encoder-offload", offload), ("--stage-weights reload", reload)]
-            tries += [("--text-encoder-offload --stage-weights reload", offload | reload)]
             tries += [("--memory auto", {"memory": "auto"})]
         if self.asked.weights_dtype != ADVISED:
             tries += [(f"--weights-dtype {ADVISED}", {"weights_dtype": ADVISED})]

@@ -38,7 +38,8 @@ HOST_SHARE = 0.1  # share of the host's memory that is left alone
 
 @dataclass(frozen=True)
 class Residence:
-    """How a run keeps weights. streams: by network, how many pieces of it are streamed; leave: sets
+    """How a run keeps weights. offload: the text encoder leaves once the prompts are encoded;
+    reload: of each network one set at a time. streams: by network, how many pieces of it are streamed; leave: sets
     that are freed behind a stage, by its name, because no later one reads them. keep_bytes: for
     what blocks compute once for all steps, as of `hoist`. road: of pieces that it streams and that
     no earlier run has left."""
@@ -47,6 +48,8 @@ class Residence:
     leave: Mapping[str, tuple[WeightsKey, ...]] = field(default_factory=dict)
     keep_bytes: int | None = None
     road: str = PINNED
+    offload: bool = False
+    reload: bool = False
 
     def number(self, key: WeightsKey) -> int:
         """How many pieces of the set are streamed."""
@@ -259,7 +262,7 @@ class WeightStore:
             self._make_host_room(
                 sum(size for piece, size in pieces(graph).items() if piece in streamed)
             )
-        if self.options.stage_weights == "reload":
+        if self.residence.reload:
             if kept and siblings:
                 self._park(siblings[0])
                 left = dict(self.held.pop(siblings.pop(0)).weights)  # its memory is taken over

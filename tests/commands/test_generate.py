@@ -318,18 +318,19 @@ def test_recorded_noise_reproduces_the_run(base, run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags",
+    "flags, how",
     [
-        pytest.param(["--warmup"], marks=pytest.mark.long),
-        ["--warmup", "--stage-weights", "reload"],
-        ["--text-encoder-offload"],
-        ["--vae-tiling", "off"],
+        pytest.param(["--warmup"], {}, marks=pytest.mark.long),
+        (["--warmup"], {"reload": True}),
+        ([], {"offload": True}),
+        (["--vae-tiling", "off"], {}),
     ],
-    ids=" ".join,
+    ids=str,
 )
-def test_flags_that_only_say_how_change_no_bit(flags, base, run):
+def test_how_a_run_is_made_changes_no_bit(flags, how, base, run, kept):
     """A warm-up runs both stages first, so the run after it sees stage-1 weights that stage 2 has
     passed by."""
+    kept(**how)
     found = run(*flags)
     assert_bitwise(found, base)
     assert (found.report["warmup_s"] > 0) == ("--warmup" in flags)
@@ -385,26 +386,29 @@ def test_unrolled_layers_agree(base, run):
         assert relative_l2(found.latents[name], base.latents[name]) <= 1e-5, name
 
 
-@pytest.mark.parametrize("weights", [pytest.param("resident", marks=pytest.mark.long), "reload"])
-def test_a_lora_for_one_stage_leaves_the_other_alone(weights, base, run, user_lora):
-    late = run("--lora", f"{user_lora}:0.5:stage2", "--stage-weights", weights)
+@pytest.mark.parametrize("reload", [pytest.param(False, marks=pytest.mark.long), True])
+def test_a_lora_for_one_stage_leaves_the_other_alone(reload, base, run, user_lora, kept):
+    kept(reload=reload)
+    late = run("--lora", f"{user_lora}:0.5:stage2")
     assert_bitwise(late, base, stage(base, "stage1"))
     assert (
         relative_l2(late.latents["stage2.video.steps"], base.latents["stage2.video.steps"]) > 1e-3
     )
     assert late.stderr.count("merged 130/130 modules") == 2
-    early = run("--lora", f"{user_lora}:0.5:stage1", "--stage-weights", weights)
+    early = run("--lora", f"{user_lora}:0.5:stage1")
     assert (
         relative_l2(early.latents["stage1.video.steps"], base.latents["stage1.video.steps"]) > 1e-3
     )
 
 
 @pytest.mark.long
-def test_reloaded_weights_equal_resident_ones(run, user_lora):
+def test_reloaded_weights_equal_resident_ones(run, user_lora, kept):
     flags = ("--lora", f"{user_lora}:0.5", "--pipeline", "two-stage", "--num-frames", 9)
-    assert_bitwise(
-        run(*flags, "--stage-weights", "reload"), run(*flags, "--stage-weights", "resident")
-    )
+    found = []
+    for reload in (True, False):
+        kept(reload=reload)
+        found.append(run(*flags))
+    assert_bitwise(*found)
 
 
 def test_an_image_at_full_strength_stays_exactly(run, images):

@@ -89,7 +89,7 @@ def test_plan_prints_a_table(command):
     assert (
         status == 0 and "does NOT fit" in out and "all_reduce" not in out and "exchanges" not in out
     )
-    assert "try --stage-weights reload or more devices or fewer frames" in out
+    assert "try --memory auto or more devices or fewer frames" in out
     status, out, _ = command(*one)
     assert status == 0 and "memory: fits" in out and "weights are freed once they are used" in out
 

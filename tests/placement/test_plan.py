@@ -132,9 +132,12 @@ def test_devices_share_work_and_weights():
     assert one["stage1"].collectives == {} and one["upsample"].flops == four["upsample"].flops
 
 
-def test_weights_follow_the_run():
-    both, reload = stages(plan()), stages(plan(stage_weights="reload"))
-    offload = stages(plan(text_encoder_offload=True))
+def test_weights_follow_the_run(kept):
+    def planned(**how):
+        kept(**how)
+        return stages(plan.__wrapped__())
+
+    both, reload, offload = planned(), planned(reload=True), planned(offload=True)
     names = ["text", "stage1", "upsample", "stage2", "audio", "decode"]
     assert list(both) == names
     assert [both[n].weights_bytes for n in names] == sorted(both[n].weights_bytes for n in names)

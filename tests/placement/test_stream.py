@@ -87,8 +87,7 @@ def test_streamed_is_resident_bit_for_bit(
     for number in (1, 99):
         forced(
             monkeypatch,
-            Residence({"text-encoder": number, "transformer": number}),
-            stage_weights="reload",
+            Residence({"text-encoder": number, "transformer": number}, reload=True),
         )
         clip, streamed = made(model, **options)
         assert {"text-encoder", "transformer"} <= streamed.keys()
@@ -110,7 +109,7 @@ def test_every_road_to_the_device_makes_the_same_clip(
     model, choose = tiny("tiny-2.3", "official"), Session.choose_road
     resident, _ = made(model, dtype=dtype)
     streams = {"text-encoder": 99, "transformer": 99}
-    forced(monkeypatch, Residence(streams), stage_weights="reload", host_memory=0)
+    forced(monkeypatch, Residence(streams, reload=True), host_memory=0)
 
     def chosen(self, stages):
         choose(self, stages)
@@ -152,11 +151,11 @@ def test_requests_in_a_row_load_what_they_need_and_stay_right(
     with ltx2rt.open(model, backend="cuda", device="cpu") as session:
         for number in (0, 2, 2, 1, 0):
             streams = {"text-encoder": number, "transformer": number} if number else {}
-            forced(monkeypatch, Residence(streams), stage_weights="reload")
+            forced(monkeypatch, Residence(streams, reload=True))
             assert_same(session.generate("a robot dancing", **SIZE), resident)
         with pytest.raises(ltx2rt.Cancelled):
             session.generate("a robot dancing", cancelled=lambda: True, **SIZE)
-        forced(monkeypatch, Residence({"transformer": 99}), stage_weights="reload")
+        forced(monkeypatch, Residence({"transformer": 99}, reload=True))
         assert_same(session.generate("a robot dancing", **SIZE), resident)
 
 
@@ -167,9 +166,7 @@ def test_a_text_encoder_goes_by_layers_on_jax(tiny, monkeypatch, small_matrices_
     resident, _ = made(model, "distilled", "tpu", distilled_lora="none")
     forced(
         monkeypatch,
-        Residence({"text-encoder": 99}),
-        stage_weights="reload",
-        text_encoder_offload=True,
+        Residence({"text-encoder": 99}, reload=True, offload=True),
     )
     with ltx2rt.open(model, backend="tpu", device="cpu", distilled_lora="none") as session:
         for prompt in ("a robot dancing", "a fox", "a robot dancing"):

@@ -78,11 +78,11 @@ def test_a_small_model_takes_what_its_heads_allow():
         ranked("h100", 8, "tiny-2.3")
 
 
-def test_the_fastest_that_fits_is_chosen_and_estimated_as_planned():
+def test_the_fastest_that_fits_is_chosen_and_estimated_as_planned(kept):
     """On v6e no device holds the weights whole: with one set at a time two halves fit, with both
     sets eighths."""
-    small = dict(stage_weights="reload", text_encoder_offload=True)
-    options, checkpoint, stages = clip(**small)
+    kept(reload=True, offload=True)
+    options, checkpoint, stages = clip()
     kind = device_kind("v6e")
     choice = choose(checkpoint, replace(options, backend="tpu"), kind, 8, stages)
     assert choice and choice.best.mesh == {"guidance": 4, "tensor": 2}
@@ -103,11 +103,12 @@ def test_the_fastest_that_fits_is_chosen_and_estimated_as_planned():
     ("int8", {"sequence": 8}, 19.5e9),
 ])  # fmt: skip
 def test_whole_weights_of_8_bits_fit_a_v6e_and_are_split_by_tokens_alone(
-    dtype, mesh, weights_bytes
+    dtype, mesh, weights_bytes, kept
 ):
     """Decoded where a product reads them: 18.6 GB a step that no memory moves. bfloat16: halves."""
+    kept(offload=True)
     options, checkpoint, stages = clip(
-        name="distilled", text_encoder_offload=True, weights_dtype=dtype, distilled_lora=NO_LORA
+        name="distilled", weights_dtype=dtype, distilled_lora=NO_LORA
     )
     kind = device_kind("v6e")
     choice = choose(checkpoint, replace(options, backend="tpu"), kind, 8, stages)

@@ -234,13 +234,13 @@ def test_what_recorded_steps_keep_is_let_go_before_weights(model, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
-def test_weights_that_come_back_wait_in_the_host(backend, model, monkeypatch, capsys):
+def test_weights_that_come_back_wait_in_the_host(backend, model, kept, monkeypatch, capsys):
     """What a second request reads again, a third finds in the host's memory; on a CPU, where that
     is the device's own, only because it is told that there is room. In PyTorch a set takes the
     other's place: recorded steps stay valid."""
     monkeypatch.setattr(stores, "has_room", lambda kind, size: size > 0)
-    small = {"stage_weights": "reload", "text_encoder_offload": True}
-    with ltx2rt.open(model, backend=backend, device="cpu", **small) as opened:
+    kept(reload=True, offload=True)
+    with ltx2rt.open(model, backend=backend, device="cpu") as opened:
         store, places = opened.resident.weights, []
         first, second, *others = (_counted(opened, places) for _ in range(5))
         assert (
@@ -276,9 +276,10 @@ def _counted(opened, places):
 
 @pytest.mark.long
 def test_a_host_with_room_for_one_set_keeps_one_and_does_not_trade_it(
-    model, user_lora, monkeypatch
+    model, user_lora, kept, monkeypatch
 ):
-    with ltx2rt.open(model, backend="cuda", device="cpu", stage_weights="reload") as opened:
+    kept(reload=True)
+    with ltx2rt.open(model, backend="cuda", device="cpu") as opened:
         store, clips = opened.resident.weights, []
         monkeypatch.setattr(stores, "has_room", lambda kind, size: not store.parked)
         for _ in range(5):
@@ -302,9 +303,10 @@ def test_a_host_with_room_for_one_set_keeps_one_and_does_not_trade_it(
         assert again[1] == read[1] and not store.parked
 
 
-def test_a_warm_run_is_kept_from_the_first_time_on(model, monkeypatch):
+def test_a_warm_run_is_kept_from_the_first_time_on(model, kept, monkeypatch):
     monkeypatch.setattr(stores, "has_room", lambda kind, size: True)
-    with ltx2rt.open(model, backend="cuda", device="cpu", stage_weights="reload") as opened:
+    kept(reload=True)
+    with ltx2rt.open(model, backend="cuda", device="cpu") as opened:
         opened.resident.weights.again = True
         assert made(opened).report["loaded_bytes"] > 0 == made(opened).report["loaded_bytes"]
 

@@ -156,13 +156,10 @@ TWO_STAGE = {"width": 768, "height": 512, "num_frames": 121, "steps": 2}
 DISTILLED = {"pipeline": "distilled", "width": 1920, "height": 1088, "num_frames": 121}
 SMALLER = DISTILLED | {"width": 1280, "height": 704}
 RESIDENT = {"memory": "resident"}
-OFFLOAD = RESIDENT | {"text_encoder_offload": True}
 FULL_SIZE = [
     *((f"ltx-{n}", gb, size, {}) for n in ("2.0", "2.3", "2.5") for gb in CARDS for size in (TWO_STAGE, DISTILLED)),
     *(("ltx-2.3", gb, SMALLER, {}) for gb in (12, 16, 24, 32)),
     *((f"ltx-{n}", gb, TWO_STAGE, {"weights_dtype": "float8"}) for n in ("2.0", "2.3", "2.5") for gb in (24, 80)),
-    ("ltx-2.3", 141, TWO_STAGE, OFFLOAD),
-    ("ltx-2.3", 80, TWO_STAGE, OFFLOAD | {"stage_weights": "reload"}),
 ]  # fmt: skip
 
 
