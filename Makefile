@@ -19,7 +19,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --no-compile
 COMPILE = $(BIN)/python -m compileall -qq -x '$(RARE)'
 QUICK := $(addprefix tests/,graph passes placement models weights)
 
-.PHONY: demo quick test tests test-long test-real test-full lint clean
+.PHONY: demo quick test tests test-long test-real test-full lint clean test-comfyui
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -72,6 +72,10 @@ test-full: lint $(VENV)/.libtpu
 $(VENV)/.libtpu: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/libtpu $(LIBTPU)
 	touch $@
+
+# A real ComfyUI, in the folder COMFYUI_DIR, run by the Python COMFYUI_PYTHON.
+test-comfyui: $(VENV)/.installed
+	$(BIN)/python -m pytest -m '' tests/test_comfyui.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
