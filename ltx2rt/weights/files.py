@@ -11,6 +11,7 @@ import json
 import math
 import mmap
 import os
+import re
 import stat
 import struct
 import weakref
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -77,6 +78,7 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 SAMPLE_BYTES, WHOLE_BYTES, SAMPLES = 2**12, 2**26, 2**12  # see `digest`
 MAX_DIMS, MAX_NAME = 64, 1000  # numpy's limit; names are shown in messages
 GGUF = b"GGUF"
+SPLIT = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 FOREIGN = {  # first bytes of other files: what such a file is, and what to do
     GGUF: "a GGUF file; --model and --text-encoder read those, here a safetensors file is needed",
     b"PK": "a zip archive, as PyTorch saves .pt files; pass the same weights in safetensors",
@@ -189,6 +191,11 @@ class TensorFile:
             raise InputError(
                 f"{self.path}: changed since it was opened; start again when it is complete"
             )
+
+    @property
+    def architecture(self) -> str:
+        """The architecture that a GGUF file states, such as "ltxv" or "gemma3"; else empty."""
+        return self.metadata.get("general.architecture", "")
 
     def names(self) -> Iterable[str]:
         return self._tensors.keys()
@@ -322,10 +329,26 @@ class TensorFolder:
     def read(self, name: str, *cuts: Cut) -> np.ndarray:
         return self._home[name].read(name, *cuts)
 
+    def stored(self, format: str, name: str, *cuts: Cut) -> Any:
+        read = getattr(self._home[name], "stored", None)
+        return read(format, name, *cuts) if read else None
 
-def open_file(path: str | os.PathLike[str]) -> TensorFile:
-    """A safetensors or GGUF file, told apart by the first bytes. Raises InputError for others."""
-    from ltx2rt.weights.gguf import GgufFile  # which is a TensorFile
+    @property
+    def architecture(self) -> str:
+        return self.files[0].architecture if self.files else ""
+
+
+def open_file(path: str | os.PathLike[str]) -> TensorFile | TensorFolder:
+    """A safetensors or GGUF file, as its first bytes tell; all parts of a split GGUF file. Raises
+    InputError for others."""
+    from ltx2rt.weights.gguf import GgufFile
+
+    file = _open_one(path)
+    return file.whole() if isinstance(file, GgufFile) else file
+
+
+def _open_one(path: str | os.PathLike[str]) -> TensorFile:
+    from ltx2rt.weights.gguf import GgufFile
 
     return GgufFile(path) if _first_bytes(path, len(GGUF)) == GGUF else TensorFile(path)
 
@@ -456,7 +479,17 @@ def files_of(path: Path) -> list[Path]:
     if path.is_dir():
         inner = (p for p in path.rglob("*") if p.suffix in WEIGHTS or p.name == "config.json")
         return sorted(p for p in inner if p.is_file())
-    return sorted({path, *read_index(path).values()}) if path.name.endswith(SHARD_INDEX) else [path]
+    if path.name.endswith(SHARD_INDEX):
+        return sorted({path, *read_index(path).values()})
+    return [part for part in split_parts(path) if part.exists()] or [path]
+
+
+def split_parts(path: Path) -> list[Path]:
+    """All parts of the GGUF file that llama.cpp has split into files named so; else the path."""
+    if (match := SPLIT.fullmatch(path.name)) is None:
+        return [path]
+    name, count = match["name"], int(match["count"])
+    return [path.with_name(f"{name}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
 
 
 def digest(path: str | os.PathLike[str]) -> str:
@@ -490,7 +523,7 @@ def _sampled(path: Path, size: int) -> Iterator[tuple[int, int]]:
     tensors: list[tuple[int, int]] = []
     if path.suffix in WEIGHTS:
         with suppress(InputError):
-            tensors = sorted((begin, info.nbytes) for info, begin in open_file(path).places())
+            tensors = sorted((begin, info.nbytes) for info, begin in _open_one(path).places())
     if tensors:
         yield 0, tensors[0][0]
         for begin, length in tensors:

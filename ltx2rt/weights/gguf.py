@@ -12,7 +12,7 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,15 @@ from ltx2rt.weights.files import (
     MAX_HEADER_BYTES,
     MAX_NAME,
     NOT_FINITE,
+    SPLIT,
     TensorFile,
+    TensorFolder,
     TensorInfo,
     TensorReader,
     cut,
     finite,
     selected,
+    split_parts,
 )
 from ltx2rt.weights.gguf_blocks import BLOCKS, F32, PLAIN, BlockFormat
 from ltx2rt.weights.names import official_names
@@ -48,6 +51,7 @@ SCALARS |= {10: "<Q", 11: "<q", 12: "<d"}  # codes of `struct` by value type
 FLOAT, STRING, ARRAY = 6, 8, 9  # numbers of value types
 ORIGINAL_SHAPE = "comfy.gguf.orig_shape."  # and a tensor's name: its shape if stored in another
 MAX_KEYS, MAX_TENSORS, MAX_DIMS = 10_000, 100_000, 4
+MAX_NUMBERS = 256  # in an array that counts as metadata: one for each layer
 MAX_STRINGS = 4_000_000  # in arrays: a vocabulary and its merges have less than a million
 CHUNK = CACHED_BYTES // 4  # weights that are decoded at once, so that later passes find them cached
 BY_NAME = {block.name: block for block in BLOCKS.values()}
@@ -64,8 +68,9 @@ class GgufFile(TensorFile):
     float32 run computes with the exact numbers. `info(name)` is then a `Packed`, whose `nbytes` and
     `format` are what is stored. Only the blocks that a slice touches are decoded.
 
-    metadata: strings as they are, numbers and booleans as JSON; arrays are left out. Shapes are
-    [out, in], the reverse of the stored order. Names of an LTX transformer are the official ones
+    metadata: strings as they are; numbers, booleans and short arrays of them as JSON. `arrays`
+    reads the others. Shapes are [out, in], the reverse of the stored order. Names of an LTX
+    transformer are the official ones
     (`names.official_names`).
     """
 
@@ -73,21 +78,48 @@ class GgufFile(TensorFile):
         if os.pread(self._file, len(GGUF), 0) != GGUF:
             raise InputError(f"{self.path}: not a GGUF file; pass one, or a safetensors file")
         with mmap.mmap(self._file, 0, access=mmap.ACCESS_READ) as data:
-            metadata, tensors = HeaderReader(data, self.path).read()
+            reader = HeaderReader(data, self.path)
+            metadata, tensors = reader.read()
+        self.long_arrays = {key for key, value in reader.values.items() if value == ()}
         names = official_names(tensors)
         if len(set(names.values())) < len(names):
             raise InputError(f"{self.path}: names with and without prefix clash; pass another file")
+        self._stored_names = {official: name for name, official in names.items()}
         found = {names[name]: each for name, each in tensors.items()}
         if KEYFRAME_VECTOR in found and len((info := found[KEYFRAME_VECTOR][0]).shape) == 1:
             shape = (1, *info.shape)  # ggml's own tools drop outer dimensions of 1
             found[KEYFRAME_VECTOR] = replace(info, shape=shape), found[KEYFRAME_VECTOR][1]
         return metadata, found
 
-    @property
-    def architecture(self) -> str:
-        """The architecture that the file states, such as "ltxv" or "gemma3"; empty if it states
-        none."""
-        return self.metadata.get("general.architecture", "")
+    def arrays(self, *keys: str) -> dict[str, list[Any]]:
+        """The values of these keys that are arrays, of any length. Reads the header again."""
+        with mmap.mmap(self._file, 0, access=mmap.ACCESS_READ) as data:
+            reader = HeaderReader(data, self.path, keys)
+            reader.read()
+        return {key: list(reader.values[key]) for key in keys if key in reader.values}
+
+    def whole(self) -> TensorFile | TensorFolder:
+        """This file, or all files of a model that llama.cpp has split. Raises InputError where one
+        is missing."""
+        if (count := int(self.metadata.get("split.count", 1))) <= 1:
+            return self
+        paths = split_parts(self.path)
+        if len(paths) != count:
+            raise InputError(
+                f"{self.path}: one of {count} parts of a split GGUF file, but its name is not "
+                f"NAME-0000N-of-{count:05}.gguf, by which the others are found; rename it"
+            )
+        if missing := [path.name for path in paths if not path.exists()]:
+            raise InputError(
+                f"{self.path}: one of {count} parts of a split GGUF file, and {missing[0]} is not "
+                "beside it; download all parts"
+            )
+        files = [self if path == self.path else GgufFile(path) for path in paths]
+        names = official_names(name for file in files for name in file._stored_names.values())
+        for file in files:
+            old = file._stored_names
+            file._tensors = {names[old[name]]: found for name, found in file._tensors.items()}
+        return TensorFolder(paths[0], files)
 
     def read(self, name: str, *cuts: Cut) -> np.ndarray:
         """The tensor, or a slice of it, in `info(name).dtype`.
@@ -168,6 +200,12 @@ def unread(type_: str) -> str:
     return f"of type {type_}, which is not read; {advice}"
 
 
+def later_part(path: Path) -> bool:
+    """Whether a name is that of a part of a split GGUF file which is not the first."""
+    match = SPLIT.fullmatch(path.name)
+    return match is not None and int(match["number"]) > 1
+
+
 class CenteredNorms:
     """A text encoder in llama.cpp's layout, whose RMSNorm weights are stored as 1 + w.
 
@@ -197,8 +235,10 @@ class CenteredNorms:
 class HeaderReader:
     """A header read from its beginning on; `at` is the next byte. Methods raise InputError."""
 
-    def __init__(self, data: mmap.mmap, path: Path):
-        self.data, self.path, self.at = data, path, len(GGUF)
+    def __init__(self, data: mmap.mmap, path: Path, keep: Collection[str] = ()):
+        """keep: keys of arrays whose values are kept, whatever their length."""
+        self.data, self.path, self.at, self.keep = data, path, len(GGUF), keep
+        self.values: dict[str, Any] = {}
         self.end = min(len(data), MAX_HEADER_BYTES)
         self.strings = 0
 
@@ -237,17 +277,12 @@ class HeaderReader:
             raise InputError(f"{self.path}: it is {said}; pass one of version 3, little-endian")
         num_tensors = self.count("tensors", MAX_TENSORS)
         num_keys = self.count("keys", MAX_KEYS)
-        values: dict[str, Any] = {}
+        values = self.values
         for _ in range(num_keys):
             key = self.name("key")
             if key in values:
                 raise self.damaged(f"two keys {key}")
             values[key] = self.value(key)
-        if (parts := values.get("split.count", 1)) != 1:
-            raise InputError(
-                f"{self.path}: one of {parts} parts of a split GGUF file; join them with "
-                "llama.cpp's `llama-gguf-split --merge` and pass the result"
-            )
         alignment = values.get("general.alignment", 32)
         if type(alignment) is not int or alignment <= 0 or alignment % 8:
             raise self.damaged(f"general.alignment is {alignment!r:.40}, expected a multiple of 8")
@@ -272,7 +307,7 @@ class HeaderReader:
         metadata = {
             key: value if isinstance(value, str) else json.dumps(value)
             for key, value in values.items()
-            if not isinstance(value, tuple)
+            if value != ()
         }
         return metadata, tensors
 
@@ -284,7 +319,7 @@ class HeaderReader:
         return name
 
     def value(self, key: str) -> Any:
-        """The numbers of a short array are a tuple; any other array is passed over, and is ()."""
+        """An array is a tuple if it has few numbers or is kept; any other is passed over, ()."""
         kind = self.number("<I")
         if kind == STRING:
             return self.text()
@@ -298,8 +333,9 @@ class HeaderReader:
 
     def array(self, key: str) -> tuple[Any, ...]:
         kind, count = self.number("<I"), self.number("<Q")
-        if kind in SCALARS and count <= MAX_DIMS:
-            return tuple(self.number(SCALARS[kind]) for _ in range(count))
+        if kind in SCALARS and (count <= MAX_NUMBERS or key in self.keep):
+            begin = self.skip(count * struct.calcsize(SCALARS[kind]))
+            return struct.unpack_from(f"<{count}{SCALARS[kind][1]}", self.data, begin)
         if kind in SCALARS:
             self.skip(count * struct.calcsize(SCALARS[kind]))
         elif kind == STRING:
@@ -307,6 +343,8 @@ class HeaderReader:
             if self.strings > MAX_STRINGS:
                 expected = f"expected at most {MAX_STRINGS}"
                 raise self.damaged(f"{self.strings} strings up to key {key}, {expected}")
+            if key in self.keep:
+                return tuple(self.text() for _ in range(count))
             for _ in range(count):
                 self.skip(self.number("<Q"))
         else:

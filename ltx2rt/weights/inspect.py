@@ -32,12 +32,12 @@ from ltx2rt.weights.describe import gigabytes, mix, release_of, type_bytes
 from ltx2rt.weights.files import (
     DTYPE_NAMES,
     TensorFile,
+    TensorFolder,
     TensorInfo,
     TensorReader,
     open_file,
     open_tensors,
 )
-from ltx2rt.weights.gguf import GgufFile
 from ltx2rt.weights.lora import modules_of, open_lora
 from ltx2rt.weights.lora_config import lora_file
 from ltx2rt.weights.manifest import networks
@@ -169,7 +169,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     }
 
 
-def _family(file: TensorFile) -> str | None:
+def _family(file: TensorFile | TensorFolder) -> str | None:
     """The generation that a main file says it is of, or that its names and shapes are of."""
     try:
         version = version_tuple(with_config(file, None).metadata.get("model_version"))
@@ -253,7 +253,7 @@ def _gemma(path: Path) -> dict[str, Any]:
 
 def _beside(path: Path) -> dict[str, Any]:
     """The assets of an LTX-2.5 text-encoder file besides the language model."""
-    if path.is_dir() or isinstance(file := open_file(path), GgufFile):
+    if path.is_dir() or (file := open_file(path)).architecture:
         return {}
     parts = {"text": TEXT_PROJECTION, "assets": ASSETS}
     found = {
@@ -294,7 +294,7 @@ def _other(path: Path) -> dict[str, Any]:
     name, kind = folder_kind(path) if path.is_dir() else None, "unknown"
     if name:
         kind = f"diffusers component ({name})"
-    elif isinstance(tensors, GgufFile) and tensors.architecture:
+    elif tensors.architecture:
         kind = f"GGUF file of {tensors.architecture!r:.40}, which is not of LTX-2"
     return {"kind": kind, "components": {"": _tensors(tensors)}}
 

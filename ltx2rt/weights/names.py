@@ -134,8 +134,9 @@ def gemma_to_canonical(name: str) -> str:
 
 
 def llama_cpp_to_canonical(name: str) -> str | None:
-    """Gemma's canonical name of a tensor in llama.cpp's layout; None: the unused output matrix."""
-    if name == "output.weight":
+    """Gemma's canonical name of a tensor in llama.cpp's layout; None: the output matrix and the
+    picture tower that Ollama's files have, which are not used."""
+    if name == "output.weight" or name.startswith(("v.", "mm.")):
         return None
     match = _LLAMA_CPP.fullmatch(name)
     if not match or match["word"] not in LLAMA_CPP:

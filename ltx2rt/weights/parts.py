@@ -25,6 +25,7 @@ from ltx2rt.weights.files import (
     open_tensors,
     read_index,
 )
+from ltx2rt.weights.gguf import later_part
 from ltx2rt.weights.names import official_names
 from ltx2rt.weights.part_table import JOINT, PARTS, Header, of_config, of_header, word_of
 
@@ -212,7 +213,7 @@ def examine(paths: Iterable[Path], listing: Listing = DISK) -> Parts:
                     parts.files["main"].append(file)
                 else:
                     shards -= own
-            elif path.suffix in WEIGHTS and path not in shards:
+            elif path.suffix in WEIGHTS and path not in shards and not later_part(path):
                 file = listing.open(path)
                 if kind := file_kind(file):
                     parts.files[kind].append(file if kind == "main" else path)
@@ -227,7 +228,11 @@ def contents(file: TensorFile | TensorFolder) -> str:
     kind = file_kind(file)
     if kind:
         return f"it is {'' if kind == 'text' else 'a '}{PARTS[kind].word}"
-    if architecture := getattr(file, "architecture", ""):
+    if (architecture := getattr(file, "architecture", "")) == "clip":
+        return (
+            "it is an mmproj, the picture tower of a model; the model itself is another GGUF file"
+        )
+    if architecture:
         return f"it is a GGUF file of {architecture[:40]!r}"
     names = list(file.names())
     return f"{len(names)} tensors, first {names[0]}" if names else "no tensors"

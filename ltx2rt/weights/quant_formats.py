@@ -3,7 +3,7 @@ for.
 
 | format | `X.weight` | W[i, j] |
 |---|---|---|
-| float8_e4m3fn, float8_e5m2 | e4m3 or e5m2 [out, in] | q * `X.weight_scale`; a plain cast has none |
+| float8_e4m3fn, float8_e5m2 | [out, in] | q * `X.weight_scale`; a plain cast has none |
 | int8_tensorwise | int8 [out, in] | q * `X.weight_scale`, rotated if it says `convrot` |
 | mxfp8 | e4m3 [out, in] | q * 2 ** (`X.weight_scale` - 127), uint8 or E8M0 for each 32 inputs |
 | nvfp4 | uint8 [out, in/2], two e2m1 numbers each, the high half first (torchao: the low half) | \
@@ -12,7 +12,7 @@ q * e4m3 `X.weight_scale` for each 16 inputs * `X.weight_scale_2`, one number |
 q * `X.weight_scale` [out], rotated |
 | asym_w4a8_int8 | likewise, two unsigned numbers | round(`X.weight_codebook`[q] (or q - 8) * \
 `X.weight_s_rel` for each `group_size` inputs), within 127, * `X.weight_s_channel` [out], rotated |
-| awq_w4a16 | likewise | (q - 8) * `X.weight_scale` + `X.weight_zeros`, both [in / group_size, out] |
+| awq_w4a16 | likewise | (q - 8) * `X.weight_scale` + `X.weight_zeros`, [in / group_size, out] |
 
 `weight_scale` of the first two is one number, one for each row, or one for each block of rows and
 columns [out / a, in / b]; `weight_scale_inv` is such a scale for blocks of 128 x 128. Scales of
@@ -56,7 +56,8 @@ INV_BLOCK = 128  # rows and columns that share a `weight_scale_inv`
 ROTATION = re.compile(r"conv_?rot|hadamard", re.IGNORECASE)
 # Keys of a description that change no number: how products are computed, and what was converted.
 SILENT = ("format", "full_precision_matrix_mult", "orig_dtype", "linear_dtype", "scope", "config",
-          "use_triton_kernel", "use_dynamic_activation", "use_dynamic_per_tensor_scale")  # fmt: skip
+          "use_triton_kernel", "use_dynamic_activation",
+          "use_dynamic_per_tensor_scale")  # fmt: skip
 SHAPES = ("orig_shape", "original_shape")
 LARGEST = {E4M3: 0x7E, E5M2: 0x7B}  # the bits: a scale takes the largest number to it
 ADVICE = "pass the bfloat16 file"
@@ -88,8 +89,8 @@ class Packed(TensorInfo):
 
 
 class Recipe(NamedTuple):
-    """A quantised tensor. fields: of a slice of whole groups, rows and columns. decode: the encoding
-    of the fields."""
+    """A quantised tensor. fields: reads those of a slice, rows and columns, of whole groups.
+    decode: their encoding."""
 
     packed: Packed
     fields: Callable[[Cut, Cut], Fields]
@@ -391,9 +392,10 @@ def _w4a4(m: Matrix, said: Mapping[str, Any]) -> Recipe:
     m.expect(
         "weight_scale", m.scale != "" and m.size(m.scale) in (1, m.shape[0]), "one for each row"
     )
+    each = (m.shape[0] // m.size(m.scale),)
     return _rotated(m, said, lambda rows, columns: (
         ((_halves(m, rows, columns) ^ 8).astype(np.int8) - 8).astype(np.int8),
-        _expanded(m.read(m.scale).astype(F32).reshape(-1, 1), (m.shape[0] // m.size(m.scale),), rows),
+        _expanded(m.read(m.scale).astype(F32).reshape(-1, 1), each, rows),
     ))  # fmt: skip
 
 

@@ -18,7 +18,6 @@ from ltx2rt.models import transformer
 from ltx2rt.notes import note
 from ltx2rt.weights.configs import official_json
 from ltx2rt.weights.files import TensorFile, TensorFolder
-from ltx2rt.weights.gguf import GgufFile
 from ltx2rt.weights.names import collapse, component_of
 from ltx2rt.weights.quantised import dequantised
 from ltx2rt.weights.random.presets import SIZES, preset
@@ -43,7 +42,7 @@ def with_config(main: Main, config_from: str | Path | None) -> Main:
         if "config" not in found:
             raise InputError(f"{config_from}: its metadata has no `config`; {FLAG}")
         added = {key: found[key] for key in ("config", *COPIED) if key in found}
-    elif isinstance(main, GgufFile) or _alone(main):
+    elif main.architecture or _alone(main):
         config = preset(_release(main)).config
         version = ".".join(map(str, config.version))
         added = {"config": json.dumps(official_json(config)), "model_version": version}

@@ -12,40 +12,67 @@ from pathlib import Path
 
 from ltx2rt.config import Gemma4Config, GemmaConfig
 from ltx2rt.errors import InputError
-from ltx2rt.weights import configs
+from ltx2rt.weights import configs, spm
 from ltx2rt.weights.configs import Keys, parse_json
-from ltx2rt.weights.files import TensorFile, TensorReader, open_file, open_tensors
+from ltx2rt.weights.files import TensorFile, TensorFolder, open_file, open_tensors
 from ltx2rt.weights.gguf import CenteredNorms, GgufFile
 from ltx2rt.weights.names import GEMMA, TEXT_PROJECTION, gemma_to_canonical, llama_cpp_to_canonical
 from ltx2rt.weights.part_table import GEMMA_GGUF
 from ltx2rt.weights.parts import contents, file_kind, read_json
-from ltx2rt.weights.quant_formats import Packed
-from ltx2rt.weights.quantised import dequantised
 from ltx2rt.weights.sources import RenamedSource, renamed
 
-TOKENIZER = "tokenizer.json"
+TOKENIZER, SPM_FILE = "tokenizer.json", "tokenizer.model"
 TOKENIZER_ASSET = "tokenizer_json"
-SENTENCEPIECE = "spiece_model"  # a tensor of ComfyUI's files: the tokenizer in another format
+SENTENCEPIECE = "spiece_model"  # a tensor of ComfyUI's files
 EMBEDDING = "token_embd.weight"  # Gemma's, in GGUF files
+VOCABULARY = ("tokenizer.ggml.tokens", "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
 ASSETS = ("hf_asset__", TOKENIZER_ASSET)  # prefixes of the files that a text-encoder file carries
 GEMMA_4 = "layer_scalar"  # a tensor of each layer that Gemma 3 has not
 
 
 @dataclass(frozen=True)
 class Asset:
-    """A file in a safetensors file, as a tensor of bytes or as a metadata string of that name."""
+    """A tokenizer in a file of weights: `tokenizer_json`, a tensor of bytes or a metadata string;
+    a SentencePiece model as a tensor; or the vocabulary of a GGUF file. Or a SentencePiece file of
+    its own, with no name."""
 
     path: Path
-    name: str
+    name: str = ""
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.name}"
+        return f"{self.path}: {self.name}" if self.name else str(self.path)
 
     def read_bytes(self) -> bytes:
-        file = TensorFile(self.path)
-        if self.name in file.names():
-            return file.read(self.name).tobytes()
-        return file.metadata[self.name].encode()
+        """A tokenizer.json. Raises InputError."""
+        if not self.name:
+            return spm.of_proto(self.path.read_bytes(), str(self)).tokenizer_json()
+        file = open_file(self.path)
+        if self.name == VOCABULARY[0]:
+            return _vocabulary(file).tokenizer_json()
+        if self.name not in file.names():
+            return file.metadata[self.name].encode()
+        data = file.read(self.name).tobytes()
+        if self.name == SENTENCEPIECE:
+            return spm.of_proto(data, str(self)).tokenizer_json()
+        return data
+
+
+def _vocabulary(file: TensorFile | TensorFolder) -> spm.Vocabulary:
+    """The SentencePiece vocabulary in the header of a GGUF file. Raises InputError."""
+    first = file.files[0] if isinstance(file, TensorFolder) else file
+    assert isinstance(first, GgufFile), first
+    found = first.arrays(*VOCABULARY)
+    space_first = first.metadata.get("tokenizer.ggml.add_space_prefix", "false") == "true"
+    sizes = {key: len(found.get(key, ())) for key in VOCABULARY}
+    if len({*sizes.values()}) > 1:
+        raise InputError(f"{first.path}: its vocabulary is of {sizes}; download it again")
+    return spm.Vocabulary(*(found[key] for key in VOCABULARY), space_first=space_first)
+
+
+def _has_vocabulary(file: TensorFile | TensorFolder) -> bool:
+    """Whether a file is a GGUF file with a SentencePiece vocabulary; others have merges."""
+    first = file.files[0] if isinstance(file, TensorFolder) and file.files else file
+    return isinstance(first, GgufFile) and {*VOCABULARY} <= first.long_arrays
 
 
 def gemma_keys(path: Path) -> Keys:
@@ -60,7 +87,7 @@ def gemma_keys(path: Path) -> Keys:
     if file_kind(file) != "gemma":
         expected = "a Gemma 3 folder or GGUF file, or a file of LTX-2.5"
         raise InputError(f"{path}: no text encoder ({contents(file)}); pass {expected}")
-    if isinstance(file, GgufFile) and file.architecture == GEMMA_GGUF:
+    if file.architecture == GEMMA_GGUF:
         shape = file.info(EMBEDDING).shape if EMBEDDING in file.names() else ()
         if len(shape) != 2:
             raise InputError(f"{path}: no matrix {EMBEDDING}; pass a complete GGUF file of Gemma 3")
@@ -75,9 +102,9 @@ def gemma_keys(path: Path) -> Keys:
     return configs.plain_gemma3({name.removeprefix(GEMMA): shapes[name] for name in own}, str(path))
 
 
-def plain_gemma3(file: TensorReader) -> bool:
+def plain_gemma3(file: TensorFile | TensorFolder) -> bool:
     """Whether a text-encoder file is of Gemma 3 without a config, as ComfyUI's files are."""
-    plain = isinstance(file, TensorFile) and "gemma_config" not in file.metadata
+    plain = not file.architecture and "gemma_config" not in file.metadata
     return plain and not any(name.endswith(GEMMA_4) for name in file.names())
 
 
@@ -85,11 +112,9 @@ def open_gemma(path: Path) -> tuple[GemmaConfig | Gemma4Config, RenamedSource]:
     """The language model of a Gemma folder or of a text-encoder file. Raises InputError."""
     config = configs.gemma(gemma_keys(path))
     tensors = open_tensors(path)
-    if isinstance(tensors, GgufFile) and tensors.architecture == GEMMA_GGUF:
+    if tensors.architecture == GEMMA_GGUF:
         return config, renamed(CenteredNorms(tensors), path, llama_cpp_to_canonical)
     if path.is_file() and plain_gemma3(tensors):
-        if said := unread_format(tensors):
-            raise InputError(f"{path}: {said}")
 
         def language(name: str) -> str | None:
             """The image tower and the tokenizer in such a file are not read."""
@@ -105,36 +130,33 @@ def open_gemma(path: Path) -> tuple[GemmaConfig | Gemma4Config, RenamedSource]:
     return config, renamed(tensors, path, canonical)
 
 
-def unread_format(file: TensorReader) -> str:
-    """A sentence about the 4-bit matrices of a one-file Gemma 3; empty if it has none."""
-    stored = dequantised(file)
-    infos = [stored.info(name) for name in stored.names()]
-    found = [info for info in infos if isinstance(info, Packed) and info.format == "nvfp4"]
-    if not found:
-        return ""
-    said = f"{len(found)} of its matrices are fp4 (nvfp4), which is not read in a text encoder"
-    take = "gemma_3_12B_it_fp8_scaled.safetensors, gemma_3_12B_it.safetensors or a GGUF file"
-    return f"{said}; take {take} of Gemma 3 12B"
-
-
 def has_tokenizer(path: Path) -> bool:
     """Whether a text encoder has a tokenizer of its own, in it or beside it."""
-    if path.is_dir():
-        return (path / TOKENIZER).is_file()
-    return _own_tokenizer(path) is not None
+    return (_in_folder(path) if path.is_dir() else _own_tokenizer(path)) is not None
 
 
 def _own_tokenizer(path: Path) -> Path | Asset | None:
-    """The tokenizer in a text-encoder file, or beside one that has none."""
-    file, beside = open_file(path), path.parent / TOKENIZER
-    if not isinstance(file, GgufFile) and TOKENIZER_ASSET in (*file.names(), *file.metadata):
+    """The tokenizer in a text-encoder file, or beside one that may have it there."""
+    file = open_file(path)
+    if _has_vocabulary(file):
+        return Asset(path, VOCABULARY[0])
+    inside = {*file.names(), *file.metadata}
+    if TOKENIZER_ASSET in inside:
         return Asset(path, TOKENIZER_ASSET)
-    return beside if _needs_one(file) and beside.is_file() else None
+    beside = _in_folder(path.parent) if _needs_one(file) else None
+    return beside or (Asset(path, SENTENCEPIECE) if SENTENCEPIECE in inside else None)
 
 
-def _needs_one(file: TensorFile) -> bool:
+def _in_folder(folder: Path) -> Path | Asset | None:
+    """The tokenizer in a folder, in either format."""
+    if (folder / TOKENIZER).is_file():
+        return folder / TOKENIZER
+    return Asset(folder / SPM_FILE) if (folder / SPM_FILE).is_file() else None
+
+
+def _needs_one(file: TensorFile | TensorFolder) -> bool:
     """Whether a text-encoder file is of a kind that has its tokenizer beside it."""
-    return isinstance(file, GgufFile) or plain_gemma3(file)
+    return bool(file.architecture) or plain_gemma3(file)
 
 
 def find_tokenizer(gemma: Path | None, found: list[Path]) -> Path | Asset | None:
@@ -144,8 +166,8 @@ def find_tokenizer(gemma: Path | None, found: list[Path]) -> Path | Asset | None
             return own
         found = found if _needs_one(open_file(gemma)) else []
     elif gemma is not None:
-        if (gemma / TOKENIZER).is_file():
-            return gemma / TOKENIZER
+        if own := _in_folder(gemma):
+            return own
         beside = [path / TOKENIZER for path in sorted(gemma.parent.iterdir())]
         found = [path for path in beside if path.is_file()] or found
     return found[0] if len(found) == 1 else None
@@ -159,8 +181,6 @@ def no_tokenizer(model: Path, gemma: Path | None, found: Iterable[Path] = ()) ->
         return InputError(f"{model}: no tokenizer.json was found; {advice}")
     several = list(map(str, found))
     said = f" ({len(several)} elsewhere: {', '.join(several)})" if several else ""
-    if SENTENCEPIECE in file.names():
-        said += f"; the {SENTENCEPIECE} in it is not read"
     return InputError(
         f"{file.path}: no tokenizer.json beside it{said}; put the one of google/gemma-3-12b-it "
         f"there, as {file.path.parent / TOKENIZER}"

@@ -51,10 +51,9 @@ def arranged(official: Path, root: Path) -> Path:
 
 
 def one_file(gemma: Path, path: Path, change=lambda name, array: {name: array}) -> Path:
-    """The Gemma of a folder as ComfyUI has it: one file without a config, an image tower and a
-    tokenizer in it."""
+    """The Gemma of a folder as ComfyUI has it: one file without a config, an image tower in it."""
     file = TensorFile(gemma / "model.safetensors")
-    arrays = {"spiece_model": np.frombuffer(b"\n\x0e\n\x05<pad>", np.uint8)}
+    arrays = {}
     for name in file.names():
         array = np.array(file.read(name))
         if name.startswith(GEMMA):
@@ -316,7 +315,7 @@ def test_gemma_in_one_file_is_the_gemma_of_its_folder(single):
 def test_its_tokenizer_is_beside_it_or_elsewhere_or_the_refusal_says_where_to_put_it(single):
     comfy, folder = single
     texts = comfy / "models" / "text_encoders"
-    says = r"gemma_3_12B_it\.safetensors: no tokenizer\.json beside it; the spiece_model in it is not read; put "
+    says = r"gemma_3_12B_it\.safetensors: no tokenizer\.json beside it; put "
     with pytest.raises(
         InputError, match=says + rf".*google/gemma-3-12b-it there, as {texts}/tokenizer\.json"
     ):
@@ -364,18 +363,16 @@ def test_scaled_float8_is_read_under_its_older_names(single, tmp_path):
     np.testing.assert_array_equal(numbers.astype(np.float32) * scales, source.read(name)[3:7])
 
 
-def test_fp4_is_refused_by_name_or_passed_over(single, tmp_path):
+def test_fp4_is_read_and_taken_where_nothing_finer_is(single, tmp_path):
     comfy, folder = single
     mixed = one_file(folder, tmp_path / "gemma_3_12B_it_fp4_mixed.safetensors", nvfp4)
-    says = r"fp4_mixed\.safetensors: 6 of its matrices are fp4 .* take gemma_3_12B_it_fp8_scaled\.safetensors"
-    with pytest.raises(InputError, match=says):
-        open_checkpoint(comfy, text_encoder=mixed)
+    source = open_checkpoint(comfy, text_encoder=mixed).source("gemma")
+    found = [source.info(name).format for name in source.names() if "mlp.up_proj" in name]
+    assert found == ["nvfp4"] * 6
     place(mixed, comfy / "models" / "text_encoders")
     assert open_checkpoint(comfy).source("gemma").where.name == "gemma_3_12B_it.safetensors"
     (comfy / "models" / "text_encoders" / "gemma_3_12B_it.safetensors").unlink()
-    with pytest.raises(InputError, match=says):
-        open_checkpoint(comfy)
-    assert any("fp4" in problem for problem in inspect_path(comfy)["problems"])
+    assert open_checkpoint(comfy).source("gemma").where.name == mixed.name
 
 
 @pytest.mark.parametrize("gone", ["embed_tokens.weight", "layers.0.mlp.gate_proj.weight"])

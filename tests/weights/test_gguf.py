@@ -7,6 +7,7 @@ import os
 import re
 import struct
 import time
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -45,6 +46,7 @@ from ltx2rt.session.weights import Residence
 from ltx2rt.testing import relative_l2
 from ltx2rt.train.step import Step
 from ltx2rt.weights.checkpoint import open_checkpoint, open_gemma
+from ltx2rt.weights.configs.gemma3 import gguf_gemma3
 from ltx2rt.weights.files import TensorFile, TensorInfo, digest, open_file, write_arrays
 from ltx2rt.weights.gguf import GgufFile
 from ltx2rt.weights.gguf_blocks import BLOCKS
@@ -141,7 +143,8 @@ def test_plain_types_are_views_and_values_of_keys_are_read(tmp_path):
         and file.metadata["a.count"] == "3"
         and file.metadata["a.eps"] == "1e-06"
     )
-    assert "a.words" not in file.metadata and "a.scores" not in file.metadata
+    assert "a.words" not in file.metadata and file.metadata["a.scores"] == "[0.5, 1.5]"
+    assert file.arrays("a.words") == {"a.words": ["x", "y", "zz"]}
     for name, array in arrays.items():
         assert file.info(name) == TensorInfo(array.shape, array.dtype)
         np.testing.assert_array_equal(file.read(name), array)
@@ -809,6 +812,8 @@ def test_a_folder_of_gguf_files_alone_is_understood(apart, gemmas, tmp_path):
             "gemma3: required key rope.scaling.factor is absent",
         ),
         ({"gemma3.rope.scaling.type": "yarn"}, "rope.scaling.type = 'yarn' is not supported"),
+        ({"gemma3.rope.alibi": True}, "key rope.alibi is not known"),
+        ({"gemma3.attention.value_length": 8}, "attention.value_length = 8, expected"),
         (
             {"gemma3.block_count": 10**9},
             "num_hidden_layers = 1000000000, expected a positive int up to",
@@ -827,6 +832,87 @@ def test_keys_of_gemma_that_do_not_fit_are_refused(apart, gemmas, tmp_path, chan
     )
     with pytest.raises(InputError, match=re.escape(says)):
         open_checkpoint(apart[0], text_encoder=tmp_path / "g.gguf")
+
+
+@pytest.mark.parametrize(
+    ("change", "meant"),
+    [
+        ({"gemma3.rope.scaling.type": None, "gemma3.rope.scaling.factor": None},
+         {"rope_scaling_factor": 1.0}),
+        ({"gemma3.rope.freq_base": None, "gemma3.rope.global.freq_base": 5e5,
+          "gemma3.rope.local.freq_base": 3e4}, {"rope_theta": 5e5, "rope_local_theta": 3e4}),
+        ({"gemma3.attention.sliding_window_pattern": 2}, {"layer_is_sliding": (True, False) * 3}),
+        ({"gemma3.attention.sliding_window_pattern": [True] * 5 + [False]}, {}),
+        ({"gemma3.attention.sliding_window_pattern": [False, True] * 3},
+         {"layer_is_sliding": (False, True) * 3}),
+        ({"tokenizer.ggml.eos_token_id": 7}, {"eos_token_id": 7}),
+    ],
+)  # fmt: skip
+def test_keys_of_other_converters_are_read(gemmas, tmp_path, change, meant):
+    config = open_gemma(gemmas[1])[0]
+    keys = {k: v for k, v in (gemma_keys(config) | change).items() if v is not None}
+    file = GgufFile(gemmas[0])
+    arrays = {name: file.read(name) for name in file.names()} | {"v.blk.0.ln1.weight": np.ones(3)}
+    write_gguf(tmp_path / "g.gguf", arrays, "gemma3", keys)
+    found, source = open_gemma(tmp_path / "g.gguf")
+    assert found == replace(config, **meant) and not any("v." in name for name in source.names())
+
+
+def test_a_released_model_without_its_scaling_has_it(gemmas, capsys):
+    """Early converters left the key out, for 12B and others."""
+    keys = gemma_keys(open_gemma(gemmas[1])[0])
+    keys |= {"gemma3.block_count": 48, "gemma3.embedding_length": 3840}
+    texts = {key: json.dumps(value) for key, value in keys.items() if ".scaling." not in key}
+    assert gguf_gemma3(texts, 262208, "g").data["rope_scaling"]["factor"] == 8
+    assert "no RoPE scaling; 8, that of the released model" in capsys.readouterr().err
+
+
+def test_files_that_llama_cpp_has_split_are_one(apart, gemmas, tmp_path):
+    """Only the first has the keys of the model; the text encoder and the transformer alike."""
+    for path, stem in ((gemmas[0], "gemma"), (apart[0] / "transformer.gguf", "ltx")):
+        file = GgufFile(path)
+        names = list(file.names())
+        keys = {key: value for key, value in file.metadata.items() if not key.startswith("tok")}
+        keys = {k: v if k.endswith((".type", "config")) else _value(v) for k, v in keys.items()}
+        keys.pop("general.architecture")
+        for i, part in enumerate((names[::3], names[1::3], names[2::3])):
+            own = keys if i == 0 else {}
+            own = own | {"split.count": 3, "split.no": i, "split.tensors.count": len(names)}
+            arrays = {name.removeprefix(PREFIX): file.read(name) for name in part}
+            architecture = file.architecture if i == 0 else ""
+            where = tmp_path / stem / f"m-{i + 1:05}-of-00003.gguf"
+            where.parent.mkdir(exist_ok=True)
+            write_gguf(where, arrays, architecture, own)
+    first, last = (tmp_path / "gemma" / f"m-0000{i}-of-00003.gguf" for i in (1, 3))
+    for path in (first, last):
+        (config, source), (expected, copy) = open_gemma(path), open_gemma(gemmas[1])
+        assert config == expected and set(source.names()) == set(copy.names())
+    folder = linked(apart[0], tmp_path / "m", "transformer.gguf")
+    for path in (tmp_path / "ltx").iterdir():
+        (folder / path.name).symlink_to(path)
+    found, expected = open_checkpoint(folder), open_checkpoint(apart[0])
+    assert found.config == expected.config
+    one, other = found.source("transformer"), expected.source("transformer")
+    assert set(one.names()) == set(other.names())
+    name = next(name for name in one.names() if name.endswith("attn1.to_q.weight"))
+    np.testing.assert_array_equal(one.read(name), other.read(name))
+    last.unlink()
+    with pytest.raises(InputError, match=r"m-00003-of-00003\.gguf is not beside it"):
+        open_gemma(first)
+
+
+def _value(text: str):
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def test_a_picture_tower_is_named(apart, tmp_path):
+    path = tmp_path / "mmproj-model-f16.gguf"
+    write_gguf(path, {"v.blk.0.ln1.weight": np.ones(3, np.float32)}, "clip")
+    with pytest.raises(InputError, match="it is an mmproj, the picture tower"):
+        open_checkpoint(apart[0], text_encoder=path)
 
 
 def test_the_transformer_is_no_text_encoder(apart):

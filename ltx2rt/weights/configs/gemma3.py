@@ -9,7 +9,8 @@ from typing import Any
 
 from ltx2rt.config import Gemma4Config, GemmaConfig, TextConfig
 from ltx2rt.errors import InputError
-from ltx2rt.weights.configs.keys import Keys, Row, read_official, write_official
+from ltx2rt.notes import note
+from ltx2rt.weights.configs.keys import MISSING, Keys, Row, read_official, write_official
 
 TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 
@@ -42,6 +43,28 @@ GGUF_KEYS = {  # after "gemma3."
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
 }
+
+GGUF_OPTIONS = (
+    "attention.value_length",
+    "attention.sliding_window_pattern",
+    "attention.causal",
+    "rope.dimension_count",
+    "rope.global.freq_base",
+    "rope.local.freq_base",
+    "rope.freq_base_swa",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",
+    "rope.scale_linear",
+)
+GGUF_TOKENS = {
+    key: f"tokenizer.ggml.{word}_token_id"
+    for key, word in zip(TOKENS, ("padding", "eos", "bos"), strict=True)
+}
+GEMMA_27B = (62, 5376)  # layers and width
+SCALED_SIZES = ((34, 2560), (48, 3840), GEMMA_27B)  # released models with a RoPE scaling
+SCALED_FACTOR = 8.0
 
 
 def token_ids(*levels: Keys) -> dict[str, int]:
@@ -118,24 +141,57 @@ def gemma3(outer: Keys) -> GemmaConfig:
 def gguf_gemma3(metadata: Mapping[str, str], vocab_size: int, where: str) -> Keys:
     """The keys of a text-only Gemma 3's config.json, from the metadata of a `GgufFile` of it.
 
-    vocab_size: rows of its embedding. Raises InputError for a key that is absent: llama.cpp's
-    defaults are not used, but for the period of 6 layers and the local RoPE base of 10000, which no
-    converter writes. Source: llama.cpp's convert_hf_to_gguf.py, Gemma3Model.set_gguf_parameters.
+    vocab_size: rows of its embedding. Raises InputError for a size that is absent, and for a key of
+    attention or RoPE that is not known. An absent key has llama.cpp's default, except that released
+    models with a RoPE scaling get theirs, which early converters did not write.
+    Sources: llama.cpp's gguf-py/gguf/constants.py and convert_hf_to_gguf.py, Ollama's converter.
     """
     texts = {name.removeprefix("gemma3."): text for name, text in metadata.items()}
     keys = Keys(texts, f"{where}: gemma3")
+    known = {*GGUF_KEYS.values(), *GGUF_OPTIONS}
+    if unknown := [k for k in texts if k.startswith(("rope.", "attention.")) and k not in known]:
+        raise InputError(f"{keys.where}: key {unknown[0]} is not known; pass another file")
 
-    def need(key: str) -> Any:
+    def need(key: str, *others: str, default: Any = MISSING) -> Any:
+        key = next((each for each in (key, *others) if each in keys), key)
+        if key not in keys and default is not MISSING:
+            return default
         text = keys.need(key)
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
             raise InputError(f"{keys.where}: {key} = {text!r:.100}, expected a number") from None
 
-    keys.must(**{"rope.scaling.type": "linear"})
-    found = {ours: need(theirs) for ours, theirs in GGUF_KEYS.items()}
-    scaling = {"rope_type": "linear", "factor": need("rope.scaling.factor")}
-    found |= {"query_pre_attn_scalar": found["head_dim"], "rope_scaling": scaling}
+    found = {ours: need(theirs) for ours, theirs in GGUF_KEYS.items() if ours != "rope_theta"}
+    found["rope_theta"] = need("rope.freq_base", "rope.global.freq_base")
+    found["rope_local_base_freq"] = need("rope.local.freq_base", "rope.freq_base_swa", default=1e4)
+    size = (found["num_hidden_layers"], found["hidden_size"])
+    kind = keys.get("rope.scaling.type", None)
+    if kind not in (None, "none", "linear"):
+        raise InputError(f"{keys.where}: rope.scaling.type = {kind!r} is not supported")
+    factor = 1.0
+    if kind == "linear" or "rope.scaling.factor" in keys or "rope.scale_linear" in keys:
+        factor = need("rope.scaling.factor", "rope.scale_linear")
+    elif kind is None and size in SCALED_SIZES:
+        factor = SCALED_FACTOR
+        note(f"{where}: its header has no RoPE scaling; {factor:g}, that of the released model")
+    head_dim = found["head_dim"]
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if need(key, default=head_dim) != head_dim:
+            raise InputError(f"{keys.where}: {key} = {texts[key]}, expected {head_dim}")
+    if (pattern := need("attention.sliding_window_pattern", default=6)) and isinstance(
+        pattern, list
+    ):
+        names = "full_attention", "sliding_attention"
+        found["layer_types"] = [names[bool(sliding)] for sliding in pattern]
+    else:
+        found["sliding_window_pattern"] = pattern
+    scalar = found["hidden_size"] // found["num_attention_heads"] if size == GEMMA_27B else head_dim
+    scaling = {"rope_type": "linear", "factor": factor} if factor != 1 else None
+    found |= {"query_pre_attn_scalar": scalar, "rope_scaling": scaling}
+    for ours, theirs in GGUF_TOKENS.items():
+        if theirs in metadata:
+            found[ours] = json.loads(metadata[theirs])
     return Keys({"model_type": "gemma3_text", "vocab_size": vocab_size} | found, keys.where)
 
 
