@@ -37,7 +37,6 @@ from ltx2rt.train.step import in_words
 READ = (  # flags of a model that training reads
     "backend", "model", "text_encoder", "video_vae", "audio_vae", "config_from", "offline", "dtype",
     "device", "mesh",
-    "profile", "cross_timestep_rule", "video_decoder",
 )  # fmt: skip
 EXAMPLE = """\
 example:
@@ -72,7 +71,7 @@ def prepare(args: argparse.Namespace) -> None:
         print(json.dumps(report))
 
 
-RUN_READ = (*READ, "vae_tiling", "weights_dtype", "assume", "num_gpus", "memory", "max_memory")
+RUN_READ = (*READ, "profile", "weights_dtype", "assume", "num_gpus", "memory", "max_memory")
 
 
 def run_flags(to: Any) -> None:
