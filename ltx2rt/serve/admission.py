@@ -407,7 +407,7 @@ class Admission:
             if path.is_dir():
                 with suppress(InputError):
                     found[path.name] = str(lora_file(path).relative_to(self.lora_folder))
-            elif path.suffix == ".safetensors":
+            elif path.suffix == ".safetensors" and path.is_file():
                 found[path.stem] = path.name
         return found
 

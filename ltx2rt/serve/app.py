@@ -11,7 +11,7 @@ import math
 import os
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ from ltx2rt.serve.queue import (
 )
 from ltx2rt.serve.refusal import Refusal
 from ltx2rt.serve.supervisor import QueueThread, Supervisor
-from ltx2rt.serve.upload import SUFFIX, VIDEO
+from ltx2rt.serve.upload import IMAGE, SUFFIX, VIDEO
 from ltx2rt.serve.users import Users
 from ltx2rt.serve.video import as_video, in_segments
 from ltx2rt.stages.segments import stops
@@ -196,7 +196,8 @@ class App:
         most = self.settings.max_upload_bytes
         given = await fields_of(request, most, self.folder, UPLOADS)
         if request.query_params.get("check") == "1":
-            return Json({"object": "check", "given": (await self._admitted(given)).given})
+            admitted = await self._admitted(request, given)
+            return Json({"object": "check", "given": admitted.given})
         return await self._add(request, given)
 
     async def remix(self, request: Request) -> Response:
@@ -263,7 +264,7 @@ class App:
             raise Refusal(409, "conflict", text)
         with self._clip(job, number) as file:
             data = await asyncio.to_thread(file.read)
-        kept = await asyncio.to_thread(self.folder.keep_input, data, SUFFIX[VIDEO])
+        kept = await asyncio.to_thread(self.folder.keep_input, data, SUFFIX[VIDEO], job.user)
         fixed = {"pipeline": "extend", "video_path": [{"file_id": kept}]}
         given = {"prompt": job.job["clip"].get("prompt")} | given | fixed
         return await self._add(request, given, remixed_from=job.id)
@@ -274,7 +275,7 @@ class App:
         user, key = request.state.user, request.headers.get("idempotency-key")
         if key is not None and not 0 < len(key) <= 255:
             raise Refusal(400, "invalid_value", "Idempotency-Key: expected 1 to 255 characters")
-        admitted = await self._admitted(given)
+        admitted = await self._admitted(request, given)
         retried = (
             request.headers.get("x-stainless-retry-count", "0") != "0"
         )  # the answer may have been lost
@@ -304,8 +305,9 @@ class App:
             self.supervisor.woken()
         return self._answer(await self._video(job))
 
-    async def _admitted(self, given: dict[str, Any]) -> Admitted:
+    async def _admitted(self, request: Request, given: dict[str, Any]) -> Admitted:
         """Raises Refusal."""
+        await self._require_own_files(request.state.user, given)
         priority = number(given.get("priority", 0))
         if priority is None or priority not in range(MAX_PRIORITY + 1):
             raise Refusal(
@@ -325,6 +327,18 @@ class App:
                 "ask for a smaller size, or fewer frames, steps or videos",
             )
         return admitted
+
+    async def _require_own_files(self, user: str, given: Mapping[str, Any]) -> None:
+        """Refuse a `file_id` of somebody else as one that does not exist. Raises Refusal."""
+        for name, kind in ({"images": IMAGE} | UPLOADS).items():
+            items = given.get(name)
+            for item in items if isinstance(items, list) else []:
+                id = item.get("file_id") if isinstance(item, dict) else None
+                if not isinstance(id, str) or self.folder.sent_by(user, id):
+                    continue
+                if not await self.store(self.queue.uses, user, id):
+                    text = f"{name}: file_id names no {kind} that was sent here"
+                    raise Refusal(400, "invalid_value", text, name)
 
     def _admit(self, given: dict[str, Any]) -> Admitted:
         """With the memory of the replicas, once one has told of it."""
@@ -558,7 +572,10 @@ class App:
                     hdr = self.admission.high_range(clip, job.job["loras"])
                     await asyncio.to_thread(write_segment, path, part, stop, hdr)
             return Opened(path, media_type="video/mp4", filename=f"{job.id}-segment{number}.mp4")
-        except (FileNotFoundError, InputError):
+        except (OSError, InputError) as error:
+            over = (await self._job(request)).over  # it may have been deleted meanwhile
+            if not over and not isinstance(error, (FileNotFoundError, InputError)):
+                raise
             text = f"segment {number} is not there; ask again when it is made, or for the content"
             raise Refusal(409, "not_ready", text) from None
 

@@ -60,6 +60,7 @@ class Folder:
         self._since: dict[
             str, float
         ] = {}  # when an input was sent or found, by the monotonic clock
+        self._senders: dict[str, set[str]] = {}  # users by input
         self._inputs_lock = Lock()
         try:
             for folder in (self.inputs, self.outputs):
@@ -95,12 +96,13 @@ class Folder:
                 "name another folder"
             )
 
-    def keep_input(self, data: bytes, suffix: str = "") -> str:
+    def keep_input(self, data: bytes, suffix: str = "", user: str = "") -> str:
         """Keep a file with these bytes among the inputs; its digest, which with the suffix is its
-        name."""
+        name. user: may name it from now on."""
         digest = hashlib.sha256(data).hexdigest()
         name = digest + suffix
         with self._inputs_lock:
+            self._senders.setdefault(name, set()).add(user)
             self._since[name] = time.monotonic()  # `sweep_inputs` leaves it alone
             if (self.inputs / name).exists():
                 return digest
@@ -113,6 +115,13 @@ class Folder:
             partial.unlink(missing_ok=True)
         sync(self.inputs)
         return digest
+
+    def sent_by(self, user: str, digest: str) -> bool:
+        """Whether the user has sent this server a file with the digest since it started."""
+        with self._inputs_lock:
+            return any(
+                user in users for name, users in self._senders.items() if name.startswith(digest)
+            )
 
     def keep_longer(self, names: Iterable[str]) -> bool:
         """Count inputs as sent just now; whether all are there."""
@@ -211,6 +220,7 @@ class Folder:
                 if path.name not in needed and now - since >= older_than_s:
                     path.unlink(missing_ok=True)
                     del self._since[path.name]
+                    self._senders.pop(path.name, None)
 
     def used_bytes(self) -> int:
         total = 0

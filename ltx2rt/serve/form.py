@@ -8,8 +8,6 @@ say the same.
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import json
 import re
 import time
@@ -22,8 +20,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ltx2rt.serve.folder import Folder
+from ltx2rt.serve.inline import ABOUT, KEYS, bytes_of, text_of
 from ltx2rt.serve.refusal import Refusal
-from ltx2rt.serve.upload import EXR, IMAGE, MAX_BYTES, SUFFIX, check_upload, kind_of
+from ltx2rt.serve.upload import IMAGE, SUFFIX, check_upload, kind_of
 
 MAX_FIELDS, MAX_FILES = 64, 8
 MAX_MARKS = 50_000  # commas and opening brackets of JSON, which cost a hundred times their size
@@ -31,6 +30,7 @@ SLOW_S, SLOWEST_BYTES_PER_S = 10, 64_000
 STRUCTURED = (
     "loras",
     "images",
+    "input_reference",
     "metadata",
     "stg_blocks",
     "segment_prompts",
@@ -69,9 +69,9 @@ async def fields_of(
     else:
         text = f"content-type: {kind[:80]!r}, expected multipart/form-data or application/json"
         raise Refusal(415, "bad_content_type", text)
-    return (
-        {**given, **files} if folder is None else await _with_files(given, files, folder, uploads)
-    )
+    if folder is None:
+        return {**given, **files}
+    return await _with_files(given, files, folder, uploads, request.state.user)
 
 
 async def _chunks(request: Request, max_bytes: int) -> AsyncGenerator[bytes, None]:
@@ -179,65 +179,57 @@ def _parsed(text: str | bytes, name: str | None) -> Any:
 
 
 async def _with_files(
-    given: dict[str, Any], files: dict[str, bytes], folder: Folder, uploads: Mapping[str, str]
+    given: dict[str, Any],
+    files: dict[str, bytes],
+    folder: Folder,
+    uploads: Mapping[str, str],
+    user: str,
 ) -> dict[str, Any]:
     """Every file that a field holds or names is kept, and is there by the digest of its bytes."""
     images = given.pop("images", None)
     if (reference := given.pop("input_reference", None)) is not None:
-        url = reference.get("image_url") if isinstance(reference, dict) else reference
-        images = [*_listed(images), {"image_url": url}]
+        images = [*_listed(images), *_listed(reference)]
     if "input_reference" in files:
         images = [*_listed(images), {"file": "input_reference"}]
     given |= {name: [{"file": name}] for name in uploads if name in files and name not in given}
     given |= {} if images is None else {"images": images}
     unused = set(files)
     for name, kind in ({"images": IMAGE} | dict(uploads)).items():
-        found = given.get(name)
-        if name != "images" and isinstance(found, (str, dict)):
-            found = [{"url": found} if isinstance(found, str) else found]
-        if isinstance(found, list) and len(found) <= MAX_FILES:
+        found = _listed(given.get(name))
+        if found and len(found) <= MAX_FILES:
             unused -= {str(item.get("file")) for item in found if isinstance(item, dict)}
-            given[name] = [await _kept(item, name, kind, files, folder) for item in found]
+            given[name] = [await _kept(item, name, kind, files, folder, user) for item in found]
     if unused:
         name = sorted(unused)[0][:80]
         raise Refusal(400, "unknown_field", f"{name!r} is a file that no field names", name)
     return given
 
 
-async def _kept(item: Any, name: str, kind: str, files: dict[str, bytes], folder: Folder) -> Any:
+async def _kept(
+    item: Any, name: str, kind: str, files: dict[str, bytes], folder: Folder, user: str
+) -> Any:
     """An object that holds or names a file, with its `file_id` in place of that; another one as it
     is."""
-    if not isinstance(item, dict) or not item.keys() & {"file", "url", "image_url"}:
+    rest = dict(item) if isinstance(item, dict) else {}
+    if "file" in rest:
+        if (file := str(rest["file"])) not in files:
+            raise Refusal(400, "invalid_value", f"{name}: no file {file[:80]!r} was sent", name)
+        data = files[file]
+    elif (text := text_of(item)) is not None:
+        data = bytes_of(text, name, kind)
+    elif rest.keys() & KEYS:
+        text = "expected a data: URL, base64, or a file of the form"
+        raise Refusal(400, "invalid_value", f"{name}: {text}", name)
+    else:
         return item
-    data = _bytes_of(item, name, kind, files)
     kind = kind_of(data, kind)
     await check_upload(data, name, kind)
-    rest = {key: item[key] for key in item if key not in ("file", "url", "image_url")}
-    return {**rest, "file_id": await asyncio.to_thread(folder.keep_input, data, SUFFIX[kind])}
+    rest = {key: value for key, value in rest.items() if key not in ("file", *KEYS, *ABOUT)}
+    return {**rest, "file_id": await asyncio.to_thread(folder.keep_input, data, SUFFIX[kind], user)}
 
 
-def _listed(images: Any) -> list[Any]:
-    return images if isinstance(images, list) else [] if images is None else [images]
-
-
-def _bytes_of(item: dict[str, Any], name: str, kind: str, files: dict[str, bytes]) -> bytes:
-    if "file" in item:
-        if (file := str(item["file"])) not in files:
-            raise Refusal(400, "invalid_value", f"{name}: no file {file[:80]!r} was sent", name)
-        return files[file]
-    url = item.get("image_url", item.get("url"))
-    text = url if isinstance(url, str) else ""
-    match = re.match(r"data:[\w.+-]{1,40}/[\w.+-]{1,40};base64,", text)
-    if match is None:
-        raise Refusal(
-            400, "invalid_value", f"{name}: only data: URLs in base64 are read; send the file", name
-        )
-    if len(text) > 2 * (most := MAX_BYTES[EXR if kind == IMAGE else kind]):
-        raise Refusal(413, "payload_too_large", f"{name}: longer than {most} bytes", name)
-    try:
-        return base64.b64decode(text[match.end() :], validate=True)
-    except (binascii.Error, ValueError):
-        raise Refusal(400, f"bad_{kind}", f"{name}: no base64", name) from None
+def _listed(items: Any) -> list[Any]:
+    return items if isinstance(items, list) else [] if items is None else [items]
 
 
 def close_unread(response: Response) -> Response:

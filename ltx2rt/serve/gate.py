@@ -33,7 +33,8 @@ from ltx2rt.serve.users import LOCAL, OPERATOR, STRANGER, User, Users
 MAX_REQUESTS, MAX_OF_USER = 1000, 250  # at once, of all users and of one
 WATCH_S = 1.0
 RETRY_S = 10
-UNREAD_BYTES, UNREAD_S = 2**20, 1.0  # bytes of a refused body, read to get the answer through
+UNREAD_S = 1.0  # a refused body is read to get the answer through
+UNREAD_BYTES, UNREAD_BYTES_TOO_LARGE = 2**25, 2**20
 LOCAL_HOST = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?")
 COOKIE = "ltx2rt_token"
 PROBES = ("/healthz", "/readyz", "/metrics")  # answered above every limit
@@ -232,7 +233,8 @@ def answer_of(refusal: Refusal) -> Response:
 async def with_body_read(request: Request, answer: Response) -> Response:
     """Read some of a body that is left, for an answer may be lost where a connection closes on it."""
     size, end = 0, time.monotonic() + UNREAD_S
-    while not request.state.read and size < UNREAD_BYTES:
+    most = UNREAD_BYTES_TOO_LARGE if answer.status_code == 413 else UNREAD_BYTES
+    while not request.state.read and size < most:
         try:
             message = await asyncio.wait_for(request.receive(), max(0.0, end - time.monotonic()))
         except TimeoutError:

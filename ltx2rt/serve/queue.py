@@ -52,7 +52,7 @@ CREATE TABLE IF NOT EXISTS jobs(
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, user TEXT NOT NULL, key TEXT,
     digest TEXT NOT NULL, status TEXT NOT NULL, priority INTEGER NOT NULL, work REAL NOT NULL,
     loras TEXT NOT NULL, given TEXT NOT NULL, job TEXT NOT NULL, remixed_from TEXT,
-    attempts INTEGER NOT NULL DEFAULT 0, deaths INTEGER NOT NULL DEFAULT 0,
+    attempts INTEGER NOT NULL DEFAULT 0, deaths INTEGER NOT NULL DEFAULT 0, progressed INTEGER NOT NULL DEFAULT 0,
     epoch INTEGER NOT NULL DEFAULT 0, cancel REAL, created REAL NOT NULL, started REAL,
     finished REAL, error TEXT,
     result TEXT, start_uptime_s REAL, end_uptime_s REAL, UNIQUE(user, key));
@@ -113,6 +113,7 @@ class Job:
     remixed_from: str | None
     attempts: int
     deaths: int
+    progressed: int
     epoch: int
     cancel: float | None
     created: float
@@ -176,9 +177,34 @@ def failure(code: str, message: str) -> dict[str, str]:
     return {"code": code, "message": message}
 
 
+def _whole(given: str, job: str, error: str | None, result: str | None) -> bool:
+    """Whether the JSON of a row is a job's, as its readers take it."""
+    try:
+        read = [json.loads(text) if text else None for text in (given, job, error, result)]
+    except (ValueError, TypeError, RecursionError):
+        return False
+    match read:
+        case [
+            dict(),
+            {"pipeline": str(), "clip": dict(), "images": list(images), "loras": list(loras)},
+            None | {"code": str(), "message": str()},
+            None | dict(),
+        ]:
+            files = read[1].get("files", {})
+            named = isinstance(files, dict) and all(isinstance(one, list) for one in files.values())
+            kept = (
+                [*images, *loras, *(file for one in files.values() for file in one)]
+                if named
+                else [0]
+            )
+            counts = isinstance(read[1].get("n", 1), int)
+            return counts and all(isinstance(x, list) and x and isinstance(x[0], str) for x in kept)
+    return False
+
+
 class Queue:
     """path: of the file, or ":memory:". most, most_of_user: videos that may wait. most_sent: videos
-    that a user may send in QUOTA_S."""
+    that a user may send in QUOTA_S. wait_s: for another program's lock."""
 
     def __init__(
         self,
@@ -186,6 +212,7 @@ class Queue:
         most: int = 1000,
         most_of_user: int = 100,
         most_sent: int | None = None,
+        wait_s: float = 5.0,
     ):
         self.most, self.most_of_user, self.most_sent = most, most_of_user, most_sent
         self._served: dict[
@@ -195,7 +222,7 @@ class Queue:
         self._clock = 0.0
         self._opened = time.monotonic()
         try:
-            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._db = sqlite3.connect(path, wait_s, isolation_level=None, check_same_thread=False)
             self._db.row_factory = sqlite3.Row
             found = (
                 self._db.execute("PRAGMA application_id").fetchone()[0],
@@ -224,6 +251,9 @@ class Queue:
                 self._db.execute(f"PRAGMA user_version={VERSION}")
             self._before_s = self._db.execute("SELECT seconds FROM uptime").fetchone()[0]
         except sqlite3.Error as error:
+            if "locked" in str(error):
+                reason = "another program holds it; end that one"
+                raise InputError(f"--data: {path} is locked: {reason}") from error
             raise InputError(
                 f"--data: {path} cannot be opened as a queue ({error}); put a good copy of it "
                 "there, or name another folder; finished clips are files beside it"
@@ -232,19 +262,21 @@ class Queue:
     def _upgrade(self) -> None:
         """Give a file of an earlier ltx2rt what it lacks, and make rows whose JSON is damaged
         failed jobs."""
-        if "end_uptime_s" not in {
-            row["name"] for row in self._db.execute("PRAGMA table_info(jobs)")
-        }:
+        columns = {row["name"] for row in self._db.execute("PRAGMA table_info(jobs)")}
+        if "progressed" not in columns:
+            self._db.execute("ALTER TABLE jobs ADD COLUMN progressed INTEGER NOT NULL DEFAULT 0")
+        if "end_uptime_s" not in columns:
             self._db.execute("ALTER TABLE jobs ADD COLUMN start_uptime_s REAL")
             self._db.execute("ALTER TABLE jobs ADD COLUMN end_uptime_s REAL")
             self._db.execute("UPDATE jobs SET end_uptime_s=0 WHERE finished IS NOT NULL")
         self._db.execute("INSERT INTO uptime SELECT 0 WHERE NOT EXISTS (SELECT * FROM uptime)")
-        damaged = " OR ".join(f"NOT json_valid(COALESCE({name}, 'null'))" for name in JSON)
+        rows = self._db.execute(f"SELECT id, {', '.join(JSON)} FROM jobs").fetchall()
+        damaged = [(row["id"],) for row in rows if not _whole(*map(row.__getitem__, JSON))]
         error = json.dumps(failure("internal", "its row in the queue was damaged; send it again"))
-        self._db.execute(
-            "UPDATE jobs SET status=?, error=?, given=?, job=?, result=NULL, end_uptime_s=0 "
-            f"WHERE {damaged}",
-            (FAILED, error, "{}", json.dumps(NO_JOB)),
+        self._db.executemany(
+            f"UPDATE jobs SET status='{FAILED}', error='{error}', given='{{}}', "
+            f"job='{json.dumps(NO_JOB)}', result=NULL, end_uptime_s=0 WHERE id=?",
+            damaged,
         )
 
     def uptime(self) -> float:
@@ -359,6 +391,10 @@ class Queue:
             return known
         raise Conflict("this Idempotency-Key was used for another request; send a new one")
 
+    def uses(self, user: str, digest: str) -> bool:
+        """Whether a job of the user has an input with this digest."""
+        return self._count("user=? AND instr(job, ?)", user, digest) > 0
+
     def keyed(self, user: str, key: str) -> Job | None:
         return next(iter(self._jobs("user=? AND key=?", user, key)), None)
 
@@ -438,7 +474,7 @@ class Queue:
                 self._require_room(job.user, job.job.get("n", 1))
                 none = "cancel, started, finished, error, result, start_uptime_s, end_uptime_s"
                 db.execute(
-                    "UPDATE jobs SET status=?, attempts=0, deaths=0, "
+                    "UPDATE jobs SET status=?, attempts=0, deaths=0, progressed=0, "
                     f"{none.replace(',', '=NULL,')}=NULL WHERE id=?",
                     (QUEUED, id),
                 )
@@ -538,7 +574,7 @@ class Queue:
             status, said, finished, ended = QUEUED, None, None, None
             if job.cancel is not None:
                 status, said = CANCELLED, failure("cancelled", "cancelled while it ran")
-            elif deaths >= MAX_DEATHS or job.attempts >= MAX_ATTEMPTS:
+            elif deaths >= MAX_DEATHS or job.attempts - job.progressed >= MAX_ATTEMPTS:
                 status, said = (
                     FAILED,
                     error or failure("worker_died", f"ended {job.attempts} times without a result"),
@@ -590,7 +626,7 @@ class Queue:
         them, do not count against the job any more."""
         with self._write() as db:
             db.execute(
-                "UPDATE jobs SET attempts=1, deaths=0 WHERE id=? AND status=? AND epoch=?",
+                "UPDATE jobs SET progressed=attempts-1, deaths=0 WHERE id=? AND status=? AND epoch=?",
                 (id, RUNNING, epoch),
             )
 

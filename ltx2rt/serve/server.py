@@ -25,7 +25,7 @@ from ltx2rt.serve.admission import Admission
 from ltx2rt.serve.app import UNUSED_S, App, Settings
 from ltx2rt.serve.board import Board, log
 from ltx2rt.serve.folder import Folder
-from ltx2rt.serve.gate import MAX_REQUESTS, Gate, is_local
+from ltx2rt.serve.gate import MAX_REQUESTS, UNREAD_S, Gate, is_local
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.queue import Queue
 from ltx2rt.serve.refusal import Refusal
@@ -64,6 +64,7 @@ class Patient(H11Protocol):
     longest time where there are too many."""
 
     _late: asyncio.TimerHandle | None = None
+    _refused = False
 
     def __init__(self, *args: Any, silent: dict[H11Protocol, None], **how: Any):
         """silent: the connections that ask nothing, in the order of time."""
@@ -76,6 +77,8 @@ class Patient(H11Protocol):
         self._expect()
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         if self._late is None and not self._busy:
             self._expect()
         super().data_received(data)
@@ -114,7 +117,14 @@ class Patient(H11Protocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        super().send_400_response(json.dumps(Refusal(400, "invalid_value", msg).body))
+        """Answer, then read for a while without looking: a connection that closes on what it has
+        not read may lose the answer."""
+        body = json.dumps(Refusal(400, "invalid_value", msg).body)
+        head = "HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+        self.transport.write_eof()
+        self._refused = True
+        self.loop.call_later(UNREAD_S, self.transport.close)
 
 
 class Lines(logging.Handler):

@@ -46,7 +46,7 @@ MAX_CONTEXTS = 8  # contexts of prompts, 50 MB each at full size
 FROM = {  # where streamed layers are, by their road
     PINNED: "host memory",
     STAGED: "host memory, staged: this system pins little",
-    FILE: "the disk: the host's memory has no room",
+    FILE: "the disk: memory has no room",
 }
 Way = tuple[ModelOptions, Residence]  # how weights are kept
 
@@ -442,6 +442,8 @@ class Session:
             found = FILE
         elif self.backend.runs and self.backend.device_kind != "cpu":
             found = road(size, *host_memory(), pins_memory())
+        elif self.backend.runs and most is None:
+            found = FILE  # a CPU's memory is the host's, and streamed layers had no room in it
         else:
             found = PINNED
         self.weights.residence = replace(self.weights.residence, road=found)

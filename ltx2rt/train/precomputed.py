@@ -1,29 +1,31 @@
 """Latents and text features that the official trainer has computed, as its `.precomputed` folder
 holds them: one `.pt` file a clip in each of several sub-folders, under the clip's relative path.
 
-Decides what such a file may hold and which shapes it must have. The files are read without PyTorch,
-which a TPU's installation need not have, and without running what a pickle may ask for.
+Decides what such a file may hold and which shapes it must have. PyTorch reads the files, without
+running what a pickle may ask for.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import pickle
+import pickletools
+import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.geometry import Geometry, pixel_frames
+from ltx2rt.session.options import existing_file
 from ltx2rt.train.data import Bucket
 
 FOLDER = ".precomputed"
@@ -31,14 +33,9 @@ VIDEO, AUDIO, TEXT = "latents", "audio_latents", "conditions"
 REFERENCE, MASK = "reference_latents", "video_masks"
 UNKNOWN = "reference_audio_latents", "audio_masks"  # what no run here takes
 OLD_NAMES = ("latent_", "condition_")  # latents/latent_7.pt goes with conditions/condition_7.pt
-STORAGES = {
-    "FloatStorage": np.dtype(np.float32),
-    "HalfStorage": np.dtype(np.float16),
-    "BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
-    "BoolStorage": np.dtype(bool),
-    "IntStorage": np.dtype(np.int32),
-    "LongStorage": np.dtype(np.int64),
-}
+KNOWN = (  # types that a pickle of tensors asks for
+    r"torch \w+Storage|torch\._utils _rebuild_tensor_v2|collections OrderedDict"
+)
 FPS = 24  # where a file says none
 
 
@@ -52,60 +49,48 @@ def folder_of(path: Path) -> Path | None:
 
 def read_pt(path: Path) -> dict[str, Any]:
     """The dictionary of numbers and arrays in a file of `torch.save`. Raises InputError for a file
-    that is none or holds anything else."""
+    that holds anything else.
+
+    torch runs no code of the file. Compressed members, other types and tensors of more numbers than
+    their storage holds could take any memory and are refused.
+    """
+    existing_file("--data", path)
+    if find_spec("torch") is None:
+        raise InputError(
+            f"{path}: reading it takes PyTorch; install it: pip install 'ltx2rt[cuda]'"
+        )
+    torch = import_module("torch")
     try:
         with zipfile.ZipFile(path) as archive:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+                raise InputError("it is compressed, which torch.save never does")
             (head,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
-            found = _Unpickler(archive, head).load()
+            for op, asked, _ in pickletools.genops(archive.read(head)):
+                if "GLOBAL" in op.name and not re.fullmatch(KNOWN, str(asked)):
+                    raise InputError(f"it asks for {asked}; expected tensors and numbers only")
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(found, dict):
+            raise InputError(f"holds a {type(found).__name__}, expected a dictionary")
+        return {name: _plain(value, torch) for name, value in found.items()}
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-    except Exception as error:  # a damaged pickle raises what it likes
+    except Exception as error:  # a damaged file raises what it likes
+        said = str(error).partition("\n")[0][:200]
         raise InputError(
-            f"{path} cannot be read ({type(error).__name__}: {error}); expected a file of "
+            f"{path} cannot be read ({type(error).__name__}: {said}); expected a file of "
             "torch.save, such as the official trainer writes"
         ) from None
-    if not isinstance(found, dict):
-        raise InputError(f"{path}: holds a {type(found).__name__}, expected a dictionary")
-    return found
 
 
-class _Unpickler(pickle.Unpickler):
-    """Files of numbers, strings, lists, dictionaries and tensors alone."""
-
-    def __init__(self, archive: zipfile.ZipFile, head: str):
-        super().__init__(io.BytesIO(self._member(archive, head)))
-        self.archive, self.folder = archive, head.removesuffix("data.pkl")
-
-    @staticmethod
-    def _member(archive: zipfile.ZipFile, name: str) -> bytes:
-        if archive.getinfo(name).compress_type != zipfile.ZIP_STORED:
-            raise InputError("it is compressed, which torch.save never does")
-        return archive.read(name)
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in STORAGES:
-            return STORAGES[name]
-        known: dict[tuple[str, str], Any] = {
-            ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-            ("collections", "OrderedDict"): dict,
-        }
-        if (module, name) not in known:
-            raise InputError(f"it asks for {module}.{name}; expected tensors and numbers alone")
-        return known[module, name]
-
-    def persistent_load(self, pid: Any) -> np.ndarray:
-        _, dtype, key, _, count = pid
-        return np.frombuffer(self._member(self.archive, f"{self.folder}data/{key}"), dtype)[:count]
-
-
-def _tensor(
-    values: np.ndarray, offset: int, shape: Sequence[int], strides: Sequence[int], *_: Any
-) -> np.ndarray:
-    last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-    if min((offset, *shape, *strides), default=0) < 0 or (math.prod(shape) and last >= len(values)):
-        raise InputError(f"a tensor of shape {tuple(shape)} reaches beyond its storage")
-    steps = [step * values.itemsize for step in strides]
-    return np.lib.stride_tricks.as_strided(values[offset:], shape, steps).copy()
+def _plain(value: Any, torch: Any) -> Any:
+    """A dense tensor as an array; another value as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.is_quantized or value.layout != torch.strided:
+        raise InputError("it holds a quantised or sparse tensor, expected plain ones")
+    if value.nbytes > value.untyped_storage().nbytes():
+        raise InputError(f"a tensor of shape {tuple(value.shape)} reaches beyond its storage")
+    return (value.float() if value.dtype == torch.bfloat16 else value).detach().numpy()
 
 
 @dataclass(frozen=True)

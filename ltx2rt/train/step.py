@@ -165,6 +165,8 @@ class Step:
         """Raises InputError if the step has no room on any process's device."""
         self.session.backend.limit(self.session.options.max_memory)
         m, free, host = self.memory, self._free, host_memory()[1]
+        if self.session.backend.device_kind == "cpu":  # the device's memory is the host's
+            host -= m.total
         if self.session.backend.agree(m.streamed > host):
             raise InputError(
                 f"no room in the host's memory: streamed blocks need {m.streamed / 1e9:.3g} GB, "

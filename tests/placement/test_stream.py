@@ -2,6 +2,9 @@
 device."""
 
 import re
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -14,15 +17,19 @@ from ltx2rt_cuda.host import FileWeight
 from ltx2rt_cuda.stream import HostTensor, Ring
 
 import ltx2rt
+from ltx2rt.media.video import read_frames
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.pipelines import make_request
 from ltx2rt.placement import stream
 from ltx2rt.placement.devices import device_kind
 from ltx2rt.run.estimate import datasheet_checkpoint, on_datasheet
 from ltx2rt.run.plan import make_plan
+from ltx2rt.session.open import open_session
 from ltx2rt.session.options import NO_LORA, ModelOptions
 from ltx2rt.session.session import FROM, Session
 from ltx2rt.session.weights import Residence
+from ltx2rt.weights.files import TensorFile
+from ltx2rt.weights.random.make import make_checkpoint
 
 SIZE = {
     "width": 128,
@@ -45,9 +52,10 @@ def small_matrices_move(monkeypatch):
 
 
 def forced(monkeypatch, residence, **options):
-    """Every run keeps its weights like this."""
+    """Every run keeps its weights like this, what is streamed in the host's memory."""
+    given = {"host_memory": 1.0} | options
     monkeypatch.setattr(
-        Session, "_ways", lambda self, stages: [(replace(self.asked, **options), residence)]
+        Session, "_ways", lambda self, stages: [(replace(self.asked, **given), residence)]
     )
 
 
@@ -129,6 +137,64 @@ def test_every_road_to_the_device_makes_the_same_clip(
         session.resident.choose_road(stages)
         assert FROM[road] in session.resident.memory_line(stages)
     assert_same(clip, resident)
+
+
+@pytest.mark.parametrize("given, road", [(None, "file"), (4.0, "file"), (40.0, "pinned")])
+def test_a_cpu_and_its_host_are_one_memory(full_model, given, road):
+    """Weights that have no room in 10 GB are not put into the same machine's memory, unless
+    --host-memory says so."""
+    how = {"device": "cpu", "dtype": "bfloat16", "max_memory": 10.0, "host_memory": given}
+    session = open_session(ModelOptions("cuda", full_model, **how))
+    request = make_request("one-stage", prompt="a", width=64, height=64, num_frames=9, seed=1)
+    stages = make_plan(session, request).stages
+    assert session.fit(stages, 10**10)
+    session.choose_road(stages)
+    assert session.weights.residence.road == road
+    assert f"(25.5 GB) come from {FROM[road]}" in session.memory_line(stages)
+
+
+@SLOW
+def test_a_full_model_runs_from_its_file(full_model, tmp_path):
+    """Of weights that are all 0, the statistics 1: the process is ended once it has 8 GB of its
+    own."""
+    words = [
+        "generate",
+        "--backend",
+        "cuda",
+        "--device",
+        "cpu",
+        "--dtype",
+        "bfloat16",
+        "--max-memory",
+        6,
+    ]
+    words += ["--width", 64, "--height", 64, "--num-frames", 9, "--steps", 2, "--prompt", "a"]
+    words += ["--pipeline", "one-stage", "--model", full_model, "--output", tmp_path / "clip.mp4"]
+    run = subprocess.Popen([sys.executable, "-m", "ltx2rt", *map(str, words)])
+    most = 0
+    while run.poll() is None:
+        status = Path(f"/proc/{run.pid}/status").read_text()
+        most = max(most, int(re.search(r"RssAnon:\s+(\d+)", status + "RssAnon: 0")[1]) * 1024)
+        if most > 8e9:
+            run.kill()
+        time.sleep(0.2)
+    assert run.returncode == 0 and most < 8e9, most
+    assert len(list(read_frames(tmp_path / "clip.mp4", "", 9))) == 9
+
+
+@pytest.fixture(scope="module")
+def full_model(tmp_path_factory):
+    """LTX-2.3 in files that take no room."""
+    folder = tmp_path_factory.mktemp("full")
+    make_checkpoint("ltx-2.3", "official", folder, empty=True)
+    path = folder / "ltx-2.3.safetensors"
+    file = TensorFile(path)
+    with path.open("r+b") as written:
+        for name, (info, begin) in zip(file.names(), file.places(), strict=True):
+            if "std-of-means" in name:
+                written.seek(begin)
+                written.write(np.ones(info.shape, info.dtype).tobytes())
+    return folder
 
 
 def test_the_road_follows_from_the_hosts_memory():

@@ -37,6 +37,7 @@ def server(tiny_model, tmp_path_factory):
         "tiny-2.3", "official", root / "other", seed=1
     )  # the model's own would be merged twice
     (loras / "style.safetensors").symlink_to(root / "other/tiny-2.3-distilled-lora.safetensors")
+    (loras / "loop.safetensors").symlink_to(loras / "loop.safetensors")
     flags = [
         "--loras",
         loras,

@@ -223,6 +223,14 @@ def test_bodies_that_are_none(server, body, kind, status):
     error_of(server.http.post("/v1/videos", content=body, headers={"content-type": kind}), status)
 
 
+def test_a_form_of_many_parts_is_answered(server):
+    part = '--x\r\ncontent-disposition: form-data; name="a{}"\r\n\r\n1\r\n'
+    body = "".join(map(part.format, range(100_000))).encode()
+    kind = {"content-type": "multipart/form-data; boundary=x"}
+    answer = server.http.post("/v1/videos", content=body + b"--x--", headers=kind)
+    assert "Too many fields" in error_of(answer, 400)["message"]
+
+
 def test_a_body_that_is_packed_or_no_text_is_named_as_such(server):
     def refused(content, status, **headers):
         headers = {"content-type": "application/json"} | headers
@@ -341,7 +349,8 @@ def test_pipelines_take_sounds_and_videos_as_files(server, tmp_path):
     ("audio_path", {"file_id": "/etc/passwd"}, "invalid_value", "names no sound"),
     ("audio_path", "/etc/passwd", "invalid_value", "only data: URLs"),
     ("audio_path", "http://127.0.0.1/x.wav", "invalid_value", "only data: URLs"),
-    ("audio_path", ["/etc/passwd"], "invalid_value", "list of objects"),
+    ("audio_path", ["/etc/passwd"], "invalid_value", "only data: URLs"),
+    ("audio_path", [7], "invalid_value", "list of objects"),
 ])  # fmt: skip
 def test_files_that_are_no_sounds_or_videos(server, field, data, code, words):
     pipeline = "a2v" if field == "audio_path" else "retake"
@@ -754,6 +763,7 @@ def test_other_hosts_and_other_pages_are_refused(server):
     b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: "
     b"2\r\n\r\n",
     b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: gzip\r\n\r\n",
+    b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 20_000_000,
 ])  # fmt: skip
 def test_what_is_no_http_is_refused_like_the_rest(server, sent):
     with socket.create_connection(
@@ -879,6 +889,13 @@ def test_a_user_sees_and_cancels_his_own_jobs_alone(start, tmp_path):
     }
     error_of(server.http.post("/login", json={"token": "wrong", **picture}), 401)
     assert not list((server.data / "in").iterdir())  # strangers leave nothing here
+    kept = server.http.post("/v1/videos?check=1", json={**body, **picture}, headers=ann).json()
+    known = {**body, "images": kept["given"]["images"]}
+    assert server.http.post("/v1/videos?check=1", json=known, headers=ann).status_code == 200
+    hidden = error_of(server.http.post("/v1/videos?check=1", json=known, headers=bob), 400)
+    unknown = {**body, "images": [{"file_id": "0" * 64}]}
+    missing = error_of(server.http.post("/v1/videos?check=1", json=unknown, headers=bob), 400)
+    assert hidden == missing  # bob learns nothing of what ann has sent
 
 
 def test_an_operator_reads_metrics_and_pauses_and_tokens_change_while_it_runs(start, tmp_path):
@@ -966,6 +983,8 @@ def test_a_server_without_tokens_stays_on_this_machine(command, tiny_model, tmp_
         tiny_model,
         "--data",
         tmp_path / "data",
+        "--port",
+        "0",
     )
     status, _, err = command(*common, "--host", "0.0.0.0")
     assert status == 2 and "give --token-file" in err

@@ -20,8 +20,11 @@ def queue(tmp_path):
     return Queue(tmp_path / "jobs.db", most=400, most_of_user=300)
 
 
+JOB = {"pipeline": "hq", "clip": {}, "images": [], "loras": []}
+
+
 def add(queue, user="a", digest="d", **more):
-    return queue.add(user, digest, {"prompt": "p"}, {"images": []}, **more)
+    return queue.add(user, digest, {"prompt": "p"}, JOB, **more)
 
 
 def test_a_job_goes_through_the_queue_once(queue):
@@ -250,15 +253,30 @@ def test_uptime_goes_on_where_it_was_and_old_rows_count_from_the_upgrade(tmp_pat
     assert queue.get(job.id).end_uptime_s == 0 and queue.uptime() < 10
 
 
+NO_JOBS = (
+    "{", "{}", "[]", "7", '{"pipeline": "hq", "clip": {}, "images": [null], "loras": []}',
+    '{"pipeline": "hq", "clip": {}, "images": [], "loras": [], "files": []}',
+    '{"pipeline": "hq", "clip": {}, "images": [], "loras": [], "n": "two"}', "[" * 100_000,
+)  # fmt: skip
+
+
 def test_a_damaged_file_is_refused_and_a_damaged_row_fails_alone(tmp_path):
     path = tmp_path / "jobs.db"
     queue = Queue(path)
-    jobs = [add(queue) for _ in range(3)]
-    queue._db.execute("UPDATE jobs SET job='{' WHERE id=?", (jobs[1].id,))
+    jobs = [add(queue) for _ in (*NO_JOBS, 0)]
+    for job, text in zip(jobs, NO_JOBS, strict=False):
+        queue._db.execute("UPDATE jobs SET job=? WHERE id=?", (text, job.id))
     queue.close()
     queue = Queue(path)
-    assert [queue.get(job.id).status for job in jobs] == ["queued", "failed", "queued"]
+    assert [queue.get(job.id).status for job in jobs] == ["failed"] * len(NO_JOBS) + ["queued"]
     assert "damaged" in queue.get(jobs[1].id).error["message"]
+    other = sqlite3.connect(path, isolation_level=None)
+    queue.close()
+    other.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(InputError, match="another program holds it"):
+        Queue(path, wait_s=0.1)
+    other.close()
+    queue = Queue(path)
     for number in range(200):
         add(queue, f"user {number}")
     queue.close()
@@ -317,7 +335,8 @@ jobs = queue.waiting()
 if not jobs and not (root / "began").exists():
     (root / "began").touch()
     for n in range(2):
-        made = queue.add("a", "d", {}, {"images": [], "n": n})
+        job = {"pipeline": "", "clip": {}, "images": [], "loras": [], "n": n}
+        made = queue.add("a", "d", {}, job)
         with open(root / "accepted", "a") as accepted:
             accepted.write(made.id + "\\n")
 queue.recover(folder.published)
@@ -424,7 +443,7 @@ def test_a_quota_counts_what_was_sent_and_forgets_it_after_a_day(tmp_path, monke
     monkeypatch.setattr(queue, "uptime", lambda: now)
 
     def send(user, n=1):
-        return queue.add(user, "d", {}, {"images": [], "n": n})
+        return queue.add(user, "d", {}, {**JOB, "n": n})
 
     send("ann", 2)
     now += 3600

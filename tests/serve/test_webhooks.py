@@ -65,7 +65,9 @@ def unwrapped(got):
 
 
 def ended(queue, status="completed", user="ann"):
-    job = queue.add(user, "d", {"prompt": "p"}, {"images": []})
+    job = queue.add(
+        user, "d", {"prompt": "p"}, {"pipeline": "hq", "clip": {}, "images": [], "loras": []}
+    )
     queue.claim()
     queue.finish(job.id, 1, status, result={"file": "f"})
     return job.id
