@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# The default of LTX-2.0 and 2.3, as published with the models and in diffusers (Apache-2.0).
+# Published with the models and in diffusers (Apache-2.0); since 1.2.0 the official code has one text
+# for all releases, with the first five terms in front.
 NEGATIVE_PROMPT = (
+    "has_subtitles, has_blurbox, transition from black, transition to black, speech_ending_short, "
     "blurry, out of focus, overexposed, underexposed, low contrast, washed out colors, excessive "
     "noise, grainy texture, poor lighting, flickering, motion blur, distorted proportions, "
     "unnatural skin tones, deformed facial features, asymmetrical face, missing facial features, "
@@ -26,9 +28,6 @@ NEGATIVE_PROMPT = (
     "jittery movement, awkward pauses, incorrect timing, unnatural transitions, inconsistent "
     "framing, tilted camera, flat lighting, inconsistent tone, cinematic oversaturation, "
     "stylized filters, or AI artifacts."
-)
-NEGATIVE_25 = (
-    "has_subtitles, has_blurbox, transition from black, transition to black, speech_ending_short, "
 )
 DEPTH = 48  # blocks of every released transformer
 
@@ -72,7 +71,7 @@ class Release:
 RELEASES = [  # the latest first
     Release(
         "2.5", (2, 4), "keyframe_vector", "keyframes_abs_pos_embedding", "Gemma 4", image_crf=18,
-        negative_prompt=NEGATIVE_25 + NEGATIVE_PROMPT, samplers=("ancestral", "euler"), split=True,
+        samplers=("ancestral", "euler"), split=True,
         chooses_length=True,
     ),
     Release("2.3", (2, 3), "text_modulation", "prompt_adaln_single.", "Gemma 3"),

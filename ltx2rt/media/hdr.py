@@ -91,7 +91,8 @@ def to_model(pixels: np.ndarray, space: str) -> np.ndarray:
 
 
 def from_model(frames: np.ndarray, how: HighRange) -> np.ndarray:
-    """[..., 3] as the video decoder makes them, nominally in [-1, 1] -> pixels in a space."""
+    """[..., 3] as the video decoder makes them, nominally in [-1, 1] -> pixels in a space; light
+    below 0 in its primaries is cut."""
     codes = np.clip((frames + 1) / 2, 0, 1)
     if how.log == LOGC3_LOG:
         light = logc3_decoded(codes)
@@ -100,7 +101,7 @@ def from_model(frames: np.ndarray, how: HighRange) -> np.ndarray:
     if how.space == "ACESCCT":
         return codes
     light = decoded(codes)
-    return light if how.space == "ACESCG" else light @ AP1_TO_709.T
+    return np.maximum(light if how.space == "ACESCG" else light @ AP1_TO_709.T, 0)
 
 
 def hlg_oetf(light: np.ndarray) -> np.ndarray:
@@ -126,7 +127,7 @@ def video_signal(frames: np.ndarray, how: HighRange) -> np.ndarray:
     203 cd/m2 in PQ.
     """
     light = from_model(frames, replace(how, space="SRGB_LINEAR"))
-    linear = np.maximum(light @ REC709_TO_2020.T, 0)
+    linear = light @ REC709_TO_2020.T
     if how.transfer == "pq":
         return pq_signal(linear * WHITE)
     white = float(hlg_inverse(np.array(WHITE_SIGNAL)))

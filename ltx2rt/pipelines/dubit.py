@@ -106,6 +106,10 @@ class SeenClip(FromClip):
         if over := self.source.num_frames - self.num_frames:
             yield f"the last {over} of the file's {self.source.num_frames} frames are left out"
 
+    def encoder_tiling(self, options: ModelOptions, pixels: int) -> str:
+        """How a reference with so many pixels in a frame is encoded; not how clips are decoded."""
+        return options.vae_tiling
+
     def seen(
         self, clip: Geometry, number: int, model: ModelConfig, options: ModelOptions, loras: Loras
     ) -> Reference:
@@ -114,7 +118,8 @@ class SeenClip(FromClip):
             ReferenceSpec(self.source_path, self.reference_strength),
             references_of(self, model, loras),
         )
-        tiling = options.vae_tiling
+        height, width = (side // factors[0] for side in clip.size_px)
+        tiling = self.encoder_tiling(options, height * width)
         return reference(spec, self.num_frames, FLAG, clip, model, factors, tiling, number)
 
 

@@ -23,6 +23,7 @@ from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from ltx2rt.stages.stage import Stage
 from ltx2rt.stages.upsample import Upsample
 
+WHOLE_PX = 512 * 768
 SIGMAS = STAGE2_SIGMAS[[0, 1, 3]]  # the official pipeline's second stage
 
 
@@ -48,6 +49,10 @@ class HdrICLora(SeenClip):
     def high_range(self) -> HighRange:
         """Codes are LogC3 unless the LoRA says otherwise."""
         return HighRange(self.hdr, LOGC3_LOG, self.hdr_transfer)
+
+    def encoder_tiling(self, options: ModelOptions, pixels: int) -> str:
+        """Whole, as the official pipeline does up to this size."""
+        return "off" if pixels <= WHOLE_PX else super().encoder_tiling(options, pixels)
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         """The LoRA is merged in both stages, the distilled one last."""

@@ -30,10 +30,24 @@ def test_pixels_come_back_from_the_codes(space):
     codes = hdr.to_model(pixels, space)
     assert np.abs(codes).max() <= 1
     inside = np.clip(pixels @ np.linalg.inv(hdr.AP1_TO_709).T, 0, None) @ hdr.AP1_TO_709.T
-    expected = inside if space == "SRGB_LINEAR" else pixels
+    expected = np.maximum(inside, 0) if space == "SRGB_LINEAR" else pixels
     np.testing.assert_allclose(
         hdr.from_model(codes, hdr.HighRange(space)), expected, rtol=1e-6, atol=1e-9
     )
+
+
+@pytest.mark.parametrize("space", ["SRGB_LINEAR", "ACESCG"])
+def test_light_below_zero_is_cut_where_it_is_written(space):
+    """In the primaries of the file; of a video in those of Rec. 709, before BT.2020."""
+    codes = np.random.default_rng(1).uniform(0, 0.6, (64, 3))
+    light = hdr.decoded(codes) @ (hdr.AP1_TO_709.T if space == "SRGB_LINEAR" else np.eye(3))
+    assert light.min() < -1e-3
+    how = hdr.HighRange(space)
+    np.testing.assert_allclose(hdr.from_model(codes * 2 - 1, how), light.clip(0), atol=1e-9)
+    rec709 = (hdr.decoded(codes) @ hdr.AP1_TO_709.T).clip(0) @ hdr.REC709_TO_2020.T
+    expected = hdr.pq_signal(rec709 * hdr.WHITE)
+    pq = hdr.HighRange(space, transfer="pq")
+    np.testing.assert_allclose(hdr.video_signal(codes * 2 - 1, pq), expected, atol=1e-9)
 
 
 def test_white_is_three_quarters_and_what_is_brighter_rolls_off():

@@ -75,8 +75,7 @@ def test_stage_one_adds_fresh_noise_and_stage_two_keeps_the_sound():
 
 
 def test_defaults_of_2_5():
-    """As of 2.3, but for five terms that lead the negative prompt, the image compression and a
-    chosen length."""
+    """Like 2.3's, except the image compression and a chosen length."""
     model = replace(MODEL, transformer=replace(MODEL.transformer, num_layers=48))
     request = pipeline("two-stage")("a fox").resolved(model)
     assert (request.steps, request.stg_blocks, request.image_crf) == (30, (28,), 18)
@@ -92,6 +91,9 @@ def test_defaults_of_2_5():
         "speech_ending_short",
     ]
     assert terms[:6] == [*led, "blurry"]
+    for preset_ in ("tiny-2.0", "tiny-2.3"):  # one text for all releases since 1.2.0
+        older = pipeline("two-stage")("a fox").resolved(preset(preset_).config)
+        assert older.negative_prompt == request.negative_prompt
 
 
 def test_what_earlier_models_lack_is_refused():

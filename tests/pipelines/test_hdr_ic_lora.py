@@ -19,10 +19,11 @@ from ltx2rt.models.geometry import (
     video_positions,
 )
 from ltx2rt.pipelines import make_request
-from ltx2rt.run.plan import make_plan
+from ltx2rt.run.plan import make_plan, resolved_stages
 from ltx2rt.run.recording import high_range
 from ltx2rt.run.run import produce
 from ltx2rt.session.options import NO_LORA, LoraSpec
+from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS
 from ltx2rt.testing import relative_l2
 
@@ -91,6 +92,20 @@ def test_every_step_is_the_formula_over_diffusers(tiny, on_both, lora, clip):
                     assert relative_l2(found, expected["video"]) <= CLOSE, (name, stage, kind, i)
         assert len(state.record[f"{stage}.video.steps"]) == len(sigmas) - 1
     assert high_range(sessions["cuda"], request) == hdr.HighRange("SRGB_LINEAR", "logc3")
+
+
+def test_references_are_encoded_whole_up_to_512x768(tiny, on_both, lora, tmp_path):
+    """However long, and however the clip is decoded: tiles of 80 frames give latents 0.09 away."""
+    film = write(tmp_path / "long.mp4", 97, size=(128, 128), sound_s=0)
+    how = {"distilled_lora": NO_LORA, "loras": (LoraSpec(lora, 0.0),), "assume": "distilled"}
+    session = on_both("tiny-2.3", **how)["cuda"]
+    given = {"prompt": "a fox", "video_path": film, "seed": 3}
+    for side, tiles in ((128, [1, 1]), (2048, [1, 2])):
+        request = make_request("hdr-ic-lora", **given, width=side, height=side)
+        stages = resolved_stages(session.checkpoint, session.options, request)
+        found = [s.given[0].source.tiling.frames for s in stages if isinstance(s, Denoise)]
+        assert [len(spans) for spans in found] == tiles
+        assert len(stages[-1].tiling.frames) == 2
 
 
 def test_frames_are_in_linear_light(tiny, command, lora, clip, tmp_path):
