@@ -29,7 +29,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import keywords
 from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.media.output import write_clip
-from ltx2rt.pipelines import FIRST, make_request
+from ltx2rt.pipelines import make_request
 from ltx2rt.pipelines.request import Request
 from ltx2rt.run.estimate import Devices, estimate, to_json
 from ltx2rt.run.files import Files
@@ -103,13 +103,14 @@ class Session:
         self,
         prompt: str,
         *,
-        pipeline: str = FIRST,
+        pipeline: str | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         cancelled: Callable[[], bool] | None = None,
         parts: str | Path | None = None,
         **clip: Any,
     ) -> Clip:
-        """One clip. clip: the clip flags of `generate` but output, report and latents_out.
+        """One clip. clip: the clip flags of `generate` but output, report and latents_out. pipeline:
+        None for the one that they ask for.
 
         parts: of a clip in segments, the folder that they are kept in until the clip is made, and
         from which a later call of the same goes on; a temporary one by default.
@@ -171,7 +172,7 @@ class Session:
         )
 
     def plan(
-        self, device_kind: str, devices: int = 1, *, pipeline: str = FIRST, **clip: Any
+        self, device_kind: str, devices: int = 1, *, pipeline: str | None = None, **clip: Any
     ) -> dict[str, Any]:
         """The dict of `ltx2rt plan --json` for such a clip of this model on devices that need not
         be here."""

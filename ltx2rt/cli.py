@@ -90,12 +90,14 @@ class Parser(argparse.ArgumentParser):
     """argparse, with its errors in one line, with guesses, and without abbreviated flags.
 
     fill: adds the command's flags, when they are needed; `words` is then what follows the command.
+    elsewhere: refusals by flag, of flags that the command has in another form.
     """
 
     def __init__(self, *args: Any, fill: Callable[[Parser], None] | None = None, **kwargs: Any):
         super().__init__(*args, allow_abbrev=False, formatter_class=Formatter, **kwargs)
         self.fill = fill
         self.words: list[str] = []
+        self.elsewhere: dict[str, str] = {}
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self.fill is not None:
@@ -119,6 +121,8 @@ class Parser(argparse.ArgumentParser):
             if word == "--":
                 return
             if re.match("--?[A-Za-z]", word) and " " not in name and name not in known:
+                if name in self.elsewhere:
+                    self.error(self.elsewhere[name])
                 shown = [flag for flag in known if known[flag].help != argparse.SUPPRESS]
                 self.error(f"unrecognized flag {name}{hint(name, shown)}")
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -29,6 +29,9 @@ import numpy as np
 import pytest
 import torch
 from virtual import xla_flags
+
+from ltx2rt.flags import flagged
+from ltx2rt.pipelines import FIRST, pipeline
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Programs that JAX compiled for one test are read by every other process, of this run and of later
@@ -49,6 +52,14 @@ SMALL = {
     "--steps": 3,
     "--image-crf": 0,
 }
+
+
+def read_by(flags: Iterable[object], defaults: dict[str, object]) -> list[object]:
+    """The defaults as words: those that the pipeline which the flags name reads."""
+    words = [str(word) for word in flags]
+    named = words[words.index("--pipeline") + 1] if "--pipeline" in words else FIRST
+    read = {f"--{field.replace('_', '-')}" for field in flagged(pipeline(named))}
+    return [x for flag, value in defaults.items() if flag in read for x in (flag, value)]
 
 
 @dataclass(frozen=True)
@@ -308,7 +319,8 @@ class Job:
             "--latents-out": "latents.safetensors",
         }
         words = ["generate", "--backend", self.backend, "--device", "cpu", "--model", self.model]
-        words += ["--prompt", "a robot dancing", *(x for pair in SMALL.items() for x in pair)]
+        words += ["--prompt", "a robot dancing"]
+        words += read_by(self.flags, SMALL)
         words += [x for flag, name in files.items() for x in (flag, folder / name)]
         return [str(word) for word in (*words, *self.flags)]
 

@@ -250,16 +250,6 @@ def test_every_command_has_help_for_every_flag(command, capsys):
         assert len(text.split()) > 2, name
 
 
-def test_a_flag_of_another_pipeline_is_read_though_it_is_not_shown():
-    args = cli.parser().parse_args(
-        ["generate", *MODEL, "--backend", "cuda", "--video-path", "v.mp4"]
-    )
-    _, request, _ = generate.asked(args)
-    assert generate._unread(args, request) == [
-        "--video-path (--pipeline dubit, extend, hdr-ic-lora, inpaint, retake and v2v would)"
-    ]
-
-
 # --- guesses --------------------------------------------------------------------------------------
 
 

@@ -29,11 +29,11 @@ from ltx2rt.commands.options import (
     start_ranks,
 )
 from ltx2rt.errors import InputError
-from ltx2rt.flags import add_flag, add_flags, flagged, given_flags, groups, spelling
+from ltx2rt.flags import add_flag, add_flags, flagged, given_flags, groups
 from ltx2rt.graph.encodings import QUANTISED
 from ltx2rt.media.output import check_streams
 from ltx2rt.notes import note
-from ltx2rt.pipelines import FIRST, pipeline, pipelines, step_plans
+from ltx2rt.pipelines import FIRST, pipeline, step_plans
 from ltx2rt.pipelines.request import Request, VideoRequest, draw_seed
 from ltx2rt.run.files import Files
 from ltx2rt.run.plan import (
@@ -56,7 +56,7 @@ from ltx2rt.run.segments import (
 )
 from ltx2rt.run.write import sizes, write_files
 from ltx2rt.session.open import located, open_session
-from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.options import NO_LORA, ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.stages.stage import FRAMES, SOUND
 from ltx2rt.weights.checkpoint import Checkpoint
@@ -67,21 +67,17 @@ With --backend tpu, compiled programs are kept in JAX_COMPILATION_CACHE_DIR (def
 XDG_CACHE_HOME or ~/.cache); a later run of the same sizes starts from them and compiles nothing.
 """
 
-# Flags that are refused where another pipeline would read them, with what they ask for.
-OWN_KINDS = {"segments": "segments", "length": "segments", "hdr": "high dynamic range"}
-
 
 def run(
     options: ModelOptions,
     request: Request,
     files: Files,
     checkpoint: Checkpoint,
-    unread: Sequence[str] = (),
     remarks: Sequence[str] = (),
 ) -> None:
     """Generate the clip's files and say where they are. What the user can mend raises InputError
-    before any weight is read. request, checkpoint: as `prepared` gives them; unread: flags that
-    were given for nothing; remarks: sentences to print before."""
+    before any weight is read. request, checkpoint: as `prepared` gives them; remarks: sentences to
+    print before."""
     stages = partial(resolved_stages, options=options, request=request)
     session = open_session(options, checkpoint=checkpoint, stages=stages)
     plan = make_enhanced_plan(session, request)
@@ -95,8 +91,6 @@ def run(
         files.announce(plan.request.seeds)
         if line := session.memory_line(plan.stages):
             note(line, prefix="")
-        if unread:
-            note(f"the {request.name} pipeline does not read {', '.join(unread)}")
         for remark in remarks:
             note(remark)
         _announce(session, plan)
@@ -204,13 +198,6 @@ def asked(args: argparse.Namespace) -> tuple[ModelOptions, Request, Files]:
     """Raises InputError."""
     type_ = pipeline(args.pipeline)
     spoken = argparse.Namespace(**vars(args) | texts(args))
-    for name, kind in OWN_KINDS.items():
-        if hasattr(args, name) and name not in flagged(type_):
-            able = [able for able, other in pipelines().items() if name in flagged(other)]
-            raise InputError(
-                f"--{name}: the {type_.name} pipeline makes no clip in {kind}; leave it out, or "
-                f"choose one of {', '.join(able)}"
-            )
     return (
         model_options(args),
         type_(**given_flags(spoken, type_)),
@@ -227,6 +214,11 @@ def files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
 
 def main(args: argparse.Namespace) -> int | None:
     options, request, written = asked(args)
+    if request.distilled == "unused" and options.distilled_lora not in (None, NO_LORA):
+        raise InputError(
+            f"--distilled-lora: the {request.name} pipeline merges none here; leave it out, or merge "
+            "it by --lora"
+        )
     folder = parts_folder(written)
     check_files(request, written)
     if request.seed is None:  # ranks that this one starts need the same
@@ -257,19 +249,10 @@ def main(args: argparse.Namespace) -> int | None:
     if args.own_process:
         keep_compiled(options.backend, compiled_folder(os.environ))
     remarks = [*step_plans.remarks(given, checkpoint)]
-    run(options, request, written, checkpoint, _unread(args, request), remarks)
-
-
-def _unread(args: argparse.Namespace, request: Request) -> list[str]:
-    """Flags that were given and belong to other pipelines, and to which."""
-    own, every = flagged(type(request)), flagged(*pipelines().values())
-
-    def readers(name: str) -> str:
-        *most, last = (kind for kind, type_ in pipelines().items() if name in flagged(type_))
-        return " and ".join(filter(None, (", ".join(most), last)))
-
-    given = {name: f for name, f in every.items() if hasattr(args, name) and name not in own}
-    return [f"{spelling(f)} (--pipeline {readers(name)} would)" for name, f in given.items()]
+    if args.because:
+        because = args.because.replace("_", "-")
+        remarks.insert(0, f"pipeline {request.name}, because of --{because}")
+    run(options, request, written, checkpoint, remarks)
 
 
 def compiled_folder(environment: Mapping[str, str]) -> Path:

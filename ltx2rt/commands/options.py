@@ -13,7 +13,7 @@ from typing import Any
 from ltx2rt.backend import chosen_backend, get_factory
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flagged, given_flags, groups, spelling
-from ltx2rt.pipelines import FIRST, pipeline, pipelines
+from ltx2rt.pipelines import FIRST, chosen, pipeline, pipelines, unread
 from ltx2rt.pipelines.request import Request
 from ltx2rt.ranks.start import start
 from ltx2rt.run.training import CACHED, READ, Training
@@ -76,14 +76,18 @@ def run_flags(to: Any, **defaults: Any) -> None:
 
 
 def pipeline_flags(to: Any, but: Sequence[str] = ()) -> type[Request]:
-    """Add `--pipeline` and the flags of all pipelines; `--help` shows those of the one it names.
+    """Add `--pipeline` and the flags of the pipeline that it names or, without it, that the inputs
+    choose. Flags that other pipelines read are refused with these.
 
     Returns that pipeline. Raises InputError if it is unknown.
     """
     reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    reader.add_argument("--pipeline", nargs="?", default=FIRST, const=FIRST)
-    shown = pipeline(reader.parse_known_args(to.words)[0].pipeline)
-    known = pipelines()
+    reader.add_argument("--pipeline", nargs="?", const=FIRST)
+    name, because = reader.parse_known_args(to.words)[0].pipeline, ""
+    if name is None:
+        words = {word.partition("=")[0][2:].replace("-", "_") for word in to.words}
+        name, because = (FIRST, "") if words & {"help", "h"} else chosen(words)
+    shown, known = pipeline(name), pipelines()
     wide = max(map(len, known))
     group = groups(to)["pipeline"]
     group.description = "\n".join(
@@ -96,12 +100,15 @@ def pipeline_flags(to: Any, but: Sequence[str] = ()) -> type[Request]:
     )
     group.add_argument(
         "--pipeline",
-        default=FIRST,
+        default=name,
         metavar="NAME",
-        help=f"one of the above (default: {FIRST})",
+        help=f"one of the above (default: as the inputs ask, else {FIRST})",
     )
     add_flags(to, shown, but=but)
-    add_flags(to, *known.values(), but=(*but, *flagged(shown)), hidden=True)
+    to.set_defaults(because=because)
+    for field, f in flagged(*known.values()).items():
+        if field not in (*but, *flagged(shown)):
+            to.elsewhere[spelling(f)] = str(unread(name, spelling(f), field))
     return shown
 
 

@@ -6,16 +6,33 @@ A pipeline is added by its file alone.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
 from ltx2rt.errors import InputError
-from ltx2rt.flags import keywords
+from ltx2rt.flags import flagged, keywords
+from ltx2rt.notes import note
 from ltx2rt.pipelines.request import Request
 from ltx2rt.suggest import hint
 
 FIRST = "two-stage"  # the default
+CLIP = "video_path"
+CHOOSING = {  # the pipeline of a request that names none, by the first of these that it has
+    "video_conditioning": "ic-lora",
+    "audio_path": "a2v",
+    "start_time": "retake",
+    "end_time": "retake",
+    "mask": "inpaint",
+    "mask_box": "inpaint",
+    "pad": "inpaint",
+    "extend_frames": "extend",
+    "before": "extend",
+    "join": "extend",
+    "loop": "extend",
+    "noise_level": "v2v",
+}
 
 
 def pipelines() -> dict[str, type[Request]]:
@@ -37,9 +54,45 @@ def pipeline(name: str) -> type[Request]:
     return known[name]
 
 
-def make_request(name: str, **given: Any) -> Request:
-    """The request of a pipeline from the keywords of a Python caller. Raises InputError."""
+def chosen(given: Collection[str], default: str = FIRST) -> tuple[str, str]:
+    """The pipeline that a request with these fields asks for, and the field that decides, "" for
+    the default one. Raises InputError for a clip with which nothing is to be done."""
+    decisive = [field for field in (*CHOOSING, CLIP) if field in given]
+    if not decisive or set(decisive) <= flagged(pipeline(default)).keys():
+        return default, ""
+    if decisive == [CLIP]:
+        raise InputError(
+            "--video-path: say what to do with the clip: --start-time and --end-time regenerate a "
+            "part (retake), --mask, --mask-box or --pad a region (inpaint), --extend-frames, "
+            "--before, --join or --loop continue it (extend), --noise-level redraws it (v2v), and "
+            "as --video-conditioning it is a reference (ic-lora); or name a --pipeline"
+        )
+    return CHOOSING[decisive[0]], decisive[0]
+
+
+def readers(field: str) -> list[str]:
+    """Names of the pipelines that read a field."""
+    return [name for name, type_ in pipelines().items() if field in flagged(type_)]
+
+
+def unread(name: str, flag: str, field: str) -> InputError:
+    """The refusal of a flag that the pipeline does not read."""
+    able = readers(field)
+    others = f", or choose --pipeline {' or '.join(able)}" if len(able) < 5 else ""
+    return InputError(f"{flag}: the {name} pipeline does not read it; leave it out{others}")
+
+
+def make_request(name: str | None, **given: Any) -> Request:
+    """The request of a pipeline, or if that is None of the one that the inputs choose, from the
+    keywords of a Python caller. Raises InputError."""
+    if name is None:
+        name, field = chosen(given)
+        if field:
+            note(f"pipeline {name}, because of {field}")
     type_ = pipeline(name)
+    for field in given.keys() - flagged(type_).keys():
+        if readers(field):
+            raise unread(name, field, field)
     request = type_(**keywords(given, type_))
     request.check()
     return request

@@ -24,7 +24,7 @@ from ltx2rt.backend import DeviceInfo
 from ltx2rt.errors import InputError
 from ltx2rt.flags import convert, flagged
 from ltx2rt.media.hdr import HighRange
-from ltx2rt.pipelines import make_request, pipelines
+from ltx2rt.pipelines import CLIP, chosen, make_request, pipelines, readers, unread
 from ltx2rt.pipelines.inpaint import parse_pad
 from ltx2rt.pipelines.nag import parse_nag
 from ltx2rt.pipelines.request import (
@@ -189,17 +189,13 @@ class Admission:
         Raises Refusal."""
         # `value` is the function below: a comprehension's own would hide it until Python 3.12.4
         given = {field: found for field, found in given.items() if found is not None}
-        name = self._text(given, "pipeline", self.default)
-        if name not in self.served:
-            raise Refusal(
-                400,
-                "invalid_value",
-                f"pipeline: {name[:80]!r}, expected one of {', '.join(self.served)}",
-                "pipeline",
-            )
-        clip_fields, taken = self.fields(self.served[name]), uploads(self.served[name])
+        name = self._name(given)
+        type_ = self.served[name]
+        clip_fields, taken = self.fields(type_), uploads(type_)
         known = [*clip_fields, *OURS, *taken]
         for field in given:
+            if field not in known and field not in flagged(type_) and readers(field):
+                raise of_input(unread(name, f"--{field}", field), known, given)
             if field not in known:
                 raise unknown(field, known)
         if self._text(given, "model", self.model) != self.model:
@@ -304,6 +300,22 @@ class Admission:
             if folder is not None and str(folder) not in (".", "/"):
                 message = message.replace(f"{folder}/", "")
         return KEPT.sub("the file", message)
+
+    def _name(self, given: Mapping[str, Any]) -> str:
+        """The pipeline that a request names, or that its inputs choose. Raises Refusal."""
+        try:
+            default = self.default if "pipeline" in given else chosen(given, self.default)[0]
+        except InputError as error:
+            raise of_input(error, [CLIP], given) from error
+        name = self._text(given, "pipeline", default)
+        if name not in self.served:
+            raise Refusal(
+                400,
+                "invalid_value",
+                f"pipeline: {name[:80]!r}, expected one of {', '.join(self.served)}",
+                "pipeline",
+            )
+        return name
 
     @staticmethod
     def _text(given: Mapping[str, Any], name: str, default: str) -> str:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import read_by
 from PIL import Image
 
 from ltx2rt import cli
@@ -42,12 +43,9 @@ def refused(model, tmp_path, monkeypatch, capsys):
             "--output": output,
             "--device": "cpu",
         }
-        fixed |= {"--width": 128, "--height": 64, "--num-frames": 9, "--steps": 2, "--seed": 1}
-        words = [
-            "generate",
-            *(str(word) for pair in fixed.items() for word in pair),
-            *map(str, flags),
-        ]
+        small = {"--width": 128, "--height": 64, "--num-frames": 9, "--steps": 2, "--seed": 1}
+        words = [word for pair in fixed.items() for word in pair] + read_by(flags, small)
+        words = [str(word) for word in ("generate", *words, *flags)]
         with monkeypatch.context() as patch:
             patch.setattr(TensorFile, "read", lambda *_: pytest.fail("a tensor was read"))
             try:

@@ -144,7 +144,7 @@ def test_what_is_refused(calibrated, tmp_path):
         (("--evaluations", 5), "below --steps, which are 5"),
         (("--evaluations", 1), "--evaluations"),
         (("--prompts", tmp_path / "none.txt"), "none.txt"),
-        (("--pipeline", "distilled"), "no guided stage"),
+        (("--pipeline", "distilled"), "--steps: the distilled pipeline does not read it"),
         (("--pipeline", "hq"), "res_2s"),
         (("--segments", 2), "unrecognized flag --segments"),
         (("--output", tmp_path / "none" / "plans.json"), "does not exist"),

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from conftest import read_by
 
 from ltx2rt.cli import parser
 from ltx2rt.commands.compile import COMPILED, Compilation, Target, compile_job, job_of, plan_job
@@ -28,11 +29,12 @@ needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is
 
 
 def flags(**changes: object) -> list[object]:
-    return [
-        word
-        for pair in (TINY | {f"--{k.replace('_', '-')}": v for k, v in changes.items()}).items()
-        for word in pair
+    given = {f"--{k.replace('_', '-')}": v for k, v in changes.items()}
+    words = [word for pair in given.items() for word in pair]
+    fixed = [
+        x for flag in ("--topology", "--preset") if flag not in given for x in (flag, TINY[flag])
     ]
+    return [*fixed, *read_by(words, TINY), *words]
 
 
 def plan(topology: str = "v6e:2x4", name: str = "ltx-2.0", **settings) -> Compilation:

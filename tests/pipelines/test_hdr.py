@@ -126,9 +126,10 @@ def test_segments_keep_codes_of_16_bits(on_both, picture, monkeypatch, tmp_path)
 
 @pytest.mark.parametrize("pipeline", ["retake", "v2v", "inpaint", "extend", "dubit", "t2a"])
 def test_pipelines_of_8_bits_say_so(tiny, command, picture, tmp_path, pipeline):
-    model, output = ("--model", tiny("tiny-2.3", "official")), ("--output", tmp_path / "a.mp4")
-    status, _, err = command(*START, *model, *output, "--hdr", "ACESCG", "--pipeline", pipeline)
-    said = f"--hdr: the {pipeline} pipeline makes no clip in high dynamic range; leave it out, or"
+    words = ("--model", tiny("tiny-2.3", "official"), "--output", tmp_path / "a.mp4")
+    words += ("--prompt", "a fox", "--hdr", "ACESCG", "--pipeline", pipeline)
+    status, _, err = command("generate", *words)
+    said = f"--hdr: the {pipeline} pipeline does not read it; leave it out"
     assert status == 2 and said in err and err.count("\n") == 1, err
 
 

@@ -45,8 +45,8 @@ WIDTH, HEIGHT, FRAMES, FPS = 256, 128, 17, 24
 
 # Of every run through the command line; later flags win.
 FLAGS = (
-    "--pipeline", "ic-lora", "--distilled-lora", "none", "--seed", 3, "--width", WIDTH, "--height", HEIGHT,
-    "--num-frames", FRAMES, "--fps", FPS,
+    "--pipeline", "ic-lora", "--distilled-lora", "none", "--assume", "distilled", "--seed", 3,
+    "--width", WIDTH, "--height", HEIGHT, "--num-frames", FRAMES, "--fps", FPS,
 )  # fmt: skip
 START = ("generate", "--backend", "cuda", "--device", "cpu", "--prompt", "a fox", "--model")
 

@@ -91,7 +91,9 @@ class Moved:
 def sessions(tiny, on_both):
     def get(generation):
         preset = f"tiny-{generation}"
-        return on_both(preset, distilled_lora=NO_LORA), tiny(preset, "diffusers")
+        return on_both(preset, distilled_lora=NO_LORA, assume="distilled"), tiny(
+            preset, "diffusers"
+        )
 
     return get
 

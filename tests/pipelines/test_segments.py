@@ -506,9 +506,10 @@ def test_another_folder_is_left_alone(tiny, command, tmp_path):
 def test_other_pipelines_refuse_segments(tiny, command, tmp_path):
     for pipeline in ("a2v", "extend", "dfr", "ic-lora", "t2a", "retake"):
         for flag in ("--segments", "--length"):
-            words = arguments(tiny, tmp_path / "a.mp4", "--pipeline", pipeline, flag, 3)
-            status, _, err = command(*words)
-            said = f"{flag}: the {pipeline} pipeline makes no clip in segments; leave it out, or"
+            words = ("--model", tiny("tiny-2.3", "official"), "--prompt", "a fox")
+            words += ("--output", tmp_path / "a.mp4", "--pipeline", pipeline, flag, 3)
+            status, _, err = command("generate", *words)
+            said = f"{flag}: the {pipeline} pipeline does not read it; leave it out"
             assert status == 2 and said in err and err.count("\n") == 1, err
 
 

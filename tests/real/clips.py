@@ -47,6 +47,16 @@ def red_on_top(folder: Path) -> None:
     assert redness[:16].mean() > redness[24:48].mean() + 15, redness.reshape(-1, 8).mean(1)
 
 
+def unread(inputs: str, named: str, flag: str) -> Row:
+    """A flag that the pipeline would ignore."""
+    return Row(
+        name=f"unread {flag} of {named or 'the chosen pipeline'} with {inputs or 'nothing'}",
+        command=f"generate TINY --prompt=a --output clip.mp4 {inputs} {named and f'--pipeline {named}'} {flag}",
+        says=(f"{flag.split()[0]}: the [a-z0-9-]+ pipeline does not read it",),
+        status=2,
+    )
+
+
 ROWS = [
     Row(
         name=f"photo-with-exif-orientation-{orientation}",
@@ -55,4 +65,16 @@ ROWS = [
         check=red_on_top,
     )
     for orientation in (4, 5, 7)
+]
+ROWS += [
+    unread("", "", "--skip-stage-2"),
+    unread("", "two-stage", "--audio-path song.mp3"),
+    unread("--audio-path song.mp3", "", "--audio-cfg 3"),
+    unread("--video-path a.mp4 --extend-frames 8", "", "--noise-level 0.5"),
+    Row(
+        name="clip-with-nothing-to-do",
+        command="generate TINY --prompt=a --output clip.mp4 --video-path a.mp4",
+        says=("retake.*inpaint.*extend.*v2v.*ic-lora",),
+        status=2,
+    ),
 ]

@@ -6,6 +6,9 @@ from importlib import import_module
 import pytest
 from conftest import run_cli
 
+from ltx2rt.cli import parser
+from ltx2rt.pipelines import chosen
+
 MODULES = ("clips", "loras")
 ROWS = [row for module in MODULES for row in import_module(f"real.{module}").ROWS]
 
@@ -24,3 +27,21 @@ def test_a_user_sees(row, tmp_path, monkeypatch):
     for pattern in row.silent:
         assert not re.search(pattern, stderr), f"{pattern!r} is in:\n{stderr}"
     row.check(tmp_path)
+
+
+@pytest.mark.parametrize("inputs, name", [
+    ("--audio-path a.wav", "a2v"), ("--video-path a.mp4 --start-time 1 --end-time 2", "retake"),
+    ("--video-path a.mp4 --mask m.png", "inpaint"), ("--video-path a.mp4 --pad 0,32,0,0", "inpaint"),
+    ("--video-path a.mp4 --extend-frames 8", "extend"), ("--video-path a.mp4 --before", "extend"),
+    ("--video-path a.mp4 --join b.mp4", "extend"), ("--video-path a.mp4 --loop 1", "extend"),
+    ("--video-path a.mp4 --noise-level=0.5", "v2v"), ("--video-conditioning a.mp4", "ic-lora"),
+    ("--video-conditioning a.mp4 --mask m.png", "ic-lora"), ("--image a.png:0", "two-stage"),
+    ("--audio-path a.wav --pipeline a2v", "a2v"),
+])  # fmt: skip
+def test_inputs_choose_the_pipeline(inputs, name):
+    argv = ["generate", "--model", "m", "--prompt", "a", "--output", "a.mp4", *inputs.split()]
+    args = parser().parse_args(argv)
+    assert args.pipeline == name
+    assert bool(args.because) == ("--pipeline" not in inputs and name != "two-stage")
+    given = {word[2:].partition("=")[0].replace("-", "_") for word in inputs.split()}
+    assert "pipeline" in given or chosen(given)[0] == name

@@ -206,6 +206,18 @@ def test_masks_and_borders(admission, film, tmp_path):
             found.admit({**given, **more})
 
 
+def test_inputs_choose_the_pipeline(admission, film):
+    found = admission("tiny-2.3", distilled_lora=NO_LORA)
+    digest = hashlib.sha256(film.read_bytes()).hexdigest()
+    (found.inputs / f"{digest}.media").write_bytes(film.read_bytes())
+    given = {"prompt": "a fox", "video_path": [{"file_id": digest}]}
+    assert found.admit({**given, "noise_level": 0.5}).job["pipeline"] == "v2v"
+    with pytest.raises(Refusal, match="video_path: say what to do with the clip"):
+        found.admit(given)
+    with pytest.raises(Refusal, match="noise_level: the extend pipeline does not read it"):
+        found.admit({**given, "extend_frames": 8, "noise_level": 0.5})
+
+
 def test_a_mask_is_sent_as_a_picture_or_a_video(film, tmp_path):
     Image.linear_gradient("L").save(tmp_path / "mask.png")
     for data in ((tmp_path / "mask.png").read_bytes(), film.read_bytes()):
