@@ -44,6 +44,14 @@ def remove_partial(path: Path, pid: int) -> None:
         partial.unlink(missing_ok=True)
 
 
+def remove_abandoned(folder: Path) -> None:
+    """Remove the unfinished files of processes that no longer run on this machine."""
+    for partial in folder.glob(".*.partial"):
+        pid = partial.name.split(".")[-2]
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists() and not partial.is_dir():
+            partial.unlink(missing_ok=True)
+
+
 _unfinished: set[Path] = set()  # files of this process
 
 

@@ -36,7 +36,7 @@ from ltx2rt.stages.conditioning import ImageSpec
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.suggest import hint
 from ltx2rt.train.data import Bucket
-from ltx2rt.train.prepare import PrepareRequest
+from ltx2rt.train.prepare_flags import PrepareRequest
 from ltx2rt.train.request import TrainRequest
 from ltx2rt.weights.part_table import FILES
 

@@ -20,7 +20,7 @@ from ltx2rt.run.training import CACHED, READ, Training
 from ltx2rt.session.open import located, with_mesh
 from ltx2rt.session.options import ModelOptions, existing_file, parse_part
 from ltx2rt.train.data import Bucket
-from ltx2rt.train.prepare import PrepareRequest
+from ltx2rt.train.prepare_flags import PrepareRequest
 from ltx2rt.train.request import TrainRequest
 
 PRESETS = ("tiny-2.0", "tiny-2.3", "tiny-2.5", "ltx-2.0", "ltx-2.3", "ltx-2.5")

@@ -22,7 +22,7 @@ from ltx2rt.run import training
 from ltx2rt.run.estimate import Devices, Estimate, estimate, to_json
 from ltx2rt.run.trace_events import write_trace
 from ltx2rt.run.training import Training, estimate_step
-from ltx2rt.train.prepare import PrepareRequest
+from ltx2rt.train.prepare_flags import PrepareRequest
 from ltx2rt.train.request import TrainRequest
 from ltx2rt.weights.part_table import FILES
 

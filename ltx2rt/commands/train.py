@@ -7,7 +7,9 @@ import json
 import os
 import re
 import signal
+import time
 import tomllib
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,19 +27,23 @@ from ltx2rt.notes import note
 from ltx2rt.ranks.crew import Crew
 from ltx2rt.run.validation import with_validation
 from ltx2rt.session.open import located, open_session
-from ltx2rt.session.options import ModelOptions, existing_file
+from ltx2rt.session.options import ModelOptions
 from ltx2rt.suggest import hint
-from ltx2rt.train.prepare import MANIFEST, PrepareRequest
+from ltx2rt.text_files import read_text
+from ltx2rt.train.manifest import MANIFEST
 from ltx2rt.train.prepare import prepare as fill
+from ltx2rt.train.prepare_flags import PrepareRequest
 from ltx2rt.train.request import TrainRequest
-from ltx2rt.train.run import Run, described, start
-from ltx2rt.train.state import FORMATS, read_state, states, write_lora
+from ltx2rt.train.resume import described
+from ltx2rt.train.run import Run, start
+from ltx2rt.train.state import CONFIGURATION, FORMATS, read_state, states, write_lora
 from ltx2rt.train.step import in_words
 
 READ = (  # flags of a model that training reads
     "backend", "model", "text_encoder", "video_vae", "audio_vae", "config_from", "offline", "dtype",
     "device", "mesh",
 )  # fmt: skip
+SHOWN = 50  # steps of a mean loss
 EXAMPLE = """\
 example:
   ltx2rt train prepare --model MODEL_DIR --data clips/ --buckets 768x512x49 --output cache
@@ -89,15 +95,18 @@ def run_flags(to: Any) -> None:
 
 
 def configured(args: argparse.Namespace) -> argparse.Namespace:
-    """`args` with the flags of `--config` that the command line lacks. Raises InputError."""
+    """`args` with the flags that the command line lacks, from `--config`, or from the `train.toml`
+    of a run that goes on. Raises InputError."""
     known = {n: f for n, f in flagged(ModelOptions).items() if n in RUN_READ} | flagged(
         TrainRequest
     )
-    if (path := args.config) is not None:
-        existing_file("--config", path)
+    path, run = args.config, Path(getattr(args, "output", ""))
+    if path is None and hasattr(args, "output") and states(run) and (run / CONFIGURATION).exists():
+        path = run / CONFIGURATION
+    if path is not None:
         try:
-            found = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            found = tomllib.loads(read_text(path))
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise InputError(f"--config: {path} is no TOML file ({error}); correct it") from None
         for name, value in found.items():
             if name not in known:
@@ -105,7 +114,8 @@ def configured(args: argparse.Namespace) -> argparse.Namespace:
                     f"--config: {path} has {name!r}, which is no flag of `train "
                     f"run`{hint(name, known)}"
                 )
-            if not hasattr(args, name):
+            implied = name == "dtype" and hasattr(args, "weights_dtype")  # which decides it
+            if not hasattr(args, name) and not implied:
                 setattr(args, name, _of_toml(known[name], value))
     for name in ("model", "data", "output"):
         if not hasattr(args, name):
@@ -149,16 +159,15 @@ def run(args: argparse.Namespace) -> int | None:
     for line in _sizes(made):
         say(line)
 
+    lines = progress(made)
+
     def show(row: dict[str, Any]) -> None:
         if request.json and made.session.backend.is_main:
-            print(json.dumps(row), flush=True)
-        if row["step"] % 10 == 0:
-            losses = ", ".join(
-                f"{name} {row[f'{name}_loss']:.4f}"
-                for name in made.trained
-                if row.get(f"{name}_loss") is not None
+            print(
+                json.dumps(row | {"validation": [*map(str, row.get("validation", []))]}), flush=True
             )
-            say(f"step {row['step']}: loss {losses}; {row['seconds']:.2f} s")
+        if line := lines(row):
+            say(line)
 
     with stopping(args.crew) as stopped:
         path = made.train(say, show, stopped)
@@ -167,26 +176,63 @@ def run(args: argparse.Namespace) -> int | None:
     return None
 
 
+def progress(made: Run) -> Callable[[dict[str, Any]], str | None]:
+    """Return a function of a step's metrics: a line every ten steps and after a measurement."""
+    recent: deque[dict[str, Any]] = deque(maxlen=SHOWN)
+    seconds: deque[float] = deque([time.monotonic()], maxlen=SHOWN + 1)
+    steps = made.request.steps or 0
+
+    def line(row: dict[str, Any]) -> str | None:
+        recent.append(row)
+        seconds.append(time.monotonic())
+        done, said = row["step"] + 1, []
+        measured = any(name.startswith("held_out") for name in row) or "validation" in row
+        if done % 10 and done != steps and not measured:
+            return None
+        for name in made.samples.trained:
+            losses = [x for r in recent if (x := r.get(f"{name}_loss")) is not None]
+            held_out = row.get(f"held_out_{name}_loss")
+            apart = f" (held out {held_out:.4f})" if held_out is not None else ""
+            said += [f"{name} {sum(losses) / len(losses):.4f}{apart}"] if losses else []
+        left_s = (seconds[-1] - seconds[0]) / (len(seconds) - 1) * (steps - done)
+        said.append(f"{in_time(left_s)} left" if steps > done else "done")
+        said += map(str, row.get("validation", []))
+        return f"step {done} of {steps}: mean loss of {len(recent)} steps {', '.join(said)}"
+
+    return line
+
+
+def in_time(seconds: float) -> str:
+    """Seconds in the largest unit of which there are two."""
+    for name, unit in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} s"
+
+
 def _sizes(made: Run) -> Iterator[str]:
     for group, count in made.step.groups().items():
         yield f"trains {group}: {count:,} numbers"
     r, g = made.request, made.step.geometry
     size = (
         f"{g.size_px[1]}x{g.size_px[0]}, {g.frames} latent frames"
-        if "video" in made.streams
+        if "video" in made.samples.streams
         else "sound alone"
     )
-    more = f", and {len(made.kinds) - 1} other kinds" if len(made.kinds) > 1 else ""
-    apart = f" ({len(made.held_out)} more are measured alone)" if made.held_out else ""
+    kinds = len(made.samples.kinds)
+    more = f" and {kinds - 1} other sizes or rates" if kinds > 1 else ""
+    apart = (
+        f" ({len(made.samples.held_out)} more are measured alone)" if made.samples.held_out else ""
+    )
     yield (
-        f"{len(made.items)} samples{apart} of {size}{more}, batch {made.batch} x {r.accumulate}, "
+        f"{len(made.samples.items)} samples{apart} of {size}{more}, batch {made.samples.batch} x {r.accumulate}, "
         f"{r.steps} steps"
     )
 
 
 def _dry_run(made: Run, say: Callable[[str], None]) -> None:
     """Groups, sizes, memory and the shapes of the first batch, as text on stderr or as JSON."""
-    memory, feeds = made.step.memory, made.feeds(made.drawn(0, 0))
+    memory, feeds = made.step.memory, made.feeder.feeds(made.samples.drawn(0, 0))
     shapes = {name: list(x.shape) for name, x in feeds.items()}
     for line in _sizes(made):
         say(line)
@@ -195,17 +241,20 @@ def _dry_run(made: Run, say: Callable[[str], None]) -> None:
     if made.request.json and made.session.backend.is_main:
         found = {
             "groups": made.step.groups(),
-            "samples": len(made.items),
+            "samples": len(made.samples.items),
             "steps": made.request.steps,
         }
-        found |= {"held_out": len(made.held_out), "batch": made.batch * made.request.accumulate}
+        found |= {
+            "held_out": len(made.samples.held_out),
+            "batch": made.samples.batch * made.request.accumulate,
+        }
         print(json.dumps(found | {"memory_bytes": memory.total, "first_batch": shapes}))
 
 
 @contextmanager
 def stopping(crew: Crew | None) -> Iterator[list[int]]:
-    """A list that is not empty once this process was asked to end. The first request does not end
-    it otherwise."""
+    """A list that is not empty once this process was asked to end. The first signal has no other
+    effect, the second ends the process at once."""
     asked: list[int] = []
     if crew:
         crew.asked = asked
@@ -214,13 +263,27 @@ def stopping(crew: Crew | None) -> Iterator[list[int]]:
         finally:
             crew.asked = None
         return
-    kinds = (signal.SIGINT, signal.SIGTERM)
-    before = {kind: signal.signal(kind, lambda number, _: asked.append(number)) for kind in kinds}
+    kinds = [
+        k
+        for k in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(k) != signal.SIG_IGN
+    ]  # as `nohup` has SIGHUP
+    before = {kind: signal.getsignal(kind) for kind in kinds}
+
+    def put_back() -> None:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+    def ask(number: int, _: Any) -> None:
+        asked.append(number)
+        put_back()
+
+    for kind in kinds:
+        signal.signal(kind, ask)
     try:
         yield asked
     finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
+        put_back()
 
 
 def export_flags(to: Any) -> None:

@@ -3,7 +3,6 @@ make of a schedule."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,9 +16,14 @@ from ltx2rt.models.step_plan import StepPlan
 from ltx2rt.session.options import existing_file
 from ltx2rt.stages.denoise import within
 from ltx2rt.stages.schedule import shifted_sigmas
+from ltx2rt.text_files import read_json
 from ltx2rt.weights.checkpoint import Checkpoint
 
 FORMAT = 1  # version of a file of plans
+SHAPE = {
+    "format": int, "steps": int, "sigmas": [float],
+    "plans": [{"evaluations": int, "evaluate": [int], "order": int}],
+}  # fmt: skip
 PLAN, SKIP, VIDEO_SKIP, AUDIO_SKIP = FIELDS = (
     "step_plan",
     "skip_step",
@@ -100,7 +104,7 @@ def check_files(request: Any) -> None:
 def remarks(request: Any, checkpoint: Checkpoint) -> Iterator[str]:
     """A sentence about a file of plans that were not calibrated on this model."""
     if isinstance(plan := getattr(request, "step_plan", None), PlanFile):
-        model = json.loads(plan.path.read_text()).get("model")
+        model = read_json(plan.path, dict).get("model")
         made_on = model if isinstance(model, dict) else {}
         if made_on.get("digest") != checkpoint.digest():
             which = str(made_on.get("name", "a model that it does not name"))[:80]
@@ -142,21 +146,14 @@ def read(given: PlanFile, steps: int) -> StepPlan:
     """The plan of the file for a schedule of so many steps. Raises InputError."""
     flag, path = "--step-plan", given.path
     try:
-        found = json.loads(path.read_text())
-        form, theirs, sigmas, plans = (
-            found[name] for name in ("format", "steps", "sigmas", "plans")
-        )
-        made = {
-            int(p["evaluations"]): StepPlan.of([int(i) for i in p["evaluate"]], int(p["order"]))
-            for p in plans
-        }
-        table = np.array(sigmas, np.float32)
-    except OSError as error:
-        raise InputError(f"{flag}: {path}: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, UnicodeDecodeError):
-        raise InputError(
-            f"{flag}: {path} is no file of plans; docs/pipelines.md shows one"
-        ) from None
+        found = read_json(path, SHAPE, "docs/pipelines.md shows a file of plans")
+        if any(p["order"] not in (1, 2) for p in found["plans"]):
+            raise InputError(f"{path} is damaged (an order other than 1 and 2); calibrate again")
+    except InputError as error:
+        raise InputError(f"{flag}: {error}") from None
+    form, theirs = found["format"], found["steps"]
+    made = {p["evaluations"]: StepPlan.of(p["evaluate"], p["order"]) for p in found["plans"]}
+    table = np.array(found["sigmas"], np.float32)
     if form != FORMAT:
         raise InputError(
             f"{flag}: {path} has format {form}, expected {FORMAT}; write it anew as in "

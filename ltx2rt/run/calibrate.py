@@ -37,6 +37,7 @@ from ltx2rt.run.run import produce, sample_rate, timed
 from ltx2rt.session.session import Session
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import shifted_sigmas
+from ltx2rt.text_files import read_json, read_text
 
 ABOUT, MEASURES = "about.json", "measures.json"
 SOUND_WEIGHTS = (
@@ -72,13 +73,13 @@ class CalibrationRuns:
         self._alone = ExitStack()
         self._open()
         path = folder / MEASURES
-        try:
-            text = path.read_text() if path.exists() else "{}"
-            self.measures: dict[str, dict[str, float]] = json.loads(text)
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"--output: {path} is damaged ({error}); remove it, and it is made again"
-            ) from error
+        self.measures: dict[str, dict[str, float]] = {}
+        if path.exists():
+            advice = "remove it, and it is made again"
+            try:
+                self.measures = read_json(path, {str: {str: float}}, advice)
+            except InputError as error:
+                raise InputError(f"--output: {error}") from None
 
     def _open(self) -> None:
         path, text = self.folder / ABOUT, json.dumps(self.about, sort_keys=True)
@@ -97,7 +98,7 @@ class CalibrationRuns:
                 )
             with replacing(path) as partial:
                 partial.write_text(text)
-        elif path.read_text() != text:
+        elif read_text(path) != text:
             raise InputError(
                 f"--output: {self.folder} holds runs of other flags or another model; remove the "
                 "folder, or choose another name"
@@ -113,6 +114,8 @@ class CalibrationRuns:
                 np.savez(file, allow_pickle=False, **made)
             self.say(f"exact run {number + 1} of {len(self.prompts)}")
         try:
+            if not path.is_file():
+                raise ValueError("it is no regular file")
             with path.open("rb") as file, np.load(file) as kept:
                 return dict(kept)
         except (OSError, ValueError, BadZipFile) as error:

@@ -19,6 +19,7 @@ from ltx2rt.run.plan import Plan
 from ltx2rt.run.recording import CLIP, STREAM
 from ltx2rt.run.report import comment, written
 from ltx2rt.session.session import Session
+from ltx2rt.text_files import read_json
 
 REQUEST = "request.json"
 PART = "[0-9][0-9][0-9][0-9].*"  # frames and samples, and the mel that these were made of
@@ -47,8 +48,8 @@ def check_records(request: Any, folder: Path) -> None:
 
 def seed_of(folder: Path) -> int | None:
     """The seed of the run whose segments are there; None where there is none."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return int(json.loads((folder / REQUEST).read_text())["seed"])
+    with suppress(InputError):
+        return read_json(folder / REQUEST, {"seed": int})["seed"]
     return None
 
 
@@ -72,9 +73,9 @@ def claimed(session: Session, plan: Plan, folder: Path) -> Iterator[None]:
 def _check(asked: Any, folder: Path) -> None:
     path = folder / REQUEST
     try:
-        found = json.loads(path.read_text()) if path.exists() else None
-    except (OSError, ValueError) as error:
-        raise InputError(f"--output: {folder} cannot be read ({error}); remove it") from None
+        found = read_json(path, dict, "remove the folder") if path.exists() else None
+    except InputError as error:
+        raise InputError(f"--output: {error}") from None
     if found is None:
         if other := next(folder.iterdir(), None):
             raise InputError(f"--output: {other} is no segment; move it, or choose another name")

@@ -18,7 +18,7 @@ from ltx2rt.placement.plan import StageCost
 from ltx2rt.run.estimate import Devices, datasheet_session
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.train.data import Bucket, parse_bucket
-from ltx2rt.train.prepare import PrepareRequest
+from ltx2rt.train.prepare_flags import PrepareRequest
 from ltx2rt.train.recipe import MODES
 from ltx2rt.train.request import TrainRequest
 from ltx2rt.train.step import Step

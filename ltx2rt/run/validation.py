@@ -7,7 +7,6 @@ the device meanwhile.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -24,6 +23,7 @@ from ltx2rt.run.run import produce, sample_rate
 from ltx2rt.session.options import NO_LORA, LoraSpec, existing_file
 from ltx2rt.session.session import Session
 from ltx2rt.stages.stage import FRAMES
+from ltx2rt.text_files import parse, read_text
 from ltx2rt.train.data import parse_bucket
 from ltx2rt.train.run import Run
 
@@ -38,20 +38,22 @@ class Validation:
     requests: list[Request]
     folder: Path
 
-    def __call__(self, lora: Path, step: int) -> None:
-        """Write FOLDER/STEP/NN.mp4, or .wav of sound alone. Raises InputError where there is no
-        room beside what is trained."""
+    def __call__(self, lora: Path, step: int) -> list[Path]:
+        """Write FOLDER/STEP/NN.mp4, or .wav of sound without a picture. Raises InputError if memory
+        is short while the trained model stays on the device."""
         session, target = self.session, self.folder / f"{step:06d}"
         target.mkdir(parents=True, exist_ok=True)
         session.use_loras((LoraSpec(lora),))
+        made = []
         try:
             for number, request in enumerate(self.requests):
                 plan = make_plan(session, request)
                 session.require_memory(plan.stages)
                 state, _, _ = produce(session, plan)
                 moving = plan.makes(FRAMES)
+                made.append(target / f"{number:02d}.{'mp4' if moving else 'wav'}")
                 write_clip(
-                    target / f"{number:02d}.{'mp4' if moving else 'wav'}",
+                    made[-1],
                     next(state.frames) if moving else [],
                     num_frames=plan.request.num_frames,
                     fps=plan.request.clip_fps,
@@ -61,6 +63,7 @@ class Validation:
                 )
         finally:
             session.weights.close()
+        return made
 
 
 def with_validation(run: Run) -> Run:
@@ -90,19 +93,16 @@ def with_validation(run: Run) -> Run:
 
 def _requests(run: Run, path: Path) -> Iterator[Request]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeError) as error:
-        raise InputError(f"{FLAG}: {path} cannot be read as text ({error})") from None
+        lines = read_text(path).split("\n")
+    except InputError as error:
+        raise InputError(f"{FLAG}: {error}") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            found = json.loads(line)
-            if not isinstance(found, dict) or not isinstance(found.get("prompt"), str):
-                raise InputError('expected an object with the key "prompt"')
-            request = _request(run, found, number)
+            request = _request(run, parse(line, {"prompt": str}), number)
             request.check_files()
-        except (json.JSONDecodeError, InputError) as error:
+        except ValueError as error:
             raise InputError(f"{FLAG}: {path}, line {number}: {error}") from None
         yield request
 
@@ -112,7 +112,7 @@ def _request(run: Run, line: Mapping[str, Any], number: int) -> Request:
     size (WxHxF, default: as trained); seed; pipeline; and the clip flags of that."""
     r, g = run.request, run.step.geometry
     rest = {name: x for name, x in line.items() if name not in ("reference", "size", "pipeline")}
-    name = line.get("pipeline", "one-stage" if "video" in run.streams else "t2a")
+    name = line.get("pipeline", "one-stage" if "video" in run.samples.streams else "t2a")
     given = {"num_frames": (g.frames - 1) * g.time_factor + 1, "fps": g.fps}
     height, width = g.size_px
     if "size" in line:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 from ltx2rt.errors import InputError
@@ -11,12 +13,19 @@ from ltx2rt.train.request import TrainRequest
 
 
 def given_tokens(
-    r: TrainRequest, g: Geometry, mask: np.ndarray | None, stream: str
+    r: TrainRequest,
+    g: Geometry,
+    latents: Mapping[str, np.ndarray],
+    stream: str,
+    streams: Sequence[str] = ("video", "audio"),
 ) -> dict[str, np.ndarray]:
-    """bool[tokens] of either stream: what the conditions of a resolved request give of one sample.
+    """bool[tokens] of either stream: the tokens of one sample that the conditions of a resolved
+    request give.
 
-    mask: f32[f, h, w], more than 0.5 where it is given. stream: the sample's random numbers, of
-    which each condition has its own.
+    latents: mask f32[f, h, w] and audio_mask f32[n] count, more than 0.5 where tokens are given.
+    stream: the sample's random numbers; each condition has its own. streams: the present ones;
+    sound without a picture has spans of its own latents, otherwise of the picture's frames and the
+    sound of their time.
     """
     video = np.zeros((g.frames, g.rows, g.columns), bool)
     audio = np.zeros(g.audio_latents, bool)
@@ -29,20 +38,25 @@ def given_tokens(
     for name, span in (("prefix", r.prefix), ("suffix", r.suffix)):
         count, share = span or (0, 0.0)
         if drawn(name, share):
-            frames, sounds = span_of(name, count, g)
+            frames, sounds = span_of(name, count, g, "video" in streams)
             first = name == "prefix"
             video[slice(None, frames) if first else slice(g.frames - frames, None)] = True
             audio[slice(None, sounds) if first else slice(len(audio) - sounds, None)] = True
-    if mask is not None and drawn("mask", r.mask):
-        video |= mask > 0.5
+    if drawn("mask", r.mask):
+        video |= latents.get("mask", np.float32(0)) > 0.5
+        audio |= latents.get("audio_mask", np.float32(0)) > 0.5
     if r.crop and drawn("crop", r.crop[-1]):
         rows, columns = rectangle(r.crop[:4], g)
         video[:, rows, columns] = True
     return {"video": video.reshape(-1), "audio": audio}
 
 
-def span_of(name: str, count: int, g: Geometry) -> tuple[int, int]:
-    """Latent frames that are given, and latents of the sound of their time."""
+def span_of(name: str, count: int, g: Geometry, shown: bool = True) -> tuple[int, int]:
+    """Latent frames that are given, and latents of the sound of their time; without a picture, of
+    sound that `count` counts. At most half of a clip that is no longer than the span."""
+    if not shown:
+        whole = g.audio_latents
+        return 0, min(count, max(1, whole // 2)) if count >= whole else count
     frames = min(count, max(1, g.frames // 2)) if count >= g.frames else count
     kept = pixel_frames(frames, g.time_factor)
     kept = kept if name == "prefix" else frames * g.time_factor

@@ -1,42 +1,49 @@
 """Training data as people have it: a folder of clips with captions beside them, or a table of them.
 
-Decides which files make a sample, and which bucket a clip belongs to. Nothing is decoded here but
-headers.
+Decides which files make a sample, and which bucket a clip belongs to. Opens captions and tables,
+no clip.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ltx2rt.errors import InputError
 from ltx2rt.stages.source_video import usable_frames
+from ltx2rt.text_files import parse, read_json_lines, read_text
 
-VIDEOS = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".gif")
-IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")  # clips of one frame
-SOUNDS = (".wav", ".flac", ".mp3")
+VIDEOS = (".mp4", ".mov", ".m4v", ".mkv", ".webm", ".avi", ".gif")
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".heic")  # clips of one frame
+SOUNDS = (".wav", ".flac", ".mp3", ".m4a", ".ogg", ".opus")
 COLUMNS = {  # names in a table, the official one first
     "video": ("video", "media_path", "video_path", "file_name"),
     "caption": ("caption", "text", "prompt"),
     "audio": ("audio",),
     "reference": ("reference_video", "ref_media_path"),
     "mask": ("video_mask",),
+    "audio_reference": ("reference_audio",),
+    "audio_mask": ("audio_mask",),
 }
-BESIDE = ("reference", "mask")  # NAME.reference.mp4 beside NAME.mp4
+BESIDE = ("reference", "mask")  # NAME.reference.mp4 beside NAME.mp4; a sound there is audio_*
+SYSTEM = ("__MACOSX", "@eaDir", "Thumbs.db", "desktop.ini")  # beside names that begin with a dot
+CAPTION_BYTES = 10**6
 
 
 @dataclass(frozen=True)
 class CaptionedClip:
     """One sample's files and text. video or audio may be absent; audio: in place of the video's own
-    sound. reference: what an IC-LoRA follows. mask: bright where the clip is given."""
+    sound. reference: what an IC-LoRA follows. mask: bright where the clip is given; audio_mask:
+    loud where the sound is given."""
 
     name: str
     caption: str
@@ -44,6 +51,13 @@ class CaptionedClip:
     audio: Path | None
     reference: Path | None = None
     mask: Path | None = None
+    audio_reference: Path | None = None
+    audio_mask: Path | None = None
+
+    @property
+    def files(self) -> list[Path]:
+        found = (self.video, self.audio, self.reference, self.mask)
+        return [p for p in (*found, self.audio_reference, self.audio_mask) if p]
 
 
 @dataclass(frozen=True)
@@ -113,11 +127,14 @@ def bucket_of(size: tuple[int, int, int], buckets: Sequence[Bucket]) -> Bucket |
     )
 
 
-def read_clips(path: Path, columns: Mapping[str, str | None] | None = None) -> list[CaptionedClip]:
-    """The samples of a folder, or of a CSV, JSON or JSONL file, in a fixed order.
+def read_clips(
+    path: Path, columns: Mapping[str, str | None] | None = None
+) -> tuple[list[CaptionedClip], list[tuple[str, str]]]:
+    """The samples of a folder, or of a CSV, JSON or JSONL file, in a fixed order, and the faults of
+    others: (name, reason).
 
     columns: names of a table's columns for kinds of COLUMNS, None: found. Raises InputError for
-    files that do not exist, and for captions that are missing or empty."""
+    data without clips."""
     names = {kind: (column,) for kind, column in (columns or {}).items() if column}
     if names and path.is_dir():
         raise InputError(
@@ -128,93 +145,97 @@ def read_clips(path: Path, columns: Mapping[str, str | None] | None = None) -> l
         raise InputError(
             f"{path} does not exist; pass a folder of clips, or a CSV, JSON or JSONL file"
         )
-    clips = (
-        _folder(path)
-        if path.is_dir()
-        else [_row(path, i, row, COLUMNS | names) for i, row in enumerate(_rows(path), 1)]
-    )
-    if not clips:
+    if path.is_dir():
+        found = _clips_of(path)
+        made = [(str(f.relative_to(path)), partial(_clip, path, f, more)) for f, more in found]
+    else:
+        rows = enumerate(_rows(path), 1)
+        made = [(f"row {i}", partial(_row, path, row, COLUMNS | names)) for i, row in rows]
+    if not made:
         raise InputError(
-            f"{path}: no clips were found; expected files of {' '.join(VIDEOS + SOUNDS)}"
+            f"{path}: no clips were found; expected files of {' '.join(VIDEOS + SOUNDS + IMAGES)}"
         )
-    if silent := [clip.name for clip in clips if not clip.caption.strip()]:
-        raise InputError(
-            f"{path}: {len(silent)} of {len(clips)} captions are missing or empty, such as that "
-            f"of {silent[0]}; write one sentence for each clip (NAME.txt beside it, or its column)"
-        )
-    times = Counter(clip.name for clip in clips)
-    if twice := next((name for name, count in times.items() if count > 1), None):
-        raise InputError(f"{path}: {twice} is listed twice; name each clip once")
-    return clips
+    clips: dict[str, CaptionedClip] = {}
+    faults = []
+    for name, make in made:
+        try:
+            clip = make()
+            if clip.name in clips:
+                raise InputError(f"{clip.name} is listed twice; name each clip once")
+            if not clip.caption.strip():
+                where = "NAME.txt beside it" if path.is_dir() else "its column"
+                raise InputError(f"its caption is missing or empty; write one into {where}")
+            clips[clip.name] = clip
+        except InputError as error:
+            faults.append((name, str(error)))
+    return list(clips.values()), faults
 
 
-def _folder(path: Path) -> list[CaptionedClip]:
-    clips = []
-    found = sorted(p for p in path.rglob("*") if p.suffix.lower() in VIDEOS + SOUNDS + IMAGES)
-    files = [p for p in found if not p.stem.lower().endswith(tuple(f".{kind}" for kind in BESIDE))]
-    extra = {(p.parent / p.stem): p for p in found if p not in files}
-    videos = {p.with_suffix("") for p in files if p.suffix.lower() in VIDEOS + IMAGES}
-    for file in files:
-        sound = file.suffix.lower() in SOUNDS
-        if sound and file.with_suffix("") in videos:
-            continue  # it is the sound of the video beside it
-        beside = next((p for p in map(file.with_suffix, SOUNDS) if p.exists()), None)
-        text = file.with_suffix(".txt")
-        caption = _text(text).strip() if text.exists() else ""
-        clips.append(
-            CaptionedClip(
-                str(file.relative_to(path)),
-                caption,
-                None if sound else file,
-                file if sound else beside,
-                *(extra.get(file.with_suffix(f".{kind}")) for kind in BESIDE),
-            )
-        )
-    return clips
+def is_hidden(path: Path) -> bool:
+    """Tell if systems and programs made the file or folder for themselves, by its name."""
+    return path.name.startswith(".") or path.name in SYSTEM
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read as UTF-8 text ({error}); save it again") from None
+def _clips_of(folder: Path) -> Iterator[tuple[Path, dict[str, Path]]]:
+    """Yield clips of a folder and its sub-folders, each with the references and masks beside it."""
+    own: list[Path] = []
+    beside: defaultdict[Path, dict[str, Path]] = defaultdict(dict)
+    for path in sorted(folder.rglob("*")):
+        suffix = path.suffix.lower()
+        hidden = any(is_hidden(Path(name)) for name in path.relative_to(folder).parts)
+        if hidden or suffix not in VIDEOS + SOUNDS + IMAGES:
+            continue
+        stem, _, kind = path.stem.rpartition(".")
+        if stem and (kind := kind.lower()) in BESIDE:
+            beside[path.with_name(stem)][f"audio_{kind}" if suffix in SOUNDS else kind] = path
+        else:
+            own.append(path)
+    shown = {p.with_suffix("") for p in own if p.suffix.lower() not in SOUNDS}
+    for path in own:  # but for the sound of a clip
+        if path.suffix.lower() not in SOUNDS or path.with_suffix("") not in shown:
+            yield path, beside[path.with_suffix("")]
+
+
+def _clip(folder: Path, file: Path, more: Mapping[str, Path]) -> CaptionedClip:
+    """The sample of a file, with its caption and sound from the files beside it."""
+    sound = file.suffix.lower() in SOUNDS
+    beside = next((p for p in map(file.with_suffix, SOUNDS) if p.exists()), None)
+    text = file.with_suffix(".txt")
+    caption = read_text(text, CAPTION_BYTES).strip() if os.path.lexists(text) else ""
+    name, video, audio = str(file.relative_to(folder)), *((None, file) if sound else (file, beside))
+    return CaptionedClip(name, caption, video, audio, **more)
 
 
 def _rows(path: Path) -> list[Mapping[str, Any]]:
-    text, suffix = _text(path), path.suffix.lower()
+    if (suffix := path.suffix.lower()) == ".jsonl":
+        return read_json_lines(path, dict, "expected an object with video and caption in each line")
+    text = read_text(path)
     try:
         if suffix == ".csv":
             return list(csv.DictReader(io.StringIO(text, newline="")))
-        found = (
-            json.loads(text)
-            if suffix == ".json"
-            else [json.loads(x) for x in text.split("\n") if x.strip()]
-        )
-    except (json.JSONDecodeError, csv.Error) as error:
+        return parse(text, [dict])
+    except (ValueError, csv.Error) as error:
         raise InputError(
-            f"{path} cannot be read: {error}; expected a CSV, JSON or JSONL table of clips"
+            f"{path} cannot be read: {error}; expected a CSV, JSON or JSONL table of clips, with "
+            "the columns video and caption"
         ) from None
-    if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
-        raise InputError(f"{path}: expected a list of objects with the keys video and caption")
-    return found
 
 
-def _row(
-    path: Path, number: int, row: Mapping[str, Any], columns: Mapping[str, Sequence[str]]
-) -> CaptionedClip:
+def _row(path: Path, row: Mapping[str, Any], columns: Mapping[str, Sequence[str]]) -> CaptionedClip:
     got = {
         kind: next((str(row[n]) for n in names if row.get(n)), None)
         for kind, names in columns.items()
     }
     if not got["video"] and not got["audio"]:
-        raise InputError(
-            f"{path}: row {number} names no clip; expected a column {' or '.join(columns['video'])}"
-        )
+        raise InputError(f"it names no clip; expected a column {' or '.join(columns['video'])}")
     files: dict[str, Path | None] = {}
-    for kind in ("video", "audio", *BESIDE):
-        files[kind] = path.parent / name if (name := got[kind]) else None
-        if (file := files[kind]) is not None and not file.is_file():
-            raise InputError(f"{path}: row {number}: {file} does not exist; check the path")
+    for kind in columns.keys() - {"caption"}:
+        files[kind] = file = path.parent / name if (name := got[kind]) else None
+        try:
+            if file is not None and not file.is_file():
+                raise InputError(f"{file} does not exist or is no file; check the path")
+        except (OSError, ValueError) as error:  # a name that is too long, or has a zero byte
+            raise InputError(f"{str(file)[:200]}: {error}; check the path") from None
     if files["video"] and files["video"].suffix.lower() in SOUNDS:
-        files = files | {"video": None, "audio": files["audio"] or files["video"]}
+        files |= {"video": None, "audio": files["audio"] or files["video"]}
     return CaptionedClip(got["video"] or got["audio"] or "", got["caption"] or "", **files)

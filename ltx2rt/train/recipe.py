@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -73,7 +73,7 @@ class Mode:
     """streams: the present ones; trained: those that are noised; targets: groups; rate and steps:
     defaults. The others are conditions with how often a sample has them: the first latent frame,
     the first latent frames and the sound of their time, what a mask or a rectangle leaves, and
-    tokens of a reference beside the clip."""
+    tokens of a reference beside the clip. heard: both streams have a reference."""
 
     streams: tuple[str, ...]
     trained: tuple[str, ...]
@@ -85,16 +85,20 @@ class Mode:
     mask: float = 0.0
     crop: float = 0.0
     reference: float = 0.0
+    heard: bool = False
 
 
 BOTH, PICTURE = ("video", "audio"), ("video",)
 ATTENTIONS = ("video-attn", "audio-attn", "cross")
+SOUND = Mode(("audio",), ("audio",), ("audio-attn", "audio-ff"), 2e-4, 3000)
 MODES = {  # configs/*.yaml of the official trainer
     "t2v": Mode(BOTH, BOTH, ATTENTIONS),
     "i2v": Mode(BOTH, BOTH, ATTENTIONS, first_frame=0.5),
     "a2v": Mode(BOTH, ("video",), ATTENTIONS),
     "v2a": Mode(BOTH, ("audio",), ("audio-attn", "audio-ff", "video-to-audio")),
-    "t2a": Mode(("audio",), ("audio",), ("audio-attn", "audio-ff"), 2e-4, 3000),
+    "t2a": SOUND,
+    "a2a": replace(SOUND, reference=1.0),
+    "av2av": Mode(BOTH, BOTH, ATTENTIONS, 2e-4, 3000, reference=1.0, heard=True),
     "ic-lora": Mode(
         PICTURE, PICTURE, ("video-attn", "video-ff"), 2e-4, 3000, first_frame=0.2, reference=1.0
     ),

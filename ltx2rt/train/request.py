@@ -227,6 +227,7 @@ class TrainRequest:
         float,
         group="training",
         above=0,
+        most=1e6,
     )
     first_frame: float | None = flag(
         None,
@@ -239,15 +240,15 @@ class TrainRequest:
     prefix: tuple[int, float] | None = flag(
         None,
         "latent frames that are given at the beginning, with their sound, and the share of such "
-        "clips (default: by --mode)",
+        "clips; latents of sound in t2a and a2a (default: by --mode)",
         parse_span,
         group="training",
         metavar="N:P",
     )
     suffix: tuple[int, float] | None = flag(
         None,
-        "latent frames that are given at the end, with their sound, and the share of such clips "
-        "(default: none)",
+        "latent frames that are given at the end, with their sound, and the share of such clips; "
+        "latents of sound in t2a and a2a (default: none)",
         parse_span,
         group="training",
         metavar="N:P",
@@ -303,8 +304,12 @@ class TrainRequest:
         group="training",
         choices=("independent", "shared"),
     )
-    video_loss: float = flag(1.0, "weight of the picture's loss", float, group="training", least=0)
-    audio_loss: float = flag(1.0, "weight of the sound's loss", float, group="training", least=0)
+    video_loss: float = flag(
+        1.0, "weight of the picture's loss", float, group="training", least=0, most=1e6
+    )
+    audio_loss: float = flag(
+        1.0, "weight of the sound's loss", float, group="training", least=0, most=1e6
+    )
     audio_balance: float | None = flag(
         None,
         "ratio to which the sound's loss is weighed against the picture's, by their running "

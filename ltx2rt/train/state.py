@@ -1,8 +1,7 @@
-"""Files of a training run: states to go on from, LoRAs to use, metrics, and the picture of the
-losses.
+"""Files of a training run: states to go on from, LoRAs to use, and metrics.
 
 Decides their names. Each is written under another name first, so that an interruption or a full
-disk leaves the last one whole.
+disk leaves the last one whole. A state appears after every other file of its step.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,25 @@ import ml_dtypes
 import numpy as np
 
 from ltx2rt.atomic_file import NotWritten, replacing
+from ltx2rt.backend import EMA, MOMENTS
 from ltx2rt.errors import InputError
 from ltx2rt.passes.adapters import MARK
+from ltx2rt.text_files import parse, read_json, read_text
 from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.names import to_diffusers
 from ltx2rt.weights.part_table import PARTS
 
 Arrays = Mapping[str, np.ndarray]
-METRICS, PICTURE, LOCK = "metrics.jsonl", "loss.svg", ".lock"
+METRICS, LOCK = "metrics.jsonl", ".lock"
 STATES, CONFIGURATION = "state", "train.toml"
+KINDS = ("parameters", *MOMENTS, EMA)  # files of a state
+ABOUT = {
+    "step": int, "updates": int, "running": {str: float}, "base": str, "data": str, "dtype": str,
+    "samples": int, "kinds?": [str], "weights_dtype?": (str, None), "trigger?": (str, None),
+    "request": {"rank": int, "alpha": float, "mode": str, "targets": [str], "seed": int},
+}  # fmt: skip
+ROW = {"step": int, "video_loss?": (float, None), "audio_loss?": (float, None)}
+ROW |= {f"held_out_{name}": shape for name, shape in ROW.items() if name != "step"}
 
 METADATA = {  # keys of a LoRA's header that other programs read, and the facts they hold
     "model_version": "version",
@@ -37,44 +46,66 @@ METADATA = {  # keys of a LoRA's header that other programs read, and the facts 
 }
 
 
+def lora_path(run: Path, step: int) -> Path:
+    return run / f"lora-{step:06d}.safetensors"
+
+
 def states(run: Path) -> list[Path]:
     """Whole states, the oldest first; folders of other names are not the run's."""
     found = [p for p in (run / STATES).glob("[0-9]*") if p.name.isdecimal()]
     return sorted((p for p in found if (p / "state.json").is_file()), key=lambda p: int(p.name))
 
 
-def write_state(
+def make_folders(run: Path) -> None:
+    """Raises InputError where they cannot be made."""
+    if (folder := run / STATES).is_symlink() and not folder.exists():
+        raise InputError(
+            f"--output: {folder} is a link to {os.readlink(folder)}, which does not exist; mount "
+            "its disk, or choose another folder"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"--output: {folder} cannot be created ({error.strerror}); choose another folder"
+        ) from None
+
+
+@contextmanager
+def new_state(
     run: Path,
     step: int,
     arrays: Mapping[str, Arrays],
     about: Mapping[str, Any],
     keep: int,
     keep_every: int = 0,
-) -> None:
-    """keep: how many of the latest states stay; keep_every: those of its multiples stay, too, 0:
-    none. Raises NotWritten if the disk is full; earlier states are whole."""
+) -> Iterator[None]:
+    """Write a state; it counts after the files that are written meanwhile.
+
+    keep: number of latest states that stay; keep_every: multiples of it stay as well, 0: none.
+    Raises NotWritten if the disk is full; earlier states are whole."""
     folder, partial = run / STATES / f"{step:06d}", run / STATES / f".{step:06d}.partial"
     try:
-        partial.mkdir(parents=True, exist_ok=True)
+        for old in partial.parent.glob(".*.partial"):  # left by a killed process
+            shutil.rmtree(old)
+        partial.mkdir()
         for kind, tensors in arrays.items():
-            write_arrays(
-                partial / f"{kind}.safetensors",
-                {name: np.asarray(x, np.float32) for name, x in tensors.items()},
-            )
-        (partial / "state.json").write_text(json.dumps(dict(about) | {"step": step}, indent=1))
-        for file in partial.iterdir():
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
+            floats = {name: np.asarray(x, np.float32) for name, x in tensors.items()}
+            write_arrays(partial / f"{kind}.safetensors", floats)
+        facts = dict(about) | {"step": step, "kinds": list(arrays)}
+        (partial / "state.json").write_text(json.dumps(facts, indent=1))
+        for file in (*partial.iterdir(), partial):
+            _sync(file)
+        yield
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
+        _sync(folder.parent)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        kept = states(run)
-        last = (
-            f"the state of step {int(kept[-1].name)} is whole"
-            if kept
-            else "nothing is lost but this run"
-        )
+        if not folder.parent.is_dir():
+            raise InputError(f"{run} was moved or removed while it was trained") from None
+        kept = [int(path.name) for path in states(run)]
+        last = f"the state of step {kept[-1]} is whole" if kept else "no state was written before"
         why = f"{error.strerror}; {last}: make room and give the same command"
         raise NotWritten(error.errno, why, str(folder)) from error
     for old in states(run)[:-keep]:
@@ -82,20 +113,49 @@ def write_state(
             shutil.rmtree(old)
 
 
+def _sync(path: Path) -> None:
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
 def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, np.ndarray]]]:
-    """The arguments of `write_state`: about, arrays by kind. Raises InputError if it is damaged."""
+    """The arguments of `new_state`: about, arrays by kind. Raises InputError if it is damaged."""
     arrays = {}
     try:
-        about = json.loads((folder / "state.json").read_text())
-        for path in sorted(folder.glob("*.safetensors")):
-            file = TensorFile(path)
-            arrays[path.stem] = {name: np.array(file.read(name)) for name in file.names()}
+        about = read_json(folder / "state.json", ABOUT, "")
+        if about["step"] != int(folder.name) or about["request"]["rank"] < 1:
+            raise InputError(f"it is of step {about['step']}, rank {about['request']['rank']}")
+        there = [kind for kind in KINDS if (folder / f"{kind}.safetensors").exists()]
+        for kind in about.get("kinds", there):
+            file = TensorFile(folder / f"{kind}.safetensors")
+            arrays[kind] = {name: np.array(file.read(name)) for name in file.names()}
+        if "parameters" not in arrays:
+            raise InputError("it has no parameters")
     except (OSError, ValueError, InputError) as error:
+        why = str(error).removeprefix(f"{folder}/").rstrip("; ")
         raise InputError(
-            f"{folder} is damaged ({str(error).split(':')[0]}); move it away, and the same command "
-            "goes on from the state before"
+            f"{folder} is damaged ({why}); move it away, and the same command goes on from the "
+            "state before"
         ) from None
     return about, arrays
+
+
+def require_shapes(
+    folder: Path, arrays: Mapping[str, Arrays], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raises InputError for a state without the tensors of this training."""
+    for kind in ("parameters", *MOMENTS):
+        found = {name: x.shape for name, x in arrays.get(kind, {}).items()}
+        if found != dict(shapes):
+            wrong = next(n for n in {**shapes, **found} if found.get(n) != shapes.get(n))
+            raise InputError(
+                f"{folder} is damaged ({kind} has {wrong} of shape {found.get(wrong)}, expected "
+                f"{shapes.get(wrong)}); move it away, and the same command goes on from the state "
+                "before"
+            )
 
 
 FORMATS = ("official", "diffusers", "kohya")
@@ -141,27 +201,38 @@ def _flat(module: str) -> str:
     return "lora_unet_" + module.removeprefix(PARTS["transformer"].prefix).replace(".", "_")
 
 
-def write_configuration(run: Path, values: Mapping[str, Any]) -> None:
-    """`train.toml`: text, numbers, switches and lists of text, by name."""
+def configuration(values: Mapping[str, Any]) -> str:
+    """The text of `train.toml`: text, numbers, switches and lists of text, by name."""
+    return "".join(f"{name} = {json.dumps(x)}\n" for name, x in values.items())
+
+
+def write_configuration(run: Path, text: str) -> None:
     with replacing(run / CONFIGURATION) as partial:
-        partial.write_text("".join(f"{name} = {json.dumps(x)}\n" for name, x in values.items()))
+        partial.write_text(text)
 
 
 def kept_metrics(run: Path, step: int) -> list[dict[str, Any]]:
-    """The lines of the steps before `step`, which the file then has alone."""
-    path = run / METRICS
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = [row for row in map(_parsed, lines) if row is not None and row["step"] < step]
-    with replacing(path) as partial:
-        partial.write_text("".join(json.dumps(row) + "\n" for row in found))
-    return found
+    """The lines of the steps before `step`. Raises InputError for a damaged file; its last line may
+    be cut off by an interruption."""
+    if not (path := run / METRICS).exists():
+        return []
+    found, lines = [], [line for line in read_text(path).split("\n") if line.strip()]
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(parse(line, ROW))
+        except ValueError as error:
+            if number < len(lines):
+                raise InputError(
+                    f"{path} is damaged (line {number}: {error}); move it away, and the same "
+                    "command goes on without it"
+                ) from None
+    return [row for row in found if row["step"] < step]
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError:  # cut off by an interruption
-        return None
+def write_metrics(run: Path, rows: list[dict[str, Any]]) -> None:
+    """Replace the file's lines."""
+    with replacing(run / METRICS) as partial:
+        partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @contextmanager
@@ -169,7 +240,12 @@ def locked(run: Path) -> Iterator[None]:
     """Raises InputError if another process works on the run."""
     import fcntl
 
-    handle = os.open(run / LOCK, os.O_CREAT | os.O_RDWR, 0o666)
+    try:
+        handle = os.open(run / LOCK, os.O_CREAT | os.O_RDWR | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        raise InputError(
+            f"--output: {run / LOCK} cannot be opened ({error.strerror}); remove it"
+        ) from None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -181,40 +257,3 @@ def locked(run: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-def draw_losses(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """An SVG of the losses by step, each a mean over a tenth of the steps before it; of clips that
-    are not trained on, as they were measured."""
-    width, height = 640, 320
-    colours = {"video_loss": "#1f77b4", "audio_loss": "#d62728"}
-    colours |= {"held_out_video_loss": "#0b3d66", "held_out_audio_loss": "#7a1111"}
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for name in colours:
-        points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-        span = 1 if name.startswith("held") else max(1, len(points) // 10)
-        curves[name] = [
-            (step, float(np.mean([y for _, y in points[max(0, i - span + 1) : i + 1]])))
-            for i, (step, _) in enumerate(points)
-        ]
-    most = max((y for points in curves.values() for _, y in points), default=1.0) or 1.0
-    last = max((x for points in curves.values() for x, _ in points), default=1) or 1
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        'font-family="sans-serif">'
-    ]
-    parts.append(f'<rect width="{width}" height="{height}" fill="white"/>')
-    for row, (name, points) in enumerate((n, p) for n, p in curves.items() if p):
-        line = " ".join(f"{40 + 590 * x / last:.1f},{300 - 280 * y / most:.1f}" for x, y in points)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colours[name]}"/>')
-        label = f"{name.replace('_', ' ')} {points[-1][1]:.3f}"
-        parts.append(
-            f'<text x="440" y="{30 + 16 * row}" font-size="12" '
-            f'fill="{colours[name]}">{label}</text>'
-        )
-    parts.append(
-        f'<text x="4" y="24" font-size="12">{most:.2f}</text><text x="560" y="316" font-size="12">'
-    )
-    parts.append(f"step {last}</text></svg>")
-    with replacing(path) as partial:
-        partial.write_text("".join(parts))

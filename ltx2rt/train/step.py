@@ -40,7 +40,7 @@ class Step:
     groups of linears. scale: of the adapters, alpha / rank. remat: of `backend.REMAT`. audio_rank:
     of the sound's own linears, None: rank. ema: an average is kept. reference: its geometry, and
     how much smaller it is and how many times fewer frames it has; its tokens follow those of the
-    clip."""
+    clip. heard: a sound of the clip's length is a reference as well, at the clip's times."""
 
     session: Session
     geometry: Geometry
@@ -53,6 +53,7 @@ class Step:
     audio_rank: int | None = None
     ema: bool = False
     reference: tuple[Geometry, int, int] | None = None
+    heard: bool = False
 
     def __post_init__(self) -> None:
         if self.session.backend.mesh.get("guidance", 1) > 1:
@@ -68,6 +69,8 @@ class Step:
         if video is not None and self.reference:
             video = np.concatenate([video, reference_positions(*self.reference)], axis=1)
         audio = audio_positions(g) if "audio" in self.streams else None
+        if audio is not None and self.heard:
+            audio = np.concatenate([audio, audio], axis=1)
         return transformer.position_feeds(self.session.config.transformer, video, audio)
 
     def tokens(self, stream: str) -> int:
@@ -75,13 +78,19 @@ class Step:
         g = self.geometry
         return g.num_video_tokens if stream == "video" else g.audio_latents
 
+    @property
+    def spanned(self) -> int:
+        """Latents in time that a prefix or a suffix counts: of the picture, or of sound without
+        one."""
+        return self.geometry.frames if "video" in self.streams else self.geometry.audio_latents
+
     @cached_property
     def shape(self) -> train_step.TrainShape:
         more = self.reference[0].num_video_tokens if self.reference else 0
         return train_step.TrainShape(
             self.batch,
             self.tokens("video") + more if "video" in self.streams else 0,
-            self.tokens("audio") if "audio" in self.streams else 0,
+            self.tokens("audio") * (1 + self.heard) if "audio" in self.streams else 0,
             PROMPT_TOKENS,
             transformer.coordinate_counts(self.tables),
             self.streams,

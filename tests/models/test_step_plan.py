@@ -1,6 +1,7 @@
 """Step plans: their coefficients against Euler written step by step, and whole runs on both
 backends."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.models.samplers import planned, trajectory
 from ltx2rt.models.step_plan import MAX_GAIN, StepPlan, gain
 from ltx2rt.pipelines import make_request, pipeline
+from ltx2rt.pipelines.step_plans import FORMAT, PlanFile, read
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
 from ltx2rt.session.open import open_session
@@ -83,6 +85,27 @@ def test_refusals():
     with pytest.raises(InputError, match="from step 12 reaches too far"):
         StepPlan.parse("0,11,12").check(30, "--step-plan", sigmas)
     StepPlan.parse("1:0,11,12").check(30, "--step-plan", sigmas)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"sigmas": ["x"]}, "sigmas[0] is 'x', expected a number"),
+        ({"plans": 3}, "plans is 3, expected a list"),
+        ({"plans": [{"evaluations": 1, "evaluate": [0], "order": 9}]}, "an order other than"),
+        ({"steps": "30"}, "steps is '30', expected a whole number"),
+    ],
+)
+def test_a_damaged_file_of_plans_is_refused_in_one_line(tmp_path, change, said):
+    path = tmp_path / "plans.json"
+    whole = {"format": FORMAT, "steps": 30, "sigmas": shifted_sigmas(30).tolist()}
+    whole["plans"] = [{"evaluations": 2, "evaluate": [0, 1], "order": 1}]
+    texts = {json.dumps(whole | change): said, "[" * 200_000: "too deeply", "9" * 5000: "digits"}
+    for text, why in texts.items():
+        path.write_text(text)
+        with pytest.raises(InputError, match=r"^--step-plan: .*plans\.json is damaged") as found:
+            read(PlanFile(path, None), 30)
+        assert why in str(found.value)
 
 
 @pytest.fixture(scope="module")

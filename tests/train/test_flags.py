@@ -59,27 +59,28 @@ def test_noise_levels_of_other_distributions():
 def test_tokens_that_conditions_give():
     g = Geometry(6, 4, 4, 128, 8, 32, 24, 43, 8, 16, 4, 160, 16000)
     r = replace(TrainRequest(data=(), output="x", mode="t2v").resolved())
-    assert not given_tokens(r, g, None, "s")["video"].any()
-    found = given_tokens(replace(r, prefix=(2, 1.0), suffix=(1, 1.0)), g, None, "s")
+    assert not given_tokens(r, g, {}, "s")["video"].any()
+    found = given_tokens(replace(r, prefix=(2, 1.0), suffix=(1, 1.0)), g, {}, "s")
     video = found["video"].reshape(6, 16)
     assert video[[0, 1, 5]].all() and not video[2:5].any()
     # 9 of 41 pixel frames, and the last 8
     assert found["audio"][:9].all() and found["audio"][-8:].all() and not found["audio"][9:-8].any()
-    crop = given_tokens(replace(r, crop=parse_crop("30,64,128,96:1")), g, None, "s")[
-        "video"
-    ].reshape(6, 4, 4)
+    crop = given_tokens(replace(r, crop=parse_crop("30,64,128,96:1")), g, {}, "s")["video"].reshape(
+        6, 4, 4
+    )
     assert crop[:, 1:, 2].all() and crop.sum() == 6 * 3
-    middle = given_tokens(replace(r, crop=parse_crop("0,0,0,0:1")), g, None, "s")["video"].reshape(
+    middle = given_tokens(replace(r, crop=parse_crop("0,0,0,0:1")), g, {}, "s")["video"].reshape(
         6, 4, 4
     )
     assert middle[:, 1:3, 1:3].all() and middle.sum() == 24
     with pytest.raises(InputError, match="holds no whole square of 32 pixels"):
-        given_tokens(replace(r, crop=(0, 0, 20, 20, 1.0)), g, None, "s")
+        given_tokens(replace(r, crop=(0, 0, 20, 20, 1.0)), g, {}, "s")
     mask = np.zeros((6, 4, 4), np.float32)
     mask[:, 0] = 0.9
-    assert given_tokens(replace(r, mask=1.0), g, mask, "s")["video"].sum() == 24
+    assert given_tokens(replace(r, mask=1.0), g, {"mask": mask}, "s")["video"].sum() == 24
     drawn = [
-        given_tokens(replace(r, mask=0.5), g, mask, f"s{i}")["video"].any() for i in range(200)
+        given_tokens(replace(r, mask=0.5), g, {"mask": mask}, f"s{i}")["video"].any()
+        for i in range(200)
     ]
     assert 70 < sum(drawn) < 130
 

@@ -57,7 +57,7 @@ def test_reference_tokens_are_given_and_follow_those_of_the_clip(model, referenc
     run = start(
         session_of(model), request(referenced, mode="ic-lora", first_frame=0.0, dry_run=True)
     )
-    x = run.feeds(run.drawn(0, 0))
+    x = run.feeder.feeds(run.samples.drawn(0, 0))
     assert x["video_clean"].shape == (1, 8 + 2, 128) and x["video_noised"].tolist() == [
         [1] * 8 + [0] * 2
     ]
@@ -69,7 +69,7 @@ def test_reference_tokens_are_given_and_follow_those_of_the_clip(model, referenc
     half = start(
         session_of(model), request(referenced, mode="ic-lora", reference=0.5, dry_run=True)
     )
-    sizes = [half.feeds(half.drawn(i, 0))["video_clean"].shape[1] for i in range(30)]
+    sizes = [half.feeder.feeds(half.samples.drawn(i, 0))["video_clean"].shape[1] for i in range(30)]
     assert set(sizes) == {8, 10} and 8 < sizes.count(8) < 22
 
 
@@ -77,8 +77,8 @@ def test_given_tokens_count_for_the_noise_level(model, cache):
     """The official sampler sees the whole target: 8 tokens of picture, of which 4 are given."""
     more = {"prefix": (1, 1.0), "mode": "extend", "targets": ("video-attn",)}
     run = start(session_of(model), request(cache, dry_run=True, **more))
-    ((item, stream),) = run.drawn(0, 0)
-    x = run.feeds([(item, stream)])
+    ((item, stream),) = run.samples.drawn(0, 0)
+    x = run.feeder.feeds([(item, stream)])
     assert x["video_noised"].sum() == 4 and x["video_sigma"] == np.float32(
         sigma(8, run.request.seed, f"{stream}.video")
     )
@@ -89,10 +89,10 @@ def test_given_tokens_count_for_the_noise_level(model, cache):
 
 def test_what_masks_and_rectangles_leave_is_generated(model, referenced):
     run = start(session_of(model), request(referenced, mode="inpaint", dry_run=True))
-    assert run.feeds(run.drawn(0, 0))["video_noised"].tolist() == [[1, 0] * 4]
+    assert run.feeder.feeds(run.samples.drawn(0, 0))["video_noised"].tolist() == [[1, 0] * 4]
     more = {"crop": (0, 0, 32, 64, 1.0), "targets": ("video-attn",)}
     run = start(session_of(model), request(referenced, mode="outpaint", dry_run=True, **more))
-    assert run.feeds(run.drawn(0, 0))["video_noised"].tolist() == [[0, 0, 1, 1] * 2]
+    assert run.feeder.feeds(run.samples.drawn(0, 0))["video_noised"].tolist() == [[0, 0, 1, 1] * 2]
 
 
 @pytest.mark.long

@@ -19,12 +19,12 @@ from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.models.text_encoder import feeds
 from ltx2rt.session.session import Call
 from ltx2rt.stages.tokenizer import tokenize
+from ltx2rt.train.manifest import context_path, read_arrays, sample_path
 from ltx2rt.train.precomputed import read_pt
-from ltx2rt.train.prepare import context_path, read_arrays, sample_path
 
 CLOSE = 2**-7  # contexts are kept in bfloat16, and the features went through float32 once more
 TOKENS = 256  # what some of these files are long; the model pads to 1024
-REPORT = "clips", "with_sound", "encoded_clips", "encoded_captions"
+REPORT = "samples", "with_sound", "encoded_clips", "encoded_captions"
 
 
 def samples_of(cache):

@@ -18,13 +18,30 @@ from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.testing import relative_l2
 from ltx2rt.train.data import Bucket, CaptionedClip, parse_rate, read_clips
-from ltx2rt.train.prepare import Piece, PrepareRequest, _held_out, _jobs, read_arrays
+from ltx2rt.train.encode import Piece
+from ltx2rt.train.manifest import read_arrays
+from ltx2rt.train.pieces import checked
+from ltx2rt.train.prepare import _held_out
+from ltx2rt.train.prepare_flags import PrepareRequest
 
 SMALL = Bucket(64, 64, 9)
 
 
 def request(**flags) -> PrepareRequest:
     return PrepareRequest(data="clips", output="cache", **{"buckets": (SMALL,)} | flags)
+
+
+@pytest.fixture(scope="module")
+def pieces(model):
+    """A function of clips and flags: their pieces, and the faults by name."""
+    with closing(open_session(ModelOptions("cuda", model, device="cpu"))) as session:
+        tokenizer = session.checkpoint.require_tokenizer()
+
+        def made(*clips, **flags):
+            found, faults, _ = checked(clips, request(**flags), session.config, tokenizer)
+            return found, dict(faults)
+
+        yield made
 
 
 def write_clip(path, frames: int, width: int = 64, height: int = 64):
@@ -34,25 +51,25 @@ def write_clip(path, frames: int, width: int = 64, height: int = 64):
     return CaptionedClip(path.name, "a clip", path, None)
 
 
-def test_pieces_of_a_longer_clip(tmp_path):
+def test_pieces_of_a_longer_clip(pieces, tmp_path):
     clip = write_clip(tmp_path / "a.mp4", 30)
     for part, starts in (("first", [0]), ("middle", [10]), ("all", [0, 9, 18])):
-        jobs, _ = _jobs([clip], request(clips=part))
+        jobs, _ = pieces(clip, clips=part)
         assert [job.frames[0] for job in jobs] == [job.start for job in jobs] == starts
         assert all(len(job.frames) == 9 for job in jobs)
     assert [job.name for job in jobs] == ["a.mp4#0", "a.mp4#1", "a.mp4#2"]
-    (job,), _ = _jobs([clip], request(fps=Fraction(8)))
+    (job,), _ = pieces(clip, fps=Fraction(8))
     assert job.fps == 8 and job.frames == tuple(range(0, 27, 3))
-    (job,), _ = _jobs([clip], request(fps=Fraction(48)))
+    (job,), _ = pieces(clip, fps=Fraction(48))
     assert job.frames == (0, 1, 1, 2, 2, 3, 3, 4, 4)  # the nearest in time, the later of two
     assert parse_rate("keep") is None and parse_rate("29.97") == Fraction(30000, 1001)
 
 
-def test_what_is_cropped_and_what_is_too_small(tmp_path):
+def test_what_is_cropped_and_what_is_too_small(pieces, tmp_path):
     clip = write_clip(tmp_path / "wide.mp4", 9, width=128)
-    jobs = {crop: _jobs([clip], request(crop=crop))[0][0] for crop in ("centre", "random")}
+    jobs = {crop: pieces(clip, crop=crop)[0][0] for crop in ("centre", "random")}
     assert jobs["centre"].place == (0.5, 0.5) != jobs["random"].place
-    assert jobs["random"] == _jobs([clip], request(crop="random"))[0][0]
+    assert jobs["random"] == pieces(clip, crop="random")[0][0]
     geometry = type("Geometry", (), {"size_px": (64, 64)})()
     piece = Piece(clip.video, geometry, None, frames=(2,), place=(1.0, 0.0))  # pyright: ignore
     (found,) = piece.pictures()
@@ -60,44 +77,41 @@ def test_what_is_cropped_and_what_is_too_small(tmp_path):
     np.testing.assert_array_equal(found, frame)
     right = frame[:, 64:].transpose(2, 0, 1) / 127.5 - 1
     np.testing.assert_allclose(piece.fitted(found), right, atol=1e-6)
-    _, skipped = _jobs([clip, write_clip(tmp_path / "b.mp4", 9)], request(no_upscale=True))
+    _, skipped = pieces(clip, write_clip(tmp_path / "b.mp4", 9), no_upscale=True)
     assert not skipped
     large = (Bucket(128, 64, 9),)
-    jobs, skipped = _jobs(
-        [clip, write_clip(tmp_path / "b.mp4", 9)], request(buckets=large, no_upscale=True)
-    )
+    jobs, skipped = pieces(clip, write_clip(tmp_path / "b.mp4", 9), buckets=large, no_upscale=True)
     assert [job.name for job in jobs] == ["wide.mp4"] and "smaller than every bucket" in skipped[
         "b.mp4"
     ]
 
 
-def test_references_and_masks_beside_a_clip(tmp_path):
+def test_references_and_masks_beside_a_clip(pieces, tmp_path):
     write_clip(tmp_path / "a.mp4", 17)
     write_clip(tmp_path / "a.reference.mp4", 17, 32, 32)
     write_clip(tmp_path / "a.mask.mp4", 17)
     (tmp_path / "a.txt").write_text("a clip")
-    (clip,) = read_clips(tmp_path)
+    (clip,), faults = read_clips(tmp_path)
+    assert not faults
     assert clip.reference == tmp_path / "a.reference.mp4" and clip.mask == tmp_path / "a.mask.mp4"
     flags = {
         "buckets": (Bucket(128, 128, 17),),
         "reference_downscale": 2,
         "reference_temporal_scale": 2,
     }
-    (job,), _ = _jobs([clip], request(**flags))
+    (job,), _ = pieces(clip, **flags)
     assert job.reference == Bucket(64, 64, 9)
-    with pytest.raises(InputError, match="another aspect ratio"):
-        write_clip(tmp_path / "a.reference.mp4", 17, 64, 32)
-        _jobs([clip], request())
-    with pytest.raises(InputError, match="its reference has 9 frames, the clip needs 17"):
-        write_clip(tmp_path / "a.reference.mp4", 9)
-        _jobs([clip], request(**flags))
+    write_clip(tmp_path / "a.reference.mp4", 17, 64, 32)
+    assert "another aspect ratio" in pieces(clip)[1]["a.mp4"]
+    write_clip(tmp_path / "a.reference.mp4", 9)
+    assert "its reference has 9 frames, the clip needs 17" in pieces(clip, **flags)[1]["a.mp4"]
     with pytest.raises(InputError, match="sides are multiples of 64"):
         request(buckets=(Bucket(96, 64, 9),), reference_downscale=2).check()
 
 
-def test_one_of_ten_is_held_out(tmp_path):
+def test_one_of_ten_is_held_out(pieces, tmp_path):
     clip = write_clip(tmp_path / "a.mp4", 96)
-    jobs, _ = _jobs([clip], request(clips="all"))
+    jobs, _ = pieces(clip, clips="all")
     assert len(jobs) == 10
     names = [job.name for job in jobs]
     assert len(_held_out(names, 0.05)) == 1 == len(_held_out(names[:9], 0.1))
@@ -134,13 +148,14 @@ def test_columns_lengths_of_sound_and_bad_clips(model, tmp_path, capsys):
     )
     assert run_train(model, *words) == 2
     assert (
-        "short.wav: 0.0625 s of sound, the shortest of --audio-durations is 0.5"
+        "error: short.wav: 0.0625 s of sound, the shortest of --audio-durations is 0.5"
         in capsys.readouterr().err
     )
     assert run_train(model, *words, "--skip-bad") == 0
     report = json.loads(capsys.readouterr().out)
-    assert list(report["skipped"]) == ["short.wav"] and report["encoded_captions"] == 3
-    assert (report["clips"], report["encoded_clips"], report["sound_s"]) == (2, 2, 1.5)
+    assert [x["file"] for x in report["skipped"]] == ["short.wav"]
+    assert report["encoded_captions"] == 3 and "0.0625 s of sound" in report["skipped"][0]["reason"]
+    assert (report["samples"], report["encoded_clips"], report["sound_s"]) == (2, 2, 1.5)
     (verified,) = report["verified"]
     assert (
         verified == str(cache / "verify" / "000-a.wav")

@@ -2,7 +2,10 @@
 refusals."""
 
 import json
+import os
 import shutil
+import signal
+import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -175,7 +178,7 @@ def test_data_that_is_refused(model, cache, tmp_path, capsys):
         "9 frames, the shortest bucket has 17; leave the clip out, or add a bucket of at most 9"
         in refused(capsys, model, *words, "64x64x17")
     )
-    assert "3 clips have no sound, such as 0.mp4" in refused(
+    assert "0.mp4: it has no sound" in refused(
         capsys, model, *words, "64x64x9", "--audio", "required"
     )
     assert "the nearest is 64x64x9" in refused(capsys, model, *words, "64x60x9")
@@ -183,17 +186,19 @@ def test_data_that_is_refused(model, cache, tmp_path, capsys):
         capsys, model, *words[:3], "--output", clips, "--buckets", "64x64x9"
     )
     (clips / "1.txt").write_text(" \n")
-    assert "1 of 3 captions are missing or empty, such as that of 1.mp4" in refused(
-        capsys, model, *words, "64x64x9"
-    )
+    assert "1.mp4: its caption is missing or empty" in refused(capsys, model, *words, "64x64x9")
     assert not (tmp_path / "cache").exists()
     (clips / "1.txt").write_text("a clip")
     assert run_train(model, *words, "64x64x9") == 0
     silent = tmp_path / "cache"
-    line = refused(capsys, model, "run", *options(silent, tmp_path / "run"))
-    assert "none of the 3 clips has sound" in line and "--mode t2v --targets video-attn" in line
-    more = {"mode": "t2v", "targets": "video-attn"}
-    assert run_train(model, "run", *options(silent, tmp_path / "run", **more)) == 0
+    line = refused(capsys, model, "run", *options(silent, tmp_path / "run", mode="v2a"))
+    assert "none of the 3 clips has sound" in line and "choose --mode t2v" in line
+    words = options(silent, tmp_path / "run", targets="audio-attn")
+    assert "--targets audio-attn: none of the 3" in refused(capsys, model, "run", *words)
+    assert run_train(model, "run", *options(silent, tmp_path / "run")) == 0  # silent: the picture
+    assert "has sound: the picture is trained" in capsys.readouterr().err
+    names = TensorFile(tmp_path / "run" / "lora-000004.safetensors").names()
+    assert len(list(names)) == 48 and not any("audio" in name for name in names)
     assert "lower it" in refused(capsys, model, "run", *options(cache, tmp_path / "other", batch=4))
 
 
@@ -269,8 +274,157 @@ def test_a_full_disk_leaves_the_last_state_whole(model, cache, tmp_path, capsys,
         patch.setattr(state, "write_arrays", full)
         assert run_train(model, "run", *options(cache, output)) == 1
     assert "the state of step 2 is whole" in capsys.readouterr().err
+    assert not (output / "lora-000004.safetensors").exists()
     assert [path.name for path in (output / "state").iterdir()] == ["000002"]
     assert run_train(model, "run", *options(cache, output)) == 0
+
+
+def killed_at(number: int, act) -> int:
+    """Run `act` in a process that is killed at its rename of this number; its exit status."""
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    renames = 0
+
+    def watch(event: str, _: object) -> None:
+        nonlocal renames
+        if event == "os.rename":
+            renames += 1
+            if renames == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+    os._exit(act())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The bytes of all files; of metrics the steps and losses."""
+    found = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != ".lock"):
+        found[str(path.relative_to(folder))] = path.read_bytes()
+    lines = found.pop("metrics.jsonl", b"").splitlines()
+    rows = [json.loads(line) for line in lines]
+    return found | {"metrics": [(row["step"], row["video_loss"]) for row in rows]}
+
+
+@pytest.mark.parametrize("number", [8, pytest.param(1, marks=pytest.mark.long)])
+def test_a_training_killed_at_a_rename_goes_on_to_the_same_files(
+    model, cache, tmp_path, monkeypatch, number
+):
+    """Configuration, metrics, four files of a state, the LoRA's average, the LoRA, the picture, the
+    state: 10 renames, of which the quick test has the last three."""
+    monkeypatch.chdir(tmp_path)  # the configuration names the folder
+    words = options(cache, "run", steps=1, ema=0.5, **{"save-every": 1, "held-out": 0})
+    output, expected = tmp_path / "run", None
+    with closing(session_of(model)) as session:
+        monkeypatch.setattr(command, "open_session", lambda options: session)
+        for last in range(number, 12):
+            status = killed_at(last, lambda: run_train(model, "run", *words))
+            assert status == (0 if last == 11 else -signal.SIGKILL)
+            for _ in states(output):  # everything that a state stands for is there
+                assert {p.name for p in output.iterdir()} >= {
+                    "lora-000001.safetensors", "lora-000001-ema.safetensors", "loss.svg",
+                }  # fmt: skip
+            if status:
+                assert killed_at(0, lambda: run_train(model, "run", *words)) == 0
+            found, expected = contents(output), expected or contents(output)
+            assert found == expected and len(found) == 10, last
+            shutil.rmtree(output)
+
+
+@pytest.mark.parametrize("number", [7, pytest.param(1, marks=pytest.mark.long)])
+def test_a_preparation_killed_at_a_rename_goes_on_to_the_same_files(
+    model, cache, tmp_path, monkeypatch, number
+):
+    """Four contexts, three samples and their list."""
+    mine = tmp_path / "cache"
+    words = ("--data", cache.parent / "clips", "--output", mine, "--buckets", "64x64x9")
+    with closing(session_of(model)) as session:
+        monkeypatch.setattr(command, "open_session", lambda options: session)
+        for last in range(number, 10):
+            status = killed_at(last, lambda: run_train(model, "prepare", *words))
+            assert status == (0 if last == 9 else -signal.SIGKILL)
+            assert not status or killed_at(0, lambda: run_train(model, "prepare", *words)) == 0
+            assert contents(mine) == contents(cache), last
+            shutil.rmtree(mine)
+
+
+def test_a_run_without_its_states_is_refused(model, cache, undisturbed, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed, run)
+    (run / "lora-000004.safetensors").unlink()
+    assert run_train(model, "run", *options(cache, run)) == 0  # written from its state
+    assert (
+        contents(run)["lora-000004.safetensors"] == contents(undisturbed)["lora-000004.safetensors"]
+    )
+    shutil.move(run / "state", tmp_path / "state")
+    before = contents(run)
+    for words in (options(cache, run), options(cache, run, rank=1, seed=2)):
+        assert "has LoRAs and no state to go on from" in refused(capsys, model, "run", *words)
+    (run / "state").symlink_to(tmp_path / "absent")
+    line = refused(capsys, model, "run", *options(cache, run))
+    assert f"is a link to {tmp_path / 'absent'}, which does not exist" in line
+    (run / "state").unlink()
+    assert contents(run) == before
+    for path in run.glob("lora-*"):
+        path.unlink()
+    assert "has metrics and no state" in refused(capsys, model, "run", *options(cache, run))
+
+
+def test_files_of_a_killed_run_are_no_part_of_the_next_state(
+    model, cache, undisturbed, tmp_path, capsys
+):
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed, run)
+    partial = run / "state" / ".000005.partial"
+    partial.mkdir()
+    shutil.copy(run / "state" / "000004" / "parameters.safetensors", partial / "ema.safetensors")
+    assert run_train(model, "run", *options(cache, run, steps=5)) == 0
+    state = run / "state" / "000005"
+    shutil.copy(state / "parameters.safetensors", state / "ema.safetensors")
+    words = ("export", run, "--ema", "--output", tmp_path / "a.safetensors")
+    assert cli.main(["train", *map(str, words)]) == 2
+    assert "kept no average" in capsys.readouterr().err
+    more = {"steps": 6, "ema": 0.5}
+    assert "--ema: 0.5" in refused(capsys, model, "run", *options(cache, run, **more))
+    assert run_train(model, "run", *options(cache, run, **more), "--allow-change") == 0
+    assert "its average of the LoRA begins here" in capsys.readouterr().err
+    assert read_state(run / "state" / "000006")[1].keys() >= {"ema"}
+
+
+@pytest.mark.parametrize(
+    "name, text, said",
+    [
+        ("state/000004/state.json", "[" * 200_000, "nested too deeply"),
+        ("state/000004/state.json", "{}", "step is missing"),
+        ("state/000004/state.json", ("4,", '"x",'), "step is 'x', expected a whole number"),
+        ("state/000004/state.json", ('"step": 4', '"step": 999'), "it is of step 999"),
+        ("state/000004/state.json", ('"rank": 2', '"rank": 0'), "rank 0"),
+        ("state/000004/parameters.safetensors", None, "parameters.safetensors"),
+        ("metrics.jsonl", "123\n{}\n", "line 1: it is 123, expected an object"),
+        ("metrics.jsonl", '{"step": ' + "9" * 5000 + "}\n{}", "line 1: "),
+        ("metrics.jsonl", b"\xff\n", "no UTF-8 text"),
+        (".lock", os.mkdir, "cannot be opened"),
+        ("metrics.jsonl", os.mkfifo, "not a regular file"),
+        ("train.toml", "a = " + "[" * 100_000, "is no TOML file"),
+    ],
+)  # fmt: skip
+def test_damaged_files_of_a_run_are_refused_in_one_line(
+    model, cache, undisturbed, tmp_path, capsys, name, text, said
+):
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed, run)
+    path = run / name
+    if isinstance(text, tuple):
+        text = path.read_text().replace(*text)
+        if name.endswith("state.json") and "'x'" in said:
+            text = text.replace('"step": "x",', '"step": "x",')
+    path.unlink(missing_ok=True)
+    if callable(text):
+        text(path)
+    elif text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    line = refused(capsys, model, "run", *options(cache, run, steps=5))
+    assert said in line and str(path.parent if name.startswith("state") else path) in line
 
 
 def test_blocks_that_have_no_room_are_streamed(model, cache, undisturbed, tmp_path, monkeypatch):
@@ -354,7 +508,7 @@ def test_clips_that_are_held_out_are_measured_and_not_trained_on(model, cache, t
     found = [[row.get("held_out_video_loss") for row in rows] for rows in runs]
     assert found[0] == found[1] and [x is None for x in found[0]] == [True, False, True, False]
     assert found[0][1] != found[0][3] > 0 and runs[0][3]["held_out_audio_loss"] > 0
-    assert "held out video loss" in (tmp_path / "whole" / "loss.svg").read_text()
+    assert ">picture, held out " in (tmp_path / "whole" / "loss.svg").read_text()
 
 
 def test_a_base_in_8_bits_is_trained_on(model, cache, tmp_path):

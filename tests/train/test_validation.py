@@ -44,7 +44,7 @@ def test_lines_that_are_refused(model, cache, tmp_path, capsys):
     file = tmp_path / "prompts.jsonl"
     for line, message in (
         ("{", "line 1: "),
-        ('{"seed": 3}', 'expected an object with the key "prompt"'),
+        ('{"seed": 3}', "prompt is missing"),
         ('{"prompt": "x", "size": "60x64x9"}', "the nearest is 64x64x9"),
         ('{"prompt": "x", "image": "none.png:0"}', "none.png"),
         ('{"prompt": "x", "sized": 3}', "unknown keyword 'sized'"),
@@ -56,4 +56,4 @@ def test_lines_that_are_refused(model, cache, tmp_path, capsys):
         assert not (tmp_path / "run").exists()
     file.write_bytes(b"\xff")
     found = refused(capsys, model, "run", *options(cache, tmp_path / "run", validation=file))
-    assert "cannot be read as text" in found and not (tmp_path / "run").exists()
+    assert "no UTF-8 text" in found and not (tmp_path / "run").exists()

@@ -1,0 +1,123 @@
+"""Text and JSON files that a user can touch: regular files below a size, and values of known types.
+
+A shape describes a JSON value: a type (`float` admits whole numbers), None, a tuple of
+alternatives, `[shape]` for a list, `{"key": shape}` for an object (`"key?"` may be absent), and
+`{str: shape}` for an object with any keys.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from ltx2rt.errors import InputError
+
+MOST_BYTES = 2**28
+MOST_NUMBER = 2**64  # whole numbers beyond it are no count of anything
+WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+    None: "null",
+}
+
+
+def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+    """Return UTF-8 text without a byte order mark, its lines ended by line feeds. Raises InputError
+    that names the file, also for folders, pipes and devices."""
+    try:
+        with open(path, "rb", opener=_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise InputError(f"{path}: not a regular file; pass a text file")
+            data = file.read(most_bytes + 1)
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{str(path)[:300]}: cannot be read ({reason}); check the path") from None
+    if len(data) > most_bytes:
+        raise InputError(f"{path}: more than {most_bytes} bytes; pass a smaller text file")
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: no UTF-8 text ({error}); save it again as UTF-8") from None
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Open without waiting for the other end of a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def parse(text: str, shape: Any = object) -> Any:
+    """Return the JSON value of a text. Raises ValueError: the reason in a few words."""
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError("brackets are nested too deeply") from None
+    if wrong := mismatch(found, shape):
+        raise ValueError(wrong)
+    return found
+
+
+def read_json(path: Path, shape: Any = object, advice: str = "correct it") -> Any:
+    """Return the JSON value of a file. Raises InputError that names the file and ends in advice."""
+    text = read_text(path)
+    try:
+        return parse(text, shape)
+    except ValueError as error:
+        raise InputError(f"{path} is damaged ({error}); {advice}") from None
+
+
+def read_json_lines(path: Path, shape: Any = object, advice: str = "correct it") -> list[Any]:
+    """Return one value for each line that is not blank. Raises InputError that names the line."""
+    found = []
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        try:
+            found += [parse(line, shape)] if line.strip() else []
+        except ValueError as error:
+            raise InputError(f"{path} is damaged (line {number}: {error}); {advice}") from None
+    return found
+
+
+def mismatch(value: Any, shape: Any, name: str = "it") -> str:
+    """Return a sentence about the first part of a value that is not of its shape, "" if none."""
+    if isinstance(shape, tuple):
+        found = [mismatch(value, one, name) for one in shape]
+        return "" if "" in found else found[0]
+    if isinstance(shape, (list, dict)):
+        if not isinstance(value, type(shape)):
+            return _unexpected(value, type(shape), name)
+        return next(filter(None, _within(value, shape, name)), "")
+    if shape is None:
+        return "" if value is None else _unexpected(value, shape, name)
+    kinds = (int, float) if shape is float else shape
+    fine = isinstance(value, kinds) and (shape in (bool, object) or not isinstance(value, bool))
+    if fine and isinstance(value, (int, float)):
+        fine = abs(value) <= MOST_NUMBER and math.isfinite(value)
+    return "" if fine else _unexpected(value, shape, name)
+
+
+def _within(value: Any, shape: Any, name: str) -> Any:
+    """Yield the mismatch of every part of a list or an object."""
+    if isinstance(shape, list):
+        yield from (mismatch(x, shape[0], f"{name}[{i}]") for i, x in enumerate(value))
+    elif str in shape:
+        yield from (mismatch(x, shape[str], key[:80]) for key, x in value.items())
+    else:
+        for key, one in shape.items():
+            plain = key.removesuffix("?")
+            if plain in value:
+                yield mismatch(value[plain], one, plain)
+            elif plain == key:
+                yield f"{key} is missing"
+
+
+def _unexpected(value: Any, shape: Any, name: str) -> str:
+    huge = isinstance(value, int) and abs(value) > MOST_NUMBER
+    shown = "a huge number" if huge else repr(value)[:80]
+    return f"{name} is {shown}, expected {WORDS.get(shape, 'another type')}"

@@ -1,0 +1,194 @@
+"""The files of a cache: a list of samples, and one file for each sample and each caption's context.
+
+Decides their names and what a whole one holds. `manifest.jsonl` has a line of facts about the
+cache, then a line for each sample of the latest `train prepare` that came to its end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ltx2rt.atomic_file import replacing
+from ltx2rt.errors import InputError
+from ltx2rt.notes import note
+from ltx2rt.text_files import mismatch, parse, read_json_lines
+from ltx2rt.train.data import parse_bucket
+from ltx2rt.weights.checkpoint import Checkpoint
+from ltx2rt.weights.files import TensorFile
+
+MANIFEST = "manifest.jsonl"
+SAMPLES, CONTEXTS = "samples", "contexts"
+AGAIN = "run `ltx2rt train prepare` again, which keeps everything that is whole"
+HEAD = {
+    "model": str, "empty": str, "trigger?": (str, None),
+    "reference_downscale?": int, "reference_temporal_scale?": int,
+}  # fmt: skip
+LINE = {
+    "name": str, "caption": str, "bucket": str, "fps": str, "streams": [str], "sample": str,
+    "context": str, "reference?": ([int], None), "held_out?": bool,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A line of the manifest. sample, context: names of files; streams: parts of the sample, of
+    video, audio, reference, mask, audio_reference and audio_mask; fps: as a fraction. reference:
+    latent frames, rows and columns of the reference. held_out: it is measured and not trained
+    on."""
+
+    name: str
+    caption: str
+    bucket: str
+    fps: str
+    streams: tuple[str, ...]
+    sample: str
+    context: str
+    reference: tuple[int, int, int] | None = None
+    held_out: bool = False
+
+
+def digest_of(*what: Any) -> str:
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+
+
+def file_facts(paths: Iterable[Path | None]) -> list[tuple[str, int, int]]:
+    """Place, size and time of the last change of files, in the order of their names."""
+    stats = {path.resolve(): path.stat() for path in paths if path is not None}
+    return sorted((str(path), s.st_size, s.st_mtime_ns) for path, s in stats.items())
+
+
+def model_digest(checkpoint: Checkpoint) -> str:
+    """A digest that tells the parts of a model that encode from another's."""
+    return checkpoint.digest("transformer", "text", "gemma", "video_vae", "audio_vae")
+
+
+def is_of(base: str, checkpoint_digest: str, what: Any) -> bool:
+    """Whether the model with this digest made something that states `base`. Accepts the digest of an
+    earlier version with a warning."""
+    if unknown := len(base) == 16:
+        note(f"{what} is of an earlier version: which model it is for cannot be checked")
+    return unknown or base == checkpoint_digest
+
+
+def remarks(lora: Path, checkpoint: Checkpoint) -> Iterator[str]:
+    """Sentences that the header of a LoRA file that `train run` wrote says about its use."""
+    try:
+        about = parse(TensorFile(lora).metadata.get("ltx2rt", "{}"), {"base": str})
+    except ValueError:
+        return
+    trigger = about.get("trigger")
+    begin = f"; begin the prompt with {trigger!r}" if trigger else ""
+    yield f"{lora}: trained by `ltx2rt train run` to step {about.get('step')} ({about.get('mode')}){begin}"
+    if not is_of(about["base"], model_digest(checkpoint), lora):
+        yield f"{lora}: trained on another model or with other parts; its effect here is not known"
+
+
+def sample_path(cache: Path, key: str) -> Path:
+    return cache / SAMPLES / f"{key}.safetensors"
+
+
+def context_path(cache: Path, key: str) -> Path:
+    return cache / CONTEXTS / f"{key}.safetensors"
+
+
+def whole(path: Path) -> bool:
+    """Tell if a file of the cache can be read; its header says how long it is."""
+    try:
+        return path.is_file() and bool(TensorFile(path).names())
+    except InputError:
+        return False
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """float32."""
+    file = TensorFile(path)
+    return {name: file.read(name).astype(np.float32) for name in file.names()}
+
+
+def write_manifest(cache: Path, head: Mapping[str, Any], samples: Sequence[Sample]) -> None:
+    lines = [json.dumps(head), *(json.dumps(asdict(sample)) for sample in samples)]
+    with replacing(cache / MANIFEST) as partial:
+        partial.write_text("\n".join(lines) + "\n")
+
+
+def read_head(cache: Path) -> dict[str, Any]:
+    """Facts about a cache. Raises InputError."""
+    return _read(cache)[0]
+
+
+def _read(cache: Path) -> tuple[dict[str, Any], list[Sample]]:
+    path = cache / MANIFEST
+    if not path.is_file():
+        raise InputError(
+            f"--data: {cache} is no finished cache; make it with `ltx2rt train prepare`"
+        )
+    try:
+        head, *rows = read_json_lines(path, dict, AGAIN)
+        for value, shape in [(head, HEAD), *((row, LINE) for row in rows)]:
+            if wrong := mismatch(value, shape):
+                raise ValueError(wrong)
+        samples = []
+        for row in rows:
+            known = {name: row[name] for name in row if name in Sample.__dataclass_fields__}
+            parse_bucket(row["bucket"])
+            if Fraction(row["fps"]) <= 0 or not {"video", "audio"} & set(row["streams"]):
+                raise ValueError(f"{row['name']}: no rate, or neither video nor audio")
+            grid = row.get("reference") and tuple(row["reference"])
+            samples.append(Sample(**known | {"streams": tuple(row["streams"]), "reference": grid}))
+    except InputError as error:
+        raise InputError(f"--data: {error}") from None
+    except (ValueError, ZeroDivisionError) as error:
+        raise InputError(f"--data: {path} is damaged ({error}); {AGAIN}") from None
+    return head, samples
+
+
+def read_manifest(cache: Path, base: str) -> list[Sample]:
+    """The samples of a cache that the model with the digest `base` made. Raises InputError, also
+    for a sample that lacks a part of its line."""
+    head, samples = _read(cache)
+    if not is_of(head["model"], base, cache):
+        raise InputError(
+            f"--data: {cache} was made with another model; run `ltx2rt train prepare` with this one"
+        )
+    contexts: set[Path] = {context_path(cache, head["empty"])}
+    for sample in samples:
+        path = sample_path(cache, sample.sample)
+        if lacking := set(sample.streams) - _names(path):
+            raise InputError(
+                f"--data: {path} of {sample.name} has no {min(lacking)}, which {MANIFEST} lists; "
+                f"remove it and {AGAIN}"
+            )
+        contexts.add(context_path(cache, sample.context))
+    for path in contexts:
+        _names(path)
+    return samples
+
+
+def _names(path: Path) -> set[str]:
+    """Arrays of a file of the cache. Raises InputError for one that is missing or cut."""
+    if not path.exists():
+        raise InputError(f"--data: {path} is missing; {AGAIN}")
+    try:
+        return set(TensorFile(path).names())
+    except InputError as error:
+        said = str(error).removesuffix("; download it again")
+        raise InputError(f"--data: {said}; remove it and {AGAIN}") from None
+
+
+def shared(values: Iterable[Any], what: str) -> Any:
+    """The one value of all samples. Raises InputError if they differ."""
+    found = sorted(set(values), key=str)
+    if len(found) > 1:
+        raise InputError(
+            f"--data: clips of several kinds of {what} ({', '.join(map(str, found))}); a run "
+            "trains one of them: prepare each in a cache of its own"
+        )
+    return found[0]

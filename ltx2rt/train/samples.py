@@ -1,0 +1,251 @@
+"""The samples of a run: which of the caches' it uses, for which streams, and the order of the draws.
+
+Every draw is a function of the seed and the number of the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from ltx2rt.errors import InputError
+from ltx2rt.stages.noise import uniform
+from ltx2rt.train.manifest import Sample, read_head, read_manifest, shared
+from ltx2rt.train.recipe import GROUPS, MODES, STREAM_OF, reached
+from ltx2rt.train.request import TrainRequest
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Samples that one graph trains on. reference: latent frames, rows and columns of it, None:
+    none; heard: whether a sound is a reference."""
+
+    bucket: str
+    fps: str
+    reference: tuple[int, int, int] | None = None
+    heard: bool = False
+
+    @property
+    def plain(self) -> Kind:
+        return replace(self, reference=None, heard=False)
+
+
+@dataclass(frozen=True)
+class Item:
+    """A sample with the cache that it is in. empty: the context of no caption there."""
+
+    sample: Sample
+    cache: Path
+    weight: float
+    empty: str
+
+    @property
+    def kind(self) -> Kind:
+        s = self.sample
+        return Kind(s.bucket, s.fps, s.reference, "audio_reference" in s.streams)
+
+
+class Samples:
+    """The samples of a resolved request. streams: the present ones; trained: those that are noised;
+    targets: those of the request, or of a mode that trains silent clips. batch: samples of a step
+    on all devices.
+
+    Raises InputError where data and request do not go together. say: gets a sentence about each
+    thing that is trained otherwise than asked.
+    """
+
+    def __init__(self, r: TrainRequest, base: str, devices: int, say: Callable[[str], None]):
+        self.request, self.mode = r, MODES[r.mode]
+        self.heads = [read_head(data.cache) for data in r.data]
+        read: list[Item] = []
+        for data, head in zip(r.data, self.heads, strict=True):
+            samples = read_manifest(data.cache, base)
+            read += [Item(sample, data.cache, data.weight, head["empty"]) for sample in samples]
+        self.streams, self.trained = self.mode.streams, self.mode.trained
+        self.targets = r.targets
+        self._choose_streams()
+        sounding = [i for i in read if "audio" in i.sample.streams]
+        self._require_sound(read, sounding, say)
+        usable = self._usable(read, sounding)
+        if r.held_out is None:
+            apart = {i.sample.sample for i in usable if i.sample.held_out}
+        else:
+            count = math.ceil(r.held_out * len(usable))
+            apart = set(sorted(i.sample.sample for i in usable)[:count])
+        self.items = [i for i in usable if i.sample.sample not in apart]
+        self.held_out = [i for i in usable if i.sample.sample in apart]
+        self.batch = r.batch * devices
+        if len(self.items) < self.batch:
+            raise InputError(
+                f"--batch: {self.batch} samples at once, the cache has {len(self.items)}; lower it"
+            )
+        self.kinds = sorted({self.kind(i) for i in self.items}, key=str)
+        self.shares = self._shares()
+
+    def kind(self, item: Item) -> Kind:
+        """The kind of a batch with its references, as far as the streams have them."""
+        found = item.kind if self.request.reference else item.kind.plain
+        found = found if "video" in self.streams else replace(found, reference=None)
+        return found if "audio" in self.streams else replace(found, heard=False)
+
+    def _choose_streams(self) -> None:
+        """Apply `--streams`."""
+        r = self.request
+        if not r.streams:
+            return
+        if strange := sorted(set(r.streams) - set(self.trained)):
+            raise InputError(
+                f"--streams: {strange[0]}, --mode {r.mode} trains {' and '.join(self.trained)}; "
+                "leave it out, or choose another --mode"
+            )
+        frozen = [name for name in self.streams if name not in self.trained]
+        self.trained = tuple(name for name in self.trained if name in r.streams)
+        self.streams = tuple(n for n in self.streams if n in (*self.trained, *frozen))
+
+    def _require_sound(
+        self, items: list[Item], sounding: list[Item], say: Callable[[str], None]
+    ) -> None:
+        """Leave the sound out where no clip has any. Raises InputError where the mode needs it."""
+        r, aims, both = self.request, reached(self.targets), self.mode.trained == ("video", "audio")
+        if "audio" in self.streams and not sounding:
+            if not both or not any("video" in i.sample.streams for i in items):
+                raise InputError(
+                    f"--data: none of the {len(items)} clips has sound, and --mode {r.mode} "
+                    "trains with it; prepare clips with sound, or choose --mode t2v, which then "
+                    "trains the picture"
+                )
+            if aims != {"video"} and self.targets != self.mode.targets:
+                raise InputError(
+                    f"--targets {' '.join(self.targets)}: none of the {len(items)} clips has "
+                    "sound; leave the flag out, or name groups of the picture"
+                )
+            self.streams = self.trained = ("video",)
+            self.targets = tuple(
+                x for x in self.targets if x not in GROUPS or STREAM_OF[x] == "video"
+            )
+            say(f"none of the {len(items)} clips has sound: the picture is trained")
+        elif "audio" in self.trained and not aims & {"audio", "cross"}:
+            said = f"--targets {' '.join(self.targets)}: none reaches the sound"
+            if not both:
+                raise InputError(f"{said}, which --mode {r.mode} trains; add audio-attn")
+            say(f"{said}, so the LoRA will not change it")
+        elif "audio" in self.trained and both and len(sounding) < len(items):
+            silent = [i.sample.name for i in items if i not in sounding]
+            if not r.allow_partial_sound and r.sound_share is None:
+                raise InputError(
+                    f"--data: {len(silent)} of {len(items)} clips have no sound, such as "
+                    f"{silent[0]}, which makes the sound hard to learn; leave them out, say by "
+                    "--sound-share how often clips with sound are drawn, or pass "
+                    "--allow-partial-sound"
+                )
+
+    def _usable(self, items: list[Item], sounding: list[Item]) -> list[Item]:
+        """The samples with all streams of the mode. Raises InputError if there are none, and for
+        samples that lack a condition."""
+        both = self.mode.trained == ("video", "audio")
+        needed = items if both or "audio" not in self.streams else sounding
+        if "video" in self.streams:
+            needed = [i for i in needed if "video" in i.sample.streams]
+            if not needed:
+                raise InputError(
+                    f"--data: no clip has a picture, --mode {self.request.mode} needs it; use "
+                    "--mode t2a"
+                )
+        prefix = "" if "video" in self.streams else "audio_"
+        wanted = {"--mask": [f"{prefix}mask"] * bool(self.request.mask)}
+        wanted["--reference"] = [f"{prefix}reference"] * bool(self.request.reference)
+        if self.mode.heard and self.request.reference:
+            wanted["--reference"] = ["reference", "audio_reference"]
+        for flag, names in wanted.items():
+            for name in names:
+                lacking = [i.sample.name for i in needed if name not in i.sample.streams]
+                if lacking:
+                    file = name.removeprefix("audio_") + (".wav" if "audio" in name else ".mp4")
+                    raise InputError(
+                        f"{flag}: {len(lacking)} of {len(needed)} clips have none, such as "
+                        f"{lacking[0]}; put NAME.{file} beside each and run `ltx2rt train "
+                        "prepare` again"
+                    )
+        for name in ("reference_downscale", "reference_temporal_scale"):
+            shared((head.get(name, 1) for head in self.heads), name.replace("_", " "))
+        return needed
+
+    def _shares(self) -> np.ndarray | None:
+        """How often each sample is drawn, None: each once in an epoch. Raises InputError for a
+        share of sound that the data cannot give."""
+        p = self.request.sound_share
+        weights = np.array([i.weight for i in self.items])
+        if p is None and (weights == weights[0]).all():
+            return None
+        weights = weights / weights.sum()
+        sounding = np.array(["audio" in i.sample.streams for i in self.items])
+        if p is not None:
+            for share, there, kind in ((p, sounding, "with"), (1 - p, ~sounding, "without")):
+                if share and not there.any():
+                    raise InputError(
+                        f"--sound-share: {p:g}, but no clip is {kind} sound; leave the flag out"
+                    )
+                weights[there] *= share / max(weights[there].sum(), 1e-30)
+        return weights
+
+    @property
+    def reference_scales(self) -> tuple[int, int]:
+        """How much smaller references are, and how many times fewer frames they have."""
+        head = self.heads[0]
+        return head.get("reference_downscale", 1), head.get("reference_temporal_scale", 1)
+
+    @property
+    def trigger(self) -> str | None:
+        return next((head["trigger"] for head in self.heads if head.get("trigger")), None)
+
+    def drawn(self, step: int, part: int) -> list[tuple[Item, str]]:
+        """The samples of a batch, all of one kind, and the stream of random numbers of each."""
+        number = step * self.request.accumulate + part
+        streams = [f"train.{step}.{part * self.batch + i}" for i in range(self.batch)]
+        if self.shares is not None:
+            found = self._picked(number)
+        elif len(self.kinds) > 1:
+            found = self._of_one_kind(number)
+        else:
+            found = []
+            for i in range(number * self.batch, (number + 1) * self.batch):
+                epoch, place = divmod(i, len(self.items))
+                order = self._order(f"train.order.{epoch}", len(self.items))
+                found.append(self.items[order[place]])
+        return list(zip(found, streams, strict=True))
+
+    def _order(self, stream: str, count: int) -> np.ndarray:
+        return np.argsort(uniform(self.request.seed, stream, count), kind="stable")
+
+    def _picked(self, number: int) -> list[Item]:
+        """Samples by their shares, drawn with replacement; the first one decides the kind."""
+        found: list[Item] = []
+        places = uniform(self.request.seed, f"train.pick.{number}", self.batch)
+        assert self.shares is not None
+        shares = self.shares
+        for place in places:
+            bounds = np.cumsum(shares) / shares.sum()
+            at = min(int(np.searchsorted(bounds, place, "right")), len(shares) - 1)
+            found.append(self.items[at])
+            same = [self.kind(i) == self.kind(found[0]) for i in self.items]
+            shares = self.shares * np.array(same)
+        return found
+
+    def _of_one_kind(self, number: int) -> list[Item]:
+        """The batch of this number: an epoch has every sample once, and in the last batch of a kind
+        its first ones again."""
+        groups = [[i for i in self.items if self.kind(i) == kind] for kind in self.kinds]
+        counts = [-(-len(group) // self.batch) for group in groups]
+        epoch, place = divmod(number, sum(counts))
+        chosen = int(self._order(f"train.order.{epoch}", sum(counts))[place])
+        for kind, (group, count) in enumerate(zip(groups, counts, strict=True)):
+            if chosen < count:
+                order = self._order(f"train.order.{epoch}.{kind}", len(group))
+                first = chosen * self.batch
+                return [group[order[i % len(group)]] for i in range(first, first + self.batch)]
+            chosen -= count
+        raise AssertionError(f"{chosen} of {counts}")
