@@ -1,6 +1,7 @@
 """`ltx2rt probe` through the command line: exactly the tensors of the contract, equal to diffusers
 on both backends."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
 from ltx2rt.weights.checkpoint import RenamedSource
-from ltx2rt.weights.files import TensorFile
+from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.random.make import make_checkpoint
 from ltx2rt.weights.random.presets import preset
 
@@ -215,6 +216,47 @@ def test_text_encoder_equals_diffusers(generation, probe, tiny):
     assert relative_l2(found["hidden_states"][real], states.numpy()[real]) <= CLOSE
     assert relative_l2(found["video_context"], video) <= CLOSE
     assert relative_l2(found["audio_context"], audio) <= CLOSE
+
+
+@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+def test_a_lora_changes_gemma_and_the_connectors(backend, tiny, command, tmp_path):
+    """As weights do that have the change already."""
+    whole, changed, rng = tiny("tiny-2.3", "official"), tmp_path / "model", np.random.default_rng(3)
+    shutil.copytree(whole, changed)
+    pairs = {}
+    for file, end, module in (
+        ("gemma-3/model.safetensors", "layers.2.self_attn.q_proj.weight", "lora_te_model_layers_2_self_attn_q_proj"),
+        ("tiny-2.3.safetensors", "video_embeddings_connector.transformer_1d_blocks.0.attn1.to_v.weight",
+         "diffusion_model.video_embeddings_connector.transformer_1d_blocks.0.attn1.to_v"),
+    ):  # fmt: skip
+        source = TensorFile(whole / file)
+        (name,) = (name for name in source.names() if name.endswith(end))
+        out, into = source.info(name).shape
+        down, up = (rng.standard_normal(s).astype(np.float32) / 4 for s in ((3, into), (out, 3)))
+        pairs |= {f"{module}.lora_down.weight": down, f"{module}.lora_up.weight": up}
+        arrays = {each: source.read(each) for each in source.names()}
+        arrays[name] = arrays[name].astype(np.float32) + up @ down
+        write_arrays(changed / file, arrays, source.metadata)
+    write_arrays(tmp_path / "lora.safetensors", pairs)
+    save_file(text_inputs(), tmp_path / "in.safetensors")
+    found = {}
+    for name, flags in {
+        "plain": (whole,), "lora": (whole, "--lora", tmp_path / "lora.safetensors"), "changed": (changed,),
+    }.items():  # fmt: skip
+        words = ["probe", "--backend", backend, "--device", "cpu", "--component", "text-encoder"]
+        words += [
+            "--inputs",
+            tmp_path / "in.safetensors",
+            "--outputs",
+            tmp_path / "out.safetensors",
+        ]
+        status, _, stderr = command(*words, "--model", *flags)
+        assert status == 0, stderr
+        found[name] = load_file(tmp_path / "out.safetensors")
+    for name in ("hidden_states", "video_context", "audio_context"):
+        moved = np.abs(found["plain"][name] - found["changed"][name]).max()
+        assert moved > 1e-2
+        assert np.abs(found["lora"][name] - found["changed"][name]).max() < 1e-5 * moved
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)

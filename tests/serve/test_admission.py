@@ -344,3 +344,16 @@ def test_hostile_requests_for_high_dynamic_range_are_refused(admission, tmp_path
     job = found.admit(taken | {"hdr_frames": "TRUE"}).job
     assert job["images"] == [[names["e"] + ".exr", 0, 1.0]] and job["frames"] is True
     assert sorted(tmp_path.iterdir()) == there
+
+
+def test_loras_are_files_and_folders_of_the_folder(admission, tmp_path):
+    found = admission("tiny-2.3", distilled_lora=NO_LORA)
+    found.lora_folder = tmp_path / "loras"
+    for name in ("style", "fox/adapter_model", "run/a", "run/b", "._style"):
+        path = found.lora_folder / f"{name}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert found.lora_files() == {
+        "fox": "fox/adapter_model.safetensors",
+        "style": "style.safetensors",
+    }
