@@ -203,7 +203,7 @@ def with_enhanced_prompt(
     note("Gemma writes the prompt out ...", prefix="")
     on_gpu = get_factory(options.backend).process_per_device and options.device != "cpu"
     text = enhance(
-        Enhancer.of(checkpoint, request.prompt_enhancer),
+        Enhancer.of(checkpoint, request.prompt_enhancer, options.loras),
         request.prompt,
         request.first_image,
         seed,

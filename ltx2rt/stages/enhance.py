@@ -9,6 +9,7 @@ itself is kept with the clip.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,8 +21,11 @@ import numpy as np
 from ltx2rt.errors import InputError
 from ltx2rt.media.images import read_rgb
 from ltx2rt.notes import note
+from ltx2rt.session.options import LoraSpec
 from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.files import TensorFile
+from ltx2rt.weights.lora import open_lora
+from ltx2rt.weights.names import gemma_to_canonical
 from ltx2rt.weights.parts import read_json
 from ltx2rt.weights.quant_formats import Packed
 from ltx2rt.weights.text_encoder import Asset
@@ -62,7 +66,8 @@ PLAIN = str.maketrans(  # quotes, dashes, space, prime, minus
 @dataclass(frozen=True)
 class Enhancer:
     """The Gemma that writes: its folder, its kind as transformers names it, and whether it is the
-    checkpoint's own text encoder. detailed: the prompt is for LTX-2.5.
+    checkpoint's own text encoder. detailed: the prompt is for LTX-2.5. loras: merged into the own
+    one.
     """
 
     folder: Path
@@ -70,16 +75,20 @@ class Enhancer:
     own: bool
     detailed: bool
     tokenizer: Path | Asset
+    loras: tuple[LoraSpec, ...] = ()
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, given: Path | None = None) -> Enhancer:
-        """given: a folder in place of the text encoder's."""
+    def of(
+        cls, checkpoint: Checkpoint, given: Path | None = None, loras: Sequence[LoraSpec] = ()
+    ) -> Enhancer:
+        """given: a folder in place of the text encoder's; loras: of the run."""
         folder = given or checkpoint.source("gemma").where
         config = folder / "config.json"
         kind = read_json(config).get("model_type", None) if config.is_file() else None
         tokenizer = given / "tokenizer.json" if given else checkpoint.require_tokenizer()
         detailed = checkpoint.config.release.name == "2.5"
-        return cls(folder, kind, given is None, detailed, tokenizer)
+        own = given is None
+        return cls(folder, kind, own, detailed, tokenizer, tuple(loras) if own else ())
 
     @property
     def greedy(self) -> bool:
@@ -155,6 +164,7 @@ def _written(
 
     tokenizer = Tokenizer.from_file(str(enhancer.tokenizer))
     model = load(enhancer.folder, dtype, on_gpu)
+    merge_into(model, enhancer.loras)
     config = model.config
     task = TASK + DETAILED if enhancer.detailed else TASK
     if enhancer.greedy:
@@ -231,6 +241,17 @@ def load(folder: Path, dtype: str, on_gpu: bool) -> Any:
             "download it again"
         )
     return model.eval().requires_grad_(False)
+
+
+def merge_into(model: Any, loras: Sequence[LoraSpec]) -> None:
+    """Merge the changes of Gemma that LoRAs hold."""
+    parameters = {gemma_to_canonical(name): p for name, p in model.named_parameters()}
+    for spec in loras:
+        lora = open_lora(spec.path, spec.strength)
+        for name in lora.changes.keys() & parameters.keys():
+            found = parameters[name].data
+            changed = lora.changes[name].applied(lora.file, found.float().cpu().numpy())
+            found.copy_(found.new_tensor(changed))
 
 
 def feeds(

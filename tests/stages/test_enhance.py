@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from ltx2rt.errors import InputError
 from ltx2rt.pipelines import make_request
+from ltx2rt.session.options import LoraSpec
 from ltx2rt.stages.enhance import (
     DETAILED,
     TASK,
@@ -27,9 +28,11 @@ from ltx2rt.stages.enhance import (
     enhance,
     feeds,
     load,
+    merge_into,
     picture_feed,
 )
 from ltx2rt.weights.checkpoint import open_checkpoint
+from ltx2rt.weights.files import write_arrays
 
 PIXELS = np.random.default_rng(4).integers(0, 256, (40, 70, 3)).astype(np.uint8)
 
@@ -46,6 +49,24 @@ def short(monkeypatch):
 
 def logits(model, inputs) -> np.ndarray:
     return model(**inputs).logits[:, -1].float().numpy()
+
+
+def test_loras_of_the_text_encoder_are_merged_into_the_gemma_that_writes(folder, tmp_path):
+    name = "layers.1.mlp.down_proj"
+    model = load(folder / "gemma-3", "float32", False)
+    (before,) = (p for n, p in model.named_parameters() if n.endswith(f"{name}.weight"))
+    out, into = before.shape
+    down, up = np.ones((2, into), np.float32), np.full((out, 2), 0.5, np.float32)
+    stem = f"text_encoders.gemma3_12b.transformer.model.{name}"
+    arrays = {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": up}
+    write_arrays(tmp_path / "lora.safetensors", arrays)
+    expected = before.numpy() + 0.5 * (up @ down)
+    enhancer = Enhancer.of(
+        open_checkpoint(folder), None, [LoraSpec(tmp_path / "lora.safetensors", 0.5)]
+    )
+    merge_into(model, enhancer.loras)
+    np.testing.assert_allclose(before.numpy(), expected, atol=1e-6)
+    assert Enhancer.of(open_checkpoint(folder), folder / "gemma-3", enhancer.loras).loras == ()
 
 
 def test_gemma_is_loaded_as_transformers_loads_it(folder, tmp_path):

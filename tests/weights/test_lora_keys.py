@@ -1,7 +1,11 @@
 """Every ending that trainers write is a part of a change."""
 
+import re
+from pathlib import Path
+
 import pytest
 
+from ltx2rt.weights import changes, lora_config, lora_keys, lora_names
 from ltx2rt.weights.lora_keys import Key, holds_lora, parse, writer
 
 MODULE = "transformer_blocks.0.attn1.to_q"
@@ -53,3 +57,25 @@ def test_a_checkpoint_holds_no_lora():
 ])  # fmt: skip
 def test_the_writer_is_known_by_header_and_keys(metadata, names, expected):
     assert writer(metadata, names) == expected
+
+
+def test_the_checklist_of_a_format_names_the_places_that_there_are():
+    """And the refusal names forms that are read."""
+    text = (
+        (Path(__file__).parents[2] / "docs/extending.md")
+        .read_text()
+        .partition("## A LoRA format")[2]
+        .partition("\n## ")[0]
+    )
+    places = {
+        lora_keys: ("_KEY", "FORMS"), lora_names: ("_WORDS", "_of"), lora_config: ("read_config",),
+        changes: ("changes_of", "LowRank"),
+    }  # fmt: skip
+    for module, names in places.items():
+        assert f"{module.__name__.rpartition('.')[2]}.py`" in text
+        for name in names:
+            assert f"`{name}`" in text and hasattr(module, name)
+    endings = re.findall(
+        r"\.((?:lora|hada|lokr|dora)\w+(?:\.weight)?|diff(?:_b)?)\b", lora_keys.FORMS
+    )
+    assert len(endings) == 9 and all(parse(f"{MODULE}.{ending}") for ending in endings)
