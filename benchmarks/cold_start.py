@@ -6,7 +6,7 @@ Decides the phases, each in a fresh process as in a real run, and what loading i
   load     weights on the device: the text encoder's (if the model has one), then the transformer's
   text     the prompt encoded
   lower    the denoise loop of stage 1 lowered
-  warmup   what the first step took longer than the second, but for its recording: compiling,
+  warmup   the first step minus the second, without its recording: compiling,
   starting libraries record   the step recorded as a CUDA graph; nothing on a CPU
   step     the second step
 `plain` reads the same files into one buffer that is used again and again; loading is also given as
@@ -14,8 +14,8 @@ a ratio to the time that its own bytes take at that rate. Before each process th
 from the page cache, as far as the system lets them go (not from a file system in memory), or with
 --warm-cache read into it.
 
-Without --model, a checkpoint of the preset's sizes is written first: slices of one random block,
-whose values matter to nothing here. `--preset ltx-2.3 --no-text` needs 46 GB of disk.
+Without --model, a checkpoint of the preset's sizes is written first: slices of one random block;
+values do not matter here. `--preset ltx-2.3 --no-text` needs 46 GB of disk.
 
     python -m benchmarks.cold_start --device cuda --model MODEL_DIR --output
     benchmarks/results/cold-start.json python -m benchmarks.cold_start --device cpu --preset

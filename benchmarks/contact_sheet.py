@@ -23,11 +23,11 @@ COLOURS = 128  # colours in the PNG's palette: a sheet stays well below 300 kB
 
 
 def draw(path: Path, title: str, clips: Mapping[str, Path], apart: bool = True) -> None:
-    """clips: MP4s of one length by what the sheet calls them. apart: draw the difference of the
+    """clips: MP4s of one length by their names on the sheet. apart: draw the difference of the
     first two.
 
     A sound begins at the left edge of the first frame, and passes the other frames at their times.
-    Raises InputError for what is no clip with sound.
+    Raises InputError for a file that is no clip with sound.
     """
     frames = {name: _frames(clip) for name, clip in clips.items()}
     chosen = np.linspace(0, len(next(iter(frames.values()))) - 1, COLUMNS).round().astype(int)

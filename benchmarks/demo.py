@@ -1,8 +1,8 @@
 """`make demo`: a tiny trained model makes the same clip with sound on both backends, from a prompt
 and an image.
 
-`make demo PROMPT="a green square grows, grey background"` makes another one; the words are those of
-`examples/clips.py`. `make demo MODEL=tiny-2.5` takes random weights of that preset, which it writes
+`make demo PROMPT="a green square grows, grey background"` makes another one; `examples/clips.py`
+has the words. `make demo MODEL=tiny-2.5` takes random weights of that preset, which it writes
 below `demo/`; a model that can choose how long the clip is does so. MODEL may also be a folder that
 holds a model, which is only read.
 

@@ -1,13 +1,13 @@
 """A whole two-stage request on weights drawn on the devices: time of every phase, and how far
 repeats lie apart.
 
-Decides what is timed: from the prompt to the last frame and the last audio sample on the host,
+Decides the timed part: from the prompt to the last frame and the last audio sample on the host,
 without loading and without the MP4 encoder (so that it runs without PyAV). Every repetition is the
 same request with the same seed; their distances from the first are the floor for any other
 comparison. Weights are random, so pictures are noise.
 
 With `--peer diffusers` diffusers' pipelines run the same request on the same tensors
-(`benchmarks.peer` says what it includes): each repetition of ours is followed by one of theirs, and
+(`benchmarks.peer` lists its parts): each repetition of ours is followed by one of theirs, and
 the ratio is taken within that round.
 
     python -m benchmarks.end_to_end --output benchmarks/results/end-to-end.json
@@ -52,7 +52,7 @@ from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.stage import State
 
 PROMPT = "a red fox walks through a snowy forest at dawn"
-# Kernel names, in lower case; the first group that matches has it. What is left over is pointwise:
+# Kernel names, in lower case; the first group that matches has it. The rest is pointwise:
 # elementwise, reductions, copies, and whatever Inductor fused of them.
 GROUPS = {
     "all-reduce": r"all_?reduce",
@@ -81,7 +81,7 @@ def group_of(kernel: str) -> str:
 
 
 class KernelWatch(Stopwatch):
-    """A stopwatch that also tells what the device executed in each stage: time, share and launches
+    """A stopwatch that also counts the device's kernels in each stage: time, share and launches
     of each group."""
 
     def __init__(self, device_kind: str, **settings: Any):

@@ -7,8 +7,8 @@ there, drawn at random and lying as they do there: slices of packed rows, videos
 has several readers once. Of a float8 linear (`--weights-dtype float8`) it is the quantisation of
 its operand. With `--stored TYPE ...` the blocks' matrices are kept as files of each type hold them.
 
-Contestants do the same op: `kernel` is what the backend runs, so on a CPU the plain ops, and the
-reason is printed; `eager` is those plain ops; `compiled` is what Inductor makes of them. The floor
+Contestants do the same op: `kernel` is the backend's choice, so on a CPU the plain ops, and the
+reason is printed; `eager` is those plain ops; `compiled` is their Inductor code. The floor
 is the op's least traffic, every operand read once and every result written once, at the measured
 bandwidth of a large copy; of a linear layer with GELU its FLOPs at the measured rate of large
 products, if that takes longer.
@@ -56,7 +56,7 @@ from ltx2rt.session.options import ModelOptions
 CONTESTANTS = ("kernel", "eager", "compiled")
 # bytes of operands that calls go around: several times the 50 MB of an H100's or H200's L2 cache
 COLD_BYTES = 256e6
-# that a measured run moves at least on a GPU: milliseconds, beside which its one wait is nothing
+# that a measured run moves at least on a GPU: milliseconds, against which its one wait is nothing
 RUN_BYTES = 20e9
 
 
@@ -262,7 +262,8 @@ def repeated(
 
 def copy_bandwidth(device: torch.device, rounds: int) -> float:
     """Bytes/s that a large copy reads and writes, at its best: one by a kernel, as a recorded
-    `copy_` is the copy engine's, which is slower on an H200 than the kernels that it is to bound."""
+    `copy_` is the copy engine's, which is slower on an H200 than the kernels that it is to
+    bound."""
     source = torch.ones(2**28 if device.type == "cuda" else 2**24, device=device)
     target = torch.empty_like(source)
     run = repeated(
@@ -301,7 +302,7 @@ def product_rate(device: torch.device, dtype: torch.dtype, rounds: int = 9) -> f
 def contest(
     case: Case, contestants: Sequence[str], device: torch.device, rounds: int, rates: Rates
 ) -> dict:
-    """Microseconds a call of every contestant, beside the bytes and the floor."""
+    """Microseconds a call of every contestant, with the bytes and the floor."""
     op, plan, bytes = case.node.op, case.node.args, case.bytes
     cuda = device.type == "cuda"
     generator = torch.Generator(device).manual_seed(0)
@@ -367,7 +368,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for case in cases(graphs, args.ops):
         found = contest(case, args.contestants, device, args.rounds, rates)
         facts["cases"].append(found)
-        record(args.output, facts)  # a run that is cut off leaves what it had
+        record(args.output, facts)  # a run that is cut off leaves its results so far
         columns = "".join(
             f" {s.median:>9.1f} = {s.median / found['floor_us']:>5.2f}x"
             for s in found["us"].values()

@@ -4,23 +4,22 @@ one.
 Decides what counts. The lowered step runs on torch's fake tensors on a CUDA device: shapes, strides
 and dtypes without data, so that every choice that the runtime makes (kernel or plain ops, copies
 for alignment, layouts) is made here. A launch is what the device executes; bytes are those that
-operands and results occupy, each read or written once, beside matrix products, attention and what
-travels between devices. A repeat's block runs once and counts as often as it is repeated. What
+operands and results occupy, each read or written once, without matrix products, attention and the
+traffic between devices. A repeat's block runs once and counts as often as it is repeated. What
 cuBLAS or cuDNN launch inside is theirs: a product, an attention and a collective are one launch
 each.
 
-On a mesh it also follows when an exchange leaves and when what it brings is read, at the rates and
-with the assumed latency of `plan`: what a step waits is what no work hides. That NCCL takes
+On a mesh it also follows when an exchange leaves and when its result is read, at the rates and with
+the assumed latency of `plan`: a step waits for the exchanges that no work hides. That NCCL takes
 multiprocessors from that work is left out.
 
-Of what runs it also asks what no CPU shows otherwise: nothing waits for the device, no operand lies
-elsewhere, rows of 16 bytes where kernels and products load so.
+It also checks properties that a CPU does not show otherwise: nothing waits for the device, no
+operand lies elsewhere, rows of 16 bytes where kernels and products load so.
 
     python -m benchmarks.launches --output benchmarks/results/launches.json
     python -m benchmarks.launches --mesh tensor=4 --weights-dtype float8
 
-Without --mesh and --weights-dtype it counts all of CASES, which is what the tests hold the program
-against.
+Without --mesh and --weights-dtype it counts all of CASES, the figures of the tests.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ from ltx2rt.placement.devices import DeviceKind, device_kind
 from ltx2rt.session.options import parse_mesh
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_addmm_activation", "_scaled_mm"}
-SUMMED = {"addmm", "baddbmm", "_addmm_activation"}  # products whose first operand is added to them
+SUMMED = {"addmm", "baddbmm", "_addmm_activation"}  # products that add their first operand
 FREE = {
     "_unsafe_view",
     "wait_tensor",
@@ -81,11 +80,11 @@ CASES = (  # mesh and dtype of the blocks' weights
 
 @dataclass
 class Counts:
-    """launches, bytes and flops by what is launched: an aten op, a kernel, "product", "attention",
-    "collective".
+    """launches, bytes and flops by the launched thing: an aten op, a kernel, "product",
+    "attention", "collective".
 
-    On a mesh, when the stream and the link of one device of `kind` have done it all: what is
-    launched takes the time of its FLOP or its bytes, an exchange leaves when the one before it has
+    On a mesh, when the stream and the link of one device of `kind` have done it all: a
+    launch takes the time of its FLOP or its bytes, an exchange leaves when the one before it has
     arrived, and the stream waits where it is read.
     """
 
@@ -217,7 +216,7 @@ class Counting(TorchDispatchMode):
             self.counts.add("product", flops=2 * result.numel() * inner)
         elif (
             name == "_scaled_dot_product_efficient_attention"
-        ):  # where its denominator is asked for, too
+        ):  # where its denominator is also asked for
             q, k = tensors[:2]
             self.counts.add("attention", flops=4 * q.numel() * k.shape[2])
         else:
@@ -297,8 +296,8 @@ class Launches:
 
 
 def once(counts: Counts, repeat: lower.RepeatModule, *operands):
-    """The first iteration of a repeat, and one that counts as all others: it may wait for what the
-    one before sent."""
+    """The first iteration of a repeat, and one that counts as all others: it may wait for data
+    from the one before."""
     plan = repeat.plan
     carry, invariant, per_layer = repeat.iterations(operands)
     results, times = (), counts.times

@@ -6,8 +6,8 @@ of every linear layer at the rank that keeps the real proportion. Both are writt
 page cache is warm.
 
 Every load happens in a fresh process, as in a real run (a second load would find memory that the
-first one left), with 4 KiB pages for all: numpy alone would ask for huge ones, which cost from a
-tenth (a machine of one's own) to five times as much (a virtual one whose free huge pages went back
+first one left), with 4 KiB pages for all: only numpy would ask for huge ones, which cost from a
+tenth (a machine of one's own) to five times as much (a virtual one that gave free huge pages back
 to the host).
   raw     the file's bytes read into one fresh buffer: the floor
   plain   `safe_open`, every tensor copied out of the mapped file and cast to the wanted dtype
@@ -73,7 +73,7 @@ def trace(sizes: Sizes, dtype: str) -> Graph:
 
 
 def write_checkpoint(folder: Path, sizes: Sizes) -> None:
-    """model.safetensors and lora.safetensors: slices of one random block, whose values do not
+    """model.safetensors and lora.safetensors: slices of one random block; values do not
     matter here."""
     shapes = {name: spec.shape for name, spec in trace(sizes, "float32").parameters().items()}
     model = {

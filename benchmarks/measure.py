@@ -1,4 +1,4 @@
-"""How every benchmark here measures and records.
+"""Measuring and recording, for every benchmark here.
 
 Decides statistics and the form of a result. Contestants run interleaved, so that a machine that
 slows down slows all of them, and ratios are taken within a round.
@@ -73,7 +73,7 @@ def processor() -> str:
 
 
 def machine(*packages: str) -> dict[str, Any]:
-    """Where and with what a result was measured; `load` is the number of runnable processes over
+    """Machine and versions of a measurement; `load` is the number of runnable processes over
     the last minute.
 
     COMMIT in the environment names the commit where there is no git.

@@ -1,7 +1,7 @@
 """diffusers' pipelines over the tensors that our networks hold: the peer of `end_to_end` and of
 `step`.
 
-Decides what the peer's request is. It includes tokenizing and encoding both prompts (once, for both
+Decides the peer's request. It includes tokenizing and encoding both prompts (once, for both
 stages), the connectors, every step of both stages on our noise and sigmas, the upsampler between
 them, the video decoder in one piece, the sound, and 8-bit frames and the waveform on the host. It
 leaves out, as ours does, loading, the merge of the distilled LoRA and the MP4 encoder. A random
@@ -92,8 +92,7 @@ def transformer_tensors(session: Session, call: Call) -> Tensors:
 def over(
     tensors: Mapping[str, torch.Tensor], module: type[torch.nn.Module], *config: Any, **sizes: Any
 ) -> Any:
-    """A module whose parameters are these very tensors; buffers that they lack are as the module
-    computes them."""
+    """A module with these very tensors as parameters; it computes the buffers that they lack."""
     with init_empty_weights(include_buffers=False):
         made = module(
             *config, **{name: value for name, value in sizes.items() if not name.startswith("_")}
@@ -195,7 +194,7 @@ class Peer:
 
     @torch.no_grad()
     def run(self, max_steps: int | None = None) -> Clip:
-        """From the prompt to the frames and the waveform on the host. max_steps: of each stage,
+        """Run from the prompt to the frames and the waveform on the host. max_steps: of each stage,
         None: all."""
         request, video, audio = self.request, None, None
         prompt, negative = (*request.prompts, None)[:2]

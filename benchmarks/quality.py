@@ -1,14 +1,14 @@
-"""The cost in quality of each way of making a clip, on clips whose every property can be measured.
+"""The cost in quality of each way of making a clip, on clips with measurable properties.
 
-The tiny trained checkpoint is asked for clips of `examples.clips`, each with a seed of its own; a
+The tiny trained checkpoint is asked for clips of `examples.clips`, each with its own seed; a
 quarter of them show a combination of shape, colour and motion that it was never trained on.
-`benchmarks.recognise` says whether what was asked for came. Rows that ought to make the same clip
-as `REFERENCE` are compared with it, and every row makes its first clip twice. Each row runs in a
-process of its own, two at a time.
+`benchmarks.recognise` tells whether the clip shows its prompt. Rows that ought to make the same
+clip as `REFERENCE` are compared with it, and every row makes its first clip twice. Each row runs in
+a separate process, two at a time.
 
     python -m benchmarks.quality                     # all rows; prints the table of docs/quality.md
-    python -m benchmarks.quality --rows JAX float8   # these anew
-    python -m benchmarks.quality --rows              # the table of what was measured
+    python -m benchmarks.quality --rows JAX float8   # these again
+    python -m benchmarks.quality --rows              # the table of the results
     python -m benchmarks.quality --long              # rows of examples/long-trained, 256x256
 """
 
@@ -54,7 +54,7 @@ XLA = "--xla_force_host_platform_device_count={} --xla_cpu_collective_call_termi
 
 @dataclass(frozen=True)
 class Row:
-    """model, clip: keywords of `ltx2rt.open` and `generate`. given: what a clip gets beside its
+    """model, clip: keywords of `ltx2rt.open` and `generate`. given: inputs of a clip other than its
     prompt, a key of `GIVEN`. part: of the clips, where it takes long. lora: whether the distilled
     LoRA has to be named. same: the row whose clips it should make, empty for none. ranks:
     processes."""
@@ -70,7 +70,7 @@ class Row:
     form: str = ""  # how the transformer is stored (`stored_models`)
 
     def size(self, clip: Clip) -> dict[str, int]:
-        """Keywords of a clip's size, where it is not that of what is given."""
+        """Keywords of a clip's size, unless given material decides it."""
         pipeline, frames = self.clip.get("pipeline"), {"num_frames": clip.num_frames}
         if pipeline == "retake":
             return {}
@@ -122,7 +122,7 @@ ROWS = {
     ),
     "`t2a`": _torch(pipeline="t2a"),
 }
-# Fewer evaluations of one-stage's 30 steps: only by name, in a table of their own.
+# Fewer evaluations of one-stage's 30 steps: only by name, in a separate table.
 FEWER = {
     f"`one-stage`, {words}": _torch(pipeline="one-stage", same=ONE_STAGE, **given)
     for words, given in (
@@ -134,7 +134,7 @@ FEWER = {
         ("a plan of 10", {"step_plan": "0,7,10,13,16,20,23,26,28,29"}),
     )
 }
-KEPT = (REFERENCE, ONE_STAGE)  # rows whose clips others are compared with
+KEPT = (REFERENCE, ONE_STAGE)  # rows that others are compared with
 OF_LONG = (
     *(DRAWN, REFERENCE, ONE_STAGE, "`distilled`", "with an image", "`keyframes`", "`a2v`"),
     *("`retake`, 0.35 to 0.7 s", "`t2a`"),
@@ -142,7 +142,7 @@ OF_LONG = (
 
 
 def place(name: str) -> int:
-    """Where a row is in the table, which names its files."""
+    """Place of a row in the table, which names its files."""
     return [DRAWN, *ROWS, *FEWER].index(name)
 
 
@@ -151,7 +151,7 @@ def asked(number: int, long: bool = False) -> Clip:
     return replace(clip, **LONG) if long else clip
 
 
-# --- what a clip is given beside its prompt -------------------------------------------------------
+# --- inputs of a clip other than its prompt -------------------------------------------------------
 
 
 def _images(clip: Clip, path: Path, *frames: int) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def options(row: Row, model: Path) -> dict[str, Any]:
 
 
 def keywords(row: Row, clip: Clip, path: Path) -> dict[str, Any]:
-    """Keywords of `Session.generate`. path: without an ending, for what the clip is given."""
+    """Keywords of `Session.generate`. path: of the clip's inputs, without an ending."""
     given = GIVEN[row.given](clip, path)
     return {"prompt": clip.prompt, **row.size(clip), **row.clip, **given}
 
@@ -268,7 +268,7 @@ def _distance(
 
 def summary(clips: list[dict[str, Any]]) -> dict[str, Any]:
     """For every mark the mean over clips of combinations that were trained and that were held out;
-    medians of what has a unit, the lowest PSNR too."""
+    medians of marks with a unit, and the lowest PSNR."""
     found: dict[str, Any] = {"clips": len(clips), "repeats": clips[0].get("repeats")}
     for name in (
         *("colour", "shape", "motion", "background"),
@@ -308,7 +308,7 @@ def summary(clips: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def start(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row in a process, or several, of its own. Raises RuntimeError with what it said if it
+    """One row in one separate process or several. Raises RuntimeError with its output if it
     fails."""
     row = (ROWS | FEWER).get(name, Row())
     output = args.folder / f"{place(name)}.json"

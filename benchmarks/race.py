@@ -1,10 +1,10 @@
 """Attention kernels and matrix products of LTX-2.3's steps against each other, before anything
 larger is run.
 
-Decides the shapes: those of two-stage 768x512x121. Each row is independent: a kernel that a build
-lacks, or that refuses a shape, is a row with its error, and the others go on. It says which
-attention comes first on this card (`ltx2rt_cuda.device.attention.preference`), whether cuDNN takes a mask,
-and which road float8 products take.
+Decides the shapes: two-stage 768x512x121. Each row is independent: a kernel that a build lacks, or
+that refuses a shape, is a row with its error, and the others go on. It says which attention comes
+first on this card (`ltx2rt_cuda.device.attention.preference`), whether cuDNN takes a mask, and
+which road float8 products take.
 
     python -m benchmarks.race --output benchmarks/results/race.json
     python -m benchmarks.race --device cpu --shrink 16 --rounds 2

@@ -1,7 +1,7 @@
 """A session of the PyTorch backend with weights drawn on the device: models of any size without a
 file.
 
-Decides values, by tensor name alone: every rank that holds a slice holds it of the same tensor.
+Decides values, only by tensor name: every rank that holds a slice holds it of the same tensor.
 Small tensors have the values that `weights make` writes; large ones the same statistics, from the
 device's generator.
 """
@@ -38,7 +38,7 @@ LARGE = (
 
 
 class RandomBackend(CudaBackend):
-    """Reads no tensor. A LoRA gives its weights memory of their own, as merging would, and leaves
+    """Reads no tensor. A LoRA gives its weights separate memory, as merging would, and leaves
     them as they are."""
 
     seed = 0

@@ -1,7 +1,7 @@
 """Picture and sound of a clip in the words of `examples.clips`.
 
 Decides the measures, by image moments and one spectrum: nothing here has learnt anything. A shape
-is what differs from the background of its row; `None` stands for what is not there or fits no word.
+differs from the background of its row; `None` stands for a missing thing or one that fits no word.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _changes(waveform: np.ndarray, rate: int) -> tuple[float, float]:
 
 
 def _clicks(wave: np.ndarray, rate: int) -> np.ndarray:
-    """Where the band of the clicks rises to half of a peak that stands out."""
+    """Times at which the band of the clicks rises to half of a peak that stands out."""
     spectrum, hertz = np.fft.rfft(wave), np.fft.rfftfreq(len(wave), 1 / rate)
     band = np.fft.irfft(spectrum * ((hertz > CLICK_HZ[0]) & (hertz < CLICK_HZ[1])), len(wave))
     step = rate // 500  # 2 ms
@@ -182,7 +182,7 @@ def _clicks(wave: np.ndarray, rate: int) -> np.ndarray:
 
 
 def lags_s(bounces_s: np.ndarray, clicks_s: np.ndarray) -> np.ndarray:
-    """From each bounce to the nearest click, f64[n]; nan where none belongs to it."""
+    """Time from each bounce to the nearest click, f64[n]; nan if no click belongs to it."""
     lags = np.array([min(clicks_s - at, key=abs, default=np.nan) for at in bounces_s], np.float64)
     return np.where(np.abs(lags) <= IN_TIME_S, lags, np.nan)
 
@@ -193,7 +193,7 @@ def marks(
     """1 or 0 for each thing that was asked for; of a shape that bounces, what share of its bounces
     has a click, and their median lag in ms; of one that does not, whether there is no click; of one
     that slides, whether its tone goes to that side; of one that grows or shrinks, whether its tone
-    gets louder or softer. What is not measured is left out."""
+    gets louder or softer. Marks that were not measured are left out."""
     found: dict[str, float] = {}
     seen = None if frames is None else see(frames, scale=asked.scale)
     heard = None if waveform is None else hear(waveform, rate)

@@ -1,13 +1,13 @@
-"""How visible and audible seams are in clips that are made in segments, and whether such clips
-drift.
+"""Visibility and audibility of seams in clips that are made in segments, and drift of such
+clips.
 
 The tiny trained checkpoint is asked for shapes that bounce, for long enough to take several
 segments. Every measure of a seam is divided by the median of the same measure at other places of
-the same clip, so that 1 is what the inside of a segment has; one clip made at once is measured
+the same clip, so that 1 is the inside of a segment; one clip made at once is measured
 where the first row has its seams.
 
     python -m benchmarks.seams             # all rows; prints the tables of docs/quality.md
-    python -m benchmarks.seams --rows      # the tables of what was measured
+    python -m benchmarks.seams --rows      # the tables of the results
     python -m benchmarks.seams --long      # of examples/long-trained, 256x256
 """
 
@@ -148,7 +148,7 @@ def against(values: np.ndarray, seam: int, others: Iterable[int]) -> tuple[float
 
 
 def high_power(wave: np.ndarray, rate: int) -> np.ndarray:
-    """f64[N]: mono, what is above HIGH_HZ, squared."""
+    """f64[N]: mono, above HIGH_HZ, squared."""
     spectrum = np.fft.rfft(wave.mean(0).astype(np.float64))
     spectrum[np.fft.rfftfreq(wave.shape[1], 1 / rate) < HIGH_HZ] = 0
     return np.fft.irfft(spectrum, wave.shape[1]) ** 2
