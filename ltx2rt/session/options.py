@@ -317,7 +317,7 @@ class ModelOptions(PartFiles):
     )
     config_from: Path | None = flag(
         None,
-        "safetensors file to take the config from, if --model has none",
+        "complete file of the release, for the config and parts that --model lacks",
         Path,
         group="model",
         metavar="FILE",

@@ -8,7 +8,7 @@ files that `parts` finds are taken; no tensor data is read. Leaves data, LoRA an
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
@@ -39,12 +39,14 @@ from ltx2rt.weights.gguf import unread
 from ltx2rt.weights.lora import Lora, open_lora
 from ltx2rt.weights.names import (
     CONNECTORS,
+    GEMMA,
     TEXT_PROJECTION,
     collapse,
     component_of,
     fused_of,
     official_names,
     to_official,
+    unsaved,
 )
 from ltx2rt.weights.near import Given, find
 from ltx2rt.weights.part_table import FILES, PARTS, PROJECTION, Part, names_of
@@ -232,15 +234,20 @@ def open_checkpoint(
     if unknown := files.keys() - FILES.keys():
         raise TypeError(f"no part has a file {', '.join(unknown)}; known: {', '.join(FILES)}")
     path, main, near, index = find(Path(model), files, config_from)
-    places = {}
+    places: Places = {}
+    own: dict[str, RenamedSource] = {}
+    if main is not None:
+        main = dequantised(main)
+        own = official_sources(main)
+        if "gemma" in own and not files.get("text_encoder"):
+            places["gemma"] = _gemma_of(own["gemma"], near.files["gemma"])
     for part in PARTS.values():
-        if part.source and part.either:
+        if part.source and part.either and part.name not in places:
             given = files.get(part.option)
             if where := given or only(part.name, listed(near.files[part.name], index)):
                 places[part.name] = _open_either(part, Path(where))
     if main is not None:
-        main = dequantised(main)
-        places |= _official(main, files, near, places)
+        places |= _official(main, own, files, near, places)
     else:
         places |= _diffusers(path, files, near, index, config_from)
     read = _read(places)
@@ -416,6 +423,10 @@ def open_part(part: Part, path: Path) -> Places:
         return {part.name: _open_folder(part, path)}
     file = TensorFile(path)
     kind = file_kind(file)
+    if kind == "main":  # a complete file
+        keys, own = partial(official_metadata, file), official_sources(dequantised(file))
+        if found := {p.name: own[p.name] for p in takes if p.name in own}:
+            return {name: Place("official", source, keys, file) for name, source in found.items()}
     if kind not in [p.name for p in takes]:
         raise InputError(f"{path}: no {word} ({contents(file)}); pass one with {part.flag}")
     name = part.name if part.kind else kind
@@ -439,16 +450,33 @@ def _open_folder(part: Part, path: Path) -> Place:
     return Place("diffusers", source, lambda: keys)
 
 
-def _official(main: TensorFile | TensorFolder, given: Given, near: Parts, either: Places) -> Places:
-    """The parts of the main file, and of files beside it, which take the place of what that one
-    holds.
+def _gemma_of(source: RenamedSource, near: Iterable[Path]) -> Place:
+    """The text encoder in a checkpoint that ComfyUI has saved, with the config of a folder near it
+    that has one of the same sizes, else with the released one."""
+    shapes = {name.removeprefix(GEMMA): source.info(name).shape for name in source.names()}
+    config = configs.gemma(configs.plain_gemma3(shapes, str(source.where)))
+    for folder in filter(Path.is_dir, near):
+        theirs = configs.gemma(gemma_keys(folder))
+        if all(getattr(theirs, n, None) == getattr(config, n) for n in configs.GEMMA_SIZES):
+            config = theirs
+    return Place("official", source, lambda: Keys({}, str(source.where)), config=config)
 
-    either: those that go with both layouts. Raises InputError for what is missing, and for a text
-    encoder of another release.
+
+def _official(
+    main: TensorFile | TensorFolder,
+    own: Mapping[str, RenamedSource],
+    given: Given,
+    near: Parts,
+    either: Places,
+) -> Places:
+    """The parts of the main file, and of files beside it, which take the place of those in it.
+
+    own: sources in the main file. either: the parts that go with both layouts. A part that neither
+    has comes from a complete file of the release. Raises InputError for what is missing, and for a
+    text encoder of another release.
     """
     keys = partial(official_metadata, main)
-    own = official_sources(main)
-    places = {name: Place("official", source, keys, main) for name, source in own.items()}
+    places = {n: Place("official", s, keys, main) for n, s in own.items() if n != "gemma"}
     for option, first in FILES.items():
         if first.either:
             continue
@@ -458,6 +486,7 @@ def _official(main: TensorFile | TensorFolder, given: Given, near: Parts, either
         for name in names_of(lambda part: part.option == option and part.header):  # noqa: B023
             if name not in own and (found := only(name, near.files[name])):
                 places |= open_part(first, found)
+    places = _donated(near.donor, {*own, *places}, main.path) | places
     for part in PARTS.values():
         if part.instead in places and part.name not in places:
             places[part.name] = places[part.instead]
@@ -473,12 +502,26 @@ def _official(main: TensorFile | TensorFolder, given: Given, near: Parts, either
         more = [part for part in ("gemma", *also) if part not in either and not near.files[part]]
         raise absent(missing, main.path, near.unreadable, more)
     gemma = either["gemma"].source.where if "gemma" in either else None
+    gemma = None if gemma == main.path else gemma
     if gemma is not None:
         check_gemma_version(main, _version(main), gemma_keys(gemma), gemma)
     network = configs.official_transformer(keys().inner("transformer"))
-    text = _with_connectors(main, own.get("text"), near.files["text"], network)
+    text = _with_connectors(main, own.get("text"), near.files["text"], network, near.donor)
     places["text"] = Place("official", _text_source(main, text, gemma), keys, main)
     return places
+
+
+def _donated(donor: TensorFile | TensorFolder | None, own: Collection[str], main: Path) -> Places:
+    """The parts of a complete file of the release that the main file and its neighbours lack."""
+    if donor is None:
+        return {}
+    file = dequantised(donor)
+    keys = partial(official_metadata, file)
+    sources = {n: s for n, s in official_sources(file).items() if n not in (*own, "gemma", "text")}
+    if sources:
+        words = ", ".join(PARTS[name].word for name in sources)
+        note(f"{words}: {donor.path}, since {main.name} has none")
+    return {name: Place("official", source, keys, file) for name, source in sources.items()}
 
 
 def _with_connectors(
@@ -486,8 +529,10 @@ def _with_connectors(
     text: RenamedSource | None,
     files: Iterable[Path],
     config: TransformerConfig,
+    donor: TensorFile | TensorFolder | None = None,
 ) -> RenamedSource | None:
-    """Connectors and text projection of the main file, and of those beside it what it lacks.
+    """Connectors and text projection of the main file; what it lacks comes from the files beside
+    it, else from the donor.
 
     Files of another generation are not looked at. Raises InputError where several files have that.
     """
@@ -514,6 +559,12 @@ def _with_connectors(
             names = [[n for n in source.names() if n.startswith(prefix)] for source in beside]
             found = [each for each in zip(beside, names, strict=True) if each[1] and fits(*each)]
             refuse_ambiguous(text=[source.where for source, _ in found])
+            if not found and donor is not None:
+                source = official_sources(dequantised(donor)).get(
+                    "text", RenamedSource(donor.path, {})
+                )
+                theirs = [name for name in source.names() if name.startswith(prefix)]
+                found = [(source, theirs)] if theirs and fits(source, theirs) else []
             text = text.joined(*found[0]) if found else text
     return text if list(text.names()) else None
 
@@ -589,7 +640,8 @@ def check_gemma_version(
 def official_sources(file: TensorFile | TensorFolder) -> dict[str, RenamedSource]:
     homes: dict[str | None, dict[str, tuple[TensorReader, str]]] = {}
     for name in file.names():
-        homes.setdefault(component_of(name), {})[name] = (file, name)
+        homes.setdefault(component_of(name), {})[unsaved(name)] = (file, name)
+    homes.pop("", None)
     if stray := homes.pop(None, None):
         raise InputError(
             f"{file.path}: {len(stray)} tensors belong to no component: {collapse(stray)}"

@@ -19,6 +19,8 @@ QKV = (
     "to_v",
 )  # names in diffusers, for the rows of one official tensor in this order
 GEMMA = "language_model.model."
+COMFY_TEXT = "text_encoders."  # before names of the text encoder, in checkpoints of ComfyUI
+_COMFY_GEMMA = re.compile(r"gemma\w*\.transformer\.")
 LLAMA_CPP = {  # llama.cpp's words for Gemma 3. Source: gguf-py's tensor_mapping.py
     "token_embd": "embed_tokens",
     "output_norm": "norm",
@@ -153,10 +155,30 @@ def official_names(names: Iterable[str]) -> dict[str, str]:
     return {name: prefix + name if bare and component_of(name) is None else name for name in names}
 
 
+def unsaved(name: str) -> str:
+    """The official name of a tensor in a checkpoint that ComfyUI has saved, Gemma's canonical one;
+    empty for what its text encoder has besides. Other names are unchanged."""
+    if not name.startswith(COMFY_TEXT):
+        return name
+    name = name.removeprefix(COMFY_TEXT)
+    if match := _COMFY_GEMMA.match(name):
+        ours = gemma_to_canonical(name[match.end() :])
+        return ours if ours.startswith(GEMMA) else ""
+    if name.startswith(TEXT_PROJECTION):
+        own = name.removeprefix(TEXT_PROJECTION)
+        return TEXT_PROJECTION + ("" if "." in own else "aggregate_embed.") + own
+    connector = PARTS["transformer"].prefix + name
+    return connector if connector.startswith(CONNECTORS) else ""
+
+
 def component_of(name: str) -> str | None:
-    """The component that an official name belongs to."""
+    """The component that an official name, or a name of ComfyUI's checkpoints, belongs to; empty:
+    it is not read."""
+    name = unsaved(name)
     if name.startswith((*CONNECTORS, TEXT_PROJECTION)):
         return "text"
+    if not name or name.startswith(GEMMA):
+        return name and "gemma"
     for component in ("transformer", "video_vae", "audio_vae", "vocoder"):
         if name.startswith(PARTS[component].prefix):
             return component

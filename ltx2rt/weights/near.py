@@ -15,8 +15,8 @@ from ltx2rt.errors import InputError
 from ltx2rt.notes import note
 from ltx2rt.weights.choose import Fit
 from ltx2rt.weights.comfy import entries, inside, models_folder, tree_around
-from ltx2rt.weights.describe import words
-from ltx2rt.weights.files import TensorFile, TensorFolder, open_tensors
+from ltx2rt.weights.describe import release_of, words
+from ltx2rt.weights.files import TensorFile, TensorFolder, open_file, open_tensors
 from ltx2rt.weights.names import component_of
 from ltx2rt.weights.part_table import PARTS, names_of, word_of
 from ltx2rt.weights.parts import (
@@ -36,6 +36,10 @@ from ltx2rt.weights.parts import (
 )
 from ltx2rt.weights.releases import with_config
 
+COMPLETE = {"video_vae", "audio_vae", "vocoder", "text"}  # in a release's one file
+WIDTHS = tuple(
+    f"{PARTS['transformer'].prefix}{name}patchify_proj.weight" for name in ("", "audio_")
+)
 # Parts in files of their own; of which release they are, `choose` decides.
 NEARBY = names_of(lambda part: part.header and part.name not in ("text", "lora", "main"))
 
@@ -75,11 +79,16 @@ def find(path: Path, given: Given, config_from: str | Path | None) -> Found:
         several = f"{len(mains)} candidates for the checkpoint: {said}"
         raise InputError(f"{path}: {several}; choose with --model FILE")
     if main is not None and len(mains) == 1:
-        main = with_config(main, config_from)
+        if _lacks(main):
+            parts.donor = open_file(config_from) if config_from else _donor(parts, main)
+        main = with_config(main, config_from, parts.donor)
         _keep_fitting(parts, Fit.of(main), bool(tree))
         if not tree and not path.is_dir():
             _borrow(parts, main, given)
         own = {component_of(name) for name in main.names()}
+        if parts.donor is not None:
+            own |= {component_of(name) for name in parts.donor.names()} - {"gemma"}
+        sought = [part for part in sought if part not in own]
         sought += [part for part in NEARBY if PARTS[part].option and part not in (*own, *sought)]
     asked = [part for part in sought if not _given(part, given)]
     found = {part: listed(parts.files[part], index) for part in asked}
@@ -92,6 +101,26 @@ def find(path: Path, given: Given, config_from: str | Path | None) -> Found:
             f"({contents_of_folder(path, parts)}); pass one with --model"
         )
     return path, main, parts, index
+
+
+def _lacks(main: TensorFile | TensorFolder) -> set[str]:
+    """The parts of a complete file that this one has not."""
+    return COMPLETE - {component_of(name) or "" for name in main.names()}
+
+
+def _donor(parts: Parts, main: TensorFile | TensorFolder) -> TensorFile | TensorFolder | None:
+    """The first complete file with a config whose transformer is as wide and of the same release."""
+
+    def shapes(file: TensorFile | TensorFolder) -> list[tuple[int, ...] | None]:
+        names = set(file.names())
+        return [file.info(name).shape if name in names else None for name in WIDTHS]
+
+    for file in parts.files["main"]:
+        other = os.path.abspath(file.path) != os.path.abspath(main.path)
+        complete = other and not _lacks(file) and "config" in file.metadata
+        if complete and release_of(file) == release_of(main) and shapes(file) == shapes(main):
+            return file
+    return None
 
 
 def _opened(path: Path) -> TensorFile | TensorFolder:
@@ -149,6 +178,7 @@ def _borrow(parts: Parts, main: TensorFile | TensorFolder, given: Given) -> None
     plain = [each for each in beside if each.is_dir() and not (each / "config.json").exists()]
     found = scan_quietly([*beside, *(path for each in plain for path in inside(each))])
     _keep_fitting(found, Fit.of(main), tree=True)
+    parts.donor = parts.donor or _donor(found, main)
     said = "in a folder beside that of"
     for part in (*NEARBY, "lora", "text"):
         one = found.files[part]

@@ -26,10 +26,11 @@ from ltx2rt.weights.files import (
     read_index,
 )
 from ltx2rt.weights.gguf import later_part
-from ltx2rt.weights.names import official_names
+from ltx2rt.weights.names import component_of, official_names
 from ltx2rt.weights.part_table import JOINT, PARTS, Header, of_config, of_header, word_of
 
 T = TypeVar("T")
+HOLDERS = ("video_vae", "audio_vae")  # parts in files that may hold a text projection as well
 INDEX = "model_index.json"  # passed as the model, it means the diffusers folders beside it
 
 
@@ -71,12 +72,14 @@ class Parts:
     """The files and folders near a checkpoint, by part.
 
     files: those that go with the official layout, or with either; the main one is open, shards
-    under their index. diffusers: folders of that layout alone.
+    under their index. diffusers: folders of that layout alone. donor: a complete file of the
+    release, open, from which a main file takes what it lacks.
     """
 
     files: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
     diffusers: dict[str, list[Path]] = field(default_factory=dict)
     tokenizer: list[Path] = field(default_factory=list)
+    donor: Any = None
     unreadable: list[str] = field(default_factory=list)
 
 
@@ -119,6 +122,12 @@ def file_kind(file: Any) -> str | None:
     official = frozenset(official_names(names).values())
     architecture = getattr(file, "architecture", "")
     return of_header(Header(names, official, lambda name: file.info(name).shape, architecture))
+
+
+def has_text(file: Any) -> bool:
+    """Whether a file has connectors or the text projection of a transformer, under official
+    names."""
+    return any(component_of(name) == "text" for name in file.names())
 
 
 def folder_kind(folder: Path, listing: Listing = DISK) -> str | None:
@@ -217,6 +226,8 @@ def examine(paths: Iterable[Path], listing: Listing = DISK) -> Parts:
                 file = listing.open(path)
                 if kind := file_kind(file):
                     parts.files[kind].append(file if kind == "main" else path)
+                if kind in HOLDERS and has_text(file):
+                    parts.files["text"].append(path)  # which several parts share
         except InputError as error:
             parts.unreadable.append(str(error))
         except PermissionError as error:

@@ -27,33 +27,26 @@ COPIED = ("model_version", "gemma_source_checkpoint")  # said of the release bes
 FLAG = "pass a safetensors file of its release with --config-from FILE"
 
 
-def with_config(main: Main, config_from: str | Path | None) -> Main:
-    """The file with `config` and `model_version` in its metadata.
-
-    A safetensors file without a config that holds more than a transformer is only helped by
-    config_from: no release is known by names and shapes of the rest. Raises InputError.
-    """
+def with_config(
+    main: Main, config_from: str | Path | None, donor: TensorFile | TensorFolder | None = None
+) -> Main:
+    """The file with `config` and `model_version` in its metadata. donor: a complete file of its
+    release. Raises InputError."""
     if "config" in main.metadata:
         if config_from:
-            note(f"--config-from is not used: {main.path} has a config of its own")
+            note(f"--config-from gives no config: {main.path} has a config of its own")
         return main
-    if config_from:
-        found = TensorFile(config_from).metadata
+    if config_from or donor is not None:
+        found = donor.metadata if donor is not None else TensorFile(str(config_from)).metadata
         if "config" not in found:
             raise InputError(f"{config_from}: its metadata has no `config`; {FLAG}")
         added = {key: found[key] for key in ("config", *COPIED) if key in found}
-    elif main.architecture or _alone(main):
+    else:
         config = preset(_release(main)).config
         version = ".".join(map(str, config.version))
         added = {"config": json.dumps(official_json(config)), "model_version": version}
-    else:
-        return main
     main.metadata = added | main.metadata
     return main
-
-
-def _alone(main: TensorFile | TensorFolder) -> bool:
-    return {component_of(name) for name in dequantised(main).names()} <= {"transformer", "text"}
 
 
 def _release(main: TensorFile | TensorFolder) -> str:

@@ -52,7 +52,7 @@ class Asset:
         if self.name not in file.names():
             return file.metadata[self.name].encode()
         data = file.read(self.name).tobytes()
-        if self.name == SENTENCEPIECE:
+        if self.name.endswith(SENTENCEPIECE):
             return spm.of_proto(data, str(self)).tokenizer_json()
         return data
 
@@ -144,7 +144,8 @@ def _own_tokenizer(path: Path) -> Path | Asset | None:
     if TOKENIZER_ASSET in inside:
         return Asset(path, TOKENIZER_ASSET)
     beside = _in_folder(path.parent) if _needs_one(file) else None
-    return beside or (Asset(path, SENTENCEPIECE) if SENTENCEPIECE in inside else None)
+    inner = next((name for name in inside if name.endswith(SENTENCEPIECE)), None)
+    return beside or (Asset(path, inner) if inner else None)
 
 
 def _in_folder(folder: Path) -> Path | Asset | None:

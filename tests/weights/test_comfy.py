@@ -18,7 +18,7 @@ from ltx2rt.weights.checkpoint import open_checkpoint, open_gemma
 from ltx2rt.weights.comfy import models_folder, tree_around
 from ltx2rt.weights.files import TensorFile, TensorInfo, write_arrays, write_tensors
 from ltx2rt.weights.inspect import format_inspection, inspect_path
-from ltx2rt.weights.names import GEMMA
+from ltx2rt.weights.names import GEMMA, TEXT_PROJECTION
 
 E4M3, BF16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.bfloat16)
 HOME = {  # where ComfyUI keeps what, by a word in the name of a tiny file
@@ -511,3 +511,80 @@ def test_inspect_prints_a_row_for_each_part_and_what_is_missing(comfy, command):
         in lines
     )
     json.dumps(inspect_path(comfy))
+
+
+# ---- files that ComfyUI has saved ----------------------------------------------------------------
+
+
+def arrays_of(path, chosen=lambda name: True):
+    file = TensorFile(path)
+    return {name: file.read(name) for name in file.names() if chosen(name)}, file.metadata
+
+
+def equal(found, expected) -> bool:
+    """Whether two checkpoints have the same configs, names and numbers."""
+    same = found.config == expected.config
+    for part, source in expected.sources.items():
+        read = [name for name in source.names() if name.startswith(GEMMA) or part != "gemma"]
+        own = found.sources[part]
+        same = same and (part == "gemma" or len(read) == len(list(own.names())))
+        same = same and all(np.array_equal(own.read(name), source.read(name)) for name in read)
+    return same
+
+
+@pytest.fixture
+def saved(tiny, tmp_path):
+    """A folder with all that the "Save Checkpoint" node writes, and the rest of the release."""
+    official, names = tiny("tiny-2.3", "official"), ("model.diffusion_model.", "vae.")
+    merged, _ = arrays_of(official / "tiny-2.3.safetensors", lambda n: n.startswith(names))
+    rest, metadata = arrays_of(
+        official / "tiny-2.3.safetensors", lambda n: not n.startswith((*names, TEXT_PROJECTION))
+    )
+    projection, _ = arrays_of(
+        official / "tiny-2.3.safetensors", lambda n: n.startswith(TEXT_PROJECTION)
+    )
+    gemma, _ = arrays_of(official / "gemma-3" / "model.safetensors")
+    prefix = "text_encoders.gemma3_12b.transformer."
+    merged |= {prefix + n.removeprefix("language_model."): array for n, array in gemma.items()}
+    merged |= {f"text_encoders.{name}": array for name, array in projection.items()}
+    merged["text_encoders.gemma3_12b.logit_scale"] = np.float32(4.6).reshape(())
+    merged["text_encoders.spiece_model"] = np.zeros(4, np.uint8)
+    folder = tmp_path / "saved"
+    place(official / "tiny-2.3-spatial-upsampler-x2.safetensors", folder)
+    place(official / "gemma-3", folder)
+    write_arrays(folder / "merged.safetensors", merged, {"prompt": "{}", "workflow": "{}"})
+    write_arrays(folder / "rest.safetensors", rest, metadata)
+    return folder
+
+
+def test_a_checkpoint_that_comfyui_has_saved_is_read(saved, tiny):
+    expected = open_checkpoint(tiny("tiny-2.3", "official"))
+    for path in (saved, saved / "merged.safetensors"):
+        found = open_checkpoint(path)
+        assert equal(found, expected) and found.source("gemma").where.name == "merged.safetensors"
+        assert found.require_tokenizer()
+
+
+def test_what_a_merged_transformer_lacks_comes_from_a_complete_file(tiny, tmp_path, capsys):
+    official = tiny("tiny-2.3", "official")
+    complete, models = official / "tiny-2.3.safetensors", tmp_path / "ComfyUI" / "models"
+    prefix = "model.diffusion_model."
+    own, _ = arrays_of(complete, lambda n: n.startswith(prefix) and "embeddings_connector" not in n)
+    path = models / "diffusion_models" / "merged.safetensors"
+    path.parent.mkdir(parents=True)
+    write_arrays(path, own, {"modelspec.architecture": "ltxav"})
+    for name in ("gemma-3", "tiny-2.3-spatial-upsampler-x2.safetensors"):
+        place(official / name, models / ("text_encoders" if "gemma" in name else "vae"))
+    with pytest.raises(InputError, match="no video VAE and no audio VAE was found"):
+        open_checkpoint(path)
+    expected = open_checkpoint(official)
+    assert equal(open_checkpoint(path, config_from=complete), expected)
+    (models / "loras").mkdir()
+    (models / "checkpoints").mkdir()
+    (models / "checkpoints" / "release.safetensors").symlink_to(complete)
+    capsys.readouterr()
+    found = open_checkpoint(path)
+    assert equal(found, expected) and found.source("transformer").where == path
+    assert "release.safetensors, since merged.safetensors has none" in capsys.readouterr().err
+    parts = {"video_vae": complete, "audio_vae": complete}
+    assert open_checkpoint(path, **parts).source("vocoder").where == complete

@@ -478,7 +478,7 @@ def test_a_config_in_the_file_wins(apart, tmp_path, capsys):
         ).config.transformer.av_gate_scale
         == 500
     )
-    assert "--config-from is not used" in capsys.readouterr().err
+    assert "--config-from gives no config" in capsys.readouterr().err
 
 
 def test_types_that_are_not_read_are_named(apart, rng, tmp_path):

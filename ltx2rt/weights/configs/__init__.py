@@ -23,7 +23,14 @@ from ltx2rt.weights.configs.audio import (
     official_vocoder,
     official_vocoder_json,
 )
-from ltx2rt.weights.configs.gemma3 import check_gemma, gemma3, gemma_json, gguf_gemma3, plain_gemma3
+from ltx2rt.weights.configs.gemma3 import (
+    GEMMA_SIZES,
+    check_gemma,
+    gemma3,
+    gemma_json,
+    gguf_gemma3,
+    plain_gemma3,
+)
 from ltx2rt.weights.configs.gemma4 import MODEL_TYPES, gemma4, gemma4_json, towers_json
 from ltx2rt.weights.configs.keys import ConfigSource, Keys, parse_json
 from ltx2rt.weights.configs.latent_upsampler import (

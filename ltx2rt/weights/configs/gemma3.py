@@ -44,6 +44,8 @@ GGUF_KEYS = {  # after "gemma3."
     "rope_theta": "rope.freq_base",
 }
 
+GEMMA_SIZES = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+               "intermediate_size", "vocab_size")  # fmt: skip
 GGUF_OPTIONS = (
     "attention.value_length",
     "attention.sliding_window_pattern",
