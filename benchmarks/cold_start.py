@@ -47,9 +47,9 @@ BUFFER_BYTES = 2**26
 
 def write_model(folder: Path, name: str, text: bool) -> None:
     """The official layout's main file and, with `text`, its Gemma folder."""
+    from ltx2rt.instruments.make import plan_checkpoint
     from ltx2rt.weights.files import TensorInfo, write_tensors
-    from ltx2rt.weights.random.make import plan_checkpoint
-    from ltx2rt.weights.random.presets import preset
+    from ltx2rt.weights.presets import preset
 
     plan = plan_checkpoint(preset(name), name, "official")
     wanted = [

@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.measure import machine, record
 from ltx2rt.graph import Graph
+from ltx2rt.instruments.make import standing_for
 from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.placement.cost import traffic
 from ltx2rt.placement.devices import device_kind
@@ -53,9 +54,8 @@ def count(graph: Graph, num_blocks: int, compute: str) -> dict[str, Any]:
 
 def measure(preset: str, devices: int, width: int, height: int, num_frames: int) -> dict[str, Any]:
     request = TwoStage("a plan", width=width, height=height, num_frames=num_frames, seed=0)
-    with datasheet_session(
-        ModelOptions("", Path()), preset, device_kind("h100-80gb"), devices
-    ) as session:
+    with standing_for(preset, ModelOptions("", Path())) as options:
+        session = datasheet_session(options, device_kind("h100-80gb"), devices)
         blocks, plan = session.config.transformer.num_layers, make_plan(session, request)
         loops = {
             stage.name: call

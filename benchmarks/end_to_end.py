@@ -38,7 +38,7 @@ from benchmarks.measure import Spread, machine, ratios, record
 from benchmarks.random_weights import random_session
 from ltx2rt.commands.options import PRESETS
 from ltx2rt.flags import add_flags, given_flags
-from ltx2rt.media.compare import PSNR_CAP_DB, correlation, luma, ssim
+from ltx2rt.instruments.compare import PSNR_CAP_DB, correlation, luma, ssim
 from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.pipelines import FIRST, pipeline, pipelines
 from ltx2rt.pipelines.two_stage import TwoStage

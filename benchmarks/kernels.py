@@ -43,6 +43,7 @@ from benchmarks.measure import Spread, interleaved, machine, record
 from ltx2rt.fused.head_gate import divided
 from ltx2rt.graph.encodings import ENCODINGS, KEPT
 from ltx2rt.graph.ir import Graph, Node, Type, Value
+from ltx2rt.instruments.make import standing_for
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.passes.unpack import keep, unpack
@@ -104,9 +105,8 @@ def request_graphs(
     options = ModelOptions("", Path(), weights_dtype=weights_dtype, mesh=mesh)
     size = {"width": width, "height": height, "num_frames": num_frames}
     request = TwoStage("a plan", **size, seed=0)
-    with datasheet_session(
-        options, preset, device_kind("h200-141gb"), prod(mesh.values())
-    ) as session:
+    with standing_for(preset, options) as options:
+        session = datasheet_session(options, device_kind("h200-141gb"), prod(mesh.values()))
         calls = {
             stage.name: list(stage.needs(session.config))
             for stage in make_plan(session, request).stages

@@ -38,12 +38,12 @@ import numpy as np
 from benchmarks.measure import Spread, machine, ratios, record
 from ltx2rt.backend import get_backend
 from ltx2rt.graph import Graph
+from ltx2rt.instruments.make import BF16, F32, TABLE, lora_tensors
 from ltx2rt.models import transformer
 from ltx2rt.placement.cost import weight_bytes
 from ltx2rt.weights.files import TensorFile, TensorInfo, write_tensors
 from ltx2rt.weights.lora import MergedSource, open_lora
-from ltx2rt.weights.random.make import BF16, F32, TABLE, lora_tensors
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 SAMPLE_S = 0.002
 LOADERS = ("raw", "plain", "cuda", "tpu", "cuda+lora", "tpu+lora")

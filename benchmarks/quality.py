@@ -35,8 +35,8 @@ from benchmarks.measure import RESULTS, machine
 from benchmarks.recognise import marks, psnr_db
 from benchmarks.stored_models import write_copy
 from examples.clips import FPS, LONG, RATE, Clip, random_clip
-from ltx2rt.media.compare import RATE as COMPARED_RATE
-from ltx2rt.media.compare import compare_sound, correlation, luma, ssim
+from ltx2rt.instruments.compare import RATE as COMPARED_RATE
+from ltx2rt.instruments.compare import compare_sound, correlation, luma, ssim
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.media.output import write_wav
 

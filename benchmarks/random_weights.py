@@ -24,13 +24,13 @@ from ltx2rt_cuda.ops import DTYPES, encode
 
 from ltx2rt.config import TransformerConfig
 from ltx2rt.graph.ir import Cut, Layout, Type
+from ltx2rt.instruments.make import Tensor, make_checkpoint, values
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.weights.checkpoint import Checkpoint, open_checkpoint
 from ltx2rt.weights.encoded import EncodedSource
 from ltx2rt.weights.encoded import Piece as Cuts
 from ltx2rt.weights.files import TensorInfo, cut
-from ltx2rt.weights.random.make import Tensor, make_checkpoint, values
 
 LARGE = (
     2**20

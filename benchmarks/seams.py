@@ -28,7 +28,7 @@ import ltx2rt
 from benchmarks.measure import RESULTS, machine
 from benchmarks.recognise import APART, marks
 from examples.clips import FPS, LONG, Clip, random_clip
-from ltx2rt.media.compare import luma
+from ltx2rt.instruments.compare import luma
 from ltx2rt.stages.segments import segment_starts
 
 COUNT, STEPS = 2, 10

@@ -60,7 +60,7 @@ from ltx2rt.session.weights import RetainedWeights
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.noise import standard_normal
 from ltx2rt.testing import ArraySource, random_params, relative_l2
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 SAME = 1e-4  # relative L2 under which two implementations compute the same thing in float32
 

@@ -30,7 +30,7 @@ from typing import Any
 from ltx2rt_tpu.hlo import flops
 
 from benchmarks.measure import machine, record
-from ltx2rt.commands.compile import in_words
+from ltx2rt.instruments.ahead import in_words
 
 
 @dataclass(frozen=True)

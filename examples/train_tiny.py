@@ -53,6 +53,16 @@ from examples.clips import (
 from ltx2rt.config import GemmaConfig, ModelConfig, VaeStage
 from ltx2rt.graph import Graph
 from ltx2rt.graph import trace as trace_graph
+from ltx2rt.instruments.make import (
+    F32,
+    INVERSE_BASIS,
+    Tensor,
+    lora_tensors,
+    plan_checkpoint,
+    stored,
+    tokenizer_json,
+    values,
+)
 from ltx2rt.models import audio_vae, connectors, gemma, transformer, upsampler, video_vae, vocoder
 from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.geometry import (
@@ -67,18 +77,8 @@ from ltx2rt.release import NEGATIVE_PROMPT
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS
 from ltx2rt.stages.tokenizer import tokenize
 from ltx2rt.weights.files import TensorInfo, write_tensors
-from ltx2rt.weights.random.make import (
-    F32,
-    INVERSE_BASIS,
-    Tensor,
-    lora_tensors,
-    plan_checkpoint,
-    stored,
-    tokenizer_json,
-    values,
-)
-from ltx2rt.weights.random.presets import SIZES, Preset, of_sizes
-from ltx2rt.weights.random.presets import gemma as gemma_sizes
+from ltx2rt.weights.presets import SIZES, Preset, of_sizes
+from ltx2rt.weights.presets import gemma as gemma_sizes
 
 SHAPE_WEIGHT, AROUND = (
     12,

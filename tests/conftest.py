@@ -289,7 +289,7 @@ def command() -> Callable[..., tuple[int, str, str]]:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Callable[[str, str], Path]:
     """(preset, layout) -> folder. Tests must not change what lies there."""
-    from ltx2rt.weights.random.make import make_checkpoint
+    from ltx2rt.instruments.make import make_checkpoint
 
     made: dict[tuple[str, str], Path] = {}
 

@@ -4,9 +4,9 @@ is read."""
 import numpy as np
 import pytest
 
+from ltx2rt.instruments.make import SINGLE_FILE
 from ltx2rt.weights.checkpoint import RenamedSource, open_checkpoint
 from ltx2rt.weights.files import TensorFile
-from ltx2rt.weights.random.make import SINGLE_FILE
 
 GENERATIONS = ["2.0", "2.3"]
 LAYOUTS = ["official", "diffusers"]

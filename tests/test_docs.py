@@ -32,11 +32,11 @@ from PIL import Image
 
 from ltx2rt import cli
 from ltx2rt.commands import generate
+from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.media.output import write_wav
 from ltx2rt.run.plan import make_plan
 from ltx2rt.session.open import open_session
-from ltx2rt.weights.random.make import make_checkpoint
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(

@@ -13,8 +13,6 @@ from ltx2rt import cli
 from ltx2rt.backend import chosen_backend
 from ltx2rt.commands import generate
 from ltx2rt.commands.batch import BatchOptions
-from ltx2rt.commands.compile import Target
-from ltx2rt.commands.probe import ProbeRequest
 from ltx2rt.commands.serve import ServeOptions, parse_amount
 from ltx2rt.commands.worker import Warm
 from ltx2rt.errors import InputError
@@ -32,6 +30,8 @@ from ltx2rt.flags import (
     spelling,
     words_of,
 )
+from ltx2rt.instruments.ahead import Target
+from ltx2rt.instruments.probe import ProbeRequest
 from ltx2rt.pipelines import pipelines
 from ltx2rt.run.estimate import Devices
 from ltx2rt.run.files import Files

@@ -13,7 +13,7 @@ from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.files import TensorFile, write_arrays
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 NEXT = release.Release(
     "2.6", (2, 6), "keyframe_vector", "keyframes_abs_pos_embedding", "Gemma 4", steps=20, stg_block=24, image_crf=10,

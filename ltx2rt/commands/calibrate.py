@@ -127,7 +127,7 @@ def main(args: argparse.Namespace) -> None:
     )
     if session.backend.num_processes > 1:
         raise InputError("--mesh: calibrate runs in one process; pass a mesh of one device")
-    from ltx2rt.run import calibrate
+    from ltx2rt.instruments import calibrate
 
     folder = own.output.with_name(f"{own.output.name}.runs")
     say = partial(note, prefix="")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.commands.options import json_flag
-from ltx2rt.media.compare import compare, format_comparison
+from ltx2rt.instruments.compare import compare, format_comparison
 
 
 def flags(to: Any) -> None:

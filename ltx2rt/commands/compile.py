@@ -1,50 +1,31 @@
-"""`ltx2rt compile`: every network of a run through the compiler of devices that need not be here.
-
-Decides which programs of a run's stages are compiled and how the figures are shown. They are of
-compiled programs; nothing is run. How a graph is compiled is the backend's business.
-"""
+"""`ltx2rt compile`: the programs of a run, compiled for devices that need not be here."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from ltx2rt.backend import Compiled, DoesNotFit, get_ahead_compiler
 from ltx2rt.commands.options import json_flag, planned_flags, planned_options, training_step
-from ltx2rt.errors import InputError
-from ltx2rt.flags import add_flags, check_bounds, flag, flagged, given_flags
-from ltx2rt.graph import Graph
-from ltx2rt.models.catalog import CATALOG
-from ltx2rt.models.geometry import pixel_frames
-from ltx2rt.models.guided_step import Branches
+from ltx2rt.flags import add_flags, given_flags
+from ltx2rt.instruments.ahead import (
+    Compilation,
+    Target,
+    compile_job,
+    header,
+    plan_job,
+    plan_training,
+    row,
+    to_json,
+)
+from ltx2rt.instruments.make import standing_for
 from ltx2rt.pipelines import pipeline
-from ltx2rt.pipelines.request import DEFAULT_FRAMES, Loras, Request, VideoRequest
-from ltx2rt.placement.cost import weight_bytes
-from ltx2rt.placement.devices import DeviceKind, topology
 from ltx2rt.run import training
-from ltx2rt.run.estimate import datasheet_session
-from ltx2rt.run.training import Training, datasheet_step
-from ltx2rt.session.call import Call
-from ltx2rt.session.options import LoraSpec, ModelOptions
-from ltx2rt.session.session import Session
-from ltx2rt.stages.conditioning import ImageSpec
-from ltx2rt.stages.denoise import Denoise
-from ltx2rt.suggest import hint
-from ltx2rt.train.data import Bucket
+from ltx2rt.run.training import Training
 from ltx2rt.train.prepare_flags import PrepareRequest
 from ltx2rt.train.request import TrainRequest
 from ltx2rt.weights.part_table import FILES
-
-PARTS = {
-    "denoise-before": "before",
-    "denoise-step": "step",
-}  # components that are a part of the denoise loop
-COMPILED = (*(name for name, row in CATALOG.items() if row.branches is None), *PARTS)
 
 EPILOG = """\
 examples:
@@ -54,274 +35,6 @@ examples:
 Figures are of the compiled programs, per device and call; nothing runs and no weight is read.
 Needs libtpu, best in a virtual environment of its own. XLA_FLAGS are honoured, dumps included.
 """
-
-
-@dataclass(frozen=True)
-class Target:
-    """The programs to compile, and the devices to compile them for."""
-
-    topology: str = flag(
-        MISSING,
-        "TPUs to compile for, such as v6e:2x4, tpu7x:2x2x1, v5p:2x2x1",
-        group="devices and memory",
-        metavar="GEN:CHIPS",
-    )
-    components: tuple[str, ...] = flag(
-        (),
-        f"networks to compile: {', '.join(COMPILED)} (default: all)",
-        group="network",
-        name="--component",
-        metavar="NAME",
-        repeat=True,
-    )
-    stage: int | None = flag(
-        None,
-        "stage whose denoise step to compile (default: both)",
-        int,
-        group="network",
-        metavar="1|2",
-        least=1,
-        most=2,
-    )
-    branches: int | None = flag(
-        None,
-        "number of guidance branches of a denoise step (default: 4 in stage 1, 1 in stage 2)",
-        int,
-        group="network",
-        least=1,
-        most=4,
-    )
-    times: bool = flag(
-        False,
-        "estimate each program's time by the compiler; takes longer",
-        group="output",
-    )
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One program to compile.
-
-    stage, branches: of the denoise loop. size: what it works on, for the reader. part: which part
-    of the graph, or how it runs, as the compiler takes it.
-    """
-
-    component: str
-    graph: Graph
-    size: str
-    stage: int | None = None
-    branches: int | None = None
-    part: str | None = None
-
-    @property
-    def name(self) -> str:
-        return self.component if self.stage is None else f"{self.component}, stage {self.stage}"
-
-
-@dataclass(frozen=True)
-class Compilation:
-    """All programs of a request, and the devices they are for."""
-
-    topology: str
-    kind: DeviceKind
-    mesh: Mapping[str, int]
-    cells: tuple[Cell, ...]
-    times: bool = False
-
-
-def plan_job(
-    options: ModelOptions, request: Request, target: Target, preset: str | None = None
-) -> Compilation:
-    """Plan the programs to compile, from headers and sizes alone. Raises InputError."""
-    check_bounds(target)
-    if unknown := [name for name in target.components if name not in COMPILED]:
-        known = f"known: {', '.join(COMPILED)}{hint(unknown[0], COMPILED)}"
-        raise InputError(f"--component: unknown {unknown[0]!r}; {known}")
-    kind, devices = topology(target.topology)
-    given = request
-    if (
-        isinstance(request, VideoRequest)
-        and "images" in flagged(type(request))
-        and not request.images
-    ):
-        frames = 0, (request.num_frames or DEFAULT_FRAMES) - 1  # the encoder is compiled, too
-        images = tuple(
-            ImageSpec(Path("image"), frame) for frame in frames[: max(request.least_images, 1)]
-        )
-        request = replace(request, images=images)
-    request.check()
-    given.check_files()
-    with datasheet_session(options, preset, kind, devices) as session:
-        request.check_options(session.options)
-        request = request.resolved(session.config)
-        loras = Loras(session.options.loras, LoraSpec(Path("distilled")))
-        cells = tuple(_cells(session, request, loras, target))
-        return Compilation(target.topology, kind, session.backend.mesh, cells, target.times)
-
-
-def plan_training(
-    options: ModelOptions,
-    bucket: Bucket,
-    flags: Mapping[str, Any],
-    target: Target,
-    preset: str | None = None,
-) -> Compilation:
-    """One batch forward and backward, of clips of that size. flags: of the training run. Raises
-    InputError."""
-    kind, devices = topology(target.topology)
-    with datasheet_step(options, preset, kind, devices, bucket, flags) as step:
-        count = step.batch * step.session.backend.mesh.get("data", 1)
-        size = f"{count} x {bucket}, rank {step.rank}"
-        cell = Cell("train-step", step.graph, size, part=step.remat)
-        return Compilation(target.topology, kind, step.session.backend.mesh, (cell,), target.times)
-
-
-def _cells(session: Session, request: Request, loras: Loras, target: Target) -> Iterator[Cell]:
-    """In the order of a run; of the decoder's tiles the largest alone."""
-    stages = request.all_stages(session.config, session.options, loras)
-    asked, seen = target.components or COMPILED, set()
-    for stage in stages:
-        calls = list({session.key(call): call for call in stage.needs(session.config)}.values())
-        if any(call.each for call in calls):
-            largest = max(
-                (c for c in calls if c.each),
-                key=lambda c: session.graph(c).outputs["frames"].type.nbytes,
-            )
-            calls = [*(call for call in calls if not call.each), largest]
-        number = next((i for i in (1, 2) if stage.name.startswith(f"stage{i}")), None)
-        if number is not None and target.stage not in (None, number):
-            continue
-        for call in calls:
-            if number is None and session.key(call) in seen:  # another window of the same size
-                continue
-            seen.add(session.key(call))
-            if call.steps is None:
-                if call.network in asked:
-                    part = "each" if call.each else None
-                    yield Cell(
-                        call.network, session.graph(call), _size(session, call), number, part=part
-                    )
-                continue
-            if target.branches:
-                branches = Branches(*(target.branches > i for i in (1, 2, 3)))
-                if branches.isolated and len(call.sizes.streams) == 1:
-                    raise InputError(
-                        f"--branches: {target.branches}, but {request.name} has one stream and 3 "
-                        "at most"
-                    )
-                call = replace(call, sizes=replace(call.sizes, branches=branches))
-            count = len(call.sizes.branches.names)
-            assert isinstance(stage, Denoise), "only a denoising stage has steps"
-            height, width = stage.geometry.size_px
-            size = (
-                f"{width}x{height}x{request.num_frames}"
-                if width
-                else f"{request.num_frames} frames of sound"
-            )
-            size += f", {count} branch{'es' if count > 1 else ''}"
-            for component in PARTS:
-                if component in asked:
-                    yield Cell(
-                        component, session.graph(call), size, number, count, PARTS[component]
-                    )
-
-
-def _size(session: Session, call: Call) -> str:
-    """Width, height and frames of what the call works on, in pixels; of other networks the
-    shape."""
-    graph, vae = session.graph(call), session.config.video_vae
-    values = graph.inputs | graph.outputs
-    if "frames" in values:
-        frames, rows, columns = values["frames"].type.shape[2:]
-    elif len(call.sizes) == 5:  # latents
-        frames, rows, columns = call.sizes[2:]
-        frames = pixel_frames(frames, vae.time_factor)
-        rows, columns = rows * vae.space_factor, columns * vae.space_factor
-    else:
-        return "x".join(map(str, call.sizes))
-    return f"{columns}x{rows}x{frames}"
-
-
-def compile_job(job: Compilation) -> Iterator[tuple[Cell, Compiled | DoesNotFit]]:
-    """Each program as soon as it is compiled; stderr shows which one is at work. InputError before
-    the first."""
-    compiler = get_ahead_compiler(job.kind.backend, job.topology, job.mesh, job.times)
-
-    def compile_cell(cell: Cell) -> tuple[Cell, Compiled | DoesNotFit]:
-        weights, memory = weight_bytes([cell.graph]), job.kind.memory_bytes
-        if weights > memory:
-            return cell, DoesNotFit(
-                f"its weights alone take {weights / 1e9:.1f} GB of {memory / 1e9:.0f} GB"
-            )
-        print(
-            f"compiling {cell.name}, {cell.size}, for {job.topology} ...",
-            file=sys.stderr,
-            flush=True,
-        )
-        try:
-            return cell, compiler(cell.graph, cell.part)
-        except DoesNotFit as error:
-            return cell, error
-
-    return map(compile_cell, job.cells)
-
-
-FIGURES = tuple(field.name for field in fields(Compiled))
-
-
-def to_json(job: Compilation, cell: Cell, found: Compiled | DoesNotFit) -> dict[str, Any]:
-    """Counts are of one call, bytes of one device, compile_s is what the compiler took here. What
-    does not fit has no figures but why_not."""
-    refused, figures = isinstance(found, DoesNotFit), FIGURES if job.times else FIGURES[:-1]
-    return {
-        "component": cell.component,
-        "stage": cell.stage,
-        "branches": cell.branches,
-        "size": cell.size,
-        "topology": job.topology,
-        "mesh": dict(job.mesh),
-        **{name: None if refused else getattr(found, name) for name in figures},
-        "fits": fits(job, found),
-        **({"why_not": str(found)} if refused else {}),
-    }
-
-
-def fits(job: Compilation, found: Compiled | DoesNotFit) -> bool:
-    return isinstance(found, Compiled) and found.peak_bytes <= job.kind.memory_bytes
-
-
-def header(job: Compilation) -> str:
-    mesh = ", ".join(f"{axis}={size}" for axis, size in job.mesh.items()) or "one device"
-    return (
-        f"compiled for {job.topology} ({mesh}), not run; per device, of one call; it has "
-        f"{job.kind.memory_bytes / 1e9:.0f} GB\n\n"
-        f"{'component':<22} {'size':<26} {'collectives':>11} {'received':>9} {'weights':>9} "
-        f"{'temporaries':>11} "
-        f"{'outputs':>8} {'compile':>8}  fits"
-    )
-
-
-def row(job: Compilation, cell: Cell, found: Compiled | DoesNotFit) -> str:
-    if isinstance(found, DoesNotFit):
-        return f"{cell.name:<22} {cell.size:<26} does NOT fit: {found}"
-    count = sum(found.collectives.values())
-    sizes = (found.received_bytes, found.weights_bytes, found.temp_bytes, found.output_bytes)
-    received, weights, temporaries, outputs = (f"{n / 1e9:.3g} GB" for n in sizes)
-    return (
-        f"{cell.name:<22} {cell.size:<26} {count:>11} {received:>9} {weights:>9} "
-        f"{temporaries:>11} {outputs:>8} {found.compile_s:>6.0f} s  "
-        f"{'yes' if fits(job, found) else 'NO'}" + in_words(found.times_s)
-    )
-
-
-def in_words(times_s: Mapping[str, float] | None) -> str:
-    """A line of its own, the longest first; nothing where there are none."""
-    if not times_s:
-        return ""
-    parts = ", ".join(
-        f"{name} {s * 1e3:.1f}" for name, s in sorted(times_s.items(), key=lambda item: -item[1])
-    )
-    return f"\n  estimated by the compiler's code: {sum(times_s.values()) * 1e3:.1f} ms ({parts})"
 
 
 def flags(to: Any) -> None:
@@ -337,11 +50,12 @@ def flags(to: Any) -> None:
 def job_of(args: argparse.Namespace) -> Compilation:
     """Raises InputError."""
     type_, options = pipeline(args.pipeline), replace(planned_options(args), dtype="bfloat16")
-    target = Target(**given_flags(args, Target))
-    if step := training_step(args):
-        return plan_training(options, *step, target, args.preset)
-    request = type_(prompt="compiled", seed=0, **given_flags(args, type_))
-    return plan_job(options, request, target, args.preset)
+    target, step = Target(**given_flags(args, Target)), training_step(args)
+    with standing_for(args.preset, options) as options:
+        if step:
+            return plan_training(options, *step, target)
+        request = type_(prompt="compiled", seed=0, **given_flags(args, type_))
+        return plan_job(options, request, target)
 
 
 def main(args: argparse.Namespace) -> None:

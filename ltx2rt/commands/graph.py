@@ -23,7 +23,7 @@ from ltx2rt.session.options import ModelOptions
 from ltx2rt.suggest import hint
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.part_table import PARTS
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 DEFAULT_KIND = "h100-80gb"  # whose profile is taken if none is named
 LOOP = "denoise"  # the guided step, looped over the model's steps

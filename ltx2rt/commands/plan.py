@@ -15,6 +15,7 @@ from ltx2rt.commands.options import json_flag, planned_flags, planned_options, t
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, given_flags, groups
 from ltx2rt.graph.encodings import ENCODINGS
+from ltx2rt.instruments.make import standing_for
 from ltx2rt.pipelines import pipeline
 from ltx2rt.placement.cost import Traffic
 from ltx2rt.placement.plan import peak
@@ -143,7 +144,8 @@ def main(args: argparse.Namespace) -> None:
     if step := training_step(args):
         if args.trace:
             raise InputError("--trace: a training step has no trace; leave the flag out")
-        of_step = estimate_step(options, *step, devices, args.preset)
+        with standing_for(args.preset, options) as options:
+            of_step = estimate_step(options, *step, devices)
         shown = json.dumps(training.to_json(of_step), indent=1) if args.json else None
         print(shown or training.to_text(of_step))
         return
@@ -153,7 +155,8 @@ def main(args: argparse.Namespace) -> None:
         if args.trace.suffix != ".json":
             raise InputError(f"--trace: {args.trace}, expected a name that ends in .json")
         check_outputs([("--trace", args.trace)], [args.model] if args.model else [])
-    found = estimate(options, request, devices, args.preset)
+    with standing_for(args.preset, options, request.distilled) as options:
+        found = estimate(options, request, devices)
     if args.trace:
         write_trace(found, args.trace)
     print(json.dumps(to_json(found), indent=1) if args.json else to_text(found).rstrip())

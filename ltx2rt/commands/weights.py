@@ -10,6 +10,7 @@ from typing import Any
 from ltx2rt.commands.options import PRESETS, json_flag
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, given_flags
+from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.pipelines import FIRST, pipeline, pipelines
 from ltx2rt.session.options import ModelOptions, parse_lora
 from ltx2rt.weights import hub
@@ -17,8 +18,7 @@ from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.inspect import format_inspection, inspect_path
 from ltx2rt.weights.lora import merge_to_file, open_lora
 from ltx2rt.weights.part_table import files_beside, wanted_by
-from ltx2rt.weights.random.make import make_checkpoint
-from ltx2rt.weights.random.presets import UPSAMPLERS
+from ltx2rt.weights.presets import UPSAMPLERS
 
 
 def make_flags(to: Any) -> None:

@@ -6,12 +6,9 @@ a preset is planned from an empty checkpoint of its sizes.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ltx2rt.errors import InputError
@@ -27,10 +24,9 @@ from ltx2rt.placement.stream import ROAD_BYTES_PER_S
 from ltx2rt.run.plan import Plan, make_plan, resolved_stages
 from ltx2rt.session.arrange import Choice, DatasheetBackend, Estimator, choose
 from ltx2rt.session.open import StagesOf, opened_checkpoint
-from ltx2rt.session.options import MEMORY, NO_LORA, ModelOptions
+from ltx2rt.session.options import MEMORY, ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.weights.checkpoint import Checkpoint
-from ltx2rt.weights.random.make import make_checkpoint
 
 MAX_DEVICES = 10_000  # more than any machine has; a plan takes longer with their number
 
@@ -66,19 +62,6 @@ class Estimate:
         return not self.advice
 
 
-@contextmanager
-def datasheet_checkpoint(
-    options: ModelOptions, preset: str | None
-) -> Iterator[tuple[ModelOptions, Checkpoint]]:
-    """The options and their checkpoint; of a preset an empty one, which lives as long as the
-    body."""
-    with tempfile.TemporaryDirectory(prefix="ltx2rt-plan-") as folder:
-        if preset is not None:
-            make_checkpoint(preset, "official", folder, empty=True)
-            options = replace(options, model=Path(folder))
-        yield options, opened_checkpoint(options)
-
-
 def on_datasheet(
     options: ModelOptions, checkpoint: Checkpoint, kind: DeviceKind, devices: int
 ) -> Session:
@@ -89,13 +72,9 @@ def on_datasheet(
     return Session(checkpoint, DatasheetBackend(kind, mesh), options)
 
 
-@contextmanager
-def datasheet_session(
-    options: ModelOptions, preset: str | None, kind: DeviceKind, devices: int
-) -> Iterator[Session]:
-    """As `on_datasheet`, of a checkpoint or a preset."""
-    with datasheet_checkpoint(options, preset) as (options, checkpoint):
-        yield on_datasheet(options, checkpoint, kind, devices)
+def datasheet_session(options: ModelOptions, kind: DeviceKind, devices: int) -> Session:
+    """As `on_datasheet`, of the options' model."""
+    return on_datasheet(options, opened_checkpoint(options), kind, devices)
 
 
 def chosen(
@@ -109,35 +88,31 @@ def chosen(
     return choose(checkpoint, options, kind, devices, stages(checkpoint))
 
 
-def estimate(
-    options: ModelOptions, request: Request, devices: Devices, preset: str | None = None
-) -> Estimate:
+def estimate(options: ModelOptions, request: Request, devices: Devices) -> Estimate:
     """Raises InputError for what `generate` refuses, unknown devices and profiles, and a mesh of
     another size."""
     kind = device_kind(devices.device_kind)
     check_bounds(devices)
-    if preset is not None and request.distilled == "optional" and options.distilled_lora is None:
-        options = replace(options, distilled_lora=NO_LORA)  # its weights stand for distilled ones
-    with datasheet_checkpoint(options, preset) as (options, checkpoint):
-        stages = partial(resolved_stages, options=options, request=request)
-        choice = chosen(options, checkpoint, kind, devices.devices, stages)
-        if choice:
-            options = replace(options, mesh=choice.best.mesh)
-        session = on_datasheet(options, checkpoint, kind, devices.devices)
-        if choice:
-            session.adopt(choice.session)
-        plan = make_plan(session, request)
-        budget = session.backend.device().room_bytes(options.max_memory)
-        fits = session.fit(plan.stages, budget)
-        session.choose_road(plan.stages)
-        fastest = ROAD_BYTES_PER_S[session.weights.residence.road]
-        kind = replace(kind, host_bytes_per_s=min(kind.host_bytes_per_s, fastest))
-        costs = tuple(session.costs(plan.stages))
-        advice = "" if fits else session.advice(plan.stages, budget, peak(costs))
-        said = [str(choice)] if choice else []
-        estimator = choice.estimator if choice else Estimator(session, kind)
-        notes = (*said, *_whole(session, plan, kind), *_unshared(session, plan, estimator))
-        return Estimate(devices.devices, kind, session, plan, costs, notes, advice)
+    checkpoint = opened_checkpoint(options)
+    stages = partial(resolved_stages, options=options, request=request)
+    choice = chosen(options, checkpoint, kind, devices.devices, stages)
+    if choice:
+        options = replace(options, mesh=choice.best.mesh)
+    session = on_datasheet(options, checkpoint, kind, devices.devices)
+    if choice:
+        session.adopt(choice.session)
+    plan = make_plan(session, request)
+    budget = session.backend.device().room_bytes(options.max_memory)
+    fits = session.fit(plan.stages, budget)
+    session.choose_road(plan.stages)
+    fastest = ROAD_BYTES_PER_S[session.weights.residence.road]
+    kind = replace(kind, host_bytes_per_s=min(kind.host_bytes_per_s, fastest))
+    costs = tuple(session.costs(plan.stages))
+    advice = "" if fits else session.advice(plan.stages, budget, peak(costs))
+    said = [str(choice)] if choice else []
+    estimator = choice.estimator if choice else Estimator(session, kind)
+    notes = (*said, *_whole(session, plan, kind), *_unshared(session, plan, estimator))
+    return Estimate(devices.devices, kind, session, plan, costs, notes, advice)
 
 
 def _whole(session: Session, plan: Plan, kind: DeviceKind) -> Iterator[str]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -70,15 +69,13 @@ class StepEstimate:
         return session.backend.device().room_bytes(session.options.max_memory)
 
 
-@contextmanager
 def datasheet_step(
     options: ModelOptions,
-    preset: str | None,
     kind: DeviceKind,
     devices: int,
     bucket: Bucket,
     flags: Mapping[str, Any],
-) -> Iterator[Step]:
+) -> Step:
     """The step that `train run` would make on these devices. flags: as given, those of READ and
     CACHED. Raises InputError."""
     if devices > 1 and not options.mesh and get_factory(kind.backend).process_per_device:
@@ -92,17 +89,17 @@ def datasheet_step(
             f"--reference-downscale, --reference-temporal-scale: --mode {given['mode']} has no "
             "references; leave them out, or plan --mode ic-lora"
         )
-    with datasheet_session(options, preset, kind, devices) as session:
+    session = datasheet_session(options, kind, devices)
 
-        def geometry(size: Bucket) -> Geometry:
-            return Geometry.of(session.config, size.width, size.height, size.frames, FPS)
+    def geometry(size: Bucket) -> Geometry:
+        return Geometry.of(session.config, size.width, size.height, size.frames, FPS)
 
-        reference = (geometry(bucket.reference(*scales)), *scales) if mode.reference else None
-        yield Step(
-            session, geometry(bucket), mode.streams, given["batch"],
-            given["targets"] or mode.targets, given["rank"], remat=given["remat"],
-            ema=given["ema"] is not None, reference=reference,
-        )  # fmt: skip
+    reference = (geometry(bucket.reference(*scales)), *scales) if mode.reference else None
+    return Step(
+        session, geometry(bucket), mode.streams, given["batch"],
+        given["targets"] or mode.targets, given["rank"], remat=given["remat"],
+        ema=given["ema"] is not None, reference=reference,
+    )  # fmt: skip
 
 
 def estimate_step(
@@ -110,13 +107,12 @@ def estimate_step(
     bucket: Bucket,
     flags: Mapping[str, Any],
     devices: Devices,
-    preset: str | None = None,
 ) -> StepEstimate:
     """Raises InputError."""
     kind = device_kind(devices.device_kind)
     check_bounds(devices)
-    with datasheet_step(options, preset, kind, devices.devices, bucket, flags) as step:
-        return StepEstimate(devices.devices, kind, step, step.cost())
+    step = datasheet_step(options, kind, devices.devices, bucket, flags)
+    return StepEstimate(devices.devices, kind, step, step.cost())
 
 
 def to_json(found: StepEstimate) -> dict[str, Any]:

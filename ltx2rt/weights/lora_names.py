@@ -14,7 +14,7 @@ from functools import cache
 from ltx2rt.weights.manifest import networks
 from ltx2rt.weights.names import GEMMA, component_of, to_diffusers
 from ltx2rt.weights.part_table import CONNECTORS, PARTS
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 PRESETS = ("tiny-2.0", "tiny-2.3", "tiny-2.5")  # together they have every module of the family
 _BLOCK = re.compile(r"(blocks|layers)[_.](\d+)(?=[_.])")

@@ -19,8 +19,8 @@ from ltx2rt.notes import note
 from ltx2rt.weights.configs import official_json
 from ltx2rt.weights.files import TensorFile, TensorFolder
 from ltx2rt.weights.names import collapse, component_of
+from ltx2rt.weights.presets import SIZES, preset
 from ltx2rt.weights.quantised import dequantised
-from ltx2rt.weights.random.presets import SIZES, preset
 
 Main = TypeVar("Main", bound=TensorFile | TensorFolder)
 COPIED = ("model_version", "gemma_source_checkpoint")  # said of the release beside the config

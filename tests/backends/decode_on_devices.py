@@ -17,7 +17,7 @@ from ltx2rt.backend import get_backend
 from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt.models import video_vae
 from ltx2rt.testing import ArraySource, random_params, relative_l2
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 DEVICES = 4
 HLO = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"

@@ -40,7 +40,7 @@ from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource
 from ltx2rt.weights.files import DTYPES, TensorFile, TensorInfo, write_arrays
 from ltx2rt.weights.lora import MergedSource, open_lora
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 RANKS = (3, 4)  # world sizes: an odd one, and one that leaves the text encoder's heads whole
 MEASURED = 3  # world size of the memory measurement

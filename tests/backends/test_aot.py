@@ -13,7 +13,7 @@ from ltx2rt.passes.interleave import interleave
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.pipelines.one_stage import OneStage
 from ltx2rt.placement.cost import traffic, weight_bytes
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 pytestmark = [
     pytest.mark.slow,

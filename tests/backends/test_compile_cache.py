@@ -159,7 +159,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(tmp_path, capsys, kept_co
 
 
 def same_pictures(a: Path, b: Path) -> bool:
-    from ltx2rt.media.compare import compare
+    from ltx2rt.instruments.compare import compare
 
     return compare(a, b)["psnr_db"] == 200.0  # what equal pictures give
 

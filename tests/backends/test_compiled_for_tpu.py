@@ -31,7 +31,7 @@ from ltx2rt_tpu.program import Program
 from ltx2rt_tpu.weights import abstract_weights
 from ltx2rt.commands.graph import component_graph
 from ltx2rt.pipelines.one_stage import OneStage
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 def lowered(topology, mesh, layers, size):
     config = preset("ltx-2.0").config

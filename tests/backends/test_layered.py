@@ -22,7 +22,7 @@ from ltx2rt.placement import stream
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.stages.text import Text
 from ltx2rt.testing import ArraySource, random_params, relative_l2
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 HERE = Path(__file__)
 TENSOR = {"tensor": 2}

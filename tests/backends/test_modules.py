@@ -32,7 +32,7 @@ from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, random_params, relative_l2
 from ltx2rt.weights.checkpoint import open_checkpoint
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 MESH = {"tensor": 2, "sequence": 2}
 # gradients in float32, back through two frameworks or a mesh: a few operations of 1e-5 each

@@ -12,7 +12,7 @@ from ltx2rt import cli
 from ltx2rt.commands import compile
 from ltx2rt.models.catalog import network
 from ltx2rt.models.geometry import Geometry
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 
 def marks(number: int, cell: Cell) -> list[pytest.MarkDecorator]:

@@ -16,10 +16,10 @@ from PIL import Image
 
 from ltx2rt import cli
 from ltx2rt.errors import InputError
+from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.pipelines import make_request
 from ltx2rt.weights.files import TensorFile, write_arrays
-from ltx2rt.weights.random.make import make_checkpoint
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from ltx2rt.atomic_file import alone_in
+from ltx2rt.instruments import calibrate
 from ltx2rt.pipelines import make_request, step_plans
-from ltx2rt.run import calibrate
 from ltx2rt.weights.checkpoint import open_checkpoint
 
 CLIP = ("--width", 64, "--height", 64, "--num-frames", 9, "--steps", 5)

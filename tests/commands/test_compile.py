@@ -11,8 +11,10 @@ import pytest
 from conftest import read_by
 
 from ltx2rt.cli import parser
-from ltx2rt.commands.compile import COMPILED, Compilation, Target, compile_job, job_of, plan_job
+from ltx2rt.commands.compile import job_of
 from ltx2rt.graph.show import show
+from ltx2rt.instruments.ahead import COMPILED, Compilation, Target, compile_job, plan_job
+from ltx2rt.instruments.make import standing_for
 from ltx2rt.pipelines import pipelines
 from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.placement.cost import traffic
@@ -42,12 +44,8 @@ def plan(topology: str = "v6e:2x4", name: str = "ltx-2.0", **settings) -> Compil
     clip = {n: settings.pop(n) for n in ("width", "height", "num_frames") if n in settings}
     model = settings.pop("model", None)
     options = ModelOptions("", model or Path(), dtype="bfloat16", **settings)
-    return plan_job(
-        options,
-        TwoStage("a clip", seed=0, **clip),
-        Target(topology, **target),
-        None if model else name,
-    )
+    with standing_for(None if model else name, options) as options:
+        return plan_job(options, TwoStage("a clip", seed=0, **clip), Target(topology, **target))
 
 
 def test_a_run_is_compiled_as_generate_would_run_it():

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from ltx2rt_cuda import CudaBackend
 
-from ltx2rt.media.compare import compare
+from ltx2rt.instruments.compare import compare
+from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.session.session import Session
 from ltx2rt.stages import frames as decode
 from ltx2rt.stages import sound
 from ltx2rt.stages.noise import standard_normal
 from ltx2rt.testing import relative_l2
-from ltx2rt.weights.random.make import make_checkpoint
 
 LATENT = {
     "stage1": (3, 1, 2),

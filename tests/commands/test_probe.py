@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from ltx2rt.commands import probe as commands_probe
+from ltx2rt.instruments import probe as instrument
+from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.media.sound import resample
 from ltx2rt.models import diffusion_decoder
 from ltx2rt.models.diffusion_decoder import DiffusionDecoderConfig
@@ -21,8 +22,7 @@ from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
 from ltx2rt.weights.checkpoint import RenamedSource
 from ltx2rt.weights.files import TensorFile, write_arrays
-from ltx2rt.weights.random.make import make_checkpoint
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 CLOSE = 1e-4  # contract, float32; most reach 1e-6
 T, TA, S, B = 12, 5, 32, 2  # video tokens (2 x 2 x 3), audio tokens, text tokens, samples
@@ -365,7 +365,7 @@ def diffusion_params(monkeypatch):
         config = replace(found.config, parts={"diffusion_decoder": DIFFUSION})
         return replace(found, config=config, sources={**found.sources, "diffusion_decoder": part})
 
-    monkeypatch.setattr(commands_probe, "opened_checkpoint", opened)
+    monkeypatch.setattr(instrument, "opened_checkpoint", opened)
     return params
 
 

@@ -23,7 +23,7 @@ from ltx2rt.graph.ops import OPS
 from ltx2rt.models import video_vae
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.testing import relative_l2
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 CHANNELS_LAST = torch.channels_last_3d
 HERE = Path(__file__).parent

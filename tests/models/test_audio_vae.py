@@ -12,7 +12,7 @@ from diffusers import AutoencoderKLLTX2Audio
 from ltx2rt.config import AudioVaeConfig
 from ltx2rt.models import audio_vae
 from ltx2rt.testing import random_params, relative_l2, run_graph
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 KINDS = ["numpy", "cuda", "tpu"]
 CONFIG = AudioVaeConfig(

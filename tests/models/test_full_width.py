@@ -29,7 +29,7 @@ from ltx2rt.models import gemma, video_vae
 from ltx2rt.testing import relative_l2, run_graph
 from ltx2rt.weights import configs
 from ltx2rt.weights.names import gemma_to_canonical, to_diffusers, to_official
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 pytestmark = pytest.mark.slow
 BACKENDS = ("cuda", "tpu")

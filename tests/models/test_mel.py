@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ltx2rt.models.mel import log_mel, mel_basis
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 AUDIO = preset("ltx-2.3").config.audio_vae
 BINS = (0, 1, 5, 20, 40, 62, 63)

@@ -12,11 +12,11 @@ import torch
 from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 
 from ltx2rt.config import UpsamplerConfig
+from ltx2rt.instruments.filters import blur_kernel
 from ltx2rt.models import upsampler
 from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights.configs import upsampler_json
-from ltx2rt.weights.random.filters import blur_kernel
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 KINDS = ["numpy", "cuda", "tpu"]
 STATISTICS = ("vae.per_channel_statistics.mean-of-means", "vae.per_channel_statistics.std-of-means")

@@ -21,7 +21,7 @@ from ltx2rt.graph.interpret import interpret
 from ltx2rt.models import video_vae
 from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights.names import to_diffusers
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 KINDS = ["numpy", "cuda", "tpu"]
 SPACE, TIME, ALL = (1, 2, 2), (2, 1, 1), (2, 2, 2)

@@ -23,7 +23,7 @@ from ltx2rt.models import vocoder
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights.names import to_diffusers
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 KINDS = ["numpy", "cuda", "tpu"]
 DILATIONS = ((1, 3), (1, 5))

@@ -15,7 +15,7 @@ from ltx2rt.passes.fuse import fuse
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, random_params, relative_l2
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 rng = np.random.default_rng(np.random.SeedSequence().entropy)
 DRAWN = ("video_latent", "audio_latent", "video_context", "audio_context")

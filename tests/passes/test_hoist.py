@@ -17,7 +17,7 @@ from ltx2rt.pipelines.one_stage import OneStage
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import random_params, relative_l2, run_graph
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 STATE = ("video_latent", "audio_latent")
 SIGMAS = np.array([[1, 0.8], [0.8, 0.5], [0.5, 0.2]], np.float32)

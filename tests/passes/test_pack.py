@@ -16,7 +16,7 @@ from ltx2rt.placement.profiles import HEADS_AND_FF, PROFILES
 from ltx2rt.testing import ArraySource, random_params, relative_l2
 from ltx2rt.weights.files import cut, write_arrays
 from ltx2rt.weights.lora import MergedSource, open_lora
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 CLOSE = 1e-6  # float32: BLAS sums one wide product in another order than several narrow ones
 # Guidance adds its branches up with these factors, and their roundings, which know nothing of each

@@ -28,7 +28,7 @@ from ltx2rt.passes.unroll import unroll
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import HEADS_AND_FF, PROFILES
 from ltx2rt.testing import random_params, relative_l2
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 CLOSE = 1e-5  # contract: float32 under tensor parallelism; another order of summation
 BROKEN = 1e-2  # what a graph that is broken on purpose misses by, at least

@@ -20,7 +20,7 @@ from ltx2rt.placement.cost import traffic
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import random_params, relative_l2
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 CLOSE = 1e-5  # float32: another order of summation
 MESHES = (

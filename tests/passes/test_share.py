@@ -32,7 +32,7 @@ from ltx2rt.placement.cost import flops, traffic
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import random_params, relative_l2, run_graph
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 CLOSE = 1e-6  # float32: products of fewer rows; guidance multiplies their rounding by the scales
 LAYERS = 4

@@ -11,8 +11,9 @@ from test_agree import assert_agree, latents
 from test_ic_lora import lora_with
 
 import ltx2rt
-from ltx2rt.commands.compile import Target, plan_job
 from ltx2rt.errors import InputError
+from ltx2rt.instruments.ahead import Target, plan_job
+from ltx2rt.instruments.make import standing_for
 from ltx2rt.models.guided_step import Branches
 from ltx2rt.pipelines import pipeline
 from ltx2rt.pipelines.dfr import canvas
@@ -32,7 +33,7 @@ from ltx2rt.stages.stage import State
 from ltx2rt.stages.upsample import UpsampleTime
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.files import write_arrays
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 # float32 latents against float64 ones, over 35 evaluations of a float32 model, each stage from the
 # one before.
@@ -523,7 +524,8 @@ def test_a_clip_has_twice_the_frames_in_the_same_time(tiny, images):
 def test_windows_of_one_size_are_compiled_once():
     request = pipeline("dfr")("a fox", seed=1, num_frames=97, temporal_upsample_rounds=2, **SIZE)
     target = Target("v6e:1x1", ("denoise-step",))
-    cells = plan_job(ModelOptions("", "model", dtype="bfloat16"), request, target, "tiny-2.5").cells
+    with standing_for("tiny-2.5", ModelOptions("", "model", dtype="bfloat16")) as options:
+        cells = plan_job(options, request, target).cells
     sizes = [cell.graph.inputs["video_latent"].type.sizes["tokens"] for cell in cells]
     assert [cell.stage for cell in cells] == [1, 2, None, None, None]
     rows = [

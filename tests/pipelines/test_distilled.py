@@ -12,7 +12,7 @@ from ltx2rt.pipelines.request import Loras
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.stages.conditioning import ImageSpec
 from ltx2rt.stages.denoise import Denoise
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 MODEL = preset("tiny-2.5").config
 SMALL = {

@@ -143,12 +143,12 @@ def test_its_latents_are_those_of_a_step(third, tiny, tmp_path):
 
 def test_the_upsampler_decides_the_size_of_the_first_stage(tiny, tmp_path):
     """With an x1.5 one, stage 1 has two thirds of the sides, which then are multiples of 96."""
+    from ltx2rt.instruments.make import make_checkpoint
     from ltx2rt.pipelines import pipeline
     from ltx2rt.run.plan import make_plan
     from ltx2rt.run.run import produce
     from ltx2rt.session.open import open_session
     from ltx2rt.session.options import ModelOptions
-    from ltx2rt.weights.random.make import make_checkpoint
 
     make_checkpoint("tiny-2.3", "official", tmp_path, upsampler="x1.5")
     upsampler = tmp_path / "tiny-2.3-spatial-upsampler-x1.5.safetensors"

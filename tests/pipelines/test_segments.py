@@ -22,6 +22,7 @@ from ltx2rt import cli
 from ltx2rt.atomic_file import NotWritten
 from ltx2rt.commands import generate
 from ltx2rt.errors import InputError
+from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.media.mp4 import EXACT, whole_fragments, write_mp4
 from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import read_frames
@@ -46,7 +47,6 @@ from ltx2rt.stages.segments import Keep, Segments, segment_starts
 from ltx2rt.stages.sound import Sound, vocode
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.files import write_arrays
-from ltx2rt.weights.random.make import make_checkpoint
 
 ONE_STAGE = pytest.param("one-stage", marks=pytest.mark.slow)
 CLOSE = 1e-5  # two backends, every step: float32 rounding, as of every other pipeline

@@ -8,6 +8,7 @@ import pytest
 
 from ltx2rt.errors import InputError
 from ltx2rt.graph.trace import trace
+from ltx2rt.instruments.make import make_checkpoint, standing_for
 from ltx2rt.pipelines import pipeline
 from ltx2rt.placement.cost import touched_bytes, traffic
 from ltx2rt.placement.devices import device_kind, device_kinds
@@ -15,7 +16,6 @@ from ltx2rt.placement.plan import StageCost, Work, beside_recorded, cost
 from ltx2rt.run.estimate import Devices, Estimate, estimate
 from ltx2rt.session.call import Call
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.weights.random.make import make_checkpoint
 
 
 @cache
@@ -28,7 +28,8 @@ def plan(preset="tiny-2.3", devices=2, kind="h100-80gb", **settings):
         options["profile"] = device_kind(kind).profile
     request = pipeline(settings.pop("pipeline", "two-stage"))("a plan", seed=0, **settings)
     found = ModelOptions("", options.pop("model", Path()), dtype="bfloat16", **options)
-    return estimate(found, request, Devices(kind, devices), preset)
+    with standing_for(preset, found, request.distilled) as found:
+        return estimate(found, request, Devices(kind, devices))
 
 
 def call(found: Estimate, network: str) -> Call:

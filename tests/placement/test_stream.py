@@ -17,19 +17,19 @@ from ltx2rt_cuda.host import FileWeight
 from ltx2rt_cuda.stream import HostTensor, Ring
 
 import ltx2rt
+from ltx2rt.instruments.make import make_checkpoint, standing_for
 from ltx2rt.media.video import read_frames
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.pipelines import make_request
 from ltx2rt.placement import stream
 from ltx2rt.placement.devices import device_kind
-from ltx2rt.run.estimate import datasheet_checkpoint, on_datasheet
+from ltx2rt.run.estimate import on_datasheet
 from ltx2rt.run.plan import make_plan
-from ltx2rt.session.open import open_session
+from ltx2rt.session.open import open_session, opened_checkpoint
 from ltx2rt.session.options import NO_LORA, ModelOptions
 from ltx2rt.session.session import FROM, Session
 from ltx2rt.session.weights import Residence
 from ltx2rt.weights.files import TensorFile
-from ltx2rt.weights.random.make import make_checkpoint
 
 SIZE = {
     "width": 128,
@@ -399,7 +399,8 @@ def test_the_table_of_cards_is_what_plan_says():
         "h100-80gb",
     }
     options, first = ModelOptions("", Path(), dtype="bfloat16"), None
-    with datasheet_checkpoint(options, "ltx-2.3") as (options, checkpoint):
+    with standing_for("ltx-2.3", options) as options:
+        checkpoint = opened_checkpoint(options)
         for card, *cells in rows:
             kind = device_kind(card)
             for (name, width, height), cell in zip(WORKLOADS, cells, strict=True):

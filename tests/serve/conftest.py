@@ -3,7 +3,7 @@
 import pytest
 from serving import Server
 
-from ltx2rt.weights.random.make import make_checkpoint
+from ltx2rt.instruments.make import make_checkpoint
 
 
 @pytest.fixture(scope="session")

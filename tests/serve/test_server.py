@@ -494,7 +494,7 @@ def test_real_jobs_with_loras_images_and_sound_survive_a_kill_of_everything(
     made.save(tmp_path / "direct.mp4")
     got = tmp_path / "served.mp4"
     got.write_bytes(server.http.get(f"/v1/videos/{first}/content").content)
-    from ltx2rt.media.compare import compare
+    from ltx2rt.instruments.compare import compare
 
     same = compare(got, tmp_path / "direct.mp4")
     assert same["identical"] and same["audio_corr"] == pytest.approx(1, abs=1e-6)
@@ -721,7 +721,7 @@ def test_ranks_share_the_videos_of_one_prompt(start, tiny_model, tmp_path):
     each seed alone."""
     from safetensors.numpy import load_file
 
-    from ltx2rt.media.compare import compare
+    from ltx2rt.instruments.compare import compare
     from ltx2rt.testing import relative_l2
 
     asked = {
@@ -846,7 +846,7 @@ def test_a_sound_and_videos_by_upload_make_the_clips_of_the_command_line(
     from safetensors.numpy import load_file, save_file
 
     import ltx2rt
-    from ltx2rt.media.compare import compare
+    from ltx2rt.instruments.compare import compare
 
     size = {"width": 64, "height": 64}
     more = {"num_frames": 9, "seed": 5, "steps": 2, "video_stg": 0}

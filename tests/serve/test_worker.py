@@ -24,7 +24,7 @@ import ltx2rt
 import ltx2rt.serve.worker
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.errors import InputError
-from ltx2rt.media.compare import compare
+from ltx2rt.instruments.compare import compare
 from ltx2rt.media.mp4 import opened, whole_fragments
 from ltx2rt.ranks.environment import FAILED
 from ltx2rt.serve.folder import STORAGE

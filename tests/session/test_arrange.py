@@ -13,13 +13,14 @@ import pytest
 
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.errors import InputError
+from ltx2rt.instruments.make import standing_for
 from ltx2rt.pipelines import pipeline
 from ltx2rt.placement.devices import device_kind, device_kinds, known_kind
 from ltx2rt.placement.profiles import PROFILES, default_mesh
-from ltx2rt.run.estimate import chosen, datasheet_checkpoint
+from ltx2rt.run.estimate import chosen
 from ltx2rt.run.plan import resolved_stages, usual_stages
 from ltx2rt.session.arrange import DatasheetBackend, Estimator, arrangements, choose
-from ltx2rt.session.open import _chosen, with_mesh
+from ltx2rt.session.open import _chosen, opened_checkpoint, with_mesh
 from ltx2rt.session.options import NO_LORA, ModelOptions
 from ltx2rt.session.session import Session
 
@@ -39,7 +40,8 @@ def clip(preset="ltx-2.3", name="two-stage", **settings):
         key: settings.pop(key) for key in list(settings) if key in ModelOptions.__dataclass_fields__
     }
     given = ModelOptions("cuda", Path(), dtype="bfloat16", **options)
-    given, checkpoint = OPEN.enter_context(datasheet_checkpoint(given, preset))
+    given = OPEN.enter_context(standing_for(preset, given))
+    checkpoint = opened_checkpoint(given)
     request = pipeline(name)("a clip", seed=0, **settings)
     return given, checkpoint, resolved_stages(checkpoint, given, request)
 

@@ -8,10 +8,10 @@ import pytest
 
 import ltx2rt
 from ltx2rt.errors import InputError
+from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.passes.adapters import MARK
 from ltx2rt.session.options import LoraSpec
 from ltx2rt.weights.files import TensorFile, write_arrays
-from ltx2rt.weights.random.make import make_checkpoint
 
 CLIP = ("--pipeline", "one-stage", "--steps", 2, "--no-audio", "--seed", 3)
 SMALL = {"width": 64, "height": 64, "num_frames": 9, "steps": 2, "seed": 3}

@@ -13,11 +13,11 @@ import pytest
 import ltx2rt
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.errors import InputError
+from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.run.run import produce
 from ltx2rt.session import session as sessions
 from ltx2rt.session import weights as stores
 from ltx2rt.weights.files import TensorFile, write_arrays
-from ltx2rt.weights.random.make import make_checkpoint
 
 SIZES = ({"width": 128, "height": 64}, {"width": 64, "height": 64}, {"width": 64, "height": 128})
 SMALL = {"num_frames": 9, "fps": 48, "steps": 3, "image_crf": 0}

@@ -8,11 +8,11 @@ import pytest
 
 import ltx2rt
 from ltx2rt.errors import InputError
+from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.stage import State
 from ltx2rt.stages.upsample import Upsample, UpsampleTime
-from ltx2rt.weights.random.make import make_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from train_runs import run_train, write_clips
 
-from ltx2rt.weights.random.make import make_checkpoint
+from ltx2rt.instruments.make import make_checkpoint
 
 
 @pytest.fixture(scope="module")

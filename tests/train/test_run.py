@@ -18,6 +18,7 @@ from ltx2rt import cli
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.commands import train as command
 from ltx2rt.errors import InputError
+from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.media.output import write_wav
 from ltx2rt.placement import stream
 from ltx2rt.session.open import open_session
@@ -27,7 +28,6 @@ from ltx2rt.train.run import start
 from ltx2rt.train.state import read_state, states
 from ltx2rt.weights.files import TensorFile
 from ltx2rt.weights.lora import open_lora
-from ltx2rt.weights.random.make import make_checkpoint
 
 RATE = 16000
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ltx2rt.weights.random.make import make_checkpoint
+from ltx2rt.instruments.make import make_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ltx2rt.errors import InputError
+from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.stages.frames import video_decoder
 from ltx2rt.weights.audit import audit
 from ltx2rt.weights.checkpoint import Asset, open_checkpoint
 from ltx2rt.weights.files import DTYPES, TensorFile, TensorInfo, write_arrays, write_tensors
 from ltx2rt.weights.lora import check_lora, open_lora
 from ltx2rt.weights.manifest import networks
-from ltx2rt.weights.random.make import make_checkpoint
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 MAIN, UP, LORA = (
     "tiny-2.3.safetensors",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ltx2rt.errors import InputError
 from ltx2rt.weights import configs
 from ltx2rt.weights.configs import Keys, diffusion_decoder, duration_head
-from ltx2rt.weights.random.presets import SIZES, preset
+from ltx2rt.weights.presets import SIZES, preset
 
 PRESETS = tuple(SIZES)
 RELEASED_VAE = {  # AutoencoderKLLTX2Video of the released 2.0 and 2.3

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ltx2rt.errors import InputError
+from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.pipelines import make_request, pipelines
 from ltx2rt.pipelines.request import distilled_lora
 from ltx2rt.run.plan import _known_as
@@ -18,7 +19,6 @@ from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.distilled import SCHEDULER, Sign, sign
 from ltx2rt.weights.files import TensorInfo
 from ltx2rt.weights.quant_formats import Packed
-from ltx2rt.weights.random.make import make_checkpoint
 
 MAIN = "tiny-2.3.safetensors"
 

@@ -654,18 +654,18 @@ def test_a_device_keeps_what_the_file_holds_and_streams_it(apart, monkeypatch):
 def test_an_accelerator_keeps_what_is_stored_where_decoded_weights_do_not_fit(apart):
     """What a decoded run has room for is decoded while it is loaded, whatever was chosen before."""
     options = ModelOptions(model=apart[0], backend="cuda")
-    with datasheet_session(options, None, device_kind("h200"), 1) as session:
-        stages = make_plan(session, make_request("one-stage", prompt="x", num_frames=9)).stages
-        chosen = []
-        for budget in (10**12, 0, 10**12):
-            if not budget:
-                budget = peak(session.costs(stages)).peak_bytes - 1
-            assert session.fit(stages, budget)
-            chosen.append((session.options.weights_dtype, session.memory_line(stages)))
-        assert [dtype for dtype, _ in chosen] == ["bfloat16", None, "bfloat16"]
-        said = "memory: weights that are stored in fewer bits are decoded "
-        once, every = f"{said}once, while they are loaded", f"{said}in every step"
-        assert [line for _, line in chosen] == [once, every, once]
+    session = datasheet_session(options, device_kind("h200"), 1)
+    stages = make_plan(session, make_request("one-stage", prompt="x", num_frames=9)).stages
+    chosen = []
+    for budget in (10**12, 0, 10**12):
+        if not budget:
+            budget = peak(session.costs(stages)).peak_bytes - 1
+        assert session.fit(stages, budget)
+        chosen.append((session.options.weights_dtype, session.memory_line(stages)))
+    assert [dtype for dtype, _ in chosen] == ["bfloat16", None, "bfloat16"]
+    said = "memory: weights that are stored in fewer bits are decoded "
+    once, every = f"{said}once, while they are loaded", f"{said}in every step"
+    assert [line for _, line in chosen] == [once, every, once]
 
 
 @pytest.mark.parametrize("half", [0x7C00, 0xFC00, 0x7E00])

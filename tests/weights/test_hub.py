@@ -15,10 +15,10 @@ from threading import Thread
 
 import pytest
 
+from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.hub import Repo, parse_repo
-from ltx2rt.weights.random.make import make_checkpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

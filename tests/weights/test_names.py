@@ -3,7 +3,7 @@
 import pytest
 
 from ltx2rt.weights.names import gemma_to_canonical, to_diffusers, to_official
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 PAIRS = [
     ("transformer", "model.diffusion_model.patchify_proj.bias", "proj_in.bias"),

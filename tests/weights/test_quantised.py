@@ -17,15 +17,15 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph import trace
 from ltx2rt.graph.encodings import rotation
 from ltx2rt.graph.ir import Layout, Type
+from ltx2rt.instruments.make import make_checkpoint, plan_checkpoint
 from ltx2rt.passes.quantise import quantise
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.encoded import EncodedSource
 from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.lora import MergedSource, merge, open_lora
 from ltx2rt.weights.names import gemma_to_canonical
+from ltx2rt.weights.presets import preset
 from ltx2rt.weights.quantised import dequantised
-from ltx2rt.weights.random.make import make_checkpoint, plan_checkpoint
-from ltx2rt.weights.random.presets import preset
 
 E4M3, E5M2, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.bfloat16
 Q = "model.diffusion_model.transformer_blocks.1.attn1.to_q."

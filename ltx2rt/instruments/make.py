@@ -11,8 +11,10 @@ import hashlib
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,15 +26,16 @@ from ltx2rt.config import Gemma4Config, GemmaConfig, ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.graph import encodings
 from ltx2rt.graph.encodings import quantise_rows
+from ltx2rt.instruments import filters
 from ltx2rt.models.mel import mel_basis
+from ltx2rt.session.options import NO_LORA, ModelOptions
 from ltx2rt.version import VERSION
 from ltx2rt.weights import configs
 from ltx2rt.weights.files import DTYPE_NAMES, TensorInfo, write_tensors
 from ltx2rt.weights.manifest import Shapes, networks
 from ltx2rt.weights.names import GEMMA, TEXT_PROJECTION, component_of, rows_of, to_diffusers
 from ltx2rt.weights.part_table import PARTS, UPSAMPLERS, names_of
-from ltx2rt.weights.random import filters
-from ltx2rt.weights.random.presets import Preset, preset
+from ltx2rt.weights.presets import Preset, preset
 
 BF16, F32, U8 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32), np.dtype(np.uint8)
 E4M3 = np.dtype(encodings.E4M3)
@@ -120,6 +123,22 @@ class Manifest:
                     if kind in kinds
                 ]
         return lines
+
+
+@contextmanager
+def standing_for(
+    preset: str | None, options: ModelOptions, distilled: str = ""
+) -> Iterator[ModelOptions]:
+    """The options; of a preset with an empty checkpoint as their model, which lives as long as the
+    body. distilled: a pipeline's word for its weights, which an empty checkpoint stands for."""
+    if preset is None:
+        yield options
+        return
+    with tempfile.TemporaryDirectory(prefix="ltx2rt-plan-") as folder:
+        make_checkpoint(preset, "official", folder, empty=True)
+        if distilled == "optional":
+            options = replace(options, distilled_lora=options.distilled_lora or NO_LORA)
+        yield replace(options, model=Path(folder))
 
 
 def make_checkpoint(

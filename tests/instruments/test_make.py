@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from ltx2rt.errors import InputError
+from ltx2rt.instruments import filters
+from ltx2rt.instruments.make import SINGLE_FILE, make_checkpoint, plan_checkpoint, tokenizer_json
 from ltx2rt.stages.tokenizer import tokenize
 from ltx2rt.weights import configs
 from ltx2rt.weights.audit import audit
@@ -17,9 +19,7 @@ from ltx2rt.weights.files import TensorInfo
 from ltx2rt.weights.lora import MergedSource, open_lora
 from ltx2rt.weights.manifest import networks
 from ltx2rt.weights.names import component_of
-from ltx2rt.weights.random import filters
-from ltx2rt.weights.random.make import SINGLE_FILE, make_checkpoint, plan_checkpoint, tokenizer_json
-from ltx2rt.weights.random.presets import preset
+from ltx2rt.weights.presets import preset
 
 TINY = ["tiny-2.0", "tiny-2.3", "tiny-2.5"]
 UNLIKE = {  # what one layout of LTX-2.5 has and no network reads

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ltx2rt.errors import InputError
-from ltx2rt.media.compare import (
+from ltx2rt.instruments.compare import (
     RATE,
     compare,
     compare_sound,
@@ -49,7 +49,7 @@ def test_quiet_parts_are_gated():
 
 
 def test_the_frequency_domain_filter_is_the_recursion():
-    from ltx2rt.media.compare import HIGH_PASS, SHELF
+    from ltx2rt.instruments.compare import HIGH_PASS, SHELF
 
     x = np.random.default_rng(0).standard_normal((1, 500))
     expected = x

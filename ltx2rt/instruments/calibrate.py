@@ -25,7 +25,7 @@ import numpy as np
 
 from ltx2rt.atomic_file import alone_in, replacing
 from ltx2rt.errors import InputError
-from ltx2rt.media.compare import PSNR_CAP_DB, RATE, compare_sound
+from ltx2rt.instruments.compare import PSNR_CAP_DB, RATE, compare_sound
 from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.media.sound import resample
 from ltx2rt.models.step_plan import StepPlan
@@ -247,7 +247,7 @@ def calibrate(
 
 
 def distance(exact: Mapping[str, np.ndarray], made: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """psnr_db of the frames; audio_corr and mel_l1 of the sound, as `media.compare` has them."""
+    """psnr_db of the frames; audio_corr and mel_l1 of the sound, as `instruments.compare` has them."""
     found: dict[str, float] = {}
     if "frames" in exact:
         squared = float(((exact["frames"].astype(np.float32) - made["frames"]) ** 2).mean())
