@@ -425,7 +425,7 @@ def open_part(part: Part, path: Path) -> Places:
     kind = file_kind(file)
     if kind == "main":  # a complete file
         keys, own = partial(official_metadata, file), official_sources(dequantised(file))
-        if found := {p.name: own[p.name] for p in takes if p.name in own}:
+        if found := {n: s for n, s in own.items() if PARTS[n].option == part.option}:
             return {name: Place("official", source, keys, file) for name, source in found.items()}
     if kind not in [p.name for p in takes]:
         raise InputError(f"{path}: no {word} ({contents(file)}); pass one with {part.flag}")
