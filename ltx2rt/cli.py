@@ -265,7 +265,7 @@ def _join(args: argparse.Namespace) -> Crew | None:
         )
         crew.agree("files", digests(inputs))
         if args.command == "generate" and not hasattr(args, "seed"):
-            from ltx2rt.pipelines.request import draw_seed
+            from ltx2rt.pipelines.groups.seeds import draw_seed
 
             args.seed = crew.from_main("seed", draw_seed)
     except InputError as error:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from fractions import Fraction
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ class Flag:
     name: the flag, if it is not the field's name with dashes; a switch of a field that is True by
     default starts with `--no-`. keyword: a second name in the Python interface.
     bare: the text that the flag stands for if no value follows it; in Python, True.
+    file: kind of the files that the value names: image, sound, video, mask, tensors, plan, folder.
+    json: type of the value in JSON, where the parser does not tell.
     """
 
     help: str
@@ -57,6 +60,8 @@ class Flag:
     name: str | None = None
     keyword: str | None = None
     bare: str | None = None
+    file: str | None = None
+    json: str | None = None
 
     def admits(self, number: float | Fraction) -> bool:
         """Whether the number is finite and within the bounds."""
@@ -111,6 +116,35 @@ def flagged(*types: type) -> dict[str, Field]:
                 raise TypeError(f"{type_.__name__}.{f.name}: {f.type} needs a parser in its flag")
             found.setdefault(f.name, f)
     return found
+
+
+def assemble(type_: type, groups: Iterable[Any], help: Mapping[str, str]) -> None:
+    """Make a frozen dataclass of a type: first the fields of its groups, then its own.
+
+    groups: dataclass instances, whose values are the defaults. help: text of flags that mean
+    something particular in this type, by field.
+    """
+    own, type_.__annotations__ = get_annotations(type_), {}
+    for f, default in [(f, getattr(group, f.name)) for group in groups for f in fields(group)]:
+        metadata = dict(f.metadata)
+        if f.name in help:
+            metadata["flag"] = replace(metadata["flag"], help=help[f.name])
+        type_.__annotations__[f.name] = f.type
+        setattr(
+            type_, f.name, field(default=default, metadata=metadata, repr=f.repr, compare=f.compare)
+        )
+    type_.__annotations__ |= own
+    dataclass(frozen=True)(type_)
+
+
+def named_files(given: Any) -> Iterator[tuple[Field, Path]]:
+    """The files and folders that a dataclass's flags name, each with the field of its flag."""
+    for name, f in flagged(type(given)).items():
+        value = getattr(given, name) if f.metadata["flag"].file else ()
+        for one in value if isinstance(value, tuple) else [value]:
+            path = getattr(one, "path", one)
+            if isinstance(path, Path) and not getattr(one, "latent", None):
+                yield f, path
 
 
 def spelling(f: Field) -> str:

@@ -6,19 +6,22 @@ from __future__ import annotations
 import argparse
 import json
 from contextlib import closing
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ltx2rt.atomic_file import check_outputs, replacing
 from ltx2rt.commands.options import model_options, pipeline_flags, read_prompts, run_flags
 from ltx2rt.errors import InputError
-from ltx2rt.flags import add_flags, check_bounds, flag, flagged, given_flags
+from ltx2rt.flags import add_flags, check_bounds, flag, given_flags
 from ltx2rt.notes import note
 from ltx2rt.pipelines import pipeline
-from ltx2rt.pipelines.request import MAX_STEPS
-from ltx2rt.pipelines.step_plans import FIELDS
+from ltx2rt.pipelines.groups.images import Hdr
+from ltx2rt.pipelines.groups.seeds import NoiseFile, Videos
+from ltx2rt.pipelines.groups.segments import Segments
+from ltx2rt.pipelines.groups.steps import MAX_STEPS, AllSkips, Interval, Skips
+from ltx2rt.pipelines.groups.text import Enhancing, Prompt
 from ltx2rt.run.plan import prepared, resolved_stages
 from ltx2rt.session.open import located, open_session
 from ltx2rt.weights.part_table import wanted_by
@@ -28,11 +31,15 @@ example:
   ltx2rt calibrate --model MODEL_DIR --pipeline two-stage --output plans.json
   ltx2rt generate --model MODEL_DIR --step-plan plans.json:15 --prompt "a red fox" --output fox.mp4
 """
-UNREAD = (  # flags of one clip, which have no meaning here
-    "prompt", "enhance_prompt", "enhance_seed", "enhanced_prompt", "noise_in", "num_videos",
-    "segments", "segment_frames", "length", "segment_prompts", "segment_seeds", "cut",
-    "colour_lock", "anchor", "hdr", "hdr_transfer",
-)  # fmt: skip
+OF_ONE_CLIP = (
+    Prompt,
+    Enhancing,
+    NoiseFile,
+    Videos,
+    Segments,
+    Hdr,
+    Interval,
+)  # have no meaning here
 SEED = 0  # seed of the first prompt
 MAX_PROMPTS = 1000
 PROMPTS = (  # speech, music, impacts, moving cameras, faces, still scenes: in both halves
@@ -82,7 +89,7 @@ class CalibrateOptions:
 def flags(to: Any) -> None:
     run_flags(to)
     add_flags(to, CalibrateOptions)
-    pipeline_flags(to, but=(*UNREAD, *FIELDS))
+    pipeline_flags(to, *OF_ONE_CLIP, AllSkips)
     to.epilog = EXAMPLE
 
 
@@ -101,25 +108,23 @@ def different_prompts(path: Path | None) -> tuple[str, ...]:
 def main(args: argparse.Namespace) -> None:
     options, own = model_options(args), CalibrateOptions(**given_flags(args, CalibrateOptions))
     check_bounds(own)
-    type_ = cast(Any, pipeline(args.pipeline))
-    if "step_plan" not in flagged(type_):
+    type_ = pipeline(args.pipeline)
+    if not type_.has(Skips):
         raise InputError(
             f"--pipeline: {type_.name} has no guided stage whose steps can be left out"
         )
     prompts = different_prompts(own.prompts)
     request = type_(**({"seed": SEED} | given_flags(args, type_)), prompt=prompts[0])
     options = located(options, wanted_by(type_))
-    # A plan that any schedule has: pipelines without plans refuse it here.
-    checkpoint, asked = cast(Any, prepared(options, replace(request, step_plan="1:0")))
+    checkpoint, request = prepared(options, request)
     check_outputs([("--output", own.output)], [*options.files, *checkpoint.files, *request.files])
-    counts = own.evaluations or tuple(round(asked.steps / part) for part in (2, 3))
+    counts = own.evaluations or tuple(round(request.steps / part) for part in (2, 3))
     for count in counts:
-        if not 2 <= count < asked.steps:
+        if not 2 <= count < request.steps:
             raise InputError(
                 f"--evaluations: {count}, expected 2 or more and below --steps, which are "
-                f"{asked.steps}"
+                f"{request.steps}"
             )
-    request = replace(asked, step_plan=None)
     session = open_session(
         options,
         checkpoint=checkpoint,

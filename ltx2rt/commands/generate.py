@@ -34,7 +34,10 @@ from ltx2rt.graph.encodings import QUANTISED
 from ltx2rt.media.output import check_streams
 from ltx2rt.notes import note
 from ltx2rt.pipelines import FIRST, pipeline, step_plans
-from ltx2rt.pipelines.request import Request, VideoRequest, draw_seed
+from ltx2rt.pipelines.groups.seeds import draw_seed
+from ltx2rt.pipelines.groups.size import Pixels
+from ltx2rt.pipelines.groups.text import Prompt
+from ltx2rt.pipelines.request import Request
 from ltx2rt.run.files import Files
 from ltx2rt.run.plan import (
     Plan,
@@ -153,7 +156,7 @@ def flags(to: Any) -> None:
     run_flags(to)
     add_flags(to, Files)
     texts = groups(to)["clip"].add_mutually_exclusive_group(required=True)
-    shown = pipeline_flags(to, but=("prompt",))
+    shown = pipeline_flags(to, Prompt)
     prompt = flagged(shown)["prompt"]
     add_flag(texts, prompt, action="append", help=f"{prompt.metadata['flag'].help} (required)")
     texts.add_argument(
@@ -170,7 +173,7 @@ def flags(to: Any) -> None:
 def examples(type_: type[Request]) -> list[str]:
     """Commands that show the use of the pipeline."""
     name = "" if type_.name == FIRST else f" --pipeline {type_.name}"
-    file = "fox.mp4" if issubclass(type_, VideoRequest) else "fox.wav"
+    file = "fox.mp4" if type_.has(Pixels) else "fox.wav"
     prompt = '--prompt "a red fox in the snow"'
     plain = f"ltx2rt generate --model MODEL_DIR{name} {prompt} --output {file}"
     several = [plain] if type_.name == FIRST or not type_.example else []

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ltx2rt.commands.options import PLACED, SIZED, model_or_preset, planned_options
+from ltx2rt.commands.options import PLACED, model_or_preset, planned_options
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flag, given_flags, groups
@@ -15,8 +15,9 @@ from ltx2rt.graph import Graph
 from ltx2rt.graph.show import FORMATS, show
 from ltx2rt.models.catalog import CATALOG
 from ltx2rt.models.geometry import Geometry
+from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, Length, Size, check_step
 from ltx2rt.pipelines.one_stage import OneStage
-from ltx2rt.pipelines.request import DEFAULT_FRAMES, VideoRequest, check_step
+from ltx2rt.pipelines.request import Request
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import profile_of
 from ltx2rt.session.options import ModelOptions
@@ -42,7 +43,7 @@ class GraphRequest:
 def component_graph(
     config: ModelConfig,
     name: str,
-    clip: VideoRequest | None = None,
+    clip: Request | None = None,
     branches: int = 4,
     profile: str | None = None,
     mesh: Mapping[str, int] | None = None,
@@ -51,8 +52,8 @@ def component_graph(
 ) -> Graph:
     """clip: whose size it has; None: the default one. Raises InputError if there is no such
     component, or the clip's size is not legal."""
-    clip = clip or OneStage("")
-    clip = replace(clip, num_frames=clip.num_frames or DEFAULT_FRAMES)
+    asked: Request = clip or OneStage()
+    clip = replace(asked, num_frames=asked.num_frames or DEFAULT_FRAMES)
     vae, mesh = config.video_vae, mesh or {}
     check_step("--width", clip.width, vae.space_factor, 0, "px", f"multiples of {vae.space_factor}")
     check_step(
@@ -86,7 +87,8 @@ def flags(to: Any) -> None:
         help=f"network to print: {', '.join(NAMES)}",
     )
     model_or_preset(to)
-    add_flags(to, OneStage, only=SIZED)
+    add_flags(to, Size)
+    add_flags(to, Length, only=("num_frames",))
     add_flags(to, GraphRequest)
     add_flags(to, ModelOptions, only=(*PLACED, "tp_size"))
 

@@ -14,6 +14,9 @@ from ltx2rt.backend import chosen_backend, get_factory
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flagged, given_flags, groups, spelling
 from ltx2rt.pipelines import FIRST, chosen, pipeline, pipelines, unread
+from ltx2rt.pipelines.groups.group import Group
+from ltx2rt.pipelines.groups.seeds import NoiseFile, Seed
+from ltx2rt.pipelines.groups.text import Enhancing, NegativePrompt, Prompt
 from ltx2rt.pipelines.request import Request
 from ltx2rt.ranks.start import start
 from ltx2rt.run.training import CACHED, READ, Training
@@ -26,10 +29,7 @@ from ltx2rt.train.request import TrainRequest
 PRESETS = ("tiny-2.0", "tiny-2.3", "tiny-2.5", "ltx-2.0", "ltx-2.3", "ltx-2.5")
 MAX_PROMPT_BYTES = 2**20
 PLACED = ("profile", "mesh", "weights_dtype")
-SIZED = ("width", "height", "num_frames")
-WORDS = (  # flags of a clip that decide what it shows and not what it costs
-    "prompt", "negative_prompt", "enhance_prompt", "enhance_seed", "enhanced_prompt", "seed", "noise_in",
-)  # fmt: skip
+WORDS = (Prompt, Enhancing, NegativePrompt, Seed, NoiseFile)  # decide nothing that costs
 
 
 def choose_backend(args: argparse.Namespace, quiet: bool = False) -> None:
@@ -75,11 +75,11 @@ def run_flags(to: Any, **defaults: Any) -> None:
     add_flags(to, ModelOptions, backend="auto", **defaults)
 
 
-def pipeline_flags(to: Any, but: Sequence[str] = ()) -> type[Request]:
+def pipeline_flags(to: Any, *but: type[Group]) -> type[Request]:
     """Add `--pipeline` and the flags of the pipeline that it names or, without it, that the inputs
     choose. Flags that other pipelines read are refused with these.
 
-    Returns that pipeline. Raises InputError if it is unknown.
+    but: groups of flags to leave out. Returns that pipeline. Raises InputError if it is unknown.
     """
     reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     reader.add_argument("--pipeline", nargs="?", const=FIRST)
@@ -104,10 +104,10 @@ def pipeline_flags(to: Any, but: Sequence[str] = ()) -> type[Request]:
         metavar="NAME",
         help=f"one of the above (default: as the inputs ask, else {FIRST})",
     )
-    add_flags(to, shown, but=but)
+    add_flags(to, shown, but=flagged(*but))
     to.set_defaults(because=because)
     for field, f in flagged(*known.values()).items():
-        if field not in (*but, *flagged(shown)):
+        if field not in flagged(*but, shown):
             to.elsewhere[spelling(f)] = str(unread(name, spelling(f), field))
     return shown
 
@@ -138,7 +138,7 @@ def planned_flags(to: Any, *models: str) -> None:
     """Flags for a model or a preset, for its placement, and of the pipelines, but for `WORDS`."""
     model_or_preset(to)
     add_flags(to, ModelOptions, only=(*models, *PLACED), dtype="bfloat16")
-    pipeline_flags(to, WORDS)
+    pipeline_flags(to, *WORDS)
 
 
 def training_step(args: argparse.Namespace) -> tuple[Bucket, dict[str, Any]] | None:

@@ -20,7 +20,7 @@ from ltx2rt.commands.generate import compiled_folder
 from ltx2rt.commands.options import model_options, run_flags, start_ranks
 from ltx2rt.flags import add_flags, flag, flag_like, given_flags
 from ltx2rt.pipelines import make_request
-from ltx2rt.pipelines.request import Request
+from ltx2rt.pipelines.groups.text import Enhancing
 from ltx2rt.ranks.environment import LAUNCHER, die_with_parent
 from ltx2rt.run.plan import resolved_stages, usual_stages
 from ltx2rt.serve.shapes import Shape, parse_shape
@@ -43,7 +43,7 @@ class Warm:
         repeat=True,
     )
     prompt_enhancer: Path | None = flag_like(
-        Request,
+        Enhancing,
         "prompt_enhancer",
         help="folder of a Gemma 3 or Gemma 4; requests may then ask for `enhance_prompt`",
     )

@@ -14,12 +14,14 @@ from typing import Any
 
 from ltx2rt.backend import Compiled, DoesNotFit, get_ahead_compiler
 from ltx2rt.errors import InputError
-from ltx2rt.flags import check_bounds, flag, flagged
+from ltx2rt.flags import check_bounds, flag
 from ltx2rt.graph import Graph
 from ltx2rt.models.catalog import CATALOG
 from ltx2rt.models.geometry import pixel_frames
 from ltx2rt.models.guided_step import Branches
-from ltx2rt.pipelines.request import DEFAULT_FRAMES, Loras, Request, VideoRequest
+from ltx2rt.pipelines.groups.images import Images
+from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES
+from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.placement.cost import weight_bytes
 from ltx2rt.placement.devices import DeviceKind, topology
 from ltx2rt.run.estimate import datasheet_session
@@ -120,14 +122,10 @@ def plan_job(options: ModelOptions, request: Request, target: Target) -> Compila
         raise InputError(f"--component: unknown {unknown[0]!r}; {known}")
     kind, devices = topology(target.topology)
     given = request
-    if (
-        isinstance(request, VideoRequest)
-        and "images" in flagged(type(request))
-        and not request.images
-    ):
+    if request.has(Images) and not request.images:
         frames = 0, (request.num_frames or DEFAULT_FRAMES) - 1  # the encoder is compiled, too
         images = tuple(
-            ImageSpec(Path("image"), frame) for frame in frames[: max(request.least_images, 1)]
+            ImageSpec(Path("image"), frame) for frame in frames[: max(request[Images].least, 1)]
         )
         request = replace(request, images=images)
     request.check()

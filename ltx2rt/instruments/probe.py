@@ -21,7 +21,7 @@ from ltx2rt.graph import Graph
 from ltx2rt.media.sound import check_rate
 from ltx2rt.models import diffusion_decoder, guided_step, text_encoder, train_step, transformer
 from ltx2rt.models.diffusion_decoder import BORDERS
-from ltx2rt.pipelines.request import MAX_STEPS
+from ltx2rt.pipelines.groups.steps import MAX_STEPS
 from ltx2rt.session.call import Call
 from ltx2rt.session.open import open_session, opened_checkpoint
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions, existing_file

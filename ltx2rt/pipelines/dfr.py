@@ -16,22 +16,26 @@ stage 1's clip.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
 from ltx2rt.models.geometry import Geometry, latent_frames, pixel_frames
-from ltx2rt.pipelines.request import MAX_FPS, NEUTRAL, Loras, VideoRequest
+from ltx2rt.pipelines.groups import NEW
+from ltx2rt.pipelines.groups.guidance import NEUTRAL
+from ltx2rt.pipelines.groups.images import Hdr, Images
+from ltx2rt.pipelines.groups.size import MAX_FPS, Size
+from ltx2rt.pipelines.groups.sound import Sounding
+from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.stages.conditioning import Anchor, Conditioning, Image, SeededSlot, Slot, StageReference
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.given import GivenLatents
 from ltx2rt.stages.refine import Cut, Refine
-from ltx2rt.stages.relay import PromptSpan
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from ltx2rt.stages.stage import Stage
 from ltx2rt.stages.upsample import Upsample, UpsampleTime
@@ -87,14 +91,14 @@ def windows(num_frames: int, segment: int, count: int) -> list[Window]:
     return [Window(max(own - segment, 0), own, stop) for own, stop in pairwise(ends)]
 
 
-@dataclass(frozen=True)
-class DFR(VideoRequest):
-    name: ClassVar[str] = "dfr"
-    summary: ClassVar[str] = "LTX-2.5: distilled with generated keyframes, and a higher frame rate"
-    example: ClassVar[str] = "--num-frames 121 --temporal-upsample-rounds 1"
-    scale: ClassVar[int] = 2
-    num_stages: ClassVar[int] = 2
-    distilled: ClassVar[str] = "optional"
+class DFR(Request):
+    name = "dfr"
+    summary = "LTX-2.5: distilled with generated keyframes, and a higher frame rate"
+    example = "--num-frames 121 --temporal-upsample-rounds 1"
+    scale = 2
+    num_stages = 2
+    distilled = "optional"
+    groups = (*NEW, Size(), Images(), Hdr(), Sounding())
 
     temporal_upsample_rounds: int = flag(
         0,
@@ -104,9 +108,6 @@ class DFR(VideoRequest):
         least=0,
         most=MAX_ROUNDS,
     )
-
-    prompt_at: tuple[PromptSpan, ...] = field(default=(), init=False)
-    prompt_softness: float = field(default=1.0, init=False)
 
     def check(self) -> None:
         super().check()
@@ -119,12 +120,6 @@ class DFR(VideoRequest):
         if self.num_videos > 1:
             raise InputError(
                 f"--num-videos: {self.num_videos}, but dfr makes one; run once for each seed"
-            )
-        if self.num_generated_keyframes:
-            found = self.num_generated_keyframes
-            raise InputError(
-                f"--num-generated-keyframes: {found}, but dfr places its keyframes itself; leave "
-                "it out"
             )
 
     @classmethod
@@ -162,10 +157,9 @@ class DFR(VideoRequest):
         frames, segment = canvas(self.num_frames)
         whole = replace(self, num_frames=frames)
         half, full = whole.geometry(model, self.factor(model)), whole.geometry(model)
-        extra = (loras.distilled,) if loras.distilled else ()
         detailing = tuple(lora for lora in loras.user if reference_factors([lora.path]) != (1, 1))
         others = replace(loras, user=tuple(lora for lora in loras.user if lora not in detailing))
-        first, second = ((*others.of(stage), *extra) for stage in ("stage1", "stage2"))
+        first, second = ((*others.of(stage), *loras.extra) for stage in ("stage1", "stage2"))
         keyframes = range(segment, frames, segment)
 
         def steps(

@@ -9,41 +9,40 @@ clips are.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag, flag_like
+from ltx2rt.flags import flag
 from ltx2rt.media.splice import FADE_FRAMES, Seam
 from ltx2rt.media.video import VideoInfo
-from ltx2rt.pipelines.given_clip import FLAG, GivenClip, read_clip
-from ltx2rt.pipelines.request import Loras, check_step
-from ltx2rt.session.options import ModelOptions, existing_file
+from ltx2rt.pipelines.given_clip import GIVEN_CLIP, denoise_once
+from ltx2rt.pipelines.groups.group import refuse_beside
+from ltx2rt.pipelines.groups.size import check_step
+from ltx2rt.pipelines.groups.source_clip import FLAG, read_clip
+from ltx2rt.pipelines.request import Loras, Request
+from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.clip_end import ends
 from ltx2rt.stages.joined import Join, OverlapSound, SourceClip, kept_sound
-from ltx2rt.stages.relay import PromptSpan
 from ltx2rt.stages.stage import Stage
 
 DEFAULT_NEW = 96  # frames, 4 s at 24
 
 
-@dataclass(frozen=True)
-class Extend(GivenClip):
+class Extend(Request):
     """other: what --join holds; a resolved request has it. Its `num_frames` are those of the
     segment."""
 
-    name: ClassVar[str] = "extend"
-    summary: ClassVar[str] = "continue a given clip, lead to it, join two, or close a loop"
-    example: ClassVar[str] = "--video-path clip.mp4 --extend-frames 96"
+    name = "extend"
+    summary = "continue a given clip, lead to it, join two, or close a loop"
+    example = "--video-path clip.mp4 --extend-frames 96"
+    distilled = "optional"
+    groups = GIVEN_CLIP
+    about: ClassVar = {"video_path": "clip to continue; its size and rate are kept (required)"}
 
-    video_path: Path | None = flag_like(
-        GivenClip,
-        "video_path",
-        help="clip to continue; its size and rate are kept (required)",
-    )
     extend_frames: int | None = flag(
         None,
         "number of frames to add, 8k; with --join 8k - 1 (default: 96 or 95)",
@@ -73,6 +72,7 @@ class Extend(GivenClip):
         Path,
         group="conditioning",
         metavar="FILE",
+        file="video",
     )
     loop: int | None = flag(
         None,
@@ -89,8 +89,6 @@ class Extend(GivenClip):
         group="output",
         name="--no-crossfade",
     )
-    prompt_at: tuple[PromptSpan, ...] = field(default=(), init=False)
-    prompt_softness: float = field(default=1.0, init=False)
     other: VideoInfo | None = field(default=None, repr=False)
 
     @property
@@ -108,7 +106,7 @@ class Extend(GivenClip):
     @property
     def clips(self) -> tuple[SourceClip | None, SourceClip | None]:
         """The clip before the new frames and the one after them. Of a resolved request."""
-        clip = SourceClip(self.source_path, self.source, FLAG)
+        clip = SourceClip(self.video_path, self.info, FLAG)
         if self.before:
             return None, clip
         if self.join is not None:
@@ -127,29 +125,11 @@ class Extend(GivenClip):
         kept = sum(clip.info.num_frames for clip in self.written if clip)
         return kept + (self.extend_frames or 0)
 
-    @property
-    def files(self) -> list[Path]:
-        return [*super().files, *([self.join] if self.join else [])]
-
-    def settings(self, path: Any = str) -> dict[str, Any]:
-        return {name: value for name, value in super().settings(path).items() if name != "other"}
-
     # --- checks -----------------------------------------------------------------------------------
 
     def check(self) -> None:
         super().check()
-        given = {
-            "--before": self.before,
-            "--join": self.join is not None,
-            "--loop": self.loop is not None,
-        }
-        if len(several := [name for name, on in given.items() if on]) > 1:
-            raise InputError(f"{several[1]}: given beside {several[0]}; leave one of the two out")
-
-    def check_files(self) -> None:
-        super().check_files()
-        if self.join is not None:
-            existing_file("--join", self.join)
+        refuse_beside(before=self.before, join=self.join is not None, loop=self.loop is not None)
 
     def resolved(self, model: ModelConfig) -> Any:
         """Reads the files whole, once."""
@@ -168,7 +148,7 @@ class Extend(GivenClip):
             low = max((new + off) // step, 1) * step - off
             rule = f"{step}*k{' - 1' * self.bridge}; the nearest are {low} and {low + step} frames"
             raise InputError(f"--extend-frames: {new}, expected {rule}")
-        info = self.info or read_clip(self.source_path, FLAG, model)
+        info = self.info or read_clip(self.video_path, FLAG, model)
         other = self.other
         if self.join is not None and other is None:
             other = read_clip(self.join, "--join", model)
@@ -176,7 +156,7 @@ class Extend(GivenClip):
             if (other.width, other.height, other.fps) != (info.width, info.height, info.fps):
                 raise InputError(
                     f"--join: {self.join} is {facts[0]}, expected {facts[1]} as "
-                    f"{self.source_path} is"
+                    f"{self.video_path} is"
                 )
         self = replace(self, info=info, other=other, extend_frames=new)
         for clip in self.clips:
@@ -194,7 +174,7 @@ class Extend(GivenClip):
                 f"s, the model's limit is {limit_s} s; at most {new - int(over)}"
             )
         sizes = {"width": info.width, "height": info.height, "num_frames": frames, "fps": info.fps}
-        return replace(self, **sizes).with_defaults(model)
+        return Request.resolved(replace(self, **sizes), model)
 
     # --- what is made -----------------------------------------------------------------------------
 
@@ -228,8 +208,13 @@ class Extend(GivenClip):
         return [
             *([OverlapSound(full, seam, *heard)] if any(heard) else []),
             *self.text,
-            *self.denoise_once(
-                full, options, loras, tuple(given), masks={"audio": mask} if any(heard) else {}
+            *denoise_once(
+                self,
+                full,
+                options,
+                loras,
+                tuple(given),
+                masks={"audio": mask} if any(heard) else {},
             ),
             *self.decoded(full, model, options),
             Join(

@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag, flag_like
-from ltx2rt.pipelines import step_plans
-from ltx2rt.pipelines.request import NEUTRAL, Loras
-from ltx2rt.pipelines.two_stage import TwoStage
+from ltx2rt.flags import flag
+from ltx2rt.pipelines.groups import NEW, PICTURES, SEGMENTED
+from ltx2rt.pipelines.groups.guidance import Guidance
+from ltx2rt.pipelines.groups.images import Images
+from ltx2rt.pipelines.groups.size import Size
+from ltx2rt.pipelines.groups.sound import SoundFrom
+from ltx2rt.pipelines.groups.steps import Steps
+from ltx2rt.pipelines.groups.text import NegativePrompt
+from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import NO_LORA, ModelOptions
 from ltx2rt.stages.schedule import STAGE2_SIGMAS, shifted_sigmas
 from ltx2rt.stages.stage import Stage
-from ltx2rt.stages.upsample import Upsample
+
+SCALES = Guidance(video_stg=0.0, audio_stg=0.0, video_rescale=0.45, audio_rescale=1.0)
 
 
-@dataclass(frozen=True)
-class HQ(TwoStage):
-    name: ClassVar[str] = "hq"
-    summary: ClassVar[str] = "two-stage with the second-order sampler res_2s"
+class HQ(Request):
+    name = "hq"
+    summary = "two-stage with the second-order sampler res_2s"
+    scale = 2
+    num_stages = 2
+    distilled = "needed"
+    example = "--image fox.png:0"
+    groups = (
+        *NEW, Size(1920, 1088), Images(), *PICTURES, NegativePrompt(), Steps(15), SCALES,
+        *SEGMENTED, SoundFrom(),
+    )  # fmt: skip
+    about: ClassVar = {"steps": "denoising steps of stage 1"}
 
-    steps: int = flag_like(TwoStage, "steps", 15, help="denoising steps of stage 1")
-    width: int = flag_like(TwoStage, "width", 1920)
-    height: int = flag_like(TwoStage, "height", 1088)
-    video_stg: float = flag_like(TwoStage, "video_stg", 0.0)
-    audio_stg: float = flag_like(TwoStage, "audio_stg", 0.0)
-    video_rescale: float = flag_like(TwoStage, "video_rescale", 0.45)
-    audio_rescale: float = flag_like(TwoStage, "audio_rescale", 1.0)
     distilled_lora_strength_stage_1: float = flag(
         0.25,
         "strength of the distilled LoRA in stage 1",
@@ -39,10 +46,6 @@ class HQ(TwoStage):
         "strength of the distilled LoRA in stage 2",
         group="sampling",
     )
-
-    def check(self) -> None:
-        super().check()
-        step_plans.check(self, "hq's res_2s evaluates between steps; use --steps")
 
     def check_options(self, options: ModelOptions) -> None:
         super().check_options(options)
@@ -56,31 +59,17 @@ class HQ(TwoStage):
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         """The schedule of stage 1 is shifted by its own tokens; user LoRAs come before the
         distilled one."""
-        assert self.steps and self.stg_blocks is not None and loras.distilled, (
-            "the request is not resolved"
-        )
-        half, full = self.geometry(model, self.factor(model)), self.geometry(model)
-        first = (
-            *loras.of("stage1"),
-            replace(loras.distilled, strength=self.distilled_lora_strength_stage_1),
-        )
-        second = (
-            *loras.of("stage2"),
-            replace(loras.distilled, strength=self.distilled_lora_strength_stage_2),
-        )
-        guided = {
-            "guidance": self.guidance,
-            "stg_blocks": self.stg_blocks,
-            "sound": self.audio_from == "stage1",
-        }
-        fine = {"guidance": NEUTRAL, "sound": self.audio_from == "stage2"}
-        sigmas = shifted_sigmas(self.steps, half.num_video_tokens)
+        assert loras.distilled, "the request is not resolved"
+        tokens = self.geometry(model, self.factor(model)).num_video_tokens
+        weak = replace(loras.distilled, strength=self.distilled_lora_strength_stage_1)
+        strong = replace(loras.distilled, strength=self.distilled_lora_strength_stage_2)
+        first = {"sigmas": shifted_sigmas(self.steps, tokens), "loras": (*loras.of("stage1"), weak)}
+        second = {"sigmas": STAGE2_SIGMAS, "loras": (*loras.of("stage2"), strong)}
+        both = {"sampler": "res2s"}
         return [
             *self.text,
-            *self.denoise("stage1", half, options, sigmas, first, sampler="res2s", **guided),
-            Upsample(half, self.num_videos, self.factor(model)),
-            *self.denoise("stage2", full, options, STAGE2_SIGMAS, second, sampler="res2s", **fine),
-            *self.decoded(full, model, options),
+            *self.in_two_passes(model, options, first | self.guiding, second, both),
+            *self.decoded(self.geometry(model), model, options),
         ]
 
 

@@ -12,49 +12,46 @@ its sound.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag, flag_like
+from ltx2rt.flags import flag
 from ltx2rt.media.hdr import ACESCCT_LOG, LOGC3_LOG
 from ltx2rt.media.video import VideoInfo, video_info
-from ltx2rt.models.geometry import Geometry, latent_frames
-from ltx2rt.pipelines.inpaint import NONE, Inpaint, Pad
-from ltx2rt.pipelines.nag import Nagged
-from ltx2rt.pipelines.request import (
-    NEUTRAL,
-    Loras,
-    VideoRequest,
-    check_reference,
-    check_step,
-    parse_reference,
-)
-from ltx2rt.session.options import ModelOptions, existing_file
-from ltx2rt.stages.conditioning import Reference, ReferenceSpec
+from ltx2rt.pipelines.groups import NAGGED, NEW, PICTURES
+from ltx2rt.pipelines.groups.images import Images
+from ltx2rt.pipelines.groups.mask import NONE, Mask
+from ltx2rt.pipelines.groups.reference import reference, references_of
+from ltx2rt.pipelines.groups.size import Size
+from ltx2rt.pipelines.groups.sound import check_reference, parse_reference
+from ltx2rt.pipelines.request import Loras, Request
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.stages.conditioning import ReferenceSpec
 from ltx2rt.stages.region import GREEN, Compose, Region, RegionVideo
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from ltx2rt.stages.source_sound import SourceSound
-from ltx2rt.stages.source_video import SourceVideo, usable_frames
 from ltx2rt.stages.stage import Stage
-from ltx2rt.stages.tiling import plan_encoder_tiles
-from ltx2rt.stages.upsample import Upsample
 from ltx2rt.weights.files import TensorFile
-from ltx2rt.weights.lora import reference_factors
 
 FLAG = "--video-conditioning"
 
 
-@dataclass(frozen=True)
-class ICLora(Nagged):
-    name: ClassVar[str] = "ic-lora"
-    summary: ClassVar[str] = "distilled, following reference videos by in-context LoRAs"
-    example: ClassVar[str] = "--video-conditioning depth.mp4 --lora depth.safetensors"
-    scale: ClassVar[int] = 2
-    num_stages: ClassVar[int] = 2
-    distilled: ClassVar[str] = "optional"
+class ICLora(Request):
+    name = "ic-lora"
+    summary = "distilled, following reference videos by in-context LoRAs"
+    example = "--video-conditioning depth.mp4 --lora depth.safetensors"
+    scale = 2
+    num_stages = 2
+    distilled = "optional"
+    groups = (*NEW, Size(), Images(), *PICTURES, *NAGGED, Mask())
+    about: ClassVar = {
+        "mask": "image or video of the reference's size, white where the clip is made anew, by a LoRA "
+        "for inpainting",
+        "pad": "pixels to add around the reference, by a LoRA for outpainting",
+    }
 
     video_conditioning: tuple[ReferenceSpec, ...] = flag(
         (),
@@ -63,6 +60,7 @@ class ICLora(Nagged):
         group="conditioning",
         metavar="FILE[:STRENGTH]",
         repeat=True,
+        file="video",
     )
     conditioning_attention_strength: float = flag(
         1.0,
@@ -78,21 +76,12 @@ class ICLora(Nagged):
         Path,
         group="conditioning",
         metavar="FILE",
+        file="video",
     )
     skip_stage_2: bool = flag(
         False,
         "stop after stage 1, at half the width and height",
         group="sampling",
-    )
-    mask: Path | None = flag_like(
-        Inpaint,
-        "mask",
-        help="image or video of the reference's size, white where the clip is made anew, by a LoRA "
-        "for inpainting",
-    )
-    mask_grow: int = flag_like(Inpaint, "mask_grow")
-    pad: Pad = flag_like(
-        Inpaint, "pad", help="pixels to add around the reference, by a LoRA for outpainting"
     )
     audio_from: str | None = flag(
         None,
@@ -107,10 +96,8 @@ class ICLora(Nagged):
             raise InputError(
                 f"{FLAG}: the {self.name} pipeline follows reference videos, none was given"
             )
-        for reference in self.video_conditioning:
-            check_reference(FLAG, reference)
-        if self.pad != NONE and min(self.pad) < 0:
-            raise InputError(f"--pad: {min(self.pad)} pixels, expected 0 or more")
+        for seen in self.video_conditioning:
+            check_reference(FLAG, seen)
         if self.paints and self.hdr:
             raise InputError(
                 f"--hdr: the reference's own pixels have 8 bits; leave out {self.paints} or it"
@@ -122,15 +109,6 @@ class ICLora(Nagged):
             raise InputError(
                 "--audio-from: stage2, which --skip-stage-2 leaves out; leave out one of both"
             )
-
-    def check_files(self) -> None:
-        super().check_files()
-        for reference in self.video_conditioning:
-            existing_file(FLAG, reference.path)
-        if self.conditioning_attention_mask:
-            existing_file("--conditioning-attention-mask", self.conditioning_attention_mask)
-        if self.mask:
-            existing_file("--mask", self.mask)
 
     def check_options(self, options: ModelOptions) -> None:
         super().check_options(options)
@@ -153,19 +131,17 @@ class ICLora(Nagged):
 
     @property
     def paints(self) -> str:
-        """The flag by which only a part of the reference is made anew; empty without."""
-        return "--mask" if self.mask else "--pad" if self.pad != NONE else ""
+        """The flag by which only a part of the reference is made; empty without."""
+        return self[Mask].asked
 
     @property
     def _masked(self) -> tuple[VideoInfo, Region]:
         """The reference's facts and its region."""
         info = video_info(self.video_conditioning[0].path, FLAG, self.num_frames)
-        size = info.height, info.width
-        return info, Region(self.mask, size, self.num_frames, self.mask_grow, self.pad)
+        return info, self[Mask].region(info, self.num_frames)
 
     def _check_mask(self, info: VideoInfo, region: Region) -> None:
-        left, top, right, bottom = self.pad
-        width, height = info.width + left + right, info.height + top + bottom
+        width, height = self[Mask].padded(info)
         found, asked = (
             f"{w}x{h}, {n} frames at {float(fps):g} fps"
             for w, h, n, fps in (
@@ -182,19 +158,11 @@ class ICLora(Nagged):
             )
         region.check()
         if not any(mask.any() for mask in region.masks()):
-            raise InputError(
-                f"--mask: {self.mask} is black, and nothing would be made; paint white what is "
-                "made anew"
-            )
+            raise self[Mask].black()
 
     @property
     def last_stage(self) -> str:
         return "stage1" if self.skip_stage_2 else "stage2"
-
-    @property
-    def files(self) -> list[Path]:
-        masks = [path for path in (self.conditioning_attention_mask, self.mask) if path]
-        return [reference.path for reference in self.video_conditioning] + masks + super().files
 
     @property
     def size_px(self) -> tuple[int, int]:
@@ -209,10 +177,9 @@ class ICLora(Nagged):
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         """User LoRAs are merged in stage 1, in the order given, the distilled one last."""
         half, full = self.geometry(model, self.factor(model)), self.geometry(model)
-        extra = (loras.distilled,) if loras.distilled else ()
-        first = {"guidance": NEUTRAL, "sound": self.audio_from == "stage1"}
-        second = {"guidance": NEUTRAL, "sound": self.audio_from == "stage2"}
-        factors = references_of(self, model, loras)
+        first: dict[str, Any] = {"sound": self.audio_from == "stage1"}
+        second: dict[str, Any] = {"sound": self.audio_from == "stage2"}
+        factors = references_of(self, model, loras.user)
         paths = [lora.path for lora in loras.user]
         if hdr_log(paths) == LOGC3_LOG and not self.hdr:
             raise InputError(
@@ -228,7 +195,7 @@ class ICLora(Nagged):
         ]
         before: list[Stage] = []
         after: list[Stage] = []
-        heard = self
+        kept = False
         if self.paints:
             info, region = self._masked
             seen = given[0].source
@@ -245,33 +212,20 @@ class ICLora(Nagged):
                         path, full, since, None, "zeros", self.num_videos, True, "source.audio"
                     )
                 ]
-                first = second = {"guidance": NEUTRAL, "frozen": ("audio",)}
-                heard = replace(self, audio=False)
-        stage1 = self.denoise(
-            "stage1", half, options, DISTILLED_SIGMAS, (*loras.user, *extra), given, **first
-        )
+                first, second, kept = {"frozen": ("audio",)}, {"frozen": ("audio",)}, True
+        merged = (*loras.user, *loras.extra)
         if self.skip_stage_2:
-            return [*self.text, *stage1, *self.decoded(half, model, options)]
+            made = self.denoise("stage1", half, options, DISTILLED_SIGMAS, merged, given, **first)
+            return [*self.text, *made, *self.decoded(half, model, options)]
+        first |= {"sigmas": DISTILLED_SIGMAS, "loras": merged, "given": given}
+        second |= {"sigmas": STAGE2_SIGMAS, "loras": loras.extra}
         return [
             *before,
             *self.text,
-            *stage1,
-            Upsample(half, self.num_videos, self.factor(model)),
-            *self.denoise("stage2", full, options, STAGE2_SIGMAS, extra, **second),
-            *heard.decoded(full, model, options),
+            *self.in_two_passes(model, options, first, second),
+            *self.decoded(full, model, options, sound=not kept),
             *after,
         ]
-
-
-def references_of(request: VideoRequest, model: ModelConfig, loras: Loras) -> tuple[int, int]:
-    """How much smaller and sparser references are, by the LoRAs' headers. Raises InputError if
-    the request's size does not divide."""
-    downscale, stride = reference_factors(lora.path for lora in loras.user)
-    unit = model.video_vae.space_factor * request.factor(model).numerator * downscale
-    for side, value in (("--width", request.width), ("--height", request.height)):
-        rule = f"divisible by {unit} ({request.name} with a LoRA for references of 1/{downscale} the size)"
-        check_step(side, value, unit, 0, "px", rule)
-    return downscale, stride
 
 
 def hdr_log(paths: Iterable[Path], default: str = ACESCCT_LOG) -> str:
@@ -288,29 +242,6 @@ def hdr_log(paths: Iterable[Path], default: str = ACESCCT_LOG) -> str:
                 f"{ACESCCT_LOG}"
             )
     return found
-
-
-def reference(
-    spec: ReferenceSpec,
-    num_frames: int,
-    flag: str,
-    clip: Geometry,
-    model: ModelConfig,
-    factors: tuple[int, int],
-    tiling: str,
-    number: int = 0,
-    attention: float = 1.0,
-    mask: Path | None = None,
-) -> Reference:
-    """A file's frames, up to num_frames, as reference of a stage. factors: as `references_of`."""
-    downscale, stride = factors
-    found = video_info(spec.path, flag, num_frames).num_frames
-    frames = latent_frames(usable_frames(found, clip.time_factor, stride), clip.time_factor)
-    rows, columns = clip.rows // downscale, clip.columns // downscale
-    own = replace(clip, frames=frames, rows=rows, columns=columns)
-    tiles = plan_encoder_tiles(tiling, (frames, rows, columns), model.video_vae)
-    source = SourceVideo(spec.path, own, tiles, flag, stride)
-    return Reference(source, clip, number, spec.strength, downscale, attention, mask)
 
 
 PIPELINE = ICLora

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from ltx2rt.pipelines.groups import GUIDED, NEW, PICTURES, SEGMENTED
+from ltx2rt.pipelines.groups.images import Between
+from ltx2rt.pipelines.groups.size import Size
+from ltx2rt.pipelines.groups.sound import SoundFrom
+from ltx2rt.pipelines.request import Request
+from ltx2rt.pipelines.two_stage import two_stages
 
-from ltx2rt.flags import flag_like
-from ltx2rt.pipelines.two_stage import TwoStage
 
-
-@dataclass(frozen=True)
-class Keyframes(TwoStage):
-    name: ClassVar[str] = "keyframes"
-    summary: ClassVar[str] = "two-stage between two or more images"
-    append_images: ClassVar[bool] = True
-    least_images: ClassVar[int] = 2
-    example: ClassVar[str] = "--image dawn.png:0 dusk.png:120"
-
-    audio_from: str = flag_like(TwoStage, "audio_from", "stage2")
+class Keyframes(Request):
+    name = "keyframes"
+    summary = "two-stage between two or more images"
+    scale = 2
+    num_stages = 2
+    distilled = "needed"
+    example = "--image dawn.png:0 dusk.png:120"
+    groups = (*NEW, Size(), Between(), *PICTURES, *GUIDED, *SEGMENTED, SoundFrom("stage2"))
+    stages = two_stages
 
 
 PIPELINE = Keyframes

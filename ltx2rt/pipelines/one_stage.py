@@ -2,45 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.flags import flag
-from ltx2rt.pipelines.request import Guided, Loras
-from ltx2rt.pipelines.segments import Segmented
+from ltx2rt.pipelines.groups import GUIDED, NEW, PICTURES, SEGMENTED
+from ltx2rt.pipelines.groups.images import Images
+from ltx2rt.pipelines.groups.size import Size
+from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.stage import Stage
 
 
-@dataclass(frozen=True)
-class OneStage(Segmented, Guided):
-    name: ClassVar[str] = "one-stage"
-    summary: ClassVar[str] = "guided at full size"
+class OneStage(Request):
+    name = "one-stage"
+    summary = "guided at full size"
+    groups = (*NEW, Size(), Images(), *PICTURES, *GUIDED, *SEGMENTED)
 
     audio_from: str = flag(
-        "stage1",
-        "stage whose sound is kept",
-        group="sampling",
-        choices=("stage1",),
+        "stage1", "stage whose sound is kept", group="sampling", choices=("stage1",)
     )
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        assert self.steps and self.stg_blocks is not None, "the request is not resolved"
-        full = self.geometry(model)
-        guided = {
-            "guidance": self.guidance,
-            "plan": self.plan,
-            "interval": self.guidance_interval,
-            "stg_blocks": self.stg_blocks,
-            "sound": True,
-        }
+        full, sigmas = self.geometry(model), shifted_sigmas(self.steps)
+        more: dict[str, Any] = {"sound": True, **self.guiding}
         return [
             *self.text,
-            *self.denoise(
-                "stage1", full, options, shifted_sigmas(self.steps), loras.of("stage1"), **guided
-            ),
+            *self.denoise("stage1", full, options, sigmas, loras.of("stage1"), **more),
             *self.decoded(full, model, options),
         ]
 

@@ -7,19 +7,20 @@ went in, unless the source's own frames and sound are put in its place.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag, flag_like
+from ltx2rt.flags import flag
 from ltx2rt.media.video import VideoInfo
 from ltx2rt.models.geometry import Geometry, audio_positions, pixel_frames, video_positions
-from ltx2rt.pipelines.given_clip import FLAG, GivenClip, read_clip
-from ltx2rt.pipelines.request import Loras
+from ltx2rt.pipelines.given_clip import GIVEN_CLIP, denoise_once
+from ltx2rt.pipelines.groups.source_clip import FLAG, SourceClip, read_clip
+from ltx2rt.pipelines.groups.text import PromptsByTime
+from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.source_video import SourceVideo
@@ -28,17 +29,16 @@ from ltx2rt.stages.stage import MODALITIES, Stage
 from ltx2rt.stages.tiling import plan_encoder_tiles
 
 
-@dataclass(frozen=True)
-class Retake(GivenClip):
-    name: ClassVar[str] = "retake"
-    summary: ClassVar[str] = "regenerate a part of a given clip"
-    example: ClassVar[str] = "--video-path clip.mp4 --start-time 1 --end-time 2"
+class Retake(Request):
+    name = "retake"
+    summary = "regenerate a part of a given clip"
+    example = "--video-path clip.mp4 --start-time 1 --end-time 2"
+    distilled = "optional"
+    groups = (*GIVEN_CLIP, PromptsByTime())
+    about: ClassVar = {
+        "video_path": "clip to regenerate a part of; its size, length and rate are kept (required)"
+    }
 
-    video_path: Path | None = flag_like(
-        GivenClip,
-        "video_path",
-        help="clip to regenerate a part of; its size, length and rate are kept (required)",
-    )
     start_time: float | None = flag(
         None,
         "start of the part to regenerate, in seconds (required)",
@@ -103,8 +103,7 @@ class Retake(GivenClip):
             "num_frames": info.num_frames,
             "fps": info.fps,
         }
-        self = replace(self, info=info, **sizes)
-        full = self.with_defaults(model)
+        full = Request.resolved(replace(self, info=info, **sizes), model)
         for m, mask in full.masks(full.geometry(model)).items():
             if not mask.any():
                 where = f"--start-time: {self.start_time:g} s"
@@ -115,7 +114,7 @@ class Retake(GivenClip):
 
     def _read(self, model: ModelConfig) -> VideoInfo:
         """Raises InputError for a file that is no clip of the model's."""
-        path = self.source_path
+        path = self.video_path
         info = read_clip(path, FLAG, model, whole=True)
         length_s, end_s = float(info.num_frames / info.fps), max(self.region_s)
         if end_s >= length_s + 1 / info.fps:  # the end may be rounded up
@@ -139,7 +138,7 @@ class Retake(GivenClip):
         0 elsewhere."""
         start, end = map(np.float32, self.region_s)
         bounds = {"video": video_positions(geometry)[0], "audio": audio_positions(geometry)[0]}
-        given = {"video": True, "audio": self.source.has_sound}
+        given = {"video": True, "audio": self.info.has_sound}
         return {
             m: ((time[:, 1] > start) & (time[:, 0] < end)).astype(np.float32)
             for m, time in bounds.items()
@@ -168,7 +167,7 @@ class Retake(GivenClip):
         parts += [f"sound from {start:.2f} to {end:.2f} s"] if end else []
         parts += (
             ["all of the sound, as the file has none"]
-            if self.audio and not self.source.has_sound
+            if self.audio and not self.info.has_sound
             else []
         )
         yield f"made anew: {', '.join(parts)}"
@@ -181,21 +180,19 @@ class Retake(GivenClip):
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         full = self.geometry(model)
         shape = (full.frames, full.rows, full.columns)
-        times = self.source.times_s
-        assert times, "a file without timestamps is refused"
         video = SourceVideo(
-            self.source_path, full, plan_encoder_tiles(options.vae_tiling, shape, model.video_vae)
+            self.video_path, full, plan_encoder_tiles(options.vae_tiling, shape, model.video_vae)
         )
         sound = (
             SourceSound(
-                self.source_path,
+                self.video_path,
                 full,
-                float(times[0]),
+                self[SourceClip].start_s,
                 fit="zeros",
                 sound=False,
                 record="source.audio",
             )
-            if self.source.has_sound
+            if self.info.has_sound
             else None
         )
         kept = {"masks": self.masks(full), "frozen": self.frozen}
@@ -203,7 +200,7 @@ class Retake(GivenClip):
             video,
             *([sound] if sound else []),
             *self.text,
-            *self.denoise_once(full, options, loras, **kept),
+            *denoise_once(self, full, options, loras, **kept),
             *self.decoded(full, model, options),
             *([Splice(video, sound, *self.made_anew(full))] if self.keep_source else []),
         ]

@@ -8,18 +8,21 @@ those are shares of the steps.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag, flag_like
-from ltx2rt.pipelines import step_plans
-from ltx2rt.pipelines.given_clip import FLAG, GivenClip, read_clip
-from ltx2rt.pipelines.request import Loras, VideoRequest
+from ltx2rt.flags import flag
+from ltx2rt.pipelines.given_clip import denoise_once, schedule
+from ltx2rt.pipelines.groups import FROM_CLIP
+from ltx2rt.pipelines.groups.guidance import ByChoice, Guidance, Nag
+from ltx2rt.pipelines.groups.images import Images
+from ltx2rt.pipelines.groups.source_clip import FLAG, FileSize, SourceClip, read_clip
+from ltx2rt.pipelines.groups.steps import Interval, Steps
+from ltx2rt.pipelines.groups.text import NegativePrompt, PromptsByTime
+from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.stages.conditioning import ImageSpec
 from ltx2rt.stages.schedule import from_level
 from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.source_video import SourceVideo
@@ -27,11 +30,15 @@ from ltx2rt.stages.stage import Stage
 from ltx2rt.stages.tiling import plan_encoder_tiles
 
 
-@dataclass(frozen=True)
-class VideoToVideo(GivenClip):
-    name: ClassVar[str] = "v2v"
-    summary: ClassVar[str] = "make a given clip anew, from a noise level on"
-    example: ClassVar[str] = "--video-path clip.mp4 --noise-level 0.725"
+class VideoToVideo(Request):
+    name = "v2v"
+    summary = "make a given clip anew, from a noise level on"
+    example = "--video-path clip.mp4 --noise-level 0.725"
+    distilled = "optional"
+    groups = (
+        *FROM_CLIP, FileSize(), PromptsByTime(), Images(), NegativePrompt(), Steps(), Interval(), Guidance(),
+        Nag(), ByChoice(),
+    )  # fmt: skip
 
     noise_level: float = flag(
         0.725,
@@ -47,24 +54,15 @@ class VideoToVideo(GivenClip):
         group="conditioning",
         choices=("keep", "noise", "new"),
     )
-    images: tuple[ImageSpec, ...] = flag_like(VideoRequest, "images")
-    latents_in: Path | None = flag_like(VideoRequest, "latents_in")
-
-    def check(self) -> None:
-        super().check()
-        step_plans.check(
-            replace(self, guidance_interval=None),
-            "v2v begins within the schedule; use --steps",
-        )
 
     def resolved(self, model: ModelConfig) -> Any:
         """Reads the file whole, once."""
         self.check()
-        info = self.info or read_clip(self.source_path, FLAG, model, whole=True)
+        info = self.info or read_clip(self.video_path, FLAG, model, whole=True)
         sound = self.sound or ("keep" if info.has_sound else "new")
         if sound != "new" and not info.has_sound:
             raise InputError(
-                f"--sound: {sound}, but {self.source_path} has no sound; leave it out, and sound "
+                f"--sound: {sound}, but {self.video_path} has no sound; leave it out, and sound "
                 "is made"
             )
         if sound == "new" and self.num_videos > 1:
@@ -73,11 +71,11 @@ class VideoToVideo(GivenClip):
                 "seed"
             )
         sizes = {name: getattr(info, name) for name in ("width", "height", "num_frames", "fps")}
-        return replace(self, info=info, sound=sound, **sizes).with_defaults(model)
+        return Request.resolved(replace(self, info=info, sound=sound, **sizes), model)
 
     def remarks(self, model: ModelConfig) -> Iterator[str]:
-        steps = len(self.schedule) - 1
-        left = len(from_level(self.schedule, self.noise_level)) - 1
+        steps = len(schedule(self)) - 1
+        left = len(from_level(schedule(self), self.noise_level)) - 1
         from_there = f"{left} of {steps} steps from noise level {self.noise_level:g} on"
         yield f"{from_there}, a strength of {left / steps:.2g} in diffusers"
         if self.sound == "new":
@@ -88,28 +86,25 @@ class VideoToVideo(GivenClip):
         schedule."""
         full = self.geometry(model)
         shape = (full.frames, full.rows, full.columns)
-        times = self.source.times_s
-        assert times, "a file without timestamps is refused"
         tiles = plan_encoder_tiles(options.vae_tiling, shape, model.video_vae)
-        stages: list[Stage] = [SourceVideo(self.source_path, full, tiles)]
+        stages: list[Stage] = [SourceVideo(self.video_path, full, tiles)]
         if self.sound != "new":
             kept = {"sound": self.audio and self.sound == "keep", "num_videos": self.num_videos}
-            start_s = float(times[0])
+            start_s = self[SourceClip].start_s
             stages += [
                 SourceSound(
-                    self.source_path, full, start_s, fit="zeros", record="source.audio", **kept
+                    self.video_path, full, start_s, fit="zeros", record="source.audio", **kept
                 )
             ]
         stages += self.text
         if self.sound == "new":
             bare = replace(self, images=(), latents_in=None)
-            stages += bare.denoise_once(full, options, loras, name="sound", frozen=("video",))
+            stages += denoise_once(bare, full, options, loras, name="sound", frozen=("video",))
         mixed = ("video", "audio") if self.sound == "noise" else ("video",)
         frozen = () if self.sound == "noise" else ("audio",)
         level = {"level": self.noise_level, "mixed": mixed, "frozen": frozen}
-        stages += self.denoise_once(full, options, loras, sound=self.sound == "noise", **level)
-        sounds = replace(self, audio=self.audio and self.sound != "keep")
-        return [*stages, *sounds.decoded(full, model, options)]
+        stages += denoise_once(self, full, options, loras, sound=self.sound == "noise", **level)
+        return [*stages, *self.decoded(full, model, options, sound=self.sound != "keep")]
 
 
 PIPELINE = VideoToVideo

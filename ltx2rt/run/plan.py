@@ -72,7 +72,7 @@ class Plan:
                 for merge in merges
             )
         yield from self.trained
-        if self.request.distilled == "optional" and (self.weights or not distilled):
+        if self.request.takes_distilled == "optional" and (self.weights or not distilled):
             how = (
                 "with the distilled LoRA near the weights"
                 if distilled

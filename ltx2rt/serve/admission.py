@@ -11,10 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from argparse import SUPPRESS
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, Field, dataclass, fields, replace
+from dataclasses import MISSING, Field, dataclass, replace
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -22,56 +23,33 @@ from typing import Any
 
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.errors import InputError
-from ltx2rt.flags import convert, flagged
+from ltx2rt.flags import Flag, convert, flagged
 from ltx2rt.media.hdr import HighRange
 from ltx2rt.pipelines import CLIP, chosen, make_request, pipelines, readers, unread
-from ltx2rt.pipelines.inpaint import parse_pad
-from ltx2rt.pipelines.nag import parse_nag
-from ltx2rt.pipelines.request import (
-    DEFAULT_FRAMES,
-    MAX_FPS,
-    MIN_FPS,
-    Request,
-    VideoRequest,
-    distilled_lora,
-    parse_blocks,
-    parse_fps,
-)
-from ltx2rt.pipelines.segments import parse_numbers, parse_segment_seed, parse_segments
-from ltx2rt.pipelines.step_plans import PlanFile, parse_interval, parse_step_plan
+from ltx2rt.pipelines.groups.guidance import ByChoice
+from ltx2rt.pipelines.groups.images import Images, parse_image
+from ltx2rt.pipelines.groups.seeds import Videos
+from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, MAX_FPS, MIN_FPS, Length, Pixels
+from ltx2rt.pipelines.groups.sound import parse_reference
+from ltx2rt.pipelines.groups.text import Enhancing
+from ltx2rt.pipelines.request import Request, distilled_lora
+from ltx2rt.pipelines.step_plans import PlanFile
 from ltx2rt.run.plan import make_plan, to_enhance
 from ltx2rt.run.recording import high_range_of
 from ltx2rt.serve.refusal import Refusal, of_input, unknown
 from ltx2rt.serve.shapes import Shape
-from ltx2rt.serve.upload import EXR, IMAGE, MASK, SOUND, SUFFIX, VIDEO
+from ltx2rt.serve.upload import EXR, IMAGE, MAX_BYTES, SUFFIX
 from ltx2rt.session.arrange import DatasheetBackend
 from ltx2rt.session.open import opened_checkpoint
 from ltx2rt.session.options import DISTILLED_STAGES, NO_LORA, LoraSpec, ModelOptions, existing
 from ltx2rt.session.session import Session
 from ltx2rt.stages.enhance import Enhancer
-from ltx2rt.stages.relay import parse_span
 from ltx2rt.weights.lora_config import lora_file
 
-# Parsers of flags that name no file.
-OFFERED = (
-    int, float, str, bool, parse_fps, parse_blocks, parse_interval, parse_step_plan, parse_span,
-    parse_pad, parse_nag, parse_segments, parse_numbers, parse_segment_seed,
-)  # fmt: skip
 MAX_PROMPT, MAX_IMAGES, MAX_LORAS, MAX_METADATA, MAX_PRIORITY = 4000, 8, 8, 16, 9
 MAX_VIDEOS = 8  # limit for one request
 MAX_PROMPTS = 64  # limit for segments
 MAX_SECONDS = 120  # limit for a clip in segments
-UPLOADS = {
-    "audio_path": SOUND,
-    "video_path": VIDEO,
-    "join": VIDEO,
-    "video_conditioning": VIDEO,
-    "conditioning_attention_mask": VIDEO,
-    "audio_conditioning": SOUND,
-    "voice": SOUND,
-    "mask": MASK,
-}
-SEVERAL, WITH_STRENGTH = ("video_conditioning",), ("video_conditioning", "audio_conditioning")
 OURS = (
     "model",
     "pipeline",
@@ -86,9 +64,6 @@ OURS = (
     "user",
 )
 MAX_DIGITS, MAX_USER = 40, 512  # characters: of a number, of a user's name
-FILES_NOT_HERE = {"noise_in", "latents_in", "prompt_enhancer"}
-ENHANCING = ("enhance_prompt", "enhance_seed", "enhanced_prompt")  # with --prompt-enhancer
-NOT_HERE = {"num_videos", *ENHANCING}
 MAX_SHAPES = 256  # whose plans are remembered
 UNKNOWN_BYTES = 10**15  # memory of a device that no replica has reported yet
 SHA = re.compile(r"[0-9a-f]{64}")
@@ -218,7 +193,7 @@ class Admission:
             }
             if "prompt" not in clip:
                 raise InputError("--prompt: there is none; say what the clip shows")
-            if "num_frames" in clip_fields:
+            if self.served[name].has(Length):
                 clip = {"num_frames": DEFAULT_FRAMES} | self._size(given, clip) | clip
             elif clash := sorted(given.keys() & {"size", "seconds"}):
                 raise InputError(f"--{clash[0]}: {name} keeps those of its video; leave it out")
@@ -243,7 +218,7 @@ class Admission:
         pictures = [(self.inputs / file, frame, strength) for file, frame, strength in images]
         specs = [LoraSpec((self.lora_folder or Path()) / file, *rest) for file, *rest in loras]
         self._session.use_loras((*self.options.loras, *specs))
-        more = {"images": pictures} if "images" in flagged(self.served[name]) else {}
+        more = {"images": pictures} if self.served[name].has(Images) else {}
         if images and not more:
             raise InputError(f"--image: the {name} pipeline takes none")
         request = make_request(name, **clip, **more, **as_given(files, self.inputs), num_videos=n)
@@ -379,7 +354,7 @@ class Admission:
 
     def _files(self, field: str, given: Any, kind: str) -> list[list]:
         """[name among the inputs] of each, of a field for references with its strength."""
-        most, weighed = MAX_IMAGES if field in SEVERAL else 1, field in WITH_STRENGTH
+        weighed, most = how(field).parse is parse_reference, MAX_IMAGES if how(field).repeat else 1
         files = []
         for item in _items(field, given, most, ("file_id", *(["strength"] * weighed))):
             file, strength = f"{item.get('file_id')}", number(item.get("strength", 1.0))
@@ -443,13 +418,13 @@ class Admission:
 
     # --- what can be asked for --------------------------------------------------------------------
 
-    def _possible(self, type_: type[VideoRequest]) -> bool:
+    def _possible(self, type_: type[Request]) -> bool:
         """Whether model and flags allow a request of the pipeline at all; what refuses one says why
         not."""
         try:
             type_.check_model(self.checkpoint.config)
             lora = None
-            if isinstance(type_.distilled, str):  # else each request's settings tell
+            if not type_.has(ByChoice):  # else each request's settings tell
                 lora = distilled_lora(type_, self.options, self.checkpoint)
         except InputError:
             return False
@@ -457,8 +432,7 @@ class Admission:
 
     def fields(self, type_: type[Request]) -> dict[str, Field]:
         """The clip flags that requests of the pipeline may set here."""
-        flags = flagged(type_) if self.enhancer else {}
-        return offered(type_) | {name: flags[name] for name in ENHANCING if name in flags}
+        return offered(type_, with_enhancer=self.enhancer is not None)
 
     def limits(self) -> dict[str, Any]:
         model = self.checkpoint.config
@@ -486,21 +460,35 @@ class Admission:
         }
 
 
-def served() -> dict[str, type[VideoRequest]]:
-    """The pipelines that make pictures; one with a flag for a file that is none of UPLOADS is not
-    served."""
-    found = {}
-    for name, type_ in pipelines().items():
-        files = {field for field, f in flagged(type_).items() if f.metadata["flag"].parse is Path}
-        if issubclass(type_, VideoRequest) and files <= {*FILES_NOT_HERE, *UPLOADS}:
-            found[name] = type_
-    return found
+def served() -> dict[str, type[Request]]:
+    """The pipelines that make pictures."""
+    return {name: type_ for name, type_ in pipelines().items() if type_.has(Pixels)}
 
 
 @cache
-def uploads(type_: type[Request]) -> dict[str, str]:
-    """The kinds of files that a pipeline takes besides images, by field."""
-    return {name: kind for name, kind in UPLOADS.items() if name in flagged(type_)}
+def uploads(*types: type[Request]) -> dict[str, str]:
+    """The kinds of files that pipelines take besides images, by field; of all that are served by
+    default."""
+    types = types or tuple(served().values())
+    found = {name: f.metadata["flag"] for name, f in flagged(*types).items()}
+    return {
+        name: how.file
+        for name, how in found.items()
+        if how.file in MAX_BYTES and how.parse is not parse_image
+    }
+
+
+@cache
+def structured() -> tuple[str, ...]:
+    """The fields that are JSON, also as text of a form."""
+    flags = {name: f.metadata["flag"] for name, f in flagged(*served().values()).items()}
+    listed = [name for name, how in flags.items() if how.repeat or how.json == "array"]
+    return ("loras", "metadata", "input_reference", *listed, *uploads())
+
+
+@cache
+def how(field: str) -> Flag:
+    return flagged(*pipelines().values())[field].metadata["flag"]
 
 
 def as_given(files: Mapping[str, list[list]], folder: Path) -> dict[str, Any]:
@@ -511,22 +499,27 @@ def as_given(files: Mapping[str, list[list]], folder: Path) -> dict[str, Any]:
     }
     one = {field: several[0] for field, several in found.items()}
     return {
-        field: found[field] if field in SEVERAL else first if field in WITH_STRENGTH else first[0]
+        field: found[field]
+        if how(field).repeat
+        else first
+        if how(field).parse is parse_reference
+        else first[0]
         for field, first in one.items()
     }
 
 
 @cache
-def offered(type_: type[Request]) -> dict[str, Field]:
-    """The clip flags that requests may set: those that name no file. Several videos are several
-    jobs."""
-    found = {f.name: (f, f.metadata["flag"]) for f in fields(type_) if "flag" in f.metadata}
+def offered(type_: type[Request], with_enhancer: bool = False) -> dict[str, Field]:
+    """The clip flags that requests may set: those that name no file to keep, and no range of
+    lengths. Several videos are several jobs."""
+    but = flagged(Videos) if with_enhancer else flagged(Videos, Enhancing)
+    found = {name: f for name, f in flagged(type_).items() if name not in but}
     return {
         name: f
-        for name, (f, how) in found.items()
-        if how.parse in OFFERED
-        and (not how.repeat or how.parse in (str, parse_span, parse_segment_seed))
-        and name not in NOT_HERE
+        for name, f in found.items()
+        if (how := f.metadata["flag"]).file in (None, "plan")
+        and not (how.repeat and how.parse is float)
+        and how.help != SUPPRESS
     }
 
 
@@ -546,7 +539,7 @@ def value(f: Field, given: Any) -> Any:
         if str(given).lower() not in ("true", "false"):
             raise InputError(f"{name}: {str(given)[:80]!r}, expected true or false")
         return str(given).lower() == "true"
-    listed = parse in (parse_blocks, parse_interval, parse_pad, parse_nag, parse_numbers)
+    listed = f.metadata["flag"].json in ("array", "string")
     plain_types = (str, int, float, list) if listed else (str, int, float)
     if parse is str and isinstance(given, str) and len(given) > MAX_PROMPT:
         raise InputError(f"{name}: {len(given)} characters, expected at most {MAX_PROMPT}")
@@ -571,18 +564,12 @@ def value(f: Field, given: Any) -> Any:
 def schema(f: Field) -> dict[str, Any]:
     """As JSON schema has it."""
     how = f.metadata["flag"]
-    types = {
-        int: "integer",
-        float: "number",
-        bool: "boolean",
-        parse_fps: "number",
-        parse_blocks: "array",
-        parse_pad: "array",
-        parse_segments: "integer",
-        parse_numbers: "array",
-    }
+    types = {int: "integer", float: "number", bool: "boolean"}
     negated = how.name is not None and how.name.startswith("--no-")
-    found = {"type": types.get(how.parse, "string"), "description": "" if negated else how.help}
+    found = {
+        "type": how.json or types.get(how.parse, "string"),
+        "description": "" if negated else how.help,
+    }
     if how.repeat:
         found |= {"type": "array", "items": {"type": "string"}}
     if how.choices:

@@ -37,7 +37,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import whole_fragments
 from ltx2rt.pipelines import make_request
 from ltx2rt.run.recording import STREAM, write_segment
-from ltx2rt.serve.admission import MAX_PRIORITY, UPLOADS, Admission, Admitted, number
+from ltx2rt.serve.admission import MAX_PRIORITY, Admission, Admitted, number, uploads
 from ltx2rt.serve.answers import Json, Opened
 from ltx2rt.serve.apart import Apart
 from ltx2rt.serve.board import Board
@@ -194,7 +194,7 @@ class App:
         """With `check=1` the request is checked, and its files are kept, but it is not queued."""
         self._require_accepting()
         most = self.settings.max_upload_bytes
-        given = await fields_of(request, most, self.folder, UPLOADS)
+        given = await fields_of(request, most, self.folder, uploads())
         if request.query_params.get("check") == "1":
             admitted = await self._admitted(request, given)
             return Json({"object": "check", "given": admitted.given})
@@ -221,14 +221,14 @@ class App:
         same prompt."""
         self._require_accepting()
         job, most = await self._job(request), self.settings.max_upload_bytes
-        given = await fields_of(request, most, self.folder, UPLOADS)
+        given = await fields_of(request, most, self.folder, uploads())
         return await self._extended(request, job, given, given.pop("video", "0"))
 
     async def extension(self, request: Request) -> Response:
         """As `extend`, in OpenAI's shape: `video` is the finished video, by its id or as an object
         that has one, and `seconds` how much is added."""
         self._require_accepting()
-        given = await fields_of(request, self.settings.max_upload_bytes, self.folder, UPLOADS)
+        given = await fields_of(request, self.settings.max_upload_bytes, self.folder, uploads())
         video, seconds = given.pop("video", None), given.pop("seconds", None)
         id = video.get("id") if isinstance(video, dict) else video
         if not isinstance(id, str):
@@ -313,7 +313,7 @@ class App:
             raise Refusal(
                 400, "invalid_value", f"priority: expected 0 to {MAX_PRIORITY}", "priority"
             )
-        if given.keys() & UPLOADS:
+        if given.keys() & uploads().keys():
             admitted = await self._apart.admit(given, self.supervisor.device)
         else:
             loop = asyncio.get_running_loop()
@@ -330,7 +330,7 @@ class App:
 
     async def _require_own_files(self, user: str, given: Mapping[str, Any]) -> None:
         """Refuse a `file_id` of somebody else as one that does not exist. Raises Refusal."""
-        for name, kind in ({"images": IMAGE} | UPLOADS).items():
+        for name, kind in ({"images": IMAGE} | uploads()).items():
             items = given.get(name)
             for item in items if isinstance(items, list) else []:
                 id = item.get("file_id") if isinstance(item, dict) else None

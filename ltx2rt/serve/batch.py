@@ -22,7 +22,7 @@ from typing import Any
 from ltx2rt.errors import InputError
 from ltx2rt.media.hdr import is_exr, read_exr
 from ltx2rt.media.images import read_rgb
-from ltx2rt.serve.admission import UPLOADS, Admission, Admitted
+from ltx2rt.serve.admission import Admission, Admitted, uploads
 from ltx2rt.serve.board import Board
 from ltx2rt.serve.folder import Folder, frames_of, sync
 from ltx2rt.serve.metrics import Metrics
@@ -175,7 +175,7 @@ def with_files(
     """The fields of a line with what `kept(path, kind)` gives in place of every path. Raises
     InputError."""
     found = dict(given)
-    for name, kind in ({"images": IMAGE} | UPLOADS).items():
+    for name, kind in ({"images": IMAGE} | uploads()).items():
         if name not in given:
             continue
         items = [{"path": given[name]}] if isinstance(given[name], str) else given[name]

@@ -19,6 +19,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ltx2rt.serve.admission import structured
 from ltx2rt.serve.folder import Folder
 from ltx2rt.serve.inline import ABOUT, KEYS, bytes_of, text_of
 from ltx2rt.serve.refusal import Refusal
@@ -27,16 +28,6 @@ from ltx2rt.serve.upload import IMAGE, SUFFIX, check_upload, kind_of
 MAX_FIELDS, MAX_FILES = 64, 8
 MAX_MARKS = 50_000  # commas and opening brackets of JSON, which cost a hundred times their size
 SLOW_S, SLOWEST_BYTES_PER_S = 10, 64_000
-STRUCTURED = (
-    "loras",
-    "images",
-    "input_reference",
-    "metadata",
-    "stg_blocks",
-    "segment_prompts",
-    "segment_seeds",
-    "cut",
-)
 
 
 class Gone(Exception):
@@ -63,7 +54,7 @@ async def fields_of(
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     chunks = _chunks(request, max_bytes)
     if kind == "multipart/form-data":
-        given, files = await _multipart(request, chunks, max_bytes, (*STRUCTURED, *uploads))
+        given, files = await _multipart(request, chunks, max_bytes, structured())
     elif kind in ("application/json", ""):
         given, files = _json(b"".join([chunk async for chunk in chunks])), {}
     else:

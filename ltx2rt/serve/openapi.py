@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ltx2rt.serve.admission import MAX_PRIORITY, MAX_PROMPT, MAX_VIDEOS, OURS, UPLOADS, Admission
+from ltx2rt.serve.admission import MAX_PRIORITY, MAX_PROMPT, MAX_VIDEOS, OURS, Admission, uploads
 from ltx2rt.serve.queue import JOB_ID
 
 
@@ -28,7 +28,7 @@ def _body(admission: Admission) -> dict[str, Any]:
         "priority": {"type": "integer", "minimum": 0, "maximum": MAX_PRIORITY},
         "n": {"type": "integer", **videos},
     }
-    for name, kind in UPLOADS.items():
+    for name, kind in uploads().items():
         about = f"a {kind}: a file of the form with this name, or a data: URL"
         properties[name] = {"type": "string", "description": about}
     properties["prompt"] = {"type": "string", "maxLength": MAX_PROMPT}

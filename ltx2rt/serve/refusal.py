@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from functools import cache
 
 from ltx2rt.errors import InputError
+from ltx2rt.flags import flagged, spelling
+from ltx2rt.pipelines import pipelines
 from ltx2rt.suggest import nearest
 
-OF_FLAG = {
-    "image": "images",
-    "lora": "loras",
-    "no_audio": "audio",
-    "segment_prompt": "segment_prompts",
-    "segment_seed": "segment_seeds",
-}
+
+@cache
+def field_of(flag: str) -> str:
+    """The field of a request that a flag of the command line stands for."""
+    fields = {spelling(f): name for name, f in flagged(*pipelines().values()).items()}
+    return fields.get(flag, "loras" if flag == "--lora" else flag[2:].replace("-", "_"))
 
 
 class Refusal(Exception):
@@ -47,9 +49,8 @@ def of_input(error: InputError, known: Collection[str], given: Collection[str]) 
     """
     message, field = str(error), None
     code = "too_large_for_memory" if message.startswith("no room") else "invalid_value"
-    if flag := re.match(r"--([\w-]+):", message):
-        field = flag[1].replace("-", "_")
-        field = OF_FLAG.get(field, field)
+    if flag := re.match(r"(--[\w-]+):", message):
+        field = field_of(flag[1])
         rest = message[flag.end() :]
         if field in ("width", "height") and "size" in given:
             field, rest = "size", f" {field} {rest.strip()}"

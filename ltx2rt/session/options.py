@@ -420,8 +420,8 @@ def existing_file(name: str, path: Path) -> None:
 
 
 def plain(value: Any, path: Callable[[Path], Any] = str) -> Any:
-    """JSON-able: dataclasses become dicts, fractions strings, and paths what `path` makes of
-    them."""
+    """JSON-able: dataclasses become text if they have one, else dicts; fractions text, and paths
+    what `path` makes of them."""
     if isinstance(value, Path):
         return path(value)
     if isinstance(value, Fraction):
@@ -431,5 +431,7 @@ def plain(value: Any, path: Callable[[Path], Any] = str) -> Any:
     if isinstance(value, (tuple, list)):
         return [plain(item, path) for item in value]
     if is_dataclass(value) and not isinstance(value, type):
+        if "__str__" in vars(type(value)):
+            return str(value)
         return {f.name: plain(getattr(value, f.name), path) for f in fields(value)}
     return value

@@ -145,7 +145,7 @@ def test_what_is_refused(calibrated, tmp_path):
         (("--evaluations", 1), "--evaluations"),
         (("--prompts", tmp_path / "none.txt"), "none.txt"),
         (("--pipeline", "distilled"), "--steps: the distilled pipeline does not read it"),
-        (("--pipeline", "hq"), "res_2s"),
+        (("--pipeline", "hq"), "hq has no guided stage"),
         (("--segments", 2), "unrecognized flag --segments"),
         (("--output", tmp_path / "none" / "plans.json"), "does not exist"),
     ):

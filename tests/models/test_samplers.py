@@ -89,7 +89,7 @@ def images(tmp_path):
 @pytest.mark.parametrize("sampler", ["res2s", "ancestral"])
 def test_a_trajectory_equals_its_reference(session, sampler, tmp_path):
     """Guided, an image at strength 0.6 in the first frame, one of 0.7 appended."""
-    from ltx2rt.pipelines.request import parse_image
+    from ltx2rt.pipelines.groups.images import parse_image
 
     given = tuple(map(parse_image, images(tmp_path)))
     request = pipeline("one-stage")("a fox", steps=4, seed=3, images=given, image_crf=0, **SIZE)

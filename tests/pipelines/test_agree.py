@@ -12,7 +12,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.media.output import write_wav
 from ltx2rt.pipelines import pipeline
-from ltx2rt.pipelines.request import parse_image
+from ltx2rt.pipelines.groups.images import parse_image
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
 from ltx2rt.session.open import open_session

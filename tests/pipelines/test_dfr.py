@@ -17,7 +17,8 @@ from ltx2rt.instruments.make import standing_for
 from ltx2rt.models.guided_step import Branches
 from ltx2rt.pipelines import pipeline
 from ltx2rt.pipelines.dfr import canvas
-from ltx2rt.pipelines.request import Loras, parse_image
+from ltx2rt.pipelines.groups.images import parse_image
+from ltx2rt.pipelines.request import Loras
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce, run_stages
 from ltx2rt.session.call import Call
@@ -549,7 +550,7 @@ def test_windows_of_one_size_are_compiled_once():
             "120 fps become 480, expected at most 240",
         ),
         ({"num_videos": 2}, "--num-videos: 2, but dfr makes one"),
-        ({"num_generated_keyframes": 2}, "dfr places its keyframes itself"),
+        ({"num_generated_keyframes": 2}, "does not read it"),
     ],
 )
 def test_what_does_not_fit_is_refused(given, said):

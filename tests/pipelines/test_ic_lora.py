@@ -26,8 +26,8 @@ from ltx2rt.models.geometry import (
     reference_positions,
     video_positions,
 )
+from ltx2rt.pipelines.groups.sound import parse_reference
 from ltx2rt.pipelines.ic_lora import ICLora, hdr_log
-from ltx2rt.pipelines.request import parse_reference
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
 from ltx2rt.session.open import open_session

@@ -13,22 +13,21 @@ from ltx2rt import pipelines
 LATENT = '''
 """text-to-latent: one denoised step at full size, and no decoder."""
 
-from dataclasses import dataclass
-from typing import ClassVar
-
-from ltx2rt.pipelines.request import NEUTRAL, VideoRequest
+from ltx2rt.pipelines.groups import NEW
+from ltx2rt.pipelines.groups.size import Size
+from ltx2rt.pipelines.request import Request
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.text import Text
 
 
-@dataclass(frozen=True)
-class TextToLatent(VideoRequest):
-    name: ClassVar[str] = "text-to-latent"
-    summary: ClassVar[str] = "latents alone"
+class TextToLatent(Request):
+    name = "text-to-latent"
+    summary = "latents alone"
+    groups = (*NEW, Size())
 
     def stages(self, model, options, loras):
         sigmas = shifted_sigmas(1)
-        steps = self.denoise("stage1", self.geometry(model), options, sigmas, loras.of("stage1"), guidance=NEUTRAL)
+        steps = self.denoise("stage1", self.geometry(model), options, sigmas, loras.of("stage1"))
         return [Text(self.prompts), *steps]
 
 

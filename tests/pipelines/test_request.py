@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from ltx2rt.errors import InputError
 from ltx2rt.pipelines import pipeline
 from ltx2rt.pipelines.distilled import Distilled
+from ltx2rt.pipelines.groups.guidance import parse_blocks
+from ltx2rt.pipelines.groups.images import parse_image
+from ltx2rt.pipelines.groups.size import check_step, parse_fps
 from ltx2rt.pipelines.one_stage import OneStage
-from ltx2rt.pipelines.request import parse_blocks, parse_fps, parse_image
 from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.release import NEGATIVE_PROMPT, named
 from ltx2rt.session.options import LoraSpec, ModelOptions, parse_lora
@@ -173,7 +175,6 @@ def test_bad_files_are_refused(tmp_path):
 
 @given(st.integers(-100, 3000))
 def test_a_named_nearest_size_is_always_legal(width):
-    from ltx2rt.pipelines.request import check_step
 
     try:
         check_step("--width", width, 64, 0, "px", "")

@@ -16,7 +16,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.media.sound import read_sound
 from ltx2rt.models.geometry import audio_positions, pack_audio, pack_video, video_positions
 from ltx2rt.pipelines import make_request, pipeline
-from ltx2rt.pipelines.request import parse_image
+from ltx2rt.pipelines.groups.images import parse_image
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
 from ltx2rt.session.options import LoraSpec
@@ -186,7 +186,7 @@ def test_an_image_takes_the_place_of_the_first_frame(sessions, clips, images):
     ({"noise_level": 0.0}, "--noise-level: 0, expected more than 0 and at most 1"),
     ({"noise_level": 1.5}, "--noise-level: 1.5, expected"),
     ({"sound": "old"}, "--sound: 'old', expected one of keep, noise, new"),
-    ({"guided": True, "skip_step": 1}, "v2v begins within the schedule"),
+    ({"guided": True, "skip_step": 1}, "does not read it"),
     ({"steps": 3}, "add --guided"),
     ({"video_path": None}, "--video-path: none"),
 ])  # fmt: skip

@@ -12,7 +12,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.models.geometry import audio_positions, video_positions
 from ltx2rt.models.guided_step import Branches
 from ltx2rt.pipelines import make_request, pipeline
-from ltx2rt.pipelines.step_plans import parse_interval
+from ltx2rt.pipelines.groups.steps import parse_interval
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce, warm_up
 from ltx2rt.stages.denoise import Denoise, within
@@ -111,7 +111,7 @@ def test_steps_on_the_border_and_nothing_to_guide():
     ("one-stage", {"guidance_interval": (0.5, 2)}, "expected START STOP"),
     ("one-stage", {"guidance_interval": "0 1", "skip_step": 1}, "given beside --skip-step"),
     ("two-stage", {"guidance_interval": "0 1", "step_plan": "0,4,8"}, "given beside --step-plan"),
-    ("hq", {"guidance_interval": "0 1"}, "hq's res_2s evaluates between steps"),
+    ("hq", {"guidance_interval": "0 1"}, "does not read it"),
     ("extend", {"guidance_interval": "0 1", "video_path": "a.mp4"}, "add --guided"),
     ("distilled", {"guidance_interval": "0 1"}, "distilled pipeline does not read it"),
 ])  # fmt: skip

@@ -29,7 +29,7 @@ from ltx2rt.media.video import read_frames
 from ltx2rt.models import vocoder
 from ltx2rt.models.geometry import pack_audio, pack_video, unpack_video
 from ltx2rt.pipelines import make_request
-from ltx2rt.pipelines.segments import segment_seed
+from ltx2rt.pipelines.groups.segments import segment_seed
 from ltx2rt.placement.plan import peak
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.recording import STREAM, recording

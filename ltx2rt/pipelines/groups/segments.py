@@ -19,19 +19,12 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
 from ltx2rt.media.splice import Seam
-from ltx2rt.models.geometry import Geometry
-from ltx2rt.pipelines.request import (
-    DEFAULT_FRAMES,
-    MAX_FRAMES,
-    SEED_LIMIT,
-    Loras,
-    VideoRequest,
-    check_step,
-)
-from ltx2rt.pipelines.sound_following import SoundFollowing
+from ltx2rt.pipelines.groups.group import Group
+from ltx2rt.pipelines.groups.seeds import SEED_LIMIT
+from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, MAX_FRAMES, check_step
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.clip_end import ends, leading
-from ltx2rt.stages.denoise import Denoise, Noise
+from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.given import GivenLatents
 from ltx2rt.stages.joined import JoinFrames
 from ltx2rt.stages.segments import (
@@ -41,9 +34,9 @@ from ltx2rt.stages.segments import (
     Past,
     PastSound,
     SegmentFile,
-    Segments,
     segment_starts,
 )
+from ltx2rt.stages.segments import Segments as JoinSegments
 from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.stage import Stage
 
@@ -74,8 +67,19 @@ def parse_numbers(text: str | int | Sequence[int]) -> tuple[int, ...]:
         ) from None
 
 
-def parse_segment_seed(text: str | Sequence[int]) -> tuple[int, int]:
+@dataclass(frozen=True)
+class SegmentSeed:
+    segment: int
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.segment}:{self.seed}"
+
+
+def parse_segment_seed(text: str | Sequence[int] | SegmentSeed) -> SegmentSeed:
     """SEGMENT:SEED."""
+    if isinstance(text, SegmentSeed):
+        return text
     try:
         number, seed = map(int, text.split(":")) if isinstance(text, str) else map(index, text)
     except (TypeError, ValueError):
@@ -84,13 +88,16 @@ def parse_segment_seed(text: str | Sequence[int]) -> tuple[int, int]:
         ) from None
     if not 0 <= seed < SEED_LIMIT:
         raise InputError(f"--segment-seed: seed {str(seed)[:30]}, expected 0 or more, below 2^63")
-    return number, seed
+    return SegmentSeed(number, seed)
 
 
 @dataclass(frozen=True)
-class Segmented(SoundFollowing, VideoRequest):
-    """parts_folder: where the segments are kept; those that are there are not made again. number: of
-    the segment, from 1, whose request this is; 0: the clip's."""
+class Segments(Group):
+    """A clip in segments, and one of its segments.
+
+    parts_folder: where the segments are kept; those that are there are not made again. number: of
+    the segment, from 1, whose request this is; 0: the clip's.
+    """
 
     segments: int | str | None = flag(
         None,
@@ -102,6 +109,7 @@ class Segmented(SoundFollowing, VideoRequest):
         least=2,
         most=MAX_SEGMENTS,
         bare=WHOLE,
+        json="integer",
     )
     segment_frames: int | None = flag(
         None,
@@ -136,7 +144,7 @@ class Segmented(SoundFollowing, VideoRequest):
         least=9,
         most=97,
     )
-    segment_seeds: tuple[tuple[int, int], ...] = flag(
+    segment_seeds: tuple[SegmentSeed, ...] = flag(
         (),
         "seeds of segments in place of those that follow from --seed, the first is 1",
         parse_segment_seed,
@@ -152,6 +160,7 @@ class Segmented(SoundFollowing, VideoRequest):
         parse_numbers,
         group="conditioning",
         metavar="LIST",
+        json="array",
     )
     colour_lock: float = flag(
         0.0,
@@ -171,54 +180,46 @@ class Segmented(SoundFollowing, VideoRequest):
     number: int = field(default=0, repr=False)
 
     @property
-    def in_segments(self) -> bool:
+    def asked(self) -> bool:
         return self.segments is not None or self.length is not None
 
     @property
-    def clip_frames(self) -> int:
-        if not self.in_segments or self.num_frames is None or self.segments == WHOLE:
-            return super().clip_frames
-        return self.starts[-1] + self.num_frames
+    def prefix(self) -> str:
+        """Beginning of the names of a segment's noise."""
+        return f"segment{self.number}." if self.number else ""
 
-    @property
-    def starts(self) -> tuple[int, ...]:
+    def clip_frames(self, request: Any) -> int:
+        if request.num_frames is None or self.segments == WHOLE:
+            return request.num_frames
+        return self.starts(request)[-1] + request.num_frames
+
+    def starts(self, request: Any) -> tuple[int, ...]:
         """The clip's frame at which each segment begins. Of a resolved request."""
+        size = request.num_frames
         if self.segments is not None:
-            new = (int(self.segments) - 1) * (self.num_frames - self.overlap)
+            new = (int(self.segments) - 1) * (size - self.overlap)
         else:
             step = 8  # frames of a latent, in every release
-            whole = ceil((Fraction(self.length or 0) * self.fps - 1) / step) * step + 1
-            new = max(whole - self.num_frames, 0)
-        return segment_starts(self.num_frames + new, self.num_frames, self.overlap, self.cut)
+            whole = ceil((Fraction(self.length or 0) * request.fps - 1) / step) * step + 1
+            new = max(whole - size, 0)
+        return segment_starts(size + new, size, self.overlap, self.cut)
 
-    def settings(self, path: Any = str) -> dict[str, Any]:
-        found = super().settings(path)
-        found["segment_seeds"] = [f"{number}:{seed}" for number, seed in self.segment_seeds]
-        return {name: x for name, x in found.items() if name not in ("parts_folder", "number")}
+    def parts(self, request: Any) -> list[SegmentFile]:
+        folder, origin, found = self.parts_folder or Path(), 0, []
+        for number, start in enumerate(self.starts(request), 1):
+            origin = start if number in self.cut else origin
+            path = folder / f"{number - 1:04d}.mov"
+            more = request.audio, start, origin, bool(request.high_range)
+            found.append(SegmentFile.of(path, request.num_frames, request.fps, *more))
+        return found
 
-    @property
-    def noise(self) -> Noise:
-        return replace(super().noise, prefix=f"segment{self.number}." if self.number else "")
-
-    @property
-    def made(self) -> tuple[str, ...]:
-        there = [part.path.exists() for part in self.parts] if self.parts_folder else []
+    def made(self, request: Any) -> tuple[str, ...]:
+        there = [part.path.exists() for part in self.parts(request)] if self.parts_folder else []
         return tuple(f"segment{number}." for number, made in enumerate(there, 1) if made)
-
-    @property
-    def image_frames(self) -> int:
-        return self.clip_frames
-
-    def denoise(self, name: str, geometry: Geometry, *rest: Any, **more: Any) -> list[Stage]:
-        return super().denoise(name, geometry, *rest, **more, **self.following(name, geometry))
-
-    def kept_in(self, folder: Path) -> Any:
-        return replace(self, parts_folder=folder) if self.in_segments else self
 
     # --- checks -----------------------------------------------------------------------------------
 
-    def check(self) -> None:
-        super().check()
+    def check(self, request: Any) -> None:
         if self.segments is not None and self.length is not None:
             raise InputError("--length: given beside --segments; leave one of the two out")
         if self.segment_frames is not None and self.segments != WHOLE:
@@ -226,7 +227,7 @@ class Segmented(SoundFollowing, VideoRequest):
                 "--segment-frames: goes with --segments without a number, which makes a clip of "
                 "--num-frames; otherwise --num-frames says it"
             )
-        if not self.in_segments:
+        if not self.asked:
             for name, given in (
                 ("--segment-prompt", self.segment_prompts),
                 ("--segment-seed", self.segment_seeds),
@@ -237,13 +238,13 @@ class Segmented(SoundFollowing, VideoRequest):
                 if given and not self.number:
                     raise InputError(f"{name}: the clip has one segment; give --segments")
             return
-        at_start = self.audio_conditioning_at == "start"
+        at_start = request.audio_conditioning_at == "start"
         for name, given in (
-            ("--num-videos", self.num_videos > 1),
-            ("--auto-duration", self.auto_duration),
-            ("--num-generated-keyframes", self.num_generated_keyframes),
-            ("--prompt-at", self.prompt_at),
-            ("--audio-conditioning-at start", self.audio_conditioning and at_start),
+            ("--num-videos", request.num_videos > 1),
+            ("--auto-duration", request.auto_duration),
+            ("--num-generated-keyframes", request.num_generated_keyframes),
+            ("--prompt-at", request.prompt_at),
+            ("--audio-conditioning-at start", request.audio_conditioning and at_start),
         ):
             if given:
                 raise InputError(f"{name}: does not go with a clip in segments; leave it out")
@@ -252,71 +253,74 @@ class Segmented(SoundFollowing, VideoRequest):
                 raise InputError("--segment-prompt: one is empty; say what the segment shows")
             if prompt != prompt.encode(errors="ignore").decode():
                 raise InputError("--segment-prompt: holds characters that are no text")
-        if self.segment_prompts and (self.enhance_prompt or self.enhanced_prompt):
+        if self.segment_prompts and (request.enhance_prompt or request.enhanced_prompt):
             raise InputError(
                 "--enhance-prompt: writes one prompt out, but --segment-prompt gives several; "
                 "leave one of the two out"
             )
 
-    def _lasting(self, model: ModelConfig) -> Any:
-        if self.in_segments and self.num_frames is None:
-            return replace(self, num_frames=DEFAULT_FRAMES)
-        return super()._lasting(model)
+    def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
+        """The frames of a segment, and the clip's length in seconds in place of its frames."""
+        if self.segments == WHOLE:
+            return self._in_length(request, model)
+        return {"num_frames": DEFAULT_FRAMES} if self.asked and request.num_frames is None else {}
 
-    def _in_length(self: Any, model: ModelConfig) -> Any:
-        """This clip by its length in seconds and by the frames of a segment."""
-        if self.num_frames is None:
+    def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
+        if not self.asked:
+            return {}
+        step = model.video_vae.time_factor
+        check_step("--overlap", self.overlap, step, 1, "frames", f"{step}*k + 1")
+        if self.overlap >= request.num_frames:
+            raise InputError(
+                f"--overlap: {self.overlap}, but a segment has {request.num_frames} frames; give "
+                "fewer"
+            )
+        self._check_numbers(request)
+        return {}
+
+    def _in_length(self, request: Any, model: ModelConfig) -> dict[str, Any]:
+        """The clip by its length in seconds and by the frames of a segment."""
+        if request.num_frames is None:
             raise InputError(
                 "--segments: without a number it makes a clip of --num-frames; give that, or the "
                 "number of segments"
             )
         size, step = self.segment_frames or DEFAULT_FRAMES, model.video_vae.time_factor
-        for name, value in (("--segment-frames", size), ("--num-frames", self.num_frames)):
+        for name, value in (("--segment-frames", size), ("--num-frames", request.num_frames)):
             check_step(name, value, step, 1, "frames", f"{step}*k + 1")
-        if self.num_frames <= size:
+        if request.num_frames <= size:
             raise InputError(
-                f"--segments: {self.num_frames} frames are one segment of {size}; leave it out, or "
-                "give a smaller --segment-frames"
+                f"--segments: {request.num_frames} frames are one segment of {size}; leave it out, "
+                "or give a smaller --segment-frames"
             )
-        length = float((self.num_frames - 1) / self.fps)
+        length = float((request.num_frames - 1) / request.fps)
         if length > MAX_LENGTH_S:
             raise InputError(
-                f"--num-frames: {self.num_frames} frames are {length:.0f} s, expected at most "
+                f"--num-frames: {request.num_frames} frames are {length:.0f} s, expected at most "
                 f"{MAX_LENGTH_S} s"
             )
-        return replace(self, segments=None, segment_frames=None, num_frames=size, length=length)
+        return {"segments": None, "segment_frames": None, "num_frames": size, "length": length}
 
-    def resolved(self: Any, model: ModelConfig) -> Any:
-        if self.segments == WHOLE:
-            self.check()
-            self = self._in_length(model)
-        if not self.in_segments:
-            return super().resolved(model)
-        step, size = model.video_vae.time_factor, self.num_frames or DEFAULT_FRAMES
-        check_step("--overlap", self.overlap, step, 1, "frames", f"{step}*k + 1")
-        if self.overlap >= size:
-            raise InputError(
-                f"--overlap: {self.overlap}, but a segment has {size} frames; give fewer"
-            )
-        full = super().resolved(model)
-        count = len(full.starts)
+    def _check_numbers(self, request: Any) -> None:
+        """Refuse too few or too many segments, and numbers that no segment has."""
+        count = len(self.starts(request))
         if count == 1:
             raise InputError(
-                f"--length: {full.length:g} s are {full.clip_frames} frames, and one segment has "
-                f"{full.num_frames}; leave it out, or give a smaller --num-frames"
+                f"--length: {self.length:g} s are {self.clip_frames(request)} frames, and one "
+                f"segment has {request.num_frames}; leave it out, or give a smaller --num-frames"
             )
         if count > MAX_SEGMENTS:
             raise InputError(
                 f"--length: {count} segments, expected at most {MAX_SEGMENTS}; give more "
                 "--num-frames"
             )
-        if len(full.segment_prompts) >= count:
+        if len(self.segment_prompts) >= count:
             raise InputError(
-                f"--segment-prompt: {len(full.segment_prompts)} after --prompt, but the clip has "
+                f"--segment-prompt: {len(self.segment_prompts)} after --prompt, but the clip has "
                 f"{count} segments; give at most {count - 1}"
             )
-        numbers = [number for number, _ in full.segment_seeds]
-        for name, given, least in (("--segment-seed", numbers, 1), ("--cut", list(full.cut), 2)):
+        numbers = [seed.segment for seed in self.segment_seeds]
+        for name, given, least in (("--segment-seed", numbers, 1), ("--cut", list(self.cut), 2)):
             for number in given:
                 if not least <= number <= count:
                     raise InputError(
@@ -324,38 +328,26 @@ class Segmented(SoundFollowing, VideoRequest):
                     )
                 if given.count(number) > 1:
                     raise InputError(f"{name}: segment {number} is given twice; give it once")
-        return full
 
     # --- what is made -----------------------------------------------------------------------------
 
-    def remarks(self, model: ModelConfig) -> Iterator[str]:
-        yield from super().remarks(model)
-        if self.in_segments:
-            count, new = len(self.starts), self.num_frames - self.overlap
-            seconds = self.clip_frames / float(self.fps)
-            yield f"{count} segments: {self.num_frames} frames, then {new} new ones each; {seconds:.2f} s"
-            if made := len(self.made):
+    def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
+        if self.asked:
+            count, new = len(self.starts(request)), request.num_frames - self.overlap
+            seconds = request.clip_frames / float(request.fps)
+            yield f"{count} segments: {request.num_frames} frames, then {new} new ones each; {seconds:.2f} s"
+            if made := len(self.made(request)):
                 yield f"{made} of them are there already, in {self.parts_folder}"
 
-    @property
-    def parts(self) -> list[SegmentFile]:
-        folder, origin, found = self.parts_folder or Path(), 0, []
-        for number, start in enumerate(self.starts, 1):
-            origin = start if number in self.cut else origin
-            path = folder / f"{number - 1:04d}.mov"
-            more = self.audio, start, origin, bool(self.hdr)
-            found.append(SegmentFile.of(path, self.num_frames, self.fps, *more))
-        return found
-
-    def all_stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        """Those of the segments that are not there yet, and of the clip that they make."""
-        if not self.in_segments:
-            return super().all_stages(model, options, loras)
-        stages, parts = [], self.parts
+    def stages(
+        self, request: Any, model: ModelConfig, options: ModelOptions, loras: Any
+    ) -> list[Stage]:
+        """The stages of the segments that are not there yet, and of the clip that they make."""
+        stages, parts = [], self.parts(request)
         for i, part in enumerate(parts):
             if self.parts_folder and part.path.exists():
                 continue
-            made = self._segment(i).stages(model, options, loras)
+            made = self.request_of(i, request).stages(model, options, loras)
             if i and i + 1 not in self.cut:
                 first = part.start - parts[i - 1].start
                 begun = next(p for p in parts if p.start == part.origin)
@@ -363,28 +355,30 @@ class Segmented(SoundFollowing, VideoRequest):
                 before = replace(parts[i - 1], first=first)
                 made = list(continued(made, before, options, model, anchor))
                 if self.colour_lock:
-                    kept = (self.num_frames - first - 1) // model.video_vae.time_factor + 1
+                    kept = (request.num_frames - first - 1) // model.video_vae.time_factor + 1
                     lock = ColourLock(begun, kept, self.colour_lock)
                     last = max(i for i, stage in enumerate(made) if isinstance(stage, Denoise))
                     made.insert(last + 1, lock)
             look = self.colour_lock > 0 and part.start == part.origin
             stages += [*made, Keep(part, i + 1, len(parts), look)]
-        return [*stages, Segments(parts)]
+        return [*stages, JoinSegments(parts)]
 
-    def _segment(self, i: int) -> Any:
+    def request_of(self, i: int, request: Any) -> Any:
         """Segment i as a request; the clip's images are those of the segment that they are new
         in."""
-        start, prompts = self.starts[i], (self.prompt, *self.segment_prompts)
-        new = range(
-            start if i == 0 else self.starts[i - 1] + self.num_frames, start + self.num_frames
-        )
+        starts, size = self.starts(request), request.num_frames
+        start, prompts = starts[i], (request.prompt, *self.segment_prompts)
+        new = range(start if i == 0 else starts[i - 1] + size, start + size)
         images = [
-            replace(image, frame=image.frame - start) for image in self.images if image.frame in new
+            replace(image, frame=image.frame - start)
+            for image in request.images
+            if image.frame in new
         ]
+        seeds = {seed.segment: seed.seed for seed in self.segment_seeds}
         return replace(
-            self,
+            request,
             prompt=prompts[min(i, len(prompts) - 1)],
-            seed=dict(self.segment_seeds).get(i + 1, segment_seed(self.seeds[0], i)),
+            seed=seeds.get(i + 1, segment_seed(request.seeds[0], i)),
             images=tuple(images),
             segments=None,
             length=None,

@@ -1,0 +1,25 @@
+"""Groups of flags, each for one feature of a clip, and those that many pipelines list.
+
+A group has a default value, so that a pipeline's list says its defaults: `Size(1920, 1088)`.
+"""
+
+from __future__ import annotations
+
+from ltx2rt.pipelines.groups.group import Group
+from ltx2rt.pipelines.groups.guidance import Guidance, Nag
+from ltx2rt.pipelines.groups.images import GeneratedKeyframes, Hdr
+from ltx2rt.pipelines.groups.seeds import NoiseFile, Seed, Videos
+from ltx2rt.pipelines.groups.segments import Segments
+from ltx2rt.pipelines.groups.size import Length
+from ltx2rt.pipelines.groups.sound import Sounding, SoundToFollow, Voice
+from ltx2rt.pipelines.groups.source_clip import SourceClip
+from ltx2rt.pipelines.groups.steps import AllSkips, Interval, Steps
+from ltx2rt.pipelines.groups.text import Enhancing, NegativePrompt, Prompt, PromptsByTime
+
+RUN: tuple[Group, ...] = (Videos(), Seed(), NoiseFile(), Enhancing())
+NEW = (Prompt(), Length(), *RUN)
+PICTURES = (PromptsByTime(), Hdr(), Sounding(), GeneratedKeyframes())
+GUIDED = (NegativePrompt(), Steps(), AllSkips(), Interval(), Guidance())
+NAGGED = (NegativePrompt(), Nag())
+SEGMENTED = (SoundToFollow(), Voice(), Segments())
+FROM_CLIP = (Prompt(), SourceClip(), *RUN, Sounding())

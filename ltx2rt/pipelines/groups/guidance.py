@@ -1,0 +1,183 @@
+"""Guidance: its scales, the choice to have it, and a negative prompt without it (NAG)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from operator import index
+from typing import Any
+
+import numpy as np
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.errors import InputError
+from ltx2rt.flags import flag, spelling
+from ltx2rt.models.geometry import Geometry
+from ltx2rt.models.guided_step import Branches
+from ltx2rt.pipelines.groups.group import Group
+from ltx2rt.pipelines.groups.steps import Interval, Skips, Steps
+from ltx2rt.pipelines.groups.text import NegativePrompt
+from ltx2rt.stages.stage import MODALITIES
+
+NONE = {"cfg": 1, "stg": 0, "modality": 1, "rescale": 0}  # scales that guide by nothing
+NEUTRAL = np.array([[*NONE.values()]] * 2, np.float32)  # the conditional branch alone
+NAG = "--nag"
+TAU, ALPHA = 2.5, 0.25  # those of ComfyUI-KJNodes' node for LTX-2, whose scale is 11
+
+
+def parse_blocks(text: str | Sequence[int], name: str = "--stg-blocks") -> tuple[int, ...]:
+    """A comma-separated list of block numbers, or the numbers. name: of the flag."""
+    try:
+        if not isinstance(text, str):
+            return tuple(index(part) for part in text)
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except (TypeError, ValueError):
+        raise InputError(
+            f"{name}: {str(text)[:80]!r}, expected block numbers such as 28 or 14,19"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Scales(Group):
+    """Scales of guidance; a modality without flags is guided by nothing."""
+
+    stg_blocks: tuple[int, ...] | None = flag(
+        None,
+        "transformer blocks that STG skips, such as 14,19 (default: 29 for LTX-2.0, else 28)",
+        parse_blocks,
+        group="guidance",
+        metavar="LIST",
+        json="array",
+    )
+
+    @property
+    def scales(self) -> np.ndarray:
+        """f32[2, 4]: rows video and audio, columns cfg, stg, modality, rescale."""
+        rows = [[getattr(self, f"{m}_{name}", NONE[name]) for name in NONE] for m in MODALITIES]
+        return np.array(rows, np.float32)
+
+    def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
+        if not request.is_guided:
+            return {}
+        num_layers, given = model.transformer.num_layers, self.stg_blocks
+        if given is None:
+            return {"stg_blocks": model.release.stg_blocks(num_layers)}
+        if given == () and self.scales[:, 1].any():
+            raise InputError(
+                "--stg-blocks: no block is given; name one, or set --video-stg 0 --audio-stg 0"
+            )
+        for block in given:
+            if not 0 <= block < num_layers:
+                raise InputError(
+                    f"--stg-blocks: block {block}, but the model has blocks 0 to {num_layers - 1}"
+                )
+        return {}
+
+    def negates(self, request: Any) -> bool:
+        return request.is_guided and Branches.of(self.scales).uncond
+
+
+@dataclass(frozen=True)
+class VideoScales(Scales):
+    video_cfg: float = flag(
+        3.0, "scale of classifier-free guidance for video, 1 for none", group="guidance"
+    )
+    video_stg: float = flag(
+        1.0, "scale of spatio-temporal guidance (STG) for video, 0 for none", group="guidance"
+    )
+    video_modality: float = flag(
+        3.0, "scale of guidance by the sound for video, 1 for none", group="guidance"
+    )
+    video_rescale: float = flag(
+        0.7, "rescaling of guided video to its unguided spread, 0 for none", group="guidance"
+    )
+
+
+@dataclass(frozen=True)
+class SoundScales(Scales):
+    """Scales for sound that no video guides."""
+
+    audio_cfg: float = flag(
+        7.0, "scale of classifier-free guidance for sound, 1 for none", group="guidance"
+    )
+    audio_stg: float = flag(
+        1.0, "scale of spatio-temporal guidance (STG) for sound, 0 for none", group="guidance"
+    )
+    audio_rescale: float = flag(
+        0.7, "rescaling of guided sound to its unguided spread, 0 for none", group="guidance"
+    )
+
+
+@dataclass(frozen=True)
+class Guidance(SoundScales, VideoScales):
+    audio_modality: float = flag(
+        3.0, "scale of guidance by the video for sound, 1 for none", group="guidance"
+    )
+
+
+@dataclass(frozen=True)
+class ByChoice(Group):
+    """Steps are guided only if asked for; else flags of guidance are refused."""
+
+    guided: bool = flag(
+        False,
+        "run --steps guided steps of a full model, in place of 8 distilled ones",
+        group="sampling",
+    )
+
+    def check(self, request: Any) -> None:
+        if self.guided:
+            return
+        for group in request.groups:
+            if not isinstance(group, (NegativePrompt, Steps, Skips, Interval, Scales)):
+                continue
+            for f in fields(group):
+                negative = isinstance(group, NegativePrompt) and request.negated
+                if getattr(request, f.name) != getattr(group, f.name) and not negative:
+                    raise InputError(
+                        f"{spelling(f)}: the distilled steps have no guidance; add --guided"
+                    )
+
+
+def parse_nag(text: str | float | Sequence[float]) -> tuple[float, float, float]:
+    """SCALE[:TAU[:ALPHA]], or as many numbers. Raises InputError."""
+    try:
+        given = text.split(":") if isinstance(text, str) else text
+        parts = [given] if isinstance(given, (int, float)) else given
+        scale, tau, alpha = [*map(float, parts), *(TAU, ALPHA)[max(len(parts) - 1, 0) :]]
+        if not (1 <= scale < math.inf and 0 < tau < math.inf and 0 <= alpha <= 1):
+            raise ValueError
+    except (TypeError, ValueError):
+        raise InputError(
+            f"{NAG}: {str(text)[:80]!r}, expected SCALE[:TAU[:ALPHA]], a scale of 1 or more, TAU "
+            f"above 0 and ALPHA from 0 to 1, such as 11 or 11:{TAU}:{ALPHA}"
+        ) from None
+    return scale, tau, alpha
+
+
+@dataclass(frozen=True)
+class Nag(Group):
+    nag: tuple[float, float, float] | None = flag(
+        None,
+        "strength of the negative prompt in attention where no guidance runs (NAG), 1 for none, "
+        "often 11",
+        parse_nag,
+        group="guidance",
+        metavar="SCALE[:TAU[:ALPHA]]",
+        json="string",
+    )
+
+    def check(self, request: Any) -> None:
+        if self.nag and request.is_guided:
+            raise InputError(f"{NAG}: for steps without guidance; leave it or --guided out")
+        if not self.nag and request.negative_prompt is not None and not request.has(Scales):
+            raise InputError(
+                f"--negative-prompt: {request.name} has no guidance; add {NAG} 11, or leave it out"
+            )
+
+    def added(self, request: Any, name: str, geometry: Geometry) -> dict[str, Any]:
+        return {"nag": self.nag}
+
+    def negates(self, request: Any) -> bool:
+        return self.nag is not None

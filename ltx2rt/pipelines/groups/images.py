@@ -1,0 +1,189 @@
+"""Images that frames follow, keyframes that the model makes, and high dynamic range."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from operator import index
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.errors import InputError
+from ltx2rt.flags import flag
+from ltx2rt.media.hdr import SPACES, TRANSFERS, HighRange, is_exr
+from ltx2rt.models.geometry import Geometry
+from ltx2rt.pipelines.groups.group import Group
+from ltx2rt.session.options import as_number, from_tuple, parse_number
+from ltx2rt.stages.conditioning import Image, ImageSpec, LatentImage, Slot, slot_frames
+
+MAX_KEYFRAMES = 64
+
+
+def parse_image(text: str | tuple | ImageSpec) -> ImageSpec:
+    """FILE:FRAME[:STRENGTH], read from the right, or a tuple of those; FILE may be latent:K."""
+    if isinstance(text, ImageSpec):
+        return text
+    if not isinstance(text, str):
+        if len(text) < 2:
+            raise ValueError
+        return ImageSpec(*from_tuple(text, Path, index, as_number))
+    match = re.fullmatch(
+        r"(?P<path>latent:\d{1,4}|.+?):(?P<frame>[+-]?\d{1,18})(:(?P<strength>[^:]+))?",
+        text,
+        re.DOTALL,
+    )
+    strength = parse_number(match["strength"] or "1") if match else None
+    if match is None or strength is None:
+        raise InputError(
+            f"--image: {text!r}, expected FILE:FRAME or FILE:FRAME:STRENGTH, such as cat.png:0:0.8"
+        )
+    return ImageSpec(Path(match["path"]), int(match["frame"]), strength)
+
+
+@dataclass(frozen=True)
+class Images(Group):
+    """append: whether an image at frame 0 is a guide beside the first frame, like every later one,
+    and not the first frame itself. least: that have to be given."""
+
+    append: ClassVar[bool] = False
+    least: ClassVar[int] = 0
+
+    images: tuple[ImageSpec, ...] = flag(
+        (),
+        "images that frames follow, strength 1.0 unless given; frame 0 is the first",
+        parse_image,
+        group="conditioning",
+        name="--image",
+        metavar="FILE:FRAME[:STRENGTH]",
+        repeat=True,
+        keyword="image",
+        file="image",
+    )
+    latents_in: Path | None = flag(
+        None,
+        "safetensors file with image.0, image.1, ..., latents for --image "
+        "latent:K:FRAME[:STRENGTH]",
+        Path,
+        group="conditioning",
+        metavar="FILE",
+        file="tensors",
+    )
+    image_crf: int | None = flag(
+        None,
+        "H.264 compression of images before use, 0 for none (default: 33; LTX-2.5: 18)",
+        int,
+        group="conditioning",
+        least=0,
+        most=51,
+    )
+
+    def check(self, request: Any) -> None:
+        if len(self.images) < self.least:
+            raise InputError(
+                f"--image: {len(self.images)} given, the {request.name} pipeline goes between at "
+                f"least {self.least}"
+            )
+        for image in self.images:
+            if not 0 <= image.strength <= 1:
+                raise InputError(
+                    f"--image: strength {image.strength} of {image.path}, expected 0 to 1"
+                )
+        latent = [image.path for image in self.images if image.latent]
+        if latent and self.latents_in is None:
+            raise InputError(
+                f"--image: {latent[0]} is a tensor of --latents-in, which is not given; give it, or "
+                "name an image"
+            )
+        if self.latents_in is not None and not latent:
+            raise InputError("--latents-in: no --image latent:K:FRAME reads it; leave it out")
+        for image in self.images:
+            if not image.latent and is_exr(image.path) != bool(request.high_range):
+                wrong, advice = "is an EXR file", "add --hdr"
+                if request.high_range:
+                    wrong, advice = "is no EXR file", "convert it, or leave --hdr out"
+                raise InputError(f"--image: {image.path} {wrong}; {advice}")
+        frames = [image.frame for image in self.images]
+        if twice := [frame for frame in frames if frames.count(frame) > 1]:
+            raise InputError(f"--image: two images at frame {twice[0]}; give each frame one image")
+
+    def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
+        for image in self.images:
+            if not 0 <= image.frame < (count := request.image_frames):
+                raise InputError(
+                    f"--image: frame {image.frame} of {image.path}, but the clip has frames 0 to "
+                    f"{count - 1}"
+                )
+        return {"image_crf": model.image_crf} if self.image_crf is None else {}
+
+    def added(self, request: Any, name: str, geometry: Geometry) -> dict[str, Any]:
+        space = request.high_range.space if request.high_range else None
+        images = tuple(
+            LatentImage(spec, geometry, self.latents_in, name, self.append)
+            if spec.latent and self.latents_in
+            else Image(spec, geometry, self.image_crf or 0, self.append, space)
+            for spec in self.images
+        )
+        return {"given": images}
+
+
+@dataclass(frozen=True)
+class Between(Images):
+    """Two images or more, with a guided clip between them."""
+
+    append: ClassVar[bool] = True
+    least: ClassVar[int] = 2
+
+
+@dataclass(frozen=True)
+class GeneratedKeyframes(Group):
+    num_generated_keyframes: int = flag(
+        0,
+        "number of keyframes to generate beside the clip in stage 1; LTX-2.5",
+        group="sampling",
+        metavar="K",
+        least=0,
+        most=MAX_KEYFRAMES,
+    )
+
+    def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
+        if self.num_generated_keyframes and not model.transformer.keyframe_vector:
+            raise InputError(
+                f"--num-generated-keyframes: {self.num_generated_keyframes}, but "
+                f"LTX-{model.release.name} has no vector for keyframes; leave it out, or pass a "
+                "model of LTX-2.5"
+            )
+        return {}
+
+    def added(self, request: Any, name: str, geometry: Geometry) -> dict[str, Any]:
+        if name != "stage1":
+            return {}
+        frames = slot_frames(request.num_frames, self.num_generated_keyframes)
+        return {"given": tuple(Slot(frame, geometry) for frame in frames)}
+
+
+@dataclass(frozen=True)
+class Hdr(Group):
+    hdr: str | None = flag(
+        None,
+        "make the clip in high dynamic range: space of images and files, which are EXR; *.mp4 is HLG",
+        group="output",
+        choices=SPACES,
+    )
+    hdr_transfer: str = flag(
+        TRANSFERS[0],
+        "curve of *.mp4 and *.mov of --hdr: hlg, or pq, where 1 is 203 cd/m2",
+        group="output",
+        choices=TRANSFERS,
+    )
+
+    def check(self, request: Any) -> None:
+        if self.hdr_transfer != TRANSFERS[0] and not self.hdr:
+            raise InputError(
+                f"--hdr-transfer: {self.hdr_transfer}, but the clip is not in high dynamic range; "
+                "add --hdr"
+            )
+
+    @property
+    def high_range(self) -> HighRange | None:
+        return HighRange(self.hdr, transfer=self.hdr_transfer) if self.hdr else None

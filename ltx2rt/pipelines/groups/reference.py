@@ -1,0 +1,130 @@
+"""A given clip, or other videos, that the tokens of a clip see beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.errors import InputError
+from ltx2rt.flags import flag
+from ltx2rt.media.video import require_constant_rate, video_info
+from ltx2rt.models.geometry import Geometry, latent_frames
+from ltx2rt.pipelines.groups.size import check_step, parse_fps
+from ltx2rt.pipelines.groups.source_clip import FLAG, SourceClip
+from ltx2rt.session.options import LoraSpec, ModelOptions
+from ltx2rt.stages.conditioning import Reference, ReferenceSpec
+from ltx2rt.stages.source_video import SourceVideo, usable_frames
+from ltx2rt.stages.tiling import plan_encoder_tiles
+from ltx2rt.weights.lora import reference_factors
+
+
+@dataclass(frozen=True)
+class ReferenceClip(SourceClip):
+    """A clip whose frames both stages see, with the one LoRA that has learnt it in both.
+
+    whole_px: pixels of a frame up to which the reference is encoded whole, however clips are
+    decoded.
+    """
+
+    whole_px: ClassVar[int] = 0
+
+    reference_strength: float = flag(
+        1.0,
+        "strength of the clip's frames as a reference, 1 to keep them as they are",
+        group="conditioning",
+        least=0,
+        most=1,
+    )
+
+    def check(self, request: Any) -> None:
+        super().check(request)
+        if request.num_videos > 1:
+            raise InputError(
+                f"--num-videos: {request.num_videos}, but {request.name} makes one; run it for "
+                "each seed"
+            )
+
+    def check_options(self, request: Any, options: ModelOptions) -> None:
+        if len(options.loras) != 1:
+            raise InputError(
+                f"--lora: {len(options.loras)} given, {request.name} takes one, its IC-LoRA"
+            )
+        if options.loras[0].stage:
+            raise InputError(
+                f"--lora: {options.loras[0].path} is for {options.loras[0].stage}, {request.name} "
+                "merges it in both stages; write FILE or FILE:STRENGTH"
+            )
+
+    def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
+        """Size, length and rate of the file, which is read whole, once."""
+        step = model.video_vae.time_factor
+        info = self.info or video_info(self.path, FLAG)
+        require_constant_rate(self.path, FLAG, info)
+        if info.num_frames <= step:
+            raise InputError(
+                f"{FLAG}: {self.path} has {info.num_frames} frames, expected {step + 1} or more"
+            )
+        unit = model.video_vae.space_factor * request.factor(model).numerator
+        for side in ("width", "height"):
+            if getattr(request, side) is None:
+                rule = f"divisible by {unit} (--{side} gives another one than the file's)"
+                check_step(f"{FLAG}: {side}", getattr(info, side), unit, 0, "px", rule)
+        return {
+            "info": info,
+            "width": request.width or info.width,
+            "height": request.height or info.height,
+            "num_frames": (info.num_frames - 1) // step * step + 1,
+            "fps": parse_fps(info.fps),
+        }
+
+    def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
+        if over := self.found.num_frames - request.num_frames:
+            yield f"the last {over} of the file's {self.found.num_frames} frames are left out"
+
+    def seen(
+        self, request: Any, number: int, model: ModelConfig, options: ModelOptions, loras: Any
+    ) -> Reference:
+        """The file's frames as the reference of a stage, of which 0 is the first."""
+        clip = request.geometry(model, 1 if number else request.factor(model))
+        spec = ReferenceSpec(self.path, self.reference_strength)
+        factors = references_of(request, model, loras.user)
+        height, width = (side // factors[0] for side in clip.size_px)
+        tiling = "off" if height * width <= self.whole_px else options.vae_tiling
+        return reference(spec, request.num_frames, FLAG, clip, model, factors, tiling, number)
+
+
+def references_of(request: Any, model: ModelConfig, loras: tuple[LoraSpec, ...]) -> tuple[int, int]:
+    """How much smaller and sparser references are, by the LoRAs' headers. Raises InputError if
+    the request's size does not divide."""
+    downscale, stride = reference_factors(lora.path for lora in loras)
+    unit = model.video_vae.space_factor * request.factor(model).numerator * downscale
+    for side, value in (("--width", request.width), ("--height", request.height)):
+        rule = f"divisible by {unit} ({request.name} with a LoRA for references of 1/{downscale} the size)"
+        check_step(side, value, unit, 0, "px", rule)
+    return downscale, stride
+
+
+def reference(
+    spec: ReferenceSpec,
+    num_frames: int,
+    flag: str,
+    clip: Geometry,
+    model: ModelConfig,
+    factors: tuple[int, int],
+    tiling: str,
+    number: int = 0,
+    attention: float = 1.0,
+    mask: Path | None = None,
+) -> Reference:
+    """A file's frames, up to num_frames, as reference of a stage. factors: as `references_of`."""
+    downscale, stride = factors
+    found = video_info(spec.path, flag, num_frames).num_frames
+    frames = latent_frames(usable_frames(found, clip.time_factor, stride), clip.time_factor)
+    rows, columns = clip.rows // downscale, clip.columns // downscale
+    own = replace(clip, frames=frames, rows=rows, columns=columns)
+    tiles = plan_encoder_tiles(tiling, (frames, rows, columns), model.video_vae)
+    source = SourceVideo(spec.path, own, tiles, flag, stride)
+    return Reference(source, clip, number, spec.strength, downscale, attention, mask)

@@ -1,0 +1,69 @@
+"""Random numbers: the seed, noise from a file, several videos with seeds in a row."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.errors import InputError
+from ltx2rt.flags import flag
+from ltx2rt.pipelines.groups.group import Group
+from ltx2rt.session.options import ModelOptions
+
+SEED_LIMIT = 2**63
+MAX_VIDEOS = 128  # in one batch; each takes a plan 0.1 s
+
+
+def draw_seed() -> int:
+    return secrets.randbelow(2**32)
+
+
+@dataclass(frozen=True)
+class Seed(Group):
+    seed: int | None = flag(
+        None,
+        "random seed (default: a random one, which is reported)",
+        int,
+        group="sampling",
+        least=0,
+    )
+
+    def check(self, request: Any) -> None:
+        if self.seed is not None and self.seed > SEED_LIMIT - request.num_videos:
+            raise InputError(f"--seed: {self.seed}, expected below 2^63, --num-videos included")
+
+    def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
+        return {"seed": draw_seed()} if self.seed is None else {}
+
+
+@dataclass(frozen=True)
+class NoiseFile(Group):
+    noise_in: Path | None = flag(
+        None,
+        "safetensors file with the noise to use, in place of the seed's",
+        Path,
+        group="sampling",
+        metavar="FILE",
+        file="tensors",
+    )
+
+
+@dataclass(frozen=True)
+class Videos(Group):
+    num_videos: int = flag(
+        1,
+        "number of videos, with seeds N, N+1, ..., each in its own FILE-SEED.mp4",
+        group="clip",
+        least=1,
+        most=MAX_VIDEOS,
+    )
+
+    def check_options(self, request: Any, options: ModelOptions) -> None:
+        if self.num_videos % (data := options.mesh.get("data", 1)):
+            raise InputError(
+                f"--num-videos: {self.num_videos} do not divide over data={data}; choose a "
+                "multiple of it"
+            )

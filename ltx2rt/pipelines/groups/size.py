@@ -1,0 +1,143 @@
+"""Width, height, length and rate of a clip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.errors import InputError
+from ltx2rt.flags import flag
+from ltx2rt.pipelines.groups.group import Group
+from ltx2rt.stages.duration import NO_LENGTH, chooses_length, longest
+
+MAX_FPS_TERM = 10**7  # FFmpeg counts time in 32-bit fractions
+MAX_FPS, MIN_FPS = 240, 1
+MAX_SIDE_PX = 16384  # H.264's
+DEFAULT_FRAMES = 121
+MAX_FRAMES = 10**9  # what floats still count; the model has a limit of its own
+
+
+def parse_fps(text: str | float | Fraction) -> Fraction:
+    """23.976, 29.97 and 59.94 mean x*1000/1001 of the next integer; anything else is the decimal or
+    fraction given."""
+    ntsc, text = {"23.976": 24, "29.97": 30, "59.94": 60}, str(text)
+    try:
+        if len(text) > 80 or "e" in text.lower():  # 1e999999999 has as many digits
+            raise ValueError
+        fps = Fraction(ntsc[text] * 1000, 1001) if text in ntsc else Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise InputError(
+            f"--fps: {text[:80]!r} is no number; give one such as 24, 23.976 or 30000/1001"
+        ) from None
+    if not MIN_FPS <= fps <= MAX_FPS:
+        raise InputError(f"--fps: {text[:80]}, expected {MIN_FPS} to {MAX_FPS}")
+    if max(fps.numerator, fps.denominator) >= MAX_FPS_TERM:
+        raise InputError(
+            f"--fps: {text[:80]} has too many digits for a container; write a fraction such as "
+            "24000/1001"
+        )
+    return fps
+
+
+def check_step(name: str, value: int, step: int, offset: int, unit: str, rule: str) -> None:
+    """Refuse a value that is not step*k + offset and at least step (offset 0) or 1, naming the two
+    nearest."""
+    lowest = offset or step
+    if value >= lowest and (value - offset) % step == 0:
+        return
+    below = (value - offset) // step * step + offset
+    nearest = f"{below} and {below + step}" if below >= lowest else f"{lowest} and {lowest + step}"
+    raise InputError(f"{name}: {value}, expected {rule}; the nearest are {nearest} {unit}")
+
+
+@dataclass(frozen=True)
+class Pixels(Group):
+    """Checks width and height, whichever group they are fields of."""
+
+    def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
+        unit = model.video_vae.space_factor * request.factor(model).numerator
+        for side, value in (("--width", request.width), ("--height", request.height)):
+            check_step(side, value, unit, 0, "px", f"divisible by {unit} ({request.name})")
+        return {}
+
+
+@dataclass(frozen=True)
+class Size(Pixels):
+    width: int = flag(768, "width of the video, in pixels", group="clip", most=MAX_SIDE_PX)
+    height: int = flag(512, "height of the video, in pixels", group="clip", most=MAX_SIDE_PX)
+
+
+@dataclass(frozen=True)
+class Duration(Group):
+    """Decides and checks the length, whichever group gives it. whole: it is 8k + 1 frames."""
+
+    whole: ClassVar[bool] = True
+
+    def check(self, request: Any) -> None:
+        window = request.auto_duration
+        if window is not None and not (len(window) == 2 and 0 < window[0] <= window[1]):
+            raise InputError(
+                f"--auto-duration: {' '.join(f'{s:g}' for s in window)}, expected two numbers of "
+                "seconds, MIN MAX"
+            )
+
+    def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
+        found, step = self.lasting(request, model), model.video_vae.time_factor
+        num_frames, fps = found["num_frames"], request.fps
+        limit_s = min(model.transformer.rope_max_pos[0], model.transformer.audio_rope_max_pos)
+        if (num_frames - 1) / fps > limit_s:
+            raise InputError(
+                f"--num-frames: {num_frames} frames at {float(fps):g} fps are "
+                f"{float((num_frames - 1) / fps):.2f} s, the model's limit is {limit_s} s; at most "
+                f"{int(limit_s * fps) // step * step + 1} frames at this rate"
+            )
+        if self.whole:
+            check_step("--num-frames", num_frames, step, 1, "frames", f"{step}*k + 1")
+        return found
+
+    def lasting(self, request: Any, model: ModelConfig) -> dict[str, Any]:
+        """The number of frames: the longest, and a window, where the model is to choose.
+
+        A request that has that number and a window already keeps both. Raises InputError.
+        """
+        count, asked = request.num_frames, request.auto_duration
+        window, most = longest(asked, request.fps, model)
+        if count is not None:
+            chosen = asked is not None and count == most
+            return {"num_frames": count, "auto_duration": window if chosen else None}
+        if chooses_length(model):
+            return {"num_frames": most, "auto_duration": window}
+        if asked is None and not model.release.chooses_length:
+            return {"num_frames": DEFAULT_FRAMES}
+        raise InputError(NO_LENGTH)
+
+
+@dataclass(frozen=True)
+class Length(Duration):
+    num_frames: int = flag(
+        None,
+        "number of frames, 8k+1 and at most 20 s (default: 121; LTX-2.5: chosen by the prompt)",
+        int,
+        group="clip",
+        most=MAX_FRAMES,
+    )
+    fps: Fraction = flag(
+        Fraction(24),
+        "frames per second; 23.976, 29.97 and 59.94 mean x*1000/1001",
+        parse_fps,
+        group="clip",
+        metavar="RATE",
+        least=MIN_FPS,
+        most=MAX_FPS,
+        json="number",
+    )
+    auto_duration: tuple[float, ...] | None = flag(
+        None,
+        "range of lengths to choose from without --num-frames, in seconds; LTX-2.5 (default: 1 20)",
+        float,
+        group="clip",
+        metavar=("MIN", "MAX"),
+        repeat=True,
+    )

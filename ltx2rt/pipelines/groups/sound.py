@@ -1,0 +1,127 @@
+"""Sound: whether a clip has it, the stage whose it is, and the files that it follows by a LoRA that
+has learnt to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ltx2rt.errors import InputError
+from ltx2rt.flags import flag
+from ltx2rt.models.geometry import Geometry
+from ltx2rt.pipelines.groups.group import Group
+from ltx2rt.session.options import as_number, from_tuple, parse_number
+from ltx2rt.stages.conditioning import ReferenceSpec
+from ltx2rt.stages.sound_reference import SoundReference
+
+CONDITIONING, VOICE = "--audio-conditioning", "--voice"
+
+
+def parse_reference(text: str | tuple | Path | ReferenceSpec) -> ReferenceSpec:
+    """FILE[:STRENGTH], read from the right, or a tuple of those."""
+    if isinstance(text, ReferenceSpec):
+        return text
+    if not isinstance(text, str):
+        return ReferenceSpec(
+            *from_tuple(text if isinstance(text, (tuple, list)) else (text,), Path, as_number)
+        )
+    head, _, last = text.rpartition(":")
+    strength = parse_number(last) if head else None
+    return ReferenceSpec(Path(text)) if strength is None else ReferenceSpec(Path(head), strength)
+
+
+def check_reference(flag: str, reference: ReferenceSpec) -> None:
+    """Raises InputError for a strength out of its bounds."""
+    if not 0 <= reference.strength <= 1:
+        raise InputError(
+            f"{flag}: strength {reference.strength:g} of {reference.path}, expected 0 to 1"
+        )
+
+
+@dataclass(frozen=True)
+class Sounding(Group):
+    audio: bool = flag(True, "write the video without sound", group="output", name="--no-audio")
+
+
+@dataclass(frozen=True)
+class SoundFrom(Group):
+    audio_from: str = flag(
+        "stage1", "stage whose sound is kept", group="sampling", choices=("stage1", "stage2")
+    )
+
+    def added(self, request: Any, name: str, geometry: Geometry) -> dict[str, Any]:
+        return {"sound": name == self.audio_from}
+
+
+@dataclass(frozen=True)
+class SoundToFollow(Group):
+    audio_conditioning: ReferenceSpec | None = flag(
+        None,
+        "file with sound for an IC-LoRA of sound to follow, strength 1.0 unless given",
+        parse_reference,
+        group="conditioning",
+        metavar="FILE[:STRENGTH]",
+        file="sound",
+    )
+    audio_conditioning_at: str = flag(
+        "start",
+        "time of that sound: beside the clip's from its start on, or all of it before the clip",
+        group="conditioning",
+        choices=("start", "before"),
+    )
+
+    def check(self, request: Any) -> None:
+        if self.audio_conditioning:
+            check_reference(CONDITIONING, self.audio_conditioning)
+        elif self.audio_conditioning_at != "start":
+            raise InputError(
+                f"{CONDITIONING}-at: there is no sound to follow; give {CONDITIONING}, or leave "
+                "it out"
+            )
+
+    def added(self, request: Any, name: str, geometry: Geometry) -> dict[str, Any]:
+        if not (spec := self.audio_conditioning):
+            return {}
+        before = self.audio_conditioning_at == "before"
+        found = SoundReference(spec.path, geometry, CONDITIONING, before, spec.strength)
+        return {"given": (found,)}
+
+
+@dataclass(frozen=True)
+class Voice(Group):
+    """Stage 1 makes the sound in that voice, which a second stage keeps."""
+
+    voice: Path | None = flag(
+        None,
+        "speech in the voice that the clip's speaker has, some 5 s, for an ID-LoRA",
+        Path,
+        group="conditioning",
+        metavar="FILE",
+        file="sound",
+    )
+    voice_guidance: float = flag(
+        3.0,
+        "scale of guidance by --voice for sound, 0 for none",
+        group="guidance",
+        least=0,
+    )
+
+    def check(self, request: Any) -> None:
+        if self.voice and request.audio_conditioning:
+            raise InputError(f"{VOICE}: given beside {CONDITIONING}; leave one of the two out")
+        if not self.voice and self.voice_guidance != 3.0:
+            raise InputError(f"{VOICE}-guidance: there is no voice to guide by; give {VOICE}")
+        if self.voice and request.num_videos > 1 and request.num_stages > 1:
+            raise InputError(
+                f"--num-videos: {request.num_videos}, but the second stage keeps one sound of "
+                f"{VOICE}; run it for each seed"
+            )
+
+    def added(self, request: Any, name: str, geometry: Geometry) -> dict[str, Any]:
+        if not self.voice:
+            return {}
+        if name != "stage1":
+            return {"frozen": ("audio",)}
+        given = SoundReference(self.voice, geometry, VOICE, before=True)
+        return {"given": (given,), "voice": self.voice_guidance}
