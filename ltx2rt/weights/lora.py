@@ -153,7 +153,7 @@ def open_lora(path: str | Path, strength: float = 1.0) -> Lora:
             if (other := keys.setdefault(name, first)) != first:
                 raise InputError(f"{path}: {other} and {first} both belong to {name}")
             changes[name] = change
-    whole = tuple(f"{module}." for module in modules if target(module))
+    whole = tuple(f"{module}." for module in modules if target(module)) if unknown else ()
     if unread := [key for key in unknown if key.startswith(whole)]:
         raise InputError(
             f"{path}: {collapse(unread)} belong to modules that are read and change them in a way "

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 _LORA = r"[._]lora(?:_linear_layer)?[._]"
@@ -63,6 +64,7 @@ class Key(NamedTuple):
     part: str
 
 
+@lru_cache(2**14)  # a run opens a LoRA several times
 def parse(key: str) -> Key | None:
     """The module and part of a key; None for one of no form that is read."""
     if (match := _KEY.fullmatch(key)) is None:

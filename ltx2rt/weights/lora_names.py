@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 
 from ltx2rt.weights.manifest import networks
 from ltx2rt.weights.names import GEMMA, component_of, to_diffusers
@@ -26,6 +26,7 @@ _WORDS = (
 _WORD, _DOTTED = re.compile(rf"{_WORDS}_+"), re.compile(rf"(?:{_WORDS}\.)+")
 
 
+@lru_cache(2**14)  # a run opens a LoRA several times
 def target(module: str, tensor: str = "weight") -> str | None:
     """The official name of a module's tensor; None for a module that is not of the family.
 
