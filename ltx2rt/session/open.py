@@ -18,6 +18,7 @@ from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
 from ltx2rt.session.session import Needing, Session
 from ltx2rt.weights.checkpoint import Checkpoint, open_checkpoint
 from ltx2rt.weights.hub import fetch, parse_repo
+from ltx2rt.weights.lora_config import lora_file
 from ltx2rt.weights.part_table import PARTS, files_beside, names_of
 
 StagesOf = Callable[[Checkpoint], Sequence[Needing]]
@@ -87,7 +88,8 @@ def located(options: ModelOptions, wanted: Collection[str] = OPTIONAL) -> ModelO
         return fetch(repo, part, wanted, options.offline) if repo else path
 
     def lora(spec: LoraSpec) -> LoraSpec:
-        return spec if spec == NO_LORA else replace(spec, path=local(spec.path, "lora"))
+        path = local(spec.path, "lora")
+        return spec if spec == NO_LORA else replace(spec, path=lora_file(path))
 
     kinds = (*files_beside(options.video_decoder), *wanted)
     kinds = tuple(kind for kind in kinds if getattr(options, PARTS[kind].option) is None)

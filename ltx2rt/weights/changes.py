@@ -111,7 +111,7 @@ class Products(LowRank):
 
     def factors(self, file: TensorFile, cuts: tuple[Cut, ...]) -> Factors:
         rows, columns = ([c for c in cuts if c[0] == dim] for dim in (0, 1))
-        terms = ((file.read(up, *rows), file.read(down, *columns)) for up, down in self.terms)
+        terms = ((_read(file, up, *rows), _read(file, down, *columns)) for up, down in self.terms)
         return Factors(tuple(terms), self.scale)
 
 
@@ -151,7 +151,7 @@ class Kronecker(LowRank):
         o2, i2 = self.second
 
         def term(keys: tuple[str, ...], rows: np.ndarray, columns: np.ndarray) -> tuple:
-            up, *down = map(file.read, keys)
+            up, *down = (_read(file, key) for key in keys)
             chosen = down[0] if down else np.eye(up.shape[1], dtype=up.dtype)
             return up[rows], chosen[:, columns]
 
@@ -209,6 +209,12 @@ class Difference:
         return weight + np.float32(self.scale) * (value - weight if self.whole else value)
 
 
+def _read(file: TensorFile, key: str, *cuts: Cut) -> np.ndarray:
+    """A factor; one of eight bits as bfloat16, which holds its numbers."""
+    found = file.read(key, *cuts)
+    return found.astype(ml_dtypes.bfloat16) if found.itemsize == 1 else found
+
+
 def own_scale(change: Change) -> float:
     """The scale of a change that was opened at strength 1, without a magnitude: alpha / r."""
     return (change.change if isinstance(change, Decomposed) else change).scale
@@ -227,8 +233,8 @@ def changes_of(
     stated: the scale that the file's config gives for a rank; base_norm: as in `Decomposed`. Raises
     InputError.
     """
-    for key in parts.values():
-        if (dtype := file.info(key).dtype) not in STORED:
+    for part, key in parts.items():
+        if part != "alpha" and (dtype := file.info(key).dtype) not in STORED:
             raise InputError(
                 f"{file.path}: {key} is {dtype}, expected {', '.join(map(str, STORED))}"
             )

@@ -24,6 +24,8 @@ from ltx2rt.notes import note
 from ltx2rt.weights.configs import Keys
 from ltx2rt.weights.distilled import kind_by_name
 from ltx2rt.weights.files import SHARD_INDEX
+from ltx2rt.weights.lora_config import ADAPTER_CONFIG
+from ltx2rt.weights.lora_config import FILES as LORA_FILES
 from ltx2rt.weights.names import component_of
 from ltx2rt.weights.part_table import names_of
 from ltx2rt.weights.parts import (
@@ -153,9 +155,10 @@ def fetch(
     """Download what is not in the cache yet; the file or folder to open.
 
     part: "main" for a checkpoint and what belongs to it, "gemma" for a repository that is a Gemma
-    folder, anything else for one file. wanted: kinds of files that come with a checkpoint where the
-    repository has them and it does not hold them itself; of the two video decoders the other comes
-    if there is but that. offline: look into the cache alone. Raises InputError.
+    folder, "lora" for a LoRA and its config, anything else for one file. wanted: kinds of files that
+    come with a checkpoint where the repository has them and it does not hold them itself; of the two
+    video decoders the other comes if there is but that. offline: look into the cache alone. Raises
+    InputError.
     """
     with _hub(repo):
         import huggingface_hub
@@ -166,7 +169,7 @@ def fetch(
             disable_progress_bars()
         if offline or constants.HF_HUB_OFFLINE:
             return _cached(repo, Path(constants.HF_HUB_CACHE))
-        if repo.file and part != "main":
+        if repo.file and part not in ("main", "lora"):
             return Path(
                 huggingface_hub.hf_hub_download(repo.name, repo.file, revision=repo.revision)
             )
@@ -187,6 +190,8 @@ def fetch(
         return _download(
             repo, sizes, [n for n in sizes if "/" not in n and n.endswith((".safetensors", *TEXTS))]
         )
+    if part == "lora":
+        return _lora(repo, sizes)
     if part != "main":
         raise InputError(f"{repo.name}: name one file of it, such as {repo.name}/FILE.safetensors")
     with _hub(repo):
@@ -195,6 +200,18 @@ def fetch(
         parts = scan(Path(), listing, deep=True) if deep else look_into(Path(), listing)
         names, main = _needed(listing, parts, wanted)
     return _download(repo, sizes, names) / main
+
+
+def _lora(repo: Repo, sizes: dict[str, int]) -> Path:
+    """The file that is named, or the one of the repository, with the config in its folder."""
+    found = [name for name in sizes if "/" not in name and name.endswith(".safetensors")]
+    chosen = [repo.file] if repo.file else [n for n in LORA_FILES if n in found][:1] or found
+    if len(chosen) != 1 or chosen[0] not in sizes:
+        named = f"no {repo.file}; " if repo.file else ""
+        advice = f"name one file of it, such as {repo.name}/FILE.safetensors"
+        raise InputError(f"{repo.name}: {named}{', '.join(found) or 'no LoRA'}; {advice}")
+    config = str(Path(chosen[0]).parent / ADAPTER_CONFIG)
+    return _download(repo, sizes, [*chosen, *([config] if config in sizes else [])]) / chosen[0]
 
 
 def _needed(listing: Repository, parts: Parts, wanted: Collection[str]) -> tuple[list[str], str]:

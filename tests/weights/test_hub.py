@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
+import numpy as np
 import pytest
 
 from ltx2rt.instruments.make import make_checkpoint
@@ -287,6 +288,25 @@ def test_a_run_fetches_what_its_pipeline_reads_and_no_more(run, served):
     assert run("weights", "fetch", "lab/plain", "--pipeline", "one-stage")[0] == 0
     # a text encoder, which no flag names here; what is in the cache is not fetched again
     assert served.fetched().keys() == {"strange.safetensors"}
+
+
+def test_a_lora_comes_with_the_config_that_has_its_scale(run, served, tmp_path):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    module = "base_model.model.transformer_blocks.0.attn1.to_q"
+    halves = {f"{module}.lora_{half}.weight": np.ones((128, 128), np.float32) for half in "AB"}
+    write_arrays(adapter / "adapter_model.safetensors", halves)
+    (adapter / "adapter_config.json").write_text('{"r": 128, "lora_alpha": 8}')
+    served.repositories["lab/adapter"] = adapter
+    model = served.repositories["lab/gemma"].parent / "tiny-2.3.safetensors"
+    words = f"generate --backend cuda --device cpu --model {model} --pipeline t2a --duration 0.2 --steps 1"
+    words += " --prompt a --seed 1 --output a.wav --lora"
+    status, _, err = run(*words.split(), "lab/adapter:0.5")
+    assert (
+        status == 0 and "modules of" in err and "adapter_model.safetensors at strength 0.5" in err
+    )
+    assert served.fetched().keys() == {"adapter_model.safetensors", "adapter_config.json"}
+    assert "no b.safetensors; " in one_line(run(*words.split(), "lab/adapter/b.safetensors"))
 
 
 @pytest.mark.slow

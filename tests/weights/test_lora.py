@@ -251,6 +251,19 @@ def test_loras_of_a_dtype_that_is_no_weight_are_refused(tmp_path, dtype):
         open_lora(tmp_path / "l.safetensors")
 
 
+@pytest.mark.parametrize("kind", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
+def test_eight_bits_without_a_scale_are_the_numbers_as_they_are(tmp_path, kind):
+    """And alpha is a whole number in files of converters."""
+    module = "diffusion_model.transformer_blocks.0.attn1.to_q"
+    arrays = {name: array.astype(kind) for name, array in pair(module, 1).items()}
+    lora = saved(tmp_path / "l.safetensors", arrays | {f"{module}.alpha": np.array(6, np.int64)})
+    a, b = (array.astype(np.float32) for array in arrays.values())
+    for backend in (get_backend("cuda", "cpu"), get_backend("tpu", "cpu")):
+        found = MergedSource(Memory(weights()), [lora], "float32", backend.merge).read(Q)
+        expected = weights()[Q].astype(np.float32) + 2 * (b @ a)
+        np.testing.assert_allclose(backend.to_host(found), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("strength", [float("nan"), float("inf"), 1e308, -1e30])
 def test_strengths_that_no_weight_survives_are_refused(tmp_path, strength):
     write_arrays(
