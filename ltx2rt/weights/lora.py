@@ -53,7 +53,8 @@ FACTORS = (
 class Lora:
     """A LoRA file. changes: by the official name of the tensor; skipped: modules of the text
     projection, which the official code does not merge either; unknown: keys that change no tensor
-    of the family; writer: the program that made it, where that is known."""
+    of the family; writer: the program that made it, where that is known; alpha_from: the config
+    that has its scale."""
 
     path: Path
     strength: float
@@ -62,6 +63,7 @@ class Lora:
     skipped: tuple[str, ...]
     unknown: tuple[str, ...]
     writer: str = ""
+    alpha_from: str = ""
 
     @property
     def kind(self) -> str:
@@ -88,7 +90,7 @@ def modules_of(names: Iterable[str]) -> set[str]:
 @dataclass(frozen=True)
 class Merge:
     """A count of the modules of a LoRA that were merged. beside: they stay apart from the weights;
-    parts: of the checkpoint, that they belong to."""
+    parts: of the checkpoint, that they belong to; alpha_from: the config that has their scale."""
 
     file: str
     strength: float
@@ -98,6 +100,7 @@ class Merge:
     kind: str = "LoRA"
     beside: bool = False
     parts: frozenset[str] = frozenset()
+    alpha_from: str = ""
 
     def with_parts(self, other: Merge) -> Merge:
         """The modules of both, which are of one LoRA, and of other parts of the checkpoint."""
@@ -114,7 +117,8 @@ class Merge:
         modules = "modules" if self.kind == "LoRA" else f"{self.kind} modules"
         how = "beside the weights" if self.beside else "merged"
         merged = f"{how} {self.matched}/{self.total} {modules} of {self.file}"
-        merged += f" at strength {self.strength:g}{skipped}"
+        alpha = f", alpha from {self.alpha_from}" if self.alpha_from else ""
+        merged += f" at strength {self.strength:g}{alpha}{skipped}"
         if not self.matched:
             merged += "; it changes nothing, since this run reads none of them"
         return f"{where}: {merged}" if where else merged
@@ -163,7 +167,8 @@ def open_lora(path: str | Path, strength: float = 1.0) -> Lora:
         first = min([*unknown, *skipped], default="no key")
         raise InputError(f"{path}: no LoRA of LTX-2, its first key is {first}; {FORMS}")
     made_by = writer(file.metadata, modules)
-    return Lora(Path(path), strength, file, changes, tuple(skipped), tuple(unknown), made_by)
+    more = (tuple(skipped), tuple(unknown), made_by, config.source)
+    return Lora(Path(path), strength, file, changes, *more)
 
 
 def _modules(file: TensorFile) -> tuple[dict[str, dict[str, str]], list[str]]:
@@ -337,7 +342,7 @@ class MergedSource:
                 self._changes.setdefault(name, []).append((lora, changes[name]))
         return Merge(
             str(lora.path), lora.strength, len(merged), len(modules), len(lora.skipped), lora.kind,
-            parts=frozenset(map(part_of, changes)),
+            parts=frozenset(map(part_of, changes)), alpha_from=lora.alpha_from,
         )  # fmt: skip
 
     def names(self) -> Iterable[str]:

@@ -41,9 +41,11 @@ ALPHA = {"LORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha"}  # by peft_type
 
 @dataclass(frozen=True)
 class Config:
-    """The configs of a file: by the part that they are for, or one for all (an empty name)."""
+    """The configs of a file: by the part that they are for, or one for all (an empty name).
+    source: the file or key of the header."""
 
     parts: Mapping[str, Keys]
+    source: str = ""
 
     def of(self, part: str) -> Keys | None:
         """The config of a part of the checkpoint ("transformer", "text", "gemma")."""
@@ -102,10 +104,10 @@ def lora_file(path: Path) -> Path:
     InputError."""
     if not path.is_dir():
         return path
-    found = sorted(path.glob("*.safetensors"))
+    found = sorted(path.glob("[!.]*.safetensors"))
     chosen = [path / name for name in FILES if path / name in found][:1] or found
     if len(chosen) != 1:
-        inside = sorted(path.glob("*/*.safetensors"))
+        inside = sorted([*path.glob("*.bin"), *path.glob("*/[!.]*.safetensors")])
         listed = ", ".join(map(str, found or inside[:8])) or "none"
         raise InputError(f"{path}: expected one LoRA in the folder, found {listed}; pass a file")
     return chosen[0]
@@ -115,17 +117,19 @@ def read_config(file: TensorFile, ranks: set[int]) -> Config:
     """The config in the header, else in the folder, which is taken for a file of another name than
     PEFT's only if its rank is the file's. Raises InputError."""
     for key, text in file.metadata.items():
-        if text[:1] == "{" and re.search(r'"(?:[\w.]*\.)?lora_alpha"', text):
-            return _config(parse_json(text, f"{file.path}: {key}"))
+        stated = text[:1] == "{" and re.search(r'"(?:[\w.]*\.)?(?:lora_alpha|peft_type)"', text)
+        if stated or key == "lora_adapter_metadata":
+            return _config(parse_json(text, f"{file.path}: {key}"), key)
     if _states(file.metadata):
         alpha, rank = (float(file.metadata[key]) for key in ("lora_alpha", "lora_rank"))
-        if ranks == {int(rank)}:
-            return Config({"": Keys({"r": rank, "lora_alpha": alpha}, f"{file.path}: lora_alpha")})
+        if alpha != rank:
+            keys = Keys({"r": rank, "lora_alpha": alpha}, f"{file.path}: lora_rank, lora_alpha")
+            return Config({"": keys}, "lora_alpha")
     beside = file.path.parent / ADAPTER_CONFIG
     if beside.is_file():
-        config = _config(parse_json(beside.read_bytes(), str(beside)))
+        config = _config(parse_json(beside.read_bytes(), str(beside)), beside.name)
         own = file.path.name == ADAPTER_MODEL or not (beside.parent / ADAPTER_MODEL).exists()
-        fits = any(keys.get("r", 0) in ranks for keys in config.parts.values())
+        fits = not ranks or any(keys.get("r", 0) in ranks for keys in config.parts.values())
         if file.path.name == ADAPTER_MODEL or (own and fits):
             return config
     return Config({})
@@ -138,12 +142,12 @@ def _states(metadata: Mapping[str, str]) -> bool:
     )
 
 
-def _config(keys: Keys) -> Config:
+def _config(keys: Keys, source: str) -> Config:
     parts: dict[str, dict[str, Any]] = {}
     for key, value in keys.data.items():
         prefix, _, name = str(key).rpartition(".")
         parts.setdefault(prefix, {})[name] = value
-    return Config({prefix: Keys(found, keys.where) for prefix, found in parts.items()})
+    return Config({prefix: Keys(found, keys.where) for prefix, found in parts.items()}, source)
 
 
 def _by_module(keys: Keys, pattern: str, module: str, default: str) -> Any:

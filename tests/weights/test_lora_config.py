@@ -70,6 +70,7 @@ def trained(tmp_path):
 
 def check(folder, lora, expected):
     source = MergedSource(TensorFile(folder / "base.safetensors"), [open_lora(lora)], "float32")
+    assert " at strength 1, alpha from " in source.merges[0].line()
     for name, value in expected.items():
         # float32 sums of at most 36 terms, in another order
         np.testing.assert_allclose(source.read(name), value, atol=3e-6, rtol=0, err_msg=name)
@@ -87,7 +88,7 @@ def test_a_folder_is_merged_as_peft_merges_it(trained, tmp_path, name):
 @pytest.mark.parametrize("key, prefix", [
     ("lora_adapter_metadata", "transformer."), ("lora_adapter_metadata", ""), ("lora_config", ""),
 ])  # fmt: skip
-@pytest.mark.parametrize("name", ["alpha", "rslora", "patterns"])
+@pytest.mark.parametrize("name", ["alpha", "rslora", "patterns", "lokr"])
 def test_a_config_in_the_header_is_read(trained, tmp_path, name, key, prefix):
     folder, expected = trained(CONFIGS[name])
     file = TensorFile(folder / "adapter_model.safetensors")
