@@ -1,10 +1,8 @@
-"""LoHa and LoKr: every key style, their scales, slices, and PEFT's own merge as the reference."""
+"""DoRA, LoHa, LoKr and differences: their scales, whole and in slices."""
 
 import ml_dtypes
 import numpy as np
-import peft
 import pytest
-import torch
 
 from ltx2rt.errors import InputError
 from ltx2rt.weights.files import TensorFile, write_arrays
@@ -75,43 +73,6 @@ def test_any_alpha_of_a_lokr_of_whole_factors_is_unread(tmp_path):
     """Trainers write 1e10 there."""
     write_arrays(tmp_path / "l.safetensors", arrays(WHOLE, alpha=1e10))
     assert open_lora(tmp_path / "l.safetensors").changes[Q].scale == 1
-
-
-@pytest.mark.parametrize(
-    "prefix", ["diffusion_model.", "transformer.", "base_model.model.", "", "lycoris_"]
-)
-@pytest.mark.parametrize("shapes", [LOHA, BOTH])
-def test_every_key_style_finds_its_weight(merged, prefix, shapes):
-    module = prefix + (MODULE.replace(".", "_") if prefix == "lycoris_" else MODULE)
-    source = merged(arrays(shapes, module))
-    assert source.touched() == {Q}
-    expected = WEIGHT + delta(arrays(shapes, module))
-    np.testing.assert_allclose(source.read(Q), expected, atol=2e-6, rtol=0)
-
-
-@pytest.mark.parametrize("config", [
-    peft.LoHaConfig(r=3, alpha=2, target_modules=["to_q"], init_weights=False),
-    peft.LoKrConfig(r=2, alpha=2, target_modules=["to_q"], init_weights=False, decompose_factor=3),
-    peft.LoKrConfig(r=2, alpha=2, target_modules=["to_q"], init_weights=False, decompose_both=True),
-    peft.LoKrConfig(r=64, alpha=64, target_modules=["to_q"], init_weights=False),
-], ids=["loha", "lokr", "both", "whole"])  # fmt: skip
-def test_merged_as_peft_merges_it(merged, config):
-    """Its files have no alpha, it is in their config: added here as LyCORIS has it."""
-    torch.manual_seed(0)
-    attn = torch.nn.ModuleDict({"to_q": torch.nn.Linear(36, 48, bias=False)})
-    model = torch.nn.ModuleDict(
-        {"transformer_blocks": torch.nn.ModuleList([torch.nn.ModuleDict({"attn1": attn})])}
-    )
-    base = attn["to_q"].weight.detach().clone()
-    wrapped = peft.inject_adapter_in_model(config, model)
-    state = {k: v.contiguous() for k, v in peft.get_peft_model_state_dict(wrapped).items()}
-    key = f"{next(iter(state)).rpartition('.')[0]}.alpha"
-    given = {k: v.numpy() for k, v in state.items()} | {key: np.float32(config.alpha)}
-    layer = wrapped["transformer_blocks"][0]["attn1"]["to_q"]
-    layer.merge()
-    found = merged(given, weight=base.numpy()).read(Q)
-    np.testing.assert_allclose(found, layer.weight.detach().numpy(), atol=2e-6, rtol=0)
-    assert np.abs(found - base.numpy()).max() > 0.01
 
 
 LORA = {"lora_A.weight": (3, IN), "lora_B.weight": (OUT, 3)}

@@ -40,6 +40,8 @@ CONFIGS = {
     ),
     "loha": peft.LoHaConfig(r=3, alpha=2),
     "lokr": peft.LoKrConfig(r=2, alpha=1),
+    "lokr of three": peft.LoKrConfig(r=2, alpha=1, decompose_factor=3),
+    "lokr of pairs": peft.LoKrConfig(r=2, alpha=1, decompose_both=True),
     "lokr of whole factors": peft.LoKrConfig(r=64, alpha=16),
 }  # fmt: skip
 
