@@ -311,7 +311,7 @@ class MergedSource:
         changes = lora.on(names)
         own = {name: change.shape for name, change in changes.items() if name in names}
         shapes = {name: tuple(self._source.info(name).shape) for name in own}
-        fitting = [name for name in own if own[name] == shapes[name]]
+        fitting = {name for name in own if own[name] == shapes[name]}
         others = [name for name in own if own[name] != shapes[name]]
         if others and not (allow_partial and fitting):
             name = others[0]
@@ -336,10 +336,10 @@ class MergedSource:
                 f"pass --lora-allow-partial to merge the other {len(merged)}/{len(modules)} "
                 "modules"
             )
-        self.fitting.append(set(fitting))
-        for name in fitting:
-            if changes[name].scale != 0:
-                self._changes.setdefault(name, []).append((lora, changes[name]))
+        self.fitting.append(fitting)
+        for name, change in changes.items():
+            if name in fitting and change.scale != 0:
+                self._changes.setdefault(name, []).append((lora, change))
         return Merge(
             str(lora.path), lora.strength, len(merged), len(modules), len(lora.skipped), lora.kind,
             parts=frozenset(map(part_of, changes)), alpha_from=lora.alpha_from,
@@ -382,13 +382,13 @@ class MergedSource:
         changes = self._changes.get(name, [])
         if not changes:
             return self._source.read(name, *cuts)
+        if any(not isinstance(change, LowRank) for _, change in changes):
+            weight = self._source.read(name).astype(np.float32)
+            for lora, change in changes:
+                weight = change.applied(lora.file, weight)
+            return cut(weight, *cuts).astype(self.info(name).dtype, copy=False)
         factors = [c.factors(lora.file, cuts) for lora, c in changes if isinstance(c, LowRank)]
-        if len(factors) == len(changes):
-            return self._merge(self._source.read(name, *cuts), factors, self._dtype == BF16)
-        weight = self._source.read(name).astype(np.float32)
-        for lora, change in changes:
-            weight = change.applied(lora.file, weight)
-        return cut(weight, *cuts).astype(self.info(name).dtype, copy=False)
+        return self._merge(self._source.read(name, *cuts), factors, self._dtype == BF16)
 
 
 def merge_to_file(
