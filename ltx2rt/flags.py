@@ -45,6 +45,7 @@ class Flag:
     bare: the text that the flag stands for if no value follows it; in Python, True.
     file: kind of the files that the value names: image, sound, video, mask, tensors, plan, folder.
     json: type of the value in JSON, where the parser does not tell.
+    asks: the pipeline that a request with this flag is for, if it names none.
     """
 
     help: str
@@ -62,6 +63,7 @@ class Flag:
     bare: str | None = None
     file: str | None = None
     json: str | None = None
+    asks: str | None = None
 
     def admits(self, number: float | Fraction) -> bool:
         """Whether the number is finite and within the bounds."""

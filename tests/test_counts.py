@@ -1,7 +1,18 @@
-"""Facts stay where they are: no module compares releases, and a part or an encoding is named by
-few files."""
+"""Facts stay where they are: no module compares releases, a part or an encoding is named by few
+files, flags are listed by their groups; and the whole does not grow."""
 
-from counts import NAMED, RELEASES, long_functions, naming
+import pytest
+from counts import (
+    FIGURES,
+    NAMED,
+    RELEASES,
+    depth,
+    files_of_tests,
+    lines,
+    long_functions,
+    naming,
+    product,
+)
 
 MOST = {
     "duration head": 6,
@@ -10,6 +21,8 @@ MOST = {
     "float8": 8,
 }  # ceilings that only go down
 MOST_LONG = 1
+MOST_OF = dict(zip(FIGURES, (18, 0, 225, 17), strict=True))
+MOST_LINES, MOST_LINES_OF_TESTS = 63_000, 52_000
 
 
 def test_no_module_compares_releases():
@@ -23,3 +36,16 @@ def test_few_files_name_a_part_or_an_encoding():
 
 def test_few_functions_are_long():
     assert len(long_functions()) <= MOST_LONG, long_functions()
+
+
+@pytest.mark.parametrize("what", FIGURES)
+def test_a_figure_only_goes_down(what):
+    assert len(FIGURES[what]()) <= MOST_OF[what], sorted(FIGURES[what]())
+
+
+def test_a_pipeline_derives_from_request_alone():
+    assert depth() == 2
+
+
+def test_product_and_tests_stay_small():
+    assert lines(product()) <= MOST_LINES and lines(files_of_tests()) <= MOST_LINES_OF_TESTS

@@ -25,11 +25,14 @@ import numpy as np
 
 from ltx2rt.atomic_file import alone_in, replacing
 from ltx2rt.errors import InputError
+from ltx2rt.flags import flagged
 from ltx2rt.instruments.compare import PSNR_CAP_DB, RATE, compare_sound
 from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.media.sound import resample
 from ltx2rt.models.step_plan import StepPlan
 from ltx2rt.models.step_search import Recorded, best_plan, jump_costs
+from ltx2rt.pipelines.groups.steps import AllSkips
+from ltx2rt.pipelines.groups.text import Prompt
 from ltx2rt.pipelines.step_plans import FORMAT
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.report import model_of, named, options_of
@@ -307,12 +310,9 @@ def _planned(stages: Sequence[Any]) -> Denoise:
 
 
 def _settings(request: Any) -> dict[str, Any]:
-    dropped = ("prompt", "seed", "step_plan", "skip_step", "video_skip_step", "audio_skip_step")
-    return {
-        name: value
-        for name, value in request.settings(named).items()
-        if name not in dropped or name == "seed"
-    }
+    dropped = flagged(Prompt, AllSkips)
+    settings = request.settings(named)
+    return {name: value for name, value in settings.items() if name not in dropped}
 
 
 def _words(way: Mapping[str, Any]) -> str:

@@ -19,20 +19,6 @@ from ltx2rt.suggest import hint
 
 FIRST = "two-stage"  # the default
 CLIP = "video_path"
-CHOOSING = {  # the pipeline of a request that names none, by the first of these that it has
-    "video_conditioning": "ic-lora",
-    "audio_path": "a2v",
-    "start_time": "retake",
-    "end_time": "retake",
-    "mask": "inpaint",
-    "mask_box": "inpaint",
-    "pad": "inpaint",
-    "extend_frames": "extend",
-    "before": "extend",
-    "join": "extend",
-    "loop": "extend",
-    "noise_level": "v2v",
-}
 
 
 def pipelines() -> dict[str, type[Request]]:
@@ -57,7 +43,9 @@ def pipeline(name: str) -> type[Request]:
 def chosen(given: Collection[str], default: str = FIRST) -> tuple[str, str]:
     """The pipeline that a request with these fields asks for, and the field that decides, "" for
     the default one. Raises InputError for a clip with which nothing is to be done."""
-    decisive = [field for field in (*CHOOSING, CLIP) if field in given]
+    known = flagged(*pipelines().values())
+    asked = {field: f.metadata["flag"].asks for field, f in known.items() if field in given}
+    decisive = [field for field, name in asked.items() if name or field == CLIP]
     if not decisive or set(decisive) <= flagged(pipeline(default)).keys():
         return default, ""
     if decisive == [CLIP]:
@@ -67,7 +55,12 @@ def chosen(given: Collection[str], default: str = FIRST) -> tuple[str, str]:
             "--before, --join or --loop continue it (extend), --noise-level redraws it (v2v), and "
             "as --video-conditioning it is a reference (ic-lora); or name a --pipeline"
         )
-    return CHOOSING[decisive[0]], decisive[0]
+    asking = {field: name for field, name in asked.items() if name}
+    unread = {
+        field: set(decisive) - flagged(pipeline(name)).keys() for field, name in asking.items()
+    }
+    field = min(asking, key=lambda field: len(unread[field]))
+    return asking[field], field
 
 
 def readers(field: str) -> list[str]:

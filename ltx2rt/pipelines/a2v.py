@@ -33,6 +33,7 @@ class GivenSound(Group):
         None,
         "audio or video file whose sound to generate the video for (required)",
         Path,
+        asks="a2v",
         group="conditioning",
         metavar="FILE",
         file="sound",

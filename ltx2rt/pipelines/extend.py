@@ -22,7 +22,7 @@ from ltx2rt.media.video import VideoInfo
 from ltx2rt.pipelines.given_clip import GIVEN_CLIP, denoise_once
 from ltx2rt.pipelines.groups.group import refuse_beside
 from ltx2rt.pipelines.groups.size import check_step
-from ltx2rt.pipelines.groups.source_clip import FLAG, read_clip
+from ltx2rt.pipelines.groups.source_clip import FLAG, file_facts, read_clip
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.clip_end import ends
@@ -47,6 +47,7 @@ class Extend(Request):
         None,
         "number of frames to add, 8k; with --join 8k - 1 (default: 96 or 95)",
         int,
+        asks="extend",
         group="clip",
         least=7,
         most=10**6,
@@ -65,11 +66,14 @@ class Extend(Request):
         least=0,
         most=1,
     )
-    before: bool = flag(False, "add the frames before the clip", group="conditioning")
+    before: bool = flag(
+        False, "add the frames before the clip", asks="extend", group="conditioning"
+    )
     join: Path | None = flag(
         None,
         "second clip, of the same size and rate, to lead to from the end of the first",
         Path,
+        asks="extend",
         group="conditioning",
         metavar="FILE",
         file="video",
@@ -78,6 +82,7 @@ class Extend(Request):
         None,
         "lead from the end of the clip back to its first frame, in 8G - 1 frames",
         int,
+        asks="extend",
         group="conditioning",
         metavar="G",
         least=1,
@@ -173,8 +178,8 @@ class Extend(Request):
                 f"--extend-frames: {new} and the overlap are {float((frames - 1) / info.fps):.2f} "
                 f"s, the model's limit is {limit_s} s; at most {new - int(over)}"
             )
-        sizes = {"width": info.width, "height": info.height, "num_frames": frames, "fps": info.fps}
-        return Request.resolved(replace(self, **sizes), model)
+        facts = file_facts(self, info) | {"num_frames": frames}
+        return Request.resolved(replace(self, **facts), model)
 
     # --- what is made -----------------------------------------------------------------------------
 

@@ -57,6 +57,7 @@ class ICLora(Request):
         (),
         "reference videos to follow, strength 1.0 unless given (required)",
         parse_reference,
+        asks="ic-lora",
         group="conditioning",
         metavar="FILE[:STRENGTH]",
         repeat=True,

@@ -16,7 +16,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
 from ltx2rt.pipelines.given_clip import GIVEN_CLIP, denoise_once
 from ltx2rt.pipelines.groups.mask import Mask
-from ltx2rt.pipelines.groups.source_clip import FLAG, SourceClip, read_clip
+from ltx2rt.pipelines.groups.source_clip import FLAG, SourceClip, file_facts, read_clip
 from ltx2rt.pipelines.groups.text import PromptsByTime
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
@@ -70,8 +70,8 @@ class Inpaint(Request):
                 )
         info = self.info or read_clip(self.video_path, FLAG, model, whole=True)
         width, height = self[Mask].padded(info)
-        sizes = {"width": width, "height": height, "num_frames": info.num_frames, "fps": info.fps}
-        full = Request.resolved(replace(self, info=info, **sizes), model)
+        facts = file_facts(self, info) | {"width": width, "height": height}
+        full = Request.resolved(replace(self, **facts), model)
         if full.cells is None:
             full.region.check()
             full = replace(full, cells=full.region.cells(full.geometry(model)))

@@ -18,7 +18,7 @@ from ltx2rt.flags import flag
 from ltx2rt.media.video import VideoInfo
 from ltx2rt.models.geometry import Geometry, audio_positions, pixel_frames, video_positions
 from ltx2rt.pipelines.given_clip import GIVEN_CLIP, denoise_once
-from ltx2rt.pipelines.groups.source_clip import FLAG, SourceClip, read_clip
+from ltx2rt.pipelines.groups.source_clip import FLAG, SourceClip, file_facts, read_clip
 from ltx2rt.pipelines.groups.text import PromptsByTime
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
@@ -43,6 +43,7 @@ class Retake(Request):
         None,
         "start of the part to regenerate, in seconds (required)",
         float,
+        asks="retake",
         group="conditioning",
         metavar="S",
         least=0,
@@ -51,6 +52,7 @@ class Retake(Request):
         None,
         "end of the part to regenerate, in seconds (required)",
         float,
+        asks="retake",
         group="conditioning",
         metavar="S",
         least=0,
@@ -97,13 +99,7 @@ class Retake(Request):
         """Reads the file whole, once."""
         self.check()
         info = self.info or self._read(model)
-        sizes = {
-            "width": info.width,
-            "height": info.height,
-            "num_frames": info.num_frames,
-            "fps": info.fps,
-        }
-        full = Request.resolved(replace(self, info=info, **sizes), model)
+        full = Request.resolved(replace(self, **file_facts(self, info)), model)
         for m, mask in full.masks(full.geometry(model)).items():
             if not mask.any():
                 where = f"--start-time: {self.start_time:g} s"

@@ -18,7 +18,7 @@ from ltx2rt.pipelines.given_clip import denoise_once, schedule
 from ltx2rt.pipelines.groups import FROM_CLIP
 from ltx2rt.pipelines.groups.guidance import ByChoice, Guidance, Nag
 from ltx2rt.pipelines.groups.images import Images
-from ltx2rt.pipelines.groups.source_clip import FLAG, FileSize, SourceClip, read_clip
+from ltx2rt.pipelines.groups.source_clip import FLAG, FileSize, SourceClip, file_facts, read_clip
 from ltx2rt.pipelines.groups.steps import Interval, Steps
 from ltx2rt.pipelines.groups.text import NegativePrompt, PromptsByTime
 from ltx2rt.pipelines.request import Loras, Request
@@ -43,6 +43,7 @@ class VideoToVideo(Request):
     noise_level: float = flag(
         0.725,
         "noise level to start from, 1 to keep nothing of the clip",
+        asks="v2v",
         group="conditioning",
         above=0,
         most=1,
@@ -70,8 +71,8 @@ class VideoToVideo(Request):
                 f"--num-videos: {self.num_videos}, but new sound is made for one; run it for each "
                 "seed"
             )
-        sizes = {name: getattr(info, name) for name in ("width", "height", "num_frames", "fps")}
-        return Request.resolved(replace(self, info=info, sound=sound, **sizes), model)
+        facts = file_facts(self, info)
+        return Request.resolved(replace(self, sound=sound, **facts), model)
 
     def remarks(self, model: ModelConfig) -> Iterator[str]:
         steps = len(schedule(self)) - 1

@@ -282,14 +282,8 @@ def in_order(jobs: Sequence[tuple[Line, Admitted]]) -> list[tuple[Line, Admitted
     """Jobs of one shape after one another, within a window."""
 
     def shape(entry: tuple[Line, Admitted]) -> str:
-        clip = entry[1].job["clip"]
-        return json.dumps(
-            [
-                entry[1].loras,
-                entry[1].job["pipeline"],
-                *map(clip.get, ("width", "height", "num_frames")),
-            ]
-        )
+        job = entry[1].job
+        return json.dumps([entry[1].loras, job["pipeline"], job["size"], job["seconds"]])
 
     return [
         job

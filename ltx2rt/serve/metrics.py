@@ -53,9 +53,7 @@ class Metrics:
         if job.cancel is not None and status == "cancelled":
             self.cancel.observe(max(0.0, now - job.cancel))
         report = (result or {}).get("report", {})
-        size = "{width}x{height}x{num_frames}".format(
-            **{"width": 0, "height": 0, "num_frames": 0, **job.job["clip"]}
-        )
+        size = f"{job.job.get('size', '0x0')}x{job.job['clip'].get('num_frames', 0)}"
         size = size if size in self.sizes else "other"
         if status == "completed":
             self.took.labels(job.job["pipeline"], size).observe(

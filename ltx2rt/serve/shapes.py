@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ltx2rt.errors import InputError
@@ -19,7 +19,7 @@ class Shape:
 
     @property
     def clip(self) -> dict[str, Any]:
-        return {"width": self.width, "height": self.height, "num_frames": self.num_frames}
+        return {name: n for name, n in asdict(self).items() if name != "pipeline"}
 
     def __str__(self) -> str:
         return f"{self.width}x{self.height}x{self.num_frames}:{self.pipeline}"

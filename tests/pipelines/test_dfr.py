@@ -550,7 +550,6 @@ def test_windows_of_one_size_are_compiled_once():
             "120 fps become 480, expected at most 240",
         ),
         ({"num_videos": 2}, "--num-videos: 2, but dfr makes one"),
-        ({"num_generated_keyframes": 2}, "does not read it"),
     ],
 )
 def test_what_does_not_fit_is_refused(given, said):

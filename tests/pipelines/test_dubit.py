@@ -7,11 +7,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from diffusers import LTX2VideoTransformer3DModel
+from groups.test_sound import encoded
 from reference_transformer import euler_steps
 from safetensors.numpy import load_file
 from test_ic_lora import lora_with
 from test_retake import write
-from test_sound_following import encoded
 
 from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import write_mp4

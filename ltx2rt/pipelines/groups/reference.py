@@ -13,12 +13,14 @@ from ltx2rt.flags import flag
 from ltx2rt.media.video import require_constant_rate, video_info
 from ltx2rt.models.geometry import Geometry, latent_frames
 from ltx2rt.pipelines.groups.size import check_step, parse_fps
-from ltx2rt.pipelines.groups.source_clip import FLAG, SourceClip
+from ltx2rt.pipelines.groups.source_clip import FLAG, SourceClip, file_facts
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.stages.conditioning import Reference, ReferenceSpec
 from ltx2rt.stages.source_video import SourceVideo, usable_frames
 from ltx2rt.stages.tiling import plan_encoder_tiles
 from ltx2rt.weights.lora import reference_factors
+
+SIDES = ("width", "height")
 
 
 @dataclass(frozen=True)
@@ -68,17 +70,14 @@ class ReferenceClip(SourceClip):
                 f"{FLAG}: {self.path} has {info.num_frames} frames, expected {step + 1} or more"
             )
         unit = model.video_vae.space_factor * request.factor(model).numerator
-        for side in ("width", "height"):
+        for side in SIDES:
             if getattr(request, side) is None:
                 rule = f"divisible by {unit} (--{side} gives another one than the file's)"
                 check_step(f"{FLAG}: {side}", getattr(info, side), unit, 0, "px", rule)
-        return {
-            "info": info,
-            "width": request.width or info.width,
-            "height": request.height or info.height,
-            "num_frames": (info.num_frames - 1) // step * step + 1,
-            "fps": parse_fps(info.fps),
-        }
+        sides = {side: getattr(request, side) or getattr(info, side) for side in SIDES}
+        frames = (info.num_frames - 1) // step * step + 1
+        facts = file_facts(request, replace(info, fps=parse_fps(info.fps)))
+        return facts | sides | {"info": info, "num_frames": frames}
 
     def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
         if over := self.found.num_frames - request.num_frames:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import SUPPRESS
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,12 @@ class SizeOrFile(Pixels):
     height: int = flag_like(
         Size, "height", None, parse=int, help="height in pixels (default: the file's)"
     )
+
+
+def file_facts(request: Any, info: VideoInfo) -> dict[str, Any]:
+    """Fields of the request that the file decides."""
+    known = {f.name: getattr(info, f.name) for f in fields(request) if hasattr(info, f.name)}
+    return {"info": info} | known
 
 
 def read_clip(path: Path, flag: str, model: ModelConfig, whole: bool = False) -> VideoInfo:

@@ -28,7 +28,7 @@ from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import read_frames
 from ltx2rt.models import vocoder
 from ltx2rt.models.geometry import pack_audio, pack_video, unpack_video
-from ltx2rt.pipelines import make_request
+from ltx2rt.pipelines import groups, make_request
 from ltx2rt.pipelines.groups.segments import segment_seed
 from ltx2rt.placement.plan import peak
 from ltx2rt.run.plan import make_plan
@@ -138,7 +138,7 @@ def test_the_sound_is_that_of_one_run_of_the_vocoder(tiny, tmp_path, generation)
         _, wave = made(session, request)
         full = request.resolved(session.config)
         size = vocoder.frame_samples(session.config.vocoder)
-        places = [round(Fraction(start, 24) * 100) for start in full.starts]
+        places = [round(Fraction(start, 24) * 100) for start in full[groups.Segments].starts(full)]
         assert places == [0, 67, 133]
         mels = [part.mel() for part in full.parts]
         for mel, later, a, b in zip(mels, mels[1:], places, places[1:], strict=False):
@@ -252,9 +252,9 @@ def test_images_go_to_the_segment_that_they_are_new_in(opened, tmp_path):
         Image.new("RGB", (64, 64), "red").save(tmp_path / f"{name}.png")
     images = [(tmp_path / "a.png", 0), (tmp_path / "b.png", 41)]
     full = asked(tmp_path, images=images).resolved(opened.resident.config)
-    assert [i.frame for i in full._segment(0).images] == [0]
-    assert [i.frame for i in full._segment(1).images] == []
-    assert [i.frame for i in full._segment(2).images] == [41 - 32]
+    assert [i.frame for i in full[groups.Segments].request_of(0, full).images] == [0]
+    assert [i.frame for i in full[groups.Segments].request_of(1, full).images] == []
+    assert [i.frame for i in full[groups.Segments].request_of(2, full).images] == [41 - 32]
     last = asked(tmp_path, images=[(tmp_path / "a.png", 57)])
     with pytest.raises(InputError, match=r"frame 57 of .*, but the clip has frames 0 to 56"):
         last.resolved(opened.resident.config)
@@ -557,7 +557,11 @@ def test_a_clip_is_asked_for_by_its_frames(opened):
     found = make_request("one-stage", **request).resolved(config)
     length = make_request("one-stage", **{**request, **SIZE, "segments": None, "length": 56 / 24,
                                           "segment_frames": None}).resolved(config)  # fmt: skip
-    assert found == length and found.clip_frames == 57 and found.starts == (0, 16, 32)
+    assert (
+        found == length
+        and found.clip_frames == 57
+        and [part.start for part in found.parts] == [0, 16, 32]
+    )
     assert found.resolved(config) == found  # as what a server keeps of it
     for fps in ("24", "25", "29.97", "59.94", "7.3"):
         for frames in (129, 729, 1441):
