@@ -23,6 +23,7 @@ from ltx2rt.weights.files import TensorFile
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_MODEL = "adapter_model.safetensors"
 FILES = (ADAPTER_MODEL, "pytorch_lora_weights.safetensors")  # written by PEFT, by diffusers
+ALPHAS, RANKS = ("lora_alpha", "alpha"), ("lora_rank", "rank", "r")  # plain numbers of a header
 _PREFIX = {"transformer": "transformer", "text": "connectors", "gemma": "text_encoder"}
 # Settings of PEFT that change what the tensors mean, and values that leave it as it is.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -120,11 +121,10 @@ def read_config(file: TensorFile, ranks: set[int]) -> Config:
         stated = text[:1] == "{" and re.search(r'"(?:[\w.]*\.)?(?:lora_alpha|peft_type)"', text)
         if stated or key == "lora_adapter_metadata":
             return _config(parse_json(text, f"{file.path}: {key}"), key)
-    if _states(file.metadata):
-        alpha, rank = (float(file.metadata[key]) for key in ("lora_alpha", "lora_rank"))
-        if alpha != rank:
-            keys = Keys({"r": rank, "lora_alpha": alpha}, f"{file.path}: lora_rank, lora_alpha")
-            return Config({"": keys}, "lora_alpha")
+    alpha, rank = (_plain(file.metadata, names) for names in (ALPHAS, RANKS))
+    if alpha and rank and alpha != rank:
+        where = f"{file.path}: alpha and rank in its header"
+        return Config({"": Keys({"r": rank, "lora_alpha": alpha}, where)}, "its header")
     beside = file.path.parent / ADAPTER_CONFIG
     if beside.is_file():
         config = _config(parse_json(beside.read_bytes(), str(beside)), beside.name)
@@ -135,11 +135,10 @@ def read_config(file: TensorFile, ranks: set[int]) -> Config:
     return Config({})
 
 
-def _states(metadata: Mapping[str, str]) -> bool:
-    """Whether the header has alpha and rank as plain numbers."""
-    return all(
-        re.fullmatch(r"\d+(?:\.\d+)?", metadata.get(key, "")) for key in ("lora_alpha", "lora_rank")
-    )
+def _plain(metadata: Mapping[str, str], names: tuple[str, ...]) -> float:
+    """The first of these keys that is a number, else 0."""
+    found = (metadata[name] for name in names if name in metadata)
+    return float(next((text for text in found if re.fullmatch(r"\d+(?:\.\d+)?", text)), 0))
 
 
 def _config(keys: Keys, source: str) -> Config:

@@ -123,6 +123,19 @@ def test_alpha_tensors_win_over_the_config_and_kohyas_header_counts_for_nothing(
     assert change.scale == 0.75
 
 
+@pytest.mark.parametrize("header, scale", [
+    ({"lora_alpha": "2", "lora_rank": "4"}, 0.5), ({"alpha": "8.0", "rank": "4"}, 2), ({"lora_alpha": "2"}, 1),
+    ({"lora_alpha": "384", "lora_rank": "384"}, 1),
+])  # fmt: skip
+def test_plain_numbers_in_the_header_are_read(tmp_path, header, scale):
+    module = "diffusion_model.transformer_blocks.0.attn1.to_q"
+    halves = {"A": (4, 5), "B": (6, 4)}
+    arrays = {f"{module}.lora_{h}.weight": np.ones(s, np.float32) for h, s in halves.items()}
+    write_arrays(tmp_path / "l.safetensors", arrays, header)
+    (change,) = open_lora(tmp_path / "l.safetensors").changes.values()
+    assert change.scale == scale
+
+
 def test_the_config_of_another_file_in_the_folder_is_not_taken(trained):
     folder, _ = trained(CONFIGS["alpha"])
     other = folder / "style.safetensors"
