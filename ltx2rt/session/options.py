@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass, replace
 from fractions import Fraction
@@ -369,8 +370,7 @@ class ModelOptions(PartFiles):
                 f"{snapshots[-1]}"
             )
         for option, path in self.parts.items():
-            check = existing if FILES[option].either else existing_file
-            check(FILES[option].flag, path)
+            existing(FILES[option].flag, path)
         if self.config_from:
             existing_file("--config-from", self.config_from)
         if self.distilled_lora and self.distilled_lora != NO_LORA:
@@ -401,12 +401,17 @@ class ModelOptions(PartFiles):
         return [self.model, *self.parts.values(), *loras]
 
 
+_WEB = re.compile(r"\w+:/+\w+\.")
+
+
 def existing(name: str, path: Path) -> None:
     try:
         found = path.exists()
     except (OSError, ValueError) as error:  # too long a name, a zero byte
         raise InputError(f"{name}: {str(path)[:80]!r} is no path ({error}); check it") from None
     if not found:
+        if _WEB.match(str(path)):
+            raise InputError(f"{name}: {path} is a web address; download it and pass the file")
         raise InputError(f"{name}: {path} does not exist; check the path")
 
 

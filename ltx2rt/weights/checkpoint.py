@@ -417,10 +417,10 @@ def open_part(part: Part, path: Path) -> Places:
     takes = [p for p in PARTS.values() if p.header and p.option == part.option and p.option]
     takes += [p for p in PARTS.values() if p.kind and p.kind == part.kind and p not in takes]
     word = part.kind or part.word
+    if path.is_file() and folder_kind(path.parent) in [p.name for p in takes]:
+        path = path.parent  # a file of a diffusers folder; its names and config are of the folder
     if path.is_dir():
-        if folder_kind(path) not in [p.name for p in takes]:
-            raise InputError(f"{path}: no {word} folder; pass one, or a file, with {part.flag}")
-        return {part.name: _open_folder(part, path)}
+        return _open_folders(part, path)
     file = TensorFile(path)
     kind = file_kind(file)
     if kind == "main":  # a complete file
@@ -433,6 +433,23 @@ def open_part(part: Part, path: Path) -> Places:
     keys = partial(official_metadata, file)
     sources = component_sources(name, file)
     return {name: Place("official", source, keys, file) for name, source in sources.items()}
+
+
+def _open_folders(part: Part, path: Path) -> Places:
+    """The diffusers folder of a part, or of those that its flag names together; the folder of a
+    whole model stands for the one in it. Raises InputError."""
+    takes = {p.name: p for p in PARTS.values() if p.option == part.option and p.read}
+    kind, found = folder_kind(path), {}
+    if kind in takes:
+        found[kind] = path
+    whole = path.parent if kind in takes else path
+    for name, other in takes.items():
+        if other.folder and name not in found and folder_kind(whole / other.folder) == name:
+            found[name] = whole / other.folder
+    if part.name not in found and kind not in takes:
+        word = part.kind or part.word
+        raise InputError(f"{path}: no {word} folder; pass one, or a file, with {part.flag}")
+    return {name: _open_folder(PARTS[name], folder) for name, folder in found.items()}
 
 
 def _open_folder(part: Part, path: Path) -> Place:
@@ -669,12 +686,13 @@ def _diffusers(
     it needs not."""
     if config_from:
         raise InputError(f"--config-from: {path} has its own config; leave the flag out")
-    if named := [part.flag for o, part in FILES.items() if given.get(o) and not part.either]:
-        raise InputError(
-            f"{named[0]}: {path} is a diffusers folder, which has its own; leave the flag out"
-        )
+    named: Places = {}
+    for option, part in FILES.items():
+        if (file := given.get(option)) and not part.either:
+            named |= open_part(part, Path(file))
     folders = {name: only(name, listed(found, index)) for name, found in near.diffusers.items()}
     for name in names_of(lambda part: part.every and part.read and not part.either):
-        if folders.get(name) is None:
+        if folders.get(name) is None and name not in named:
             raise absent(name, path, near.unreadable)
-    return {name: _open_folder(PARTS[name], folder) for name, folder in folders.items() if folder}
+    own = {name: folder for name, folder in folders.items() if folder and name not in named}
+    return named | {name: _open_folder(PARTS[name], folder) for name, folder in own.items()}

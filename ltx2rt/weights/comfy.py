@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from ltx2rt.weights.files import GGUF, MAX_HEADER_BYTES, WEIGHTS
+from ltx2rt.weights.files import GGUF, MAX_HEADER_BYTES, WEIGHTS, visible
 from ltx2rt.weights.part_table import JOINT, PARTS, TEXT_PROJECTION
 
 FOLDERS = ("diffusion_models", "unet", "checkpoints", "text_encoders", "clip", "vae", "loras")
@@ -66,7 +66,7 @@ def entries(root: Path) -> Iterator[Path]:
 def inside(folder: Path) -> list[Path]:
     """The entries of a folder, sorted; none if it cannot be read."""
     try:
-        return sorted(folder.iterdir())
+        return visible(folder)
     except OSError:
         return []
 

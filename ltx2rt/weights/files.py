@@ -31,6 +31,7 @@ from ltx2rt.atomic_file import replacing
 from ltx2rt.errors import InputError
 from ltx2rt.graph.encodings import E4M3, E5M2, E8M0
 from ltx2rt.graph.ir import Cut
+from ltx2rt.notes import note
 from ltx2rt.weights.names import official_names
 
 DTYPES: dict[str, np.dtype] = {  # the safetensors format's names
@@ -70,9 +71,15 @@ INFINITY = {
 BARE_TRANSFORMER = "audio_patchify_proj.weight"
 CACHED_BYTES = 2**20
 WEIGHTS = (".safetensors", ".gguf")  # suffixes of files that are looked into
-SHARD_INDEX = (
-    ".safetensors.index.json"  # how the name of a file ends that lists the shards beside it
+# The name of a file that lists the shards beside it; diffusers and transformers have put a variant
+# such as `bf16` in three places of it.
+SHARD_INDEX = re.compile(
+    r"(?P<stem>[^.]+)(?:\.(?P<a>[^.]+))?\.safetensors(?:\.(?P<b>[^.]+))?\.index(?:\.(?P<c>[^.]+))?\.json"
 )
+SINGLE = re.compile(
+    r"(?P<stem>[^.]+?)(?:\.(?P<variant>[a-zA-Z]\w*))?(?P<shard>-\d+-of-\d+)?\.safetensors"
+)
+VARIANTS = ("", "fp32", "bf16", "fp16")  # in the order in which they are taken
 NOT_FINITE = "NaN or infinite values; download the file again"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 SAMPLE_BYTES, WHOLE_BYTES, SAMPLES = 2**12, 2**26, 2**12  # see `digest`
@@ -366,24 +373,52 @@ def _first_bytes(path: str | os.PathLike[str], count: int) -> bytes:
 
 
 def open_tensors(path: str | os.PathLike[str]) -> TensorFile | TensorFolder:
-    """Open a safetensors or GGUF file, an index of shards (`*.safetensors.index.json`) or a folder
-    with one, or a folder with one safetensors file."""
+    """Open a safetensors or GGUF file, an index of shards, or a folder with the weights of one
+    model: one file, or shards, or variants of them, of which one is taken."""
     path = Path(path)
     if not path.is_dir():
-        return _open_shards(path, path) if path.name.endswith(SHARD_INDEX) else open_file(path)
-    indices = sorted(index for index in path.glob(f"*{SHARD_INDEX}") if index.is_file())
-    if len(indices) > 1:
-        raise InputError(
-            f"{path}: {len(indices)} shard indices ({', '.join(i.name for i in indices)}), "
-            "expected one"
-        )
-    if indices:
-        return _open_shards(path, indices[0])
-    files = sorted(path.glob("*.safetensors"))
-    if len(files) != 1:
-        found = ", ".join(f.name for f in files) or "none"
+        return _open_shards(path, path) if SHARD_INDEX.fullmatch(path.name) else open_file(path)
+    forms = _forms(path)
+    if len({stem for stem, _ in forms}) > 1 or not forms:
+        found = ", ".join(file.name for files in forms.values() for file in files) or "none"
         raise InputError(f"{path}: expected one .safetensors file or a shard index, found {found}")
-    return TensorFile(files[0])
+    if len(forms) > 1:
+        kinds = ", ".join(sorted(variant or "plain" for _, variant in forms))
+        note(f"{path}: of its variants ({kinds}) one is read")
+    order = {name: place for place, name in enumerate(VARIANTS)}
+    form = min(forms, key=lambda each: (order.get(each[1], len(order)), each))
+    files = forms[form]
+    if SHARD_INDEX.fullmatch(files[0].name):
+        return _open_shards(path, files[0])
+    if len(files) == 1 and "-of-" not in files[0].name:
+        return TensorFile(files[0])
+    count = int(files[0].stem.rpartition("-of-")[2])
+    if len(files) != count:
+        raise InputError(f"{path}: {len(files)} of {count} shards and no index; download them all")
+    return TensorFolder(path, [TensorFile(file) for file in files])
+
+
+def _forms(folder: Path) -> dict[tuple[str, str], list[Path]]:
+    """Files by the beginning of their name and their variant: an index, one file, or shards that
+    no index lists."""
+    indices: dict[tuple[str, str], list[Path]] = {}
+    files: dict[tuple[str, str], list[Path]] = {}
+    for file in visible(folder):
+        if (match := SHARD_INDEX.fullmatch(file.name)) and file.is_file():
+            variant = next((each for each in match.group("a", "b", "c") if each), "")
+            indices[match["stem"], variant] = [file]
+        elif file.suffix == ".safetensors":
+            match = SINGLE.fullmatch(file.name)
+            form = (match["stem"], match["variant"] or "") if match else (file.stem, "")
+            files.setdefault(form, []).append(file)
+    stems = {stem for stem, _ in indices}
+    return {form: each for form, each in (files | indices).items() if form[0] in stems or not stems}
+
+
+def visible(folder: Path) -> list[Path]:
+    """The entries of a folder, sorted, without those that systems and editors hide. Raises
+    OSError."""
+    return sorted(path for path in folder.iterdir() if not path.name.startswith((".", "__MACOSX")))
 
 
 def read_index(index: Path) -> dict[str, Path]:
@@ -479,7 +514,7 @@ def files_of(path: Path) -> list[Path]:
     if path.is_dir():
         inner = (p for p in path.rglob("*") if p.suffix in WEIGHTS or p.name == "config.json")
         return sorted(p for p in inner if p.is_file())
-    if path.name.endswith(SHARD_INDEX):
+    if SHARD_INDEX.fullmatch(path.name):
         return sorted({path, *read_index(path).values()})
     return [part for part in split_parts(path) if part.exists()] or [path]
 

@@ -41,11 +41,15 @@ from ltx2rt.weights.parts import (
     scan,
 )
 
-_NAME = re.compile(
-    r"(?P<name>[\w.-]{1,96}/[\w.-]{1,96}?)"
-    r"(?:/(?P<file>[\w./-]+\.safetensors(?:\.index\.json)?|model_index\.json))?"
-    r"(?:@(?P<revision>[\w./-]+))?"
+_REPO = r"(?P<name>[\w.-]{1,96}/[\w.-]{1,96}?)"
+_FILE = r"(?:/(?P<file>[\w./-]+\.(?:safetensors|gguf|index(?:\.\w+)?\.json)|model_index\.json))?"
+_NAME = re.compile(rf"{_REPO}{_FILE}(?:@(?P<revision>[\w./-]+))?")
+# An address of the hub, in which a Path has one slash after the colon.
+_ADDRESS = re.compile(
+    r"(?:https?:/{1,2}(?:www\.)?(?:huggingface\.co|hf\.co|hf-mirror\.com)|hf:/{0,1})/"
+    rf"(?:models/)?{_REPO}(?:/(?:tree|blob|resolve|raw)/(?P<revision>[\w.-]+))?{_FILE}/?(?:\?.*)?"
 )
+FILE_SUFFIXES = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".json", ".zip")
 FOLDERS = names_of(
     lambda part: part.source and part.every and not part.either
 )  # those of every diffusers checkpoint
@@ -111,7 +115,7 @@ class Repository(Listing):
 
         def small(path: Path) -> bool:
             if len(path.parts) == 1:
-                return path.name == INDEX or path.name.endswith(SHARD_INDEX)
+                return path.name == INDEX or SHARD_INDEX.fullmatch(path.name) is not None
             return len(path.parts) == 2 and path.name == "config.json"
 
         return _download(self.repo, {}, [str(path) for path in self.files if small(path)])
@@ -124,7 +128,7 @@ class Repository(Listing):
         return {Path(os.path.relpath(path, self.snapshot)) for path in found}
 
     def open(self, path: Path) -> RemoteFile:
-        if path.name.endswith(SHARD_INDEX):
+        if SHARD_INDEX.fullmatch(path.name):
             files = [self.open(shard) for shard in sorted(self.shards(path))]
             tensors = {name: file.info(name) for file in files for name in file.names()}
             return RemoteFile(path, tensors, frozenset(file.path for file in files))
@@ -141,9 +145,16 @@ class Repository(Listing):
 
 
 def parse_repo(path: Path) -> Repo | None:
-    """None for a path that exists, and for what is no name of a repository."""
+    """The repository with the name ORG/NAME, or with this address on the web. None for a path that
+    exists or if its first folder exists, for a file's name, and for all other text."""
+    if match := _ADDRESS.fullmatch(str(path)):
+        return Repo(match["name"], match["file"], match["revision"] or "main")
     match = _NAME.fullmatch(str(path))
     if match is None or os.path.exists(path) or str(path).startswith("."):  # it takes any length
+        return None
+    if path.parts[0] not in ("", "/") and os.path.isdir(path.parts[0]):
+        return None
+    if not match["file"] and path.suffix.lower() in FILE_SUFFIXES:
         return None
     return Repo(match["name"], match["file"], match["revision"] or "main")
 
@@ -169,7 +180,7 @@ def fetch(
             disable_progress_bars()
         if offline or constants.HF_HUB_OFFLINE:
             return _cached(repo, Path(constants.HF_HUB_CACHE))
-        if repo.file and part not in ("main", "lora"):
+        if repo.file and (part not in ("main", "lora") or repo.file.endswith(".gguf")):
             return Path(
                 huggingface_hub.hf_hub_download(repo.name, repo.file, revision=repo.revision)
             )

@@ -59,6 +59,8 @@ def find(path: Path, given: Given, config_from: str | Path | None) -> Found:
     """
     if not path.exists():
         raise InputError(f"{path}: no such file or folder; pass a checkpoint with --model")
+    if path.is_file() and path.name != INDEX and folder_kind(path.parent) == "transformer":
+        path = path.parent  # a file of a diffusers folder
     tree = (models_folder(path) if path.is_dir() else None) or tree_around(path)
     if path.name == INDEX or (path.is_dir() and folder_kind(path) == "transformer"):
         tree = None

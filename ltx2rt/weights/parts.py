@@ -24,6 +24,7 @@ from ltx2rt.weights.files import (
     open_file,
     open_tensors,
     read_index,
+    visible,
 )
 from ltx2rt.weights.gguf import later_part
 from ltx2rt.weights.names import component_of, official_names
@@ -91,7 +92,7 @@ class Listing:
 
     def inside(self, folder: Path) -> list[Path]:
         """The entries of a folder, sorted."""
-        return sorted(folder.iterdir())
+        return visible(folder)
 
     def is_dir(self, path: Path) -> bool:
         return path.is_dir()
@@ -184,7 +185,7 @@ def scan_quietly(paths: Iterable[Path]) -> Parts:
 
 
 def _may_belong(path: Path) -> bool:
-    if path.name.endswith(SHARD_INDEX):
+    if SHARD_INDEX.fullmatch(path.name):
         try:
             return JOINT in path.read_bytes()
         except OSError:
@@ -201,7 +202,7 @@ def examine(paths: Iterable[Path], listing: Listing = DISK) -> Parts:
     """The kinds of these files, and of the folders that have a config."""
     parts = Parts()
     shards: set[Path] = set()
-    for path in sorted(paths, key=lambda p: not p.name.endswith(SHARD_INDEX)):
+    for path in sorted(paths, key=lambda p: not SHARD_INDEX.fullmatch(p.name)):
         try:
             if listing.is_dir(path):
                 kind = folder_kind(path, listing)
@@ -214,7 +215,7 @@ def examine(paths: Iterable[Path], listing: Listing = DISK) -> Parts:
                     parts.diffusers.setdefault(kind, []).append(path)
                 if listing.is_file(path / "tokenizer.json"):
                     parts.tokenizer.append(path / "tokenizer.json")
-            elif path.name.endswith(SHARD_INDEX):
+            elif SHARD_INDEX.fullmatch(path.name):
                 own = listing.shards(path)
                 shards |= own  # and not files of their own if one of them cannot be read
                 file = listing.open(path)

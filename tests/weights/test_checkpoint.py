@@ -18,7 +18,15 @@ from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.stages.frames import video_decoder
 from ltx2rt.weights.audit import audit
 from ltx2rt.weights.checkpoint import Asset, open_checkpoint
-from ltx2rt.weights.files import DTYPES, TensorFile, TensorInfo, write_arrays, write_tensors
+from ltx2rt.weights.files import (
+    DTYPES,
+    TensorFile,
+    TensorFolder,
+    TensorInfo,
+    open_tensors,
+    write_arrays,
+    write_tensors,
+)
 from ltx2rt.weights.lora import check_lora, open_lora
 from ltx2rt.weights.manifest import networks
 from ltx2rt.weights.presets import preset
@@ -632,10 +640,6 @@ def test_a_diffusers_folder_runs_what_its_index_lists_or_the_transformer_that_is
     full = open_checkpoint(folder / "transformer_full")
     assert full.source("transformer").where == folder / "transformer_full"
     assert full.sources.keys() == checkpoint.sources.keys() == FOUND
-    with pytest.raises(
-        InputError, match=r"--video-vae: .* is a diffusers folder, which has its own"
-    ):
-        open_checkpoint(folder, video_vae=folder / "vae")
     (folder / "model_index.json").unlink()
     with pytest.raises(InputError, match="2 candidates for the transformer"):
         open_checkpoint(folder)
@@ -682,3 +686,58 @@ def test_a_shard_that_is_cut_short_is_named_and_the_others_are_no_models(tmp_pat
     shard.write_bytes(cut)
     with pytest.raises(InputError, match=f"{shard.name}: truncated"):
         open_checkpoint(tmp_path)
+
+
+def test_a_part_of_either_layout_takes_the_place_of_the_checkpoints(tiny, official, diffusers):
+    """A folder, a file in it, the whole model, or a complete file; the vocoder comes along."""
+    expected = open_checkpoint(official)
+    for video, audio in (
+        (diffusers / "vae", diffusers / "audio_vae"),
+        (diffusers / "vae" / "diffusion_pytorch_model.safetensors", diffusers),
+    ):
+        found = open_checkpoint(official, video_vae=video, audio_vae=audio)
+        assert found.config == expected.config
+        places = [found.source(part).where for part in ("video_vae", "audio_vae", "vocoder")]
+        assert places == [diffusers / name for name in ("vae", "audio_vae", "vocoder")]
+    found = open_checkpoint(diffusers, video_vae=official / MAIN)
+    assert found.source("video_vae").where == official / MAIN
+    assert found.source("vocoder").where == diffusers / "vocoder"
+    one = open_checkpoint(diffusers / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert one.sources.keys() == open_checkpoint(diffusers).sources.keys()
+    with pytest.raises(InputError, match="no video VAE folder; pass one, or a file"):
+        open_checkpoint(official, video_vae=diffusers / "connectors")
+
+
+STEM = "diffusion_pytorch_model"
+INDICES = ("safetensors.index.bf16.json", "bf16.safetensors.index.json",
+           "safetensors.bf16.index.json", "")  # fmt: skip
+
+
+@pytest.mark.parametrize("index", INDICES)
+def test_variants_and_their_shards_are_read(diffusers, index):
+    """With the index as three versions of diffusers have named it, and without any. Hidden files
+    are passed over, and of several variants the plain one is read."""
+    folder = diffusers / "transformer"
+    whole, expected = folder / f"{STEM}.safetensors", open_checkpoint(diffusers)
+    file = TensorFile(whole)
+    names, home = sorted(file.names()), {}
+    for i in (1, 2):
+        shard = folder / f"{STEM}{'.bf16' if index else ''}-0000{i}-of-00002.safetensors"
+        write_arrays(shard, {name: file.read(name) for name in names[i - 1 :: 2]})
+        home |= dict.fromkeys(names[i - 1 :: 2], shard.name)
+    if index:
+        (folder / f"{STEM}.{index}").write_text(json.dumps({"weight_map": home}))
+    for hidden in (f"._{whole.name}", ".DS_Store", f"._{STEM}.safetensors.index.json"):
+        (folder / hidden).write_bytes(b"\0\5\x16\7")
+    (diffusers / ".ipynb_checkpoints").mkdir()
+    if index:
+        assert TensorFolder not in {type(open_tensors(folder))}
+        write_arrays(folder / f"{STEM}.fp16.safetensors", {"x": np.ones(2, np.float16)})
+    whole.unlink()
+    found = open_checkpoint(diffusers)
+    assert found.config == expected.config and not found.unreadable
+    one, other = found.source("transformer"), expected.source("transformer")
+    assert set(one.names()) == set(other.names())
+    (folder / f"{STEM}{'.bf16' if index else ''}-00002-of-00002.safetensors").unlink()
+    with pytest.raises(InputError, match=r"00002-of-00002|1 of 2 shards"):
+        open_checkpoint(diffusers)

@@ -230,6 +230,12 @@ def test_names_of_repositories(tmp_path, monkeypatch):
     assert parse_repo(Path("lab/plain/a.safetensors@v1")) == Repo(
         "lab/plain", "a.safetensors", "v1"
     )
+    host = "https://huggingface.co"
+    for address in (f"{host}/lab/plain", f"{host}/lab/plain/tree/main", "hf://lab/plain"):
+        assert parse_repo(Path(address)) == Repo("lab/plain")
+    address = f"{host}/lab/plain/resolve/v1/sub/a.safetensors?download=true"
+    assert parse_repo(Path(address)) == Repo("lab/plain", "sub/a.safetensors", "v1")
+    assert parse_repo(Path("lab/plain/a.Q4_K_M.gguf")) == Repo("lab/plain", "a.Q4_K_M.gguf")
     assert parse_repo(Path("lab/plain/model_index.json")) == Repo("lab/plain", "model_index.json")
     for path in (
         "plain",
@@ -239,10 +245,13 @@ def test_names_of_repositories(tmp_path, monkeypatch):
         "/lab/plain",
         "lab/plain@",
         ".",
+        "lab/plain.safetensors",
+        "https://civitai.com/models/1",
     ):
         assert parse_repo(Path(path)) is None or path == "./lab/plain", path  # a Path drops "./"
     (tmp_path / "lab" / "plain").mkdir(parents=True)
     assert parse_repo(Path("lab/plain")) is None  # what exists is no repository
+    assert parse_repo(Path("lab/other")) is None  # a name mistyped in a folder that is here
 
 
 @pytest.mark.slow
