@@ -7,6 +7,7 @@ alternatives, `[shape]` for a list, `{"key": shape}` for an object (`"key?"` may
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import os
@@ -17,6 +18,11 @@ from typing import Any
 from ltx2rt.errors import InputError
 
 MOST_BYTES = 2**28
+# How Python keeps bytes of the command line that are not in the locale's encoding.
+NO_TEXT = (
+    "holds bytes that are no text in this locale (lone surrogates); set LC_ALL=C.UTF-8, or put the "
+    "text in a UTF-8 file for --prompts"
+)
 MOST_NUMBER = 2**64  # whole numbers beyond it are no count of anything
 WORDS = {
     int: "a whole number",
@@ -30,22 +36,32 @@ WORDS = {
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """Return UTF-8 text without a byte order mark, its lines ended by line feeds. Raises InputError
-    that names the file, also for folders, pipes and devices."""
+    """Return UTF-8 text without a byte order mark, or UTF-16 text with one, its lines ended by line
+    feeds. Raises InputError that names the file, also for folders, pipes and devices."""
     try:
         with open(path, "rb", opener=_at_once) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise InputError(f"{path}: not a regular file; pass a text file")
-            data = file.read(most_bytes + 1)
+            regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            data = file.read(most_bytes + 1) if regular else b""
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{str(path)[:300]}: cannot be read ({reason}); check the path") from None
+    if not regular:
+        raise InputError(f"{path}: not a regular file; pass a text file")
     if len(data) > most_bytes:
         raise InputError(f"{path}: more than {most_bytes} bytes; pass a smaller text file")
+    wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # Windows PowerShell's
     try:
-        return data.decode("utf-8-sig").replace("\r\n", "\n")
+        return data.decode("utf-16" if wide else "utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: no UTF-8 text ({error}); save it again as UTF-8") from None
+
+
+def flag_lines(flag: str, path: Path, most_bytes: int = MOST_BYTES) -> list[str]:
+    """Return the lines of a file that a flag names. Raises InputError that names both."""
+    try:
+        return read_text(path, most_bytes).split("\n")
+    except InputError as error:
+        raise InputError(f"{flag}: {error}") from None
 
 
 def _at_once(path: str, flags: int) -> int:

@@ -4,7 +4,11 @@ import os
 
 import pytest
 
+from ltx2rt.commands.options import read_prompts
 from ltx2rt.errors import InputError
+from ltx2rt.serve.batch import read_lines
+from ltx2rt.serve.users import read_tokens
+from ltx2rt.serve.webhooks import read_hooks
 from ltx2rt.text_files import parse, read_json, read_json_lines, read_text
 
 SHAPE = {"step": int, "rate?": float, "names": [str], "sizes": {str: (int, None)}}
@@ -40,13 +44,35 @@ def test_a_text_that_is_no_such_value_is_refused(tmp_path, text, said):
         read_json_lines(path, SHAPE)
 
 
+USERS = {  # what reads a file, and its lines
+    "--prompts": (read_prompts, "a red circle\n\nis made", ["a red circle", "is made"]),
+    "--token-file": (lambda p: [*read_tokens(p)], "# users\nann 0123456789abcdef0123456789\n",
+                     ["0123456789abcdef0123456789"]),
+    "--webhooks": (lambda p: [*read_hooks(p)], "ann https://a.test/x whsec_" + "QUFB" * 12, ["ann"]),
+    "batch": (lambda p: [line.id for line in read_lines(p)], '{"id": "ab", "prompt": "é"}\n', ["ab"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", USERS)
+def test_what_windows_editors_save_is_read(tmp_path, flag):
+    """With a byte order mark and carriage returns, in UTF-8 and in UTF-16 as PowerShell writes."""
+    read, text, expected = USERS[flag]
+    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
+        (tmp_path / "a").write_bytes(text.replace("\n", "\r\n").encode(encoding))
+        assert read(tmp_path / "a") == expected
+    (tmp_path / "a").write_bytes(b"\xe9\n")
+    with pytest.raises(InputError, match=r"no UTF-8 text.*save it again as UTF-8"):
+        read(tmp_path / "a")
+
+
 def test_only_small_regular_files_of_text_are_read(tmp_path):
     path = tmp_path / "a.txt"
-    path.write_bytes(b"\xef\xbb\xbfone\r\ntwo")
-    assert read_text(path) == "one\ntwo"
+    for text in (b"\xef\xbb\xbfone\r\ntwo", "one\r\ntwo".encode("utf-16")):
+        path.write_bytes(text)
+        assert read_text(path) == "one\ntwo"
     with pytest.raises(InputError, match="more than 4 bytes"):
         read_text(path, 4)
-    path.write_bytes(b"\xff\xfe")
+    path.write_bytes(b"\xff")
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for name, said in {

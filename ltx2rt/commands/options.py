@@ -22,6 +22,7 @@ from ltx2rt.ranks.start import start
 from ltx2rt.run.training import CACHED, READ, Training
 from ltx2rt.session.open import located, with_mesh
 from ltx2rt.session.options import ModelOptions, existing_file, parse_part
+from ltx2rt.text_files import flag_lines
 from ltx2rt.train.data import Bucket
 from ltx2rt.train.prepare_flags import PrepareRequest
 from ltx2rt.train.request import TrainRequest
@@ -115,12 +116,7 @@ def pipeline_flags(to: Any, *but: type[Group]) -> type[Request]:
 def read_prompts(path: Path) -> list[str]:
     """The lines of --prompts, empty ones left out. Raises InputError."""
     existing_file("--prompts", path)
-    if path.stat().st_size > MAX_PROMPT_BYTES:
-        raise InputError(f"--prompts: {path} has more than {MAX_PROMPT_BYTES} bytes")
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--prompts: {path} is no text in UTF-8 ({error})") from None
+    lines = flag_lines("--prompts", path, MAX_PROMPT_BYTES)
     if not (found := [line.strip() for line in lines if line.strip()]):
         raise InputError(f"--prompts: {path} is empty; write a prompt on each line")
     return found

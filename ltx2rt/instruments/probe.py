@@ -32,6 +32,7 @@ from ltx2rt.stages.source_sound import spectrogram
 from ltx2rt.stages.stage import MODALITIES
 from ltx2rt.stages.tokenizer import tokenize
 from ltx2rt.suggest import hint
+from ltx2rt.text_files import NO_TEXT
 from ltx2rt.train.gradients import lora_gradients
 from ltx2rt.weights.checkpoint import Checkpoint, open_parts
 from ltx2rt.weights.files import TensorFile, write_arrays
@@ -411,9 +412,7 @@ class ProbeRequest:
             if not self.prompts:
                 raise InputError("probe tokenizer reads --prompt TEXT ..., none was given")
             if any("\ud800" <= letter <= "\udfff" for letter in "".join(self.prompts)):
-                raise InputError(
-                    "--prompt: holds characters that are no text (lone surrogates); type it again"
-                )
+                raise InputError(f"--prompt: {NO_TEXT}")
         elif self.inputs is None:
             raise InputError(f"probe {self.component} reads --inputs FILE, none was given")
         else:

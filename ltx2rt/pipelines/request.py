@@ -45,6 +45,7 @@ from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.stage import Stage
 from ltx2rt.stages.text import Text
 from ltx2rt.stages.upsample import Upsample
+from ltx2rt.text_files import NO_TEXT
 from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.distilled import sign
 
@@ -136,10 +137,7 @@ class Request:
             if isinstance(value, float) and not abs(value) < 1e6:
                 raise InputError(f"{spelling(f)}: {value:g}, expected a finite number below 1e6")
             if isinstance(value, str) and value != value.encode(errors="ignore").decode():
-                raise InputError(
-                    f"{spelling(f)}: holds characters that are no text (lone surrogates); type it "
-                    "again"
-                )
+                raise InputError(f"{spelling(f)}: {NO_TEXT}")
         for group in self:
             group.check(self)
 

@@ -30,6 +30,7 @@ from ltx2rt.serve.queue import COMPLETED, Job, Queue
 from ltx2rt.serve.refusal import Refusal
 from ltx2rt.serve.supervisor import QueueThread, Supervisor
 from ltx2rt.serve.upload import EXR, IMAGE, MAX_BYTES, SUFFIX
+from ltx2rt.text_files import read_text
 from ltx2rt.weights.files import opened_at_once
 
 ID = re.compile(r"(?!.*[^\D0-9])\w[\w.-]{0,99}")  # letters of any script, digits 0 to 9
@@ -78,10 +79,7 @@ def parse_shard(text: str | Shard) -> Shard:
 
 def read_lines(path: Path) -> list[Line]:
     """Raises InputError that names each line that is no job."""
-    try:
-        text = read(path, str(path)).decode()
-    except UnicodeError as error:
-        raise InputError(f"{path}: no UTF-8 text ({error}); convert it") from None
+    text = read_text(path)
     lines, wrong, seen = [], [], dict[str, int]()
     for number, one in enumerate(text.split("\n"), 1):  # a text may hold U+2028
         if not one.strip():

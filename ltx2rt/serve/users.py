@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ltx2rt.errors import InputError
+from ltx2rt.text_files import flag_lines
 
 OPERATOR = "operator"
 MIN_TOKEN = 16  # characters
@@ -31,10 +32,7 @@ STRANGER = User("")
 
 def read_tokens(path: Path) -> dict[str, User]:
     """Users by token, of a file with a line `NAME TOKEN [operator]` for each. Raises InputError."""
-    try:
-        lines = path.read_text("utf-8-sig").splitlines()
-    except (OSError, UnicodeError) as error:
-        raise InputError(f"--token-file: {path} cannot be read ({error})") from None
+    lines = flag_lines("--token-file", path)
     tokens: dict[str, User] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.startswith("#"):

@@ -34,6 +34,7 @@ from ltx2rt.serve.board import Board
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.queue import EVERYBODY, WebhookEvent
 from ltx2rt.serve.supervisor import QueueThread
+from ltx2rt.text_files import flag_lines
 from ltx2rt.version import VERSION
 
 T = TypeVar("T")
@@ -60,10 +61,7 @@ class Hook:
 
 def read_hooks(path: Path) -> dict[str, Hook]:
     """Hooks by user, of a file with a line `NAME URL SECRET` for each. Raises InputError."""
-    try:
-        lines = path.read_text("utf-8-sig").splitlines()
-    except (OSError, UnicodeError) as error:
-        raise InputError(f"--webhooks: {path} cannot be read ({error})") from None
+    lines = flag_lines("--webhooks", path)
     hooks: dict[str, Hook] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.startswith("#"):

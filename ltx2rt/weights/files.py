@@ -74,7 +74,8 @@ WEIGHTS = (".safetensors", ".gguf")  # suffixes of files that are looked into
 # The name of a file that lists the shards beside it; diffusers and transformers have put a variant
 # such as `bf16` in three places of it.
 SHARD_INDEX = re.compile(
-    r"(?P<stem>[^.]+)(?:\.(?P<a>[^.]+))?\.safetensors(?:\.(?P<b>[^.]+))?\.index(?:\.(?P<c>[^.]+))?\.json"
+    r"(?P<stem>[^.]+)(?:\.(?P<a>[^.]+))?\.safetensors"
+    r"(?:\.(?P<b>[^.]+))?\.index(?:\.(?P<c>[^.]+))?\.json"
 )
 SINGLE = re.compile(
     r"(?P<stem>[^.]+?)(?:\.(?P<variant>[a-zA-Z]\w*))?(?P<shard>-\d+-of-\d+)?\.safetensors"

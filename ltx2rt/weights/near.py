@@ -111,7 +111,7 @@ def _lacks(main: TensorFile | TensorFolder) -> set[str]:
 
 
 def _donor(parts: Parts, main: TensorFile | TensorFolder) -> TensorFile | TensorFolder | None:
-    """The first complete file with a config whose transformer is as wide and of the same release."""
+    """The first complete file with a config, of the same release and as wide."""
 
     def shapes(file: TensorFile | TensorFolder) -> list[tuple[int, ...] | None]:
         names = set(file.names())

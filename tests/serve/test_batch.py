@@ -320,7 +320,7 @@ def test_lines_end_at_a_newline_alone_and_have_a_length(tmp_path):
 def test_what_is_no_file_or_too_large_is_refused_unread(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):
-        with pytest.raises(InputError, match=f"^{path} is no regular file; "):
+        with pytest.raises(InputError, match=f"^{path}: not a regular file; "):
             read_lines(path)
     (tmp_path / "large.png").touch()
     os.truncate(tmp_path / "large.png", 2**40)
