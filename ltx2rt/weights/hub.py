@@ -166,10 +166,10 @@ def fetch(
     """Download what is not in the cache yet; the file or folder to open.
 
     part: "main" for a checkpoint and what belongs to it, "gemma" for a repository that is a Gemma
-    folder, "lora" for a LoRA and its config, anything else for one file. wanted: kinds of files that
-    come with a checkpoint where the repository has them and it does not hold them itself; of the two
-    video decoders the other comes if there is but that. offline: look into the cache alone. Raises
-    InputError.
+    folder, "lora" for a LoRA and its config, anything else for one file. wanted: kinds of files
+    that come with a checkpoint where the repository has them and it does not hold them itself; of
+    the two video decoders the other comes if there is but that. offline: look into the cache alone.
+    Raises InputError.
     """
     with _hub(repo):
         import huggingface_hub

@@ -215,7 +215,7 @@ def _audits(checkpoint: Checkpoint) -> list[str]:
 
 def _lora(path: Path) -> dict[str, Any]:
     """rank, alpha: one number, or the several that its modules have. unused: keys that change no
-    tensor of the family, and modules of the text projection, which are not merged."""
+    tensor of the family, and modules of the text projection and of Gemma's towers."""
     lora = open_lora(path)
     low = [change for change in lora.changes.values() if change.rank]
     return {
@@ -226,7 +226,7 @@ def _lora(path: Path) -> dict[str, Any]:
         "rank": _one_or_all(change.rank for change in low),
         "alpha": _one_or_all(round(own_scale(change) * change.rank, 6) for change in low),
         "parts": [PARTS[part].word for part in lora.parts],
-        "unused": [*lora.unknown, *lora.skipped],
+        "unused": [*lora.unknown, *lora.skipped, *lora.unread],
         "components": {"lora": _tensors(lora.file)},
     }
 

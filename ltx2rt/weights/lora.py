@@ -27,7 +27,7 @@ from ltx2rt.weights.changes import Change, Factors, LowRank, changes_of
 from ltx2rt.weights.files import TensorFile, TensorInfo, TensorReader, cut, write_tensors
 from ltx2rt.weights.lora_config import lora_file, read_config
 from ltx2rt.weights.lora_keys import FORMS, holds_lora, parse, writer
-from ltx2rt.weights.lora_names import bare, part_of, target
+from ltx2rt.weights.lora_names import UNREAD, bare, part_of, target
 from ltx2rt.weights.names import collapse
 from ltx2rt.weights.part_table import PARTS, TEXT_PROJECTION
 from ltx2rt.weights.quant_formats import Fields
@@ -52,7 +52,8 @@ FACTORS = (
 @dataclass(frozen=True)
 class Lora:
     """A LoRA file. changes: by the official name of the tensor; skipped: modules of the text
-    projection, which the official code does not merge either; unknown: keys that change no tensor
+    projection, which the official code does not merge either; unread: modules of parts of Gemma
+    that no prompt goes through; unknown: keys that change no tensor
     of the family; writer: the program that made it, where that is known; alpha_from: the config
     that has its scale."""
 
@@ -64,6 +65,7 @@ class Lora:
     unknown: tuple[str, ...]
     writer: str = ""
     alpha_from: str = ""
+    unread: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -101,6 +103,7 @@ class Merge:
     beside: bool = False
     parts: frozenset[str] = frozenset()
     alpha_from: str = ""
+    unread: int = 0
 
     def with_parts(self, other: Merge) -> Merge:
         """The modules of both, which are of one LoRA, and of other parts of the checkpoint."""
@@ -114,6 +117,7 @@ class Merge:
         stage: "merged ..."; of those that stay apart: "beside the weights 130/130 ..."."""
         where = ", ".join(filter(None, (stage, role)))
         skipped = f", skipped {self.skipped} of the text projection" if self.skipped else ""
+        skipped += f", skipped {self.unread} of Gemma that no prompt reaches" if self.unread else ""
         modules = "modules" if self.kind == "LoRA" else f"{self.kind} modules"
         how = "beside the weights" if self.beside else "merged"
         merged = f"{how} {self.matched}/{self.total} {modules} of {self.file}"
@@ -135,10 +139,13 @@ def open_lora(path: str | Path, strength: float = 1.0) -> Lora:
     # musubi-tuner's files for ComfyUI are made for its norm, which is the base weight's
     base_norm = file.metadata.get("ss_network_module", "").startswith("networks.")
     changes: dict[str, Change] = {}
-    skipped, keys = [], {}
+    skipped, unread, keys = [], [], {}
     for module, parts in modules.items():
         names = {tensor: target(module, tensor) for tensor in ("weight", "bias")}
         named, first = next(filter(None, names.values()), None), min(parts.values())
+        if named is None and UNREAD.search(module):
+            unread.append(module)
+            continue
         if named is None:
             unknown += parts.values()
             continue
@@ -158,16 +165,16 @@ def open_lora(path: str | Path, strength: float = 1.0) -> Lora:
                 raise InputError(f"{path}: {other} and {first} both belong to {name}")
             changes[name] = change
     whole = tuple(f"{module}." for module in modules if target(module)) if unknown else ()
-    if unread := [key for key in unknown if key.startswith(whole)]:
+    if strange := [key for key in unknown if key.startswith(whole)]:
         raise InputError(
-            f"{path}: {collapse(unread)} belong to modules that are read and change them in a way "
+            f"{path}: {collapse(strange)} belong to modules that are read and change them in a way "
             f"that is not; {FORMS}"
         )
     if not changes:
-        first = min([*unknown, *skipped], default="no key")
+        first = min([*unknown, *skipped, *unread], default="no key")
         raise InputError(f"{path}: no LoRA of LTX-2, its first key is {first}; {FORMS}")
     made_by = writer(file.metadata, modules)
-    more = (tuple(skipped), tuple(unknown), made_by, config.source)
+    more = (tuple(skipped), tuple(unknown), made_by, config.source, tuple(unread))
     return Lora(Path(path), strength, file, changes, *more)
 
 
@@ -343,6 +350,7 @@ class MergedSource:
         return Merge(
             str(lora.path), lora.strength, len(merged), len(modules), len(lora.skipped), lora.kind,
             parts=frozenset(map(part_of, changes)), alpha_from=lora.alpha_from,
+            unread=len(lora.unread),
         )  # fmt: skip
 
     def names(self) -> Iterable[str]:

@@ -2,8 +2,8 @@
 
 Such a config is PEFT's: `adapter_config.json` beside the file, as PEFT and diffusion-pipe write it,
 or JSON in the header, as diffusers (`lora_adapter_metadata`, each key behind the name of a part)
-and finetrainers (`lora_config`) do. kohya's `ss_network_alpha` counts for nothing: its loaders take a
-file without `alpha` tensors at alpha = rank, and its converters have multiplied them in.
+and finetrainers (`lora_config`) do. kohya's `ss_network_alpha` counts for nothing: its loaders take
+a file without `alpha` tensors at alpha = rank, and its converters have multiplied them in.
 """
 
 from __future__ import annotations

@@ -16,6 +16,10 @@ from ltx2rt.weights.names import GEMMA, component_of, to_diffusers
 from ltx2rt.weights.part_table import CONNECTORS, PARTS
 from ltx2rt.weights.presets import preset
 
+# Parts of a Gemma that no prompt goes through.
+UNREAD = re.compile(
+    r"vision_(?:tower|model)|multi_modal_projector|embed_vision|audio_tower|lm_head"
+)
 PRESETS = ("tiny-2.0", "tiny-2.3", "tiny-2.5")  # together they have every module of the family
 _BLOCK = re.compile(r"(blocks|layers)[_.](\d+)(?=[_.])")
 _WORDS = (

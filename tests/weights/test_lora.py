@@ -175,6 +175,21 @@ def test_the_text_projection_pair_is_skipped_and_reported(tmp_path, module):
     assert (source.merges[0].matched, source.merges[0].total) == (1, 1)
 
 
+def test_towers_of_gemma_are_skipped_and_reported(tmp_path):
+    """ComfyUI's extraction writes a change of every matrix of its text encoder."""
+    gemma = "text_encoders.gemma3_12b.transformer."
+    q = "language_model.model.layers.0.self_attn.q_proj.weight"
+    arrays = pair(f"{gemma}model.layers.0.self_attn.q_proj", 1)
+    for i, tower in enumerate(
+        ("vision_model.encoder.layers.0.self_attn.q_proj", "multi_modal_projector.mm")
+    ):
+        arrays |= pair(f"{gemma}{tower}", i)
+    lora = saved(tmp_path / "l.safetensors", arrays)
+    source = MergedSource(Memory({q: weights()[Q]}), [lora], "float32")
+    assert source.touched() == {q}
+    assert source.merges[0].line().endswith("strength 1, skipped 2 of Gemma that no prompt reaches")
+
+
 def test_unmatched_keys_fail_unless_partial_is_allowed(tmp_path):
     arrays = pair("diffusion_model.transformer_blocks.0.attn1.to_q", 1)
     arrays |= pair("diffusion_model.transformer_blocks.9.attn1.to_q", 2) | {
