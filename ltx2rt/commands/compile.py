@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from ltx2rt.commands.options import json_flag, planned_flags, planned_options, training_step
+from ltx2rt.commands.options import json_flag, planned_flags, planned_options
 from ltx2rt.flags import add_flags, given_flags
 from ltx2rt.instruments.ahead import (
     Compilation,
@@ -21,10 +21,7 @@ from ltx2rt.instruments.ahead import (
 )
 from ltx2rt.instruments.make import standing_for
 from ltx2rt.pipelines import pipeline
-from ltx2rt.run import training
-from ltx2rt.run.training import Training
-from ltx2rt.train.prepare_flags import PrepareRequest
-from ltx2rt.train.request import TrainRequest
+from ltx2rt.run.training_estimate import training_flags, training_step
 from ltx2rt.weights.part_table import FILES
 
 EPILOG = """\
@@ -41,9 +38,7 @@ def flags(to: Any) -> None:
     to.epilog = EPILOG
     add_flags(to, Target)
     planned_flags(to, *FILES, "loras", "video_decoder", "vae_tiling")
-    add_flags(to, Training)
-    add_flags(to, TrainRequest, only=training.READ)
-    add_flags(to, PrepareRequest, only=training.CACHED)
+    training_flags(to)
     json_flag(to)
 
 

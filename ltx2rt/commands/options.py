@@ -19,13 +19,9 @@ from ltx2rt.pipelines.groups.seeds import NoiseFile, Seed
 from ltx2rt.pipelines.groups.text import Enhancing, NegativePrompt, Prompt
 from ltx2rt.pipelines.request import Request
 from ltx2rt.ranks.start import start
-from ltx2rt.run.training import CACHED, READ, Training
 from ltx2rt.session.open import located, with_mesh
 from ltx2rt.session.options import ModelOptions, existing_file, parse_part
 from ltx2rt.text_files import flag_lines
-from ltx2rt.train.data import Bucket
-from ltx2rt.train.prepare_flags import PrepareRequest
-from ltx2rt.train.request import TrainRequest
 
 PRESETS = ("tiny-2.0", "tiny-2.3", "tiny-2.5", "ltx-2.0", "ltx-2.3", "ltx-2.5")
 MAX_PROMPT_BYTES = 2**20
@@ -135,29 +131,6 @@ def planned_flags(to: Any, *models: str) -> None:
     model_or_preset(to)
     add_flags(to, ModelOptions, only=(*models, *PLACED), dtype="bfloat16")
     pipeline_flags(to, *WORDS)
-
-
-def training_step(args: argparse.Namespace) -> tuple[Bucket, dict[str, Any]] | None:
-    """The size of the clips and the flags of a training step, if one is asked for in place of a
-    run.
-
-    Raises InputError for flags of one that are given with the other.
-    """
-    bucket = Training(**given_flags(args, Training)).train
-    read = {name: x for name, x in vars(args).items() if name in (*READ, *CACHED)}
-    own = argparse.Namespace(**read)  # --audio of a run is another flag
-    flags = given_flags(own, TrainRequest) | given_flags(own, PrepareRequest)
-    of_runs = flagged(*pipelines().values())
-    if bucket is None:
-        if flags:
-            name = next(iter(flags)).replace("_", "-")
-            raise InputError(f"--{name}: sizes a training step; add --train WxHxF")
-        return None
-    unread = [spelling(f) for name, f in of_runs.items() if hasattr(args, name)]
-    if unread or hasattr(args, "loras"):
-        flag = unread[0] if unread else "--lora"
-        raise InputError(f"{flag}: a training step does not read it; leave the flag out")
-    return bucket, flags
 
 
 def start_ranks(

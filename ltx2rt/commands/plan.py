@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.atomic_file import check_outputs
-from ltx2rt.commands.options import json_flag, planned_flags, planned_options, training_step
+from ltx2rt.commands.options import json_flag, planned_flags, planned_options
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, given_flags, groups
 from ltx2rt.graph.encodings import ENCODINGS
@@ -19,12 +19,10 @@ from ltx2rt.instruments.make import standing_for
 from ltx2rt.pipelines import pipeline
 from ltx2rt.placement.cost import Traffic
 from ltx2rt.placement.plan import peak
-from ltx2rt.run import training
+from ltx2rt.run import training_estimate
 from ltx2rt.run.estimate import Devices, Estimate, estimate, to_json
 from ltx2rt.run.trace_events import write_trace
-from ltx2rt.run.training import Training, estimate_step
-from ltx2rt.train.prepare_flags import PrepareRequest
-from ltx2rt.train.request import TrainRequest
+from ltx2rt.run.training_estimate import estimate_step, training_flags, training_step
 from ltx2rt.weights.part_table import FILES
 
 EXAMPLE = """\
@@ -123,9 +121,7 @@ def flags(to: Any) -> None:
         "vae_tiling",
     )
     planned_flags(to, *parts, *how)
-    add_flags(to, Training)
-    add_flags(to, TrainRequest, only=training.READ)
-    add_flags(to, PrepareRequest, only=training.CACHED)
+    training_flags(to)
     json_flag(to)
     groups(to)["output"].add_argument(
         "--trace",
@@ -146,8 +142,8 @@ def main(args: argparse.Namespace) -> None:
             raise InputError("--trace: a training step has no trace; leave the flag out")
         with standing_for(args.preset, options) as options:
             of_step = estimate_step(options, *step, devices)
-        shown = json.dumps(training.to_json(of_step), indent=1) if args.json else None
-        print(shown or training.to_text(of_step))
+        shown = json.dumps(training_estimate.to_json(of_step), indent=1) if args.json else None
+        print(shown or training_estimate.to_text(of_step))
         return
     request = type_(prompt="a plan", seed=0, **given_flags(args, type_))
     request.check()

@@ -25,7 +25,7 @@ from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.placement.cost import weight_bytes
 from ltx2rt.placement.devices import DeviceKind, topology
 from ltx2rt.run.estimate import datasheet_session
-from ltx2rt.run.training import datasheet_step
+from ltx2rt.run.training_estimate import datasheet_step
 from ltx2rt.session.call import Call
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.session.session import Session

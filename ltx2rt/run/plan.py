@@ -27,12 +27,12 @@ from ltx2rt.stages.denoise import RECORDED, noise_name
 from ltx2rt.stages.enhance import Enhancer, enhance
 from ltx2rt.stages.stage import Stage
 from ltx2rt.stages.text import Text
-from ltx2rt.train.manifest import remarks
 from ltx2rt.weights.changes import STORED
 from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.distilled import sign
 from ltx2rt.weights.files import TensorFile
 from ltx2rt.weights.lora import Merge, open_lora
+from ltx2rt.weights.trained import remarks
 
 
 @dataclass(frozen=True)

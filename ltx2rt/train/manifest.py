@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -18,11 +18,10 @@ import numpy as np
 
 from ltx2rt.atomic_file import replacing
 from ltx2rt.errors import InputError
-from ltx2rt.notes import note
-from ltx2rt.text_files import mismatch, parse, read_json_lines
+from ltx2rt.text_files import mismatch, read_json_lines
 from ltx2rt.train.data import parse_bucket
-from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.files import TensorFile
+from ltx2rt.weights.trained import is_of
 
 MANIFEST = "manifest.jsonl"
 SAMPLES, CONTEXTS = "samples", "contexts"
@@ -63,32 +62,6 @@ def file_facts(paths: Iterable[Path | None]) -> list[tuple[str, int, int]]:
     """Place, size and time of the last change of files, in the order of their names."""
     stats = {path.resolve(): path.stat() for path in paths if path is not None}
     return sorted((str(path), s.st_size, s.st_mtime_ns) for path, s in stats.items())
-
-
-def model_digest(checkpoint: Checkpoint) -> str:
-    """A digest that tells the parts of a model that encode from another's."""
-    return checkpoint.digest("transformer", "text", "gemma", "video_vae", "audio_vae")
-
-
-def is_of(base: str, checkpoint_digest: str, what: Any) -> bool:
-    """Whether the model with this digest made something that states `base`. Accepts the digest of an
-    earlier version with a warning."""
-    if unknown := len(base) == 16:
-        note(f"{what} is of an earlier version: which model it is for cannot be checked")
-    return unknown or base == checkpoint_digest
-
-
-def remarks(lora: Path, checkpoint: Checkpoint) -> Iterator[str]:
-    """Sentences that the header of a LoRA file that `train run` wrote says about its use."""
-    try:
-        about = parse(TensorFile(lora).metadata.get("ltx2rt", "{}"), {"base": str})
-    except ValueError:
-        return
-    trigger = about.get("trigger")
-    begin = f"; begin the prompt with {trigger!r}" if trigger else ""
-    yield f"{lora}: trained by `ltx2rt train run` to step {about.get('step')} ({about.get('mode')}){begin}"
-    if not is_of(about["base"], model_digest(checkpoint), lora):
-        yield f"{lora}: trained on another model or with other parts; its effect here is not known"
 
 
 def sample_path(cache: Path, key: str) -> Path:

@@ -30,7 +30,6 @@ from ltx2rt.train.manifest import (
     context_path,
     digest_of,
     file_facts,
-    model_digest,
     sample_path,
     whole,
     write_manifest,
@@ -38,6 +37,7 @@ from ltx2rt.train.manifest import (
 from ltx2rt.train.pieces import ClipPiece, Fault, checked
 from ltx2rt.train.prepare_flags import PrepareRequest
 from ltx2rt.weights.files import write_arrays
+from ltx2rt.weights.trained import model_digest
 
 Say = Callable[[str], None]
 SHOWN = 20  # faults in the table

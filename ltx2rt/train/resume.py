@@ -12,11 +12,12 @@ from ltx2rt.notes import note
 from ltx2rt.session.session import Session
 from ltx2rt.text_files import read_text
 from ltx2rt.train.data import is_hidden
-from ltx2rt.train.manifest import digest_of, is_of
+from ltx2rt.train.manifest import digest_of
 from ltx2rt.train.request import TrainRequest, to_text
 from ltx2rt.train.samples import Samples
 from ltx2rt.train.state import CONFIGURATION, METRICS, STATES, configuration, states
 from ltx2rt.weights.lora import FACTORS
+from ltx2rt.weights.trained import is_of
 
 # Fields that may change when a run goes on: no step differs, except that a schedule ends elsewhere.
 # Only the number of samples of a step is compared.

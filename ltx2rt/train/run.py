@@ -29,7 +29,6 @@ from ltx2rt.train.board import EventFiles
 from ltx2rt.train.data import parse_bucket
 from ltx2rt.train.feeds import Batch, Feeder
 from ltx2rt.train.gradients import read_init
-from ltx2rt.train.manifest import model_digest
 from ltx2rt.train.picture import PICTURE, draw_losses
 from ltx2rt.train.recipe import rate
 from ltx2rt.train.request import TrainRequest
@@ -52,6 +51,7 @@ from ltx2rt.train.state import (
 from ltx2rt.train.step import Step
 from ltx2rt.train.tally import StepLosses, Tally, by_group, finite, losses_row, norms_row
 from ltx2rt.weights.distilled import sign
+from ltx2rt.weights.trained import model_digest
 
 LEVELS = (0.2, 0.5, 0.8)  # noise levels at which clips are measured that are not trained on
 Row = dict[str, Any]

@@ -79,6 +79,20 @@ def streams(path):
     return float(frames / rate), seconds, rate, comment
 
 
+def test_a_run_imports_nothing_of_training_instruments_or_estimates(model, tmp_path):
+    words = ["generate", "--backend", "cuda", "--model", model, "--device", "cpu"]
+    words += ["--pipeline", "one-stage", "--width", 64, "--height", 64, "--num-frames", 1]
+    words += ["--steps", 1, "--prompt", "x", "--no-audio", "--output", tmp_path / "x.mp4"]
+    script = "import sys; from ltx2rt import cli; cli.main(sys.argv[1:]); print(*sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", script, *map(str, words)], capture_output=True, text=True
+    )
+    found = ran.stdout.split()
+    assert "ltx2rt.run.plan" in found, ran.stderr
+    rooms = ("ltx2rt.train", "ltx2rt.instruments", "ltx2rt.run.estimate", "ltx2rt.serve")
+    assert [name for name in found if name.startswith(rooms)] == []
+
+
 def test_latents_have_the_names_and_shapes_of_the_contract(base):
     expected = {
         "upsampled": (1, 128, *LATENT["stage2"]),

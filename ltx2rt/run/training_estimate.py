@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,8 +11,9 @@ from typing import Any
 
 from ltx2rt.backend import get_factory
 from ltx2rt.errors import InputError
-from ltx2rt.flags import check_bounds, flag
+from ltx2rt.flags import add_flags, check_bounds, flag, flagged, given_flags, spelling
 from ltx2rt.models.geometry import Geometry
+from ltx2rt.pipelines import pipelines
 from ltx2rt.placement.devices import DeviceKind, device_kind
 from ltx2rt.placement.plan import StageCost
 from ltx2rt.run.estimate import Devices, datasheet_session
@@ -44,6 +46,36 @@ class Training:
         group="training",
         metavar="WxHxF",
     )
+
+
+def training_flags(to: Any) -> None:
+    """Add the flags that size a training step to the parser of a command that plans."""
+    add_flags(to, Training)
+    add_flags(to, TrainRequest, only=READ)
+    add_flags(to, PrepareRequest, only=CACHED)
+
+
+def training_step(args: argparse.Namespace) -> tuple[Bucket, dict[str, Any]] | None:
+    """The size of the clips and the flags of a training step, if one is asked for in place of a
+    run.
+
+    Raises InputError for flags of one that are given with the other.
+    """
+    bucket = Training(**given_flags(args, Training)).train
+    read = {name: x for name, x in vars(args).items() if name in (*READ, *CACHED)}
+    own = argparse.Namespace(**read)  # --audio of a run is another flag
+    flags = given_flags(own, TrainRequest) | given_flags(own, PrepareRequest)
+    of_runs = flagged(*pipelines().values())
+    if bucket is None:
+        if flags:
+            name = next(iter(flags)).replace("_", "-")
+            raise InputError(f"--{name}: sizes a training step; add --train WxHxF")
+        return None
+    unread = [spelling(f) for name, f in of_runs.items() if hasattr(args, name)]
+    if unread or hasattr(args, "loras"):
+        flag = unread[0] if unread else "--lora"
+        raise InputError(f"{flag}: a training step does not read it; leave the flag out")
+    return bucket, flags
 
 
 @dataclass(frozen=True)
