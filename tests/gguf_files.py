@@ -158,3 +158,21 @@ def gemma_names(names: list[str]) -> dict[str, str]:
         else:
             found[name] = f"{back[word]}.weight"
     return found
+
+
+def gemma_keys(config) -> dict[str, object]:
+    """Metadata of a Gemma 3, as llama.cpp writes it."""
+    return {
+        "gemma3.embedding_length": config.hidden_size,
+        "gemma3.block_count": config.num_layers,
+        "gemma3.feed_forward_length": config.intermediate_size,
+        "gemma3.attention.head_count": config.num_heads,
+        "gemma3.attention.head_count_kv": config.num_kv_heads,
+        "gemma3.attention.key_length": config.head_dim,
+        "gemma3.attention.sliding_window": config.sliding_window,
+        "gemma3.attention.layer_norm_rms_epsilon": config.norm_eps,
+        "gemma3.rope.freq_base": config.rope_theta,
+        "gemma3.rope.scaling.type": "linear",
+        "gemma3.rope.scaling.factor": config.rope_scaling_factor,
+        "tokenizer.ggml.tokens": ["<pad>", "<eos>", "<bos>"],
+    }

@@ -18,21 +18,25 @@ from typing import Any
 
 import numpy as np
 
+from ltx2rt.config import GemmaConfig
 from ltx2rt.errors import InputError
 from ltx2rt.media.images import read_rgb
 from ltx2rt.notes import note
 from ltx2rt.session.options import LoraSpec
 from ltx2rt.weights.checkpoint import Checkpoint
+from ltx2rt.weights.configs import gemma_json
 from ltx2rt.weights.files import TensorFile
 from ltx2rt.weights.lora import open_lora
-from ltx2rt.weights.names import gemma_to_canonical
+from ltx2rt.weights.names import GEMMA, gemma_to_canonical
 from ltx2rt.weights.parts import read_json
 from ltx2rt.weights.quant_formats import Packed
-from ltx2rt.weights.text_encoder import Asset
+from ltx2rt.weights.text_encoder import Asset, find_tokenizer, open_gemma
 
 TEMPERATURE, TOP_K, MAX_TOKENS = 0.7, 50, 512  # the official pipelines'
 MAX_TOKENS_4, NO_REPEAT = 600, 5  # the official pipelines' of a Gemma 4: no 5 tokens twice
-GEMMA3, GEMMA4 = ("gemma3", "gemma3_text"), ("gemma4", "gemma4_text")  # as transformers names them
+FILE = "Gemma 3 in one file"  # without a picture tower
+# As transformers names them.
+GEMMA3, GEMMA4 = ("gemma3", "gemma3_text", FILE), ("gemma4", "gemma4_text")
 MULTIPLE = 8  # tokens, padded on the left
 TASK = """\
 You turn a short idea into the prompt of a model that makes video with sound. Write one \
@@ -74,18 +78,20 @@ class Enhancer:
     kind: str | None
     own: bool
     detailed: bool
-    tokenizer: Path | Asset
+    tokenizer: Path | Asset | None
     loras: tuple[LoraSpec, ...] = ()
 
     @classmethod
     def of(
         cls, checkpoint: Checkpoint, given: Path | None = None, loras: Sequence[LoraSpec] = ()
     ) -> Enhancer:
-        """given: a folder in place of the text encoder's; loras: of the run."""
+        """given: a folder or file in place of the text encoder's; loras: of the run."""
         folder = given or checkpoint.source("gemma").where
         config = folder / "config.json"
         kind = read_json(config).get("model_type", None) if config.is_file() else None
-        tokenizer = given / "tokenizer.json" if given else checkpoint.require_tokenizer()
+        if folder.is_file() and isinstance(open_gemma(folder)[0], GemmaConfig):
+            kind = FILE
+        tokenizer = find_tokenizer(given, []) if given else checkpoint.require_tokenizer()
         detailed = checkpoint.config.release.name == "2.5"
         own = given is None
         return cls(folder, kind, own, detailed, tokenizer, tuple(loras) if own else ())
@@ -106,17 +112,20 @@ class Enhancer:
         flag = "--enhance-prompt" if self.own else "--prompt-enhancer"
         if self.own and self.kind not in GEMMA3:
             raise InputError(
-                f"{flag}: {self.folder} is no Gemma 3 folder, and no other text encoder writes "
+                f"{flag}: {self.folder} is no Gemma 3, and no other text encoder writes "
                 "prompts (LTX-2.5's has no language head); pass a Gemma 3 or Gemma 4 by "
                 "--prompt-enhancer"
             )
         if self.kind not in (*GEMMA3, *GEMMA4):
             raise InputError(
-                f"{flag}: {self.folder} is no folder of a Gemma 3 or Gemma 4 (its model_type is "
+                f"{flag}: {self.folder} is no Gemma 3 and no folder of a Gemma 4 (its model_type is "
                 f"{self.kind}); pass one such as gemma-3-12b-it or gemma-4-E2B-it"
             )
-        if not self.own and not (self.folder / "tokenizer.json").is_file():
-            raise InputError(f"{flag}: {self.folder} has no tokenizer.json; download it again")
+        if self.tokenizer is None:
+            raise InputError(f"{flag}: {self.folder} has no tokenizer; download it again")
+        if self.kind == FILE:
+            self._check_sees(flag, image, False)
+            return
         files = [TensorFile(path) for path in sorted(self.folder.glob("*.safetensors"))]
         names = [name for file in files for name in file.names()]
         if "quantization_config" in read_json(self.folder / "config.json") or any(
@@ -126,7 +135,10 @@ class Enhancer:
                 f"{flag}: the Gemma in {self.folder} is quantised; pass a bfloat16 one"
             )
         blind = self.kind in GEMMA4 or self.kind == "gemma3_text"
-        if image and (blind or not any("vision_tower." in name for name in names)):
+        self._check_sees(flag, image, not blind and any("vision_tower." in name for name in names))
+
+    def _check_sees(self, flag: str, image: Path | None, sees: bool) -> None:
+        if image and not sees:
             raise InputError(
                 f"{flag}: the Gemma in {self.folder} sees no images; pass a Gemma 3 folder with "
                 f"the vision tower by {'--text-encoder' if self.own else flag}, or leave --image "
@@ -162,7 +174,8 @@ def _written(
 ) -> str:
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(enhancer.tokenizer))
+    assert enhancer.tokenizer is not None, "checked"
+    tokenizer = Tokenizer.from_buffer(enhancer.tokenizer.read_bytes())
     model = load(enhancer.folder, dtype, on_gpu)
     merge_into(model, enhancer.loras)
     config = model.config
@@ -221,6 +234,8 @@ def load(folder: Path, dtype: str, on_gpu: bool) -> Any:
     tower's."""
     transformers = library()
     transformers.logging.disable_progress_bar()
+    if folder.is_file():
+        return _of_file(folder, dtype, on_gpu)
     kind = read_json(folder / "config.json").get("model_type", None)
     type_: Any = {
         "gemma3": transformers.Gemma3ForConditionalGeneration,
@@ -252,6 +267,27 @@ def merge_into(model: Any, loras: Sequence[LoraSpec]) -> None:
             found = parameters[name].data
             changed = lora.changes[name].applied(lora.file, found.float().cpu().numpy())
             found.copy_(found.new_tensor(changed))
+
+
+def _of_file(path: Path, dtype: str, on_gpu: bool) -> Any:
+    """A Gemma 3 of a GGUF or safetensors file, decoded to the dtype, "auto" for bfloat16."""
+    torch = import_module("torch")
+    config, source = open_gemma(path)
+    assert isinstance(config, GemmaConfig), path
+    text = gemma_json(config, {})["text_config"]
+    wanted = getattr(torch, "bfloat16" if dtype == "auto" else dtype)
+    state = {
+        f"model.{name.removeprefix(GEMMA)}": torch.from_numpy(
+            np.array(source.read(name), np.float32)
+        ).to(wanted)
+        for name in source.names()
+        if name.startswith(GEMMA)
+    }
+    more: dict[str, Any] = {"device_map": "auto"} if on_gpu else {}
+    model = library().Gemma3ForCausalLM.from_pretrained(
+        None, config=library().Gemma3TextConfig(**text), state_dict=state, dtype=wanted, **more
+    )
+    return model.eval().requires_grad_(False)
 
 
 def feeds(

@@ -10,6 +10,7 @@ import av
 import numpy as np
 import pytest
 import torch
+from gguf_files import gemma_keys, gemma_names, write_gguf
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -31,7 +32,7 @@ from ltx2rt.stages.enhance import (
     merge_into,
     picture_feed,
 )
-from ltx2rt.weights.checkpoint import open_checkpoint
+from ltx2rt.weights.checkpoint import open_checkpoint, open_gemma
 from ltx2rt.weights.files import write_arrays
 
 PIXELS = np.random.default_rng(4).integers(0, 256, (40, 70, 3)).astype(np.uint8)
@@ -106,6 +107,27 @@ def test_gemma_is_loaded_as_transformers_loads_it(folder, tmp_path):
         m.generate(**text, max_new_tokens=8, do_sample=False).tolist() for m in (original, model)
     ]
     assert greedy[0] == greedy[1]
+
+
+def test_gemma_is_loaded_from_a_gguf_file_alone(folder, tmp_path):
+    """Its norms are stored plus one: float32 rounds them once more."""
+    config, source = open_gemma(folder / "gemma-3")
+    names = [name for name in source.names() if name.startswith("language_model.model.")]
+    tensors = {
+        theirs: source.read(name).astype(np.float32) + np.float32(theirs.endswith("norm.weight"))
+        for name, theirs in gemma_names(names).items()
+    }
+    path = write_gguf(tmp_path / "g.gguf", tensors, "gemma3", gemma_keys(config))
+    shutil.copy(folder / "gemma-3" / "tokenizer.json", tmp_path)
+    inputs = {"input_ids": torch.arange(3, 40)[None]}
+    found, expected = (load(each, "float32", False) for each in (path, folder / "gemma-3"))
+    expected_logits = expected(**inputs).logits
+    torch.testing.assert_close(found(**inputs).logits, expected_logits, rtol=1e-5, atol=1e-5)
+    enhancer = Enhancer.of(open_checkpoint(folder), path)
+    enhancer.check()
+    with pytest.raises(InputError, match="sees no images"):
+        enhancer.check(tmp_path / "x.png")
+    assert Enhancer.of(open_checkpoint(folder, text_encoder=path)).kind == enhancer.kind
 
 
 def test_the_made_gemma_is_whole_and_a_damaged_one_is_refused(folder, tmp_path):
@@ -321,9 +343,9 @@ def test_what_no_enhancer_is(tiny, gemma4, tmp_path):
     shutil.copytree(gemma4, tmp_path / "mute")
     (tmp_path / "mute" / "tokenizer.json").unlink()
     for name, says in (
-        ("kind", "is no folder of a Gemma 3 or Gemma 4 .its model_type is llama"),
+        ("kind", "is no Gemma 3 and no folder of a Gemma 4 .its model_type is llama"),
         ("packed", "is quantised; pass a bfloat16 one"),
-        ("mute", "has no tokenizer.json; download it again"),
+        ("mute", "has no tokenizer; download it again"),
         ("", "its model_type is None"),
     ):
         with pytest.raises(InputError, match=f"--prompt-enhancer: .*{says}"):

@@ -19,6 +19,7 @@ from gguf_files import (
     NAMES,
     PREFIX,
     decoded,
+    gemma_keys,
     gemma_names,
     numbers,
     package,
@@ -717,23 +718,6 @@ def test_a_lora_is_trained_beside_packed_matrices_as_beside_their_numbers(apart)
 
 
 # ---- Gemma 3 -------------------------------------------------------------------------------------
-
-
-def gemma_keys(config) -> dict[str, object]:
-    return {
-        "gemma3.embedding_length": config.hidden_size,
-        "gemma3.block_count": config.num_layers,
-        "gemma3.feed_forward_length": config.intermediate_size,
-        "gemma3.attention.head_count": config.num_heads,
-        "gemma3.attention.head_count_kv": config.num_kv_heads,
-        "gemma3.attention.key_length": config.head_dim,
-        "gemma3.attention.sliding_window": config.sliding_window,
-        "gemma3.attention.layer_norm_rms_epsilon": config.norm_eps,
-        "gemma3.rope.freq_base": config.rope_theta,
-        "gemma3.rope.scaling.type": "linear",
-        "gemma3.rope.scaling.factor": config.rope_scaling_factor,
-        "tokenizer.ggml.tokens": ["<pad>", "<eos>", "<bos>"],
-    }
 
 
 @pytest.fixture(scope="module")

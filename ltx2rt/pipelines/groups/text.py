@@ -44,10 +44,10 @@ class Enhancing(Group):
     )
     prompt_enhancer: Path | None = flag(
         None,
-        "folder of a Gemma 3 or Gemma 4 that --enhance-prompt takes in place of the text encoder",
+        "folder of a Gemma 3 or 4, or file of a Gemma 3, with which --enhance-prompt writes",
         Path,
         group="clip",
-        metavar="DIR",
+        metavar="PATH",
         file="folder",
     )
 
