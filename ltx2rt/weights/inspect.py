@@ -28,7 +28,6 @@ from ltx2rt.weights.checkpoint import (
     open_part,
 )
 from ltx2rt.weights.comfy import entries, models_folder
-from ltx2rt.weights.describe import gigabytes, mix, release_of, type_bytes
 from ltx2rt.weights.files import (
     DTYPE_NAMES,
     TensorFile,
@@ -47,7 +46,11 @@ from ltx2rt.weights.parts import (
     INDEX,
     file_kind,
     folder_kind,
+    gigabytes,
+    mix,
+    release_of,
     scan_quietly,
+    type_bytes,
 )
 from ltx2rt.weights.quantised import dequantised
 from ltx2rt.weights.releases import with_config

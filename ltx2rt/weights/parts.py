@@ -1,26 +1,29 @@
-"""Which files and folders hold which parts of a checkpoint.
+"""Which files and folders hold which parts of a checkpoint, and a file in a few words.
 
 Decides from headers and configs alone, never from names. One scan serves every `Listing`: folders
 of a disk, and a repository of the hub (`hub.Repository`). Leaves opening what was found to
-`checkpoint`, choosing among several to `choose`, downloading to `hub`.
+`checkpoint`, choosing among several to `near`, downloading to `hub`.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ltx2rt.errors import InputError
+from ltx2rt.release import of_tensors, stated
 from ltx2rt.weights import comfy
 from ltx2rt.weights.configs import Keys, parse_json
 from ltx2rt.weights.files import (
+    DTYPE_NAMES,
     SHARD_INDEX,
     WEIGHTS,
     TensorFile,
     TensorFolder,
+    TensorReader,
     open_file,
     open_tensors,
     read_index,
@@ -32,6 +35,7 @@ from ltx2rt.weights.part_table import JOINT, PARTS, Header, of_config, of_header
 
 T = TypeVar("T")
 HOLDERS = ("video_vae", "audio_vae")  # parts in files that may hold a text projection as well
+SMALL = 0.0005  # share of the bytes: types that are not worth a word
 INDEX = "model_index.json"  # passed as the model, it means the diffusers folders beside it
 
 
@@ -272,3 +276,38 @@ def listed(found: list[Path], index: frozenset[str]) -> list[Path]:
     """Those of several candidates that the folder's index lists, if it does."""
     named = [path for path in found if path.name in index]
     return named if len(found) > 1 and named else found
+
+
+def type_bytes(source: TensorReader) -> Counter[str]:
+    """Stored bytes by type, such as BF16 or Q4_K."""
+    found: Counter[str] = Counter()
+    for name in source.names():
+        info = source.info(name)
+        found[getattr(info, "format", None) or DTYPE_NAMES[info.dtype]] += info.nbytes
+    return found
+
+
+def mix(sizes: Mapping[str, int]) -> str:
+    """Such as "Q4_K 61 %, Q6_K 39 %", the largest first; a type alone without a number."""
+    whole = sum(sizes.values()) or 1
+    shares = sorted(((size / whole, name) for name, size in sizes.items()), reverse=True)
+    shares = [share for share in shares if share[0] >= SMALL]
+    if len(shares) == 1:
+        return shares[0][1]
+    digits = {name: 0 if 0.01 <= share < 0.99 else 1 for share, name in shares}
+    return ", ".join(f"{name} {100 * share:.{digits[name]}f} %" for share, name in shares)
+
+
+def gigabytes(count: int) -> str:
+    return f"{count / 1e9:.3g} GB"
+
+
+def release_of(file: TensorReader) -> str:
+    """The name of the release that a transformer's file states, or that its tensors tell."""
+    return stated(getattr(file, "metadata", {})) or of_tensors(set(file.names())).name
+
+
+def words(file: TensorReader) -> str:
+    """A transformer's file, such as "LTX-2.3, Q4_K 61 %, Q6_K 39 %, 15.3 GB"."""
+    sizes = type_bytes(file)
+    return f"LTX-{release_of(file)}, {mix(sizes)}, {gigabytes(sum(sizes.values()))}"

@@ -421,7 +421,7 @@ def test_of_a_repository_of_parts_come_those_that_the_run_reads(run, parted):
             for part in ("text-encoder", "audio-vae", "duration-head")
         ),
     }
-    more = {f"{RELEASED[part]}.safetensors" for part in ("spatial-upsampler-x2", "distilled-lora")}
+    more = {f"{RELEASED['spatial-upsampler-x2']}.safetensors"}  # the weights are distilled already
     words = ("weights", "fetch", f"lab/files/{main}", "--pipeline")
     for pipeline, decoder, expected in (
         ("one-stage", (), always | {"vae/conv.safetensors"}),
