@@ -11,11 +11,14 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from ltx2rt.errors import InputError
+from ltx2rt.text_files import read_text
 from ltx2rt.weights.files import GGUF, MAX_HEADER_BYTES, WEIGHTS, visible
 from ltx2rt.weights.part_table import JOINT, PARTS, TEXT_PROJECTION
 
 FOLDERS = ("diffusion_models", "unet", "checkpoints", "text_encoders", "clip", "vae", "loras")
 FOLDERS += ("latent_upscale_models", "upscale_models")
+SETTINGS = ("extra_model_paths.yaml", "extra_models_config.yaml")
 SEARCHED = (*FOLDERS, "model_patches")  # which holds parts of LTX-2.5
 MARKS = (*{part.mark for part in PARTS.values() if part.mark}, TEXT_PROJECTION.encode())
 GGUF_MARKS = (b"ltxv", b"gemma3", JOINT)
@@ -52,15 +55,38 @@ def entries(root: Path) -> Iterator[Path]:
     """Files and folders to look at: those of the root and, two levels deep, of its sub-folders."""
     yield from (path for path in inside(root) if path.is_file())
     seen = set()
-    for name in SEARCHED:
-        real = os.path.realpath(root / name)
+    for folder in (*(root / name for name in SEARCHED), *extra_folders(root)):
+        real = os.path.realpath(folder)
         if real in seen or not os.path.isdir(real):  # `unet` may be a link to `diffusion_models`
             continue
         seen.add(real)
-        for path in inside(root / name):
+        for path in inside(folder):
             yield path
             if path.is_dir() and not (path / "config.json").exists():
                 yield from inside(path)
+
+
+def extra_folders(root: Path) -> list[Path]:
+    """The folders of models that ComfyUI's settings name besides its own. Raises InputError for
+    settings that cannot be read."""
+    import yaml
+
+    found = []
+    for file in (folder / name for folder in (root.parent, root) for name in SETTINGS):
+        if not file.is_file():
+            continue
+        try:
+            sections = yaml.safe_load(read_text(file)) or {}
+            for section in sections.values():
+                base = Path(os.path.expandvars(section.get("base_path") or "")).expanduser()
+                base = file.parent / base
+                for name in SEARCHED:
+                    lines = str(section.get(name) or "").splitlines()
+                    found += [base / line.strip() for line in lines if line.strip()]
+        except (yaml.YAMLError, AttributeError, TypeError) as error:
+            said = " ".join(str(error).split())[:120]
+            raise InputError(f"{file}: no settings of ComfyUI ({said}); correct it") from None
+    return found
 
 
 def inside(folder: Path) -> list[Path]:

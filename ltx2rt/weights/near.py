@@ -18,7 +18,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.notes import note
 from ltx2rt.release import named, stated
 from ltx2rt.weights import configs
-from ltx2rt.weights.comfy import entries, inside, models_folder, tree_around
+from ltx2rt.weights.comfy import entries, extra_folders, inside, models_folder, tree_around
 from ltx2rt.weights.files import TensorFile, TensorFolder, open_file, open_tensors
 from ltx2rt.weights.names import component_of
 from ltx2rt.weights.part_table import PARTS, UPSAMPLERS, names_of, word_of
@@ -144,8 +144,13 @@ def _look_into(path: Path, tree: Path | None) -> tuple[list[Any], Parts]:
     """The main files in a folder, or its index of a diffusers model; and the parts near it."""
     if tree:
         parts, whole = scan_quietly(entries(tree)), Path(os.path.abspath(path))
+        roots = [whole]
+        if os.path.abspath(tree) in (str(whole), str(whole / "models")):
+            roots += [Path(os.path.abspath(folder)) for folder in extra_folders(tree)]
         return [
-            f for f in parts.files["main"] if whole in Path(os.path.abspath(f.path)).parents
+            f
+            for f in parts.files["main"]
+            if any(root in Path(os.path.abspath(f.path)).parents for root in roots)
         ], parts
     parts = look_into(path)
     return [

@@ -9,7 +9,7 @@ from conftest import run_cli
 from ltx2rt.cli import parser
 from ltx2rt.pipelines import chosen
 
-MODULES = ("clips", "loras")
+MODULES = ("clips", "loras", "files")
 ROWS = [row for module in MODULES for row in import_module(f"real.{module}").ROWS]
 
 

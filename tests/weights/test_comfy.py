@@ -513,6 +513,37 @@ def test_inspect_prints_a_row_for_each_part_and_what_is_missing(comfy, command):
     json.dumps(inspect_path(comfy))
 
 
+@pytest.mark.parametrize("at", ["extra_model_paths.yaml", "models/extra_models_config.yaml"])
+def test_folders_that_its_settings_name_are_searched(comfy, tmp_path, at):
+    """As users keep models on another disk: everything but the text encoder is there."""
+    other = tmp_path / "other disk"
+    for name in ("diffusion_models", "checkpoints", "vae", "latent_upscale_models", "loras"):
+        if (comfy / "models" / name).is_dir():
+            shutil.move(comfy / "models" / name, other / "sd" / name)
+    for name in ("checkpoints", "vae"):
+        (comfy / "models" / name).mkdir(exist_ok=True)
+    settings = f"""# a comment
+        extra:
+            base_path: {other}
+            is_default: true
+            checkpoints: |
+                sd/checkpoints/
+                sd/absent
+            unet: sd/diffusion_models
+            vae: {other}/sd/vae
+            upscale_models: sd/latent_upscale_models
+            loras: sd/loras
+            custom_nodes: sd/nodes
+        """
+    (comfy / at).write_bytes(settings.replace("\n", "\r\n").encode("utf-8-sig"))
+    found = open_checkpoint(comfy)
+    assert {"transformer", "gemma", "video_vae", "upsampler"} <= found.sources.keys()
+    assert other in found.source("transformer").where.parents and found.loras_found
+    (comfy / at).write_text("a: [1")
+    with pytest.raises(InputError, match=r"yaml: no settings of ComfyUI"):
+        open_checkpoint(comfy)
+
+
 # ---- files that ComfyUI has saved ----------------------------------------------------------------
 
 
