@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -27,16 +26,14 @@ import numpy as np
 from ltx2rt.backend import chosen_backend, get_factory
 from ltx2rt.errors import InputError
 from ltx2rt.flags import keywords
-from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.media.output import write_clip
 from ltx2rt.pipelines import make_request
 from ltx2rt.pipelines.request import Request
 from ltx2rt.run.estimate import Devices, estimate, to_json
 from ltx2rt.run.files import Files
-from ltx2rt.run.plan import make_enhanced_plan, usual_stages
-from ltx2rt.run.report import comment
-from ltx2rt.run.run import produce, sample_rate, timed
-from ltx2rt.run.segments import claimed, discard, seed_of
+from ltx2rt.run.plan import usual_stages
+from ltx2rt.run.run import Run
+from ltx2rt.run.segments import discard, seed_of
 from ltx2rt.session.open import located, open_session, with_mesh
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session as Resident
@@ -150,25 +147,21 @@ class Session:
             raise InputError(
                 "seed: none, but several processes make this clip; give all of them the same"
             )
-        plan = make_enhanced_plan(session, request)
-        session.require_memory(plan.stages)
-        main = session.backend.is_main
-        with claimed(session, plan, parts) if parts and main else nullcontext():
-            plan = timed(session, plan)
-            state, _, report = produce(session, plan, on_progress=on_progress, cancelled=cancelled)
-            chunks = [to_rgb8(chunk) for frames in state.frames for chunk in frames]
-            if parts and main:
+        run = Run(session, request)
+        with run.kept_in(parts):
+            run.make(on_progress=on_progress, cancelled=cancelled)
+            frames = run.pictures()
+            if parts and run.is_main:
                 discard(parts)
-        size = (*plan.request.size_px, 3)
         return Clip(
-            frames=np.concatenate(chunks) if chunks else np.zeros((0, *size), np.uint8),
-            waveform=None if state.waveforms is None else state.waveforms[0],
-            sample_rate=sample_rate(session, state),
-            fps=plan.request.clip_fps,
-            seed=plan.request.seeds[0],
-            settings=plan.request.settings(),
-            report=report(),
-            metadata=comment(session, plan.request, 0),
+            frames=np.zeros((0, *run.request.size_px, 3), np.uint8) if frames is None else frames,
+            waveform=run.waveform(),
+            sample_rate=run.sample_rate,
+            fps=run.request.clip_fps,
+            seed=run.request.seeds[0],
+            settings=run.request.settings(),
+            report=run.report(),
+            metadata=run.comment(),
         )
 
     def plan(

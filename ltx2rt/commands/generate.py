@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -41,18 +39,15 @@ from ltx2rt.pipelines.request import Request
 from ltx2rt.run.files import Files
 from ltx2rt.run.plan import (
     Plan,
-    make_enhanced_plan,
     prepared,
     resolved_stages,
     to_enhance,
     with_enhanced_prompt,
 )
-from ltx2rt.run.recording import recording
-from ltx2rt.run.run import produce, timed
+from ltx2rt.run.run import Run
 from ltx2rt.run.segments import (
     check_files,
     check_records,
-    claimed,
     discard,
     folder_of,
     seed_of,
@@ -83,11 +78,10 @@ def run(
     print before."""
     stages = partial(resolved_stages, options=options, request=request)
     session = open_session(options, checkpoint=checkpoint, stages=stages)
-    plan = make_enhanced_plan(session, request)
+    made = Run(session, request, warm=files.warmup)
+    plan, main = made.plan, made.is_main
     if files.output is not None:
         check_streams(files.output, plan.makes(FRAMES), plan.makes(SOUND))
-    session.require_memory(plan.stages, warm=files.warmup)
-    main = session.backend.is_main
     stream = sys.stderr if main and not files.quiet else None
     if main:
         require_space(sizes(session, plan, files))
@@ -98,36 +92,21 @@ def run(
             note(remark)
         _announce(session, plan)
     folder = parts_folder(files) if plan.request.in_segments else None
-    with ExitStack() as during:
-        recorded = None
-        if folder and main:
-            during.enter_context(claimed(session, plan, folder))
-            if files.latents_out:
-                check_records(plan.request, folder)
-            if files.output:
-                recorded = during.enter_context(
-                    recording(session, plan, folder, files.output, files.metadata)
-                )
-        plan = timed(session, plan, stream)
-        state, watch, report = produce(
-            session,
-            plan,
-            keep=main and files.latents_out is not None,
-            warmup=files.warmup,
-            stream=stream,
-            verbose=files.verbose,
-        )
+    with made.kept_in(folder, files.output, files.metadata):
+        if folder and main and files.latents_out:
+            check_records(plan.request, folder)
+        keep = main and files.latents_out is not None
+        made.make(stream, keep=keep, warmup=files.warmup, verbose=files.verbose)
         if not main:
             if files.output is not None:  # else the main process decodes no frames either
-                for frames in state.frames:
-                    deque(frames, maxlen=0)
+                made.follow()
             return
-        outputs = write_files(session, plan, state, files, report, recorded)
+        outputs = write_files(made, files)
         if folder:
             discard(folder)
     # Latents alone are one output for all seeds; the first stands for them.
-    for output, seed in zip(outputs, plan.request.seeds[: len(outputs)], strict=True):
-        print(watch.closing_line(output, seed))
+    for output, seed in zip(outputs, made.request.seeds[: len(outputs)], strict=True):
+        print(made.watch.closing_line(output, seed))
 
 
 def parts_folder(files: Files) -> Path | None:

@@ -27,16 +27,14 @@ from ltx2rt.atomic_file import alone_in, replacing
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flagged
 from ltx2rt.instruments.compare import PSNR_CAP_DB, RATE, compare_sound
-from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.media.sound import resample
 from ltx2rt.models.step_plan import StepPlan
 from ltx2rt.models.step_search import Recorded, best_plan, jump_costs
 from ltx2rt.pipelines.groups.steps import AllSkips
 from ltx2rt.pipelines.groups.text import Prompt
 from ltx2rt.pipelines.step_plans import FORMAT
-from ltx2rt.run.plan import make_plan
 from ltx2rt.run.report import model_of, named, options_of
-from ltx2rt.run.run import produce, sample_rate, timed
+from ltx2rt.run.run import Run
 from ltx2rt.session.session import Session
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import shifted_sigmas
@@ -149,24 +147,20 @@ class CalibrationRuns:
         return self.measures[name]
 
     def _make(self, request: Any, number: int, keep: bool = False) -> dict[str, np.ndarray]:
-        session = self.session
         request = replace(request, prompt=self.prompts[number], seed=request.seed + number)
-        plan = make_plan(session, request)
-        session.require_memory(plan.stages)
-        plan = timed(session, plan)
-        state, _, _ = produce(session, plan, keep=keep)
+        run = Run(self.session, request)
+        run.make(keep=keep)
         made: dict[str, np.ndarray] = {}
-        chunks = [to_rgb8(chunk) for frames in state.frames for chunk in frames]
-        if chunks:
-            made["frames"] = np.concatenate(chunks)
-        if state.waveforms is not None:
-            sound = resample(state.waveforms[0], sample_rate(session, state), RATE)
-            made["waveform"] = sound.astype(np.float32)
+        if (frames := run.pictures()) is not None:
+            made["frames"] = frames
+        if (waveform := run.waveform()) is not None:
+            made["waveform"] = resample(waveform, run.sample_rate, RATE).astype(np.float32)
         if keep:
-            stage = _planned(plan.stages)
+            stage = _planned(run.plan.stages)
             for name in stage.made:
                 start, steps, x0 = (
-                    state.record[f"{stage.name}.{name}.{what}"] for what in ("start", "steps", "x0")
+                    run.state.record[f"{stage.name}.{name}.{what}"]
+                    for what in ("start", "steps", "x0")
                 )
                 made |= {f"{name}.latents": np.concatenate([start, steps]), f"{name}.x0": x0}
         return made

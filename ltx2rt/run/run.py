@@ -1,22 +1,117 @@
-"""Run a plan: its stages in order, watched, up to the frames, which are made when they are
-taken."""
+"""Run a request: its plan, its stages in order, watched, up to the frames, which are made when they
+are taken, and its files.
+
+`Run` is what the command line, Python, the server's workers, calibration and training's validation
+share.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
 
 import numpy as np
 
+from ltx2rt.media.mp4 import to_rgb8
+from ltx2rt.media.output import FileState, write_clip
 from ltx2rt.notes import note
-from ltx2rt.run.plan import Plan, make_plan
-from ltx2rt.run.report import report_of
+from ltx2rt.pipelines.request import Request
+from ltx2rt.run.plan import Plan, make_enhanced_plan, make_plan
+from ltx2rt.run.recording import GrowingClip, high_range, recording
+from ltx2rt.run.report import comment, report_of
+from ltx2rt.run.segments import claimed
 from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Progress, Stopwatch
 from ltx2rt.stages.stage import LENGTH, State
+
+
+class Run:
+    """One request on a session. Its plan is checked and fits the device; `make` runs it, `save` and
+    `pictures` take the frames.
+
+    warm: it runs with `warmup`. Raises InputError.
+    """
+
+    def __init__(self, session: Session, request: Request, warm: bool = False):
+        self.session, self.plan = session, make_enhanced_plan(session, request)
+        session.require_memory(self.plan.stages, warm=warm)
+        self.recorded: GrowingClip | None = None
+        self.state = State()
+
+    @property
+    def request(self) -> Request:
+        return self.plan.request
+
+    @property
+    def is_main(self) -> bool:
+        return self.session.backend.is_main
+
+    @contextmanager
+    def kept_in(
+        self, folder: Path | None, output: Path | None = None, metadata: bool = True
+    ) -> Iterator[None]:
+        """Keep the segments of a clip in a folder, and if the output is known encode them meanwhile.
+        None: the clip has none."""
+        with ExitStack() as during:
+            if folder and self.is_main:
+                during.enter_context(claimed(self.session, self.plan, folder))
+                if output:
+                    clip = recording(self.session, self.plan, folder, output, metadata)
+                    self.recorded = during.enter_context(clip)
+            yield
+
+    def make(self, stream: TextIO | None = None, **how: Any) -> None:
+        """Run up to the frames, once the length is known. how: as `produce` takes it."""
+        self.plan = timed(self.session, self.plan, stream)
+        made = produce(self.session, self.plan, stream=stream, **how)
+        self.state, self.watch, self.report = made
+
+    def follow(self) -> None:
+        """Take part in decoding on a rank that keeps no frames."""
+        for frames in self.state.frames:
+            deque(frames, maxlen=0)
+
+    def pictures(self) -> np.ndarray | None:
+        """u8[F, H, W, 3] of all videos; None if there is no frame here."""
+        chunks = [to_rgb8(chunk) for frames in self.state.frames for chunk in frames]
+        return np.concatenate(chunks) if chunks else None
+
+    def waveform(self, number: int = 0) -> np.ndarray | None:
+        """f32[2, N] of a video."""
+        return None if self.state.waveforms is None else self.state.waveforms[number]
+
+    @property
+    def sample_rate(self) -> int:
+        return sample_rate(self.session, self.state)
+
+    def comment(self, number: int = 0) -> dict[str, Any]:
+        """The metadata of the file of a video."""
+        return comment(self.session, self.request, number)
+
+    def save(
+        self,
+        number: int,
+        path: Path,
+        frames: Iterator[np.ndarray] | None = None,
+        metadata: bool = True,
+    ) -> dict[Path, FileState]:
+        """Write a video in the form that its name says; the files that were made. frames: in place
+        of the next ones of the run."""
+        return write_clip(
+            path,
+            frames if frames is not None else next(self.state.frames, iter(())),
+            num_frames=self.request.clip_frames,
+            fps=self.request.clip_fps,
+            waveform=self.waveform(number),
+            sample_rate=self.sample_rate,
+            comment=self.comment(number) if metadata else None,
+            hdr=high_range(self.session, self.request),
+        )
 
 
 def run_stages(session: Session, plan: Plan, watch: Stopwatch, state: State) -> None:

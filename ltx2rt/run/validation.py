@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.errors import InputError
-from ltx2rt.media.output import write_clip
 from ltx2rt.pipelines import make_request
 from ltx2rt.pipelines.request import Request
+from ltx2rt.run import run as runs
 from ltx2rt.run.plan import make_plan
-from ltx2rt.run.report import comment
-from ltx2rt.run.run import produce, sample_rate
 from ltx2rt.session.options import NO_LORA, LoraSpec, existing_file
 from ltx2rt.session.session import Session
 from ltx2rt.stages.stage import FRAMES
@@ -47,20 +45,11 @@ class Validation:
         made = []
         try:
             for number, request in enumerate(self.requests):
-                plan = make_plan(session, request)
-                session.require_memory(plan.stages)
-                state, _, _ = produce(session, plan)
-                moving = plan.makes(FRAMES)
-                made.append(target / f"{number:02d}.{'mp4' if moving else 'wav'}")
-                write_clip(
-                    made[-1],
-                    next(state.frames) if moving else [],
-                    num_frames=plan.request.num_frames,
-                    fps=plan.request.clip_fps,
-                    waveform=None if state.waveforms is None else state.waveforms[0],
-                    sample_rate=sample_rate(session, state),
-                    comment=comment(session, plan.request, 0),
-                )
+                run = runs.Run(session, request)
+                run.make()
+                suffix = "mp4" if run.plan.makes(FRAMES) else "wav"
+                made.append(target / f"{number:02d}.{suffix}")
+                run.save(0, made[-1])
         finally:
             session.weights.close()
         return made

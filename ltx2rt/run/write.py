@@ -2,65 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from itertools import repeat
 from math import prod
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from ltx2rt.media.mp4 import AAC_BITS_PER_S
-from ltx2rt.media.output import FileState, remove_made, write_clip
-from ltx2rt.pipelines.request import Request
+from ltx2rt.media.output import remove_made
 from ltx2rt.run.files import Files, video_files, write_report
 from ltx2rt.run.plan import Plan
-from ltx2rt.run.recording import GrowingClip, high_range
-from ltx2rt.run.report import comment
-from ltx2rt.run.run import sample_rate
+from ltx2rt.run.run import Run
 from ltx2rt.run.segments import folder_of
 from ltx2rt.session.session import Session
-from ltx2rt.stages.stage import FRAMES, State
 from ltx2rt.weights.files import write_arrays
 
 BYTES_PER_PIXEL = 1  # at most: black and white noise takes 0.66 as H.264 and 0.98 as VP9
 FRAME_BYTES_PER_PIXEL = {".png": 3.1, ".exr": 6.2}  # at most: uncompressed
 
 
-def write_files(
-    session: Session,
-    plan: Plan,
-    state: State,
-    files: Files,
-    report: Callable[[], dict[str, Any]],
-    recorded: GrowingClip | None = None,
-) -> list[Path]:
+def write_files(run: Run, files: Files) -> list[Path]:
     """Write the clips, which decodes their frames, and what else was asked for. A run that fails
     leaves no file.
 
-    recorded: the clip, if it was encoded meanwhile.
-
     Returns the names of the clips; without any, that of the latents.
     """
-    outputs = video_files(files.output, plan.request.seeds)
+    outputs = video_files(files.output, run.request.seeds)
     with ExitStack() as undo:
-        videos = state.frames if plan.makes(FRAMES) else repeat(iter(()))
         for i, output in enumerate(outputs):
-            waveform = None if state.waveforms is None else state.waveforms[i]
-            rate = sample_rate(session, state)
-            if recorded is not None:
-                made = recorded.finish(output)
+            if run.recorded is not None:
+                made = run.recorded.finish(output)
             else:
-                made = save(
-                    session, plan.request, i, output, next(videos), waveform, rate, files.metadata
-                )
+                made = run.save(i, output, metadata=files.metadata)
             undo.callback(remove_made, made)
         if files.latents_out:
-            write_arrays(files.latents_out, state.record)
+            write_arrays(files.latents_out, run.state.record)
             undo.callback(files.latents_out.unlink, missing_ok=True)
         if files.report:
-            write_report(files.report, report())
+            write_report(files.report, run.report())
         undo.pop_all()
     return outputs or [path for path in (files.latents_out,) if path]
 
@@ -102,26 +79,3 @@ def sizes(session: Session, plan: Plan, files: Files) -> dict[Path, int]:
         if request.in_segments:  # those of each segment, too, until the clip is whole
             sizes[files.latents_out.with_suffix(".segments")] = sizes[files.latents_out]
     return sizes
-
-
-def save(
-    session: Session,
-    request: Request,
-    video: int,
-    output: Path,
-    frames: Iterator[np.ndarray],
-    waveform: np.ndarray | None,
-    rate: int,
-    metadata: bool = True,
-) -> dict[Path, FileState]:
-    """Write one video of a request in the form that its name says; the files that were made."""
-    return write_clip(
-        output,
-        frames,
-        num_frames=request.clip_frames,
-        fps=request.clip_fps,
-        waveform=waveform,
-        sample_rate=rate,
-        comment=comment(session, request, video) if metadata else None,
-        hdr=high_range(session, request),
-    )

@@ -22,7 +22,7 @@ import time
 from base64 import b64encode
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import count, islice
 from pathlib import Path
@@ -40,12 +40,10 @@ from ltx2rt.notes import note
 from ltx2rt.pipelines import make_request
 from ltx2rt.ranks.crew import Crew
 from ltx2rt.ranks.environment import FAILED
-from ltx2rt.run.plan import Plan, make_plan, with_enhanced_prompt
-from ltx2rt.run.recording import GrowingClip, high_range, recording
-from ltx2rt.run.report import comment
-from ltx2rt.run.run import produce, sample_rate, timed, warm_up
-from ltx2rt.run.segments import claimed, discard
-from ltx2rt.run.write import save
+from ltx2rt.run.plan import with_enhanced_prompt
+from ltx2rt.run.recording import high_range
+from ltx2rt.run.run import Run, warm_up
+from ltx2rt.run.segments import discard
 from ltx2rt.serve.folder import CLIP, FRAMES, STORAGE, publish, segments_of, writing_problem
 from ltx2rt.serve.preview import fitted, picture_of
 from ltx2rt.serve.shapes import Shape
@@ -103,10 +101,10 @@ def work(
             projection = fitted(session)
     places = session.backend.mesh.get("data", 1)
     for shape in warm:
-        asked = {"prompt": "a warm-up", "seed": 0, "num_videos": places, **shape.clip}
-        plan = make_plan(session, make_request(shape.pipeline, **asked))
-        session.require_memory(plan.stages)
-        warm_up(session, plan)
+        asked = make_request(
+            shape.pipeline, prompt="a warm-up", seed=0, num_videos=places, **shape.clip
+        )
+        warm_up(session, Run(session, asked).plan)
     if first:
         pipe.tell("ready", device=room(session), mesh=dict(session.backend.mesh))
     own = session.options.loras
@@ -231,36 +229,19 @@ def run(
     look: Callable[[Callable[[], np.ndarray]], None],
 ) -> dict[str, Any]:
     """Make the job's files; its result. own: the LoRAs of every job."""
-    plan = planned(session, own, job)
-    in_segments = plan.request.in_segments and session.backend.is_main
-    with ExitStack() as during:
-        recorded = None
-        if in_segments:
-            folder = segments_of(job)
-            during.enter_context(claimed(session, plan, folder))
-            recorded = during.enter_context(
-                recording(session, plan, folder, Path(job["stem"] + CLIP))
-            )
-        return _made(session, plan, job, recorded, progress, cancelled, look)
-
-
-def _made(
-    session: Session,
-    plan: Plan,
-    job: dict[str, Any],
-    recorded: GrowingClip | None,
-    progress: Callable[[Progress], None],
-    cancelled: Callable[[], bool],
-    look: Callable[[Callable[[], np.ndarray]], None],
-) -> dict[str, Any]:
-    plan = timed(session, plan)
-    state, _, report = produce(session, plan, on_progress=progress, cancelled=cancelled, look=look)
-    if not session.backend.is_main:
-        for frames in state.frames:
-            deque(frames, maxlen=0)
+    made = planned(session, own, job)
+    folder = segments_of(job) if made.request.in_segments else None
+    with made.kept_in(folder, Path(job["stem"] + CLIP)):
+        made.make(on_progress=progress, cancelled=cancelled, look=look)
+        if made.is_main:
+            return _published(made, job)
+        made.follow()
         return {}
+
+
+def _published(made: Run, job: dict[str, Any]) -> dict[str, Any]:
     first: list[np.ndarray] = []
-    hdr = high_range(session, plan.request)
+    hdr = high_range(made.session, made.request)
 
     def noted(frames: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         for chunk in frames:
@@ -269,19 +250,19 @@ def _made(
             yield chunk
 
     def write(number: int, path: Path) -> None:
-        waveform = None if state.waveforms is None else state.waveforms[number]
-        rate, frames = sample_rate(session, state), noted(next(state.frames))
+        frames = noted(next(made.state.frames))
         if job.get("frames") and hdr:
-            frames = zipped(frames, path.with_suffix(FRAMES), hdr, waveform, rate)
-        if recorded is None:
-            save(session, plan.request, number, path, frames, waveform, rate)
+            waveform = made.waveform(number)
+            frames = zipped(frames, path.with_suffix(FRAMES), hdr, waveform, made.sample_rate)
+        if made.recorded is None:
+            made.save(number, path, frames)
         else:
-            recorded.finish(path)
+            made.recorded.finish(path)
             deque(frames if job.get("frames") else islice(frames, 1), maxlen=0)
 
     def told() -> dict[str, Any]:
         """The report with the names of files alone: clients read it."""
-        full, settings = report(), comment(session, plan.request, 0)["settings"]
+        full, settings = made.report(), made.comment()["settings"]
         return full | {
             "settings": settings,
             "lora": [{**one, "file": Path(one["file"]).name} for one in full["lora"]],
@@ -292,12 +273,12 @@ def _made(
         write,
         lambda path: thumbnail(first[0], path),
         told,
-        plan.request.num_videos,
+        made.request.num_videos,
     )
 
 
-def planned(session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any]) -> Plan:
-    """The plan of a job whose memory is there. Raises InputError, on all ranks if on one.
+def planned(session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any]) -> Run:
+    """The run of a job whose memory is there. Raises InputError, on all ranks if on one.
 
     A job that runs again is tried twice: its first worker was killed, and the device may still hold
     that one's memory.
@@ -310,8 +291,8 @@ def planned(session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any]) ->
     return _planned(session, own, job)
 
 
-def _planned(session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any]) -> Plan:
-    refused = plan = None
+def _planned(session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any]) -> Run:
+    refused = run = None
     try:
         session.use_loras((*own, *(LoraSpec(Path(path), *rest) for path, *rest in job["loras"])))
         images = [(Path(path), frame, strength) for path, frame, strength in job["images"]]
@@ -320,17 +301,16 @@ def _planned(session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any]) -
         request = make_request(job["pipeline"], **job["clip"], **more)
         if request.in_segments:
             request = request.kept_in(segments_of(job))
-        plan = make_plan(session, request)
-        session.require_memory(plan.stages)
-        if (line := session.memory_line(plan.stages)) and session.backend.is_main:
+        run = Run(session, request)
+        if (line := session.memory_line(run.plan.stages)) and session.backend.is_main:
             note(f"{job['id']}: {line}")
     except InputError as error:
         refused = error
-    if session.backend.agree(refused is not None) or plan is None:
+    if session.backend.agree(refused is not None) or run is None:
         raise refused or InputError(
             "another rank refuses it, where a file is missing or there is no room"
         )
-    return plan
+    return run
 
 
 def first_frame(chunk: np.ndarray, hdr: HighRange | None) -> np.ndarray:

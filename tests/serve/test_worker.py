@@ -293,7 +293,7 @@ def test_what_is_said_of_a_failure_names_files_without_their_folders(
     ]
     assert "gone.png" in facts["message"]
     error = OSError(errno.EACCES, "Permission denied", str(tmp_path / "jobs" / "x.mp4"))
-    monkeypatch.setattr("ltx2rt.serve.worker.make_plan", Fails(None, error, 1))
+    monkeypatch.setattr("ltx2rt.serve.worker.Run", Fails(None, error, 1))
     event, facts = attempt(session, (), job(tmp_path), None)
     assert facts == {
         "code": "internal",
@@ -406,7 +406,7 @@ def test_files_that_cannot_be_written_are_not_the_fault_of_the_job(session, tmp_
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("ltx2rt.serve.worker.save", full)
+        patched.setattr("ltx2rt.serve.worker.Run.save", full)
         event, facts = attempt(session, (), job(tmp_path), None)
     assert (event, facts["code"]) == ("failed", STORAGE) and "No space left" in facts["message"]
     event, facts = attempt(session, (), job(tmp_path / "gone"), None)
