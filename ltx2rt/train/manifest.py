@@ -105,19 +105,20 @@ def _read(cache: Path) -> tuple[dict[str, Any], list[Sample]]:
         )
     try:
         head, *rows = read_json_lines(path, dict, AGAIN)
+    except InputError as error:
+        raise InputError(f"--data: {error}") from None
+    try:
         for value, shape in [(head, HEAD), *((row, LINE) for row in rows)]:
             if wrong := mismatch(value, shape):
                 raise ValueError(wrong)
         samples = []
         for row in rows:
             known = {name: row[name] for name in row if name in Sample.__dataclass_fields__}
-            parse_bucket(row["bucket"])
+            parse_bucket(row["bucket"], "bucket")
             if Fraction(row["fps"]) <= 0 or not {"video", "audio"} & set(row["streams"]):
                 raise ValueError(f"{row['name']}: no rate, or neither video nor audio")
             grid = row.get("reference") and tuple(row["reference"])
             samples.append(Sample(**known | {"streams": tuple(row["streams"]), "reference": grid}))
-    except InputError as error:
-        raise InputError(f"--data: {error}") from None
     except (ValueError, ZeroDivisionError) as error:
         raise InputError(f"--data: {path} is damaged ({error}); {AGAIN}") from None
     return head, samples

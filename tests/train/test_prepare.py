@@ -1,6 +1,7 @@
 """What `train prepare` takes of a clip, by its flags: frames, rates, places, references, masks."""
 
 import json
+import os
 from contextlib import closing
 from fractions import Fraction
 
@@ -19,10 +20,11 @@ from ltx2rt.session.options import ModelOptions
 from ltx2rt.testing import relative_l2
 from ltx2rt.train.data import Bucket, CaptionedClip, parse_rate, read_clips
 from ltx2rt.train.encode import Piece
-from ltx2rt.train.manifest import read_arrays
+from ltx2rt.train.manifest import read_arrays, read_manifest
 from ltx2rt.train.pieces import checked
 from ltx2rt.train.prepare import _held_out
 from ltx2rt.train.prepare_flags import PrepareRequest
+from ltx2rt.weights.files import write_arrays
 
 SMALL = Bucket(64, 64, 9)
 
@@ -260,3 +262,129 @@ def test_a_long_clip_is_encoded_whole_and_scaled_as_the_official_trainer_does(
         expected = own.backend.to_host(own.run(call, {"frames": whole[None]})["latent"])[0]
     assert relative_l2(found[()], expected) < 1e-5  # float32 in two orders
     assert relative_l2(found["--vae-tiling",], expected) > 1e-3
+
+
+def write_phone_clip(path, stamps_ms):
+    """A clip of 64x64 whose frames are shown at these times."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=30, options={"bf": "0"})
+        stream.width = stream.height = 64
+        stream.time_base = stream.codec_context.time_base = Fraction(1, 1000)
+        for i, stamp in enumerate(stamps_ms):
+            shown = np.full((64, 64, 3), 8 * i, np.uint8)
+            frame = av.VideoFrame.from_ndarray(shown, format="rgb24")
+            frame.pts, frame.time_base = stamp, Fraction(1, 1000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    path.with_suffix(".txt").write_text("a phone")
+    return CaptionedClip(path.name, "a phone", path, None)
+
+
+def test_frames_of_a_variable_rate_are_the_nearest_in_time(pieces, tmp_path):
+    stamps = [0, 30, 70, 100, 130, 200, 230, 270, 300, 330, 370, 400]
+    clip = write_phone_clip(tmp_path / "phone.mp4", stamps)
+    for fps, wanted in ((None, parse_rate("29.97")), (Fraction(20), Fraction(20))):
+        (job,), faults = pieces(clip, fps=fps)
+        assert not faults and job.fps == wanted
+        for i, frame in enumerate(job.frames):
+            off = [abs(stamp - 1000 * i / wanted) for stamp in stamps]
+            assert off[frame] == min(off)
+
+
+def test_buckets_are_chosen_for_the_clips(pieces, tmp_path):
+    sizes = ((1280, 720, 20), (640, 272, 20), (176, 144, 40), (1280, 720, 12))
+    clips = [
+        write_clip(tmp_path / f"{i}.mp4", frames, width, height)
+        for i, (width, height, frames) in enumerate(sizes)
+    ]
+    jobs, faults = pieces(*clips, buckets=())
+    assert not faults and [str(job.bucket) for job in jobs] == [
+        "832x448x17", "640x256x17", "160x128x17", "832x448x9",
+    ]  # fmt: skip
+    assert all(job.cut < 0.06 for job in jobs)
+    (job,), _ = pieces(clips[1], buckets=(), reference_downscale=2)
+    assert (job.bucket.width, job.bucket.height) == (640, 256)
+
+
+def test_every_fault_is_found_before_a_clip_is_encoded(model, tmp_path, capsys):
+    clips, cache = write_clips(tmp_path / "clips", 9), tmp_path / "cache"
+    for name in ("._0.mp4", ".DS_Store", "__MACOSX/1.mp4", ".hidden/2.mp4"):
+        (clips / name).parent.mkdir(exist_ok=True)
+        (clips / name).write_bytes(b"\0\5\26\7")
+    whole = (clips / "1.mp4").read_bytes()
+    (clips / "1.mp4").write_bytes(whole[:100])
+    for name, spoil in {
+        "2.txt": os.mkfifo, "3.txt": lambda path: path.write_text(" \n"),
+        "4.txt": lambda path: path.write_text("word " * 2000),
+        "5.txt": lambda path: path.write_bytes(b"\xff"),
+        "6.txt": lambda path: path.symlink_to("/dev/zero"),
+        "8.wav": lambda path: path.write_text("no sound"),
+    }.items():  # fmt: skip
+        (clips / name).unlink(missing_ok=True)
+        spoil(clips / name)
+    write_clip(clips / "7.reference.mp4", 9, 64, 32)
+    reasons = {
+        "1.mp4": "1.mp4", "2.mp4": "2.txt: not a regular file", "3.mp4": "missing or empty",
+        "4.mp4": "tokens, the model reads 1024", "5.mp4": "no UTF-8 text",
+        "6.mp4": "not a regular file", "7.mp4": "another aspect ratio", "8.mp4": "8.wav",
+    }  # fmt: skip
+    words = ("prepare", clips, "--output", cache, "--json", "--audio", "auto")
+    assert run_train(model, *words) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert "8 of 9 files cannot be used; --skip-bad leaves them out" in told[-1]
+    assert "64x64x9: 1 samples, at most 0% of the picture cut" in "".join(told)
+    for name, why in reasons.items():
+        assert any("skipped: " in line and name in line and why in line for line in told), name
+    assert not cache.exists()
+    assert run_train(model, *words, "--skip-bad") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["samples"] == 1 and report["buckets"] == {"64x64x9": 1}
+    assert {x["file"] for x in report["skipped"]} == reasons.keys()
+    assert all(reasons[x["file"]] in x["reason"] + x["file"] for x in report["skipped"])
+
+
+def test_a_cut_file_of_a_cache_is_made_again(model, tmp_path, capsys):
+    clips, cache = write_clips(tmp_path / "clips", 1), tmp_path / "cache"
+    words = ("prepare", clips, "--output", cache, "--json")
+    assert run_train(model, *words) == 0
+    for kind in ("samples", "contexts"):
+        path = next((cache / kind).iterdir())
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-8])
+        assert run_train(model, "run", "--data", cache, "--output", tmp_path / "run") == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert f"{path}" in line and "remove it and run `ltx2rt train prepare` again" in line
+        assert run_train(model, *words) == 0
+        made = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert (made["encoded_clips"], made["encoded_captions"]) == (
+            (1, 0) if kind == "samples" else (0, 1)
+        )
+        assert path.read_bytes() == whole
+    sample = next((cache / "samples").iterdir())
+    write_arrays(sample, {"audio": read_arrays(sample)["audio"]})
+    assert run_train(model, "run", "--data", cache, "--output", tmp_path / "run") == 2
+    assert "of 0.mp4 has no video, which manifest.jsonl lists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"fps": 0}, "fps is 0, expected text"),
+        ({"fps": "0"}, "no rate"),
+        ({"fps": "x"}, "damaged"),
+        ({"streams": "video"}, "streams is 'video', expected a list"),
+        ({"bucket": "1x1"}, "1x1"),
+        ({"reference": [1, "x"]}, "reference[1] is 'x'"),
+        ("[" * 200_000, "line 2: brackets are nested too deeply"),
+        ("9" * 5000, "line 2: "),
+    ],
+)
+def test_a_damaged_list_of_samples_is_refused(cache, tmp_path, change, said):
+    head, row, *_ = (cache / "manifest.jsonl").read_text().splitlines()
+    row = change if isinstance(change, str) else json.dumps(json.loads(row) | change)
+    (tmp_path / "manifest.jsonl").write_text(f"{head}\n{row}\n")
+    with pytest.raises(InputError, match=r"^--data: .*manifest\.jsonl is damaged") as found:
+        read_manifest(tmp_path, json.loads(head)["model"])
+    assert said in str(found.value)
