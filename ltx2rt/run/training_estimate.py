@@ -126,11 +126,12 @@ def datasheet_step(
     def geometry(size: Bucket) -> Geometry:
         return Geometry.of(session.config, size.width, size.height, size.frames, FPS)
 
-    reference = (geometry(bucket.reference(*scales)), *scales) if mode.reference else None
+    shown, heard = (mode.reference and n in mode.streams for n in ("video", "audio"))
+    reference = (geometry(bucket.reference(*scales)), *scales) if shown else None
     return Step(
         session, geometry(bucket), mode.streams, given["batch"],
         given["targets"] or mode.targets, given["rank"], remat=given["remat"],
-        ema=given["ema"] is not None, reference=reference,
+        ema=given["ema"] is not None, reference=reference, heard=bool(heard),
     )  # fmt: skip
 
 

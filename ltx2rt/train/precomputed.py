@@ -11,7 +11,7 @@ import math
 import pickletools
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from importlib import import_module
@@ -26,12 +26,12 @@ from ltx2rt.errors import InputError
 from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.geometry import Geometry, pixel_frames
 from ltx2rt.session.options import existing_file
-from ltx2rt.train.data import Bucket
+from ltx2rt.train.data import Bucket, is_hidden
 
 FOLDER = ".precomputed"
 VIDEO, AUDIO, TEXT = "latents", "audio_latents", "conditions"
 REFERENCE, MASK = "reference_latents", "video_masks"
-UNKNOWN = "reference_audio_latents", "audio_masks"  # what no run here takes
+AUDIO_REFERENCE, AUDIO_MASK = "reference_audio_latents", "audio_masks"
 OLD_NAMES = ("latent_", "condition_")  # latents/latent_7.pt goes with conditions/condition_7.pt
 KNOWN = (  # types that a pickle of tensors asks for
     r"torch \w+Storage|torch\._utils _rebuild_tensor_v2|collections OrderedDict"
@@ -103,11 +103,13 @@ class Precomputed:
     audio: Path | None
     reference: Path | None
     mask: Path | None
+    audio_reference: Path | None
+    audio_mask: Path | None
 
     @property
     def files(self) -> list[Path]:
         every = (self.text, self.video, self.audio, self.reference, self.mask)
-        return [path for path in every if path]
+        return [path for path in (*every, self.audio_reference, self.audio_mask) if path]
 
 
 def read_folder(folder: Path) -> list[Precomputed]:
@@ -115,7 +117,7 @@ def read_folder(folder: Path) -> list[Precomputed]:
     and for a folder without clips."""
     main = VIDEO if (folder / VIDEO).is_dir() else AUDIO
     found = []
-    for path in sorted((folder / main).rglob("*.pt")):
+    for path in sorted(p for p in (folder / main).rglob("*.pt") if not is_hidden(p)):
         relative = path.relative_to(folder / main)
         old, new = OLD_NAMES
         other = relative.with_name(new + relative.name.removeprefix(old))
@@ -123,19 +125,13 @@ def read_folder(folder: Path) -> list[Precomputed]:
         text = next((text for text in texts if text.is_file()), None)
         if text is None:
             raise InputError(f"{path}: {texts[0]} does not exist; compute the captions' features")
-        beside = {k: folder / k / relative for k in (VIDEO, AUDIO, REFERENCE, MASK)}
+        kinds = (VIDEO, AUDIO, REFERENCE, MASK, AUDIO_REFERENCE, AUDIO_MASK)
+        beside = {k: folder / k / relative for k in kinds}
         files = (file if file.is_file() else None for file in beside.values())
         found.append(Precomputed(str(relative.with_suffix("")), text, *files))
     if not found:
         raise InputError(f"{folder / main}: no .pt files were found")
     return found
-
-
-def unread(folder: Path) -> Iterator[str]:
-    """Sentences about sub-folders that no run here takes."""
-    for kind in UNKNOWN:
-        if (folder / kind).is_dir():
-            yield f"{folder / kind} is not read: a run here trains without it"
 
 
 def latents(clip: Precomputed, config: ModelConfig) -> tuple[dict[str, np.ndarray], Bucket, str]:
@@ -163,7 +159,16 @@ def latents(clip: Precomputed, config: ModelConfig) -> tuple[dict[str, np.ndarra
         bucket, fps = Bucket(32, 32, count), count / seconds
     geometry = Geometry.of(config, bucket.width, bucket.height, bucket.frames, fps)
     if sound is not None:
-        found["audio"] = _fitted(sound, geometry.audio_latents, clip)
+        found["audio"] = _fitted(sound, geometry.audio_latents, clip.audio)
+        if clip.audio_reference:
+            heard = _sound(clip.audio_reference, config)
+            fitted = _fitted(heard, geometry.audio_latents, clip.audio_reference)
+            found["audio_reference"] = fitted
+        if clip.audio_mask:
+            given = _entry(clip.audio_mask, read_pt(clip.audio_mask), "mask").reshape(1, -1, 1)
+            found["audio_mask"] = _fitted(given, geometry.audio_latents, clip.audio_mask).reshape(
+                -1
+            )
     if clip.mask:
         shape = (geometry.frames, geometry.rows, geometry.columns)
         mask = _entry(clip.mask, read_pt(clip.mask), "mask")
@@ -219,11 +224,11 @@ def _sound(path: Path, config: ModelConfig) -> np.ndarray:
     return value
 
 
-def _fitted(sound: np.ndarray, count: int, clip: Precomputed) -> np.ndarray:
+def _fitted(sound: np.ndarray, count: int, path: Path | None) -> np.ndarray:
     """Sound of a clip, at most one latent longer or shorter than it: rounding differs."""
     if abs(sound.shape[1] - count) > 1:
         raise InputError(
-            f"{clip.audio}: {sound.shape[1]} latents of sound, the clip has {count}; compute "
+            f"{path}: {sound.shape[1]} latents of sound, the clip has {count}; compute "
             "both from the same clip"
         )
     return np.concatenate([sound, sound[:, -1:]], axis=1)[:, :count]

@@ -159,8 +159,6 @@ def _prepare_computed(
     clips = precomputed.read_folder(folder)
     read = [precomputed.latents(clip, session.config) for clip in clips[:1]]
     precomputed.text_features(clips[0].text, session.config)
-    for line in precomputed.unread(folder):
-        say(line)
     _make_folders(request.output)
     cache = _Cache(session, request)
     contexts, samples = cache.contexts([""]), []

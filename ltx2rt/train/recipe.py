@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -216,16 +216,25 @@ def _sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
+def _half_cosine(part: float) -> float:
+    return 0.5 + 0.5 * math.cos(math.pi * part)
+
+
+SCHEDULES: Mapping[str, Callable[[int, int], float]] = {  # of step and steps; share of --lr
+    "linear": lambda step, steps: 1 - 0.9 * step / steps,
+    "constant": lambda step, steps: 1.0,
+    "cosine": lambda step, steps: _half_cosine(step / steps),
+    "restarts": lambda step, steps: _half_cosine(step % (n := max(1, steps // 4)) / n),
+    "polynomial": lambda step, steps: 1 - step / steps,
+    "step": lambda step, steps: 0.1 ** (step // max(1, steps // 2)),
+}
+
+
 def rate(base: float, step: int, steps: int, schedule: str, warmup: int) -> float:
-    """The rate of step `step` of `steps`: from 0 in `warmup` steps, then `constant`, `linear` down
-    to a tenth, or `cosine` to zero."""
-    part = step / max(1, steps)
-    shape = {
-        "constant": 1.0,
-        "linear": 1 - 0.9 * part,
-        "cosine": 0.5 + 0.5 * math.cos(math.pi * part),
-    }[schedule]
-    return base * shape * min(1.0, (step + 1) / (warmup + 1))
+    """Return the rate of step `step` of `steps`, which rises from 0 in `warmup` steps. SCHEDULES are
+    torch's formulas of LinearLR, CosineAnnealingLR, CosineAnnealingWarmRestarts, PolynomialLR and
+    StepLR."""
+    return base * SCHEDULES[schedule](step, max(1, steps)) * min(1.0, (step + 1) / (warmup + 1))
 
 
 def initial(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ltx2rt.backend import REMAT
 from ltx2rt.flags import flag
-from ltx2rt.train.recipe import GROUPS, MODES, NoiseLevels
+from ltx2rt.train.recipe import GROUPS, MODES, SCHEDULES, NoiseLevels
 
 
 @dataclass(frozen=True)
@@ -182,9 +182,10 @@ class TrainRequest:
     )
     schedule: str = flag(
         "linear",
-        "learning rate over the steps: linear falls to a tenth, cosine to zero",
+        "learning rate over the steps: linear falls to a tenth, cosine and polynomial to zero, "
+        "restarts four times to zero, step to a tenth in the middle",
         group="training",
-        choices=("linear", "constant", "cosine"),
+        choices=tuple(SCHEDULES),
     )
     warmup: int = flag(
         0, "steps in which the learning rate rises from zero", int, group="training", least=0

@@ -2,27 +2,34 @@
 
 import json
 import shutil
+from contextlib import closing
 from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
+from models.reference_transformer import module_of, reference
 from train.test_flags import rows_of
 from train.test_run import session_of
-from train_runs import options, run_train, write_clips
+from train_runs import FPS, RATE, options, run_train, write_clips
 
 import ltx2rt
 from ltx2rt import cli
 from ltx2rt.media.mp4 import write_mp4
+from ltx2rt.media.sound import write_wav
 from ltx2rt.media.video import video_info
 from ltx2rt.models.geometry import reference_positions, video_positions
 from ltx2rt.models.transformer import position_feeds
 from ltx2rt.pipelines import make_request
 from ltx2rt.run.plan import make_plan
+from ltx2rt.session.open import open_session
+from ltx2rt.session.options import ModelOptions
 from ltx2rt.train.recipe import sigma
 from ltx2rt.train.request import Data, TrainRequest
 from ltx2rt.train.run import start
 from ltx2rt.weights.files import TensorFile
 from ltx2rt.weights.lora import open_lora, reference_factors
+from ltx2rt.weights.names import to_official
 
 
 @pytest.fixture(scope="module")
@@ -174,3 +181,90 @@ def test_training_in_python(model, cache, tmp_path):
         ltx2rt.train(model, data=cache, output=tmp_path / "run", backend="cuda", rank=0)
     words = ("export", tmp_path / "run", "--output", tmp_path / "ema.safetensors", "--ema")
     assert cli.main(["train", *map(str, words)]) == 0
+
+
+@pytest.fixture(scope="module")
+def heard(model, tmp_path_factory):
+    """Two clips with sound, each with a reference of both, and a sound that is loud where given."""
+    folder = tmp_path_factory.mktemp("heard")
+    clips, rng = write_clips(folder / "clips", 2), np.random.default_rng(4)
+    for i in range(2):
+        shutil.copy(clips / f"{1 - i}.mp4", clips / f"{i}.reference.mp4")
+        other = rng.uniform(-0.3, 0.3, (2, RATE * 9 // FPS)).astype(np.float32)
+        write_wav(clips / f"{i}.reference.wav", other, RATE)
+        given = np.where(np.arange(other.shape[1]) < other.shape[1] // 2, 0.9, 0.0)
+        write_wav(clips / f"{i}.mask.wav", np.stack([given, given]).astype(np.float32), RATE)
+    words = ("prepare", clips, "--output", folder / "cache", "--buckets", "64x64x9")
+    assert run_train(model, *words) == 0
+    return folder / "cache"
+
+
+@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+@pytest.mark.parametrize("mode", ["a2a", "av2av"])
+def test_losses_after_reference_sounds_are_those_of_the_formula(model, heard, mode, backend):
+    """The loss over diffusers' transformer in float64: a reference's tokens are clean, follow the
+    clip's, have its times, level 0 and no loss."""
+    options = ModelOptions(backend, model, device="cpu", dtype="float32")
+    with closing(open_session(options)) as session:
+        run = start(session, request(heard, mode=mode, dry_run=True))
+        x = run.feeder.feeds(run.samples.drawn(3, 0))
+        found = run.trainer().losses(x)
+        config, source = session.config.transformer, session.checkpoint.source("transformer")
+        module = module_of(config).double()
+        named = {name: to_official("transformer", name) for name in module.state_dict()}
+        values = {n: torch.tensor(np.float64(source.read(named[n]))) for n in named}
+        module.load_state_dict(values)
+        g, streams = run.step.geometry, run.samples.streams
+    n = g.audio_latents
+    at = np.maximum(4 * np.arange(n + 1) - 3, 0) * 0.01  # seconds; 4 mel frames of 10 ms, causal
+    times = np.stack([at[:-1], at[1:]], 1)
+    feeds = {"audio_positions": np.concatenate([times, times])[None, None].astype(np.float32)}
+    feeds["video_positions"] = np.concatenate([video_positions(g), reference_positions(g)], 1)[None]
+    for name in ("video", "audio"):
+        count = feeds[f"{name}_positions"].shape[2]
+        channels = config.video_channels if name == "video" else config.audio_channels
+        clean, noise = (
+            x.get(f"{name}_{k}", np.zeros((1, count, channels))) for k in ("clean", "noise")
+        )
+        noised = x.get(f"{name}_noised", np.zeros((1, count)))
+        sigma_ = np.float64(x.get(f"{name}_sigma", np.zeros(1)))
+        level = noised * sigma_[:, None]
+        feeds[f"{name}_latent"] = clean + level[..., None] * (noise - np.float64(clean))
+        feeds[f"{name}_timesteps"], feeds[f"{name}_sigma"] = level, sigma_
+        width = config.width if name == "video" else config.audio_width
+        feeds[f"{name}_context"] = x.get(f"{name}_context", np.zeros((1, 1024, width)))
+    more = {} if "video" in streams else {"isolate_modalities": True}
+    v = reference(module, feeds, "C", **more)
+    for name in streams:
+        off = np.square(
+            v[f"{name}_velocity"] - (np.float64(x[f"{name}_noise"]) - x[f"{name}_clean"])
+        )
+        noised = x[f"{name}_noised"][0] == 1
+        assert noised.sum() == (n if name == "audio" else g.num_video_tokens)
+        assert noised.size == 2 * noised.sum() and not noised[noised.size // 2 :].any()
+        expected = off[0][noised].mean()
+        assert found[f"{name}_loss"][0] == pytest.approx(expected, rel=1e-5)  # float32
+
+
+def test_given_parts_of_a_sound_without_a_picture(model, heard):
+    tokens = {}
+    for more in ({"prefix": (3, 1.0)}, {"suffix": (2, 1.0)}, {"mask": 1.0}, {"prefix": (99, 1.0)}):
+        r = request(heard, mode="t2a", targets=("audio-attn",), dry_run=True, **more)
+        try:
+            run = start(session_of(model), r)
+        except ltx2rt.InputError as error:
+            assert "--prefix: 99 latent frames, the clips have 9" in str(error)
+            continue
+        x = run.feeder.feeds(run.samples.drawn(0, 0))
+        assert x["audio_sigma"][0] == np.float32(sigma(9, 42, "train.0.0.audio"))
+        tokens[next(iter(more))] = x["audio_noised"][0].tolist()
+    assert tokens == {
+        "prefix": [0] * 3 + [1] * 6,
+        "suffix": [1] * 7 + [0] * 2,
+        "mask": [0] * 5 + [1] * 4 if tokens["mask"][4] == 0 else [0] * 4 + [1] * 5,
+    }
+
+
+def test_a_mode_without_its_reference_is_refused(model, cache):
+    with pytest.raises(ltx2rt.InputError, match=r"--reference: 3 of 3 .* put NAME\.reference\.wav"):
+        start(session_of(model), request(cache, mode="a2a"))

@@ -4,10 +4,11 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from ltx2rt.errors import InputError
 from ltx2rt.train.data import Bucket, bucket_of, parse_bucket
-from ltx2rt.train.recipe import GROUPS, MODES, group_of, initial, rate, sigma, targeted
+from ltx2rt.train.recipe import GROUPS, MODES, SCHEDULES, group_of, initial, rate, sigma, targeted
 
 BLOCK = "model.diffusion_model.transformer_blocks.*."
 
@@ -41,6 +42,28 @@ def test_noise_levels_have_the_official_distribution(tokens):
 def test_a_level_depends_on_seed_and_stream_alone():
     assert sigma(64, 1, "train.3.0.video") == sigma(64, 1, "train.3.0.video")
     assert len({sigma(64, seed, stream) for seed in (1, 2) for stream in ("a", "b")}) == 4
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("steps", [40, 41])
+def test_rates_are_those_of_torch(schedule, steps):
+    from torch.optim import SGD, lr_scheduler
+
+    optimiser = SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+    theirs = {
+        "linear": lambda o: lr_scheduler.LinearLR(o, 1.0, 0.1, steps),
+        "constant": lambda o: lr_scheduler.ConstantLR(o, 1.0),
+        "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, steps),
+        "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, steps // 4),
+        "polynomial": lambda o: lr_scheduler.PolynomialLR(o, steps, 1.0),
+        "step": lambda o: lr_scheduler.StepLR(o, steps // 2, 0.1),
+    }[schedule](optimiser)
+    for step in range(steps):
+        assert rate(2.0, step, steps, schedule, 0) == pytest.approx(
+            optimiser.param_groups[0]["lr"], rel=1e-12, abs=1e-13
+        )  # torch multiplies step by step
+        optimiser.step()
+        theirs.step()
 
 
 def test_rates():
