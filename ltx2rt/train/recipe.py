@@ -220,7 +220,7 @@ def _half_cosine(part: float) -> float:
     return 0.5 + 0.5 * math.cos(math.pi * part)
 
 
-SCHEDULES: Mapping[str, Callable[[int, int], float]] = {  # of step and steps; share of --lr
+SCHEDULES: Mapping[str, Callable[[int, int], float]] = {  # share of --lr by step and steps
     "linear": lambda step, steps: 1 - 0.9 * step / steps,
     "constant": lambda step, steps: 1.0,
     "cosine": lambda step, steps: _half_cosine(step / steps),
