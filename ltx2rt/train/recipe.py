@@ -200,7 +200,9 @@ def sigma(tokens: int, seed: int, stream: str, levels: NoiseLevels = NoiseLevels
 def _level(tokens: int, seed: int, stream: str, levels: NoiseLevels) -> float:
     z = float(standard_normal(seed, f"{stream}.z", (1,))[0])
     plain, level = uniform(seed, f"{stream}.level", 2)
-    if levels.kind == "uniform" or (levels.kind == "shifted" and plain < PLAIN):
+    if levels.kind == "uniform":
+        return float(level)
+    if levels.kind == "shifted" and plain < PLAIN:
         return float(LEAST + (1 - LEAST) * level)
     slope = (MU[1] - MU[0]) / (MU_TOKENS[1] - MU_TOKENS[0])
     mu = MU[0] + slope * (tokens - MU_TOKENS[0]) if levels.shift is None else levels.shift

@@ -49,6 +49,8 @@ def test_noise_levels_of_other_distributions():
         levels(kind="logit", shift=0.0),
         levels(shift=3.0),
     )
+    drawn = [sigma(8, 0, f"s{i}", NoiseLevels("uniform")) for i in range(3000)]
+    assert min(drawn) < 1e-3  # the official range is [0, 1]
     assert uniform.mean() == pytest.approx(0.5, abs=0.02) and np.quantile(uniform, 0.1) < 0.12
     assert np.median(logit) == pytest.approx(0.5, abs=0.02) and logit.std() < uniform.std()
     assert np.median(shifted) > 0.85

@@ -3,6 +3,7 @@ refusals."""
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -23,10 +24,12 @@ from ltx2rt.media.output import write_wav
 from ltx2rt.placement import stream
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
+from ltx2rt.train.manifest import read_arrays
+from ltx2rt.train.picture import draw_losses
 from ltx2rt.train.request import Data, TrainRequest
 from ltx2rt.train.run import start
 from ltx2rt.train.state import read_state, states
-from ltx2rt.weights.files import TensorFile
+from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.lora import open_lora
 
 RATE = 16000
@@ -529,3 +532,74 @@ def test_states_name_unknown_runs():
         command.export(
             type("Args", (), {"run": "nowhere", "output": Path("x"), "dtype": "float32"})()
         )
+
+
+def test_a_run_goes_on_by_its_folder_and_says_how_long(model, cache, undisturbed, tmp_path, capsys):
+    run = tmp_path / "run"
+    words = options(cache, run, steps=2, **{"held-out": 0.3, "validate-every": 1})
+    assert run_train(model, "run", *words) == 0
+    told = capsys.readouterr().err
+    assert re.search(r"step 1 of 2: mean loss of 1 steps video [\d.]+ \(held out [\d.]+\)", told)
+    assert re.search(r"held out [\d.]+\), \d+ s left", told) and "held out" in told
+    assert cli.main(["train", "run", "--output", str(run), "--steps", "3"]) == 0
+    assert "continues at step 2 of 3" in capsys.readouterr().err
+    assert (run / "lora-000003.safetensors").is_file()
+    with pytest.raises(SystemExit):
+        run_train(model, "run", *words, "--learning-rate", 1)
+    assert "--learning-rate; did you mean --lr?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_finishes_a_step_and_the_second_ends_at_once(kind):
+    ended: list[int] = []
+    before = signal.signal(kind, lambda number, _: ended.append(number))
+    try:
+        with command.stopping(None) as asked:
+            signal.raise_signal(kind)
+            assert asked == [kind] and not ended
+            signal.raise_signal(kind)
+            assert asked == [kind] and ended == [kind]
+        signal.signal(kind, signal.SIG_IGN)  # as under nohup
+        with command.stopping(None) as asked:
+            signal.raise_signal(kind)
+            assert not asked
+    finally:
+        signal.signal(kind, before)
+
+
+def test_a_sample_that_teaches_nothing_is_named(model, cache, tmp_path, capsys):
+    mine = tmp_path / "cache"
+    shutil.copytree(cache, mine)
+    row = json.loads((mine / "manifest.jsonl").read_text().splitlines()[1])
+    path = mine / "samples" / f"{row['sample']}.safetensors"
+    arrays = read_arrays(path)
+    write_arrays(path, arrays | {"video": np.full_like(arrays["video"], 1e30)})
+    assert run_train(model, "run", *options(mine, tmp_path / "run", steps=3)) == 0
+    told = capsys.readouterr().err
+    assert f"the loss of {row['name']} is never finite" in told and told.count("never finite") == 1
+
+
+def test_a_run_that_was_moved_ends_in_one_line(model, cache, tmp_path):
+    run = tmp_path / "run"
+    with closing(session_of(model)) as session:
+        made = start(session, TrainRequest((Data(cache),), run, rank=2, steps=3, save_every=2))
+
+        def moved(row):
+            if row["step"] == 0:
+                run.rename(tmp_path / "elsewhere")
+
+        with pytest.raises(InputError, match="was moved or removed while it was trained"):
+            made.train(lambda text: None, moved)
+    assert not run.exists()
+
+
+def test_the_picture_of_losses_has_axes_and_labels(tmp_path):
+    rows = [{"step": i, "video_loss": 3 - i / 50, "audio_loss": None} for i in range(100)]
+    draw_losses(tmp_path / "loss.svg", [*rows, {"step": 100, "held_out_video_loss": 2.5}])
+    text = (tmp_path / "loss.svg").read_text()
+    assert {float(x) for x in re.findall(r'text-anchor="end">([\d.]+)<', text)} == {
+        1.0, 1.5, 2.0, 2.5, 3.0,
+    }  # fmt: skip
+    assert ">picture 1.1" in text and ">picture, held out 2.500<" in text and ">step<" in text
+    assert "sound" not in text and max(map(float, re.findall(r"([\d.]+),", text))) <= 720
+    draw_losses(tmp_path / "none.svg", [])
