@@ -46,6 +46,7 @@ class Flag:
     file: kind of the files that the value names: image, sound, video, mask, tensors, plan, folder.
     json: type of the value in JSON, where the parser does not tell.
     asks: the pipeline that a request with this flag is for, if it names none.
+    typed: whether the command line has it; requests in Python and JSON always do.
     """
 
     help: str
@@ -64,6 +65,7 @@ class Flag:
     file: str | None = None
     json: str | None = None
     asks: str | None = None
+    typed: bool = True
 
     def admits(self, number: float | Fraction) -> bool:
         """Whether the number is finite and within the bounds."""
@@ -168,9 +170,9 @@ def add_flags(
     """
     found, titled, left_out = flagged(*types), groups(parser), set(but)
     for name in found if only is None else only:
-        if name in left_out:
-            continue
         f = found[name]
+        if name in left_out or not f.metadata["flag"].typed:
+            continue
         default = defaults.get(name, f.default)
         required = default is MISSING and f.default_factory is MISSING
         to = titled.get(f.metadata["flag"].group, parser)

@@ -159,32 +159,23 @@ def examples(type_: type[Request]) -> list[str]:
     return [*several, f"{plain} \\\n      {type_.example}"] if type_.example else several
 
 
-def texts(args: argparse.Namespace) -> dict[str, Any]:
-    """The clip's prompt, and those of its segments after the first. A clip of one has the last that
-    was given. Raises InputError."""
+def asked(args: argparse.Namespace) -> tuple[ModelOptions, Request, Files]:
+    """Each of several prompts is a segment's; a clip of one segment has the last. Raises
+    InputError."""
+    type_, options = pipeline(args.pipeline), model_options(args)
     file = getattr(args, "prompts", None)
     first, *rest = read_prompts(file) if file else args.prompt
-    if not (hasattr(args, "segments") or hasattr(args, "length")):
-        if file and rest:
-            raise InputError(
-                f"--prompts: {file} has {1 + len(rest)} prompts, and the clip is not made in "
-                "segments; give --segments or --length, or one line"
-            )
-        return {"prompt": [first, *rest][-1]}
-    if rest and hasattr(args, "segment_prompts"):
-        raise InputError("--segment-prompt: given beside several prompts; leave one of the two out")
-    return {"prompt": first} | ({"segment_prompts": rest} if rest else {})
-
-
-def asked(args: argparse.Namespace) -> tuple[ModelOptions, Request, Files]:
-    """Raises InputError."""
-    type_ = pipeline(args.pipeline)
-    spoken = argparse.Namespace(**vars(args) | texts(args))
-    return (
-        model_options(args),
-        type_(**given_flags(spoken, type_)),
-        Files(**given_flags(args, Files)),
-    )
+    request = type_(**given_flags(argparse.Namespace(**vars(args) | {"prompt": first}), type_))
+    if rest and request.in_segments:
+        request = replace(request, segment_prompts=tuple(rest))
+    elif file and rest:
+        raise InputError(
+            f"--prompts: {file} has {1 + len(rest)} prompts, and the clip is not made in segments; "
+            "give --segment-frames, --length or more --num-frames, or one line"
+        )
+    elif rest:
+        request = replace(request, prompt=rest[-1])
+    return options, request, Files(**given_flags(args, Files))
 
 
 def files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:

@@ -273,7 +273,7 @@ class Request:
     @property
     def in_segments(self) -> bool:
         """Whether the clip is made in several, which are kept in a folder."""
-        return self.has(Segments) and self[Segments].asked
+        return self.has(Segments) and self[Segments].asked(self)
 
     @property
     def parts(self) -> list[SegmentFile]:

@@ -15,7 +15,8 @@ from ltx2rt.suggest import nearest
 @cache
 def field_of(flag: str) -> str:
     """The field of a request that a flag of the command line stands for."""
-    fields = {spelling(f): name for name, f in flagged(*pipelines().values()).items()}
+    known = flagged(*pipelines().values()).items()
+    fields = {spelling(f): name for name, f in known if f.metadata["flag"].typed}
     return fields.get(flag, "loras" if flag == "--lora" else flag[2:].replace("-", "_"))
 
 

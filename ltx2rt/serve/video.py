@@ -79,7 +79,7 @@ def _urls(content: str, job: Job) -> dict[str, Any]:
 
 def in_segments(job: Job) -> bool:
     """Whether the job's clip plays while it is made."""
-    return any(job.job["clip"].get(name) is not None for name in ("segments", "length"))
+    return job.job["clip"].get("length") is not None
 
 
 def settings(job: Job) -> dict[str, Any]:

@@ -73,7 +73,6 @@ def test_sizes_rates_and_counts(refused):
         (("--width", 96), "the nearest are 64 and 128 px"),
         (("--width", 100, "--pipeline", "one-stage"), "the nearest are 96 and 128 px"),
         (("--num-frames", 16), "the nearest are 9 and 17 frames"),
-        (("--num-frames", 481, "--fps", "23.976"), "limit is 20 s; at most 473 frames"),
         (("--steps", 0), "--steps: 0"),
         (("--seed", -1), "--seed: -1"),
         (("--stg-blocks", 3), "block 3, but the model has blocks 0 to 2"),

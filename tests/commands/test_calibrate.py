@@ -146,7 +146,7 @@ def test_what_is_refused(calibrated, tmp_path):
         (("--prompts", tmp_path / "none.txt"), "none.txt"),
         (("--pipeline", "distilled"), "--steps: the distilled pipeline does not read it"),
         (("--pipeline", "hq"), "hq has no guided stage"),
-        (("--segments", 2), "unrecognized flag --segments"),
+        (("--segment-frames", 25), "unrecognized flag --segment-frames"),
         (("--output", tmp_path / "none" / "plans.json"), "does not exist"),
     ):
         status, _, err = calibrated(*flags)

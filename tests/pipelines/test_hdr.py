@@ -90,7 +90,8 @@ def test_segments_keep_codes_of_16_bits(on_both, picture, monkeypatch, tmp_path)
     clip = {"prompt": "a fox", "width": 64, "height": 64, "num_frames": 17, "steps": 1, "seed": 3}
     clip |= {"images": [(picture, 0)], "hdr": "ACESCG", "hdr_transfer": "pq"}
     folder, output = tmp_path / "parts", tmp_path / "a.mp4"
-    request = make_request("one-stage", **clip, segments=3, overlap=9, anchor=0.5).kept_in(folder)
+    clip |= {"num_frames": 33, "segment_frames": 17, "overlap": 9, "anchor": 0.5}
+    request = make_request("one-stage", **clip).kept_in(folder)
     plan = make_plan(session, request)
     with claimed(session, plan, folder), recording(session, plan, folder, output) as recorded:
         state, *_ = produce(session, plan)

@@ -81,7 +81,7 @@ def read(stream):
 
 def test_what_is_open_ends_when_its_token_is_revoked(server, connect, tmp_path):
     """Streams of events and clips, a DELETE that waits, a body that comes in parts."""
-    segments = {**SMALL, "segments": 3, "num_frames": 17, "overlap": 9}
+    segments = {**SMALL, "segment_frames": 17, "num_frames": 33, "overlap": 9}
     made = as_user(server, BOB, "POST", "/v1/videos", json={"prompt": "900:0.02", **segments})
     job = f"/v1/videos/{made.json()['id']}"
     lasting = [

@@ -103,9 +103,9 @@ def test_a_video_from_the_prompt_to_its_sound(start, page):
 def test_a_clip_in_segments_plays_while_it_is_made(start, page):
     server = start(replicas="real")
     page.goto(server.url)
-    fill(page, "a red fox", seconds="1.04", seed="7")
+    fill(page, "a red fox", seconds="4.38", seed="7")
     page.click("summary")
-    for name, value in {"steps": 3, "segments": 6, "overlap": 9}.items():
+    for name, value in {"steps": 3, "segment_frames": 25, "overlap": 9}.items():
         page.fill(f"[data-field={name}]", str(value))
     page.click("#send")
     until(page, "document.querySelector('#jobs progress')")

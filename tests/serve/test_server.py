@@ -510,7 +510,13 @@ def test_real_jobs_with_loras_images_and_sound_survive_a_kill_of_everything(
 @pytest.mark.slow
 def test_a_stream_goes_on_after_a_kill_of_everything(start):
     """From the byte that the reader had: the same clip, which ends up as the finished one."""
-    clip = {"pipeline": "one-stage", "size": "64x64", "num_frames": 25, "overlap": 9, "segments": 5}
+    clip = {
+        "pipeline": "one-stage",
+        "size": "64x64",
+        "num_frames": 89,
+        "overlap": 9,
+        "segment_frames": 25,
+    }
     server = start(replicas="real")
     id, got = server.add("a red fox", seed=5, **clip | {"steps": 2}), b""
     url = f"{server.url}/v1/videos/{id}/stream"
@@ -555,13 +561,13 @@ def test_clips_in_high_dynamic_range(start, tmp_path):
         return answer.json()["id"]
 
     plain = add()
-    several = add(segments=3, hdr_frames="true", hdr_transfer="pq", steps=4)
+    several = add(num_frames=57, segment_frames=25, hdr_frames="true", hdr_transfer="pq", steps=4)
     while not (server.data / "out" / f"{several}.segments" / "0000.mov").exists():
         assert server.get(several)["status"] != "failed"
         time.sleep(0.02)
     server.kill()
     server = start(replicas="real")
-    again = add(segments=3, hdr_frames="true", steps=4)
+    again = add(num_frames=57, segment_frames=25, hdr_frames="true", steps=4)
     zips = []
     for id, code, count in ((plain, 18, 25), (several, 16, 57), (again, 18, 57)):
         video = server.until(id, timeout_s=200)
@@ -602,9 +608,9 @@ def test_a_clip_in_segments_survives_ten_kills_of_everything(start):
     clip = {
         "pipeline": "one-stage",
         "size": "64x64",
-        "num_frames": 25,
+        "num_frames": 649,
         "overlap": 9,
-        "segments": 40,
+        "segment_frames": 25,
     }
     clip |= {"steps": 8, "seed": 5}
     server = start(replicas="real")
@@ -1012,7 +1018,7 @@ def test_a_full_disk_refuses_and_loses_nothing(start):
 def test_a_segment_that_has_no_room_leaves_nothing(start):
     """It is encoded when there is room again; two readers at once get the same file."""
     server = start()
-    id = server.add("90:0.2", num_frames=25, overlap=9, segments=3)
+    id = server.add("90:0.2", num_frames=57, overlap=9, segment_frames=25)
     server.until_step(id)
     folder, url = server.data / "out" / f"{id}.segments", f"/v1/videos/{id}/segments/1"
     folder.mkdir()

@@ -121,7 +121,7 @@ def decoded(file):
 def test_a_killed_worker_leaves_its_segments_to_the_next_one(tiny, tmp_path):
     """The clip is that of an undisturbed run, and nothing else is left."""
     model = tiny("tiny-2.3", "official")
-    how = {"num_frames": 25, "overlap": 9, "segments": 4, "segment_prompts": ["a hare"]}
+    how = {"num_frames": 73, "overlap": 9, "segment_frames": 25, "segment_prompts": ["a hare"]}
     for number, kills in ((1, 0), (2, 1)):
         for epoch in range(1, kills + 2):
             worker = Worker(model)

@@ -185,7 +185,7 @@ def test_spans_are_read_back():
     ("one-stage", {"prompt_at": ["0:9=rain"]}, "ends at 9 s, but the clip at 1.375 s"),
     ("one-stage", {"prompt_at": ["0:120%=rain"]}, "expected START:END=TEXT"),
     ("one-stage", {"prompt_at": ["0%:120%=rain"]}, "ends at 1.65 s"),
-    ("one-stage", {"prompt_at": ["0:1=rain"], "segments": 2}, "--prompt-at: does not go with a clip in segments"),
+    ("one-stage", {"prompt_at": ["0:1=rain"], "segment_frames": 17}, "--prompt-at: does not go with a clip"),
     ("one-stage", {"prompt_softness": 0.0}, "--prompt-softness: 0, expected more than 0 and at most 1"),
     ("one-stage", {"prompt_at": [f"0:1={'rain ' * 2000}"]}, "tokens together, the model reads 1024"),
 ])  # fmt: skip

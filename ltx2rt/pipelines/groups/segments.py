@@ -42,17 +42,7 @@ from ltx2rt.stages.stage import Stage
 
 MAX_SEGMENTS = 1000
 MAX_LENGTH_S = 3600
-WHOLE = "whole"  # --segments without a number: the clip has --num-frames
-
-
-def parse_segments(text: str | int) -> int | str:
-    """A number of segments, or `whole`."""
-    try:
-        return WHOLE if text == WHOLE else int(text) if isinstance(text, str) else index(text)
-    except (TypeError, ValueError):
-        raise InputError(
-            f"--segments: {str(text)[:80]!r}, expected a number of segments, or none"
-        ) from None
+ONE_CLIP_S = 20  # a longer clip is made in segments
 
 
 def parse_numbers(text: str | int | Sequence[int]) -> tuple[int, ...]:
@@ -99,21 +89,10 @@ class Segments(Group):
     the segment, from 1, whose request this is; 0: the clip's.
     """
 
-    segments: int | str | None = flag(
-        None,
-        "make the clip in segments, one continuing the other: N of --num-frames each, or without "
-        "a number as many as --num-frames of the clip need",
-        parse_segments,
-        group="clip",
-        metavar="N",
-        least=2,
-        most=MAX_SEGMENTS,
-        bare=WHOLE,
-        json="integer",
-    )
     segment_frames: int | None = flag(
         None,
-        f"number of frames of a segment, 8k+1, with --segments alone (default: {DEFAULT_FRAMES})",
+        "make the clip in segments of this many frames, 8k+1, each continuing the one before; a "
+        f"clip of over {ONE_CLIP_S} s is always made so (default: {DEFAULT_FRAMES})",
         int,
         group="clip",
         least=17,
@@ -121,7 +100,7 @@ class Segments(Group):
     )
     length: float | None = flag(
         None,
-        "length of a clip that is made in segments, in seconds, in place of --segments",
+        "length in seconds of a clip that is made in segments of --num-frames",
         float,
         group="clip",
         metavar="S",
@@ -133,9 +112,10 @@ class Segments(Group):
         "prompts of the second segment, the third, ...; the last one is that of all later ones",
         str,
         group="clip",
-        name="--segment-prompt",
+        name="--prompt",
         repeat=True,
         keyword="segment_prompt",
+        typed=False,
     )
     overlap: int = flag(
         25,
@@ -179,9 +159,16 @@ class Segments(Group):
     parts_folder: Path | None = field(default=None, repr=False)
     number: int = field(default=0, repr=False)
 
-    @property
-    def asked(self) -> bool:
-        return self.segments is not None or self.length is not None
+    def asked(self, request: Any) -> bool:
+        """Whether the clip is made in several segments."""
+        if self.number:
+            return False
+        longer = (request.num_frames or 0) - 1 > ONE_CLIP_S * request.fps
+        return self.length is not None or self.segment_frames is not None or longer
+
+    def _stated(self, request: Any) -> bool:
+        """Whether the request still has the clip's frames, not those of a segment and a length."""
+        return self.length is None and self.asked(request)
 
     @property
     def prefix(self) -> str:
@@ -189,20 +176,16 @@ class Segments(Group):
         return f"segment{self.number}." if self.number else ""
 
     def clip_frames(self, request: Any) -> int:
-        if request.num_frames is None or self.segments == WHOLE:
+        if request.num_frames is None or self._stated(request):
             return request.num_frames
         return self.starts(request)[-1] + request.num_frames
 
     def starts(self, request: Any) -> tuple[int, ...]:
         """The clip's frame at which each segment begins. Of a resolved request."""
         size = request.num_frames
-        if self.segments is not None:
-            new = (int(self.segments) - 1) * (size - self.overlap)
-        else:
-            step = 8  # frames of a latent, in every release
-            whole = ceil((Fraction(self.length or 0) * request.fps - 1) / step) * step + 1
-            new = max(whole - size, 0)
-        return segment_starts(size + new, size, self.overlap, self.cut)
+        step = 8  # frames of a latent, in every release
+        whole = ceil((Fraction(self.length or 0) * request.fps - 1) / step) * step + 1
+        return segment_starts(max(whole, size), size, self.overlap, self.cut)
 
     def parts(self, request: Any) -> list[SegmentFile]:
         folder, origin, found = self.parts_folder or Path(), 0, []
@@ -220,23 +203,23 @@ class Segments(Group):
     # --- checks -----------------------------------------------------------------------------------
 
     def check(self, request: Any) -> None:
-        if self.segments is not None and self.length is not None:
-            raise InputError("--length: given beside --segments; leave one of the two out")
-        if self.segment_frames is not None and self.segments != WHOLE:
+        if self.length is not None and self.segment_frames is not None:
             raise InputError(
-                "--segment-frames: goes with --segments without a number, which makes a clip of "
-                "--num-frames; otherwise --num-frames says it"
+                "--segment-frames: given beside --length, with which --num-frames says it; leave "
+                "one of the two out"
             )
-        if not self.asked:
+        if not self.asked(request):
             for name, given in (
-                ("--segment-prompt", self.segment_prompts),
+                ("--prompt: several", self.segment_prompts),
                 ("--segment-seed", self.segment_seeds),
                 ("--cut", self.cut),
                 ("--colour-lock", self.colour_lock),
                 ("--anchor", self.anchor),
             ):
                 if given and not self.number:
-                    raise InputError(f"{name}: the clip has one segment; give --segments")
+                    raise InputError(
+                        f"{name}: the clip has one segment; give --segment-frames, or --length"
+                    )
             return
         at_start = request.audio_conditioning_at == "start"
         for name, given in (
@@ -250,23 +233,24 @@ class Segments(Group):
                 raise InputError(f"{name}: does not go with a clip in segments; leave it out")
         for prompt in self.segment_prompts:
             if not prompt.strip():
-                raise InputError("--segment-prompt: one is empty; say what the segment shows")
+                raise InputError("--prompt: one is empty; say what the segment shows")
             if prompt != prompt.encode(errors="ignore").decode():
-                raise InputError("--segment-prompt: holds characters that are no text")
+                raise InputError("--prompt: holds characters that are no text")
         if self.segment_prompts and (request.enhance_prompt or request.enhanced_prompt):
             raise InputError(
-                "--enhance-prompt: writes one prompt out, but --segment-prompt gives several; "
+                "--enhance-prompt: writes one prompt out, but --prompt gives several; "
                 "leave one of the two out"
             )
 
     def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
         """The frames of a segment, and the clip's length in seconds in place of its frames."""
-        if self.segments == WHOLE:
+        if self._stated(request):
             return self._in_length(request, model)
-        return {"num_frames": DEFAULT_FRAMES} if self.asked and request.num_frames is None else {}
+        own = self.asked(request) and request.num_frames is None
+        return {"num_frames": DEFAULT_FRAMES} if own else {}
 
     def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        if not self.asked:
+        if not self.asked(request):
             return {}
         step = model.video_vae.time_factor
         check_step("--overlap", self.overlap, step, 1, "frames", f"{step}*k + 1")
@@ -282,16 +266,15 @@ class Segments(Group):
         """The clip by its length in seconds and by the frames of a segment."""
         if request.num_frames is None:
             raise InputError(
-                "--segments: without a number it makes a clip of --num-frames; give that, or the "
-                "number of segments"
+                "--segment-frames: how long is the clip? Give --num-frames, or --length"
             )
         size, step = self.segment_frames or DEFAULT_FRAMES, model.video_vae.time_factor
         for name, value in (("--segment-frames", size), ("--num-frames", request.num_frames)):
             check_step(name, value, step, 1, "frames", f"{step}*k + 1")
         if request.num_frames <= size:
             raise InputError(
-                f"--segments: {request.num_frames} frames are one segment of {size}; leave it out, "
-                "or give a smaller --segment-frames"
+                f"--segment-frames: {request.num_frames} frames are one segment of {size}; "
+                "leave it out, or give fewer"
             )
         length = float((request.num_frames - 1) / request.fps)
         if length > MAX_LENGTH_S:
@@ -299,7 +282,7 @@ class Segments(Group):
                 f"--num-frames: {request.num_frames} frames are {length:.0f} s, expected at most "
                 f"{MAX_LENGTH_S} s"
             )
-        return {"segments": None, "segment_frames": None, "num_frames": size, "length": length}
+        return {"segment_frames": None, "num_frames": size, "length": length}
 
     def _check_numbers(self, request: Any) -> None:
         """Refuse too few or too many segments, and numbers that no segment has."""
@@ -316,8 +299,8 @@ class Segments(Group):
             )
         if len(self.segment_prompts) >= count:
             raise InputError(
-                f"--segment-prompt: {len(self.segment_prompts)} after --prompt, but the clip has "
-                f"{count} segments; give at most {count - 1}"
+                f"--prompt: {len(self.segment_prompts) + 1} are given, but the clip has {count} "
+                f"segments; give at most {count}"
             )
         numbers = [seed.segment for seed in self.segment_seeds]
         for name, given, least in (("--segment-seed", numbers, 1), ("--cut", list(self.cut), 2)):
@@ -332,7 +315,7 @@ class Segments(Group):
     # --- what is made -----------------------------------------------------------------------------
 
     def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
-        if self.asked:
+        if self.asked(request):
             count, new = len(self.starts(request)), request.num_frames - self.overlap
             seconds = request.clip_frames / float(request.fps)
             yield f"{count} segments: {request.num_frames} frames, then {new} new ones each; {seconds:.2f} s"
@@ -380,7 +363,6 @@ class Segments(Group):
             prompt=prompts[min(i, len(prompts) - 1)],
             seed=seeds.get(i + 1, segment_seed(request.seeds[0], i)),
             images=tuple(images),
-            segments=None,
             length=None,
             segment_prompts=(),
             segment_seeds=(),

@@ -60,9 +60,18 @@ def opened(tiny):
         yield session
 
 
+def several(given):
+    """What a clip in so many `segments` of num_frames is asked for by."""
+    given, size = dict(given), given["num_frames"]
+    if count := given.pop("segments", None):
+        frames = size + (count - 1) * max(size - given["overlap"], 1)
+        given |= {"num_frames": frames + -(frames - 1) % 8, "segment_frames": size}
+    return given
+
+
 def asked(folder, pipeline="one-stage", **more):
     steps = {} if pipeline == "distilled" else {"steps": 2}
-    given = {"prompt": "a fox", **SIZE, **steps, "segments": 3} | more
+    given = several({"prompt": "a fox", **SIZE, **steps, "segments": 3} | more)
     return make_request(pipeline, **given).kept_in(folder)
 
 
@@ -264,15 +273,12 @@ def test_refusals(opened, tmp_path):
     for more, message in (
         ({"overlap": 10}, "--overlap: 10, expected 8*k + 1; the nearest are 9 and 17"),
         ({"overlap": 25}, "--overlap: 25, but a segment has 25 frames; give fewer"),
-        ({"length": 2.0}, "--length: given beside --segments"),
+        ({"length": 2.0}, "--segment-frames: given beside --length"),
         ({"segments": None, "length": 1.0}, "--length: 1 s are 25 frames, and one segment has 25"),
-        ({"segments": 1}, "--segments: 1, expected 2 to 1000"),
-        (
-            {"segments": None, "segment_prompts": ("x",)},
-            "--segment-prompt: the clip has one segment",
-        ),
-        ({"segment_prompts": ("x", " ")}, "--segment-prompt: one is empty"),
-        ({"segment_prompts": ("x",) * 3}, "--segment-prompt: 3 after --prompt, but the clip has 3"),
+        ({"segments": 1}, "--segment-frames: 25 frames are one segment of 25"),
+        ({"segments": None, "segment_prompts": ("x",)}, "--prompt: several: the clip has one"),
+        ({"segment_prompts": ("x", " ")}, "--prompt: one is empty"),
+        ({"segment_prompts": ("x",) * 3}, "--prompt: 4 are given, but the clip has 3 segments"),
         (
             {"segment_prompts": ("x",), "enhance_prompt": True},
             "--enhance-prompt: writes one prompt",
@@ -280,13 +286,8 @@ def test_refusals(opened, tmp_path):
         ({"num_frames": 801}, "the model's limit is 20 s"),
         ({"auto_duration": (1.0, 2.0)}, "--auto-duration: does not go with a clip in segments"),
     ):
-        given = {
-            "pipeline": "one-stage",
-            "prompt": "a fox",
-            **SIZE,
-            "steps": 1,
-            "segments": 3,
-        } | more
+        given = several({"prompt": "a fox", **SIZE, "steps": 1, "segments": 3} | more)
+        given["pipeline"] = "one-stage"
         with pytest.raises(InputError) as refused:
             opened.generate(**given)
         assert message in str(refused.value), more
@@ -322,7 +323,7 @@ def test_it_goes_on_from_any_number_of_segments(tiny, command, opened, tmp_path,
                 shutil.copy(path, folder)
         return folder
 
-    clip = SIZE | {"prompt": "a fox", "num_frames": 17, "segments": 2, **steps}
+    clip = several(SIZE | {"prompt": "a fox", "num_frames": 17, "segments": 2, **steps})
     files = set()
     for count in range(3):
         again = opened.generate(
@@ -339,7 +340,7 @@ def test_it_goes_on_from_any_number_of_segments(tiny, command, opened, tmp_path,
         output = tmp_path / f"{count}.mp4"
         left(folder_of(output), count)
         words = arguments(
-            tiny, output, "--seed", 3, "--num-frames", 17, "--segments", 2, "--steps", 1
+            tiny, output, "--seed", 3, "--num-frames", 25, "--segment-frames", 17, "--steps", 1
         )
         words = [word for word in words if word not in ("--length", "2.5")]
         words += ["--distilled-lora", "none", "--dtype", "float32"]
@@ -505,7 +506,7 @@ def test_another_folder_is_left_alone(tiny, command, tmp_path):
 
 def test_other_pipelines_refuse_segments(tiny, command, tmp_path):
     for pipeline in ("a2v", "extend", "dfr", "ic-lora", "t2a", "retake"):
-        for flag in ("--segments", "--length"):
+        for flag in ("--segment-frames", "--length"):
             words = ("--model", tiny("tiny-2.3", "official"), "--prompt", "a fox")
             words += ("--output", tmp_path / "a.mp4", "--pipeline", pipeline, flag, 3)
             status, _, err = command("generate", *words)
@@ -533,7 +534,7 @@ def test_two_ranks_make_the_clip_of_one(tiny, tmp_path):
 
 
 def test_it_is_planned(command):
-    words = ("--segments", 15, "--num-frames", 121, "--width", 768, "--height", 512)
+    words = ("--num-frames", 1465, "--width", 768, "--height", 512)
     where = ("--devices", 1, "--device-kind", "h200", "--distilled-lora", "none")
     status, out, err = command(
         "plan", "--preset", "tiny-2.3", "--pipeline", "distilled", *words, *where, "--json"
@@ -553,10 +554,10 @@ def parsed(*words):
 
 def test_a_clip_is_asked_for_by_its_frames(opened):
     config, size = opened.resident.config, {**SIZE, "num_frames": 57}
-    request = {"prompt": "a fox", **size, "segments": True, "segment_frames": 25}
+    request = {"prompt": "a fox", **size, "segment_frames": 25}
     found = make_request("one-stage", **request).resolved(config)
-    length = make_request("one-stage", **{**request, **SIZE, "segments": None, "length": 56 / 24,
-                                          "segment_frames": None}).resolved(config)  # fmt: skip
+    length = {**request, **SIZE, "length": 56 / 24, "segment_frames": None}
+    length = make_request("one-stage", **length).resolved(config)
     assert (
         found == length
         and found.clip_frames == 57
@@ -565,19 +566,15 @@ def test_a_clip_is_asked_for_by_its_frames(opened):
     assert found.resolved(config) == found  # as what a server keeps of it
     for fps in ("24", "25", "29.97", "59.94", "7.3"):
         for frames in (129, 729, 1441):
-            clip = make_request(
-                "one-stage", prompt="a", num_frames=frames, segments=True, fps=fps, seed=1
-            )
+            size = {"num_frames": frames, "segment_frames": 121 if frames < 1441 else None}
+            clip = make_request("one-stage", prompt="a", fps=fps, seed=1, **size)
             assert clip.resolved(config).clip_frames == frames, (fps, frames)
     for more, message in (
-        ({"segments": 3}, "--segment-frames: goes with --segments without a number"),
-        ({"num_frames": None}, "--segments: without a number it makes a clip of --num-frames"),
-        ({"num_frames": 25}, "--segments: 25 frames are one segment of 25; leave it out"),
+        ({"num_frames": None}, "--segment-frames: how long is the clip?"),
+        ({"num_frames": 25}, "--segment-frames: 25 frames are one segment of 25; leave it out"),
         ({"num_frames": 58}, "--num-frames: 58, expected 8*k + 1; the nearest are 57 and 65"),
         ({"num_frames": 100001}, "--num-frames: 100001 frames are 4167 s, expected at most 3600"),
         ({"segment_frames": 26}, "--segment-frames: 26, expected 8*k + 1"),
-        ({"segments": "x"}, "--segments: 'x', expected a number of segments, or none"),
-        ({"segments": 2.5}, "--segments: '2.5', expected a number of segments, or none"),
     ):
         with pytest.raises(InputError) as refused:
             make_request("one-stage", **{**request, **more}).resolved(config)
@@ -590,23 +587,18 @@ def test_prompts_of_segments(tmp_path):
     for words in (
         ("--prompt", "a fox", "--prompt", "a hare", "--prompt", "a deer"),
         ("--prompts", file),
-        ("--prompt", "a fox", "--segment-prompt", "a hare", "a deer"),
     ):
-        request = parsed("--segments", "--num-frames", 729, *words)
+        request = parsed("--num-frames", 729, *words)
         assert (request.prompt, request.segment_prompts) == ("a fox", ("a hare", "a deer"))
-        assert request.segments == "whole" and request.num_frames == 729
+        assert request.in_segments and request.num_frames == 729
     last = parsed("--prompt", "a fox", "--prompt", "a hare")  # of one clip the last counts
     assert last.prompt == "a hare" and last.segment_prompts == ()
     empty = tmp_path / "empty.txt"
     empty.write_text("\n")
     for words, message in (
         (("--prompts", file), "has 3 prompts, and the clip is not made in segments"),
-        (("--prompts", empty, "--segments", 2), "empty.txt is empty; write a prompt on each line"),
-        (("--prompts", tmp_path, "--segments", 2), "--prompts: "),
-        (
-            ("--segments", 4, "--prompt", "a", "--prompt", "b", "--segment-prompt", "c"),
-            "--segment-prompt: given beside several prompts",
-        ),
+        (("--prompts", empty, "--length", 9), "empty.txt is empty; write a prompt on each line"),
+        (("--prompts", tmp_path, "--length", 9), "--prompts: "),
     ):
         with pytest.raises(InputError, match=message):
             parsed(*words)
@@ -668,10 +660,10 @@ def test_numbers_of_segments(opened):
         ({"segment_seed": ["2:1", "2:3"]}, "--segment-seed: segment 2 is given twice"),
         ({"segment_seed": ["2"]}, "--segment-seed: '2', expected SEGMENT:SEED such as 3:77"),
         ({"segment_seed": ["2:-1"]}, "--segment-seed: seed -1, expected 0 or more"),
-        ({"segments": None, "cut": (2,)}, "--cut: the clip has one segment; give --segments"),
+        ({"segments": None, "cut": (2,)}, "--cut: the clip has one segment; give --segment-frames"),
         ({"segments": None, "segment_seed": ["2:1"]}, "--segment-seed: the clip has one segment"),
     ):
-        request = {"prompt": "a fox", **SIZE, "segments": 3} | more
+        request = several({"prompt": "a fox", **SIZE, "segments": 3} | more)
         with pytest.raises(InputError) as refused:
             make_request("one-stage", **request).resolved(opened.resident.config)
         assert message in str(refused.value), more

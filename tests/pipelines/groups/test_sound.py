@@ -212,7 +212,7 @@ def test_every_stage_and_sound_alone_follow_it(sessions, voice):
 
 def test_later_segments_hear_the_voice_and_keep_their_own_first_stage(sessions, voice):
     both, _ = sessions("2.3")
-    more = {"segments": 2, "num_frames": 33, "overlap": 17, "voice": voice, "seed": 1}
+    more = {"segment_frames": 33, "num_frames": 49, "overlap": 17, "voice": voice, "seed": 1}
     plan = make_plan(both["cuda"], make_request("distilled", prompt="hi", **SIDES | more))
     first, _, later, last = (s for s in plan.stages if isinstance(s, Denoise))
     for stage in (first, later):
@@ -253,7 +253,7 @@ def test_sound_longer_than_the_clip_is_cut_where_both_begin(sessions, tmp_path, 
     ({"voice": "VOICE", "voice_guidance": -1.0}, "--voice-guidance: -1, expected 0 or more"),
     ({"voice_guidance": 2.0}, "--voice-guidance: there is no voice to guide by"),
     ({"audio_conditioning_at": "before"}, "--audio-conditioning-at: there is no sound to follow"),
-    ({"audio_conditioning": "VOICE", "segments": 2, "overlap": 9},
+    ({"audio_conditioning": "VOICE", "segment_frames": 17, "overlap": 9},
      "--audio-conditioning-at start: does not go with a clip in segments"),
 ])  # fmt: skip
 def test_refusals(sessions, voice, tmp_path, more, says):
