@@ -25,7 +25,6 @@ from ltx2rt.notes import note
 from ltx2rt.release import of_version, stated, version_tuple
 from ltx2rt.weights import configs
 from ltx2rt.weights.changes import Pair
-from ltx2rt.weights.comfy import inside
 from ltx2rt.weights.configs import ConfigSource, Keys, parse_json
 from ltx2rt.weights.files import (
     TensorFile,
@@ -57,14 +56,14 @@ from ltx2rt.weights.parts import (
     examine,
     file_kind,
     folder_kind,
+    inside,
     listed,
     only,
     read_json,
     refuse_ambiguous,
 )
 from ltx2rt.weights.quant_formats import Packed
-from ltx2rt.weights.quantised import dequantised
-from ltx2rt.weights.sources import JoinedRows, RenamedSource, renamed
+from ltx2rt.weights.quantised import JoinedRows, RenamedSource, dequantised, renamed
 from ltx2rt.weights.text_encoder import Asset, find_tokenizer, gemma_keys, no_tokenizer, open_gemma
 
 ENCODED = [np.dtype(x) for x in (E4M3, E5M2, np.int8, np.uint8)]

@@ -27,7 +27,6 @@ from ltx2rt.weights.checkpoint import (
     open_checkpoint,
     open_part,
 )
-from ltx2rt.weights.comfy import entries, models_folder
 from ltx2rt.weights.files import (
     DTYPE_NAMES,
     TensorFile,
@@ -41,6 +40,7 @@ from ltx2rt.weights.lora import modules_of, open_lora
 from ltx2rt.weights.lora_config import lora_file
 from ltx2rt.weights.manifest import networks
 from ltx2rt.weights.names import collapse
+from ltx2rt.weights.near import entries, models_folder, with_config
 from ltx2rt.weights.part_table import PARTS, TEXT_PROJECTION, UPSAMPLERS, names_of, word_of
 from ltx2rt.weights.parts import (
     INDEX,
@@ -52,9 +52,7 @@ from ltx2rt.weights.parts import (
     scan_quietly,
     type_bytes,
 )
-from ltx2rt.weights.quantised import dequantised
-from ltx2rt.weights.releases import with_config
-from ltx2rt.weights.sources import renamed
+from ltx2rt.weights.quantised import dequantised, renamed
 from ltx2rt.weights.text_encoder import ASSETS, has_tokenizer, open_gemma
 
 ROWS = names_of(lambda part: part.header and part.name != "main")

@@ -1,26 +1,30 @@
 """The main file of a checkpoint, and the parts that are near it.
 
-Decides where is looked, and which of several candidates are kept. Leaves telling what a file is to
-`parts`, where ComfyUI keeps what to `comfy`, and opening to `checkpoint`. Of several files those
-are kept that fit the transformer: by the release they state, and by their sizes.
+Decides where is looked, ComfyUI's folders among them, and which of several candidates are kept:
+those that fit the transformer by the release they state, and by their sizes. A main file without a
+config gets the one that the user names, else that of the release with its names and shapes. Leaves
+recognising a file to `parts`, and opening it to `checkpoint`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ltx2rt.errors import InputError
+from ltx2rt.models import transformer
 from ltx2rt.notes import note
 from ltx2rt.release import named, stated
+from ltx2rt.text_files import read_text
 from ltx2rt.weights import configs
-from ltx2rt.weights.comfy import entries, extra_folders, inside, models_folder, tree_around
+from ltx2rt.weights.configs import official_json
 from ltx2rt.weights.files import TensorFile, TensorFolder, open_file, open_tensors
-from ltx2rt.weights.names import component_of
+from ltx2rt.weights.names import collapse, component_of
 from ltx2rt.weights.part_table import PARTS, UPSAMPLERS, names_of, word_of
 from ltx2rt.weights.parts import (
     INDEX,
@@ -29,6 +33,7 @@ from ltx2rt.weights.parts import (
     contents_of_folder,
     file_kind,
     folder_kind,
+    inside,
     listed,
     look_into,
     model_index,
@@ -39,7 +44,8 @@ from ltx2rt.weights.parts import (
     scan_quietly,
     words,
 )
-from ltx2rt.weights.releases import with_config
+from ltx2rt.weights.presets import SIZES, preset
+from ltx2rt.weights.quantised import dequantised
 from ltx2rt.weights.text_encoder import gemma_keys
 
 COMPLETE = {"video_vae", "audio_vae", "vocoder", "text"}  # in a release's one file
@@ -47,6 +53,14 @@ WIDTHS = tuple(
     f"{PARTS['transformer'].prefix}{name}patchify_proj.weight" for name in ("", "audio_")
 )
 MID_CHANNELS = 4  # the transformer's width over that of an upsampler; LTX-Video's are half as wide
+Main = TypeVar("Main", bound=TensorFile | TensorFolder)
+COPIED = ("model_version", "gemma_source_checkpoint")  # said of the release beside the config
+FLAG = "pass a safetensors file of its release with --config-from FILE"
+# ComfyUI's folders. Source of the names: its folder_paths.py.
+FOLDERS = ("diffusion_models", "unet", "checkpoints", "text_encoders", "clip", "vae", "loras")
+FOLDERS += ("latent_upscale_models", "upscale_models")
+SETTINGS = ("extra_model_paths.yaml", "extra_models_config.yaml")
+SEARCHED = (*FOLDERS, "model_patches")  # which holds parts of LTX-2.5
 # Parts in files of their own; of which release they are, `Fit` decides.
 NEARBY = names_of(lambda part: part.header and part.name not in ("text", "lora", "main"))
 
@@ -264,3 +278,121 @@ class Fit:
 
 def _has_fp4(path: Path) -> bool:
     return path.is_file() and any("weight_scale_2" in name for name in open_file(path).names())
+
+
+# ---- the config of a main file without one -------------------------------------------------------
+
+
+def with_config(
+    main: Main, config_from: str | Path | None, donor: TensorFile | TensorFolder | None = None
+) -> Main:
+    """The file with `config` and `model_version` in its metadata. donor: a complete file of its
+    release. Raises InputError."""
+    if "config" in main.metadata:
+        if config_from:
+            note(f"--config-from gives no config: {main.path} has a config of its own")
+        return main
+    if config_from or donor is not None:
+        found = donor.metadata if donor is not None else TensorFile(str(config_from)).metadata
+        if "config" not in found:
+            raise InputError(f"{config_from}: its metadata has no `config`; {FLAG}")
+        added = {key: found[key] for key in ("config", *COPIED) if key in found}
+    else:
+        config = preset(_release(main)).config
+        version = ".".join(map(str, config.version))
+        added = {"config": json.dumps(official_json(config)), "model_version": version}
+    main.metadata = added | main.metadata
+    return main
+
+
+def _release(main: TensorFile | TensorFolder) -> str:
+    """The preset of the one release that the file is of.
+
+    Raises InputError, which says what differs from the nearest release.
+    """
+    read = dequantised(main)
+    names = (name for name in read.names() if component_of(name) == "transformer")
+    found = {(name, tuple(read.info(name).shape)) for name in names}
+    different = {release: found ^ set(_shapes(release).items()) for release in SIZES}
+    nearest = min(different, key=lambda release: len(different[release]))
+    if names := sorted({name for name, _ in different[nearest]}):
+        raise InputError(
+            f"{main.path}: no `config` in its metadata, and names and shapes of its transformer "
+            f"are of no known release (nearest: {nearest}, {len(names)} tensors differ: "
+            f"{collapse(names)}); {FLAG}"
+        )
+    return nearest
+
+
+@cache
+def _shapes(name: str) -> dict[str, tuple[int, ...]]:
+    """The transformer's tensors, by official name, of a preset."""
+    structure = transformer.ForwardShape(1, 1, 1, 1, (1,) * len(transformer.TABLES))
+    graph = transformer.trace(preset(name).config.transformer, structure, "float32")
+    return {name: spec.shape for name, spec in graph.parameters().items()}
+
+
+# ---- ComfyUI's folders ---------------------------------------------------------------------------
+
+
+def models_folder(folder: Path) -> Path | None:
+    """The folder with ComfyUI's sub-folders: this one if it has two of them, or its `models`."""
+    if _held(folder) > 1:
+        return folder
+    return folder / "models" if _held(folder / "models") else None
+
+
+def tree_around(path: Path) -> Path | None:
+    """The folder of models that a file or folder of ComfyUI is in."""
+    path = Path(os.path.abspath(path))
+    for parent in path.parents:
+        if path.relative_to(parent).parts[0] in FOLDERS and _held(parent) > 1:
+            return parent
+    return None
+
+
+def _held(folder: Path) -> int:
+    """How many of ComfyUI's sub-folders it has; a part of a diffusers model is none of them."""
+    found = [folder / name for name in FOLDERS]
+    try:
+        return sum(path.is_dir() and not (path / "config.json").exists() for path in found)
+    except OSError:
+        return 0
+
+
+def entries(root: Path) -> Iterator[Path]:
+    """Files and folders to look at: those of the root and, two levels deep, of its sub-folders."""
+    yield from (path for path in inside(root) if path.is_file())
+    seen = set()
+    for folder in (*(root / name for name in SEARCHED), *extra_folders(root)):
+        real = os.path.realpath(folder)
+        if real in seen or not os.path.isdir(real):  # `unet` may be a link to `diffusion_models`
+            continue
+        seen.add(real)
+        for path in inside(folder):
+            yield path
+            if path.is_dir() and not (path / "config.json").exists():
+                yield from inside(path)
+
+
+def extra_folders(root: Path) -> list[Path]:
+    """The folders of models that ComfyUI's settings name besides its own. Raises InputError for
+    settings that cannot be read."""
+    import yaml
+
+    found = []
+    for file in (folder / name for folder in (root.parent, root) for name in SETTINGS):
+        if not file.is_file():
+            continue
+        try:
+            sections = yaml.safe_load(read_text(file)) or {}
+            for section in sections.values():
+                base = Path(os.path.expandvars(section.get("base_path") or "")).expanduser()
+                base = file.parent / base
+                for name in SEARCHED:
+                    lines = str(section.get(name) or "").splitlines()
+                    found += [base / line.strip() for line in lines if line.strip()]
+        except (yaml.YAMLError, AttributeError, TypeError) as error:
+            said = " ".join(str(error).split())[:120]
+            raise InputError(f"{file}: no settings of ComfyUI ({said}); correct it") from None
+    return found

@@ -7,6 +7,8 @@ of a disk, and a repository of the hub (`hub.Repository`). Leaves opening what w
 
 from __future__ import annotations
 
+import os
+import stat
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,10 +17,11 @@ from typing import Any, TypeVar
 
 from ltx2rt.errors import InputError
 from ltx2rt.release import of_tensors, stated
-from ltx2rt.weights import comfy
 from ltx2rt.weights.configs import Keys, parse_json
 from ltx2rt.weights.files import (
     DTYPE_NAMES,
+    GGUF,
+    MAX_HEADER_BYTES,
     SHARD_INDEX,
     WEIGHTS,
     TensorFile,
@@ -31,11 +34,23 @@ from ltx2rt.weights.files import (
 )
 from ltx2rt.weights.gguf import later_part
 from ltx2rt.weights.names import component_of, official_names
-from ltx2rt.weights.part_table import JOINT, PARTS, Header, of_config, of_header, word_of
+from ltx2rt.weights.part_table import (
+    JOINT,
+    PARTS,
+    TEXT_PROJECTION,
+    Header,
+    of_config,
+    of_header,
+    word_of,
+)
 
 T = TypeVar("T")
 HOLDERS = ("video_vae", "audio_vae")  # parts in files that may hold a text projection as well
 SMALL = 0.0005  # share of the bytes: types that are not worth a word
+MARKS = (*{part.mark for part in PARTS.values() if part.mark}, TEXT_PROJECTION.encode())
+GGUF_MARKS = (b"ltxv", b"gemma3", JOINT)
+GEMMA_3_TOKEN = b"<start_of_image>"  # Gemma 2 and other models' tokenizers have no such token
+START_BYTES, MAX_TOKENIZER_BYTES = 2**20, 2**27
 INDEX = "model_index.json"  # passed as the model, it means the diffusers folders beside it
 
 
@@ -180,7 +195,7 @@ def scan_quietly(paths: Iterable[Path]) -> Parts:
     parts.tokenizer += [
         path for path in chosen if path.name == "tokenizer.json" and path not in parts.tokenizer
     ]
-    parts.tokenizer = [path for path in parts.tokenizer if comfy.is_gemma_tokenizer(path)]
+    parts.tokenizer = [path for path in parts.tokenizer if is_gemma_tokenizer(path)]
     parts.diffusers = {}
     files = tuple(f"{path}:" for path in chosen if path.suffix in WEIGHTS)
     ours = (*files, *(f"{path}: a config without weights" for path in chosen))
@@ -194,7 +209,53 @@ def _may_belong(path: Path) -> bool:
             return JOINT in path.read_bytes()
         except OSError:
             return False
-    return path.name == "tokenizer.json" or comfy.may_be_ltx(path)
+    return path.name == "tokenizer.json" or may_be_ltx(path)
+
+
+def inside(folder: Path) -> list[Path]:
+    """The entries of a folder, sorted; none if it cannot be read."""
+    try:
+        return visible(folder)
+    except OSError:
+        return []
+
+
+def may_be_ltx(path: Path) -> bool:
+    """Whether the header of a file has a word that a part of LTX-2 has. Nothing is parsed."""
+    header = header_bytes(path)
+    marks = GGUF_MARKS if header.startswith(GGUF) else MARKS
+    return any(mark in header for mark in marks)
+
+
+def header_bytes(path: Path) -> bytes:
+    """The header of a safetensors file, the beginning of a GGUF file; nothing of any other."""
+    if path.suffix not in WEIGHTS:
+        return b""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            return b""
+        start = os.pread(file, 8, 0)
+        if start.startswith(GGUF):
+            return os.pread(file, START_BYTES, 0)
+        size = int.from_bytes(start, "little")
+        return os.pread(file, size, 8) if len(start) == 8 and size <= MAX_HEADER_BYTES else b""
+    except OSError:
+        return b""
+    finally:
+        os.close(file)
+
+
+def is_gemma_tokenizer(path: Path) -> bool:
+    """Whether a tokenizer.json is Gemma 3's, or a later one's, among those of other models."""
+    try:
+        small = path.is_file() and path.stat().st_size <= MAX_TOKENIZER_BYTES
+        return small and GEMMA_3_TOKEN in path.read_bytes()
+    except OSError:
+        return False
 
 
 def _joint(file: Any) -> bool:
