@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
@@ -149,7 +149,7 @@ def checked(
         try:
             found = list(_pieces(clip, known.get(clip.name), buckets, request))
             for piece in found:
-                _check(piece, config, tokenizer)
+                _check(piece, config, tokenizer, remarks.append)
             pieces += found
         except InputError as error:
             faults.append((clip.name, str(error)))
@@ -226,7 +226,8 @@ def _sound_alone(
     bucket, fps = max(buckets, key=lambda b: b.frames), FPS
     assert clip.audio is not None
     if request.audio_durations:
-        waveform, rate = read_sound(clip.audio, 0.0, max(request.audio_durations), say=_quiet)
+        longest = max(request.audio_durations)
+        waveform, rate = read_sound(clip.audio, 0.0, longest, say=lambda text: None)
         length_s = waveform.shape[1] / rate
         fitting = [s for s in request.audio_durations if s <= length_s + 1e-3]
         if not fitting:
@@ -258,9 +259,11 @@ def _with_reference(piece: ClipPiece, request: PrepareRequest, aspect: float) ->
     return replace(piece, reference=replace(size, frames=1) if count == 1 else size, stride=stride)
 
 
-def _check(piece: ClipPiece, config: ModelConfig, tokenizer: Any) -> None:
+def _check(
+    piece: ClipPiece, config: ModelConfig, tokenizer: Any, say: Callable[[str], None]
+) -> None:
     """Raises InputError for a caption that the model cannot read whole, and for sounds and masks
-    that cannot be read."""
+    that cannot be read. say: gets the remarks of reading a sound."""
     if (count := count_tokens(tokenizer, piece.caption)) > PROMPT_TOKENS:
         raise InputError(
             f"its caption has {count} tokens, the model reads {PROMPT_TOKENS}; shorten it"
@@ -268,11 +271,7 @@ def _check(piece: ClipPiece, config: ModelConfig, tokenizer: Any) -> None:
     clip = piece.clip
     for path in {piece.sound, clip.audio_reference, clip.audio_mask} - {None}:
         assert path is not None
-        read_sound(path, piece.start_s, piece.length_s, say=_quiet)
+        read_sound(path, piece.start_s, piece.length_s, say=say)
     if clip.mask:
         facts_of(clip.mask, piece.name)
     piece.geometry(config)
-
-
-def _quiet(text: str) -> None:
-    """Drop remarks on sound, which encoding repeats."""
