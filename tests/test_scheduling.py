@@ -52,8 +52,8 @@ def test_what_runs_is_made_once_of_a_graph_and_does_not_hold_it():
 
 @pytest.mark.parametrize("factory,network", [(FACTORY, "guided"), (TPU, "forward")])
 def test_tokens_and_samples_stay_whole(without, monkeypatch, factory, network):
-    monkeypatch.setattr("ltx2rt.passes.interleave.HALF_ROWS", 0)
-    monkeypatch.setattr("ltx2rt_tpu.factory.LEAST_BYTES", 0)
+    monkeypatch.setattr("ltx2rt_cuda.as_run.HALF_ROWS", 0)
+    monkeypatch.setattr("ltx2rt_tpu.as_run.LEAST_BYTES", 0)
     profile = PROFILES["hopper" if factory is FACTORY else "trillium"]
     graph = Placement(profile, {"tensor": 2}).local(case(f"{network}-2.3").graph, "transformer")
     kind = factory.name  # also that of its devices

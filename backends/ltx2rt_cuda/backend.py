@@ -26,10 +26,10 @@ from ltx2rt.weights.encoded import EncodedSource
 from ltx2rt.weights.encoded import Piece as Cuts
 from ltx2rt.weights.files import in_file
 from ltx2rt.weights.lora import row_chunks
+from ltx2rt_cuda.as_run import as_run
 from ltx2rt_cuda.device import chosen
 from ltx2rt_cuda.device.torch_device import Fetched, Recorder, widened
 from ltx2rt_cuda.distributed import ALONE, Arriving, Sending, join
-from ltx2rt_cuda.factory import FACTORY
 from ltx2rt_cuda.host import FileWeight, parked, unparked
 from ltx2rt_cuda.ops import DTYPES, encode, joined_rows, tried_road, unpack
 from ltx2rt_cuda.program import Loop, Program, Tensors, Weights, to_torch
@@ -209,7 +209,7 @@ class CudaBackend:
     ) -> Program:
         """fused: lower what `as_run` makes of the graph, not the graph itself."""
         if fused:
-            graph = FACTORY.as_run(graph, self.device_kind, compile=compile)
+            graph = as_run(graph, self.device_kind, compile=compile)
         if layers == "unrolled":
             from ltx2rt.passes.unroll import unroll
 
@@ -217,7 +217,7 @@ class CudaBackend:
         return Program(graph, self.hardware, compile, self.position.on(graph.mesh), self._built)
 
     def lower_loop(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Loop:
-        graph = FACTORY.as_run(graph, self.device_kind, steps=True, compile=compile)
+        graph = as_run(graph, self.device_kind, steps=True, compile=compile)
         parts = taken_apart(graph)
         position = self.position if graph.mesh else ALONE
         records = position.records()

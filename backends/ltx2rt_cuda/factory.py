@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 from ltx2rt.errors import InputError
 from ltx2rt.ranks.environment import SLEEPING, rank_and_size
-from ltx2rt.scheduling import in_use, left_out
 
 if TYPE_CHECKING:
     from torch.distributed import PrefixStore
@@ -33,9 +31,6 @@ class CudaFactory:
     streams = ("text-encoder", "transformer")
     recorded = ("cuda",)
 
-    def __init__(self) -> None:
-        self._made: WeakKeyDictionary[Graph, dict[Hashable, Graph]] = WeakKeyDictionary()
-
     def device_kinds(self) -> Sequence[DeviceKind]:
         from ltx2rt_cuda.devices import KINDS
 
@@ -49,27 +44,9 @@ class CudaFactory:
         compile: bool = False,
         train: bool = False,
     ) -> Graph:
-        """Halves of the tokens in turns, where Inductor does not order a block by itself; ops that
-        have kernels are fused, which saves passes over memory on a CPU, too. Nothing of a training
-        step: kernels have no gradient."""
-        if train:
-            return graph
-        made = self._made.setdefault(graph, {})  # its cost is asked for, then its program
-        key = device_kind, steps, compile, left_out()
-        if key not in made:
-            made[key] = self._as_run(graph, device_kind, steps, compile)
-        return made[key]
+        from ltx2rt_cuda.as_run import as_run
 
-    def _as_run(self, graph: Graph, device_kind: str, steps: bool, compile: bool) -> Graph:
-        from ltx2rt.fused import PATTERNS
-        from ltx2rt.passes.fuse import fuse
-        from ltx2rt.passes.interleave import HALF_ROWS, TOKENS, interleave
-        from ltx2rt.passes.rotate import rotate
-
-        if steps and device_kind == "cuda" and not compile:
-            graph = rotate(graph) if in_use("rotate") else graph
-            graph = interleave(graph, TOKENS, HALF_ROWS) if in_use("halves") else graph
-        return fuse(graph, PATTERNS)
+        return as_run(graph, device_kind, steps, compile, train)
 
     def cost(
         self,

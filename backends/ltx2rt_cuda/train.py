@@ -21,8 +21,8 @@ from ltx2rt.backend import EMA, MOMENTS, AdamW, index_of
 from ltx2rt.graph.ir import Graph, numbered
 from ltx2rt.passes.adapters import MARK
 from ltx2rt.passes.quantise import differentiable
+from ltx2rt_cuda.as_run import as_run
 from ltx2rt_cuda.collectives import keeping
-from ltx2rt_cuda.factory import FACTORY
 from ltx2rt_cuda.lower import RepeatModule
 from ltx2rt_cuda.ops import OPS
 from ltx2rt_cuda.program import Program, Weights, upload
@@ -60,7 +60,7 @@ class Trainer:
         self.graphs = []
         for one in (graph, *others):
             differentiable(one)
-            self.graphs.append(FACTORY.as_run(one, backend.device_kind, train=True))
+            self.graphs.append(as_run(one, backend.device_kind, train=True))
         self.graph = graph = self.graphs[0]
         self.backend, self.weights, self.optimiser = backend, weights, optimiser
         self.deterministic, self.position = deterministic, backend.position.on(graph.mesh)

@@ -29,9 +29,9 @@ from ltx2rt.backend import REMAT, Compiled, DoesNotFit
 from ltx2rt.errors import InputError
 from ltx2rt.graph import Graph
 from ltx2rt.placement.devices import topology as kind_of
+from ltx2rt_tpu.as_run import ASSEMBLED
 from ltx2rt_tpu.cycles import Code
 from ltx2rt_tpu.distributed import device_mesh
-from ltx2rt_tpu.factory import ASSEMBLED
 from ltx2rt_tpu.hlo import COLLECTIVE, collectives
 from ltx2rt_tpu.program import Assembled, Loop, Program
 from ltx2rt_tpu.train import Gradients

@@ -25,8 +25,8 @@ from ltx2rt.placement.stream import FILE, PINNED, Piece, moves, stack_of
 from ltx2rt.weights.changes import Factors
 from ltx2rt.weights.encoded import EncodedSource
 from ltx2rt.weights.lora import merge
+from ltx2rt_tpu.as_run import ASSEMBLED
 from ltx2rt_tpu.distributed import agree, device_mesh, join, silence_gloo
-from ltx2rt_tpu.factory import ASSEMBLED
 from ltx2rt_tpu.hosts import HOST_VARIABLES
 from ltx2rt_tpu.ops import encode
 from ltx2rt_tpu.program import COMPILERS, Assembled, Loop, Program, compilations

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ltx2rt.scheduling import in_use
 from ltx2rt_tpu.hosts import hosts
 
 if TYPE_CHECKING:
@@ -17,14 +16,6 @@ if TYPE_CHECKING:
     from ltx2rt.placement.timeline import Timeline
     from ltx2rt_tpu.backend import TpuBackend
     from ltx2rt_tpu.distributed import CoordinatorStore
-
-# From so many bytes on, halves take turns at an exchange, and a pair of devices adds up what they
-# send each other where nothing but a permutation travels while they compute. Fewer have arrived
-# before other work would have begun.
-LEAST_BYTES = 2**20
-GROUPS = 2  # groups of heads, one of which travels while the other attends
-HALF_ROWS = 512  # samples times tokens of a half, at the least; not raced
-ASSEMBLED = ("vocoder",)  # networks that run as `program.Assembled`
 
 
 class TpuFactory:
@@ -49,23 +40,9 @@ class TpuFactory:
         compile: bool = False,
         train: bool = False,
     ) -> Graph:
-        """Halves of the samples of a step side by side where that is possible, so that exchanges
-        travel unseen; elsewhere attention in groups of heads and halves of the tokens; the vocoder's
-        activations fused, for XLA fuses the rest itself. Nothing of a training step."""
-        from ltx2rt.fused.snake_beta import snakes
-        from ltx2rt.passes.fuse import fuse
-        from ltx2rt.passes.heads import group_heads
-        from ltx2rt.passes.interleave import TOKENS, interleave
+        from ltx2rt_tpu.as_run import as_run
 
-        if train:
-            return graph
-        if steps and device_kind == "tpu":
-            graph = interleave(graph, tied=LEAST_BYTES) if in_use("halves") else graph
-            graph = group_heads(graph, GROUPS) if in_use("heads") else graph
-            return interleave(graph, TOKENS, HALF_ROWS, LEAST_BYTES) if in_use("halves") else graph
-        if steps:
-            return graph
-        return fuse(graph, (snakes,)) if device_kind == "tpu" or graph.name in ASSEMBLED else graph
+        return as_run(graph, device_kind, steps, train)
 
     def cost(
         self,

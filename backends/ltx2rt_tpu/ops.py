@@ -24,7 +24,7 @@ from ltx2rt.fused.snake_beta import snake_windows
 from ltx2rt.graph.encodings import E4M3, E4M3_STEP, E4M3_TINY, ENCODINGS, rotation
 from ltx2rt.graph.ops import window_blocks
 from ltx2rt.scheduling import in_use
-from ltx2rt_tpu.factory import LEAST_BYTES
+from ltx2rt_tpu.as_run import LEAST_BYTES
 
 DECODED = 2**21  # bytes of a stored matrix that are decoded at once
 

@@ -25,7 +25,7 @@ from ltx2rt.graph.ir import Graph, Value
 from ltx2rt.passes.heads import is_grouped
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.placement.cost import flops
-from ltx2rt_tpu.factory import FACTORY
+from ltx2rt_tpu.as_run import as_run
 from ltx2rt_tpu.lower import run
 from ltx2rt_tpu.ops import BY_PAIRS, HEADS_BY_PAIRS, ON_TPU, ONCE, OPS
 from ltx2rt_tpu.roll import parts, roll
@@ -161,7 +161,7 @@ class Program(Ahead):
     over layers."""
 
     def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
-        self.graph = FACTORY.as_run(graph, device_kind(place))
+        self.graph = as_run(graph, device_kind(place))
         self.place, self.unrolled, self.ops = place, unrolled, ops_for(place)
         options = compiler_options(graph, place)
         self.nested: Any = jax.jit(
@@ -282,7 +282,7 @@ class Assembled(Ahead):
     """
 
     def __init__(self, graph: Graph, place: Sharding):
-        self.graph = roll(FACTORY.as_run(graph, device_kind(place)))
+        self.graph = roll(as_run(graph, device_kind(place)))
         self.place, self.ops = place, ops_for(place)
         self.parts = parts(self.graph)
         last = {id(v): i for i, part in enumerate(self.parts) for v in part.inputs.values()}
@@ -366,7 +366,7 @@ class Loop(Ahead):
 
     def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
         self.graph, self.place, self.unrolled = graph, place, unrolled
-        halved = FACTORY.as_run(graph, device_kind(place), steps=True)
+        halved = as_run(graph, device_kind(place), steps=True)
         self.parts, options, self.ops = (
             taken_apart(halved),
             compiler_options(graph, place),

@@ -26,7 +26,7 @@ from ltx2rt.graph.interpret import NUMPY_DTYPES
 from ltx2rt.graph.ir import Graph, numbered
 from ltx2rt.passes.adapters import MARK
 from ltx2rt.passes.quantise import differentiable
-from ltx2rt_tpu.factory import FACTORY
+from ltx2rt_tpu.as_run import as_run
 from ltx2rt_tpu.lower import run
 from ltx2rt_tpu.program import compiler_options, device_kind, on_mesh, ops_for
 from ltx2rt_tpu.weights import Weights, abstract_weights, weight_specs
@@ -41,7 +41,7 @@ class Gradients:
 
     def __init__(self, graph: Graph, place: Sharding, remat: str):
         differentiable(graph)
-        self.graph = FACTORY.as_run(graph, device_kind(place), train=True)
+        self.graph = as_run(graph, device_kind(place), train=True)
         self.place, self.remat, self.ops = place, remat, ops_for(place)
         options = compiler_options(graph, place)
         self.function: Any = jax.jit(self._global, compiler_options=options)

@@ -136,7 +136,7 @@ def _read_text(found: ConfigSource) -> Any:
     names = [name for name in found.source.names() if PROJECTION.match(name)]
     widths = {found.source.info(name).shape[-1] for name in names}
     if len(widths) != 1:
-        where = found.source.where
+        where = found.keys.where
         raise InputError(f"{where}: the text projections take different widths: {sorted(widths)}")
     return configs.official_text(found.keys, widths.pop())
 

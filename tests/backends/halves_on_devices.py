@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from ltx2rt_tpu import factory, ops, program
+from ltx2rt_tpu import as_run, ops, program
 
 from ltx2rt.pipelines import pipeline
 from ltx2rt.run.plan import make_plan
@@ -64,7 +64,7 @@ def main(model: Path, branches: int) -> None:
     traced.clear()
     program.is_tpu = program.waits_for_exchanges = lambda place: True
     program.ASYNC = {}  # whose names are libtpu's
-    ops.LEAST_BYTES, factory.LEAST_BYTES, factory.HALF_ROWS = 0, 2**10, 0
+    ops.LEAST_BYTES, as_run.LEAST_BYTES, as_run.HALF_ROWS = 0, 2**10, 0
     halves = latents(model, branches)
     distances = {key: relative_l2(halves[key], value) for key, value in whole.items()}
     print(json.dumps({"distances": distances, "before": before, "after": dict(traced)}))

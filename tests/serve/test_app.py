@@ -173,7 +173,7 @@ def test_a_failed_job_is_an_answer_not_an_error(server):
     ({"stg_blocks": [99]}, "stg_blocks", "the model has blocks"),
     ({"audio": "maybe"}, "audio", "true or false"),
     ({"pipeline": "three-stage"}, "pipeline", "expected one of"),
-    ({"pipeline": "distilled", "steps": 4}, "steps", "no field"),
+    ({"pipeline": "distilled", "steps": 4}, "steps", "does not read it"),
     ({"model": "gpt"}, "model", "expected"),
     ({"num_video": 3}, "num_video", "no field"),
     ({"sed": 3}, "sed", "did you mean 'seed'"),
@@ -190,7 +190,7 @@ def test_a_failed_job_is_an_answer_not_an_error(server):
     ({"images": [{"file_id": "../../../etc/passwd"}]}, "images", "names no image"),
     ({"images": [{"image_url": "http://10.0.0.1/x.png"}]}, "images", "only data: URLs"),
     ({"images": [{"image_url": "data:image/png;base64,!!!"}]}, "images", "no base64"),
-    ({"images": "x"}, "images", "list of objects"),
+    ({"images": "x"}, "images", "base64"),
     ({"input_reference": {"image_url": "file:///etc/passwd"}}, "images", "only data: URLs"),
 ])  # fmt: skip
 def test_what_the_command_line_refuses_is_refused_before_it_waits(server, given, param, words):

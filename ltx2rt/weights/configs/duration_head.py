@@ -58,7 +58,7 @@ def read_duration_head(found: ConfigSource) -> DurationHeadConfig:
     names = [f"duration_head.{m}_input_proj.weight" for m in ("video", "audio")]
     if missing := [name for name in names if name not in set(source.names())]:
         advice = "pass a complete duration head with --duration-head"
-        raise InputError(f"{source.where}: no {missing[0]}; {advice}")
+        raise InputError(f"{keys.where}: no {missing[0]}; {advice}")
     return duration_head(keys, found.layout, *(source.info(n).shape[-1] for n in names))
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ltx2rt.errors import InputError
 
 if TYPE_CHECKING:
-    from ltx2rt.weights.quantised import RenamedSource
+    from ltx2rt.weights.files import TensorReader
 
 MISSING = object()
 MAX_SIZE = 2**20  # four times the largest released one, Gemma's vocabulary
@@ -128,7 +128,7 @@ class ConfigSource:
 
     layout: str
     keys: Keys
-    source: RenamedSource
+    source: TensorReader
     configs: Mapping[str, Any]
 
 
