@@ -8,7 +8,7 @@ files that `parts` finds are taken; no tensor data is read. Leaves data, LoRA an
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
@@ -20,12 +20,9 @@ import numpy as np
 
 from ltx2rt.config import ModelConfig, TransformerConfig
 from ltx2rt.errors import GraphError, InputError
-from ltx2rt.graph.encodings import ADVISED, E4M3, E5M2
-from ltx2rt.notes import note
 from ltx2rt.release import of_version, stated, version_tuple
 from ltx2rt.weights import configs
 from ltx2rt.weights.changes import Pair
-from ltx2rt.weights.configs import ConfigSource, Keys, parse_json
 from ltx2rt.weights.files import (
     TensorFile,
     TensorFolder,
@@ -34,39 +31,41 @@ from ltx2rt.weights.files import (
     open_file,
     open_tensors,
 )
-from ltx2rt.weights.gguf import unread
 from ltx2rt.weights.lora import Lora, open_lora
 from ltx2rt.weights.names import (
     CONNECTORS,
-    GEMMA,
     TEXT_PROJECTION,
-    collapse,
-    component_of,
-    fused_of,
-    official_names,
-    to_official,
-    unsaved,
 )
 from ltx2rt.weights.near import Given, find
-from ltx2rt.weights.part_table import FILES, PARTS, PROJECTION, Part, names_of
+from ltx2rt.weights.part_table import FILES, PARTS, PROJECTION, names_of
 from ltx2rt.weights.parts import (
     Parts,
     absent,
-    contents,
     examine,
-    file_kind,
-    folder_kind,
     inside,
     listed,
     only,
-    read_json,
     refuse_ambiguous,
 )
-from ltx2rt.weights.quant_formats import Packed
-from ltx2rt.weights.quantised import JoinedRows, RenamedSource, dequantised, renamed
-from ltx2rt.weights.text_encoder import Asset, find_tokenizer, gemma_keys, no_tokenizer, open_gemma
+from ltx2rt.weights.places import (
+    Place,
+    Places,
+    check_gemma_version,
+    check_release,
+    component_sources,
+    donated,
+    gemma_of,
+    official_metadata,
+    official_sources,
+    open_either,
+    open_folder,
+    open_part,
+    refuse_encoded,
+    version_of,
+)
+from ltx2rt.weights.quantised import RenamedSource, dequantised, renamed
+from ltx2rt.weights.text_encoder import Asset, find_tokenizer, gemma_keys, no_tokenizer
 
-ENCODED = [np.dtype(x) for x in (E4M3, E5M2, np.int8, np.uint8)]
 COMPONENTS = names_of(lambda part: part.source)
 BLOCK_MATRIX = re.compile(
     r"transformer_blocks\.\d+\..*(?:attn.*\.to_(?:q|k|v|out\.0)|ff\.net\.(?:0\.proj|2))\.weight$"
@@ -196,29 +195,6 @@ class Checkpoint:
         return self.tokenizer
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a part was found: its tensors, what holds its config, and the config if it is read."""
-
-    layout: str
-    source: RenamedSource
-    keys: Callable[[], Keys]
-    file: TensorFile | TensorFolder | None = None  # None: a folder
-    config: Any = None
-
-    def read(self, part: Part, configs: Mapping[str, Any]) -> Any:
-        """configs: of the parts before this one."""
-        if part.read is None:
-            return self.config
-        keys = self.keys()
-        if part.section and self.layout == "official":
-            keys = keys.inner(part.section)
-        return part.read(ConfigSource(self.layout, keys, self.source, configs))
-
-
-Places = dict[str, Place]
-
-
 def open_checkpoint(
     model: str | Path, *, config_from: str | Path | None = None, **files: str | Path | None
 ) -> Checkpoint:
@@ -239,12 +215,12 @@ def open_checkpoint(
         main = dequantised(main)
         own = official_sources(main)
         if "gemma" in own and not files.get("text_encoder"):
-            places["gemma"] = _gemma_of(own["gemma"], near.files["gemma"])
+            places["gemma"] = gemma_of(own["gemma"], near.files["gemma"])
     for part in PARTS.values():
         if part.source and part.either and part.name not in places:
             given = files.get(part.option)
             if where := given or only(part.name, listed(near.files[part.name], index)):
-                places[part.name] = _open_either(part, Path(where))
+                places[part.name] = open_either(part, Path(where))
     if main is not None:
         places |= _official(main, own, files, near, places)
     else:
@@ -259,7 +235,7 @@ def open_checkpoint(
         if part.check:
             part.check(read[name], config, str(source.where))
         sources[name] = source.joined(sources["video_vae"], part.borrowed)
-        _refuse_encoded(source)
+        refuse_encoded(source)
     gemma = places["gemma"].source.where if "gemma" in places else None
     return Checkpoint(
         path,
@@ -290,11 +266,11 @@ def open_parts(model: str | Path, names: Sequence[str], **files: str | Path | No
         part, folder = PARTS[name], only(name, near.diffusers.get(name, []))
         if where := files.get(part.option) or only(name, near.files[name]):
             if part.either:
-                places[name] = _open_either(part, Path(where))
+                places[name] = open_either(part, Path(where))
             else:
                 places |= open_part(part, Path(where))
         elif folder:
-            places[name] = _open_folder(part, folder)
+            places[name] = open_folder(part, folder)
     places |= {n: places[i] for n in names if n not in places and (i := PARTS[n].instead) in places}
     if missing := [name for name in names if name not in places]:
         raise absent(missing, path, near.unreadable)
@@ -302,7 +278,7 @@ def open_parts(model: str | Path, names: Sequence[str], **files: str | Path | No
     for name, source in sources.items():
         if "video_vae" in places:
             sources[name] = source.joined(sources["video_vae"], PARTS[name].borrowed)
-        _refuse_encoded(source)
+        refuse_encoded(source)
     core = names_of(lambda part: part.every and part.source and part.name not in read)
     read = {name: Absent(absent(name, path)) for name in core} | read
     file = next((place.file for place in places.values() if place.file), None)
@@ -351,131 +327,8 @@ def _config(
     core |= {name: config for name, config in read.items() if name in names}
     parts = {name: config for name, config in read.items() if name not in names}
     return ModelConfig(
-        version=_version(main), video_vae_version=_version(video), parts=parts, **core
+        version=version_of(main), video_vae_version=version_of(video), parts=parts, **core
     )
-
-
-def _version(file: TensorFile | TensorFolder | None) -> tuple[int, ...]:
-    return version_tuple(file.metadata.get("model_version")) if file else ()
-
-
-def _refuse_encoded(source: RenamedSource) -> None:
-    """Raises InputError for quantised tensors without the companions of `quantised`: scales are
-    spelled in several ways, and some files have none. And for GGUF types that are not read."""
-    infos = (source.info(name) for name in source.names())
-    if types := sorted({i.format for i in infos if isinstance(i, Packed) and i.dtype in ENCODED}):
-        raise InputError(f"{source.where}: tensors {unread(', '.join(types))}")
-    names = [name for name in source.names() if name.endswith("weight")]
-    if encoded := [name for name in names if source.info(name).dtype in ENCODED]:
-        dtypes = ", ".join(sorted({str(source.info(name).dtype) for name in encoded}))
-        raise InputError(
-            f"{source.where}: {len(encoded)} tensors are {dtypes} without the scales of a known "
-            f"format (first {encoded[0]}); pass the bfloat16 file and, for 8 bits on the device, "
-            f"--weights-dtype {ADVISED}"
-        )
-
-
-def check_release(file: TensorFile | TensorFolder, version: tuple[int, ...], flag: str) -> None:
-    """Raises InputError for a file of another release, where either is one that goes with its own
-    alone."""
-    own = _version(file)
-    if version and not of_version(own).goes_with(of_version(version)):
-        said = f"of LTX-{'.'.join(map(str, own))}" if own else "that states no model_version"
-        raise InputError(
-            f"{file.path}: a file {said} beside LTX-{'.'.join(map(str, version))}; pass that "
-            f"release's own with {flag}"
-        )
-
-
-def official_metadata(file: TensorFile | TensorFolder) -> Keys:
-    """Its config's sections; those that are null, as the files of LTX-2.5 have them, are absent."""
-    if "config" not in file.metadata:
-        raise InputError(
-            f"{file.path}: its metadata has no `config`; pass the original file, not a re-saved one"
-        )
-    found = parse_json(file.metadata["config"], f"{file.path}: config")
-    return Keys(
-        {name: section for name, section in found.data.items() if section is not None}, found.where
-    )
-
-
-def _open_either(part: Part, path: Path) -> Place:
-    """A file, or a diffusers folder, of a part that goes with both layouts."""
-    if part.read is not None:
-        return open_part(part, path)[part.name]
-    config, source = open_gemma(path)
-    return Place("official", source, lambda: Keys({}, str(path)), config=config)
-
-
-def open_part(part: Part, path: Path) -> Places:
-    """Contents of a file of the official layout, or of a diffusers folder; of any part that the
-    flag of this one takes.
-
-    Raises InputError.
-    """
-    takes = [p for p in PARTS.values() if p.header and p.option == part.option and p.option]
-    takes += [p for p in PARTS.values() if p.kind and p.kind == part.kind and p not in takes]
-    word = part.kind or part.word
-    if path.is_file() and folder_kind(path.parent) in [p.name for p in takes]:
-        path = path.parent  # a file of a diffusers folder; its names and config are of the folder
-    if path.is_dir():
-        return _open_folders(part, path)
-    file = TensorFile(path)
-    kind = file_kind(file)
-    if kind == "main":  # a complete file
-        keys, own = partial(official_metadata, file), official_sources(dequantised(file))
-        if found := {n: s for n, s in own.items() if PARTS[n].option == part.option}:
-            return {name: Place("official", source, keys, file) for name, source in found.items()}
-    if kind not in [p.name for p in takes]:
-        raise InputError(f"{path}: no {word} ({contents(file)}); pass one with {part.flag}")
-    name = part.name if part.kind else kind
-    keys = partial(official_metadata, file)
-    sources = component_sources(name, file)
-    return {name: Place("official", source, keys, file) for name, source in sources.items()}
-
-
-def _open_folders(part: Part, path: Path) -> Places:
-    """The diffusers folder of a part, or of those that its flag names together; the folder of a
-    whole model stands for the one in it. Raises InputError."""
-    takes = {p.name: p for p in PARTS.values() if p.option == part.option and p.read}
-    kind, found = folder_kind(path), {}
-    if kind in takes:
-        found[kind] = path
-    whole = path.parent if kind in takes else path
-    for name, other in takes.items():
-        if other.folder and name not in found and folder_kind(whole / other.folder) == name:
-            found[name] = whole / other.folder
-    if part.name not in found and kind not in takes:
-        word = part.kind or part.word
-        raise InputError(f"{path}: no {word} folder; pass one, or a file, with {part.flag}")
-    return {name: _open_folder(PARTS[name], folder) for name, folder in found.items()}
-
-
-def _open_folder(part: Part, path: Path) -> Place:
-    """A folder of the diffusers layout; rows that are one tensor in the official one are joined."""
-    keys = read_json(path / "config.json")
-    stages = 0
-    if part.name == "video_vae":
-        stages = len(configs.diffusers_video_vae(keys).encoder)
-    source = renamed(open_tensors(path), path, lambda name: to_official(part.name, name, stages))
-    joined, names = fused_of(part.name, source.names()), set(source.names())
-    if missing := [row for rows in joined.values() for row in rows if row not in names]:
-        raise InputError(f"{path}: no {missing[0]}; pass a complete folder")
-    if joined:
-        source = renamed(JoinedRows(source, joined), path, lambda name: name)
-    return Place("diffusers", source, lambda: keys)
-
-
-def _gemma_of(source: RenamedSource, near: Iterable[Path]) -> Place:
-    """The text encoder in a checkpoint that ComfyUI has saved, with the config of a folder near it
-    that has one of the same sizes, else with the released one."""
-    shapes = {name.removeprefix(GEMMA): source.info(name).shape for name in source.names()}
-    config = configs.gemma(configs.plain_gemma3(shapes, str(source.where)))
-    for folder in filter(Path.is_dir, near):
-        theirs = configs.gemma(gemma_keys(folder))
-        if all(getattr(theirs, n, None) == getattr(config, n) for n in configs.GEMMA_SIZES):
-            config = theirs
-    return Place("official", source, lambda: Keys({}, str(source.where)), config=config)
 
 
 def _official(
@@ -502,7 +355,7 @@ def _official(
         for name in names_of(lambda part: part.option == option and part.header):  # noqa: B023
             if name not in own and (found := only(name, near.files[name])):
                 places |= open_part(first, found)
-    places = _donated(near.donor, {*own, *places}, main.path) | places
+    places = donated(near.donor, {*own, *places}, main.path) | places
     for part in PARTS.values():
         if part.instead in places and part.name not in places:
             places[part.name] = places[part.instead]
@@ -520,24 +373,11 @@ def _official(
     gemma = either["gemma"].source.where if "gemma" in either else None
     gemma = None if gemma == main.path else gemma
     if gemma is not None:
-        check_gemma_version(main, _version(main), gemma_keys(gemma), gemma)
+        check_gemma_version(main, version_of(main), gemma_keys(gemma), gemma)
     network = configs.official_transformer(keys().inner("transformer"))
     text = _with_connectors(main, own.get("text"), near.files["text"], network, near.donor)
     places["text"] = Place("official", _text_source(main, text, gemma), keys, main)
     return places
-
-
-def _donated(donor: TensorFile | TensorFolder | None, own: Collection[str], main: Path) -> Places:
-    """The parts of a complete file of the release that the main file and its neighbours lack."""
-    if donor is None:
-        return {}
-    file = dequantised(donor)
-    keys = partial(official_metadata, file)
-    sources = {n: s for n, s in official_sources(file).items() if n not in (*own, "gemma", "text")}
-    if sources:
-        words = ", ".join(PARTS[name].word for name in sources)
-        note(f"{words}: {donor.path}, since {main.name} has none")
-    return {name: Place("official", source, keys, file) for name, source in sources.items()}
 
 
 def _with_connectors(
@@ -621,63 +461,6 @@ def _text_source(
     return text
 
 
-def check_gemma_version(
-    main: TensorFile | TensorFolder, version: tuple[int, ...], gemma: Keys, where: Path
-) -> None:
-    """Raises InputError if, as far as both say, the transformer was trained with another text
-    encoder."""
-    found, release = gemma.get("gemma_version", None), f"LTX-{'.'.join(map(str, version)) or '2'}"
-    if "gemma_source_checkpoint" in main.metadata:
-        source = parse_json(
-            main.metadata["gemma_source_checkpoint"], f"{main.path}: gemma_source_checkpoint"
-        )
-        if (wanted := source.need("gemma_version")) != found:
-            raise InputError(
-                f"{where}: gemma_version {found!r}, the transformer was trained with {wanted!r}; "
-                "pass the text encoder of its release with --text-encoder"
-            )
-    elif of_version(version).split:
-        if found is not None and not main.architecture:
-            raise InputError(
-                f"{where}: gemma_version {found!r}, but {main.path} names none; pass the original "
-                "files of one release"
-            )
-        silent = f"{main.path.name} names no"
-        if found is None:
-            silent = f"neither {main.path.name} nor {where.name} names its"
-        note(f"{silent} gemma_version; whether they fit is not known")
-    elif not str(gemma.get("model_type", "")).startswith("gemma3"):
-        raise InputError(
-            f"{where}: model_type {gemma.get('model_type', None)!r}, but {release} was trained "
-            "with Gemma 3; pass that with --text-encoder"
-        )
-
-
-def official_sources(file: TensorFile | TensorFolder) -> dict[str, RenamedSource]:
-    homes: dict[str | None, dict[str, tuple[TensorReader, str]]] = {}
-    for name in file.names():
-        homes.setdefault(component_of(name), {})[unsaved(name)] = (file, name)
-    homes.pop("", None)
-    if stray := homes.pop(None, None):
-        raise InputError(
-            f"{file.path}: {len(stray)} tensors belong to no component: {collapse(stray)}"
-        )
-    return {str(component): RenamedSource(file.path, home) for component, home in homes.items()}
-
-
-def component_sources(part: str, file: TensorFile | TensorFolder) -> dict[str, RenamedSource]:
-    """The sources of a file of its own, by component; prefixes that such a file leaves out are put
-    back."""
-    if any(p.option and p.option == PARTS[part].option for p in PARTS.values() if not p.header):
-        return official_sources(file)  # another part's, too
-    if part == "text":
-        names = official_names(file.names())
-        text = {name: ours for name, ours in names.items() if component_of(ours) == "text"}
-        return {"text": renamed(file, file.path, text.get)}
-    prefix = PARTS[part].prefix
-    return {part: renamed(file, file.path, lambda name: prefix + name.removeprefix(prefix))}
-
-
 def _diffusers(
     path: Path, given: Given, near: Parts, index: frozenset[str], config_from: str | Path | None
 ) -> Places:
@@ -694,4 +477,4 @@ def _diffusers(
         if folders.get(name) is None and name not in named:
             raise absent(name, path, near.unreadable)
     own = {name: folder for name, folder in folders.items() if folder and name not in named}
-    return named | {name: _open_folder(PARTS[name], folder) for name, folder in own.items()}
+    return named | {name: open_folder(PARTS[name], folder) for name, folder in own.items()}

@@ -19,14 +19,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.release import stated, version_tuple
 from ltx2rt.weights.audit import audit
 from ltx2rt.weights.changes import own_scale
-from ltx2rt.weights.checkpoint import (
-    COMPONENTS,
-    Checkpoint,
-    component_sources,
-    official_sources,
-    open_checkpoint,
-    open_part,
-)
+from ltx2rt.weights.checkpoint import COMPONENTS, Checkpoint, open_checkpoint
 from ltx2rt.weights.files import (
     DTYPE_NAMES,
     TensorFile,
@@ -52,6 +45,7 @@ from ltx2rt.weights.parts import (
     scan_quietly,
     type_bytes,
 )
+from ltx2rt.weights.places import component_sources, official_sources, open_part
 from ltx2rt.weights.quantised import dequantised, renamed
 from ltx2rt.weights.text_encoder import ASSETS, has_tokenizer, open_gemma
 

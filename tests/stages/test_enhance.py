@@ -32,8 +32,9 @@ from ltx2rt.stages.enhance import (
     merge_into,
     picture_feed,
 )
-from ltx2rt.weights.checkpoint import open_checkpoint, open_gemma
+from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.files import write_arrays
+from ltx2rt.weights.text_encoder import open_gemma
 
 PIXELS = np.random.default_rng(4).integers(0, 256, (40, 70, 3)).astype(np.uint8)
 

@@ -46,7 +46,7 @@ from ltx2rt.session.session import Session
 from ltx2rt.session.weights import Residence
 from ltx2rt.testing import relative_l2
 from ltx2rt.train.step import Step
-from ltx2rt.weights.checkpoint import open_checkpoint, open_gemma
+from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.configs.gemma3 import gguf_gemma3
 from ltx2rt.weights.files import TensorFile, TensorInfo, digest, open_file, write_arrays
 from ltx2rt.weights.gguf import GgufFile
@@ -55,6 +55,7 @@ from ltx2rt.weights.inspect import format_inspection, inspect_path
 from ltx2rt.weights.lora import MergedSource, merge, open_lora
 from ltx2rt.weights.names import component_of
 from ltx2rt.weights.quant_formats import Packed
+from ltx2rt.weights.text_encoder import open_gemma
 
 SEED = 11
 

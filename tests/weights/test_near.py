@@ -14,11 +14,12 @@ from gguf_files import package, take_apart, write_gguf
 from ltx2rt.errors import InputError
 from ltx2rt.graph.encodings import quantise_rows
 from ltx2rt.weights import files
-from ltx2rt.weights.checkpoint import open_checkpoint, open_gemma
+from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.files import TensorFile, TensorInfo, write_arrays, write_tensors
 from ltx2rt.weights.inspect import format_inspection, inspect_path
 from ltx2rt.weights.names import GEMMA, TEXT_PROJECTION
 from ltx2rt.weights.near import models_folder, tree_around
+from ltx2rt.weights.text_encoder import open_gemma
 
 E4M3, BF16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.bfloat16)
 HOME = {  # where ComfyUI keeps what, by a word in the name of a tiny file
