@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ltx2rt.placement.devices import PCIE4, PCIE5, DeviceKind
+from ltx2rt.placement.devices import PCIE4, PCIE5, DeviceKind, Sustained
 
 COLLECTIVE_S = 10e-6  # what a collective takes beside its bytes; assumed, not measured
 
@@ -16,6 +16,21 @@ COLLECTIVE_S = 10e-6  # what a collective takes beside its bytes; assumed, not m
 # Memory of a GPU that PyTorch's pools, cuBLAS's and cuDNN's workspaces and fragmentation take, of
 # what a run may take.
 RESERVE: dict[str, Any] = {"reserve_bytes": 3_000_000_000, "reserve_share": 0.02}
+
+
+# Measured on one H200 (docs/gpus.md) with LTX-2.3 at 768x512x121; tests/run/test_estimate.py
+# compares requests. Its 700 W limit products.
+SUSTAINED = Sustained(
+    "h200-141gb",
+    products=0.687,  # 680 TFLOP/s
+    quantised=0.581,  # 1150, with quantising rows
+    attention=0.505,  # 500, cuDNN's
+    memory=0.604,  # 2.9 TB/s
+    launch_s=60e-6,
+    result_bytes_per_s=2.2e9,
+    reload_s=0.14,
+    request_s=0.1,
+)
 
 
 def _gpu(
@@ -26,7 +41,7 @@ def _gpu(
     return DeviceKind(
         name, "cuda", "cuda", "hopper", memory_bytes, flops, quantised_flops, memory, link,
         COLLECTIVE_S, ("cuda",),
-        host_bytes_per_s=host, **RESERVE,
+        host_bytes_per_s=host, sustained=SUSTAINED, **RESERVE,
     )  # fmt: skip
 
 
@@ -35,8 +50,9 @@ def _gpu(
 H100 = _gpu("h100-80gb", 989.5e12, 1979e12, 3.35e12, 450e9, PCIE5)
 KINDS = (
     H100,
-    # NVIDIA H200 data sheet, SXM: the same chip and links with other memory.
-    _gpu("h200-141gb", 989.5e12, 1979e12, 4.8e12, 450e9, PCIE5),
+    # NVIDIA H200 data sheet, SXM: the same chip and links with other memory. Copies from pinned
+    # memory were measured.
+    _gpu("h200-141gb", 989.5e12, 1979e12, 4.8e12, 450e9, 53e9),
     # NVIDIA A100 data sheet, SXM: 312 TFLOP/s, 1555 and 2039 GB/s, NVLink 600 GB/s in both
     # directions together.
     _gpu("a100-40gb", 312e12, 312e12, 1.555e12, 300e9),

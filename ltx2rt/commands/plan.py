@@ -38,7 +38,7 @@ def to_text(found: Estimate) -> str:
     weights = f", weights in {encoding.name}" if encoding else ""
     rates = ""
     if encoding and encoding.product:
-        rates = f", in {encoding.name} / {kind.quantised_flops_per_s / 1e12:g} T/s"
+        rates = f", in {encoding.name} / {kind.quantised_flops_per_s / 1e12:.4g} T/s"
     mesh = session.backend.mesh
     where = ", ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one device"
     height, width = clip.size_px
@@ -60,7 +60,6 @@ def to_text(found: Estimate) -> str:
             f"{c.flops / 1e12:>10.1f} {c.time_s(kind):>8.3f} s {c.waits_s(kind):>6.3f} s  "
             f"{_traffic(c.collectives)}"
         )
-    total = sum(c.steps * c.time_s(kind) for c in found.costs)
     verdict = "fits" if found.fits else "does NOT fit"
     most = session.asked.max_memory
     memory_gb = min(kind.memory_bytes / 1e9, most or math.inf)
@@ -71,15 +70,31 @@ def to_text(found: Estimate) -> str:
         f"{memory_gb:.0f} GB"
         + f", where {reserve_gb:.1f} GB are kept in reserve" * (reserve_gb >= 0.05)
         + f"; try {found.advice}" * (not found.fits),
-        f"estimated time: {total:.2f} s in all, a bound from below; a step is max(FLOP / "
-        f"{kind.flops_per_s / 1e12:g} T/s{rates}, weights / {kind.memory_bytes_per_s / 1e12:g} "
+        f"estimated time: {found.time_s:.2f} s in all, {_basis(found)}; a step is max(FLOP / "
+        f"{kind.flops_per_s / 1e12:.4g} T/s{rates}, weights / {kind.memory_bytes_per_s / 1e12:.3g} "
         "TB/s)" + " + exchanges" * bool(mesh),
     ]
     if line := session.memory_line(found.plan.stages):
         lines.insert(-1, line)
+    if found.price_per_clip is not None:
+        lines.append(
+            f"price: {found.price_per_clip:.4f} a clip, {found.clips_per_hour:.0f} clips an hour"
+        )
     if mesh:
         lines.append(_exchanges(found))
     return "\n".join([*lines, *found.notes]) + "\n"
+
+
+def _basis(found: Estimate) -> str:
+    """The origin of the time."""
+    if found.basis == "bound" or (host := found.kind.sustained) is None:
+        return "a bound from below by the data sheet"
+    how = (
+        "as measured"
+        if found.basis == "measured"
+        else f"scaled from what was measured on {host.on}"
+    )
+    return f"{how}, with {found.outside_s:.2f} s outside of stages"
 
 
 def _exchanges(found: Estimate) -> str:
@@ -138,6 +153,8 @@ def main(args: argparse.Namespace) -> None:
         options.check()
     devices = Devices(**given_flags(args, Devices))
     if step := training_step(args):
+        if devices.price is not None:
+            raise InputError("--price: a training step makes no clip; leave the flag out")
         if args.trace:
             raise InputError("--trace: a training step has no trace; leave the flag out")
         with standing_for(args.preset, options) as options:

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +18,28 @@ from ltx2rt.errors import InputError
 from ltx2rt.suggest import nearest
 
 PCIE4, PCIE5 = 24e9, 48e9  # bytes per second that 16 lanes copy from pinned memory of the host
+
+
+@dataclass(frozen=True)
+class Sustained:
+    """Rates that a device keeps up through whole requests, as shares of its data sheet's, and the
+    time of a request in which no kernel runs.
+
+    on: the kind that was measured. products, quantised, attention: of the rate of products in
+    bfloat16, in 8 bits, in bfloat16. memory: of kernels that multiply nothing. launch_s: of each
+    kernel outside of recorded steps. result_bytes_per_s: frames on their way to the host. reload_s:
+    for each stage whose weights do not stay on the device. request_s: for a whole request.
+    """
+
+    on: str
+    products: float
+    quantised: float
+    attention: float
+    memory: float
+    launch_s: float
+    result_bytes_per_s: float
+    reload_s: float
+    request_s: float
 
 
 @dataclass(frozen=True)
@@ -31,6 +53,8 @@ class DeviceKind:
     same among so many devices, (of an all-to-all, of any other collective), where the way between
     them is narrower. collective_s: the time of a collective beside its bytes. host_bytes_per_s:
     copied from pinned memory of the host. reserve_bytes, reserve_share: of `DeviceInfo`.
+    sustained: None where no device like it has been measured. under_load: the rates are sustained
+    ones.
     """
 
     name: str
@@ -48,6 +72,29 @@ class DeviceKind:
     host_bytes_per_s: float = PCIE4
     reserve_bytes: int = 0
     reserve_share: float = 0.0
+    sustained: Sustained | None = None
+    under_load: bool = False
+    attention_flops_per_s: float = 0.0  # 0: as products
+
+    def loaded(self) -> DeviceKind:
+        """The kind at its sustained rates; itself where none are known."""
+        if (s := self.sustained) is None:
+            return self
+        return replace(
+            self,
+            under_load=True,
+            flops_per_s=s.products * self.flops_per_s,
+            quantised_flops_per_s=s.quantised * self.quantised_flops_per_s,
+            attention_flops_per_s=s.attention * self.flops_per_s,
+            memory_bytes_per_s=s.memory * self.memory_bytes_per_s,
+        )
+
+    def basis(self, devices: int) -> str:
+        """The origin of times on so many devices: measured on this kind, scaled from the kind that
+        was, or a bound from the data sheet. No exchange between GPUs has been measured."""
+        if self.sustained is None:
+            return "bound"
+        return "measured" if self.sustained.on == self.name and devices == 1 else "scaled"
 
     def exchange_s(self, collective: str, devices: int, count: int, received_bytes: int) -> float:
         """The time of so many collectives among so many devices, by which one of them receives so
@@ -86,15 +133,21 @@ def device_kind(name: str) -> DeviceKind:
         return device_kinds()[found[0]]
     if found:
         raise InputError(f"--device-kind: {name!r} may be {' or '.join(found)}; choose one")
-    if several := _several(name):
-        kind, count = several
-        advice = f"use --device-kind {kind} --devices {count}"
-        raise InputError(f"--device-kind: {name!r} is {count} x {kind}; {advice}")
     names = {model: kind.name for kind in device_kinds().values() for model in _names(kind)}
     near = nearest(_model(name)[0], names)
     meant = f"; did you mean {names[near]}?" if near else ""
     known = ", ".join(device_kinds())
     raise InputError(f"--device-kind: unknown {name[:80]!r}; known: {known}{meant}")
+
+
+def kind_and_count(name: str) -> tuple[DeviceKind, int | None]:
+    """The kind of a name, and the number of devices that a name such as 8xH100 or v6e-8 states.
+
+    Raises InputError.
+    """
+    if not _kinds(name) and (several := _several(name)):
+        return device_kinds()[several[0]], several[1]
+    return device_kind(name), None
 
 
 def _kinds(name: str) -> list[str]:

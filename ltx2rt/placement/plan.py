@@ -13,6 +13,7 @@ from ltx2rt.backend import get_factory
 from ltx2rt.graph.ir import Graph
 from ltx2rt.placement.cost import (
     EACH_ONCE,
+    VIEWS,
     CountsById,
     Traffic,
     activation_bytes,
@@ -25,6 +26,7 @@ from ltx2rt.placement.cost import (
 from ltx2rt.placement.devices import DeviceKind
 from ltx2rt.placement.timeline import Timeline
 
+FRAMES = "frames"  # a decoder's output
 Calls = tuple[tuple[Graph, int], ...]
 
 
@@ -86,8 +88,8 @@ class StageCost:
         return by_kind(self.exchanged)
 
     def timeline(self, kind: DeviceKind) -> Timeline:
-        """One step, at least: arithmetic and reading the weights at once, and what no work hides of
-        the exchanges and of the copies from the host, each at its full rate."""
+        """One step: arithmetic and reading the weights at once, and what no work hides of the
+        exchanges and of the copies from the host, each at its rate."""
         factory, whole = get_factory(kind.backend), Timeline(kind)
         for graph, times in self.calls:
             whole.then(factory.cost(graph, kind, self.quantised, self.runs), times)
@@ -98,7 +100,25 @@ class StageCost:
             whole.clock_s - whole.waited_s,
         )
         whole.beside("host link", "weights from the host", self.copy_s(kind), whole.clock_s)
+        if kind.under_load and not self.loops:
+            whole.wait("the host", self.host_s(kind))
         return whole
+
+    def host_s(self, kind: DeviceKind) -> float:
+        """Seconds in which the device waits for launches, and for frames to be fetched."""
+        assert kind.sustained is not None, "no sustained rates are known"
+        launches = sum(
+            times * count * (node.op not in VIEWS)
+            for graph, times in self.calls
+            for node, count in graph.walk()
+        )
+        results = sum(
+            times * graph.outputs[FRAMES].type.nbytes
+            for graph, times in self.calls
+            if FRAMES in graph.outputs
+        )
+        host = kind.sustained
+        return launches * host.launch_s + results / host.result_bytes_per_s
 
     def time_s(self, kind: DeviceKind) -> float:
         """The time of one step."""

@@ -1,8 +1,9 @@
 """When one device computes, exchanges and waits: a graph in time, at the figures of a data sheet.
 
 Decides how long a node takes: a product or an attention its FLOP at the full rate, a weight that is
-decoded the bytes that it moves, everything else nothing, which is why the whole is a bound from
-below. Whether exchanges travel while the device computes is the backend's knowledge.
+decoded the bytes that it moves. At sustained rates all other kernels take the time of their bytes;
+at a data sheet's they take none, so that the whole is a bound from below. Whether exchanges travel
+while the device computes is the backend's knowledge.
 """
 
 from __future__ import annotations
@@ -97,16 +98,22 @@ class Timeline:
     def compute(self, node: Node) -> None:
         flops = round(node_flops(node) * self.runs.get(id(node), ONCE).work)
         narrow = is_quantised(node) or (self.quantised and is_plain_linear(node))
-        rate = self.kind.quantised_flops_per_s if narrow else self.kind.flops_per_s
         kind = "attention" if "attention" in node.op else "product" if flops else "kernel"
+        rate = self.kind.quantised_flops_per_s if narrow else self.kind.flops_per_s
+        if kind == "attention":
+            rate = self.kind.attention_flops_per_s or rate
         moved = self.moved_bytes(node)
         length_s = flops / rate + moved / self.kind.memory_bytes_per_s
         self.events.append(Event(DEVICE, kind, node.op, self.clock_s, length_s, flops))
         self.clock_s += length_s
 
     def moved_bytes(self, node: Node) -> int:
-        """Bytes that a weight which is decoded moves."""
-        if node.op != "unpack" or (self.decodes and ENCODINGS[node.attrs["encoding"]].group == 1):
+        """Bytes that a weight which is decoded moves; under load those of every kernel that
+        multiplies nothing."""
+        every = self.kind.under_load and not node_flops(node)
+        if node.op != "unpack":
+            return sum(v.type.nbytes for v in (*node.inputs, *node.outputs)) if every else 0
+        if self.decodes and ENCODINGS[node.attrs["encoding"]].group == 1:
             return 0
         return sum(v.type.nbytes for v in (*node.inputs, *node.outputs))
 

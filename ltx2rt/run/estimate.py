@@ -15,7 +15,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import check_bounds, flag
 from ltx2rt.pipelines.request import Request
 from ltx2rt.placement.cost import weight_bytes
-from ltx2rt.placement.devices import DeviceKind, device_kind
+from ltx2rt.placement.devices import DeviceKind, kind_and_count
 from ltx2rt.placement.mesh import stage_mesh
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.plan import StageCost, peak
@@ -37,11 +37,29 @@ class Devices:
 
     device_kind: str = flag(
         MISSING,
-        "kind of devices, in any spelling: H100, RTX 4090, v6e; an unknown one lists all",
+        "kind of devices, in any spelling: H100, RTX 4090, v6e, 8xh100, v6e-8; an unknown one lists "
+        "all",
         group=MEMORY,
         metavar="KIND",
     )
     devices: int = flag(1, "number of devices", group=MEMORY, least=1, most=MAX_DEVICES)
+
+    price: float | None = flag(
+        None, "price of a device for an hour: clips an hour, and the price of each", float,
+        group=MEMORY, metavar="X", above=0,
+    )  # fmt: skip
+
+    @property
+    def found(self) -> tuple[DeviceKind, int]:
+        """The kind and the number of devices. Raises InputError."""
+        check_bounds(self)
+        kind, count = kind_and_count(self.device_kind)
+        if count and self.devices not in (1, count):
+            raise InputError(
+                f"--devices: {self.devices}, but --device-kind {self.device_kind} is {count} x "
+                f"{kind.name}; leave one of the two out"
+            )
+        return kind, count or self.devices
 
 
 @dataclass(frozen=True)
@@ -56,6 +74,25 @@ class Estimate:
     costs: tuple[StageCost, ...]
     notes: tuple[str, ...]
     advice: str
+    outside_s: float = 0.0  # seconds of a request beside its stages
+    price: float | None = None  # a device for an hour
+
+    @property
+    def basis(self) -> str:
+        return self.kind.basis(self.devices)
+
+    @property
+    def time_s(self) -> float:
+        """Seconds of a whole request."""
+        return sum(c.steps * c.time_s(self.kind) for c in self.costs) + self.outside_s
+
+    @property
+    def clips_per_hour(self) -> float:
+        return 3600 / self.time_s * self.session.backend.mesh.get("data", 1)
+
+    @property
+    def price_per_clip(self) -> float | None:
+        return None if self.price is None else self.price * self.devices / self.clips_per_hour
 
     @property
     def fits(self) -> bool:
@@ -91,14 +128,13 @@ def chosen(
 def estimate(options: ModelOptions, request: Request, devices: Devices) -> Estimate:
     """Raises InputError for what `generate` refuses, unknown devices and profiles, and a mesh of
     another size."""
-    kind = device_kind(devices.device_kind)
-    check_bounds(devices)
+    kind, count = devices.found
     checkpoint = opened_checkpoint(options)
     stages = partial(resolved_stages, options=options, request=request)
-    choice = chosen(options, checkpoint, kind, devices.devices, stages)
+    choice = chosen(options, checkpoint, kind, count, stages)
     if choice:
         options = replace(options, mesh=choice.best.mesh)
-    session = on_datasheet(options, checkpoint, kind, devices.devices)
+    session = on_datasheet(options, checkpoint, kind, count)
     if choice:
         session.adopt(choice.session)
     plan = make_plan(session, request)
@@ -112,7 +148,13 @@ def estimate(options: ModelOptions, request: Request, devices: Devices) -> Estim
     said = [str(choice)] if choice else []
     estimator = choice.estimator if choice else Estimator(session, kind)
     notes = (*said, *_whole(session, plan, kind), *_unshared(session, plan, estimator))
-    return Estimate(devices.devices, kind, session, plan, costs, notes, advice)
+    outside_s = session.load_s(plan.stages, kind)
+    if host := kind.sustained:
+        freed = session.weights.residence.reload
+        outside_s += host.request_s + freed * len(costs) * host.reload_s
+    return Estimate(
+        count, kind.loaded(), session, plan, costs, notes, advice, outside_s, devices.price
+    )
 
 
 def _whole(session: Session, plan: Plan, kind: DeviceKind) -> Iterator[str]:
@@ -165,6 +207,12 @@ def _unshared(session: Session, plan: Plan, estimator: Estimator) -> Iterator[st
             )
 
 
+def _bill(found: Estimate) -> dict[str, Any]:
+    per_clip = found.price_per_clip
+    bill = {"clips_per_hour": found.clips_per_hour, "price_per_clip": per_clip}
+    return {} if per_clip is None else bill
+
+
 def to_json(found: Estimate) -> dict[str, Any]:
     """flops, collectives, time_s and exchange_s, its part in which devices wait for each other, are
     of one step of a stage with steps."""
@@ -172,6 +220,9 @@ def to_json(found: Estimate) -> dict[str, Any]:
         "fits": found.fits,
         "memory_mode": found.session.memory_mode,
         "devices": found.devices,
+        "time_s": found.time_s,
+        "basis": found.basis,
+        **_bill(found),
         "mesh": dict(found.session.backend.mesh),
         "stages": [
             {
@@ -189,6 +240,7 @@ def to_json(found: Estimate) -> dict[str, Any]:
                 },
                 "exchange_s": c.exchange_s(found.kind),
                 "time_s": c.time_s(found.kind),
+                "basis": found.basis,
             }
             for c in found.costs
         ],

@@ -11,10 +11,10 @@ from typing import Any
 
 from ltx2rt.backend import get_factory
 from ltx2rt.errors import InputError
-from ltx2rt.flags import add_flags, check_bounds, flag, flagged, given_flags, spelling
+from ltx2rt.flags import add_flags, flag, flagged, given_flags, spelling
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines import pipelines
-from ltx2rt.placement.devices import DeviceKind, device_kind
+from ltx2rt.placement.devices import DeviceKind
 from ltx2rt.placement.plan import StageCost
 from ltx2rt.run.estimate import Devices, datasheet_session
 from ltx2rt.session.options import ModelOptions
@@ -142,10 +142,9 @@ def estimate_step(
     devices: Devices,
 ) -> StepEstimate:
     """Raises InputError."""
-    kind = device_kind(devices.device_kind)
-    check_bounds(devices)
-    step = datasheet_step(options, kind, devices.devices, bucket, flags)
-    return StepEstimate(devices.devices, kind, step, step.cost())
+    kind, count = devices.found
+    step = datasheet_step(options, kind, count, bucket, flags)
+    return StepEstimate(count, kind, step, step.cost())
 
 
 def to_json(found: StepEstimate) -> dict[str, Any]:

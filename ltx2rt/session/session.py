@@ -387,12 +387,19 @@ class Session:
     def reload_s(self, stages: Sequence[Needing], kind: DeviceKind) -> float:
         """Seconds of a request in which its steps wait for weights that are streamed, and sets are
         loaded that do not stay on the device, at the rate of the link to the host."""
-        waits_s = sum(c.steps * c.waits_s(kind) for c in self.costs(stages))
+        return sum(c.steps * c.waits_s(kind) for c in self.costs(stages)) + self.load_s(
+            stages, kind
+        )
+
+    def load_s(self, stages: Sequence[Needing], kind: DeviceKind) -> float:
+        """Seconds in which a request loads the parts of sets that do not stay on the device."""
         calls = {call.weights: call for stage in stages for call in stage.needs(self.config)}
         if not self.weights.residence.reload:
             calls = {left: calls[left] for stage in stages for left in self._left(stage)}
-        loaded = sum(weight_bytes([self.graph(call)]) for call in calls.values())
-        return waits_s + loaded / kind.host_bytes_per_s
+        loaded = sum(
+            weight_bytes([self.graph(call)]) - self._streamed_bytes(call) for call in calls.values()
+        )
+        return loaded / kind.host_bytes_per_s
 
     @property
     def memory_mode(self) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 STAGE_KEYS = {
     "name", "steps", "weights_bytes", "resident_bytes", "streamed_bytes", "activation_bytes", "flops", "collectives",
-    "exchange_s", "copy_s", "waits_s", "time_s",
+    "exchange_s", "copy_s", "waits_s", "time_s", "basis",
 }  # fmt: skip
 PLAN = ["plan", "--devices", "2", "--device-kind", "h100-80gb", "--mesh", "tensor=2"]
 
@@ -19,7 +19,7 @@ def planned(command):
 
 
 def test_plan_prints_the_promised_json(planned):
-    assert planned.keys() == {"fits", "memory_mode", "devices", "mesh", "stages"}
+    assert planned.keys() == {"fits", "memory_mode", "devices", "mesh", "stages", "time_s", "basis"}
     assert planned["fits"] is True and planned["devices"] == 2 and planned["mesh"] == {"tensor": 2}
     assert [s["name"] for s in planned["stages"]] == [
         "text",
@@ -73,7 +73,7 @@ def test_every_pipeline_is_planned_from_the_flags_that_decide_its_cost(command, 
 
 
 def test_plan_prints_a_table(command):
-    """Four cards hold the released model, one H100 does not; a bound on time is called one."""
+    """Four cards hold the released model, one H100 does not; the origin of its rates is said."""
     status, out, _ = command(
         "plan", "--preset", "ltx-2.3", "--devices", 4, "--device-kind", "h100-80gb"
     )
@@ -81,7 +81,7 @@ def test_plan_prints_a_table(command):
         status == 0
         and "720 all_reduce" in out
         and "memory: fits" in out
-        and "bound from below" in out
+        and "scaled from what was measured on h200-141gb" in out
     )
     assert "less what passes under products" in out
     one = ["plan", "--preset", "ltx-2.3", "--device-kind", "h100-80gb"]
@@ -138,7 +138,7 @@ def test_advice_for_the_text_stage_names_no_smaller_clip(command):
 
 @pytest.mark.parametrize(
     "encoding, faster",
-    (("float8", (0.5, 0.7)), pytest.param("int8", (1.0, 1.1), marks=pytest.mark.long)),
+    (("float8", (0.6, 0.75)), pytest.param("int8", (1.0, 1.1), marks=pytest.mark.long)),
 )
 def test_weights_of_8_bits_are_planned_at_half_the_bytes(command, encoding, faster):
     """46 of 48 blocks of the released model, without their norms, tables, gates and biases: 17.7 of

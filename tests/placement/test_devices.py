@@ -5,6 +5,7 @@ import pytest
 from ltx2rt.errors import InputError
 from ltx2rt.placement import devices
 from ltx2rt.placement.devices import device_kind, device_kinds
+from ltx2rt.run.estimate import Devices
 
 GB = 10**9
 
@@ -65,12 +66,26 @@ def test_every_kind_is_found_by_its_name_and_its_model():
 
 
 @pytest.mark.parametrize(
+    ("name", "kind", "count"),
+    [
+        ("v6e-8", "v6e", 8),
+        ("v5p-8", "v5p", 4),
+        ("8xH100", "h100-80gb", 8),
+        ("2 x 4090", "rtx4090-24gb", 2),
+        ("h200", "h200-141gb", 1),
+    ],
+)
+def test_a_name_may_state_the_number_of_devices(name, kind, count):
+    found, number = Devices(name).found
+    assert (found.name, number) == (kind, count)
+    with pytest.raises(InputError, match=r"--devices: 3, but --device-kind .* is .* x "):
+        _ = Devices(name if count > 1 else f"2x{name}", 3).found
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("a100", "may be a100-40gb or a100-80gb; choose one"),
-        ("v6e-8", "'v6e-8' is 8 x v6e; use --device-kind v6e --devices 8"),
-        ("v5p-8", "'v5p-8' is 4 x v5p; use --device-kind v5p --devices 4"),
-        ("8xH100", "'8xH100' is 8 x h100-80gb; use --device-kind h100-80gb --devices 8"),
         ("h1000", "did you mean h100-80gb?"),
         ("h100-96gb", "did you mean h100-80gb?"),
         ("RTX 409", "did you mean rtx4090-24gb?"),

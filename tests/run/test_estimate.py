@@ -1,0 +1,75 @@
+"""Estimates at sustained rates: every measured request within 10 %."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ltx2rt.instruments.make import make_checkpoint
+from ltx2rt.pipelines import make_request
+from ltx2rt.run.estimate import Devices, estimate, to_json
+from ltx2rt.session.options import NO_LORA, ModelOptions
+
+ROOT = Path(__file__).parents[2]
+MEASURED = {  # results of one H200, and the card that --max-memory makes of it
+    "h200-end-to-end": None,
+    "h200-end-to-end-float8": None,
+    "h200-stages-2.5": None,
+    "h200-stream-12": 12.0,
+    "h200-stream-24": 24.0,
+}
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory):
+    """empty(preset) -> a folder of that size which takes no room."""
+    made = {}
+
+    def get(preset):
+        if preset not in made:
+            made[preset] = tmp_path_factory.mktemp(preset)
+            make_checkpoint(preset, "official", made[preset], empty=True)
+        return made[preset]
+
+    return get
+
+
+def planned(folder, kind, pipeline="two-stage", weights_dtype=None, max_memory=None, **clip):
+    how = {"dtype": "bfloat16", "weights_dtype": weights_dtype, "max_memory": max_memory}
+    if pipeline == "distilled":
+        how["distilled_lora"] = NO_LORA
+    request = make_request(pipeline, prompt="a", seed=0, **clip)
+    return estimate(ModelOptions("cuda", folder, **how), request, Devices(kind))
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_estimates_are_within_a_tenth_of_what_was_measured(empty, name):
+    result = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+    dtype = {"bfloat16": None}.get(result["weights_dtype"], result["weights_dtype"])
+    clip = {"steps": result["steps"][0], "num_frames": 121, "width": 768, "height": 512}
+    how = {"weights_dtype": dtype, "max_memory": MEASURED[name], "pipeline": result["pipeline"]}
+    found = planned(empty(result["preset"]), "h200", **how, **clip)
+    seconds = {stage: one["mean"] for stage, one in result["seconds"].items()}
+    assert found.time_s == pytest.approx(seconds["request"], rel=0.1)
+    assert found.basis == "measured"
+    for stage in to_json(found)["stages"]:
+        assert stage["basis"] == "measured"
+        if stage["steps"] > 1:
+            assert stage["time_s"] == pytest.approx(seconds[f"{stage['name']} step"], rel=0.07)
+
+
+def test_a_price_is_of_all_devices_of_an_hour(empty):
+    """Times of several cards are scaled, for no exchange was measured; TPUs have bounds."""
+    clip = {"num_frames": 25, "width": 256, "height": 256}
+    for kind, basis, count in (
+        ("2xh200", "scaled", 2),
+        ("h100", "scaled", 1),
+        ("v6e-8", "bound", 8),
+    ):
+        folder = empty("tiny-2.3")
+        request = make_request("one-stage", prompt="a", seed=0, **clip)
+        options = ModelOptions("cuda", folder, dtype="bfloat16")
+        told = to_json(estimate(options, request, Devices(kind, price=3.0)))
+        assert (told["basis"], told["devices"]) == (basis, count)
+        assert told["clips_per_hour"] == pytest.approx(3600 / told["time_s"])
+        assert told["price_per_clip"] == pytest.approx(3.0 * count / told["clips_per_hour"])
