@@ -238,7 +238,7 @@ def _join(args: argparse.Namespace) -> Crew | None:
         return None
     from ltx2rt.backend import backend_names, get_factory, get_rendezvous
     from ltx2rt.commands.options import choose_backend
-    from ltx2rt.weights.files import digests
+    from ltx2rt.weights.digests import digests
 
     choose_backend(args, quiet=not _first())
     if args.backend not in backend_names():

@@ -16,7 +16,7 @@ from ltx2rt.session.options import plain
 from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.version import VERSION
-from ltx2rt.weights.files import digest, files_of
+from ltx2rt.weights.digests import digest, files_of
 
 
 def report_of(

@@ -23,11 +23,11 @@ from ltx2rt.errors import GraphError, InputError
 from ltx2rt.release import of_version, stated, version_tuple
 from ltx2rt.weights import configs
 from ltx2rt.weights.changes import Pair
+from ltx2rt.weights.digests import digest
 from ltx2rt.weights.files import (
     TensorFile,
     TensorFolder,
     TensorReader,
-    digest,
     open_file,
     open_tensors,
 )

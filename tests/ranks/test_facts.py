@@ -6,7 +6,7 @@ import pytest
 
 from ltx2rt.errors import InputError
 from ltx2rt.ranks.crew import Crew
-from ltx2rt.weights.files import digests
+from ltx2rt.weights.digests import digests
 
 
 class FakeStore(dict):

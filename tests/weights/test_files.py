@@ -15,14 +15,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 from ltx2rt.errors import InputError
+from ltx2rt.weights.digests import digest, digests
 from ltx2rt.weights.files import (
     DTYPES,
     FLOATS,
     TensorFile,
     TensorInfo,
     check_opened,
-    digest,
-    digests,
     finite,
     open_tensors,
     read_index,

@@ -48,7 +48,8 @@ from ltx2rt.testing import relative_l2
 from ltx2rt.train.step import Step
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.configs.gemma3 import gguf_gemma3
-from ltx2rt.weights.files import TensorFile, TensorInfo, digest, open_file, write_arrays
+from ltx2rt.weights.digests import digest
+from ltx2rt.weights.files import TensorFile, TensorInfo, open_file, write_arrays
 from ltx2rt.weights.gguf import GgufFile
 from ltx2rt.weights.gguf_blocks import BLOCKS
 from ltx2rt.weights.inspect import format_inspection, inspect_path

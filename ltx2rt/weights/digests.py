@@ -1,0 +1,93 @@
+"""Digests that tell files of weights apart, and the files that a folder or an index stands for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+
+from ltx2rt.errors import InputError
+from ltx2rt.weights.files import (
+    SHARD_INDEX,
+    WEIGHTS,
+    identity,
+    open_one,
+    opened_at_once,
+    read_index,
+    split_parts,
+)
+
+SAMPLE_BYTES, WHOLE_BYTES, SAMPLES = 2**12, 2**26, 2**12  # see `digest`
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files that a folder or a shard index stands for: weights, and configs beside them. Any
+    other path stands for itself."""
+    if path.is_dir():
+        inner = (p for p in path.rglob("*") if p.suffix in WEIGHTS or p.name == "config.json")
+        return sorted(p for p in inner if p.is_file())
+    if SHARD_INDEX.fullmatch(path.name):
+        return sorted({path, *read_index(path).values()})
+    return [part for part in split_parts(path) if part.exists()] or [path]
+
+
+def digest(path: str | os.PathLike[str]) -> str:
+    """Sixteen hex digits that tell a file from others without its path.
+
+    They cover its size and, of weights, the header and the first and last 4 KiB of every tensor; of
+    other files all bytes, of one above 64 MiB 4096 pieces of it. The digits of a folder and of a
+    shard index are made of the digits and names of their files. Earlier versions gave 12 digits,
+    which told weights apart by size and header.
+    """
+    path = Path(path)
+    if (inner := files_of(path)) == [path]:
+        return _digest(path, identity(path))
+    lines = (f"{os.path.relpath(file, path)} {_digest(file, identity(file))}\n" for file in inner)
+    return sha256("".join(lines).encode()).hexdigest()[:16]
+
+
+@lru_cache(maxsize=4096)
+def _digest(path: Path, as_it_is: tuple[int, ...]) -> str:
+    """as_it_is: the file's `identity`."""
+    size = as_it_is[2]
+    found = sha256(f"{size} ".encode())
+    with open(path, "rb", opener=opened_at_once) as file:
+        for begin, length in _sampled(path, size):
+            found.update(os.pread(file.fileno(), length, begin))
+    return found.hexdigest()[:16]
+
+
+def _sampled(path: Path, size: int) -> Iterator[tuple[int, int]]:
+    """(first byte, number of bytes) of the pieces that a digest covers."""
+    tensors: list[tuple[int, int]] = []
+    if path.suffix in WEIGHTS:
+        with suppress(InputError):
+            tensors = sorted((begin, info.nbytes) for info, begin in open_one(path).places())
+    if tensors:
+        yield 0, tensors[0][0]
+        for begin, length in tensors:
+            yield begin, min(length, SAMPLE_BYTES)
+            yield begin + max(length - SAMPLE_BYTES, 0), SAMPLE_BYTES
+    elif size <= WHOLE_BYTES:
+        yield 0, size
+    else:
+        step = WHOLE_BYTES // SAMPLES
+        yield from ((i * (size - step) // (SAMPLES - 1), step) for i in range(SAMPLES))
+
+
+def digests(paths: Iterable[Path]) -> dict[str, str]:
+    """The size and digest of every file, and of every file in every folder."""
+    files: list[Path] = []
+    for path in paths:
+        files += sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    return {str(file): _described(file) for file in files}
+
+
+def _described(file: Path) -> str:
+    try:
+        return f"{file.stat().st_size} bytes, digest {_digest(file, identity(file))}"
+    except OSError as error:
+        return f"unreadable ({error.strerror})"
