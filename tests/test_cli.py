@@ -21,12 +21,7 @@ from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.stages.conditioning import ImageSpec
 
 MINIMAL = [
-    "generate",
-    "--backend",
-    "cuda",
-    "--model",
-    "m",
-    "--prompt",
+    *["generate", "--backend", "cuda", "--model", "m", "--prompt"],
     "a cat",
     "--output",
     "o.mp4",
@@ -290,15 +285,8 @@ def test_a_file_that_shrinks_while_it_is_copied_ends_in_a_line(tiny, tmp_path, b
         "x",
     ]
     words += [
-        "--pipeline",
-        "one-stage",
-        "--no-audio",
-        "--width",
-        "64",
-        "--height",
-        "64",
-        "--num-frames",
-        "9",
+        *["--pipeline", "one-stage", "--no-audio", "--width", "64", "--height", "64"],
+        *["--num-frames", "9"],
     ]
     argv = [sys.executable, "-c", SHRINKING, *words, "--output", str(tmp_path / "o.mp4")]
     ran = subprocess.run(argv, capture_output=True, text=True)

@@ -73,25 +73,13 @@ def folder(tmp_path_factory):
     (base / "custom_nodes/ltx2rt").symlink_to(ROOT / "examples/comfyui")
     command = [
         sys.executable,
-        "-m",
-        "ltx2rt",
-        "generate",
-        "--backend",
-        "cuda",
-        "--device",
-        "cpu",
-        "--model",
+        *["-m", "ltx2rt", "generate", "--backend", "cuda", "--device", "cpu", "--model"],
         MODEL,
     ]
     clip = [
         "--prompt",
         "a red circle grows",
-        "--width",
-        "128",
-        "--height",
-        "128",
-        "--num-frames",
-        "25",
+        *["--width", "128", "--height", "128", "--num-frames", "25"],
     ]
     subprocess.run(
         [*command, *clip, "--seed", "1", "--output", base / "input/clip.mp4"], check=True, cwd=ROOT

@@ -36,9 +36,7 @@ MORE_MESHES = (
     "guidance=2,sequence=2",
 )
 PIPELINES = ("two-stage", "distilled", "one-stage")
-SIZE = (
-    "--width 128 --height 64 --num-frames 17 --fps 48 --steps 3 --seed 5 --image-crf 0 --device cpu"
-)
+SIZE = "--width 128 --height 64 --num-frames 17 --fps 48 --seed 5 --image-crf 0 --device cpu"
 
 
 def graph_cases(presets: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
@@ -158,6 +156,8 @@ def run_digests() -> dict[str, str]:
                     more = ["--pipeline", pipeline]
                     if pipeline == "distilled":
                         more += ["--distilled-lora", *_lora(folder / model)]
+                    else:
+                        more += ["--steps", "3"]
                     if model == "tiny-2.3":
                         more += ["--image", f"{folder}/image.png:0", f"{folder}/image.png:8:0.7"]
                     latents = folder / "latents.safetensors"

@@ -18,24 +18,11 @@ def test_an_interrupted_compiler_ends_the_process_with_its_status_and_leaves_no_
 ):
     """It ended by SIGSEGV: threads of the compiler outlived what they compile for."""
     words = [
-        "generate",
-        "--backend",
-        "tpu",
-        "--device",
-        "cpu",
-        "--model",
+        *["generate", "--backend", "tpu", "--device", "cpu", "--model"],
         tiny("tiny-2.3", "official"),
     ]
     words += [
-        "--prompt",
-        "x",
-        "--width",
-        64,
-        "--height",
-        64,
-        "--num-frames",
-        9,
-        "--output",
+        *["--prompt", "x", "--width", "64", "--height", "64", "--num-frames", "9", "--output"],
         tmp_path / "clip.mp4",
     ]
     heard = [

@@ -154,15 +154,8 @@ def test_a_denoise_loop_is_recorded_and_replayed_on_any_device(loom, monkeypatch
 
 def test_a_clip_is_generated_on_any_device(loom, monkeypatch, generate, tiny):
     flags = (
-        "--pipeline",
-        "one-stage",
-        "--steps",
-        2,
-        "--no-audio",
-        "--dtype",
-        "float32",
-        "--seed",
-        1,
+        *["--pipeline", "one-stage", "--steps", "2", "--no-audio", "--dtype", "float32"],
+        *["--seed", "1"],
     )
     run = generate("cuda", tiny("tiny-2.3", "official"), *flags, "--device", "loom")
     assert run.status == 0 and loom.counts["recorded"] == 2 and loom.counts["attentions"] > 0

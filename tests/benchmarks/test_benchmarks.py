@@ -106,13 +106,7 @@ def test_guided_steps_are_raced_against_diffusers_loop(tmp_path, capsys):
     """All four branches, guidance and Euler; then the one branch of stage 2: the same latents after
     three steps."""
     flags = [
-        "--guided",
-        "--tiny",
-        "--rounds",
-        "1",
-        "--threads",
-        "1",
-        "--output",
+        *["--guided", "--tiny", "--rounds", "1", "--threads", "1", "--output"],
         str(tmp_path / "g.json"),
     ]
     facts = step.main(flags)
@@ -149,19 +143,20 @@ def test_guided_steps_are_raced_against_diffusers_loop(tmp_path, capsys):
 @pytest.mark.slow
 def test_float8_weights_race_against_the_tensors_that_they_are_quantised_from():
     flags = [
-        "--guided",
-        "--tiny",
-        "--rounds",
-        "1",
-        "--threads",
-        "1",
-        "--steps",
-        "1",
-        "--backends",
-        "cuda",
-        "without-sums",
-        "--dtype",
-        "bfloat16",
+        *[
+            "--guided",
+            "--tiny",
+            "--rounds",
+            "1",
+            "--threads",
+            "1",
+            "--steps",
+            "1",
+            "--backends",
+            "cuda",
+            "without-sums",
+        ],
+        *["--dtype", "bfloat16"],
     ]
     facts, plain = step.main([*flags, "--weights-dtype", "float8"]), step.main(flags)
     assert (facts["dtype"], facts["weights_dtype"]) == ("bfloat16", "float8")
@@ -215,16 +210,18 @@ def test_load_is_measured_in_fresh_processes(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="the page cache is emptied by posix_fadvise")
 def test_a_cold_start_is_timed_by_phase_in_a_fresh_process(tmp_path, capsys):
     flags = [
-        "--device",
-        "cpu",
-        "--width",
-        "128",
-        "--height",
-        "64",
-        "--num-frames",
-        "9",
-        "--rounds",
-        "1",
+        *[
+            "--device",
+            "cpu",
+            "--width",
+            "128",
+            "--height",
+            "64",
+            "--num-frames",
+            "9",
+            "--rounds",
+            "1",
+        ],
     ]
     facts = cold_start.main([*flags, *FLOAT8, "--output", str(tmp_path / "c.json")])
     assert facts["dtype"] == "bfloat16"
@@ -285,16 +282,8 @@ def test_collectives_are_counted_against_the_floor(tmp_path, capsys):
 
 
 TINY_SIZE = [
-    "--preset",
-    "tiny-2.3",
-    "--device",
-    "cpu",
-    "--width",
-    "64",
-    "--height",
-    "64",
-    "--num-frames",
-    "9",
+    *["--preset", "tiny-2.3", "--device", "cpu", "--width", "64", "--height", "64"],
+    *["--num-frames", "9"],
 ]
 
 
@@ -304,11 +293,7 @@ def test_every_op_with_a_kernel_is_raced_against_its_floor(tmp_path, capsys):
     facts = kernels.main(
         [
             *TINY_SIZE,
-            "--rounds",
-            "1",
-            "--contestants",
-            "kernel",
-            "eager",
+            *["--rounds", "1", "--contestants", "kernel", "eager"],
             *FLOAT8,
             "--stored",
             "int8",

@@ -92,12 +92,7 @@ def test_distilled_after_a_warm_up(tiny, generate_on_both, user_lora):
     shared."""
     lora = f"{user_lora('2.0')}:0.5:stage1"
     flags = (
-        "--pipeline",
-        "distilled",
-        "--warmup",
-        "--seed",
-        4,
-        "--lora",
+        *["--pipeline", "distilled", "--warmup", "--seed", "4", "--lora"],
         lora,
         "--lora-allow-partial",
     )

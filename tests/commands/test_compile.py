@@ -110,13 +110,8 @@ PIPELINES = {
     ),
     "ic-lora": (
         (
-            "--video-conditioning",
-            "FILM",
-            "--lora",
-            "LORA",
-            "--conditioning-attention-strength",
-            0.5,
-            "--skip-stage-2",
+            *["--video-conditioning", "FILM", "--lora", "LORA"],
+            *["--conditioning-attention-strength", "0.5", "--skip-stage-2"],
         ),
         (*BEGIN, *DECODED),
     ),

@@ -233,29 +233,14 @@ def test_a_run_that_fails_in_the_end_removes_only_its_own(generate, model, tmp_p
 
 def test_latents_alone_are_made_without_decoding(base, command, model, tmp_path, images):
     words = [
-        "generate",
-        "--backend",
-        "cuda",
-        "--device",
-        "cpu",
-        "--model",
+        *["generate", "--backend", "cuda", "--device", "cpu", "--model"],
         model,
         "--prompt",
         "a robot dancing",
     ]
     size = [
-        "--width",
-        128,
-        "--height",
-        64,
-        "--num-frames",
-        17,
-        "--fps",
-        48,
-        "--steps",
-        3,
-        "--image-crf",
-        0,
+        *["--width", "128", "--height", "64", "--num-frames", "17", "--fps", "48", "--steps", "3"],
+        *["--image-crf", "0"],
     ]
     status, _, err = command(*words, *size, "--seed", 7)
     assert (
@@ -443,13 +428,7 @@ def test_an_image_at_full_strength_stays_exactly(run, images):
 @pytest.mark.long
 def test_cross_timestep_rules_differ_with_an_image_and_the_default_is_c(run, images):
     flags = (
-        "--pipeline",
-        "one-stage",
-        "--num-frames",
-        9,
-        "--steps",
-        2,
-        "--image",
+        *["--pipeline", "one-stage", "--num-frames", "9", "--steps", "2", "--image"],
         f"{images[0]}:0:0.5",
     )
     found = {rule: run(*flags, "--cross-timestep-rule", rule) for rule in "ABC"}
@@ -469,16 +448,8 @@ def test_a_neutral_branch_is_not_run(run, monkeypatch):
 
     monkeypatch.setattr(Session, "denoise", counted)
     run(
-        "--pipeline",
-        "one-stage",
-        "--num-frames",
-        9,
-        "--steps",
-        1,
-        "--video-stg",
-        0,
-        "--audio-stg",
-        0,
+        *["--pipeline", "one-stage", "--num-frames", "9", "--steps", "1", "--video-stg", "0"],
+        *["--audio-stg", "0"],
     )
     assert batches and set(batches) == {("cond", "uncond", "isolated")}
 
@@ -526,15 +497,17 @@ def test_a_run_that_cannot_write_its_last_file_leaves_none(where, generate, mode
 def test_quiet_says_where_the_file_is_and_verbose_what_is_built(generate, model, images):
     """Also not that a flag is unread, a prompt cut or an image's alpha dropped."""
     short = (
-        "--seed",
-        1,
-        "--num-frames",
-        9,
-        "--pipeline",
-        "distilled",
-        "--distilled-lora",
-        "none",
-        "--no-audio",
+        *[
+            "--seed",
+            "1",
+            "--num-frames",
+            "9",
+            "--pipeline",
+            "distilled",
+            "--distilled-lora",
+            "none",
+        ],
+        *["--no-audio"],
     )
     quiet = generate("cuda", model, *short, "--quiet", "--prompt", "word " * 2000)
     assert (quiet.status, quiet.stderr) == (0, "") and quiet.stdout.count("\n") == 1
@@ -554,14 +527,7 @@ def test_a_file_that_will_be_replaced_is_named(generate, model, tmp_path):
     flags = (
         "--report",
         tmp_path / "old.json",
-        "--seed",
-        1,
-        "--num-frames",
-        9,
-        "--pipeline",
-        "one-stage",
-        "--steps",
-        1,
+        *["--seed", "1", "--num-frames", "9", "--pipeline", "one-stage", "--steps", "1"],
     )
     found = generate("cuda", model, *flags)
     assert found.status == 0 and f"will be replaced: {tmp_path}/old.json\n" in found.stderr

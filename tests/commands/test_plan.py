@@ -97,15 +97,8 @@ def test_plan_prints_a_table(command):
 def test_plan_streams_what_does_not_fit(command):
     """A card of 12 GB runs every size of the table."""
     one = [
-        "plan",
-        "--preset",
-        "ltx-2.3",
-        "--device-kind",
-        "3060",
-        "--width",
-        1920,
-        "--height",
-        1088,
+        *["plan", "--preset", "ltx-2.3", "--device-kind", "3060", "--width", "1920"],
+        *["--height", "1088"],
     ]
     status, out, _ = command(*one)
     assert status == 0 and "memory: fits" in out, out
@@ -121,15 +114,8 @@ def test_plan_streams_what_does_not_fit(command):
 @pytest.mark.long
 def test_advice_for_the_text_stage_names_no_smaller_clip(command):
     _, out, _ = command(
-        "plan",
-        "--preset",
-        "ltx-2.5",
-        "--device-kind",
-        "3060",
-        "--num-frames",
-        121,
-        "--max-memory",
-        9,
+        *["plan", "--preset", "ltx-2.5", "--device-kind", "3060", "--num-frames", "121"],
+        *["--max-memory", "9"],
     )
     assert "text needs 7.7 GB of 9 GB" in out
     advice = out.partition("try ")[2].split("\n")[0]
@@ -144,15 +130,8 @@ def test_weights_of_8_bits_are_planned_at_half_the_bytes(command, encoding, fast
     """46 of 48 blocks of the released model, without their norms, tables, gates and biases: 17.7 of
     37.9 GB."""
     flags = [
-        "plan",
-        "--preset",
-        "ltx-2.3",
-        "--devices",
-        1,
-        "--device-kind",
-        "h200-141gb",
-        "--pipeline",
-        "one-stage",
+        *["plan", "--preset", "ltx-2.3", "--devices", "1", "--device-kind", "h200-141gb"],
+        *["--pipeline", "one-stage"],
     ]
     found = []
     for dtype in ("bfloat16", encoding):
@@ -176,16 +155,8 @@ def test_weights_of_8_bits_are_planned_at_half_the_bytes(command, encoding, fast
 
 def test_graph_prints_float8_linears(command):
     flags = [
-        "graph",
-        "denoise",
-        "--preset",
-        "tiny-2.3",
-        "--width",
-        64,
-        "--height",
-        64,
-        "--num-frames",
-        9,
+        *["graph", "denoise", "--preset", "tiny-2.3", "--width", "64", "--height", "64"],
+        *["--num-frames", "9"],
     ]
     status, text, _ = command(*flags, "--weights-dtype", "float8")
     assert status == 0 and "quantised_linear" in text and "repeat 1" in text
@@ -201,16 +172,8 @@ def test_an_unknown_device_kind_lists_the_known(command):
 
 def test_graph_prints_the_placed_graph(command):
     flags = [
-        "graph",
-        "transformer",
-        "--preset",
-        "tiny-2.3",
-        "--width",
-        64,
-        "--height",
-        64,
-        "--num-frames",
-        9,
+        *["graph", "transformer", "--preset", "tiny-2.3", "--width", "64", "--height", "64"],
+        *["--num-frames", "9"],
     ]
     status, text, _ = command(*flags, "--profile", "hopper", "--tp-size", 2)
     assert status == 0 and text.count("= all_reduce(") == 7  # of one block, shown once
@@ -225,16 +188,8 @@ def test_graph_prints_the_placed_graph(command):
 
 def test_json_names_the_collective_of_every_node(command):
     flags = [
-        "--preset",
-        "tiny-2.3",
-        "--width",
-        64,
-        "--height",
-        64,
-        "--num-frames",
-        9,
-        "--format",
-        "json",
+        *["--preset", "tiny-2.3", "--width", "64", "--height", "64", "--num-frames", "9"],
+        *["--format", "json"],
     ]
     _, out, _ = command("graph", "transformer", *flags, "--tp-size", 2)
 

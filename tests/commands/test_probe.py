@@ -430,12 +430,7 @@ def test_schedule_and_tokenizer(probe, tiny, command, tmp_path):
     folder, out = tiny("tiny-2.0", "diffusers"), tmp_path / "tokens.safetensors"
     prompts = ["a robot dancing", "the camera remains static: 'so good.'"]
     words = [
-        "probe",
-        "--backend",
-        "cuda",
-        "--device",
-        "cpu",
-        "--model",
+        *["probe", "--backend", "cuda", "--device", "cpu", "--model"],
         folder,
         "--component",
         "tokenizer",
@@ -464,12 +459,7 @@ def test_the_tokenizer_in_a_text_encoder_file_adds_no_bos_and_prompts_have_one(
     assert bos == 2 and own[0] != bos
     out = tmp_path / "tokens.safetensors"
     words = [
-        "probe",
-        "--backend",
-        "cuda",
-        "--device",
-        "cpu",
-        "--model",
+        *["probe", "--backend", "cuda", "--device", "cpu", "--model"],
         file.parent,
         "--component",
         "tokenizer",

@@ -43,12 +43,8 @@ def test_ranks_agree_with_one_device(
 
 
 DISTILLED = (
-    "--pipeline",
-    "distilled",
-    "--num-generated-keyframes",
-    1,
-    "--video-decoder",
-    "diffusion",
+    *["--pipeline", "distilled", "--num-generated-keyframes", "1"],
+    *["--video-decoder", "diffusion"],
 )
 
 

@@ -253,12 +253,7 @@ def test_configs(rng, many, tiny, tmp_path, capsys, preset):
     model = tmp_path / "model"
     shutil.copytree(tiny(preset, "official"), model)
     argv = [
-        "generate",
-        "--backend",
-        "cuda",
-        "--device",
-        "cpu",
-        "--model",
+        *["generate", "--backend", "cuda", "--device", "cpu", "--model"],
         str(model),
         "--prompt",
         "x",
@@ -266,12 +261,7 @@ def test_configs(rng, many, tiny, tmp_path, capsys, preset):
     argv += [
         "--output",
         str(tmp_path / "o.mp4"),
-        "--width",
-        "64",
-        "--height",
-        "64",
-        "--num-frames",
-        "9",
+        *["--width", "64", "--height", "64", "--num-frames", "9"],
     ]
     argv += ["--pipeline", "one-stage", "--max-memory", "0.000001"]  # planned whole, never run
     files = {path: path.read_bytes() for path in sorted(model.glob("*.safetensors"))}
@@ -417,12 +407,7 @@ def test_flags(rng, many, tiny, tmp_path, capfd):
     flags += " lora distilled-lora dtype device max-memory mesh tp-size profile upsampler text-encoder layers"
     flags += " report latents-out output backend pipeline model prompt negative-prompt cross-timestep-rule vae-tiling"
     fixed = [
-        "generate",
-        "--backend",
-        "cuda",
-        "--device",
-        "cpu",
-        "--model",
+        *["generate", "--backend", "cuda", "--device", "cpu", "--model"],
         str(tiny("tiny-2.3", "official")),
     ]
     fixed += [

@@ -123,12 +123,7 @@ def test_several_videos_of_one_sound(song, tiny, generate):
         "a2v",
         "--audio-path",
         song,
-        "--seed",
-        5,
-        "--steps",
-        1,
-        "--num-frames",
-        9,
+        *["--seed", "5", "--steps", "1", "--num-frames", "9"],
     )
     found = generate("cuda", tiny("tiny-2.3", "official"), *flags, "--num-videos", 2)
     assert found.status == 0, found.stderr
@@ -169,15 +164,8 @@ def test_what_cannot_be_used_is_refused_before_weights(song, tiny, generate, mon
 
 def test_it_is_planned(song, command):
     words = [
-        "plan",
-        "--preset",
-        "ltx-2.3",
-        "--devices",
-        1,
-        "--device-kind",
-        "h200-141gb",
-        "--pipeline",
-        "a2v",
+        *["plan", "--preset", "ltx-2.3", "--devices", "1", "--device-kind", "h200-141gb"],
+        *["--pipeline", "a2v"],
     ]
     status, out, err = command(*words, "--audio-path", song, "--num-frames", 9)
     assert status == 0 and "source sound" in out, err

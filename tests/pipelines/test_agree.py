@@ -216,12 +216,7 @@ def test_sound_alone_equals_the_sound_of_both_streams_kept_apart(
     }.items():
         save_file(tensors, tmp_path / "in.safetensors")
         words = [
-            "probe",
-            "--backend",
-            "cuda",
-            "--device",
-            "cpu",
-            "--model",
+            *["probe", "--backend", "cuda", "--device", "cpu", "--model"],
             tiny(f"tiny-{generation}", "official"),
         ]
         files = [

@@ -214,12 +214,7 @@ def test_the_clip_is_larger_and_keeps_its_sound(tiny, clip, tmp_path, command):
     model, output = tiny("tiny-2.3", "official"), tmp_path / "clip.mov"
     mask = mask_file(tmp_path / "mask.png", drawn((slice(0, 1), slice(20, 40), slice(20, 40))))
     start = (
-        "generate",
-        "--backend",
-        "cuda",
-        "--device",
-        "cpu",
-        "--model",
+        *["generate", "--backend", "cuda", "--device", "cpu", "--model"],
         model,
         "--prompt",
         "fox",

@@ -82,26 +82,13 @@ def test_a_pipeline_is_added_by_one_file(third, tiny, command, tmp_path):
         assert [s["name"] for s in planned["stages"]] == ["text", "stage1"]
         assert {key[0] for key in session.resident.weights.held} == {"text-encoder", "transformer"}
     words = [
-        "--pipeline",
-        "text-to-latent",
-        "--backend",
-        "cuda",
-        "--device",
-        "cpu",
-        "--model",
+        *["--pipeline", "text-to-latent", "--backend", "cuda", "--device", "cpu", "--model"],
         model,
     ]
     words += [
         "--prompt",
         "a red fox",
-        "--seed",
-        1,
-        "--width",
-        64,
-        "--height",
-        64,
-        "--num-frames",
-        9,
+        *["--seed", "1", "--width", "64", "--height", "64", "--num-frames", "9"],
     ]
     status, _, err = command("generate", *words, "--output", tmp_path / "x.mp4")
     assert status == 2 and "this pipeline makes latents alone; give --latents-out instead" in err
@@ -111,15 +98,17 @@ def test_a_pipeline_is_added_by_one_file(third, tiny, command, tmp_path):
     status, out, _ = command("generate", "--help")
     assert status == 0 and "text-to-latent latents alone" in " ".join(out.split())
     flags = [
-        "--preset",
-        "tiny-2.3",
-        "--devices",
-        1,
-        "--device-kind",
-        "v6e",
-        "--pipeline",
-        "text-to-latent",
-        "--json",
+        *[
+            "--preset",
+            "tiny-2.3",
+            "--devices",
+            "1",
+            "--device-kind",
+            "v6e",
+            "--pipeline",
+            "text-to-latent",
+        ],
+        *["--json"],
     ]
     assert command("plan", *flags)[0] == 0
 

@@ -346,12 +346,7 @@ def run(command, tiny, tmp_path):
         folder = tmp_path / f"out{next(number)}"
         folder.mkdir()
         words = [
-            "generate",
-            "--backend",
-            "cuda",
-            "--device",
-            "cpu",
-            "--model",
+            *["generate", "--backend", "cuda", "--device", "cpu", "--model"],
             model,
             "--pipeline",
             "retake",

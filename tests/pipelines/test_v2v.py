@@ -140,12 +140,7 @@ def test_the_highest_level_is_a_plain_clip_and_the_lowest_the_given_one(sessions
 
 def test_sound_of_the_file_is_written_as_it_is(clips, tiny, tmp_path, command):
     words = [
-        "generate",
-        "--backend",
-        "cuda",
-        "--device",
-        "cpu",
-        "--model",
+        *["generate", "--backend", "cuda", "--device", "cpu", "--model"],
         tiny("tiny-2.3", "official"),
     ]
     words += [

@@ -157,15 +157,8 @@ def test_a_full_model_runs_from_its_file(full_model, tmp_path):
     """Of weights that are all 0, the statistics 1: the process is ended once it has 8 GB of its
     own."""
     words = [
-        "generate",
-        "--backend",
-        "cuda",
-        "--device",
-        "cpu",
-        "--dtype",
-        "bfloat16",
-        "--max-memory",
-        6,
+        *["generate", "--backend", "cuda", "--device", "cpu", "--dtype", "bfloat16"],
+        *["--max-memory", "6"],
     ]
     words += ["--width", 64, "--height", 64, "--num-frames", 9, "--steps", 2, "--prompt", "a"]
     words += ["--pipeline", "one-stage", "--model", full_model, "--output", tmp_path / "clip.mp4"]

@@ -13,15 +13,8 @@ from ltx2rt_tpu.hosts import hosts
 from ltx2rt.errors import InputError
 
 ON_HOSTS = (
-    "--backend",
-    "tpu",
-    "--profile",
-    "trillium",
-    "--pipeline",
-    "one-stage",
-    "--no-audio",
-    "--seed",
-    7,
+    *["--backend", "tpu", "--profile", "trillium", "--pipeline", "one-stage"],
+    *["--no-audio", "--seed", "7"],
 )
 
 

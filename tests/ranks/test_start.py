@@ -82,14 +82,7 @@ def test_probe_under_ranks_writes_once(model, tmp_path):
 
     save_file({"steps": np.array([4], np.int32)}, tmp_path / "in.safetensors")
     words = [
-        "-m",
-        "ltx2rt",
-        "probe",
-        "--backend",
-        "cuda",
-        "--device",
-        "cpu",
-        "--model",
+        *["-m", "ltx2rt", "probe", "--backend", "cuda", "--device", "cpu", "--model"],
         str(model),
         "--num-gpus",
         "2",
@@ -115,14 +108,8 @@ def test_compiled_blocks_hold_their_collectives(flags, tmp_path):
     charged once."""
     script, report = written(tmp_path, COMPILED), tmp_path / "report.json"
     one_stage = (
-        "--pipeline",
-        "one-stage",
-        "--no-audio",
-        "--seed",
-        7,
-        "--compile",
-        "--warmup",
-        "--report",
+        *["--pipeline", "one-stage", "--no-audio", "--seed", "7", "--compile", "--warmup"],
+        *["--report"],
         report,
     )
     for run in by_hand([str(script), *flags(*one_stage)]):

@@ -974,12 +974,7 @@ def test_a_job_whose_files_were_deleted_is_not_run_again(start):
 
 def test_a_server_without_tokens_stays_on_this_machine(command, tiny_model, tmp_path):
     common = (
-        "serve",
-        "--backend",
-        "cuda",
-        "--device",
-        "cpu",
-        "--model",
+        *["serve", "--backend", "cuda", "--device", "cpu", "--model"],
         tiny_model,
         "--data",
         tmp_path / "data",

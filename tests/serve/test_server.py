@@ -178,11 +178,7 @@ def test_two_servers_do_not_share_a_folder(start, tiny_model):
         "serve",
         "--model",
         tiny_model,
-        "--backend",
-        "cuda",
-        "--device",
-        "cpu",
-        "--data",
+        *["--backend", "cuda", "--device", "cpu", "--data"],
         server.data,
         "--port",
         "0",
@@ -739,12 +735,7 @@ def test_ranks_share_the_videos_of_one_prompt(start, tiny_model, tmp_path):
         words = [
             "--model",
             tiny_model,
-            "--backend",
-            "cuda",
-            "--device",
-            "cpu",
-            "--pipeline",
-            "one-stage",
+            *["--backend", "cuda", "--device", "cpu", "--pipeline", "one-stage"],
             *flags,
         ]
         words += [
@@ -752,13 +743,7 @@ def test_ranks_share_the_videos_of_one_prompt(start, tiny_model, tmp_path):
             "a fox",
             "--seed",
             seed,
-            "--width",
-            64,
-            "--height",
-            64,
-            "--num-frames",
-            9,
-            "--quiet",
+            *["--width", "64", "--height", "64", "--num-frames", "9", "--quiet"],
         ]
         words += [word for flag, value in asked.items() for word in (f"--{flag}", value)]
         words += [

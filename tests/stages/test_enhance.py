@@ -238,17 +238,8 @@ def test_what_cannot_be_enhanced_is_refused(folder, tmp_path, monkeypatch):
 @pytest.mark.long
 def test_a_clip_keeps_its_prompt_and_the_text_that_was_written(folder, generate, short):
     flags = (
-        "--pipeline",
-        "one-stage",
-        "--num-frames",
-        9,
-        "--width",
-        64,
-        "--steps",
-        1,
-        "--no-audio",
-        "--seed",
-        3,
+        *["--pipeline", "one-stage", "--num-frames", "9", "--width", "64", "--steps", "1"],
+        *["--no-audio", "--seed", "3"],
     )
     run = generate("cuda", folder, *flags, "--enhance-prompt")
     assert run.status == 0, run.stderr
@@ -363,15 +354,8 @@ def test_what_no_enhancer_is(tiny, gemma4, tmp_path):
 def test_a_clip_of_2_5_is_made_of_what_gemma_4_wrote(tiny, gemma4, generate, monkeypatch):
     monkeypatch.setattr("ltx2rt.stages.enhance.MAX_TOKENS_4", 20)
     flags = (
-        "--pipeline",
-        "one-stage",
-        "--num-frames",
-        9,
-        "--width",
-        64,
-        "--steps",
-        1,
-        "--no-audio",
+        *["--pipeline", "one-stage", "--num-frames", "9", "--width", "64", "--steps", "1"],
+        *["--no-audio"],
     )
     flags += ("--seed", 3, "--assume", "dev")
     model = tiny("tiny-2.5", "official")

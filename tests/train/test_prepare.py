@@ -133,20 +133,11 @@ def test_columns_lengths_of_sound_and_bad_clips(model, tmp_path, capsys):
         table,
         "--output",
         cache,
-        "--buckets",
-        "64x64x9,64x64x17",
-        "--json",
-        "--verify",
-        1,
+        *["--buckets", "64x64x9,64x64x17", "--json", "--verify", "1"],
     )
     words = (
         *words,
-        "--video-column",
-        "file",
-        "--caption-column",
-        "says",
-        "--audio-durations",
-        "0.5,1",
+        *["--video-column", "file", "--caption-column", "says", "--audio-durations", "0.5,1"],
     )
     assert run_train(model, *words) == 2
     assert (

@@ -450,14 +450,7 @@ def test_another_model_needs_the_config_of_a_file(apart, tiny, tmp_path, command
     ):
         open_checkpoint(folder, config_from=folder / "tiny-2.3-distilled-lora.safetensors")
     base = (
-        "generate",
-        "--backend",
-        "cuda",
-        "--device",
-        "cpu",
-        "--prompt",
-        "x",
-        "--output",
+        *["generate", "--backend", "cuda", "--device", "cpu", "--prompt", "x", "--output"],
         tmp_path / "o.mp4",
     )
     status, _, err = command(*base, "--model", folder, "--config-from", tmp_path / "nothing")

@@ -257,29 +257,12 @@ def test_names_of_repositories(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_run_fetches_what_its_pipeline_reads_and_no_more(run, served):
     size = (
-        "--width",
-        64,
-        "--height",
-        64,
-        "--num-frames",
-        9,
-        "--steps",
-        1,
-        "--seed",
-        1,
-        "--no-audio",
-        "--prompt",
-        "x",
+        *["--width", "64", "--height", "64", "--num-frames", "9", "--steps", "1", "--seed", "1"],
+        *["--no-audio", "--prompt", "x"],
     )
     where = (
-        "--backend",
-        "cuda",
-        "--device",
-        "cpu",
-        "--model",
-        "lab/plain@main",
-        "--text-encoder",
-        "lab/gemma",
+        *["--backend", "cuda", "--device", "cpu", "--model", "lab/plain@main"],
+        *["--text-encoder", "lab/gemma"],
     )
     words = ("generate", *where, *size, "--output", "a.mp4", "--pipeline", "one-stage")
     assert "--height: 65536" in one_line(run(*words, "--height", 65536)) and not served.got
@@ -455,19 +438,8 @@ def test_each_part_of_a_repository_is_a_file_that_a_flag_can_name(run, parted):
     }
     flags["--video-vae"] = "lab/files/vae/diffusion.safetensors"
     clip = (
-        "--width",
-        64,
-        "--height",
-        64,
-        "--num-frames",
-        9,
-        "--steps",
-        1,
-        "--prompt",
-        "x",
-        "--seed",
-        1,
-        "--no-audio",
+        *["--width", "64", "--height", "64", "--num-frames", "9", "--steps", "1", "--prompt", "x"],
+        *["--seed", "1", "--no-audio"],
     )
     where = ("--backend", "cuda", "--device", "cpu", "--pipeline", "one-stage", "--output", "a.mp4")
     flags["--model"] = "lab/files/diffusion_models/dev.safetensors"

@@ -468,17 +468,8 @@ def test_a_float8_checkpoint_runs_as_its_dequantised_copy_does(float8, tmp_path,
             (tmp_path / path.name).symlink_to(path)
     write_arrays(tmp_path / "tiny-2.3.safetensors", whole, file.metadata)
     flags = (
-        "--pipeline",
-        "one-stage",
-        "--num-frames",
-        9,
-        "--width",
-        64,
-        "--steps",
-        2,
-        "--seed",
-        3,
-        "--no-audio",
+        *["--pipeline", "one-stage", "--num-frames", "9", "--width", "64", "--steps", "2"],
+        *["--seed", "3", "--no-audio"],
     )
     runs = [generate("cuda", folder, *flags) for folder in (float8, tmp_path)]
     runs.append(generate("cuda", float8, *flags, "--weights-dtype", "float8"))
