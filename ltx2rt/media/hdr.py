@@ -32,6 +32,8 @@ CHROMATICITIES = {  # x and y of red, green, blue and white, as EXR has them
     "SRGB_LINEAR": (0.64, 0.33, 0.30, 0.60, 0.15, 0.06, 0.3127, 0.3290),
     "ACESCG": (0.713, 0.293, 0.165, 0.830, 0.128, 0.044, 0.32168, 0.33767),
 }
+CHROMATICITIES["ACESCCT"] = CHROMATICITIES["ACESCG"]
+EXR_NAMES = {"SRGB_LINEAR": "sRGB", "ACESCG": "ACEScg", "ACESCCT": "ACEScct"}
 CCT_BREAK, CCT_CODE_BREAK = 0.0078125, 0.155251141552511
 CCT_SLOPE, CCT_OFFSET = 10.5402377416545, 0.0729055341958355
 LOGC3 = {"a": 5.555556, "b": 0.052272, "c": 0.247190, "d": 0.385537, "e": 5.367655, "f": 0.092809}
@@ -247,10 +249,8 @@ def exr_bytes(pixels: np.ndarray, space: str, xmp: str | None = None) -> bytes:
 
 def _tagged(data: bytes, space: str, chunks: int, xmp: str | None) -> bytes:
     """The file with more attributes; the table behind the header says where its chunks are."""
-    if primaries := CHROMATICITIES.get(space):
-        more = b"chromaticities\0chromaticities\0" + struct.pack("<i8f", 32, *primaries)
-    else:
-        more = _text("colorSpace", space)
+    primaries = struct.pack("<i8f", 32, *CHROMATICITIES[space])
+    more = b"chromaticities\0chromaticities\0" + primaries + _text("colorSpace", EXR_NAMES[space])
     if xmp is not None:
         more += _text("xmp", xmp)
     end = _header_end(data)
