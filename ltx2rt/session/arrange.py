@@ -28,8 +28,9 @@ from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.plan import StageCost, Work, cost
 from ltx2rt.placement.profiles import PROFILES, default_mesh
 from ltx2rt.session.call import Call
+from ltx2rt.session.memory import Needing
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.session.session import Needing, Session
+from ltx2rt.session.session import Session
 from ltx2rt.weights.checkpoint import Checkpoint
 
 MARGIN = (

@@ -14,8 +14,9 @@ from ltx2rt.notes import note
 from ltx2rt.placement.devices import device_kinds, known_kind
 from ltx2rt.placement.profiles import resolve
 from ltx2rt.session.arrange import Choice, choose
+from ltx2rt.session.memory import Needing
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
-from ltx2rt.session.session import Needing, Session
+from ltx2rt.session.session import Session
 from ltx2rt.weights.checkpoint import Checkpoint, open_checkpoint
 from ltx2rt.weights.hub import fetch, parse_repo
 from ltx2rt.weights.lora_config import lora_file

@@ -24,9 +24,10 @@ from ltx2rt.pipelines import make_request
 from ltx2rt.placement import stream
 from ltx2rt.run.estimate import Devices, estimate
 from ltx2rt.run.plan import make_plan
+from ltx2rt.session.memory import FROM
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import NO_LORA, ModelOptions
-from ltx2rt.session.session import FROM, Session
+from ltx2rt.session.session import Session
 from ltx2rt.session.weights import Residence
 from ltx2rt.weights.files import TensorFile
 
