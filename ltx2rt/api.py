@@ -27,10 +27,11 @@ from ltx2rt.backend import chosen_backend, get_factory
 from ltx2rt.errors import InputError
 from ltx2rt.flags import keywords
 from ltx2rt.media.output import write_clip
+from ltx2rt.media.provenance import Origin
 from ltx2rt.pipelines import make_request
 from ltx2rt.pipelines.request import Request
 from ltx2rt.run.estimate import Devices, estimate, to_json
-from ltx2rt.run.files import Files
+from ltx2rt.run.files import Files, parse_signature
 from ltx2rt.run.plan import usual_stages
 from ltx2rt.run.run import Run
 from ltx2rt.run.segments import discard, seed_of
@@ -57,17 +58,26 @@ class Clip:
     settings: dict[str, Any]
     report: dict[str, Any]
     metadata: dict[str, Any]
+    origin: Origin
 
     def __repr__(self) -> str:
         sound = "no sound" if self.waveform is None else f"sound at {self.sample_rate} Hz"
         count, height, width, _ = self.frames.shape
         return f"<Clip of {count} frames {width}x{height}, {sound}, seed {self.seed}>"
 
-    def save(self, path: str | Path) -> None:
+    def save(
+        self,
+        path: str | Path,
+        *,
+        provenance: bool = True,
+        sign: tuple[str | Path, str | Path] | None = None,
+    ) -> None:
         """Write the clip as `--output` would: *.mp4, *.mov, *.webm, *%05d.png or *.wav, with the
-        settings in its metadata. Raises InputError if it cannot be written."""
+        settings in its metadata and, unless `provenance` is False, the mark that a model made it.
+        sign: certificate and key, PEM files, for a C2PA manifest. Raises InputError if it cannot be written."""
         output = Path(path)
-        Files(output).check()
+        signature = parse_signature(sign) if sign else None
+        Files(output=output, provenance=provenance, sign=signature).check()
         write_clip(
             output,
             [self.frames],
@@ -76,6 +86,7 @@ class Clip:
             waveform=self.waveform,
             sample_rate=self.sample_rate,
             comment=self.metadata,
+            origin=replace(self.origin, signature=signature) if provenance else None,
         )
 
 
@@ -153,6 +164,7 @@ class Session:
             frames = run.pictures()
             if parts and run.is_main:
                 discard(parts)
+        marked = run.labels()
         return Clip(
             frames=np.zeros((0, *run.request.size_px, 3), np.uint8) if frames is None else frames,
             waveform=run.waveform(),
@@ -161,7 +173,8 @@ class Session:
             seed=run.request.seeds[0],
             settings=run.request.settings(),
             report=run.report(),
-            metadata=run.comment(),
+            metadata=marked["comment"],
+            origin=marked["origin"],
         )
 
     def plan(

@@ -44,6 +44,7 @@ class Flag:
     default starts with `--no-`. keyword: a second name in the Python interface.
     bare: the text that the flag stands for if no value follows it; in Python, True.
     file: kind of the files that the value names: image, sound, video, mask, tensors, plan, folder.
+    kept: the clip keeps parts of the file.
     json: type of the value in JSON, where the parser does not tell.
     asks: the pipeline that a request with this flag is for, if it names none.
     typed: whether the command line has it; requests in Python and JSON always do.
@@ -63,6 +64,7 @@ class Flag:
     keyword: str | None = None
     bare: str | None = None
     file: str | None = None
+    kept: bool = False
     json: str | None = None
     asks: str | None = None
     typed: bool = True

@@ -34,6 +34,7 @@ from ltx2rt.flags import flagged
 from ltx2rt.pipelines import FIRST, pipeline
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("SOURCE_DATE_EPOCH", "1767323045")  # files of equal clips are equal
 # Programs that JAX compiled for one test are read by every other process, of this run and of later
 # ones: xdist's workers and commands that tests start inherit this.
 BETWEEN_RUNS = Path(sys.prefix if os.access(sys.prefix, os.W_OK) else tempfile.gettempdir())

@@ -74,7 +74,7 @@ def test_a_request_without_flags_has_only_defaults():
     assert generate.asked(args) == (
         ModelOptions("cuda", Path("m")),
         TwoStage("a cat"),
-        Files(Path("o.mp4")),
+        Files(output=Path("o.mp4")),
     )
 
 
@@ -93,7 +93,7 @@ def test_every_flag_arrives():
         "--max-memory 3.5"
         " --video-vae vv --audio-vae av --duration-head dh --video-decoder diffusion"
         " --weights-dtype float8 --auto-duration 2 3 --num-generated-keyframes 3"
-        " --noise-in ni --latents-out lo --report r --no-audio --no-metadata"
+        " --noise-in ni --latents-out lo --report r --no-audio --no-metadata --no-provenance"
         " --enhance-prompt --enhance-seed 6 --enhanced-prompt t --offline"
     )
     options = ModelOptions(
@@ -112,7 +112,10 @@ def test_every_flag_arrives():
         video_stg=3, audio_stg=4, video_modality=5, audio_modality=6, video_rescale=7,
         audio_rescale=8, stg_blocks=(1, 2), audio_from="stage1",
     )  # fmt: skip
-    files = Files(Path("o.mp4"), True, Path("lo"), Path("r"), False)
+    files = Files(
+        output=Path("o.mp4"), warmup=True, latents_out=Path("lo"), report=Path("r"), metadata=False,
+        provenance=False,
+    )  # fmt: skip
     assert generate.asked(cli.parser().parse_args(MINIMAL + text.split())) == (
         options,
         request,

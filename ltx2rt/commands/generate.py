@@ -78,7 +78,7 @@ def run(
     print before."""
     stages = partial(resolved_stages, options=options, request=request)
     session = open_session(options, checkpoint=checkpoint, stages=stages)
-    made = Run(session, request, warm=files.warmup)
+    made = Run(session, request, warm=files.warmup, marks=files)
     plan, main = made.plan, made.is_main
     if files.output is not None:
         check_streams(files.output, plan.makes(FRAMES), plan.makes(SOUND))
@@ -92,7 +92,7 @@ def run(
             note(remark)
         _announce(session, plan)
     folder = parts_folder(files) if plan.request.in_segments else None
-    with made.kept_in(folder, files.output, files.metadata):
+    with made.kept_in(folder, files.output):
         if folder and main and files.latents_out:
             check_records(plan.request, folder)
         keep = main and files.latents_out is not None

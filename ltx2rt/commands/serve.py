@@ -188,6 +188,7 @@ def main(args: argparse.Namespace) -> int:
     ready = Warm(**given_flags(args, Warm))
     check_lora_folder(own.lora_folder)
     options.check()
+    ready.check_marks()
     require_first(options)
     hears = (lambda *_, **__: None) if own.quiet else log
     users = Users(own.token_file, hears) if own.token_file else None

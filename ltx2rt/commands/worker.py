@@ -22,6 +22,7 @@ from ltx2rt.flags import add_flags, flag, flag_like, given_flags
 from ltx2rt.pipelines import make_request
 from ltx2rt.pipelines.groups.text import Enhancing
 from ltx2rt.ranks.environment import LAUNCHER, die_with_parent
+from ltx2rt.run.files import Marks
 from ltx2rt.run.plan import resolved_stages, usual_stages
 from ltx2rt.serve.shapes import Shape, parse_shape
 from ltx2rt.session.open import open_session, opened_checkpoint
@@ -31,7 +32,7 @@ from ltx2rt.weights.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
-class Warm:
+class Warm(Marks):
     """Preparation of a worker before its first job."""
 
     warm: tuple[Shape, ...] = flag(
@@ -67,6 +68,7 @@ def files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
 def main(args: argparse.Namespace) -> int:
     options, ready = model_options(args), Warm(**given_flags(args, Warm))
     options.check()
+    ready.check_marks()
     first, launched = (
         args.crew is None or args.crew.rank == 0,
         os.environ.get(LAUNCHER) == str(os.getppid()),
@@ -87,7 +89,7 @@ def main(args: argparse.Namespace) -> int:
     session = open_session(
         options, checkpoint=checkpoint, stages=partial(stages_of, options=options, warm=ready.warm)
     )
-    return work(session, ready.warm, pipe, args.crew, ready.previews, ready.prompt_enhancer)
+    return work(session, ready.warm, pipe, args.crew, ready.previews, ready.prompt_enhancer, ready)
 
 
 def stages_of(

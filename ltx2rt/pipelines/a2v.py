@@ -37,6 +37,7 @@ class GivenSound(Group):
         group="conditioning",
         metavar="FILE",
         file="sound",
+        kept=True,
     )
     audio_start_time: float = flag(
         0.0,

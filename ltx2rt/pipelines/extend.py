@@ -77,6 +77,7 @@ class Extend(Request):
         group="conditioning",
         metavar="FILE",
         file="video",
+        kept=True,
     )
     loop: int | None = flag(
         None,

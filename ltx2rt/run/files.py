@@ -12,12 +12,51 @@ from typing import Any
 from ltx2rt.atomic_file import check_outputs, replacing
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
-from ltx2rt.media.output import check_output, is_part
+from ltx2rt.media.output import check_output, check_signed, is_part
+from ltx2rt.media.provenance import Signature, read_signature
 from ltx2rt.notes import note
 
 
+def parse_signature(given: Sequence[str | Path]) -> Signature:
+    certificate, key = given
+    return read_signature(Path(certificate), Path(key))
+
+
 @dataclass(frozen=True)
-class Files:
+class Marks:
+    """What a clip's file contains in addition to picture and sound."""
+
+    metadata: bool = flag(
+        True,
+        "leave prompt and settings out of the file",
+        group="output",
+        name="--no-metadata",
+    )
+    provenance: bool = flag(
+        True,
+        "leave out the mark that a model made the file (XMP)",
+        group="output",
+        name="--no-provenance",
+    )
+    sign: Signature | None = flag(
+        None,
+        "certificate and key, PEM files, that sign the file (C2PA)",
+        parse_signature,
+        group="output",
+        metavar=("CERT", "KEY"),
+    )
+
+    def check_marks(self, outputs: Iterable[Path] = ()) -> None:
+        """Raises InputError for flags that contradict each other, or the form of a file."""
+        if self.sign and not self.provenance:
+            raise InputError("--sign contradicts --no-provenance; give one of them")
+        if self.sign:
+            for output in outputs:
+                check_signed(output)
+
+
+@dataclass(frozen=True)
+class Files(Marks):
     """The files that `generate` writes, and what it says meanwhile."""
 
     output: Path | None = flag(
@@ -41,12 +80,6 @@ class Files:
         Path,
         group="log",
         metavar="FILE",
-    )
-    metadata: bool = flag(
-        True,
-        "leave prompt and settings out of the file",
-        group="output",
-        name="--no-metadata",
     )
     quiet: bool = flag(False, "print only errors and the names of the files", group="log")
     verbose: bool = flag(
@@ -76,6 +109,7 @@ class Files:
         clips, named = video_files(self.output, seeds), self._named(seeds)
         for clip in clips:
             check_output(clip)
+        self.check_marks(clips)
         check_outputs(named, inputs)
         for name, path in named[len(clips) :]:
             _require_no_part(name, path, clips)

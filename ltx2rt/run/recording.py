@@ -22,8 +22,9 @@ from ltx2rt.media.output import FileState, container_of, signals, state_of, writ
 from ltx2rt.media.sound import read_sound
 from ltx2rt.pipelines.ic_lora import hdr_log
 from ltx2rt.pipelines.request import Request
+from ltx2rt.run.files import Marks
 from ltx2rt.run.plan import Plan
-from ltx2rt.run.report import comment
+from ltx2rt.run.report import labels
 from ltx2rt.session.session import Session
 from ltx2rt.stages.segments import SegmentFile, stops
 
@@ -111,7 +112,7 @@ class GrowingClip:
 
 @contextmanager
 def recording(
-    session: Session, plan: Plan, folder: Path, output: Path, metadata: bool = True
+    session: Session, plan: Plan, folder: Path, output: Path, marks: Marks
 ) -> Iterator[GrowingClip | None]:
     """Encode the plan's clip in segments meanwhile; None where its file is of another form than MP4
     and MOV."""
@@ -132,7 +133,7 @@ def recording(
         container,
         fps=request.clip_fps,
         sample_rate=rate,
-        comment=comment(session, request, 0) if metadata else None,
+        **labels(session, request, 0, marks),
     )
     made = GrowingClip(request.parts, clip, output, hdr)
     try:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from uuid import NAMESPACE_URL, uuid5
 
 import numpy as np
 
 from ltx2rt.backend import Backend
+from ltx2rt.flags import named_files
+from ltx2rt.media.provenance import Origin, now
 from ltx2rt.pipelines.request import Request
+from ltx2rt.run.files import Marks
 from ltx2rt.run.plan import Plan
 from ltx2rt.session.options import plain
 from ltx2rt.session.session import Session
@@ -75,6 +80,31 @@ def written(session: Session, plan: Plan) -> dict[str, str]:
         when = datetime.fromtimestamp(status.st_mtime, UTC).isoformat()
         found[f"{file.parent.name}/{file.name}"] = f"{status.st_size} bytes of {when}"
     return found
+
+
+SHOWN = ("image", "video", "sound")  # kinds of files that a manifest lists
+
+
+def labels(session: Session, request: Request, video: int, marks: Marks) -> dict[str, Any]:
+    """The keywords `comment` and `origin` of `write_clip`."""
+    about = comment(session, request, video)
+    if not marks.provenance:
+        return {"comment": about if marks.metadata else None}
+    files: dict[bool, list[Path]] = {False: [], True: []}
+    for f, path in named_files(request):
+        if f.metadata["flag"].file in SHOWN and path.is_file():
+            files[f.metadata["flag"].kept].append(path)
+    time = now()
+    origin = Origin(
+        model=f"LTX-{about['model']['generation']}",
+        model_version=f"{about['model']['name']} {about['model'].get('digest', '')}".strip(),
+        identity=str(uuid5(NAMESPACE_URL, json.dumps([time, about]))),
+        time=time,
+        kept=tuple(files[True]),
+        shown=tuple(files[False]),
+        signature=marks.sign,
+    )
+    return {"comment": about if marks.metadata else None, "origin": origin}
 
 
 def comment(session: Session, request: Request, video: int) -> dict[str, Any]:

@@ -21,24 +21,29 @@ from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.media.output import FileState, write_clip
 from ltx2rt.notes import note
 from ltx2rt.pipelines.request import Request
+from ltx2rt.run.files import Marks
 from ltx2rt.run.plan import Plan, make_enhanced_plan, make_plan
 from ltx2rt.run.recording import GrowingClip, high_range, recording
-from ltx2rt.run.report import comment, report_of
+from ltx2rt.run.report import comment, labels, report_of
 from ltx2rt.run.segments import claimed
 from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Progress, Stopwatch
 from ltx2rt.stages.stage import LENGTH, State
+
+MARKED = Marks()
 
 
 class Run:
     """One request on a session. Its plan is checked and fits the device; `make` runs it, `save` and
     `pictures` take the frames.
 
-    warm: it runs with `warmup`. Raises InputError.
+    warm: it runs with `warmup`. marks: of its files. Raises InputError.
     """
 
-    def __init__(self, session: Session, request: Request, warm: bool = False):
-        self.session, self.plan = session, make_enhanced_plan(session, request)
+    def __init__(
+        self, session: Session, request: Request, warm: bool = False, marks: Marks = MARKED
+    ):
+        self.session, self.plan, self.marks = session, make_enhanced_plan(session, request), marks
         session.require_memory(self.plan.stages, warm=warm)
         self.recorded: GrowingClip | None = None
         self.state = State()
@@ -52,16 +57,14 @@ class Run:
         return self.session.backend.is_main
 
     @contextmanager
-    def kept_in(
-        self, folder: Path | None, output: Path | None = None, metadata: bool = True
-    ) -> Iterator[None]:
+    def kept_in(self, folder: Path | None, output: Path | None = None) -> Iterator[None]:
         """Keep the segments of a clip in a folder, and if the output is known encode them meanwhile.
         None: the clip has none."""
         with ExitStack() as during:
             if folder and self.is_main:
                 during.enter_context(claimed(self.session, self.plan, folder))
                 if output:
-                    clip = recording(self.session, self.plan, folder, output, metadata)
+                    clip = recording(self.session, self.plan, folder, output, self.marks)
                     self.recorded = during.enter_context(clip)
             yield
 
@@ -93,12 +96,12 @@ class Run:
         """The metadata of the file of a video."""
         return comment(self.session, self.request, number)
 
+    def labels(self, number: int = 0) -> dict[str, Any]:
+        """The comment and the origin in the file of a video, as `write_clip` takes them."""
+        return labels(self.session, self.request, number, self.marks)
+
     def save(
-        self,
-        number: int,
-        path: Path,
-        frames: Iterator[np.ndarray] | None = None,
-        metadata: bool = True,
+        self, number: int, path: Path, frames: Iterator[np.ndarray] | None = None
     ) -> dict[Path, FileState]:
         """Write a video in the form that its name says; the files that were made. frames: in place
         of the next ones of the run."""
@@ -109,7 +112,7 @@ class Run:
             fps=self.request.clip_fps,
             waveform=self.waveform(number),
             sample_rate=self.sample_rate,
-            comment=self.comment(number) if metadata else None,
+            **self.labels(number),
             hdr=high_range(self.session, self.request),
         )
 

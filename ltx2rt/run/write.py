@@ -28,10 +28,8 @@ def write_files(run: Run, files: Files) -> list[Path]:
     outputs = video_files(files.output, run.request.seeds)
     with ExitStack() as undo:
         for i, output in enumerate(outputs):
-            if run.recorded is not None:
-                made = run.recorded.finish(output)
-            else:
-                made = run.save(i, output, metadata=files.metadata)
+            recorded = run.recorded
+            made = recorded.finish(output) if recorded else run.save(i, output)
             undo.callback(remove_made, made)
         if files.latents_out:
             write_arrays(files.latents_out, run.state.record)

@@ -40,9 +40,10 @@ from ltx2rt.notes import note
 from ltx2rt.pipelines import make_request
 from ltx2rt.ranks.crew import Crew
 from ltx2rt.ranks.environment import FAILED
+from ltx2rt.run.files import Marks
 from ltx2rt.run.plan import with_enhanced_prompt
 from ltx2rt.run.recording import high_range
-from ltx2rt.run.run import Run, warm_up
+from ltx2rt.run.run import MARKED, Run, warm_up
 from ltx2rt.run.segments import discard
 from ltx2rt.serve.folder import CLIP, FRAMES, STORAGE, publish, segments_of, writing_problem
 from ltx2rt.serve.preview import fitted, picture_of
@@ -91,9 +92,11 @@ def work(
     crew: Crew | None = None,
     previews: bool = False,
     enhancer: Path | None = None,
+    marks: Marks = MARKED,
 ) -> int:
     """Run jobs for ever; returns the exit status after a failure that only a new process mends.
-    crew: of several ranks; enhancer: folder of the Gemma that writes prompts out."""
+    crew: of several ranks; enhancer: folder of the Gemma that writes prompts out; marks: of all
+    clips."""
     first = crew is None or crew.rank == 0
     projection = None
     if previews:
@@ -112,7 +115,7 @@ def work(
         job = next_job(session, pipe, enhancer) if first else {}
         if crew is not None:
             job = json.loads(crew.handed_out("job", number, json.dumps(job)))
-        event, facts = attempt(session, own, job, pipe if first else None, projection)
+        event, facts = attempt(session, own, job, pipe if first else None, projection, marks)
         if first and facts.get("code") != STORAGE:  # else another run goes on from them
             discard(segments_of(job))
         pipe.cancelled.discard(job["id"])
@@ -167,7 +170,7 @@ def room(session: Session) -> dict[str, Any]:
 
 def attempt(
     session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any], pipe: Pipe | None,
-    projection: np.ndarray | None = None,
+    projection: np.ndarray | None = None, marks: Marks = MARKED,
 ) -> tuple[str, dict[str, Any]]:  # fmt: skip
     """The event that ends a job, with its facts. pipe: of the first rank; projection: of
     `preview`."""
@@ -193,7 +196,7 @@ def attempt(
         return pipe is not None and job["id"] in pipe.cancelled
 
     try:
-        return "done", {"result": run(session, own, job, progress, cancelled, look)}
+        return "done", {"result": run(session, own, job, marks, progress, cancelled, look)}
     except Cancelled:
         return "cancelled", {}
     except InputError as error:
@@ -224,12 +227,14 @@ def run(
     session: Session,
     own: tuple[LoraSpec, ...],
     job: dict[str, Any],
+    marks: Marks,
     progress: Callable[[Progress], None],
     cancelled: Callable[[], bool],
     look: Callable[[Callable[[], np.ndarray]], None],
 ) -> dict[str, Any]:
     """Make the job's files; its result. own: the LoRAs of every job."""
     made = planned(session, own, job)
+    made.marks = marks
     folder = segments_of(job) if made.request.in_segments else None
     with made.kept_in(folder, Path(job["stem"] + CLIP)):
         made.make(on_progress=progress, cancelled=cancelled, look=look)

@@ -40,6 +40,7 @@ class SourceClip(Duration):
         group="conditioning",
         metavar="FILE",
         file="video",
+        kept=True,
     )
     num_frames: int = of_the_file(Length, "num_frames")
     fps: Fraction = of_the_file(Length, "fps")
