@@ -24,7 +24,7 @@ def parse_signature(given: Sequence[str | Path]) -> Signature:
 
 @dataclass(frozen=True)
 class Marks:
-    """What a clip's file contains in addition to picture and sound."""
+    """Contents of a clip's file other than picture and sound."""
 
     metadata: bool = flag(
         True,
