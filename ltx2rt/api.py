@@ -74,7 +74,8 @@ class Clip:
     ) -> None:
         """Write the clip as `--output` would: *.mp4, *.mov, *.webm, *%05d.png or *.wav, with the
         settings in its metadata and, unless `provenance` is False, the mark that a model made it.
-        sign: certificate and key, PEM files, for a C2PA manifest. Raises InputError if it cannot be written."""
+        sign: certificate and key, PEM files, for a C2PA manifest. Raises InputError if it cannot be
+        written."""
         output = Path(path)
         signature = parse_signature(sign) if sign else None
         Files(output=output, provenance=provenance, sign=signature).check()
@@ -117,8 +118,8 @@ class Session:
         parts: str | Path | None = None,
         **clip: Any,
     ) -> Clip:
-        """One clip. clip: the clip flags of `generate` but output, report and latents_out. pipeline:
-        None for the one that they ask for.
+        """One clip. clip: the clip flags of `generate` but output, report and latents_out.
+        pipeline: None for the one that they ask for.
 
         parts: of a clip in segments, the folder that they are kept in until the clip is made, and
         from which a later call of the same goes on; a temporary one by default.

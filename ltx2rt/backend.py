@@ -143,8 +143,8 @@ class Trainer(Protocol):
         ...
 
     def state(self) -> dict[str, dict[str, np.ndarray]]:
-        """`parameters`, by the names of MOMENTS the optimiser's, and EMA if there is an average. All
-        processes must ask."""
+        """`parameters`, by the names of MOMENTS the optimiser's, and EMA if there is an average.
+        All processes must ask."""
         ...
 
     def restore(self, state: Mapping[str, Mapping[str, np.ndarray]], count: int) -> None:

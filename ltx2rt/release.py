@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Published with the models and in diffusers (Apache-2.0); since 1.2.0 the official code has one text
-# for all releases, with the first five terms in front.
+# Published with the models and in diffusers (Apache-2.0); since 1.2.0 the official code has one
+# text for all releases, with the first five terms in front.
 NEGATIVE_PROMPT = (
     "has_subtitles, has_blurbox, transition from black, transition to black, speech_ending_short, "
     "blurry, out of focus, overexposed, underexposed, low contrast, washed out colors, excessive "

@@ -1,4 +1,5 @@
-"""The patterns of fused ops, in the order in which `passes.fuse` looks for them, and their means."""
+"""The patterns of fused ops, in the order in which `passes.fuse` looks for them, and their
+means."""
 
 from __future__ import annotations
 

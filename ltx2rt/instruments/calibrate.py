@@ -244,7 +244,8 @@ def calibrate(
 
 
 def distance(exact: Mapping[str, np.ndarray], made: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """psnr_db of the frames; audio_corr and mel_l1 of the sound, as `instruments.compare` has them."""
+    """psnr_db of the frames; audio_corr and mel_l1 of the sound, as `instruments.compare` has
+    them."""
     found: dict[str, float] = {}
     if "frames" in exact:
         squared = float(((exact["frames"].astype(np.float32) - made["frames"]) ** 2).mean())

@@ -48,13 +48,13 @@ class DeviceKind:
     is asked for. found_as: what its backend calls it.
 
     memory_bytes: as sold; what the driver offers is a little more on GPUs, a little less on TPUs.
-    flops_per_s: bfloat16, dense; quantised_flops_per_s: of quantised linears as the backend runs them.
-    link_bytes_per_s: what one device can receive from the others of its machine. neighbours: the
-    same among so many devices, (of an all-to-all, of any other collective), where the way between
-    them is narrower. collective_s: the time of a collective beside its bytes. host_bytes_per_s:
-    copied from pinned memory of the host. reserve_bytes, reserve_share: of `DeviceInfo`.
-    sustained: None where no device like it has been measured. under_load: the rates are sustained
-    ones.
+    flops_per_s: bfloat16, dense; quantised_flops_per_s: of quantised linears as the backend runs
+    them. link_bytes_per_s: what one device can receive from the others of its machine. neighbours:
+    the same among so many devices, (of an all-to-all, of any other collective), where the way
+    between them is narrower. collective_s: the time of a collective beside its bytes.
+    host_bytes_per_s: copied from pinned memory of the host. reserve_bytes, reserve_share: of
+    `DeviceInfo`. sustained: None where no device like it has been measured. under_load: the rates
+    are sustained ones.
     """
 
     name: str

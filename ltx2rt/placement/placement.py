@@ -33,10 +33,10 @@ from ltx2rt.placement.profiles import Profile, Rules
 class Placement:
     """How a run is split: a profile over a mesh of all devices, or of a stage.
 
-    weights_dtype: one of `encodings.QUANTISED` quantises the transformer's blocks; anything else leaves
-    weights in the graph's dtype, but those that are kept as they are stored: encodings by the names
-    of tensors.
-    adapters: what is trained beside the transformer's linears. keep_bytes: as of `hoist`.
+    weights_dtype: one of `encodings.QUANTISED` quantises the transformer's blocks; anything else
+    leaves weights in the graph's dtype, but those that are kept as they are stored: encodings by
+    the names of tensors. adapters: what is trained beside the transformer's linears. keep_bytes: as
+    of `hoist`.
     """
 
     profile: Profile

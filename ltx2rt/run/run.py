@@ -58,8 +58,8 @@ class Run:
 
     @contextmanager
     def kept_in(self, folder: Path | None, output: Path | None = None) -> Iterator[None]:
-        """Keep the segments of a clip in a folder, and if the output is known encode them meanwhile.
-        None: the clip has none."""
+        """Keep the segments of a clip in a folder, and if the output is known encode them
+        meanwhile. None: the clip has none."""
         with ExitStack() as during:
             if folder and self.is_main:
                 during.enter_context(claimed(self.session, self.plan, folder))

@@ -554,8 +554,8 @@ class App:
         return job, clip.kept_in(self.folder.outputs / f"{job.id}{SEGMENTS}")
 
     async def segment(self, request: Request) -> Response:
-        """A segment that is made, as a file that plays, while the job is not over. It is encoded once,
-        and kept beside the segment."""
+        """A segment that is made, as a file that plays, while the job is not over. It is encoded
+        once, and kept beside the segment."""
         (job, clip), number = await self._in_segments(request), request.path_params["index"]
         parts = list(stops(clip.parts))
         if number not in map(str, range(1, len(parts) + 1)):

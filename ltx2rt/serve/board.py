@@ -45,7 +45,8 @@ class Watcher:
         )
 
     def put(self, id: str, kind: str) -> None:
-        # A segment says all that a step or a stage says, and readers that show segments wait for it.
+        # A segment says all that a step or a stage says, and readers that show segments wait for
+        # it.
         if kind not in ("step", "stage") or self.news.get(id) != SEGMENT:
             self.news[id] = kind
         self._some.set()

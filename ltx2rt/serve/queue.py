@@ -622,8 +622,8 @@ class Queue:
             )
 
     def went_on(self, id: str, epoch: int) -> None:
-        """This run has made a part that later ones need not make: the runs before it, and what ended
-        them, do not count against the job any more."""
+        """This run has made a part that later ones need not make: the runs before it, and what
+        ended them, do not count against the job any more."""
         with self._write() as db:
             db.execute(
                 "UPDATE jobs SET progressed=attempts-1, deaths=0 WHERE id=? AND status=? AND epoch=?",

@@ -39,10 +39,10 @@ HOST_SHARE = 0.1  # share of the host's memory that is left alone
 @dataclass(frozen=True)
 class Residence:
     """How a run keeps weights. offload: the text encoder leaves once the prompts are encoded;
-    reload: of each network one set at a time. streams: by network, how many pieces of it are streamed; leave: sets
-    that are freed behind a stage, by its name, because no later one reads them. keep_bytes: for
-    what blocks compute once for all steps, as of `hoist`. road: of pieces that it streams and that
-    no earlier run has left."""
+    reload: of each network one set at a time. streams: by network, how many pieces of it are
+    streamed; leave: sets that are freed behind a stage, by its name, because no later one reads
+    them. keep_bytes: for what blocks compute once for all steps, as of `hoist`. road: of pieces
+    that it streams and that no earlier run has left."""
 
     streams: Mapping[str, int] = field(default_factory=dict)
     leave: Mapping[str, tuple[WeightsKey, ...]] = field(default_factory=dict)
@@ -178,7 +178,8 @@ class WeightStore:
         return found
 
     def adapters(self, call: Call) -> Adapters | None:
-        """Adapters beside the linears of the call's graph; None without any. Raises as `beside` does."""
+        """Adapters beside the linears of the call's graph; None without any. Raises as `beside`
+        does."""
         key = call.row.parts, _apart(call.loras)
         if key[1] and key not in self._adapters:
             self.beside(call)

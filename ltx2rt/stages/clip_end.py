@@ -98,8 +98,8 @@ def ends(
     """The clip that continues `before`, a file and its number of frames, and leads to `after`.
 
     overlap: pixel frames of either that the stage's clip repeats, 8k + 1. guide: the clip's pixel
-    frame that is the first of `after`. wide: as of `SourceClip`. The encoder is causal, and its first
-    latent is one frame: frames 1 to 8k of `after` are encoded after 9 equal frames, whose two
+    frame that is the first of `after`. wide: as of `SourceClip`. The encoder is causal, and its
+    first latent is one frame: frames 1 to 8k of `after` are encoded after 9 equal frames, whose two
     latents are left out, and frame 0 is a guide beside the clip.
     """
     latents = (overlap - 1) // clip.time_factor + 1

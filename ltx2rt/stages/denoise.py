@@ -51,7 +51,8 @@ def noise_name(file: TensorFile, stream: str) -> str | None:
 
 @dataclass(frozen=True)
 class Noise:
-    """Where noise comes from: each video's seed, or the tensors of a file. prefix: of their names."""
+    """Where noise comes from: each video's seed, or the tensors of a file. prefix: of their
+    names."""
 
     seeds: tuple[int, ...]
     file: Path | None = None
@@ -406,8 +407,8 @@ class Denoise(Stage):
 
 
 def within(steps: int, interval: tuple[float, float]) -> np.ndarray:
-    """bool[steps]: those of the interval, whose ends are rounded down to whole steps, the second one
-    out of it, as guiders of diffusers have it."""
+    """bool[steps]: those of the interval, whose ends are rounded down to whole steps, the second
+    one out of it, as guiders of diffusers have it."""
     start, stop = (int(share * steps) for share in interval)
     numbers = np.arange(steps)
     return (start <= numbers) & (numbers < stop)

@@ -206,7 +206,8 @@ def _written(
 
 
 def library() -> Any:
-    """The package transformers, by its name: imported, it makes a type checker read all its models."""
+    """The package transformers, by its name: imported, it makes a type checker read all its
+    models."""
     return import_module("transformers")
 
 

@@ -101,8 +101,9 @@ class Region:
     def filled(
         self, frames: Iterator[np.ndarray], fill: str, border: np.ndarray | None = None
     ) -> Iterator[np.ndarray]:
-        """The frames u8[H, W, 3] with the mask's pixels filled, and around them a border of a colour,
-        or of what is at their edges. fill: one of FILLS; "mean" is that of a frame's other pixels."""
+        """The frames u8[H, W, 3] with the mask's pixels filled, and around them a border of a
+        colour, or of what is at their edges. fill: one of FILLS; "mean" is that of a frame's other
+        pixels."""
         left, top, _, _ = self.pad
         for pixels, drawn in zip(frames, self._drawn(), strict=True):
             if fill != "none" and drawn.any():
@@ -152,7 +153,8 @@ def near(mask: np.ndarray, radius: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RegionVideo(SourceVideo):
-    """The frames of a file as its region's model sees them. fill: one of FILLS; border: its colour."""
+    """The frames of a file as its region's model sees them. fill: one of FILLS; border: its
+    colour."""
 
     region: Region | None = None
     fill: str = "mean"

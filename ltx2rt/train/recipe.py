@@ -133,9 +133,10 @@ def _pattern(word: str) -> re.Pattern[str]:
 
 
 def targeted(words: Sequence[str], known: Collection[str], blocks: int = 1) -> list[str]:
-    """Those of the modules `known` (with `*` for one of so many blocks) that are of a group, or that
-    match a regular expression. Raises InputError for a word that names none, as a group without
-    sound names none of the sound's; for one that names some blocks alone; and for gates alone."""
+    """Those of the modules `known` (with `*` for one of so many blocks) that are of a group, or
+    that match a regular expression. Raises InputError for a word that names none, as a group
+    without sound names none of the sound's; for one that names some blocks alone; and for gates
+    alone."""
     found: list[str] = []
     for word in words:
         if word in GROUPS:
@@ -181,9 +182,10 @@ def group_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class NoiseLevels:
-    """kind: `shifted`, a logistic normal that is shifted by the tokens, stretched so that it reaches
-    0 and 1, and now and then uniform instead; `uniform`; or `logit`, the logistic normal alone.
-    shift: its mean before the sigmoid, None: by the tokens. least, most: what levels are scaled to.
+    """kind: `shifted`, a logistic normal that is shifted by the tokens, stretched so that it
+    reaches 0 and 1, and now and then uniform instead; `uniform`; or `logit`, the logistic normal
+    alone. shift: its mean before the sigmoid, None: by the tokens. least, most: what levels are
+    scaled to.
     """
 
     kind: str = "shifted"
@@ -233,9 +235,9 @@ SCHEDULES: Mapping[str, Callable[[int, int], float]] = {  # share of --lr by ste
 
 
 def rate(base: float, step: int, steps: int, schedule: str, warmup: int) -> float:
-    """Return the rate of step `step` of `steps`, which rises from 0 in `warmup` steps. SCHEDULES are
-    torch's formulas of LinearLR, CosineAnnealingLR, CosineAnnealingWarmRestarts, PolynomialLR and
-    StepLR."""
+    """Return the rate of step `step` of `steps`, which rises from 0 in `warmup` steps. SCHEDULES
+    are torch's formulas of LinearLR, CosineAnnealingLR, CosineAnnealingWarmRestarts, PolynomialLR
+    and StepLR."""
     return base * SCHEDULES[schedule](step, max(1, steps)) * min(1.0, (step + 1) / (warmup + 1))
 
 

@@ -409,7 +409,8 @@ class TrainRequest:
         return NoiseLevels(self.sigma, self.sigma_shift, *self.sigma_range)
 
     def resolved(self) -> TrainRequest:
-        """With the mode's own values in place of None. A rectangle of 0,0,0,0 is the middle half."""
+        """With the mode's own values in place of None. A rectangle of 0,0,0,0 is the middle
+        half."""
         mode = MODES[self.mode]
         crop = (0, 0, 0, 0, mode.crop) if self.crop is None else self.crop
         own = {name: getattr(mode, name) for name in ("first_frame", "prefix", "mask", "reference")}

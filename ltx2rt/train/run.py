@@ -288,7 +288,8 @@ class Run:
         return StepLosses(joined, sigmas, names)
 
     def _validated(self, trainer: Trainer, step: int) -> list[Path]:
-        """Clips with the LoRA as it is now. `validate` takes it as a file, which is then removed."""
+        """Clips with the LoRA as it is now. `validate` takes it as a file, which is then
+        removed."""
         if self.validate is None:
             return []
         folder = self.request.output / "validation"

@@ -1,4 +1,5 @@
-"""The samples of a run: which of the caches' it uses, for which streams, and the order of the draws.
+"""The samples of a run: which of the caches' it uses, for which streams, and the order of the
+draws.
 
 Every draw is a function of the seed and the number of the step.
 """

@@ -1,8 +1,8 @@
 """Signs of whether a transformer is distilled, which its tensors and its config do not say.
 
 Dev and distilled transformers of a release have the same names, shapes and config. What is left are
-the scheduler of a diffusers folder, the number of quantised matrices of the released files, and names.
-Which pipelines ask for which, `pipelines.request` decides.
+the scheduler of a diffusers folder, the number of quantised matrices of the released files, and
+names. Which pipelines ask for which, `pipelines.request` decides.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Tensor sources made of files: with quantised matrices read as float32 and their companions hidden,
-under other names, or with rows joined.
+"""Tensor sources made of files: with quantised matrices read as float32 and their companions
+hidden, under other names, or with rows joined.
 
 Decides where descriptions are found, and which names a reader sees. What the numbers of each format
 mean, `quant_formats` says.

@@ -56,7 +56,8 @@ class Recording(Protocol):
 class Recorder(Protocol):
     """Records functions, and holds the memory that their recordings share.
 
-    id: another one once what is recorded is no longer valid. serves: a mark of the call whose values are in the memory.
+    id: another one once what is recorded is no longer valid. serves: a mark of the call whose
+    values are in the memory.
     """
 
     id: Any
@@ -146,7 +147,8 @@ class TorchDevice:
         return x.to(self.torch)
 
     def fetch(self, x: Tensor) -> Tensor | Fetched:
-        """A result on its way to the host, behind what makes it, and not behind what comes later."""
+        """A result on its way to the host, behind what makes it, and not behind what comes
+        later."""
         if not self.queues:
             return x
         x = widened(x)

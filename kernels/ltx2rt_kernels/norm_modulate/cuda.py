@@ -97,8 +97,8 @@ def rows_launch(
     biased: bool = False, norm: bool = True,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """[x + y * the first row if there is a y] + results, normalised and modulated by the other
-    rows. biased: a bias of y's comes first. x may have several axes for tokens, such as frames, rows
-    and columns, if all of a sample's read the same rows."""
+    rows. biased: a bias of y's comes first. x may have several axes for tokens, such as frames,
+    rows and columns, if all of a sample's read the same rows."""
     shape = x.shape
     if x.ndim > 4:
         x, views = x.flatten(1, -2), [(view[0], 1, view[-1]) for view in views]
