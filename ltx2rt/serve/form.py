@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import parse_qsl
 
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
@@ -28,6 +29,7 @@ from ltx2rt.serve.upload import IMAGE, SUFFIX, check_upload, kind_of
 MAX_FIELDS, MAX_FILES = 64, 8
 MAX_MARKS = 50_000  # commas and opening brackets of JSON, which cost a hundred times their size
 SLOW_S, SLOWEST_BYTES_PER_S = 10, 64_000
+FORM = "application/x-www-form-urlencoded"
 
 
 class Gone(Exception):
@@ -55,8 +57,11 @@ async def fields_of(
     chunks = _chunks(request, max_bytes)
     if kind == "multipart/form-data":
         given, files = await _multipart(request, chunks, max_bytes, structured())
-    elif kind in ("application/json", ""):
-        given, files = _json(b"".join([chunk async for chunk in chunks])), {}
+    elif kind in ("application/json", FORM, ""):
+        body = b"".join([chunk async for chunk in chunks])
+        json_body = kind != FORM or body.lstrip()[:1] == b"{"  # `curl -d` calls JSON a form
+        given, files = _json(body) if json_body else _urlencoded(body), {}
+        _parse(given, structured())
     else:
         text = f"content-type: {kind[:80]!r}, expected multipart/form-data or application/json"
         raise Refusal(415, "bad_content_type", text)
@@ -121,10 +126,29 @@ async def _multipart(
                 given[name] = value
     finally:
         await form.close()
+    _parse(given, structured)
+    return given, files
+
+
+def _urlencoded(body: bytes) -> dict[str, Any]:
+    """Raises Refusal."""
+    given: dict[str, Any] = {}
+    try:
+        found = parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=MAX_FIELDS)
+    except ValueError as error:
+        raise Refusal(400, "invalid_value", f"form: {str(error)[:120]}") from None
+    for name, value in found:
+        if name in given:
+            raise Refusal(400, "invalid_value", f"{name[:80]}: given twice", name[:80])
+        given[name] = value
+    return given
+
+
+def _parse(given: dict[str, Any], structured: Iterable[str]) -> None:
+    """Read lists and objects that came as text."""
     for name in structured:
         if isinstance(text := given.get(name), str) and text.lstrip()[:1] in ("[", "{"):
             given[name] = _parsed(text, name)
-    return given, files
 
 
 def _append(items: Any, key: str, value: str, name: str) -> None:
