@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -91,6 +92,14 @@ class ServeOptions:
         group="jobs",
         metavar="NAME",
     )
+    served_name: tuple[str, ...] = flag(
+        (),
+        "names of the model for clients, the first in answers (default: its file's)",
+        str,
+        group="server",
+        metavar="NAME",
+        repeat=True,
+    )
     replicas: int = flag(
         1,
         "number of workers, each with its own devices",
@@ -139,9 +148,10 @@ class ServeOptions:
         group="server",
         metavar="SIZE[KB|MB|GB]",
     )
-    keep: float = flag(
-        7 * 86400.0,
-        "time after which clips are deleted, in seconds (default: 7d)",
+    keep: float | None = flag(
+        None,
+        "time after which clips are deleted, in seconds (default: 7d with --token-file, else when "
+        "--disk is full)",
         parse_amount,
         group="server",
         metavar="TIME[s|m|h|d]",
@@ -194,7 +204,7 @@ def main(args: argparse.Namespace) -> int:
     users = Users(own.token_file, hears) if own.token_file else None
     try:
         from ltx2rt.serve.admission import Admission
-        from ltx2rt.serve.app import Settings
+        from ltx2rt.serve.app import KEEP_S, Settings
         from ltx2rt.serve.server import Serving, serve
         from ltx2rt.serve.webhooks import read_hooks
     except ImportError as error:
@@ -210,13 +220,15 @@ def main(args: argparse.Namespace) -> int:
             lora_folder=own.lora_folder,
             warm=ready.warm,
             enhancer=ready.prompt_enhancer,
+            names=own.served_name,
         )
         found.check_warm()
         return found
 
     hooks = read_hooks(own.webhooks) if own.webhooks else {}
+    keep_s = (KEEP_S if users else math.inf) if own.keep is None else own.keep
     settings = Settings(
-        users, int(own.max_upload), own.keep, int(own.disk), own.log_prompts, own.max_work
+        users, int(own.max_upload), keep_s, int(own.disk), own.log_prompts, own.max_work
     )
     return serve(
         Serving(

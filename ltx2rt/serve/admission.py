@@ -34,9 +34,10 @@ from ltx2rt.pipelines.groups.sound import parse_reference
 from ltx2rt.pipelines.groups.text import Enhancing
 from ltx2rt.pipelines.request import Request, distilled_lora
 from ltx2rt.pipelines.step_plans import PlanFile
+from ltx2rt.placement.devices import known_kind
 from ltx2rt.run.plan import make_plan, to_enhance
 from ltx2rt.run.recording import high_range_of
-from ltx2rt.serve.refusal import Refusal, of_input, unknown
+from ltx2rt.serve.refusal import KNOWN_AS, Refusal, of_input, unknown
 from ltx2rt.serve.shapes import Shape
 from ltx2rt.serve.upload import EXR, IMAGE, MAX_BYTES, SUFFIX
 from ltx2rt.session.arrange import DatasheetBackend
@@ -85,18 +86,20 @@ class ReplicaBackend(DatasheetBackend):
 @dataclass(frozen=True)
 class Admitted:
     """given: as the client put it; job: what a worker is sent; work: TFLOP; loras: the set, as a
-    key; digest: of what was given."""
+    key; digest: of what was given; least_s: a bound of its time by the device's data sheet."""
 
     given: dict[str, Any]
     job: dict[str, Any]
     work: float
     loras: str
     digest: str
+    least_s: float | None = None
 
 
 class Admission:
     """Not for several threads at once. inputs: the folder of images, named by their digests;
-    default: the pipeline of requests that name none. Raises InputError."""
+    default: the pipeline of requests that name none; names: of the model, its file's by default.
+    Raises InputError."""
 
     def __init__(
         self,
@@ -107,6 +110,7 @@ class Admission:
         lora_folder: Path | None = None,
         warm: Sequence[Shape] = (),
         enhancer: Path | None = None,
+        names: Sequence[str] = (),
     ):
         options.check()
         self.options, self.inputs, self.lora_folder, self.default, self.warm, self.enhancer = (
@@ -129,9 +133,11 @@ class Admission:
         }
         kind = "cpu" if options.device == "cpu" else "unknown"
         self._session: Any = None
-        self._work: OrderedDict[str, float] = OrderedDict()  # TFLOP by all that decides it
+        # TFLOP and least seconds by all that decides them
+        self._work: OrderedDict[str, tuple[float, float | None]] = OrderedDict()
         self.plan_for(DeviceInfo(kind, "a device", UNKNOWN_BYTES, UNKNOWN_BYTES), {})
-        self.model = options.model.resolve().name
+        self.names = tuple(names) or (options.model.resolve().name,)
+        self.model = self.names[0]
 
     def plan_for(self, info: DeviceInfo, mesh: Mapping[str, int]) -> None:
         """Refuse from now on what such devices have no room for."""
@@ -169,17 +175,14 @@ class Admission:
         clip_fields, taken = self.fields(type_), uploads(type_)
         known = [*clip_fields, *OURS, *taken]
         for field in given:
-            if field not in known and field not in flagged(type_) and readers(field):
+            foreign = KNOWN_AS.get(field) in known
+            if field not in (*known, *flagged(type_)) and readers(field) and not foreign:
                 raise of_input(unread(name, f"--{field}", field), known, given)
             if field not in known:
                 raise unknown(field, known)
-        if self._text(given, "model", self.model) != self.model:
-            raise Refusal(
-                400,
-                "invalid_value",
-                f"model: {given['model'][:80]!r}, expected {self.model!r}",
-                "model",
-            )
+        if (model := self._text(given, "model", self.model)) not in self.names:
+            text = f"model: {model[:80]!r}, expected {' or '.join(map(repr, self.names))}"
+            raise Refusal(400, "invalid_value", text, "model")
         _check_metadata(given.get("metadata", {}))
         if len(self._text(given, "user", "")) > MAX_USER:
             raise Refusal(
@@ -245,10 +248,11 @@ class Admission:
             self._session.require_memory(plan.stages)
             while len(self._work) >= MAX_SHAPES:
                 self._work.popitem(last=False)
-            self._work[shape] = (
-                sum(cost.steps * cost.flops for cost in self._session.costs(plan.stages)) / 1e12
-            )
-        work = self._work[shape]
+            costs, info = self._session.costs(plan.stages), self._session.backend.info
+            kind = known_kind(info.kind, info.name, info.total_bytes)
+            least_s = sum(cost.time_s(kind) for cost in costs) if kind else None
+            self._work[shape] = sum(cost.steps * cost.flops for cost in costs) / 1e12, least_s
+        work, least_s = self._work[shape]
         settings = request.settings()
         resolved = {f: settings[f] for f in self.fields(type(request))}
         height, width = request.size_px
@@ -262,7 +266,7 @@ class Admission:
             "size": f"{width}x{height}", "seconds": seconds, "frames": frames == "true",
         }  # fmt: skip
         digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
-        return Admitted(given, job, work, json.dumps(loras) if loras else "", digest)
+        return Admitted(given, job, work, json.dumps(loras) if loras else "", digest, least_s)
 
     def _without_folders(self, message: str) -> str:
         """Sentences name files; their folder and their names here stay private."""

@@ -1,5 +1,4 @@
-"""Two kinds of answers: JSON that every client can decode, and files that may be deleted
-meanwhile."""
+"""Two kinds of answers: JSON for every client, and files that may be deleted meanwhile."""
 
 from __future__ import annotations
 

@@ -35,6 +35,7 @@ class Apart:
                 "default": admission.default,
                 "lora_folder": admission.lora_folder,
                 "enhancer": admission.enhancer,
+                "names": admission.names,
             },
         )
         self._process: asyncio.subprocess.Process | None = None

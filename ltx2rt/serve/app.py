@@ -55,6 +55,7 @@ from ltx2rt.serve.form import Gone, fields_of
 from ltx2rt.serve.gate import COOKIE, RETRY_S, nothing_here, refused
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.openapi import openapi
+from ltx2rt.serve.pace import Pace
 from ltx2rt.serve.queue import (
     CANCELLED,
     COMPLETED,
@@ -71,14 +72,15 @@ from ltx2rt.serve.refusal import Refusal
 from ltx2rt.serve.supervisor import QueueThread, Supervisor
 from ltx2rt.serve.upload import IMAGE, SUFFIX, VIDEO
 from ltx2rt.serve.users import Users
-from ltx2rt.serve.video import as_video, in_segments
+from ltx2rt.serve.video import as_video, in_segments, settings
 from ltx2rt.stages.segments import stops
 
 KEEP_ALIVE_S, EVENT_GAP_S = 15, 0.2
 STREAM_BYTES = 2**18  # bytes of a stream at once
-DELETE_WAIT_S = 30
+DELETE_WAIT_S, PACE_S = 30, 2
 UNUSED_S = 3600  # for so long what was sent stays if no job reads it
 POLL_MS = {QUEUED: 1000, RUNNING: 250}
+KEEP_S = 7 * 86400.0  # for clips where others reach the server; rows stay ten times longer
 PAGE = Path(__file__).with_name("page")
 PAGE_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 NOT_HERE = "editing and characters are not supported here; send a new prompt with images instead"
@@ -95,7 +97,7 @@ class Settings:
 
     users: Users | None
     max_upload_bytes: int = 32 * 2**20
-    keep_s: float = 7 * 86400
+    keep_s: float = KEEP_S
     disk_bytes: int = 50 * 10**9
     log_prompts: bool = False
     max_work: float | None = None
@@ -122,6 +124,7 @@ class App:
         self.closing = False
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="plan")
         self._apart = Apart(admission)
+        self._known_pace, self._pace_until = Pace(), 0.0
         self._encoding = asyncio.Lock()  # segments, one at a time
         kinds = (Refusal, HTTPException, Gone, sqlite3.OperationalError, OSError, Exception)
         routes = [Route(path, call, methods=[method]) for method, path, call in self._routes()]
@@ -139,6 +142,8 @@ class App:
             ("GET", "/v1/videos/{id}", self.retrieve),
             ("DELETE", "/v1/videos/{id}", self.delete),
             ("POST", "/v1/videos/{id}/cancel", self.cancel),
+            ("POST", "/v1/videos/{id}/pin", self.pin),
+            ("DELETE", "/v1/videos/{id}/pin", self.pin),
             ("POST", "/v1/videos/{id}/remix", self.remix),
             ("POST", "/v1/videos/{id}/extend", self.extend),
             ("POST", "/v1/videos/{id}/retry", self.retry),
@@ -178,11 +183,32 @@ class App:
         return job
 
     async def _video(self, job: Job) -> dict[str, Any]:
-        position = await self.store(self.queue.ahead, job) if job.status == QUEUED else None
+        position = eta_s = None
+        if job.status == QUEUED:
+            position, wait_s = await self._wait(job.user, job.priority, job.seq)
+            took_s, _ = (await self._pace()).of(job.work)
+            eta_s = None if took_s is None or wait_s is None else round(wait_s + took_s, 1)
         live, preview = self.board.live.get(job.id), self.board.previews.get(job.id)
-        return as_video(
-            job, self.admission.model, self.settings.keep_s, live, preview and preview[0], position
-        )
+        shown = preview and preview[0]
+        keep_s = self.settings.keep_s
+        return as_video(job, self.admission.model, keep_s, live, shown, position, eta_s)
+
+    async def _pace(self) -> Pace:
+        """The pace of the latest runs, at most PACE_S old."""
+        if (now := time.monotonic()) > self._pace_until:
+            self._known_pace = Pace(await self.store(self.queue.runs))
+            self._pace_until = now + PACE_S
+        return self._known_pace
+
+    async def _wait(self, user: str, *place: int) -> tuple[int, float | None]:
+        """Jobs that come before one of the user's, and their seconds, None if unknown."""
+        position, work = await self.store(self.queue.ahead, user, *place)
+        if (position_s := (await self._pace()).of(work)[0]) is None:
+            return position, None if position else 0.0
+        live = [progress.get("eta_s") or 0.0 for progress in self.board.live.values()]
+        replicas = len(self.supervisor.replicas)
+        free = len(live) < replicas
+        return position, (position_s + (0.0 if free else sum(live))) / replicas
 
     def _answer(self, video: dict[str, Any], status: int = 200) -> Response:
         wait_ms = POLL_MS.get(video["status"])
@@ -195,9 +221,6 @@ class App:
         self._require_accepting()
         most = self.settings.max_upload_bytes
         given = await fields_of(request, most, self.folder, uploads())
-        if request.query_params.get("check") == "1":
-            admitted = await self._admitted(request, given)
-            return Json({"object": "check", "given": admitted.given})
         return await self._add(request, given)
 
     async def remix(self, request: Request) -> Response:
@@ -276,6 +299,8 @@ class App:
         if key is not None and not 0 < len(key) <= 255:
             raise Refusal(400, "invalid_value", "Idempotency-Key: expected 1 to 255 characters")
         admitted = await self._admitted(request, given)
+        if request.query_params.get("check") == "1":
+            return await self._checked(user, admitted)
         retried = (
             request.headers.get("x-stainless-retry-count", "0") != "0"
         )  # the answer may have been lost
@@ -304,6 +329,19 @@ class App:
             )
             self.supervisor.woken()
         return self._answer(await self._video(job))
+
+    async def _checked(self, user: str, admitted: Admitted) -> Response:
+        """The clip that the request would make, and its time; nothing is queued."""
+        job, priority = admitted.job, number(admitted.given.get("priority"))
+        seconds, basis = (await self._pace()).of(admitted.work, admitted.least_s)
+        _, wait_s = await self._wait(user, int(priority or 0))
+        estimate = {
+            "seconds": seconds, "work_tflop": admitted.work, "wait_s": wait_s, "basis": basis,
+        }  # fmt: skip
+        resolved = {**settings(job), "size": job["size"], "seconds": job["seconds"]}
+        return Json(
+            {"object": "check", "given": admitted.given, "resolved": resolved, "estimate": estimate}
+        )
 
     async def _admitted(self, request: Request, given: dict[str, Any]) -> Admitted:
         """Raises Refusal."""
@@ -441,6 +479,14 @@ class App:
             self.board.tell("queued", after.id, after.user, why="retry")
             self.supervisor.woken()
         return self._answer(await self._video(after), 202)
+
+    async def pin(self, request: Request) -> Response:
+        """Keep a clip until it is deleted by hand; DELETE ends that."""
+        job = await self._job(request)
+        if job.status != COMPLETED or not (job.result or {}).get("file"):
+            raise Refusal(409, "not_ready", f"the video is {job.status} and has no clip to keep")
+        await self.store(self.queue.note, job.id, pinned=request.method == "POST")
+        return self._answer(await self._video(await self._job(request)))
 
     async def delete(self, request: Request) -> Response:
         job, end = await self._job(request), time.monotonic() + DELETE_WAIT_S
@@ -678,21 +724,14 @@ class App:
 
     # --- the server -------------------------------------------------------------------------------
 
-    def _model(self) -> dict[str, Any]:
-        return {"id": self.admission.model, "object": "model", "created": 0, "owned_by": "local"}
-
     async def models(self, request: Request) -> Response:
-        return Json({"object": "list", "data": [self._model()]})
+        return Json({"object": "list", "data": [_model(name) for name in self.admission.names]})
 
     async def one_model(self, request: Request) -> Response:
-        if (id := request.path_params["id"]) != self.admission.model:
-            raise Refusal(
-                404,
-                "not_found",
-                f"no model is named {id[:80]!r}; here is {self.admission.model!r}",
-                "model",
-            )
-        return Json(self._model())
+        if (id := request.path_params["id"]) not in self.admission.names:
+            text = f"no model is named {id[:80]!r}; here is {self.admission.model!r}"
+            raise Refusal(404, "not_found", text, "model")
+        return Json(_model(id))
 
     async def loras(self, request: Request) -> Response:
         data = [{"id": name, "object": "lora"} for name in self.admission.lora_files()]
@@ -755,6 +794,7 @@ class App:
     async def page(self, request: Request) -> Response:
         """A file of the page, by its exact name; never a path that is put together."""
         name = request.path_params.get("name", "index.html")
+        name = "docs.html" if name == "docs" else name
         files = {path.name: path for path in PAGE.iterdir() if path.suffix in PAGE_TYPES}
         if name not in files:
             raise nothing_here()
@@ -795,11 +835,13 @@ class App:
         jobs = await self.store(self.queue.finished)
         excess = sum((job.result or {}).get("bytes", 0) for job in jobs) - self.settings.disk_bytes
         for job in jobs:
+            if (job.result or {}).get("pinned"):
+                continue
             if excess > 0 or (job.end_uptime_s or 0.0) + self.settings.keep_s < now_s:
                 await self.store.insist(self.queue.note, job.id, file=None)
                 await asyncio.to_thread(self.folder.remove, job)
                 excess -= (job.result or {}).get("bytes", 0)
-        await self.store.insist(self.queue.forget, now_s - 10 * self.settings.keep_s)
+        await self.store.insist(self.queue.forget, now_s - 10 * min(self.settings.keep_s, KEEP_S))
         needed = await self.store(self.queue.waiting) + await self.store(self.queue.finished)
         await asyncio.to_thread(self.folder.sweep_inputs, needed, UNUSED_S)
 
@@ -810,6 +852,10 @@ def _require_video(job: Job, number: str) -> None:
     if number not in map(str, range(n)):
         text = f"video: {number[:80]!r}, expected 0 to {n - 1}"
         raise Refusal(400, "invalid_value", text, "video")
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "local"}
 
 
 def _too_many(full: QueueFull) -> Refusal:

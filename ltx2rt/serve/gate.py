@@ -46,6 +46,8 @@ OPEN = (  # to everybody
     "/index.html",
     "/page.js",
     "/page.css",
+    "/docs",
+    "/docs.js",
 )
 OPERATORS = ("/metrics", "/v1/queue/pause", "/v1/queue/resume")  # need an operator's token
 HEADERS = {
@@ -231,8 +233,7 @@ def answer_of(refusal: Refusal) -> Response:
 
 
 async def with_body_read(request: Request, answer: Response) -> Response:
-    """Read some of a body that is left, for an answer may be lost where a connection closes on
-    it."""
+    """Read some of a body that is left: closing a connection on it may lose the answer."""
     size, end = 0, time.monotonic() + UNREAD_S
     most = UNREAD_BYTES_TOO_LARGE if answer.status_code == 413 else UNREAD_BYTES
     while not request.state.read and size < most:

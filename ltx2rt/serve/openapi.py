@@ -73,6 +73,7 @@ def openapi(admission: Admission) -> dict[str, Any]:
                 post={**one, "requestBody": {"content": {"application/json": {"schema": remix}}}}
             ),
             "/v1/videos/{id}/retry": at(post=one),
+            "/v1/videos/{id}/pin": at(post=one, delete=one),
             "/v1/videos/{id}/extend": at(post={**one, "requestBody": {"content": content}}),
             "/v1/videos/extensions": at(post={"requestBody": {"content": content}}),
             "/v1/videos/{id}/stream": at(get=one),

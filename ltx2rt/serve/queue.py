@@ -40,6 +40,7 @@ MAX_DEATHS, MAX_ATTEMPTS = (
 )  # deaths of replicas under one job; runs, with those that a dying server ended
 LAST = 10**12  # added to the place of a job that goes after the others
 MAX_SAME_SET = 4  # jobs in a row that may overtake others because their LoRAs are loaded
+RUNS = 50  # that estimates are made from
 QUOTA_S = 86400.0  # the time for which `most_sent` counts
 RETRY_S = 60  # for so long a client's retry with the same body is the same job
 VERSION, APPLICATION = 1, 0x6C747832  # PRAGMA user_version; application_id, "ltx2"
@@ -52,7 +53,8 @@ CREATE TABLE IF NOT EXISTS jobs(
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, user TEXT NOT NULL, key TEXT,
     digest TEXT NOT NULL, status TEXT NOT NULL, priority INTEGER NOT NULL, work REAL NOT NULL,
     loras TEXT NOT NULL, given TEXT NOT NULL, job TEXT NOT NULL, remixed_from TEXT,
-    attempts INTEGER NOT NULL DEFAULT 0, deaths INTEGER NOT NULL DEFAULT 0, progressed INTEGER NOT NULL DEFAULT 0,
+    attempts INTEGER NOT NULL DEFAULT 0, deaths INTEGER NOT NULL DEFAULT 0,
+    progressed INTEGER NOT NULL DEFAULT 0,
     epoch INTEGER NOT NULL DEFAULT 0, cancel REAL, created REAL NOT NULL, started REAL,
     finished REAL, error TEXT,
     result TEXT, start_uptime_s REAL, end_uptime_s REAL, UNIQUE(user, key));
@@ -429,15 +431,35 @@ class Queue:
         found = self._jobs(f"{where} ORDER BY seq {order} LIMIT ?", *values, limit + 1)
         return found[:limit], len(found) > limit
 
-    def ahead(self, job: Job) -> int:
-        """About how many queued jobs come before it: the user's own, and as many of each other
-        user."""
-        before = "status='queued' AND user=? AND (priority>? OR (priority=? AND seq<?))"
-        own = self._count(before, job.user, job.priority, job.priority, job.seq)
-        others = self._db.execute(
-            "SELECT COUNT(*) FROM jobs WHERE status=? AND user<>? GROUP BY user", (QUEUED, job.user)
+    def ahead(self, user: str, priority: int = 0, seq: int = LAST) -> tuple[int, float]:
+        """Estimated queue position of a job under fair sharing, and the work before it.
+
+        By default of a job that the user would send now.
+        """
+        order = "ORDER BY priority DESC, seq"
+        rows = self._db.execute(
+            "SELECT user, work, priority, seq, "
+            f"ROW_NUMBER() OVER (PARTITION BY user {order}) AS place FROM jobs WHERE status=?",
+            (QUEUED,),
+        ).fetchall()
+        own = [
+            row["work"]
+            for row in rows
+            if row["user"] == user and (-row["priority"], row["seq"]) < (-priority, seq)
+        ]
+        others = [
+            row["work"] for row in rows if row["user"] != user and row["place"] <= len(own) + 1
+        ]
+        return len(own) + len(others), sum(own) + sum(others)
+
+    def runs(self) -> list[tuple[float, float]]:
+        """Work and seconds of the latest completed runs, the latest first."""
+        rows = self._db.execute(
+            "SELECT work, end_uptime_s-start_uptime_s FROM jobs WHERE status=? "
+            "AND end_uptime_s>start_uptime_s ORDER BY finished DESC LIMIT ?",
+            (COMPLETED, RUNS),
         )
-        return own + sum(min(count, own + 1) for (count,) in others)
+        return [tuple(row) for row in rows]
 
     def counts(self, user: str | None = None) -> dict[str, int]:
         """Jobs by status, of a user or of all."""

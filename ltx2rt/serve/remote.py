@@ -77,7 +77,8 @@ class RemoteServer:
         while True:
             try:
                 answer = urlopen(
-                    Request(self.url + path, data, headers, method=method), timeout=TIMEOUT_S
+                    Request(f"{self.url}/{path.lstrip('/')}", data, headers, method=method),
+                    timeout=TIMEOUT_S,
                 )
                 self.patience_s = SILENT_S
                 return answer

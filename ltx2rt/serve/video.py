@@ -1,11 +1,14 @@
 """A job as OpenAI's `Video`.
 
 Decides what a client sees of it. Four statuses are known to OpenAI's client, so a cancelled job is
-`failed` with the code `cancelled`; what OpenAI has no field for is in `x`.
+`failed` with the code `cancelled`; what OpenAI has no field for is in `x`. Addresses are relative
+to the server's root, so that they hold behind a proxy that puts it under a path.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +23,20 @@ def as_video(
     live: Progress | None,
     preview: int | None,
     position: int | None,
+    eta_s: float | None,
 ) -> dict[str, Any]:
-    """live: of one that runs; preview: the number of its latest picture; position: how many wait
-    before it."""
+    """live: of one that runs; preview: the number of its latest picture; position, eta_s: of one
+    that waits, jobs before it and seconds until it is over."""
     clip, result = job.job["clip"], job.result or {}
     made, report = job.status == COMPLETED and result.get("file"), result.get("report", {})
-    progress = (
-        100
-        if job.status == COMPLETED
-        else min(99, max(1, int(99 * live["fraction"])))
-        if live
-        else 0
-    )
+    progress = 100 if job.status == COMPLETED else 0
+    if live and not progress:
+        progress = min(99, max(1, int(99 * live["fraction"])))
+    seconds, pinned = float(job.job.get("seconds", 0.0)), bool(result.get("pinned"))
+    ends = made and job.finished and not pinned and keep_s < math.inf
+    kept_until = int(job.finished + keep_s) if ends and job.finished else None
     running = live if job.status == RUNNING and live else {}
-    content = f"/v1/videos/{job.id}/content"
+    content = f"v1/videos/{job.id}/content"
     return {
         "id": job.id,
         "object": "video",
@@ -42,8 +45,8 @@ def as_video(
         "progress": progress,
         "created_at": int(job.created),
         "completed_at": int(job.finished) if job.finished and job.status == COMPLETED else None,
-        "expires_at": int(job.finished + keep_s) if made and job.finished else None,
-        "seconds": f"{float(job.job.get('seconds', 0.0)):.3f}",
+        "expires_at": kept_until,
+        "seconds": str(job.given.get("seconds") or f"{seconds:.3f}"),
         "size": job.job.get("size", ""),
         "prompt": clip.get("prompt"),
         "remixed_from_video_id": job.remixed_from,
@@ -53,15 +56,18 @@ def as_video(
             "stage": running.get("stage"),
             "step": running.get("step"),
             "steps": running.get("of"),
-            "eta_s": running.get("eta_s"),
+            "eta_s": running.get("eta_s", eta_s),
             "queue_position": position,
+            "seconds": seconds,
             "seed": clip.get("seed"),
-            "settings": settings(job),
-            "stream": f"/v1/videos/{job.id}/stream" if in_segments(job) else None,
-            "segments": f"/v1/videos/{job.id}/segments" if in_segments(job) else None,
+            "settings": settings(job.job),
+            "stream": f"v1/videos/{job.id}/stream" if in_segments(job) else None,
+            "segments": f"v1/videos/{job.id}/segments" if in_segments(job) else None,
             "preview": None if preview is None else f"{content}?variant=preview&number={preview}",
             "timings": {stage["name"]: stage["time_s"] for stage in report.get("stages", ())},
             "run_s": job.run_s,
+            "kept_until": kept_until,
+            "pinned": pinned,
             "attempts": job.attempts,
             "priority": job.priority,
             "cancel_requested_at": int(job.cancel) if job.cancel else None,
@@ -82,29 +88,29 @@ def in_segments(job: Job) -> bool:
     return job.job["clip"].get("length") is not None
 
 
-def settings(job: Job) -> dict[str, Any]:
+def settings(job: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a request that gets the same video."""
     images = [
         {"file_id": file.split(".")[0], "frame": frame, "strength": strength}
-        for file, frame, strength in job.job["images"]
+        for file, frame, strength in job["images"]
     ]
     loras = [
         {"name": Path(file).stem, "strength": strength, "stage": stage}
-        for file, strength, stage in job.job["loras"]
+        for file, strength, stage in job["loras"]
     ]
     files = {
         field: [
             {"file_id": name.split(".")[0]} | ({"strength": rest[0]} if rest else {})
             for name, *rest in kept
         ]
-        for field, kept in job.job.get("files", {}).items()
+        for field, kept in job.get("files", {}).items()
     }
     own = {
-        "pipeline": job.job["pipeline"],
-        "n": job.job.get("n", 1),
+        "pipeline": job["pipeline"],
+        "n": job.get("n", 1),
         "images": images,
         "loras": loras,
     }
-    if job.job.get("frames"):
+    if job.get("frames"):
         own["hdr_frames"] = True
-    return {**own, **job.job["clip"], **files}
+    return {**own, **job["clip"], **files}

@@ -250,7 +250,7 @@ def test_prompts_are_written_out_where_the_server_has_a_gemma(admission, tiny, t
     assert clip["enhance_prompt"] and clip["enhance_seed"] == 7 and clip["enhanced_prompt"] is None
     fields = [x.limits()["pipelines"]["one-stage"]["fields"] for x in (plain, able)]
     assert {*fields[1]} - {*fields[0]} == {"enhance_prompt", "enhance_seed", "enhanced_prompt"}
-    with pytest.raises(InputError, match=r"--prompt-enhancer: .* is no folder of a Gemma"):
+    with pytest.raises(InputError, match=r"--prompt-enhancer: .* is no Gemma 3"):
         admission(enhancer=tmp_path, **how)
 
 

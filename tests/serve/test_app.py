@@ -21,6 +21,7 @@ from dataclasses import fields
 from fractions import Fraction
 from pathlib import Path
 from threading import Event, Thread
+from urllib.parse import urlencode
 
 import av
 import httpx
@@ -210,7 +211,7 @@ def test_what_the_command_line_refuses_is_refused_before_it_waits(server, given,
     (b"[" * 100_000, "application/json", 400),
     (b"[" + b"[]," * 5_000_000 + b"[]]", "application/json", 400),  # seconds and 900 MB to read
     (b"\xff\xfe", "application/json", 400),
-    (b"a=b", "application/x-www-form-urlencoded", 415),
+    (b"a=b", "application/x-www-form-urlencoded", 400),
     (b"<x/>", "text/xml", 415),
     (b"--b\r\n", "multipart/form-data; boundary=b", 400),
     (b"nothing", "multipart/form-data", 400),
@@ -229,6 +230,13 @@ def test_a_form_of_many_parts_is_answered(server):
     kind = {"content-type": "multipart/form-data; boundary=x"}
     answer = server.http.post("/v1/videos", content=body + b"--x--", headers=kind)
     assert "Too many fields" in error_of(answer, 400)["message"]
+
+
+def test_what_curl_sends_with_d_is_read(server):
+    kind = {"content-type": "application/x-www-form-urlencoded"}
+    for body in (json.dumps({"prompt": "1:0", **SMALL}), f"prompt=1%3A0&{urlencode(SMALL)}"):
+        answer = server.http.post("/v1/videos?check=1", content=body, headers=kind)
+        assert answer.json()["resolved"]["prompt"] == "1:0"
 
 
 def test_a_body_that_is_packed_or_no_text_is_named_as_such(server):
@@ -276,9 +284,77 @@ def test_settings_of_a_video_make_another_one(server):
     error_of(server.http.post(f"/v1/videos/{first['id']}/remix", files=form), 400)
 
 
+@pytest.mark.parametrize("foreign, field", [
+    ("duration", "seconds"), ("aspect_ratio", "size"), ("resolution", "size"), ("image", "images"),
+    ("negative", "negative_prompt"), ("negativePrompt", "negative_prompt"),
+    ("num_inference_steps", "steps"), ("guidanceScale", "video_cfg"), ("numFrames", "num_frames"),
+    ("frame-rate", "fps"), ("num_outputs", "n"), ("promt", "prompt"),
+])  # fmt: skip
+def test_a_field_of_another_server_is_refused_with_its_name_here(server, foreign, field):
+    answer = server.http.post("/v1/videos", json={"prompt": "1:0", **SMALL, foreign: 1})
+    assert f"did you mean {field!r}?" in error_of(answer, 400)["message"]
+
+
+def test_a_check_tells_what_would_be_made_and_when(start):
+    server = start("--served-name", "sora-2", "sora-2-pro")
+    given = {"prompt": "3:0.05", **SMALL, "num_frames": None, "seconds": "1", "model": "sora-2-pro"}
+    found = server.http.post("/v1/videos?check=1", json=given).json()
+    assert found["resolved"]["num_frames"] == 25 and found["resolved"]["size"] == "64x64"
+    assert found["estimate"]["seconds"] is None and found["estimate"]["work_tflop"] > 0
+    assert (
+        found["estimate"] | {"wait_s": 0.0, "basis": "nothing has run here yet"}
+        == found["estimate"]
+    )
+    made = server.http.post("/v1/videos", json=given).json()
+    assert (made["model"], made["seconds"]) == ("sora-2", "1")
+    assert made["x"]["seconds"] == pytest.approx(25 / 24)
+    took_s = server.until(made["id"])["x"]["run_s"]
+    time.sleep(2.1)  # as long as a pace is remembered
+    server.http.post("/v1/queue/pause")
+    again = [server.http.post("/v1/videos", json=given).json() for _ in range(2)]
+    etas = [server.get(one["id"])["x"]["eta_s"] for one in again]
+    assert etas == pytest.approx([took_s, 2 * took_s], abs=0.1)
+    estimate = server.http.post("/v1/videos?check=1", json=given).json()["estimate"]
+    assert estimate["seconds"] == pytest.approx(took_s) and "1 like it" in estimate["basis"]
+    assert estimate["wait_s"] == pytest.approx(2 * took_s)
+    assert [one["id"] for one in server.http.get("/v1/models").json()["data"]] == [
+        "sora-2", "sora-2-pro",
+    ]  # fmt: skip
+    assert (
+        "'sora-2' or 'sora-2-pro'"
+        in error_of(server.http.post("/v1/videos", json={**given, "model": "sora-3"}), 400)[
+            "message"
+        ]
+    )
+
+
+def test_what_is_kept_until_when_is_told(start):
+    forever = start()
+    id = forever.add("1:0")
+    video = forever.until(id)
+    assert video["expires_at"] is None and video["x"]["kept_until"] is None
+    forever.kill()
+    server = start("--keep", "1", data="other")
+    pinned, other = server.add("1:0"), server.add("1:0")
+    server.until(pinned), server.until(other)
+    kept = server.http.post(f"/v1/videos/{pinned}/pin").json()
+    assert kept["x"]["pinned"] and kept["x"]["kept_until"] is None
+    end = time.monotonic() + 30
+    while server.http.get(f"/v1/videos/{other}/content").status_code != 410:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert server.http.get(f"/v1/videos/{pinned}/content").status_code == 200
+    freed = server.http.request("DELETE", f"/v1/videos/{pinned}/pin").json()
+    assert not freed["x"]["pinned"] and freed["x"]["kept_until"] == freed["expires_at"]
+    while server.http.get(f"/v1/videos/{pinned}/content").status_code != 410:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
 def test_seconds_become_the_nearest_number_of_frames(server):
     video = server.get(server.add("1:0", num_frames=None, seconds="5", fps=24))
-    assert (video["x"]["settings"]["num_frames"], video["seconds"]) == (121, "5.042")
+    assert (video["x"]["settings"]["num_frames"], video["seconds"]) == (121, "5")
+    assert video["x"]["seconds"] == pytest.approx(121 / 24)
 
 
 @pytest.mark.parametrize("data, words", [
@@ -1130,7 +1206,7 @@ def test_a_stream_follows_a_job_and_ends_with_it(server, fragments):
     """In whole fragments, from any byte on; a run that begins anew writes the same bytes again."""
     data, ends = fragments
     id = server.add("40:0.1", **IN_SEGMENTS)
-    assert server.get(id)["x"]["stream"] == f"/v1/videos/{id}/stream"
+    assert server.get(id)["x"]["stream"] == f"v1/videos/{id}/stream"
     first, folder = Reader(server, id), server.data / "out" / f"{id}.segments"
     server.until_step(id)
     folder.mkdir()

@@ -82,7 +82,8 @@ def test_the_least_served_user_then_his_highest_priority_then_the_oldest(queue):
     assert queue.claim().id == many[0]
     few = [add(queue, "b").id for _ in range(5)]
     urgent = add(queue, "a", priority=5).id
-    assert queue.ahead(queue.get(few[4])) == 4 + 5  # of 200 as many as are served by then
+    late = queue.get(few[4])
+    assert queue.ahead("b", 0, late.seq)[0] == 4 + 5  # of 200 as many as are served by then
     order = [queue.claim().id for _ in range(12)]
     assert next(id for id in order if id not in few) == urgent
     assert set(few) <= set(order[:11]) and [id for id in order if id in few] == few
