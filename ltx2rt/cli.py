@@ -51,12 +51,11 @@ COMMANDS = {
 GROUPED = {"weights": "make, inspect, fetch or merge weights", "train": "train a LoRA"}
 FIRST_STEPS = """\
 first steps:
-  ltx2rt devices                                    what this machine has
   ltx2rt weights fetch Lightricks/LTX-2.3           download a model
   ltx2rt plan --preset ltx-2.3 --device-kind h100   estimate memory and time on one H100
   ltx2rt generate --model Lightricks/LTX-2.3 --prompt "a red fox in the snow" --output fox.mp4
 
-`ltx2rt COMMAND --help` lists the flags of a command.
+`ltx2rt --help` lists the commands, `ltx2rt COMMAND --help` the flags of one.
 """
 RANKED = (
     "generate",
@@ -142,6 +141,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    if not (sys.argv[1:] if argv is None else argv):
+        print(FIRST_STEPS, end="", file=sys.stderr)
+        return BAD_INPUT
     args = parser().parse_args(argv)
     args.argv = sys.argv[1:] if argv is None else list(argv)
     args.own_process = argv is None

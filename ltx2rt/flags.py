@@ -23,6 +23,12 @@ GROUPS = (  # titles in `--help`, in this order
     "pipeline", "network", "model", "clip", "conditioning", "guidance", "sampling", "training",
     "devices and memory", "server", "jobs", "output", "log",
 )  # fmt: skip
+COMMON = (
+    "model and pipeline",
+    "prompt and inputs",
+    "clip and output",
+    "hardware",
+)  # titles of the short help
 KINDS = {  # parsers: name of a value in `--help`, and what an error expects
     bool: ("", "True or False"),
     int: ("N", "a whole number"),
@@ -48,6 +54,7 @@ class Flag:
     json: type of the value in JSON, where the parser does not tell.
     asks: the pipeline that a request with this flag is for, if it names none.
     typed: whether the command line has it; requests in Python and JSON always do.
+    common: its title in the short help, which shows no flag that has none.
     """
 
     help: str
@@ -68,6 +75,7 @@ class Flag:
     json: str | None = None
     asks: str | None = None
     typed: bool = True
+    common: str | None = None
 
     def admits(self, number: float | Fraction) -> bool:
         """Whether the number is finite and within the bounds."""
@@ -214,6 +222,20 @@ def groups(parser: Any) -> dict[str | None, Any]:
         if title not in titles:
             parser.add_argument_group(title)
     return {group.title: group for group in parser._action_groups}
+
+
+def shorten(parser: Any, titles: Mapping[str, str | None]) -> None:
+    """Leave the flags that have a title in the parser's help. titles: from COMMON, by name of the
+    value."""
+    found: dict[str, Any] = {title: parser.add_argument_group(title) for title in COMMON}
+    for action in parser._actions:
+        if title := titles.get(action.dest):
+            found[title]._group_actions.append(action)
+        elif action.dest not in ("help", "help_all"):
+            action.help = argparse.SUPPRESS
+    options = parser._optionals
+    options._group_actions[:] = [a for a in options._group_actions if a.dest not in titles]
+    parser._action_groups = [*found.values(), options]
 
 
 def _metavar(how: Flag) -> str | tuple[str, ...]:

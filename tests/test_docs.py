@@ -336,6 +336,6 @@ def test_every_document_is_linked_from_the_face():
 def test_every_flag_of_generate_is_in_its_help_only_once(capsys):
     """The documents send the reader there."""
     with pytest.raises(SystemExit):
-        cli.main(["generate", "--help"])
+        cli.main(["generate", "--help-all"])
     found = re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, re.MULTILINE)
     assert len(found) == len(set(found)) > 40

@@ -17,6 +17,7 @@ from ltx2rt.commands.serve import ServeOptions, parse_amount
 from ltx2rt.commands.worker import Warm
 from ltx2rt.errors import InputError
 from ltx2rt.flags import (
+    COMMON,
     GROUPS,
     Flag,
     add_flags,
@@ -160,8 +161,9 @@ def test_an_amount_without_a_known_unit_names_its_flag(text):
 
 
 def help_of(capsys, *words):
+    every = "--help-all" if words[0] == "generate" else "--help"
     with pytest.raises(SystemExit) as end:
-        cli.main([*words, "--help"])
+        cli.main([*words, every])
     assert end.value.code == 0
     return capsys.readouterr().out
 
@@ -224,13 +226,39 @@ def test_help_has_groups_pipelines_and_marks_what_is_required(capsys):
         "--model",
         "--prompt",
     }
-    assert "ltx2rt generate --pipeline NAME --help" in text
+    assert "ltx2rt generate --pipeline NAME --help-all" in text
     assert all(
         re.search(rf"^    {name} +{re.escape(type_.summary)}$", text, re.M)
         for name, type_ in pipelines().items()
     )
     assert found["--max-memory"][0] == "devices and memory" and found["--quiet"][0] == "log"
     assert "--auto-duration MIN MAX " in text and "[" not in found["--auto-duration"][1]
+
+
+def test_the_short_help_has_the_common_flags_in_four_groups(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--help"])
+    text = capsys.readouterr().out
+    found = shown(text)
+    assert list(dict.fromkeys(title for title, _ in found.values())) == [*COMMON, "options"]
+    assert {"--model", "--image", "--audio-path", "--video-path", "--mask", "--seed"} <= set(found)
+    assert 15 <= len(found) <= 20 and "--fps" not in found and len(text.splitlines()) < 75
+    assert len(re.findall(r"^  --mask ", text, re.M)) == 1
+    assert found.keys() < shown(help_of(capsys, "generate")).keys() | {
+        "--audio-path",
+        "--video-path",
+        "--mask",
+    }
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--pipeline", "retake", "--video-cfg", "3", "-h"])
+    retake = shown(capsys.readouterr().out)
+    assert "--video-path" in retake and "--audio-path" not in retake
+
+
+def test_no_command_gets_first_steps(capsys):
+    assert cli.main([]) == 2
+    said = capsys.readouterr().err
+    assert len(re.findall("^  ltx2rt ", said, re.M)) == 3 and "error" not in said
 
 
 @pytest.mark.parametrize("name", pipelines())

@@ -27,11 +27,11 @@ from ltx2rt.commands.options import (
     start_ranks,
 )
 from ltx2rt.errors import InputError
-from ltx2rt.flags import add_flag, add_flags, flagged, given_flags, groups
+from ltx2rt.flags import COMMON, add_flag, add_flags, flagged, given_flags, groups, shorten
 from ltx2rt.graph.encodings import QUANTISED
 from ltx2rt.media.output import check_streams
 from ltx2rt.notes import note
-from ltx2rt.pipelines import FIRST, pipeline, step_plans
+from ltx2rt.pipelines import FIRST, pipeline, pipelines, step_plans
 from ltx2rt.pipelines.groups.seeds import draw_seed
 from ltx2rt.pipelines.groups.size import Pixels
 from ltx2rt.pipelines.groups.text import Prompt
@@ -147,6 +147,27 @@ def flags(to: Any) -> None:
     )
     lines = "\n  ".join(examples(shown))
     to.epilog = f"examples:\n  {lines}\n\n{COMPILED}"
+    to.add_argument("--help-all", action="help", help="show every flag of the pipeline")
+    if {"-h", "--help"} & set(to.words):
+        _shorten(to, shown)
+
+
+def _shorten(to: Any, shown: type[Request]) -> None:
+    """Let the help have the common flags alone, with those by which an input chooses a pipeline."""
+    known = list(pipelines().values())
+    own = [type(group) for type_ in known for group in type_.groups]  # help for any pipeline
+    every = flagged(ModelOptions, shown, Files, *own, *known)
+    titles = {name: f.metadata["flag"].common for name, f in every.items()}
+    for name in titles.keys() - flagged(ModelOptions, shown, Files).keys():
+        f = every[name]
+        if titles[name] and not any(word.startswith("--pipeline") for word in to.words):
+            chooses = f.metadata["flag"].help.removesuffix(" (required)")
+            add_flag(to, f, help=f"{chooses}; chooses its pipeline")
+    shorten(to, titles | {"pipeline": COMMON[0]})
+    to._option_string_actions[
+        "--pipeline"
+    ].help = f"{', '.join(pipelines())} (default: {shown.name}, or as the inputs ask)"
+    to.epilog = to.epilog.partition("\n\n")[0]
 
 
 def examples(type_: type[Request]) -> list[str]:

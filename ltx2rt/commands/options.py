@@ -26,6 +26,7 @@ from ltx2rt.text_files import flag_lines
 PRESETS = ("tiny-2.0", "tiny-2.3", "tiny-2.5", "ltx-2.0", "ltx-2.3", "ltx-2.5")
 MAX_PROMPT_BYTES = 2**20
 PLACED = ("profile", "mesh", "weights_dtype")
+HELP = ("--help", "--help-all")
 WORDS = (Prompt, Enhancing, NegativePrompt, Seed, NoiseFile)  # decide nothing that costs
 
 
@@ -83,14 +84,14 @@ def pipeline_flags(to: Any, *but: type[Group]) -> type[Request]:
     name, because = reader.parse_known_args(to.words)[0].pipeline, ""
     if name is None:
         words = {word.partition("=")[0][2:].replace("-", "_") for word in to.words}
-        name, because = (FIRST, "") if words & {"help", "h"} else chosen(words)
+        name, because = (FIRST, "") if words & {"help", "h", "help_all"} else chosen(words)
     shown, known = pipeline(name), pipelines()
     wide = max(map(len, known))
     group = groups(to)["pipeline"]
     group.description = "\n".join(
         [
             f"Flags and defaults are shown for {shown.name}. For another pipeline:",
-            f"{to.prog} --pipeline NAME --help",
+            f"{to.prog} --pipeline NAME {HELP[HELP[1] in to.words]}",
             "",
             *(f"  {name:<{wide}}  {type_.summary}" for name, type_ in known.items()),
         ]

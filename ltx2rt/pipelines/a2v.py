@@ -38,6 +38,7 @@ class GivenSound(Group):
         metavar="FILE",
         file="sound",
         kept=True,
+        common="prompt and inputs",
     )
     audio_start_time: float = flag(
         0.0,

@@ -65,6 +65,7 @@ class Files(Marks):
         Path,
         group="output",
         metavar="FILE",
+        common="clip and output",
     )
     warmup: bool = flag(False, "run each stage's step once before it is timed", group="log")
     latents_out: Path | None = flag(

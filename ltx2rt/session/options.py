@@ -159,6 +159,7 @@ class Model:
         parse_part,
         group="model",
         metavar="PATH|ORG/NAME[@REVISION]",
+        common="model and pipeline",
     )
 
 
@@ -201,6 +202,7 @@ class ModelOptions(PartFiles):
         metavar="FILE|FOLDER[:STRENGTH[:stage1|stage2]]",
         repeat=True,
         keyword="lora",
+        common="model and pipeline",
     )
     lora_allow_partial: bool = flag(
         False,
@@ -263,6 +265,7 @@ class ModelOptions(PartFiles):
         "memory, which changes no number; resident refuses the run",
         group=MEMORY,
         choices=("auto", "resident"),
+        common="hardware",
     )
     max_memory: float | None = flag(
         None,
@@ -302,6 +305,7 @@ class ModelOptions(PartFiles):
         int,
         group=MEMORY,
         least=1,
+        common="hardware",
     )
     tp_size: int | None = flag(
         None,

@@ -95,7 +95,7 @@ def test_a_pipeline_is_added_by_one_file(third, tiny, command, tmp_path):
     latents = tmp_path / "x.safetensors"
     status, out, err = command("generate", *words, "--latents-out", latents)
     assert status == 0 and out.startswith(f"{latents}: ") and latents.exists(), err
-    status, out, _ = command("generate", "--help")
+    status, out, _ = command("generate", "--help-all")
     assert status == 0 and "text-to-latent latents alone" in " ".join(out.split())
     flags = [
         *[

@@ -59,6 +59,7 @@ class Images(Group):
         repeat=True,
         keyword="image",
         file="image",
+        common="prompt and inputs",
     )
     latents_in: Path | None = flag(
         None,

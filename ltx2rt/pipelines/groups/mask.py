@@ -43,6 +43,7 @@ class Mask(Group):
         group="conditioning",
         metavar="FILE",
         file="mask",
+        common="prompt and inputs",
     )
     mask_grow: int = flag(
         5,

@@ -29,6 +29,7 @@ class Seed(Group):
         int,
         group="sampling",
         least=0,
+        common="clip and output",
     )
 
     def check(self, request: Any) -> None:

@@ -106,6 +106,7 @@ class Segments(Group):
         metavar="S",
         above=0,
         most=MAX_LENGTH_S,
+        common="clip and output",
     )
     segment_prompts: tuple[str, ...] = flag(
         (),

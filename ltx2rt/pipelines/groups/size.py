@@ -65,8 +65,20 @@ class Pixels(Group):
 
 @dataclass(frozen=True)
 class Size(Pixels):
-    width: int = flag(768, "width of the video, in pixels", group="clip", most=MAX_SIDE_PX)
-    height: int = flag(512, "height of the video, in pixels", group="clip", most=MAX_SIDE_PX)
+    width: int = flag(
+        768,
+        "width of the video, in pixels",
+        group="clip",
+        most=MAX_SIDE_PX,
+        common="clip and output",
+    )
+    height: int = flag(
+        512,
+        "height of the video, in pixels",
+        group="clip",
+        most=MAX_SIDE_PX,
+        common="clip and output",
+    )
 
 
 @dataclass(frozen=True)
@@ -122,6 +134,7 @@ class Length(Duration):
         int,
         group="clip",
         most=MAX_FRAMES,
+        common="clip and output",
     )
     fps: Fraction = flag(
         Fraction(24),

@@ -41,6 +41,7 @@ class SourceClip(Duration):
         metavar="FILE",
         file="video",
         kept=True,
+        common="prompt and inputs",
     )
     num_frames: int = of_the_file(Length, "num_frames")
     fps: Fraction = of_the_file(Length, "fps")

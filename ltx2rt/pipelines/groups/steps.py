@@ -45,6 +45,7 @@ class Steps(Group):
         group="sampling",
         least=1,
         most=MAX_STEPS,
+        common="clip and output",
     )
 
     def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:

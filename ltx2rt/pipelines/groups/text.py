@@ -17,7 +17,12 @@ from ltx2rt.stages.relay import PromptSpan, Relay, parse_span
 
 @dataclass(frozen=True)
 class Prompt(Group):
-    prompt: str = flag("", "text that describes the video and its sound", group="clip")
+    prompt: str = flag(
+        "",
+        "text that describes the video and its sound",
+        group="clip",
+        common="prompt and inputs",
+    )
 
     def check(self, request: Any) -> None:
         if not self.prompt.strip():
@@ -61,7 +66,10 @@ class NegativePrompt(Group):
     """Resolved to the model's in a guided clip, and wherever else it is read."""
 
     negative_prompt: str | None = flag(
-        None, "text that describes what to avoid (default: the model's)", group="guidance"
+        None,
+        "text that describes what to avoid (default: the model's)",
+        group="guidance",
+        common="prompt and inputs",
     )
 
     def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
