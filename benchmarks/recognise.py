@@ -103,7 +103,8 @@ def _motion(seconds: np.ndarray, x: np.ndarray, y: np.ndarray, size: np.ndarray)
     of y."""
     way, growth = (np.polyfit(seconds, values, 1)[0] * np.ptp(seconds) for values in (x, size))
     strength = {
-        "right": way / SLIDE, "left": -way / SLIDE, "grows": growth / GROWTH, "shrinks": -growth / GROWTH,
+        "right": way / SLIDE, "left": -way / SLIDE, "grows": growth / GROWTH,
+        "shrinks": -growth / GROWTH,
         "bounces": np.ptp(y) / BOUNCE,
     }  # fmt: skip
     best = max(strength, key=lambda name: float(strength[name]))

@@ -283,7 +283,8 @@ def drift_table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Markdown of the first and the last second."""
     shown: dict[str, Callable[[float], str]] = {
         "brightness": "{:.1f}".format, "contrast": "{:.1f}".format, "saturation": "{:.1f}".format,
-        "sharpness": "{:.0f}".format, "level_db": "{:.1f} dB".format, "centroid_hz": "{:.0f} Hz".format,
+        "sharpness": "{:.0f}".format, "level_db": "{:.1f} dB".format,
+        "centroid_hz": "{:.0f} Hz".format,
     }  # fmt: skip
     shown |= dict.fromkeys(("colour", "background", "shape", "pitch"), lambda x: f"{100 * x:.0f} %")
     head = ["", *(name.removesuffix("_db").removesuffix("_hz") for name in shown)]

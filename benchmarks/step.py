@@ -154,7 +154,8 @@ class Contest:
         arguments = dict(zip(("video_coords", "audio_coords"), coords, strict=True))
         arguments |= dict(
             hidden_states=x["video_latent"], audio_hidden_states=x["audio_latent"],
-            encoder_hidden_states=x["video_context"], audio_encoder_hidden_states=x["audio_context"],
+            encoder_hidden_states=x["video_context"],
+            audio_encoder_hidden_states=x["audio_context"],
             timestep=x["video_sigma"] * factor, sigma=x["video_sigma"] * factor, return_dict=False,
         )  # fmt: skip
 
@@ -326,9 +327,11 @@ class Guided:
                 name: value.expand(batch, -1, -1, -1) for name, value in coords.items()
             } | branch
             found = module(
-                hidden_states=video, audio_hidden_states=audio, encoder_hidden_states=context["video"][rows],
+                hidden_states=video, audio_hidden_states=audio,
+                encoder_hidden_states=context["video"][rows],
                 audio_encoder_hidden_states=context["audio"][rows], timestep=timestep.expand(batch),
-                sigma=timestep.expand(batch), use_cross_timestep=True, return_dict=False, **arguments,
+                sigma=timestep.expand(batch), use_cross_timestep=True, return_dict=False,
+                **arguments,
             )  # fmt: skip
             return [v.float() for v in found]
 

@@ -327,7 +327,8 @@ class Lab:
 
     def fit(
         self, part: str, parameters: Mapping[str, torch.nn.Parameter], steps: int, rate: float,
-        loss: Callable[[int, np.random.Generator], dict[str, torch.Tensor]], matrix_rate: float = 0.0,
+        loss: Callable[[int, np.random.Generator], dict[str, torch.Tensor]],
+        matrix_rate: float = 0.0,
     ) -> None:  # fmt: skip
         """AdamW, or Muon at `matrix_rate` for matrices and kernels, a cosine to zero, and the
         average of the last weights as the result."""
@@ -592,7 +593,8 @@ class Lab:
         return network, {name: table.to(self.device) for name, table in tables.items()}
 
     def velocity(
-        self, forward: tuple[NetworkModule, dict[str, Any]], video: torch.Tensor, sound: torch.Tensor,
+        self, forward: tuple[NetworkModule, dict[str, Any]], video: torch.Tensor,
+        sound: torch.Tensor,
         sigmas: torch.Tensor, contexts: Mapping[str, torch.Tensor], keep: torch.Tensor,
         sound_sigmas: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -602,8 +604,10 @@ class Lab:
         sounding = sigmas if sound_sigmas is None else sound_sigmas
         found = network(
             video_latent=video, audio_latent=sound, video_sigma=sigmas, audio_sigma=sounding,
-            video_levels=torch.stack([sigmas, torch.zeros_like(sigmas)], 1), video_level_index=keep.int(),
-            audio_levels=sounding[:, None], **{name: x.float() for name, x in contexts.items()}, **tables,
+            video_levels=torch.stack([sigmas, torch.zeros_like(sigmas)], 1),
+            video_level_index=keep.int(),
+            audio_levels=sounding[:, None], **{name: x.float() for name, x in contexts.items()},
+            **tables,
         )  # fmt: skip
         return found["video_velocity"], found["audio_velocity"]
 

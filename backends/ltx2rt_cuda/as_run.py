@@ -22,9 +22,9 @@ def as_run(
     compile: bool = False,
     train: bool = False,
 ) -> Graph:
-    """Halves of the tokens in turns, where Inductor does not order a block by itself; ops that have
-    kernels are fused, which saves passes over memory on a CPU, too. Nothing of a training step:
-    kernels have no gradient."""
+    """Interleave the halves of the tokens where Inductor does not order a block by itself, and fuse
+    ops that have kernels, which saves passes over memory even on a CPU. Training graphs are
+    returned unchanged: the kernels have no gradient."""
     if train:
         return graph
     made = _made.setdefault(graph, {})  # its cost is asked for, then its program

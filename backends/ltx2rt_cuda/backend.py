@@ -117,11 +117,11 @@ class CudaBackend:
         type: Type,
         road: str = PINNED,
     ) -> Any:
-        """One parameter on the device: that of `base`, unless it is made from changed tensors, else
-        a new one. With the road `file` it stays in its file if that has all of its bytes."""
+        """One parameter on the device: `base`'s parameter unless its tensors changed, else a new
+        one. With the road `file` it stays in its file if the file has all of its bytes."""
         layout, name = layouts[declared], numbered(declared, layer)
         pieces = list(layout.pieces(coordinates, layer))
-        same = name in base and base[name].dtype == DTYPES[type.dtype]  # not kept in one set alone
+        same = name in base and base[name].dtype == DTYPES[type.dtype]  # both sets keep it
         if same and changed.isdisjoint(piece for piece, *_ in pieces):
             return base[name]
         if road != FILE:
@@ -139,7 +139,7 @@ class CudaBackend:
         return self._made(arrays, len(pieces), type)
 
     def _made(self, arrays: Iterable[Any], count: int, type: Type) -> torch.Tensor:
-        """The parameter of so many arrays; each is read when it is wanted."""
+        """Build the parameter from `count` arrays, each read when it is needed."""
         dtype = DTYPES[type.dtype]
         if count == 1:
             (read,) = arrays
@@ -159,8 +159,7 @@ class CudaBackend:
         return joined
 
     def _read(self, source: EncodedSource, piece: Cuts, layout: Layout, type: Type) -> Any:
-        """A slice of a tensor. What is stored in fewer bits goes to the device so, and is decoded
-        there."""
+        """A slice of a tensor. Quantised tensors are copied as stored and decoded on the device."""
         stored = source.stored(piece, layout)
         if stored is None:
             return source.read(piece, layout)
@@ -179,7 +178,8 @@ class CudaBackend:
         return joined_rows(rows) if self.hardware.pads_rows else rows
 
     def memory_format(self, ndim: int) -> torch.memory_format:
-        """Layout of a weight on the device: that of a 3-D convolution as `ops.conv` wants it."""
+        """Layout of a weight on the device; 3-D convolutions get the one that `ops.conv`
+        prefers."""
         convolution = ndim == 5 and self.hardware.channels_last
         return torch.channels_last_3d if convolution else torch.contiguous_format
 
@@ -190,7 +190,7 @@ class CudaBackend:
                 weights.ring.release()
                 return StreamedWeights(parked(weights, self.hardware.pins), weights.ring)
             return parked(weights, self.hardware.pins)
-        except RuntimeError as error:  # torch has no exception of its own for what is pinned
+        except RuntimeError as error:  # torch raises no special type for pinning
             if "out of memory" not in str(error):
                 raise
             return None

@@ -1,10 +1,10 @@
 """Derivatives of exchanges between ranks.
 
 A program of several ranks is one function of what all of them hold, and every exchange in it is
-linear: its derivative is its transpose. all_reduce is its own transpose, that of all_gather is
-reduce_scatter, that of all_to_all is the all_to_all that sends everything back. What a rank then
-has is its part of the gradient of the sum of all ranks' losses; a parameter that several ranks hold
-alike gets the sum of theirs, which is the trainer's business.
+linear: its derivative is its transpose. all_reduce is its own transpose, all_gather's is
+reduce_scatter, and all_to_all's is the all_to_all that sends everything back. Each rank then has
+its part of the gradient of the sum of all ranks' losses; a parameter that several ranks hold alike
+gets the sum of theirs, which is the trainer's business.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def differentiated(xs: Sequence[Tensor]) -> bool:
 
 
 def with_transpose(exchange: Exchange, transpose: Exchange, *xs: Tensor) -> tuple[Tensor, ...]:
-    """`exchange(*xs)`, whose gradients are what `transpose` makes of those of its results."""
+    """`exchange(*xs)`; its backward pass applies `transpose` to the gradients of the results."""
     return Transposed.apply(exchange, transpose, *xs)
 
 
@@ -45,7 +45,7 @@ class Transposed(torch.autograd.Function):
 
 
 Results = tuple[Tensor, ...]
-_kept: list[Callable[[Callable[[], Results]], Results]] = []  # what is done with an exchange now
+_kept: list[Callable[[Callable[[], Results]], Results]] = []  # handlers that wrap an exchange now
 
 
 def keeping() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

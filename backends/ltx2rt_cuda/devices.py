@@ -10,11 +10,11 @@ from typing import Any
 
 from ltx2rt.placement.devices import PCIE4, PCIE5, DeviceKind, Sustained
 
-COLLECTIVE_S = 10e-6  # what a collective takes beside its bytes; assumed, not measured
+COLLECTIVE_S = 10e-6  # fixed latency of a collective; assumed, not measured
 
 
-# Memory of a GPU that PyTorch's pools, cuBLAS's and cuDNN's workspaces and fragmentation take, of
-# what a run may take.
+# Memory of a GPU that PyTorch's pools, cuBLAS's and cuDNN's workspaces and fragmentation take out
+# of a run's share.
 RESERVE: dict[str, Any] = {"reserve_bytes": 3_000_000_000, "reserve_share": 0.02}
 
 
@@ -36,7 +36,7 @@ SUSTAINED = Sustained(
 def _gpu(
     name: str, flops: float, quantised_flops: float, memory: float, link: float, host: float = PCIE4
 ) -> DeviceKind:
-    """A row of `KINDS`; rates are in FLOP/s and bytes/s, the memory's size is that of the name."""
+    """A row of `KINDS`; rates are in FLOP/s and bytes/s, the memory's size comes from the name."""
     memory_bytes = 1e9 * int(name.rpartition("-")[2].removesuffix("gb"))
     return DeviceKind(
         name, "cuda", "cuda", "hopper", memory_bytes, flops, quantised_flops, memory, link,

@@ -1,8 +1,8 @@
-"""Where this process is on the mesh, and the process groups behind its axes: NCCL on GPUs, gloo on
-a CPU.
+"""This process's place on the mesh, and the process groups behind its axes: NCCL on GPUs, gloo on a
+CPU.
 
-Decides how ranks find each other and how a result gets to the main one and to its host. Which rank
-works on what is the caller's.
+Decides how ranks find each other and how a result gets to the main one and to its host. The caller
+decides which rank works on which part.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ ARRIVAL = timedelta(minutes=2)  # until all ranks have started
 class Position:
     """coordinates: on each mesh axis; groups: names of the process groups along them.
 
-    made: the names by members, for other meshes of the same processes. device: what each process
-    computes on.
+    made: the names by members, for other meshes of the same processes. device: each process's own.
     """
 
     mesh: Mapping[str, int] = field(default_factory=dict)
@@ -109,8 +108,8 @@ def rendezvous() -> PrefixStore:
 
 @cache
 def _hold_store(host: str, port: int) -> TCPStore:
-    """The store itself, on the launcher's socket or one of its own that listens where `host` is, as
-    long as it can."""
+    """Serve the store, on the launcher's socket or on a new one that listens at `host`, as long as
+    it can."""
     if given := os.environ.get(STORE):
         listening = int(given)
     else:

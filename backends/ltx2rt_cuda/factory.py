@@ -80,7 +80,7 @@ class CudaFactory:
         return rendezvous()
 
     def keep_compiled(self, root: Path) -> None:
-        """Inductor keeps what it compiles by itself."""
+        """Nothing to do: Inductor has its own cache."""
 
     def ahead_compiler(
         self, topology: str, mesh: Mapping[str, int], timed: bool = False

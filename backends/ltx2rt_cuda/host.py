@@ -1,8 +1,8 @@
 """The host's memory: weights kept there, from where a GPU fetches them at the full rate of its
-link, and what a CPU computes in.
+link, and a CPU's own allocations.
 
-Pinned memory is taken in slabs of one size, a power of two: torch rounds what it pins up to one, a
-third more for a packed matrix of three, and what one set has given back is of use to the next.
+Pinned memory is taken in slabs of one size, a power of two: torch rounds pinned sizes up to one, a
+third more for a packed matrix of three, and slabs that one set frees serve the next.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def parked(weights: Mapping[str, Any], pinned: bool = False) -> dict[str, Any]:
 
 
 def unparked(kept: Mapping[str, Any], left: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Copies on the device, in the place of those `left` there that lie alike, so that what is
-    recorded with their addresses stays valid. `left` is empty afterwards."""
+    """Copies on the device, written over the tensors in `left` with the same layout, so that
+    recordings of their addresses stay valid. `left` is empty afterwards."""
     found = dict(kept)
     for name, x in kept.items():
         if not isinstance(x, Tensor):
@@ -157,8 +157,8 @@ def layout(x: Tensor | FileWeight) -> tuple[Any, ...]:
 
 
 def keep_freed() -> None:
-    """From now on this process reuses the memory of what it frees. By default glibc gives that of
-    large tensors back, and the system clears it, page by page, for the next one."""
+    """Make this process reuse memory that it frees. By default glibc returns large tensors' memory,
+    and the system clears it, page by page, for the next one."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
     if mallopt and DECIDED.isdisjoint(os.environ):
         mallopt(M_TRIM_THRESHOLD, -1)

@@ -51,7 +51,7 @@ class RepeatModule(torch.nn.Module):
         self.plan, self.block, self.sums, self.compiled = plan, block, sums, compiled
 
     def iterations(self, operands: Sequence) -> tuple[list, list, list]:
-        """The block's operands: carries, invariants, and what it reads iteration by iteration."""
+        """The block's operands: carries, invariants, and the operands of each iteration."""
         carry, invariant, per_layer = self.plan.divide(operands)
         num_data = len(self.plan.body.inputs) - len(carry) - len(invariant)
         data, lists = (
@@ -102,7 +102,7 @@ class BlockModule(torch.nn.Module):
                 arguments = kept.ring.brought(arguments)
             try:
                 values |= zip(made, layer(*arguments), strict=True)
-            finally:  # a block that is computed anew may be left before its end
+            finally:  # a recomputed block may be left before its end
                 if kept is not None:
                     kept.ring.used(kept.piece)
         return tuple(values[key] for key in self.results)
@@ -123,9 +123,8 @@ ROWS = 2**20  # numbers of a layer's sum at most
 
 
 class Sums(torch.nn.Module):
-    """Sums of a view of an invariant and a view of a weight of its own, such as AdaLN's rows of
-    this
-    step and the table of the layer: for all layers in two launches instead of one for each."""
+    """Sums of a view of an invariant and a view of the layer's weight, such as AdaLN's rows of this
+    step and the layer's table: for all layers in two launches instead of one for each."""
 
     def __init__(
         self,
@@ -216,8 +215,8 @@ def lower(
     """A module called as module(*inputs, *weights) in the order of graph.inputs and
     graph.all_params().
 
-    carries: so many of its first results are the inputs of the next call, and may still be on their
-    way then.
+    carries: number of first results that are the next call's inputs; they may still be in flight
+    then.
     """
     lowering = _Lowering(graph, device, compile, position, carries)
     for number, node in enumerate(graph.nodes):
@@ -354,7 +353,7 @@ def _on_the_way(body: Graph, carries: int) -> dict[int, str]:
 
 
 def _own(graph: Graph) -> set[int]:
-    """Values in memory of their own that one node reads once."""
+    """Values that own their memory and are read once, by one node."""
     readers = Counter(
         id(v) for v in (*(v for node in graph.nodes for v in node.inputs), *graph.outputs.values())
     )

@@ -1,8 +1,8 @@
 """One network as a `torch.nn.Module`, for somebody's own program.
 
-Decides what the module's parameters are called (the checkpoint's names) and which inputs it takes
-(the graph's, by name). Gradients reach every parameter and every floating input; which of them are
-trained, and how, is the caller's.
+Decides the names of the module's parameters (the checkpoint's names) and which inputs it takes (the
+graph's, by name). Gradients reach every parameter and every floating input; the caller decides
+which of them are trained, and how.
 """
 
 from __future__ import annotations

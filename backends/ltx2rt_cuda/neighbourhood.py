@@ -28,8 +28,8 @@ BLOCK = 8
 # start.
 @_disable_dynamo
 def neighbourhood_attention(q: Tensor, k: Tensor, v: Tensor, window, first, scale: float) -> Tensor:
-    """q (B, frames, rows, columns, heads, head_dim); k and v the same, with as many positions or
-    more."""
+    """q (B, frames, rows, columns, heads, head_dim); k and v the same, with at least q's
+    positions."""
     plans = [
         window_blocks(*sizes, BLOCK)
         for sizes in zip(q.shape[1:4], k.shape[1:4], window, first, strict=True)

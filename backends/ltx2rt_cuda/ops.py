@@ -158,8 +158,8 @@ def linear(
 
 
 def joined_rows(rows: int) -> int:
-    """How many rows a packed weight has on a GPU: with zeros behind the last, so that the product's
-    own rows begin where kernels load 16 bytes at once."""
+    """Rows of a packed weight on a GPU: zeros pad the last ones, so that the product's own rows
+    begin where kernels load 16 bytes at once."""
     return rows if rows % ROW_GRID == 0 else -(-rows // ROW_TILE) * ROW_TILE
 
 
@@ -182,7 +182,7 @@ def tried_road(device: torch.device) -> str:
     """The first of ROADS that gives the defined numbers on this device. Not while a step is
     recorded.
 
-    Tried rather than read off the device's capability: PyTorch's builds differ in what they hold.
+    Tried rather than read off the device's capability: PyTorch's builds differ in their kernels.
     """
     draw = torch.Generator().manual_seed(0)
     a, b = (
@@ -215,21 +215,21 @@ class Float8Product(NamedTuple):
 
 
 def _by_rows(p: Float8Product) -> Tensor:
-    """With a scale for each row: from sm_90 on, where the build holds it."""
+    """Scale each row: from sm_90 on, if the build has it."""
     product = torch._scaled_mm
     scales, how = (p.row_scale, p.scale.t()), {"out_dtype": p.dtype, "use_fast_accum": True}
     return product(p.values, p.weight.t(), *scales, p.bias, **how)
 
 
 def _by_tensor(p: Float8Product) -> Tensor:
-    """With scales of 1 into float32, scaled behind: GeForce cards from sm_89 on."""
+    """Multiply with scales of 1 into float32, then scale: GeForce cards from sm_89 on."""
     product = torch._scaled_mm
     one = torch.ones((), device=p.values.device)
     return _finished(p, product(p.values, p.weight.t(), one, one, out_dtype=torch.float32))
 
 
 def _by_bfloat16(p: Float8Product) -> Tensor:
-    """As bfloat16, which holds every e4m3 number: cards without float8 products, at its rate."""
+    """Multiply in bfloat16, which holds every e4m3 number: for cards without float8 products."""
     return _finished(p, (p.values.to(torch.bfloat16) @ p.weight.to(torch.bfloat16).t()).float())
 
 
@@ -267,7 +267,7 @@ def quantised_linear(
     out_shape,
     gelu: bool = False,
 ) -> Tensor:
-    """By one of ROADS: the same numbers but for the order of sums and, in bfloat16, one more
+    """Multiply by one of ROADS: they differ only in the order of sums and, in bfloat16, by one more
     rounding."""
     lead, rows = x.shape[: x.ndim - num_contracted], x.reshape(-1, weight.shape[1])
     if len(rows) < FEW_ROWS and rows.shape[1] > LONG_ROWS and float8_road(x, weight) == "rows":
@@ -337,7 +337,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, dims, weight_view, eps:
         length = torch.linalg.vector_norm(x, dim=dims, keepdim=True)
         y = x * torch.rsqrt(length.square() / (x.numel() // length.numel()) + eps)
         return y if weight is None else y * weight.reshape(weight_view)
-    # The fused kernel wants one dtype; Gemma's weights are float32 beside bfloat16 activations.
+    # The fused kernel wants one dtype; Gemma has float32 weights and bfloat16 activations.
     if dims == tuple(range(x.ndim - len(dims), x.ndim)) and (
         weight is None or weight.dtype == x.dtype
     ):
@@ -531,8 +531,8 @@ def sinusoid(t: Tensor, frequencies: Tensor) -> Tensor:
 
 def fused(plain: Function, switch: str = "") -> Function:
     """Enter an op that has a kernel: the kernel runs it unless there is a reason why not, else the
-    plain ops do, which stay at hand as `__wrapped__`. switch: what a user leaves the kernel out
-    by."""
+    plain ops do, which stay at hand as `__wrapped__`. switch: the user's name for leaving the
+    kernel out."""
     name = plain.__name__
 
     @wraps(plain)
@@ -704,8 +704,8 @@ def snake_beta(
 def _snake_beta_by_phase(
     x: Tensor, up: Tensor, down: Tensor, snake, pad: int, start: int, edge: int
 ) -> Tensor:
-    """As `snake_beta`, in whole-signal multiply-adds: a CPU runs a convolution of one channel
-    several times as slowly.
+    """`snake_beta` in whole-signal multiply-adds: a CPU runs a convolution of one channel several
+    times as slowly.
 
     The signal at twice the rate is held as its even and its odd samples.
     """
@@ -805,7 +805,7 @@ def encode(encoding: str, x: Tensor) -> tuple[Tensor, ...]:
 
 @partial(fused, switch="unpack")
 def unpack(*fields: Tensor, encoding: str, dtype: str) -> Tensor:
-    """Some rows at a time: what is computed in passing, in float32, stays small beside the
+    """Decode some rows at a time, so that the float32 intermediates stay small compared with the
     matrix."""
     row, count = ENCODINGS[encoding], len(fields[0])
     n = row.numbers(fields[0].shape[1])

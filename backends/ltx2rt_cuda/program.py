@@ -65,7 +65,7 @@ class Program:
         position: Position,
         built: Counter[str],
     ):
-        """built: counts what is built."""
+        """built: counts the programs that are built."""
         self.graph, self.device, self.built = graph, device, built
         self.compile, self.position = compile, position
         _ = self.module
@@ -106,8 +106,7 @@ class Captured:
         copied: Tensors,
         fixed: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ):
-        """copied: inputs that get buffers of their own; fixed: inputs that are read where they
-        are."""
+        """copied: inputs that are copied to fixed buffers; fixed: inputs that are read in place."""
         self.program = program
         self.inputs = {name: value.clone() for name, value in copied.items()}
         values = {**self.inputs, **fixed}
@@ -167,11 +166,11 @@ class Loop:
     """The denoise loop: what leaves it runs once, then one step after the other, recorded where
     the device can do so.
 
-    Steps whose weights are streamed are not recorded: they take seconds, their launches some
-    milliseconds. Recorded anew only for other weights: the shapes and branches are the loop's own.
-    NCCL's collectives are recorded with the rest; that no rank records while another replays, they
-    agree on before the first step. The two runs before the recording make the communicators, which
-    a recording cannot.
+    Steps with streamed weights are not recorded: they take seconds, their launches some
+    milliseconds. A step is recorded again only for other weights: the shapes and branches are the
+    loop's own. NCCL's collectives are recorded with the rest; that no rank records while another
+    replays, they agree on before the first step. The two runs before the recording make the
+    communicators, which a recording cannot.
     """
 
     def __init__(
@@ -220,7 +219,7 @@ class Loop:
             yield outputs
 
     def values(self, given: Tensors, prepared: Tensors) -> Tensors:
-        """Inputs of the body, those of all steps where each has its own."""
+        """Inputs of the body; inputs that differ by step are stacked for all steps."""
         names = self.body.graph.inputs
         return {name: prepared[name] if name in prepared else given[name] for name in names}
 

@@ -8,7 +8,7 @@ The copy into a slot waits for the block that last read it, the block waits for 
 events, so that the host waits for neither. A device without a queue makes the copies in order.
 Under autograd the layers come once more, from the last to the first, for the backward pass.
 
-So it is with pinned memory. What the device cannot read by itself, a thread brings in parts:
+So it is with pinned memory. A thread brings in parts weights that the device cannot read by itself:
 
     thread        | memory or file -> buffer 0 | -> buffer 1 | -> buffer 2 | -> buffer 0 |
     copy stream                                | 0 -> slot   | 1 -> slot   | 2 -> slot   |
@@ -116,7 +116,8 @@ class Ring:
             self._copy(following, (slot + 1) % len(self._slots))
 
     def _following(self, piece: Piece) -> Piece:
-        """The next one of a loop; under autograd that of a walk to the last one and back."""
+        """The next piece of a loop; under autograd the order is forward to the last one, then
+        back."""
         order = list(self.pieces)
         at, last = order.index(piece), len(order) - 1
         before, self._latest = self._latest, at
@@ -126,7 +127,7 @@ class Ring:
         return order[at - 1 if back else at + 1]
 
     def release(self) -> None:
-        """Give the slots' memory back; the next use takes it anew."""
+        """Free the slots' memory; the next use allocates it again."""
         if self._buffers is not None:
             self._buffers.close()  # a file that cannot be read is of no more interest
             self._buffers = None
@@ -156,7 +157,7 @@ class Ring:
         self._read = [self.device.event() for _ in range(count)]
 
     def _settle(self) -> None:
-        """Wait for what the thread brings. Raises InputError if a file has changed."""
+        """Wait for the thread's copies. Raises InputError if a file has changed."""
         if self._buffers is not None:
             try:
                 self._buffers.settle()
@@ -171,7 +172,7 @@ class Ring:
         main = self.device.current_stream()
         if self._room(piece, slot):
             # Memory that is given back is the main stream's at once: nothing may still be copied
-            # into it. And what is taken may be read by what the main stream has yet to do.
+            # into it. And newly taken memory may still be read by queued work of the main stream.
             main.wait_event(self._arrived[slot])
             self._stream.wait_stream(main)
         self._stream.wait_event(self._read[slot])
@@ -205,7 +206,7 @@ class Ring:
     def _fill(self, piece: Piece, slot: int) -> None:
         for name, place in self._slots[slot].items():
             kept = self.pieces[piece][name]
-            assert isinstance(kept, Tensor), "those of files are staged"
+            assert isinstance(kept, Tensor), "weights in files are staged"
             place.copy_(kept, non_blocking=True)
             self.copied_bytes += place.nbytes
 
@@ -234,13 +235,13 @@ class Buffers:
         self._pending = self._thread.submit(self._bring, pairs, arrived)
 
     def settle(self) -> None:
-        """Wait for what was begun; raises what stopped it."""
+        """Wait for the pending copy; raises its error."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def close(self) -> None:
-        """Wait for what was begun, whatever became of it."""
+        """Wait for the pending copy and ignore its error."""
         if self._pending is not None:
             wait([self._pending])
         self._thread.shutdown()

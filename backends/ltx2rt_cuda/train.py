@@ -1,7 +1,7 @@
 """Training of a graph's adapters in PyTorch: autograd through the lowered function, AdamW by
 torch.optim.
 
-Decides how gradients of several ranks become those of one: each rank's loss counts 1 / ranks, and a
+Decides how gradients of several ranks combine: each rank's loss counts 1 / ranks, and a
 parameter's gradient is added up over every mesh axis that does not cut it.
 """
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 class Rematerialised(torch.nn.Module):
-    """A block whose values the backward pass computes anew from its inputs. keeps_exchanges: but
-    for those that came from other ranks."""
+    """A block that the backward pass recomputes from its inputs. keeps_exchanges: values that came
+    from other ranks are kept."""
 
     def __init__(self, block: torch.nn.Module, keeps_exchanges: bool):
         super().__init__()
@@ -102,8 +102,8 @@ class Trainer:
 
     @contextmanager
     def _to_the_bit(self) -> Iterator[None]:
-        """Only operations whose sums have one order, if so asked. cuBLAS wants its workspace to be
-        fixed before it is first used."""
+        """Use only deterministic operations if requested. cuBLAS needs its workspace fixed before
+        its first use."""
         before = torch.are_deterministic_algorithms_enabled()
         if self.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -1,9 +1,9 @@
 """Compile placed graphs for TPUs that are not there: the real compiler, abstract arguments, no
 weight and no device.
 
-Decides how the compiler is reached and what is read off its result. It needs `libtpu` beside jax,
-works on any machine, and turns this process into one that sees no accelerator but compiles for
-them.
+Decides how the compiler is reached and which figures are read from its result. It needs jax and
+`libtpu`, works on any machine, and turns this process into one that sees no accelerator but
+compiles for them.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class AheadCompiler:
         self.mesh = mesh
 
     def __call__(self, graph: Graph, part: str | None = None) -> Compiled:
-        """part: "each" for a graph that every device runs on inputs of its own, one after the other
-        along the first axis; of a loop over steps, "before" what runs once before it, "step" one of
-        the steps; of a training step, a word of REMAT: how its backward pass comes by the values of
-        the blocks.
+        """part: "each" for a graph that every device runs on separate inputs, stacked along the
+        first axis; of a loop over steps, "before" what runs once before it, "step" one of the
+        steps; of a training step, a word of REMAT: how its backward pass comes by the values of the
+        blocks.
         """
         place = self._place(graph)
         if part in ("before", "step"):
@@ -99,8 +99,8 @@ class AheadCompiler:
 
 
 def compiled(lowered: Lowered, steps: int | None = None, code: Code | None = None) -> Compiled:
-    """The figures of one program. steps: how often a loop runs whose bounds are arguments; None:
-    there is none. code: where the compiler leaves it, for the times of instructions.
+    """The figures of one program. steps: trip count of a loop with bounds that are arguments; None:
+    there is no such loop. code: where the compiler leaves it, for the times of instructions.
 
     Raises DoesNotFit in the compiler's words.
     """
@@ -173,7 +173,7 @@ def _dump(module: str) -> Iterator:
     flag = re.findall(r"--xla_dump_to=(\S+)", os.environ.get("XLA_FLAGS", ""))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(flag[-1] if flag else folder)
-        texts = f"*.{module}.*"  # the compiler may dump modules of its own beside it
+        texts = f"*.{module}.*"  # the compiler may dump further modules there
         before = set(path.glob(texts))
 
         def read(phase: str) -> list[str]:

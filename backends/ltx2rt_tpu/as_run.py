@@ -9,9 +9,9 @@ from ltx2rt.passes.heads import group_heads
 from ltx2rt.passes.interleave import TOKENS, interleave
 from ltx2rt.scheduling import in_use
 
-# From so many bytes on, halves take turns at an exchange, and a pair of devices adds up what they
-# send each other where nothing but a permutation travels while they compute. Fewer have arrived
-# before other work would have begun.
+# Size in bytes from which halves take turns at an exchange, and a pair of devices adds up their
+# parts where only a permutation travels while they compute. Smaller exchanges end before other work
+# would have begun.
 LEAST_BYTES = 2**20
 GROUPS = 2  # groups of heads, one of which travels while the other attends
 HALF_ROWS = 512  # samples times tokens of a half, at the least; not raced

@@ -70,7 +70,7 @@ class TpuBackend:
         self.mesh = {axis: size for axis, size in mesh.items() if size > 1}
         self.is_main, self.num_processes = rank == 0, 1
         if self.mesh:
-            self._place(self.mesh)  # refuses what does not fit
+            self._place(self.mesh)  # refuses a mesh that does not fit
         self.device_kind = "tpu" if self.jax_device.platform == "tpu" else "cpu"
         self.encode = jax.jit(encode, static_argnums=0)
         self.versions = {"jax": jax.__version__}
@@ -85,7 +85,7 @@ class TpuBackend:
         return self._place(self.mesh)
 
     def _place(self, mesh: Mapping[str, int]) -> Sharding:
-        """Where replicated arrays live: on the one device, or on all devices of the mesh."""
+        """Sharding of replicated arrays: the one device, or all devices of the mesh."""
         count, devices = math.prod(mesh.values()), jax.devices(self.jax_device.platform)
         if self.num_hosts > 1 and count != len(devices):
             raise InputError(
@@ -178,8 +178,7 @@ class TpuBackend:
         return weights
 
     def place_of(self, graph: Graph) -> Sharding:
-        """Where a graph's replicated arrays live: on the devices of the backend's mesh, in its own
-        axes."""
+        """Sharding of a graph's replicated arrays: the backend's devices, by the graph's axes."""
         if not graph.mesh:
             return self.place
         if math.prod(graph.mesh.values()) != math.prod(self.mesh.values()):
@@ -260,7 +259,7 @@ class TpuBackend:
         """JAX keeps nothing."""
 
     def limit(self, max_memory: float | None) -> None:
-        """JAX cannot be told once it runs; what a run needs is planned within the limit."""
+        """Do nothing: a running JAX has no limit to set; the plan keeps within it."""
 
     def device(self) -> DeviceInfo:
         count = jax.device_count(self.jax_device.platform)

@@ -2,8 +2,8 @@
 
 The files are JAX's persistent compilation cache: every program of a process, under a key of its HLO
 (sources, shapes, mesh, layouts), compiler options and flags, device topology and compiler build;
-nothing else is ever used. What is decided here is the folder, one for each set of versions, and
-that a note says what cannot be used, which is replaced.
+nothing else is ever used. This module chooses the folder, one for each set of versions; unusable
+entries are noted and replaced.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ UNREADABLE = re.compile(
 
 
 def keep_compiled(root: Path) -> None:
-    """Keep what this process compiles under `root`, and start from what is there. For a process of
-    its own: it sets JAX's configuration and where warnings go."""
+    """Cache this process's compiled programs under `root`. It sets JAX's configuration and where
+    warnings go, so call it only in a process that ltx2rt owns."""
     folder = root / versions()
     others = sorted(path.name for path in root.glob("ltx2rt-*") if path != folder)
     if others and not folder.exists():
@@ -55,7 +55,7 @@ def keep_compiled(root: Path) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update(
         "jax_persistent_cache_enable_xla_caches", ""
-    )  # GPUs' alone; it puts the folder into every key
+    )  # only for GPUs; it puts the folder into every key
     show = warnings.showwarning
 
     def mending(message, category, filename, lineno, file=None, line=None):
@@ -91,16 +91,16 @@ def _open_to_others(path: Path) -> str | None:
 
 
 def remove_damaged(folder: Path, module: str) -> None:
-    """Remove the module's files that do not decompress, if all do then all: JAX writes none whose
-    name is taken."""
-    # Which of two formats it is depends on what is installed.
+    """Remove the module's files that do not decompress; if all do, remove all. JAX never overwrites
+    a file."""
+    # The installed packages decide which of two formats it is.
     from jax._src.compilation_cache import decompress_executable
 
     files, damaged = list(folder.glob(f"{module}-*")), []
     for path in files:
         try:
             decompress_executable(path.read_bytes())
-        except Exception:  # whatever the format raises: what cannot be read here is compiled anew
+        except Exception:  # whatever the format raises: an unreadable program is compiled again
             damaged.append(path)
     for path in damaged or files:
         path.unlink(missing_ok=True)

@@ -1,17 +1,17 @@
-"""Where the time of a compiled program goes, by the compiler's own code. Nothing is run.
+"""Time of each part of a compiled program, from the compiler's own code. Nothing is run.
 
 Decides what an instruction costs, of which class it is, and what of an exchange no work hides. A
 core issues one bundle of its final code in a cycle: an instruction takes its bundles times the
 iterations of its window, a kernel its bundles times its blocks. Exchanges take the links in the
-order of the schedule, one after the other, each as long as the bytes that it brings and a fixed
-time beside them (`placement.devices`); what a synchronous one takes is exposed, of an asynchronous
-one what its end still waits for.
+order of the schedule, one after the other; each takes a fixed latency plus the time of its bytes
+(`placement.devices`). All of a synchronous one is exposed; of an asynchronous one, the time that
+its end still waits.
 
 It ranks programs and shows layouts and overlap; it is no measured time. No stall for memory inside
 an instruction is in it and no contention; links and the fixed time are assumptions, and so is the
 clock, the data sheet's FLOP/s by the FLOP of a cycle. A kernel's first and last branches are
-counted in every block. A product whose body is a loop has fewer bundles than it runs, so none takes
-less than at the peak.
+counted in every block. A product with a loop in its body has fewer bundles than it runs, so no
+product is counted faster than the peak.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ltx2rt_tpu.hlo import (
 )
 
 FLOP_PER_CYCLE = 524288  # bfloat16, two units of 256 x 256 that take 16 rows in 8 bundles
-TIMED = ("v6e", "v7x")  # whose cores are such
+TIMED = ("v6e", "v7x")  # the generations with such cores
 # flags of libtpu, set before it is loaded: the final bundles of every instruction, in a folder
 ARGUMENTS = (
     "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true "
@@ -99,7 +99,7 @@ class Code:
 
 
 def bundles(folder: Path) -> dict[str, int]:
-    """By instruction: the bundles of its final code, of a dump by `ARGUMENTS` of one program."""
+    """Bundles of each instruction's final code, from one program's dump made with `ARGUMENTS`."""
     found = {}
     for path in folder.iterdir():
         match = BUNDLES.fullmatch(path.name)
@@ -130,7 +130,7 @@ class _Instruction:
     op: str
     result: str
     text: str
-    inside: Set[str] = field(default_factory=set)  # operations of what it calls
+    inside: Set[str] = field(default_factory=set)  # operations of the computations that it calls
     collective: str | None = None  # the line of the one that it is, starts or holds
     flops: int = 0
 
@@ -154,7 +154,7 @@ class _Replay:
         }
 
     def run(self, computation: str, times: int) -> float:
-        """Seconds of one execution, of so many in all."""
+        """Seconds of one execution; it is run `times` times in all."""
         now = links = 0.0
         arriving: dict[str, float] = {}
         for one in self._parsed[computation]:
@@ -272,7 +272,7 @@ def _called(line: str) -> list[str]:
 
 
 def _type_end(rest: str) -> int:
-    """Where the result's type ends."""
+    """Position of the end of the result's type."""
     depth = 0
     for at, character in enumerate(rest):
         depth += (character in "({") - (character in ")}")

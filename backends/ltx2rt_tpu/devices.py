@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from ltx2rt.placement.devices import DeviceKind
 
-COLLECTIVE_S = 2e-6  # what a collective takes beside its bytes; assumed, not measured
+COLLECTIVE_S = 2e-6  # fixed latency of a collective; assumed, not measured
 # An ICI link brings 90 GB/s (JAX scaling book). Neighbours on a v6e 2x4, which has no wrap, and on
 # the chips of two devices of a v7x 2x2x1: a pair has one link, or is on one chip; a line of 4
-# passes half of an all-to-all of its pairs through the middle; 8 have two links on v6e, of which
-# those of a v7x chip's devices are one each.
+# passes half of an all-to-all of its pairs through the middle; 8 have two links on v6e, a v7x
+# chip's devices have one each.
 V6E_LINKS = {2: (90e9, 90e9), 4: (67.5e9, 90e9), 8: (79e9, 180e9)}
 V7X_LINKS = {2: (300e9, 300e9), 4: (67.5e9, 90e9), 8: (79e9, 90e9)}
 

@@ -51,7 +51,7 @@ class CoordinatorStore:
         return all(self._find(key) is not None for key in keys)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        assert expected == "", "what is there already is never replaced"
+        assert expected == "", "an existing value is never replaced"
         try:
             self.client.key_value_set(key, desired)
         except JaxRuntimeError as error:
@@ -77,7 +77,7 @@ def rendezvous() -> CoordinatorStore:
 
 @cache
 def _rounds() -> count:
-    """Numbers what the processes agree on: each asks for the same in the same order."""
+    """Counter of agreements: every process asks for the same ones in the same order."""
     return count()
 
 
@@ -157,7 +157,7 @@ def _listening(address: str | None) -> str | None:
     return f"{found}:{port}" if found else None
 
 
-@cache  # a second time would take what the first has kept
+@cache  # a second call would keep the silenced stdout
 def silence_gloo() -> None:
     """Point the C library's stdout at nothing: gloo greets every peer there, in the place of
     results."""

@@ -23,7 +23,8 @@ class TpuFactory:
 
     name, accelerator, process_per_device = "tpu", "TPU", False
     packages = ("jax", "jaxlib", "libtpu")
-    # XLA runs no copy from the host beside the products of a loop: what runs once goes by layers.
+    # XLA overlaps no copy from the host with the products of a loop, so networks that run once are
+    # streamed by layers.
     streams = ("text-encoder",)
     recorded = ()
 

@@ -1,8 +1,8 @@
 """Communication and products of a compiled program, counted in its scheduled HLO.
 
 Decides how often each instruction runs, through the loops and computations it is in, how many bytes
-a collective brings to one device, and what a convolution multiplies. The text is the compiler's
-own, of any TPU generation.
+a collective brings to one device, and the size of each convolution. The text is the compiler's own,
+of any TPU generation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BYTES = {
 }
 BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8}
 SHAPE = re.compile(rf"\b({'|'.join(BYTES)})\[([\d,]*)\]")
-FLAG_BYTES = 4  # what an asynchronous start keeps beside its arrays
+FLAG_BYTES = 4  # flags of an asynchronous start, next to its arrays
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 COLLECTIVE = re.compile(rf" ({'|'.join(KINDS + OTHERS)})(-start)?\(")
 INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*)", re.DOTALL)
@@ -52,8 +52,8 @@ def collectives(hlo: str, steps: int | None = None) -> tuple[Counter[str], int]:
 
     A device receives, of results that together have B bytes in a group of g: 2 B (g-1)/g for an
     all-reduce, B (g-1)/g for an all-gather and an all-to-all, B (g-1) for a reduce-scatter, B for a
-    permutation: bandwidth-optimal exchanges. Raises ValueError if a loop's length or what a
-    communication brings cannot be told: neither is guessed.
+    permutation: bandwidth-optimal exchanges. Raises ValueError if a loop's length or a
+    communication's bytes are unknown: neither is guessed.
     """
     counts: Counter[str] = Counter()
     total = 0.0
@@ -82,7 +82,7 @@ def flops(hlo: str, steps: int | None = None) -> int:
 
 
 def product_flops(line: str, shapes: Mapping[str, list[int]]) -> int:
-    """FLOP of one execution of one instruction; 0 for what is no convolution."""
+    """FLOP of one execution of one instruction; 0 unless it is a convolution."""
     if (match := CONVOLUTION.match(line)) is None:
         return 0
     return 2 * _multiply_adds(line, dims(match[2]), *(shapes[name] for name in match.groups()[2:]))
@@ -135,7 +135,7 @@ def computations(hlo: str) -> tuple[str, dict[str, list[str]]]:
             current = None
         elif current is not None and (INSTRUCTION.match(line) or not bodies[current]):
             bodies[current].append(line.strip())
-        elif current is not None:  # a kernel's metadata has lines of its own
+        elif current is not None:  # a kernel's metadata continues on further lines
             bodies[current][-1] += f" {line.strip()}"
     if entry is None:
         raise ValueError("HLO text without an ENTRY computation")
@@ -143,8 +143,8 @@ def computations(hlo: str) -> tuple[str, dict[str, list[str]]]:
 
 
 def trips(name: str, condition: list[str], line: str) -> int | None:
-    """How often a counted loop runs: annotated, or the bound that its condition, of this name,
-    compares the counter with; that of a windowed product counts two of its parts at a time."""
+    """Trip count of a counted loop: the annotation, or the bound in its condition, of this name; a
+    windowed product's loop counts two parts at a time."""
     if known := re.search(r'known_trip_count"?:\{"n":"(\d+)"\}', line):
         return int(known[1])
     bounds = [

@@ -1,7 +1,7 @@
 """One network as a flax `nnx.Module`, for somebody's own program.
 
-Decides what the module's parameters are called and how they say where they lie. Gradients reach
-every parameter and every floating input; which of them are trained, and how, is the caller's.
+Decides the names of the module's parameters and how each states its sharding. Gradients reach every
+parameter and every floating input; the caller decides which of them are trained, and how.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def as_nnx(
     of it where it is.
 
     Its parameters are `module.weights`, by the graph's names: the checkpoint's, with `*` for the
-    layer, whose tensors are stacked along a first axis (joined by " | " where a pass packed several
-    into one). On a graph placed on a mesh each is a global array whose `out_sharding` says how it
-    is cut, as `nnx.get_partition_spec` reads it. With a source they are read now; without one they
-    are `jax.ShapeDtypeStruct`s until `nnx.update(module.weights, arrays)`. Raises InputError if the
+    layer; layers are stacked along a first axis (joined by " | " where a pass packed several into
+    one). On a graph placed on a mesh each is a global array, cut by its `out_sharding`, which
+    `nnx.get_partition_spec` reads. With a source they are read now; without one they are
+    `jax.ShapeDtypeStruct`s until `nnx.update(module.weights, arrays)`. Raises InputError if the
     source does not fit the graph or the mesh needs more devices than there are, GraphError if the
     graph is quantised.
 
@@ -65,7 +65,7 @@ class NetworkModule(nnx.Module):
         metadata: dict[str, dict[str, Any]] = {name: {} for name in weights}
         if isinstance(program.place, NamedSharding):
             mesh, specs = program.place.mesh, weight_specs(program.graph)
-            # The arrays lie as they should already, and what has no value yet cannot be moved.
+            # The arrays are already sharded, and a parameter without a value cannot be moved.
             metadata = {
                 name: {"out_sharding": specs[name], "mesh": mesh, "eager_sharding": False}
                 for name in weights

@@ -1,9 +1,8 @@
-"""Each op of the table as a JAX function of arrays and its arguments (`OPS`), and what a TPU runs
-instead (`ON_TPU`).
+"""Each op of the table as a JAX function of arrays and its arguments (`OPS`), and a TPU's
+replacements (`ON_TPU`).
 
-What there are many of is written in `lax`: jax.numpy traces a function of its own for every new
-shape. float32 operands are multiplied in float32 (precision HIGHEST): a TPU's default rounds them
-to bfloat16.
+Frequent ops are written in `lax`: jax.numpy traces a separate function for every new shape. float32
+operands are multiplied in float32 (precision HIGHEST): a TPU's default rounds them to bfloat16.
 """
 
 from __future__ import annotations
@@ -167,7 +166,7 @@ class JaxOps:
 
     @staticmethod
     def lookup(table: tuple[float, ...], index: Array) -> Array:
-        """By comparing: TPUs have no fast gather."""
+        """Look up by comparing: TPUs have no fast gather."""
         found = jnp.full(index.shape, table[0], jnp.float32)
         for i, value in enumerate(table[1:], 1):
             found = jnp.where(index == i, jnp.float32(value), found)
@@ -528,8 +527,8 @@ SCORES_BYTES = (
 def attention(
     q: Array, k: Array, v: Array, bias: Array | None = None, *, scale: float, bias_view
 ) -> Array:
-    """With a bias in blocks of queries, of as many as SCORES_BYTES hold but at least one of the
-    kernel's."""
+    """Attention with a bias, in blocks of queries that SCORES_BYTES hold, at least one kernel block
+    each."""
     tokens = q.shape[1]
     room = SCORES_BYTES // (4 * q.shape[0] * q.shape[2] * k.shape[1])
     size = max(room // kernel.LANES, 1) * kernel.LANES
@@ -553,15 +552,15 @@ def attention(
 def _attention_on_tpu(
     q: Array, k: Array, v: Array, bias: Array | None = None, *, scale: float, bias_view
 ) -> Array:
-    """By the kernel unless there is a reason why not."""
+    """Use the Pallas kernel if it supports these operands."""
     if kernel.why_not(q, k, v, bias, scale=scale, bias_view=bias_view):
         return attention(q, k, v, bias, scale=scale, bias_view=bias_view)
     return kernel.attention(q, k, v, scale=scale)
 
 
 def _attend(q: Array, k: Array, v: Array, bias: Array | None, scale: float, bias_view) -> Array:
-    """By products of batches of matrices, the only ones that XLA gives to a CPU's fast product in a
-    loop, too."""
+    """Attend by batched matrix products, the only ones that XLA gives to a CPU's fast product even
+    in a loop."""
     b, t, heads, d = q.shape
     n = k.shape[2]
     weights = jax.nn.softmax(_scores(q, k, bias, scale, bias_view), axis=-1).astype(v.dtype)
@@ -636,7 +635,7 @@ def neighbourhood_attention(q: Array, k: Array, v: Array, window, first, scale: 
 def _neighbourhood_attention_on_tpu(
     q: Array, k: Array, v: Array, window, first, scale: float
 ) -> Array:
-    """By the kernel unless there is a reason why not, or it is left out."""
+    """Use the Pallas kernel if it is on and supports these operands."""
     plan = {"window": window, "first": first, "scale": scale}
     if not in_use("neighbourhood") or neighbourhood_kernel.why_not(q, k, v, **plan):
         return neighbourhood_attention(q, k, v, **plan)
@@ -750,7 +749,6 @@ ON_TPU = {
     "neighbourhood_attention": _neighbourhood_attention_on_tpu,
 }
 
-# A product would compute the GELU in front of it anew for every tile of its columns: on tpu7x 0.8
-# ms of a step of 89, by the compiler's code; on v6e the result as a tensor of its own costs as
-# much.
+# A product would recompute the GELU in front of it for every tile of its columns: on tpu7x 0.8 ms
+# of a step of 89, by the compiler's code; on v6e storing the result costs the same.
 ONCE = {"gelu": lambda x: lax.optimization_barrier(OPS["gelu"](x))}

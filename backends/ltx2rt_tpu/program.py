@@ -89,7 +89,7 @@ def _options_on_cpu() -> dict[str, Any]:
 
 
 def compiler_options(graph: Graph, place: Sharding) -> dict[str, Any]:
-    """With which what is made of `graph` is compiled for the devices of `place`."""
+    """Compiler options of `graph`'s programs on the devices of `place`."""
     options = _options_on_cpu() if next(iter(place.device_set)).platform == "cpu" else {}
     loops = [node for node in graph.nodes if node.op == "res_blocks"]
     samples = sum(node.inputs[0].type.num_elements * len(node.args["dilations"]) for node in loops)
@@ -98,8 +98,7 @@ def compiler_options(graph: Graph, place: Sharding) -> dict[str, Any]:
 
 
 def on_mesh(function: Callable, place: Sharding, *specs: Any, out: Any) -> Callable:
-    """`function` on every device of the mesh, so that XLA communicates what the graph says and
-    nothing else.
+    """`function` on every device of the mesh, so that XLA communicates only where the graph does.
 
     specs, out: how its arguments and its results lie. Without a mesh it is `function` itself.
     """
@@ -127,7 +126,7 @@ def ops_for(place: Sharding) -> dict[str, Callable[..., Any]]:
 
 
 def own(place: Sharding) -> P:
-    """How the devices' own arrays lie: one after the other along a first axis."""
+    """Sharding of per-device arrays: one after the other along a first axis."""
     return P(place.mesh.axis_names if isinstance(place, NamedSharding) else None)
 
 
@@ -146,8 +145,8 @@ class Ahead(ABC):
         return self._compiling
 
     def ready(self) -> None:
-        """Wait for the thread that compiles it, if one does; what is still in the queue is compiled
-        by the call."""
+        """Wait for the thread that compiles it, if any; if it is still queued, the call compiles
+        it."""
         if (compiling := self._compiling) is not None and not compiling.cancel():
             self._compiling = None if compiling.exception() else compiling
             compiling.result()
@@ -179,7 +178,7 @@ class Program(Ahead):
         self.shared.clear_cache()
 
     def lowered(self, each: bool = False) -> Lowered:
-        """As it is called, or as `together` calls it."""
+        """Lower it for a call, or for `together`."""
         weights, inputs, place = (
             abstract_weights(self.graph, self.place),
             self.graph.inputs,
@@ -216,8 +215,7 @@ class Program(Ahead):
         )
 
     def _each(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
-        """The graph on every device, each with inputs of its own, one after the other along the
-        first axis."""
+        """Run the graph on every device, each on its slice of the inputs along the first axis."""
         return on_mesh(self._local, self.place, P(), own(self.place), out=own(self.place))(
             weights, inputs
         )
@@ -228,8 +226,7 @@ class Program(Ahead):
     def together(
         self, weights: Weights, several: list[Mapping[str, Any]], output: str
     ) -> list[Any]:
-        """`output` for each of several inputs, at most as many as there are devices; weights are
-        whole on each.
+        """`output` for each of several inputs, at most one per device; weights are whole on each.
 
         Nothing communicates, unless a device is another process's: then the results are gathered.
         """
@@ -263,7 +260,7 @@ class Program(Ahead):
         return self.function(self._weights(weights), uploaded)
 
     def layered(self, hosted: frozenset[str]) -> Layered:
-        """hosted: names of the weights whose layers are in the host's memory."""
+        """hosted: names of the weights with layers in the host's memory."""
         from ltx2rt_tpu.stream import Layered
 
         if self._layered is None or self._layered.hosted != hosted:
@@ -360,8 +357,7 @@ class Loop(Ahead):
     On TPUs halves go through the blocks side by side, and attention in groups of heads, where that
     is possible, so that exchanges travel unseen.
 
-    On a mesh every device keeps what it has prepared for itself, under a new first axis over all
-    mesh axes.
+    On a mesh every device keeps its own prepared values, under a new first axis over all mesh axes.
     """
 
     def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
@@ -510,8 +506,8 @@ def upload(graph: Graph, name: str, value: Any, place: Sharding) -> Array:
 
 
 def replicate(array: np.ndarray | Array, place: Sharding) -> Array:
-    """`array` on every device of `place`; each process puts its own, which device_put alone would
-    compare with all."""
+    """`array` on every device of `place`; each process puts its own copy, because device_put would
+    compare all of them."""
     if place.is_fully_addressable or isinstance(array, Array):
         return jax.device_put(array, place)
     return jax.make_array_from_callback(array.shape, place, lambda _: array)

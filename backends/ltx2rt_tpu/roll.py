@@ -2,8 +2,8 @@
 convolutions.
 
 For the vocoder, most of which are hundreds of convolutions that differ in how many samples they
-read and how far apart: XLA compiles one body for each of its rates. What does not look like a block
-stays.
+read and how far apart: XLA compiles one body for each of its rates. Nodes that do not form a block
+stay.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ltx2rt.graph.ir import Graph, Node, Value
 from ltx2rt_tpu.ops import OPS, biased, matrix_taps, zeros_around
 
 ACTIVATIONS = ("snake_beta", "leaky_relu")
-HALF = ("pad", "conv")  # after an activation; a unit is two halves and the sum with what it read
+HALF = ("pad", "conv")  # after an activation; a unit is two halves and the sum with its input
 
 
 @dataclass(frozen=True)

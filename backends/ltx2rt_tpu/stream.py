@@ -1,10 +1,10 @@
-"""Networks whose layers stay in the host's memory and come to the devices one by one.
+"""Networks with layers in the host's memory, copied to the devices one by one.
 
     copies    | layer 1 | layer 2 |
     devices   | layer 0 | layer 1 | layer 2 |
 
 XLA overlaps no copy from the host with the products of a loop, so a network runs as several
-programs: one for what is before, behind and between its stacks of layers, one for a layer of each
+programs: one for each part before, behind and between its stacks of layers, one for a layer of each
 stack. A layer is copied while the one before it is computed with; the layer after it is not begun
 before that has ended, so that no more than two are on the devices.
 """
@@ -32,9 +32,9 @@ from ltx2rt_tpu.weights import abstract_weights, weight_specs
 
 
 class Layered:
-    """The programs of a graph whose weights are in part `HostLayers`; hosted: names of these.
+    """Programs of a graph with some weights in `HostLayers`; hosted: their names.
 
-    Between programs every value has a first axis over all devices, as what a loop has prepared.
+    Between programs every value has a first axis over all devices, like a loop's prepared values.
     """
 
     def __init__(self, graph: Graph, place: Sharding, hosted: frozenset[str], ops: Ops):
@@ -89,7 +89,7 @@ class Layered:
         return [*carry, *made]
 
     def _empty(self, part: Graph) -> Any:
-        """A program that makes room for what the iterations of a repeat make, stacked."""
+        """A program that allocates the stacked results of a repeat's iterations."""
         stacked = list(part.outputs.values())[part.repeats[0].num_carries :]
         types = [v.type for v in stacked]
         make = on_mesh(
@@ -98,7 +98,7 @@ class Layered:
         return jax.jit(make)
 
     def _function(self, part: Graph) -> Any:
-        """The program of a part, or those of the layers of its repeat."""
+        """The program of a part, or of its repeat's layers."""
         options, names = compiler_options(part, self.place), part.all_params()
         if not part.repeats:
 
@@ -189,7 +189,7 @@ class Layered:
         values: dict[int, Any],
         here: Callable[[Any], Any],
     ) -> Iterator[Lowered]:
-        """The program of each layer; what the part makes is entered in `values`."""
+        """Run each layer's program; the part's results are entered in `values`."""
         (plan,) = part.repeats
         inner = dict(zip(map(id, plan.body.inputs.values()), operands, strict=True))
         made = here(self._empty(part).eval_shape())
@@ -240,7 +240,7 @@ def _led(values: Sequence[Array]) -> list[Array]:
 
 
 def _parts(graph: Graph) -> list[Graph]:
-    """Each repeat of a graph alone, and as one graph each what is between two of them."""
+    """Split a graph into its repeats and the parts between them."""
     groups = groupby(graph.nodes, key=lambda node: id(node) if node.op == "repeat" else None)
     found, read = [], {id(v) for v in graph.outputs.values()}
     params = {id(v): name for name, v in graph.params.items()}

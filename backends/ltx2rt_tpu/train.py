@@ -1,7 +1,7 @@
 """Training of a graph's adapters in JAX: the gradient of the function that is lowered anyway, AdamW
 by optax.
 
-Decides how gradients of several devices become those of one: each device's loss counts 1 / devices,
+Decides how gradients of several devices combine: each device's loss counts 1 / devices,
 and a parameter's gradient is added up over every mesh axis that does not cut it. Under `shard_map`
 every collective's derivative is its transpose.
 """
@@ -73,7 +73,7 @@ class Gradients:
         return NamedSharding(self.place.mesh, self._spec(name))
 
     def _spec(self, name: str) -> P:
-        """How an input is cut: samples over `data`."""
+        """Sharding of an input: samples over `data`."""
         lead = self.graph.inputs[name].type.axes[:1] == ("B",) and self.mesh.get("data", 1) > 1
         return P("data") if lead else P()
 

@@ -53,8 +53,7 @@ class HostLayers:
 
 
 class FileLayers:
-    """The layers of one `*` weight, each [1, ...], read anew from the file whenever they are
-    wanted."""
+    """The layers of one `*` weight, each [1, ...], read from the file at every use."""
 
     streamed = True
 
@@ -71,7 +70,7 @@ def is_streamed(weight: Any) -> bool:
 
 
 def weight_specs(graph: Graph) -> dict[str, P]:
-    """How each weight is laid over the mesh, by declared name; `*` names have a layer axis in
+    """Sharding of each weight on the mesh, by declared name; `*` names have a layer axis in
     front."""
     return {name: _spec(layout, "*" in name) for name, layout in graph.all_layouts().items()}
 
@@ -81,8 +80,8 @@ def weight_layout(name: str, type: Type, spec: P, device_kind: str) -> MemoryLay
 
     A loop over layers on a TPU7x reads stacked bfloat16 matrices in tiles of 16 rows; in the
     default tiles of 8 the executable would begin with a copy of them all. The compiler fails on
-    fewer rows than a tile has, and takes an argument that is cut over devices in the default tiling
-    alone.
+    fewer rows than a tile has, and takes an argument that is cut over devices only in the default
+    tiling.
     """
     if (
         device_kind != TILED_KIND
@@ -114,8 +113,8 @@ def abstract_weights(graph: Graph, place: Sharding) -> dict[str, ShapeDtypeStruc
 
 
 def laid_out(array: Array, format: Format) -> Array:
-    """`array` as `format` says; JAX sends host memory in the default tiling alone, so a device
-    tiles it anew."""
+    """`array` in `format`; JAX sends host memory only in the default tiling, so the device changes
+    it."""
     return array if format.layout is None else jax.device_put(array, format)
 
 
@@ -126,7 +125,7 @@ def _spec(layout: Layout, lead: int) -> P:
 
 
 def weights_on(place: Sharding, graph: Graph, weights: Weights) -> Weights:
-    """Those that `graph` reads, on its mesh; a stage with another one has loaded the same
+    """Weights that `graph` reads, on its mesh; a stage with another mesh has loaded the same
     slices."""
     names = graph.all_params()
     if not isinstance(place, NamedSharding):
@@ -151,7 +150,7 @@ def _renamed(array: Array, sharding: NamedSharding) -> Array:
 def assemble(
     shape: tuple[int, ...], place: Sharding, read: Callable[[tuple[slice, ...]], np.ndarray]
 ) -> Array:
-    """An array of the slices read(index): each is read once, put on all its devices, and let go
+    """An array of the slices read(index): each is read once, put on all its devices, and freed
     before the next."""
     holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     indices = place.addressable_devices_indices_map(shape)

@@ -1,8 +1,8 @@
 """Which kernel runs an op of the table, and why not.
 
 A kernel's module has `why_not(*operands, **plan)`, the reason why it cannot take these operands
-(None if it can), and a function of the op's name that runs it. Both get what the op's function in a
-lowering gets.
+(None if it can), and a function of the op's name that runs it. Both get the arguments of the op's
+function in a lowering.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-FOLDERS = {  # ops whose kernel is not in a folder of their name
+FOLDERS = {  # ops with a kernel in a folder of another name
     "modulate": "norm_modulate",
     "norm_scale": "norm_modulate",
     "gated_residual": "residual_norm_modulate",

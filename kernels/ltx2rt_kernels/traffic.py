@@ -11,8 +11,8 @@ from ltx2rt.graph.ir import DTYPE_BYTES
 
 @dataclass(frozen=True)
 class Bytes:
-    """moved: what the kernel's loads and stores ask for, were nothing cached. minimum: every
-    operand read once and every result written once, what no kernel can undercut."""
+    """moved: bytes of the kernel's loads and stores if nothing were cached. minimum: every operand
+    read once and every result written once, a bound for any kernel."""
 
     moved: int
     minimum: int

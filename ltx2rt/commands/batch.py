@@ -145,7 +145,8 @@ def here(
         made = batch.Batch(
             folder, results, [*serve.worker_command(args), "--no-previews"],
             environments=serve.device_environments(options, own.replicas),
-            lora_folder=own.lora_folder and own.lora_folder.resolve(), step_timeout_s=own.step_timeout,
+            lora_folder=own.lora_folder and own.lora_folder.resolve(),
+            step_timeout_s=own.step_timeout,
             retries=own.retries, say=lambda text: note(text, prefix=""),
         )  # fmt: skip
         counts = asyncio.run(made.run(jobs))

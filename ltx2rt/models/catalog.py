@@ -132,7 +132,8 @@ CATALOG = {
             "transformer", lambda s: 1, partial=_streams,
         ),
         Network(
-            "video-encoder", ("video_vae",), _trace_vae(video_vae.trace_encoder), _pixels, "video-encoder"
+            "video-encoder", ("video_vae",), _trace_vae(video_vae.trace_encoder), _pixels,
+            "video-encoder"
         ),
         Network(
             "video-decoder", ("video_vae",), _trace_vae(video_vae.trace_decoder),
@@ -172,7 +173,8 @@ CATALOG = {
             lambda c, g, branches: g.audio_shape, "audio-decoder",
         ),
         Network(  # bfloat16 is audible in the vocoder
-            "vocoder", ("vocoder",), lambda c, s, dtype: vocoder.trace(c.vocoder, s[0], s[2], dtype),
+            "vocoder", ("vocoder",), lambda c, s, dtype: vocoder.trace(c.vocoder, s[0], s[2],
+            dtype),
             lambda c, g, branches: g.mel_shape(c.audio_vae), "vocoder", dtype="float32",
         ),
         Network(  # reads the positive prompt's contexts

@@ -43,7 +43,8 @@ class TrainShape:
     def forward(self) -> ForwardShape:
         """The transformer's own sizes, with two levels of every stream: given and noised."""
         return ForwardShape(
-            self.batch, self.video_tokens, self.audio_tokens, self.text_tokens, self.coordinates, 2, 2,
+            self.batch, self.video_tokens, self.audio_tokens, self.text_tokens, self.coordinates,
+            2, 2,
             rule=self.rule, streams=self.streams, batched_positions=self.batched_positions,
         )  # fmt: skip
 

@@ -76,9 +76,11 @@ def streams(config: TransformerConfig) -> tuple[Stream, Stream]:
     """Video and audio, in the order of a block."""
     c = config
     return (
-        Stream("video", "", "D", "tokens", c.video_channels, c.width, c.num_heads, c.head_dim, c.ff_bias),
+        Stream("video", "", "D", "tokens", c.video_channels, c.width, c.num_heads, c.head_dim,
+        c.ff_bias),
         Stream(
-            "audio", "audio_", "audio_D", "audio_tokens", c.audio_channels, c.audio_width, c.audio_num_heads,
+            "audio", "audio_", "audio_D", "audio_tokens", c.audio_channels, c.audio_width,
+            c.audio_num_heads,
             c.audio_head_dim, c.audio_ff_bias,
         ),
     )  # fmt: skip

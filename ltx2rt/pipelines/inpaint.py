@@ -96,7 +96,8 @@ class Inpaint(Request):
         tiles = plan_encoder_tiles(options.vae_tiling, shape, model.video_vae)
         video = RegionVideo(self.video_path, full, tiles, region=self.region, fill=self.mask_fill)
         sound = SourceSound(
-            self.video_path, full, self[SourceClip].start_s, fit="zeros", num_videos=self.num_videos,
+            self.video_path, full, self[SourceClip].start_s, fit="zeros",
+            num_videos=self.num_videos,
             sound=self.audio, record="source.audio",
         )  # fmt: skip
         kept = {"masks": {"video": self.cells.ravel()}, "frozen": ("audio",) * has_sound}

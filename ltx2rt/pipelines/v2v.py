@@ -36,7 +36,8 @@ class VideoToVideo(Request):
     example = "--video-path clip.mp4 --noise-level 0.725"
     distilled = "optional"
     groups = (
-        *FROM_CLIP, FileSize(), PromptsByTime(), Images(), NegativePrompt(), Steps(), Interval(), Guidance(),
+        *FROM_CLIP, FileSize(), PromptsByTime(), Images(), NegativePrompt(), Steps(), Interval(),
+        Guidance(),
         Nag(), ByChoice(),
     )  # fmt: skip
 

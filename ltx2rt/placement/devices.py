@@ -192,7 +192,8 @@ def known_kind(framework_kind: str, name: str, total_bytes: int) -> DeviceKind |
         kind
         for kind in device_kinds().values()
         if kind.framework_kind == framework_kind and "pcie" not in name and "nvl" not in name
-        and (kind.name.split("-")[0] in name or name in (x.lower().replace(" ", "") for x in kind.found_as))
+        and (kind.name.split("-")[0] in name or name in (x.lower().replace(" ",
+        "") for x in kind.found_as))
     ]  # fmt: skip
     return min(found, key=lambda kind: abs(kind.memory_bytes - total_bytes), default=None)
 

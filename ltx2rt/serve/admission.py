@@ -215,7 +215,8 @@ class Admission:
             raise of_input(InputError(said), known, given) from error
 
     def _planned(
-        self, name: str, given: dict[str, Any], clip: dict[str, Any], images: list[list], loras: list[list],
+        self, name: str, given: dict[str, Any], clip: dict[str, Any], images: list[list],
+        loras: list[list],
         files: dict[str, list[list]], n: int,
     ) -> Admitted:  # fmt: skip
         pictures = [(self.inputs / file, frame, strength) for file, frame, strength in images]
@@ -262,7 +263,8 @@ class Admission:
         if frames == "true" and not request.high_range:
             raise InputError("--hdr-frames: the clip is not in high dynamic range; add hdr")
         job = {
-            "pipeline": name, "clip": resolved, "images": images, "loras": loras, "files": files, "n": n,
+            "pipeline": name, "clip": resolved, "images": images, "loras": loras, "files": files,
+            "n": n,
             "size": f"{width}x{height}", "seconds": seconds, "frames": frames == "true",
         }  # fmt: skip
         digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()

@@ -312,7 +312,8 @@ class App:
         self._require_accepting()  # planning takes time
         try:
             job = await self.store(
-                self.queue.add, user, admitted.digest, admitted.given, admitted.job, work=admitted.work,
+                self.queue.add, user, admitted.digest, admitted.given, admitted.job,
+                work=admitted.work,
                 loras=admitted.loras, priority=int(number(given.get("priority")) or 0), key=key,
                 remixed_from=remixed_from,
             )  # fmt: skip
@@ -421,7 +422,8 @@ class App:
         )
         try:
             jobs, more = await self.store(
-                self.queue.page, request.state.user, after=asked.get("after") or None, limit=int(limit),
+                self.queue.page, request.state.user, after=asked.get("after") or None,
+                limit=int(limit),
                 newest=order == "desc", statuses=statuses,
             )  # fmt: skip
         except KeyError:
@@ -748,7 +750,8 @@ class App:
         ]
         return Json({
             "replicas": replicas, "jobs": counts, "draining": self.supervisor.draining,
-            "paused": await self.store(self.queue.paused), "disk_free_bytes": self.folder.free_bytes(),
+            "paused": await self.store(self.queue.paused),
+            "disk_free_bytes": self.folder.free_bytes(),
         })  # fmt: skip
 
     async def pause(self, request: Request) -> Response:

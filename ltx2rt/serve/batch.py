@@ -372,7 +372,8 @@ class Batch:
             os.replace(self.folder.outputs / file, self.results.output / name)
         report = (job.result or {}).get("report", {})
         self.results.keep(
-            line.id, job.status, admitted.digest, names, seed=seed, error=job.error, attempts=job.attempts,
+            line.id, job.status, admitted.digest, names, seed=seed, error=job.error,
+            attempts=job.attempts,
             run_s=job.run_s,
             stages={stage["name"]: stage["time_s"] for stage in report.get("stages", ())},
         )  # fmt: skip

@@ -331,7 +331,8 @@ class Queue:
     # --- clients ----------------------------------------------------------------------------------
 
     def add(
-        self, user: str, digest: str, given: Mapping[str, Any], job: Mapping[str, Any], *, work: float = 1.0,
+        self, user: str, digest: str, given: Mapping[str, Any], job: Mapping[str, Any], *,
+        work: float = 1.0,
         loras: str = "", priority: int = 0, key: str | None = None, remixed_from: str | None = None,
         id: str | None = None,
     ) -> Job:  # fmt: skip

@@ -132,7 +132,8 @@ def admit(
 
 
 def make(
-    server: RemoteServer, jobs: Sequence[tuple[Line, dict[str, Any]]], results: Results, retries: int,
+    server: RemoteServer, jobs: Sequence[tuple[Line, dict[str, Any]]], results: Results,
+    retries: int,
     say: Callable[[str], None],
 ) -> dict[str, int]:  # fmt: skip
     """How many jobs ended with each status; clips and results are where a batch without a server
@@ -183,7 +184,8 @@ def _keep(
     except InputError as gone:
         status, error = FAILED, failure("expired", str(gone))
     results.keep(
-        line.id, status, digest_of(given), names, seed=x["seed"], error=error, attempts=x["attempts"],
+        line.id, status, digest_of(given), names, seed=x["seed"], error=error,
+        attempts=x["attempts"],
         run_s=x["run_s"], stages=x["timings"],
     )  # fmt: skip
     return status

@@ -42,7 +42,8 @@ from ltx2rt.weights.trained import model_digest
 Say = Callable[[str], None]
 SHOWN = 20  # faults in the table
 OF_COMPUTED = (  # flags that data which is encoded already leaves to choose
-    "data", "output", "reference_downscale", "reference_temporal_scale", "held_out", "force", "json",
+    "data", "output", "reference_downscale", "reference_temporal_scale", "held_out", "force",
+    "json",
 )  # fmt: skip
 
 

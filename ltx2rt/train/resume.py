@@ -22,8 +22,10 @@ from ltx2rt.weights.trained import is_of
 # Fields that may change when a run goes on: no step differs, except that a schedule ends elsewhere.
 # Only the number of samples of a step is compared.
 FREE = (
-    "data", "output", "steps", "save_every", "keep", "keep_every", "dry_run", "batch", "accumulate", "init",
-    "validate_every", "validation", "validation_seed", "json", "tensorboard", "deterministic", "allow_change",
+    "data", "output", "steps", "save_every", "keep", "keep_every", "dry_run", "batch",
+    "accumulate", "init",
+    "validate_every", "validation", "validation_seed", "json", "tensorboard", "deterministic",
+    "allow_change",
     "allow_distilled", "allow_partial_sound",
 )  # fmt: skip
 FIXED = ("mode", "streams", "rank", "audio_rank", "targets")  # the trained arrays' shapes

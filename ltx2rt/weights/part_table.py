@@ -204,7 +204,8 @@ PARTS = {
     for part in (
         Part(
             "transformer", "transformer", config=_of_class("LTX2VideoTransformer3DModel"),
-            prefix="model.diffusion_model.", folder="transformer", library="diffusers", section="transformer",
+            prefix="model.diffusion_model.", folder="transformer", library="diffusers",
+            section="transformer",
             read=_reads(configs.official_transformer, configs.diffusers_transformer),
             write=lambda model, layout: configs.diffusers_transformer_json(model.transformer),
             renames={
@@ -225,10 +226,12 @@ PARTS = {
         ),
         # connectors, or the text projection, or both; under two prefixes, which its words spell out
         Part(
-            "text", "embeddings connectors", header=lambda h: h.begins(*CONNECTORS, TEXT_PROJECTION),
+            "text", "embeddings connectors", header=lambda h: h.begins(*CONNECTORS,
+            TEXT_PROJECTION),
             config=_of_class("LTX2TextConnectors"), folder="connectors", library="ltx2",
             mark=b"embeddings_connector", section="transformer", read=_read_text,
-            check=lambda text, model, where: configs.check_connectors(text, model.transformer, where),
+            check=lambda text, model, where: configs.check_connectors(text, model.transformer,
+            where),
             write=lambda model, layout: configs.diffusers_text_json(model.text, model.transformer),
             renames={
                 "model.diffusion_model.video_embeddings_connector": "video_connector",
@@ -250,8 +253,10 @@ PARTS = {
         ),
         Part(  # with the convolutional decoder
             "video_vae", "video VAE", "video_vae", lambda h: h.vae("per_channel_statistics."),
-            _of_class("AutoencoderKLLTX2Video"), "vae.", STATISTICS | {"res_blocks": "resnets"}, folder="vae",
-            library="diffusers", mark=b"per_channel_statistics", decoder="conv", instead="diffusion_decoder",
+            _of_class("AutoencoderKLLTX2Video"), "vae.", STATISTICS | {"res_blocks": "resnets"},
+            folder="vae",
+            library="diffusers", mark=b"per_channel_statistics", decoder="conv",
+            instead="diffusion_decoder",
             help="video VAE of LTX-2.5, of either decoder (default: found near --model)",
             section="vae", read=_read_video_vae,
             write=lambda model, layout: configs.diffusers_video_vae_json(model.video_vae),
@@ -288,12 +293,14 @@ PARTS = {
             },
         ),
         _upsampler(
-            "upsampler", "x2 spatial upsampler", 4, 4, option="upsampler", folder="latent_upsampler",
+            "upsampler", "x2 spatial upsampler", 4, 4, option="upsampler",
+            folder="latent_upsampler",
             help="spatial upsampler, x2 or x1.5 (default: the x2 one found near --model)",
             wanted=lambda pipeline: pipeline.scale > 1,
         ),
         _upsampler(  # only used if it is named: sizes depend on it
-            "x15_upsampler", "x1.5 spatial upsampler", 4, 9, source=False, wanted=lambda pipeline: False,
+            "x15_upsampler", "x1.5 spatial upsampler", 4, 9, source=False,
+            wanted=lambda pipeline: False,
         ),
         _upsampler(
             "temporal_upsampler", "x2 temporal upsampler", 5, 2, option="temporal_upsampler",
@@ -315,7 +322,8 @@ PARTS = {
             ("attn.qkv.", "attn.{}."), folder="diffusion_decoder", every=False, decoder="diffusion",
             section="vae",
             read=_reads(
-                diffusion_decoder.official_diffusion_decoder, diffusion_decoder.diffusers_diffusion_decoder,
+                diffusion_decoder.official_diffusion_decoder,
+                diffusion_decoder.diffusers_diffusion_decoder,
             ),
             write=lambda model, layout: (
                 diffusion_decoder.official_diffusion_decoder_json if layout == "official"
@@ -334,7 +342,8 @@ PARTS = {
             library="ltx2", every=False,
             help="duration head of LTX-2.5, which chooses the clip's length (default: found near --model)",
             read=duration_head.read_duration_head, check=duration_head.check_duration_head,
-            write=lambda model, layout: duration_head.duration_head_json(model.need("duration_head"), layout),
+            write=lambda model,
+            layout: duration_head.duration_head_json(model.need("duration_head"), layout),
             gains={"duration_head.mlp_out.": 0.3},  # prompts of one to two seconds
             preset=duration_head.preset,
         ),
@@ -343,7 +352,8 @@ PARTS = {
             source=False,
         ),
         Part(
-            "lora", "LoRA", "distilled_lora", lambda h: holds_lora(h.names), mark=JOINT, source=False,
+            "lora", "LoRA", "distilled_lora", lambda h: holds_lora(h.names), mark=JOINT,
+            source=False,
             wanted=lambda pipeline: pipeline.distilled != "unused",
         ),
     )

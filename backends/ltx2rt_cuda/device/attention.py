@@ -89,7 +89,7 @@ def why_not_cudnn(q: Tensor, mask: Tensor | None) -> str | None:
 
 
 def preference(q: Tensor, mask: Tensor | None) -> list[str]:
-    """Names of TORCH; the first whose kernel takes the operands is to run."""
+    """Names of TORCH, in the order of preference for these operands."""
     return [name for name in TORCH if name != "cudnn" or why_not_cudnn(q, mask) is None]
 
 
@@ -139,7 +139,7 @@ def _operands(q: Tensor, mask: Tensor) -> tuple:
 
 
 def gpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """By FlashAttention-3 if it takes the operands, else by the first of `preference`."""
+    """Run FlashAttention-3 if it takes the operands, else the first of `preference`."""
     q, k, v = aligned(q), aligned(k), aligned(v)
     if why_not_flash3(q, k, v, mask) is None:
         found = _flash3()(q, k, v, softmax_scale=scale)
@@ -171,8 +171,8 @@ def efficient_part(
 def gpu_part(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """By FlashAttention-2 where nothing is masked: queries are few here, and it alone shares out
-    the keys of one head."""
+    """Run FlashAttention-2 if nothing is masked: queries are few here, and only it splits the keys
+    of one head."""
     fits = q.shape[3] % 8 == 0 and q.shape[3] <= 256
     if mask is not None or q.dtype not in (torch.bfloat16, torch.float16) or not fits:
         return efficient_part(q, k, v, mask, scale)
@@ -186,7 +186,7 @@ def attention_part(
 ) -> tuple[Tensor, Tensor]:
     """`attention` and the logarithm of its denominator, f32 (B, heads, tokens).
 
-    kernel: one of torch's own, which alone return the logarithm; operands (B, heads, tokens,
+    kernel: one of torch's own, the only ones that return the logarithm; operands (B, heads, tokens,
     head_dim).
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))

@@ -70,8 +70,8 @@ class Cuda(TorchDevice):
         (getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache)()
 
     def limit(self, max_memory: float | None) -> None:
-        """The allocator then gives back what it keeps before it takes more than that; CUDA's own
-        context, some 0.5 GB, is beside it."""
+        """Make the allocator free its cache before it takes more than this. CUDA's own context,
+        some 0.5 GB, is not counted."""
         _, total = torch.cuda.mem_get_info()
         share = min(1.0, 1e9 * (max_memory or math.inf) / total)
         torch.cuda.set_per_process_memory_fraction(share)
@@ -142,7 +142,7 @@ class Pool:
     """The memory that recorded steps share, because only one of them runs at a time, and the
     streams that they are recorded on, because the allocator gives a stream no blocks of another.
 
-    Recordings begin on a stream of their own, on which nothing runs: with a graph torch gives up
+    Recordings begin on a separate stream on which nothing runs: with a graph torch gives up
     cuBLAS's workspace of the stream on which it began, which all other graphs recorded there still
     write to (pytorch#193402). The workspace of `stream` was taken in the runs before the first
     recording, and stays.
@@ -161,8 +161,8 @@ class Pool:
         with torch.cuda.stream(self.stream):
             for _ in range(WARMUPS):
                 run()
-        # What they took is free, and of use to this stream alone. While a step is recorded torch
-        # gives nothing back, and would find the device full.
+        # The memory of these runs is free, but only this stream can reuse it. While a step is
+        # recorded torch frees nothing, and would find the device full.
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         with self.recording(graph):
@@ -201,15 +201,15 @@ class Pool:
 
     @property
     def unused_bytes(self) -> int:
-        """Bytes of those that no tensor has: free for recorded steps alone."""
+        """Bytes of these segments that no tensor uses; only recorded steps can take them."""
         return sum(s["total_size"] - s["allocated_size"] for s in self._segments())
 
     def _segments(self) -> list[dict[str, Any]]:
         return [s for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] == self.id]
 
     def release(self) -> None:
-        """A communicator whose collectives are recorded is not destroyed, but waited for, as long
-        as the graphs are."""
+        """Drop the graphs: while they exist, destroying a communicator with recorded collectives
+        waits for them."""
         for graph in self.graphs:
             graph.reset()
 

@@ -34,7 +34,7 @@ class DeviceStream(Protocol):
 
 
 class Done:
-    """A stream, and an event, of a device that has run what was called."""
+    """Stream and event of a device that runs every call at once."""
 
     def wait_stream(self, other: Any) -> None: ...
     def wait_event(self, event: Any) -> None: ...
@@ -49,15 +49,15 @@ class Recording(Protocol):
 
     def replay(self) -> None: ...
     def reset(self) -> None:
-        """Give up what it holds; it is not replayed again."""
+        """Free its memory; it is not replayed again."""
         ...
 
 
 class Recorder(Protocol):
     """Records functions, and holds the memory that their recordings share.
 
-    id: another one once what is recorded is no longer valid. serves: a mark of the call whose
-    values are in the memory.
+    id: changes once the recordings are no longer valid. serves: marks the call that wrote the
+    memory's values.
     """
 
     id: Any
@@ -134,7 +134,7 @@ class TorchDevice:
         """Wait for all work."""
 
     def recorder(self) -> Recorder | None:
-        """None: every call launches its work anew."""
+        """None: every call launches its work again."""
         return None
 
     # --- memory -----------------------------------------------------------------------------------
@@ -147,8 +147,7 @@ class TorchDevice:
         return x.to(self.torch)
 
     def fetch(self, x: Tensor) -> Tensor | Fetched:
-        """A result on its way to the host, behind what makes it, and not behind what comes
-        later."""
+        """Start copying a result to the host once it is computed, not after later work."""
         if not self.queues:
             return x
         x = widened(x)
@@ -161,7 +160,7 @@ class TorchDevice:
         give_back_freed()
 
     def limit(self, max_memory: float | None) -> None:
-        """Keep what is taken, and kept for later, within so many GB."""
+        """Keep allocated and cached memory within `max_memory` GB."""
 
     def info(self, recorder: Recorder | None) -> DeviceInfo:
         """recorder: of this process; the memory that it holds is not free."""
@@ -176,7 +175,7 @@ class TorchDevice:
     # --- several processes ------------------------------------------------------------------------
 
     def take(self, mesh: str) -> torch.device | None:
-        """Use this process' own device alone; returns what a process group has to know of it.
+        """Use only this process' own device; returns the device that a process group needs.
         mesh: in words. Raises InputError if there is none."""
         return None
 

@@ -58,8 +58,8 @@ def attention(q: Array, k: Array, v: Array, *, scale: float, interpret: bool = F
         block_q_dkv=queries, block_kv_dkv=keys, block_kv_dkv_compute=at_once, block_q_dq=queries,
         block_kv_dq=keys,
     )  # fmt: skip
-    # A sample's heads are the kernel's heads; they come in groups of as many query heads in every
-    # sample.
+    # A sample's heads are the kernel's heads; every sample has the same number of query heads in a
+    # group.
     mask = splash.MultiHeadMask(
         [splash.FullMask((tokens + missing, context + hidden))] * (batch * heads)
     )
@@ -67,7 +67,7 @@ def attention(q: Array, k: Array, v: Array, *, scale: float, interpret: bool = F
         mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret
     )
     segments = None
-    if hidden:  # queries see the keys of their own segment
+    if hidden:  # queries see only their segment's keys
         seen = jnp.arange(context + hidden) >= context
         segments = splash.SegmentIds(jnp.zeros(tokens + missing, jnp.int32), seen.astype(jnp.int32))
     y: Any = kernel(q, k, v, segments)  # typed as the array or, with residuals, a pair

@@ -9,7 +9,7 @@ from ltx2rt_kernels.traffic import Bytes, size
 
 
 def head_gate(y: np.ndarray, logits: np.ndarray, *choice: np.ndarray) -> np.ndarray:
-    """y (B, T, heads, head_dim), logits (B, T, heads); keep (B) and v: samples whose keep is 0 are
+    """y (B, T, heads, head_dim), logits (B, T, heads); keep (B) and v: a sample with keep 0 is
     v's."""
     if choice:
         y = np.stack([y[b] if choice[0][b] else choice[1][b] for b in range(len(y))])

@@ -46,7 +46,7 @@ def neighbourhood_attention_kernel(
     r = r0 + i // BC % BR
     c = c0 + i % BC
     inside = ((t < T) & (r < R) & (c < C))[:, None] & (d < DIM)[None, :]
-    # Queries beyond the border see what the last one sees, and are not stored.
+    # Queries beyond the border see the last one's keys, and are not stored.
     start_t = starts(tl.minimum(t, T - 1), first_t, KT, WT)
     start_r = starts(tl.minimum(r, R - 1), first_r, KR, WR)
     start_c = starts(tl.minimum(c, C - 1), first_c, KC, WC)

@@ -1,14 +1,13 @@
 """Neighbourhood attention on a TPU (Pallas): the scores of a block stay in the core's own memory.
 
-A block is FRAMES frames of queries, and of these so many rows and columns that their windows reach
-a box of BOX x BOX keys in every frame: 6 x 6 where windows are 11 x 11. Columns of keys are copied
+A block is FRAMES frames of queries, with just enough rows and columns that their windows reach a
+box of BOX x BOX keys in every frame: 6 x 6 where windows are 11 x 11. Columns of keys are copied
 once for every block of columns, because a box may begin at any column and memory is addressed in
 tiles; rows and frames are read where they are. A program brings the keys of SHARING blocks. Heads
 of fewer than LANES numbers share the lanes: the queries of one are zero in the lanes of the others,
 which costs nothing, since the matrix unit multiplies 256 numbers deep anyway.
 
-Decides which operands the kernel takes. What it computes is the op `neighbourhood_attention` of the
-graph.
+Decides which operands the kernel takes. It computes the graph's op `neighbourhood_attention`.
 """
 
 from __future__ import annotations
@@ -87,8 +86,8 @@ class _Axis:
 def neighbourhood_attention(
     q: Array, k: Array, v: Array, *, window, first, scale: float, interpret: bool = False
 ) -> Array:
-    """q (B, frames, rows, columns, heads, head_dim), k and v alike, with at least as many positions
-    -> q's shape; softmax in float32. interpret: run the kernel without a TPU, slowly."""
+    """q (B, frames, rows, columns, heads, head_dim), k and v alike, with at least q's positions ->
+    q's shape; softmax in float32. interpret: run the kernel without a TPU, slowly."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 

@@ -2,9 +2,8 @@
 
 A scale may come without a shift. The same kernel with RESIDUAL adds y * gate first, or (y + bias) *
 gate, and writes the sum too; the norm then sees the unrounded sum. Without NORM it only modulates.
-With an index, rows are by level and each token reads those of its own. Of rows that tokens share,
-all but the first read the L2 cache: what comes from memory is x (and y), the results and a few
-rows.
+With an index, rows are by level and each token reads its level's. Rows that tokens share come from
+the L2 cache after the first read: memory delivers x (and y), the results and a few rows.
 """
 
 from __future__ import annotations
@@ -32,8 +31,10 @@ def gated(y, bias, gate, D: tl.constexpr, BLOCK: tl.constexpr, BIASED: tl.conste
 def rows_kernel(
     x, y, bias, gate, scale_0, shift_0, scale_1, shift_1, index, total, out_0, out_1, T, y_B, eps,
     x_b, x_t, y_b, y_t, gate_b, gate_t,
-    scale_0_b, scale_0_t, shift_0_b, shift_0_t, scale_1_b, scale_1_t, shift_1_b, shift_1_t, index_b, index_t,
-    D: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, RESULTS: tl.constexpr, ROWS: tl.constexpr,
+    scale_0_b, scale_0_t, shift_0_b, shift_0_t, scale_1_b, scale_1_t, shift_1_b, shift_1_t,
+    index_b, index_t,
+    D: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, RESULTS: tl.constexpr,
+    ROWS: tl.constexpr,
     BY_LEVEL: tl.constexpr, BIASED: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr,
     SHIFTED: tl.constexpr,
 ):  # fmt: skip
@@ -93,7 +94,8 @@ def why_not(x: Tensor, *rows: Tensor, views=(), index_view=None, eps: float = 0.
 
 
 def rows_launch(
-    x: Tensor, y: Tensor | None, rows: tuple[Tensor, ...], views, index_view, results: int, eps: float,
+    x: Tensor, y: Tensor | None, rows: tuple[Tensor, ...], views, index_view, results: int,
+    eps: float,
     biased: bool = False, norm: bool = True,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """[x + y * the first row if there is a y] + results, normalised and modulated by the other
@@ -121,10 +123,12 @@ def rows_launch(
     read = [gate, *pairs, *[None] * (4 - len(pairs)), index]
     strides = [n for v in (x, y, *read) for n in ((0, 0) if v is None else v.stride()[:2])]
     rows_kernel[(batch * tokens,)](
-        x, y, bias, *read, total, *outs, *[None] * (2 - results), tokens, 0 if y is None else len(y), eps,
+        x, y, bias, *read, total, *outs, *[None] * (2 - results), tokens,
+        0 if y is None else len(y), eps,
         *strides,
         D=width, BLOCK=block(width), RESIDUAL=y is not None, RESULTS=results, ROWS=len(pairs) > 0,
-        BY_LEVEL=index is not None, BIASED=biased, PADDED=y is not None and len(y) < batch, NORM=norm,
+        BY_LEVEL=index is not None, BIASED=biased, PADDED=y is not None and len(y) < batch,
+        NORM=norm,
         SHIFTED=len(pairs) > 1, num_warps=num_warps(block(width)),
     )  # fmt: skip
     return tuple(outputs)

@@ -44,7 +44,7 @@ def pixel_norm_silu_kernel(
 
 
 def _pixel_stride(x: Tensor) -> int | None:
-    """From one pixel to the next, if that is the same for all."""
+    """Stride from one pixel to the next, if all have the same."""
     axes = [(n, stride) for n, stride in zip(x.shape[2:], x.stride()[2:], strict=True) if n > 1]
     uniform = all(outer == n * stride for (_, outer), (n, stride) in pairwise(axes))
     return (axes[-1][1] if axes else 1) if uniform else None

@@ -1,7 +1,7 @@
 """One program per token, which holds all its heads: their two halves, cos and sin are read once,
 the result written once, the minimum but for the weight, which all tokens but the first read from
 the cache. q and k of one attention are one launch, whatever their lengths; where they have their
-tables in common, a program turns both. Without tables it is the norm alone, of the text's
+tables in common, a program turns both. Without tables it is only the norm, for the text's
 attention; where several samples read one text, keys are written and values copied for each of them.
 Under tensor parallelism two kernels: the sum of squares of this device's heads, and, after the
 all-reduce, the rest, given the sum.
@@ -145,11 +145,13 @@ def qk_norm_rope_kernel(
             q_cos, q_sin, b, t, q_table_b, q_table_t, q_table_h, HEADS, HALF, BLOCK_H, BLOCK_D
         )
         turn(
-            b, b, t, q, q_given, q_weight, q_out, q_T, q_b, q_t, q_h, q_given_b, q_given_t, c, s, count, eps,
+            b, b, t, q, q_given, q_weight, q_out, q_T, q_b, q_t, q_h, q_given_b, q_given_t, c, s,
+            count, eps,
             HEADS, HALF, BLOCK_H, BLOCK_D, GIVEN, ROTATE,
         )  # fmt: skip
         turn(
-            b, b, t, k, k_given, k_weight, k_out, k_T, k_b, k_t, k_h, k_given_b, k_given_t, c, s, count, eps,
+            b, b, t, k, k_given, k_weight, k_out, k_T, k_b, k_t, k_h, k_given_b, k_given_t, c, s,
+            count, eps,
             HEADS, HALF, BLOCK_H, BLOCK_D, GIVEN, ROTATE,
         )  # fmt: skip
         return
@@ -254,7 +256,8 @@ def _launch(
     blocks = _blocks(heads, dim // 2) | {"num_warps": _blocks(heads, dim)["num_warps"]}
     qk_norm_rope_kernel[(programs[0] if shared else sum(programs),)](
         *arguments, float(count), eps,
-        HEADS=heads, HALF=dim // 2, GIVEN=groups[0][1] is not None, ROTATE=rotate, TWO=two, SHARED=shared,
+        HEADS=heads, HALF=dim // 2, GIVEN=groups[0][1] is not None, ROTATE=rotate, TWO=two,
+        SHARED=shared,
         SPREAD=sum(source << 4 * b for b, source in enumerate(spread)), **blocks,
     )  # fmt: skip
     return tuple(results) if two else results[0]

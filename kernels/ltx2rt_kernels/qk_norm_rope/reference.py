@@ -36,8 +36,8 @@ def qk_norm_rope(*operands: np.ndarray, eps: float) -> list[np.ndarray]:
 
 
 def qk_scale(*operands: np.ndarray, count: int, eps: float, spread=()) -> list[np.ndarray]:
-    """qk_scale_rope without tables: operands x, total, weight; spread: whose k, and v behind all,
-    each sample has."""
+    """qk_scale_rope without tables: operands x, total, weight; spread: index of the k, and of the v
+    behind all, that each sample uses."""
     return _still(qk_scale_rope, 3, operands, spread, count=count, eps=eps)
 
 

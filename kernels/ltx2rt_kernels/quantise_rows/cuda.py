@@ -16,7 +16,8 @@ from ltx2rt_kernels.triton_blocks import MAX_BLOCK, block, dtype_reason, jit, nu
 
 @jit
 def quantise_rows_kernel(
-    x, values, scales, x_r, STEP: tl.constexpr, TINY: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+    x, values, scales, x_r, STEP: tl.constexpr, TINY: tl.constexpr, N: tl.constexpr,
+    BLOCK: tl.constexpr,
     GELU: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
