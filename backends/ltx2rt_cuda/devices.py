@@ -13,8 +13,8 @@ from ltx2rt.placement.devices import PCIE4, PCIE5, DeviceKind, Sustained
 COLLECTIVE_S = 10e-6  # fixed latency of a collective; assumed, not measured
 
 
-# Memory of a GPU that PyTorch's pools, cuBLAS's and cuDNN's workspaces and fragmentation take out
-# of a run's share.
+# Memory of a GPU that PyTorch's pools, cuBLAS's and cuDNN's workspaces and fragmentation take from
+# a run's share.
 RESERVE: dict[str, Any] = {"reserve_bytes": 3_000_000_000, "reserve_share": 0.02}
 
 

@@ -749,6 +749,6 @@ ON_TPU = {
     "neighbourhood_attention": _neighbourhood_attention_on_tpu,
 }
 
-# A product would recompute the GELU in front of it for every tile of its columns: on tpu7x 0.8 ms
-# of a step of 89, by the compiler's code; on v6e storing the result costs the same.
+# A product would recompute the GELU in front of it for every tile of its columns: on tpu7x 0.8 of a
+# step's 89 ms, by the compiler's code; on v6e storing the result costs the same.
 ONCE = {"gelu": lambda x: lax.optimization_barrier(OPS["gelu"](x))}
