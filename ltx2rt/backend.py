@@ -43,7 +43,7 @@ class TensorSource(Protocol):
 
     def names(self) -> Iterable[str]: ...
     def info(self, name: str) -> Any:
-        """`.shape`, `.dtype` and `.nbytes`, from the header alone."""
+        """`.shape`, `.dtype` and `.nbytes`, read only from the header."""
         ...
 
     def read(self, name: str, *cuts: Cut) -> Any:
@@ -65,8 +65,7 @@ class Program(Protocol):
         ...
 
     def release(self) -> None:
-        """Drop what was built of it, and the memory that this takes; a later call builds it
-        again."""
+        """Drop the built program and its memory; a later call builds it again."""
         ...
 
 
@@ -105,8 +104,8 @@ class AdamW:
     ema: float | None = None
 
 
-# How a backward pass comes by the values of a block: all computed anew from its inputs; all kept;
-# computed anew but for results of exchanges.
+# How a backward pass gets a block's values: recompute all from its inputs; keep all; recompute all
+# except results of exchanges.
 REMAT = ("block", "none", "exchanges")
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, as torch calls them
 EMA = "ema"  # the average of the parameters, in a state
@@ -153,7 +152,7 @@ class Trainer(Protocol):
 
 
 def index_of(graphs: Sequence[Graph], inputs: Mapping[str, Any]) -> int:
-    """The place of the graph whose samples have the sizes of these inputs."""
+    """Index of the graph that takes samples of these inputs' sizes."""
     for i, graph in enumerate(graphs):
         own = {n: v.type.shape for n, v in graph.inputs.items() if v.type.axes[:1] == ("B",)}
         if all(tuple(inputs[name].shape[1:]) == shape[1:] for name, shape in own.items()):
@@ -187,8 +186,8 @@ class DeviceInfo:
     recorded_bytes: int = 0
 
     def room_bytes(self, max_memory: float | None = None, held_bytes: int = 0) -> int:
-        """What a run may plan with: of the free memory and what its session holds already, at most
-        `max_memory` GB, without the reserve."""
+        """Bytes that a run may plan with: free memory plus its session's own, at most `max_memory`
+        GB, less the reserve."""
         most = min(self.free_bytes + held_bytes, 1e9 * (max_memory or math.inf))
         return int(most * (1 - self.reserve_share) - self.reserve_bytes)
 
@@ -235,8 +234,8 @@ class Backend(Protocol):
 
     @property
     def num_built(self) -> int:
-        """How many programs were lowered, recorded or compiled so far, those that a cache on disk
-        had included."""
+        """Number of programs lowered, recorded or compiled so far, including hits of the cache on
+        disk."""
         ...
 
     def load(
@@ -272,7 +271,7 @@ class Backend(Protocol):
         ...
 
     def lower_loop(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Loop:
-        """As `lower`, for a graph that ends in a loop over steps."""
+        """Like `lower`, for a graph that ends in a loop over steps."""
         ...
 
     def trainer(
@@ -285,8 +284,8 @@ class Backend(Protocol):
         deterministic: bool = False,
     ) -> Trainer:
         """The step of a local graph with adapters. remat: of REMAT. others: graphs with the same
-        parameters, whose batches of other sizes it takes, too. deterministic: a step gives the same
-        bits each time."""
+        parameters for batches of other sizes, which it also takes. deterministic: a step gives the
+        same bits each time."""
         ...
 
     def compile_ahead(
@@ -334,13 +333,12 @@ class Backend(Protocol):
 
     def trim(self, recorded: bool = False) -> None:
         """Give memory that nothing uses any more back to the device, if the framework keeps it.
-        recorded: recorded steps' as well; those of programs that were not released are recorded
-        anew."""
+        recorded: also free recorded steps; programs that were not released record theirs again."""
         ...
 
     def limit(self, max_memory: float | None) -> None:
-        """Take at most so many GB of the device from now on, all of it with None, if the framework
-        can be told. What it keeps for later counts."""
+        """Take at most this many GB of the device from now on (None: all of it), if the framework
+        has such a limit. Its cache counts."""
         ...
 
     def device(self) -> DeviceInfo: ...
@@ -368,7 +366,7 @@ class BackendFactory(Protocol):
     """
 
     name: str
-    accelerator: str  # what it runs on besides a CPU, in a word: "GPU", "TPU"
+    accelerator: str  # its accelerator, in a word: "GPU", "TPU"
     process_per_device: bool  # else one process drives all devices of a host
     packages: tuple[str, ...]  # the distributions that it computes with, its framework first
     streams: Collection[str]  # networks whose layers `Backend.load` can keep in the host's memory
@@ -418,8 +416,8 @@ class BackendFactory(Protocol):
         ...
 
     def most_processes(self, device: str) -> int:
-        """As many as can work on `device` of this host; 1 unless there is one process per
-        device."""
+        """Number of processes that `device` of this host can serve; 1 unless there is one process
+        per device."""
         ...
 
     def one_device(self, number: int, environment: Mapping[str, str]) -> dict[str, str]:
@@ -435,7 +433,7 @@ class BackendFactory(Protocol):
         ...
 
     def keep_compiled(self, root: Path) -> None:
-        """Let this process keep what it compiles under `root`, and start from what is there.
+        """Cache this process's compiled programs under `root` and reuse the ones there.
         Imports the framework.
 
         Nothing, if the framework does so by itself or compiles nothing.
@@ -445,7 +443,7 @@ class BackendFactory(Protocol):
     def ahead_compiler(
         self, topology: str, mesh: Mapping[str, int], timed: bool = False
     ) -> Callable[[Graph, str | None], Compiled]:
-        """How placed graphs are compiled for devices that are absent; one per process. Imports the
+        """A compiler of placed graphs for devices that are absent; one per process. Imports the
         framework. timed: with `times_s`.
 
         Its second argument says how the graph runs: "each" on inputs of every device's own, as
@@ -460,7 +458,7 @@ class BackendFactory(Protocol):
         ...
 
     def takes_all(self, device: DeviceInfo) -> bool:
-        """Whether a run without a mesh takes all devices like it, not this one alone."""
+        """Whether a run without a mesh takes all devices like it, not only this one."""
         ...
 
     def open(self, device: str, mesh: Mapping[str, int]) -> Backend:
@@ -473,7 +471,7 @@ DEVICE_FILES = {"GPU": ("nvidia[0-9]*",), "TPU": ("accel[0-9]*", "vfio/[0-9]*")}
 
 @cache
 def _entry_points(path: tuple[str, ...]) -> EntryPoints:
-    """Those of the packages on `path`, which is `sys.path`: each of them is read for its own."""
+    """Entry points of the packages on `path`, which is `sys.path`; cached by path."""
     return entry_points(group="ltx2rt.backends")
 
 
@@ -484,7 +482,7 @@ def backend_names() -> list[str]:
 def chosen_backend(devices: Path = Path("/dev"), quiet: bool = False) -> str:
     """The backend for a run that names none; unless quiet, a line says which and why.
 
-    It is the installed one, or of several the one whose device is here, or the first. Imports no
+    It is the installed one; among several, the first with a device here, or the first. Imports no
     framework. Raises InputError if none is installed.
     """
     factories = [get_factory(name) for name in backend_names()]
@@ -537,7 +535,7 @@ def get_backend(name: str, device: str = "auto", mesh: Mapping[str, int] | None 
 
 
 def get_rendezvous(name: str) -> Callable[[], Any]:
-    """How the processes of a launch connect to their store."""
+    """Function that connects the processes of a launch to their store."""
     factory = get_factory(name)
 
     def connect() -> Any:

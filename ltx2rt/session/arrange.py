@@ -1,7 +1,7 @@
-"""The mesh of a run for which none is named: of those that fit the memory, the one of the least
-estimated time.
+"""Choose the mesh of a run without --mesh: the one with the least estimated time among the fitting
+ones.
 
-Decides by data sheets and the run's own sizes alone, so that every process of a launch decides
+Decides only by data sheets and the run's own sizes, so that every process of a launch decides
 alike. Estimates of the denoise steps are read off graphs that are shared, placed, and changed as
 the backend does.
 """
@@ -113,9 +113,9 @@ def choose(
     devices: int,
     stages: Sequence[Needing],
 ) -> Choice | None:
-    """The mesh of a run of these stages; None if nothing of it is split. Where weights do not all
-    stay on the devices, what loading them anew takes is weighed, too. Where none fits, the one of
-    the least weights.
+    """The mesh of a run of these stages; None if nothing of it is split. If not all weights stay on
+    the devices, the time of reloading them is included. Where none fits, the one of the least
+    weights.
 
     Raises InputError if none splits it, in the words of the profile's own mesh.
     """

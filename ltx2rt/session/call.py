@@ -11,7 +11,7 @@ from ltx2rt.session.options import LoraSpec
 
 WeightsKey = tuple[
     str, tuple[LoraSpec, ...]
-]  # a network's name (and its part), and what is merged into it
+]  # a network's name (and its part), and the LoRAs merged into it
 
 
 def network_of(key: WeightsKey) -> str:
@@ -28,7 +28,7 @@ def holds(theirs: WeightsKey, ours: WeightsKey) -> bool:
 class Call:
     """network: of the catalog; sizes: what its graph is traced from. times: how often a stage (of a
     stage with steps: each of them) runs it. steps: of a denoise loop, None for a network that runs
-    once. each: devices take such calls in turns. room: steps that its loop is made for, where it
+    once. each: devices share out such calls. room: steps that its loop is made for, where it
     shares the program of a longer one.
     """
 

@@ -1,5 +1,4 @@
-"""How a session keeps weights where the device has less room than they take, and what its stages
-cost.
+"""Keep a session's weights when the device is too small for them, and cost its stages.
 
 Decides the order of the ways: all on the device, fewer bits, freed once they are used, streamed
 from the host. `plan`, the check before a run, and advice in an error read the same costs.
@@ -44,7 +43,7 @@ Way = tuple[ModelOptions, Residence]  # how weights are kept
 
 
 class Needing(Protocol):
-    """The part of a stage that a session needs to say what it costs."""
+    """The part of a stage that a session needs to cost it."""
 
     name: str
 
@@ -114,7 +113,7 @@ class Memory:
                 yield stage, f"{count} branches" if count > 1 else "one branch", [call]
 
     def _hold(self, here: dict[WeightsKey, int], call: Call) -> None:
-        """Enter the call's set: whole, or what it does not share with another set of its
+        """Enter the call's set: whole, or the tensors that it shares with no other set of its
         network."""
         siblings = [key for key in here if network_of(key) == network_of(call.weights)]
         if call.weights in here:
@@ -160,9 +159,9 @@ class Memory:
         return cost(Work(name, tuple(runs.values()), {}, steps, loops[0].before if loops else None))
 
     def require_memory(self, stages: Sequence[Needing], warm: bool = False) -> None:
-        """Make room for a run: first what recorded steps keep, then sets of earlier requests are
-        let go, the least recently used first, until it fits. Under `--memory auto` weights are kept
-        less and less on the device until it does.
+        """Make room for a run: free recorded steps' memory, then sets of earlier requests, the
+        least recently used first, until it fits. Under `--memory auto` weights are kept less and
+        less on the device until it does.
 
         warm: every set that the run loads is there from its start on. Raises InputError if it does
         not fit an empty device either.
@@ -223,7 +222,7 @@ class Memory:
 
     @property
     def memory_mode(self) -> str:
-        """How weights are kept: resident, reloaded for each stage, or streamed."""
+        """The way weights are kept: resident, reloaded for each stage, or streamed."""
         if self.weights.residence.streams:
             return "streamed"
         return "reload" if self.weights.residence.reload else "resident"
@@ -255,8 +254,8 @@ class Memory:
         self.weights.options = self.options
 
     def choose_road(self, stages: Sequence[Needing]) -> None:
-        """Decide how the streamed weights that a run loads reach the device, by what the host's
-        memory has room for. Of a host that is not here it is taken for granted."""
+        """Decide how the streamed weights that a run loads reach the device, by the room in the
+        host's memory. An absent host is assumed to have enough."""
         store, most = self.weights, self.options.host_memory
         calls = {call.weights: call for stage in stages for call in stage.needs(self.config)}
         here = {key for key, call in calls.items() if store.has(key, self.graph(call))}
@@ -276,7 +275,7 @@ class Memory:
         self.weights.residence = replace(self.weights.residence, road=found)
 
     def _ways(self, stages: Sequence[Needing]) -> Iterator[Way]:
-        """How weights can be kept, from the fastest way to the one that needs the least memory.
+        """Ways to keep weights, from the fastest to the one that needs the least memory.
 
         As the options say, decoded where they are stored in few bits: decoding them in every step
         costs time (docs/gpus.md has an H200's). Then as they are stored; then freed once they are
@@ -361,8 +360,8 @@ class Memory:
         held: Mapping[WeightsKey, int] | None = None,
         recorded_bytes: int = 0,
     ) -> list[StageCost]:
-        """For a second run in a row: what the first has left on the device is there from the start
-        on."""
+        """Costs of a second run in a row, which starts with the first one's weights on the
+        device."""
         after = dict(held or {})
         for stage in stages:
             for call in stage.needs(self.config):

@@ -1,6 +1,6 @@
 """Which model, and how and where it runs: the flags that every command with a checkpoint shares.
 
-`check` refuses what no model could satisfy, before any framework is imported.
+`check` refuses options that no model could satisfy, before any framework is imported.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def parse_lora(text: str | tuple | Path, name: str = "--lora") -> LoraSpec:
 
 
 def parse_distilled(text: str | tuple | Path) -> LoraSpec:
-    """As `parse_lora`, or "none"."""
+    """Parse like `parse_lora`, or "none"."""
     return NO_LORA if text == "none" else parse_lora(text, "--distilled-lora")
 
 

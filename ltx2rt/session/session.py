@@ -1,8 +1,8 @@
 """One checkpoint on one backend, for any number of requests.
 
 Decides what outlives a request: graphs and programs by network and sizes (the least recently used
-go first), weights by network and LoRAs, the contexts of the latest prompts. What is called in which
-order is the stages' business, what stages there are the pipelines'.
+go first), weights by network and LoRAs, the contexts of the latest prompts. Stages decide the order
+of calls, pipelines the stages.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Session(Memory):
         self._sets: dict[WeightsKey, Graph] = {}  # a graph that reads each set
 
     def adopt(self, planned: Session) -> None:
-        """Take over the graphs and costs of a session of the same checkpoint and options on as many
-        devices, of another mesh those graphs that do not depend on it."""
+        """Reuse the graphs and costs of a session with the same checkpoint, options and number of
+        devices. If its mesh differs, only mesh-independent graphs are taken."""
         if planned.backend.mesh == self.backend.mesh:
             self._graphs, self._costs = planned._graphs, planned._costs
         else:
@@ -115,7 +115,7 @@ class Session(Memory):
         return placement.loop(graph, call.slots)
 
     def program(self, call: Call) -> Any:
-        """The call's program, or its loop; what was not used for long is let go."""
+        """Return the call's program or loop, evicting the least recently used."""
         lower = self.backend.lower if call.steps is None else self.backend.lower_loop
 
         def make() -> Program | Loop:
@@ -134,7 +134,7 @@ class Session(Memory):
             (self.key(call), call.each): call
             for stage in stages
             for call in stage.needs(self.config)
-            if not self.weights.residence.number(call.weights)  # layers are programs of their own
+            if not self.weights.residence.number(call.weights)  # layers are separate programs
         }
         started = self.backend.compile_ahead(
             (self.program(call), call.each) for call in calls.values()
@@ -172,8 +172,8 @@ class Session(Memory):
         """The step's outputs (videos, tokens, C) as device arrays after every step that the device
         has finished.
 
-        feeds: the step's inputs but those of which every step has its own; per_step: these, [steps,
-        ...] each. num_steps: how many of the steps run, None: all.
+        feeds: the inputs that all steps share; per_step: the others, [steps, ...] each. num_steps:
+        how many of the steps run, None: all.
         """
         steps = len(per_step["sigmas"])
         loop, weights = self.program(call), self.load(call)
@@ -189,7 +189,7 @@ class Session(Memory):
         return kept(self._contexts, prompts, encode, MAX_CONTEXTS)
 
     def leave(self, stage: Needing) -> None:
-        """Free what the options keep on the device only while a stage needs it."""
+        """Free weights that the options keep on the device only while a stage needs them."""
         self.weights.free(*self._left(stage))
 
     def _left(self, stage: Needing) -> list[WeightsKey]:
@@ -199,13 +199,13 @@ class Session(Memory):
         return list(dict.fromkeys([*encoder, *kept.leave.get(stage.name, ())]))
 
     def close(self) -> None:
-        """Let go of everything that is on the device."""
+        """Free everything that is on the device."""
         self._release()
         for held in (self._programs, self._graphs, self._costs, self._contexts):
             held.clear()
         self.weights.close()
 
-    # --- before a run: headers and sizes alone ----------------------------------------------------
+    # --- before a run: only headers and sizes -----------------------------------------------------
 
     def audit(self, stages: Sequence[Needing]) -> dict[str, list[Merge]]:
         """Compare every network that the stages call with the checkpoint, and every LoRA with both.
@@ -227,7 +227,7 @@ class Session(Memory):
         return self.factory.as_run(graph, self.backend.device_kind, steps, self.options.compile)
 
     def _release(self) -> None:
-        """Programs are lowered, and recorded, anew at their next use."""
+        """Release programs; they are lowered and recorded again at their next use."""
         for program in self._programs.values():
             program.release()
         self.backend.trim(recorded=True)

@@ -1,5 +1,5 @@
-"""Time, progress and cancelling of a run: what a person sees on stderr, what an observer gets, what
-a report holds.
+"""Time, progress and cancelling of a run: the lines on stderr, an observer's events, a report's
+figures.
 
 Decides how time is charged: a stage ends when the device has finished it; loading and warm-up are
 kept apart from the stages they happen in.
@@ -46,8 +46,8 @@ class Progress:
 
 
 class Stopwatch:
-    """Times stages and shows them: on a terminal what is under way, with a bar for steps, and a
-    line for what is done; elsewhere, and if `verbose`, a line when each begins, too.
+    """Times stages and shows them: on a terminal the running one, with a bar for steps, and a line
+    for each finished one; elsewhere, and if `verbose`, also a line when each begins.
 
     stream: None shows nothing. synchronize: waits for the device. clock: seconds. observer: told
     of each step. cancelled: whether the caller wants the run to end; agree: whether a process
@@ -123,8 +123,7 @@ class Stopwatch:
 
     @contextmanager
     def apart(self, account: str, text: str = "") -> Iterator[None]:
-        """Charge the body to `account` ("load", "warmup") and to no stage. text: what is shown of
-        it."""
+        """Charge the body to `account` ("load", "warmup") and to no stage. text: its label."""
         self.synchronize()
         start = self.clock()
         try:
@@ -141,7 +140,7 @@ class Stopwatch:
     def stage(
         self, name: str, steps: int = 0, unit: str = "steps"
     ) -> Iterator[Callable[..., None]]:
-        """Time the body as stage `name` of so many `steps`, or another unit; yields the function to
+        """Time the body as stage `name` with `steps` steps, or another unit; yields the function to
         call after each, or after several with their number."""
         stage = StageTime(name)
         self._tell(stage, 0, steps)
@@ -191,7 +190,7 @@ class Stopwatch:
         self.observer(Progress(stage.name, count, steps, fraction, eta_s))
 
     def _charged(self) -> float:
-        """The clock without what was charged apart."""
+        """The clock without the time charged apart."""
         return self.clock() - sum(self.apart_s.values())
 
     def closing_line(self, output: Path, seed: int) -> str:

@@ -33,14 +33,14 @@ from ltx2rt.weights.lora import Lora, Merge, MergedSource, check_lora, open_lora
 from ltx2rt.weights.quant_formats import Packed
 from ltx2rt.weights.quantised import stored_fields
 
-HOST_SHARE = 0.1  # share of the host's memory that is left alone
+HOST_SHARE = 0.1  # share of the host's memory to leave free
 
 
 @dataclass(frozen=True)
 class Residence:
-    """How a run keeps weights. offload: the text encoder leaves once the prompts are encoded;
-    reload: of each network one set at a time. streams: by network, how many pieces of it are
-    streamed; leave: sets that are freed behind a stage, by its name, because no later one reads
+    """A run's way of keeping weights. offload: the text encoder leaves once the prompts are
+    encoded; reload: of each network one set at a time. streams: by network, how many pieces of it
+    are streamed; leave: sets that are freed behind a stage, by its name, because no later one reads
     them. keep_bytes: for what blocks compute once for all steps, as of `hoist`. road: of pieces
     that it streams and that no earlier run has left."""
 
@@ -52,7 +52,7 @@ class Residence:
     reload: bool = False
 
     def number(self, key: WeightsKey) -> int:
-        """How many pieces of the set are streamed."""
+        """Number of streamed pieces of the set."""
         return self.streams.get(network_of(key), 0)
 
     def streamed(self, key: WeightsKey, graph: Graph) -> frozenset[Piece]:
@@ -113,8 +113,8 @@ class Counted:
 
 class WeightStore:
     """loading: entered around every load, given the network's name. loaded_bytes: read so far, of
-    checkpoint and merged tensors. again: whether what is loaded will be, another time, as after a
-    warm-up; else it shows when it is."""
+    checkpoint and merged tensors. again: True if every set will be loaded again (after a
+    warm-up)."""
 
     def __init__(self, checkpoint: Checkpoint, backend: Backend, options: ModelOptions, dtype: str):
         self.checkpoint, self.backend, self.options, self.dtype = (
@@ -142,8 +142,8 @@ class WeightStore:
         self._parks = True  # until the backend cannot
 
     def source(self, call: Call, loras: Sequence[LoraSpec] = ()) -> Any:
-        """The tensor source of a call's network, those of the LoRAs that do not stay apart merged
-        on reading."""
+        """The tensor source of a call's network; LoRAs that do not stay apart are merged on
+        reading."""
         first, *more = call.row.parts
         source = self.checkpoint.source(first)
         for part in more:
@@ -287,8 +287,8 @@ class WeightStore:
         return RetainedWeights(weights, graph, base is not None, streamed)
 
     def _make_host_room(self, size: int) -> None:
-        """Drop what is parked in the host's memory, the least recently loaded first, until so much
-        fits."""
+        """Drop parked sets from the host's memory, the least recently loaded first, until `size`
+        bytes fit."""
         everywhere = size * prod(self.backend.mesh.values()) // self.backend.device().hosts
         for key in sorted(self.parked, key=lambda key: self._loaded_at[key][1]):
             if has_room(self.backend.device_kind, everywhere):
@@ -311,7 +311,7 @@ class WeightStore:
         return frozenset(apart).union(*(self._touched(call, rest) for rest in rests))
 
     def comparable(self, theirs: WeightsKey, ours: WeightsKey) -> bool:
-        """Whether a set can share tensors with another: it holds theirs, and what was merged can
+        """Whether a set can share tensors with another: it holds them, and the merged files can
         still be read."""
         try:
             same = all(
@@ -343,7 +343,7 @@ class WeightStore:
     def _park(self, key: WeightsKey) -> None:
         """Put a copy of a set that will be back into the host's memory if there is room, in the
         place of those that were not loaded since this one was, the time before: sets that requests
-        load in turns displace none of them."""
+        load alternately displace none of them."""
         held, (before, _) = self.held[key], self._loaded_at.get(key, (0, 0))
         if key in self.parked or held.shares or not (self._parks and (self.again or before)):
             return
@@ -378,7 +378,7 @@ class WeightStore:
 
 
 def _apart(loras: Sequence[LoraSpec]) -> tuple[LoraSpec, ...]:
-    """Those that stay apart from the weights."""
+    """LoRAs that stay apart from the weights."""
     return tuple(lora for lora in loras if isinstance(lora, PlannedLora) and lora.beside)
 
 
@@ -387,7 +387,7 @@ def _merged(loras: Sequence[LoraSpec]) -> tuple[LoraSpec, ...]:
 
 
 def has_room(device_kind: str, size: int) -> bool:
-    """Whether the host's memory takes so many bytes of such a device and leaves something to
+    """Whether the host's memory takes `size` bytes from such a device and leaves something for
     everything else. A CPU's is the memory that they are to leave."""
     total, free = host_memory()
     return device_kind != "cpu" and size <= free - HOST_SHARE * total

@@ -1,4 +1,4 @@
-"""Whether the tensors of a checkpoint are what the graphs expect: names and shapes, in both
+"""Compare the tensors of a checkpoint with the graphs' parameters: names and shapes, in both
 directions."""
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def audit(
     be unused.
 
     Reads headers only. Of an autoencoder's two halves, one that no parameter belongs to is not
-    looked at. partial: the parameters are those of a part of the network, whose other tensors are
-    not looked at.
+    looked at. partial: the parameters belong to a part of the network; its other tensors are not
+    looked at.
     """
     names = set(source.names())
     missing = [name for name in parameters if name not in names]

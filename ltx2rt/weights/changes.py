@@ -135,7 +135,7 @@ class Hadamard(Products):
 
 @dataclass(frozen=True)
 class Kronecker(LowRank):
-    """LoKr. w1, w2: the key of a whole factor, or those of its up and down. second: the shape of
+    """LoKr. w1, w2: the key of a whole factor, or the keys of its up and down. second: the shape of
     w2."""
 
     kind: ClassVar[str] = "LoKr"

@@ -88,7 +88,7 @@ class Checkpoint:
 
     @property
     def files(self) -> list[Path]:
-        """The files and folders that were found, those beside the one that was named included."""
+        """All files and folders that were found, not only the named one."""
         tokenizer = [self.tokenizer] if isinstance(self.tokenizer, Path) else []
         return [
             self.path,
@@ -176,8 +176,8 @@ class Checkpoint:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Within it graphs are traced: what a config that contradicts itself raises there becomes
-        one InputError."""
+        """Trace graphs in this context: errors of a config that contradicts itself become one
+        InputError."""
         try:
             with np.errstate(divide="raise", invalid="raise"):  # in filters that rates decide
                 yield
@@ -338,10 +338,10 @@ def _official(
     near: Parts,
     either: Places,
 ) -> Places:
-    """The parts of the main file, and of files beside it, which take the place of those in it.
+    """The parts of the main file, replaced by files that lie near it.
 
     own: sources in the main file. either: the parts that go with both layouts. A part that neither
-    has comes from a complete file of the release. Raises InputError for what is missing, and for a
+    has comes from a complete file of the release. Raises InputError for missing parts, and for a
     text encoder of another release.
     """
     keys = partial(official_metadata, main)
@@ -387,8 +387,8 @@ def _with_connectors(
     config: TransformerConfig,
     donor: TensorFile | TensorFolder | None = None,
 ) -> RenamedSource | None:
-    """Connectors and text projection of the main file; what it lacks comes from the files beside
-    it, else from the donor.
+    """Connectors and text projection of the main file; missing ones come from files near it, else
+    from the donor.
 
     Files of another generation are not looked at. Raises InputError where several files have that.
     """
@@ -464,8 +464,8 @@ def _text_source(
 def _diffusers(
     path: Path, given: Given, near: Parts, index: frozenset[str], config_from: str | Path | None
 ) -> Places:
-    """The parts of a diffusers folder. Raises InputError for what is missing, and for a flag that
-    it needs not."""
+    """The parts of a diffusers folder. Raises InputError for missing parts and for flags without
+    effect."""
     if config_from:
         raise InputError(f"--config-from: {path} has its own config; leave the flag out")
     named: Places = {}

@@ -24,8 +24,8 @@ SAMPLE_BYTES, WHOLE_BYTES, SAMPLES = 2**12, 2**26, 2**12  # see `digest`
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files that a folder or a shard index stands for: weights, and configs beside them. Any
-    other path stands for itself."""
+    """The files of a folder or a shard index: weights and their configs. Any other path stands for
+    itself."""
     if path.is_dir():
         inner = (p for p in path.rglob("*") if p.suffix in WEIGHTS or p.name == "config.json")
         return sorted(p for p in inner if p.is_file())

@@ -1,8 +1,8 @@
 """Signs of whether a transformer is distilled, which its tensors and its config do not say.
 
-Dev and distilled transformers of a release have the same names, shapes and config. What is left are
-the scheduler of a diffusers folder, the number of quantised matrices of the released files, and
-names. Which pipelines ask for which, `pipelines.request` decides.
+Dev and distilled transformers of a release have the same names, shapes and config. Only these tell
+them apart: the scheduler of a diffusers folder, the number of quantised matrices of the released
+files, and names. Which pipelines ask for which, `pipelines.request` decides.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class Sign(NamedTuple):
 
 
 def sign(checkpoint: Checkpoint, assume: str | None = None) -> Sign | None:
-    """The flag, where it says what the weights are, else the strongest sign of the files; None if
-    there is none."""
+    """The flag if it is given, else the strongest sign in the files; None if there is none."""
     return Sign(assume, f"--assume {assume}") if assume else next(_signs(checkpoint), None)
 
 

@@ -44,14 +44,14 @@ class EncodedSource:
 
     def stored(self, piece: Piece, layout: Layout) -> tuple[str, tuple[Any, ...]] | None:
         """Encoding and fields of a slice that is stored in fewer bits than its layout says: to be
-        decoded where that is fast. None for what is to be read as it is."""
+        decoded where that is fast. None if it is to be read decoded."""
         name, *cuts = piece
         read = getattr(self.source, "stored", None)
         info = self.source.info(name) if read and layout.encoding is None else None
         if not isinstance(info, Packed) or info.encoding is None:
             return None
         if any(n % info.group for dim, *ends in cuts if dim == 1 for n in ends):
-            return None  # it begins or ends within what is decoded together
+            return None  # it begins or ends within a group
         fields = stored_fields(self.source, info.stored_as, *piece)
         return (info.encoding, fields) if fields and fields[-1] is not None else None
 

@@ -57,7 +57,7 @@ EXPONENTS = DTYPES["F8_E8M0"]  # powers of two, scales of other tensors
 FLOATS = [
     dtype for name, dtype in DTYPES.items() if name.startswith(("F", "BF")) and dtype != EXPONENTS
 ]
-# the bits of the least non-finite value, above zero and below; e4m3 has NaN alone
+# the bits of the least non-finite value, above zero and below; e4m3 has only NaN
 INFINITY = {
     dtype: tuple(
         int(x)
@@ -68,7 +68,7 @@ INFINITY = {
 BARE_TRANSFORMER = "audio_patchify_proj.weight"
 CACHED_BYTES = 2**20
 WEIGHTS = (".safetensors", ".gguf")  # suffixes of files that are looked into
-# The name of a file that lists the shards beside it; diffusers and transformers have put a variant
+# The name of a file that lists its folder's shards; diffusers and transformers have put a variant
 # such as `bf16` in three places of it.
 SHARD_INDEX = re.compile(
     r"(?P<stem>[^.]+)(?:\.(?P<a>[^.]+))?\.safetensors"
@@ -154,7 +154,7 @@ class TensorFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        """Raises InputError for what the safetensors package refuses, for a git-lfs pointer, a
+        """Raises InputError for a file that the safetensors package refuses, a git-lfs pointer, a
         FIFO, a folder."""
         self.path = Path(path)
         try:
@@ -176,8 +176,7 @@ class TensorFile:
     def _header(self) -> tuple[dict[str, str], dict[str, tuple[TensorInfo, int]]]:
         """Metadata, and (info, first byte) by name. Raises InputError.
 
-        A transformer whose names lack the official prefix, as some of ComfyUI's files have it, gets
-        it.
+        Adds the official prefix if the transformer's tensors lack it (some ComfyUI files do).
         """
         metadata, tensors = _parsed(self._file, self.path)
         if BARE_TRANSFORMER in tensors:
@@ -212,7 +211,7 @@ class TensorFile:
         return self._tensors.values()
 
     def read(self, name: str, *cuts: Cut) -> np.ndarray:
-        """The tensor, or a slice of it; what is asked for adds to `requested_bytes`.
+        """The tensor, or a slice of it; its bytes are added to `requested_bytes`.
 
         Raises InputError if the file has changed since it was opened, and for values that are NaN
         or infinite. Touching the array once the file has become shorter is a SIGBUS.
@@ -246,8 +245,8 @@ class TensorFile:
         read_ahead(self._file, begin, size)
 
     def unmap(self, begin: int, size: int) -> None:
-        """The arrays that were read of these bytes are of no use to this process any more. The
-        system may still have them, and reads them anew where it does not."""
+        """Release the pages of these bytes: this process needs them no more. The system may still
+        cache them, else it reads them again."""
         start = begin // mmap.PAGESIZE * mmap.PAGESIZE
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED, start, begin + size - start)
@@ -262,7 +261,7 @@ def read_at(file: int, place: memoryview, begin: int) -> None:
 
 
 def read_ahead(file: int, begin: int, size: int) -> None:
-    """So many bytes of a descriptor from `begin` on will be wanted soon."""
+    """Announce that `size` bytes of a descriptor from `begin` on will be read soon."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file, begin, size, os.POSIX_FADV_WILLNEED)
 
@@ -358,7 +357,7 @@ def open_one(path: str | os.PathLike[str]) -> TensorFile:
 
 
 def _first_bytes(path: str | os.PathLike[str], count: int) -> bytes:
-    """None of what is no regular file or cannot be read."""
+    """The first bytes of a file; none if it is no regular file or cannot be read."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError):
@@ -419,7 +418,7 @@ def visible(folder: Path) -> list[Path]:
 
 
 def read_index(index: Path) -> dict[str, Path]:
-    """The shard of each tensor. Raises InputError for what is no shard index."""
+    """The shard of each tensor. Raises InputError if the file is no shard index."""
     try:
         with open(index, "rb", opener=opened_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -1,8 +1,8 @@
 """GGUF files: the header read within bounds, and tensors decoded while they are read.
 
-The layout is that of llama.cpp's ggml, versions 2 and 3, little-endian. Decides what a readable
-header is, as an attacker may have written it. How a block is decoded is in `gguf_blocks`, what
-names mean in `names`, `configs` and `checkpoint`. Source: ggml's docs/gguf.md.
+The layout is llama.cpp's ggml, versions 2 and 3, little-endian. Decides which headers are readable;
+an attacker may have written them. `gguf_blocks` decodes blocks; `names`, `configs` and `checkpoint`
+interpret names. Source: ggml's docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ MAX_STRINGS = 4_000_000  # in arrays: a vocabulary and its merges have less than
 CHUNK = CACHED_BYTES // 4  # weights that are decoded at once, so that later passes find them cached
 BY_NAME = {block.name: block for block in BLOCKS.values()}
 READ_TYPES = ", ".join(block.name for block in BLOCKS.values() if block.read)
-UNREAD = np.dtype(np.uint8)  # the dtype of tensors whose type is not read: their bytes
+UNREAD = np.dtype(np.uint8)  # the dtype of tensors of unread types: their bytes
 
 
 class GgufFile(TensorFile):
@@ -65,8 +65,8 @@ class GgufFile(TensorFile):
     F32, F16, BF16 and integers are read-only views of the mapped file. Every other type is read as
     float32, and `info(name).dtype` says so: a backend rounds a tensor once to the dtype of the
     network while it loads it, so that a bfloat16 run has bfloat16 weights on the device, and a
-    float32 run computes with the exact numbers. `info(name)` is then a `Packed`, whose `nbytes` and
-    `format` are what is stored. Only the blocks that a slice touches are decoded.
+    float32 run computes with the exact numbers. `info(name)` is then a `Packed` with the stored
+    `nbytes` and `format`. Only the blocks that a slice touches are decoded.
 
     metadata: strings as they are; numbers, booleans and short arrays of them as JSON. `arrays`
     reads the others. Shapes are [out, in], the reverse of the stored order. Names of an LTX
@@ -164,10 +164,10 @@ class GgufFile(TensorFile):
 
     def stored(self, format: str, name: str, *cuts: Cut) -> Fields | None:
         """The bytes of a matrix, or of a slice that whole blocks make up, uint8 [rows, bytes of a
-        row]; None for what is not stored in the format.
+        row]; None if it is not stored in the format.
 
-        Raises InputError if the file has changed since it was opened, and for blocks whose scales
-        are NaN or infinite: all others are of finite numbers.
+        Raises InputError if the file has changed since it was opened, and for blocks with NaN or
+        infinite scales: all others hold finite numbers.
         """
         info = self.info(name)
         if not isinstance(info, Packed) or info.format != format:
@@ -201,13 +201,13 @@ def unread(type_: str) -> str:
 
 
 def later_part(path: Path) -> bool:
-    """Whether a name is that of a part of a split GGUF file which is not the first."""
+    """Whether a name belongs to a later part of a split GGUF file."""
     match = SPLIT.fullmatch(path.name)
     return match is not None and int(match["number"]) > 1
 
 
 class CenteredNorms:
-    """A text encoder in llama.cpp's layout, whose RMSNorm weights are stored as 1 + w.
+    """A text encoder in llama.cpp's layout, which stores RMSNorm weights as 1 + w.
 
     They are read as w, in float32. Source: llama.cpp's
     convert_hf_to_gguf.py, Gemma3Model.norm_shift.
@@ -236,7 +236,7 @@ class HeaderReader:
     """A header read from its beginning on; `at` is the next byte. Methods raise InputError."""
 
     def __init__(self, data: mmap.mmap, path: Path, keep: Collection[str] = ()):
-        """keep: keys of arrays whose values are kept, whatever their length."""
+        """keep: keys of arrays to keep, whatever their length."""
         self.data, self.path, self.at, self.keep = data, path, len(GGUF), keep
         self.values: dict[str, Any] = {}
         self.end = min(len(data), MAX_HEADER_BYTES)
@@ -247,7 +247,7 @@ class HeaderReader:
         return InputError(f"{self.path}: {said}; download it again")
 
     def skip(self, count: int) -> int:
-        """Where the next `count` bytes begin."""
+        """Position of the next `count` bytes, which are skipped."""
         begin, self.at = self.at, self.at + count
         if self.at <= self.end:
             return begin
@@ -352,7 +352,7 @@ class HeaderReader:
         return ()
 
     def tensor(self) -> tuple[str, TensorInfo, int]:
-        """Name, what is known of it, and the offset in the data."""
+        """Name, type and shape, and the offset in the data."""
         name, num_dims = self.name("tensor"), self.number("<I")
         if num_dims > MAX_DIMS:
             expected = f"expected at most {MAX_DIMS}"

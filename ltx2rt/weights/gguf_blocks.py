@@ -1,7 +1,7 @@
 """GGUF's types: the number that stands for each in a file, and how many bytes hold how many
 weights.
 
-What the blocks of a type that is read stand for is in its row of `graph.encodings`. Source: ggml.h,
+The numbers of a type's blocks are defined in its row of `graph.encodings`. Source: ggml.h,
 ggml-quants.c.
 """
 

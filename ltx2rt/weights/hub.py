@@ -1,9 +1,9 @@
 """Models of the Hugging Face hub: `ORG/NAME[/FILE][@REVISION]` to files in its cache.
 
-Decides which of a repository's files a run needs. What they hold, `parts` finds out as it does in
-a folder: `Repository` is a listing whose headers and configs are read over the network. Leaves the
-download itself, which goes on where a connection was cut, to huggingface_hub. A path that exists
-is never a repository.
+Decides which of a repository's files a run needs. `parts` examines them as in a folder:
+`Repository` is a listing that reads headers and configs over the network. Leaves the download
+itself, which goes on where a connection was cut, to huggingface_hub. A path that exists is never a
+repository.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _ADDRESS = re.compile(
 FILE_SUFFIXES = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".json", ".zip")
 FOLDERS = names_of(
     lambda part: part.source and part.every and not part.either
-)  # those of every diffusers checkpoint
-DECODERS = names_of(lambda part: part.decoder)  # each with an encoder of its own
+)  # folders of every diffusers checkpoint
+DECODERS = names_of(lambda part: part.decoder)  # each with its encoder
 TEXTS = (".json", ".model", ".jinja")
 
 
@@ -110,8 +110,8 @@ class Repository(Listing):
 
     @cached_property
     def snapshot(self) -> Path:
-        """The folder in the cache that has what is read whole, fetched at once: the configs of
-        folders, the list of a diffusers model's parts, and shard indices."""
+        """The cache folder with the files that are read whole, fetched at once: folders' configs,
+        the list of a diffusers model's parts, and shard indices."""
 
         def small(path: Path) -> bool:
             if len(path.parts) == 1:
@@ -163,12 +163,12 @@ def parse_repo(path: Path) -> Repo | None:
 def fetch(
     repo: Repo, part: str = "main", wanted: tuple[str, ...] = (), offline: bool = False
 ) -> Path:
-    """Download what is not in the cache yet; the file or folder to open.
+    """Download the files that the cache lacks; returns the file or folder to open.
 
     part: "main" for a checkpoint and what belongs to it, "gemma" for a repository that is a Gemma
     folder, "lora" for a LoRA and its config, anything else for one file. wanted: kinds of files
     that come with a checkpoint where the repository has them and it does not hold them itself; of
-    the two video decoders the other comes if there is but that. offline: look into the cache alone.
+    the two video decoders the other comes if there is but that. offline: look only into the cache.
     Raises InputError.
     """
     with _hub(repo):
@@ -305,7 +305,7 @@ def _download(repo: Repo, sizes: dict[str, int], names: list[str]) -> Path:
 
 
 def _cached(repo: Repo, cache_folder: Path) -> Path:
-    """The part of the cache that is there, complete or not: opening it says what is missing."""
+    """The cached folder, complete or not: opening it reports missing files."""
     root = cache_folder / f"models--{repo.name.replace('/', '--')}"
     ref = root / "refs" / repo.revision
     folder = root / "snapshots" / (ref.read_text().strip() if ref.is_file() else repo.revision)

@@ -165,7 +165,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
 
 
 def _family(file: TensorFile | TensorFolder) -> str | None:
-    """The generation that a main file says it is of, or that its names and shapes are of."""
+    """The generation that a main file states, or else the one of its names and shapes."""
     try:
         version = version_tuple(with_config(file, None).metadata.get("model_version"))
     except InputError:
@@ -247,7 +247,7 @@ def _gemma(path: Path) -> dict[str, Any]:
 
 
 def _beside(path: Path) -> dict[str, Any]:
-    """The assets of an LTX-2.5 text-encoder file besides the language model."""
+    """The assets of an LTX-2.5 text-encoder file other than the language model."""
     if path.is_dir() or (file := open_file(path)).architecture:
         return {}
     parts = {"text": TEXT_PROJECTION, "assets": ASSETS}

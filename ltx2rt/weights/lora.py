@@ -179,7 +179,7 @@ def open_lora(path: str | Path, strength: float = 1.0) -> Lora:
 
 
 def _modules(file: TensorFile) -> tuple[dict[str, dict[str, str]], list[str]]:
-    """The keys of every module by part, and those of no form that is read. Raises InputError."""
+    """The keys of every module by part, and the keys in no known form. Raises InputError."""
     modules: dict[str, dict[str, str]] = {}
     unknown = []
     if not holds_lora(file.names()):
@@ -271,7 +271,7 @@ def merge(weight: np.ndarray, factors: Sequence[Factors], rounded: bool) -> np.n
 
 
 def row_chunks(num_rows: int) -> Iterator[slice]:
-    """Slices of rows, so that what is computed in passing stays small beside the weight."""
+    """Slices of rows, so that intermediates stay small compared with the weight."""
     step = -(-num_rows // NUM_CHUNKS)
     return (slice(start, start + step) for start in range(0, num_rows, step))
 
@@ -281,7 +281,7 @@ def _floats(array: np.ndarray, rounded: bool) -> np.ndarray:
 
 
 class MergedSource:
-    """A tensor source whose touched weights are read with the LoRAs merged, in the order given.
+    """A tensor source that merges the LoRAs, in the order given, into the weights that they touch.
 
     dtype bfloat16 rounds as the official code does, float32 does not (see `merge`). Untouched
     tensors are the source's own views.
@@ -364,7 +364,7 @@ class MergedSource:
         ]
 
     def touched(self) -> set[str]:
-        """Names whose values differ from the source's."""
+        """Names of the tensors that differ from the source's."""
         return set(self._changes)
 
     def info(self, name: str) -> TensorInfo:
@@ -376,7 +376,7 @@ class MergedSource:
         )
 
     def stored(self, format: str, name: str, *cuts: Cut) -> Fields | None:
-        """As it is stored, or merged and to be encoded anew: None for what is not stored in the
+        """The stored fields, or the merged ones encoded again; None if it is not stored in the
         format."""
         kept = stored_fields(self._source, format, name, *cuts)
         return (self.read(name, *cuts), None) if kept and name in self._changes else kept

@@ -1,9 +1,10 @@
 """The strength that a LoRA's own config gives it, where no `alpha` tensor does.
 
-Such a config is PEFT's: `adapter_config.json` beside the file, as PEFT and diffusion-pipe write it,
-or JSON in the header, as diffusers (`lora_adapter_metadata`, each key behind the name of a part)
-and finetrainers (`lora_config`) do. kohya's `ss_network_alpha` counts for nothing: its loaders take
-a file without `alpha` tensors at alpha = rank, and its converters have multiplied them in.
+Such a config is PEFT's: `adapter_config.json` in the file's folder, as PEFT and diffusion-pipe
+write it, or JSON in the header, as diffusers (`lora_adapter_metadata`, each key behind the name of
+a part) and finetrainers (`lora_config`) do. kohya's `ss_network_alpha` counts for nothing: its
+loaders take a file without `alpha` tensors at alpha = rank, and its converters have multiplied them
+in.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ADAPTER_MODEL = "adapter_model.safetensors"
 FILES = (ADAPTER_MODEL, "pytorch_lora_weights.safetensors")  # written by PEFT, by diffusers
 ALPHAS, RANKS = ("lora_alpha", "alpha"), ("lora_rank", "rank", "r")  # plain numbers of a header
 _PREFIX = {"transformer": "transformer", "text": "connectors", "gemma": "text_encoder"}
-# Settings of PEFT that change what the tensors mean, and values that leave it as it is.
+# Settings of PEFT that change the tensors' meaning, and their neutral values.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "fan_in_fan_out": (False,),
     "use_qalora": (False,),
@@ -76,7 +77,7 @@ class Config:
         return alpha / (math.sqrt(r) if keys.get("use_rslora", False) else r)
 
     def check(self, has_magnitudes: bool) -> None:
-        """Raises InputError for settings that change what the tensors mean and are not read."""
+        """Raises InputError for unsupported settings that change the tensors' meaning."""
         for keys in self.parts.values():
             kind = str(keys.get("peft_type", None) or "LORA").upper()
             if kind not in ALPHA:

@@ -157,7 +157,7 @@ def official_names(names: Iterable[str]) -> dict[str, str]:
 
 def unsaved(name: str) -> str:
     """The official name of a tensor in a checkpoint that ComfyUI has saved, Gemma's canonical one;
-    empty for what its text encoder has besides. Other names are unchanged."""
+    empty for the text encoder's other tensors. Other names are unchanged."""
     if not name.startswith(COMFY_TEXT):
         return name
     name = name.removeprefix(COMFY_TEXT)

@@ -2,8 +2,8 @@
 
 Decides where is looked, ComfyUI's folders among them, and which of several candidates are kept:
 those that fit the transformer by the release they state, and by their sizes. A main file without a
-config gets the one that the user names, else that of the release with its names and shapes. Leaves
-recognising a file to `parts`, and opening it to `checkpoint`.
+config gets the one that the user names, else the config of the release with its names and shapes.
+Leaves recognising a file to `parts`, and opening it to `checkpoint`.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ WIDTHS = tuple(
 )
 MID_CHANNELS = 4  # the transformer's width over that of an upsampler; LTX-Video's are half as wide
 Main = TypeVar("Main", bound=TensorFile | TensorFolder)
-COPIED = ("model_version", "gemma_source_checkpoint")  # said of the release beside the config
+COPIED = ("model_version", "gemma_source_checkpoint")  # metadata of the release, next to the config
 FLAG = "pass a safetensors file of its release with --config-from FILE"
 # ComfyUI's folders. Source of the names: its folder_paths.py.
 FOLDERS = ("diffusion_models", "unet", "checkpoints", "text_encoders", "clip", "vae", "loras")
 FOLDERS += ("latent_upscale_models", "upscale_models")
 SETTINGS = ("extra_model_paths.yaml", "extra_models_config.yaml")
 SEARCHED = (*FOLDERS, "model_patches")  # which holds parts of LTX-2.5
-# Parts in files of their own; of which release they are, `Fit` decides.
+# Parts in separate files; `Fit` decides their release.
 NEARBY = names_of(lambda part: part.header and part.name not in ("text", "lora", "main"))
 
 
@@ -70,13 +70,13 @@ Found = tuple[Path, TensorFile | TensorFolder | None, Parts, frozenset[str]]
 
 
 def find(path: Path, given: Given, config_from: str | Path | None) -> Found:
-    """The checkpoint's path, its main file, what is near it, and what its index lists.
+    """The checkpoint's path, its main file, the parts near it, and the names in its index.
 
     The main file of a diffusers folder is None.
 
     Near is: in the folder, or in that of the file; in a folder of ComfyUI all of its folders; for a
-    transformer alone also the folders beside its own, but of those only what is there once. Of
-    several files those that fit the transformer are kept. Raises InputError.
+    lone transformer also the neighbouring folders, but from them only parts found once. Of several
+    files those that fit the transformer are kept. Raises InputError.
     """
     if not path.exists():
         raise InputError(f"{path}: no such file or folder; pass a checkpoint with --model")
@@ -190,7 +190,7 @@ def _keep_fitting(parts: Parts, fit: Fit, tree: bool) -> None:
 
 
 def _borrow(parts: Parts, main: TensorFile | TensorFolder, given: Given) -> None:
-    """Take what a transformer alone lacks from the folders beside its own, and say so in a note.
+    """Take the parts that a lone transformer lacks from neighbouring folders, and say so in a note.
 
     A part is taken only where exactly one there fits.
     """
@@ -231,17 +231,17 @@ class Fit:
 
     @staticmethod
     def of(main: TensorFile | TensorFolder) -> Fit:
-        """By a main file's header."""
+        """Read from a main file's header."""
         try:
             transformer = json.loads(main.metadata["config"])["transformer"]
             hidden = int(transformer["caption_channels"])
             width = int(transformer["num_attention_heads"]) * int(transformer["attention_head_dim"])
-        except (KeyError, TypeError, ValueError, RecursionError):  # opening it says what is wrong
+        except (KeyError, TypeError, ValueError, RecursionError):  # opening it reports the error
             hidden = width = 0
         return Fit(release_of(main), hidden, width)
 
     def choose(self, part: str, paths: Sequence[Path]) -> list[Path]:
-        """Those that fit, of those the ones that say so."""
+        """The paths that fit, preferring files that state their release."""
         if part == "gemma":
             fitting = [path for path in paths if self._gemma(path)]
             fine = [path for path in fitting if not _has_fp4(path)]
@@ -260,7 +260,7 @@ class Fit:
         return self.hidden in (0, config.hidden_size)
 
     def _stated(self, part: str, path: Path) -> str:
-        """The release that a file is of; empty if neither its header nor its names tell it."""
+        """The release of a file; empty if neither header nor names show it."""
         if path.is_dir():
             return ""
         try:
@@ -352,7 +352,7 @@ def tree_around(path: Path) -> Path | None:
 
 
 def _held(folder: Path) -> int:
-    """How many of ComfyUI's sub-folders it has; a part of a diffusers model is none of them."""
+    """Number of ComfyUI's sub-folders in it, not counting parts of a diffusers model."""
     found = [folder / name for name in FOLDERS]
     try:
         return sum(path.is_dir() and not (path / "config.json").exists() for path in found)
@@ -361,7 +361,7 @@ def _held(folder: Path) -> int:
 
 
 def entries(root: Path) -> Iterator[Path]:
-    """Files and folders to look at: those of the root and, two levels deep, of its sub-folders."""
+    """Files and folders to look at, in the root and, two levels deep, in its sub-folders."""
     yield from (path for path in inside(root) if path.is_file())
     seen = set()
     for folder in (*(root / name for name in SEARCHED), *extra_folders(root)):
@@ -376,7 +376,7 @@ def entries(root: Path) -> Iterator[Path]:
 
 
 def extra_folders(root: Path) -> list[Path]:
-    """The folders of models that ComfyUI's settings name besides its own. Raises InputError for
+    """The further model folders that ComfyUI's settings name. Raises InputError for
     settings that cannot be read."""
     import yaml
 

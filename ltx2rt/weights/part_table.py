@@ -67,13 +67,12 @@ class Part:
 
     How it is found. word: in messages; kind: the word that several share. option: the field of the
     model options that names its file, help, metavar: of its flag. header, config: whether a file's
-    header, or the config of a diffusers folder, is of it; no header: it has no file of its own.
-    mark: bytes
-    in its file's header. folder: where diffusers keeps it, library: where diffusers has its class.
-    every: each release has it. either: a file of one layout goes with the other, too; own_release:
-    but one of another release does not. source: it is a source of tensors. decoder: of video, its
-    name for `--video-decoder`. instead: the part whose file has this one's tensors, too. wanted:
-    whether a pipeline needs it, None: each does.
+    header, or the config of a diffusers folder, is of it; no header: it has no separate file. mark:
+    bytes in its file's header. folder: where diffusers keeps it, library: where diffusers has its
+    class. every: each release has it. either: a file of one layout also goes with the other;
+    own_release: but one of another release does not. source: it is a source of tensors. decoder: of
+    video, its name for `--video-decoder`. instead: the part with a file that also has this one's
+    tensors. wanted: whether a pipeline needs it, None: each does.
 
     What it holds. prefix, renames: of its official names, and diffusers' words for theirs. fused:
     an official tensor's name, and diffusers' of its three parts. borrowed: tensors of the video VAE
@@ -82,8 +81,8 @@ class Part:
 
     How it is made at random. write: its official section or file's config, or its config.json.
     unread: tensors of its files that no network reads, for its config and a layout. gains: of its
-    last layers, by the beginning of their names, so that what they make is of a usual size. preset:
-    its config in the preset of this name, beside the rest of the model, where `ModelConfig.parts`
+    last layers, by the beginning of their names, so that their results are of a usual size. preset:
+    its config in the preset of this name, next to the rest of the model, where `ModelConfig.parts`
     has it.
     """
 
@@ -142,7 +141,7 @@ def _read_text(found: ConfigSource) -> Any:
 
 
 def _read_video_vae(found: ConfigSource) -> Any:
-    """Without the convolutional decoder, where the file is that of the other one."""
+    """Read the video VAE, without the convolutional decoder if the file holds the other one."""
     if found.layout == "diffusers":
         return configs.diffusers_video_vae(found.keys)
     if any(name.startswith(DIFFUSION_KEY) for name in found.source.names()):
@@ -159,7 +158,8 @@ def _is_gemma(header: Header) -> bool:
 
 
 def _is_upsampler(dims: int, ratio: int) -> Callable[[Header], bool]:
-    """By the upsampling convolution's dimensions, and output channels over input channels."""
+    """Recognise an upsampler by its convolution's dimensions and its ratio of output to input
+    channels."""
 
     def told(header: Header) -> bool:
         if not {"initial_conv.weight", "final_conv.weight"} <= header.names:
@@ -366,7 +366,7 @@ def names_of(chosen: Callable[[Part], Any]) -> tuple[str, ...]:
 
 
 UPSAMPLERS = names_of(lambda part: part.kind == "latent upsampler")
-# Parts whose files a flag names, by the field of the flag.
+# Parts with a flag for their file, by the flag's field.
 FILES = {part.option: part for part in PARTS.values() if part.help}
 
 
@@ -386,7 +386,7 @@ def word_of(name: str) -> str:
 
 
 def files_beside(video_decoder: str | None) -> tuple[str, ...]:
-    """Parts that a checkpoint has in files beside its main one. video_decoder: "diffusion", else
+    """Parts that a checkpoint has outside its main file. video_decoder: "diffusion", else
     the other."""
     decoders = ("", video_decoder or "conv")
     return names_of(lambda p: p.option and p.header and p.wanted is None and p.decoder in decoders)

@@ -1,8 +1,8 @@
 """Which files and folders hold which parts of a checkpoint, and a file in a few words.
 
-Decides from headers and configs alone, never from names. One scan serves every `Listing`: folders
-of a disk, and a repository of the hub (`hub.Repository`). Leaves opening what was found to
-`checkpoint`, choosing among several to `near`, downloading to `hub`.
+Decides only from headers and configs, never from names. One scan serves every `Listing`: folders of
+a disk, and a repository of the hub (`hub.Repository`). Leaves opening the parts to `checkpoint`,
+choosing among several to `near`, downloading to `hub`.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ MARKS = (*{part.mark for part in PARTS.values() if part.mark}, TEXT_PROJECTION.e
 GGUF_MARKS = (b"ltxv", b"gemma3", JOINT)
 GEMMA_3_TOKEN = b"<start_of_image>"  # Gemma 2 and other models' tokenizers have no such token
 START_BYTES, MAX_TOKENIZER_BYTES = 2**20, 2**27
-INDEX = "model_index.json"  # passed as the model, it means the diffusers folders beside it
+INDEX = "model_index.json"  # passed as the model, it means its folder
 
 
 def absent(
     parts: str | Sequence[str], path: Path, unreadable: Iterable[str] = (), also: Sequence[str] = ()
 ) -> InputError:
-    """One line for all parts that are missing. also: those that some pipelines need besides."""
+    """One line for all parts that are missing. also: further parts that some pipelines need."""
     parts = [parts] if isinstance(parts, str) else list(parts)
     words = " and no ".join(map(word_of, parts))
     flags = " and ".join(dict.fromkeys(PARTS[part].flag for part in parts))
@@ -92,8 +92,8 @@ class Parts:
     """The files and folders near a checkpoint, by part.
 
     files: those that go with the official layout, or with either; the main one is open, shards
-    under their index. diffusers: folders of that layout alone. donor: a complete file of the
-    release, open, from which a main file takes what it lacks.
+    under their index. diffusers: folders of only that layout. donor: a complete file of the
+    release, open, from which a main file takes missing parts.
     """
 
     files: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
@@ -106,7 +106,7 @@ class Parts:
 class Listing:
     """Files and folders that are scanned: of a disk; `hub.Repository` is one of a repository.
 
-    Raises InputError for what is damaged.
+    Raises InputError for damaged files.
     """
 
     def inside(self, folder: Path) -> list[Path]:
@@ -180,14 +180,14 @@ def scan(folder: Path, listing: Listing = DISK, deep: bool = False) -> Parts:
 
 
 def look_into(folder: Path, listing: Listing = DISK) -> Parts:
-    """As `scan`; deep where a checkpoint is not found otherwise."""
+    """Like `scan`, but goes deeper if it finds no checkpoint."""
     parts = scan(folder, listing)
     found = parts.files["main"] or "transformer" in parts.diffusers
     return parts if found else scan(folder, listing, deep=True)
 
 
 def scan_quietly(paths: Iterable[Path]) -> Parts:
-    """As `scan`, among files of other models, which are not mentioned even if they are damaged."""
+    """Like `scan`, but silent about files of other models, even damaged ones."""
     chosen = [path for path in paths if path.is_dir() or _may_belong(path)]
     parts = examine(chosen)
     parts.files["main"] = [file for file in parts.files["main"] if _joint(file)]
@@ -282,7 +282,7 @@ def examine(paths: Iterable[Path], listing: Listing = DISK) -> Parts:
                     parts.tokenizer.append(path / "tokenizer.json")
             elif SHARD_INDEX.fullmatch(path.name):
                 own = listing.shards(path)
-                shards |= own  # and not files of their own if one of them cannot be read
+                shards |= own  # even if one of them cannot be read
                 file = listing.open(path)
                 if file_kind(file) == "main":
                     parts.files["main"].append(file)
@@ -334,7 +334,7 @@ def of_layout(found: list[Path], folders: bool, listing: Listing = DISK) -> list
 
 
 def listed(found: list[Path], index: frozenset[str]) -> list[Path]:
-    """Those of several candidates that the folder's index lists, if it does."""
+    """Candidates that the folder's index lists; all if it lists none or there is only one."""
     named = [path for path in found if path.name in index]
     return named if len(found) > 1 and named else found
 
@@ -349,7 +349,7 @@ def type_bytes(source: TensorReader) -> Counter[str]:
 
 
 def mix(sizes: Mapping[str, int]) -> str:
-    """Such as "Q4_K 61 %, Q6_K 39 %", the largest first; a type alone without a number."""
+    """Such as "Q4_K 61 %, Q6_K 39 %", the largest first; a single type without a number."""
     whole = sum(sizes.values()) or 1
     shares = sorted(((size / whole, name) for name, size in sizes.items()), reverse=True)
     shares = [share for share in shares if share[0] >= SMALL]

@@ -1,7 +1,7 @@
-"""Where the parts of a checkpoint are: in a file of the official layout, or in diffusers folders.
+"""Places of a checkpoint's parts: in a file of the official layout, or in diffusers folders.
 
-Decides what a file or a folder holds for the flag that names it. Reads no tensor data. Which files
-are taken, `checkpoint` decides.
+Decides what a file or a folder holds for the flag that names it. Reads no tensor data. `checkpoint`
+decides which files are taken.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ENCODED = [np.dtype(x) for x in (E4M3, E5M2, np.int8, np.uint8)]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part was found: its tensors, what holds its config, and the config if it is read."""
+    """A part that was found: its tensors, the holder of its config, and the config once read."""
 
     layout: str
     source: RenamedSource
@@ -197,10 +197,10 @@ def official_sources(file: TensorFile | TensorFolder) -> dict[str, RenamedSource
 
 
 def component_sources(part: str, file: TensorFile | TensorFolder) -> dict[str, RenamedSource]:
-    """The sources of a file of its own, by component; prefixes that such a file leaves out are put
-    back."""
+    """The sources of a part's separate file, by component; prefixes that such a file leaves out are
+    put back."""
     if any(p.option and p.option == PARTS[part].option for p in PARTS.values() if not p.header):
-        return official_sources(file)  # another part's, too
+        return official_sources(file)  # also another part's
     if part == "text":
         names = official_names(file.names())
         text = {name: ours for name, ours in names.items() if component_of(ours) == "text"}

@@ -1,6 +1,6 @@
 """The sizes of the released models, and of tiny ones with every feature of theirs.
 
-Decides sizes only. Tiny models keep what the outside sees (128 latent channels, 8 x 16 audio
+Decides sizes only. Tiny models keep the outside interface (128 latent channels, 8 x 16 audio
 latents, strides, rates, 1024 text tokens) and at least three blocks, so that anything written for
 the released ones runs on them.
 """
@@ -170,7 +170,7 @@ def preset(name: str, upsampler: str = "x2") -> Preset:
 
 
 def of_sizes(sizes: Sizes, name: str, upsampler: str = "x2") -> Preset:
-    """As the preset `name` in everything but its sizes."""
+    """Like the preset `name`, with other sizes."""
     scale, rational = UPSAMPLERS[upsampler]
     new, newest = not name.endswith("2.0"), name.endswith("2.5")
     version = (2, int(name[-1]), 0)

@@ -54,7 +54,7 @@ DESCRIPTIONS = ("comfy_quant", "torchao_nvfp4")
 HEADER = "_quantization_metadata"
 INV_BLOCK = 128  # rows and columns that share a `weight_scale_inv`
 ROTATION = re.compile(r"conv_?rot|hadamard", re.IGNORECASE)
-# Keys of a description that change no number: how products are computed, and what was converted.
+# Keys of a description that change no number: how products are computed, and the converted layers.
 SILENT = ("format", "full_precision_matrix_mult", "orig_dtype", "linear_dtype", "scope", "config",
           "use_triton_kernel", "use_dynamic_activation",
           "use_dynamic_per_tensor_scale")  # fmt: skip
@@ -68,7 +68,7 @@ Fields = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Packed(TensorInfo):
-    """shape, dtype: of what reading gives. nbytes: of what is stored. group: inputs that are
+    """shape, dtype: of the decoded tensor. nbytes: as stored. group: inputs that are
     decoded together. stored_as: `Encoding.format` of the encoding that has its fields, empty if a
     device cannot keep them."""
 
@@ -89,7 +89,7 @@ class Packed(TensorInfo):
 
 
 class Recipe(NamedTuple):
-    """A quantised tensor. fields: reads those of a slice, rows and columns, of whole groups.
+    """A quantised tensor. fields: reads a slice's fields, rows and columns, of whole groups.
     decode: their encoding."""
 
     packed: Packed
@@ -102,7 +102,7 @@ class Recipe(NamedTuple):
 
 @dataclass(frozen=True)
 class Matrix:
-    """`stem.weight` and what is stored beside it. header: its description there; listed: whether
+    """`stem.weight` and its companion tensors. header: its description there; listed: whether
     the header describes any."""
 
     file: TensorFile | TensorFolder
@@ -143,7 +143,7 @@ class Matrix:
             raise InputError(f"{where} is {found}, expected {expected}; {ADVICE}")
 
     def recipe(self) -> Recipe | None:
-        """How the tensor is read; None: as it is. Raises InputError."""
+        """The recipe that decodes the tensor; None: it is plain. Raises InputError."""
         said = self.description()
         format = said.get("format") or self.guess()
         if not format:
@@ -171,7 +171,7 @@ class Matrix:
         return recipe
 
     def description(self) -> dict[str, Any]:
-        """All that describes the matrix. Keys in a nested `params` count as those beside it."""
+        """All that describes the matrix. Keys in a nested `params` count like the outer ones."""
         found: dict[str, Any] = {}
         texts = [(f"{self.stem}.{d}", d) for d in DESCRIPTIONS if d in self.children]
         all_ = [(name, parsed(self.read(d).tobytes().rstrip(b"\0"), f"{self.file.path}: {name}"))
@@ -205,8 +205,7 @@ class Matrix:
         return "int8_tensorwise"
 
     def idle_scale(self) -> bool:
-        """Whether the scale beside a matrix that is not quantised is one, as some converters leave
-        it."""
+        """Whether an unquantised matrix has a scale of one, which some converters leave."""
         if not self.scale or self.size(self.scale) != 1 or self.dtype in BYTES:
             return False
         return float(self.read(self.scale).reshape(())) == 1
@@ -229,7 +228,7 @@ def refusal(where: str, what: str) -> InputError:
 
 
 def cast(file: TensorFile | TensorFolder, name: str) -> Recipe:
-    """A tensor of another name than `weight` whose numbers are float8 as they are."""
+    """A tensor of another name than `weight` that holds plain float8 numbers."""
     info = file.info(name)
     packed = Packed(info.shape, F32, str(info.dtype), info.nbytes)
     one = np.ones((1, 1), F32)

@@ -1,8 +1,8 @@
 """Tensor sources made of files: with quantised matrices read as float32 and their companions
 hidden, under other names, or with rows joined.
 
-Decides where descriptions are found, and which names a reader sees. What the numbers of each format
-mean, `quant_formats` says.
+Decides where descriptions are found, and which names a reader sees. `quant_formats` defines the
+numbers of each format.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Dequantised:
         return recipe.packed if recipe else self.file.info(name)
 
     def read(self, name: str, *cuts: Cut) -> np.ndarray:
-        """The matrix, or a slice of it, for which only what is stored for it is read."""
+        """The matrix, or a slice of it; only the slice's bytes are read."""
         recipe = self._recipes.get(name)
         if recipe is None:
             return self.file.read(name, *cuts)
@@ -97,7 +97,7 @@ class Dequantised:
         return array
 
     def stored(self, format: str, name: str, *cuts: Cut) -> Fields | None:
-        """The fields as they are stored; None for what is not stored in the format."""
+        """The fields as stored; None if it is not stored in the format."""
         recipe = self._recipes.get(name)
         if recipe is None or recipe.packed.stored_as != format:
             return None
@@ -124,7 +124,7 @@ def stored_fields(source: TensorReader, format: str, name: str, *cuts: Cut) -> F
 
 def _header(file: TensorFile | TensorFolder, stems: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Descriptions in the headers, by module. Names there may lack the prefix of the tensors', or
-    have one more. Raises InputError for what is no description."""
+    have one more. Raises InputError for a malformed description."""
     stems, found = set(stems), {}
     for one in file.files if isinstance(file, TensorFolder) else [file]:
         if (text := one.metadata.get(HEADER)) is None:

@@ -95,7 +95,7 @@ class Vocabulary:
 
 
 def of_proto(data: bytes, where: str) -> Vocabulary:
-    """The vocabulary in a SentencePiece model. Raises InputError for what is none, or no BPE."""
+    """The vocabulary in a SentencePiece model. Raises InputError if it is malformed or no BPE."""
     pieces: list[tuple[str, float, int]] = []
     kind, space_first, charsmap = BPE, True, b""
     try:

@@ -1,7 +1,7 @@
 """Opening the text encoder: a Gemma folder, a GGUF or a safetensors file; and its tokenizer.
 
-Two kinds of safetensors files are read: those of LTX-2.5, whose metadata have a `gemma_config`;
-and Gemma 3 in one file as ComfyUI has it, in bfloat16 or 8 bits, whose tensors tell its sizes.
+Reads two kinds of safetensors files: LTX-2.5's, with a `gemma_config` in the metadata; and
+ComfyUI's Gemma 3 in one file, in bfloat16 or 8 bits, with sizes taken from its tensors.
 """
 
 from __future__ import annotations

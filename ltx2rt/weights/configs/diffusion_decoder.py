@@ -1,7 +1,6 @@
 """Configs of LTX-2.5's diffusion decoder, in both layouts.
 
-What its code would do by default is not what the released file says, so every key that matters has
-to be there.
+The code's defaults differ from the released file, so every key that matters has to be there.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 
 
 def size_rows(vocab_size: int, sliding_window: int) -> list[Row]:
-    """Configuration of either Gemma's text branch. Defaults are those of transformers' class:
-    released configs leave some out."""
+    """Configuration of either Gemma's text branch. Defaults are transformers': released configs
+    leave some out."""
     return [
         Row("vocab_size", "vocab_size", "vocab_size", "int", vocab_size),
         Row("hidden_size", "hidden_size", "hidden_size", "int"),

@@ -26,8 +26,8 @@ MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 
 
 def gemma4(outer: Keys) -> Gemma4Config:
-    """With `text_config` or text only. Raises InputError for per-layer embeddings, experts and
-    shared keys."""
+    """Read a config with `text_config`, or of text only. Raises InputError for per-layer
+    embeddings, experts and shared keys."""
     keys = outer.inner("text_config") if "text_config" in outer else outer
     keys.may(**USUAL)
     keys.must(attention_k_eq_v=True)
@@ -77,7 +77,7 @@ def _placeholders(keys: Keys) -> tuple[int, ...]:
 
 
 def _full_sizes(keys: Keys, num_kv_heads: int, types: Sequence[str]) -> dict[str, int]:
-    """Sizes of full layers: under keys of their own, or layer by layer, as newer transformers save
+    """Sizes of full layers: under separate keys, or layer by layer, as newer transformers save
     them."""
     if "per_layer_config" in keys:
         layers = keys.inner("per_layer_config")

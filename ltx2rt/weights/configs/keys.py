@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MISSING = object()
 MAX_SIZE = 2**20  # four times the largest released one, Gemma's vocabulary
-# counts of layers, blocks, registers, bins: what is looped over and what tables are made of
+# counts of layers, blocks, registers, bins: they bound loops and tables
 MAX_COUNT = 256
 
 
@@ -114,7 +114,7 @@ class Keys:
                 )
 
     def may(self, **expected: Any) -> None:
-        """Keys whose absence means this value."""
+        """Check keys that mean this value when absent."""
         self.must(**{key: value for key, value in expected.items() if key in self.data})
 
 

@@ -29,7 +29,7 @@ def upsampler(keys: Keys, rational: bool) -> UpsamplerConfig:
     """rational: the file's upsampling convolution is `upsampler.conv`. A config that says otherwise
     is refused.
 
-    Whether it is the temporal one is asked first: its released headers say rational, at scale 1.
+    The temporal one is tested first: its released headers claim rational, at scale 1.
     """
     keys.may(dims=3)
     sizes = read_official(ROWS, keys)
