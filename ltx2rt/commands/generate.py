@@ -36,6 +36,7 @@ from ltx2rt.pipelines.groups.seeds import draw_seed
 from ltx2rt.pipelines.groups.size import Pixels
 from ltx2rt.pipelines.groups.text import Prompt
 from ltx2rt.pipelines.request import Request
+from ltx2rt.run import history
 from ltx2rt.run.files import Files
 from ltx2rt.run.plan import (
     Plan,
@@ -72,10 +73,11 @@ def run(
     files: Files,
     checkpoint: Checkpoint,
     remarks: Sequence[str] = (),
+    times: Path | None = None,
 ) -> None:
     """Generate the clip's files and say where they are. What the user can mend raises InputError
     before any weight is read. request, checkpoint: as `prepared` gives them; remarks: sentences to
-    print before."""
+    print before; times: file with the times of earlier runs."""
     stages = partial(resolved_stages, options=options, request=request)
     session = open_session(options, checkpoint=checkpoint, stages=stages)
     made = Run(session, request, warm=files.warmup, marks=files)
@@ -91,6 +93,9 @@ def run(
         for remark in remarks:
             note(remark)
         _announce(session, plan)
+    run_key = history.alike(session, plan, files.warmup)
+    if main and times and (line := history.expected(times, run_key)):
+        note(line, prefix="")
     folder = parts_folder(files) if plan.request.in_segments else None
     with made.kept_in(folder, files.output):
         if folder and main and files.latents_out:
@@ -102,6 +107,8 @@ def run(
                 made.follow()
             return
         outputs = write_files(made, files)
+        if times and not plan.request.in_segments:  # segments may have been there
+            history.keep(times, run_key, made.watch.total_s)
         if folder:
             discard(folder)
     # Latents alone are one output for all seeds; the first stands for them.
@@ -246,7 +253,8 @@ def main(args: argparse.Namespace) -> int | None:
     if args.because:
         because = args.because.replace("_", "-")
         remarks.insert(0, f"pipeline {request.name}, because of --{because}")
-    run(options, request, written, checkpoint, remarks)
+    times = cache_folder(os.environ) / "runs.jsonl" if args.own_process else None
+    run(options, request, written, checkpoint, remarks, times)
 
 
 def compiled_folder(environment: Mapping[str, str]) -> Path:
@@ -254,4 +262,8 @@ def compiled_folder(environment: Mapping[str, str]) -> Path:
     or ~/.cache."""
     if asked_for := environment.get("JAX_COMPILATION_CACHE_DIR"):
         return Path(asked_for)
+    return cache_folder(environment)
+
+
+def cache_folder(environment: Mapping[str, str]) -> Path:
     return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ltx2rt"

@@ -1,0 +1,61 @@
+"""Times of earlier runs on this machine, by which a run says how long it will take.
+
+Decides which runs are alike. A file that cannot be read or written changes no run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ltx2rt.run.plan import Plan
+from ltx2rt.session.session import Session
+
+LAST, READ_BYTES, MOST_BYTES = 3, 2**16, 2**20
+
+
+def alike(session: Session, plan: Plan, warm: bool) -> list[Any]:
+    """The facts that runs of about the same time share."""
+    request, options, backend = plan.request, session.options, session.backend
+    steps = getattr(request, "steps", None)
+    how = [options.backend, str(session.dtype), str(options.weights_dtype), options.memory, warm]
+    where = [backend.device().name, dict(backend.mesh), str(session.checkpoint.path.resolve())]
+    clip = [list(request.size_px), request.clip_frames, steps, len(request.seeds)]
+    return [request.name, *where, *clip, *how]
+
+
+def expected(file: Path, key: list[Any]) -> str | None:
+    """A sentence with the time of the last runs alike; None if there is none."""
+    found = []
+    with suppress(OSError):
+        with file.open("rb") as lines:
+            lines.seek(max(0, file.stat().st_size - READ_BYTES))
+            text = lines.read()
+        for line in text.splitlines():
+            with suppress(ValueError, KeyError, TypeError):
+                run = json.loads(line)
+                if run["run"] == key:
+                    found.append(float(run["seconds"]))
+    if not found:
+        return None
+    last = found[-LAST:]
+    took = " and ".join(f"{seconds:.0f}" for seconds in last)
+    runs = "one run like this one" if len(last) == 1 else f"the last {len(last)} runs like this one"
+    return f"about {sum(last) / len(last):.0f} s ({runs} took {took} s here)"
+
+
+def keep(file: Path, key: list[Any], seconds: float) -> None:
+    """Append a run, in one write, so that several processes may; a full file begins again."""
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.exists() and file.stat().st_size > MOST_BYTES:
+            file.unlink(missing_ok=True)
+        line = json.dumps({"run": key, "seconds": round(seconds, 1)}) + "\n"
+        descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
