@@ -1,7 +1,7 @@
 """The end or the beginning of a clip as a part of the clip that a stage makes: it continues the
 one, or leads to the other.
 
-Decides which frames are encoded and where their tokens go. The frames are encoded anew, because
+Decides which frames are encoded and where their tokens go. The frames are encoded again, because
 only a clip's first latent frame is one pixel frame: latents cut out of a longer clip would be at
 the wrong place in it.
 """
@@ -100,7 +100,7 @@ def ends(
     overlap: pixel frames of either that the stage's clip repeats, 8k + 1. guide: the clip's pixel
     frame that is the first of `after`. wide: as of `SourceClip`. The encoder is causal, and its
     first latent is one frame: frames 1 to 8k of `after` are encoded after 9 equal frames, whose two
-    latents are left out, and frame 0 is a guide beside the clip.
+    latents are left out, and frame 0 is a guide next to the clip's tokens.
     """
     latents = (overlap - 1) // clip.time_factor + 1
 

@@ -49,7 +49,7 @@ class ImageSpec:
 
     @property
     def latent(self) -> str | None:
-        """The tensor that it is, of a file of latents; None for a file of its own."""
+        """The tensor that it is, of a file of latents; None for a separate file."""
         match = re.fullmatch(r"latent:(\d{1,4})", str(self.path), re.ASCII)
         return f"image.{int(match[1])}" if match else None
 
@@ -84,7 +84,7 @@ class Tokens:
 
 
 class Conditioning(Protocol):
-    """Something that a stage is given besides text, at the size of that stage."""
+    """Something other than text that a stage is given, at the stage's size."""
 
     def needs(self, model: ModelConfig) -> Iterator[Call]: ...
 
@@ -94,7 +94,7 @@ class Conditioning(Protocol):
         ...
 
     def blank(self) -> Tokens:
-        """As encoded, but for the clean latents."""
+        """The encoded tokens, without the clean latents."""
         ...
 
     def encode(self, session: Session, state: State, watch: Stopwatch) -> Tokens: ...
@@ -103,7 +103,7 @@ class Conditioning(Protocol):
 @dataclass(frozen=True)
 class Image:
     """An image file at the size of one stage. crf: of its H.264 recompression, 0 for none. append:
-    at frame 0, too. hdr: space of an EXR file, which is not recompressed."""
+    also at frame 0. hdr: space of an EXR file, which is not recompressed."""
 
     spec: ImageSpec
     geometry: Geometry
@@ -115,7 +115,7 @@ class Image:
         yield Call("video-encoder", (1, 3, 1, *self.geometry.size_px))
 
     def check(self, session: Session) -> list[str]:
-        """Planning for devices that are not here reads the header alone: a server plans in its own
+        """Planning for absent devices reads only the header: a server plans in its own
         process, and has its uploads decoded in others."""
         if not isinstance(session.backend, DatasheetBackend):
             (read_exr if self.hdr else read_rgb)(self.spec.path)
@@ -207,8 +207,8 @@ def image_tokens(
 
 @dataclass(frozen=True)
 class Slot:
-    """A keyframe that is generated beside the clip: the tokens of one pixel frame, nothing of which
-    is given (2.5).
+    """A keyframe that is generated along with the clip: the tokens of one pixel frame, nothing of
+    which is given (2.5).
 
     It starts from the state's keyframe of that frame, if there is one.
     """
@@ -277,7 +277,7 @@ class Anchor:
 
 @dataclass(frozen=True)
 class Reference:
-    """A video whose tokens are beside the clip's (IC-LoRA), each over `downscale` times its rows
+    """A video that adds its tokens to the clip's (IC-LoRA), each over `downscale` times its rows
     and columns of pixels.
 
     source: what reads it, with a geometry of its own at the clip's rate, and a stride in time.
@@ -349,7 +349,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class StageReference:
-    """Latents that an earlier stage made, whole, as reference tokens beside the clip's (IC-LoRA).
+    """Latents that an earlier stage made, whole, as reference tokens added to the clip's (IC-LoRA).
 
     latents: their name in the state's; geometry: theirs. downscale: of how many rows and columns of
     pixels of the clip one of theirs is.
@@ -408,8 +408,8 @@ class ModalityState:
     def attention(self) -> np.ndarray:
         """f32[T, T] in [0, 1]: how much every token sees of every other.
 
-        Conditionings up to the first that has weights see one another; every later one sees itself
-        and the targets, by its weights, alone.
+        Conditionings up to the first that has weights see one another; every later one sees only
+        itself and the targets, by its weights.
         """
         count = self.shape[1]
         seen = np.ones((count, count), np.float32)
@@ -436,7 +436,7 @@ class ModalityState:
         C].
 
         noise: f32[videos, T, C]. start: f32[videos, targets, C], zeros if None; appended tokens
-        that have no start of their own start from zero, whatever their clean latents are.
+        without a given start begin at zero, whatever their clean latents are.
         """
         if noise.shape[1:] != self.shape[1:]:
             raise ValueError(

@@ -51,7 +51,7 @@ def noise_name(file: TensorFile, stream: str) -> str | None:
 
 @dataclass(frozen=True)
 class Noise:
-    """Where noise comes from: each video's seed, or the tensors of a file. prefix: of their
+    """Source of noise: each video's seed, or the tensors of a file. prefix: of their
     names."""
 
     seeds: tuple[int, ...]
@@ -78,15 +78,15 @@ class Part(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Denoise(Stage):
     """sigmas: f32[steps + 1], the first is also the noise scale. guidance: f32[2, 4], rows video
-    and audio, columns cfg, stg, modality, rescale; neutral scales run the conditional branch alone.
+    and audio, columns cfg, stg, modality, rescale; neutral scales run only the conditional branch.
     given: what `Given` of this stage encodes. sound: whether its audio latents are the clip's. The
     first stage starts from zeros, a later one from the state's latents.
 
     sampler: of `models.samplers`, eta its share of fresh noise. plan: which of Euler's steps are
     evaluated. interval: the shares of the steps between which guidance is on (`within`), None: all;
-    elsewhere the conditional branch runs alone. streams: the modalities that the clip has; frozen:
+    elsewhere only the conditional branch runs. streams: the modalities that the clip has; frozen:
     those of them that are kept whole. masks: by modality f32[targets], 1 = generate, where a part
-    is kept. What is kept is the state's source, or where there is none its latents. mixed:
+    is kept. Kept regions come from the state's source, or from its latents if there is none. mixed:
     modalities that start from the state's source, mixed with noise of the first level. relay:
     prompts by time. voice: the scale of guidance by the sound beside the clip's, 0 for none. nag:
     scale, tau and alpha of `models.attention.away` from the negative prompt, None for none.
@@ -288,7 +288,7 @@ class Denoise(Stage):
         return {m: x for m, x in kept.items() if x is not None}
 
     def _started(self, state: State, states: Mapping[str, ModalityState]) -> dict[str, np.ndarray]:
-        """The latents that the loop begins with, and what the sampler carries beside them."""
+        """The latents that the loop begins with, and the sampler's further state."""
         latents, packing = (
             {"video": state.video, "audio": state.audio},
             {"video": pack_video, "audio": pack_audio},
@@ -297,7 +297,7 @@ class Denoise(Stage):
         for m in self.made:
             x, start = states[m], state.source[m] if m in self.mixed else latents[m]
             noise = self.noise.draw(f"{self.name}.{m}", x.shape[1:])
-            if start is not None:  # a start that is the source, too, is not one
+            if start is not None:  # ignore the start if it is the source itself
                 remade = m in state.source or m not in self.masks
                 start = packing[m](start) if remade else None
             feeds[f"{m}_latent"] = x.initial(noise, float(self.sigmas[0]), start)
@@ -313,7 +313,7 @@ class Denoise(Stage):
         found: dict[str, np.ndarray],
         trail: dict[str, list[np.ndarray]],
     ) -> None:
-        """Hand on what was made. found: by modality the last latents of all tokens; trail: those
+        """Hand on the results. found: by modality the last latents of all tokens; trail: those
         after each step, for the record."""
         found |= {m: np.repeat(states[m].clean, self.num_videos, axis=0) for m in self.frozen}
         if "video" in found:
@@ -407,16 +407,16 @@ class Denoise(Stage):
 
 
 def within(steps: int, interval: tuple[float, float]) -> np.ndarray:
-    """bool[steps]: those of the interval, whose ends are rounded down to whole steps, the second
-    one out of it, as guiders of diffusers have it."""
+    """bool[steps]: True inside the interval; its ends are rounded down to whole steps and the
+    second is excluded, like diffusers' guiders."""
     start, stop = (int(share * steps) for share in interval)
     numbers = np.arange(steps)
     return (start <= numbers) & (numbers < stop)
 
 
 def standardised(noise: np.ndarray) -> np.ndarray:
-    """With mean 0 and an unbiased standard deviation of 1 over everything, as res2s takes it;
-    float32."""
+    """Noise scaled to mean 0 and an unbiased standard deviation of 1 over everything, as res2s
+    takes it; float32."""
     x = noise.astype(np.float64)
     return ((x - x.mean()) / x.std(ddof=1)).astype(np.float32)
 

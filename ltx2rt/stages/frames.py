@@ -118,7 +118,7 @@ class Frames(Stage):
             yield Call("video-decoder", latent.shape), {"latent": latent}
 
     def _clip(self, model: ModelConfig, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-        """The frames of a video out of those of its tiles."""
+        """Assemble a video's frames from its tiles."""
         return chunks
 
     def _frames(
@@ -149,7 +149,8 @@ class Frames(Stage):
 
 @dataclass(frozen=True)
 class DiffusionFrames(Frames):
-    """By the diffusion decoder. tiling: of the features, which are made of a whole video at once.
+    """Decode by the diffusion decoder. tiling: of the features, which are made of a whole video at
+    once.
 
     Every frame has its own stream of noise, so that it does not depend on the tiles. border: beyond
     the left and right one of a tile, one of BORDERS.

@@ -1,4 +1,4 @@
-"""Conditionings of a denoising stage besides text, encoded at that stage's size."""
+"""Conditionings of a denoising stage other than text, encoded at that stage's size."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Sound of the clips that a segment joins, before and after the segment is made: its latents, and
 the whole clip's.
 
-Decides in seconds, not in latents, what is kept: eight frames are no whole number of audio latents
+Decides the kept part in seconds, not in latents: eight frames are no whole number of audio latents
 at most rates.
 """
 
@@ -35,7 +35,7 @@ QUIET = 1e-4  # share of the power before, below which it is silent: AAC leaves 
 
 @dataclass(frozen=True)
 class SourceClip:
-    """A file whose every frame is in the clip that is written. flag: that names it. wide: whether
+    """A file that appears whole in the written clip. flag: that names it. wide: whether
     its frames are codes of high dynamic range, in 16 bits."""
 
     path: Path
@@ -114,7 +114,7 @@ def kept_sound(geometry: Geometry, before_s: Fraction, after_s: Fraction | None)
 
 @dataclass(frozen=True)
 class OverlapSound(Stage):
-    """The latents of what is heard in the frames that a segment repeats; silence in between."""
+    """Latents of the sound in the frames that a segment repeats; silence in between."""
 
     geometry: Geometry
     seam: Seam
@@ -176,7 +176,7 @@ class JoinFrames(Stage):
 
 @dataclass(frozen=True)
 class Join(JoinFrames):
-    """Their sound, too. The clip gets the rate of a given sound."""
+    """Join also their sound. The clip gets the rate of a given sound."""
 
     fps: Fraction = Fraction(24)
 

@@ -14,9 +14,9 @@ import numpy as np
 
 
 def standard_normal(seed: int, stream: str, shape: tuple[int, ...]) -> np.ndarray:
-    """f32[shape] of N(0, 1), a function of (seed, stream, position) alone.
+    """f32[shape] of N(0, 1), a function only of (seed, stream, position).
 
-    seed: 0 <= seed < 2**64. stream: what the noise is for, such as "stage1.video"; streams are
+    seed: 0 <= seed < 2**64. stream: the noise's use, such as "stage1.video"; streams are
     independent. A longer draw starts with the shorter one. ValueError if the seed is out of range.
     """
     size = math.prod(shape)

@@ -1,4 +1,4 @@
-"""refine: a long clip window by window, and its end cut off: what DFR does besides denoising."""
+"""refine: a long clip window by window, and its end cut off: DFR's steps apart from denoising."""
 
 from __future__ import annotations
 

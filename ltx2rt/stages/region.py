@@ -1,7 +1,8 @@
-"""Inpainting and outpainting: which pixels of a clip are made anew, which of its latent cells hold
-one of them, and the clip's own pixels everywhere else.
+"""Inpainting and outpainting: which pixels of a clip are regenerated, which of its latent cells
+hold one of them, and the clip's own pixels everywhere else.
 
-Decides what the encoder sees where pixels are to be made, and how far they fade into the clip's.
+Decides which pixels the encoder sees in the generated region, and how far they fade into the
+clip's.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Region:
         return near(pixels.mean(axis=2) > WHITE, self.grow) > 0
 
     def masks(self) -> Iterator[np.ndarray]:
-        """bool[H, W] of every frame with its border: whether a pixel is made anew."""
+        """bool[H, W] of every frame with its border: whether a pixel is regenerated."""
         for drawn in self._drawn():
             yield np.pad(drawn, self._widths, constant_values=True)
 
@@ -102,7 +103,7 @@ class Region:
         self, frames: Iterator[np.ndarray], fill: str, border: np.ndarray | None = None
     ) -> Iterator[np.ndarray]:
         """The frames u8[H, W, 3] with the mask's pixels filled, and around them a border of a
-        colour, or of what is at their edges. fill: one of FILLS; "mean" is that of a frame's other
+        colour, or of their repeated edges. fill: one of FILLS; "mean" averages a frame's other
         pixels."""
         left, top, _, _ = self.pad
         for pixels, drawn in zip(frames, self._drawn(), strict=True):
@@ -167,7 +168,7 @@ class RegionVideo(SourceVideo):
 
 @dataclass(frozen=True)
 class Compose(Stage):
-    """The source's own pixels wherever a clip was not made anew."""
+    """Restore the source's own pixels outside the regenerated region."""
 
     video: SourceVideo
     region: Region

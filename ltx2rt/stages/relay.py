@@ -8,8 +8,8 @@ frames of 8 pixel frames:
     softness) bias(t)  = min over tokens of cost - cost(t)                     some token always
     sees the part as it is
 
-Columns of the global part, registers, and tokens beside the clip's have none. Method: Prompt Relay;
-the continuous form with video and sound is that of Wan2GP. The connectors mix all columns
+Columns of the global part, registers, and tokens added to the clip's have none. Method: Prompt
+Relay; the continuous form with video and sound follows Wan2GP. The connectors mix all columns
 beforehand, so that no softness makes a wall.
 """
 
@@ -48,7 +48,7 @@ class PromptSpan:
     percent: bool = False
 
     def __str__(self) -> str:
-        """As `parse_span` reads it."""
+        """Text that `parse_span` reads back."""
         unit = "%" if self.percent else ""
         return f"{self.start!r}{unit}:{self.end!r}{unit}={self.text}"
 
@@ -121,8 +121,8 @@ class Relay:
         return [range(a, b) for a, b in pairwise(ends)]
 
     def biases(self, geometry: Geometry, columns: Sequence[range]) -> dict[str, np.ndarray]:
-        """By modality f32[groups, text]: a row for each latent frame, or audio latent, and one of
-        zeros behind them."""
+        """Biases by modality, f32[groups, text]: a row for each latent frame, or audio latent, and
+        one of zeros behind them."""
         g = geometry
         frame_s = float(g.time_factor / g.fps)
         length_s = float(((g.frames - 1) * g.time_factor + 1) / g.fps)

@@ -1,7 +1,6 @@
-"""A clip that is made segment after segment: each is a file of its own, which the next one
-continues.
+"""A clip that is made segment after segment: each is a separate file, which the next one continues.
 
-Decides where segments begin, what a file of one holds, and what of each is in the clip. A segment
+Decides where segments begin, the contents of a segment's file, and its part in the clip. A segment
 continues the frames and the sound that were written, so that a run that goes on from files makes
 what one makes that never stopped.
 """
@@ -34,8 +33,8 @@ from ltx2rt.stages.source_sound import encode_mel
 from ltx2rt.stages.stage import FRAMES, SOUND, Stage, State, finite
 from ltx2rt.weights.files import TensorFile, write_arrays
 
-SEGMENT = "segment"  # the stage whose step says that one is there
-MEL, LOOK, RECORD = ".npy", ".look.npy", ".safetensors"  # beside a segment's file
+SEGMENT = "segment"  # the stage that reports a finished segment
+MEL, LOOK, RECORD = ".npy", ".look.npy", ".safetensors"  # files next to a segment's
 
 
 def segment_starts(
@@ -141,12 +140,12 @@ class Past:
 
     @property
     def passed(self) -> int:
-        """How many mel frames of the part before come before the segment."""
+        """Number of the previous part's mel frames before the segment."""
         return self.place - self._place(self.before.start)
 
     @property
     def latents(self) -> int:
-        """How many of the segment's audio latents hold the part's sound alone."""
+        """Number of the segment's audio latents that hold only the part's sound."""
         g = self.geometry
         known = (g.audio_latents - 1) * g.audio_time_factor + 1 - self.passed
         return max((known - 1) // g.audio_time_factor + 1, 0)
@@ -193,8 +192,7 @@ class ContinuedSound(Sound):
     """The sound of a segment that goes on where the part before ends.
 
     The vocoder is given the part's mel frames and the new ones in one, with all that samples near
-    the seam depend on, so that the clip's sound is that of one run of the vocoder over the whole
-    clip.
+    the seam depend on, so that the clip sounds as if the vocoder had run once over all of it.
     """
 
     past: Past | None = None
@@ -238,8 +236,8 @@ def statistics(latents: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ColourLock(Stage):
-    """Moves mean and deviation of every channel of the new latents towards those of the first
-    segment (adaptive instance normalisation), before they are decoded.
+    """Moves mean and deviation of every channel of the new latents towards the first segment's
+    (adaptive instance normalisation), before they are decoded.
 
     kept: latent frames of the part before, which stay. share: 0 leaves all, 1 moves all the way.
     """

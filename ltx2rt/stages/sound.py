@@ -70,7 +70,7 @@ class Sound(Stage):
     def decode(
         self, session: Session, latent: np.ndarray, finished: Callable[[], None]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """As `decode_sound`."""
+        """Decode like `decode_sound`."""
         return decode_sound(session, latent, finished)
 
 
@@ -122,7 +122,7 @@ def vocode(
 class Chunk:
     """Positions [start, start + size) of a clip, of which what [first, stop) become is kept.
 
-    A start below 0, or an end beyond the clip's, is far from what is kept.
+    A start below 0, or an end beyond the clip's, is far from the kept part.
     """
 
     start: int
@@ -164,12 +164,12 @@ class Chunks:
 
 
 def latent_chunks(model: ModelConfig, latents: int) -> Chunks:
-    """Samples of a clip of so many audio latents."""
+    """Samples of a clip of `latents` audio latents."""
     return chunks(latents, CHUNK, audio_vae.reach(model.audio_vae))
 
 
 def mel_chunks(model: ModelConfig, frames: int) -> Chunks:
-    """Samples of a clip of so many mel frames."""
+    """Samples of a clip of `frames` mel frames."""
     return chunks(frames, CHUNK * model.audio_vae.time_factor, vocoder.reach(model.vocoder))
 
 

@@ -1,4 +1,4 @@
-"""Sound whose tokens are beside the clip's own, for LoRAs that have learnt to follow them.
+"""Sound that adds tokens to the clip's own, for LoRAs that have learnt to follow them.
 
 Decides when they are heard: each at its own time in the file, or all of them before the clip.
 """
@@ -30,7 +30,7 @@ QUIET = 1e-3  # root mean square below which sound is silent: -60 dB of full sca
 
 @dataclass(frozen=True)
 class LatentSound:
-    """The state's latest audio latents, beside the clip as sound before it."""
+    """The state's latest audio latents, given as sound before the clip."""
 
     clip: Geometry
 
@@ -64,7 +64,7 @@ class SoundReference:
 
     @cached_property
     def _sound(self) -> tuple[np.ndarray, int, list[str]]:
-        """f32[2, N], the rate in Hz, and sentences about what is left out. Raises InputError."""
+        """f32[2, N], the rate in Hz, and sentences about omitted parts. Raises InputError."""
         g, said = self.clip, []
         latent_s = g.audio_time_factor * g.mel_hop / g.mel_sample_rate
         most_s = MAX_S if self.before else g.audio_latents * latent_s
@@ -95,7 +95,7 @@ class SoundReference:
 
     @property
     def geometry(self) -> Geometry:
-        """The clip's, with as many audio latents as the file's sound has."""
+        """The clip's geometry, with the audio latents of the file's sound."""
         g, (waveform, rate, _) = self.clip, self._sound
         mel_frames = -(-waveform.shape[1] * g.mel_sample_rate // rate) // g.mel_hop + 1
         latents = -(-mel_frames // g.audio_time_factor)

@@ -29,8 +29,8 @@ class SourceSound(Stage):
 
     fit: of sound that ends before the clip's latents, "error" refuses it, "pad" appends silence to
     the clip's end, and "zeros" appends zeros to its latents; then sound that begins after `start_s`
-    has silence before it, too. sound: whether it is what the clip sounds like, too. record: what
-    `--latents-out` calls the latents.
+    also has silence before it. sound: whether it becomes the clip's sound. record: the latents'
+    name in `--latents-out`.
     """
 
     path: Path
@@ -56,7 +56,7 @@ class SourceSound(Stage):
 
     @cached_property
     def _read(self) -> tuple[np.ndarray, int, list[str]]:
-        """As `read`, and what is missing in the file, in sentences."""
+        """The result of `read`, and sentences about missing parts of the file."""
         duration_s = self.clip_s if self.max_duration_s is None else self.max_duration_s
         said: list[str] = []
         on_time = self.fit == "zeros"
@@ -84,7 +84,7 @@ class SourceSound(Stage):
         yield Call("audio-encoder", self.geometry.mel_shape(model.audio_vae))
 
     def check(self, session: Session) -> None:
-        """Reads the file whole: what its header says of its length need not be true."""
+        """Reads the file whole: the length in its header may be wrong."""
         waveform, rate, missing = self._read
         said = list(missing)
         if len(waveform) == 1:
@@ -138,6 +138,6 @@ def encode_mel(session: Session, call: Call, mel: np.ndarray) -> np.ndarray:
 
 
 def spectrogram(waveform: np.ndarray, rate: int, config: AudioVaeConfig) -> np.ndarray:
-    """f32[B, 2, N] at any rate -> f32[B, 2, T, mel bins], what the audio encoder reads. Raises
+    """f32[B, 2, N] at any rate -> f32[B, 2, T, mel bins], the audio encoder's input. Raises
     ValueError if N is too small for one mel frame."""
     return log_mel(resample(waveform, rate, config.sample_rate), config)

@@ -27,7 +27,7 @@ from ltx2rt.stages.tiling import Span, Tiling
 
 @dataclass(frozen=True)
 class SourceVideo(Stage):
-    """The first frames of a file, as many as the geometry has, resized to cover its size and
+    """The first frames of a file, up to the geometry's number, resized to cover its size and
     cropped.
 
     tiling: `plan_encoder_tiles`. flag: that names the file. stride: after the first two frames
@@ -113,13 +113,13 @@ class SourceVideo(Stage):
 
 
 def span_frames(num_frames: int, stride: int) -> int:
-    """How many frames of a file `num_frames` are taken from: its first two, and then every
+    """Number of a file's frames that `num_frames` span: its first two, and then every
     `stride`-th."""
     return 1 if num_frames == 1 else 2 + (num_frames - 2) * stride
 
 
 def usable_frames(num_frames: int, time_factor: int, stride: int = 1) -> int:
-    """How many of a file's first `num_frames` are encoded: those of the stride, less what is over
+    """Number of a file's first `num_frames` that are encoded: every `stride`-th, cut to
     time_factor*k + 1."""
     taken = 1 + len(range(1, num_frames, stride))
     return (taken - 1) // time_factor * time_factor + 1

@@ -1,4 +1,4 @@
-"""splice: a source's own frames and sound wherever a clip was not made anew."""
+"""splice: a source's own frames and sound outside the regenerated part."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ltx2rt.stages.stage import Stage, State
 @dataclass(frozen=True)
 class Splice(Stage):
     """video, sound: the source, as long as the clip; None: it has no sound, and the clip's stays as
-    it is. frames: the pixel frames that were made anew, seconds: the part of the sound. The clip
+    it is. frames: the regenerated pixel frames, seconds: the part of the sound. The clip
     gets the rate of the source's sound."""
 
     video: SourceVideo

@@ -17,7 +17,7 @@ from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 
 MODALITIES = ("video", "audio")
-FRAMES, SOUND, LENGTH = "frames", "sound", "length"  # what a stage can make for the files of a run
+FRAMES, SOUND, LENGTH = "frames", "sound", "length"  # results that a run's files can hold
 
 
 @dataclass
@@ -26,7 +26,7 @@ class State:
 
     contexts: by modality [prompts, text, D]. video [videos, C, f, h, w] and audio [videos, 8, n,
     16]: the latest latents, normalised. latents: video latents that later stages come back to, by
-    the stage that made them. keyframes: those that were generated beside the clip, [videos, C, 1,
+    the stage that made them. keyframes: frames generated along with the clip, [videos, C, 1,
     h, w], by pixel frame. source: by modality the latents of a given file, normalised. sound: the
     audio latents that are
     decoded. given: by stage what its conditionings were encoded to. mel [videos, 2, T, mel bins]:
@@ -69,7 +69,7 @@ class Stage(Protocol):
     makes: Collection[str] = ()  # FRAMES, SOUND, LENGTH: read from the final state
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
-        """The networks that it calls, in order, from headers alone."""
+        """The networks that it calls, in order, known from headers."""
         ...
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None: ...
@@ -83,7 +83,7 @@ class Stage(Protocol):
         return {}
 
     def steps(self) -> int:
-        """How many steps it shows; 0: none."""
+        """Number of steps that it shows; 0: none."""
         return 0
 
 

@@ -6,7 +6,7 @@ caller how a tile is decoded, and where. Tiles of equal shape share one program 
 
 The same tiles are used on every backend and any number of devices: the decoder sees further (13 to
 22 latents) than tiles overlap, so another layout is another video. That is why the last tile of an
-axis keeps its own size. Moved back, to have that of the others, it would save programs
+axis keeps its own size. Moved back to the others' size, it would save programs
 (1280x704x121 needs four, 1920x1088x257 twelve) and change pictures.
 
 Blending weights are trapezoids per axis, multiplied. A tile that starts inside the clip decodes its
@@ -99,7 +99,7 @@ def plan_tiles(mode: str, shape: tuple[int, int, int], config: VideoVaeConfig) -
 
 def plan_encoder_tiles(mode: str, shape: tuple[int, int, int], config: VideoVaeConfig) -> Tiling:
     """Tiles that frames are encoded in, of the largest size along every axis; `Span.weights` are
-    those of latents.
+    for latents.
 
     shape: latent frames, rows, columns. mode: "auto", or "off" for one tile.
     """
@@ -169,7 +169,7 @@ def space_spans(
     """Latent i covers positions [factor i, factor (i + 1)); weights rise and fall over the overlap,
     never to 0.
 
-    early: all positions are so many less, and those below 0 left out.
+    early: subtracted from all positions; negative ones are left out.
     """
     tiles, ramp = intervals(length, size, overlap), overlap * factor
     rise = np.arange(1, ramp + 1) / (ramp + 1)

@@ -1,4 +1,4 @@
-"""From prompts to token ids.
+"""Tokenise prompts.
 
 Decides stripping, the leading BOS, truncation and left padding; the vocabulary is the checkpoint's
 tokenizer.json.
@@ -81,7 +81,7 @@ def tokenize(
 
 
 def check_vocabulary(tokenizer_json: Path | Asset, size: int) -> None:
-    """Refuse a tokenizer whose ids reach beyond an embedding of `size` rows: another model's.
+    """Refuse another model's tokenizer, with ids beyond an embedding of `size` rows.
 
     Gemma's token for pictures may lie beyond it: text models share the tokenizer with models that
     see. Raises InputError.
@@ -95,7 +95,7 @@ def check_vocabulary(tokenizer_json: Path | Asset, size: int) -> None:
 
 
 def count_tokens(tokenizer_json: Path | Asset, prompt: str) -> int:
-    """How many tokens the prompt has before any is cut off, BOS included. Raises InputError as
+    """Number of tokens of the prompt before truncation, BOS included. Raises InputError as
     `tokenize` does."""
     tokenizer = _tokenizer(tokenizer_json)
     tokenizer.no_padding()
