@@ -18,6 +18,7 @@ from ltx2rt.errors import Cancelled
 from ltx2rt.media.output import files_of
 
 T = TypeVar("T")
+QUIET_S = 30.0  # between two lines of a stage where no bar is shown
 
 
 @dataclass
@@ -145,7 +146,7 @@ class Stopwatch:
         stage = StageTime(name)
         self._tell(stage, 0, steps)
         self.synchronize()
-        begin = last = self._charged()
+        begin = last = said = self._charged()
         count = 0
         with (
             self._under_way(f"{name}: {steps} {unit}" if steps else name),
@@ -153,11 +154,14 @@ class Stopwatch:
         ):
 
             def step(more: int = 1) -> None:
-                nonlocal last, count
+                nonlocal last, count, said
                 now = self._charged()
                 stage.steps_s.append(now - last)
                 last, count = now, count + more
                 update(more)
+                if not self._bars and last - said >= QUIET_S and count < steps:
+                    said, left_s = last, (last - begin) / count * (steps - count)
+                    self.say(f"{name}: {count} of {steps} {unit}, {left_s:.0f} s left")
                 self._tell(stage, count, steps)
 
             yield step
