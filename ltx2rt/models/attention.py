@@ -31,7 +31,7 @@ def attention(
 
     bias: additive (B, tokens, keys). keep (B): where 0 the attention's result is replaced by the
     values (self-attention only). nag: (terms) of `away`, from the second half of the context, which
-    is another text; the bias is that of the first half.
+    is another text; the bias belongs to the first half.
     """
     inner = {"heads": heads, "head_dim": head_dim}
     q = o.rms_norm(o.linear(x, "to_q", inner), "q_norm", over=("heads", "head_dim"), eps=eps)

@@ -8,7 +8,7 @@ Everything after the transformer is float32.
 
     x0   = x - v * mask * sigma                                        per branch
     pred = c + (cfg-1)(c-u) + stg (c-p) + (modality-1)(c-q)            c cond, u uncond, p
-    perturbed, q isolated; of sound + voice (c-w), w without what is beside the clip's
+    perturbed, q isolated; of sound + voice (c-w), w without tokens added to the clip's
     pred = pred * (r std(c) / max(std(pred), 1e-5) + 1 - r)            std unbiased, over tokens and
     channels
     x0   = pred * mask + clean * (1 - mask)
@@ -84,11 +84,11 @@ class StepShape:
     """The sizes of a guided-step graph, in addition to its config: the key under which programs are
     kept.
 
-    streams: the clip's, of video and audio; frozen: the given ones among them. A stream
-    that is absent has 0 tokens. masked: video self-attention is weighted by an input. stg_blocks:
-    those that the perturbed branch perturbs. relay: groups of video and of audio tokens whose
-    attention to the positive text has a bias of its own, 0 for none. nag: video's attention to
-    its text is moved away from that to the negative one.
+    streams: the clip's, of video and audio; frozen: the given ones among them. A stream that is
+    absent has 0 tokens. masked: video self-attention is weighted by an input. stg_blocks: those
+    that the perturbed branch perturbs. relay: groups of video and of audio tokens, each with a
+    separate bias in its attention to the positive text, 0 for none. nag: video's attention to its
+    text is moved away from that to the negative one.
     """
 
     branches: Branches
@@ -168,7 +168,7 @@ def _keeps(
         for name in scales:
             active = o.select(
                 scales[name][STG], o.full(1.0, "float32"), zero
-            )  # a stream whose own stg is 0 is not
+            )  # except a stream with stg 0
             keeps[f"{name}_self_keep"] = columns("perturbed", s.stg_blocks, 1 - active)
     if "isolated" in names and len(s.streams) > 1:
         cross = columns("isolated", layers, zero)
@@ -230,8 +230,8 @@ class _Step:
         return found
 
     def unheard(self) -> Term | None:
-        """The bias (B, audio_keys) by which the branch of a voice's guidance does not hear what is
-        beside the clip's own sound."""
+        """The bias (B, audio_keys) that hides sound other than the clip's own from the branch of a
+        voice's guidance."""
         if not self.s.branches.unheard:
             return None
         o = self.o

@@ -1,7 +1,7 @@
 """Step plans: which steps of a schedule are evaluated, and how the others are left out.
 
 Between two evaluations x0 stays as it was (order 1), or goes on in a straight line over sigma
-(order 2). Both are closed: one step from an evaluation at i to the next at j, with x0' that of the
+(order 2). Both are closed: one step from an evaluation at i to the next at j, with x0' from the
 evaluation h before i,
 
     x_j = r x + (1 - r + g) x0 - g x0'          r = s_j / s_i, g = 0 in order 1

@@ -16,7 +16,7 @@ import numpy as np
 
 from ltx2rt.models.step_plan import MAX_GAIN, StepPlan, gain
 
-LEAST = 1e-12  # unit of a stream whose last steps change nothing
+LEAST = 1e-12  # unit of a stream that the last steps do not change
 
 
 @dataclass(frozen=True)

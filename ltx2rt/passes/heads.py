@@ -19,8 +19,8 @@ Exchanged = tuple[Node, Node, Node]  # what brings q, k and v, the attention, wh
 
 
 def group_heads(graph: Graph, groups: int) -> Graph:
-    """`graph` with its attentions between exchanges in so many groups of heads; itself if there is
-    none whose heads on a device divide by it."""
+    """`graph` with its attentions between exchanges split into `groups` groups of heads; itself if
+    no attention's heads on a device divide by it."""
 
     def append(result: Graph, node: Node) -> bool:
         body = node.repeat.body
@@ -92,7 +92,7 @@ def _grouped(old: Graph, exchanged: list[Exchanged], groups: int) -> Graph:
 
 
 def _cut(body: Graph, v: Value, sent: Node, groups: int) -> list[Value]:
-    """Each device's heads in so many equal groups, by their order on the device."""
+    """Each device's heads in `groups` equal groups, by their order on the device."""
     parts = sent.attrs["parts"]
     sizes = {"parts": parts, GROUPS: groups, HEADS: v.type.size(HEADS) // (parts * groups)}
     apart = emit(body, "split", v, axis=HEADS, into=sizes)

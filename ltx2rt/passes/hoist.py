@@ -1,16 +1,15 @@
-"""hoist: what every iteration of a repeat would compute anew leaves it (loop-invariant code
-motion).
+"""hoist: move repeated work out of a repeat (loop-invariant code motion).
 
 Requires a legal graph, placed or not, not yet packed. Ensures the same values. Three things leave a
 repeat:
 
-- nodes that depend on its invariants and parameters alone move in front of it: RoPE tables,
+- nodes that depend only on its invariants and parameters move in front of it: RoPE tables,
 projected captions;
 - inside a repeat within its body, nodes that do not depend on the outer iteration move into a
 repeat of their own in
   front of the outer one, their results stacked: the keys and values of a prompt that no timestep
   modulates;
-- chains that depend on per-iteration data alone and end in a linear run once for all iterations,
+- chains that depend only on per-iteration data and end in a linear run once for all iterations,
 with the iterations'
   axis in front: AdaLN's modulation rows of all known sigmas.
 
@@ -26,7 +25,7 @@ from ltx2rt.graph.ir import Graph, Node, Repeat, Value
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 
-INVARIANT, DATA, CARRIED = range(3)  # what a value depends on, the strongest
+INVARIANT, DATA, CARRIED = range(3)  # a value's strongest dependency
 LIGHT = {"full", "at", "slice", "rename", "expand", "cast", "affine", "split", "merge", "transpose",
          "pad", "stack", "concat", "select"}  # fmt: skip
 LARGE = 2**20  # elements of a cast that is not light
@@ -36,7 +35,7 @@ BATCHED = {"at", "slice", "cast", "affine", "expand", "split", "merge", "sinusoi
 
 
 def hoist(graph: Graph, keep_bytes: int | None = None) -> Graph:
-    """`graph` with lighter repeats at its outermost level; repeats inside them lose nodes, too.
+    """`graph` with lighter repeats at its outermost level; repeats inside them also lose nodes.
 
     keep_bytes: the most that the results of repeats inside them may take once these have left, None
     for any number: what would take more stays."""
@@ -52,7 +51,7 @@ def hoist(graph: Graph, keep_bytes: int | None = None) -> Graph:
 
 @dataclass
 class _Loop:
-    """One repeat of `out`, whose body loses nodes to `out`."""
+    """One repeat of `out`, which moves nodes from its body to `out`."""
 
     out: Graph
     node: Node
@@ -101,8 +100,7 @@ class _Loop:
 
     @staticmethod
     def _moving(nodes: list[Node], levels: dict[int, int]) -> set[int]:
-        """Invariant nodes worth moving: the heavy ones, what they are made of, and what is made of
-        them."""
+        """Invariant nodes worth moving: the heavy ones, their inputs, and nodes that use them."""
         found: set[int] = set()
         values: set[int] = set()
         own = [n for n in nodes if levels[id(n.outputs[0])] == INVARIANT]
@@ -151,8 +149,8 @@ class _Loop:
         return rows
 
     def _outside(self, v: Value) -> Value:
-        """The invariant `v` of the body as a value of `out`; a parameter is declared there, what a
-        light node makes is made there as well."""
+        """The invariant `v` of the body as a value of `out`; a parameter is declared there, a light
+        node is repeated there."""
         if id(v) not in self.outer and id(v) in self.makers:
             self._move(self.makers[id(v)])
         if id(v) not in self.outer:
@@ -185,8 +183,8 @@ class _Loop:
         self.data.add(id(node.outputs[0]))
 
     def _divide(self, node: Node) -> Node:
-        """A repeat within the body loses what does not depend on the outer iteration to a repeat
-        outside."""
+        """Split a repeat within the body: nodes that do not depend on the outer iteration move to a
+        repeat outside."""
         repeat, inner = node.repeat, node.repeat.body
         carry, invariant, data = repeat.divide(
             list(zip(inner.inputs, inner.inputs.values(), node.inputs, strict=True))
@@ -242,8 +240,8 @@ class _Loop:
         return replace(node, inputs=operands, args=args)
 
     def _finish(self, kept: list[Node]) -> None:
-        """The repeat without what left it; what is still read of that enters as an invariant or as
-        data."""
+        """The repeat without the moved nodes; their values that it still reads enter as invariants
+        or data."""
         body, num_carries = self.body, self.repeat.num_carries
         made = {id(v) for node in kept for v in node.outputs}
         read = {id(v): v for node in kept for v in node.inputs} | {

@@ -3,16 +3,16 @@ from other devices travels while the other computes.
 
 Requires a placed graph. Ensures the same inputs, outputs and parameters and, but for products of
 other shapes, the same values; every exchange of that axis inside a block becomes two of half the
-size. Of the samples, neither half needs the other: a repeat whose nodes pick or join samples stays
-as it is. Tokens meet again where each attends to all of them, and only there: keys and values are
-joined, queries stay halves. Where weights are gathered as they are used, turns would gather those
-of a whole block at once, and tokens stay whole. A repeat in which nothing of the axis is exchanged,
-or whose axis cannot be halved, stays as it is.
+size. Of the samples, neither half needs the other: a repeat with nodes that pick or join samples
+stays as it is. Tokens meet again where each attends to all of them, and only there: keys and values
+are joined, queries stay halves. Where weights are gathered as they are used, turns would gather
+those of a whole block at once, and tokens stay whole. A repeat in which nothing of the axis is
+exchanged, or whose axis cannot be halved, stays as it is.
 
-For a stream that runs nodes in their order, `TOKENS` leave the halves in turns: each as far as it
-gets, then its exchange, then the other. XLA orders nodes itself, and takes both halves as far as
-they get before it waits for both: `tied` keeps them in turns by a `barrier` at every big exchange.
-A repeat with barriers is in turns, and stays as it is.
+For a stream that runs nodes in their order, `TOKENS` alternate the halves: each as far as it gets,
+then its exchange, then the other. XLA orders nodes itself, and takes both halves as far as they get
+before it waits for both: `tied` makes them alternate by a `barrier` at every big exchange. A repeat
+with barriers alternates already, and stays as it is.
 
 Weights are read twice; whether that costs less than the exchanges is for the backend to know.
 """
@@ -33,7 +33,7 @@ SAMPLES, TOKENS, HALVES = "B", "tokens", 2
 # most of a GPU's multiprocessors without a tile, and there is less to hide an exchange under than
 # more launches cost.
 HALF_ROWS = 1024
-Parts = Sequence[Value]  # what a value became: itself, or its halves
+Parts = Sequence[Value]  # a value's replacement: itself, or its halves
 QUERIES = (
     0,
     3,
@@ -109,7 +109,7 @@ def _names(attrs: object, axis: str) -> bool:
 
 
 def _append_halved(result: Graph, node: Node, axis: str, tied: int | None) -> None:
-    """The repeat in halves; what it carries is cut before and joined after it."""
+    """The repeat in halves; its carries are cut before and joined after it."""
     repeat, old = node.repeat, node.repeat.body
     carry, invariant, data = repeat.divide(list(zip(old.inputs, node.inputs, strict=True)))
     (size,) = {v.type.size(axis) for _, v in carry if axis in v.type.axes}
@@ -163,10 +163,10 @@ def _cut(graph: Graph, v: Value, axis: str, size: int) -> Parts:
 
 
 class _Halves:
-    """A body that is written anew, node by node, in halves of an axis where that is possible."""
+    """A body that is rewritten, node by node, in halves of an axis where that is possible."""
 
     def __init__(self, old: Graph, axis: str, size: int):
-        """size: of what is halved; in front of other devices' tokens the axis may be longer, and
+        """size: of the halved axis; in front of other devices' tokens the axis may be longer, and
         stays whole."""
         self.old, self.axis, self.size = old, axis, size
         self.body = Graph(
@@ -176,7 +176,7 @@ class _Halves:
             id(v): [v] for v in old.params.values()
         }  # by id of the old body's values
         self.joined: dict[int, Value] = {}
-        self.second: set[int] = set()  # nodes of the second half; what is whole goes with the first
+        self.second: set[int] = set()  # nodes of the second half; whole nodes go with the first
 
     def enter(self, name: str, parts: Parts) -> None:
         v = self.old.inputs[name]
@@ -233,9 +233,9 @@ class _Halves:
     def in_turns(self, least: int = 0) -> list[Node]:
         """The body's nodes: each half as far as it gets, then its exchanges, then the other half.
 
-        Exchanges are all-reduces of `least` bytes or more; what the others bring is read at once.
-        What is whole leaves with a half, alone only behind the last, or if nothing else is left to
-        do.
+        Exchanges are all-reduces of `least` bytes or more; other exchanges' results are read at
+        once. Whole nodes leave with a half, by themselves only behind the last, or if nothing else
+        is left to do.
         """
         ready = {id(v) for v in (*self.body.inputs.values(), *self.body.params.values())}
         arriving: list[set[int]] = [set(), set()]
@@ -273,11 +273,11 @@ class _Halves:
 
     def tie(self, second: Sequence[Value], least: int) -> None:
         """Order the nodes: each half up to its next exchange of `least` bytes or more, then the
-        other half. second: the half of what is carried that has the second turn.
+        other half. second: the carries' half that has the second turn.
 
-        When something big leaves, what has arrived for the other half is first read, and the other
-        way round: not of an all_to_all, which XLA would then make synchronous. What is gathered has
-        arrived a turn later. Halves of the tokens are in order already.
+        When a big exchange leaves, the other half first reads its arrived results, and the other
+        way round: not an all_to_all's, which XLA would then make synchronous. Gathered values
+        arrive a turn later. Halves of the tokens are in order already.
         """
 
         def big(values: Sequence[Value]) -> list[Value]:

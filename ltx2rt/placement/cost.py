@@ -52,7 +52,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Counts:
-    """How often a node's products are computed and its exchange is made, where it is not once."""
+    """Repetitions of a node's products and of its exchange, if not one."""
 
     work: float = 1.0
     sends: int = 1
@@ -150,7 +150,7 @@ def activation_bytes(graph: Graph) -> int:
 
 
 def _inner_bytes(node: Node) -> int:
-    """Bytes alive at once while the node runs, beside its operands and results."""
+    """Bytes alive at once while the node runs, apart from its operands and results."""
     if node.op == "unpack":
         return passing_bytes(node.attrs["encoding"], node.outputs[0].type.num_elements)
     if node.op != "repeat":

@@ -28,7 +28,7 @@ class Sustained:
     on: the kind that was measured. products, quantised, attention: of the rate of products in
     bfloat16, in 8 bits, in bfloat16. memory: of kernels that multiply nothing. launch_s: of each
     kernel outside of recorded steps. result_bytes_per_s: frames on their way to the host. reload_s:
-    for each stage whose weights do not stay on the device. request_s: for a whole request.
+    for each stage that reloads its weights. request_s: for a whole request.
     """
 
     on: str
@@ -47,11 +47,11 @@ class DeviceKind:
     """One device as a program sees it. profile: how networks are split over several unless another
     is asked for. found_as: what its backend calls it.
 
-    memory_bytes: as sold; what the driver offers is a little more on GPUs, a little less on TPUs.
+    memory_bytes: as sold; the driver offers a little more on GPUs, a little less on TPUs.
     flops_per_s: bfloat16, dense; quantised_flops_per_s: of quantised linears as the backend runs
     them. link_bytes_per_s: what one device can receive from the others of its machine. neighbours:
-    the same among so many devices, (of an all-to-all, of any other collective), where the way
-    between them is narrower. collective_s: the time of a collective beside its bytes.
+    the same by number of devices, (of an all-to-all, of any other collective), where the way
+    between them is narrower. collective_s: the fixed latency of a collective.
     host_bytes_per_s: copied from pinned memory of the host. reserve_bytes, reserve_share: of
     `DeviceInfo`. sustained: None where no device like it has been measured. under_load: the rates
     are sustained ones.
@@ -90,15 +90,15 @@ class DeviceKind:
         )
 
     def basis(self, devices: int) -> str:
-        """The origin of times on so many devices: measured on this kind, scaled from the kind that
-        was, or a bound from the data sheet. No exchange between GPUs has been measured."""
+        """The origin of times on `devices` devices: measured on this kind, scaled from the kind
+        that was, or a bound from the data sheet. No exchange between GPUs has been measured."""
         if self.sustained is None:
             return "bound"
         return "measured" if self.sustained.on == self.name and devices == 1 else "scaled"
 
     def exchange_s(self, collective: str, devices: int, count: int, received_bytes: int) -> float:
-        """The time of so many collectives among so many devices, by which one of them receives so
-        many bytes."""
+        """The time of `count` collectives among `devices` devices that bring `received_bytes` to
+        each."""
         rate = self.link_bytes_per_s
         if self.neighbours:
             rates = self.neighbours[max(n for n in self.neighbours if n <= devices)]
@@ -185,8 +185,8 @@ def _several(name: str) -> tuple[str, int] | None:
 
 
 def known_kind(framework_kind: str, name: str, total_bytes: int) -> DeviceKind | None:
-    """The kind of a device by what its driver calls it, if its links are known: not those of a PCIe
-    card (PCIe, NVL) of a kind that has NVLink."""
+    """The kind of a device by what its driver calls it, if its links are known: not for a PCIe card
+    (PCIe, NVL) of a kind that has NVLink."""
     name = name.lower().replace(" ", "")
     found = [
         kind
@@ -220,7 +220,7 @@ def topology(name: str) -> tuple[DeviceKind, int]:
     return device_kinds()[kind], cores * math.prod(map(int, chips.split("x")))
 
 
-# What a container sees of its own limits, in either version of the kernel's interface: limit, what
+# A container's view of its limits, in either version of the kernel's interface: limit, what
 # is used, and which part of that are files that go when memory is wanted.
 CGROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),

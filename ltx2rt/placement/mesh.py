@@ -19,8 +19,8 @@ def canonical(mesh: Mapping[str, int]) -> dict[str, int]:
 
 
 def stage_mesh(mesh: Mapping[str, int], branches: int) -> dict[str, int]:
-    """The mesh of a stage with so many guidance branches: with one, the devices of `guidance` serve
-    as `sequence`.
+    """The mesh of a stage with `branches` guidance branches: with one, the devices of `guidance`
+    serve as `sequence`.
 
     Every device keeps its number, and its slice of every weight.
     """
@@ -30,7 +30,7 @@ def stage_mesh(mesh: Mapping[str, int], branches: int) -> dict[str, int]:
 
 
 def text_mesh(mesh: Mapping[str, int]) -> dict[str, int]:
-    """The mesh of the text encoder, whose prompts are few and short: every device takes a share of
+    """The mesh of the text encoder. Prompts are few and short, so every device takes a share of
     its heads."""
     devices = math.prod(mesh.values())
     return {"tensor": devices} if devices > 1 else {}

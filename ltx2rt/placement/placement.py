@@ -1,7 +1,7 @@
-"""Where a run's graphs live, and the passes that take each of them there.
+"""Placement of a run's graphs, and the passes that apply it.
 
-Decides the mesh of each stage and the order of the passes. What a profile splits is in `profiles`,
-how in `passes`.
+Decides the mesh of each stage and the order of the passes. `profiles` defines the split axes,
+`passes` the rewriting.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ltx2rt.placement.profiles import Profile, Rules
 
 @dataclass(frozen=True)
 class Placement:
-    """How a run is split: a profile over a mesh of all devices, or of a stage.
+    """Split of a run: a profile over a mesh of all devices, or of a stage.
 
     weights_dtype: one of `encodings.QUANTISED` quantises the transformer's blocks; anything else
-    leaves weights in the graph's dtype, but those that are kept as they are stored: encodings by
-    the names of tensors. adapters: what is trained beside the transformer's linears. keep_bytes: as
-    of `hoist`.
+    leaves weights in the graph's dtype, but those that are kept as stored: encodings by the names
+    of tensors. adapters: trained low-rank pairs of the transformer's linears. keep_bytes: as of
+    `hoist`.
     """
 
     profile: Profile
@@ -47,7 +47,7 @@ class Placement:
     keep_bytes: int | None = None
 
     def of(self, branches: int) -> Placement:
-        """The placement of a stage with so many guidance branches."""
+        """The placement of a stage with `branches` guidance branches."""
         return replace(self, mesh=stage_mesh(self.mesh, branches))
 
     @property
@@ -94,20 +94,20 @@ def _quantised(graph: Graph, on: Placement, network: str, steps: int | None) -> 
 
 
 def _shared(graph: Graph, on: Placement, network: str, steps: int | None) -> Graph:
-    """Where every device has branches of its own, none is on it twice."""
+    """Share nodes between guidance branches, unless the branches are on different devices."""
     return share(graph) if network == "transformer" and on.mesh.get("guidance", 1) == 1 else graph
 
 
 # Each takes a graph, the placement, the network, and the number of steps if the graph becomes their
 # loop.
 PASSES: tuple[Callable[[Graph, Placement, str, int | None], Graph], ...] = (
-    # From here on shapes are those of one device, and every communication is a node.
+    # From here on shapes are per device, and every communication is a node.
     lambda g, on, net, steps: place(
         g, on.rules(net, weights=False), on.mesh, net in on.profile.strict
     ),
-    # After place: the scales are those of the rows that a device holds.
+    # After place: the scales belong to the rows that a device holds.
     _quantised,
-    # After place: adapters are cut as the linears beside them; before pack, which joins those.
+    # After place: adapters are cut like their linears; before pack, which joins those.
     lambda g, on, net, steps: (
         adapted(g, on.adapters) if on.adapters and net == "transformer" else g
     ),
@@ -132,5 +132,5 @@ PASSES: tuple[Callable[[Graph, Placement, str, int | None], Graph], ...] = (
     ),
     # Last: until here a weight is one parameter, however it is kept.
     lambda g, on, net, steps: unpack(g),
-    # Then `rotate`, `interleave` and `fuse`, in a backend: it alone knows its streams and kernels.
+    # Then `rotate`, `interleave` and `fuse`, in a backend: only it knows its streams and kernels.
 )
