@@ -13,6 +13,7 @@ from typing import Any
 
 from ltx2rt.atomic_file import alone_in, remove_left, replacing
 from ltx2rt.errors import InputError
+from ltx2rt.notes import note
 from ltx2rt.pipelines.request import Request
 from ltx2rt.run.files import Files
 from ltx2rt.run.plan import Plan
@@ -67,7 +68,13 @@ def claimed(session: Session, plan: Plan, folder: Path) -> Iterator[None]:
     with alone_in(folder, "--output"):
         asked = comment(session, plan.request, 0) | {"files": written(session, plan)}
         _check(json.loads(json.dumps(asked)), folder)
-        yield
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            count = len(plan.request.parts)
+            if made := sum(part.path.exists() for part in plan.request.parts):
+                note(f"{made} of {count} segments are kept in {folder}: the same command goes on")
+            raise
 
 
 def _check(asked: Any, folder: Path) -> None:
