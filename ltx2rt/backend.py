@@ -480,7 +480,7 @@ def backend_names() -> list[str]:
 
 
 def chosen_backend(devices: Path = Path("/dev"), quiet: bool = False) -> str:
-    """The backend for a run that names none; unless quiet, a line says which and why.
+    """The backend for a run that names none; unless quiet, it prints the choice and the reason.
 
     It is the installed one; among several, the first with a device here, or the first. Imports no
     framework. Raises InputError if none is installed.

@@ -125,7 +125,7 @@ def pq_signal(light: np.ndarray) -> np.ndarray:
 def video_signal(frames: np.ndarray, how: HighRange) -> np.ndarray:
     """[..., 3] as the video decoder makes them -> signals in BT.2020 primaries, in [0, 1].
 
-    Linear 1 is a signal of 0.75 in HLG, where what is brighter rolls off smoothly towards 1, and
+    Linear 1 is a signal of 0.75 in HLG, where brighter values roll off smoothly towards 1, and
     203 cd/m2 in PQ.
     """
     light = from_model(frames, replace(how, space="SRGB_LINEAR"))
@@ -147,7 +147,7 @@ def to_srgb(frames: np.ndarray, how: HighRange) -> np.ndarray:
 
 def to_codes(chunk: np.ndarray) -> np.ndarray:
     """f32[3, F, H, W] as the video decoder makes them -> u16[F, H, W, 3], clamped and rounded to
-    nearest; u16 passes through. Raises ValueError for what is not finite."""
+    nearest; u16 passes through. Raises ValueError for values that are not finite."""
     if chunk.dtype == np.uint16:
         return chunk
     if not np.isfinite(chunk).all():
@@ -248,7 +248,7 @@ def exr_bytes(pixels: np.ndarray, space: str, xmp: str | None = None) -> bytes:
 
 
 def _tagged(data: bytes, space: str, chunks: int, xmp: str | None) -> bytes:
-    """The file with more attributes; the table behind the header says where its chunks are."""
+    """The file with more attributes; the table behind the header has the chunks' offsets."""
     primaries = struct.pack("<i8f", 32, *CHROMATICITIES[space])
     more = b"chromaticities\0chromaticities\0" + primaries + _text("colorSpace", EXR_NAMES[space])
     if xmp is not None:

@@ -92,8 +92,8 @@ def formats(path: Path) -> list[str]:
 
 @contextmanager
 def _opened(path: Path, flag: str = "--image") -> Iterator[Any]:
-    """A Pillow image whose header has been checked. Whatever goes wrong within becomes one
-    InputError, which names the flag."""
+    """Open a Pillow image and check its header. Any error inside the context becomes one InputError
+    that names the flag."""
     from PIL import Image, ImageCms
 
     size = "its"

@@ -49,9 +49,9 @@ AAC_BITS_PER_S = 192_000  # FFmpeg's encoder is audibly lossy at its default of 
 MAX_PENDING_CHUNKS = 2  # decoded chunks held while the encoder is busy
 ENCODER_THREADS = 8
 RGB_THREADS, RGB_ROWS = 8, 32  # frames at once; rows of one at once, which stay in a core's cache
-# Without macroblock-tree rate control, whose result has differed between runs on a loaded machine.
+# Without macroblock-tree rate control: its result has differed between runs on a loaded machine.
 H264_OPTIONS = {"crf": "19", "preset": "veryfast", "x264-params": "mbtree=0:rc-lookahead=0"}
-# Constant quality, as good as H.264's at its 19; two-thread rows do not change what is written.
+# Constant quality, as good as H.264's at its 19; two-thread rows do not change the file.
 VP9_OPTIONS = {"crf": "20", "b": "0", "deadline": "good", "cpu-used": "5", "row-mt": "1"}
 OPUS_BITS_PER_S = 160_000
 # No noise substitution: it turns a difference of 1e-5 between two waveforms into another random
@@ -274,7 +274,7 @@ class FollowedClip:
         self._stream.close()
 
     def _hear(self, least: int) -> None:
-        """Encode frames of AAC while there are so many samples."""
+        """Encode frames of AAC while `least` samples are held."""
         audio = self._files[0][2]
         while self._held.shape[1] >= least:
             samples, self._held = self._held[:, :AAC_FRAME], self._held[:, AAC_FRAME:]
@@ -338,7 +338,7 @@ def to_rgb8(chunk: np.ndarray) -> np.ndarray:
         return chunk
     frames = np.empty((*chunk.shape[1:], 3), np.uint8)
     with ThreadPoolExecutor(RGB_THREADS, thread_name_prefix="rgb") as pool:
-        list(pool.map(_frame_to_rgb8, chunk.swapaxes(0, 1), frames))  # raises what a frame raised
+        list(pool.map(_frame_to_rgb8, chunk.swapaxes(0, 1), frames))  # raises a frame's error
     return frames
 
 
@@ -444,7 +444,7 @@ def _encode_audio(container: Any, stream: Any, waveform: np.ndarray, sample_rate
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
     """A container for reading. FFmpeg gets the open file and no protocol, so it fetches nothing
-    that a path or a playlist names. Tags need not be text. Raises OSError for what is no file.
+    that a path or a playlist names. Tags need not be text. Raises OSError if it is no file.
     """
     import av
 

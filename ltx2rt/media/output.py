@@ -2,12 +2,12 @@
 
     *.mp4, *.mov      H.264 and AAC
     *.webm            VP9 and Opus
-    *%05d.png         numbered frames from 0 on, and the sound beside them as WAV
+    *%05d.png         numbered frames from 0 on, and the sound next to them as WAV
     *%05d.exr         the same in half floats, of a clip in high dynamic range; *.mp4 and *.mov of
                       one are HEVC of 10 bits in HLG or PQ
-    *.wav             the sound alone, 16 bits
+    *.wav             only the sound, 16 bits
 
-Decides names and what is refused; each form appears whole or not at all, and carries the settings
+Decides names and refusals; each form appears whole or not at all, and carries the settings
 as JSON.
 """
 
@@ -39,9 +39,9 @@ from ltx2rt.notes import note
 
 CONTAINERS = {".mp4": MP4, ".mov": MOV, ".webm": WEBM}
 HIGH_RANGE = {"hlg": HLG, "pq": PQ}
-NUMBERED = (".png", ".exr")  # frames are files of their own
+NUMBERED = (".png", ".exr")  # frames are separate files
 SUFFIXES = (*CONTAINERS, *NUMBERED, ".wav")
-USUAL_RATE = 48000  # Hz; of sound whose own rate a container does not have
+USUAL_RATE = 48000  # Hz; for sound at a rate that a container lacks
 NUMBER = re.compile(r"%(?:0[1-9])?d")
 PNG_LEVEL = 3  # level of zlib: a third of the time of its usual 6, files a twentieth larger
 PNG_THREADS = 8
@@ -93,14 +93,14 @@ def check_signed(path: Path) -> None:
 
 
 def container_of(path: Path, transfer: str | None = None) -> Container | None:
-    """The container that the name says; None of numbered frames and of sound. transfer: as of
+    """The container by the path's suffix; None for numbered frames and sound. transfer: as of
     `check_hdr`."""
     found = CONTAINERS.get(path.suffix.lower())
     return replace(HIGH_RANGE[transfer], format=found.format) if found and transfer else found
 
 
 def check_encoders(path: Path, transfer: str | None = None) -> None:
-    """Refuse a container whose encoders this build of FFmpeg lacks. Raises InputError."""
+    """Refuse a container if this build of FFmpeg lacks its encoders. Raises InputError."""
     if container := container_of(path, transfer):
         import av
 
@@ -113,7 +113,7 @@ def check_encoders(path: Path, transfer: str | None = None) -> None:
 
 
 def check_streams(path: Path, has_video: bool, has_sound: bool) -> None:
-    """Refuse a sound file for a video, and anything else for sound alone. Raises InputError."""
+    """Refuse a sound file for a video, and anything else for only sound. Raises InputError."""
     wav = path.suffix.lower() == ".wav"
     if not has_video and not has_sound:
         raise InputError(
@@ -145,7 +145,7 @@ def write_clip(
     origin: Origin | None = None,
     hdr: HighRange | None = None,
 ) -> dict[Path, FileState]:
-    """Write a clip as its name says; arguments and errors are those of `write_mp4`.
+    """Write a clip in the form of its suffix; arguments and errors as for `write_mp4`.
 
     hdr: set for high dynamic range; the chunks are then f32[3, F, H, W] from the decoder, or their
     codes u16[F, H, W, 3].
@@ -257,7 +257,7 @@ def _write_frames(
     origin: Origin | None,
     hdr: HighRange | None,
 ) -> list[Path]:
-    """All files are made in a folder beside, and get their names when they are complete."""
+    """Write all files in a temporary folder next to them; they get their names when complete."""
     from PIL import Image, PngImagePlugin
 
     info = PngImagePlugin.PngInfo()

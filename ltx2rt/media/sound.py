@@ -1,7 +1,7 @@
 """Sound of any file, at any rate.
 
 Decides how samples become numbers, when they are played, where a clip is cut, and how rates are
-converted. Leaves what the sound is for, and what becomes of too little of it, to the stages.
+converted. Leaves the use of the sound, and the handling of too little of it, to the stages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ MIN_RATE, MAX_RATE = 1000, 768_000  # Hz; no recording has another
 # How far a sample may be from its time. Containers round times to 1 ms and recorders jitter by a
 # few, a lost packet of AAC or MP3 is 21 ms or more, and 45 ms are noticed (ITU-R BT.1359).
 SYNC_S = 0.02
-COUNTED = ("mov,mp4,m4a,3gp,3g2,mj2", "wav", "flac")  # FFmpeg's readers whose headers count samples
+COUNTED = (
+    "mov,mp4,m4a,3gp,3g2,mj2",
+    "wav",
+    "flac",
+)  # FFmpeg's readers of headers that count samples
 LOUDEST = 2**6  # 36 dB over full scale: no mix reaches it, but whole numbers of 8 bits as floats do
 # Parameters of the low-pass: torchaudio's defaults, which the reference takes.
 ZERO_CROSSINGS, ROLLOFF = 6, 0.99
@@ -51,16 +55,16 @@ def read_sound(
     """The samples of a file's first audio stream from `start_s` on, f32[1 or 2, N], and their rate
     in Hz.
 
-    Whole numbers are divided by 2^(bits - 1). Those of 8 bits are unsigned, and 128 is taken off
+    Whole numbers are divided by 2^(bits - 1). 8-bit numbers are unsigned, and 128 is taken off
     first, which the reference leaves out: their silence is 0 here and 1 there. The cuts are
     round(seconds * rate) samples. The first sample counts as the time at which the file says that
     it is played; a stream that begins after `start_s` is given from its first sample, with on_time
     after as much silence. Everything before is decoded, not sought: a seek is not exact in every
     format.
 
-    Silence takes the place of what the file has lost: it is put before a frame whose time is over
-    SYNC_S after the samples before it. A frame without a time follows these at once. say: gets a
-    sentence about such silence, and one about sound that ends before its header says.
+    Silence replaces lost samples: it is put before a frame that starts over SYNC_S after the
+    samples before it. A frame without a time follows these at once. say: gets a sentence about such
+    silence, and one about sound that is shorter than its header states.
 
     Raises InputError if there is no sound, it cannot be decoded, is not of one or two channels, has
     times that go back, or is far beyond full scale.
@@ -122,12 +126,12 @@ class _Track:
 
     @property
     def ends_early(self) -> bool:
-        """Before its header says; a codec adds a frame or less."""
+        """Whether it ends before the header's length; a codec adds a frame or less."""
         late_s = 2 * self.longest / self.rate
         return self.position < self.stop and self.promised_s - self.ends_s > late_s
 
     def add(self, path: Path, frame: Any) -> None:
-        """The next frame, behind silence for what was lost before it."""
+        """Append the next frame, after silence for samples lost before it."""
         gap = round(_late_s(path, frame, self.ends_s) * self.rate)
         start = max(self.position, self.skip)
         if (missing := min(self.position + gap, self.stop) - start) > 0:
@@ -140,8 +144,8 @@ class _Track:
 
 
 def _decoded(path: Path, start_s: float, max_duration_s: float | None, on_time: bool) -> _Track:
-    """As `read_sound` is given. Raises InputError if nothing can be decoded, or its format
-    changes."""
+    """Decode with the arguments of `read_sound`. Raises InputError if nothing can be decoded, or
+    its format changes."""
     from av.error import FFmpegError
 
     track, form = _Track(), None

@@ -1,8 +1,7 @@
-"""A clip of which a part was made anew, put into the clip that it was made from, and clips that new
-frames join.
+"""Splice a regenerated part into its source clip, and join new frames to clips.
 
-Decides what is copied: outside the part that was made, and outside a short fade at a seam, every
-pixel and every sample is the source's own.
+Decides which parts are copied: outside the generated part, and outside a short fade at a seam,
+every pixel and every sample is the source's own.
 """
 
 from __future__ import annotations

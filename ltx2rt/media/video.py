@@ -1,8 +1,8 @@
 """Video files that a run is given: their sizes and times, and their frames one after another.
 
-Decides rotation and which files are refused. Frames are those of the decoder in its order, as the
-reference reads them; sizes are changed by `ltx2rt.media.images.fit`. Nothing is kept: files are
-read anew for each use.
+Decides rotation and which files are refused. Frames come in the decoder's order, as the reference
+reads them; sizes are changed by `ltx2rt.media.images.fit`. Nothing is kept: files are read again
+for each use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SOUND_LONGER_S = 1  # than the picture, of a whole file
 class VideoInfo:
     """width, height: upright, in pixels. fps: the header's average. rotation: degrees
     counter-clockwise by which the decoder's frames are turned. times_s: of every frame, None if one
-    has none; the first need not be 0, and the sound that belongs to it starts there, too. ignored:
+    has none; the first need not be 0, and the sound that belongs to it also starts there. ignored:
     a sentence for each thing in the file that reading leaves out.
     """
 
@@ -47,8 +47,8 @@ def video_info(path: Path, flag: str, most: int | None = None) -> VideoInfo:
     """Facts of a video file; its frames are decoded, the first `most` of them or all, so that none
     fails later.
 
-    flag: that names the file, for messages. Raises InputError for what is no video, is truncated or
-    damaged, changes its size, or tells no frame rate.
+    flag: that names the file, for messages. Raises InputError if it is no video, is truncated or
+    damaged, changes its size, or has no frame rate.
     """
     with _reading(path, flag) as (container, stream):
         times, packets, first = [], 0, None
@@ -101,11 +101,11 @@ def _ignored(stream: Any, frame: Any) -> Iterator[str]:
 
 
 def _ends_early(container: Any, stream: Any, times: list[Fraction | None]) -> bool:
-    """Whether frames end before their header says, of a file that counts no frames or hides some by
-    an edit list."""
+    """Whether frames end before the header's length, in a file that counts no frames or hides some
+    by an edit list."""
     slack_s = SOUND_LONGER_S if container.streams.audio else 2 / (stream.average_rate or 1)
     end_s = Fraction(container.duration or 0, 10**6)
-    if tag_s := tagged_s(stream):  # length of the picture alone
+    if tag_s := tagged_s(stream):  # length of only the picture
         end_s, slack_s = tag_s, 2 / (stream.average_rate or 1)
     last = times[-1] if times else None
     return last is not None and last + slack_s < end_s
@@ -116,11 +116,10 @@ def _truncated(path: Path, flag: str, count: int) -> InputError:
 
 
 def require_constant_rate(path: Path, flag: str, info: VideoInfo) -> None:
-    """Refuse a file whose frame i is not shown at i / fps, counted from its first frame. Raises
+    """Refuse a file unless frame i is shown at i / fps, counted from its first frame. Raises
     InputError.
 
-    Timestamps may be off by less than half a frame, as those of containers that count milliseconds
-    are.
+    Timestamps may be off by less than half a frame, as in containers that count milliseconds.
     """
     if info.times_s is None:
         raise InputError(f"{flag}: {path} has no timestamps; save it again as MP4")
@@ -183,7 +182,7 @@ def _quarter_turns(frame: Any) -> int:
 def read_mask(
     path: Path, flag: str, num_frames: int, size_px: tuple[int, int], grid: tuple[int, int, int]
 ) -> np.ndarray:
-    """How much each token of a reference counts: the brightness of a video, f32[frames, rows,
+    """Weight of each token of a reference: the brightness of a video, f32[frames, rows,
     columns] in [0, 1].
 
     The first `num_frames` frames, resized to cover size_px (height, width) and cropped, averaged

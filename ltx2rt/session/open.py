@@ -53,9 +53,8 @@ def open_session(
 def _chosen(
     options: ModelOptions, checkpoint: Checkpoint, backend: Backend, stages: StagesOf
 ) -> Choice | None:
-    """The mesh of a run on all devices of the backend, where no flag says which and links are
-    known: of devices of one kind, GPUs of one host. All processes must ask, and get the same
-    answer."""
+    """The mesh of a run on all devices of the backend, if no flag names it and links are known: of
+    devices of one kind, GPUs of one host. All processes must ask, and get the same answer."""
     device, devices = backend.device(), prod(backend.mesh.values())
     named = options.profile or (options.mesh and options.num_gpus is None)
     if named or devices == 1 or device.kind == "cpu":
@@ -106,8 +105,8 @@ def located(options: ModelOptions, wanted: Collection[str] = OPTIONAL) -> ModelO
 
 
 def with_mesh(options: ModelOptions, environment: Mapping[str, str] = os.environ) -> ModelOptions:
-    """The options with the mesh of this launch, and with the number of its devices only where no
-    flag says which mesh. Raises InputError where flags and launch contradict each other."""
+    """The options with the mesh of this launch, and with the number of its devices only if no flag
+    names a mesh. Raises InputError where flags and launch contradict each other."""
     factory = get_factory(options.backend)
     launched = factory.rank_and_size(environment)[1] if factory.process_per_device else 1
     mesh = options.on_mesh(launched)

@@ -1,4 +1,4 @@
-"""Training data as people have it: a folder of clips with captions beside them, or a table of them.
+"""Training data as people have it: a folder of clips and captions, or a table of them.
 
 Decides which files make a sample, and which bucket a clip belongs to. Opens captions and tables,
 no clip.
@@ -72,8 +72,8 @@ class Bucket:
         return f"{self.width}x{self.height}x{self.frames}"
 
     def reference(self, downscale: int, temporal_scale: int) -> Bucket:
-        """The size of a moving reference that is so much smaller and has so many times fewer
-        frames."""
+        """The size of a moving reference, smaller by `downscale` and with `temporal_scale` times
+        fewer frames."""
         frames = usable_frames(self.frames, 8, temporal_scale)
         return Bucket(self.width // downscale, self.height // downscale, frames)
 
@@ -177,7 +177,7 @@ def is_hidden(path: Path) -> bool:
 
 
 def _clips_of(folder: Path) -> Iterator[tuple[Path, dict[str, Path]]]:
-    """Yield clips of a folder and its sub-folders, each with the references and masks beside it."""
+    """Yield clips of a folder and its sub-folders, each with its references and masks."""
     own: list[Path] = []
     beside: defaultdict[Path, dict[str, Path]] = defaultdict(dict)
     for path in sorted(folder.rglob("*")):
@@ -197,7 +197,7 @@ def _clips_of(folder: Path) -> Iterator[tuple[Path, dict[str, Path]]]:
 
 
 def _clip(folder: Path, file: Path, more: Mapping[str, Path]) -> CaptionedClip:
-    """The sample of a file, with its caption and sound from the files beside it."""
+    """The sample of a file, with its caption and sound from the neighbouring files."""
     sound = file.suffix.lower() in SOUNDS
     beside = next((p for p in map(file.with_suffix, SOUNDS) if p.exists()), None)
     text = file.with_suffix(".txt")

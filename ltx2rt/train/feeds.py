@@ -35,7 +35,7 @@ class Feeder:
     steps: Mapping[Kind, Step]
 
     def batches(self, first: int) -> Generator[Batch, None, None]:
-        """Those of all steps from `first` on, in their order; a thread makes two of them ahead."""
+        """Batches of all steps from `first` on, in order; a thread makes two of them ahead."""
 
         def made(step: int, part: int) -> Batch:
             drawn = self.samples.drawn(step, part)

@@ -31,7 +31,7 @@ def read_factors(lora: Lora, source: TensorReader) -> dict[str, tuple[np.ndarray
     """A [rank, in] and B [out, rank] of every module of a LoRA in float32, by the module's official
     name in the checkpoint `source`; strength and alpha / rank are part of B.
 
-    Raises InputError for what is no LoRA of this model.
+    Raises InputError if it is no LoRA of this model.
     """
     names, found = set(source.names()), {}
     changes = lora.on(names)
@@ -114,9 +114,7 @@ def lora_gradients(
     for name, spec_ in graph.parameters().items():
         if MARK not in name:
             continue
-        arrays[name] = np.zeros(
-            spec_.shape, np.float32
-        )  # blocks that the file lacks have them, too
+        arrays[name] = np.zeros(spec_.shape, np.float32)  # also for blocks that the file lacks
         module, half = name.removesuffix(".weight").split(MARK)
         if module in factors:
             own = factors[module]["AB".index(half)]

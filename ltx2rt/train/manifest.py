@@ -1,6 +1,6 @@
 """The files of a cache: a list of samples, and one file for each sample and each caption's context.
 
-Decides their names and what a whole one holds. `manifest.jsonl` has a line of facts about the
+Decides their names and contents. `manifest.jsonl` has a line of facts about the
 cache, then a line for each sample of the latest `train prepare` that came to its end.
 """
 
@@ -73,7 +73,7 @@ def context_path(cache: Path, key: str) -> Path:
 
 
 def whole(path: Path) -> bool:
-    """Tell if a file of the cache can be read; its header says how long it is."""
+    """Tell if a file of the cache can be read; its header states its length."""
     try:
         return path.is_file() and bool(TensorFile(path).names())
     except InputError:

@@ -38,7 +38,7 @@ Fault = tuple[str, str]  # file, reason
 
 @dataclass(frozen=True)
 class ClipPiece:
-    """One sample to be. fps: after resampling; frames: those of the file that it keeps; start: its
+    """One sample to be. fps: after resampling; frames: the file's frames that it keeps; start: its
     first one, counted at `fps`. place: shares of the cropped pixels that are left and above. cut:
     share of the picture that is cropped. reference: a piece of the reference's file, at its own
     size and of the same frames. tiling: of the encoder, `plan_encoder_tiles`. caption: with the

@@ -1,8 +1,8 @@
 """Latents and text features that the official trainer has computed, as its `.precomputed` folder
 holds them: one `.pt` file a clip in each of several sub-folders, under the clip's relative path.
 
-Decides what such a file may hold and which shapes it must have. PyTorch reads the files, without
-running what a pickle may ask for.
+Decides the allowed contents of such a file and which shapes it must have. PyTorch reads the files,
+without running code that a pickle may name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OLD_NAMES = ("latent_", "condition_")  # latents/latent_7.pt goes with condition
 KNOWN = (  # types that a pickle of tensors asks for
     r"torch \w+Storage|torch\._utils _rebuild_tensor_v2|collections OrderedDict"
 )
-FPS = 24  # where a file says none
+FPS = 24  # the default of files without a rate
 
 
 def folder_of(path: Path) -> Path | None:
@@ -74,7 +74,7 @@ def read_pt(path: Path) -> dict[str, Any]:
         return {name: _plain(value, torch) for name, value in found.items()}
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-    except Exception as error:  # a damaged file raises what it likes
+    except Exception as error:  # a damaged file raises anything
         said = str(error).partition("\n")[0][:200]
         raise InputError(
             f"{path} cannot be read ({type(error).__name__}: {said}); expected a file of "
@@ -95,7 +95,7 @@ def _plain(value: Any, torch: Any) -> Any:
 
 @dataclass(frozen=True)
 class Precomputed:
-    """One clip's files. name: its relative path without the ending; video: None for sound alone."""
+    """One clip's files. name: its relative path without the ending; video: None for only sound."""
 
     name: str
     text: Path
@@ -189,7 +189,7 @@ def _entry(path: Path, data: Mapping[str, Any], name: str) -> np.ndarray:
 
 
 def _number(path: Path, data: Mapping[str, Any], name: str, default: float) -> float:
-    """From 0.01 to 100 000. Raises InputError."""
+    """Read a number from 0.01 to 100 000. Raises InputError."""
     value = data.get(name, default)
     if isinstance(value, np.ndarray) and value.size == 1:
         value = value.item()

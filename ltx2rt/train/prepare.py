@@ -1,8 +1,8 @@
 """`train prepare`: clips and captions to latents and text contexts, each encoded once.
 
-Decides what a cache holds. Every sample is a file under the digest of everything that it is made
-from (the clip's file, its bucket, the model's files), and so is every caption's context: a file
-that is there is right, a change gives another one, and an interruption loses one sample.
+Decides the contents of a cache. Every sample is a file under the digest of everything that it is
+made from (the clip's file, its bucket, the model's files), and so is every caption's context: a
+file that is there is right, a change gives another one, and an interruption loses one sample.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def prepare(session: Session, request: PrepareRequest, say: Say) -> dict[str, An
 def _table(
     jobs: Sequence[ClipPiece], held_out: Collection[str], faults: Sequence[Fault]
 ) -> Iterator[str]:
-    """Lines about all clips: those of each bucket, and the files that cannot be used."""
+    """Lines about all clips: the clips of each bucket, and the files that cannot be used."""
     groups: dict[str, list[ClipPiece]] = {}
     for job in jobs:
         groups.setdefault(str(job.bucket) if job.clip.video else "sound only", []).append(job)

@@ -72,8 +72,8 @@ STREAM_OF = {
 class Mode:
     """streams: the present ones; trained: those that are noised; targets: groups; rate and steps:
     defaults. The others are conditions with how often a sample has them: the first latent frame,
-    the first latent frames and the sound of their time, what a mask or a rectangle leaves, and
-    tokens of a reference beside the clip. heard: both streams have a reference."""
+    the first latent frames and the sound of their time, the area that a mask or a rectangle leaves,
+    and tokens of a reference. heard: both streams have a reference."""
 
     streams: tuple[str, ...]
     trained: tuple[str, ...]
@@ -109,7 +109,7 @@ MODES = {  # configs/*.yaml of the official trainer
 
 
 def reached(words: Sequence[str]) -> set[str]:
-    """The streams whose linears the targets name, of video, audio and cross."""
+    """The streams, of video, audio and cross, with linears that the targets name."""
     found = set()
     for word in words:
         if word in GROUPS:

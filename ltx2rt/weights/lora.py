@@ -204,8 +204,8 @@ def _modules(file: TensorFile) -> tuple[dict[str, dict[str, str]], list[str]]:
 
 
 def reference_factors(paths: Iterable[Path]) -> tuple[int, int]:
-    """How much coarser than the clip the references of IC-LoRAs are, in space and in time; 1 if no
-    header says more.
+    """Factors, in space and in time, by which the references of IC-LoRAs are coarser than the clip;
+    1 by default.
 
     Raises InputError for what is no whole number, and where two LoRAs say more than 1 and differ.
     """

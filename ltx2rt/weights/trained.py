@@ -1,4 +1,4 @@
-"""LoRAs that `ltx2rt train run` wrote: the model that they are for, and what their headers say."""
+"""LoRAs that `ltx2rt train run` wrote: their model, and the contents of their headers."""
 
 from __future__ import annotations
 
