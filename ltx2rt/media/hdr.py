@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ TRANSFERS = ("hlg", "pq")
 PQ_M1, PQ_M2 = 2610 / 16384, 2523 / 4096 * 128
 PQ_C1, PQ_C2, PQ_C3 = 3424 / 4096, 2413 / 4096 * 32, 2392 / 4096 * 32
 PEAK, WHITE = 10_000, 203  # cd/m2: of the signal 1, and of linear 1.0 (BT.2408)
+KNEE = 0.75  # linear light, above which tone mapping begins
 LUMA = (0.2627, 0.6780, 0.0593)  # BT.2020, not of constant luminance
 MAGIC = b"\x76\x2f\x31\x01"
 MAX_HALF = 65504.0
@@ -122,6 +124,34 @@ def pq_signal(light: np.ndarray) -> np.ndarray:
     return ((PQ_C1 + PQ_C2 * power) / (1 + PQ_C3 * power)) ** PQ_M2
 
 
+def pq_inverse(signal: np.ndarray) -> np.ndarray:
+    """PQ signal in [0, 1] -> light of a display, in cd/m2."""
+    power = np.clip(signal, 0, 1) ** (1 / PQ_M2)
+    return PEAK * (np.maximum(power - PQ_C1, 0) / (PQ_C2 - PQ_C3 * power)) ** (1 / PQ_M1)
+
+
+@cache
+def _lights(transfer: str) -> np.ndarray:
+    """f32[65536]: linear light of every 16-bit signal; 1 is white, as `video_signal` has it."""
+    signal = np.arange(65536) / 65535
+    white = float(hlg_inverse(np.array(WHITE_SIGNAL)))
+    light = pq_inverse(signal) / WHITE if transfer == "pq" else hlg_inverse(signal) / white
+    return light.astype(np.float32)
+
+
+def tone_mapped(codes: np.ndarray, transfer: str) -> np.ndarray:
+    """u16[H, W, 3], signals in BT.2020 primaries of a curve of TRANSFERS -> u8[H, W, 3] in sRGB.
+
+    Light up to KNEE stays as it is; what is brighter rolls off towards 1 by the largest of the
+    three colours, so that hues stay.
+    """
+    light = _lights(transfer)[codes] @ np.linalg.inv(REC709_TO_2020).T.astype(np.float32)
+    peak = np.maximum(light.max(-1, keepdims=True), 1e-6)
+    over = np.maximum(peak - KNEE, 0) / (1 - KNEE)
+    rolled = np.where(peak > KNEE, KNEE + (1 - KNEE) * over / (1 + over), peak)
+    return _srgb(light * (rolled / peak))
+
+
 def video_signal(frames: np.ndarray, how: HighRange) -> np.ndarray:
     """[..., 3] as the video decoder makes them -> signals in BT.2020 primaries, in [0, 1].
 
@@ -140,7 +170,12 @@ def video_signal(frames: np.ndarray, how: HighRange) -> np.ndarray:
 
 def to_srgb(frames: np.ndarray, how: HighRange) -> np.ndarray:
     """[..., 3] from the video decoder -> u8 in sRGB, for thumbnails; light above 1 is cut."""
-    light = from_model(frames, replace(how, space="SRGB_LINEAR")).clip(0, 1)
+    return _srgb(from_model(frames, replace(how, space="SRGB_LINEAR")))
+
+
+def _srgb(light: np.ndarray) -> np.ndarray:
+    """Linear light of Rec. 709 primaries, cut to [0, 1] -> u8."""
+    light = light.clip(0, 1)
     signal = np.where(light <= 0.0031308, 12.92 * light, 1.055 * light ** (1 / 2.4) - 0.055)
     return np.rint(255 * signal).astype(np.uint8)
 

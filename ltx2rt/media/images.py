@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ FORMATS = (  # none that starts a program
 HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis")  # ISO/IEC 23008-12, annex B.4
 MAX_SIDE_PX, MAX_IMAGE_PX = 16384, 100_000_000  # what libx264 takes; 2 GB while it is converted
 STRIP_ROWS = 64
+FITS = ("pad", "crop", "scale")  # black borders, cut sides, another aspect
 
 
 def load_conditioning_image(path: Path, width: int, height: int, crf: int) -> np.ndarray:
@@ -217,6 +219,35 @@ def cover(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
         for i in (top, bottom)
     ]
     return wide[0] * (1 - row_weight)[:, None, None] + wide[1] * row_weight[:, None, None]
+
+
+@dataclass(frozen=True)
+class Resize:
+    """Pictures brought to another size. how: of FITS."""
+
+    width: int
+    height: int
+    how: str
+
+    def __call__(self, pixels: np.ndarray) -> np.ndarray:
+        """u8[H, W, 3] -> u8[height, width, 3]."""
+        from PIL import Image
+
+        rows, columns = pixels.shape[:2]
+        if (rows, columns) == (self.height, self.width):
+            return pixels
+        sides = self.width / columns, self.height / rows
+        share = {"pad": (min(sides),) * 2, "crop": (max(sides),) * 2}.get(self.how, sides)
+        width, height = max(round(columns * share[0]), 1), max(round(rows * share[1]), 1)
+        image = Image.fromarray(np.ascontiguousarray(pixels))
+        scaled = np.asarray(image.resize((width, height), Image.Resampling.LANCZOS))
+        over = [
+            (max(to - size, 0) // 2, -(-max(to - size, 0) // 2))
+            for to, size in ((self.height, height), (self.width, width))
+        ]
+        top, left = max(height - self.height, 0) // 2, max(width - self.width, 0) // 2
+        scaled = scaled[top : top + self.height, left : left + self.width]
+        return np.pad(scaled, (*over, (0, 0)))
 
 
 def _taps(size: int, scaled: int, kept: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

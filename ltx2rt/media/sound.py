@@ -66,8 +66,10 @@ def read_sound(
     samples before it. A frame without a time follows these at once. say: gets a sentence about such
     silence, and one about sound that is shorter than its header states.
 
-    Raises InputError if there is no sound, it cannot be decoded, is not of one or two channels, has
-    times that go back, or is far beyond full scale.
+    More than two channels are mixed to stereo by libswresample's matrix, which `say` hears of.
+
+    Raises InputError if there is no sound, it cannot be decoded, has times that go back, or is far
+    beyond full scale.
     """
     track = _decoded(path, start_s, max_duration_s, on_time)
     waveform = np.zeros((track.channels, max(track.end - track.skip, 0)), np.float32)
@@ -83,6 +85,8 @@ def read_sound(
     if (peak := max(waveform.max(), -waveform.min())) > LOUDEST:
         advice = "divide them by their full scale, which is 32768 for numbers of 16 bits"
         raise InputError(f"{path}: its samples reach {peak:.3g}, expected -1 to 1; {advice}")
+    if track.mixed:
+        say(f"{path}: its sound ({track.mixed}) is mixed to stereo")
     if track.lost:
         lost_s, where = sum(s for _, s in track.lost), f"at {track.lost[0][0]:.4g} s"
         if len(track.lost) > 1:
@@ -103,6 +107,7 @@ class _Track:
 
     Samples `skip` to `stop` are wanted, `position` is behind the last one decoded. lost: when the
     file has lost sound, and for how many seconds. longest: samples of its longest frame.
+    mixed: the layout of more than two channels, which are mixed to stereo.
     """
 
     channels: int = 1
@@ -113,6 +118,7 @@ class _Track:
     position: int = 0
     longest: int = 0
     promised_s: float = 0.0
+    mixed: str = ""
     pieces: list[tuple[int, np.ndarray]] = field(default_factory=list)
     lost: list[tuple[float, float]] = field(default_factory=list)
 
@@ -144,8 +150,9 @@ class _Track:
 
 
 def _decoded(path: Path, start_s: float, max_duration_s: float | None, on_time: bool) -> _Track:
-    """Decode with the arguments of `read_sound`. Raises InputError if nothing can be decoded, or
-    its format changes."""
+    """As `read_sound` is given. Raises InputError if nothing can be decoded, or its format
+    changes."""
+    from av import AudioResampler
     from av.error import FFmpegError
 
     track, form = _Track(), None
@@ -153,13 +160,21 @@ def _decoded(path: Path, start_s: float, max_duration_s: float | None, on_time: 
         with opened(path) as container:
             if not container.streams.audio:
                 raise InputError(f"{path}: holds no sound; pass a file with an audio stream")
-            for frame in container.decode(audio=0):
+            mixer: Any = None
+            for decoded in container.decode(audio=0):
+                frame = decoded
                 kind, channels = frame.format.name.removesuffix("p"), frame.layout.nb_channels
                 this = (kind, channels, frame.sample_rate)
+                if channels > 2:
+                    mixer = mixer or AudioResampler("fltp", "stereo", frame.sample_rate)
+                    (frame,) = mixer.resample(decoded)
+                    frame.pts, frame.time_base = decoded.pts, decoded.time_base
+                    kind, channels = "flt", 2
                 if form is None:
                     form = this
-                    _check_stream(path, *this)
+                    _check_stream(path, kind, frame.sample_rate)
                     track = _Track(channels, frame.sample_rate, frame.time or 0.0)
+                    track.mixed = decoded.layout.name if this[1] > 2 else ""
                     skip = round((start_s - track.first_s) * track.rate)
                     track.skip = skip if on_time else max(skip, 0)
                     if max_duration_s is not None:
@@ -206,11 +221,7 @@ def _numbers(frame: Any, start: int, stop: int) -> np.ndarray:
         return (kept - np.float32(offset)) / np.float32(one)
 
 
-def _check_stream(path: Path, kind: str, channels: int, rate: int) -> None:
-    if channels not in (1, 2):
-        raise InputError(
-            f"{path}: its sound has {channels} channels, expected one or two; mix it down to stereo"
-        )
+def _check_stream(path: Path, kind: str, rate: int) -> None:
     if kind not in LEVELS:
         raise InputError(
             f"{path}: its samples are {kind}, known: {', '.join(LEVELS)}; save it again as WAV"

@@ -1,16 +1,18 @@
 """Video files that a run is given: their sizes and times, and their frames one after another.
 
-Decides rotation and which files are refused. Frames come in the decoder's order, as the reference
-reads them; sizes are changed by `ltx2rt.media.images.fit`. Nothing is kept: files are read again
-for each use.
+Decides rotation, variable rates, high dynamic range, and which files are refused. Other frames are
+those of the decoder in its order, as the reference reads them; sizes are changed by
+`ltx2rt.media.images.fit`. Nothing is kept: files are read again for each use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -18,19 +20,25 @@ from typing import Any
 import numpy as np
 
 from ltx2rt.errors import InputError
-from ltx2rt.media.images import fit
+from ltx2rt.media.hdr import tone_mapped
+from ltx2rt.media.images import Resize, fit
 from ltx2rt.media.mp4 import opened, tagged_s
 
 HIGH_RANGES = {16: "PQ", 18: "HLG"}  # FFmpeg's AVCOL_TRC_*
+COMMON_RATES = (
+    *(Fraction(n * 1000, 1001) for n in (24, 30, 60)), *map(Fraction, (24, 25, 30, 50, 60)),
+)  # fmt: skip
 SOUND_LONGER_S = 1  # than the picture, of a whole file
 
 
 @dataclass(frozen=True)
 class VideoInfo:
-    """width, height: upright, in pixels. fps: the header's average. rotation: degrees
-    counter-clockwise by which the decoder's frames are turned. times_s: of every frame, None if one
-    has none; the first need not be 0, and the sound that belongs to it also starts there. ignored:
-    a sentence for each thing in the file that reading leaves out.
+    """width, height: upright, in pixels, even: an odd one loses its last. fps: the header's
+    average. rotation: degrees
+    counter-clockwise by which the decoder's frames are turned. times_s: of every frame; the first
+    need not be 0, and the sound that belongs to it starts there, too. ignored: a sentence for each
+    thing that reading changes or leaves out. varies: whether frames are resampled by time. resize:
+    what brings the pictures to this width and height, if the file has others.
     """
 
     width: int
@@ -39,17 +47,26 @@ class VideoInfo:
     fps: Fraction
     rotation: int
     has_sound: bool
-    times_s: tuple[Fraction, ...] | None
+    times_s: tuple[Fraction, ...]
     ignored: tuple[str, ...] = ()
+    varies: bool = False
+    resize: Resize | None = None
 
 
 def video_info(path: Path, flag: str, most: int | None = None) -> VideoInfo:
     """Facts of a video file; its frames are decoded, the first `most` of them or all, so that none
-    fails later.
+    fails later. Those of a file with a variable rate are the facts after resampling.
 
     flag: that names the file, for messages. Raises InputError if it is no video, is truncated or
     damaged, changes its size, or has no frame rate.
     """
+    state = path.stat() if path.is_file() else None
+    return _info(path, flag, most, state and (state.st_ino, state.st_size, state.st_mtime_ns))
+
+
+@lru_cache(maxsize=32)
+def _info(path: Path, flag: str, most: int | None, state: Any) -> VideoInfo:
+    """As `video_info`, once for each state of the file."""
     with _reading(path, flag) as (container, stream):
         times, packets, first = [], 0, None
         for packet in container.demux(stream):
@@ -73,31 +90,53 @@ def video_info(path: Path, flag: str, most: int | None = None) -> VideoInfo:
             raise InputError(
                 f"{flag}: {path} has no frames, or tells no frame rate; save it again as MP4"
             )
-        turns = _quarter_turns(first)
+        fps, ignored = Fraction(fps), list(_ignored(stream, first))
+        if None in times:
+            times = [i / fps for i in range(len(times))]
+        varies = not is_constant(times, fps)
+        if varies:
+            mean = (len(times) - 1) / (times[-1] - times[0])
+            rate = min(COMMON_RATES, key=lambda common: abs(common - mean))
+            ignored.append(
+                f"its frame rate varies around {float(mean):.4g} fps; it is resampled to "
+                f"{float(rate):.5g} fps"
+            )
+            count = max(round((times[-1] - times[0] + 1 / mean) * rate), 1)
+            fps, times = rate, [times[0] + i / rate for i in range(count)]
+        turns, _ = _upright(first)
         return VideoInfo(
-            width=first.height if turns % 2 else first.width,
-            height=first.width if turns % 2 else first.height,
+            width=(first.height if turns % 2 else first.width) // 2 * 2,
+            height=(first.width if turns % 2 else first.height) // 2 * 2,
             num_frames=len(times[:most]),
-            fps=Fraction(fps),
+            fps=fps,
             rotation=turns * 90,
             has_sound=bool(container.streams.audio),
-            times_s=None if None in times else tuple(times[:most]),
-            ignored=tuple(_ignored(stream, first)),
+            times_s=tuple(times[:most]),
+            ignored=tuple(ignored),
+            varies=varies,
         )
+
+
+def is_constant(times: Sequence[Fraction], fps: Fraction) -> bool:
+    """Whether frame i is shown at i / fps, counted from the first one.
+
+    Timestamps may be off by less than half a frame, as in containers that count milliseconds.
+    """
+    at = [(time - times[0]) * fps for time in times]
+    return all(abs(x - i) < Fraction(1, 2) for i, x in enumerate(at)) and all(
+        abs(b - a - 1) < 0.5 for a, b in pairwise(at)
+    )
 
 
 def _ignored(stream: Any, frame: Any) -> Iterator[str]:
     if any(component.is_alpha for component in frame.format.components):
         yield "its alpha channel is dropped, what it hides becomes visible"
     if kind := HIGH_RANGES.get(stream.codec_context.color_trc):
-        yield f"its colours of high dynamic range ({kind}) are read as if they were ordinary ones"
+        yield f"its colours of high dynamic range ({kind}) are tone-mapped to ordinary ones"
+    if frame.width % 2 or frame.height % 2:
+        yield f"it is {frame.width}x{frame.height}; the last pixels of odd sides are cut off"
     if (aspect := stream.sample_aspect_ratio or 1) != 1:
         yield f"its pixels are {aspect.numerator}:{aspect.denominator}, and are read as square ones"
-    matrix = frame.side_data.get("DISPLAYMATRIX")
-    if matrix is not None:
-        a, b, _, c, d, *_ = np.frombuffer(matrix, np.int32).astype(float)
-        if a * d < b * c:
-            yield "its header mirrors it, which is not applied"
 
 
 def _ends_early(container: Any, stream: Any, times: list[Fraction | None]) -> bool:
@@ -115,41 +154,54 @@ def _truncated(path: Path, flag: str, count: int) -> InputError:
     return InputError(f"{flag}: {path} is truncated: {count} frames can be decoded; copy it again")
 
 
-def require_constant_rate(path: Path, flag: str, info: VideoInfo) -> None:
-    """Refuse a file unless frame i is shown at i / fps, counted from its first frame. Raises
-    InputError.
-
-    Timestamps may be off by less than half a frame, as in containers that count milliseconds.
-    """
-    if info.times_s is None:
-        raise InputError(f"{flag}: {path} has no timestamps; save it again as MP4")
-    at = [(time - info.times_s[0]) * info.fps for time in info.times_s]
-    gaps = [b - a for a, b in pairwise(at)]
-    if any(abs(x - i) >= Fraction(1, 2) for i, x in enumerate(at)) or any(
-        abs(gap - 1) >= 0.5 for gap in gaps
-    ):
-        low, high = (float(f(gaps) / info.fps) * 1000 for f in (min, max))
-        raise InputError(
-            f"{flag}: {path} has a variable frame rate ({float(info.fps):.5g} fps, but frames "
-            f"last {low:.3g} to {high:.3g} ms); make it constant, such as with `ffmpeg -i IN -vf "
-            "fps=24 OUT`"
-        )
-
-
-def read_frames(path: Path, flag: str, num_frames: int, wide: bool = False) -> Iterator[np.ndarray]:
-    """The first `num_frames` frames in the decoder's order, upright, u8[H, W, 3] each, or u16 where
-    they are `wide`; decoded as they are taken.
+def read_frames(
+    path: Path, flag: str, num_frames: int, wide: bool = False, resize: Resize | None = None
+) -> Iterator[np.ndarray]:
+    """The first `num_frames` frames, upright, u8[H, W, 3] each, or u16 where they are `wide`;
+    decoded as they are taken. A variable rate is resampled by time, and high dynamic range is
+    tone-mapped, unless wide.
 
     Raises InputError if one cannot be decoded, which `video_info` finds out first.
     """
-    count = 0
-    with _reading(path, flag) as (container, stream):
-        for frame in islice(container.decode(stream), num_frames):
-            pixels = frame.to_ndarray(format="rgb48le" if wide else "rgb24")
-            yield np.rot90(pixels, _quarter_turns(frame))
-            count += 1
+    count, info = 0, video_info(path, flag, num_frames)
+    for pixels in islice(_resampled(_decoded(path, flag, wide), info), num_frames):
+        yield resize(pixels) if resize else pixels
+        count += 1
     if count < num_frames:
         raise _truncated(path, flag, count)
+
+
+def _decoded(path: Path, flag: str, wide: bool) -> Iterator[tuple[Fraction | None, np.ndarray]]:
+    """Times and upright pixels of all frames."""
+    with _reading(path, flag) as (container, stream):
+        transfer = None if wide else HIGH_RANGES.get(stream.codec_context.color_trc)
+        for frame in container.decode(stream):
+            pixels = frame.to_ndarray(format="rgb48le" if wide or transfer else "rgb24")
+            turns, mirrored = _upright(frame)
+            pixels = np.rot90(pixels[:, ::-1] if mirrored else pixels, turns)
+            pixels = pixels[: pixels.shape[0] // 2 * 2, : pixels.shape[1] // 2 * 2]
+            time = None if frame.pts is None else frame.pts * frame.time_base
+            yield time, tone_mapped(pixels, transfer.lower()) if transfer else pixels
+
+
+def _resampled(
+    frames: Iterator[tuple[Fraction | None, np.ndarray]], info: VideoInfo
+) -> Iterator[np.ndarray]:
+    """The frame that is shown at each time of the facts; all frames as they are at a constant
+    rate."""
+    if not info.varies:
+        yield from (pixels for _, pixels in frames)
+        return
+    times, shown = iter(info.times_s), None
+    due = next(times, None)
+    for time, pixels in frames:
+        while shown is not None and due is not None and time is not None and due < time:
+            yield shown
+            due = next(times, None)
+        shown = pixels
+    while shown is not None and due is not None:
+        yield shown
+        due = next(times, None)
 
 
 @contextmanager
@@ -174,9 +226,16 @@ def _reading(path: Path, flag: str) -> Iterator[tuple[Any, Any]]:
         ) from error
 
 
-def _quarter_turns(frame: Any) -> int:
-    """Counter-clockwise, from the display matrix; mirrored frames stay as they are."""
-    return round(frame.rotation / 90) % 4
+def _upright(frame: Any) -> tuple[int, bool]:
+    """Quarter turns counter-clockwise that make a frame upright, once it is mirrored left to right
+    if the second value is true."""
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:
+        return round(frame.rotation / 90) % 4, False
+    a, b, _, c, d, *_ = np.frombuffer(matrix, np.int32).astype(float)
+    mirrored = a * d < b * c
+    side = -1 if mirrored else 1
+    return round(-math.degrees(math.atan2(side * b, side * a)) / 90) % 4, bool(mirrored)
 
 
 def read_mask(

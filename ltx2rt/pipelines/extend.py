@@ -22,7 +22,8 @@ from ltx2rt.media.video import VideoInfo
 from ltx2rt.pipelines.given_clip import GIVEN_CLIP, denoise_once
 from ltx2rt.pipelines.groups.group import refuse_beside
 from ltx2rt.pipelines.groups.size import check_step
-from ltx2rt.pipelines.groups.source_clip import FLAG, file_facts, read_clip
+from ltx2rt.pipelines.groups.sound import NewSound
+from ltx2rt.pipelines.groups.source_clip import FLAG, FileSize, file_facts, read_clip
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.clip_end import ends
@@ -40,7 +41,7 @@ class Extend(Request):
     summary = "continue a given clip, lead to it, join two, or close a loop"
     example = "--video-path clip.mp4 --extend-frames 96"
     distilled = "optional"
-    groups = GIVEN_CLIP
+    groups = (*GIVEN_CLIP, NewSound())
     about: ClassVar = {"video_path": "clip to continue; its size and rate are kept (required)"}
 
     extend_frames: int | None = flag(
@@ -154,10 +155,10 @@ class Extend(Request):
             low = max((new + off) // step, 1) * step - off
             rule = f"{step}*k{' - 1' * self.bridge}; the nearest are {low} and {low + step} frames"
             raise InputError(f"--extend-frames: {new}, expected {rule}")
-        info = self.info or read_clip(self.video_path, FLAG, model)
+        info = self[FileSize].sized(self.info or read_clip(self.video_path, FLAG))
         other = self.other
         if self.join is not None and other is None:
-            other = read_clip(self.join, "--join", model)
+            other = self[FileSize].sized(read_clip(self.join, "--join"))
             facts = [f"{i.width}x{i.height} at {float(i.fps):g} fps" for i in (other, info)]
             if (other.width, other.height, other.fps) != (info.width, info.height, info.fps):
                 raise InputError(
@@ -191,9 +192,16 @@ class Extend(Request):
         faded = [self.seam.faded(side) for side in (self.seam.before, self.seam.after)]
         if any(faded):
             yield f"{FADE_FRAMES} frames are blended at a seam; --no-crossfade keeps all of the file's own"
+        yield from super().remarks(model)
         silent = [str(clip.path) for clip in self.clips if clip and not clip.info.has_sound]
-        if self.audio and silent:
+        if self.heard and silent:
             yield f"{silent[0]} has no sound: silence beside the new part"
+
+    @property
+    def heard(self) -> bool:
+        """Whether the clip has sound: a silent one stays silent unless new sound is asked for."""
+        given = any(clip and clip.info.has_sound for clip in self.clips)
+        return self.audio and (given or self.sound == "new")
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         full, seam = self.geometry(model), self.seam
@@ -209,7 +217,15 @@ class Extend(Request):
             after.path if after else None,
         )
         given = ends(
-            full, *sides, self.overlap, seam.stop, self.overlap_strength, options.vae_tiling, model
+            full,
+            *sides,
+            self.overlap,
+            seam.stop,
+            self.overlap_strength,
+            options.vae_tiling,
+            model,
+            inset=self.inset(model),
+            resize=self.info.resize,
         )
         return [
             *([OverlapSound(full, seam, *heard)] if any(heard) else []),
@@ -222,7 +238,7 @@ class Extend(Request):
                 tuple(given),
                 masks={"audio": mask} if any(heard) else {},
             ),
-            *self.decoded(full, model, options),
+            *self.decoded(full, model, options, sound=self.heard),
             Join(
                 replace(seam, after=0) if self.loop is not None else seam,
                 before,

@@ -16,7 +16,14 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
 from ltx2rt.pipelines.given_clip import GIVEN_CLIP, denoise_once
 from ltx2rt.pipelines.groups.mask import Mask
-from ltx2rt.pipelines.groups.source_clip import FLAG, SourceClip, file_facts, read_clip
+from ltx2rt.pipelines.groups.sound import NewSound
+from ltx2rt.pipelines.groups.source_clip import (
+    FLAG,
+    FileSize,
+    SourceClip,
+    file_facts,
+    read_clip,
+)
 from ltx2rt.pipelines.groups.text import PromptsByTime
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
@@ -33,7 +40,7 @@ class Inpaint(Request):
     summary = "make a region of a given clip anew, or a border around it"
     example = "--video-path clip.mp4 --mask mask.png"
     distilled = "optional"
-    groups = (*GIVEN_CLIP, PromptsByTime(), Mask())
+    groups = (*GIVEN_CLIP, PromptsByTime(), Mask(), NewSound())
     about: ClassVar = {"video_path": "clip to change; its length and rate are kept (required)"}
 
     mask_fill: str = flag(
@@ -61,14 +68,9 @@ class Inpaint(Request):
     def resolved(self, model: ModelConfig) -> Any:
         """Reads the files whole, once."""
         self.check()
-        unit = model.video_vae.space_factor
-        for px in self.pad:
-            if px % unit:
-                near = f"{px // unit * unit} and {px // unit * unit + unit}"
-                raise InputError(
-                    f"--pad: {px}, expected multiples of {unit}; the nearest are {near} pixels"
-                )
-        info = self.info or read_clip(self.video_path, FLAG, model, whole=True)
+        info = self.info or read_clip(self.video_path, FLAG)
+        left, top, right, bottom = self.pad
+        info = self[FileSize].sized(info, (left + right, top + bottom))
         width, height = self[Mask].padded(info)
         facts = file_facts(self, info) | {"width": width, "height": height}
         full = Request.resolved(replace(self, **facts), model)
@@ -82,6 +84,7 @@ class Inpaint(Request):
     # --- what is made -----------------------------------------------------------------------------
 
     def remarks(self, model: ModelConfig) -> Iterator[str]:
+        yield from super().remarks(model)
         assert self.cells is not None, "the request is not resolved"
         made, step, unit = int(self.cells.sum()), model.video_vae.time_factor, 32
         cells = f"{made} of {self.cells.size} cells of {unit}x{unit} pixels and {step} frames"
@@ -91,10 +94,14 @@ class Inpaint(Request):
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         assert self.cells is not None, "the request is not resolved"
-        full, has_sound = self.geometry(model), self.info.has_sound
+        full, has_sound = self.geometry(model), self.info.has_sound and self.sound != "new"
         shape = (full.frames, full.rows, full.columns)
         tiles = plan_encoder_tiles(options.vae_tiling, shape, model.video_vae)
-        video = RegionVideo(self.video_path, full, tiles, region=self.region, fill=self.mask_fill)
+        video = RegionVideo(
+            self.video_path, full, tiles, region=self.region, fill=self.mask_fill,
+            inset=self.inset(model),
+            resize=self.info.resize,
+        )  # fmt: skip
         sound = SourceSound(
             self.video_path, full, self[SourceClip].start_s, fit="zeros",
             num_videos=self.num_videos,
@@ -106,7 +113,7 @@ class Inpaint(Request):
             *([sound] if has_sound else []),
             *self.text,
             *denoise_once(self, full, options, loras, **kept, sound=not has_sound),
-            *self.decoded(full, model, options, sound=not has_sound),
+            *self.decoded(full, model, options, sound=self.sound == "new"),
             Compose(video, self.region),
         ]
 

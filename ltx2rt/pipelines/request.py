@@ -19,12 +19,13 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import assemble, check_bounds, flagged, named_files, spelling
 from ltx2rt.media.hdr import HighRange, is_exr
-from ltx2rt.models.geometry import Geometry
+from ltx2rt.models.geometry import Geometry, pixel_frames
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.pipelines.groups.guidance import NEUTRAL, Scales
 from ltx2rt.pipelines.groups.images import Hdr
 from ltx2rt.pipelines.groups.segments import Segments
 from ltx2rt.pipelines.groups.size import Pixels
+from ltx2rt.pipelines.groups.source_clip import SourceClip
 from ltx2rt.pipelines.groups.steps import Skips
 from ltx2rt.pipelines.groups.text import PromptsByTime
 from ltx2rt.session.options import (
@@ -40,6 +41,7 @@ from ltx2rt.stages.denoise import Denoise, Noise
 from ltx2rt.stages.duration import Duration
 from ltx2rt.stages.frames import decoding, video_decoder
 from ltx2rt.stages.given import GivenLatents
+from ltx2rt.stages.inset import Cut, Inset
 from ltx2rt.stages.segments import SegmentFile
 from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.stage import Stage
@@ -303,10 +305,26 @@ class Request:
         )
 
     def geometry(self, model: ModelConfig, scale: Fraction | int = 1) -> Geometry:
-        """The latent grid of the clip at 1/scale of its width and height."""
+        """The latent grid of the clip at 1/scale of its width and height, rounded up."""
         sides = (self.width, self.height) if self.has(Pixels) else (0, 0)
-        width, height = (int(side / Fraction(scale)) for side in sides)
-        return Geometry.of(model, width, height, self.num_frames, self.fps)
+        unit = model.video_vae.space_factor * self.factor(model).numerator
+        width, height = (int(-(-side // unit) * unit / Fraction(scale)) for side in sides)
+        step, frames = model.video_vae.time_factor, self.seen_frames
+        if self.has(SourceClip):
+            frames = -(-(frames - 1) // step) * step + 1
+        return Geometry.of(model, width, height, frames, self.fps)
+
+    @property
+    def seen_frames(self) -> int:
+        """Number of frames that the model makes, of a longer clip or of all of it."""
+        return self.num_frames
+
+    def inset(self, model: ModelConfig, geometry: Geometry | None = None) -> Inset | None:
+        """Place of the clip's pictures in those of the model, or of a stage at the size that is
+        written; None if they have one size."""
+        whole = (geometry or self.geometry(model)).size_px
+        size = self.size_px if geometry else (self.height, self.width)
+        return Inset(size, whole, not self.has(SourceClip)) if size != whole else None
 
     @property
     def guidance(self) -> np.ndarray:
@@ -367,7 +385,14 @@ class Request:
         heard = sound and self.audio
         decoder = video_decoder(model, options.video_decoder)
         frames = decoding(decoder, geometry, model, options.vae_tiling, self.noise)
-        return [*([Sound(geometry, self.num_videos)] if heard else []), frames]
+        inset, made = (
+            self.inset(model, geometry),
+            pixel_frames(geometry.frames, geometry.time_factor),
+        )
+        over = made - self.seen_frames if self.has(SourceClip) else 0
+        cut = Cut(inset or Inset(geometry.size_px, geometry.size_px), made - over)
+        stages: list[Stage] = [Sound(geometry, self.num_videos)] if heard else []
+        return [*stages, frames, *([cut] if inset or over else [])]
 
 
 def distilled_lora(

@@ -1,13 +1,13 @@
 """retake: a part of a given clip is made anew, at the clip's own size; video, sound or both.
 
-What lies outside the time range is kept as latents, so that it comes out of the VAEs but not as it
-went in, unless the source's own frames and sound are put in its place.
+What lies outside the time range is the source's own frames and sound, or what comes out of the
+VAEs. Of a clip that is longer than the model's limit, it sees a window around the range.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +18,14 @@ from ltx2rt.flags import flag
 from ltx2rt.media.video import VideoInfo
 from ltx2rt.models.geometry import Geometry, audio_positions, pixel_frames, video_positions
 from ltx2rt.pipelines.given_clip import GIVEN_CLIP, denoise_once
-from ltx2rt.pipelines.groups.source_clip import FLAG, SourceClip, file_facts, read_clip
+from ltx2rt.pipelines.groups.sound import NewSound
+from ltx2rt.pipelines.groups.source_clip import (
+    FLAG,
+    FileSize,
+    SourceClip,
+    file_facts,
+    read_clip,
+)
 from ltx2rt.pipelines.groups.text import PromptsByTime
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
@@ -28,13 +35,15 @@ from ltx2rt.stages.splice import Splice
 from ltx2rt.stages.stage import MODALITIES, Stage
 from ltx2rt.stages.tiling import plan_encoder_tiles
 
+CONTEXT_S = 3.0  # seen on either side of a region of a long clip
+
 
 class Retake(Request):
     name = "retake"
     summary = "regenerate a part of a given clip"
     example = "--video-path clip.mp4 --start-time 1 --end-time 2"
     distilled = "optional"
-    groups = (*GIVEN_CLIP, PromptsByTime())
+    groups = (*GIVEN_CLIP, PromptsByTime(), NewSound())
     about: ClassVar = {
         "video_path": "clip to regenerate a part of; its size, length and rate are kept (required)"
     }
@@ -64,10 +73,26 @@ class Retake(Request):
         choices=MODALITIES,
     )
     keep_source: bool = flag(
-        False,
-        "copy the file's own frames and sound outside the part",
+        True,
+        "let the frames and sound outside the part pass the VAEs, in place of the file's own",
         group="conditioning",
+        name="--no-keep-source",
     )
+    window: range | None = field(default=None, repr=False)
+
+    @property
+    def seen_frames(self) -> int:
+        return len(self.window) if self.window else self.num_frames
+
+    @property
+    def since_s(self) -> float:
+        """Time of the window's first frame."""
+        return float(self.window.start / self.fps) if self.window else 0.0
+
+    @property
+    def has_sound(self) -> bool:
+        """Whether the clip keeps sound of the file."""
+        return self.info.has_sound and self.sound != "new"
 
     @property
     def region_s(self) -> tuple[float, float]:
@@ -98,8 +123,9 @@ class Retake(Request):
     def resolved(self, model: ModelConfig) -> Any:
         """Reads the file whole, once."""
         self.check()
-        info = self.info or self._read(model)
-        full = Request.resolved(replace(self, **file_facts(self, info)), model)
+        info = self[FileSize].sized(self.info or self._read(model))
+        window = self.window or seen_window(info, self.region_s, model)
+        full = Request.resolved(replace(self, window=window, **file_facts(self, info)), model)
         for m, mask in full.masks(full.geometry(model)).items():
             if not mask.any():
                 where = f"--start-time: {self.start_time:g} s"
@@ -111,16 +137,16 @@ class Retake(Request):
     def _read(self, model: ModelConfig) -> VideoInfo:
         """Raises InputError for a file that is no clip of the model's."""
         path = self.video_path
-        info = read_clip(path, FLAG, model, whole=True)
+        info = read_clip(path, FLAG)
         length_s, end_s = float(info.num_frames / info.fps), max(self.region_s)
         if end_s >= length_s + 1 / info.fps:  # the end may be rounded up
             raise InputError(
                 f"--end-time: {end_s:g} s, but {path} ends at {length_s:.4f} s; end there"
             )
+        if self.keep == "audio" and self.sound == "new":
+            raise InputError("--sound: new, but --keep audio keeps the file's; leave one out")
         if self.keep == "audio" and not info.has_sound:
-            raise InputError(
-                f"--keep: audio, but {path} has no sound; leave it out, and sound is made"
-            )
+            raise InputError(f"--keep: audio, but {path} has no sound; leave it out")
         return info
 
     # --- what is made -----------------------------------------------------------------------------
@@ -132,9 +158,9 @@ class Retake(Request):
     def masks(self, geometry: Geometry) -> dict[str, np.ndarray]:
         """f32[T] of each modality that is made in part: 1 where a token's time overlaps the region,
         0 elsewhere."""
-        start, end = map(np.float32, self.region_s)
+        start, end = (np.float32(time_s - self.since_s) for time_s in self.region_s)
         bounds = {"video": video_positions(geometry)[0], "audio": audio_positions(geometry)[0]}
-        given = {"video": True, "audio": self.info.has_sound}
+        given = {"video": True, "audio": self.has_sound}
         return {
             m: ((time[:, 1] > start) & (time[:, 0] < end)).astype(np.float32)
             for m, time in bounds.items()
@@ -142,17 +168,20 @@ class Retake(Request):
         }
 
     def made_anew(self, geometry: Geometry) -> tuple[range, tuple[float, float]]:
-        """The pixel frames, and the seconds of sound, that the tokens made anew cover; those of the
-        last audio token last until the clip's end. Sound that is made whole is not counted."""
+        """The file's frames, and the seconds of its sound, that the new tokens cover; the last
+        audio token lasts until the clip's end. Sound that is made whole is not counted."""
         g, masks = geometry, self.masks(geometry)
         frames, sound_s = range(0), (0.0, 0.0)
         if "video" in masks:
             latents = np.flatnonzero(masks["video"].reshape(g.frames, -1)[:, 0])
             stop = pixel_frames(int(latents[-1]) + 1, g.time_factor)
             frames = range(max(pixel_frames(int(latents[0]), g.time_factor), 0), stop)
+            first = self.window.start if self.window else 0
+            frames = range(frames.start + first, min(frames.stop + first, self.num_frames))
         if "audio" in masks:
             start, end = audio_positions(g)[0][masks["audio"] > 0].ravel()[[0, -1]].tolist()
-            sound_s = start, end if masks["audio"][-1] == 0 else float(self.num_frames / g.fps)
+            end = end if masks["audio"][-1] == 0 else float(self.seen_frames / g.fps)
+            sound_s = start + self.since_s, end + self.since_s
         return frames, sound_s
 
     def remarks(self, model: ModelConfig) -> Iterator[str]:
@@ -161,45 +190,71 @@ class Retake(Request):
             [f"frames {frames.start} to {frames.stop - 1} of {self.num_frames}"] if frames else []
         )
         parts += [f"sound from {start:.2f} to {end:.2f} s"] if end else []
-        parts += (
-            ["all of the sound, as the file has none"]
-            if self.audio and not self.info.has_sound
-            else []
-        )
-        yield f"made anew: {', '.join(parts)}"
-        if not self.keep_source:
-            yield (
-                "what is kept passes the VAEs, too, and changes a little; "
-                "--keep-source copies the file's own"
-            )
+        parts += ["all of the sound"] if self.audio and self.sound == "new" else []
+        yield f"regenerated: {', '.join(parts)}"
+        if self.window:
+            seen = f"frames {self.window.start} to {self.window.stop - 1} of {self.num_frames}"
+            yield f"the model sees {seen}; all others are the file's own"
+        yield from super().remarks(model)
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         full = self.geometry(model)
-        shape = (full.frames, full.rows, full.columns)
-        video = SourceVideo(
-            self.video_path, full, plan_encoder_tiles(options.vae_tiling, shape, model.video_vae)
+        tiles = plan_encoder_tiles(
+            options.vae_tiling, (full.frames, full.rows, full.columns), model.video_vae
         )
-        sound = (
-            SourceSound(
-                self.video_path,
-                full,
-                self[SourceClip].start_s,
-                fit="zeros",
-                sound=False,
-                record="source.audio",
-            )
-            if self.info.has_sound
-            else None
+        start = self.window.start if self.window else 0
+        video = SourceVideo(
+            self.video_path,
+            full,
+            tiles,
+            inset=self.inset(model),
+            start=start,
+            resize=self.info.resize,
+        )
+        sound = SourceSound(
+            self.video_path,
+            full,
+            self[SourceClip].start_s + self.since_s,
+            fit="zeros",
+            sound=False,
+            record="source.audio",
         )
         kept = {"masks": self.masks(full), "frozen": self.frozen}
+        heard = self.has_sound or self.sound == "new"
+        spliced = []
+        if self.keep_source or self.window:
+            frames, seconds = self.made_anew(full)
+            if self.window and not self.keep_source:
+                frames, end = self.window, self.window.stop / self.fps
+                seconds = self.since_s, float(end)
+            part = sound if self.has_sound else None
+            spliced = [Splice(video, part, self.info, frames, seconds)]
         return [
             video,
-            *([sound] if sound else []),
+            *([sound] if self.has_sound else []),
             *self.text,
             *denoise_once(self, full, options, loras, **kept),
-            *self.decoded(full, model, options),
-            *([Splice(video, sound, *self.made_anew(full))] if self.keep_source else []),
+            *self.decoded(full, model, options, sound=heard),
+            *spliced,
         ]
+
+
+def seen_window(info: VideoInfo, region_s: tuple[float, float], model: ModelConfig) -> range | None:
+    """The file's frames that the model sees: the region with CONTEXT_S on either side; None for a
+    file within the model's limit. Raises InputError for a region beyond it."""
+    limit_s = min(model.transformer.rope_max_pos[0], model.transformer.audio_rope_max_pos)
+    step, most = model.video_vae.time_factor, int(limit_s * info.fps) + 1
+    if info.num_frames <= most:
+        return None
+    start, stop = (min(max(round(time_s * info.fps), 0), info.num_frames) for time_s in region_s)
+    if stop - start > most - 2 * step:
+        most_s = float((most - 2 * step) / info.fps)
+        raise InputError(
+            f"--end-time: {region_s[1]:g} s, but of a clip beyond {limit_s} s at most {most_s:.4g} s "
+            "are regenerated at once; do it in parts"
+        )
+    around = min(round(CONTEXT_S * info.fps), (most - (stop - start)) // 2)
+    return range(max(start - around, 0), min(stop + around, info.num_frames))
 
 
 PIPELINE = Retake

@@ -52,7 +52,7 @@ class VideoToVideo(Request):
     sound: str | None = flag(
         None,
         "keep the clip's sound, mix it with noise as well, or make new sound for the clip first "
-        "(default: keep, or new if it has none)",
+        "(default: keep; a silent clip stays silent)",
         group="conditioning",
         choices=("keep", "noise", "new"),
     )
@@ -60,12 +60,11 @@ class VideoToVideo(Request):
     def resolved(self, model: ModelConfig) -> Any:
         """Reads the file whole, once."""
         self.check()
-        info = self.info or read_clip(self.video_path, FLAG, model, whole=True)
-        sound = self.sound or ("keep" if info.has_sound else "new")
-        if sound != "new" and not info.has_sound:
+        info = self[FileSize].sized(self.info or read_clip(self.video_path, FLAG))
+        sound = self.sound or "keep"
+        if sound == "noise" and not info.has_sound:
             raise InputError(
-                f"--sound: {sound}, but {self.video_path} has no sound; leave it out, and sound "
-                "is made"
+                f"--sound: noise, but {self.video_path} has no sound; leave it out, or write new"
             )
         if sound == "new" and self.num_videos > 1:
             raise InputError(
@@ -80,6 +79,7 @@ class VideoToVideo(Request):
         left = len(from_level(schedule(self), self.noise_level)) - 1
         from_there = f"{left} of {steps} steps from noise level {self.noise_level:g} on"
         yield f"{from_there}, a strength of {left / steps:.2g} in diffusers"
+        yield from super().remarks(model)
         if self.sound == "new":
             yield f"sound is made first, in {steps} steps, for the file's own pictures"
 
@@ -89,8 +89,13 @@ class VideoToVideo(Request):
         full = self.geometry(model)
         shape = (full.frames, full.rows, full.columns)
         tiles = plan_encoder_tiles(options.vae_tiling, shape, model.video_vae)
-        stages: list[Stage] = [SourceVideo(self.video_path, full, tiles)]
-        if self.sound != "new":
+        silent = self.sound == "keep" and not self.info.has_sound
+        stages: list[Stage] = [
+            SourceVideo(
+                self.video_path, full, tiles, inset=self.inset(model), resize=self.info.resize
+            )
+        ]
+        if self.sound != "new" and not silent:
             kept = {"sound": self.audio and self.sound == "keep", "num_videos": self.num_videos}
             start_s = self[SourceClip].start_s
             stages += [
@@ -104,7 +109,9 @@ class VideoToVideo(Request):
             stages += denoise_once(bare, full, options, loras, name="sound", frozen=("video",))
         mixed = ("video", "audio") if self.sound == "noise" else ("video",)
         frozen = () if self.sound == "noise" else ("audio",)
-        level = {"level": self.noise_level, "mixed": mixed, "frozen": frozen}
+        level: dict[str, Any] = {"level": self.noise_level, "mixed": mixed, "frozen": frozen}
+        if silent:
+            level |= {"frozen": (), "streams": ("video",)}
         stages += denoise_once(self, full, options, loras, sound=self.sound == "noise", **level)
         return [*stages, *self.decoded(full, model, options, sound=self.sound != "keep")]
 

@@ -16,11 +16,13 @@ from pathlib import Path
 import numpy as np
 
 from ltx2rt.config import ModelConfig
+from ltx2rt.media.images import Resize
 from ltx2rt.media.video import read_frames
 from ltx2rt.models.geometry import Geometry, keyframe_positions, pack_video, pixel_frames
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.conditioning import Tokens
+from ltx2rt.stages.inset import Inset
 from ltx2rt.stages.source_video import SourceVideo
 from ltx2rt.stages.stage import State
 from ltx2rt.stages.tiling import plan_encoder_tiles
@@ -39,7 +41,9 @@ class ClipFrames(SourceVideo):
         last = (
             self.first + pixel_frames(self.geometry.frames, self.geometry.time_factor) - self.copies
         )
-        frames = islice(read_frames(self.path, self.flag, last, self.wide), self.first, None)
+        frames = islice(
+            read_frames(self.path, self.flag, last, self.wide, self.resize), self.first, None
+        )
         start = next(frames)
         return chain(repeat(start, self.copies + 1), frames)
 
@@ -94,18 +98,21 @@ def ends(
     tiling: str,
     model: ModelConfig,
     wide: bool = False,
+    inset: Inset | None = None,
+    resize: Resize | None = None,
 ) -> Iterator[ClipEnd]:
     """The clip that continues `before`, a file and its number of frames, and leads to `after`.
 
     overlap: pixel frames of either that the stage's clip repeats, 8k + 1. guide: the clip's pixel
-    frame that is the first of `after`. wide: as of `SourceClip`. The encoder is causal, and its
-    first latent is one frame: frames 1 to 8k of `after` are encoded after 9 equal frames, whose two
-    latents are left out, and frame 0 is a guide next to the clip's tokens.
+    frame that is the first of `after`. wide: as of `SourceClip`. inset, resize: as of
+    `SourceVideo`. The encoder is causal, and its first latent is one frame: frames 1 to 8k of
+    `after` are encoded after 9 equal frames, the two latents of these are left out, and frame 0 is
+    a guide with the clip.
     """
     latents = (overlap - 1) // clip.time_factor + 1
 
     def frames(path: Path, count: int, first: int, copies: int = 0) -> ClipFrames:
-        return _frames(clip, path, count, tiling, model, first, copies, wide)
+        return _frames(clip, path, count, tiling, model, first, copies, wide, inset, resize)
 
     if before is not None:
         path, num_frames = before
@@ -118,18 +125,21 @@ def ends(
 
 
 def leading(
-    clip: Geometry, path: Path, strength: float, tiling: str, model: ModelConfig, wide: bool = False
-) -> ClipEnd:
+    clip: Geometry, path: Path, strength: float, tiling: str, model: ModelConfig,
+    wide: bool = False, inset: Inset | None = None,
+) -> ClipEnd:  # fmt: skip
     """The first frame of a file as a guide one latent frame before the clip."""
-    source = _frames(clip, path, 1, tiling, model, wide=wide)
+    source = _frames(clip, path, 1, tiling, model, wide=wide, inset=inset)
     return ClipEnd(source, clip, "anchor", frame=-clip.time_factor, strength=strength)
 
 
 def _frames(
     clip: Geometry, path: Path, count: int, tiling: str, model: ModelConfig, first: int = 0,
-    copies: int = 0, wide: bool = False,
+    copies: int = 0, wide: bool = False, inset: Inset | None = None, resize: Resize | None = None,
 ) -> ClipFrames:  # fmt: skip
     """`count` latent frames of a file at the clip's size."""
     g = replace(clip, frames=count)
     tiles = plan_encoder_tiles(tiling, (count, g.rows, g.columns), model.video_vae)
-    return ClipFrames(path, g, tiles, first=first, copies=copies, wide=wide)
+    return ClipFrames(
+        path, g, tiles, first=first, copies=copies, wide=wide, inset=inset, resize=resize
+    )

@@ -48,7 +48,7 @@ class SourceClip:
         return self.info.num_frames
 
     def frames(self) -> Iterator[np.ndarray]:
-        return read_frames(self.path, self.flag, self.info.num_frames, self.wide)
+        return read_frames(self.path, self.flag, self.info.num_frames, self.wide, self.info.resize)
 
     @cached_property
     def _sound(self) -> tuple[np.ndarray, int, list[str]]:

@@ -15,12 +15,13 @@ import numpy as np
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.media.images import read_rgb, readable
+from ltx2rt.media.images import Resize, read_rgb, readable
 from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.media.video import read_frames, video_info
-from ltx2rt.models.geometry import Geometry
+from ltx2rt.models.geometry import Geometry, pixel_frames
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
+from ltx2rt.stages.inset import lasting
 from ltx2rt.stages.source_video import SourceVideo
 from ltx2rt.stages.stage import Stage, State
 
@@ -36,7 +37,8 @@ class Region:
     """The white pixels of a mask, grown by `grow` pixels, and a border around the clip's frames.
 
     path: an image or a video, None for none. size_px: height and width of the frames. pad: pixels
-    added left, above, right and below.
+    added left, above, right and below. box: a rectangle of white: left, top, width and
+    height. resize: what brought the clip to its size, and brings a mask of the file's size there.
     """
 
     path: Path | None
@@ -44,6 +46,8 @@ class Region:
     num_frames: int
     grow: int = 0
     pad: tuple[int, int, int, int] = (0, 0, 0, 0)
+    box: tuple[int, int, int, int] | None = None
+    resize: Resize | None = None
 
     def check(self) -> None:
         """Refuse a mask that is not of the clip's size, or shorter. Raises InputError."""
@@ -60,6 +64,10 @@ class Region:
         """bool[H, W] of the mask for each frame: white, and grown."""
         if self.path is None:
             none = np.zeros(self.size_px, bool)
+            if self.box:
+                left, top, width, height = self.box
+                none[top : top + height, left : left + width] = True
+                none = near(none, self.grow) > 0
             yield from (none for _ in range(self.num_frames))
         elif readable(self.path):
             drawn = self._grown(read_rgb(self.path, FLAG))
@@ -68,6 +76,8 @@ class Region:
             yield from map(self._grown, read_frames(self.path, FLAG, self.num_frames))
 
     def _grown(self, pixels: np.ndarray) -> np.ndarray:
+        if self.resize and pixels.shape[:2] != self.size_px:
+            pixels = self.resize(pixels)
         if pixels.shape[:2] != self.size_px:
             found, expected = (f"{w}x{h}" for h, w in (pixels.shape[:2], self.size_px))
             raise InputError(
@@ -90,11 +100,18 @@ class Region:
         border, which the frames beside it are repeated in; 0 elsewhere."""
         g = geometry
         found = np.zeros((g.frames, g.rows, g.columns), np.float32)
-        for number, mask in enumerate(self.masks()):
+        count = pixel_frames(g.frames, g.time_factor)
+        height, width = g.size_px
+        for number, mask in enumerate(lasting(self.masks(), count)):
+            over = ((0, height - mask.shape[0]), (0, width - mask.shape[1]))
+            mask = np.pad(mask, over, mode="edge")
             cell = mask.reshape(g.rows, g.space_factor, g.columns, g.space_factor).any((1, 3))
             latent = (number + g.time_factor - 1) // g.time_factor
             found[latent] = np.maximum(found[latent], cell)
-        left, top, right, bottom = (px // g.space_factor + 1 if px else 0 for px in self.pad)
+        left, top, right, bottom = self.pad
+        below, beyond = height - (self.size_px[0] + top), width - (self.size_px[1] + left)
+        widths = (left, top, right and beyond, bottom and below)
+        left, top, right, bottom = (px // g.space_factor + 1 if px else 0 for px in widths)
         found[:, :top], found[:, g.rows - bottom :] = 1, 1
         found[:, :, :left], found[:, :, g.columns - right :] = 1, 1
         return found
@@ -106,7 +123,7 @@ class Region:
         colour, or of their repeated edges. fill: one of FILLS; "mean" averages a frame's other
         pixels."""
         left, top, _, _ = self.pad
-        for pixels, drawn in zip(frames, self._drawn(), strict=True):
+        for pixels, drawn in zip(frames, self._drawn(), strict=False):
             if fill != "none" and drawn.any():
                 pixels, kept = pixels.copy(), pixels[~drawn]
                 mean = kept.mean(0) + 0.5 if len(kept) else np.full(3, 127)
@@ -126,7 +143,7 @@ class Region:
 
         chunks: f32[3, n, H, W] in [-1, 1] or u8[n, H, W, 3]; frames: u8[H, W, 3] without border.
         """
-        given = zip(frames, self.masks(), strict=True)
+        given = zip(frames, self.masks(), strict=False)
         for chunk in chunks:
             rgb = np.array(to_rgb8(chunk))
             for made in rgb:
@@ -163,7 +180,9 @@ class RegionVideo(SourceVideo):
 
     def pictures(self) -> Iterator[np.ndarray]:
         assert self.region is not None
-        return self.region.filled(super().pictures(), self.fill, self.border)
+        seen = self.region.filled(self.shown(), self.fill, self.border)
+        read = enumerate(lasting(seen, self.num_frames))
+        return (pixels for i, pixels in read if i == 0 or (i - 1) % self.stride == 0)
 
 
 @dataclass(frozen=True)
@@ -181,5 +200,4 @@ class Compose(Stage):
         state.frames = map(self._frames, state.frames)
 
     def _frames(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-        source = read_frames(self.video.path, self.video.flag, self.video.num_frames)
-        return self.region.composed(chunks, source)
+        return self.region.composed(chunks, self.video.shown())

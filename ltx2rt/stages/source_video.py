@@ -8,19 +8,20 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.media.images import fit
+from ltx2rt.media.images import Resize, fit
 from ltx2rt.media.video import read_frames, video_info
 from ltx2rt.models.geometry import Geometry, pixel_frames
 from ltx2rt.notes import note
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
+from ltx2rt.stages.inset import Inset, lasting
 from ltx2rt.stages.stage import Stage, State
 from ltx2rt.stages.tiling import Span, Tiling
 
@@ -31,7 +32,9 @@ class SourceVideo(Stage):
     cropped.
 
     tiling: `plan_encoder_tiles`. flag: that names the file. stride: after the first two frames
-    every `stride`-th.
+    every `stride`-th. inset: the place of the file's pictures in the clip's; without, they are
+    scaled to cover it. start: the file's frame that is the first. resize: as of `VideoInfo`. A file
+    that ends earlier repeats its last frame, up to the next latent.
     """
 
     path: Path
@@ -39,6 +42,9 @@ class SourceVideo(Stage):
     tiling: Tiling
     flag: str = "--video-path"
     stride: int = 1
+    inset: Inset | None = field(default=None, kw_only=True)
+    start: int = field(default=0, kw_only=True)
+    resize: Resize | None = field(default=None, kw_only=True)
     name = "source video"
 
     @property
@@ -61,7 +67,7 @@ class SourceVideo(Stage):
 
     def check(self, session: Session) -> None:
         info = video_info(self.path, self.flag)
-        if info.num_frames < self.num_frames:
+        if info.num_frames - self.start <= self.num_frames - self.geometry.time_factor:
             raise InputError(
                 f"{self.flag}: {self.path} has {info.num_frames} frames, {self.num_frames} are "
                 "read; pass a longer one"
@@ -69,7 +75,7 @@ class SourceVideo(Stage):
         for sentence in info.ignored if session.backend.is_main else ():
             note(f"{self.path}: {sentence}")
         over = info.num_frames - self.num_frames
-        if over and session.backend.is_main:
+        if over > 0 and not self.inset and session.backend.is_main:
             note(f"{self.path}: the last {over} of its {info.num_frames} frames are left out")
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
@@ -79,13 +85,20 @@ class SourceVideo(Stage):
 
     def pictures(self) -> Iterator[np.ndarray]:
         """The frames that are encoded, u8[H, W, 3] at the file's size."""
-        read = enumerate(read_frames(self.path, self.flag, self.num_frames))
+        read = enumerate(lasting(self.shown(), self.num_frames))
         return (pixels for i, pixels in read if i == 0 or (i - 1) % self.stride == 0)
 
     def fitted(self, pixels: np.ndarray) -> np.ndarray:
         """Scale u8[H, W, 3] to the geometry's size: f32[3, height, width] in [-1, 1]."""
         height, width = self.geometry.size_px
-        return fit(pixels, width, height)
+        return fit(self.inset.pad(pixels) if self.inset else pixels, width, height)
+
+    def shown(self) -> Iterator[np.ndarray]:
+        """The file's own frames from the first one on, up to the last that is encoded or there."""
+        count = min(video_info(self.path, self.flag).num_frames, self.start + self.num_frames)
+        return itertools.islice(
+            read_frames(self.path, self.flag, count, False, self.resize), self.start, None
+        )
 
     def encode(self, session: Session, watch: Stopwatch) -> np.ndarray:
         """The normalised latents, f32[1, C, f, h, w]."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from ltx2rt.config import ModelConfig
-from ltx2rt.media.sound import resample
-from ltx2rt.media.splice import splice_frames, splice_sound
-from ltx2rt.media.video import read_frames
+from ltx2rt.media.sound import read_sound, resample
+from ltx2rt.media.splice import splice_frames, splice_sound, stacked
+from ltx2rt.media.video import VideoInfo, read_frames
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.source_sound import SourceSound
@@ -20,12 +21,13 @@ from ltx2rt.stages.stage import Stage, State
 
 @dataclass(frozen=True)
 class Splice(Stage):
-    """video, sound: the source, as long as the clip; None: it has no sound, and the clip's stays as
-    it is. frames: the regenerated pixel frames, seconds: the part of the sound. The clip
-    gets the rate of the source's sound."""
+    """video, sound: the part of the source that the model sees, all of it or a window; sound None:
+    it has none, and the clip's stays as it is. info: of the file. frames: the file's frames that
+    are new, seconds: the part of its sound. The clip gets the rate of the source's sound."""
 
     video: SourceVideo
     sound: SourceSound | None
+    info: VideoInfo
     frames: range
     seconds: tuple[float, float]
     name = "splice"
@@ -38,17 +40,32 @@ class Splice(Stage):
         if self.sound is None or state.waveforms is None or state.sample_rate is None:
             return
         with watch.stage(self.name):
-            source, rate = self.sound.read
-            source = np.broadcast_to(source, (2, source.shape[1]))
+            source, rate = self._source(self.sound)
             made = resample(state.waveforms, state.sample_rate, rate)
-            size = round(self.sound.clip_s * rate)
-            made = np.pad(made, ((0, 0), (0, 0), (0, max(size - made.shape[2], 0))))[..., :size]
+            first = round(self.video.start / self.info.fps * rate)
+            made = made[..., : max(source.shape[1] - first, 0)]
+            after = source.shape[1] - first - made.shape[2]
+            made = np.pad(made, ((0, 0), (0, 0), (first, after)))
             state.waveforms = np.stack(
                 [splice_sound(one, source, *self.seconds, rate) for one in made]
             )
             state.sample_rate = rate
         state.put("waveform", state.waveforms if len(made) > 1 else state.waveforms[0])
 
+    def _source(self, sound: SourceSound) -> tuple[np.ndarray, int]:
+        """f32[2, N] of the whole file, as long as its frames, and the rate in Hz."""
+        length_s = float(self.info.num_frames / self.info.fps)
+        start_s = float(self.info.times_s[0])
+        found, rate = read_sound(sound.path, start_s, length_s, on_time=True, say=lambda text: None)
+        over = max(round(length_s * rate) - found.shape[1], 0)
+        return np.pad(np.broadcast_to(found, (2, found.shape[1])), ((0, 0), (0, over))), rate
+
     def _frames(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-        source = read_frames(self.video.path, self.video.flag, self.video.num_frames)
-        return splice_frames(chunks, source, self.frames)
+        start = self.video.start
+        source = read_frames(
+            self.video.path, self.video.flag, self.info.num_frames, False, self.info.resize
+        )
+        yield from stacked(islice(source, start))
+        made = range(self.frames.start - start, self.frames.stop - start)
+        yield from splice_frames(chunks, source, made)
+        yield from stacked(source)

@@ -19,7 +19,7 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.media.images import read_rgb
 from ltx2rt.media.sound import read_sound
-from ltx2rt.media.video import require_constant_rate, video_info
+from ltx2rt.media.video import video_info
 from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.stages.noise import uniform
@@ -113,18 +113,8 @@ def facts_of(path: Path, name: str) -> Facts:
         return Facts(width, height, (Fraction(0),), FPS, False)
     info = video_info(path, name)
     said = tuple(f"{name}: {sentence}" for sentence in info.ignored)
-    try:
-        require_constant_rate(path, name, info)
-        times = tuple(i / info.fps for i in range(info.num_frames))
-        return Facts(info.width, info.height, times, info.fps, info.has_sound, said)
-    except InputError:
-        if not info.times_s or list(info.times_s) != sorted(set(info.times_s)):
-            raise
-    times = tuple(time - info.times_s[0] for time in info.times_s)
-    average = (len(times) - 1) / times[-1]
-    rate = min(RATES, key=lambda r: abs(r - average))
-    said += (f"{name}: its frame rate varies, {float(average):.4g} on average",)
-    return Facts(info.width, info.height, times, rate, info.has_sound, said)
+    times = tuple(i / info.fps for i in range(info.num_frames))
+    return Facts(info.width, info.height, times, info.fps, info.has_sound, said)
 
 
 def checked(

@@ -222,7 +222,7 @@ def test_a_topology_says_its_devices(topology, kind, mesh):
         ({"mesh": "tensor=4", "component": "sampler"}, ["sampler", *COMPILED]),
         ({"profile": "kitchen"}, ["kitchen", "trillium"]),
         ({"profile": "single"}, ["profile single has no mesh of 4 devices", "--mesh"]),
-        ({"width": 96}, ["--width", "divisible by 64"]),
+        ({"width": 63}, ["--width", "an even number"]),
         ({"num_frames": 10}, ["--num-frames", "8*k + 1"]),
         ({"branches": 5}, ["--branches"]),
         ({"pipeline": "t2a", "branches": 4}, ["--branches: 4, but t2a has one stream"]),

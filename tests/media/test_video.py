@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from ltx2rt.errors import InputError
-from ltx2rt.media.video import VideoInfo, read_frames, read_mask, require_constant_rate, video_info
+from ltx2rt.media.hdr import HighRange, to_model, video_signal
+from ltx2rt.media.mp4 import HLG, PQ, write_mp4
+from ltx2rt.media.video import VideoInfo, read_frames, read_mask, video_info
 
 FLAG = "--video-path"
 TICKS = Fraction(1, 240)  # of the timestamps that are written
@@ -74,7 +76,7 @@ def test_every_container_tells_its_size_rate_count_and_sound(tmp_path, name, cod
     assert all(
         abs(time - Fraction(i, 24)) <= Fraction(1, 1000) for i, time in enumerate(times)
     )  # WebM: milliseconds
-    require_constant_rate(tmp_path / name, FLAG, info)
+    assert not info.varies
     found = read(tmp_path / name, 17)
     assert found.shape == frames.shape and found.dtype == np.uint8
     # PNG is lossless; H.264 and VP9 keep flat areas within a few levels
@@ -117,25 +119,33 @@ def test_a_first_timestamp_that_is_not_zero(tmp_path, name):
     write(tmp_path / name, [50 + 10 * i for i in range(17)])
     info = video_info(tmp_path / name, FLAG)
     assert info.num_frames == 17 and abs(info.times_s[0] - Fraction(50, 240)) <= Fraction(1, 1000)
-    require_constant_rate(tmp_path / name, FLAG, info)
+    assert not info.varies
     assert len(read(tmp_path / name, 17)) == 17
 
 
 @pytest.mark.parametrize(
-    "times",
+    ("times", "rate", "expected"),
     [
-        [0, 10, 20, 40, 50, 60, 70, 80, 90],  # a frame was dropped
-        [0, 10, 20, 25, 30, 40, 50, 60, 70],
-        [10 * i if i < 12 else 120 + 12 * (i - 12) for i in range(24)],  # slower at the end
+        ([0, 10, 20, 40, 50, 60, 70, 80, 90], 24, [0, 1, 2, 2, 3, 4, 5, 6, 7, 8]),
+        ([0, 5, 10, 15, 20, 30, 40, 50, 60], 30, [0, 1, 3, 4, 5, 6, 6, 7, 8]),
     ],
 )
-def test_a_variable_rate_is_refused_in_one_line(tmp_path, times):
+def test_a_variable_rate_is_resampled_by_time(tmp_path, times, rate, expected):
+    """To the nearest common rate of its average; the frame that is shown then. 240 ticks a second."""
     write(tmp_path / "a.mp4", times)
     info = video_info(tmp_path / "a.mp4", FLAG)
-    with pytest.raises(
-        InputError, match=r"--video-path: .*a\.mp4 has a variable frame rate \(.* last .* ms\); "
-    ):
-        require_constant_rate(tmp_path / "a.mp4", FLAG, info)
+    assert abs(info.fps - rate) < 0.1 and info.varies and "resampled to" in info.ignored[0]
+    first = info.times_s[0]
+    assert info.times_s == tuple(first + i / info.fps for i in range(info.num_frames))
+    with av.open(str(tmp_path / "a.mp4")) as file:
+        stored = [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
+    found = read(tmp_path / "a.mp4", info.num_frames)
+    shown = [
+        max(i for i, t in enumerate(times) if Fraction(t, 240) <= at - first) for at in info.times_s
+    ]
+    assert len(found) == len(shown)
+    for pixels, i in zip(found, shown, strict=True):
+        np.testing.assert_array_equal(pixels, stored[i])
 
 
 def test_uneven_ticks_of_one_rate_are_constant(tmp_path):
@@ -147,17 +157,14 @@ def test_uneven_ticks_of_one_rate_are_constant(tmp_path):
         assert float(info.fps) == pytest.approx(
             float(rate), rel=2e-3
         )  # MP4: frames over seconds, in those ticks
-        require_constant_rate(tmp_path / name, FLAG, info)
+        assert not info.varies
 
 
 def test_a_file_without_timestamps(tmp_path):
     write(tmp_path / "a.h264")
     info = video_info(tmp_path / "a.h264", FLAG)
-    assert (
-        info.times_s is None and len(read(tmp_path / "a.h264", 17)) == 17
-    )  # by index it can be read
-    with pytest.raises(InputError, match=r"a\.h264 has no timestamps; save it again as MP4"):
-        require_constant_rate(tmp_path / "a.h264", FLAG, info)
+    assert info.times_s == tuple(i / info.fps for i in range(17)) and not info.varies
+    assert len(read(tmp_path / "a.h264", 17)) == 17
 
 
 @pytest.mark.parametrize(
@@ -293,5 +300,28 @@ def test_what_reading_leaves_out_is_said(tmp_path):
     at = data.index(b"tkhd") + 44  # of the display matrix: a, b, u, c, d, v, ...
     mirrored = np.array([-65536, 0, 0, 0, 65536, 0], ">i4").tobytes()
     (tmp_path / "mirrored.mp4").write_bytes(data[:at] + mirrored + data[at + len(mirrored) :])
-    (said,) = video_info(tmp_path / "mirrored.mp4", FLAG).ignored
-    assert said == "its header mirrors it, which is not applied"
+    assert video_info(tmp_path / "mirrored.mp4", FLAG).ignored == ()
+    with av.open(str(tmp_path / "mirrored.mp4")) as file:
+        first = next(file.decode(video=0)).to_ndarray(format="rgb24")
+    np.testing.assert_array_equal(read(tmp_path / "mirrored.mp4", 1)[0], first[:, ::-1])
+
+
+@pytest.mark.parametrize("transfer", ["hlg", "pq"])
+def test_high_dynamic_range_is_tone_mapped(tmp_path, transfer):
+    """Colours that an ordinary clip has come back as they were; brighter light stays apart."""
+    light = np.full((32, 64, 3), 0.5, np.float32)
+    light[:, :16], light[:, 16:32], light[:, 32:48] = (0.7, 0.1, 0.1), 0.05, 4.0
+    frame = to_model(light, "SRGB_LINEAR")
+    signal = video_signal(frame, HighRange("SRGB_LINEAR", transfer=transfer))
+    container = {"hlg": HLG, "pq": PQ}[transfer]
+    write_mp4(tmp_path / "a.mp4", [[signal]], num_frames=1, fps=Fraction(24), container=container)
+    (found,) = read(tmp_path / "a.mp4", 1)
+    for x, linear in ((8, (0.7, 0.1, 0.1)), (24, (0.05,) * 3), (56, (0.5,) * 3)):
+        expected = 255 * (1.055 * np.array(linear) ** (1 / 2.4) - 0.055)
+        assert np.abs(found[16, x] - expected).max() < 6  # 10 bits, and H.265 at its quality
+    assert 240 < found[16, 40].min() <= found[16, 40].max() < 255
+    (said,) = video_info(tmp_path / "a.mp4", FLAG).ignored
+    assert (
+        said
+        == f"its colours of high dynamic range ({transfer.upper()}) are tone-mapped to ordinary ones"
+    )

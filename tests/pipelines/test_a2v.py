@@ -153,7 +153,7 @@ def test_what_cannot_be_used_is_refused_before_weights(song, tiny, generate, mon
         (("--audio-path", song, "--audio-start-time", 0.9), "--audio-fit pad"),
         (("--audio-path", song, "--audio-start-time", 1.1), "its sound ends before 1.1 s"),
         (("--audio-path", model / "tiny-2.3.safetensors"), "no readable sound"),
-        (("--audio-path", song, "--width", 96), "divisible by 64 (a2v)"),
+        (("--audio-path", song, "--width", 95), "an even number"),
     ):
         found = generate("cuda", model, "--pipeline", "a2v", *flags)
         assert found.status == 2 and message in found.stderr and found.stderr.count("\n") == 1, (

@@ -292,14 +292,10 @@ def test_refusals(opened, files, tmp_path):
         ({"join": tmp_path / "gone.mp4"}, "--join: "),
         ({"steps": 3}, "--steps: the distilled steps have no guidance; add --guided"),
         ({"video_path": None}, "--video-path: none, but the extend pipeline starts from a clip"),
-        ({"width": 64}, "--width: the file of --video-path decides"),
     ):
         with pytest.raises(InputError) as refused:
             opened.generate("a fox", pipeline="extend", **flags(files, "forward") | given)
         assert message in str(refused.value), given
-    uneven = write(tmp_path / "uneven.mp4", 9, times=[0, 10, 20, 40, 50, 60, 70, 80, 90])
-    with pytest.raises(InputError, match="variable frame rate"):
-        opened.generate("a fox", pipeline="extend", video_path=uneven, overlap=9)
 
 
 @pytest.mark.long

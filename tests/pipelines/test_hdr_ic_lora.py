@@ -43,8 +43,8 @@ def lora(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory):
-    """19 frames of 128x128, of which 17 are used, without sound."""
-    return write(tmp_path_factory.mktemp("clips") / "a.mp4", 19, size=(128, 128), sound_s=0)
+    """17 frames of 128x128, without sound."""
+    return write(tmp_path_factory.mktemp("clips") / "a.mp4", 17, size=(128, 128), sound_s=0)
 
 
 def test_every_step_is_the_formula_over_diffusers(tiny, on_both, lora, clip):
@@ -113,14 +113,14 @@ def test_frames_are_in_linear_light(tiny, command, lora, clip, tmp_path):
     start = ("generate", "--backend", "cuda", "--device", "cpu", "--pipeline", "hdr-ic-lora")
     words = (*start, *model, "--prompt", "a fox", "--seed", 3, "--video-path", clip)
     status, _, err = command(*words, "--hdr", "ACESCG", "--output", tmp_path / "%05d.exr")
-    assert status == 0 and "the last 2 of the file's 19 frames are left out" in err, err
+    assert status == 0, err
     shown = [hdr.read_exr(path) for path in sorted(tmp_path.glob("*.exr"))]
     assert len(shown) == 17 and shown[0].shape == (128, 128, 3)
     light = np.stack(shown) @ hdr.AP1_TO_709.T
     assert light.min() > -0.1 and light.max() < 55.2  # the brightest code of LogC3 is 55.08
     for more, said in (
         (("--output", tmp_path / "a.webm"), "cannot hold it; write *.mp4, *.mov or *%05d.exr"),
-        (("--output", tmp_path / "a.mp4", "--width", 96), "--width: 96, expected divisible by"),
+        (("--output", tmp_path / "a.mp4", "--width", 63), "--width: 63, expected an even number"),
         (("--output", tmp_path / "a.mp4", "--fps", 24), "--fps: the file of --video-path decides"),
         (("--output", tmp_path / "a.mp4", "--lora", lora), "2 given, hdr-ic-lora takes one"),
     ):

@@ -373,7 +373,7 @@ def broken(tmp_path, files):
             "--width: 192, expected divisible by 128 (ic-lora with a LoRA for references of 1/2",
         ),
         (["REF", "--height", 64], "--height: 64, expected divisible by 128"),
-        (["REF", "--width", 100], "--width: 100, expected divisible by 64 (ic-lora)"),
+        (["REF", "--width", 101], "--width: 101, expected an even number"),
         (["REF", "--num-frames", 16], "the nearest are 9 and 17 frames"),
         (
             ["REF", "--lora", "LORA:1:stage2"],

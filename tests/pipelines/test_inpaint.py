@@ -259,7 +259,8 @@ def test_files_that_do_not_fit_are_refused(sessions, clip, tmp_path):
         ({"mask": tmp_path / "small.png"}, "small.png is 64x64, the clip 96x64"),
         ({"mask": tmp_path / "text.png"}, "--mask: .*text.png is no readable video"),
         ({"mask": tmp_path / "gone.png"}, "--mask: .*gone.png does not exist"),
-        ({"pad": (16, 0, 0, 0)}, "--pad: 16, expected multiples of 32; the nearest are 0 and 32"),
+        ({"mask_box": (60, 0, 40, 10)}, "--mask-box: 60,0,40,10 reaches beyond the clip"),
+        ({"mask_box": (0, 0, 40, 10), "mask": black}, "--mask-box: given beside --mask"),
     ):
         with pytest.raises(InputError, match=says):
             make_plan(
@@ -267,10 +268,12 @@ def test_files_that_do_not_fit_are_refused(sessions, clip, tmp_path):
             )
 
 
-def test_a_clip_without_sound_gets_some(sessions, tmp_path):
+@pytest.mark.parametrize("sound, made", [(None, []), ("new", ["audio"])])
+def test_a_silent_clip_gets_sound_on_demand(sessions, tmp_path, sound, made):
     silent = write(tmp_path / "silent.mp4", size=SIZE[::-1], sound_s=0)
     plan = make_plan(
-        sessions["cuda"], make_request("inpaint", prompt="fox", video_path=silent, pad="32,0,0,0")
+        sessions["cuda"],
+        make_request("inpaint", prompt="fox", video_path=silent, pad="32,0,0,0", sound=sound),
     )
     names = [stage.name for stage in plan.stages]
-    assert names == ["source video", "text", "stage1", "audio", "decode", "compose"]
+    assert names == ["source video", "text", "stage1", *made, "decode", "compose"]

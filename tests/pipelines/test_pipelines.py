@@ -76,8 +76,8 @@ def test_a_pipeline_is_added_by_one_file(third, tiny, command, tmp_path):
         clip = session.generate("a red fox", pipeline="text-to-latent", seed=1, **size)
         assert len(clip.frames) == 0 and clip.waveform is None
         assert [s["name"] for s in clip.report["stages"]] == ["text", "stage1"]
-        with pytest.raises(ltx2rt.InputError, match=r"divisible by 32 \(text-to-latent\)"):
-            session.generate("a red fox", pipeline="text-to-latent", width=100)
+        with pytest.raises(ltx2rt.InputError, match="an even number"):
+            session.generate("a red fox", pipeline="text-to-latent", width=101)
         planned = session.plan("h100-80gb", pipeline="text-to-latent", **size)
         assert [s["name"] for s in planned["stages"]] == ["text", "stage1"]
         assert {key[0] for key in session.resident.weights.held} == {"text-encoder", "transformer"}
@@ -150,5 +150,3 @@ def test_the_upsampler_decides_the_size_of_the_first_stage(tiny, tmp_path):
     )
     assert state.record["stage1.video.steps"].shape == (1, 2 * 2 * 4, 128)
     assert state.record["upsampled"].shape == (1, 128, 2, 3, 6)
-    with pytest.raises(ltx2rt.InputError, match="divisible by 96"):
-        make_plan(session, ask("fox", width=128, height=96, **size))

@@ -94,10 +94,10 @@ def test_newer_models_and_distilled_have_their_own_defaults():
 
 BAD = {
     "width": (
-        dict(width=100),
-        "--width: 100, expected divisible by 64 (two-stage); the nearest are 64 and 128 px",
+        dict(width=101),
+        "--width: 101, expected an even number from 64 on; the nearest are 100 and 102 px",
     ),
-    "small height": (dict(height=32), "the nearest are 64 and 128 px"),
+    "small height": (dict(height=32), "the nearest is 64 px"),
     "frames": (
         dict(num_frames=120),
         "--num-frames: 120, expected 8*k + 1; the nearest are 113 and 121 frames",
@@ -139,8 +139,8 @@ def test_a_bad_request_is_refused_in_one_line(change, message):
 
 
 def test_one_stage_has_finer_sizes_and_no_second_stage():
-    with pytest.raises(InputError, match=r"--height: 500, expected divisible by 32 \(one-stage\)"):
-        OneStage("a cat", height=500).resolved(model())
+    with pytest.raises(InputError, match="--height: 501, expected an even number"):
+        OneStage("a cat", height=501).resolved(model())
     with pytest.raises(InputError, match="--pipeline: 'three-stage', expected one of two-stage"):
         pipeline("three-stage")
 

@@ -1,7 +1,10 @@
 """Photos and clips of phones, cameras and editors."""
 
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
+import av
 import numpy as np
 from PIL import Image
 from real.table import Row
@@ -11,8 +14,6 @@ SMALL = "--pipeline one-stage --width 64 --height 96 --num-frames 9 --steps 4"
 
 def frames_of(path: Path) -> np.ndarray:
     """u8[F, H, W, 3] of a video."""
-    import av
-
     with av.open(str(path)) as container:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
 
@@ -47,6 +48,84 @@ def red_on_top(folder: Path) -> None:
     assert redness[:16].mean() > redness[24:48].mean() + 15, redness.reshape(-1, 8).mean(1)
 
 
+def film(
+    folder: Path, name: str = "in.mp4", size=(176, 144), frames: int = 30, rate: int = 30, **how
+):
+    """Moving colours, and a tone in as many channels as `layout` has; times: of frames, in
+    seconds."""
+    layout, times = how.get("layout", "stereo"), how.get("times")
+    width, height = size
+    f, y, x = np.mgrid[:frames, :height, :width]
+    waves = (np.sin(x / 17 + f / 5), np.cos(y / 15 + f / 6), np.sin((x + y) / 30))
+    pixels = (127 + 50 * np.stack(waves, -1)).astype(np.uint8)
+    with av.open(str(folder / name), "w") as file:
+        stream = file.add_stream("libx264", rate=rate, options={"crf": "12"})
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        if times:
+            stream.codec_context.time_base = Fraction(1, 1000)
+        if layout:
+            sound = file.add_stream("aac", rate=48000, layout=layout)
+        for i, picture in enumerate(pixels):
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24").reformat(format="yuv420p")
+            if times:
+                frame.pts, frame.time_base = round(times[i] * 1000), Fraction(1, 1000)
+            file.mux(stream.encode(frame))
+        file.mux(stream.encode())
+        if layout:
+            size = round((times[-1] if times else frames / rate) * 48000)
+            channels = av.AudioLayout(layout).nb_channels
+            wave = 0.2 * np.sin(2 * np.pi * 300 * np.arange(size) / 48000).astype(np.float32)
+            packed = np.repeat(wave[:, None], channels, 1).reshape(1, -1)
+            frame = av.AudioFrame.from_ndarray(packed, format="flt", layout=layout)
+            frame.sample_rate = 48000
+            resampler = av.AudioResampler("fltp", layout, 48000)
+            for part in (*resampler.resample(frame), None):
+                file.mux(sound.encode(part))
+
+
+def facts(path: Path) -> tuple:
+    """Width, height, frames, rate and seconds of sound to a tenth."""
+    with av.open(str(path)) as file:
+        video, sound = file.streams.video[0], [*file.streams.audio]
+        count = sum(1 for _ in file.decode(video))
+        lasting = round(float(sound[0].duration * sound[0].time_base), 1) if sound else None
+        return video.width, video.height, count, video.average_rate, lasting
+
+
+def given_back(rows=slice(None), columns=slice(None), frames=slice(None), more: int = 0):
+    """The output has the input's facts, and its pixels there (mean difference below 2 of 255)."""
+
+    def check(folder: Path) -> None:
+        width, height, count, rate, sound = facts(folder / "in.mp4")
+        found = facts(folder / "clip.mp4")
+        assert found[:4] == (width, height, count + more, rate)
+        assert (found[4] is None) == (sound is None)
+        assert sound is None or abs(found[4] - sound - more / float(rate)) < 0.11
+        given, made = (frames_of(folder / name).astype(int) for name in ("in.mp4", "clip.mp4"))
+        kept = np.abs(given - made[:count])[frames, rows, columns]
+        assert not kept.size or kept.mean() < 2, kept.mean()
+
+    return check
+
+
+GIVEN = "generate TINY --prompt=a --seed 1 --video-path in.mp4 --output clip.mp4"
+PADDED = r"176x144, 30 frames: made as 192x160, 33, given back as it was"
+PHONE = [0, *np.cumsum([0.12 if i % 5 == 0 else 0.02 for i in range(30)])]
+
+
+def phone(folder: Path) -> None:
+    film(folder, frames=31, times=PHONE)
+
+
+def thirty(folder: Path) -> None:
+    width, height, count, rate, _ = facts(folder / "clip.mp4")
+    assert (width, height, rate) == (176, 144, 25) and abs(count / 25 - PHONE[-1]) < 0.1
+
+
+def long_film(folder: Path) -> None:
+    film(folder, size=(64, 64), frames=600, rate=24)
+
+
 def unread(inputs: str, named: str, flag: str) -> Row:
     """A flag that the pipeline would ignore."""
     return Row(
@@ -77,4 +156,27 @@ ROWS += [
         says=("retake.*inpaint.*extend.*v2v.*ic-lora",),
         status=2,
     ),
-]
+    Row("new-clip-of-any-size", "generate TINY --pipeline one-stage --steps 1 --num-frames 9 --prompt=a "
+        "--width 100 --height 70 --output clip.mp4", says=("100x70: made as 128x96 .* and cut in the middle",),
+        check=lambda folder: facts(folder / "clip.mp4")[:3] == (100, 70, 9) or 1 / 0),
+    Row("retake-any-size", f"{GIVEN} --start-time 0.3 --end-time 0.5", film, (PADDED,),
+        check=given_back(frames=slice(0, 9))),
+    Row("retake-silent", f"{GIVEN} --start-time 0.3 --end-time 0.5", partial(film, layout=""),
+        check=given_back(frames=slice(0, 9))),
+    Row("retake-in-25-s", f"{GIVEN} --start-time 12 --end-time 13", long_film,
+        ("the model sees frames 216 to 383 of 600",), check=given_back(frames=slice(0, 280))),
+    Row("v2v-any-size", f"{GIVEN} --noise-level 0.01", film, (PADDED,), check=given_back(frames=slice(0))),
+    Row("v2v-silent", f"{GIVEN} --noise-level 0.5", partial(film, layout=""), check=given_back(frames=slice(0))),
+    Row("inpaint-a-box", f"{GIVEN} --mask-box 100,80,40,40", film, (PADDED,),
+        check=given_back(rows=slice(0, 60))),
+    Row("extend-any-size", f"{GIVEN} --extend-frames 8 --overlap 9 --no-crossfade", film,
+        check=given_back(more=8)),
+    Row("another-size", f"{GIVEN} --noise-level 0.5 --width 96 --height 96", film,
+        check=lambda folder: facts(folder / "clip.mp4")[:3] == (96, 96, 30) or 1 / 0),
+    Row("rate-of-a-phone", f"{GIVEN} --noise-level 0.5", phone, ("frame rate varies around 25",), check=thirty),
+    *(
+        Row(f"sound-{layout}", f"{GIVEN} --noise-level 0.5", partial(film, layout=layout),
+            (rf"its sound \({layout}\) is mixed to stereo",), check=given_back(frames=slice(0)))
+        for layout in ("5.1", "7.1", "quad")
+    ),
+]  # fmt: skip

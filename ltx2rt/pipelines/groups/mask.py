@@ -11,7 +11,7 @@ from typing import Any
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
 from ltx2rt.media.video import VideoInfo
-from ltx2rt.pipelines.groups.group import Group
+from ltx2rt.pipelines.groups.group import Group, refuse_beside
 from ltx2rt.stages.region import Region
 
 Pad = tuple[int, int, int, int]
@@ -33,6 +33,17 @@ def parse_pad(text: str | Sequence[int]) -> Pad:
     return left, top, right, bottom
 
 
+def parse_box(text: str | Sequence[int]) -> Pad:
+    """LEFT,TOP,WIDTH,HEIGHT in pixels, or the four numbers. Raises InputError."""
+    try:
+        return parse_pad(text)
+    except InputError:
+        raise InputError(
+            f"--mask-box: {str(text)[:80]!r}, expected LEFT,TOP,WIDTH,HEIGHT in pixels, such as "
+            "40,20,128,64"
+        ) from None
+
+
 @dataclass(frozen=True)
 class Mask(Group):
     mask: Path | None = flag(
@@ -45,6 +56,15 @@ class Mask(Group):
         file="mask",
         common="prompt and inputs",
     )
+    mask_box: Pad | None = flag(
+        None,
+        "rectangle of the clip to regenerate, in place of a mask",
+        parse_box,
+        asks="inpaint",
+        group="conditioning",
+        metavar="LEFT,TOP,WIDTH,HEIGHT",
+        json="array",
+    )
     mask_grow: int = flag(
         5,
         "pixels by which the white of the mask is grown",
@@ -54,7 +74,7 @@ class Mask(Group):
     )
     pad: Pad = flag(
         NONE,
-        "pixels to add around the clip, multiples of 32",
+        "pixels to add around the clip",
         parse_pad,
         asks="inpaint",
         group="conditioning",
@@ -65,11 +85,19 @@ class Mask(Group):
     @property
     def asked(self) -> str:
         """The flag by which only a part of the clip is made; empty without."""
+        if self.mask_box:
+            return "--mask-box"
         return "--mask" if self.mask else "--pad" if self.pad != NONE else ""
 
     def check(self, request: Any) -> None:
         if min(self.pad) < 0:
             raise InputError(f"--pad: {min(self.pad)} pixels, expected 0 or more")
+        refuse_beside(mask=self.mask, mask_box=self.mask_box)
+        if self.mask_box and (min(self.mask_box[:2]) < 0 or min(self.mask_box[2:]) < 1):
+            raise InputError(
+                f"--mask-box: {','.join(map(str, self.mask_box))}, expected a rectangle of one "
+                "pixel or more within the clip"
+            )
 
     def padded(self, info: VideoInfo) -> tuple[int, int]:
         """Width and height of a clip with the border."""
@@ -77,7 +105,15 @@ class Mask(Group):
         return info.width + left + right, info.height + top + bottom
 
     def region(self, info: VideoInfo, num_frames: int) -> Region:
-        return Region(self.mask, (info.height, info.width), num_frames, self.mask_grow, self.pad)
+        if self.mask_box:
+            left, top, width, height = self.mask_box
+            if left + width > info.width or top + height > info.height:
+                raise InputError(
+                    f"--mask-box: {left},{top},{width},{height} reaches beyond the clip, which is "
+                    f"{info.width}x{info.height}"
+                )
+        size, own = (info.height, info.width), (self.pad, self.mask_box, info.resize)
+        return Region(self.mask, size, num_frames, self.mask_grow, *own)
 
     def black(self) -> InputError:
         return InputError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,12 +9,13 @@ from typing import Any, ClassVar
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
-from ltx2rt.media.video import require_constant_rate, video_info
-from ltx2rt.models.geometry import Geometry, latent_frames
+from ltx2rt.media.video import video_info
+from ltx2rt.models.geometry import Geometry, latent_frames, pixel_frames
 from ltx2rt.pipelines.groups.size import check_step, parse_fps
 from ltx2rt.pipelines.groups.source_clip import FLAG, SourceClip, file_facts
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.stages.conditioning import Reference, ReferenceSpec
+from ltx2rt.stages.inset import Inset
 from ltx2rt.stages.source_video import SourceVideo, usable_frames
 from ltx2rt.stages.tiling import plan_encoder_tiles
 from ltx2rt.weights.lora import reference_factors
@@ -64,24 +64,13 @@ class ReferenceClip(SourceClip):
         """Size, length and rate of the file, which is read whole, once."""
         step = model.video_vae.time_factor
         info = self.info or video_info(self.path, FLAG)
-        require_constant_rate(self.path, FLAG, info)
         if info.num_frames <= step:
             raise InputError(
                 f"{FLAG}: {self.path} has {info.num_frames} frames, expected {step + 1} or more"
             )
-        unit = model.video_vae.space_factor * request.factor(model).numerator
-        for side in SIDES:
-            if getattr(request, side) is None:
-                rule = f"divisible by {unit} (--{side} gives another one than the file's)"
-                check_step(f"{FLAG}: {side}", getattr(info, side), unit, 0, "px", rule)
         sides = {side: getattr(request, side) or getattr(info, side) for side in SIDES}
-        frames = (info.num_frames - 1) // step * step + 1
         facts = file_facts(request, replace(info, fps=parse_fps(info.fps)))
-        return facts | sides | {"info": info, "num_frames": frames}
-
-    def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
-        if over := self.found.num_frames - request.num_frames:
-            yield f"the last {over} of the file's {self.found.num_frames} frames are left out"
+        return facts | sides
 
     def seen(
         self, request: Any, number: int, model: ModelConfig, options: ModelOptions, loras: Any
@@ -92,7 +81,12 @@ class ReferenceClip(SourceClip):
         factors = references_of(request, model, loras.user)
         height, width = (side // factors[0] for side in clip.size_px)
         tiling = "off" if height * width <= self.whole_px else options.vae_tiling
-        return reference(spec, request.num_frames, FLAG, clip, model, factors, tiling, number)
+        whole = pixel_frames(clip.frames, clip.time_factor)
+        found = reference(
+            spec, request.num_frames, FLAG, clip, model, factors, tiling, number,
+            inset=request.inset(model), whole=whole,
+        )  # fmt: skip
+        return found
 
 
 def references_of(request: Any, model: ModelConfig, loras: tuple[LoraSpec, ...]) -> tuple[int, int]:
@@ -100,7 +94,8 @@ def references_of(request: Any, model: ModelConfig, loras: tuple[LoraSpec, ...])
     the request's size does not divide."""
     downscale, stride = reference_factors(lora.path for lora in loras)
     unit = model.video_vae.space_factor * request.factor(model).numerator * downscale
-    for side, value in (("--width", request.width), ("--height", request.height)):
+    height, width = request.geometry(model).size_px
+    for side, value in (("--width", width), ("--height", height)):
         rule = f"divisible by {unit} ({request.name} with a LoRA for references of 1/{downscale} the size)"
         check_step(side, value, unit, 0, "px", rule)
     return downscale, stride
@@ -117,13 +112,16 @@ def reference(
     number: int = 0,
     attention: float = 1.0,
     mask: Path | None = None,
+    inset: Inset | None = None,
+    whole: int = 0,
 ) -> Reference:
-    """A file's frames, up to num_frames, as reference of a stage. factors: as `references_of`."""
+    """A file's frames, up to num_frames, as reference of a stage. factors: as `references_of`;
+    inset: as of `SourceVideo`. whole: frames to which its last one is repeated."""
     downscale, stride = factors
-    found = video_info(spec.path, flag, num_frames).num_frames
+    found = whole or video_info(spec.path, flag, num_frames).num_frames
     frames = latent_frames(usable_frames(found, clip.time_factor, stride), clip.time_factor)
     rows, columns = clip.rows // downscale, clip.columns // downscale
     own = replace(clip, frames=frames, rows=rows, columns=columns)
     tiles = plan_encoder_tiles(tiling, (frames, rows, columns), model.video_vae)
-    source = SourceVideo(spec.path, own, tiles, flag, stride)
+    source = SourceVideo(spec.path, own, tiles, flag, stride, inset=inset)
     return Reference(source, clip, number, spec.strength, downscale, attention, mask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -56,11 +57,26 @@ def check_step(name: str, value: int, step: int, offset: int, unit: str, rule: s
 class Pixels(Group):
     """Checks width and height, whichever group they are fields of."""
 
+    least: ClassVar[int] = 64
+
     def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        unit = model.video_vae.space_factor * request.factor(model).numerator
         for side, value in (("--width", request.width), ("--height", request.height)):
-            check_step(side, value, unit, 0, "px", f"divisible by {unit} ({request.name})")
+            if value < self.least or value % 2:
+                low = max(value // 2 * 2, self.least)
+                raise InputError(
+                    f"{side}: {value}, expected an even number from {self.least} on; the nearest "
+                    f"{'is' if value < self.least else f'are {low} and'} "
+                    f"{low if value < self.least else low + 2} px"
+                )
         return {}
+
+    def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
+        height, width = request.geometry(model).size_px
+        asked = request.width * request.height
+        if (width, height) != (request.width, request.height) and self.least > 2:
+            more = f"{100 * (width * height / asked - 1):.0f} % more pixels"
+            made = f"made as {width}x{height} ({more}) and cut in the middle"
+            yield f"{request.width}x{request.height}: {made}"
 
 
 @dataclass(frozen=True)
@@ -97,7 +113,7 @@ class Duration(Group):
 
     def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
         found, step = self.lasting(request, model), model.video_vae.time_factor
-        num_frames, fps = found["num_frames"], request.fps
+        num_frames, fps = request.seen_frames or found["num_frames"], request.fps
         limit_s = min(model.transformer.rope_max_pos[0], model.transformer.audio_rope_max_pos)
         if (num_frames - 1) / fps > limit_s:
             raise InputError(

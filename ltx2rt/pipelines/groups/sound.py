@@ -45,6 +45,18 @@ class Sounding(Group):
 
 
 @dataclass(frozen=True)
+class NewSound(Group):
+    """Sound of a given clip: the file's, or what the model makes."""
+
+    sound: str | None = flag(
+        None,
+        "keep the clip's sound, or make new sound (default: keep; a silent clip stays silent)",
+        group="conditioning",
+        choices=("keep", "new"),
+    )
+
+
+@dataclass(frozen=True)
 class SoundFrom(Group):
     audio_from: str = flag(
         "stage1", "stage whose sound is kept", group="sampling", choices=("stage1", "stage2")

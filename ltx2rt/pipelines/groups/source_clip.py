@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from argparse import SUPPRESS
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag, flag_like
-from ltx2rt.media.video import VideoInfo, require_constant_rate, video_info
+from ltx2rt.media.images import Resize
+from ltx2rt.media.video import VideoInfo, video_info
+from ltx2rt.models.geometry import pixel_frames
 from ltx2rt.pipelines.groups.size import Duration, Length, Pixels, Size, parse_fps
 
 FLAG = "--video-path"
@@ -32,6 +35,8 @@ def of_the_file(type_: type, name: str) -> Any:
 @dataclass(frozen=True)
 class SourceClip(Duration):
     """info: of the file; a resolved request has it."""
+
+    whole: ClassVar[bool] = False
 
     video_path: Path | None = flag(
         None,
@@ -55,6 +60,15 @@ class SourceClip(Duration):
                 f"{FLAG}: none, but the {request.name} pipeline starts from a clip; pass one"
             )
 
+    def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
+        height, width = request.geometry(model).size_px
+        frames = pixel_frames(request.geometry(model).frames, model.video_vae.time_factor)
+        made = (width, height, frames)
+        if made != (request.width, request.height, request.seen_frames):
+            size = f"{request.width}x{request.height}, {request.seen_frames} frames"
+            yield f"{size}: made as {width}x{height}, {frames}, given back as it was"
+        yield from (f"{self.path}: {sentence}" for sentence in self.found.ignored)
+
     @property
     def path(self) -> Path:
         assert self.video_path is not None, "the request is not checked"
@@ -68,21 +82,44 @@ class SourceClip(Duration):
     @property
     def start_s(self) -> float:
         """Time of the first frame in the file."""
-        assert self.found.times_s, "a file without timestamps is refused"
         return float(self.found.times_s[0])
 
 
 @dataclass(frozen=True)
 class FileSize(Pixels):
-    """The file's width and height."""
+    """The file's width and height, or others to which its pictures are brought."""
 
-    width: int = of_the_file(Size, "width")
-    height: int = of_the_file(Size, "height")
+    least: ClassVar[int] = 2
+
+    width: int = flag_like(
+        Size, "width", None, parse=int, help="width in pixels (default: the file's)"
+    )
+    height: int = flag_like(
+        Size, "height", None, parse=int, help="height in pixels (default: the file's)"
+    )
+
+    def sized(self, info: VideoInfo, border: tuple[int, int] = (0, 0)) -> VideoInfo:
+        """The facts of the clip at the size that is asked for, a border of so many columns and rows
+        included."""
+        sides = zip((self.width, self.height), border, strict=True)
+        asked = [side and side - more for side, more in sides]
+        if not any(asked):
+            return info
+        width = asked[0] or round(asked[1] * info.width / info.height / 2) * 2
+        height = asked[1] or round(asked[0] * info.height / info.width / 2) * 2
+        if (width, height) == (info.width, info.height):
+            return info
+        if min(width, height) < 2 or width % 2 or height % 2:
+            raise InputError(f"--width: {width}x{height}, expected even sides from 2 px on")
+        resize = Resize(width, height, "pad")
+        return replace(info, width=width, height=height, resize=resize)
 
 
 @dataclass(frozen=True)
 class SizeOrFile(Pixels):
     """Width and height, by default the file's."""
+
+    least: ClassVar[int] = 2
 
     width: int = flag_like(
         Size, "width", None, parse=int, help="width in pixels (default: the file's)"
@@ -98,22 +135,7 @@ def file_facts(request: Any, info: VideoInfo) -> dict[str, Any]:
     return {"info": info} | known
 
 
-def read_clip(path: Path, flag: str, model: ModelConfig, whole: bool = False) -> VideoInfo:
-    """Facts of a file, read whole once. Raises InputError for one whose rate varies or whose sides,
-    or if the clip is taken whole its frames, are not the model's."""
-    unit = model.video_vae.space_factor
+def read_clip(path: Path, flag: str) -> VideoInfo:
+    """Facts of a file, read whole once. Raises InputError for one that cannot be read."""
     info = video_info(path, flag)
-    require_constant_rate(path, flag, info)
-    width, height = (max(n // unit, 1) * unit for n in (info.width, info.height))
-    if (width, height) != (info.width, info.height):
-        raise InputError(
-            f"{flag}: {path} is {info.width}x{info.height}, expected sides divisible by {unit}; "
-            f"scale or crop it to {width}x{height}"
-        )
-    step = model.video_vae.time_factor
-    if whole and (over := (info.num_frames - 1) % step):
-        raise InputError(
-            f"{flag}: {path} has {info.num_frames} frames, expected {step}*k + 1; cut it to "
-            f"{info.num_frames - over}"
-        )
     return replace(info, fps=parse_fps(info.fps))

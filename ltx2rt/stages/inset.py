@@ -1,0 +1,90 @@
+"""inset: pictures of any size within those of the model, whose sides and length have steps.
+
+The clip's pictures take a corner or the middle of larger ones. Around them their edges are
+repeated, and cut away again after the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.media.images import cover
+from ltx2rt.session.session import Call, Session
+from ltx2rt.session.stopwatch import Stopwatch
+from ltx2rt.stages.stage import Stage, State
+
+
+@dataclass(frozen=True)
+class Inset:
+    """size_px: height and width of the clip's pictures, whole_px: of the model's. middle: their
+    place is the middle, else the top left corner."""
+
+    size_px: tuple[int, int]
+    whole_px: tuple[int, int]
+    middle: bool = False
+
+    @property
+    def _widths(self) -> list[tuple[int, int]]:
+        """Pixels around the clip's pictures: above and below, left and right."""
+        over = [whole - size for whole, size in zip(self.whole_px, self.size_px, strict=True)]
+        before = [n // 2 if self.middle else 0 for n in over]
+        return [(first, n - first) for first, n in zip(before, over, strict=True)]
+
+    def pad(self, pixels: np.ndarray) -> np.ndarray:
+        """u8[H, W, 3] -> the model's size, with the edges repeated; pictures of another size than
+        the clip's are scaled to cover it first."""
+        if pixels.shape[:2] != self.size_px:
+            pixels = np.rint(cover(pixels, *self.size_px[::-1])).astype(pixels.dtype)
+        return np.pad(pixels, (*self._widths, (0, 0)), mode="edge")
+
+    def cut(self, chunk: np.ndarray) -> np.ndarray:
+        """f32[3, n, H, W] or integers [n, H, W, 3] -> of the clip's size."""
+        rows, columns = (
+            slice(first, first + size)
+            for (first, _), size in zip(self._widths, self.size_px, strict=True)
+        )
+        if chunk.dtype in (np.uint8, np.uint16):
+            return chunk[:, rows, columns]
+        return chunk[:, :, rows, columns]
+
+
+@dataclass(frozen=True)
+class Cut(Stage):
+    """The clip's own frames out of those that were made."""
+
+    inset: Inset
+    num_frames: int
+    name = "cut"
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        return iter(())
+
+    def run(self, session: Session, state: State, watch: Stopwatch) -> None:
+        state.frames = map(self._frames, state.frames)
+
+    def _frames(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+        left = self.num_frames
+        for chunk in chunks:
+            whole = chunk.dtype in (np.uint8, np.uint16)
+            kept = chunk[:left] if whole else chunk[:, :left]
+            count = kept.shape[0 if whole else 1]
+            if count:
+                yield self.inset.cut(kept)
+            left -= count
+
+
+def lasting(frames: Iterator[np.ndarray], num_frames: int) -> Iterator[np.ndarray]:
+    """Exactly so many frames: the last one is repeated."""
+    pixels = None
+    count = 0
+    for pixels in islice(frames, num_frames):
+        yield pixels
+        count += 1
+    assert pixels is not None, "a file without frames is refused"
+    for _ in range(num_frames - count):
+        yield pixels
