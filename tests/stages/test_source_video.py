@@ -160,12 +160,12 @@ def test_frames_that_are_over_are_left_out_with_a_note(session, file, capsys):
 
 
 def test_a_file_that_is_too_short_is_refused(session, file):
-    longer = geometry(session, 41)
+    longer = geometry(session, 49)
     stage = SourceVideo(
-        file, longer, plan_encoder_tiles("off", (6, 2, 3), session.config.video_vae), "--reference"
+        file, longer, plan_encoder_tiles("off", (7, 2, 3), session.config.video_vae), "--reference"
     )
     with pytest.raises(
-        InputError, match=r"--reference: .*a\.mp4 has 36 frames, 41 are read; pass a longer one"
+        InputError, match=r"--reference: .*a\.mp4 has 36 frames, 49 are read; pass a longer one"
     ):
         stage.check(session)
 
