@@ -187,18 +187,18 @@ def _decoded(path: Path, flag: str, wide: bool) -> Iterator[tuple[Fraction | Non
 def _resampled(
     frames: Iterator[tuple[Fraction | None, np.ndarray]], info: VideoInfo
 ) -> Iterator[np.ndarray]:
-    """The frame that is shown at each time of the facts; all frames as they are at a constant
-    rate."""
+    """The frame nearest to each time of the facts; at a constant rate all frames unchanged."""
     if not info.varies:
         yield from (pixels for _, pixels in frames)
         return
-    times, shown = iter(info.times_s), None
+    times, shown, since = iter(info.times_s), None, Fraction(0)
     due = next(times, None)
     for time, pixels in frames:
-        while shown is not None and due is not None and time is not None and due < time:
+        time = since if time is None else time
+        while shown is not None and due is not None and 2 * due < since + time:
             yield shown
             due = next(times, None)
-        shown = pixels
+        shown, since = pixels, time
     while shown is not None and due is not None:
         yield shown
         due = next(times, None)
