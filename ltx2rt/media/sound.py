@@ -150,8 +150,8 @@ class _Track:
 
 
 def _decoded(path: Path, start_s: float, max_duration_s: float | None, on_time: bool) -> _Track:
-    """As `read_sound` is given. Raises InputError if nothing can be decoded, or its format
-    changes."""
+    """Decode with the arguments of `read_sound`. Raises InputError if nothing can be decoded, or
+    its format changes."""
     from av import AudioResampler
     from av.error import FFmpegError
 

@@ -1,7 +1,7 @@
 """Video files that a run is given: their sizes and times, and their frames one after another.
 
 Decides rotation, variable rates, high dynamic range, and which files are refused. Other frames are
-those of the decoder in its order, as the reference reads them; sizes are changed by
+in the decoder's order, as the reference reads them; sizes are changed by
 `ltx2rt.media.images.fit`. Nothing is kept: files are read again for each use.
 """
 
@@ -34,11 +34,11 @@ SOUND_LONGER_S = 1  # than the picture, of a whole file
 @dataclass(frozen=True)
 class VideoInfo:
     """width, height: upright, in pixels, even: an odd one loses its last. fps: the header's
-    average. rotation: degrees
-    counter-clockwise by which the decoder's frames are turned. times_s: of every frame; the first
-    need not be 0, and the sound that belongs to it starts there, too. ignored: a sentence for each
-    thing that reading changes or leaves out. varies: whether frames are resampled by time. resize:
-    what brings the pictures to this width and height, if the file has others.
+    average. rotation: degrees counter-clockwise by which the decoder's frames are turned. times_s:
+    of every frame; the first need not be 0, and the sound that belongs to it starts there as well.
+    ignored: a sentence for each thing that reading changes or leaves out. varies: whether frames
+    are resampled by time. resize: what brings the pictures to this width and height, if the file
+    has others.
     """
 
     width: int
