@@ -226,13 +226,6 @@ CASES = {
         o.head_gate(_x(o, "z"), _x(o, "n", B=2, tokens=5, heads=3)),
         axis="heads",
     ),
-    "together": lambda o: o.concat(
-        *o.together(
-            *(_x(o, "u"), *_rows(o, 4), *_gate(o)),
-            parts=(("norm_modulate", 5, {"eps": 1e-6}), ("head_gate", 4, {})),
-        ),
-        axis="heads",
-    ),
     "pixel_norm_silu": lambda o: o.pixel_norm_silu(_x(o), over="tokens", eps=1e-6),
     "padded_conv": lambda o: o.padded_conv(
         o.input("x", B=2, channels=3, rows=5, columns=4),

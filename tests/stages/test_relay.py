@@ -15,6 +15,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.geometry import Geometry, audio_positions, video_positions
 from ltx2rt.pipelines import make_request, pipeline
+from ltx2rt.pipelines.groups.text import PromptsByTime
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
 from ltx2rt.stages.denoise import Denoise
@@ -115,7 +116,8 @@ def test_every_step_is_the_formula_over_diffusers(sessions, folder, guided):
     runs = {name: run(session, **({} if guided else neutral)) for name, session in sessions.items()}
     plan, state = runs["cuda"]
     request, session = plan.request, sessions["cuda"]
-    g, relay = request.geometry(session.config), request.relay
+    g = request.geometry(session.config)
+    relay = request[PromptsByTime].relay(request.whole_prompt)
     groups = relay.biases(g, relay.columns(session))
     rows = {"video": np.repeat(groups["video"][:-1], 4, axis=0), "audio": groups["audio"][:-1]}
     module = LTX2VideoTransformer3DModel.from_pretrained(
