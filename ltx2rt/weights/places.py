@@ -157,6 +157,8 @@ def _open_folders(part: Part, path: Path) -> Places:
     whole model stands for the one in it. Raises InputError."""
     takes = {p.name: p for p in PARTS.values() if p.option == part.option and p.read}
     kind, found = folder_kind(path), {}
+    if kind in PARTS and part.kind and PARTS[kind].kind == part.kind:
+        kind = part.name  # an upsampler of any scale
     if kind in takes:
         found[kind] = path
     whole = path.parent if kind in takes else path
