@@ -309,7 +309,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return found | {"metrics": [(row["step"], row["video_loss"]) for row in rows]}
 
 
-@pytest.mark.parametrize("number", [8, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:os.fork")  # the child runs no JAX
+@pytest.mark.parametrize("number", [8, 1])
 def test_a_training_killed_at_a_rename_goes_on_to_the_same_files(
     model, cache, tmp_path, monkeypatch, number
 ):
@@ -334,7 +336,9 @@ def test_a_training_killed_at_a_rename_goes_on_to_the_same_files(
             shutil.rmtree(output)
 
 
-@pytest.mark.parametrize("number", [7, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:os.fork")  # the child runs no JAX
+@pytest.mark.parametrize("number", [7, 1])
 def test_a_preparation_killed_at_a_rename_goes_on_to_the_same_files(
     model, cache, tmp_path, monkeypatch, number
 ):
