@@ -131,7 +131,7 @@ def test_a_first_timestamp_that_is_not_zero(tmp_path, name):
     ],
 )
 def test_a_variable_rate_is_resampled_by_time(tmp_path, times, rate, expected):
-    """To the nearest common rate of its average; the frame that is shown then. 240 ticks a second."""
+    """To the nearest common rate of its average; the frame nearest in time. 240 ticks a second."""
     write(tmp_path / "a.mp4", times)
     info = video_info(tmp_path / "a.mp4", FLAG)
     assert abs(info.fps - rate) < 0.1 and info.varies and "resampled to" in info.ignored[0]
@@ -141,7 +141,8 @@ def test_a_variable_rate_is_resampled_by_time(tmp_path, times, rate, expected):
         stored = [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
     found = read(tmp_path / "a.mp4", info.num_frames)
     shown = [
-        max(i for i, t in enumerate(times) if Fraction(t, 240) <= at - first) for at in info.times_s
+        min(range(len(times)), key=lambda i: (abs(Fraction(times[i], 240) - due), -i))
+        for due in (at - first for at in info.times_s)
     ]
     assert len(found) == len(shown)
     for pixels, i in zip(found, shown, strict=True):

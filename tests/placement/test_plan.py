@@ -255,7 +255,7 @@ def test_traffic_of_an_unplaced_graph_is_none():
         ({"devices": 5, "kind": "v6e"}, ["trillium", "tensor=2", "5 devices", "--mesh"]),
         ({"devices": 5, "mesh": {"fsdp": 5}}, ["D=128", "fsdp=5"]),
         ({"profile": "kitchen"}, ["kitchen", "hopper"]),
-        ({"width": 100}, ["--width"]),
+        ({"width": 101}, ["--width"]),
     ],
 )
 def test_what_no_machine_can_do_is_refused_by_name(settings, words):

@@ -166,7 +166,7 @@ def test_a_replica_that_refuses_its_model_ends_the_server(start):
 
 def test_a_job_too_large_for_the_replica_is_refused_before_it_waits(start):
     server = start(env={"FAKE_MEMORY": str(60 * 10**6)})
-    server.until(server.add("1:0", size="32x32"))
+    server.until(server.add("1:0", size="64x64"))
     answer = server.http.post("/v1/videos", json={"prompt": "1:0", **SMALL, "size": "2048x2048"})
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "too_large_for_memory"
     assert "no room on fake" in answer.json()["error"]["message"]
