@@ -63,6 +63,9 @@ BT709, LIMITED_RANGE = (
 )  # the codes of H.264 annex E (matrix, primaries, transfer) and of FFmpeg's AVCOL_RANGE_MPEG
 
 
+X265_REORDERS = 4  # frames: three B-frames of its preset and the one that they wait for
+
+
 @dataclass(frozen=True)
 class Container:
     """A format of FFmpeg's and its encoders with their options.
@@ -80,6 +83,17 @@ class Container:
     audio_rates: tuple[int, ...]
     pixels: str = "yuv420p"
     transfer: int = 0
+
+    def of(self, num_frames: int) -> Container:
+        """Return the container for a clip of this length.
+
+        x265 4.1 reads an unset decoding time where it gets fewer frames than it may reorder.
+        """
+        params = self.video_options.get("x265-params")
+        if params is None or num_frames > X265_REORDERS:
+            return self
+        options = self.video_options | {"x265-params": f"{params}:bframes=0"}
+        return replace(self, video_options=options)
 
     def options(self, fps: Fraction, sample_rate: int) -> dict[str, str]:
         if self.format == "webm":
@@ -154,7 +168,7 @@ def write_mp4(
 
     if waveform is not None:
         waveform = fit_audio(waveform, num_frames, fps, sample_rate)
-    kind = container
+    kind = container.of(num_frames)
     with replacing(path) as partial:
         with av.open(
             str(partial), "w", format=kind.format, options=kind.options(fps, sample_rate)
