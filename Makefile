@@ -21,7 +21,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --no-compile
 COMPILE = $(BIN)/python -m compileall -qq -x '$(RARE)'
 QUICK := $(addprefix tests/,graph passes placement models weights)
 
-.PHONY: demo quick test tests test-long test-real test-full lint clean test-comfyui
+.PHONY: demo quick test tests test-long test-real test-full lint clean dist test-comfyui test-versions
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -79,6 +79,16 @@ $(VENV)/.libtpu: $(VENV)/.installed
 # A real ComfyUI, in the folder COMFYUI_DIR, run by the Python COMFYUI_PYTHON.
 test-comfyui: $(VENV)/.installed
 	$(BIN)/python -m pytest -m '' tests/test_comfyui.py
+
+# A release: the source archive, and the wheel that is built from it.
+dist: $(VENV)/.installed
+	rm -rf build dist
+	$(BIN)/python -c "from setuptools import build_meta; build_meta.build_sdist('dist')" > /dev/null
+	$(BIN)/python -m pip wheel --quiet --quiet --no-deps --no-build-isolation --wheel-dir dist dist/*.tar.gz
+
+# Versions of Python, torch and JAX in environments of their own: gigabytes, one after the other. ROWS='3.12 3.13': only these.
+test-versions: dist
+	$(BIN)/python -m tests.versions $(ROWS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -488,8 +488,8 @@ def chosen_backend(devices: Path = Path("/dev"), quiet: bool = False) -> str:
     factories = [get_factory(name) for name in backend_names()]
     installed = [f for f in factories if find_spec(f.packages[0])]
     if not installed:
-        packages = "'ltx2rt[cuda]' or 'ltx2rt[tpu]'"
-        raise InputError(f"--backend: none is installed; install one with: pip install {packages}")
+        install = "in the clone: pip install '.[cuda]', or pip install '.[tpu]'"
+        raise InputError(f"--backend: none is installed; {install}")
     names = " and ".join(f.name for f in installed)
     here = [f for f in installed if _has_device(f, devices)]
     name = (here or installed)[0].name
@@ -567,5 +567,5 @@ def _installed(name: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise InputError(
-            f"backend {name}: {error}; install it with: pip install 'ltx2rt[{name}]'"
+            f"backend {name}: {error}; in its clone: pip install '.[{name}]'"
         ) from error

@@ -45,7 +45,7 @@ def test_what_is_not_installed_is_said(toy):
     with pytest.raises(InputError, match=r"unknown backend 'nope'; known backends: cuda, toy, tpu"):
         get_backend("nope")
     with pytest.raises(
-        InputError, match=r"backend toy: No module named .* pip install 'ltx2rt\[toy\]'"
+        InputError, match=r"backend toy: No module named .* in its clone: pip install '\.\[toy\]'"
     ):
         get_ahead_compiler("toy", "2x2", {})
 

@@ -1,39 +1,39 @@
 """What is shipped: a wheel with four typed packages and the licence, a source archive that builds
 the same wheel."""
 
+import json
+import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import tomllib
 import zipfile
 from email import message_from_string
 from pathlib import Path
 
 import pytest
 
+from ltx2rt.version import VERSION
+
 ROOT = Path(__file__).parents[1]
+OUTSIDE = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
 PACKAGES = {"ltx2rt", "ltx2rt_cuda", "ltx2rt_tpu", "ltx2rt_kernels"}
-BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, f'build_{sys.argv[1]}')(sys.argv[2]))"
-
-
-def build(kind: str, source: Path, out: Path) -> Path:
-    ran = subprocess.run(
-        [sys.executable, "-c", BUILD, kind, str(out)], cwd=source, capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    return out / ran.stdout.split()[-1]
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> tuple[Path, Path]:
-    """(wheel, source archive) of a copy of this tree."""
-    folder = tmp_path_factory.mktemp("build")
+    """(wheel, source archive) that `make dist` builds of a copy of this tree."""
     ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "demo")
-    source = shutil.copytree(ROOT, folder / "source", ignore=ignored)
-    archive = build("sdist", source, folder)
-    with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
-    return build("wheel", folder / archive.name.removesuffix(".tar.gz"), folder), archive
+    source = shutil.copytree(ROOT, tmp_path_factory.mktemp("build") / "source", ignore=ignored)
+    bin_ = Path(sys.executable).parent
+    made = ["make", "-C", source, "-o", ".venv/.installed", "dist", f"BIN={bin_}"]
+    ran = subprocess.run(made, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    (wheel,), (archive,) = (source.glob(f"dist/*{end}") for end in (".whl", ".tar.gz"))
+    return wheel, archive
 
 
 def test_the_wheel_holds_four_typed_packages_and_the_licence(built):
@@ -71,3 +71,64 @@ def test_the_source_archive_holds_all_of_a_folder_or_nothing(built):
     assert {"LICENSE", "README.md", "pyproject.toml", "kernels/ltx2rt_kernels/py.typed"} <= set(
         names
     )
+    assert not [name for name in names if name.endswith(".safetensors")]  # models stay in the clone
+
+
+@pytest.fixture(scope="module")
+def installed(built, tmp_path_factory) -> Path:
+    """`bin` of an empty environment with the wheel, which finds the packages that it needs here."""
+    venv = tmp_path_factory.mktemp("installed")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", venv / "bin/python", "install", "--no-deps"]
+    subprocess.run([*pip, "--quiet", built[0]], check=True, env=OUTSIDE)
+    (packages,) = venv.glob("lib/python*/site-packages")
+    packages.joinpath("here.pth").write_text(sysconfig.get_path("purelib"))
+    return venv / "bin"
+
+
+@pytest.mark.long
+def test_the_installed_wheel_makes_a_clip_without_the_clone(installed, tmp_path):
+    def run(*words: object) -> str:
+        ran = subprocess.run(
+            [installed / "ltx2rt", *map(str, words)], cwd=tmp_path, env=OUTSIDE,
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    where = "import ltx2rt, ltx2rt_cuda, ltx2rt_tpu; print(ltx2rt.__file__, ltx2rt_cuda.__file__)"
+    found = subprocess.run(
+        [installed / "python", "-c", where], cwd=tmp_path, env=OUTSIDE, capture_output=True,
+        text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    assert all(Path(name).is_relative_to(installed.parent) for name in found)
+    assert run("--version").split() == ["ltx2rt", VERSION]
+    model = ROOT / "examples/tiny-trained"
+    assert json.loads(run("plan", "--model", model, "--device-kind", "v6e", "--json"))["fits"]
+    assert "gemma" in run("weights", "inspect", model)
+    clip = ("--width", 64, "--height", 64, "--num-frames", 9, "--steps", 1, "--output", "clip.mp4")
+    words = ("--backend", "cuda", "--device", "cpu", "--prompt", "a red circle", *clip)
+    run("generate", "--model", model, *words)
+    assert json.loads(run("compare", "clip.mp4", "clip.mp4", "--json"))["ssim"] == 1
+
+
+def test_the_changelog_has_the_version():
+    headings = re.findall(r"^## (.*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == "Unreleased" and headings[1].split()[0] == VERSION
+
+
+def test_every_sentence_about_installing_names_an_extra_of_the_clone():
+    """The package is in no index: `pip install` means the clone, `.[EXTRA]`."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    said = re.compile(r"(ltx2rt|pip install '\.)\[([^]]*)\]")
+    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    for folder in ("ltx2rt", "backends", "kernels", "examples", "benchmarks"):
+        files += [*ROOT.joinpath(folder).rglob("*.py"), *ROOT.joinpath(folder).rglob("*.md")]
+    found = [(path, *match) for path in files for match in said.findall(path.read_text())]
+    assert len(found) > 5
+    for path, what, names in found:
+        assert what != "ltx2rt", f"{path}: ltx2rt[{names}]"
+        unknown = {name for name in names.split(",") if "{" not in name} - extras.keys()
+        assert not unknown, f"{path}: {unknown}"

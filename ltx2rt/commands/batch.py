@@ -95,9 +95,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         from ltx2rt.serve import batch
     except ImportError as error:
-        raise InputError(
-            f"{error}; install what serving needs with: pip install 'ltx2rt[serve]'"
-        ) from error
+        raise InputError(f"{error}; in the clone: pip install '.[serve]'") from error
 
     shard, lines = batch.parse_shard(own.shard), batch.read_lines(args.jobs)
     if not own.output_dir.is_dir():

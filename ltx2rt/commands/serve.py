@@ -208,9 +208,7 @@ def main(args: argparse.Namespace) -> int:
         from ltx2rt.serve.server import Serving, serve
         from ltx2rt.serve.webhooks import read_hooks
     except ImportError as error:
-        raise InputError(
-            f"{error}; install what serving needs with: pip install 'ltx2rt[serve]'"
-        ) from error
+        raise InputError(f"{error}; in the clone: pip install '.[serve]'") from error
 
     def admission(inputs: Path) -> Admission:
         found = Admission(
@@ -264,9 +262,7 @@ def bridge(workers: str, options: ModelOptions) -> list[str]:
     if workers == "here":
         return []
     if find_spec("ray") is None:
-        raise InputError(
-            "--workers: ray is not installed; install it with: pip install 'ltx2rt[ray]'"
-        )
+        raise InputError("--workers: ray is not installed; in the clone: pip install '.[ray]'")
     kind = get_factory(options.backend).accelerator
     count = 0 if options.device == "cpu" else prod(options.mesh.values())
     return [sys.executable, "-m", "ltx2rt.serve.on_ray", kind, str(count)]

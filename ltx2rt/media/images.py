@@ -122,8 +122,8 @@ def _opened(path: Path, flag: str = "--image") -> Iterator[Any]:
         raise
     except ImportError as error:
         raise InputError(
-            f"{flag}: {path} is HEIC, which the package pillow-heif reads; install it with: "
-            "pip install 'ltx2rt[heic]', or save the image as JPEG"
+            f"{flag}: {path} is HEIC, which the package pillow-heif reads; in the clone: "
+            "pip install '.[heic]', or save the image as JPEG"
         ) from error
     except MemoryError as error:
         lacking = f"needs more memory for {size} pixels than is free"

@@ -107,7 +107,8 @@ class Enhancer:
         needed = ("torch", "transformers", "accelerate", *(["jinja2"] if self.greedy else []))
         if missing := [name for name in needed if find_spec(name) is None]:
             raise InputError(
-                f"--enhance-prompt: needs {' and '.join(missing)}; install ltx2rt[enhance]"
+                f"--enhance-prompt: needs {' and '.join(missing)}; in the clone: "
+                "pip install '.[enhance]'"
             )
         flag = "--enhance-prompt" if self.own else "--prompt-enhancer"
         if self.own and self.kind not in GEMMA3:

@@ -56,9 +56,7 @@ def read_pt(path: Path) -> dict[str, Any]:
     """
     existing_file("--data", path)
     if find_spec("torch") is None:
-        raise InputError(
-            f"{path}: reading it takes PyTorch; install it: pip install 'ltx2rt[cuda]'"
-        )
+        raise InputError(f"{path}: reading it takes PyTorch; in the clone: pip install '.[cuda]'")
     torch = import_module("torch")
     try:
         with zipfile.ZipFile(path) as archive:

@@ -328,8 +328,8 @@ def _hub(repo: Repo) -> Iterator[None]:
         raise
     except ImportError as error:
         raise InputError(
-            f"{repo.name} does not exist; if it is a repository of the Hugging Face hub, install "
-            f"ltx2rt[hub] ({error}), or download it and pass the folder"
+            f"{repo.name} does not exist; if it is a repository of the Hugging Face hub, in the "
+            f"clone: pip install '.[hub]' ({error}), or download it and pass the folder"
         ) from error
     except Exception as error:
         kinds = {kind.__name__ for kind in type(error).__mro__}

@@ -207,7 +207,7 @@ def test_what_cannot_be_enhanced(refused, monkeypatch):
         patch.setattr(
             "ltx2rt.stages.enhance.find_spec", lambda name: None if name == "accelerate" else name
         )
-        assert "--enhance-prompt: needs accelerate; install ltx2rt[enhance]" in refused(
+        assert "needs accelerate; in the clone: pip install '.[enhance]'" in refused(
             "--enhance-prompt"
         )
     for name, value in {
