@@ -204,7 +204,7 @@ def main(args: argparse.Namespace) -> int:
     users = Users(own.token_file, hears) if own.token_file else None
     try:
         from ltx2rt.serve.admission import Admission
-        from ltx2rt.serve.app import KEEP_S, Settings
+        from ltx2rt.serve.core import KEEP_S, Settings
         from ltx2rt.serve.server import Serving, serve
         from ltx2rt.serve.webhooks import read_hooks
     except ImportError as error:

@@ -37,7 +37,7 @@ from ltx2rt.pipelines.step_plans import PlanFile
 from ltx2rt.placement.devices import known_kind
 from ltx2rt.run.plan import make_plan, to_enhance
 from ltx2rt.run.recording import high_range_of
-from ltx2rt.serve.refusal import KNOWN_AS, Refusal, of_input, unknown
+from ltx2rt.serve.refusal import KNOWN_AS, Refusal, misfit, of_input, unknown
 from ltx2rt.serve.shapes import Shape
 from ltx2rt.serve.upload import EXR, IMAGE, MAX_BYTES, SUFFIX
 from ltx2rt.session.arrange import DatasheetBackend
@@ -181,8 +181,7 @@ class Admission:
             if field not in known:
                 raise unknown(field, known)
         if (model := self._text(given, "model", self.model)) not in self.names:
-            text = f"model: {model[:80]!r}, expected {' or '.join(map(repr, self.names))}"
-            raise Refusal(400, "invalid_value", text, "model")
+            raise misfit("model", model, " or ".join(map(repr, self.names)))
         _check_metadata(given.get("metadata", {}))
         if len(self._text(given, "user", "")) > MAX_USER:
             raise Refusal(
@@ -290,12 +289,7 @@ class Admission:
             raise of_input(error, [CLIP], given) from error
         name = self._text(given, "pipeline", default)
         if name not in self.served:
-            raise Refusal(
-                400,
-                "invalid_value",
-                f"pipeline: {name[:80]!r}, expected one of {', '.join(self.served)}",
-                "pipeline",
-            )
+            raise misfit("pipeline", name, f"one of {', '.join(self.served)}")
         return name
 
     @staticmethod
@@ -310,12 +304,7 @@ class Admission:
         if "size" in given:
             match = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", self._text(given, "size", ""))
             if match is None:
-                raise Refusal(
-                    400,
-                    "invalid_value",
-                    f"size: {given['size'][:80]!r}, expected WIDTHxHEIGHT",
-                    "size",
-                )
+                raise misfit("size", given["size"], "WIDTHxHEIGHT")
             if "width" in clip or "height" in clip:
                 raise Refusal(
                     400,
@@ -327,8 +316,7 @@ class Admission:
         if "seconds" in given and "num_frames" not in clip:
             seconds = number(given["seconds"])
             if seconds is None or not 0 < seconds <= 3600:
-                text = f"seconds: {str(given['seconds'])[:80]!r}, expected a number above 0"
-                raise Refusal(400, "invalid_value", text, "seconds")
+                raise misfit("seconds", given["seconds"], "a number above 0")
             fps, step = clip.get("fps", Fraction(24)), self.checkpoint.config.video_vae.time_factor
             found["num_frames"] = max(0, round((float(seconds * fps) - 1) / step)) * step + 1
         return found

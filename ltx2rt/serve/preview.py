@@ -11,16 +11,19 @@ would show more, and take a program for every size.
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from ltx2rt.media.video import read_frames, video_info
 from ltx2rt.session.call import Call
 from ltx2rt.session.session import Session
 
 GRID, PATCHES = 16, 4  # latent pixels and patches of colour along the side of a picture to fit
 PICTURES, RIDGE = 2, 1e-3  # 512 points for 129 unknowns; relative to the mean square of a channel
 SIZE_PX = 192
+SPRITES = 4  # pictures along the side of a sprite sheet
 
 
 def fitted(session: Session) -> np.ndarray:
@@ -64,10 +67,33 @@ def picture_of(latents: np.ndarray, projection: np.ndarray) -> bytes:
     middle = np.moveaxis(latents[:, latents.shape[1] // 2], 0, -1)
     rgb = middle @ projection[:-1] + projection[-1]
     image = Image.fromarray(np.clip((rgb + 1) * 127.5, 0, 255).astype(np.uint8))
-    scale = SIZE_PX / max(image.size)
-    image = image.resize(
-        [max(1, round(side * scale)) for side in image.size], Image.Resampling.BICUBIC
-    )
+    return _jpeg(image.resize(_small(*image.size), Image.Resampling.BICUBIC))
+
+
+def sprite_sheet(path: Path) -> bytes:
+    """A JPEG of SPRITES**2 frames of a clip, evenly spaced, row by row.
+
+    Raises InputError, FileNotFoundError.
+    """
+    path.stat()
+    info = video_info(path, "--variant")
+    size = _small(info.width, info.height)
+    sheet = Image.new("RGB", (SPRITES * size[0], SPRITES * size[1]))
+    shown = [round(i * (info.num_frames - 1) / (SPRITES**2 - 1)) for i in range(SPRITES**2)]
+    for number, frame in enumerate(read_frames(path, "--variant", info.num_frames)):
+        for place in (i for i, one in enumerate(shown) if one == number):
+            image = Image.fromarray(frame).resize(size, Image.Resampling.BICUBIC)
+            sheet.paste(image, (place % SPRITES * size[0], place // SPRITES * size[1]))
+    return _jpeg(sheet)
+
+
+def _small(*size_px: int) -> tuple[int, int]:
+    """Width and height of a small picture of this shape."""
+    width, height = (max(1, round(side * SIZE_PX / max(size_px))) for side in size_px)
+    return width, height
+
+
+def _jpeg(image: Image.Image) -> bytes:
     file = io.BytesIO()
     image.save(file, "JPEG", quality=80)
     return file.getvalue()

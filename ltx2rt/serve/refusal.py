@@ -69,6 +69,12 @@ class Refusal(Exception):
         }
 
 
+def misfit(name: str, given: object, expected: str) -> Refusal:
+    """The refusal of a field's value."""
+    text = f"{name}: {str(given)[:80]!r}, expected {expected}"
+    return Refusal(400, "invalid_value", text, name)
+
+
 def of_input(error: InputError, known: Collection[str], given: Collection[str]) -> Refusal:
     """The command line's sentence, about a field if it begins with the flag of one; `param` is its
     name.

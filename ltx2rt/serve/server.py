@@ -22,8 +22,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ltx2rt.errors import InputError
 from ltx2rt.serve.admission import Admission
-from ltx2rt.serve.app import UNUSED_S, App, Settings
+from ltx2rt.serve.app import UNUSED_S, App
 from ltx2rt.serve.board import Board, log
+from ltx2rt.serve.core import Settings
 from ltx2rt.serve.folder import Folder
 from ltx2rt.serve.gate import MAX_REQUESTS, UNREAD_S, Gate, is_local
 from ltx2rt.serve.metrics import Metrics

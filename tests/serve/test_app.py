@@ -56,7 +56,7 @@ def client(server, **more):
             yield made
 
 
-def test_every_method_of_the_official_client(server):
+def test_every_method_of_the_official_client(server, tmp_path):
     with client(server) as api:
         video = api.videos.create_and_poll(
             prompt="3:0.01",
@@ -77,6 +77,9 @@ def test_every_method_of_the_official_client(server):
         assert api.videos.download_content(video.id, variant="thumbnail").content == b"RIFF"
         with api.videos.with_streaming_response.download_content(video.id) as stream:
             assert b"".join(stream.iter_bytes(4)) == f"{video.id} 7".encode()
+        (server.data / f"out/{video.id}.1.mp4").write_bytes(moving(tmp_path))
+        sheet = api.videos.download_content(video.id, variant="spritesheet").content
+        assert sheet.startswith(b"\xff\xd8")
         remix = api.videos.remix(video.id, prompt="1:0.01")
         assert (
             remix.remixed_from_video_id == video.id

@@ -1,12 +1,14 @@
 """Pictures of latents, by the tiny model's own encoder."""
 
 import io
+from fractions import Fraction
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from ltx2rt.serve.preview import GRID, fitted, picture_of, smooth
+from ltx2rt.media.mp4 import write_mp4
+from ltx2rt.serve.preview import GRID, fitted, picture_of, smooth, sprite_sheet
 from ltx2rt.session.call import Call
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
@@ -43,3 +45,14 @@ def test_a_preview_keeps_the_shape_of_the_clip(width, height):
     with Image.open(io.BytesIO(picture)) as image:
         assert max(image.size) == 192
         assert image.width * height == pytest.approx(image.height * width, rel=0.05)
+
+
+@pytest.mark.parametrize("num_frames", [31, 4])
+def test_a_sprite_sheet_has_frames_from_the_first_to_the_last(tmp_path, num_frames):
+    grey = np.linspace(-1, 1, num_frames, dtype=np.float32)[None, :, None, None]
+    frames = np.broadcast_to(grey, (3, num_frames, 64, 96))
+    write_mp4(tmp_path / "clip.mp4", iter([frames]), num_frames=num_frames, fps=Fraction(24))
+    with Image.open(io.BytesIO(sprite_sheet(tmp_path / "clip.mp4"))) as sheet:
+        assert sheet.size == (4 * 192, 4 * 128)
+        means = np.asarray(sheet.convert("L"), np.float32).reshape(4, 128, 4, 192).mean((1, 3))
+    assert means.min() < 4 and means.max() > 251 and (np.diff(means.ravel()) > -2).all()

@@ -1,0 +1,134 @@
+"""The server's state, and the answers that its routes have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ltx2rt.serve.admission import Admission
+from ltx2rt.serve.answers import Json
+from ltx2rt.serve.apart import Apart
+from ltx2rt.serve.board import Board
+from ltx2rt.serve.folder import Folder, clip_names
+from ltx2rt.serve.gate import RETRY_S
+from ltx2rt.serve.metrics import Metrics
+from ltx2rt.serve.pace import Pace
+from ltx2rt.serve.queue import COMPLETED, JOB_ID, QUEUED, RUNNING, Job, QueueFull
+from ltx2rt.serve.refusal import Refusal, misfit
+from ltx2rt.serve.supervisor import QueueThread, Supervisor
+from ltx2rt.serve.users import Users
+from ltx2rt.serve.video import as_video
+
+PACE_S = 2
+POLL_MS = {QUEUED: 1000, RUNNING: 250}
+KEEP_S = 7 * 86400.0  # for clips where others reach the server; rows stay ten times longer
+
+
+@dataclass(frozen=True)
+class Settings:
+    """users: None: everybody who reaches the server is one user. keep_s: how long clips stay;
+    disk_bytes: how much they may take;
+    max_work: TFLOP of a request at most."""
+
+    users: Users | None
+    max_upload_bytes: int = 32 * 2**20
+    keep_s: float = KEEP_S
+    disk_bytes: int = 50 * 10**9
+    log_prompts: bool = False
+    max_work: float | None = None
+
+
+@dataclass
+class Core:
+    settings: Settings
+    admission: Admission
+    store: QueueThread
+    folder: Folder
+    board: Board
+    supervisor: Supervisor
+    metrics: Metrics
+
+    def __post_init__(self) -> None:
+        self.queue, self.closing = self.store.queue, False
+        self._planner = ThreadPoolExecutor(1, thread_name_prefix="plan")
+        self._apart = Apart(self.admission)
+        self._known_pace, self._pace_until = Pace(), 0.0
+        self._encoding = asyncio.Lock()  # segments and sprite sheets, one at a time
+
+    async def _job(self, request: Request, named: str | None = None) -> Job:
+        """The job of the path, or of this id. Raises Refusal unless it is the user's own."""
+        id = request.path_params["id"] if named is None else named
+        job = await self.store(self.queue.get, id) if JOB_ID.fullmatch(id) else None
+        if job is None or job.user != request.state.user:
+            raise Refusal(404, "not_found", f"no video is named {id[:80]!r}", "video_id")
+        return job
+
+    async def _video(self, job: Job) -> dict[str, Any]:
+        position = eta_s = None
+        if job.status == QUEUED:
+            position, wait_s = await self._wait(job.user, job.priority, job.seq)
+            took_s, _ = (await self._pace()).of(job.work)
+            eta_s = None if took_s is None or wait_s is None else round(wait_s + took_s, 1)
+        live, preview = self.board.live.get(job.id), self.board.previews.get(job.id)
+        shown = preview and preview[0]
+        keep_s = self.settings.keep_s
+        return as_video(job, self.admission.model, keep_s, live, shown, position, eta_s)
+
+    async def _pace(self) -> Pace:
+        """The pace of the latest runs, at most PACE_S old."""
+        if (now := time.monotonic()) > self._pace_until:
+            self._known_pace = Pace(await self.store(self.queue.runs))
+            self._pace_until = now + PACE_S
+        return self._known_pace
+
+    async def _wait(self, user: str, *place: int) -> tuple[int, float | None]:
+        """Jobs that come before one of the user's, and their seconds, None if unknown."""
+        position, work = await self.store(self.queue.ahead, user, *place)
+        if (position_s := (await self._pace()).of(work)[0]) is None:
+            return position, None if position else 0.0
+        live = [progress.get("eta_s") or 0.0 for progress in self.board.live.values()]
+        replicas = len(self.supervisor.replicas)
+        free = len(live) < replicas
+        return position, (position_s + (0.0 if free else sum(live))) / replicas
+
+    def _answer(self, video: dict[str, Any], status: int = 200) -> Response:
+        wait_ms = POLL_MS.get(video["status"])
+        return Json(video, status, {"openai-poll-after-ms": str(wait_ms)} if wait_ms else {})
+
+    def _require_accepting(self) -> None:
+        if self.supervisor.draining:
+            raise Refusal(503, "draining", "the server is about to stop", retry_after_s=60)
+        full = ("disk_full", "the disk is full") if self.folder.full() else None
+        if (problem := full or self.supervisor.problem) is not None:
+            raise Refusal(503, *problem, retry_after_s=RETRY_S)
+
+    def _clip(self, job: Job, number: Any) -> BinaryIO:
+        """A finished clip of a job, opened. Raises Refusal."""
+        if job.status != COMPLETED:
+            text = f"the video is {job.status}; ask again when it is completed"
+            raise Refusal(409, "not_ready", text)
+        require_video(job, str(number))
+        name = clip_names(job.stem, job.job.get("n", 1))[int(number)]
+        try:
+            return (self.folder.outputs / name).open("rb")
+        except FileNotFoundError:
+            text = "the file was deleted after its time; send the request again"
+            raise Refusal(410, "expired", text) from None
+
+
+def require_video(job: Job, number: str) -> None:
+    """Raises Refusal."""
+    n = job.job.get("n", 1)
+    if number not in map(str, range(n)):
+        raise misfit("video", number, f"0 to {n - 1}")
+
+
+def too_many(full: QueueFull) -> Refusal:
+    return Refusal(429, full.code, str(full), retry_after_s=max(1, math.ceil(full.after_s)))

@@ -1,0 +1,181 @@
+"""Routes of a video's files: the clip, its pictures, its segments while it is made."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+from starlette.background import BackgroundTask
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from ltx2rt.errors import InputError
+from ltx2rt.media.mp4 import whole_fragments
+from ltx2rt.pipelines import make_request
+from ltx2rt.run.recording import STREAM, write_segment
+from ltx2rt.serve.answers import Json, Opened
+from ltx2rt.serve.core import Core, require_video
+from ltx2rt.serve.folder import CLIP, FRAMES, SEGMENTS, THUMBNAIL, clip_names, frames_of
+from ltx2rt.serve.preview import sprite_sheet
+from ltx2rt.serve.queue import COMPLETED, Job
+from ltx2rt.serve.refusal import Refusal, misfit
+from ltx2rt.serve.video import in_segments
+from ltx2rt.stages.segments import stops
+
+VARIANTS = ("video", "frames", "thumbnail", "spritesheet", "report", "preview")
+EVENT_GAP_S = 0.2
+STREAM_BYTES = 2**18  # bytes of a stream at once
+
+
+class Files(Core):
+    async def content(self, request: Request) -> Response:
+        job, variant = await self._job(request), request.query_params.get("variant", "video")
+        if variant not in VARIANTS:
+            raise misfit("variant", variant, f"one of {', '.join(VARIANTS)}")
+        if variant == "preview":
+            if (shown := self.board.previews.get(job.id)) is None:
+                text = "there is no preview; listen to /v1/events?previews=1 while it runs"
+                raise Refusal(404, "not_found", text)
+            return Response(
+                shown[1], media_type="image/jpeg", headers={"cache-control": "no-store"}
+            )
+        if job.status != COMPLETED or job.result is None:
+            text = f"the video is {job.status}; ask again when it is completed"
+            raise Refusal(409, "not_ready", text)
+        if variant == "report":
+            return Json(job.result.get("report", {}))
+        number, n = request.query_params.get("video", "0"), job.job.get("n", 1)
+        require_video(job, number)
+        try:
+            if variant == "thumbnail":
+                return Opened(self.folder.outputs / (job.stem + THUMBNAIL), media_type="image/webp")
+            clip = self.folder.outputs / clip_names(job.stem, n)[int(number)]
+            name = job.id + (f"-{number}" if number != "0" else "")
+            if variant == "spritesheet":
+                async with self._encoding:
+                    sheet = await asyncio.to_thread(sprite_sheet, clip)
+                return Response(sheet, media_type="image/jpeg")
+            if variant == "frames":
+                if not job.job.get("frames"):
+                    text = (
+                        "the clip has no frames of high dynamic range; ask for it with hdr_frames"
+                    )
+                    raise Refusal(404, "not_found", text)
+                frames = clip.with_name(frames_of(clip.name))
+                return Opened(frames, media_type="application/zip", filename=f"{name}{FRAMES}")
+            noted = None
+            if request.method == "GET" and "fetched" not in job.result:
+                noted = BackgroundTask(
+                    self.store.insist, self.queue.note, job.id, fetched=int(time.time())
+                )
+            return Opened(
+                clip, media_type="video/mp4", background=noted, filename=f"{name}.mp4",
+                content_disposition_type="inline",
+            )  # fmt: skip
+        except FileNotFoundError:
+            raise Refusal(
+                410, "expired", "the file was deleted after its time; send the request again"
+            ) from None
+
+    async def stream(self, request: Request) -> Response:
+        """A clip in segments while it is made, as fragmented MP4, from its byte `from` on; when the
+        job is over, the finished file."""
+        job, start = await self._job(request), request.query_params.get("from", "0")
+        if not (start.isascii() and start.isdecimal() and len(start) < 16):
+            raise misfit("from", start, "a byte")
+        if job.over and int(start):
+            text = "the stream is over; fetch the content instead"
+            raise Refusal(409, "stream_over", text, "from")
+        if job.over:
+            return await self.content(request)
+        return StreamingResponse(
+            self._followed(job, int(start)),
+            media_type="video/mp4",
+            headers={"cache-control": "no-store", "x-accel-buffering": "no"},
+        )
+
+    async def _in_segments(self, request: Request) -> tuple[Job, Any]:
+        """The job of the path and its clip, which knows its parts. Raises Refusal."""
+        job = await self._job(request)
+        if not in_segments(job):
+            text = "the clip is not made in segments; ask for it with `segments` or `length`"
+            raise Refusal(409, "no_segments", text)
+        clip: Any = make_request(job.job["pipeline"], **job.job["clip"])
+        return job, clip.kept_in(self.folder.outputs / f"{job.id}{SEGMENTS}")
+
+    async def segment(self, request: Request) -> Response:
+        """A segment that is made, as a file that plays, while the job is not over. It is encoded
+        once, and kept beside the segment."""
+        (job, clip), number = await self._in_segments(request), request.path_params["index"]
+        parts = list(stops(clip.parts))
+        if number not in map(str, range(1, len(parts) + 1)):
+            text = f"segment: {number[:80]!r}, expected 1 to {len(parts)}"
+            raise Refusal(400, "invalid_value", text)
+        if job.status == COMPLETED:
+            text = "the clip is whole, and its segments are deleted; fetch the content instead"
+            raise Refusal(409, "stream_over", text)
+        part, stop = parts[int(number) - 1]
+        path = part.path.with_suffix(CLIP)
+        try:
+            async with self._encoding:
+                if not path.exists():
+                    hdr = self.admission.high_range(clip, job.job["loras"])
+                    await asyncio.to_thread(write_segment, path, part, stop, hdr)
+            return Opened(path, media_type="video/mp4", filename=f"{job.id}-segment{number}.mp4")
+        except (OSError, InputError) as error:
+            over = (await self._job(request)).over  # it may have been deleted meanwhile
+            if not over and not isinstance(error, (FileNotFoundError, InputError)):
+                raise
+            text = f"segment {number} is not there; ask again when it is made, or for the content"
+            raise Refusal(409, "not_ready", text) from None
+
+    async def segments(self, request: Request) -> Response:
+        """The segments of a clip: which frames of it each has, by which prompt, and whether it is
+        made."""
+        job, clip = await self._in_segments(request)
+        prompts, found = (clip.positive, *clip.segment_prompts), []
+        for i, (part, stop) in enumerate(stops(clip.parts), 1):
+            try:
+                size = part.path.stat().st_size
+            except FileNotFoundError:
+                size = None
+            made = job.status == COMPLETED or size is not None
+            found.append({
+                "index": i, "start": part.start, "frames": stop - part.start,
+                "start_s": float(part.start / clip.fps), "made": made, "bytes": size,
+                "prompt": prompts[min(i, len(prompts)) - 1],
+            })  # fmt: skip
+        return Json({"object": "list", "data": found})
+
+    async def _followed(self, job: Job, start: int) -> AsyncIterator[bytes]:
+        """Whole fragments, so that what is cut off plays. A job without any ends in its finished
+        file."""
+        path, border, file = self.folder.outputs / f"{job.id}{SEGMENTS}" / STREAM, 0, None
+        try:
+            while not self.closing:
+                now = await self.store(self.queue.get, job.id)
+                if file is None:
+                    with suppress(FileNotFoundError):
+                        file = path.open("rb")
+                if file is not None:
+                    size = os.fstat(file.fileno()).st_size
+                    border = await asyncio.to_thread(whole_fragments, file, border, size)
+                    while start < border:
+                        file.seek(start)
+                        data = file.read(min(border - start, STREAM_BYTES))
+                        start += len(data)
+                        yield data
+                if now is None or now.over:
+                    break
+                await asyncio.sleep(EVENT_GAP_S)
+            if not start and now is not None and now.status == COMPLETED and file is None:
+                file = self._clip(now, "0")
+                while data := await asyncio.to_thread(file.read, STREAM_BYTES):
+                    yield data
+        finally:
+            if file is not None:
+                file.close()

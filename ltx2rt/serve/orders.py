@@ -1,0 +1,191 @@
+"""Routes that make new videos: from fields, or from a video that is there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ltx2rt.backend import DeviceInfo
+from ltx2rt.serve.admission import MAX_PRIORITY, Admitted, number, uploads
+from ltx2rt.serve.answers import Json
+from ltx2rt.serve.core import Core, too_many
+from ltx2rt.serve.form import fields_of
+from ltx2rt.serve.queue import QUEUED, Conflict, Job, QueueFull
+from ltx2rt.serve.refusal import Refusal, misfit
+from ltx2rt.serve.upload import IMAGE, SUFFIX, VIDEO
+from ltx2rt.serve.video import settings
+
+MAX_EXTENSION_S = 20  # the model's limit
+
+
+class Orders(Core):
+    async def create(self, request: Request) -> Response:
+        """With `check=1` the request is checked, and its files are kept, but it is not queued."""
+        self._require_accepting()
+        most = self.settings.max_upload_bytes
+        given = await fields_of(request, most, self.folder, uploads())
+        return await self._add(request, given)
+
+    async def remix(self, request: Request) -> Response:
+        """A new video of the settings and the seed of another, with another prompt."""
+        self._require_accepting()
+        job = await self._job(request)
+        given = await fields_of(request, self.settings.max_upload_bytes)
+        if unknown := sorted(given.keys() - {"prompt"}):
+            raise Refusal(
+                400,
+                "unknown_field",
+                f"{unknown[0][:80]!r}: a remix changes the prompt alone",
+                unknown[0][:80],
+            )
+        settings = {**job.given, "seed": job.job["clip"].get("seed"), "prompt": given.get("prompt")}
+        return await self._add(request, settings, remixed_from=job.id)
+
+    async def extend(self, request: Request) -> Response:
+        """A new video that goes on from a finished one: fields of the extend pipeline, by default
+        the
+        same prompt."""
+        self._require_accepting()
+        job, most = await self._job(request), self.settings.max_upload_bytes
+        given = await fields_of(request, most, self.folder, uploads())
+        return await self._extended(request, job, given, given.pop("video", "0"))
+
+    async def extension(self, request: Request) -> Response:
+        """As `extend`, in OpenAI's shape: `video` is the finished video, by its id or as an object
+        that has one, and `seconds` how much is added."""
+        self._require_accepting()
+        given = await fields_of(request, self.settings.max_upload_bytes, self.folder, uploads())
+        video, seconds = given.pop("video", None), given.pop("seconds", None)
+        id = video.get("id") if isinstance(video, dict) else video
+        if not isinstance(id, str):
+            text = (
+                "video: expected the id of a finished one; POST /v1/videos extends a file, "
+                "by its pipeline extend"
+            )
+            raise Refusal(400, "invalid_value", text, "video")
+        job = await self._job(request, id)
+        if seconds is not None:
+            added, fps = number(seconds), job.job["clip"].get("fps")
+            if added is None or not 0 < added <= MAX_EXTENSION_S or fps is None:
+                limit = f"above 0 and at most {MAX_EXTENSION_S}, or extend_frames in its place"
+                raise misfit("seconds", seconds, limit)
+            step = self.admission.checkpoint.config.video_vae.time_factor
+            frames = max(round(added * Fraction(str(fps)) / step), 1) * step
+            given = {"extend_frames": frames} | given
+        return await self._extended(request, job, given, "0")
+
+    async def _extended(
+        self, request: Request, job: Job, given: dict[str, Any], number: str
+    ) -> Response:
+        for field in ("pipeline", "video_path"):
+            if field in given:
+                text = f"{field}: the video that is extended is named already; leave it out"
+                raise Refusal(400, "invalid_value", text, field)
+        if job.job["clip"].get("hdr"):
+            text = "the clip is in high dynamic range, and extend starts from 8 bits; ask for more segments"
+            raise Refusal(409, "conflict", text)
+        with self._clip(job, number) as file:
+            data = await asyncio.to_thread(file.read)
+        kept = await asyncio.to_thread(self.folder.keep_input, data, SUFFIX[VIDEO], job.user)
+        fixed = {"pipeline": "extend", "video_path": [{"file_id": kept}]}
+        given = {"prompt": job.job["clip"].get("prompt")} | given | fixed
+        return await self._add(request, given, remixed_from=job.id)
+
+    async def _add(
+        self, request: Request, given: dict[str, Any], remixed_from: str | None = None
+    ) -> Response:
+        user, key = request.state.user, request.headers.get("idempotency-key")
+        if key is not None and not 0 < len(key) <= 255:
+            raise Refusal(400, "invalid_value", "Idempotency-Key: expected 1 to 255 characters")
+        admitted = await self._admitted(request, given)
+        if request.query_params.get("check") == "1":
+            return await self._checked(user, admitted)
+        retried = (
+            request.headers.get("x-stainless-retry-count", "0") != "0"
+        )  # the answer may have been lost
+        if (
+            retried
+            and (known := await self.store(self.queue.repeated, user, admitted.digest)) is not None
+        ):
+            return self._answer(await self._video(known))
+        self._require_accepting()  # planning takes time
+        try:
+            job = await self.store(
+                self.queue.add, user, admitted.digest, admitted.given, admitted.job,
+                work=admitted.work,
+                loras=admitted.loras, priority=int(number(given.get("priority")) or 0), key=key,
+                remixed_from=remixed_from,
+            )  # fmt: skip
+        except QueueFull as full:
+            raise too_many(full) from None
+        except Conflict as error:
+            raise Refusal(409, "conflict", str(error)) from None
+        if job.status == QUEUED:  # else it was sent before
+            self.board.tell(
+                "queued",
+                job.id,
+                user,
+                **({"prompt": given.get("prompt")} if self.settings.log_prompts else {}),
+            )
+            self.supervisor.woken()
+        return self._answer(await self._video(job))
+
+    async def _checked(self, user: str, admitted: Admitted) -> Response:
+        """The clip that the request would make, and its time; nothing is queued."""
+        job, priority = admitted.job, number(admitted.given.get("priority"))
+        seconds, basis = (await self._pace()).of(admitted.work, admitted.least_s)
+        _, wait_s = await self._wait(user, int(priority or 0))
+        estimate = {
+            "seconds": seconds, "work_tflop": admitted.work, "wait_s": wait_s, "basis": basis,
+        }  # fmt: skip
+        resolved = {**settings(job), "size": job["size"], "seconds": job["seconds"]}
+        return Json(
+            {"object": "check", "given": admitted.given, "resolved": resolved, "estimate": estimate}
+        )
+
+    async def _admitted(self, request: Request, given: dict[str, Any]) -> Admitted:
+        """Raises Refusal."""
+        await self._require_own_files(request.state.user, given)
+        priority = number(given.get("priority", 0))
+        if priority is None or priority not in range(MAX_PRIORITY + 1):
+            raise Refusal(
+                400, "invalid_value", f"priority: expected 0 to {MAX_PRIORITY}", "priority"
+            )
+        if given.keys() & uploads().keys():
+            admitted = await self._apart.admit(given, self.supervisor.device)
+        else:
+            loop = asyncio.get_running_loop()
+            admitted = await loop.run_in_executor(self._planner, self._admit, given)
+        most = self.settings.max_work
+        if most is not None and admitted.work > most:
+            raise Refusal(
+                400,
+                "too_much_work",
+                f"this takes {admitted.work:.4g} TFLOP, here a request may take {most:.4g}; "
+                "ask for a smaller size, or fewer frames, steps or videos",
+            )
+        return admitted
+
+    async def _require_own_files(self, user: str, given: Mapping[str, Any]) -> None:
+        """Refuse a `file_id` of somebody else as one that does not exist. Raises Refusal."""
+        for name, kind in ({"images": IMAGE} | uploads()).items():
+            items = given.get(name)
+            for item in items if isinstance(items, list) else []:
+                id = item.get("file_id") if isinstance(item, dict) else None
+                if not isinstance(id, str) or self.folder.sent_by(user, id):
+                    continue
+                if not await self.store(self.queue.uses, user, id):
+                    text = f"{name}: file_id names no {kind} that was sent here"
+                    raise Refusal(400, "invalid_value", text, name)
+
+    def _admit(self, given: dict[str, Any]) -> Admitted:
+        """With the memory of the replicas, once one has told of it."""
+        if self.supervisor.device is not None:
+            device, mesh = self.supervisor.device
+            self.admission.plan_for(DeviceInfo(**device), mesh)
+        return self.admission.admit(given)

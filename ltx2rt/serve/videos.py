@@ -1,0 +1,129 @@
+"""Routes of the videos that are there: list, cancel, run again, pin, delete."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ltx2rt.serve.answers import Json
+from ltx2rt.serve.core import Core, too_many
+from ltx2rt.serve.folder import inputs_of
+from ltx2rt.serve.gate import RETRY_S
+from ltx2rt.serve.queue import (
+    CANCELLED,
+    COMPLETED,
+    FAILED,
+    QUEUED,
+    RUNNING,
+    STATUSES,
+    Job,
+    QueueFull,
+)
+from ltx2rt.serve.refusal import Refusal, misfit
+
+DELETE_WAIT_S = 30
+
+
+class Videos(Core):
+    async def list(self, request: Request) -> Response:
+        asked = request.query_params
+        limit, order = asked.get("limit", "20"), asked.get("order", "desc")
+        if not limit.isdecimal() or len(limit) > 3 or not 1 <= int(limit) <= 100:
+            raise misfit("limit", limit, "1 to 100")
+        if order not in ("asc", "desc"):
+            raise misfit("order", order, "asc or desc")
+        if (status := asked.get("status")) not in (None, QUEUED, RUNNING, COMPLETED, FAILED):
+            raise misfit("status", status, "one of OpenAI's four")
+        statuses = (
+            STATUSES if status is None else (FAILED, CANCELLED) if status == FAILED else (status,)
+        )
+        try:
+            jobs, more = await self.store(
+                self.queue.page, request.state.user, after=asked.get("after") or None,
+                limit=int(limit), newest=order == "desc", statuses=statuses,
+            )  # fmt: skip
+        except KeyError:
+            raise Refusal(400, "invalid_value", "after: no such video", "after") from None
+        data = [await self._video(job) for job in jobs]
+        first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+        return Json(
+            {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": more}
+        )
+
+    async def retrieve(self, request: Request) -> Response:
+        return self._answer(await self._video(await self._job(request)))
+
+    async def cancel(self, request: Request) -> Response:
+        job = await self._cancelled(await self._job(request))
+        if job.status == COMPLETED:
+            raise Refusal(409, "conflict", "the video is completed; delete it instead")
+        return self._answer(await self._video(job), 202)
+
+    async def _cancelled(self, job: Job) -> Job:
+        """The job once its wish to end is on the disk; its replica gets the message."""
+        after = await self.store(self.queue.cancel, job.id)
+        if after is None:
+            raise Refusal(404, "not_found", "the video was deleted", "video_id")
+        if after.status == RUNNING:
+            self.supervisor.cancel(after.id)
+            self.board.tell("cancelling", after.id, after.user)
+        elif not job.over:
+            self.board.tell("failed", after.id, after.user, code="cancelled")
+        return after
+
+    async def retry(self, request: Request) -> Response:
+        """Run a job again that failed or was cancelled: the same video, by the same id."""
+        self._require_accepting()
+        job = await self._job(request)
+        if job.status == COMPLETED:
+            raise Refusal(
+                409, "conflict", "the video is completed; send its settings again instead"
+            )
+        if not job.job["pipeline"]:
+            raise Refusal(
+                409, "conflict", "its row in the queue was damaged; send it again instead"
+            )
+        if not self.folder.keep_longer(inputs_of(job.job)):
+            raise Refusal(
+                410, "expired", "the files sent with it were deleted; send it again instead"
+            )
+        try:
+            after = await self.store(self.queue.retry, job.id)
+        except QueueFull as full:
+            raise too_many(full) from None
+        if after is None:
+            raise Refusal(404, "not_found", "the video was deleted", "video_id")
+        if job.over and after.status == QUEUED:
+            self.board.tell("queued", after.id, after.user, why="retry")
+            self.supervisor.woken()
+        return self._answer(await self._video(after), 202)
+
+    async def pin(self, request: Request) -> Response:
+        """Keep a clip until it is deleted by hand; DELETE ends that."""
+        job = await self._job(request)
+        if job.status != COMPLETED or not (job.result or {}).get("file"):
+            raise Refusal(409, "not_ready", f"the video is {job.status} and has no clip to keep")
+        await self.store(self.queue.note, job.id, pinned=request.method == "POST")
+        return self._answer(await self._video(await self._job(request)))
+
+    async def delete(self, request: Request) -> Response:
+        job, end = await self._job(request), time.monotonic() + DELETE_WAIT_S
+        with self.board.watch(lambda id, user: id == job.id) as watcher:
+            job = await self._cancelled(job)
+            while not job.over:
+                if time.monotonic() > end:
+                    raise Refusal(
+                        409,
+                        "conflict",
+                        "the video is still being cancelled; ask again",
+                        retry_after_s=RETRY_S,
+                    )
+                await watcher.take(1.0)
+                job = await self._job(request)
+        await asyncio.to_thread(self.folder.remove, job)  # first: a clip without its row would stay
+        if await self.store(self.queue.delete, job.id):
+            self.board.tell("deleted", job.id, job.user)
+        return Json({"id": job.id, "object": "video.deleted", "deleted": True})
