@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from fractions import Fraction
+from functools import partial
 from inspect import get_annotations
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ COMMON = (
     "clip and output",
     "hardware",
 )  # titles of the short help
-KINDS = {  # parsers: name of a value in `--help`, and what an error expects
+KINDS: dict[
+    Callable, tuple[str, str]
+] = {  # parsers: name of a value in `--help`, and what an error expects
     bool: ("", "True or False"),
     int: ("N", "a whole number"),
     float: ("X", "a number"),
@@ -42,7 +45,8 @@ KINDS = {  # parsers: name of a value in `--help`, and what an error expects
 class Flag:
     """How a field is spelled and read.
 
-    parse: text to value, `bool` for a switch; repeat: the field is a tuple of such values.
+    parse: text to value, None for the field's type, where bool is a switch.
+    repeat: the field is a tuple of such values.
     group: its title in `--help`. metavar: several names if the flag takes that many values.
     split: text of a repeated one is cut at commas, too.
     least, most, above: bounds that hold for every model; `above` itself is out of them.
@@ -58,7 +62,7 @@ class Flag:
     """
 
     help: str
-    parse: Callable[[str], Any]
+    parse: Callable[[str], Any] | None = None
     group: str | None = None
     metavar: str | tuple[str, ...] | None = None
     choices: tuple[str, ...] | None = None
@@ -101,15 +105,32 @@ class Flag:
 def flag(default: Any, help: str, parse: Callable[[str], Any] | None = None, **how: Any) -> Any:
     """A dataclass field with a flag.
 
-    default: MISSING for a required flag. parse: None for the type of the default, or text.
+    default: MISSING for a required flag. parse: None for the type that the field is annotated with.
     how: the other fields of `Flag`.
     """
-    if parse is None:
-        parse = next((kind for kind in KINDS if isinstance(default, kind)), str)
     metadata = {"flag": Flag(help, parse, **how)}
     if isinstance(default, Mapping):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def flags_of(group: str) -> Callable[..., Any]:
+    """`flag` for a module most of whose flags stand under one title."""
+    return partial(flag, group=group)
+
+
+def reader(f: Field) -> Callable[[Any], Any]:
+    """What reads the flag's text: its parser, else the field's type, or the type of its items.
+    Raises TypeError for a type that needs a parser."""
+    if own := f.metadata["flag"].parse:
+        return own
+    name = str(f.type).removesuffix(" | None")
+    if name.startswith("tuple[") and f.metadata["flag"].repeat:
+        name = name[6:].removesuffix(", ...]")
+    found = next((kind for kind in KINDS if name in (kind.__name__, str(kind))), None)
+    if found is None:
+        raise TypeError(f"{f.name}: {f.type} needs a parser in its flag")
+    return found
 
 
 def flag_like(type_: type, name: str, default: Any = ..., **how: Any) -> Any:
@@ -124,11 +145,9 @@ def flagged(*types: type) -> dict[str, Field]:
     found: dict[str, Field] = {}
     for type_ in types:
         for f in fields(type_):
-            if "flag" not in f.metadata:
-                continue
-            if f.metadata["flag"].parse is str and "str" not in str(f.type):
-                raise TypeError(f"{type_.__name__}.{f.name}: {f.type} needs a parser in its flag")
-            found.setdefault(f.name, f)
+            if "flag" in f.metadata:
+                reader(f)
+                found.setdefault(f.name, f)
     return found
 
 
@@ -202,10 +221,10 @@ def add_flag(
     own: Flag = f.metadata["flag"]
     words: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS, "required": required}
     words["help"] = argparse.SUPPRESS if hidden else _help(own, default, required)
-    if own.parse is bool:
+    if reader(f) is bool:
         words["action"] = "store_false" if default is True else "store_true"
     else:
-        words["metavar"] = _metavar(own)
+        words["metavar"] = _metavar(f)
     if isinstance(own.metavar, tuple):
         words["nargs"] = len(own.metavar)
     elif own.repeat:
@@ -238,8 +257,9 @@ def shorten(parser: Any, titles: Mapping[str, str | None]) -> None:
     parser._action_groups = [*found.values(), options]
 
 
-def _metavar(how: Flag) -> str | tuple[str, ...]:
-    kind = KINDS[how.parse][0] if how.parse in KINDS else "VALUE"
+def _metavar(f: Field) -> str | tuple[str, ...]:
+    how: Flag = f.metadata["flag"]
+    kind, _ = KINDS.get(reader(f), ("VALUE", ""))
     return how.metavar or "|".join(how.choices or ()) or kind
 
 
@@ -272,7 +292,7 @@ def words_of(args: argparse.Namespace, *types: type) -> list[str]:
         if not hasattr(args, name):
             continue
         how, value = f.metadata["flag"], getattr(args, name)
-        if how.parse is bool:
+        if reader(f) is bool:
             words.append(spelling(f))
         elif isinstance(how.metavar, tuple):
             words += [spelling(f), *map(str, value)]
@@ -300,7 +320,7 @@ def _one(f: Field, value: Any) -> Any:
     how: Flag = f.metadata["flag"]
     if value is None and f.default is None:
         return None
-    parse: Any = how.parse
+    parse: Any = reader(f)
     value = how.bare if value is True and how.bare is not None else value
     is_switch = type(value).__name__ in ("bool", "bool_")  # numpy's, too
     try:

@@ -14,11 +14,13 @@ from ltx2rt.commands import serve
 from ltx2rt.commands.options import model_options, run_flags
 from ltx2rt.commands.serve import ServeOptions
 from ltx2rt.errors import InputError
-from ltx2rt.flags import add_flags, flag, flag_like, given_flags, groups
+from ltx2rt.flags import add_flags, flag_like, flags_of, given_flags, groups
 from ltx2rt.notes import note
 from ltx2rt.pipelines import FIRST
 from ltx2rt.serve.users import read_tokens
 from ltx2rt.session.options import ModelOptions
+
+flag = flags_of("jobs")
 
 if TYPE_CHECKING:
     from ltx2rt.serve.batch import Line, Results, Shard
@@ -44,35 +46,23 @@ class BatchOptions:
     output_dir: Path = flag(
         MISSING,
         "folder for the clips, ID.mp4, and for results.jsonl",
-        Path,
         group="output",
         metavar="DIR",
     )
-    shard: str = flag("1/1", "run the I-th of N parts of the jobs", group="jobs", metavar="I/N")
-    pipeline: str = flag(FIRST, "pipeline for jobs that name none", group="jobs", metavar="NAME")
+    shard: str = flag("1/1", "run the I-th of N parts of the jobs", metavar="I/N")
+    pipeline: str = flag(FIRST, "pipeline for jobs that name none", metavar="NAME")
     replicas: int = flag_like(ServeOptions, "replicas")
     lora_folder: Path | None = flag_like(
-        ServeOptions,
-        "lora_folder",
-        help="folder of LoRAs that jobs may name",
+        ServeOptions, "lora_folder", help="folder of LoRAs that jobs may name"
     )
-    retries: int = flag(
-        1,
-        "number of retries of a job that fails for no fault of its own",
-        group="jobs",
-        least=0,
-    )
+    retries: int = flag(1, "number of retries of a job that fails for no fault of its own", least=0)
     server: str | None = flag(
         None, "server that runs the jobs, in place of --model here", group="server", metavar="URL"
     )
     token_file: Path | None = flag(
-        None,
-        "file whose first line is `NAME TOKEN`, for --server",
-        Path,
-        group="server",
-        metavar="FILE",
+        None, "file whose first line is `NAME TOKEN`, for --server", group="server", metavar="FILE"
     )
-    limit: int | None = flag(None, "number of jobs to run at most", int, group="jobs", least=1)
+    limit: int | None = flag(None, "number of jobs to run at most", least=1)
     step_timeout: float = flag_like(ServeOptions, "step_timeout")
 
 

@@ -165,9 +165,13 @@ def _shorten(to: Any, shown: type[Request]) -> None:
     own = [type(group) for type_ in known for group in type_.groups]  # help for any pipeline
     every = flagged(ModelOptions, shown, Files, *own, *known)
     titles = {name: f.metadata["flag"].common for name, f in every.items()}
-    for name in titles.keys() - flagged(ModelOptions, shown, Files).keys():
-        f = every[name]
-        if titles[name] and not any(word.startswith("--pipeline") for word in to.words):
+    there = flagged(ModelOptions, shown, Files)
+    for name, f in every.items():
+        if (
+            titles[name]
+            and name not in there
+            and not any(word.startswith("--pipeline") for word in to.words)
+        ):
             chooses = f.metadata["flag"].help.removesuffix(" (required)")
             add_flag(to, f, help=f"{chooses}; chooses its pipeline")
     shorten(to, titles | {"pipeline": COMMON[0]})

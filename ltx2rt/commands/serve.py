@@ -16,12 +16,14 @@ from ltx2rt.backend import get_factory
 from ltx2rt.commands.options import model_options, run_flags
 from ltx2rt.commands.worker import Warm
 from ltx2rt.errors import InputError
-from ltx2rt.flags import add_flags, flag, given_flags, words_of
+from ltx2rt.flags import add_flags, flags_of, given_flags, words_of
 from ltx2rt.notes import note
 from ltx2rt.pipelines import FIRST
 from ltx2rt.serve.board import log
 from ltx2rt.serve.users import Users
 from ltx2rt.session.options import ModelOptions
+
+flag = flags_of("server")
 
 PLACES = ("here", "ray")
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -47,64 +49,43 @@ class ServeOptions:
     data: Path = flag(
         Path("ltx2rt-serve"),
         "folder for the queue and the clips (default: ltx2rt-serve)",
-        group="server",
         metavar="DIR",
     )
     queue: Path | None = flag(
         None,
         "file of the queue, on a disk of this machine (default: jobs.db in --data)",
-        Path,
-        group="server",
         metavar="FILE",
     )
     host: str = flag(
         "127.0.0.1",
         "address to listen on; one that other machines reach needs --token-file",
-        group="server",
         metavar="ADDRESS",
     )
-    port: int = flag(
-        8000,
-        "port to listen on, 0 for any free one",
-        group="server",
-        least=0,
-        most=65535,
-    )
+    port: int = flag(8000, "port to listen on, 0 for any free one", least=0, most=65535)
     token_file: Path | None = flag(
         None,
         "file with a line `NAME TOKEN` or `NAME TOKEN operator` for each user, who sends "
         "Authorization: Bearer TOKEN",
-        Path,
-        group="server",
         metavar="FILE",
     )
     webhooks: Path | None = flag(
         None,
         "file with a line `NAME URL SECRET` for each user (* for all others): when a job is over, "
         "a signed event is posted to URL",
-        Path,
-        group="server",
         metavar="FILE",
     )
     pipeline: str = flag(
-        FIRST,
-        "pipeline for requests that name none",
-        group="jobs",
-        metavar="NAME",
+        FIRST, "pipeline for requests that name none", group="jobs", metavar="NAME"
     )
     served_name: tuple[str, ...] = flag(
         (),
         "names of the model for clients, the first in answers (default: its file's)",
         str,
-        group="server",
         metavar="NAME",
         repeat=True,
     )
     replicas: int = flag(
-        1,
-        "number of workers, each with its own devices",
-        group="devices and memory",
-        least=1,
+        1, "number of workers, each with its own devices", group="devices and memory", least=1
     )
     workers: str = flag(
         "here",
@@ -113,31 +94,21 @@ class ServeOptions:
         choices=PLACES,
     )
     lora_folder: Path | None = flag(
-        None,
-        "folder of LoRAs that requests may name",
-        Path,
-        group="model",
-        name="--loras",
-        metavar="DIR",
+        None, "folder of LoRAs that requests may name", group="model", name="--loras", metavar="DIR"
     )
     max_queue: int = flag(1000, "number of videos that may wait", group="jobs", least=1)
     max_user_queue: int = flag(
-        100,
-        "number of videos of one user that may wait",
-        group="jobs",
-        least=1,
+        100, "number of videos of one user that may wait", group="jobs", least=1
     )
     user_quota: int | None = flag(
         None,
         "number of videos that a user may send in 24 hours (default: any)",
-        int,
         group="jobs",
         least=1,
     )
     max_work: float | None = flag(
         None,
         "TFLOP that a request may take, as `plan` counts them (default: any)",
-        float,
         group="jobs",
         above=0,
     )
@@ -145,7 +116,6 @@ class ServeOptions:
         32e6,
         "size of a request at most, in bytes (default: 32MB)",
         parse_amount,
-        group="server",
         metavar="SIZE[KB|MB|GB]",
     )
     keep: float | None = flag(
@@ -153,14 +123,12 @@ class ServeOptions:
         "time after which clips are deleted, in seconds (default: 7d with --token-file, else when "
         "--disk is full)",
         parse_amount,
-        group="server",
         metavar="TIME[s|m|h|d]",
     )
     disk: float = flag(
         50e9,
         "size of all clips above which the oldest are deleted, in bytes (default: 50GB)",
         parse_amount,
-        group="server",
         metavar="SIZE[KB|MB|GB]",
     )
     step_timeout: float = flag(

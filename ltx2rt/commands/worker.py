@@ -49,10 +49,7 @@ class Warm(Marks):
         help="folder of a Gemma 3 or Gemma 4; requests may then ask for `enhance_prompt`",
     )
     previews: bool = flag(
-        True,
-        "show no previews of videos in progress",
-        group="jobs",
-        name="--no-previews",
+        True, "show no previews of videos in progress", group="jobs", name="--no-previews"
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ltx2rt.backend import Compiled, DoesNotFit, get_ahead_compiler
 from ltx2rt.errors import InputError
-from ltx2rt.flags import check_bounds, flag
+from ltx2rt.flags import check_bounds, flags_of
 from ltx2rt.graph import Graph
 from ltx2rt.models.catalog import CATALOG
 from ltx2rt.models.geometry import pixel_frames
@@ -33,6 +33,8 @@ from ltx2rt.stages.conditioning import ImageSpec
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.suggest import hint
 from ltx2rt.train.data import Bucket
+
+flag = flags_of("network")
 
 PARTS = {
     "denoise-before": "before",
@@ -54,32 +56,21 @@ class Target:
     components: tuple[str, ...] = flag(
         (),
         f"networks to compile: {', '.join(COMPILED)} (default: all)",
-        group="network",
         name="--component",
         metavar="NAME",
         repeat=True,
     )
     stage: int | None = flag(
-        None,
-        "stage whose denoise step to compile (default: both)",
-        int,
-        group="network",
-        metavar="1|2",
-        least=1,
-        most=2,
+        None, "stage whose denoise step to compile (default: both)", metavar="1|2", least=1, most=2
     )
     branches: int | None = flag(
         None,
         "number of guidance branches of a denoise step (default: 4 in stage 1, 1 in stage 2)",
-        int,
-        group="network",
         least=1,
         most=4,
     )
     times: bool = flag(
-        False,
-        "estimate each program's time by the compiler; takes longer",
-        group="output",
+        False, "estimate each program's time by the compiler; takes longer", group="output"
     )
 
 

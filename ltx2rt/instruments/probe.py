@@ -16,7 +16,7 @@ import numpy as np
 
 from ltx2rt.atomic_file import check_outputs
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import flags_of
 from ltx2rt.graph import Graph
 from ltx2rt.media.sound import check_rate
 from ltx2rt.models import diffusion_decoder, guided_step, text_encoder, train_step, transformer
@@ -37,6 +37,8 @@ from ltx2rt.train.gradients import lora_gradients
 from ltx2rt.weights.checkpoint import Checkpoint, open_parts
 from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.lora import open_lora
+
+flag = flags_of("network")
 
 Arrays = dict[str, np.ndarray]
 
@@ -368,39 +370,20 @@ class ProbeRequest:
     """One network run on given tensors. `inputs` is None for the tokenizer, which reads
     `prompts`."""
 
-    component: str = flag(
-        MISSING,
-        f"network to run: {', '.join(COMPONENTS)}",
-        group="network",
-        metavar="NAME",
-    )
+    component: str = flag(MISSING, f"network to run: {', '.join(COMPONENTS)}", metavar="NAME")
     outputs: Path = flag(
-        MISSING,
-        "safetensors file for the outputs, in float32",
-        Path,
-        group="output",
-        metavar="FILE",
+        MISSING, "safetensors file for the outputs, in float32", group="output", metavar="FILE"
     )
     inputs: Path | None = flag(
         None,
         "safetensors file with the network's inputs (required, but for the tokenizer)",
-        Path,
-        group="network",
         metavar="FILE",
     )
     prompts: tuple[str, ...] = flag(
-        (),
-        "texts for the tokenizer",
-        group="network",
-        name="--prompt",
-        metavar="TEXT",
-        repeat=True,
+        (), "texts for the tokenizer", name="--prompt", metavar="TEXT", repeat=True
     )
     border_mode: str = flag(
-        BORDERS[0],
-        "treatment of tile borders by the diffusion decoder",
-        group="network",
-        choices=BORDERS,
+        BORDERS[0], "treatment of tile borders by the diffusion decoder", choices=BORDERS
     )
 
     def check(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import flags_of
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines.groups import NEW, PICTURES
 from ltx2rt.pipelines.groups.group import Group
@@ -24,6 +24,8 @@ from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.stage import Stage
 
+flag = flags_of("conditioning")
+
 
 @dataclass(frozen=True)
 class GivenSound(Group):
@@ -32,33 +34,24 @@ class GivenSound(Group):
     audio_path: Path | None = flag(
         None,
         "audio or video file whose sound to generate the video for (required)",
-        Path,
         asks="a2v",
-        group="conditioning",
         metavar="FILE",
         file="sound",
         kept=True,
         common="prompt and inputs",
     )
     audio_start_time: float = flag(
-        0.0,
-        "seconds of the sound to skip at its start",
-        group="conditioning",
-        metavar="S",
-        least=0,
+        0.0, "seconds of the sound to skip at its start", metavar="S", least=0
     )
     audio_max_duration: float | None = flag(
         None,
         "seconds of the sound to use at most (default: as long as the clip)",
-        float,
-        group="conditioning",
         metavar="S",
         above=0,
     )
     audio_fit: str = flag(
         "error",
         "refuse sound that is shorter than the clip, or pad it with silence",
-        group="conditioning",
         choices=("error", "pad"),
     )
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import flags_of
 from ltx2rt.media.splice import FADE_FRAMES, Seam
 from ltx2rt.media.video import VideoInfo
 from ltx2rt.pipelines.given_clip import GIVEN_CLIP, denoise_once
@@ -29,6 +29,8 @@ from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.clip_end import ends
 from ltx2rt.stages.joined import Join, OverlapSound, SourceClip, kept_sound
 from ltx2rt.stages.stage import Stage
+
+flag = flags_of("conditioning")
 
 DEFAULT_NEW = 96  # frames, 4 s at 24
 
@@ -47,35 +49,22 @@ class Extend(Request):
     extend_frames: int | None = flag(
         None,
         "number of frames to add, 8k; with --join 8k - 1 (default: 96 or 95)",
-        int,
         asks="extend",
         group="clip",
         least=7,
         most=10**6,
     )
     overlap: int = flag(
-        17,
-        "number of frames of the clip that the model sees and repeats, 8k + 1",
-        group="conditioning",
-        least=9,
-        most=97,
+        17, "number of frames of the clip that the model sees and repeats, 8k + 1", least=9, most=97
     )
     overlap_strength: float = flag(
-        1.0,
-        "strength of the overlap's frames, 1 to keep them as they are",
-        group="conditioning",
-        least=0,
-        most=1,
+        1.0, "strength of the overlap's frames, 1 to keep them as they are", least=0, most=1
     )
-    before: bool = flag(
-        False, "add the frames before the clip", asks="extend", group="conditioning"
-    )
+    before: bool = flag(False, "add the frames before the clip", asks="extend")
     join: Path | None = flag(
         None,
         "second clip, of the same size and rate, to lead to from the end of the first",
-        Path,
         asks="extend",
-        group="conditioning",
         metavar="FILE",
         file="video",
         kept=True,
@@ -83,9 +72,7 @@ class Extend(Request):
     loop: int | None = flag(
         None,
         "lead from the end of the clip back to its first frame, in 8G - 1 frames",
-        int,
         asks="extend",
-        group="conditioning",
         metavar="G",
         least=1,
         most=10**5,

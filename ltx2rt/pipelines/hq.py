@@ -37,14 +37,10 @@ class HQ(Request):
     about: ClassVar = {"steps": "denoising steps of stage 1"}
 
     distilled_lora_strength_stage_1: float = flag(
-        0.25,
-        "strength of the distilled LoRA in stage 1",
-        group="sampling",
+        0.25, "strength of the distilled LoRA in stage 1", group="sampling"
     )
     distilled_lora_strength_stage_2: float = flag(
-        0.5,
-        "strength of the distilled LoRA in stage 2",
-        group="sampling",
+        0.5, "strength of the distilled LoRA in stage 2", group="sampling"
     )
 
     def check_options(self, options: ModelOptions) -> None:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import flags_of
 from ltx2rt.media.hdr import ACESCCT_LOG, LOGC3_LOG
 from ltx2rt.media.video import VideoInfo, video_info
 from ltx2rt.pipelines.groups import NAGGED, NEW, PICTURES
@@ -35,6 +35,8 @@ from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.stage import Stage
 from ltx2rt.weights.files import TensorFile
+
+flag = flags_of("conditioning")
 
 FLAG = "--video-conditioning"
 
@@ -58,7 +60,6 @@ class ICLora(Request):
         "reference videos to follow, strength 1.0 unless given (required)",
         parse_reference,
         asks="ic-lora",
-        group="conditioning",
         metavar="FILE[:STRENGTH]",
         repeat=True,
         file="video",
@@ -66,7 +67,6 @@ class ICLora(Request):
     conditioning_attention_strength: float = flag(
         1.0,
         "strength of attention between the clip and its references, 0 to 1",
-        group="conditioning",
         metavar="A",
         least=0,
         most=1,
@@ -74,15 +74,11 @@ class ICLora(Request):
     conditioning_attention_mask: Path | None = flag(
         None,
         "video that is black where the clip must not attend to its references",
-        Path,
-        group="conditioning",
         metavar="FILE",
         file="video",
     )
     skip_stage_2: bool = flag(
-        False,
-        "stop after stage 1, at half the width and height",
-        group="sampling",
+        False, "stop after stage 1, at half the width and height", group="sampling"
     )
     audio_from: str | None = flag(
         None,

@@ -14,7 +14,7 @@ import numpy as np
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import flags_of
 from ltx2rt.media.video import VideoInfo
 from ltx2rt.models.geometry import Geometry, audio_positions, pixel_frames, video_positions
 from ltx2rt.pipelines.given_clip import GIVEN_CLIP, denoise_once
@@ -35,6 +35,8 @@ from ltx2rt.stages.splice import Splice
 from ltx2rt.stages.stage import MODALITIES, Stage
 from ltx2rt.stages.tiling import plan_encoder_tiles
 
+flag = flags_of("conditioning")
+
 CONTEXT_S = 3.0  # seen on either side of a region of a long clip
 
 
@@ -51,31 +53,25 @@ class Retake(Request):
     start_time: float | None = flag(
         None,
         "start of the part to regenerate, in seconds (required)",
-        float,
         asks="retake",
-        group="conditioning",
         metavar="S",
         least=0,
     )
     end_time: float | None = flag(
         None,
         "end of the part to regenerate, in seconds (required)",
-        float,
         asks="retake",
-        group="conditioning",
         metavar="S",
         least=0,
     )
     keep: str | None = flag(
         None,
         "keep all of the video, or all of the sound (default: regenerate both)",
-        group="conditioning",
         choices=MODALITIES,
     )
     keep_source: bool = flag(
         True,
         "let the frames and sound outside the part pass the VAEs, in place of the file's own",
-        group="conditioning",
         name="--no-keep-source",
     )
     window: range | None = field(default=None, repr=False)

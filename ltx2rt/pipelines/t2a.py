@@ -28,7 +28,6 @@ class SoundLength(Length):
     duration: float | None = flag(
         None,
         "length of the sound in seconds, in place of --num-frames",
-        float,
         group="clip",
         metavar="S",
         least=0.04,

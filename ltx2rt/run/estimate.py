@@ -43,11 +43,13 @@ class Devices:
         metavar="KIND",
     )
     devices: int = flag(1, "number of devices", group=MEMORY, least=1, most=MAX_DEVICES)
-
     price: float | None = flag(
-        None, "price of a device for an hour: clips an hour, and the price of each", float,
-        group=MEMORY, metavar="X", above=0,
-    )  # fmt: skip
+        None,
+        "price of a device for an hour: clips an hour, and the price of each",
+        group=MEMORY,
+        metavar="X",
+        above=0,
+    )
 
     @property
     def found(self) -> tuple[DeviceKind, int]:

@@ -11,10 +11,12 @@ from typing import Any
 
 from ltx2rt.atomic_file import check_outputs, replacing
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import flags_of
 from ltx2rt.media.output import check_output, check_signed, is_part
 from ltx2rt.media.provenance import Signature, read_signature
 from ltx2rt.notes import note
+
+flag = flags_of("output")
 
 
 def parse_signature(given: Sequence[str | Path]) -> Signature:
@@ -26,23 +28,14 @@ def parse_signature(given: Sequence[str | Path]) -> Signature:
 class Marks:
     """Contents of a clip's file other than picture and sound."""
 
-    metadata: bool = flag(
-        True,
-        "leave prompt and settings out of the file",
-        group="output",
-        name="--no-metadata",
-    )
+    metadata: bool = flag(True, "leave prompt and settings out of the file", name="--no-metadata")
     provenance: bool = flag(
-        True,
-        "leave out the mark that a model made the file (XMP)",
-        group="output",
-        name="--no-provenance",
+        True, "leave out the mark that a model made the file (XMP)", name="--no-provenance"
     )
     sign: Signature | None = flag(
         None,
         "certificate and key, PEM files, that sign the file (C2PA)",
         parse_signature,
-        group="output",
         metavar=("CERT", "KEY"),
     )
 
@@ -62,31 +55,19 @@ class Files(Marks):
     output: Path | None = flag(
         None,
         "file to write: *.mp4, *.mov, *.webm, *%05d.png, *%05d.exr, *.wav (required without --latents-out)",
-        Path,
-        group="output",
         metavar="FILE",
         common="clip and output",
     )
     warmup: bool = flag(False, "run each stage's step once before it is timed", group="log")
     latents_out: Path | None = flag(
-        None,
-        "safetensors file for every latent of the run",
-        Path,
-        group="output",
-        metavar="FILE",
+        None, "safetensors file for every latent of the run", metavar="FILE"
     )
     report: Path | None = flag(
-        None,
-        "JSON file for times, memory and versions",
-        Path,
-        group="log",
-        metavar="FILE",
+        None, "JSON file for times, memory and versions", group="log", metavar="FILE"
     )
     quiet: bool = flag(False, "print only errors and the names of the files", group="log")
     verbose: bool = flag(
-        False,
-        "print what is loaded and built, too, and how long it takes",
-        group="log",
+        False, "print what is loaded and built, too, and how long it takes", group="log"
     )
 
     def all(self, seeds: Sequence[int]) -> list[Path]:

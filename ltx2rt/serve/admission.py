@@ -23,7 +23,7 @@ from typing import Any
 
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.errors import InputError
-from ltx2rt.flags import Flag, convert, flagged
+from ltx2rt.flags import Flag, convert, flagged, reader
 from ltx2rt.media.hdr import HighRange
 from ltx2rt.pipelines import CLIP, chosen, make_request, pipelines, readers, unread
 from ltx2rt.pipelines.groups.guidance import ByChoice
@@ -519,7 +519,7 @@ def offered(type_: type[Request], with_enhancer: bool = False) -> dict[str, Fiel
 
 def value(f: Field, given: Any) -> Any:
     """A field's value from JSON or from the text of a form. Raises InputError."""
-    parse, name = f.metadata["flag"].parse, f"--{f.name.replace('_', '-')}"
+    parse, name = reader(f), f"--{f.name.replace('_', '-')}"
     if f.metadata["flag"].repeat:
         given = given.splitlines() if isinstance(given, str) else given
         texts = isinstance(given, list) and len(given) <= MAX_PROMPTS
@@ -558,10 +558,10 @@ def value(f: Field, given: Any) -> Any:
 def schema(f: Field) -> dict[str, Any]:
     """As JSON schema has it."""
     how = f.metadata["flag"]
-    types = {int: "integer", float: "number", bool: "boolean"}
+    types: dict[Any, str] = {int: "integer", float: "number", bool: "boolean"}
     negated = how.name is not None and how.name.startswith("--no-")
     found = {
-        "type": how.json or types.get(how.parse, "string"),
+        "type": how.json or types.get(reader(f), "string"),
         "description": "" if negated else how.help,
     }
     if how.repeat:

@@ -231,10 +231,7 @@ class ModelOptions(PartFiles):
         choices=("bfloat16", *QUANTISED),
     )
     device: str = flag(
-        "auto",
-        "device to run on: auto, cpu, cuda or tpu",
-        group=MEMORY,
-        metavar="NAME",
+        "auto", "device to run on: auto, cpu, cuda or tpu", group=MEMORY, metavar="NAME"
     )
     cross_timestep_rule: str = flag(
         "C",
@@ -255,9 +252,7 @@ class ModelOptions(PartFiles):
         choices=("scan", "unrolled"),
     )
     compile: bool = flag(
-        False,
-        "compile the transformer's block with PyTorch Inductor",
-        group=MEMORY,
+        False, "compile the transformer's block with PyTorch Inductor", group=MEMORY
     )
     memory: str = flag(
         "auto",
@@ -270,7 +265,6 @@ class ModelOptions(PartFiles):
     max_memory: float | None = flag(
         None,
         "use at most this much device memory (default: all that is free)",
-        float,
         group=MEMORY,
         metavar="GB",
         above=0,
@@ -280,7 +274,6 @@ class ModelOptions(PartFiles):
         None,
         "keep streamed layers in the file if they need more of the host's memory than this "
         "(default: what is free, less 8 GB)",
-        float,
         group=MEMORY,
         metavar="GB",
         least=0,
@@ -302,17 +295,12 @@ class ModelOptions(PartFiles):
     num_gpus: int | None = flag(
         None,
         "number of GPUs; starts a process for each (PyTorch)",
-        int,
         group=MEMORY,
         least=1,
         common="hardware",
     )
     tp_size: int | None = flag(
-        None,
-        "short for --mesh tensor=N (default: all devices)",
-        int,
-        group=MEMORY,
-        least=1,
+        None, "short for --mesh tensor=N (default: all devices)", group=MEMORY, least=1
     )
     video_decoder: str | None = flag(
         None,
@@ -323,7 +311,6 @@ class ModelOptions(PartFiles):
     config_from: Path | None = flag(
         None,
         "complete file of the release, for the config and parts that --model lacks",
-        Path,
         group="model",
         metavar="FILE",
     )

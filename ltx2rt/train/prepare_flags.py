@@ -7,8 +7,10 @@ from fractions import Fraction
 from pathlib import Path
 
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import flags_of
 from ltx2rt.train.data import Bucket, parse_bucket, parse_rate, parse_share
+
+flag = flags_of("training")
 
 
 @dataclass(frozen=True)
@@ -20,18 +22,15 @@ class PrepareRequest:
         "folder of clips with NAME.txt beside each, or a CSV, JSON or JSONL table (columns "
         "video, caption, audio, reference_video, video_mask, reference_audio, audio_mask); or "
         ".precomputed of the official trainer",
-        Path,
-        group="training",
     )
     output: Path = flag(
-        MISSING, "folder for the cache, new or its own", Path, group="output", metavar="CACHE"
+        MISSING, "folder for the cache, new or its own", group="output", metavar="CACHE"
     )
     buckets: tuple[Bucket, ...] = flag(
         (),
         "sizes that clips are cut to, in pixels and frames (default: chosen for the clips, of at "
         "most 768x512 pixels and 49 frames)",
         parse_bucket,
-        group="training",
         metavar="WxHxF",
         repeat=True,
         split=True,
@@ -41,35 +40,28 @@ class PrepareRequest:
         "frame rate that clips are resampled to by time, or keep (default: keep, each clip's own, "
         "and of a variable one the nearest common rate)",
         parse_rate,
-        group="training",
         metavar="keep|N",
     )
     clips: str = flag(
         "first",
         "part of a longer clip: its first frames, its middle, or all whole pieces",
-        group="training",
         choices=("first", "middle", "all"),
     )
     crop: str = flag(
         "centre",
         "place of what a clip of another aspect ratio keeps; random depends on its name alone",
-        group="training",
         choices=("centre", "random"),
     )
-    no_upscale: bool = flag(
-        False, "skip clips that are smaller than every bucket", group="training"
-    )
+    no_upscale: bool = flag(False, "skip clips that are smaller than every bucket")
     audio: str = flag(
         "auto",
         "sound of the clips: auto takes what there is, required refuses silent clips",
-        group="training",
         choices=("auto", "none", "required"),
     )
     audio_durations: tuple[float, ...] = flag(
         (),
         "seconds that files of sound alone are cut to, the longest that fits (default: a bucket's)",
         float,
-        group="training",
         metavar="S",
         repeat=True,
         split=True,
@@ -77,37 +69,21 @@ class PrepareRequest:
         most=60,
     )
     reference_downscale: int = flag(
-        1,
-        "factor by which references of an IC-LoRA are smaller than the clip",
-        int,
-        group="training",
-        least=1,
-        most=8,
+        1, "factor by which references of an IC-LoRA are smaller than the clip", least=1, most=8
     )
     reference_temporal_scale: int = flag(
-        1,
-        "factor by which references of an IC-LoRA have fewer frames",
-        int,
-        group="training",
-        least=1,
-        most=8,
+        1, "factor by which references of an IC-LoRA have fewer frames", least=1, most=8
     )
-    trigger: str | None = flag(
-        None, "word to put before every caption", group="training", metavar="WORD"
-    )
+    trigger: str | None = flag(None, "word to put before every caption", metavar="WORD")
     caption_column: str | None = flag(
-        None,
-        "column of a table with the captions (default: found)",
-        group="training",
-        metavar="NAME",
+        None, "column of a table with the captions (default: found)", metavar="NAME"
     )
     video_column: str | None = flag(
-        None, "column of a table with the clips (default: found)", group="training", metavar="NAME"
+        None, "column of a table with the clips (default: found)", metavar="NAME"
     )
     encoder_tiling: str = flag(
         "off",
         "encode a clip whole, or in tiles of 80 frames and 768 pixels, which take less memory",
-        group="training",
         choices=("off", "auto"),
         bare="auto",
         name="--vae-tiling",
@@ -115,26 +91,19 @@ class PrepareRequest:
     held_out: float = flag(
         0.05,
         "share of the samples that a run measures and does not train on; at least one of ten",
-        float,
-        group="training",
         least=0,
         most=0.5,
     )
-    skip_bad: bool = flag(
-        False, "leave out clips that cannot be used, and list them", group="training"
-    )
-    verify: int = flag(
-        0, "number of samples to decode into CACHE/verify", int, group="training", least=0
-    )
+    skip_bad: bool = flag(False, "leave out clips that cannot be used, and list them")
+    verify: int = flag(0, "number of samples to decode into CACHE/verify", least=0)
     share: tuple[int, int] | None = flag(
         None,
         "encode this share alone, as one of N processes on as many devices or hosts; the same "
         "command without it then finds everything encoded, and lists it",
         parse_share,
-        group="training",
         metavar="I/N",
     )
-    force: bool = flag(False, "encode everything anew", group="training")
+    force: bool = flag(False, "encode everything anew")
     json: bool = flag(False, "print a report as JSON", group="output")
 
     def check(self) -> None:

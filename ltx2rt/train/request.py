@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.backend import REMAT
-from ltx2rt.flags import flag
+from ltx2rt.flags import flags_of
 from ltx2rt.train.recipe import GROUPS, MODES, SCHEDULES, NoiseLevels
+
+flag = flags_of("training")
 
 
 @dataclass(frozen=True)
@@ -110,14 +112,12 @@ class TrainRequest:
         "caches that `train prepare` made; WEIGHT multiplies how often a sample is drawn "
         "(default: 1)",
         parse_data,
-        group="training",
         metavar="CACHE[:WEIGHT]",
         repeat=True,
     )
     output: Path = flag(
         MISSING,
         "folder for the run; the same command again continues it",
-        Path,
         group="output",
         metavar="RUN",
     )
@@ -127,13 +127,11 @@ class TrainRequest:
         "frame given; a2v the picture to a sound; v2a the sound to a picture; t2a sound alone; "
         "ic-lora the picture after a reference; extend what follows a beginning; inpaint what a "
         "mask leaves; outpaint what is around a rectangle",
-        group="training",
         choices=tuple(MODES),
     )
     streams: tuple[str, ...] = flag(
         (),
         "streams that are trained, of video and audio (default: by --mode and the data)",
-        group="training",
         metavar="STREAM,...",
         choices=("video", "audio"),
         repeat=True,
@@ -144,106 +142,64 @@ class TrainRequest:
         f"groups of linears to train, of {', '.join(GROUPS)}, or regular expressions over their "
         "names, such as "
         r"attn1\.to_[qkv] (default: by --mode)",
-        group="training",
         metavar="GROUP|REGEX",
         repeat=True,
     )
-    rank: int = flag(32, "rank of the LoRA", int, group="training", least=1, most=1024)
+    rank: int = flag(32, "rank of the LoRA", least=1, most=1024)
     audio_rank: int | None = flag(
-        None,
-        "rank of the sound's own linears (default: --rank)",
-        int,
-        group="training",
-        least=1,
-        most=1024,
+        None, "rank of the sound's own linears (default: --rank)", least=1, most=1024
     )
     init: Path | None = flag(
-        None,
-        "LoRA file to begin with; one of a smaller rank is widened",
-        Path,
-        group="training",
-        metavar="FILE",
+        None, "LoRA file to begin with; one of a smaller rank is widened", metavar="FILE"
     )
     alpha: float | None = flag(
         None,
         "factor of the LoRA, times its rank (default: --rank, a factor of 1)",
-        float,
-        group="training",
         above=0,
         most=1e4,
     )
     lr: float | None = flag(
-        None,
-        "learning rate of AdamW (default: 1e-4, for t2a and ic-lora 2e-4)",
-        float,
-        group="training",
-        above=0,
-        most=1,
+        None, "learning rate of AdamW (default: 1e-4, for t2a and ic-lora 2e-4)", above=0, most=1
     )
     schedule: str = flag(
         "linear",
         "learning rate over the steps: linear falls to a tenth, cosine and polynomial to zero, "
         "restarts four times to zero, step to a tenth in the middle",
-        group="training",
         choices=tuple(SCHEDULES),
     )
-    warmup: int = flag(
-        0, "steps in which the learning rate rises from zero", int, group="training", least=0
-    )
+    warmup: int = flag(0, "steps in which the learning rate rises from zero", least=0)
     steps: int | None = flag(
         None,
         "steps of the optimiser (default: 2000, for t2a and ic-lora 3000)",
-        int,
-        group="training",
         least=1,
         most=10**6,
     )
-    batch: int = flag(
-        1, "samples of each device of the mesh axis data", int, group="training", least=1, most=1024
-    )
-    accumulate: int = flag(
-        1, "batches whose gradients make one step", int, group="training", least=1, most=1024
-    )
-    weight_decay: float = flag(
-        0.01, "weight decay of AdamW", float, group="training", least=0, most=1
-    )
+    batch: int = flag(1, "samples of each device of the mesh axis data", least=1, most=1024)
+    accumulate: int = flag(1, "batches whose gradients make one step", least=1, most=1024)
+    weight_decay: float = flag(0.01, "weight decay of AdamW", least=0, most=1)
     betas: tuple[float, float] = flag(
         (0.9, 0.999),
         "decay of both moments of AdamW (default: 0.9,0.999)",
         parse_betas,
-        group="training",
         metavar="B1,B2",
     )
     ema: float | None = flag(
         None,
         "decay of an average of the LoRA, which is written beside it (default: none)",
-        float,
-        group="training",
         above=0,
         most=0.999999,
     )
     max_grad_norm: float = flag(
-        1.0,
-        "largest norm of the gradient; a larger one is scaled down",
-        float,
-        group="training",
-        above=0,
-        most=1e6,
+        1.0, "largest norm of the gradient; a larger one is scaled down", above=0, most=1e6
     )
     first_frame: float | None = flag(
-        None,
-        "share of the clips whose first frame is given (default: by --mode)",
-        float,
-        group="training",
-        least=0,
-        most=1,
+        None, "share of the clips whose first frame is given (default: by --mode)", least=0, most=1
     )
     prefix: tuple[int, float] | None = flag(
         None,
         "latent frames that are given at the beginning, with their sound, and the share of such "
         "clips; latents of sound in t2a and a2a (default: by --mode)",
         parse_span,
-        group="training",
         metavar="N:P",
     )
     suffix: tuple[int, float] | None = flag(
@@ -251,14 +207,11 @@ class TrainRequest:
         "latent frames that are given at the end, with their sound, and the share of such clips; "
         "latents of sound in t2a and a2a (default: none)",
         parse_span,
-        group="training",
         metavar="N:P",
     )
     mask: float | None = flag(
         None,
         "share of the clips of which what their mask covers is given (default: by --mode)",
-        float,
-        group="training",
         least=0,
         most=1,
     )
@@ -267,142 +220,91 @@ class TrainRequest:
         "rectangle that is given, in pixels of the bucket, and the share of such clips (default: "
         "by --mode, the middle half of both sides)",
         parse_crop,
-        group="training",
         metavar="Y1,X1,Y2,X2:P",
     )
     reference: float | None = flag(
-        None,
-        "share of the batches that see their references (default: by --mode)",
-        float,
-        group="training",
-        least=0,
-        most=1,
+        None, "share of the batches that see their references (default: by --mode)", least=0, most=1
     )
     sigma: str = flag(
         "shifted",
         "distribution of the noise levels: shifted by the number of tokens and stretched; "
         "uniform; or logit, not stretched",
-        group="training",
         choices=("shifted", "uniform", "logit"),
     )
     sigma_shift: float | None = flag(
         None,
         "mean of the noise levels' logits, or auto (default: auto, by the number of tokens)",
         parse_shift,
-        group="training",
         metavar="auto|X",
     )
     sigma_range: tuple[float, float] = flag(
         (0.0, 1.0),
         "range that noise levels are scaled to (default: 0,1)",
         parse_range,
-        group="training",
         metavar="A,B",
     )
     audio_sigma: str = flag(
         "independent",
         "noise level of the sound: its own, or the picture's",
-        group="training",
         choices=("independent", "shared"),
     )
-    video_loss: float = flag(
-        1.0, "weight of the picture's loss", float, group="training", least=0, most=1e6
-    )
-    audio_loss: float = flag(
-        1.0, "weight of the sound's loss", float, group="training", least=0, most=1e6
-    )
+    video_loss: float = flag(1.0, "weight of the picture's loss", least=0, most=1e6)
+    audio_loss: float = flag(1.0, "weight of the sound's loss", least=0, most=1e6)
     audio_balance: float | None = flag(
         None,
         "ratio to which the sound's loss is weighed against the picture's, by their running "
         "means, or off (default: off)",
         parse_ratio,
-        group="training",
         metavar="off|RATIO",
     )
     sound_share: float | None = flag(
         None,
         "share of the drawn samples that have sound (default: as in the data)",
-        float,
-        group="training",
         least=0,
         most=1,
     )
     caption_dropout: float = flag(
-        0.0,
-        "share of the captions replaced by the empty one",
-        float,
-        group="training",
-        least=0,
-        most=1,
+        0.0, "share of the captions replaced by the empty one", least=0, most=1
     )
     remat: str = flag(
         "block",
         "block computes each block anew in the backward pass, exchanges all of it but what comes from "
         "other devices; none keeps all values, for speed",
-        group="training",
         choices=REMAT,
     )
     held_out: float | None = flag(
         None,
         "share of the clips that are not trained on, whose loss is measured with every "
         "--validate-every and every save (default: those that `train prepare` set apart)",
-        float,
-        group="training",
         least=0,
         most=0.5,
     )
     validate_every: int = flag(
-        250,
-        "steps between two measurements, and between two validations",
-        int,
-        group="training",
-        least=1,
+        250, "steps between two measurements, and between two validations", least=1
     )
     validation: Path | None = flag(
         None,
         "JSONL file of prompts (prompt, image, reference, size, seed, or any clip flag) to make "
         "clips of in RUN/validation, also before the first step",
-        Path,
-        group="training",
         metavar="FILE",
     )
-    validation_seed: int = flag(
-        42, "seed of the first validation clip", int, group="training", least=0, most=2**63
-    )
-    save_every: int = flag(
-        250, "steps between two LoRAs and states", int, group="training", least=1
-    )
-    keep: int = flag(2, "number of states to keep", int, group="training", least=1)
-    keep_every: int = flag(
-        0, "steps whose multiples keep their states, too; 0: none", int, group="training", least=0
-    )
-    seed: int = flag(
-        42,
-        "seed of noise, order and initial values",
-        int,
-        group="training",
-        least=0,
-        most=2**64 - 1,
-    )
-    dry_run: bool = flag(False, "print groups and sizes, and train nothing", group="training")
-    deterministic: bool = flag(
-        False, "resume to the bit on GPUs, too, where steps are then slower", group="training"
-    )
+    validation_seed: int = flag(42, "seed of the first validation clip", least=0, most=2**63)
+    save_every: int = flag(250, "steps between two LoRAs and states", least=1)
+    keep: int = flag(2, "number of states to keep", least=1)
+    keep_every: int = flag(0, "steps whose multiples keep their states, too; 0: none", least=0)
+    seed: int = flag(42, "seed of noise, order and initial values", least=0, most=2**64 - 1)
+    dry_run: bool = flag(False, "print groups and sizes, and train nothing")
+    deterministic: bool = flag(False, "resume to the bit on GPUs, too, where steps are then slower")
     tensorboard: Path | None = flag(
         None,
         "folder for the metrics in TensorBoard's format, by its own writer",
-        Path,
         group="output",
         metavar="DIR",
     )
     json: bool = flag(False, "print the metrics of every step as a line of JSON", group="output")
-    allow_change: bool = flag(
-        False, "continue a run with other flags than it was begun with", group="training"
-    )
-    allow_distilled: bool = flag(False, "train on a distilled model", group="training")
-    allow_partial_sound: bool = flag(
-        False, "train the sound although some clips have none", group="training"
-    )
+    allow_change: bool = flag(False, "continue a run with other flags than it was begun with")
+    allow_distilled: bool = flag(False, "train on a distilled model")
+    allow_partial_sound: bool = flag(False, "train the sound although some clips have none")
 
     @property
     def levels(self) -> NoiseLevels:

@@ -12,13 +12,15 @@ import numpy as np
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag, spelling
+from ltx2rt.flags import flags_of, spelling
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.models.guided_step import Branches
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.pipelines.groups.steps import Interval, Skips, Steps
 from ltx2rt.pipelines.groups.text import NegativePrompt
 from ltx2rt.stages.stage import MODALITIES
+
+flag = flags_of("guidance")
 
 NONE = {"cfg": 1, "stg": 0, "modality": 1, "rescale": 0}  # scales that guide by nothing
 NEUTRAL = np.array([[*NONE.values()]] * 2, np.float32)  # the conditional branch alone
@@ -46,7 +48,6 @@ class Scales(Group):
         None,
         "transformer blocks that STG skips, such as 14,19 (default: 29 for LTX-2.0, else 28)",
         parse_blocks,
-        group="guidance",
         metavar="LIST",
         json="array",
     )
@@ -80,40 +81,24 @@ class Scales(Group):
 
 @dataclass(frozen=True)
 class VideoScales(Scales):
-    video_cfg: float = flag(
-        3.0, "scale of classifier-free guidance for video, 1 for none", group="guidance"
-    )
-    video_stg: float = flag(
-        1.0, "scale of spatio-temporal guidance (STG) for video, 0 for none", group="guidance"
-    )
-    video_modality: float = flag(
-        3.0, "scale of guidance by the sound for video, 1 for none", group="guidance"
-    )
-    video_rescale: float = flag(
-        0.7, "rescaling of guided video to its unguided spread, 0 for none", group="guidance"
-    )
+    video_cfg: float = flag(3.0, "scale of classifier-free guidance for video, 1 for none")
+    video_stg: float = flag(1.0, "scale of spatio-temporal guidance (STG) for video, 0 for none")
+    video_modality: float = flag(3.0, "scale of guidance by the sound for video, 1 for none")
+    video_rescale: float = flag(0.7, "rescaling of guided video to its unguided spread, 0 for none")
 
 
 @dataclass(frozen=True)
 class SoundScales(Scales):
     """Scales for sound that no video guides."""
 
-    audio_cfg: float = flag(
-        7.0, "scale of classifier-free guidance for sound, 1 for none", group="guidance"
-    )
-    audio_stg: float = flag(
-        1.0, "scale of spatio-temporal guidance (STG) for sound, 0 for none", group="guidance"
-    )
-    audio_rescale: float = flag(
-        0.7, "rescaling of guided sound to its unguided spread, 0 for none", group="guidance"
-    )
+    audio_cfg: float = flag(7.0, "scale of classifier-free guidance for sound, 1 for none")
+    audio_stg: float = flag(1.0, "scale of spatio-temporal guidance (STG) for sound, 0 for none")
+    audio_rescale: float = flag(0.7, "rescaling of guided sound to its unguided spread, 0 for none")
 
 
 @dataclass(frozen=True)
 class Guidance(SoundScales, VideoScales):
-    audio_modality: float = flag(
-        3.0, "scale of guidance by the video for sound, 1 for none", group="guidance"
-    )
+    audio_modality: float = flag(3.0, "scale of guidance by the video for sound, 1 for none")
 
 
 @dataclass(frozen=True)
@@ -163,7 +148,6 @@ class Nag(Group):
         "strength of the negative prompt in attention where no guidance runs (NAG), 1 for none, "
         "often 11",
         parse_nag,
-        group="guidance",
         metavar="SCALE[:TAU[:ALPHA]]",
         json="string",
     )

@@ -10,12 +10,14 @@ from typing import Any, ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import flags_of
 from ltx2rt.media.hdr import SPACES, TRANSFERS, HighRange, is_exr
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.session.options import as_number, from_tuple, parse_number
 from ltx2rt.stages.conditioning import Image, ImageSpec, LatentImage, Slot, slot_frames
+
+flag = flags_of("conditioning")
 
 MAX_KEYFRAMES = 64
 
@@ -53,7 +55,6 @@ class Images(Group):
         (),
         "images that frames follow, strength 1.0 unless given; frame 0 is the first",
         parse_image,
-        group="conditioning",
         name="--image",
         metavar="FILE:FRAME[:STRENGTH]",
         repeat=True,
@@ -65,16 +66,12 @@ class Images(Group):
         None,
         "safetensors file with image.0, image.1, ..., latents for --image "
         "latent:K:FRAME[:STRENGTH]",
-        Path,
-        group="conditioning",
         metavar="FILE",
         file="tensors",
     )
     image_crf: int | None = flag(
         None,
         "H.264 compression of images before use, 0 for none (default: 33; LTX-2.5: 18)",
-        int,
-        group="conditioning",
         least=0,
         most=51,
     )

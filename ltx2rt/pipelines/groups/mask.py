@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import flags_of
 from ltx2rt.media.video import VideoInfo
 from ltx2rt.pipelines.groups.group import Group, refuse_beside
 from ltx2rt.stages.region import Region
+
+flag = flags_of("conditioning")
 
 Pad = tuple[int, int, int, int]
 NONE: Pad = (0, 0, 0, 0)
@@ -49,9 +51,7 @@ class Mask(Group):
     mask: Path | None = flag(
         None,
         "image or video of the clip's size, white where the clip is made anew",
-        Path,
         asks="inpaint",
-        group="conditioning",
         metavar="FILE",
         file="mask",
         common="prompt and inputs",
@@ -61,23 +61,15 @@ class Mask(Group):
         "rectangle of the clip to regenerate, in place of a mask",
         parse_box,
         asks="inpaint",
-        group="conditioning",
         metavar="LEFT,TOP,WIDTH,HEIGHT",
         json="array",
     )
-    mask_grow: int = flag(
-        5,
-        "pixels by which the white of the mask is grown",
-        group="conditioning",
-        least=0,
-        most=512,
-    )
+    mask_grow: int = flag(5, "pixels by which the white of the mask is grown", least=0, most=512)
     pad: Pad = flag(
         NONE,
         "pixels to add around the clip",
         parse_pad,
         asks="inpaint",
-        group="conditioning",
         metavar="LEFT,TOP,RIGHT,BOTTOM",
         json="array",
     )

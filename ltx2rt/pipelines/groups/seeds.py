@@ -26,7 +26,6 @@ class Seed(Group):
     seed: int | None = flag(
         None,
         "random seed (default: a random one, which is reported)",
-        int,
         group="sampling",
         least=0,
         common="clip and output",
@@ -45,7 +44,6 @@ class NoiseFile(Group):
     noise_in: Path | None = flag(
         None,
         "safetensors file with the noise to use, in place of the seed's",
-        Path,
         group="sampling",
         metavar="FILE",
         file="tensors",

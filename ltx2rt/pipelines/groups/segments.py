@@ -17,7 +17,7 @@ from typing import Any
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import flags_of
 from ltx2rt.media.splice import Seam
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.pipelines.groups.seeds import SEED_LIMIT
@@ -39,6 +39,8 @@ from ltx2rt.stages.segments import (
 from ltx2rt.stages.segments import Segments as JoinSegments
 from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.stage import Stage
+
+flag = flags_of("conditioning")
 
 MAX_SEGMENTS = 1000
 MAX_LENGTH_S = 3600
@@ -93,7 +95,6 @@ class Segments(Group):
         None,
         "make the clip in segments of this many frames, 8k+1, each continuing the one before; a "
         f"clip of over {ONE_CLIP_S} s is always made so (default: {DEFAULT_FRAMES})",
-        int,
         group="clip",
         least=17,
         most=MAX_FRAMES,
@@ -101,7 +102,6 @@ class Segments(Group):
     length: float | None = flag(
         None,
         "length in seconds of a clip that is made in segments of --num-frames",
-        float,
         group="clip",
         metavar="S",
         above=0,
@@ -121,7 +121,6 @@ class Segments(Group):
     overlap: int = flag(
         25,
         "number of frames that a segment sees and repeats of the one before, 8k + 1",
-        group="conditioning",
         least=9,
         most=97,
     )
@@ -139,21 +138,18 @@ class Segments(Group):
         (),
         "segments that begin anew, with nothing of the one before, such as 3,5",
         parse_numbers,
-        group="conditioning",
         metavar="LIST",
         json="array",
     )
     colour_lock: float = flag(
         0.0,
         "how far the colours and contrasts of segments are held to those of the first, 0 to 1",
-        group="conditioning",
         least=0,
         most=1,
     )
     anchor: float = flag(
         0.0,
         "strength of the first frame as a guide before each later segment, 0 for none",
-        group="conditioning",
         least=0,
         most=1,
     )

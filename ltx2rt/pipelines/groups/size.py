@@ -9,9 +9,11 @@ from typing import Any, ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import flags_of
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.stages.duration import NO_LENGTH, chooses_length, longest
+
+flag = flags_of("clip")
 
 MAX_FPS_TERM = 10**7  # FFmpeg counts time in 32-bit fractions
 MAX_FPS, MIN_FPS = 240, 1
@@ -82,18 +84,10 @@ class Pixels(Group):
 @dataclass(frozen=True)
 class Size(Pixels):
     width: int = flag(
-        768,
-        "width of the video, in pixels",
-        group="clip",
-        most=MAX_SIDE_PX,
-        common="clip and output",
+        768, "width of the video, in pixels", most=MAX_SIDE_PX, common="clip and output"
     )
     height: int = flag(
-        512,
-        "height of the video, in pixels",
-        group="clip",
-        most=MAX_SIDE_PX,
-        common="clip and output",
+        512, "height of the video, in pixels", most=MAX_SIDE_PX, common="clip and output"
     )
 
 
@@ -147,8 +141,6 @@ class Length(Duration):
     num_frames: int = flag(
         None,
         "number of frames, 8k+1 and at most 20 s (default: 121; LTX-2.5: chosen by the prompt)",
-        int,
-        group="clip",
         most=MAX_FRAMES,
         common="clip and output",
     )
@@ -156,7 +148,6 @@ class Length(Duration):
         Fraction(24),
         "frames per second; 23.976, 29.97 and 59.94 mean x*1000/1001",
         parse_fps,
-        group="clip",
         metavar="RATE",
         least=MIN_FPS,
         most=MAX_FPS,
@@ -166,7 +157,6 @@ class Length(Duration):
         None,
         "range of lengths to choose from without --num-frames, in seconds; LTX-2.5 (default: 1 20)",
         float,
-        group="clip",
         metavar=("MIN", "MAX"),
         repeat=True,
     )

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import flags_of
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.session.options import as_number, from_tuple, parse_number
 from ltx2rt.stages.conditioning import ReferenceSpec
 from ltx2rt.stages.sound_reference import SoundReference
+
+flag = flags_of("conditioning")
 
 CONDITIONING, VOICE = "--audio-conditioning", "--voice"
 
@@ -51,7 +53,6 @@ class NewSound(Group):
     sound: str | None = flag(
         None,
         "keep the clip's sound, or make new sound (default: keep; a silent clip stays silent)",
-        group="conditioning",
         choices=("keep", "new"),
     )
 
@@ -72,14 +73,12 @@ class SoundToFollow(Group):
         None,
         "file with sound for an IC-LoRA of sound to follow, strength 1.0 unless given",
         parse_reference,
-        group="conditioning",
         metavar="FILE[:STRENGTH]",
         file="sound",
     )
     audio_conditioning_at: str = flag(
         "start",
         "time of that sound: beside the clip's from its start on, or all of it before the clip",
-        group="conditioning",
         choices=("start", "before"),
     )
 
@@ -107,16 +106,11 @@ class Voice(Group):
     voice: Path | None = flag(
         None,
         "speech in the voice that the clip's speaker has, some 5 s, for an ID-LoRA",
-        Path,
-        group="conditioning",
         metavar="FILE",
         file="sound",
     )
     voice_guidance: float = flag(
-        3.0,
-        "scale of guidance by --voice for sound, 0 for none",
-        group="guidance",
-        least=0,
+        3.0, "scale of guidance by --voice for sound, 0 for none", group="guidance", least=0
     )
 
     def check(self, request: Any) -> None:

@@ -41,7 +41,6 @@ class SourceClip(Duration):
     video_path: Path | None = flag(
         None,
         "clip to start from; its size and rate are kept (required)",
-        Path,
         group="conditioning",
         metavar="FILE",
         file="video",

@@ -9,13 +9,15 @@ from typing import Any
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag, spelling
+from ltx2rt.flags import flags_of, spelling
 from ltx2rt.models.step_plan import StepPlan
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.pipelines.step_plans import PlanFile, parse_step_plan, read
 from ltx2rt.stages.denoise import within
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.stage import MODALITIES
+
+flag = flags_of("sampling")
 
 MAX_STEPS = 10_000
 
@@ -41,8 +43,6 @@ class Steps(Group):
     steps: int | None = flag(
         None,
         "denoising steps of the guided stage (default: 40 for LTX-2.0, else 30)",
-        int,
-        group="sampling",
         least=1,
         most=MAX_STEPS,
         common="clip and output",
@@ -61,15 +61,12 @@ class Skips(Group):
         None,
         "steps to evaluate: a list such as 0,4,8,9, or a JSON file of plans",
         parse_step_plan,
-        group="sampling",
         metavar="PLAN",
         file="plan",
     )
     skip_step: int | None = flag(
         None,
         "steps of the guided stage to leave out after each that is evaluated, 0 for none",
-        int,
-        group="sampling",
         least=0,
         most=MAX_STEPS,
     )
@@ -119,8 +116,6 @@ class VideoSkips(Skips):
     video_skip_step: int | None = flag(
         None,
         "steps to leave out after each that is evaluated for video (default: 0)",
-        int,
-        group="sampling",
         least=0,
         most=MAX_STEPS,
     )
@@ -131,8 +126,6 @@ class SoundSkips(Skips):
     audio_skip_step: int | None = flag(
         None,
         "steps to leave out after each that is evaluated for sound (default: 0)",
-        int,
-        group="sampling",
         least=0,
         most=MAX_STEPS,
     )

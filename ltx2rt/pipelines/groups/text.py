@@ -8,20 +8,19 @@ from typing import Any
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import flags_of
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.pipelines.groups.seeds import SEED_LIMIT
 from ltx2rt.stages.relay import PromptSpan, Relay, parse_span
 
+flag = flags_of("clip")
+
 
 @dataclass(frozen=True)
 class Prompt(Group):
     prompt: str = flag(
-        "",
-        "text that describes the video and its sound",
-        group="clip",
-        common="prompt and inputs",
+        "", "text that describes the video and its sound", common="prompt and inputs"
     )
 
     def check(self, request: Any) -> None:
@@ -32,26 +31,15 @@ class Prompt(Group):
 @dataclass(frozen=True)
 class Enhancing(Group):
     enhance_prompt: bool = flag(
-        False,
-        "rewrite the prompt with the text encoder's Gemma 3 first, or with --prompt-enhancer",
-        group="clip",
+        False, "rewrite the prompt with the text encoder's Gemma 3 first, or with --prompt-enhancer"
     )
     enhance_seed: int | None = flag(
-        None,
-        "seed for --enhance-prompt (default: same as --seed)",
-        int,
-        group="clip",
-        least=0,
-        most=SEED_LIMIT - 1,
+        None, "seed for --enhance-prompt (default: same as --seed)", least=0, most=SEED_LIMIT - 1
     )
-    enhanced_prompt: str | None = flag(
-        None, "text that --enhance-prompt wrote in an earlier run", group="clip"
-    )
+    enhanced_prompt: str | None = flag(None, "text that --enhance-prompt wrote in an earlier run")
     prompt_enhancer: Path | None = flag(
         None,
         "folder of a Gemma 3 or 4, or file of a Gemma 3, with which --enhance-prompt writes",
-        Path,
-        group="clip",
         metavar="PATH",
         file="folder",
     )
@@ -84,16 +72,11 @@ class PromptsByTime(Group):
         (),
         "texts beside --prompt, each for a time range in seconds or in %",
         parse_span,
-        group="clip",
         metavar="START:END=TEXT",
         repeat=True,
     )
     prompt_softness: float = flag(
-        0.001,
-        "softness of the ranges of --prompt-at, 1 for no bounds",
-        group="clip",
-        above=0,
-        most=1,
+        0.001, "softness of the ranges of --prompt-at, 1 for no bounds", above=0, most=1
     )
 
     def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
