@@ -121,8 +121,8 @@ class Session:
         """One clip. clip: the clip flags of `generate` but output, report and latents_out.
         pipeline: None for the one that they ask for.
 
-        parts: of a clip in segments, the folder that they are kept in until the clip is made, and
-        from which a later call of the same goes on; a temporary one by default.
+        parts: the folder that keeps segments and steps until the clip is made, and from which a
+        later call of the same goes on; by default a temporary one for segments alone.
 
         on_progress(progress): after every step. cancelled(): asked after every step and before
         every tile of the decoder; if it says so in one of several processes, Cancelled is raised in
@@ -130,7 +130,7 @@ class Session:
         """
         with self._lock:
             request = make_request(pipeline, prompt=prompt, **clip)
-            if not request.in_segments:
+            if not (request.in_segments or parts):
                 return self._generate(request, on_progress, cancelled)
             with TemporaryDirectory() as folder:
                 return self._generate(request, on_progress, cancelled, Path(parts or folder))

@@ -75,10 +75,10 @@ class Loop(Protocol):
     graph: Graph
 
     def __call__(
-        self, weights: Any, inputs: Mapping[str, Any], num_steps: int
+        self, weights: Any, inputs: Mapping[str, Any], num_steps: int, start: int = 0
     ) -> Iterator[dict[str, Any]]:
-        """The body's outputs after each of the first `num_steps` steps, yielded once that step has
-        really finished.
+        """The body's outputs after each of the first `num_steps` steps, from step `start` on, yielded
+        once that step has really finished.
 
         inputs: the graph's, data whole (all steps of the graph first), however many of them run. At
         most one step is queued beyond the one that is waited for; once the iterator is closed, none

@@ -194,7 +194,7 @@ class Loop:
         self.body.release()
 
     def __call__(
-        self, weights: Weights, inputs: Mapping[str, Any], num_steps: int
+        self, weights: Weights, inputs: Mapping[str, Any], num_steps: int, start: int = 0
     ) -> Iterator[Tensors]:
         with torch.inference_mode():
             given = {
@@ -207,7 +207,7 @@ class Loop:
         device = self.body.device
 
         def started(state: Tensors) -> Iterator[tuple[Tensors, DeviceEvent]]:
-            for i in range(num_steps):
+            for i in range(start, num_steps):
                 with torch.inference_mode():
                     outputs = step(state | {name: x[i] for name, x in rows.items()})
                 state = {name: outputs[name] for name in state}

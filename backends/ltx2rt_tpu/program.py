@@ -448,7 +448,7 @@ class Loop(Ahead):
         )
 
     def __call__(
-        self, weights: Weights, inputs: Mapping[str, Any], num_steps: int
+        self, weights: Weights, inputs: Mapping[str, Any], num_steps: int, start: int = 0
     ) -> Iterator[dict[str, Array]]:
         self.ready()
         before, body, state = self.parts.before, self.parts.body, self.parts.state
@@ -470,7 +470,7 @@ class Loop(Ahead):
         on_devices = weights_on(self.place, body, weights)
 
         def started(outputs: dict[str, Array]) -> Iterator[dict[str, Array]]:
-            for i in range(num_steps):
+            for i in range(start, num_steps):
                 outputs = self.steps(
                     on_devices, prepared, constants, outputs, np.int32(i), np.int32(i + 1)
                 )

@@ -57,6 +57,7 @@ from ltx2rt.run.write import sizes, write_files
 from ltx2rt.session.open import located, open_session
 from ltx2rt.session.options import NO_LORA, ModelOptions
 from ltx2rt.session.session import Session
+from ltx2rt.stages.kept_steps import latest
 from ltx2rt.stages.stage import FRAMES, SOUND
 from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.part_table import wanted_by
@@ -96,18 +97,19 @@ def run(
     run_key = history.alike(session, plan, files.warmup)
     if main and times and (line := history.expected(times, run_key)):
         note(line, prefix="")
-    folder = parts_folder(files) if plan.request.in_segments else None
-    with made.kept_in(folder, files.output):
-        if folder and main and files.latents_out:
+    folder = parts_folder(files, plan.request)
+    with made.kept_in(folder, files.output, steps=files.latents_out is None):
+        if folder and main and files.latents_out and plan.request.in_segments:
             check_records(plan.request, folder)
         keep = main and files.latents_out is not None
+        whole = not (folder and latest(folder)) and not plan.request.in_segments
         made.make(stream, keep=keep, warmup=files.warmup, verbose=files.verbose)
         if not main:
             if files.output is not None:  # else the main process decodes no frames either
                 made.follow()
             return
         outputs = write_files(made, files)
-        if times and not plan.request.in_segments:  # segments may have been there
+        if times and whole:
             history.keep(times, run_key, made.watch.total_s)
         if folder:
             discard(folder)
@@ -116,10 +118,12 @@ def run(
         print(made.watch.closing_line(output, seed))
 
 
-def parts_folder(files: Files) -> Path | None:
-    """Where a clip in segments is kept until it is whole."""
+def parts_folder(files: Files, request: Request) -> Path | None:
+    """Where segments and steps are kept until the clip is whole."""
     output = files.output or files.latents_out
-    return folder_of(output) if output else None
+    if output is None or (files.latents_out and not request.in_segments):
+        return None
+    return folder_of(output, request.in_segments)
 
 
 def _announce(session: Session, plan: Plan) -> None:
@@ -224,10 +228,10 @@ def main(args: argparse.Namespace) -> int | None:
             f"--distilled-lora: the {request.name} pipeline merges none here; leave it out, or merge "
             "it by --lora"
         )
-    folder = parts_folder(written)
+    folder = parts_folder(written, request)
     check_files(request, written)
     if request.seed is None:  # ranks that this one starts need the same
-        kept = seed_of(folder) if folder and request.in_segments else None
+        kept = seed_of(folder) if folder else None
         request = replace(request, seed=draw_seed() if kept is None else kept)
         args.argv = [*args.argv, "--seed", str(request.seed)]
     if folder:

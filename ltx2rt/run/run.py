@@ -46,6 +46,7 @@ class Run:
         self.session, self.plan, self.marks = session, make_enhanced_plan(session, request), marks
         session.require_memory(self.plan.stages, warm=warm)
         self.recorded: GrowingClip | None = None
+        self.folder: Path | None = None
         self.state = State()
 
     @property
@@ -57,13 +58,16 @@ class Run:
         return self.session.backend.is_main
 
     @contextmanager
-    def kept_in(self, folder: Path | None, output: Path | None = None) -> Iterator[None]:
-        """Keep the segments of a clip in a folder, and if the output is known encode them
-        meanwhile. None: the clip has none."""
+    def kept_in(
+        self, folder: Path | None, output: Path | None = None, steps: bool = True
+    ) -> Iterator[None]:
+        """Keep finished segments and `steps` in a folder, None: nowhere; if the output is known
+        encode segments meanwhile."""
         with ExitStack() as during:
+            self.folder = folder if steps else None
             if folder and self.is_main:
                 during.enter_context(claimed(self.session, self.plan, folder))
-                if output:
+                if output and self.request.in_segments:
                     clip = recording(self.session, self.plan, folder, output, self.marks)
                     self.recorded = during.enter_context(clip)
             yield
@@ -71,7 +75,7 @@ class Run:
     def make(self, stream: TextIO | None = None, **how: Any) -> None:
         """Run up to the frames, once the length is known. how: as `produce` takes it."""
         self.plan = timed(self.session, self.plan, stream)
-        made = produce(self.session, self.plan, stream=stream, **how)
+        made = produce(self.session, self.plan, stream=stream, folder=self.folder, **how)
         self.state, self.watch, self.report = made
 
     def follow(self) -> None:
@@ -173,8 +177,9 @@ def produce(
     on_progress: Callable[[Progress], None] | None = None,
     cancelled: Callable[[], bool] | None = None,
     look: Callable[[Callable[[], np.ndarray]], None] | None = None,
+    folder: Path | None = None,
 ) -> tuple[State, Stopwatch, Callable[[], dict[str, Any]]]:
-    """Run the plan, which fits the device, up to its frames: (state, watch, report).
+    """Run the plan, which fits the device, up to its frames: (state, watch, report). folder: where steps are kept.
 
     report() is the dict of `--report`, once the frames are taken.
     """
@@ -198,7 +203,7 @@ def produce(
     if warmup:
         with watch.apart("warmup", "warming up"):
             warm_up(session, plan)
-    state = State(keep=keep)
+    state = State(keep=keep, folder=folder)
     run_stages(session, plan, watch, state)
 
     def report() -> dict[str, Any]:

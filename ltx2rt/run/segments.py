@@ -1,6 +1,7 @@
-"""The folder of a clip that is made in segments: whose it is, and its end.
+"""The folder that keeps what an unfinished run has made: whose it is, and its end.
 
-Decides that a run goes on only from segments of the very same request, model and versions.
+Decides that a run goes on only from segments and steps of the very same request, model and
+versions: segments of another run are not removed, steps are.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from ltx2rt.run.plan import Plan
 from ltx2rt.run.recording import CLIP, STREAM
 from ltx2rt.run.report import comment, written
 from ltx2rt.session.session import Session
+from ltx2rt.stages.kept_steps import STEPS, STOPPED, latest
 from ltx2rt.text_files import read_json
 
 REQUEST = "request.json"
 PART = "[0-9][0-9][0-9][0-9].*"  # frames and samples, and the mel that these were made of
 
 
-def folder_of(output: Path) -> Path:
-    """Where the segments of an output are kept until it is whole."""
-    return output.parent / f"{output.name}.segments"
+def folder_of(output: Path, in_segments: bool = True) -> Path:
+    """Where the segments of an output, or its finished steps, are kept until it is whole."""
+    return output.parent / f"{output.name}.{'segments' if in_segments else 'part'}"
 
 
 def check_files(request: Request, files: Files) -> None:
@@ -56,36 +58,52 @@ def seed_of(folder: Path) -> int | None:
 
 @contextmanager
 def claimed(session: Session, plan: Plan, folder: Path) -> Iterator[None]:
-    """Have the folder for the plan's clip alone. Raises InputError if it holds segments of another
-    clip, or another run is at it."""
+    """Have the folder for the plan's clip alone, and say what is kept in it if the run is stopped.
+    Raises InputError if it holds segments of another clip, or another run is at it."""
+    segmented = plan.request.in_segments
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"--output: the folder {folder}, which keeps the segments, cannot be made "
+            f"--output: the folder {folder}, which keeps unfinished work, cannot be made "
             f"({error.strerror}); move what is there, or choose another name"
         ) from error
     with alone_in(folder, "--output"):
         asked = comment(session, plan.request, 0) | {"files": written(session, plan)}
-        _check(json.loads(json.dumps(asked)), folder)
+        _check(json.loads(json.dumps(asked)), folder, segmented)
         try:
             yield
-        except (KeyboardInterrupt, SystemExit):
-            count = len(plan.request.parts)
-            if made := sum(part.path.exists() for part in plan.request.parts):
-                note(f"{made} of {count} segments are kept in {folder}: the same command goes on")
+        except STOPPED:
+            for line in _kept(plan.request, folder):
+                note(f"{line} are kept in {folder}: the same command goes on")
             raise
+        finally:
+            if not segmented and latest(folder) is None:
+                discard(folder)
 
 
-def _check(asked: Any, folder: Path) -> None:
+def _kept(request: Request, folder: Path) -> Iterator[str]:
+    parts = request.parts if request.in_segments else []
+    if made := sum(part.path.exists() for part in parts):
+        yield f"{made} of {len(parts)} segments"
+    if found := latest(folder):
+        stage, done, of = found
+        yield f"{done} of {of} steps of {stage}"
+
+
+def _check(asked: Any, folder: Path, segmented: bool) -> None:
     path = folder / REQUEST
     try:
         found = read_json(path, dict, "remove the folder") if path.exists() else None
     except InputError as error:
         raise InputError(f"--output: {error}") from None
+    if found not in (None, asked) and not segmented:
+        note(f"steps of another run are removed ({_difference(found, asked)})")
+        discard(folder, last=False)
+        found = None
     if found is None:
         if other := next(folder.iterdir(), None):
-            raise InputError(f"--output: {other} is no segment; move it, or choose another name")
+            raise InputError(f"--output: {other} is of no run; move it, or choose another name")
         with replacing(path) as partial:
             partial.write_text(json.dumps(asked, ensure_ascii=False))
     elif found != asked:
@@ -104,11 +122,13 @@ def _difference(found: Any, asked: Any, name: str = "") -> str:
     return f"{name}: {str(found)[:60]!r}, now {str(asked)[:60]!r}"
 
 
-def discard(folder: Path) -> None:
-    """Remove the segments, and the folder unless something else is in it."""
+def discard(folder: Path, last: bool = True) -> None:
+    """Remove segments and steps, and if it is the last time the folder unless something else is in
+    it."""
     remove_left(folder)
-    recorded = (folder / STREAM, *folder.glob(f"{CLIP}.m??"))
+    recorded = (folder / STREAM, *folder.glob(f"{CLIP}.m??"), *folder.glob(f"*{STEPS}"))
     for path in (*folder.glob(PART), *recorded, folder / REQUEST):
         path.unlink(missing_ok=True)
-    with suppress(OSError):
-        folder.rmdir()
+    if last:
+        with suppress(OSError):
+            folder.rmdir()

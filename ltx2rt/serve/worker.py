@@ -235,8 +235,7 @@ def run(
     """Make the job's files; its result. own: the LoRAs of every job."""
     made = planned(session, own, job)
     made.marks = marks
-    folder = segments_of(job) if made.request.in_segments else None
-    with made.kept_in(folder, Path(job["stem"] + CLIP)):
+    with made.kept_in(segments_of(job), Path(job["stem"] + CLIP)):
         made.make(on_progress=progress, cancelled=cancelled, look=look)
         if made.is_main:
             return _published(made, job)

@@ -168,12 +168,13 @@ class Session(Memory):
         feeds: Mapping[str, Any],
         per_step: Mapping[str, np.ndarray],
         num_steps: int | None = None,
+        start: int = 0,
     ) -> Iterator[dict[str, Any]]:
         """The step's outputs (videos, tokens, C) as device arrays after every step that the device
         has finished.
 
         feeds: the inputs that all steps share; per_step: the others, [steps, ...] each. num_steps:
-        how many of the steps run, None: all.
+        how many of the steps run, None: all; start: the first of them that does.
         """
         steps = len(per_step["sigmas"])
         loop, weights = self.program(call), self.load(call)
@@ -182,7 +183,7 @@ class Session(Memory):
             n: np.pad(x, ((0, slots - steps), *[(0, 0)] * (x.ndim - 1)), mode="edge")
             for n, x in per_step.items()
         }
-        return loop(weights, {**feeds, **filled}, min(steps, num_steps or steps))
+        return loop(weights, {**feeds, **filled}, min(steps, num_steps or steps), start)
 
     def remember(self, prompts: Hashable, encode: Callable[[], T]) -> T:
         """The result of `encode` for these prompts, encoded once."""

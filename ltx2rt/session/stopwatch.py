@@ -139,18 +139,18 @@ class Stopwatch:
 
     @contextmanager
     def stage(
-        self, name: str, steps: int = 0, unit: str = "steps"
+        self, name: str, steps: int = 0, unit: str = "steps", done: int = 0
     ) -> Iterator[Callable[..., None]]:
         """Time the body as stage `name` with `steps` steps, or another unit; yields the function to
-        call after each, or after several with their number."""
+        call after each, or after several with their number. done: steps that an earlier run made."""
         stage = StageTime(name)
-        self._tell(stage, 0, steps)
+        self._tell(stage, done, steps)
         self.synchronize()
         begin = last = said = self._charged()
-        count = 0
+        count = done
         with (
             self._under_way(f"{name}: {steps} {unit}" if steps else name),
-            self._bar(name, steps, unit) as update,
+            self._bar(name, steps, unit, done) as update,
         ):
 
             def step(more: int = 1) -> None:
@@ -160,7 +160,7 @@ class Stopwatch:
                 last, count = now, count + more
                 update(more)
                 if not self._bars and last - said >= QUIET_S and count < steps:
-                    said, left_s = last, (last - begin) / count * (steps - count)
+                    said, left_s = last, (last - begin) / (count - done) * (steps - count)
                     self.say(f"{name}: {count} of {steps} {unit}, {left_s:.0f} s left")
                 self._tell(stage, count, steps)
 
@@ -169,19 +169,20 @@ class Stopwatch:
         stage.time_s = self._charged() - begin
         self.stages.append(stage)
         self._done += self.work.get(name, 0.0)
-        self.say(f"{name}: {stage.time_s:.2f} s" + (f" ({count} {unit})" if count else ""))
+        self.say(
+            f"{name}: {stage.time_s:.2f} s" + (f" ({count - done} {unit})" if count > done else "")
+        )
 
     @contextmanager
-    def _bar(self, name: str, steps: int, unit: str) -> Iterator[Callable[[int], Any]]:
+    def _bar(self, name: str, steps: int, unit: str, done: int) -> Iterator[Callable[[int], Any]]:
         if steps == 0 or not self._bars:
             yield lambda _: None
             return
         from tqdm import tqdm
 
         shown = "{desc}: {n_fmt} of {total_fmt} {unit} |{bar}| {elapsed} < {remaining}"
-        with tqdm(
-            total=steps, desc=name, unit=unit, bar_format=shown, file=self.stream, leave=False
-        ) as bar:
+        how = {"total": steps, "initial": done, "desc": name, "unit": unit, "bar_format": shown}
+        with tqdm(**how, file=self.stream, leave=False) as bar:
             yield bar.update
 
     def _tell(self, stage: StageTime, count: int, steps: int) -> None:

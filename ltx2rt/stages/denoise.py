@@ -28,6 +28,7 @@ from ltx2rt.session.options import LoraSpec
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.conditioning import Conditioning, ModalityState, Tokens, audio_state, video_state
+from ltx2rt.stages.kept_steps import KeptSteps
 from ltx2rt.stages.noise import standard_normal
 from ltx2rt.stages.relay import Relay
 from ltx2rt.stages.stage import MODALITIES, Stage, State, finite
@@ -249,24 +250,36 @@ class Denoise(Stage):
             feeds["video_attention_mask"] = states["video"].attention()
         feeds |= self._relayed(session, states) | self._started(state, states)
         per_step, calls = self._per_step(state), list(self.needs(session.config))
-        session.load(calls[0])
         trail: dict[str, list[np.ndarray]] = {}
         carried = [f"{m}_{name}" for m in self.made for name in ("latent", *CARRIED[self.stepping])]
         counts = [min(call.steps or 0, state.max_steps or self.steps()) for call in calls]
+        kept = KeptSteps(session.backend, state.folder, self.noise.prefix + self.name, sum(counts))
+        first, found_there = kept.read()
+        feeds |= found_there
+        if first < sum(counts):
+            session.load(calls[0])
+        if first:
+            watch.say(f"{self.name}: {first} of {sum(counts)} steps are there already")
 
         def run() -> Iterator[dict]:
             for call, count, (branches, part) in zip(calls, counts, self.parts, strict=True):
+                start = max(first - part.start, 0)
+                if start >= count:
+                    continue
                 rows, last = {name: values[part] for name, values in per_step.items()}, {}
                 given = feeds | self._guided(branches, state)
-                for last in session.denoise(call, given, rows, count):
+                for last in session.denoise(call, given, rows, count, start):
                     yield last
                 feeds.update({name: session.backend.to_host(last[name]) for name in carried})
 
         def found(values: Mapping[str, Any], m: str, name: str) -> np.ndarray:
             return session.backend.to_host(values[f"{m}_{name}"])
 
-        with watch.stage(self.name, sum(counts)) as done:
+        with watch.stage(self.name, sum(counts), done=first) as done, kept.until_stopped():
             for last in run():
+                kept.step(
+                    lambda x=last: {name: session.backend.to_host(x[name]) for name in carried}
+                )
                 if state.keep:
                     for m in self.made:
                         trail.setdefault(f"{m}.steps", []).append(found(last, m, "latent"))

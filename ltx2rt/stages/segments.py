@@ -28,6 +28,7 @@ from ltx2rt.models.geometry import Geometry
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.joined import SourceClip
+from ltx2rt.stages.kept_steps import STEPS
 from ltx2rt.stages.sound import Sound, decode_mel, vocode
 from ltx2rt.stages.source_sound import encode_mel
 from ltx2rt.stages.stage import FRAMES, SOUND, Stage, State, finite
@@ -287,7 +288,7 @@ class Keep(Stage):
         with watch.stage(SEGMENT, 1) as step:  # for observers
             step()
         watch.say(f"segment {self.number} of {self.of} is made")
-        empty = State(keep=state.keep)
+        empty = State(keep=state.keep, folder=state.folder)
         for f in fields(State):
             setattr(state, f.name, getattr(empty, f.name))
 
@@ -314,6 +315,8 @@ class Keep(Stage):
             )
             with partial.open("rb") as file:
                 os.fsync(file.fileno())
+        for path in self.part.path.parent.glob(f"{SEGMENT}{self.number}.*{STEPS}"):
+            path.unlink()
 
 
 def _save(path: Path, array: np.ndarray) -> None:

@@ -1,0 +1,86 @@
+"""The finished steps of a denoising stage on disk, from which a run that was stopped goes on.
+
+Decides when they are written: every ten seconds, at the stage's end, and when the run is stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from ltx2rt.atomic_file import replacing
+from ltx2rt.backend import Backend
+from ltx2rt.errors import Cancelled, InputError
+from ltx2rt.notes import note
+from ltx2rt.weights.files import TensorFile, write_arrays
+
+STEPS, COUNT = ".steps", "steps"  # suffix of the files; the tensor of (finished, all) steps
+EVERY_S = 10.0
+STOPPED = (KeyboardInterrupt, SystemExit, Cancelled)
+
+
+class KeptSteps:
+    """The file of one stage, without a folder none. of: the stage's number of steps."""
+
+    def __init__(self, backend: Backend, folder: Path | None, name: str, of: int):
+        self.backend, self.of = backend, of
+        self.path = folder and folder / f"{name}{STEPS}"
+        self.saved = self.done = 0
+        self._values: Callable[[], dict[str, np.ndarray]] = dict
+        self._saved_s = time.monotonic()
+
+    def read(self) -> tuple[int, dict[str, np.ndarray]]:
+        """The number of finished steps and the loop's state after them; 0 unless all processes find
+        the file whole."""
+        if self.path is None:
+            return 0, {}
+        values: dict[str, np.ndarray] = {}
+        if self.path.exists():
+            try:
+                file = TensorFile(self.path)
+                values = {name: file.read(name) for name in file.names()}
+            except InputError as error:
+                note(f"{error}; the stage begins at its first step")
+        if self.backend.agree(COUNT not in values):
+            return 0, {}
+        self.saved = self.done = int(values.pop(COUNT)[0])
+        return self.done, values
+
+    def step(self, values: Callable[[], dict[str, np.ndarray]]) -> None:
+        """Note that a step is finished. values: makes the loop's state after it."""
+        self.done, self._values = self.done + 1, values
+        if self.done == self.of or time.monotonic() - self._saved_s > EVERY_S:
+            self._save()
+
+    def _save(self) -> None:
+        if self.path is None or self.saved == self.done or not self.backend.is_main:
+            return
+        count = {COUNT: np.array([self.done, self.of], np.int32)}
+        with replacing(self.path) as partial:
+            write_arrays(partial, self._values() | count)
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+        self.saved, self._saved_s = self.done, time.monotonic()
+
+    @contextmanager
+    def until_stopped(self) -> Iterator[None]:
+        """Write the latest step if the body is stopped."""
+        try:
+            yield
+        except STOPPED:
+            self._save()
+            raise
+
+
+def latest(folder: Path) -> tuple[str, int, int] | None:
+    """The stage of a folder that was written last, with its numbers of finished and all steps."""
+    files = sorted(folder.glob(f"*{STEPS}"), key=lambda path: path.stat().st_mtime_ns)
+    for path in reversed(files):
+        done, of = TensorFile(path).read(COUNT)
+        return path.name.removesuffix(STEPS), int(done), int(of)
+    return None
