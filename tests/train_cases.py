@@ -51,10 +51,14 @@ def step(
 
 
 def placed(
-    generation: str, mesh: dict[str, int], weights_dtype: str | None = None, blocks: int = 2
+    generation: str,
+    mesh: dict[str, int],
+    weights_dtype: str | None = None,
+    blocks: int = 2,
+    dropout: bool = False,
 ) -> Graph:
     graph, _ = step(generation, BATCH // mesh.get("data", 1), blocks)
-    adapters = Adapters(frozenset(modules(graph)), RANK, SCALE)
+    adapters = Adapters(frozenset(modules(graph)), RANK, SCALE, dropout=dropout)
     return Placement(
         PROFILES["trillium-2d" if "fsdp" in mesh else "hopper"], mesh, weights_dtype, adapters
     ).local(graph, "transformer")

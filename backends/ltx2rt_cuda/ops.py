@@ -18,6 +18,7 @@ from ltx2rt.fused.pattern import grouped
 from ltx2rt.fused.snake_beta import snake_windows
 from ltx2rt.graph.encodings import DECODED, E4M3, E4M3_STEP, E4M3_TINY, ENCODINGS, rotation
 from ltx2rt.graph.ir import DTYPE_BYTES
+from ltx2rt.graph.ops import drawn_bits
 from ltx2rt.scheduling import in_use
 from ltx2rt_cuda.collectives import differentiated, with_transpose
 from ltx2rt_cuda.device import device_of
@@ -352,6 +353,13 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, dims, weight_view, eps:
     wide = x.float()
     y = wide * torch.rsqrt(wide.square().mean(dims, keepdim=True) + eps)
     return (y if weight is None else y * weight.float().reshape(weight_view)).to(x.dtype)
+
+
+@op
+def dropout(x: Tensor, keys: Tensor, columns: Tensor, rate: Tensor, *, salt: int, views) -> Tensor:
+    rate = rate.reshape(views[2])
+    kept = drawn_bits(keys, columns, salt, views) * 2.0**-24 >= rate
+    return torch.where(kept, x.float() * (1 / (1 - rate)), 0.0).to(x.dtype)
 
 
 @op

@@ -21,7 +21,7 @@ from ltx2rt_kernels.neighbourhood_attention import tpu as neighbourhood_kernel
 
 from ltx2rt.fused.snake_beta import snake_windows
 from ltx2rt.graph.encodings import E4M3, E4M3_STEP, E4M3_TINY, ENCODINGS, rotation
-from ltx2rt.graph.ops import window_blocks
+from ltx2rt.graph.ops import drawn_bits, window_blocks
 from ltx2rt.scheduling import in_use
 from ltx2rt_tpu.as_run import LEAST_BYTES
 
@@ -388,6 +388,14 @@ def _weighted(y: Array, weight: Array | None, view) -> Array:
         if weight is None
         else lax.mul(y, _view(lax.convert_element_type(weight, jnp.float32), view))
     )
+
+
+@op
+def dropout(x: Array, keys: Array, columns: Array, rate: Array, *, salt: int, views) -> Array:
+    rate = _view(rate, views[2])
+    drawn = lax.convert_element_type(drawn_bits(keys, columns, salt, views), jnp.float32)
+    y = lax.convert_element_type(x, jnp.float32) * (1 / (1 - rate))
+    return jnp.where(drawn * 2.0**-24 >= rate, y, 0).astype(x.dtype)
 
 
 @op

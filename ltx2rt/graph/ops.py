@@ -179,6 +179,39 @@ def modulate(x: Type, scale: Type, shift: Type):
     return x, {"views": (_view(scale, x.axes, "scale"), _view(shift, x.axes, "shift"))}
 
 
+def _mixed(x):
+    """Integers of 32 bits, each bit of which follows from all bits of `x`. Source: the constants of
+    Chris Wellons' lowbias32."""
+    x = (x ^ x >> 16 & 0xFFFF) * 0x7FEB352D
+    x = (x ^ x >> 15 & 0x1FFFF) * (0x846CA68B - 2**32)
+    return x ^ x >> 16 & 0xFFFF
+
+
+def drawn_bits(keys, columns, salt, views):
+    """24 bits for each number of `dropout`, of int32 arrays of numpy, torch or JAX alike."""
+    bits = _mixed(keys.reshape(views[0]) ^ _mixed(columns + salt).reshape(views[1]))
+    return bits >> 8 & 0xFFFFFF
+
+
+def _numpy_dropout(x, keys, columns, rate, salt, views):
+    rate = rate.reshape(views[2])
+    kept = drawn_bits(keys, columns, salt, views) * np.float32(2.0**-24) >= rate
+    return np.where(kept, x * (1 / (1 - rate)), np.float32(0))
+
+
+@op(_numpy_dropout)
+def dropout(x: Type, keys: Type, columns: Type, rate: Type, *, salt: int):
+    """x / (1 - rate), 0 for a share `rate` of its numbers: where 24 bits, mixed of the key of the
+    leading axes, the column of the other ones and `salt` (32 bits with a sign), are below it."""
+    lead, rest = len(keys.axes), len(columns.axes)
+    if x.axes != keys.axes + columns.axes or {keys.dtype, columns.dtype} != {"int32"}:
+        raise GraphError(f"dropout: {keys} and {columns} do not fit {x}")
+    return x, {
+        "salt": salt,
+        "views": ((*keys.shape, *[1] * rest), ((*[1] * lead, *columns.shape)), _view(rate, x.axes)),
+    }
+
+
 # --- reductions -----------------------------------------------------------------------------------
 
 

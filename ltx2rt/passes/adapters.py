@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from ltx2rt.graph.ir import Graph, Layout, Node, Value, numbered, rewrite
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
+from ltx2rt.passes.dropout import Dropout
 
 MARK = ".lora_"  # in the name of every parameter that the pass declares
 
@@ -27,13 +28,14 @@ MARK = ".lora_"  # in the name of every parameter that the pass declares
 class Adapters:
     """targets: modules by their names in the checkpoint, `*` for the block. rank: rows of A, and
     audio_rank, of the sound's own modules; scale: alpha / rank. dtype: of the parameters, but
-    trained ones are float32."""
+    trained ones are float32. dropout: the graph has its inputs, see `dropout`."""
 
     targets: frozenset[str]
     rank: int
     scale: float = 1.0
     audio_rank: int | None = None
     dtype: str = "float32"
+    dropout: bool = False
 
     def rank_of(self, module: str) -> int:
         own = module.partition(".*.")[2].startswith(("audio_attn", "audio_ff"))
@@ -42,9 +44,11 @@ class Adapters:
 
 def adapted(graph: Graph, adapters: Adapters) -> Graph:
     """`graph` with the adapters of all targets that are linears of its repeats."""
-    result = replace(
-        graph, nodes=[rewrite(node, lambda body: _body(body, adapters)) for node in graph.nodes]
-    )
+    result = replace(graph, inputs=dict(graph.inputs), nodes=[])
+    for node in graph.nodes:
+        drop = Dropout(result, node) if adapters.dropout and node.op == "repeat" else None
+        changed = rewrite(node, lambda body, drop=drop: _body(body, adapters, drop))
+        result.nodes.append(drop.repeat(changed.repeat.body) if drop else changed)
     verify(result)
     return result
 
@@ -79,7 +83,7 @@ def tensors(targets: Collection[str], blocks: int) -> list[str]:
     ]
 
 
-def _body(body: Graph, adapters: Adapters) -> Graph:
+def _body(body: Graph, adapters: Adapters, drop: Dropout | None) -> Graph:
     result = replace(body, nodes=[], params=dict(body.params), layouts=dict(body.layouts))
     layouts, env = body.all_layouts(), {}
     for node in body.nodes:
@@ -90,13 +94,15 @@ def _body(body: Graph, adapters: Adapters) -> Graph:
         ):
             result.nodes.append(node)
             continue
-        y = _beside(result, node, layouts[node.inputs[1].name], adapters)
+        y = _beside(result, node, layouts[node.inputs[1].name], adapters, drop)
         env[id(node.outputs[0])] = y
     result.outputs = {name: env.get(id(v), v) for name, v in body.outputs.items()}
     return result
 
 
-def _beside(out: Graph, node: Node, layout: Layout, adapters: Adapters) -> Value:
+def _beside(
+    out: Graph, node: Node, layout: Layout, adapters: Adapters, drop: Dropout | None
+) -> Value:
     """The linear plus its adapter."""
     x, weight, *_ = node.inputs
     name, dtype, rank = (
@@ -117,7 +123,7 @@ def _beside(out: Graph, node: Node, layout: Layout, adapters: Adapters) -> Value
     h = emit(
         out,
         "linear",
-        x,
+        drop(out, x, name, layout) if drop else x,
         half("A", 0, (rank, columns)),
         contract=node.attrs["contract"],
         out={"rank": rank},

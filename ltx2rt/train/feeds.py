@@ -11,6 +11,7 @@ import numpy as np
 
 from ltx2rt.backend import overlapped
 from ltx2rt.models.geometry import pack_audio, pack_video
+from ltx2rt.passes.dropout import dropout_columns, dropout_feeds
 from ltx2rt.stages.noise import standard_normal, uniform
 from ltx2rt.train.conditions import given_tokens
 from ltx2rt.train.manifest import context_path, read_arrays, sample_path
@@ -57,7 +58,8 @@ class Feeder:
         """The inputs of samples, with the stream and the noise level of each, None: drawn."""
         step, found = self.steps[kind], [self._feed(kind, *row) for row in rows]
         stacked = {name: np.stack([row[name] for row in found]) for name in found[0]}
-        return {name: (step.tables | stacked)[name] for name in step.graph.inputs}
+        known = step.tables | dropout_columns(step.graph) | stacked
+        return {name: known[name] for name in step.graph.inputs}
 
     def _feed(self, kind: Kind, item: Item, stream: str, level: float | None) -> Feeds:
         """The inputs of one sample, without an axis B. level: of its noise, with its own caption;
@@ -92,4 +94,8 @@ class Feeder:
             found[f"{name}_context"] = contexts[name if name in contexts else f"{name}_context"]
         if "video_keyframes_mask" in step.plain.inputs:
             found["video_keyframes_mask"] = np.zeros(len(found["video_noised"]), np.float32)
-        return found
+        return found | dropout_feeds(
+            step.graph,
+            r.lora_dropout if drawn else 0.0,
+            lambda name, count: uniform(r.seed, f"{stream}.{name}", count),
+        )

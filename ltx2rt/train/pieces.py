@@ -204,7 +204,7 @@ def _pieces(
         name = f"{clip.name}#{number}" if len(starts[request.clips]) > 1 else clip.name
         piece = ClipPiece(
             name, clip, bucket, fps, sound, caption, start, frames, place,
-            1 - min(aspects) / max(aspects), tiling=request.encoder_tiling,
+            1 - min(aspects) / max(aspects), tiling=request.vae_tiling,
         )  # fmt: skip
         yield _with_reference(piece, request, aspects[0]) if clip.reference else piece
 

@@ -81,12 +81,11 @@ class PrepareRequest:
     video_column: str | None = flag(
         None, "column of a table with the clips (default: found)", metavar="NAME"
     )
-    encoder_tiling: str = flag(
+    vae_tiling: str = flag(
         "off",
         "encode a clip whole, or in tiles of 80 frames and 768 pixels, which take less memory",
         choices=("off", "auto"),
         bare="auto",
-        name="--vae-tiling",
     )
     held_out: float = flag(
         0.05,

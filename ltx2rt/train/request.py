@@ -266,6 +266,12 @@ class TrainRequest:
     caption_dropout: float = flag(
         0.0, "share of the captions replaced by the empty one", least=0, most=1
     )
+    lora_dropout: float = flag(
+        0.0,
+        "share of the numbers that each matrix A of the LoRA reads as zero, others in each step",
+        least=0,
+        most=0.99,
+    )
     remat: str = flag(
         "block",
         "block computes each block anew in the backward pass, exchanges all of it but what comes from "

@@ -77,8 +77,9 @@ def check_resumed(now: Mapping[str, Any], begun: Mapping[str, Any], request: Tra
             f"--output: {path} trains a LoRA of another model; pass that --model, or another "
             "--output"
         )
-    ours, theirs = json.loads(json.dumps(now["request"])), begun["request"]
-    changed = [n for n in ours if n not in FREE and n in theirs and ours[n] != theirs[n]]
+    added = {f.name: to_text(f.default) for f in fields(request)}  # flags that are newer than it
+    ours, theirs = json.loads(json.dumps(now["request"])), added | begun["request"]
+    changed = [n for n in ours if n not in FREE and ours[n] != theirs[n]]
     if changed and allowed and not set(changed) & set(FIXED):
         note(f"{path} goes on with other values of {', '.join(changed)}")
     elif changed:

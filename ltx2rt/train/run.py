@@ -111,6 +111,7 @@ class Run:
         return Step(
             self.session, geometry, self.samples.streams, r.batch, r.targets, r.rank,
             r.alpha / r.rank, r.remat, r.audio_rank, r.ema is not None, reference, kind.heard,
+            r.lora_dropout > 0,
         )  # fmt: skip
 
     @property

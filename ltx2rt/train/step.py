@@ -40,7 +40,8 @@ class Step:
     groups of linears. scale: of the adapters, alpha / rank. remat: of `backend.REMAT`. audio_rank:
     of the sound's own linears, None: rank. ema: an average is kept. reference: its geometry, and
     how much smaller it is and how many times fewer frames it has; its tokens follow those of the
-    clip. heard: a sound of the clip's length is a reference as well, at the clip's times."""
+    clip. heard: a sound of the clip's length is a reference as well, at the clip's times. dropout: what adapters
+    read may be dropped, by a rate that is an input."""
 
     session: Session
     geometry: Geometry
@@ -54,6 +55,7 @@ class Step:
     ema: bool = False
     reference: tuple[Geometry, int, int] | None = None
     heard: bool = False
+    dropout: bool = False
 
     def __post_init__(self) -> None:
         if self.session.backend.mesh.get("guidance", 1) > 1:
@@ -109,7 +111,9 @@ class Step:
         names = targeted(
             self.targets, modules(self.plain), self.session.config.transformer.num_layers
         )
-        return Adapters(frozenset(names), self.rank, self.scale, self.audio_rank)
+        return Adapters(
+            frozenset(names), self.rank, self.scale, self.audio_rank, dropout=self.dropout
+        )
 
     @cached_property
     def graph(self) -> Graph:

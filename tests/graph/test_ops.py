@@ -103,6 +103,13 @@ CASES = {
     "leaky_relu": lambda o: o.leaky_relu(_x(o), slope=0.1),
     "cast": lambda o: o.cast(o.affine(o.cast(_x(o), dtype="bfloat16"), scale=2.0), dtype="float32"),
     "select": lambda o: o.select(o.input("c", "int32", tokens=5), _x(o), _x(o, "y", B=2)),
+    "dropout": lambda o: o.dropout(
+        _x(o),
+        o.input("keys", "int32", B=2, tokens=5),
+        o.input("columns", "int32", heads=3, head_dim=8),
+        o.sigmoid(_x(o, "rate", B=2)),
+        salt=-3,
+    ),
     "modulate": lambda o: o.modulate(_x(o), _x(o, "s", B=2, head_dim=8), _x(o, "t", tokens=5)),
     "sum": lambda o: o.sum(_x(o), over=("tokens", "head_dim")),
     "mean": lambda o: o.mean(_x(o), over=("heads",)),

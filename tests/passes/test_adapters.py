@@ -3,10 +3,12 @@ them."""
 
 import numpy as np
 import pytest
-from train_cases import RANK, SCALE, parameters, placed, step
+from train_cases import BATCH, RANK, SCALE, parameters, placed, step
 
 from ltx2rt.graph.interpret import interpret
+from ltx2rt.graph.ops import drawn_bits
 from ltx2rt.passes.adapters import MARK, Adapters, adapted, modules, tensors
+from ltx2rt.passes.dropout import dropout_columns, dropout_feeds
 from ltx2rt.placement.cost import exchanges
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
@@ -55,3 +57,36 @@ def test_only_targets_get_them():
         if MARK in name
     ]
     assert sorted(names) == sorted(tensors([target], 2))
+
+
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"sequence": 2}, {"tensor": 2, "sequence": 2}])
+def test_dropout_drops_the_same_numbers_on_every_mesh(mesh):
+    inputs = dict(step("2.3")[1])
+    whole = placed("2.3", {}, dropout=True)
+    rng = np.random.default_rng(6)
+    samples = [dropout_feeds(whole, 0.4, lambda _, n: rng.random(n)) for _ in range(BATCH)]
+    inputs |= {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+    inputs |= dropout_columns(whole)
+    expected = interpret(whole, parameters("2.3"), inputs)
+    found = interpret(placed("2.3", mesh, dropout=True), parameters("2.3"), inputs)
+    without = interpret(whole, parameters("2.3"), inputs | {"dropout": np.zeros(BATCH, np.float32)})
+    plain = interpret(placed("2.3", {}), parameters("2.3"), step("2.3")[1])
+    for name, x in expected.items():  # float32, summed in another order
+        np.testing.assert_allclose(found[name], x, rtol=1e-5)
+        np.testing.assert_array_equal(without[name], plain[name])
+        assert (np.abs(x / plain[name] - 1) > 1e-3).all()
+
+
+def test_dropped_numbers_are_a_share_and_independent():
+    rng, rate = np.random.default_rng(1), 0.3
+    keys = rng.integers(-(2**31), 2**31, (64, 1), np.int32)
+    columns = np.arange(4096, dtype=np.int32)
+
+    def dropped(salt):
+        return drawn_bits(keys, columns, salt, ((64, 1), (1, 4096))) < rate * 2**24
+
+    one, other = dropped(7), dropped(8)
+    spread = 4 / np.sqrt(one.size)  # four standard deviations of a mean of so many
+    assert abs(one.mean() - rate) < spread
+    for x, y in ((one, other), (one[1:], one[:-1]), (one[:, 1:], one[:, :-1])):
+        assert abs((x & y).mean() - rate**2) < spread

@@ -1,6 +1,8 @@
 """Losses and gradients are those of PEFT on diffusers' transformer with the same weights."""
 
 import copy
+import hashlib
+import re
 
 import numpy as np
 import pytest
@@ -11,11 +13,41 @@ from peft import LoraConfig, inject_adapter_in_model
 from ltx2rt.backend import MOMENTS, AdamW, get_backend
 from ltx2rt.models import train_step, transformer
 from ltx2rt.passes.adapters import MARK, Adapters, adapted, modules
+from ltx2rt.passes.dropout import COLUMNS, KEYS, dropout_columns, dropout_feeds
 from ltx2rt.testing import ArraySource, random_params
 from ltx2rt.weights.names import to_official
 
 RANK, SCALE = 2, 0.5
 CLOSE = 1e-4  # relative, of float32 through three blocks
+
+
+class Dropped(torch.nn.Module):
+    """PEFT's dropout with the numbers that an adapter of ours drops: the mixing of 32 bits written
+    out in integers without a sign."""
+
+    def __init__(self, name, inputs):
+        super().__init__()
+        self.inputs, block = inputs, re.search(r"blocks\.(\d+)\.", name)[1]
+        starred = name.replace(f"blocks.{block}.", "blocks.*.")
+        self.salt = int.from_bytes(hashlib.sha256(starred.encode()).digest()[:4], "little")
+        self.block = int(block)
+
+    def mix(self, x):
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
+            x = (x ^ x >> shift) * factor % 2**32
+        return x
+
+    def forward(self, x):
+        (name,) = [
+            name
+            for name, keys in self.inputs.items()
+            if name.startswith(KEYS) and keys.shape[2] == x.shape[1]
+        ]
+        keys = self.inputs[name][:, self.block].astype(np.int64) % 2**32
+        columns = self.mix((np.arange(x.shape[2]) + self.salt) % 2**32)
+        drawn = (self.mix(keys[..., None] ^ columns) >> 8) / 2**24
+        rate = self.inputs["dropout"].astype(np.float64)[:, None, None]
+        return x * torch.tensor((drawn >= rate) / (1 - rate)).to(x.dtype)
 
 
 def peft_gradients(config, params, inputs, x):
@@ -34,6 +66,8 @@ def peft_gradients(config, params, inputs, x):
     for name in linears:
         official = to_official("transformer", name + ".weight").removesuffix(".weight")
         part = module.get_submodule(name)
+        if COLUMNS in inputs:
+            part.lora_dropout["default"] = Dropped(official, inputs)
         for half in "AB":
             weight = getattr(part, f"lora_{half}")["default"].weight
             weight.data = torch.tensor(params[f"{official}{MARK}{half}.weight"])
@@ -60,15 +94,18 @@ def peft_gradients(config, params, inputs, x):
     }
 
 
-@pytest.mark.parametrize("generation", ["2.0", "2.3"])
-def test_gradients_are_those_of_peft_on_diffusers(generation):
+@pytest.mark.parametrize(
+    ("kind", "generation", "rate"),
+    [("cuda", "2.0", 0.0), ("cuda", "2.3", 0.0), ("cuda", "2.3", 0.3), ("tpu", "2.3", 0.3)],
+)
+def test_gradients_are_those_of_peft_on_diffusers(kind, generation, rate):
     config, rng = config_of(generation), np.random.default_rng(7)
     x = draw(config)
     tables = transformer.position_feeds(config, x["video_positions"][0], x["audio_positions"][0])
     sizes = [x[f"{n}_latent"].shape[1] for n in NAMES]
     shape = train_step.TrainShape(2, *sizes, 7, transformer.coordinate_counts(tables), rule="B")
     plain = train_step.trace(config, shape, "float32")
-    graph = adapted(plain, Adapters(frozenset(modules(plain)), RANK, SCALE))
+    graph = adapted(plain, Adapters(frozenset(modules(plain)), RANK, SCALE, dropout=rate > 0))
     params = random_params(graph) | params_of(build(config))
     inputs = dict(tables)
     for n in NAMES:
@@ -77,9 +114,12 @@ def test_gradients_are_those_of_peft_on_diffusers(generation):
         inputs[f"{n}_sigma"] = np.array([0.3, 0.8], np.float32)
         inputs[f"{n}_noised"] = np.ones(x[f"{n}_latent"].shape[:2], np.int32)
     inputs["video_noised"][0, :6] = 0  # the first frame is given
+    samples = [dropout_feeds(graph, rate, lambda _, n: rng.random(n)) for _ in range(2)]
+    inputs |= {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+    inputs |= dropout_columns(graph)
     losses, expected = peft_gradients(config, params, inputs, x)
 
-    backend = get_backend("cuda", "cpu", {})
+    backend = get_backend(kind, "cpu", {})
     made = backend.trainer(graph, backend.load([graph], ArraySource(params)), AdamW(max_norm=1e9))
     found = made.accumulate(inputs, {"video_loss": 1, "audio_loss": 1})
     made.update(0.0)

@@ -518,6 +518,38 @@ def test_clips_that_are_held_out_are_measured_and_not_trained_on(model, cache, t
     assert ">picture, held out " in (tmp_path / "whole" / "loss.svg").read_text()
 
 
+def test_dropout_goes_on_bit_for_bit(model, cache, tmp_path, capsys):
+    states_of = {}
+    for name, counts, rate in (
+        ("plain", (3,), 0.0),
+        ("whole", (3,), 0.3),
+        ("resumed", (2, 3), 0.3),
+    ):
+        more = {"held-out": 0.3, "lora-dropout": rate}
+        for steps in counts:
+            words = options(cache, tmp_path / name, steps=steps, schedule="constant", **more)
+            assert run_train(model, "run", *words) == 0
+        about, arrays = read_state(states(tmp_path / name)[-1])
+        rows = [
+            json.loads(line)
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
+        measured = [row["held_out_video_loss"] for row in rows if "held_out_video_loss" in row]
+        states_of[name] = arrays["parameters"], measured[-1]
+    whole, loss = states_of["whole"]
+    for found, measured in (states_of[name] for name in ("resumed", "plain")):
+        same = {name: np.array_equal(found[name], x) for name, x in whole.items()}
+        assert set(same.values()) == {measured == loss}
+    assert states_of["plain"][1] != loss
+    state = states(tmp_path / "plain")[-1] / "state.json"  # as one from before the flag
+    about = json.loads(state.read_text())
+    del about["request"]["lora_dropout"]
+    state.write_text(json.dumps(about))
+    words = options(cache, tmp_path / "plain", steps=4, schedule="constant", **more)
+    assert run_train(model, "run", *words) == 2
+    assert "--lora-dropout: 0.3, " in capsys.readouterr().err
+
+
 def test_a_base_in_8_bits_is_trained_on(model, cache, tmp_path):
     """Its losses are near those of the base as it is, and another."""
     rows = []
