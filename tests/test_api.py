@@ -103,7 +103,7 @@ def test_what_the_command_line_refuses_is_refused_in_the_same_words(
 @pytest.mark.parametrize(
     "given",
     [
-        *({name: None} for name in ("width", "video_cfg", "fps", "audio", "image")),
+        *({name: None} for name in ("video_cfg", "fps", "audio", "image")),
         {"audio": "no"},
         {"no_audio": 0},
         {"width": True},

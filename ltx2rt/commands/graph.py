@@ -53,7 +53,7 @@ def component_graph(
     """clip: whose size it has; None: the default one. Raises InputError if there is no such
     component, or the clip's size is not legal."""
     asked: Request = clip or OneStage()
-    clip = replace(asked, num_frames=asked.num_frames or DEFAULT_FRAMES)
+    clip = replace(asked, num_frames=asked.num_frames or DEFAULT_FRAMES, **asked[Size].filled())
     vae, mesh = config.video_vae, mesh or {}
     check_step("--width", clip.width, vae.space_factor, 0, "px", f"multiples of {vae.space_factor}")
     check_step(

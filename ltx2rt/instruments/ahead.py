@@ -20,7 +20,7 @@ from ltx2rt.models.catalog import CATALOG
 from ltx2rt.models.geometry import pixel_frames
 from ltx2rt.models.guided_step import Branches
 from ltx2rt.pipelines.groups.images import Images
-from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES
+from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, Size
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.placement.cost import weight_bytes
 from ltx2rt.placement.devices import DeviceKind, topology
@@ -118,7 +118,8 @@ def plan_job(options: ModelOptions, request: Request, target: Target) -> Compila
         images = tuple(
             ImageSpec(Path("image"), frame) for frame in frames[: max(request[Images].least, 1)]
         )
-        request = replace(request, images=images)
+        sides = request[Size].filled() if request.has(Size) else {}
+        request = replace(request, images=images, **sides)
     request.check()
     given.check_files()
     session = datasheet_session(options, kind, devices)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ltx2rt.errors import InputError
+from ltx2rt.media.images import upright_px
 
 SPACES = ("SRGB_LINEAR", "ACESCG", "ACESCCT")
 AP1_TO_709 = np.array([
@@ -216,6 +217,20 @@ def ten_bits(signal: np.ndarray) -> list[np.ndarray]:
 
 def is_exr(path: Path) -> bool:
     return path.suffix.lower() == ".exr"
+
+
+def image_px(path: Path) -> tuple[int, int]:
+    """Width and height of an image, EXR or any other, as it is shown; reads its header. Raises
+    InputError."""
+    if not is_exr(path):
+        return upright_px(path)
+    with path.open("rb") as file:
+        head = file.read(2**16)
+    _, found, rest = head.partition(b"displayWindow\0box2i\0\x10\0\0\0")
+    left, top, right, bottom = struct.unpack_from("<4i", rest) if len(rest) >= 16 else (0,) * 4
+    if not found or right < left or bottom < top:
+        raise InputError(f"--image: {path} is no readable EXR image; save it as scan lines")
+    return right - left + 1, bottom - top + 1
 
 
 def read_exr(path: Path, flag: str = "--image") -> np.ndarray:

@@ -60,6 +60,17 @@ def notes(path: Path) -> list[str]:
         return found
 
 
+def upright_px(path: Path) -> tuple[int, int]:
+    """Width and height as `read_rgb` has them; reads the header. Raises InputError."""
+    from PIL import Image
+
+    with _opened(path) as image:
+        # the base class has it, since the reader of PNG would decode the image
+        turned = Image.Image.getexif(image).get(0x0112, 1) in range(5, 9)
+        width, height = image.size
+        return (height, width) if turned else (width, height)
+
+
 def readable(path: Path) -> bool:
     """Whether the file is an image by its header, of a kind that `read_rgb` reads."""
     from PIL import Image

@@ -147,6 +147,7 @@ class DFR(Request):
         return (self.num_frames - 1) * 2**self.temporal_upsample_rounds + 1
 
     def remarks(self, model: ModelConfig) -> Iterator[str]:
+        yield from super().remarks(model)
         if self.temporal_upsample_rounds:
             most = "at most " if self.auto_duration else ""
             yield f"the clip has {most}{self.clip_frames} frames at {float(self.clip_fps):g} fps"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ltx2rt.config import ModelConfig
@@ -23,6 +23,11 @@ from ltx2rt.stages.stage import Stage
 SCALES = Guidance(video_stg=0.0, audio_stg=0.0, video_rescale=0.45, audio_rescale=1.0)
 
 
+@dataclass(frozen=True)
+class LargeSize(Size):
+    usual: ClassVar = (1920, 1088)
+
+
 class HQ(Request):
     name = "hq"
     summary = "two-stage with the second-order sampler res_2s"
@@ -31,10 +36,13 @@ class HQ(Request):
     distilled = "needed"
     example = "--image fox.png:0"
     groups = (
-        *NEW, Size(1920, 1088), Images(), *PICTURES, NegativePrompt(), Steps(15), SCALES,
+        *NEW, LargeSize(), Images(), *PICTURES, NegativePrompt(), Steps(15), SCALES,
         *SEGMENTED, SoundFrom(),
     )  # fmt: skip
-    about: ClassVar = {"steps": "denoising steps of stage 1"}
+    about: ClassVar = {"steps": "denoising steps of stage 1"} | {
+        side: f"{side} in pixels; from the first image if there is one (default: {px})"
+        for side, px in zip(("width", "height"), LargeSize.usual, strict=True)
+    }
 
     distilled_lora_strength_stage_1: float = flag(
         0.25, "strength of the distilled LoRA in stage 1", group="sampling"

@@ -12,7 +12,7 @@ its sound.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -41,6 +41,13 @@ flag = flags_of("conditioning")
 FLAG = "--video-conditioning"
 
 
+@dataclass(frozen=True)
+class CoarseSize(Size):
+    """References may be of half the size."""
+
+    multiple: ClassVar[int] = 2
+
+
 class ICLora(Request):
     name = "ic-lora"
     summary = "distilled, following reference videos by in-context LoRAs"
@@ -48,7 +55,7 @@ class ICLora(Request):
     scale = 2
     num_stages = 2
     distilled = "optional"
-    groups = (*NEW, Size(), Images(), *PICTURES, *NAGGED, Mask())
+    groups = (*NEW, CoarseSize(), Images(), *PICTURES, *NAGGED, Mask())
     about: ClassVar = {
         "mask": "image or video of the reference's size, white where the clip is made anew, by a LoRA "
         "for inpainting",
@@ -167,6 +174,7 @@ class ICLora(Request):
         return self.height // scale, self.width // scale
 
     def remarks(self, model: ModelConfig) -> Iterator[str]:
+        yield from super().remarks(model)
         height, width = self.size_px
         if self.skip_stage_2:
             yield f"without stage 2 the clip has {width}x{height} pixels"

@@ -18,7 +18,7 @@ import numpy as np
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import assemble, check_bounds, flagged, named_files, spelling
-from ltx2rt.media.hdr import HighRange, is_exr
+from ltx2rt.media.hdr import HighRange, image_px, is_exr
 from ltx2rt.models.geometry import Geometry, pixel_frames
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.pipelines.groups.guidance import NEUTRAL, Scales
@@ -266,6 +266,15 @@ class Request:
         """The image that prompt enhancement sees, if any."""
         seen = (image.path for image in getattr(self, "images", ()) if not image.latent)
         return next((path for path in seen if not is_exr(path)), None)
+
+    @property
+    def first_image_px(self) -> tuple[int, int] | None:
+        """Width and height of the first image, from its header; None without one that is there, and
+        with latents, which have a size. Raises InputError."""
+        images = getattr(self, "images", ())
+        if not images or any(image.latent for image in images) or not images[0].path.is_file():
+            return None
+        return image_px(images[0].path)
 
     @property
     def high_range(self) -> HighRange | None:

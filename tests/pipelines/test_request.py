@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from ltx2rt.errors import InputError
-from ltx2rt.pipelines import pipeline
+from ltx2rt.pipelines import make_request, pipeline
 from ltx2rt.pipelines.distilled import Distilled
 from ltx2rt.pipelines.groups.guidance import parse_blocks
-from ltx2rt.pipelines.groups.images import parse_image
+from ltx2rt.pipelines.groups.images import Images, parse_image
 from ltx2rt.pipelines.groups.size import check_step, parse_fps
 from ltx2rt.pipelines.one_stage import OneStage
 from ltx2rt.pipelines.two_stage import TwoStage
@@ -82,6 +83,8 @@ def test_given_values_are_kept():
         seed=0,
         negative_prompt="",
         image_crf=0,
+        width=768,
+        height=512,
         stg_blocks=(0, 2),
         audio_from="stage2",
     )
@@ -216,6 +219,54 @@ def test_a_lora_is_read_from_the_right(name, strength, stage):
 def test_an_image_is_read_from_the_right(name, frame, strength):
     assert parse_image(f"{name}:{frame}") == ImageSpec(Path(name), frame)
     assert parse_image(f"{name}:{frame}:{strength}") == ImageSpec(Path(name), frame, strength)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "image_px", "orientation", "sides", "made", "cut"),
+    [
+        ("two-stage", (512, 600), 1, {}, (576, 704), ""),
+        ("one-stage", (600, 512), 6, {}, (576, 672), ""),
+        ("hq", (4000, 3000), 1, {}, (1728, 1280), ""),
+        ("two-stage", (1500, 1000), 1, {}, (768, 512), ""),
+        ("two-stage", (9, 9000), 1, {}, (64, 16384), "height"),
+        ("two-stage", (512, 600), 1, {"width": 768}, (768, 896), ""),
+        ("two-stage", (512, 600), 1, {"height": 512}, (448, 512), ""),
+        (
+            "two-stage",
+            (512, 600),
+            1,
+            {"width": 768, "height": 512},
+            (768, 512),
+            "43 % of its height",
+        ),
+        (
+            "two-stage",
+            (600, 512),
+            8,
+            {"width": 768, "height": 512},
+            (768, 512),
+            "43 % of its height",
+        ),
+        ("ic-lora", (512, 600), 1, {"video_conditioning": ["clip.mp4"]}, (640, 768), ""),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["png", "jpg"])
+def test_the_first_image_decides_the_size(
+    tmp_path, pipeline, image_px, orientation, sides, made, cut, suffix
+):
+    image, path = Image.new("RGB", image_px), tmp_path / f"a.{suffix}"
+    exif = image.getexif()
+    exif[0x0112] = orientation
+    image.save(path, exif=exif)
+    sides = {**sides, "video_conditioning": ["c.mp4"]} if pipeline == "ic-lora" else sides
+    request = make_request(pipeline, prompt="a cat", image=[f"{path}:0"], **sides)
+    request = request.resolved(model())
+    assert (request.width, request.height) == made
+    notes = list(request[Images].remarks(request, model()))
+    assert len(notes) == bool(cut) and all(cut in note and path.name in note for note in notes)
+    assert all(("leave --width" in note) == ("width" in sides) for note in notes)
+    bare = make_request("two-stage", prompt="a cat", width=512).resolved(model())
+    assert (bare.width, bare.height) == (512, 512)
 
 
 def test_malformed_specs_are_refused():

@@ -1,6 +1,6 @@
 """Groups of flags, each for one feature of a clip, and those that many pipelines list.
 
-A group has a default value, so that a pipeline's list says its defaults: `Size(1920, 1088)`.
+A group has a default value, so that a pipeline's list says its defaults: `Steps(15)`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,15 +12,17 @@ from typing import Any, ClassVar
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of
-from ltx2rt.media.hdr import SPACES, TRANSFERS, HighRange, is_exr
+from ltx2rt.media.hdr import SPACES, TRANSFERS, HighRange, image_px, is_exr
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines.groups.group import Group
+from ltx2rt.pipelines.groups.size import Size
 from ltx2rt.session.options import as_number, from_tuple, parse_number
 from ltx2rt.stages.conditioning import Image, ImageSpec, LatentImage, Slot, slot_frames
 
 flag = flags_of("conditioning")
 
 MAX_KEYFRAMES = 64
+MAX_CUT = 0.05  # share of an image's side that is cut without a word
 
 
 def parse_image(text: str | tuple | ImageSpec) -> ImageSpec:
@@ -113,6 +116,22 @@ class Images(Group):
                     f"{count - 1}"
                 )
         return {"image_crf": model.image_crf} if self.image_crf is None else {}
+
+    def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
+        sides, advice = {"width": request.width, "height": request.height}, ""
+        if request.has(Size):
+            free = replace(request, width=None, height=None)
+            if free[Size].restated(free, model) != sides:
+                advice = "; leave --width and --height out"
+        for image in self.images:
+            if image.latent:
+                continue
+            found = image_px(image.path)
+            shares = [side / px for side, px in zip(sides.values(), found, strict=True)]
+            for side, share in zip(sides, shares, strict=True):
+                if (cut := 1 - share / max(shares)) > MAX_CUT:
+                    yield f"{image.path.name}: {100 * cut:.0f} % of its {side} is cut{advice}"
+            advice = ""
 
     def added(self, request: Any, name: str, geometry: Geometry) -> dict[str, Any]:
         space = request.high_range.space if request.high_range else None

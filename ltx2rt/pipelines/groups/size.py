@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import product
 from typing import Any, ClassVar
 
 from ltx2rt.config import ModelConfig
@@ -18,6 +20,7 @@ flag = flags_of("clip")
 MAX_FPS_TERM = 10**7  # FFmpeg counts time in 32-bit fractions
 MAX_FPS, MIN_FPS = 240, 1
 MAX_SIDE_PX = 16384  # H.264's
+MIN_SIDE_PX = 64  # smallest side that an image decides
 DEFAULT_FRAMES = 121
 MAX_FRAMES = 10**9  # what floats still count; the model has a limit of its own
 
@@ -83,12 +86,54 @@ class Pixels(Group):
 
 @dataclass(frozen=True)
 class Size(Pixels):
+    """A side that is not given follows the first image. usual: width and height without one, and
+    the area with one. multiple: of the model's unit, for a side that follows."""
+
+    usual: ClassVar[tuple[int, int]] = 768, 512
+    multiple: ClassVar[int] = 1
+
     width: int = flag(
-        768, "width of the video, in pixels", most=MAX_SIDE_PX, common="clip and output"
+        None,
+        "width of the video, in pixels; from the first image if there is one (default: 768)",
+        most=MAX_SIDE_PX,
+        common="clip and output",
     )
     height: int = flag(
-        512, "height of the video, in pixels", most=MAX_SIDE_PX, common="clip and output"
+        None,
+        "height of the video, in pixels; from the first image if there is one (default: 512)",
+        most=MAX_SIDE_PX,
+        common="clip and output",
     )
+
+    def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
+        """Reads the header of the first image."""
+        unit = model.video_vae.space_factor * request.factor(model).numerator * self.multiple
+        return self.filled(unit, request.first_image_px)
+
+    def filled(self, unit: int = 1, image_px: tuple[int, int] | None = None) -> dict[str, int]:
+        """Both sides. image_px: width and height of an image to follow, in multiples of unit."""
+        found = dict(zip(("width", "height"), self.usual, strict=True))
+        given = {side: px for side in found if (px := getattr(self, side)) is not None}
+        if image_px is None or len(given) == 2:
+            return found | given
+        aspect = image_px[0] / image_px[1]
+        low, most = -(-MIN_SIDE_PX // unit) * unit, MAX_SIDE_PX // unit * unit
+
+        def near(side: float, *how: Callable[[float], int]) -> list[int]:
+            return [min(max(rounded(side / unit) * unit, low), most) for rounded in how]
+
+        if self.width is not None:
+            return given | {"height": near(self.width / aspect, round)[0]}
+        if self.height is not None:
+            return given | {"width": near(self.height * aspect, round)[0]}
+        area, both = math.prod(self.usual), (math.floor, math.ceil)
+        wide, high = near((area * aspect) ** 0.5, *both), near((area / aspect) ** 0.5, *both)
+
+        def distance(sides: tuple[int, int]) -> float:  # the aspect is worth more than the area
+            w, h = sides
+            return 4 * abs(math.log(w / h / aspect)) + abs(math.log(w * h / area))
+
+        return dict(zip(found, min(product(wide, high), key=distance), strict=True))
 
 
 @dataclass(frozen=True)
