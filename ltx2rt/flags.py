@@ -59,6 +59,7 @@ class Flag:
     asks: the pipeline that a request with this flag is for, if it names none.
     typed: whether the command line has it; requests in Python and JSON always do.
     common: its title in the short help, which shows no flag that has none.
+    marks: words by which a part of the program finds the flags that it reads, see `marked`.
     """
 
     help: str
@@ -80,6 +81,7 @@ class Flag:
     asks: str | None = None
     typed: bool = True
     common: str | None = None
+    marks: str = ""
 
     def admits(self, number: float | Fraction) -> bool:
         """Whether the number is finite and within the bounds."""
@@ -149,6 +151,12 @@ def flagged(*types: type) -> dict[str, Field]:
                 reader(f)
                 found.setdefault(f.name, f)
     return found
+
+
+def marked(word: str, *types: type) -> dict[str, Field]:
+    """The fields of the types whose flags have the mark, by name."""
+    found = flagged(*types)
+    return {name: f for name, f in found.items() if word in f.metadata["flag"].marks.split()}
 
 
 def assemble(type_: type, groups: Iterable[Any], help: Mapping[str, str]) -> None:

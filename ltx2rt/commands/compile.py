@@ -22,7 +22,6 @@ from ltx2rt.instruments.ahead import (
 from ltx2rt.instruments.make import standing_for
 from ltx2rt.pipelines import pipeline
 from ltx2rt.run.training_estimate import training_flags, training_step
-from ltx2rt.weights.part_table import FILES
 
 EPILOG = """\
 examples:
@@ -37,7 +36,7 @@ Needs libtpu, best in a virtual environment of its own. XLA_FLAGS are honoured, 
 def flags(to: Any) -> None:
     to.epilog = EPILOG
     add_flags(to, Target)
-    planned_flags(to, *FILES, "loras", "video_decoder", "vae_tiling")
+    planned_flags(to, "compile")
     training_flags(to)
     json_flag(to)
 

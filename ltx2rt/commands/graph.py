@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ltx2rt.commands.options import PLACED, model_or_preset, planned_options
+from ltx2rt.commands.options import model_or_preset, planned_options
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import add_flags, flag, given_flags, groups
+from ltx2rt.flags import add_flags, flag, given_flags, groups, marked
 from ltx2rt.graph import Graph
 from ltx2rt.graph.show import FORMATS, show
 from ltx2rt.models.catalog import CATALOG
@@ -90,7 +90,7 @@ def flags(to: Any) -> None:
     add_flags(to, Size)
     add_flags(to, Length, only=("num_frames",))
     add_flags(to, GraphRequest)
-    add_flags(to, ModelOptions, only=(*PLACED, "tp_size"))
+    add_flags(to, ModelOptions, only=(*marked("placed", ModelOptions), "tp_size"))
 
 
 def main(args: argparse.Namespace) -> None:
@@ -100,7 +100,7 @@ def main(args: argparse.Namespace) -> None:
     )
     clip = OneStage("a graph", **given_flags(args, OneStage))
     config = open_checkpoint(args.model).config if args.model else preset(args.preset).config
-    placed = {name: getattr(options, name) for name in PLACED}
+    placed = {name: getattr(options, name) for name in marked("placed", ModelOptions)}
     print(
         show(
             component_graph(config, asked.component, clip, asked.branches, **placed), asked.format

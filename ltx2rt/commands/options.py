@@ -12,7 +12,7 @@ from typing import Any
 
 from ltx2rt.backend import chosen_backend, get_factory
 from ltx2rt.errors import InputError
-from ltx2rt.flags import add_flags, flagged, given_flags, groups, spelling
+from ltx2rt.flags import add_flags, flagged, given_flags, groups, marked, spelling
 from ltx2rt.pipelines import FIRST, chosen, pipeline, pipelines, unread
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.pipelines.groups.seeds import NoiseFile, Seed
@@ -25,7 +25,6 @@ from ltx2rt.text_files import flag_lines
 
 PRESETS = ("tiny-2.0", "tiny-2.3", "tiny-2.5", "ltx-2.0", "ltx-2.3", "ltx-2.5")
 MAX_PROMPT_BYTES = 2**20
-PLACED = ("profile", "mesh", "weights_dtype")
 HELP = ("--help", "--help-all")
 WORDS = (Prompt, Enhancing, NegativePrompt, Seed, NoiseFile)  # decide nothing that costs
 
@@ -127,10 +126,11 @@ def json_flag(to: Any) -> None:
     )
 
 
-def planned_flags(to: Any, *models: str) -> None:
-    """Flags for a model or a preset, for its placement, and of the pipelines, but for `WORDS`."""
+def planned_flags(to: Any, mark: str) -> None:
+    """Flags for a model or a preset, those of a model with the mark, and of the pipelines, but for
+    `WORDS`."""
     model_or_preset(to)
-    add_flags(to, ModelOptions, only=(*models, *PLACED), dtype="bfloat16")
+    add_flags(to, ModelOptions, only=marked(mark, ModelOptions), dtype="bfloat16")
     pipeline_flags(to, *WORDS)
 
 

@@ -23,7 +23,6 @@ from ltx2rt.run import training_estimate
 from ltx2rt.run.estimate import Devices, Estimate, estimate, to_json
 from ltx2rt.run.trace_events import write_trace
 from ltx2rt.run.training_estimate import estimate_step, training_flags, training_step
-from ltx2rt.weights.part_table import FILES
 
 EXAMPLE = """\
 examples:
@@ -127,15 +126,7 @@ def _traffic(collectives: Mapping[str, Traffic]) -> str:
 def flags(to: Any) -> None:
     to.epilog = EXAMPLE
     add_flags(to, Devices)
-    parts = (*FILES, "distilled_lora", "assume", "loras", "dtype")
-    how = (
-        "memory",
-        "max_memory",
-        "host_memory",
-        "video_decoder",
-        "vae_tiling",
-    )
-    planned_flags(to, *parts, *how)
+    planned_flags(to, "plan")
     training_flags(to)
     json_flag(to)
     groups(to)["output"].add_argument(

@@ -12,7 +12,7 @@ import tomllib
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import MISSING, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ltx2rt.backend import EMA, get_factory, keep_compiled
 from ltx2rt.commands.generate import compiled_folder
 from ltx2rt.commands.options import model_options, start_ranks
 from ltx2rt.errors import InputError
-from ltx2rt.flags import add_flags, flagged, given_flags, spelling
+from ltx2rt.flags import add_flags, flagged, given_flags, marked, spelling
 from ltx2rt.notes import note
 from ltx2rt.ranks.crew import Crew
 from ltx2rt.run.validation import with_validation
@@ -39,10 +39,6 @@ from ltx2rt.train.run import Run, start
 from ltx2rt.train.state import CONFIGURATION, FORMATS, read_state, states, write_lora
 from ltx2rt.train.step import in_words
 
-READ = (  # flags of a model that training reads
-    "backend", "model", "text_encoder", "video_vae", "audio_vae", "config_from", "offline", "dtype",
-    "device", "mesh",
-)  # fmt: skip
 SHOWN = 50  # steps of a mean loss
 EXAMPLE = """\
 example:
@@ -54,7 +50,7 @@ example:
 
 def prepare_flags(to: Any) -> None:
     to.epilog = EXAMPLE
-    add_flags(to, ModelOptions, backend="auto", only=READ)
+    add_flags(to, ModelOptions, backend="auto", only=marked("prepare", ModelOptions))
     to.add_argument(
         "clips_folder", nargs="?", type=Path, metavar="DATA", help="the same as --data DATA"
     )
@@ -77,12 +73,9 @@ def prepare(args: argparse.Namespace) -> None:
         print(json.dumps(report))
 
 
-RUN_READ = (*READ, "profile", "weights_dtype", "assume", "num_gpus", "memory", "max_memory")
-
-
 def run_flags(to: Any) -> None:
     to.epilog = EXAMPLE
-    add_flags(to, ModelOptions, backend="auto", only=RUN_READ)
+    add_flags(to, ModelOptions, backend="auto", only=marked("train", ModelOptions))
     to.add_argument(
         "--config",
         type=Path,
@@ -97,9 +90,7 @@ def run_flags(to: Any) -> None:
 def configured(args: argparse.Namespace) -> argparse.Namespace:
     """`args` with the flags that the command line lacks, from `--config`, or from the `train.toml`
     of a run that goes on. Raises InputError."""
-    known = {n: f for n, f in flagged(ModelOptions).items() if n in RUN_READ} | flagged(
-        TrainRequest
-    )
+    known = marked("train", ModelOptions) | flagged(TrainRequest)
     path, run = args.config, Path(getattr(args, "output", ""))
     if path is None and hasattr(args, "output") and states(run) and (run / CONFIGURATION).exists():
         path = run / CONFIGURATION
@@ -117,11 +108,10 @@ def configured(args: argparse.Namespace) -> argparse.Namespace:
             implied = name == "dtype" and hasattr(args, "weights_dtype")  # which decides it
             if not hasattr(args, name) and not implied:
                 setattr(args, name, _of_toml(known[name], value))
-    for name in ("model", "data", "output"):
-        if not hasattr(args, name):
-            raise InputError(
-                f"{spelling(known[name])}: none was given; pass it, or put it into --config"
-            )
+    for name, f in known.items():
+        required = f.default is f.default_factory is MISSING and name != "backend"
+        if required and not hasattr(args, name):
+            raise InputError(f"{spelling(f)}: none was given; pass it, or put it into --config")
     return args
 
 

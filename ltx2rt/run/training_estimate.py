@@ -11,7 +11,7 @@ from typing import Any
 
 from ltx2rt.backend import get_factory
 from ltx2rt.errors import InputError
-from ltx2rt.flags import add_flags, flag, flagged, given_flags, spelling
+from ltx2rt.flags import add_flags, flag, flagged, given_flags, marked, spelling
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines import pipelines
 from ltx2rt.placement.devices import DeviceKind
@@ -25,8 +25,7 @@ from ltx2rt.train.request import TrainRequest
 from ltx2rt.train.step import Step
 
 # Flags of `train run`, and of the cache that it reads, that size its step.
-READ = ("mode", "targets", "rank", "batch", "remat", "ema")
-CACHED = ("reference_downscale", "reference_temporal_scale")
+READ = marked("plan", TrainRequest, PrepareRequest)
 FPS = Fraction(24)
 WORDS = {
     "block": "each block anew",
@@ -51,8 +50,7 @@ class Training:
 def training_flags(to: Any) -> None:
     """Add the flags that size a training step to the parser of a command that plans."""
     add_flags(to, Training)
-    add_flags(to, TrainRequest, only=READ)
-    add_flags(to, PrepareRequest, only=CACHED)
+    add_flags(to, TrainRequest, PrepareRequest, only=READ)
 
 
 def training_step(args: argparse.Namespace) -> tuple[Bucket, dict[str, Any]] | None:
@@ -62,7 +60,7 @@ def training_step(args: argparse.Namespace) -> tuple[Bucket, dict[str, Any]] | N
     Raises InputError for flags of one that are given with the other.
     """
     bucket = Training(**given_flags(args, Training)).train
-    read = {name: x for name, x in vars(args).items() if name in (*READ, *CACHED)}
+    read = {name: x for name, x in vars(args).items() if name in READ}
     own = argparse.Namespace(**read)  # --audio of a run is another flag
     flags = given_flags(own, TrainRequest) | given_flags(own, PrepareRequest)
     of_runs = flagged(*pipelines().values())
@@ -108,14 +106,15 @@ def datasheet_step(
     bucket: Bucket,
     flags: Mapping[str, Any],
 ) -> Step:
-    """The step that `train run` would make on these devices. flags: as given, those of READ and
-    CACHED. Raises InputError."""
+    """The step that `train run` would make on these devices. flags: as given, those of READ. Raises
+    InputError."""
     if devices > 1 and not options.mesh and get_factory(kind.backend).process_per_device:
         options = replace(options, mesh={"data": devices})
-    fields = TrainRequest.__dataclass_fields__ | PrepareRequest.__dataclass_fields__
-    given = {name: fields[name].default for name in (*READ, *CACHED)} | dict(flags)
-    mode, (downscale, temporal) = MODES[given["mode"]], (given[name] for name in CACHED)
-    scales = downscale, temporal
+    given: dict[str, Any] = {name: f.default for name, f in READ.items()} | dict(flags)
+    mode, scales = (
+        MODES[given["mode"]],
+        (given["reference_downscale"], given["reference_temporal_scale"]),
+    )
     if not mode.reference and scales != (1, 1):
         raise InputError(
             f"--reference-downscale, --reference-temporal-scale: --mode {given['mode']} has no "

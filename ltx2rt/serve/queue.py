@@ -47,7 +47,7 @@ VERSION, APPLICATION = 1, 0x6C747832  # PRAGMA user_version; application_id, "lt
 ULID = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 JOB_ID = re.compile(r"video_[0-9A-HJKMNP-TV-Z]{26}")
 JSON = ("given", "job", "error", "result")
-NO_JOB = {"pipeline": "", "clip": {}, "images": [], "loras": []}
+NO_JOB = dict(pipeline="", clip={}, images=[], loras=[])
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs(
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, user TEXT NOT NULL, key TEXT,

@@ -105,12 +105,7 @@ def settings(job: Mapping[str, Any]) -> dict[str, Any]:
         ]
         for field, kept in job.get("files", {}).items()
     }
-    own = {
-        "pipeline": job["pipeline"],
-        "n": job.get("n", 1),
-        "images": images,
-        "loras": loras,
-    }
+    own = dict(pipeline=job["pipeline"], n=job.get("n", 1), images=images, loras=loras)
     if job.get("frames"):
         own["hdr_frames"] = True
     return {**own, **job["clip"], **files}

@@ -152,6 +152,7 @@ class Model:
         "cuda (PyTorch) or tpu (JAX), which also run on a CPU; auto: the one installed here",
         group=MEMORY,
         metavar="NAME",
+        marks="prepare train",
     )
     model: Path = flag(
         MISSING,
@@ -160,6 +161,7 @@ class Model:
         group="model",
         metavar="PATH|ORG/NAME[@REVISION]",
         common="model and pipeline",
+        marks="prepare train toml",
     )
 
 
@@ -172,7 +174,14 @@ else:
             (
                 name,
                 "Path | None",
-                flag(None, part.help, parse_part, group="model", metavar=part.metavar),
+                flag(
+                    None,
+                    part.help,
+                    parse_part,
+                    group="model",
+                    metavar=part.metavar,
+                    marks="plan compile" + " prepare train toml" * (part.every and not part.wanted),
+                ),
             )
             for name, part in FILES.items()
         ],
@@ -192,6 +201,7 @@ class ModelOptions(PartFiles):
         parse_distilled,
         group="model",
         metavar="FILE[:STRENGTH]|none",
+        marks="plan",
     )
     loras: tuple[LoraSpec, ...] = flag(
         (),
@@ -203,6 +213,7 @@ class ModelOptions(PartFiles):
         repeat=True,
         keyword="lora",
         common="model and pipeline",
+        marks="plan compile",
     )
     lora_allow_partial: bool = flag(
         False,
@@ -221,6 +232,7 @@ class ModelOptions(PartFiles):
         "dtype of the computation (default: bfloat16, float32 on a CPU and in probe)",
         group=MEMORY,
         choices=("bfloat16", "float32"),
+        marks="plan prepare train",
     )
     weights_dtype: str | None = flag(
         None,
@@ -229,9 +241,14 @@ class ModelOptions(PartFiles):
         "are loaded (default: as stored)",
         group=MEMORY,
         choices=("bfloat16", *QUANTISED),
+        marks="plan compile placed train toml",
     )
     device: str = flag(
-        "auto", "device to run on: auto, cpu, cuda or tpu", group=MEMORY, metavar="NAME"
+        "auto",
+        "device to run on: auto, cpu, cuda or tpu",
+        group=MEMORY,
+        metavar="NAME",
+        marks="prepare train",
     )
     cross_timestep_rule: str = flag(
         "C",
@@ -244,6 +261,7 @@ class ModelOptions(PartFiles):
         "decode the video in tiles that fit the memory, or in one piece (off)",
         group=MEMORY,
         choices=("auto", "off"),
+        marks="plan compile",
     )
     layers: str = flag(
         "scan",
@@ -261,6 +279,7 @@ class ModelOptions(PartFiles):
         group=MEMORY,
         choices=("auto", "resident"),
         common="hardware",
+        marks="plan train",
     )
     max_memory: float | None = flag(
         None,
@@ -269,6 +288,7 @@ class ModelOptions(PartFiles):
         metavar="GB",
         above=0,
         most=1e9,
+        marks="plan train",
     )
     host_memory: float | None = flag(
         None,
@@ -278,12 +298,14 @@ class ModelOptions(PartFiles):
         metavar="GB",
         least=0,
         most=1e9,
+        marks="plan",
     )
     profile: str | None = flag(
         None,
         "how networks are split over devices (default: the one for the device kind)",
         group=MEMORY,
         metavar="NAME",
+        marks="plan compile placed train",
     )
     mesh: Mapping[str, int] = flag(
         {},
@@ -291,6 +313,7 @@ class ModelOptions(PartFiles):
         parse_mesh,
         group=MEMORY,
         metavar="AXIS=N",
+        marks="plan compile placed prepare train",
     )
     num_gpus: int | None = flag(
         None,
@@ -298,6 +321,7 @@ class ModelOptions(PartFiles):
         group=MEMORY,
         least=1,
         common="hardware",
+        marks="train",
     )
     tp_size: int | None = flag(
         None, "short for --mesh tensor=N (default: all devices)", group=MEMORY, least=1
@@ -307,20 +331,28 @@ class ModelOptions(PartFiles):
         "video decoder of LTX-2.5, which has two (default: conv if it is found)",
         group="model",
         choices=("conv", "diffusion"),
+        marks="plan compile",
     )
     config_from: Path | None = flag(
         None,
         "complete file of the release, for the config and parts that --model lacks",
         group="model",
         metavar="FILE",
+        marks="prepare train toml",
     )
-    offline: bool = flag(False, "use only files already in the Hugging Face cache", group="model")
+    offline: bool = flag(
+        False,
+        "use only files already in the Hugging Face cache",
+        group="model",
+        marks="prepare train",
+    )
     assume: str | None = flag(
         None,
         "kind of the weights of --model, which decides the pipelines that take it (default: by its "
         "files' headers and names)",
         group="model",
         choices=KINDS,
+        marks="plan train toml",
     )
 
     def compute_dtype(self, default: str) -> str:

@@ -201,7 +201,7 @@ def _video(path: Path, channels: int) -> tuple[np.ndarray, Fraction]:
     data = read_pt(path)
     value = _entry(path, data, "latents")
     if value.ndim == 2 and value.shape[1] == channels:
-        sizes = [int(_number(path, data, name, 0)) for name in ("num_frames", "height", "width")]
+        sizes = [int(_number(path, data, name, 0)) for name in ["num_frames", "height", "width"]]
         if math.prod(sizes) != len(value):
             raise InputError(f"{path}: {len(value)} tokens, not {' x '.join(map(str, sizes))}")
         value = value.T.reshape(channels, *sizes)

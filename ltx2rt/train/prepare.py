@@ -17,6 +17,7 @@ import numpy as np
 
 from ltx2rt.atomic_file import remove_abandoned
 from ltx2rt.errors import InputError
+from ltx2rt.flags import marked
 from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.train import precomputed
@@ -41,10 +42,6 @@ from ltx2rt.weights.trained import model_digest
 
 Say = Callable[[str], None]
 SHOWN = 20  # faults in the table
-OF_COMPUTED = (  # flags that data which is encoded already leaves to choose
-    "data", "output", "reference_downscale", "reference_temporal_scale", "held_out", "force",
-    "json",
-)  # fmt: skip
 
 
 def prepare(session: Session, request: PrepareRequest, say: Say) -> dict[str, Any]:
@@ -151,8 +148,9 @@ def _prepare_computed(
 ) -> dict[str, Any]:
     """`prepare` of data that the official trainer has encoded: its latents as they are, and its
     text features through this model's connectors."""
+    left = marked("computed", PrepareRequest)  # to choose where data is encoded already
     given = (f.name for f in fields(request) if getattr(request, f.name) != f.default)
-    if more := next((name for name in given if name not in OF_COMPUTED), None):
+    if more := next((name for name in given if name not in left), None):
         raise InputError(
             f"--{more.replace('_', '-')}: {folder} is encoded already; leave it out, or pass the "
             "clips themselves"

@@ -22,9 +22,14 @@ class PrepareRequest:
         "folder of clips with NAME.txt beside each, or a CSV, JSON or JSONL table (columns "
         "video, caption, audio, reference_video, video_mask, reference_audio, audio_mask); or "
         ".precomputed of the official trainer",
+        marks="computed",
     )
     output: Path = flag(
-        MISSING, "folder for the cache, new or its own", group="output", metavar="CACHE"
+        MISSING,
+        "folder for the cache, new or its own",
+        group="output",
+        metavar="CACHE",
+        marks="computed",
     )
     buckets: tuple[Bucket, ...] = flag(
         (),
@@ -69,10 +74,18 @@ class PrepareRequest:
         most=60,
     )
     reference_downscale: int = flag(
-        1, "factor by which references of an IC-LoRA are smaller than the clip", least=1, most=8
+        1,
+        "factor by which references of an IC-LoRA are smaller than the clip",
+        least=1,
+        most=8,
+        marks="computed plan",
     )
     reference_temporal_scale: int = flag(
-        1, "factor by which references of an IC-LoRA have fewer frames", least=1, most=8
+        1,
+        "factor by which references of an IC-LoRA have fewer frames",
+        least=1,
+        most=8,
+        marks="computed plan",
     )
     trigger: str | None = flag(None, "word to put before every caption", metavar="WORD")
     caption_column: str | None = flag(
@@ -92,6 +105,7 @@ class PrepareRequest:
         "share of the samples that a run measures and does not train on; at least one of ten",
         least=0,
         most=0.5,
+        marks="computed",
     )
     skip_bad: bool = flag(False, "leave out clips that cannot be used, and list them")
     verify: int = flag(0, "number of samples to decode into CACHE/verify", least=0)
@@ -102,8 +116,8 @@ class PrepareRequest:
         parse_share,
         metavar="I/N",
     )
-    force: bool = flag(False, "encode everything anew")
-    json: bool = flag(False, "print a report as JSON", group="output")
+    force: bool = flag(False, "encode everything anew", marks="computed")
+    json: bool = flag(False, "print a report as JSON", group="output", marks="computed")
 
     def check(self) -> None:
         """Raises InputError for buckets that references do not divide, and for a share that is to

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -114,12 +114,14 @@ class TrainRequest:
         parse_data,
         metavar="CACHE[:WEIGHT]",
         repeat=True,
+        marks="free",
     )
     output: Path = flag(
         MISSING,
         "folder for the run; the same command again continues it",
         group="output",
         metavar="RUN",
+        marks="free",
     )
     mode: str = flag(
         "i2v",
@@ -128,6 +130,7 @@ class TrainRequest:
         "ic-lora the picture after a reference; extend what follows a beginning; inpaint what a "
         "mask leaves; outpaint what is around a rectangle",
         choices=tuple(MODES),
+        marks="shapes plan",
     )
     streams: tuple[str, ...] = flag(
         (),
@@ -136,6 +139,7 @@ class TrainRequest:
         choices=("video", "audio"),
         repeat=True,
         split=True,
+        marks="shapes",
     )
     targets: tuple[str, ...] = flag(
         (),
@@ -144,13 +148,21 @@ class TrainRequest:
         r"attn1\.to_[qkv] (default: by --mode)",
         metavar="GROUP|REGEX",
         repeat=True,
+        marks="shapes plan",
     )
-    rank: int = flag(32, "rank of the LoRA", least=1, most=1024)
+    rank: int = flag(32, "rank of the LoRA", least=1, most=1024, marks="shapes plan")
     audio_rank: int | None = flag(
-        None, "rank of the sound's own linears (default: --rank)", least=1, most=1024
+        None,
+        "rank of the sound's own linears (default: --rank)",
+        least=1,
+        most=1024,
+        marks="shapes",
     )
     init: Path | None = flag(
-        None, "LoRA file to begin with; one of a smaller rank is widened", metavar="FILE"
+        None,
+        "LoRA file to begin with; one of a smaller rank is widened",
+        metavar="FILE",
+        marks="free",
     )
     alpha: float | None = flag(
         None,
@@ -173,9 +185,14 @@ class TrainRequest:
         "steps of the optimiser (default: 2000, for t2a and ic-lora 3000)",
         least=1,
         most=10**6,
+        marks="free",
     )
-    batch: int = flag(1, "samples of each device of the mesh axis data", least=1, most=1024)
-    accumulate: int = flag(1, "batches whose gradients make one step", least=1, most=1024)
+    batch: int = flag(
+        1, "samples of each device of the mesh axis data", least=1, most=1024, marks="free plan"
+    )
+    accumulate: int = flag(
+        1, "batches whose gradients make one step", least=1, most=1024, marks="free"
+    )
     weight_decay: float = flag(0.01, "weight decay of AdamW", least=0, most=1)
     betas: tuple[float, float] = flag(
         (0.9, 0.999),
@@ -188,6 +205,7 @@ class TrainRequest:
         "decay of an average of the LoRA, which is written beside it (default: none)",
         above=0,
         most=0.999999,
+        marks="plan",
     )
     max_grad_norm: float = flag(
         1.0, "largest norm of the gradient; a larger one is scaled down", above=0, most=1e6
@@ -277,6 +295,7 @@ class TrainRequest:
         "block computes each block anew in the backward pass, exchanges all of it but what comes from "
         "other devices; none keeps all values, for speed",
         choices=REMAT,
+        marks="plan",
     )
     held_out: float | None = flag(
         None,
@@ -286,31 +305,48 @@ class TrainRequest:
         most=0.5,
     )
     validate_every: int = flag(
-        250, "steps between two measurements, and between two validations", least=1
+        250, "steps between two measurements, and between two validations", least=1, marks="free"
     )
     validation: Path | None = flag(
         None,
         "JSONL file of prompts (prompt, image, reference, size, seed, or any clip flag) to make "
         "clips of in RUN/validation, also before the first step",
         metavar="FILE",
+        marks="free",
     )
-    validation_seed: int = flag(42, "seed of the first validation clip", least=0, most=2**63)
-    save_every: int = flag(250, "steps between two LoRAs and states", least=1)
-    keep: int = flag(2, "number of states to keep", least=1)
-    keep_every: int = flag(0, "steps whose multiples keep their states, too; 0: none", least=0)
+    validation_seed: int = flag(
+        42, "seed of the first validation clip", least=0, most=2**63, marks="free"
+    )
+    save_every: int = flag(250, "steps between two LoRAs and states", least=1, marks="free")
+    keep: int = flag(2, "number of states to keep", least=1, marks="free")
+    keep_every: int = flag(
+        0, "steps whose multiples keep their states, too; 0: none", least=0, marks="free"
+    )
     seed: int = flag(42, "seed of noise, order and initial values", least=0, most=2**64 - 1)
-    dry_run: bool = flag(False, "print groups and sizes, and train nothing")
-    deterministic: bool = flag(False, "resume to the bit on GPUs, too, where steps are then slower")
+    dry_run: bool = flag(False, "print groups and sizes, and train nothing", marks="free once")
+    deterministic: bool = flag(
+        False, "resume to the bit on GPUs, too, where steps are then slower", marks="free"
+    )
     tensorboard: Path | None = flag(
         None,
         "folder for the metrics in TensorBoard's format, by its own writer",
         group="output",
         metavar="DIR",
+        marks="free",
     )
-    json: bool = flag(False, "print the metrics of every step as a line of JSON", group="output")
-    allow_change: bool = flag(False, "continue a run with other flags than it was begun with")
-    allow_distilled: bool = flag(False, "train on a distilled model")
-    allow_partial_sound: bool = flag(False, "train the sound although some clips have none")
+    json: bool = flag(
+        False,
+        "print the metrics of every step as a line of JSON",
+        group="output",
+        marks="free once",
+    )
+    allow_change: bool = flag(
+        False, "continue a run with other flags than it was begun with", marks="free once"
+    )
+    allow_distilled: bool = flag(False, "train on a distilled model", marks="free")
+    allow_partial_sound: bool = flag(
+        False, "train the sound although some clips have none", marks="free"
+    )
 
     @property
     def levels(self) -> NoiseLevels:
@@ -321,19 +357,17 @@ class TrainRequest:
         half."""
         mode = MODES[self.mode]
         crop = (0, 0, 0, 0, mode.crop) if self.crop is None else self.crop
-        own = {name: getattr(mode, name) for name in ("first_frame", "prefix", "mask", "reference")}
-        given = {name: getattr(self, name) for name in own}
-        return replace(
-            self,
-            steps=self.steps or mode.steps,
+        own = {f.name: getattr(mode, f.name) for f in fields(mode) if hasattr(self, f.name)}
+        absent = {name: x for name, x in own.items() if getattr(self, name) is None}
+        more = dict(
             lr=self.lr or mode.rate,
             alpha=self.alpha or float(self.rank),
             audio_rank=self.audio_rank or self.rank,
             targets=self.targets or mode.targets,
             suffix=self.suffix or (0, 0.0),
             crop=crop,
-            **{name: own[name] if x is None else x for name, x in given.items()},
         )
+        return replace(self, **absent | more)
 
 
 def to_text(value: Any) -> Any:

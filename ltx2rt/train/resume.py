@@ -8,31 +8,25 @@ from dataclasses import fields
 from typing import Any
 
 from ltx2rt.errors import InputError
+from ltx2rt.flags import marked
 from ltx2rt.notes import note
+from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.text_files import read_text
 from ltx2rt.train.data import is_hidden
 from ltx2rt.train.manifest import digest_of
 from ltx2rt.train.request import TrainRequest, to_text
 from ltx2rt.train.samples import Samples
-from ltx2rt.train.state import CONFIGURATION, METRICS, STATES, configuration, states
+from ltx2rt.train.state import ABOUT, CONFIGURATION, METRICS, STATES, configuration, states
 from ltx2rt.weights.lora import FACTORS
 from ltx2rt.weights.trained import is_of
 
 # Fields that may change when a run goes on: no step differs, except that a schedule ends elsewhere.
 # Only the number of samples of a step is compared.
-FREE = (
-    "data", "output", "steps", "save_every", "keep", "keep_every", "dry_run", "batch",
-    "accumulate", "init",
-    "validate_every", "validation", "validation_seed", "json", "tensorboard", "deterministic",
-    "allow_change",
-    "allow_distilled", "allow_partial_sound",
-)  # fmt: skip
-FIXED = ("mode", "streams", "rank", "audio_rank", "targets")  # the trained arrays' shapes
-ONCE = ("json", "dry_run", "allow_change")  # flags of one command, not of the run
-MODEL = (
-    "model", "text_encoder", "video_vae", "audio_vae", "config_from", "weights_dtype", "assume",
-)  # fmt: skip
+FREE = marked("free", TrainRequest)
+FIXED = marked("shapes", TrainRequest)  # the trained arrays' shapes
+ONCE = marked("once", TrainRequest)  # flags of one command, not of the run
+MODEL = marked("toml", ModelOptions)
 
 
 def facts(session: Session, request: TrainRequest, samples: Samples, base: str) -> dict[str, Any]:
@@ -55,7 +49,7 @@ def facts(session: Session, request: TrainRequest, samples: Samples, base: str) 
 def described(about: Mapping[str, Any], step: int) -> dict[str, Any]:
     """Metadata of a LoRA's file."""
     request = about["request"]
-    kept = {name: request[name] for name in ("mode", "targets", "rank", "seed")}
+    kept = {name: x for name, x in request.items() if name in ABOUT["request"].keys() - {"alpha"}}
     more = {name: about[name] for name in ("trigger", "version", *FACTORS) if about.get(name)}
     return {"base": about["base"], "data": about["data"], "step": step, **kept, **more}
 

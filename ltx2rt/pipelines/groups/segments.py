@@ -279,7 +279,7 @@ class Segments(Group):
                 f"--num-frames: {request.num_frames} frames are {length:.0f} s, expected at most "
                 f"{MAX_LENGTH_S} s"
             )
-        return {"segment_frames": None, "num_frames": size, "length": length}
+        return dict(segment_frames=None, num_frames=size, length=length)
 
     def _check_numbers(self, request: Any) -> None:
         """Refuse too few or too many segments, and numbers that no segment has."""
