@@ -13,7 +13,7 @@ import fcntl
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,12 +44,17 @@ def remove_partial(path: Path, pid: int) -> None:
         partial.unlink(missing_ok=True)
 
 
-def remove_abandoned(folder: Path) -> None:
-    """Remove the unfinished files of processes that no longer run on this machine."""
+def remove_abandoned(folder: Path, names: Collection[str] | None = None) -> None:
+    """Remove the unfinished files of processes that no longer run on this machine; names: only of
+    these files."""
     for partial in folder.glob(".*.partial"):
-        pid = partial.name.split(".")[-2]
-        if pid.isdecimal() and not Path(f"/proc/{pid}").exists() and not partial.is_dir():
+        name, _, pid = partial.name[1:].removesuffix(".partial").rpartition(".")
+        if (names is None or name in names) and pid.isdecimal() and not _lives(pid):
             partial.unlink(missing_ok=True)
+
+
+def _lives(pid: str) -> bool:
+    return Path(f"/proc/{pid}").exists()
 
 
 _unfinished: set[Path] = set()  # files of this process

@@ -63,12 +63,10 @@ def prepare(session: Session, request: PrepareRequest, say: Say) -> dict[str, An
         raise InputError(
             f"{_named(faults[0])} ({len(faults)} of {total} files cannot be used{advice})"
         )
-    _make_folders(request.output)
+    _make_folders(request)
     cache = _Cache(session, request)
     if request.share:
         return _prepare_share(cache, request.share, jobs, say)
-    for folder in (request.output, request.output / SAMPLES, request.output / CONTEXTS):
-        remove_abandoned(folder)
     contexts = cache.contexts({*(job.caption for job in jobs), ""})
     samples, made = [], []
     for number, job in enumerate(jobs, 1):
@@ -158,7 +156,7 @@ def _prepare_computed(
     clips = precomputed.read_folder(folder)
     read = [precomputed.latents(clip, session.config) for clip in clips[:1]]
     precomputed.text_features(clips[0].text, session.config)
-    _make_folders(request.output)
+    _make_folders(request)
     cache = _Cache(session, request)
     contexts, samples = cache.contexts([""]), []
     held_out = _held_out([clip.name for clip in clips], request.held_out)
@@ -264,8 +262,9 @@ def _held_out(names: Sequence[str], share: float) -> set[str]:
     return set(sorted(names, key=lambda name: digest_of("held out", name))[:count])
 
 
-def _make_folders(output: Path) -> None:
+def _make_folders(request: PrepareRequest) -> None:
     """Raises InputError for a folder that is neither new, empty nor a cache."""
+    output = request.output
     if output.exists() and not output.is_dir():
         raise InputError(f"--output: {output} is a file, expected a folder; choose another name")
     names = {p.name for p in output.iterdir() if not is_hidden(p)} if output.exists() else set()
@@ -275,8 +274,10 @@ def _make_folders(output: Path) -> None:
             "another name"
         )
     try:
-        for folder in (SAMPLES, CONTEXTS):
-            output.joinpath(folder).mkdir(parents=True, exist_ok=True)
+        for folder in (output, output / SAMPLES, output / CONTEXTS):
+            folder.mkdir(parents=True, exist_ok=True)
+            if not request.share:  # other machines may write theirs now
+                remove_abandoned(folder)
     except OSError as error:
         raise InputError(
             f"--output: {output} cannot be created ({error.strerror}); choose another folder"

@@ -4,6 +4,7 @@ import json
 import pickle
 import resource
 import struct
+import subprocess
 import zipfile
 from contextlib import suppress
 from fractions import Fraction
@@ -98,8 +99,12 @@ def test_it_gives_what_prepare_makes_of_the_clips(model, clips, tmp_path, capsys
     assert run_train(model, *words, "--reference-downscale", 2) == 0
     report = json.loads(capsys.readouterr().out)
     assert [report[name] for name in REPORT] == [3, 3, 3, 4]  # and the empty caption
+    ended = subprocess.Popen("true")
+    ended.wait()
+    left = tmp_path / "cache" / f".manifest.jsonl.{ended.pid}.partial"
+    left.touch()
     assert run_train(model, *words, "--reference-downscale", 2) == 0
-    assert json.loads(capsys.readouterr().out)["encoded_clips"] == 0
+    assert json.loads(capsys.readouterr().out)["encoded_clips"] == 0 and not left.exists()
     for row in samples_of(tmp_path / "cache"):
         name = row["name"].removeprefix("a/").removeprefix("latent_")
         other = theirs[f"{name}.mp4"]
