@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ltx2rt.atomic_file import check_outputs
+from ltx2rt.atomic_file import check_outputs, remove_abandoned
 from ltx2rt.commands import serve
 from ltx2rt.commands.options import model_options, run_flags
 from ltx2rt.commands.serve import ServeOptions
@@ -110,7 +110,6 @@ def here(
     from ltx2rt.serve.admission import Admission
     from ltx2rt.serve.folder import Folder
 
-    done = results.done()
     folder = Folder(
         own.output_dir / f".{Path(shard.results).stem}", "--output-dir", batch.MIN_FREE_BYTES
     )
@@ -121,17 +120,22 @@ def here(
         )
         check_outputs([("--output-dir", results.path)], admission.checkpoint.files)
         admitted = batch.admit(lines, admission, folder, args.jobs.parent)
-        jobs = [
-            (line, a)
-            for line, a in admitted
-            if shard.has(line.id) and done.get(line.id) != a.digest
-        ][: own.limit]
-        note(f"{len(lines)} jobs, {len(jobs)} to make here", prefix="")
+        mine = [(line, a) for line, a in admitted if shard.has(line.id)]
+        model, loras = (
+            batch.made_by(admission),
+            {l.id: batch.loras_of(admission, a) for l, a in mine},
+        )
+        done = results.done(model, loras)
+        jobs = [(line, a) for line, a in mine if done.get(line.id) != a.digest][: own.limit]
+        made_of = ((line.id, a.job["clip"].get("seed"), a.job["n"]) for line, a in jobs)
+        there = results.replaced(name for one in made_of for name in results.names(*one))
+        note(f"{len(lines)} jobs, {len(jobs)} to make here{there}", prefix="")
         if not jobs:
             batch.clean(folder)
             return 0
         made = batch.Batch(
             folder, results, [*serve.worker_command(args), "--no-previews"],
+            facts={id: {"model": model, "loras": named} for id, named in loras.items()},
             environments=serve.device_environments(options, own.replicas),
             lora_folder=own.lora_folder and own.lora_folder.resolve(),
             step_timeout_s=own.step_timeout,
@@ -161,16 +165,17 @@ def on_server(
     own: BatchOptions, lines: list[Line], shard: Shard, results: Results, beside: Path
 ) -> int:
     from ltx2rt.serve import batch, remote
+    from ltx2rt.serve.folder import frames_of
 
     token = next(iter(read_tokens(own.token_file)), None) if own.token_file else None
     server = remote.RemoteServer(own.server or "", token)
-    done = results.done()
     admitted = remote.admit(server, lines, beside)
-    jobs = [
-        (line, given)
-        for line, given in admitted
-        if shard.has(line.id) and done.get(line.id) != batch.digest_of(given)
-    ][: own.limit]
-    note(f"{len(lines)} jobs, {len(jobs)} to make", prefix="")
+    mine = [(line, given) for line, given in admitted if shard.has(line.id)]
+    done = results.done(server.model(), dict.fromkeys(line.id for line, _ in mine))
+    jobs = [(line, g) for line, g in mine if done.get(line.id) != batch.digest_of(g)][: own.limit]
+    made_of = [(line.id, int(g["seed"]), server.count(g)) for line, g in jobs]
+    names = [name for one in made_of for name in results.names(*one)]
+    remove_abandoned(results.output, {*names, *map(frames_of, names)})
+    note(f"{len(lines)} jobs, {len(jobs)} to make{results.replaced(names)}", prefix="")
     counts = remote.make(server, jobs, results, own.retries, lambda text: note(text, prefix=""))
     return 0 if counts.keys() <= {"completed"} else SOME_FAILED

@@ -9,7 +9,7 @@ import asyncio
 import json
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from starlette.responses import FileResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from ltx2rt.serve.answers import Json
+from ltx2rt.serve.batch import made_by
 from ltx2rt.serve.core import KEEP_S
 from ltx2rt.serve.files import EVENT_GAP_S, Files
 from ltx2rt.serve.form import Gone, fields_of
@@ -140,13 +141,16 @@ class App(Orders, Videos, Files):
     # --- the server -------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
-        return Json({"object": "list", "data": [_model(name) for name in self.admission.names]})
+        about = await asyncio.to_thread(made_by, self.admission)
+        return Json({
+            "object": "list", "data": [_model(name, about) for name in self.admission.names]
+        })  # fmt: skip
 
     async def one_model(self, request: Request) -> Response:
         if (id := request.path_params["id"]) not in self.admission.names:
             text = f"no model is named {id[:80]!r}; here is {self.admission.model!r}"
             raise Refusal(404, "not_found", text, "model")
-        return Json(_model(id))
+        return Json(_model(id, await asyncio.to_thread(made_by, self.admission)))
 
     async def loras(self, request: Request) -> Response:
         data = [{"id": name, "object": "lora"} for name in self.admission.lora_files()]
@@ -262,8 +266,8 @@ class App(Orders, Videos, Files):
         await asyncio.to_thread(self.folder.sweep_inputs, needed, UNUSED_S)
 
 
-def _model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "local"}
+def _model(name: str, about: Mapping[str, Any]) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "local", "x": about}
 
 
 def rss_bytes(pid: int | str) -> int:

@@ -1,7 +1,8 @@
 """Jobs of a file, made by the workers of a server, without a server.
 
-Decides what is done already: a job whose result line says `completed` for the same digest, and
-whose clip is there. A result line is written, and on the disk, after the clip has its name.
+Decides what is done already: a job whose result line says `completed` for the same digest and
+model, and whose clip is there. A clip of another model is never replaced. A result line is written,
+and on the disk, after the clip has its name.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from ltx2rt.serve.queue import COMPLETED, Job, Queue
 from ltx2rt.serve.refusal import Refusal
 from ltx2rt.serve.supervisor import QueueThread, Supervisor
 from ltx2rt.serve.upload import EXR, IMAGE, MAX_BYTES, SUFFIX
+from ltx2rt.session.options import LoraSpec
 from ltx2rt.text_files import read_text
+from ltx2rt.weights.digests import digest
 from ltx2rt.weights.files import opened_at_once
 
 ID = re.compile(r"(?!.*[^\D0-9])\w[\w.-]{0,99}")  # letters of any script, digits 0 to 9
@@ -112,6 +115,28 @@ def digest_of(given: Mapping[str, Any]) -> str:
     """Digest of all that a job asks for, as admission has it."""
     found = {name: value for name, value in given.items() if value is not None}
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
+def made_by(admission: Admission) -> dict[str, Any]:
+    """The model as a result states it: digests of its files and LoRAs, and flags that change
+    numbers."""
+    asked, model = admission.options, admission.checkpoint
+    distilled = [asked.distilled_lora] if asked.distilled_lora else map(LoraSpec, model.loras_found)
+    specs = [spec for spec in (*distilled, *asked.loras) if spec.path.exists()]
+    flags = {"dtype": asked.dtype, "weights_dtype": asked.weights_dtype}
+    flags["assume"] = asked.assume
+    return {
+        "name": model.path.name,
+        "digest": model.digest(),
+        "loras": [[s.path.name, digest(s.path), s.strength, s.stage] for s in specs],
+        **{name: value for name, value in flags.items() if value is not None},
+    }
+
+
+def loras_of(admission: Admission, admitted: Admitted) -> list[list[str]]:
+    """Name and digest of each LoRA that a job names."""
+    folder = admission.lora_folder or Path()
+    return [[name, digest(folder / name)] for name, *_ in admitted.job["loras"]]
 
 
 def seeded(line: Line, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,15 +240,38 @@ class Results:
             line for file in sorted(output.glob("results*.jsonl")) for line in _lines(file)
         ]
 
-    def done(self) -> dict[str, str]:
+    def done(
+        self, model: Mapping[str, Any], loras: Mapping[str, list[list[str]] | None]
+    ) -> dict[str, str]:
         """Digests of the completed jobs by id, as all result files of the folder tell, whose clips
-        are there."""
-        return {
-            told["id"]: told["digest"]
+        are there. loras: `loras_of` the jobs of this batch, by id; None if unknown.
+
+        Raises InputError if one of these jobs has a clip of another model."""
+        latest = {
+            told["id"]: told
             for told in self._told
             if told.get("status") == COMPLETED
             and all((self.output / name).exists() for name in told["files"])
         }
+        for id in latest.keys() & loras.keys():
+            was = latest[id].get("model")
+            if not isinstance(was, dict) or not model:
+                continue  # an earlier version did not state it
+            for key in sorted((was.keys() | model.keys()) - {"name"}):
+                if was.get(key) != model.get(key):
+                    raise InputError(
+                        f"--output-dir: the clip of {id} in {self.output} is of another model "
+                        f"({key} {was.get(key)}, now {model.get(key)}); name another folder"
+                    )
+            if None not in (was := latest[id].get("loras"), loras[id]) and was != loras[id]:
+                del latest[id]
+        return {id: told["digest"] for id, told in latest.items()}
+
+    def replaced(self, names: Iterable[str]) -> str:
+        """A sentence about clips that are there and will be made again; "" without any."""
+        there = [name for name in names if (self.output / name).exists()]
+        more = f" and {len(there) - 1} more clips" if len(there) > 1 else ""
+        return f"; {there[0]}{more} will be replaced" if there else ""
 
     def failures(self, id: str, digest: str) -> int:
         """How often the job has failed in earlier runs."""
@@ -291,15 +339,17 @@ def in_order(jobs: Sequence[tuple[Line, Admitted]]) -> list[tuple[Line, Admitted
 
 
 class Batch:
-    """command: starts a worker. retries: of a job whose worker failed under it. say: told of every
-    job that is over."""
+    """command: starts a worker. facts: more that a job's result states, by id. retries: of a job
+    whose worker failed under it. say: told of every job that is over."""
 
     def __init__(
         self, folder: Folder, results: Results, command: Sequence[str], *,
+        facts: Mapping[str, Mapping[str, Any]],
         environments: Sequence[Mapping[str, str]] = ({},), lora_folder: Path | None = None,
         step_timeout_s: float = 120.0, retries: int = 0, say: Callable[[str], None] = print,
     ):  # fmt: skip
         self.folder, self.results, self.retries, self.say = folder, results, retries, say
+        self.facts = facts
         self.board = Board(self._log)
         self.store = QueueThread(Queue(":memory:", most=10**9, most_of_user=10**9))
         self.supervisor = Supervisor(
@@ -374,7 +424,7 @@ class Batch:
         self.results.keep(
             line.id, job.status, admitted.digest, names, seed=seed, error=job.error,
             attempts=job.attempts,
-            run_s=job.run_s,
+            run_s=job.run_s, **self.facts[line.id],
             stages={stage["name"]: stage["time_s"] for stage in report.get("stages", ())},
         )  # fmt: skip
         self.folder.remove(job)

@@ -12,11 +12,13 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
+from ltx2rt.atomic_file import replacing
 from ltx2rt.errors import InputError
 from ltx2rt.notes import note
 from ltx2rt.serve.batch import (
@@ -60,15 +62,29 @@ class RemoteServer:
         with self._open(method, path, body, key) as answer:
             return json.loads(answer.read())
 
+    def count(self, given: Mapping[str, Any]) -> int:
+        """Number of videos of a job."""
+        return int(float(given.get("n", self._usual)))
+
+    @cached_property
+    def _usual(self) -> int:
+        return self.ask("GET", "/v1/limits")["videos"]["multiple_of"]
+
+    def model(self) -> dict[str, Any]:
+        """The server's model as results state it; empty from a server that does not tell."""
+        return self.ask("GET", "/v1/models")["data"][0].get("x", {})
+
     def fetch(self, path: str, to: Path) -> None:
         """An answer's body as a file, whole and on the disk."""
-        partial = to.with_name(f".{to.name}.{os.getpid()}")
-        with self._open("GET", path) as answer, partial.open("wb") as file:
+        with (
+            replacing(to) as partial,
+            self._open("GET", path) as answer,
+            partial.open("wb") as file,
+        ):
             while chunk := answer.read(CHUNK_BYTES):
                 file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, to)
 
     def _open(self, method: str, path: str, body: Any = None, key: str | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -124,8 +140,7 @@ def admit(
             found.append((line, seeded(line, kept)))
         except InputError as error:
             wrong.append(f"line {line.number} ({line.id}): {error}")
-    usual = server.ask("GET", "/v1/limits")["videos"]["multiple_of"]  # n of jobs that give none
-    wrong += clashes((line, int(g["seed"]), int(float(g.get("n", usual)))) for line, g in found)
+    wrong += clashes((line, int(g["seed"]), server.count(g)) for line, g in found)
     if wrong:
         raise InputError("; ".join(wrong))
     return found
@@ -186,6 +201,6 @@ def _keep(
     results.keep(
         line.id, status, digest_of(given), names, seed=x["seed"], error=error,
         attempts=x["attempts"],
-        run_s=x["run_s"], stages=x["timings"],
+        run_s=x["run_s"], model=server.model(), stages=x["timings"],
     )  # fmt: skip
     return status

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -130,12 +131,55 @@ def test_what_is_done_is_not_made_again_what_changed_or_failed_is(batch):
     ran, _ = batch(
         [lines[0], {**lines[1], "prompt": "2:0.01"}, lines[2], lines[3], job(4, "2:0.01:oom")]
     )
-    assert (
-        ran.returncode == 3
-        and "5 jobs, 3 to make" in ran.stderr
-        and ("j4", "failed") in results(output)
-    )
+    assert ran.returncode == 3, ran.stderr
+    assert "5 jobs, 3 to make here; j1.mp4 will be replaced\n" in ran.stderr
+    assert ("j4", "failed") in results(output)
     assert (output / "j3.mp4").read_text().split()[1] == seeds[3]  # drawn from the job itself
+
+
+@pytest.mark.parametrize("remotely", [False, True])
+def test_clips_of_another_model_are_not_replaced(batch, server, tiny_model, tmp_path, remotely):
+    """Another flag, and another file of equal header, are another model."""
+    given = {"server": server if remotely else None}
+    ran, output = batch([job(1)], **given)
+    assert ran.returncode == 0, ran.stderr
+    (line,) = (output / "results.jsonl").read_text().splitlines()
+    model = json.loads(line)["model"]
+    assert model["name"] == tiny_model.name and len(model["digest"]) == 20
+    assert [name for name, *_ in model["loras"]] == ["tiny-2.3-distilled-lora.safetensors"]
+    before, other = (output / "j1.mp4").read_bytes(), tmp_path / tiny_model.name
+    shutil.copytree(tiny_model, other)
+    with (other / "tiny-2.3.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x01")
+    for flags, key in ((["--model", other], "digest"), (["--weights-dtype", "int8"], "weights_")):
+        for changed in (job(1), job(1, "2:0.01"), job(2)):
+            ran, _ = batch([changed], *flags)
+            assert ran.returncode == (0 if changed["id"] == "j2" else 2), ran.stderr
+            assert (
+                ran.returncode == 0
+                or f"the clip of j1 in {output} is of another model ({key}" in ran.stderr
+            )
+        (output / "j2.mp4").unlink()
+    ran, _ = batch([job(1), job(2)], **given)
+    assert ran.returncode == 0 and "2 jobs, 1 to make" in ran.stderr, ran.stderr
+    assert (output / "j1.mp4").read_bytes() == before
+
+
+def test_a_job_whose_lora_is_another_file_is_made_again(batch, tiny_model, tmp_path):
+    (tmp_path / "loras").mkdir()
+    lora = tmp_path / "loras" / "fox.safetensors"
+    shutil.copy(tiny_model / "tiny-2.3-distilled-lora.safetensors", lora)
+    lines = [job(1, loras=[{"name": "fox"}]), job(2)]
+    for said in ("2 to make", "0 to make"):
+        ran, _ = batch(lines, "--loras", lora.parent)
+        assert ran.returncode == 0 and said in ran.stderr, ran.stderr
+    with lora.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x01")
+    ran, _ = batch(lines, "--loras", lora.parent)
+    assert ran.returncode == 0, ran.stderr
+    assert "1 to make here; j1.mp4 will be replaced" in ran.stderr
 
 
 @pytest.mark.long
@@ -345,7 +389,7 @@ def test_results_that_are_none_are_named(tmp_path, line):
     with pytest.raises(InputError, match=re.escape(said)):
         Results(tmp_path, Shard())
     path.write_text(f"{good}\n{good[:-9]}")  # its writer died
-    assert Results(tmp_path, Shard()).done() == {"a": "b"}
+    assert Results(tmp_path, Shard()).done({}, {}) == {"a": "b"}
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(InputError, match="is no regular file"):
