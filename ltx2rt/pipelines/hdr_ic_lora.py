@@ -38,6 +38,7 @@ class HdrICLora(Request):
     scale = 2
     num_stages = 2
     distilled = "optional"
+    mirrored = True
     groups = (
         Prompt(),
         WholeReference(),

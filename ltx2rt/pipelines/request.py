@@ -82,7 +82,7 @@ class Request:
     name: of the pipeline; summary, example: for `--help`, a line and flags that show its use.
     scale: width and height of the first stage are those of the clip divided by it, or by that of
     the upsampler if it has another. distilled: whether a distilled LoRA is merged: "needed",
-    "optional" (unless the weights are distilled) or "unused".
+    "optional" (unless the weights are distilled) or "unused". mirrored: as of `Inset`.
     """
 
     name: ClassVar[str]
@@ -93,6 +93,7 @@ class Request:
     scale: ClassVar[int] = 1
     num_stages: ClassVar[int] = 1
     distilled: ClassVar[str] = "unused"
+    mirrored: ClassVar[bool] = False
 
     if TYPE_CHECKING:  # the fields come from the groups
 
@@ -333,7 +334,8 @@ class Request:
         written; None if they have one size."""
         whole = (geometry or self.geometry(model)).size_px
         size = self.size_px if geometry else (self.height, self.width)
-        return Inset(size, whole, not self.has(SourceClip)) if size != whole else None
+        given = self.has(SourceClip)
+        return Inset(size, whole, not given, self.mirrored) if size != whole else None
 
     @property
     def guidance(self) -> np.ndarray:

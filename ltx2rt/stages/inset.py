@@ -1,7 +1,7 @@
 """inset: pictures of any size within those of the model, whose sides and length have steps.
 
 The clip's pictures take a corner or the middle of larger ones. Around them their edges are
-repeated, and cut away again after the run.
+repeated or mirrored, and cut away again after the run.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from ltx2rt.stages.stage import Stage, State
 @dataclass(frozen=True)
 class Inset:
     """size_px: height and width of the clip's pictures, whole_px: of the model's. middle: their
-    place is the middle, else the top left corner."""
+    place is the middle, else the top left corner. mirrored: a border shows the picture mirrored,
+    as the official HDR pipeline has it, else its edge."""
 
     size_px: tuple[int, int]
     whole_px: tuple[int, int]
     middle: bool = False
+    mirrored: bool = False
 
     @property
     def _widths(self) -> list[tuple[int, int]]:
@@ -36,11 +38,13 @@ class Inset:
         return [(first, n - first) for first, n in zip(before, over, strict=True)]
 
     def pad(self, pixels: np.ndarray) -> np.ndarray:
-        """u8[H, W, 3] -> the model's size, with the edges repeated; pictures of another size than
-        the clip's are scaled to cover it first."""
+        """u8[H, W, 3] -> the model's size; pictures of another size than the clip's are scaled to
+        cover it first. A border as wide as the picture is its edge in any case."""
         if pixels.shape[:2] != self.size_px:
             pixels = np.rint(cover(pixels, *self.size_px[::-1])).astype(pixels.dtype)
-        return np.pad(pixels, (*self._widths, (0, 0)), mode="edge")
+        narrow = all(max(n) < size for n, size in zip(self._widths, self.size_px, strict=True))
+        mode = "reflect" if self.mirrored and narrow else "edge"
+        return np.pad(pixels, (*self._widths, (0, 0)), mode=mode)
 
     def cut(self, chunk: np.ndarray) -> np.ndarray:
         """f32[3, n, H, W] or integers [n, H, W, 3] -> of the clip's size."""

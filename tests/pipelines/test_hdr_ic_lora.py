@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from diffusers import LTX2VideoTransformer3DModel
 from reference_transformer import euler_steps
 from safetensors.torch import load_file, save_file
@@ -108,14 +109,38 @@ def test_references_are_encoded_whole_up_to_512x768(tiny, on_both, lora, tmp_pat
         assert len(stages[-1].tiling.frames) == 2
 
 
-def test_frames_are_in_linear_light(tiny, command, lora, clip, tmp_path):
+@pytest.mark.parametrize(("size", "mode"), [((180, 100), "reflect"), ((60, 60), "replicate")])
+def test_borders_mirror_the_picture(tiny, on_both, lora, tmp_path, size, mode):
+    """At sizes that are no multiples of 64 nor of the 128 that half a reference of stage 1 spans; a
+    border as wide as the picture has its edge."""
+    film = write(tmp_path / "a.mp4", 9, size=size, sound_s=0)
+    how = {"distilled_lora": NO_LORA, "loras": (LoraSpec(lora, 0.0),), "assume": "distilled"}
+    session = on_both("tiny-2.3", **how)["cuda"]
+    request = make_request("hdr-ic-lora", prompt="a fox", video_path=film, seed=3)
+    stages = resolved_stages(session.checkpoint, session.options, request)
+    sources = [s.given[0].source for s in stages if isinstance(s, Denoise)]
+    pixels = next(sources[0].pictures())
+    assert pixels.shape[:2] == size[::-1]
+    planes = torch.tensor(pixels.transpose(2, 0, 1).copy())[None].double() / 127.5 - 1
+    for source, share in zip(sources, (4, 2), strict=True):
+        height, width = (share * side for side in source.geometry.size_px)
+        around = (0, width - size[0], 0, height - size[1])
+        padded = torch.nn.functional.pad(planes, around, mode=mode if share == 4 else "reflect")
+        expected = torch.nn.functional.interpolate(
+            padded, scale_factor=1 / share, mode="bilinear", align_corners=False
+        )
+        np.testing.assert_allclose(source.fitted(pixels), expected[0], atol=1e-6)  # float32
+
+
+def test_frames_are_in_linear_light(tiny, command, lora, tmp_path):
+    clip = write(tmp_path / "given.mp4", 17, size=(116, 70), sound_s=0)
     model = ("--model", tiny("tiny-2.3", "official"), "--distilled-lora", "none", "--lora", lora)
     start = ("generate", "--backend", "cuda", "--device", "cpu", "--pipeline", "hdr-ic-lora")
     words = (*start, *model, "--prompt", "a fox", "--seed", 3, "--video-path", clip)
     status, _, err = command(*words, "--hdr", "ACESCG", "--output", tmp_path / "%05d.exr")
     assert status == 0, err
     shown = [hdr.read_exr(path) for path in sorted(tmp_path.glob("*.exr"))]
-    assert len(shown) == 17 and shown[0].shape == (128, 128, 3)
+    assert len(shown) == 17 and shown[0].shape == (70, 116, 3)
     light = np.stack(shown) @ hdr.AP1_TO_709.T
     assert light.min() > -0.1 and light.max() < 55.2  # the brightest code of LogC3 is 55.08
     for more, said in (

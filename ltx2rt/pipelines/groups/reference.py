@@ -75,18 +75,21 @@ class ReferenceClip(SourceClip):
     def seen(
         self, request: Any, number: int, model: ModelConfig, options: ModelOptions, loras: Any
     ) -> Reference:
-        """The file's frames as the reference of a stage, of which 0 is the first."""
-        clip = request.geometry(model, 1 if number else request.factor(model))
+        """The file's frames as the reference of a stage, of which 0 is the first. Where a smaller
+        reference does not divide the clip, it reaches over its edge."""
+        scale = 1 if number else request.factor(model)
+        clip = request.geometry(model, scale)
         spec = ReferenceSpec(self.path, self.reference_strength)
-        factors = references_of(request, model, loras.user)
-        height, width = (side // factors[0] for side in clip.size_px)
+        factors = reference_factors(lora.path for lora in loras.user)
+        height, width = (-(-n // factors[0]) * clip.space_factor for n in (clip.rows, clip.columns))
         tiling = "off" if height * width <= self.whole_px else options.vae_tiling
-        whole = pixel_frames(clip.frames, clip.time_factor)
-        found = reference(
+        own, unit = (request.height, request.width), factors[0] * scale
+        around = int(height * unit), int(width * unit)
+        inset = Inset(own, around, mirrored=request.mirrored) if around != own else None
+        return reference(
             spec, request.num_frames, FLAG, clip, model, factors, tiling, number,
-            inset=request.inset(model), whole=whole,
+            inset=inset, whole=pixel_frames(clip.frames, clip.time_factor),
         )  # fmt: skip
-        return found
 
 
 def references_of(request: Any, model: ModelConfig, loras: tuple[LoraSpec, ...]) -> tuple[int, int]:
@@ -120,7 +123,7 @@ def reference(
     downscale, stride = factors
     found = whole or video_info(spec.path, flag, num_frames).num_frames
     frames = latent_frames(usable_frames(found, clip.time_factor, stride), clip.time_factor)
-    rows, columns = clip.rows // downscale, clip.columns // downscale
+    rows, columns = (-(-n // downscale) for n in (clip.rows, clip.columns))
     own = replace(clip, frames=frames, rows=rows, columns=columns)
     tiles = plan_encoder_tiles(tiling, (frames, rows, columns), model.video_vae)
     source = SourceVideo(spec.path, own, tiles, flag, stride, inset=inset)
