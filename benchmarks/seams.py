@@ -229,9 +229,9 @@ def run_row(row: Row, model: Path, count: int) -> dict[str, Any]:
     """Medians over all seams of all clips, and means of the clips' first and last second."""
     at_seams, ends, began = [], [], time.process_time()
     with ltx2rt.open(model, backend="cuda", device="cpu", distilled_lora="none") as session:
-        how: dict[str, Any] = {"pipeline": "one-stage", "num_frames": row.segment, "steps": STEPS}
+        how: dict[str, Any] = {"pipeline": "one-stage", "num_frames": row.frames, "steps": STEPS}
         if row.seams:
-            how |= {"length": row.frames // FPS, "overlap": row.overlap}
+            how |= {"segment_frames": row.segment, "overlap": row.overlap}
             how |= {"colour_lock": row.lock, "anchor": row.anchor}
         for number in range(count):
             clip = asked(number, row)

@@ -51,7 +51,7 @@ class Flag:
     split: text of a repeated one is cut at commas, too.
     least, most, above: bounds that hold for every model; `above` itself is out of them.
     name: the flag, if it is not the field's name with dashes; a switch of a field that is True by
-    default starts with `--no-`. keyword: a second name in the Python interface.
+    default starts with `--no-`. also: other spellings of it.
     bare: the text that the flag stands for if no value follows it; in Python, True.
     file: kind of the files that the value names: image, sound, video, mask, tensors, plan, folder.
     kept: the clip keeps parts of the file.
@@ -73,7 +73,7 @@ class Flag:
     repeat: bool = False
     split: bool = False
     name: str | None = None
-    keyword: str | None = None
+    also: tuple[str, ...] = ()
     bare: str | None = None
     file: str | None = None
     kept: bool = False
@@ -160,13 +160,16 @@ def marked(word: str, *types: type) -> dict[str, Field]:
 
 
 def assemble(type_: type, groups: Iterable[Any], help: Mapping[str, str]) -> None:
-    """Make a frozen dataclass of a type: first the fields of its groups, then its own.
+    """Make a frozen dataclass of a type: first the fields of its groups, then its own, which
+    replace those of the same name.
 
     groups: dataclass instances, whose values are the defaults. help: text of flags that mean
     something particular in this type, by field.
     """
     own, type_.__annotations__ = get_annotations(type_), {}
     for f, default in [(f, getattr(group, f.name)) for group in groups for f in fields(group)]:
+        if f.name in own:
+            continue
         metadata = dict(f.metadata)
         if f.name in help:
             metadata["flag"] = replace(metadata["flag"], help=help[f.name])
@@ -239,7 +242,7 @@ def add_flag(
         words |= {"nargs": "+", "action": "extend"}
     elif own.bare is not None:
         words |= {"nargs": "?", "const": own.bare}
-    to.add_argument(spelling(f), **words | how)
+    to.add_argument(spelling(f), *own.also, **words | how)
 
 
 def groups(parser: Any) -> dict[str | None, Any]:
@@ -368,12 +371,21 @@ def _check_bounds(f: Field, value: Any) -> None:
         raise InputError(f"{spelling(f)}: {_shown(value)[:20]}, expected {expected}")
 
 
+def other_names(*types: type) -> dict[str, str]:
+    """Names of fields by their flags' other names, with underscores."""
+    spelled = {
+        one[2:].replace("-", "_"): name
+        for name, f in flagged(*types).items()
+        for one in (spelling(f), *f.metadata["flag"].also)
+    }
+    return {one: name for one, name in spelled.items() if one not in flagged(*types)}
+
+
 def keywords(given: Mapping[str, Any], *types: type) -> dict[str, Any]:
     """Values by field name from a Python caller's keywords. Raises InputError."""
     found = flagged(*types)
     names = {name: name for name in found}
-    names |= {spelling(f)[2:].replace("-", "_"): name for name, f in found.items()}
-    names |= {f.metadata["flag"].keyword or name: name for name, f in found.items()}
+    names |= other_names(*types)
     if unknown := sorted(given.keys() - names.keys()):
         near = nearest(unknown[0], names)
         known = f"did you mean {near}?" if near else f"known: {', '.join(sorted(found))}"
@@ -381,6 +393,8 @@ def keywords(given: Mapping[str, Any], *types: type) -> dict[str, Any]:
     values = {}
     for name, value in given.items():
         converted = convert(found[names[name]], value)
+        if names[name] in values:
+            raise InputError(f"keyword {name!r}: {names[name]!r} is given as well; leave one out")
         negated = name.startswith("no_") and name not in found
         values[names[name]] = not converted if negated else converted
     return values

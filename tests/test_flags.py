@@ -289,8 +289,6 @@ def test_every_command_has_help_for_every_flag(command, capsys):
         (["generate", "--negative_prompt", "x"], "--negative-prompt"),
         (["generate", "--cfg", "3"], "--video-cfg"),
         (["generate", "--guidance-scale=3"], "--video-cfg"),
-        (["generate", "--seconds", "3"], "--num-frames"),
-        (["generate", "--pipeline", "t2a", "--seconds", "3"], "--duration"),
         (["generate", "--pipline", "hq"], "--pipeline"),
         (["generate", "-o", "x.mp4"], "--output"),
         (["generate", "--pipeline", "two_stage"], "two-stage"),

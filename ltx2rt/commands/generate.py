@@ -201,13 +201,14 @@ def asked(args: argparse.Namespace) -> tuple[ModelOptions, Request, Files]:
     type_, options = pipeline(args.pipeline), model_options(args)
     file = getattr(args, "prompts", None)
     first, *rest = read_prompts(file) if file else args.prompt
-    request = type_(**given_flags(argparse.Namespace(**vars(args) | {"prompt": first}), type_))
+    given = given_flags(argparse.Namespace(**vars(args) | {"prompt": first}), type_)
+    request = type_(**given).measured()
     if rest and request.in_segments:
         request = replace(request, segment_prompts=tuple(rest))
     elif file and rest:
         raise InputError(
             f"--prompts: {file} has {1 + len(rest)} prompts, and the clip is not made in segments; "
-            "give --segment-frames, --length or more --num-frames, or one line"
+            "give --segment-frames or more --num-frames, or one line"
         )
     elif rest:
         request = replace(request, prompt=rest[-1])

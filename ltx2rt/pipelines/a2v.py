@@ -3,25 +3,28 @@ gets unchanged."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of
+from ltx2rt.media.sound import read_sound
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines.groups import NEW, PICTURES
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.pipelines.groups.guidance import VideoScales
 from ltx2rt.pipelines.groups.images import Images
-from ltx2rt.pipelines.groups.size import Size
+from ltx2rt.pipelines.groups.segments import Segments
+from ltx2rt.pipelines.groups.size import STEP, Size
 from ltx2rt.pipelines.groups.steps import Interval, Steps, VideoSkips
 from ltx2rt.pipelines.groups.text import NegativePrompt
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.pipelines.two_stage import two_stages
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.stages.source_sound import SourceSound
+from ltx2rt.stages.source_sound import SourceSound, frames_within
 from ltx2rt.stages.stage import Stage
 
 flag = flags_of("conditioning")
@@ -45,7 +48,7 @@ class GivenSound(Group):
     )
     audio_max_duration: float | None = flag(
         None,
-        "seconds of the sound to use at most (default: as long as the clip)",
+        "seconds of the sound to use at most (default: all, or as long as the clip)",
         metavar="S",
         above=0,
     )
@@ -55,12 +58,32 @@ class GivenSound(Group):
         choices=("error", "pad"),
     )
 
+    heard_s: float | None = field(default=None, repr=False)
+
     def check(self, request: Any) -> None:
         if self.audio_path is None:
             raise InputError(
                 f"--audio-path: the {request.name} pipeline makes a clip for a sound, none was "
                 "given"
             )
+
+    def measured(self, request: Any) -> dict[str, Any]:
+        """The most frames within the sound, where the request states no length. Reads the file."""
+        path = self.audio_path
+        if not request.length_by_sound or path is None or not path.is_file():
+            return {}
+        cut = self.audio_start_time, self.audio_max_duration
+        waveform, rate = read_sound(path, *cut, say=lambda text: None)
+        heard_s = waveform.shape[1] / rate
+        return {"num_frames": frames_within(heard_s, request.fps, STEP), "heard_s": heard_s}
+
+    def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
+        return self.measured(request)
+
+    def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
+        if self.heard_s:
+            count, seconds = request.num_frames, float(request.num_frames / request.fps)
+            yield f"the sound lasts {self.heard_s:.2f} s: {count} frames, {seconds:.2f} s"
 
     def added(self, request: Any, name: str, geometry: Geometry) -> dict[str, Any]:
         return {"frozen": ("audio",)}
@@ -80,8 +103,19 @@ class AudioToVideo(Request):
     distilled = "needed"
     groups = (
         *NEW, Size(), Images(), *PICTURES, NegativePrompt(), Steps(), VideoSkips(),
-        Interval(), VideoScales(), GivenSound(),
+        Interval(), VideoScales(), GivenSound(), Segments(),
     )  # fmt: skip
+
+    @property
+    def length_by_sound(self) -> bool:
+        return self.num_frames is None and self.seconds is None and not self.auto_duration
+
+    def measured(self) -> Any:
+        return replace(self, **self[GivenSound].measured(self))
+
+    def given_sound(self, model: ModelConfig) -> SourceSound | None:
+        whole = replace(self, num_frames=self.clip_frames, segment_frames=None, number=1)
+        return self[GivenSound].stage(self, whole.geometry(model))
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         sound = self[GivenSound].stage(self, self.geometry(model))

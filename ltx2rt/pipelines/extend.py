@@ -16,12 +16,12 @@ from typing import Any, ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flags_of
+from ltx2rt.flags import flag_like, flags_of
 from ltx2rt.media.splice import FADE_FRAMES, Seam
 from ltx2rt.media.video import VideoInfo
 from ltx2rt.pipelines.given_clip import GIVEN_CLIP, denoise_once
 from ltx2rt.pipelines.groups.group import refuse_beside
-from ltx2rt.pipelines.groups.size import check_step
+from ltx2rt.pipelines.groups.size import Length, check_step
 from ltx2rt.pipelines.groups.sound import NewSound
 from ltx2rt.pipelines.groups.source_clip import FLAG, FileSize, file_facts, read_clip
 from ltx2rt.pipelines.request import Loras, Request
@@ -53,6 +53,9 @@ class Extend(Request):
         group="clip",
         least=7,
         most=10**6,
+    )
+    seconds: float | None = flag_like(
+        Length, "seconds", help="seconds to add, rounded to 8 frames, in place of --extend-frames"
     )
     overlap: int = flag(
         17, "number of frames of the clip that the model sees and repeats, 8k + 1", least=9, most=97
@@ -124,12 +127,18 @@ class Extend(Request):
     def check(self) -> None:
         super().check()
         refuse_beside(before=self.before, join=self.join is not None, loop=self.loop is not None)
+        stated = {"extend_frames": self.extend_frames, "loop": self.loop}
+        if self.seconds is not None:
+            refuse_beside(seconds=True, **{name: n is not None for name, n in stated.items()})
 
     def resolved(self, model: ModelConfig) -> Any:
         """Reads the files whole, once."""
         self.check()
+        info = self[FileSize].sized(self.info or read_clip(self.video_path, FLAG))
         step, off = model.video_vae.time_factor, 1 if self.bridge else 0
         new = DEFAULT_NEW - off if self.extend_frames is None else self.extend_frames
+        if self.seconds is not None:
+            new = max(round(Fraction(self.seconds) * info.fps / step), 1) * step - off
         if self.loop is not None:
             new = step * self.loop - 1
             if self.extend_frames not in (None, new):
@@ -142,7 +151,6 @@ class Extend(Request):
             low = max((new + off) // step, 1) * step - off
             rule = f"{step}*k{' - 1' * self.bridge}; the nearest are {low} and {low + step} frames"
             raise InputError(f"--extend-frames: {new}, expected {rule}")
-        info = self[FileSize].sized(self.info or read_clip(self.video_path, FLAG))
         other = self.other
         if self.join is not None and other is None:
             other = self[FileSize].sized(read_clip(self.join, "--join"))
@@ -152,7 +160,7 @@ class Extend(Request):
                     f"--join: {self.join} is {facts[0]}, expected {facts[1]} as "
                     f"{self.video_path} is"
                 )
-        self = replace(self, info=info, other=other, extend_frames=new)
+        self = replace(self, info=info, other=other, extend_frames=new, seconds=None)
         for clip in self.clips:
             if clip and clip.info.num_frames < self.overlap:
                 raise InputError(

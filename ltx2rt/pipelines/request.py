@@ -44,6 +44,7 @@ from ltx2rt.stages.given import GivenLatents
 from ltx2rt.stages.inset import Cut, Inset
 from ltx2rt.stages.segments import SegmentFile
 from ltx2rt.stages.sound import Sound
+from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.stage import Stage
 from ltx2rt.stages.text import Text
 from ltx2rt.stages.upsample import Upsample
@@ -250,7 +251,7 @@ class Request:
 
     @property
     def clip_frames(self) -> int:
-        """Number of frames of the clip that is written."""
+        """Number of frames of the clip that is written. Of a resolved request."""
         return self[Segments].clip_frames(self) if self.in_segments else self.num_frames
 
     @property
@@ -295,11 +296,11 @@ class Request:
     @property
     def made(self) -> tuple[str, ...]:
         """Beginnings of names of noise that no stage draws any more."""
-        return self[Segments].made(self) if self.has(Segments) else ()
+        return self[Segments].made(self) if self.in_segments else ()
 
     def kept_in(self: R, folder: Path) -> R:
         """The request with the folder of its segments, where it has any."""
-        return replace(self, parts_folder=folder) if self.in_segments else self
+        return replace(self, parts_folder=folder) if self.has(Segments) else self
 
     def settings(self, path: Any = str) -> dict[str, Any]:
         """Every setting as JSON-able values: what the MP4's metadata and the report carry."""
@@ -326,8 +327,21 @@ class Request:
 
     @property
     def seen_frames(self) -> int:
-        """Number of frames that the model makes, of a longer clip or of all of it."""
-        return self.num_frames
+        """Number of frames that the model makes at once, of a longer clip or of all of it."""
+        return self.segment_frames if self.in_segments else self.num_frames
+
+    @property
+    def length_by_sound(self) -> bool:
+        """Whether a file's sound, which has not been read, decides the length."""
+        return False
+
+    def measured(self: R) -> R:
+        """The request with the length of such a sound. Raises InputError."""
+        return self
+
+    def given_sound(self, model: ModelConfig) -> SourceSound | None:
+        """The sound of a file that all of the clip is made for. Of a resolved request."""
+        return None
 
     def inset(self, model: ModelConfig, geometry: Geometry | None = None) -> Inset | None:
         """Place of the clip's pictures in those of the model, or of a stage at the size that is

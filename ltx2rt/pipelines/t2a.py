@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ltx2rt.config import ModelConfig
-from ltx2rt.flags import flag
 from ltx2rt.pipelines.groups import RUN
-from ltx2rt.pipelines.groups.group import refuse_beside
 from ltx2rt.pipelines.groups.guidance import SoundScales
 from ltx2rt.pipelines.groups.size import Length
 from ltx2rt.pipelines.groups.sound import SoundToFollow, Voice
@@ -25,29 +23,16 @@ from ltx2rt.stages.stage import Stage
 class SoundLength(Length):
     whole: ClassVar[bool] = False
 
-    duration: float | None = flag(
-        None,
-        "length of the sound in seconds, in place of --num-frames",
-        group="clip",
-        metavar="S",
-        least=0.04,
-    )
-
-    def check(self, request: Any) -> None:
-        super().check(request)
-        refuse_beside(num_frames=self.num_frames is not None, duration=self.duration is not None)
-
-    def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        """The frames that last as long, at this rate."""
-        if self.duration is None:
-            return {}
-        return {"num_frames": max(round(self.duration * self.fps), 1), "duration": None}
-
 
 class TextToAudio(Request):
     name = "t2a"
     summary = "sound alone, guided"
-    example = "--duration 5"
+    example = "--seconds 5"
+    about: ClassVar = {
+        "num_frames": "number of frames that the sound lasts (default: 121; LTX-2.5: chosen by the "
+        "prompt)",
+        "seconds": "length in seconds, rounded to a frame, in place of --num-frames",
+    }
     groups = (
         Prompt(), SoundLength(), *RUN, SoundToFollow(), Voice(), NegativePrompt(), Steps(),
         SoundSkips(), Interval(), SoundScales(),

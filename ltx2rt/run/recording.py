@@ -119,7 +119,9 @@ def recording(
     request: Any = plan.request
     hdr = high_range(session, request)
     container = container_of(output, hdr.transfer if hdr else None)
-    rate = session.config.vocoder.sample_rate if request.audio else None
+    given = request.given_sound(session.config)
+    rate = given.read[1] if given else session.config.vocoder.sample_rate
+    rate = rate if request.audio else None
     if (
         container is None
         or container.format == "webm"

@@ -44,6 +44,7 @@ from ltx2rt.session.arrange import DatasheetBackend
 from ltx2rt.session.open import opened_checkpoint
 from ltx2rt.session.options import DISTILLED_STAGES, NO_LORA, LoraSpec, ModelOptions, existing
 from ltx2rt.session.session import Session
+from ltx2rt.stages.duration import chooses_length
 from ltx2rt.stages.enhance import Enhancer
 from ltx2rt.weights.lora_config import lora_file
 
@@ -55,7 +56,6 @@ OURS = (
     "model",
     "pipeline",
     "size",
-    "seconds",
     "n",
     "images",
     "hdr_frames",
@@ -172,6 +172,10 @@ class Admission:
         given = {field: found for field, found in given.items() if found is not None}
         name = self._name(given)
         type_ = self.served[name]
+        for field, f in self.fields(type_).items():
+            for other in f.metadata["flag"].also:
+                if (spelled := other[2:].replace("-", "_")) in given and field not in given:
+                    given[field] = given.pop(spelled)
         clip_fields, taken = self.fields(type_), uploads(type_)
         known = [*clip_fields, *OURS, *taken]
         for field in given:
@@ -196,9 +200,11 @@ class Admission:
             if "prompt" not in clip:
                 raise InputError("--prompt: there is none; say what the clip shows")
             if self.served[name].has(Length):
-                clip = {"num_frames": DEFAULT_FRAMES} | self._size(given, clip) | clip
-            elif clash := sorted(given.keys() & {"size", "seconds"}):
-                raise InputError(f"--{clash[0]}: {name} keeps those of its video; leave it out")
+                clip |= self._size(given, clip)
+                if chooses_length(self.checkpoint.config) and "seconds" not in clip:
+                    clip = {"num_frames": DEFAULT_FRAMES} | clip
+            elif "size" in given:
+                raise InputError(f"--size: {name} keeps that of its video; leave it out")
             images, loras = (
                 self._images(given.get("images", ())),
                 self._loras(given.get("loras", ())),
@@ -233,7 +239,7 @@ class Admission:
         request = request.resolved(self.checkpoint.config)
         seconds = float(request.clip_frames / request.clip_fps)
         if request.in_segments and seconds > MAX_SECONDS:
-            raise InputError(f"--length: {seconds:.4g} s, expected at most {MAX_SECONDS} s here")
+            raise InputError(f"--seconds: {seconds:.4g} s, expected at most {MAX_SECONDS} s here")
         texts: Any = {f: "" for f in ("prompt", "negative_prompt") if hasattr(request, f)}
         shape = repr(
             (
@@ -299,8 +305,7 @@ class Admission:
         return found
 
     def _size(self, given: Mapping[str, Any], clip: Mapping[str, Any]) -> dict[str, int]:
-        """`size` and `seconds` as the flags that say the same."""
-        found = {}
+        """`size` as the flags that say the same."""
         if "size" in given:
             match = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", self._text(given, "size", ""))
             if match is None:
@@ -312,14 +317,8 @@ class Admission:
                     "size says what width and height say; give one of them",
                     "size",
                 )
-            found = {"width": int(match[1]), "height": int(match[2])}
-        if "seconds" in given and "num_frames" not in clip:
-            seconds = number(given["seconds"])
-            if seconds is None or not 0 < seconds <= 3600:
-                raise misfit("seconds", given["seconds"], "a number above 0")
-            fps, step = clip.get("fps", Fraction(24)), self.checkpoint.config.video_vae.time_factor
-            found["num_frames"] = max(0, round((float(seconds * fps) - 1) / step)) * step + 1
-        return found
+            return {"width": int(match[1]), "height": int(match[2])}
+        return {}
 
     def _images(self, given: Any) -> list[list]:
         """[name among the inputs, frame, strength] of each."""

@@ -102,7 +102,9 @@ class Files(Core):
         """The job of the path and its clip, which knows its parts. Raises Refusal."""
         job = await self._job(request)
         if not in_segments(job):
-            text = "the clip is not made in segments; ask for it with `segments` or `length`"
+            text = (
+                "the clip is not made in segments; ask for more than 20 s, or with `segment_frames`"
+            )
             raise Refusal(409, "no_segments", text)
         clip: Any = make_request(job.job["pipeline"], **job.job["clip"])
         return job, clip.kept_in(self.folder.outputs / f"{job.id}{SEGMENTS}")

@@ -21,7 +21,7 @@ def field_of(flag: str) -> str:
 
 
 FOREIGN = """\
-seconds: duration duration_seconds duration_s length num_seconds video_length clip_length
+seconds: duration_seconds duration_s num_seconds video_length clip_length
 size: aspect_ratio resolution ratio dimensions image_size video_size
 num_frames: frames frame_count num_frame n_frames video_frames
 fps: frame_rate framerate frames_per_second

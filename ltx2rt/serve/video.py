@@ -85,7 +85,7 @@ def _urls(content: str, job: Job) -> dict[str, Any]:
 
 def in_segments(job: Job) -> bool:
     """Whether the job's clip plays while it is made."""
-    return job.job["clip"].get("length") is not None
+    return job.job["clip"].get("segment_frames") is not None
 
 
 def settings(job: Mapping[str, Any]) -> dict[str, Any]:

@@ -211,7 +211,6 @@ class ModelOptions(PartFiles):
         name="--lora",
         metavar="FILE|FOLDER[:STRENGTH[:stage1|stage2]]",
         repeat=True,
-        keyword="lora",
         common="model and pipeline",
         marks="plan compile",
     )

@@ -30,7 +30,7 @@ from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.joined import SourceClip
 from ltx2rt.stages.kept_steps import STEPS
 from ltx2rt.stages.sound import Sound, decode_mel, vocode
-from ltx2rt.stages.source_sound import encode_mel
+from ltx2rt.stages.source_sound import SourceSound, encode_mel
 from ltx2rt.stages.stage import FRAMES, SOUND, Stage, State, finite
 from ltx2rt.weights.files import TensorFile, write_arrays
 
@@ -229,6 +229,31 @@ class ContinuedSound(Sound):
         return np.concatenate([old[:, :, past.passed :], new], 2), joined[None]
 
 
+@dataclass(frozen=True)
+class PartOfSound(SourceSound):
+    """The latents of a longer sound, which reports missing parts, from `since_s` on."""
+
+    longer: SourceSound | None = None
+    since_s: Fraction = Fraction(0)
+
+    @classmethod
+    def of(cls, stage: SourceSound, longer: SourceSound, start_s: Fraction) -> PartOfSound:
+        """The stage of a segment that begins at that time of the clip."""
+        how = {"sound": stage.sound, "longer": longer, "since_s": start_s}
+        return cls(stage.path, stage.geometry, **how)
+
+    @property
+    def read(self) -> tuple[np.ndarray, int]:
+        assert self.longer is not None
+        waveform, rate = self.longer.read
+        first, size = round(self.since_s * rate), round(self.clip_s * rate)
+        heard = waveform[:, first : first + size]
+        return np.pad(heard, ((0, 0), (0, size - heard.shape[1]))), rate
+
+    def check(self, session: Session) -> None:
+        """The longer sound is checked whole."""
+
+
 def statistics(latents: np.ndarray) -> np.ndarray:
     """f32[2, C]: mean and unbiased standard deviation of each channel of [1, C, f, h, w]."""
     axes = (0, 2, 3, 4)
@@ -328,9 +353,13 @@ def _save(path: Path, array: np.ndarray) -> None:
 
 @dataclass(frozen=True)
 class Segments(Stage):
-    """The clip of all segments, of which each is read up to where the next one begins."""
+    """The clip of all segments, of which each is read up to where the next one begins.
+
+    sound: of a file, that they were made for.
+    """
 
     parts: Sequence[SegmentFile]
+    sound: SourceSound | None = None
     name = "segments"
 
     @property
@@ -340,12 +369,16 @@ class Segments(Stage):
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         return iter(())
 
+    def check(self, session: Session) -> None:
+        if self.sound:
+            self.sound.check(session)
+
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         if not session.backend.is_main:
             return
         state.frames = iter([self._frames()])
         if self.parts[0].info.has_sound:
-            rate = session.config.vocoder.sample_rate
+            rate = self.sound.read[1] if self.sound else session.config.vocoder.sample_rate
             heard = [
                 part.samples(part.sample(part.start, rate), part.sample(stop, rate))
                 for part, stop in stops(self.parts)

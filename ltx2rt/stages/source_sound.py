@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
@@ -20,6 +21,14 @@ from ltx2rt.notes import note
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.stage import Stage, State, finite
+
+SLACK_S = 0.01  # silence at the end of a clip, where codecs cut a sound
+
+
+def frames_within(seconds: float, fps: Fraction, step: int) -> int:
+    """The most frames, step*k + 1, that last no longer."""
+    most = math.floor((Fraction(seconds + SLACK_S) * fps - 1) / step)
+    return max(most, 0) * step + 1
 
 
 @dataclass(frozen=True)
@@ -96,9 +105,12 @@ class SourceSound(Stage):
             )
             lasts = f"{self.path}: its sound lasts {length_s:.4f} s"
             if self.fit == "error":
+                g, heard_s = self.geometry, waveform.shape[1] / rate
+                fitting = frames_within(heard_s, g.fps, g.time_factor)
                 raise InputError(
-                    f"{lasts}, a clip of {self.clip_s:.4f} s needs {needed_s:.4f} s; pass a "
-                    "longer one, make fewer frames, or fill up with silence by --audio-fit pad"
+                    f"{lasts}, a clip of {self.clip_s:.4f} s needs {needed_s:.4f} s; {fitting} "
+                    f"frames fit ({float(fitting / g.fps):.4f} s); leave the length out, or fill up "
+                    "with silence by --audio-fit pad"
                 )
             said.append(f"{lasts}; silence follows up to {self.clip_s:.4f} s")
         if session.backend.is_main:

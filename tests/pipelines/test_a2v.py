@@ -9,16 +9,20 @@ import pytest
 from diffusers import LTX2VideoTransformer3DModel
 from reference_transformer import euler_steps
 
+import ltx2rt
 from ltx2rt.media.sound import read_sound
 from ltx2rt.models.geometry import audio_positions, pack_audio, pack_video, video_positions
+from ltx2rt.pipelines import make_request
 from ltx2rt.pipelines.a2v import AudioToVideo
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.stages.schedule import STAGE2_SIGMAS, shifted_sigmas
+from ltx2rt.stages.segments import PartOfSound
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.files import TensorFile
+from ltx2rt.weights.presets import preset
 
 RATE = 22050
 CLOSE = 2e-5  # contract: 1e-3; reached: 7e-6, float32 rounding
@@ -133,6 +137,42 @@ def test_several_videos_of_one_sound(song, tiny, generate):
     assert np.abs(first - second).max() > 0.1
     for seed in (5, 6):
         assert read_sound(found.folder / f"clip-{seed}.mp4")[1] == RATE
+
+
+@pytest.mark.parametrize(("more", "frames", "starts"), [
+    ({}, 17, []),
+    ({"audio_max_duration": 0.5}, 9, []),
+    ({"seconds": 0.3}, 9, []),
+    ({"segment_frames": 17, "fps": 48}, 41, [0, 8, 16, 24]),
+    ({"fps": 1, "audio_fit": "pad", "num_frames": 25, "segment_frames": 17}, 25, [0, 8]),
+])  # fmt: skip
+def test_the_sound_decides_the_length(song, tiny, more, frames, starts):
+    """Of the clip, and of one in segments, each of which hears its own part of it."""
+    given = {"overlap": 9, "steps": 1, "seed": 1, "width": 64, "height": 64} | more
+    samples, _ = read_sound(song)
+    with ltx2rt.open(tiny("tiny-2.3", "official"), backend="cuda", device="cpu") as session:
+        request = make_request("a2v", prompt="a fox", audio_path=song, **given)
+        plan = make_plan(session.resident, request)
+        found = [stage.read[0] for stage in plan.stages if isinstance(stage, PartOfSound)]
+        clip = session.generate("a fox", audio_path=song, **given)
+    assert (len(clip.frames), clip.sample_rate) == (frames, RATE)
+    size = round(frames / clip.fps * RATE)
+    samples = np.pad(samples, ((0, 0), (0, max(size - RATE, 0))))
+    np.testing.assert_array_equal(clip.waveform[:, :size], samples[:, :size])
+    assert len(found) == len(starts)
+    for heard, start in zip(found, starts, strict=True):
+        first = round(start / clip.fps * RATE)
+        np.testing.assert_array_equal(heard, samples[:, first : first + heard.shape[1]])
+        assert heard.shape[1] == round(17 / clip.fps * RATE)
+
+
+def test_a_song_of_over_20_s_is_made_in_segments(tmp_path):
+    with wave.open(str(tmp_path / "song.wav"), "wb") as file:
+        file.setparams((1, 2, 8000, 8000, "NONE", ""))
+        file.writeframes(bytes(2 * 8000 * 21))
+    request = make_request("a2v", prompt="a fox", audio_path=tmp_path / "song.wav")
+    full = request.resolved(preset("tiny-2.3").config)
+    assert (full.clip_frames, [part.start for part in full.parts]) == (497, [0, 96, 192, 288, 376])
 
 
 def test_what_cannot_be_used_is_refused_before_weights(song, tiny, generate, monkeypatch):

@@ -65,7 +65,7 @@ def test_only_pipelines_are_offered_that_the_model_and_its_flags_allow(
 
 def test_clips_in_segments(admission):
     found = admission("tiny-2.3", distilled_lora=NO_LORA)
-    given = {"prompt": "a fox", "pipeline": "one-stage", "size": "64x64", "num_frames": 25}
+    given = {"prompt": "a fox", "pipeline": "one-stage", "size": "64x64", "segment_frames": 25}
     job = found.admit({**given, "overlap": 9, "length": 3, "segment_prompts": ["b", "c"]}).job
     assert job["seconds"] == pytest.approx(73 / 24)
     assert json.loads(json.dumps(job))["clip"]["segment_prompts"] == ["b", "c"]
@@ -85,8 +85,8 @@ def test_clips_in_segments(admission):
         ),
         ({"length": 2, "segment_prompts": [" "]}, "prompt: one is empty"),
         ({"length": 121, "overlap": 9}, "121 s, expected at most 120 s here"),
-        ({"length": 5, "segment_frames": 25}, "given beside --length"),
-        ({"length": "nan"}, "length"),
+        ({"length": 5, "num_frames": 57}, "seconds: given beside"),
+        ({"length": "nan"}, "seconds"),
         ({"length": 5, "n": 2}, "num-videos: does not go with a clip in segments"),
         ({"length": 5, "overlap": 26}, "the nearest are 25 and 33"),
         ({"length": 5, "parts_folder": "/tmp"}, "parts_folder"),
@@ -260,7 +260,7 @@ HOSTILE = [  # what a request says of segments and the like, and the field that 
         ({"num_frames": 26}, "num_frames"), ({"num_frames": 10**12}, "num_frames"),
         ({"segment_frames": 26}, "segment_frames"), ({"segment_frames": 10**9}, "segment_frames"),
         ({"segment_frames": -1}, "segment_frames"), ({"num_frames": 17}, "segment_frames"),
-        ({"num_frames": 50001}, None), ({"length": 3}, "segment_frames"),
+        ({"num_frames": 50001}, None), ({"length": 3}, "seconds"),
     )),
     *(({**LONG, "cut": x}, "cut") for x in (
         [0], [1], [4], [-2], [10**30], [2, 2], "x", "2,x", [2.5], [None], [[2]], {"2": 3}, "2" * 5000, [True], 5.5,

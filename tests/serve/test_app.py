@@ -165,7 +165,7 @@ def test_a_failed_job_is_an_answer_not_an_error(server):
     ({"num_frames": 10**6 + 1}, "num_frames", "expected at most 3600 s"),
     ({"num_frames": True}, "num_frames", "True"),
     ({"num_frames": 9.5}, "num_frames", "9.5"),
-    ({"num_frames": None, "seconds": "nan"}, "seconds", "above 0"),
+    ({"num_frames": None, "seconds": "nan"}, "seconds", "finite number"),
     ({"fps": "1/0"}, "fps", "is no number"),
     ({"fps": "1e999999999"}, "fps", "is no number"),  # hours to read
     ({"fps": [24]}, "fps", "expected number"),
@@ -288,7 +288,7 @@ def test_settings_of_a_video_make_another_one(server):
 
 
 @pytest.mark.parametrize("foreign, field", [
-    ("duration", "seconds"), ("aspect_ratio", "size"), ("resolution", "size"), ("image", "images"),
+    ("num_seconds", "seconds"), ("aspect_ratio", "size"), ("resolution", "size"), ("image", "images"),
     ("negative", "negative_prompt"), ("negativePrompt", "negative_prompt"),
     ("num_inference_steps", "steps"), ("guidanceScale", "video_cfg"), ("numFrames", "num_frames"),
     ("frame-rate", "fps"), ("num_outputs", "n"), ("promt", "prompt"),

@@ -61,7 +61,6 @@ class Images(Group):
         name="--image",
         metavar="FILE:FRAME[:STRENGTH]",
         repeat=True,
-        keyword="image",
         file="image",
         common="prompt and inputs",
     )

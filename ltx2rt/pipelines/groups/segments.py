@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
-from math import ceil
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -21,16 +19,24 @@ from ltx2rt.flags import flags_of
 from ltx2rt.media.splice import Seam
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.pipelines.groups.seeds import SEED_LIMIT
-from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, MAX_FRAMES, check_step
+from ltx2rt.pipelines.groups.size import (
+    DEFAULT_FRAMES,
+    MAX_FRAMES,
+    MAX_SECONDS,
+    Length,
+    check_step,
+)
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.clip_end import ends, leading
 from ltx2rt.stages.denoise import Denoise
+from ltx2rt.stages.duration import chooses_length
 from ltx2rt.stages.given import GivenLatents
 from ltx2rt.stages.joined import JoinFrames
 from ltx2rt.stages.segments import (
     ColourLock,
     ContinuedSound,
     Keep,
+    PartOfSound,
     Past,
     PastSound,
     SegmentFile,
@@ -38,12 +44,12 @@ from ltx2rt.stages.segments import (
 )
 from ltx2rt.stages.segments import Segments as JoinSegments
 from ltx2rt.stages.sound import Sound
+from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.stage import Stage
 
 flag = flags_of("conditioning")
 
 MAX_SEGMENTS = 1000
-MAX_LENGTH_S = 3600
 ONE_CLIP_S = 20  # a longer clip is made in segments
 
 
@@ -99,15 +105,6 @@ class Segments(Group):
         least=17,
         most=MAX_FRAMES,
     )
-    length: float | None = flag(
-        None,
-        "length in seconds of a clip that is made in segments of --num-frames",
-        group="clip",
-        metavar="S",
-        above=0,
-        most=MAX_LENGTH_S,
-        common="clip and output",
-    )
     segment_prompts: tuple[str, ...] = flag(
         (),
         "prompts of the second segment, the third, ...; the last one is that of all later ones",
@@ -115,7 +112,7 @@ class Segments(Group):
         group="clip",
         name="--prompt",
         repeat=True,
-        keyword="segment_prompt",
+        also=("--segment-prompt",),
         typed=False,
     )
     overlap: int = flag(
@@ -132,7 +129,6 @@ class Segments(Group):
         name="--segment-seed",
         metavar="SEGMENT:SEED",
         repeat=True,
-        keyword="segment_seed",
     )
     cut: tuple[int, ...] = flag(
         (),
@@ -158,14 +154,9 @@ class Segments(Group):
 
     def asked(self, request: Any) -> bool:
         """Whether the clip is made in several segments."""
-        if self.number:
-            return False
-        longer = (request.num_frames or 0) - 1 > ONE_CLIP_S * request.fps
-        return self.length is not None or self.segment_frames is not None or longer
-
-    def _stated(self, request: Any) -> bool:
-        """Whether the request still has the clip's frames, not those of a segment and a length."""
-        return self.length is None and self.asked(request)
+        frames = request[Length].stated(request) or 0
+        longer = frames - 1 > ONE_CLIP_S * request.fps
+        return not self.number and (self.segment_frames is not None or longer)
 
     @property
     def prefix(self) -> str:
@@ -173,16 +164,11 @@ class Segments(Group):
         return f"segment{self.number}." if self.number else ""
 
     def clip_frames(self, request: Any) -> int:
-        if request.num_frames is None or self._stated(request):
-            return request.num_frames
-        return self.starts(request)[-1] + request.num_frames
+        return self.starts(request)[-1] + request.segment_frames
 
     def starts(self, request: Any) -> tuple[int, ...]:
         """The clip's frame at which each segment begins. Of a resolved request."""
-        size = request.num_frames
-        step = 8  # frames of a latent, in every release
-        whole = ceil((Fraction(self.length or 0) * request.fps - 1) / step) * step + 1
-        return segment_starts(max(whole, size), size, self.overlap, self.cut)
+        return segment_starts(request.num_frames, request.segment_frames, self.overlap, self.cut)
 
     def parts(self, request: Any) -> list[SegmentFile]:
         folder, origin, found = self.parts_folder or Path(), 0, []
@@ -190,7 +176,7 @@ class Segments(Group):
             origin = start if number in self.cut else origin
             path = folder / f"{number - 1:04d}.mov"
             more = request.audio, start, origin, bool(request.high_range)
-            found.append(SegmentFile.of(path, request.num_frames, request.fps, *more))
+            found.append(SegmentFile.of(path, request.segment_frames, request.fps, *more))
         return found
 
     def made(self, request: Any) -> tuple[str, ...]:
@@ -200,12 +186,9 @@ class Segments(Group):
     # --- checks -----------------------------------------------------------------------------------
 
     def check(self, request: Any) -> None:
-        if self.length is not None and self.segment_frames is not None:
-            raise InputError(
-                "--segment-frames: given beside --length, with which --num-frames says it; leave "
-                "one of the two out"
-            )
         if not self.asked(request):
+            if request.length_by_sound:
+                return
             for name, given in (
                 ("--prompt: several", self.segment_prompts),
                 ("--segment-seed", self.segment_seeds),
@@ -214,17 +197,18 @@ class Segments(Group):
                 ("--anchor", self.anchor),
             ):
                 if given and not self.number:
-                    raise InputError(
-                        f"{name}: the clip has one segment; give --segment-frames, or --length"
-                    )
+                    raise InputError(f"{name}: the clip has one segment; give --segment-frames")
             return
-        at_start = request.audio_conditioning_at == "start"
+        followed = getattr(request, "audio_conditioning", None)
         for name, given in (
             ("--num-videos", request.num_videos > 1),
             ("--auto-duration", request.auto_duration),
             ("--num-generated-keyframes", request.num_generated_keyframes),
             ("--prompt-at", request.prompt_at),
-            ("--audio-conditioning-at start", request.audio_conditioning and at_start),
+            (
+                "--audio-conditioning-at start",
+                followed and request.audio_conditioning_at == "start",
+            ),
         ):
             if given:
                 raise InputError(f"{name}: does not go with a clip in segments; leave it out")
@@ -240,59 +224,46 @@ class Segments(Group):
             )
 
     def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        """The frames of a segment, and the clip's length in seconds in place of its frames."""
-        if self._stated(request):
-            return self._in_length(request, model)
-        own = self.asked(request) and request.num_frames is None
-        return {"num_frames": DEFAULT_FRAMES} if own else {}
+        """The frames of the clip and of a segment."""
+        if not self.asked(request):
+            return {}
+        count, step = request.num_frames, model.video_vae.time_factor
+        if count is None and chooses_length(model):
+            raise InputError(
+                "--segment-frames: how long is the clip? Give --num-frames, or --seconds"
+            )
+        most = int(ONE_CLIP_S * request.fps) // step * step + 1
+        size, count = request.segment_frames or min(DEFAULT_FRAMES, most), count or DEFAULT_FRAMES
+        for name, value in (("--segment-frames", size), ("--num-frames", count)):
+            check_step(name, value, step, 1, "frames", f"{step}*k + 1")
+        if count <= size:
+            raise InputError(
+                f"--segment-frames: {count} frames are one segment of {size}; leave it out, or "
+                "give fewer"
+            )
+        if (seconds := float((count - 1) / request.fps)) > MAX_SECONDS:
+            raise InputError(
+                f"--num-frames: {count} frames are {seconds:.0f} s, expected at most "
+                f"{MAX_SECONDS} s"
+            )
+        return {"segment_frames": size, "num_frames": count}
 
     def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
+        """Refuse numbers of segments that there are not, and too many segments."""
+        self.check(request)
         if not self.asked(request):
             return {}
         step = model.video_vae.time_factor
         check_step("--overlap", self.overlap, step, 1, "frames", f"{step}*k + 1")
-        if self.overlap >= request.num_frames:
+        if self.overlap >= request.segment_frames:
             raise InputError(
-                f"--overlap: {self.overlap}, but a segment has {request.num_frames} frames; give "
+                f"--overlap: {self.overlap}, but a segment has {request.segment_frames} frames; give "
                 "fewer"
             )
-        self._check_numbers(request)
-        return {}
-
-    def _in_length(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        """The clip by its length in seconds and by the frames of a segment."""
-        if request.num_frames is None:
-            raise InputError(
-                "--segment-frames: how long is the clip? Give --num-frames, or --length"
-            )
-        size, step = self.segment_frames or DEFAULT_FRAMES, model.video_vae.time_factor
-        for name, value in (("--segment-frames", size), ("--num-frames", request.num_frames)):
-            check_step(name, value, step, 1, "frames", f"{step}*k + 1")
-        if request.num_frames <= size:
-            raise InputError(
-                f"--segment-frames: {request.num_frames} frames are one segment of {size}; "
-                "leave it out, or give fewer"
-            )
-        length = float((request.num_frames - 1) / request.fps)
-        if length > MAX_LENGTH_S:
-            raise InputError(
-                f"--num-frames: {request.num_frames} frames are {length:.0f} s, expected at most "
-                f"{MAX_LENGTH_S} s"
-            )
-        return dict(segment_frames=None, num_frames=size, length=length)
-
-    def _check_numbers(self, request: Any) -> None:
-        """Refuse too few or too many segments, and numbers that no segment has."""
         count = len(self.starts(request))
-        if count == 1:
-            raise InputError(
-                f"--length: {self.length:g} s are {self.clip_frames(request)} frames, and one "
-                f"segment has {request.num_frames}; leave it out, or give a smaller --num-frames"
-            )
         if count > MAX_SEGMENTS:
             raise InputError(
-                f"--length: {count} segments, expected at most {MAX_SEGMENTS}; give more "
-                "--num-frames"
+                f"--segment-frames: {count} segments, expected at most {MAX_SEGMENTS}; give more"
             )
         if len(self.segment_prompts) >= count:
             raise InputError(
@@ -308,14 +279,15 @@ class Segments(Group):
                     )
                 if given.count(number) > 1:
                     raise InputError(f"{name}: segment {number} is given twice; give it once")
+        return {}
 
     # --- what is made -----------------------------------------------------------------------------
 
     def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
         if self.asked(request):
-            count, new = len(self.starts(request)), request.num_frames - self.overlap
+            count, new = len(self.starts(request)), request.segment_frames - self.overlap
             seconds = request.clip_frames / float(request.fps)
-            yield f"{count} segments: {request.num_frames} frames, then {new} new ones each; {seconds:.2f} s"
+            yield f"{count} segments: {request.segment_frames} frames, then {new} new ones each; {seconds:.2f} s"
             if made := len(self.made(request)):
                 yield f"{made} of them are there already, in {self.parts_folder}"
 
@@ -323,11 +295,16 @@ class Segments(Group):
         self, request: Any, model: ModelConfig, options: ModelOptions, loras: Any
     ) -> list[Stage]:
         """The stages of the segments that are not there yet, and of the clip that they make."""
-        stages, parts = [], self.parts(request)
+        stages, parts, sound = [], self.parts(request), request.given_sound(model)
         for i, part in enumerate(parts):
             if self.parts_folder and part.path.exists():
                 continue
-            made = self.request_of(i, request).stages(model, options, loras)
+            made = [
+                PartOfSound.of(stage, sound, part.start / request.fps)
+                if sound and isinstance(stage, SourceSound)
+                else stage
+                for stage in self.request_of(i, request).stages(model, options, loras)
+            ]
             if i and i + 1 not in self.cut:
                 first = part.start - parts[i - 1].start
                 begun = next(p for p in parts if p.start == part.origin)
@@ -335,18 +312,18 @@ class Segments(Group):
                 before = replace(parts[i - 1], first=first)
                 made = list(continued(made, before, options, model, anchor))
                 if self.colour_lock:
-                    kept = (request.num_frames - first - 1) // model.video_vae.time_factor + 1
+                    kept = (request.segment_frames - first - 1) // model.video_vae.time_factor + 1
                     lock = ColourLock(begun, kept, self.colour_lock)
                     last = max(i for i, stage in enumerate(made) if isinstance(stage, Denoise))
                     made.insert(last + 1, lock)
             look = self.colour_lock > 0 and part.start == part.origin
             stages += [*made, Keep(part, i + 1, len(parts), look)]
-        return [*stages, JoinSegments(parts)]
+        return [*stages, JoinSegments(parts, sound)]
 
     def request_of(self, i: int, request: Any) -> Any:
         """Segment i as a request; the clip's images are those of the segment that they are new
         in."""
-        starts, size = self.starts(request), request.num_frames
+        starts, size = self.starts(request), request.segment_frames
         start, prompts = starts[i], (request.prompt, *self.segment_prompts)
         new = range(start if i == 0 else starts[i - 1] + size, start + size)
         images = [
@@ -360,7 +337,8 @@ class Segments(Group):
             prompt=prompts[min(i, len(prompts) - 1)],
             seed=seeds.get(i + 1, segment_seed(request.seeds[0], i)),
             images=tuple(images),
-            length=None,
+            num_frames=size,
+            segment_frames=None,
             segment_prompts=(),
             segment_seeds=(),
             cut=(),
@@ -385,14 +363,14 @@ def continued(
     """The stages of a clip, each of which continues the part before, in pictures and sound.
 
     Every denoising stage is given the part's last frames at its own size, after what it is given
-    besides; the sound of these frames is kept, too. anchor: a file whose first frame is a guide one
-    latent frame before the clip, and its strength.
+    besides; the sound of these frames is kept as well, unless the clip is made for a sound.
+    anchor: a file whose first frame is a guide one latent frame before the clip, and its strength.
     """
     denoising = [stage for stage in stages if isinstance(stage, Denoise)]
     overlap = before.num_frames
     past = Past(denoising[-1].geometry, before, before.start + before.first)
     seam, masks = Seam(overlap, before.first, 0), {}
-    if before.info.has_sound:
+    if before.info.has_sound and not any(isinstance(stage, SourceSound) for stage in stages):
         yield PastSound(past)
         masks = {"audio": past.mask}
     file = before.path, before.info.num_frames

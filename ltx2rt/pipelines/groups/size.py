@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of
-from ltx2rt.pipelines.groups.group import Group
+from ltx2rt.pipelines.groups.group import Group, refuse_beside
 from ltx2rt.stages.duration import NO_LENGTH, chooses_length, longest
 
 flag = flags_of("clip")
@@ -23,6 +23,8 @@ MAX_SIDE_PX = 16384  # H.264's
 MIN_SIDE_PX = 64  # smallest side that an image decides
 DEFAULT_FRAMES = 121
 MAX_FRAMES = 10**9  # what floats still count; the model has a limit of its own
+MAX_SECONDS = 3600
+STEP = 8  # frames per latent, in every release
 
 
 def parse_fps(text: str | float | Fraction) -> Fraction:
@@ -56,6 +58,11 @@ def check_step(name: str, value: int, step: int, offset: int, unit: str, rule: s
     below = (value - offset) // step * step + offset
     nearest = f"{below} and {below + step}" if below >= lowest else f"{lowest} and {lowest + step}"
     raise InputError(f"{name}: {value}, expected {rule}; the nearest are {nearest} {unit}")
+
+
+def nearest_frames(seconds: float, fps: Fraction, step: int = STEP) -> int:
+    """The number of frames, step*k + 1, that lasts nearest to so long."""
+    return max(round((Fraction(seconds) * fps - 1) / step), 0) * step + 1
 
 
 @dataclass(frozen=True)
@@ -160,8 +167,8 @@ class Duration(Group):
                 f"{float((num_frames - 1) / fps):.2f} s, the model's limit is {limit_s} s; at most "
                 f"{int(limit_s * fps) // step * step + 1} frames at this rate"
             )
-        if self.whole:
-            check_step("--num-frames", num_frames, step, 1, "frames", f"{step}*k + 1")
+        rule = (step, f"{step}*k + 1") if self.whole else (1, "1 or more")
+        check_step("--num-frames", num_frames, rule[0], 1, "frames", rule[1])
         return found
 
     def lasting(self, request: Any, model: ModelConfig) -> dict[str, Any]:
@@ -185,8 +192,17 @@ class Duration(Group):
 class Length(Duration):
     num_frames: int = flag(
         None,
-        "number of frames, 8k+1 and at most 20 s (default: 121; LTX-2.5: chosen by the prompt)",
+        "number of frames, 8k+1 (default: 121; LTX-2.5: chosen by the prompt)",
         most=MAX_FRAMES,
+        common="clip and output",
+    )
+    seconds: float | None = flag(
+        None,
+        "length in seconds, rounded to 8k+1 frames, in place of --num-frames",
+        also=("--duration", "--length"),
+        metavar="S",
+        above=0,
+        most=MAX_SECONDS,
         common="clip and output",
     )
     fps: Fraction = flag(
@@ -205,3 +221,18 @@ class Length(Duration):
         metavar=("MIN", "MAX"),
         repeat=True,
     )
+
+    def check(self, request: Any) -> None:
+        super().check(request)
+        given = {name: getattr(self, name) for name in ("num_frames", "auto_duration", "seconds")}
+        if self.seconds is not None:
+            refuse_beside(**{name: value is not None for name, value in given.items()})
+
+    def stated(self, request: Any) -> int | None:
+        """Number of frames that the user asks for."""
+        if self.seconds is None:
+            return self.num_frames
+        return nearest_frames(self.seconds, request.fps, STEP if self.whole else 1)
+
+    def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
+        return {"num_frames": self.stated(request), "seconds": None}

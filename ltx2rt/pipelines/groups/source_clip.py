@@ -48,6 +48,7 @@ class SourceClip(Duration):
         common="prompt and inputs",
     )
     num_frames: int = of_the_file(Length, "num_frames")
+    seconds: float | None = of_the_file(Length, "seconds")
     fps: Fraction = of_the_file(Length, "fps")
     auto_duration: tuple[float, ...] | None = of_the_file(Length, "auto_duration")
     info: VideoInfo | None = field(default=None, repr=False)

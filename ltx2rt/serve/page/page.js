@@ -7,7 +7,7 @@ const mine = new Set(); // ids that this page has sent: shown when they are done
 const pictures = []; // {file or file_id, frame, strength}
 let files = {}; // of the settings in use: by field, [{file_id}]
 const SIZES = ["768x512", "512x768", "1280x704", "704x1280"];
-const OWN = ["prompt", "width", "height", "num_frames", "fps", "seed"]; // fields with a place of their own in the form
+const OWN = ["prompt", "width", "height", "num_frames", "seconds", "fps", "seed"]; // fields with a place of their own in the form
 let limits;
 let oldest = null;
 let followed = null; // the id of the clip that plays while it is made

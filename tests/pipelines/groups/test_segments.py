@@ -273,8 +273,7 @@ def test_refusals(opened, tmp_path):
     for more, message in (
         ({"overlap": 10}, "--overlap: 10, expected 8*k + 1; the nearest are 9 and 17"),
         ({"overlap": 25}, "--overlap: 25, but a segment has 25 frames; give fewer"),
-        ({"length": 2.0}, "--segment-frames: given beside --length"),
-        ({"segments": None, "length": 1.0}, "--length: 1 s are 25 frames, and one segment has 25"),
+        ({"seconds": 2.0}, "--seconds: given beside --num-frames"),
         ({"segments": 1}, "--segment-frames: 25 frames are one segment of 25"),
         ({"segments": None, "segment_prompts": ("x",)}, "--prompt: several: the clip has one"),
         ({"segment_prompts": ("x", " ")}, "--prompt: one is empty"),
@@ -294,9 +293,9 @@ def test_refusals(opened, tmp_path):
 
 
 def arguments(tiny, output, *more):
-    size = ("--width", 64, "--height", 64, "--num-frames", 25, "--overlap", 9, "--steps", 2)
+    size = ("--width", 64, "--height", 64, "--segment-frames", 25, "--overlap", 9, "--steps", 2)
     model = ("--model", tiny("tiny-2.3", "official"), "--backend", "cuda", "--device", "cpu")
-    words = ("--pipeline", "one-stage", "--prompt", "a fox", "--length", 2.5, "--output", output)
+    words = ("--pipeline", "one-stage", "--prompt", "a fox", "--seconds", 2.7, "--output", output)
     return [str(word) for word in ("generate", *model, *size, *words, *more)]
 
 
@@ -342,7 +341,7 @@ def test_it_goes_on_from_any_number_of_segments(tiny, command, opened, tmp_path,
         words = arguments(
             tiny, output, "--seed", 3, "--num-frames", 25, "--segment-frames", 17, "--steps", 1
         )
-        words = [word for word in words if word not in ("--length", "2.5")]
+        words = [word for word in words if word not in ("--seconds", "2.7")]
         words += ["--distilled-lora", "none", "--dtype", "float32"]
         status, _, err = command(*words, *[] if audio else ["--no-audio"])
         assert status == 0 and not folder_of(output).exists(), err
@@ -393,7 +392,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tiny, command, tmp_path):
 def test_a_run_that_is_killed_again_and_again(tiny, command, tmp_path, kills):
     """Within a segment and between two, in turn: it makes the clip of a run that no one stops."""
     whole, cut = tmp_path / "whole.mp4", tmp_path / "cut.mp4"
-    length = ("--seed", 5, "--length", 1.7 if kills == 1 else 5)
+    length = ("--seed", 5, "--seconds", 1.7 if kills == 1 else 5)
     assert command(*arguments(tiny, whole, *length))[0] == 0
     for number in range(kills):
         run = started(arguments(tiny, cut, *length))
@@ -500,18 +499,17 @@ def test_another_folder_is_left_alone(tiny, command, tmp_path):
     folder_of(output).mkdir()
     (folder_of(output) / "mine.txt").write_text("mine")
     status, _, err = command(*arguments(tiny, output))
-    assert status == 2 and "mine.txt is no segment" in err
+    assert status == 2 and "mine.txt is of no run" in err
     assert (folder_of(output) / "mine.txt").read_text() == "mine"
 
 
 def test_other_pipelines_refuse_segments(tiny, command, tmp_path):
-    for pipeline in ("a2v", "extend", "dfr", "ic-lora", "t2a", "retake"):
-        for flag in ("--segment-frames", "--length"):
-            words = ("--model", tiny("tiny-2.3", "official"), "--prompt", "a fox")
-            words += ("--output", tmp_path / "a.mp4", "--pipeline", pipeline, flag, 3)
-            status, _, err = command("generate", *words)
-            said = f"{flag}: the {pipeline} pipeline does not read it; leave it out"
-            assert status == 2 and said in err and err.count("\n") == 1, err
+    for pipeline in ("extend", "dfr", "ic-lora", "t2a", "retake"):
+        words = ("--model", tiny("tiny-2.3", "official"), "--prompt", "a fox")
+        words += ("--output", tmp_path / "a.mp4", "--pipeline", pipeline, "--segment-frames", 3)
+        status, _, err = command("generate", *words)
+        said = f"--segment-frames: the {pipeline} pipeline does not read it; leave it out"
+        assert status == 2 and said in err and err.count("\n") == 1, err
 
 
 @pytest.mark.slow
@@ -556,7 +554,7 @@ def test_a_clip_is_asked_for_by_its_frames(opened):
     config, size = opened.resident.config, {**SIZE, "num_frames": 57}
     request = {"prompt": "a fox", **size, "segment_frames": 25}
     found = make_request("one-stage", **request).resolved(config)
-    length = {**request, **SIZE, "length": 56 / 24, "segment_frames": None}
+    length = {**request, "num_frames": None, "seconds": 56 / 24}
     length = make_request("one-stage", **length).resolved(config)
     assert (
         found == length
@@ -570,7 +568,6 @@ def test_a_clip_is_asked_for_by_its_frames(opened):
             clip = make_request("one-stage", prompt="a", fps=fps, seed=1, **size)
             assert clip.resolved(config).clip_frames == frames, (fps, frames)
     for more, message in (
-        ({"num_frames": None}, "--segment-frames: how long is the clip?"),
         ({"num_frames": 25}, "--segment-frames: 25 frames are one segment of 25; leave it out"),
         ({"num_frames": 58}, "--num-frames: 58, expected 8*k + 1; the nearest are 57 and 65"),
         ({"num_frames": 100001}, "--num-frames: 100001 frames are 4167 s, expected at most 3600"),
@@ -597,8 +594,8 @@ def test_prompts_of_segments(tmp_path):
     empty.write_text("\n")
     for words, message in (
         (("--prompts", file), "has 3 prompts, and the clip is not made in segments"),
-        (("--prompts", empty, "--length", 9), "empty.txt is empty; write a prompt on each line"),
-        (("--prompts", tmp_path, "--length", 9), "--prompts: "),
+        (("--prompts", empty, "--seconds", 21), "empty.txt is empty; write a prompt on each line"),
+        (("--prompts", tmp_path, "--seconds", 21), "--prompts: "),
     ):
         with pytest.raises(InputError, match=message):
             parsed(*words)
