@@ -168,7 +168,7 @@ class App(Orders, Videos, Files):
         return Json({
             "replicas": replicas, "jobs": counts, "draining": self.supervisor.draining,
             "paused": await self.store(self.queue.paused),
-            "disk_free_bytes": self.folder.free_bytes(),
+            "disk_free_bytes": await asyncio.to_thread(self.folder.free_bytes),
         })  # fmt: skip
 
     async def pause(self, request: Request) -> Response:
@@ -187,7 +187,7 @@ class App(Orders, Videos, Files):
             raise Refusal(503, "draining", "the server is about to stop", retry_after_s=60)
         if not self.supervisor.ready:
             raise Refusal(503, "starting", "no replica is ready yet", retry_after_s=RETRY_S)
-        if (problem := await asyncio.to_thread(self.folder.problem)) is not None:
+        if (problem := await self._storage()) is not None:
             raise Refusal(503, *problem, retry_after_s=RETRY_S)
         return PlainTextResponse("ready\n")
 
@@ -203,7 +203,7 @@ class App(Orders, Videos, Files):
         self.metrics.paused.set(await self.store(self.queue.paused))
         self.metrics.rss.labels("server").set(rss_bytes("self"))
         self.metrics.disk.labels("clips").set(await asyncio.to_thread(self.folder.used_bytes))
-        self.metrics.disk.labels("free").set(self.folder.free_bytes())
+        self.metrics.disk.labels("free").set(await asyncio.to_thread(self.folder.free_bytes))
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def openapi(self, request: Request) -> Response:

@@ -22,11 +22,12 @@ from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.pace import Pace
 from ltx2rt.serve.queue import COMPLETED, JOB_ID, QUEUED, RUNNING, Job, QueueFull
 from ltx2rt.serve.refusal import Refusal, misfit
-from ltx2rt.serve.supervisor import QueueThread, Supervisor
+from ltx2rt.serve.supervisor import QueueThread, Supervisor, in_thread
 from ltx2rt.serve.users import Users
 from ltx2rt.serve.video import as_video
 
 PACE_S = 2
+DISK_ANSWERS_S, DISK_HANGS_S = 0.05, 5.0  # waited for each time; after that the disk is at fault
 POLL_MS = {QUEUED: 1000, RUNNING: 250}
 KEEP_S = 7 * 86400.0  # for clips where others reach the server; rows stay ten times longer
 
@@ -60,6 +61,9 @@ class Core:
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="plan")
         self._apart = Apart(self.admission)
         self._known_pace, self._pace_until = Pace(), 0.0
+        self._disk: asyncio.Future[tuple[str, str] | None] | None = None
+        self._problem: tuple[str, str] | None = None
+        self._disk_since = 0.0
         self._encoding = asyncio.Lock()  # segments and sprite sheets, one at a time
 
     async def _job(self, request: Request, named: str | None = None) -> Job:
@@ -102,10 +106,26 @@ class Core:
         wait_ms = POLL_MS.get(video["status"])
         return Json(video, status, {"openai-poll-after-ms": str(wait_ms)} if wait_ms else {})
 
-    def _require_accepting(self) -> None:
+    async def _storage(self) -> tuple[str, str] | None:
+        """`Folder.problem` as it was last found; the disk is asked once at a time, and a probe does
+        not wait for it."""
+        if self._disk is None:
+            self._disk, self._disk_since = in_thread(self.folder.problem), time.monotonic()
+        asked = self._disk
+        await asyncio.wait({asked}, timeout=DISK_ANSWERS_S)
+        if asked.done():
+            self._problem = asked.result()
+            self._disk = None if self._disk is asked else self._disk
+        elif (hangs_s := time.monotonic() - self._disk_since) > DISK_HANGS_S:
+            return "unavailable", f"the disk has not answered for {hangs_s:.0f} s"
+        return self._problem
+
+    async def _require_accepting(self) -> None:
         if self.supervisor.draining:
             raise Refusal(503, "draining", "the server is about to stop", retry_after_s=60)
-        full = ("disk_full", "the disk is full") if self.folder.full() else None
+        full = (
+            ("disk_full", "the disk is full") if await asyncio.to_thread(self.folder.full) else None
+        )
         if (problem := full or self.supervisor.problem) is not None:
             raise Refusal(503, *problem, retry_after_s=RETRY_S)
 

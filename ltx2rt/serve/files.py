@@ -52,7 +52,8 @@ class Files(Core):
         require_video(job, number)
         try:
             if variant == "thumbnail":
-                return Opened(self.folder.outputs / (job.stem + THUMBNAIL), media_type="image/webp")
+                picture = self.folder.outputs / (job.stem + THUMBNAIL)
+                return await asyncio.to_thread(Opened, picture, media_type="image/webp")
             clip = self.folder.outputs / clip_names(job.stem, n)[int(number)]
             name = job.id + (f"-{number}" if number != "0" else "")
             if variant == "spritesheet":
@@ -66,14 +67,16 @@ class Files(Core):
                     )
                     raise Refusal(404, "not_found", text)
                 frames = clip.with_name(frames_of(clip.name))
-                return Opened(frames, media_type="application/zip", filename=f"{name}{FRAMES}")
+                return await asyncio.to_thread(
+                    Opened, frames, media_type="application/zip", filename=f"{name}{FRAMES}"
+                )
             noted = None
             if request.method == "GET" and "fetched" not in job.result:
                 noted = BackgroundTask(
                     self.store.insist, self.queue.note, job.id, fetched=int(time.time())
                 )
-            return Opened(
-                clip, media_type="video/mp4", background=noted, filename=f"{name}.mp4",
+            return await asyncio.to_thread(
+                Opened, clip, media_type="video/mp4", background=noted, filename=f"{name}.mp4",
                 content_disposition_type="inline",
             )  # fmt: skip
         except FileNotFoundError:
@@ -127,7 +130,8 @@ class Files(Core):
                 if not path.exists():
                     hdr = self.admission.high_range(clip, job.job["loras"])
                     await asyncio.to_thread(write_segment, path, part, stop, hdr)
-            return Opened(path, media_type="video/mp4", filename=f"{job.id}-segment{number}.mp4")
+            named = {"media_type": "video/mp4", "filename": f"{job.id}-segment{number}.mp4"}
+            return await asyncio.to_thread(Opened, path, **named)
         except (OSError, InputError) as error:
             over = (await self._job(request)).over  # it may have been deleted meanwhile
             if not over and not isinstance(error, (FileNotFoundError, InputError)):
@@ -167,15 +171,16 @@ class Files(Core):
                     size = os.fstat(file.fileno()).st_size
                     border = await asyncio.to_thread(whole_fragments, file, border, size)
                     while start < border:
-                        file.seek(start)
-                        data = file.read(min(border - start, STREAM_BYTES))
+                        data = await asyncio.to_thread(
+                            os.pread, file.fileno(), min(border - start, STREAM_BYTES), start
+                        )
                         start += len(data)
                         yield data
                 if now is None or now.over:
                     break
                 await asyncio.sleep(EVENT_GAP_S)
             if not start and now is not None and now.status == COMPLETED and file is None:
-                file = self._clip(now, "0")
+                file = await asyncio.to_thread(self._clip, now, "0")
                 while data := await asyncio.to_thread(file.read, STREAM_BYTES):
                     yield data
         finally:

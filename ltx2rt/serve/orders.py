@@ -26,14 +26,14 @@ MAX_EXTENSION_S = 20  # the model's limit
 class Orders(Core):
     async def create(self, request: Request) -> Response:
         """With `check=1` the request is checked, and its files are kept, but it is not queued."""
-        self._require_accepting()
+        await self._require_accepting()
         most = self.settings.max_upload_bytes
         given = await fields_of(request, most, self.folder, uploads())
         return await self._add(request, given)
 
     async def remix(self, request: Request) -> Response:
         """A new video of the settings and the seed of another, with another prompt."""
-        self._require_accepting()
+        await self._require_accepting()
         job = await self._job(request)
         given = await fields_of(request, self.settings.max_upload_bytes)
         if unknown := sorted(given.keys() - {"prompt"}):
@@ -50,7 +50,7 @@ class Orders(Core):
         """A new video that goes on from a finished one: fields of the extend pipeline, by default
         the
         same prompt."""
-        self._require_accepting()
+        await self._require_accepting()
         job, most = await self._job(request), self.settings.max_upload_bytes
         given = await fields_of(request, most, self.folder, uploads())
         return await self._extended(request, job, given, given.pop("video", "0"))
@@ -58,7 +58,7 @@ class Orders(Core):
     async def extension(self, request: Request) -> Response:
         """As `extend`, in OpenAI's shape: `video` is the finished video, by its id or as an object
         that has one, and `seconds` how much is added."""
-        self._require_accepting()
+        await self._require_accepting()
         given = await fields_of(request, self.settings.max_upload_bytes, self.folder, uploads())
         video, seconds = given.pop("video", None), given.pop("seconds", None)
         id = video.get("id") if isinstance(video, dict) else video
@@ -89,7 +89,7 @@ class Orders(Core):
         if job.job["clip"].get("hdr"):
             text = "the clip is in high dynamic range, and extend starts from 8 bits; ask for more segments"
             raise Refusal(409, "conflict", text)
-        with self._clip(job, number) as file:
+        with await asyncio.to_thread(self._clip, job, number) as file:
             data = await asyncio.to_thread(file.read)
         kept = await asyncio.to_thread(self.folder.keep_input, data, SUFFIX[VIDEO], job.user)
         fixed = {"pipeline": "extend", "video_path": [{"file_id": kept}]}
@@ -113,7 +113,7 @@ class Orders(Core):
             and (known := await self.store(self.queue.repeated, user, admitted.digest)) is not None
         ):
             return self._answer(await self._video(known))
-        self._require_accepting()  # planning takes time
+        await self._require_accepting()  # planning takes time
         try:
             job = await self.store(
                 self.queue.add, user, admitted.digest, admitted.given, admitted.job,

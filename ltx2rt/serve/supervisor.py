@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
 from typing import Any, TypeVar
 
 from ltx2rt.errors import InputError
@@ -38,6 +39,28 @@ LAST_WORDS_S = 2
 STORAGE_WAITS = (
     30  # back-offs after a run that could not write its files though the folder can be written
 )
+
+
+def in_thread(call: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    """Call in a daemon thread: neither the loop nor the interpreter waits for it at the end."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def tell(found: Any, error: Exception | None) -> None:
+        if not answer.done():
+            answer.set_result(found) if error is None else answer.set_exception(error)
+
+    def run() -> None:
+        found, failed = None, None
+        try:
+            found = call(*args)
+        except Exception as error:
+            failed = error
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(tell, found, failed)
+
+    Thread(target=run, daemon=True, name=call.__name__).start()
+    return answer
 
 
 class QueueThread:
@@ -319,7 +342,7 @@ class Supervisor:
 
     async def _cannot_write(self) -> bool:
         """Whether a clip could not be kept now; the log says when that changes."""
-        before, self.problem = self.problem, await asyncio.to_thread(self.folder.problem)
+        before, self.problem = self.problem, await in_thread(self.folder.problem)
         if self.problem != before:
             said = self.problem[1] if self.problem else "the folder can be written again"
             self.board.log("storage", message=said)

@@ -76,7 +76,7 @@ class Videos(Core):
 
     async def retry(self, request: Request) -> Response:
         """Run a job again that failed or was cancelled: the same video, by the same id."""
-        self._require_accepting()
+        await self._require_accepting()
         job = await self._job(request)
         if job.status == COMPLETED:
             raise Refusal(

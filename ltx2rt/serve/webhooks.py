@@ -18,26 +18,24 @@ import sqlite3
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
-from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 from ltx2rt.errors import InputError
 from ltx2rt.serve.board import Board
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.queue import EVERYBODY, WebhookEvent
-from ltx2rt.serve.supervisor import QueueThread
+from ltx2rt.serve.supervisor import QueueThread, in_thread
 from ltx2rt.text_files import flag_lines
 from ltx2rt.version import VERSION
 
-T = TypeVar("T")
 SECRET = "whsec_"  # Standard Webhooks: the prefix of a secret, before its base64
 SECRET_BYTES = (24, 64)  # Standard Webhooks: how long a secret is
 ANSWER_S = 10  # for the whole exchange
@@ -212,20 +210,6 @@ class Webhooks:
         self.board.log(
             "webhook", job=event.job, **{k: v for k, v in facts.items() if v is not None}
         )
-
-
-def in_thread(call: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-    """Call in a daemon thread: neither the loop nor the interpreter waits for it at the end."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[T] = loop.create_future()
-
-    def run() -> None:
-        found = call(*args)
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(found))
-
-    Thread(target=run, daemon=True, name="webhook").start()
-    return answer
 
 
 def send(hook: Hook, event: WebhookEvent, exchange: Exchange) -> tuple[str | None, bool]:

@@ -1,7 +1,7 @@
 """`ltx2rt` in a process of its own, whose workers are `fake_replica.py`.
 
 FAKE_OPENED: a file that is told what files it opens. FAKE_CLOCK: a file that says by how many
-seconds its clock is wrong.
+seconds its clock is wrong. FAKE_DISK: while this file exists, no write reaches the disk.
 """
 
 import os
@@ -28,6 +28,16 @@ if told := os.environ.get("FAKE_OPENED"):
 if clock := os.environ.get("FAKE_CLOCK"):
     right = time.time
     time.time = lambda: right() + float(Path(clock).read_text())
+
+if disk := os.environ.get("FAKE_DISK"):
+    fsync = os.fsync
+
+    def slow_fsync(file: int) -> None:
+        while Path(disk).exists():
+            time.sleep(0.05)
+        fsync(file)
+
+    os.fsync = slow_fsync
 
 if __name__ == "__main__":
     sys.exit(cli.main())

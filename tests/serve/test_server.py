@@ -370,7 +370,38 @@ def test_a_folder_that_cannot_be_written_is_said_and_nothing_fails(start):
     assert server.http.get("/healthz").status_code == 200
     (server.data / "away").rename(server.data / "out")
     assert [server.until(one)["status"] for one in (id, waits)] == ["completed"] * 2
-    assert server.http.get("/readyz").status_code == 200
+    until_ready(server)
+
+
+def until_ready(server, status=200):
+    """The answer of `/readyz` once it has this status; each comes in time."""
+    end = time.monotonic() + 30
+    while (answer := server.http.get("/readyz", timeout=3)).status_code != status:
+        assert time.monotonic() < end, answer.text
+        time.sleep(0.05)
+    return answer.text
+
+
+def _upload(server, width):
+    asked = {"prompt": "1:0", **SMALL}
+    files = {"input_reference": ("a.png", png(width, 64), "image/png")}
+    return server.http.post("/v1/videos", data=asked, files=files, timeout=60)
+
+
+@pytest.mark.long
+def test_a_disk_that_hangs_holds_up_no_probe(start, tmp_path):
+    disk = tmp_path / "hangs"
+    server = start(env={"FAKE_DISK": str(disk)})
+    until_ready(server)
+    disk.touch()
+    with ThreadPoolExecutor(8) as pool:  # more than the loop's own has
+        sent = [pool.submit(_upload, server, i) for i in range(64, 72)]
+        assert "the disk has not answered for" in until_ready(server, 503)
+        assert server.http.get("/healthz", timeout=3).is_success
+        assert server.http.get("/v1/videos", timeout=3).is_success
+        disk.unlink()
+        assert [each.result().status_code for each in sent] == [200] * 8
+    until_ready(server)
 
 
 def test_answers_on_a_kept_connection_come_at_once(start):
