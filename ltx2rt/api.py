@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -20,12 +21,14 @@ from tempfile import TemporaryDirectory
 from threading import RLock
 from types import TracebackType
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 
 from ltx2rt.backend import chosen_backend, get_factory
 from ltx2rt.errors import InputError
 from ltx2rt.flags import keywords
+from ltx2rt.media.images import on_disk
 from ltx2rt.media.output import write_clip
 from ltx2rt.media.provenance import Origin
 from ltx2rt.pipelines import make_request
@@ -118,8 +121,9 @@ class Session:
         parts: str | Path | None = None,
         **clip: Any,
     ) -> Clip:
-        """One clip. clip: the clip flags of `generate` but output, report and latents_out.
-        pipeline: None for the one that they ask for.
+        """One clip. clip: the clip flags of `generate` but output, report and latents_out; Pillow
+        images, arrays u8[H, W, 3] and open files stand for files. pipeline: None for the one that
+        they ask for.
 
         parts: the folder that keeps segments and steps until the clip is made, and from which a
         later call of the same goes on; by default a temporary one for segments alone.
@@ -128,12 +132,14 @@ class Session:
         every tile of the decoder; if it says so in one of several processes, Cancelled is raised in
         all, and the session is as usable as before. Raises InputError.
         """
-        with self._lock:
-            request = make_request(pipeline, prompt=prompt, **clip)
-            if not (request.in_segments or parts):
-                return self._generate(request, on_progress, cancelled)
-            with TemporaryDirectory() as folder:
-                return self._generate(request, on_progress, cancelled, Path(parts or folder))
+        with self._lock, ExitStack() as during:
+            request = make_request(pipeline, prompt=prompt, **_on_disk(clip, during))
+            folder = Path(parts) if parts else None
+            if request.in_segments and not folder:
+                folder = Path(during.enter_context(TemporaryDirectory()))
+            made = self._generate(request, on_progress, cancelled, folder)
+            finalize(made, during.pop_all().close)  # a signature reads the files
+            return made
 
     def _generate(
         self,
@@ -183,9 +189,10 @@ class Session:
     ) -> dict[str, Any]:
         """The dict of `ltx2rt plan --json` for such a clip of this model on devices that need not
         be here."""
-        request = make_request(pipeline, **{"prompt": "a plan", "seed": 0, **clip})
-        where = Devices(device_kind, devices)
-        return to_json(estimate(self.resident.asked, request, where))
+        with ExitStack() as during:
+            given = {"prompt": "a plan", "seed": 0, **_on_disk(clip, during)}
+            where = Devices(device_kind, devices)
+            return to_json(estimate(self.resident.asked, make_request(pipeline, **given), where))
 
     def close(self) -> None:
         """Let go of weights and programs once no call runs; closing twice does nothing."""
@@ -204,6 +211,12 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _on_disk(clip: dict[str, Any], during: ExitStack) -> dict[str, Any]:
+    """The keywords with files in place of pictures and open files."""
+    folder = Path(during.enter_context(TemporaryDirectory()))
+    return {name: on_disk(value, folder) for name, value in clip.items()}
 
 
 def open(model: str | Path, *, backend: str = "auto", **options: Any) -> Session:

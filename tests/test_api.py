@@ -10,6 +10,7 @@ from fractions import Fraction
 import av
 import numpy as np
 import pytest
+from PIL import Image
 
 import ltx2rt
 
@@ -56,6 +57,15 @@ def test_a_clip_is_that_of_the_command_line(clip, generate, model, images):
     }
     assert keys | {"programs_built", "loaded_bytes"} <= clip.report.keys()
     assert clip.report.keys() == run.report.keys()
+
+
+def test_pictures_and_open_files_stand_for_files(session, clip, images):
+    with Image.open(images[0]) as picture, open(images[0], "rb") as file:
+        made = session.generate("a robot dancing", seed=7, images=[(picture, 0, 0.8)], **SMALL)
+        np.testing.assert_array_equal(made.frames, clip.frames)
+        several = [(np.asarray(picture) / 255, "last"), (file.read(), "50%", 0.5), file]
+        found = session.plan("h100", images=several, **SMALL)
+    assert "stage1 images" in [stage["name"] for stage in found["stages"]]
 
 
 def test_a_saved_clip_holds_its_frames_sound_and_settings(clip, tmp_path, model):
@@ -112,7 +122,7 @@ def test_what_the_command_line_refuses_is_refused_in_the_same_words(
         {"image": 3},
         {"image": [("x.png", 0, "a")]},
         {"image": [("x.png", 0.5)]},
-        {"image": [("x.png",)]},
+        {"image": [()]},
         {"image": [("x.png", 0, 1.0, 2)]},
         {"image": [(None, 0)]},
         {"stg_blocks": [0.5]},

@@ -186,7 +186,7 @@ def test_profile_shown_for_devices(kind, count, expected):
         ({"--steps": "0"}, "--steps: 0, expected 1 to 10000"),
         ({"--seed": "-1"}, "--seed: -1"),
         ({"--steps": "many"}, "--steps: 'many', expected a whole number"),
-        ({"--image": "cat.png"}, "expected FILE:FRAME"),
+        ({"--image": "cat.png:0.8"}, "expected FILE[:FRAME[:STRENGTH]]"),
         ({"--fps": "fast"}, "--fps: 'fast'"),
         ({"--model": "/nowhere"}, "--model: /nowhere does not exist"),
         ({"--output": "/nowhere/o.mp4"}, "the folder /nowhere does not exist"),
@@ -246,7 +246,7 @@ sys.exit(ltx2rt.__main__.main())
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "ltx2rt: error: interrupted\n")
 
 
-@pytest.mark.parametrize("flag", ["--num-frames", "--image", "--model"])
+@pytest.mark.parametrize("flag", ["--num-frames", "--fps", "--model"])
 def test_endless_input_is_not_echoed_whole(flag, capsys):
     try:
         status = cli.main([*MINIMAL, flag, "9" * 100_000])

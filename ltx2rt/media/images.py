@@ -6,8 +6,10 @@ training. Leaves encoding to the video encoder. Pillow reads, PyAV recompresses.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -153,23 +155,74 @@ def _opened(path: Path, flag: str = "--image") -> Iterator[Any]:
 def read_rgb(path: Path, flag: str = "--image") -> np.ndarray:
     """The whole image, upright and unmirrored, in sRGB, u8[H, W, 3]; alpha is dropped, not
     composited. Raises InputError, which names the flag."""
+    with _opened(path, flag) as image:
+        return _srgb(image)
+
+
+def _srgb(image: Any) -> np.ndarray:
+    """u8[H, W, 3] of a Pillow image, which is turned in place."""
     from PIL import Image, ImageCms, ImageOps
 
-    with _opened(path, flag) as image:
-        profile = image.info.get("icc_profile")
-        image.load()  # TIFF files are upright then
-        ImageOps.exif_transpose(image, in_place=True)
-        if image.mode.startswith("I;16"):  # 16-bit grey, which Pillow would clip instead of scale
-            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        mode = "L" if image.mode in ("L", "LA") else "CMYK" if image.mode == "CMYK" else "RGB"
-        image = _as(image, mode)
-        if profile:
-            source = ImageCms.getOpenProfile(io.BytesIO(profile))
-            image = ImageCms.profileToProfile(
-                image, source, ImageCms.createProfile("sRGB"), outputMode="RGB"
-            )
-            assert image is not None, "only an in-place conversion returns None"
-        return _pixels(_as(image, "RGB"))
+    profile = image.info.get("icc_profile")
+    image.load()  # TIFF files are upright then
+    ImageOps.exif_transpose(image, in_place=True)
+    if image.mode.startswith("I;16"):  # 16-bit grey, which Pillow would clip instead of scale
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    mode = "L" if image.mode in ("L", "LA") else "CMYK" if image.mode == "CMYK" else "RGB"
+    image = _as(image, mode)
+    if profile:
+        source = ImageCms.getOpenProfile(io.BytesIO(profile))
+        image = ImageCms.profileToProfile(
+            image, source, ImageCms.createProfile("sRGB"), outputMode="RGB"
+        )
+        assert image is not None, "only an in-place conversion returns None"
+    return _pixels(_as(image, "RGB"))
+
+
+def on_disk(value: Any, folder: Path) -> Any:
+    """A path in place of a Pillow image, an array of pixels or an open file, of which the folder gets
+    a copy; also within lists and tuples. Anything else as it is. Raises InputError for pixels that
+    are no picture."""
+    from PIL import Image, ImageOps
+
+    if type(value) in (list, tuple):
+        return type(value)(on_disk(item, folder) for item in value)
+    name, is_image = "image.png", isinstance(value, Image.Image)
+    if isinstance(value, bytes):
+        name, data = "file", value
+    elif hasattr(value, "read"):
+        name, data = Path(str(getattr(value, "name", "file"))).name, value.read()
+        if not data:
+            value.seek(0)  # it has just been written
+            data = value.read()
+    elif is_image or getattr(value, "ndim", 0) > 1:
+        pixels = _srgb(ImageOps.exif_transpose(value)) if is_image else _levels(value)
+        Image.fromarray(pixels).save(file := io.BytesIO(), "PNG", compress_level=1)
+        data = file.getvalue()
+    else:
+        return value
+    path = folder / hashlib.sha256(data).hexdigest()[:16] / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(data)
+    os.utime(path, (0, 0))  # a run that goes on knows a file by name and time
+    return path
+
+
+def _levels(array: Any) -> np.ndarray:
+    """u8[H, W, 3] of [H, W], [H, W, channels] or [channels, H, W]: bytes, 16-bit values, booleans,
+    or floats from 0 to 1. Raises InputError."""
+    pixels = np.asarray(array)
+    pixels = pixels[..., None] if pixels.ndim == 2 else pixels
+    if pixels.ndim == 3 and pixels.shape[0] <= 4 < pixels.shape[-1]:
+        pixels = np.moveaxis(pixels, 0, -1)
+    most = 1 if pixels.dtype.kind in "fb" else 65535 if pixels.dtype == np.uint16 else 255
+    if pixels.ndim != 3 or not 0 < pixels.shape[-1] <= 4 or not pixels.size:
+        raise InputError(f"image: an array of shape {list(pixels.shape)}, expected [H, W, 3]")
+    if not (pixels.min() >= 0 and pixels.max() <= most):
+        found = f"{pixels.min():g} to {pixels.max():g}"
+        raise InputError(f"image: {pixels.dtype} values from {found}, expected 0 to {most}")
+    pixels = np.rint(pixels * (255 / most)).astype(np.uint8)
+    return pixels[..., :3] if pixels.shape[-1] > 2 else np.repeat(pixels[..., :1], 3, -1)
 
 
 def _pixels(image: Any) -> np.ndarray:

@@ -27,7 +27,7 @@ from ltx2rt.flags import Flag, convert, flagged, reader
 from ltx2rt.media.hdr import HighRange
 from ltx2rt.pipelines import CLIP, chosen, make_request, pipelines, readers, unread
 from ltx2rt.pipelines.groups.guidance import ByChoice
-from ltx2rt.pipelines.groups.images import Images, parse_image
+from ltx2rt.pipelines.groups.images import Images, parse_frame, parse_image
 from ltx2rt.pipelines.groups.seeds import Videos
 from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, MAX_FPS, MIN_FPS, Length, Pixels
 from ltx2rt.pipelines.groups.sound import parse_reference
@@ -334,15 +334,13 @@ class Admission:
                     "images: file_id names no image that was sent here",
                     "images",
                 )
-            frame, strength = number(item.get("frame", 0)), number(item.get("strength", 1.0))
-            if frame is None or frame != int(frame) or strength is None:
-                raise Refusal(
-                    400,
-                    "invalid_value",
-                    "images: frame is a whole number, strength a number",
-                    "images",
-                )
-            images.append([file, int(frame), strength])
+            strength, frame = number(item.get("strength", 1.0)), None
+            with suppress(TypeError, ValueError):
+                frame = parse_frame(item.get("frame", 0))
+            if frame is None or strength is None:
+                text = "images: frame is a number, last, -1, 2.5s or 50%, strength a number"
+                raise Refusal(400, "invalid_value", text, "images")
+            images.append([file, frame, strength])
         return images
 
     def _files(self, field: str, given: Any, kind: str) -> list[list]:

@@ -23,6 +23,7 @@ from typing import Any
 from ltx2rt.errors import InputError
 from ltx2rt.media.hdr import is_exr, read_exr
 from ltx2rt.media.images import read_rgb
+from ltx2rt.pipelines.groups.images import PlacedImage, parse_image
 from ltx2rt.serve.admission import Admission, Admitted, uploads
 from ltx2rt.serve.board import Board
 from ltx2rt.serve.folder import Folder, frames_of, sync
@@ -201,9 +202,10 @@ def with_files(
     for name, kind in ({"images": IMAGE} | uploads()).items():
         if name not in given:
             continue
-        items = [{"path": given[name]}] if isinstance(given[name], str) else given[name]
-        if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-            raise InputError(f"{name}: expected a list of objects")
+        items = given[name] if isinstance(given[name], list) else [given[name]]
+        items = [_item(name, item) if isinstance(item, str) else item for item in items]
+        if not all(isinstance(item, dict) for item in items):
+            raise InputError(f"{name}: expected a list of objects or paths")
         found[name] = []
         for item in items:
             rest = {key: value for key, value in item.items() if key != "path"}
@@ -212,6 +214,15 @@ def with_files(
             except InputError as error:
                 raise InputError(f"{name}: {error}") from None
     return found
+
+
+def _item(name: str, text: str) -> dict[str, Any]:
+    """The object that a text stands for: an image with its frame and strength, or a path."""
+    if name != "images":
+        return {"path": text}
+    image = parse_image(text)
+    frame = image.at if isinstance(image, PlacedImage) else image.frame
+    return {"path": str(image.path), "frame": frame, "strength": image.strength}
 
 
 def read(path: Path, name: str, most: int | None = None) -> bytes:

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from PIL import Image, ImageCms, ImageFile
 
 from ltx2rt.errors import InputError
-from ltx2rt.media.images import bicubic, cover, load_conditioning_image, notes, read_rgb, recompress
+from ltx2rt.media.images import (
+    bicubic,
+    cover,
+    load_conditioning_image,
+    notes,
+    on_disk,
+    read_rgb,
+    recompress,
+)
 
 
 def photo(height=37, width=53, seed=0):
@@ -53,6 +61,39 @@ def test_recompression_equals_the_reference_bitwise():
     assert np.abs(ours.astype(int) - pixels[:48]).mean() > 1  # it does lose something
     np.testing.assert_array_equal(recompress(pixels, 0), pixels)
     assert recompress(pixels[:1], 33).shape == (1, 64, 3)
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        np.asarray,
+        lambda picture: np.asarray(picture).transpose(2, 0, 1) / np.float32(255),
+        lambda picture: np.asarray(picture).astype(np.uint16) * 257,
+        lambda picture: np.dstack([np.asarray(picture), np.zeros((37, 53), np.uint8)]),
+        lambda picture: picture.transpose(Image.Transpose.ROTATE_90),
+        lambda picture: picture.convert("RGBA"),
+    ],
+)
+def test_pixels_in_memory_become_a_file(tmp_path, shown):
+    given = shown(picture := Image.fromarray(photo()))
+    if given is not picture and isinstance(given, Image.Image) and given.size != picture.size:
+        given.getexif()[0x0112] = 6
+    ((path, frame),) = on_disk([(given, "last")], tmp_path)
+    assert frame == "last" and np.array_equal(read_rgb(path), photo())
+
+
+def test_arrays_that_are_no_picture_are_refused(tmp_path):
+    for array in (
+        np.zeros((2, 3, 4, 3)),
+        np.zeros((0, 4)),
+        np.full((4, 4), 1.5),
+        np.full((4, 4), -1),
+    ):
+        with pytest.raises(InputError, match=r"^image: "):
+            on_disk(array, tmp_path)
+    grey = on_disk(np.eye(4, dtype=bool), tmp_path)
+    assert np.array_equal(read_rgb(grey)[..., 1], 255 * np.eye(4))
+    assert on_disk({"steps": 3}, tmp_path) == {"steps": 3} and on_disk("a.png", tmp_path) == "a.png"
 
 
 def test_an_image_becomes_one_frame_in_minus_one_to_one(tmp_path):
@@ -100,7 +141,7 @@ def test_every_exif_orientation_is_upright_and_unmirrored(tmp_path, orientation,
 def test_heic_without_its_package_is_refused_with_the_extra(tmp_path, monkeypatch):
     (tmp_path / "a.heic").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99))
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
-    with pytest.raises(InputError, match=r"a\.heic is HEIC.*ltx2rt\[heic\]"):
+    with pytest.raises(InputError, match=r"a\.heic is HEIC.*\.\[heic\]"):
         read_rgb(tmp_path / "a.heic")
 
 

@@ -221,6 +221,39 @@ def test_an_image_is_read_from_the_right(name, frame, strength):
     assert parse_image(f"{name}:{frame}:{strength}") == ImageSpec(Path(name), frame, strength)
 
 
+@pytest.mark.parametrize("name", ["cat.png", "a:b.png", "2026.11:cat.png", "latent:3"])
+def test_an_image_without_a_frame_is_at_the_first(name):
+    assert parse_image(name) == parse_image((name,)) == ImageSpec(Path(name), 0)
+
+
+@pytest.mark.parametrize(
+    ("frame", "found"),
+    [
+        ("last", 120), ("LAST", 120), (-1, 120), ("-1", 120), (-121, 0), ("0s", 0), ("2.5s", 60),
+        ("5s", 120), ("5.2s", 120), ("0%", 0), ("50%", 60), ("12.5%", 15), ("100%", 120), ("+7", 7),
+        (-122, None), ("121", None), ("5.3s", None), ("101%", None),
+    ],
+)  # fmt: skip
+def test_a_frame_follows_from_the_length(frame, found):
+    for image in (f"cat.png:{frame}:0.5", ("cat.png", frame, 0.5)):
+        request = make_request(
+            "two-stage", prompt="a cat", image=[image, ("latent:0", 33)], latents_in="f"
+        )
+        if found is None:
+            with pytest.raises(InputError, match=r"frame .* of cat.png, but .* frames 0 to 120"):
+                request.resolved(model())
+            continue
+        longest = replace(request, num_frames=241).resolved(model())
+        placed = replace(longest, num_frames=121).resolved(model()).images
+        assert [(image.frame, image.strength) for image in placed] == [(found, 0.5), (33, 1.0)]
+
+
+def test_two_images_at_one_frame_are_refused():
+    request = make_request("two-stage", prompt="a cat", image=["a.png:last", "b.png:5s"])
+    with pytest.raises(InputError, match="two images at frame 120"):
+        request.resolved(model())
+
+
 @pytest.mark.parametrize(
     ("pipeline", "image_px", "orientation", "sides", "made", "cut"),
     [
@@ -270,7 +303,7 @@ def test_the_first_image_decides_the_size(
 
 
 def test_malformed_specs_are_refused():
-    for bad in ("cat.png", "cat.png:first", "cat.png:1:strong"):
+    for bad in ("cat.png:first", "cat.png:1:strong", "cat.png:0.8", "cat.png::0.8", "cat.png:-s"):
         with pytest.raises(InputError, match="--image"):
             parse_image(bad)
     with pytest.raises(InputError, match="no strength"):

@@ -107,8 +107,13 @@ def test_pixels_are_not_decoded_where_requests_are_planned(admission, tmp_path, 
         images.append({"file_id": digest, "frame": frame})
     found = admission(distilled_lora="its")
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda _: pytest.fail("pixels were decoded"))
+    images[0]["frame"], images[1]["frame"] = 0.0, "Last"
     job = found.admit({**CLIP, "images": images}).job
-    assert job["images"] == [[image["file_id"], image["frame"], 1.0] for image in images]
+    frames = [0, "last"]
+    assert job["images"] == [[i["file_id"], f, 1.0] for i, f in zip(images, frames, strict=True)]
+    for frame in ("first", 0.5, True, None, "1e3s", [0]):
+        with pytest.raises(Refusal, match="frame is a number, last"):
+            found.admit({**CLIP, "images": [images[0] | {"frame": frame}]})
     (tmp_path / digest).write_bytes(b"no image")
     with pytest.raises(Refusal, match="no readable image"):
         found.admit({**CLIP, "images": images})

@@ -96,10 +96,10 @@ def test_bad_lines_are_all_said_before_anything_runs(batch, tmp_path):
             job(2),
             job(3, sed=4),
             job(4, images=[{"path": "none.png"}]),
-            job(5, images=7),
+            job(5, images=[7, "fox.png"]),
             job(6, size="٦٤x64"),
             job(7, seed="٣"),
-            job(8, images=[{"path": str(tmp_path / "damaged.png")}]),
+            job(8, images=f"{tmp_path / 'damaged.png'}:last:0.5"),
         ]
     )
     assert ran.returncode == 2 and ran.stderr.count("\n") == 1
@@ -332,7 +332,8 @@ def test_a_batch_on_the_tiny_checkpoint_with_an_image(batch, tmp_path):
     from ltx2rt.media.mp4 import durations
 
     Image.radial_gradient("L").resize((64, 64)).convert("RGB").save(tmp_path / "picture.png")
-    ran, output = batch([job(1, "a red fox", steps=2, images=[{"path": "picture.png"}])], real=True)
+    images = ["picture.png", {"path": "picture.png", "frame": "50%"}, "picture.png:last:0.5"]
+    ran, output = batch([job(1, "a red fox", steps=2, images=images)], real=True)
     assert ran.returncode == 0, ran.stderr
     assert durations(output / "j1.mp4").video_s == pytest.approx(0.375, abs=0.01)
 

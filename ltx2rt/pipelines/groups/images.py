@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from operator import index
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,34 +17,70 @@ from ltx2rt.media.hdr import SPACES, TRANSFERS, HighRange, image_px, is_exr
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.pipelines.groups.size import Size
-from ltx2rt.session.options import as_number, from_tuple, parse_number
+from ltx2rt.session.options import as_number, from_tuple
 from ltx2rt.stages.conditioning import Image, ImageSpec, LatentImage, Slot, slot_frames
 
 flag = flags_of("conditioning")
 
 MAX_KEYFRAMES = 64
 MAX_CUT = 0.05  # share of an image's side that is cut without a word
+FRAME = r"[+-]?[0-9]{1,18}|last|[0-9]{1,9}(?:\.[0-9]{1,9})?[s%]"
+NUMBER = r"[+-]?(?:[0-9.]+(?:e[+-]?[0-9]+)?|nan|inf)"
+NO_FRAME = r"\.[a-z][a-z0-9]{1,4}:[^/]*$"  # a colon behind the name of an image
+ROUNDED_FRAMES = 4  # by at most so many the length of a clip differs from the seconds asked for
 
 
-def parse_image(text: str | tuple | ImageSpec) -> ImageSpec:
-    """FILE:FRAME[:STRENGTH], read from the right, or a tuple of those; FILE may be latent:K."""
-    if isinstance(text, ImageSpec):
-        return text
-    if not isinstance(text, str):
-        if len(text) < 2:
-            raise ValueError
-        return ImageSpec(*from_tuple(text, Path, index, as_number))
-    match = re.fullmatch(
-        r"(?P<path>latent:\d{1,4}|.+?):(?P<frame>[+-]?\d{1,18})(:(?P<strength>[^:]+))?",
-        text,
-        re.DOTALL,
-    )
-    strength = parse_number(match["strength"] or "1") if match else None
-    if match is None or strength is None:
+@dataclass(frozen=True)
+class PlacedImage(ImageSpec):
+    """An image with a frame that follows from the clip's length. at: the frame as it was given,
+    -1, `last`, `2.5s` or `50%`."""
+
+    at: str = "last"
+
+    def placed(self, num_frames: int, fps: Fraction) -> PlacedImage:
+        """The image at its frame of a clip; the frame may lie outside."""
+        last, at = num_frames - 1, Fraction(re.sub("[s%]|last", "", self.at) or 0)
+        if self.at.endswith("%"):
+            at = at / 100 * last
+        elif self.at.endswith("s"):
+            at *= fps
+            if at <= num_frames + ROUNDED_FRAMES:
+                at = min(at, Fraction(last))
+        else:
+            at += last if self.at == "last" else num_frames
+        return replace(self, frame=round(at))
+
+
+def parse_frame(given: str | float) -> int | str:
+    """A number from 0 on, or the text of a frame that depends on the clip's length. Raises
+    TypeError or ValueError."""
+    text = str(given).lower() if isinstance(given, (str, float, bool)) else str(index(given))
+    if not re.fullmatch(FRAME, text := text.removesuffix(".0")):
+        raise ValueError
+    return int(text) if text.lstrip("+").isdigit() else text
+
+
+def image_spec(path: Path, frame: int | str = 0, strength: float = 1.0) -> ImageSpec:
+    """frame: as `parse_frame` gives it."""
+    if isinstance(frame, str):
+        return PlacedImage(path, 0, strength, frame)
+    return ImageSpec(path, frame, strength)
+
+
+def parse_image(given: str | Path | tuple | ImageSpec) -> ImageSpec:
+    """FILE[:FRAME[:STRENGTH]], read from the right, or a tuple of those; FILE may be latent:K."""
+    if isinstance(given, (Path, ImageSpec)):
+        return ImageSpec(given, 0) if isinstance(given, Path) else given
+    if not isinstance(given, str):
+        return image_spec(*from_tuple(given, Path, parse_frame, as_number))
+    form = rf"(latent:[0-9]{{1,4}}|.+?)(?::({FRAME})(?::({NUMBER}))?)?"
+    match = re.fullmatch(form, given, re.DOTALL | re.IGNORECASE)
+    if match is None or (match[2] is None and re.search(NO_FRAME, match[1])):
         raise InputError(
-            f"--image: {text!r}, expected FILE:FRAME or FILE:FRAME:STRENGTH, such as cat.png:0:0.8"
+            f"--image: {given!r}, expected FILE[:FRAME[:STRENGTH]], such as cat.png, cat.png:last "
+            "or cat.png:2.5s:0.8"
         )
-    return ImageSpec(Path(match["path"]), int(match["frame"]), strength)
+    return image_spec(Path(match[1]), parse_frame(match[2] or 0), float(match[3] or 1))
 
 
 @dataclass(frozen=True)
@@ -56,10 +93,11 @@ class Images(Group):
 
     images: tuple[ImageSpec, ...] = flag(
         (),
-        "images that frames follow, strength 1.0 unless given; frame 0 is the first",
+        "images that frames follow; FRAME: 0 unless given, a number, last, -1, 2.5s or 50%; STRENGTH: "
+        "1.0 unless given",
         parse_image,
         name="--image",
-        metavar="FILE:FRAME[:STRENGTH]",
+        metavar="FILE[:FRAME[:STRENGTH]]",
         repeat=True,
         file="image",
         common="prompt and inputs",
@@ -103,18 +141,24 @@ class Images(Group):
                 if request.high_range:
                     wrong, advice = "is no EXR file", "convert it, or leave --hdr out"
                 raise InputError(f"--image: {image.path} {wrong}; {advice}")
-        frames = [image.frame for image in self.images]
-        if twice := [frame for frame in frames if frames.count(frame) > 1]:
-            raise InputError(f"--image: two images at frame {twice[0]}; give each frame one image")
 
     def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        for image in self.images:
-            if not 0 <= image.frame < (count := request.image_frames):
+        count = request.image_frames
+        images = tuple(
+            image.placed(count, request.fps) if isinstance(image, PlacedImage) else image
+            for image in self.images
+        )
+        for image in images:
+            if not 0 <= image.frame < count:
                 raise InputError(
-                    f"--image: frame {image.frame} of {image.path}, but the clip has frames 0 to "
-                    f"{count - 1}"
+                    f"--image: frame {getattr(image, 'at', image.frame)} of {image.path}, but the "
+                    f"clip has frames 0 to {count - 1}"
                 )
-        return {"image_crf": model.image_crf} if self.image_crf is None else {}
+        frames = [image.frame for image in images]
+        if twice := [frame for frame in frames if frames.count(frame) > 1]:
+            raise InputError(f"--image: two images at frame {twice[0]}; give each frame one image")
+        crf = model.image_crf if self.image_crf is None else self.image_crf
+        return {"images": images, "image_crf": crf}
 
     def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
         sides, advice = {"width": request.width, "height": request.height}, ""
