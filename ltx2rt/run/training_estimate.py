@@ -100,11 +100,7 @@ class StepEstimate:
 
 
 def datasheet_step(
-    options: ModelOptions,
-    kind: DeviceKind,
-    devices: int,
-    bucket: Bucket,
-    flags: Mapping[str, Any],
+    options: ModelOptions, kind: DeviceKind, devices: int, bucket: Bucket, flags: Mapping[str, Any]
 ) -> Step:
     """The step that `train run` would make on these devices. flags: as given, those of READ. Raises
     InputError."""
@@ -135,10 +131,7 @@ def datasheet_step(
 
 
 def estimate_step(
-    options: ModelOptions,
-    bucket: Bucket,
-    flags: Mapping[str, Any],
-    devices: Devices,
+    options: ModelOptions, bucket: Bucket, flags: Mapping[str, Any], devices: Devices
 ) -> StepEstimate:
     """Raises InputError."""
     kind, count = devices.found

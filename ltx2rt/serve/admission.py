@@ -37,7 +37,7 @@ from ltx2rt.pipelines.step_plans import PlanFile
 from ltx2rt.placement.devices import known_kind
 from ltx2rt.run.plan import make_plan, to_enhance
 from ltx2rt.run.recording import high_range_of
-from ltx2rt.serve.refusal import KNOWN_AS, Refusal, misfit, of_input, unknown
+from ltx2rt.serve.refusal import KNOWN_AS, Refusal, invalid, misfit, of_input, unknown
 from ltx2rt.serve.shapes import Shape
 from ltx2rt.serve.upload import EXR, IMAGE, MAX_BYTES, SUFFIX
 from ltx2rt.session.arrange import DatasheetBackend
@@ -188,9 +188,7 @@ class Admission:
             raise misfit("model", model, " or ".join(map(repr, self.names)))
         _check_metadata(given.get("metadata", {}))
         if len(self._text(given, "user", "")) > MAX_USER:
-            raise Refusal(
-                400, "invalid_value", f"user: expected at most {MAX_USER} characters", "user"
-            )
+            raise invalid(f"user: expected at most {MAX_USER} characters", "user")
         try:
             clip = {
                 field: value(clip_fields[field], given[field])
@@ -301,7 +299,7 @@ class Admission:
     @staticmethod
     def _text(given: Mapping[str, Any], name: str, default: str) -> str:
         if not isinstance(found := given.get(name, default), str):
-            raise Refusal(400, "invalid_value", f"{name}: {str(found)[:80]}, expected text", name)
+            raise invalid(f"{name}: {str(found)[:80]}, expected text", name)
         return found
 
     def _size(self, given: Mapping[str, Any], clip: Mapping[str, Any]) -> dict[str, int]:
@@ -311,12 +309,7 @@ class Admission:
             if match is None:
                 raise misfit("size", given["size"], "WIDTHxHEIGHT")
             if "width" in clip or "height" in clip:
-                raise Refusal(
-                    400,
-                    "invalid_value",
-                    "size says what width and height say; give one of them",
-                    "size",
-                )
+                raise invalid("size says what width and height say; give one of them", "size")
             return {"width": int(match[1]), "height": int(match[2])}
         return {}
 
@@ -328,18 +321,13 @@ class Admission:
             names = [digest + SUFFIX[kind] for kind in (IMAGE, EXR)]
             file = next((name for name in names if (self.inputs / name).is_file()), None)
             if not SHA.fullmatch(digest) or file is None:
-                raise Refusal(
-                    400,
-                    "invalid_value",
-                    "images: file_id names no image that was sent here",
-                    "images",
-                )
+                raise invalid("images: file_id names no image that was sent here", "images")
             strength, frame = number(item.get("strength", 1.0)), None
             with suppress(TypeError, ValueError):
                 frame = parse_frame(item.get("frame", 0))
             if frame is None or strength is None:
                 text = "images: frame is a number, last, -1, 2.5s or 50%, strength a number"
-                raise Refusal(400, "invalid_value", text, "images")
+                raise invalid(text, "images")
             images.append([file, frame, strength])
         return images
 
@@ -350,14 +338,9 @@ class Admission:
         for item in _items(field, given, most, ("file_id", *(["strength"] * weighed))):
             file, strength = f"{item.get('file_id')}", number(item.get("strength", 1.0))
             if not SHA.fullmatch(file) or not (self.inputs / (file + SUFFIX[kind])).is_file():
-                raise Refusal(
-                    400,
-                    "invalid_value",
-                    f"{field}: file_id names no {kind} that was sent here",
-                    field,
-                )
+                raise invalid(f"{field}: file_id names no {kind} that was sent here", field)
             if strength is None:
-                raise Refusal(400, "invalid_value", f"{field}: strength is a number", field)
+                raise invalid(f"{field}: strength is a number", field)
             files.append([file + SUFFIX[kind], *([strength] if weighed else [])])
         return files
 
@@ -366,9 +349,7 @@ class Admission:
         request says."""
         n = number(given.get("n", self.options.mesh.get("data", 1)))
         if n is None or n not in range(1, MAX_VIDEOS + 1):
-            raise Refusal(
-                400, "invalid_value", f"n: {str(given['n'])[:80]}, expected 1 to {MAX_VIDEOS}", "n"
-            )
+            raise invalid(f"n: {str(given['n'])[:80]}, expected 1 to {MAX_VIDEOS}", "n")
         return int(n)
 
     def high_range(self, request: Request, loras: Sequence[Sequence[Any]]) -> HighRange | None:
@@ -400,10 +381,10 @@ class Admission:
             )
             if name not in known:
                 text = f"loras: no LoRA is named {name[:80]!r}; known: {', '.join(known) or 'none'}"
-                raise Refusal(400, "invalid_value", text, "loras")
+                raise invalid(text, "loras")
             if strength is None or stage not in (None, *DISTILLED_STAGES):
                 text = "loras: strength is a number, stage one of stage1 and stage2"
-                raise Refusal(400, "invalid_value", text, "loras")
+                raise invalid(text, "loras")
             loras.append([known[name], strength, stage])
         return loras
 
@@ -583,14 +564,9 @@ def number(given: Any) -> float | None:
 
 def _items(name: str, given: Any, most: int, known: Sequence[str]) -> list[dict[str, Any]]:
     if not isinstance(given, (list, tuple)) or not all(isinstance(item, dict) for item in given):
-        raise Refusal(
-            400,
-            "invalid_value",
-            f"{name}: expected a list of objects with {', '.join(known)}",
-            name,
-        )
+        raise invalid(f"{name}: expected a list of objects with {', '.join(known)}", name)
     if len(given) > most:
-        raise Refusal(400, "invalid_value", f"{name}: {len(given)}, expected at most {most}", name)
+        raise invalid(f"{name}: {len(given)}, expected at most {most}", name)
     for key in (key for item in given for key in item if key not in known):
         raise unknown(f"{name}.{key}", [f"{name}.{one}" for one in known])
     return list(given)
@@ -602,4 +578,4 @@ def _check_metadata(given: Any) -> None:
     )
     if not texts or len(given) > MAX_METADATA:
         text = f"metadata: expected at most {MAX_METADATA} pairs of texts of at most 512 characters"
-        raise Refusal(400, "invalid_value", text, "metadata")
+        raise invalid(text, "metadata")

@@ -22,7 +22,7 @@ from ltx2rt.serve.core import Core, require_video
 from ltx2rt.serve.folder import CLIP, FRAMES, SEGMENTS, THUMBNAIL, clip_names, frames_of
 from ltx2rt.serve.preview import sprite_sheet
 from ltx2rt.serve.queue import COMPLETED, Job
-from ltx2rt.serve.refusal import Refusal, misfit
+from ltx2rt.serve.refusal import Refusal, invalid, misfit
 from ltx2rt.serve.video import in_segments
 from ltx2rt.stages.segments import stops
 
@@ -119,7 +119,7 @@ class Files(Core):
         parts = list(stops(clip.parts))
         if number not in map(str, range(1, len(parts) + 1)):
             text = f"segment: {number[:80]!r}, expected 1 to {len(parts)}"
-            raise Refusal(400, "invalid_value", text)
+            raise invalid(text)
         if job.status == COMPLETED:
             text = "the clip is whole, and its segments are deleted; fetch the content instead"
             raise Refusal(409, "stream_over", text)

@@ -23,7 +23,7 @@ from starlette.responses import Response
 from ltx2rt.serve.admission import structured
 from ltx2rt.serve.folder import Folder
 from ltx2rt.serve.inline import ABOUT, KEYS, bytes_of, text_of
-from ltx2rt.serve.refusal import Refusal
+from ltx2rt.serve.refusal import Refusal, invalid
 from ltx2rt.serve.upload import IMAGE, SUFFIX, check_upload, kind_of
 
 MAX_FIELDS, MAX_FILES = 64, 8
@@ -109,7 +109,7 @@ async def _multipart(
         form = await parser.parse()
     except (MultiPartException, KeyError, UnicodeError, ValueError) as error:
         said = getattr(error, "message", "") or "the form cannot be read"
-        raise Refusal(400, "invalid_value", f"form: {said}; see RFC 7578") from None
+        raise invalid(f"form: {said}; see RFC 7578") from None
     given: dict[str, Any] = {}
     files: dict[str, bytes] = {}
     try:
@@ -121,7 +121,7 @@ async def _multipart(
             elif match := re.fullmatch(r"(\w+)\[(\w*)\]", name):
                 _put(given.setdefault(match[1], {} if match[2] else []), match[2], value, name)
             elif name in given:
-                raise Refusal(400, "invalid_value", f"{name[:80]}: given twice", name[:80])
+                raise invalid(f"{name[:80]}: given twice", name[:80])
             else:
                 given[name] = value
     finally:
@@ -136,10 +136,10 @@ def _urlencoded(body: bytes) -> dict[str, Any]:
     try:
         found = parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=MAX_FIELDS)
     except ValueError as error:
-        raise Refusal(400, "invalid_value", f"form: {str(error)[:120]}") from None
+        raise invalid(f"form: {str(error)[:120]}") from None
     for name, value in found:
         if name in given:
-            raise Refusal(400, "invalid_value", f"{name[:80]}: given twice", name[:80])
+            raise invalid(f"{name[:80]}: given twice", name[:80])
         given[name] = value
     return given
 
@@ -154,7 +154,7 @@ def _parse(given: dict[str, Any], structured: Iterable[str]) -> None:
 def _append(items: Any, key: str, value: str, name: str) -> None:
     """`a[][key]=value`: of the latest object, or of a new one where that has the key."""
     if not isinstance(items, list) or (items and not isinstance(items[-1], dict)):
-        raise Refusal(400, "invalid_value", f"{name[:80]}: a list and something else", name[:80])
+        raise invalid(f"{name[:80]}: a list and something else", name[:80])
     if not items or key in items[-1]:
         items.append({})
     items[-1][key] = value
@@ -166,13 +166,13 @@ def _put(into: Any, key: str, value: str, name: str) -> None:
     elif not key and isinstance(into, list):
         into.append(value)
     else:
-        raise Refusal(400, "invalid_value", f"{name[:80]}: a list and something else", name[:80])
+        raise invalid(f"{name[:80]}: a list and something else", name[:80])
 
 
 def _json(body: bytes) -> dict[str, Any]:
     found = _parsed(body, None)
     if not isinstance(found, dict):
-        raise Refusal(400, "invalid_value", "the body is no JSON object; send one, or a form")
+        raise invalid("the body is no JSON object; send one, or a form")
     return found
 
 
@@ -186,11 +186,9 @@ def _parsed(text: str | bytes, name: str | None) -> Any:
             raise ValueError("it has too many parts")
         return json.loads(text, parse_constant=refuse)
     except UnicodeError:
-        raise Refusal(400, "invalid_value", f"{name or 'body'}: no UTF-8 text", name) from None
+        raise invalid(f"{name or 'body'}: no UTF-8 text", name) from None
     except (ValueError, RecursionError) as error:
-        raise Refusal(
-            400, "invalid_value", f"{name or 'body'}: no JSON ({str(error)[:120]})", name
-        ) from None
+        raise invalid(f"{name or 'body'}: no JSON ({str(error)[:120]})", name) from None
 
 
 async def _with_files(
@@ -228,13 +226,13 @@ async def _kept(
     rest = dict(item) if isinstance(item, dict) else {}
     if "file" in rest:
         if (file := str(rest["file"])) not in files:
-            raise Refusal(400, "invalid_value", f"{name}: no file {file[:80]!r} was sent", name)
+            raise invalid(f"{name}: no file {file[:80]!r} was sent", name)
         data = files[file]
     elif (text := text_of(item)) is not None:
         data = bytes_of(text, name, kind)
     elif rest.keys() & KEYS:
         text = "expected a data: URL, base64, or a file of the form"
-        raise Refusal(400, "invalid_value", f"{name}: {text}", name)
+        raise invalid(f"{name}: {text}", name)
     else:
         return item
     kind = kind_of(data, kind)

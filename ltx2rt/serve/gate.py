@@ -27,7 +27,7 @@ from ltx2rt.serve.board import Board
 from ltx2rt.serve.folder import NO_SPACE
 from ltx2rt.serve.form import Gone, close_unread
 from ltx2rt.serve.metrics import Metrics
-from ltx2rt.serve.refusal import Refusal
+from ltx2rt.serve.refusal import Refusal, invalid
 from ltx2rt.serve.users import LOCAL, OPERATOR, STRANGER, User, Users
 
 MAX_REQUESTS, MAX_OF_USER = 1000, 250  # at once, of all users and of one
@@ -181,7 +181,7 @@ class Gate:
             raise Refusal(403, "bad_origin", text)
         if two_lengths(request.headers):
             text = "content-length and transfer-encoding: expected one of them"
-            raise Refusal(400, "invalid_value", text)
+            raise invalid(text)
         if self.users is None:
             return LOCAL
         if request.url.path in OPEN:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from ltx2rt.serve.refusal import Refusal
+from ltx2rt.serve.refusal import Refusal, invalid
 from ltx2rt.serve.upload import EXR, IMAGE, MAX_BYTES
 
 URL = re.compile(r"\s*data:(?P<about>[^,]*),", re.IGNORECASE)
@@ -36,7 +36,7 @@ def bytes_of(text: str, name: str, kind: str) -> bytes:
     match = URL.match(text)
     if match is None and (SCHEME.match(text) or len(text) < LEAST):
         said = "only data: URLs and base64 are read; send the file"
-        raise Refusal(400, "invalid_value", f"{name}: {said}", name)
+        raise invalid(f"{name}: {said}", name)
     about = match["about"].lower().replace(" ", "").split(";") if match else ["base64"]
     data = text[match.end() if match else 0 :].encode("utf-8", "replace")
     data = unquote_to_bytes(data) if b"%" in data else data

@@ -16,7 +16,7 @@ from ltx2rt.serve.answers import Json
 from ltx2rt.serve.core import Core, too_many
 from ltx2rt.serve.form import fields_of
 from ltx2rt.serve.queue import QUEUED, Conflict, Job, QueueFull
-from ltx2rt.serve.refusal import Refusal, misfit
+from ltx2rt.serve.refusal import Refusal, invalid, misfit
 from ltx2rt.serve.upload import IMAGE, SUFFIX, VIDEO
 from ltx2rt.serve.video import settings
 
@@ -67,7 +67,7 @@ class Orders(Core):
                 "video: expected the id of a finished one; POST /v1/videos extends a file, "
                 "by its pipeline extend"
             )
-            raise Refusal(400, "invalid_value", text, "video")
+            raise invalid(text, "video")
         job = await self._job(request, id)
         if seconds is not None:
             added, fps = number(seconds), job.job["clip"].get("fps")
@@ -85,7 +85,7 @@ class Orders(Core):
         for field in ("pipeline", "video_path"):
             if field in given:
                 text = f"{field}: the video that is extended is named already; leave it out"
-                raise Refusal(400, "invalid_value", text, field)
+                raise invalid(text, field)
         if job.job["clip"].get("hdr"):
             text = "the clip is in high dynamic range, and extend starts from 8 bits; ask for more segments"
             raise Refusal(409, "conflict", text)
@@ -101,7 +101,7 @@ class Orders(Core):
     ) -> Response:
         user, key = request.state.user, request.headers.get("idempotency-key")
         if key is not None and not 0 < len(key) <= 255:
-            raise Refusal(400, "invalid_value", "Idempotency-Key: expected 1 to 255 characters")
+            raise invalid("Idempotency-Key: expected 1 to 255 characters")
         admitted = await self._admitted(request, given)
         if request.query_params.get("check") == "1":
             return await self._checked(user, admitted)
@@ -153,9 +153,7 @@ class Orders(Core):
         await self._require_own_files(request.state.user, given)
         priority = number(given.get("priority", 0))
         if priority is None or priority not in range(MAX_PRIORITY + 1):
-            raise Refusal(
-                400, "invalid_value", f"priority: expected 0 to {MAX_PRIORITY}", "priority"
-            )
+            raise invalid(f"priority: expected 0 to {MAX_PRIORITY}", "priority")
         if given.keys() & uploads().keys():
             admitted = await self._apart.admit(given, self.supervisor.device)
         else:
@@ -181,7 +179,7 @@ class Orders(Core):
                     continue
                 if not await self.store(self.queue.uses, user, id):
                     text = f"{name}: file_id names no {kind} that was sent here"
-                    raise Refusal(400, "invalid_value", text, name)
+                    raise invalid(text, name)
 
     def _admit(self, given: dict[str, Any]) -> Admitted:
         """With the memory of the replicas, once one has told of it."""

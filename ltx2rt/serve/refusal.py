@@ -69,6 +69,11 @@ class Refusal(Exception):
         }
 
 
+def invalid(message: str, param: str | None = None) -> Refusal:
+    """The refusal of a value that a request gives."""
+    return Refusal(400, "invalid_value", message, param)
+
+
 def misfit(name: str, given: object, expected: str) -> Refusal:
     """The refusal of a field's value."""
     text = f"{name}: {str(given)[:80]!r}, expected {expected}"

@@ -21,16 +21,7 @@ from urllib.request import Request, urlopen
 from ltx2rt.atomic_file import replacing
 from ltx2rt.errors import InputError
 from ltx2rt.notes import note
-from ltx2rt.serve.batch import (
-    RETRIED,
-    Line,
-    Results,
-    clashes,
-    digest_of,
-    read,
-    seeded,
-    with_files,
-)
+from ltx2rt.serve.batch import RETRIED, Line, Results, clashes, digest_of, read, seeded, with_files
 from ltx2rt.serve.folder import frames_of
 from ltx2rt.serve.queue import COMPLETED, FAILED, failure
 from ltx2rt.serve.upload import MAX_BYTES

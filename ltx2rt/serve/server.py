@@ -29,7 +29,7 @@ from ltx2rt.serve.folder import Folder
 from ltx2rt.serve.gate import MAX_REQUESTS, UNREAD_S, Gate, is_local
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.queue import Queue
-from ltx2rt.serve.refusal import Refusal
+from ltx2rt.serve.refusal import invalid
 from ltx2rt.serve.supervisor import QueueThread, Supervisor
 from ltx2rt.serve.webhooks import GIVE_UP_S, Hook, Webhooks
 
@@ -120,7 +120,7 @@ class Patient(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answer, then read for a while without looking: a connection that closes on what it has
         not read may lose the answer."""
-        body = json.dumps(Refusal(400, "invalid_value", msg).body)
+        body = json.dumps(invalid(msg).body)
         head = "HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: application/json\r\n"
         self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
         self.transport.write_eof()

@@ -22,7 +22,7 @@ from ltx2rt.serve.queue import (
     Job,
     QueueFull,
 )
-from ltx2rt.serve.refusal import Refusal, misfit
+from ltx2rt.serve.refusal import Refusal, invalid, misfit
 
 DELETE_WAIT_S = 30
 
@@ -46,7 +46,7 @@ class Videos(Core):
                 limit=int(limit), newest=order == "desc", statuses=statuses,
             )  # fmt: skip
         except KeyError:
-            raise Refusal(400, "invalid_value", "after: no such video", "after") from None
+            raise invalid("after: no such video", "after") from None
         data = [await self._video(job) for job in jobs]
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
         return Json(

@@ -24,29 +24,12 @@ from ltx2rt.release import of_version, stated, version_tuple
 from ltx2rt.weights import configs
 from ltx2rt.weights.changes import Pair
 from ltx2rt.weights.digests import digest
-from ltx2rt.weights.files import (
-    TensorFile,
-    TensorFolder,
-    TensorReader,
-    open_file,
-    open_tensors,
-)
+from ltx2rt.weights.files import TensorFile, TensorFolder, TensorReader, open_file, open_tensors
 from ltx2rt.weights.lora import Lora, open_lora
-from ltx2rt.weights.names import (
-    CONNECTORS,
-    TEXT_PROJECTION,
-)
+from ltx2rt.weights.names import CONNECTORS, TEXT_PROJECTION
 from ltx2rt.weights.near import Given, find
 from ltx2rt.weights.part_table import FILES, PARTS, PROJECTION, names_of
-from ltx2rt.weights.parts import (
-    Parts,
-    absent,
-    examine,
-    inside,
-    listed,
-    only,
-    refuse_ambiguous,
-)
+from ltx2rt.weights.parts import Parts, absent, examine, inside, listed, only, refuse_ambiguous
 from ltx2rt.weights.places import (
     Place,
     Places,

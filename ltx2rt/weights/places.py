@@ -20,12 +20,7 @@ from ltx2rt.notes import note
 from ltx2rt.release import of_version, version_tuple
 from ltx2rt.weights import configs
 from ltx2rt.weights.configs import ConfigSource, Keys, parse_json
-from ltx2rt.weights.files import (
-    TensorFile,
-    TensorFolder,
-    TensorReader,
-    open_tensors,
-)
+from ltx2rt.weights.files import TensorFile, TensorFolder, TensorReader, open_tensors
 from ltx2rt.weights.gguf import unread
 from ltx2rt.weights.names import (
     GEMMA,
@@ -37,12 +32,7 @@ from ltx2rt.weights.names import (
     unsaved,
 )
 from ltx2rt.weights.part_table import PARTS, Part
-from ltx2rt.weights.parts import (
-    contents,
-    file_kind,
-    folder_kind,
-    read_json,
-)
+from ltx2rt.weights.parts import contents, file_kind, folder_kind, read_json
 from ltx2rt.weights.quant_formats import Packed
 from ltx2rt.weights.quantised import JoinedRows, RenamedSource, dequantised, renamed
 from ltx2rt.weights.text_encoder import gemma_keys, open_gemma

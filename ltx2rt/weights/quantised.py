@@ -16,14 +16,7 @@ import numpy as np
 from ltx2rt.errors import InputError
 from ltx2rt.graph.encodings import decoded
 from ltx2rt.graph.ir import Cut
-from ltx2rt.weights.files import (
-    TensorFile,
-    TensorFolder,
-    TensorInfo,
-    TensorReader,
-    cut,
-    selected,
-)
+from ltx2rt.weights.files import TensorFile, TensorFolder, TensorInfo, TensorReader, cut, selected
 from ltx2rt.weights.quant_formats import (
     COMPANIONS,
     DESCRIPTIONS,
