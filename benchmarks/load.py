@@ -38,7 +38,7 @@ import numpy as np
 from benchmarks.measure import Spread, machine, ratios, record
 from ltx2rt.backend import get_backend
 from ltx2rt.graph import Graph
-from ltx2rt.instruments.make import BF16, F32, TABLE, lora_tensors
+from ltx2rt.instruments.tensors import BF16, F32, TABLE, lora_tensors
 from ltx2rt.models import transformer
 from ltx2rt.placement.cost import weight_bytes
 from ltx2rt.weights.files import TensorFile, TensorInfo, write_tensors

@@ -24,7 +24,8 @@ from ltx2rt_cuda.ops import DTYPES, encode
 
 from ltx2rt.config import TransformerConfig
 from ltx2rt.graph.ir import Cut, Layout, Type
-from ltx2rt.instruments.make import Tensor, make_checkpoint, values
+from ltx2rt.instruments.make import make_checkpoint
+from ltx2rt.instruments.tensors import Tensor, values
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.weights.checkpoint import Checkpoint, open_checkpoint

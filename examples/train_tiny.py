@@ -53,14 +53,13 @@ from examples.clips import (
 from ltx2rt.config import GemmaConfig, ModelConfig, VaeStage
 from ltx2rt.graph import Graph
 from ltx2rt.graph import trace as trace_graph
-from ltx2rt.instruments.make import (
+from ltx2rt.instruments.make import plan_checkpoint, tokenizer_json
+from ltx2rt.instruments.tensors import (
     F32,
     INVERSE_BASIS,
     Tensor,
     lora_tensors,
-    plan_checkpoint,
     stored,
-    tokenizer_json,
     values,
 )
 from ltx2rt.models import audio_vae, connectors, gemma, transformer, upsampler, video_vae, vocoder

@@ -1,77 +1,52 @@
 """Random but well-scaled checkpoints in the real layouts: `ltx2rt weights make`.
 
-Decides values and files. Which tensors there are is read off the graphs; only tensors that no graph
-reads are listed here. A tensor's values depend on the seed and its name alone, so both layouts hold
-the same weights.
+Decides files; `instruments.tensors` decides their tensors.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-import numpy as np
-
 from ltx2rt.config import Gemma4Config, GemmaConfig, ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.graph import encodings
-from ltx2rt.graph.encodings import quantise_rows
-from ltx2rt.instruments import filters
-from ltx2rt.models.mel import mel_basis
+from ltx2rt.instruments.tensors import (
+    FLAT_TOWERS,
+    HF_TOWERS,
+    U8,
+    Tensor,
+    gemma4_tensors,
+    in_fp8,
+    lora_tensors,
+    split_rows,
+    stored,
+    tensors_of,
+    values,
+    vision_shapes,
+)
 from ltx2rt.session.options import NO_LORA, ModelOptions
 from ltx2rt.version import VERSION
 from ltx2rt.weights import configs
 from ltx2rt.weights.files import DTYPE_NAMES, TensorInfo, write_tensors
-from ltx2rt.weights.manifest import Shapes, networks
-from ltx2rt.weights.names import GEMMA, TEXT_PROJECTION, component_of, rows_of, to_diffusers
+from ltx2rt.weights.names import TEXT_PROJECTION, component_of, to_diffusers
 from ltx2rt.weights.part_table import PARTS, UPSAMPLERS, names_of
 from ltx2rt.weights.presets import Preset, preset
 
-BF16, F32, U8 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32), np.dtype(np.uint8)
-E4M3 = np.dtype(encodings.E4M3)
-TABLE = re.compile(
-    r"scale_shift_table(?:_a2v_ca_(?:video|audio))?$"
-)  # float32 in the released files, all else bf16
-BLOCK_WEIGHT = re.compile(r"model\.diffusion_model\.transformer_blocks\.(\d+)\..*\.weight")
-FORWARD_BASIS, INVERSE_BASIS = (
-    f"vocoder.mel_stft.stft_fn.{kind}_basis" for kind in ("forward", "inverse")
-)
 # Parts that one official file holds.
 SINGLE_FILE = names_of(lambda part: part.source and part.every and not part.either)
-DELTA = 0.2  # standard deviation of a LoRA's change, in units of the weight's
-# Gains of the last layers. With them pixels have a standard deviation near 0.4, and of the
-# waveforms a few samples in a hundred pass 1, so that clamping is exercised and does not dominate.
-# Measured at the tiny sizes.
-GAINS = {name: gain for part in PARTS.values() for name, gain in part.gains.items()}
 CORPUS = [
     "a robot dancing in the rain while a red fox walks through a snowy forest at dawn",
     "the camera remains static and a man says in an excited voice: 'so good.'",
     "worst quality, inconsistent motion, blurry, jittery, distorted, off-sync audio",
     "A beautiful sunset over the ocean. Waves crash, gulls cry, 24 frames per second!",
 ]
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor to write: where its values come from, and its form."""
-
-    name: str  # canonical; decides the values
-    info: TensorInfo
-    part: tuple[int, int] | None = (
-        None  # this one, and of how many, of the equal parts of that tensor's rows
-    )
-    data: bytes | None = None  # a file's, in place of values
-    quantised: TensorInfo | None = None  # this is the quantised form of such a tensor, or its scale
 
 
 @dataclass
@@ -228,107 +203,6 @@ def _check_room(directory: Path, needed: int) -> None:
         )
 
 
-# ---- which tensors -------------------------------------------------------------------------------
-
-
-def stored(config: ModelConfig, layout: str = "official") -> Shapes:
-    """Contents of the files: each tensor once, and those that are carried along unread."""
-    shapes = networks(config)
-    for component, held in shapes.items():
-        part = PARTS[component]
-        for name in part.borrowed:
-            held.pop(name, None)
-        held |= part.unread(config.part(component), layout)
-    if config.transformer.keyframe_vector:
-        shapes["transformer"][configs.KEYFRAME_VECTOR] = (1, config.transformer.width)
-    if FORWARD_BASIS in shapes["vocoder"]:
-        shapes["vocoder"][INVERSE_BASIS] = shapes["vocoder"][FORWARD_BASIS]
-    return shapes
-
-
-def lora_tensors(
-    config: ModelConfig, shapes: Mapping[str, Mapping[str, tuple[int, ...]]], rank: int
-) -> dict[str, Tensor]:
-    """Every linear layer of the transformer at rank min(rank, in, out); 2.0's file also changes the
-    text projection."""
-    targets = {
-        name: shape for name, shape in shapes["transformer"].items() if name.endswith(".weight")
-    }
-    if config.release.lora_changes_text:
-        targets |= {
-            name: s
-            for name, s in shapes["text"].items()
-            if name.startswith("text_embedding_projection.")
-        }
-    out = {}
-    for name, shape in targets.items():
-        if len(shape) != 2:
-            continue
-        module, own_rank = name.removeprefix("model.").removesuffix(".weight"), min(rank, *shape)
-        for half, half_shape in (
-            ("lora_A", (own_rank, shape[1])),
-            ("lora_B", (shape[0], own_rank)),
-        ):
-            key = f"{module}.{half}.weight"
-            out[key] = Tensor(key, TensorInfo(half_shape, BF16))
-    return out
-
-
-def in_fp8(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The linears of the blocks 1 to 42 of 48, as in LTX-2.0's released fp8 file; of fewer, at
-    least of block 1."""
-    blocks, out = range(1, max(2, config.transformer.num_layers - 5)), {}
-    for key, tensor in tensors.items():
-        match = BLOCK_WEIGHT.fullmatch(key)
-        if not match or int(match[1]) not in blocks or len(tensor.info.shape) != 2:
-            out[key] = tensor
-            continue
-        out[key] = Tensor(key, TensorInfo(tensor.info.shape, E4M3), quantised=tensor.info)
-        for scale in ("weight_scale", "input_scale"):
-            out[key.removesuffix("weight") + scale] = Tensor(
-                key, TensorInfo((), F32), quantised=tensor.info
-            )
-    return out
-
-
-def vision_shapes(vision: Mapping[str, int], text_width: int) -> dict[str, tuple[int, ...]]:
-    """The image tower that a Gemma 3 folder carries and a text encoder does not read (Siglip, no
-    head)."""
-    width, ff, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
-    out: dict[str, tuple[int, ...]] = {
-        "embeddings.patch_embedding.weight": (width, 3, patch, patch),
-        "embeddings.patch_embedding.bias": (width,),
-        "embeddings.position_embedding.weight": ((vision["image_size"] // patch) ** 2, width),
-        "post_layernorm.weight": (width,),
-        "post_layernorm.bias": (width,),
-    }
-    linears = {f"self_attn.{x}_proj": (width, width) for x in ("q", "k", "v", "out")}
-    linears |= {
-        "mlp.fc1": (ff, width),
-        "mlp.fc2": (width, ff),
-        "layer_norm1": (width,),
-        "layer_norm2": (width,),
-    }
-    for layer in range(vision["num_hidden_layers"]):
-        for name, shape in linears.items():
-            out[f"encoder.layers.{layer}.{name}.weight"] = shape
-            out[f"encoder.layers.{layer}.{name}.bias"] = shape[:1]
-    out = {f"vision_tower.{name}": shape for name, shape in out.items()}
-    out["multi_modal_projector.mm_input_projection_weight"] = (width, text_width)
-    out["multi_modal_projector.mm_soft_emb_norm.weight"] = (width,)
-    return out
-
-
-# ---- which files ---------------------------------------------------------------------------------
-
-
-def tensors_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    return {
-        name: Tensor(name, TensorInfo(shape, F32 if TABLE.search(name) else BF16))
-        for name, shape in shapes.items()
-    }
-
-
 def plan_checkpoint(made: Preset, name: str, layout: str, fp8: bool = False) -> Manifest:
     config, plan = made.config, Manifest()
     assert config.gemma is not None and config.upsampler is not None
@@ -479,39 +353,6 @@ def _video_vae_files(
     yield "video-vae", encoder | decoder, section
 
 
-def gemma4_tensors(
-    gemma: Gemma4Config,
-    shapes: Mapping[str, tuple[int, ...]],
-    prefix: str,
-    towers: Mapping[str, str],
-) -> dict[str, Tensor]:
-    """Tensors of the text branch under `prefix`, and the image and sound towers that no network
-    reads."""
-    vision, sound = configs.towers_json(gemma).values()
-    width, patch = (
-        gemma.hidden_size,
-        3 * (vision["patch_size"] * vision["pooling_kernel_size"]) ** 2,
-    )
-    tower: dict[str, tuple[int, ...]] = {
-        f"vision_model.{name}.{leaf}": (patch if name == "patch_ln1" else width,)
-        for name in ("patch_ln1", "patch_dense", "patch_ln2", "pos_norm")
-        for leaf in ("weight", "bias")
-    }
-    tower |= {
-        "vision_model.patch_dense.weight": (width, patch),
-        "vision_model.pos_embedding": (vision["mm_posemb_size"], 2, width),
-        "multi_modal_projector.embedding_projection.weight": (width, width),
-        "audio_projector.embedding_projection.weight": (width, sound["audio_embed_dim"]),
-    }
-    shapes = {name.replace(GEMMA, "model."): shape for name, shape in shapes.items()} | tower
-
-    def renamed(name: str) -> str:
-        first, _, rest = name.partition(".")
-        return f"{prefix if first == 'model' else towers[first]}{rest}"
-
-    return {renamed(name): tensor for name, tensor in tensors_of(shapes).items()}
-
-
 def assets(gemma: Gemma4Config) -> dict[str, Tensor]:
     """The files that a text-encoder file carries as tensors of bytes."""
     files = {
@@ -527,31 +368,6 @@ def assets(gemma: Gemma4Config) -> dict[str, Tensor]:
     return {
         name: Tensor(name, TensorInfo((len(data),), U8), data=data) for name, data in found.items()
     }
-
-
-def split_rows(component: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """diffusers has the projections of some attentions apart."""
-    for name, tensor in tensors.items():
-        parts = rows_of(component, name)
-        rows, *rest = tensor.info.shape or (0,)
-        info = TensorInfo((rows // 3, *rest), tensor.info.dtype)
-        yield from (
-            (part, Tensor(tensor.name, info, part=(i, len(parts)))) for i, part in enumerate(parts)
-        )
-        if not parts:
-            yield name, tensor
-
-
-FLAT_TOWERS = {
-    name: f"{name}." for name in ("vision_model", "multi_modal_projector", "audio_projector")
-}
-HF_TOWERS = dict(
-    zip(
-        FLAT_TOWERS,
-        ("model.vision_embedder.", "model.embed_vision.", "model.embed_audio."),
-        strict=True,
-    )
-)
 
 
 SCHEDULER_CONFIG = {  # the released one
@@ -660,70 +476,3 @@ def tokenizer_json(config: GemmaConfig | Gemma4Config, corpus: Sequence[str] = C
     data = json.loads(tokenizer.to_str())
     data["added_tokens"] = [token for token in data["added_tokens"] if token["content"] in special]
     return json.dumps(data, ensure_ascii=False, indent=1) + "\n"
-
-
-# ---- which values --------------------------------------------------------------------------------
-
-
-def values(tensor: Tensor, seed: int) -> np.ndarray:
-    """Matrices and convolutions N(0, 1/fan_in); gains near neutral; tables and registers 0.3 N;
-    biases 0.05 N."""
-    if tensor.data is not None:
-        return np.frombuffer(tensor.data, np.uint8)
-    name, shape = tensor.name, tensor.info.shape
-    if tensor.part is not None:
-        i, count = tensor.part
-        whole = values(
-            Tensor(name, TensorInfo((count * shape[0], *shape[1:]), tensor.info.dtype)), seed
-        )
-        return whole[i * shape[0] : (i + 1) * shape[0]]
-    if tensor.quantised:
-        quantised, scale = quantise_rows(
-            values(Tensor(name, tensor.quantised), seed).reshape(1, -1)
-        )
-        return scale.reshape(()) if tensor.info.dtype == F32 else quantised.reshape(shape)
-    fixed = _fixed(name, shape)
-    if fixed is not None:
-        return np.broadcast_to(fixed, shape).astype(np.float32).astype(tensor.info.dtype)
-    key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    noise = np.random.Generator(np.random.Philox(key=int.from_bytes(key[:16], "little")))
-    leaf = name.rsplit(".", 1)[-1]
-    if name.endswith("std-of-means"):
-        return (0.5 + noise.random(shape, np.float32)).astype(tensor.info.dtype)
-    array = noise.standard_normal(shape, np.float32)
-    if leaf in ("alpha", "beta"):  # logarithms of a snake activation's parameters
-        array *= np.float32(0.1)
-    elif leaf == "mean-of-means":
-        array *= np.float32(0.2)
-    elif TABLE.search(name) or leaf in ("learnable_registers", "keyframes_abs_pos_embedding"):
-        array *= np.float32(0.3)
-    elif leaf in ("weight", "layer_scalar") and len(shape) == 1:
-        neutral = (
-            0 if name.startswith("language_model.") else 1
-        )  # Gemma 3's norms multiply by 1 + w
-        array = np.float32(neutral) + np.float32(0.1) * array
-        if name.startswith("model.layers.") and name.endswith(("q_norm.weight", "k_norm.weight")):
-            array *= np.float32(
-                shape[0] ** -0.25
-            )  # Gemma 4 scales no scores: the norms' weights do
-    elif len(shape) == 1:
-        array *= np.float32(0.05)
-    elif name.endswith(".lora_B.weight"):
-        array *= np.float32(DELTA * shape[1] ** -0.5)
-    else:
-        array *= np.float32(prod(shape[1:]) ** -0.5)
-    gain = next((gain for prefix, gain in GAINS.items() if name.startswith(prefix)), 1.0)
-    return (array * np.float32(gain) if gain != 1 else array).astype(tensor.info.dtype)
-
-
-def _fixed(name: str, shape: Iterable[int]) -> np.ndarray | None:
-    shape = tuple(shape)
-    if name.endswith("upsample.filter") or name.endswith("downsample.lowpass.filter"):
-        return filters.antialias_taps(shape[-1])
-    if name.endswith("mel_basis"):
-        return mel_basis(shape[0], 2 * (shape[1] - 1), 16000)
-    if name.endswith(("forward_basis", "inverse_basis")):
-        return filters.stft_basis(shape[-1])
-    if name.endswith("blur_down.kernel"):
-        return filters.blur_kernel()
-    return None

@@ -21,7 +21,7 @@ from ltx2rt.media.video import read_frames
 from ltx2rt.models.geometry import Geometry, keyframe_positions, pack_video, pixel_frames
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
-from ltx2rt.stages.conditioning import Tokens
+from ltx2rt.stages.conditioning import Conditioning, Tokens
 from ltx2rt.stages.inset import Inset
 from ltx2rt.stages.source_video import SourceVideo
 from ltx2rt.stages.stage import State
@@ -49,7 +49,7 @@ class ClipFrames(SourceVideo):
 
 
 @dataclass(frozen=True)
-class ClipEnd:
+class ClipEnd(Conditioning):
     """Tokens of a file's frames at the stage's size.
 
     source: what encodes them; skip: how many of its latent frames are left out, whose past is not
@@ -68,9 +68,6 @@ class ClipEnd:
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         return self.source.needs(model)
-
-    def check(self, session: Session) -> list[str]:
-        return []
 
     def blank(self) -> Tokens:
         return self._tokens(np.zeros(self.source.geometry.video_shape, np.float32))

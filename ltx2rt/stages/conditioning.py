@@ -84,14 +84,16 @@ class Tokens:
 
 
 class Conditioning(Protocol):
-    """Something other than text that a stage is given, at the stage's size."""
+    """Something other than text that a stage is given, at the stage's size. Implementations derive
+    from it."""
 
-    def needs(self, model: ModelConfig) -> Iterator[Call]: ...
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        return iter(())
 
     def check(self, session: Session) -> list[str]:
         """Sentences about parts of a file that are left out. Raises InputError if it cannot be
         read."""
-        ...
+        return []
 
     def blank(self) -> Tokens:
         """The encoded tokens, without the clean latents."""
@@ -101,14 +103,28 @@ class Conditioning(Protocol):
 
 
 @dataclass(frozen=True)
-class Image:
-    """An image file at the size of one stage. crf: of its H.264 recompression, 0 for none. append:
-    also at frame 0. hdr: space of an EXR file, which is not recompressed."""
+class Still(Conditioning):
+    """An image that the user names, at the size of one stage. append: also at frame 0."""
 
     spec: ImageSpec
     geometry: Geometry
+    append: bool = field(default=False, kw_only=True)
+
+    def blank(self) -> Tokens:
+        g = self.geometry
+        return self.tokens(np.zeros((1, g.video_channels, 1, g.rows, g.columns), np.float32))
+
+    def tokens(self, latent: np.ndarray) -> Tokens:
+        """latent: f32[1, C, 1, h, w], normalised."""
+        return image_tokens(self.geometry, latent, self.spec.frame, self.spec.strength, self.append)
+
+
+@dataclass(frozen=True)
+class Image(Still):
+    """An image file. crf: of its H.264 recompression, 0 for none. hdr:
+    space of an EXR file, which is not recompressed."""
+
     crf: int = 0
-    append: bool = False
     hdr: str | None = None
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
@@ -121,10 +137,6 @@ class Image:
             (read_exr if self.hdr else read_rgb)(self.spec.path)
         return [] if self.hdr else notes(self.spec.path)
 
-    def blank(self) -> Tokens:
-        g = self.geometry
-        return self._tokens(np.zeros((1, g.video_channels, 1, g.rows, g.columns), np.float32))
-
     def encode(self, session: Session, state: State, watch: Stopwatch) -> Tokens:
         height, width = self.geometry.size_px
         if self.hdr:
@@ -133,27 +145,16 @@ class Image:
         else:
             frames = load_conditioning_image(self.spec.path, width, height, self.crf)
         (call,) = self.needs(session.config)
-        return self._tokens(
-            session.backend.to_host(session.run(call, {"frames": frames})["latent"])
-        )
-
-    def _tokens(self, latent: np.ndarray) -> Tokens:
-        return image_tokens(self.geometry, latent, self.spec.frame, self.spec.strength, self.append)
+        return self.tokens(session.backend.to_host(session.run(call, {"frames": frames})["latent"]))
 
 
 @dataclass(frozen=True)
-class LatentImage:
+class LatentImage(Still):
     """An image that is encoded already: tensor f32[1, C, 1, h, w] of a file, normalised. stage: a
     tensor of the same name behind its name and a dot comes first, since stages differ in size."""
 
-    spec: ImageSpec
-    geometry: Geometry
     file: Path
     stage: str
-    append: bool = False
-
-    def needs(self, model: ModelConfig) -> Iterator[Call]:
-        return iter(())
 
     def check(self, session: Session) -> list[str]:
         file, g = TensorFile(self.file), self.geometry
@@ -172,22 +173,15 @@ class LatentImage:
         file.read(name)  # refuses NaN
         return []
 
-    def blank(self) -> Tokens:
-        g = self.geometry
-        return self._tokens(np.zeros((1, g.video_channels, 1, g.rows, g.columns), np.float32))
-
     def encode(self, session: Session, state: State, watch: Stopwatch) -> Tokens:
         file = TensorFile(self.file)
         name = self._name(file)
         assert name is not None, f"{self.file} has changed since the plan"
-        return self._tokens(file.read(name))
+        return self.tokens(file.read(name))
 
     def _name(self, file: TensorFile) -> str | None:
         name, names = self.spec.latent, set(file.names())
         return next((n for n in (f"{self.stage}.{name}", str(name)) if n in names), None)
-
-    def _tokens(self, latent: np.ndarray) -> Tokens:
-        return image_tokens(self.geometry, latent, self.spec.frame, self.spec.strength, self.append)
 
 
 def image_tokens(
@@ -206,7 +200,7 @@ def image_tokens(
 
 
 @dataclass(frozen=True)
-class Slot:
+class Slot(Conditioning):
     """A keyframe that is generated along with the clip: the tokens of one pixel frame, nothing of
     which is given (2.5).
 
@@ -215,12 +209,6 @@ class Slot:
 
     frame: int
     geometry: Geometry
-
-    def needs(self, model: ModelConfig) -> Iterator[Call]:
-        return iter(())
-
-    def check(self, session: Session) -> list[str]:
-        return []
 
     def blank(self) -> Tokens:
         g = self.geometry
@@ -249,7 +237,7 @@ class SeededSlot(Slot):
 
 
 @dataclass(frozen=True)
-class Anchor:
+class Anchor(Conditioning):
     """The state's keyframe of pixel frame `of`, as a guide at pixel frame `frame` of a stage
     (2.5)."""
 
@@ -257,12 +245,6 @@ class Anchor:
     geometry: Geometry
     of: int
     strength: float
-
-    def needs(self, model: ModelConfig) -> Iterator[Call]:
-        return iter(())
-
-    def check(self, session: Session) -> list[str]:
-        return []
 
     def blank(self) -> Tokens:
         g = self.geometry
@@ -276,7 +258,7 @@ class Anchor:
 
 
 @dataclass(frozen=True)
-class Reference:
+class Reference(Conditioning):
     """A video that adds its tokens to the clip's (IC-LoRA), each over `downscale` times its rows
     and columns of pixels.
 
@@ -348,7 +330,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class StageReference:
+class StageReference(Conditioning):
     """Latents that an earlier stage made, whole, as reference tokens added to the clip's (IC-LoRA).
 
     latents: their name in the state's; geometry: theirs. downscale: of how many rows and columns of
@@ -358,12 +340,6 @@ class StageReference:
     latents: str
     geometry: Geometry
     downscale: int
-
-    def needs(self, model: ModelConfig) -> Iterator[Call]:
-        return iter(())
-
-    def check(self, session: Session) -> list[str]:
-        return []
 
     def blank(self) -> Tokens:
         return self._tokens(np.zeros(self.geometry.video_shape, np.float32))

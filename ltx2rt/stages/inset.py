@@ -12,9 +12,8 @@ from itertools import islice
 
 import numpy as np
 
-from ltx2rt.config import ModelConfig
 from ltx2rt.media.images import cover
-from ltx2rt.session.session import Call, Session
+from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.stage import Stage, State
 
@@ -64,9 +63,6 @@ class Cut(Stage):
     inset: Inset
     num_frames: int
     name = "cut"
-
-    def needs(self, model: ModelConfig) -> Iterator[Call]:
-        return iter(())
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         state.frames = map(self._frames, state.frames)

@@ -157,9 +157,6 @@ class JoinFrames(Stage):
     after: SourceClip | None
     name = "join"
 
-    def needs(self, model: ModelConfig) -> Iterator[Call]:
-        return iter(())
-
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         state.frames = map(self._frames, state.frames)
 

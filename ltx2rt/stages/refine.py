@@ -8,8 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from ltx2rt.config import ModelConfig
-from ltx2rt.session.session import Call, Session
+from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.stage import Stage, State
@@ -48,9 +47,6 @@ class Cut(Stage):
     num_frames: int
     fps: Fraction
     name = "cut"
-
-    def needs(self, model: ModelConfig) -> Iterator[Call]:
-        return iter(())
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         state.frames = map(self._frames, state.frames)

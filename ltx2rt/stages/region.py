@@ -13,13 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.media.images import Resize, read_rgb, readable
 from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.media.video import read_frames, video_info
 from ltx2rt.models.geometry import Geometry, pixel_frames
-from ltx2rt.session.session import Call, Session
+from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.inset import lasting
 from ltx2rt.stages.source_video import SourceVideo
@@ -192,9 +191,6 @@ class Compose(Stage):
     video: SourceVideo
     region: Region
     name = "compose"
-
-    def needs(self, model: ModelConfig) -> Iterator[Call]:
-        return iter(())
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         state.frames = map(self._frames, state.frames)

@@ -273,9 +273,6 @@ class ColourLock(Stage):
     share: float
     name = "colour lock"
 
-    def needs(self, model: ModelConfig) -> Iterator[Call]:
-        return iter(())
-
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         assert state.video is not None, "nothing was denoised"
         new = state.video[:, :, self.kept :]
@@ -300,9 +297,6 @@ class Keep(Stage):
     of: int
     look: bool = False
     name = SEGMENT
-
-    def needs(self, model: ModelConfig) -> Iterator[Call]:
-        return iter(())
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         if session.backend.is_main:
@@ -365,9 +359,6 @@ class Segments(Stage):
     @property
     def makes(self) -> Collection[str]:  # type: ignore[override]
         return (FRAMES, SOUND) if self.parts[0].info.has_sound else (FRAMES,)
-
-    def needs(self, model: ModelConfig) -> Iterator[Call]:
-        return iter(())
 
     def check(self, session: Session) -> None:
         if self.sound:

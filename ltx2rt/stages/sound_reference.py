@@ -19,7 +19,7 @@ from ltx2rt.models.geometry import Geometry, audio_positions, pack_audio
 from ltx2rt.models.mel import WINDOW
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
-from ltx2rt.stages.conditioning import Tokens
+from ltx2rt.stages.conditioning import Conditioning, Tokens
 from ltx2rt.stages.source_sound import encode_sound
 from ltx2rt.stages.stage import State, finite
 
@@ -29,16 +29,10 @@ QUIET = 1e-3  # root mean square below which sound is silent: -60 dB of full sca
 
 
 @dataclass(frozen=True)
-class LatentSound:
+class LatentSound(Conditioning):
     """The state's latest audio latents, given as sound before the clip."""
 
     clip: Geometry
-
-    def needs(self, model: ModelConfig) -> Iterator[Call]:
-        return iter(())
-
-    def check(self, session: Session) -> list[str]:
-        return []
 
     def blank(self) -> Tokens:
         return beside(np.zeros(self.clip.audio_shape, np.float32), self.clip, before=True)
@@ -49,7 +43,7 @@ class LatentSound:
 
 
 @dataclass(frozen=True)
-class SoundReference:
+class SoundReference(Conditioning):
     """A file's sound. flag: that names it; clip: the stage's geometry.
 
     before: its tokens are before the clip, up to MAX_S of them; else each has its time in the file,

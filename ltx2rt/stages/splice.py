@@ -8,11 +8,10 @@ from itertools import islice
 
 import numpy as np
 
-from ltx2rt.config import ModelConfig
 from ltx2rt.media.sound import read_sound, resample
 from ltx2rt.media.splice import splice_frames, splice_sound, stacked
 from ltx2rt.media.video import VideoInfo, read_frames
-from ltx2rt.session.session import Call, Session
+from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.source_video import SourceVideo
@@ -31,9 +30,6 @@ class Splice(Stage):
     frames: range
     seconds: tuple[float, float]
     name = "splice"
-
-    def needs(self, model: ModelConfig) -> Iterator[Call]:
-        return iter(())
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         state.frames = map(self._frames, state.frames)

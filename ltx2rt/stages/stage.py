@@ -64,15 +64,15 @@ class State:
 
 
 class Stage(Protocol):
-    """A frozen description. Implementations derive from it for the defaults of the last three
-    methods."""
+    """A frozen description. Implementations derive from it for the defaults of all methods but
+    `run`."""
 
     name: str  # what reports and progress call it
     makes: Collection[str] = ()  # FRAMES, SOUND, LENGTH: read from the final state
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         """The networks that it calls, in order, known from headers."""
-        ...
+        return iter(())
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None: ...
 

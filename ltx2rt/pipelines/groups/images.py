@@ -179,9 +179,9 @@ class Images(Group):
     def added(self, request: Any, name: str, geometry: Geometry) -> dict[str, Any]:
         space = request.high_range.space if request.high_range else None
         images = tuple(
-            LatentImage(spec, geometry, self.latents_in, name, self.append)
+            LatentImage(spec, geometry, self.latents_in, name, append=self.append)
             if spec.latent and self.latents_in
-            else Image(spec, geometry, self.image_crf or 0, self.append, space)
+            else Image(spec, geometry, self.image_crf or 0, space, append=self.append)
             for spec in self.images
         )
         return {"given": images}
