@@ -97,6 +97,7 @@ class GivenSound(Group):
 class AudioToVideo(Request):
     name = "a2v"
     summary = "two-stage for a given sound, which the clip keeps"
+    task = "Sound to video"
     example = "--audio-path song.mp3"
     scale = 2
     num_stages = 2

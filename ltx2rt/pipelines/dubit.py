@@ -29,6 +29,7 @@ class DubIt(Request):
 
     name = "dubit"
     summary = "a given clip with other words, in its own voices, by an IC-LoRA"
+    task = "Change the words"
     example = "--video-path talk.mp4 --lora dubit.safetensors"
     scale = 2
     num_stages = 2

@@ -41,6 +41,7 @@ class Extend(Request):
 
     name = "extend"
     summary = "continue a given clip, lead to it, join two, or close a loop"
+    task = "Continue a clip"
     example = "--video-path clip.mp4 --extend-frames 96"
     distilled = "optional"
     groups = (*GIVEN_CLIP, NewSound())

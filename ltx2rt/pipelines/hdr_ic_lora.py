@@ -34,6 +34,7 @@ class WholeReference(ReferenceClip):
 class HdrICLora(Request):
     name = "hdr-ic-lora"
     summary = "a given clip in high dynamic range, by an IC-LoRA"
+    task = "Convert to HDR"
     example = "--video-path clip.mp4 --lora hdr.safetensors --hdr ACESCG"
     scale = 2
     num_stages = 2

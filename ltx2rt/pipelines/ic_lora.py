@@ -51,6 +51,7 @@ class CoarseSize(Size):
 class ICLora(Request):
     name = "ic-lora"
     summary = "distilled, following reference videos by in-context LoRAs"
+    task = "Follow a clip"
     example = "--video-conditioning depth.mp4 --lora depth.safetensors"
     scale = 2
     num_stages = 2

@@ -37,7 +37,8 @@ class Inpaint(Request):
     """cells: f32[f, h, w], the latents that are made, 1, or kept, 0; a resolved request has it."""
 
     name = "inpaint"
-    summary = "make a region of a given clip anew, or a border around it"
+    summary = "regenerate a region of a given clip, or add a border"
+    task = "Replace a region"
     example = "--video-path clip.mp4 --mask mask.png"
     distilled = "optional"
     groups = (*GIVEN_CLIP, PromptsByTime(), Mask(), NewSound())

@@ -13,6 +13,7 @@ from ltx2rt.pipelines.two_stage import two_stages
 class Keyframes(Request):
     name = "keyframes"
     summary = "two-stage between two or more images"
+    task = "Between photos"
     scale = 2
     num_stages = 2
     distilled = "needed"

@@ -81,6 +81,7 @@ class Request:
 
     groups: with the pipeline's defaults. about: help of flags that mean something particular here.
     name: of the pipeline; summary, example: for `--help`, a line and flags that show its use.
+    task: the wish of a person who chooses it, on the server's page.
     scale: width and height of the first stage are those of the clip divided by it, or by that of
     the upsampler if it has another. distilled: whether a distilled LoRA is merged: "needed",
     "optional" (unless the weights are distilled) or "unused". mirrored: as of `Inset`.
@@ -89,6 +90,7 @@ class Request:
     name: ClassVar[str]
     summary: ClassVar[str]
     example: ClassVar[str] = ""
+    task: ClassVar[str] = "Text to video"
     groups: ClassVar[tuple[Group, ...]] = ()
     about: ClassVar[Mapping[str, str]] = {}
     scale: ClassVar[int] = 1

@@ -43,6 +43,7 @@ CONTEXT_S = 3.0  # seen on either side of a region of a long clip
 class Retake(Request):
     name = "retake"
     summary = "regenerate a part of a given clip"
+    task = "Redo a part"
     example = "--video-path clip.mp4 --start-time 1 --end-time 2"
     distilled = "optional"
     groups = (*GIVEN_CLIP, PromptsByTime(), NewSound())

@@ -32,7 +32,8 @@ from ltx2rt.stages.tiling import plan_encoder_tiles
 
 class VideoToVideo(Request):
     name = "v2v"
-    summary = "make a given clip anew, from a noise level on"
+    summary = "redraw a given clip, starting from a noise level"
+    task = "Restyle a clip"
     example = "--video-path clip.mp4 --noise-level 0.725"
     distilled = "optional"
     groups = (

@@ -415,7 +415,10 @@ class Admission:
             "pipelines": {
                 name: {
                     "summary": type_.summary,
+                    "task": type_.task,
                     "multiple_of_px": model.video_vae.space_factor * type_.scale,
+                    "front": front(type_),
+                    "images": MAX_IMAGES if type_.has(Images) else 0,
                     "fields": {f: schema(found) for f, found in self.fields(type_).items()},
                     "files": uploads(type_),
                 }
@@ -495,6 +498,17 @@ def offered(type_: type[Request], with_enhancer: bool = False) -> dict[str, Fiel
     }
 
 
+def front(type_: type[Request]) -> list[str]:
+    """The fields that tell what the pipeline is to do with which file, apart from images."""
+    found = {name: f.metadata["flag"] for name, f in flagged(type_).items()}
+    return [
+        name
+        for name, how in found.items()
+        if how.asks in (None, type_.name) and how.parse is not parse_image
+        if how.asks or (how.file and how.common)
+    ]
+
+
 def value(f: Field, given: Any) -> Any:
     """A field's value from JSON or from the text of a form. Raises InputError."""
     parse, name = reader(f), f"--{f.name.replace('_', '-')}"
@@ -541,6 +555,7 @@ def schema(f: Field) -> dict[str, Any]:
     found = {
         "type": how.json or types.get(reader(f), "string"),
         "description": "" if negated else how.help,
+        "group": how.group,
     }
     if how.repeat:
         found |= {"type": "array", "items": {"type": "string"}}

@@ -25,7 +25,7 @@ from ltx2rt.serve.batch import made_by
 from ltx2rt.serve.core import KEEP_S
 from ltx2rt.serve.files import EVENT_GAP_S, Files
 from ltx2rt.serve.form import Gone, fields_of
-from ltx2rt.serve.gate import COOKIE, RETRY_S, nothing_here, refused
+from ltx2rt.serve.gate import COOKIE, PAGE, RETRY_S, nothing_here, refused
 from ltx2rt.serve.openapi import openapi
 from ltx2rt.serve.orders import Orders
 from ltx2rt.serve.queue import Job
@@ -34,8 +34,12 @@ from ltx2rt.serve.videos import Videos
 
 KEEP_ALIVE_S = 15
 UNUSED_S = 3600  # for so long what was sent stays if no job reads it
-PAGE = Path(__file__).with_name("page")
-PAGE_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+PAGE_TYPES = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+}
 NOT_HERE = "editing and characters are not supported here; send a new prompt with images instead"
 
 
@@ -215,13 +219,10 @@ class App(Orders, Videos, Files):
         """A file of the page, by its exact name; never a path that is put together."""
         name = request.path_params.get("name", "index.html")
         name = "docs.html" if name == "docs" else name
-        files = {path.name: path for path in PAGE.iterdir() if path.suffix in PAGE_TYPES}
-        if name not in files:
+        if (path := PAGE.get(name)) is None:
             raise nothing_here()
-        path = files[name]
-        return FileResponse(
-            path, media_type=PAGE_TYPES[path.suffix], headers={"cache-control": "no-cache"}
-        )
+        kind = PAGE_TYPES[path.suffix]
+        return FileResponse(path, media_type=kind, headers={"cache-control": "no-cache"})
 
     async def login(self, request: Request) -> Response:
         """A token as a cookie, for the page: neither <video> nor EventSource can send a header."""

@@ -14,6 +14,7 @@ import traceback
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -38,17 +39,8 @@ UNREAD_BYTES, UNREAD_BYTES_TOO_LARGE = 2**25, 2**20
 LOCAL_HOST = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?")
 COOKIE = "ltx2rt_token"
 PROBES = ("/healthz", "/readyz", "/metrics")  # answered above every limit
-OPEN = (  # to everybody
-    "/healthz",
-    "/readyz",
-    "/login",
-    "/",
-    "/index.html",
-    "/page.js",
-    "/page.css",
-    "/docs",
-    "/docs.js",
-)
+PAGE = {path.name: path for path in Path(__file__).with_name("page").iterdir()}
+OPEN = ("/healthz", "/readyz", "/login", "/", "/docs", *map("/{}".format, PAGE))  # to everybody
 OPERATORS = ("/metrics", "/v1/queue/pause", "/v1/queue/resume")  # need an operator's token
 HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' blob:; media-src 'self' blob:; "

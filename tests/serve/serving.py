@@ -11,7 +11,9 @@ import sys
 import time
 import wave
 from fractions import Fraction
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import httpx
 import numpy as np
@@ -103,6 +105,44 @@ def children(pid):
     with contextlib.suppress(OSError):
         return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return []
+
+
+@contextlib.contextmanager
+def under_a_path(url, prefix="/video/"):
+    """A proxy that has the server under a path, and nothing elsewhere; gives the page's address."""
+
+    class Proxy(BaseHTTPRequestHandler):
+        def forward(self):
+            if not self.path.startswith(prefix):
+                return self.send_error(404)
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            to = f"{url}/{self.path.removeprefix(prefix)}"
+            with (
+                contextlib.suppress(OSError, httpx.HTTPError),
+                httpx.stream(
+                    self.command, to, headers=dict(self.headers), content=body, timeout=60
+                ) as answer,
+            ):
+                self.send_response(answer.status_code)
+                for name, value in answer.headers.items():
+                    if name not in ("transfer-encoding", "connection"):
+                        self.send_header(name, value)
+                self.end_headers()
+                for chunk in answer.iter_raw():
+                    self.wfile.write(chunk)
+
+        do_GET = do_POST = do_DELETE = forward
+
+        def log_message(self, *about):
+            pass
+
+    proxy = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+    Thread(target=proxy.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{proxy.server_port}{prefix}"
+    finally:
+        proxy.shutdown()
+        proxy.server_close()
 
 
 def png(width=20, height=10):

@@ -50,6 +50,12 @@ def test_only_pipelines_are_offered_that_the_model_and_its_flags_allow(
     limits = found.limits()
     assert found.served.keys() - limits["pipelines"].keys() == missing
     assert limits["default_pipeline"] == (None if "two-stage" in missing else "two-stage")
+    fronts = {name: about["front"] for name, about in limits["pipelines"].items()}
+    assert fronts["one-stage"] == [] and fronts["retake"] == [
+        "video_path",
+        "start_time",
+        "end_time",
+    ]
     for name in missing - {
         "a2v",
         "dubit",
