@@ -9,7 +9,6 @@ replace an input or each other, and those that could not be written in the end.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 from collections import Counter
@@ -18,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ltx2rt.errors import InputError
+from ltx2rt.system import NO_LINK, WRITE, lock_folder
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
 
@@ -47,14 +47,12 @@ def remove_partial(path: Path, pid: int) -> None:
 def remove_abandoned(folder: Path, names: Collection[str] | None = None) -> None:
     """Remove the unfinished files of processes that no longer run on this machine; names: only of
     these files."""
+    import psutil
+
     for partial in folder.glob(".*.partial"):
         name, _, pid = partial.name[1:].removesuffix(".partial").rpartition(".")
-        if (names is None or name in names) and pid.isdecimal() and not _lives(pid):
-            partial.unlink(missing_ok=True)
-
-
-def _lives(pid: str) -> bool:
-    return Path(f"/proc/{pid}").exists()
+        if (names is None or name in names) and pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            remove_partial(folder / name, int(pid))
 
 
 _unfinished: set[Path] = set()  # files of this process
@@ -121,16 +119,17 @@ def alone_in(folder: Path, flag: str) -> Iterator[None]:
 
     Raises InputError if another run is in it, OSError if it cannot be opened.
     """
-    found = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        remove_left(folder)
-        yield
+        found = lock_folder(folder)
     except BlockingIOError:
         text = f"{flag}: another run is writing {folder}; wait for it, or choose another name"
         raise InputError(text) from None
+    try:
+        remove_left(folder)
+        yield
     finally:
-        os.close(found)
+        if found is not None:
+            os.close(found)
 
 
 def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[Path]) -> None:
@@ -181,7 +180,7 @@ def _writable(flag: str, path: Path) -> tuple[int, int, str]:
                 f"{flag}: {path} is write-protected or no regular file; choose another name"
             )
         partial = partial_path(path, os.getpid())
-        os.close(os.open(partial, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o666))
+        os.close(os.open(partial, WRITE | NO_LINK, 0o666))
         partial.unlink()
         return _identity(path)
     except InputError:

@@ -8,6 +8,7 @@ own module, which is imported when it is called, so that `--help` is instant.
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import re
@@ -21,11 +22,11 @@ from typing import Any, NoReturn
 
 from ltx2rt.atomic_file import NotWritten, remove_unfinished
 from ltx2rt.errors import InputError
-from ltx2rt.fatal import ENDING, on_fatal
 from ltx2rt.notes import LOGGER
 from ltx2rt.ranks import facts
 from ltx2rt.ranks.crew import Crew
 from ltx2rt.suggest import hint
+from ltx2rt.system import ENDING, on_fatal
 from ltx2rt.version import VERSION
 
 COMMANDS = {
@@ -154,7 +155,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number in ENDING:
             if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` has SIGHUP
                 signal.signal(number, _end)
-        on_fatal(signal.SIGBUS, lambda: _shrunk(crew))
+        if isinstance(sys.stdout, io.TextIOWrapper):  # Windows' code page lacks most letters
+            sys.stdout.reconfigure(errors="backslashreplace")
+        on_fatal("SIGBUS", lambda: _shrunk(crew))
     LOGGER.setLevel(logging.ERROR if getattr(args, "quiet", False) else logging.NOTSET)
     try:
         args.crew = crew = _join(args)

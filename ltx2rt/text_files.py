@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.errors import InputError
+from ltx2rt.system import AT_ONCE
 
 MOST_BYTES = 2**28
 # How Python keeps bytes of the command line that are not in the locale's encoding.
@@ -66,7 +67,7 @@ def flag_lines(flag: str, path: Path, most_bytes: int = MOST_BYTES) -> list[str]
 
 def _at_once(path: str, flags: int) -> int:
     """Open without waiting for the other end of a pipe."""
-    return os.open(path, flags | os.O_NONBLOCK)
+    return os.open(path, flags | AT_ONCE)
 
 
 def parse(text: str, shape: Any = object) -> Any:

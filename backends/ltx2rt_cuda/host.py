@@ -7,8 +7,8 @@ third more for a packed matrix of three, and slabs that one set frees serve the 
 
 from __future__ import annotations
 
-import ctypes
 import os
+import shutil
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ltx2rt.errors import InputError
+from ltx2rt.system import libc, pwrite
 from ltx2rt.weights.files import TensorFile, read_ahead, read_at
 
 FOLDER = "/var/tmp"
@@ -88,20 +89,21 @@ class SpillFile:
 
     def __init__(self, size: int):
         """size: bytes that it will take at most. Raises InputError if the disk has no room."""
-        folder = os.environ.get("TMPDIR") or FOLDER
+        folder = os.environ.get("TMPDIR") or (
+            FOLDER if os.path.isdir(FOLDER) else tempfile.gettempdir()
+        )
         said = (
             f"weights that are merged or encoded while they are loaded need {size / 1e9:.3g} GB of "
             f"the host's memory, or of the disk of {folder}; set TMPDIR to a folder on a disk with "
             "room, or leave out LoRAs and --weights-dtype"
         )
         try:
-            self._file, path = tempfile.mkstemp(dir=folder)
-            weakref.finalize(self, os.close, self._file)
-            os.unlink(path)
-            free = os.statvfs(self._file)
+            self._open = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+            weakref.finalize(self, self._open.close)
+            self._file, self._left = self._open.fileno(), shutil.disk_usage(folder).free
         except OSError as error:
             raise InputError(f"{said}: {error.strerror}") from error
-        self._left, self._end = free.f_bavail * free.f_frsize, 0
+        self._end = 0
         if self._left < size:
             raise InputError(f"{said}: {self._left / 1e9:.3g} GB are free")
         self._said = said
@@ -112,7 +114,7 @@ class SpillFile:
         begin = self._end
         try:
             while len(out):
-                written = os.pwrite(self._file, out, self._end)
+                written = pwrite(self._file, out, self._end)
                 self._end, out = self._end + written, out[written:]
         except OSError as error:
             raise InputError(f"{self._said}: {error.strerror}") from error
@@ -159,7 +161,7 @@ def layout(x: Tensor | FileWeight) -> tuple[Any, ...]:
 def keep_freed() -> None:
     """Make this process reuse memory that it frees. By default glibc returns large tensors' memory,
     and the system clears it, page by page, for the next one."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
+    mallopt = getattr(libc(), "mallopt", None)  # glibc's
     if mallopt and DECIDED.isdisjoint(os.environ):
         mallopt(M_TRIM_THRESHOLD, -1)
         mallopt(M_MMAP_THRESHOLD, LARGE)
@@ -167,5 +169,5 @@ def keep_freed() -> None:
 
 def give_back_freed() -> None:
     """To the system, all that `keep_freed` has kept."""
-    if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+    if malloc_trim := getattr(libc(), "malloc_trim", None):
         malloc_trim(0)

@@ -82,6 +82,8 @@ def versions() -> str:
 def _open_to_others(path: Path) -> str | None:
     """Why somebody else could put an executable there, which runs as it is; None if no other user
     can."""
+    if not hasattr(os, "getuid"):  # Windows keeps a user's folders from others
+        return None
     found = path.stat()
     if found.st_uid not in (os.getuid(), 0):
         return f"{path} belongs to another user"

@@ -19,6 +19,7 @@ from ltx2rt.notes import note
 from ltx2rt.pipelines import FIRST
 from ltx2rt.serve.users import read_tokens
 from ltx2rt.session.options import ModelOptions
+from ltx2rt.system import require_posix
 
 flag = flags_of("jobs")
 
@@ -82,6 +83,7 @@ def main(args: argparse.Namespace) -> int:
             "--model: expected either --model, for a model here, or --server, which has one"
         )
     options = None if own.server else checked_options(args)
+    require_posix("batch")
     try:
         from ltx2rt.serve import batch
     except ImportError as error:

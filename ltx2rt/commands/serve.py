@@ -22,6 +22,7 @@ from ltx2rt.pipelines import FIRST
 from ltx2rt.serve.board import log
 from ltx2rt.serve.users import Users
 from ltx2rt.session.options import ModelOptions
+from ltx2rt.system import require_posix
 
 flag = flags_of("server")
 
@@ -170,6 +171,7 @@ def main(args: argparse.Namespace) -> int:
     require_first(options)
     hears = (lambda *_, **__: None) if own.quiet else log
     users = Users(own.token_file, hears) if own.token_file else None
+    require_posix("serve")
     try:
         from ltx2rt.serve.admission import Admission
         from ltx2rt.serve.core import KEEP_S, Settings

@@ -29,6 +29,7 @@ from ltx2rt.run.validation import with_validation
 from ltx2rt.session.open import located, open_session
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.suggest import hint
+from ltx2rt.system import ENDING
 from ltx2rt.text_files import read_text
 from ltx2rt.train.manifest import MANIFEST
 from ltx2rt.train.prepare import prepare as fill
@@ -254,9 +255,7 @@ def stopping(crew: Crew | None) -> Iterator[list[int]]:
             crew.asked = None
         return
     kinds = [
-        k
-        for k in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(k) != signal.SIG_IGN
+        k for k in (signal.SIGINT, *ENDING) if signal.getsignal(k) != signal.SIG_IGN
     ]  # as `nohup` has SIGHUP
     before = {kind: signal.getsignal(kind) for kind in kinds}
 

@@ -28,6 +28,7 @@ from ltx2rt.serve.shapes import Shape, parse_shape
 from ltx2rt.session.open import open_session, opened_checkpoint
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.stage import Stage
+from ltx2rt.system import require_posix
 from ltx2rt.weights.checkpoint import Checkpoint
 
 
@@ -63,6 +64,7 @@ def files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
 
 
 def main(args: argparse.Namespace) -> int:
+    require_posix("worker")
     options, ready = model_options(args), Warm(**given_flags(args, Warm))
     options.check()
     ready.check_marks()

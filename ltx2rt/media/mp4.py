@@ -27,6 +27,7 @@ import numpy as np
 from ltx2rt.atomic_file import replacing
 from ltx2rt.media.hdr import ten_bits, to_codes
 from ltx2rt.media.provenance import Origin
+from ltx2rt.system import WRITE
 
 AAC_FRAME = 1024  # samples
 AAC_RATES = (
@@ -242,7 +243,7 @@ class FollowedClip:
         self.path, self.fps, self.rate, self._origin = path, fps, sample_rate, origin
         self._held = np.zeros((2, 0), np.float32)  # sound that is not yet a frame of AAC
         self._written, self._heard = 0, 0
-        descriptor = os.open(stream, os.O_CREAT | os.O_WRONLY, 0o666)
+        descriptor = os.open(stream, WRITE, 0o666)
         self._stream = os.fdopen(descriptor, "wb", buffering=0)
         options = container.options(fps, sample_rate or 0)
         files = (

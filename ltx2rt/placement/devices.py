@@ -4,7 +4,7 @@ memory of this host."""
 from __future__ import annotations
 
 import math
-import os
+import platform
 import re
 import sys
 from collections.abc import Mapping
@@ -236,12 +236,10 @@ CGROUPS = (
 def host_memory() -> tuple[int, int]:
     """(total, available) bytes of the host, or of its share that this process' container has;
     available is what can be had without swapping."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    total, free = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
-    with suppress(FileNotFoundError), open("/proc/meminfo") as file:
-        free = next(
-            (int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")), free
-        )
+    import psutil
+
+    found = psutil.virtual_memory()
+    total, free = found.total, found.available
     for folder, limit_file, used_file, files in CGROUPS:
         with suppress(OSError, ValueError):  # no such file, or "max"
             limit, used = (int((folder / name).read_text()) for name in (limit_file, used_file))
@@ -254,4 +252,4 @@ def host_memory() -> tuple[int, int]:
 def pins_memory() -> bool:
     """Whether this system pins as much memory as is asked for. Windows, and Linux inside of it
     (WSL), pin about 1 GB in all. `ulimit -l` does not count what CUDA pins."""
-    return sys.platform == "linux" and "microsoft" not in os.uname().release.lower()
+    return sys.platform == "linux" and "microsoft" not in platform.release().lower()

@@ -23,8 +23,8 @@ from typing import NoReturn, Protocol
 
 from ltx2rt.atomic_file import remove_partial
 from ltx2rt.errors import InputError
-from ltx2rt.fatal import ENDING, on_fatal
 from ltx2rt.ranks.environment import FAILED, GRACE_S, LAUNCHER, POLL_S, SIGNALLED
+from ltx2rt.system import ENDING, on_fatal, require_linux
 
 EXPLAIN_S = 1.0  # how long an exception waits for the death of the rank that may have caused it
 HANDED_S = 0.01  # between two looks for what rank 0 hands out
@@ -54,6 +54,8 @@ class Crew:
     """
 
     def __init__(self, rank: int, size: int, connect: Callable[[], Store], outputs: Sequence[Path]):
+        """Raises InputError on a system other than Linux."""
+        require_linux("a run of several processes")
         self.rank, self.size, self._outputs = rank, size, outputs
         self._launched = os.environ.get(LAUNCHER) == str(os.getppid())
         self._store, self._watched = connect(), connect()
@@ -75,7 +77,7 @@ class Crew:
         for number in (signal.SIGINT, *ENDING):
             if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # `nohup`
                 signal.signal(number, lambda *_: None)
-        on_fatal(signal.SIGABRT, self._aborted)
+        on_fatal("SIGABRT", self._aborted)
         if self._launched or "TORCHELASTIC_RUN_ID" in os.environ:
             self._processes[os.pidfd_open(os.getppid())] = -1
         self._watcher = threading.Thread(target=self._watch, name="crew", daemon=True)

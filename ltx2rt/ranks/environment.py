@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from ipaddress import ip_address
 
 from ltx2rt.errors import InputError
+from ltx2rt.system import libc
 
 LAUNCHER = "LTX2RT_LAUNCHER"  # pid of the `start` that launched this rank: it reports failures that no rank can
 # drawn for that launch: a process that does not know it finds nothing of it in the store
@@ -79,6 +80,4 @@ def interface(host: str) -> str:
 def die_with_parent() -> None:
     """Let the kernel end this process when the one that started it ends, however that happens."""
     if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -25,6 +25,7 @@ from ltx2rt.ranks.environment import (
     STORE,
     TOKEN,
 )
+from ltx2rt.system import require_linux
 
 
 def start(
@@ -45,6 +46,7 @@ def start(
             f"{count} processes are asked for, this host has devices for {most}; ask for at most "
             f"{most}"
         )
+    require_linux("a run of several processes")
     ranks: list[subprocess.Popen] = []
     try:
         _spawn(argv, count, ranks, fed)

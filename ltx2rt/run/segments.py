@@ -105,7 +105,7 @@ def _check(asked: Any, folder: Path, segmented: bool) -> None:
         if other := next(folder.iterdir(), None):
             raise InputError(f"--output: {other} is of no run; move it, or choose another name")
         with replacing(path) as partial:
-            partial.write_text(json.dumps(asked, ensure_ascii=False))
+            partial.write_text(json.dumps(asked))
     elif found != asked:
         raise InputError(
             f"--output: {folder} holds segments of another run ({_difference(found, asked)}); "

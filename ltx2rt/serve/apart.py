@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
-import resource
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from ltx2rt.backend import DeviceInfo
 from ltx2rt.ranks.environment import die_with_parent
 from ltx2rt.serve.admission import Admission, Admitted
 from ltx2rt.serve.refusal import Refusal
+from ltx2rt.system import limit
 
 TIME_S = 60
 MEMORY_BYTES = 2**32  # beside the files of the checkpoint, which are mapped
@@ -89,7 +89,7 @@ async def _answer(process: asyncio.subprocess.Process, *what: Any) -> dict[str, 
 def main() -> None:
     """Plan what comes in lines on stdin, until it ends."""
     die_with_parent()
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    limit("RLIMIT_DATA", MEMORY_BYTES)
     words, more = pickle.loads(bytes.fromhex(sys.stdin.readline()))  # sent by the server itself
     admission = Admission(*words, **more)
     for line in sys.stdin:

@@ -9,7 +9,6 @@ clip only if the queue knows its job.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -26,6 +25,7 @@ from typing import IO, Any
 from ltx2rt.errors import InputError
 from ltx2rt.run.segments import discard
 from ltx2rt.serve.queue import JOB_ID, Job
+from ltx2rt.system import sync, take_lock
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 STORAGE = "storage"  # the code of a run that failed because its files could not be written
@@ -249,13 +249,13 @@ class Folder:
 def _locked(path: Path, flag: str, what: Path) -> IO[str]:
     """An open file that no other process holds. Raises InputError."""
     try:
-        lock = path.open("w")
+        held = path.open("w")
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            take_lock(held.fileno())
         except OSError:
-            lock.close()
+            held.close()
             raise
-        return lock
+        return held
     except BlockingIOError:
         raise InputError(f"{flag}: {what} is in use by another server; name another one") from None
     except OSError as error:
@@ -358,12 +358,3 @@ def writing_problem(folder: Path, error: OSError) -> str | None:
     """Why no clip can be written into the folder, if that is what the error of a run came from."""
     found = error if error.errno in NO_SPACE else _write_error(folder)
     return (found.strerror or str(found)) if found else None
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or a folder's names, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

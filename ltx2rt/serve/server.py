@@ -8,7 +8,6 @@ import contextlib
 import json
 import logging
 import os
-import resource
 import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +31,7 @@ from ltx2rt.serve.queue import Queue
 from ltx2rt.serve.refusal import invalid
 from ltx2rt.serve.supervisor import QueueThread, Supervisor
 from ltx2rt.serve.webhooks import GIVE_UP_S, Hook, Webhooks
+from ltx2rt.system import allow_open_files
 
 HEAD_S, IDLE_S, GRACE_S = 10, 75, 2
 MAX_SILENT = 500  # connections that ask nothing; the one that does so longest goes first
@@ -181,15 +181,6 @@ def bind(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def allow_open_files() -> None:
-    """Take the room for all connections and their files that the machine gives."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 3 * (MAX_REQUESTS + MAX_SILENT)
-    wanted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: Admission) -> int:
     queue = Queue(folder.queue, how.max_queue, how.max_user_queue, how.user_quota)
     store, board = QueueThread(queue), Board((lambda *_, **__: None) if how.quiet else log)
@@ -220,7 +211,7 @@ async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: A
     heard = logging.getLogger("uvicorn.error")
     heard.addHandler(Lines(board))
     heard.propagate = False
-    allow_open_files()
+    allow_open_files(3 * (MAX_REQUESTS + MAX_SILENT))
     stopped, status, loop = asyncio.Event(), TERMINATED, asyncio.get_running_loop()
 
     def stop(number: int) -> None:

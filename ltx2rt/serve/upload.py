@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -21,6 +20,7 @@ from ltx2rt.media.hdr import MAGIC, read_exr
 from ltx2rt.media.images import formats, is_heic, read_rgb
 from ltx2rt.serve.folder import NO_SPACE
 from ltx2rt.serve.refusal import Refusal
+from ltx2rt.system import limit
 
 IMAGE, SOUND, VIDEO, MASK = "image", "sound", "video", "mask"  # a mask is an image or a video
 EXR = "exr"  # an image in high dynamic range
@@ -108,8 +108,8 @@ async def check_upload(data: bytes, field: str, kind: str) -> None:
 def main() -> int:
     """Decode stdin as what argv says; the reason on stdout if that fails."""
     kind = sys.argv[1]
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES[kind], MEMORY_BYTES[kind]))
-    resource.setrlimit(resource.RLIMIT_CPU, (TIME_S[kind], TIME_S[kind] + 1))
+    limit("RLIMIT_AS", MEMORY_BYTES[kind])
+    limit("RLIMIT_CPU", TIME_S[kind], TIME_S[kind] + 1)
     try:
         with (
             TemporaryFile() as file

@@ -21,6 +21,7 @@ from ltx2rt.atomic_file import NotWritten, replacing
 from ltx2rt.backend import EMA, MOMENTS
 from ltx2rt.errors import InputError
 from ltx2rt.passes.adapters import MARK
+from ltx2rt.system import AT_ONCE, sync, take_lock
 from ltx2rt.text_files import parse, read_json, read_text
 from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.names import to_diffusers
@@ -95,11 +96,11 @@ def new_state(
         facts = dict(about) | {"step": step, "kinds": list(arrays)}
         (partial / "state.json").write_text(json.dumps(facts, indent=1))
         for file in (*partial.iterdir(), partial):
-            _sync(file)
+            sync(file)
         yield
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         if not folder.parent.is_dir():
@@ -111,14 +112,6 @@ def new_state(
     for old in states(run)[:-keep]:
         if not keep_every or int(old.name) % keep_every:
             shutil.rmtree(old)
-
-
-def _sync(path: Path) -> None:
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, np.ndarray]]]:
@@ -238,16 +231,14 @@ def write_metrics(run: Path, rows: list[dict[str, Any]]) -> None:
 @contextmanager
 def locked(run: Path) -> Iterator[None]:
     """Raises InputError if another process works on the run."""
-    import fcntl
-
     try:
-        handle = os.open(run / LOCK, os.O_CREAT | os.O_RDWR | os.O_NONBLOCK, 0o666)
+        handle = os.open(run / LOCK, os.O_CREAT | os.O_RDWR | AT_ONCE, 0o666)
     except OSError as error:
         raise InputError(
             f"--output: {run / LOCK} cannot be opened ({error.strerror}); remove it"
         ) from None
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        take_lock(handle)
     except OSError:
         os.close(handle)
         raise InputError(

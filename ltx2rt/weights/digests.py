@@ -10,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from ltx2rt.errors import InputError
+from ltx2rt.system import pread
 from ltx2rt.weights.files import (
     SHARD_INDEX,
     WEIGHTS,
@@ -56,7 +57,7 @@ def _digest(path: Path, as_it_is: tuple[int, ...]) -> str:
     found = sha256(f"{size} ".encode())
     with open(path, "rb", opener=opened_at_once) as file:
         for begin, length in _sampled(path, size):
-            found.update(os.pread(file.fileno(), length, begin))
+            found.update(pread(file.fileno(), length, begin))
     return found.hexdigest()[:16]
 
 

@@ -29,6 +29,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph.encodings import E4M3, E5M2, E8M0
 from ltx2rt.graph.ir import Cut
 from ltx2rt.notes import note
+from ltx2rt.system import AT_ONCE, READ, pread, read_into
 from ltx2rt.weights.names import official_names
 
 DTYPES: dict[str, np.dtype] = {  # the safetensors format's names
@@ -158,9 +159,7 @@ class TensorFile:
         FIFO, a folder."""
         self.path = Path(path)
         try:
-            self._file = os.open(
-                path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-            )  # opening a FIFO must not wait
+            self._file = os.open(path, READ)
         except (OSError, ValueError) as error:
             raise InputError(f"{path}: cannot read: {getattr(error, 'strerror', error)}") from error
         weakref.finalize(self, os.close, self._file)
@@ -256,7 +255,7 @@ def read_at(file: int, place: memoryview, begin: int) -> None:
     """Fill `place` from the byte `begin` of a descriptor on; where the file ends, the rest stays as
     it is."""
     filled = 0
-    while filled < len(place) and (got := os.preadv(file, [place[filled:]], begin + filled)):
+    while filled < len(place) and (got := read_into(file, place[filled:], begin + filled)):
         filled += got
 
 
@@ -359,11 +358,11 @@ def open_one(path: str | os.PathLike[str]) -> TensorFile:
 def _first_bytes(path: str | os.PathLike[str], count: int) -> bytes:
     """The first bytes of a file; none if it is no regular file or cannot be read."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = os.open(path, READ)
     except (OSError, ValueError):
         return b""
     try:
-        return os.pread(file, count, 0) if stat.S_ISREG(os.fstat(file).st_mode) else b""
+        return pread(file, count, 0) if stat.S_ISREG(os.fstat(file).st_mode) else b""
     finally:
         os.close(file)
 
@@ -441,7 +440,7 @@ def read_index(index: Path) -> dict[str, Path]:
 
 def opened_at_once(path: str, flags: int) -> int:
     """For `open`: a FIFO without a writer would be waited for."""
-    return os.open(path, flags | os.O_NONBLOCK)
+    return os.open(path, flags | AT_ONCE)
 
 
 def _open_shards(path: Path, index: Path) -> TensorFolder:
@@ -457,14 +456,13 @@ def _open_shards(path: Path, index: Path) -> TensorFolder:
 def _parsed(file: int, path: Path) -> tuple[dict[str, str], dict[str, tuple[TensorInfo, int]]]:
     """(metadata, name -> (info, first byte)) of an open file, as the safetensors package reads
     it."""
-    if (start := os.pread(file, 24, 0)).startswith(b"version https://git-lfs"):
+    if (start := pread(file, 24, 0)).startswith(b"version https://git-lfs"):
         raise InputError(
             f"{path}: a git-lfs pointer, not the weights; run `git lfs pull` in its repository"
         )
     try:
-        with safe_open(
-            f"/dev/fd/{file}", "np"
-        ) as parsed:  # the same file, whatever has the path's name by now
+        named = f"/dev/fd/{file}"  # the same file, whatever has the path's name by now
+        with safe_open(named if os.path.exists(named) else path, "np") as parsed:
             metadata = parsed.metadata() or {}
             slices = [(name, parsed.get_slice(name)) for name in parsed.offset_keys()]
             header = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices]

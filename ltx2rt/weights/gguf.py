@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import mmap
-import os
 import struct
 from collections.abc import Collection, Iterable
 from dataclasses import replace
@@ -22,6 +21,7 @@ import numpy as np
 from ltx2rt.errors import InputError
 from ltx2rt.graph.encodings import ENCODINGS, decoded
 from ltx2rt.graph.ir import Cut
+from ltx2rt.system import pread
 from ltx2rt.weights.configs import KEYFRAME_VECTOR
 from ltx2rt.weights.files import (
     CACHED_BYTES,
@@ -75,7 +75,7 @@ class GgufFile(TensorFile):
     """
 
     def _header(self) -> tuple[dict[str, str], dict[str, tuple[TensorInfo, int]]]:
-        if os.pread(self._file, len(GGUF), 0) != GGUF:
+        if pread(self._file, len(GGUF), 0) != GGUF:
             raise InputError(f"{self.path}: not a GGUF file; pass one, or a safetensors file")
         with mmap.mmap(self._file, 0, access=mmap.ACCESS_READ) as data:
             reader = HeaderReader(data, self.path)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from ltx2rt.errors import InputError
 from ltx2rt.release import of_tensors, stated
+from ltx2rt.system import READ, pread
 from ltx2rt.weights.configs import Keys, parse_json
 from ltx2rt.weights.files import (
     DTYPE_NAMES,
@@ -232,17 +233,17 @@ def header_bytes(path: Path) -> bytes:
     if path.suffix not in WEIGHTS:
         return b""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = os.open(path, READ)
     except OSError:
         return b""
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
             return b""
-        start = os.pread(file, 8, 0)
+        start = pread(file, 8, 0)
         if start.startswith(GGUF):
-            return os.pread(file, START_BYTES, 0)
+            return pread(file, START_BYTES, 0)
         size = int.from_bytes(start, "little")
-        return os.pread(file, size, 8) if len(start) == 8 and size <= MAX_HEADER_BYTES else b""
+        return pread(file, size, 8) if len(start) == 8 and size <= MAX_HEADER_BYTES else b""
     except OSError:
         return b""
     finally:
