@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from ltx2rt.errors import InputError
@@ -20,10 +21,8 @@ from ltx2rt.errors import InputError
 
 def _module(name: str) -> Any:
     """The module, or None on a system without it."""
-    try:
+    with suppress(ImportError):
         return importlib.import_module(name)
-    except ImportError:
-        return None
 
 
 _fcntl, _resource = _module("fcntl"), _module("resource")
@@ -90,15 +89,6 @@ def pread(file: int, size: int, begin: int) -> bytes:
         return os.read(file, size)
 
 
-def pwrite(file: int, data: memoryview, begin: int) -> int:
-    """Write into a descriptor from byte `begin` on; returns the number of bytes."""
-    if hasattr(os, "pwrite"):
-        return os.pwrite(file, data, begin)
-    with _moving:
-        os.lseek(file, begin, os.SEEK_SET)
-        return os.write(file, data)
-
-
 def take_lock(file: int) -> None:
     """Take the lock of an open file, which ends with the process or the descriptor.
 
@@ -139,12 +129,8 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 def limit(name: str, most: int, hard: int | None = None) -> None:
     """Set a limit of this process, such as RLIMIT_AS; macOS refuses some, which then stay."""
-    try:
-        number = getattr(_resource, name)
-        _resource.setrlimit(number, (most, most if hard is None else hard))
-    except (ValueError, OSError):
-        if sys.platform == "linux":
-            raise
+    with nullcontext() if sys.platform == "linux" else suppress(ValueError, OSError):
+        _resource.setrlimit(getattr(_resource, name), (most, most if hard is None else hard))
 
 
 def allow_open_files(needed: int) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ltx2rt.errors import InputError
-from ltx2rt.system import libc, pwrite
+from ltx2rt.system import libc
 from ltx2rt.weights.files import TensorFile, read_ahead, read_at
 
 FOLDER = "/var/tmp"
@@ -89,9 +89,8 @@ class SpillFile:
 
     def __init__(self, size: int):
         """size: bytes that it will take at most. Raises InputError if the disk has no room."""
-        folder = os.environ.get("TMPDIR") or (
-            FOLDER if os.path.isdir(FOLDER) else tempfile.gettempdir()
-        )
+        usual = FOLDER if os.path.isdir(FOLDER) else tempfile.gettempdir()
+        folder = os.environ.get("TMPDIR") or usual
         said = (
             f"weights that are merged or encoded while they are loaded need {size / 1e9:.3g} GB of "
             f"the host's memory, or of the disk of {folder}; set TMPDIR to a folder on a disk with "
@@ -114,7 +113,8 @@ class SpillFile:
         begin = self._end
         try:
             while len(out):
-                written = pwrite(self._file, out, self._end)
+                self._open.seek(self._end)
+                written = self._open.write(out)
                 self._end, out = self._end + written, out[written:]
         except OSError as error:
             raise InputError(f"{self._said}: {error.strerror}") from error
