@@ -149,9 +149,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.argv = sys.argv[1:] if argv is None else list(argv)
     args.own_process = argv is None
     crew = None
-    if (
-        argv is None
-    ):  # a process of its own: let `kill` unwind, so that no partial file stays behind
+    # a process of its own: let `kill` unwind, so that no partial file stays behind
+    if argv is None:
         for number in ENDING:
             if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` has SIGHUP
                 signal.signal(number, _end)

@@ -29,26 +29,23 @@ class TransformerConfig:
     head_dim: int
     audio_num_heads: int
     audio_head_dim: int
-    caption_channels: (
-        int  # width of the text context when the caption projection sits in the transformer (2.0)
-    )
+    # width of the text context when the caption projection sits in the transformer (2.0)
+    caption_channels: int
     caption_projection: bool  # 2.0: Linear-GELU-Linear on the context inside the transformer
     gated_attention: bool  # 2.3: 2*sigmoid gate per head
     text_modulation: bool  # 2.3: 9-row tables, AdaLN around text cross-attention
     prompt_adaln: bool  # 2.3: the prompt's scale/shift depend on sigma
     ff_bias: bool
     audio_ff_bias: bool
-    keyframe_vector: (
-        bool  # 2.5: added to the tokens of the first latent frame and of generated keyframes
-    )
+    # 2.5: added to the tokens of the first latent frame and of generated keyframes
+    keyframe_vector: bool
     rope_theta: float
     rope_max_pos: tuple[int, int, int]  # seconds, pixels, pixels
     audio_rope_max_pos: int  # seconds
     rope_float64_grid: bool
     timestep_scale: float  # timesteps in [0,1] are multiplied by this
-    av_gate_scale: (
-        float  # timestep multiplier of the cross-modal gates, 1000 in every released file
-    )
+    # timestep multiplier of the cross-modal gates, 1000 in every released file
+    av_gate_scale: float
     norm_eps: float
 
     @property
@@ -182,9 +179,8 @@ class VideoVaeConfig:
     patch_size: int
     encoder: tuple[VaeStage, ...]
     decoder: tuple[VaeStage, ...]
-    encoder_padding: (
-        str  # "zeros" or "reflect", rows and columns only; time always repeats the edge
-    )
+    # "zeros" or "reflect", rows and columns only; time always repeats the edge
+    encoder_padding: str
     decoder_padding: str
     encoder_causal: bool
     decoder_causal: bool
@@ -293,9 +289,8 @@ class ModelConfig:
     upsampler: UpsamplerConfig | None
     # configs of the parts that only some releases have, by name in the part table
     parts: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    video_vae_version: tuple[int, ...] = field(
-        default=(), compare=False
-    )  # metadata of the file that the video VAE is in
+    # metadata of the file that the video VAE is in
+    video_vae_version: tuple[int, ...] = field(default=(), compare=False)
 
     def part(self, name: str) -> Any:
         """The config of a part of the checkpoint; None if it has none."""

@@ -201,11 +201,7 @@ class CudaBackend:
         return StreamedWeights(found, kept.ring) if isinstance(kept, StreamedWeights) else found
 
     def lower(
-        self,
-        graph: Graph,
-        layers: str = "scan",
-        compile: bool = False,
-        fused: bool = True,
+        self, graph: Graph, layers: str = "scan", compile: bool = False, fused: bool = True
     ) -> Program:
         """fused: lower what `as_run` makes of the graph, not the graph itself."""
         if fused:
@@ -261,9 +257,8 @@ class CudaBackend:
                 change = scale * reduce(mul, (up[rows] @ down for up, down in terms))
                 delta = (change if delta is None else delta + change).to(dtype)
             assert delta is not None
-            merged[rows] = delta + to_torch(weight[rows]).to(
-                device
-            )  # summed in float32, rounded once
+            # summed in float32, rounded once
+            merged[rows] = delta + to_torch(weight[rows]).to(device)
         return merged
 
     def each(

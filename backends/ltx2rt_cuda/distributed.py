@@ -25,9 +25,8 @@ from ltx2rt.errors import InputError
 from ltx2rt.ranks.environment import STORE, TOKEN, interface, rank_and_size
 from ltx2rt_cuda.device.torch_device import HOST, DeviceEvent, TorchDevice
 
-TIMEOUT = timedelta(
-    minutes=10
-)  # for one collective; a dead rank is noticed by the others long before
+# for one collective; a dead rank is noticed by the others long before
+TIMEOUT = timedelta(minutes=10)
 ARRIVAL = timedelta(minutes=2)  # until all ranks have started
 
 
@@ -167,9 +166,8 @@ def _position(
             if tuple(members) not in made:
                 whole = len(members) == numbers.numel()
                 group = dist.group.WORLD if whole else dist.new_group(members, pg_options=options)
-                made[tuple(members)] = getattr(
-                    group, "group_name", ""
-                )  # "": a group of other ranks
+                # "": a group of other ranks
+                made[tuple(members)] = getattr(group, "group_name", "")
                 new += [group] if rank in members else []
             if rank in members:
                 coordinates[axis], groups[axis] = members.index(rank), made[tuple(members)]

@@ -63,9 +63,8 @@ class RepeatModule(torch.nn.Module):
     def forward(self, *operands):
         plan = self.plan
         carry, invariant, per_layer = self.iterations(operands)
-        if (
-            self.compiled
-        ):  # as the block leaves them: it is not compiled once more for the branches' common start
+        # as the block leaves them: it is not compiled once more for the branches' common start
+        if self.compiled:
             carry = [x.contiguous() for x in carry]
         stacked: list[
             torch.Tensor
@@ -231,12 +230,7 @@ class _Lowering:
     """A graph, on its way to an FX function."""
 
     def __init__(
-        self,
-        graph: Graph,
-        device: torch.device,
-        compile: bool,
-        position: Position,
-        carries: int,
+        self, graph: Graph, device: torch.device, compile: bool, position: Position, carries: int
     ):
         self.graph, self.device, self.compile = graph, device, compile
         self.position, self.own = position, _own(graph)

@@ -332,9 +332,8 @@ def conv_transpose(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, str
 
 @op
 def rms_norm(x: Tensor, weight: Tensor | None = None, *, dims, weight_view, eps: float) -> Tensor:
-    if (
-        x.device.type == "cpu" and x.dtype == torch.float32
-    ):  # where torch's own writes all squares to memory first
+    # where torch's own writes all squares to memory first
+    if x.device.type == "cpu" and x.dtype == torch.float32:
         length = torch.linalg.vector_norm(x, dim=dims, keepdim=True)
         y = x * torch.rsqrt(length.square() / (x.numel() // length.numel()) + eps)
         return y if weight is None else y * weight.reshape(weight_view)
@@ -344,9 +343,8 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, dims, weight_view, eps:
     ):
         shape = x.shape[-len(dims) :]
         return F.rms_norm(x, shape, None if weight is None else weight.reshape(shape), eps)
-    if (
-        x.device.type != "cpu" and weight is None and not torch.is_grad_enabled()
-    ):  # no copy in float32: all of Gemma's states are 1 GB
+    # no copy in float32: all of Gemma's states are 1 GB
+    if x.device.type != "cpu" and weight is None and not torch.is_grad_enabled():
         length = torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=torch.float32)
         inverse = torch.rsqrt(length.square() / (x.numel() // length.numel()) + eps)
         return torch.mul(x, inverse, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
@@ -376,9 +374,8 @@ def all_reduce(*xs: Tensor, group: str, in_place: bool = False) -> tuple[Tensor,
         summed = partial(_summed, group=group)
         return with_transpose(summed, summed, *xs)
     functional = torch.ops._c10d_functional
-    own = (
-        "_" if in_place and not torch.compiler.is_compiling() else ""
-    )  # Inductor finds that out itself
+    # Inductor finds that out itself
+    own = "_" if in_place and not torch.compiler.is_compiling() else ""
     if len(xs) == 1:
         return (getattr(functional, f"all_reduce{own}")(xs[0].contiguous(), "sum", group),)
     return tuple(

@@ -37,9 +37,8 @@ def to_torch(array: np.ndarray | torch.Tensor) -> torch.Tensor:
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         if array.dtype == E4M3:
             return torch.from_numpy(array.view(np.uint8)).view(DTYPES[E4M3])
-        return torch.from_numpy(
-            np.asarray(array, order="C")
-        )  # ascontiguousarray gives a scalar an axis
+        # ascontiguousarray gives a scalar an axis
+        return torch.from_numpy(np.asarray(array, order="C"))
 
 
 def upload(graph: Graph, name: str, value: Any, device: TorchDevice) -> torch.Tensor:

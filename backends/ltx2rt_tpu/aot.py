@@ -59,9 +59,8 @@ class AheadCompiler:
             os.environ.setdefault(name, value)
         self.code = Code(kind_of(topology)[0]) if timed else None
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update(
-            "jax_enable_compilation_cache", False
-        )  # what comes from a cache leaves no HLO
+        # what comes from a cache leaves no HLO
+        jax.config.update("jax_enable_compilation_cache", False)
         try:
             self.devices = topologies.get_topology_desc(
                 platform="tpu", topology_name=topology

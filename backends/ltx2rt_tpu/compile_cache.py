@@ -53,9 +53,8 @@ def keep_compiled(root: Path) -> None:
         note(f"{folder} is not writable: what is compiled now is not kept")
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update(
-        "jax_persistent_cache_enable_xla_caches", ""
-    )  # only for GPUs; it puts the folder into every key
+    # only for GPUs; it puts the folder into every key
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "")
     show = warnings.showwarning
 
     def mending(message, category, filename, lineno, file=None, line=None):

@@ -26,9 +26,8 @@ from ltx2rt.ranks.environment import interface
 from ltx2rt_tpu.hosts import HOST_VARIABLES, hosts
 
 ARRIVAL_S = 120  # until all processes have started
-HEARTBEAT_S = (
-    60  # a process on another host that is silent for so long is dead; JAX ends the others then
-)
+# a process on another host that is silent for so long is dead; JAX ends the others then
+HEARTBEAT_S = 60
 FOREVER_MS = 2**31 - 1
 
 

@@ -283,15 +283,13 @@ def _conv_by_frames(x: Array, weight: Array, *, stride, dilation) -> Array:
             lax.dynamic_slice_in_dim(x, i, depth, axis=2), weight, stride=stride, dilation=dilation
         )
 
-    y = lax.map(
-        frame, jnp.arange(x.shape[2] - depth + 1)
-    )  # (frames, B, channels, 1, rows, columns)
+    # (frames, B, channels, 1, rows, columns)
+    y = lax.map(frame, jnp.arange(x.shape[2] - depth + 1))
     return jnp.moveaxis(y[:, :, :, 0], 0, 2)
 
 
-@partial(
-    jax.jit, static_argnames=("stride", "dilation")
-)  # a trace for each shape, not for each of a vocoder's 200
+# a trace for each shape, not for each of a vocoder's 200
+@partial(jax.jit, static_argnames=("stride", "dilation"))
 def _conv_by_taps(x: Array, weight: Array, *, stride: int = 1, dilation: int = 1) -> Array:
     """Convolution over time by a loop of matrix products: the TPU compiler takes seconds for every
     float32 convolution, and a minute for the STFT's. The samples of one stride count as channels,
@@ -526,9 +524,8 @@ def _scores(q: Array, k: Array, bias: Array | None, scale: float, bias_view) -> 
     return scores if bias is None else scores + bias.reshape(bias_view)[:, None].astype(jnp.float32)
 
 
-SCORES_BYTES = (
-    2**28
-)  # rows of weighed attention at once; with the bias of 12288 tokens all would take 19 GB
+# rows of weighed attention at once; with the bias of 12288 tokens all would take 19 GB
+SCORES_BYTES = 2**28
 
 
 @op
@@ -546,9 +543,8 @@ def attention(
     view = (*bias_view[:2], size if per_query else 1, bias_view[3])
 
     def attend(number, y):
-        start = jnp.minimum(
-            number * size, tokens - size
-        )  # the last block may repeat queries of the one before
+        # the last block may repeat queries of the one before
+        start = jnp.minimum(number * size, tokens - size)
         queries = lax.dynamic_slice_in_dim(q, start, size, 1)
         weighed = lax.dynamic_slice_in_dim(bias, start, size, 2) if per_query else bias
         found = _attend(queries, k, v, weighed, scale, view)

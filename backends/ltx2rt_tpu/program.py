@@ -29,13 +29,7 @@ from ltx2rt_tpu.as_run import as_run
 from ltx2rt_tpu.lower import run
 from ltx2rt_tpu.ops import BY_PAIRS, HEADS_BY_PAIRS, ON_TPU, ONCE, OPS
 from ltx2rt_tpu.roll import parts, roll
-from ltx2rt_tpu.weights import (
-    Weights,
-    abstract_weights,
-    is_streamed,
-    weight_specs,
-    weights_on,
-)
+from ltx2rt_tpu.weights import Weights, abstract_weights, is_streamed, weight_specs, weights_on
 
 if TYPE_CHECKING:
     from ltx2rt_tpu.stream import Layered
@@ -48,9 +42,8 @@ ASYNC = {
 }
 EFFORT = 19  # O1 of XLA's `optimization_level`, of O0 to O3
 COMPILERS = 16  # at a time: each takes some hundred MB
-TRACING = (
-    Lock()
-)  # threads that compile ahead take turns: they are Python, and the first program shall be first
+# threads that compile ahead take turns: they are Python, and the first program shall be first
+TRACING = Lock()
 # On a CPU most of a first run is compiling: with these the demo's takes 20 s instead of 35, and
 # runs as fast.
 LEVEL = "xla_backend_optimization_level"
@@ -163,9 +156,8 @@ class Program(Ahead):
         self.graph = as_run(graph, device_kind(place))
         self.place, self.unrolled, self.ops = place, unrolled, ops_for(place)
         options = compiler_options(graph, place)
-        self.nested: Any = jax.jit(
-            self._run
-        )  # for a jit of somebody's own, in which no other may have options
+        # for a jit of somebody's own, in which no other may have options
+        self.nested: Any = jax.jit(self._run)
         self.function: Any = jax.jit(self._run, compiler_options=options)
         self.shared: Any = jax.jit(self._each, compiler_options=options)
         self._layered: Layered | None = None

@@ -240,9 +240,8 @@ def main(args: argparse.Namespace) -> int | None:
     request.check()
     options = located(options, wanted_by(type(request)))
     given = request
-    checkpoint, request = prepared(
-        options, request, written
-    )  # torch and jax take seconds to import
+    # torch and jax take seconds to import
+    checkpoint, request = prepared(options, request, written)
     factory = get_factory(options.backend)
     if to_enhance(request) and factory.rank_and_size(os.environ)[1] > 1:
         raise InputError(
@@ -250,9 +249,8 @@ def main(args: argparse.Namespace) -> int | None:
             "--num-gpus, or give all of them one by --enhanced-prompt"
         )
     if to_enhance(request) and factory.process_per_device and prod(options.mesh.values()) > 1:
-        request = with_enhanced_prompt(
-            request, checkpoint, options
-        )  # once for the ranks that this one starts
+        # once for the ranks that this one starts
+        request = with_enhanced_prompt(request, checkpoint, options)
         args.argv = [*args.argv, "--enhanced-prompt", str(request.enhanced_prompt)]
     if (status := start_ranks(args, options, written.all(request.seeds))) is not None:
         return status

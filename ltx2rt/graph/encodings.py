@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 E4M3, E5M2, E8M0 = "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"  # dtypes
 E4M3_FORMAT = "float8"  # the encoding of e4m3 rows, and what stored matrices of it are called
 ADVISED = E4M3_FORMAT  # the fastest of QUANTISED
-E4M3_STEP = float(
-    np.float32(1 / 448)
-)  # 448 is the largest e4m3 number; compilers make division a product anyway
+# 448 is the largest e4m3 number; compilers make division a product anyway
+E4M3_STEP = float(np.float32(1 / 448))
 E4M3_TINY = 1e-30  # the largest number of a row is taken to be no smaller
 HADAMARD = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], np.float32)
 # What four bits of nvfp4 stand for; the highest is the sign.
@@ -408,9 +407,8 @@ def has_products(graph: Graph) -> bool:
 
 def decoded(encoding: str, fields: Sequence[np.ndarray]) -> np.ndarray:
     """The matrix, float32 [rows, n]."""
-    with np.errstate(
-        invalid="ignore", over="ignore"
-    ):  # numbers of another type than the row's are not used
+    # numbers of another type than the row's are not used
+    with np.errstate(invalid="ignore", over="ignore"):
         return ENCODINGS[encoding].decode(NumpyOps, *fields)
 
 

@@ -53,9 +53,8 @@ CORPUS = [
 class Manifest:
     """Every file of a checkpoint: tensors by stored name, and texts."""
 
-    tensors: dict[str, dict[str, Tensor]] = field(
-        default_factory=dict
-    )  # path -> stored name -> tensor
+    # path -> stored name -> tensor
+    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     metadata: dict[str, dict[str, str]] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
 

@@ -28,9 +28,8 @@ from ltx2rt.weights.part_table import PARTS
 
 BF16, F32, U8 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32), np.dtype(np.uint8)
 E4M3 = np.dtype(encodings.E4M3)
-TABLE = re.compile(
-    r"scale_shift_table(?:_a2v_ca_(?:video|audio))?$"
-)  # float32 in the released files, all else bf16
+# float32 in the released files, all else bf16
+TABLE = re.compile(r"scale_shift_table(?:_a2v_ca_(?:video|audio))?$")
 BLOCK_WEIGHT = re.compile(r"model\.diffusion_model\.transformer_blocks\.(\d+)\..*\.weight")
 FORWARD_BASIS, INVERSE_BASIS = (
     f"vocoder.mel_stft.stft_fn.{kind}_basis" for kind in ("forward", "inverse")
@@ -48,9 +47,8 @@ class Tensor:
 
     name: str  # canonical; decides the values
     info: TensorInfo
-    part: tuple[int, int] | None = (
-        None  # this one, and of how many, of the equal parts of that tensor's rows
-    )
+    # this one, and of how many, of the equal parts of that tensor's rows
+    part: tuple[int, int] | None = None
     data: bytes | None = None  # a file's, in place of values
     quantised: TensorInfo | None = None  # this is the quantised form of such a tensor, or its scale
 
@@ -241,14 +239,12 @@ def values(tensor: Tensor, seed: int) -> np.ndarray:
     elif TABLE.search(name) or leaf in ("learnable_registers", "keyframes_abs_pos_embedding"):
         array *= np.float32(0.3)
     elif leaf in ("weight", "layer_scalar") and len(shape) == 1:
-        neutral = (
-            0 if name.startswith("language_model.") else 1
-        )  # Gemma 3's norms multiply by 1 + w
+        # Gemma 3's norms multiply by 1 + w
+        neutral = 0 if name.startswith("language_model.") else 1
         array = np.float32(neutral) + np.float32(0.1) * array
         if name.startswith("model.layers.") and name.endswith(("q_norm.weight", "k_norm.weight")):
-            array *= np.float32(
-                shape[0] ** -0.25
-            )  # Gemma 4 scales no scores: the norms' weights do
+            # Gemma 4 scales no scores: the norms' weights do
+            array *= np.float32(shape[0] ** -0.25)
     elif len(shape) == 1:
         array *= np.float32(0.05)
     elif name.endswith(".lora_B.weight"):

@@ -55,9 +55,8 @@ def notes(path: Path) -> list[str]:
         found = []
         if image.has_transparency_data:
             found.append(f"{path}: its alpha channel is dropped, what it hides becomes visible")
-        if (
-            getattr(image, "is_animated", False) and image.format != "MPO"
-        ):  # a photo and its preview
+        # a photo and its preview
+        if getattr(image, "is_animated", False) and image.format != "MPO":
             found.append(f"{path}: only the first of its {image.n_frames} frames is used")
         return found
 
@@ -82,9 +81,8 @@ def readable(path: Path) -> bool:
             return True
     except Image.DecompressionBombError:
         return True
-    except (
-        Exception
-    ):  # Pillow's readers raise whatever a file of another kind makes them stumble over
+    # Pillow's readers raise whatever a file of another kind makes them stumble over
+    except Exception:
         return False
 
 

@@ -300,9 +300,8 @@ def wav_bytes(
     """
     waveform = fit_audio(waveform, waveform.shape[-1], Fraction(sample_rate), sample_rate)
     samples = np.rint(waveform.T * np.float32(2**15 - 1)).astype("<i2").tobytes()
-    body = _chunk(
-        b"fmt ", struct.pack("<HHIIHH", 1, 2, sample_rate, 4 * sample_rate, 4, 16)
-    )  # PCM, channels, ...
+    # PCM, channels, ...
+    body = _chunk(b"fmt ", struct.pack("<HHIIHH", 1, 2, sample_rate, 4 * sample_rate, 4, 16))
     if comment is not None:
         text = json.dumps(comment, ensure_ascii=False).encode() + b"\0"
         body += _chunk(b"LIST", b"INFO" + _chunk(b"ICMT", text))

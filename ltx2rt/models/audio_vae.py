@@ -36,9 +36,8 @@ def reach(config: AudioVaeConfig) -> tuple[int, int]:
     the causal 3x3 convolutions of every level, two of a block, in mel frames of that level."""
     rates = [2**level for level in range(len(config.channel_multipliers))]
     blocks = sum(Fraction(4 * (config.num_res_blocks + 1), rate) for rate in rates)
-    single = sum(
-        Fraction(2, rate) for rate in (*rates, rates[-1])
-    )  # conv_in, those after upsampling, conv_out
+    # conv_in, those after upsampling, conv_out
+    single = sum(Fraction(2, rate) for rate in (*rates, rates[-1]))
     return ceil(8 + blocks + single), 0  # two blocks in the middle
 
 

@@ -35,9 +35,8 @@ TIMESTEP = 1.0  # level of the only step: pure noise
 # rows of the modulation: scale, shift and gate of attention and of the MLP, and the context's gate
 NUM_ROWS = 7
 MLP_RATIO, MLP_MULTIPLE = 4, 16
-MLP_TOKENS = (
-    2**18
-)  # at once: of a clip of 3 million tokens the MLP's middle would be larger than all else together
+# at once: of a clip of 3 million tokens the MLP's middle would be larger than all else together
+MLP_TOKENS = 2**18
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from ltx2rt.graph import Graph, Ops, Term
 from ltx2rt.graph import trace as trace_graph
 
 PREFIX = "language_model.model"
-MASKED = (
-    -1e30
-)  # added to a score: exp gives 0, and it stays finite in bfloat16, unlike float32's own minimum
+# added to a score: exp gives 0, and it stays finite in bfloat16, unlike float32's own minimum
+MASKED = -1e30
 
 
 def trace(config: GemmaConfig, batch: int, tokens: int, dtype: str) -> Graph:

@@ -166,9 +166,8 @@ def _keeps(
     keeps, zero = {}, o.full(0.0, "float32")
     if "perturbed" in names:
         for name in scales:
-            active = o.select(
-                scales[name][STG], o.full(1.0, "float32"), zero
-            )  # except a stream with stg 0
+            # except a stream with stg 0
+            active = o.select(scales[name][STG], o.full(1.0, "float32"), zero)
             keeps[f"{name}_self_keep"] = columns("perturbed", s.stg_blocks, 1 - active)
     if "isolated" in names and len(s.streams) > 1:
         cross = columns("isolated", layers, zero)

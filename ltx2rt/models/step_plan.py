@@ -23,9 +23,8 @@ import numpy as np
 from ltx2rt.errors import InputError
 
 MAX_GAIN = 1.5  # largest |g| / (1 - r): a line through two close evaluations does not reach far
-TERMS = (
-    5  # factors of `advance`: r, 1 - r + g, -g, and whether the x0 of video and of audio is taken
-)
+# factors of `advance`: r, 1 - r + g, -g, and whether the x0 of video and of audio is taken
+TERMS = 5
 
 
 class Due(NamedTuple):
@@ -126,9 +125,8 @@ class StepPlan:
 def gain(s: np.ndarray, h: int, i: int, j: int) -> float:
     """g of a jump from i to j after an evaluation at h; s f64[steps + 1], only the last may be
     0."""
-    left = (
-        s[j] / s[i + 1 : j] if j > i + 1 else np.zeros(0)
-    )  # the share of its change that the steps behind l + 1 leave
+    # the share of its change that the steps behind l + 1 leave
+    left = s[j] / s[i + 1 : j] if j > i + 1 else np.zeros(0)
     after = np.append(left, 1.0)
     inside = s[i:j]
     return float(((s[i] - inside) * (1 - s[i + 1 : j + 1] / inside) * after).sum() / (s[h] - s[i]))

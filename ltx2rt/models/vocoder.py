@@ -24,9 +24,8 @@ from ltx2rt.graph import Graph, Ops, Term
 from ltx2rt.graph import trace as trace_graph
 
 LEAKY_SLOPE = 0.1
-FINAL_LEAKY_SLOPE = (
-    0.01  # the activation before conv_post has the framework's default, in every released file
-)
+# the activation before conv_post has the framework's default, in every released file
+FINAL_LEAKY_SLOPE = 0.01
 SNAKE_EPS = 1e-9
 FILTER_TAPS = 12  # taps of both anti-aliasing filters
 LOG_FLOOR = 1e-5
@@ -110,9 +109,8 @@ def _generator_reach(config: GeneratorConfig) -> tuple[Fraction, Fraction]:
         crop = (kernel - ratio) // 2
         before += Fraction(block + kernel - 1 - crop, rate)
         after += Fraction(block + crop, rate)
-    return before + Fraction(snake + 3, rate), after + Fraction(
-        snake + 3, rate
-    )  # act_post and conv_post
+    # act_post and conv_post
+    return before + Fraction(snake + 3, rate), after + Fraction(snake + 3, rate)
 
 
 def vocoder(o: Ops, config: VocoderConfig, batch: int, mel_frames: int) -> dict[str, Term]:

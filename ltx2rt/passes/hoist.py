@@ -57,9 +57,8 @@ class _Loop:
     node: Node
     left_bytes: int | None = None  # for results of repeats
     levels: dict[int, int] = field(default_factory=dict)
-    outer: dict[int, Value] = field(
-        default_factory=dict
-    )  # a body's value -> the same value in `out`
+    # a body's value -> the same value in `out`
+    outer: dict[int, Value] = field(default_factory=dict)
 
     def __post_init__(self):
         self.repeat = self.node.repeat

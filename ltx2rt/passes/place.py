@@ -106,9 +106,8 @@ class _Placer:
         """Rewrite the nodes of one graph in order; `env` maps its values to placed ones."""
         self.blocked = self._undividable(graph)
         for name, v in graph.params.items():
-            env[id(v)] = Placed(
-                Value(name, v.type)
-            )  # declared in the result when a node decides its layout
+            # declared in the result when a node decides its layout
+            env[id(v)] = Placed(Value(name, v.type))
         for node in graph.nodes:
             operands = [env[id(v)] for v in node.inputs]
             results = HANDLERS.get(node.op, _Placer._other)(self, node, operands)
@@ -327,9 +326,8 @@ class _Placer:
             q.value.type.shape[1],
             k.value.type.shape[1],
         )
-        if (
-            parts * num_keys < num_queries + num_keys
-        ):  # all k and v are fewer bytes than a share of q, k, v and result
+        # all k and v are fewer bytes than a share of q, k, v and result
+        if parts * num_keys < num_queries + num_keys:
             there = [self._declared(q), *(self.gathered(p, keys).value for p in (k, v))]
             return [Placed(self._attend(node, there, bias, tokens), q.splits)]
         return [Placed(self._traded(node, q, k, v, bias, mesh_axis, tokens), q.splits)]

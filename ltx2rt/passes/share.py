@@ -184,9 +184,8 @@ class _Analysis:
         named = node.op == "full" or bool(_named(node) & set(TRACKED))
         for i, v in enumerate(node.outputs):
             axes = _tracked(v.type)
-            operands = (
-                node.inputs[i : i + 1] if len(node.outputs) > 1 else node.inputs
-            )  # several: collectives
+            # several: collectives
+            operands = node.inputs[i : i + 1] if len(node.outputs) > 1 else node.inputs
             views = [view for u in operands if (view := self._view(u, axes)) is not None]
             if named or len(views) < len(operands):
                 found = self._moved(node, axes)
@@ -456,9 +455,8 @@ class _Writer:
         if id(v) in self.same:
             return self.read(self.same[id(v)], entries, bare)
         if BATCH not in v.type.axes:
-            return (
-                self.held[id(v)][0] if id(v) in self.held else v
-            )  # an input or a parameter is the same value
+            # an input or a parameter is the same value
+            return self.held[id(v)][0] if id(v) in self.held else v
         leader = self.found.leader(v)
         wanted = tuple(leader[b] for b in (entries[:1] if bare else entries))
         if id(v) not in self.held and self.found.is_body:

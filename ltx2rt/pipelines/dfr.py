@@ -45,9 +45,8 @@ SEGMENTS = (32, 24)  # pixel frames; of two that continue a clip alike the first
 ROUND_SIGMAS = DISTILLED_SIGMAS[4:]
 ROUND_ETA = 0.5
 ANCHOR_STRENGTH = 0.95
-MAX_POSITION_FPS = Fraction(
-    60
-)  # rate at which a round's frames are placed in time, at most; more is out of training
+# rate at which a round's frames are placed in time, at most; more is out of training
+MAX_POSITION_FPS = Fraction(60)
 MAX_ROUNDS = 2
 
 

@@ -40,9 +40,8 @@ class Profile:
     rules: Mapping[str, Rules]
     mesh: Mapping[str, int] = field(default_factory=dict)
     strict: frozenset[str] = frozenset({"transformer"})
-    audio: Literal["replicated", "split"] = (
-        "replicated"  # few tokens: to split them communicates more than it saves
-    )
+    # few tokens: to split them communicates more than it saves
+    audio: Literal["replicated", "split"] = "replicated"
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -67,9 +66,8 @@ PROFILES = {
     for profile in (
         Profile("single", {}),
         Profile("hopper", SPLIT, {"tensor": -1}),
-        Profile(
-            "trillium", SPLIT, {"sequence": -1, "tensor": 2}
-        ),  # two halves of the weights fit v6e's 32 GB
+        # two halves of the weights fit v6e's 32 GB
+        Profile("trillium", SPLIT, {"sequence": -1, "tensor": 2}),
         Profile("ironwood", SPLIT, {"sequence": -1}),  # v5p and v7x hold the weights whole
         Profile(
             "trillium-2d", SPLIT | {"transformer": HEADS_AND_FF | EMBED}, {"fsdp": -1, "tensor": 4}

@@ -73,9 +73,8 @@ class Timeline:
     travelled_s: float = 0.0
     waited_s: float = 0.0
     events: list[Event | Repeated] = field(default_factory=list)
-    arrivals: dict[int, float] = field(
-        default_factory=dict
-    )  # when values are there that nothing has read yet
+    # when values are there that nothing has read yet
+    arrivals: dict[int, float] = field(default_factory=dict)
 
     def of(self, graph: Graph) -> Timeline:
         """Run the graph until all that was sent has arrived."""

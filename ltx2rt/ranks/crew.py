@@ -61,9 +61,8 @@ class Crew:
         self._store, self._watched = connect(), connect()
         self._processes: dict[int, int] = {}  # pidfd -> rank; -1 is the launcher
         self._main_pid: int | None = None
-        self.asked: list[int] | None = (
-            None  # a list takes the first request to end, and the run decides when
-        )
+        # a list takes the first request to end, and the run decides when
+        self.asked: list[int] | None = None
         self._over, self._ending, self._speaking = (
             threading.Event(),
             threading.Lock(),
@@ -71,9 +70,8 @@ class Crew:
         )
         self._wake, woken = os.pipe()
         os.set_blocking(woken, False)
-        signal.set_wakeup_fd(
-            woken, warn_on_full_buffer=False
-        )  # written even while the main thread is in C++
+        # written even while the main thread is in C++
+        signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         for number in (signal.SIGINT, *ENDING):
             if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # `nohup`
                 signal.signal(number, lambda *_: None)
@@ -158,9 +156,8 @@ class Crew:
         """End every rank because of an exception on this one, unless another rank's end is what
         caused it."""
         if not bad_input:
-            time.sleep(
-                EXPLAIN_S
-            )  # the watching thread ends this process first if it finds the cause
+            # the watching thread ends this process first if it finds the cause
+            time.sleep(EXPLAIN_S)
         self.end(
             f"{message} (rank {self.rank})" if bad_input else f"rank {self.rank}: {message}", status
         )
@@ -182,9 +179,8 @@ class Crew:
             os._exit(status)
 
     def _say(self, message: str, below: str = "") -> None:
-        if self._speaking.acquire(
-            blocking=False
-        ):  # once: two threads may find what ends this process
+        # once: two threads may find what ends this process
+        if self._speaking.acquire(blocking=False):
             print(f"{below}ltx2rt: error: {message}", file=sys.stderr, flush=True)
 
     def _remove_partials(self) -> None:

@@ -87,9 +87,8 @@ def _spawn(argv: Sequence[str], count: int, ranks: list[subprocess.Popen], fed: 
         name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")
     }
     shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), LAUNCHER: str(os.getpid())}
-    shared.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # a store that goes down with its rank is no news
+    # a store that goes down with its rank is no news
+    shared.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     shared.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     shared.setdefault(*SLEEPING)  # the ranks share the cores
     with socket.create_server(("127.0.0.1", 0)) as store:

@@ -59,9 +59,8 @@ def sizes(session: Session, plan: Plan, files: Files) -> dict[Path, int]:
             8 if request.high_range else 4
         ) * pixels + 8 * seconds * session.config.vocoder.sample_rate
         sizes[folder_of(output)] = int(2 * kept) + clip  # and the stream
-    if (
-        files.latents_out
-    ):  # noise, start, result and what is made of it, each step's latents and x0; samplers' noise
+    # noise, start, result and what is made of it, each step's latents and x0; samplers' noise
+    if files.latents_out:
         draws = [
             (s.steps(), name, shape)
             for s in plan.stages

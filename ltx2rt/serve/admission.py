@@ -245,9 +245,8 @@ class Admission:
                 [(lora, lora.path.stat().st_mtime_ns) for lora in specs],
             )
         )
-        if (
-            images or files or shape not in self._work
-        ):  # what is planned once holds for every prompt and seed
+        # what is planned once holds for every prompt and seed
+        if images or files or shape not in self._work:
             plan = make_plan(self._session, request)
             self._session.require_memory(plan.stages)
             while len(self._work) >= MAX_SHAPES:

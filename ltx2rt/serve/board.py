@@ -68,9 +68,8 @@ class Board:
 
     def __init__(self, log: Callable[..., None] = log):
         self.run = f"{time.time_ns():x}"  # begins the ids of this board's events
-        self._latest: OrderedDict[str, tuple[int, str, str]] = (
-            OrderedDict()
-        )  # number, user, kind by job
+        # number, user, kind by job
+        self._latest: OrderedDict[str, tuple[int, str, str]] = OrderedDict()
         self._number = 0  # number of the latest event
         self.live: dict[str, Progress] = {}
         self.previews: dict[str, tuple[int, bytes]] = {}

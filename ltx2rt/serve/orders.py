@@ -105,9 +105,8 @@ class Orders(Core):
         admitted = await self._admitted(request, given)
         if request.query_params.get("check") == "1":
             return await self._checked(user, admitted)
-        retried = (
-            request.headers.get("x-stainless-retry-count", "0") != "0"
-        )  # the answer may have been lost
+        # the answer may have been lost
+        retried = request.headers.get("x-stainless-retry-count", "0") != "0"
         if (
             retried
             and (known := await self.store(self.queue.repeated, user, admitted.digest)) is not None

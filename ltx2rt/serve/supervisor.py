@@ -36,9 +36,8 @@ FIRST_STEP = 10  # times the step time-out: what may compile or load
 MAX_BACK_OFF_S, RETRY_S = 60, 2
 MAX_LINE_BYTES = 2**24
 LAST_WORDS_S = 2
-STORAGE_WAITS = (
-    30  # back-offs after a run that could not write its files though the folder can be written
-)
+# back-offs after a run that could not write its files though the folder can be written
+STORAGE_WAITS = 30
 
 
 def in_thread(call: Callable[..., T], *args: Any) -> asyncio.Future[T]:
@@ -147,9 +146,8 @@ class Supervisor:
         self.environments, self.lora_folder = environments, lora_folder
         self.step_timeout_s, self.back_off_s = step_timeout_s, back_off_s
         self.replicas = [Replica(n) for n in range(len(environments))]
-        self.device: tuple[dict[str, Any], dict[str, int]] | None = (
-            None  # and mesh, once a replica is ready
-        )
+        # and mesh, once a replica is ready
+        self.device: tuple[dict[str, Any], dict[str, int]] | None = None
         self.problem: tuple[str, str] | None = None  # why no job is started: `Folder.problem`
         self.draining = self._ended_once = False
         self._drained = math.inf
@@ -264,9 +262,8 @@ class Supervisor:
         replica.become("down")
         for task in talk:
             task.cancel()
-        if (
-            talk[0].done() and not talk[0].cancelled()
-        ):  # it has closed its pipe: let it say how it ends
+        # it has closed its pipe: let it say how it ends
+        if talk[0].done() and not talk[0].cancelled():
             # `asyncio.wait_for` loses a cancellation that comes as the process ends.
             await asyncio.wait([asyncio.create_task(process.wait())], timeout=LAST_WORDS_S)
         with contextlib.suppress(ProcessLookupError):

@@ -111,9 +111,8 @@ def main() -> int:
     limit("RLIMIT_AS", MEMORY_BYTES[kind])
     limit("RLIMIT_CPU", TIME_S[kind], TIME_S[kind] + 1)
     try:
-        with (
-            TemporaryFile() as file
-        ):  # without a name, so that a process that is killed leaves none
+        # without a name, so that a process that is killed leaves none
+        with TemporaryFile() as file:
             shutil.copyfileobj(sys.stdin.buffer, file)
             file.flush()
             path = Path(f"/dev/fd/{file.fileno()}")
@@ -125,9 +124,8 @@ def main() -> int:
             else:
                 read_image(path) if still else read_media(kind, path)
     except Exception as error:
-        print(
-            f"{getattr(error, 'strerror', None) or error}"[:200]
-        )  # FFmpeg's begin with a number, and name the file
+        # FFmpeg's begin with a number, and name the file
+        print(f"{getattr(error, 'strerror', None) or error}"[:200])
         full = isinstance(error, OSError) and error.errno in NO_SPACE
         return NOT_STORED if full else 1
     return 0

@@ -33,9 +33,8 @@ from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.weights.checkpoint import Checkpoint
 
-MARGIN = (
-    0.03  # two estimates that are closer say nothing: the mesh that the profile is meant for stays
-)
+# two estimates that are closer say nothing: the mesh that the profile is meant for stays
+MARGIN = 0.03
 
 
 class DatasheetBackend:

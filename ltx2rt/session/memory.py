@@ -173,9 +173,8 @@ class Memory:
             tried["worst"], tried["budget"], tried["held"] = self._tried(way, stages, warm)
             full = tried["worst"].peak_bytes > tried["budget"]
             several = self.backend.num_processes > 1 and self.backend.runs
-            return not (
-                self.backend.agree(full) if several else full
-            )  # all processes keep weights alike
+            # all processes keep weights alike
+            return not (self.backend.agree(full) if several else full)
 
         if not self._choose(stages, fits):
             raise self._no_room(stages, warm, tried["worst"], tried["budget"])

@@ -125,9 +125,8 @@ def open_backend(options: ModelOptions) -> Backend:
     alone = (
         backend.device_kind == "cpu" and factory.process_per_device and backend.num_processes == 1
     )
-    if (
-        alone and "ACCELERATE_MIXED_PRECISION" in os.environ
-    ):  # as accelerate sets it for all that it starts
+    # as accelerate sets it for all that it starts
+    if alone and "ACCELERATE_MIXED_PRECISION" in os.environ:
         note(
             "accelerate started one process, as it does on a CPU; for several use torchrun or "
             "--num-gpus N"

@@ -56,9 +56,8 @@ class Session(Memory):
         profile = profile_of(options.profile, kind, backend.mesh)
         self.placement = Placement(profile, backend.mesh, options.weights_dtype)
         self.weights = WeightStore(checkpoint, backend, options, self.dtype)
-        self.building: Callable[[str], None] = lambda network: (
-            None
-        )  # told of every program that is made
+        # told of every program that is made
+        self.building: Callable[[str], None] = lambda network: None
         self._graphs: OrderedDict[tuple[Any, ...], Graph] = OrderedDict()
         self._costs: OrderedDict[Hashable, StageCost] = OrderedDict()
         self._programs: OrderedDict[Hashable, Program | Loop] = OrderedDict()

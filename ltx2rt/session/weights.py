@@ -127,9 +127,8 @@ class WeightStore:
         self.loaded_bytes = 0
         self.again = False
         self.residence = Residence()
-        self.held: OrderedDict[WeightsKey, RetainedWeights] = (
-            OrderedDict()
-        )  # least recently used first
+        # least recently used first
+        self.held: OrderedDict[WeightsKey, RetainedWeights] = OrderedDict()
         self.parked: dict[WeightsKey, Any] = {}  # in the host's memory
         self._parked_as: dict[WeightsKey, frozenset[Piece]] = {}  # what of each was streamed
         self.roads: dict[WeightsKey, str] = {}  # how sets reach the device that were streamed

@@ -337,9 +337,8 @@ class Denoise(Stage):
             }
         found = {m: states[m].clear(x) for m, x in found.items()}
         finite(self.name, **{f"{m}_latents": x for m, x in found.items()})
-        for name, values in self._recorded(
-            trail
-        ):  # [steps,T,C] of one video, [videos,steps,T,C] of several
+        # [steps,T,C] of one video, [videos,steps,T,C] of several
+        for name, values in self._recorded(trail):
             steps = np.stack(values, axis=1)
             state.put(f"{self.name}.{name}", steps if self.num_videos > 1 else steps[0])
         if "video" in found:
@@ -407,9 +406,8 @@ class Denoise(Stage):
             if self.sampler != "res2s":
                 yield name, values
                 continue
-            m, kind = name.split(
-                "."
-            )  # a step's two points; what is evaluated at the end is the stage's result
+            # a step's two points; what is evaluated at the end is the stage's result
+            m, kind = name.split(".")
             middle = {"steps": "mid", "x0": "x0_mid"}[kind]
             odd, even = values[1::2], values[: len(values) // 2 * 2 : 2]
             yield from (

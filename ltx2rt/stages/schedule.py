@@ -17,9 +17,8 @@ TERMINAL_SIGMA = 0.1  # the last non-zero level
 DISTILLED_SIGMAS = np.array(
     [1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0], np.float32
 )
-STAGE2_SIGMAS = np.array(
-    [0.909375, 0.725, 0.421875, 0.0], np.float32
-)  # the tail of the distilled table
+# the tail of the distilled table
+STAGE2_SIGMAS = np.array([0.909375, 0.725, 0.421875, 0.0], np.float32)
 DISTILLED_SIGMAS.flags.writeable = STAGE2_SIGMAS.flags.writeable = False
 
 

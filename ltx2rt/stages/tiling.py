@@ -50,9 +50,8 @@ class Span:
     start: int
     stop: int
     first: int
-    weights: (
-        np.ndarray
-    )  # f32[positions]; over all spans of the axis they sum to 1 at every position
+    # f32[positions]; over all spans of the axis they sum to 1 at every position
+    weights: np.ndarray
 
     @property
     def end(self) -> int:
@@ -126,10 +125,7 @@ def intervals(length: int, size: int, overlap: int) -> list[tuple[int, int]]:
 
 
 def plan_feature_tiles(
-    mode: str,
-    cells: tuple[int, int, int],
-    overlap: Sequence[int],
-    scale: tuple[int, int, int],
+    mode: str, cells: tuple[int, int, int], overlap: Sequence[int], scale: tuple[int, int, int]
 ) -> Tiling:
     """The tiles of features of (frames, rows, columns). mode: "auto", or "off" for one tile.
 

@@ -32,9 +32,8 @@ def _tokenizer(path: Path | Asset) -> Tokenizer:
     return _parsed(path, ())  # which says that it cannot be read
 
 
-@lru_cache(
-    maxsize=1
-)  # Gemma's is tens of megabytes of JSON; a warm-up and the run behind it read it once
+# Gemma's is tens of megabytes of JSON; a warm-up and the run behind it read it once
+@lru_cache(maxsize=1)
 def _parsed(path: Path | Asset, as_it_is: tuple[int, ...]) -> Tokenizer:
     """as_it_is: the file's identity."""
     from tokenizers import Tokenizer

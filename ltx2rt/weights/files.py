@@ -293,9 +293,8 @@ def finite(array: np.ndarray) -> bool:
     if array.dtype not in INFINITY or array.size == 0:
         return True
     (above, below), bits = INFINITY[array.dtype], np.atleast_1d(array).view(f"u{array.itemsize}")
-    step = max(
-        1, CACHED_BYTES * len(bits) // bits.nbytes
-    )  # rows at once, so that later passes find them cached
+    # rows at once, so that later passes find them cached
+    step = max(1, CACHED_BYTES * len(bits) // bits.nbytes)
 
     def passes(part: np.ndarray) -> bool:
         if array.itemsize > 1 and int(np.bitwise_or.reduce(part, axis=None)) & above != above:

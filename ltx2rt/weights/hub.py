@@ -50,9 +50,8 @@ _ADDRESS = re.compile(
     rf"(?:models/)?{_REPO}(?:/(?:tree|blob|resolve|raw)/(?P<revision>[\w.-]+))?{_FILE}/?(?:\?.*)?"
 )
 FILE_SUFFIXES = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".json", ".zip")
-FOLDERS = names_of(
-    lambda part: part.source and part.every and not part.either
-)  # folders of every diffusers checkpoint
+# folders of every diffusers checkpoint
+FOLDERS = names_of(lambda part: part.source and part.every and not part.either)
 DECODERS = names_of(lambda part: part.decoder)  # each with its encoder
 TEXTS = (".json", ".model", ".jinja")
 

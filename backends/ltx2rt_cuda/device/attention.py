@@ -26,13 +26,11 @@ TORCH = {  # in order of preference
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-CUDNN = (
-    91501  # torch itself prefers none before it (check_prefer_cudnn_attention in its sdp_utils.cpp)
-)
+# torch itself prefers none before it (check_prefer_cudnn_attention in its sdp_utils.cpp)
+CUDNN = 91501
 CUDNN_HERE = torch.backends.cudnn.version()  # torch.compile breaks a graph that asks for it
-LOAD_BYTES = (
-    16  # that the fused kernels fetch at once; a TMA descriptor takes no other strides either
-)
+# that the fused kernels fetch at once; a TMA descriptor takes no other strides either
+LOAD_BYTES = 16
 
 
 @cache

@@ -22,9 +22,8 @@ from ltx2rt_cuda.device.attention import attention_part, gpu_attention, gpu_part
 from ltx2rt_cuda.device.torch_device import Recorder, TorchDevice
 from ltx2rt_cuda.devices import RESERVE
 
-WARMUPS = (
-    2  # runs before a step is recorded: libraries pick kernels and take workspaces in the first
-)
+# runs before a step is recorded: libraries pick kernels and take workspaces in the first
+WARMUPS = 2
 
 
 class Cuda(TorchDevice):
@@ -183,10 +182,8 @@ class Pool:
         recorded = torch.cuda.graph(
             graph, pool=self.id, stream=self.start, capture_error_mode="thread_local"
         )
-        with (
-            torch.cuda.stream(torch.cuda.current_stream()),
-            recorded,
-        ):  # which itself does not go back if it fails
+        # which itself does not go back if it fails
+        with torch.cuda.stream(torch.cuda.current_stream()), recorded:
             self.stream.wait_stream(self.start)
             try:
                 with torch.cuda.stream(self.stream):

@@ -31,9 +31,8 @@ def gemma4(outer: Keys) -> Gemma4Config:
     keys = outer.inner("text_config") if "text_config" in outer else outer
     keys.may(**USUAL)
     keys.must(attention_k_eq_v=True)
-    keys.choice(
-        "use_bidirectional_attention", {"vision": None, None: None}, None
-    )  # neither concerns text
+    # neither concerns text
+    keys.choice("use_bidirectional_attention", {"vision": None, None: None}, None)
     sizes = read_official(ROWS, keys)
     types = keys.get("layer_types", None)
     if types is None:

@@ -160,9 +160,8 @@ def official_video_vae_json(v: VideoVaeConfig) -> dict[str, Any]:
         "encoder_base_channels": v.encoder[0].channels,
         "decoder_base_channels": v.decoder[-1].channels,
     }
-    if (
-        v.decoder_padding == "zeros"
-    ):  # 2.0 has no such key: its absence means reflect in the decoder
+    # 2.0 has no such key: its absence means reflect in the decoder
+    if v.decoder_padding == "zeros":
         out["spatial_padding_mode"] = "zeros"
     return out
 
