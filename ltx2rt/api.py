@@ -32,6 +32,7 @@ from ltx2rt.media.images import on_disk
 from ltx2rt.media.output import write_clip
 from ltx2rt.media.provenance import Origin
 from ltx2rt.pipelines import make_request
+from ltx2rt.pipelines.recipes import with_recipe
 from ltx2rt.pipelines.request import Request
 from ltx2rt.run.estimate import Devices, estimate, to_json
 from ltx2rt.run.files import Files, parse_signature
@@ -113,9 +114,12 @@ class Session:
 
     def generate(
         self,
-        prompt: str,
+        prompt: str = "",
         *,
         pipeline: str | None = None,
+        preset: str | None = None,
+        config: str | Path | None = None,
+        like: str | Path | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         cancelled: Callable[[], bool] | None = None,
         parts: str | Path | None = None,
@@ -123,7 +127,8 @@ class Session:
     ) -> Clip:
         """One clip. clip: the clip flags of `generate` but output, report and latents_out; Pillow
         images, arrays u8[H, W, 3] and open files stand for files. pipeline: None for the one that
-        they ask for.
+        they ask for. preset, config, like: as of the command line; a model's flags are those of the
+        session.
 
         parts: the folder that keeps segments and steps until the clip is made, and from which a
         later call of the same goes on; by default a temporary one for segments alone.
@@ -133,7 +138,13 @@ class Session:
         all, and the session is as usable as before. Raises InputError.
         """
         with self._lock, ExitStack() as during:
-            request = make_request(pipeline, prompt=prompt, **_on_disk(clip, during))
+            clip = _on_disk(clip, during)
+            if prompt != "" or not (config or like):
+                clip["prompt"] = prompt
+            if preset or config or like:
+                clip = with_recipe(pipeline, clip, preset=preset, config=config, like=like)
+                pipeline = clip.pop("pipeline")
+            request = make_request(pipeline, **clip)
             folder = Path(parts) if parts else None
             if request.in_segments and not folder:
                 folder = Path(during.enter_context(TemporaryDirectory()))

@@ -371,21 +371,20 @@ def _check_bounds(f: Field, value: Any) -> None:
         raise InputError(f"{spelling(f)}: {_shown(value)[:20]}, expected {expected}")
 
 
-def other_names(*types: type) -> dict[str, str]:
-    """Names of fields by their flags' other names, with underscores."""
+def field_names(*types: type) -> dict[str, str]:
+    """The fields by each of their names: a field's, and its flag's ones with underscores."""
+    found = flagged(*types)
     spelled = {
         one[2:].replace("-", "_"): name
-        for name, f in flagged(*types).items()
+        for name, f in found.items()
         for one in (spelling(f), *f.metadata["flag"].also)
     }
-    return {one: name for one, name in spelled.items() if one not in flagged(*types)}
+    return spelled | {name: name for name in found}
 
 
 def keywords(given: Mapping[str, Any], *types: type) -> dict[str, Any]:
     """Values by field name from a Python caller's keywords. Raises InputError."""
-    found = flagged(*types)
-    names = {name: name for name in found}
-    names |= other_names(*types)
+    found, names = flagged(*types), field_names(*types)
     if unknown := sorted(given.keys() - names.keys()):
         near = nearest(unknown[0], names)
         known = f"did you mean {near}?" if near else f"known: {', '.join(sorted(found))}"

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import stat
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,14 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
         return data.decode("utf-16" if wide else "utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: no UTF-8 text ({error}); save it again as UTF-8") from None
+
+
+def read_toml(flag: str, path: Path) -> dict[str, Any]:
+    """Return the values of a TOML file that a flag names. Raises InputError."""
+    try:
+        return tomllib.loads(read_text(path))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InputError(f"{flag}: {path} is no TOML file ({error}); correct it") from None
 
 
 def flag_lines(flag: str, path: Path, most_bytes: int = MOST_BYTES) -> list[str]:

@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -27,7 +27,17 @@ from ltx2rt.commands.options import (
     start_ranks,
 )
 from ltx2rt.errors import InputError
-from ltx2rt.flags import COMMON, add_flag, add_flags, flagged, given_flags, groups, shorten
+from ltx2rt.flags import (
+    COMMON,
+    add_flag,
+    add_flags,
+    field_names,
+    flag,
+    flagged,
+    given_flags,
+    groups,
+    shorten,
+)
 from ltx2rt.graph.encodings import QUANTISED
 from ltx2rt.media.output import check_streams
 from ltx2rt.notes import note
@@ -35,6 +45,7 @@ from ltx2rt.pipelines import FIRST, pipeline, pipelines, step_plans
 from ltx2rt.pipelines.groups.seeds import draw_seed
 from ltx2rt.pipelines.groups.size import Pixels
 from ltx2rt.pipelines.groups.text import Prompt
+from ltx2rt.pipelines.recipes import PRESETS, recipe
 from ltx2rt.pipelines.request import Request
 from ltx2rt.run import history
 from ltx2rt.run.files import Files
@@ -142,9 +153,35 @@ def _announce(session: Session, plan: Plan) -> None:
         note(line, prefix="")
 
 
+@dataclass(frozen=True)
+class Sources:
+    """Where flags come from that the command line lacks."""
+
+    preset: str | None = flag(
+        None,
+        "draft is distilled at half the sides, standard the default, best is hq",
+        group="pipeline",
+        choices=tuple(PRESETS),
+        common=COMMON[0],
+    )
+    config: Path | None = flag(
+        None,
+        "TOML file with flags by their names; the command line comes first",
+        group="pipeline",
+        metavar="FILE",
+    )
+    like: Path | None = flag(
+        None,
+        "take all settings of a clip that was made, seed and LoRAs among them, but the model",
+        group="pipeline",
+        metavar="CLIP",
+    )
+
+
 def flags(to: Any) -> None:
+    found = _from_sources(to)
     run_flags(to)
-    add_flags(to, Files)
+    add_flags(to, Files, Sources)
     texts = groups(to)["clip"].add_mutually_exclusive_group(required=True)
     shown = pipeline_flags(to, Prompt)
     prompt = flagged(shown)["prompt"]
@@ -159,17 +196,41 @@ def flags(to: Any) -> None:
     lines = "\n  ".join(examples(shown))
     to.epilog = f"examples:\n  {lines}\n\n{COMPILED}"
     to.add_argument("--help-all", action="help", help="show every flag of the pipeline")
+    if "prompt" in found:
+        found["prompt"] = [found["prompt"], *found.pop("segment_prompts", ())]
+        texts.required = False
+    for action in to._actions:
+        if action.dest in found:
+            action.required, action.default = False, found[action.dest]
     if {"-h", "--help"} & set(to.words):
         _shorten(to, shown)
+
+
+def _from_sources(to: Any) -> dict[str, Any]:
+    """Return the flags that the words lack, from --preset, --config and --like; the words then name
+    the pipeline."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in (*flagged(Sources), "pipeline"):
+        early.add_argument(f"--{name}", nargs="?")
+    asked = vars(early.parse_known_args(to.words)[0])
+    name, names = asked.pop("pipeline"), field_names(ModelOptions, Files, *pipelines().values())
+    if not any(asked.values()):
+        return {}
+    words = {word.partition("=")[0][2:].replace("-", "_") for word in to.words}
+    given = {names[word] for word in words & names.keys()}
+    given |= {"prompt"} if "prompts" in words else set()
+    found = recipe(given, ModelOptions, Files, name=name, **asked)
+    to.words = [*to.words, "--pipeline", found.pop("pipeline")]
+    return found
 
 
 def _shorten(to: Any, shown: type[Request]) -> None:
     """Let the help have the common flags alone, with those by which an input chooses a pipeline."""
     known = list(pipelines().values())
     own = [type(group) for type_ in known for group in type_.groups]  # help for any pipeline
-    every = flagged(ModelOptions, shown, Files, *own, *known)
+    every = flagged(ModelOptions, Sources, shown, Files, *own, *known)
     titles = {name: f.metadata["flag"].common for name, f in every.items()}
-    there = flagged(ModelOptions, shown, Files)
+    there = flagged(ModelOptions, Sources, shown, Files)
     for name, f in every.items():
         if (
             titles[name]

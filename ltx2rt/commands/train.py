@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import time
-import tomllib
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from ltx2rt.session.open import located, open_session
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.suggest import hint
 from ltx2rt.system import ENDING
-from ltx2rt.text_files import read_text
+from ltx2rt.text_files import read_toml
 from ltx2rt.train.manifest import MANIFEST
 from ltx2rt.train.prepare import prepare as fill
 from ltx2rt.train.prepare_flags import PrepareRequest
@@ -96,11 +95,7 @@ def configured(args: argparse.Namespace) -> argparse.Namespace:
     if path is None and hasattr(args, "output") and states(run) and (run / CONFIGURATION).exists():
         path = run / CONFIGURATION
     if path is not None:
-        try:
-            found = tomllib.loads(read_text(path))
-        except (tomllib.TOMLDecodeError, RecursionError) as error:
-            raise InputError(f"--config: {path} is no TOML file ({error}); correct it") from None
-        for name, value in found.items():
+        for name, value in read_toml("--config", path).items():
             if name not in known:
                 raise InputError(
                     f"--config: {path} has {name!r}, which is no flag of `train "

@@ -8,9 +8,10 @@ share.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
@@ -47,6 +48,7 @@ class Run:
         session.require_memory(self.plan.stages, warm=warm)
         self.recorded: GrowingClip | None = None
         self.folder: Path | None = None
+        self.claim: Callable[[], None] = lambda: None
         self.state = State()
 
     @property
@@ -66,7 +68,10 @@ class Run:
         with ExitStack() as during:
             self.folder = folder if steps else None
             if folder and self.is_main:
-                during.enter_context(claimed(self.session, self.plan, folder))
+                claim = claimed(self.session, self.plan, folder)
+                self.claim = partial(during.enter_context, claim)
+                if self.request.in_segments or folder.exists():
+                    self.claim()
                 if output and self.request.in_segments:
                     clip = recording(self.session, self.plan, folder, output, self.marks)
                     self.recorded = during.enter_context(clip)
@@ -75,7 +80,8 @@ class Run:
     def make(self, stream: TextIO | None = None, **how: Any) -> None:
         """Run up to the frames, once the length is known. how: as `produce` takes it."""
         self.plan = timed(self.session, self.plan, stream)
-        made = produce(self.session, self.plan, stream=stream, folder=self.folder, **how)
+        kept = {"folder": self.folder, "claim": self.claim}
+        made = produce(self.session, self.plan, stream=stream, kept=kept, **how)
         self.state, self.watch, self.report = made
 
     def follow(self) -> None:
@@ -177,9 +183,10 @@ def produce(
     on_progress: Callable[[Progress], None] | None = None,
     cancelled: Callable[[], bool] | None = None,
     look: Callable[[Callable[[], np.ndarray]], None] | None = None,
-    folder: Path | None = None,
+    kept: Mapping[str, Any] | None = None,
 ) -> tuple[State, Stopwatch, Callable[[], dict[str, Any]]]:
-    """Run the plan, which fits the device, up to its frames: (state, watch, report). folder: where steps are kept.
+    """Run the plan, which fits the device, up to its frames: (state, watch, report). kept: fields of the state
+    that say where steps are kept.
 
     report() is the dict of `--report`, once the frames are taken.
     """
@@ -203,7 +210,7 @@ def produce(
     if warmup:
         with watch.apart("warmup", "warming up"):
             warm_up(session, plan)
-    state = State(keep=keep, folder=folder)
+    state = State(keep=keep, **(kept or {}))
     run_stages(session, plan, watch, state)
 
     def report() -> dict[str, Any]:

@@ -21,7 +21,7 @@ from ltx2rt.run.plan import Plan
 from ltx2rt.run.recording import CLIP, STREAM
 from ltx2rt.run.report import comment, written
 from ltx2rt.session.session import Session
-from ltx2rt.stages.kept_steps import STEPS, STOPPED, latest
+from ltx2rt.stages.kept_steps import STEPS, latest
 from ltx2rt.text_files import read_json
 
 REQUEST = "request.json"
@@ -64,6 +64,8 @@ def claimed(session: Session, plan: Plan, folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
+        if not folder.parent.is_dir():
+            raise
         raise InputError(
             f"--output: the folder {folder}, which keeps unfinished work, cannot be made "
             f"({error.strerror}); move what is there, or choose another name"
@@ -73,7 +75,7 @@ def claimed(session: Session, plan: Plan, folder: Path) -> Iterator[None]:
         _check(json.loads(json.dumps(asked)), folder, segmented)
         try:
             yield
-        except STOPPED:
+        except (KeyboardInterrupt, SystemExit):
             for line in _kept(plan.request, folder):
                 note(f"{line} are kept in {folder}: the same command goes on")
             raise

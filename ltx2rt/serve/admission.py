@@ -32,6 +32,7 @@ from ltx2rt.pipelines.groups.seeds import Videos
 from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, MAX_FPS, MIN_FPS, Length, Pixels
 from ltx2rt.pipelines.groups.sound import parse_reference
 from ltx2rt.pipelines.groups.text import Enhancing
+from ltx2rt.pipelines.recipes import recipe
 from ltx2rt.pipelines.request import Request, distilled_lora
 from ltx2rt.pipelines.step_plans import PlanFile
 from ltx2rt.placement.devices import known_kind
@@ -55,6 +56,7 @@ MAX_SECONDS = 120  # limit for a clip in segments
 OURS = (
     "model",
     "pipeline",
+    "preset",
     "size",
     "n",
     "images",
@@ -170,6 +172,8 @@ class Admission:
         Raises Refusal."""
         # `value` is the function below: a comprehension's own would hide it until Python 3.12.4
         given = {field: found for field, found in given.items() if found is not None}
+        if "preset" in given:
+            given = with_preset(given)
         name = self._name(given)
         type_ = self.served[name]
         for field, f in self.fields(type_).items():
@@ -584,6 +588,18 @@ def _items(name: str, given: Any, most: int, known: Sequence[str]) -> list[dict[
     for key in (key for item in given for key in item if key not in known):
         raise unknown(f"{name}.{key}", [f"{name}.{one}" for one in known])
     return list(given)
+
+
+def with_preset(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request with what its preset gives. Raises Refusal."""
+    name, preset = given.get("pipeline"), str(given["preset"])
+    try:
+        found = recipe(given.keys(), name=name, preset=preset)
+    except InputError as error:
+        raise of_input(error, list(OURS), given) from error
+    if size := [str(found.pop(side)) for side in ("width", "height") if side in found]:
+        found["size"] = "x".join(size)
+    return found | {field: value for field, value in given.items() if field != "preset"}
 
 
 def _check_metadata(given: Any) -> None:

@@ -116,8 +116,6 @@ def work(
         if crew is not None:
             job = json.loads(crew.handed_out("job", number, json.dumps(job)))
         event, facts = attempt(session, own, job, pipe if first else None, projection, marks)
-        if first and facts.get("code") != STORAGE:  # else another run goes on from them
-            discard(segments_of(job))
         pipe.cancelled.discard(job["id"])
         pipe.watched.discard(job["id"])
         alone = ("out_of_memory", STORAGE)  # what one rank meets while the others wait for it
@@ -198,10 +196,10 @@ def attempt(
     try:
         return "done", {"result": run(session, own, job, marks, progress, cancelled, look)}
     except Cancelled:
-        return "cancelled", {}
+        ended: tuple[str, dict[str, Any]] = "cancelled", {}
     except InputError as error:
         code = "too_large_for_memory" if str(error).startswith("no room") else "input_changed"
-        return "failed", {"code": code, "message": FOLDERS.sub("", str(error))}
+        ended = "failed", {"code": code, "message": FOLDERS.sub("", str(error))}
     except Exception as error:
         if isinstance(error, OSError) and (
             reason := writing_problem(Path(job["stem"]).parent, error)
@@ -209,10 +207,10 @@ def attempt(
             return "failed", {"code": STORAGE, "message": f"the clip cannot be written: {reason}"}
         print(f"ltx2rt: {job['id']}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         code = "out_of_memory" if ran_out_of_memory(error) else "internal"
-        return "failed", {
-            "code": code,
-            "message": FOLDERS.sub("", f"{type(error).__name__}: {error}"[:500]),
-        }
+        message = FOLDERS.sub("", f"{type(error).__name__}: {error}"[:500])
+        ended = "failed", {"code": code, "message": message}
+    discard(segments_of(job))  # no other run goes on from it
+    return ended
 
 
 def ran_out_of_memory(error: Exception) -> bool:
@@ -238,7 +236,9 @@ def run(
     with made.kept_in(segments_of(job), Path(job["stem"] + CLIP)):
         made.make(on_progress=progress, cancelled=cancelled, look=look)
         if made.is_main:
-            return _published(made, job)
+            result = _published(made, job)
+            discard(segments_of(job))
+            return result
         made.follow()
         return {}
 

@@ -253,7 +253,7 @@ class Denoise(Stage):
         trail: dict[str, list[np.ndarray]] = {}
         carried = [f"{m}_{name}" for m in self.made for name in ("latent", *CARRIED[self.stepping])]
         counts = [min(call.steps or 0, state.max_steps or self.steps()) for call in calls]
-        kept = KeptSteps(session.backend, state.folder, self.noise.prefix + self.name, sum(counts))
+        kept = KeptSteps(session.backend, state, self.noise.prefix + self.name, sum(counts))
         first, found_there = kept.read()
         feeds |= found_there
         if first < sum(counts):

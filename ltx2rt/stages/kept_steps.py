@@ -17,6 +17,7 @@ from ltx2rt.atomic_file import replacing
 from ltx2rt.backend import Backend
 from ltx2rt.errors import Cancelled, InputError
 from ltx2rt.notes import note
+from ltx2rt.stages.stage import State
 from ltx2rt.weights.files import TensorFile, write_arrays
 
 STEPS, COUNT = ".steps", "steps"  # suffix of the files; the tensor of (finished, all) steps
@@ -25,11 +26,11 @@ STOPPED = (KeyboardInterrupt, SystemExit, Cancelled)
 
 
 class KeptSteps:
-    """The file of one stage, without a folder none. of: the stage's number of steps."""
+    """The file of one stage; none if the state has no folder. of: the stage's number of steps."""
 
-    def __init__(self, backend: Backend, folder: Path | None, name: str, of: int):
-        self.backend, self.of = backend, of
-        self.path = folder and folder / f"{name}{STEPS}"
+    def __init__(self, backend: Backend, state: State, name: str, of: int):
+        self.backend, self.claim, self.of = backend, state.claim, of
+        self.path = state.folder and state.folder / f"{name}{STEPS}"
         self.saved = self.done = 0
         self._values: Callable[[], dict[str, np.ndarray]] = dict
         self._saved_s = time.monotonic()
@@ -60,6 +61,8 @@ class KeptSteps:
     def _save(self) -> None:
         if self.path is None or self.saved == self.done or not self.backend.is_main:
             return
+        if not self.path.parent.exists():
+            self.claim()
         count = {COUNT: np.array([self.done, self.of], np.int32)}
         with replacing(self.path) as partial:
             write_arrays(partial, self._values() | count)

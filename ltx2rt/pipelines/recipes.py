@@ -1,0 +1,155 @@
+"""Requests from elsewhere: a preset, a configuration file, the settings in a clip that was made.
+
+Decides their order: flags that are given come before the preset, this one before the file, and the
+clip is last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ltx2rt.errors import InputError
+from ltx2rt.flags import Flag, field_names, flagged
+from ltx2rt.notes import note
+from ltx2rt.pipelines import FIRST, chosen, pipeline, pipelines
+from ltx2rt.session.options import MEMORY
+from ltx2rt.suggest import nearest
+from ltx2rt.text_files import read_toml
+from ltx2rt.weights.digests import digest
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "draft": {"pipeline": "distilled"},
+    "standard": {},
+    "best": {"pipeline": "hq"},
+}
+DRAFT_SIZE = {"width": 384, "height": 256}  # half of the default's sides
+
+
+def recipe(
+    given: Collection[str],
+    *types: type,
+    name: str | None = None,
+    preset: str | None = None,
+    config: Path | str | None = None,
+    like: Path | str | None = None,
+) -> dict[str, Any]:
+    """The fields that preset, file and clip give, with `pipeline`; those in `given` left out.
+
+    types: dataclasses of flags that a file may name, besides the pipeline's. name: of the pipeline,
+    None for the one that all inputs choose. What it does not read is left out with a note. Raises
+    InputError.
+    """
+    if preset is not None and preset not in PRESETS:
+        raise InputError(f"--preset: {preset!r}, expected one of {', '.join(PRESETS)}")
+    found = _of_clip(Path(like), given, types) if like else {}
+    if config:
+        found |= _of_file(Path(config), types)
+    if preset:
+        found |= PRESETS[preset]
+        if preset == "draft" and "video_path" not in given:  # that is made at its own size
+            found |= DRAFT_SIZE
+    default = found.pop("pipeline", FIRST)
+    name = name or chosen({*given, *found}, default)[0]
+    read = {*flagged(*types, pipeline(name)), "pipeline"}
+    unread = [field for field in found if field not in read and field not in given]
+    if unread:
+        note(f"left out, for the {name} pipeline does not read them: {', '.join(unread)}")
+    return _without({"pipeline": name} | found, [*given, *unread])
+
+
+def with_recipe(name: str | None, given: Mapping[str, Any], **sources: Any) -> dict[str, Any]:
+    """The keywords of a Python caller, or the fields of a job, with what the sources give. name: of
+    the pipeline, if they name one. Raises InputError."""
+    names = field_names(*pipelines().values())
+    fields = {names.get(key, key) for key in given}
+    return recipe(fields, name=name, **sources) | dict(given)
+
+
+def _without(found: Mapping[str, Any], left_out: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if name not in left_out}
+
+
+def _of_file(path: Path, types: Sequence[type]) -> dict[str, Any]:
+    found = read_toml("--config", path)
+    name = found.pop("pipeline", FIRST)
+    names = field_names(*types, pipeline(name))
+    values = {}
+    for key, value in found.items():
+        spelt = key.replace("-", "_")
+        if spelt not in names:
+            near = nearest(spelt, names)
+            meant = f"; did you mean {near}?" if near else ""
+            raise InputError(f"--config: {path} has {key!r}, which is no flag of {name}{meant}")
+        negated = spelt.startswith("no_") and isinstance(value, bool)
+        values[names[spelt]] = not value if negated else value
+    return values | {"pipeline": name}
+
+
+def settings_in(path: Path) -> dict[str, Any]:
+    """The settings that a clip's file holds. Raises InputError."""
+    import av
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        if path.suffix.lower() == ".png":
+            with Image.open(path) as image:
+                text = image.info.get("Comment", "")
+        else:
+            with av.open(str(path)) as file:
+                known = {key.lower(): value for key, value in file.metadata.items()}
+                text = known.get("comment", "")
+        return json.loads(text)["settings"]
+    except (OSError, av.FFmpegError, UnidentifiedImageError) as error:
+        raise InputError(f"--like: {path} cannot be read ({error}); name a clip's file") from None
+    except (KeyError, TypeError, ValueError):
+        raise InputError(
+            f"--like: {path} holds no settings of ltx2rt; name a file that was made without "
+            "--no-metadata"
+        ) from None
+
+
+def _of_clip(path: Path, given: Collection[str], types: Sequence[type]) -> dict[str, Any]:
+    settings = settings_in(path)
+    options = settings.pop("options", {})
+    name = settings.pop("pipeline")
+    for field, f in flagged(*types).items():
+        own: Flag = f.metadata["flag"]
+        shaping = own.group != MEMORY or own.choices  # the others say where a run is computed
+        if shaping and options.get(field) and "name" not in options[field]:
+            settings[field] = options[field]
+    known = flagged(*types, pipeline(name))
+    found = {"pipeline": name}
+    for field, value in settings.items():
+        if field in given or value in (None, [], "") or ("seed" in given and field == "noise_in"):
+            continue
+        if field not in known:
+            raise InputError(f"--like: {path} has {field}={value!r}, which this version lacks")
+        found[field] = _restored(path, field, value)
+    return found
+
+
+def _restored(clip: Path, field: str, value: Any) -> Any:
+    """The value as Python's keywords take it; files by the path at which they are now."""
+    if isinstance(value, dict) and "name" in value:
+        return _file(clip, field, value)
+    if isinstance(value, dict):
+        return tuple(_restored(clip, field, part) for part in value.values() if part is not None)
+    return [_restored(clip, field, part) for part in value] if isinstance(value, list) else value
+
+
+def _file(clip: Path, field: str, named: Mapping[str, str]) -> Path:
+    def places() -> Iterator[Path]:
+        yield clip.parent / named["name"]
+        yield Path(named["name"])
+
+    for path in places():
+        if path.exists() and named.get("digest") == digest(path):
+            return path
+    flag = field.replace("_", "-")
+    raise InputError(
+        f"--like: {clip} was made with {named['name']} (--{flag}), which lies neither beside it nor "
+        "here as it was; put it there, or give the flag"
+    )

@@ -1,0 +1,109 @@
+"""Requests from a preset, a file or a clip: what is given besides comes first."""
+
+import json
+import os
+
+import pytest
+
+import ltx2rt
+from ltx2rt.errors import InputError
+from ltx2rt.pipelines.recipes import recipe, settings_in, with_recipe
+from ltx2rt.serve.admission import with_preset
+from ltx2rt.session.options import ModelOptions
+
+SIZE = ("--width", 128, "--height", 64, "--num-frames", 9, "--fps", 48)
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return tiny("tiny-2.3", "official")
+
+
+def words(model, output, *more):
+    where = ("--backend", "cuda", "--device", "cpu", "--model", model, "--output", output)
+    return ["generate", *map(str, (*where, *more))]
+
+
+def test_a_clip_is_made_again_from_its_file_alone(model, command, images, tmp_path, monkeypatch):
+    """To the same bytes, with its image; also as frames, and in Python to the same frames."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "first.png").write_bytes(images[0].read_bytes())
+    given = ("--prompt", "a fox", "--image", "first.png:0:0.8", "--steps", 2, "--video-cfg", 2.5)
+    first, again = tmp_path / "a.mp4", tmp_path / "b.mp4"
+    assert command(*words(model, first, *SIZE, *given, "--lora-mode", "unmerged"))[0] == 0
+    assert command(*words(model, again, "--like", first))[0] == 0
+    assert again.read_bytes() == first.read_bytes()
+    settings = settings_in(first)
+    assert settings["options"]["lora_mode"] == "unmerged"
+    frames = tmp_path / "f%03d.png"
+    assert command(*words(model, frames, "--like", first, "--seed", 4, "--no-audio"))[0] == 0
+    changed = settings_in(tmp_path / "f001.png")
+    assert changed == settings | {"seed": 4, "audio": False}
+    with ltx2rt.open(model, backend="cuda", device="cpu") as session:
+        clip = session.generate(like=first, seed=4, audio=False)
+    assert clip.settings["video_cfg"] == 2.5 and clip.seed == 4
+    (tmp_path / "first.png").write_bytes(images[0].read_bytes() + b"x")
+    status, _, err = command(*words(model, again, "--like", first))
+    assert status == 2 and "made with first.png (--images)" in err, err
+
+
+@pytest.mark.parametrize(
+    ("given", "sources", "expected"),
+    [
+        ((), {"preset": "draft"}, {"pipeline": "distilled", "width": 384, "height": 256}),
+        (("width", "height"), {"preset": "draft"}, {"pipeline": "distilled"}),
+        ((), {"preset": "best"}, {"pipeline": "hq"}),
+        ((), {"preset": "standard"}, {"pipeline": "two-stage"}),
+        (("audio_path",), {"preset": "best"}, {"pipeline": "a2v"}),
+        (("mask", "video_path"), {"preset": "draft"}, {"pipeline": "inpaint"}),
+    ],
+)
+def test_inputs_choose_the_pipeline_before_a_preset(given, sources, expected):
+    assert recipe(given, **sources) == expected
+
+
+def test_a_file_gives_flags_by_any_of_their_names(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text(
+        'pipeline = "one-stage"\nno-audio = true\nlora = ["a.safetensors:0.5"]\nvideo_cfg = 2\n'
+    )
+    found = recipe((), ModelOptions, config=file)
+    expected = {"pipeline": "one-stage", "audio": False, "loras": ["a.safetensors:0.5"]}
+    assert found == expected | {"video_cfg": 2}
+    assert "video_cfg" not in recipe(("video_cfg",), ModelOptions, config=file)
+    file.write_text("stepps = 3\n")
+    with pytest.raises(InputError, match=r"has 'stepps', which is no flag .* did you mean steps\?"):
+        recipe((), config=file)
+
+
+def test_flags_come_before_a_file_and_a_file_may_have_all(model, command, tmp_path):
+    file, output = tmp_path / "c.toml", tmp_path / "a.mp4"
+    lines = {"prompt": "a fox", "steps": 2, "width": 128, "height": 64, "num-frames": 9, "fps": 48}
+    own = {"backend": "cuda", "device": "cpu", "model": str(model), "output": str(output)}
+    text = "".join(f"{name} = {json.dumps(value)}\n" for name, value in (lines | own).items())
+    file.write_text(text)
+    status, _, err = command("generate", "--config", file, "--steps", 1, "--preset", "standard")
+    assert status == 0, err
+    found = settings_in(output)
+    assert (found["steps"], found["prompt"], found["fps"]) == (1, "a fox", "48")
+    file.write_text(text + "sseed = 3")
+    status, _, err = command("generate", "--config", file)
+    assert status == 2 and "which is no flag of two-stage; did you mean seed?" in err, err
+
+
+def test_what_is_no_clip_of_ours_is_refused(images, tmp_path, command, model):
+    for file, said in ((images[0], "holds no settings"), (tmp_path / "x.mp4", "cannot be read")):
+        status, _, err = command(*words(model, tmp_path / "a.mp4", "--like", file))
+        assert status == 2 and said in err, err
+    assert not os.listdir(tmp_path)
+    with pytest.raises(InputError, match="--preset: 'x', expected one of draft, standard, best"):
+        with_recipe(None, {}, preset="x")
+
+
+def test_a_job_takes_a_preset():
+    assert with_preset({"prompt": "x", "preset": "draft"}) == {
+        "prompt": "x",
+        "pipeline": "distilled",
+        "size": "384x256",
+    }
+    assert with_preset({"size": "128x64", "preset": "draft"})["size"] == "128x64"
