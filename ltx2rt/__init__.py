@@ -18,16 +18,7 @@ if TYPE_CHECKING:
     from ltx2rt.run.train import train
     from ltx2rt.session.stopwatch import Progress
 
-__all__ = [
-    "Cancelled",
-    "Clip",
-    "InputError",
-    "Progress",
-    "Session",
-    "__version__",
-    "open",
-    "train",
-]
+__all__ = ["Cancelled", "Clip", "InputError", "Progress", "Session", "__version__", "open", "train"]
 
 
 def __getattr__(name: str) -> Any:

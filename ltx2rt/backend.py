@@ -370,9 +370,8 @@ class BackendFactory(Protocol):
     process_per_device: bool  # else one process drives all devices of a host
     packages: tuple[str, ...]  # the distributions that it computes with, its framework first
     streams: Collection[str]  # networks whose layers `Backend.load` can keep in the host's memory
-    recorded: Container[
-        str
-    ]  # kinds of devices on which a loop's steps are recorded, and keep their memory
+    # kinds of devices on which a loop's steps are recorded, and keep their memory
+    recorded: Container[str]
 
     def device_kinds(self) -> Iterable[Any]:
         """The devices that can be planned for, by their data sheets:

@@ -16,11 +16,7 @@ _made: WeakKeyDictionary[Graph, dict[Hashable, Graph]] = WeakKeyDictionary()
 
 
 def as_run(
-    graph: Graph,
-    device_kind: str,
-    steps: bool = False,
-    compile: bool = False,
-    train: bool = False,
+    graph: Graph, device_kind: str, steps: bool = False, compile: bool = False, train: bool = False
 ) -> Graph:
     """Interleave the halves of the tokens where Inductor does not order a block by itself, and fuse
     ops that have kernels, which saves passes over memory even on a CPU. Training graphs are

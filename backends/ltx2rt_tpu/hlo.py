@@ -13,12 +13,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-OTHERS = (
-    "collective-broadcast",
-    "ragged-all-to-all",
-    "send",
-    "recv",
-)  # no program of ours has them
+# no program of ours has them
+OTHERS = ("collective-broadcast", "ragged-all-to-all", "send", "recv")
 BYTES = {
     "pred": 1,
     "s8": 1,

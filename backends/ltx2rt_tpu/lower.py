@@ -72,9 +72,8 @@ def _repeat(
     initial, invariant, data = plan.divide(operands)
     stacked = {name: weights[name] for name in plan.body.params if "*" in name}
     shared = {name: weights[name] for name in plan.body.all_params() if name not in stacked}
-    part = {
-        name: x for name, x in stacked.items() if len(x) > plan.count
-    }  # read in place: a slice would be a copy
+    # read in place: a slice would be a copy
+    part = {name: x for name, x in stacked.items() if len(x) > plan.count}
     whole = {name: x for name, x in stacked.items() if name not in part}
 
     layers = jnp.arange(plan.first, plan.stop) if part else None

@@ -29,10 +29,8 @@ from ltx2rt.weights.lora import BF16, F32, row_chunks
 Weights = dict[str, Any]  # arrays, or `HostLayers`
 HALVED_BYTES = 2**20  # a smaller tensor is copied sooner than a thread is started
 TILED_KIND = "TPU7x"
-TILED_ROWS, TILED_COLUMNS = (
-    16,
-    128,
-)  # layout of one layer's matrix in the memory of a TPU7x, bfloat16 rows in pairs
+# layout of one layer's matrix in the memory of a TPU7x, bfloat16 rows in pairs
+TILED_ROWS, TILED_COLUMNS = (16, 128)
 
 
 class HostLayers:

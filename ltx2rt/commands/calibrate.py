@@ -31,15 +31,8 @@ example:
   ltx2rt calibrate --model MODEL_DIR --pipeline two-stage --output plans.json
   ltx2rt generate --model MODEL_DIR --step-plan plans.json:15 --prompt "a red fox" --output fox.mp4
 """
-OF_ONE_CLIP = (
-    Prompt,
-    Enhancing,
-    NoiseFile,
-    Videos,
-    Segments,
-    Hdr,
-    Interval,
-)  # have no meaning here
+# have no meaning here
+OF_ONE_CLIP = (Prompt, Enhancing, NoiseFile, Videos, Segments, Hdr, Interval)
 SEED = 0  # seed of the first prompt
 MAX_PROMPTS = 1000
 PROMPTS = (  # speech, music, impacts, moving cameras, faces, still scenes: in both halves

@@ -82,9 +82,7 @@ def component_graph(
 
 def flags(to: Any) -> None:
     groups(to)["network"].add_argument(
-        "component",
-        metavar="COMPONENT",
-        help=f"network to print: {', '.join(NAMES)}",
+        "component", metavar="COMPONENT", help=f"network to print: {', '.join(NAMES)}"
     )
     model_or_preset(to)
     add_flags(to, Size)

@@ -120,9 +120,7 @@ def read_prompts(path: Path) -> list[str]:
 
 def json_flag(to: Any) -> None:
     groups(to)["output"].add_argument(
-        "--json",
-        action="store_true",
-        help="print JSON in place of text",
+        "--json", action="store_true", help="print JSON in place of text"
     )
 
 

@@ -78,10 +78,7 @@ def inspect(args: argparse.Namespace) -> None:
 
 def fetch_flags(to: Any) -> None:
     to.add_argument(
-        "repository",
-        type=Path,
-        metavar="ORG/NAME[/FILE]",
-        help="repository of the hub",
+        "repository", type=Path, metavar="ORG/NAME[/FILE]", help="repository of the hub"
     )
     names = ", ".join(pipelines())
     about = f"pipeline to fetch the files of: {names} (default: {FIRST})"
@@ -106,17 +103,10 @@ def fetch(args: argparse.Namespace) -> None:
 def merge_flags(to: Any) -> None:
     several = {"nargs": "+", "action": "extend", "required": True}
     to.add_argument(
-        "--model",
-        type=Path,
-        required=True,
-        metavar="PATH",
-        help="model file or folder (required)",
+        "--model", type=Path, required=True, metavar="PATH", help="model file or folder (required)"
     )
     to.add_argument(
-        "--lora",
-        **several,
-        metavar="FILE|FOLDER[:STRENGTH]",
-        help="LoRAs to merge (required)",
+        "--lora", **several, metavar="FILE|FOLDER[:STRENGTH]", help="LoRAs to merge (required)"
     )
     to.add_argument(
         "--lora-allow-partial",
@@ -124,26 +114,15 @@ def merge_flags(to: Any) -> None:
         help="merge what fits of a LoRA of another release, or with keys that the model lacks",
     )
     to.add_argument(
-        "--tensor",
-        **several,
-        metavar="NAME",
-        help="official names of tensors to write (required)",
+        "--tensor", **several, metavar="NAME", help="official names of tensors to write (required)"
     )
     to.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="file to write (required)",
+        "--output", type=Path, required=True, metavar="FILE", help="file to write (required)"
     )
     dtypes = ("bfloat16", "float32")
     about = "dtype of the tensors (default: float32)"
     to.add_argument(
-        "--dtype",
-        choices=dtypes,
-        metavar="|".join(dtypes),
-        default="float32",
-        help=about,
+        "--dtype", choices=dtypes, metavar="|".join(dtypes), default="float32", help=about
     )
 
 

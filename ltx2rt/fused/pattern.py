@@ -18,9 +18,8 @@ class Uses:
         self.makers: dict[int, Node] = {}
         self.readers: dict[int, list[Node]] = {}
         self.kept = {id(v) for v in graph.outputs.values()}
-        self.order = {
-            id(node): i for i, node in enumerate(graph.nodes)
-        }  # a reader's number is never less than a maker's
+        # a reader's number is never less than a maker's
+        self.order = {id(node): i for i, node in enumerate(graph.nodes)}
         for node in graph.nodes:
             self._add(node)
 

@@ -24,9 +24,8 @@ from ltx2rt.graph.ir import Node, Type
 @dataclass(frozen=True)
 class Op:
     name: str
-    rule: Callable[
-        ..., tuple[Type | tuple[Type, ...], dict[str, Any]]
-    ]  # a tuple of types: an op with several results
+    # a tuple of types: an op with several results
+    rule: Callable[..., tuple[Type | tuple[Type, ...], dict[str, Any]]]
     numpy: Callable[..., Any]  # an array, or a sequence of them from an op with several results
     # 2 x multiply-adds of one execution; everything but products is bandwidth
     flops: Callable[[Node], int] = lambda node: 0
@@ -170,9 +169,7 @@ def select(condition: Type, x: Type, y: Type):
     return Type(axes, tuple(map(max, *views)), dtype), {"views": views}
 
 
-@op(
-    lambda x, scale, shift, views: x * (1 + scale.reshape(views[0])) + shift.reshape(views[1]),
-)
+@op(lambda x, scale, shift, views: x * (1 + scale.reshape(views[0])) + shift.reshape(views[1]))
 def modulate(x: Type, scale: Type, shift: Type):
     """x * (1 + scale) + shift, the AdaLN modulation."""
     _same_dtype(x, scale, shift)
@@ -818,11 +815,8 @@ def sinusoid(t: Type, *, size: int):
 # devices at once: operands and results are lists over the devices of one group, in the order of
 # their coordinate on the mesh axis.
 
-COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "all_to_all",
-)  # ops in which devices exchange bytes; no other op does
+# ops in which devices exchange bytes; no other op does
+COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
 
 
 def _numpy_shard(group, *, dim, mesh_axis, parts):

@@ -36,10 +36,8 @@ from ltx2rt.train.data import Bucket
 
 flag = flags_of("network")
 
-PARTS = {
-    "denoise-before": "before",
-    "denoise-step": "step",
-}  # components that are a part of the denoise loop
+# components that are a part of the denoise loop
+PARTS = {"denoise-before": "before", "denoise-step": "step"}
 COMPILED = (*(name for name, row in CATALOG.items() if row.branches is None), *PARTS)
 
 
@@ -131,10 +129,7 @@ def plan_job(options: ModelOptions, request: Request, target: Target) -> Compila
 
 
 def plan_training(
-    options: ModelOptions,
-    bucket: Bucket,
-    flags: Mapping[str, Any],
-    target: Target,
+    options: ModelOptions, bucket: Bucket, flags: Mapping[str, Any], target: Target
 ) -> Compilation:
     """One batch forward and backward, of clips of that size. flags: of the training run. Raises
     InputError."""

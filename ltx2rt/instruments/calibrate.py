@@ -41,10 +41,8 @@ from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.text_files import read_json, read_text
 
 ABOUT, MEASURES = "about.json", "measures.json"
-SOUND_WEIGHTS = (
-    1.0,
-    4.0,
-)  # weights of sound's error in a search; each gives candidates of both orders
+# weights of sound's error in a search; each gives candidates of both orders
+SOUND_WEIGHTS = (1.0, 4.0)
 LEAST = 1e-9  # distance below which clips are equal
 Measures = Mapping[str, float]
 
@@ -221,8 +219,7 @@ def calibrate(
             found["ratio"] = {
                 "calibration": round(scores[chosen], 4),
                 "held_out": round(
-                    score(*([runs.measured(way, n) for n in held_out] for way in ways.values())),
-                    4,
+                    score(*([runs.measured(way, n) for n in held_out] for way in ways.values())), 4
                 ),
             }
             if found["ratio"]["held_out"] >= 1:

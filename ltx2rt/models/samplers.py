@@ -25,25 +25,15 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph import Ops, Term
 from ltx2rt.models.step_plan import TERMS, StepPlan
 
-PER_STEP = (
-    "sigmas",
-    "coefficients",
-    "video_noise",
-    "audio_noise",
-)  # inputs of which every evaluation has its own
+# inputs of which every evaluation has its own
+PER_STEP = ("sigmas", "coefficients", "video_noise", "audio_noise")
 LAST_SIGMA = 0.0011  # where res2s evaluates in place of 0
 ETA = 0.5  # share of the noise that res2s injects
-MIN_REFINED_SIGMA, MAX_REFINED_H = (
-    0.03,
-    0.5,
-)  # where res2s moves the anchor back along its first direction
+# where res2s moves the anchor back along its first direction
+MIN_REFINED_SIGMA, MAX_REFINED_H = (0.03, 0.5)
 COEFFICIENTS = {"euler": 0, "ancestral": 3, "res2s": 9, "planned": TERMS}
-CARRIED = {
-    "euler": (),
-    "ancestral": (),
-    "res2s": ("anchor", "kept"),
-    "planned": ("kept",),
-}  # in addition to the latents
+# in addition to the latents
+CARRIED = {"euler": (), "ancestral": (), "res2s": ("anchor", "kept"), "planned": ("kept",)}
 NOISY = ("ancestral", "res2s")
 
 

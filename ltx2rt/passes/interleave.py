@@ -34,10 +34,8 @@ SAMPLES, TOKENS, HALVES = "B", "tokens", 2
 # more launches cost.
 HALF_ROWS = 1024
 Parts = Sequence[Value]  # a value's replacement: itself, or its halves
-QUERIES = (
-    0,
-    3,
-)  # operands of an attention that each query has a part of: q, and the bias behind k and v
+# operands of an attention that each query has a part of: q, and the bias behind k and v
+QUERIES = (0, 3)
 
 
 def interleave(graph: Graph, axis: str = SAMPLES, rows: int = 0, tied: int | None = None) -> Graph:
@@ -172,9 +170,8 @@ class _Halves:
         self.body = Graph(
             old.name, params=old.params, layouts=old.layouts, mesh=old.mesh, serial=old.serial
         )
-        self.parts: dict[int, Parts] = {
-            id(v): [v] for v in old.params.values()
-        }  # by id of the old body's values
+        # by id of the old body's values
+        self.parts: dict[int, Parts] = {id(v): [v] for v in old.params.values()}
         self.joined: dict[int, Value] = {}
         self.second: set[int] = set()  # nodes of the second half; whole nodes go with the first
 

@@ -11,15 +11,8 @@ from ltx2rt.graph.encodings import passing_bytes
 from ltx2rt.graph.ir import Graph, Node
 from ltx2rt.graph.ops import COLLECTIVES, OPS
 
-VIEWS = {
-    "split",
-    "merge",
-    "rename",
-    "slice",
-    "at",
-    "expand",
-    "transpose",
-}  # ops that usually move nothing
+# ops that usually move nothing
+VIEWS = {"split", "merge", "rename", "slice", "at", "expand", "transpose"}
 
 # Bytes that a device receives per byte it hands in, among n. An all-reduce is a reduce-scatter and
 # an all-gather, in each of which a device receives n - 1 slices of n.

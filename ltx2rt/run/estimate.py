@@ -164,9 +164,8 @@ def _whole(session: Session, plan: Plan, kind: DeviceKind) -> Iterator[str]:
     options = replace(session.options, profile="single", mesh={})
     single = Session(session.checkpoint, DatasheetBackend(kind, {}), options, session.dtype)
     every = [replace(c, steps=None) for s in plan.stages for c in s.needs(session.config)]
-    calls = {
-        c.row.rules: c for c in sorted(every, key=lambda c: not c.row.partial(c.sizes))
-    }  # whole networks win
+    # whole networks win
+    calls = {c.row.rules: c for c in sorted(every, key=lambda c: not c.row.partial(c.sizes))}
     for network in ("text-encoder", "transformer"):
         graph, whole = session.graph(calls[network]), single.graph(calls[network])
         rules = session.placement.profile.rules.get(network, {})

@@ -34,10 +34,8 @@ QUEUED, RUNNING, COMPLETED, FAILED, CANCELLED = (
     "cancelled",
 )
 STATUSES = (QUEUED, RUNNING, COMPLETED, FAILED, CANCELLED)
-MAX_DEATHS, MAX_ATTEMPTS = (
-    3,
-    10,
-)  # deaths of replicas under one job; runs, with those that a dying server ended
+# deaths of replicas under one job; runs, with those that a dying server ended
+MAX_DEATHS, MAX_ATTEMPTS = (3, 10)
 LAST = 10**12  # added to the place of a job that goes after the others
 MAX_SAME_SET = 4  # jobs in a row that may overtake others because their LoRAs are loaded
 RUNS = 50  # that estimates are made from
@@ -217,9 +215,8 @@ class Queue:
         wait_s: float = 5.0,
     ):
         self.most, self.most_of_user, self.most_sent = most, most_of_user, most_sent
-        self._served: dict[
-            str, float
-        ] = {}  # work given to each user; who comes back begins at the clock
+        # work given to each user; who comes back begins at the clock
+        self._served: dict[str, float] = {}
         self._waited: set[str] = set()  # users who had jobs in the queue at the latest claim
         self._clock = 0.0
         self._opened = time.monotonic()

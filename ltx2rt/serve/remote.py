@@ -27,10 +27,8 @@ from ltx2rt.serve.queue import COMPLETED, FAILED, failure
 from ltx2rt.serve.upload import MAX_BYTES
 
 IN_FLIGHT, POLL_S, AGAIN_S, TIMEOUT_S = 32, 1.0, 5.0, 120.0
-ABSENT_S, SILENT_S = (
-    15.0,
-    600.0,
-)  # how long a server may not answer: from the start on, and once it has
+# how long a server may not answer: from the start on, and once it has
+ABSENT_S, SILENT_S = (15.0, 600.0)
 CHUNK_BYTES = 2**20
 
 

@@ -9,9 +9,8 @@ from ltx2rt.models.catalog import Network, network
 from ltx2rt.passes.loop import step_slots
 from ltx2rt.session.options import LoraSpec
 
-WeightsKey = tuple[
-    str, tuple[LoraSpec, ...]
-]  # a network's name (and its part), and the LoRAs merged into it
+# a network's name (and its part), and the LoRAs merged into it
+WeightsKey = tuple[str, tuple[LoraSpec, ...]]
 
 
 def network_of(key: WeightsKey) -> str:

@@ -62,9 +62,8 @@ length, and tell what
 changes from it on. Where idea and picture contradict each other, the video starts as in the \
 picture and moves towards
 the idea."""
-PLAIN = str.maketrans(  # quotes, dashes, space, prime, minus
-    "\u2018\u2019\u201c\u201d\u2013\u2014\u00a0\u2032\u2212", "''\"\"-- '-"
-)
+# quotes, dashes, space, prime, minus
+PLAIN = str.maketrans("\u2018\u2019\u201c\u201d\u2013\u2014\u00a0\u2032\u2212", "''\"\"-- '-")
 
 
 @dataclass(frozen=True)

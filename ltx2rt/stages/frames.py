@@ -13,12 +13,7 @@ import numpy as np
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.models import diffusion_decoder
-from ltx2rt.models.diffusion_decoder import (
-    BORDERS,
-    DiffusionDecoderConfig,
-    TileShape,
-    config_of,
-)
+from ltx2rt.models.diffusion_decoder import BORDERS, DiffusionDecoderConfig, TileShape, config_of
 from ltx2rt.models.geometry import Geometry, pixel_frames
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch

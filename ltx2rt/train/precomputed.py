@@ -33,9 +33,8 @@ VIDEO, AUDIO, TEXT = "latents", "audio_latents", "conditions"
 REFERENCE, MASK = "reference_latents", "video_masks"
 AUDIO_REFERENCE, AUDIO_MASK = "reference_audio_latents", "audio_masks"
 OLD_NAMES = ("latent_", "condition_")  # latents/latent_7.pt goes with conditions/condition_7.pt
-KNOWN = (  # types that a pickle of tensors asks for
-    r"torch \w+Storage|torch\._utils _rebuild_tensor_v2|collections OrderedDict"
-)
+# types that a pickle of tensors asks for
+KNOWN = r"torch \w+Storage|torch\._utils _rebuild_tensor_v2|collections OrderedDict"
 FPS = 24  # the default of files without a rate
 
 

@@ -17,14 +17,10 @@ from ltx2rt.errors import InputError
 from ltx2rt.stages.noise import standard_normal, uniform
 from ltx2rt.suggest import hint
 
-MU_TOKENS, MU = (
-    (1024, 4096),
-    (0.95, 2.05),
-)  # tokens, and the mean of the noise levels' logits there; a straight line
-TAILS = (
-    -2.5758,
-    3.0902,
-)  # standard deviations of z that become the levels 0 and 1: the 0.5 % and 99.9 % quantiles
+# tokens, and the mean of the noise levels' logits there; a straight line
+MU_TOKENS, MU = ((1024, 4096), (0.95, 2.05))
+# standard deviations of z that become the levels 0 and 1: the 0.5 % and 99.9 % quantiles
+TAILS = (-2.5758, 3.0902)
 LEAST = 1e-3  # noise level; smaller ones are mirrored at it
 PLAIN = 0.1  # share of levels that are uniform
 

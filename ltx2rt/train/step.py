@@ -16,12 +16,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph
 from ltx2rt.models import train_step, transformer
 from ltx2rt.models.catalog import PROMPT_TOKENS
-from ltx2rt.models.geometry import (
-    Geometry,
-    audio_positions,
-    reference_positions,
-    video_positions,
-)
+from ltx2rt.models.geometry import Geometry, audio_positions, reference_positions, video_positions
 from ltx2rt.passes.adapters import MARK, Adapters, modules
 from ltx2rt.placement.devices import host_memory
 from ltx2rt.placement.plan import StageCost, Work, cost

@@ -25,9 +25,8 @@ class EncodedSource:
         (`Encoding.encode`), on the host or on the device.
         """
         self.source, self.encode = source, encode
-        self._rest: dict[
-            tuple[Piece, str], dict[int, Any]
-        ] = {}  # fields that were not asked for yet
+        # fields that were not asked for yet
+        self._rest: dict[tuple[Piece, str], dict[int, Any]] = {}
 
     def read(self, piece: Piece, layout: Layout) -> Any:
         """The source's array if there is no encoding, else the field of the layout."""

@@ -36,17 +36,14 @@ from ltx2rt.weights.quantised import stored_fields
 if TYPE_CHECKING:
     from ltx2rt.weights.checkpoint import Checkpoint
 
-Merging = Callable[
-    [np.ndarray, Sequence[Factors], bool], Any
-]  # as `merge`; where its result lies is its own
+# as `merge`; where its result lies is its own
+Merging = Callable[[np.ndarray, Sequence[Factors], bool], Any]
 MAX_SCALE = 1000.0  # beyond any use; float32 overflows far above it
 NUM_CHUNKS = 16  # chunks of a weight's rows; more are less memory and slower products
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 DTYPES = {"bfloat16": BF16, "float32": F32}
-FACTORS = (
-    "reference_downscale_factor",
-    "reference_temporal_scale_factor",
-)  # in the header of an IC-LoRA
+# in the header of an IC-LoRA
+FACTORS = ("reference_downscale_factor", "reference_temporal_scale_factor")
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,8 @@ from functools import cache
 
 from ltx2rt.weights.part_table import CONNECTORS, PARTS, TEXT_PROJECTION
 
-QKV = (
-    "to_q",
-    "to_k",
-    "to_v",
-)  # names in diffusers, for the rows of one official tensor in this order
+# names in diffusers, for the rows of one official tensor in this order
+QKV = ("to_q", "to_k", "to_v")
 GEMMA = "language_model.model."
 COMFY_TEXT = "text_encoders."  # before names of the text encoder, in checkpoints of ComfyUI
 _COMFY_GEMMA = re.compile(r"gemma\w*\.transformer\.")

@@ -8,10 +8,8 @@ import numpy as np
 
 from ltx2rt_kernels.traffic import Bytes, size
 
-WINDOW, BLOCK = (
-    (11, 11, 11),
-    (4, 4, 8),
-)  # sizes of the decoder's largest stage; queries of one program
+# sizes of the decoder's largest stage; queries of one program
+WINDOW, BLOCK = ((11, 11, 11), (4, 4, 8))
 
 
 def neighbourhood_attention(

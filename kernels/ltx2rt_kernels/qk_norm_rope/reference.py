@@ -67,10 +67,8 @@ def bytes_moved(op: str, shapes: list[tuple[int, ...]], dtype: str) -> Bytes:
     tables = 2 if op.endswith("rope") else 0
     if len(shapes) % (2 + tables + ("scale" in op)):
         *shapes, v = shapes
-        more = (
-            shapes[0][0] - v[0],
-            *v[1:],
-        )  # samples that are written beyond those that are read: of k and of v
+        # samples that are written beyond those that are read: of k and of v
+        more = (shapes[0][0] - v[0], *v[1:])
         moved = minimum = size([more, more, v, v], dtype)
     for x, *others in zip(*[iter(shapes)] * (2 + tables + ("scale" in op)), strict=True):
         cos_and_sin, (*given, weight) = (

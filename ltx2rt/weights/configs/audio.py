@@ -32,10 +32,8 @@ RATES = [
 ]
 VAE_FIXED = {"double_z": True, "norm_type": "pixel", "causality_axis": "height"}
 VAE_USUAL = {"mid_block_add_attention": False, "dropout": 0.0, "in_channels": STEREO}
-KERNELS, DILATIONS = (
-    (3, 7, 11),
-    ((1, 3, 5),) * 3,
-)  # value in every HiFi-GAN and BigVGAN released here
+# value in every HiFi-GAN and BigVGAN released here
+KERNELS, DILATIONS = ((3, 7, 11), ((1, 3, 5),) * 3)
 GENERATOR = [
     Row("hidden_channels", "upsample_initial_channel", "hidden_channels", "int"),
     Row("upsample_rates", "upsample_rates", "upsample_factors", "sizes"),
@@ -223,6 +221,7 @@ def _diffusers_generator(keys: Keys, prefix: str, activation: str) -> GeneratorC
 
 def diffusers_vocoder_json(v: VocoderConfig) -> dict[str, Any]:
     def generator(g: GeneratorConfig, prefix: str) -> dict[str, Any]:
+        # the released 2.3 config says null
         rest = {
             "in_channels": g.in_channels,
             "out_channels": g.out_channels,
@@ -231,9 +230,7 @@ def diffusers_vocoder_json(v: VocoderConfig) -> dict[str, Any]:
             "antialias": g.activation == "snakebeta",
             "antialias_ratio": 2,
             "antialias_kernel_size": 12,
-            "final_act_fn": "tanh"
-            if g.final_activation == "tanh"
-            else None,  # the released 2.3 config says null
+            "final_act_fn": "tanh" if g.final_activation == "tanh" else None,
             "final_bias": g.final_bias,
         }
         return write_diffusers(GENERATOR, g, prefix) | {

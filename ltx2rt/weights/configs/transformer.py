@@ -59,13 +59,8 @@ CONNECTOR = [  # read as diffusers has them; official files leave out what both 
         diffusers_default=False,
     ),
 ]
-SWITCHES = {
-    "ff_bias",
-    "audio_ff_bias",
-    "apply_gated_attention",
-    "cross_attention_adaln",
-    KEYFRAMES,
-}  # absent if usual
+# absent if usual
+SWITCHES = {"ff_bias", "audio_ff_bias", "apply_gated_attention", "cross_attention_adaln", KEYFRAMES}
 CAPTION_KEYS = {  # all four: the 2.3 feature extractor; none: the 2.0 one
     "caption_proj_before_connector": True,
     "caption_projection_first_linear": False,
