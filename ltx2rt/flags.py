@@ -36,7 +36,7 @@ KINDS: dict[
     bool: ("", "True or False"),
     int: ("N", "a whole number"),
     float: ("X", "a number"),
-    Path: ("PATH", "a path"),
+    Path: ("FILE", "a path"),
     str: ("TEXT", "text"),
 }
 

@@ -61,7 +61,7 @@ class BatchOptions:
         None, "server that runs the jobs, in place of --model here", group="server", metavar="URL"
     )
     token_file: Path | None = flag(
-        None, "file whose first line is `NAME TOKEN`, for --server", group="server", metavar="FILE"
+        None, "file whose first line is `NAME TOKEN`, for --server", group="server"
     )
     limit: int | None = flag(None, "number of jobs to run at most", least=1)
     step_timeout: float = flag_like(ServeOptions, "step_timeout")

@@ -59,12 +59,11 @@ PROMPTS = (  # speech, music, impacts, moving cameras, faces, still scenes: in b
 class CalibrateOptions:
     """The flags of `calibrate` itself."""
 
-    output: Path = flag(MISSING, "JSON file for the plans", group="output", metavar="FILE")
+    output: Path = flag(MISSING, "JSON file for the plans", group="output")
     prompts: Path | None = flag(
         None,
         "text file of prompts, one a line; half of them are held out (default: 16 of our own)",
         group="clip",
-        metavar="FILE",
     )
     evaluations: tuple[int, ...] = flag(
         (),

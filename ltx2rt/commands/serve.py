@@ -53,9 +53,7 @@ class ServeOptions:
         metavar="DIR",
     )
     queue: Path | None = flag(
-        None,
-        "file of the queue, on a disk of this machine (default: jobs.db in --data)",
-        metavar="FILE",
+        None, "file of the queue, on a disk of this machine (default: jobs.db in --data)"
     )
     host: str = flag(
         "127.0.0.1",
@@ -67,13 +65,11 @@ class ServeOptions:
         None,
         "file with a line `NAME TOKEN` or `NAME TOKEN operator` for each user, who sends "
         "Authorization: Bearer TOKEN",
-        metavar="FILE",
     )
     webhooks: Path | None = flag(
         None,
         "file with a line `NAME URL SECRET` for each user (* for all others): when a job is over, "
         "a signed event is posted to URL",
-        metavar="FILE",
     )
     pipeline: str = flag(
         FIRST, "pipeline for requests that name none", group="jobs", metavar="NAME"

@@ -371,13 +371,9 @@ class ProbeRequest:
     `prompts`."""
 
     component: str = flag(MISSING, f"network to run: {', '.join(COMPONENTS)}", metavar="NAME")
-    outputs: Path = flag(
-        MISSING, "safetensors file for the outputs, in float32", group="output", metavar="FILE"
-    )
+    outputs: Path = flag(MISSING, "safetensors file for the outputs, in float32", group="output")
     inputs: Path | None = flag(
-        None,
-        "safetensors file with the network's inputs (required, but for the tokenizer)",
-        metavar="FILE",
+        None, "safetensors file with the network's inputs (required, but for the tokenizer)"
     )
     prompts: tuple[str, ...] = flag(
         (), "texts for the tokenizer", name="--prompt", metavar="TEXT", repeat=True

@@ -38,7 +38,6 @@ class GivenSound(Group):
         None,
         "audio or video file whose sound to generate the video for (required)",
         asks="a2v",
-        metavar="FILE",
         file="sound",
         kept=True,
         common="prompt and inputs",

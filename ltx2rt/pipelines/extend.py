@@ -69,7 +69,6 @@ class Extend(Request):
         None,
         "second clip, of the same size and rate, to lead to from the end of the first",
         asks="extend",
-        metavar="FILE",
         file="video",
         kept=True,
     )

@@ -80,10 +80,7 @@ class ICLora(Request):
         most=1,
     )
     conditioning_attention_mask: Path | None = flag(
-        None,
-        "video that is black where the clip must not attend to its references",
-        metavar="FILE",
-        file="video",
+        None, "video that is black where the clip must not attend to its references", file="video"
     )
     skip_stage_2: bool = flag(
         False, "stop after stage 1, at half the width and height", group="sampling"

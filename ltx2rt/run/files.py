@@ -55,16 +55,11 @@ class Files(Marks):
     output: Path | None = flag(
         None,
         "file to write: *.mp4, *.mov, *.webm, *%05d.png, *%05d.exr, *.wav (required without --latents-out)",
-        metavar="FILE",
         common="clip and output",
     )
     warmup: bool = flag(False, "run each stage's step once before it is timed", group="log")
-    latents_out: Path | None = flag(
-        None, "safetensors file for every latent of the run", metavar="FILE"
-    )
-    report: Path | None = flag(
-        None, "JSON file for times, memory and versions", group="log", metavar="FILE"
-    )
+    latents_out: Path | None = flag(None, "safetensors file for every latent of the run")
+    report: Path | None = flag(None, "JSON file for times, memory and versions", group="log")
     quiet: bool = flag(False, "print only errors and the names of the files", group="log")
     verbose: bool = flag(
         False, "print what is loaded and built, too, and how long it takes", group="log"

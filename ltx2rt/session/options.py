@@ -336,7 +336,6 @@ class ModelOptions(PartFiles):
         None,
         "complete file of the release, for the config and parts that --model lacks",
         group="model",
-        metavar="FILE",
         marks="prepare train toml",
     )
     offline: bool = flag(

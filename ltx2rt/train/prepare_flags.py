@@ -22,6 +22,7 @@ class PrepareRequest:
         "folder of clips with NAME.txt beside each, or a CSV, JSON or JSONL table (columns "
         "video, caption, audio, reference_video, video_mask, reference_audio, audio_mask); or "
         ".precomputed of the official trainer",
+        metavar="PATH",
         marks="computed",
     )
     output: Path = flag(

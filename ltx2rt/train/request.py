@@ -159,10 +159,7 @@ class TrainRequest:
         marks="shapes",
     )
     init: Path | None = flag(
-        None,
-        "LoRA file to begin with; one of a smaller rank is widened",
-        metavar="FILE",
-        marks="free",
+        None, "LoRA file to begin with; one of a smaller rank is widened", marks="free"
     )
     alpha: float | None = flag(
         None,
@@ -311,7 +308,6 @@ class TrainRequest:
         None,
         "JSONL file of prompts (prompt, image, reference, size, seed, or any clip flag) to make "
         "clips of in RUN/validation, also before the first step",
-        metavar="FILE",
         marks="free",
     )
     validation_seed: int = flag(

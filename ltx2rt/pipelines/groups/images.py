@@ -106,7 +106,6 @@ class Images(Group):
         None,
         "safetensors file with image.0, image.1, ..., latents for --image "
         "latent:K:FRAME[:STRENGTH]",
-        metavar="FILE",
         file="tensors",
     )
     image_crf: int | None = flag(

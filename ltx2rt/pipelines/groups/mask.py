@@ -52,7 +52,6 @@ class Mask(Group):
         None,
         "image or video of the clip's size, white where the clip is made anew",
         asks="inpaint",
-        metavar="FILE",
         file="mask",
         common="prompt and inputs",
     )

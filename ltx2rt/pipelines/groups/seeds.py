@@ -45,7 +45,6 @@ class NoiseFile(Group):
         None,
         "safetensors file with the noise to use, in place of the seed's",
         group="sampling",
-        metavar="FILE",
         file="tensors",
     )
 

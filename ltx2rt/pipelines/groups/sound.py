@@ -106,7 +106,6 @@ class Voice(Group):
     voice: Path | None = flag(
         None,
         "speech in the voice that the clip's speaker has, some 5 s, for an ID-LoRA",
-        metavar="FILE",
         file="sound",
     )
     voice_guidance: float = flag(

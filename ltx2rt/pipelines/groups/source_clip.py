@@ -42,7 +42,6 @@ class SourceClip(Duration):
         None,
         "clip to start from; its size and rate are kept (required)",
         group="conditioning",
-        metavar="FILE",
         file="video",
         kept=True,
         common="prompt and inputs",
