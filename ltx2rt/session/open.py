@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.backend import Backend, DeviceInfo, get_backend, get_factory
+from ltx2rt.errors import InputError
 from ltx2rt.notes import note
 from ltx2rt.placement.devices import device_kinds, known_kind
 from ltx2rt.placement.profiles import resolve
@@ -18,11 +19,13 @@ from ltx2rt.session.memory import Needing
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.weights.checkpoint import Checkpoint, open_checkpoint
+from ltx2rt.weights.digests import files_of
 from ltx2rt.weights.hub import fetch, parse_repo
 from ltx2rt.weights.lora_config import lora_file
 from ltx2rt.weights.part_table import PARTS, files_beside, names_of
 
 StagesOf = Callable[[Checkpoint], Sequence[Needing]]
+SMALL_BYTES = 2 * 10**9  # a CPU runs smaller models unasked
 OPTIONAL = names_of(lambda part: part.option and part.wanted)  # not every pipeline needs them
 
 
@@ -38,6 +41,8 @@ def open_session(
     before a framework is imported."""
     checkpoint = checkpoint or opened_checkpoint(options)
     backend = open_backend(options)
+    if options.device == "auto" and backend.device_kind == "cpu":
+        _require_small(checkpoint, options.backend)
     choice = _chosen(options, checkpoint, backend, stages) if stages else None
     if choice:
         if backend.is_main:
@@ -48,6 +53,16 @@ def open_session(
     if choice and session.dtype == choice.session.dtype:
         session.adopt(choice.session)
     return session
+
+
+def _require_small(checkpoint: Checkpoint, backend: str) -> None:
+    """Raises InputError for a model that takes a CPU hours, where no flag asks for the CPU."""
+    files = {file for source in checkpoint.sources.values() for file in files_of(source.where)}
+    if (size := sum(file.stat().st_size for file in files)) > SMALL_BYTES:
+        raise InputError(
+            f"--device: no {get_factory(backend).accelerator} is used here, and the model's files "
+            f"have {size / 1e9:.3g} GB; a CPU takes hours, --device cpu says so"
+        )
 
 
 def _chosen(

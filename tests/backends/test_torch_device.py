@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from loops import SIGMAS, assert_bitwise, denoise, fresh, job, loop_graph
-from ltx2rt_cuda.device import DEVICES
+from ltx2rt_cuda.device import DEVICES, unused
 from ltx2rt_cuda.device.torch_device import Fetched, TorchDevice
 
 from ltx2rt.backend import DeviceInfo, get_backend
@@ -214,3 +214,16 @@ def test_a_graph_of_any_device_has_the_ops_of_a_cpu(loom):
     loop = get_backend("cuda", "loom").lower_loop(graph)
     ops = [[node.op for node, _ in g.walk()] for g in (loop.graph, fuse(graph))]
     assert ops[0] == ops[1]
+
+
+def test_a_gpu_beside_pytorch_for_cpus_is_named_with_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert unused(tmp_path) == ""
+    (tmp_path / "nvidia0").touch()
+    plain = torch.__version__.partition("+")[0]
+    assert f"pip install --force-reinstall torch=={plain})" in unused(tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "finds no driver" in unused(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # asked for
+    assert unused(tmp_path) == ""

@@ -38,7 +38,7 @@ class Cuda(TorchDevice):
     pads_rows = True
 
     def is_here(self) -> bool:
-        return torch.cuda.is_available()
+        return torch.cuda.is_available() and not torch.version.hip
 
     def open(self) -> None:
         # float32 means float32: TF32 keeps 10 mantissa bits.
