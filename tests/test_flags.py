@@ -209,7 +209,7 @@ def test_help_is_of_the_pipeline_that_is_named(capsys):
         assert f"(default: {ours})" in plain[name][1] and f"(default: {theirs})" in hq[name][1]
     assert "--distilled-lora-strength-stage-1" in hq.keys() - plain.keys()
     assert "--video-path" in shown(help_of(capsys, "generate", "--pipeline=retake"))
-    assert "--fps" not in shown(help_of(capsys, "plan", "--pipeline", "retake"))
+    assert "--num-frames" not in shown(help_of(capsys, "plan", "--pipeline", "retake"))
     assert "--image" not in shown(help_of(capsys, "compile", "--pipeline", "t2a"))
 
 

@@ -283,6 +283,17 @@ def cover(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
     return wide[0] * (1 - row_weight)[:, None, None] + wide[1] * row_weight[:, None, None]
 
 
+def contain(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
+    """Scale [H, W, 3] to lie within the size, as `cover` does, at the top left; the rest is its
+    mirror image, or its edge where there is more of it. f32[height, width, 3]."""
+    rows, columns = pixels.shape[:2]
+    scale = min(height / rows, width / columns)
+    scaled = cover(pixels, round(columns * scale), round(rows * scale))
+    over = [(0, to - size) for to, size in zip((height, width), scaled.shape, strict=False)]
+    narrow = all(more < size for (_, more), size in zip(over, scaled.shape, strict=False))
+    return np.pad(scaled, (*over, (0, 0)), mode="reflect" if narrow else "edge")
+
+
 @dataclass(frozen=True)
 class Resize:
     """Pictures brought to another size. how: of FITS."""
@@ -292,7 +303,7 @@ class Resize:
     how: str
 
     def __call__(self, pixels: np.ndarray) -> np.ndarray:
-        """u8[H, W, 3] -> u8[height, width, 3]."""
+        """u8[H, W, 3], or f32 of an EXR image -> the same of [height, width, 3]."""
         from PIL import Image
 
         rows, columns = pixels.shape[:2]
@@ -301,8 +312,12 @@ class Resize:
         sides = self.width / columns, self.height / rows
         share = {"pad": (min(sides),) * 2, "crop": (max(sides),) * 2}.get(self.how, sides)
         width, height = max(round(columns * share[0]), 1), max(round(rows * share[1]), 1)
-        image = Image.fromarray(np.ascontiguousarray(pixels))
-        scaled = np.asarray(image.resize((width, height), Image.Resampling.LANCZOS))
+        wide = pixels.dtype == np.float32
+        scaled = [
+            np.asarray(Image.fromarray(x).resize((width, height), Image.Resampling.LANCZOS))
+            for x in map(np.ascontiguousarray, np.moveaxis(pixels, 2, 0) if wide else [pixels])
+        ]
+        scaled = np.stack(scaled, 2) if wide else scaled[0]
         over = [
             (max(to - size, 0) // 2, -(-max(to - size, 0) // 2))
             for to, size in ((self.height, height), (self.width, width))

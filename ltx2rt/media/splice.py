@@ -25,18 +25,21 @@ CHUNK_FRAMES = 16  # frames of a source at once
 
 
 def splice_frames(
-    chunks: Iterable[np.ndarray], source: Iterable[np.ndarray], made: range
+    chunks: Iterable[np.ndarray],
+    source: Iterable[np.ndarray],
+    made: range,
+    levels: Callable[[np.ndarray], np.ndarray] = to_rgb8,
 ) -> Iterator[np.ndarray]:
     """The frames of `made` from the chunks, all others from the source; u8[n, H, W, 3], chunk by
     chunk.
 
     chunks: f32[3, n, H, W] in [-1, 1] or u8[n, H, W, 3] of the whole clip; source: u8[H, W, 3] for
-    each of its frames, taken as they are needed. made: pixel frames. Raises ValueError if the
-    source ends early or has another size.
+    each of its frames, taken as they are needed. made: pixel frames. levels: as of
+    `join_frames`. Raises ValueError if the source ends early or has another size.
     """
     frames, first = iter(source), 0
     for chunk in chunks:
-        rgb = np.array(to_rgb8(chunk))
+        rgb = np.array(levels(chunk))
         for number, pixels in enumerate(rgb, first):
             kept = next(frames, None)
             if kept is None or kept.shape != pixels.shape:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ltx2rt.errors import InputError
-from ltx2rt.media.hdr import tone_mapped
+from ltx2rt.media.hdr import is_exr, read_exr, tone_mapped
 from ltx2rt.media.images import Resize, fit
 from ltx2rt.media.mp4 import opened, tagged_s
 
@@ -28,6 +28,7 @@ HIGH_RANGES = {16: "PQ", 18: "HLG"}  # FFmpeg's AVCOL_TRC_*
 COMMON_RATES = (
     *(Fraction(n * 1000, 1001) for n in (24, 30, 60)), *map(Fraction, (24, 25, 30, 50, 60)),
 )  # fmt: skip
+ODD = "it is {}x{}; the last pixels of odd sides are cut off"
 SOUND_LONGER_S = 1  # than the picture, of a whole file
 
 
@@ -60,13 +61,34 @@ def video_info(path: Path, flag: str, most: int | None = None) -> VideoInfo:
     flag: that names the file, for messages. Raises InputError if it is no video, is truncated or
     damaged, changes its size, or has no frame rate.
     """
-    state = path.stat() if path.is_file() else None
-    return _info(path, flag, most, state and (state.st_ino, state.st_size, state.st_mtime_ns))
+    files = light_frames(path) or ([path] if path.is_file() else [])
+    states = [file.stat() for file in files]
+    return _info(path, flag, most, tuple((s.st_ino, s.st_size, s.st_mtime_ns) for s in states))
+
+
+def light_frames(path: Path) -> list[Path]:
+    """The EXR images of a folder, in the order of their names; empty for a file."""
+    found = path.iterdir() if path.is_dir() else ()
+    return sorted(file for file in found if is_exr(file) and file.name[0] != ".")
+
+
+def _light_info(path: Path, flag: str, most: int | None) -> VideoInfo:
+    """Facts of a folder of EXR images, which says no rate: 24 fps."""
+    sizes = [read_exr(file, flag).shape[:2] for file in light_frames(path)[:most]]
+    if len(set(sizes)) != 1:
+        wrong = "images of several sizes; make them equal" if sizes else "no *.exr; name a file"
+        raise InputError(f"{flag}: {path} is a folder with {wrong}")
+    (height, width), fps = sizes[0], Fraction(24)
+    times_s = tuple(i / fps for i in range(len(sizes)))
+    odd = (ODD.format(width, height),) if width % 2 or height % 2 else ()
+    return VideoInfo(width // 2 * 2, height // 2 * 2, len(sizes), fps, 0, False, times_s, odd)
 
 
 @lru_cache(maxsize=32)
 def _info(path: Path, flag: str, most: int | None, state: Any) -> VideoInfo:
     """As `video_info`, once for each state of the file."""
+    if path.is_dir():
+        return _light_info(path, flag, most)
     with _reading(path, flag) as (container, stream):
         times, packets, first = [], 0, None
         for packet in container.demux(stream):
@@ -134,7 +156,7 @@ def _ignored(stream: Any, frame: Any) -> Iterator[str]:
     if kind := HIGH_RANGES.get(stream.codec_context.color_trc):
         yield f"its colours of high dynamic range ({kind}) are tone-mapped to ordinary ones"
     if frame.width % 2 or frame.height % 2:
-        yield f"it is {frame.width}x{frame.height}; the last pixels of odd sides are cut off"
+        yield ODD.format(frame.width, frame.height)
     if (aspect := stream.sample_aspect_ratio or 1) != 1:
         yield f"its pixels are {aspect.numerator}:{aspect.denominator}, and are read as square ones"
 
@@ -157,8 +179,8 @@ def _truncated(path: Path, flag: str, count: int) -> InputError:
 def read_frames(
     path: Path, flag: str, num_frames: int, wide: bool = False, resize: Resize | None = None
 ) -> Iterator[np.ndarray]:
-    """The first `num_frames` frames, upright, u8[H, W, 3] each, or u16 where they are `wide`;
-    decoded as they are taken. A variable rate is resampled by time, and high dynamic range is
+    """The first `num_frames` frames, upright, u8[H, W, 3] each, or u16 where they are `wide`, f32 of
+    a folder of EXR images; decoded as they are taken. A variable rate is resampled by time, and high dynamic range is
     tone-mapped, unless wide.
 
     Raises InputError if one cannot be decoded, which `video_info` finds out first.
@@ -173,6 +195,11 @@ def read_frames(
 
 def _decoded(path: Path, flag: str, wide: bool) -> Iterator[tuple[Fraction | None, np.ndarray]]:
     """Times and upright pixels of all frames."""
+    if path.is_dir():
+        for file in light_frames(path):
+            pixels = read_exr(file, flag)
+            yield None, pixels[: pixels.shape[0] // 2 * 2, : pixels.shape[1] // 2 * 2]
+        return
     with _reading(path, flag) as (container, stream):
         transfer = None if wide else HIGH_RANGES.get(stream.codec_context.color_trc)
         for frame in container.decode(stream):

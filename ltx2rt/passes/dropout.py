@@ -23,7 +23,8 @@ RATE, COLUMNS, KEYS = "dropout", "dropout_columns", "dropout_keys_of_"  # inputs
 def dropout_feeds(
     graph: Graph, rate: float, draw: Callable[[str, int], np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """The inputs for dropout of one sample, without the axis B; none for a graph that has none.
+    """The inputs for dropout of one sample, without the axis B, and the columns' numbers; none for a
+    graph without dropout.
 
     rate: share of the numbers that are dropped, at least 0 and below 1. draw(name, count): f64[count]
     in [0, 1), which become the keys of the input `name`."""
@@ -31,19 +32,12 @@ def dropout_feeds(
     for name, v in graph.inputs.items():
         if name == RATE:
             found[name] = np.array(rate, np.float32)
+        elif name == COLUMNS:
+            found[name] = np.arange(v.type.num_elements, dtype=np.int32)
         elif name.startswith(KEYS):
             keys = draw(name, math.prod(v.type.shape[1:])) * 2.0**32
             found[name] = keys.astype(np.uint32).view(np.int32).reshape(v.type.shape[1:])
     return found
-
-
-def dropout_columns(graph: Graph) -> dict[str, np.ndarray]:
-    """The input that numbers the columns, the same for all samples."""
-    return {
-        name: np.arange(v.type.num_elements, dtype=np.int32)
-        for name, v in graph.inputs.items()
-        if name == COLUMNS
-    }
 
 
 @dataclass
@@ -69,7 +63,10 @@ class Dropout:
         for _, mesh_axis, parts in cuts:
             columns = emit(body, "shard", columns, axis=first, mesh_axis=mesh_axis, parts=parts)
         salt = int.from_bytes(hashlib.sha256(module.encode()).digest()[:4], "little", signed=True)
-        keys, rate = self._keys(samples, x.type.axes[1], tokens), self._rate(samples)
+        keys, rate = (
+            self._keys(samples, x.type.axes[1], tokens),
+            self._given(RATE, "float32", B=samples),
+        )
         return emit(body, "dropout", x, keys, columns, rate, salt=salt)
 
     def repeat(self, body: Graph) -> Node:
@@ -85,37 +82,26 @@ class Dropout:
         inputs = tuple(operand for _, operand in operands)
         return replace(self.node, inputs=inputs, args={"repeat": changed})
 
-    def _input(self, name: str, dtype: str, **sizes: int) -> Value:
-        type = Type(tuple(sizes), tuple(sizes.values()), dtype)
-        return self.out.inputs.setdefault(name, Value(name, type))
-
-    def _inside(self, operand: Value, name: str, own: bool = False) -> Value:
-        v = Value(name, operand.type.unstacked() if own else operand.type)
-        self.inner[name] = v, operand, own
-        return v
-
-    def _rate(self, samples: int) -> Value:
-        if RATE in self.inner:
-            return self.inner[RATE][0]
-        return self._inside(self._input(RATE, "float32", B=samples), RATE)
+    def _given(self, name: str, dtype: str, **sizes: int) -> Value:
+        """A value of the body that is an input of the graph."""
+        if name not in self.inner:
+            v = Value(name, Type(tuple(sizes), tuple(sizes.values()), dtype))
+            self.inner[name] = v, self.out.inputs.setdefault(name, Value(name, v.type)), False
+        return self.inner[name][0]
 
     def _columns(self) -> Value:
         """As many as the widest linear reads."""
-        if COLUMNS in self.inner:
-            return self.inner[COLUMNS][0]
         layouts = self.node.repeat.body.all_layouts().values()
         shapes = [shape for layout in layouts for _, shape in layout.parts if len(shape) == 2]
-        return self._inside(
-            self._input(COLUMNS, "int32", columns=max(width for _, width in shapes)), COLUMNS
-        )
+        return self._given(COLUMNS, "int32", columns=max(width for _, width in shapes))
 
     def _keys(self, samples: int, axis: str, size: int) -> Value:
         """The keys of a token axis, cut as the tokens are that the body has."""
         if (name := f"{KEYS}{axis}") in self.inner:
             return self.inner[name][0]
         sizes = [v.type.size(axis) for v in self.out.inputs.values() if axis in v.type.axes]
-        shape = {"B": samples, "layers": self.node.repeat.count, axis: sizes[0]}
-        keys = self._input(name, "int32", **shape)
+        shape = (samples, self.node.repeat.count, sizes[0])
+        keys = self.out.inputs[name] = Value(name, Type(("B", "layers", axis), shape, "int32"))
         keys = emit(self.out, "transpose", keys, axes=("layers", "B", axis))
         if size != sizes[0]:
             shards = [n.attrs for n in self.out.nodes if n.op == "shard"]
@@ -123,4 +109,6 @@ class Dropout:
             if missing := -sizes[0] % cut["parts"]:
                 keys = emit(self.out, "pad", keys, mode="zeros", **{axis: (0, missing)})
             keys = emit(self.out, "shard", keys, **cut)
-        return self._inside(keys, name, own=True)
+        v = Value(name, keys.type.unstacked())
+        self.inner[name] = v, keys, True
+        return v

@@ -100,6 +100,10 @@ class ICLora(Request):
             )
         for seen in self.video_conditioning:
             check_reference(FLAG, seen)
+            if seen.path.is_dir() and not self.hdr:
+                raise InputError(
+                    f"{FLAG}: {seen.path} is a folder, expected a file; to EXR images add --hdr"
+                )
         if self.paints and self.hdr:
             raise InputError(
                 f"--hdr: the reference's own pixels have 8 bits; leave out {self.paints} or it"
@@ -192,13 +196,21 @@ class ICLora(Request):
         attention, mask = self.conditioning_attention_strength, self.conditioning_attention_mask
         given = [
             reference(
-                spec, self.num_frames, FLAG, half, model, factors, "off", number, attention, mask
+                spec,
+                self.num_frames,
+                FLAG,
+                half,
+                model,
+                factors,
+                "off",
+                number,
+                attention,
+                mask,
+                space=self.hdr if spec.path.is_dir() else None,
             )
             for number, spec in enumerate(self.video_conditioning)
         ]
-        before: list[Stage] = []
-        after: list[Stage] = []
-        kept = False
+        before, after, kept = list[Stage](), list[Stage](), False
         if self.paints:
             info, region = self._masked
             seen = given[0].source

@@ -150,7 +150,8 @@ class Request:
     def check_files(self) -> None:
         """Refuse named files that are not there. Raises InputError."""
         for f, path in named_files(self):
-            folder = f.metadata["flag"].file == "folder"
+            kind = f.metadata["flag"].file
+            folder = kind == "folder" or (kind == "video" and self.high_range and path.is_dir())
             (existing if folder else existing_file)(spelling(f), path)
 
     def check_options(self, options: ModelOptions) -> None:

@@ -18,6 +18,7 @@ from ltx2rt.flags import flags_of
 from ltx2rt.media.video import VideoInfo
 from ltx2rt.models.geometry import Geometry, audio_positions, pixel_frames, video_positions
 from ltx2rt.pipelines.given_clip import GIVEN_CLIP, denoise_once
+from ltx2rt.pipelines.groups.images import Hdr
 from ltx2rt.pipelines.groups.sound import NewSound
 from ltx2rt.pipelines.groups.source_clip import (
     FLAG,
@@ -46,9 +47,12 @@ class Retake(Request):
     task = "Redo a part"
     example = "--video-path clip.mp4 --start-time 1 --end-time 2"
     distilled = "optional"
-    groups = (*GIVEN_CLIP, PromptsByTime(), NewSound())
+    groups = (*GIVEN_CLIP, PromptsByTime(), NewSound(), Hdr(None))
     about: ClassVar = {
-        "video_path": "clip to regenerate a part of; its size, length and rate are kept (required)"
+        "hdr": "space of the EXR images in the folder that --video-path names, and of *%05d.exr; "
+        "*.mp4 is HLG",
+        "fps": "frame rate of a folder of EXR images (default: 24)",
+        "video_path": "clip to regenerate a part of; its size, length and rate are kept (required)",
     }
 
     start_time: float | None = flag(
@@ -102,6 +106,12 @@ class Retake(Request):
 
     def check(self) -> None:
         super().check()
+        folder = self.video_path.is_dir()
+        if folder != bool(self.hdr):
+            wrong = "is a folder, expected a file; to EXR images add --hdr"
+            if self.hdr:
+                wrong = "is no folder of EXR images; convert it, or leave --hdr out"
+            raise InputError(f"{FLAG}: {self.video_path} {wrong}")
         if self.start_time is None or self.end_time is None:
             missing = "--start-time" if self.start_time is None else "--end-time"
             raise InputError(
@@ -135,6 +145,9 @@ class Retake(Request):
         """Raises InputError for a file that is no clip of the model's."""
         path = self.video_path
         info = read_clip(path, FLAG)
+        if self.fps:
+            times_s = tuple(i / self.fps for i in range(info.num_frames))
+            info = replace(info, fps=self.fps, times_s=times_s)
         length_s, end_s = float(info.num_frames / info.fps), max(self.region_s)
         if end_s >= length_s + 1 / info.fps:  # the end may be rounded up
             raise InputError(
@@ -207,6 +220,7 @@ class Retake(Request):
             inset=self.inset(model),
             start=start,
             resize=self.info.resize,
+            space=self.hdr,
         )
         sound = SourceSound(
             self.video_path,

@@ -293,7 +293,7 @@ class Reference(Conditioning):
                 f"{path}: {used} frames are read; the other {self.num_frames - used} have no "
                 "reference"
             )
-        if info.fps != self.clip.fps:
+        if info.fps != self.clip.fps and not path.is_dir():
             found.append(
                 f"{path}: has {float(info.fps):g} fps, its frames are taken one by one as if it "
                 f"had {fps:g}"

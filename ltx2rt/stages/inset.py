@@ -37,10 +37,12 @@ class Inset:
         return [(first, n - first) for first, n in zip(before, over, strict=True)]
 
     def pad(self, pixels: np.ndarray) -> np.ndarray:
-        """u8[H, W, 3] -> the model's size; pictures of another size than the clip's are scaled to
+        """u8[H, W, 3], or f32 -> the model's size; pictures of another size than the clip's are scaled to
         cover it first. A border as wide as the picture is its edge in any case."""
         if pixels.shape[:2] != self.size_px:
-            pixels = np.rint(cover(pixels, *self.size_px[::-1])).astype(pixels.dtype)
+            covered = cover(pixels, *self.size_px[::-1])
+            exact = pixels.dtype == np.float32
+            pixels = covered if exact else np.rint(covered).astype(pixels.dtype)
         narrow = all(max(n) < size for n, size in zip(self._widths, self.size_px, strict=True))
         mode = "reflect" if self.mirrored and narrow else "edge"
         return np.pad(pixels, (*self._widths, (0, 0)), mode=mode)

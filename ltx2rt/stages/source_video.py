@@ -15,7 +15,8 @@ import numpy as np
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.media.images import Resize, fit
+from ltx2rt.media.hdr import to_codes, to_model
+from ltx2rt.media.images import Resize, contain, fit
 from ltx2rt.media.video import read_frames, video_info
 from ltx2rt.models.geometry import Geometry, pixel_frames
 from ltx2rt.notes import note
@@ -34,7 +35,8 @@ class SourceVideo(Stage):
     tiling: `plan_encoder_tiles`. flag: that names the file. stride: after the first two frames
     every `stride`-th. inset: the place of the file's pictures in the clip's; without, they are
     scaled to cover it. start: the file's frame that is the first. resize: as of `VideoInfo`. A file
-    that ends earlier repeats its last frame, up to the next latent.
+    that ends earlier repeats its last frame, up to the next latent. space: of `media.hdr.SPACES`,
+    of a folder of EXR images.
     """
 
     path: Path
@@ -45,6 +47,7 @@ class SourceVideo(Stage):
     inset: Inset | None = field(default=None, kw_only=True)
     start: int = field(default=0, kw_only=True)
     resize: Resize | None = field(default=None, kw_only=True)
+    space: str | None = field(default=None, kw_only=True)
     name = "source video"
 
     @property
@@ -89,9 +92,20 @@ class SourceVideo(Stage):
         return (pixels for i, pixels in read if i == 0 or (i - 1) % self.stride == 0)
 
     def fitted(self, pixels: np.ndarray) -> np.ndarray:
-        """Scale u8[H, W, 3] to the geometry's size: f32[3, height, width] in [-1, 1]."""
+        """Scale u8[H, W, 3] to the geometry's size: f32[3, height, width] in [-1, 1]. EXR images
+        become ACEScct codes; without an inset they lie within the size, mirrored around."""
         height, width = self.geometry.size_px
-        return fit(self.inset.pad(pixels) if self.inset else pixels, width, height)
+        shown = self.inset.pad(pixels) if self.inset else pixels
+        if self.space is None:
+            return fit(shown, width, height)
+        return to_model(contain(shown, width, height), self.space).transpose(2, 0, 1)
+
+    def codes(self, frames: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+        """Frames of the file as a clip in high dynamic range has them, u16[H, W, 3]; others as they
+        are."""
+        if self.space is None:
+            return frames
+        return (to_codes(np.moveaxis(to_model(x, self.space), 2, 0)[:, None])[0] for x in frames)
 
     def shown(self) -> Iterator[np.ndarray]:
         """The file's own frames from the first one on, up to the last that is encoded or there."""

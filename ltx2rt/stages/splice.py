@@ -8,6 +8,8 @@ from itertools import islice
 
 import numpy as np
 
+from ltx2rt.media.hdr import to_codes
+from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.media.sound import read_sound, resample
 from ltx2rt.media.splice import splice_frames, splice_sound, stacked
 from ltx2rt.media.video import VideoInfo, read_frames
@@ -58,10 +60,13 @@ class Splice(Stage):
 
     def _frames(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         start = self.video.start
-        source = read_frames(
-            self.video.path, self.video.flag, self.info.num_frames, False, self.info.resize
+        source = self.video.codes(
+            read_frames(
+                self.video.path, self.video.flag, self.info.num_frames, False, self.info.resize
+            )
         )
+        levels = to_codes if self.video.space else to_rgb8
         yield from stacked(islice(source, start))
         made = range(self.frames.start - start, self.frames.stop - start)
-        yield from splice_frames(chunks, source, made)
+        yield from splice_frames(chunks, source, made, levels)
         yield from stacked(source)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ltx2rt.backend import overlapped
 from ltx2rt.models.geometry import pack_audio, pack_video
-from ltx2rt.passes.dropout import dropout_columns, dropout_feeds
+from ltx2rt.passes.dropout import COLUMNS, dropout_feeds
 from ltx2rt.stages.noise import standard_normal, uniform
 from ltx2rt.train.conditions import given_tokens
 from ltx2rt.train.manifest import context_path, read_arrays, sample_path
@@ -58,7 +58,7 @@ class Feeder:
         """The inputs of samples, with the stream and the noise level of each, None: drawn."""
         step, found = self.steps[kind], [self._feed(kind, *row) for row in rows]
         stacked = {name: np.stack([row[name] for row in found]) for name in found[0]}
-        known = step.tables | dropout_columns(step.graph) | stacked
+        known = step.tables | stacked | {n: x for n, x in found[0].items() if n == COLUMNS}
         return {name: known[name] for name in step.graph.inputs}
 
     def _feed(self, kind: Kind, item: Item, stream: str, level: float | None) -> Feeds:

@@ -8,7 +8,7 @@ from train_cases import BATCH, RANK, SCALE, parameters, placed, step
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.graph.ops import drawn_bits
 from ltx2rt.passes.adapters import MARK, Adapters, adapted, modules, tensors
-from ltx2rt.passes.dropout import dropout_columns, dropout_feeds
+from ltx2rt.passes.dropout import COLUMNS, dropout_feeds
 from ltx2rt.placement.cost import exchanges
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
@@ -66,7 +66,7 @@ def test_dropout_drops_the_same_numbers_on_every_mesh(mesh):
     rng = np.random.default_rng(6)
     samples = [dropout_feeds(whole, 0.4, lambda _, n: rng.random(n)) for _ in range(BATCH)]
     inputs |= {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
-    inputs |= dropout_columns(whole)
+    inputs[COLUMNS] = samples[0][COLUMNS]
     expected = interpret(whole, parameters("2.3"), inputs)
     found = interpret(placed("2.3", mesh, dropout=True), parameters("2.3"), inputs)
     without = interpret(whole, parameters("2.3"), inputs | {"dropout": np.zeros(BATCH, np.float32)})

@@ -12,9 +12,10 @@ from diffusers import AutoencoderKLLTX2Video, LTX2VideoTransformer3DModel
 from PIL import Image
 from reference_transformer import euler_steps
 from test_denoise import PROMPT, keep_officially, load_pipeline, noise_of, unpacked
-from test_retake import write
+from test_retake import write, write_light
 
 from ltx2rt.errors import InputError
+from ltx2rt.media import hdr
 from ltx2rt.media.images import fit
 from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.media.sound import read_sound
@@ -629,6 +630,29 @@ def test_a_border_is_made_by_the_formula(tiny, on_both, tmp_path):
         with pytest.raises(InputError) as refused:
             make_plan(session, replace(request, **more))
         assert message in str(refused.value)
+
+
+def test_a_folder_of_exr_images_is_a_reference(tiny, on_both, half, tmp_path):
+    """Its codes lie within the reference's size, mirrored around."""
+    light = write_light(tmp_path / "in", 9, (120, 80))
+    how = {"distilled_lora": NO_LORA, "loras": (LoraSpec(half, 0.0),), "assume": "distilled"}
+    session = on_both("tiny-2.3", **how)["cuda"]
+    flags = {"prompt": "a fox", "width": 256, "height": 128, "num_frames": 9}
+    seen = (ReferenceSpec(tmp_path / "in"),)
+    plan = make_plan(session, ICLora(video_conditioning=seen, hdr="ACESCG", **flags))
+    (denoise,) = [s for s in plan.stages if isinstance(s, Denoise) and s.given]
+    source = denoise.given[0].source
+    assert source.geometry.size_px == (32, 64)
+    (found, *_) = map(source.fitted, source.pictures())
+    planes = torch.tensor(light[0].transpose(2, 0, 1))[None]
+    scaled = torch.nn.functional.interpolate(planes, (32, 48), mode="bilinear")
+    padded = torch.nn.functional.pad(scaled, (0, 16, 0, 0), mode="reflect")[0].numpy()
+    codes = hdr.encoded(padded).clip(0, 1) * 2 - 1
+    np.testing.assert_allclose(
+        found, codes, atol=1e-4
+    )  # float32, whose ulp of 4 the slope takes up
+    with pytest.raises(InputError, match="is a folder, expected a file; to EXR images add --hdr"):
+        ICLora(video_conditioning=seen, **flags).check()
 
 
 def test_a_lora_says_which_codes_it_makes(model, half, files, generate, tmp_path):

@@ -2,6 +2,7 @@
 the file's own pixels outside."""
 
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -90,9 +91,9 @@ def test_a_cell_is_made_if_one_of_its_pixels_is(sessions, tmp_path, grow, pad):
     region = Region(path, SIZE, 17, grow, pad)
     left, top, right, bottom = pad
     width, height = SIZE[1] + left + right, SIZE[0] + top + bottom
-    geometry = replace(request, width=width, height=height, num_frames=17).geometry(
-        sessions["cuda"].config
-    )
+    geometry = replace(
+        request, width=width, height=height, num_frames=17, fps=Fraction(24)
+    ).geometry(sessions["cuda"].config)
     full = np.ones((17, height, width), bool)
     full[:, top : top + SIZE[0], left : left + SIZE[1]] = grown(mask, grow)
     np.testing.assert_array_equal(np.stack(list(region.masks())), full)

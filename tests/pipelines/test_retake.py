@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 import ltx2rt
 from ltx2rt.errors import InputError
+from ltx2rt.media import hdr
 from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import VideoInfo, read_frames
 from ltx2rt.models.geometry import (
@@ -26,6 +27,8 @@ from ltx2rt.models.geometry import (
 from ltx2rt.pipelines.retake import Retake
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
+from ltx2rt.session.call import Call
+from ltx2rt.session.options import NO_LORA
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, shifted_sigmas
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.files import TensorFile
@@ -357,6 +360,60 @@ def run(command, tiny, tmp_path):
         return status, err, folder
 
     return call
+
+
+def write_light(folder, num_frames=17, size=(64, 64)):
+    """A folder of EXR images in linear light, some of it below 0."""
+    folder.mkdir()
+    light = np.random.default_rng(2).uniform(-0.1, 4, (num_frames, *size[::-1], 3))
+    for i, pixels in enumerate(light.astype(np.float16)):
+        (folder / f"frame_{i:05d}.exr").write_bytes(hdr.exr_bytes(pixels, "ACESCG"))
+    return light.astype(np.float16).astype(np.float64)
+
+
+def test_a_folder_of_exr_images(on_both, tmp_path):
+    """At the rate that is given; the encoder reads its ACEScct codes, and what is kept is its
+    light."""
+    light = write_light(tmp_path / "in", size=(64, 60))
+    log = (np.log2(np.maximum(light, 2.0**-7)) + 9.72) / 17.52
+    codes = np.where(
+        light > 2.0**-7, log, 10.5402377416545 * np.maximum(light, 0) + 0.0729055341958355
+    )
+    given = np.pad(codes, ((0, 0), (0, 4), (0, 0), (0, 0)), mode="edge") * 2 - 1
+    given = given.transpose(3, 0, 1, 2)[None].astype(np.float32)
+    flags = {"prompt": "a fox", "start_time": 0.1, "end_time": 0.2, "seed": 1, "fps": 30}
+    flags |= {"video_path": tmp_path / "in", "hdr": "ACESCG"}
+    for session in on_both("tiny-2.3", distilled_lora=NO_LORA, assume="distilled").values():
+        plan = make_plan(session, Retake(**flags))
+        state, *_ = produce(session, plan, keep=True)
+        seen = session.run(Call("video-encoder", given.shape), {"frames": given})["latent"]
+        expected = session.backend.to_host(seen)
+        assert relative_l2(state.record["source.video"], expected) <= 1e-6  # float32
+        (frames,) = state.frames
+        found = hdr.decoded(hdr.as_frames(np.concatenate(list(frames))) / 2 + 0.5)
+        made, _ = plan.request.made_anew(plan.request.geometry(session.config))
+        assert plan.request.fps == 30 and found.shape == light.shape and made == range(1, 9)
+        kept = [i for i in range(17) if i not in made]
+        # Codes of 16 bits: 2e-4 of light in the logarithm's part, less than a half float's step.
+        np.testing.assert_allclose(found[kept], np.maximum(light[kept], 0), rtol=2e-4, atol=1e-5)
+        assert np.abs(found[8] - light[8]).mean() > 0.1
+
+
+def test_a_folder_that_is_no_clip_is_refused(opened, clip, tmp_path):
+    write_light(tmp_path / "in", 9)
+    region = {"start_time": 0.1, "end_time": 0.2, "video_path": tmp_path / "in"}
+    for more, said in (
+        ({}, "is a folder, expected a file; to EXR images add --hdr"),
+        ({"hdr": "ACESCG", "video_path": clip}, "is no folder of EXR images; convert it, or"),
+        ({"video_path": clip, "fps": 24}, "--fps: the file of --video-path decides"),
+        ({"hdr": "ACESCG", "end_time": 1.0}, "in ends at 0.3750 s; end there"),
+        ({"hdr": "ACESCG", "video_path": tmp_path}, "is a folder with no [*].exr"),
+    ):
+        with pytest.raises(InputError, match=said):
+            Retake(prompt="a fox", **region | more).resolved(opened.resident.config)
+    (tmp_path / "in" / "frame_00004.exr").write_bytes(hdr.exr_bytes(np.zeros((2, 2, 3)), "ACESCG"))
+    with pytest.raises(InputError, match="in is a folder with images of several sizes"):
+        Retake(prompt="a fox", hdr="ACESCG", **region).resolved(opened.resident.config)
 
 
 @pytest.mark.long

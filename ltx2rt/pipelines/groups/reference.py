@@ -43,6 +43,8 @@ class ReferenceClip(SourceClip):
 
     def check(self, request: Any) -> None:
         super().check(request)
+        if self.path.is_dir():
+            raise InputError(f"{FLAG}: {self.path} is a folder, expected a clip of 8 bits")
         if request.num_videos > 1:
             raise InputError(
                 f"--num-videos: {request.num_videos}, but {request.name} makes one; run it for "
@@ -117,14 +119,15 @@ def reference(
     mask: Path | None = None,
     inset: Inset | None = None,
     whole: int = 0,
+    space: str | None = None,
 ) -> Reference:
     """A file's frames, up to num_frames, as reference of a stage. factors: as `references_of`;
-    inset: as of `SourceVideo`. whole: frames to which its last one is repeated."""
+    inset, space: as of `SourceVideo`. whole: frames to which its last one is repeated."""
     downscale, stride = factors
     found = whole or video_info(spec.path, flag, num_frames).num_frames
     frames = latent_frames(usable_frames(found, clip.time_factor, stride), clip.time_factor)
     rows, columns = (-(-n // downscale) for n in (clip.rows, clip.columns))
     own = replace(clip, frames=frames, rows=rows, columns=columns)
     tiles = plan_encoder_tiles(tiling, (frames, rows, columns), model.video_vae)
-    source = SourceVideo(spec.path, own, tiles, flag, stride, inset=inset)
+    source = SourceVideo(spec.path, own, tiles, flag, stride, inset=inset, space=space)
     return Reference(source, clip, number, spec.strength, downscale, attention, mask)

@@ -18,6 +18,7 @@ from ltx2rt.models.geometry import pixel_frames
 from ltx2rt.pipelines.groups.size import Duration, Length, Pixels, Size, parse_fps
 
 FLAG = "--video-path"
+DECIDES = f"the file of {FLAG} decides size, length and rate; leave it out"
 
 
 def of_the_file(type_: type, name: str) -> Any:
@@ -25,9 +26,7 @@ def of_the_file(type_: type, name: str) -> Any:
 
     def refuse(_: Any) -> Any:
         spelled = f"--{name.replace('_', '-')}"
-        raise InputError(
-            f"{spelled}: the file of {FLAG} decides size, length and rate; leave it out"
-        )
+        raise InputError(f"{spelled}: {DECIDES}")
 
     return flag_like(type_, name, help=SUPPRESS, parse=refuse)
 
@@ -48,7 +47,7 @@ class SourceClip(Duration):
     )
     num_frames: int = of_the_file(Length, "num_frames")
     seconds: float | None = of_the_file(Length, "seconds")
-    fps: Fraction = of_the_file(Length, "fps")
+    fps: Fraction | None = flag_like(Length, "fps", None, help=SUPPRESS)
     auto_duration: tuple[float, ...] | None = of_the_file(Length, "auto_duration")
     info: VideoInfo | None = field(default=None, repr=False)
 
@@ -58,6 +57,8 @@ class SourceClip(Duration):
             raise InputError(
                 f"{FLAG}: none, but the {request.name} pipeline starts from a clip; pass one"
             )
+        if self.fps is not None and self.info is None and not self.path.is_dir():
+            raise InputError(f"--fps: {DECIDES}")
 
     def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
         height, width = request.geometry(model).size_px
