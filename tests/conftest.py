@@ -45,6 +45,9 @@ KEPT_BYTES = 4 * 10**9  # size of all programs when a run begins; the oldest are
 LASTED = BETWEEN_RUNS / "test-durations.json"  # seconds of each test file in the last run with it
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
+KNOWN_TIMES = tempfile.TemporaryDirectory()  # commands keep the times of their runs there
+os.environ["XDG_CACHE_HOME"] = KNOWN_TIMES.name
+
 SMALL = {
     "--width": 128,
     "--height": 64,

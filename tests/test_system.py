@@ -21,7 +21,7 @@ LACKS = {
 }
 AS_THERE = """
 import asyncio, ctypes, importlib, json, os, sys, types
-import av, jax, ml_dtypes, numpy, PIL.Image, psutil, safetensors, tokenizers, torch, tqdm, yaml
+import av, jax, ml_dtypes, numpy, PIL.Image, psutil, safetensors, tokenizers, torch, yaml
 if sys.argv[1] == "win32":
     whole = ctypes.CDLL
     ctypes.CDLL = lambda name, *more: whole(os.fspath(name), *more)  # None is a TypeError there

@@ -106,7 +106,8 @@ def run(
             note(remark)
         _announce(session, plan)
     run_key = history.alike(session, plan, files.warmup)
-    if main and times and (line := history.expected(times, run_key)):
+    known = history.expected(times, run_key) if times else None
+    if main and times and (line := known or history.by_plan(session, plan)):
         note(line, prefix="")
     folder = parts_folder(files, plan.request)
     with made.kept_in(folder, files.output, steps=files.latents_out is None):

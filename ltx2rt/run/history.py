@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from ltx2rt.placement.devices import known_kind
+from ltx2rt.run.estimate import outside_s
 from ltx2rt.run.plan import Plan
 from ltx2rt.session.session import Session
 
@@ -24,7 +27,8 @@ def alike(session: Session, plan: Plan, warm: bool) -> list[Any]:
     how = [options.backend, str(session.dtype), str(options.weights_dtype), options.memory, warm]
     where = [backend.device().name, dict(backend.mesh), str(session.checkpoint.path.resolve())]
     clip = [list(request.size_px), request.clip_frames, steps, len(request.seeds)]
-    return [request.name, *where, *clip, *how]
+    kept = [options.compile, options.max_memory, options.lora_mode, len(plan.loras.user)]
+    return [request.name, *where, *clip, *how, *kept]
 
 
 def expected(file: Path, key: list[Any]) -> str | None:
@@ -45,6 +49,23 @@ def expected(file: Path, key: list[Any]) -> str | None:
     took = " and ".join(f"{seconds:.0f}" for seconds in last)
     runs = "one run like this one" if len(last) == 1 else f"the last {len(last)} runs like this one"
     return f"about {sum(last) / len(last):.0f} s ({runs} took {took} s here)"
+
+
+def by_plan(session: Session, plan: Plan) -> str | None:
+    """A sentence with the time by the plan, and its basis; None for a device that no data sheet
+    has."""
+    info = session.backend.device()
+    if (kind := known_kind(info.kind, info.name, info.total_bytes)) is None:
+        return None
+    devices = prod(session.backend.mesh.values())
+    basis, kind = kind.basis(devices), kind.loaded()
+    steps_s = sum(c.steps * c.time_s(kind) for c in session.costs(plan.stages))
+    seconds = steps_s + outside_s(session, plan, kind)
+    if basis == "bound" or kind.sustained is None:
+        return f"at least {seconds:.0f} s (by the data sheet of {kind.name})"
+    on = kind.sustained.on
+    how = f"as measured on {on}" if basis == "measured" else f"scaled from what {on} took"
+    return f"about {seconds:.0f} s ({how}, without the first load)"
 
 
 def keep(file: Path, key: list[Any], seconds: float) -> None:

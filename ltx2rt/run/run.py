@@ -191,7 +191,8 @@ def produce(
     report() is the dict of `--report`, once the frames are taken.
     """
     work: dict[str, list[float]] = {}
-    for stage in plan.stages if on_progress else ():
+    shown = on_progress or (stream is not None and stream.isatty())
+    for stage in plan.stages if shown else ():
         if costs := session.costs([stage]):
             flops = sum(float(c.steps * c.flops) for c in costs)
             work.setdefault(stage.name, []).append(flops)

@@ -18,6 +18,7 @@ from ltx2rt.errors import Cancelled
 from ltx2rt.media.output import files_of
 
 T = TypeVar("T")
+BAR = 24  # characters
 QUIET_S = 30.0  # between two lines of a stage where no bar is shown
 
 
@@ -47,8 +48,9 @@ class Progress:
 
 
 class Stopwatch:
-    """Times stages and shows them: on a terminal the running one, with a bar for steps, and a line
-    for each finished one; elsewhere, and if `verbose`, also a line when each begins.
+    """Times stages and shows them: on a terminal the running one, with a bar for the whole run, or for
+    the stage if the run's work is unknown, and a line for each finished one; elsewhere, and if
+    `verbose`, also a line when each begins.
 
     stream: None shows nothing. synchronize: waits for the device. clock: seconds. observer: told
     of each step. cancelled: whether the caller wants the run to end; agree: whether a process
@@ -148,17 +150,15 @@ class Stopwatch:
         self.synchronize()
         begin = last = said = self._charged()
         count = done
-        with (
-            self._under_way(f"{name}: {steps} {unit}" if steps else name),
-            self._bar(name, steps, unit, done) as update,
-        ):
+        with self._under_way(f"{name}: {steps} {unit}" if steps else name):
+            self._bar(name, done, steps, unit, 0)
 
             def step(more: int = 1) -> None:
                 nonlocal last, count, said
                 now = self._charged()
                 stage.steps_s.append(now - last)
                 last, count = now, count + more
-                update(more)
+                self._bar(name, count, steps, unit, last - begin)
                 if not self._bars and last - said >= QUIET_S and count < steps:
                     said, left_s = last, (last - begin) / (count - done) * (steps - count)
                     self.say(f"{name}: {count} of {steps} {unit}, {left_s:.0f} s left")
@@ -173,26 +173,30 @@ class Stopwatch:
             f"{name}: {stage.time_s:.2f} s" + (f" ({count - done} {unit})" if count > done else "")
         )
 
-    @contextmanager
-    def _bar(self, name: str, steps: int, unit: str, done: int) -> Iterator[Callable[[int], Any]]:
-        if steps == 0 or not self._bars:
-            yield lambda _: None
+    def _bar(self, name: str, count: int, steps: int, unit: str, spent_s: float) -> None:
+        """Show on a terminal the part of the run that is done, or of the stage if the run's work is
+        unknown. spent_s: in the stage."""
+        if not (steps and self._bars):
             return
-        from tqdm import tqdm
+        part, left_s = self._part(name, count, steps)
+        if not self.total_work:
+            part = count / steps
+            left_s = spent_s * (1 - part) / part if part else None
+        left = "" if left_s is None else f", {left_s:.0f} s left"
+        bar = f"{'#' * round(BAR * part):<{BAR}}"
+        shown = f"{name}: {count} of {steps} {unit} |{bar}| {part:.0%}{left}"
+        print(shown, end="\x1b[K\r", file=self.stream, flush=True)
 
-        shown = "{desc}: {n_fmt} of {total_fmt} {unit} |{bar}| {elapsed} < {remaining}"
-        how = {"total": steps, "initial": done, "desc": name, "unit": unit, "bar_format": shown}
-        with tqdm(**how, file=self.stream, leave=False) as bar:
-            yield bar.update
-
-    def _tell(self, stage: StageTime, count: int, steps: int) -> None:
-        if self.observer is None:
-            return
-        done = self._done + self.work.get(stage.name, 0.0) * count / max(steps, 1)
+    def _part(self, stage: str, count: int, steps: int) -> tuple[float, float | None]:
+        """The fraction of the run that is done, and the estimated seconds left."""
+        done = self._done + self.work.get(stage, 0.0) * count / max(steps, 1)
         fraction = min(1.0, done / (self.total_work or 1.0))
         spent = self._charged() - self._start
-        eta_s = spent * (1 - fraction) / fraction if fraction else None
-        self.observer(Progress(stage.name, count, steps, fraction, eta_s))
+        return fraction, spent * (1 - fraction) / fraction if fraction else None
+
+    def _tell(self, stage: StageTime, count: int, steps: int) -> None:
+        if self.observer is not None:
+            self.observer(Progress(stage.name, count, steps, *self._part(stage.name, count, steps)))
 
     def _charged(self) -> float:
         """The clock without the time charged apart."""

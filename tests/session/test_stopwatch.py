@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import pytest
 
@@ -125,6 +126,19 @@ def test_a_terminal_shows_a_bar_and_keeps_only_what_has_ended():
         assert "decode: 0 of 16 frames" in watch.stream.getvalue()
     assert "loading ...\r\x1b[K" in watch.stream.getvalue()
     assert watch.stream.getvalue().endswith("\x1b[Kdecode: 0.00 s (8 frames)\n")
+
+
+def test_a_bar_is_that_of_the_whole_clip_where_its_work_is_known():
+    now, stream = [0.0], Terminal()
+    watch = Stopwatch(stream, clock=lambda: now[0], work={"stage1": 3.0, "decode": 1.0})
+    for name, steps, seconds in (("stage1", 3, 10), ("decode", 1, 10)):
+        with watch.stage(name, steps) as step:
+            for _ in range(steps):
+                now[0] += seconds
+                step()
+    shown = re.findall(r"(\w+: \d of \d steps) \|.*?\| (\d+%)(, \d+ s left)?", stream.getvalue())
+    assert ("stage1: 3 of 3 steps", "75%", ", 10 s left") in shown
+    assert ("decode: 0 of 1 steps", "75%", ", 10 s left") in shown
 
 
 def test_verbose_says_what_is_built_and_how_long_loads_took():
