@@ -293,6 +293,11 @@ def test_the_size_follows_the_picture_or_the_cut_is_shown(server, page, tmp_path
         f"parseFloat({kept}.height) / document.querySelector('#pictures img').height"
     )
     assert share == pytest.approx(512 / 900, abs=0.01)  # of 768x900, the picture that covers it
+    choose(page, "Between photos")
+    page.set_input_files("#picture", tmp_path / "portrait.png")
+    assert page.input_value("#pictures li:last-child input") == "last"
+    until(page, "document.querySelector('#time').textContent")
+    assert page.inner_text("#problem") == ""
 
 
 def test_a_finished_clip_is_where_others_begin(start, page, tmp_path):

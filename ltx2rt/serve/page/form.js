@@ -42,7 +42,7 @@ export function fillForm(found, whenSent) {
       make("label", {}, use, ` ${name}`), make("label", {}, `Strength of ${name} `, strength)));
   }
   $("#loras").hidden = !limits.loras.length;
-  onSource(() => changed());
+  onSource((another) => { if (another) $("#time").replaceChildren(); changed(); });
   const draft = readDraft();
   useDefaults();
   if (draft && typeof draft === "object") useDraft(draft);
@@ -94,6 +94,7 @@ function fillFields() {
   $("#seconds").placeholder = files[needed()] === "sound" ? "as the sound" : "as usual";
   if (needed()) $("#seconds").value = ""; // the file decides, unless a length is typed
   else $("#seconds").value ||= 5;
+  $("#time").replaceChildren();
   showPictures();
 }
 
@@ -123,12 +124,12 @@ function showPictures() {
   $("#from-picture").hidden = !pictures.length;
   if (!pictures.length && !$("#size").value) $("#size").value = "768x512";
   $("#pictures ul").replaceChildren(...pictures.map((picture, n) => {
-    const number = (key, more) => make("input", { type: "number", value: picture[key], ...more, oninput: (e) => { picture[key] = Number(e.target.value); } });
+    const input = (key, more) => make("input", { value: picture[key], ...more, oninput: (e) => { picture[key] = e.target.value.trim(); } });
     const shown = picture.url ? make("div", { className: "frame" }, make("img", { src: picture.url, alt: picture.file.name, onload: cut }), make("i"))
       : make("span", { textContent: "the image of that video" });
     const remove = make("button", { type: "button", textContent: "Remove", ariaLabel: `Remove image ${n + 1}`, onclick: () => { pictures.splice(n, 1); showPictures(); } });
     return make("li", {}, shown, make("p", { className: "hint" }), make("div", { className: "row" },
-      make("label", {}, "At frame ", number("frame", { min: 0 })), make("label", {}, "Strength ", number("strength", { step: "any", min: 0, max: 1 })), remove));
+      make("label", {}, "At frame ", input("frame", { title: "a number, last, 2.5s or 50%" })), make("label", {}, "Strength ", input("strength", { inputMode: "decimal" })), remove));
   }));
   changed();
 }
@@ -136,7 +137,7 @@ function showPictures() {
 function addPicture(file) {
   if (pictures.length >= limits.images) return;
   if (!pictures.length) $("#size").value = "";
-  pictures.push({ file, url: URL.createObjectURL(file), frame: 0, strength: 1 });
+  pictures.push({ file, url: URL.createObjectURL(file), frame: pictures.length ? "last" : 0, strength: 1 });
   if (!pipeline().images || task() === TEXT) choose(pipeline().images ? PHOTO : UPLOADS.image, pipeline().images ? $("#pipeline").value : undefined);
   else showPictures();
 }

@@ -16,7 +16,7 @@ export function setSource(name, source) {
   if (source) given.set(name, source.file ? { ...source, name: source.file.name, url: URL.createObjectURL(source.file) } : source);
   else given.delete(name);
   showSource(name);
-  changed();
+  changed(true);
 }
 
 // The zone for a file. front: what the task is about is shown large, with its part.
