@@ -36,7 +36,7 @@ from ltx2rt.instruments.probe import ProbeRequest
 from ltx2rt.pipelines import pipelines
 from ltx2rt.run.estimate import Devices
 from ltx2rt.run.files import Files
-from ltx2rt.serve.admission import schema
+from ltx2rt.serve.fields import schema
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.suggest import nearest
 

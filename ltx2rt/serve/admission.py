@@ -11,36 +11,43 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from argparse import SUPPRESS
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, Field, dataclass, replace
-from fractions import Fraction
-from functools import cache
+from dataclasses import Field, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.errors import InputError
-from ltx2rt.flags import Flag, convert, flagged, reader
+from ltx2rt.flags import flagged
 from ltx2rt.media.hdr import HighRange
-from ltx2rt.pipelines import CLIP, chosen, make_request, pipelines, readers, unread
+from ltx2rt.pipelines import CLIP, chosen, make_request, readers, unread
 from ltx2rt.pipelines.groups.guidance import ByChoice
-from ltx2rt.pipelines.groups.images import Images, parse_frame, parse_image
-from ltx2rt.pipelines.groups.seeds import Videos
-from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, MAX_FPS, MIN_FPS, Length, Pixels
+from ltx2rt.pipelines.groups.images import Images, parse_frame
+from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, MAX_FPS, MIN_FPS, Length
 from ltx2rt.pipelines.groups.sound import parse_reference
-from ltx2rt.pipelines.groups.text import Enhancing
 from ltx2rt.pipelines.recipes import recipe
 from ltx2rt.pipelines.request import Request, distilled_lora
 from ltx2rt.pipelines.step_plans import PlanFile
 from ltx2rt.placement.devices import known_kind
 from ltx2rt.run.plan import make_plan, to_enhance
 from ltx2rt.run.recording import high_range_of
+from ltx2rt.serve.fields import (
+    MAX_PROMPT,
+    as_given,
+    front,
+    how,
+    number,
+    offered,
+    schema,
+    served,
+    uploads,
+    value,
+)  # fmt: skip
 from ltx2rt.serve.refusal import KNOWN_AS, Refusal, invalid, misfit, of_input, unknown
 from ltx2rt.serve.shapes import Shape
-from ltx2rt.serve.upload import EXR, IMAGE, MAX_BYTES, SUFFIX
+from ltx2rt.serve.upload import EXR, IMAGE, SUFFIX
 from ltx2rt.session.arrange import DatasheetBackend
 from ltx2rt.session.open import opened_checkpoint
 from ltx2rt.session.options import DISTILLED_STAGES, NO_LORA, LoraSpec, ModelOptions, existing
@@ -49,24 +56,14 @@ from ltx2rt.stages.duration import chooses_length
 from ltx2rt.stages.enhance import Enhancer
 from ltx2rt.weights.lora_config import lora_file
 
-MAX_PROMPT, MAX_IMAGES, MAX_LORAS, MAX_METADATA, MAX_PRIORITY = 4000, 8, 8, 16, 9
+MAX_IMAGES, MAX_LORAS, MAX_METADATA, MAX_PRIORITY = 8, 8, 16, 9
 MAX_VIDEOS = 8  # limit for one request
-MAX_PROMPTS = 64  # limit for segments
 MAX_SECONDS = 120  # limit for a clip in segments
 OURS = (
-    "model",
-    "pipeline",
-    "preset",
-    "size",
-    "n",
-    "images",
-    "hdr_frames",
-    "loras",
-    "priority",
-    "metadata",
-    "user",
-)
-MAX_DIGITS, MAX_USER = 40, 512  # characters: of a number, of a user's name
+    "model", "pipeline", "preset", "size", "n", "images", "hdr_frames", "loras", "priority",
+    "metadata", "user",
+)  # fmt: skip
+MAX_USER = 512  # characters of a user's name
 MAX_SHAPES = 256  # whose plans are remembered
 UNKNOWN_BYTES = 10**15  # memory of a device that no replica has reported yet
 SHA = re.compile(r"[0-9a-f]{64}")
@@ -115,14 +112,8 @@ class Admission:
         names: Sequence[str] = (),
     ):
         options.check()
-        self.options, self.inputs, self.lora_folder, self.default, self.warm, self.enhancer = (
-            options,
-            inputs,
-            lora_folder,
-            default,
-            warm,
-            enhancer,
-        )
+        self.options, self.inputs, self.lora_folder = options, inputs, lora_folder
+        self.default, self.warm, self.enhancer = default, warm, enhancer
         self.checkpoint = opened_checkpoint(options)
         if enhancer:
             existing("--prompt-enhancer", enhancer)
@@ -143,11 +134,8 @@ class Admission:
 
     def plan_for(self, info: DeviceInfo, mesh: Mapping[str, int]) -> None:
         """Refuse from now on what such devices have no room for."""
-        before = self._session.backend if self._session else None
-        if isinstance(before, ReplicaBackend) and (before.device_kind, before.mesh) == (
-            info.kind,
-            mesh,
-        ):
+        before, same = self._session.backend if self._session else None, (info.kind, mesh)
+        if isinstance(before, ReplicaBackend) and (before.device_kind, before.mesh) == same:
             if before.info == info:
                 return
             before.info = info  # the same kind: graphs and costs hold, room may have changed
@@ -170,7 +158,7 @@ class Admission:
     def admit(self, given: Mapping[str, Any]) -> Admitted:
         """given: fields as JSON has them, or text; images as `{"file_id", "frame", "strength"}`.
         Raises Refusal."""
-        # `value` is the function below: a comprehension's own would hide it until Python 3.12.4
+        # `value` is the function: a comprehension's own would hide it until Python 3.12.4
         given = {field: found for field, found in given.items() if found is not None}
         if "preset" in given:
             given = with_preset(given)
@@ -207,15 +195,10 @@ class Admission:
                     clip = {"num_frames": DEFAULT_FRAMES} | clip
             elif "size" in given:
                 raise InputError(f"--size: {name} keeps that of its video; leave it out")
-            images, loras = (
-                self._images(given.get("images", ())),
-                self._loras(given.get("loras", ())),
-            )
-            files = {
-                field: self._files(field, given[field], taken[field])
-                for field in taken
-                if field in given
-            }
+            images = self._images(given.get("images", ()))
+            loras = self._loras(given.get("loras", ()))
+            sent = {field: kind for field, kind in taken.items() if field in given}
+            files = {field: self._files(field, given[field], kind) for field, kind in sent.items()}
             return self._planned(name, dict(given), clip, images, loras, files, self._number(given))
         except InputError as error:
             said = self._without_folders(str(error))
@@ -223,8 +206,7 @@ class Admission:
 
     def _planned(
         self, name: str, given: dict[str, Any], clip: dict[str, Any], images: list[list],
-        loras: list[list],
-        files: dict[str, list[list]], n: int,
+        loras: list[list], files: dict[str, list[list]], n: int,
     ) -> Admitted:  # fmt: skip
         pictures = [(self.inputs / file, frame, strength) for file, frame, strength in images]
         specs = [LoraSpec((self.lora_folder or Path()) / file, *rest) for file, *rest in loras]
@@ -243,12 +225,8 @@ class Admission:
         if request.in_segments and seconds > MAX_SECONDS:
             raise InputError(f"--seconds: {seconds:.4g} s, expected at most {MAX_SECONDS} s here")
         texts: Any = {f: "" for f in ("prompt", "negative_prompt") if hasattr(request, f)}
-        shape = repr(
-            (
-                replace(request, seed=0, **texts),
-                [(lora, lora.path.stat().st_mtime_ns) for lora in specs],
-            )
-        )
+        merged = [(lora, lora.path.stat().st_mtime_ns) for lora in specs]
+        shape = repr((replace(request, seed=0, **texts), merged))
         # what is planned once holds for every prompt and seed
         if images or files or shape not in self._work:
             plan = make_plan(self._session, request)
@@ -377,11 +355,8 @@ class Admission:
         """[file, strength, stage] of each."""
         known, loras = self.lora_files(), []
         for item in _items("loras", given, MAX_LORAS, ("name", "strength", "stage")):
-            strength, stage, name = (
-                number(item.get("strength", 1.0)),
-                item.get("stage"),
-                str(item.get("name")),
-            )
+            strength, stage = number(item.get("strength", 1.0)), item.get("stage")
+            name = str(item.get("name"))
             if name not in known:
                 text = f"loras: no LoRA is named {name[:80]!r}; known: {', '.join(known) or 'none'}"
                 raise invalid(text, "loras")
@@ -436,148 +411,6 @@ class Admission:
             "loras": list(self.lora_files()),
             "warm": [str(shape) for shape in self.warm],
         }
-
-
-def served() -> dict[str, type[Request]]:
-    """The pipelines that make pictures."""
-    return {name: type_ for name, type_ in pipelines().items() if type_.has(Pixels)}
-
-
-@cache
-def uploads(*types: type[Request]) -> dict[str, str]:
-    """The kinds of files that pipelines take besides images, by field; of all that are served by
-    default."""
-    types = types or tuple(served().values())
-    found = {name: f.metadata["flag"] for name, f in flagged(*types).items()}
-    return {
-        name: how.file
-        for name, how in found.items()
-        if how.file in MAX_BYTES and how.parse is not parse_image
-    }
-
-
-@cache
-def structured() -> tuple[str, ...]:
-    """The fields that are JSON, also as text of a form."""
-    flags = {name: f.metadata["flag"] for name, f in flagged(*served().values()).items()}
-    listed = [name for name, how in flags.items() if how.repeat or how.json == "array"]
-    return ("loras", "metadata", "input_reference", *listed, *uploads())
-
-
-@cache
-def how(field: str) -> Flag:
-    return flagged(*pipelines().values())[field].metadata["flag"]
-
-
-def as_given(files: Mapping[str, list[list]], folder: Path) -> dict[str, Any]:
-    """The files of a job, which are in the folder, as keywords of its pipeline."""
-    found = {
-        field: [(str(folder / file), *rest) for file, *rest in several]
-        for field, several in files.items()
-    }
-    one = {field: several[0] for field, several in found.items()}
-    return {
-        field: found[field]
-        if how(field).repeat
-        else first
-        if how(field).parse is parse_reference
-        else first[0]
-        for field, first in one.items()
-    }
-
-
-@cache
-def offered(type_: type[Request], with_enhancer: bool = False) -> dict[str, Field]:
-    """The clip flags that requests may set: those that name no file to keep, and no range of
-    lengths. Several videos are several jobs."""
-    but = flagged(Videos) if with_enhancer else flagged(Videos, Enhancing)
-    found = {name: f for name, f in flagged(type_).items() if name not in but}
-    return {
-        name: f
-        for name, f in found.items()
-        if (how := f.metadata["flag"]).file in (None, "plan")
-        and not (how.repeat and how.parse is float)
-        and how.help != SUPPRESS
-    }
-
-
-def front(type_: type[Request]) -> list[str]:
-    """The fields that tell what the pipeline is to do with which file, apart from images."""
-    found = {name: f.metadata["flag"] for name, f in flagged(type_).items()}
-    return [
-        name
-        for name, how in found.items()
-        if how.asks in (None, type_.name) and how.parse is not parse_image
-        if how.asks or (how.file and how.common)
-    ]
-
-
-def value(f: Field, given: Any) -> Any:
-    """A field's value from JSON or from the text of a form. Raises InputError."""
-    parse, name = reader(f), f"--{f.name.replace('_', '-')}"
-    if f.metadata["flag"].repeat:
-        given = given.splitlines() if isinstance(given, str) else given
-        texts = isinstance(given, list) and len(given) <= MAX_PROMPTS
-        if not texts or not all(isinstance(x, str) and len(x) <= MAX_PROMPT for x in given):
-            most = f"{MAX_PROMPTS} texts of at most {MAX_PROMPT} characters"
-            raise InputError(f"{name}: expected a list of at most {most}")
-        return convert(f, given)
-    if f.metadata["flag"].bare is not None and given is True:
-        return f.metadata["flag"].bare
-    if parse is bool:
-        if str(given).lower() not in ("true", "false"):
-            raise InputError(f"{name}: {str(given)[:80]!r}, expected true or false")
-        return str(given).lower() == "true"
-    listed = f.metadata["flag"].json in ("array", "string")
-    plain_types = (str, int, float, list) if listed else (str, int, float)
-    if parse is str and isinstance(given, str) and len(given) > MAX_PROMPT:
-        raise InputError(f"{name}: {len(given)} characters, expected at most {MAX_PROMPT}")
-    if "\0" in str(given):
-        raise InputError(f"{name}: holds a zero byte; leave it out")
-    if (
-        isinstance(given, bool)
-        or not isinstance(given, plain_types)
-        or len(str(given)) > MAX_PROMPT
-    ):
-        raise InputError(f"{name}: {str(given)[:80]!r}, expected {schema(f)['type']}")
-    if parse is int and not re.fullmatch(r"-?[0-9]{1,20}(\.0)?", str(given).strip()):
-        raise InputError(f"{name}: {str(given)[:80]}, expected a whole number of at most 20 digits")
-    try:
-        return convert(f, given)
-    except (TypeError, OverflowError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{name}: {str(given)[:80]!r}, expected {schema(f)['type']}") from None
-
-
-def schema(f: Field) -> dict[str, Any]:
-    """As JSON schema has it."""
-    how = f.metadata["flag"]
-    types: dict[Any, str] = {int: "integer", float: "number", bool: "boolean"}
-    negated = how.name is not None and how.name.startswith("--no-")
-    found = {
-        "type": how.json or types.get(reader(f), "string"),
-        "description": "" if negated else how.help,
-        "group": how.group,
-    }
-    if how.repeat:
-        found |= {"type": "array", "items": {"type": "string"}}
-    if how.choices:
-        found["enum"] = list(how.choices)
-    bounds = {"minimum": how.least, "maximum": how.most, "exclusiveMinimum": how.above}
-    found |= {name: bound for name, bound in bounds.items() if bound is not None}
-    if f.default not in (MISSING, None):
-        found["default"] = float(f.default) if isinstance(f.default, Fraction) else f.default
-    return found
-
-
-def number(given: Any) -> float | None:
-    """A finite number, or its text."""
-    try:
-        found = None if isinstance(given, bool) or len(str(given)) > MAX_DIGITS else float(given)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return found if found is not None and abs(found) < 1e12 else None
 
 
 def _items(name: str, given: Any, most: int, known: Sequence[str]) -> list[dict[str, Any]]:

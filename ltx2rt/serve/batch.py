@@ -24,8 +24,9 @@ from ltx2rt.errors import InputError
 from ltx2rt.media.hdr import is_exr, read_exr
 from ltx2rt.media.images import read_rgb
 from ltx2rt.pipelines.groups.images import PlacedImage, parse_image
-from ltx2rt.serve.admission import Admission, Admitted, uploads
+from ltx2rt.serve.admission import Admission, Admitted
 from ltx2rt.serve.board import Board
+from ltx2rt.serve.fields import uploads
 from ltx2rt.serve.folder import Folder, frames_of, sync
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.queue import COMPLETED, Job, Queue

@@ -20,7 +20,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ltx2rt.serve.admission import structured
+from ltx2rt.serve.fields import structured
 from ltx2rt.serve.folder import Folder
 from ltx2rt.serve.inline import ABOUT, KEYS, bytes_of, text_of
 from ltx2rt.serve.refusal import Refusal, invalid

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ltx2rt.serve.admission import MAX_PRIORITY, MAX_PROMPT, MAX_VIDEOS, OURS, Admission, uploads
+from ltx2rt.serve.admission import MAX_PRIORITY, MAX_VIDEOS, OURS, Admission
+from ltx2rt.serve.fields import MAX_PROMPT, uploads
 from ltx2rt.serve.queue import JOB_ID
 
 

@@ -11,9 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ltx2rt.backend import DeviceInfo
-from ltx2rt.serve.admission import MAX_PRIORITY, Admitted, number, uploads
+from ltx2rt.serve.admission import MAX_PRIORITY, Admitted
 from ltx2rt.serve.answers import Json
 from ltx2rt.serve.core import Core, too_many
+from ltx2rt.serve.fields import number, uploads
 from ltx2rt.serve.form import fields_of
 from ltx2rt.serve.queue import QUEUED, Conflict, Job, QueueFull
 from ltx2rt.serve.refusal import Refusal, invalid, misfit

@@ -76,8 +76,7 @@ def invalid(message: str, param: str | None = None) -> Refusal:
 
 def misfit(name: str, given: object, expected: str) -> Refusal:
     """The refusal of a field's value."""
-    text = f"{name}: {str(given)[:80]!r}, expected {expected}"
-    return Refusal(400, "invalid_value", text, name)
+    return invalid(f"{name}: {str(given)[:80]!r}, expected {expected}", name)
 
 
 def of_input(error: InputError, known: Collection[str], given: Collection[str]) -> Refusal:

@@ -23,8 +23,8 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from ltx2rt.errors import InputError
-from ltx2rt.serve.admission import as_given
 from ltx2rt.serve.board import Board, log
+from ltx2rt.serve.fields import as_given
 from ltx2rt.serve.folder import CLIP, STORAGE, Folder
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.queue import CANCELLED, COMPLETED, FAILED, QUEUED, Job, Queue, failure

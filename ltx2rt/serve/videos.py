@@ -21,7 +21,7 @@ from ltx2rt.serve.queue import (
     STATUSES,
     Job,
     QueueFull,
-)
+)  # fmt: skip
 from ltx2rt.serve.refusal import Refusal, invalid, misfit
 
 DELETE_WAIT_S = 30

@@ -11,7 +11,8 @@ from PIL import Image, ImageFile
 from ltx2rt.errors import InputError
 from ltx2rt.media.hdr import exr_bytes
 from ltx2rt.pipelines import make_request
-from ltx2rt.serve.admission import Admission, as_given
+from ltx2rt.serve.admission import Admission
+from ltx2rt.serve.fields import as_given
 from ltx2rt.serve.refusal import Refusal
 from ltx2rt.serve.upload import MASK, check_upload
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions

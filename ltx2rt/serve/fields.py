@@ -1,0 +1,172 @@
+"""The fields that requests may have, from the flags of the pipelines, and their values.
+
+Files and images come as bytes, so that no field names a path.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import SUPPRESS
+from collections.abc import Mapping
+from dataclasses import MISSING, Field
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ltx2rt.errors import InputError
+from ltx2rt.flags import Flag, convert, flagged, reader
+from ltx2rt.pipelines import pipelines
+from ltx2rt.pipelines.groups.images import parse_image
+from ltx2rt.pipelines.groups.seeds import Videos
+from ltx2rt.pipelines.groups.size import Pixels
+from ltx2rt.pipelines.groups.sound import parse_reference
+from ltx2rt.pipelines.groups.text import Enhancing
+from ltx2rt.pipelines.request import Request
+from ltx2rt.serve.upload import MAX_BYTES
+
+MAX_PROMPT = 4000
+MAX_PROMPTS = 64  # limit for segments
+MAX_DIGITS = 40  # characters of a number
+
+
+def served() -> dict[str, type[Request]]:
+    """The pipelines that make pictures."""
+    return {name: type_ for name, type_ in pipelines().items() if type_.has(Pixels)}
+
+
+@cache
+def uploads(*types: type[Request]) -> dict[str, str]:
+    """The kinds of files that pipelines take besides images, by field; of all that are served by
+    default."""
+    types = types or tuple(served().values())
+    found = {name: f.metadata["flag"] for name, f in flagged(*types).items()}
+    return {
+        name: how.file
+        for name, how in found.items()
+        if how.file in MAX_BYTES and how.parse is not parse_image
+    }
+
+
+@cache
+def structured() -> tuple[str, ...]:
+    """The fields that are JSON, also as text of a form."""
+    flags = {name: f.metadata["flag"] for name, f in flagged(*served().values()).items()}
+    listed = [name for name, how in flags.items() if how.repeat or how.json == "array"]
+    return ("loras", "metadata", "input_reference", *listed, *uploads())
+
+
+@cache
+def how(field: str) -> Flag:
+    return flagged(*pipelines().values())[field].metadata["flag"]
+
+
+def as_given(files: Mapping[str, list[list]], folder: Path) -> dict[str, Any]:
+    """The files of a job, which are in the folder, as keywords of its pipeline."""
+    found = {
+        field: [(str(folder / file), *rest) for file, *rest in several]
+        for field, several in files.items()
+    }
+    one = {field: several[0] for field, several in found.items()}
+    return {
+        field: found[field]
+        if how(field).repeat
+        else first
+        if how(field).parse is parse_reference
+        else first[0]
+        for field, first in one.items()
+    }
+
+
+@cache
+def offered(type_: type[Request], with_enhancer: bool = False) -> dict[str, Field]:
+    """The clip flags that requests may set: those that name no file to keep, and no range of
+    lengths. Several videos are several jobs."""
+    but = flagged(Videos) if with_enhancer else flagged(Videos, Enhancing)
+    found = {name: f for name, f in flagged(type_).items() if name not in but}
+    return {
+        name: f
+        for name, f in found.items()
+        if (how := f.metadata["flag"]).file in (None, "plan")
+        and not (how.repeat and how.parse is float)
+        and how.help != SUPPRESS
+    }
+
+
+def front(type_: type[Request]) -> list[str]:
+    """The fields that tell what the pipeline is to do with which file, apart from images."""
+    found = {name: f.metadata["flag"] for name, f in flagged(type_).items()}
+    return [
+        name
+        for name, how in found.items()
+        if how.asks in (None, type_.name) and how.parse is not parse_image
+        if how.asks or (how.file and how.common)
+    ]
+
+
+def value(f: Field, given: Any) -> Any:
+    """A field's value from JSON or from the text of a form. Raises InputError."""
+    parse, name = reader(f), f"--{f.name.replace('_', '-')}"
+    if f.metadata["flag"].repeat:
+        given = given.splitlines() if isinstance(given, str) else given
+        texts = isinstance(given, list) and len(given) <= MAX_PROMPTS
+        if not texts or not all(isinstance(x, str) and len(x) <= MAX_PROMPT for x in given):
+            most = f"{MAX_PROMPTS} texts of at most {MAX_PROMPT} characters"
+            raise InputError(f"{name}: expected a list of at most {most}")
+        return convert(f, given)
+    if f.metadata["flag"].bare is not None and given is True:
+        return f.metadata["flag"].bare
+    if parse is bool:
+        if str(given).lower() not in ("true", "false"):
+            raise InputError(f"{name}: {str(given)[:80]!r}, expected true or false")
+        return str(given).lower() == "true"
+    listed = f.metadata["flag"].json in ("array", "string")
+    plain_types = (str, int, float, list) if listed else (str, int, float)
+    if parse is str and isinstance(given, str) and len(given) > MAX_PROMPT:
+        raise InputError(f"{name}: {len(given)} characters, expected at most {MAX_PROMPT}")
+    if "\0" in str(given):
+        raise InputError(f"{name}: holds a zero byte; leave it out")
+    if (
+        isinstance(given, bool)
+        or not isinstance(given, plain_types)
+        or len(str(given)) > MAX_PROMPT
+    ):
+        raise InputError(f"{name}: {str(given)[:80]!r}, expected {schema(f)['type']}")
+    if parse is int and not re.fullmatch(r"-?[0-9]{1,20}(\.0)?", str(given).strip()):
+        raise InputError(f"{name}: {str(given)[:80]}, expected a whole number of at most 20 digits")
+    try:
+        return convert(f, given)
+    except (TypeError, OverflowError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{name}: {str(given)[:80]!r}, expected {schema(f)['type']}") from None
+
+
+def schema(f: Field) -> dict[str, Any]:
+    """As JSON schema has it."""
+    how = f.metadata["flag"]
+    types: dict[Any, str] = {int: "integer", float: "number", bool: "boolean"}
+    negated = how.name is not None and how.name.startswith("--no-")
+    found = {
+        "type": how.json or types.get(reader(f), "string"),
+        "description": "" if negated else how.help,
+        "group": how.group,
+    }
+    if how.repeat:
+        found |= {"type": "array", "items": {"type": "string"}}
+    if how.choices:
+        found["enum"] = list(how.choices)
+    bounds = {"minimum": how.least, "maximum": how.most, "exclusiveMinimum": how.above}
+    found |= {name: bound for name, bound in bounds.items() if bound is not None}
+    if f.default not in (MISSING, None):
+        found["default"] = float(f.default) if isinstance(f.default, Fraction) else f.default
+    return found
+
+
+def number(given: Any) -> float | None:
+    """A finite number, or its text."""
+    try:
+        found = None if isinstance(given, bool) or len(str(given)) > MAX_DIGITS else float(given)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return found if found is not None and abs(found) < 1e12 else None
