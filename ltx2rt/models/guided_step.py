@@ -25,7 +25,7 @@ branch's videos together. They differ in their noise only.
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,9 +86,9 @@ class StepShape:
 
     streams: the clip's, of video and audio; frozen: the given ones among them. A stream that is
     absent has 0 tokens. masked: video self-attention is weighted by an input. stg_blocks: those
-    that the perturbed branch perturbs. relay: groups of video and of audio tokens, each with a
-    separate bias in its attention to the positive text, 0 for none. nag: video's attention to its
-    text is moved away from that to the negative one.
+    that the perturbed branch perturbs, as `perturbed_blocks` reads them. relay: groups of video and of
+    audio tokens, each with a separate bias in its attention to the positive text, 0 for none. nag:
+    video's attention to its text is moved away from that to the negative one.
     """
 
     branches: Branches
@@ -104,9 +104,15 @@ class StepShape:
     streams: tuple[str, ...] = ("video", "audio")
     frozen: tuple[str, ...] = ()
     masked: bool = False
-    stg_blocks: tuple[int, ...] = ()
+    stg_blocks: tuple[int | str, ...] = ()
     relay: tuple[int, int] = (0, 0)
     nag: bool = False
+
+
+def perturbed_blocks(blocks: Iterable[int | str], stream: str) -> list[int]:
+    """Numbers of the blocks in which STG perturbs a stream: 28 is of both, "audio=29" of one."""
+    named = (str(block).rpartition("=") for block in blocks)
+    return [int(number) for of, _, number in named if of in ("", stream)]
 
 
 def mask_feeds(name: str, mask: np.ndarray) -> dict[str, np.ndarray]:
@@ -168,7 +174,8 @@ def _keeps(
         for name in scales:
             # except a stream with stg 0
             active = o.select(scales[name][STG], o.full(1.0, "float32"), zero)
-            keeps[f"{name}_self_keep"] = columns("perturbed", s.stg_blocks, 1 - active)
+            own = perturbed_blocks(s.stg_blocks, name)
+            keeps[f"{name}_self_keep"] = columns("perturbed", own, 1 - active)
     if "isolated" in names and len(s.streams) > 1:
         cross = columns("isolated", layers, zero)
         keeps |= {"a2v_keep": cross, "v2a_keep": cross}

@@ -99,7 +99,7 @@ class Denoise(Stage):
     loras: tuple[LoraSpec, ...]
     noise: Noise
     guidance: np.ndarray
-    stg_blocks: tuple[int, ...] = ()
+    stg_blocks: tuple[int | str, ...] = ()
     given: tuple[Conditioning, ...] = ()
     rule: str = "C"
     sound: bool = False
@@ -199,7 +199,7 @@ class Denoise(Stage):
         shape, feeds = step_shape(
             model, states, self.branches, self.num_videos, self.rule, self.frozen
         )
-        blocks = tuple(sorted(set(self.stg_blocks))) if self.branches.perturbed else ()
+        blocks = tuple(sorted(set(self.stg_blocks), key=str)) if self.branches.perturbed else ()
         g = self.geometry
         groups = (g.frames + 1, g.audio_latents + 1) if self.relay else (0, 0)
         more = {"relay": groups, "nag": self._moved}

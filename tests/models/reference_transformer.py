@@ -16,6 +16,7 @@ from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoRotaryP
 from ltx2rt.backend import get_backend
 from ltx2rt.config import TransformerConfig
 from ltx2rt.models import transformer
+from ltx2rt.models.guided_step import perturbed_blocks
 from ltx2rt.testing import ArraySource, run_graph
 from ltx2rt.weights.configs import diffusers_transformer_json
 from ltx2rt.weights.names import to_official
@@ -135,8 +136,8 @@ def gates_follow_the_other_sigma(
 
 
 @contextmanager
-def unperturbed(module: LTX2VideoTransformer3DModel, *names: str):
-    """diffusers perturbs both streams at the listed blocks; here not these."""
+def perturbed_only(module: LTX2VideoTransformer3DModel, blocks: dict[str, list[int]]):
+    """diffusers perturbs both streams at the listed blocks; here each at these."""
 
     def hook(_, args, kwargs):
         return args, kwargs | {"perturbation_mask": None, "all_perturbed": False}
@@ -144,8 +145,9 @@ def unperturbed(module: LTX2VideoTransformer3DModel, *names: str):
     of = {"video": "attn1", "audio": "audio_attn1"}
     handles = [
         getattr(block, of[name]).register_forward_pre_hook(hook, with_kwargs=True)
-        for block in module.transformer_blocks
-        for name in names
+        for number, block in enumerate(module.transformer_blocks)
+        for name in NAMES
+        if number not in blocks[name]
     ]
     try:
         yield
@@ -185,7 +187,7 @@ def euler_steps(
     clean: dict[str, np.ndarray],
     sigmas: np.ndarray,
     guidance: np.ndarray | None = None,
-    blocks: Sequence[int] = (),
+    blocks: Sequence[int | str] = (),
     frozen: Sequence[str] = (),
     rule: str = "C",
     voice: tuple[float, int] | None = None,
@@ -238,8 +240,13 @@ def euler_steps(
                 if m in made
             }
             uncond, isolated = branch(1), branch(isolate_modalities=True)
-            with unperturbed(module, *(m for m in NAMES if m in frozen or not scales[m][1])):
-                perturbed = branch(spatio_temporal_guidance_blocks=list(blocks))
+            own = {
+                m: perturbed_blocks(blocks, m) if m not in frozen and scales[m][1] else []
+                for m in NAMES
+            }
+            with perturbed_only(module, own):
+                both = sorted({block for each in own.values() for block in each})
+                perturbed = branch(spatio_temporal_guidance_blocks=both) if both else cond
             for m, (cfg, stg, modality, rescale) in scales.items():
                 c = cond[m]
                 y = (

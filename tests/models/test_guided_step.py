@@ -61,7 +61,7 @@ def ours(
         branches, len(inputs["video_mask"]), len(inputs["audio_mask"]), inputs["video_context"].shape[1],
         transformer.coordinate_counts(feeds), len(feeds["video_levels"]),
         len(feeds["audio_levels"]), rule, frozen=frozen,
-        stg_blocks=tuple(np.flatnonzero(inputs["stg_blocks"]).tolist()),
+        stg_blocks=blocks_of(inputs),
     )  # fmt: skip
     graph = guided_step.trace(config, structure, "float32")
     params = params_of(build(config)) if params is None else params
@@ -69,14 +69,25 @@ def ours(
     return {name: x[0] for name, x in outputs.items()}
 
 
+def blocks_of(inputs) -> tuple[int | str, ...]:
+    """Of a mask of the blocks, or as they are."""
+    blocks = inputs["stg_blocks"]
+    return blocks if isinstance(blocks, tuple) else tuple(np.flatnonzero(blocks).tolist())
+
+
 def expected_step(config, inputs, rule: str = "B", frozen=()) -> dict[str, np.ndarray]:
     """The formula over diffusers' velocities."""
     assert inputs["guidance"][0, guided_step.STG], "diffusers has no way to perturb the audio alone"
     kinds = ("positions", "context", "latent", "mask", "clean")
     by_name = ({n: inputs[f"{n}_{kind}"] for n in NAMES} for kind in kinds)
-    blocks = np.flatnonzero(inputs["stg_blocks"])
     ((latents, x0s),) = euler_steps(
-        build(config), *by_name, inputs["sigmas"], inputs["guidance"], blocks.tolist(), frozen, rule
+        build(config),
+        *by_name,
+        inputs["sigmas"],
+        inputs["guidance"],
+        blocks_of(inputs),
+        frozen,
+        rule,
     )
     return {f"{n}_x0": x0s[n] for n in x0s} | {f"{n}_latent": latents[n] for n in x0s}
 
@@ -144,6 +155,17 @@ def test_modality_with_neutral_stg_is_not_perturbed(kind):
     inputs["guidance"][1, guided_step.STG] = 0
     expected = expected_step(config, inputs)
     assert relative_l2(both["video_x0"], expected["video_x0"]) > 10 * CLOSE
+    assert_close(ours(kind, config, inputs), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_stream_is_perturbed_in_its_own_blocks(kind):
+    config = config_of("2.3")
+    inputs = drawn(config) | {"stg_blocks": ("video=0", "audio=1", "audio=2")}
+    expected = expected_step(config, inputs)
+    for blocks in ((0, 1, 2), ("video=1", "audio=1", "audio=2"), ("video=0", "audio=1")):
+        other = expected_step(config, inputs | {"stg_blocks": blocks})
+        assert relative_l2(other["audio_x0"], expected["audio_x0"]) > 10 * CLOSE
     assert_close(ours(kind, config, inputs), expected)
 
 

@@ -115,6 +115,7 @@ BAD = {
     "negative seed": (dict(seed=-1), "--seed: -1"),
     "huge seed": (dict(seed=2**63), "--seed"),
     "block": (dict(stg_blocks=(48,)), "block 48, but the model has blocks 0 to 47"),
+    "block of one": (dict(stg_blocks=("audio=48",)), "block 48, but the model has blocks 0 to 47"),
     "no block": (dict(stg_blocks=()), "--stg-blocks: no block"),
     "prompt": (dict(prompt="  "), "--prompt"),
     "crf": (dict(image_crf=52), "--image-crf"),
@@ -311,8 +312,13 @@ def test_malformed_specs_are_refused():
     with pytest.raises(InputError, match="finite"):
         parse_lora("a.safetensors:nan")
     assert parse_blocks("14, 19") == (14, 19)
-    with pytest.raises(InputError, match="--stg-blocks"):
-        parse_blocks("x")
+    apart = parse_blocks("3,video=14,19, audio=28")
+    assert apart == (3, "video=14", "video=19", "audio=28") == parse_blocks(apart)
+    for bad in ("x", "sound=3", "video=", "video=a", [0.5], 3, ["video=1.5"]):
+        with pytest.raises(InputError, match=r"--stg-blocks: .*expected block numbers"):
+            parse_blocks(bad)
+    one = replace(REQUEST, stg_blocks=("video=14",)).resolved(model())
+    assert one.stg_blocks == ("video=14", "audio=28") == one.resolved(model()).stg_blocks
 
 
 def test_settings_are_json():

@@ -14,7 +14,7 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of, spelling
 from ltx2rt.models.geometry import Geometry
-from ltx2rt.models.guided_step import Branches
+from ltx2rt.models.guided_step import Branches, perturbed_blocks
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.pipelines.groups.steps import Interval, Skips, Steps
 from ltx2rt.pipelines.groups.text import NegativePrompt
@@ -28,25 +28,35 @@ NAG = "--nag"
 TAU, ALPHA = 2.5, 0.25  # those of ComfyUI-KJNodes' node for LTX-2, whose scale is 11
 
 
-def parse_blocks(text: str | Sequence[int], name: str = "--stg-blocks") -> tuple[int, ...]:
-    """A comma-separated list of block numbers, or the numbers. name: of the flag."""
+def parse_blocks(text: str | Sequence[int | str]) -> tuple[int | str, ...]:
+    """Block numbers, in a list or separated by commas; behind `video=` or `audio=` those of one
+    stream, as texts."""
+    found, of = list[int | str](), ""
     try:
-        if not isinstance(text, str):
-            return tuple(index(part) for part in text)
-        return tuple(int(part) for part in text.split(",") if part.strip())
+        for part in text.split(",") if isinstance(text, str) else text:
+            name, equals, number = str(part).strip().rpartition("=")
+            if equals and name not in MODALITIES:
+                raise ValueError
+            of = f"{name}=" if equals else of
+            if number or equals:
+                block = int(number) if isinstance(part, str) else index(part)
+                found.append(f"{of}{block}" if of else block)
     except (TypeError, ValueError):
         raise InputError(
-            f"{name}: {str(text)[:80]!r}, expected block numbers such as 28 or 14,19"
+            f"--stg-blocks: {str(text)[:80]!r}, expected block numbers such as 28, 14,19 or "
+            "video=14,19,audio=29"
         ) from None
+    return tuple(found)
 
 
 @dataclass(frozen=True)
 class Scales(Group):
     """Scales of guidance; a modality without flags is guided by nothing."""
 
-    stg_blocks: tuple[int, ...] | None = flag(
+    stg_blocks: tuple[int | str, ...] | None = flag(
         None,
-        "transformer blocks that STG skips, such as 14,19 (default: 29 for LTX-2.0, else 28)",
+        "transformer blocks whose self-attention STG skips, such as 14,19 or, of one stream each, "
+        "video=14,19,audio=29 (default: 29 for LTX-2.0, else 28)",
         parse_blocks,
         metavar="LIST",
         json="array",
@@ -68,12 +78,15 @@ class Scales(Group):
             raise InputError(
                 "--stg-blocks: no block is given; name one, or set --video-stg 0 --audio-stg 0"
             )
-        for block in given:
-            if not 0 <= block < num_layers:
+        usual = model.release.stg_blocks(num_layers)
+        for stream in MODALITIES if given else ():
+            own = perturbed_blocks(given, stream)
+            if wrong := [block for block in own if not 0 <= block < num_layers]:
                 raise InputError(
-                    f"--stg-blocks: block {block}, but the model has blocks 0 to {num_layers - 1}"
+                    f"--stg-blocks: block {wrong[0]}, but the model has blocks 0 to {num_layers - 1}"
                 )
-        return {}
+            given += () if own else tuple(f"{stream}={block}" for block in usual)
+        return {"stg_blocks": given}
 
     def negates(self, request: Any) -> bool:
         return request.is_guided and Branches.of(self.scales).uncond
