@@ -14,9 +14,10 @@ from ltx2rt.commands import serve
 from ltx2rt.commands.options import model_options, run_flags
 from ltx2rt.commands.serve import ServeOptions
 from ltx2rt.errors import InputError
-from ltx2rt.flags import add_flags, flag_like, flags_of, given_flags, groups
+from ltx2rt.flags import add_flags, flag_like, flags_of, given_flags, groups, words_of
 from ltx2rt.notes import note
 from ltx2rt.pipelines import FIRST
+from ltx2rt.run.files import Marks
 from ltx2rt.serve.users import read_tokens
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.system import require_posix
@@ -40,8 +41,8 @@ SKYPILOT_NODE_RANK of SkyPilot.
 """
 
 
-@dataclass(frozen=True)
-class BatchOptions:
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions(Marks):
     """The flags of `batch` itself."""
 
     output_dir: Path = flag(
@@ -78,6 +79,9 @@ def flags(to: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     own = BatchOptions(**given_flags(args, BatchOptions))
     serve.check_lora_folder(own.lora_folder)
+    own.check_marks()
+    if own.server and (given := words_of(args, Marks)):
+        raise InputError(f"{given[0]}: with --server, the server's flags mark the files; omit it")
     if (own.server is None) != hasattr(args, "model"):
         raise InputError(
             "--model: expected either --model, for a model here, or --server, which has one"

@@ -32,6 +32,7 @@ NAMESPACES = {
     "xmpMM": "http://ns.adobe.com/xap/1.0/mm/",
 }
 XMP_BOX = bytes.fromhex("be7acfcb97a942e89c71999491e3afac")  # the UUID of XMP in MP4 and MOV
+XMP_BYTES = 2**14  # more than a packet of ours has
 XMP_TEXT = "XML:com.adobe.xmp"  # keyword of XMP in a PNG
 SIGNED_TYPES = {
     ".mp4": "video/mp4",
@@ -39,6 +40,20 @@ SIGNED_TYPES = {
     ".png": "image/png",
     ".wav": "audio/wav",
 }  # in which c2pa-python writes a manifest
+
+
+def copy_mark(source: Path, to: Path) -> None:
+    """Append the XMP at the end of an MP4 or MOV, if it has one, to another."""
+    with source.open("rb") as file:
+        file.seek(max(0, source.stat().st_size - XMP_BYTES))
+        _, mark, packet = file.read().rpartition(XMP_BOX)
+    if mark:
+        _append(to, mark + packet)
+
+
+def _append(file: Path, packet: bytes) -> None:
+    with file.open("ab") as to:
+        to.write(struct.pack(">I4s", 8 + len(packet), b"uuid") + packet)
 
 
 @dataclass(frozen=True)
@@ -97,8 +112,7 @@ class Origin:
         """
         if suffix in (".mp4", ".mov"):
             packet = XMP_BOX + self.xmp().encode()
-            with file.open("ab") as to:
-                to.write(struct.pack(">I4s", 8 + len(packet), b"uuid") + packet)
+            _append(file, packet)
         if self.signature is None:
             return
         signed = file.with_name(f"{file.name}.signed")

@@ -19,6 +19,7 @@ from ltx2rt.atomic_file import DISK_ERRORS, NotWritten
 from ltx2rt.media.hdr import HighRange
 from ltx2rt.media.mp4 import FollowedClip
 from ltx2rt.media.output import FileState, container_of, signals, state_of, write_clip
+from ltx2rt.media.provenance import copy_mark
 from ltx2rt.media.sound import read_sound
 from ltx2rt.pipelines.ic_lora import hdr_log
 from ltx2rt.pipelines.request import Request
@@ -52,6 +53,7 @@ def write_segment(path: Path, part: SegmentFile, stop: int, hdr: HighRange | Non
         sound = {"waveform": heard, "sample_rate": rate}
     length: dict[str, Any] = {"num_frames": stop - part.start, "fps": part.info.fps}
     write_clip(path, part.chunks(stop), **length, **sound, hdr=hdr)
+    copy_mark(part.path, path)
 
 
 class GrowingClip:

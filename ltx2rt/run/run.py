@@ -80,7 +80,9 @@ class Run:
     def make(self, stream: TextIO | None = None, **how: Any) -> None:
         """Run up to the frames, once the length is known. how: as `produce` takes it."""
         self.plan = timed(self.session, self.plan, stream)
-        kept = {"folder": self.folder, "claim": self.claim}
+        kept: dict[str, Any] = {"folder": self.folder, "claim": self.claim}
+        if self.request.in_segments and (origin := self.labels().get("origin")):
+            kept["origin"] = replace(origin, signature=None)  # the whole clip is signed
         made = produce(self.session, self.plan, stream=stream, kept=kept, **how)
         self.state, self.watch, self.report = made
 

@@ -307,7 +307,7 @@ class Keep(Stage):
         with watch.stage(SEGMENT, 1) as step:  # for observers
             step()
         watch.say(f"segment {self.number} of {self.of} is made")
-        empty = State(keep=state.keep, folder=state.folder)
+        empty = State(keep=state.keep, folder=state.folder, origin=state.origin)
         for f in fields(State):
             setattr(state, f.name, getattr(empty, f.name))
 
@@ -330,6 +330,7 @@ class Keep(Stage):
                 fps=info.fps,
                 waveform=None if state.waveforms is None else state.waveforms[0],
                 sample_rate=state.sample_rate or 0,
+                origin=state.origin,
                 container=EXACT_CODES if self.part.wide else EXACT,
             )
             with partial.open("rb") as file:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ltx2rt.config import ModelConfig
+from ltx2rt.media.provenance import Origin
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 
@@ -36,7 +37,7 @@ class State:
     frames: for each video its chunks f32[3, n, H, W], made while they are taken; on a process that
     is not the main one, nothing. record: what `--latents-out` writes, if `keep`. seconds,
     num_frames: the length that the model chose. max_steps: how many steps of each denoising stage
-    run, None: all. folder: where finished steps are kept, None: nowhere; claim: makes it.
+    run, None: all. folder: where finished steps are kept, None: nowhere; claim: makes it. origin: marks segments.
     """
 
     contexts: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -58,6 +59,7 @@ class State:
     max_steps: int | None = None
     folder: Path | None = None
     claim: Callable[[], None] = lambda: None
+    origin: Origin | None = None
 
     def put(self, name: str, value: Any) -> None:
         if self.keep:

@@ -17,7 +17,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.media.hdr import HighRange, attributes
 from ltx2rt.media.mp4 import MP4, FollowedClip
 from ltx2rt.media.output import check_signed, write_clip
-from ltx2rt.media.provenance import Origin, now, read_signature
+from ltx2rt.media.provenance import Origin, copy_mark, now, read_signature
 
 IPTC = "http://iptc.org/std/Iptc4xmpExt/2008-02-29/"
 SOURCES = "http://cv.iptc.org/newscodes/digitalsourcetype/"
@@ -92,7 +92,16 @@ def test_a_clip_that_was_streamed_meanwhile_is_marked(tmp_path):
     )  # fmt: skip
     clip.add(FRAMES, None)
     clip.close()
-    assert properties(tmp_path / "a.mp4")[f"{{{IPTC}}}AISystemVersionUsed"] == "dev.safetensors"
+    write_clip(tmp_path / "part.mp4", [FRAMES], **CLIP)
+    copy_mark(tmp_path / "a.mp4", tmp_path / "part.mp4")  # as a segment that a server hands out
+    for name in ("a.mp4", "part.mp4"):
+        assert properties(tmp_path / name)[f"{{{IPTC}}}AISystemVersionUsed"] == "dev.safetensors"
+    bare = tmp_path / "bare.mp4"
+    write_clip(bare, [FRAMES], **CLIP)
+    size = bare.stat().st_size
+    copy_mark(bare, tmp_path / "a.mp4")
+    copy_mark(bare, bare)
+    assert bare.stat().st_size == size
 
 
 def test_the_time_can_be_fixed(monkeypatch):
@@ -226,3 +235,26 @@ def test_a_certificate_that_cannot_sign_is_refused(tmp_path):
 def test_a_form_without_manifests_is_refused():
     with pytest.raises(InputError, match=r"a\.webm cannot hold a C2PA manifest"):
         check_signed(Path("a.webm"))
+
+
+@pytest.mark.long
+def test_a_batch_marks_and_signs_its_clips(command, tmp_path):
+    """One job of the tiny model, its settings left out, and what contradicts itself refused."""
+    pytest.importorskip("c2pa")
+    jobs, out, names = tmp_path / "jobs.jsonl", tmp_path / "out", certificate(tmp_path)
+    clip = {"prompt": "a red circle", "width": 64, "height": 64, "num_frames": 9, "steps": 1}
+    jobs.write_text(json.dumps({"id": "a", **clip}))
+    out.mkdir()
+    words = ["batch", jobs, "--output-dir", out, "--backend", "cuda", "--device", "cpu"]
+    words += ["--model", Path(__file__).parents[2] / "examples/tiny-trained", "--sign", *names]
+    status, _, said = command(*words, "--no-provenance")
+    assert status == 2 and "--sign contradicts --no-provenance" in said
+    status, _, said = command(
+        "batch", jobs, "--output-dir", out, "--server", "http://127.0.0.1:9", "--sign", *names
+    )
+    assert status == 2 and "--sign: with --server, the server's flags mark the files" in said
+    status, _, said = command(*words, "--no-metadata")
+    assert status == 0, said
+    state, found = manifest(out / "a.mp4")
+    assert state == "Valid" and [one["action"] for one in actions_of(found)] == ["c2pa.created"]
+    assert properties(out / "a.mp4") and b"a red circle" not in (out / "a.mp4").read_bytes()

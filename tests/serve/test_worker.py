@@ -136,6 +136,7 @@ def test_a_killed_worker_leaves_its_segments_to_the_next_one(tiny, tmp_path):
                     assert worker.process.poll() is None and time.monotonic() < until
                 worker.process.kill()
                 worker.process.communicate()
+                assert b"trainedAlgorithmicMedia" in (folder / "0000.mov").read_bytes()
                 assert {"request.json", "0000.mov"} < {path.name for path in folder.iterdir()}
                 shown = decoded(io.BytesIO(stream.read_bytes()[:end]))
         done = worker.events("done", "failed")[-1]
