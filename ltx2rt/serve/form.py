@@ -204,6 +204,8 @@ async def _with_files(
         images = [*_listed(images), *_listed(reference)]
     if "input_reference" in files:
         images = [*_listed(images), {"file": "input_reference"}]
+    if "video" in files and "video_path" in uploads:  # OpenAI's name
+        files.setdefault("video_path", files.pop("video"))
     given |= {name: [{"file": name}] for name in uploads if name in files and name not in given}
     given |= {} if images is None else {"images": images}
     unused = set(files)

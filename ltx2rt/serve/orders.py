@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import Any
 
 from starlette.requests import Request
@@ -17,11 +16,9 @@ from ltx2rt.serve.core import Core, too_many
 from ltx2rt.serve.fields import number, uploads
 from ltx2rt.serve.form import fields_of
 from ltx2rt.serve.queue import QUEUED, Conflict, Job, QueueFull
-from ltx2rt.serve.refusal import Refusal, invalid, misfit
+from ltx2rt.serve.refusal import Refusal, invalid
 from ltx2rt.serve.upload import IMAGE, SUFFIX, VIDEO
 from ltx2rt.serve.video import settings
-
-MAX_EXTENSION_S = 20  # the model's limit
 
 
 class Orders(Core):
@@ -49,8 +46,7 @@ class Orders(Core):
 
     async def extend(self, request: Request) -> Response:
         """A new video that goes on from a finished one: fields of the extend pipeline, by default
-        the
-        same prompt."""
+        the same prompt."""
         await self._require_accepting()
         job, most = await self._job(request), self.settings.max_upload_bytes
         given = await fields_of(request, most, self.folder, uploads())
@@ -58,27 +54,16 @@ class Orders(Core):
 
     async def extension(self, request: Request) -> Response:
         """As `extend`, in OpenAI's shape: `video` is the finished video, by its id or as an object
-        that has one, and `seconds` how much is added."""
+        that has one, or a file; `seconds` is the length that is added."""
         await self._require_accepting()
         given = await fields_of(request, self.settings.max_upload_bytes, self.folder, uploads())
-        video, seconds = given.pop("video", None), given.pop("seconds", None)
+        video = given.pop("video", None)
+        if video is None and "video_path" in given and "pipeline" not in given:
+            return await self._add(request, {**given, "pipeline": "extend"})
         id = video.get("id") if isinstance(video, dict) else video
         if not isinstance(id, str):
-            text = (
-                "video: expected the id of a finished one; POST /v1/videos extends a file, "
-                "by its pipeline extend"
-            )
-            raise invalid(text, "video")
-        job = await self._job(request, id)
-        if seconds is not None:
-            added, fps = number(seconds), job.job["clip"].get("fps")
-            if added is None or not 0 < added <= MAX_EXTENSION_S or fps is None:
-                limit = f"above 0 and at most {MAX_EXTENSION_S}, or extend_frames in its place"
-                raise misfit("seconds", seconds, limit)
-            step = self.admission.checkpoint.config.video_vae.time_factor
-            frames = max(round(added * Fraction(str(fps)) / step), 1) * step
-            given = {"extend_frames": frames} | given
-        return await self._extended(request, job, given, "0")
+            raise invalid("video: expected a file, or the id of a finished video", "video")
+        return await self._extended(request, await self._job(request, id), given, "0")
 
     async def _extended(
         self, request: Request, job: Job, given: dict[str, Any], number: str

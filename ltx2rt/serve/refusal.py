@@ -26,7 +26,7 @@ size: aspect_ratio resolution ratio dimensions image_size video_size
 num_frames: frames frame_count num_frame n_frames video_frames
 fps: frame_rate framerate frames_per_second
 images: image image_url image_urls input_image init_image start_image first_frame
-    first_frame_image last_frame_image reference_image reference_images keyframes
+    end_image first_frame_image last_frame_image reference_image reference_images keyframes
 negative_prompt: negative neg_prompt text_negative
 prompt: text caption description input
 steps: num_inference_steps inference_steps sampling_steps num_steps infer_steps
@@ -39,6 +39,8 @@ mask: mask_image mask_url mask_video
 loras: lora lora_name lora_weights lora_url
 enhance_prompt: prompt_upsampling enhance prompt_enhancement prompt_extend expand_prompt
 pipeline: mode task
+audio: generate_audio with_audio
+model: model_name model_id
 """  # a field here, and what other servers and libraries call it
 KNOWN_AS = {
     foreign: line.partition(":")[0]

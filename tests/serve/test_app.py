@@ -110,8 +110,13 @@ def test_every_method_of_the_official_client(server, tmp_path):
             with pytest.raises(openai.InternalServerError) as missing:
                 call()
             assert missing.value.code == "not_supported"
-        with pytest.raises(openai.BadRequestError, match="'video' is a file that no field names"):
-            api.videos.extend(prompt="x", seconds="4", video=b"x")
+        longer = api.videos.extend(
+            video=("clip.mp4", moving(tmp_path)),
+            prompt="1:0",
+            seconds="4",
+            extra_body={"overlap": 9},
+        )
+        assert longer.x["settings"]["extend_frames"] == 96
         assert [model.id for model in api.models.list()] == [video.model]
 
 
