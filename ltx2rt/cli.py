@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from ltx2rt.atomic_file import NotWritten, remove_unfinished
 from ltx2rt.errors import InputError
+from ltx2rt.flags import MANY, keep_common
 from ltx2rt.notes import LOGGER
 from ltx2rt.ranks import facts
 from ltx2rt.ranks.crew import Crew
@@ -104,6 +105,7 @@ class Parser(argparse.ArgumentParser):
             fill, self.fill, self.words = self.fill, None, list(args)
             try:
                 fill(self)
+                self._shorten_help()
             except InputError as error:
                 self.error(str(error))
             self._refuse_unknown_flags()
@@ -113,6 +115,14 @@ class Parser(argparse.ArgumentParser):
             in_quotes = "; put the prompt in quotes" if "--prompt" in before else ""
             self.error(f"unrecognized: {' '.join(unknown)}{in_quotes}")
         return known, unknown
+
+    def _shorten_help(self) -> None:
+        """Have two kinds of help where there are many flags."""
+        if "--help-all" in self._option_string_actions:
+            return
+        self.add_argument("--help-all", action="help", help="show every flag")
+        if len(self._actions) > MANY and {"-h", "--help"} & set(self.words):
+            keep_common(self)
 
     def _refuse_unknown_flags(self) -> None:
         known = self._option_string_actions

@@ -242,7 +242,8 @@ def add_flag(
         words |= {"nargs": "+", "action": "extend"}
     elif own.bare is not None:
         words |= {"nargs": "?", "const": own.bare}
-    to.add_argument(spelling(f), *own.also, **words | how)
+    added = to.add_argument(spelling(f), *own.also, **words | how)
+    added.common = own.common
 
 
 def groups(parser: Any) -> dict[str | None, Any]:
@@ -266,6 +267,25 @@ def shorten(parser: Any, titles: Mapping[str, str | None]) -> None:
     options = parser._optionals
     options._group_actions[:] = [a for a in options._group_actions if a.dest not in titles]
     parser._action_groups = [*found.values(), options]
+
+
+MANY = 30  # flags of a command; with more its help shows some of them
+OWN = ("pipeline", "server", "jobs", "training", "output")  # groups that stay in a short help
+
+
+def keep_common(parser: Any) -> None:
+    """Leave in a command's help the flags that are required, common, or its own."""
+    choices = [a for g in parser._mutually_exclusive_groups if g.required for a in g._group_actions]
+    for group in parser._action_groups:
+        for action in group._group_actions:
+            kept = (
+                action.required
+                or action in choices
+                or getattr(action, "common", None)
+                or group.title in OWN
+            )
+            if not kept and action.dest not in ("help", "help_all") and action.option_strings:
+                action.help = argparse.SUPPRESS
 
 
 def _metavar(f: Field) -> str | tuple[str, ...]:

@@ -161,11 +161,22 @@ def test_an_amount_without_a_known_unit_names_its_flag(text):
 
 
 def help_of(capsys, *words):
-    every = "--help-all" if words[0] == "generate" else "--help"
     with pytest.raises(SystemExit) as end:
-        cli.main([*words, every])
+        cli.main([*words, "--help-all"])
     assert end.value.code == 0
     return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [("serve",), ("batch",), ("plan",), ("train", "run")], ids=str)
+def test_a_command_of_many_flags_shows_few_of_them(words, capsys):
+    """All that are required, its own and common ones; none that only `--help-all` explains is
+    lost."""
+    every = shown(help_of(capsys, *words))
+    with pytest.raises(SystemExit):
+        cli.main([*words, "--help"])
+    found = shown(capsys.readouterr().out)
+    assert found.keys() < every.keys() and {"--model", "--help-all"} <= found.keys()
+    assert "--layers" not in found
 
 
 def shown(text):

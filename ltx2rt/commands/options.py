@@ -25,7 +25,6 @@ from ltx2rt.text_files import flag_lines
 
 PRESETS = ("tiny-2.0", "tiny-2.3", "tiny-2.5", "ltx-2.0", "ltx-2.3", "ltx-2.5")
 MAX_PROMPT_BYTES = 2**20
-HELP = ("--help", "--help-all")
 WORDS = (Prompt, Enhancing, NegativePrompt, Seed, NoiseFile)  # decide nothing that costs
 
 
@@ -90,7 +89,7 @@ def pipeline_flags(to: Any, *but: type[Group]) -> type[Request]:
     group.description = "\n".join(
         [
             f"Flags and defaults are shown for {shown.name}. For another pipeline:",
-            f"{to.prog} --pipeline NAME {HELP[HELP[1] in to.words]}",
+            f"{to.prog} --pipeline NAME --help-all",
             "",
             *(f"  {name:<{wide}}  {type_.summary}" for name, type_ in known.items()),
         ]
