@@ -82,7 +82,8 @@ class Clip:
         written."""
         output = Path(path)
         signature = parse_signature(sign) if sign else None
-        Files(output=output, provenance=provenance, sign=signature).check()
+        files = Files(output=output, provenance=provenance, sign=signature)
+        files.check(num_frames=len(self.frames) or self.settings["num_frames"])
         write_clip(
             output,
             [self.frames],

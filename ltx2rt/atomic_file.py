@@ -71,6 +71,7 @@ def unfinished(path: Path) -> Iterator[Path]:
     Raises OSError naming `path`, and not where it is made, if it cannot be written.
     """
     partial = partial_path(path, os.getpid())
+    path.parent.mkdir(parents=True, exist_ok=True)
     _unfinished.add(path)
     try:
         yield partial
@@ -164,22 +165,26 @@ def _identity(path: Path) -> tuple[int, int, str]:
         status = path.stat()
         return status.st_dev, status.st_ino, ""
     except FileNotFoundError:
-        folder = path.parent.stat()
-        return folder.st_dev, folder.st_ino, path.name
+        folder = existing_folder(path)
+        status = folder.stat()
+        return status.st_dev, status.st_ino, str(path.relative_to(folder))
+
+
+def existing_folder(path: Path) -> Path:
+    """The innermost folder of a future file that is there."""
+    return next(folder for folder in path.parents if folder.exists())
 
 
 def _writable(flag: str, path: Path) -> tuple[int, int, str]:
     """The identity of an output that can be written. Raises InputError."""
     try:
-        if not path.parent.is_dir():
-            raise InputError(f"{flag}: the folder {path.parent} does not exist; create it first")
         if path.is_dir():
             raise InputError(f"{flag}: {path} is a folder; add a file name")
         if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
             raise InputError(
                 f"{flag}: {path} is write-protected or no regular file; choose another name"
             )
-        partial = partial_path(path, os.getpid())
+        partial = partial_path(existing_folder(path) / path.name, os.getpid())
         os.close(os.open(partial, WRITE | NO_LINK, 0o666))
         partial.unlink()
         return _identity(path)
@@ -196,9 +201,10 @@ def require_space(sizes: Mapping[Path, int]) -> None:
     """Refuse files for which the disks of their folders have no room. Raises InputError."""
     needed: Counter[int] = Counter()
     for path, size in sizes.items():
-        device = path.parent.stat().st_dev
+        folder = existing_folder(path)
+        device = folder.stat().st_dev
         needed[device] += size
-        if needed[device] > (free := shutil.disk_usage(path.parent).free):
+        if needed[device] > (free := shutil.disk_usage(folder).free):
             raise InputError(
                 f"{path}: about {needed[device] / 1e9:.2g} GB will be written to its disk, "
                 f"{free / 1e9:.2g} GB are free; make room or write elsewhere"

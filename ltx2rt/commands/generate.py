@@ -39,11 +39,11 @@ from ltx2rt.flags import (
     shorten,
 )
 from ltx2rt.graph.encodings import QUANTISED
-from ltx2rt.media.output import check_streams
+from ltx2rt.media.output import check_streams, is_still
 from ltx2rt.notes import note
 from ltx2rt.pipelines import FIRST, pipeline, pipelines, step_plans
 from ltx2rt.pipelines.groups.seeds import draw_seed
-from ltx2rt.pipelines.groups.size import Pixels
+from ltx2rt.pipelines.groups.size import Length, Pixels
 from ltx2rt.pipelines.groups.text import Prompt
 from ltx2rt.pipelines.recipes import PRESETS, recipe
 from ltx2rt.pipelines.request import Request
@@ -274,7 +274,19 @@ def asked(args: argparse.Namespace) -> tuple[ModelOptions, Request, Files]:
         )
     elif rest:
         request = replace(request, prompt=rest[-1])
-    return options, request, Files(**given_flags(args, Files))
+    written = Files(**given_flags(args, Files))
+    if written.output and is_still(written.output) and request.has(Pixels):
+        request = as_picture(request)
+    return options, request, written
+
+
+def as_picture(request: Request) -> Request:
+    """The request of one frame without sound, unless it states more."""
+    length = request[Length].stated(request) if request.has(Length) else request.num_frames
+    if length is None and request.has(Length) and not request.auto_duration:
+        length = 1
+        request = replace(request, num_frames=1)
+    return replace(request, audio=False) if length == 1 and hasattr(request, "audio") else request
 
 
 def files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
@@ -297,6 +309,10 @@ def main(args: argparse.Namespace) -> int | None:
         kept = seed_of(folder) if folder else None
         request = replace(request, seed=draw_seed() if kept is None else kept)
         args.argv = [*args.argv, "--seed", str(request.seed)]
+    named = written.named(".mp4" if request.has(Pixels) else ".wav", request.seeds)
+    if unnamed := named != written:
+        written, folder = named, parts_folder(named, request)
+        args.argv = [*args.argv, "--output", str(written.output)]
     if folder:
         request = request.kept_in(folder)
     request.check()
@@ -319,6 +335,10 @@ def main(args: argparse.Namespace) -> int | None:
     if args.own_process:
         keep_compiled(options.backend, compiled_folder(os.environ))
     remarks = [*step_plans.remarks(given, checkpoint)]
+    if written.output and is_still(written.output):
+        remarks.append(f"{written.output} is one picture: one frame is made, and no sound")
+    if unnamed:
+        remarks.append(f"--output names no file: the clip will be {written.output}")
     if args.because:
         because = args.because.replace("_", "-")
         remarks.insert(0, f"pipeline {request.name}, because of --{because}")

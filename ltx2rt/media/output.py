@@ -2,6 +2,7 @@
 
     *.mp4, *.mov      H.264 and AAC
     *.webm            VP9 and Opus
+    *.png             one picture, as *.jpg, *.webp and, in high dynamic range, *.exr
     *%05d.png         numbered frames from 0 on, and the sound next to them as WAV
     *%05d.exr         the same in half floats, of a clip in high dynamic range; *.mp4 and *.mov of
                       one are HEVC of 10 bits in HLG or PQ
@@ -29,7 +30,7 @@ from zipfile import ZipFile, ZipInfo
 
 import numpy as np
 
-from ltx2rt.atomic_file import unfinished
+from ltx2rt.atomic_file import replacing, unfinished
 from ltx2rt.errors import InputError
 from ltx2rt.media.hdr import HighRange, as_frames, exr_bytes, from_model, video_signal
 from ltx2rt.media.mp4 import HLG, MOV, MP4, PQ, WEBM, Container, fit_audio, to_rgb8, write_mp4
@@ -40,28 +41,44 @@ from ltx2rt.notes import note
 CONTAINERS = {".mp4": MP4, ".mov": MOV, ".webm": WEBM}
 HIGH_RANGE = {"hlg": HLG, "pq": PQ}
 NUMBERED = (".png", ".exr")  # frames are separate files
-SUFFIXES = (*CONTAINERS, *NUMBERED, ".wav")
+STILLS = {".png": "PNG", ".exr": "", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
+SUFFIXES = (*CONTAINERS, *STILLS, ".wav")
+QUALITY = {"quality": 95, "subsampling": 0}  # JPEG and WebP
+MAX_MARKED_BYTES = 65000  # a JPEG has segments of 64 KiB
 USUAL_RATE = 48000  # Hz; for sound at a rate that a container lacks
 NUMBER = re.compile(r"%(?:0[1-9])?d")
 PNG_LEVEL = 3  # level of zlib: a third of the time of its usual 6, files a twentieth larger
 PNG_THREADS = 8
+EXIF, USER_COMMENT = 0x8769, 0x9286  # tags of Exif 2.3
 FileState = tuple[int, int, int]  # device, inode and time of the last change
 
 
-def check_output(path: Path) -> None:
-    """Refuse a name of no known form, and frames that would mix with older ones. Raises
-    InputError."""
+def is_still(path: Path) -> bool:
+    """Whether it names one picture."""
+    return path.suffix.lower() in STILLS and not is_numbered(path)
+
+
+def is_numbered(path: Path) -> bool:
+    return path.suffix.lower() in NUMBERED and "%" in path.name
+
+
+def check_output(path: Path, num_frames: int | None = None) -> None:
+    """Refuse a name of no known form or of one picture for several frames, and frames that would
+    mix with older ones. Raises InputError."""
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         raise InputError(
             f"--output: {path} is not named {', '.join(f'*{s}' for s in SUFFIXES)}; rename it"
         )
-    if suffix in NUMBERED and not (len(NUMBER.findall(path.name)) == path.name.count("%") == 1):
-        wrong = "is one name for all frames; number them"
-        if "%" in path.name:
-            wrong = "numbers frames in an unknown way; write one %d, or %01d to %09d"
-        raise InputError(f"--output: {path} {wrong}: {path.with_name(f'%05d{suffix}')}")
-    if suffix in NUMBERED and path.parent.is_dir():
+    wrong = ""
+    if is_still(path) and num_frames != 1:
+        wrong = "is one picture; add --num-frames 1, or number the frames"
+    if is_numbered(path) and not (len(NUMBER.findall(path.name)) == path.name.count("%") == 1):
+        wrong = "numbers frames in an unknown way; write one %d, or %01d to %09d"
+    if wrong:
+        frames = path.with_name(f"%05d{suffix if suffix in NUMBERED else '.png'}")
+        raise InputError(f"--output: {path} {wrong}: {frames}")
+    if is_numbered(path) and path.parent.is_dir():
         _require_no_frames(path)
 
 
@@ -175,6 +192,10 @@ def write_clip(
         if waveform is None:
             raise ValueError(f"{path}: there is no sound to write")
         write_wav(path, waveform, sample_rate, comment, origin)
+    elif is_still(path):
+        (pixels,) = (frame for c in chunks for frame in (as_frames(c) if hdr else to_rgb8(c)))
+        with replacing(path) as partial:
+            _write_picture(partial, suffix, pixels, comment, origin, hdr)
     else:
         files = _write_frames(path, chunks, num_frames, waveform, sample_rate, comment, origin, hdr)
         return {file: state_of(file) for file in files}
@@ -228,14 +249,14 @@ def state_of(path: Path) -> FileState:
 
 def files_of(path: Path) -> list[Path]:
     """The files that a clip of this name consists of and that are there."""
-    if path.suffix.lower() not in NUMBERED:
+    if not is_numbered(path):
         return [path] if path.exists() else []
     return sorted(file for file in path.parent.iterdir() if is_part(path, file.name))
 
 
 def is_part(path: Path, name: str) -> bool:
     """Whether a file of this name, in the folder of `path`, is one that such a clip consists of."""
-    if path.suffix.lower() not in NUMBERED:
+    if not is_numbered(path):
         return name == path.name
     before, after = map(re.escape, NUMBER.split(path.name))
     is_frame = re.fullmatch(rf"{before}[0-9]+{after}", name) is not None
@@ -258,15 +279,6 @@ def _write_frames(
     hdr: HighRange | None,
 ) -> list[Path]:
     """Write all files in a temporary folder next to them; they get their names when complete."""
-    from PIL import Image, PngImagePlugin
-
-    info = PngImagePlugin.PngInfo()
-    if comment is not None:
-        info.add_itxt("Comment", json.dumps(comment, ensure_ascii=False))
-    xmp = origin.xmp() if origin else None
-    if xmp:
-        info.add_itxt(XMP_TEXT, xmp)
-
     written, named = 0, list[Path]()
     with (
         unfinished(path) as folder,
@@ -277,12 +289,7 @@ def _write_frames(
         def write(numbered: tuple[int, np.ndarray]) -> None:
             number, pixels = numbered
             name = folder / (path.name % number)
-            if hdr:
-                name.write_bytes(exr_bytes(from_model(pixels, hdr), hdr.space, xmp))
-                return
-            Image.fromarray(pixels).save(name, pnginfo=info, compress_level=PNG_LEVEL)
-            if origin:
-                origin.mark(name, ".png")
+            _write_picture(name, name.suffix.lower(), pixels, comment, origin, hdr)
 
         for chunk in chunks:
             frames = as_frames(chunk) if hdr else to_rgb8(chunk)
@@ -302,6 +309,43 @@ def _write_frames(
                 file.unlink(missing_ok=True)
             raise
     return named
+
+
+def _write_picture(
+    file: Path, suffix: str, pixels: np.ndarray, comment: dict[str, Any] | None,
+    origin: Origin | None, hdr: HighRange | None,
+) -> None:  # fmt: skip
+    """pixels: a frame, u8[H, W, 3] or of a clip in high dynamic range. suffix: of its final name."""
+    from PIL import Image, PngImagePlugin
+
+    xmp = origin.xmp() if origin else None
+    if hdr:
+        file.write_bytes(exr_bytes(from_model(pixels, hdr), hdr.space, xmp))
+        return
+    how: dict[str, Any] = QUALITY | ({"xmp": xmp.encode()} if xmp else {})
+    if suffix == ".png":
+        info = PngImagePlugin.PngInfo()
+        if comment is not None:
+            info.add_itxt("Comment", json.dumps(comment, ensure_ascii=False))
+        if xmp:
+            info.add_itxt(XMP_TEXT, xmp)
+        how = {"pnginfo": info, "compress_level": PNG_LEVEL}
+    elif comment is not None:
+        text, exif = json.dumps(comment).encode(), Image.Exif()
+        exif.get_ifd(EXIF)[USER_COMMENT] = b"ASCII\0\0\0" + text
+        if len(text) < MAX_MARKED_BYTES or suffix == ".webp":
+            how |= {"exif": exif, "comment": text}
+        else:
+            note(f"the settings are {len(text)} bytes, too many for a JPEG; they are left out")
+    Image.fromarray(pixels).save(file, STILLS[suffix], **how)
+    if origin:
+        origin.mark(file, suffix)
+
+
+def picture_comment(image: Any) -> str | bytes:
+    """The comment of a Pillow image that `write_clip` wrote."""
+    marked = image.getexif().get_ifd(EXIF).get(USER_COMMENT, b"")
+    return image.info.get("Comment") or marked.removeprefix(b"ASCII\0\0\0")
 
 
 def _name_file(file: Path, name: Path) -> None:

@@ -38,6 +38,9 @@ SIGNED_TYPES = {
     ".mp4": "video/mp4",
     ".mov": "video/quicktime",
     ".png": "image/png",
+    ".jpg": "image/jpeg",
+    ".jpeg": "image/jpeg",
+    ".webp": "image/webp",
     ".wav": "audio/wav",
 }  # in which c2pa-python writes a manifest
 

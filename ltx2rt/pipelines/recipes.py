@@ -13,6 +13,7 @@ from typing import Any
 
 from ltx2rt.errors import InputError
 from ltx2rt.flags import Flag, field_names, flagged
+from ltx2rt.media.output import STILLS, picture_comment
 from ltx2rt.notes import note
 from ltx2rt.pipelines import FIRST, chosen, pipeline, pipelines
 from ltx2rt.session.options import MEMORY
@@ -94,9 +95,9 @@ def settings_in(path: Path) -> dict[str, Any]:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        if path.suffix.lower() == ".png":
+        if path.suffix.lower() in STILLS:
             with Image.open(path) as image:
-                text = image.info.get("Comment", "")
+                text = picture_comment(image)
         else:
             with av.open(str(path)) as file:
                 known = {key.lower(): value for key, value in file.metadata.items()}

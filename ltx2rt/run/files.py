@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os.path
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from ltx2rt.media.provenance import Signature, read_signature
 from ltx2rt.notes import note
 
 flag = flags_of("output")
+
+
+UNNAMED = "ltx2rt"  # beginning of the name of a clip without one
 
 
 def parse_signature(given: Sequence[str | Path]) -> Signature:
@@ -54,7 +57,8 @@ class Files(Marks):
 
     output: Path | None = flag(
         None,
-        "file to write: *.mp4, *.mov, *.webm, *%05d.png, *%05d.exr, *.wav (required without --latents-out)",
+        "file to write: *.mp4, *.mov, *.webm, *%05d.png, *%05d.exr, *.wav, of one frame "
+        "*.png, *.jpg, *.webp (default: ltx2rt-SEED.mp4, unless --latents-out is given)",
         common="clip and output",
     )
     warmup: bool = flag(False, "run each stage's step once before it is timed", group="log")
@@ -74,18 +78,29 @@ class Files(Marks):
         clips = [("--output", path) for path in video_files(self.output, seeds)]
         return clips + [(flag, path) for flag, path in more if path]
 
-    def check(self, seeds: Sequence[int] = (0,), inputs: Iterable[Path] = ()) -> None:
+    def named(self, suffix: str, seeds: Sequence[int]) -> Files:
+        """The files with a name for the clip if it has none, or a folder: one that is free."""
+        folder = self.output or Path()
+        if (self.output or self.latents_out) and not (self.output and folder.is_dir()):
+            return self
+        stem = UNNAMED if len(seeds) > 1 else f"{UNNAMED}-{seeds[0]}"
+        names = (folder / f"{stem}{f'-{n}' if n else ''}{suffix}" for n in count())
+        free = next(n for n in names if not any(file.exists() for file in video_files(n, seeds)))
+        return replace(self, output=free)
+
+    def check(
+        self,
+        seeds: Sequence[int] = (0,),
+        inputs: Iterable[Path] = (),
+        num_frames: int | None = None,
+    ) -> None:
         """Raises InputError for a file that cannot be written, or that would replace another one or
         an input."""
         if self.quiet and self.verbose:
             raise InputError("--quiet and --verbose contradict each other; give one of them")
-        if self.output is None and self.latents_out is None:
-            raise InputError(
-                "--output: there is none; name the clip's file, or give --latents-out alone"
-            )
         clips, named = video_files(self.output, seeds), self._named(seeds)
         for clip in clips:
-            check_output(clip)
+            check_output(clip, num_frames)
         self.check_marks(clips)
         check_outputs(named, inputs)
         for name, path in named[len(clips) :]:
@@ -100,7 +115,7 @@ class Files(Marks):
 def _require_no_part(name: str, path: Path, clips: Iterable[Path]) -> None:
     """Refuse a file, given by the flag `name`, that is a part of a clip. Raises InputError."""
     for clip in clips:
-        if os.path.samefile(path.parent, clip.parent) and is_part(clip, path.name):
+        if path.parent.resolve() == clip.parent.resolve() and is_part(clip, path.name):
             what = f"a frame or the sound of --output {clip}"
             raise InputError(f"{name}: {path} would be {what}; choose another name")
 

@@ -18,6 +18,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.media.output import check_encoders, check_hdr
 from ltx2rt.notes import note
 from ltx2rt.pipelines import make_request, pipelines
+from ltx2rt.pipelines.groups.size import Length
 from ltx2rt.pipelines.request import Loras, Request, distilled_lora
 from ltx2rt.run.files import Files
 from ltx2rt.session.open import opened_checkpoint
@@ -93,13 +94,14 @@ def prepared(
     request.check()
     request.check_options(options)
     request.check_files()
+    length = request[Length].stated(request) if request.has(Length) else request.num_frames
     if files is not None:
-        files.check(request.seeds, [*options.files, *request.files])
+        files.check(request.seeds, [*options.files, *request.files], length)
         if files.output is not None:
             check_hdr(files.output, _transfer(request))
     checkpoint = opened_checkpoint(options)
     if files is not None:
-        files.check(request.seeds, checkpoint.files)
+        files.check(request.seeds, checkpoint.files, length)
     check_enhancing(request, checkpoint)
     request = request.resolved(checkpoint.config)
     distilled_lora(request, options, checkpoint)

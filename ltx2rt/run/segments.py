@@ -16,7 +16,7 @@ from ltx2rt.atomic_file import alone_in, remove_left, replacing
 from ltx2rt.errors import InputError
 from ltx2rt.notes import note
 from ltx2rt.pipelines.request import Request
-from ltx2rt.run.files import Files
+from ltx2rt.run.files import UNNAMED, Files
 from ltx2rt.run.plan import Plan
 from ltx2rt.run.recording import CLIP, STREAM
 from ltx2rt.run.report import comment, written
@@ -62,7 +62,7 @@ def claimed(session: Session, plan: Plan, folder: Path) -> Iterator[None]:
     Raises InputError if it holds segments of another clip, or another run is at it."""
     segmented = plan.request.in_segments
     try:
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         if not folder.parent.is_dir():
             raise
@@ -77,7 +77,9 @@ def claimed(session: Session, plan: Plan, folder: Path) -> Iterator[None]:
             yield
         except (KeyboardInterrupt, SystemExit):
             for line in _kept(plan.request, folder):
-                note(f"{line} are kept in {folder}: the same command goes on")
+                named = f" with --output {folder.with_suffix('')}"
+                named = named if folder.name.startswith(f"{UNNAMED}-") else ""
+                note(f"{line} are kept in {folder}: the same command{named} goes on")
             raise
         finally:
             if not segmented and latest(folder) is None:

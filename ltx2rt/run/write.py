@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 
 from ltx2rt.media.mp4 import AAC_BITS_PER_S
-from ltx2rt.media.output import remove_made
+from ltx2rt.media.output import STILLS, remove_made
 from ltx2rt.run.files import Files, video_files, write_report
 from ltx2rt.run.plan import Plan
 from ltx2rt.run.run import Run
@@ -16,7 +16,7 @@ from ltx2rt.session.session import Session
 from ltx2rt.weights.files import write_arrays
 
 BYTES_PER_PIXEL = 1  # at most: black and white noise takes 0.66 as H.264 and 0.98 as VP9
-FRAME_BYTES_PER_PIXEL = {".png": 3.1, ".exr": 6.2}  # at most: uncompressed
+FRAME_BYTES_PER_PIXEL = dict.fromkeys(STILLS, 3.1) | {".exr": 6.2}  # at most: uncompressed
 
 
 def write_files(run: Run, files: Files) -> list[Path]:

@@ -109,6 +109,7 @@ def test_sizes_rates_and_counts(refused):
         ("a2v --audio-path {folder}", "is a folder"),
         ("t2a", "out.mp4"),
         ("t2a --output {folder}/a.wav --duration 1", "--seconds: given beside --num-frames"),
+        ("t2a --output {folder}/a.wav --num-frames 0", "--num-frames: 0, expected 1 or more"),
         ("t2a --output {folder}/a.wav --num-frames 1000", "the model's limit is 20 s"),
         ("t2a --output {folder}/a.wav --stg-blocks 3", "--stg-blocks: block 3"),
         ("t2a --output {folder}/a.wav --audio-cfg inf", "--audio-cfg: inf"),
@@ -123,7 +124,7 @@ def test_sizes_rates_and_counts(refused):
         ("hq --audio-conditioning {picture}:0.5", "a.png: holds no sound"),
         ("hq --audio-conditioning {picture}:-1", "--audio-conditioning: strength -1 of"),
         ("distilled --nag 0.5", "--nag: '0.5', expected SCALE"),
-        ("distilled --output .", "--output: . is not named"),
+        ("distilled --output {picture}/x.mp4", "cannot be written (Not a directory)"),
     ],
 )
 def test_flags_of_one_pipeline(refused, model, tmp_path, flags, message):
@@ -154,9 +155,10 @@ def test_durations_that_are_none(refused):
 def test_names_that_nobody_knows(refused, tmp_path):
     assert "known backends: cuda, tpu" in refused(backend="metal")
     assert "--model: /nowhere does not exist" in refused("--model", "/nowhere")
-    assert "the folder" in refused(output=tmp_path / "gone" / "out.mp4")
     assert "is not named *.mp4" in refused(output=tmp_path / "out.avi")
-    assert "number them" in refused(output=tmp_path / "out.png")
+    for name in ("out.png", "out.jpg", "out.webp"):
+        said = refused(output=tmp_path / name)
+        assert "is one picture; add --num-frames 1, or number the frames" in said, said
     assert "is a sound file" in refused(output=tmp_path / "out.wav")
     (tmp_path / "00007.png").touch()
     assert "00007.png is there already" in refused(output=tmp_path / "%05d.png")

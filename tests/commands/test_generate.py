@@ -11,6 +11,7 @@ import av
 import numpy as np
 import pytest
 from ltx2rt_cuda import CudaBackend
+from PIL import Image
 
 from ltx2rt.instruments.compare import compare
 from ltx2rt.instruments.make import make_checkpoint
@@ -242,11 +243,6 @@ def test_latents_alone_are_made_without_decoding(base, command, model, tmp_path,
         *["--width", "128", "--height", "64", "--num-frames", "17", "--fps", "48", "--steps", "3"],
         *["--image-crf", "0"],
     ]
-    status, _, err = command(*words, *size, "--seed", 7)
-    assert (
-        status == 2
-        and "--output: there is none; name the clip's file, or give --latents-out alone" in err
-    )
     latents, report = tmp_path / "latents.safetensors", tmp_path / "report.json"
     more = ["--seed", 7, "--no-audio", "--latents-out", latents, "--report", report]
     status, out, err = command(*words, *size, *more)
@@ -544,3 +540,34 @@ def test_the_room_that_is_asked_for_holds_the_files(run, monkeypatch):
         if path == made.latents_file:
             assert most - 2**16 < 1.1 * size
     assert len(asked) == 3
+
+
+def test_a_clip_without_a_name_gets_a_free_one(command, model, tmp_path, monkeypatch):
+    """The name has the seed, nothing is replaced, and folders are made."""
+    monkeypatch.chdir(tmp_path)
+    words = ["generate", "--backend", "cuda", "--device", "cpu", "--model", model, "--prompt", "x"]
+    words += ["--steps", 1, "--seed", 5]
+    small = [*words, "--pipeline", "one-stage", "--width", 64, "--height", 64]
+
+    def made(*more):
+        before = set(tmp_path.rglob("*.*"))
+        status, out, err = command(*more)
+        assert status == 0, err
+        found = sorted(
+            str(path.relative_to(tmp_path)) for path in {*tmp_path.rglob("*.*")} - before
+        )
+        assert all(path in out for path in found)
+        return found, err
+
+    found, err = made(*small, "--num-frames", 9)
+    assert found == ["ltx2rt-5.mp4"] and "--output names no file: the clip will be" in err
+    assert made(*small, "--num-frames", 9)[0] == ["ltx2rt-5-1.mp4"]
+    several, _ = made(*small, "--num-frames", 9, "--num-videos", 2, "--no-audio", "--output", ".")
+    assert several == ["ltx2rt-1-5.mp4", "ltx2rt-1-6.mp4"]
+    sound, _ = made(*words, "--pipeline", "t2a", "--num-frames", 9)
+    assert sound == ["ltx2rt-5.wav"]
+    found, err = made(*small, "--output", "new/deep/im.webp")
+    assert found == ["new/deep/im.webp"] and "one frame is made, and no sound" in err
+    with Image.open("new/deep/im.webp") as image:
+        about = json.loads(image.getexif().get_ifd(0x8769)[0x9286][8:])
+    assert image.size == (64, 64) and about["settings"]["num_frames"] == 1

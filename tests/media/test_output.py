@@ -174,9 +174,9 @@ def test_a_failure_leaves_nothing(tmp_path, name, chunks, error):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("a.avi", r"not named \*\.mp4, \*\.mov, \*\.webm, \*\.png, \*\.exr, \*\.wav"),
+        ("a.avi", r"not named \*\.mp4, \*\.mov, \*\.webm, \*\.png, \*\.exr, \*\.jpg, "),
         ("a", "not named"),
-        ("frames.png", r"one name for all frames; number them: .*%05d\.png"),
+        ("frames.png", r"one picture; add --num-frames 1, or number .*: .*%05d\.png"),
         ("%d-%d.png", r"unknown way; write one %d, or %01d to %09d: .*%05d\.png"),
         ("100%-%d.png", "unknown way"),
         ("%s.png", "unknown way"),
@@ -283,7 +283,25 @@ def test_a_form_fits_what_is_made(tmp_path):
             check_streams(tmp_path / name, video, sound)
     check_streams(tmp_path / "a.wav", False, True)
     check_streams(tmp_path / "a-%d.png", True, False)
-    assert output.SUFFIXES == (".mp4", ".mov", ".webm", ".png", ".exr", ".wav")
+    assert output.SUFFIXES[-1] == ".wav" and set(output.CONTAINERS) == {".mp4", ".mov", ".webm"}
+
+
+@pytest.mark.parametrize(
+    ("name", "off"), [("a.png", 0), ("a.jpg", 4), ("a.JPEG", 4), ("a.webp", 6)]
+)
+def test_one_frame_is_a_picture_with_its_settings(tmp_path, capsys, name, off):
+    path = tmp_path / "new" / name
+    check_output(path, 1)
+    assert list(write(path, chunks=[clip(1)], num_frames=1)) == [path]
+    assert list(tmp_path.rglob("*.*")) == [path]
+    with Image.open(path) as image:
+        error = np.asarray(image.convert("RGB"), float) - to_rgb8(clip(1))[0]
+        text = output.picture_comment(image)
+    assert np.sqrt((error**2).mean()) <= off and json.loads(text) == COMMENT
+    write(path, chunks=[clip(1)], num_frames=1, comment={"prompt": "x" * 70000})
+    with Image.open(path) as image:
+        assert image.size == (64, 32)
+    assert ("too many for a JPEG" in capsys.readouterr().err) == (off == 4)
 
 
 @pytest.mark.parametrize("suffix", ["mp4", "webm"])

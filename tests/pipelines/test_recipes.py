@@ -31,6 +31,14 @@ def test_a_clip_is_made_again_from_its_file_alone(model, command, images, tmp_pa
     given = ("--prompt", "a fox", "--image", "first.png:0:0.8", "--steps", 2, "--video-cfg", 2.5)
     first, again = tmp_path / "a.mp4", tmp_path / "b.mp4"
     assert command(*words(model, first, *SIZE, *given, "--lora-mode", "unmerged"))[0] == 0
+    last = ("--image", "first.png:0:0.8", "first.png:last:0.5")
+    assert command(*words(model, tmp_path / "l.mp4", "--like", first, *last))[0] == 0
+    assert command(*words(model, tmp_path / "m.mp4", "--like", tmp_path / "l.mp4"))[0] == 0
+    assert (tmp_path / "m.mp4").read_bytes() == (tmp_path / "l.mp4").read_bytes()
+    one = ("--num-frames", 1, "--image", "first.png")
+    assert command(*words(model, tmp_path / "o.jpg", "--like", first, *one))[0] == 0
+    assert command(*words(model, tmp_path / "p.webp", "--like", tmp_path / "o.jpg"))[0] == 0
+    assert settings_in(tmp_path / "p.webp") == settings_in(tmp_path / "o.jpg")
     assert command(*words(model, again, "--like", first))[0] == 0
     assert again.read_bytes() == first.read_bytes()
     settings = settings_in(first)

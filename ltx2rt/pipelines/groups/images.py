@@ -60,8 +60,9 @@ def parse_frame(given: str | float) -> int | str:
     return int(text) if text.lstrip("+").isdigit() else text
 
 
-def image_spec(path: Path, frame: int | str = 0, strength: float = 1.0) -> ImageSpec:
-    """frame: as `parse_frame` gives it."""
+def image_spec(path: Path, frame: int | str = 0, strength: float = 1.0, at: str = "") -> ImageSpec:
+    """frame: as `parse_frame` gives it; at: comes before it."""
+    frame = parse_frame(at) if at else frame
     if isinstance(frame, str):
         return PlacedImage(path, 0, strength, frame)
     return ImageSpec(path, frame, strength)
@@ -72,7 +73,7 @@ def parse_image(given: str | Path | tuple | ImageSpec) -> ImageSpec:
     if isinstance(given, (Path, ImageSpec)):
         return ImageSpec(given, 0) if isinstance(given, Path) else given
     if not isinstance(given, str):
-        return image_spec(*from_tuple(given, Path, parse_frame, as_number))
+        return image_spec(*from_tuple(given, Path, parse_frame, as_number, str.lower))
     form = rf"(latent:[0-9]{{1,4}}|.+?)(?::({FRAME})(?::({NUMBER}))?)?"
     match = re.fullmatch(form, given, re.DOTALL | re.IGNORECASE)
     if match is None or (match[2] is None and re.search(NO_FRAME, match[1])):
