@@ -49,21 +49,9 @@ from ltx2rt.pipelines.recipes import PRESETS, recipe
 from ltx2rt.pipelines.request import Request
 from ltx2rt.run import history
 from ltx2rt.run.files import Files
-from ltx2rt.run.plan import (
-    Plan,
-    prepared,
-    resolved_stages,
-    to_enhance,
-    with_enhanced_prompt,
-)
+from ltx2rt.run.plan import Plan, prepared, resolved_stages, to_enhance, with_enhanced_prompt
 from ltx2rt.run.run import Run
-from ltx2rt.run.segments import (
-    check_files,
-    check_records,
-    discard,
-    folder_of,
-    seed_of,
-)
+from ltx2rt.run.segments import check_files, check_records, discard, folder_of, seed_of
 from ltx2rt.run.write import sizes, write_files
 from ltx2rt.session.open import located, open_session
 from ltx2rt.session.options import NO_LORA, ModelOptions

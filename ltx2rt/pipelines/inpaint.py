@@ -17,13 +17,7 @@ from ltx2rt.flags import flag
 from ltx2rt.pipelines.given_clip import GIVEN_CLIP, denoise_once
 from ltx2rt.pipelines.groups.mask import Mask
 from ltx2rt.pipelines.groups.sound import NewSound
-from ltx2rt.pipelines.groups.source_clip import (
-    FLAG,
-    FileSize,
-    SourceClip,
-    file_facts,
-    read_clip,
-)
+from ltx2rt.pipelines.groups.source_clip import FLAG, FileSize, SourceClip, file_facts, read_clip
 from ltx2rt.pipelines.groups.text import PromptsByTime
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions

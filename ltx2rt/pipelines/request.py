@@ -28,14 +28,7 @@ from ltx2rt.pipelines.groups.size import Pixels
 from ltx2rt.pipelines.groups.source_clip import SourceClip
 from ltx2rt.pipelines.groups.steps import Skips
 from ltx2rt.pipelines.groups.text import PromptsByTime
-from ltx2rt.session.options import (
-    NO_LORA,
-    LoraSpec,
-    ModelOptions,
-    existing,
-    existing_file,
-    plain,
-)
+from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions, existing, existing_file, plain
 from ltx2rt.stages.conditioning import Conditioning
 from ltx2rt.stages.denoise import Denoise, Noise
 from ltx2rt.stages.duration import Duration

@@ -122,13 +122,9 @@ def _require_no_part(name: str, path: Path, clips: Iterable[Path]) -> None:
 
 def video_files(output: Path | None, seeds: Sequence[int]) -> list[Path]:
     """`output` itself, or with the seed in its name if there are several videos."""
-    if output is None:
-        return []
-    return (
-        [output.with_stem(f"{output.stem}-{seed}") for seed in seeds]
-        if len(seeds) > 1
-        else [output]
-    )
+    if output is None or len(seeds) == 1:
+        return [output] if output else []
+    return [output.with_stem(f"{output.stem}-{seed}") for seed in seeds]
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:

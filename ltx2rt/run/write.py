@@ -43,35 +43,23 @@ def write_files(run: Run, files: Files) -> list[Path]:
 def sizes(session: Session, plan: Plan, files: Files) -> dict[Path, int]:
     """Bytes that the run's large files take at most."""
     request = plan.request
-    pixels, seconds = (
-        prod(request.size_px) * request.clip_frames,
-        float(request.clip_frames / request.clip_fps),
-    )
+    pixels = prod(request.size_px) * request.clip_frames
+    seconds = float(request.clip_frames / request.clip_fps)
+    samples, wide = 2 * seconds * session.config.vocoder.sample_rate, 2 if request.high_range else 1
     suffix = "" if files.output is None else files.output.suffix.lower()
-    per_pixel = FRAME_BYTES_PER_PIXEL.get(
-        suffix, 2 * BYTES_PER_PIXEL if request.high_range else BYTES_PER_PIXEL
-    )
-    samples = 2 * seconds * session.config.vocoder.sample_rate
+    per_pixel = FRAME_BYTES_PER_PIXEL.get(suffix, wide * BYTES_PER_PIXEL)
     clip = int(pixels * per_pixel + seconds * AAC_BITS_PER_S / 8) + 2**16
     sizes = dict.fromkeys(video_files(files.output, request.seeds), clip)
     if request.in_segments and (output := files.output or files.latents_out):
-        kept = (
-            8 if request.high_range else 4
-        ) * pixels + 8 * seconds * session.config.vocoder.sample_rate
+        kept = 4 * (wide * pixels + samples)
         sizes[folder_of(output)] = int(2 * kept) + clip  # and the stream
     # noise, start, result and what is made of it, each step's latents and x0; samplers' noise
     if files.latents_out:
-        draws = [
-            (s.steps(), name, shape)
+        latents = sum(  # names of a segment begin with its own
+            prod(shape) * (4 + 2 * s.steps() if name.count(".") - request.in_segments == 1 else 1)
             for s in plan.stages
             for name, shape in s.draws(session.config).items()
-        ]
-        own = len(draws) and request.in_segments  # names begin with the segment's
-        copies = [
-            (4 + 2 * steps if name.count(".") - own == 1 else 1, shape)
-            for steps, name, shape in draws
-        ]
-        latents = sum(prod(shape) * count for count, shape in copies)
+        )
         sizes[files.latents_out] = int(4 * (latents + request.num_videos * samples)) + 2**16
         if request.in_segments:  # those of each segment, too, until the clip is whole
             sizes[files.latents_out.with_suffix(".segments")] = sizes[files.latents_out]

@@ -184,9 +184,7 @@ class Denoise(Stage):
         room = len(self.sigmas) - 1 if self.plan or self.interval else 0
         for branches, part in self.parts:
             sizes = replace(
-                shape,
-                branches=branches,
-                stg_blocks=shape.stg_blocks if branches.perturbed else (),
+                shape, branches=branches, stg_blocks=shape.stg_blocks if branches.perturbed else ()
             )
             steps = part.stop - part.start
             yield Call("guided-step", sizes, steps=steps, loras=self.loras, room=room)

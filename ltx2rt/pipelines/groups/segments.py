@@ -19,13 +19,7 @@ from ltx2rt.flags import flags_of
 from ltx2rt.media.splice import Seam
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.pipelines.groups.seeds import SEED_LIMIT
-from ltx2rt.pipelines.groups.size import (
-    DEFAULT_FRAMES,
-    MAX_FRAMES,
-    MAX_SECONDS,
-    Length,
-    check_step,
-)
+from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, MAX_FRAMES, MAX_SECONDS, Length, check_step
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.clip_end import ends, leading
 from ltx2rt.stages.denoise import Denoise
