@@ -102,11 +102,6 @@ def storm(start, num_jobs, num_kills, seed):
 
 
 @pytest.mark.long
-def test_kills_at_random_lose_nothing_and_double_nothing(start):
-    storm(start, 30, 4, SEED)
-
-
-@pytest.mark.slow
 def test_fifty_kills_over_five_hundred_jobs(start):
     storm(start, 500, 50, SEED + 1)
 
