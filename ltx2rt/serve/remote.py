@@ -10,21 +10,27 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
-from typing import Any
-from urllib.error import HTTPError, URLError
+from typing import Any, TypeVar
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from ltx2rt.atomic_file import replacing
+from ltx2rt.atomic_file import DISK_ERRORS, replacing
 from ltx2rt.errors import InputError
 from ltx2rt.notes import note
 from ltx2rt.serve.batch import RETRIED, Line, Results, clashes, digest_of, read, seeded, with_files
 from ltx2rt.serve.folder import frames_of
 from ltx2rt.serve.queue import COMPLETED, FAILED, failure
 from ltx2rt.serve.upload import MAX_BYTES
+from ltx2rt.text_files import parse
+
+T = TypeVar("T")
 
 IN_FLIGHT, POLL_S, AGAIN_S, TIMEOUT_S = 32, 1.0, 5.0, 120.0
 # how long a server may not answer: from the start on, and once it has
@@ -46,10 +52,14 @@ class RemoteServer:
         )
 
     def ask(
-        self, method: str, path: str, body: Any = None, key: str | None = None
+        self, method: str, path: str, body: Any = None, key: str | None = None, shape: Any = dict
     ) -> dict[str, Any]:
-        with self._open(method, path, body, key) as answer:
-            return json.loads(answer.read())
+        text = self._exchange(method, path, lambda answer: answer.read(), body, key)
+        try:
+            return parse(text.decode(), shape)
+        except ValueError as error:
+            where = f"--server: {self.url}/{path.lstrip('/')}"
+            raise InputError(f"{where} gives another answer ({error}); pass a server") from None
 
     def count(self, given: Mapping[str, Any]) -> int:
         """Number of videos of a job."""
@@ -65,28 +75,23 @@ class RemoteServer:
 
     def fetch(self, path: str, to: Path) -> None:
         """An answer's body as a file, whole and on the disk."""
-        with (
-            replacing(to) as partial,
-            self._open("GET", path) as answer,
-            partial.open("wb") as file,
-        ):
-            while chunk := answer.read(CHUNK_BYTES):
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
+        with replacing(to) as partial:
+            self._exchange("GET", path, lambda answer: _save(answer, partial))
 
-    def _open(self, method: str, path: str, body: Any = None, key: str | None = None) -> Any:
+    def _exchange(
+        self, method: str, path: str, take: Callable[[Any], T], body: Any = None,
+        key: str | None = None,
+    ) -> T:  # fmt: skip
+        """What `take` makes of the answer, as often as the answer is cut off."""
         data = None if body is None else json.dumps(body).encode()
         headers = self.headers | ({"idempotency-key": key} if key else {})
+        request = Request(f"{self.url}/{path.lstrip('/')}", data, headers, method=method)
         deadline, told = time.monotonic() + self.patience_s, False
         while True:
             try:
-                answer = urlopen(
-                    Request(f"{self.url}/{path.lstrip('/')}", data, headers, method=method),
-                    timeout=TIMEOUT_S,
-                )
-                self.patience_s = SILENT_S
-                return answer
+                with urlopen(request, timeout=TIMEOUT_S) as answer:
+                    self.patience_s = SILENT_S
+                    return take(answer)
             except HTTPError as error:
                 self.patience_s = SILENT_S
                 said = error.read().decode(errors="replace")
@@ -94,7 +99,9 @@ class RemoteServer:
                     raise InputError(_message(said) or f"{method} {path}: {error.code}") from None
                 time.sleep(float(error.headers.get("retry-after", AGAIN_S)))
                 deadline = time.monotonic() + SILENT_S  # it lives
-            except (URLError, OSError) as error:
+            except (OSError, HTTPException) as error:
+                if getattr(error, "errno", None) in DISK_ERRORS:
+                    raise
                 if time.monotonic() > deadline:
                     raise InputError(
                         f"--server: {self.url} does not answer ({error}); start it, or wait"
@@ -105,11 +112,20 @@ class RemoteServer:
                 time.sleep(min(AGAIN_S, self.patience_s / 4))
 
 
+def _save(answer: HTTPResponse, to: Path) -> None:
+    """Raises ConnectionError for a body that is cut off, which `read` of a part does not."""
+    with to.open("wb") as file:
+        shutil.copyfileobj(answer, file, CHUNK_BYTES)
+        if answer.length:
+            raise ConnectionError(f"{answer.length} bytes are missing")
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def _message(said: str) -> str:
-    try:
-        return str(json.loads(said)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return ""
+    with suppress(ValueError):
+        return parse(said, {"error": {"message": str}})["error"]["message"]
+    return ""
 
 
 def admit(
@@ -125,8 +141,9 @@ def admit(
     found, wrong = [], []
     for line in lines:
         try:
-            kept = server.ask("POST", "/v1/videos?check=1", with_files(line.given, sent))["given"]
-            found.append((line, seeded(line, kept)))
+            asked = with_files(line.given, sent)
+            kept = server.ask("POST", "/v1/videos?check=1", asked, shape={"given": dict})
+            found.append((line, seeded(line, kept["given"])))
         except InputError as error:
             wrong.append(f"line {line.number} ({line.id}): {error}")
     wrong += clashes((line, int(g["seed"]), server.count(g)) for line, g in found)

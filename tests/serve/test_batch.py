@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -304,6 +306,35 @@ def test_frames_in_high_dynamic_range_are_beside_the_clip(batch, server, tmp_pat
     (tmp_path / "light.exr").write_bytes(b"no light")
     ended, _ = batch([job(3, **more)], server=server if remotely else None)
     assert ended.returncode == 2 and "EXR" in ended.stderr, ended.stderr
+
+
+class Cut(BaseHTTPRequestHandler):
+    """Ends its first answer in the middle; /page is no JSON."""
+
+    def do_GET(self):
+        text = b"[]" if self.path == "/page" else b"0123456789"
+        self.server.asked += 1
+        self.send_response(200)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text[:4] if self.server.asked == 1 else text)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_download_that_is_cut_off_is_fetched_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "AGAIN_S", 0.05)
+    with HTTPServer(("127.0.0.1", 0), Cut) as server:
+        server.asked = 0
+        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        client = remote.RemoteServer(f"http://127.0.0.1:{server.server_port}")
+        client.fetch("/clip", tmp_path / "clip.mp4")
+        with pytest.raises(InputError, match=r"/page gives another answer \(it is \[\], expected"):
+            client.ask("GET", "/page")
+        server.shutdown()
+    assert server.asked == 3 and (tmp_path / "clip.mp4").read_bytes() == b"0123456789"
+    assert [path.name for path in tmp_path.iterdir()] == ["clip.mp4"]
 
 
 def test_a_server_that_never_answers_is_said_at_once_and_not_waited_for_long(monkeypatch, capsys):
