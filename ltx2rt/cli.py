@@ -8,6 +8,7 @@ own module, which is imported when it is called, so that `--help` is instant.
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import logging
 import os
@@ -191,6 +192,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NotWritten as error:
         return _fail(str(error), FAILED, crew)
     except Exception as error:
+        if getattr(error, "errno", None) == errno.ENAMETOOLONG:
+            name = str(getattr(error, "filename", ""))[:80]
+            return _fail(f"{name!r} is no path (it is too long); check it", BAD_INPUT, crew)
         return _fail(f"{type(error).__name__}: {error}", FAILED, crew)
 
 

@@ -37,9 +37,9 @@ WORDS = {
 }
 
 
-def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """Return UTF-8 text without a byte order mark, or UTF-16 text with one, its lines ended by line
-    feeds. Raises InputError that names the file, also for folders, pipes and devices."""
+def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
+    """Return the contents of a regular file. Raises InputError that names the file, also for
+    folders, pipes and devices."""
     try:
         with open(path, "rb", opener=_at_once) as file:
             regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
@@ -51,6 +51,13 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
         raise InputError(f"{path}: not a regular file; pass a text file")
     if len(data) > most_bytes:
         raise InputError(f"{path}: more than {most_bytes} bytes; pass a smaller text file")
+    return data
+
+
+def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+    """Return UTF-8 text without a byte order mark, or UTF-16 text with one, its lines ended by line
+    feeds. Raises InputError as `read_bytes` does."""
+    data = read_bytes(path, most_bytes)
     wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # Windows PowerShell's
     try:
         return data.decode("utf-16" if wide else "utf-8-sig").replace("\r\n", "\n")

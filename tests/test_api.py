@@ -142,6 +142,7 @@ def test_a_value_of_the_wrong_type_is_refused_and_names_its_flag(session, given)
         {"model": 3},
         {"model": f"ORG/NAME/{'x' * 5000}.safetensors@main"},
         {"lora": [3]},
+        {"lora": ["x" * 5000]},
         {"lora": [("x.safetensors", "strong")]},
         {"lora": [("x.safetensors", 1.0, "stage3")]},
         {"mesh": {"tensor": "two"}},

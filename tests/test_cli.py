@@ -136,6 +136,11 @@ def test_unknown_flags_and_abbreviations_are_refused(flag, capsys):
     [
         (InputError("bad\n  input"), 2, "ltx2rt: error: bad input\n"),
         (RuntimeError("no luck"), 1, "ltx2rt: error: RuntimeError: no luck\n"),
+        (
+            OSError(36, "Long", "x" * 99),
+            2,
+            f"ltx2rt: error: '{'x' * 80}' is no path (it is too long); check it\n",
+        ),
         (NotWritten(28, "Full", "o"), 1, f"ltx2rt: error: {NotWritten(28, 'Full', 'o')}\n"),
         (KeyboardInterrupt(), 130, "ltx2rt: error: interrupted\n"),
     ],

@@ -22,7 +22,10 @@ from xml.sax.saxutils import quoteattr
 import numpy as np
 
 from ltx2rt.errors import InputError
+from ltx2rt.text_files import read_bytes
 from ltx2rt.version import VERSION
+
+MOST_PEM_BYTES = 2**20
 
 SOURCE_TYPES = "http://cv.iptc.org/newscodes/digitalsourcetype/"
 MADE, PARTLY_MADE = "trainedAlgorithmicMedia", "compositeWithTrainedAlgorithmicMedia"
@@ -226,9 +229,9 @@ def read_signature(certificate: Path, key: Path) -> Signature:
 
 def _bytes_of(path: Path) -> bytes:
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InputError(f"--sign: {path} cannot be read: {error.strerror}") from None
+        return read_bytes(path, MOST_PEM_BYTES)
+    except InputError as error:
+        raise InputError(f"--sign: {error}") from None
 
 
 def _algorithm(private: Any, key: Path) -> str:

@@ -16,6 +16,9 @@ from ltx2rt.placement.devices import known_kind
 from ltx2rt.run.estimate import outside_s
 from ltx2rt.run.plan import Plan
 from ltx2rt.session.session import Session
+from ltx2rt.system import AT_ONCE, WRITE
+from ltx2rt.text_files import parse
+from ltx2rt.weights.files import opened_at_once
 
 LAST, READ_BYTES, MOST_BYTES = 3, 2**16, 2**20
 
@@ -35,14 +38,13 @@ def expected(file: Path, key: list[Any]) -> str | None:
     """A sentence with the time of the last runs alike; None if there is none."""
     found = []
     with suppress(OSError):
-        with file.open("rb") as lines:
+        with open(file, "rb", opener=opened_at_once) as lines:
             lines.seek(max(0, file.stat().st_size - READ_BYTES))
             text = lines.read()
         for line in text.splitlines():
-            with suppress(ValueError, KeyError, TypeError):
-                run = json.loads(line)
-                if run["run"] == key:
-                    found.append(float(run["seconds"]))
+            with suppress(ValueError):
+                run = parse(line.decode(), {"run": list, "seconds": float})
+                found += [run["seconds"]] if run["run"] == key else []
     if not found:
         return None
     last = found[-LAST:]
@@ -75,7 +77,7 @@ def keep(file: Path, key: list[Any], seconds: float) -> None:
         if file.exists() and file.stat().st_size > MOST_BYTES:
             file.unlink(missing_ok=True)
         line = json.dumps({"run": key, "seconds": round(seconds, 1)}) + "\n"
-        descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        descriptor = os.open(file, WRITE | os.O_APPEND | AT_ONCE, 0o600)
         try:
             os.write(descriptor, line.encode())
         finally:

@@ -25,6 +25,7 @@ from ltx2rt.serve.queue import COMPLETED, Job
 from ltx2rt.serve.refusal import Refusal, invalid, misfit
 from ltx2rt.serve.video import in_segments
 from ltx2rt.stages.segments import stops
+from ltx2rt.system import pread
 
 VARIANTS = ("video", "frames", "thumbnail", "spritesheet", "report", "preview")
 EVENT_GAP_S = 0.2
@@ -172,7 +173,7 @@ class Files(Core):
                     border = await asyncio.to_thread(whole_fragments, file, border, size)
                     while start < border:
                         data = await asyncio.to_thread(
-                            os.pread, file.fileno(), min(border - start, STREAM_BYTES), start
+                            pread, file.fileno(), min(border - start, STREAM_BYTES), start
                         )
                         start += len(data)
                         yield data

@@ -26,6 +26,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.run.segments import discard
 from ltx2rt.serve.queue import JOB_ID, Job
 from ltx2rt.system import sync, take_lock
+from ltx2rt.text_files import read_json
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 STORAGE = "storage"  # the code of a run that failed because its files could not be written
@@ -335,7 +336,7 @@ def _frames_beside(clip: Path) -> Path:
 
 def result(clip: Path, count: int = 1) -> dict[str, Any]:
     """Path of a job's first clip."""
-    report: Mapping[str, Any] = json.loads(clip.with_suffix(REPORT).read_text())
+    report = read_json(clip.with_suffix(REPORT), dict)
     files = clip_names(clip.stem, count)
     kept = [clip.parent / name for name in (*files, *map(frames_of, files))]
     size = sum(path.stat().st_size for path in kept if path.suffix == CLIP or path.exists())

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass, replace
@@ -109,7 +110,7 @@ def parse_lora(text: str | tuple | Path, name: str = "--lora") -> LoraSpec:
         raise InputError(
             f"{name}: {text!r} names a stage but no strength; write FILE:STRENGTH:{stage}"
         )
-    elif head and not Path(text).exists() and Path(head.rpartition(":")[0] or head).is_file():
+    elif head and not os.path.exists(text) and os.path.isfile(head.rpartition(":")[0] or head):
         raise InputError(f"{name}: {last!r} in {text!r}, expected FILE[:STRENGTH[:stage1|stage2]]")
     if strength is not None and not math.isfinite(strength):
         raise InputError(f"{name}: strength {strength} in {text!r}, expected a finite number")
@@ -429,7 +430,8 @@ def existing(name: str, path: Path) -> None:
     try:
         found = path.exists()
     except (OSError, ValueError) as error:  # too long a name, a zero byte
-        raise InputError(f"{name}: {str(path)[:80]!r} is no path ({error}); check it") from None
+        why = getattr(error, "strerror", error)
+        raise InputError(f"{name}: {str(path)[:80]!r} is no path ({why}); check it") from None
     if not found:
         if _WEB.match(str(path)):
             raise InputError(f"{name}: {path} is a web address; download it and pass the file")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ class Config:
 def lora_file(path: Path) -> Path:
     """The file itself, or the one in a folder that PEFT, diffusers or diffusion-pipe wrote. Raises
     InputError."""
-    if not path.is_dir():
+    if not os.path.isdir(path):  # False as well for a name that is none
         return path
     found = sorted(path.glob("[!.]*.safetensors"))
     chosen = [path / name for name in FILES if path / name in found][:1] or found

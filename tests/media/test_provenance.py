@@ -245,6 +245,7 @@ def test_a_certificate_that_cannot_sign_is_refused(tmp_path):
         "has no certificate in PEM": (key, key),
         "has no private key in PEM": (cert, cert),
         "cannot be read": (cert, tmp_path / "none.pem"),
+        "/dev/zero: not a regular file": (cert, Path("/dev/zero")),
         "is valid from": certificate(folders[2], days=-1),
         r"rejected|cannot sign": certificate(folders[3], usage="SERVER_AUTH"),
     }

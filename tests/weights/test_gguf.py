@@ -47,7 +47,7 @@ from ltx2rt.session.weights import Residence
 from ltx2rt.testing import relative_l2
 from ltx2rt.train.step import Step
 from ltx2rt.weights.checkpoint import open_checkpoint
-from ltx2rt.weights.configs.gemma3 import gguf_gemma3
+from ltx2rt.weights.configs.gemma3 import GGUF_TOKENS, gguf_gemma3
 from ltx2rt.weights.digests import digest
 from ltx2rt.weights.files import TensorFile, TensorInfo, open_file, write_arrays
 from ltx2rt.weights.gguf import GgufFile
@@ -843,6 +843,9 @@ def test_a_released_model_without_its_scaling_has_it(gemmas, capsys):
     keys |= {"gemma3.block_count": 48, "gemma3.embedding_length": 3840}
     texts = {key: json.dumps(value) for key, value in keys.items() if ".scaling." not in key}
     assert gguf_gemma3(texts, 262208, "g").data["rope_scaling"]["factor"] == 8
+    for text in ("none", "[" * 20_000):
+        with pytest.raises(InputError, match=r"g: gemma3: tokenizer\.ggml.* expected a number"):
+            gguf_gemma3(texts | {next(iter(GGUF_TOKENS.values())): text}, 262208, "g")
     assert "no RoPE scaling; 8, that of the released model" in capsys.readouterr().err
 
 

@@ -158,7 +158,9 @@ def gguf_gemma3(metadata: Mapping[str, str], vocab_size: int, where: str) -> Key
         key = next((each for each in (key, *others) if each in keys), key)
         if key not in keys and default is not MISSING:
             return default
-        text = keys.need(key)
+        return number(keys.need(key), key)
+
+    def number(text: str, key: str) -> Any:
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
@@ -193,7 +195,7 @@ def gguf_gemma3(metadata: Mapping[str, str], vocab_size: int, where: str) -> Key
     found |= {"query_pre_attn_scalar": scalar, "rope_scaling": scaling}
     for ours, theirs in GGUF_TOKENS.items():
         if theirs in metadata:
-            found[ours] = json.loads(metadata[theirs])
+            found[ours] = number(metadata[theirs], theirs)
     return Keys({"model_type": "gemma3_text", "vocab_size": vocab_size} | found, keys.where)
 
 
