@@ -82,7 +82,7 @@ class RemoteServer:
         self, method: str, path: str, take: Callable[[Any], T], body: Any = None,
         key: str | None = None,
     ) -> T:  # fmt: skip
-        """What `take` makes of the answer, as often as the answer is cut off."""
+        """Return what `take` makes of the answer, asking again after one that was cut off."""
         data = None if body is None else json.dumps(body).encode()
         headers = self.headers | ({"idempotency-key": key} if key else {})
         request = Request(f"{self.url}/{path.lstrip('/')}", data, headers, method=method)
