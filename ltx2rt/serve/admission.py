@@ -22,12 +22,12 @@ from ltx2rt.backend import DeviceInfo
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flagged
 from ltx2rt.media.hdr import HighRange
-from ltx2rt.pipelines import CLIP, chosen, make_request, readers, unread
+from ltx2rt.pipelines import CLIP, FIRST, chosen, make_request, readers, unread
 from ltx2rt.pipelines.groups.guidance import ByChoice
 from ltx2rt.pipelines.groups.images import Images, parse_frame
 from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, MAX_FPS, MIN_FPS, Length
 from ltx2rt.pipelines.groups.sound import parse_reference
-from ltx2rt.pipelines.recipes import recipe
+from ltx2rt.pipelines.recipes import PRESETS, recipe
 from ltx2rt.pipelines.request import Request, distilled_lora
 from ltx2rt.pipelines.step_plans import PlanFile
 from ltx2rt.placement.devices import known_kind
@@ -402,6 +402,7 @@ class Admission:
                 }
                 for name, type_ in self.possible.items()
             },
+            "presets": {name: how.get("pipeline", FIRST) for name, how in PRESETS.items()},
             "frames": {"step": model.video_vae.time_factor, "offset": 1},
             "max_seconds": seconds,
             "fps": {"min": MIN_FPS, "max": MAX_FPS},

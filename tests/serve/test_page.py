@@ -218,6 +218,8 @@ def test_a_task_has_in_front_what_it_needs(server, page, width):
     """And no other field: those wait in closed groups. Nothing is wider than the window."""
     page.set_viewport_size({"width": width, "height": 844})
     page.goto(server.url)
+    choose(page, "Text to video")
+    assert "best (hq)" in page.inner_text("#pipeline")
     found = server.http.get("/v1/limits").json()["pipelines"].values()
     assert page.locator("#tasks input").count() == len({one["task"] for one in found}) + 1
     for about in found:

@@ -21,6 +21,7 @@ const pipeline = () => limits.pipelines[$("#pipeline").value];
 const task = () => $("[name=task]:checked").value;
 const free = () => "num_frames" in pipeline().fields; // size and length are not those of a file
 const of = (name) => Object.keys(limits.pipelines).filter((one) => limits.pipelines[one].task === (name === PHOTO ? TEXT : name));
+const preset = (name) => Object.keys(limits.presets).find((one) => limits.presets[one] === name);
 const needed = () => pipeline().front.find((name) => name in pipeline().files);
 
 export function fillForm(found, whenSent) {
@@ -63,7 +64,7 @@ function useDefaults() {
 // Show the fields of a task; name: of a pipeline, its first one by default.
 export function choose(wanted, name = of(wanted)[0]) {
   $(`[name=task][value="${wanted}"]`).checked = true;
-  $("#pipeline").replaceChildren(...of(wanted).map((one) => make("option", { value: one, textContent: one })));
+  $("#pipeline").replaceChildren(...of(wanted).map((one) => make("option", { value: one, textContent: preset(one) ? `${preset(one)} (${one})` : one })));
   $("#pipeline").value = name;
   $("#quality").hidden = of(wanted).length < 2;
   $("#summary").hidden = !$("#quality").hidden;
