@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from ltx2rt.graph.ops import window_blocks
+from ltx2rt.graph.network_ops import window_blocks
 from ltx2rt_cuda.device import device_of
 
 # queries along each axis: boxes are a few times a window of 11, scores still fill the matrix units

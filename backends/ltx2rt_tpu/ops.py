@@ -21,7 +21,8 @@ from ltx2rt_kernels.neighbourhood_attention import tpu as neighbourhood_kernel
 
 from ltx2rt.fused.snake_beta import snake_windows
 from ltx2rt.graph.encodings import E4M3, E4M3_STEP, E4M3_TINY, ENCODINGS, rotation
-from ltx2rt.graph.ops import drawn_bits, window_blocks
+from ltx2rt.graph.network_ops import window_blocks
+from ltx2rt.graph.ops import drawn_bits
 from ltx2rt.scheduling import in_use
 from ltx2rt_tpu.as_run import LEAST_BYTES
 

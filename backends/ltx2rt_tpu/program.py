@@ -36,10 +36,9 @@ if TYPE_CHECKING:
 
 # Without the first nothing else runs while heads travel; the second lets all permutations of two
 # groups of heads travel at once.
-ASYNC = {
-    "xla_tpu_enable_async_all_to_all": True,
-    "xla_max_concurrent_async_collective_permutes": 32,
-}
+ASYNC: dict[str, Any] = dict(
+    xla_tpu_enable_async_all_to_all=True, xla_max_concurrent_async_collective_permutes=32
+)
 EFFORT = 19  # O1 of XLA's `optimization_level`, of O0 to O3
 COMPILERS = 16  # at a time: each takes some hundred MB
 # threads that compile ahead take turns: they are Python, and the first program shall be first
@@ -48,16 +47,14 @@ TRACING = Lock()
 # runs as fast.
 LEVEL = "xla_backend_optimization_level"
 ON_CPU: dict[str, Any] = {LEVEL: 1, "xla_cpu_use_fusion_emitters": False}
-# What multiplies less than SMALL FLOP, and in loops activates fewer samples than SHORT, is compiled
-# at level 0: of the demo that halves XLA's share. A loop of the vocoder takes five times as long to
-# run at that level, products as long.
+# Programs of less than SMALL FLOP, whose loops activate fewer samples than SHORT, are compiled at
+# level 0: that halves XLA's share of the demo, but a vocoder's loop takes five times as long to run.
 SMALL, SHORT = 3e10, 4e6
 
 
 @cache
 def compilations() -> list[float]:
-    """Seconds of every compilation of this process from the first call on, those included that the
-    disk saved."""
+    """Seconds of every compilation since the first call, also of those that the disk saved."""
     seen: list[float] = []
 
     def listen(event: str, duration_secs: float, **_: Any) -> None:
@@ -91,10 +88,8 @@ def compiler_options(graph: Graph, place: Sharding) -> dict[str, Any]:
 
 
 def on_mesh(function: Callable, place: Sharding, *specs: Any, out: Any) -> Callable:
-    """`function` on every device of the mesh, so that XLA communicates only where the graph does.
-
-    specs, out: how its arguments and its results lie. Without a mesh it is `function` itself.
-    """
+    """`function` on every device of the mesh, so that XLA communicates only where the graph does;
+    itself without a mesh. specs, out: how its arguments and its results lie."""
     if not isinstance(place, NamedSharding):
         return function
     return jax.shard_map(function, mesh=place.mesh, in_specs=specs, out_specs=out, check_vma=False)

@@ -10,7 +10,8 @@ import numpy as np
 from ltx2rt.errors import GraphError
 from ltx2rt.fused.pattern import Found, Uses, node_of, pattern
 from ltx2rt.graph.ir import Graph, Node, Type
-from ltx2rt.graph.ops import OPS, _same_dtype, linear_flops, op
+from ltx2rt.graph.network_ops import linear_flops
+from ltx2rt.graph.ops import OPS, _same_dtype, op
 
 
 def _numpy_head_gate(y, logits, *choice):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ltx2rt.fused.pattern import Found, Uses, node_of, pattern
 from ltx2rt.graph.ir import Graph, Node, Type
-from ltx2rt.graph.ops import OPS, linear_flops, op
+from ltx2rt.graph.network_ops import linear_flops
+from ltx2rt.graph.ops import OPS, op
 
 
 def _numpy_linear_gelu(*operands, **args):

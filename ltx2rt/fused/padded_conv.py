@@ -6,7 +6,8 @@ import numpy as np
 
 from ltx2rt.fused.pattern import Found, Uses, node_of, pattern
 from ltx2rt.graph.ir import Graph, Node, Type
-from ltx2rt.graph.ops import OPS, conv_flops, op
+from ltx2rt.graph.network_ops import conv_flops
+from ltx2rt.graph.ops import OPS, op
 
 
 def _numpy_padded_conv(x, *weights, padding, stride, dilation):

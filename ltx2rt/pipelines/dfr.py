@@ -32,9 +32,10 @@ from ltx2rt.pipelines.groups.size import MAX_FPS, Size
 from ltx2rt.pipelines.groups.sound import Sounding
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import LoraSpec, ModelOptions
-from ltx2rt.stages.conditioning import Anchor, Conditioning, Image, SeededSlot, Slot, StageReference
+from ltx2rt.stages.conditioning import Anchor, Conditioning, Image, SeededSlot, Slot
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.given import GivenLatents
+from ltx2rt.stages.references import StageReference
 from ltx2rt.stages.refine import Cut, Refine
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from ltx2rt.stages.stage import Stage

@@ -11,7 +11,8 @@ from ltx2rt.notes import note
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.clip_end import ClipEnd
-from ltx2rt.stages.conditioning import Conditioning, Image, Reference
+from ltx2rt.stages.conditioning import Conditioning, Image
+from ltx2rt.stages.references import Reference
 from ltx2rt.stages.sound_reference import SoundReference
 from ltx2rt.stages.stage import Stage, State
 

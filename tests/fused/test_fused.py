@@ -10,7 +10,8 @@ from ltx2rt.backend import get_backend, get_factory
 from ltx2rt.fused.pattern import PATTERNS, node_of, pattern
 from ltx2rt.graph import trace
 from ltx2rt.graph.interpret import interpret
-from ltx2rt.graph.ops import OPS, linear_flops, op
+from ltx2rt.graph.network_ops import linear_flops
+from ltx2rt.graph.ops import OPS, op
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.placement.cost import flops
 from ltx2rt.placement.devices import device_kind

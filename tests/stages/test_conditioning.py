@@ -21,12 +21,12 @@ from ltx2rt.session.call import Call
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.conditioning import (
-    StageReference,
     Tokens,
     audio_state,
     image_tokens,
     video_state,
 )
+from ltx2rt.stages.references import StageReference
 from ltx2rt.weights.files import write_arrays
 
 G = Geometry(3, 2, 3, 16, 8, 32, Fraction(24), 7, 8, 16, 4, 160, 16000)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ltx2rt.graph.ops import window_blocks
+from ltx2rt.graph.network_ops import window_blocks
 
 LANES = 128
 BOX = 16  # the columns of a bfloat16 tile; BOX x BOX keys fill the matrix unit

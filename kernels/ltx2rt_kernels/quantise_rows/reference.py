@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ltx2rt.graph import ops
+from ltx2rt.graph import encodings
 from ltx2rt.graph.encodings import E4M3
 from ltx2rt_kernels.traffic import Bytes, size
 
@@ -14,7 +14,7 @@ def quantise_rows(x: np.ndarray, *, gelu: bool = False) -> list[np.ndarray]:
     """x (rows, n), numbers of float32; values (rows, n), scales (rows, 1). gelu: of its GELU by
     tanh."""
     x = x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) if gelu else x
-    return list(ops.quantise_rows(x))
+    return list(encodings.quantise_rows(x))
 
 
 def bytes_moved(op: str, shapes: list[tuple[int, ...]], dtype: str) -> Bytes:

@@ -14,8 +14,9 @@ from ltx2rt.models.geometry import Geometry, latent_frames, pixel_frames
 from ltx2rt.pipelines.groups.size import check_step, parse_fps
 from ltx2rt.pipelines.groups.source_clip import FLAG, SourceClip, file_facts
 from ltx2rt.session.options import LoraSpec, ModelOptions
-from ltx2rt.stages.conditioning import Reference, ReferenceSpec
+from ltx2rt.stages.conditioning import ReferenceSpec
 from ltx2rt.stages.inset import Inset
+from ltx2rt.stages.references import Reference
 from ltx2rt.stages.source_video import SourceVideo, usable_frames
 from ltx2rt.stages.tiling import plan_encoder_tiles
 from ltx2rt.weights.lora import reference_factors

@@ -1,0 +1,114 @@
+"""Videos and latents that add their tokens to the clip's own, for IC-LoRAs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ltx2rt.config import ModelConfig
+from ltx2rt.media.video import read_mask, video_info
+from ltx2rt.models.geometry import Geometry, pack_video, pixel_frames, reference_positions
+from ltx2rt.session.session import Call, Session
+from ltx2rt.session.stopwatch import Stopwatch
+from ltx2rt.stages.conditioning import Conditioning, Tokens
+from ltx2rt.stages.source_video import SourceVideo
+from ltx2rt.stages.stage import State
+
+
+@dataclass(frozen=True)
+class Reference(Conditioning):
+    """A video that adds its tokens to the clip's (IC-LoRA), each over `downscale` times its rows
+    and columns of pixels.
+
+    source: what reads it, with a geometry of its own at the clip's rate, and a stride in time.
+    clip: the stage's geometry. attention: how much its tokens and the clip's see of each other, 0
+    to 1; mask: a video by whose brightness this is multiplied. number: among the references, from
+    0.
+    """
+
+    source: SourceVideo
+    clip: Geometry
+    number: int = 0
+    strength: float = 1.0
+    downscale: int = 1
+    attention: float = 1.0
+    mask: Path | None = None
+
+    @property
+    def num_frames(self) -> int:
+        return pixel_frames(self.clip.frames, self.clip.time_factor)
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        return self.source.needs(model)
+
+    def check(self, session: Session) -> list[str]:
+        self._weights()
+        path, used, fps = self.source.path, self.source.num_frames, float(self.clip.fps)
+        info = video_info(path, self.source.flag, self.num_frames)
+        found = [f"{path}: {sentence}" for sentence in info.ignored]
+        if used < self.num_frames:
+            found.append(
+                f"{path}: {used} frames are read; the other {self.num_frames - used} have no "
+                "reference"
+            )
+        if info.fps != self.clip.fps and not path.is_dir():
+            found.append(
+                f"{path}: has {float(info.fps):g} fps, its frames are taken one by one as if it "
+                f"had {fps:g}"
+            )
+        return found
+
+    def blank(self) -> Tokens:
+        masked = self.mask is not None or self.attention < 1
+        g = self.source.geometry
+        weights = np.ones(g.num_video_tokens, np.float32) if masked else None
+        return self._tokens(np.zeros(g.video_shape, np.float32), weights)
+
+    def encode(self, session: Session, state: State, watch: Stopwatch) -> Tokens:
+        latent = self.source.encode(session, watch)
+        state.put(f"reference.{self.number}", latent)
+        return self._tokens(latent, self._weights())
+
+    def _tokens(self, latent: np.ndarray, weights: np.ndarray | None) -> Tokens:
+        positions = reference_positions(self.source.geometry, self.downscale, self.source.stride)
+        return Tokens(
+            pack_video(latent), np.float32(1) - np.float32(self.strength), positions, weights
+        )
+
+    def _weights(self) -> np.ndarray | None:
+        """f32[T], what `ModalityState.attention` reads; None: all ones."""
+        g, scale = self.source.geometry, np.float32(self.attention)
+        if self.mask is not None:
+            grid = (g.frames, g.rows, g.columns)
+            seen = read_mask(
+                self.mask, "--conditioning-attention-mask", self.num_frames, self.clip.size_px, grid
+            )
+            return seen.ravel() * scale
+        return np.full(g.num_video_tokens, scale) if self.attention < 1 else None
+
+
+@dataclass(frozen=True)
+class StageReference(Conditioning):
+    """Latents that an earlier stage made, whole, as reference tokens added to the clip's (IC-LoRA).
+
+    latents: their name in the state's; geometry: theirs. downscale: of how many rows and columns of
+    pixels of the clip one of theirs is.
+    """
+
+    latents: str
+    geometry: Geometry
+    downscale: int
+
+    def blank(self) -> Tokens:
+        return self._tokens(np.zeros(self.geometry.video_shape, np.float32))
+
+    def encode(self, session: Session, state: State, watch: Stopwatch) -> Tokens:
+        return self._tokens(state.latents[self.latents])
+
+    def _tokens(self, latent: np.ndarray) -> Tokens:
+        return Tokens(
+            pack_video(latent), np.float32(0), reference_positions(self.geometry, self.downscale)
+        )
