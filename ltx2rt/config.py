@@ -107,9 +107,8 @@ class Gemma4Config:
     pad_token_id: int
     eos_token_id: int
     bos_token_id: int
-    placeholder_ids: tuple[
-        int, ...
-    ]  # tokens of images, videos and sound; without these they embed as padding
+    # tokens of images, videos and sound; without these they embed as padding
+    placeholder_ids: tuple[int, ...]
 
     @property
     def period(self) -> int:
@@ -277,9 +276,8 @@ class UpsamplerConfig:
 class ModelConfig:
     """A checkpoint: its release decides defaults only, never an architecture."""
 
-    version: tuple[
-        int, ...
-    ]  # from the `model_version` metadata; () if absent. Of several files, the transformer's counts
+    # from the `model_version` metadata; () if absent. Of several files, the transformer's counts
+    version: tuple[int, ...]
     transformer: TransformerConfig
     text: TextConfig
     gemma: GemmaConfig | Gemma4Config | None  # None: none was found

@@ -26,11 +26,8 @@ SLAB = 2**30  # bytes
 ALIGNMENT = 256  # bytes, at which a tensor begins in a slab
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # option of mallopt(3)
 LARGE = 2**30  # bytes from which an allocation is the system's own
-DECIDED = {
-    "GLIBC_TUNABLES",
-    "MALLOC_TRIM_THRESHOLD_",
-    "MALLOC_MMAP_THRESHOLD_",
-}  # in the environment, by the user
+# in the environment, by the user
+DECIDED = {"GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
 
 
 FilePart = tuple["TensorFile | SpillFile", int, int]  # file, first byte, number of bytes
@@ -129,9 +126,8 @@ class SpillFile:
 
 def parked(weights: Mapping[str, Any], pinned: bool = False) -> dict[str, Any]:
     """Copies in the host's memory; done when the device has come so far."""
-    on_device = {
-        name: x for name, x in weights.items() if isinstance(x, Tensor)
-    }  # the others are here
+    # the others are here
+    on_device = {name: x for name, x in weights.items() if isinstance(x, Tensor)}
     slabs, found = Slabs(pinned), dict(weights)
     for name, x in on_device.items():
         found[name] = slabs.like(x).copy_(x, non_blocking=True)

@@ -66,9 +66,8 @@ class RepeatModule(torch.nn.Module):
         # as the block leaves them: it is not compiled once more for the branches' common start
         if self.compiled:
             carry = [x.contiguous() for x in carry]
-        stacked: list[
-            torch.Tensor
-        ] = []  # filled as they come: a list and its stack would be twice the memory
+        # filled as they come: a list and its stack would be twice the memory
+        stacked: list[torch.Tensor] = []
         for i in range(plan.count):
             results = self.block(*carry, *invariant, *(p[i] for p in per_layer))
             carry = results[: plan.num_carries]

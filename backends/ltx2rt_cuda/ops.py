@@ -29,10 +29,8 @@ DTYPES = {name: getattr(torch, name) for name in DTYPE_BYTES}
 # (pytorch/ao#4582): shorter ones are filled up with rows of zeros. LTX-2's sound has 126 tokens and
 # a feed-forward of K = 8192.
 FEW_ROWS, LONG_ROWS = 272, 4096
-ROW_GRID, ROW_TILE = (
-    16,
-    64,
-)  # numbers of a row: of what Triton tells 16-byte loads by; of a product's tile
+# numbers of a row: of what Triton tells 16-byte loads by; of a product's tile
+ROW_GRID, ROW_TILE = (16, 64)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

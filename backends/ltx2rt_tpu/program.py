@@ -271,9 +271,8 @@ class Assembled(Ahead):
         self.parts = parts(self.graph)
         last = {id(v): i for i, part in enumerate(self.parts) for v in part.inputs.values()}
         kept = {id(v) for v in self.graph.outputs.values()}
-        self.dropped: list[list[int]] = [
-            [] for _ in self.parts
-        ]  # values that nothing reads after a part
+        # values that nothing reads after a part
+        self.dropped: list[list[int]] = [[] for _ in self.parts]
         for key, i in last.items():
             if key not in kept:
                 self.dropped[i].append(key)

@@ -249,9 +249,8 @@ def stopping(crew: Crew | None) -> Iterator[list[int]]:
         finally:
             crew.asked = None
         return
-    kinds = [
-        k for k in (signal.SIGINT, *ENDING) if signal.getsignal(k) != signal.SIG_IGN
-    ]  # as `nohup` has SIGHUP
+    # as `nohup` has SIGHUP
+    kinds = [k for k in (signal.SIGINT, *ENDING) if signal.getsignal(k) != signal.SIG_IGN]
     before = {kind: signal.getsignal(kind) for kind in kinds}
 
     def put_back() -> None:

@@ -153,9 +153,8 @@ def _int8_rows(o: Any, x: Any) -> tuple[Any, Any]:
     127."""
     x = o.cast(x, "float32")
     largest = o.largest(abs(x))
-    scale = (
-        largest + o.cast(largest == 0, "float32")
-    ) * INT8_STEP  # a row of zeros is over 1 / 127
+    # a row of zeros is over 1 / 127
+    scale = (largest + o.cast(largest == 0, "float32")) * INT8_STEP
     return o.cast(o.rint(x / scale), "int8"), scale
 
 

@@ -10,12 +10,7 @@ import numpy as np
 from ltx2rt.errors import GraphError
 from ltx2rt.graph.encodings import E4M3, ENCODINGS, decoded, quantise_rows
 from ltx2rt.graph.ir import Node, Type
-from ltx2rt.graph.ops import (
-    _positions,
-    _same_dtype,
-    _view,
-    op,
-)
+from ltx2rt.graph.ops import _positions, _same_dtype, _view, op
 
 
 def linear_flops(node: Node) -> int:

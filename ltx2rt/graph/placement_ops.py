@@ -14,12 +14,7 @@ import numpy as np
 from ltx2rt.errors import GraphError
 from ltx2rt.graph.ir import Type
 from ltx2rt.graph.network_ops import _attend, _attention_flops, attention
-from ltx2rt.graph.ops import (
-    _positions,
-    _same_dtype,
-    _without,
-    op,
-)
+from ltx2rt.graph.ops import _positions, _same_dtype, _without, op
 
 
 def _numpy_shard(group, *, dim, mesh_axis, parts):

@@ -58,10 +58,8 @@ OPUS_BITS_PER_S = 160_000
 # No noise substitution: it turns a difference of 1e-5 between two waveforms into another random
 # noise.
 AAC_OPTIONS = {"aac_pns": "0"}
-BT709, LIMITED_RANGE = (
-    1,
-    1,
-)  # the codes of H.264 annex E (matrix, primaries, transfer) and of FFmpeg's AVCOL_RANGE_MPEG
+# the codes of H.264 annex E (matrix, primaries, transfer) and of FFmpeg's AVCOL_RANGE_MPEG
+BT709, LIMITED_RANGE = (1, 1)
 
 
 X265_REORDERS = 4  # frames: three B-frames of its preset and the one that they wait for

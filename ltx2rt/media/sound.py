@@ -24,22 +24,14 @@ from ltx2rt.media.mp4 import fit_audio, opened, tagged_s
 from ltx2rt.media.provenance import Origin
 from ltx2rt.notes import note
 
-LEVELS = {
-    "u8": (128, 2**7),
-    "s16": (0, 2**15),
-    "s32": (0, 2**31),
-    "flt": (0, 1),
-    "dbl": (0, 1),
-}  # words for 0 and 1
+# words for 0 and 1
+LEVELS = {"u8": (128, 2**7), "s16": (0, 2**15), "s32": (0, 2**31), "flt": (0, 1), "dbl": (0, 1)}
 MIN_RATE, MAX_RATE = 1000, 768_000  # Hz; no recording has another
 # How far a sample may be from its time. Containers round times to 1 ms and recorders jitter by a
 # few, a lost packet of AAC or MP3 is 21 ms or more, and 45 ms are noticed (ITU-R BT.1359).
 SYNC_S = 0.02
-COUNTED = (
-    "mov,mp4,m4a,3gp,3g2,mj2",
-    "wav",
-    "flac",
-)  # FFmpeg's readers of headers that count samples
+# FFmpeg's readers of headers that count samples
+COUNTED = ("mov,mp4,m4a,3gp,3g2,mj2", "wav", "flac")
 LOUDEST = 2**6  # 36 dB over full scale: no mix reaches it, but whole numbers of 8 bits as floats do
 # Parameters of the low-pass: torchaudio's defaults, which the reference takes.
 ZERO_CROSSINGS, ROLLOFF = 6, 0.99

@@ -49,12 +49,10 @@ class DiffusionDecoderConfig:
     head_dim: int
     channels: tuple[int, ...]  # channels of each stage
     depths: tuple[int, ...]
-    windows: tuple[
-        tuple[int, int, int], ...
-    ]  # frames, rows and columns that attention of a stage sees
-    strides: tuple[
-        tuple[int, int, int], ...
-    ]  # factors of the upsampling after each stage but the last
+    # frames, rows and columns that attention of a stage sees
+    windows: tuple[tuple[int, int, int], ...]
+    # factors of the upsampling after each stage but the last
+    strides: tuple[tuple[int, int, int], ...]
     timestep_width: int
     timestep_scale: float  # the timestep, 1, is multiplied by this
 
@@ -129,9 +127,8 @@ def inside(
         pixel_frames(grid[0], config.time_factor),
         *(n * config.space_factor for n in grid[1:]),
     )
-    starts = [
-        before * config.space_factor for before, _ in padding(config, grid)
-    ]  # no frame comes before
+    # no frame comes before
+    starts = [before * config.space_factor for before, _ in padding(config, grid)]
     frames, rows, columns = (
         slice(start, start + n) for start, n in zip(starts, sizes, strict=True)
     )

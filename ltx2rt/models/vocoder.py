@@ -85,9 +85,8 @@ def reach(config: VocoderConfig) -> tuple[int, int] | None:
         samples, hop = math.prod(config.generator.upsample_rates), config.stft_hop
         if samples % hop:
             return None
-        low = [
-            reach * hop for reach in _generator_reach(extension)
-        ]  # in samples of the first generator
+        # in samples of the first generator
+        low = [reach * hop for reach in _generator_reach(extension)]
         taps = resampler_filter(config.sample_rate // config.input_sample_rate).shape[-1]
         resampler = taps // 2 // (config.sample_rate // config.input_sample_rate)
         before += max(low[0] + config.stft_size - hop, resampler) / samples

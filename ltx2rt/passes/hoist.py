@@ -216,9 +216,8 @@ class _Loop:
                 return node
             self.left_bytes -= size
         outside = tuple(self.out.fresh(t) for t in stacked)
-        entering = [
-            Value(v.name, v.type) for v in outside
-        ]  # the same values on their way through the outer body
+        # the same values on their way through the outer body
+        entering = [Value(v.name, v.type) for v in outside]
         self.outer.update(zip(map(id, entering), outside, strict=True))
         operands = tuple(self._outside(operand) for _, _, operand in taken)
         once = {"repeat": Repeat(apart, repeat.count, 0, len(fixed), repeat.axis, repeat.first)}

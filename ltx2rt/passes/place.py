@@ -95,12 +95,10 @@ class _Placer:
             outermost,
         )
         self.blocked: set[str] = set()
-        self.lengths: dict[
-            str, int
-        ] = {}  # by token axis that is padded: its size without the padding
-        self.padding: dict[
-            str, Value
-        ] = {}  # by the same (keys): 0, and MASKED where tokens are padding
+        # by token axis that is padded: its size without the padding
+        self.lengths: dict[str, int] = {}
+        # by the same (keys): 0, and MASKED where tokens are padding
+        self.padding: dict[str, Value] = {}
 
     def nodes(self, graph: Graph, env: dict[int, Placed]) -> None:
         """Rewrite the nodes of one graph in order; `env` maps its values to placed ones."""

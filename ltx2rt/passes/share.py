@@ -31,28 +31,18 @@ from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 
 BATCH = "B"
-TRACKED = (
-    "layers",
-    "contexts",
-    "branches",
-    "videos",
-    BATCH,
-)  # axes along which entries are known to be equal
-HEAVY = {
-    "linear",
-    "quantised_linear",
-    "attention",
-    "attention_part",
-}  # ops that are worth a separate repeat
+# axes along which entries are known to be equal
+TRACKED = ("layers", "contexts", "branches", "videos", BATCH)
+# ops that are worth a separate repeat
+HEAVY = {"linear", "quantised_linear", "attention", "attention_part"}
 # Operands, by op, that mean the same for all of the batch if they lack its axis.
 BROADCAST = {
     **dict.fromkeys(("add", "sub", "mul", "div"), (0, 1)), "select": (0, 1, 2), "modulate": (1, 2),
     "rope": (1, 2),
     "attention": (3,), "attention_part": (3,),
 }  # fmt: skip
-Pattern = tuple[
-    Any, ...
-]  # a label for each entry of a value, equal for equal entries: a number, ("=", x) for all x
+# a label for each entry of a value, equal for equal entries: a number, ("=", x) for all x
+Pattern = tuple[Any, ...]
 
 
 def share(graph: Graph) -> Graph:
@@ -285,9 +275,8 @@ class _Analysis:
                 made[patterns] = _Analysis(repeat.body, patterns)
             return made[patterns]
 
-        runs: list[
-            tuple[int, Sequence[np.ndarray], Hashable]
-        ] = []  # first iteration, its carries, its signature
+        # first iteration, its carries, its signature
+        runs: list[tuple[int, Sequence[np.ndarray], Hashable]] = []
         carry = [self._renumbered((id(node), j), x) for j, x in enumerate(carry)]
         for i in range(repeat.count):
             while True:  # until entries differ wherever exits do

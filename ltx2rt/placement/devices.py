@@ -198,12 +198,8 @@ def known_kind(framework_kind: str, name: str, total_bytes: int) -> DeviceKind |
     return min(found, key=lambda kind: abs(kind.memory_bytes - total_bytes), default=None)
 
 
-GENERATIONS = {
-    "v5e": ("v5e", 1),
-    "v5p": ("v5p", 1),
-    "v6e": ("v6e", 1),
-    "tpu7x": ("v7x", 2),
-}  # libtpu's name -> kind, devices per chip
+# libtpu's name -> kind, devices per chip
+GENERATIONS = {"v5e": ("v5e", 1), "v5p": ("v5p", 1), "v6e": ("v6e", 1), "tpu7x": ("v7x", 2)}
 
 
 def topology(name: str) -> tuple[DeviceKind, int]:

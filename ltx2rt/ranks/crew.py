@@ -202,9 +202,8 @@ class Crew:
             return self._lowest(), status
         if found == mine:
             return True, status
-        theirs = found.rpartition(" ")[
-            2
-        ]  # no failure is 0, and this rank was not ended by that signal
+        # no failure is 0, and this rank was not ended by that signal
+        theirs = found.rpartition(" ")[2]
         return False, int(theirs) if theirs.isdecimal() and 0 < int(theirs) < SIGNALLED else FAILED
 
     def _outlive(self) -> None:

@@ -17,9 +17,8 @@ from typing import Any
 from ltx2rt.stages.segments import SEGMENT
 
 REMEMBERED = 10_000  # jobs whose latest event is sent to a reader that comes back
-Progress = Mapping[
-    str, Any
-]  # stage, step, of, fraction, eta_s: `session.stopwatch.Progress` as JSON has it
+# stage, step, of, fraction, eta_s: `session.stopwatch.Progress` as JSON has it
+Progress = Mapping[str, Any]
 
 
 def log(event: str, **facts: Any) -> None:

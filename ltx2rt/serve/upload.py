@@ -32,33 +32,19 @@ MAX_BYTES = {
     MASK: 64 * 2**20,
 }
 MAX_PX, MAX_FRAME_PX = 40_000_000, 10_000_000
-MAX_S, MAX_FRAMES, MAX_STREAMS = (
-    60,
-    2000,
-    8,
-)  # limits for sound and video; the models make at most 20 s
+# limits for sound and video; the models make at most 20 s
+MAX_S, MAX_FRAMES, MAX_STREAMS = (60, 2000, 8)
 MEMORY_BYTES = {IMAGE: 2**30, EXR: 2**31, SOUND: 2**31, VIDEO: 2**31, MASK: 2**31}
 TIME_S = {IMAGE: 20, EXR: 20, SOUND: 60, VIDEO: 60, MASK: 60}  # processor time
 BUSY, RETRY_S = 5, 30  # times as long by the clock, then the machine is at fault and not the file
 READER = (sys.executable, "-m", "ltx2rt.serve.upload")
 IMAGES = ("PNG", "JPEG", "WEBP", "HEIC")
-MEDIA = (
-    "mov,mp4,m4a,3gp,3g2,mj2",
-    "matroska,webm",
-    "wav",
-    "flac",
-    "mp3",
-    "ogg",
-)  # as FFmpeg calls its readers
+# as FFmpeg calls its readers
+MEDIA = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "wav", "flac", "mp3", "ogg")
 STARTS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF")
 AT_ONCE = 4  # are decoded; more wait
-SUFFIX = {
-    IMAGE: "",
-    EXR: ".exr",
-    SOUND: ".media",
-    VIDEO: ".media",
-    MASK: ".mask",
-}  # what is kept as one kind cannot be named as another
+# what is kept as one kind cannot be named as another
+SUFFIX = {IMAGE: "", EXR: ".exr", SOUND: ".media", VIDEO: ".media", MASK: ".mask"}
 NOT_STORED = 3  # exit status: there is no room for the file, whatever it holds
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's threads take address space, which is limited
 _places = asyncio.Semaphore(AT_ONCE)

@@ -83,9 +83,8 @@ class Memory:
         not counted."""
         found, here = [], dict(held or {})
         for stage, part, calls in self._rows(stages):
-            spread = [
-                call for call in calls if call.each
-            ]  # as if one device had the largest, and no fewer than others
+            # as if one device had the largest, and no fewer than others
+            spread = [call for call in calls if call.each]
             spread.sort(key=lambda c: -sum(v.type.nbytes for v in self.graph(c).outputs.values()))
             calls = [c for c in calls if not c.each] + spread[:: prod(self.backend.mesh.values())]
             for call in calls:

@@ -135,9 +135,8 @@ class WeightStore:
         self._stored: dict[tuple[str, ...], dict[str, str]] = {}
         self._adapters: dict[tuple[Any, ...], Adapters] = {}
         self._loads = 0
-        self._loaded_at: dict[
-            WeightsKey, tuple[int, int]
-        ] = {}  # number of loads, the one before and the last
+        # number of loads, the one before and the last
+        self._loaded_at: dict[WeightsKey, tuple[int, int]] = {}
         self._parks = True  # until the backend cannot
 
     def source(self, call: Call, loras: Sequence[LoraSpec] = ()) -> Any:

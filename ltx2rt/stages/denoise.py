@@ -383,9 +383,8 @@ class Denoise(Stage):
                 s: self.noise.draw(f"{self.name}.{m}.{s}", (n, *tokens))
                 for s, n in plan.streams.items()
             }
-            drawn = {
-                s: x.reshape(self.num_videos, -1, *tokens) for s, x in read.items()
-            }  # a file's may lack videos
+            # a file's may lack videos
+            drawn = {s: x.reshape(self.num_videos, -1, *tokens) for s, x in read.items()}
             for i, draw in enumerate(plan.draws):
                 if draw is not None:
                     noise[i] = drawn[draw.name][:, draw.row]

@@ -30,11 +30,8 @@ from ltx2rt.config import VideoVaeConfig
 from ltx2rt.errors import InputError
 
 # The official automatic layout.
-TILE_PX, MIN_TILE_PX, OVERLAP_PX = (
-    768,
-    96,
-    64,
-)  # the long side; the short one follows the aspect ratio
+# the long side; the short one follows the aspect ratio
+TILE_PX, MIN_TILE_PX, OVERLAP_PX = (768, 96, 64)
 TILE_FRAMES, OVERLAP_FRAMES = 80, 24
 # Cells of features in a tile: a clip of 121 frames at 768x512 is one tile of 375 000 cells and
 # needs 20 GB.
@@ -227,10 +224,8 @@ def blend_tiles(
     """
     height, width = tiling.rows[-1].end, tiling.columns[-1].end
     ends = [*(t.first for t in tiling.frames[1:]), tiling.frames[-1].end]
-    done, waiting = (
-        0,
-        np.zeros((3, 0, height, width), np.float32),
-    )  # frames [done, done + n), partly summed
+    # frames [done, done + n), partly summed
+    done, waiting = (0, np.zeros((3, 0, height, width), np.float32))
     with ThreadPoolExecutor(BLEND_THREADS, thread_name_prefix="blend") as pool:
         for t, end in zip(tiling.frames, ends, strict=True):
             frames = np.zeros((3, t.end - done, height, width), np.float32)
