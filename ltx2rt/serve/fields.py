@@ -21,6 +21,7 @@ from ltx2rt.pipelines.groups.images import parse_image
 from ltx2rt.pipelines.groups.seeds import Videos
 from ltx2rt.pipelines.groups.size import Pixels
 from ltx2rt.pipelines.groups.sound import parse_reference
+from ltx2rt.pipelines.groups.source_clip import SourceClip
 from ltx2rt.pipelines.groups.text import Enhancing
 from ltx2rt.pipelines.request import Request
 from ltx2rt.serve.upload import MAX_BYTES
@@ -81,7 +82,7 @@ def as_given(files: Mapping[str, list[list]], folder: Path) -> dict[str, Any]:
 @cache
 def offered(type_: type[Request], with_enhancer: bool = False) -> dict[str, Field]:
     """The clip flags that requests may set: those that name no file to keep, and no range of
-    lengths. Several videos are several jobs."""
+    lengths. Several videos are several jobs, and an uploaded clip states its rate."""
     but = flagged(Videos) if with_enhancer else flagged(Videos, Enhancing)
     found = {name: f for name, f in flagged(type_).items() if name not in but}
     return {
@@ -90,6 +91,7 @@ def offered(type_: type[Request], with_enhancer: bool = False) -> dict[str, Fiel
         if (how := f.metadata["flag"]).file in (None, "plan")
         and not (how.repeat and how.parse is float)
         and how.help != SUPPRESS
+        and not (name == "fps" and type_.has(SourceClip))
     }
 
 

@@ -223,6 +223,10 @@ def test_inputs_choose_the_pipeline(admission, film):
     (found.inputs / f"{digest}.media").write_bytes(film.read_bytes())
     given = {"prompt": "a fox", "video_path": [{"file_id": digest}]}
     assert found.admit({**given, "noise_level": 0.5}).job["pipeline"] == "v2v"
+    for more in ({"noise_level": 0.5}, {"start_time": 0.1, "end_time": 0.3}, {"extend_frames": 8}):
+        job = json.loads(json.dumps(found.admit({**given, **more}).job))
+        keywords = job["clip"] | as_given(job["files"], found.inputs)
+        make_request(job["pipeline"], **keywords).check()  # as a worker does
     with pytest.raises(Refusal, match="video_path: say what to do with the clip"):
         found.admit(given)
     with pytest.raises(Refusal, match="noise_level: the extend pipeline does not read it"):
