@@ -66,8 +66,9 @@ def upright_px(path: Path) -> tuple[int, int]:
     from PIL import Image
 
     with _opened(path) as image:
-        # the base class has it, since the reader of PNG would decode the image
-        turned = Image.Image.getexif(image).get(0x0112, 1) in range(5, 9)
+        # TIFF's size is upright; the base class reads Exif where PNG would decode the image
+        side = Image.Image.getexif(image).get(0x0112, 1) in range(5, 9)
+        turned = side and image.format != "TIFF"
         width, height = image.size
         return (height, width) if turned else (width, height)
 

@@ -284,7 +284,7 @@ def test_two_images_at_one_frame_are_refused():
         ("ic-lora", (512, 600), 1, {"video_conditioning": ["clip.mp4"]}, (640, 768), ""),
     ],
 )
-@pytest.mark.parametrize("suffix", ["png", "jpg"])
+@pytest.mark.parametrize("suffix", ["png", "jpg", "tiff"])
 def test_the_first_image_decides_the_size(
     tmp_path, pipeline, image_px, orientation, sides, made, cut, suffix
 ):
