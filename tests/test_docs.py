@@ -42,6 +42,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
     ROOT.glob("docs/*.md")
 )
+README = (ROOT / "README.md").read_text()
 NOT_RUN = {
     "gpu": "needs NVIDIA GPUs and a released checkpoint",
     "tpu": "needs TPUs and a released checkpoint",
@@ -325,12 +326,13 @@ def test_no_word_of_packages_that_are_no_more(document):
 
 
 def test_the_face_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len(README.splitlines()) <= 150
 
 
 def test_every_document_is_linked_from_the_face():
-    text = (ROOT / "README.md").read_text()
-    assert not [path.name for path in ROOT.glob("docs/*.md") if f"](docs/{path.name})" not in text]
+    assert not [
+        path.name for path in ROOT.glob("docs/*.md") if f"](docs/{path.name})" not in README
+    ]
 
 
 def test_every_flag_of_generate_is_in_its_help_only_once(capsys):
@@ -339,3 +341,14 @@ def test_every_flag_of_generate_is_in_its_help_only_once(capsys):
         cli.main(["generate", "--help-all"])
     found = re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, re.MULTILINE)
     assert len(found) == len(set(found)) > 40
+
+
+def test_the_cards_of_the_face_have_the_seconds_of_the_plan_and_their_cents():
+    """docs/gpus.md is the figures' home, which `tests/placement/test_stream.py` compares with the
+    plan."""
+    rows = re.findall(r"^\| (\S+) \| (\d+) s \| ([\d.]+) \| ([\d.]+) cents \|$", README, re.M)
+    planned = dict(re.findall(r"^\| (\S+) \| (\d+) s", (ROOT / "docs/gpus.md").read_text(), re.M))
+    assert len(rows) == 5
+    for card, seconds, price, cents in rows:
+        assert seconds == planned[card]
+        assert f"{int(seconds) * float(price) / 36:.1f}" == cents, card
