@@ -51,10 +51,9 @@ class Target:
         group="devices and memory",
         metavar="GEN:CHIPS",
     )
-    components: tuple[str, ...] = flag(
+    component: tuple[str, ...] = flag(
         (),
         f"networks to compile: {', '.join(COMPILED)} (default: all)",
-        name="--component",
         metavar="NAME",
         repeat=True,
     )
@@ -106,7 +105,7 @@ class Compilation:
 def plan_job(options: ModelOptions, request: Request, target: Target) -> Compilation:
     """Plan the programs to compile, from headers and sizes alone. Raises InputError."""
     check_bounds(target)
-    if unknown := [name for name in target.components if name not in COMPILED]:
+    if unknown := [name for name in target.component if name not in COMPILED]:
         known = f"known: {', '.join(COMPILED)}{hint(unknown[0], COMPILED)}"
         raise InputError(f"--component: unknown {unknown[0]!r}; {known}")
     kind, devices = topology(target.topology)
@@ -144,7 +143,7 @@ def plan_training(
 def _cells(session: Session, request: Request, loras: Loras, target: Target) -> Iterator[Cell]:
     """In the order of a run; of the decoder's tiles the largest alone."""
     stages = request.all_stages(session.config, session.options, loras)
-    asked, seen = target.components or COMPILED, set()
+    asked, seen = target.component or COMPILED, set()
     for stage in stages:
         calls = list({session.key(call): call for call in stage.needs(session.config)}.values())
         if any(call.each for call in calls):

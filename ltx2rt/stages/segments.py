@@ -46,7 +46,7 @@ def segment_starts(
 
     cuts: numbers of segments, from 1, that overlap none; the clip is longer by what they would.
     """
-    new = segment - overlap
+    new = max(segment - overlap, 1)  # an overlap of a whole segment is refused later
     count = 1 + max(-(-(num_frames - segment) // new), 0)
     starts = [*(i * new for i in range(count - 1)), num_frames - segment]
     later = 0

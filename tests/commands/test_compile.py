@@ -40,7 +40,7 @@ def flags(**changes: object) -> list[object]:
 
 
 def plan(topology: str = "v6e:2x4", name: str = "ltx-2.0", **settings) -> Compilation:
-    target = {n: settings.pop(n) for n in ("components", "stage", "branches") if n in settings}
+    target = {n: settings.pop(n) for n in ("component", "stage", "branches") if n in settings}
     clip = {n: settings.pop(n) for n in ("width", "height", "num_frames") if n in settings}
     model = settings.pop("model", None)
     options = ModelOptions("", model or Path(), dtype="bfloat16", **settings)
@@ -191,11 +191,11 @@ def test_float8_is_of_the_denoise_loop_alone():
 
 
 def test_flags_narrow_what_is_compiled():
-    (cell,) = plan(components=("denoise-step",), stage=2, branches=2).cells
+    (cell,) = plan(component=("denoise-step",), stage=2, branches=2).cells
     assert (cell.name, cell.size) == ("denoise-step, stage 2", "768x512x121, 2 branches")
-    (cell,) = plan(components=("video-decoder",), vae_tiling="off").cells
+    (cell,) = plan(component=("video-decoder",), vae_tiling="off").cells
     assert cell.graph.inputs["latent"].type.shape == (1, 128, 16, 16, 24)
-    assert [c.branches for c in plan(components=("denoise-step",), branches=3).cells] == [3, 3]
+    assert [c.branches for c in plan(component=("denoise-step",), branches=3).cells] == [3, 3]
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_flags_narrow_what_is_compiled():
     ],
 )
 def test_a_topology_says_its_devices(topology, kind, mesh):
-    job = plan(topology, components=("upsampler",))
+    job = plan(topology, component=("upsampler",))
     assert (job.kind.name, job.mesh) == (kind, mesh)
 
 
