@@ -82,7 +82,7 @@ class Clip:
         written."""
         output = Path(path)
         signature = parse_signature(sign) if sign else None
-        files = Files(output=output, provenance=provenance, sign=signature)
+        files = Files(outputs=(output,), provenance=provenance, sign=signature)
         files.check(num_frames=len(self.frames) or self.settings["num_frames"])
         write_clip(
             output,

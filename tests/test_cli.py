@@ -74,7 +74,7 @@ def test_a_request_without_flags_has_only_defaults():
     assert generate.asked(args) == (
         ModelOptions("cuda", Path("m")),
         TwoStage("a cat"),
-        Files(output=Path("o.mp4")),
+        Files(outputs=(Path("o.mp4"),)),
     )
 
 
@@ -113,7 +113,7 @@ def test_every_flag_arrives():
         audio_rescale=8, stg_blocks=(1, 2), audio_from="stage1",
     )  # fmt: skip
     files = Files(
-        output=Path("o.mp4"), warmup=True, latents_out=Path("lo"), report=Path("r"), metadata=False,
+        outputs=(Path("o.mp4"),), warmup=True, latents_out=Path("lo"), report=Path("r"), metadata=False,
         provenance=False,
     )  # fmt: skip
     assert generate.asked(cli.parser().parse_args(MINIMAL + text.split())) == (

@@ -82,8 +82,8 @@ def run(
     session = open_session(options, checkpoint=checkpoint, stages=stages)
     made = Run(session, request, warm=files.warmup, marks=files)
     plan, main = made.plan, made.is_main
-    if files.output is not None:
-        check_streams(files.output, plan.makes(FRAMES), plan.makes(SOUND))
+    for output in files.outputs:
+        check_streams(output, plan.makes(FRAMES), plan.makes(SOUND))
     stream = sys.stderr if main and not files.quiet else None
     if main:
         require_space(sizes(session, plan, files))
@@ -114,7 +114,8 @@ def run(
         if folder:
             discard(folder)
     # Latents alone are one output for all seeds; the first stands for them.
-    for output, seed in zip(outputs, made.request.seeds[: len(outputs)], strict=True):
+    seeds = [seed for seed in made.request.seeds for _ in files.outputs or (None,)]
+    for output, seed in zip(outputs, seeds[: len(outputs)], strict=True):
         print(made.watch.closing_line(output, seed))
 
 

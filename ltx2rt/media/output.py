@@ -17,7 +17,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -161,18 +162,26 @@ def write_clip(
     comment: dict[str, Any] | None = None,
     origin: Origin | None = None,
     hdr: HighRange | None = None,
+    beside: Path | None = None,
 ) -> dict[Path, FileState]:
     """Write a clip in the form of its suffix; arguments and errors as for `write_mp4`.
 
     hdr: set for high dynamic range; the chunks are then f32[3, F, H, W] from the decoder, or their
-    codes u16[F, H, W, 3].
+    codes u16[F, H, W, 3]. beside: numbered frames of the same clip, next to a video.
 
     A WAV takes no chunk. Frames replace nothing: raises InputError if another run has written some
     meanwhile. Returns the files that it made, as `remove_made` takes them.
     """
-    suffix = path.suffix.lower()
-    if waveform is not None and num_frames and suffix not in CONTAINERS:
-        waveform = fit_audio(waveform, num_frames, fps, sample_rate)
+    suffix, fitted = path.suffix.lower(), waveform
+    if waveform is not None and num_frames:
+        fitted = fit_audio(waveform, num_frames, fps, sample_rate)
+    if beside:
+        passed = _write_frames(
+            beside, chunks, num_frames, fitted, sample_rate, comment, origin, hdr, named := []
+        )
+        clip: dict[str, Any] = {"num_frames": num_frames, "fps": fps, "waveform": waveform}
+        clip |= {"sample_rate": sample_rate, "comment": comment, "origin": origin, "hdr": hdr}
+        return _write_both(path, passed, named, clip)
     if container := container_of(path, hdr.transfer if hdr else None):
         shown = signals(chunks, hdr) if hdr else chunks
         if waveform is not None and sample_rate not in container.audio_rates:
@@ -189,17 +198,35 @@ def write_clip(
         }
         write_mp4(path, shown, **clip, comment=comment, origin=origin, container=container)
     elif suffix == ".wav":
-        if waveform is None:
+        if fitted is None:
             raise ValueError(f"{path}: there is no sound to write")
-        write_wav(path, waveform, sample_rate, comment, origin)
+        write_wav(path, fitted, sample_rate, comment, origin)
     elif is_still(path):
         (pixels,) = (frame for c in chunks for frame in (as_frames(c) if hdr else to_rgb8(c)))
         with replacing(path) as partial:
             _write_picture(partial, suffix, pixels, comment, origin, hdr)
     else:
-        files = _write_frames(path, chunks, num_frames, waveform, sample_rate, comment, origin, hdr)
-        return {file: state_of(file) for file in files}
+        named = list[Path]()
+        about = num_frames, fitted, sample_rate, comment, origin, hdr, named
+        deque(_write_frames(path, chunks, *about), maxlen=0)
+        return {file: state_of(file) for file in named}
     return {path: state_of(path)}
+
+
+def _write_both(
+    path: Path, passed: Generator[np.ndarray], named: list[Path], clip: dict[str, Any]
+) -> dict[Path, FileState]:
+    """Write a video of the frames that `_write_frames` passes, which adds its files to `named`; both
+    or neither. clip: arguments of `write_clip`."""
+    made: dict[Path, FileState] = {}
+    try:
+        made = write_clip(path, passed, **clip)
+        deque(passed, maxlen=0)
+    except BaseException:
+        passed.close()
+        remove_made(made | {file: state_of(file) for file in named})
+        raise
+    return made | {file: state_of(file) for file in named}
 
 
 def signals(chunks: Iterable[np.ndarray], how: HighRange) -> Iterator[Iterator[np.ndarray]]:
@@ -277,9 +304,11 @@ def _write_frames(
     comment: dict[str, Any] | None,
     origin: Origin | None,
     hdr: HighRange | None,
-) -> list[Path]:
-    """Write all files in a temporary folder next to them; they get their names when complete."""
-    written, named = 0, list[Path]()
+    named: list[Path],
+) -> Generator[np.ndarray]:
+    """Pass the chunks through; meanwhile write all files in a temporary folder next to them. They
+    get their names when complete, which are added to `named`."""
+    written = 0
     with (
         unfinished(path) as folder,
         ThreadPoolExecutor(PNG_THREADS, thread_name_prefix="png") as pool,
@@ -295,6 +324,7 @@ def _write_frames(
             frames = as_frames(chunk) if hdr else to_rgb8(chunk)
             list(pool.map(write, enumerate(frames, written)))
             written += len(frames)
+            yield chunk
         if written != num_frames:
             raise ValueError(f"frames: {written} arrived, expected {num_frames}")
         if waveform is not None:
@@ -307,8 +337,8 @@ def _write_frames(
         except BaseException:
             for file in named:
                 file.unlink(missing_ok=True)
+            named.clear()
             raise
-    return named
 
 
 def _write_picture(

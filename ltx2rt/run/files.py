@@ -12,7 +12,7 @@ from typing import Any
 from ltx2rt.atomic_file import check_outputs, replacing
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of
-from ltx2rt.media.output import check_output, check_signed, is_part
+from ltx2rt.media.output import NUMBER, check_output, check_signed, is_part
 from ltx2rt.media.provenance import Signature, read_signature
 from ltx2rt.notes import note
 
@@ -55,10 +55,14 @@ class Marks:
 class Files(Marks):
     """The files that `generate` writes, and what it says meanwhile."""
 
-    output: Path | None = flag(
-        None,
+    outputs: tuple[Path, ...] = flag(
+        (),
         "file to write: *.mp4, *.mov, *.webm, *%05d.png, *%05d.exr, *.wav, of one frame "
-        "*.png, *.jpg, *.webp (default: ltx2rt-SEED.mp4, unless --latents-out is given)",
+        "*.png, *.jpg, *.webp (default: ltx2rt-SEED.mp4, unless --latents-out is given); a video "
+        "and numbered frames of one clip as well",
+        Path,
+        name="--output",
+        repeat=True,
         common="clip and output",
     )
     warmup: bool = flag(False, "run each stage's step once before it is timed", group="log")
@@ -69,13 +73,23 @@ class Files(Marks):
         False, "print what is loaded and built, too, and how long it takes", group="log"
     )
 
+    @property
+    def output(self) -> Path | None:
+        """The clip's first file."""
+        return next(iter(self.outputs), None)
+
+    def clips(self, seeds: Sequence[int]) -> list[tuple[Path, ...]]:
+        """The files of each video."""
+        named = [video_files(output, seeds) for output in self.outputs]
+        return list(zip(*named, strict=True))
+
     def all(self, seeds: Sequence[int]) -> list[Path]:
         """Every file, one clip for each seed."""
         return [path for _, path in self._named(seeds)]
 
     def _named(self, seeds: Sequence[int]) -> list[tuple[str, Path]]:
         more = (("--latents-out", self.latents_out), ("--report", self.report))
-        clips = [("--output", path) for path in video_files(self.output, seeds)]
+        clips = [("--output", path) for paths in self.clips(seeds) for path in paths]
         return clips + [(flag, path) for flag, path in more if path]
 
     def named(self, suffix: str, seeds: Sequence[int]) -> Files:
@@ -86,7 +100,7 @@ class Files(Marks):
         stem = UNNAMED if len(seeds) > 1 else f"{UNNAMED}-{seeds[0]}"
         names = (folder / f"{stem}{f'-{n}' if n else ''}{suffix}" for n in count())
         free = next(n for n in names if not any(file.exists() for file in video_files(n, seeds)))
-        return replace(self, output=free)
+        return replace(self, outputs=(free, *self.outputs[1:]))
 
     def check(
         self,
@@ -98,7 +112,13 @@ class Files(Marks):
         an input."""
         if self.quiet and self.verbose:
             raise InputError("--quiet and --verbose contradict each other; give one of them")
-        clips, named = video_files(self.output, seeds), self._named(seeds)
+        clips, named = [path for each in self.clips(seeds) for path in each], self._named(seeds)
+        kinds = [NUMBER.search(path.name) is not None for path in self.outputs]
+        if len(kinds) > 1 and kinds != [False, True]:
+            raise InputError(
+                f"--output: {len(kinds)} files, expected one, or a video and then numbered frames, "
+                "such as a.mp4 a/%05d.exr"
+            )
         for clip in clips:
             check_output(clip, num_frames)
         self.check_marks(clips)

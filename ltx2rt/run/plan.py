@@ -97,17 +97,17 @@ def prepared(
     length = request[Length].stated(request) if request.has(Length) else request.num_frames
     if files is not None:
         files.check(request.seeds, [*options.files, *request.files], length)
-        if files.output is not None:
-            check_hdr(files.output, _transfer(request))
+        for output in files.outputs:
+            check_hdr(output, _transfer(request))
     checkpoint = opened_checkpoint(options)
     if files is not None:
         files.check(request.seeds, checkpoint.files, length)
     check_enhancing(request, checkpoint)
     request = request.resolved(checkpoint.config)
     distilled_lora(request, options, checkpoint)
-    if files is not None and files.output is not None:
+    for output in files.outputs if files is not None else ():
         # last: its import takes as long as all the rest
-        check_encoders(files.output, _transfer(request))
+        check_encoders(output, _transfer(request))
     return checkpoint, request
 
 

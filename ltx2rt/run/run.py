@@ -113,10 +113,14 @@ class Run:
         return labels(self.session, self.request, number, self.marks)
 
     def save(
-        self, number: int, path: Path, frames: Iterator[np.ndarray] | None = None
+        self,
+        number: int,
+        path: Path,
+        frames: Iterator[np.ndarray] | None = None,
+        beside: Path | None = None,
     ) -> dict[Path, FileState]:
         """Write a video in the form that its name says; the files that were made. frames: in place
-        of the next ones of the run."""
+        of the next ones of the run. beside: as of `write_clip`."""
         return write_clip(
             path,
             frames if frames is not None else next(self.state.frames, iter(())),
@@ -126,6 +130,7 @@ class Run:
             sample_rate=self.sample_rate,
             **self.labels(number),
             hdr=high_range(self.session, self.request),
+            beside=beside,
         )
 
 

@@ -25,19 +25,24 @@ def write_files(run: Run, files: Files) -> list[Path]:
 
     Returns the names of the clips; without any, that of the latents.
     """
-    outputs = video_files(files.output, run.request.seeds)
+    clips = files.clips(run.request.seeds)
     with ExitStack() as undo:
-        for i, output in enumerate(outputs):
-            recorded = run.recorded
-            made = recorded.finish(output) if recorded else run.save(i, output)
-            undo.callback(remove_made, made)
+        for i, (output, *frames) in enumerate(clips):
+            if recorded := run.recorded:
+                undo.callback(remove_made, recorded.finish(output))
+            if frames or not recorded:
+                beside = frames[0] if frames and not recorded else None
+                made = run.save(i, frames[0] if recorded else output, beside=beside)
+                undo.callback(remove_made, made)
         if files.latents_out:
             write_arrays(files.latents_out, run.state.record)
             undo.callback(files.latents_out.unlink, missing_ok=True)
         if files.report:
             write_report(files.report, run.report())
         undo.pop_all()
-    return outputs or [path for path in (files.latents_out,) if path]
+    return [path for paths in clips for path in paths] or [
+        path for path in (files.latents_out,) if path
+    ]
 
 
 def sizes(session: Session, plan: Plan, files: Files) -> dict[Path, int]:
@@ -46,10 +51,11 @@ def sizes(session: Session, plan: Plan, files: Files) -> dict[Path, int]:
     pixels = prod(request.size_px) * request.clip_frames
     seconds = float(request.clip_frames / request.clip_fps)
     samples, wide = 2 * seconds * session.config.vocoder.sample_rate, 2 if request.high_range else 1
-    suffix = "" if files.output is None else files.output.suffix.lower()
-    per_pixel = FRAME_BYTES_PER_PIXEL.get(suffix, wide * BYTES_PER_PIXEL)
-    clip = int(pixels * per_pixel + seconds * AAC_BITS_PER_S / 8) + 2**16
-    sizes = dict.fromkeys(video_files(files.output, request.seeds), clip)
+    clip, sizes = 0, dict[Path, int]()
+    for output in files.outputs:
+        per_pixel = FRAME_BYTES_PER_PIXEL.get(output.suffix.lower(), wide * BYTES_PER_PIXEL)
+        clip = int(pixels * per_pixel + seconds * AAC_BITS_PER_S / 8) + 2**16
+        sizes |= dict.fromkeys(video_files(output, request.seeds), clip)
     if request.in_segments and (output := files.output or files.latents_out):
         kept = 4 * (wide * pixels + samples)
         sizes[folder_of(output)] = int(2 * kept) + clip  # and the stream

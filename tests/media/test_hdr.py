@@ -11,6 +11,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.media import hdr
 from ltx2rt.media.output import check_output, write_clip, zipped
 from ltx2rt.media.sound import write_wav
+from ltx2rt.media.video import video_info
 
 
 def test_curves_are_each_others_inverse():
@@ -176,6 +177,28 @@ def test_frames_are_written_as_exr(tmp_path):
     np.testing.assert_array_equal(hdr.read_exr(tmp_path / "f-00001.exr"), expected)
     with pytest.raises(InputError, match="is there already"):
         check_output(name)
+
+
+def test_frames_and_a_video_come_from_one_run(tmp_path):
+    """Both or neither."""
+    chunk, how = clip(frames=3), hdr.HighRange("ACESCG")
+    video, name = tmp_path / "a.mp4", tmp_path / "f" / "%05d.exr"
+    name.parent.mkdir()
+    more = {"num_frames": 3, "fps": Fraction(24), "hdr": how, "beside": name}
+    more |= {"waveform": np.zeros((2, 6000), np.float32), "sample_rate": 48000}
+    with pytest.raises(ValueError, match="2"):
+        write_clip(video, iter([chunk[:, :2]]), **more)
+    assert sorted(tmp_path.rglob("*")) == [name.parent]
+    made = write_clip(video, iter([chunk[:, :1], chunk[:, 1:]]), **more)
+    frames = [name.parent / f"{i:05d}.exr" for i in range(3)]
+    assert sorted(made) == sorted([video, *frames, name.parent / "sound.wav"])
+    expected = hdr.from_model(chunk[:, 2].transpose(1, 2, 0), how).astype(np.float16)
+    np.testing.assert_array_equal(hdr.read_exr(frames[2]), expected)
+    assert video_info(video, "").num_frames == 3
+    before = video.read_bytes()
+    with pytest.raises(InputError, match="is there already"):  # frames of another run
+        write_clip(video, iter([chunk]), **more)
+    assert [*sorted(name.parent.iterdir())] == [*frames, name.parent / "sound.wav"] and before
 
 
 def test_frames_are_zipped_while_they_go_on(tmp_path):

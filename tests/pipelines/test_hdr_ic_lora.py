@@ -13,6 +13,7 @@ from test_retake import write
 
 from ltx2rt.errors import InputError
 from ltx2rt.media import hdr
+from ltx2rt.media.video import video_info
 from ltx2rt.models.geometry import (
     audio_positions,
     pack_video,
@@ -137,14 +138,20 @@ def test_frames_are_in_linear_light(tiny, command, lora, tmp_path):
     model = ("--model", tiny("tiny-2.3", "official"), "--distilled-lora", "none", "--lora", lora)
     start = ("generate", "--backend", "cuda", "--device", "cpu", "--pipeline", "hdr-ic-lora")
     words = (*start, *model, "--prompt", "a fox", "--seed", 3, "--video-path", clip)
-    status, _, err = command(*words, "--hdr", "ACESCG", "--output", tmp_path / "%05d.exr")
-    assert status == 0, err
+    both = (tmp_path / "hlg.mp4", tmp_path / "%05d.exr")
+    status, out, err = command(*words, "--hdr", "ACESCG", "--output", *both)
+    assert status == 0 and [line.split(": ")[0] for line in out.splitlines()] == [
+        *map(str, both)
+    ], err
+    info = video_info(both[0], "")
+    assert (info.width, info.height, info.num_frames) == (116, 70, 17) and "HLG" in info.ignored[0]
     shown = [hdr.read_exr(path) for path in sorted(tmp_path.glob("*.exr"))]
     assert len(shown) == 17 and shown[0].shape == (70, 116, 3)
     light = np.stack(shown) @ hdr.AP1_TO_709.T
     assert light.min() > -0.1 and light.max() < 55.2  # the brightest code of LogC3 is 55.08
     for more, said in (
         (("--output", tmp_path / "a.webm"), "cannot hold it; write *.mp4, *.mov or *%05d.exr"),
+        (("--output", tmp_path / "a.mp4", tmp_path / "b.mp4"), "2 files, expected one, or a video"),
         (("--output", tmp_path / "a.mp4", "--width", 63), "--width: 63, expected an even number"),
         (("--output", tmp_path / "a.mp4", "--fps", 24), "--fps: the file of --video-path decides"),
         (("--output", tmp_path / "a.mp4", "--lora", lora), "2 given, hdr-ic-lora takes one"),
