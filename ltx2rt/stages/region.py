@@ -122,7 +122,7 @@ class Region:
         colour, or of their repeated edges. fill: one of FILLS; "mean" averages a frame's other
         pixels."""
         left, top, _, _ = self.pad
-        for pixels, drawn in zip(frames, self._drawn(), strict=False):
+        for pixels, drawn in zip(frames, self._drawn(), strict=True):
             if fill != "none" and drawn.any():
                 pixels, kept = pixels.copy(), pixels[~drawn]
                 mean = kept.mean(0) + 0.5 if len(kept) else np.full(3, 127)
@@ -142,7 +142,7 @@ class Region:
 
         chunks: f32[3, n, H, W] in [-1, 1] or u8[n, H, W, 3]; frames: u8[H, W, 3] without border.
         """
-        given = zip(frames, self.masks(), strict=False)
+        given = zip(frames, self.masks(), strict=True)
         for chunk in chunks:
             rgb = np.array(to_rgb8(chunk))
             for made in rgb:

@@ -305,7 +305,7 @@ def _expanded(scale: np.ndarray, each: tuple[int, ...], *cuts: Cut) -> np.ndarra
 
     each: rows and columns that share one.
     """
-    for (dim, start, stop), size in zip(cuts, each, strict=False):
+    for (dim, start, stop), size in zip(cuts, each, strict=True):
         if dim == 0 or scale.shape[1] > 1:
             scale = scale.take(np.arange(start, stop) // max(1, size), axis=dim)
     return scale
