@@ -67,7 +67,7 @@ class GivenSound(Group):
             )
 
     def measured(self, request: Any) -> dict[str, Any]:
-        """The most frames within the sound, where the request states no length. Reads the file."""
+        """The most frames within the sound, where the request states no length."""
         path = self.audio_path
         if not request.length_by_sound or path is None or not path.is_file():
             return {}
@@ -109,9 +109,6 @@ class AudioToVideo(Request):
     @property
     def length_by_sound(self) -> bool:
         return self.num_frames is None and self.seconds is None and not self.auto_duration
-
-    def measured(self) -> Any:
-        return replace(self, **self[GivenSound].measured(self))
 
     def given_sound(self, model: ModelConfig) -> SourceSound | None:
         whole = replace(self, num_frames=self.clip_frames, segment_frames=None, number=1)

@@ -14,28 +14,29 @@ import numpy as np
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
-from ltx2rt.pipelines.given_clip import GIVEN_CLIP, denoise_once
+from ltx2rt.pipelines.given_clip import GIVEN_CLIP, denoise_once, file_sound, file_video
 from ltx2rt.pipelines.groups.mask import Mask
+from ltx2rt.pipelines.groups.segments import Segments
 from ltx2rt.pipelines.groups.sound import NewSound
-from ltx2rt.pipelines.groups.source_clip import FLAG, FileSize, SourceClip, file_facts, read_clip
+from ltx2rt.pipelines.groups.source_clip import FLAG, FileSize, file_facts, read_clip
 from ltx2rt.pipelines.groups.text import PromptsByTime
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.region import FILLS, Compose, Region, RegionVideo
 from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.stage import Stage
-from ltx2rt.stages.tiling import plan_encoder_tiles
 
 
 class Inpaint(Request):
-    """cells: f32[f, h, w], the latents that are made, 1, or kept, 0; a resolved request has it."""
+    """cells: f32[f, h, w], the latents that are made, 1, or kept, 0; a resolved request has it,
+    unless it is in segments."""
 
     name = "inpaint"
     summary = "regenerate a region of a given clip, or add a border"
     task = "Replace a region"
     example = "--video-path clip.mp4 --mask mask.png"
     distilled = "optional"
-    groups = (*GIVEN_CLIP, PromptsByTime(), Mask(), NewSound())
+    groups = (*GIVEN_CLIP, PromptsByTime(), Mask(), NewSound(), Segments())
     about: ClassVar = {"video_path": "clip to change; its length and rate are kept (required)"}
 
     mask_fill: str = flag(
@@ -48,7 +49,8 @@ class Inpaint(Request):
 
     @property
     def region(self) -> Region:
-        return self[Mask].region(self.info, self.info.num_frames)
+        window = self.window or range(self.info.num_frames)
+        return self[Mask].region(self.info, window.stop, window.start)
 
     # --- checks -----------------------------------------------------------------------------------
 
@@ -69,10 +71,15 @@ class Inpaint(Request):
         width, height = self[Mask].padded(info)
         facts = file_facts(self, info) | {"width": width, "height": height}
         full = Request.resolved(replace(self, **facts), model)
-        if full.cells is None:
-            full.region.check()
-            full = replace(full, cells=full.region.cells(full.geometry(model)))
-        if full.cells is None or not full.cells.any():
+        if full.cells is not None:
+            return full
+        full.region.check()
+        if full.in_segments:
+            some = any(mask.any() for mask in full.region.masks())
+        else:
+            cells = full.region.cells(full.geometry(model))
+            full, some = replace(full, cells=cells), cells.any()
+        if not some:
             raise full[Mask].black()
         return full
 
@@ -80,29 +87,28 @@ class Inpaint(Request):
 
     def remarks(self, model: ModelConfig) -> Iterator[str]:
         yield from super().remarks(model)
-        assert self.cells is not None, "the request is not resolved"
+        if self.cells is None:
+            return
         made, step, unit = int(self.cells.sum()), model.video_vae.time_factor, 32
         cells = f"{made} of {self.cells.size} cells of {unit}x{unit} pixels and {step} frames"
         yield f"white is made anew: {cells}"
         if made == self.cells.size:
             yield "nothing of the clip is kept but its sound; --pipeline v2v keeps a share of it"
 
+    @property
+    def keeps_sound(self) -> bool:
+        return self.info.has_sound and self.sound != "new"
+
+    def given_sound(self, model: ModelConfig) -> SourceSound | None:
+        return file_sound(self, model, whole=True, sound=self.audio) if self.keeps_sound else None
+
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        assert self.cells is not None, "the request is not resolved"
-        full, has_sound = self.geometry(model), self.info.has_sound and self.sound != "new"
-        shape = (full.frames, full.rows, full.columns)
-        tiles = plan_encoder_tiles(options.vae_tiling, shape, model.video_vae)
-        video = RegionVideo(
-            self.video_path, full, tiles, region=self.region, fill=self.mask_fill,
-            inset=self.inset(model),
-            resize=self.info.resize,
-        )  # fmt: skip
-        sound = SourceSound(
-            self.video_path, full, self[SourceClip].start_s, fit="zeros",
-            num_videos=self.num_videos,
-            sound=self.audio, record="source.audio",
-        )  # fmt: skip
-        kept = {"masks": {"video": self.cells.ravel()}, "frozen": ("audio",) * has_sound}
+        full, has_sound = self.geometry(model), self.keeps_sound
+        cells = self.region.cells(full) if self.cells is None else self.cells
+        how = {"region": self.region, "fill": self.mask_fill}
+        video = file_video(self, model, options, RegionVideo, **how)
+        sound = file_sound(self, model, sound=self.audio)
+        kept = {"masks": {"video": cells.ravel()}, "frozen": ("audio",) * has_sound}
         return [
             video,
             *([sound] if has_sound else []),

@@ -324,6 +324,8 @@ class Request:
     @property
     def seen_frames(self) -> int:
         """Number of frames that the model makes at once, of a longer clip or of all of it."""
+        if window := getattr(self, "window", None):
+            return len(window)
         return self.segment_frames if self.in_segments else self.num_frames
 
     @property
@@ -331,8 +333,17 @@ class Request:
         """Whether a file's sound, which has not been read, decides the length."""
         return False
 
+    @property
+    def heard(self) -> bool:
+        """Whether the clip has sound: a silent file's, only if it is new. Of a resolved request."""
+        info = getattr(self, "info", None)
+        return self.audio and (info is None or info.has_sound or self.sound == "new")
+
     def measured(self: R) -> R:
-        """The request with the length of such a sound. Raises InputError."""
+        """The request with its length, where a file decides whether it is made in segments. Raises
+        InputError."""
+        for group in self if self.has(Segments) else ():
+            self = replace(self, **group.measured(self))
         return self
 
     def given_sound(self, model: ModelConfig) -> SourceSound | None:

@@ -7,7 +7,7 @@ VAEs. Of a clip that is longer than the model's limit, it sees a window around t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import field, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,18 +17,15 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of
 from ltx2rt.media.video import VideoInfo
 from ltx2rt.models.geometry import Geometry, audio_positions, pixel_frames, video_positions
-from ltx2rt.pipelines.given_clip import GIVEN_CLIP, denoise_once
+from ltx2rt.pipelines.given_clip import GIVEN_CLIP, denoise_once, file_sound, file_video
 from ltx2rt.pipelines.groups.images import Hdr
 from ltx2rt.pipelines.groups.sound import NewSound
-from ltx2rt.pipelines.groups.source_clip import FLAG, FileSize, SourceClip, file_facts, read_clip
+from ltx2rt.pipelines.groups.source_clip import FLAG, FileSize, file_facts, read_clip
 from ltx2rt.pipelines.groups.text import PromptsByTime
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.stages.source_sound import SourceSound
-from ltx2rt.stages.source_video import SourceVideo
 from ltx2rt.stages.splice import Splice
 from ltx2rt.stages.stage import MODALITIES, Stage
-from ltx2rt.stages.tiling import plan_encoder_tiles
 
 flag = flags_of("conditioning")
 
@@ -73,11 +70,6 @@ class Retake(Request):
         "let the frames and sound outside the part pass the VAEs, in place of the file's own",
         name="--no-keep-source",
     )
-    window: range | None = field(default=None, repr=False)
-
-    @property
-    def seen_frames(self) -> int:
-        return len(self.window) if self.window else self.num_frames
 
     @property
     def since_s(self) -> float:
@@ -203,27 +195,8 @@ class Retake(Request):
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         full = self.geometry(model)
-        tiles = plan_encoder_tiles(
-            options.vae_tiling, (full.frames, full.rows, full.columns), model.video_vae
-        )
-        start = self.window.start if self.window else 0
-        video = SourceVideo(
-            self.video_path,
-            full,
-            tiles,
-            inset=self.inset(model),
-            start=start,
-            resize=self.info.resize,
-            space=self.hdr,
-        )
-        sound = SourceSound(
-            self.video_path,
-            full,
-            self[SourceClip].start_s + self.since_s,
-            fit="zeros",
-            sound=False,
-            record="source.audio",
-        )
+        video = file_video(self, model, options, space=self.hdr)
+        sound = file_sound(self, model, num_videos=1, sound=False)
         kept = {"masks": self.masks(full), "frozen": self.frozen}
         heard = self.has_sound or self.sound == "new"
         spliced = []

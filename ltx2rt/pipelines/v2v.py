@@ -14,20 +14,19 @@ from typing import Any
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag
-from ltx2rt.pipelines.given_clip import denoise_once, schedule
+from ltx2rt.pipelines.given_clip import denoise_once, file_sound, file_video, schedule
 from ltx2rt.pipelines.groups import FROM_CLIP
 from ltx2rt.pipelines.groups.guidance import ByChoice, Guidance, Nag
 from ltx2rt.pipelines.groups.images import Images
-from ltx2rt.pipelines.groups.source_clip import FLAG, FileSize, SourceClip, file_facts, read_clip
+from ltx2rt.pipelines.groups.segments import Segments
+from ltx2rt.pipelines.groups.source_clip import FLAG, FileSize, file_facts, read_clip
 from ltx2rt.pipelines.groups.steps import Interval, Steps
 from ltx2rt.pipelines.groups.text import NegativePrompt, PromptsByTime
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.schedule import from_level
 from ltx2rt.stages.source_sound import SourceSound
-from ltx2rt.stages.source_video import SourceVideo
 from ltx2rt.stages.stage import Stage
-from ltx2rt.stages.tiling import plan_encoder_tiles
 
 
 class VideoToVideo(Request):
@@ -39,7 +38,7 @@ class VideoToVideo(Request):
     groups = (
         *FROM_CLIP, FileSize(), PromptsByTime(), Images(), NegativePrompt(), Steps(), Interval(),
         Guidance(),
-        Nag(), ByChoice(),
+        Nag(), ByChoice(), Segments(),
     )  # fmt: skip
 
     noise_level: float = flag(
@@ -84,26 +83,18 @@ class VideoToVideo(Request):
         if self.sound == "new":
             yield f"sound is made first, in {steps} steps, for the file's own pictures"
 
+    def given_sound(self, model: ModelConfig) -> SourceSound | None:
+        keeps = self.sound == "keep" and self.info.has_sound
+        return file_sound(self, model, whole=True, sound=self.audio) if keeps else None
+
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         """New sound is made before the pictures, for those of the file, by all steps of the
         schedule."""
         full = self.geometry(model)
-        shape = (full.frames, full.rows, full.columns)
-        tiles = plan_encoder_tiles(options.vae_tiling, shape, model.video_vae)
         silent = self.sound == "keep" and not self.info.has_sound
-        stages: list[Stage] = [
-            SourceVideo(
-                self.video_path, full, tiles, inset=self.inset(model), resize=self.info.resize
-            )
-        ]
+        stages: list[Stage] = [file_video(self, model, options)]
         if self.sound != "new" and not silent:
-            kept = {"sound": self.audio and self.sound == "keep", "num_videos": self.num_videos}
-            start_s = self[SourceClip].start_s
-            stages += [
-                SourceSound(
-                    self.video_path, full, start_s, fit="zeros", record="source.audio", **kept
-                )
-            ]
+            stages += [file_sound(self, model, sound=self.audio and self.sound == "keep")]
         stages += self.text
         if self.sound == "new":
             bare = replace(self, images=(), latents_in=None)

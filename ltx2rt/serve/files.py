@@ -17,6 +17,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import whole_fragments
 from ltx2rt.pipelines import make_request
 from ltx2rt.run.recording import STREAM, write_segment
+from ltx2rt.serve.admission import as_given
 from ltx2rt.serve.answers import Json, Opened
 from ltx2rt.serve.core import Core, require_video
 from ltx2rt.serve.folder import CLIP, FRAMES, SEGMENTS, THUMBNAIL, clip_names, frames_of
@@ -110,7 +111,10 @@ class Files(Core):
                 "the clip is not made in segments; ask for more than 20 s, or with `segment_frames`"
             )
             raise Refusal(409, "no_segments", text)
-        clip: Any = make_request(job.job["pipeline"], **job.job["clip"])
+        files = as_given(job.job.get("files", {}), self.folder.inputs)
+        clip: Any = make_request(job.job["pipeline"], **job.job["clip"], **files).measured()
+        if clip.num_frames is None:
+            raise Refusal(409, "no_segments", "the file that the clip starts from was deleted")
         return job, clip.kept_in(self.folder.outputs / f"{job.id}{SEGMENTS}")
 
     async def segment(self, request: Request) -> Response:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,7 @@ class Region:
     path: an image or a video, None for none. size_px: height and width of the frames. pad: pixels
     added left, above, right and below. box: a rectangle of white: left, top, width and
     height. resize: what brought the clip to its size, and brings a mask of the file's size there.
+    start: the first frame of a part of the clip, up to `num_frames`.
     """
 
     path: Path | None
@@ -47,6 +49,7 @@ class Region:
     pad: tuple[int, int, int, int] = (0, 0, 0, 0)
     box: tuple[int, int, int, int] | None = None
     resize: Resize | None = None
+    start: int = 0
 
     def check(self) -> None:
         """Refuse a mask that is not of the clip's size, or shorter. Raises InputError."""
@@ -67,12 +70,13 @@ class Region:
                 left, top, width, height = self.box
                 none[top : top + height, left : left + width] = True
                 none = near(none, self.grow) > 0
-            yield from (none for _ in range(self.num_frames))
+            yield from (none for _ in range(self.start, self.num_frames))
         elif readable(self.path):
             drawn = self._grown(read_rgb(self.path, FLAG))
-            yield from (drawn for _ in range(self.num_frames))
+            yield from (drawn for _ in range(self.start, self.num_frames))
         else:
-            yield from map(self._grown, read_frames(self.path, FLAG, self.num_frames))
+            frames = read_frames(self.path, FLAG, self.num_frames)
+            yield from map(self._grown, islice(frames, self.start, None))
 
     def _grown(self, pixels: np.ndarray) -> np.ndarray:
         if self.resize and pixels.shape[:2] != self.size_px:

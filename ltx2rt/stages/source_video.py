@@ -34,9 +34,9 @@ class SourceVideo(Stage):
 
     tiling: `plan_encoder_tiles`. flag: that names the file. stride: after the first two frames
     every `stride`-th. inset: the place of the file's pictures in the clip's; without, they are
-    scaled to cover it. start: the file's frame that is the first. resize: as of `VideoInfo`. A file
-    that ends earlier repeats its last frame, up to the next latent. space: of `media.hdr.SPACES`,
-    of a folder of EXR images.
+    scaled to cover it. window: frames of the file that are encoded, of more. resize: as of
+    `VideoInfo`. A file that ends earlier repeats its last frame, up to the next latent. space: of
+    `media.hdr.SPACES`, of a folder of EXR images.
     """
 
     path: Path
@@ -45,10 +45,14 @@ class SourceVideo(Stage):
     flag: str = "--video-path"
     stride: int = 1
     inset: Inset | None = field(default=None, kw_only=True)
-    start: int = field(default=0, kw_only=True)
+    window: range | None = field(default=None, kw_only=True)
     resize: Resize | None = field(default=None, kw_only=True)
     space: str | None = field(default=None, kw_only=True)
     name = "source video"
+
+    @property
+    def start(self) -> int:
+        return self.window.start if self.window else 0
 
     @property
     def num_frames(self) -> int:
@@ -78,7 +82,7 @@ class SourceVideo(Stage):
         for sentence in info.ignored if session.backend.is_main else ():
             note(f"{self.path}: {sentence}")
         over = info.num_frames - self.num_frames
-        if over > 0 and not self.inset and session.backend.is_main:
+        if over > 0 and not self.inset and not self.window and session.backend.is_main:
             note(f"{self.path}: the last {over} of its {info.num_frames} frames are left out")
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:

@@ -169,6 +169,15 @@ ROWS += [
     Row("v2v-silent", f"{GIVEN} --noise-level 0.5", partial(film, layout=""), check=given_back(frames=slice(0))),
     Row("inpaint-a-box", f"{GIVEN} --mask-box 100,80,40,40", film, (PADDED,),
         check=given_back(rows=slice(0, 60))),
+    Row("v2v-in-segments", f"{GIVEN} --noise-level 0.5 --segment-frames 17 --overlap 9", film,
+        ("3 segments: 17 frames, then 8 new ones each; 1.00 s",), check=given_back(frames=slice(0))),
+    Row("inpaint-in-segments", f"{GIVEN} --mask-box 100,80,40,40 --segment-frames 17 --overlap 9", film,
+        ("made as 192x160, 17, given back",), check=given_back(rows=slice(0, 60))),
+    *(
+        Row(f"{name}-of-25-s", f"{GIVEN} {flags}", long_film, ("6 segments: 121 frames",), real=True,
+            check=given_back(rows=slice(0, 4), frames=slice(9) if name == "inpaint" else slice(0)))
+        for name, flags in (("v2v", "--noise-level 0.5"), ("inpaint", "--mask-box 20,20,20,20"))
+    ),
     Row("extend-any-size", f"{GIVEN} --extend-frames 8 --overlap 9 --no-crossfade", film,
         check=given_back(more=8)),
     Row("another-size", f"{GIVEN} --noise-level 0.5 --width 96 --height 96", film,

@@ -1394,7 +1394,7 @@ def test_a_finished_video_is_extended(server, tmp_path):
         ({"video": "video_00"}, 404, "video_id"),
         ({"video": id, "seconds": "x"}, 400, "seconds"),
         ({"video": id, "seconds": 0}, 400, "seconds"),
-        ({"video": id, "seconds": 500}, 400, "seconds"),
+        ({"video": id, "seconds": 500}, 400, "extend_frames"),
         ({"video": id, "pipeline": "hq"}, 400, "pipeline"),
     ):
         refused = server.http.post("/v1/videos/extensions", json=given)

@@ -21,6 +21,10 @@ class Group:
     def check(self, request: Any) -> None:
         """Refuse values that no model could satisfy. Reads no file. Raises InputError."""
 
+    def measured(self, request: Any) -> dict[str, Any]:
+        """Fields that decide the length, by a file that is there. Raises InputError."""
+        return {}
+
     def check_options(self, request: Any, options: ModelOptions) -> None:
         """Refuse model flags that do not go with these. Raises InputError."""
 

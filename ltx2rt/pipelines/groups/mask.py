@@ -95,7 +95,7 @@ class Mask(Group):
         left, top, right, bottom = self.pad
         return info.width + left + right, info.height + top + bottom
 
-    def region(self, info: VideoInfo, num_frames: int) -> Region:
+    def region(self, info: VideoInfo, num_frames: int, start: int = 0) -> Region:
         if self.mask_box:
             left, top, width, height = self.mask_box
             if left + width > info.width or top + height > info.height:
@@ -103,7 +103,7 @@ class Mask(Group):
                     f"--mask-box: {left},{top},{width},{height} reaches beyond the clip, which is "
                     f"{info.width}x{info.height}"
                 )
-        size, own = (info.height, info.width), (self.pad, self.mask_box, info.resize)
+        size, own = (info.height, info.width), (self.pad, self.mask_box, info.resize, start)
         return Region(self.mask, size, num_frames, self.mask_grow, *own)
 
     def black(self) -> InputError:

@@ -18,13 +18,23 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of
 from ltx2rt.media.splice import Seam
 from ltx2rt.pipelines.groups.group import Group
+from ltx2rt.pipelines.groups.images import Images
 from ltx2rt.pipelines.groups.seeds import SEED_LIMIT
-from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, MAX_FRAMES, MAX_SECONDS, Length, check_step
+from ltx2rt.pipelines.groups.size import (
+    DEFAULT_FRAMES,
+    MAX_FRAMES,
+    MAX_SECONDS,
+    STEP,
+    Duration,
+    check_step,
+)
+from ltx2rt.pipelines.groups.source_clip import SourceClip
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.clip_end import ends, leading
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.duration import chooses_length
 from ltx2rt.stages.given import GivenLatents
+from ltx2rt.stages.inset import Inset
 from ltx2rt.stages.joined import JoinFrames
 from ltx2rt.stages.segments import (
     ColourLock,
@@ -148,8 +158,8 @@ class Segments(Group):
 
     def asked(self, request: Any) -> bool:
         """Whether the clip is made in several segments."""
-        frames = request[Length].stated(request) or 0
-        longer = frames - 1 > ONE_CLIP_S * request.fps
+        frames = request[Duration].stated(request) or 0
+        longer = frames > 1 and frames - 1 > ONE_CLIP_S * request.fps
         return not self.number and (self.segment_frames is not None or longer)
 
     @property
@@ -158,19 +168,26 @@ class Segments(Group):
         return f"segment{self.number}." if self.number else ""
 
     def clip_frames(self, request: Any) -> int:
-        return self.starts(request)[-1] + request.segment_frames
+        return self.spans(request)[-1].stop
 
-    def starts(self, request: Any) -> tuple[int, ...]:
-        """The clip's frame at which each segment begins. Of a resolved request."""
-        return segment_starts(request.num_frames, request.segment_frames, self.overlap, self.cut)
+    def spans(self, request: Any) -> list[range]:
+        """The clip's frames that each segment has. Of a resolved request. A given clip keeps its
+        frames where a segment begins anew."""
+        given, size = request.has(SourceClip), request.segment_frames
+        whole = -(-(request.num_frames - 1) // STEP) * STEP + 1
+        starts = segment_starts(whole, size, self.overlap, () if given else self.cut)
+        ends = [
+            min(start + size, request.num_frames) if given else start + size for start in starts
+        ]
+        return [range(start, end) for start, end in zip(starts, ends, strict=True)]
 
     def parts(self, request: Any) -> list[SegmentFile]:
         folder, origin, found = self.parts_folder or Path(), 0, []
-        for number, start in enumerate(self.starts(request), 1):
-            origin = start if number in self.cut else origin
+        for number, span in enumerate(self.spans(request), 1):
+            start, origin = span.start, span.start if number in self.cut else origin
             path = folder / f"{number - 1:04d}.mov"
-            more = request.audio, start, origin, bool(request.high_range)
-            found.append(SegmentFile.of(path, request.segment_frames, request.fps, *more))
+            more = request.heard, start, origin, bool(request.high_range)
+            found.append(SegmentFile.of(path, len(span), request.fps, *more))
         return found
 
     def made(self, request: Any) -> tuple[str, ...]:
@@ -197,7 +214,7 @@ class Segments(Group):
         for name, given in (
             ("--num-videos", request.num_videos > 1),
             ("--auto-duration", request.auto_duration),
-            ("--num-generated-keyframes", request.num_generated_keyframes),
+            ("--num-generated-keyframes", getattr(request, "num_generated_keyframes", 0)),
             ("--prompt-at", request.prompt_at),
             (
                 "--audio-conditioning-at start",
@@ -228,7 +245,8 @@ class Segments(Group):
             )
         most = int(ONE_CLIP_S * request.fps) // step * step + 1
         size, count = request.segment_frames or min(DEFAULT_FRAMES, most), count or DEFAULT_FRAMES
-        for name, value in (("--segment-frames", size), ("--num-frames", count)):
+        stated = [] if request.has(SourceClip) else [("--num-frames", count)]
+        for name, value in (("--segment-frames", size), *stated):
             check_step(name, value, step, 1, "frames", f"{step}*k + 1")
         if count <= size:
             raise InputError(
@@ -240,6 +258,11 @@ class Segments(Group):
                 f"--num-frames: {count} frames are {seconds:.0f} s, expected at most "
                 f"{MAX_SECONDS} s"
             )
+        check_step("--overlap", self.overlap, step, 1, "frames", f"{step}*k + 1")
+        if self.overlap >= size:
+            raise InputError(
+                f"--overlap: {self.overlap}, but a segment has {size} frames; give fewer"
+            )
         return {"segment_frames": size, "num_frames": count}
 
     def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
@@ -247,14 +270,7 @@ class Segments(Group):
         self.check(request)
         if not self.asked(request):
             return {}
-        step = model.video_vae.time_factor
-        check_step("--overlap", self.overlap, step, 1, "frames", f"{step}*k + 1")
-        if self.overlap >= request.segment_frames:
-            raise InputError(
-                f"--overlap: {self.overlap}, but a segment has {request.segment_frames} frames; give "
-                "fewer"
-            )
-        count = len(self.starts(request))
+        count = len(self.spans(request))
         if count > MAX_SEGMENTS:
             raise InputError(
                 f"--segment-frames: {count} segments, expected at most {MAX_SEGMENTS}; give more"
@@ -279,7 +295,7 @@ class Segments(Group):
 
     def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
         if self.asked(request):
-            count, new = len(self.starts(request)), request.segment_frames - self.overlap
+            count, new = len(self.spans(request)), request.segment_frames - self.overlap
             seconds = request.clip_frames / float(request.fps)
             yield f"{count} segments: {request.segment_frames} frames, then {new} new ones each; {seconds:.2f} s"
             if made := len(self.made(request)):
@@ -304,7 +320,8 @@ class Segments(Group):
                 begun = next(p for p in parts if p.start == part.origin)
                 anchor = (begun.path, self.anchor) if self.anchor else None
                 before = replace(parts[i - 1], first=first)
-                made = list(continued(made, before, options, model, anchor))
+                inset = request.inset(model)
+                made = list(continued(made, before, options, model, anchor, inset))
                 if self.colour_lock:
                     kept = (request.segment_frames - first - 1) // model.video_vae.time_factor + 1
                     lock = ColourLock(begun, kept, self.colour_lock)
@@ -317,26 +334,25 @@ class Segments(Group):
     def request_of(self, i: int, request: Any) -> Any:
         """Segment i as a request; the clip's images are those of the segment that they are new
         in."""
-        starts, size = self.starts(request), request.segment_frames
-        start, prompts = starts[i], (request.prompt, *self.segment_prompts)
-        new = range(start if i == 0 else starts[i - 1] + size, start + size)
-        images = [
-            replace(image, frame=image.frame - start)
-            for image in request.images
-            if image.frame in new
-        ]
+        spans, prompts = self.spans(request), (request.prompt, *self.segment_prompts)
+        start, end = spans[i].start, spans[i].stop
+        new = range(start if i == 0 else spans[i - 1].stop, end)
+        given: dict[str, Any] = {"window": spans[i]} if request.has(SourceClip) else {}
+        if request.has(Images):
+            images = [image for image in request.images if image.frame in new]
+            given["images"] = tuple(replace(image, frame=image.frame - start) for image in images)
         seeds = {seed.segment: seed.seed for seed in self.segment_seeds}
         return replace(
             request,
             prompt=prompts[min(i, len(prompts) - 1)],
             seed=seeds.get(i + 1, segment_seed(request.seeds[0], i)),
-            images=tuple(images),
-            num_frames=size,
+            num_frames=end - start,
             segment_frames=None,
             segment_prompts=(),
             segment_seeds=(),
             cut=(),
             number=i + 1,
+            **given,
         )
 
 
@@ -353,12 +369,14 @@ def continued(
     options: ModelOptions,
     model: ModelConfig,
     anchor: tuple[Path, float] | None = None,
+    inset: Inset | None = None,
 ) -> Iterator[Stage]:
     """The stages of a clip, each of which continues the part before, in pictures and sound.
 
     Every denoising stage is given the part's last frames at its own size, after what it is given
     besides; the sound of these frames is kept as well, unless the clip is made for a sound.
     anchor: a file whose first frame is a guide one latent frame before the clip, and its strength.
+    inset: the place of the part's pictures in the model's.
     """
     denoising = [stage for stage in stages if isinstance(stage, Denoise)]
     overlap = before.num_frames
@@ -369,13 +387,15 @@ def continued(
         masks = {"audio": past.mask}
     file = before.path, before.info.num_frames
     for stage in stages:
-        if isinstance(stage, Denoise):
-            how = options.vae_tiling, model, before.wide
+        if isinstance(stage, Denoise) and "video" not in stage.frozen:
+            how = options.vae_tiling, model, before.wide, inset
             tail = ends(stage.geometry, file, None, overlap, 0, 1.0, *how)
             guide = [leading(stage.geometry, *anchor, *how)] if anchor else []
             given = (*stage.given, *tail, *guide)
-            stage = replace(stage, given=given, masks={} if "audio" in stage.frozen else masks)
+            stage = replace(stage, given=given)
             yield GivenLatents(stage.name, stage.given)
+        if isinstance(stage, Denoise) and "audio" not in stage.frozen:
+            stage = replace(stage, masks={**stage.masks, **masks})
         if isinstance(stage, Sound):
             stage = ContinuedSound(stage.geometry, past=past)
         if not isinstance(stage, GivenLatents):

@@ -149,6 +149,12 @@ class Duration(Group):
 
     whole: ClassVar[bool] = True
 
+    def stated(self, request: Any) -> int | None:
+        """Number of frames that the user asks for."""
+        if (seconds := getattr(request, "seconds", None)) is None:
+            return request.num_frames
+        return nearest_frames(seconds, request.fps, STEP if self.whole else 1)
+
     def check(self, request: Any) -> None:
         window = request.auto_duration
         if window is not None and not (len(window) == 2 and 0 < window[0] <= window[1]):
@@ -227,12 +233,6 @@ class Length(Duration):
         given = {name: getattr(self, name) for name in ("num_frames", "auto_duration", "seconds")}
         if self.seconds is not None:
             refuse_beside(**{name: value is not None for name, value in given.items()})
-
-    def stated(self, request: Any) -> int | None:
-        """Number of frames that the user asks for."""
-        if self.seconds is None:
-            return self.num_frames
-        return nearest_frames(self.seconds, request.fps, STEP if self.whole else 1)
 
     def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
         return {"num_frames": self.stated(request), "seconds": None}

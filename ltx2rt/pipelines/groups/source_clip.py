@@ -33,7 +33,8 @@ def of_the_file(type_: type, name: str) -> Any:
 
 @dataclass(frozen=True)
 class SourceClip(Duration):
-    """info: of the file; a resolved request has it."""
+    """info: of the file; a resolved request has it. window: the frames that the model sees, where
+    these are not all."""
 
     whole: ClassVar[bool] = False
 
@@ -50,6 +51,13 @@ class SourceClip(Duration):
     fps: Fraction | None = flag_like(Length, "fps", None, help=SUPPRESS)
     auto_duration: tuple[float, ...] | None = of_the_file(Length, "auto_duration")
     info: VideoInfo | None = field(default=None, repr=False)
+    window: range | None = field(default=None, repr=False)
+
+    def measured(self, request: Any) -> dict[str, Any]:
+        if self.video_path is None or not self.video_path.is_file():
+            return {}
+        info = read_clip(self.video_path, FLAG)
+        return {"info": info, "num_frames": info.num_frames, "fps": info.fps}
 
     def check(self, request: Any) -> None:
         super().check(request)
@@ -63,9 +71,8 @@ class SourceClip(Duration):
     def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
         height, width = request.geometry(model).size_px
         frames = pixel_frames(request.geometry(model).frames, model.video_vae.time_factor)
-        made = (width, height, frames)
-        if made != (request.width, request.height, request.seen_frames):
-            size = f"{request.width}x{request.height}, {request.seen_frames} frames"
+        if (width, height, frames) != (request.width, request.height, request.seen_frames):
+            size = f"{request.width}x{request.height}, {request.num_frames} frames"
             yield f"{size}: made as {width}x{height}, {frames}, given back as it was"
         yield from (f"{self.path}: {sentence}" for sentence in self.found.ignored)
 
@@ -81,13 +88,14 @@ class SourceClip(Duration):
 
     @property
     def start_s(self) -> float:
-        """Time of the first frame in the file."""
-        return float(self.found.times_s[0])
+        """Time in the file of the first frame that the model sees."""
+        first = self.window.start if self.window else 0
+        return float(self.found.times_s[0] + first / self.found.fps)
 
 
 @dataclass(frozen=True)
-class FileSize(Pixels):
-    """The file's width and height, or others to which its pictures are brought."""
+class SizeOrFile(Pixels):
+    """Width and height, by default the file's."""
 
     least: ClassVar[int] = 2
 
@@ -97,6 +105,11 @@ class FileSize(Pixels):
     height: int = flag_like(
         Size, "height", None, parse=int, help="height in pixels (default: the file's)"
     )
+
+
+@dataclass(frozen=True)
+class FileSize(SizeOrFile):
+    """The file's size, or another one to which its pictures are brought."""
 
     def sized(self, info: VideoInfo, border: tuple[int, int] = (0, 0)) -> VideoInfo:
         """The facts of the clip at the size that is asked for, a border of so many columns and rows
@@ -113,20 +126,6 @@ class FileSize(Pixels):
             raise InputError(f"--width: {width}x{height}, expected even sides from 2 px on")
         resize = Resize(width, height, "pad")
         return replace(info, width=width, height=height, resize=resize)
-
-
-@dataclass(frozen=True)
-class SizeOrFile(Pixels):
-    """Width and height, by default the file's."""
-
-    least: ClassVar[int] = 2
-
-    width: int = flag_like(
-        Size, "width", None, parse=int, help="width in pixels (default: the file's)"
-    )
-    height: int = flag_like(
-        Size, "height", None, parse=int, help="height in pixels (default: the file's)"
-    )
 
 
 def file_facts(request: Any, info: VideoInfo) -> dict[str, Any]:

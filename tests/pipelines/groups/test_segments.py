@@ -269,6 +269,22 @@ def test_images_go_to_the_segment_that_they_are_new_in(opened, tmp_path):
         last.resolved(opened.resident.config)
 
 
+def test_a_part_keeps_its_place_in_larger_pictures(opened, tmp_path):
+    """70 rows are cut out of 96; the next segment sees them there, at the size of the file."""
+    rng, request = np.random.default_rng(0), asked(tmp_path, "one-stage", width=100, height=70)
+    full = request.resolved(opened.resident.config)
+    pixels = rng.integers(0, 256, (25, 70, 100, 3)).astype(np.uint8)
+    write_mp4(full.parts[0].path, [pixels], num_frames=25, fps=Fraction(24), container=EXACT)
+    plan = make_plan(opened.resident, request)
+    given = next(stage.given for stage in plan.stages if isinstance(stage, Denoise))
+    source = given[0].source
+    seen = np.stack([source.fitted(one) for one in source.pictures()], 1)
+    assert source.geometry.size_px == (96, 128)
+    np.testing.assert_allclose(
+        seen[:, :, 13:83, 14:114], pixels[16:].transpose(3, 0, 1, 2) / 127.5 - 1, atol=1e-6
+    )
+
+
 def test_refusals(opened, tmp_path):
     for more, message in (
         ({"overlap": 10}, "--overlap: 10, expected 8*k + 1; the nearest are 9 and 17"),
