@@ -10,14 +10,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from ltx2rt.atomic_file import require_space
+import numpy as np
+
+from ltx2rt.atomic_file import replacing, require_space
 from ltx2rt.backend import get_factory, keep_compiled
 from ltx2rt.commands.options import (
     model_options,
@@ -61,6 +64,7 @@ from ltx2rt.stages.stage import FRAMES, SOUND
 from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.part_table import wanted_by
 
+PREVIEW_STEPS = 4
 COMPILED = """\
 With --backend tpu, compiled programs are kept in JAX_COMPILATION_CACHE_DIR (default: ltx2rt under
 XDG_CACHE_HOME or ~/.cache); a later run of the same sizes starts from them and compiles nothing.
@@ -103,7 +107,8 @@ def run(
             check_records(plan.request, folder)
         keep = main and files.latents_out is not None
         whole = not (folder and latest(folder)) and not plan.request.in_segments
-        made.make(stream, keep=keep, warmup=files.warmup, verbose=files.verbose)
+        look = previewing(session, files.preview) if files.preview else None
+        made.make(stream, keep=keep, warmup=files.warmup, verbose=files.verbose, look=look)
         if not main:
             if files.output is not None:  # else the main process decodes no frames either
                 made.follow()
@@ -117,6 +122,21 @@ def run(
     seeds = [seed for seed in made.request.seeds for _ in files.outputs or (None,)]
     for output, seed in zip(outputs, seeds[: len(outputs)], strict=True):
         print(made.watch.closing_line(output, seed))
+
+
+def previewing(session: Session, path: Path) -> Callable[[Callable[[], np.ndarray]], None]:
+    """The function that writes the file after every fourth step, as `Stopwatch` calls it. Raises InputError if
+    the checkpoint has no video encoder."""
+    from ltx2rt.serve.preview import fitted, picture_of
+
+    projection, steps = fitted(session), count(1)
+
+    def look(latents: Callable[[], np.ndarray]) -> None:
+        if next(steps) % PREVIEW_STEPS == 0 and session.backend.is_main:
+            with replacing(path) as partial:
+                partial.write_bytes(picture_of(latents()[0], projection))
+
+    return look
 
 
 def parts_folder(files: Files, request: Request) -> Path | None:

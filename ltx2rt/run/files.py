@@ -67,6 +67,12 @@ class Files(Marks):
     )
     warmup: bool = flag(False, "run each stage's step once before it is timed", group="log")
     latents_out: Path | None = flag(None, "safetensors file for every latent of the run")
+    preview: Path | None = flag(
+        None,
+        "JPEG of the middle frame, written anew after every fourth step",
+        group="output",
+        metavar="FILE",
+    )
     report: Path | None = flag(None, "JSON file for times, memory and versions", group="log")
     quiet: bool = flag(False, "print only errors and the names of the files", group="log")
     verbose: bool = flag(
@@ -88,7 +94,11 @@ class Files(Marks):
         return [path for _, path in self._named(seeds)]
 
     def _named(self, seeds: Sequence[int]) -> list[tuple[str, Path]]:
-        more = (("--latents-out", self.latents_out), ("--report", self.report))
+        more = (
+            ("--latents-out", self.latents_out),
+            ("--report", self.report),
+            ("--preview", self.preview),
+        )
         clips = [("--output", path) for paths in self.clips(seeds) for path in paths]
         return clips + [(flag, path) for flag, path in more if path]
 
@@ -119,6 +129,8 @@ class Files(Marks):
                 f"--output: {len(kinds)} files, expected one, or a video and then numbered frames, "
                 "such as a.mp4 a/%05d.exr"
             )
+        if self.preview and self.preview.suffix.lower() not in (".jpg", ".jpeg"):
+            raise InputError(f"--preview: {self.preview}, expected a name that ends in .jpg")
         for clip in clips:
             check_output(clip, num_frames)
         self.check_marks(clips)

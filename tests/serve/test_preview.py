@@ -56,3 +56,15 @@ def test_a_sprite_sheet_has_frames_from_the_first_to_the_last(tmp_path, num_fram
         assert sheet.size == (4 * 192, 4 * 128)
         means = np.asarray(sheet.convert("L"), np.float32).reshape(4, 128, 4, 192).mean((1, 3))
     assert means.min() < 4 and means.max() > 251 and (np.diff(means.ravel()) > -2).all()
+
+
+def test_a_command_writes_a_preview_while_it_runs(tiny, command, tmp_path):
+    words = ("--width", 128, "--height", 64, "--num-frames", 9, "--steps", 4, "--prompt", "a fox")
+    where = ("--backend", "cuda", "--device", "cpu", "--model", tiny("tiny-2.3", "official"))
+    given = ("generate", *where, *words, "--output", tmp_path / "a.mp4", "--preview")
+    status, _, err = command(*given, tmp_path / "now.jpg")
+    assert status == 0, err
+    with Image.open(tmp_path / "now.jpg") as picture:
+        assert picture.size == (192, 96)
+    status, _, err = command(*given, tmp_path / "now.mp4")
+    assert status == 2 and "expected a name that ends in .jpg" in err
