@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +84,7 @@ def latest(folder: Path) -> tuple[str, int, int] | None:
     """The stage of a folder that was written last, with its numbers of finished and all steps."""
     files = sorted(folder.glob(f"*{STEPS}"), key=lambda path: path.stat().st_mtime_ns)
     for path in reversed(files):
-        done, of = TensorFile(path).read(COUNT)
-        return path.name.removesuffix(STEPS), int(done), int(of)
+        with suppress(InputError, KeyError, TypeError):  # a damaged file counts for nothing
+            done, of = TensorFile(path).read(COUNT)
+            return path.name.removesuffix(STEPS), int(done), int(of)
     return None

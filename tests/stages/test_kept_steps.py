@@ -144,3 +144,8 @@ def test_steps_are_written_while_a_stage_runs(opened, tmp_path, monkeypatch):
 
     opened.generate("a fox", **SIZE, pipeline="one-stage", steps=3, parts=folder, on_progress=look)
     assert [("stage1", n, 3) for n in (1, 2, 3)] == sorted(set(seen))
+
+
+def test_a_damaged_file_of_steps_counts_for_nothing(tmp_path):
+    (tmp_path / "stage1.steps").write_bytes(b"damaged" * 99)
+    assert latest(tmp_path) is None
