@@ -401,7 +401,7 @@ def test_a_failure_that_others_may_wait_for_ends_the_ranks(
 
 
 def test_files_that_cannot_be_written_are_not_the_fault_of_the_job(session, tmp_path, monkeypatch):
-    """A full disk, and a folder that is gone; the supervisor queues such a job again."""
+    """A full disk, and a file in place of the folder; the supervisor queues such a job again."""
 
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -410,8 +410,9 @@ def test_files_that_cannot_be_written_are_not_the_fault_of_the_job(session, tmp_
         patched.setattr("ltx2rt.serve.worker.Run.save", full)
         event, facts = attempt(session, (), job(tmp_path), None)
     assert (event, facts["code"]) == ("failed", STORAGE) and "No space left" in facts["message"]
+    (tmp_path / "gone").write_bytes(b"")
     event, facts = attempt(session, (), job(tmp_path / "gone"), None)
-    assert (event, facts["code"]) == ("failed", STORAGE) and "No such file" in facts["message"]
+    assert (event, facts["code"]) == ("failed", STORAGE) and "Not a directory" in facts["message"]
 
 
 @pytest.mark.long
