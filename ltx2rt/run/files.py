@@ -79,6 +79,12 @@ class Files(Marks):
         False, "print what is loaded and built, too, and how long it takes", group="log"
     )
 
+    def __post_init__(self) -> None:
+        """Keep the last of several names, unless they are a video and its frames."""
+        kinds = [NUMBER.search(path.name) is not None for path in self.outputs]
+        if kinds != [False, True]:
+            object.__setattr__(self, "outputs", self.outputs[-1:])
+
     @property
     def output(self) -> Path | None:
         """The clip's first file."""
@@ -123,12 +129,6 @@ class Files(Marks):
         if self.quiet and self.verbose:
             raise InputError("--quiet and --verbose contradict each other; give one of them")
         clips, named = [path for each in self.clips(seeds) for path in each], self._named(seeds)
-        kinds = [NUMBER.search(path.name) is not None for path in self.outputs]
-        if len(kinds) > 1 and kinds != [False, True]:
-            raise InputError(
-                f"--output: {len(kinds)} files, expected one, or a video and then numbered frames, "
-                "such as a.mp4 a/%05d.exr"
-            )
         if self.preview and self.preview.suffix.lower() not in (".jpg", ".jpeg"):
             raise InputError(f"--preview: {self.preview}, expected a name that ends in .jpg")
         for clip in clips:
