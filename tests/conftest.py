@@ -309,7 +309,7 @@ def tiny(tmp_path_factory) -> Callable[[str, str], Path]:
 
 @dataclass(frozen=True)
 class Job:
-    """One small clip on the CPU, with every file that can be asked for; later flags win over the
+    """One small clip on the CPU, with every file that can be asked for; its flags win over the
     defaults."""
 
     backend: str
@@ -325,7 +325,8 @@ class Job:
         words = ["generate", "--backend", self.backend, "--device", "cpu", "--model", self.model]
         words += ["--prompt", "a robot dancing"]
         words += read_by(self.flags, SMALL)
-        words += [x for flag, name in files.items() for x in (flag, folder / name)]
+        for flag in files.keys() - set(self.flags):
+            words += [flag, folder / files[flag]]
         return [str(word) for word in (*words, *self.flags)]
 
 

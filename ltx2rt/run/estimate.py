@@ -150,19 +150,10 @@ def estimate(options: ModelOptions, request: Request, devices: Devices) -> Estim
     said = [str(choice)] if choice else []
     estimator = choice.estimator if choice else Estimator(session, kind)
     notes = (*said, *_whole(session, plan, kind), *_unshared(session, plan, estimator))
-    beside_s = outside_s(session, plan, kind)
+    beside_s = session.outside_s(plan.stages, kind)
     return Estimate(
         count, kind.loaded(), session, plan, costs, notes, advice, beside_s, devices.price
     )
-
-
-def outside_s(session: Session, plan: Plan, kind: DeviceKind) -> float:
-    """Seconds of a request beside its stages: loads of what does not stay, and the host's work."""
-    found = session.load_s(plan.stages, kind)
-    if host := kind.sustained:
-        freed = session.weights.residence.reload * len(session.costs(plan.stages))
-        found += host.request_s + freed * host.reload_s
-    return found
 
 
 def _whole(session: Session, plan: Plan, kind: DeviceKind) -> Iterator[str]:

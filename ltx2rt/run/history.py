@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.placement.devices import known_kind
-from ltx2rt.run.estimate import outside_s
 from ltx2rt.run.plan import Plan
 from ltx2rt.session.session import Session
 from ltx2rt.system import AT_ONCE, WRITE
@@ -62,7 +61,7 @@ def by_plan(session: Session, plan: Plan) -> str | None:
     devices = prod(session.backend.mesh.values())
     basis, kind = kind.basis(devices), kind.loaded()
     steps_s = sum(c.steps * c.time_s(kind) for c in session.costs(plan.stages))
-    seconds = steps_s + outside_s(session, plan, kind)
+    seconds = steps_s + session.outside_s(plan.stages, kind)
     if basis == "bound" or kind.sustained is None:
         return f"at least {seconds:.0f} s (by the data sheet of {kind.name})"
     on = kind.sustained.on

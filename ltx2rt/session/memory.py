@@ -218,6 +218,15 @@ class Memory:
         )
         return loaded / kind.host_bytes_per_s
 
+    def outside_s(self, stages: Sequence[Needing], kind: DeviceKind) -> float:
+        """Seconds of a request outside of its stages: loads of sets that do not stay on the device,
+        and the host's work."""
+        found = self.load_s(stages, kind)
+        if host := kind.sustained:
+            freed = self.weights.residence.reload * len(self.costs(stages))
+            found += host.request_s + freed * host.reload_s
+        return found
+
     @property
     def memory_mode(self) -> str:
         """The way weights are kept: resident, reloaded for each stage, or streamed."""
