@@ -59,7 +59,8 @@ class Flag:
     asks: the pipeline that a request with this flag is for, if it names none.
     typed: whether the command line has it; requests in Python and JSON always do.
     common: its title in the short help, which shows no flag that has none.
-    marks: words by which a part of the program finds the flags that it reads, see `marked`.
+    marks: words by which a part of the program finds the flags that it reads, see `marked`; of a
+    repeated one whose last use counts, last.
     """
 
     help: str
@@ -239,7 +240,7 @@ def add_flag(
     if isinstance(own.metavar, tuple):
         words["nargs"] = len(own.metavar)
     elif own.repeat:
-        words |= {"nargs": "+", "action": "extend"}
+        words |= {"nargs": "+", "action": "store" if "last" in own.marks.split() else "extend"}
     elif own.bare is not None:
         words |= {"nargs": "?", "const": own.bare}
     added = to.add_argument(spelling(f), *own.also, **words | how)

@@ -63,6 +63,7 @@ class Files(Marks):
         Path,
         name="--output",
         repeat=True,
+        marks="last",
         common="clip and output",
     )
     warmup: bool = flag(False, "run each stage's step once before it is timed", group="log")
