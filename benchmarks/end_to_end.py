@@ -6,8 +6,8 @@ without loading and without the MP4 encoder (so that it runs without PyAV). Ever
 same request with the same seed; their distances from the first are the floor for any other
 comparison. Weights are random, so pictures are noise.
 
-With `--peer diffusers` diffusers' pipelines run the same request on the same tensors
-(`benchmarks.peer` lists its parts): each repetition of ours is followed by one of theirs, and
+With `--peer` diffusers' pipelines run the same request on the same tensors, as they are, compiled
+or in float8 (`benchmarks.peer` lists its parts): each repetition of ours is followed by one of theirs, and
 the ratio is taken within that round.
 
     python -m benchmarks.end_to_end --output benchmarks/results/end-to-end.json
@@ -52,6 +52,8 @@ from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.stage import State
 
 PROMPT = "a red fox walks through a snowy forest at dawn"
+# diffusers as it is, with compiled blocks, and with those in float8 by torchao as well.
+PEERS = ("diffusers", "diffusers-compiled", "diffusers-float8")
 # Kernel names, in lower case; the first group that matches has it. The rest is pointwise:
 # elementwise, reductions, copies, and whatever Inductor fused of them.
 GROUPS = {
@@ -240,7 +242,7 @@ def _measure(session: Session, plan: Plan, args: argparse.Namespace) -> dict[str
     device = backend.device()
     facts: dict[str, Any] = {
         "benchmark": "end_to_end",
-        **machine("torch", *([args.peer] if args.peer else [])),
+        **machine("torch", *(["diffusers"] if args.peer else [])),
     }
     facts |= {
         "device": f"{device.name} x {math.prod(backend.mesh.values())}",
@@ -281,12 +283,16 @@ def _measure(session: Session, plan: Plan, args: argparse.Namespace) -> dict[str
     warm_up(session, plan)
     facts["load_and_warmup_s"] = time.perf_counter() - start
     say(f"weights drawn and one step of each stage: {facts['load_and_warmup_s']:.1f} s")
-    peer, theirs, rounds = None, [], {"cuda": [], "diffusers": []}
+    peer, theirs, once_s, rounds = None, [], [], {"cuda": [], "diffusers": []}
     if args.peer:
         from benchmarks.peer import Peer
 
-        peer = Peer(session, plan)
-        peer.run(max_steps=1)
+        peer = Peer(session, plan, args.peer)
+        for _ in range(2):  # the first compiles, where anything is compiled
+            start = time.perf_counter()
+            peer.run(max_steps=1)
+            once_s.append(time.perf_counter() - start)
+        say(f"{args.peer}: one step of each stage {once_s[0]:.1f} s, again {once_s[1]:.1f} s")
     runs, clips = [], []
     for i in range(args.repeats):
         watch = Stopwatch(synchronize=backend.synchronize)
@@ -305,6 +311,8 @@ def _measure(session: Session, plan: Plan, args: argparse.Namespace) -> dict[str
             say(f"diffusers {i + 1}: {rounds['diffusers'][-1]:.3f} s")
             found = {name: Spread.of(seconds) for name, seconds in rounds.items()}
             facts["peer"] = {
+                "kind": args.peer,
+                "compile_s": once_s[0] - once_s[1],
                 "seconds": found,
                 "ratio_to_diffusers": ratios(rounds, "cuda", "diffusers"),
             }
@@ -343,11 +351,11 @@ def main(argv: list[str] | None = None) -> dict:
         "max_memory",
     )
     add_flags(parser, ModelOptions, only=model)
-    add_flags(parser, TwoStage, only=("width", "height", "num_frames", "steps"))
+    add_flags(parser, TwoStage, only=("width", "height", "num_frames", "steps", "step_plan"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
-        "--peer", choices=("diffusers",), help="after each repetition the same request by this one"
+        "--peer", choices=PEERS, help="after each repetition the same request by this one"
     )
     parser.add_argument(
         "--profile-kernels", action="store_true", help="one more run, of one step a stage, profiled"

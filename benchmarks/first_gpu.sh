@@ -1,12 +1,17 @@
 #!/usr/bin/env bash
-# Half an hour of one rented GPU in three calls, each under ten minutes: benchmarks/first_gpu.sh 1, then 2, then 3
+# An hour of one rented GPU in six calls, each under ten minutes: benchmarks/first_gpu.sh 1, then 2, and so on
 #
 #   1  does it run, are the numbers right, both steps against diffusers', which attention is fastest
 #   2  the whole request, where its time goes, each kernel over its floor, float8
 #   3  peak memory, weights from host memory, the request beside diffusers', blocks compiled by Inductor
+#   4  the whole request under load: bfloat16, float8, half of the evaluations, distilled in three sizes
+#   5  the request beside diffusers': as it is, compiled, compiled in float8
+#   6  what people do: training, the server, 12 GB, pinned memory, stored weights; products after ten seconds of load
 #
 # A call ends within CALL_S (560) and leaves one archive, OUT/call-N.tgz, whatever happened to its parts: each part of
 # on_gpu.sh has a limit of its own, one that fails or is cut off leaves what it had, and the next one goes on.
+# Where there is nvidia-smi, a part's power.csv has the card's power, clock, temperature and memory five times a second, and
+# the summary its mean and maximum, and its energy; a clock counts while the power is over half of the maximum.
 # PARTS: lines `NAME SECONDS PART FLAG ...` to run in place of the call's own. The rest of the environment is on_gpu.sh's.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -28,17 +33,46 @@ parity 120 parity" ;;
 stream 240 stream
 peer 240 peer
 compile 250 compile" ;;
+  4) own="end-to-end 130 end-to-end
+float8 110 float8
+step-plan 80 float8 --step-plan 0,2,4,6,8,10,12,14,16,18,20,22,24,26,28 --repeats 2
+distilled 80 distilled
+distilled-1280x704 80 distilled --width 1280 --height 704 --repeats 2
+distilled-1920x1088 100 distilled --width 1920 --height 1088 --repeats 1" ;;
+  5) own="peer 170 peer --repeats 2
+compiled 190 peer --peer diffusers-compiled --repeats 2
+float8 190 peer --peer diffusers-float8 --weights-dtype float8 --repeats 2" ;;
+  6) own="train 150 train
+serve 60 serve
+stream-12 60 end-to-end --pipeline one-stage --steps 5 --repeats 2 --max-memory 12
+pin 90 pin
+unpack 60 unpack
+race 190 race --sustain 10
+ltx-2.5 90 stages --preset ltx-2.5 --num-frames 121 --repeats 1" ;;
   *)
-    echo "usage: benchmarks/first_gpu.sh 1|2|3; what each call answers is at the top of this file" >&2
+    echo "usage: benchmarks/first_gpu.sh 1|2|3|4|5|6; what each call answers is at the top of this file" >&2
     exit 2
     ;;
 esac
 home=${OUT:-benchmarks/results/gpu}
 CALL_S=${CALL_S:-560}
 PACK_S=10 # to write the archive
+METER_MS=200
 mkdir -p "$home"
 kept=$(mktemp -d)
+meter=
+# Mean and maximum of what the meter wrote, one line.
+metered() {
+  awk -F', *' '
+    $2 + 0 > 0 { n++; sum += $2; watts[n] = $2; clock[n] = $3; if ($2 + 0 > most) most = $2 + 0 }
+    END {
+      if (!n) exit
+      for (i = 1; i <= n; i++) if (watts[i] > most / 2) { busy++; mhz += clock[i] }
+      printf "   %.0f W mean, %.0f W most, %.0f J, %.0f MHz under load\n", sum / n, most, sum * '"$METER_MS"' / 1000, mhz / busy
+    }' "$1"
+}
 finish() {
+  [ -z "$meter" ] || kill "$meter" 2> /dev/null
   tar czf "$home/call-$call.tgz" -C "$kept" .
   cat "$kept/summary"
   rm -rf "$kept"
@@ -54,15 +88,23 @@ while read -r name limit part flags; do
   [ "$left" -ge "$limit" ] || limit=$left
   from=$SECONDS
   mkdir -p "$kept/$name"
+  meter=
+  if command -v nvidia-smi > /dev/null; then
+    nvidia-smi --query-gpu=timestamp,power.draw,clocks.sm,temperature.gpu,memory.used \
+      --format=csv,noheader,nounits -lms "$METER_MS" > "$kept/$name/power.csv" 2> /dev/null < /dev/null &
+    meter=$!
+  fi
   # Its own limit ends first: a part that is killed from outside would leave its benchmark running.
   # shellcheck disable=SC2086 # flags are words
   OUT="$kept/$name" LIMIT_S=$((limit * 9 / 10)) timeout --kill-after=5 "$limit" \
     benchmarks/on_gpu.sh "$part" $flags > "$kept/$name/log" 2>&1 < /dev/null
   ended=$?
+  [ -z "$meter" ] || kill "$meter" 2> /dev/null
   [ "$ended" = 0 ] || status=1
   {
     echo "== $name: status $ended, $((SECONDS - from)) s"
     grep -vE '^ *$|Warning' "$kept/$name/log" | tail -n 14 | cut -c1-170
+    [ -z "$meter" ] || metered "$kept/$name/power.csv"
   } >> "$kept/summary"
 done <<< "${PARTS:-$own}"
 exit "$status"

@@ -10,14 +10,21 @@
 #   stages       the two-stage request with 5 steps, by phase
 #   compile      the same with the blocks compiled by Inductor
 #   end-to-end   the two-stage request, full size, 3 repetitions
-#   peer         the same, each repetition followed by diffusers' on the same tensors (needs diffusers)
+#   float8       the same with float8 weights
+#   distilled    the same by the distilled pipeline
+#   peer         the same, each repetition followed by diffusers' on the same tensors (needs diffusers); with --peer
+#                diffusers-compiled its blocks are compiled, with diffusers-float8 in float8 as well (needs torchao)
 #   memory       its peak: everything resident; the text encoder freed after use; one set of stage weights at a time, too
 #   stream       weights that come from host memory: one-stage with 24, 12 and 48 GB of the device
+#   pin          the time to load such weights, pinned by torch's default and by registering pages
+#   train        steps of a LoRA by size of clip, everything resident and with 24 GB of the device
+#   serve        20 jobs of three sizes by the server and by a session, in turns: of MODEL, which must fit twice, or of the tiny model
 #   profile      kernel groups of one step of each stage
-#   kernels      each kernel against eager torch, torch.compile and its floor; again with an image; of float8 linears; decoders
+#   kernels      each kernel against eager torch, torch.compile and its floor; again with an image; of float8 linears
+#   unpack       the kernel that decodes weights kept as files store them, by type
 #   cold-start   from a fresh process to the first step, by phase: of MODEL, or of a full-size main file (46 GB in TMPDIR)
 #   clip         an MP4 of the tiny model through the command line (needs PyAV)
-#   all          the three calls of first_gpu.sh, one after the other; one that fails does not stop the next
+#   all          the six calls of first_gpu.sh, one after the other; one that fails does not stop the next
 #
 # FLAGs go to a part's benchmark (all takes none), after those of the part: `stages --device cpu --preset tiny-2.3 --width 128 ...` runs anywhere.
 # Needs Python 3.11 or later with torch, numpy, ml_dtypes, safetensors, tokenizers and tqdm; nothing is downloaded.
@@ -27,7 +34,7 @@
 # finished, the tests leave tests.txt and tests.xml.
 set -euo pipefail
 
-known="env tests parity race collectives step stages compile end-to-end peer memory stream profile kernels cold-start clip"
+known="env tests parity race collectives step stages compile end-to-end float8 distilled peer memory stream pin train serve profile kernels unpack cold-start clip"
 part=${1:?"usage: benchmarks/on_gpu.sh PART [FLAG ...]; the parts stand at the top of this file"}
 shift
 cd "$(dirname "$0")/.."
@@ -122,8 +129,11 @@ case $part in
   stages) end_to_end --device cuda --steps 5 --repeats 3 "$@" ;;
   compile) end_to_end --device cuda --steps 5 --repeats 3 --compile "$@" ;;
   end-to-end) end_to_end --device cuda --repeats 3 "$@" ;;
+  float8) end_to_end --device cuda --repeats 3 --weights-dtype float8 "$@" ;;
+  distilled) end_to_end --device cuda --repeats 3 --pipeline distilled "$@" ;;
   peer)
     has diffusers || skip "diffusers is not installed; give its wheel with WHEELS"
+    case "$*" in *diffusers-float8*) has torchao || skip "torchao is not installed; give its wheel with WHEELS" ;; esac
     [ $holds_all = 1 ] || skip "both keep everything resident, which does not fit in $gb GB"
     end_to_end --device cuda --repeats 3 --peer diffusers "$@"
     ;;
@@ -143,13 +153,33 @@ case $part in
     done
     exit "$status"
     ;;
+  pin)
+    for pinned in False True; do
+      PYTORCH_CUDA_ALLOC_CONF=pinned_use_cuda_host_register:$pinned,pinned_num_register_threads:8 \
+        benchmark end_to_end --device cuda --pipeline one-stage --steps 2 --repeats 1 --max-memory 24 \
+        --output "$OUT/pin-registered-$pinned.json" "$@"
+    done
+    ;;
+  train)
+    status=0
+    benchmark train --device cuda --output "$OUT/train.json" "$@" || status=$?
+    benchmark train --device cuda --max-memory 24 --rounds 3 --output "$OUT/train-24.json" "$@" || status=$?
+    exit "$status"
+    ;;
+  serve)
+    model=(--model examples/tiny-trained --width 128 --height 128 --num-frames 25 --others 128x64x17 64x128x33)
+    [ -z "${MODEL:-}" ] || model=(--model "$MODEL" --others 512x512x49 1280x704x121)
+    benchmark serve --device cuda "${model[@]}" --jobs 20 --rounds 1 --posts 20 --output "$OUT/serve.json" "$@"
+    ;;
   profile) end_to_end --device cuda --steps 2 --repeats 1 --profile-kernels "$@" ;;
   kernels)
     benchmark kernels --device cuda --output "$OUT/kernels.json" "$@"
     benchmark kernels --device cuda --levels 2 --ops norm_modulate gated_residual residual_norm_modulate \
       --output "$OUT/kernels-image.json" "$@"
     benchmark kernels --device cuda --weights-dtype float8 --ops quantise_rows --output "$OUT/kernels-float8.json" "$@"
-    benchmark kernels --device cuda --ops unpack --stored int8 float8 nvfp4 Q8_0 Q4_K Q6_K \
+    ;;
+  unpack)
+    benchmark kernels --device cuda --ops unpack --stored int8 float8 nvfp4 mxfp8 Q8_0 Q4_K Q6_K \
       --contestants kernel eager --rounds 3 --output "$OUT/kernels-stored.json" "$@"
     ;;
   cold-start)
@@ -166,7 +196,7 @@ case $part in
   all)
     [ $# = 0 ] || { echo "on_gpu.sh: all takes no FLAG, found $*; run the part that it is for" >&2; exit 2; }
     failed=()
-    for call in 1 2 3; do
+    for call in 1 2 3 4 5 6; do
       OUT=$OUT benchmarks/first_gpu.sh "$call" || failed+=("$call")
     done
     [ ${#failed[@]} = 0 ] || { echo "calls with a part that failed: ${failed[*]}" >&2; exit 1; }

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 from ltx2rt_cuda.ops import DTYPES
 from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration
 
-from benchmarks.end_to_end import Clip
+from benchmarks.end_to_end import PEERS, Clip
 from ltx2rt.config import ModelConfig, TransformerConfig
 from ltx2rt.graph import Graph
 from ltx2rt.models.guided_step import CFG, MODALITY, RESCALE, STG
@@ -129,10 +130,10 @@ def by_component(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> di
 
 
 class Peer:
-    """A plan's request as diffusers' pipelines run it, with the blocks compiled by Inductor where
-    ours are."""
+    """A plan's request as diffusers' pipelines run it. kind: of PEERS; its blocks are compiled by
+    Inductor where ours are, and in all kinds but the first."""
 
-    def __init__(self, session: Session, plan: Plan):
+    def __init__(self, session: Session, plan: Plan, kind: str = PEERS[0]):
         config, dtype = session.config, DTYPES[session.dtype]
         self.request, self.stages = (
             plan.request,
@@ -144,7 +145,11 @@ class Peer:
         parts = by_component(config, {name: x.to(dtype) for tensors in held for name, x in tensors})
         first = next(call for call in calls if call.steps)
         transformer = diffusers_transformer(config.transformer, transformer_tensors(session, first))
-        if session.options.compile:
+        if kind == "diffusers-float8":
+            ao = import_module("torchao.quantization")
+            config8 = ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow())
+            ao.quantize_(transformer.transformer_blocks, config8)
+        if session.options.compile or kind != PEERS[0]:
             transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
         folder = session.checkpoint.require_tokenizer().parent
         gemma = parts["gemma"] | {

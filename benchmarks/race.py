@@ -8,12 +8,18 @@ which road float8 products take.
 
     python -m benchmarks.race --output benchmarks/results/race.json
     python -m benchmarks.race --device cpu --shrink 16 --rounds 2
+
+With `--sustain S` it races only the largest products, by each library that torch can ask, and each
+candidate runs S seconds before it is timed: the clock and the rate are those of a card at its limit
+of power. A row's `from` and `to` find its lines in the `power.csv` of `first_gpu.sh`.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +56,8 @@ PRODUCTS = (
     (126, 2048, 8192),
 )
 BATCH = 10  # calls between two readings of the clock
+LARGEST = 3  # products that are raced under load
+LIBRARIES = ("cublas", "cublaslt")  # torch takes the second where it is not told
 
 
 def cases(device: torch.device, shrink: int) -> list[tuple[str, int, Callable[[], Any]]]:
@@ -98,9 +106,27 @@ def drawn(device: torch.device, *shape: int) -> torch.Tensor:
     return torch.randn(shape, device=device, dtype=torch.bfloat16)
 
 
-def timed(run: Callable[[], Any], device: torch.device, rounds: int) -> Spread:
+def sustained(device: torch.device, shrink: int) -> list[tuple[str, int, Callable[[], Any]]]:
+    """The rows of `cases` that are one of the LARGEST products: in bfloat16 by each library, and in
+    float8 with a scale a row."""
+    largest = sorted(PRODUCTS, key=prod)[-LARGEST:]
+    shapes = {"x".join(str(max(16, n // shrink)) for n in shape) for shape in largest}
+    found = []
+    for name, flop, run in cases(device, shrink):
+        kind, *_, shape = name.split()
+        if shape not in shapes or (kind == "float8" and " by rows " not in name):
+            continue
+        by = LIBRARIES if device.type == "cuda" and kind != "float8" else ("",)
+        found += [(f"{name} {library}".strip(), flop, run) for library in by]
+    return found
+
+
+def timed(
+    run: Callable[[], Any], device: torch.device, rounds: int, sustain_s: float = 0
+) -> Spread:
     """Seconds of a call: rounds of BATCH calls with one wait at their end; on a GPU recorded, as
-    the calls of a step are, since launching a small one takes longer than running it."""
+    the calls of a step are, since launching a small one takes longer than running it. sustain_s: of
+    load before the first round."""
 
     def launch() -> None:
         for _ in range(BATCH):
@@ -119,6 +145,9 @@ def timed(run: Callable[[], Any], device: torch.device, rounds: int) -> Spread:
         else:
             launch()
 
+    began = time.perf_counter()
+    while time.perf_counter() - began < sustain_s:
+        batch()
     return Spread.of([seconds / BATCH for seconds in interleaved({"": batch}, rounds)[""]])
 
 
@@ -133,22 +162,31 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=5, help="measurements of each row (default: 5)"
     )
+    parser.add_argument(
+        "--sustain", type=float, default=0, metavar="S",
+        help="race the largest products, each after so many seconds of load",
+    )  # fmt: skip
     parser.add_argument("--output", type=Path, help="JSON file for the rows")
     args = parser.parse_args()
     device, rows = torch.device(args.device), []
     torch.manual_seed(0)
     with torch.inference_mode():
-        for name, flop, run in cases(device, args.shrink):
+        rows_of = sustained if args.sustain else cases
+        for name, flop, run in rows_of(device, args.shrink):
+            library, began = name.split()[-1], time.time()
+            if library in LIBRARIES:
+                torch.backends.cuda.preferred_blas_library(library)
             try:
-                spread = timed(run, device, args.rounds)
+                spread = timed(run, device, args.rounds, args.sustain)
             except (RuntimeError, NotImplementedError) as error:
                 rows.append({"name": name, "error": str(error).strip().split("\n")[0][:200]})
                 print(f"{name:48} {rows[-1]['error'][:100]}", flush=True)
                 continue
-            rows.append({"name": name, "flop": flop, "s": spread})
+            rows.append({"name": name, "flop": flop, "s": spread, "from": began, "to": time.time()})
             rate = flop / spread.median / 1e12
             print(f"{name:48} {1e3 * spread.median:9.3f} ms {rate:8.1f} TFLOP/s", flush=True)
-    facts = {"benchmark": "race", "device": str(device), "shrink": args.shrink, "rows": rows}
+    facts = {"benchmark": "race", "device": str(device), "shrink": args.shrink}
+    facts |= {"sustain_s": args.sustain, "rows": rows}
     record(args.output, facts | machine("torch"))
 
 

@@ -48,11 +48,19 @@ POLL_S = 0.02
 BOOTSTRAPS = 10_000
 
 
+def sizes(args: argparse.Namespace) -> list[tuple[int, ...]]:
+    """Width, height and frames of the jobs, which take them in turns."""
+    return [
+        (args.width, args.height, args.num_frames),
+        *(tuple(map(int, text.split("x"))) for text in args.others),
+    ]
+
+
 class Server:
     """`ltx2rt serve` on a free port, warm."""
 
     def __init__(self, args: argparse.Namespace, folder: Path):
-        shape = f"{args.width}x{args.height}x{args.num_frames}:{args.pipeline}"
+        shapes = ["x".join(map(str, size)) + f":{args.pipeline}" for size in sizes(args)]
         words = [
             "serve",
             "--model",
@@ -64,7 +72,7 @@ class Server:
             "--data",
             folder,
         ]
-        words += ["--port", "0", "--warm", shape, "--max-user-queue", "1000"]
+        words += ["--port", "0", "--warm", *shapes, "--max-user-queue", "1000"]
         self.log = folder.with_suffix(".log")
         with self.log.open("w") as log:
             argv = [sys.executable, "-m", "ltx2rt", *map(str, words)]
@@ -132,46 +140,37 @@ class Server:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    clip = {
-        "width": args.width,
-        "height": args.height,
-        "num_frames": args.num_frames,
-        "pipeline": args.pipeline,
-    }
-    clip |= {"steps": args.steps} if args.steps else {}
+    fixed = {"pipeline": args.pipeline} | ({"steps": args.steps} if args.steps else {})
+    names = "width", "height", "num_frames"
+
+    def clip(n: int) -> dict[str, Any]:
+        size = sizes(args)[n % len(sizes(args))]
+        words = {"prompt": f"a red fox, {n}", "seed": n}
+        return words | dict(zip(names, size, strict=True)) | fixed
+
     server = Server(args, folder)
     try:
         with ltx2rt.open(args.model, backend=args.backend, device=args.device) as session:
 
             def loop() -> None:
                 for n in range(args.jobs):
-                    session.generate(f"a red fox, {n}", seed=n, **clip).save(
-                        folder.with_suffix(".mp4")
-                    )
+                    session.generate(**clip(n)).save(folder.with_suffix(".mp4"))
 
             def serve() -> None:
                 for n in range(args.jobs):
-                    ids.append(
-                        server.ask(
-                            "POST", "v1/videos", {"prompt": f"a red fox, {n}", "seed": n, **clip}
-                        )["id"]
-                    )
+                    ids.append(server.ask("POST", "v1/videos", clip(n))["id"])
                 server.wait(ids[-1])
 
             def work() -> None:
                 for n in range(args.jobs):
-                    fields = {name: value for name, value in clip.items() if name != "pipeline"}
+                    fields = {name: x for name, x in clip(n).items() if name != "pipeline"}
                     job = {
                         "id": "j",
                         "epoch": 1,
                         "stem": str(folder.with_name(f"j{n}")),
                         "pipeline": args.pipeline,
                     }
-                    job |= {
-                        "clip": {"prompt": f"a red fox, {n}", "seed": n, **fields},
-                        "images": [],
-                        "loras": [],
-                    }
+                    job |= {"clip": fields, "images": [], "loras": []}
                     event, facts = worker.attempt(session.resident, (), job, pipe)
                     assert event == "done", facts
 
@@ -196,13 +195,10 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         gap_share = float(np.median(gaps)) * args.jobs / float(np.median(seconds["loop"]))
         added = [a / b - 1 + gap_share for a, b in zip(cpu["work"], cpu["loop"], strict=True)]
 
-        long = {**clip, "steps": 2000}
         posts = []
         for n in range(args.posts):
             start = time.perf_counter()
-            ids.append(
-                server.ask("POST", "v1/videos", {"prompt": f"later, {n}", "seed": n, **long})["id"]
-            )
+            ids.append(server.ask("POST", "v1/videos", clip(0) | {"seed": n, "steps": 2000})["id"])
             posts.append(time.perf_counter() - start)
         kept, gets = HTTPConnection(urlsplit(server.url).netloc, timeout=60), []
         for _ in range(args.posts):
@@ -279,10 +275,17 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--pipeline", default="two-stage")
-    sizes = {"width": 768, "height": 512, "num-frames": 121, "jobs": 5, "rounds": 8, "posts": 200}
-    for name, default in sizes.items():
+    numbers = {"width": 768, "height": 512, "num-frames": 121, "jobs": 5, "rounds": 8, "posts": 200}
+    for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--steps", type=int)
+    parser.add_argument(
+        "--others",
+        nargs="+",
+        default=[],
+        metavar="WxHxF",
+        help="other sizes, which jobs take in turns",
+    )
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
     if args.jobs < 2:
@@ -294,7 +297,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
         )
         print(f"{name:<14} {shown}")
-    clip = f"{args.width}x{args.height}x{args.num_frames}"
+    clip = ", ".join("x".join(map(str, size)) for size in sizes(args))
     facts = {
         "benchmark": "serve", **machine("starlette", "uvicorn"), "model": args.model.name,
         "backend": args.backend,

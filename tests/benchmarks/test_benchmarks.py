@@ -521,19 +521,15 @@ def test_on_gpu_runs_one_part_and_leaves_its_json(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the script is for Linux machines with a GPU")
 @pytest.mark.slow
-def test_on_gpu_all_makes_three_calls_and_each_goes_on_after_a_part_that_fails(tmp_path):
+def test_on_gpu_all_makes_every_call_and_each_goes_on_after_a_part_that_fails(tmp_path):
     shrunk = "race --device cpu --shrink 64 --rounds 1"
     done = on_gpu(
         tmp_path,
         "all",
         PARTS=f"bad 30 nonsense\nrace 60 {shrunk}\nslow 10 {shrunk} --rounds 100000",
     )
-    assert done.returncode == 1 and "calls with a part that failed: 1 2 3\n" in done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "call-1.tgz",
-        "call-2.tgz",
-        "call-3.tgz",
-    ]
+    assert done.returncode == 1 and "calls with a part that failed: 1 2 3 4 5 6\n" in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {f"call-{n}.tgz" for n in range(1, 7)}
     assert "== bad: status 2" in done.stdout and "== race: status 0" in done.stdout
     assert "== slow: status 124" in done.stdout
     with tarfile.open(tmp_path / "call-2.tgz") as archive:
@@ -550,7 +546,51 @@ def test_on_gpu_all_makes_three_calls_and_each_goes_on_after_a_part_that_fails(t
     assert any("error" not in row for row in race["rows"])
     assert on_gpu(tmp_path, "all", PARTS=f"race 60 {shrunk}").returncode == 0
     late = on_gpu(tmp_path, "all", PARTS="race 60 race", CALL_S="20")
-    assert late.returncode == 0 and late.stdout.count("no time left") == 3
+    assert late.returncode == 0 and late.stdout.count("no time left") == 6
+
+
+TINY_PARTS = {  # flags that shrink a part of calls 4 to 6
+    "train": "--preset tiny-2.3 --device cpu --sizes 64x64x9 --rank 4 --rounds 1 --shrink 64",
+    "serve": "--device cpu --width 64 --height 64 --num-frames 9 --others 64x64x17 --steps 1 --jobs 2",
+    "unpack": "--preset tiny-2.3 --device cpu --width 64 --height 64 --num-frames 9 --rounds 1",
+    "race": "--device cpu --shrink 64 --rounds 1 --sustain 0.01",
+}
+METER = """#!/bin/sh
+while :; do echo "2026/01/01 00:00:00.000, 600.00, 1500, 60, 70000"; sleep 0.2; done
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the script is for Linux machines with a GPU")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "call,results",
+    [
+        (4, {"end-to-end", "float8", "distilled"}),
+        (5, {"peer"}),
+        (6, {"train", "train-24", "serve", "pin-registered-True", "kernels-stored", "race", "stages"}),
+    ],
+)  # fmt: skip
+def test_first_gpu_call_runs_all_of_its_parts_at_toy_sizes(call, results, tmp_path):
+    script = ON_GPU.with_name("first_gpu.sh")
+    (own,) = re.findall(rf'^  {call}\) own="(.*?)"', script.read_text(), re.MULTILINE | re.DOTALL)
+    tiny = " ".join([*TINY_CLIP, "--repeats 1"])
+    parts = []
+    for line in own.splitlines():
+        name, _, part, *flags = line.split()
+        small = TINY_PARTS.get(part, tiny)
+        if "--step-plan" in flags:
+            small += " --step-plan 0"
+        parts.append(" ".join([name, "500", part, *flags, small]))
+    (tmp_path / "nvidia-smi").write_text(METER)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    more = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALL_S": "3000"}
+    done = on_gpu(tmp_path, str(call), script=script, PARTS="\n".join(parts), **more)
+    assert done.returncode == 0, done.stdout
+    with tarfile.open(tmp_path / f"call-{call}.tgz") as archive:
+        names = archive.getnames()
+    assert results <= {Path(name).stem for name in names if name.endswith(".json")}
+    assert sum(name.endswith("/power.csv") for name in names) == len(parts)
+    assert done.stdout.count("600 W mean, 600 W most") == len(parts)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the script is for Linux machines with a GPU")
@@ -570,7 +610,9 @@ def test_on_gpu_tests_that_are_cut_off_leave_their_results(tmp_path):
     assert suite.get("failures") == "1" and "test_a PASSED" in (tmp_path / "tests.txt").read_text()
 
 
-def on_gpu(out: Path, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+def on_gpu(
+    out: Path, *arguments: str, script: Path = ON_GPU, **settings: str
+) -> subprocess.CompletedProcess[str]:
     env = {
         "PYTHON": sys.executable,
         "OUT": str(out),
@@ -578,7 +620,7 @@ def on_gpu(out: Path, *arguments: str, **settings: str) -> subprocess.CompletedP
         "OMP_NUM_THREADS": "1",
     } | settings
     return subprocess.run(
-        [ON_GPU, *arguments], env=os.environ | env, capture_output=True, text=True
+        [script, *arguments], env=os.environ | env, capture_output=True, text=True
     )
 
 
@@ -611,7 +653,7 @@ def on_gpu(out: Path, *arguments: str, **settings: str) -> subprocess.CompletedP
         pytest.param(
             "memory",
             " ".join([*TINY_CLIP, "--repeats 1"]),
-            {f"memory-{name}.json": "end_to_end" for name in ("resident", "offload", "reload")},
+            {f"memory-{name}.json": "end_to_end" for name in ("resident", "90", "60")},
             marks=pytest.mark.slow,
         ),
     ],
@@ -628,8 +670,8 @@ def test_on_gpu_names_the_parts_that_it_has():
     """At its top, in its cases and in the error about an unknown part; every benchmark that it runs
     is a module."""
     script = ON_GPU.read_text()
-    described = re.findall(r"^#   ([a-z-]+)  +\S", script, re.MULTILINE)
-    cases = re.findall(r"^  ([a-z-]+)\)", script, re.MULTILINE)
+    described = re.findall(r"^#   ([a-z0-9-]+)  +\S", script, re.MULTILINE)
+    cases = re.findall(r"^  ([a-z0-9-]+)\)", script, re.MULTILINE)
     known = re.search(r'known="(.*?)"', script, re.DOTALL)
     assert known and described == cases == [*known[1].split(), "all"]
     for name in re.findall(r"\bbenchmark ([a-z_]+) ", script):
