@@ -150,7 +150,8 @@ class Peer:
             config8 = ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow())
             ao.quantize_(transformer.transformer_blocks, config8)
         if session.options.compile or kind != PEERS[0]:
-            transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
+            # no fullgraph: with STG an attention asks a tensor whether all rows are perturbed
+            transformer.compile_repeated_blocks(dynamic=False)
         folder = session.checkpoint.require_tokenizer().parent
         gemma = parts["gemma"] | {
             "lm_head.weight": parts["gemma"]["model.language_model.embed_tokens.weight"]
