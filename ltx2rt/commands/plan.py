@@ -18,7 +18,7 @@ from ltx2rt.graph.encodings import ENCODINGS
 from ltx2rt.instruments.make import standing_for
 from ltx2rt.pipelines import pipeline
 from ltx2rt.placement.cost import Traffic
-from ltx2rt.placement.plan import peak
+from ltx2rt.placement.plan import StageCost, peak
 from ltx2rt.run import training_estimate
 from ltx2rt.run.estimate import Devices, Estimate, estimate, to_json
 from ltx2rt.run.trace_events import write_trace
@@ -43,7 +43,10 @@ def to_text(found: Estimate) -> str:
     height, width = clip.size_px
     size = f"{width}x{height}, " if width else ""
     size += "at most " if clip.auto_duration else ""
-    wide = max(14, *(len(c.label) for c in found.costs))
+    rows: dict[Any, list[StageCost]] = {}  # those of segments that do the same are one
+    for c in found.costs:
+        rows.setdefault((c.label, c.steps, c.flops, c.streamed_bytes), []).append(c)
+    wide = max(14, *(len(f"{k[0]} x{len(of)}" if len(of) > 1 else k[0]) for k, of in rows.items()))
     lines = [
         f"{clip.name}, {size}{clip.clip_frames} frames, {session.dtype}{weights}, "
         f"on {found.devices} x {kind.name} ({where}, profile {session.placement.profile.name}); "
@@ -52,9 +55,11 @@ def to_text(found: Estimate) -> str:
         f"{'stage':<{wide}} {'steps':>5} {'weights':>9} {'activations':>11} {'streamed':>9} "
         f"{'TFLOP/step':>10} {'time/step':>10} {'waits':>8}  collectives/step",
     ]
-    for c in found.costs:
+    for same in rows.values():
+        c = max(same, key=lambda c: c.peak_bytes)
+        label = f"{c.label} x{len(same)}" if len(same) > 1 else c.label
         lines.append(
-            f"{c.label:<{wide}} {c.steps:>5} {c.weights_bytes / 1e9:>6.2f} GB "
+            f"{label:<{wide}} {c.steps:>5} {c.weights_bytes / 1e9:>6.2f} GB "
             f"{c.activation_bytes / 1e9:>8.2f} GB {c.streamed_bytes / 1e9:>6.2f} GB "
             f"{c.flops / 1e12:>10.1f} {c.time_s(kind):>8.3f} s {c.waits_s(kind):>6.3f} s  "
             f"{_traffic(c.collectives)}"

@@ -94,6 +94,13 @@ def test_plan_prints_a_table(command):
     assert status == 0 and "memory: fits" in out and "weights are freed once they are used" in out
 
 
+def test_segments_that_do_the_same_are_one_row(command):
+    words = ["plan", "--preset", "tiny-2.3", "--device-kind", "h200", "--pipeline", "distilled"]
+    out = command(*words, "--seconds", 40)[1]
+    rows = [line.split("  ")[0] for line in out.splitlines()]
+    assert len(set(rows) - {""}) < 20 and any(row.startswith("decode x") for row in rows)
+
+
 def test_plan_streams_what_does_not_fit(command):
     """A card of 12 GB runs every size of the table."""
     one = [
