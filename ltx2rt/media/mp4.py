@@ -31,20 +31,8 @@ from ltx2rt.system import WRITE
 
 AAC_FRAME = 1024  # samples
 AAC_RATES = (
-    7350,
-    8000,
-    11025,
-    12000,
-    16000,
-    22050,
-    24000,
-    32000,
-    44100,
-    48000,
-    64000,
-    88200,
-    96000,
-)  # ISO 14496-3
+    7350, 8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000, 64000, 88200, 96000,
+)  # fmt: skip # ISO 14496-3
 OPUS_RATES = (8000, 12000, 16000, 24000, 48000)  # RFC 6716
 AAC_BITS_PER_S = 192_000  # FFmpeg's encoder is audibly lossy at its default of 128_000
 MAX_PENDING_CHUNKS = 2  # decoded chunks held while the encoder is busy
@@ -153,6 +141,7 @@ def write_mp4(
     comment: dict[str, Any] | None = None,
     origin: Origin | None = None,
     container: Container = MP4,
+    pixel_aspect: Fraction = Fraction(1),
 ) -> Durations:
     """Encode `chunks` as they come and rename the finished file to `path`, whatever its suffix.
 
@@ -160,8 +149,9 @@ def write_mp4(
     3], or of `HLG` and `PQ` f32[H, W, 3] each, signals in [0, 1]; `num_frames` in all, H and W
     even. The iterator runs in the caller's thread, the encoder in its own. waveform: f32[2, N] in
     [-1, 1] (clamped), padded with silence or trimmed to num_frames / fps seconds; None: no sound.
-    comment: stored as JSON. origin: marks the file. Raises ValueError for misshapen or non-finite
-    data, RuntimeError if the streams of the written file disagree.
+    comment: stored as JSON. origin: marks the file. pixel_aspect: width of a pixel by its
+    height. Raises ValueError for misshapen or non-finite data, RuntimeError if the streams of the
+    written file disagree.
     """
     import av
 
@@ -174,7 +164,8 @@ def write_mp4(
         ) as file:
             _describe(file, kind, comment, origin)
             # both streams exist before the first packet: the header is written then
-            video, audio = _streams(file, kind, fps, sample_rate if waveform is not None else None)
+            rate = sample_rate if waveform is not None else None
+            video, audio = _streams(file, kind, fps, rate, pixel_aspect)
             _encode_video(file, video, chunks, num_frames)
             if audio is not None and waveform is not None:
                 _encode_audio(file, audio, waveform, sample_rate)
@@ -193,13 +184,17 @@ def _describe(
         file.metadata["XMP"] = origin.xmp()
 
 
-def _streams(file: Any, kind: Container, fps: Fraction, sample_rate: int | None) -> tuple[Any, Any]:
+def _streams(
+    file: Any, kind: Container, fps: Fraction, sample_rate: int | None, pixel_aspect: Fraction
+) -> tuple[Any, Any]:
     """A video stream and, at a rate in Hz, one of sound, with their encoders."""
     video: Any = file.add_stream(kind.video, rate=fps, options=dict(kind.video_options))
     video.pix_fmt = kind.pixels
     codec = video.codec_context
     codec.thread_count = ENCODER_THREADS
     codec.time_base = 1 / fps
+    if pixel_aspect != 1:
+        codec.sample_aspect_ratio = pixel_aspect
     if kind.pixels == "yuv420p":
         codec.color_range = LIMITED_RANGE
         codec.colorspace = codec.color_primaries = codec.color_trc = BT709
@@ -235,6 +230,7 @@ class FollowedClip:
         sample_rate: int | None,
         comment: dict[str, Any] | None,
         origin: Origin | None = None,
+        pixel_aspect: Fraction = Fraction(1),
     ):
         import av
 
@@ -249,7 +245,8 @@ class FollowedClip:
             av.open(Sink(self._stream), "w", format="mp4", options=options | FRAGMENTS),
         )
         _describe(files[0], container, comment, origin)
-        self._files = [(file, *_streams(file, container, fps, sample_rate)) for file in files]
+        how = container, fps, sample_rate, pixel_aspect
+        self._files = [(file, *_streams(file, *how)) for file in files]
 
     def add(self, frames: Iterable[np.ndarray], waveform: np.ndarray | None) -> None:
         """frames: u8[H, W, 3] each, or signals as `write_mp4` takes them. waveform: f32[2, N], the

@@ -163,6 +163,7 @@ def write_clip(
     origin: Origin | None = None,
     hdr: HighRange | None = None,
     beside: Path | None = None,
+    pixel_aspect: Fraction = Fraction(1),
 ) -> dict[Path, FileState]:
     """Write a clip in the form of its suffix; arguments and errors as for `write_mp4`.
 
@@ -173,14 +174,15 @@ def write_clip(
     meanwhile. Returns the files that it made, as `remove_made` takes them.
     """
     suffix, fitted = path.suffix.lower(), waveform
+    clip: dict[str, Any] = {"num_frames": num_frames, "fps": fps, "comment": comment}
+    clip |= {"origin": origin, "pixel_aspect": pixel_aspect}
     if waveform is not None and num_frames:
         fitted = fit_audio(waveform, num_frames, fps, sample_rate)
     if beside:
         passed = _write_frames(
             beside, chunks, num_frames, fitted, sample_rate, comment, origin, hdr, named := []
         )
-        clip: dict[str, Any] = {"num_frames": num_frames, "fps": fps, "waveform": waveform}
-        clip |= {"sample_rate": sample_rate, "comment": comment, "origin": origin, "hdr": hdr}
+        clip |= {"waveform": waveform, "sample_rate": sample_rate, "hdr": hdr}
         return _write_both(path, passed, named, clip)
     if container := container_of(path, hdr.transfer if hdr else None):
         shown = signals(chunks, hdr) if hdr else chunks
@@ -190,13 +192,8 @@ def write_clip(
                 f"{USUAL_RATE} Hz"
             )
             waveform, sample_rate = resample(waveform, sample_rate, USUAL_RATE), USUAL_RATE
-        clip = {
-            "num_frames": num_frames,
-            "fps": fps,
-            "waveform": waveform,
-            "sample_rate": sample_rate,
-        }
-        write_mp4(path, shown, **clip, comment=comment, origin=origin, container=container)
+        clip |= {"waveform": waveform, "sample_rate": sample_rate}
+        write_mp4(path, shown, **clip, container=container)
     elif suffix == ".wav":
         if fitted is None:
             raise ValueError(f"{path}: there is no sound to write")

@@ -37,6 +37,7 @@ class VideoInfo:
     """width, height: upright, in pixels, even: an odd one loses its last. fps: the header's
     average. rotation: degrees counter-clockwise by which the decoder's frames are turned. times_s:
     of every frame; the first need not be 0, and the sound that belongs to it starts there as well.
+    pixel_aspect: the width of a pixel by its height, upright.
     ignored: a sentence for each thing that reading changes or leaves out. varies: whether frames
     are resampled by time. resize: what brings the pictures to this width and height, if the file
     has others.
@@ -52,6 +53,7 @@ class VideoInfo:
     ignored: tuple[str, ...] = ()
     varies: bool = False
     resize: Resize | None = None
+    pixel_aspect: Fraction = Fraction(1)
 
 
 def video_info(path: Path, flag: str, most: int | None = None) -> VideoInfo:
@@ -126,6 +128,7 @@ def _info(path: Path, flag: str, most: int | None, state: Any) -> VideoInfo:
             count = max(round((times[-1] - times[0] + 1 / mean) * rate), 1)
             fps, times = rate, [times[0] + i / rate for i in range(count)]
         turns, _ = _upright(first)
+        aspect = Fraction(stream.sample_aspect_ratio or 1)
         return VideoInfo(
             width=(first.height if turns % 2 else first.width) // 2 * 2,
             height=(first.width if turns % 2 else first.height) // 2 * 2,
@@ -136,6 +139,7 @@ def _info(path: Path, flag: str, most: int | None, state: Any) -> VideoInfo:
             times_s=tuple(times[:most]),
             ignored=tuple(ignored),
             varies=varies,
+            pixel_aspect=1 / aspect if turns % 2 else aspect,
         )
 
 
@@ -158,7 +162,7 @@ def _ignored(stream: Any, frame: Any) -> Iterator[str]:
     if frame.width % 2 or frame.height % 2:
         yield ODD.format(frame.width, frame.height)
     if (aspect := stream.sample_aspect_ratio or 1) != 1:
-        yield f"its pixels are {aspect.numerator}:{aspect.denominator}, and are read as square ones"
+        yield f"its pixels are {aspect.numerator}:{aspect.denominator}; the model sees square ones"
 
 
 def _ends_early(container: Any, stream: Any, times: list[Fraction | None]) -> bool:

@@ -86,10 +86,13 @@ SHOWN = ("image", "video", "sound")  # kinds of files that a manifest lists
 
 
 def labels(session: Session, request: Request, video: int, marks: Marks) -> dict[str, Any]:
-    """The keywords `comment` and `origin` of `write_clip`."""
+    """The keywords `comment`, `pixel_aspect` and `origin` of `write_clip`."""
     about = comment(session, request, video)
+    label: dict[str, Any] = {"comment": about if marks.metadata else None}
+    if info := getattr(request, "info", None):
+        label["pixel_aspect"] = info.pixel_aspect
     if not marks.provenance:
-        return {"comment": about if marks.metadata else None}
+        return label
     files: dict[bool, list[Path]] = {False: [], True: []}
     for f, path in named_files(request):
         if f.metadata["flag"].file in SHOWN and path.is_file():
@@ -104,7 +107,7 @@ def labels(session: Session, request: Request, video: int, marks: Marks) -> dict
         shown=tuple(files[False]),
         signature=marks.sign,
     )
-    return {"comment": about if marks.metadata else None, "origin": origin}
+    return label | {"origin": origin}
 
 
 def comment(session: Session, request: Request, video: int) -> dict[str, Any]:

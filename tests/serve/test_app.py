@@ -1371,13 +1371,13 @@ def test_a_finished_video_is_extended(server, tmp_path):
     assert made["remixed_from_video_id"] == id and made["prompt"] == "1:0"
     assert (settings["pipeline"], settings["extend_frames"]) == ("extend", 16)
     assert made["seconds"] == f"{41 / 24:.3f}" and made["size"] == "64x64"
-    looped = server.http.post(path, json={"prompt": "2:0", "loop": 2, "overlap": 9})
+    looped = server.http.post(path, json={"prompt": "2:0", "loop": 2, "overlap": 9, "width": 96})
     assert looped.status_code == 200 and looped.json()["prompt"] == "2:0"
+    assert server.until(looped.json()["id"])["size"] == "96x96"
     for given, param in (
         ({"pipeline": "extend"}, "pipeline"),
         ({"extend_frames": 15}, "extend_frames"),
         ({"video": "1"}, "video"),
-        ({"width": 64}, "width"),
     ):
         assert error_of(server.http.post(path, json=given), 400)["param"] == param
     for video in (id, {"id": id}):
