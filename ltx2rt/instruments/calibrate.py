@@ -83,7 +83,7 @@ class CalibrationRuns:
     def _open(self) -> None:
         path, text = self.folder / ABOUT, json.dumps(self.about, sort_keys=True)
         try:
-            self.folder.mkdir(exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             self._alone.enter_context(alone_in(self.folder, "--output"))
         except OSError as error:
             raise InputError(

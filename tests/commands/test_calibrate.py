@@ -140,6 +140,7 @@ def test_other_files_stay(calibrated, tmp_path):
 
 
 def test_what_is_refused(calibrated, tmp_path):
+    (tmp_path / "file").touch()
     for flags, said in (
         (("--evaluations", 5), "below --steps, which are 5"),
         (("--evaluations", 1), "--evaluations"),
@@ -147,7 +148,7 @@ def test_what_is_refused(calibrated, tmp_path):
         (("--pipeline", "distilled"), "--steps: the distilled pipeline does not read it"),
         (("--pipeline", "hq"), "hq has no guided stage"),
         (("--segment-frames", 25), "unrecognized flag --segment-frames"),
-        (("--output", tmp_path / "none" / "plans.json"), "does not exist"),
+        (("--output", tmp_path / "file" / "plans.json"), "Not a directory"),
     ):
         status, _, err = calibrated(*flags)
         assert status == 2 and err.count("\n") == 1 and said in err, (flags, err)

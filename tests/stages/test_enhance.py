@@ -230,7 +230,8 @@ def test_what_cannot_be_enhanced_is_refused(folder, tmp_path, monkeypatch):
         "ltx2rt.stages.enhance.find_spec", lambda name: None if name == "transformers" else name
     )
     with pytest.raises(
-        InputError, match=r"--enhance-prompt: needs transformers; install ltx2rt\[enhance\]"
+        InputError,
+        match=r"--enhance-prompt: needs transformers; in the clone: pip install '.\[enhance\]'",
     ):
         Enhancer.of(checkpoint).check()
 
