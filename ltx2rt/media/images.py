@@ -289,10 +289,10 @@ def contain(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
     mirror image, or its edge where there is more of it. f32[height, width, 3]."""
     rows, columns = pixels.shape[:2]
     scale = min(height / rows, width / columns)
-    scaled = cover(pixels, round(columns * scale), round(rows * scale))
-    over = [(0, to - size) for to, size in zip((height, width), scaled.shape, strict=False)]
-    narrow = all(more < size for (_, more), size in zip(over, scaled.shape, strict=False))
-    return np.pad(scaled, (*over, (0, 0)), mode="reflect" if narrow else "edge")
+    scaled = cover(pixels, max(round(columns * scale), 1), max(round(rows * scale), 1))
+    more = [(0, height - scaled.shape[0]), (0, width - scaled.shape[1]), (0, 0)]
+    narrow = height < 2 * scaled.shape[0] and width < 2 * scaled.shape[1]
+    return np.pad(scaled, more, mode="reflect" if narrow else "edge")
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ files, DoRA (arXiv 2402.09353), PEFT's and ComfyUI's code. Reading keys is decid
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -83,17 +84,16 @@ class Change(Protocol):
     def rank(self) -> int: ...
     def applied(self, file: TensorFile, weight: np.ndarray) -> np.ndarray:
         """The changed tensor, float32 as `weight` is."""
-        ...
 
 
-class LowRank:
+class LowRank(ABC):
     """A change that is a sum of products, which backends add to a slice of a weight."""
 
     kind: ClassVar[str]
 
+    @abstractmethod
     def factors(self, file: TensorFile, cuts: tuple[Cut, ...]) -> Factors:
         """The factors of the slice of Delta W that the cuts leave."""
-        raise NotImplementedError
 
     def applied(self, file: TensorFile, weight: np.ndarray) -> np.ndarray:
         return weight + self.factors(file, ()).product()
