@@ -29,6 +29,7 @@ $(VENV)/.installed: pyproject.toml
 	$(INSTALL) $(TORCH)
 	($(COMPILE) $(VENV)/lib || true) & $(INSTALL) --editable '.[cuda,tpu,dev]'; failed=$$?; wait; exit $$failed
 	$(COMPILE) -j 0 $(VENV)/lib || true # pip takes one core; templates are no Python
+	[ ! -d .git/hooks ] || [ -e .git/hooks/commit-msg ] || cp .ci/commit-msg .git/hooks/
 	touch $@
 
 demo: $(VENV)/.installed

@@ -132,3 +132,19 @@ def test_every_sentence_about_installing_names_an_extra_of_the_clone():
         assert what != "ltx2rt", f"{path}: ltx2rt[{names}]"
         unknown = {name for name in names.split(",") if "{" not in name} - extras.keys()
         assert not unknown, f"{path}: {unknown}"
+
+
+@pytest.mark.parametrize(
+    ("subject", "passes"),
+    [
+        ("server: hide the negative prompt when unused", True),
+        ("fixup! server: hide", True),
+        ("Server hides the prompt", False),
+        ("server: " + "x" * 65, False),
+    ],
+)
+def test_a_commit_names_its_area(tmp_path, subject, passes):
+    message = tmp_path / "message"
+    message.write_text(f"{subject}\n\nBody.\n")
+    hook = [ROOT / ".ci/commit-msg", message]
+    assert (subprocess.run(hook, capture_output=True).returncode == 0) is passes
