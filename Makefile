@@ -64,6 +64,7 @@ test-real: $(VENV)/.real
 	$(BIN)/python -m pytest -m '' tests/real
 
 $(VENV)/.real: $(VENV)/.installed
+	@command -v npm > /dev/null || { echo 'test-real: npm is missing; install Node.js, then make test-real again' >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/real $(REAL)
 	npm install --silent --no-save --prefix $(VENV)/real $(REAL_NPM)
 	touch $@
