@@ -98,10 +98,7 @@ class Clip:
 
 class Session:
     """A checkpoint on a backend. Programs and weights stay on the device from one request to the
-    next.
-
-    Several threads may use it: one call runs at a time, the others wait.
-    """
+    next. Several threads may use it: one call runs at a time, the others wait."""
 
     def __init__(self, resident: Resident):
         self._resident: Resident | None = resident
@@ -233,9 +230,7 @@ def _on_disk(clip: dict[str, Any], during: ExitStack) -> dict[str, Any]:
 
 def open(model: str | Path, *, backend: str = "auto", **options: Any) -> Session:
     """Open a checkpoint on a backend; auto: the one that is installed, or whose device is here.
-
-    options: the model flags of `generate`. Raises InputError.
-    """
+    options: the model flags of `generate`. Raises InputError."""
     if backend == "auto":
         backend = chosen_backend()
     given = ModelOptions(**keywords({"model": model, "backend": backend, **options}, ModelOptions))

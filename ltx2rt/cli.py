@@ -243,11 +243,9 @@ def _fail(message: str, status: int, crew: Crew | None) -> int:
 
 def _shortened(message: str) -> str:
     """Without the middle of what was given, if that is endless."""
-    return (
-        message
-        if len(message) <= MESSAGE
-        else f"{message[: MESSAGE // 2]} ... {message[-MESSAGE // 2 :]}"
-    )
+    if len(message) <= MESSAGE:
+        return message
+    return f"{message[: MESSAGE // 2]} ... {message[-MESSAGE // 2 :]}"
 
 
 def _join(args: argparse.Namespace) -> Crew | None:

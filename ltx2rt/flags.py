@@ -106,11 +106,8 @@ class Flag:
 
 
 def flag(default: Any, help: str, parse: Callable[[str], Any] | None = None, **how: Any) -> Any:
-    """A dataclass field with a flag.
-
-    default: MISSING for a required flag. parse: None for the type that the field is annotated with.
-    how: the other fields of `Flag`.
-    """
+    """A dataclass field with a flag. default: MISSING for a required flag. parse: None for the type
+    that the field is annotated with. how: the other fields of `Flag`."""
     metadata = {"flag": Flag(help, parse, **how)}
     if isinstance(default, Mapping):
         return field(default_factory=lambda: dict(default), metadata=metadata)

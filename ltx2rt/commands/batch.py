@@ -127,10 +127,8 @@ def here(
         check_outputs([("--output-dir", results.path)], admission.checkpoint.files)
         admitted = batch.admit(lines, admission, folder, args.jobs.parent)
         mine = [(line, a) for line, a in admitted if shard.has(line.id)]
-        model, loras = (
-            batch.made_by(admission),
-            {l.id: batch.loras_of(admission, a) for l, a in mine},
-        )
+        model = batch.made_by(admission)
+        loras = {l.id: batch.loras_of(admission, a) for l, a in mine}
         done = results.done(model, loras)
         jobs = [(line, a) for line, a in mine if done.get(line.id) != a.digest][: own.limit]
         made_of = ((line.id, a.job["clip"].get("seed"), a.job["n"]) for line, a in jobs)

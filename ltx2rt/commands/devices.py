@@ -24,10 +24,8 @@ def main(args: argparse.Namespace) -> None:
         except InputError as error:
             print(f"{name}: not available ({error})")
             continue
-        found, versions = (
-            backend.device(),
-            ", ".join(f"{k} {v}" for k, v in backend.versions.items()),
-        )
+        found = backend.device()
+        versions = ", ".join(f"{k} {v}" for k, v in backend.versions.items())
         free, total = found.free_bytes / 2**30, found.total_bytes / 2**30
         memory = f"{free:.1f} of {total:.1f} GiB free{' on each' * (found.count > 1 and found.kind != 'cpu')}"
         split = profile_for(get_factory(name).profile_key(found), found.count)

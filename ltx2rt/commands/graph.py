@@ -73,11 +73,9 @@ def component_graph(
     graph = row.trace(config, row.sizes(config, geometry, branches), row.dtype or dtype)
     placement = Placement(profile_of(profile, DEFAULT_KIND, mesh), mesh, weights_dtype)
     placement = placement.of(branches) if row.branches else placement.text
-    return (
-        placement.loop(graph, config.release.steps)
-        if name == LOOP
-        else placement.local(graph, row.rules)
-    )
+    if name == LOOP:
+        return placement.loop(graph, config.release.steps)
+    return placement.local(graph, row.rules)
 
 
 def flags(to: Any) -> None:
@@ -92,10 +90,8 @@ def flags(to: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    options, asked = (
-        planned_options(args),
-        GraphRequest(args.component, **given_flags(args, GraphRequest)),
-    )
+    options = planned_options(args)
+    asked = GraphRequest(args.component, **given_flags(args, GraphRequest))
     clip = OneStage("a graph", **given_flags(args, OneStage))
     config = open_checkpoint(args.model).config if args.model else preset(args.preset).config
     placed = {name: getattr(options, name) for name in marked("placed", ModelOptions)}

@@ -29,10 +29,8 @@ WORDS = (Prompt, Enhancing, NegativePrompt, Seed, NoiseFile)  # decide nothing t
 
 
 def choose_backend(args: argparse.Namespace, quiet: bool = False) -> None:
-    """Fill in `--backend` where it is not given, also for processes that this one starts.
-
-    Raises InputError.
-    """
+    """Fill in `--backend` where it is not given, also for processes that this one starts. Raises
+    InputError."""
     if getattr(args, "backend", "auto") == "auto":
         args.backend = chosen_backend(quiet=quiet)
         args.argv = [*getattr(args, "argv", []), "--backend", args.backend]
@@ -45,10 +43,8 @@ def model_options(args: argparse.Namespace) -> ModelOptions:
 
 
 def planned_options(args: argparse.Namespace) -> ModelOptions:
-    """The options of a command that runs nothing: no backend of its own, and no download.
-
-    Raises InputError.
-    """
+    """The options of a command that runs nothing: no backend of its own, and no download. Raises
+    InputError."""
     given = given_flags(args, ModelOptions) | {"backend": "", "model": args.model or Path()}
     options = ModelOptions(**given)
     return located(replace(options, mesh=options.on_mesh(1), tp_size=None, offline=True))

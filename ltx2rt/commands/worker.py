@@ -68,10 +68,8 @@ def main(args: argparse.Namespace) -> int:
     options, ready = model_options(args), Warm(**given_flags(args, Warm))
     options.check()
     ready.check_marks()
-    first, launched = (
-        args.crew is None or args.crew.rank == 0,
-        os.environ.get(LAUNCHER) == str(os.getppid()),
-    )
+    first = args.crew is None or args.crew.rank == 0
+    launched = os.environ.get(LAUNCHER) == str(os.getppid())
     if args.own_process and (first or launched):  # what a shell has started may outlive it
         die_with_parent()
     checkpoint = opened_checkpoint(options)

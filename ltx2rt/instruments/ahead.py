@@ -73,11 +73,8 @@ class Target:
 
 @dataclass(frozen=True)
 class Cell:
-    """One program to compile.
-
-    stage, branches: of the denoise loop. size: what it works on, for the reader. part: which part
-    of the graph, or how it runs, as the compiler takes it.
-    """
+    """One program to compile. stage, branches: of the denoise loop. size: what it works on, for the
+    reader. part: which part of the graph, or how it runs, as the compiler takes it."""
 
     component: str
     graph: Graph

@@ -156,10 +156,8 @@ def make_checkpoint(
                 for name, tensor in tensors.items()
                 if tensor.data is not None
             }
-            metadata, tensors = (
-                metadata | files,
-                {n: tensor for n, tensor in tensors.items() if n not in files},
-            )
+            metadata = metadata | files
+            tensors = {n: tensor for n, tensor in tensors.items() if n not in files}
         infos = {stored: tensor.info for stored, tensor in tensors.items()}
         produce = None if empty else lambda name, file=tensors: values(file[name], seed)
         write_tensors(directory / path, infos, produce, metadata)

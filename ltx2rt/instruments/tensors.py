@@ -157,10 +157,8 @@ def gemma4_tensors(
     """Tensors of the text branch under `prefix`, and the image and sound towers that no network
     reads."""
     vision, sound = configs.towers_json(gemma).values()
-    width, patch = (
-        gemma.hidden_size,
-        3 * (vision["patch_size"] * vision["pooling_kernel_size"]) ** 2,
-    )
+    width = gemma.hidden_size
+    patch = 3 * (vision["patch_size"] * vision["pooling_kernel_size"]) ** 2
     tower: dict[str, tuple[int, ...]] = {
         f"vision_model.{name}.{leaf}": (patch if name == "patch_ln1" else width,)
         for name in ("patch_ln1", "patch_dense", "patch_ln2", "pos_norm")

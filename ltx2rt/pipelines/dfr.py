@@ -68,10 +68,7 @@ class Window(NamedTuple):
 
     def given(self, geometry: Geometry, segment: int, latents: str) -> list[Conditioning]:
         """Keyframes where segments end, but not at the canvas' first frame, then the empty ones in
-        their middles.
-
-        latents: those that the empty ones start from, by name.
-        """
+        their middles. latents: those that the empty ones start from, by name."""
         ends = [frame for frame in range(self.start, self.stop + 1, segment) if frame]
         anchors = [Anchor(frame - self.start, geometry, frame, ANCHOR_STRENGTH) for frame in ends]
         middles = range(self.start + segment // 2, self.stop, segment)

@@ -380,9 +380,7 @@ class Request:
         given: Sequence[Conditioning] = (), **more: Any,
     ) -> list[Stage]:  # fmt: skip
         """One denoising stage, after the encoding of what its groups and `given` condition it on.
-
-        more: fields of `Denoise` in place of those of the groups; guidance: none by default.
-        """
+        more: fields of `Denoise` in place of those of the groups; guidance: none by default."""
         fields: dict[str, Any] = {"guidance": NEUTRAL, "rule": options.cross_timestep_rule}
         own: tuple[Conditioning, ...] = ()
         for group in self:
@@ -397,10 +395,8 @@ class Request:
         self, model: ModelConfig, options: ModelOptions, first: Mapping[str, Any],
         second: Mapping[str, Any], more: Mapping[str, Any] | None = None,
     ) -> list[Stage]:  # fmt: skip
-        """Denoising at the first stage's size, the upsampler, denoising at full size.
-
-        first, second: arguments of `denoise`; more: of both.
-        """
+        """Denoising at the first stage's size, the upsampler, denoising at full size. first,
+        second: arguments of `denoise`; more: of both."""
         half, full = self.geometry(model, self.factor(model)), self.geometry(model)
         more = more or {}
         return [
@@ -417,10 +413,8 @@ class Request:
         heard = sound and self.audio
         decoder = video_decoder(model, options.video_decoder)
         frames = decoding(decoder, geometry, model, options.vae_tiling, self.noise)
-        inset, made = (
-            self.inset(model, geometry),
-            pixel_frames(geometry.frames, geometry.time_factor),
-        )
+        inset = self.inset(model, geometry)
+        made = pixel_frames(geometry.frames, geometry.time_factor)
         over = made - self.seen_frames if self.has(SourceClip) else 0
         cut = Cut(inset or Inset(geometry.size_px, geometry.size_px), made - over)
         stages: list[Stage] = [Sound(geometry, self.num_videos)] if heard else []

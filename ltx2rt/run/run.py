@@ -149,10 +149,7 @@ def run_stages(session: Session, plan: Plan, watch: Stopwatch, state: State) -> 
 
 def timed(session: Session, plan: Plan, stream: TextIO | None = None) -> Plan:
     """The plan for as many frames as the model chooses for the prompt, where it is to; it was made
-    for the longest.
-
-    What encodes the prompt has run then, and the session remembers it.
-    """
+    for the longest. What encodes the prompt has run then, and the session remembers it."""
     if plan.request.auto_duration is None:
         return plan
     state, watch = State(), Stopwatch(stream, synchronize=session.backend.synchronize)

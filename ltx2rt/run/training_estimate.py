@@ -55,10 +55,7 @@ def training_flags(to: Any) -> None:
 
 def training_step(args: argparse.Namespace) -> tuple[Bucket, dict[str, Any]] | None:
     """The size of the clips and the flags of a training step, if one is asked for in place of a
-    run.
-
-    Raises InputError for flags of one that are given with the other.
-    """
+    run. Raises InputError for flags of one that are given with the other."""
     bucket = Training(**given_flags(args, Training)).train
     read = {name: x for name, x in vars(args).items() if name in READ}
     own = argparse.Namespace(**read)  # --audio of a run is another flag
@@ -107,10 +104,8 @@ def datasheet_step(
     if devices > 1 and not options.mesh and get_factory(kind.backend).process_per_device:
         options = replace(options, mesh={"data": devices})
     given: dict[str, Any] = {name: f.default for name, f in READ.items()} | dict(flags)
-    mode, scales = (
-        MODES[given["mode"]],
-        (given["reference_downscale"], given["reference_temporal_scale"]),
-    )
+    mode = MODES[given["mode"]]
+    scales = (given["reference_downscale"], given["reference_temporal_scale"])
     if not mode.reference and scales != (1, 1):
         raise InputError(
             f"--reference-downscale, --reference-temporal-scale: --mode {given['mode']} has no "

@@ -21,10 +21,7 @@ FRAME_BYTES_PER_PIXEL = dict.fromkeys(STILLS, 3.1) | {".exr": 6.2}  # at most: u
 
 def write_files(run: Run, files: Files) -> list[Path]:
     """Write the clips, which decodes their frames, and what else was asked for. A run that fails
-    leaves no file.
-
-    Returns the names of the clips; without any, that of the latents.
-    """
+    leaves no file. Returns the names of the clips; without any, that of the latents."""
     clips = files.clips(run.request.seeds)
     with ExitStack() as undo:
         for i, (output, *frames) in enumerate(clips):

@@ -179,10 +179,8 @@ def admit(
 
 
 def clashes(jobs: Iterable[tuple[Line, int, int]]) -> list[str]:
-    """A sentence for each job that would write a clip of an earlier one.
-
-    jobs: lines with the first seed and the number of clips.
-    """
+    """A sentence for each job that would write a clip of an earlier one. jobs: lines with the first
+    seed and the number of clips."""
     owners, wrong = dict[str, Line](), []
     for line, seed, count in jobs:
         for name in Results.names(line.id, seed, count):
@@ -292,11 +290,9 @@ class Results:
     @staticmethod
     def names(id: str, seed: int, count: int) -> list[str]:
         """Names of a job's clips, as `generate` names them."""
-        return (
-            [f"{id}.mp4"]
-            if count <= 1
-            else [f"{id}-{seed + number}.mp4" for number in range(count)]
-        )
+        if count <= 1:
+            return [f"{id}.mp4"]
+        return [f"{id}-{seed + number}.mp4" for number in range(count)]
 
     def keep(self, id: str, status: str, digest: str, files: Sequence[str], **facts: Any) -> None:
         """Enter what became of a job, whose clips have their names."""

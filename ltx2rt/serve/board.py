@@ -30,18 +30,13 @@ def log(event: str, **facts: Any) -> None:
 
 class Watcher:
     """Events of the jobs that a reader may see since the last look: one kind of event for each, the
-    latest.
-
-    previews: whether he wants pictures of those that run.
-    """
+    latest. previews: whether he wants pictures of those that run."""
 
     def __init__(self, wants: Callable[[str, str], bool], previews: bool = False):
-        self.wants, self.previews, self.news, self._some = (
-            wants,
-            previews,
-            dict[str, str](),
-            asyncio.Event(),
-        )
+        self.wants = wants
+        self.previews = previews
+        self.news = dict[str, str]()
+        self._some = asyncio.Event()
 
     def put(self, id: str, kind: str) -> None:
         # A segment says all that a step or a stage says, and readers that show segments wait for

@@ -59,10 +59,8 @@ def openapi(admission: Admission) -> dict[str, Any]:
     def at(**methods: Mapping[str, Any]) -> dict[str, Any]:
         return {method: {"responses": answers, **more} for method, more in methods.items()}
 
-    one, remix = (
-        {"parameters": [id]},
-        {"type": "object", "properties": {"prompt": {"type": "string"}}},
-    )
+    one = {"parameters": [id]}
+    remix = {"type": "object", "properties": {"prompt": {"type": "string"}}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "ltx2rt", "version": "1"},

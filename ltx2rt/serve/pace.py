@@ -17,9 +17,7 @@ class Pace:
 
     def of(self, work: float, least_s: float | None = None) -> tuple[float | None, str]:
         """Seconds of a run of so much work, None if unknown, and where the figure comes from.
-
-        least_s: a bound from below, from the device's data sheet.
-        """
+        least_s: a bound from below, from the device's data sheet."""
         if like := [took for done, took in self.runs if done == work][:LIKE]:
             times = (
                 f"{min(like):.3g} s" if len(like) == 1 else f"{min(like):.3g} to {max(like):.3g} s"

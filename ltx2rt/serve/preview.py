@@ -28,10 +28,7 @@ SPRITES = 4  # pictures along the side of a sprite sheet
 
 def fitted(session: Session) -> np.ndarray:
     """f32[C + 1, 3]: from normalised video latents, and 1, to RGB in [-1, 1]. The encoder's weights
-    are let go.
-
-    Raises InputError if the checkpoint has no video encoder.
-    """
+    are let go. Raises InputError if the checkpoint has no video encoder."""
     factor = session.config.video_vae.space_factor
     call = Call("video-encoder", (1, 3, 1, GRID * factor, GRID * factor))
     rows, colours = [], []
@@ -71,10 +68,8 @@ def picture_of(latents: np.ndarray, projection: np.ndarray) -> bytes:
 
 
 def sprite_sheet(path: Path) -> bytes:
-    """A JPEG of SPRITES**2 frames of a clip, evenly spaced, row by row.
-
-    Raises InputError, FileNotFoundError.
-    """
+    """A JPEG of SPRITES**2 frames of a clip, evenly spaced, row by row. Raises InputError,
+    FileNotFoundError."""
     path.stat()
     info = video_info(path, "--variant")
     size = _small(info.width, info.height)

@@ -26,13 +26,8 @@ from typing import Any
 
 from ltx2rt.errors import InputError
 
-QUEUED, RUNNING, COMPLETED, FAILED, CANCELLED = (
-    "queued",
-    "in_progress",
-    "completed",
-    "failed",
-    "cancelled",
-)
+QUEUED, RUNNING, COMPLETED, FAILED = "queued", "in_progress", "completed", "failed"
+CANCELLED = "cancelled"
 STATUSES = (QUEUED, RUNNING, COMPLETED, FAILED, CANCELLED)
 # deaths of replicas under one job; runs, with those that a dying server ended
 MAX_DEATHS, MAX_ATTEMPTS = (3, 10)
@@ -159,10 +154,8 @@ COLUMNS = ", ".join(f.name for f in fields(Job))
 
 
 def new_id(last: str = "") -> str:
-    """`video_` and a ULID: milliseconds in 48 bits, 80 random ones.
-
-    last: the id before; one that sorts after it is made even if the clock went back.
-    """
+    """`video_` and a ULID: milliseconds in 48 bits, 80 random ones. last: the id before; one that
+    sorts after it is made even if the clock went back."""
     number = (int(time.time() * 1000) << 80) | secrets.randbits(80)
     if JOB_ID.fullmatch(last):
         before = 0
@@ -333,10 +326,8 @@ class Queue:
         loras: str = "", priority: int = 0, key: str | None = None, remixed_from: str | None = None,
         id: str | None = None,
     ) -> Job:  # fmt: skip
-        """A new job; with a key that the user has used for the same digest, that one.
-
-        Raises Conflict, QueueFull.
-        """
+        """A new job; with a key that the user has used for the same digest, that one. Raises
+        Conflict, QueueFull."""
         with self._write() as db:
             if key and (known := self.keyed(user, key)):
                 return self._same(known, digest)
@@ -430,10 +421,8 @@ class Queue:
         return found[:limit], len(found) > limit
 
     def ahead(self, user: str, priority: int = 0, seq: int = LAST) -> tuple[int, float]:
-        """Estimated queue position of a job under fair sharing, and the work before it.
-
-        By default of a job that the user would send now.
-        """
+        """Estimated queue position of a job under fair sharing, and the work before it. By default
+        of a job that the user would send now."""
         order = "ORDER BY priority DESC, seq"
         rows = self._db.execute(
             "SELECT user, work, priority, seq, "
@@ -486,9 +475,7 @@ class Queue:
 
     def retry(self, id: str) -> Job | None:
         """Queue a job again that failed or was cancelled, in its old place, with all its attempts.
-
-        Another job stays as it is. Raises QueueFull.
-        """
+        Another job stays as it is. Raises QueueFull."""
         with self._write() as db:
             if (job := self.get(id)) is not None and job.status in (FAILED, CANCELLED):
                 self._require_room(job.user, job.job.get("n", 1))
@@ -680,10 +667,9 @@ class Queue:
     def due(self) -> list[WebhookEvent]:
         """The oldest event that is to be sent now, of each user with an address."""
         rows = self._db.execute(
-            "SELECT id, user, job, kind, created, tries, :now-since_s AS waited_s, MIN(due_s) "
-            "FROM events WHERE due_s<=:now "
-            "AND EXISTS (SELECT * FROM hooked WHERE hooked.user IN (events.user, :all)) "
-            "GROUP BY user ORDER BY due_s",
+            "SELECT id, user, job, kind, created, tries, :now-since_s AS waited_s, MIN(due_s) FROM "
+            "events WHERE due_s<=:now AND EXISTS (SELECT * FROM hooked WHERE hooked.user IN "
+            "(events.user, :all)) GROUP BY user ORDER BY due_s",
             {"now": self.uptime(), "all": EVERYBODY},
         )
         return [WebhookEvent(*tuple(row)[:-1]) for row in rows]

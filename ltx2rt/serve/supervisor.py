@@ -111,11 +111,9 @@ class Replica:
 
     @property
     def job(self) -> Job | None:
-        return (
-            self.claim.result()
-            if self.claim and self.claim.done() and not self.claim.cancelled()
-            else None
-        )
+        if self.claim and self.claim.done() and not self.claim.cancelled():
+            return self.claim.result()
+        return None
 
 
 class Supervisor:
@@ -136,13 +134,8 @@ class Supervisor:
         step_timeout_s: float = 120.0,
         back_off_s: float = 1.0,
     ):
-        self.command, self.store, self.folder, self.board, self.metrics = (
-            command,
-            store,
-            folder,
-            board,
-            metrics,
-        )
+        self.command, self.store, self.folder, self.board = command, store, folder, board
+        self.metrics = metrics
         self.environments, self.lora_folder = environments, lora_folder
         self.step_timeout_s, self.back_off_s = step_timeout_s, back_off_s
         self.replicas = [Replica(n) for n in range(len(environments))]

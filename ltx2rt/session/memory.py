@@ -149,10 +149,8 @@ class Memory:
         ]
         runs: dict[Hashable, tuple[Graph, int]] = {}
         for call in calls:
-            graph, times = (
-                self.as_run(self.graph(call)) if call.steps is None else loops[0].body,
-                call.times,
-            )
+            graph = self.as_run(self.graph(call)) if call.steps is None else loops[0].body
+            times = call.times
             runs[self.key(call)] = (graph, runs.get(self.key(call), (graph, 0))[1] + times)
         steps = max((call.steps or 1 for call in calls), default=1)
         return cost(Work(name, tuple(runs.values()), {}, steps, loops[0].before if loops else None))
@@ -381,9 +379,7 @@ class Memory:
         self, stages: Sequence[Needing], budget: int, worst: StageCost, warm: bool = False
     ) -> str:
         """Advice where a run needs more than `budget` bytes; flags are named if they make it fit.
-
-        worst: the stage that needs the most.
-        """
+        worst: the stage that needs the most."""
         tries: list[tuple[str, dict[str, Any]]] = []
         if self.asked.memory == "resident":
             tries += [("--memory auto", {"memory": "auto"})]

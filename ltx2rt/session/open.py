@@ -130,11 +130,8 @@ def with_mesh(options: ModelOptions, environment: Mapping[str, str] = os.environ
 
 
 def open_backend(options: ModelOptions) -> Backend:
-    """The backend that the options ask for. Raises InputError.
-
-    Without a mesh all TPUs are used, and all devices of several hosts, as the profile means them to
-    be.
-    """
+    """The backend that the options ask for. Raises InputError. Without a mesh all TPUs are used,
+    and all devices of several hosts, as the profile means them to be."""
     backend = get_backend(options.backend, options.device, options.mesh)
     factory = get_factory(backend.name)
     alone = (

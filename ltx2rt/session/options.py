@@ -360,10 +360,7 @@ class ModelOptions(PartFiles):
 
     def on_mesh(self, launched: int) -> dict[str, int]:
         """The mesh that the flags ask for; by default `tensor` takes each of the processes that
-        were launched.
-
-        Raises InputError where flags contradict each other or the launch.
-        """
+        were launched. Raises InputError where flags contradict each other or the launch."""
         check_bounds(self)
         if self.mesh and self.tp_size:
             raise InputError("--mesh and --tp-size say the same; give one of them")

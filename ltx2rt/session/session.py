@@ -209,9 +209,7 @@ class Session(Memory):
 
     def audit(self, stages: Sequence[Needing]) -> dict[str, list[Merge]]:
         """Compare every network that the stages call with the checkpoint, and every LoRA with both.
-
-        Returns what LoRAs will merge, by stage and in their order. Raises InputError.
-        """
+        Returns what LoRAs will merge, by stage and in their order. Raises InputError."""
         audited: dict[WeightsKey, list[Merge]] = {}
         found = {}
         for stage in stages:

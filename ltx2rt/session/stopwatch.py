@@ -73,12 +73,10 @@ class Stopwatch:
         total_work: float | None = None,
     ):
         self.stream, self.clock, self.synchronize = stream, clock, synchronize
-        self.observer, self.cancelled, self.agree, self.work = (
-            observer,
-            cancelled,
-            agree,
-            dict(work or {}),
-        )
+        self.observer = observer
+        self.cancelled = cancelled
+        self.agree = agree
+        self.work = dict(work or {})
         self.total_work = sum(self.work.values()) if total_work is None else total_work
         self.look = look
         self._bars = stream is not None and stream.isatty()

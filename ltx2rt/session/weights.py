@@ -117,12 +117,8 @@ class WeightStore:
     warm-up)."""
 
     def __init__(self, checkpoint: Checkpoint, backend: Backend, options: ModelOptions, dtype: str):
-        self.checkpoint, self.backend, self.options, self.dtype = (
-            checkpoint,
-            backend,
-            options,
-            dtype,
-        )
+        self.checkpoint, self.backend, self.options = checkpoint, backend, options
+        self.dtype = dtype
         self.loading: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self.loaded_bytes = 0
         self.again = False
@@ -228,10 +224,8 @@ class WeightStore:
         return self.source(call, loras).touched() if _merged(loras) else set()
 
     def of(self, call: Call, graph: Graph) -> Any:
-        """The call's weights on the device, loaded on first use.
-
-        With stage weights "reload" a network has one set at a time.
-        """
+        """The call's weights on the device, loaded on first use. With stage weights "reload" a
+        network has one set at a time."""
         key = call.weights
         if key in self.held and self.held[key].streamed != self.residence.streamed(key, graph):
             del self.held[key]  # it was loaded for a run that needed more room, or less

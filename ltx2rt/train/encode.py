@@ -138,10 +138,8 @@ def decoded(
         write_wav(path := path.with_suffix(".wav"), waveform, rate)
         return path
     options, config = session.options, session.config
-    state, decoder = (
-        State(video=latents["video"][None]),
-        video_decoder(config, options.video_decoder),
-    )
+    state = State(video=latents["video"][None])
+    decoder = video_decoder(config, options.video_decoder)
     stage = decoding(decoder, job.geometry(config), config, options.vae_tiling, Noise((0,)))
     stage.run(session, state, watch)
     write_mp4(

@@ -26,11 +26,8 @@ SIDES = ("width", "height")
 
 @dataclass(frozen=True)
 class ReferenceClip(SourceClip):
-    """A clip whose frames both stages see, with the one LoRA that has learnt it in both.
-
-    whole_px: pixels of a frame up to which the reference is encoded whole, however clips are
-    decoded.
-    """
+    """A clip whose frames both stages see, with the one LoRA that has learnt it in both. whole_px:
+    pixels of a frame up to which the reference is encoded whole, however clips are decoded."""
 
     whole_px: ClassVar[int] = 0
 

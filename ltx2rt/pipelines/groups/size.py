@@ -178,10 +178,8 @@ class Duration(Group):
         return found
 
     def lasting(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        """The number of frames: the longest, and a window, where the model is to choose.
-
-        A request that has that number and a window already keeps both. Raises InputError.
-        """
+        """The number of frames: the longest, and a window, where the model is to choose. A request
+        that has that number and a window already keeps both. Raises InputError."""
         count, asked = request.num_frames, request.auto_duration
         window, most = longest(asked, request.fps, model)
         if count is not None:
