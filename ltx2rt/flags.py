@@ -24,15 +24,11 @@ GROUPS = (  # titles in `--help`, in this order
     "pipeline", "network", "model", "clip", "conditioning", "guidance", "sampling", "training",
     "devices and memory", "server", "jobs", "output", "log",
 )  # fmt: skip
-COMMON = (
-    "model and pipeline",
-    "prompt and inputs",
-    "clip and output",
-    "hardware",
-)  # titles of the short help
-KINDS: dict[
-    Callable, tuple[str, str]
-] = {  # parsers: name of a value in `--help`, and what an error expects
+# titles of the short help
+COMMON = ("model and pipeline", "prompt and inputs", "clip and output", "hardware")
+MODEL, INPUTS, CLIP, HARDWARE = COMMON
+# parsers: name of a value in `--help`, and what an error expects
+KINDS: dict[Callable, tuple[str, str]] = {
     bool: ("", "True or False"),
     int: ("N", "a whole number"),
     float: ("X", "a number"),

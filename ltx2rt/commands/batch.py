@@ -46,10 +46,7 @@ class BatchOptions(Marks):
     """The flags of `batch` itself."""
 
     output_dir: Path = flag(
-        MISSING,
-        "folder for the clips, ID.mp4, and for results.jsonl",
-        group="output",
-        metavar="DIR",
+        MISSING, "folder for the clips, ID.mp4, and results.jsonl", group="output", metavar="DIR"
     )
     shard: str = flag("1/1", "run the I-th of N parts of the jobs", metavar="I/N")
     pipeline: str = flag(FIRST, "pipeline for jobs that name none", metavar="NAME")

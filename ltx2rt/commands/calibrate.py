@@ -61,9 +61,7 @@ class CalibrateOptions:
 
     output: Path = flag(MISSING, "JSON file for the plans", group="output")
     prompts: Path | None = flag(
-        None,
-        "text file of prompts, one a line; half of them are held out (default: 16 of our own)",
-        group="clip",
+        None, "text file of prompts, half of them held out (default: our own)", group="clip"
     )
     evaluations: tuple[int, ...] = flag(
         (),

@@ -31,7 +31,7 @@ from ltx2rt.commands.options import (
 )
 from ltx2rt.errors import InputError
 from ltx2rt.flags import (
-    COMMON,
+    MODEL,
     add_flag,
     add_flags,
     field_names,
@@ -172,19 +172,13 @@ class Sources:
         "draft is distilled at half the sides, standard the default, best is hq",
         group="pipeline",
         choices=tuple(PRESETS),
-        common=COMMON[0],
+        common=MODEL,
     )
     config: Path | None = flag(
-        None,
-        "TOML file with flags by their names; the command line comes first",
-        group="pipeline",
-        metavar="FILE",
+        None, "TOML file of flags; the command line wins", group="pipeline", metavar="FILE"
     )
     like: Path | None = flag(
-        None,
-        "take all settings of a clip that was made, seed and LoRAs among them, but the model",
-        group="pipeline",
-        metavar="CLIP",
+        None, "take the settings of a clip, but its model", group="pipeline", metavar="CLIP"
     )
 
 
@@ -249,7 +243,7 @@ def _shorten(to: Any, shown: type[Request]) -> None:
         ):
             chooses = f.metadata["flag"].help.removesuffix(" (required)")
             add_flag(to, f, help=f"{chooses}; chooses its pipeline")
-    shorten(to, titles | {"pipeline": COMMON[0]})
+    shorten(to, titles | {"pipeline": MODEL})
     to._option_string_actions[
         "--pipeline"
     ].help = f"{', '.join(pipelines())} (default: {shown.name}, or as the inputs ask)"

@@ -21,7 +21,7 @@ from ltx2rt.notes import note
 from ltx2rt.pipelines import FIRST
 from ltx2rt.serve.board import log
 from ltx2rt.serve.users import Users
-from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.options import MEMORY, ModelOptions
 from ltx2rt.system import require_posix
 
 flag = flags_of("server")
@@ -48,23 +48,17 @@ class ServeOptions:
     """The flags of `serve` itself."""
 
     data: Path = flag(
-        Path("ltx2rt-serve"),
-        "folder for the queue and the clips (default: ltx2rt-serve)",
-        metavar="DIR",
+        Path("ltx2rt-serve"), "folder of queue and clips (default: ltx2rt-serve)", metavar="DIR"
     )
     queue: Path | None = flag(
         None, "file of the queue, on a disk of this machine (default: jobs.db in --data)"
     )
     host: str = flag(
-        "127.0.0.1",
-        "address to listen on; one that other machines reach needs --token-file",
-        metavar="ADDRESS",
+        "127.0.0.1", "address to listen on; a public one needs --token-file", metavar="ADDRESS"
     )
     port: int = flag(8000, "port to listen on, 0 for any free one", least=0, most=65535)
     token_file: Path | None = flag(
-        None,
-        "file with a line `NAME TOKEN` or `NAME TOKEN operator` for each user, who sends "
-        "Authorization: Bearer TOKEN",
+        None, "file with a line `NAME TOKEN` or `NAME TOKEN operator` for each user"
     )
     webhooks: Path | None = flag(
         None,
@@ -76,19 +70,14 @@ class ServeOptions:
     )
     served_name: tuple[str, ...] = flag(
         (),
-        "names of the model for clients, the first in answers (default: its file's)",
+        "names for clients, the first answers (default: its file)",
         str,
         metavar="NAME",
         repeat=True,
     )
-    replicas: int = flag(
-        1, "number of workers, each with its own devices", group="devices and memory", least=1
-    )
+    replicas: int = flag(1, "number of workers, each with its own devices", group=MEMORY, least=1)
     workers: str = flag(
-        "here",
-        "run workers on this machine or on nodes of a Ray cluster",
-        group="devices and memory",
-        choices=PLACES,
+        "here", "run workers on this machine or on a Ray cluster", group=MEMORY, choices=PLACES
     )
     lora_folder: Path | None = flag(
         None, "folder of LoRAs that requests may name", group="model", name="--loras", metavar="DIR"
@@ -110,10 +99,7 @@ class ServeOptions:
         above=0,
     )
     max_upload: float = flag(
-        32e6,
-        "size of a request at most, in bytes (default: 32MB)",
-        parse_amount,
-        metavar="SIZE[KB|MB|GB]",
+        32e6, "bytes of a request at most (default: 32MB)", parse_amount, metavar="SIZE[KB|MB|GB]"
     )
     keep: float | None = flag(
         None,
@@ -129,18 +115,10 @@ class ServeOptions:
         metavar="SIZE[KB|MB|GB]",
     )
     step_timeout: float = flag(
-        120.0,
-        "seconds without a step after which a worker is replaced",
-        group="jobs",
-        metavar="S",
-        above=0,
+        120.0, "seconds without a step that end a worker", group="jobs", metavar="S", above=0
     )
     drain: float = flag(
-        600.0,
-        "seconds that running jobs get to end when the server stops",
-        group="jobs",
-        metavar="S",
-        least=0,
+        600.0, "seconds for running jobs when it stops", group="jobs", metavar="S", least=0
     )
     log_prompts: bool = flag(False, "write prompts to the log", group="log")
     quiet: bool = flag(False, "write no log", group="log")

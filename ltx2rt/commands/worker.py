@@ -18,7 +18,7 @@ from pathlib import Path
 from ltx2rt.backend import keep_compiled
 from ltx2rt.commands.generate import compiled_folder
 from ltx2rt.commands.options import model_options, run_flags, start_ranks
-from ltx2rt.flags import add_flags, flag, flag_like, given_flags
+from ltx2rt.flags import add_flags, flag_like, flags_of, given_flags
 from ltx2rt.pipelines import make_request
 from ltx2rt.pipelines.groups.text import Enhancing
 from ltx2rt.ranks.environment import LAUNCHER, die_with_parent
@@ -31,6 +31,8 @@ from ltx2rt.stages.stage import Stage
 from ltx2rt.system import require_posix
 from ltx2rt.weights.checkpoint import Checkpoint
 
+flag = flags_of("jobs")
+
 
 @dataclass(frozen=True)
 class Warm(Marks):
@@ -40,18 +42,13 @@ class Warm(Marks):
         (),
         "sizes to build and load for before the first job",
         parse_shape,
-        group="jobs",
         metavar="WIDTHxHEIGHTxFRAMES[:PIPELINE]",
         repeat=True,
     )
     prompt_enhancer: Path | None = flag_like(
-        Enhancing,
-        "prompt_enhancer",
-        help="folder of a Gemma 3 or Gemma 4; requests may then ask for `enhance_prompt`",
+        Enhancing, "prompt_enhancer", help="folder of a Gemma for requests with `enhance_prompt`"
     )
-    previews: bool = flag(
-        True, "show no previews of videos in progress", group="jobs", name="--no-previews"
-    )
+    previews: bool = flag(True, "show no previews of videos in progress", name="--no-previews")
 
 
 def flags(to: argparse.ArgumentParser) -> None:

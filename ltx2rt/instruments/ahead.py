@@ -27,7 +27,7 @@ from ltx2rt.placement.devices import DeviceKind, topology
 from ltx2rt.run.estimate import datasheet_session
 from ltx2rt.run.training_estimate import datasheet_step
 from ltx2rt.session.call import Call
-from ltx2rt.session.options import LoraSpec, ModelOptions
+from ltx2rt.session.options import MEMORY, LoraSpec, ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.stages.conditioning import ImageSpec
 from ltx2rt.stages.denoise import Denoise
@@ -46,10 +46,7 @@ class Target:
     """The programs to compile, and the devices to compile them for."""
 
     topology: str = flag(
-        MISSING,
-        "TPUs to compile for, such as v6e:2x4, tpu7x:2x2x1, v5p:2x2x1",
-        group="devices and memory",
-        metavar="GEN:CHIPS",
+        MISSING, "TPUs to compile for, such as v6e:2x4", group=MEMORY, metavar="GEN:CHIPS"
     )
     component: tuple[str, ...] = flag(
         (),
@@ -61,10 +58,7 @@ class Target:
         None, "stage whose denoise step to compile (default: both)", metavar="1|2", least=1, most=2
     )
     branches: int | None = flag(
-        None,
-        "number of guidance branches of a denoise step (default: 4 in stage 1, 1 in stage 2)",
-        least=1,
-        most=4,
+        None, "guidance branches of a step (default: 4 in stage 1, then 1)", least=1, most=4
     )
     times: bool = flag(
         False, "estimate each program's time by the compiler; takes longer", group="output"

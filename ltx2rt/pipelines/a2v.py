@@ -10,7 +10,7 @@ from typing import Any
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flags_of
+from ltx2rt.flags import INPUTS, flags_of
 from ltx2rt.media.sound import read_sound
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines.groups import NEW, PICTURES
@@ -40,21 +40,16 @@ class GivenSound(Group):
         asks="a2v",
         file="sound",
         kept=True,
-        common="prompt and inputs",
+        common=INPUTS,
     )
     audio_start_time: float = flag(
         0.0, "seconds of the sound to skip at its start", metavar="S", least=0
     )
     audio_max_duration: float | None = flag(
-        None,
-        "seconds of the sound to use at most (default: all, or as long as the clip)",
-        metavar="S",
-        above=0,
+        None, "seconds of the sound at most (default: all, or the clip's)", metavar="S", above=0
     )
     audio_fit: str = flag(
-        "error",
-        "refuse sound that is shorter than the clip, or pad it with silence",
-        choices=("error", "pad"),
+        "error", "refuse sound that is too short, or add silence", choices=("error", "pad")
     )
 
     heard_s: float | None = field(default=None, repr=False)

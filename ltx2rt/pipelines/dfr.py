@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import flags_of
 from ltx2rt.models.geometry import Geometry, latent_frames, pixel_frames
 from ltx2rt.pipelines.groups import NEW
 from ltx2rt.pipelines.groups.guidance import NEUTRAL
@@ -41,6 +41,8 @@ from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from ltx2rt.stages.stage import Stage
 from ltx2rt.stages.upsample import Upsample, UpsampleTime
 from ltx2rt.weights.lora import reference_factors
+
+flag = flags_of("sampling")
 
 SEGMENTS = (32, 24)  # pixel frames; of two that continue a clip alike the first
 ROUND_SIGMAS = DISTILLED_SIGMAS[4:]
@@ -100,7 +102,6 @@ class DFR(Request):
     temporal_upsample_rounds: int = flag(
         0,
         f"number of times that the frame rate is doubled, 0 to {MAX_ROUNDS}",
-        group="sampling",
         metavar="R",
         least=0,
         most=MAX_ROUNDS,

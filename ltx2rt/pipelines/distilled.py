@@ -10,7 +10,7 @@ from typing import Any
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import flags_of
 from ltx2rt.pipelines.groups import NAGGED, NEW, PICTURES, SEGMENTED
 from ltx2rt.pipelines.groups.images import Images
 from ltx2rt.pipelines.groups.size import Size
@@ -19,6 +19,8 @@ from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from ltx2rt.stages.stage import Stage
+
+flag = flags_of("sampling")
 
 
 class Distilled(Request):
@@ -32,10 +34,7 @@ class Distilled(Request):
     )  # fmt: skip
 
     stage2_sampler: str = flag(
-        "euler",
-        "sampler of stage 2; ancestral adds noise at each step, LTX-2.5",
-        group="sampling",
-        choices=("euler", "ancestral"),
+        "euler", "sampler of stage 2; ancestral: LTX-2.5", choices=("euler", "ancestral")
     )
 
     def resolved(self, model: ModelConfig) -> Any:

@@ -48,12 +48,7 @@ class Extend(Request):
     about: ClassVar = {"video_path": "clip to continue; its size and rate are kept (required)"}
 
     extend_frames: int | None = flag(
-        None,
-        "number of frames to add, 8k; with --join 8k - 1 (default: 96 or 95)",
-        asks="extend",
-        group="clip",
-        least=7,
-        most=10**6,
+        None, "frames to add, 8k, or 8k - 1 (default: 96, 95)", asks="extend", least=7, most=10**6
     )
     seconds: float | None = flag_like(
         Length, "seconds", help="seconds to add, rounded to 8 frames, in place of --extend-frames"
@@ -66,25 +61,13 @@ class Extend(Request):
     )
     before: bool = flag(False, "add the frames before the clip", asks="extend")
     join: Path | None = flag(
-        None,
-        "second clip, of the same size and rate, to lead to from the end of the first",
-        asks="extend",
-        file="video",
-        kept=True,
+        None, "second clip of the same size and rate", asks="extend", file="video", kept=True
     )
     loop: int | None = flag(
-        None,
-        "lead from the end of the clip back to its first frame, in 8G - 1 frames",
-        asks="extend",
-        metavar="G",
-        least=1,
-        most=10**5,
+        None, "add 8G - 1 frames back to the first", asks="extend", metavar="G", least=1, most=10**5
     )
     crossfade: bool = flag(
-        True,
-        "keep every frame of the clip as it is; otherwise up to 8 are blended at a seam",
-        group="output",
-        name="--no-crossfade",
+        True, "keep all frames; else up to 8 are blended at a seam", name="--no-crossfade"
     )
     other: VideoInfo | None = field(default=None, repr=False)
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import flags_of
 from ltx2rt.pipelines.groups import NEW, PICTURES, SEGMENTED
 from ltx2rt.pipelines.groups.guidance import Guidance
 from ltx2rt.pipelines.groups.images import Images
@@ -19,6 +19,8 @@ from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import NO_LORA, ModelOptions
 from ltx2rt.stages.schedule import STAGE2_SIGMAS, shifted_sigmas
 from ltx2rt.stages.stage import Stage
+
+flag = flags_of("sampling")
 
 SCALES = Guidance(video_stg=0.0, audio_stg=0.0, video_rescale=0.45, audio_rescale=1.0)
 
@@ -44,12 +46,8 @@ class HQ(Request):
         for side, px in zip(("width", "height"), LargeSize.usual, strict=True)
     }
 
-    distilled_lora_strength_stage_1: float = flag(
-        0.25, "strength of the distilled LoRA in stage 1", group="sampling"
-    )
-    distilled_lora_strength_stage_2: float = flag(
-        0.5, "strength of the distilled LoRA in stage 2", group="sampling"
-    )
+    distilled_lora_strength_stage_1: float = flag(0.25, "strength of the distilled LoRA in stage 1")
+    distilled_lora_strength_stage_2: float = flag(0.5, "strength of the distilled LoRA in stage 2")
 
     def check_options(self, options: ModelOptions) -> None:
         super().check_options(options)

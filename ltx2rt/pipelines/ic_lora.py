@@ -73,11 +73,7 @@ class ICLora(Request):
         file="video",
     )
     conditioning_attention_strength: float = flag(
-        1.0,
-        "strength of attention between the clip and its references, 0 to 1",
-        metavar="A",
-        least=0,
-        most=1,
+        1.0, "attention between the clip and its references, 0 to 1", metavar="A", least=0, most=1
     )
     conditioning_attention_mask: Path | None = flag(
         None, "video that is black where the clip must not attend to its references", file="video"
@@ -86,10 +82,7 @@ class ICLora(Request):
         False, "stop after stage 1, at half the width and height", group="sampling"
     )
     audio_from: str | None = flag(
-        None,
-        "stage whose sound is kept (default: the last one)",
-        group="sampling",
-        choices=("stage1", "stage2"),
+        None, "stage of the sound (default: last)", group="sampling", choices=("stage1", "stage2")
     )
 
     def check(self) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import flags_of
 from ltx2rt.pipelines.given_clip import GIVEN_CLIP, denoise_once, file_sound, file_video
 from ltx2rt.pipelines.groups.mask import Mask
 from ltx2rt.pipelines.groups.segments import Segments
@@ -25,6 +25,8 @@ from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.region import FILLS, Compose, Region, RegionVideo
 from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.stage import Stage
+
+flag = flags_of("conditioning")
 
 
 class Inpaint(Request):
@@ -42,7 +44,6 @@ class Inpaint(Request):
     mask_fill: str = flag(
         "mean",
         "view of the pixels to make: the mean of the frame, green, or none to see the clip itself",
-        group="conditioning",
         choices=FILLS,
     )
     cells: np.ndarray | None = field(default=None, repr=False, compare=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ltx2rt.config import ModelConfig
-from ltx2rt.flags import flag
+from ltx2rt.flags import flags_of
 from ltx2rt.pipelines.groups import GUIDED, NEW, PICTURES, SEGMENTED
 from ltx2rt.pipelines.groups.images import Images
 from ltx2rt.pipelines.groups.size import Size
@@ -14,15 +14,15 @@ from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.stage import Stage
 
+flag = flags_of("sampling")
+
 
 class OneStage(Request):
     name = "one-stage"
     summary = "guided at full size"
     groups = (*NEW, Size(), Images(), *PICTURES, *GUIDED, *SEGMENTED)
 
-    audio_from: str = flag(
-        "stage1", "stage whose sound is kept", group="sampling", choices=("stage1",)
-    )
+    audio_from: str = flag("stage1", "stage whose sound is kept", choices=("stage1",))
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         full, sigmas = self.geometry(model), shifted_sigmas(self.steps)

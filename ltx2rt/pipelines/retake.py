@@ -47,28 +47,16 @@ class Retake(Request):
     }
 
     start_time: float | None = flag(
-        None,
-        "start of the part to regenerate, in seconds (required)",
-        asks="retake",
-        metavar="S",
-        least=0,
+        None, "start of the part, in seconds (required)", asks="retake", metavar="S", least=0
     )
     end_time: float | None = flag(
-        None,
-        "end of the part to regenerate, in seconds (required)",
-        asks="retake",
-        metavar="S",
-        least=0,
+        None, "end of the part, in seconds (required)", asks="retake", metavar="S", least=0
     )
     keep: str | None = flag(
-        None,
-        "keep all of the video, or all of the sound (default: regenerate both)",
-        choices=MODALITIES,
+        None, "keep all of the video or of the sound (default: remake both)", choices=MODALITIES
     )
     keep_source: bool = flag(
-        True,
-        "let the frames and sound outside the part pass the VAEs, in place of the file's own",
-        name="--no-keep-source",
+        True, "have the VAEs' frames and sound outside the part", name="--no-keep-source"
     )
 
     @property

@@ -13,7 +13,7 @@ from typing import Any
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import flags_of
 from ltx2rt.pipelines.given_clip import denoise_once, file_sound, file_video, schedule
 from ltx2rt.pipelines.groups import FROM_CLIP
 from ltx2rt.pipelines.groups.guidance import ByChoice, Guidance, Nag
@@ -27,6 +27,8 @@ from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.schedule import from_level
 from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.stage import Stage
+
+flag = flags_of("conditioning")
 
 
 class VideoToVideo(Request):
@@ -42,18 +44,12 @@ class VideoToVideo(Request):
     )  # fmt: skip
 
     noise_level: float = flag(
-        0.725,
-        "noise level to start from, 1 to keep nothing of the clip",
-        asks="v2v",
-        group="conditioning",
-        above=0,
-        most=1,
+        0.725, "noise level to start from, 1 to keep nothing", asks="v2v", above=0, most=1
     )
     sound: str | None = flag(
         None,
         "keep the clip's sound, mix it with noise as well, or make new sound for the clip first "
         "(default: keep; a silent clip stays silent)",
-        group="conditioning",
         choices=("keep", "noise", "new"),
     )
 

@@ -36,19 +36,11 @@ class Devices:
     """Devices to plan for; they need not be here."""
 
     device_kind: str = flag(
-        MISSING,
-        "kind of devices, in any spelling: H100, RTX 4090, v6e, 8xh100, v6e-8; an unknown one lists "
-        "all",
-        group=MEMORY,
-        metavar="KIND",
+        MISSING, "such as H100, RTX 4090, 8xh100 or v6e-8", group=MEMORY, metavar="KIND"
     )
     devices: int = flag(1, "number of devices", group=MEMORY, least=1, most=MAX_DEVICES)
     price: float | None = flag(
-        None,
-        "price of a device for an hour: clips an hour, and the price of each",
-        group=MEMORY,
-        metavar="X",
-        above=0,
+        None, "price of a device for an hour, to tell a clip's", group=MEMORY, metavar="X", above=0
     )
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 
 from ltx2rt.atomic_file import check_outputs, replacing
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flags_of
+from ltx2rt.flags import CLIP, flags_of
 from ltx2rt.media.output import NUMBER, check_output, check_signed, is_part
 from ltx2rt.media.provenance import Signature, read_signature
 from ltx2rt.notes import note
@@ -36,10 +36,7 @@ class Marks:
         True, "leave out the mark that a model made the file (XMP)", name="--no-provenance"
     )
     sign: Signature | None = flag(
-        None,
-        "certificate and key, PEM files, that sign the file (C2PA)",
-        parse_signature,
-        metavar=("CERT", "KEY"),
+        None, "PEM files that sign the file (C2PA)", parse_signature, metavar=("CERT", "KEY")
     )
 
     def check_marks(self, outputs: Iterable[Path] = ()) -> None:
@@ -64,15 +61,12 @@ class Files(Marks):
         name="--output",
         repeat=True,
         marks="last",
-        common="clip and output",
+        common=CLIP,
     )
     warmup: bool = flag(False, "run each stage's step once before it is timed", group="log")
     latents_out: Path | None = flag(None, "safetensors file for every latent of the run")
     preview: Path | None = flag(
-        None,
-        "JPEG of the middle frame, written anew after every fourth step",
-        group="output",
-        metavar="FILE",
+        None, "JPEG of the middle frame, after every fourth step", metavar="FILE"
     )
     report: Path | None = flag(None, "JSON file for times, memory and versions", group="log")
     quiet: bool = flag(False, "print only errors and the names of the files", group="log")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ltx2rt.errors import InputError
-from ltx2rt.flags import check_bounds, flag
+from ltx2rt.flags import HARDWARE, MODEL, check_bounds, flag
 from ltx2rt.graph.encodings import QUANTISED
 from ltx2rt.placement.mesh import MESH_AXES, canonical
 from ltx2rt.weights.distilled import KINDS
@@ -161,7 +161,7 @@ class Model:
         parse_part,
         group="model",
         metavar="PATH|ORG/NAME[@REVISION]",
-        common="model and pipeline",
+        common=MODEL,
         marks="prepare train toml",
     )
 
@@ -212,13 +212,11 @@ class ModelOptions(PartFiles):
         name="--lora",
         metavar="FILE|FOLDER[:STRENGTH[:stage1|stage2]]",
         repeat=True,
-        common="model and pipeline",
+        common=MODEL,
         marks="plan compile",
     )
     lora_allow_partial: bool = flag(
-        False,
-        "merge what fits of a LoRA of another release, or with keys that the model lacks",
-        group="model",
+        False, "merge what fits of a LoRA of another release or with unknown keys", group="model"
     )
     lora_mode: str = flag(
         "merged",
@@ -245,7 +243,7 @@ class ModelOptions(PartFiles):
     )
     device: str = flag(
         "auto",
-        "device to run on: auto, cpu, cuda or tpu",
+        "device: auto, cpu, cuda or tpu",
         group=MEMORY,
         metavar="NAME",
         marks="prepare train",
@@ -264,10 +262,7 @@ class ModelOptions(PartFiles):
         marks="plan compile",
     )
     layers: str = flag(
-        "scan",
-        "run the transformer's blocks as a loop, or write them out (unrolled)",
-        group=MEMORY,
-        choices=("scan", "unrolled"),
+        "scan", "loop over blocks, or write them out", group=MEMORY, choices=("scan", "unrolled")
     )
     compile: bool = flag(
         False, "compile the transformer's block with PyTorch Inductor", group=MEMORY
@@ -278,7 +273,7 @@ class ModelOptions(PartFiles):
         "memory, which changes no number; resident refuses the run",
         group=MEMORY,
         choices=("auto", "resident"),
-        common="hardware",
+        common=HARDWARE,
         marks="plan train",
     )
     max_memory: float | None = flag(
@@ -317,10 +312,10 @@ class ModelOptions(PartFiles):
     )
     num_gpus: int | None = flag(
         None,
-        "number of GPUs; starts a process for each (PyTorch)",
+        "number of GPUs, each with a process",
         group=MEMORY,
         least=1,
-        common="hardware",
+        common=HARDWARE,
         marks="train",
     )
     tp_size: int | None = flag(
@@ -334,16 +329,10 @@ class ModelOptions(PartFiles):
         marks="plan compile",
     )
     config_from: Path | None = flag(
-        None,
-        "complete file of the release, for the config and parts that --model lacks",
-        group="model",
-        marks="prepare train toml",
+        None, "complete file, for what --model lacks", group="model", marks="prepare train toml"
     )
     offline: bool = flag(
-        False,
-        "use only files already in the Hugging Face cache",
-        group="model",
-        marks="prepare train",
+        False, "use only files that are here already", group="model", marks="prepare train"
     )
     assume: str | None = flag(
         None,

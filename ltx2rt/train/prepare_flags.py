@@ -26,11 +26,7 @@ class PrepareRequest:
         marks="computed",
     )
     output: Path = flag(
-        MISSING,
-        "folder for the cache, new or its own",
-        group="output",
-        metavar="CACHE",
-        marks="computed",
+        MISSING, "folder for the cache", group="output", metavar="CACHE", marks="computed"
     )
     buckets: tuple[Bucket, ...] = flag(
         (),
@@ -48,21 +44,13 @@ class PrepareRequest:
         parse_rate,
         metavar="keep|N",
     )
-    clips: str = flag(
-        "first",
-        "part of a longer clip: its first frames, its middle, or all whole pieces",
-        choices=("first", "middle", "all"),
-    )
+    clips: str = flag("first", "part of a longer clip", choices=("first", "middle", "all"))
     crop: str = flag(
-        "centre",
-        "place of what a clip of another aspect ratio keeps; random depends on its name alone",
-        choices=("centre", "random"),
+        "centre", "place of the cut; random is by the clip's name", choices=("centre", "random")
     )
     no_upscale: bool = flag(False, "skip clips that are smaller than every bucket")
     audio: str = flag(
-        "auto",
-        "sound of the clips: auto takes what there is, required refuses silent clips",
-        choices=("auto", "none", "required"),
+        "auto", "sound of the clips; required: of all of them", choices=("auto", "none", "required")
     )
     audio_durations: tuple[float, ...] = flag(
         (),
@@ -75,18 +63,10 @@ class PrepareRequest:
         most=60,
     )
     reference_downscale: int = flag(
-        1,
-        "factor by which references of an IC-LoRA are smaller than the clip",
-        least=1,
-        most=8,
-        marks="computed plan",
+        1, "factor by which references are smaller", least=1, most=8, marks="computed plan"
     )
     reference_temporal_scale: int = flag(
-        1,
-        "factor by which references of an IC-LoRA have fewer frames",
-        least=1,
-        most=8,
-        marks="computed plan",
+        1, "factor by which references have fewer frames", least=1, most=8, marks="computed plan"
     )
     trigger: str | None = flag(None, "word to put before every caption", metavar="WORD")
     caption_column: str | None = flag(
@@ -96,17 +76,10 @@ class PrepareRequest:
         None, "column of a table with the clips (default: found)", metavar="NAME"
     )
     vae_tiling: str = flag(
-        "off",
-        "encode a clip whole, or in tiles of 80 frames and 768 pixels, which take less memory",
-        choices=("off", "auto"),
-        bare="auto",
+        "off", "encode in tiles, which take less memory", choices=("off", "auto"), bare="auto"
     )
     held_out: float = flag(
-        0.05,
-        "share of the samples that a run measures and does not train on; at least one of ten",
-        least=0,
-        most=0.5,
-        marks="computed",
+        0.05, "share of samples to measure, not to train on", least=0, most=0.5, marks="computed"
     )
     skip_bad: bool = flag(False, "leave out clips that cannot be used, and list them")
     verify: int = flag(0, "number of samples to decode into CACHE/verify", least=0)

@@ -117,11 +117,7 @@ class TrainRequest:
         marks="free",
     )
     output: Path = flag(
-        MISSING,
-        "folder for the run; the same command again continues it",
-        group="output",
-        metavar="RUN",
-        marks="free",
+        MISSING, "folder; the same command goes on", group="output", metavar="RUN", marks="free"
     )
     mode: str = flag(
         "i2v",
@@ -152,20 +148,13 @@ class TrainRequest:
     )
     rank: int = flag(32, "rank of the LoRA", least=1, most=1024, marks="shapes plan")
     audio_rank: int | None = flag(
-        None,
-        "rank of the sound's own linears (default: --rank)",
-        least=1,
-        most=1024,
-        marks="shapes",
+        None, "rank of the sound's linears (default: --rank)", least=1, most=1024, marks="shapes"
     )
     init: Path | None = flag(
         None, "LoRA file to begin with; one of a smaller rank is widened", marks="free"
     )
     alpha: float | None = flag(
-        None,
-        "factor of the LoRA, times its rank (default: --rank, a factor of 1)",
-        above=0,
-        most=1e4,
+        None, "factor of the LoRA, times its rank (default: --rank, which is 1)", above=0, most=1e4
     )
     lr: float | None = flag(
         None, "learning rate of AdamW (default: 1e-4, for t2a and ic-lora 2e-4)", above=0, most=1
@@ -178,11 +167,7 @@ class TrainRequest:
     )
     warmup: int = flag(0, "steps in which the learning rate rises from zero", least=0)
     steps: int | None = flag(
-        None,
-        "steps of the optimiser (default: 2000, for t2a and ic-lora 3000)",
-        least=1,
-        most=10**6,
-        marks="free",
+        None, "steps (default: 2000, for t2a and ic-lora 3000)", least=1, most=10**6, marks="free"
     )
     batch: int = flag(
         1, "samples of each device of the mesh axis data", least=1, most=1024, marks="free plan"
@@ -192,17 +177,10 @@ class TrainRequest:
     )
     weight_decay: float = flag(0.01, "weight decay of AdamW", least=0, most=1)
     betas: tuple[float, float] = flag(
-        (0.9, 0.999),
-        "decay of both moments of AdamW (default: 0.9,0.999)",
-        parse_betas,
-        metavar="B1,B2",
+        (0.9, 0.999), "decays of AdamW's moments (default: 0.9,0.999)", parse_betas, metavar="B1,B2"
     )
     ema: float | None = flag(
-        None,
-        "decay of an average of the LoRA, which is written beside it (default: none)",
-        above=0,
-        most=0.999999,
-        marks="plan",
+        None, "decay of an averaged LoRA, written as well", above=0, most=0.999999, marks="plan"
     )
     max_grad_norm: float = flag(
         1.0, "largest norm of the gradient; a larger one is scaled down", above=0, most=1e6
@@ -225,10 +203,7 @@ class TrainRequest:
         metavar="N:P",
     )
     mask: float | None = flag(
-        None,
-        "share of the clips of which what their mask covers is given (default: by --mode)",
-        least=0,
-        most=1,
+        None, "share of the clips whose masked part is given (default: by --mode)", least=0, most=1
     )
     crop: tuple[int, int, int, int, float] | None = flag(
         None,
@@ -247,21 +222,13 @@ class TrainRequest:
         choices=("shifted", "uniform", "logit"),
     )
     sigma_shift: float | None = flag(
-        None,
-        "mean of the noise levels' logits, or auto (default: auto, by the number of tokens)",
-        parse_shift,
-        metavar="auto|X",
+        None, "mean of the noise levels' logits (default: by tokens)", parse_shift, metavar="auto|X"
     )
     sigma_range: tuple[float, float] = flag(
-        (0.0, 1.0),
-        "range that noise levels are scaled to (default: 0,1)",
-        parse_range,
-        metavar="A,B",
+        (0.0, 1.0), "range of the noise levels (default: 0,1)", parse_range, metavar="A,B"
     )
     audio_sigma: str = flag(
-        "independent",
-        "noise level of the sound: its own, or the picture's",
-        choices=("independent", "shared"),
+        "independent", "noise level of the sound", choices=("independent", "shared")
     )
     video_loss: float = flag(1.0, "weight of the picture's loss", least=0, most=1e6)
     audio_loss: float = flag(1.0, "weight of the sound's loss", least=0, most=1e6)
@@ -273,19 +240,13 @@ class TrainRequest:
         metavar="off|RATIO",
     )
     sound_share: float | None = flag(
-        None,
-        "share of the drawn samples that have sound (default: as in the data)",
-        least=0,
-        most=1,
+        None, "share of samples with sound (default: as in the data)", least=0, most=1
     )
     caption_dropout: float = flag(
         0.0, "share of the captions replaced by the empty one", least=0, most=1
     )
     lora_dropout: float = flag(
-        0.0,
-        "share of the numbers that each matrix A of the LoRA reads as zero, others in each step",
-        least=0,
-        most=0.99,
+        0.0, "share of its inputs that each matrix A drops", least=0, most=0.99
     )
     remat: str = flag(
         "block",
@@ -324,17 +285,10 @@ class TrainRequest:
         False, "resume to the bit on GPUs, too, where steps are then slower", marks="free"
     )
     tensorboard: Path | None = flag(
-        None,
-        "folder for the metrics in TensorBoard's format, by its own writer",
-        group="output",
-        metavar="DIR",
-        marks="free",
+        None, "folder for TensorBoard", group="output", metavar="DIR", marks="free"
     )
     json: bool = flag(
-        False,
-        "print the metrics of every step as a line of JSON",
-        group="output",
-        marks="free once",
+        False, "print each step's metrics as a line of JSON", group="output", marks="free once"
     )
     allow_change: bool = flag(
         False, "continue a run with other flags than it was begun with", marks="free once"

@@ -119,9 +119,7 @@ class ByChoice(Group):
     """Steps are guided only if asked for; else flags of guidance are refused."""
 
     guided: bool = flag(
-        False,
-        "run --steps guided steps of a full model, in place of 8 distilled ones",
-        group="sampling",
+        False, "run --steps guided steps in place of 8 distilled ones", group="sampling"
     )
 
     def check(self, request: Any) -> None:

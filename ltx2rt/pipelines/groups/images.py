@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flags_of
+from ltx2rt.flags import INPUTS, flags_of
 from ltx2rt.media.hdr import SPACES, TRANSFERS, HighRange, image_px, is_exr
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines.groups.group import Group
@@ -101,19 +101,13 @@ class Images(Group):
         metavar="FILE[:FRAME[:STRENGTH]]",
         repeat=True,
         file="image",
-        common="prompt and inputs",
+        common=INPUTS,
     )
     latents_in: Path | None = flag(
-        None,
-        "safetensors file with image.0, image.1, ..., latents for --image "
-        "latent:K:FRAME[:STRENGTH]",
-        file="tensors",
+        None, "file of image.0, image.1 ..., latents for --image latent:K", file="tensors"
     )
     image_crf: int | None = flag(
-        None,
-        "H.264 compression of images before use, 0 for none (default: 33; LTX-2.5: 18)",
-        least=0,
-        most=51,
+        None, "H.264 compression of images, 0 for none (default: 33; 2.5: 18)", least=0, most=51
     )
 
     def check(self, request: Any) -> None:
@@ -231,10 +225,7 @@ class Hdr(Group):
         choices=SPACES,
     )
     hdr_transfer: str = flag(
-        TRANSFERS[0],
-        "curve of *.mp4 and *.mov of --hdr: hlg, or pq, where 1 is 203 cd/m2",
-        group="output",
-        choices=TRANSFERS,
+        TRANSFERS[0], "curve of *.mp4 and *.mov of --hdr", group="output", choices=TRANSFERS
     )
 
     def check(self, request: Any) -> None:

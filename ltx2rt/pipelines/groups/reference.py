@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import flags_of
 from ltx2rt.media.video import video_info
 from ltx2rt.models.geometry import Geometry, latent_frames, pixel_frames
 from ltx2rt.pipelines.groups.size import check_step, parse_fps
@@ -21,6 +21,8 @@ from ltx2rt.stages.source_video import SourceVideo, usable_frames
 from ltx2rt.stages.tiling import plan_encoder_tiles
 from ltx2rt.weights.lora import reference_factors
 
+flag = flags_of("conditioning")
+
 SIDES = ("width", "height")
 
 
@@ -32,11 +34,7 @@ class ReferenceClip(SourceClip):
     whole_px: ClassVar[int] = 0
 
     reference_strength: float = flag(
-        1.0,
-        "strength of the clip's frames as a reference, 1 to keep them as they are",
-        group="conditioning",
-        least=0,
-        most=1,
+        1.0, "strength of the clip as a reference, 1 as it is", least=0, most=1
     )
 
     def check(self, request: Any) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag
+from ltx2rt.flags import CLIP, flags_of
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.session.options import ModelOptions
+
+flag = flags_of("sampling")
 
 SEED_LIMIT = 2**63
 MAX_VIDEOS = 128  # in one batch; each takes a plan 0.1 s
@@ -23,13 +25,7 @@ def draw_seed() -> int:
 
 @dataclass(frozen=True)
 class Seed(Group):
-    seed: int | None = flag(
-        None,
-        "random seed (default: a random one, which is reported)",
-        group="sampling",
-        least=0,
-        common="clip and output",
-    )
+    seed: int | None = flag(None, "random seed (default: drawn and reported)", least=0, common=CLIP)
 
     def check(self, request: Any) -> None:
         if self.seed is not None and self.seed > SEED_LIMIT - request.num_videos:
@@ -42,21 +38,14 @@ class Seed(Group):
 @dataclass(frozen=True)
 class NoiseFile(Group):
     noise_in: Path | None = flag(
-        None,
-        "safetensors file with the noise to use, in place of the seed's",
-        group="sampling",
-        file="tensors",
+        None, "safetensors file of noise to use in place of the seed's", file="tensors"
     )
 
 
 @dataclass(frozen=True)
 class Videos(Group):
     num_videos: int = flag(
-        1,
-        "number of videos, with seeds N, N+1, ..., each in its own FILE-SEED.mp4",
-        group="clip",
-        least=1,
-        most=MAX_VIDEOS,
+        1, "videos, with seeds N, N+1 ..., in FILE-SEED.mp4", group="clip", least=1, most=MAX_VIDEOS
     )
 
     def check_options(self, request: Any, options: ModelOptions) -> None:

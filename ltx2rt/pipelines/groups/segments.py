@@ -120,10 +120,7 @@ class Segments(Group):
         typed=False,
     )
     overlap: int = flag(
-        25,
-        "number of frames that a segment sees and repeats of the one before, 8k + 1",
-        least=9,
-        most=97,
+        25, "frames of the segment before that a segment repeats, 8k+1", least=9, most=97
     )
     segment_seeds: tuple[SegmentSeed, ...] = flag(
         (),
@@ -135,23 +132,13 @@ class Segments(Group):
         repeat=True,
     )
     cut: tuple[int, ...] = flag(
-        (),
-        "segments that begin anew, with nothing of the one before, such as 3,5",
-        parse_numbers,
-        metavar="LIST",
-        json="array",
+        (), "segments that begin anew, such as 3,5", parse_numbers, metavar="LIST", json="array"
     )
     colour_lock: float = flag(
-        0.0,
-        "how far the colours and contrasts of segments are held to those of the first, 0 to 1",
-        least=0,
-        most=1,
+        0.0, "how far segments keep the first one's colours, 0 to 1", least=0, most=1
     )
     anchor: float = flag(
-        0.0,
-        "strength of the first frame as a guide before each later segment, 0 for none",
-        least=0,
-        most=1,
+        0.0, "strength of the first frame before later segments, 0: none", least=0, most=1
     )
     parts_folder: Path | None = field(default=None, repr=False)
     number: int = field(default=0, repr=False)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flags_of
+from ltx2rt.flags import CLIP, flags_of
 from ltx2rt.pipelines.groups.group import Group, refuse_beside
 from ltx2rt.stages.duration import NO_LENGTH, chooses_length, longest
 
@@ -100,16 +100,13 @@ class Size(Pixels):
     multiple: ClassVar[int] = 1
 
     width: int = flag(
-        None,
-        "width of the video, in pixels; from the first image if there is one (default: 768)",
-        most=MAX_SIDE_PX,
-        common="clip and output",
+        None, "width in pixels, or by the first image (default: 768)", most=MAX_SIDE_PX, common=CLIP
     )
     height: int = flag(
         None,
-        "height of the video, in pixels; from the first image if there is one (default: 512)",
+        "height in pixels, or by the first image (default: 512)",
         most=MAX_SIDE_PX,
-        common="clip and output",
+        common=CLIP,
     )
 
     def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
@@ -195,10 +192,7 @@ class Duration(Group):
 @dataclass(frozen=True)
 class Length(Duration):
     num_frames: int = flag(
-        None,
-        "number of frames, 8k+1 (default: 121; LTX-2.5: chosen by the prompt)",
-        most=MAX_FRAMES,
-        common="clip and output",
+        None, "frames, 8k+1 (default: 121; LTX-2.5: by the prompt)", most=MAX_FRAMES, common=CLIP
     )
     seconds: float | None = flag(
         None,
@@ -207,7 +201,7 @@ class Length(Duration):
         metavar="S",
         above=0,
         most=MAX_SECONDS,
-        common="clip and output",
+        common=CLIP,
     )
     fps: Fraction = flag(
         Fraction(24),

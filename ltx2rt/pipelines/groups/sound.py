@@ -51,9 +51,7 @@ class NewSound(Group):
     """Sound of a given clip: the file's, or what the model makes."""
 
     sound: str | None = flag(
-        None,
-        "keep the clip's sound, or make new sound (default: keep; a silent clip stays silent)",
-        choices=("keep", "new"),
+        None, "keep the clip's sound or silence, or make new sound", choices=("keep", "new")
     )
 
 
@@ -104,9 +102,7 @@ class Voice(Group):
     """Stage 1 makes the sound in that voice, which a second stage keeps."""
 
     voice: Path | None = flag(
-        None,
-        "speech in the voice that the clip's speaker has, some 5 s, for an ID-LoRA",
-        file="sound",
+        None, "some 5 s of speech in the speaker's voice, for an ID-LoRA", file="sound"
     )
     voice_guidance: float = flag(
         3.0, "scale of guidance by --voice for sound, 0 for none", group="guidance", least=0

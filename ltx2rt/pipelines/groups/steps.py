@@ -9,7 +9,7 @@ from typing import Any
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flags_of, spelling
+from ltx2rt.flags import CLIP, flags_of, spelling
 from ltx2rt.models.step_plan import StepPlan
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.pipelines.step_plans import PlanFile, parse_step_plan, read
@@ -42,10 +42,10 @@ def parse_interval(text: str | Sequence[float]) -> tuple[float, float]:
 class Steps(Group):
     steps: int | None = flag(
         None,
-        "denoising steps of the guided stage (default: 40 for LTX-2.0, else 30)",
+        "guided steps (default: 40 for LTX-2.0, else 30)",
         least=1,
         most=MAX_STEPS,
-        common="clip and output",
+        common=CLIP,
     )
 
     def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
@@ -58,17 +58,10 @@ class Skips(Group):
     evaluates in place of a file."""
 
     step_plan: str | PlanFile | None = flag(
-        None,
-        "steps to evaluate: a list such as 0,4,8,9, or a JSON file of plans",
-        parse_step_plan,
-        metavar="PLAN",
-        file="plan",
+        None, "steps to evaluate: 0,4,8,9, or a file", parse_step_plan, metavar="PLAN", file="plan"
     )
     skip_step: int | None = flag(
-        None,
-        "steps of the guided stage to leave out after each that is evaluated, 0 for none",
-        least=0,
-        most=MAX_STEPS,
+        None, "guided steps to leave out after each evaluated one", least=0, most=MAX_STEPS
     )
 
     def given(self) -> list[str]:
@@ -114,20 +107,14 @@ class Skips(Group):
 @dataclass(frozen=True)
 class VideoSkips(Skips):
     video_skip_step: int | None = flag(
-        None,
-        "steps to leave out after each that is evaluated for video (default: 0)",
-        least=0,
-        most=MAX_STEPS,
+        None, "steps of video to leave out after each one (default: 0)", least=0, most=MAX_STEPS
     )
 
 
 @dataclass(frozen=True)
 class SoundSkips(Skips):
     audio_skip_step: int | None = flag(
-        None,
-        "steps to leave out after each that is evaluated for sound (default: 0)",
-        least=0,
-        most=MAX_STEPS,
+        None, "steps of sound to leave out after each one (default: 0)", least=0, most=MAX_STEPS
     )
 
 

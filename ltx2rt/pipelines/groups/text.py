@@ -8,7 +8,7 @@ from typing import Any
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flags_of
+from ltx2rt.flags import INPUTS, flags_of
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.pipelines.groups.seeds import SEED_LIMIT
@@ -19,9 +19,7 @@ flag = flags_of("clip")
 
 @dataclass(frozen=True)
 class Prompt(Group):
-    prompt: str = flag(
-        "", "text that describes the video and its sound", common="prompt and inputs"
-    )
+    prompt: str = flag("", "text that describes the video and its sound", common=INPUTS)
 
     def check(self, request: Any) -> None:
         if not self.prompt.strip():
@@ -38,10 +36,7 @@ class Enhancing(Group):
     )
     enhanced_prompt: str | None = flag(None, "text that --enhance-prompt wrote in an earlier run")
     prompt_enhancer: Path | None = flag(
-        None,
-        "folder of a Gemma 3 or 4, or file of a Gemma 3, with which --enhance-prompt writes",
-        metavar="PATH",
-        file="folder",
+        None, "Gemma 3 or 4 for --enhance-prompt", metavar="PATH", file="folder"
     )
 
     def check(self, request: Any) -> None:
@@ -54,10 +49,7 @@ class NegativePrompt(Group):
     """Resolved to the model's in a guided clip, and wherever else it is read."""
 
     negative_prompt: str | None = flag(
-        None,
-        "text that describes what to avoid (default: the model's)",
-        group="guidance",
-        common="prompt and inputs",
+        None, "text of what to avoid (default: the model's)", group="guidance", common=INPUTS
     )
 
     def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
@@ -69,11 +61,7 @@ class NegativePrompt(Group):
 @dataclass(frozen=True)
 class PromptsByTime(Group):
     prompt_at: tuple[PromptSpan, ...] = flag(
-        (),
-        "texts beside --prompt, each for a time range in seconds or in %",
-        parse_span,
-        metavar="START:END=TEXT",
-        repeat=True,
+        (), "texts for ranges in seconds or %", parse_span, metavar="START:END=TEXT", repeat=True
     )
     prompt_softness: float = flag(
         0.001, "softness of the ranges of --prompt-at, 1 for no bounds", above=0, most=1
