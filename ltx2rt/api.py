@@ -196,8 +196,7 @@ class Session:
     def plan(
         self, device_kind: str, devices: int = 1, *, pipeline: str | None = None, **clip: Any
     ) -> dict[str, Any]:
-        """The dict of `ltx2rt plan --json` for such a clip of this model on devices that need not
-        be here."""
+        """The dict of `plan --json` for such a clip on devices that need not be here."""
         with ExitStack() as during:
             given = {"prompt": "a plan", "seed": 0, **_on_disk(clip, during)}
             where = Devices(device_kind, devices)

@@ -312,8 +312,7 @@ def parser() -> Parser:
 
 
 def _call(name: str, function: str, *args: Any) -> Any:
-    """Call `flags`, `main` or `files` of a command's module; in a group its own name is in
-    front."""
+    """Call `flags`, `main` or `files` of a command; in a group after the command's name."""
     module, _, last = name.partition(" ")
     if last:
         function = last if function == "main" else f"{last}_{function}"

@@ -123,8 +123,7 @@ class Gemma4Config:
 
 @dataclass(frozen=True)
 class ConnectorConfig:
-    """One modality's embeddings connector: registers in place of padding, then 1-D transformer
-    blocks."""
+    """One modality's connector: registers in place of padding, then 1-D blocks."""
 
     num_heads: int
     head_dim: int
@@ -265,8 +264,7 @@ class UpsamplerConfig:
         return "x2 temporal" if self.temporal else f"x{float(self.scale):g} spatial"
 
     def output_grid(self, frames: int, rows: int, columns: int) -> tuple[int, int, int]:
-        """Latent frames, rows and columns of the output: f to 2f - 1 in time, odd sizes at x1.5
-        rounded up."""
+        """Latent frames (2f - 1 in time), rows and columns of the output, rounded up."""
         if self.temporal:
             return 2 * frames - 1, rows, columns
         return frames, ceil(rows * self.scale), ceil(columns * self.scale)
@@ -303,13 +301,11 @@ class ModelConfig:
 
     @property
     def release(self) -> Release:
-        """By model version if the file states one, else by the fields that only later releases
-        have."""
+        """By the file's model version, else by fields that only later releases have."""
         return of_version(self.version) if self.version else of_config(self.transformer)
 
     @property
     def image_crf(self) -> int:
-        """The default of the compression that a given image goes through: a matter of the video
-        VAE's file."""
+        """Default compression of given images, which follows from the video VAE's file."""
         known = self.video_vae_version or self.version
         return (of_version(known) if known else self.release).image_crf

@@ -250,8 +250,7 @@ def groups(parser: Any) -> dict[str | None, Any]:
 
 
 def shorten(parser: Any, titles: Mapping[str, str | None]) -> None:
-    """Leave the flags that have a title in the parser's help. titles: from COMMON, by name of the
-    value."""
+    """Leave flags with a title in the parser's help. titles: of COMMON, by field."""
     found: dict[str, Any] = {title: parser.add_argument_group(title) for title in COMMON}
     for action in parser._actions:
         if title := titles.get(action.dest):

@@ -37,8 +37,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def profile_for(kind: str, count: int) -> str:
-    """How networks are split over so many devices unless another way is asked for; kind: as
-    `resolve` has it."""
+    """Default split of networks over so many devices. kind: as `resolve` has it."""
     try:
         profile, mesh = resolve(None, kind, {}, count)
     except InputError as error:

@@ -211,8 +211,7 @@ def flags(to: Any) -> None:
 
 
 def _from_sources(to: Any) -> dict[str, Any]:
-    """Return the flags that the words lack, from --preset, --config and --like; the words then name
-    the pipeline."""
+    """Return flags of --preset, --config and --like; words then name the pipeline."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in (*flagged(Sources), "pipeline"):
         early.add_argument(f"--{name}", nargs="?")
@@ -261,8 +260,7 @@ def examples(type_: type[Request]) -> list[str]:
 
 
 def asked(args: argparse.Namespace) -> tuple[ModelOptions, Request, Files]:
-    """Each of several prompts is a segment's; a clip of one segment has the last. Raises
-    InputError."""
+    """Several prompts are the segments'; of one segment the last. Raises InputError."""
     type_, options = pipeline(args.pipeline), model_options(args)
     file = getattr(args, "prompts", None)
     first, *rest = read_prompts(file) if file else args.prompt
@@ -350,8 +348,7 @@ def main(args: argparse.Namespace) -> int | None:
 
 
 def compiled_folder(environment: Mapping[str, str]) -> Path:
-    """Where compiled programs are kept: JAX_COMPILATION_CACHE_DIR, else ltx2rt under XDG_CACHE_HOME
-    or ~/.cache."""
+    """Folder of compiled programs: JAX_COMPILATION_CACHE_DIR, else the cache folder."""
     if asked_for := environment.get("JAX_COMPILATION_CACHE_DIR"):
         return Path(asked_for)
     return cache_folder(environment)

@@ -29,8 +29,7 @@ WORDS = (Prompt, Enhancing, NegativePrompt, Seed, NoiseFile)  # decide nothing t
 
 
 def choose_backend(args: argparse.Namespace, quiet: bool = False) -> None:
-    """Fill in `--backend` where it is not given, also for processes that this one starts. Raises
-    InputError."""
+    """Fill in `--backend`, also for processes that this one starts. Raises InputError."""
     if getattr(args, "backend", "auto") == "auto":
         args.backend = chosen_backend(quiet=quiet)
         args.argv = [*getattr(args, "argv", []), "--backend", args.backend]
@@ -43,8 +42,7 @@ def model_options(args: argparse.Namespace) -> ModelOptions:
 
 
 def planned_options(args: argparse.Namespace) -> ModelOptions:
-    """The options of a command that runs nothing: no backend of its own, and no download. Raises
-    InputError."""
+    """The options of a command that runs and downloads nothing. Raises InputError."""
     given = given_flags(args, ModelOptions) | {"backend": "", "model": args.model or Path()}
     options = ModelOptions(**given)
     return located(replace(options, mesh=options.on_mesh(1), tp_size=None, offline=True))
@@ -120,8 +118,7 @@ def json_flag(to: Any) -> None:
 
 
 def planned_flags(to: Any, mark: str) -> None:
-    """Flags for a model or a preset, those of a model with the mark, and of the pipelines, but for
-    `WORDS`."""
+    """Flags of a model or preset, those with the mark, and pipelines' without `WORDS`."""
     model_or_preset(to)
     add_flags(to, ModelOptions, only=marked(mark, ModelOptions), dtype="bfloat16")
     pipeline_flags(to, *WORDS)

@@ -121,8 +121,7 @@ def plan_job(options: ModelOptions, request: Request, target: Target) -> Compila
 def plan_training(
     options: ModelOptions, bucket: Bucket, flags: Mapping[str, Any], target: Target
 ) -> Compilation:
-    """One batch forward and backward, of clips of that size. flags: of the training run. Raises
-    InputError."""
+    """A batch forward and back. flags: of the training run. Raises InputError."""
     kind, devices = topology(target.topology)
     step = datasheet_step(options, kind, devices, bucket, flags)
     count = step.batch * step.session.backend.mesh.get("data", 1)
@@ -182,8 +181,7 @@ def _cells(session: Session, request: Request, loras: Loras, target: Target) -> 
 
 
 def _size(session: Session, call: Call) -> str:
-    """Width, height and frames of what the call works on, in pixels; of other networks the
-    shape."""
+    """Width, height and frames that the call works on, in pixels, or a shape."""
     graph, vae = session.graph(call), session.config.video_vae
     values = graph.inputs | graph.outputs
     if "frames" in values:
@@ -198,8 +196,7 @@ def _size(session: Session, call: Call) -> str:
 
 
 def compile_job(job: Compilation) -> Iterator[tuple[Cell, Compiled | DoesNotFit]]:
-    """Each program as soon as it is compiled; stderr shows which one is at work. InputError before
-    the first."""
+    """Each program once it is compiled; stderr names it before. Raises InputError."""
     compiler = get_ahead_compiler(job.kind.backend, job.topology, job.mesh, job.times)
 
     def compile_cell(cell: Cell) -> tuple[Cell, Compiled | DoesNotFit]:

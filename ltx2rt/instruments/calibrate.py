@@ -104,8 +104,7 @@ class CalibrationRuns:
             )
 
     def exact(self, number: int) -> Mapping[str, np.ndarray]:
-        """A prompt's exact run: latents and x0 by stream, `frames` uint8 and `waveform`, if they
-        are made."""
+        """A prompt's exact run: latents and x0 by stream, `frames` and `waveform`, if made."""
         path = self.folder / f"exact-{number}.npz"
         if not path.exists():
             made = self._make(replace(self.request), number, keep=True)
@@ -241,8 +240,7 @@ def calibrate(
 
 
 def distance(exact: Mapping[str, np.ndarray], made: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """psnr_db of the frames; audio_corr and mel_l1 of the sound, as `instruments.compare` has
-    them."""
+    """psnr_db of the frames; audio_corr and mel_l1 of the sound, as in `compare`."""
     found: dict[str, float] = {}
     if "frames" in exact:
         squared = float(((exact["frames"].astype(np.float32) - made["frames"]) ** 2).mean())

@@ -138,8 +138,7 @@ def ssim(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _window_means(plane: np.ndarray) -> np.ndarray:
-    """Means of 8x8 windows every 4 pixels; rows and columns beyond the last multiple of 4 are left
-    out."""
+    """Means of 8x8 windows every 4 pixels; what is beyond a multiple of 4 is left out."""
     rows, columns = (size // 4 for size in plane.shape)
     blocks = plane[: rows * 4, : columns * 4].reshape(rows, 4, columns, 4).sum((1, 3))
     return (blocks[:-1, :-1] + blocks[1:, :-1] + blocks[:-1, 1:] + blocks[1:, 1:]) / 64

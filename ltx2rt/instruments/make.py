@@ -65,8 +65,7 @@ class Manifest:
         self.texts[path] = json.dumps(data, indent=2) + "\n"
 
     def manifest(self) -> str:
-        """One line per tensor (stored name, shape, dtype), totals per file, per component and
-        overall."""
+        """A line per tensor (stored name, shape, dtype); totals per file, component and overall."""
         lines, total = [], 0
         for path, tensors in self.tensors.items():
             infos = [tensor.info for tensor in tensors.values()]
@@ -267,8 +266,7 @@ def plan_component_files(
     shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
     version: Mapping[str, str],
 ) -> Manifest:
-    """The official layout of LTX-2.5: a file for each part, the text encoder's with its
-    tokenizer."""
+    """The official layout of LTX-2.5: a file a part, the text encoder's with its tokenizer."""
     config, plan = made.config, Manifest()
     assert isinstance(config.gemma, Gemma4Config)
     whole, text = configs.official_json(config), tensors_of(shapes["text"])

@@ -196,8 +196,7 @@ def _transformer(session: Session, request: ProbeRequest, x: Given) -> Arrays:
 
 
 def _loras(session: Session, *parts: str) -> tuple[LoraSpec, ...]:
-    """The given LoRAs that change one of these parts ("transformer"), user LoRAs in order, then the
-    distilled one."""
+    """LoRAs that change one of these parts: the user's in order, then the distilled one."""
     distilled = session.options.distilled_lora
     given = (*session.options.loras, *([distilled] if distilled and distilled != NO_LORA else []))
     return tuple(lora for lora in given if {*parts} & {*open_lora(lora.path).parts})
@@ -367,8 +366,7 @@ COMPONENTS: dict[str, tuple[Run, tuple[str, ...]]] = {  # and the parts of the c
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """One network run on given tensors. `inputs` is None for the tokenizer, which reads
-    `prompts`."""
+    """A network run on given tensors, or for the tokenizer on `prompts`."""
 
     component: str = flag(MISSING, f"network to run: {', '.join(COMPONENTS)}", metavar="NAME")
     outputs: Path = flag(MISSING, "safetensors file for the outputs, in float32", group="output")
@@ -411,8 +409,7 @@ def opened(options: ModelOptions, parts: tuple[str, ...]) -> Checkpoint:
 
 
 def run(options: ModelOptions, request: ProbeRequest) -> None:
-    """Read the inputs, run the component, write the outputs as float32. Raises InputError before
-    any weight is read."""
+    """Run the component on the inputs. Raises InputError before any weight is read."""
     request.check()
     component, parts = COMPONENTS[request.component]
     checkpoint = opened(options, parts)

@@ -71,8 +71,7 @@ def stored(config: ModelConfig, layout: str = "official") -> Shapes:
 def lora_tensors(
     config: ModelConfig, shapes: Mapping[str, Mapping[str, tuple[int, ...]]], rank: int
 ) -> dict[str, Tensor]:
-    """Every linear layer of the transformer at rank min(rank, in, out); 2.0's file also changes the
-    text projection."""
+    """Every linear of the transformer at rank min(rank, in, out), with 2.0's text projection."""
     targets = {
         name: shape for name, shape in shapes["transformer"].items() if name.endswith(".weight")
     }
@@ -97,8 +96,7 @@ def lora_tensors(
 
 
 def in_fp8(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The linears of the blocks 1 to 42 of 48, as in LTX-2.0's released fp8 file; of fewer, at
-    least of block 1."""
+    """Blocks 1 to 42 of 48 in e4m3, as in LTX-2.0's released file; of fewer at least one."""
     blocks, out = range(1, max(2, config.transformer.num_layers - 5)), {}
     for key, tensor in tensors.items():
         match = BLOCK_WEIGHT.fullmatch(key)
@@ -114,8 +112,7 @@ def in_fp8(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tens
 
 
 def vision_shapes(vision: Mapping[str, int], text_width: int) -> dict[str, tuple[int, ...]]:
-    """The image tower that a Gemma 3 folder carries and a text encoder does not read (Siglip, no
-    head)."""
+    """The image tower of a Gemma 3 folder, which no text encoder reads (Siglip, no head)."""
     width, ff, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
     out: dict[str, tuple[int, ...]] = {
         "embeddings.patch_embedding.weight": (width, 3, patch, patch),
@@ -154,8 +151,7 @@ def gemma4_tensors(
     prefix: str,
     towers: Mapping[str, str],
 ) -> dict[str, Tensor]:
-    """Tensors of the text branch under `prefix`, and the image and sound towers that no network
-    reads."""
+    """Tensors of the text branch under `prefix`, and the towers that no network reads."""
     vision, sound = configs.towers_json(gemma).values()
     width = gemma.hidden_size
     patch = 3 * (vision["patch_size"] * vision["pooling_kernel_size"]) ** 2

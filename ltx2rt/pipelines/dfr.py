@@ -61,8 +61,7 @@ def canvas(num_frames: int) -> tuple[int, int]:
 
 
 class Window(NamedTuple):
-    """Pixel frames of a canvas, both ends included. It begins with a segment of the window before,
-    up to `own`."""
+    """Pixel frames of a canvas, both ends included; those before `own` it repeats."""
 
     start: int
     own: int
@@ -82,8 +81,7 @@ class Window(NamedTuple):
 
 
 def windows(num_frames: int, segment: int, count: int) -> list[Window]:
-    """The segments of a canvas dealt to at most `count` windows in order, the first ones taking one
-    more if need be."""
+    """A canvas dealt to at most `count` windows, the first ones with a segment more."""
     segments = (num_frames - 1) // segment
     each, more = divmod(segments, min(count, segments))
     ends = [segment * (i * each + min(i, more)) for i in range(min(count, segments) + 1)]
@@ -204,8 +202,7 @@ class DFR(Request):
     def seen(
         self, loras: tuple[LoraSpec, ...], half: Geometry, model: ModelConfig
     ) -> list[Conditioning]:
-        """The clip that IC-LoRAs see in stage 2. Raises InputError if stage 1's clip is not what
-        they are made for."""
+        """Stage 1's clip, which IC-LoRAs see in stage 2. Raises InputError if it does not fit."""
         if not loras:
             return []
         space, time = reference_factors(lora.path for lora in loras)

@@ -36,8 +36,7 @@ DEFAULT_NEW = 96  # frames, 4 s at 24
 
 
 class Extend(Request):
-    """other: what --join holds; a resolved request has it. Its `num_frames` are those of the
-    segment."""
+    """other: facts of --join, of a resolved request. `num_frames` counts the segment."""
 
     name = "extend"
     summary = "continue a given clip, lead to it, join two, or close a loop"

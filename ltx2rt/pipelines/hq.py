@@ -59,8 +59,7 @@ class HQ(Request):
             )
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        """The schedule of stage 1 is shifted by its own tokens; user LoRAs come before the
-        distilled one."""
+        """Stage 1's schedule shifts by its own tokens; the distilled LoRA is merged last."""
         assert loras.distilled, "the request is not resolved"
         tokens = self.geometry(model, self.factor(model)).num_video_tokens
         weak = replace(loras.distilled, strength=self.distilled_lora_strength_stage_1)

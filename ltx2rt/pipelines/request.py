@@ -166,8 +166,7 @@ class Request:
         """Refuse a model that no request of the pipeline goes with. Raises InputError."""
 
     def resolved(self: R, model: ModelConfig) -> R:
-        """Check the request against the model and fill every default, the seed included. Raises
-        InputError."""
+        """Check the request against the model and fill every default. Raises InputError."""
         self.check_model(model)
         self.check()
         for group in self.groups:
@@ -304,8 +303,7 @@ class Request:
         return {"pipeline": self.name} | values
 
     def factor(self, model: ModelConfig) -> Fraction:
-        """By how much the clip is wider and higher than its first stage: what the spatial upsampler
-        multiplies by."""
+        """Ratio of the clip's sides to its first stage's: that of the spatial upsampler."""
         found = model.upsampler
         return (
             found.scale if self.scale > 1 and found and not found.temporal else Fraction(self.scale)
@@ -340,8 +338,7 @@ class Request:
         return self.audio and (info is None or info.has_sound or self.sound == "new")
 
     def measured(self: R) -> R:
-        """The request with its length, where a file decides whether it is made in segments. Raises
-        InputError."""
+        """The request with a length that a file decides. Raises InputError."""
         for group in self if self.has(Segments) else ():
             self = replace(self, **group.measured(self))
         return self

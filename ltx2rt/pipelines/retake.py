@@ -140,8 +140,7 @@ class Retake(Request):
         return (self.keep,) if self.keep else ()
 
     def masks(self, geometry: Geometry) -> dict[str, np.ndarray]:
-        """f32[T] of each modality that is made in part: 1 where a token's time overlaps the region,
-        0 elsewhere."""
+        """f32[T] of each modality made in part: 1 where a token overlaps the region."""
         start, end = (np.float32(time_s - self.since_s) for time_s in self.region_s)
         bounds = {"video": video_positions(geometry)[0], "audio": audio_positions(geometry)[0]}
         given = {"video": True, "audio": self.has_sound}

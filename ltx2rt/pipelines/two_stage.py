@@ -17,8 +17,7 @@ from ltx2rt.stages.stage import Stage
 def two_stages(
     request: Request, model: ModelConfig, options: ModelOptions, loras: Loras, sound: bool = True
 ) -> list[Stage]:
-    """User LoRAs are merged in the order given, the distilled one last. sound: whether it is
-    made."""
+    """Merges user LoRAs in their order, the distilled one last. sound: whether it is made."""
     assert loras.distilled, "the request is not resolved"
     first = {"sigmas": shifted_sigmas(request.steps), "loras": loras.of("stage1")}
     second = {"sigmas": STAGE2_SIGMAS, "loras": (*loras.of("stage2"), loras.distilled)}

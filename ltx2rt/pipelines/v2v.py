@@ -84,8 +84,7 @@ class VideoToVideo(Request):
         return file_sound(self, model, whole=True, sound=self.audio) if keeps else None
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        """New sound is made before the pictures, for those of the file, by all steps of the
-        schedule."""
+        """Makes new sound first, for the file's pictures, by all steps of the schedule."""
         full = self.geometry(model)
         silent = self.sound == "keep" and not self.info.has_sound
         stages: list[Stage] = [file_video(self, model, options)]

@@ -96,8 +96,7 @@ class Estimate:
 def on_datasheet(
     options: ModelOptions, checkpoint: Checkpoint, kind: DeviceKind, devices: int
 ) -> Session:
-    """A session that can plan but not run. Raises InputError for unknown profiles and a mesh of
-    another size."""
+    """A session that only plans. Raises InputError for unknown profiles and other meshes."""
     profile, mesh = resolve(options.profile, kind.name, options.mesh, devices)
     options = replace(options, backend=kind.backend, mesh=mesh, profile=profile.name)
     return Session(checkpoint, DatasheetBackend(kind, mesh), options)
@@ -111,8 +110,7 @@ def datasheet_session(options: ModelOptions, kind: DeviceKind, devices: int) -> 
 def chosen(
     options: ModelOptions, checkpoint: Checkpoint, kind: DeviceKind, devices: int, stages: StagesOf
 ) -> Choice | None:
-    """The mesh that `generate` would take for the stages where no flag says which; None if one
-    does."""
+    """The mesh that `generate` would take for the stages; None if a flag says it."""
     if options.mesh or options.profile or devices == 1:
         return None
     options = replace(options, backend=kind.backend)
@@ -120,8 +118,7 @@ def chosen(
 
 
 def estimate(options: ModelOptions, request: Request, devices: Devices) -> Estimate:
-    """Raises InputError for what `generate` refuses, unknown devices and profiles, and a mesh of
-    another size."""
+    """Raises InputError for unknown devices or meshes, and for what `generate` refuses."""
     kind, count = devices.found
     checkpoint = opened_checkpoint(options)
     stages = partial(resolved_stages, options=options, request=request)

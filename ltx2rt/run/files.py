@@ -119,8 +119,7 @@ class Files(Marks):
         inputs: Iterable[Path] = (),
         num_frames: int | None = None,
     ) -> None:
-        """Raises InputError for a file that cannot be written, or that would replace another one or
-        an input."""
+        """Raises InputError for an unwritable file, or one that would replace an input."""
         if self.quiet and self.verbose:
             raise InputError("--quiet and --verbose contradict each other; give one of them")
         clips, named = [path for each in self.clips(seeds) for path in each], self._named(seeds)

@@ -53,8 +53,7 @@ def expected(file: Path, key: list[Any]) -> str | None:
 
 
 def by_plan(session: Session, plan: Plan) -> str | None:
-    """A sentence with the time by the plan, and its basis; None for a device that no data sheet
-    has."""
+    """A sentence with the planned time and its basis; None without a data sheet."""
     info = session.backend.device()
     if (kind := known_kind(info.kind, info.name, info.total_bytes)) is None:
         return None

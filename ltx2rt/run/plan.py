@@ -150,8 +150,7 @@ def resolved_stages(
 
 
 def usual_stages(checkpoint: Checkpoint, options: ModelOptions) -> tuple[Stage, ...]:
-    """Stages of a clip of default size, by the first pipeline that makes one of this model from a
-    prompt alone."""
+    """Stages of a default clip, by the first pipeline that this model can run from a prompt."""
     for name in pipelines():
         with suppress(InputError):
             return resolved_stages(checkpoint, options, make_request(name, prompt="a clip", seed=0))
@@ -159,8 +158,7 @@ def usual_stages(checkpoint: Checkpoint, options: ModelOptions) -> tuple[Stage, 
 
 
 def make_plan(session: Session, request: Request) -> Plan:
-    """Resolve the request against the model and check everything that headers tell but memory.
-    Raises InputError."""
+    """Resolve the request and check all that headers tell but memory. Raises InputError."""
     request, loras, stages = resolved(session.checkpoint, session.options, request)
     for stage in stages:
         stage.check(session)
@@ -185,8 +183,7 @@ def _known_as(session: Session, distilled: LoraSpec | None) -> str:
 
 
 def make_enhanced_plan(session: Session, request: Request) -> Plan:
-    """As `make_plan`, with the prompt written out if that is asked for, once nothing but memory can
-    be refused."""
+    """Like `make_plan`, but expands the prompt first if asked to, after all checks but memory."""
     check_enhancing(request, session.checkpoint)
     plan = make_plan(session, request)
     enhanced = with_enhanced_prompt(plan.request, session.checkpoint, session.options)
@@ -196,8 +193,7 @@ def make_enhanced_plan(session: Session, request: Request) -> Plan:
 def with_enhanced_prompt(
     request: Request, checkpoint: Checkpoint, options: ModelOptions
 ) -> Request:
-    """The request with its `enhanced_prompt`, if it asks for one and has none yet. Its seed is
-    known."""
+    """The request, which has a seed, with its `enhanced_prompt` if it asks for one."""
     if not to_enhance(request):
         return request
     seed = request.seed if request.enhance_seed is None else request.enhance_seed

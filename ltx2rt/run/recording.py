@@ -116,8 +116,7 @@ class GrowingClip:
 def recording(
     session: Session, plan: Plan, folder: Path, output: Path, marks: Marks
 ) -> Iterator[GrowingClip | None]:
-    """Encode the plan's clip in segments meanwhile; None where its file is of another form than MP4
-    and MOV."""
+    """Encode the plan's clip in segments meanwhile; None if it is neither MP4 nor MOV."""
     request: Any = plan.request
     hdr = high_range(session, request)
     container = container_of(output, hdr.transfer if hdr else None)

@@ -51,8 +51,7 @@ def versions(backend: Backend) -> dict[str, str]:
 
 
 def named(path: Path) -> dict[str, str]:
-    """A file by name and digest, without the folders of this machine; of what is no file (any more)
-    the name."""
+    """A file by name and digest, without folders; without a digest if it is not there."""
     return {"name": path.name, "digest": digest(path)} if path.exists() else {"name": path.name}
 
 
@@ -69,8 +68,7 @@ def options_of(session: Session) -> dict[str, Any]:
 
 
 def written(session: Session, plan: Plan) -> dict[str, str]:
-    """Size and time of the last change of every file that the plan reads, by name: a digest does
-    not cover all of their bytes."""
+    """Size and time of every file of the plan, by name: digests skip some bytes."""
     places = {source.where for source in session.checkpoint.sources.values()}
     loras = (*plan.loras.user, plan.loras.distilled)
     places |= {*plan.request.files, *(lora.path for lora in loras if lora)}

@@ -127,8 +127,7 @@ def _difference(found: Any, asked: Any, name: str = "") -> str:
 
 
 def discard(folder: Path, last: bool = True) -> None:
-    """Remove segments and steps, and if it is the last time the folder unless something else is in
-    it."""
+    """Remove segments and steps, and if it is the `last` time the empty folder."""
     remove_left(folder)
     recorded = (folder / STREAM, *folder.glob(f"{CLIP}.m??"), *folder.glob(f"*{STEPS}"))
     for path in (*folder.glob(PART), *recorded, folder / REQUEST):

@@ -35,8 +35,7 @@ def write_trace(found: Estimate, path: Path) -> None:
 
 
 def stage_events(stage: StageCost, kind: DeviceKind, process: int) -> Iterator[dict[str, Any]]:
-    """One step of a stage: a slice of its whole length, and within it all that happens on the
-    device and its links."""
+    """A step of a stage: a slice of its length, and in it the device's and links' work."""
     timeline = stage.timeline(kind)
     threads: dict[str, int] = {}
     step = Event(

@@ -99,8 +99,7 @@ class StepEstimate:
 def datasheet_step(
     options: ModelOptions, kind: DeviceKind, devices: int, bucket: Bucket, flags: Mapping[str, Any]
 ) -> Step:
-    """The step that `train run` would make on these devices. flags: as given, those of READ. Raises
-    InputError."""
+    """The step of `train run` on these devices. flags: those of READ. Raises InputError."""
     if devices > 1 and not options.mesh and get_factory(kind.backend).process_per_device:
         options = replace(options, mesh={"data": devices})
     given: dict[str, Any] = {name: f.default for name, f in READ.items()} | dict(flags)
@@ -135,8 +134,7 @@ def estimate_step(
 
 
 def to_json(found: StepEstimate) -> dict[str, Any]:
-    """Bytes, flops, collectives and times are of one device and one step; steps of one batch
-    each."""
+    """Figures of one device and one step, of one batch."""
     c, m = found.cost, found.step.memory
     return {
         "fits": found.fits,

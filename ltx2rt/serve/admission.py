@@ -326,8 +326,7 @@ class Admission:
         return files
 
     def _number(self, given: Mapping[str, Any]) -> int:
-        """Number of videos: where a mesh shares them out, as many as it has places, unless the
-        request says."""
+        """Number of videos; by default one for each place of the mesh axis `data`."""
         n = number(given.get("n", self.options.mesh.get("data", 1)))
         if n is None or n not in range(1, MAX_VIDEOS + 1):
             raise invalid(f"n: {str(given['n'])[:80]}, expected 1 to {MAX_VIDEOS}", "n")
@@ -369,8 +368,7 @@ class Admission:
     # --- what can be asked for --------------------------------------------------------------------
 
     def _possible(self, type_: type[Request]) -> bool:
-        """Whether model and flags allow a request of the pipeline at all; what refuses one says why
-        not."""
+        """Whether model and flags allow any request of the pipeline."""
         try:
             type_.check_model(self.checkpoint.config)
             lora = None

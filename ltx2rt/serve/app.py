@@ -98,8 +98,7 @@ class App(Orders, Videos, Files):
     # --- events -----------------------------------------------------------------------------------
 
     async def events(self, request: Request) -> Response:
-        """Events of one job until it is over, or of all of the user's; with `previews=1` pictures
-        are made of what runs."""
+        """Events of one job or of all of the user's; with `previews=1` also pictures."""
         job = await self._job(request) if "id" in request.path_params else None
         return StreamingResponse(
             self._stream(
@@ -241,8 +240,7 @@ class App(Orders, Videos, Files):
     # --- upkeep -----------------------------------------------------------------------------------
 
     async def keep_house(self) -> None:
-        """Delete clips after their time, and the oldest where they take too much room; fetched ones
-        first."""
+        """Delete clips after their time, and the oldest where they take too much room."""
         while True:
             try:
                 await self.expire()

@@ -57,8 +57,7 @@ class Watcher:
 
 
 class Board:
-    """live: the progress of the jobs that run; previews: the number of the latest picture, and its
-    JPEG."""
+    """live: progress of running jobs; previews: number and JPEG of the latest picture."""
 
     def __init__(self, log: Callable[..., None] = log):
         self.run = f"{time.time_ns():x}"  # begins the ids of this board's events

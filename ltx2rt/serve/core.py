@@ -107,8 +107,7 @@ class Core:
         return Json(video, status, {"openai-poll-after-ms": str(wait_ms)} if wait_ms else {})
 
     async def _storage(self) -> tuple[str, str] | None:
-        """`Folder.problem` as it was last found; the disk is asked once at a time, and a probe does
-        not wait for it."""
+        """`Folder.problem` as last found, by one probe at a time, which nothing waits for long."""
         if self._disk is None:
             self._disk, self._disk_since = in_thread(self.folder.problem), time.monotonic()
         asked = self._disk

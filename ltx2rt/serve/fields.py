@@ -38,8 +38,7 @@ def served() -> dict[str, type[Request]]:
 
 @cache
 def uploads(*types: type[Request]) -> dict[str, str]:
-    """The kinds of files that pipelines take besides images, by field; of all that are served by
-    default."""
+    """Kinds of files that pipelines take besides images, by field; default: all pipelines."""
     types = types or tuple(served().values())
     found = {name: f.metadata["flag"] for name, f in flagged(*types).items()}
     return {

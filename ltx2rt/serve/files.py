@@ -145,8 +145,7 @@ class Files(Core):
             raise Refusal(409, "not_ready", text) from None
 
     async def segments(self, request: Request) -> Response:
-        """The segments of a clip: which frames of it each has, by which prompt, and whether it is
-        made."""
+        """The segments of a clip: frames, prompt, and whether it is made."""
         job, clip = await self._in_segments(request)
         prompts, found = (clip.positive, *clip.segment_prompts), []
         for i, (part, stop) in enumerate(stops(clip.parts), 1):
@@ -163,8 +162,7 @@ class Files(Core):
         return Json({"object": "list", "data": found})
 
     async def _followed(self, job: Job, start: int) -> AsyncIterator[bytes]:
-        """Whole fragments, so that what is cut off plays. A job without any ends in its finished
-        file."""
+        """Whole fragments; a job without any ends in its finished file."""
         path, border, file = self.folder.outputs / f"{job.id}{SEGMENTS}" / STREAM, 0, None
         try:
             while not self.closing:

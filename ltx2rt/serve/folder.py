@@ -210,8 +210,7 @@ class Folder:
             self.root.rmdir()
 
     def sweep_inputs(self, jobs: Iterable[Job], older_than_s: float) -> None:
-        """Remove what was sent so long ago and none of the jobs needs. After a start, what is there
-        counts as sent just now."""
+        """Remove unneeded inputs of this age; after a start they count as sent just now."""
         needed = {name for job in jobs for name in inputs_of(job.job)}
         for path, _ in list(_own(self.inputs, INPUT)):
             with self._inputs_lock:
@@ -229,8 +228,7 @@ class Folder:
         return total
 
     def problem(self) -> tuple[str, str] | None:
-        """Why no clip could be kept here now, as code and sentence; None if one could. Writes a
-        little and waits for the disk."""
+        """Code and sentence if no clip could be kept here now. Writes a little and waits for it."""
         error = _write_error(self.outputs) or _write_error(self.inputs)
         if error is not None and error.errno not in NO_SPACE:
             return "unavailable", f"the folder cannot be written ({error.strerror})"

@@ -223,8 +223,7 @@ async def _with_files(
 async def _kept(
     item: Any, name: str, kind: str, files: dict[str, bytes], folder: Folder, user: str
 ) -> Any:
-    """An object that holds or names a file, with its `file_id` in place of that; another one as it
-    is."""
+    """An object that holds or names a file, with a `file_id` instead; another one as it is."""
     rest = dict(item) if isinstance(item, dict) else {}
     if "file" in rest:
         if (file := str(rest["file"])) not in files:

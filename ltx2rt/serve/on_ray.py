@@ -55,8 +55,7 @@ class Worker:
 
 
 def resources(kind: str, count: int) -> dict[str, Any]:
-    """Resources that an actor asks of its node: `count` devices that Ray calls `kind`, GPU or
-    TPU."""
+    """Resources that an actor asks of its node: `count` devices that Ray calls `kind`."""
     devices = {"num_gpus": count} if kind == "GPU" else {"resources": {kind: count}}
     return {"num_cpus": 1, **(devices if count else {})}
 
@@ -70,8 +69,7 @@ def lacking(nodes: Iterable[Mapping[str, Any]], kind: str, count: int) -> str | 
 
 
 def main(kind: str, count: int, words: list[str]) -> int:
-    """Run the worker that the words start until it ends, or until there is no more to read; its
-    exit status."""
+    """Run a worker until it ends, or there is no more to read; its exit status."""
     die_with_parent()
     ray: Any = import_module("ray")
 

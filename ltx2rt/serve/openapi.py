@@ -11,8 +11,7 @@ from ltx2rt.serve.queue import JOB_ID
 
 
 def _body(admission: Admission) -> dict[str, Any]:
-    """The schema of a request's body: the fields that a client may send, from the flags
-    themselves."""
+    """The schema of a request's body, from the flags themselves."""
     properties: dict[str, Any] = {}
     limits = admission.limits()
     for pipeline in limits["pipelines"].values():

@@ -45,8 +45,7 @@ class Orders(Core):
         return await self._add(request, settings, remixed_from=job.id)
 
     async def extend(self, request: Request) -> Response:
-        """A new video that goes on from a finished one: fields of the extend pipeline, by default
-        the same prompt."""
+        """A new video that goes on from a finished one, by default with the same prompt."""
         await self._require_accepting()
         job, most = await self._job(request), self.settings.max_upload_bytes
         given = await fields_of(request, most, self.folder, uploads())

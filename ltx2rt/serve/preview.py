@@ -68,8 +68,7 @@ def picture_of(latents: np.ndarray, projection: np.ndarray) -> bytes:
 
 
 def sprite_sheet(path: Path) -> bytes:
-    """A JPEG of SPRITES**2 frames of a clip, evenly spaced, row by row. Raises InputError,
-    FileNotFoundError."""
+    """A JPEG of SPRITES**2 evenly spaced frames. Raises InputError, FileNotFoundError."""
     path.stat()
     info = video_info(path, "--variant")
     size = _small(info.width, info.height)

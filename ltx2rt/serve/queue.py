@@ -252,8 +252,7 @@ class Queue:
             ) from error
 
     def _upgrade(self) -> None:
-        """Give a file of an earlier ltx2rt what it lacks, and make rows whose JSON is damaged
-        failed jobs."""
+        """Bring a file of an earlier ltx2rt up to date, and fail jobs whose rows are damaged."""
         columns = {row["name"] for row in self._db.execute("PRAGMA table_info(jobs)")}
         if "progressed" not in columns:
             self._db.execute("ALTER TABLE jobs ADD COLUMN progressed INTEGER NOT NULL DEFAULT 0")
@@ -326,8 +325,7 @@ class Queue:
         loras: str = "", priority: int = 0, key: str | None = None, remixed_from: str | None = None,
         id: str | None = None,
     ) -> Job:  # fmt: skip
-        """A new job; with a key that the user has used for the same digest, that one. Raises
-        Conflict, QueueFull."""
+        """A new job, or the user's job with this key and digest. Raises Conflict, QueueFull."""
         with self._write() as db:
             if key and (known := self.keyed(user, key)):
                 return self._same(known, digest)
@@ -611,8 +609,7 @@ class Queue:
         return self._jobs("status IN (?, ?)", QUEUED, RUNNING)
 
     def finished(self) -> list[Job]:
-        """Completed jobs that still have a file, the oldest first, those that were fetched before
-        the others."""
+        """Completed jobs that still have a file, the oldest first, fetched ones before others."""
         fetched = "json_extract(result, '$.fetched') IS NULL"
         return self._jobs(
             f"status=? AND json_extract(result, '$.file') IS NOT NULL ORDER BY {fetched}, finished",

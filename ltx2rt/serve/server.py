@@ -118,8 +118,7 @@ class Patient(H11Protocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer, then read for a while without looking: a connection that closes on what it has
-        not read may lose the answer."""
+        """Answer, then read on for a while: a connection closed on unread bytes may lose it."""
         body = json.dumps(invalid(msg).body)
         head = "HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: application/json\r\n"
         self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())

@@ -154,8 +154,7 @@ class Supervisor:
         )
 
     async def run(self) -> None:
-        """Keep the replicas alive until `stop`. Raises InputError if a worker refuses what it was
-        started with."""
+        """Keep the replicas alive until `stop`. Raises InputError if a worker refuses its flags."""
         self._tasks = [asyncio.create_task(self._live(replica)) for replica in self.replicas]
         try:
             await asyncio.gather(*self._tasks)
@@ -279,8 +278,7 @@ class Supervisor:
     async def _give_back(
         self, job: Job, blame: Mapping[str, str] | None, blamed: bool = True
     ) -> None:
-        """Queue a job again whose run has ended without a result, or let it fail. blamed: as the
-        queue has it."""
+        """Queue a job again that ended without a result, or let it fail. blamed: as in `Queue`."""
         after = await self.store.insist(
             self.store.queue.give_back, job.id, job.epoch, blame, blamed
         )

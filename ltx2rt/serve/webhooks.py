@@ -50,8 +50,7 @@ class Hook:
     secret: bytes
 
     def signature(self, id: str, timestamp: str, body: bytes) -> str:
-        """HMAC-SHA256 over `id.timestamp.body`, in base64, after its version (Standard
-        Webhooks)."""
+        """HMAC-SHA256 over `id.timestamp.body`, in base64, with its version (Standard Webhooks)."""
         signed = b".".join((id.encode(), timestamp.encode(), body))
         digest = hmac.new(self.secret, signed, hashlib.sha256).digest()
         return "v1," + base64.b64encode(digest).decode()

@@ -58,8 +58,7 @@ FOLDERS = re.compile(r"/(?:[^\s/:'\"]+/)+")  # before a file's name
 
 
 class Pipe:
-    """inbox, outbox: as the module says; no inbox: of a rank that is handed its jobs. Reads in a
-    thread of its own."""
+    """Reads `inbox` in a thread of its own. inbox: None on a rank that is handed its jobs."""
 
     def __init__(self, inbox: BinaryIO | None, outbox: BinaryIO):
         self.outbox = outbox
@@ -135,8 +134,7 @@ def work(
 
 
 def next_job(session: Session, pipe: Pipe, enhancer: Path | None) -> dict[str, Any]:
-    """The next job, once its prompt is written out if that is asked for; one whose prompt cannot be
-    has failed."""
+    """The next job, after writing out its prompt if asked to; one that cannot be has failed."""
     while True:
         job = pipe.jobs.get()
         clip, named = job["clip"], {"id": job["id"], "epoch": job["epoch"]}
@@ -170,8 +168,7 @@ def attempt(
     session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any], pipe: Pipe | None,
     projection: np.ndarray | None = None, marks: Marks = MARKED,
 ) -> tuple[str, dict[str, Any]]:  # fmt: skip
-    """The event that ends a job, with its facts. pipe: of the first rank; projection: of
-    `preview`."""
+    """The event that ends a job, and its facts. pipe: of rank 0; projection: of `preview`."""
     named = {"id": job["id"], "epoch": job["epoch"]}
     steps = count(1)
 

@@ -69,8 +69,7 @@ class DatasheetBackend:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A mesh, and what all denoise steps of a run take on it, estimated; steps: one of each stage,
-    by its name."""
+    """A mesh, and estimates of all denoise steps on it; steps: one of each stage, by name."""
 
     mesh: Mapping[str, int]
     time_s: float
@@ -148,8 +147,7 @@ def choose(
 def arrangements(
     estimator: Estimator, devices: int, stages: Sequence[Needing]
 ) -> list[Arrangement]:
-    """Every way to split the steps of these stages over the devices, the fastest first. Raises as
-    `choose` does."""
+    """Every way to split the steps over the devices, the fastest first. Raises as `choose`."""
     config, kind = estimator.session.config, estimator.kind
     calls = {
         stage.name: call
@@ -184,8 +182,7 @@ def arrangements(
 
 
 def _meshes(devices: int, branches: int) -> Iterator[dict[str, int]]:
-    """All that `guidance`, `sequence` and `tensor` can be: `data` is several requests in one,
-    `fsdp` saves memory."""
+    """Sizes of `guidance`, `sequence` and `tensor`; `data` and `fsdp` serve other aims."""
     for guidance in (n for n in range(1, branches + 1) if devices % n == branches % n == 0):
         for tensor in (
             n for n in range(1, devices // guidance + 1) if devices // guidance % n == 0

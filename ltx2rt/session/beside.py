@@ -95,8 +95,7 @@ def beside(
     blocks: int,
     allow_partial: bool = False,
 ) -> LoraAdapters:
-    """Raises InputError for LoRAs of another model, and for changes other than a pair at one of the
-    blocks' linears."""
+    """Raises InputError for LoRAs of another model, and of more than the blocks' linears."""
     fitting = MergedSource(source, loras, dtype, allow_partial=allow_partial).fitting
     found: list[dict[str, Pair]] = []
     for lora, names in zip(loras, fitting, strict=True):

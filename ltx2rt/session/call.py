@@ -18,8 +18,7 @@ def network_of(key: WeightsKey) -> str:
 
 
 def holds(theirs: WeightsKey, ours: WeightsKey) -> bool:
-    """Whether the tensors of one set have the names of all of another: it is of the same part, or
-    of the whole."""
+    """Whether one set has all tensors of another: both are of one part, or it is the whole."""
     return theirs[0] in (ours[0], network_of(ours))
 
 
@@ -54,6 +53,5 @@ class Call:
 
     @property
     def program(self) -> tuple[str, Any, int | None]:
-        """The key of kept programs: calls that differ in times, LoRAs or who makes them share
-        one."""
+        """The key of kept programs: calls that differ only in times or LoRAs share one."""
         return self.network, self.sizes, None if self.slots is None else step_slots(self.slots)

@@ -100,8 +100,7 @@ class Memory:
         return beside_recorded(found, recorded_bytes) if recorded else found
 
     def _rows(self, stages: Sequence[Needing]) -> Iterator[tuple[Needing, str, list[Call]]]:
-        """Stages that call networks, each with its calls; of a stage with several loops each loop,
-        named by its branches."""
+        """Stages and their calls; a stage with several loops has a row for each, by branches."""
         for stage in stages:
             calls = list(stage.needs(self.config))
             if len([call for call in calls if call.steps is not None]) < 2:
@@ -112,8 +111,7 @@ class Memory:
                 yield stage, f"{count} branches" if count > 1 else "one branch", [call]
 
     def _hold(self, here: dict[WeightsKey, int], call: Call) -> None:
-        """Enter the call's set: whole, or the tensors that it shares with no other set of its
-        network."""
+        """Enter the call's set: whole, or the tensors that no other set of its network has."""
         siblings = [key for key in here if network_of(key) == network_of(call.weights)]
         if call.weights in here:
             return
@@ -189,8 +187,7 @@ class Memory:
         return self._choose(stages, fits)
 
     def _choose(self, stages: Sequence[Needing], fits: Callable[[Way], bool]) -> bool:
-        """Try the ways in their order; of those that stream the transformer, by halving. Whether
-        one fits."""
+        """Whether a way fits, tried in order; of ways that stream the transformer by halving."""
         for streams, group in groupby(list(self._ways(stages)), lambda way: _streams(way[1])):
             ways = list(group)
             if not streams and any(map(fits, ways)):
@@ -217,8 +214,7 @@ class Memory:
         return loaded / kind.host_bytes_per_s
 
     def outside_s(self, stages: Sequence[Needing], kind: DeviceKind) -> float:
-        """Seconds of a request outside of its stages: loads of sets that do not stay on the device,
-        and the host's work."""
+        """Seconds of a request outside of its stages: loads of sets, and the host's work."""
         found = self.load_s(stages, kind)
         if host := kind.sustained:
             freed = self.weights.residence.reload * len(self.costs(stages))
@@ -344,8 +340,7 @@ class Memory:
     def _worst(
         self, stages: Sequence[Needing], held: Mapping[WeightsKey, int], warm: bool
     ) -> tuple[StageCost, int]:
-        """The stage that needs the most memory, with the sets `held` there, and what there is for
-        it."""
+        """The stage that needs the most memory next to the sets `held`, and what there is."""
         device = self.backend.device()
         costs = (self.warm_costs if warm else self.costs)(stages, held, device.recorded_bytes)
         return peak(costs), device.room_bytes(self.options.max_memory, self.weights.held_bytes)
@@ -365,8 +360,7 @@ class Memory:
         held: Mapping[WeightsKey, int] | None = None,
         recorded_bytes: int = 0,
     ) -> list[StageCost]:
-        """Costs of a second run in a row, which starts with the first one's weights on the
-        device."""
+        """Costs of a second run in a row, which starts with the first one's weights."""
         after = dict(held or {})
         for stage in stages:
             for call in stage.needs(self.config):

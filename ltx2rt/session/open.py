@@ -153,8 +153,7 @@ def open_backend(options: ModelOptions) -> Backend:
 
 
 def mesh_of_all(backend: str, device: DeviceInfo, profile: str | None) -> Mapping[str, int]:
-    """The mesh of all devices, if `backend` takes several by default. Raises InputError if hosts
-    have none."""
+    """The mesh of all devices, if `backend` takes several by default. Raises InputError."""
     factory = get_factory(backend)
     if device.count == 1 or not factory.takes_all(device):
         return {}

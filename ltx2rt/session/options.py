@@ -28,8 +28,7 @@ MEMORY = "devices and memory"  # a group of flags
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """One LoRA file, its strength, and the only stage it applies to ("stage1", "stage2"; None:
-    both)."""
+    """A LoRA file, its strength, and its only stage ("stage1", "stage2"; None: both)."""
 
     path: Path
     strength: float = 1.0
@@ -76,8 +75,7 @@ def as_number(given: Any) -> float:
 
 
 def parse_part(given: Any) -> Path:
-    """A path, or the name of a repository; what begins with ./ is a path even if nothing is
-    there."""
+    """A path, or the name of a repository; a name that begins with ./ is always a path."""
     absent = isinstance(given, str) and given.startswith("./") and not Path(given).exists()
     return Path.cwd() / given if absent else Path(given)
 
@@ -434,8 +432,7 @@ def existing_file(name: str, path: Path) -> None:
 
 
 def plain(value: Any, path: Callable[[Path], Any] = str) -> Any:
-    """JSON-able: dataclasses become text if they have one, else dicts; fractions text, and paths
-    what `path` makes of them."""
+    """JSON-able; dataclasses with a text of their own as that, paths as `path` makes them."""
     if isinstance(value, Path):
         return path(value)
     if isinstance(value, Fraction):

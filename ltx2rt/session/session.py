@@ -127,8 +127,7 @@ class Session(Memory):
 
     @contextmanager
     def compiling_ahead(self, stages: Sequence[Needing]) -> Iterator[None]:
-        """Programs that the stages call are compiled while earlier ones run; no more are begun
-        after an exception."""
+        """Compile programs while earlier ones run; begin no more after an exception."""
         calls = {
             (self.key(call), call.each): call
             for stage in stages

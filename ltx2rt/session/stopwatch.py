@@ -95,8 +95,7 @@ class Stopwatch:
             print(line, file=self.stream, flush=True)
 
     def check(self) -> None:
-        """Raise Cancelled if this run is cancelled, in all processes alike. All of them must
-        ask."""
+        """Raise Cancelled if the run is cancelled, in all processes alike, which must all ask."""
         if self.agree(bool(self.cancelled())):
             raise Cancelled("cancelled")
 

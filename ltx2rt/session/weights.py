@@ -62,8 +62,7 @@ class Residence:
 
 @dataclass(frozen=True)
 class RetainedWeights:
-    """One set on the device, and the graph that it was loaded for. shares: whether another set had
-    some of it."""
+    """A set on the device and the graph it was loaded for. shares: another set had some."""
 
     weights: Mapping[str, Any]
     graph: Graph
@@ -136,8 +135,7 @@ class WeightStore:
         self._parks = True  # until the backend cannot
 
     def source(self, call: Call, loras: Sequence[LoraSpec] = ()) -> Any:
-        """The tensor source of a call's network; LoRAs that do not stay apart are merged on
-        reading."""
+        """The tensor source of a call's network; LoRAs are merged on reading, or stay apart."""
         first, *more = call.row.parts
         source = self.checkpoint.source(first)
         for part in more:
@@ -150,8 +148,7 @@ class WeightStore:
         return source
 
     def _opened(self, loras: Sequence[LoraSpec]) -> list[Lora]:
-        """Raises InputError for a file that is not the planned one, and a LoRA of another
-        release."""
+        """Raises InputError for a file that has changed, and a LoRA of another release."""
         opened = [open_lora(lora.path, lora.strength) for lora in loras]
         for spec, lora in zip(loras, opened, strict=True):
             if isinstance(spec, PlannedLora) and spec.file != lora.file.identity:
@@ -163,8 +160,7 @@ class WeightStore:
         return opened
 
     def beside(self, call: Call) -> LoraAdapters:
-        """The call's LoRAs that stay apart from the weights. Raises InputError where they
-        cannot."""
+        """The call's LoRAs that stay apart. Raises InputError where they cannot."""
         source, opened = self.source(call), self._opened(_apart(call.loras))
         blocks = self.checkpoint.config.transformer.num_layers
         found = beside(source, opened, self.dtype, blocks, self.options.lora_allow_partial)
@@ -172,8 +168,7 @@ class WeightStore:
         return found
 
     def adapters(self, call: Call) -> Adapters | None:
-        """Adapters beside the linears of the call's graph; None without any. Raises as `beside`
-        does."""
+        """Adapters of the call's graph; None without any. Raises as `beside` does."""
         key = call.row.parts, _apart(call.loras)
         if key[1] and key not in self._adapters:
             self.beside(call)
@@ -185,8 +180,7 @@ class WeightStore:
         return {} if self.options.weights_dtype == "bfloat16" else self.packed(call)
 
     def packed(self, call: Call) -> Mapping[str, str]:
-        """Encodings by tensor of the matrices that are stored in few bits and that no LoRA of the
-        call changes."""
+        """Encodings by tensor of matrices in few bits that no LoRA of the call changes."""
         parts = call.row.parts
         if parts not in self._stored:
             source = self.source(call)
@@ -224,8 +218,7 @@ class WeightStore:
         return self.source(call, loras).touched() if _merged(loras) else set()
 
     def of(self, call: Call, graph: Graph) -> Any:
-        """The call's weights on the device, loaded on first use. With stage weights "reload" a
-        network has one set at a time."""
+        """The call's weights on the device, loaded on first use."""
         key = call.weights
         if key in self.held and self.held[key].streamed != self.residence.streamed(key, graph):
             del self.held[key]  # it was loaded for a run that needed more room, or less
@@ -279,8 +272,7 @@ class WeightStore:
         return RetainedWeights(weights, graph, base is not None, streamed)
 
     def _make_host_room(self, size: int) -> None:
-        """Drop parked sets from the host's memory, the least recently loaded first, until `size`
-        bytes fit."""
+        """Drop parked sets, the least recently loaded first, until `size` bytes fit."""
         everywhere = size * prod(self.backend.mesh.values()) // self.backend.device().hosts
         for key in sorted(self.parked, key=lambda key: self._loaded_at[key][1]):
             if has_room(self.backend.device_kind, everywhere):
@@ -303,8 +295,7 @@ class WeightStore:
         return frozenset(apart).union(*(self._touched(call, rest) for rest in rests))
 
     def comparable(self, theirs: WeightsKey, ours: WeightsKey) -> bool:
-        """Whether a set can share tensors with another: it holds them, and the merged files can
-        still be read."""
+        """Whether a set can share tensors with another; the merged files must be there."""
         try:
             same = all(
                 identity(lora.path) == lora.file
@@ -317,8 +308,7 @@ class WeightStore:
         return same and holds(theirs, ours) and not (is_streamed or self.residence.number(theirs))
 
     def free(self, *keys: WeightsKey) -> None:
-        """Give the memory of sets back to the device; a later use loads them again, or fetches them
-        from the host."""
+        """Give the memory of sets back; a later use loads or fetches them again."""
         here = [key for key in keys if key in self.held]
         for key in here:
             self._park(key)

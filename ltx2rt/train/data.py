@@ -72,8 +72,7 @@ class Bucket:
         return f"{self.width}x{self.height}x{self.frames}"
 
     def reference(self, downscale: int, temporal_scale: int) -> Bucket:
-        """The size of a moving reference, smaller by `downscale` and with `temporal_scale` times
-        fewer frames."""
+        """The size of a moving reference, smaller and with fewer frames by these factors."""
         frames = usable_frames(self.frames, 8, temporal_scale)
         return Bucket(self.width // downscale, self.height // downscale, frames)
 

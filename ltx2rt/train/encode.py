@@ -125,8 +125,7 @@ def _mask(piece: Piece) -> np.ndarray:
 def decoded(
     session: Session, job: ClipPiece, cache: Path, number: int, key: str, watch: Stopwatch
 ) -> Path:
-    """Write a sample as the model would show it: CACHE/verify/NUMBER-NAME.mp4, or .wav of sound
-    without a picture."""
+    """Write a sample as the model would show it: CACHE/verify/NUMBER-NAME.mp4 (or .wav)."""
     folder, latents = cache / "verify", read_arrays(sample_path(cache, key))
     folder.mkdir(exist_ok=True)
     waveform, rate = None, session.config.vocoder.sample_rate

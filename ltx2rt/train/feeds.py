@@ -62,8 +62,7 @@ class Feeder:
         return {name: known[name] for name in step.graph.inputs}
 
     def _feed(self, kind: Kind, item: Item, stream: str, level: float | None) -> Feeds:
-        """The inputs of one sample, without an axis B. level: of its noise, with its own caption;
-        None: drawn."""
+        """The inputs of one sample, without an axis B. level: of its noise; None: drawn."""
         r, step = self.request, self.steps[kind]
         latents = read_arrays(sample_path(item.cache, item.sample.sample))
         drawn, found = level is None, Feeds()

@@ -21,8 +21,7 @@ Points = list[tuple[int, float]]
 
 
 def draw_losses(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write the losses by step, each a mean over a tenth of the steps before it; held-out clips'
-    losses as they were measured."""
+    """Draw losses by step, each a mean over a tenth of the steps; held-out ones as measured."""
     curves = {name: points for name in CURVES if (points := _points(name, rows))}
     with replacing(path) as partial:
         partial.write_text("\n".join(_svg(curves)) + "\n")

@@ -171,8 +171,7 @@ def _length(facts: Facts, request: PrepareRequest) -> int:
 def _pieces(
     clip: CaptionedClip, facts: Facts | None, buckets: Sequence[Bucket], request: PrepareRequest
 ) -> Iterator[ClipPiece]:
-    """The pieces of a clip. Raises InputError for one that fits no bucket, and for a reference
-    that does not go with it."""
+    """The pieces of a clip. Raises InputError for an unfitting clip or reference."""
     caption = " ".join(filter(None, (request.trigger, clip.caption)))
     if facts is None or clip.video is None:
         yield _sound_alone(clip, caption, buckets, request)

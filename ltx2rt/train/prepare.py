@@ -45,8 +45,7 @@ SHOWN = 20  # faults in the table
 
 
 def prepare(session: Session, request: PrepareRequest, say: Say) -> dict[str, Any]:
-    """Fill the cache and return the report of `--json`. Raises InputError for a fault of any clip
-    before one is encoded."""
+    """Fill the cache; the report of `--json`. Raises InputError for faults before encoding."""
     request.check()
     if folder := precomputed.folder_of(request.data):
         return _prepare_computed(session, request, folder, say)

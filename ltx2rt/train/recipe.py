@@ -238,8 +238,7 @@ def rate(base: float, step: int, steps: int, schedule: str, warmup: int) -> floa
 
 
 def initial(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """An adapter's parameter before the first step, as PEFT has it: A uniform within 1 / sqrt(in),
-    B zero."""
+    """A parameter before the first step, as PEFT has it: A uniform in 1 / sqrt(in), B zero."""
     if ".lora_B." in name:
         return np.zeros(shape, np.float32)
     drawn = uniform(seed, f"train.init.{name}", math.prod(shape)).reshape(shape)

@@ -303,8 +303,7 @@ class TrainRequest:
         return NoiseLevels(self.sigma, self.sigma_shift, *self.sigma_range)
 
     def resolved(self) -> TrainRequest:
-        """With the mode's own values in place of None. A rectangle of 0,0,0,0 is the middle
-        half."""
+        """With the mode's own values in place of None. A rectangle of zeros is the middle half."""
         mode = MODES[self.mode]
         crop = (0, 0, 0, 0, mode.crop) if self.crop is None else self.crop
         own = {f.name: getattr(mode, f.name) for f in fields(mode) if hasattr(self, f.name)}

@@ -63,8 +63,7 @@ def flags_text(session: Session, request: TrainRequest) -> str:
 
 
 def check_resumed(now: Mapping[str, Any], begun: Mapping[str, Any], request: TrainRequest) -> None:
-    """Raises InputError where the state is of another model, other data or another
-    configuration."""
+    """Raises InputError for a state of another model, other data or another configuration."""
     path, allowed = request.output, request.allow_change
     if not is_of(begun["base"], now["base"], path):
         raise InputError(

@@ -139,8 +139,7 @@ class Run:
         )
 
     def held_out_losses(self, trainer: Trainer) -> dict[str, float]:
-        """Mean losses of the clips that are not trained on, at LEVELS and with the same noise each
-        time."""
+        """Mean losses of held-out clips, at LEVELS and with the same noise each time."""
         samples, batch = self.samples, self.samples.batch
         losses: dict[str, list[float]] = {name: [] for name in samples.trained}
         for kind in sorted({samples.kind(i) for i in samples.held_out}, key=str):
@@ -213,8 +212,7 @@ class Run:
         return lora_path(r.output, max(first, r.steps))
 
     def _begun(self, say: Callable[[str], None]) -> tuple[Trainer, Tally, int, list[Row]]:
-        """The trainer at its first step, the counts, that step's number, and the metrics before
-        it."""
+        """The trainer, the counts, the first step's number, and the metrics before it."""
         r, main = self.request, self.session.backend.is_main
         about: dict[str, Any] = {}
         arrays: dict[str, dict[str, np.ndarray]] = {}
@@ -259,8 +257,7 @@ class Run:
         return {name: finite(value) for name, value in row.items()}
 
     def _weights(self, running: Mapping[str, float]) -> dict[str, float]:
-        """Weights of the losses. With `--audio-balance` that of the sound follows the running means
-        of both."""
+        """Weights of the losses; with `--audio-balance` the sound's follows the running means."""
         r = self.request
         found = {f"{name}_loss": getattr(r, f"{name}_loss") for name in self.samples.streams}
         if r.audio_balance is not None and running.keys() >= {"video", "audio"}:
@@ -289,8 +286,7 @@ class Run:
         return StepLosses(joined, sigmas, names)
 
     def _validated(self, trainer: Trainer, step: int) -> list[Path]:
-        """Clips with the LoRA as it is now. `validate` takes it as a file, which is then
-        removed."""
+        """Clips with the LoRA as it is now, which `validate` takes as a file."""
         if self.validate is None:
             return []
         folder = self.request.output / "validation"

@@ -237,8 +237,7 @@ class Samples:
         return found
 
     def _of_one_kind(self, number: int) -> list[Item]:
-        """The batch of this number: an epoch has every sample once, and in the last batch of a kind
-        its first ones again."""
+        """The batch of this number; an epoch's last batch of a kind repeats its first samples."""
         groups = [[i for i in self.items if self.kind(i) == kind] for kind in self.kinds]
         counts = [-(-len(group) // self.batch) for group in groups]
         epoch, place = divmod(number, sum(counts))

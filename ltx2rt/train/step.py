@@ -77,8 +77,7 @@ class Step:
 
     @property
     def spanned(self) -> int:
-        """Latents in time that a prefix or a suffix counts: of the picture, or of sound without
-        one."""
+        """Latents in time that a prefix or suffix counts: of the picture, or of sound alone."""
         return self.geometry.frames if "video" in self.streams else self.geometry.audio_latents
 
     @cached_property
@@ -112,15 +111,13 @@ class Step:
 
     @cached_property
     def graph(self) -> Graph:
-        """The forward graph of a device. Matrices that are stored in few bits stay so, as QLoRA's
-        base."""
+        """The forward graph of a device. Matrices stored in few bits stay so, as in QLoRA."""
         stored = self.session.weights.stored(Call("train-step", None))
         placement = replace(self.session.placement, adapters=self.adapters, stored=stored)
         return placement.local(self.plain, "transformer")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the trained tensors on all devices together, by their names in the
-        checkpoint."""
+        """Shapes of the trained tensors on all devices together, by name in the checkpoint."""
         return {n: spec.shape for n, spec in self.graph.parameters().items() if MARK in n}
 
     def groups(self) -> dict[str, int]:
@@ -156,8 +153,7 @@ class Step:
 
     @cached_property
     def streams_blocks(self) -> int:
-        """How many blocks' weights the host keeps: none where all fit, or may not; all where none
-        is enough."""
+        """Number of blocks whose weights the host keeps: as few as fit, all if none is enough."""
         session = self.session
         may = session.options.memory == "auto" and "transformer" in session.factory.streams
         count = len(pieces(self.graph)) if may and self.remat != "none" else 0

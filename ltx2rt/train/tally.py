@@ -19,8 +19,7 @@ BALANCE = 0.99  # decay of the running means of the losses
 
 @dataclass
 class StepLosses:
-    """Losses and noise levels by stream, and each sample's name with whether its losses are
-    finite."""
+    """Losses and noise levels by stream; each sample's name, and whether it has finite ones."""
 
     losses: dict[str, np.ndarray]
     levels: dict[str, np.ndarray]

@@ -29,8 +29,7 @@ class Group:
         """Refuse model flags that do not go with these. Raises InputError."""
 
     def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        """Fields to change before any group is resolved: the same wish in fields that others read.
-        Raises InputError."""
+        """Fields to change before any group is resolved, which read them. Raises InputError."""
         return {}
 
     def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:

@@ -29,8 +29,7 @@ TAU, ALPHA = 2.5, 0.25  # those of ComfyUI-KJNodes' node for LTX-2, whose scale 
 
 
 def parse_blocks(text: str | Sequence[int | str]) -> tuple[int | str, ...]:
-    """Block numbers, in a list or separated by commas; behind `video=` or `audio=` those of one
-    stream, as texts."""
+    """Block numbers, or text with commas; after `video=` or `audio=` those of one stream."""
     found, of = list[int | str](), ""
     try:
         for part in text.split(",") if isinstance(text, str) else text:

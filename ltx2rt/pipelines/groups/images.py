@@ -52,8 +52,7 @@ class PlacedImage(ImageSpec):
 
 
 def parse_frame(given: str | float) -> int | str:
-    """A number from 0 on, or the text of a frame that depends on the clip's length. Raises
-    TypeError or ValueError."""
+    """A number, or text that depends on the clip's length. Raises TypeError or ValueError."""
     text = str(given).lower() if isinstance(given, (str, float, bool)) else str(index(given))
     if not re.fullmatch(FRAME, text := text.removesuffix(".0")):
         raise ValueError

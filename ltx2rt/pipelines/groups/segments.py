@@ -319,8 +319,7 @@ class Segments(Group):
         return [*stages, JoinSegments(parts, sound)]
 
     def request_of(self, i: int, request: Any) -> Any:
-        """Segment i as a request; the clip's images are those of the segment that they are new
-        in."""
+        """Segment i as a request, with the clip's images at its new frames."""
         spans, prompts = self.spans(request), (request.prompt, *self.segment_prompts)
         start, end = spans[i].start, spans[i].stop
         new = range(start if i == 0 else spans[i - 1].stop, end)

@@ -28,8 +28,7 @@ STEP = 8  # frames per latent, in every release
 
 
 def parse_fps(text: str | float | Fraction) -> Fraction:
-    """23.976, 29.97 and 59.94 mean x*1000/1001 of the next integer; anything else is the decimal or
-    fraction given."""
+    """A number or fraction; 23.976, 29.97 and 59.94 mean x*1000/1001 of the next integer."""
     ntsc, text = {"23.976": 24, "29.97": 30, "59.94": 60}, str(text)
     try:
         if len(text) > 80 or "e" in text.lower():  # 1e999999999 has as many digits
@@ -50,8 +49,7 @@ def parse_fps(text: str | float | Fraction) -> Fraction:
 
 
 def check_step(name: str, value: int, step: int, offset: int, unit: str, rule: str) -> None:
-    """Refuse a value that is not step*k + offset and at least step (offset 0) or 1, naming the two
-    nearest."""
+    """Refuse a value that is not step*k + offset and positive, naming the two nearest."""
     lowest = offset or step
     if value >= lowest and (value - offset) % step == 0:
         return

@@ -33,8 +33,7 @@ def of_the_file(type_: type, name: str) -> Any:
 
 @dataclass(frozen=True)
 class SourceClip(Duration):
-    """info: of the file; a resolved request has it. window: the frames that the model sees, where
-    these are not all."""
+    """info: of the file, once resolved. window: the frames that the model sees, None: all."""
 
     whole: ClassVar[bool] = False
 
@@ -112,8 +111,7 @@ class FileSize(SizeOrFile):
     """The file's size, or another one to which its pictures are brought."""
 
     def sized(self, info: VideoInfo, border: tuple[int, int] = (0, 0)) -> VideoInfo:
-        """The facts of the clip at the size that is asked for, a border of so many columns and rows
-        included."""
+        """The clip's facts at the size asked for, with a border of so many columns and rows."""
         sides = zip((self.width, self.height), border, strict=True)
         asked = [side and side - more for side, more in sides]
         if not any(asked):
