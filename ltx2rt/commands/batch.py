@@ -4,13 +4,13 @@ made again."""
 from __future__ import annotations
 
 import argparse
-import asyncio
 from dataclasses import MISSING, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ltx2rt.atomic_file import check_outputs, remove_abandoned
-from ltx2rt.commands import serve
+from ltx2rt.commands import serve as serving
 from ltx2rt.commands.options import model_options, run_flags
 from ltx2rt.commands.serve import ServeOptions
 from ltx2rt.errors import InputError
@@ -26,8 +26,9 @@ flag = flags_of("jobs")
 
 if TYPE_CHECKING:
     from ltx2rt.serve.batch import Line, Results, Shard
+    from ltx2rt.serve.remote import RemoteServer
 
-SOME_FAILED, TERMINATED = 3, 143
+SOME_FAILED = 3
 EXAMPLE = """\
 A job is a line of JOBS.jsonl, with the fields of POST /v1/videos and paths of files here:
   {"id": "fox", "prompt": "a red fox", "images": [{"path": "fox.png", "frame": 0}]}
@@ -75,7 +76,7 @@ def flags(to: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     own = BatchOptions(**given_flags(args, BatchOptions))
-    serve.check_lora_folder(own.lora_folder)
+    serving.check_lora_folder(own.lora_folder)
     own.check_marks()
     if own.server and (given := words_of(args, Marks)):
         raise InputError(f"{given[0]}: with --server, the server's flags mark the files; omit it")
@@ -86,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
     options = None if own.server else checked_options(args)
     require_posix("batch")
     try:
-        from ltx2rt.serve import batch
+        from ltx2rt.serve import batch, remote
     except ImportError as error:
         raise InputError(f"{error}; in the clone: pip install '.[serve]'") from error
 
@@ -96,87 +97,80 @@ def main(args: argparse.Namespace) -> int:
     results = batch.Results(own.output_dir, shard)
     check_outputs([("--output-dir", results.path)], options.files if options else ())
     if options is None:
-        return on_server(own, lines, shard, results, args.jobs.parent)
+        token = next(iter(read_tokens(own.token_file)), None) if own.token_file else None
+        server = remote.RemoteServer(own.server or "", token)
+        return made_by(server, own, lines, shard, results, args.jobs.parent)
     return here(own, args, options, lines, shard, results)
 
 
 def here(
-    own: BatchOptions,
-    args: argparse.Namespace,
-    options: ModelOptions,
-    lines: list[Line],
-    shard: Shard,
-    results: Results,
-) -> int:
-    """The jobs on this machine's devices; exit status. Raises InputError."""
-    from ltx2rt.serve import batch
+    own: BatchOptions, args: argparse.Namespace, options: ModelOptions, lines: list[Line],
+    shard: Shard, results: Results,
+) -> int:  # fmt: skip
+    """The jobs by a server of this process; exit status. Raises InputError."""
+    from ltx2rt.serve import remote
     from ltx2rt.serve.admission import Admission
-    from ltx2rt.serve.folder import Folder
+    from ltx2rt.serve.core import Settings
+    from ltx2rt.serve.server import INTERRUPTED, TERMINATED, Serving, serve
+    from ltx2rt.serve.users import OneUser
 
-    folder = Folder(
-        own.output_dir / f".{Path(shard.results).stem}", "--output-dir", batch.MIN_FREE_BYTES
+    user, loras = OneUser(), own.lora_folder and own.lora_folder.resolve()
+
+    def admission(inputs: Path) -> Admission:
+        found = Admission(options, inputs, default=own.pipeline, lora_folder=loras)
+        check_outputs([("--output-dir", results.path)], found.checkpoint.files)
+        return found
+
+    def work(url: str) -> int:
+        server = remote.RemoteServer(url, user.token, own=True)
+        return made_by(server, own, lines, shard, results, args.jobs.parent)
+
+    def log(event: str, **facts: Any) -> None:
+        if event == "storage":  # tell the user why a batch waits
+            note(f"{own.output_dir}: {facts['message']}", prefix="")
+
+    how = Serving(
+        data=own.output_dir / f".{Path(shard.results).stem}",
+        host="127.0.0.1",
+        port=0,
+        command=[*serving.worker_command(args), "--no-previews"],
+        settings=Settings(user, max_upload_bytes=2**30),
+        environments=serving.device_environments(options, own.replicas),
+        lora_folder=loras,
+        step_timeout_s=own.step_timeout,
+        drain_s=0,
+        log=log,
+        work=work,
     )
-    try:
-        folder.clear()
-        admission = Admission(
-            options, folder.inputs, default=own.pipeline, lora_folder=own.lora_folder
-        )
-        check_outputs([("--output-dir", results.path)], admission.checkpoint.files)
-        admitted = batch.admit(lines, admission, folder, args.jobs.parent)
-        mine = [(line, a) for line, a in admitted if shard.has(line.id)]
-        model = batch.made_by(admission)
-        loras = {l.id: batch.loras_of(admission, a) for l, a in mine}
-        done = results.done(model, loras)
-        jobs = [(line, a) for line, a in mine if done.get(line.id) != a.digest][: own.limit]
-        made_of = ((line.id, a.job["clip"].get("seed"), a.job["n"]) for line, a in jobs)
-        there = results.replaced(name for one in made_of for name in results.names(*one))
-        note(f"{len(lines)} jobs, {len(jobs)} to make here{there}", prefix="")
-        if not jobs:
-            batch.clean(folder)
-            return 0
-        made = batch.Batch(
-            folder, results, [*serve.worker_command(args), "--no-previews"],
-            facts={id: {"model": model, "loras": named} for id, named in loras.items()},
-            environments=serve.device_environments(options, own.replicas),
-            lora_folder=own.lora_folder and own.lora_folder.resolve(),
-            step_timeout_s=own.step_timeout,
-            retries=own.retries, say=lambda text: note(text, prefix=""),
-        )  # fmt: skip
-        counts = asyncio.run(made.run(jobs))
-        if sum(counts.values()) < len(jobs):
-            return TERMINATED
-        batch.clean(folder)
-        return 0 if counts.keys() == {"completed"} else SOME_FAILED
-    except InputError:
-        batch.clean(folder)
-        raise
-    finally:
-        folder.close()
+    return TERMINATED if (status := serve(how, admission)) == INTERRUPTED else status
 
 
 def checked_options(args: argparse.Namespace) -> ModelOptions:
     """Raises InputError."""
     options = model_options(args)
     options.check()
-    serve.require_first(options)
+    serving.require_first(options)
     return options
 
 
-def on_server(
-    own: BatchOptions, lines: list[Line], shard: Shard, results: Results, beside: Path
-) -> int:
-    from ltx2rt.serve import batch, remote
+def made_by(
+    server: RemoteServer, own: BatchOptions, lines: list[Line], shard: Shard, results: Results,
+    beside: Path,
+) -> int:  # fmt: skip
+    """Have a server make the jobs; exit status. beside: where paths of files begin."""
+    from ltx2rt.serve import remote
     from ltx2rt.serve.folder import frames_of
 
-    token = next(iter(read_tokens(own.token_file)), None) if own.token_file else None
-    server = remote.RemoteServer(own.server or "", token)
-    admitted = remote.admit(server, lines, beside)
-    mine = [(line, given) for line, given in admitted if shard.has(line.id)]
-    done = results.done(server.model(), dict.fromkeys(line.id for line, _ in mine))
-    jobs = [(line, g) for line, g in mine if done.get(line.id) != batch.digest_of(g)][: own.limit]
-    made_of = [(line.id, int(g["seed"]), server.count(g)) for line, g in jobs]
+    mine = [order for order in remote.admit(server, lines, beside) if shard.has(order.line.id)]
+    loras = {o.line.id: server.loras_of(o.given) for o in mine}
+    done = results.done(model := server.model(), loras)
+    orders = [o for o in mine if done.get(o.line.id) != o.digest][: own.limit]
+    made_of = [(o.line.id, int(o.given["seed"]), server.count(o.given)) for o in orders]
     names = [name for one in made_of for name in results.names(*one)]
     remove_abandoned(results.output, {*names, *map(frames_of, names)})
-    note(f"{len(lines)} jobs, {len(jobs)} to make{results.replaced(names)}", prefix="")
-    counts = remote.make(server, jobs, results, own.retries, lambda text: note(text, prefix=""))
+    where = " here" if server.own else ""
+    note(f"{len(lines)} jobs, {len(orders)} to make{where}{results.replaced(names)}", prefix="")
+    facts = {id: {"model": model, "loras": named} for id, named in loras.items()}
+    say = partial(note, prefix="")
+    counts = remote.make(server, orders, results, beside, own.retries, say, facts)
     return 0 if counts.keys() <= {"completed"} else SOME_FAILED

@@ -190,7 +190,7 @@ def main(args: argparse.Namespace) -> int:
             user_quota=own.user_quota,
             step_timeout_s=own.step_timeout,
             drain_s=own.drain,
-            quiet=own.quiet,
+            log=hears,
             announce=lambda url: note(f"serving at {url}", prefix=""),
         ),
         admission,

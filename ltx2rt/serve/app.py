@@ -31,6 +31,7 @@ from ltx2rt.serve.orders import Orders
 from ltx2rt.serve.queue import Job
 from ltx2rt.serve.refusal import Refusal
 from ltx2rt.serve.videos import Videos
+from ltx2rt.weights.digests import digest
 
 KEEP_ALIVE_S = 15
 UNUSED_S = 3600  # for so long what was sent stays if no job reads it
@@ -156,7 +157,9 @@ class App(Orders, Videos, Files):
         return Json(_model(id, await asyncio.to_thread(made_by, self.admission)))
 
     async def loras(self, request: Request) -> Response:
-        data = [{"id": name, "object": "lora"} for name in self.admission.lora_files()]
+        folder, files = self.admission.lora_folder or Path(), self.admission.lora_files()
+        found = {n: await asyncio.to_thread(digest, folder / file) for n, file in files.items()}
+        data = [{"id": name, "object": "lora", "x": {"digest": x}} for name, x in found.items()]
         return Json({"object": "list", "data": data})
 
     async def limits(self, request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Jobs of a file, made by the workers of a server, without a server.
+"""Jobs of a file and the clips that a server makes of them.
 
 Decides what is done already: a job whose result line says `completed` for the same digest and
 model, and whose clip is there. A clip of another model is never replaced. A result line is written,
@@ -7,42 +7,30 @@ and on the disk, after the clip has its name.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
 import re
-import signal
 import stat
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ltx2rt.errors import InputError
-from ltx2rt.media.hdr import is_exr, read_exr
-from ltx2rt.media.images import read_rgb
 from ltx2rt.pipelines.groups.images import PlacedImage, parse_image
-from ltx2rt.serve.admission import Admission, Admitted
-from ltx2rt.serve.board import Board
+from ltx2rt.serve.admission import Admission
 from ltx2rt.serve.fields import uploads
-from ltx2rt.serve.folder import Folder, frames_of, sync
-from ltx2rt.serve.metrics import Metrics
-from ltx2rt.serve.queue import COMPLETED, Job, Queue
-from ltx2rt.serve.refusal import Refusal
-from ltx2rt.serve.supervisor import QueueThread, Supervisor
-from ltx2rt.serve.upload import EXR, IMAGE, MAX_BYTES, SUFFIX
+from ltx2rt.serve.folder import sync
+from ltx2rt.serve.queue import COMPLETED
+from ltx2rt.serve.upload import IMAGE
 from ltx2rt.session.options import LoraSpec
 from ltx2rt.text_files import read_text
 from ltx2rt.weights.digests import digest
 from ltx2rt.weights.files import opened_at_once
 
 ID = re.compile(r"(?!.*[^\D0-9])\w[\w.-]{0,99}")  # letters of any script, digits 0 to 9
-WINDOW = 64  # lines within which jobs of one shape are made after one another
 LINE_LIMIT = 10**6
-MIN_FREE_BYTES = 10**8  # a batch waits while its disk has less
-RETRIED = ("worker_died", "step_timeout", "internal")  # what another attempt may mend
 
 
 @dataclass(frozen=True)
@@ -135,47 +123,11 @@ def made_by(admission: Admission) -> dict[str, Any]:
     }
 
 
-def loras_of(admission: Admission, admitted: Admitted) -> list[list[str]]:
-    """Name and digest of each LoRA that a job names."""
-    folder = admission.lora_folder or Path()
-    return [[name, digest(folder / name)] for name, *_ in admitted.job["loras"]]
-
-
 def seeded(line: Line, given: Mapping[str, Any]) -> dict[str, Any]:
     """A job without a seed gets one of its own, the same whenever it is made. given: its files are
     digests."""
     drawn = hashlib.sha256(json.dumps([line.id, given], sort_keys=True).encode()).hexdigest()
     return {**given, **({"seed": int(drawn[:8], 16)} if given.get("seed") is None else {})}
-
-
-def admit(
-    lines: Iterable[Line], admission: Admission, folder: Folder, beside: Path
-) -> list[tuple[Line, Admitted]]:
-    """Check every line as a server checks its requests. beside: where paths of files begin. Raises
-    InputError."""
-
-    def keep(path: str, kind: str) -> dict[str, str]:
-        kind = EXR if kind == IMAGE and is_exr(Path(path)) else kind
-        data = read(beside / path, path[:300], MAX_BYTES[kind])
-        if kind in (IMAGE, EXR):  # planning reads headers alone
-            try:
-                (read_exr if kind == EXR else read_rgb)(beside / path)
-            except InputError as error:
-                text = str(error).removeprefix("--image: ").replace(str(beside / path), path[:300])
-                raise InputError(text) from None
-        return {"file_id": folder.keep_input(data, SUFFIX[kind])}
-
-    found, wrong = [], []
-    for line in lines:
-        try:
-            given = with_files(line.given, keep)
-            found.append((line, admission.admit(seeded(line, given))))
-        except (Refusal, InputError) as error:
-            wrong.append(f"line {line.number} ({line.id}): {error}")
-    wrong += clashes((line, a.job["clip"].get("seed"), a.job["n"]) for line, a in found)
-    if wrong:
-        raise InputError("; ".join(wrong))
-    return found
 
 
 def clashes(jobs: Iterable[tuple[Line, int, int]]) -> list[str]:
@@ -251,12 +203,16 @@ class Results:
         ]
 
     def done(
-        self, model: Mapping[str, Any], loras: Mapping[str, list[list[str]] | None]
+        self, model: Mapping[str, Any], loras: Mapping[str, list[list[str | None]]]
     ) -> dict[str, str]:
         """Digests of the completed jobs by id, as all result files of the folder tell, whose clips
-        are there. loras: `loras_of` the jobs of this batch, by id; None if unknown.
+        are there. loras: names and digests of the LoRAs of the jobs of this batch, by id.
 
         Raises InputError if one of these jobs has a clip of another model."""
+
+        def digests(loras: list[list[Any]] | None) -> list[Any]:
+            return [digest for _, digest in loras or ()]
+
         latest = {
             told["id"]: told
             for told in self._told
@@ -273,7 +229,7 @@ class Results:
                         f"--output-dir: the clip of {id} in {self.output} is of another model "
                         f"({key} {was.get(key)}, now {model.get(key)}); name another folder"
                     )
-            if None not in (was := latest[id].get("loras"), loras[id]) and was != loras[id]:
+            if "loras" in latest[id] and digests(latest[id]["loras"]) != digests(loras[id]):
                 del latest[id]
         return {id: told["digest"] for id, told in latest.items()}
 
@@ -330,114 +286,3 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             case _:
                 what_to_do = "move the line or the file away"
                 raise InputError(f"{path}, line {number}: no result of a batch; {what_to_do}")
-
-
-def in_order(jobs: Sequence[tuple[Line, Admitted]]) -> list[tuple[Line, Admitted]]:
-    """Jobs of one shape after one another, within a window."""
-
-    def shape(entry: tuple[Line, Admitted]) -> str:
-        job = entry[1].job
-        return json.dumps([entry[1].loras, job["pipeline"], job["size"], job["seconds"]])
-
-    return [
-        job
-        for start in range(0, len(jobs), WINDOW)
-        for job in sorted(jobs[start : start + WINDOW], key=shape)
-    ]
-
-
-class Batch:
-    """command: starts a worker. facts: more that a job's result states, by id. retries: of a job
-    whose worker failed under it. say: told of every job that is over."""
-
-    def __init__(
-        self, folder: Folder, results: Results, command: Sequence[str], *,
-        facts: Mapping[str, Mapping[str, Any]],
-        environments: Sequence[Mapping[str, str]] = ({},), lora_folder: Path | None = None,
-        step_timeout_s: float = 120.0, retries: int = 0, say: Callable[[str], None] = print,
-    ):  # fmt: skip
-        self.folder, self.results, self.retries, self.say = folder, results, retries, say
-        self.facts = facts
-        self.board = Board(self._log)
-        self.store = QueueThread(Queue(":memory:", most=10**9, most_of_user=10**9))
-        self.supervisor = Supervisor(
-            command, self.store, folder, self.board, Metrics(), environments=environments,
-            lora_folder=lora_folder,
-            step_timeout_s=step_timeout_s,
-        )  # fmt: skip
-
-    async def run(self, jobs: Sequence[tuple[Line, Admitted]]) -> dict[str, int]:
-        """How many jobs ended with each status; fewer in all than there are jobs if a signal ended
-        it."""
-        ids, counts, start = {}, dict[str, int](), time.monotonic()
-        for line, admitted in in_order(jobs):
-            ids[await self._add(admitted)] = line, admitted, self.retries
-        stopped, loop = asyncio.Event(), asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stopped.set)
-        with self.board.watch(lambda id, user: True) as news:
-            replicas = asyncio.create_task(self.supervisor.run())
-            try:
-                while ids and not stopped.is_set() and not replicas.done():
-                    for id in [
-                        id
-                        for id, kind in (await news.take(0.2)).items()
-                        if kind in ("completed", "failed")
-                    ]:
-                        job = await self.store(self.store.queue.get, id)
-                        if id not in ids or job is None:
-                            continue
-                        line, admitted, left = ids.pop(id)
-                        if left and job.error and job.error["code"] in RETRIED:
-                            ids[await self._add(admitted)] = line, admitted, left - 1
-                            continue
-                        self._keep(line, admitted, job)
-                        counts[job.status] = counts.get(job.status, 0) + 1
-                        each_s = (time.monotonic() - start) / sum(counts.values())
-                        self.say(
-                            f"{line.id}: {job.status}, {len(ids)} left, about "
-                            f"{each_s * len(ids):.0f} s"
-                        )
-            finally:
-                await self.supervisor.stop(0)
-                ended = await asyncio.gather(replicas, return_exceptions=True)
-                self.store.close()
-        if isinstance(ended[0], InputError):
-            raise ended[0]
-        return counts
-
-    def _log(self, event: str, **facts: Any) -> None:
-        """Tell the user why a batch waits."""
-        if event == "storage":
-            self.say(f"{self.results.output}: {facts['message']}")
-
-    async def _add(self, admitted: Admitted) -> str:
-        queue, given, job = self.store.queue, admitted.given, admitted.job
-        made = await self.store(
-            queue.add, "", admitted.digest, given, job, work=admitted.work, loras=admitted.loras
-        )
-        self.supervisor.woken()
-        return made.id
-
-    def _keep(self, line: Line, admitted: Admitted, job: Job) -> None:
-        """The clips under their own names, then the job's line among the results."""
-        made = (job.result or {}).get("files", [])
-        seed = job.job["clip"].get("seed")
-        names = self.results.names(line.id, seed, len(made))
-        for file, name in zip(made, names[: len(made)], strict=True):  # a job that failed has none
-            if (frames := self.folder.outputs / frames_of(file)).exists():
-                os.replace(frames, self.results.output / frames_of(name))
-            os.replace(self.folder.outputs / file, self.results.output / name)
-        report = (job.result or {}).get("report", {})
-        self.results.keep(
-            line.id, job.status, admitted.digest, names, seed=seed, error=job.error,
-            attempts=job.attempts,
-            run_s=job.run_s, **self.facts[line.id],
-            stages={stage["name"]: stage["time_s"] for stage in report.get("stages", ())},
-        )  # fmt: skip
-        self.folder.remove(job)
-
-
-def clean(folder: Folder) -> None:
-    """Remove what a batch that is done no longer needs."""
-    folder.remove_folder()

@@ -179,7 +179,9 @@ class Folder:
         return sorted(unknown)
 
     def clear(self) -> None:
-        """Remove every file that a server or batch made here."""
+        """Remove every file that a server or batch made here, and the queue."""
+        for path in self.root.glob(f"{self.queue.name}*"):
+            path.unlink()
         self._remove_unfinished()
         self._remove_segments()
         for folder, names in ((self.outputs, OUTPUT), (self.inputs, INPUT)):

@@ -1,4 +1,4 @@
-"""Jobs of a file, made by a server somewhere.
+"""Jobs of a file, made by a server, one somewhere or the batch's own.
 
 Decides nothing that the server knows: it checks every line before the first is sent, its queue
 holds them, and a key for each makes one that is sent again the same job, so that a client which was
@@ -12,9 +12,11 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,15 +26,19 @@ from urllib.request import Request, urlopen
 from ltx2rt.atomic_file import DISK_ERRORS, replacing
 from ltx2rt.errors import InputError
 from ltx2rt.notes import note
-from ltx2rt.serve.batch import RETRIED, Line, Results, clashes, digest_of, read, seeded, with_files
+from ltx2rt.serve.batch import Line, Results, clashes, digest_of, read, seeded, with_files
 from ltx2rt.serve.folder import frames_of
 from ltx2rt.serve.queue import COMPLETED, FAILED, failure
-from ltx2rt.serve.upload import MAX_BYTES
+from ltx2rt.serve.upload import EXR, IMAGE, MAX_BYTES
 from ltx2rt.text_files import parse
 
 T = TypeVar("T")
 
-IN_FLIGHT, POLL_S, AGAIN_S, TIMEOUT_S = 32, 1.0, 5.0, 120.0
+IN_FLIGHT, POLL_S, AGAIN_S, TIMEOUT_S = 32, 0.5, 5.0, 120.0
+AT_ONCE = 4  # lines are checked
+RETRIED = ("worker_died", "step_timeout", "internal")  # what another attempt may mend
+WINDOW = 64  # lines within which jobs of one shape are made after one another
+SHAPE = ("loras", "pipeline", "size", "seconds")
 # how long a server may not answer: from the start on, and once it has
 ABSENT_S, SILENT_S = (15.0, 600.0)
 CHUNK_BYTES = 2**20
@@ -42,8 +48,9 @@ class RemoteServer:
     """url: of its root. Raises InputError for what it refuses, and when it does not answer for
     ABSENT_S, or, once it has, for SILENT_S."""
 
-    def __init__(self, url: str, token: str | None = None):
-        self.patience_s = ABSENT_S
+    def __init__(self, url: str, token: str | None = None, own: bool = False):
+        """own: it serves this batch only."""
+        self.patience_s, self.own = ABSENT_S, own
         if not url.startswith(("http://", "https://")):
             raise InputError(f"--server: {url[:80]!r}, expected http://HOST:PORT")
         self.url = url.rstrip("/")
@@ -73,10 +80,20 @@ class RemoteServer:
         """The server's model as results state it; empty from a server that does not tell."""
         return self.ask("GET", "/v1/models")["data"][0].get("x", {})
 
+    @cached_property
+    def _loras(self) -> dict[str, str | None]:
+        found = self.ask("GET", "/v1/loras")["data"]
+        return {one["id"]: one.get("x", {}).get("digest") for one in found}
+
+    def loras_of(self, given: Mapping[str, Any]) -> list[list[str | None]]:
+        """Name and digest of each LoRA that a job names; None from a server that does not tell."""
+        named = [lora["name"] for lora in given.get("loras", ())]
+        return [[name, self._loras.get(name)] for name in named]
+
     def fetch(self, path: str, to: Path) -> None:
         """An answer's body as a file, whole and on the disk."""
-        with replacing(to) as partial:
-            self._exchange("GET", path, lambda answer: _save(answer, partial))
+        with replacing(to) as whole:
+            self._exchange("GET", path, lambda answer: _save(answer, whole))
 
     def _exchange(
         self, method: str, path: str, take: Callable[[Any], T], body: Any = None,
@@ -128,72 +145,98 @@ def _message(said: str) -> str:
     return ""
 
 
-def admit(
-    server: RemoteServer, lines: Sequence[Line], beside: Path
-) -> list[tuple[Line, dict[str, Any]]]:
-    """Have every line checked; with what is to be sent of it, its files by their digests. Raises
-    InputError."""
+@dataclass(frozen=True)
+class Order:
+    """A line that the server has checked. given: all that it asks for, files by their digests, with
+    a seed. shape: jobs of equal shape run one after another the fastest."""
 
-    def sent(path: str, kind: str) -> dict[str, str]:
-        data = read(beside / path, path[:300], MAX_BYTES[kind])
-        return {"url": f"data:{kind}/any;base64,{base64.b64encode(data).decode()}"}
+    line: Line
+    given: dict[str, Any]
+    shape: str
 
-    found, wrong = [], []
-    for line in lines:
+    @property
+    def digest(self) -> str:
+        return digest_of(self.given)
+
+    def body(self, beside: Path) -> dict[str, Any]:
+        """The request, with its files: the server forgets those of a check after a while."""
+        return with_files(self.line.given, partial(_sent, beside)) | {"seed": self.given["seed"]}
+
+
+def _sent(beside: Path, path: str, kind: str) -> dict[str, str]:
+    data = read(beside / path, path[:300], MAX_BYTES[EXR if kind == IMAGE else kind])
+    return {"url": f"data:{kind}/any;base64,{base64.b64encode(data).decode()}"}
+
+
+def admit(server: RemoteServer, lines: Sequence[Line], beside: Path) -> list[Order]:
+    """Have every line checked. beside: where paths of files begin. Raises InputError."""
+
+    def checked(line: Line) -> Order | str:
         try:
-            asked = with_files(line.given, sent)
-            kept = server.ask("POST", "/v1/videos?check=1", asked, shape={"given": dict})
-            found.append((line, seeded(line, kept["given"])))
+            asked = with_files(line.given, partial(_sent, beside))
+            shape = {"given": dict, "resolved": dict}
+            kept = server.ask("POST", "/v1/videos?check=1", asked, shape=shape)
         except InputError as error:
-            wrong.append(f"line {line.number} ({line.id}): {error}")
-    wrong += clashes((line, int(g["seed"]), server.count(g)) for line, g in found)
+            return f"line {line.number} ({line.id}): {error}"
+        like = [kept["resolved"].get(name) for name in SHAPE]
+        return Order(line, seeded(line, kept["given"]), json.dumps(like))
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        found = list(pool.map(checked, lines))
+    orders = [one for one in found if isinstance(one, Order)]
+    wrong = [one for one in found if isinstance(one, str)]
+    wrong += clashes((o.line, int(o.given["seed"]), server.count(o.given)) for o in orders)
     if wrong:
         raise InputError("; ".join(wrong))
-    return found
+    return orders
+
+
+def in_order(orders: Sequence[Order]) -> Iterator[Order]:
+    """Jobs of one shape after one another, within a window."""
+    for start in range(0, len(orders), WINDOW):
+        yield from sorted(orders[start : start + WINDOW], key=lambda order: order.shape)
 
 
 def make(
-    server: RemoteServer, jobs: Sequence[tuple[Line, dict[str, Any]]], results: Results,
-    retries: int,
-    say: Callable[[str], None],
+    server: RemoteServer, orders: Sequence[Order], results: Results, beside: Path, retries: int,
+    say: Callable[[str], None], facts: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, int]:  # fmt: skip
-    """How many jobs ended with each status; clips and results are where a batch without a server
-    puts them."""
-    waiting = [
-        (line, given, results.failures(line.id, digest_of(given)), retries) for line, given in jobs
-    ]
-    running: dict[str, tuple[Line, dict[str, Any], int, int]] = {}
-    counts: dict[str, int] = {}
+    """Number of jobs that ended with each status. facts: more that a result states, by id."""
+    waiting = [(o, results.failures(o.line.id, o.digest), retries) for o in in_order(orders)]
+    running: dict[str, tuple[Order, int, int]] = {}
+    counts, start = dict[str, int](), time.monotonic()
     while waiting or running:
         while waiting and len(running) < IN_FLIGHT:
-            line, given, attempt, left = waiting.pop(0)
-            key = f"{line.id}/{attempt}/{digest_of(given)}"
-            running[server.ask("POST", "/v1/videos", given, key)["id"]] = line, given, attempt, left
+            order, attempt, left = waiting.pop(0)
+            key = f"{order.line.id}/{attempt}/{order.digest}"
+            job = server.ask("POST", "/v1/videos", order.body(beside), key)
+            running[job["id"]] = order, attempt, left
         time.sleep(POLL_S)
         for id in list(running):
             video = server.ask("GET", f"/v1/videos/{id}")
             if video["status"] not in (COMPLETED, FAILED):
                 continue
-            line, given, attempt, left = running.pop(id)
+            order, attempt, left = running.pop(id)
             if left and video["error"] and video["error"]["code"] in RETRIED:
-                waiting.insert(0, (line, given, attempt + 1, left - 1))
+                waiting.insert(0, (order, attempt + 1, left - 1))
                 continue
-            status = _keep(server, line, given, video, results)
+            status = _keep(server, order, video, results, facts[order.line.id])
+            if server.own:
+                server.ask("DELETE", f"/v1/videos/{id}")
             counts[status] = counts.get(status, 0) + 1
-            say(f"{line.id}: {status}, {len(waiting) + len(running)} left")
+            more = len(waiting) + len(running)
+            left_s = (time.monotonic() - start) / sum(counts.values()) * more
+            say(f"{order.line.id}: {status}, {more} left, about {left_s:.0f} s")
     return counts
 
 
 def _keep(
-    server: RemoteServer,
-    line: Line,
-    given: Mapping[str, Any],
-    video: dict[str, Any],
-    results: Results,
-) -> str:
+    server: RemoteServer, order: Order, video: dict[str, Any], results: Results,
+    facts: Mapping[str, Any],
+) -> str:  # fmt: skip
     status, error, x = video["status"], video["error"], video["x"]
     urls = x["urls"].get("videos", [])
-    names = results.names(line.id, x["seed"], len(urls))
+    names = results.names(order.line.id, x["seed"], len(urls))
     try:
         for name, url in zip(names, urls, strict=bool(urls)):
             server.fetch(url, results.output / name)
@@ -205,8 +248,7 @@ def _keep(
     except InputError as gone:
         status, error = FAILED, failure("expired", str(gone))
     results.keep(
-        line.id, status, digest_of(given), names, seed=x["seed"], error=error,
-        attempts=x["attempts"],
-        run_s=x["run_s"], model=server.model(), stages=x["timings"],
+        order.line.id, status, order.digest, names, seed=x["seed"], error=error,
+        attempts=x["attempts"], run_s=x["run_s"], stages=x["timings"], **facts,
     )  # fmt: skip
     return status

@@ -24,23 +24,25 @@ from ltx2rt.serve.admission import Admission
 from ltx2rt.serve.app import UNUSED_S, App
 from ltx2rt.serve.board import Board, log
 from ltx2rt.serve.core import Settings
-from ltx2rt.serve.folder import Folder
+from ltx2rt.serve.folder import MIN_FREE_BYTES, Folder
 from ltx2rt.serve.gate import MAX_REQUESTS, UNREAD_S, Gate, is_local
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.queue import Queue
 from ltx2rt.serve.refusal import invalid
-from ltx2rt.serve.supervisor import QueueThread, Supervisor
+from ltx2rt.serve.supervisor import QueueThread, Supervisor, in_thread
 from ltx2rt.serve.webhooks import GIVE_UP_S, Hook, Webhooks
 from ltx2rt.system import allow_open_files
 
 HEAD_S, IDLE_S, GRACE_S = 10, 75, 2
 MAX_SILENT = 500  # connections that ask nothing; the one that does so longest goes first
 TERMINATED, INTERRUPTED = 143, 130
+BATCH_FREE_BYTES = 10**8  # a batch waits while its disk has less
 
 
 @dataclass(frozen=True)
 class Serving:
-    """command: starts a worker; environments: of each replica; hooks: of users, by name."""
+    """command: starts a worker; environments: of each replica; hooks: of users, by name. work: a
+    batch, given the address of its own server, which ends with it and keeps nothing."""
 
     data: Path
     host: str
@@ -56,8 +58,9 @@ class Serving:
     user_quota: int | None = None
     step_timeout_s: float = 120.0
     drain_s: float = 600.0
-    quiet: bool = False
+    log: Callable[..., None] = log
     announce: Callable[[str], None] = field(default=lambda url: None)
+    work: Callable[[str], int] | None = None
 
 
 class Patient(H11Protocol):
@@ -149,14 +152,15 @@ def serve(how: Serving, admission: Callable[[Path], Admission]) -> int:
     """Serve until a signal; the exit status. admission: made once the folder of images is there.
     Raises InputError."""
     check_address(how.host, how.settings.users is not None)
-    folder = Folder(how.data, queue=how.queue)
+    flag, free = ("--output-dir", BATCH_FREE_BYTES) if how.work else ("--data", MIN_FREE_BYTES)
+    folder = Folder(how.data, flag, free, how.queue)
     try:
-        folder.require_queue()
+        folder.clear() if how.work else folder.require_queue()
         sock = bind(how.host, how.port)
         with sock:
             return asyncio.run(_serve(how, sock, folder, admission(folder.inputs)))
     finally:
-        folder.close()
+        folder.remove_folder() if how.work else folder.close()
 
 
 def check_address(host: str, has_tokens: bool) -> None:
@@ -182,7 +186,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: Admission) -> int:
     queue = Queue(folder.queue, how.max_queue, how.max_user_queue, how.user_quota)
-    store, board = QueueThread(queue), Board((lambda *_, **__: None) if how.quiet else log)
+    store, board = QueueThread(queue), Board(how.log)
     if waiting := queue.keep_events(how.hooks, GIVE_UP_S):
         board.log("webhooks_without_address", count=waiting)
     queue.recover(folder.published)
@@ -224,16 +228,19 @@ async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: A
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
     answering = asyncio.create_task(server.serve([sock]))
-    replicas = asyncio.create_task(supervisor.run())
+    replicas = asyncio.create_task(supervisor.run(at_once=how.work is None))
     house = [asyncio.create_task(app.keep_house()), asyncio.create_task(gate.watch())]
     if how.hooks:
         house.append(asyncio.create_task(Webhooks(how.hooks, store, board, metrics).run()))
     stopping = asyncio.create_task(stopped.wait())
     shown = f"[{how.host}]" if ":" in how.host else how.host
-    how.announce(f"http://{shown}:{sock.getsockname()[1]}/")
+    how.announce(url := f"http://{shown}:{sock.getsockname()[1]}/")
     board.log("serving", pid=os.getpid(), port=sock.getsockname()[1])
+    ends: list[asyncio.Future[Any]] = [answering, replicas, stopping]
+    working = in_thread(how.work, url) if how.work else None
     try:
-        await asyncio.wait([answering, replicas, stopping], return_when=asyncio.FIRST_COMPLETED)
+        some = [*ends, working] if working else ends
+        await asyncio.wait(some, return_when=asyncio.FIRST_COMPLETED)
         if stopped.is_set():
             board.log("draining", at_most_s=how.drain_s)
             await supervisor.stop(how.drain_s)
@@ -249,4 +256,4 @@ async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: A
         store.close()
     if replicas.done() and not replicas.cancelled() and (error := replicas.exception()) is not None:
         raise error
-    return status
+    return working.result() if working and working.done() else status

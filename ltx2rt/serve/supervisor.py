@@ -153,8 +153,10 @@ class Supervisor:
             replica.state in ("idle", "busy") for replica in self.replicas
         )
 
-    async def run(self) -> None:
-        """Keep the replicas alive until `stop`. Raises InputError if a worker refuses its flags."""
+    async def run(self, at_once: bool = True) -> None:
+        """Keep the replicas alive until `stop`; not at once: from the first job on. Raises InputError
+        if a worker refuses its flags."""
+        await (asyncio.sleep(0) if at_once else self._work.wait())
         self._tasks = [asyncio.create_task(self._live(replica)) for replica in self.replicas]
         try:
             await asyncio.gather(*self._tasks)

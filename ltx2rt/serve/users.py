@@ -10,6 +10,7 @@ import hmac
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_urlsafe
 
 from ltx2rt.errors import InputError
 from ltx2rt.text_files import flag_lines
@@ -83,3 +84,14 @@ class Users:
         except OSError:
             return ()
         return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+class OneUser(Users):
+    """The user of a batch's own server, by a new token."""
+
+    def __init__(self) -> None:
+        self.token = token_urlsafe(32)
+        self._known = {self.token: User("batch")}
+
+    def tokens(self) -> Mapping[str, User]:
+        return self._known
