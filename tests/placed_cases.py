@@ -198,10 +198,8 @@ def lora_arrays(params: dict[str, np.ndarray], rank: int = 3) -> dict[str, np.nd
     for name, weight in sorted(params.items()):
         if "transformer_blocks." in name and name.endswith(".weight") and weight.ndim == 2:
             module = name.removeprefix("model.").removesuffix(".weight")
-            down, up = (
-                rng.standard_normal((rank, weight.shape[1])),
-                rng.standard_normal((weight.shape[0], rank)),
-            )
+            down = rng.standard_normal((rank, weight.shape[1]))
+            up = rng.standard_normal((weight.shape[0], rank))
             arrays[f"{module}.lora_A.weight"] = (down / np.sqrt(weight.shape[1])).astype(np.float32)
             arrays[f"{module}.lora_B.weight"] = (0.5 * up).astype(np.float32)
     return arrays

@@ -57,10 +57,8 @@ def test_factories_import_no_framework():
 
 def test_factories_tell_what_the_core_asks():
     cuda, tpu = get_factory("cuda"), get_factory("tpu")
-    gpu, chips = (
-        DeviceInfo("cuda", "NVIDIA H100", 1, 1, 8),
-        DeviceInfo("tpu", "TPU v6 lite", 1, 1, 8),
-    )
+    gpu = DeviceInfo("cuda", "NVIDIA H100", 1, 1, 8)
+    chips = DeviceInfo("tpu", "TPU v6 lite", 1, 1, 8)
     cpus = DeviceInfo("cpu", "CPU", 1, 1, 8)
     assert (cuda.process_per_device, tpu.process_per_device) == (True, False)
     assert (cuda.profile_key(gpu), tpu.profile_key(chips), tpu.profile_key(cpus)) == (

@@ -112,10 +112,8 @@ def test_a_part_that_was_interrupted_ends_bit_identical(lab, monkeypatch, matrix
     stops = [3]
 
     def train(part):
-        weight, bias = (
-            torch.nn.Parameter(torch.ones(4, 2, 2)),
-            torch.nn.Parameter(torch.ones(4, 1, 1)),
-        )
+        weight = torch.nn.Parameter(torch.ones(4, 2, 2))
+        bias = torch.nn.Parameter(torch.ones(4, 1, 1))
 
         def loss(step, rng):
             if stops and step == stops[0]:

@@ -30,10 +30,8 @@ def main() -> None:
     latents = np.random.default_rng(0).standard_normal(
         (DEVICES, *graph.inputs["latent"].type.shape), np.float32
     )
-    one, several = (
-        get_backend("tpu", "cpu"),
-        get_backend("tpu", "cpu", {"sequence": 2, "tensor": 2}),
-    )
+    one = get_backend("tpu", "cpu")
+    several = get_backend("tpu", "cpu", {"sequence": 2, "tensor": 2})
     program, weights = one.lower(graph), one.load([graph], source)
     alone = [one.to_host(program(weights, {"latent": x})["frames"]) for x in latents]
     spread, held = several.lower(graph), several.load([graph], source)

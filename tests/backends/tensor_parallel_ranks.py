@@ -259,10 +259,8 @@ def rank_main(devices: int, rank: int, folder: Path, measure: str | None) -> Non
     import torch
 
     if measure:
-        name, found = (
-            f"big-{measure}",
-            measured_load("cuda", {"tensor": devices}, folder, measure == "lora"),
-        )
+        name = f"big-{measure}"
+        found = measured_load("cuda", {"tensor": devices}, folder, measure == "lora")
     else:
         name, executed = f"cuda-{devices}", run_all("cuda", devices, folder)
         found = {

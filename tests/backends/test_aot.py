@@ -61,11 +61,9 @@ def test_a_compiled_step_communicates_its_plan(name, branches, profile, mesh):
         ("before", whole.before, halves.before),
         ("step", whole.body, halves.body),
     ):
-        found, (fewest, _), (counts, received) = (
-            compile_(graph, part),
-            planned(placed),
-            planned(apart),
-        )
+        found = compile_(graph, part)
+        (fewest, _) = planned(placed)
+        (counts, received) = planned(apart)
         # XLA joins sums of both halves that are ready together.
         sums = {name: found.collectives.pop(name, 0) for name in ("all-reduce",) if name in counts}
         assert all(fewest[name] <= n <= counts.pop(name) for name, n in sums.items()), (part, sums)

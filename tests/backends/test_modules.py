@@ -223,10 +223,8 @@ class Lora(torch.nn.Module):
 
 def test_lora_trains_through_a_parametrized_weight():
     module = copy.deepcopy(torch_module("transformer")).requires_grad_(False)
-    inputs, before = (
-        network("transformer").inputs,
-        torch_module("transformer")(**network("transformer").inputs),
-    )
+    inputs = network("transformer").inputs
+    before = torch_module("transformer")(**network("transformer").inputs)
     linear = module.get_submodule("model.diffusion_model.transformer_blocks.1.attn1.to_q")
     torch.nn.utils.parametrize.register_parametrization(
         linear, "weight", Lora(linear.weight.shape, 2)
@@ -302,10 +300,8 @@ def test_packed_graph_keeps_the_checkpoints_names_in_torch():
 @pytest.mark.slow
 def test_gradients_reach_chosen_parameters_and_inputs():
     """As a trainer of some of the weights, or of what makes the latents, asks for them."""
-    one, chosen = (
-        network("transformer"),
-        "model.diffusion_model.transformer_blocks.*.attn1.to_q.weight",
-    )
+    one = network("transformer")
+    chosen = "model.diffusion_model.transformer_blocks.*.attn1.to_q.weight"
     latent = torch.from_numpy(one.inputs["video_latent"]).requires_grad_()
     outputs = torch_module("transformer")(**one.inputs | {"video_latent": latent})
     ours = torch.autograd.grad(outputs["audio_velocity"].sum(), latent)[0].numpy()

@@ -127,11 +127,9 @@ def _numpy(field) -> np.ndarray:
 def test_a_base_in_8_bits_trains_as_its_decoded_copy(kind, encoding):
     """All blocks are encoded, from the first to the last, and each matrix is decoded anew in the
     backward pass."""
-    graph, plain, backend = (
-        placed("2.3", {}, encoding),
-        placed("2.3", {}),
-        get_backend(kind, "cpu", {}),
-    )
+    graph = placed("2.3", {}, encoding)
+    plain = placed("2.3", {})
+    backend = get_backend(kind, "cpu", {})
     kept = {
         name
         for parameter, layout in graph.all_layouts().items()
@@ -162,11 +160,9 @@ def test_a_streamed_base_gives_the_same_bits(encoding, monkeypatch):
     each turn are there already."""
     monkeypatch.setattr(stream, "LEAST_BYTES", 4000)  # no table
     graph, inputs = placed("2.3", {}, encoding, 5), step("2.3", blocks=5)[1]
-    params, backend, found = (
-        random_params(placed("2.3", {}, None, 5)),
-        get_backend("cuda", "cpu"),
-        [],
-    )
+    params = random_params(placed("2.3", {}, None, 5))
+    backend = get_backend("cuda", "cpu")
+    found = []
     sizes = stream.pieces(graph)
     assert len(sizes) == 5 and len(set(sizes.values())) == 1
     for number in (0, 3, 5):

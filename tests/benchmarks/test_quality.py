@@ -85,10 +85,8 @@ def test_bounces_and_clicks_are_found_when_they_happen(number):
 
 def test_noise_shows_nothing():
     rng = np.random.default_rng(0)
-    noise, hiss = (
-        rng.integers(110, 140, (25, 128, 128, 3), np.uint8),
-        rng.normal(0, 0.1, (2, RATE)).astype(np.float32),
-    )
+    noise = rng.integers(110, 140, (25, 128, 128, 3), np.uint8)
+    hiss = rng.normal(0, 0.1, (2, RATE)).astype(np.float32)
     seen = see(noise)
     assert (seen.colour, seen.shape, seen.motion) == (None, None, None) and not len(seen.bounces_s)
     assert len(hear(hiss, RATE).clicks_s) == 0

@@ -360,10 +360,8 @@ def test_probe_and_merge_replace_no_input(model, tmp_path, command):
         "--inputs",
         inputs,
     ]
-    lora, name = (
-        model / "tiny-2.3-distilled-lora.safetensors",
-        "model.diffusion_model.patchify_proj.weight",
-    )
+    lora = model / "tiny-2.3-distilled-lora.safetensors"
+    name = "model.diffusion_model.patchify_proj.weight"
     merge = ["weights", "merge", "--model", main_file(model), "--lora", lora, "--tensor", name]
     for words in (
         [*probe, "--outputs", inputs],

@@ -129,10 +129,8 @@ def words(tiny, film):
             "FILM": film,
             "LORA": tiny("tiny-2.3", "official") / "tiny-2.3-distilled-lora.safetensors",
         }
-        unsized, sides = (
-            ("retake", "v2v", "extend", "dubit", "hdr-ic-lora", "inpaint", "t2a"),
-            ("--width", "--height", "--num-frames"),
-        )
+        unsized = ("retake", "v2v", "extend", "dubit", "hdr-ic-lora", "inpaint", "t2a")
+        sides = ("--width", "--height", "--num-frames")
         size = {} if name in unsized else {f: TINY[f] for f in sides}
         given = [files.get(word, word) for word in PIPELINES[name][0]]
         fixed = {

@@ -31,10 +31,8 @@ TORCHAUDIO = {
 def signal(rate: int, size: int) -> np.ndarray:
     """A chirp, and a tone with a step: f32[2, size]."""
     t = np.arange(size) / rate
-    chirp, tone = (
-        0.5 * np.sin(2 * np.pi * (300 * t + 9000 * t**2)),
-        0.3 * np.cos(2 * np.pi * 1700 * t),
-    )
+    chirp = 0.5 * np.sin(2 * np.pi * (300 * t + 9000 * t**2))
+    tone = 0.3 * np.cos(2 * np.pi * 1700 * t)
     return np.stack([chirp, tone + 0.2 * (t > 0.02)]).astype(np.float32)
 
 

@@ -20,10 +20,8 @@ def draw(*shape):
 @pytest.mark.parametrize("sizes", [[17], [9, 8], [1, 3, 8, 5]])
 @pytest.mark.parametrize("rgb", [False, True])
 def test_frames_outside_are_the_sources(made, sizes, rgb):
-    clip, source = (
-        draw(3, 17, 4, 6),
-        np.random.default_rng(0).integers(0, 256, (17, 4, 6, 3), np.uint8),
-    )
+    clip = draw(3, 17, 4, 6)
+    source = np.random.default_rng(0).integers(0, 256, (17, 4, 6, 3), np.uint8)
     chunks = (
         np.split(to_rgb8(clip), np.cumsum(sizes)[:-1])
         if rgb

@@ -203,10 +203,8 @@ def euler_steps(
     there are in the branch that it guides away from; the later ones are not in it. alone: without
     guidance, neither modality sees the other.
     """
-    x, made = (
-        {m: latents[m].astype(np.float64) for m in NAMES},
-        [m for m in NAMES if m not in frozen],
-    )
+    x = {m: latents[m].astype(np.float64) for m in NAMES}
+    made = [m for m in NAMES if m not in frozen]
     mask = {m: np.asarray(masks[m], np.float64)[:, None] * (m in made) for m in NAMES}
     still = {f"{m}_positions": positions[m][None] for m in NAMES}
     for sigma, target in pairwise(sigmas.astype(np.float64)):

@@ -130,10 +130,8 @@ def test_bfloat16_errs_at_most_twice_as_much_as_diffusers(kind):
 
 def test_time_is_causal_both_ways():
     _, params = reference()
-    encoder, decoder = (
-        audio_vae.trace_encoder(CONFIG, 1, 9, "float32"),
-        audio_vae.trace_decoder(CONFIG, 1, 3, "float32"),
-    )
+    encoder = audio_vae.trace_encoder(CONFIG, 1, 9, "float32")
+    decoder = audio_vae.trace_decoder(CONFIG, 1, 3, "float32")
     mel, latent = normal(1, 2, 9, 64), normal(1, 8, 3, 16)
     for graph, x, name in ((encoder, mel, "latent"), (decoder, latent, "mel")):
         other = x.copy()

@@ -137,10 +137,8 @@ def test_contexts_equal_diffusers_with_both_padding_sides_in_one_batch(generatio
 @pytest.mark.parametrize("generation", ["2.0", "2.3"])
 def test_bfloat16_is_at_most_twice_as_far_as_diffusers_own(generation, kind):
     module = build(generation)
-    exact, own = (
-        reference(module, "left"),
-        reference(build(generation, torch.bfloat16), "left", torch.bfloat16),
-    )
+    exact = reference(module, "left")
+    own = reference(build(generation, torch.bfloat16), "left", torch.bfloat16)
     outputs = run(kind, generation, params_of(module), drawn_states(), padded("left"), "bfloat16")
     for name, expected in exact.items():
         ours, theirs = relative_l2(outputs[name], expected), relative_l2(own[name], expected)

@@ -92,10 +92,8 @@ def test_upsampler_is_diffusers(name, frames, out, kind):
 def test_bfloat16_errs_at_most_twice_as_much_as_diffusers(name, kind):
     model, params = reference(name)
     latent = normal(1, 16, 2, 3, 2)
-    exact, theirs = (
-        expected(model, params, latent),
-        expected(copy.deepcopy(model).bfloat16(), params, latent),
-    )
+    exact = expected(model, params, latent)
+    theirs = expected(copy.deepcopy(model).bfloat16(), params, latent)
     graph = upsampler.trace(UPSAMPLERS[name], 1, 2, 3, 2, "bfloat16")
     assert relative_l2(
         run_graph(kind, graph, params, {"latent": latent})["latent"], exact

@@ -201,10 +201,8 @@ def test_convolution_by_frames_is_the_convolution(kernel, stride, dilation, dtyp
 
 
 def test_a_tpu_gets_every_convolution_of_the_decoder_by_frames():
-    graph, place = (
-        video_vae.trace_decoder(OURS["2.3"], 1, 2, 2, 3, "float32"),
-        get_backend("tpu", "cpu").place,
-    )
+    graph = video_vae.trace_decoder(OURS["2.3"], 1, 2, 2, 3, "float32")
+    place = get_backend("tpu", "cpu").place
     inputs = [jax.ShapeDtypeStruct(v.type.shape, v.type.dtype) for v in graph.inputs.values()]
     loops = {}
     for platform, table in (("cpu", ops.OPS), ("tpu", ops.OPS | ops.ON_TPU)):

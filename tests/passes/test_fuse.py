@@ -66,10 +66,8 @@ def test_fused_bfloat16_step_is_no_further_from_float32(name):
     for _ in range(10):
         drawn = {key: rng.standard_normal(wide.inputs[key].shape, np.float32) for key in DRAWN}
         inputs = wide.inputs | drawn
-        exact, plain = (
-            interpret(wide.graph, wide.params, inputs),
-            interpret(one.graph, one.params, inputs),
-        )
+        exact = interpret(wide.graph, wide.params, inputs)
+        plain = interpret(one.graph, one.params, inputs)
         for key, value in interpret(fused, one.params, inputs).items():
             ratios[key].append(relative_l2(value, exact[key]) / relative_l2(plain[key], exact[key]))
     means = {key: np.exp(np.log(found).mean()) for key, found in ratios.items()}
@@ -143,10 +141,8 @@ def test_every_norm_of_the_video_decoder_is_fused_with_its_silu_and_zeros_with_t
     assert ops["silu"] == ops["rms_norm"] == 0
     zeros = sum(node.op == "pad" and node.attrs["mode"] == "zeros" for node, _ in graph.walk())
     assert ops["padded_conv"] == zeros and (zeros > 0) == (generation == "2.3")
-    params, latent = (
-        random_params(graph),
-        np.random.default_rng(0).standard_normal((1, 128, 2, 2, 3), np.float32),
-    )
+    params = random_params(graph)
+    latent = np.random.default_rng(0).standard_normal((1, 128, 2, 2, 3), np.float32)
     expected = interpret(graph, params, {"latent": latent})["frames"]
     assert relative_l2(interpret(fused, params, {"latent": latent})["frames"], expected) <= CLOSE
 
@@ -341,10 +337,8 @@ def test_text_queries_and_keys_of_other_batches_are_one_node():
     """Two contexts of four branches: the keys are spread behind their norm."""
 
     def model(o):
-        q, k = (
-            o.input("q", B=3, tokens=3, heads=2, head_dim=4),
-            o.input("k", B=2, text=5, heads=2, head_dim=4),
-        )
+        q = o.input("q", B=3, tokens=3, heads=2, head_dim=4)
+        k = o.input("k", B=2, text=5, heads=2, head_dim=4)
         q, k = (
             o.rms_norm(x, n, over=("heads", "head_dim"), eps=1e-6)
             for x, n in ((q, "q_norm"), (k, "k_norm"))
@@ -359,10 +353,8 @@ def test_keys_and_values_of_two_contexts_are_spread_by_their_norm():
     """Four branches, one of another context; of the heads' gates two are of the values instead."""
 
     def model(o, where=(0, 1, 0)):
-        q, k = (
-            o.input("q", B=3, tokens=5, heads=2, head_dim=4),
-            o.input("k", B=2, text=5, heads=2, head_dim=4),
-        )
+        q = o.input("q", B=3, tokens=5, heads=2, head_dim=4)
+        k = o.input("k", B=2, text=5, heads=2, head_dim=4)
         q, k = (
             o.rms_norm(x, n, over=("heads", "head_dim"), eps=1e-6)
             for x, n in ((q, "q_norm"), (k, "k_norm"))

@@ -54,10 +54,8 @@ def step(
 ):
     """A step's unshared graph, its parameters and its inputs. levels: of the timesteps of video and
     audio tokens."""
-    config, rng = (
-        replace(transformer_config(generation), num_layers=layers),
-        np.random.default_rng(7),
-    )
+    config = replace(transformer_config(generation), num_layers=layers)
+    rng = np.random.default_rng(7)
     feeds = transformer.position_feeds(config, *positions())
     shape = StepShape(
         branches, TOKENS, AUDIO_TOKENS, TEXT, transformer.coordinate_counts(feeds), *levels, videos=videos,

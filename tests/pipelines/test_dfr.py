@@ -198,12 +198,10 @@ class Reference:
         start and its state.
         """
         targets, cells = start.shape[1], grid[1] * grid[2]
-        clean, mask, full, marked = (
-            [np.zeros_like(start)],
-            [np.ones((1, targets, 1))],
-            [start],
-            [np.zeros(targets)],
-        )
+        clean = [np.zeros_like(start)]
+        mask = [np.ones((1, targets, 1))]
+        full = [start]
+        marked = [np.zeros(targets)]
         marked[0][:cells] = 1
         appended = []
         for kind, frame, latent, strength in guides:
@@ -314,12 +312,10 @@ def test_two_rounds_equal_a_reference_at_every_step(session, images):
     video = unpacked(video, big)
     for number, (frames, tiles) in enumerate(expected_rounds(41, 2), 1):
         coarse = reference.upsampled("temporal-upsampler", video)
-        carried, fps, parts, generated = (
-            {2 * f: x for f, x in slots.items()},
-            min(24 * 2**number, 60),
-            [],
-            {},
-        )
+        carried = {2 * f: x for f, x in slots.items()}
+        fps = min(24 * 2**number, 60)
+        parts = []
+        generated = {}
         for i, (low, high, drop, anchors, middles) in enumerate(tiles):
             window = coarse[:, :, low // 8 : high // 8 + 1]
             size = (window.shape[2], 2, 4)

@@ -118,11 +118,9 @@ def diffusers_stage1(folder, lora, noise, monkeypatch, references, images, mask,
     pipe.load_lora_weights(
         {k: v for k, v in load_file(lora).items() if k.startswith("diffusion_model.")}
     )
-    queue, trail, step = (
-        [noise["stage1.video"], noise["stage1.audio"]],
-        [],
-        FlowMatchEulerDiscreteScheduler.step,
-    )
+    queue = [noise["stage1.video"], noise["stage1.audio"]]
+    trail = []
+    step = FlowMatchEulerDiscreteScheduler.step
 
     def recorded(self, *args, **kwargs):
         result = step(self, *args, **kwargs)

@@ -91,11 +91,9 @@ def write(
             frame = av.AudioFrame.from_ndarray(
                 np.ascontiguousarray(waveform[:channels]), format="fltp", layout=layout
             )
-            frame.sample_rate, frame.time_base, frame.pts = (
-                RATE,
-                Fraction(1, RATE),
-                round(first_s * RATE),
-            )
+            frame.sample_rate = RATE
+            frame.time_base = Fraction(1, RATE)
+            frame.pts = round(first_s * RATE)
             container.mux(sound.encode(frame))
             container.mux(sound.encode())
     return path
@@ -227,10 +225,8 @@ def test_every_step_is_the_formula_over_diffusers(opened, module, clip, kept, gu
     positions = {"video": video_positions(geometry), "audio": audio_positions(geometry)}
     sigmas, how = DISTILLED_SIGMAS, {}
     if guided:
-        sigmas, how = (
-            shifted_sigmas(guided),
-            {"guidance": plan.request.guidance, "blocks": plan.request.stg_blocks},
-        )
+        sigmas = shifted_sigmas(guided)
+        how = {"guidance": plan.request.guidance, "blocks": plan.request.stg_blocks}
     frozen = (keep,) if keep else ()
     steps = list(
         euler_steps(
@@ -293,10 +289,8 @@ def test_a_kept_stream_is_copied_whole_or_comes_out_of_its_vae(opened, clip, kee
 
 def test_sound_shorter_or_later_than_the_frames(opened, tmp_path):
     """Latents after its end are zeros; before its beginning is silence."""
-    session, request = (
-        opened.resident,
-        Retake("a fox", start_time=0, end_time=0.1, seed=1, keep="audio"),
-    )
+    session = opened.resident
+    request = Retake("a fox", start_time=0, end_time=0.1, seed=1, keep="audio")
     whole, short = (write(tmp_path / f"{s}.mp4", sound_s=s) for s in (1.0, 0.4))
     found = []
     for path in (whole, short):

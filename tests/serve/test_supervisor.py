@@ -219,11 +219,9 @@ async def test_a_cancel_that_comes_too_late_loses(running):
 @scene
 async def test_a_server_that_stops_lets_jobs_end_or_queues_them_again(running):
     async with running(replicas=2) as run:
-        short, long, waits = (
-            await run.add("20:0.02"),
-            await run.add("4000:0.02"),
-            await run.add("1:0"),
-        )
+        short = await run.add("20:0.02")
+        long = await run.add("4000:0.02")
+        waits = await run.add("1:0")
         await run.begun(short), await run.begun(long)
         await run.supervisor.stop(2.0)
         short, long, waits = [await run.store(run.queue.get, id) for id in (short, long, waits)]

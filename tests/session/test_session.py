@@ -192,10 +192,8 @@ def test_a_lora_that_is_replaced_is_never_taken_for_the_planned_one(model, user_
 def test_sets_that_do_not_fit_are_let_go_least_recently_used_first(session, user_lora):
     resident = session.resident
     made(session)
-    options, peak = (
-        resident.options,
-        max(c.peak_bytes for c in resident.costs(_plan(resident).stages)),
-    )
+    options = resident.options
+    peak = max(c.peak_bytes for c in resident.costs(_plan(resident).stages))
     room = peak * 1.02 / 1e9
     loras = [(ltx2rt.session.options.LoraSpec(user_lora, 0.25 * i, "stage1"),) for i in (1, 2, 3)]
     sizes = []

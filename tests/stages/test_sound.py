@@ -133,10 +133,8 @@ def test_reach_of_the_vocoder(version):
 
 def test_reach_of_the_audio_decoder():
     at, latents = 5, 30
-    graph, (before, after) = (
-        audio_vae.trace_decoder(AUDIO_VAE, 1, latents, "float32"),
-        audio_vae.reach(AUDIO_VAE),
-    )
+    graph = audio_vae.trace_decoder(AUDIO_VAE, 1, latents, "float32")
+    (before, after) = audio_vae.reach(AUDIO_VAE)
     first, last = depending(
         graph, weights("vae"), {"latent": normal(1, 8, latents, 16)}, "latent", at
     )

@@ -44,11 +44,9 @@ def test_noise_levels_of_other_distributions():
     def levels(**how):
         return np.array([sigma(1008, 1, f"s{i}", NoiseLevels(**how)) for i in range(2000)])
 
-    uniform, logit, shifted = (
-        levels(kind="uniform"),
-        levels(kind="logit", shift=0.0),
-        levels(shift=3.0),
-    )
+    uniform = levels(kind="uniform")
+    logit = levels(kind="logit", shift=0.0)
+    shifted = levels(shift=3.0)
     drawn = [sigma(8, 0, f"s{i}", NoiseLevels("uniform")) for i in range(3000)]
     assert min(drawn) < 1e-3  # the official range is [0, 1]
     assert uniform.mean() == pytest.approx(0.5, abs=0.02) and np.quantile(uniform, 0.1) < 0.12

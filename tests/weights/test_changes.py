@@ -127,10 +127,8 @@ def test_musubis_export_is_divided_by_the_base_norm(tmp_path):
 
 
 def test_differences_and_whole_tensors_of_any_shape(tmp_path):
-    module, norm = (
-        f"model.diffusion_model.{MODULE}",
-        "model.diffusion_model.transformer_blocks.0.attn1.q_norm",
-    )
+    module = f"model.diffusion_model.{MODULE}"
+    norm = "model.diffusion_model.transformer_blocks.0.attn1.q_norm"
     table = "model.diffusion_model.transformer_blocks.0.scale_shift_table"
     bias, out = np.arange(OUT, dtype=np.float32), "model.diffusion_model.proj_out"
     base = {

@@ -31,11 +31,8 @@ from ltx2rt.weights.lora import check_lora, open_lora
 from ltx2rt.weights.manifest import networks
 from ltx2rt.weights.presets import preset
 
-MAIN, UP, LORA = (
-    "tiny-2.3.safetensors",
-    "tiny-2.3-spatial-upsampler-x2.safetensors",
-    "tiny-2.3-distilled-lora.safetensors",
-)
+MAIN, UP = "tiny-2.3.safetensors", "tiny-2.3-spatial-upsampler-x2.safetensors"
+LORA = "tiny-2.3-distilled-lora.safetensors"
 F32 = np.dtype(np.float32)
 
 

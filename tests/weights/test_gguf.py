@@ -162,10 +162,8 @@ def test_a_tensor_stored_in_another_shape_has_its_own(tmp_path, rng):
     key, vector = f"{PREFIX}keyframes_abs_pos_embedding", np.arange(32, dtype=np.float32)
     keys = {"comfy.gguf.orig_shape.x": [12, 128], "comfy.gguf.orig_shape.y": [2, 2, 2]}
     tensors = {"x": ("Q4_K", stored), "y": np.arange(8, dtype=np.float32), key: vector}
-    file, expected = (
-        GgufFile(write_gguf(tmp_path / "a.gguf", tensors, "ltxv", keys)),
-        decoded("Q4_K", stored).reshape(12, 128),
-    )
+    file = GgufFile(write_gguf(tmp_path / "a.gguf", tensors, "ltxv", keys))
+    expected = decoded("Q4_K", stored).reshape(12, 128)
     assert file.info("x").shape == (12, 128) and file.info("y").shape == (2, 2, 2)
     np.testing.assert_array_equal(file.read("x"), expected)
     np.testing.assert_array_equal(file.read("x", (0, 3, 7), (1, 5, 60)), expected[3:7, 5:60])
@@ -459,10 +457,8 @@ def test_another_model_needs_the_config_of_a_file(apart, tiny, tmp_path, command
 
 def test_a_config_in_the_file_wins(apart, tmp_path, capsys):
     folder = linked(apart[0], tmp_path / "m", "transformer.gguf")
-    file, said = (
-        GgufFile(apart[0] / "transformer.gguf"),
-        TensorFile(apart[1] / "transformer.safetensors").metadata,
-    )
+    file = GgufFile(apart[0] / "transformer.gguf")
+    said = TensorFile(apart[1] / "transformer.safetensors").metadata
     config = json.loads(said["config"])
     config["transformer"]["av_ca_timestep_scale_multiplier"] = 500
     tensors = {name: file.read(name) for name in file.names()}
@@ -576,10 +572,8 @@ def test_a_lora_on_a_gguf_matrix_is_added_in_float32(apart, tmp_path, rng):
     file = GgufFile(apart[0] / "transformer.gguf")
     name = f"{PREFIX}transformer_blocks.1.attn1.to_q.weight"
     rows, columns = file.info(name).shape
-    down, up = (
-        rng.standard_normal((2, columns)).astype(BF16),
-        rng.standard_normal((rows, 2)).astype(BF16),
-    )
+    down = rng.standard_normal((2, columns)).astype(BF16)
+    up = rng.standard_normal((rows, 2)).astype(BF16)
     stem = name.removeprefix("model.").removesuffix("weight")
     write_arrays(
         tmp_path / "l.safetensors", {f"{stem}lora_A.weight": down, f"{stem}lora_B.weight": up}

@@ -302,10 +302,8 @@ def single(comfy, tmp_path):
 
 def test_gemma_in_one_file_is_the_gemma_of_its_folder(single):
     comfy, folder = single
-    (found, source), (expected, own) = (
-        open_gemma(open_checkpoint(comfy).source("gemma").where),
-        open_gemma(folder),
-    )
+    (found, source) = open_gemma(open_checkpoint(comfy).source("gemma").where)
+    (expected, own) = open_gemma(folder)
     assert found == expected
     names = [name for name in own.names() if name.startswith(GEMMA)]
     assert set(source.names()) == set(names)

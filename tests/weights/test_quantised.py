@@ -317,10 +317,8 @@ def float8(tmp_path_factory):
 
 
 def test_a_made_float8_file_is_of_one_block_with_its_gates_and_reads_as_weight_times_scale(float8):
-    file, source = (
-        TensorFile(float8 / "tiny-2.3.safetensors"),
-        open_checkpoint(float8).source("transformer"),
-    )
+    file = TensorFile(float8 / "tiny-2.3.safetensors")
+    source = open_checkpoint(float8).source("transformer")
     quantised = [name for name in file.names() if file.info(name).dtype == E4M3]
     assert len(quantised) == 34 and all(".transformer_blocks.1." in name for name in quantised)
     assert sum("to_gate_logits" in name for name in quantised) == 6
