@@ -38,7 +38,6 @@ IN_FLIGHT, POLL_S, AGAIN_S, TIMEOUT_S = 32, 0.5, 5.0, 120.0
 AT_ONCE = 4  # lines are checked
 RETRIED = ("worker_died", "step_timeout", "internal")  # what another attempt may mend
 WINDOW = 64  # lines within which jobs of one shape are made after one another
-SHAPE = ("loras", "pipeline", "size", "seconds")
 # how long a server may not answer: from the start on, and once it has
 ABSENT_S, SILENT_S = (15.0, 600.0)
 CHUNK_BYTES = 2**20
@@ -148,7 +147,7 @@ def _message(said: str) -> str:
 @dataclass(frozen=True)
 class Order:
     """A line that the server has checked. given: all that it asks for, files by their digests, with
-    a seed. shape: jobs of equal shape run one after another the fastest."""
+    a seed. shape: LoRAs and work; jobs of equal shape run the fastest one after another."""
 
     line: Line
     given: dict[str, Any]
@@ -174,12 +173,12 @@ def admit(server: RemoteServer, lines: Sequence[Line], beside: Path) -> list[Ord
     def checked(line: Line) -> Order | str:
         try:
             asked = with_files(line.given, partial(_sent, beside))
-            shape = {"given": dict, "resolved": dict}
+            shape = {"given": dict, "resolved": dict, "estimate": dict}
             kept = server.ask("POST", "/v1/videos?check=1", asked, shape=shape)
         except InputError as error:
             return f"line {line.number} ({line.id}): {error}"
-        like = [kept["resolved"].get(name) for name in SHAPE]
-        return Order(line, seeded(line, kept["given"]), json.dumps(like))
+        like = json.dumps([kept["resolved"].get("loras"), kept["estimate"].get("work_tflop")])
+        return Order(line, seeded(line, kept["given"]), like)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         found = list(pool.map(checked, lines))
