@@ -299,7 +299,8 @@ class Guided:
     def diffusers(self) -> Callable[[], dict[str, torch.Tensor]]:
         module = diffusers_transformer(self.config, transformer_tensors(self.session, self.call))
         if self.session.options.compile:
-            module.compile_repeated_blocks(fullgraph=True, dynamic=False)
+            # no fullgraph: with STG an attention asks a tensor whether all rows are perturbed
+            module.compile_repeated_blocks(dynamic=False)
         g, device = self.stage.geometry, self.device
         coords = {
             "video_coords": module.rope.prepare_video_coords(
