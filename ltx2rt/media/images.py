@@ -297,11 +297,20 @@ def contain(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Resize:
-    """Pictures brought to another size. how: of FITS."""
+    """Pictures brought to another size. how: of FITS; given: width and height of the file's."""
 
     width: int
     height: int
     how: str
+    given: tuple[int, int] = (0, 0)
+
+    @property
+    def said(self) -> str:
+        """A sentence about the change."""
+        to, (columns, rows) = f"{self.width}x{self.height}", self.given
+        same = abs(columns * self.height - rows * self.width) <= max(columns, rows)
+        more = {"pad": " with black borders", "crop": ", cut at its sides", "scale": ", stretched"}
+        return f"its {columns}x{rows} pixels are scaled to {to}{'' if same else more[self.how]}"
 
     def __call__(self, pixels: np.ndarray) -> np.ndarray:
         """u8[H, W, 3], or f32 of an EXR image -> the same of [height, width, 3]."""

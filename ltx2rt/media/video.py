@@ -270,12 +270,13 @@ def _upright(frame: Any) -> tuple[int, bool]:
 
 
 def read_mask(
-    path: Path, flag: str, num_frames: int, size_px: tuple[int, int], grid: tuple[int, int, int]
-) -> np.ndarray:
+    path: Path, flag: str, num_frames: int, size_px: tuple[int, int], grid: tuple[int, int, int],
+    resize: Resize | None = None,
+) -> np.ndarray:  # fmt: skip
     """Weight of each token of a reference: the brightness of a video, f32[frames, rows,
     columns] in [0, 1].
 
-    The first `num_frames` frames, resized to cover size_px (height, width) and cropped, averaged
+    The first `num_frames` frames, after `resize`, scaled to cover size_px (height, width) and cropped, averaged
     over colours and over the pixels of each cell of `grid`; its first frame is the mask's first,
     each other one the mean of as many frames. Raises InputError if these do not divide.
     """
@@ -288,7 +289,7 @@ def read_mask(
             f"first divide by {frames - 1}; give it as many as the reference"
         )
     cells = np.empty((count, rows, columns), np.float32)
-    for cell, pixels in zip(cells, read_frames(path, flag, count), strict=True):
+    for cell, pixels in zip(cells, read_frames(path, flag, count, resize=resize), strict=True):
         grey = ((fit(pixels, width, height).mean(0) + 1) / 2).clip(0, 1)
         cell[:] = grey.reshape(rows, height // rows, columns, width // columns).mean((1, 3))
     later = cells[1:].reshape(frames - 1, -1, rows, columns).mean(1) if frames > 1 else cells[:0]

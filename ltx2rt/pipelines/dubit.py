@@ -15,7 +15,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.pipelines.groups import NAGGED, RUN
 from ltx2rt.pipelines.groups.reference import ReferenceClip
 from ltx2rt.pipelines.groups.sound import Sounding
-from ltx2rt.pipelines.groups.source_clip import FLAG, SizeOrFile
+from ltx2rt.pipelines.groups.source_clip import FLAG, FileSize
 from ltx2rt.pipelines.groups.text import Prompt, PromptsByTime
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
@@ -34,7 +34,7 @@ class DubIt(Request):
     scale = 2
     num_stages = 2
     distilled = "optional"
-    groups = (Prompt(), ReferenceClip(), *RUN, SizeOrFile(), PromptsByTime(), Sounding(), *NAGGED)
+    groups = (Prompt(), ReferenceClip(), *RUN, FileSize(), PromptsByTime(), Sounding(), *NAGGED)
     about: ClassVar = {
         "video_path": "clip whose people get other words; its length and rate are kept (required)"
     }

@@ -55,12 +55,9 @@ class Extend(Request):
     overlap: int = flag(
         17, "number of frames of the clip that the model sees and repeats, 8k + 1", least=9, most=97
     )
-    overlap_strength: float = flag(
-        1.0, "strength of the overlap's frames, 1 to keep them as they are", least=0, most=1
-    )
     before: bool = flag(False, "add the frames before the clip", asks="extend")
     join: Path | None = flag(
-        None, "second clip of the same size and rate", asks="extend", file="video", kept=True
+        None, "second clip of the same rate", asks="extend", file="video", kept=True
     )
     loop: int | None = flag(
         None, "add 8G - 1 frames back to the first", asks="extend", metavar="G", least=1, most=10**5
@@ -135,12 +132,12 @@ class Extend(Request):
             raise InputError(f"--extend-frames: {new}, expected {rule}")
         other = self.other
         if self.join is not None and other is None:
-            other = self[FileSize].sized(read_clip(self.join, "--join"))
-            facts = [f"{i.width}x{i.height} at {float(i.fps):g} fps" for i in (other, info)]
-            if (other.width, other.height, other.fps) != (info.width, info.height, info.fps):
+            size = replace(self[FileSize], width=info.width, height=info.height)
+            other = size.sized(read_clip(self.join, "--join"))
+            if other.fps != info.fps:
                 raise InputError(
-                    f"--join: {self.join} is {facts[0]}, expected {facts[1]} as "
-                    f"{self.video_path} is"
+                    f"--join: {self.join} has {float(other.fps):g} fps, expected {float(info.fps):g} "
+                    f"as {self.video_path} has"
                 )
         self = replace(self, info=info, other=other, extend_frames=new, seconds=None)
         for clip in self.clips:
@@ -170,6 +167,8 @@ class Extend(Request):
         if any(faded):
             yield f"{FADE_FRAMES} frames are blended at a seam; --no-crossfade keeps all of the file's own"
         yield from super().remarks(model)
+        if self.other:
+            yield from (f"{self.join}: {sentence}" for sentence in self.other.ignored)
         silent = [str(clip.path) for clip in self.clips if clip and not clip.info.has_sound]
         if self.heard and silent:
             yield f"{silent[0]} has no sound: silence beside the new part"
@@ -193,35 +192,17 @@ class Extend(Request):
             (before.path, before.info.num_frames) if before else None,
             after.path if after else None,
         )
-        given = ends(
-            full,
-            *sides,
-            self.overlap,
-            seam.stop,
-            self.overlap_strength,
-            options.vae_tiling,
-            model,
-            inset=self.inset(model),
-            resize=self.info.resize,
-        )
+        resizes = [clip.info.resize if clip else None for clip in (before, after)]
+        how = {"inset": self.inset(model), "resizes": resizes}
+        given = ends(full, *sides, self.overlap, seam.stop, options.vae_tiling, model, **how)
+        kept = {"masks": {"audio": mask} if any(heard) else {}}
+        joined = replace(seam, after=0) if self.loop is not None else seam
         return [
             *([OverlapSound(full, seam, *heard)] if any(heard) else []),
             *self.text,
-            *denoise_once(
-                self,
-                full,
-                options,
-                loras,
-                tuple(given),
-                masks={"audio": mask} if any(heard) else {},
-            ),
+            *denoise_once(self, full, options, loras, tuple(given), **kept),
             *self.decoded(full, model, options, sound=self.heard),
-            Join(
-                replace(seam, after=0) if self.loop is not None else seam,
-                before,
-                None if self.loop is not None else after,
-                self.fps,
-            ),
+            Join(joined, *self.written, self.fps),
         ]
 
 

@@ -14,7 +14,7 @@ from ltx2rt.media.hdr import LOGC3_LOG, SPACES, HighRange
 from ltx2rt.pipelines.groups import NAGGED, RUN
 from ltx2rt.pipelines.groups.images import Hdr
 from ltx2rt.pipelines.groups.reference import ReferenceClip
-from ltx2rt.pipelines.groups.source_clip import SizeOrFile
+from ltx2rt.pipelines.groups.source_clip import FileSize
 from ltx2rt.pipelines.groups.text import Prompt, PromptsByTime
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
@@ -44,7 +44,7 @@ class HdrICLora(Request):
         Prompt(),
         WholeReference(),
         *RUN,
-        SizeOrFile(),
+        FileSize(),
         PromptsByTime(),
         *NAGGED,
         Hdr(SPACES[0]),

@@ -18,8 +18,9 @@ from typing import Any, ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flags_of
+from ltx2rt.flags import flag_like, flags_of
 from ltx2rt.media.hdr import ACESCCT_LOG, LOGC3_LOG
+from ltx2rt.media.images import Resize
 from ltx2rt.media.video import VideoInfo, video_info
 from ltx2rt.pipelines.groups import NAGGED, NEW, PICTURES
 from ltx2rt.pipelines.groups.images import Images
@@ -27,6 +28,7 @@ from ltx2rt.pipelines.groups.mask import NONE, Mask
 from ltx2rt.pipelines.groups.reference import reference, references_of
 from ltx2rt.pipelines.groups.size import Size
 from ltx2rt.pipelines.groups.sound import check_reference, parse_reference
+from ltx2rt.pipelines.groups.source_clip import FileSize
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.conditioning import ReferenceSpec
@@ -77,6 +79,12 @@ class ICLora(Request):
     )
     conditioning_attention_mask: Path | None = flag(
         None, "video that is black where the clip must not attend to its references", file="video"
+    )
+    fit: str | None = flag_like(
+        FileSize,
+        "fit",
+        help="bring references to the clip's shape with black borders, cut at their sides, or "
+        "stretched (default: crop, a folder's EXR images mirrored around)",
     )
     skip_stage_2: bool = flag(
         False, "stop after stage 1, at half the width and height", group="sampling"
@@ -186,23 +194,16 @@ class ICLora(Request):
                 "--hdr: not given, but the LoRA makes high dynamic range (its hdr_transform); add "
                 "--hdr SRGB_LINEAR"
             )
-        attention, mask = self.conditioning_attention_strength, self.conditioning_attention_mask
-        given = [
-            reference(
-                spec,
-                self.num_frames,
-                FLAG,
-                half,
-                model,
-                factors,
-                "off",
-                number,
-                attention,
-                mask,
-                space=self.hdr if spec.path.is_dir() else None,
-            )
-            for number, spec in enumerate(self.video_conditioning)
-        ]
+        how: dict[str, Any] = {
+            "attention": self.conditioning_attention_strength,
+            "mask": self.conditioning_attention_mask,
+            "resize": Resize(self.width, self.height, self.fit) if self.fit else None,
+        }
+        given = []
+        for number, spec in enumerate(self.video_conditioning):
+            how["space"] = self.hdr if spec.path.is_dir() else None
+            seen = (spec, self.num_frames, FLAG, half, model, factors, "off", number)
+            given.append(reference(*seen, **how))
         before, after, kept = list[Stage](), list[Stage](), False
         if self.paints:
             info, region = self._masked
@@ -215,11 +216,8 @@ class ICLora(Request):
             if info.has_sound and self.audio:
                 assert info.times_s, "a file without timestamps is refused"
                 path, since = seen.path, float(info.times_s[0])
-                before = [
-                    SourceSound(
-                        path, full, since, None, "zeros", self.num_videos, True, "source.audio"
-                    )
-                ]
+                kind = None, "zeros", self.num_videos, True, "source.audio"
+                before = [SourceSound(path, full, since, *kind)]
                 first, second, kept = {"frozen": ("audio",)}, {"frozen": ("audio",)}, True
         merged = (*loras.user, *loras.extra)
         if self.skip_stage_2:

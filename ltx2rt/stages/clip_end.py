@@ -8,7 +8,7 @@ the wrong place in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, repeat
 from pathlib import Path
@@ -91,33 +91,33 @@ def ends(
     after: Path | None,
     overlap: int,
     guide: int,
-    strength: float,
     tiling: str,
     model: ModelConfig,
     wide: bool = False,
     inset: Inset | None = None,
-    resize: Resize | None = None,
+    resizes: Sequence[Resize | None] = (None, None),
 ) -> Iterator[ClipEnd]:
     """The clip that continues `before`, a file and its number of frames, and leads to `after`.
 
     overlap: pixel frames of either that the stage's clip repeats, 8k + 1. guide: the clip's pixel
-    frame that is the first of `after`. wide: as of `SourceClip`. inset, resize: as of
-    `SourceVideo`. The encoder is causal, and its first latent is one frame: frames 1 to 8k of
+    frame that is the first of `after`. wide: as of `SourceClip`. inset: as of `SourceVideo`; resizes:
+    those of the two files. The encoder is causal, and its first latent is one frame: frames 1 to 8k of
     `after` are encoded after 9 equal frames, the two latents of these are left out, and frame 0 is
     a guide with the clip.
     """
     latents = (overlap - 1) // clip.time_factor + 1
 
     def frames(path: Path, count: int, first: int, copies: int = 0) -> ClipFrames:
+        resize = resizes[path == after]
         return _frames(clip, path, count, tiling, model, first, copies, wide, inset, resize)
 
     if before is not None:
         path, num_frames = before
-        yield ClipEnd(frames(path, latents, num_frames - overlap), clip, "tail", strength=strength)
+        yield ClipEnd(frames(path, latents, num_frames - overlap), clip, "tail")
     if after is not None:
         head = frames(after, latents + 1, 0, clip.time_factor)
         place = clip.frames - (latents - 1)
-        yield ClipEnd(head, clip, "head", skip=2, latent=place, strength=strength)
+        yield ClipEnd(head, clip, "head", skip=2, latent=place)
         yield ClipEnd(frames(after, 1, 0), clip, "first", frame=guide)
 
 

@@ -83,9 +83,8 @@ class Reference(Conditioning):
         g, scale = self.source.geometry, np.float32(self.attention)
         if self.mask is not None:
             grid = (g.frames, g.rows, g.columns)
-            seen = read_mask(
-                self.mask, "--conditioning-attention-mask", self.num_frames, self.clip.size_px, grid
-            )
+            flag, size = "--conditioning-attention-mask", self.clip.size_px
+            seen = read_mask(self.mask, flag, self.num_frames, size, grid, self.source.resize)
             return seen.ravel() * scale
         return np.full(g.num_video_tokens, scale) if self.attention < 1 else None
 

@@ -38,7 +38,7 @@ class Region:
 
     path: an image or a video, None for none. size_px: height and width of the frames. pad: pixels
     added left, above, right and below. box: a rectangle of white: left, top, width and
-    height. resize: what brought the clip to its size, and brings a mask of the file's size there.
+    height in pixels of the file. resize: what brings a mask of the file's size to the clip's.
     start: the first frame of a part of the clip, up to `num_frames`.
     """
 
@@ -64,19 +64,19 @@ class Region:
 
     def _drawn(self) -> Iterator[np.ndarray]:
         """bool[H, W] of the mask for each frame: white, and grown."""
-        if self.path is None:
-            none = np.zeros(self.size_px, bool)
-            if self.box:
-                left, top, width, height = self.box
-                none[top : top + height, left : left + width] = True
-                none = near(none, self.grow) > 0
-            yield from (none for _ in range(self.start, self.num_frames))
-        elif readable(self.path):
-            drawn = self._grown(read_rgb(self.path, FLAG))
-            yield from (drawn for _ in range(self.start, self.num_frames))
-        else:
+        if self.path and not readable(self.path):
             frames = read_frames(self.path, FLAG, self.num_frames)
             yield from map(self._grown, islice(frames, self.start, None))
+            return
+        if self.path:
+            pixels = read_rgb(self.path, FLAG)
+        else:
+            columns, rows = self.resize.given if self.resize else self.size_px[::-1]
+            left, top, width, height = self.box or (0, 0, 0, 0)
+            pixels = np.zeros((rows, columns, 3), np.uint8)
+            pixels[top : top + height, left : left + width] = 255
+        drawn = self._grown(pixels)
+        yield from (drawn for _ in range(self.start, self.num_frames))
 
     def _grown(self, pixels: np.ndarray) -> np.ndarray:
         if self.resize and pixels.shape[:2] != self.size_px:

@@ -92,13 +92,6 @@ def test_frames_are_bitwise_what_the_reference_reads(tmp_path):
     assert video_info(tmp_path / "a.mp4", FLAG, 5).num_frames == 5
 
 
-def test_frames_are_decoded_as_they_are_taken(tmp_path):
-    write(tmp_path / "a.mp4")
-    stream = read_frames(tmp_path / "a.mp4", FLAG, 17)
-    assert next(stream).shape == (32, 48, 3)
-    stream.close()
-
-
 @pytest.mark.parametrize(("rotation", "corner"), [(90, (-1, 0)), (-90, (0, -1)), (180, (-1, -1))])
 def test_rotation_is_applied(tmp_path, rotation, corner):
     """Degrees counter-clockwise, as FFmpeg tells them: the white corner of the stored frames

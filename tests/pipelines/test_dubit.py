@@ -137,6 +137,7 @@ def test_the_clip_is_written_with_new_sound(tiny, clip, lora, command, tmp_path)
     files |= {name: tmp_path / name[2:] for name in ("--latents-out", "--report")}
     words = [word for pair in files.items() for word in pair]
     words += ["--distilled-lora", "none", "--prompt", "she says hello", "--seed", 3, "--width", 256]
+    words += ["--height", 128, "--fit", "crop"]
     start = ("generate", "--backend", "cuda", "--device", "cpu", "--model", model)
     status, _, err = command(*start, "--pipeline", "dubit", *words, "--output", tmp_path / "a.mp4")
     assert status == 0, err
@@ -195,7 +196,8 @@ def test_it_takes_one_lora_for_both_stages(folder, lora, clip):
 
 def test_its_stages(sessions, clip, capsys):
     plan = make_plan(
-        sessions["cuda"], make_request("dubit", prompt="hi", video_path=clip, width=256, seed=1)
+        sessions["cuda"],
+        make_request("dubit", prompt="hi", video_path=clip, width=256, height=128, seed=1),
     )
     names = ["text", "stage1 videos", "stage1", "upsample", "stage2 videos", "stage2", "audio"]
     assert [stage.name for stage in plan.stages] == [*names, "decode", "cut"]

@@ -637,9 +637,12 @@ def test_a_folder_of_exr_images_is_a_reference(tiny, on_both, half, tmp_path):
     session = on_both("tiny-2.3", **how)["cuda"]
     flags = {"prompt": "a fox", "width": 256, "height": 128, "num_frames": 9}
     seen = (ReferenceSpec(tmp_path / "in"),)
-    plan = make_plan(session, ICLora(video_conditioning=seen, hdr="ACESCG", **flags))
-    (denoise,) = [s for s in plan.stages if isinstance(s, Denoise) and s.given]
-    source = denoise.given[0].source
+    request = ICLora(video_conditioning=seen, hdr="ACESCG", **flags)
+    plans = [make_plan(session, replace(request, fit=fit)) for fit in (None, "pad")]
+    made = [s for p in plans for s in p.stages if isinstance(s, Denoise) and s.given]
+    source, fitted = (stage.given[0].source for stage in made)
+    black = next(fitted.pictures())
+    assert black.shape == (128, 256, 3) and not black[:, :32].any() and black[:, 40:-40].any()
     assert source.geometry.size_px == (32, 64)
     (found, *_) = map(source.fitted, source.pictures())
     planes = torch.tensor(light[0].transpose(2, 0, 1))[None]

@@ -249,6 +249,21 @@ def test_refusals(more, says):
         make_request("inpaint", prompt="fox", **{"video_path": "a.mp4"} | more)
 
 
+@pytest.mark.parametrize("fit, at", [("pad", (36, 16)), ("crop", (12, 0)), ("scale", (12, 16))])
+def test_a_rectangle_and_a_mask_follow_the_file(sessions, clip, tmp_path, fit, at):
+    """at: the first row and column of the white, of 96x64 pixels brought to 48x96."""
+    box = (slice(None), slice(8, 24), slice(32, 56))
+    given = {"mask_box": (32, 8, 24, 16)}, {"mask": mask_file(tmp_path / "m.png", drawn(box))}
+    how = {"video_path": clip, "width": 48, "height": 96, "fit": fit, "mask_grow": 0}
+    plans = [
+        make_plan(sessions["cuda"], make_request("inpaint", prompt="a", **how, **one))
+        for one in given
+    ]
+    first, second = (next(plan.request.region.masks()) for plan in plans)
+    assert (first == second).all() and first.shape == (96, 48)
+    assert tuple(np.argwhere(first)[0]) == at
+
+
 def test_files_that_do_not_fit_are_refused(sessions, clip, tmp_path):
     black = mask_file(tmp_path / "black.png", drawn())
     short = mask_file(tmp_path / "short.mov", drawn((slice(0, 1),), frames=16))

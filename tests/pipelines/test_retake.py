@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from diffusers import LTX2VideoTransformer3DModel
 from reference_transformer import euler_steps
-from safetensors.numpy import load_file, save_file
 
 import ltx2rt
 from ltx2rt.errors import InputError
@@ -325,14 +324,6 @@ def test_sound_shorter_or_later_than_the_frames(opened, tmp_path):
     np.testing.assert_array_equal(waveform[:, silence:], moved[:, : waveform.shape[1] - silence])
 
 
-def test_a_turned_clip_is_made_upright(opened, tmp_path):
-    path = write(tmp_path / "a.mp4", 9, size=(96, 64), rotation=90)
-    region = {"video_path": path, "start_time": 0.2, "end_time": 0.3, "keep_source": True}
-    found = opened.generate("a fox", pipeline="retake", seed=1, **region)
-    assert found.frames.shape == (9, 96, 64, 3) and found.settings["width"] == 64
-    np.testing.assert_array_equal(found.frames[0], next(read_frames(path, "", 9)))
-
-
 @pytest.fixture
 def run(command, tiny, tmp_path):
     """run(*flags) -> (status, stderr, folder of its outputs) of a retake of 0.1 to 0.3 s."""
@@ -408,28 +399,6 @@ def test_a_folder_that_is_no_clip_is_refused(opened, clip, tmp_path):
     (tmp_path / "in" / "frame_00004.exr").write_bytes(hdr.exr_bytes(np.zeros((2, 2, 3)), "ACESCG"))
     with pytest.raises(InputError, match="in is a folder with images of several sizes"):
         Retake(prompt="a fox", hdr="ACESCG", **region).resolved(opened.resident.config)
-
-
-@pytest.mark.long
-def test_the_command_says_what_is_made(run, clip, tmp_path):
-    """Several videos, and noise of an earlier run."""
-    latents = tmp_path / "latents.safetensors"
-    region = ("--video-path", clip, "--start-time", 0.1, "--end-time", 0.3)
-    status, err, folder = run(*region, "--num-videos", 2, "--latents-out", latents, "--keep-source")
-    assert status == 0, err
-    assert (
-        "made anew: frames 1 to 8 of 17, sound from 0.09 to 0.33 s" in err
-        and "--keep-source" not in err
-    )
-    with av.open(str(folder / "clip-5.mp4")) as file:
-        assert file.streams.video[0].average_rate == 24 and file.streams.audio[0].rate == RATE
-    waveform = TensorFile(latents).read("waveform")
-    assert waveform.shape == (2, 2, round(17 / 24 * RATE)) and (waveform[0] != waveform[1]).any()
-    status, err, _ = run(*region, "--num-videos", 2, "--noise-in", latents, "--no-audio")
-    assert status == 0 and "what is kept passes the VAEs, too" in err, err
-    save_file(load_file(latents) | {"stranger": np.zeros(1, np.float32)}, latents)
-    status, err, _ = run(*region, "--num-videos", 2, "--noise-in", latents, "--no-audio")
-    assert status == 2 and "stranger, which this run does not read" in err, err
 
 
 def test_what_cannot_be_used_is_refused_before_weights(run, clip, tmp_path, monkeypatch):

@@ -121,6 +121,20 @@ def given_back(rows=slice(None), columns=slice(None), frames=slice(None), more: 
     return check
 
 
+def brought(size: tuple[int, int], width: int, height: int):
+    """Pictures scaled to `size`, and cut or filled with black to this width and height."""
+
+    def check(folder: Path) -> None:
+        given, made = (frames_of(folder / name)[20] for name in ("in.mp4", "clip.mp4"))
+        scaled = Image.fromarray(given).resize(size, Image.Resampling.LANCZOS)
+        left, top = (size[0] - width) // 2, (size[1] - height) // 2
+        expected = np.asarray(scaled.crop((left, top, left + width, top + height)), np.int16)
+        assert made.shape == expected.shape
+        assert np.abs(made - expected)[:-32].mean() < 2.5
+
+    return check
+
+
 GIVEN = "generate TINY --prompt=a --seed 1 --video-path in.mp4 --output clip.mp4"
 PADDED = r"176x144, 30 frames: made as 192x160, 33, given back as it was"
 PHONE = [0, *np.cumsum([0.12 if i % 5 == 0 else 0.02 for i in range(30)])]
@@ -212,8 +226,21 @@ ROWS = [
     ),
     Row("extend-any-size", f"{GIVEN} --extend-frames 8 --overlap 9 --no-crossfade", film,
         check=given_back(more=8)),
-    Row("another-size", f"{GIVEN} --noise-level 0.5 --width 96 --height 96", film,
-        check=lambda folder: facts(folder / "clip.mp4")[:3] == (96, 96, 30) or 1 / 0),
+    *(
+        Row(f"another-size-{fit or 'by-default'}", f"{GIVEN} --mask-box 86,140,4,4 --mask-grow 0 "
+            f"--width 64 --height 128 {fit and f'--fit {fit}'}", film,
+            (f"its 176x144 pixels are scaled to 64x128{said}",), check=brought(size, 64, 128))
+        for fit, size, said in (
+            ("", (64, 52), " with black borders"), ("pad", (64, 52), " with black borders"),
+            ("crop", (156, 128), ", cut at its sides"), ("scale", (64, 128), ", stretched"),
+        )
+    ),
+    Row("fit-to-nothing", f"{GIVEN} --noise-level 0.5 --fit crop", film,
+        ("--fit: the clip keeps its size; add --width",), status=2),
+    Row("join-of-another-size", f"{GIVEN} --join 2.mp4 --extend-frames 7 --overlap 9 --fit crop",
+        lambda folder: [film(folder), film(folder, "2.mp4", (64, 96))],
+        ("2.mp4: its 64x96 pixels are scaled to 176x144, cut at its sides",),
+        check=given_back(frames=slice(0, 20), more=37)),
     Row("rate-of-a-phone", f"{GIVEN} --noise-level 0.5", phone, ("frame rate varies around 25",), check=thirty),
     *(
         Row(f"sound-{layout}", f"{GIVEN} --noise-level 0.5", partial(film, layout=layout),

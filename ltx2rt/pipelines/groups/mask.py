@@ -57,7 +57,7 @@ class Mask(Group):
     )
     mask_box: Pad | None = flag(
         None,
-        "rectangle of the clip to regenerate, in place of a mask",
+        "rectangle of the file to regenerate, in place of a mask",
         parse_box,
         asks="inpaint",
         metavar="LEFT,TOP,WIDTH,HEIGHT",
@@ -98,16 +98,17 @@ class Mask(Group):
     def region(self, info: VideoInfo, num_frames: int, start: int = 0) -> Region:
         if self.mask_box:
             left, top, width, height = self.mask_box
-            if left + width > info.width or top + height > info.height:
+            columns, rows = info.resize.given if info.resize else (info.width, info.height)
+            if left + width > columns or top + height > rows:
                 raise InputError(
                     f"--mask-box: {left},{top},{width},{height} reaches beyond the clip, which is "
-                    f"{info.width}x{info.height}"
+                    f"{columns}x{rows}"
                 )
         size, own = (info.height, info.width), (self.pad, self.mask_box, info.resize, start)
         return Region(self.mask, size, num_frames, self.mask_grow, *own)
 
     def black(self) -> InputError:
+        lies = f"{self.mask} is black" if self.mask else "--fit crop cuts it off"
         return InputError(
-            f"--mask: {self.mask} is black, and nothing would be made; paint white what is made "
-            "anew"
+            f"{self.asked}: {lies}, and nothing would be made; paint white what is made anew"
         )

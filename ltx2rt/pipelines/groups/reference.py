@@ -12,7 +12,7 @@ from ltx2rt.flags import flags_of
 from ltx2rt.media.video import video_info
 from ltx2rt.models.geometry import Geometry, latent_frames, pixel_frames
 from ltx2rt.pipelines.groups.size import check_step, parse_fps
-from ltx2rt.pipelines.groups.source_clip import FLAG, SourceClip, file_facts
+from ltx2rt.pipelines.groups.source_clip import FLAG, FileSize, SourceClip, file_facts
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.stages.conditioning import ReferenceSpec
 from ltx2rt.stages.inset import Inset
@@ -22,8 +22,6 @@ from ltx2rt.stages.tiling import plan_encoder_tiles
 from ltx2rt.weights.lora import reference_factors
 
 flag = flags_of("conditioning")
-
-SIDES = ("width", "height")
 
 
 @dataclass(frozen=True)
@@ -66,9 +64,8 @@ class ReferenceClip(SourceClip):
             raise InputError(
                 f"{FLAG}: {self.path} has {info.num_frames} frames, expected {step + 1} or more"
             )
-        sides = {side: getattr(request, side) or getattr(info, side) for side in SIDES}
-        facts = file_facts(request, replace(info, fps=parse_fps(info.fps)))
-        return facts | sides
+        info = request[FileSize].sized(replace(info, fps=parse_fps(info.fps)))
+        return file_facts(request, info)
 
     def seen(
         self, request: Any, number: int, model: ModelConfig, options: ModelOptions, loras: Any
@@ -87,6 +84,7 @@ class ReferenceClip(SourceClip):
         return reference(
             spec, request.num_frames, FLAG, clip, model, factors, tiling, number,
             inset=inset, whole=pixel_frames(clip.frames, clip.time_factor),
+            resize=self.found.resize,
         )  # fmt: skip
 
 
@@ -113,17 +111,16 @@ def reference(
     number: int = 0,
     attention: float = 1.0,
     mask: Path | None = None,
-    inset: Inset | None = None,
     whole: int = 0,
-    space: str | None = None,
+    **how: Any,
 ) -> Reference:
     """A file's frames, up to num_frames, as reference of a stage. factors: as `references_of`;
-    inset, space: as of `SourceVideo`. whole: frames to which its last one is repeated."""
+    whole: frames to which its last one is repeated; how: more fields of `SourceVideo`."""
     downscale, stride = factors
     found = whole or video_info(spec.path, flag, num_frames).num_frames
     frames = latent_frames(usable_frames(found, clip.time_factor, stride), clip.time_factor)
     rows, columns = (-(-n // downscale) for n in (clip.rows, clip.columns))
     own = replace(clip, frames=frames, rows=rows, columns=columns)
     tiles = plan_encoder_tiles(tiling, (frames, rows, columns), model.video_vae)
-    source = SourceVideo(spec.path, own, tiles, flag, stride, inset=inset, space=space)
+    source = SourceVideo(spec.path, own, tiles, flag, stride, **how)
     return Reference(source, clip, number, spec.strength, downscale, attention, mask)

@@ -375,7 +375,7 @@ def continued(
     for stage in stages:
         if isinstance(stage, Denoise) and "video" not in stage.frozen:
             how = options.vae_tiling, model, before.wide, inset
-            tail = ends(stage.geometry, file, None, overlap, 0, 1.0, *how)
+            tail = ends(stage.geometry, file, None, overlap, 0, *how)
             guide = [leading(stage.geometry, *anchor, *how)] if anchor else []
             given = (*stage.given, *tail, *guide)
             stage = replace(stage, given=given)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag, flag_like
-from ltx2rt.media.images import Resize
+from ltx2rt.media.images import FITS, Resize
 from ltx2rt.media.video import VideoInfo, video_info
 from ltx2rt.models.geometry import pixel_frames
 from ltx2rt.pipelines.groups.size import Duration, Length, Pixels, Size, parse_fps
@@ -93,8 +93,9 @@ class SourceClip(Duration):
 
 
 @dataclass(frozen=True)
-class SizeOrFile(Pixels):
-    """Width and height, by default the file's."""
+class FileSize(Pixels):
+    """The file's size, or another one to which its pictures are brought; a side that is not given
+    follows the other."""
 
     least: ClassVar[int] = 2
 
@@ -104,11 +105,19 @@ class SizeOrFile(Pixels):
     height: int = flag_like(
         Size, "height", None, parse=int, help="height in pixels (default: the file's)"
     )
+    fit: str | None = flag(
+        None,
+        "bring the file to --width and --height with black borders, cut at its sides, or stretched "
+        "(default: pad)",
+        group="clip",
+        choices=FITS,
+    )
 
-
-@dataclass(frozen=True)
-class FileSize(SizeOrFile):
-    """The file's size, or another one to which its pictures are brought."""
+    def check(self, request: Any) -> None:
+        if self.fit and not (self.width or self.height or getattr(request, "join", None)):
+            raise InputError(
+                "--fit: the clip keeps its size; add --width and --height, or leave it out"
+            )
 
     def sized(self, info: VideoInfo, border: tuple[int, int] = (0, 0)) -> VideoInfo:
         """The clip's facts at the size asked for, with a border of so many columns and rows."""
@@ -120,10 +129,11 @@ class FileSize(SizeOrFile):
         height = asked[1] or round(asked[0] * info.height / info.width / 2) * 2
         if (width, height) == (info.width, info.height):
             return info
-        if min(width, height) < 2 or width % 2 or height % 2:
-            raise InputError(f"--width: {width}x{height}, expected even sides from 2 px on")
-        resize = Resize(width, height, "pad")
-        return replace(info, width=width, height=height, resize=resize)
+        if min(width, height) < 2:
+            raise InputError(f"--width: {width}x{height} are left for the clip; make it larger")
+        resize = Resize(width, height, self.fit or "pad", (info.width, info.height))
+        facts = {"resize": resize, "ignored": (*info.ignored, resize.said)}
+        return replace(info, width=width, height=height, **facts)
 
 
 def file_facts(request: Any, info: VideoInfo) -> dict[str, Any]:
