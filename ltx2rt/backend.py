@@ -60,8 +60,7 @@ class Program(Protocol):
     graph: Graph
 
     def __call__(self, weights: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Outputs by name as device arrays. inputs: numpy or device arrays, one for each graph
-        input."""
+        """Outputs by name as device arrays. inputs: numpy or device arrays by name."""
         ...
 
     def release(self) -> None:
@@ -87,8 +86,7 @@ class Loop(Protocol):
         ...
 
     def release(self) -> None:
-        """`Program.release`, and recorded steps are dropped. Not while one of its iterators is in
-        use."""
+        """Like `Program.release`, also of recorded steps. Not while an iterator is in use."""
         ...
 
 
@@ -186,8 +184,7 @@ class DeviceInfo:
     recorded_bytes: int = 0
 
     def room_bytes(self, max_memory: float | None = None, held_bytes: int = 0) -> int:
-        """Bytes that a run may plan with: free memory plus its session's own, at most `max_memory`
-        GB, less the reserve."""
+        """Bytes to plan with: free and held memory, at most `max_memory` GB, less the reserve."""
         most = min(self.free_bytes + held_bytes, 1e9 * (max_memory or math.inf))
         return int(most * (1 - self.reserve_share) - self.reserve_bytes)
 
@@ -234,8 +231,7 @@ class Backend(Protocol):
 
     @property
     def num_built(self) -> int:
-        """Number of programs lowered, recorded or compiled so far, including hits of the cache on
-        disk."""
+        """Programs lowered, recorded or compiled so far, hits of the cache on disk included."""
         ...
 
     def load(
@@ -300,8 +296,7 @@ class Backend(Protocol):
         ...
 
     def merge(self, weight: np.ndarray, factors: Sequence[Any], rounded: bool) -> Any:
-        """`weights.lora.merge` on the device, products summed in another order; what `load` takes
-        from a source."""
+        """`weights.lora.merge` on the device, sums in another order, for `load`'s source."""
         ...
 
     def each(self, calls: Iterable[Call], output: str) -> Iterator[Any]:
@@ -319,8 +314,7 @@ class Backend(Protocol):
         ...
 
     def agree(self, flag: bool) -> bool:
-        """Whether any process says so. All of them must ask; nothing waits for a device, or is part
-        of a recording."""
+        """Whether any process says so. All must ask; no device waits, no recording has it."""
         ...
 
     def to_host(self, array: Any) -> np.ndarray:
@@ -374,8 +368,7 @@ class BackendFactory(Protocol):
     recorded: Container[str]
 
     def device_kinds(self) -> Iterable[Any]:
-        """The devices that can be planned for, by their data sheets:
-        `placement.devices.DeviceKind`."""
+        """The devices that can be planned for (`placement.devices.DeviceKind`)."""
         ...
 
     def as_run(
@@ -410,13 +403,11 @@ class BackendFactory(Protocol):
         ...
 
     def rank_and_size(self, environment: Mapping[str, str]) -> tuple[int, int]:
-        """(this process, how many there are) of a launch. Raises InputError if the environment
-        contradicts itself."""
+        """(this process, their number) of a launch. InputError if the environment is wrong."""
         ...
 
     def most_processes(self, device: str) -> int:
-        """Number of processes that `device` of this host can serve; 1 unless there is one process
-        per device."""
+        """Processes that `device` of this host can serve; 1 unless each device has one."""
         ...
 
     def one_device(self, number: int, environment: Mapping[str, str]) -> dict[str, str]:
@@ -427,8 +418,7 @@ class BackendFactory(Protocol):
         ...
 
     def rendezvous(self) -> Any:
-        """A new connection to the store of the launch (`ranks.crew.Store`). Imports the
-        framework."""
+        """A new connection to the launch's store (`ranks.crew.Store`). Imports the framework."""
         ...
 
     def keep_compiled(self, root: Path) -> None:
@@ -509,8 +499,7 @@ def _has_device(factory: BackendFactory, devices: Path) -> bool:
 
 
 def get_factory(name: str) -> BackendFactory:
-    """The object that the entry point `name` of the group `ltx2rt.backends` names. InputError if
-    there is none."""
+    """The object of the entry point `name` in the group `ltx2rt.backends`. Raises InputError."""
     found = [e for e in _entry_points(tuple(sys.path)) if e.name == name]
     if not found:
         known = backend_names()

@@ -178,8 +178,7 @@ class CudaBackend:
         return joined_rows(rows) if self.hardware.pads_rows else rows
 
     def memory_format(self, ndim: int) -> torch.memory_format:
-        """Layout of a weight on the device; 3-D convolutions get the one that `ops.conv`
-        prefers."""
+        """Layout of a weight; 3-D convolutions get the one that `ops.conv` prefers."""
         convolution = ndim == 5 and self.hardware.channels_last
         return torch.channels_last_3d if convolution else torch.contiguous_format
 
@@ -347,8 +346,7 @@ def _settle(result: Any) -> None:
 def file_weight(
     shape: tuple[int, ...], dtype: torch.dtype, arrays: Sequence[Any]
 ) -> FileWeight | None:
-    """The weight that these arrays make, one behind the other; None if any is not a view of a file
-    in that dtype."""
+    """The weight of these arrays in order; None unless all are views of files in its dtype."""
     if not all(isinstance(x, np.ndarray) and to_torch(x).dtype == dtype for x in arrays):
         return None
     found = [in_file(x) for x in arrays]

@@ -52,8 +52,7 @@ class Position:
         return dist.get_world_size() if self.mesh else 1
 
     def agree(self, flag: bool) -> bool:
-        """Whether any process says so. All of them must ask; the hosts wait for each other, not for
-        a GPU."""
+        """Whether any process says so. All of them must ask; hosts wait, not for a GPU."""
         if not self.mesh:
             return flag
         found = torch.tensor(int(flag))
@@ -66,8 +65,7 @@ class Position:
         return not self.mesh or (device.exchanges and dist.get_backend() == device.group)
 
     def on(self, mesh: Mapping[str, int]) -> Position:
-        """This process on another mesh of the same processes. All of them must ask for the same in
-        the same order."""
+        """This process on another mesh of the same processes. All must ask in the same order."""
         if not mesh or tuple(mesh.items()) == tuple(self.mesh.items()):
             return self
         if math.prod(mesh.values()) != self.size:
@@ -107,8 +105,7 @@ def rendezvous() -> PrefixStore:
 
 @cache
 def _hold_store(host: str, port: int) -> TCPStore:
-    """Serve the store, on the launcher's socket or on a new one that listens at `host`, as long as
-    it can."""
+    """Serve the store, on the launcher's socket or on a new one that listens at `host`."""
     if given := os.environ.get(STORE):
         listening = int(given)
     else:
@@ -155,8 +152,7 @@ def join(mesh: Mapping[str, int], device: TorchDevice) -> Position:
 def _position(
     mesh: Mapping[str, int], made: dict[tuple[int, ...], str], device: TorchDevice
 ) -> Position:
-    """Rank r is device r of the mesh, the last axis fastest. Every rank takes part in making every
-    group."""
+    """Rank r is device r of the mesh, the last axis fastest. All ranks make every group."""
     rank, numbers = dist.get_rank(), torch.arange(math.prod(mesh.values())).reshape(*mesh.values())
     options, new = device.group_options(dist.get_backend()), []
     coordinates: dict[str, int] = {}

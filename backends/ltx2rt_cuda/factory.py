@@ -55,8 +55,7 @@ class CudaFactory:
         quantised: bool = False,
         runs: CountsById | None = None,
     ) -> Timeline:
-        """The stream runs nodes in their order, and computes while an all-reduce travels; in
-        training it waits."""
+        """Nodes run in order, computing while an all-reduce travels; in training they wait."""
         from ltx2rt.placement.timeline import Timeline
 
         return Timeline(kind, hidden=not runs, quantised=quantised, runs=runs or {}).of(graph)
@@ -114,8 +113,7 @@ def let_threads_sleep(device: str) -> None:
 
 
 def num_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """The GPUs that a process of this machine would see, by its device files and
-    CUDA_VISIBLE_DEVICES."""
+    """The GPUs that a process would see, by device files and CUDA_VISIBLE_DEVICES."""
     found = len(list(devices.glob("nvidia[0-9]*")))
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not found:

@@ -49,8 +49,7 @@ class Slabs:
 
 
 class FileWeight:
-    """A weight of a device as files have it: the bytes of `parts`, one behind the other, and zeros
-    up to its size."""
+    """A weight as files have it: the bytes of `parts` in order, and zeros up to its size."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, parts: Sequence[FilePart]):
         self.shape, self.dtype, self.parts = torch.Size(shape), dtype, parts
@@ -64,8 +63,7 @@ class FileWeight:
             file.read_ahead(begin, size)
 
     def read_into(self, place: Tensor, first: int) -> None:
-        """Fill `place`, u8[n] in the host's memory, with the weight's bytes from `first` on. Raises
-        InputError if a file has changed."""
+        """Fill `place`, u8[n], with bytes from `first` on. Raises InputError if a file changed."""
         at, out = 0, place.numpy().data
         for file, begin, size in self.parts:
             skipped = max(0, first - at)

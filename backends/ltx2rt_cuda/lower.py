@@ -28,8 +28,7 @@ SEVERAL = ("repeat", "all_reduce", "all_to_all")  # ops that return a tuple even
 
 
 class Constant(torch.nn.Module):
-    """An array of a node's plan: it moves with the module it is in, and belongs to no
-    checkpoint."""
+    """An array of a node's plan: it moves with its module, and belongs to no checkpoint."""
 
     def __init__(self, value: torch.Tensor):
         super().__init__()

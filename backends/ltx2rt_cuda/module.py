@@ -123,7 +123,6 @@ class NetworkModule(torch.nn.Module):
 
 
 def _joined(parts: list[tuple[torch.nn.Module, str]]) -> torch.Tensor:
-    """Read by name at every call, so that a parametrization or `functional_call` takes the
-    parameter's place."""
+    """Read at every call, so that a parametrization or `functional_call` can replace it."""
     tensors = [getattr(home, leaf) for home, leaf in parts]
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

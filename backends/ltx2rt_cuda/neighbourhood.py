@@ -28,8 +28,7 @@ BLOCK = 8
 # start.
 @_disable_dynamo
 def neighbourhood_attention(q: Tensor, k: Tensor, v: Tensor, window, first, scale: float) -> Tensor:
-    """q (B, frames, rows, columns, heads, head_dim); k and v the same, with at least q's
-    positions."""
+    """q (B, frames, rows, columns, heads, head_dim); k, v the same, at least q's positions."""
     plans = [
         window_blocks(*sizes, BLOCK)
         for sizes in zip(q.shape[1:4], k.shape[1:4], window, first, strict=True)
@@ -47,8 +46,7 @@ def neighbourhood_attention(q: Tensor, k: Tensor, v: Tensor, window, first, scal
     count = len(begins[2])
 
     def line(x: Tensor, frame: int, row: int, size: list[int], columns: Tensor) -> Tensor:
-        """(B, frames, rows, columns, heads, head_dim) -> (B blocks, tokens of a block or box,
-        heads, head_dim)."""
+        """(B, frames, rows, columns, heads, head_dim) -> (B blocks, tokens, heads, head_dim)."""
         x = x[:, frame : frame + size[0], row : row + size[1]].index_select(3, columns)
         x = x.unflatten(3, (count, size[2])).movedim(3, 1)
         return x.reshape(-1, math.prod(size), *x.shape[-2:])

@@ -613,8 +613,7 @@ def qk_scale(*operands: Tensor, weight_views, count: int, eps: float, spread=())
 
 
 def _normed(norm, size: int, operands, weight_views, spread, **args):
-    """`norm` over the last two axes of x, and what else it reads, `size` at a time; spread: of k,
-    and of v behind."""
+    """`norm` over the last two axes of x, and its other operands, `size` at a time."""
     results = [
         norm(x, *others, dims=(x.ndim - 2, x.ndim - 1), weight_view=view, **args)
         for (x, *others), view in zip(
@@ -629,8 +628,7 @@ def _normed(norm, size: int, operands, weight_views, spread, **args):
 
 
 def _rotated(norm, size: int, operands, weight_views, table_views, **args):
-    """`norm` over the last two axes, then RoPE: of x, what else the norm reads, cos, sin, `size` at
-    a time."""
+    """`norm` over the last two axes, then RoPE: x, the norm's other operands, cos, sin."""
     results = []
     groups = zip(grouped(operands, size), weight_views, table_views, strict=True)
     for (x, *others, cos, sin), weight_view, view in groups:
@@ -808,8 +806,7 @@ def encode(encoding: str, x: Tensor) -> tuple[Tensor, ...]:
 
 @partial(fused, switch="unpack")
 def unpack(*fields: Tensor, encoding: str, dtype: str) -> Tensor:
-    """Decode some rows at a time, so that the float32 intermediates stay small compared with the
-    matrix."""
+    """Decode some rows at a time, so that the float32 intermediates stay small."""
     row, count = ENCODINGS[encoding], len(fields[0])
     n = row.numbers(fields[0].shape[1])
     matrix = torch.empty((count, n), dtype=DTYPES[dtype], device=fields[0].device)

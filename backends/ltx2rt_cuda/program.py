@@ -53,8 +53,7 @@ def upload(graph: Graph, name: str, value: Any, device: TorchDevice) -> torch.Te
 
 
 class Program:
-    """One lowered graph; `weights` maps declared parameter names, `*` replaced by the layer, to
-    tensors."""
+    """One lowered graph; `weights` maps declared names, `*` replaced by the layer, to tensors."""
 
     def __init__(
         self,
@@ -94,8 +93,7 @@ class Program:
 
 
 class Captured:
-    """A recorded program: a replay reads fixed buffers, runs every kernel, and writes fixed
-    buffers."""
+    """A recorded program: a replay reads and writes fixed buffers and runs every kernel."""
 
     def __init__(
         self,
@@ -121,8 +119,7 @@ class Captured:
 
 
 class RecordedLoop:
-    """A recorded loop, the part before its steps and one step: the step reads what that has
-    prepared where it is."""
+    """A recorded loop: the part before its steps, and one step that reads its results in place."""
 
     def __init__(self, loop: Loop, pool: Recorder, arguments: Sequence[list], given: Tensors):
         """arguments: weights of either program. given: inputs of the loop."""
@@ -155,8 +152,7 @@ class RecordedLoop:
 
 
 def _key(pool: Recorder, arguments: Sequence[list]) -> tuple:
-    """A recording stays valid as long as its memory is kept, and the weights are where they
-    were."""
+    """A recording stays valid while its memory is kept and the weights do not move."""
     weights = (w for each in arguments for x in each for w in (x if isinstance(x, list) else [x]))
     return pool.id, *(w.data_ptr() for w in weights)
 

@@ -62,8 +62,7 @@ class Ring:
     def add(
         self, piece: Piece, tensors: Mapping[str, Tensor | FileWeight]
     ) -> dict[str, HostTensor]:
-        """Keep a piece, given on the device, in the host's memory, or on its disk. Raises
-        InputError if that has no room."""
+        """Keep a piece of the device in the host's memory or on its disk. Raises InputError."""
         self.pieces[piece] = {name: self._kept(x) for name, x in tensors.items()}
         if self.road != PINNED:
             self._staged.add(piece)
@@ -116,8 +115,7 @@ class Ring:
             self._copy(following, (slot + 1) % len(self._slots))
 
     def _following(self, piece: Piece) -> Piece:
-        """The next piece of a loop; under autograd the order is forward to the last one, then
-        back."""
+        """The next piece of a loop; under autograd first all in order, then back."""
         order = list(self.pieces)
         at, last = order.index(piece), len(order) - 1
         before, self._latest = self._latest, at

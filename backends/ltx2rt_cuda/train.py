@@ -102,8 +102,7 @@ class Trainer:
 
     @contextmanager
     def _to_the_bit(self) -> Iterator[None]:
-        """Use only deterministic operations if requested. cuBLAS needs its workspace fixed before
-        its first use."""
+        """Make operations deterministic if requested. cuBLAS needs its workspace fixed first."""
         before = torch.are_deterministic_algorithms_enabled()
         if self.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -47,8 +47,7 @@ ENVIRONMENT = {
 
 
 class AheadCompiler:
-    """graph -> its programs, for the devices of `topology` in a mesh. InputError without libtpu, or
-    if it refuses."""
+    """graph -> its programs on a mesh of `topology`. InputError without libtpu, or if it fails."""
 
     def __init__(self, topology: str, mesh: Mapping[str, int], timed: bool = False):
         if find_spec("libtpu") is None:
@@ -130,8 +129,7 @@ def compiled(lowered: Lowered, steps: int | None = None, code: Code | None = Non
 
 
 def assembled(program: Assembled) -> Compiled:
-    """The figures of one call of all its executables; arrays that a later node reads count as
-    temporary."""
+    """The figures of one call of all executables; arrays for later nodes count as temporary."""
     with _dump(f"jit_{program.graph.name}_*") as (options, read):
         start, busy = time.perf_counter(), time.process_time()
         executables = program.compile(options)

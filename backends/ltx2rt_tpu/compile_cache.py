@@ -79,8 +79,7 @@ def versions() -> str:
 
 
 def _open_to_others(path: Path) -> str | None:
-    """Why somebody else could put an executable there, which runs as it is; None if no other user
-    can."""
+    """Why another user could put an executable there, which would run; None if not."""
     if not hasattr(os, "getuid"):  # Windows keeps a user's folders from others
         return None
     found = path.stat()
@@ -92,8 +91,7 @@ def _open_to_others(path: Path) -> str | None:
 
 
 def remove_damaged(folder: Path, module: str) -> None:
-    """Remove the module's files that do not decompress; if all do, remove all. JAX never overwrites
-    a file."""
+    """Remove the module's files that do not decompress, or all: JAX never overwrites a file."""
     # The installed packages decide which of two formats it is.
     from jax._src.compilation_cache import decompress_executable
 

@@ -77,8 +77,7 @@ WITH_MOVING |= {"bitcast-convert", "maximum", "select", "compare", "iota", "conv
 
 
 class Code:
-    """The final code of what this process compiles; made before libtpu is loaded. Raises InputError
-    for other kinds."""
+    """The final code of this process's programs; made before libtpu loads. Raises InputError."""
 
     def __init__(self, kind: DeviceKind):
         if kind.name not in TIMED:
@@ -251,8 +250,7 @@ class _Replay:
         return one
 
     def _inside(self, computation: str) -> tuple[Set[str], str | None, int]:
-        """Operations of a computation and of those that it calls; a collective's line among them;
-        FLOP of products."""
+        """Operations of a computation and its callees; a collective's line; FLOP of products."""
         if computation not in self._insides:
             lines = self.bodies.get(computation, [])
             shapes = {m[1]: dims(m[2]) for line in lines if (m := RESULT.match(line))}
@@ -282,8 +280,7 @@ def _type_end(rest: str) -> int:
 
 
 def _signature(one: _Instruction) -> tuple[str, str, str]:
-    """The key of instructions of the same code; where in the memory of the core a result lies is no
-    matter."""
+    """The key of instructions of the same code, wherever in the core's memory a result lies."""
     window = re.search(r'"window_config":\{[^}]*\}', one.text)
     return one.op, re.sub(r"S\(1\)", "", one.result), window[0] if window else ""
 

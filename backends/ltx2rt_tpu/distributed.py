@@ -124,8 +124,7 @@ def join() -> tuple[int, int]:
 
 
 def _check(address: str, here: bool) -> None:
-    """Raise InputError where JAX would abort the process: no port to listen on here, or no process
-    that answers there."""
+    """Raise InputError where JAX would abort: no port to listen on, or no answering process."""
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal() and int(port) < 2**16):
         raise InputError(
@@ -158,8 +157,7 @@ def _listening(address: str | None) -> str | None:
 
 @cache  # a second call would keep the silenced stdout
 def silence_gloo() -> None:
-    """Point the C library's stdout at nothing: gloo greets every peer there, in the place of
-    results."""
+    """Point the C library's stdout at nothing: gloo greets every peer among the results."""
     sys.stdout.flush()
     kept = os.dup(1)
     nothing = os.open(os.devnull, os.O_WRONLY)
@@ -169,8 +167,7 @@ def silence_gloo() -> None:
 
 
 def device_mesh(devices: Sequence[Any], mesh: Mapping[str, int]) -> Mesh:
-    """The first devices as a mesh, host by host: `tensor`, which exchanges most, is along
-    neighbours of one host."""
+    """The first devices as a mesh, host by host: `tensor`, the busiest, within one host."""
     ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
     axes = sorted(mesh, key="tensor".__eq__)
     sizes = [mesh[axis] for axis in axes]

@@ -85,8 +85,7 @@ def product_flops(line: str, shapes: Mapping[str, list[int]]) -> int:
 
 
 def _executed(hlo: str, steps: int | None) -> Iterator[tuple[str, int, Mapping[str, list[int]]]]:
-    """Every instruction that runs, how often, and the shapes of its computation's values by
-    name."""
+    """Every instruction that runs, how often, and its computation's shapes by name."""
     entry, bodies = computations(hlo)
     shapes = {
         name: {m[1]: dims(m[2]) for line in lines if (m := RESULT.match(line))}
@@ -182,8 +181,7 @@ def dims(text: str) -> list[int]:
 
 
 def _multiply_adds(line: str, out: list[int], x: list[int], kernel: list[int]) -> int:
-    """Pairs of an output and a tap, along each window axis of a convolution, that meet a value and
-    no zero."""
+    """Pairs of an output and a tap along each window axis that meet a value and no zero."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line)
     assert labels is not None, line
     sizes = [

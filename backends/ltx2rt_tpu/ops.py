@@ -458,8 +458,7 @@ def attention_part(
 
 
 def _part(y: Array, log_sum: Array, dtype: jnp.dtype) -> Array:
-    """y and, behind it, log_sum (B, tokens, heads) in two; by its bits: XLA takes x - bfloat16(x)
-    for zero."""
+    """y and, behind it, log_sum in two halves; by its bits: XLA takes x - bfloat16(x) for zero."""
     bits = lax.bitcast_convert_type(log_sum, jnp.uint32) & jnp.uint32(0xFFFF0000)
     upper = lax.bitcast_convert_type(bits, jnp.float32)
     return jnp.concatenate([y, upper[..., None], (log_sum - upper)[..., None]], axis=-1).astype(
@@ -533,8 +532,7 @@ SCORES_BYTES = 2**28
 def attention(
     q: Array, k: Array, v: Array, bias: Array | None = None, *, scale: float, bias_view
 ) -> Array:
-    """Attention with a bias, in blocks of queries that SCORES_BYTES hold, at least one kernel block
-    each."""
+    """Attend, with a bias in blocks of queries that SCORES_BYTES hold, at least a kernel's."""
     tokens = q.shape[1]
     room = SCORES_BYTES // (4 * q.shape[0] * q.shape[2] * k.shape[1])
     size = max(room // kernel.LANES, 1) * kernel.LANES
@@ -564,8 +562,7 @@ def _attention_on_tpu(
 
 
 def _attend(q: Array, k: Array, v: Array, bias: Array | None, scale: float, bias_view) -> Array:
-    """Attend by batched matrix products, the only ones that XLA gives to a CPU's fast product even
-    in a loop."""
+    """Attend by batched products, the only ones that XLA runs fast on a CPU even in a loop."""
     b, t, heads, d = q.shape
     n = k.shape[2]
     weights = jax.nn.softmax(_scores(q, k, bias, scale, bias_view), axis=-1).astype(v.dtype)

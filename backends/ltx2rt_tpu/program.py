@@ -133,8 +133,7 @@ class Ahead(ABC):
         return self._compiling
 
     def ready(self) -> None:
-        """Wait for the thread that compiles it, if any; if it is still queued, the call compiles
-        it."""
+        """Wait for the thread that compiles it; if it is still queued, compile it here."""
         if (compiling := self._compiling) is not None and not compiling.cancel():
             self._compiling = None if compiling.exception() else compiling
             compiling.result()
@@ -144,8 +143,7 @@ class Ahead(ABC):
 
 
 class Program(Ahead):
-    """One lowered graph under one jit; `weights` maps declared names to arrays, `*` names stacked
-    over layers."""
+    """One lowered graph under one jit; `weights`: arrays by name, `*` names stacked over layers."""
 
     def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
         self.graph = as_run(graph, device_kind(place))
@@ -410,8 +408,7 @@ class Loop(Ahead):
         )
 
     def _steps(self, weights, prepared, constants, outputs, first, last):
-        """Steps first..last-1 of one loop; no host callback, for those keep an executable off the
-        disk."""
+        """Steps first..last-1 of one loop; a host callback would keep it off the disk."""
         body, data, state = self.parts.body, set(self.parts.data), self.parts.state
 
         def local(weights, prepared, constants, outputs, i):
@@ -492,8 +489,7 @@ def upload(graph: Graph, name: str, value: Any, place: Sharding) -> Array:
 
 
 def replicate(array: np.ndarray | Array, place: Sharding) -> Array:
-    """`array` on every device of `place`; each process puts its own copy, because device_put would
-    compare all of them."""
+    """`array` on every device of `place`; each process puts its copy, uncompared."""
     if place.is_fully_addressable or isinstance(array, Array):
         return jax.device_put(array, place)
     return jax.make_array_from_callback(array.shape, place, lambda _: array)

@@ -43,8 +43,7 @@ class Unit:
 
 
 def roll(graph: Graph) -> Graph:
-    """Same inputs, parameters and outputs; sums in another order. SnakeBeta is one op already
-    (`as_run`)."""
+    """Loops of equal results, sums in another order. SnakeBeta is one op already (`as_run`)."""
     nodes, blocks, i = [], [], 0
     while i < len(graph.nodes):
         unit = _unit(graph.nodes[i : i + 7])
@@ -102,8 +101,7 @@ def _rolled(blocks: Sequence[Sequence[Unit]]) -> list[Node]:
 def res_blocks(
     x: Array, *operands: Array, activation: str, args, blocks: int, dilations: tuple[int, ...]
 ):
-    """The result of every block. operands: for every half the activation's, the weight and the
-    bias."""
+    """The result of every block. operands: the activation's, weight and bias of every half."""
     halves = len(dilations)
     each = [operands[i :: len(operands) // halves] for i in range(len(operands) // halves)]
     *of_activation, weights, biases = each
@@ -143,8 +141,7 @@ def res_blocks(
 
 
 def parts(graph: Graph) -> list[Graph]:
-    """A rolled graph's loops, and as one graph each what lies between two of them; parameters are
-    inputs."""
+    """A rolled graph's loops, and one graph for each part between; parameters are inputs."""
     groups = groupby(graph.nodes, key=lambda node: id(node) if node.op == "res_blocks" else None)
     found, read = [], {id(v) for v in graph.outputs.values()}
     for nodes in reversed([list(same) for _, same in groups]):

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
 
 class Gradients:
-    """Losses and gradients of one batch, a jitted function of (parameters, frozen, inputs, weights
-    of the losses)."""
+    """Losses and gradients of a batch, jitted: (parameters, frozen, inputs, loss weights)."""
 
     def __init__(self, graph: Graph, place: Sharding, remat: str):
         differentiable(graph)
@@ -120,8 +119,7 @@ class Gradients:
 
 
 class Trainer:
-    """A `ltx2rt.backend.Trainer`. Parameters of all blocks are one array each, the block its first
-    axis."""
+    """A `ltx2rt.backend.Trainer`. Parameters of all blocks are one array, the block first."""
 
     def __init__(
         self,

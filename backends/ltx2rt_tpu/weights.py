@@ -68,8 +68,7 @@ def is_streamed(weight: Any) -> bool:
 
 
 def weight_specs(graph: Graph) -> dict[str, P]:
-    """Sharding of each weight on the mesh, by declared name; `*` names have a layer axis in
-    front."""
+    """Sharding of each weight by declared name; `*` names have a layer axis in front."""
     return {name: _spec(layout, "*" in name) for name, layout in graph.all_layouts().items()}
 
 
@@ -111,8 +110,7 @@ def abstract_weights(graph: Graph, place: Sharding) -> dict[str, ShapeDtypeStruc
 
 
 def laid_out(array: Array, format: Format) -> Array:
-    """`array` in `format`; JAX sends host memory only in the default tiling, so the device changes
-    it."""
+    """`array` in `format`, which the device changes: JAX sends only the default tiling."""
     return array if format.layout is None else jax.device_put(array, format)
 
 
@@ -123,8 +121,7 @@ def _spec(layout: Layout, lead: int) -> P:
 
 
 def weights_on(place: Sharding, graph: Graph, weights: Weights) -> Weights:
-    """Weights that `graph` reads, on its mesh; a stage with another mesh has loaded the same
-    slices."""
+    """Weights of `graph` on its mesh; a stage with another mesh has loaded the same slices."""
     names = graph.all_params()
     if not isinstance(place, NamedSharding):
         return {name: weights[name] for name in names}
@@ -133,8 +130,7 @@ def weights_on(place: Sharding, graph: Graph, weights: Weights) -> Weights:
 
 
 def _renamed(array: Array, sharding: NamedSharding) -> Array:
-    """`array` with the same slices on the same devices under the axis names of another mesh;
-    nothing is copied."""
+    """`array` under the axis names of another mesh, same slices and devices; nothing is copied."""
     if array.sharding == sharding:
         return array
     if not array.sharding.is_equivalent_to(sharding, array.ndim):
@@ -148,8 +144,7 @@ def _renamed(array: Array, sharding: NamedSharding) -> Array:
 def assemble(
     shape: tuple[int, ...], place: Sharding, read: Callable[[tuple[slice, ...]], np.ndarray]
 ) -> Array:
-    """An array of the slices read(index): each is read once, put on all its devices, and freed
-    before the next."""
+    """An array of the slices read(index), each read once, put on its devices, then freed."""
     holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     indices = place.addressable_devices_indices_map(shape)
     for device, index in indices.items():
@@ -166,8 +161,7 @@ def assemble(
 def stacked(
     source: EncodedSource, name: str, layout: Layout, type: Type, count: int, place: Sharding
 ) -> Array:
-    """One parameter on its devices, a `*` one stacked over layers; cast once while it is copied
-    from the file."""
+    """One parameter on its devices, a `*` one stacked over layers; cast while it is copied."""
     layers = (count,) if "*" in name else ()
 
     def local(coordinates: Mapping[str, int]) -> np.ndarray:
@@ -204,8 +198,7 @@ def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def _copy(out: np.ndarray, array: np.ndarray) -> None:
-    """out[...] = array in out's dtype; a large one by two threads: what takes time is faulting in
-    fresh pages."""
+    """out[...] = array, cast; a large one by two threads: faulting in fresh pages takes time."""
     if array.nbytes < HALVED_BYTES or len(array) < 2:
         return _cast(out, array)
     middle = len(array) // 2
@@ -246,8 +239,7 @@ def merged(
 def _change(
     ups: Sequence[Array], downs: Sequence[Array], scale: Any, dtype: np.dtype, first: bool
 ) -> Array:
-    """s * (B @ A) in float32; the first of a weight is Delta itself, scaled before the product if
-    that is one."""
+    """s * (B @ A) in float32; a weight's first is Delta itself, scaled before the product."""
     single = len(ups) == 1
     pairs = [
         [_floats(half, dtype if single else F32) for half in pair]

@@ -48,8 +48,7 @@ class Uses:
         return node if node is not None and node.op == op else None
 
     def only(self, value: Value, op: str) -> Node | None:
-        """The node that makes `value`, if it is an `op` and only one operand of one node reads the
-        value."""
+        """The node that makes `value`, if it is an `op` and one operand of one node reads it."""
         single = len(self.readers.get(id(value), ())) == 1 and id(value) not in self.kept
         return self.maker(value, op) if single else None
 

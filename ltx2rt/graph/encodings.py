@@ -75,8 +75,7 @@ class Encoding:
 
 
 def quantise_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """x [rows, n] as e4m3 [rows, n] times a float32 scale [rows, 1], which takes a row's largest
-    number to 448."""
+    """x [rows, n] as e4m3 times a float32 scale [rows, 1]; a row's largest number becomes 448."""
     x = x.astype(np.float32)
     scale = np.maximum(np.abs(x).max(axis=1, keepdims=True), np.float32(E4M3_TINY)) * np.float32(
         E4M3_STEP
@@ -86,8 +85,7 @@ def quantise_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def rotation(size: int) -> np.ndarray:
-    """The regular Hadamard matrix of a power of 4 as f32[size, size]: symmetric, its own
-    inverse."""
+    """The regular Hadamard matrix of a power of 4, f32[size, size]: symmetric, its own inverse."""
     power = next(power for power in range(1, 7) if 4**power == size)
     factors: list[np.ndarray] = [HADAMARD / 2] * power
     return reduce(np.kron, factors)
@@ -149,8 +147,7 @@ def _scaled_rows(o: Any, values: Any, scale: Any) -> Any:
 
 
 def _int8_rows(o: Any, x: Any) -> tuple[Any, Any]:
-    """Each row as whole numbers from -127 to 127 times a float32, which takes its largest number to
-    127."""
+    """Each row as whole numbers times a float32; its largest number becomes 127."""
     x = o.cast(x, "float32")
     largest = o.largest(abs(x))
     # a row of zeros is over 1 / 127
@@ -308,8 +305,7 @@ def _nvfp4(o: Any, halves: Any, scales: Any, scale: Any) -> Any:
 
 
 def _mxfp8(o: Any, values: Any, scales: Any) -> Any:
-    """e4m3 numbers times 2 ** (scale - 127) for each 32, 0 for the scale 0: a scale is the exponent
-    of a bfloat16."""
+    """e4m3 numbers times 2 ** (scale - 127) for each 32, 0 for 0: a bfloat16's exponent."""
     rows, n = values.shape
     powers = o.cast(o.bits(o.stack([(scales & 1) << 7, scales >> 1], 2), "bfloat16"), "float32")
     return (o.cast(values, "float32").reshape(rows, n // 32, 32) * powers).reshape(rows, n)

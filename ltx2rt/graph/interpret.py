@@ -43,8 +43,7 @@ class Grid:
 def interpret(
     graph: Graph, params: Mapping[str, np.ndarray], inputs: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
-    """Outputs of `graph` by name, of the first device. params: the checkpoint's tensors; inputs:
-    shaped as typed."""
+    """Outputs by name, of the first device. params: the checkpoint's tensors; inputs: as typed."""
     grid = Grid(graph.mesh)
     values = []
     for name, v in graph.inputs.items():

@@ -31,15 +31,13 @@ _NUMBERED = re.compile(r"(?:(\d+)\*\+(\d+))|\*")
 
 
 def numbered(name: str, iteration: int) -> str:
-    """A parameter's own name in one iteration of a repeat: `*` is the iteration, `6*+5` six times
-    it and five."""
+    """A parameter's name in one iteration of a repeat: `*` is the number, `6*+5` 6 times it + 5."""
     return _NUMBERED.sub(lambda m: str(int(m[1] or 1) * iteration + int(m[2] or 0)), name)
 
 
 @dataclass(frozen=True)
 class Type:
-    """Named axes with concrete sizes, and a dtype. The axis "heads*head_dim" is two axes stored as
-    one."""
+    """Named axes with concrete sizes, and a dtype. "heads*head_dim" is two axes stored as one."""
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
@@ -167,8 +165,7 @@ class Repeat:
         return self.first + self.count
 
     def divide(self, values: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-        """carry, invariant, data of `values`, one for each operand of the node or each input of the
-        body."""
+        """carry, invariant, data of `values`, one for each operand, or input of the body."""
         fixed = self.num_carries + self.num_invariants
         return (
             list(values[: self.num_carries]),
@@ -179,8 +176,7 @@ class Repeat:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One tensor that a graph reads: the checkpoint's shape, and the dtype the graph computes
-    in."""
+    """A tensor that a graph reads: the checkpoint's shape, the dtype that it computes in."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -211,8 +207,7 @@ class Layout:
     def pieces(
         self, coordinates: Mapping[str, int], layer: int
     ) -> Iterator[tuple[str, *tuple[Cut, ...]]]:
-        """The pieces that the device at `coordinates` (by mesh axis) reads: concrete tensor names,
-        each with its cuts."""
+        """The tensors, with their cuts, that the device at `coordinates` (by mesh axis) reads."""
         for name, (_, shape) in zip(self.names(layer), self.parts, strict=True):
             cuts = []
             for dim, mesh_axis, count in self.splits:

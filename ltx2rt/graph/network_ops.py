@@ -34,8 +34,7 @@ def linear(
     contract: tuple[str, ...],
     out: dict[str, int],
 ):
-    """x (..., *contract) times weight (prod out, prod contract), plus bias (prod out) -> (...,
-    *out)."""
+    """x (..., *contract) times weight (prod out, prod contract) plus bias -> (..., *out)."""
     _same_dtype(x, weight, *([bias] if bias else []))
     n = len(contract)
     if not (x.axes[-n:] == tuple(contract) and weight.axes[1] == "*".join(contract)):
@@ -84,8 +83,7 @@ def quantised_linear(
 
 @op(lambda *fields, encoding, dtype: decoded(encoding, fields))
 def unpack(*fields: Type, encoding: str, axis: str, size: int, dtype: str):
-    """The matrix (rows, axis=size) that the fields of an encoding stand for, rounded once to
-    dtype."""
+    """The matrix (rows, axis=size) of an encoding's fields, rounded once to dtype."""
     rows, own = fields[0].axes[0], ENCODINGS[encoding].fields
     if len(fields) != len(own):
         raise GraphError(f"unpack: {len(fields)} fields, {encoding} has {len(own)}")
@@ -131,8 +129,7 @@ def conv(
     stride: tuple[int, ...],
     dilation: tuple[int, ...],
 ):
-    """Correlation without padding: x (B, channels, *spatial), weight (out, in, *kernel) as torch
-    stores it."""
+    """Unpadded correlation: x (B, channels, *spatial), weight (out, in, *kernel) as in torch."""
     _same_dtype(x, weight, *([bias] if bias else []))
     kernel = weight.shape[2:]
     if len(x.axes) != 2 + len(kernel):
@@ -170,8 +167,7 @@ def _numpy_conv_transpose(x, weight, bias=None, *, stride):
 
 @op(_numpy_conv_transpose, flops=_conv_transpose_flops)
 def conv_transpose(x: Type, weight: Type, bias: Type | None = None, *, stride: int):
-    """1-D transposed convolution, uncropped: x (B, channels, time), weight (in, out, kernel) as
-    torch stores it."""
+    """Uncropped 1-D transposed convolution: x (B, channels, time), weight (in, out, kernel)."""
     _same_dtype(x, weight, *([bias] if bias else []))
     if x.shape[1] != weight.shape[0]:
         raise GraphError(
@@ -188,8 +184,7 @@ def _numpy_rms_norm(x, weight=None, *, dims, weight_view, eps):
 
 @op(_numpy_rms_norm)
 def rms_norm(x: Type, weight: Type | None = None, *, over: tuple[str, ...], eps: float):
-    """x / rms(x) over the named axes, in float32, times weight (stored as one axis "a*b") if
-    given."""
+    """x / rms(x) over named axes, in float32, times weight, stored as one axis "a*b", if given."""
     if not set(over) <= set(x.axes):
         raise GraphError(f"rms_norm over {over}: {x} lacks some of them")
     view = None
@@ -223,8 +218,7 @@ def _numpy_group_norm(x, weight, bias, *, groups, eps):
 
 @op(_numpy_group_norm)
 def group_norm(x: Type, weight: Type, bias: Type, *, groups: int, eps: float):
-    """Statistics per sample and group of channels over all later axes: x (B, channels,
-    *spatial)."""
+    """Statistics per sample and group of channels over later axes: x (B, channels, *spatial)."""
     if x.shape[1] % groups:
         raise GraphError(
             f"group_norm: {x.axes[1]}={x.shape[1]} does not divide into {groups} groups"
@@ -426,8 +420,7 @@ def axial_rope(x: Type, *, sizes: tuple[int, int, int], first: tuple[int, int, i
 
 
 def sinusoid_frequencies(size: int) -> np.ndarray:
-    """exp(-ln(10000) i / (size/2)), i = 0..size/2-1, float32: the timestep embedding of diffusion
-    transformers."""
+    """exp(-ln(10000) i / (size/2)), i = 0..size/2-1, float32, as in diffusion transformers."""
     half = size // 2
     return np.exp(
         np.float32(-math.log(10000.0)) * np.arange(half, dtype=np.float32) / np.float32(half)

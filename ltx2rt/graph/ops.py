@@ -38,8 +38,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
 
 
 def op(numpy: Callable[..., Any], **more: Any):
-    """Enter the decorated rule into the table under its name, with its numpy definition. more: of
-    the fields of `Op`."""
+    """Enter the decorated rule into the table, with its numpy definition and fields of `Op`."""
 
     def register(rule):
         name = rule.__name__.rstrip("_")
@@ -273,8 +272,7 @@ def _numpy_slice(x, dim, start, stop, step):
 
 @op(_numpy_slice)
 def slice_(x: Type, *, axis: str, start: int = 0, stop: int | None = None, step: int = 1):
-    """Every `step`-th position of an axis from start up to stop, which is its end unless given;
-    never empty."""
+    """Every `step`-th position of an axis from start up to stop (None: its end); never empty."""
     i, n = x.axes.index(axis), x.size(axis)
     stop = n if stop is None else stop
     if not 0 <= start < stop <= n:
@@ -331,8 +329,7 @@ def _numpy_pad(x, widths, mode):
 
 @op(_numpy_pad)
 def pad(x: Type, *, mode: str = "zeros", **widths: tuple[int, int]):
-    """Pad named axes by (before, after) with zeros, the border ("edge") or its mirror less the
-    border ("reflect")."""
+    """Pad named axes by (before, after): "zeros", "edge", or "reflect" without the border."""
     if mode not in ("zeros", "edge", "reflect"):
         raise GraphError(f"pad mode {mode}")
     if not set(widths) <= set(x.axes):
@@ -356,8 +353,7 @@ def _numpy_take(x, index, dim, batch_dims):
 
 @op(_numpy_take)
 def take(x: Type, index: Type, *, axis: str):
-    """x at integer positions along `axis`. Leading axes shared with index match; the rest of it
-    replaces `axis`."""
+    """x at integer positions along `axis`, which the axes of index that x lacks replace."""
     if index.dtype != "int32":
         raise GraphError(f"take: index is {index}, expected int32")
     batch = 0

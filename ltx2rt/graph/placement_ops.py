@@ -23,8 +23,7 @@ def _numpy_shard(group, *, dim, mesh_axis, parts):
 
 @op(_numpy_shard)
 def shard(x: Type, *, axis: str, mesh_axis: str, parts: int):
-    """This device's slice of an axis that all devices of `mesh_axis` hold whole. Moves no byte
-    between devices."""
+    """This device's slice of an axis that all devices of `mesh_axis` hold whole."""
     i = x.axes.index(axis)
     if x.shape[i] % parts:
         raise GraphError(f"shard {axis}={x.shape[i]} over {mesh_axis}={parts}: does not divide")
@@ -37,8 +36,7 @@ def _numpy_all_reduce(*groups, mesh_axis):
 
 @op(_numpy_all_reduce)
 def all_reduce(*xs: Type, mesh_axis: str):
-    """The sum of each operand over the devices of `mesh_axis`, all in one communication; one result
-    per operand."""
+    """The sum of each operand over the devices of `mesh_axis`, in one communication."""
     _same_dtype(*xs)
     return xs, {"mesh_axis": mesh_axis}
 
@@ -88,8 +86,7 @@ def all_to_all(*xs: Type, split: int, concat: int, mesh_axis: str, parts: int):
 
 @op(lambda *xs: xs)
 def barrier(*xs: Type):
-    """Its operands, none of them there before all are: an order for compilers that choose their
-    own."""
+    """Its operands, once all are there: an order for compilers that choose one."""
     if len(xs) < 2:
         raise GraphError("barrier: nothing to wait for")
     return xs, {}
@@ -97,8 +94,7 @@ def barrier(*xs: Type):
 
 @op(lambda x, dims: np.sum(np.square(x.astype(np.float32)), axis=dims))
 def sum_squares(x: Type, *, over: tuple[str, ...]):
-    """The sum of x^2 over the named axes, in float32: what devices that hold different heads add up
-    for one RMSNorm."""
+    """The sum of x^2 over the named axes, in float32: an RMSNorm over split heads adds them up."""
     return replace(_without(x, over), dtype="float32"), {"dims": _positions(x, over)}
 
 
@@ -118,8 +114,7 @@ def rms_scale(
     count: int,
     eps: float,
 ):
-    """x / sqrt(sum_squares / count + eps), in float32, times this device's part of the norm
-    weight."""
+    """x / sqrt(sum_squares / count + eps), in float32, times this device's part of the weight."""
     fits = sum_squares.axes == _without(x, over).axes and sum_squares.dtype == "float32"
     if not fits:
         raise GraphError(f"rms_scale: {sum_squares} does not fit {x}")
@@ -158,6 +153,5 @@ def _numpy_attention_join(parts):
 
 @op(_numpy_attention_join)
 def attention_join(parts: Type):
-    """The attention to all keys from its parts (parts, B, tokens, heads, head_dim + 2), weighed in
-    float32."""
+    """The attention from its parts (parts, B, tokens, heads, head_dim + 2), weighed in float32."""
     return parts.unstacked().resized(parts.axes[-1], parts.shape[-1] - 2), {}

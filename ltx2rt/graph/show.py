@@ -63,8 +63,7 @@ def _body(graph: Graph, lines: list[str], indent: str) -> None:
 
 
 def _common_prefix(graph: Graph) -> str:
-    """Everything up to and with the last `*.` that all parameters share: a block's names are shown
-    relative to it."""
+    """The parameters' common prefix with its last `*.`: a block's names are shown without it."""
     names = list(graph.params)
     if not names or any("*." not in name for name in names):
         return ""

@@ -20,8 +20,7 @@ from ltx2rt.graph.verify import verify
 
 
 def emit(graph: Graph, op: str, *inputs: Value, **attrs: Any) -> Any:
-    """Append a node typed by the op table; its result, or a tuple for an op with several. Raises
-    GraphError."""
+    """Append a node typed by the op table; returns its result, or a tuple. Raises GraphError."""
     return _record(graph, op, inputs, attrs, Value)
 
 
@@ -84,8 +83,7 @@ class Term(Value):
 
 
 class Ops:
-    """The namespace `o`: records into one graph; parameters are declared under `prefix` in
-    `dtype`."""
+    """The namespace `o`: records into a graph; declares parameters under `prefix` in `dtype`."""
 
     def __init__(self, graph: Graph, dtype: str, prefix: str = ""):
         self.graph, self.dtype, self.prefix = graph, dtype, prefix
@@ -149,8 +147,7 @@ class Ops:
         contract: tuple[str, ...] | None = None,
         bias: bool = True,
     ) -> Term:
-        """Linear layer `name` (parameters name.weight, name.bias) over x's last axis, or its last
-        axes `contract`."""
+        """Linear layer (name.weight, name.bias) over x's last axis, or axes `contract`."""
         contract = contract or x.type.axes[-1:]
         out_axis, in_axis = "*".join(out), "*".join(contract)
         rows, columns = math.prod(out.values()), math.prod(x.type.shape[-len(contract) :])
@@ -178,8 +175,7 @@ class Ops:
         dilation: tuple[int, ...] | None = None,
         bias: bool = True,
     ) -> Term:
-        """Unpadded convolution layer `name` of x (B, channels, *spatial); the weight is (out, in,
-        *kernel)."""
+        """Unpadded convolution layer of x (B, channels, *spatial), weight (out, in, *kernel)."""
         n = len(kernel)
         axes = ("out", "in", *(f"k{i}" for i in range(n)))
         weight = self._param(f"{name}.weight", axes, (out_channels, x.type.shape[1], *kernel))
@@ -204,8 +200,7 @@ class Ops:
         return self._emit("group_norm", (x, weight, bias), {"groups": groups, "eps": eps})
 
     def emit(self, name: str, *operands: Term | None, **attrs: Any) -> Any:
-        """An op of the table by name, with parameters given as values (for weights shared or not
-        named `.weight`)."""
+        """An op of the table by name, given parameters as values (shared, or not `.weight`)."""
         return self._emit(name, operands, attrs)
 
     def repeat(
@@ -264,8 +259,7 @@ class Ops:
 def trace(
     name: str, model: Callable[..., Mapping[str, Value]], dtype: str, *args: Any, **kwargs: Any
 ) -> Graph:
-    """The verified graph of `model(o, *args, **kwargs)`, which declares its inputs and returns its
-    outputs by name."""
+    """The verified graph of `model(o, *args, **kwargs)`, which returns its outputs by name."""
     graph = Graph(name)
     graph.outputs = dict(model(Ops(graph, dtype), *args, **kwargs))
     verify(graph)

@@ -9,8 +9,7 @@ from ltx2rt.graph.ops import OPS
 
 
 def verify(graph: Graph) -> None:
-    """Raise GraphError if `graph` is not legal. A value of an outer graph used inside a repeat body
-    is not."""
+    """Raise GraphError if `graph` is not legal, e.g. if a body uses a value of an outer graph."""
     known = {id(v) for v in (*graph.inputs.values(), *graph.params.values())}
     if unmade := [name for name in graph.params if name.startswith("%")]:
         raise GraphError(
@@ -47,8 +46,7 @@ def _list(types: tuple[Type, ...]) -> str:
 
 
 def _verify_repeat(where: str, node: Node, repeat: Repeat) -> None:
-    """Operands fit the body's inputs, results its outputs; data and per-iteration outputs lead with
-    its axis."""
+    """Operands fit the body's inputs, results its outputs; data lead with the repeat's axis."""
     inputs, outputs = repeat.body.inputs, repeat.body.outputs
     if len(inputs) != len(node.inputs):
         raise GraphError(

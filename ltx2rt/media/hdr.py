@@ -220,8 +220,7 @@ def is_exr(path: Path) -> bool:
 
 
 def image_px(path: Path) -> tuple[int, int]:
-    """Width and height of an image, EXR or any other, as it is shown; reads its header. Raises
-    InputError."""
+    """Width and height of an image as it is shown; reads its header. Raises InputError."""
     if not is_exr(path):
         return upright_px(path)
     with path.open("rb") as file:

@@ -49,8 +49,7 @@ def fit(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
 
 
 def notes(path: Path) -> list[str]:
-    """The things in the file that `read_rgb` leaves out, one sentence each; reads its header.
-    Raises InputError."""
+    """A sentence for each thing in the file that `read_rgb` leaves out. Raises InputError."""
     with _opened(path) as image:
         found = []
         if image.has_transparency_data:
@@ -93,8 +92,7 @@ def is_heic(start: bytes) -> bool:
 
 
 def formats(path: Path) -> list[str]:
-    """Names of the Pillow readers that may try the file. Raises ImportError for HEIC without its
-    package."""
+    """Pillow's readers that may try the file. Raises ImportError for HEIC without its package."""
     from PIL import Image
 
     Image.init()
@@ -106,8 +104,7 @@ def formats(path: Path) -> list[str]:
 
 @contextmanager
 def _opened(path: Path, flag: str = "--image") -> Iterator[Any]:
-    """Open a Pillow image and check its header. Any error inside the context becomes one InputError
-    that names the flag."""
+    """Open a Pillow image and check its header. Errors become InputErrors that name the flag."""
     from PIL import Image, ImageCms
 
     size = "its"
@@ -338,8 +335,7 @@ class Resize:
 
 
 def _taps(size: int, scaled: int, kept: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For the `kept` central ones of `scaled` outputs: both source indices and the second one's
-    weight (f32)."""
+    """Both source indices of the `kept` central of `scaled` outputs, and the second's weight."""
     first = (scaled - kept) // 2
     ratio = np.float32(size) / np.float32(scaled)
     source = np.maximum(

@@ -276,8 +276,7 @@ class FollowedClip:
         return _verify(self.path, self._written, self.fps, self.rate or 0, self.rate is not None)
 
     def abandon(self) -> None:
-        """Close the files as they are, also after an error in writing them, which comes again
-        here."""
+        """Close the files as they are; an error in writing them comes again here."""
         for file, _, _ in self._files:
             with suppress(Exception):
                 file.close()
@@ -330,8 +329,7 @@ def whole_fragments(data: Any, start: int, size: int) -> int:
 
 
 def fit_audio(waveform: np.ndarray, num_frames: int, fps: Fraction, sample_rate: int) -> np.ndarray:
-    """Pad with silence or trim f32[2, N] to exactly num_frames / fps seconds (rounded to a sample),
-    clamped to +-1."""
+    """Pad with silence or trim f32[2, N] to num_frames / fps seconds, clamped to +-1."""
     if waveform.ndim != 2 or waveform.shape[0] != 2 or waveform.shape[1] == 0:
         raise ValueError(f"waveform: shape {list(waveform.shape)}, expected [2, N]")
     if not np.isfinite(waveform).all():
@@ -342,8 +340,7 @@ def fit_audio(waveform: np.ndarray, num_frames: int, fps: Fraction, sample_rate:
 
 
 def to_rgb8(chunk: np.ndarray) -> np.ndarray:
-    """f32[3, F, H, W] in [-1, 1] -> u8[F, H, W, 3], clamped and rounded to nearest; u8 passes
-    through."""
+    """f32[3, F, H, W] in [-1, 1] -> u8[F, H, W, 3], clamped, to nearest; u8 passes through."""
     if chunk.dtype == np.uint8:
         return chunk
     frames = np.empty((*chunk.shape[1:], 3), np.uint8)
@@ -353,8 +350,7 @@ def to_rgb8(chunk: np.ndarray) -> np.ndarray:
 
 
 def _frame_to_rgb8(frame: np.ndarray, out: np.ndarray) -> None:
-    """f32[3, H, W] -> u8[H, W, 3]; channel by channel numpy transposes four times as fast as all at
-    once."""
+    """f32[3, H, W] -> u8[H, W, 3]; numpy transposes channel by channel four times as fast."""
     scaled = np.empty((3, RGB_ROWS, frame.shape[2]), np.float32)
     levels = np.empty(scaled.shape, np.uint8)
     for start in range(0, frame.shape[1], RGB_ROWS):
@@ -492,8 +488,7 @@ def tagged_s(stream: Any) -> Fraction | None:
 
 
 def _movie_timescale(fps: Fraction, sample_rate: int) -> int:
-    """Units per second of the edit lists: whole for frames and samples alike, where 32 bits allow
-    (default: 1000)."""
+    """Units per second of the edit lists: whole for frames and samples, if 32 bits allow."""
     both = math.lcm(fps.numerator, sample_rate or 1)
     return both if both < 2**31 else fps.numerator
 
@@ -501,8 +496,7 @@ def _movie_timescale(fps: Fraction, sample_rate: int) -> int:
 def _verify(
     path: Path, num_frames: int, fps: Fraction, sample_rate: int, has_audio: bool
 ) -> Durations:
-    """Reopen the file: the video lasts num_frames / fps, and the sound as long within a frame and
-    an AAC frame."""
+    """Reopen the file: the video lasts num_frames / fps, the sound as long within two frames."""
     found = durations(path)
     expected_s, frame_s = float(num_frames / fps), float(1 / fps)
     if abs(found.video_s - expected_s) > frame_s / 2:

@@ -111,8 +111,7 @@ def check_signed(path: Path) -> None:
 
 
 def container_of(path: Path, transfer: str | None = None) -> Container | None:
-    """The container by the path's suffix; None for numbered frames and sound. transfer: as of
-    `check_hdr`."""
+    """The container by the path's suffix; None if it is none. transfer: as of `check_hdr`."""
     found = CONTAINERS.get(path.suffix.lower())
     return replace(HIGH_RANGE[transfer], format=found.format) if found and transfer else found
 
@@ -235,8 +234,7 @@ def signals(chunks: Iterable[np.ndarray], how: HighRange) -> Iterator[Iterator[n
 def zipped(
     chunks: Iterable[np.ndarray], path: Path, how: HighRange, waveform: np.ndarray | None, rate: int
 ) -> Iterator[np.ndarray]:
-    """Pass the chunks through; meanwhile write their frames as EXR, and the sound as WAV, into one
-    ZIP file."""
+    """Pass the chunks on; write their frames as EXR, the sound as WAV, into one ZIP file."""
 
     def encoded(frame: np.ndarray) -> bytes:
         return exr_bytes(from_model(frame, how), how.space)

@@ -142,8 +142,7 @@ class _Track:
 
 
 def _decoded(path: Path, start_s: float, max_duration_s: float | None, on_time: bool) -> _Track:
-    """Decode with the arguments of `read_sound`. Raises InputError if nothing can be decoded, or
-    its format changes."""
+    """Decode for `read_sound`. Raises InputError if that fails or the format changes."""
     from av import AudioResampler
     from av.error import FFmpegError
 

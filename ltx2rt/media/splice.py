@@ -203,8 +203,7 @@ def _lag(made: np.ndarray, clip: np.ndarray, at: int, most: int) -> int:
 
 
 def _moved(wave: np.ndarray, at: list[int], lags: list[int]) -> np.ndarray:
-    """The wave taken later by the lags at two places, evenly stretched between them; one lag moves
-    it whole."""
+    """The wave, later by the lags at two places, evenly stretched between; one lag moves it."""
     if not any(lags):
         return wave
     samples = np.arange(wave.shape[1])

@@ -166,8 +166,7 @@ def _ignored(stream: Any, frame: Any) -> Iterator[str]:
 
 
 def _ends_early(container: Any, stream: Any, times: list[Fraction | None]) -> bool:
-    """Whether frames end before the header's length, in a file that counts no frames or hides some
-    by an edit list."""
+    """Whether frames end before the header's length, where the file's count does not tell."""
     slack_s = SOUND_LONGER_S if container.streams.audio else 2 / (stream.average_rate or 1)
     end_s = Fraction(container.duration or 0, 10**6)
     if tag_s := tagged_s(stream):  # length of only the picture
@@ -237,8 +236,7 @@ def _resampled(
 
 @contextmanager
 def _reading(path: Path, flag: str) -> Iterator[tuple[Any, Any]]:
-    """The container and its video stream, which is no cover picture. What FFmpeg refuses becomes
-    one InputError."""
+    """The container and its moving video stream. FFmpeg's refusals become InputErrors."""
     from av.error import FFmpegError
     from av.stream import Disposition
 

@@ -20,14 +20,12 @@ NORM_EPS = 1e-6  # PixelNorm of the audio VAE; the video VAE has 1e-8
 
 
 def trace_decoder(config: AudioVaeConfig, batch: int, latents: int, dtype: str) -> Graph:
-    """Input `latent` float32 (B, 8, latents, 16), normalised; output `mel` (B, 2, 4 latents - 3,
-    64), natural log."""
+    """`latent` f32 (B, 8, latents, 16), normalised -> `mel` (B, 2, 4 latents - 3, 64), ln."""
     return trace_graph("audio-decoder", decoder, dtype, config, batch, latents)
 
 
 def trace_encoder(config: AudioVaeConfig, batch: int, mel_frames: int, dtype: str) -> Graph:
-    """Input `mel` (B, 2, mel_frames, 64), natural log; output `latent` float32, the normalised
-    mean."""
+    """`mel` (B, 2, mel_frames, 64), natural log -> `latent` float32, the normalised mean."""
     return trace_graph("audio-encoder", encoder, dtype, config, batch, mel_frames)
 
 
@@ -90,8 +88,7 @@ def encoder(o: Ops, config: AudioVaeConfig, batch: int, mel_frames: int) -> dict
 
 
 def _statistics(o: Ops, config: AudioVaeConfig) -> list[Term]:
-    """Mean and std (channels, mel), stored as one axis in the order of packed tokens, channel *
-    bins + bin."""
+    """Mean and std (channels, mel), stored as one axis: channel * bins + bin."""
     into = {"channels": config.latent_channels, "mel": config.latent_mel_bins}
     size = config.latent_channels * config.latent_mel_bins
     o = o.under("audio_vae.per_channel_statistics")
@@ -110,8 +107,7 @@ def norm_silu(o: Ops, x: Term) -> Term:
 
 
 def res_block(o: Ops, x: Term, out_channels: int) -> Term:
-    """shortcut(x) + conv2(silu(norm(conv1(silu(norm(x)))))); the shortcut is a 1x1 convolution if
-    the width changes."""
+    """shortcut(x) + conv2(silu(norm(conv1(silu(norm(x)))))), shortcut 1x1 if the width changes."""
     y = causal_conv(o, norm_silu(o, x), "conv1.conv", out_channels)
     y = causal_conv(o, norm_silu(o, y), "conv2.conv", out_channels)
     if x.type.size("channels") != out_channels:
@@ -120,8 +116,7 @@ def res_block(o: Ops, x: Term, out_channels: int) -> Term:
 
 
 def upsample(o: Ops, x: Term) -> Term:
-    """Every time step and bin twice, a convolution, and the first time step dropped: n to 2n -
-    1."""
+    """Every step and bin twice, a convolution, the first step dropped: n to 2n - 1."""
     x = o.merge(o.expand(x, axis="copy", size=2, before="mel"), axes=("time", "copy"), into="time")
     x = o.merge(o.expand(x, axis="copy", size=2), axes=("mel", "copy"), into="mel")
     x = causal_conv(o, x, "upsample.conv.conv", x.type.size("channels"))

@@ -57,8 +57,7 @@ def connectors(o: Ops, config: TextConfig, states: Term) -> dict[str, Term]:
 
 
 def contexts(o: Ops, config: TextConfig, video: Term, audio: Term) -> dict[str, Term]:
-    """video_context and audio_context (B, text, D), D the width of each connector, of features of
-    the same shapes."""
+    """video_context and audio_context (B, text, D) of features of the same shapes."""
     batch, tokens = video.type.shape[:2]
     order = o.input("order", "int32", B=batch, text=tokens)
     is_token = o.input("is_token", "int32", B=batch, text=tokens)
@@ -69,8 +68,7 @@ def contexts(o: Ops, config: TextConfig, video: Term, audio: Term) -> dict[str, 
 
 
 def per_token_features(o: Ops, config: TextConfig, states: Term) -> tuple[Term, Term]:
-    """2.3: every token's and layer's state by its own RMS, rescaled to the modality's width,
-    projected."""
+    """2.3: each token's and layer's state by its RMS, rescaled to the width, projected."""
     unit = o.rms_norm(states, over=("D",), eps=EPS)
 
     def project(name: str, width: int) -> Term:
@@ -84,8 +82,7 @@ def per_token_features(o: Ops, config: TextConfig, states: Term) -> tuple[Term, 
 
 
 def shared_features(o: Ops, config: TextConfig, states: Term) -> tuple[Term, Term]:
-    """2.0: 8 (x - mean) / (max - min) per sample and layer, over the prompt's tokens and all
-    channels, in float32."""
+    """2.0: 8 (x - mean) / (max - min) over tokens and channels of a layer, in float32."""
     batch, tokens = states.type.shape[:2]
     valid = o.cast(o.input("mask", "int32", B=batch, text=tokens), dtype="float32")
     outside = o.affine(valid, scale=BEYOND, offset=-BEYOND)  # 0 on tokens, -BEYOND on padding
@@ -113,8 +110,7 @@ def connector(
     config: ConnectorConfig,
     text: TextConfig,
 ) -> Term:
-    """x (B, text, D) in the tokenizer's order -> the context (B, text, D): tokens first, registers
-    after them."""
+    """x (B, text, D) in the tokenizer's order -> context (B, text, D): tokens, then registers."""
     tokens, width = x.type.shape[1:]
     if tokens % config.num_registers:
         raise InputError(

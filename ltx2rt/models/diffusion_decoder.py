@@ -41,8 +41,7 @@ MLP_TOKENS = 2**18
 
 @dataclass(frozen=True)
 class DiffusionDecoderConfig:
-    """LTX-2.5's second video decoder: stages that upsample, then one that makes patches of pixels
-    out of noise."""
+    """LTX-2.5's second video decoder: upsampling stages, then patches of pixels out of noise."""
 
     latent_channels: int
     patch_size: int
@@ -153,8 +152,7 @@ def cell(config: DiffusionDecoderConfig) -> tuple[int, int, int]:
 
 
 def cells(config: DiffusionDecoderConfig, grid: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Frames, rows and columns of the features of a latent of `grid`, without the repeated
-    frames."""
+    """Frames, rows and columns of the features of a latent of `grid`, repeated frames left out."""
     (first, last), *around = padding(config, grid)
     scale = [math.prod(stride[i] for stride in config.strides[:-1]) for i in range(3)]
     rows, columns = ((n + sum(p)) * s for n, p, s in zip(grid[1:], around, scale[1:], strict=True))
@@ -173,8 +171,7 @@ def whole(
 def trace_features(
     config: DiffusionDecoderConfig, batch: int, frames: int, rows: int, columns: int, dtype: str
 ) -> Graph:
-    """Input `latent` float32 (B, channels, frames, rows, columns); output `features`, with channels
-    last."""
+    """`latent` float32 (B, channels, frames, rows, columns) -> `features`, channels last."""
     return trace_graph("diffusion-features", features, dtype, config, batch, frames, rows, columns)
 
 

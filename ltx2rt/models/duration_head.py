@@ -31,14 +31,12 @@ class DurationHeadConfig:
 
 
 def trace(config: DurationHeadConfig, batch: int, tokens: int, dtype: str) -> Graph:
-    """Inputs video_context and audio_context (B, text, D), all of their tokens valid; output
-    seconds (B,)."""
+    """video_context and audio_context (B, text, D), all tokens valid -> seconds (B,)."""
     return trace_graph("duration_head", duration_head, dtype, config, batch, tokens)
 
 
 def duration_head(o: Ops, config: DurationHeadConfig, batch: int, tokens: int) -> dict[str, Term]:
-    """Learned queries attend to the tokens of both contexts, and a small MLP makes of them the
-    logarithm of seconds."""
+    """Learned queries attend to both contexts; an MLP makes the logarithm of seconds."""
     contexts = {
         "video": o.input("video_context", B=batch, text=tokens, D=config.video_width),
         "audio": o.input("audio_context", B=batch, text=tokens, audio_D=config.audio_width),

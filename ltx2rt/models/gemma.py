@@ -74,15 +74,13 @@ def gemma(o: Ops, config: GemmaConfig, batch: int, tokens: int) -> Term:
 
 
 def norm(o: Ops, x: Term, name: str, axis: str, config: GemmaConfig) -> Term:
-    """RMSNorm times (1 + weight). The weight is float32 in any graph: the sum would lose it in
-    bfloat16."""
+    """RMSNorm times (1 + weight), float32 in any graph: bfloat16 would lose the sum."""
     weight = o.param(f"{name}.weight", dtype="float32", **{axis: x.type.size(axis)})
     return o.emit("rms_norm", x, 1 + weight, over=(axis,), eps=config.norm_eps)
 
 
 def attention(o: Ops, x: Term, here: dict[str, Term], config: GemmaConfig) -> Term:
-    """Grouped-query attention; a row that sees no token at all (padding) gets zero, as in torch's
-    SDPA."""
+    """Grouped-query attention; a row that sees no token (padding) gets zero, as in torch's SDPA."""
     kv = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
     q = o.linear(x, "q_proj", {"heads": config.num_heads, "head_dim": config.head_dim}, bias=False)
     k, v = o.linear(x, "k_proj", kv, bias=False), o.linear(x, "v_proj", kv, bias=False)
@@ -102,8 +100,7 @@ def mlp(o: Ops, x: Term, config: GemmaConfig | Gemma4Config) -> Term:
 
 
 def embedding_scale(config: GemmaConfig | Gemma4Config, dtype: str) -> float:
-    """sqrt(D) rounded to the graph's dtype, as the reference does: 62.0 for D = 3840 in
-    bfloat16."""
+    """sqrt(D) rounded to the graph's dtype: 62.0 for D = 3840 in bfloat16."""
     return float(np.dtype(getattr(ml_dtypes, dtype, dtype)).type(math.sqrt(config.hidden_size)))
 
 
@@ -175,8 +172,7 @@ def additive(seen: np.ndarray) -> np.ndarray:
 def rope_tables(
     kind: str, tokens: int, head_dim: int, theta: float, scaling: float
 ) -> dict[str, np.ndarray]:
-    """cos and sin (text, pairs) of position * theta^(-2i/head_dim) / scaling, in the reference's
-    float32 order."""
+    """cos and sin (text, pairs) of position * theta^(-2i/head_dim) / scaling, in float32."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies = np.float32(1) / np.float32(theta) ** exponents / np.float32(scaling)
     angles = np.arange(tokens, dtype=np.float32)[:, None] * frequencies

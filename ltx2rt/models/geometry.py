@@ -38,8 +38,7 @@ class Geometry:
     def of(
         cls, config: ModelConfig, width: int, height: int, num_frames: int, fps: Fraction
     ) -> Geometry:
-        """width, height: of this stage in pixels; num_frames: pixel frames. The request has checked
-        divisibility."""
+        """width, height: of this stage in pixels, divisible; num_frames: pixel frames."""
         video, audio = config.video_vae, config.audio_vae
         return cls(
             frames=latent_frames(num_frames, video.time_factor),
@@ -78,8 +77,7 @@ class Geometry:
 
     @property
     def sound_s(self) -> Fraction:
-        """Seconds of the sound that the audio latents decode to: some 0.03 s less than the
-        frames."""
+        """Seconds of sound from the audio latents: some 0.03 s less than the frames."""
         mel_frames = (self.audio_latents - 1) * self.audio_time_factor + 1
         return Fraction(mel_frames * self.mel_hop, self.mel_sample_rate)
 
@@ -102,8 +100,7 @@ def pixel_frames(num_latent_frames: int, time_factor: int) -> int:
 
 
 def audio_latents(num_frames: int, fps: Fraction, latents_per_second: float) -> int:
-    """Audio latents of a clip: Python's round (half to even) of the float duration, as the
-    reference does."""
+    """Audio latents of a clip: Python's round (half to even) of the float duration."""
     return round(num_frames / float(fps) * latents_per_second)
 
 
@@ -176,8 +173,7 @@ def reference_positions(geometry: Geometry, downscale: int = 1, stride: int = 1)
 
 
 def audio_positions(geometry: Geometry) -> np.ndarray:
-    """Position bounds of the audio tokens in seconds: f32[1, Ta, 2]; 4 mel frames of 10 ms each,
-    causal like video."""
+    """Bounds of the audio tokens in seconds, f32[1, Ta, 2]; 4 mel frames each, causal."""
     g = geometry
     mel = _causal(_bounds(g.audio_latents, g.audio_time_factor), g.audio_time_factor)
     return (mel * np.float32(g.mel_hop) / np.float32(g.mel_sample_rate))[None]

@@ -69,8 +69,7 @@ class Branches:
 
     @classmethod
     def of(cls, guidance: np.ndarray) -> Branches:
-        """The branches that `guidance` [2, 4] needs: their scale is not neutral for some
-        modality."""
+        """The branches that `guidance` [2, 4] needs: not neutral for some modality."""
         g = np.asarray(guidance, np.float32)
         return cls(
             uncond=not np.allclose(g[:, CFG], 1),
@@ -116,8 +115,7 @@ def perturbed_blocks(blocks: Iterable[int | str], stream: str) -> list[int]:
 
 
 def mask_feeds(name: str, mask: np.ndarray) -> dict[str, np.ndarray]:
-    """`{name}_mask`, `{name}_levels` [K] and, if K > 1, `{name}_level_index` [T]; mask [T]: 1
-    generate, 0 keep."""
+    """`{name}_mask`, `_levels` [K], if K > 1 `_level_index` [T]; mask [T]: 1 generate, 0 keep."""
     mask = np.asarray(mask, np.float32)
     levels, index = np.unique(mask, return_inverse=True)
     feeds: dict[str, np.ndarray] = {f"{name}_mask": mask, f"{name}_levels": levels}
@@ -133,8 +131,7 @@ def _std(o: Ops, x: Term, over: tuple[str, ...]) -> Term:
 
 
 def _guide(o: Ops, x0: Term, names: tuple[str, ...], scales: list[Term], tokens: str) -> Term:
-    """The guided x0 (videos, tokens, C) of one modality from all branches (branches, videos,
-    tokens, C)."""
+    """The guided x0 (videos, tokens, C) of a modality from (branches, videos, tokens, C)."""
     c = o.at(x0, axis="branches", index=0)
     pred = c
     columns = {"uncond": CFG, "perturbed": STG, "isolated": MODALITY, "unheard": VOICE}
@@ -154,8 +151,7 @@ def _keeps(
     scales: dict[str, list[Term]],
     s: StepShape,
 ) -> dict[str, Term]:
-    """Keep masks (layers, B): STG's value pass-through in its blocks, cross-attention off in the
-    isolated branch."""
+    """Keep masks (layers, B): STG passes values through, the isolated branch hears no other."""
     layers = range(config.num_layers)
 
     def columns(branch: str, blocks: Container[int], inside: Term) -> Term:
@@ -236,8 +232,7 @@ class _Step:
         return found
 
     def unheard(self) -> Term | None:
-        """The bias (B, audio_keys) that hides sound other than the clip's own from the branch of a
-        voice's guidance."""
+        """Bias (B, audio_keys) that hides other sound from the branch of a voice's guidance."""
         if not self.s.branches.unheard:
             return None
         o = self.o
@@ -264,8 +259,7 @@ class _Step:
         return _StreamInputs(x, clean, mask, levels, self.context(stream), self.relay(stream, axes))
 
     def context(self, stream: Stream) -> Term:
-        """The text that each branch reads (B, text, C'): the negative one in the uncond branch; of
-        NAG both in a row."""
+        """The text of each branch (B, text, C'): negative in uncond; of NAG both in a row."""
         o, s = self.o, self.s
         frozen = stream.name in s.frozen
         moved = s.nag and stream.name == "video" and not frozen

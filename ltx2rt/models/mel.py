@@ -40,8 +40,7 @@ def log_mel(waveform: np.ndarray, config: AudioVaeConfig) -> np.ndarray:
 
 
 def mel_basis(num_mels: int, size: int, sample_rate: int) -> np.ndarray:
-    """Triangles on Slaney's mel scale (linear below 1 kHz), each of area 1, f64[num_mels, size/2 +
-    1]."""
+    """Triangles on Slaney's mel scale (linear below 1 kHz), area 1, f64[num_mels, size/2 + 1]."""
     # Slaney: 27 logarithmic steps from 1 kHz to 6.4 kHz, 200/3 Hz per mel below
     step = np.log(6.4) / 27
 

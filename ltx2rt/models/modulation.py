@@ -50,8 +50,7 @@ class Modulation:
 def adaln(
     o: Ops, levels: Levels, width: int, num_rows: int, axis: str = "D"
 ) -> tuple[Modulation, Term]:
-    """Sinusoid(256), Linear, SiLU, Linear = embedding ((B,) levels, D); SiLU, Linear = its num_rows
-    modulation rows."""
+    """Sinusoid, Linear, SiLU, Linear: embedding ((B,) levels, D); SiLU, Linear: modulation rows."""
     e = o.cast(o.sinusoid(levels.values, size=256), dtype=o.dtype)
     e = o.silu(o.linear(e, "emb.timestep_embedder.linear_1", {axis: width}))
     e = o.linear(e, "emb.timestep_embedder.linear_2", {axis: width})

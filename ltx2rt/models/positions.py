@@ -25,8 +25,7 @@ def frequency_grid(dim: int, num_axes: int, theta: float, float64: bool = True) 
 def axis_angles(
     coordinates: np.ndarray, max_pos: float, grid: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin of grid * (2 coordinate / max_pos - 1): float32[coordinates, frequencies]
-    each."""
+    """cos and sin of grid * (2 coordinate / max_pos - 1), float32[coordinates, frequencies]."""
     u = np.asarray(coordinates, np.float32) / np.float32(max_pos) * np.float32(2) - np.float32(1)
     angles = u[:, None] * grid
     return np.cos(angles), np.sin(angles)

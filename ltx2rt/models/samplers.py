@@ -80,8 +80,7 @@ def planned(plan: StepPlan, sigmas: np.ndarray) -> Trajectory:
 
 
 def trajectory(sampler: str, sigmas: np.ndarray, eta: float = 1.0) -> Trajectory:
-    """sigmas: f32[steps + 1], falling to 0. eta: of the ancestral sampler. Raises InputError if
-    unknown."""
+    """sigmas f32[steps + 1], falling to 0. eta: of the ancestral sampler. Raises InputError."""
     if sampler == "euler":
         return Trajectory(np.stack([sigmas[:-1], sigmas[1:]], axis=1))
     if sampler == "ancestral":

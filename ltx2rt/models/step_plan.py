@@ -36,8 +36,7 @@ class Due(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """due: by stream; order: 1 or 2. Written as ORDER:STEP,STEP,... where both streams have the
-    same."""
+    """due: by stream; order: 1 or 2. ORDER:STEP,STEP,... if both streams have the same."""
 
     due: Due
     order: int = 1
@@ -48,8 +47,7 @@ class StepPlan:
 
     @classmethod
     def skipping(cls, steps: int, video: int, audio: int) -> StepPlan:
-        """Skip `video` and `audio` steps of the streams after each evaluation, as `skip_step` of
-        Lightricks does."""
+        """Skip `video` and `audio` steps of the streams after each evaluation (`skip_step`)."""
         return cls(Due(tuple(range(0, steps, video + 1)), tuple(range(0, steps, audio + 1))))
 
     @property
@@ -123,8 +121,7 @@ class StepPlan:
 
 
 def gain(s: np.ndarray, h: int, i: int, j: int) -> float:
-    """g of a jump from i to j after an evaluation at h; s f64[steps + 1], only the last may be
-    0."""
+    """g of a jump from i to j after an evaluation at h; in s f64[steps + 1] only the last is 0."""
     # the share of its change that the steps behind l + 1 leave
     left = s[j] / s[i + 1 : j] if j > i + 1 else np.zeros(0)
     after = np.append(left, 1.0)

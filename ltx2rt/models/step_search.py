@@ -21,8 +21,7 @@ LEAST = 1e-12  # unit of a stream that the last steps do not change
 
 @dataclass(frozen=True)
 class Recorded:
-    """An exact run by stream: latents f32[steps + 1, T, C] from the start on, x0 f32[steps, T,
-    C]."""
+    """An exact run by stream: latents f32[steps + 1, T, C], x0 f32[steps, T, C]."""
 
     latents: Mapping[str, np.ndarray]
     x0: Mapping[str, np.ndarray]

@@ -44,8 +44,7 @@ def states_of(o: Ops, config: LanguageModel, batch: int, tokens: int) -> Term:
 def feeds(
     gemma_config: LanguageModel, text_config: TextConfig, token_ids: np.ndarray, mask: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """The graph's inputs for token_ids and mask (B, text), mask 1 for a token and 0 for padding on
-    either side."""
+    """The graph's inputs for token_ids and mask (B, text), 1: token, 0: padding, either side."""
     if isinstance(gemma_config, Gemma4Config):
         own = gemma4.feeds(gemma_config, token_ids, mask)
     else:

@@ -27,8 +27,7 @@ from ltx2rt.models.transformer import (
 
 @dataclass(frozen=True)
 class TrainShape:
-    """Sizes of a step on one device. coordinates, batched_positions: as `ForwardShape`. streams:
-    the present ones."""
+    """Sizes of a step on one device. coordinates, batched_positions: as in `ForwardShape`."""
 
     batch: int
     video_tokens: int

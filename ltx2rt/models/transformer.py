@@ -58,8 +58,7 @@ class ForwardShape:
 
 @dataclass(frozen=True)
 class Stream:
-    """One modality's values on their way through the blocks, and the names the checkpoint gives its
-    parts."""
+    """One modality's values in the blocks, and the checkpoint's names of its parts."""
 
     name: str  # "video" or "audio"
     prefix: str  # "" or "audio_"
@@ -154,8 +153,7 @@ def keep_names(streams: Sequence[str]) -> list[str]:
 def declare_tables(
     o: Ops, config: TransformerConfig, s: ForwardShape
 ) -> dict[str, dict[str, Term]]:
-    """The RoPE inputs: per table that is read its cos and sin (coordinates, frequencies) and index
-    ((B,) tokens)."""
+    """RoPE inputs per table: cos, sin (coordinates, frequencies) and index ((B,) tokens)."""
     video, cross = config.width // 6, config.audio_width // 2
     frequencies = (video, video, video, cross, cross, cross)
     tables = {}
@@ -203,8 +201,7 @@ def rope_tables(
 
 
 def mask_bias(o: Ops, mask: Term) -> Term:
-    """Additive bias of a multiplicative attention mask in [0, 1]: its logarithm, -1e30 where it is
-    0."""
+    """Additive bias of a multiplicative mask in [0, 1]: its logarithm, -1e30 for 0."""
     return o.select(
         mask, o.log(o.clamp(mask, low=1e-30)), o.full(-1e30, "float32", **mask.type.sizes)
     )
@@ -288,8 +285,7 @@ def _rope(invariant, name: str) -> Rope:
 def _between(
     o: Ops, config: TransformerConfig, invariant, data, pair: list[Stream], normed: dict[str, Term]
 ) -> Iterator[tuple[str, Term]]:
-    """Name of each stream, and its input from the other in a block. normed: both streams,
-    normalised."""
+    """Name of each stream, and its input from the other one. normed: both, normalised."""
     video, audio = pair
     cross, gates = _cross_rows(o, invariant, pair)
     deltas = {}
@@ -310,8 +306,7 @@ def _between(
 def _table(
     o: Ops, invariant, s: Stream, name: str, table: str, count: int, start: int = 0
 ) -> list[Term]:
-    """Rows of the block's `table` of `count` rows, from `start` on, plus the stream's modulation
-    rows `name`."""
+    """Rows of the block's `table` from `start` on, plus the stream's modulation rows `name`."""
     rows = invariant[f"{s.name}_{name}"]
     index = invariant[f"{s.name}_index"] if rows.type.size("levels") > 1 else None
     return Modulation(rows, index).with_table(
@@ -320,8 +315,7 @@ def _table(
 
 
 def _own_parts(config: TransformerConfig) -> tuple[str, ...]:
-    """The parts of a block that a stream's own table modulates, in its order; each has shift, scale
-    and gate."""
+    """Parts of a block that a stream's table modulates, in its order: shift, scale, gate."""
     return ("self", "ff", "text") if config.text_modulation else ("self", "ff")
 
 
@@ -485,8 +479,7 @@ def transformer(
 
 
 def declare_levels(o: Ops, name: str, levels: int, **axes: int) -> Levels:
-    """Inputs `{name}_levels` (B, levels) and, if there are several, `{name}_level_index` ((B,)
-    tokens)."""
+    """Inputs `{name}_levels` (B, levels) and, of several, `{name}_level_index` ((B,) tokens)."""
     batch = {"B": axes["B"]} if "B" in axes else {}
     values = o.input(f"{name}_levels", "float32", **batch, levels=levels)
     return Levels(values, o.input(f"{name}_level_index", "int32", **axes) if levels > 1 else None)
@@ -495,8 +488,7 @@ def declare_levels(o: Ops, name: str, levels: int, **axes: int) -> Levels:
 def declare_keyframes(
     o: Ops, config: TransformerConfig, streams: Sequence[str], **axes: int
 ) -> Term | None:
-    """Input `video_keyframes_mask` (*axes) if the model has a vector for keyframes, and the clip
-    has video."""
+    """Input `video_keyframes_mask` (*axes) of a model with that vector, for video."""
     if not config.keyframe_vector or "video" not in streams:
         return None
     return o.input("video_keyframes_mask", "float32", **axes)

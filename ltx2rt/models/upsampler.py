@@ -19,8 +19,7 @@ BLUR_SIZE = 5  # binomial
 def trace(
     config: UpsamplerConfig, batch: int, frames: int, rows: int, columns: int, dtype: str
 ) -> Graph:
-    """Input `latent` float32 (B, channels, frames, rows, columns); output `latent` on
-    `config.output_grid`."""
+    """`latent` float32 (B, channels, frames, rows, columns) -> on `config.output_grid`."""
     return trace_graph("upsampler", upsampler, dtype, config, batch, frames, rows, columns)
 
 
@@ -78,8 +77,7 @@ def more_pixels(o: Ops, x: Term, config: UpsamplerConfig) -> Term:
 
 
 def blur(o: Ops, x: Term, stride: int) -> Term:
-    """Every channel's (B, channels, rows, columns) with the file's one 5x5 kernel, zeros outside,
-    every `stride`-th."""
+    """Each channel (B, channels, rows, columns) with the file's 5x5 kernel, every `stride`-th."""
     kernel = o.param("upsampler.blur_down.kernel", out=1, **{"in": 1}, k0=BLUR_SIZE, k1=BLUR_SIZE)
     batch, channels, edge = x.type.size("B"), x.type.size("channels"), BLUR_SIZE // 2
     x = o.split(

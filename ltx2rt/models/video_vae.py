@@ -28,16 +28,14 @@ Conv = Callable[[Ops, Term, str, int], Term]
 def trace_decoder(
     config: VideoVaeConfig, batch: int, frames: int, rows: int, columns: int, dtype: str
 ) -> Graph:
-    """Input `latent` float32 (B, channels, frames, rows, columns), normalised; output `frames` (B,
-    3, F, H, W)."""
+    """`latent` float32 (B, channels, frames, rows, columns) -> `frames` (B, 3, F, H, W)."""
     return trace_graph("video-decoder", decoder, dtype, config, batch, frames, rows, columns)
 
 
 def trace_encoder(
     config: VideoVaeConfig, batch: int, frames: int, rows: int, columns: int, dtype: str
 ) -> Graph:
-    """Sizes in pixels. Input `frames` (B, 3, F, H, W) in [-1, 1]; output `latent` float32, the
-    normalised mean."""
+    """`frames` (B, 3, F, H, W) in [-1, 1] -> `latent` float32, the normalised mean."""
     return trace_graph("video-encoder", encoder, dtype, config, batch, frames, rows, columns)
 
 
@@ -169,8 +167,7 @@ def depth_to_space(
     axes: tuple[str, ...] = AXES,
     steps: tuple[str, ...] = STEPS,
 ) -> Term:
-    """Channel index ((c * st + dt) * sh + dy) * sw + dx, with `steps` from slow to fast, into the
-    `axes`."""
+    """Channel ((c * st + dt) * sh + dy) * sw + dx, `steps` slow to fast, into the `axes`."""
     inner = dict(zip(steps, stride, strict=True))
     x = o.split(
         x, axis="channels", into={"channels": x.type.size("channels") // math.prod(stride), **inner}
@@ -208,8 +205,7 @@ def space_to_depth(
 
 
 def patchify(o: Ops, x: Term, size: int) -> Term:
-    """Patches of size x size pixels into channels. The position across columns is the slower
-    one."""
+    """Patches of size x size pixels into channels; columns are the slower position."""
     return space_to_depth(o, x, (size, size), AXES[1:], ("dx", "dy"))
 
 

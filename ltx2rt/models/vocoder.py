@@ -33,15 +33,13 @@ RESAMPLER_ZEROS, RESAMPLER_ROLLOFF = 6, 0.99  # Hann-windowed sinc
 
 
 def trace(config: VocoderConfig, batch: int, mel_frames: int, dtype: str) -> Graph:
-    """Inputs: see `feeds`, `mel` (B, 2, mel_frames, 64) first. Output `waveform` (B, 2, samples) in
-    [-1, 1]."""
+    """`mel` (B, 2, mel_frames, 64) and other `feeds` -> `waveform` (B, 2, samples) in [-1, 1]."""
     dtype = "float32" if config.bandwidth_extension else dtype
     return trace_graph("vocoder", vocoder, dtype, config, batch, mel_frames)
 
 
 def feeds(config: VocoderConfig, mel: np.ndarray) -> dict[str, np.ndarray]:
-    """The inputs of the graph: `mel` and, with bandwidth extension, the resampler's filter, which
-    no file stores."""
+    """`mel` and, with bandwidth extension, the resampler's filter, which no file stores."""
     if config.bandwidth_extension is None:
         return {"mel": mel}
     return {
@@ -124,8 +122,7 @@ def vocoder(o: Ops, config: VocoderConfig, batch: int, mel_frames: int) -> dict[
 
 
 def generator(o: Ops, config: GeneratorConfig, mel: Term) -> Term:
-    """mel (B, channels, time, mel) to a waveform (B, channels, samples), the product of the rates
-    per frame."""
+    """mel (B, channels, time, mel) -> waveform (B, channels, samples), the rates' product each."""
     x = o.merge(
         o.transpose(mel, axes=("B", "channels", "mel", "time")),
         axes=("channels", "mel"),
@@ -203,8 +200,7 @@ def snake_beta(o: Ops, x: Term) -> Term:
 
 
 def resample_up(o: Ops, x: Term, taps: Term, ratio: int) -> Term:
-    """Zeros between the samples, filtered: time to ratio * time, input sample n at output sample
-    ratio * n."""
+    """Zeros between samples, filtered: input sample n is at output sample ratio * n."""
     size = taps.type.size("k0")
     pad = -(-(size // 2) // ratio)  # all that a kept output reads
     left = pad * ratio + (size - 1) // 2
@@ -229,8 +225,7 @@ def channels(o: Ops, x: Term, size: int) -> Term:
 
 
 def extend_bandwidth(o: Ops, config: VocoderConfig, extension: GeneratorConfig, low: Term) -> Term:
-    """low (B, channels, samples) in [-1, 1]; its resampling plus the output of a second generator,
-    clamped."""
+    """low (B, channels, samples), resampled, plus a second generator's output, clamped."""
     ratio, size, samples = (
         config.sample_rate // config.input_sample_rate,
         config.stft_size,

@@ -73,8 +73,7 @@ def starred(module: str) -> str:
 
 
 def tensors(targets: Collection[str], blocks: int) -> list[str]:
-    """Names of the parameters of all blocks, in an order that does not depend on the order of
-    the targets."""
+    """Names of the parameters of all blocks, whatever the order of the targets."""
     return [
         numbered(f"{name}{MARK}{half}.weight", i)
         for name in sorted(targets)

@@ -16,8 +16,7 @@ from ltx2rt.graph.verify import verify
 
 
 def data_parallel(graph: Graph, axis: str, mesh_axis: str, parts: int) -> Graph:
-    """Inputs and outputs that have `axis` become `parts` times as long along it; of one part,
-    `graph` itself."""
+    """Make inputs and outputs with `axis` `parts` times as long; of one part `graph` itself."""
     if parts == 1:
         return graph
     result = replace(graph, nodes=[], inputs={}, outputs={}, mesh={mesh_axis: parts, **graph.mesh})

@@ -20,8 +20,7 @@ from ltx2rt.graph.verify import verify
 def gather_weights(
     graph: Graph, rules: Mapping[str, str], mesh: Mapping[str, int], strict: bool = False
 ) -> Graph:
-    """rules: weight axis -> mesh axis; `mesh` as in `place`. strict: a size that does not divide is
-    an InputError."""
+    """rules: weight axis -> mesh axis. strict: InputError for a size that does not divide."""
     mesh = {axis: size for axis, size in mesh.items() if size > 1}
     rules = {axis: mesh_axis for axis, mesh_axis in rules.items() if mesh_axis in mesh}
     if not rules:

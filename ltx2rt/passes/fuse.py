@@ -17,8 +17,7 @@ from ltx2rt.graph.verify import verify
 
 
 def fuse(graph: Graph, matches: Sequence[Match] = ()) -> Graph:
-    """`graph` with fused ops, bodies of repeats included. matches: the PATTERNS to look for
-    (default: all)."""
+    """`graph` with fused ops, bodies of repeats included. matches: of PATTERNS (default: all)."""
     result = replace(
         graph, nodes=[rewrite(node, lambda body: fuse(body, matches)) for node in graph.nodes]
     )

@@ -116,12 +116,10 @@ class _Loop:
         return found
 
     def _rows(self, moving: set[int]) -> set[int]:
-        """Nodes that depend on per-iteration data and lead to a linear through ops that can be
-        batched."""
+        """Nodes on per-iteration data that lead to a linear through ops that can be batched."""
 
         def chain(node: Node) -> list[Node] | None:
-            """The node and all its makers that depend on data or stay otherwise; None if one cannot
-            be batched."""
+            """The node and its makers that depend on data; None if one cannot be batched."""
             if node.op not in BATCHED or self._level(node.outputs[0]) == CARRIED:
                 return None
             found = [node]
@@ -182,8 +180,7 @@ class _Loop:
         self.data.add(id(node.outputs[0]))
 
     def _divide(self, node: Node) -> Node:
-        """Split a repeat within the body: nodes that do not depend on the outer iteration move to a
-        repeat outside."""
+        """Move a repeat's nodes that do not depend on the outer iteration to one outside."""
         repeat, inner = node.repeat, node.repeat.body
         carry, invariant, data = repeat.divide(
             list(zip(inner.inputs, inner.inputs.values(), node.inputs, strict=True))
@@ -238,8 +235,7 @@ class _Loop:
         return replace(node, inputs=operands, args=args)
 
     def _finish(self, kept: list[Node]) -> None:
-        """The repeat without the moved nodes; their values that it still reads enter as invariants
-        or data."""
+        """The repeat without the moved nodes; values that it reads enter as invariants or data."""
         body, num_carries = self.body, self.repeat.num_carries
         made = {id(v) for node in kept for v in node.outputs}
         read = {id(v): v for node in kept for v in node.inputs} | {

@@ -164,8 +164,7 @@ class _Halves:
     """A body that is rewritten, node by node, in halves of an axis where that is possible."""
 
     def __init__(self, old: Graph, axis: str, size: int):
-        """size: of the halved axis; in front of other devices' tokens the axis may be longer, and
-        stays whole."""
+        """size: of the halved axis; longer ones (other devices' tokens) stay whole."""
         self.old, self.axis, self.size = old, axis, size
         self.body = Graph(
             old.name, params=old.params, layouts=old.layouts, mesh=old.mesh, serial=old.serial

@@ -72,8 +72,7 @@ class LoopParts:
 
 
 def taken_apart(graph: Graph) -> LoopParts:
-    """Split a graph that ends in its loop over steps and outputs the loop's results. Raises
-    GraphError."""
+    """Split a graph that ends in its loop and outputs the loop's results. Raises GraphError."""
     *before, last = graph.nodes
     if last.op != "repeat" or last.repeat.axis != STEPS:
         raise GraphError(f"{graph.name}: does not end in a loop over steps")

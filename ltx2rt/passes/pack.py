@@ -20,8 +20,7 @@ from ltx2rt.passes.adapters import MARK
 
 
 def pack(graph: Graph) -> Graph:
-    """`graph` with fewer linears, bodies of repeats included; a packed parameter is called "one |
-    other"."""
+    """`graph` with fewer linears, also in repeats; packed parameters are called "one | other"."""
     result = Graph(graph.name, dict(graph.inputs), mesh=graph.mesh, serial=graph.serial)
     layouts = graph.all_layouts()
     groups = _groups(graph, layouts)
@@ -58,8 +57,7 @@ def _joined(out: Graph, values: list[Value], layouts: dict[str, Layout]) -> Valu
 
 
 def _groups(graph: Graph, layouts: dict[str, Layout]) -> list[list[Node]]:
-    """Linears to pack, each group in execution order. A parameter that two nodes read is not
-    packed."""
+    """Linears to pack, in execution order. A parameter that two nodes read is not packed."""
     readers = Counter(id(v) for node in graph.nodes for v in node.inputs)
     found: dict[tuple, list[Node]] = {}
     for node in graph.nodes:

@@ -52,8 +52,7 @@ class Placed:
 
 
 def shared_key_head(axis: str, size: int) -> bool:
-    """The one key head of all query heads: every device holds it whole, whatever query heads it
-    has."""
+    """The one key head of all query heads, which every device holds whole."""
     return axis == "kv_heads" and size == 1
 
 
@@ -148,8 +147,7 @@ class _Placer:
     # --- moving between layouts -------------------------------------------------------------------
 
     def whole(self, placed: Placed) -> Value:
-        """The value whole on every device: tokens and samples are gathered, anything else must be
-        whole already."""
+        """The value whole on every device: gathers tokens and samples, refuses other axes."""
         for axis in placed.splits:
             if axis not in MOVED:
                 v = placed.value
@@ -175,8 +173,7 @@ class _Placer:
         return Placed(value, splits)
 
     def cut(self, placed: Placed, axis: str, mesh_axis: str | None = None) -> Placed:
-        """`placed` with `axis` split; a device takes its slice of the value that it already
-        holds."""
+        """`placed` with `axis` split; a device takes its slice of the value that it holds."""
         if axis in placed.splits or axis not in placed.value.type.axes:
             return placed
         mesh_axis = mesh_axis or self.rules[axis]
@@ -293,8 +290,7 @@ class _Placer:
         ]
 
     def _attention(self, node: Node, operands: list[Placed]) -> list[Placed]:
-        """Heads: every device attends with its own. Tokens: split keys are traded for heads or
-        attended to in parts."""
+        """Each device attends with its heads; split keys are traded for heads, or parts joined."""
         batch = operands[0].value.type.axes[0]
         if any(batch in p.splits for p in operands):
             operands = [self.cut(p, batch) for p in operands]
@@ -356,8 +352,7 @@ class _Placer:
         mesh_axis: str,
         tokens: str,
     ) -> Value:
-        """Queries and keys are split: every device gets all tokens of a share of its heads, and
-        gives them back."""
+        """Queries and keys are split: a device gets all tokens of some heads, and returns them."""
         parts = self.mesh[mesh_axis]
         for p in (q, k):
             axis, size = p.value.type.axes[2], p.value.type.shape[2]
@@ -382,8 +377,7 @@ class _Placer:
         mesh_axis: str,
         padding: Value | None,
     ) -> Value:
-        """Only the keys are split: every device attends to its own, and the results are weighed
-        together."""
+        """Only keys are split: every device attends to its own, and the results are joined."""
         if bias:
             raise GraphError(
                 f"{self.out.name}: attention with a bias of whole queries to split keys"
@@ -423,8 +417,7 @@ class _Placer:
         return [Placed(emit(self.out, node.op, *inputs, **node.attrs), splits)]
 
     def _repeat(self, node: Node, operands: list[Placed]) -> list[Placed]:
-        """The body is placed separately. Values with a split axis enter cut, so that no iteration
-        cuts them."""
+        """Place the body separately. Split values enter cut, so that no iteration cuts them."""
         repeat, body = node.repeat, Graph(node.repeat.body.name, mesh=self.mesh)
         inner = _Placer(body, self.rules, self.mesh, self.strict, outermost=False)
         inner.blocked = inner._undividable(repeat.body)

@@ -52,8 +52,7 @@ def quantise(graph: Graph, encoding: str) -> Graph:
 
 
 def trainable(graph: Graph) -> None:
-    """Raise GraphError if the graph is quantised: its parameters are not the checkpoint's and have
-    no gradient."""
+    """Raise GraphError if the graph is quantised: its parameters have no gradient."""
     if any(layout.encoding for layout in graph.all_layouts().values()):
         raise GraphError(
             f"{graph.name}: its weights are kept in 8 bits or less; pass the graph before "
@@ -62,8 +61,7 @@ def trainable(graph: Graph) -> None:
 
 
 def differentiable(graph: Graph) -> None:
-    """Raise GraphError if products of the graph have no gradient with respect to their
-    activations."""
+    """Raise GraphError if products have no gradient with respect to their activations."""
     if has_products(graph):
         raise GraphError(
             f"{graph.name}: it multiplies in 8 bits, which has no gradient; decode the weights, "
@@ -72,8 +70,7 @@ def differentiable(graph: Graph) -> None:
 
 
 def _blocks(out: Graph, node: Node, encoding: str) -> list[Value]:
-    """The first block, a repeat of the quantised ones, the last block; returns the results of
-    `node`."""
+    """The first block, a repeat of the quantised ones, the last one; the results of `node`."""
     repeat = node.repeat
     count, axis, carries = repeat.count, repeat.axis, repeat.num_carries
     if count < 3:

@@ -26,8 +26,7 @@ def rotate(graph: Graph) -> Graph:
 
 @dataclass(frozen=True)
 class _Sum:
-    """The nodes that make a block's result of the values it carries instead: the stream before it
-    first."""
+    """The nodes that make a block's result of the values it carries: the stream first."""
 
     nodes: Sequence[Node]
     carried: Sequence[Value]
@@ -35,8 +34,7 @@ class _Sum:
     def again(
         self, graph: Graph, values: Sequence[Value], result: Value, fixed: Callable[[Value], Value]
     ) -> None:
-        """Append the nodes, of `values` and of what `fixed` says of an invariant; the last one
-        makes `result`."""
+        """Append the nodes, of `values` and of `fixed` invariants; the last one is `result`."""
         known = dict(zip(map(id, self.carried), values, strict=True))
         for node in self.nodes:
             last = node is self.nodes[-1]

@@ -69,8 +69,7 @@ def _tracked(type: Type) -> dict[str, int]:
 
 
 def _named(node: Node) -> set[str]:
-    """Axes that the node's attributes speak of, among other words. On all other axes it acts entry
-    by entry."""
+    """Axes in the node's attributes, among other words. On others it acts entry by entry."""
     if node.op == "transpose":
         return set()
     found = set(node.attrs)
@@ -140,8 +139,7 @@ class _Analysis:
         return any(len(self.leaders(v)) < _size(v) for v in heavy) or any(inner)
 
     def leaders(self, v: Value) -> list[int]:
-        """The first entry of each class of equal ones, of those that are computed; none without a
-        batch."""
+        """The first computed entry of each class of equal ones; none without a batch."""
         return sorted(set(self.leader(v)))
 
     def leader(self, v: Value) -> list[int]:
@@ -189,8 +187,7 @@ class _Analysis:
             self._shorten(node)
 
     def _view(self, v: Value, axes: dict[str, int]) -> np.ndarray | None:
-        """The numbers of `v` for every entry of a result with these TRACKED axes; None if they do
-        not line up."""
+        """The numbers of `v` for each entry of a result with these axes, or None."""
         own, order = _tracked(v.type), iter(axes.items())
         if not all(item in order for item in own.items()):
             return None
@@ -210,8 +207,7 @@ class _Analysis:
         return self._number(id(node), i, operands)
 
     def _moved(self, node: Node, axes: dict[str, int]) -> np.ndarray | None:
-        """Numbers of a result that only moves its operands' entries along TRACKED axes, else
-        None."""
+        """Numbers of a result that only moves entries along TRACKED axes, else None."""
         shape, axis = tuple(axes.values()), node.attrs.get("axis")
         if node.op == "full":
             return np.full(shape, self._constant(float(node.attrs["value"])))
@@ -244,8 +240,7 @@ class _Analysis:
         ).reshape(shape)
 
     def _shorten(self, node: Node) -> None:
-        """Find that the node's result is one of its operands, or begins as its first and ends in
-        zeros."""
+        """Find that the result is an operand, or begins as the first one and ends in zeros."""
         result, by = node.outputs[0], node.inputs[0 if node.op == "select" else 1]
         known = [self.constants.get(n, math.nan) for n in self.numbers[id(by)].ravel().tolist()]
         if node.op == "select":
@@ -260,8 +255,7 @@ class _Analysis:
                 self.kept[id(node)] = ones
 
     def _repeat(self, node: Node) -> None:
-        """Numbers iteration after iteration; consecutive ones in which the same entries are equal
-        are a segment."""
+        """Number each iteration; consecutive ones with the same equal entries are a segment."""
         repeat = node.repeat
         if repeat.axis not in TRACKED or len(node.outputs) > repeat.num_carries:
             self.numbers |= {id(v): self._fresh(node, i) for i, v in enumerate(node.outputs)}
@@ -325,8 +319,7 @@ class _Analysis:
         return np.array(found).reshape(numbers.shape[1:])
 
     def _signature(self, num_carries: int) -> Hashable:
-        """Key of equal iterations of one segment: equal entries of their carried and heavy
-        values."""
+        """Key of a segment's iterations: equal entries of carried and heavy values."""
         carries = list(self.graph.inputs.values())[:num_carries]
         heavy = (v for node in self.graph.nodes if node.op in HEAVY for v in node.outputs)
         return tuple(self.where(v) for v in (*carries, *heavy))

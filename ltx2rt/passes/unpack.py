@@ -119,8 +119,7 @@ def _unpacked(graph: Graph) -> Graph:
 
 
 def declared_fields(out: Graph, v: Value, name: str, layout: Layout) -> tuple[Value, ...]:
-    """The parameters of `out` that hold the matrix `v` in the encoding of `layout`: `name` is that
-    of the first."""
+    """The parameters of `out` with the fields of matrix `v`; `name` is the first one's."""
     (rows, axis), (height, width) = v.type.axes, v.type.shape
     found = []
     for number, field in enumerate(ENCODINGS[layout.encoding or ""].fields):

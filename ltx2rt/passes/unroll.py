@@ -25,8 +25,7 @@ def unroll(graph: Graph) -> Graph:
 
 
 def write_out(graph: Graph, out: Graph, env: dict[int, Value], layer: int) -> None:
-    """Append to `out` what `graph`, as iteration `layer` of a repeat, computes; `env` gains its
-    values by identity."""
+    """Append iteration `layer` of a repeat of `graph` to `out`; `env` gains its values."""
     for name, v in graph.params.items():
         concrete = numbered(name, layer)
         env[id(v)] = out.params.setdefault(concrete, Value(concrete, v.type))
@@ -61,8 +60,7 @@ def write_out(graph: Graph, out: Graph, env: dict[int, Value], layer: int) -> No
 def iteration(
     repeat: Repeat, out: Graph, fixed: Sequence[Value], data: Sequence[Value], i: int
 ) -> list[Value]:
-    """Append iteration i to `out`; returns its results. fixed: carries and invariants; data: of all
-    iterations."""
+    """Append iteration i to `out`; returns its results. fixed: carries and invariants."""
     rows = [emit(out, "at", v, axis=repeat.axis, index=i) for v in data]
     env = dict(zip(map(id, repeat.body.inputs.values()), [*fixed, *rows], strict=True))
     write_out(repeat.body, out, env, repeat.first + i)

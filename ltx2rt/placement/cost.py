@@ -25,8 +25,7 @@ RECEIVED = {
 
 @dataclass(frozen=True)
 class Traffic:
-    """Executions of one kind of collective, the bytes that one device hands in, and the bytes it
-    receives."""
+    """Executions of one collective, bytes that a device hands in, and bytes it receives."""
 
     count: int = 0
     bytes: int = 0
@@ -57,8 +56,7 @@ EACH_ONCE: CountsById = MappingProxyType({})
 
 
 def exchanges(graph: Graph, runs: CountsById = EACH_ONCE) -> dict[tuple[str, int], Traffic]:
-    """Communication of one run of a placed graph, by kind of collective and number of devices that
-    take part."""
+    """Communication of one run of a placed graph, by kind and number of devices."""
     found: dict[tuple[str, int], Traffic] = {}
     for node, times in graph.walk():
         if node.op in COLLECTIVES:
@@ -83,8 +81,7 @@ def by_kind(exchanged: Mapping[tuple[str, int], Traffic]) -> dict[str, Traffic]:
 
 
 def weight_bytes(graphs: Iterable[Graph]) -> int:
-    """Bytes that one device holds of all distinct parameters, each in the dtype its graph computes
-    in."""
+    """Bytes of all distinct parameters on one device, in the dtypes of the graph."""
     params = {name: param for graph in graphs for name, param in graph.all_params().items()}
     return sum(value.type.nbytes * count for value, count in params.values())
 

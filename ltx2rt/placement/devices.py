@@ -97,8 +97,7 @@ class DeviceKind:
         return "measured" if self.sustained.on == self.name and devices == 1 else "scaled"
 
     def exchange_s(self, collective: str, devices: int, count: int, received_bytes: int) -> float:
-        """The time of `count` collectives among `devices` devices that bring `received_bytes` to
-        each."""
+        """Time of `count` collectives of `devices` devices that bring `received_bytes` each."""
         rate = self.link_bytes_per_s
         if self.neighbours:
             rates = self.neighbours[max(n for n in self.neighbours if n <= devices)]
@@ -203,8 +202,7 @@ GENERATIONS = {"v5e": ("v5e", 1), "v5p": ("v5p", 1), "v6e": ("v6e", 1), "tpu7x":
 
 
 def topology(name: str) -> tuple[DeviceKind, int]:
-    """The devices of a topology as libtpu names it, generation:chips along each axis, and their
-    number."""
+    """The devices of a topology in libtpu's words (generation:chips), and their number."""
     generation, _, chips = name.partition(":")
     if generation not in GENERATIONS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", chips):
         known = ", ".join(GENERATIONS)

@@ -30,7 +30,6 @@ def stage_mesh(mesh: Mapping[str, int], branches: int) -> dict[str, int]:
 
 
 def text_mesh(mesh: Mapping[str, int]) -> dict[str, int]:
-    """The mesh of the text encoder. Prompts are few and short, so every device takes a share of
-    its heads."""
+    """The text encoder's mesh. Prompts are few and short: devices share its heads."""
     devices = math.prod(mesh.values())
     return {"tensor": devices} if devices > 1 else {}

@@ -75,8 +75,7 @@ class Placement:
         return reduce(lambda done, one: one(done, self, network, num_steps), PASSES, graph)
 
     def rules(self, network: str, weights: bool) -> Rules:
-        """Axis to mesh axis: of weights that are gathered where they are used, or of everything
-        else."""
+        """Axis to mesh axis: of weights that are gathered when used, or of all else."""
         rules = self.profile.rules_of(network).items()
         return {axis: mesh_axis for axis, mesh_axis in rules if (mesh_axis == FSDP) == weights}
 

@@ -147,8 +147,7 @@ class StageCost:
 
 
 def cost(work: Work, runs: CountsById = EACH_ONCE) -> StageCost:
-    """The cost of a stage on one device, read off its graphs. runs: of nodes that run more than
-    once."""
+    """A stage's cost on one device, read off its graphs. runs: of nodes that run more often."""
     exchanged: dict[tuple[str, int], Traffic] = {}
     for graph, times in work.calls:
         for by, found in exchanges(graph, runs).items():
@@ -176,8 +175,7 @@ def cost(work: Work, runs: CountsById = EACH_ONCE) -> StageCost:
 
 
 def peak(costs: Iterable[StageCost]) -> StageCost:
-    """The stage that needs the most memory: a run fits where this one does. Of a run that calls no
-    network, nothing."""
+    """The stage that needs the most memory; of a run that calls no network, nothing."""
     return max(costs, key=lambda c: c.peak_bytes, default=cost(Work("no network", (), {})))
 
 

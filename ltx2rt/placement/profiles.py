@@ -114,8 +114,7 @@ def profile_of(name: str | None, device_kind: str, mesh: Mapping[str, int]) -> P
 
 
 def default_mesh(profile: Profile, devices: int) -> dict[str, int]:
-    """The mesh that a profile is meant for, of so many devices. Raises InputError if they cannot be
-    shared out."""
+    """A profile's usual mesh of so many devices. Raises InputError if they do not divide."""
     fixed = math.prod(size for size in profile.mesh.values() if size != -1)
     if devices == 1 or not profile.mesh:
         return {}
@@ -159,8 +158,7 @@ def resolve(
 def undivided(
     graph: Graph, rules: Rules, mesh: Mapping[str, int]
 ) -> Iterator[tuple[str, str, int]]:
-    """(part, axis, size) wherever a rule would split an axis of a linear of the unplaced `graph`,
-    but cannot."""
+    """(part, axis, size) where a rule would split a linear's axis, but cannot."""
     found = {}
     for node in graph.nodes:
         if node.op == "repeat":

@@ -38,8 +38,7 @@ def moves(name: str, type: Type) -> bool:
 
 
 def stack_of(name: str) -> str:
-    """The stack that a parameter belongs to. A body of several layers, `6*+0` to `6*+5`, has
-    several."""
+    """A parameter's stack. A body of several layers, `6*+0` to `6*+5`, has several."""
     match = re.match(r"[^*]*(\*\+\d+)?", name)
     return match[0] if match else name
 
@@ -63,8 +62,7 @@ def layers(body: Graph) -> list[Graph]:
 
 
 def pieces(graph: Graph) -> dict[Piece, int]:
-    """Bytes of every piece of a placed graph on one device, in the order in which a run reads
-    them."""
+    """Bytes of each piece of a placed graph on one device, in the order of reading."""
     bodies: dict[str, dict[str, list[tuple[Value, int]]]] = {}  # stacks by what they begin with
     for name, param in graph.all_params().items():
         if moves(name, param[0].type):

@@ -107,8 +107,7 @@ class Timeline:
         self.clock_s += length_s
 
     def moved_bytes(self, node: Node) -> int:
-        """Bytes that a weight which is decoded moves; under load those of every kernel that
-        multiplies nothing."""
+        """Bytes that decoding a weight moves; under load every kernel that multiplies nothing."""
         every = self.kind.under_load and not node_flops(node)
         if node.op != "unpack":
             return sum(v.type.nbytes for v in (*node.inputs, *node.outputs)) if every else 0
@@ -145,8 +144,7 @@ class Timeline:
                 self.read(id(v))
 
     def repeat(self, node: Node) -> None:
-        """The first iteration, and the second as often as there are others: it waits for what the
-        one before sent."""
+        """The first iteration, and the second for all others: it waits for what came before."""
         repeat, carries = node.repeat, node.repeat.num_carries
         made = [id(v) for v in repeat.body.outputs.values()]
         entering, leaving = (
@@ -165,8 +163,7 @@ class Timeline:
         self.move(made[:carries], leaving[:carries])
 
     def again(self, start: int, before: Timeline, count: int) -> float:
-        """Let what has run since `before`, whose events begin at `start`, run `count` times.
-        Returns the added time."""
+        """Let the events since `before`, from `start` on, run `count` times. Returns the time."""
         period_s = self.clock_s - before.clock_s
         later_s = (count - 1) * period_s
         self.clock_s += later_s

@@ -34,8 +34,7 @@ def runs_of(graph: Graph, remat: str) -> dict[int, Counts]:
 def _visit(
     graph: Graph, learnt: set[int], again: int, remat: str, found: dict[int, Counts]
 ) -> None:
-    """Enter the runs of the graph's nodes. learnt: values that depend on what is trained, to which
-    it adds."""
+    """Enter the runs of the graph's nodes; adds values that depend on `learnt` ones."""
     learnt |= {id(v) for name, v in graph.params.items() if MARK in name}
     for node in graph.nodes:
         if node.op == "repeat":

@@ -40,8 +40,7 @@ class Store(Protocol):
 
     def check(self, keys: list[str]) -> bool: ...
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set the key if it has the expected value ("": if it does not exist). Returns its
-        value."""
+        """Set the key if it has the expected value ("": if it is missing). Returns its value."""
         ...
 
 
@@ -98,8 +97,7 @@ class Crew:
         return [json.loads(self._store.get(f"{topic}/{other}")) for other in range(self.size)]
 
     def agree(self, topic: str, facts: Mapping[str, str]) -> None:
-        """Raise InputError on every rank if one rank's facts are not rank 0's. topic: of this
-        comparison, used once."""
+        """Raise InputError on all ranks if one's facts are not rank 0's. topic: used once."""
         main, *others = self._gather(topic, dict(facts))
         for other, theirs in enumerate(others, 1):
             if unlike := [
@@ -140,8 +138,7 @@ class Crew:
             return False
 
     def leave(self) -> None:
-        """Wait until rank 0 has written its files, and rank 0 until the others know: it may hold
-        the store."""
+        """Wait until rank 0 has written its files; rank 0, which may hold the store, for all."""
         if self.rank == 0:
             self._store.set("finished", "")
         while not self._store.check(["finished"]):
@@ -153,8 +150,7 @@ class Crew:
             self._store.get(f"left/{other}")
 
     def fail(self, message: str, status: int, bad_input: bool = False) -> NoReturn:
-        """End every rank because of an exception on this one, unless another rank's end is what
-        caused it."""
+        """End every rank because of an exception here, unless another rank's end caused it."""
         if not bad_input:
             # the watching thread ends this process first if it finds the cause
             time.sleep(EXPLAIN_S)

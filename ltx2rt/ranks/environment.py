@@ -62,8 +62,7 @@ def number(
 
 
 def interface(host: str) -> str:
-    """The address of this machine that the name `host` means to everybody; "", all of them, if it
-    means none."""
+    """The address that the name `host` means to everybody; "", all of them, if none."""
     try:
         family, _, _, _, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -80,8 +80,7 @@ def start(
 
 
 def _spawn(argv: Sequence[str], count: int, ranks: list[subprocess.Popen], fed: bool) -> None:
-    """Append the started ranks to `ranks`. Rank 0 gets the socket that its store listens on, only
-    on this host."""
+    """Append the started ranks. Rank 0 gets the socket of its store, only on this host."""
     # one process of torchrun may start ranks too; torchrun's store is not theirs
     shared = {
         name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")

@@ -80,15 +80,13 @@ class Tokens:
 
 
 class Conditioning(Protocol):
-    """Something other than text that a stage is given, at the stage's size. Implementations derive
-    from it."""
+    """Anything but text that a stage is given, at its size. Implementations derive from it."""
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         return iter(())
 
     def check(self, session: Session) -> list[str]:
-        """Sentences about parts of a file that are left out. Raises InputError if it cannot be
-        read."""
+        """Sentences about parts of a file that are left out. Raises InputError."""
         return []
 
     def blank(self) -> Tokens:
@@ -222,8 +220,7 @@ class Slot(Conditioning):
 
 @dataclass(frozen=True)
 class SeededSlot(Slot):
-    """A keyframe that starts from a frame of latents. latents: a name in the state's; index: the
-    latent frame."""
+    """A keyframe that starts from latent frame `index` of the state's `latents`."""
 
     latents: str
     index: int
@@ -234,8 +231,7 @@ class SeededSlot(Slot):
 
 @dataclass(frozen=True)
 class Anchor(Conditioning):
-    """The state's keyframe of pixel frame `of`, as a guide at pixel frame `frame` of a stage
-    (2.5)."""
+    """The state's keyframe of pixel frame `of`, a guide at pixel frame `frame` (2.5)."""
 
     frame: int
     geometry: Geometry
@@ -254,8 +250,7 @@ class Anchor(Conditioning):
 
 
 def slot_frames(num_frames: int, count: int) -> tuple[int, ...]:
-    """The pixel frames of `count` keyframes spread over a clip, its ends left out; halves are
-    rounded to even."""
+    """Pixel frames of `count` keyframes spread between a clip's ends; halves to even."""
     return tuple(round(x) for x in np.linspace(0, num_frames - 1, count + 2)[1:-1].tolist())
 
 

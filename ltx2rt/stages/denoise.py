@@ -52,8 +52,7 @@ def noise_name(file: TensorFile, stream: str) -> str | None:
 
 @dataclass(frozen=True)
 class Noise:
-    """Source of noise: each video's seed, or the tensors of a file. prefix: of their
-    names."""
+    """Source of noise: each video's seed, or the tensors of a file. prefix: of their names."""
 
     seeds: tuple[int, ...]
     file: Path | None = None
@@ -146,8 +145,7 @@ class Denoise(Stage):
 
     @cached_property
     def parts(self) -> list[Part]:
-        """The evaluations in order, in parts that run one program: one, or of an interval up to
-        three."""
+        """The evaluations in order, in parts that run one program: one, or up to three."""
         guided = np.ones(self.steps(), bool)
         if self.interval is not None and self.branches != Branches():
             guided = within(self.steps(), self.interval)
@@ -173,13 +171,11 @@ class Denoise(Stage):
 
     @cached_property
     def blank(self) -> dict[str, ModalityState]:
-        """The states before anything is encoded: their sizes, masks and positions are the real
-        ones."""
+        """The states before anything is encoded, with the real sizes, masks and positions."""
         return self._states([conditioning.blank() for conditioning in self.given], {})
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
-        """A loop for each part; with room for all steps, so that other plans and intervals use its
-        program."""
+        """A loop for each part, with room for all steps: other plans use its program."""
         shape, _ = self.shape(model, self.blank)
         room = len(self.sigmas) - 1 if self.plan or self.interval else 0
         for branches, part in self.parts:
@@ -192,8 +188,7 @@ class Denoise(Stage):
     def shape(
         self, model: ModelConfig, states: Mapping[str, ModalityState]
     ) -> tuple[guided_step.StepShape, dict[str, np.ndarray]]:
-        """The sizes of its guided step, and the feeds that positions, masks and clean latents
-        decide."""
+        """The sizes of its guided step; feeds from positions, masks and clean latents."""
         shape, feeds = step_shape(
             model, states, self.branches, self.num_videos, self.rule, self.frozen
         )
@@ -215,8 +210,7 @@ class Denoise(Stage):
     def _relayed(
         self, session: Session, states: Mapping[str, ModalityState]
     ) -> dict[str, np.ndarray]:
-        """The biases of the relay's groups, and the group of every token that is made; the last is
-        of appended ones."""
+        """The biases of the relay's groups, and each token's group; the last: appended ones."""
         found = {}
         if self.relay:
             biases = self.relay.biases(self.geometry, self.relay.columns(session))
@@ -423,8 +417,7 @@ def within(steps: int, interval: tuple[float, float]) -> np.ndarray:
 
 
 def standardised(noise: np.ndarray) -> np.ndarray:
-    """Noise scaled to mean 0 and an unbiased standard deviation of 1 over everything, as res2s
-    takes it; float32."""
+    """Noise scaled to mean 0 and unbiased standard deviation 1, as res2s takes it; float32."""
     x = noise.astype(np.float64)
     return ((x - x.mean()) / x.std(ddof=1)).astype(np.float32)
 

@@ -101,8 +101,7 @@ class Enhancer:
         return self.kind in GEMMA4
 
     def check(self, image: Path | None = None) -> None:
-        """Refuse what `enhance` cannot do, which takes it for granted; from headers alone. Raises
-        InputError."""
+        """Refuse, from headers, requests that `enhance` cannot do. Raises InputError."""
         needed = ("torch", "transformers", "accelerate", *(["jinja2"] if self.greedy else []))
         if missing := [name for name in needed if find_spec(name) is None]:
             raise InputError(
@@ -206,8 +205,7 @@ def _written(
 
 
 def library() -> Any:
-    """The package transformers, by its name: imported, it makes a type checker read all its
-    models."""
+    """The package transformers, by its name: a type checker would read all its models."""
     return import_module("transformers")
 
 
@@ -231,8 +229,7 @@ def templated(folder: Path, turn: str) -> Any:
 
 
 def load(folder: Path, dtype: str, on_gpu: bool) -> Any:
-    """Gemma with its language head. Raises InputError if a tensor is missing, but for an unused
-    tower's."""
+    """Gemma and its language head. Raises InputError if a tensor that is used is missing."""
     transformers = library()
     transformers.logging.disable_progress_bar()
     if folder.is_file():
@@ -319,8 +316,7 @@ def feeds(
 
 
 def picture_feed(pixels: np.ndarray, config: Any) -> np.ndarray:
-    """uint8[H, W, 3] -> f32[1, 3, S, S] in [-1, 1]: the longer side to S, then both, as the
-    official code does."""
+    """uint8[H, W, 3] -> f32[1, 3, S, S] in [-1, 1]: the longer side to S, then both."""
     from PIL import Image
 
     size, (height, width) = config.vision_config.image_size, pixels.shape[:2]

@@ -82,8 +82,7 @@ def decoding(
 
 @dataclass(frozen=True)
 class Frames(Stage):
-    """All devices share the tiles; the main process gets all frames, another one nothing, but takes
-    part."""
+    """Devices share the tiles; only the main process gets the frames."""
 
     geometry: Geometry
     tiling: Tiling
@@ -107,8 +106,7 @@ class Frames(Stage):
         state.frames = self._frames(session, state.video, watch)
 
     def _calls(self, session: Session, number: int, video: np.ndarray) -> Calls:
-        """The decoder's call for each tile of a video [1, C, f, h, w], in the order of
-        `blend_tiles`."""
+        """The decoder's call for each tile of [1, C, f, h, w], in the order of `blend_tiles`."""
         for latent in tile_latents(video, self.tiling):
             yield Call("video-decoder", latent.shape), {"latent": latent}
 

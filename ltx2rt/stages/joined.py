@@ -58,8 +58,7 @@ class SourceClip:
         return *read_sound(self.path, start_s, length_s, on_time=True, say=said.append), said
 
     def sound(self, rate: int) -> np.ndarray:
-        """f32[2, N] at `rate` Hz, as long as the frames; silence if the file has none. Raises
-        InputError."""
+        """f32[2, N] at `rate` Hz, as long as the frames, or silence. Raises InputError."""
         size = round(self.num_frames / self.info.fps * rate)
         if not self.info.has_sound:
             return np.zeros((2, size), np.float32)
@@ -91,8 +90,7 @@ class SourceClip:
 
     @property
     def said(self) -> list[str]:
-        """Sentences about parts of its sound that are missing. Raises InputError if it cannot be
-        read."""
+        """Sentences about missing parts of its sound. Raises InputError."""
         return self._sound[2] if self.info.has_sound else []
 
 

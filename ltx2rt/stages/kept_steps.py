@@ -36,8 +36,7 @@ class KeptSteps:
         self._saved_s = time.monotonic()
 
     def read(self) -> tuple[int, dict[str, np.ndarray]]:
-        """The number of finished steps and the loop's state after them; 0 unless all processes find
-        the file whole."""
+        """Number of finished steps, and their state; 0 unless all processes find the file."""
         if self.path is None:
             return 0, {}
         values: dict[str, np.ndarray] = {}

@@ -174,8 +174,7 @@ def near(mask: np.ndarray, radius: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RegionVideo(SourceVideo):
-    """The frames of a file as its region's model sees them. fill: one of FILLS; border: its
-    colour."""
+    """A file's frames as its region's model sees them. fill: of FILLS; border: its colour."""
 
     region: Region | None = None
     fill: str = "mean"

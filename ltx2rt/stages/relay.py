@@ -108,8 +108,7 @@ class Relay:
         return " ".join([self.prompt.strip(), *(span.text.strip() for span in self.spans)])
 
     def columns(self, session: Session) -> list[range]:
-        """The columns of the spans in the context, which has tokens in their order. Raises
-        InputError if it is full."""
+        """The spans' columns in the context of tokens. Raises InputError if it is full."""
         tokenizer = session.checkpoint.require_tokenizer()
         parts = [self.prompt.strip(), *(span.text.strip() for span in self.spans)]
         ends = [count_tokens(tokenizer, " ".join(parts[: i + 1])) for i in range(len(parts))]

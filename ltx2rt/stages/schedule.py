@@ -23,8 +23,7 @@ DISTILLED_SIGMAS.flags.writeable = STAGE2_SIGMAS.flags.writeable = False
 
 
 def from_level(sigmas: np.ndarray, level: float) -> np.ndarray:
-    """The schedule f32[n + 1] from a noise level in (0, 1] on: that level, and the lower ones. All
-    of it from 1 on."""
+    """The schedule f32[n + 1] from a noise level in (0, 1] on: that level and lower ones."""
     first = np.float32(level)
     return np.append(first, sigmas[sigmas < first]).astype(np.float32)
 

@@ -203,8 +203,7 @@ class ContinuedSound(Sound):
         return self._lead(model)[0] + super().vocoded(model) - self.past.cut
 
     def _lead(self, model: ModelConfig) -> tuple[int, int]:
-        """Mel frames of the part that the vocoder is given, and the last of them whose samples are
-        new."""
+        """Mel frames that the vocoder is given, and the last of them that are new."""
         assert self.past is not None
         most = self.past.passed + self.past.cut
         back, ahead = vocoder.reach(model.vocoder) or (most, 0)

@@ -147,8 +147,7 @@ class Chunks:
         factor: int,
         early: int = 0,
     ):
-        """The result of `network` for x. Position i becomes [factor i, factor (i + 1)) - early,
-        those below 0 left out."""
+        """`network` of x. Position i becomes [factor i, factor (i + 1)) - early, from 0 on."""
         pieces = []
         for chunk in self.parts:
             start, stop = max(chunk.start, 0), min(chunk.start + self.size, x.shape[2])

@@ -59,8 +59,7 @@ class SourceSound(Stage):
 
     @property
     def read(self) -> tuple[np.ndarray, int]:
-        """The sound of the file in that time: f32[1 or 2, N] and the rate in Hz. Raises
-        InputError."""
+        """The file's sound in that time, f32[1 or 2, N], and its rate. Raises InputError."""
         return self._read[:2]
 
     @cached_property
@@ -74,8 +73,7 @@ class SourceSound(Stage):
 
     @property
     def needed(self) -> int:
-        """Samples at the rate of the mel front end for all latents: the last one's first mel frame,
-        and its mirror."""
+        """Mel samples for all latents: the last one's first mel frame, and its mirror."""
         g = self.geometry
         encoded = 1 if self.fit == "zeros" else g.audio_latents
         return max((encoded - 1) * g.audio_time_factor * g.mel_hop, WINDOW // 2 + 1)
@@ -134,14 +132,12 @@ class SourceSound(Stage):
 
 
 def encode_sound(session: Session, call: Call, waveform: np.ndarray, rate: int) -> np.ndarray:
-    """f32[1, 2, N] at `rate` Hz -> normalised latents, f32[1, 8, n, 16] of the call; zeros after
-    the sound's end."""
+    """f32[1, 2, N] at `rate` Hz -> normalised latents of the call, f32[1, 8, n, 16]."""
     return encode_mel(session, call, spectrogram(waveform, rate, session.config.audio_vae))
 
 
 def encode_mel(session: Session, call: Call, mel: np.ndarray) -> np.ndarray:
-    """f32[1, 2, T, mel bins] -> normalised latents, f32[1, 8, n, 16] of the call; zeros after the
-    last frame."""
+    """f32[1, 2, T, bins] -> normalised latents f32[1, 8, n, 16], zeros after the last frame."""
     mel = mel[:, :, : call.sizes[2]]  # no latent hears later
     heard = -(-mel.shape[2] // session.config.audio_vae.time_factor)
     mel = np.pad(mel, ((0, 0), (0, 0), (0, call.sizes[2] - mel.shape[2]), (0, 0)))

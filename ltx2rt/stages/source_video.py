@@ -105,8 +105,7 @@ class SourceVideo(Stage):
         return to_model(contain(shown, width, height), self.space).transpose(2, 0, 1)
 
     def codes(self, frames: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-        """Frames of the file as a clip in high dynamic range has them, u16[H, W, 3]; others as they
-        are."""
+        """The file's frames as codes u16[H, W, 3] in high dynamic range; others as they are."""
         if self.space is None:
             return frames
         return (to_codes(np.moveaxis(to_model(x, self.space), 2, 0)[:, None])[0] for x in frames)
@@ -144,13 +143,11 @@ class SourceVideo(Stage):
 
 
 def span_frames(num_frames: int, stride: int) -> int:
-    """Number of a file's frames that `num_frames` span: its first two, and then every
-    `stride`-th."""
+    """A file's frames that `num_frames` span: its first two, then every `stride`-th."""
     return 1 if num_frames == 1 else 2 + (num_frames - 2) * stride
 
 
 def usable_frames(num_frames: int, time_factor: int, stride: int = 1) -> int:
-    """Number of a file's first `num_frames` that are encoded: every `stride`-th, cut to
-    time_factor*k + 1."""
+    """A file's frames that are encoded: every `stride`-th, cut to time_factor*k + 1."""
     taken = 1 + len(range(1, num_frames, stride))
     return (taken - 1) // time_factor * time_factor + 1

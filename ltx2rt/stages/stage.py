@@ -67,8 +67,7 @@ class State:
 
 
 class Stage(Protocol):
-    """A frozen description. Implementations derive from it for the defaults of all methods but
-    `run`."""
+    """A frozen description, with defaults of all methods but `run`."""
 
     name: str  # what reports and progress call it
     makes: Collection[str] = ()  # FRAMES, SOUND, LENGTH: read from the final state

@@ -41,8 +41,7 @@ BLEND_THREADS = 8  # frames at once
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """One tile's part of one axis: latents [start, stop), and the weight of every output position
-    from `first` on."""
+    """One axis of a tile: latents [start, stop), weights of the output from `first` on."""
 
     start: int
     stop: int
@@ -65,8 +64,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Tiling:
-    """The tiles of one video: every span of frames with every span of rows and of columns, in that
-    order."""
+    """A video's tiles: all spans of frames with all of rows and of columns, in that order."""
 
     frames: tuple[Span, ...]
     rows: tuple[Span, ...]
@@ -112,8 +110,7 @@ def plan_encoder_tiles(mode: str, shape: tuple[int, int, int], config: VideoVaeC
 
 
 def intervals(length: int, size: int, overlap: int) -> list[tuple[int, int]]:
-    """[start, stop) of tiles of `size` latents that share `overlap` with the next; the last ends at
-    `length`."""
+    """[start, stop) of tiles of `size` latents that overlap; the last ends at `length`."""
     if length <= size:
         return [(0, length)]
     return [
@@ -135,8 +132,7 @@ def plan_feature_tiles(
         raise InputError(f"VAE tiling is {mode!r}, expected auto or off")
 
     def splits(n: int, shared: int) -> list[tuple[int, int]]:
-        """(size of a tile, cells of all tiles) in one tile, two, three, ... of more than twice the
-        overlap."""
+        """(size of a tile, cells of all) in one tile, two, ... above twice the overlap."""
         sizes = [-(-(n + (count - 1) * shared) // count) for count in range(1, n + 1)]
         return [
             (size, n + i * shared) for i, size in enumerate(sizes) if i == 0 or size > 2 * shared
@@ -179,8 +175,7 @@ def space_spans(
 
 
 def time_spans(length: int, size: int, overlap: int, factor: int) -> tuple[Span, ...]:
-    """Latents [a, b) decode to frames [factor a, factor (b - 1) + 1); tiles after the first start
-    one latent early."""
+    """Latents [a, b) decode to frames [factor a, factor (b - 1) + 1), from the second tile on."""
     tiles, ramp = intervals(length, size, overlap), overlap * factor
     spans = []
     for start, stop in tiles:
@@ -195,8 +190,7 @@ def time_spans(length: int, size: int, overlap: int, factor: int) -> tuple[Span,
 
 
 def _normalised(spans: list[Span]) -> tuple[Span, ...]:
-    """Weights divided by their sum, which is 1 already unless tiles are so short that three of them
-    overlap."""
+    """Weights divided by their sum, which is not 1 where three short tiles overlap."""
     total = np.zeros(spans[-1].end)
     for s in spans:
         total[s.positions] += s.weights
@@ -208,8 +202,7 @@ def _normalised(spans: list[Span]) -> tuple[Span, ...]:
 
 
 def tile_latents(latent: np.ndarray, tiling: Tiling) -> Iterator[np.ndarray]:
-    """Every tile's part of the latent [1, channels, frames, rows, columns], in the order of
-    `blend_tiles`."""
+    """Each tile's part of [1, channels, frames, rows, columns], ordered as in `blend_tiles`."""
     for t, r, c in itertools.product(tiling.frames, tiling.rows, tiling.columns):
         yield latent[:, :, t.latents, r.latents, c.latents]
 
@@ -248,6 +241,5 @@ def blend_tiles(
 def _add_weighted(
     place: np.ndarray, frame: np.ndarray, weight: np.float32, *, weights: np.ndarray
 ) -> None:
-    """place[3, h, w] += frame x weight x weights[h, w]; a frame at a time, no temporary is as large
-    as a tile."""
+    """place[3, h, w] += frame x weight x weights[h, w], a frame at a time to save memory."""
     place += frame * (weight * weights)

@@ -94,8 +94,7 @@ def check_vocabulary(tokenizer_json: Path | Asset, size: int) -> None:
 
 
 def count_tokens(tokenizer_json: Path | Asset, prompt: str) -> int:
-    """Number of tokens of the prompt before truncation, BOS included. Raises InputError as
-    `tokenize` does."""
+    """Tokens of the prompt before truncation, BOS included. Raises InputError."""
     tokenizer = _tokenizer(tokenizer_json)
     tokenizer.no_padding()
     tokenizer.no_truncation()

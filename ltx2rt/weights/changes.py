@@ -135,8 +135,7 @@ class Hadamard(Products):
 
 @dataclass(frozen=True)
 class Kronecker(LowRank):
-    """LoKr. w1, w2: the key of a whole factor, or the keys of its up and down. second: the shape of
-    w2."""
+    """LoKr. w1, w2: keys of a whole factor, or of its up and down. second: w2's shape."""
 
     kind: ClassVar[str] = "LoKr"
     w1: tuple[str, ...]

@@ -57,8 +57,7 @@ BLOCK_MATRIX = re.compile(
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: sizes, and one tensor source per component (canonical names, nothing
-    read yet)."""
+    """An opened checkpoint: sizes, and a source of tensors for each component."""
 
     path: Path
     layout: str  # "official" or "diffusers"
@@ -88,8 +87,7 @@ class Checkpoint:
         return sha256(" ".join(sorted(map(digest, places))).encode()).hexdigest()[:20]
 
     def source(self, component: str) -> RenamedSource:
-        """Raises InputError if the component was not found, naming its flag and what else is
-        missing."""
+        """Raises InputError that names a missing component's flag, and others'."""
         if component in self.sources:
             return self.sources[component]
         if component not in COMPONENTS:
@@ -135,8 +133,7 @@ class Checkpoint:
         return fitting
 
     def distilled_lora(self) -> Path:
-        """The one of `fitting_loras`. Raises InputError with the candidates if there is not exactly
-        one."""
+        """The only one of `fitting_loras`. Raises InputError that lists several."""
         if not self.loras_found:
             raise self._absent("lora")
         if found := only("lora", self.fitting_loras()):
@@ -159,8 +156,7 @@ class Checkpoint:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Trace graphs in this context: errors of a config that contradicts itself become one
-        InputError."""
+        """Trace graphs in this context: a config's contradictions become one InputError."""
         try:
             with np.errstate(divide="raise", invalid="raise"):  # in filters that rates decide
                 yield
@@ -278,8 +274,7 @@ def open_parts(model: str | Path, names: Sequence[str], **files: str | Path | No
 
 
 class Absent:
-    """The config of a part that was not opened: every use of it raises the error that names its
-    flag."""
+    """The config of an unopened part: every use raises the error that names its flag."""
 
     def __init__(self, error: InputError):
         self._error = error
@@ -447,8 +442,7 @@ def _text_source(
 def _diffusers(
     path: Path, given: Given, near: Parts, index: frozenset[str], config_from: str | Path | None
 ) -> Places:
-    """The parts of a diffusers folder. Raises InputError for missing parts and for flags without
-    effect."""
+    """A diffusers folder's parts. InputError for missing ones and flags without effect."""
     if config_from:
         raise InputError(f"--config-from: {path} has its own config; leave the flag out")
     named: Places = {}

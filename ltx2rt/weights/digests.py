@@ -25,8 +25,7 @@ SAMPLE_BYTES, WHOLE_BYTES, SAMPLES = 2**12, 2**26, 2**12  # see `digest`
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of a folder or a shard index: weights and their configs. Any other path stands for
-    itself."""
+    """Weights and configs of a folder or a shard index. Other paths stand for themselves."""
     if path.is_dir():
         inner = (p for p in path.rglob("*") if p.suffix in WEIGHTS or p.name == "config.json")
         return sorted(p for p in inner if p.is_file())

@@ -55,8 +55,7 @@ class EncodedSource:
         return (info.encoding, fields) if fields and fields[-1] is not None else None
 
     def _fields(self, piece: Piece, encoding: str) -> tuple[Any, ...]:
-        """Matrices stored in the encoding are kept, and stay with one scale where LoRAs have
-        changed them."""
+        """Keep matrices in the encoding, with one scale where LoRAs have changed them."""
         if EITHER in encoding:
             return self._of_a_type(piece, encoding)
         row = ENCODINGS[encoding]
@@ -70,8 +69,7 @@ class EncodedSource:
         return kept
 
     def _of_a_type(self, piece: Piece, encoding: str) -> tuple[Any, ...]:
-        """Rows of bytes, filled up to the length of the longest type's, and the number of their
-        type."""
+        """Rows of bytes, padded to the longest type's length, and the number of their type."""
         for number, name in enumerate(encoding.split(EITHER)):
             if (kept := stored_fields(self.source, name, *piece)) is not None:
                 (rows,), (own,) = kept, ENCODINGS[name].fields

@@ -155,8 +155,7 @@ class TensorFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        """Raises InputError for a file that the safetensors package refuses, a git-lfs pointer, a
-        FIFO, a folder."""
+        """Raises InputError for a file that is no safetensors file, a git-lfs pointer or a FIFO."""
         self.path = Path(path)
         try:
             self._file = os.open(path, READ)
@@ -252,8 +251,7 @@ class TensorFile:
 
 
 def read_at(file: int, place: memoryview, begin: int) -> None:
-    """Fill `place` from the byte `begin` of a descriptor on; where the file ends, the rest stays as
-    it is."""
+    """Fill `place` from byte `begin` of a descriptor on, as far as the file goes."""
     filled = 0
     while filled < len(place) and (got := read_into(file, place[filled:], begin + filled)):
         filled += got
@@ -278,8 +276,7 @@ def in_file(array: np.ndarray) -> tuple[TensorFile, int] | None:
 
 
 def check_opened() -> None:
-    """Raises InputError for an open file that has changed: after arrays were copied, before they
-    are believed."""
+    """Raises InputError for an open file that has changed since arrays were copied."""
     for file in list(OPENED):
         file.check()
 
@@ -340,8 +337,7 @@ class TensorFolder:
 
 
 def open_file(path: str | os.PathLike[str]) -> TensorFile | TensorFolder:
-    """A safetensors or GGUF file, as its first bytes tell; all parts of a split GGUF file. Raises
-    InputError for others."""
+    """A safetensors or GGUF file, by its first bytes, with all split parts. Raises InputError."""
     from ltx2rt.weights.gguf import GgufFile
 
     file = open_one(path)
@@ -393,8 +389,7 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFile | TensorFolder:
 
 
 def _forms(folder: Path) -> dict[tuple[str, str], list[Path]]:
-    """Files by the beginning of their name and their variant: an index, one file, or shards that
-    no index lists."""
+    """Files by start of name and variant: an index, one file, or shards without an index."""
     indices: dict[tuple[str, str], list[Path]] = {}
     files: dict[tuple[str, str], list[Path]] = {}
     for file in visible(folder):
@@ -410,8 +405,7 @@ def _forms(folder: Path) -> dict[tuple[str, str], list[Path]]:
 
 
 def visible(folder: Path) -> list[Path]:
-    """The entries of a folder, sorted, without those that systems and editors hide. Raises
-    OSError."""
+    """A folder's entries, sorted, without hidden ones. Raises OSError."""
     return sorted(path for path in folder.iterdir() if not path.name.startswith((".", "__MACOSX")))
 
 
@@ -453,8 +447,7 @@ def _open_shards(path: Path, index: Path) -> TensorFolder:
 
 
 def _parsed(file: int, path: Path) -> tuple[dict[str, str], dict[str, tuple[TensorInfo, int]]]:
-    """(metadata, name -> (info, first byte)) of an open file, as the safetensors package reads
-    it."""
+    """(metadata, name -> (info, first byte)) of an open file, read by safetensors."""
     if (start := pread(file, 24, 0)).startswith(b"version https://git-lfs"):
         raise InputError(
             f"{path}: a git-lfs pointer, not the weights; run `git lfs pull` in its repository"

@@ -99,8 +99,7 @@ class GgufFile(TensorFile):
         return {key: list(reader.values[key]) for key in keys if key in reader.values}
 
     def whole(self) -> TensorFile | TensorFolder:
-        """This file, or all files of a model that llama.cpp has split. Raises InputError where one
-        is missing."""
+        """This file, or all parts of a split one. Raises InputError if one is missing."""
         if (count := int(self.metadata.get("split.count", 1))) <= 1:
             return self
         paths = split_parts(self.path)

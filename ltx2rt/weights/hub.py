@@ -58,8 +58,7 @@ TEXTS = (".json", ".model", ".jinja")
 
 @dataclass(frozen=True)
 class Repo:
-    """file: one of the repository's, None: whatever the run needs. revision: a branch, a tag or a
-    commit."""
+    """file: one of its files, None: all that the run needs. revision: branch, tag or commit."""
 
     name: str
     file: str | None = None
@@ -319,8 +318,7 @@ def _cached(repo: Repo, cache_folder: Path) -> Path:
 
 @contextmanager
 def _hub(repo: Repo) -> Iterator[None]:
-    """Whatever goes wrong within becomes one InputError; the transport's errors have no common
-    class."""
+    """Turn any error within into an InputError; the transport's have no common class."""
     try:
         yield
     except InputError:

@@ -121,8 +121,7 @@ def _row(kind: str, path: Path) -> dict[str, Any]:
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
-    """A file or folder with the main networks. One that does not open is still described as far as
-    it goes."""
+    """A file or folder with the main networks, described as far as it opens."""
     try:
         checkpoint = open_checkpoint(path)
     except InputError as error:
@@ -259,8 +258,7 @@ def _beside(path: Path) -> dict[str, Any]:
 
 
 def _part(path: Path) -> dict[str, Any]:
-    """A file of LTX-2.5 with a part of the model; a diffusers folder of one is no more than
-    that."""
+    """A file of LTX-2.5 with a part of the model; a diffusers folder is an `_other`."""
     if path.is_dir():
         return _other(path)
     file = open_file(path)

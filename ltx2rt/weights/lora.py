@@ -373,8 +373,7 @@ class MergedSource:
         )
 
     def stored(self, format: str, name: str, *cuts: Cut) -> Fields | None:
-        """The stored fields, or the merged ones encoded again; None if it is not stored in the
-        format."""
+        """The stored fields, or the merged ones encoded again; None without that format."""
         kept = stored_fields(self._source, format, name, *cuts)
         return (self.read(name, *cuts), None) if kept and name in self._changes else kept
 

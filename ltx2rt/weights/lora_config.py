@@ -103,8 +103,7 @@ class Config:
 
 
 def lora_file(path: Path) -> Path:
-    """The file itself, or the one in a folder that PEFT, diffusers or diffusion-pipe wrote. Raises
-    InputError."""
+    """The file, or the one in a folder of PEFT, diffusers or diffusion-pipe. InputError."""
     if not os.path.isdir(path):  # False as well for a name that is none
         return path
     found = sorted(path.glob("[!.]*.safetensors"))

@@ -53,8 +53,7 @@ def _any_of(words: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def to_diffusers(component: str, official: str, num_encoder_stages: int = 0) -> str:
-    """num_encoder_stages: entries of the video VAE's encoder list, needed for that component
-    only."""
+    """num_encoder_stages: entries of the video VAE's encoder list, for it only."""
     name = _rename(official.removeprefix(PARTS[component].prefix), PARTS[component].renames)
     if component == "video_vae":
         name = re.sub(
@@ -66,8 +65,7 @@ def to_diffusers(component: str, official: str, num_encoder_stages: int = 0) -> 
 
 
 def rows_of(component: str, official: str) -> tuple[str, ...]:
-    """Diffusers' names of the three parts of an official tensor's rows, but for other renaming; ()
-    if it is one."""
+    """Diffusers' names of an official tensor's three parts before renaming; () if it is one."""
     pattern = PARTS[component].fused
     if pattern is None or pattern[0] not in official:
         return ()
@@ -85,8 +83,7 @@ def fused_of(component: str, names: Iterable[str]) -> dict[str, tuple[str, ...]]
 
 
 def _stage(match: re.Match[str], num_encoder_stages: int) -> str:
-    """Official stages are one list; diffusers pairs residual blocks with a resampler and has a
-    mid_block."""
+    """Official stages are one list; diffusers pairs blocks with a resampler, and a mid_block."""
     side, index = match[1], int(match[3])
     if (side, index) in (("en", num_encoder_stages - 1), ("de", 0)):
         return f"{side}coder.mid_block."
@@ -126,8 +123,7 @@ def to_official(component: str, diffusers: str, num_encoder_stages: int = 0) -> 
 
 
 def gemma_to_canonical(name: str) -> str:
-    """`language_model.model.` for the text branch, however the folder spells it; every other name
-    unchanged."""
+    """`language_model.model.` in front of a text branch's name; other names unchanged."""
     match = _GEMMA_PREFIX.match(name)
     return GEMMA + name[match.end() :] if match else name
 
@@ -169,8 +165,7 @@ def unsaved(name: str) -> str:
 
 
 def component_of(name: str) -> str | None:
-    """The component that an official name, or a name of ComfyUI's checkpoints, belongs to; empty:
-    it is not read."""
+    """The component of an official name or one of ComfyUI's; empty: it is not read."""
     name = unsaved(name)
     if name.startswith((*CONNECTORS, TEXT_PROJECTION)):
         return "text"

@@ -376,8 +376,7 @@ def entries(root: Path) -> Iterator[Path]:
 
 
 def extra_folders(root: Path) -> list[Path]:
-    """The further model folders that ComfyUI's settings name. Raises InputError for
-    settings that cannot be read."""
+    """Further model folders that ComfyUI's settings name. Raises InputError."""
     import yaml
 
     found = []

@@ -158,8 +158,7 @@ def _is_gemma(header: Header) -> bool:
 
 
 def _is_upsampler(dims: int, ratio: int) -> Callable[[Header], bool]:
-    """Recognise an upsampler by its convolution's dimensions and its ratio of output to input
-    channels."""
+    """An upsampler by its convolution's dimensions and its ratio of output to input."""
 
     def told(header: Header) -> bool:
         if not {"initial_conv.weight", "final_conv.weight"} <= header.names:
@@ -386,8 +385,7 @@ def word_of(name: str) -> str:
 
 
 def files_beside(video_decoder: str | None) -> tuple[str, ...]:
-    """Parts that a checkpoint has outside its main file. video_decoder: "diffusion", else
-    the other."""
+    """Parts outside a main file. video_decoder: "diffusion", else the other."""
     decoders = ("", video_decoder or "conv")
     return names_of(lambda p: p.option and p.header and p.wanted is None and p.decoder in decoders)
 

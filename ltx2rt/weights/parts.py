@@ -76,8 +76,7 @@ def only(part: str, candidates: list[T]) -> T | None:
 
 
 def refuse_ambiguous(**found: Sequence[Any]) -> None:
-    """Raise one InputError for all parts that have several candidates, listing them and the flags
-    that choose."""
+    """Raise one InputError for all parts with several candidates, and flags that choose."""
     said = []
     for part, candidates in found.items():
         if len(candidates) > 1:
@@ -129,8 +128,7 @@ class Listing:
         return set(read_index(index).values())
 
     def open(self, path: Path) -> Any:
-        """The header of a file of weights, or of all shards of an index: `path`, `names()`,
-        `info(name)`."""
+        """The header of a file, or of an index's shards: `path`, `names()`, `info(name)`."""
         return open_tensors(path)
 
 
@@ -146,8 +144,7 @@ def file_kind(file: Any) -> str | None:
 
 
 def has_text(file: Any) -> bool:
-    """Whether a file has connectors or the text projection of a transformer, under official
-    names."""
+    """Whether a file has connectors or a text projection, under official names."""
     return any(component_of(name) == "text" for name in file.names())
 
 

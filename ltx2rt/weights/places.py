@@ -84,8 +84,7 @@ def refuse_encoded(source: RenamedSource) -> None:
 
 
 def check_release(file: TensorFile | TensorFolder, version: tuple[int, ...], flag: str) -> None:
-    """Raises InputError for a file of another release, where either is one that goes with its own
-    alone."""
+    """Raises InputError for a file of another release, if either is particular about it."""
     own = version_of(file)
     if version and not of_version(own).goes_with(of_version(version)):
         said = f"of LTX-{'.'.join(map(str, own))}" if own else "that states no model_version"
@@ -189,8 +188,7 @@ def official_sources(file: TensorFile | TensorFolder) -> dict[str, RenamedSource
 
 
 def component_sources(part: str, file: TensorFile | TensorFolder) -> dict[str, RenamedSource]:
-    """The sources of a part's separate file, by component; prefixes that such a file leaves out are
-    put back."""
+    """Sources of a part's separate file by component; missing prefixes are put back."""
     if any(p.option and p.option == PARTS[part].option for p in PARTS.values() if not p.header):
         return official_sources(file)  # also another part's
     if part == "text":
@@ -229,8 +227,7 @@ def donated(donor: TensorFile | TensorFolder | None, own: Collection[str], main:
 def check_gemma_version(
     main: TensorFile | TensorFolder, version: tuple[int, ...], gemma: Keys, where: Path
 ) -> None:
-    """Raises InputError if, as far as both say, the transformer was trained with another text
-    encoder."""
+    """Raises InputError if both name a text encoder, and not the same one."""
     found, release = gemma.get("gemma_version", None), f"LTX-{'.'.join(map(str, version)) or '2'}"
     if "gemma_source_checkpoint" in main.metadata:
         source = parse_json(

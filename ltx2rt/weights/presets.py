@@ -96,8 +96,7 @@ def gemma4(
     full: tuple[int, int], ff: int,
     window: int, period: int,
 ):  # fmt: skip
-    """sliding, full: key heads and head size of either kind of layer; the last of `period` layers
-    is full."""
+    """sliding, full: key heads and head size of a layer; the last of `period` is full."""
     return Gemma4Config(
         vocab_size=vocab,
         hidden_size=hidden,

@@ -36,8 +36,7 @@ PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.")
 
 
 class Dequantised:
-    """A file, or the files of a folder, that reads its quantised matrices as float32 and hides
-    their companions."""
+    """Files that read quantised matrices as float32 and hide their companions."""
 
     def __init__(self, file: TensorFile | TensorFolder):
         """Raises InputError for companions and descriptions that do not fit their matrix."""

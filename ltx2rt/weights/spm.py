@@ -25,8 +25,7 @@ BPE = 2  # the number of the model's type in a proto
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Pieces in the order of their ids, with scores and types. space_first: a space is put before
-    the text."""
+    """Pieces in the order of ids, scores, types. space_first: put a space before the text."""
 
     pieces: Sequence[str]
     scores: Sequence[float]

@@ -76,8 +76,7 @@ def _has_vocabulary(file: TensorFile | TensorFolder) -> bool:
 
 
 def gemma_keys(path: Path) -> Keys:
-    """The keys of a Gemma folder's config.json, or those that it would have for a file. Raises
-    InputError."""
+    """A Gemma folder's config.json, or the one that a file would have. Raises InputError."""
     if path.is_dir():
         if not (path / "config.json").is_file():
             said = "no Gemma folder (it must hold config.json)"

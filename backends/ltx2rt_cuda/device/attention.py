@@ -49,8 +49,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def why_not_flash3(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str | None:
-    """Why FlashAttention-3 cannot take q (B, tokens, heads, head_dim), k, v and an additive mask;
-    None if it can."""
+    """Why FlashAttention-3 cannot take q, k, v (B, tokens, heads, head_dim) and a mask, or None."""
     if mask is not None:
         return "it takes no mask"
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -169,8 +168,7 @@ def efficient_part(
 def gpu_part(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Run FlashAttention-2 if nothing is masked: queries are few here, and only it splits the keys
-    of one head."""
+    """Run FlashAttention-2 if nothing is masked: it splits the keys of a head, queries are few."""
     fits = q.shape[3] % 8 == 0 and q.shape[3] <= 256
     if mask is not None or q.dtype not in (torch.bfloat16, torch.float16) or not fits:
         return efficient_part(q, k, v, mask, scale)

@@ -69,8 +69,7 @@ class Cuda(TorchDevice):
         (getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache)()
 
     def limit(self, max_memory: float | None) -> None:
-        """Make the allocator free its cache before it takes more than this. CUDA's own context,
-        some 0.5 GB, is not counted."""
+        """Free the allocator's cache before it takes more. CUDA's context is not counted."""
         _, total = torch.cuda.mem_get_info()
         share = min(1.0, 1e9 * (max_memory or math.inf) / total)
         torch.cuda.set_per_process_memory_fraction(share)
@@ -106,8 +105,7 @@ class Cuda(TorchDevice):
         return device
 
     def group_options(self, group: str) -> Any:
-        """NCCL's kernels enter before waiting waves of a product: both halves of a step wait for
-        them."""
+        """NCCL's kernels enter before waiting waves of a product: both halves of a step wait."""
         if group != "nccl":
             return None
         options = dist.ProcessGroupNCCL.Options()
@@ -115,8 +113,7 @@ class Cuda(TorchDevice):
         return options
 
     def begin(self, group: Any) -> None:
-        """NCCL takes its buffers at the first collective: before anybody asks what memory is
-        free."""
+        """NCCL takes its buffers at the first collective: before anybody asks for free memory."""
         if dist.get_backend() == self.group:
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
 
@@ -176,8 +173,7 @@ class Pool:
 
     @contextmanager
     def recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """thread_local: other threads may ask the device for anything meanwhile, as NCCL's watchdog
-        does."""
+        """thread_local: other threads may use the device meanwhile, as NCCL's watchdog does."""
         self.graphs.add(graph)
         recorded = torch.cuda.graph(
             graph, pool=self.id, stream=self.start, capture_error_mode="thread_local"
@@ -205,8 +201,7 @@ class Pool:
         return [s for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] == self.id]
 
     def release(self) -> None:
-        """Drop the graphs: while they exist, destroying a communicator with recorded collectives
-        waits for them."""
+        """Drop the graphs: destroying a communicator would wait for recorded collectives."""
         for graph in self.graphs:
             graph.reset()
 

@@ -191,8 +191,7 @@ class TorchDevice:
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     ) -> Tensor:
-        """softmax(q k^T scale + mask) v: q (B, tokens, heads, head_dim), k and v (B, keys,
-        kv_heads, head_dim)."""
+        """softmax(q k^T scale + mask) v: q (B, tokens, heads, head_dim), k, v (B, keys, ...)."""
         return torch_attention(q, k, v, mask, scale)
 
     def attention_part(
@@ -207,8 +206,7 @@ HOST = TorchDevice()
 
 @dataclass(frozen=True)
 class Fetched:
-    """A result on its way to the host's memory, which waits for no work that was enqueued after
-    it."""
+    """A result on its way to the host, which waits for no work that was enqueued after it."""
 
     tensor: Tensor
     arrived: DeviceEvent

@@ -33,8 +33,7 @@ def why_not(
 
 
 def block(length: int, most: int) -> int:
-    """The largest part of a padded length that divides it, is a multiple of LANES and at most
-    `most`."""
+    """The largest multiple of LANES, at most `most`, that divides a padded length."""
     lanes = length // LANES
     return LANES * max(n for n in range(1, most // LANES + 1) if lanes % n == 0)
 
@@ -75,7 +74,6 @@ def attention(q: Array, k: Array, v: Array, *, scale: float, interpret: bool = F
 
 
 def _by_head(x: Array, missing: int) -> Array:
-    """(B, tokens, heads, head_dim) -> (B heads, tokens, head_dim), with zeros for the missing
-    tokens."""
+    """(B, tokens, heads, head_dim) -> (B heads, tokens, head_dim), zeros for missing tokens."""
     b, t, h, d = x.shape
     return jnp.pad(x.swapaxes(1, 2).reshape(b * h, t, d), ((0, 0), (0, missing), (0, 0)))

@@ -229,8 +229,7 @@ def sum_squares(x: Tensor, *, dims) -> Tensor:
 def _launch(
     groups: list[tuple[Any, ...]], views, count: int, eps: float, spread=(), v: Tensor | None = None
 ):
-    """groups: x, its sum of squares or None, weight, cos and sin or twice None; of one tensor or of
-    two."""
+    """groups: x, its sum of squares or None, weight, cos and sin or None; of one tensor or two."""
     shape = groups[0][0].shape
     heads, dim = shape[2:]
     arguments, results = [], []

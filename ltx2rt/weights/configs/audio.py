@@ -107,8 +107,7 @@ def diffusers_audio_vae_json(a: AudioVaeConfig) -> dict[str, Any]:
 
 
 def official_vocoder(keys: Keys, audio: AudioVaeConfig) -> VocoderConfig:
-    """Flat: HiFi-GAN (2.0), its rate follows from the mel rate. Nested `vocoder` and `bwe`: BigVGAN
-    (2.3)."""
+    """Flat: HiFi-GAN (2.0), at the mel rate. Nested `vocoder` and `bwe`: BigVGAN (2.3)."""
     if "bwe" not in keys:
         first = _official_generator(keys, "leaky_relu", audio.mel_bins)
         return _plain(first, audio.sample_rate // audio.mel_hop * prod(first.upsample_rates))
@@ -122,8 +121,7 @@ def official_vocoder(keys: Keys, audio: AudioVaeConfig) -> VocoderConfig:
 
 
 def _paired(where: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Every rate has a kernel, and every kernel of a residual block dilations. Raises
-    InputError."""
+    """Check that each rate has a kernel, each block's kernel dilations. Raises InputError."""
     for one, other in (
         ("upsample_rates", "upsample_kernels"),
         ("resblock_kernels", "resblock_dilations"),

@@ -92,8 +92,7 @@ def diffusers_diffusion_decoder(keys: Keys) -> DiffusionDecoderConfig:
 
 
 def _config(where: str, *, factors: tuple[int, ...], **fields: Any) -> DiffusionDecoderConfig:
-    """Raises InputError unless all lists are of five stages, and widths are what upsampling makes
-    of them."""
+    """Raises InputError unless all lists have five stages, and widths follow from upsampling."""
     c = DiffusionDecoderConfig(**fields)
     lengths = [len(c.channels), len(c.depths), len(c.windows), len(c.strides) + 1, len(factors) + 1]
     if set(lengths) != {NUM_STAGES}:

@@ -36,8 +36,7 @@ def preset(name: str, model: ModelConfig) -> DurationHeadConfig:
 def duration_head(
     keys: Keys, layout: str, video_width: int, audio_width: int
 ) -> DurationHeadConfig:
-    """video_width, audio_width: of the contexts that its projections take, read off their
-    shapes."""
+    """video_width, audio_width: of the contexts that its projections take."""
     config = DurationHeadConfig(
         **(read_official if layout == "official" else read_diffusers)(ROWS, keys),
         video_width=video_width,

@@ -16,8 +16,7 @@ TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 
 
 def size_rows(vocab_size: int, sliding_window: int) -> list[Row]:
-    """Configuration of either Gemma's text branch. Defaults are transformers': released configs
-    leave some out."""
+    """Config rows of either Gemma's text branch, with transformers' defaults."""
     return [
         Row("vocab_size", "vocab_size", "vocab_size", "int", vocab_size),
         Row("hidden_size", "hidden_size", "hidden_size", "int"),
@@ -70,8 +69,7 @@ SCALED_FACTOR = 8.0
 
 
 def token_ids(*levels: Keys) -> dict[str, int]:
-    """The special tokens, each of the first level that has it; of a list the first. Raises
-    InputError."""
+    """The special tokens, from the first level that has each. Raises InputError."""
     found = {}
     for key, default in TOKENS.items():
         value = next((level.data[key] for level in levels if key in level), None)
@@ -83,8 +81,7 @@ def token_ids(*levels: Keys) -> dict[str, int]:
 
 
 def gemma3(outer: Keys) -> GemmaConfig:
-    """config.json of a Gemma 3 folder: with `text_config` or text only, RoPE spelled the old or the
-    new way."""
+    """config.json of a Gemma 3 folder: with `text_config` or not, RoPE spelled either way."""
     outer.choice("model_type", {"gemma3": 0, "gemma3_text": 0})
     keys = outer.inner("text_config") if "text_config" in outer else outer
     keys.may(

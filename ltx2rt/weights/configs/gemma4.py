@@ -76,8 +76,7 @@ def _placeholders(keys: Keys) -> tuple[int, ...]:
 
 
 def _full_sizes(keys: Keys, num_kv_heads: int, types: Sequence[str]) -> dict[str, int]:
-    """Sizes of full layers: under separate keys, or layer by layer, as newer transformers save
-    them."""
+    """Sizes of full layers: under separate keys or, from newer transformers, by layer."""
     if "per_layer_config" in keys:
         layers = keys.inner("per_layer_config")
         own = [
@@ -109,8 +108,7 @@ def towers_json(g: Gemma4Config) -> dict[str, Any]:
 
 
 def gemma4_json(g: Gemma4Config, towers: Mapping[str, Any]) -> dict[str, Any]:
-    """The Gemma4UnifiedForConditionalGeneration form. towers: its vision_config and
-    audio_config."""
+    """The Gemma4UnifiedForConditionalGeneration form. towers: vision_config, audio_config."""
     tokens = {key: getattr(g, key) for key in TOKENS}
     sliding = {"rope_type": "default", "rope_theta": g.rope_local_theta}
     full = {

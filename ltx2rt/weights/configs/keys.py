@@ -142,8 +142,7 @@ def parse_json(text: str | bytes, where: str) -> Keys:
 
 @dataclass(frozen=True)
 class Row:
-    """One field of a dataclass: its key in each layout, its kind, and what an absent key means
-    (MISSING: an error)."""
+    """A field: its key in each layout, its kind, its value if absent (MISSING: an error)."""
 
     field: str
     official: str

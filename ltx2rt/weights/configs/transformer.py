@@ -213,8 +213,7 @@ def official_transformer_json(transformer: TransformerConfig, text: TextConfig) 
 
 
 def diffusers_transformer(keys: Keys) -> TransformerConfig:
-    """`perturbed_attn` is ignored: it says whether diffusers runs STG, which every checkpoint
-    supports."""
+    """`perturbed_attn` is ignored: it says whether diffusers runs STG."""
     keys.must(**DIFFUSERS_FIXED)
     keys.may(**DIFFUSERS_USUAL)
     fields = read_diffusers(ROWS, keys)
@@ -305,8 +304,7 @@ def diffusers_text_json(text: TextConfig, transformer: TransformerConfig) -> dic
 
 
 def check_connectors(text: TextConfig, transformer: TransformerConfig, where: str) -> None:
-    """The contexts are as wide as the transformer takes them; another generation's connectors are
-    not."""
+    """Raise InputError for connectors of another generation, of contexts of other widths."""
     found = (text.video.width, text.audio.width)
     taken = (transformer.caption_channels,) * 2  # 2.0 projects both itself
     if not transformer.caption_projection:
