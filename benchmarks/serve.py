@@ -72,7 +72,7 @@ class Server:
             "--data",
             folder,
         ]
-        words += ["--port", "0", "--warm", *shapes, "--max-user-queue", "1000"]
+        words += ["--port", "0", "--warm", *shapes]
         self.log = folder.with_suffix(".log")
         with self.log.open("w") as log:
             argv = [sys.executable, "-m", "ltx2rt", *map(str, words)]

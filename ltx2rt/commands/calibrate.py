@@ -72,7 +72,6 @@ class CalibrateOptions:
         least=2,
         most=MAX_STEPS,
     )
-    quick: bool = flag(False, "search only: run no plan, and print no price", group="sampling")
 
 
 def flags(to: Any) -> None:
@@ -126,7 +125,7 @@ def main(args: argparse.Namespace) -> None:
     folder = own.output.with_name(f"{own.output.name}.runs")
     say = partial(note, prefix="")
     with closing(calibrate.CalibrationRuns(session, request, prompts, folder, say)) as runs:
-        document = calibrate.calibrate(runs, sorted(set(counts), reverse=True), own.quick)
+        document = calibrate.calibrate(runs, sorted(set(counts), reverse=True))
         with replacing(own.output) as partial_file:
             partial_file.write_text(json.dumps(document, sort_keys=True) + "\n")
         runs.remove()

@@ -82,21 +82,8 @@ class ServeOptions:
     lora_folder: Path | None = flag(
         None, "folder of LoRAs that requests may name", group="model", name="--loras", metavar="DIR"
     )
-    max_queue: int = flag(1000, "number of videos that may wait", group="jobs", least=1)
-    max_user_queue: int = flag(
-        100, "number of videos of one user that may wait", group="jobs", least=1
-    )
-    user_quota: int | None = flag(
-        None,
-        "number of videos that a user may send in 24 hours (default: any)",
-        group="jobs",
-        least=1,
-    )
-    max_work: float | None = flag(
-        None,
-        "TFLOP that a request may take, as `plan` counts them (default: any)",
-        group="jobs",
-        above=0,
+    max_queue: int = flag(
+        1000, "number of videos that may wait, a tenth of them one user's", group="jobs", least=1
     )
     max_upload: float = flag(
         32e6, "bytes of a request at most (default: 32MB)", parse_amount, metavar="SIZE[KB|MB|GB]"
@@ -169,9 +156,7 @@ def main(args: argparse.Namespace) -> int:
 
     hooks = read_hooks(own.webhooks) if own.webhooks else {}
     keep_s = (KEEP_S if users else math.inf) if own.keep is None else own.keep
-    settings = Settings(
-        users, int(own.max_upload), keep_s, int(own.disk), own.log_prompts, own.max_work
-    )
+    settings = Settings(users, int(own.max_upload), keep_s, int(own.disk), own.log_prompts)
     return serve(
         Serving(
             data=own.data,
@@ -186,8 +171,6 @@ def main(args: argparse.Namespace) -> int:
             lora_folder=own.lora_folder and own.lora_folder.resolve(),
             hooks=hooks,
             max_queue=own.max_queue,
-            max_user_queue=own.max_user_queue,
-            user_quota=own.user_quota,
             step_timeout_s=own.step_timeout,
             drain_s=own.drain,
             log=hears,

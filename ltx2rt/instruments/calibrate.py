@@ -181,48 +181,38 @@ class CalibrationRuns:
         return range(middle), range(middle, len(self.prompts))
 
 
-def calibrate(
-    runs: CalibrationRuns, evaluations: Sequence[int], quick: bool = False
-) -> dict[str, Any]:
-    """The document of `--step-plan FILE`. quick: search alone, no plan is run and none has a
-    price."""
+def calibrate(runs: CalibrationRuns, evaluations: Sequence[int]) -> dict[str, Any]:
+    """The document of `--step-plan FILE`."""
     searched, held_out = runs.halves
     steps = runs.request.steps
     sigmas = shifted_sigmas(steps)
     recorded = [runs.recorded(number) for number in searched]
-    costs = {
-        weight: jump_costs(recorded, sigmas, {"audio": weight})
-        for weight in (SOUND_WEIGHTS if len(recorded[0].x0) > 1 and not quick else (1.0,))
-    }
+    weights = SOUND_WEIGHTS if len(recorded[0].x0) > 1 else (1.0,)
+    costs = [jump_costs(recorded, sigmas, {"audio": weight}) for weight in weights]
     plans = []
     for count in evaluations:
         candidates = dict.fromkeys(
-            str(best_plan(cost, count, order)) for cost in costs.values() for order in (2, 1)
+            str(best_plan(cost, count, order)) for cost in costs for order in (2, 1)
         )
         found: dict[str, Any] = {"evaluations": count, "share": round(count / steps, 4)}
-        chosen = next(iter(candidates))
-        if not quick:
-            rival = {"steps": count}
-            theirs = [runs.measured(rival, n) for n in searched]
-            scores = {
-                text: score([runs.measured({"step_plan": text}, n) for n in searched], theirs)
-                for text in candidates
+        rival = {"steps": count}
+        theirs = [runs.measured(rival, n) for n in searched]
+        scores = {
+            text: score([runs.measured({"step_plan": text}, n) for n in searched], theirs)
+            for text in candidates
+        }
+        chosen = min(scores, key=lambda text: scores[text])
+        ways = {"price": {"step_plan": chosen}, "rival": rival}
+        for name, way in ways.items():
+            found[name] = {
+                part: prices([runs.measured(way, n) for n in numbers])
+                for part, numbers in (("calibration", searched), ("held_out", held_out))
             }
-            chosen = min(scores, key=lambda text: scores[text])
-            ways = {"price": {"step_plan": chosen}, "rival": rival}
-            for name, way in ways.items():
-                found[name] = {
-                    part: prices([runs.measured(way, n) for n in numbers])
-                    for part, numbers in (("calibration", searched), ("held_out", held_out))
-                }
-            found["ratio"] = {
-                "calibration": round(scores[chosen], 4),
-                "held_out": round(
-                    score(*([runs.measured(way, n) for n in held_out] for way in ways.values())), 4
-                ),
-            }
-            if found["ratio"]["held_out"] >= 1:
-                found["advice"] = f"--steps {count} is closer to the exact clip in one measure"
+        ours, others = ([runs.measured(way, n) for n in held_out] for way in ways.values())
+        ratio = {"calibration": scores[chosen], "held_out": score(ours, others)}
+        found["ratio"] = {part: round(value, 4) for part, value in ratio.items()}
+        if found["ratio"]["held_out"] >= 1:
+            found["advice"] = f"--steps {count} is closer to the exact clip in one measure"
         plan = StepPlan.parse(chosen)
         assert plan is not None
         plans.append(found | {"evaluate": [*plan.evaluate], "order": plan.order})
@@ -283,12 +273,11 @@ def table(document: Mapping[str, Any]) -> str:
         steps = ",".join(map(str, plan["evaluate"]))
         lines.append(f"{plan['evaluations']} of {document['steps']} steps: {steps}")
         for name, who in (("price", "this plan"), ("rival", f"--steps {plan['evaluations']}")):
-            if name in plan:
-                shown = [
-                    f"{key} {median:.4g} ({worst:.4g})"
-                    for key, (median, worst) in plan[name]["held_out"].items()
-                ]
-                lines.append(f"  {who}: {', '.join(shown)}")
+            shown = [
+                f"{key} {median:.4g} ({worst:.4g})"
+                for key, (median, worst) in plan[name]["held_out"].items()
+            ]
+            lines.append(f"  {who}: {', '.join(shown)}")
         if "advice" in plan:
             lines.append(f"  {plan['advice']}")
     return "\n".join(lines)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,15 +34,13 @@ KEEP_S = 7 * 86400.0  # for clips where others reach the server; rows stay ten t
 @dataclass(frozen=True)
 class Settings:
     """users: None: everybody who reaches the server is one user. keep_s: how long clips stay;
-    disk_bytes: how much they may take;
-    max_work: TFLOP of a request at most."""
+    disk_bytes: how much they may take."""
 
     users: Users | None
     max_upload_bytes: int = 32 * 2**20
     keep_s: float = KEEP_S
     disk_bytes: int = 50 * 10**9
     log_prompts: bool = False
-    max_work: float | None = None
 
 
 @dataclass
@@ -150,4 +147,4 @@ def require_video(job: Job, number: str) -> None:
 
 
 def too_many(full: QueueFull) -> Refusal:
-    return Refusal(429, full.code, str(full), retry_after_s=max(1, math.ceil(full.after_s)))
+    return Refusal(429, full.code, str(full), retry_after_s=RETRY_S)

@@ -34,7 +34,7 @@ MAX_DEATHS, MAX_ATTEMPTS = (3, 10)
 LAST = 10**12  # added to the place of a job that goes after the others
 MAX_SAME_SET = 4  # jobs in a row that may overtake others because their LoRAs are loaded
 RUNS = 50  # that estimates are made from
-QUOTA_S = 86400.0  # the time for which `most_sent` counts
+USER_SHARE = 10  # parts of a shared queue; a user may fill one
 RETRY_S = 60  # for so long a client's retry with the same body is the same job
 VERSION, APPLICATION = 1, 0x6C747832  # PRAGMA user_version; application_id, "ltx2"
 ULID = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
@@ -53,7 +53,6 @@ CREATE TABLE IF NOT EXISTS jobs(
     result TEXT, start_uptime_s REAL, end_uptime_s REAL, UNIQUE(user, key));
 CREATE TABLE IF NOT EXISTS uptime(seconds REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS paused(since REAL NOT NULL);
-CREATE TABLE IF NOT EXISTS sent(user TEXT NOT NULL, at_uptime_s REAL NOT NULL, videos INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS hooked(user TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS events(
     id TEXT PRIMARY KEY, user TEXT NOT NULL, job TEXT NOT NULL, kind TEXT NOT NULL, created REAL NOT NULL,
@@ -76,12 +75,11 @@ END
 
 
 class QueueFull(Exception):
-    """code: `queue_full`, `user_queue_full` or `user_quota`. after_s: when there may be room
-    again."""
+    """code: `queue_full` or `user_queue_full`."""
 
-    def __init__(self, code: str, message: str, after_s: float = 10.0):
+    def __init__(self, code: str, message: str):
         super().__init__(message)
-        self.code, self.after_s = code, after_s
+        self.code = code
 
 
 class Conflict(Exception):
@@ -196,18 +194,13 @@ def _whole(given: str, job: str, error: str | None, result: str | None) -> bool:
 
 
 class Queue:
-    """path: of the file, or ":memory:". most, most_of_user: videos that may wait. most_sent: videos
-    that a user may send in QUOTA_S. wait_s: for another program's lock."""
+    """path: of the file, or ":memory:". most: videos that may wait. shared: among several users.
+    wait_s: for another program's lock."""
 
     def __init__(
-        self,
-        path: Path | str,
-        most: int = 1000,
-        most_of_user: int = 100,
-        most_sent: int | None = None,
-        wait_s: float = 5.0,
+        self, path: Path | str, most: int = 1000, shared: bool = False, wait_s: float = 5.0
     ):
-        self.most, self.most_of_user, self.most_sent = most, most_of_user, most_sent
+        self.most, self.most_of_user = most, max(1, most // USER_SHARE) if shared else most
         # work given to each user; who comes back begins at the clock
         self._served: dict[str, float] = {}
         self._waited: set[str] = set()  # users who had jobs in the queue at the latest claim
@@ -329,8 +322,7 @@ class Queue:
         with self._write() as db:
             if key and (known := self.keyed(user, key)):
                 return self._same(known, digest)
-            self._require_room(user, videos := job.get("n", 1))
-            self._count_sent(db, user, videos)
+            self._require_room(user, job.get("n", 1))
             latest = db.execute("SELECT id FROM jobs ORDER BY seq DESC LIMIT 1").fetchone()
             made = id or new_id(latest[0] if latest else "")
             row = {
@@ -345,35 +337,14 @@ class Queue:
 
     def _require_room(self, user: str, videos: int) -> None:
         """Raises QueueFull."""
+        own = self._videos("status=? AND user=?", QUEUED, user)
         for code, most, count in (
             ("queue_full", self.most, self._videos("status=?", QUEUED)),
-            (
-                "user_queue_full",
-                self.most_of_user,
-                self._videos("status=? AND user=?", QUEUED, user),
-            ),
+            ("user_queue_full", self.most_of_user, own),
         ):
             if count + videos > most:
                 text = f"{count} videos wait, at most {most} may; try again when some are done"
                 raise QueueFull(code, text)
-
-    def _count_sent(self, db: sqlite3.Connection, user: str, videos: int) -> None:
-        """Raises QueueFull if the user has sent too many. Deleted videos count, too."""
-        if self.most_sent is None:
-            return
-        now = self.uptime()
-        db.execute("DELETE FROM sent WHERE at_uptime_s<=?", (now - QUOTA_S,))
-        count, first = db.execute(
-            "SELECT COALESCE(SUM(videos), 0), MIN(at_uptime_s) FROM sent WHERE user=?", (user,)
-        ).fetchone()
-        if count + videos > self.most_sent:
-            raise QueueFull(
-                "user_quota",
-                f"{count} videos were sent in 24 hours, at most {self.most_sent} may be; send it "
-                "later",
-                after_s=QUOTA_S if first is None else first + QUOTA_S - now,
-            )
-        db.execute("INSERT INTO sent VALUES(?, ?, ?)", (user, now, videos))
 
     def _same(self, known: Job, digest: str) -> Job:
         if self._count("id=? AND digest=?", known.id, digest):

@@ -54,8 +54,6 @@ class Serving:
     hooks: Mapping[str, Hook] = field(default_factory=dict)
     queue: Path | None = None
     max_queue: int = 1000
-    max_user_queue: int = 100
-    user_quota: int | None = None
     step_timeout_s: float = 120.0
     drain_s: float = 600.0
     log: Callable[..., None] = log
@@ -185,7 +183,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: Admission) -> int:
-    queue = Queue(folder.queue, how.max_queue, how.max_user_queue, how.user_quota)
+    queue = Queue(folder.queue, how.max_queue, how.settings.users is not None)
     store, board = QueueThread(queue), Board(how.log)
     if waiting := queue.keep_events(how.hooks, GIVE_UP_S):
         board.log("webhooks_without_address", count=waiting)

@@ -103,12 +103,12 @@ def test_what_a_killed_run_left_unfinished_goes(calibrated, tmp_path):
     folder.mkdir()
     for name in ("about.json", "exact-0.npz"):
         (folder / f".{name}.77.partial").write_text("{")
-    status, _, err = calibrated("--quick", "--evaluations", 3)
+    status, _, err = calibrated("--evaluations", 3)
     assert status == 0 and not folder.exists(), err
 
 
 def test_plans_of_another_model_are_said(calibrated, tiny, tmp_path):
-    assert calibrated("--quick", "--evaluations", 3)[0] == 0
+    assert calibrated("--evaluations", 3)[0] == 0
     request = make_request("one-stage", prompt="a", step_plan=f"{tmp_path / 'plans.json'}:3")
     own, other = (open_checkpoint(tiny("tiny-2.3", kind)) for kind in ("official", "diffusers"))
     assert not [*step_plans.remarks(request, own)]
@@ -120,21 +120,21 @@ def test_two_at_once_are_one(calibrated, tmp_path):
     folder = tmp_path / "plans.json.runs"
     folder.mkdir()
     with alone_in(folder, "--output"):
-        status, _, err = calibrated("--quick", "--evaluations", 3)
+        status, _, err = calibrated("--evaluations", 3)
     assert status == 2 and f"--output: another run is writing {folder}" in err
     assert err.count("\n") == 1 and not any(folder.iterdir())
-    assert calibrated("--quick", "--evaluations", 3)[0] == 0
+    assert calibrated("--evaluations", 3)[0] == 0
 
 
 def test_other_files_stay(calibrated, tmp_path):
     folder = tmp_path / "plans.json.runs"
     folder.mkdir()
     (folder / "mine.txt").write_text("keep me")
-    status, _, err = calibrated("--quick", "--evaluations", 3)
+    status, _, err = calibrated("--evaluations", 3)
     assert status == 2 and "something else" in err
     assert [path.name for path in folder.iterdir()] == ["mine.txt"]
     (tmp_path / "other.json.runs").write_text("keep me")
-    status, _, err = calibrated("--quick", "--evaluations", 3, output="other.json")
+    status, _, err = calibrated("--evaluations", 3, output="other.json")
     assert status == 2 and "cannot be made" in err
     assert (tmp_path / "other.json.runs").read_text() == "keep me"
 

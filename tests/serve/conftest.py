@@ -38,8 +38,6 @@ def server(tiny_model, tmp_path_factory):
     )  # the model's own would be merged twice
     (loras / "style.safetensors").symlink_to(root / "other/tiny-2.3-distilled-lora.safetensors")
     (loras / "loop.safetensors").symlink_to(loras / "loop.safetensors")
-    made = Server(
-        tiny_model, root / "data", "--loras", loras, "--replicas", "2", "--max-user-queue", "1000"
-    )
+    made = Server(tiny_model, root / "data", "--loras", loras, "--replicas", "2")
     yield made
     made.kill()

@@ -516,15 +516,6 @@ def test_pages_and_their_refusals(server):
         error_of(server.http.get("/v1/videos", params=asked), 400)
 
 
-def test_a_request_of_more_work_than_the_server_takes_is_refused(start):
-    server = start("--max-work", "0.05")  # SMALL takes 0.0405
-    server.add("1:0")
-    for more in ({"n": 8}, {"num_frames": 201}, {"steps": 1000}):
-        answer = server.http.post("/v1/videos", json={"prompt": "1:0", **SMALL, **more})
-        assert error_of(answer, 400)["code"] == "too_much_work", more
-        assert "fewer frames" in answer.text
-
-
 def test_content_in_ranges_and_with_a_tag(server):
     id = server.add("2:0.01", seed=9)
     url, whole = f"/v1/videos/{id}/content", f"{id} 9".encode()
@@ -942,7 +933,7 @@ def test_bodies_are_cut_at_their_limit(server):
 def test_a_user_sees_and_cancels_his_own_jobs_alone(start, tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text("ann ann-token-0123456789\nbob bob-token-0123456789\n")
-    server = start("--token-file", tokens, "--max-user-queue", "2")
+    server = start("--token-file", tokens, "--max-queue", "20")
     ann, bob = ({"authorization": f"Bearer {name}-token-0123456789"} for name in ("ann", "bob"))
     body = {"prompt": "2000:0.02", **SMALL}
     assert error_of(server.http.post("/v1/videos", json=body), 401)["code"] == "bad_token"
@@ -1021,7 +1012,7 @@ def test_an_operator_reads_metrics_and_pauses_and_tokens_change_while_it_runs(st
 
 
 def test_a_failed_job_is_run_again_by_its_id(start):
-    server = start("--max-user-queue", "1", "--user-quota", "3")
+    server = start("--max-queue", "1")
     failed = server.add("2:0.01:oom")
     seed = server.until(failed)["x"]["seed"]
     again = server.http.post(f"/v1/videos/{failed}/retry")
@@ -1034,16 +1025,12 @@ def test_a_failed_job_is_run_again_by_its_id(start):
     server.http.post("/v1/queue/pause")
     waits = server.add()
     full = error_of(server.http.post(f"/v1/videos/{failed}/retry"), 429)
-    assert full["code"] == "user_queue_full" and server.get(failed)["status"] == "failed"
+    assert full["code"] == "queue_full" and server.get(failed)["status"] == "failed"
     cancelled = server.http.post(f"/v1/videos/{waits}/cancel").json()
     assert cancelled["error"]["code"] == "cancelled"
     server.http.post("/v1/queue/resume")
     server.http.post(f"/v1/videos/{waits}/retry")
     assert server.until(waits)["status"] == "completed"
-    server.http.delete(f"/v1/videos/{waits}")  # it was sent all the same
-    answer = server.http.post("/v1/videos", json={"prompt": "1:0", **SMALL})
-    assert error_of(answer, 429)["code"] == "user_quota"
-    assert 80_000 < int(answer.headers["retry-after"]) <= 86_400
 
 
 def test_a_job_whose_files_were_deleted_is_not_run_again(start):

@@ -59,7 +59,7 @@ def storm(start, num_jobs, num_kills, seed):
     """Jobs are sent while server, replica or both are killed at random; then everything is left to
     end."""
     chance, accepted, sent = random.Random(seed), {}, 0
-    server = start("--replicas", "2", "--max-queue", "5000", "--max-user-queue", "5000")
+    server = start("--replicas", "2", "--max-queue", "5000")
     gaps_s = [chance.uniform(0.05, 0.5) for _ in range(num_kills)]
     for number, gap_s in enumerate(gaps_s, 1):
         end = time.monotonic() + gap_s
@@ -80,7 +80,7 @@ def storm(start, num_jobs, num_kills, seed):
             while any(map(alive, replicas)):
                 assert time.monotonic() < deadline, "replicas outlived their server"
                 time.sleep(0.01)
-            server = start("--replicas", "2", "--max-queue", "5000", "--max-user-queue", "5000")
+            server = start("--replicas", "2", "--max-queue", "5000")
     for id in accepted:
         server.until(id, timeout_s=240)
     listed, after = [], None
@@ -199,7 +199,7 @@ def test_two_servers_do_not_share_a_folder(start, tiny_model):
 
 @pytest.mark.slow
 def test_twenty_clients_queue_five_hundred_jobs_in_their_order(start):
-    server = start("--max-queue", "1000", "--max-user-queue", "1000", env={"FAKE_START_S": "1000"})
+    server = start("--max-queue", "1000", env={"FAKE_START_S": "1000"})
 
     def client(_):
         with httpx.Client(base_url=server.url, timeout=60) as http:
@@ -241,7 +241,7 @@ def test_a_delete_that_races_the_end_leaves_nothing(start):
 def test_memory_stays_flat(start):
     """300 jobs of six shapes, with readers that come and go: neither memory nor files nor threads
     grow."""
-    server = start("--replicas", "2", "--max-user-queue", "1000")
+    server = start("--replicas", "2")
     shapes = [{"size": f"{32 * (1 + n % 3)}x64", "num_frames": 9 + 8 * (n % 2)} for n in range(6)]
 
     seen = []
