@@ -47,12 +47,9 @@ from ltx2rt.session.stopwatch import Progress
 
 @dataclass(frozen=True)
 class Clip:
-    """One video with its sound.
-
-    frames: uint8[F, H, W, 3], sRGB. waveform: float32[2, N] in [-1, 1], None without sound;
-    sample_rate: in Hz. fps: exact. settings: of the request. report: the dict of `--report`. On a
-    process that is not the main one of several, frames are empty.
-    """
+    """One video with its sound. frames: uint8[F, H, W, 3], sRGB. waveform: float32[2, N] in [-1,
+    1], None without sound; sample_rate: in Hz. fps: exact. settings: of the request. report: the
+    dict of `--report`. On a process that is not the main one of several, frames are empty."""
 
     frames: np.ndarray
     waveform: np.ndarray | None

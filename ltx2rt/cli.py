@@ -89,11 +89,9 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with its errors in one line, with guesses, and without abbreviated flags.
-
-    fill: adds the command's flags, when they are needed; `words` is then what follows the command.
-    elsewhere: refusals by flag, of flags that the command has in another form.
-    """
+    """argparse, with its errors in one line, with guesses, and without abbreviated flags. fill:
+    adds the command's flags, when they are needed; `words` is then what follows the command.
+    elsewhere: refusals by flag, of flags that the command has in another form."""
 
     def __init__(self, *args: Any, fill: Callable[[Parser], None] | None = None, **kwargs: Any):
         super().__init__(*args, allow_abbrev=False, formatter_class=Formatter, **kwargs)

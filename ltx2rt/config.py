@@ -156,12 +156,9 @@ class TextConfig:
 
 @dataclass(frozen=True)
 class VaeStage:
-    """One entry of the encoder's or decoder's block list, in the order of application.
-
-    kind "res": `num_layers` residual blocks at `channels` (= out_channels).
-    kind "sample": space-to-depth (encoder) or depth-to-space (decoder) by `stride` = (time, rows,
-    columns).
-    """
+    """One entry of the encoder's or decoder's block list, in the order of application. kind "res":
+    `num_layers` residual blocks at `channels` (= out_channels). kind "sample": space-to-depth
+    (encoder) or depth-to-space (decoder) by `stride` = (time, rows, columns)."""
 
     kind: str
     channels: int

@@ -155,11 +155,8 @@ def marked(word: str, *types: type) -> dict[str, Field]:
 
 def assemble(type_: type, groups: Iterable[Any], help: Mapping[str, str]) -> None:
     """Make a frozen dataclass of a type: first the fields of its groups, then its own, which
-    replace those of the same name.
-
-    groups: dataclass instances, whose values are the defaults. help: text of flags that mean
-    something particular in this type, by field.
-    """
+    replace those of the same name. groups: dataclass instances, whose values are the defaults.
+    help: text of flags that mean something particular in this type, by field."""
     own, type_.__annotations__ = get_annotations(type_), {}
     for f, default in [(f, getattr(group, f.name)) for group in groups for f in fields(group)]:
         if f.name in own:
@@ -197,11 +194,9 @@ def add_flags(
     hidden: bool = False,
     **defaults: Any,
 ) -> None:
-    """Add the flags of the types' fields: all, `only` some, or all but some.
-
-    hidden: `--help` does not show them. `defaults` replace the fields' own in the help.
-    A flag that is not given leaves nothing in the namespace.
-    """
+    """Add the flags of the types' fields: all, `only` some, or all but some. hidden: `--help` does
+    not show them. `defaults` replace the fields' own in the help. A flag that is not given leaves
+    nothing in the namespace."""
     found, titled, left_out = flagged(*types), groups(parser), set(but)
     for name in found if only is None else only:
         f = found[name]
@@ -326,11 +321,9 @@ def words_of(args: argparse.Namespace, *types: type) -> list[str]:
 
 
 def convert(f: Field, value: Any) -> Any:
-    """The field's value from text of the command line or an object of a Python caller.
-
-    Text is parsed, lists become tuples, choices and bounds are checked. Raises InputError naming
-    the flag.
-    """
+    """The field's value from text of the command line or an object of a Python caller. Text is
+    parsed, lists become tuples, choices and bounds are checked. Raises InputError naming the
+    flag."""
     if not f.metadata["flag"].repeat:
         return _one(f, value)
     several = isinstance(value, Iterable) and not isinstance(value, str)

@@ -67,10 +67,8 @@ def run_flags(to: Any, **defaults: Any) -> None:
 
 def pipeline_flags(to: Any, *but: type[Group]) -> type[Request]:
     """Add `--pipeline` and the flags of the pipeline that it names or, without it, that the inputs
-    choose. Flags that other pipelines read are refused with these.
-
-    but: groups of flags to leave out. Returns that pipeline. Raises InputError if it is unknown.
-    """
+    choose. Flags that other pipelines read are refused with these. but: groups of flags to leave
+    out. Returns that pipeline. Raises InputError if it is unknown."""
     reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     reader.add_argument("--pipeline", nargs="?", const=FIRST)
     name, because = reader.parse_known_args(to.words)[0].pipeline, ""
@@ -131,11 +129,9 @@ def start_ranks(
     fed: bool = False,
     patient: bool = False,
 ) -> int | None:
-    """Run the command as a process for each device, if this process is not one of them.
-
-    fed: the first of them reads this process's stdin. patient: they end by themselves when they are
-    asked to. Returns the exit status, or None.
-    """
+    """Run the command as a process for each device, if this process is not one of them. fed: the
+    first of them reads this process's stdin. patient: they end by themselves when they are asked
+    to. Returns the exit status, or None."""
     factory, count = get_factory(options.backend), prod(options.mesh.values())
     if count == 1 or not factory.process_per_device or factory.rank_and_size(os.environ)[1] > 1:
         return None

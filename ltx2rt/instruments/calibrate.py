@@ -49,10 +49,8 @@ Measures = Mapping[str, float]
 
 class CalibrationRuns:
     """The runs of a request's prompts, exact and by plan; each is made once and kept in a folder.
-
     request: resolved, with a seed and without a plan; prompt i runs with seed + i. say: is given a
-    line for each run. Raises InputError if the folder holds runs of another calibration.
-    """
+    line for each run. Raises InputError if the folder holds runs of another calibration."""
 
     def __init__(
         self,

@@ -123,11 +123,8 @@ def luma(rgb: np.ndarray) -> np.ndarray:
 
 def ssim(x: np.ndarray, y: np.ndarray) -> float:
     """Structural similarity of two f64[H, W] planes in [0, 255]: 8x8 windows every 4 pixels, as
-    FFmpeg and x264 do.
-
-    (2 mx my + C1)(2 sxy + C2) / ((mx^2 + my^2 + C1)(sx^2 + sy^2 + C2)), C1 = (0.01*255)^2, C2 =
-    (0.03*255)^2.
-    """
+    FFmpeg and x264 do. (2 mx my + C1)(2 sxy + C2) / ((mx^2 + my^2 + C1)(sx^2 + sy^2 + C2)), C1 =
+    (0.01*255)^2, C2 = (0.03*255)^2."""
     mean_x, mean_y, xx, yy, xy = (_window_means(plane) for plane in (x, y, x * x, y * y, x * y))
     unbiased = 64 / 63
     var_x, var_y = (xx - mean_x**2) * unbiased, (yy - mean_y**2) * unbiased
@@ -162,9 +159,8 @@ def rms_db(x: np.ndarray) -> float:
 
 
 def mel_l1(x: np.ndarray, y: np.ndarray) -> float | None:
-    """Mean absolute difference of log-mel amplitudes (natural logarithm, 80 bands, 10 ms) of the
-    mean of all channels over the common length; f64[channels, N] at 48 kHz. None where that is
-    empty."""
+    """Mean absolute difference of log-mel amplitudes (natural logarithm, 80 bands, 10 ms) of
+    f64[channels, N] at 48 kHz, means of channels, common length. None where that is empty."""
     size = min(x.shape[1], y.shape[1])
     if not size:
         return None
@@ -225,11 +221,8 @@ def onset_ms(a: np.ndarray, b: np.ndarray) -> float | None:
 
 def loudness(waveform: np.ndarray) -> float | None:
     """Integrated loudness in LUFS of f64[channels, N] at 48 kHz (left and right weigh 1), None
-    below 0.4 s.
-
-    ITU-R BS.1770: K-weighting, 0.4 s blocks every 0.1 s, an absolute gate at -70 and a relative one
-    10 below the mean.
-    """
+    below 0.4 s. ITU-R BS.1770: K-weighting, 0.4 s blocks every 0.1 s, an absolute gate at -70 and a
+    relative one 10 below the mean."""
     block, hop = RATE * 4 // 10, RATE // 10
     size = waveform.shape[1]
     if size < block:

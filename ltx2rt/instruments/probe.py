@@ -45,10 +45,8 @@ Arrays = dict[str, np.ndarray]
 
 class Given:
     """The tensors of --inputs, each checked when a component reads it, by name, shape and values.
-
     Whole numbers become int32, all others float32. Raises InputError for a tensor that is missing,
-    does not fit, or is left over.
-    """
+    does not fit, or is left over."""
 
     def __init__(self, request: ProbeRequest):
         self.path, self.component = request.inputs or Path(), request.component

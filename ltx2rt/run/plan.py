@@ -38,11 +38,9 @@ from ltx2rt.weights.trained import remarks
 
 @dataclass(frozen=True)
 class Plan:
-    """A resolved request, its stages, the LoRAs, and what they merge by stage.
-
-    weights: whether the model's weights are known to be distilled.
-    trained: sentences about LoRAs that `train run` made.
-    """
+    """A resolved request, its stages, the LoRAs, and what they merge by stage. weights: whether the
+    model's weights are known to be distilled. trained: sentences about LoRAs that `train run`
+    made."""
 
     request: Request
     stages: tuple[Stage, ...]
@@ -86,10 +84,8 @@ def prepared(
     options: ModelOptions, request: Request, files: Files | None = None
 ) -> tuple[Checkpoint, Request]:
     """The opened checkpoint and the resolved request, once everything is checked that needs no
-    framework.
-
-    files: those of a clip, if one is written. The request has a seed. Raises InputError.
-    """
+    framework. files: those of a clip, if one is written. The request has a seed. Raises
+    InputError."""
     options.check()
     request.check()
     request.check_options(options)

@@ -36,10 +36,8 @@ MARKED = Marks()
 
 class Run:
     """One request on a session. Its plan is checked and fits the device; `make` runs it, `save` and
-    `pictures` take the frames.
-
-    warm: it runs with `warmup`. marks: of its files. Raises InputError.
-    """
+    `pictures` take the frames. warm: it runs with `warmup`. marks: of its files. Raises
+    InputError."""
 
     def __init__(
         self, session: Session, request: Request, warm: bool = False, marks: Marks = MARKED
@@ -189,11 +187,9 @@ def produce(
     look: Callable[[Callable[[], np.ndarray]], None] | None = None,
     kept: Mapping[str, Any] | None = None,
 ) -> tuple[State, Stopwatch, Callable[[], dict[str, Any]]]:
-    """Run the plan, which fits the device, up to its frames: (state, watch, report). kept: fields of the state
-    that say where steps are kept.
-
-    report() is the dict of `--report`, once the frames are taken.
-    """
+    """Run the plan, which fits the device, up to its frames: (state, watch, report). kept: fields
+    of the state that say where steps are kept. report() is the dict of `--report`, once the frames
+    are taken."""
     work: dict[str, list[float]] = {}
     shown = on_progress or (stream is not None and stream.isatty())
     for stage in plan.stages if shown else ():

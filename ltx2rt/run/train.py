@@ -27,11 +27,9 @@ def train(
     on_progress: Callable[[Progress], None] | None = None,
     **flags: Any,
 ) -> Path:
-    """Train a LoRA and return its file, or go on with the run in `output`.
-
-    data: a cache of `train prepare`, or several. flags: those of `train run`, dashes as
-    underscores. on_progress(progress): after every step of the optimiser. Raises InputError.
-    """
+    """Train a LoRA and return its file, or go on with the run in `output`. data: a cache of `train
+    prepare`, or several. flags: those of `train run`, dashes as underscores. on_progress(progress):
+    after every step of the optimiser. Raises InputError."""
     chosen = chosen_backend() if backend == "auto" else backend
     named = {name: x for name, x in flags.items() if name in ModelOptions.__dataclass_fields__}
     rest = {name: x for name, x in flags.items() if name not in named}

@@ -96,8 +96,8 @@ class Admitted:
 
 
 class Admission:
-    """Not for several threads at once. inputs: the folder of images, named by their digests;
-    default: the pipeline of requests that name none; names: of the model, its file's by default.
+    """Not for several threads at once. inputs: the folder of files, named by their digests;
+    default: the pipeline of requests that name none; names: of the model, by default its file's.
     Raises InputError."""
 
     def __init__(

@@ -206,9 +206,8 @@ class Results:
         self, model: Mapping[str, Any], loras: Mapping[str, list[list[str | None]]]
     ) -> dict[str, str]:
         """Digests of the completed jobs by id, as all result files of the folder tell, whose clips
-        are there. loras: names and digests of the LoRAs of the jobs of this batch, by id.
-
-        Raises InputError if one of these jobs has a clip of another model."""
+        are there. loras: names and digests of the LoRAs of the jobs of this batch, by id. Raises
+        InputError if one of these jobs has a clip of another model."""
 
         def digests(loras: list[list[Any]] | None) -> list[Any]:
             return [digest for _, digest in loras or ()]

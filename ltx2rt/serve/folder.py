@@ -43,10 +43,8 @@ UNFINISHED_INPUT = re.compile(rf"\.{INPUT.pattern}\.[0-9a-f]{{8}}")
 
 class Folder:
     """The folder of one server, or of one batch; another process that opens it is refused.
-
     min_free_bytes: with less, the disk counts as full. queue: its file, if that is elsewhere.
-    Raises InputError, which names the flag, if it cannot be written, or another server uses it.
-    """
+    Raises InputError, which names the flag, if it cannot be written, or another server uses it."""
 
     def __init__(
         self,
@@ -160,11 +158,8 @@ class Folder:
 
     def sweep(self, kept: Iterable[Job], known: Collection[str]) -> list[str]:
         """Remove what dead runs have left: partial files, and files of known jobs that are not
-        kept.
-
-        known: the ids of all jobs in the queue. Finished clips of other jobs stay, for the queue
-        may be an older copy; returns their names.
-        """
+        kept. known: the ids of all jobs in the queue. Finished clips of other jobs stay, for the
+        queue may be an older copy; returns their names."""
         self._remove_unfinished()
         kept = list(kept)
         self._remove_segments(job.id for job in kept if not job.over)
@@ -297,11 +292,8 @@ def publish(
     count: int = 1,
 ) -> dict:  # fmt: skip
     """Make the job's files; the first clip comes last, when all are whole and on the disk. Returns
-    the job's result.
-
-    write: makes one of `count` clips by its number, in their order, and frames beside it where they
-    are asked for.
-    """
+    the job's result. write: makes one of `count` clips by its number, in their order, and frames
+    beside it where they are asked for."""
     clips = [stem.with_name(name) for name in clip_names(stem.name, count)]
     partials = [clip.with_name(f".{clip.stem}.partial{CLIP}") for clip in clips]
     beside = [stem.with_name(stem.name + suffix) for suffix in (THUMBNAIL, REPORT)]

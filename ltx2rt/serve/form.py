@@ -43,11 +43,8 @@ async def fields_of(
     uploads: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """The fields of a body; the files that it holds are kept, and stand where they are named by
-    their `file_id`.
-
-    folder: where; none: their bytes are there. uploads: kinds of files by the field that takes
-    them, besides images. Raises Refusal.
-    """
+    their `file_id`. folder: where; none: their bytes are there. uploads: kinds of files by the
+    field that takes them, besides images. Raises Refusal."""
     if (
         coding := request.headers.get("content-encoding", "identity").strip().lower()
     ) != "identity":

@@ -617,10 +617,8 @@ class Queue:
 
     def keep_events(self, users: Iterable[str], forgotten_s: float = 0.0) -> int:
         """Keep an event from now on for each job of these users (EVERYBODY: of all) that ends.
-
         Events of other users wait until they have a line again, at most `forgotten_s`; returns how
-        many wait.
-        """
+        many wait."""
         without = "NOT EXISTS (SELECT * FROM hooked WHERE hooked.user IN (events.user, ?))"
         with self._write() as db:
             db.execute("DELETE FROM hooked")

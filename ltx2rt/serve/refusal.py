@@ -83,10 +83,8 @@ def misfit(name: str, given: object, expected: str) -> Refusal:
 
 def of_input(error: InputError, known: Collection[str], given: Collection[str]) -> Refusal:
     """The command line's sentence, about a field if it begins with the flag of one; `param` is its
-    name.
-
-    known, given: names of fields; where `size` is given, it is the one for width and height.
-    """
+    name. known, given: names of fields; where `size` is given, it is the one for width and
+    height."""
     message, field = str(error), None
     code = "too_large_for_memory" if message.startswith("no room") else "invalid_value"
     if flag := re.match(r"(--[\w-]+):", message):

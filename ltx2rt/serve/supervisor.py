@@ -117,9 +117,8 @@ class Replica:
 
 
 class Supervisor:
-    """command: starts a worker; environments: what it is given besides, for each replica. resolve:
-    a job's names of files as paths. step_timeout_s: for a step that is not the first of its
-    stage."""
+    """command: starts a worker; environments: of each replica, besides. resolve: a job's files as
+    paths. step_timeout_s: for a step that is not the first of its stage."""
 
     def __init__(
         self,

@@ -93,9 +93,8 @@ def work(
     enhancer: Path | None = None,
     marks: Marks = MARKED,
 ) -> int:
-    """Run jobs for ever; returns the exit status after a failure that only a new process mends.
-    crew: of several ranks; enhancer: folder of the Gemma that writes prompts out; marks: of all
-    clips."""
+    """Run jobs for ever; the exit status after a failure that only a new process mends. crew: of
+    several ranks; enhancer: a Gemma that writes prompts out; marks: of all clips."""
     first = crew is None or crew.rank == 0
     projection = None
     if previews:
@@ -279,11 +278,9 @@ def _published(made: Run, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def planned(session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any]) -> Run:
-    """The run of a job whose memory is there. Raises InputError, on all ranks if on one.
-
-    A job that runs again is tried twice: its first worker was killed, and the device may still hold
-    that one's memory.
-    """
+    """The run of a job whose memory is there. Raises InputError, on all ranks if on one. A job that
+    runs again is tried twice: its first worker was killed, and the device may still hold that one's
+    memory."""
     if job["epoch"] > 1:
         try:
             return _planned(session, own, job)

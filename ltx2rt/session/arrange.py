@@ -113,10 +113,7 @@ def choose(
 ) -> Choice | None:
     """The mesh of a run of these stages; None if nothing of it is split. If not all weights stay on
     the devices, the time of reloading them is included. Where none fits, the one of the least
-    weights.
-
-    Raises InputError if none splits it, in the words of the profile's own mesh.
-    """
+    weights. Raises InputError if none splits it, in the words of the profile's own mesh."""
     budget = DatasheetBackend(kind, {}).device().room_bytes(options.max_memory)
     estimator = Estimator(Session(checkpoint, DatasheetBackend(kind, {}), options), kind)
     ranked, tried = arrangements(estimator, devices, stages), None

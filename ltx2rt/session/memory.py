@@ -78,9 +78,8 @@ class Memory:
         held: Mapping[WeightsKey, int] | None = None,
         recorded_bytes: int = 0,
     ) -> list[StageCost]:
-        """Costs of each stage that calls networks on the busiest device. held: sets of weights that
-        are there before, with their bytes; recorded_bytes: what recorded steps keep there, which is
-        not counted."""
+        """Costs of each stage that calls networks on the busiest device. held: bytes of sets that
+        are there before; recorded_bytes: what recorded steps keep, which is not counted."""
         found, here = [], dict(held or {})
         for stage, part, calls in self._rows(stages):
             # as if one device had the largest, and no fewer than others

@@ -92,11 +92,8 @@ def opened_checkpoint(options: ModelOptions) -> Checkpoint:
 
 def located(options: ModelOptions, wanted: Collection[str] = OPTIONAL) -> ModelOptions:
     """The options with repositories of the hub replaced by files in its cache, which are downloaded
-    if need be.
-
-    wanted: optional kinds of files that come with the checkpoint where no flag names them. Raises
-    InputError.
-    """
+    if need be. wanted: optional kinds of files that come with the checkpoint where no flag names
+    them. Raises InputError."""
 
     def local(path: Path, part: str, wanted: tuple[str, ...] = ()) -> Path:
         repo = parse_repo(path)

@@ -37,11 +37,9 @@ class LoraSpec:
 
 @dataclass(frozen=True)
 class PlannedLora(LoraSpec):
-    """A LoRA of a run: another file of the same name is another LoRA.
-
-    file: what `weights.files.identity` gave when the run was planned. beside: it stays apart from
-    the weights. parts: the parts of the checkpoint that it changes.
-    """
+    """A LoRA of a run: another file of the same name is another LoRA. file: what
+    `weights.files.identity` gave when the run was planned. beside: it stays apart from the weights.
+    parts: the parts of the checkpoint that it changes."""
 
     file: tuple[int, ...] = ()
     beside: bool = False
@@ -59,11 +57,9 @@ def parse_number(text: str) -> float | None:
 
 
 def from_tuple(given: Sequence[Any], *kinds: Callable[[Any], Any]) -> list[Any]:
-    """The parts of a tuple that a Python caller gave for a flag, each read by its kind.
-
-    Raises TypeError, ValueError or AttributeError, which `flags` makes an InputError that names the
-    flag.
-    """
+    """The parts of a tuple that a Python caller gave for a flag, each read by its kind. Raises
+    TypeError, ValueError or AttributeError, which `flags` makes an InputError that names the
+    flag."""
     if not 1 <= len(given) <= len(kinds):
         raise ValueError
     return [kind(part) for kind, part in zip(kinds[: len(given)], given, strict=True)]

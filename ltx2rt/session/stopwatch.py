@@ -34,11 +34,8 @@ class StageTime:
 @dataclass(frozen=True)
 class Progress:
     """step of `of` steps, of decoding pixel frames, of the stage are done (0 of 0: a stage without
-    steps begins).
-
-    fraction: of the whole run, its stages weighted by their work; eta_s: estimated seconds left,
-    None before anything is done.
-    """
+    steps begins). fraction: of the whole run, its stages weighted by their work; eta_s: estimated
+    seconds left, None before anything is done."""
 
     stage: str
     step: int

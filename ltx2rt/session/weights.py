@@ -111,9 +111,8 @@ class Counted:
 
 
 class WeightStore:
-    """loading: entered around every load, given the network's name. loaded_bytes: read so far, of
-    checkpoint and merged tensors. again: True if every set will be loaded again (after a
-    warm-up)."""
+    """loading: entered around loads, given the network's name. loaded_bytes: read so far, also
+    merged ones. again: whether every set will be loaded again (after a warm-up)."""
 
     def __init__(self, checkpoint: Checkpoint, backend: Backend, options: ModelOptions, dtype: str):
         self.checkpoint, self.backend, self.options = checkpoint, backend, options
@@ -196,11 +195,8 @@ class WeightStore:
 
     def audit(self, call: Call, graph: Graph) -> list[Merge]:
         """Compare the graph's parameters with the checkpoint, and the LoRAs' keys with both.
-        Headers only.
-
-        Returns what every LoRA of the call will merge into the tensors that the graph reads. Raises
-        InputError.
-        """
+        Headers only. Returns what every LoRA of the call will merge into the tensors that the graph
+        reads. Raises InputError."""
         source = self.source(call)
         weights = {name: spec for name, spec in graph.parameters().items() if MARK not in name}
         audit(weights, source, source.where, bool(call.row.partial(call.sizes)))

@@ -130,10 +130,8 @@ def read_clips(
     path: Path, columns: Mapping[str, str | None] | None = None
 ) -> tuple[list[CaptionedClip], list[tuple[str, str]]]:
     """The samples of a folder, or of a CSV, JSON or JSONL file, in a fixed order, and the faults of
-    others: (name, reason).
-
-    columns: names of a table's columns for kinds of COLUMNS, None: found. Raises InputError for
-    data without clips."""
+    others: (name, reason). columns: names of a table's columns for kinds of COLUMNS, None: found.
+    Raises InputError for data without clips."""
     names = {kind: (column,) for kind, column in (columns or {}).items() if column}
     if names and path.is_dir():
         raise InputError(

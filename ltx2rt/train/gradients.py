@@ -29,10 +29,8 @@ GRADIENT = AdamW(betas=(0.0, 0.999), max_norm=np.inf)  # its first moment is the
 
 def read_factors(lora: Lora, source: TensorReader) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """A [rank, in] and B [out, rank] of every module of a LoRA in float32, by the module's official
-    name in the checkpoint `source`; strength and alpha / rank are part of B.
-
-    Raises InputError if it is no LoRA of this model.
-    """
+    name in the checkpoint `source`; strength and alpha / rank are part of B. Raises InputError if
+    it is no LoRA of this model."""
     names, found = set(source.names()), {}
     changes = lora.on(names)
     if lost := [*(name for name in changes if name not in names), *lora.unknown]:

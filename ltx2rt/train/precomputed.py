@@ -48,11 +48,8 @@ def folder_of(path: Path) -> Path | None:
 
 def read_pt(path: Path) -> dict[str, Any]:
     """The dictionary of numbers and arrays in a file of `torch.save`. Raises InputError for a file
-    that holds anything else.
-
-    torch runs no code of the file. Compressed members, other types and tensors of more numbers than
-    their storage holds could take any memory and are refused.
-    """
+    that holds anything else. torch runs no code of the file. Compressed members, other types and
+    tensors of more numbers than their storage holds could take any memory and are refused."""
     existing_file("--data", path)
     if find_spec("torch") is None:
         raise InputError(f"{path}: reading it takes PyTorch; in the clone: pip install '.[cuda]'")
@@ -134,9 +131,7 @@ def read_folder(folder: Path) -> list[Precomputed]:
 def latents(clip: Precomputed, config: ModelConfig) -> tuple[dict[str, np.ndarray], Bucket, str]:
     """The arrays that `train prepare` makes of a clip: float32 video and reference [C, f, h, w],
     audio [channels, n, mel] and mask [f, h, w], whichever there are; its size; its frames a second.
-
-    Raises InputError for latents of another model, and for sound of another length.
-    """
+    Raises InputError for latents of another model, and for sound of another length."""
     found: dict[str, np.ndarray] = {}
     fps = Fraction(FPS)
     for kind, path in (("video", clip.video), ("reference", clip.reference)):

@@ -231,9 +231,8 @@ SCHEDULES: Mapping[str, Callable[[int, int], float]] = {  # share of --lr by ste
 
 
 def rate(base: float, step: int, steps: int, schedule: str, warmup: int) -> float:
-    """Return the rate of step `step` of `steps`, which rises from 0 in `warmup` steps. SCHEDULES
-    are torch's formulas of LinearLR, CosineAnnealingLR, CosineAnnealingWarmRestarts, PolynomialLR
-    and StepLR."""
+    """Return the rate of a step, which rises from 0 in `warmup` steps. SCHEDULES are torch's
+    LinearLR, CosineAnnealingLR, CosineAnnealingWarmRestarts, PolynomialLR and StepLR."""
     return base * SCHEDULES[schedule](step, max(1, steps)) * min(1.0, (step + 1) / (warmup + 1))
 
 

@@ -81,10 +81,9 @@ def new_state(
     keep: int,
     keep_every: int = 0,
 ) -> Iterator[None]:
-    """Write a state; it counts after the files that are written meanwhile.
-
-    keep: number of latest states that stay; keep_every: multiples of it stay as well, 0: none.
-    Raises NotWritten if the disk is full; earlier states are whole."""
+    """Write a state; it counts after the files that are written meanwhile. keep: number of latest
+    states that stay; keep_every: multiples of it stay as well, 0: none. Raises NotWritten if the
+    disk is full; earlier states are whole."""
     folder, partial = run / STATES / f"{step:06d}", run / STATES / f".{step:06d}.partial"
     try:
         for old in partial.parent.glob(".*.partial"):  # left by a killed process

@@ -194,9 +194,8 @@ class Step:
         begin: Mapping[str, np.ndarray] | None = None,
         deterministic: bool = False,
     ) -> Trainer:
-        """others: smaller steps, whose batches it takes, too. begin: values of adapters before the
-        first step that are not drawn. Raises InputError if the model does not fit the graph, or the
-        graph the memory."""
+        """others: smaller steps, whose batches it also takes. begin: first values of adapters that
+        are not drawn. Raises InputError if model and graph do not fit, or memory is short."""
         source = self.session.checkpoint.source("transformer")
         frozen = {name: spec for name, spec in self.graph.parameters().items() if MARK not in name}
         audit(frozen, source, source.where, partial=len(self.streams) < 2)

@@ -95,11 +95,9 @@ def parse_segment_seed(text: str | Sequence[int] | SegmentSeed) -> SegmentSeed:
 
 @dataclass(frozen=True)
 class Segments(Group):
-    """A clip in segments, and one of its segments.
-
-    parts_folder: where the segments are kept; those that are there are not made again. number: of
-    the segment, from 1, whose request this is; 0: the clip's.
-    """
+    """A clip in segments, and one of its segments. parts_folder: where the segments are kept; those
+    that are there are not made again. number: of the segment, from 1, whose request this is; 0: the
+    clip's."""
 
     segment_frames: int | None = flag(
         None,
