@@ -26,9 +26,9 @@ from ltx2rt.serve.core import KEEP_S
 from ltx2rt.serve.files import EVENT_GAP_S, Files
 from ltx2rt.serve.form import Gone, fields_of
 from ltx2rt.serve.gate import COOKIE, PAGE, RETRY_S, nothing_here, refused
+from ltx2rt.serve.jobs import Job
 from ltx2rt.serve.openapi import openapi
 from ltx2rt.serve.orders import Orders
-from ltx2rt.serve.queue import Job
 from ltx2rt.serve.refusal import Refusal
 from ltx2rt.serve.videos import Videos
 from ltx2rt.weights.digests import digest

@@ -22,7 +22,7 @@ from ltx2rt.pipelines.groups.images import PlacedImage, parse_image
 from ltx2rt.serve.admission import Admission
 from ltx2rt.serve.fields import uploads
 from ltx2rt.serve.folder import sync
-from ltx2rt.serve.queue import COMPLETED
+from ltx2rt.serve.jobs import COMPLETED
 from ltx2rt.serve.upload import IMAGE
 from ltx2rt.session.options import LoraSpec
 from ltx2rt.text_files import read_text

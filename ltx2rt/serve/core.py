@@ -17,9 +17,10 @@ from ltx2rt.serve.apart import Apart
 from ltx2rt.serve.board import Board
 from ltx2rt.serve.folder import Folder, clip_names
 from ltx2rt.serve.gate import RETRY_S
+from ltx2rt.serve.jobs import COMPLETED, JOB_ID, QUEUED, RUNNING, Job
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.pace import Pace
-from ltx2rt.serve.queue import COMPLETED, JOB_ID, QUEUED, RUNNING, Job, QueueFull
+from ltx2rt.serve.queue import QueueFull
 from ltx2rt.serve.refusal import Refusal, misfit
 from ltx2rt.serve.supervisor import QueueThread, Supervisor, in_thread
 from ltx2rt.serve.users import Users

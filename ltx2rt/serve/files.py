@@ -21,8 +21,8 @@ from ltx2rt.serve.admission import as_given
 from ltx2rt.serve.answers import Json, Opened
 from ltx2rt.serve.core import Core, require_video
 from ltx2rt.serve.folder import CLIP, FRAMES, SEGMENTS, THUMBNAIL, clip_names, frames_of
+from ltx2rt.serve.jobs import COMPLETED, Job
 from ltx2rt.serve.preview import sprite_sheet
-from ltx2rt.serve.queue import COMPLETED, Job
 from ltx2rt.serve.refusal import Refusal, invalid, misfit
 from ltx2rt.serve.video import in_segments
 from ltx2rt.stages.segments import stops

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from ltx2rt.errors import InputError
 from ltx2rt.run.segments import discard
-from ltx2rt.serve.queue import JOB_ID, Job
+from ltx2rt.serve.jobs import JOB_ID, Job
 from ltx2rt.system import sync, take_lock
 from ltx2rt.text_files import read_json
 

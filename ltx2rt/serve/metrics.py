@@ -9,7 +9,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from ltx2rt.serve.queue import Job
+from ltx2rt.serve.jobs import Job
 
 SECONDS = (0.01, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800, 3600)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ltx2rt.serve.admission import MAX_PRIORITY, MAX_VIDEOS, OURS, Admission
 from ltx2rt.serve.fields import MAX_PROMPT, uploads
-from ltx2rt.serve.queue import JOB_ID
+from ltx2rt.serve.jobs import JOB_ID
 
 
 def _body(admission: Admission) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from ltx2rt.serve.answers import Json
 from ltx2rt.serve.core import Core, too_many
 from ltx2rt.serve.fields import number, uploads
 from ltx2rt.serve.form import fields_of
-from ltx2rt.serve.queue import QUEUED, Conflict, Job, QueueFull
+from ltx2rt.serve.jobs import QUEUED, Job
+from ltx2rt.serve.queue import Conflict, QueueFull
 from ltx2rt.serve.refusal import Refusal, invalid
 from ltx2rt.serve.upload import IMAGE, SUFFIX, VIDEO
 from ltx2rt.serve.video import settings

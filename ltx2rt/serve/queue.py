@@ -3,32 +3,34 @@
     queued -> in_progress -> completed | failed | cancelled
        ^-----------'  its replica or the server died
 
-Decides what is durable and when: a call that returns has reached the disk (WAL, synchronous FULL).
-A move is one compare-and-set on status and epoch; each claim begins an epoch, so that work on an
-earlier one changes nothing. One process has the file open, one thread at a time uses it.
-
-How long jobs run and results are kept is counted in the seconds that servers have had this file
-open, which no change of the machine's clock moves.
+Decides how jobs move, and whose is next; `jobs` has their rows. A move is one compare-and-set on
+status and epoch; each claim begins an epoch, so that work on an earlier one changes nothing. One
+process has the file open, one thread at a time uses it.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import secrets
-import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ltx2rt.errors import InputError
+from ltx2rt.serve.jobs import (
+    CANCELLED,
+    COMPLETED,
+    EVERYBODY,
+    FAILED,
+    QUEUED,
+    RUNNING,
+    STATUSES,
+    Job,
+    JobFile,
+    failure,
+    new_id,
+)
 
-QUEUED, RUNNING, COMPLETED, FAILED = "queued", "in_progress", "completed", "failed"
-CANCELLED = "cancelled"
-STATUSES = (QUEUED, RUNNING, COMPLETED, FAILED, CANCELLED)
 # deaths of replicas under one job; runs, with those that a dying server ended
 MAX_DEATHS, MAX_ATTEMPTS = (3, 10)
 LAST = 10**12  # added to the place of a job that goes after the others
@@ -36,42 +38,6 @@ MAX_SAME_SET = 4  # jobs in a row that may overtake others because their LoRAs a
 RUNS = 50  # that estimates are made from
 USER_SHARE = 10  # parts of a shared queue; a user may fill one
 RETRY_S = 60  # for so long a client's retry with the same body is the same job
-VERSION, APPLICATION = 1, 0x6C747832  # PRAGMA user_version; application_id, "ltx2"
-ULID = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
-JOB_ID = re.compile(r"video_[0-9A-HJKMNP-TV-Z]{26}")
-JSON = ("given", "job", "error", "result")
-NO_JOB = dict(pipeline="", clip={}, images=[], loras=[])
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS jobs(
-    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, user TEXT NOT NULL, key TEXT,
-    digest TEXT NOT NULL, status TEXT NOT NULL, priority INTEGER NOT NULL, work REAL NOT NULL,
-    loras TEXT NOT NULL, given TEXT NOT NULL, job TEXT NOT NULL, remixed_from TEXT,
-    attempts INTEGER NOT NULL DEFAULT 0, deaths INTEGER NOT NULL DEFAULT 0,
-    progressed INTEGER NOT NULL DEFAULT 0,
-    epoch INTEGER NOT NULL DEFAULT 0, cancel REAL, created REAL NOT NULL, started REAL,
-    finished REAL, error TEXT,
-    result TEXT, start_uptime_s REAL, end_uptime_s REAL, UNIQUE(user, key));
-CREATE TABLE IF NOT EXISTS uptime(seconds REAL NOT NULL);
-CREATE TABLE IF NOT EXISTS paused(since REAL NOT NULL);
-CREATE TABLE IF NOT EXISTS hooked(user TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS events(
-    id TEXT PRIMARY KEY, user TEXT NOT NULL, job TEXT NOT NULL, kind TEXT NOT NULL, created REAL NOT NULL,
-    since_s REAL NOT NULL, due_s REAL NOT NULL, tries INTEGER NOT NULL DEFAULT 0);
-CREATE INDEX IF NOT EXISTS waiting ON jobs(status, priority, seq);
-CREATE INDEX IF NOT EXISTS recent ON jobs(user, digest);
-"""
-EVERYBODY = "*"  # in `hooked`: users without a line of their own
-ENDED = f"""
-CREATE TRIGGER IF NOT EXISTS ended AFTER UPDATE OF status ON jobs
-WHEN NEW.status<>OLD.status AND NEW.status IN ('{COMPLETED}', '{FAILED}', '{CANCELLED}')
-    AND EXISTS (SELECT * FROM hooked WHERE user IN (NEW.user, '{EVERYBODY}'))
-BEGIN
-    INSERT INTO events(id, user, job, kind, created, since_s, due_s)
-    SELECT 'evt_' || lower(hex(randomblob(16))), NEW.user, NEW.id,
-        CASE NEW.status WHEN '{COMPLETED}' THEN '{COMPLETED}' ELSE '{FAILED}' END,
-        COALESCE(NEW.finished, NEW.created), seconds, seconds FROM uptime;
-END
-"""
 
 
 class QueueFull(Exception):
@@ -84,54 +50,6 @@ class QueueFull(Exception):
 
 class Conflict(Exception):
     """An idempotency key came again with another body."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """A row. given: the fields as the client sent them; job: what a worker is sent, resolved. work:
-    of the run, in any unit; loras: the set that it needs loaded. cancel, created, started,
-    finished: seconds since 1970. result: what the worker told of the finished file; its `file` is
-    None once that has expired. start_uptime_s, end_uptime_s: `uptime` when its latest run began,
-    and when it was over."""
-
-    id: str
-    seq: int
-    user: str
-    status: str
-    priority: int
-    work: float
-    loras: str
-    given: dict[str, Any]
-    job: dict[str, Any]
-    remixed_from: str | None
-    attempts: int
-    deaths: int
-    progressed: int
-    epoch: int
-    cancel: float | None
-    created: float
-    started: float | None
-    finished: float | None
-    error: dict[str, str] | None
-    result: dict[str, Any] | None
-    start_uptime_s: float | None
-    end_uptime_s: float | None
-
-    @property
-    def over(self) -> bool:
-        return self.status not in (QUEUED, RUNNING)
-
-    @property
-    def stem(self) -> str:
-        """Stem of the files of this epoch."""
-        return f"{self.id}.{self.epoch}"
-
-    @property
-    def run_s(self) -> float | None:
-        """How long the latest run took, once it is over."""
-        if self.start_uptime_s is None or self.end_uptime_s is None:
-            return None
-        return self.end_uptime_s - self.start_uptime_s
 
 
 @dataclass(frozen=True)
@@ -148,54 +66,8 @@ class WebhookEvent:
     waited_s: float
 
 
-COLUMNS = ", ".join(f.name for f in fields(Job))
-
-
-def new_id(last: str = "") -> str:
-    """`video_` and a ULID: milliseconds in 48 bits, 80 random ones. last: the id before; one that
-    sorts after it is made even if the clock went back."""
-    number = (int(time.time() * 1000) << 80) | secrets.randbits(80)
-    if JOB_ID.fullmatch(last):
-        before = 0
-        for letter in last.removeprefix("video_"):
-            before = before << 5 | ULID.index(letter)
-        if before >= number:
-            number = before + 1 + secrets.randbits(64)
-    return "video_" + "".join(ULID[number >> shift & 31] for shift in range(125, -1, -5))
-
-
-def failure(code: str, message: str) -> dict[str, str]:
-    return {"code": code, "message": message}
-
-
-def _whole(given: str, job: str, error: str | None, result: str | None) -> bool:
-    """Whether the JSON of a row is a job's, as its readers take it."""
-    try:
-        read = [json.loads(text) if text else None for text in (given, job, error, result)]
-    except (ValueError, TypeError, RecursionError):
-        return False
-    match read:
-        case [
-            dict(),
-            {"pipeline": str(), "clip": dict(), "images": list(images), "loras": list(loras)},
-            None | {"code": str(), "message": str()},
-            None | dict(),
-        ]:
-            files = read[1].get("files", {})
-            named = isinstance(files, dict) and all(isinstance(one, list) for one in files.values())
-            kept = (
-                [*images, *loras, *(file for one in files.values() for file in one)]
-                if named
-                else [0]
-            )
-            counts = isinstance(read[1].get("n", 1), int)
-            return counts and all(isinstance(x, list) and x and isinstance(x[0], str) for x in kept)
-    return False
-
-
-class Queue:
-    """path: of the file, or ":memory:". most: videos that may wait. shared: among several users.
-    wait_s: for another program's lock."""
+class Queue(JobFile):
+    """most: videos that may wait. shared: among several users. The others: as of `JobFile`."""
 
     def __init__(
         self, path: Path | str, most: int = 1000, shared: bool = False, wait_s: float = 5.0
@@ -205,110 +77,7 @@ class Queue:
         self._served: dict[str, float] = {}
         self._waited: set[str] = set()  # users who had jobs in the queue at the latest claim
         self._clock = 0.0
-        self._opened = time.monotonic()
-        try:
-            self._db = sqlite3.connect(path, wait_s, isolation_level=None, check_same_thread=False)
-            self._db.row_factory = sqlite3.Row
-            found = (
-                self._db.execute("PRAGMA application_id").fetchone()[0],
-                self._pragma("user_version"),
-            )
-            if found[0] == APPLICATION and found[1] > VERSION:
-                raise InputError(
-                    f"--data: {path} is the queue of a newer ltx2rt (version {found[1]}, this one "
-                    f"reads {VERSION}); start that one, or name another folder"
-                )
-            if found not in ((0, 0), (APPLICATION, VERSION)) or (
-                found == (0, 0) and self._tables()
-            ):
-                raise InputError(
-                    f"--data: {path} is another program's database; name another folder"
-                )
-            if (state := self._pragma("quick_check(1)")) != "ok":
-                raise sqlite3.DatabaseError(str(state).splitlines()[-1])
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=FULL")
-            with self._write():
-                for statement in (*filter(str.strip, SCHEMA.split(";")), ENDED):
-                    self._db.execute(statement)
-                self._upgrade()
-                self._db.execute(f"PRAGMA application_id={APPLICATION}")
-                self._db.execute(f"PRAGMA user_version={VERSION}")
-            self._before_s = self._db.execute("SELECT seconds FROM uptime").fetchone()[0]
-        except sqlite3.Error as error:
-            if "locked" in str(error):
-                reason = "another program holds it; end that one"
-                raise InputError(f"--data: {path} is locked: {reason}") from error
-            raise InputError(
-                f"--data: {path} cannot be opened as a queue ({error}); put a good copy of it "
-                "there, or name another folder; finished clips are files beside it"
-            ) from error
-
-    def _upgrade(self) -> None:
-        """Bring a file of an earlier ltx2rt up to date, and fail jobs whose rows are damaged."""
-        columns = {row["name"] for row in self._db.execute("PRAGMA table_info(jobs)")}
-        if "progressed" not in columns:
-            self._db.execute("ALTER TABLE jobs ADD COLUMN progressed INTEGER NOT NULL DEFAULT 0")
-        if "end_uptime_s" not in columns:
-            self._db.execute("ALTER TABLE jobs ADD COLUMN start_uptime_s REAL")
-            self._db.execute("ALTER TABLE jobs ADD COLUMN end_uptime_s REAL")
-            self._db.execute("UPDATE jobs SET end_uptime_s=0 WHERE finished IS NOT NULL")
-        self._db.execute("INSERT INTO uptime SELECT 0 WHERE NOT EXISTS (SELECT * FROM uptime)")
-        rows = self._db.execute(f"SELECT id, {', '.join(JSON)} FROM jobs").fetchall()
-        damaged = [(row["id"],) for row in rows if not _whole(*map(row.__getitem__, JSON))]
-        error = json.dumps(failure("internal", "its row in the queue was damaged; send it again"))
-        self._db.executemany(
-            f"UPDATE jobs SET status='{FAILED}', error='{error}', given='{{}}', "
-            f"job='{json.dumps(NO_JOB)}', result=NULL, end_uptime_s=0 WHERE id=?",
-            damaged,
-        )
-
-    def uptime(self) -> float:
-        """Seconds that servers have had this file open, all together."""
-        return self._before_s + time.monotonic() - self._opened
-
-    def keep_uptime(self) -> None:
-        with self._write() as db:
-            self._keep_uptime(db)
-
-    def _keep_uptime(self, db: sqlite3.Connection) -> float:
-        db.execute("UPDATE uptime SET seconds=?", (now := self.uptime(),))
-        return now
-
-    def _pragma(self, name: str) -> Any:
-        return self._db.execute(f"PRAGMA {name}").fetchone()[0]
-
-    def _tables(self) -> int:
-        return self._db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
-
-    def close(self) -> None:
-        self._db.close()
-
-    @contextmanager
-    def _write(self) -> Iterator[sqlite3.Connection]:
-        """One transaction: on the disk when the body has ended, or not begun."""
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield self._db
-            self._db.execute("COMMIT")
-        except BaseException:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise
-
-    def _jobs(self, where: str, *values: Any) -> list[Job]:
-        rows = self._db.execute(f"SELECT {COLUMNS} FROM jobs WHERE {where}", values)
-        return [
-            Job(**{n: json.loads(x) if n in JSON and x else x for n, x in dict(row).items()})
-            for row in rows
-        ]
-
-    def _count(self, where: str, *values: Any) -> int:
-        return self._db.execute(f"SELECT COUNT(*) FROM jobs WHERE {where}", values).fetchone()[0]
-
-    def _videos(self, where: str, *values: Any) -> int:
-        videos = "SELECT COALESCE(SUM(COALESCE(json_extract(job, '$.n'), 1)), 0)"
-        return self._db.execute(f"{videos} FROM jobs WHERE {where}", values).fetchone()[0]
+        super().__init__(path, wait_s)
 
     # --- clients ----------------------------------------------------------------------------------
 
@@ -469,12 +238,8 @@ class Queue:
     def delete(self, id: str) -> bool:
         """Forget a job that is over."""
         with self._write() as db:
-            return (
-                db.execute(
-                    "DELETE FROM jobs WHERE id=? AND status NOT IN (?, ?)", (id, QUEUED, RUNNING)
-                ).rowcount
-                == 1
-            )
+            over = "DELETE FROM jobs WHERE id=? AND status NOT IN (?, ?)"
+            return db.execute(over, (id, QUEUED, RUNNING)).rowcount == 1
 
     # --- replicas ---------------------------------------------------------------------------------
 
@@ -520,19 +285,11 @@ class Queue:
     ) -> bool:  # fmt: skip
         """End the run of this epoch; whether it was still the job's."""
         with self._write() as db:
+            ended = time.time(), self._keep_uptime(db), json.dumps(error), json.dumps(result)
             moved = db.execute(
                 "UPDATE jobs SET status=?, finished=?, end_uptime_s=?, error=?, result=? "
                 "WHERE id=? AND status=? AND epoch=?",
-                (
-                    *(
-                        status,
-                        time.time(),
-                        self._keep_uptime(db),
-                        json.dumps(error),
-                        json.dumps(result),
-                    ),
-                    *(id, RUNNING, epoch),
-                ),
+                (status, *ended, id, RUNNING, epoch),
             )
             return moved.rowcount == 1
 
@@ -551,10 +308,8 @@ class Queue:
             if job.cancel is not None:
                 status, said = CANCELLED, failure("cancelled", "cancelled while it ran")
             elif deaths >= MAX_DEATHS or job.attempts - job.progressed >= MAX_ATTEMPTS:
-                status, said = (
-                    FAILED,
-                    error or failure("worker_died", f"ended {job.attempts} times without a result"),
-                )
+                ended_so = f"ended {job.attempts} times without a result"
+                status, said = FAILED, error or failure("worker_died", ended_so)
             if status != QUEUED:
                 finished, ended = time.time(), self._keep_uptime(db)
             db.execute(

@@ -28,7 +28,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.notes import note
 from ltx2rt.serve.batch import Line, Results, clashes, digest_of, read, seeded, with_files
 from ltx2rt.serve.folder import frames_of
-from ltx2rt.serve.queue import COMPLETED, FAILED, failure
+from ltx2rt.serve.jobs import COMPLETED, FAILED, failure
 from ltx2rt.serve.upload import EXR, IMAGE, MAX_BYTES
 from ltx2rt.text_files import parse
 

@@ -26,8 +26,9 @@ from ltx2rt.errors import InputError
 from ltx2rt.serve.board import Board, log
 from ltx2rt.serve.fields import as_given
 from ltx2rt.serve.folder import CLIP, STORAGE, Folder
+from ltx2rt.serve.jobs import CANCELLED, COMPLETED, FAILED, QUEUED, Job, failure
 from ltx2rt.serve.metrics import Metrics
-from ltx2rt.serve.queue import CANCELLED, COMPLETED, FAILED, QUEUED, Job, Queue, failure
+from ltx2rt.serve.queue import Queue
 from ltx2rt.stages.segments import SEGMENT
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.serve.board import Progress
-from ltx2rt.serve.queue import CANCELLED, COMPLETED, FAILED, RUNNING, Job
+from ltx2rt.serve.jobs import CANCELLED, COMPLETED, FAILED, RUNNING, Job
 
 
 def as_video(

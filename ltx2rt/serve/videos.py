@@ -12,16 +12,8 @@ from ltx2rt.serve.answers import Json
 from ltx2rt.serve.core import Core, too_many
 from ltx2rt.serve.folder import inputs_of
 from ltx2rt.serve.gate import RETRY_S
-from ltx2rt.serve.queue import (
-    CANCELLED,
-    COMPLETED,
-    FAILED,
-    QUEUED,
-    RUNNING,
-    STATUSES,
-    Job,
-    QueueFull,
-)  # fmt: skip
+from ltx2rt.serve.jobs import CANCELLED, COMPLETED, FAILED, QUEUED, RUNNING, STATUSES, Job
+from ltx2rt.serve.queue import QueueFull
 from ltx2rt.serve.refusal import Refusal, invalid, misfit
 
 DELETE_WAIT_S = 30

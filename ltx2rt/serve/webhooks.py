@@ -30,8 +30,9 @@ from urllib.parse import urlsplit
 
 from ltx2rt.errors import InputError
 from ltx2rt.serve.board import Board
+from ltx2rt.serve.jobs import EVERYBODY
 from ltx2rt.serve.metrics import Metrics
-from ltx2rt.serve.queue import EVERYBODY, WebhookEvent
+from ltx2rt.serve.queue import WebhookEvent
 from ltx2rt.serve.supervisor import QueueThread, in_thread
 from ltx2rt.text_files import flag_lines
 from ltx2rt.version import VERSION

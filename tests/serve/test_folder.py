@@ -9,7 +9,7 @@ import pytest
 from ltx2rt.errors import InputError
 from ltx2rt.serve import folder as module
 from ltx2rt.serve.folder import Folder, publish
-from ltx2rt.serve.queue import new_id
+from ltx2rt.serve.jobs import new_id
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ import pytest
 
 from ltx2rt.errors import InputError
 from ltx2rt.serve import queue as module
-from ltx2rt.serve.queue import JOB_ID, MAX_ATTEMPTS, Conflict, Queue, QueueFull, failure, new_id
+from ltx2rt.serve.jobs import JOB_ID, failure, new_id
+from ltx2rt.serve.queue import MAX_ATTEMPTS, Conflict, Queue, QueueFull
 
 
 @pytest.fixture
