@@ -30,6 +30,7 @@ import pytest
 import torch
 from virtual import xla_flags
 
+from ltx2rt.errors import InputError
 from ltx2rt.flags import flagged
 from ltx2rt.pipelines import FIRST, pipeline
 
@@ -269,6 +270,11 @@ def install_backend(tmp_path, monkeypatch) -> Callable[[str, str], None]:
         importlib.invalidate_caches()
 
     return install
+
+
+def refused(says: str):
+    """A block that has to raise InputError, with a sentence that this pattern finds."""
+    return pytest.raises(InputError, match=says)
 
 
 def run_cli(argv: list[str]) -> tuple[int, str, str]:

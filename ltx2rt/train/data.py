@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 import os
 from collections import defaultdict
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.errors import InputError
+from ltx2rt.notes import note
 from ltx2rt.stages.source_video import usable_frames
 from ltx2rt.text_files import parse, read_json_lines, read_text
 
@@ -26,16 +28,18 @@ VIDEOS = (".mp4", ".mov", ".m4v", ".mkv", ".webm", ".avi", ".gif")
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".heic")  # clips of one frame
 SOUNDS = (".wav", ".flac", ".mp3", ".m4a", ".ogg", ".opus")
 COLUMNS = {  # names in a table, the official one first
-    "video": ("video", "media_path", "video_path", "file_name"),
+    "video": ("video", "media_path", "video_path", "file_name", "file_path", "path", "image_path"),
     "caption": ("caption", "text", "prompt"),
-    "audio": ("audio",),
-    "reference": ("reference_video", "ref_media_path"),
+    "audio": ("audio", "audio_path"),
+    "reference": ("reference_video", "ref_media_path", "control_path"),
     "mask": ("video_mask",),
     "audio_reference": ("reference_audio",),
     "audio_mask": ("audio_mask",),
 }
 BESIDE = ("reference", "mask")  # NAME.reference.mp4 beside NAME.mp4; a sound there is audio_*
 SYSTEM = ("__MACOSX", "@eaDir", "Thumbs.db", "desktop.ini")  # beside names that begin with a dot
+CAPTIONS = (".txt", ".caption")  # endings, the second one kohya's
+TABLES = ("metadata.jsonl", "metadata.csv", "captions.json")  # in a folder; Hugging Face's first
 CAPTION_BYTES = 10**6
 
 
@@ -133,17 +137,21 @@ def read_clips(
     others: (name, reason). columns: names of a table's columns for kinds of COLUMNS, None: found.
     Raises InputError for data without clips."""
     names = {kind: (column,) for kind, column in (columns or {}).items() if column}
+    if not path.exists():
+        raise InputError(
+            f"{path} does not exist; pass a folder of clips, or a CSV, JSON or JSONL file"
+        )
+    found = [*_clips_of(path)] if path.is_dir() else []
+    table = next((path / name for name in TABLES if (path / name).is_file()), None)
+    if table and not any(map(_text_file, (file for file, _ in found))):
+        note(f"captions: {table}")
+        path = table
     if names and path.is_dir():
         raise InputError(
             f"--{next(iter(names))}-column: {path} is a folder, whose captions are NAME.txt; "
             "leave it out"
         )
-    if not path.exists():
-        raise InputError(
-            f"{path} does not exist; pass a folder of clips, or a CSV, JSON or JSONL file"
-        )
     if path.is_dir():
-        found = _clips_of(path)
         made = [(str(f.relative_to(path)), partial(_clip, path, f, more)) for f, more in found]
     else:
         rows = enumerate(_rows(path), 1)
@@ -197,20 +205,32 @@ def _clip(folder: Path, file: Path, more: Mapping[str, Path]) -> CaptionedClip:
     """The sample of a file, with its caption and sound from the neighbouring files."""
     sound = file.suffix.lower() in SOUNDS
     beside = next((p for p in map(file.with_suffix, SOUNDS) if p.exists()), None)
-    text = file.with_suffix(".txt")
-    caption = read_text(text, CAPTION_BYTES).strip() if os.path.lexists(text) else ""
+    text = _text_file(file)
+    caption = read_text(text, CAPTION_BYTES).strip() if text else ""
     name, video, audio = str(file.relative_to(folder)), *((None, file) if sound else (file, beside))
     return CaptionedClip(name, caption, video, audio, **more)
 
 
+def _text_file(clip: Path) -> Path | None:
+    """The file that its caption is in."""
+    return next(filter(os.path.lexists, map(clip.with_suffix, CAPTIONS)), None)
+
+
 def _rows(path: Path) -> list[Mapping[str, Any]]:
+    """A JSON file may be an object of captions, or of rows, by file names as well."""
     if (suffix := path.suffix.lower()) == ".jsonl":
         return read_json_lines(path, dict, "expected an object with video and caption in each line")
     text = read_text(path)
     try:
-        if suffix == ".csv":
-            return list(csv.DictReader(io.StringIO(text, newline="")))
-        return parse(text, [dict])
+        if suffix in (".csv", ".tsv"):
+            between = max(",;\t", key=text.partition("\n")[0].count)
+            lines = io.StringIO(text, newline="")
+            return [*csv.DictReader(lines, delimiter=between, skipinitialspace=True)]
+        found = parse(text, ([dict], {str: (str, list, dict)}))
+        if isinstance(found, list):
+            return found
+        rows = ((k, row if isinstance(row, dict) else {"caption": row}) for k, row in found.items())
+        return [{"video": name} | row for name, row in rows]
     except (ValueError, csv.Error) as error:
         raise InputError(
             f"{path} cannot be read: {error}; expected a CSV, JSON or JSONL table of clips, with "
@@ -219,10 +239,13 @@ def _rows(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _row(path: Path, row: Mapping[str, Any], columns: Mapping[str, Sequence[str]]) -> CaptionedClip:
-    got = {
-        kind: next((str(row[n]) for n in names if row.get(n)), None)
-        for kind, names in columns.items()
-    }
+    got: dict[str, str | None] = {}
+    for kind, names in columns.items():
+        value = next((row[name] for name in names if row.get(name)), None)
+        value = value[0] if isinstance(value, list) and len(value) == 1 else value
+        if isinstance(value, (list, dict)):
+            raise InputError(f"its {kind} is {json.dumps(value)[:80]}, expected one text")
+        got[kind] = None if value is None else str(value)
     if not got["video"] and not got["audio"]:
         raise InputError(f"it names no clip; expected a column {' or '.join(columns['video'])}")
     files: dict[str, Path | None] = {}

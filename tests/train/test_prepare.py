@@ -303,6 +303,25 @@ def test_buckets_are_chosen_for_the_clips(pieces, tmp_path):
     assert (job.bucket.width, job.bucket.height) == (640, 256)
 
 
+@pytest.mark.parametrize("name, text", [
+    ("metadata.csv", "\ufefffile_name, text\r\na.mp4, a fox\r\n"), ("set.csv", "path;caption\na.mp4;a fox\n"),
+    ("set.tsv", "video_path\tcaption\na.mp4\ta fox\n"), ("captions.json", '{"a.mp4": ["a fox"]}'),
+    ("set.json", '{"a.mp4": {"caption": "a fox"}}'), ("a.caption", "\ufeffa fox\r\n"),
+    ("metadata.jsonl", '{"file_name": "a.mp4", "text": "a fox"}\r\n'),
+    ("set.json", '[{"video": "a.mp4", "caption": ["a fox", "a cat"]}]'),
+])  # fmt: skip
+def test_captions_as_other_trainers_keep_them(tmp_path, name, text):
+    (tmp_path / "a.mp4").touch()
+    (tmp_path / name).write_bytes(text.encode("utf-16" if name == "set.tsv" else "utf-8"))
+    clips, faults = read_clips(tmp_path / name if name.startswith("set.") else tmp_path)
+    assert [(clip.name, clip.caption) for clip in clips] == [("a.mp4", "a fox")] * (
+        "cat" not in text
+    )
+    assert [why for _, why in faults] == [
+        'its caption is ["a fox", "a cat"], expected one text'
+    ] * ("cat" in text)
+
+
 def test_every_fault_is_found_before_a_clip_is_encoded(model, tmp_path, capsys):
     clips, cache = write_clips(tmp_path / "clips", 9), tmp_path / "cache"
     for name in ("._0.mp4", ".DS_Store", "__MACOSX/1.mp4", ".hidden/2.mp4"):

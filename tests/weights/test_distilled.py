@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import refused
 
 from ltx2rt.errors import InputError
 from ltx2rt.instruments.make import make_checkpoint
@@ -113,14 +114,14 @@ def test_pipelines_of_dev_weights_refuse_distilled_ones(model, name, more, advic
     file = "ltx-distilled.safetensors"
     found = open_checkpoint(model(file, keep_lora=True))
     request = make_request(name, prompt="fox", **more)
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(InputError) as found_out:
         distilled_lora(request, options(found.path), found)
     expected = (
         f"--model: {found.path / file} is distilled (its name); {name} samples dev weights and "
         "would leave grain; "
         f"{advice}, or pass --assume dev"
     )
-    assert str(refused.value) == expected
+    assert str(found_out.value) == expected
     lora = distilled_lora(request, options(found.path, assume="dev"), found)
     assert (lora is not None) == (name in ("hq", "a2v"))  # guided steps of dev weights need none
 
@@ -160,9 +161,7 @@ def test_the_distilled_lora_is_taken_where_it_lies(model, name, more):
         assert lora(assume="distilled") is None
         assert lora(assume="distilled", **none) is None
         if known == "dev":
-            with pytest.raises(
-                InputError, match=f"none, but .*{file} is dev .its name.*--assume distilled"
-            ):
+            with refused(f"none, but .*{file} is dev .its name.*--assume distilled"):
                 lora(**none)
         else:
             assert lora(**none) is None
@@ -172,12 +171,12 @@ def test_without_a_distilled_lora_dev_weights_are_refused_and_unknown_ones_run(m
     request = make_request("distilled", prompt="fox")
     found = open_checkpoint(model())
     assert distilled_lora(request, options(found.path), found) is None
-    with pytest.raises(InputError, match=r"--distilled-lora.* is dev .--assume dev.* overrules"):
+    with refused(r"--distilled-lora.* is dev .--assume dev.* overrules"):
         distilled_lora(request, options(found.path, assume="dev"), found)
     two = model(folder="two", keep_lora=True)
     shutil.copy(next(two.glob("*lora*")), two / "second.safetensors")
     found = open_checkpoint(two)
-    with pytest.raises(InputError, match="2 candidates for the LoRA"):
+    with refused("2 candidates for the LoRA"):
         distilled_lora(request, options(found.path), found)
     assert distilled_lora(request, options(found.path, assume="distilled"), found) is None
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from conftest import refused
 from gguf_files import package, take_apart, write_gguf
 
-from ltx2rt.errors import InputError
 from ltx2rt.graph.encodings import quantise_rows
 from ltx2rt.weights import files
 from ltx2rt.weights.checkpoint import open_checkpoint
@@ -234,7 +234,7 @@ def test_several_transformers_are_listed_and_the_named_one_finds_its_own_parts(c
         r"ComfyUI: 2 candidates for the checkpoint: .*tiny-2\.5-transformer\.safetensors \(LTX-2\.5, BF16 99\.\d %, "
         r"F32 0\.\d %, [\d.]+ GB\), .*tiny-2\.3\.safetensors \(LTX-2\.3, .* GB\); choose with --model FILE$"
     )
-    with pytest.raises(InputError, match=says):
+    with refused(says):
         open_checkpoint(comfy)
     for name, home in (
         (MAIN, "checkpoints"),
@@ -257,15 +257,13 @@ def test_candidates_that_all_fit_are_named_with_their_flags(comfy):
         os.link(path, path.parent / f"again-{path.name}")
     one_file(models / "text_encoders" / "gemma-3", models / "text_encoders" / "gemma_3.safetensors")
     says = r"2 candidates for the text encoder: .*--text-encoder\. 2 candidates for the x2 spatial .*--upsampler$"
-    with pytest.raises(InputError, match=says):
+    with refused(says):
         open_checkpoint(comfy)
     chosen = next((models / "latent_upscale_models").iterdir())
     checkpoint = open_checkpoint(
         comfy, text_encoder=models / "text_encoders" / "gemma-3", upsampler=chosen
     )
-    with pytest.raises(
-        InputError, match=r"2 candidates for the LoRA: .*; choose with --distilled-lora"
-    ):
+    with refused(r"2 candidates for the LoRA: .*; choose with --distilled-lora"):
         checkpoint.distilled_lora()
 
 
@@ -273,9 +271,7 @@ def test_a_lora_of_another_release_is_never_taken(comfy, tiny):
     (lora,) = (comfy / "models" / "loras").iterdir()
     lora.unlink()
     place(tiny("tiny-2.0", "official") / "tiny-2.0-distilled-lora.safetensors", lora.parent)
-    with pytest.raises(
-        InputError, match=r"no LoRA in it has the header of a distilled one: .*--distilled-lora"
-    ):
+    with refused(r"no LoRA in it has the header of a distilled one: .*--distilled-lora"):
         open_checkpoint(comfy).distilled_lora()
 
 
@@ -315,9 +311,7 @@ def test_its_tokenizer_is_beside_it_or_elsewhere_or_the_refusal_says_where_to_pu
     comfy, folder = single
     texts = comfy / "models" / "text_encoders"
     says = r"gemma_3_12B_it\.safetensors: no tokenizer\.json beside it; put "
-    with pytest.raises(
-        InputError, match=says + rf".*google/gemma-3-12b-it there, as {texts}/tokenizer\.json"
-    ):
+    with refused(says + rf".*google/gemma-3-12b-it there, as {texts}/tokenizer\.json"):
         open_checkpoint(comfy).require_tokenizer()
     assert "tokenizer.json (--text-encoder)" in inspect_path(comfy)["missing"]
     (texts / "qwen").mkdir()
@@ -325,9 +319,7 @@ def test_its_tokenizer_is_beside_it_or_elsewhere_or_the_refusal_says_where_to_pu
     place(folder / "tokenizer.json", comfy / "models" / "clip" / "gemma")
     assert open_checkpoint(comfy).require_tokenizer().parent.name == "gemma"
     place(folder / "tokenizer.json", comfy / "models" / "clip" / "other")
-    with pytest.raises(
-        InputError, match=r"no tokenizer\.json beside it \(2 elsewhere: .*gemma.*other"
-    ):
+    with refused(r"no tokenizer\.json beside it \(2 elsewhere: .*gemma.*other"):
         open_checkpoint(comfy).require_tokenizer()
     place(folder / "tokenizer.json", texts)
     assert open_checkpoint(comfy).require_tokenizer() == texts / "tokenizer.json"
@@ -379,9 +371,7 @@ def test_a_file_that_lacks_a_tensor_is_refused(single, tmp_path, gone):
     path = one_file(
         single[1], tmp_path / "g.safetensors", lambda n, a: {} if n.endswith(gone) else {n: a}
     )
-    with pytest.raises(
-        InputError, match=rf"g\.safetensors: no tensor {re.escape(gone)} of Gemma 3"
-    ):
+    with refused(rf"g\.safetensors: no tensor {re.escape(gone)} of Gemma 3"):
         open_gemma(path)
 
 
@@ -452,9 +442,7 @@ def test_a_part_beside_the_models_folder_is_taken_if_it_is_the_only_one_and_a_no
     assert "audio VAE: " in said and "distilled LoRA: " in said
     shutil.copytree(shelf / "rest", shelf / "again")
     says = r"no video VAE and no audio VAE was found; pass them with --video-vae and --audio-vae; missing too, which "
-    with pytest.raises(
-        InputError, match=says + r".*text encoder \(--text-encoder\), .*distilled LoRA \(--distil"
-    ):
+    with refused(says + r".*text encoder \(--text-encoder\), .*distilled LoRA \(--distil"):
         open_checkpoint(main)
 
 
@@ -477,11 +465,9 @@ def test_all_that_is_missing_is_one_line(comfy, command, tmp_path):
         r"no text encoder was found; pass one with --text-encoder; missing too, which some pipelines need: "
         r"x2 spatial upsampler \(--upsampler\), distilled LoRA \(--distilled-lora\)$"
     )
-    with pytest.raises(InputError, match=says):
+    with refused(says):
         open_checkpoint(comfy).source("gemma")
-    with pytest.raises(
-        InputError, match=r"no distilled LoRA was found.* text encoder .*, x2 spatial upsampler"
-    ):
+    with refused(r"no distilled LoRA was found.* text encoder .*, x2 spatial upsampler"):
         open_checkpoint(comfy).distilled_lora()
     to = ("--output", tmp_path / "o.mp4")
     status, _, err = command("generate", "--device", "cpu", "--model", comfy, "--prompt", "x", *to)
@@ -539,7 +525,7 @@ def test_folders_that_its_settings_name_are_searched(comfy, tmp_path, at):
     assert {"transformer", "gemma", "video_vae", "upsampler"} <= found.sources.keys()
     assert other in found.source("transformer").where.parents and found.loras_found
     (comfy / at).write_text("a: [1")
-    with pytest.raises(InputError, match=r"yaml: no settings of ComfyUI"):
+    with refused(r"yaml: no settings of ComfyUI"):
         open_checkpoint(comfy)
 
 
@@ -605,7 +591,7 @@ def test_what_a_merged_transformer_lacks_comes_from_a_complete_file(tiny, tmp_pa
     write_arrays(path, own, {"modelspec.architecture": "ltxav"})
     for name in ("gemma-3", "tiny-2.3-spatial-upsampler-x2.safetensors"):
         place(official / name, models / ("text_encoders" if "gemma" in name else "vae"))
-    with pytest.raises(InputError, match="no video VAE and no audio VAE was found"):
+    with refused("no video VAE and no audio VAE was found"):
         open_checkpoint(path)
     expected = open_checkpoint(official)
     assert equal(open_checkpoint(path, config_from=complete), expected)
