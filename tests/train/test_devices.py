@@ -12,9 +12,9 @@ from virtual import xla_flags
 from ltx2rt.testing import relative_l2
 from ltx2rt.train.state import read_state, states
 
-# float32, summed in another order, through three steps of Adam, which divides by small moments;
-# reached: 5e-6
-CLOSE = 2e-5
+# float32, summed in another order: reached 8e-6. Adam divides by the second moment: one number whose
+# gradient is 1e-6 of the largest moves by 4e-4, and the parameters by 6e-5.
+CLOSE, MOVED = 2e-5, 2e-4
 STEPS = 3
 
 
@@ -66,7 +66,7 @@ def agree(found: Path, expected: Path) -> None:
             np.concatenate([x[name].ravel() for name in sorted(arrays)])
             for x in (ours[kind], arrays)
         ]
-        assert relative_l2(*whole) <= CLOSE, kind
+        assert relative_l2(*whole) <= (MOVED if kind == "parameters" else CLOSE), kind
 
 
 @pytest.mark.long

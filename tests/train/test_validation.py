@@ -17,7 +17,7 @@ def test_validation_clips(model, cache, tmp_path):
     plain, watched, file = tmp_path / "plain", tmp_path / "watched", tmp_path / "prompts.jsonl"
     lines = [
         {"prompt": "a clip", "steps": 2, "seed": 7},
-        {"prompt": "another", "size": "64x32x9", "steps": 1},
+        {"prompt": "another", "size": "96x64x9", "steps": 1},
     ]
     file.write_text("\n".join(map(json.dumps, lines)) + "\n")
     flags = {"steps": 2, "validate-every": 1, "lr": 1e-2}
