@@ -56,7 +56,7 @@ def sessions(on_both, lora):
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory):
-    """19 frames of 128x128, of which 17 are used, and sound in one channel that ends with them."""
+    """19 frames of 128x128, which the model sees as 25, and sound in one channel."""
     path = tmp_path_factory.mktemp("clips") / "talk.mp4"
     return write(path, 19, size=(128, 128), channels=1)
 
@@ -76,7 +76,7 @@ def test_every_step_is_the_formula_over_diffusers(sessions, folder, clip):
     runs = {b: run(s, clip, reference_strength=STRENGTH) for b, s in sessions.items()}
     plan, state = runs["cuda"]
     request, config = plan.request, sessions["cuda"].config
-    assert (request.width, request.height, request.num_frames) == (128, 128, 17)
+    assert (request.width, request.height, request.num_frames) == (128, 128, 19)
     voice = encoded(folder, clip)
     for _, each in runs.values():
         assert relative_l2(pack_audio(each.record["reference.audio"])[0], voice) <= 1e-5
@@ -143,11 +143,11 @@ def test_the_clip_is_written_with_new_sound(tiny, clip, lora, command, tmp_path)
     assert status == 0, err
     assert "stage1: merged 130/130 modules" in err and "stage2: merged 130/130 modules" in err
     latents = load_file(tmp_path / "latents-out")
-    assert latents["video_latent"].shape == (1, 128, 3, 4, 8)
-    last = latents["stage1.audio.steps"][-1][:18]
+    assert latents["video_latent"].shape == (1, 128, 4, 4, 8)
+    last = latents["stage1.audio.steps"][-1][:26]
     np.testing.assert_array_equal(pack_audio(latents["audio_latent"])[0], last)
     info = video_info(tmp_path / "a.mp4", "")
-    assert (info.width, info.height, info.num_frames, info.fps) == (256, 128, 17, 24)
+    assert (info.width, info.height, info.num_frames, info.fps) == (256, 128, 19, 24)
     assert info.has_sound
 
 

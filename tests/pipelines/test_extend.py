@@ -260,11 +260,12 @@ def test_backends_agree(tiny, files, way, generation):
 
 @pytest.mark.long
 def test_a_clip_without_sound_is_silent_up_to_the_new_part(opened, files):
-    found = opened.generate("a fox", pipeline="extend", **flags(files, "forward", "silent"))
+    new = flags(files, "forward", "silent", sound="new")
+    found = opened.generate("a fox", pipeline="extend", **new)
     kept = round(20 / 24 * found.sample_rate) - round(0.02 * found.sample_rate)
     assert not found.waveform[:, :kept].any() and found.waveform[:, kept:].any()
-    quiet = opened.generate("a fox", pipeline="extend", **flags(files, "forward"), audio=False)
-    assert quiet.waveform is None
+    for given in (flags(files, "forward", "silent"), flags(files, "forward", audio=False)):
+        assert opened.generate("a fox", pipeline="extend", **given).waveform is None
 
 
 def test_refusals(opened, files, tmp_path):

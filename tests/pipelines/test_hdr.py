@@ -9,7 +9,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.media import hdr
 from ltx2rt.media.images import cover
 from ltx2rt.pipelines import make_request
-from ltx2rt.run.files import Files
+from ltx2rt.run.files import Files, Marks
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.recording import STREAM, recording
 from ltx2rt.run.run import produce
@@ -90,10 +90,13 @@ def test_segments_keep_codes_of_16_bits(on_both, picture, monkeypatch, tmp_path)
     clip = {"prompt": "a fox", "width": 64, "height": 64, "num_frames": 17, "steps": 1, "seed": 3}
     clip |= {"images": [(picture, 0)], "hdr": "ACESCG", "hdr_transfer": "pq"}
     folder, output = tmp_path / "parts", tmp_path / "a.mp4"
-    clip |= {"num_frames": 33, "segment_frames": 17, "overlap": 9, "anchor": 0.5}
-    request = make_request("one-stage", **clip).kept_in(folder)
+    more = {"num_frames": 33, "segment_frames": 17, "overlap": 9, "anchor": 0.5}
+    request = make_request("one-stage", **clip | more).kept_in(folder)
     plan = make_plan(session, request)
-    with claimed(session, plan, folder), recording(session, plan, folder, output) as recorded:
+    with (
+        claimed(session, plan, folder),
+        recording(session, plan, folder, output, Marks()) as recorded,
+    ):
         state, *_ = produce(session, plan)
         codes = np.concatenate(list(next(state.frames)))
         parts = [np.stack(list(part.frames())) for part in plan.request.parts]

@@ -31,6 +31,7 @@ from ltx2rt.models.geometry import pack_audio, pack_video, unpack_video
 from ltx2rt.pipelines import groups, make_request
 from ltx2rt.pipelines.groups.segments import segment_seed
 from ltx2rt.placement.plan import peak
+from ltx2rt.run.files import Marks
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.recording import STREAM, recording
 from ltx2rt.run.report import comment
@@ -147,7 +148,8 @@ def test_the_sound_is_that_of_one_run_of_the_vocoder(tiny, tmp_path, generation)
         _, wave = made(session, request)
         full = request.resolved(session.config)
         size = vocoder.frame_samples(session.config.vocoder)
-        places = [round(Fraction(start, 24) * 100) for start in full[groups.Segments].starts(full)]
+        spans = full[groups.Segments].spans(full)
+        places = [round(Fraction(span.start, 24) * 100) for span in spans]
         assert places == [0, 67, 133]
         mels = [part.mel() for part in full.parts]
         for mel, later, a, b in zip(mels, mels[1:], places, places[1:], strict=False):
@@ -434,7 +436,10 @@ def test_a_clip_plays_while_it_is_made(opened, tmp_path, audio):
     request = asked(folder, num_frames=33, overlap=9, steps=1, audio=audio)
     sizes, moments = {}, []
     plan = make_plan(session, request)
-    with claimed(session, plan, folder), recording(session, plan, folder, output) as recorded:
+    with (
+        claimed(session, plan, folder),
+        recording(session, plan, folder, output, Marks(provenance=False)) as recorded,
+    ):
 
         def look(moment):
             moments.append(moment.fraction)
@@ -467,7 +472,7 @@ def test_a_stream_that_finds_the_disk_full_leaves_the_segments(opened, tmp_path)
         with claimed(session, plan, folder):
             if full:
                 (folder / STREAM).symlink_to("/dev/full")
-            with recording(session, plan, folder, output) as recorded:
+            with recording(session, plan, folder, output, Marks()) as recorded:
                 produce(session, plan)
                 assert recorded is not None
                 if full:
