@@ -4,7 +4,8 @@ clips.
 The tiny trained checkpoint is asked for shapes that bounce, for long enough to take several
 segments. Every measure of a seam is divided by the median of the same measure at other places of
 the same clip, so that 1 is the inside of a segment; one clip made at once is measured
-where the first row has its seams.
+where the first row has its seams. A seam on which a bounce falls is left out: the bounce clicks and
+turns the shape by itself.
 
     python -m benchmarks.seams             # all rows; prints the tables of docs/quality.md
     python -m benchmarks.seams --rows      # the tables of the results
@@ -26,7 +27,7 @@ import numpy as np
 
 import ltx2rt
 from benchmarks.measure import RESULTS, machine
-from benchmarks.recognise import APART, marks
+from benchmarks.recognise import APART, IN_TIME_S, marks, see
 from examples.clips import FPS, LONG, Clip, random_clip
 from ltx2rt.instruments.compare import luma
 from ltx2rt.stages.segments import segment_starts
@@ -184,14 +185,23 @@ def phase_error(wave: np.ndarray, rate: int, at_s: float) -> float:
     return float(np.sqrt((rest**2).mean() / ((mono[heard] ** 2).mean() + FLOOR)))
 
 
-def seams(row: Row, frames: np.ndarray, wave: np.ndarray, rate: int) -> list[dict]:
-    """The measures of each seam with those of other places; of one clip, those of the first row's
-    places."""
-    measured = row if row.seams else next(r for r in EVERY.values() if r.frames == row.frames)
+def places(row: Row) -> Row:
+    """The row that says where a clip is measured: of one clip the first of its length."""
+    return row if row.seams else next(r for r in EVERY.values() if r.frames == row.frames)
+
+
+def seams(
+    row: Row, frames: np.ndarray, wave: np.ndarray, rate: int, bounces_s: np.ndarray
+) -> list[dict]:
+    """Measure each seam and other places near it; a seam with a bounce within IN_TIME_S of its
+    frame or of its sound is left out."""
+    measured = places(row)
     inside = [i for i in range(len(frames)) if all(not s - 9 <= i <= s + 2 for s in measured.seams)]
     pictures = {"jump": jumps(frames), "bend": bends(frames), "leap": leaps(centres(frames))}
     power, found = high_power(wave, rate), []
     for at_s, seam in zip(measured.cuts_s, measured.seams, strict=True):
+        if any(abs(bounce - at) <= IN_TIME_S for bounce in bounces_s for at in (at_s, seam / FPS)):
+            continue
         one = {name: against(values, seam, inside) for name, values in pictures.items()}
         near = [i / FPS for i in inside if 0 < abs(i - seam) <= NEAR and 8 < i < len(frames) - 8]
         for name, measure in (
@@ -239,10 +249,14 @@ def run_row(row: Row, model: Path, count: int) -> dict[str, Any]:
             made = session.generate(clip.prompt, seed=number, **size, **how)
             assert made.waveform is not None and len(made.frames) == row.frames, made
             rate, wave = made.sample_rate, made.waveform
-            at_seams += seams(row, made.frames, wave, rate)
+            bounces_s = see(made.frames, scale=clip.scale).bounces_s
+            at_seams += seams(row, made.frames, wave, rate, bounces_s)
             parts = (made.frames[:25], wave[:, :rate]), (made.frames[-25:], wave[:, -rate:])
             ends.append([look(*part, rate) | marks(clip, *part, rate) for part in parts])
-    found: dict[str, Any] = {"clips": count, "seams": len(at_seams) if row.seams else 0}
+    if not at_seams:
+        raise SystemExit("a bounce falls on every seam; raise --count")
+    found: dict[str, Any] = {"clips": count, "seams": count * len(row.seams)}
+    found["bounces"] = count * len(places(row).seams) - len(at_seams)
     tones = np.array([one.pop("tone") for one in at_seams])
     found["tone"] = [None if np.isnan(x) else round(float(x), 4) for x in np.median(tones, 0)]
     for name in at_seams[0]:
@@ -268,14 +282,23 @@ def _high(values: list[float]) -> float:
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Markdown of the seams: medians, in parentheses the worst tenth; of the tone at seams,
     inside."""
-    head = ["", "clips", "seams", "jump", "second difference", "position", "click"]
+    head = ["", "clips", "seams", "left out", "jump", "second difference", "position", "click"]
     head += ["off the tone: seam, inside"]
     lines = [head, ["---"] * len(head)]
     for name, row in rows.items():
         ratios = [f"{row[key][0]:.2f} ({row[key][1]:.2f})" for key in ("jump", "bend", "leap")]
         ratios[2] += f", {row['leap_px']:.1f} px"
         sounds = ["{:.2f} ({:.2f})".format(*row["click"]), ", ".join(map(_share, row["tone"]))]
-        lines.append([name, str(row["clips"]), str(row["seams"] or "none"), *ratios, *sounds])
+        lines.append(
+            [
+                name,
+                str(row["clips"]),
+                str(row["seams"] or "none"),
+                str(row["bounces"]),
+                *ratios,
+                *sounds,
+            ]
+        )
     return _lines(lines)
 
 

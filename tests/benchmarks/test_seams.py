@@ -43,6 +43,14 @@ def test_a_jump_of_the_picture_and_of_the_sound_is_found():
     assert seams.click(loud, RATE, 1.0) > 100 * seams.click(quiet, RATE, 1.0)
 
 
+def test_a_seam_on_which_a_bounce_falls_is_left_out():
+    row, frames, wave = seams.Row(25, 9, frames=57), drawn(), tone(57 / 24)
+    assert row.seams == [25, 41]
+    bounces = {(): 2, (1.1,): 1, (25 / 24 - 0.13,): 1, (1.1, 1.6): 0, (0.1, 2.3): 2}
+    for times, left in bounces.items():
+        assert len(seams.seams(row, frames, wave, RATE, np.array(times))) == left, times
+
+
 def test_the_page_has_the_tables_of_what_was_measured():
     rows = json.loads((seams.RESULTS / "seams.json").read_text())["rows"]
     page = (ROOT / "docs" / "quality.md").read_text()
