@@ -271,8 +271,13 @@ def cover(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
     """
     rows, columns = pixels.shape[:2]
     scale = max(height / rows, width / columns)
-    top, bottom, row_weight = _taps(rows, math.ceil(rows * scale), height)
-    left, right, column_weight = _taps(columns, math.ceil(columns * scale), width)
+    return _bilinear(pixels, (math.ceil(rows * scale), math.ceil(columns * scale)), (height, width))
+
+
+def _bilinear(pixels: np.ndarray, scaled: tuple[int, int], kept: tuple[int, int]) -> np.ndarray:
+    """The `kept` central rows and columns of [H, W, 3] that is scaled to `scaled`, f32."""
+    sizes = zip(pixels.shape, scaled, kept, strict=False)
+    (top, bottom, row_weight), (left, right, column_weight) = (_taps(*size) for size in sizes)
     wide = [
         pixels[i][:, left] * (1 - column_weight)[:, None]
         + pixels[i][:, right] * column_weight[:, None]
@@ -286,7 +291,8 @@ def contain(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
     mirror image, or its edge where there is more of it. f32[height, width, 3]."""
     rows, columns = pixels.shape[:2]
     scale = min(height / rows, width / columns)
-    scaled = cover(pixels, max(round(columns * scale), 1), max(round(rows * scale), 1))
+    size = max(round(rows * scale), 1), max(round(columns * scale), 1)
+    scaled = _bilinear(pixels, size, size)
     more = [(0, height - scaled.shape[0]), (0, width - scaled.shape[1]), (0, 0)]
     narrow = height < 2 * scaled.shape[0] and width < 2 * scaled.shape[1]
     return np.pad(scaled, more, mode="reflect" if narrow else "edge")
