@@ -8,45 +8,39 @@ from typing import Any
 from ltx2rt.config import AudioVaeConfig, GeneratorConfig, VocoderConfig
 from ltx2rt.errors import InputError
 from ltx2rt.models.mel import WINDOW
-from ltx2rt.weights.configs.keys import (
-    Keys,
-    Row,
-    read_diffusers,
-    read_official,
-    write_diffusers,
-    write_official,
-)
+from ltx2rt.weights.configs.keys import Keys, Row, read, write
 
 STEREO = 2
+ANTIALIASED = {"antialias_ratio": 2, "antialias_kernel_size": 12}
+SLOPE = {"leaky_relu_negative_slope": 0.1}
 DDCONFIG = [
-    Row("base_channels", "ch", "base_channels", "int"),
-    Row("channel_multipliers", "ch_mult", "ch_mult", "sizes"),
-    Row("num_res_blocks", "num_res_blocks", "num_res_blocks", "count"),
-    Row("latent_channels", "z_channels", "latent_channels", "count"),
-    Row("out_channels", "out_ch", "output_channels", "int"),
-    Row("mel_bins", "mel_bins", "mel_bins", "count"),
+    Row("base_channels", "int", "ch", "base_channels"),
+    Row("channel_multipliers", "sizes", "ch_mult"),
+    Row("num_res_blocks", "count"),
+    Row("latent_channels", "count", "z_channels", "latent_channels"),
+    Row("out_channels", "int", "out_ch", "output_channels"),
+    Row("mel_bins", "count"),
 ]
 RATES = [
-    Row("sample_rate", "sampling_rate", "sample_rate", "int"),
-    Row("mel_hop", "hop_length", "mel_hop_length", "int"),
+    Row("sample_rate", "int", "sampling_rate", "sample_rate"),
+    Row("mel_hop", "int", "hop_length", "mel_hop_length"),
 ]
 VAE_FIXED = {"double_z": True, "norm_type": "pixel", "causality_axis": "height"}
 VAE_USUAL = {"mid_block_add_attention": False, "dropout": 0.0, "in_channels": STEREO}
-# value in every HiFi-GAN and BigVGAN released here
-KERNELS, DILATIONS = ((3, 7, 11), ((1, 3, 5),) * 3)
+KERNELS, DILATIONS = (3, 7, 11), ((1, 3, 5),) * 3  # as in all released vocoders
 GENERATOR = [
-    Row("hidden_channels", "upsample_initial_channel", "hidden_channels", "int"),
-    Row("upsample_rates", "upsample_rates", "upsample_factors", "sizes"),
-    Row("upsample_kernels", "upsample_kernel_sizes", "upsample_kernel_sizes", "sizes"),
-    Row("resblock_kernels", "resblock_kernel_sizes", "resnet_kernel_sizes", "sizes", KERNELS),
-    Row("resblock_dilations", "resblock_dilation_sizes", "resnet_dilations", "rows", DILATIONS),
+    Row("hidden_channels", "int", "upsample_initial_channel", "hidden_channels"),
+    Row("upsample_rates", "sizes", "upsample_rates", "upsample_factors"),
+    Row("upsample_kernels", "sizes", "upsample_kernel_sizes"),
+    Row("resblock_kernels", "sizes", "resblock_kernel_sizes", "resnet_kernel_sizes", KERNELS),
+    Row("resblock_dilations", "rows", "resblock_dilation_sizes", "resnet_dilations", DILATIONS),
 ]
 EXTENSION = [
-    Row("stft_size", "n_fft", "filter_length", "int"),
-    Row("stft_hop", "hop_length", "hop_length", "int"),
-    Row("stft_mels", "num_mels", "num_mel_channels", "count"),
-    Row("input_sample_rate", "input_sampling_rate", "input_sampling_rate", "int"),
-    Row("sample_rate", "output_sampling_rate", "output_sampling_rate", "int"),
+    Row("stft_size", "int", "n_fft", "filter_length"),
+    Row("stft_hop", "int", "hop_length"),
+    Row("stft_mels", "count", "num_mels", "num_mel_channels"),
+    Row("input_sample_rate", "int", "input_sampling_rate"),
+    Row("sample_rate", "int", "output_sampling_rate"),
 ]
 
 
@@ -61,7 +55,7 @@ def official_audio_vae(keys: Keys) -> AudioVaeConfig:
     stft.may(filter_length=WINDOW, win_length=WINDOW)
     rates = {"sampling_rate": params.need("sampling_rate"), "hop_length": stft.need("hop_length")}
     audio = AudioVaeConfig(
-        **read_official(DDCONFIG, dd), **read_official(RATES, Keys(rates, keys.where))
+        **read(DDCONFIG, dd, "official"), **read(RATES, Keys(rates, keys.where), "official")
     )
     if "mel" in front:
         front.inner("mel").may(mel_fmin=0, mel_fmax=audio.sample_rate // 2)
@@ -77,7 +71,7 @@ def _refuse_attention(keys: Keys) -> None:
 
 
 def official_audio_vae_json(a: AudioVaeConfig) -> dict[str, Any]:
-    ddconfig = VAE_FIXED | VAE_USUAL | write_official(DDCONFIG, a)
+    ddconfig = VAE_FIXED | VAE_USUAL | write(DDCONFIG, a, "official")
     ddconfig |= {"resolution": 256, "downsample_time": False, "attn_resolutions": []}
     stft = {"filter_length": WINDOW, "hop_length": a.mel_hop, "win_length": WINDOW, "causal": True}
     audio = {
@@ -97,11 +91,11 @@ def diffusers_audio_vae(keys: Keys) -> AudioVaeConfig:
     keys.must(**VAE_FIXED)
     keys.may(**VAE_USUAL, is_causal=True)
     _refuse_attention(keys)
-    return AudioVaeConfig(**read_diffusers(DDCONFIG + RATES, keys))
+    return AudioVaeConfig(**read(DDCONFIG + RATES, keys, "diffusers"))
 
 
 def diffusers_audio_vae_json(a: AudioVaeConfig) -> dict[str, Any]:
-    shared = VAE_FIXED | VAE_USUAL | write_diffusers(DDCONFIG + RATES, a)
+    shared = VAE_FIXED | VAE_USUAL | write(DDCONFIG + RATES, a, "diffusers")
     more = {"is_causal": True, "attn_resolutions": None, "resolution": 256}
     return {"_class_name": "AutoencoderKLLTX2Audio", **shared, **more}
 
@@ -116,7 +110,7 @@ def official_vocoder(keys: Keys, audio: AudioVaeConfig) -> VocoderConfig:
     return VocoderConfig(
         generator=_official_generator(keys.inner("vocoder"), "snakebeta", audio.mel_bins),
         bandwidth_extension=_official_generator(bwe, "snakebeta", bwe.number("num_mels")),
-        **read_official(EXTENSION, bwe),
+        **read(EXTENSION, bwe, "official"),
     )
 
 
@@ -146,7 +140,7 @@ def _official_generator(keys: Keys, activation: str, mel_bins: int) -> Generator
     if keys.flag("apply_final_activation", True):
         final = "tanh" if keys.flag("use_tanh_at_final", True) else "clamp"
     return GeneratorConfig(
-        **_paired(keys.where, read_official(GENERATOR, keys)),
+        **_paired(keys.where, read(GENERATOR, keys, "official")),
         in_channels=STEREO * mel_bins,
         out_channels=STEREO,
         activation=activation,
@@ -158,7 +152,11 @@ def _official_generator(keys: Keys, activation: str, mel_bins: int) -> Generator
 def official_vocoder_json(v: VocoderConfig) -> dict[str, Any]:
     def generator(g: GeneratorConfig) -> dict[str, Any]:
         snake = g.activation == "snakebeta"
-        out = {"resblock": "AMP1" if snake else "1", "stereo": True, **write_official(GENERATOR, g)}
+        out = {
+            "resblock": "AMP1" if snake else "1",
+            "stereo": True,
+            **write(GENERATOR, g, "official"),
+        }
         if snake:
             out |= {
                 "activation": "snakebeta",
@@ -170,7 +168,9 @@ def official_vocoder_json(v: VocoderConfig) -> dict[str, Any]:
     if v.bandwidth_extension is None:
         return generator(v.generator)
     bwe = (
-        generator(v.bandwidth_extension) | write_official(EXTENSION, v) | {"win_size": v.stft_size}
+        generator(v.bandwidth_extension)
+        | write(EXTENSION, v, "official")
+        | {"win_size": v.stft_size}
     )
     return {"vocoder": generator(v.generator), "bwe": bwe}
 
@@ -185,7 +185,7 @@ def diffusers_vocoder(keys: Keys) -> VocoderConfig:
     return VocoderConfig(
         generator=_diffusers_generator(keys, "", "snakebeta"),
         bandwidth_extension=_diffusers_generator(keys, "bwe_", "snakebeta"),
-        **read_diffusers(EXTENSION, keys),
+        **read(EXTENSION, keys, "diffusers"),
     )
 
 
@@ -196,19 +196,13 @@ def _diffusers_generator(keys: Keys, prefix: str, activation: str) -> GeneratorC
     class means one thing.
     """
     plain = activation == "leaky_relu"
-    slope = {f"{prefix}leaky_relu_negative_slope": 0.1} if plain else {}
-    keys.may(**slope, **{f"{prefix}act_fn": activation})
-    keys.may(
-        **{
-            f"{prefix}antialias": not plain,
-            f"{prefix}antialias_ratio": 2,
-            f"{prefix}antialias_kernel_size": 12,
-        }
-    )
+    usual = ANTIALIASED | {"act_fn": activation, "antialias": not plain}
+    usual |= SLOPE if plain else {}
+    keys.may(**{prefix + key: value for key, value in usual.items()})
     finals = {"tanh": "tanh", "clamp": "clamp", None: "none"}
     final = keys.choice(f"{prefix}final_act_fn", finals, "tanh" if plain else None)
     return GeneratorConfig(
-        **_paired(keys.where, read_diffusers(GENERATOR, keys, prefix)),
+        **_paired(keys.where, read(GENERATOR, keys, "diffusers", prefix)),
         in_channels=keys.number(f"{prefix}in_channels"),
         out_channels=keys.number(f"{prefix}out_channels"),
         activation=activation,
@@ -220,23 +214,23 @@ def _diffusers_generator(keys: Keys, prefix: str, activation: str) -> GeneratorC
 def diffusers_vocoder_json(v: VocoderConfig) -> dict[str, Any]:
     def generator(g: GeneratorConfig, prefix: str) -> dict[str, Any]:
         # the released 2.3 config says null
-        rest = {
-            "in_channels": g.in_channels,
-            "out_channels": g.out_channels,
-            "act_fn": g.activation,
-            "leaky_relu_negative_slope": 0.1,
-            "antialias": g.activation == "snakebeta",
-            "antialias_ratio": 2,
-            "antialias_kernel_size": 12,
-            "final_act_fn": "tanh" if g.final_activation == "tanh" else None,
-            "final_bias": g.final_bias,
-        }
-        return write_diffusers(GENERATOR, g, prefix) | {
-            prefix + key: value for key, value in rest.items()
-        }
+        rest = (
+            ANTIALIASED
+            | SLOPE
+            | {
+                "in_channels": g.in_channels,
+                "out_channels": g.out_channels,
+                "act_fn": g.activation,
+                "antialias": g.activation == "snakebeta",
+                "final_act_fn": "tanh" if g.final_activation == "tanh" else None,
+                "final_bias": g.final_bias,
+            }
+        )
+        rest = {prefix + key: value for key, value in rest.items()}
+        return write(GENERATOR, g, "diffusers", prefix) | rest
 
     first = generator(v.generator, "")
     if v.bandwidth_extension is None:
         return {"_class_name": "LTX2Vocoder", **first, "output_sampling_rate": v.sample_rate}
-    extension = generator(v.bandwidth_extension, "bwe_") | write_diffusers(EXTENSION, v)
+    extension = generator(v.bandwidth_extension, "bwe_") | write(EXTENSION, v, "diffusers")
     return {"_class_name": "LTX2VocoderWithBWE", **first, **extension, "window_length": v.stft_size}

@@ -10,9 +10,10 @@ from typing import Any
 
 from ltx2rt.errors import InputError
 from ltx2rt.models.diffusion_decoder import DiffusionDecoderConfig
-from ltx2rt.weights.configs.keys import MAX_COUNT, Keys
+from ltx2rt.weights.configs.keys import MAX_COUNT, Keys, Row, read, write
 
 NUM_STAGES = 5
+SCALE = "timestep_scale_multiplier"
 TIMESTEP_WIDTH = 384  # the official header does not state it
 SPACE, TIME, BOTH = (1, 2, 2), (2, 1, 1), (2, 2, 2)
 PRESETS = {
@@ -27,6 +28,14 @@ PRESETS = {
         1000.0,
     ),
 }  # fmt: skip
+ROWS = [
+    Row("latent_channels", "int", "in_channels", "latent_channels"),
+    Row("patch_size", "int"),
+    Row("head_dim", "int", "head_dim", "decoder_head_dim"),
+    Row("channels", "sizes", "stage_channels", "decoder_stage_channels"),
+    Row("depths", "counts", "stage_depths", "decoder_stage_depths"),
+    Row("timestep_scale", "float", SCALE, f"decoder_{SCALE}"),
+]
 OFFICIAL_FIXED = {
     "_class_name": "NADiffusionDecoder",
     "out_channels": 3,
@@ -60,16 +69,11 @@ def official_diffusion_decoder(keys: Keys) -> DiffusionDecoderConfig:
     upsamples = Keys(fields, f"{inner.where}.upsamples")
     return _config(
         keys.where,
-        latent_channels=inner.number("in_channels"),
-        patch_size=inner.number("patch_size"),
-        head_dim=inner.number("head_dim"),
-        channels=inner.sizes("stage_channels"),
-        depths=inner.sizes("stage_depths", most=MAX_COUNT),
+        **read(ROWS, inner, "official"),
         windows=(*inner.rows("stage_kernels")[:-1], inner.sizes("stage5_kernel")),
         strides=upsamples.rows("strides"),
         factors=upsamples.sizes("factors"),
         timestep_width=inner.number("t_emb_dim", default=TIMESTEP_WIDTH),
-        timestep_scale=inner.number("timestep_scale_multiplier", float),
     )
 
 
@@ -78,16 +82,11 @@ def diffusers_diffusion_decoder(keys: Keys) -> DiffusionDecoderConfig:
     keys.must(**DIFFUSERS_FIXED)
     return _config(
         keys.where,
-        latent_channels=keys.number("latent_channels"),
-        patch_size=keys.number("patch_size"),
-        head_dim=keys.number("decoder_head_dim"),
-        channels=keys.sizes("decoder_stage_channels"),
-        depths=keys.sizes("decoder_stage_depths", most=MAX_COUNT),
+        **read(ROWS, keys, "diffusers"),
         windows=(*keys.rows("decoder_stage_kernels"), keys.sizes("decoder_stage5_kernel")),
         strides=keys.rows("decoder_upsample_strides"),
         factors=keys.sizes("decoder_upsample_channel_reductions"),
         timestep_width=keys.number("decoder_t_emb_dim"),
-        timestep_scale=keys.number("decoder_timestep_scale_multiplier", float),
     )
 
 
@@ -131,15 +130,10 @@ def official_diffusion_decoder_json(c: DiffusionDecoderConfig) -> dict[str, Any]
     ]
     decoder = OFFICIAL_FIXED | OFFICIAL_USUAL
     decoder |= {
-        "in_channels": c.latent_channels,
-        "patch_size": c.patch_size,
-        "head_dim": c.head_dim,
-        "stage_channels": list(c.channels),
-        "stage_depths": list(c.depths),
+        **write(ROWS, c, "official"),
         "stage_kernels": [list(window) for window in c.windows],
         "stage5_kernel": list(c.windows[-1]),
         "upsamples": upsamples,
-        "timestep_scale_multiplier": c.timestep_scale,
     }
     if c.timestep_width != TIMESTEP_WIDTH:
         decoder["t_emb_dim"] = c.timestep_width
@@ -150,18 +144,13 @@ def diffusers_diffusion_decoder_json(c: DiffusionDecoderConfig) -> dict[str, Any
     return {
         "_class_name": "LTX2VideoDiffusionDecoderModel",
         **DIFFUSERS_FIXED,
-        "latent_channels": c.latent_channels,
-        "patch_size": c.patch_size,
+        **write(ROWS, c, "diffusers"),
         "scaling_factor": 1.0,
-        "decoder_head_dim": c.head_dim,
-        "decoder_stage_channels": list(c.channels),
-        "decoder_stage_depths": list(c.depths),
         "decoder_stage_kernels": [list(window) for window in c.windows[:-1]],
         "decoder_upsample_strides": [list(stride) for stride in c.strides],
         "decoder_upsample_channel_reductions": _factors(c),
         "decoder_stage5_kernel": list(c.windows[-1]),
         "decoder_t_emb_dim": c.timestep_width,
-        "decoder_timestep_scale_multiplier": c.timestep_scale,
         "spatial_compression_ratio": c.space_factor,
         "temporal_compression_ratio": c.time_factor,
     }

@@ -7,22 +7,14 @@ from typing import Any
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.models.duration_head import DurationHeadConfig
-from ltx2rt.weights.configs.keys import (
-    ConfigSource,
-    Keys,
-    Row,
-    read_diffusers,
-    read_official,
-    write_diffusers,
-    write_official,
-)
+from ltx2rt.weights.configs.keys import ConfigSource, Keys, Row, read, write
 
 SECTION = "duration_head"  # section of an official config
 ROWS = [  # the released file's values, which it need not state
-    Row("width", "pooler_hidden_dim", "pooler_hidden_dim", "int", 256, 256),
-    Row("num_queries", "num_queries", "num_queries", "count", 1, 1),
-    Row("num_heads", "num_pooler_heads", "num_pooler_heads", "count", 4, 4),
-    Row("mlp_hidden", "mlp_hidden", "mlp_hidden_dim", "int", 256, 256),
+    Row("width", "int", "pooler_hidden_dim", default=256),
+    Row("num_queries", "count", default=1),
+    Row("num_heads", "count", "num_pooler_heads", default=4),
+    Row("mlp_hidden", "int", "mlp_hidden", "mlp_hidden_dim", 256),
 ]
 
 
@@ -38,7 +30,7 @@ def duration_head(
 ) -> DurationHeadConfig:
     """video_width, audio_width: of the contexts that its projections take."""
     config = DurationHeadConfig(
-        **(read_official if layout == "official" else read_diffusers)(ROWS, keys),
+        **read(ROWS, keys, layout),
         video_width=video_width,
         audio_width=audio_width,
     )
@@ -73,9 +65,9 @@ def check_duration_head(config: DurationHeadConfig, model: ModelConfig, where: s
 
 def duration_head_json(d: DurationHeadConfig, layout: str) -> dict[str, Any]:
     if layout == "official":
-        return {SECTION: write_official(ROWS, d)}
+        return {SECTION: write(ROWS, d, layout)}
     widths = {
         "video_cross_attention_dim": d.video_width,
         "audio_cross_attention_dim": d.audio_width,
     }
-    return {"_class_name": "LTX2DurationHead", **write_diffusers(ROWS, d), **widths}
+    return {"_class_name": "LTX2DurationHead", **write(ROWS, d, layout), **widths}

@@ -10,7 +10,7 @@ from typing import Any
 from ltx2rt.config import Gemma4Config, GemmaConfig, TextConfig
 from ltx2rt.errors import InputError
 from ltx2rt.notes import note
-from ltx2rt.weights.configs.keys import MISSING, Keys, Row, read_official, write_official
+from ltx2rt.weights.configs.keys import MISSING, Keys, Row, read, write
 
 TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 
@@ -18,15 +18,15 @@ TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 def size_rows(vocab_size: int, sliding_window: int) -> list[Row]:
     """Config rows of either Gemma's text branch, with transformers' defaults."""
     return [
-        Row("vocab_size", "vocab_size", "vocab_size", "int", vocab_size),
-        Row("hidden_size", "hidden_size", "hidden_size", "int"),
-        Row("num_layers", "num_hidden_layers", "num_hidden_layers", "count"),
-        Row("num_heads", "num_attention_heads", "num_attention_heads", "int"),
-        Row("num_kv_heads", "num_key_value_heads", "num_key_value_heads", "int"),
-        Row("head_dim", "head_dim", "head_dim", "int", 256),
-        Row("intermediate_size", "intermediate_size", "intermediate_size", "int"),
-        Row("sliding_window", "sliding_window", "sliding_window", "int", sliding_window),
-        Row("norm_eps", "rms_norm_eps", "rms_norm_eps", "float", 1e-6),
+        Row("vocab_size", "int", default=vocab_size),
+        Row("hidden_size", "int"),
+        Row("num_layers", "count", "num_hidden_layers"),
+        Row("num_heads", "int", "num_attention_heads"),
+        Row("num_kv_heads", "int", "num_key_value_heads"),
+        Row("head_dim", "int", default=256),
+        Row("intermediate_size", "int"),
+        Row("sliding_window", "int", default=sliding_window),
+        Row("norm_eps", "float", "rms_norm_eps", default=1e-6),
     ]
 
 
@@ -91,7 +91,7 @@ def gemma3(outer: Keys) -> GemmaConfig:
         use_bidirectional_attention=False,
     )
 
-    sizes = read_official(ROWS, keys)
+    sizes = read(ROWS, keys, "official")
     num_layers = sizes["num_layers"]
     if (types := keys.get("layer_types", None)) is not None:
         if not isinstance(types, list | tuple):
@@ -236,7 +236,7 @@ def gemma_json(g: GemmaConfig, vision: Mapping[str, Any]) -> dict[str, Any]:
     tokens = {key: getattr(g, key) for key in TOKENS}
     text = {
         "model_type": "gemma3_text",
-        **write_official(ROWS, g),
+        **write(ROWS, g, "official"),
         "layer_types": [
             "sliding_attention" if sliding else "full_attention" for sliding in g.layer_is_sliding
         ],

@@ -9,7 +9,7 @@ from typing import Any
 from ltx2rt.config import Gemma4Config
 from ltx2rt.errors import InputError
 from ltx2rt.weights.configs.gemma3 import TOKENS, size_rows, token_ids
-from ltx2rt.weights.configs.keys import Keys, read_official, write_official
+from ltx2rt.weights.configs.keys import Keys, read, write
 
 ROWS = size_rows(262144, 1024)
 USUAL = {
@@ -33,7 +33,7 @@ def gemma4(outer: Keys) -> Gemma4Config:
     keys.must(attention_k_eq_v=True)
     # neither concerns text
     keys.choice("use_bidirectional_attention", {"vision": None, None: None}, None)
-    sizes = read_official(ROWS, keys)
+    sizes = read(ROWS, keys, "official")
     types = keys.get("layer_types", None)
     if types is None:
         types = [
@@ -118,7 +118,7 @@ def gemma4_json(g: Gemma4Config, towers: Mapping[str, Any]) -> dict[str, Any]:
     }
     text = {
         "model_type": "gemma4_unified_text",
-        **write_official(ROWS, g),
+        **write(ROWS, g, "official"),
         "global_head_dim": g.full_head_dim,
         "num_global_key_value_heads": g.full_num_kv_heads,
         "attention_k_eq_v": True,

@@ -142,40 +142,33 @@ def parse_json(text: str | bytes, where: str) -> Keys:
 
 @dataclass(frozen=True)
 class Row:
-    """A field: its key in each layout, its kind, its value if absent (MISSING: an error)."""
+    """A field: its kind, its key in either layout, its value if absent (MISSING: an error)."""
 
     field: str
-    official: str
-    diffusers: str
-    kind: str  # "int", "count", "float", "flag", "sizes", "rows"
-    official_default: Any = MISSING
-    diffusers_default: Any = MISSING
+    kind: str  # "int", "count", "float", "flag", "sizes", "counts", "rows"
+    official: str = ""  # without keys the field is called the same in both layouts
+    diffusers: str = ""
+    default: Any = MISSING
 
-    def read(self, keys: Keys, key: str, default: Any) -> Any:
+    def key(self, layout: str) -> str:
+        return getattr(self, layout) or self.official or self.field
+
+    def read(self, keys: Keys, key: str) -> Any:
         if self.kind in ("int", "float"):
-            return keys.number(key, {"int": int, "float": float}[self.kind], default)
-        return getattr(keys, self.kind)(key, default=default)
+            return keys.number(key, {"int": int, "float": float}[self.kind], self.default)
+        if self.kind == "counts":
+            return keys.sizes(key, default=self.default, most=MAX_COUNT)
+        return getattr(keys, self.kind)(key, default=self.default)
 
 
-def read_official(rows: Iterable[Row], keys: Keys) -> dict[str, Any]:
-    return {row.field: row.read(keys, row.official, row.official_default) for row in rows}
+def read(rows: Iterable[Row], keys: Keys, layout: str, prefix: str = "") -> dict[str, Any]:
+    """The fields of a dataclass from a config of the layout; prefix: of its keys."""
+    return {row.field: row.read(keys, prefix + row.key(layout)) for row in rows}
 
 
-def read_diffusers(rows: Iterable[Row], keys: Keys, prefix: str = "") -> dict[str, Any]:
-    return {
-        row.field: row.read(keys, prefix + row.diffusers, row.diffusers_default) for row in rows
-    }
+def write(rows: Iterable[Row], config: Any, layout: str, prefix: str = "") -> dict[str, Any]:
+    return {prefix + row.key(layout): _json(getattr(config, row.field)) for row in rows}
 
 
 def _json(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_json(item) for item in value]
-    return value
-
-
-def write_official(rows: Iterable[Row], config: Any) -> dict[str, Any]:
-    return {row.official: _json(getattr(config, row.field)) for row in rows}
-
-
-def write_diffusers(rows: Iterable[Row], config: Any, prefix: str = "") -> dict[str, Any]:
-    return {prefix + row.diffusers: _json(getattr(config, row.field)) for row in rows}
+    return [_json(item) for item in value] if isinstance(value, tuple) else value

@@ -8,12 +8,12 @@ from typing import Any
 
 from ltx2rt.config import ModelConfig, UpsamplerConfig
 from ltx2rt.errors import InputError
-from ltx2rt.weights.configs.keys import ConfigSource, Keys, Row, read_official, write_official
+from ltx2rt.weights.configs.keys import ConfigSource, Keys, Row, read, write
 
 ROWS = [
-    Row("in_channels", "in_channels", "in_channels", "int"),
-    Row("mid_channels", "mid_channels", "mid_channels", "int"),
-    Row("num_blocks", "num_blocks_per_stage", "num_blocks_per_stage", "count"),
+    Row("in_channels", "int"),
+    Row("mid_channels", "int"),
+    Row("num_blocks", "count", "num_blocks_per_stage"),
 ]
 SCALES = {2.0: Fraction(2), 1.5: Fraction(3, 2)}
 
@@ -32,7 +32,7 @@ def upsampler(keys: Keys, rational: bool) -> UpsamplerConfig:
     The temporal one is tested first: its released headers claim rational, at scale 1.
     """
     keys.may(dims=3)
-    sizes = read_official(ROWS, keys)
+    sizes = read(ROWS, keys, "official")
     if is_temporal(keys):
         keys.must(spatial_upsample=False)
         return UpsamplerConfig(**sizes, scale=Fraction(1), rational=False)
@@ -79,7 +79,7 @@ def spatial_scale(keys: Keys) -> Fraction:
 
 
 def upsampler_json(u: UpsamplerConfig, layout: str) -> dict[str, Any]:
-    shared = write_official(ROWS, u) | {
+    shared = write(ROWS, u, layout) | {
         "dims": 3,
         "spatial_upsample": not u.temporal,
         "temporal_upsample": u.temporal,

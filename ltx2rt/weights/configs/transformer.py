@@ -6,58 +6,38 @@ from typing import Any
 
 from ltx2rt.config import ConnectorConfig, TextConfig, TransformerConfig
 from ltx2rt.errors import InputError
-from ltx2rt.weights.configs.keys import (
-    Keys,
-    Row,
-    read_diffusers,
-    read_official,
-    write_diffusers,
-    write_official,
-)
+from ltx2rt.weights.configs.keys import Keys, Row, read, write
 
+SCALE = "timestep_scale_multiplier"
 KEYFRAMES = "use_keyframes_abs_pos_embedding"
 KEYFRAME_VECTOR = "model.diffusion_model.keyframes_abs_pos_embedding"  # [1, D]
 ROWS = [
-    Row("num_layers", "num_layers", "num_layers", "count"),
-    Row("video_channels", "in_channels", "in_channels", "int"),
-    Row("audio_channels", "audio_out_channels", "audio_in_channels", "int"),
-    Row("num_heads", "num_attention_heads", "num_attention_heads", "int"),
-    Row("head_dim", "attention_head_dim", "attention_head_dim", "int"),
-    Row("audio_num_heads", "audio_num_attention_heads", "audio_num_attention_heads", "int"),
-    Row("audio_head_dim", "audio_attention_head_dim", "audio_attention_head_dim", "int"),
-    Row("caption_channels", "caption_channels", "caption_channels", "int"),
-    Row("gated_attention", "apply_gated_attention", "gated_attn", "flag", False, False),
-    Row("text_modulation", "cross_attention_adaln", "cross_attn_mod", "flag", False, False),
-    Row("ff_bias", "ff_bias", "ff_bias", "flag", True, True),
-    Row("audio_ff_bias", "audio_ff_bias", "audio_ff_bias", "flag", True, True),
-    Row("keyframe_vector", KEYFRAMES, KEYFRAMES, "flag", False, False),
-    Row("rope_theta", "positional_embedding_theta", "rope_theta", "float"),
-    Row("timestep_scale", "timestep_scale_multiplier", "timestep_scale_multiplier", "float"),
-    Row(
-        "av_gate_scale",
-        "av_ca_timestep_scale_multiplier",
-        "cross_attn_timestep_scale_multiplier",
-        "float",
-    ),
-    Row("norm_eps", "norm_eps", "norm_eps", "float"),
+    Row("num_layers", "count"),
+    Row("video_channels", "int", "in_channels"),
+    Row("audio_channels", "int", "audio_out_channels", "audio_in_channels"),
+    Row("num_heads", "int", "num_attention_heads"),
+    Row("head_dim", "int", "attention_head_dim"),
+    Row("audio_num_heads", "int", "audio_num_attention_heads"),
+    Row("audio_head_dim", "int", "audio_attention_head_dim"),
+    Row("caption_channels", "int"),
+    Row("gated_attention", "flag", "apply_gated_attention", "gated_attn", False),
+    Row("text_modulation", "flag", "cross_attention_adaln", "cross_attn_mod", False),
+    Row("ff_bias", "flag", default=True),
+    Row("audio_ff_bias", "flag", default=True),
+    Row("keyframe_vector", "flag", KEYFRAMES, default=False),
+    Row("rope_theta", "float", "positional_embedding_theta", "rope_theta"),
+    Row("timestep_scale", "float", SCALE),
+    Row("av_gate_scale", "float", f"av_ca_{SCALE}", f"cross_attn_{SCALE}"),
+    Row("norm_eps", "float"),
 ]
-CONNECTOR = [  # read as diffusers has them; official files leave out what both modalities share
-    Row("num_heads", "connector_num_attention_heads", "connector_num_attention_heads", "int"),
-    Row("head_dim", "connector_attention_head_dim", "connector_attention_head_dim", "int"),
-    Row("num_layers", "connector_num_layers", "connector_num_layers", "count"),
-    Row(
-        "num_registers",
-        "connector_num_learnable_registers",
-        "connector_num_learnable_registers",
-        "count",
-    ),
-    Row(
-        "gated_attention",
-        "connector_apply_gated_attention",
-        "gated_attn",
-        "flag",
-        diffusers_default=False,
-    ),
+OWN = [  # each modality's; the sound's are the video's where an official file leaves them out
+    Row("num_heads", "count", "connector_num_attention_heads"),
+    Row("head_dim", "int", "connector_attention_head_dim"),
+    Row("num_layers", "count", "connector_num_layers"),
+]
+SHARED = [  # once in an official file
+    Row("num_registers", "count", "connector_num_learnable_registers"),
+    Row("gated_attention", "flag", "connector_apply_gated_attention", "gated_attn", False),
 ]
 # absent if usual
 SWITCHES = {"ff_bias", "audio_ff_bias", "apply_gated_attention", "cross_attention_adaln", KEYFRAMES}
@@ -110,7 +90,7 @@ PRECISIONS = {"float64": True, "float32": False}
 def official_transformer(keys: Keys) -> TransformerConfig:
     keys.must(**OFFICIAL_FIXED)
     keys.may(**OFFICIAL_USUAL)
-    fields = read_official(ROWS, keys)
+    fields = read(ROWS, keys, "official")
     config = TransformerConfig(
         **fields,
         caption_projection=not _caption_before_connector(keys),
@@ -119,10 +99,15 @@ def official_transformer(keys: Keys) -> TransformerConfig:
         audio_rope_max_pos=keys.sizes("audio_positional_embedding_max_pos", 1)[0],
         rope_float64_grid=keys.choice("frequencies_precision", PRECISIONS),
     )
-    keys.must(audio_num_attention_heads=config.num_heads, out_channels=config.video_channels)
+    keys.must(audio_num_attention_heads=config.num_heads, **_widths(config))
     keys.may(audio_in_channels=config.audio_channels)
-    keys.must(cross_attention_dim=config.width, audio_cross_attention_dim=config.audio_width)
     return config
+
+
+def _widths(t: TransformerConfig) -> dict[str, int]:
+    """Keys of both layouts that repeat sizes."""
+    widths = {"cross_attention_dim": t.width, "audio_cross_attention_dim": t.audio_width}
+    return {"out_channels": t.video_channels, **widths}
 
 
 def _caption_before_connector(keys: Keys) -> bool:
@@ -146,18 +131,12 @@ def official_text(keys: Keys, projection_in: int) -> TextConfig:
     per_token = _caption_before_connector(keys)
 
     def connector(prefix: str) -> ConnectorConfig:
-        def count(name: str) -> int:
-            own = f"{prefix}connector_{name}"
-            return keys.count(own if own in keys else f"connector_{name}")
-
-        return ConnectorConfig(
-            num_heads=count("num_attention_heads"),
-            head_dim=count("attention_head_dim"),
-            num_layers=count("num_layers"),
-            num_registers=keys.count("connector_num_learnable_registers"),
-            gated_attention=keys.flag("connector_apply_gated_attention", False),
-            ff_bias=keys.flag("connector_ff_bias", True),
-        )
+        own: dict[str, Any] = {}
+        for row in OWN:
+            key = prefix + row.official
+            own[row.field] = row.read(keys, key if key in keys else row.official)
+        ff_bias = keys.flag("connector_ff_bias", True)
+        return ConnectorConfig(**own, **read(SHARED, keys, "official"), ff_bias=ff_bias)
 
     return TextConfig(
         gemma_hidden=hidden,
@@ -177,19 +156,14 @@ def official_transformer_json(transformer: TransformerConfig, text: TextConfig) 
     t, video, audio = transformer, text.video, text.audio
     out = {"_class_name": "AVTransformer3DModel", **OFFICIAL_FIXED, **OFFICIAL_USUAL}
     out |= {"attention_type": "default", "num_vector_embeds": None, "norm_num_groups": 32}
-    out |= {key: value for key, value in write_official(ROWS, t).items() if key not in SWITCHES}
+    out |= {key: value for key, value in write(ROWS, t, "official").items() if key not in SWITCHES}
     out |= {
         "timestep_scale_multiplier": int(t.timestep_scale),
-        "out_channels": t.video_channels,
-        "cross_attention_dim": t.width,
-        "audio_cross_attention_dim": t.audio_width,
+        **_widths(t),
         "positional_embedding_max_pos": list(t.rope_max_pos),
         "audio_positional_embedding_max_pos": [t.audio_rope_max_pos],
         "frequencies_precision": "float64" if t.rope_float64_grid else "float32",
-        "connector_num_attention_heads": video.num_heads,
-        "connector_attention_head_dim": video.head_dim,
-        "connector_num_layers": video.num_layers,
-        "connector_num_learnable_registers": video.num_registers,
+        **write(OWN + SHARED[:1], video, "official"),
         "connector_positional_embedding_max_pos": [text.rope_max_pos],
     }
     if not t.caption_projection:
@@ -197,9 +171,7 @@ def official_transformer_json(transformer: TransformerConfig, text: TextConfig) 
             "cross_attention_adaln": t.text_modulation,
             "apply_gated_attention": t.gated_attention,
             "connector_apply_gated_attention": video.gated_attention,
-            "audio_connector_num_attention_heads": audio.num_heads,
-            "audio_connector_attention_head_dim": audio.head_dim,
-            "audio_connector_num_layers": audio.num_layers,
+            **write(OWN, audio, "official", "audio_"),
             "text_encoder_norm_type": "per_token_rms",
         }
     switches = {
@@ -216,7 +188,7 @@ def diffusers_transformer(keys: Keys) -> TransformerConfig:
     """`perturbed_attn` is ignored: it says whether diffusers runs STG."""
     keys.must(**DIFFUSERS_FIXED)
     keys.may(**DIFFUSERS_USUAL)
-    fields = read_diffusers(ROWS, keys)
+    fields = read(ROWS, keys, "diffusers")
     config = TransformerConfig(
         **fields,
         caption_projection=keys.flag("use_prompt_embeddings", True),
@@ -230,8 +202,9 @@ def diffusers_transformer(keys: Keys) -> TransformerConfig:
         rope_float64_grid=keys.flag("rope_double_precision"),
     )
     keys.may(audio_gated_attn=config.gated_attention, audio_cross_attn_mod=config.text_modulation)
-    keys.may(out_channels=config.video_channels, audio_out_channels=config.audio_channels)
-    keys.must(cross_attention_dim=config.width, audio_cross_attention_dim=config.audio_width)
+    widths = _widths(config)
+    keys.may(out_channels=widths.pop("out_channels"), audio_out_channels=config.audio_channels)
+    keys.must(**widths)
     return config
 
 
@@ -240,13 +213,11 @@ def diffusers_transformer_json(t: TransformerConfig) -> dict[str, Any]:
         "_class_name": "LTX2VideoTransformer3DModel",
         **DIFFUSERS_FIXED,
         **DIFFUSERS_USUAL,
-        **write_diffusers(ROWS, t),
+        **write(ROWS, t, "diffusers"),
         "timestep_scale_multiplier": int(t.timestep_scale),
         "cross_attn_timestep_scale_multiplier": int(t.av_gate_scale),
-        "out_channels": t.video_channels,
+        **_widths(t),
         "audio_out_channels": t.audio_channels,
-        "cross_attention_dim": t.width,
-        "audio_cross_attention_dim": t.audio_width,
         "use_prompt_embeddings": t.caption_projection,
         "audio_gated_attn": t.gated_attention,
         "audio_cross_attn_mod": t.text_modulation,
@@ -275,8 +246,8 @@ def diffusers_text(keys: Keys, transformer: TransformerConfig) -> TextConfig:
         num_states=keys.count("text_proj_in_factor"),
         per_token_norm=per_token,
         projection_bias=keys.flag("proj_bias", False),
-        video=ConnectorConfig(**read_diffusers(CONNECTOR, keys, "video_"), ff_bias=True),
-        audio=ConnectorConfig(**read_diffusers(CONNECTOR, keys, "audio_"), ff_bias=True),
+        video=ConnectorConfig(**read(OWN + SHARED, keys, "diffusers", "video_"), ff_bias=True),
+        audio=ConnectorConfig(**read(OWN + SHARED, keys, "diffusers", "audio_"), ff_bias=True),
         rope_theta=keys.number("rope_theta", float),
         rope_max_pos=keys.number("connector_rope_base_seq_len"),
         rope_float64_grid=keys.flag("rope_double_precision"),
@@ -298,8 +269,8 @@ def diffusers_text_json(text: TextConfig, transformer: TransformerConfig) -> dic
         "rope_type": "split",
         "rope_double_precision": text.rope_float64_grid,
         "causal_temporal_positioning": False,
-        **write_diffusers(CONNECTOR, text.video, "video_"),
-        **write_diffusers(CONNECTOR, text.audio, "audio_"),
+        **write(OWN + SHARED, text.video, "diffusers", "video_"),
+        **write(OWN + SHARED, text.audio, "diffusers", "audio_"),
     }
 
 
