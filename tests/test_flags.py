@@ -13,7 +13,6 @@ from ltx2rt import cli
 from ltx2rt.backend import chosen_backend
 from ltx2rt.commands import generate
 from ltx2rt.commands.batch import BatchOptions
-from ltx2rt.commands.serve import ServeOptions, parse_amount
 from ltx2rt.commands.worker import Warm
 from ltx2rt.errors import InputError
 from ltx2rt.flags import (
@@ -37,6 +36,7 @@ from ltx2rt.pipelines import pipelines
 from ltx2rt.run.estimate import Devices
 from ltx2rt.run.files import Files
 from ltx2rt.serve.fields import schema
+from ltx2rt.serve.options import ServeOptions, parse_amount
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.suggest import nearest
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from ltx2rt.atomic_file import check_outputs, remove_abandoned
 from ltx2rt.commands import serve as serving
 from ltx2rt.commands.options import model_options, run_flags
-from ltx2rt.commands.serve import ServeOptions
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flag_like, flags_of, given_flags, groups, words_of
 from ltx2rt.notes import note
 from ltx2rt.pipelines import FIRST
 from ltx2rt.run.files import Marks
-from ltx2rt.serve.users import read_tokens
+from ltx2rt.serve.options import ServeOptions, Serving
+from ltx2rt.serve.users import OneUser, read_tokens
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.system import require_posix
 
@@ -110,9 +110,7 @@ def here(
     """The jobs by a server of this process; exit status. Raises InputError."""
     from ltx2rt.serve import remote
     from ltx2rt.serve.admission import Admission
-    from ltx2rt.serve.core import Settings
-    from ltx2rt.serve.server import INTERRUPTED, TERMINATED, Serving, serve
-    from ltx2rt.serve.users import OneUser
+    from ltx2rt.serve.server import INTERRUPTED, TERMINATED, serve
 
     user, loras = OneUser(), own.lora_folder and own.lora_folder.resolve()
 
@@ -130,18 +128,16 @@ def here(
             note(f"{own.output_dir}: {facts['message']}", prefix="")
 
     how = Serving(
-        data=own.output_dir / f".{Path(shard.results).stem}",
-        host="127.0.0.1",
-        port=0,
+        flags=ServeOptions(
+            data=own.output_dir / f".{Path(shard.results).stem}", port=0, max_upload=2**30,
+            step_timeout=own.step_timeout, drain=0,
+        ),
         command=[*serving.worker_command(args), "--no-previews"],
-        settings=Settings(user, max_upload_bytes=2**30),
         environments=serving.device_environments(options, own.replicas),
-        lora_folder=loras,
-        step_timeout_s=own.step_timeout,
-        drain_s=0,
+        users=user,
         log=log,
         work=work,
-    )
+    )  # fmt: skip
     return TERMINATED if (status := serve(how, admission)) == INTERRUPTED else status
 
 

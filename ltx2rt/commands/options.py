@@ -51,13 +51,8 @@ def planned_options(args: argparse.Namespace) -> ModelOptions:
 def model_or_preset(to: Any) -> None:
     model = groups(to)["model"].add_mutually_exclusive_group(required=True)
     model.add_argument("--model", type=parse_part, metavar="PATH", help="model file or folder")
-    names = ", ".join(PRESETS)
-    model.add_argument(
-        "--preset",
-        choices=PRESETS,
-        metavar="NAME",
-        help=f"sizes of a model in place of one: {names}",
-    )
+    about = f"sizes of a model in place of one: {', '.join(PRESETS)}"
+    add_choice(model, "--preset", PRESETS, about, metavar="NAME")
 
 
 def run_flags(to: Any, **defaults: Any) -> None:
@@ -107,6 +102,11 @@ def read_prompts(path: Path) -> list[str]:
     if not (found := [line.strip() for line in lines if line.strip()]):
         raise InputError(f"--prompts: {path} is empty; write a prompt on each line")
     return found
+
+
+def add_choice(to: Any, name: str, choices: Sequence[str], help: str, **how: Any) -> None:
+    """A flag whose help shows its choices."""
+    to.add_argument(name, **{"choices": choices, "metavar": "|".join(choices), "help": help} | how)
 
 
 def json_flag(to: Any) -> None:

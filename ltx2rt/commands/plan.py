@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from ltx2rt.flags import add_flags, given_flags, groups
 from ltx2rt.graph.encodings import ENCODINGS
 from ltx2rt.instruments.make import standing_for
 from ltx2rt.pipelines import pipeline
-from ltx2rt.placement.cost import Traffic
+from ltx2rt.placement.mesh import in_words
 from ltx2rt.placement.plan import StageCost, peak
 from ltx2rt.run import training_estimate
 from ltx2rt.run.estimate import Devices, Estimate, estimate, to_json
@@ -39,7 +38,6 @@ def to_text(found: Estimate) -> str:
     if encoding and encoding.product:
         rates = f", in {encoding.name} / {kind.quantised_flops_per_s / 1e12:.4g} T/s"
     mesh = session.backend.mesh
-    where = ", ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one device"
     height, width = clip.size_px
     size = f"{width}x{height}, " if width else ""
     size += "at most " if clip.auto_duration else ""
@@ -49,7 +47,7 @@ def to_text(found: Estimate) -> str:
     wide = max(14, *(len(f"{k[0]} x{len(of)}" if len(of) > 1 else k[0]) for k, of in rows.items()))
     lines = [
         f"{clip.name}, {size}{clip.clip_frames} frames, {session.dtype}{weights}, "
-        f"on {found.devices} x {kind.name} ({where}, profile {session.placement.profile.name}); "
+        f"on {found.devices} x {kind.name} ({in_words(mesh)}, profile {session.placement.profile.name}); "
         "per device, estimated:",
         "",
         f"{'stage':<{wide}} {'steps':>5} {'weights':>9} {'activations':>11} {'streamed':>9} "
@@ -62,7 +60,7 @@ def to_text(found: Estimate) -> str:
             f"{label:<{wide}} {c.steps:>5} {c.weights_bytes / 1e9:>6.2f} GB "
             f"{c.activation_bytes / 1e9:>8.2f} GB {c.streamed_bytes / 1e9:>6.2f} GB "
             f"{c.flops / 1e12:>10.1f} {c.time_s(kind):>8.3f} s {c.waits_s(kind):>6.3f} s  "
-            f"{_traffic(c.collectives)}"
+            f"{c.traffic}"
         )
     verdict = "fits" if found.fits else "does NOT fit"
     most = session.asked.max_memory
@@ -118,13 +116,6 @@ def _exchanges(found: Estimate) -> str:
     return (
         f"exchanges: received / {links} and {kind.collective_s * 1e6:g} us each, {hidden}; "
         "an all-reduce of B bytes among n devices receives 2 (n - 1) / n B"
-    )
-
-
-def _traffic(collectives: Mapping[str, Traffic]) -> str:
-    return (
-        ", ".join(f"{t.count} {name}, {t.bytes / 1e9:.3g} GB" for name, t in collectives.items())
-        or "none"
     )
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
-import re
 import sys
-from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -16,99 +13,19 @@ from ltx2rt.backend import get_factory
 from ltx2rt.commands.options import model_options, run_flags
 from ltx2rt.commands.worker import Warm
 from ltx2rt.errors import InputError
-from ltx2rt.flags import add_flags, flags_of, given_flags, words_of
+from ltx2rt.flags import add_flags, given_flags, words_of
 from ltx2rt.notes import note
-from ltx2rt.pipelines import FIRST
 from ltx2rt.serve.board import log
+from ltx2rt.serve.options import ServeOptions, Serving
 from ltx2rt.serve.users import Users
-from ltx2rt.session.options import MEMORY, ModelOptions
+from ltx2rt.session.options import ModelOptions
 from ltx2rt.system import require_posix
 
-flag = flags_of("server")
-
-PLACES = ("here", "ray")
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "s": 1, "m": 60, "h": 3600, "d": 86400}
 EXAMPLE = """\
 example:
   ltx2rt serve --model MODEL_DIR --warm 768x512x121
   then open http://127.0.0.1:8000, or send requests to its /v1/videos
 """
-
-
-def parse_amount(text: str | float) -> float:
-    """Bytes or seconds, with a unit of `UNITS`. Raises ValueError."""
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)([A-Za-z]*)", str(text))
-    if match is None or match[2] not in UNITS:
-        raise ValueError
-    return float(match[1]) * UNITS[match[2]]
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """The flags of `serve` itself."""
-
-    data: Path = flag(
-        Path("ltx2rt-serve"), "folder of queue and clips (default: ltx2rt-serve)", metavar="DIR"
-    )
-    queue: Path | None = flag(
-        None, "file of the queue, on a disk of this machine (default: jobs.db in --data)"
-    )
-    host: str = flag(
-        "127.0.0.1", "address to listen on; a public one needs --token-file", metavar="ADDRESS"
-    )
-    port: int = flag(8000, "port to listen on, 0 for any free one", least=0, most=65535)
-    token_file: Path | None = flag(
-        None, "file with a line `NAME TOKEN` or `NAME TOKEN operator` for each user"
-    )
-    webhooks: Path | None = flag(
-        None,
-        "file with a line `NAME URL SECRET` for each user (* for all others): when a job is over, "
-        "a signed event is posted to URL",
-    )
-    pipeline: str = flag(
-        FIRST, "pipeline for requests that name none", group="jobs", metavar="NAME"
-    )
-    served_name: tuple[str, ...] = flag(
-        (),
-        "names for clients, the first answers (default: its file)",
-        str,
-        metavar="NAME",
-        repeat=True,
-    )
-    replicas: int = flag(1, "number of workers, each with its own devices", group=MEMORY, least=1)
-    workers: str = flag(
-        "here", "run workers on this machine or on a Ray cluster", group=MEMORY, choices=PLACES
-    )
-    lora_folder: Path | None = flag(
-        None, "folder of LoRAs that requests may name", group="model", name="--loras", metavar="DIR"
-    )
-    max_queue: int = flag(
-        1000, "number of videos that may wait, a tenth of them one user's", group="jobs", least=1
-    )
-    max_upload: float = flag(
-        32e6, "bytes of a request at most (default: 32MB)", parse_amount, metavar="SIZE[KB|MB|GB]"
-    )
-    keep: float | None = flag(
-        None,
-        "time after which clips are deleted, in seconds (default: 7d with --token-file, else when "
-        "--disk is full)",
-        parse_amount,
-        metavar="TIME[s|m|h|d]",
-    )
-    disk: float = flag(
-        50e9,
-        "size of all clips above which the oldest are deleted, in bytes (default: 50GB)",
-        parse_amount,
-        metavar="SIZE[KB|MB|GB]",
-    )
-    step_timeout: float = flag(
-        120.0, "seconds without a step that end a worker", group="jobs", metavar="S", above=0
-    )
-    drain: float = flag(
-        600.0, "seconds for running jobs when it stops", group="jobs", metavar="S", least=0
-    )
-    log_prompts: bool = flag(False, "write prompts to the log", group="log")
-    quiet: bool = flag(False, "write no log", group="log")
 
 
 def check_lora_folder(folder: Path | None) -> None:
@@ -135,49 +52,31 @@ def main(args: argparse.Namespace) -> int:
     require_posix("serve")
     try:
         from ltx2rt.serve.admission import Admission
-        from ltx2rt.serve.core import KEEP_S, Settings
-        from ltx2rt.serve.server import Serving, serve
+        from ltx2rt.serve.server import serve
         from ltx2rt.serve.webhooks import read_hooks
     except ImportError as error:
         raise InputError(f"{error}; in the clone: pip install '.[serve]'") from error
 
     def admission(inputs: Path) -> Admission:
         found = Admission(
-            options,
-            inputs,
-            default=own.pipeline,
-            lora_folder=own.lora_folder,
-            warm=ready.warm,
+            options, inputs, default=own.pipeline, warm=ready.warm, names=own.served_name,
+            lora_folder=own.lora_folder and own.lora_folder.resolve(),
             enhancer=ready.prompt_enhancer,
-            names=own.served_name,
-        )
+        )  # fmt: skip
         found.check_warm()
         return found
 
-    hooks = read_hooks(own.webhooks) if own.webhooks else {}
-    keep_s = (KEEP_S if users else math.inf) if own.keep is None else own.keep
-    settings = Settings(users, int(own.max_upload), keep_s, int(own.disk), own.log_prompts)
-    return serve(
-        Serving(
-            data=own.data,
-            queue=own.queue,
-            host=own.host,
-            port=own.port,
-            command=[*bridge(own.workers, options), *worker_command(args)],
-            settings=settings,
-            environments=device_environments(options, own.replicas)
-            if own.workers == "here"
-            else [{}] * own.replicas,
-            lora_folder=own.lora_folder and own.lora_folder.resolve(),
-            hooks=hooks,
-            max_queue=own.max_queue,
-            step_timeout_s=own.step_timeout,
-            drain_s=own.drain,
-            log=hears,
-            announce=lambda url: note(f"serving at {url}", prefix=""),
-        ),
-        admission,
+    here = own.workers == "here"
+    how = Serving(
+        flags=own,
+        command=[*bridge(own.workers, options), *worker_command(args)],
+        environments=device_environments(options, own.replicas) if here else [{}] * own.replicas,
+        users=users,
+        hooks=read_hooks(own.webhooks) if own.webhooks else {},
+        log=hears,
+        announce=lambda url: note(f"serving at {url}", prefix=""),
     )
+    return serve(how, admission)
 
 
 def worker_command(args: argparse.Namespace) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 from ltx2rt.atomic_file import check_outputs
 from ltx2rt.backend import EMA, get_factory, keep_compiled
 from ltx2rt.commands.generate import compiled_folder
-from ltx2rt.commands.options import model_options, start_ranks
+from ltx2rt.commands.options import add_choice, model_options, start_ranks
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flagged, given_flags, marked, spelling
 from ltx2rt.notes import note
@@ -76,12 +76,8 @@ def prepare(args: argparse.Namespace) -> None:
 def run_flags(to: Any) -> None:
     to.epilog = EXAMPLE
     add_flags(to, ModelOptions, backend="auto", only=marked("train", ModelOptions))
-    to.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="TOML file with flags by name, dashes as underscores; those of the command line win",
-    )
+    about = "TOML file of flags, dashes as underscores; the command line wins"
+    to.add_argument("--config", type=Path, metavar="FILE", help=about)
     add_flags(to, TrainRequest)
     for action in to._actions:  # the file may have them
         action.required = False
@@ -149,9 +145,8 @@ def run(args: argparse.Namespace) -> int | None:
 
     def show(row: dict[str, Any]) -> None:
         if request.json and made.session.backend.is_main:
-            print(
-                json.dumps(row | {"validation": [*map(str, row.get("validation", []))]}), flush=True
-            )
+            clips = [*map(str, row.get("validation", []))]
+            print(json.dumps(row | {"validation": clips}), flush=True)
         if line := lines(row):
             say(line)
 
@@ -200,19 +195,14 @@ def _sizes(made: Run) -> Iterator[str]:
     for group, count in made.step.groups().items():
         yield f"trains {group}: {count:,} numbers"
     r, g = made.request, made.step.geometry
-    size = (
-        f"{g.size_px[1]}x{g.size_px[0]}, {g.frames} latent frames"
-        if "video" in made.samples.streams
-        else "sound alone"
-    )
-    kinds = len(made.samples.kinds)
+    size, samples = f"{g.size_px[1]}x{g.size_px[0]}, {g.frames} latent frames", made.samples
+    size = size if "video" in samples.streams else "sound alone"
+    kinds, held_out = len(samples.kinds), len(samples.held_out)
     more = f" and {kinds - 1} other sizes or rates" if kinds > 1 else ""
-    apart = (
-        f" ({len(made.samples.held_out)} more are measured alone)" if made.samples.held_out else ""
-    )
+    apart = f" ({held_out} more are measured alone)" if held_out else ""
     yield (
-        f"{len(made.samples.items)} samples{apart} of {size}{more}, batch {made.samples.batch} x {r.accumulate}, "
-        f"{r.steps} steps"
+        f"{len(samples.items)} samples{apart} of {size}{more}, batch {samples.batch} x "
+        f"{r.accumulate}, {r.steps} steps"
     )
 
 
@@ -225,15 +215,9 @@ def _dry_run(made: Run, say: Callable[[str], None]) -> None:
     say(f"memory {memory.total / 1e9:.3g} GB of a device: {in_words(memory)}")
     say("first batch: " + ", ".join(f"{name} {shape}" for name, shape in shapes.items()))
     if made.request.json and made.session.backend.is_main:
-        found = {
-            "groups": made.step.groups(),
-            "samples": len(made.samples.items),
-            "steps": made.request.steps,
-        }
-        found |= {
-            "held_out": len(made.samples.held_out),
-            "batch": made.samples.batch * made.request.accumulate,
-        }
+        r, samples = made.request, made.samples
+        found = {"groups": made.step.groups(), "samples": len(samples.items), "steps": r.steps}
+        found |= {"held_out": len(samples.held_out), "batch": samples.batch * r.accumulate}
         print(json.dumps(found | {"memory_bytes": memory.total, "first_batch": shapes}))
 
 
@@ -270,35 +254,16 @@ def stopping(crew: Crew | None) -> Iterator[list[int]]:
 
 
 def export_flags(to: Any) -> None:
-    to.add_argument(
-        "run",
-        metavar="RUN[:STEP]",
-        help="folder of a run, and a step whose state was kept (default: the last)",
-    )
-    to.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="safetensors file to write (required)",
-    )
-    to.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float32"),
-        metavar="bfloat16|float32",
-        default="bfloat16",
-        help="dtype of the tensors (default: bfloat16)",
-    )
-    to.add_argument(
-        "--format",
-        choices=FORMATS,
-        metavar="|".join(FORMATS),
-        default=FORMATS[0],
-        help="names of the tensors (default: official, which ComfyUI and diffusers read, too)",
-    )
-    to.add_argument(
-        "--ema", action="store_true", help="write the average that the run kept by --ema"
-    )
+    about = "folder of a run, and a step whose state was kept (default: the last)"
+    to.add_argument("run", metavar="RUN[:STEP]", help=about)
+    about = "safetensors file to write (required)"
+    to.add_argument("--output", type=Path, required=True, metavar="FILE", help=about)
+    about = "dtype of the tensors (default: bfloat16)"
+    add_choice(to, "--dtype", ("bfloat16", "float32"), about, default="bfloat16")
+    about = "names of the tensors (default: official, which ComfyUI and diffusers also read)"
+    add_choice(to, "--format", FORMATS, about, default=FORMATS[0])
+    about = "write the average that the run kept by --ema"
+    to.add_argument("--ema", action="store_true", help=about)
 
 
 def export(args: argparse.Namespace) -> None:

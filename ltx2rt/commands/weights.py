@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ltx2rt.commands.options import PRESETS, json_flag
+from ltx2rt.commands.options import PRESETS, add_choice, json_flag
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, given_flags
 from ltx2rt.instruments.make import make_checkpoint
@@ -23,46 +23,19 @@ from ltx2rt.weights.presets import UPSAMPLERS
 
 def make_flags(to: Any) -> None:
     to.add_argument("directory", type=Path, metavar="DIR", help="folder to write")
-    names = ", ".join(PRESETS)
-    to.add_argument(
-        "--preset",
-        choices=PRESETS,
-        metavar="NAME",
-        required=True,
-        help=f"sizes: {names} (required)",
-    )
-    layouts = ("official", "diffusers")
-    to.add_argument(
-        "--layout",
-        choices=layouts,
-        metavar="|".join(layouts),
-        required=True,
-        help="layout (required)",
-    )
+    about, needed = f"sizes: {', '.join(PRESETS)} (required)", {"required": True}
+    add_choice(to, "--preset", PRESETS, about, metavar="NAME", **needed)
+    add_choice(to, "--layout", ("official", "diffusers"), "layout (required)", **needed)
     to.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
-    kinds = tuple(UPSAMPLERS)
-    to.add_argument(
-        "--upsampler",
-        choices=kinds,
-        metavar="|".join(kinds),
-        default="x2",
-        help="kind of upsampler (default: x2)",
-    )
-    to.add_argument(
-        "--fp8",
-        action="store_true",
-        help="write most blocks with scales, as released fp8 files have them (official layout)",
-    )
+    about = "kind of upsampler (default: x2)"
+    add_choice(to, "--upsampler", tuple(UPSAMPLERS), about, default="x2")
+    about = "write most blocks with scales, as released fp8 files have them (official layout)"
+    to.add_argument("--fp8", action="store_true", help=about)
     to.add_argument("--dry-run", action="store_true", help="print the manifest and write nothing")
 
 
 def make(args: argparse.Namespace) -> None:
-    more = {
-        "seed": args.seed,
-        "dry_run": args.dry_run,
-        "upsampler": args.upsampler,
-        "fp8": args.fp8,
-    }
+    more = {name: getattr(args, name) for name in ("seed", "dry_run", "upsampler", "fp8")}
     print(make_checkpoint(args.preset, args.layout, args.directory, **more))
 
 
@@ -108,27 +81,21 @@ def merge_flags(to: Any) -> None:
     to.add_argument(
         "--lora", **several, metavar="FILE|FOLDER[:STRENGTH]", help="LoRAs to merge (required)"
     )
-    to.add_argument(
-        "--lora-allow-partial",
-        action="store_true",
-        help="merge what fits of a LoRA of another release, or with keys that the model lacks",
-    )
+    add_flags(to, ModelOptions, only=("lora_allow_partial",))
     to.add_argument(
         "--tensor", **several, metavar="NAME", help="official names of tensors to write (required)"
     )
     to.add_argument(
         "--output", type=Path, required=True, metavar="FILE", help="file to write (required)"
     )
-    dtypes = ("bfloat16", "float32")
     about = "dtype of the tensors (default: float32)"
-    to.add_argument(
-        "--dtype", choices=dtypes, metavar="|".join(dtypes), default="float32", help=about
-    )
+    add_choice(to, "--dtype", ("bfloat16", "float32"), about, default="float32")
 
 
 def merge(args: argparse.Namespace) -> None:
     specs = [parse_lora(text) for text in args.lora]
     loras = [open_lora(spec.path, spec.strength) for spec in specs]
-    to = (args.output, args.dtype, args.lora_allow_partial)
+    partial = given_flags(args, ModelOptions).get("lora_allow_partial", False)
+    to = (args.output, args.dtype, partial)
     for merge in merge_to_file(open_checkpoint(args.model), loras, args.tensor, *to):
         print(merge.line())

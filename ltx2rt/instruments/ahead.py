@@ -24,6 +24,7 @@ from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, Size
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.placement.cost import weight_bytes
 from ltx2rt.placement.devices import DeviceKind, topology
+from ltx2rt.placement.mesh import in_words as mesh_in_words
 from ltx2rt.run.estimate import datasheet_session
 from ltx2rt.run.training_estimate import datasheet_step
 from ltx2rt.session.call import Call
@@ -243,9 +244,8 @@ def fits(job: Compilation, found: Compiled | DoesNotFit) -> bool:
 
 
 def header(job: Compilation) -> str:
-    mesh = ", ".join(f"{axis}={size}" for axis, size in job.mesh.items()) or "one device"
     return (
-        f"compiled for {job.topology} ({mesh}), not run; per device, of one call; it has "
+        f"compiled for {job.topology} ({mesh_in_words(job.mesh)}), not run; per device, of one call; it has "
         f"{job.kind.memory_bytes / 1e9:.0f} GB\n\n"
         f"{'component':<22} {'size':<26} {'collectives':>11} {'received':>9} {'weights':>9} "
         f"{'temporaries':>11} "

@@ -33,3 +33,7 @@ def text_mesh(mesh: Mapping[str, int]) -> dict[str, int]:
     """The text encoder's mesh. Prompts are few and short: devices share its heads."""
     devices = math.prod(mesh.values())
     return {"tensor": devices} if devices > 1 else {}
+
+
+def in_words(mesh: Mapping[str, int], between: str = ", ") -> str:
+    return between.join(f"{axis}={size}" for axis, size in mesh.items()) or "one device"

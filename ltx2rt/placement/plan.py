@@ -87,6 +87,16 @@ class StageCost:
     def collectives(self) -> dict[str, Traffic]:
         return by_kind(self.exchanged)
 
+    @property
+    def collectives_json(self) -> dict[str, dict[str, int]]:
+        return {n: {"count": t.count, "bytes": t.bytes} for n, t in self.collectives.items()}
+
+    @property
+    def traffic(self) -> str:
+        """The collectives in words."""
+        found = self.collectives.items()
+        return ", ".join(f"{t.count} {name}, {t.bytes / 1e9:.3g} GB" for name, t in found) or "none"
+
     def timeline(self, kind: DeviceKind) -> Timeline:
         """One step: arithmetic and reading the weights at once, and what no work hides of the
         exchanges and of the copies from the host, each at its rate."""

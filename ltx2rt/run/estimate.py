@@ -16,7 +16,7 @@ from ltx2rt.flags import check_bounds, flag
 from ltx2rt.pipelines.request import Request
 from ltx2rt.placement.cost import weight_bytes
 from ltx2rt.placement.devices import DeviceKind, kind_and_count
-from ltx2rt.placement.mesh import stage_mesh
+from ltx2rt.placement.mesh import in_words, stage_mesh
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.plan import StageCost, peak
 from ltx2rt.placement.profiles import resolve, undivided
@@ -185,7 +185,7 @@ def _unshared(session: Session, plan: Plan, estimator: Estimator) -> Iterator[st
             sent = [c.exchange_s(kind) for c in costs]
             cheaper = int(times[1] < times[0])
             less = "exchanges" if sent[cheaper] < sent[1 - cheaper] else "computes"
-            where = ",".join(f"{axis}={size}" for axis, size in together.mesh.items())
+            where = in_words(together.mesh, ",")
             yield (
                 f"{said}: {costs[0].flops / 1e12:.3g} TFLOP and {sent[0]:.3g} s of exchange a "
                 f"step, shared on {where} {costs[1].flops / 1e12:.3g} and {sent[1]:.3g}; "
@@ -222,9 +222,7 @@ def to_json(found: Estimate) -> dict[str, Any]:
                 "waits_s": c.waits_s(found.kind),
                 "activation_bytes": c.activation_bytes,
                 "flops": c.flops,
-                "collectives": {
-                    name: {"count": t.count, "bytes": t.bytes} for name, t in c.collectives.items()
-                },
+                "collectives": c.collectives_json,
                 "exchange_s": c.exchange_s(found.kind),
                 "time_s": c.time_s(found.kind),
                 "basis": found.basis,

@@ -15,6 +15,7 @@ from ltx2rt.flags import add_flags, flag, flagged, given_flags, marked, spelling
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines import pipelines
 from ltx2rt.placement.devices import DeviceKind
+from ltx2rt.placement.mesh import in_words
 from ltx2rt.placement.plan import StageCost
 from ltx2rt.run.estimate import Devices, datasheet_session
 from ltx2rt.session.options import ModelOptions
@@ -148,9 +149,7 @@ def to_json(found: StepEstimate) -> dict[str, Any]:
         "kept_bytes": m.kept,
         "block_bytes": m.block,
         "flops": c.flops,
-        "collectives": {
-            name: {"count": t.count, "bytes": t.bytes} for name, t in c.collectives.items()
-        },
+        "collectives": c.collectives_json,
         "exchange_s": c.exchange_s(found.kind),
         "time_s": c.time_s(found.kind),
     }
@@ -159,7 +158,6 @@ def to_json(found: StepEstimate) -> dict[str, Any]:
 def to_text(found: StepEstimate) -> str:
     c, m, kind, step = found.cost, found.step.memory, found.kind, found.step
     mesh, (height, width) = found.mesh, step.geometry.size_px
-    where = ", ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one device"
     frames = (step.geometry.frames - 1) * step.geometry.time_factor + 1
     groups = ", ".join(f"{name} {count / 1e6:.3g} M" for name, count in step.groups().items())
     remat = WORDS[step.remat]
@@ -168,7 +166,7 @@ def to_text(found: StepEstimate) -> str:
     clips = f"{count} clip{'s' * (count > 1)} of {width}x{height}x{frames}"
     lines = [
         f"training step of {clips} ({' and '.join(step.streams)}), LoRA of rank {step.rank}, "
-        f"{step.session.dtype}, {remat}, on {found.devices} x {kind.name} ({where}, profile "
+        f"{step.session.dtype}, {remat}, on {found.devices} x {kind.name} ({in_words(mesh)}, profile "
         f"{step.session.placement.profile.name}); per device, estimated:",
         "",
         f"trained      {groups}",
@@ -180,7 +178,7 @@ def to_text(found: StepEstimate) -> str:
         f"{memory_gb:.0f} GB, where {memory_gb - found.room_bytes / 1e9:.1f} GB are kept in "
         "reserve",
         f"work         {c.flops / 1e12:.4g} TFLOP",
-        f"exchanges    {_traffic(c)}",
+        f"exchanges    {c.traffic}",
         f"time         {c.time_s(kind):.3f} s, a bound from below; {c.exchange_s(kind):.3f} s of "
         "it are exchanges",
     ]
@@ -195,8 +193,3 @@ def _moved(found: StepEstimate) -> str:
         f", and {moved / 1e9:.3g} GB of {step.streams_blocks} blocks in the host's memory, copied "
         f"twice in {found.cost.copy_s(found.kind):.2f} s"
     )
-
-
-def _traffic(c: StageCost) -> str:
-    found = c.collectives.items()
-    return ", ".join(f"{t.count} {name}, {t.bytes / 1e9:.3g} GB" for name, t in found) or "none"

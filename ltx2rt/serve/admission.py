@@ -101,16 +101,9 @@ class Admission:
     Raises InputError."""
 
     def __init__(
-        self,
-        options: ModelOptions,
-        inputs: Path,
-        *,
-        default: str,
-        lora_folder: Path | None = None,
-        warm: Sequence[Shape] = (),
-        enhancer: Path | None = None,
-        names: Sequence[str] = (),
-    ):
+        self, options: ModelOptions, inputs: Path, *, default: str, lora_folder: Path | None = None,
+        warm: Sequence[Shape] = (), enhancer: Path | None = None, names: Sequence[str] = (),
+    ):  # fmt: skip
         options.check()
         self.options, self.inputs, self.lora_folder = options, inputs, lora_folder
         self.default, self.warm, self.enhancer = default, warm, enhancer

@@ -22,12 +22,12 @@ from starlette.routing import Route
 
 from ltx2rt.serve.answers import Json
 from ltx2rt.serve.batch import made_by
-from ltx2rt.serve.core import KEEP_S
 from ltx2rt.serve.files import EVENT_GAP_S, Files
 from ltx2rt.serve.form import Gone, fields_of
 from ltx2rt.serve.gate import COOKIE, PAGE, RETRY_S, nothing_here, refused
 from ltx2rt.serve.jobs import Job
 from ltx2rt.serve.openapi import openapi
+from ltx2rt.serve.options import KEEP_S
 from ltx2rt.serve.orders import Orders
 from ltx2rt.serve.refusal import Refusal
 from ltx2rt.serve.videos import Videos
@@ -163,7 +163,7 @@ class App(Orders, Videos, Files):
         return Json({"object": "list", "data": data})
 
     async def limits(self, request: Request) -> Response:
-        return Json({**self.admission.limits(), "upload_bytes": self.settings.max_upload_bytes})
+        return Json({**self.admission.limits(), "upload_bytes": self.how.flags.max_upload})
 
     async def status(self, request: Request) -> Response:
         whose = None if request.state.operator else request.state.user
@@ -229,7 +229,7 @@ class App(Orders, Videos, Files):
     async def login(self, request: Request) -> Response:
         """A token as a cookie, for the page: neither <video> nor EventSource can send a header."""
         given = await fields_of(request, 10_000)
-        token, users = str(given.get("token", "")), self.settings.users
+        token, users = str(given.get("token", "")), self.how.users
         if users is None or users.of(token) is None:
             raise Refusal(401, "bad_token", "this token is not known")
         answer = PlainTextResponse("welcome\n")
@@ -249,21 +249,21 @@ class App(Orders, Videos, Files):
                 await self.expire()
             except (OSError, sqlite3.Error) as error:
                 self.board.log("queue_error", error=str(error))
-            await asyncio.sleep(min(60.0, max(1.0, self.settings.keep_s)))
+            await asyncio.sleep(min(60.0, max(1.0, self.how.keep_s)))
 
     async def expire(self) -> None:
         await self.store.insist(self.queue.keep_uptime)
         now_s = self.queue.uptime()
         jobs = await self.store(self.queue.finished)
-        excess = sum((job.result or {}).get("bytes", 0) for job in jobs) - self.settings.disk_bytes
+        excess = sum((job.result or {}).get("bytes", 0) for job in jobs) - self.how.flags.disk
         for job in jobs:
             if (job.result or {}).get("pinned"):
                 continue
-            if excess > 0 or (job.end_uptime_s or 0.0) + self.settings.keep_s < now_s:
+            if excess > 0 or (job.end_uptime_s or 0.0) + self.how.keep_s < now_s:
                 await self.store.insist(self.queue.note, job.id, file=None)
                 await asyncio.to_thread(self.folder.remove, job)
                 excess -= (job.result or {}).get("bytes", 0)
-        await self.store.insist(self.queue.forget, now_s - 10 * min(self.settings.keep_s, KEEP_S))
+        await self.store.insist(self.queue.forget, now_s - 10 * min(self.how.keep_s, KEEP_S))
         needed = await self.store(self.queue.waiting) + await self.store(self.queue.finished)
         await asyncio.to_thread(self.folder.sweep_inputs, needed, UNUSED_S)
 

@@ -19,34 +19,21 @@ from ltx2rt.serve.folder import Folder, clip_names
 from ltx2rt.serve.gate import RETRY_S
 from ltx2rt.serve.jobs import COMPLETED, JOB_ID, QUEUED, RUNNING, Job
 from ltx2rt.serve.metrics import Metrics
+from ltx2rt.serve.options import Serving
 from ltx2rt.serve.pace import Pace
 from ltx2rt.serve.queue import QueueFull
 from ltx2rt.serve.refusal import Refusal, misfit
 from ltx2rt.serve.supervisor import QueueThread, Supervisor, in_thread
-from ltx2rt.serve.users import Users
 from ltx2rt.serve.video import as_video
 
 PACE_S = 2
 DISK_ANSWERS_S, DISK_HANGS_S = 0.05, 5.0  # waited for each time; after that the disk is at fault
 POLL_MS = {QUEUED: 1000, RUNNING: 250}
-KEEP_S = 7 * 86400.0  # for clips where others reach the server; rows stay ten times longer
-
-
-@dataclass(frozen=True)
-class Settings:
-    """users: None: everybody who reaches the server is one user. keep_s: how long clips stay;
-    disk_bytes: how much they may take."""
-
-    users: Users | None
-    max_upload_bytes: int = 32 * 2**20
-    keep_s: float = KEEP_S
-    disk_bytes: int = 50 * 10**9
-    log_prompts: bool = False
 
 
 @dataclass
 class Core:
-    settings: Settings
+    how: Serving
     admission: Admission
     store: QueueThread
     folder: Folder
@@ -80,7 +67,7 @@ class Core:
             eta_s = None if took_s is None or wait_s is None else round(wait_s + took_s, 1)
         live, preview = self.board.live.get(job.id), self.board.previews.get(job.id)
         shown = preview and preview[0]
-        keep_s = self.settings.keep_s
+        keep_s = self.how.keep_s
         return as_video(job, self.admission.model, keep_s, live, shown, position, eta_s)
 
     async def _pace(self) -> Pace:

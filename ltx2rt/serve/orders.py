@@ -26,7 +26,7 @@ class Orders(Core):
     async def create(self, request: Request) -> Response:
         """With `check=1` the request is checked, and its files are kept, but it is not queued."""
         await self._require_accepting()
-        most = self.settings.max_upload_bytes
+        most = self.how.flags.max_upload
         given = await fields_of(request, most, self.folder, uploads())
         return await self._add(request, given)
 
@@ -34,7 +34,7 @@ class Orders(Core):
         """A new video of the settings and the seed of another, with another prompt."""
         await self._require_accepting()
         job = await self._job(request)
-        given = await fields_of(request, self.settings.max_upload_bytes)
+        given = await fields_of(request, self.how.flags.max_upload)
         if unknown := sorted(given.keys() - {"prompt"}):
             raise Refusal(
                 400,
@@ -48,7 +48,7 @@ class Orders(Core):
     async def extend(self, request: Request) -> Response:
         """A new video that goes on from a finished one, by default with the same prompt."""
         await self._require_accepting()
-        job, most = await self._job(request), self.settings.max_upload_bytes
+        job, most = await self._job(request), self.how.flags.max_upload
         given = await fields_of(request, most, self.folder, uploads())
         return await self._extended(request, job, given, given.pop("video", "0"))
 
@@ -56,7 +56,7 @@ class Orders(Core):
         """As `extend`, in OpenAI's shape: `video` is the finished video, by its id or as an object
         that has one, or a file; `seconds` is the length that is added."""
         await self._require_accepting()
-        given = await fields_of(request, self.settings.max_upload_bytes, self.folder, uploads())
+        given = await fields_of(request, self.how.flags.max_upload, self.folder, uploads())
         video = given.pop("video", None)
         if video is None and "video_path" in given and "pipeline" not in given:
             return await self._add(request, {**given, "pipeline": "extend"})
@@ -115,7 +115,7 @@ class Orders(Core):
                 "queued",
                 job.id,
                 user,
-                **({"prompt": given.get("prompt")} if self.settings.log_prompts else {}),
+                **({"prompt": given.get("prompt")} if self.how.flags.log_prompts else {}),
             )
             self.supervisor.woken()
         return self._answer(await self._video(job))

@@ -10,8 +10,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,43 +21,21 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ltx2rt.errors import InputError
 from ltx2rt.serve.admission import Admission
 from ltx2rt.serve.app import UNUSED_S, App
-from ltx2rt.serve.board import Board, log
-from ltx2rt.serve.core import Settings
+from ltx2rt.serve.board import Board
 from ltx2rt.serve.folder import MIN_FREE_BYTES, Folder
 from ltx2rt.serve.gate import MAX_REQUESTS, UNREAD_S, Gate, is_local
 from ltx2rt.serve.metrics import Metrics
+from ltx2rt.serve.options import Serving
 from ltx2rt.serve.queue import Queue
 from ltx2rt.serve.refusal import invalid
 from ltx2rt.serve.supervisor import QueueThread, Supervisor, in_thread
-from ltx2rt.serve.webhooks import GIVE_UP_S, Hook, Webhooks
+from ltx2rt.serve.webhooks import GIVE_UP_S, Webhooks
 from ltx2rt.system import allow_open_files
 
 HEAD_S, IDLE_S, GRACE_S = 10, 75, 2
 MAX_SILENT = 500  # connections that ask nothing; the one that does so longest goes first
 TERMINATED, INTERRUPTED = 143, 130
 BATCH_FREE_BYTES = 10**8  # a batch waits while its disk has less
-
-
-@dataclass(frozen=True)
-class Serving:
-    """command: starts a worker; environments: of each replica; hooks: of users, by name. work: a
-    batch, given the address of its own server, which ends with it and keeps nothing."""
-
-    data: Path
-    host: str
-    port: int
-    command: Sequence[str]
-    settings: Settings
-    environments: Sequence[Mapping[str, str]] = ({},)
-    lora_folder: Path | None = None
-    hooks: Mapping[str, Hook] = field(default_factory=dict)
-    queue: Path | None = None
-    max_queue: int = 1000
-    step_timeout_s: float = 120.0
-    drain_s: float = 600.0
-    log: Callable[..., None] = log
-    announce: Callable[[str], None] = field(default=lambda url: None)
-    work: Callable[[str], int] | None = None
 
 
 class Patient(H11Protocol):
@@ -149,12 +126,12 @@ class HttpServer(uvicorn.Server):
 def serve(how: Serving, admission: Callable[[Path], Admission]) -> int:
     """Serve until a signal; the exit status. admission: made once the folder of images is there.
     Raises InputError."""
-    check_address(how.host, how.settings.users is not None)
+    check_address(how.flags.host, how.users is not None)
     flag, free = ("--output-dir", BATCH_FREE_BYTES) if how.work else ("--data", MIN_FREE_BYTES)
-    folder = Folder(how.data, flag, free, how.queue)
+    folder = Folder(how.flags.data, flag, free, how.flags.queue)
     try:
         folder.clear() if how.work else folder.require_queue()
-        sock = bind(how.host, how.port)
+        sock = bind(how.flags.host, how.flags.port)
         with sock:
             return asyncio.run(_serve(how, sock, folder, admission(folder.inputs)))
     finally:
@@ -183,7 +160,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: Admission) -> int:
-    queue = Queue(folder.queue, how.max_queue, how.settings.users is not None)
+    queue = Queue(folder.queue, how.flags.max_queue, how.users is not None)
     store, board = QueueThread(queue), Board(how.log)
     if waiting := queue.keep_events(how.hooks, GIVE_UP_S):
         board.log("webhooks_without_address", count=waiting)
@@ -197,11 +174,11 @@ async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: A
     metrics = Metrics(frozenset(str(shape).partition(":")[0] for shape in admission.warm))
     supervisor = Supervisor(
         how.command, store, folder, board, metrics, environments=how.environments,
-        lora_folder=how.lora_folder,
-        step_timeout_s=how.step_timeout_s,
+        lora_folder=admission.lora_folder,
+        step_timeout_s=how.flags.step_timeout,
     )  # fmt: skip
-    app = App(how.settings, admission, store, folder, board, supervisor, metrics)
-    gate = Gate(app.starlette, how.settings.users, board, metrics)
+    app = App(how, admission, store, folder, board, supervisor, metrics)
+    gate = Gate(app.starlette, how.users, board, metrics)
     config = uvicorn.Config(
         gate, http=partial(Patient, silent={}),  # pyrefly: ignore[bad-argument-type]
         ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
@@ -231,7 +208,7 @@ async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: A
     if how.hooks:
         house.append(asyncio.create_task(Webhooks(how.hooks, store, board, metrics).run()))
     stopping = asyncio.create_task(stopped.wait())
-    shown = f"[{how.host}]" if ":" in how.host else how.host
+    shown = f"[{how.flags.host}]" if ":" in how.flags.host else how.flags.host
     how.announce(url := f"http://{shown}:{sock.getsockname()[1]}/")
     board.log("serving", pid=os.getpid(), port=sock.getsockname()[1])
     ends: list[asyncio.Future[Any]] = [answering, replicas, stopping]
@@ -240,8 +217,8 @@ async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: A
         some = [*ends, working] if working else ends
         await asyncio.wait(some, return_when=asyncio.FIRST_COMPLETED)
         if stopped.is_set():
-            board.log("draining", at_most_s=how.drain_s)
-            await supervisor.stop(how.drain_s)
+            board.log("draining", at_most_s=how.flags.drain)
+            await supervisor.stop(how.flags.drain)
             board.log("stopped")
     finally:
         app.closing, server.should_exit = True, True

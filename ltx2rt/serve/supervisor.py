@@ -215,13 +215,9 @@ class Supervisor:
             replica.become("starting")
             replica.heard, replica.lost, replica.loaded = time.monotonic(), None, None
             replica.process = process = await asyncio.create_subprocess_exec(
-                *self.command,
-                stdin=-1,
-                stdout=-1,
-                env=environment,
-                start_new_session=True,
+                *self.command, stdin=-1, stdout=-1, env=environment, start_new_session=True,
                 limit=MAX_LINE_BYTES,
-            )
+            )  # fmt: skip
             was_ready = asyncio.Event()
             talk = [
                 asyncio.create_task(self._listen(replica, process, was_ready)),
@@ -323,9 +319,8 @@ class Supervisor:
             if self.board.previewed(job.id, job.user):
                 self._send(replica, do="watch", id=job.id)
             self._send(replica, do="run", **self._message(job))
-            if (
-                now := await self.store(queue.get, job.id)
-            ) and now.cancel is not None:  # since it was claimed
+            now = await self.store(queue.get, job.id)
+            if now and now.cancel is not None:  # since it was claimed
                 self.cancel(job.id)
             await replica.free.wait()
         await asyncio.Event().wait()  # until the others end
@@ -385,14 +380,10 @@ class Supervisor:
                 if kind == SEGMENT:
                     await self.store.insist(self.store.queue.went_on, job.id, job.epoch)
                 replica.step = message["step"]
-                if (
-                    kind == "step"
-                    and (known := self.board.live.get(job.id))
-                    and known["stage"] == message["stage"]
-                ):
-                    self.metrics.step.labels(stage_label(message["stage"])).observe(
-                        replica.heard - known["at"]
-                    )
+                known = self.board.live.get(job.id) if kind == "step" else None
+                if known and known["stage"] == message["stage"]:
+                    step = self.metrics.step.labels(stage_label(message["stage"]))
+                    step.observe(replica.heard - known["at"])
                 facts = {"stage": message["stage"]} if kind == "stage" else {}
                 self.board.tell(kind, job.id, job.user, {**message, "at": replica.heard}, **facts)
             else:

@@ -23,7 +23,7 @@ from ltx2rt.passes.share import share
 from ltx2rt.passes.unpack import keep, kept_as, unpack
 from ltx2rt.placement.cost import is_plain_linear, node_flops
 from ltx2rt.placement.devices import DeviceKind
-from ltx2rt.placement.mesh import canonical
+from ltx2rt.placement.mesh import canonical, in_words
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.plan import StageCost, Work, cost
 from ltx2rt.placement.profiles import PROFILES, default_mesh
@@ -77,7 +77,7 @@ class Arrangement:
     steps: Mapping[str, StageCost]
 
     def __str__(self) -> str:
-        return ",".join(f"{axis}={size}" for axis, size in self.mesh.items()) or "one device"
+        return in_words(self.mesh, ",")
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,9 @@ import pytest
 from serving import SMALL, moving, png, sound
 
 import ltx2rt
-from ltx2rt.commands.serve import ServeOptions
 from ltx2rt.media.mp4 import EXACT, MP4, FollowedClip, write_mp4
 from ltx2rt.serve.metrics import Metrics
+from ltx2rt.serve.options import ServeOptions
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
 

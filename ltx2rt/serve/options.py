@@ -1,0 +1,128 @@
+"""Settings of a server: the flags of `serve`, and facts that they do not state."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ltx2rt.flags import flags_of
+from ltx2rt.pipelines import FIRST
+from ltx2rt.serve.board import log
+from ltx2rt.serve.users import Users
+from ltx2rt.session.options import MEMORY
+
+flag = flags_of("server")
+
+PLACES = ("here", "ray")
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "s": 1, "m": 60, "h": 3600, "d": 86400}
+KEEP_S = 7 * 86400.0  # for clips where others reach the server; rows stay ten times longer
+
+
+def parse_amount(text: str | float) -> float:
+    """Seconds, or bytes, with a unit of `UNITS`. Raises ValueError."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)([A-Za-z]*)", str(text))
+    if match is None or match[2] not in UNITS:
+        raise ValueError
+    return float(match[1]) * UNITS[match[2]]
+
+
+def parse_bytes(text: str | float) -> int:
+    return int(parse_amount(text))
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """The flags of `serve` itself."""
+
+    data: Path = flag(
+        Path("ltx2rt-serve"), "folder of queue and clips (default: ltx2rt-serve)", metavar="DIR"
+    )
+    queue: Path | None = flag(
+        None, "file of the queue, on a disk of this machine (default: jobs.db in --data)"
+    )
+    host: str = flag(
+        "127.0.0.1", "address to listen on; a public one needs --token-file", metavar="ADDRESS"
+    )
+    port: int = flag(8000, "port to listen on, 0 for any free one", least=0, most=65535)
+    token_file: Path | None = flag(
+        None, "file with a line `NAME TOKEN` or `NAME TOKEN operator` for each user"
+    )
+    webhooks: Path | None = flag(
+        None,
+        "file with a line `NAME URL SECRET` for each user (* for all others): when a job is over, "
+        "a signed event is posted to URL",
+    )
+    pipeline: str = flag(
+        FIRST, "pipeline for requests that name none", group="jobs", metavar="NAME"
+    )
+    served_name: tuple[str, ...] = flag(
+        (),
+        "names for clients, the first answers (default: its file)",
+        str,
+        metavar="NAME",
+        repeat=True,
+    )
+    replicas: int = flag(1, "number of workers, each with its own devices", group=MEMORY, least=1)
+    workers: str = flag(
+        "here", "run workers on this machine or on a Ray cluster", group=MEMORY, choices=PLACES
+    )
+    lora_folder: Path | None = flag(
+        None, "folder of LoRAs that requests may name", group="model", name="--loras", metavar="DIR"
+    )
+    max_queue: int = flag(
+        1000, "number of videos that may wait, a tenth of them one user's", group="jobs", least=1
+    )
+    max_upload: int = flag(
+        32_000_000,
+        "bytes of a request at most (default: 32MB)",
+        parse_bytes,
+        metavar="SIZE[KB|MB|GB]",
+    )
+    keep: float | None = flag(
+        None,
+        "time after which clips are deleted, in seconds (default: 7d with --token-file, else when "
+        "--disk is full)",
+        parse_amount,
+        metavar="TIME[s|m|h|d]",
+    )
+    disk: int = flag(
+        50 * 10**9,
+        "size of all clips above which the oldest are deleted, in bytes (default: 50GB)",
+        parse_bytes,
+        metavar="SIZE[KB|MB|GB]",
+    )
+    step_timeout: float = flag(
+        120.0, "seconds without a step that end a worker", group="jobs", metavar="S", above=0
+    )
+    drain: float = flag(
+        600.0, "seconds for running jobs when it stops", group="jobs", metavar="S", least=0
+    )
+    log_prompts: bool = flag(False, "write prompts to the log", group="log")
+    quiet: bool = flag(False, "write no log", group="log")
+
+
+@dataclass(frozen=True)
+class Serving:
+    """command: starts a worker; environments: of each replica; users: None: everybody who reaches
+    the server is one user; hooks: of users, by name. work: a batch, given the address of its own
+    server, which ends with it and keeps nothing."""
+
+    flags: ServeOptions
+    command: Sequence[str]
+    environments: Sequence[Mapping[str, str]] = ({},)
+    users: Users | None = None
+    hooks: Mapping[str, Any] = field(default_factory=dict)
+    log: Callable[..., None] = log
+    announce: Callable[[str], None] = field(default=lambda url: None)
+    work: Callable[[str], int] | None = None
+
+    @property
+    def keep_s(self) -> float:
+        """How long clips stay."""
+        if self.flags.keep is None:
+            return KEEP_S if self.users else math.inf
+        return self.flags.keep
