@@ -1,4 +1,4 @@
-"""Changes of tensors, as LoRA, DoRA, LoHa and LoKr files hold them.
+"""Changes of tensors, as LoRA, DoRA, LoHa and LoKr files hold them; others are in `multiplied`.
 
 Low-rank ones are Delta W[out, in] = scale * the elementwise product of terms up[out, r] @
 down[r, in]:
@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import mul
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -41,6 +41,7 @@ import numpy as np
 from ltx2rt.errors import InputError
 from ltx2rt.graph.encodings import E4M3, E5M2
 from ltx2rt.graph.ir import Cut
+from ltx2rt.weights import multiplied
 from ltx2rt.weights.files import TensorFile, selected
 
 # Eight bits are casts, which have no scale.
@@ -74,12 +75,13 @@ class Factors(NamedTuple):
 class Change(Protocol):
     """A change of one tensor. scale: strength times the file's own. rank: 0 if it has none."""
 
-    kind: ClassVar[str]
+    @property
+    def kind(self) -> str: ...
 
     @property
     def scale(self) -> float: ...
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int | None, ...]: ...
     @property
     def rank(self) -> int: ...
     def applied(self, file: TensorFile, weight: np.ndarray) -> np.ndarray:
@@ -89,7 +91,7 @@ class Change(Protocol):
 class LowRank(ABC):
     """A change that is a sum of products, which backends add to a slice of a weight."""
 
-    kind: ClassVar[str]
+    kind: str
 
     @abstractmethod
     def factors(self, file: TensorFile, cuts: tuple[Cut, ...]) -> Factors:
@@ -103,7 +105,7 @@ class LowRank(ABC):
 class Products(LowRank):
     """The elementwise product of one (LoRA) or two (LoHa) products. terms: keys of (up, down)."""
 
-    kind: ClassVar[str] = "LoRA"
+    kind = "LoRA"
     terms: tuple[tuple[str, str], ...]
     scale: float
     shape: tuple[int, int]
@@ -130,14 +132,14 @@ class Pair(Products):
 class Hadamard(Products):
     """LoHa."""
 
-    kind: ClassVar[str] = "LoHa"
+    kind = "LoHa"
 
 
 @dataclass(frozen=True)
 class Kronecker(LowRank):
     """LoKr. w1, w2: keys of a whole factor, or of its up and down. second: w2's shape."""
 
-    kind: ClassVar[str] = "LoKr"
+    kind = "LoKr"
     w1: tuple[str, ...]
     w2: tuple[str, ...]
     scale: float
@@ -165,7 +167,7 @@ class Decomposed:
     base_norm: m is divided by |W| in place of |V|, as ComfyUI divides one of [out, 1].
     """
 
-    kind: ClassVar[str] = "DoRA"
+    kind = "DoRA"
     change: Products | Kronecker
     magnitude: str
     axis: int  # that the norm sums over
@@ -194,7 +196,7 @@ class Decomposed:
 class Difference:
     """A tensor that is added, or that takes the place of the model's (whole)."""
 
-    kind: ClassVar[str] = "difference"
+    kind = "difference"
     key: str
     scale: float
     shape: tuple[int, ...]
@@ -233,7 +235,7 @@ def changes_of(
     InputError.
     """
     for part, key in parts.items():
-        if part != "alpha" and (dtype := file.info(key).dtype) not in STORED:
+        if part not in ("alpha", "on_input") and (dtype := file.info(key).dtype) not in STORED:
             raise InputError(
                 f"{file.path}: {key} is {dtype}, expected {', '.join(map(str, STORED))}"
             )
@@ -257,11 +259,17 @@ def changes_of(
         found["weight"].append(replace(low, scale=strength * low.scale))
     elif "magnitude" in parts:
         raise InputError(f"{file.path}: {parts['magnitude']} has no pair; pass another file")
+    times = {part: key for part, key in parts.items() if part in multiplied.PARTS}
+    if "on_input" in times and "whole" in parts:
+        times["whole"] = parts["whole"]
+    if times:
+        alpha = _alpha(file, parts["alpha"]) if "alpha" in parts else None
+        found["weight"].append(multiplied.multiplied(file, module, times, strength, alpha))
     for part, (tensor, whole) in TENSORS.items():
-        if part in parts:
-            times = low.scale if part == "up_bias" and low is not None else 1
+        if part in parts and part not in times:
+            own = low.scale if part == "up_bias" and low is not None else 1
             shape = file.info(parts[part]).shape
-            found[tensor].append(Difference(parts[part], strength * times, shape, whole))
+            found[tensor].append(Difference(parts[part], strength * own, shape, whole))
     if twice := [tensor for tensor, several in found.items() if len(several) > 1]:
         named = ", ".join(sorted(parts.values()))
         raise InputError(f"{file.path}: {named} change one {twice[0]} in several ways")

@@ -81,6 +81,13 @@ class Lora:
         return {name: change for name, change in self.changes.items() if part_of(name) in parts}
 
 
+def fits(changed: Sequence[int | None], shape: Sequence[int]) -> bool:
+    """Whether a change is of a tensor of this shape. changed: None for any size."""
+    return len(changed) == len(shape) and all(
+        a in (None, b) for a, b in zip(changed, shape, strict=True)
+    )
+
+
 def modules_of(names: Iterable[str]) -> set[str]:
     """The modules that tensors belong to."""
     return {re.sub(r"\.(?:weight|bias)$", "", name) for name in names}
@@ -186,8 +193,10 @@ def _modules(file: TensorFile) -> tuple[dict[str, dict[str, str]], list[str]]:
         if (key := parse(name)) is None:
             unknown.append(name)
             continue
+        if key.part == "norm":
+            continue
         other = modules.setdefault(key.module, {}).setdefault(key.part, name)
-        if other != name:
+        if other != name and key.part != "scaled":  # musubi-tuner says it twice
             raise InputError(f"{file.path}: {other} and {name} are the same part of one module")
     lone = [module for module, parts in modules.items() if parts.keys() == {"alpha"}]
     unknown += [modules.pop(module)["alpha"] for module in sorted(lone)]
@@ -315,8 +324,8 @@ class MergedSource:
         changes = lora.on(names)
         own = {name: change.shape for name, change in changes.items() if name in names}
         shapes = {name: tuple(self._source.info(name).shape) for name in own}
-        fitting = {name for name in own if own[name] == shapes[name]}
-        others = [name for name in own if own[name] != shapes[name]]
+        fitting = {name for name in own if fits(own[name], shapes[name])}
+        others = [name for name in own if name not in fitting]
         if others and not (allow_partial and fitting):
             name = others[0]
             raise InputError(

@@ -37,6 +37,9 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "target_parameters": (None, []),
     "trainable_token_indices": (None, [], {}),
     "arrow_config": (None,),
+    "coft": (False,),
+    "use_cayley_neumann": (True,),
+    "num_cayley_neumann_terms": (5,),
 }
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of init_lora_weights
 ALPHA = {"LORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha"}  # by peft_type
@@ -81,10 +84,8 @@ class Config:
         """Raises InputError for unsupported settings that change the tensors' meaning."""
         for keys in self.parts.values():
             kind = str(keys.get("peft_type", None) or "LORA").upper()
-            if kind not in ALPHA:
-                raise InputError(
-                    f"{keys.where}: peft_type {kind[:40]}, read are {', '.join(ALPHA)}"
-                )
+            if kind not in (read := (*ALPHA, "OFT")):
+                raise InputError(f"{keys.where}: peft_type {kind[:40]}, read are {', '.join(read)}")
             for name, plain in _PLAIN.items():
                 if (value := keys.get(name, plain[0])) not in plain:
                     raise InputError(f"{keys.where}: {name} = {value!r:.80}, which is not read")

@@ -8,7 +8,10 @@ all with or without `.weight` and the name of an adapter (`.default`) |
 | `alpha` | `alpha`, `lora_alpha`, `network_alpha` |
 | `hada_*`, `lokr_*` | LyCORIS' and PEFT's factors of LoHa and LoKr |
 | `magnitude` | DoRA: `dora_scale`, `lora_magnitude_vector`, `magnitude` |
+| `norm` | `initial_norm`: musubi-tuner's norms of the base weight, which nothing needs |
 | `diff`, `diff_b` | differences of a weight and a bias; LyCORIS also writes `w_norm`, `b_norm` |
+| `oft_blocks`, `rescale`, `oft_R`, `a1` to `b2`, `on_input` | OFT, GLoRA and (IA)^3 |
+| `block_size`, ..., `scaled` | musubi-tuner's settings of OFT |
 | `whole`, `whole_b` | a whole tensor: `set_weight`, or `weight` and `bias` beside other parts |
 
 Sources: ComfyUI's comfy/lora.py and comfy/weight_adapter, PEFT's save_and_load.py, LyCORIS, kohya's
@@ -29,15 +32,20 @@ _KEY = re.compile(
     rf"{_LORA}(?:(?P<down>A|down)|(?P<up>B|up)){_ADAPTER}(?:\.weight)?"
     rf"|{_LORA}(?:B|up){_ADAPTER}\.(?P<up_bias>bias)"
     r"|\.(?P<part>hada_w[12]_[ab]|lokr_w[12](?:_[ab])?|diff_b|diff)(?:\.default)?"
+    r"|\.(?P<times>oft_blocks|rescale|on_input|(?:oft_R|[ab][12])(?=\.weight$))(?:\.weight)?"
+    r"|\.(?:oft_)?(?P<setting>coft_eps|coft|block_share|block_size|scaled)(?:_oft)?_metadata"
+    r"|\.oft_R\.(?P<scaled>scaled)_oft"
     r"|\.(?P<alpha>alpha|lora_alpha|network_alpha)"
     r"|\.(?P<magnitude>dora_scale|magnitude|lora_magnitude_vector(?:\.[^.]+){0,2})"
-    r"|\.(?P<diff>w_norm)|\.(?P<diff_b>b_norm)"
+    r"|\.(?P<norm>initial_norm)|\.(?P<diff>w_norm)|\.(?P<diff_b>b_norm)"
     r"|(?:\.modules_to_save(?:\.[^.]+)?)?\.(?P<whole>set_weight|weight)"
     r"|(?:\.modules_to_save(?:\.[^.]+)?|\.base_layer)?\.(?P<whole_b>bias)"
     r")"
 )
 # Words that no checkpoint has; they save parsing the names of its tensors.
-_OWN = re.compile(r"lora[._]|hada_w|lokr_w|dora_scale|magnitude|\.diff(?:_b)?$|_norm$")
+_OWN = re.compile(
+    r"lora[._]|oft_|on_input|[ab][12]\.weight$|hada_w|lokr_w|dora_scale|magnitude|\.diff(?:_b)?$|_norm$"
+)
 FORMS = (
     "NAME.lora_A.weight and .lora_B.weight, .lora_down.weight and .lora_up.weight, .hada_w1_a, "
     ".lokr_w1, .dora_scale, .diff and .diff_b are read, NAME such as "
@@ -71,7 +79,8 @@ def parse(key: str) -> Key | None:
         return None
     found = {name: text for name, text in match.groupdict().items() if text}
     module = found.pop("module")
-    return Key(module, found.get("part") or next(iter(found)))
+    named = next((found[name] for name in ("part", "times", "setting") if name in found), None)
+    return Key(module, named or next(iter(found)))
 
 
 def holds_lora(names: Iterable[str]) -> bool:

@@ -24,8 +24,12 @@ PRESETS = ("tiny-2.0", "tiny-2.3", "tiny-2.5")  # together they have every modul
 _BLOCK = re.compile(r"(blocks|layers)[_.](\d+)(?=[_.])")
 _WORDS = (
     r"_*(?:lora|lycoris|base_model|model|diffusion_model|velocity_model|transformer|unet|dit|net"
-    r"|prior|pipe|module|orig_mod|connectors|text_encoders?|te\d?|gemma_?\d+_\d+b(?:_it)?|gemma\d*"
+    r"|prior|pipe|module|orig_mod|fsdp_wrapped_module|ema|student|generator|connectors|text_encoders?|te\d?|gemma_?\d+_\d+b(?:_it)?|gemma\d*"
     r"|language_model|text_model)"
+)
+# Within a name: diffusers' attention processors, and wrappers of torch.compile and torch.distributed.
+_WRAPPERS = re.compile(
+    r"[._](?:processor|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=[._])"
 )
 _WORD, _DOTTED = re.compile(rf"{_WORDS}_+"), re.compile(rf"(?:{_WORDS}\.)+")
 
@@ -36,7 +40,7 @@ def target(module: str, tensor: str = "weight") -> str | None:
 
     tensor: "weight", "bias", or empty where the module is a tensor itself.
     """
-    name = re.sub(r"[._]processor(?=[._])", "", module).replace(".", "_")
+    name = _WRAPPERS.sub("", module).replace(".", "_")
     block = _BLOCK.search(name)
     name = _BLOCK.sub(r"\1_*", name, count=1)
     while True:

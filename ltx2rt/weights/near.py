@@ -385,7 +385,7 @@ def extra_folders(root: Path) -> list[Path]:
             continue
         try:
             sections = yaml.safe_load(read_text(file)) or {}
-            for section in sections.values():
+            for section in filter(None, sections.values()):  # all of its lines may be comments
                 base = Path(os.path.expandvars(section.get("base_path") or "")).expanduser()
                 base = file.parent / base
                 for name in SEARCHED:

@@ -36,7 +36,7 @@ def test_every_ending_is_read(part):
         assert parse(MODULE + ending) == Key(MODULE, part), ending
 
 
-@pytest.mark.parametrize("ending", [".oft_blocks", ".hada_t1", ".lokr_t2", ".initial_norm", ""])
+@pytest.mark.parametrize("ending", [".lokr_t1", ".hada_t1", ".lokr_t2", ""])
 def test_others_are_none(ending):
     assert parse(f"{MODULE}{ending}") is None
 

@@ -20,6 +20,9 @@ SPELLINGS = {
         "lora_unet_model_transformer_blocks_10_attn1_to_q", "lycoris_transformer_blocks_10_attn1_to_q",
         "lora_transformer_transformer_blocks_10_attn1_to_q", "lora_prior_unet_transformer_blocks_10_attn1_to_q",
         "lora_unet_diffusion_model_transformer_blocks_10_attn1_to_q",
+        "transformer_blocks.10._checkpoint_wrapped_module.attn1.to_q", "ema.transformer_blocks.10.attn1.to_q",
+        "_fsdp_wrapped_module.transformer_blocks.10._fsdp_wrapped_module.attn1.to_q",
+        "lora_unet_transformer_blocks_10__orig_mod_attn1_to_q",
     ],
     f"{BLOCK}.0.audio_to_video_attn.to_out.0.weight": [
         "lora_unet_transformer_blocks_0_audio_to_video_attn_to_out_0",

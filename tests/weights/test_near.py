@@ -508,6 +508,7 @@ def test_folders_that_its_settings_name_are_searched(comfy, tmp_path, at):
     for name in ("checkpoints", "vae"):
         (comfy / "models" / name).mkdir(exist_ok=True)
     settings = f"""# a comment
+        a111:
         extra:
             base_path: {other}
             is_default: true
