@@ -38,9 +38,9 @@ class VideoInfo:
     average. rotation: degrees counter-clockwise by which the decoder's frames are turned. times_s:
     of every frame; the first need not be 0, and the sound that belongs to it starts there as well.
     pixel_aspect: the width of a pixel by its height, upright.
-    ignored: a sentence for each thing that reading changes or leaves out. varies: whether frames
-    are resampled by time. resize: what brings the pictures to this width and height, if the file
-    has others.
+    ignored: a sentence for each thing that reading changes or leaves out. varies: the average
+    rate of frames that are resampled by time, else 0. resize: what brings the pictures to this width and height, if
+    the file has others.
     """
 
     width: int
@@ -51,9 +51,16 @@ class VideoInfo:
     has_sound: bool
     times_s: tuple[Fraction, ...]
     ignored: tuple[str, ...] = ()
-    varies: bool = False
+    varies: Fraction = Fraction(0)
     resize: Resize | None = None
     pixel_aspect: Fraction = Fraction(1)
+
+    def said(self, fps: Fraction | None = None) -> Iterator[str]:
+        """Sentences about changes; a variable rate is resampled to its own, or to `fps`."""
+        if self.varies:
+            rates = f"around {float(self.varies):.4g} fps; it is resampled to {float(fps or self.fps):.5g}"
+            yield f"its frame rate varies {rates} fps"
+        yield from self.ignored
 
 
 def video_info(path: Path, flag: str, most: int | None = None) -> VideoInfo:
@@ -117,14 +124,10 @@ def _info(path: Path, flag: str, most: int | None, state: Any) -> VideoInfo:
         fps, ignored = Fraction(fps), list(_ignored(stream, first))
         if None in times:
             times = [i / fps for i in range(len(times))]
-        varies = not is_constant(times, fps)
-        if varies:
+        mean = Fraction(0)
+        if not is_constant(times, fps):
             mean = (len(times) - 1) / (times[-1] - times[0])
             rate = min(COMMON_RATES, key=lambda common: abs(common - mean))
-            ignored.append(
-                f"its frame rate varies around {float(mean):.4g} fps; it is resampled to "
-                f"{float(rate):.5g} fps"
-            )
             count = max(round((times[-1] - times[0] + 1 / mean) * rate), 1)
             fps, times = rate, [times[0] + i / rate for i in range(count)]
         turns, _ = _upright(first)
@@ -138,7 +141,7 @@ def _info(path: Path, flag: str, most: int | None, state: Any) -> VideoInfo:
             has_sound=bool(container.streams.audio),
             times_s=tuple(times[:most]),
             ignored=tuple(ignored),
-            varies=varies,
+            varies=mean,
             pixel_aspect=1 / aspect if turns % 2 else aspect,
         )
 

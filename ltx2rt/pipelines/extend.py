@@ -168,7 +168,7 @@ class Extend(Request):
             yield f"{FADE_FRAMES} frames are blended at a seam; --no-crossfade keeps all of the file's own"
         yield from super().remarks(model)
         if self.other:
-            yield from (f"{self.join}: {sentence}" for sentence in self.other.ignored)
+            yield from (f"{self.join}: {sentence}" for sentence in self.other.said())
         silent = [str(clip.path) for clip in self.clips if clip and not clip.info.has_sound]
         if self.heard and silent:
             yield f"{silent[0]} has no sound: silence beside the new part"

@@ -30,7 +30,7 @@ from ltx2rt.weights.lora import open_lora
 from ltx2rt.weights.names import GEMMA, gemma_to_canonical
 from ltx2rt.weights.parts import read_json
 from ltx2rt.weights.quant_formats import Packed
-from ltx2rt.weights.text_encoder import Asset, find_tokenizer, open_gemma
+from ltx2rt.weights.text_encoder import Asset, find_tokenizer, lone_gemma, open_gemma
 
 TEMPERATURE, TOP_K, MAX_TOKENS = 0.7, 50, 512  # the official pipelines'
 MAX_TOKENS_4, NO_REPEAT = 600, 5  # the official pipelines' of a Gemma 4: no 5 tokens twice
@@ -85,6 +85,7 @@ class Enhancer:
         cls, checkpoint: Checkpoint, given: Path | None = None, loras: Sequence[LoraSpec] = ()
     ) -> Enhancer:
         """given: a folder or file in place of the text encoder's; loras: of the run."""
+        given = given and lone_gemma(given)
         folder = given or checkpoint.source("gemma").where
         config = folder / "config.json"
         kind = read_json(config).get("model_type", None) if config.is_file() else None

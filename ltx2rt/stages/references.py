@@ -48,7 +48,7 @@ class Reference(Conditioning):
         self._weights()
         path, used, fps = self.source.path, self.source.num_frames, float(self.clip.fps)
         info = video_info(path, self.source.flag, self.num_frames)
-        found = [f"{path}: {sentence}" for sentence in info.ignored]
+        found = [f"{path}: {sentence}" for sentence in info.said()]
         if used < self.num_frames:
             found.append(
                 f"{path}: {used} frames are read; the other {self.num_frames - used} have no "

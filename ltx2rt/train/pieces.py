@@ -106,13 +106,13 @@ class Facts:
         return tuple(bisect_right(between, time) for time in times_s)
 
 
-def facts_of(path: Path, name: str) -> Facts:
-    """A file's facts; its frames are decoded once. Raises InputError."""
+def facts_of(path: Path, name: str, fps: Fraction | None = None) -> Facts:
+    """A file's facts; its frames are decoded once. fps: to which a variable rate is brought. Raises InputError."""
     if path.suffix.lower() in IMAGES:
         height, width = read_rgb(path, name).shape[:2]
         return Facts(width, height, (Fraction(0),), FPS, False)
     info = video_info(path, name)
-    said = tuple(f"{name}: {sentence}" for sentence in info.ignored)
+    said = tuple(f"{name}: {sentence}" for sentence in info.said(fps))
     times = tuple(i / info.fps for i in range(info.num_frames))
     return Facts(info.width, info.height, times, info.fps, info.has_sound, said)
 
@@ -127,7 +127,7 @@ def checked(
     for clip in clips:
         try:
             if clip.video is not None:
-                known[clip.name] = facts_of(clip.video, clip.name)
+                known[clip.name] = facts_of(clip.video, clip.name, request.fps)
                 remarks += known[clip.name].remarks
         except InputError as error:
             faults.append((clip.name, str(error)))

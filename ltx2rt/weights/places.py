@@ -35,7 +35,7 @@ from ltx2rt.weights.part_table import PARTS, Part
 from ltx2rt.weights.parts import contents, file_kind, folder_kind, read_json
 from ltx2rt.weights.quant_formats import Packed
 from ltx2rt.weights.quantised import JoinedRows, RenamedSource, dequantised, renamed
-from ltx2rt.weights.text_encoder import gemma_keys, open_gemma
+from ltx2rt.weights.text_encoder import gemma_keys, lone_gemma, open_gemma
 
 ENCODED = [np.dtype(x) for x in (E4M3, E5M2, np.int8, np.uint8)]
 
@@ -110,7 +110,7 @@ def open_either(part: Part, path: Path) -> Place:
     """A file, or a diffusers folder, of a part that goes with both layouts."""
     if part.read is not None:
         return open_part(part, path)[part.name]
-    config, source = open_gemma(path)
+    config, source = open_gemma(path := lone_gemma(path))
     return Place("official", source, lambda: Keys({}, str(path)), config=config)
 
 

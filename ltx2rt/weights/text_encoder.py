@@ -18,7 +18,7 @@ from ltx2rt.weights.files import TensorFile, TensorFolder, open_file, open_tenso
 from ltx2rt.weights.gguf import CenteredNorms, GgufFile
 from ltx2rt.weights.names import GEMMA, TEXT_PROJECTION, gemma_to_canonical, llama_cpp_to_canonical
 from ltx2rt.weights.part_table import GEMMA_GGUF
-from ltx2rt.weights.parts import contents, file_kind, read_json
+from ltx2rt.weights.parts import contents, file_kind, only, read_json, scan
 from ltx2rt.weights.quantised import RenamedSource, renamed
 
 TOKENIZER, SPM_FILE = "tokenizer.json", "tokenizer.model"
@@ -79,7 +79,7 @@ def gemma_keys(path: Path) -> Keys:
     """A Gemma folder's config.json, or the one that a file would have. Raises InputError."""
     if path.is_dir():
         if not (path / "config.json").is_file():
-            said = "no Gemma folder (it must hold config.json)"
+            said = "no Gemma folder (it must hold config.json, or one text-encoder file)"
             raise InputError(f"{path}: {said}; pass one with --text-encoder")
         return read_json(path / "config.json")
     file = open_file(path)
@@ -99,6 +99,14 @@ def gemma_keys(path: Path) -> Keys:
     shapes = {gemma_to_canonical(name): file.info(name).shape for name in file.names()}
     own = [name for name in shapes if name.startswith(GEMMA)]
     return configs.plain_gemma3({name.removeprefix(GEMMA): shapes[name] for name in own}, str(path))
+
+
+def lone_gemma(path: Path) -> Path:
+    """The text-encoder file in a folder without a config; any other path as it is. Raises InputError
+    for several."""
+    if not path.is_dir() or (path / "config.json").is_file():
+        return path
+    return only("gemma", scan(path).files["gemma"]) or path
 
 
 def plain_gemma3(file: TensorFile | TensorFolder) -> bool:

@@ -21,7 +21,7 @@ from ltx2rt.testing import relative_l2
 from ltx2rt.train.data import Bucket, CaptionedClip, parse_rate, read_clips
 from ltx2rt.train.encode import Piece
 from ltx2rt.train.manifest import read_arrays, read_manifest
-from ltx2rt.train.pieces import checked
+from ltx2rt.train.pieces import checked, facts_of
 from ltx2rt.train.prepare import _held_out
 from ltx2rt.train.prepare_flags import PrepareRequest
 from ltx2rt.weights.files import write_arrays
@@ -279,6 +279,8 @@ def test_frames_of_a_variable_rate_are_the_nearest_in_time(pieces, tmp_path):
     for fps, wanted in ((None, {parse_rate("29.97"), Fraction(30)}), (Fraction(20), {20})):
         (job,), faults = pieces(clip, fps=fps)
         assert not faults and job.fps in wanted
+        (said,) = facts_of(clip.video, "", fps).remarks
+        assert f"it is resampled to {float(job.fps):.5g} fps" in said
         size = type("Geometry", (), {"size_px": (64, 64)})()
         piece = Piece(clip.video, size, None, frames=job.frames)  # pyright: ignore
         for i, shown in enumerate(piece.pictures()):

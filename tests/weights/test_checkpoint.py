@@ -177,7 +177,7 @@ def test_what_is_no_checkpoint_is_refused(official, tmp_path):
         with refused(says):
             open_checkpoint(path)
     for arguments, says in [
-        ({"text_encoder": official}, "no Gemma folder"),
+        ({"text_encoder": tmp_path}, "no Gemma folder"),
         ({"upsampler": official / LORA}, "no latent upsampler"),
         ({"upsampler": official / "gemma-3"}, "no latent upsampler folder"),
     ]:

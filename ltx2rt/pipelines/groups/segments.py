@@ -193,7 +193,9 @@ class Segments(Group):
                 ("--anchor", self.anchor),
             ):
                 if given and not self.number:
-                    raise InputError(f"{name}: the clip has one segment; give --segment-frames")
+                    raise InputError(
+                        f"{name}: the clip has one segment; give --segment-frames, fewer than it has"
+                    )
             return
         followed = getattr(request, "audio_conditioning", None)
         for name, given in (
@@ -233,11 +235,11 @@ class Segments(Group):
         stated = [] if request.has(SourceClip) else [("--num-frames", count)]
         for name, value in (("--segment-frames", size), *stated):
             check_step(name, value, step, 1, "frames", f"{step}*k + 1")
+        if size > most:
+            seconds = f"over {ONE_CLIP_S} s, which no segment is; at most {most}"
+            raise InputError(f"--segment-frames: {size} frames are {seconds}")
         if count <= size:
-            raise InputError(
-                f"--segment-frames: {count} frames are one segment of {size}; leave it out, or "
-                "give fewer"
-            )
+            return {"segment_frames": None, "num_frames": count}
         if (seconds := float((count - 1) / request.fps)) > MAX_SECONDS:
             raise InputError(
                 f"--num-frames: {count} frames are {seconds:.0f} s, expected at most "

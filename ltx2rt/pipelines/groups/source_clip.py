@@ -73,7 +73,7 @@ class SourceClip(Duration):
         if (width, height, frames) != (request.width, request.height, request.seen_frames):
             size = f"{request.width}x{request.height}, {request.num_frames} frames"
             yield f"{size}: made as {width}x{height}, {frames}, given back as it was"
-        yield from (f"{self.path}: {sentence}" for sentence in self.found.ignored)
+        yield from (f"{self.path}: {sentence}" for sentence in self.found.said())
 
     @property
     def path(self) -> Path:

@@ -292,7 +292,10 @@ def test_refusals(opened, tmp_path):
         ({"overlap": 10}, "--overlap: 10, expected 8*k + 1; the nearest are 9 and 17"),
         ({"overlap": 25}, "--overlap: 25, but a segment has 25 frames; give fewer"),
         ({"seconds": 2.0}, "--seconds: given beside --num-frames"),
-        ({"segments": 1}, "--segment-frames: 25 frames are one segment of 25"),
+        (
+            {"segments": 1, "cut": (2,)},
+            "--cut: the clip has one segment; give --segment-frames, fewer",
+        ),
         ({"segments": None, "segment_prompts": ("x",)}, "--prompt: several: the clip has one"),
         ({"segment_prompts": ("x", " ")}, "--prompt: one is empty"),
         ({"segment_prompts": ("x",) * 3}, "--prompt: 4 are given, but the clip has 3 segments"),
@@ -300,7 +303,7 @@ def test_refusals(opened, tmp_path):
             {"segment_prompts": ("x",), "enhance_prompt": True},
             "--enhance-prompt: writes one prompt",
         ),
-        ({"num_frames": 801}, "the model's limit is 20 s"),
+        ({"num_frames": 801}, "--segment-frames: 801 frames are over 20 s"),
         ({"auto_duration": (1.0, 2.0)}, "--auto-duration: does not go with a clip in segments"),
     ):
         given = several({"prompt": "a fox", **SIZE, "steps": 1, "segments": 3} | more)
@@ -588,8 +591,10 @@ def test_a_clip_is_asked_for_by_its_frames(opened):
             size = {"num_frames": frames, "segment_frames": 121 if frames < 1441 else None}
             clip = make_request("one-stage", prompt="a", fps=fps, seed=1, **size)
             assert clip.resolved(config).clip_frames == frames, (fps, frames)
+    whole = make_request("one-stage", **{**request, "num_frames": 25}).resolved(config)
+    assert not whole.in_segments and (whole.clip_frames, whole.segment_frames) == (25, None)
     for more, message in (
-        ({"num_frames": 25}, "--segment-frames: 25 frames are one segment of 25; leave it out"),
+        ({"segment_frames": 489}, "--segment-frames: 489 frames are over 20 s"),
         ({"num_frames": 58}, "--num-frames: 58, expected 8*k + 1; the nearest are 57 and 65"),
         ({"num_frames": 100001}, "--num-frames: 100001 frames are 4167 s, expected at most 3600"),
         ({"segment_frames": 26}, "--segment-frames: 26, expected 8*k + 1"),
