@@ -348,7 +348,10 @@ def stood_in(counts: Counts) -> Iterator[None]:
 def count(graph: Graph, steps: bool = True, whole: bool = False, kind: DeviceKind = H200) -> Counts:
     """Launches and bytes of one call of `graph`, as it is lowered for a GPU. steps: of a denoise
     step. whole: its tokens stay whole, as under --compile."""
-    graph, counts = FACTORY.as_run(graph, "cuda", steps, compile=whole), Counts(kind, graph.mesh)
+    graph, counts = (
+        FACTORY.as_run(graph, "cuda", steps=steps, compile=whole),
+        Counts(kind, graph.mesh),
+    )
     position = Position(
         graph.mesh, dict.fromkeys(graph.mesh, 0), {axis: axis for axis in graph.mesh}
     )

@@ -150,9 +150,7 @@ LONG = Kind("long-trained-2.3", 2 * SIZE, 121, 1200, 3000, (16, 4), 0.5)  # 1,02
 def sizes() -> Preset:
     """Sizes of a checkpoint of at most 12 MB in bfloat16. Fewer, larger steps from mel to sound
     than the released vocoder's: a generator halves its channels at each."""
-    text = gemma_sizes(
-        vocab=480, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ff=64, window=16
-    )
+    text = gemma_sizes(480, 64, 2, 4, 2, 16, 64, 16)
     own = replace(
         SIZES["tiny-2.3"], layers=4, gemma=text, encoder_widths=(16, 32, 32, 32, 32),
         audio_multipliers=(1, 2, 2),

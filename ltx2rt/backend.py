@@ -371,14 +371,7 @@ class BackendFactory(Protocol):
         """The devices that can be planned for (`placement.devices.DeviceKind`)."""
         ...
 
-    def as_run(
-        self,
-        graph: Graph,
-        device_kind: str,
-        steps: bool = False,
-        compile: bool = False,
-        train: bool = False,
-    ) -> Graph:
+    def as_run(self, graph: Graph, device_kind: str, **how: bool) -> Graph:
         """The graph that a device of `Backend.device_kind` runs for a placed one: its nodes after
         the backend's own passes.
 

@@ -43,7 +43,7 @@ def test_a_graph_without_rotation_has_the_same_values(without):
 def test_what_runs_is_made_once_of_a_graph_and_does_not_hold_it():
     graph = Placement(PROFILES["hopper"]).local(case("guided-2.3").graph, "transformer")
     made = FACTORY.as_run(graph, "cuda", steps=True)
-    assert FACTORY.as_run(graph, "cuda", True, False) is made is not graph
+    assert FACTORY.as_run(graph, "cuda", steps=True, compile=False) is made is not graph
     placed = weakref.ref(graph)
     del graph
     gc.collect()

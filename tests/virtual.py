@@ -3,9 +3,11 @@ ranks."""
 
 import os
 import socket
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 
 def xla_flags(devices: int) -> str:
@@ -13,6 +15,19 @@ def xla_flags(devices: int) -> str:
     come late to a rendezvous, which XLA takes for a deadlock after 40 s."""
     patience = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
     return f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices} {patience}"
+
+
+def on_devices(count: int, *words: object, **environment: str) -> str:
+    """The output of Python's `words` in a process with `count` devices of JAX on the CPU, a number
+    that JAX fixes at its start."""
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    env = os.environ | {"XLA_FLAGS": xla_flags(count), "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    command = [sys.executable, *map(str, words)]
+    ran = subprocess.run(
+        command, env=env | environment, capture_output=True, text=True, timeout=600
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return ran.stdout
 
 
 def forked(count: int, run: Callable[[int], object]) -> None:

@@ -18,7 +18,9 @@ HALF_ROWS = 512  # samples times tokens of a half, at the least; not raced
 ASSEMBLED = ("vocoder",)  # networks that run as `program.Assembled`
 
 
-def as_run(graph: Graph, device_kind: str, steps: bool = False, train: bool = False) -> Graph:
+def as_run(
+    graph: Graph, device_kind: str, steps: bool = False, compile: bool = False, train: bool = False
+) -> Graph:
     """Halves of the samples of a step side by side where that is possible, so that exchanges travel
     unseen; elsewhere attention in groups of heads and halves of the tokens; the vocoder's
     activations fused, for XLA fuses the rest itself. Nothing of a training step."""

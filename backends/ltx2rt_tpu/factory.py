@@ -33,17 +33,10 @@ class TpuFactory:
 
         return KINDS
 
-    def as_run(
-        self,
-        graph: Graph,
-        device_kind: str,
-        steps: bool = False,
-        compile: bool = False,
-        train: bool = False,
-    ) -> Graph:
+    def as_run(self, graph: Graph, device_kind: str, **how: bool) -> Graph:
         from ltx2rt_tpu.as_run import as_run
 
-        return as_run(graph, device_kind, steps, train)
+        return as_run(graph, device_kind, **how)
 
     def cost(
         self,

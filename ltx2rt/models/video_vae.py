@@ -19,6 +19,7 @@ from ltx2rt.graph import Graph, Ops, Term
 from ltx2rt.graph import trace as trace_graph
 
 NORM_EPS = 1e-8  # PixelNorm of the video VAE; the audio VAE has 1e-6
+Names = tuple[str, ...]
 AXES = ("frames", "rows", "columns")
 STEPS = ("dt", "dy", "dx")  # positions inside a space-to-depth cell, slowest first
 
@@ -161,11 +162,7 @@ def downsample(o: Ops, x: Term, stage: VaeStage, conv: Conv) -> Term:
 
 
 def depth_to_space(
-    o: Ops,
-    x: Term,
-    stride: tuple[int, ...],
-    axes: tuple[str, ...] = AXES,
-    steps: tuple[str, ...] = STEPS,
+    o: Ops, x: Term, stride: tuple[int, ...], axes: Names = AXES, steps: Names = STEPS
 ) -> Term:
     """Channel ((c * st + dt) * sh + dy) * sw + dx, `steps` slow to fast, into the `axes`."""
     inner = dict(zip(steps, stride, strict=True))
@@ -186,11 +183,7 @@ def depth_to_space(
 
 
 def space_to_depth(
-    o: Ops,
-    x: Term,
-    stride: tuple[int, ...],
-    axes: tuple[str, ...] = AXES,
-    steps: tuple[str, ...] = STEPS,
+    o: Ops, x: Term, stride: tuple[int, ...], axes: Names = AXES, steps: Names = STEPS
 ) -> Term:
     """The inverse of `depth_to_space`."""
     for axis, step in zip(axes, STEPS[-len(axes) :], strict=True):

@@ -310,21 +310,13 @@ class _Placer:
             return [Placed(emit(self.out, node.op, *inputs, **node.attrs), q.splits)]
         tokens = KEYS.get(keys, keys)  # a bias renames its keys
         if queries not in q.splits:
-            return [
-                Placed(
-                    self._shared(node, q, k, v, bias, mesh_axis, self.padding.get(tokens)), q.splits
-                )
-            ]
-        parts, num_queries, num_keys = (
-            self.mesh[mesh_axis],
-            q.value.type.shape[1],
-            k.value.type.shape[1],
-        )
+            return [Placed(self._shared(node, [q, k, v], bias, mesh_axis, tokens), q.splits)]
+        num_queries, num_keys = q.value.type.shape[1], k.value.type.shape[1]
         # all k and v are fewer bytes than a share of q, k, v and result
-        if parts * num_keys < num_queries + num_keys:
+        if self.mesh[mesh_axis] * num_keys < num_queries + num_keys:
             there = [self._declared(q), *(self.gathered(p, keys).value for p in (k, v))]
             return [Placed(self._attend(node, there, bias, tokens), q.splits)]
-        return [Placed(self._traded(node, q, k, v, bias, mesh_axis, tokens), q.splits)]
+        return [Placed(self._traded(node, [q, k, v], bias, mesh_axis, tokens), q.splits)]
 
     def _attend(self, node: Node, operands: list[Value], bias: list[Placed], tokens: str) -> Value:
         """Attention to all keys but the padding of the axis `tokens`; with a bias its
@@ -343,18 +335,11 @@ class _Placer:
         return emit(self.out, "pad", y, **{axis: (0, missing)}) if missing else y
 
     def _traded(
-        self,
-        node: Node,
-        q: Placed,
-        k: Placed,
-        v: Placed,
-        bias: list[Placed],
-        mesh_axis: str,
-        tokens: str,
+        self, node: Node, qkv: list[Placed], bias: list[Placed], mesh_axis: str, tokens: str
     ) -> Value:
         """Queries and keys are split: a device gets all tokens of some heads, and returns them."""
         parts = self.mesh[mesh_axis]
-        for p in (q, k):
+        for p in qkv[:2]:
             axis, size = p.value.type.axes[2], p.value.type.shape[2]
             if size % parts:
                 raise InputError(
@@ -362,20 +347,14 @@ class _Placer:
                     f"{mesh_axis}={parts}; choose a divisor of {size}"
                 )
         trade = {"mesh_axis": mesh_axis, "parts": parts}
-        there = emit(self.out, "all_to_all", q.value, k.value, v.value, split=2, concat=1, **trade)
+        sent = [p.value for p in qkv]
+        there = emit(self.out, "all_to_all", *sent, split=2, concat=1, **trade)
         y = self._attend(node, list(there), bias, tokens)
         (y,) = emit(self.out, "all_to_all", y, split=1, concat=2, **trade)
         return y
 
     def _shared(
-        self,
-        node: Node,
-        q: Placed,
-        k: Placed,
-        v: Placed,
-        bias: list[Placed],
-        mesh_axis: str,
-        padding: Value | None,
+        self, node: Node, qkv: list[Placed], bias: list[Placed], mesh_axis: str, tokens: str
     ) -> Value:
         """Only keys are split: every device attends to its own, and the results are joined."""
         if bias:
@@ -383,8 +362,8 @@ class _Placer:
                 f"{self.out.name}: attention with a bias of whole queries to split keys"
             )
         parts = self.mesh[mesh_axis]
-        operands = [self._declared(p) for p in (q, k, v)]
-        if padding is not None:
+        operands = [self._declared(p) for p in qkv]
+        if (padding := self.padding.get(tokens)) is not None:
             operands[1:] = (
                 emit(self.out, "rename", x, names={x.type.axes[1]: "keys"}) for x in operands[1:]
             )

@@ -221,7 +221,8 @@ class Session(Memory):
 
     def as_run(self, graph: Graph, steps: bool = False) -> Graph:
         """`BackendFactory.as_run` of a placed graph on the session's devices."""
-        return self.factory.as_run(graph, self.backend.device_kind, steps, self.options.compile)
+        how = {"steps": steps, "compile": self.options.compile}
+        return self.factory.as_run(graph, self.backend.device_kind, **how)
 
     def _release(self) -> None:
         """Release programs; they are lowered and recorded again at their next use."""

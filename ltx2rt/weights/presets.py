@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 from ltx2rt.config import (
     AudioVaeConfig,
@@ -60,71 +61,41 @@ class Sizes:
     lora_rank: int
 
 
-def gemma(
-    vocab: int,
-    hidden: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    ff: int,
-    window: int,
-):
-    return GemmaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate_size=ff,
-        layer_is_sliding=tuple((layer + 1) % 6 != 0 for layer in range(layers)),
-        sliding_window=window,
-        rope_theta=1e6,
-        rope_scaling_factor=8.0,
-        rope_local_theta=1e4,
-        query_scale=head_dim**-0.5,
-        norm_eps=1e-6,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=2,
-    )
+GEMMA_FIELDS = (
+    "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+    "intermediate_size", "sliding_window",
+)  # fmt: skip
 
 
-def gemma4(
-    vocab: int, hidden: int, layers: int, heads: int, sliding: tuple[int, int],
-    full: tuple[int, int], ff: int,
-    window: int, period: int,
-):  # fmt: skip
-    """sliding, full: key heads and head size of a layer; the last of `period` is full."""
+def gemma(*sizes: int) -> GemmaConfig:
+    """sizes: in the order of GEMMA_FIELDS."""
+    found = _gemma_fields(sizes, 6)
+    return GemmaConfig(**found, rope_scaling_factor=8.0, query_scale=found["head_dim"] ** -0.5)
+
+
+def gemma4(*sizes: int, full: tuple[int, int], period: int) -> Gemma4Config:
+    """full: key heads and head size of a full layer, the last of each `period`."""
     return Gemma4Config(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=sliding[0],
-        head_dim=sliding[1],
+        **_gemma_fields(sizes, period),
         full_num_kv_heads=full[0],
         full_head_dim=full[1],
-        intermediate_size=ff,
-        layer_is_sliding=tuple((layer + 1) % period != 0 for layer in range(layers)),
-        sliding_window=window,
-        rope_theta=1e6,
         rope_fraction=0.25,
-        rope_local_theta=1e4,
-        norm_eps=1e-6,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=2,
         placeholder_ids=(258880, 258881, 258884),
     )
+
+
+def _gemma_fields(sizes: tuple[int, ...], period: int) -> dict[str, Any]:
+    found: dict[str, Any] = dict(zip(GEMMA_FIELDS, sizes, strict=True))
+    found["layer_is_sliding"] = tuple((n + 1) % period != 0 for n in range(found["num_layers"]))
+    found |= {"rope_theta": 1e6, "rope_local_theta": 1e4, "norm_eps": 1e-6}
+    return found | {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 
 
 FULL_GEMMA = gemma(262208, 3840, 48, 16, 8, 256, 15360, 1024)
 TINY_VOCABULARY = 480
 TINY_GEMMA = gemma(TINY_VOCABULARY, 64, 6, 4, 2, 16, 128, 16)
-FULL_GEMMA_4 = gemma4(262144, 3840, 48, 16, (8, 256), (1, 512), 15360, 1024, 6)
-TINY_GEMMA_4 = gemma4(TINY_VOCABULARY, 64, 6, 4, (2, 16), (1, 24), 128, 16, 3)
+FULL_GEMMA_4 = gemma4(262144, 3840, 48, 16, 8, 256, 15360, 1024, full=(1, 512), period=6)
+TINY_GEMMA_4 = gemma4(TINY_VOCABULARY, 64, 6, 4, 2, 16, 128, 16, full=(1, 24), period=3)
 
 SIZES = {
     "ltx-2.0": Sizes(

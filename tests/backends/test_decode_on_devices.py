@@ -2,28 +2,18 @@
 communicates."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from virtual import xla_flags
+from virtual import on_devices
 
 
 @pytest.fixture(scope="module")
 def facts():
-    env = os.environ | {"XLA_FLAGS": xla_flags(4), "JAX_PLATFORMS": "cpu"}
-    env["JAX_ENABLE_COMPILATION_CACHE"] = (
-        "false"  # what comes from the disk does not say what it consists of
-    )
-    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    # a program from the disk does not say what it consists of
+    uncached = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     script = Path(__file__).with_name("decode_on_devices.py")
-    ran = subprocess.run(
-        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=600
-    )
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
+    return json.loads(on_devices(4, script, **uncached))
 
 
 @pytest.mark.parametrize("count", ["1", "3", "4"])

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from ltx2rt_tpu.weights import FileLayers, HostLayers
-from virtual import xla_flags
+from virtual import on_devices
 
 from ltx2rt.backend import get_backend
 from ltx2rt.graph.ir import Graph
@@ -146,11 +146,7 @@ def test_no_more_than_two_layers_are_brought_at_once(small_matrices_move, monkey
 
 @pytest.mark.long
 def test_two_devices_bring_their_own_slices():
-    """In a process of its own, because JAX fixes the number of host devices at its start."""
-    path = os.pathsep.join([str(HERE.parents[1]), *sys.path])
-    env = os.environ | {"XLA_FLAGS": xla_flags(2), "PYTHONPATH": path}
-    ran = subprocess.run([sys.executable, HERE], env=env, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    on_devices(2, HERE)
 
 
 COMPILE = """

@@ -3,8 +3,6 @@
 
 import copy
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from functools import cache, partial
@@ -21,7 +19,7 @@ from ltx2rt_cuda import as_module
 from ltx2rt_tpu import TpuBackend, as_nnx
 from ltx2rt_tpu.weights import weight_specs
 from placed_cases import Case, case
-from virtual import xla_flags
+from virtual import on_devices
 
 from ltx2rt.backend import get_backend
 from ltx2rt.errors import GraphError, InputError
@@ -378,18 +376,7 @@ def run_on_mesh(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def on_mesh(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("mesh")
-    env = os.environ | {
-        "XLA_FLAGS": xla_flags(4),
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
-    }
-    ran = subprocess.run(
-        [sys.executable, __file__, str(folder)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stderr[-4000:]
+    on_devices(4, __file__, folder)
     return folder
 
 

@@ -3,7 +3,6 @@ unrolled, isolation."""
 
 import functools
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ import ltx2rt_tpu.program
 import numpy as np
 import pytest
 import torch
+import virtual
 from loops import (
     BACKENDS,
     GUIDANCE,
@@ -36,7 +36,6 @@ from loops import (
 )
 from ltx2rt_tpu.ops import ON_TPU, OPS
 from ltx2rt_tpu.program import LEVEL, ON_CPU, Assembled
-from virtual import xla_flags
 
 from ltx2rt.backend import get_backend
 from ltx2rt.graph import trace
@@ -395,12 +394,7 @@ def test_a_tpu_runs_its_own_form_of_an_op(platform, kind):
 
 def on_devices(*words) -> dict:
     script = Path(__file__).with_name("halves_on_devices.py")
-    env = os.environ | {"XLA_FLAGS": xla_flags(4), "JAX_PLATFORMS": "cpu"}
-    ran = subprocess.run(
-        [sys.executable, script, *map(str, words)], env=env, capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    return json.loads(ran.stdout.splitlines()[-1])
+    return json.loads(virtual.on_devices(4, script, *words).splitlines()[-1])
 
 
 def test_jax_exchanges_by_permutations_what_it_exchanges_at_once_bit_for_bit():

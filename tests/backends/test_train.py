@@ -1,9 +1,6 @@
 """Gradients and optimiser steps: both backends alike, any mesh as one device, rematerialised as
 kept."""
 
-import os
-import subprocess
-import sys
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +13,7 @@ from ltx2rt_cuda.collectives import with_transpose
 from ltx2rt_cuda.train import Rematerialised
 from train_cases import OPTIMISER, WEIGHTS, parameters, placed, step, trained, trainer
 from train_ranks import KEPT, MESHES, label
-from virtual import xla_flags
+from virtual import on_devices
 
 from ltx2rt.backend import MOMENTS, get_backend
 from ltx2rt.graph.encodings import QUANTISED, decoded
@@ -187,13 +184,7 @@ def case(mesh: dict[str, int]):
 @pytest.mark.parametrize("kind", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mesh", [case(mesh) for mesh in MESHES])
 def test_a_mesh_is_one_device(kind, mesh, tmp_path):
-    path = os.pathsep.join((str(HERE.parent), *sys.path))
-    flags = xla_flags(4) if kind == "tpu" else os.environ.get("XLA_FLAGS", "")
-    command = [sys.executable, str(HERE / "train_ranks.py"), kind, str(tmp_path)]
-    command += [str(MESHES.index(mesh))]
-    env = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": flags}
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr[-4000:]
+    on_devices(4, HERE / "train_ranks.py", kind, tmp_path, MESHES.index(mesh))
     found = dict(np.load(tmp_path / f"{kind}-{label(mesh)}-block.npz"))
     if mesh == KEPT:  # XLA fuses another program in another way
         kept = dict(np.load(tmp_path / f"{kind}-{label(mesh)}-exchanges.npz"))

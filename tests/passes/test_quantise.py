@@ -1,13 +1,9 @@
 """Blocks in float8: what becomes float8 and what does not, how far it errs, and how its weights are
 made."""
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 
 import ltx2rt_cuda.ops
 import numpy as np
@@ -17,7 +13,7 @@ from ltx2rt_cuda import as_module
 from ltx2rt_cuda.distributed import Position
 from placed_cases import TEXT, positions, transformer_config
 from stack_cases import LAYERS, MESH, inputs, ops, params, stack
-from virtual import xla_flags
+from virtual import on_devices
 
 from ltx2rt.backend import get_backend
 from ltx2rt.errors import GraphError, InputError
@@ -379,16 +375,7 @@ def test_loras_are_merged_before_quantising_and_untouched_weights_are_shared(kin
 
 @pytest.mark.long
 def test_jax_devices_hold_and_multiply_their_own_slices():
-    """In a process of its own, because JAX fixes the number of host devices at its start."""
-    env = os.environ | {
-        "XLA_FLAGS": xla_flags(2),
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
-    }
-    ran = subprocess.run(
-        [sys.executable, __file__], env=env, capture_output=True, text=True, timeout=120
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    assert ran.stdout.strip() == "equal"
+    assert on_devices(2, __file__).strip() == "equal"
 
 
 def check_jax_devices() -> None:

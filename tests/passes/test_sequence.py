@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 import pytest
 from placed_cases import MASKED, Case, attention_weights, case
-from virtual import xla_flags
+from virtual import on_devices
 
 from ltx2rt.errors import InputError
 from ltx2rt.graph.interpret import interpret
@@ -266,16 +266,8 @@ def test_jax_runs_it_under_shard_map():
     The second mesh, as of a stage with one branch, runs on the weights of the first without a copy;
     the third cuts weights both ways.
     """
-    environment = {"XLA_FLAGS": xla_flags(6), "JAX_PLATFORMS": "cpu"}
-    ran = subprocess.run(
-        [sys.executable, "-c", JAX, json.dumps(sys.path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stderr
-    distances = [float(line) for line in ran.stdout.split()]
+    ran = on_devices(6, "-c", JAX, json.dumps(sys.path))
+    distances = [float(line) for line in ran.split()]
     assert len(distances) == 3 and np.all(np.array(distances) <= CLOSE)
 
 

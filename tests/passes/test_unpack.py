@@ -1,13 +1,9 @@
 """Matrices that a device keeps as they are stored: the numbers are those of matrices decoded at
 load, bit for bit."""
 
-import os
-import subprocess
-import sys
 import weakref
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import ltx2rt_cuda.ops
 import ltx2rt_tpu.ops
@@ -20,7 +16,7 @@ from ltx2rt_cuda.program import to_torch
 from stack_cases import LAYERS, MESH, inputs, ops, params, stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from virtual import xla_flags
+from virtual import on_devices
 
 from ltx2rt.backend import get_backend
 from ltx2rt.graph import encodings
@@ -253,16 +249,7 @@ def test_slices_of_two_devices_are_kept():
 
 @pytest.mark.long
 def test_jax_devices_keep_their_own_slices():
-    """In a process of its own, because JAX fixes the number of host devices at its start."""
-    env = os.environ | {
-        "XLA_FLAGS": xla_flags(2),
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
-    }
-    ran = subprocess.run(
-        [sys.executable, __file__], env=env, capture_output=True, text=True, timeout=120
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    assert ran.stdout.strip() == "equal"
+    assert on_devices(2, __file__).strip() == "equal"
 
 
 def check_jax_devices() -> None:
