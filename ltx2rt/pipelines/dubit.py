@@ -57,7 +57,7 @@ class DubIt(Request):
         """The DubIt LoRA is merged in both stages, the distilled one last."""
         half, full = self.geometry(model, self.factor(model)), self.geometry(model)
         clip, how = self[ReferenceClip], (model, options, loras)
-        sound = SoundReference(clip.path, half, FLAG, before=True)
+        sound = SoundReference(clip.path, half, FLAG, before=True, silent=True)
         first = {
             "sigmas": DISTILLED_SIGMAS,
             "given": (clip.seen(self, 0, *how), sound),

@@ -47,7 +47,7 @@ class SoundReference(Conditioning):
     """A file's sound. flag: that names it; clip: the stage's geometry.
 
     before: its tokens are before the clip, up to MAX_S of them; else each has its time in the file,
-    up to the clip's end. strength: 1 keeps them exactly.
+    up to the clip's end. strength: 1 keeps them exactly. silent: a silent file is taken as well.
     """
 
     path: Path
@@ -55,6 +55,7 @@ class SoundReference(Conditioning):
     flag: str
     before: bool = False
     strength: float = 1.0
+    silent: bool = False
 
     @cached_property
     def _sound(self) -> tuple[np.ndarray, int, list[str]]:
@@ -81,10 +82,10 @@ class SoundReference(Conditioning):
                 f"more than {least_s:.4f} s; pass a longer file"
             )
         if np.sqrt(np.square(found, dtype=np.float64).mean()) < QUIET:
-            raise InputError(
-                f"{self.flag}: {self.path} is silent, below -60 dB; pass a file with sound to "
-                "follow"
-            )
+            quiet = f"{self.path} is silent, below -60 dB"
+            if not self.silent:
+                raise InputError(f"{self.flag}: {quiet}; pass a file with sound to follow")
+            said.append(f"{quiet}: there is no voice to keep")
         return np.broadcast_to(found, (2, found.shape[1])), rate, said
 
     @property
