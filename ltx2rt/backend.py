@@ -76,13 +76,10 @@ class Loop(Protocol):
     def __call__(
         self, weights: Any, inputs: Mapping[str, Any], num_steps: int, start: int = 0
     ) -> Iterator[dict[str, Any]]:
-        """The body's outputs after each of the first `num_steps` steps, from step `start` on, yielded
-        once that step has really finished.
-
-        inputs: the graph's, data whole (all steps of the graph first), however many of them run. At
-        most one step is queued beyond the one that is waited for; once the iterator is closed, none
-        is.
-        """
+        """The body's outputs after each of the first `num_steps` steps, from step `start` on,
+        yielded once that step has really finished. inputs: the graph's, data whole (all steps of
+        the graph first), however many of them run. At most one step is queued beyond the one that
+        is waited for; once the iterator is closed, none is."""
         ...
 
     def release(self) -> None:
@@ -111,10 +108,8 @@ EMA = "ema"  # the average of the parameters, in a state
 
 class Trainer(Protocol):
     """A training step with its trained parameters and the optimiser's moments, float32, on the
-    device or the mesh.
-
-    Arrays that go in and out are whole and named as in a checkpoint, one for each block.
-    """
+    device or the mesh. Arrays that go in and out are whole and named as in a checkpoint, one for
+    each block."""
 
     graph: Graph
 
@@ -122,11 +117,9 @@ class Trainer(Protocol):
         self, inputs: Mapping[str, Any], weights: Mapping[str, float]
     ) -> dict[str, np.ndarray]:
         """Add the gradient of the sum of weights[loss] x mean(loss) to what has been accumulated
-        since `update`.
-
-        inputs: those that begin with the axis B hold the samples of all devices of the mesh axis
-        `data`, one after the other. Returns the losses of all samples, f32[samples] by output name.
-        """
+        since `update`. inputs: those that begin with the axis B hold the samples of all devices of
+        the mesh axis `data`, one after the other. Returns the losses of all samples, f32[samples]
+        by output name."""
         ...
 
     def losses(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -288,11 +281,8 @@ class Backend(Protocol):
         self, programs: Iterable[tuple[Program | Loop, bool]]
     ) -> Sequence[Future[None]]:
         """Begin to compile what it lowered, in this order, while other things run; a call waits for
-        its own program.
-
-        With each whether `each` calls it. Returns what can be cancelled. Where compiling takes no
-        time it reads none of them, and each is lowered when it is called.
-        """
+        its own program. With each whether `each` calls it. Returns what can be cancelled. Where
+        compiling takes no time it reads none of them, and each is lowered when it is called."""
         ...
 
     def merge(self, weight: np.ndarray, factors: Sequence[Any], rounded: bool) -> Any:
@@ -373,12 +363,9 @@ class BackendFactory(Protocol):
 
     def as_run(self, graph: Graph, device_kind: str, **how: bool) -> Graph:
         """The graph that a device of `Backend.device_kind` runs for a placed one: its nodes after
-        the backend's own passes.
-
-        `lower` and `lower_loop` lower it; times, memory and the choice of a mesh are read off it.
-        steps: of a denoise step, or of the loop over all. compile: as `lower` takes it. train: of a
-        training step, which is differentiated.
-        """
+        the backend's own passes. `lower` and `lower_loop` lower it; times, memory and the choice of
+        a mesh are read off it. steps: of a denoise step, or of the loop over all. compile: as
+        `lower` takes it. train: of a training step, which is differentiated."""
         ...
 
     def cost(
@@ -404,10 +391,8 @@ class BackendFactory(Protocol):
         ...
 
     def one_device(self, number: int, environment: Mapping[str, str]) -> dict[str, str]:
-        """Changes to the environment of a process that shall see one device of this host alone.
-
-        Of factories whose `most_processes` is above 1.
-        """
+        """Changes to the environment of a process that shall see one device of this host alone. Of
+        factories whose `most_processes` is above 1."""
         ...
 
     def rendezvous(self) -> Any:
@@ -415,11 +400,8 @@ class BackendFactory(Protocol):
         ...
 
     def keep_compiled(self, root: Path) -> None:
-        """Cache this process's compiled programs under `root` and reuse the ones there.
-        Imports the framework.
-
-        Nothing, if the framework does so by itself or compiles nothing.
-        """
+        """Cache this process's compiled programs under `root` and reuse the ones there. Imports the
+        framework. Nothing, if the framework does so by itself or compiles nothing."""
         ...
 
     def ahead_compiler(
@@ -506,10 +488,8 @@ def get_factory(name: str) -> BackendFactory:
 
 def get_backend(name: str, device: str = "auto", mesh: Mapping[str, int] | None = None) -> Backend:
     """The backend `name` on `device` ("auto", "cpu", or its accelerator). InputError if unknown,
-    absent, or not installed.
-
-    mesh: sizes of the mesh axes over all devices, for graphs placed on them; none: one device.
-    """
+    absent, or not installed. mesh: sizes of the mesh axes over all devices, for graphs placed on
+    them; none: one device."""
     factory = get_factory(name)
     with _installed(name):
         return factory.open(device, mesh or {})

@@ -32,10 +32,8 @@ ARRIVAL = timedelta(minutes=2)  # until all ranks have started
 
 @dataclass(frozen=True)
 class Position:
-    """coordinates: on each mesh axis; groups: names of the process groups along them.
-
-    made: the names by members, for other meshes of the same processes. device: each process's own.
-    """
+    """coordinates: on each mesh axis; groups: names of the process groups along them. made: the
+    names by members, for other meshes of the same processes. device: each process's own."""
 
     mesh: Mapping[str, int] = field(default_factory=dict)
     coordinates: Mapping[str, int] = field(default_factory=dict)
@@ -86,9 +84,7 @@ def _hosts() -> dist.ProcessGroup:
 
 def rendezvous() -> PrefixStore:
     """A new connection to the store of the launch; rank 0 holds it unless torchrun's agent does.
-
-    Raises InputError if it cannot be reached.
-    """
+    Raises InputError if it cannot be reached."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         if os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -117,10 +113,7 @@ def _hold_store(host: str, port: int) -> TCPStore:
 
 def join(mesh: Mapping[str, int], device: TorchDevice) -> Position:
     """Enter the process group that the launcher's environment describes (RANK, WORLD_SIZE,
-    MASTER_ADDR, MASTER_PORT).
-
-    Raises InputError if its size is not the mesh's.
-    """
+    MASTER_ADDR, MASTER_PORT). Raises InputError if its size is not the mesh's."""
     used = {axis: size for axis, size in mesh.items() if size > 1}
     if not used:
         return ALONE

@@ -96,11 +96,8 @@ class CudaFactory:
 
 def let_threads_sleep(device: str) -> None:
     """Before torch is imported to compute on a CPU: idle threads of OpenMP sleep, unless the user
-    has decided it.
-
-    By default they spin, and where other programs use the cores, they wait for the thread that they
-    keep from running.
-    """
+    has decided it. By default they spin, and where other programs use the cores, they wait for the
+    thread that they keep from running."""
     if device == "cpu" or not num_gpus(os.environ):
         os.environ.setdefault(*SLEEPING)
 

@@ -77,10 +77,8 @@ class FileWeight:
 
 class SpillFile:
     """A file without a name for weights that have no room in the host's memory and are in no file
-    as the device wants them: merged with LoRAs, say. It is gone when the process ends.
-
-    It is in TMPDIR, or else in /var/tmp: on many systems /tmp is memory.
-    """
+    as the device wants them: merged with LoRAs, say. It is gone when the process ends. It is in
+    TMPDIR, or else in /var/tmp: on many systems /tmp is memory."""
 
     def __init__(self, size: int):
         """size: bytes that it will take at most. Raises InputError if the disk has no room."""

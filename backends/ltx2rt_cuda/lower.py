@@ -40,10 +40,8 @@ class Constant(torch.nn.Module):
 
 class RepeatModule(torch.nn.Module):
     """Runs the block `count` times. Operands: carries, invariants, data [layers, ...], then a list
-    per weight.
-
-    sums: the data that it makes of invariants and weights first, for all iterations at once.
-    """
+    per weight. sums: the data that it makes of invariants and weights first, for all iterations at
+    once."""
 
     def __init__(self, plan: RepeatPlan, block: Callable, sums: Sums, compiled: bool):
         super().__init__()
@@ -79,10 +77,7 @@ class RepeatModule(torch.nn.Module):
 
 class BlockModule(torch.nn.Module):
     """The body of a repeat: for each layer in it a module, called with that layer's weights on the
-    device.
-
-    Operands: body.inputs, then a weight for each of body.all_params().
-    """
+    device. Operands: body.inputs, then a weight for each of body.all_params()."""
 
     def __init__(self, body: Graph, parts: Sequence[Graph], modules: Sequence[torch.nn.Module]):
         super().__init__()
@@ -210,11 +205,8 @@ def lower(
     carries: int = 0,
 ) -> fx.GraphModule:
     """A module called as module(*inputs, *weights) in the order of graph.inputs and
-    graph.all_params().
-
-    carries: number of first results that are the next call's inputs; they may still be in flight
-    then.
-    """
+    graph.all_params(). carries: number of first results that are the next call's inputs; they may
+    still be in flight then."""
     lowering = _Lowering(graph, device, compile, position, carries)
     for number, node in enumerate(graph.nodes):
         if node.op == "repeat":

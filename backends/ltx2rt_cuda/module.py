@@ -94,10 +94,8 @@ class NetworkModule(torch.nn.Module):
         return module
 
     def forward(self, **inputs: Any) -> dict[str, torch.Tensor]:
-        """Outputs by name from one tensor (or numpy array) for each of `graph.inputs`.
-
-        Raises ValueError for inputs that are missing, unknown or of another shape.
-        """
+        """Outputs by name from one tensor (or numpy array) for each of `graph.inputs`. Raises
+        ValueError for inputs that are missing, unknown or of another shape."""
         expected = self.graph.inputs
         if inputs.keys() != expected.keys():
             lost, strange = (

@@ -179,10 +179,8 @@ def float8_road(x: Tensor, weight: Tensor) -> str:
 @cache
 def tried_road(device: torch.device) -> str:
     """The first of ROADS that gives the defined numbers on this device. Not while a step is
-    recorded.
-
-    Tried rather than read off the device's capability: PyTorch's builds differ in their kernels.
-    """
+    recorded. Tried rather than read off the device's capability: PyTorch's builds differ in their
+    kernels."""
     draw = torch.Generator().manual_seed(0)
     a, b = (
         torch.randn(rows, 256, generator=draw, dtype=torch.bfloat16) for rows in (FEW_ROWS, 256)
@@ -706,10 +704,7 @@ def _snake_beta_by_phase(
     x: Tensor, up: Tensor, down: Tensor, snake, pad: int, start: int, edge: int
 ) -> Tensor:
     """`snake_beta` in whole-signal multiply-adds: a CPU runs a convolution of one channel several
-    times as slowly.
-
-    The signal at twice the rate is held as its even and its odd samples.
-    """
+    times as slowly. The signal at twice the rate is held as its even and its odd samples."""
     t, taps = x.shape[-1], len(up)
     x = F.pad(x, (pad, pad), mode="replicate")
     y = [

@@ -185,10 +185,8 @@ class Ring:
             self._arrived[slot].record()
 
     def _room(self, piece: Piece, slot: int) -> bool:
-        """Make room for the piece in the slot; whether memory was taken or given back.
-
-        Layers of one stack are laid out alike, and take the same.
-        """
+        """Make room for the piece in the slot; whether memory was taken or given back. Layers of
+        one stack are laid out alike, and take the same."""
         tensors, places = self.pieces[piece], self._slots[slot]
         if {name: layout(x) for name, x in places.items()} == {
             n: layout(x) for n, x in tensors.items()

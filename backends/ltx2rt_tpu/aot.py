@@ -98,10 +98,8 @@ class AheadCompiler:
 
 def compiled(lowered: Lowered, steps: int | None = None, code: Code | None = None) -> Compiled:
     """The figures of one program. steps: trip count of a loop with bounds that are arguments; None:
-    there is no such loop. code: where the compiler leaves it, for the times of instructions.
-
-    Raises DoesNotFit in the compiler's words.
-    """
+    there is no such loop. code: where the compiler leaves it, for the times of instructions. Raises
+    DoesNotFit in the compiler's words."""
     module = lowered.compiler_ir().operation.attributes["sym_name"].value  # type: ignore[union-attr]
     with _dump(module) as (options, read):
         start, busy = time.perf_counter(), time.process_time()
@@ -162,11 +160,8 @@ def assembled(program: Assembled) -> Compiled:
 @contextmanager
 def _dump(module: str) -> Iterator:
     """Compiler options that leave the scheduled HLO of `module` (a pattern) in a folder, the user's
-    own if XLA_FLAGS names one; and the reader of its texts, of one phase.
-
-    Not `Compiled.as_text`: what comes back from the compiler for TPU7x does not parse with jaxlib
-    0.10.2.
-    """
+    own if XLA_FLAGS names one; and the reader of its texts, of one phase. Not `Compiled.as_text`:
+    what comes back from the compiler for TPU7x does not parse with jaxlib 0.10.2."""
     flag = re.findall(r"--xla_dump_to=(\S+)", os.environ.get("XLA_FLAGS", ""))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(flag[-1] if flag else folder)

@@ -47,10 +47,8 @@ if TYPE_CHECKING:
 
 
 class TpuBackend:
-    """device: "auto" (the TPU if there is one, else the CPU), "tpu" or "cpu".
-
-    mesh: sizes of the mesh axes over the devices of all processes.
-    """
+    """device: "auto" (the TPU if there is one, else the CPU), "tpu" or "cpu". mesh: sizes of the
+    mesh axes over the devices of all processes."""
 
     name = "tpu"
     runs = True

@@ -95,10 +95,7 @@ def agree(flag: bool) -> bool:
 
 def join() -> tuple[int, int]:
     """(number of this process, how many there are). Meets the others unless it has, or is the only
-    one.
-
-    Raises InputError if they cannot meet.
-    """
+    one. Raises InputError if they cannot meet."""
     rank, size = hosts(os.environ)
     if size == 1 or jax.distributed.is_initialized():
         return rank, size

@@ -64,11 +64,9 @@ def collectives(hlo: str, steps: int | None = None) -> tuple[Counter[str], int]:
 
 def flops(hlo: str, steps: int | None = None) -> int:
     """2 x the multiply-adds of one call on one device, padding by zeros left out, as XLA counts
-    them but for loops, which it counts once. On a TPU every matrix product is a convolution.
-
-    Raises ValueError for a loop as `collectives` does, and for a kernel, of which the text says
-    nothing.
-    """
+    them but for loops, which it counts once. On a TPU every matrix product is a convolution. Raises
+    ValueError for a loop as `collectives` does, and for a kernel, of which the text says
+    nothing."""
     total = 0
     for line, times, shapes in _executed(hlo, steps):
         if 'custom_call_target="tpu_custom_call"' in line:

@@ -75,10 +75,8 @@ class NetworkModule(nnx.Module):
         )
 
     def __call__(self, **inputs: Any) -> dict[str, Array]:
-        """Outputs by name from one array for each of `program.graph.inputs`.
-
-        Raises ValueError for inputs that are missing, unknown or of another shape.
-        """
+        """Outputs by name from one array for each of `program.graph.inputs`. Raises ValueError for
+        inputs that are missing, unknown or of another shape."""
         graph = self.program.graph
         if inputs.keys() != graph.inputs.keys():
             lost, strange = (

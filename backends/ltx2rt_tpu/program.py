@@ -339,10 +339,8 @@ def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
 class Loop(Ahead):
     """The denoise loop: what leaves it runs once, the steps are one executable with traced bounds.
     On TPUs halves go through the blocks side by side, and attention in groups of heads, where that
-    is possible, so that exchanges travel unseen.
-
-    On a mesh every device keeps its own prepared values, under a new first axis over all mesh axes.
-    """
+    is possible, so that exchanges travel unseen. On a mesh every device keeps its own prepared
+    values, under a new first axis over all mesh axes."""
 
     def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
         self.graph, self.place, self.unrolled = graph, place, unrolled

@@ -32,10 +32,8 @@ from ltx2rt_tpu.weights import abstract_weights, weight_specs
 
 
 class Layered:
-    """Programs of a graph with some weights in `HostLayers`; hosted: their names.
-
-    Between programs every value has a first axis over all devices, like a loop's prepared values.
-    """
+    """Programs of a graph with some weights in `HostLayers`; hosted: their names. Between programs
+    every value has a first axis over all devices, like a loop's prepared values."""
 
     def __init__(self, graph: Graph, place: Sharding, hosted: frozenset[str], ops: Ops):
         self.graph, self.place, self.hosted, self.ops = graph, place, hosted, ops

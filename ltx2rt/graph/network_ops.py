@@ -69,11 +69,8 @@ def quantised_linear(
     out: dict[str, int],
 ):
     """`linear` with an e4m3 weight and a float32 scale for each of its rows; x is quantised row by
-    row on the way in.
-
-    A row of x is what one result contracts. Products are summed in float32, scaled, and rounded
-    once to x's dtype.
-    """
+    row on the way in. A row of x is what one result contracts. Products are summed in float32,
+    scaled, and rounded once to x's dtype."""
     if weight.dtype != E4M3:
         raise GraphError(f"quantised_linear: weight {weight} must be {E4M3}")
     if scale != Type(scale.axes, (weight.shape[0], 1), "float32"):
@@ -252,11 +249,9 @@ def _numpy_attention(q, k, v, bias=None, *, scale, bias_view):
 @op(_numpy_attention, flops=_attention_flops)
 def attention(q: Type, k: Type, v: Type, bias: Type | None = None, *, scale: float):
     """softmax(q k^T scale + bias) v with q (B, tokens, heads, head_dim), k and v (B, context,
-    kv_heads, head_dim).
-
-    heads is a multiple of kv_heads (query head i reads kv head i // (heads / kv_heads)). bias:
-    additive, any of (B, tokens, context) in that order, shared by the heads. Softmax in float32.
-    """
+    kv_heads, head_dim). heads is a multiple of kv_heads (query head i reads kv head i // (heads /
+    kv_heads)). bias: additive, any of (B, tokens, context) in that order, shared by the heads.
+    Softmax in float32."""
     _same_dtype(q, k, v)
     if not (len(q.axes) == len(k.axes) == 4 and k == v):
         raise GraphError(f"attention: q {q}, k {k}, v {v}")
@@ -283,10 +278,8 @@ def _numpy_rope(x, cos, sin, *, view):
 
 @op(_numpy_rope)
 def rope(x: Type, cos: Type, sin: Type):
-    """Rotate pairs (i, i + head_dim/2) of x (..., head_dim), in float32.
-
-    cos, sin: float32, x's axes in order, of which any may be missing, then "pairs" = head_dim / 2.
-    """
+    """Rotate pairs (i, i + head_dim/2) of x (..., head_dim), in float32. cos, sin: float32, x's
+    axes in order, of which any may be missing, then "pairs" = head_dim / 2."""
     if not (cos == sin and cos.axes[-1] == "pairs" and cos.dtype == "float32"):
         raise GraphError(f"rope: cos {cos}, sin {sin}")
     if x.shape[-1] != 2 * cos.shape[-1]:
@@ -306,11 +299,8 @@ def window_blocks(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """An axis of `neighbourhood_attention` in blocks: where each begins int[n], where the box of
     keys that it sees begins int[n], and which of these each of its queries sees bool[n, block,
-    box].
-
-    All blocks have one size, and so have their boxes: the last block begins earlier rather than
-    being shorter.
-    """
+    box]. All blocks have one size, and so have their boxes: the last block begins earlier rather
+    than being shorter."""
     block = min(block, queries)
     box = min(block + window - 1, keys)
     begins = np.minimum(np.arange(0, queries, block), queries - block)

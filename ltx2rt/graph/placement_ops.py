@@ -63,10 +63,7 @@ def _numpy_all_to_all(*groups, split, concat, mesh_axis, parts):
 @op(_numpy_all_to_all)
 def all_to_all(*xs: Type, split: int, concat: int, mesh_axis: str, parts: int):
     """Each device sends piece i of dimension `split` to device i and joins the received pieces
-    along `concat`.
-
-    Operands travel in one communication; one result per operand.
-    """
+    along `concat`. Operands travel in one communication; one result per operand."""
     results = []
     for x in xs:
         if x.shape[split] % parts:

@@ -33,11 +33,8 @@ FITS = ("pad", "crop", "scale")  # black borders, cut sides, another aspect
 
 def load_conditioning_image(path: Path, width: int, height: int, crf: int) -> np.ndarray:
     """f32[1, 3, 1, height, width] in [-1, 1]: recompressed at its own size, then scaled to cover
-    and cropped.
-
-    crf: H.264 quality of the recompression, 0 = none. Raises InputError if the file is no readable
-    image.
-    """
+    and cropped. crf: H.264 quality of the recompression, 0 = none. Raises InputError if the file is
+    no readable image."""
     return fit(recompress(read_rgb(path), crf), width, height)[None, :, None]
 
 
@@ -237,10 +234,7 @@ def _as(image: Any, mode: str) -> Any:
 
 def recompress(pixels: np.ndarray, crf: int) -> np.ndarray:
     """Through one H.264 frame (libx264, veryfast, yuv420p) and back: u8[H, W, 3] -> u8[even H, even
-    W, 3].
-
-    crf 0 and images thinner than 2 pixels are returned as they are.
-    """
+    W, 3]. crf 0 and images thinner than 2 pixels are returned as they are."""
     height, width = (size // 2 * 2 for size in pixels.shape[:2])
     if crf == 0 or min(height, width) < 2:
         return pixels
@@ -264,11 +258,8 @@ def recompress(pixels: np.ndarray, crf: int) -> np.ndarray:
 
 def cover(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
     """Scale u8[H, W, 3] to cover the size, bilinear without antialias, and crop the centre:
-    f32[height, width, 3].
-
-    Half-pixel centres and clamped edges, which is torch's interpolate(mode="bilinear",
-    align_corners=False).
-    """
+    f32[height, width, 3]. Half-pixel centres and clamped edges, which is torch's
+    interpolate(mode="bilinear", align_corners=False)."""
     rows, columns = pixels.shape[:2]
     scale = max(height / rows, width / columns)
     return _bilinear(pixels, (math.ceil(rows * scale), math.ceil(columns * scale)), (height, width))
@@ -357,11 +348,9 @@ def bicubic(
     pixels: np.ndarray, width: int, height: int, place: tuple[float, float] = (0.5, 0.5)
 ) -> np.ndarray:
     """Scale u8[H, W, 3] to cover the size, bicubic with antialias, and crop: f32[3, height, width]
-    in [-1, 1].
-
-    place: shares of the cropped pixels that are left and above. As the official trainer scales
-    clips: torch's interpolate(mode="bicubic", antialias=True) of the range [0, 1], cut to it.
-    """
+    in [-1, 1]. place: shares of the cropped pixels that are left and above. As the official trainer
+    scales clips: torch's interpolate(mode="bicubic", antialias=True) of the range [0, 1], cut to
+    it."""
     rows, columns = pixels.shape[:2]
     scaled = (height, max(width, columns * height // rows))
     if columns * height <= rows * width:

@@ -72,10 +72,8 @@ class Container:
     transfer: int = 0
 
     def of(self, num_frames: int) -> Container:
-        """Return the container for a clip of this length.
-
-        x265 4.1 reads an unset decoding time where it gets fewer frames than it may reorder.
-        """
+        """Return the container for a clip of this length. x265 4.1 reads an unset decoding time
+        where it gets fewer frames than it may reorder."""
         params = self.video_options.get("x265-params")
         if params is None or num_frames > X265_REORDERS:
             return self
@@ -214,11 +212,9 @@ def _streams(
 
 class FollowedClip:
     """A clip encoded once, as it comes, into a file and into a stream of fragments that is played
-    meanwhile.
-
-    path: of the file, whole after `close`; stream: of the fragmented MP4, which is written over
-    from its beginning, to the same bytes if it is there. sample_rate: None without sound.
-    """
+    meanwhile. path: of the file, whole after `close`; stream: of the fragmented MP4, which is
+    written over from its beginning, to the same bytes if it is there. sample_rate: None without
+    sound."""
 
     def __init__(
         self,
@@ -312,10 +308,7 @@ class Sink:
 
 def whole_fragments(data: Any, start: int, size: int) -> int:
     """The end of the last fragment of a fragmented MP4 that is there whole, from the border `start`
-    on.
-
-    data: a file, opened to read bytes, of `size` bytes. What follows is still being written.
-    """
+    on. data: a file, opened to read bytes, of `size` bytes. What follows is still being written."""
     found = at = start
     while at + 8 <= size:
         data.seek(at)

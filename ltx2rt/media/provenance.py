@@ -113,9 +113,7 @@ class Origin:
 
     def mark(self, file: Path, suffix: str) -> None:
         """Append the XMP to a finished MP4 or MOV, and sign a file of any form that can be signed.
-
-        suffix: of the file's final name.
-        """
+        suffix: of the file's final name."""
         if suffix in (".mp4", ".mov"):
             packet = XMP_BOX + self.xmp().encode()
             _append(file, packet)

@@ -230,12 +230,9 @@ def check_rate(where: Path, rate: int) -> None:
 
 def resample(waveform: np.ndarray, rate: int, new_rate: int) -> np.ndarray:
     """f32[..., N] at `rate` -> f32[..., ceil(N * new_rate / rate)] at `new_rate`; the same array if
-    they are equal.
-
-    Output j is the sum over inputs i of x_i h(i / rate - j / new_rate), where h(t) = sinc(c t)
-    cos^2(pi c t / 12) c / rate within 6 / c seconds, and 0 beyond; c = 0.99 min(rate, new_rate).
-    Before and after the waveform is silence. Accumulated in float64.
-    """
+    they are equal. Output j is the sum over inputs i of x_i h(i / rate - j / new_rate), where h(t)
+    = sinc(c t) cos^2(pi c t / 12) c / rate within 6 / c seconds, and 0 beyond; c = 0.99 min(rate,
+    new_rate). Before and after the waveform is silence. Accumulated in float64."""
     if rate == new_rate:
         return waveform
     divisor = math.gcd(rate, new_rate)
@@ -285,10 +282,7 @@ def wav_bytes(
     xmp: str | None = None,
 ) -> bytes:
     """f32[2, N] in [-1, 1], clamped, as a file of 16-bit PCM. comment: stored as JSON, in the tag
-    ICMT. xmp: stored in the chunk _PMX.
-
-    Raises ValueError for misshapen or non-finite data.
-    """
+    ICMT. xmp: stored in the chunk _PMX. Raises ValueError for misshapen or non-finite data."""
     waveform = fit_audio(waveform, waveform.shape[-1], Fraction(sample_rate), sample_rate)
     samples = np.rint(waveform.T * np.float32(2**15 - 1)).astype("<i2").tobytes()
     # PCM, channels, ...

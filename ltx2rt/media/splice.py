@@ -31,12 +31,9 @@ def splice_frames(
     levels: Callable[[np.ndarray], np.ndarray] = to_rgb8,
 ) -> Iterator[np.ndarray]:
     """The frames of `made` from the chunks, all others from the source; u8[n, H, W, 3], chunk by
-    chunk.
-
-    chunks: f32[3, n, H, W] in [-1, 1] or u8[n, H, W, 3] of the whole clip; source: u8[H, W, 3] for
-    each of its frames, taken as they are needed. made: pixel frames. levels: as of
-    `join_frames`. Raises ValueError if the source ends early or has another size.
-    """
+    chunk. chunks: f32[3, n, H, W] in [-1, 1] or u8[n, H, W, 3] of the whole clip; source: u8[H, W,
+    3] for each of its frames, taken as they are needed. made: pixel frames. levels: as of
+    `join_frames`. Raises ValueError if the source ends early or has another size."""
     frames, first = iter(source), 0
     for chunk in chunks:
         rgb = np.array(levels(chunk))
@@ -57,10 +54,8 @@ def splice_sound(
     made: np.ndarray, source: np.ndarray, start_s: float, end_s: float, sample_rate: int
 ) -> np.ndarray:
     """The samples of [start_s, end_s) from `made`, with a short fade at either end, all others from
-    the source.
-
-    made f32[2, N]; source f32[2, M] at the same rate, silent after its end. Returns f32[2, N].
-    """
+    the source. made f32[2, N]; source f32[2, M] at the same rate, silent after its end. Returns
+    f32[2, N]."""
     size = made.shape[1]
     kept = np.pad(source[:, :size], ((0, 0), (0, max(size - source.shape[1], 0))))
     start, end = (min(max(round(s * sample_rate), 0), size) for s in (start_s, end_s))
@@ -77,11 +72,9 @@ def splice_sound(
 @dataclass(frozen=True)
 class Seam:
     """The frames of a segment that joins clips: `before` frames that repeat the end of one clip (0:
-    there is none), `new` ones, and `after` frames that repeat the beginning of another.
-
-    fade: whether up to FADE_FRAMES of the frames that both sides have are blended. heard_s: seconds
-    of the segment that repeat the sound of the one clip, where that ends before its frames do.
-    """
+    there is none), `new` ones, and `after` frames that repeat the beginning of another. fade:
+    whether up to FADE_FRAMES of the frames that both sides have are blended. heard_s: seconds of
+    the segment that repeat the sound of the one clip, where that ends before its frames do."""
 
     before: int
     new: int

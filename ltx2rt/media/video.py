@@ -65,11 +65,9 @@ class VideoInfo:
 
 def video_info(path: Path, flag: str, most: int | None = None) -> VideoInfo:
     """Facts of a video file; its frames are decoded, the first `most` of them or all, so that none
-    fails later. Those of a file with a variable rate are the facts after resampling.
-
-    flag: that names the file, for messages. Raises InputError if it is no video, is truncated or
-    damaged, changes its size, or has no frame rate.
-    """
+    fails later. Those of a file with a variable rate are the facts after resampling. flag: that
+    names the file, for messages. Raises InputError if it is no video, is truncated or damaged,
+    changes its size, or has no frame rate."""
     files = light_frames(path) or ([path] if path.is_file() else [])
     states = [file.stat() for file in files]
     return _info(path, flag, most, tuple((s.st_ino, s.st_size, s.st_mtime_ns) for s in states))
@@ -147,10 +145,8 @@ def _info(path: Path, flag: str, most: int | None, state: Any) -> VideoInfo:
 
 
 def is_constant(times: Sequence[Fraction], fps: Fraction) -> bool:
-    """Whether frame i is shown at i / fps, counted from the first one.
-
-    Timestamps may be off by less than half a frame, as in containers that count milliseconds.
-    """
+    """Whether frame i is shown at i / fps, counted from the first one. Timestamps may be off by
+    less than half a frame, as in containers that count milliseconds."""
     at = [(time - times[0]) * fps for time in times]
     return all(abs(x - i) < Fraction(1, 2) for i, x in enumerate(at)) and all(
         abs(b - a - 1) < 0.5 for a, b in pairwise(at)
@@ -185,12 +181,10 @@ def _truncated(path: Path, flag: str, count: int) -> InputError:
 def read_frames(
     path: Path, flag: str, num_frames: int, wide: bool = False, resize: Resize | None = None
 ) -> Iterator[np.ndarray]:
-    """The first `num_frames` frames, upright, u8[H, W, 3] each, or u16 where they are `wide`, f32 of
-    a folder of EXR images; decoded as they are taken. A variable rate is resampled by time, and high dynamic range is
-    tone-mapped, unless wide.
-
-    Raises InputError if one cannot be decoded, which `video_info` finds out first.
-    """
+    """The first `num_frames` frames, upright, u8[H, W, 3] each, or u16 where they are `wide`, f32
+    of a folder of EXR images; decoded as they are taken. A variable rate is resampled by time, and
+    high dynamic range is tone-mapped, unless wide. Raises InputError if one cannot be decoded,
+    which `video_info` finds out first."""
     count, info = 0, video_info(path, flag)  # a part of a variable rate has another average
     for pixels in islice(_resampled(_decoded(path, flag, wide), info), num_frames):
         yield resize(pixels) if resize else pixels

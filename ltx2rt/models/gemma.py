@@ -106,10 +106,8 @@ def embedding_scale(config: GemmaConfig | Gemma4Config, dtype: str) -> float:
 
 def feeds(config: GemmaConfig, token_ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
     """The graph's inputs for token_ids (B, text) and mask (B, text), 1 for a token and 0 for
-    padding on either side.
-
-    Positions count padding: the i-th column is position i. Raises InputError as `token_feeds` does.
-    """
+    padding on either side. Positions count padding: the i-th column is position i. Raises
+    InputError as `token_feeds` does."""
     tokens = np.shape(token_ids)[-1]
     return {
         **token_feeds(config, token_ids, mask),

@@ -82,10 +82,8 @@ def layer(o: Ops, x: Term, sliding: bool, kinds: dict[str, Term], config: Gemma4
 
 def attention(o: Ops, x: Term, sliding: bool, kinds: dict[str, Term], config: Gemma4Config) -> Term:
     """Grouped-query attention without a scale of the scores; a row that sees no token at all
-    (padding) gets zero.
-
-    Full layers: values are the keys as projected, before their norm and rotation.
-    """
+    (padding) gets zero. Full layers: values are the keys as projected, before their norm and
+    rotation."""
     kind, over, eps = "sliding" if sliding else "full", ("head_dim",), config.norm_eps
     head_dim = config.head_dim if sliding else config.full_head_dim
     kv = {
@@ -108,10 +106,8 @@ def attention(o: Ops, x: Term, sliding: bool, kinds: dict[str, Term], config: Ge
 def feeds(config: Gemma4Config, token_ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
     """The graph's inputs as `gemma.feeds` has them; tokens that stand for an image or sound, of
     which there is none, become padding's, and are still attended to. Raises InputError as
-    `token_feeds` does.
-
-    Of a full layer's pairs only the first are rotated, by angles of the whole head's exponents.
-    """
+    `token_feeds` does. Of a full layer's pairs only the first are rotated, by angles of the whole
+    head's exponents."""
     tokens = np.shape(token_ids)[-1]
     token_ids = np.where(np.isin(token_ids, config.placeholder_ids), config.pad_token_id, token_ids)
     full = rope_tables("full", tokens, config.full_head_dim, config.rope_theta, 1.0)

@@ -131,11 +131,8 @@ def unpack_audio(tokens: np.ndarray, geometry: Geometry) -> np.ndarray:
 
 def video_positions(geometry: Geometry) -> np.ndarray:
     """Position bounds of the target tokens: f32[3, T, 2], axes (seconds, pixel row, pixel column),
-    last (start, end).
-
-    Latent frame 0 covers only pixel frame 0, frame t the pixel frames [8t-7, 8t+1): scale by 8,
-    add 1 - 8, clamp at 0.
-    """
+    last (start, end). Latent frame 0 covers only pixel frame 0, frame t the pixel frames [8t-7,
+    8t+1): scale by 8, add 1 - 8, clamp at 0."""
     g = geometry
     pixel_bounds = _causal(_bounds(g.frames, g.time_factor), g.time_factor)
     return _grid(
@@ -147,10 +144,7 @@ def video_positions(geometry: Geometry) -> np.ndarray:
 
 def keyframe_positions(geometry: Geometry, frame: int) -> np.ndarray:
     """Position bounds of the appended tokens of one image at pixel frame `frame` > 0: f32[3, h*w,
-    2].
-
-    The image lasts one pixel frame and gets no causal fix: [frame, frame + 1) / fps.
-    """
+    2]. The image lasts one pixel frame and gets no causal fix: [frame, frame + 1) / fps."""
     g = geometry
     seconds = np.array([[frame, frame + 1]], np.float32) / np.float32(float(g.fps))
     return _grid(seconds, _bounds(g.rows, g.space_factor), _bounds(g.columns, g.space_factor))
@@ -158,12 +152,9 @@ def keyframe_positions(geometry: Geometry, frame: int) -> np.ndarray:
 
 def reference_positions(geometry: Geometry, downscale: int = 1, stride: int = 1) -> np.ndarray:
     """Position bounds of a reference video's tokens, f32[3, f*h*w, 2], in its geometry at the
-    clip's rate.
-
-    Its rows and columns are spread over pixels `downscale` times as large, its frames over seconds
-    `stride` times as long, all but the first moved back to the frames that were kept: 0, 1, 1 +
-    stride, ...
-    """
+    clip's rate. Its rows and columns are spread over pixels `downscale` times as large, its frames
+    over seconds `stride` times as long, all but the first moved back to the frames that were kept:
+    0, 1, 1 + stride, ..."""
     g, fps = geometry, float(geometry.fps)
     seconds = _causal(_bounds(g.frames, g.time_factor), g.time_factor) / np.float32(fps / stride)
     if stride != 1:

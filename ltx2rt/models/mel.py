@@ -17,11 +17,9 @@ FLOOR = 1e-5  # below which magnitudes count as silence
 
 def log_mel(waveform: np.ndarray, config: AudioVaeConfig) -> np.ndarray:
     """f32[B, 2, N] at config.sample_rate -> f32[B, 2, N // hop + 1, mel bins], the natural
-    logarithm of magnitudes.
-
-    Frame i is centred at sample i * hop; beyond its ends the waveform is mirrored. Computed in
-    float64. Raises ValueError if N is not above half a window, which the mirror needs.
-    """
+    logarithm of magnitudes. Frame i is centred at sample i * hop; beyond its ends the waveform is
+    mirrored. Computed in float64. Raises ValueError if N is not above half a window, which the
+    mirror needs."""
     half = WINDOW // 2
     if waveform.shape[-1] <= half:
         raise ValueError(

@@ -30,10 +30,7 @@ class Modulation:
 
     def with_table(self, o: Ops, table: Term, start: int = 0) -> list[Term]:
         """Each row plus its table entry, spread to tokens: ((B,) D) if there is one level, else
-        ((B,) tokens, D).
-
-        table: (rows, D), of which the entries from `start` on are used.
-        """
+        ((B,) tokens, D). table: (rows, D), of which the entries from `start` on are used."""
         count = self.rows.type.size("rows")
         if start or table.type.size("rows") != count:
             table = o.slice(table, axis="rows", start=start, stop=start + count)

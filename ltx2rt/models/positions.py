@@ -35,11 +35,8 @@ def coordinate_table(
     name: str, bounds: np.ndarray, max_pos: float, grid: np.ndarray
 ) -> dict[str, np.ndarray]:
     """Graph inputs of one axis: `{name}_cos`, `{name}_sin` [coordinates, frequencies] and
-    `{name}_index` like bounds.
-
-    bounds: float32[..., 2], a token's [start, end) on this axis; the angle is taken at the
-    midpoint.
-    """
+    `{name}_index` like bounds. bounds: float32[..., 2], a token's [start, end) on this axis; the
+    angle is taken at the midpoint."""
     middle = (bounds[..., 0] + bounds[..., 1]) / np.float32(2)
     unique, index = np.unique(middle, return_inverse=True)
     cos, sin = axis_angles(unique, max_pos, grid)
@@ -53,11 +50,8 @@ def coordinate_table(
 def gather_tables(
     o: Ops, axes: list[dict[str, Term]], heads: int, head_dim: int
 ) -> tuple[Term, Term]:
-    """cos and sin (..., tokens, heads, pairs) from each axis' {"cos", "sin", "index"}.
-
-    Angles lie frequency-major, axis-minor; identity pairs fill the front; heads then own different
-    bands.
-    """
+    """cos and sin (..., tokens, heads, pairs) from each axis' {"cos", "sin", "index"}. Angles lie
+    frequency-major, axis-minor; identity pairs fill the front; heads then own different bands."""
     tables = []
     for kind in ("cos", "sin"):
         gathered = [o.take(axis[kind], axis["index"], axis="coordinates") for axis in axes]

@@ -103,11 +103,8 @@ def advance(
     carried: dict[str, Term],
     stream: str = "video",
 ) -> dict[str, Term]:
-    """ "latent" of the next evaluation and what else the sampler carries; x, x0 (videos, tokens,
-     C), x0 masked.
-
-    sigmas: from, to. stream: "video" or "audio".
-    """
+    """ "latent" of the next evaluation and what else the sampler carries; x, x0 (videos, tokens, C),
+    x0 masked. sigmas: from, to. stream: "video" or "audio"."""
     if sampler == "euler":
         sigma, target = sigmas
         return {"latent": x + (x - x0) / sigma * (target - sigma)}

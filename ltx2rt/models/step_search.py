@@ -29,10 +29,7 @@ class Recorded:
 
 def jump_errors(x: np.ndarray, x0: np.ndarray, sigmas: np.ndarray) -> np.ndarray:
     """f64[steps + 1, steps, steps + 1] by (h + 1, i, j); h + 1 = 0 is order 1. Infinite: no such
-    jump.
-
-    x [steps + 1, n], x0 [steps, n], sigmas [steps + 1].
-    """
+    jump. x [steps + 1, n], x0 [steps, n], sigmas [steps + 1]."""
     s, steps = sigmas.astype(np.float64), len(x0)
     x, x0 = x.astype(np.float64), x0.astype(np.float64)
     errors = np.full((steps + 1, steps, steps + 1), np.inf)
@@ -55,10 +52,8 @@ def jump_errors(x: np.ndarray, x0: np.ndarray, sigmas: np.ndarray) -> np.ndarray
 def jump_costs(
     runs: Sequence[Recorded], sigmas: np.ndarray, weights: Mapping[str, float] | None = None
 ) -> np.ndarray:
-    """Costs as `jump_errors` has errors, jointly of all streams and prompts.
-
-    weights: by stream, of its error (default: 1).
-    """
+    """Costs as `jump_errors` has errors, jointly of all streams and prompts. weights: by stream, of
+    its error (default: 1)."""
     costs = []
     for stream in runs[0].x0:
         flat = [
@@ -73,10 +68,7 @@ def jump_costs(
 
 def best_plan(costs: np.ndarray, evaluations: int, order: int) -> StepPlan:
     """The cheapest plan of `evaluations` evaluations, the last step among them; ties: earlier
-    steps.
-
-    Dynamic programming over the last two evaluations. costs: of `jump_costs`.
-    """
+    steps. Dynamic programming over the last two evaluations. costs: of `jump_costs`."""
     steps = costs.shape[1]
     squares = costs**2
     best = np.full((steps + 1, steps), np.inf)  # by h + 1 and i, of paths that end with i

@@ -372,11 +372,8 @@ CROSS_TIMES = {"A": ("own", "own"), "B": ("other", "other"), "C": ("own", "other
 def _modulations(
     o: Ops, config: TransformerConfig, s: Stream, times: Mapping[str, Levels], both: bool, rule: str
 ) -> tuple[dict[str, Term], Term]:
-    """Modulation rows of all blocks by name, and the embedded timestep.
-
-    times: of the stream's tokens (own), of the stream, and of the other one. both: there are two
-    streams.
-    """
+    """Modulation rows of all blocks by name, and the embedded timestep. times: of the stream's
+    tokens (own), of the stream, and of the other one. both: there are two streams."""
 
     def made(name: str, time: str, count: int, factor: float = 1.0) -> tuple[Modulation, Term]:
         values = times[time].values * config.timestep_scale
@@ -502,10 +499,7 @@ def declare_context(o: Ops, config: TransformerConfig, s: Stream, **axes: int) -
 
 def trace(config: TransformerConfig, s: ForwardShape, dtype: str) -> Graph:
     """One forward. Inputs per stream: *_latent, *_levels, *_level_index, *_sigma, *_context;
-    tables, keeps, masks.
-
-    Outputs: video_velocity, audio_velocity.
-    """
+    tables, keeps, masks. Outputs: video_velocity, audio_velocity."""
 
     def model(o: Ops) -> dict[str, Term]:
         latents, levels, sigmas, contexts = {}, {}, {}, {}

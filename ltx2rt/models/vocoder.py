@@ -50,10 +50,7 @@ def feeds(config: VocoderConfig, mel: np.ndarray) -> dict[str, np.ndarray]:
 
 def resampler_filter(ratio: int) -> np.ndarray:
     """f32[1, 1, taps]: sinc(t) w(t) rolloff / ratio, t = (j / ratio - width) rolloff, w(t) =
-    cos^2(pi t / 12) to 6.
-
-    Not renormalised: at ratio 3 its 43 taps sum to 1.000466.
-    """
+    cos^2(pi t / 12) to 6. Not renormalised: at ratio 3 its 43 taps sum to 1.000466."""
     width = math.ceil(RESAMPLER_ZEROS / RESAMPLER_ROLLOFF)
     t = (np.arange(2 * width * ratio + 1) / ratio - width) * RESAMPLER_ROLLOFF
     window = (
@@ -73,11 +70,8 @@ def frame_samples(config: VocoderConfig) -> int:
 
 
 def reach(config: VocoderConfig) -> tuple[int, int] | None:
-    """Numbers of mel frames before and after its own on which the samples of a frame depend.
-
-    None if a part of a mel spectrogram becomes other samples: a frame is not whole hops of the
-    STFT.
-    """
+    """Numbers of mel frames before and after its own on which the samples of a frame depend. None
+    if a part of a mel spectrogram becomes other samples: a frame is not whole hops of the STFT."""
     before, after = _generator_reach(config.generator)
     if extension := config.bandwidth_extension:
         samples, hop = math.prod(config.generator.upsample_rates), config.stft_hop

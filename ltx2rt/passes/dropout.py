@@ -23,11 +23,9 @@ RATE, COLUMNS, KEYS = "dropout", "dropout_columns", "dropout_keys_of_"  # inputs
 def dropout_feeds(
     graph: Graph, rate: float, draw: Callable[[str, int], np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """The inputs for dropout of one sample, without the axis B, and the columns' numbers; none for a
-    graph without dropout.
-
-    rate: share of the numbers that are dropped, at least 0 and below 1. draw(name, count): f64[count]
-    in [0, 1), which become the keys of the input `name`."""
+    """The inputs for dropout of one sample, without the axis B, and the columns' numbers; none for
+    a graph without dropout. rate: share of the numbers that are dropped, at least 0 and below 1.
+    draw(name, count): f64[count] in [0, 1), which become the keys of the input `name`."""
     found: dict[str, np.ndarray] = {}
     for name, v in graph.inputs.items():
         if name == RATE:

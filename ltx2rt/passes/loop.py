@@ -24,11 +24,9 @@ def step_slots(num_steps: int) -> int:
 
 def looped(step: Graph, name: str, count: int, per_step: Sequence[str]) -> Graph:
     """`count` runs of `step`; outputs replace the inputs of the same names from one to the next:
-    the state.
-
-    per_step: inputs of which every step has its own, if there; they have the leading axis "steps"
-    in the result's inputs. Outputs: the last state, and of everything else all steps' results.
-    """
+    the state. per_step: inputs of which every step has its own, if there; they have the leading
+    axis "steps" in the result's inputs. Outputs: the last state, and of everything else all steps'
+    results."""
     state = [n for n in step.outputs if n in step.inputs]
     data = [n for n in per_step if n in step.inputs]
     rest = [n for n in step.inputs if n not in state and n not in data]
@@ -58,11 +56,8 @@ def looped(step: Graph, name: str, count: int, per_step: Sequence[str]) -> Graph
 @dataclass(frozen=True)
 class LoopParts:
     """A loop taken apart. `before` runs once; its outputs are inputs of `body`, by the body's
-    names.
-
-    Every other input of the body is the graph's input of the same name. state, data: the body's
-    inputs that change from step to step; of the data, `body` takes one step's slice.
-    """
+    names. Every other input of the body is the graph's input of the same name. state, data: the
+    body's inputs that change from step to step; of the data, `body` takes one step's slice."""
 
     before: Graph
     body: Graph

@@ -59,12 +59,9 @@ def shared_key_head(axis: str, size: int) -> bool:
 def place(
     graph: Graph, rules: Mapping[str, str], mesh: Mapping[str, int], strict: bool = False
 ) -> Graph:
-    """rules: axis -> mesh axis; `mesh` is in the order of the devices, the last axis fastest.
-    A graph in which no rule meets an axis of several devices is returned as it is.
-
-    strict: an axis of the rules that does not divide is an InputError, not replicated. Branches
-    always are.
-    """
+    """rules: axis -> mesh axis; `mesh` is in the order of the devices, the last axis fastest. A
+    graph in which no rule meets an axis of several devices is returned as it is. strict: an axis of
+    the rules that does not divide is an InputError, not replicated. Branches always are."""
     mesh = {axis: size for axis, size in mesh.items() if size > 1}
     if mesh.keys().isdisjoint(rules.values()):
         return graph
@@ -377,9 +374,7 @@ class _Placer:
 
     def _other(self, node: Node, operands: list[Placed]) -> list[Placed]:
         """Ops whose attributes name axes or sizes: legal while they do not touch the split axes.
-
-        Outside a repeat tokens and samples are gathered for an op that does not.
-        """
+        Outside a repeat tokens and samples are gathered for an op that does not."""
         named = set()
         for value in node.attrs.values():
             named |= set(value) if isinstance(value, (tuple, dict)) else {value}

@@ -30,10 +30,8 @@ from ltx2rt.passes.unroll import iteration
 
 
 def quantise(graph: Graph, encoding: str) -> Graph:
-    """encoding: of `encodings.QUANTISED`.
-
-    Raises GraphError if there are no blocks, InputError if there are fewer than three.
-    """
+    """encoding: of `encodings.QUANTISED`. Raises GraphError if there are no blocks, InputError if
+    there are fewer than three."""
     result = replace(graph, nodes=[], params=dict(graph.params), layouts=dict(graph.layouts))
     env: dict[int, Value] = {}
     found = 0

@@ -101,11 +101,8 @@ def touched_bytes(graph: Graph, changed: Set[str], other: Graph | None = None) -
 
 def activation_bytes(graph: Graph) -> int:
     """Largest sum of the bytes of values alive at once, in execution order, views counted as their
-    own memory is not.
-
-    An estimate of what an eager execution holds, with what decoding a weight takes in passing: it
-    leaves out kernels' workspaces and the allocator's slack.
-    """
+    own memory is not. An estimate of what an eager execution holds, with what decoding a weight
+    takes in passing: it leaves out kernels' workspaces and the allocator's slack."""
     last: dict[int, int] = {}
     for i, node in enumerate(graph.nodes):
         for v in node.inputs:

@@ -123,10 +123,8 @@ CORES = {"v5e": 1, "v6e": 1, "v5p": 2}  # in a device, as names such as v5p-8 co
 
 
 def device_kind(name: str) -> DeviceKind:
-    """The kind of a name in any spelling: h100, 4090, RTX-4090, "NVIDIA H100 80GB HBM3".
-
-    Raises InputError.
-    """
+    """The kind of a name in any spelling: h100, 4090, RTX-4090, "NVIDIA H100 80GB HBM3". Raises
+    InputError."""
     found = _kinds(name)
     if len(found) == 1:
         return device_kinds()[found[0]]
@@ -141,9 +139,7 @@ def device_kind(name: str) -> DeviceKind:
 
 def kind_and_count(name: str) -> tuple[DeviceKind, int | None]:
     """The kind of a name, and the number of devices that a name such as 8xH100 or v6e-8 states.
-
-    Raises InputError.
-    """
+    Raises InputError."""
     if not _kinds(name) and (several := _several(name)):
         return device_kinds()[several[0]], several[1]
     return device_kind(name), None

@@ -20,10 +20,7 @@ def canonical(mesh: Mapping[str, int]) -> dict[str, int]:
 
 def stage_mesh(mesh: Mapping[str, int], branches: int) -> dict[str, int]:
     """The mesh of a stage with `branches` guidance branches: with one, the devices of `guidance`
-    serve as `sequence`.
-
-    Every device keeps its number, and its slice of every weight.
-    """
+    serve as `sequence`. Every device keeps its number, and its slice of every weight."""
     if branches == 1 and mesh.get("guidance", 1) > 1:
         mesh = {**mesh, "sequence": mesh["guidance"] * mesh.get("sequence", 1), "guidance": 1}
     return canonical({axis: size for axis, size in mesh.items() if size > 1})

@@ -56,11 +56,8 @@ class Placement:
         return replace(self, mesh=text_mesh(self.mesh))
 
     def local(self, graph: Graph, network: str) -> Graph:
-        """`graph` as one device runs it, by the profile's rules for `network`.
-
-        Raises InputError if a size of a strict network does not divide, or quantised weights would
-        be cut for `fsdp`.
-        """
+        """`graph` as one device runs it, by the profile's rules for `network`. Raises InputError if
+        a size of a strict network does not divide, or quantised weights would be cut for `fsdp`."""
         return self._passed(graph, network, None)
 
     def loop(self, step: Graph, num_steps: int) -> Graph:

@@ -86,11 +86,8 @@ def _by_device() -> dict[str, str]:
 
 def profile_of(name: str | None, device_kind: str, mesh: Mapping[str, int]) -> Profile:
     """The profile by name, or the device kind's own: of "cpu", of a kind by its name or by what its
-    backend calls it.
-
-    Raises InputError naming the known ones, or the axes of the profile if it splits nothing over
-    one of the mesh.
-    """
+    backend calls it. Raises InputError naming the known ones, or the axes of the profile if it
+    splits nothing over one of the mesh."""
     several = [axis for axis, size in mesh.items() if size > 1]
     by_device = _by_device() if name is None and several else {}
     if name is None and several and device_kind not in by_device:
@@ -134,11 +131,8 @@ def resolve(
     name: str | None, device_kind: str, mesh: Mapping[str, int], devices: int
 ) -> tuple[Profile, dict[str, int]]:
     """The profile, and the mesh of all `devices`: the one asked for, else the one that the profile
-    means them to be.
-
-    Raises InputError as `profile_of` and `default_mesh` do, and for a mesh of another number of
-    devices.
-    """
+    means them to be. Raises InputError as `profile_of` and `default_mesh` do, and for a mesh of
+    another number of devices."""
     profile = profile_of(name, device_kind, mesh or {"data": devices})
     found = {axis: size for axis, size in mesh.items() if size > 1} or default_mesh(
         profile, devices

@@ -78,9 +78,7 @@ def pieces(graph: Graph) -> dict[Piece, int]:
 
 def streamed(sizes: Mapping[Piece, int], number: int) -> frozenset[Piece]:
     """So many of the pieces, evenly spaced: the link has then as long for each, and is never idle.
-
-    The first and the last stay as long as others can move.
-    """
+    The first and the last stay as long as others can move."""
     found = list(sizes)
     inner = found[1:-1] if number <= len(found) - 2 else found
     count = len(inner)

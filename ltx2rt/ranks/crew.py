@@ -46,11 +46,8 @@ class Store(Protocol):
 
 class Crew:
     """All ranks of a launch, as one of them sees them. Made before anything that can fail on only
-    one rank.
-
-    connect: a new connection to the store; one serves the watching thread, which must not queue
-    behind the other. outputs: the files that rank 0 writes.
-    """
+    one rank. connect: a new connection to the store; one serves the watching thread, which must not
+    queue behind the other. outputs: the files that rank 0 writes."""
 
     def __init__(self, rank: int, size: int, connect: Callable[[], Store], outputs: Sequence[Path]):
         """Raises InputError on a system other than Linux."""
@@ -160,9 +157,7 @@ class Crew:
 
     def end(self, message: str, status: int, by_signal: bool = False) -> NoReturn:
         """Leave at once, from any thread, with a line on stderr if this rank is the first to end.
-
-        by_signal: a rank was ended from outside; its launcher, if it is ours, says so.
-        """
+        by_signal: a rank was ended from outside; its launcher, if it is ours, says so."""
         with self._ending:
             first, status = self._claim(status)
             if first and not (by_signal and self._launched):

@@ -23,10 +23,8 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def rank_and_size(environment: Mapping[str, str]) -> tuple[int, int]:
-    """(this rank, how many there are) by the variables of torchrun, accelerate and `start`.
-
-    Raises InputError unless these are numbers in range and say where the ranks meet.
-    """
+    """(this rank, how many there are) by the variables of torchrun, accelerate and `start`. Raises
+    InputError unless these are numbers in range and say where the ranks meet."""
     size = number(environment, "WORLD_SIZE", 1, default="1")
     if size == 1:
         return 0, 1

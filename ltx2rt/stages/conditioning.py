@@ -196,10 +196,7 @@ def image_tokens(
 @dataclass(frozen=True)
 class Slot(Conditioning):
     """A keyframe that is generated along with the clip: the tokens of one pixel frame, nothing of
-    which is given (2.5).
-
-    It starts from the state's keyframe of that frame, if there is one.
-    """
+    which is given (2.5). It starts from the state's keyframe of that frame, if there is one."""
 
     frame: int
     geometry: Geometry
@@ -304,11 +301,8 @@ class ModalityState:
         self, noise: np.ndarray, noise_scale: float, start: np.ndarray | None = None
     ) -> np.ndarray:
         """The latents at the first sigma: (1-m)*clean + m*((1-nu)*start + nu*noise), f32[videos, T,
-        C].
-
-        noise: f32[videos, T, C]. start: f32[videos, targets, C], zeros if None; appended tokens
-        without a given start begin at zero, whatever their clean latents are.
-        """
+        C]. noise: f32[videos, T, C]. start: f32[videos, targets, C], zeros if None; appended tokens
+        without a given start begin at zero, whatever their clean latents are."""
         if noise.shape[1:] != self.shape[1:]:
             raise ValueError(
                 f"noise: shape {list(noise.shape)}, expected [videos, {self.shape[1]}, "
@@ -363,11 +357,8 @@ def _state(
     marked: int = 0,
 ) -> ModalityState:
     """Apply the conditionings in order: those without positions overwrite target tokens, others are
-    appended.
-
-    target: positions of the target tokens, of which the first `marked` are a keyframe's. source:
-    f32[1, targets, C].
-    """
+    appended. target: positions of the target tokens, of which the first `marked` are a keyframe's.
+    source: f32[1, targets, C]."""
     targets = target.shape[1]
     clean = [np.zeros((1, targets, channels), np.float32)]
     masks = [np.ones((1, targets, 1), np.float32)]

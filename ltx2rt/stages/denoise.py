@@ -431,10 +431,8 @@ def step_shape(
     frozen: tuple[str, ...] = (),
 ) -> tuple[guided_step.StepShape, dict[str, np.ndarray]]:
     """The sizes of the guided step of these states, and the feeds that positions, masks and clean
-    latents decide.
-
-    Not among these is `video_attention_mask`, which is large and is no part of a plan.
-    """
+    latents decide. Not among these is `video_attention_mask`, which is large and is no part of a
+    plan."""
     video, audio = states.get("video"), states.get("audio")
     feeds = transformer.position_feeds(
         model.transformer, *(x.positions if x else None for x in (video, audio))

@@ -150,11 +150,9 @@ def enhance(
     enhancer: Enhancer, prompt: str, image: Path | None, seed: int, dtype: str, on_gpu: bool
 ) -> str:
     """The prompt that Gemma makes of this one, and of the picture that the clip begins with if
-    there is one.
-
-    dtype: "auto" for the one that is stored. Raises InputError for a file that does not load, or if
-    one that samples writes nothing; where another seed would not help, the prompt stays as it is.
-    """
+    there is one. dtype: "auto" for the one that is stored. Raises InputError for a file that does
+    not load, or if one that samples writes nothing; where another seed would not help, the prompt
+    stays as it is."""
     from accelerate.utils.memory import clear_device_cache
 
     try:

@@ -42,10 +42,8 @@ def tiling(geometry: Geometry, model: ModelConfig, mode: str) -> Tiling:
 
 
 def video_decoder(model: ModelConfig, asked: str | None) -> str:
-    """One of DECODERS: what is asked for, else the convolutional one if the model has it.
-
-    Raises InputError if what is asked for was not found.
-    """
+    """One of DECODERS: what is asked for, else the convolutional one if the model has it. Raises
+    InputError if what is asked for was not found."""
     found = {
         "conv": bool(model.video_vae.decoder),
         "diffusion": model.part("diffusion_decoder") is not None,
@@ -64,10 +62,7 @@ def decoding(
     decoder: str, geometry: Geometry, model: ModelConfig, mode: str, noise: Noise
 ) -> Frames:
     """The stage that makes a clip's frames. decoder: one of DECODERS; mode: of tiling, "auto" or
-    "off".
-
-    Raises InputError if the model has no such decoder.
-    """
+    "off". Raises InputError if the model has no such decoder."""
     if decoder == "conv":
         return Frames(geometry, tiling(geometry, model, mode), len(noise.seeds))
     config = config_of(model)
@@ -143,11 +138,8 @@ class Frames(Stage):
 @dataclass(frozen=True)
 class DiffusionFrames(Frames):
     """Decode by the diffusion decoder. tiling: of the features, which are made of a whole video at
-    once.
-
-    Every frame has its own stream of noise, so that it does not depend on the tiles. border: beyond
-    the left and right one of a tile, one of BORDERS.
-    """
+    once. Every frame has its own stream of noise, so that it does not depend on the tiles. border:
+    beyond the left and right one of a tile, one of BORDERS."""
 
     noise: Noise = field(kw_only=True)
     border: str = BORDERS[0]

@@ -96,10 +96,8 @@ class SourceClip:
 
 def kept_sound(geometry: Geometry, before_s: Fraction, after_s: Fraction | None) -> np.ndarray:
     """f32[audio latents]: 0 where a token hears nothing after `before_s`, or nothing before
-    `after_s`; 1 elsewhere.
-
-    Token i is of the mel frames max(4i - 3, 0) to 4i, each of half a window around its 10 ms.
-    """
+    `after_s`; 1 elsewhere. Token i is of the mel frames max(4i - 3, 0) to 4i, each of half a window
+    around its 10 ms."""
     hop_s, factor = Fraction(geometry.mel_hop, geometry.mel_sample_rate), geometry.audio_time_factor
     half_s = Fraction(WINDOW // 2, geometry.mel_sample_rate)
     mask = np.ones(geometry.audio_latents, np.float32)

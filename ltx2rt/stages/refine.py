@@ -17,12 +17,9 @@ from ltx2rt.stages.stage import Stage, State
 @dataclass(frozen=True, eq=False)
 class Refine(Denoise):
     """One window of the latents that the state keeps under the name `source`; geometry: the
-    window's.
-
-    start: the pixel frame of the clip that it begins with. lead: how many of its latent frames the
-    windows before have made; the others are appended to these. Of two windows' keyframes of one
-    pixel frame the earlier one's stay.
-    """
+    window's. start: the pixel frame of the clip that it begins with. lead: how many of its latent
+    frames the windows before have made; the others are appended to these. Of two windows' keyframes
+    of one pixel frame the earlier one's stay."""
 
     source: str = ""
     start: int = 0

@@ -142,10 +142,8 @@ class Region:
         self, chunks: Iterator[np.ndarray], frames: Iterator[np.ndarray]
     ) -> Iterator[np.ndarray]:
         """Made pixels in the region, the clip's own elsewhere, u8[n, H, W, 3] chunk by chunk; they
-        fade into each other within FADE_PX of the region's edge.
-
-        chunks: f32[3, n, H, W] in [-1, 1] or u8[n, H, W, 3]; frames: u8[H, W, 3] without border.
-        """
+        fade into each other within FADE_PX of the region's edge. chunks: f32[3, n, H, W] in [-1, 1]
+        or u8[n, H, W, 3]; frames: u8[H, W, 3] without border."""
         given = zip(frames, self.masks(), strict=True)
         for chunk in chunks:
             rgb = np.array(to_rgb8(chunk))

@@ -42,10 +42,8 @@ def segment_starts(
     num_frames: int, segment: int, overlap: int, cuts: Collection[int] = ()
 ) -> tuple[int, ...]:
     """The first pixel frame of each segment of a clip: segments overlap by `overlap` frames, the
-    last one by more where they would not end where the clip ends.
-
-    cuts: numbers of segments, from 1, that overlap none; the clip is longer by what they would.
-    """
+    last one by more where they would not end where the clip ends. cuts: numbers of segments, from
+    1, that overlap none; the clip is longer by what they would."""
     new = max(segment - overlap, 1)  # an overlap of a whole segment is refused later
     count = 1 + max(-(-(num_frames - segment) // new), 0)
     starts = [*(i * new for i in range(count - 1)), num_frames - segment]
@@ -119,11 +117,9 @@ class SegmentFile(SourceClip):
 @dataclass(frozen=True)
 class Past:
     """The sound that a segment is given of the part before: mel frames of one grid from the clip's
-    latest cut on.
-
-    geometry: of the segment; start: the clip's frame that is its first. A segment begins at the mel
-    frame that is nearest to its first frame, at most half a mel frame of 10 ms away.
-    """
+    latest cut on. geometry: of the segment; start: the clip's frame that is its first. A segment
+    begins at the mel frame that is nearest to its first frame, at most half a mel frame of 10 ms
+    away."""
 
     geometry: Geometry
     before: SegmentFile
@@ -262,10 +258,8 @@ def statistics(latents: np.ndarray) -> np.ndarray:
 @dataclass(frozen=True)
 class ColourLock(Stage):
     """Moves mean and deviation of every channel of the new latents towards the first segment's
-    (adaptive instance normalisation), before they are decoded.
-
-    kept: latent frames of the part before, which stay. share: 0 leaves all, 1 moves all the way.
-    """
+    (adaptive instance normalisation), before they are decoded. kept: latent frames of the part
+    before, which stay. share: 0 leaves all, 1 moves all the way."""
 
     first: SegmentFile
     kept: int
@@ -285,11 +279,8 @@ class ColourLock(Stage):
 
 @dataclass(frozen=True)
 class Keep(Stage):
-    """Writes the segment that was made, and clears the state for the next one.
-
-    number: from 1; of: how many there are. look: whether the statistics of its latents are kept for
-    `ColourLock`.
-    """
+    """Writes the segment that was made, and clears the state for the next one. number: from 1; of:
+    how many there are. look: whether the statistics of its latents are kept for `ColourLock`."""
 
     part: SegmentFile
     number: int
@@ -347,10 +338,8 @@ def _save(path: Path, array: np.ndarray) -> None:
 
 @dataclass(frozen=True)
 class Segments(Stage):
-    """The clip of all segments, of which each is read up to where the next one begins.
-
-    sound: of a file, that they were made for.
-    """
+    """The clip of all segments, of which each is read up to where the next one begins. sound: of a
+    file, that they were made for."""
 
     parts: Sequence[SegmentFile]
     sound: SourceSound | None = None

@@ -78,10 +78,7 @@ def decode_sound(
     session: Session, latent: np.ndarray, finished: Callable[[], None] = lambda: None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Normalised latent [B,8,n,16] -> mel [B,2,T,64] and waveform [B,2,N] at
-    config.vocoder.sample_rate.
-
-    finished: called after every chunk.
-    """
+    config.vocoder.sample_rate. finished: called after every chunk."""
     mel = decode_mel(session, latent, finished)
     return mel, vocode(session, mel, finished)
 
@@ -120,10 +117,8 @@ def vocode(
 
 @dataclass(frozen=True)
 class Chunk:
-    """Positions [start, start + size) of a clip, of which what [first, stop) become is kept.
-
-    A start below 0, or an end beyond the clip's, is far from the kept part.
-    """
+    """Positions [start, start + size) of a clip, of which what [first, stop) become is kept. A
+    start below 0, or an end beyond the clip's, is far from the kept part."""
 
     start: int
     first: int

@@ -93,10 +93,7 @@ def plan_tiles(mode: str, shape: tuple[int, int, int], config: VideoVaeConfig) -
 
 def plan_encoder_tiles(mode: str, shape: tuple[int, int, int], config: VideoVaeConfig) -> Tiling:
     """Tiles that frames are encoded in, of the largest size along every axis; `Span.weights` are
-    for latents.
-
-    shape: latent frames, rows, columns. mode: "auto", or "off" for one tile.
-    """
+    for latents. shape: latent frames, rows, columns. mode: "auto", or "off" for one tile."""
     if mode not in ("auto", "off"):
         raise InputError(f"VAE tiling is {mode!r}, expected auto or off")
     side = TILE_PX // config.space_factor
@@ -156,10 +153,7 @@ def space_spans(
     length: int, size: int, overlap: int, factor: int, early: int = 0
 ) -> tuple[Span, ...]:
     """Latent i covers positions [factor i, factor (i + 1)); weights rise and fall over the overlap,
-    never to 0.
-
-    early: subtracted from all positions; negative ones are left out.
-    """
+    never to 0. early: subtracted from all positions; negative ones are left out."""
     tiles, ramp = intervals(length, size, overlap), overlap * factor
     rise = np.arange(1, ramp + 1) / (ramp + 1)
     spans = []

@@ -72,10 +72,7 @@ class Upsample(Stage):
 @dataclass(frozen=True)
 class UpsampleTime(Upsample):
     """f latent frames to 2f - 1, which play at twice the rate; keyframes stay, at twice the pixel
-    frame.
-
-    round: its number, from 1. The state keeps the latents under its name.
-    """
+    frame. round: its number, from 1. The state keeps the latents under its name."""
 
     round: int = 1
     network: ClassVar[str] = "temporal-upsampler"

@@ -40,12 +40,9 @@ def audit(
     parameters: Mapping[str, Shaped], source: TensorReader, where: str | Path, partial: bool = False
 ) -> None:
     """Every parameter has exactly one tensor of its shape; every tensor is a parameter or known to
-    be unused.
-
-    Reads headers only. Of an autoencoder's two halves, one that no parameter belongs to is not
-    looked at. partial: the parameters belong to a part of the network; its other tensors are not
-    looked at.
-    """
+    be unused. Reads headers only. Of an autoencoder's two halves, one that no parameter belongs to
+    is not looked at. partial: the parameters belong to a part of the network; its other tensors are
+    not looked at."""
     names = set(source.names())
     missing = [name for name in parameters if name not in names]
     halves = {match[0] for name in parameters if (match := _HALVES.match(name))}

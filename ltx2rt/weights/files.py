@@ -139,20 +139,15 @@ OPENED: weakref.WeakSet[TensorFile] = weakref.WeakSet()
 
 def identity(file: int | str | os.PathLike[str]) -> tuple[int, ...]:
     """Device, inode, size and time of the last change: one differs once a file is replaced or
-    written.
-
-    file: a path or a descriptor. Raises OSError.
-    """
+    written. file: a path or a descriptor. Raises OSError."""
     status = os.stat(file)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class TensorFile:
     """One safetensors file. Opening reads the header only; arrays are read-only views of the mapped
-    file.
-
-    One descriptor serves header and data, so a file that replaces this one is never read by halves.
-    """
+    file. One descriptor serves header and data, so a file that replaces this one is never read by
+    halves."""
 
     def __init__(self, path: str | os.PathLike[str]):
         """Raises InputError for a file that is no safetensors file, a git-lfs pointer or a FIFO."""
@@ -172,10 +167,8 @@ class TensorFile:
         OPENED.add(self)
 
     def _header(self) -> tuple[dict[str, str], dict[str, tuple[TensorInfo, int]]]:
-        """Metadata, and (info, first byte) by name. Raises InputError.
-
-        Adds the official prefix if the transformer's tensors lack it (some ComfyUI files do).
-        """
+        """Metadata, and (info, first byte) by name. Raises InputError. Adds the official prefix if
+        the transformer's tensors lack it (some ComfyUI files do)."""
         metadata, tensors = _parsed(self._file, self.path)
         if BARE_TRANSFORMER in tensors:
             names = official_names(tensors)
@@ -510,11 +503,8 @@ def write_tensors(
 ) -> None:
     """Write `path` holding one tensor at a time: `produce(name)` is called once per name, in file
     order. Without `produce` every value is zero and takes no room on a disk that knows sparse
-    files.
-
-    The file appears under its name only when complete. Wide dtypes come first, so every tensor is
-    aligned.
-    """
+    files. The file appears under its name only when complete. Wide dtypes come first, so every
+    tensor is aligned."""
     path = Path(path)
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}

@@ -163,11 +163,9 @@ class GgufFile(TensorFile):
 
     def stored(self, format: str, name: str, *cuts: Cut) -> Fields | None:
         """The bytes of a matrix, or of a slice that whole blocks make up, uint8 [rows, bytes of a
-        row]; None if it is not stored in the format.
-
-        Raises InputError if the file has changed since it was opened, and for blocks with NaN or
-        infinite scales: all others hold finite numbers.
-        """
+        row]; None if it is not stored in the format. Raises InputError if the file has changed
+        since it was opened, and for blocks with NaN or infinite scales: all others hold finite
+        numbers."""
         info = self.info(name)
         if not isinstance(info, Packed) or info.format != format:
             return None
@@ -206,11 +204,8 @@ def later_part(path: Path) -> bool:
 
 
 class CenteredNorms:
-    """A text encoder in llama.cpp's layout, which stores RMSNorm weights as 1 + w.
-
-    They are read as w, in float32. Source: llama.cpp's
-    convert_hf_to_gguf.py, Gemma3Model.norm_shift.
-    """
+    """A text encoder in llama.cpp's layout, which stores RMSNorm weights as 1 + w. They are read as
+    w, in float32. Source: llama.cpp's convert_hf_to_gguf.py, Gemma3Model.norm_shift."""
 
     def __init__(self, source: TensorReader):
         self._source = source

@@ -81,10 +81,8 @@ class RemoteFile:
 
 
 class Repository(Listing):
-    """The listing of a repository, with paths inside it. Only headers and configs are read.
-
-    Raises errors of the transport as they are, so that a scan does not go on after one.
-    """
+    """The listing of a repository, with paths inside it. Only headers and configs are read. Raises
+    errors of the transport as they are, so that a scan does not go on after one."""
 
     def __init__(self, repo: Repo, sizes: Mapping[str, int], commit: str):
         """sizes: bytes of each file. commit: of the listing, so that headers are of its files."""
@@ -269,10 +267,8 @@ def _mains(listing: Repository, parts: Parts) -> dict[str, Any]:
 def _chosen(
     wanted: set[Any], listing: Repository, parts: Parts, folders: bool
 ) -> dict[str, list[Path]]:
-    """Files or folders of the parts that are wanted. folders: the checkpoint is a diffusers one.
-
-    Of the two video decoders the other is taken if there is but that.
-    """
+    """Files or folders of the parts that are wanted. folders: the checkpoint is a diffusers one. Of
+    the two video decoders the other is taken if there is but that."""
     found = parts.diffusers if folders else parts.files
     video = wanted.intersection(DECODERS)
     if video and not any(found.get(part) for part in video):

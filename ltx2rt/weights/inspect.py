@@ -54,10 +54,8 @@ ROWS = names_of(lambda part: part.header and part.name != "main")
 
 def inspect_path(path: str | Path) -> dict[str, Any]:
     """JSON-ready: kind, family, version, layout, components (tensors, elements, bytes, dtypes,
-    names), what is missing.
-
-    Raises InputError only for what cannot be read at all or holds nothing of LTX-2.
-    """
+    names), what is missing. Raises InputError only for what cannot be read at all or holds nothing
+    of LTX-2."""
     path = Path(path)
     if path.is_dir() and (tree := models_folder(path)):
         return {"path": str(path), "missing": [], "problems": []} | _comfy(path, tree)

@@ -211,10 +211,8 @@ def _modules(file: TensorFile) -> tuple[dict[str, dict[str, str]], list[str]]:
 
 def reference_factors(paths: Iterable[Path]) -> tuple[int, int]:
     """Factors, in space and in time, by which the references of IC-LoRAs are coarser than the clip;
-    1 by default.
-
-    Raises InputError for what is no whole number, and where two LoRAs say more than 1 and differ.
-    """
+    1 by default. Raises InputError for what is no whole number, and where two LoRAs say more than 1
+    and differ."""
     found: dict[str, tuple[int, Path]] = {}
     for path, key in product(paths, FACTORS):
         text = TensorFile(path).metadata.get(key, "1")
@@ -388,10 +386,8 @@ class MergedSource:
 
     def read(self, name: str, *cuts: Cut) -> Any:
         """The merged tensor, or a slice of it, for which only the slices of the LoRAs that reach it
-        are multiplied, unless one of them is no sum of products: then it is cut at the end.
-
-        What `merge` gives if LoRAs touch it, else the source's numpy view.
-        """
+        are multiplied, unless one of them is no sum of products: then it is cut at the end. What
+        `merge` gives if LoRAs touch it, else the source's numpy view."""
         changes = self._changes.get(name, [])
         if not changes:
             return self._source.read(name, *cuts)

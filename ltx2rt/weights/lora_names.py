@@ -36,10 +36,8 @@ _WORD, _DOTTED = re.compile(rf"{_WORDS}_+"), re.compile(rf"(?:{_WORDS}\.)+")
 
 @lru_cache(2**14)  # a run opens a LoRA several times
 def target(module: str, tensor: str = "weight") -> str | None:
-    """The official name of a module's tensor; None for a module that is not of the family.
-
-    tensor: "weight", "bias", or empty where the module is a tensor itself.
-    """
+    """The official name of a module's tensor; None for a module that is not of the family. tensor:
+    "weight", "bias", or empty where the module is a tensor itself."""
     name = _WRAPPERS.sub("", module).replace(".", "_")
     block = _BLOCK.search(name)
     name = _BLOCK.sub(r"\1_*", name, count=1)

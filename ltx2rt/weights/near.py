@@ -178,10 +178,8 @@ def _given(part: str, given: Given) -> bool:
 
 
 def _keep_fitting(parts: Parts, fit: Fit, tree: bool) -> None:
-    """Keep those that fit the transformer, of parts that are there more than once.
-
-    tree: of every part, since a folder of ComfyUI has files of other models.
-    """
+    """Keep those that fit the transformer, of parts that are there more than once. tree: of every
+    part, since a folder of ComfyUI has files of other models."""
     for part in NEARBY:
         found = parts.files[part]
         if len(found) > 1 or (tree and found):
@@ -191,9 +189,7 @@ def _keep_fitting(parts: Parts, fit: Fit, tree: bool) -> None:
 
 def _borrow(parts: Parts, main: TensorFile | TensorFolder, given: Given) -> None:
     """Take the parts that a lone transformer lacks from neighbouring folders, and say so in a note.
-
-    A part is taken only where exactly one there fits.
-    """
+    A part is taken only where exactly one there fits."""
     folder = main.path.parent
     alone = not any(component_of(name) == "video_vae" for name in main.names())
     if (
@@ -220,10 +216,8 @@ def _borrow(parts: Parts, main: TensorFile | TensorFolder, given: Given) -> None
 
 @dataclass(frozen=True)
 class Fit:
-    """The transformer that parts have to fit.
-
-    release: such as "2.3". hidden: the text encoder's width; it and `width` are 0 if not known.
-    """
+    """The transformer that parts have to fit. release: such as "2.3". hidden: the text encoder's
+    width; it and `width` are 0 if not known."""
 
     release: str
     hidden: int
@@ -306,10 +300,8 @@ def with_config(
 
 
 def _release(main: TensorFile | TensorFolder) -> str:
-    """The preset of the one release that the file is of.
-
-    Raises InputError, which says what differs from the nearest release.
-    """
+    """The preset of the one release that the file is of. Raises InputError, which says what differs
+    from the nearest release."""
     read = dequantised(main)
     names = (name for name in read.names() if component_of(name) == "transformer")
     found = {(name, tuple(read.info(name).shape)) for name in names}

@@ -105,9 +105,7 @@ class Parts:
 
 class Listing:
     """Files and folders that are scanned: of a disk; `hub.Repository` is one of a repository.
-
-    Raises InputError for damaged files.
-    """
+    Raises InputError for damaged files."""
 
     def inside(self, folder: Path) -> list[Path]:
         """The entries of a folder, sorted."""

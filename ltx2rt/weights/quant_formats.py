@@ -302,9 +302,7 @@ def _blocks(m: Matrix, said: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _expanded(scale: np.ndarray, each: tuple[int, ...], *cuts: Cut) -> np.ndarray:
     """The scale of each row, and where they differ along the columns of each number, of a slice.
-
-    each: rows and columns that share one.
-    """
+    each: rows and columns that share one."""
     for (dim, start, stop), size in zip(cuts, each, strict=True):
         if dim == 0 or scale.shape[1] > 1:
             scale = scale.take(np.arange(start, stop) // max(1, size), axis=dim)

@@ -180,11 +180,8 @@ def gpu_part(
 def attention_part(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, kernel: Kernel
 ) -> tuple[Tensor, Tensor]:
-    """`attention` and the logarithm of its denominator, f32 (B, heads, tokens).
-
-    kernel: one of torch's own, the only ones that return the logarithm; operands (B, heads, tokens,
-    head_dim).
-    """
+    """`attention` and the logarithm of its denominator, f32 (B, heads, tokens). kernel: one of
+    torch's own, the only ones that return the logarithm; operands (B, heads, tokens, head_dim)."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))

@@ -54,11 +54,8 @@ class Recording(Protocol):
 
 
 class Recorder(Protocol):
-    """Records functions, and holds the memory that their recordings share.
-
-    id: changes once the recordings are no longer valid. serves: marks the call that wrote the
-    memory's values.
-    """
+    """Records functions, and holds the memory that their recordings share. id: changes once the
+    recordings are no longer valid. serves: marks the call that wrote the memory's values."""
 
     id: Any
     serves: object

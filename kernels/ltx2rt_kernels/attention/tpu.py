@@ -40,10 +40,7 @@ def block(length: int, most: int) -> int:
 
 def attention(q: Array, k: Array, v: Array, *, scale: float, interpret: bool = False) -> Array:
     """q (B, tokens, heads, head_dim), k and v (B, context, kv_heads, head_dim) -> q's shape;
-    softmax in float32.
-
-    Differentiable. interpret: run the kernel without a TPU, slowly.
-    """
+    softmax in float32. Differentiable. interpret: run the kernel without a TPU, slowly."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     batch, tokens, heads, head_dim = q.shape

@@ -176,10 +176,8 @@ DIFFUSERS_VAE_USUAL = {
 
 def diffusers_video_vae(keys: Keys) -> VideoVaeConfig:
     """The encoder's first width is the number of latent channels; decoder lists are reversed except
-    upsample_type.
-
-    The first released configs have no upsample_type: every stage doubled all three axes.
-    """
+    upsample_type. The first released configs have no upsample_type: every stage doubled all three
+    axes."""
     keys.may(**DIFFUSERS_VAE_USUAL)
     keys.must(timestep_conditioning=False)
     latent = keys.number("latent_channels")
