@@ -82,6 +82,13 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
         rest = [argparse.Action([], "flags", metavar="[flags]")] * (len(needed) < len(actions))
         super().add_usage(usage, [*needed, *rest], groups, prefix)
 
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        """All spellings of a flag, then its value, once."""
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        value = self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{', '.join(action.option_strings)} {value}"
+
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         if action.nargs == "+":
             return f"{action.metavar or default_metavar} ..."
@@ -91,13 +98,15 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 class Parser(argparse.ArgumentParser):
     """argparse, with its errors in one line, with guesses, and without abbreviated flags. fill:
     adds the command's flags, when they are needed; `words` is then what follows the command.
-    elsewhere: refusals by flag, of flags that the command has in another form."""
+    elsewhere: refusals by flag, of flags that the command has in another form. together: the
+    refusal of all flags together, each of which it has."""
 
     def __init__(self, *args: Any, fill: Callable[[Parser], None] | None = None, **kwargs: Any):
         super().__init__(*args, allow_abbrev=False, formatter_class=Formatter, **kwargs)
         self.fill = fill
         self.words: list[str] = []
         self.elsewhere: dict[str, str] = {}
+        self.together = ""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self.fill is not None:
@@ -111,8 +120,10 @@ class Parser(argparse.ArgumentParser):
         known, unknown = super().parse_known_args(args, namespace)
         if unknown and self._subparsers is None:  # else the parser of all commands would say so
             before = self.words[: self.words.index(unknown[0])][-2:]  # `--prompt a red fox`
-            in_quotes = "; put the prompt in quotes" if "--prompt" in before else ""
-            self.error(f"unrecognized: {' '.join(unknown)}{in_quotes}")
+            meant = "; put the prompt in quotes" if "--prompt" in before else ""
+            if os.path.isfile(unknown[0]):
+                meant = f"; say for what this file is, such as --image {unknown[0]}"
+            self.error(f"unrecognized: {' '.join(unknown)}{meant}")
         return known, unknown
 
     def _shorten_help(self) -> None:
@@ -130,10 +141,14 @@ class Parser(argparse.ArgumentParser):
             if word == "--":
                 return
             if re.match("--?[A-Za-z]", word) and " " not in name and name not in known:
-                if name in self.elsewhere:
+                if name not in self.elsewhere:
+                    shown = [flag for flag in known if known[flag].help != argparse.SUPPRESS]
+                    meant = hint(name, [*shown, *self.elsewhere])
+                    self.error(f"unrecognized flag {name}{meant}")
+                if not self.together:
                     self.error(self.elsewhere[name])
-                shown = [flag for flag in known if known[flag].help != argparse.SUPPRESS]
-                self.error(f"unrecognized flag {name}{hint(name, shown)}")
+        if self.together:
+            self.error(self.together)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """argparse's check of `choices`, with a guess."""

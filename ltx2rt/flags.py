@@ -388,6 +388,16 @@ def field_names(*types: type) -> dict[str, str]:
     return spelled | {name: name for name in found}
 
 
+def typed(words: Iterable[str], *types: type) -> set[str]:
+    """The fields of which the words of a command line have flags."""
+    flags_, found = {word.partition("=")[0] for word in words}, flagged(*types)
+    return {
+        name
+        for name, f in found.items()
+        if not flags_.isdisjoint((spelling(f), *f.metadata["flag"].also))
+    }
+
+
 def keywords(given: Mapping[str, Any], *types: type) -> dict[str, Any]:
     """Values by field name from a Python caller's keywords. Raises InputError."""
     found, names = flagged(*types), field_names(*types)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,12 +35,12 @@ from ltx2rt.flags import (
     MODEL,
     add_flag,
     add_flags,
-    field_names,
     flag,
     flagged,
     given_flags,
     groups,
     shorten,
+    typed,
 )
 from ltx2rt.graph.encodings import QUANTISED
 from ltx2rt.media.output import check_streams, is_still
@@ -216,12 +217,12 @@ def _from_sources(to: Any) -> dict[str, Any]:
     for name in (*flagged(Sources), "pipeline"):
         early.add_argument(f"--{name}", nargs="?")
     asked = vars(early.parse_known_args(to.words)[0])
-    name, names = asked.pop("pipeline"), field_names(ModelOptions, Files, *pipelines().values())
+    name = asked.pop("pipeline")
     if not any(asked.values()):
         return {}
-    words = {word.partition("=")[0][2:].replace("-", "_") for word in to.words}
-    given = {names[word] for word in words & names.keys()}
-    given |= {"prompt"} if "prompts" in words else set()
+    given = typed(to.words, ModelOptions, Files, *pipelines().values())
+    if any(re.match("--prompts(=|$)", word) for word in to.words):
+        given |= {"prompt"}
     found = recipe(given, ModelOptions, Files, name=name, **asked)
     to.words = [*to.words, "--pipeline", found.pop("pipeline")]
     return found

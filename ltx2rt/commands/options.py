@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
@@ -12,10 +13,11 @@ from typing import Any
 
 from ltx2rt.backend import chosen_backend, get_factory
 from ltx2rt.errors import InputError
-from ltx2rt.flags import add_flags, flagged, given_flags, groups, marked, spelling
+from ltx2rt.flags import add_flags, flagged, given_flags, groups, marked, spelling, typed
 from ltx2rt.pipelines import FIRST, chosen, pipeline, pipelines, unread
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.pipelines.groups.seeds import NoiseFile, Seed
+from ltx2rt.pipelines.groups.size import Pixels
 from ltx2rt.pipelines.groups.text import Enhancing, NegativePrompt, Prompt
 from ltx2rt.pipelines.request import Request
 from ltx2rt.ranks.start import start
@@ -66,11 +68,15 @@ def pipeline_flags(to: Any, *but: type[Group]) -> type[Request]:
     out. Returns that pipeline. Raises InputError if it is unknown."""
     reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     reader.add_argument("--pipeline", nargs="?", const=FIRST)
-    name, because = reader.parse_known_args(to.words)[0].pipeline, ""
+    name, because, known = reader.parse_known_args(to.words)[0].pipeline, "", pipelines()
     if name is None:
-        words = {word.partition("=")[0][2:].replace("-", "_") for word in to.words}
-        name, because = (FIRST, "") if words & {"help", "h", "help_all"} else chosen(words)
-    shown, known = pipeline(name), pipelines()
+        name = FIRST
+        if {"--help", "-h", "--help-all"}.isdisjoint(to.words):
+            try:
+                name, because = chosen(typed(to.words, *known.values()))
+            except InputError as error:  # said once every flag is known
+                to.together = str(error)
+    shown = pipeline(name)
     wide = max(map(len, known))
     group = groups(to)["pipeline"]
     group.description = "\n".join(
@@ -88,11 +94,24 @@ def pipeline_flags(to: Any, *but: type[Group]) -> type[Request]:
         help=f"one of the above (default: as the inputs ask, else {FIRST})",
     )
     add_flags(to, shown, but=flagged(*but))
+    if shown.has(Pixels) and "width" in flagged(shown):
+        about = {"help": "width and height in one", "default": argparse.SUPPRESS}
+        groups(to)["clip"].add_argument("--size", action=SetSize, metavar="WxH", **about)
     to.set_defaults(because=because)
     for field, f in flagged(*known.values()).items():
         if field not in flagged(*but, shown):
-            to.elsewhere[spelling(f)] = str(unread(name, spelling(f), field))
+            for one in (spelling(f), *f.metadata["flag"].also):
+                to.elsewhere[one] = str(unread(name, one, field))
     return shown
+
+
+class SetSize(argparse.Action):
+    """WIDTHxHEIGHT as --width and --height."""
+
+    def __call__(self, parser: Any, to: Any, value: Any, flag: str | None = None) -> None:
+        if not re.fullmatch(r"\d{1,5}[xX]\d{1,5}", value):
+            parser.error(f"{flag}: {value[:80]!r}, expected WIDTHxHEIGHT, such as 768x512")
+        to.width, to.height = value.lower().split("x")
 
 
 def read_prompts(path: Path) -> list[str]:

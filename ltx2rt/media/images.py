@@ -141,7 +141,8 @@ def _opened(path: Path, flag: str = "--image") -> Iterator[Any]:
         Exception
     ) as error:  # Pillow's readers raise whatever a damaged file makes them stumble over
         raise InputError(
-            f"{flag}: {path} is no readable image ({error}); save it again as PNG or JPEG"
+            f"{flag}: {path} is no readable image ({error}); save it again as PNG or JPEG; "
+            "a clip goes to --video-path"
         ) from error
 
 

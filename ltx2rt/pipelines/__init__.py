@@ -12,7 +12,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flagged, keywords
+from ltx2rt.flags import field_names, flagged, keywords
 from ltx2rt.notes import note
 from ltx2rt.pipelines.request import Request
 from ltx2rt.suggest import hint
@@ -79,7 +79,8 @@ def make_request(name: str | None, **given: Any) -> Request:
     """The request of a pipeline, or if that is None of the one that the inputs choose, from the
     keywords of a Python caller. Raises InputError."""
     if name is None:
-        name, field = chosen(given)
+        spelled = field_names(*pipelines().values())
+        name, field = chosen({spelled.get(keyword, keyword) for keyword in given})
         if field:
             note(f"pipeline {name}, because of {field}")
     type_ = pipeline(name)

@@ -37,6 +37,7 @@ class GivenSound(Group):
     audio_path: Path | None = flag(
         None,
         "audio or video file whose sound to generate the video for (required)",
+        also=("--audio",),
         asks="a2v",
         file="sound",
         kept=True,

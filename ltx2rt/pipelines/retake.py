@@ -47,10 +47,20 @@ class Retake(Request):
     }
 
     start_time: float | None = flag(
-        None, "start of the part, in seconds (required)", asks="retake", metavar="S", least=0
+        None,
+        "start of the part, in seconds (required)",
+        also=("--start",),
+        asks="retake",
+        metavar="S",
+        least=0,
     )
     end_time: float | None = flag(
-        None, "end of the part, in seconds (required)", asks="retake", metavar="S", least=0
+        None,
+        "end of the part, in seconds (required)",
+        also=("--end",),
+        asks="retake",
+        metavar="S",
+        least=0,
     )
     keep: str | None = flag(
         None, "keep all of the video or of the sound (default: remake both)", choices=MODALITIES

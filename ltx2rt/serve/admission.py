@@ -155,12 +155,14 @@ class Admission:
         given = {field: found for field, found in given.items() if found is not None}
         if "preset" in given:
             given = with_preset(given)
+        every = flagged(*self.served.values())
+        for field, f in every.items():
+            for other in f.metadata["flag"].also:
+                spelled = other[2:].replace("-", "_")
+                if spelled in given and spelled not in every and field not in given:
+                    given[field] = given.pop(spelled)
         name = self._name(given)
         type_ = self.served[name]
-        for field, f in self.fields(type_).items():
-            for other in f.metadata["flag"].also:
-                if (spelled := other[2:].replace("-", "_")) in given and field not in given:
-                    given[field] = given.pop(spelled)
         clip_fields, taken = self.fields(type_), uploads(type_)
         known = [*clip_fields, *OURS, *taken]
         for field in given:

@@ -79,8 +79,6 @@ class SourceVideo(Stage):
                 f"{self.flag}: {self.path} has {info.num_frames} frames, {self.num_frames} are "
                 "read; pass a longer one"
             )
-        for sentence in info.said() if session.backend.is_main else ():
-            note(f"{self.path}: {sentence}")
         over = info.num_frames - self.num_frames
         if over > 0 and not self.inset and not self.window and session.backend.is_main:
             note(f"{self.path}: the last {over} of its {info.num_frames} frames are left out")

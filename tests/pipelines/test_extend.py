@@ -281,7 +281,7 @@ def test_refusals(opened, files, tmp_path):
         ({"loop": 2, "before": True}, "--loop: given beside --before"),
         ({"join": other, "extend_frames": 15}, "slow.mp4 has 12 fps, expected 24 as"),
         ({"join": tmp_path / "gone.mp4"}, "--join: "),
-        ({"steps": 3}, "--steps: the distilled steps have no guidance; add --guided"),
+        ({"steps": 3}, "--steps: 8 distilled steps are made, without guidance"),
         ({"video_path": None}, "--video-path: none, but the extend pipeline starts from a clip"),
     ):
         with pytest.raises(InputError) as refused:

@@ -438,8 +438,8 @@ def test_what_cannot_be_used_is_refused_before_weights(run, clip, tmp_path, monk
         ((*file, *region, "--auto-duration", 1, 2), "--auto-duration: the file"),
         ((*file, *region, "--keep", "sound"), "--keep"),
         ((*file, *region, "--keep", "video", "--no-audio"), "--no-audio: with --keep video nothing would be made anew"),
-        ((*file, *region, "--steps", 8), "--steps: the distilled steps have no guidance; add --guided"),
-        ((*file, *region, "--video-cfg", 2), "--video-cfg: the distilled steps have no guidance; add --guided"),
+        ((*file, *region, "--steps", 8), "--steps: 8 distilled steps are made, without guidance"),
+        ((*file, *region, "--video-cfg", 2), "--video-cfg: 8 distilled steps are made, without guidance"),
         ((*file, *region, "--output", clip), "--output"),
     ):  # fmt: skip
         status, err, outputs = run(*flags)

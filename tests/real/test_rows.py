@@ -9,7 +9,7 @@ from conftest import run_cli
 from ltx2rt.cli import parser
 from ltx2rt.pipelines import chosen
 
-MODULES = ("clips", "loras", "files")
+MODULES = ("clips", "loras", "files", "first_minutes")
 ROWS = [row for module in MODULES for row in import_module(f"real.{module}").ROWS]
 
 

@@ -131,7 +131,8 @@ class ByChoice(Group):
                 negative = isinstance(group, NegativePrompt) and request.negated
                 if getattr(request, f.name) != getattr(group, f.name) and not negative:
                     raise InputError(
-                        f"{spelling(f)}: the distilled steps have no guidance; add --guided"
+                        f"{spelling(f)}: 8 distilled steps are made, without guidance; "
+                        "leave it out, or add --guided"
                     )
 
 

@@ -149,7 +149,10 @@ class Images(Group):
                 )
         frames = [image.frame for image in images]
         if twice := [frame for frame in frames if frames.count(frame) > 1]:
-            raise InputError(f"--image: two images at frame {twice[0]}; give each frame one image")
+            raise InputError(
+                f"--image: two images at frame {twice[0]}; say the frame of one, such as "
+                f"{images[-1].path.name}:last"
+            )
         crf = model.image_crf if self.image_crf is None else self.image_crf
         return {"images": images, "image_crf": crf}
 

@@ -41,6 +41,7 @@ class SourceClip(Duration):
         None,
         "clip to start from; its size and rate are kept (required)",
         group="conditioning",
+        also=("--video",),
         file="video",
         kept=True,
         common="prompt and inputs",
