@@ -28,8 +28,7 @@ SIGMAS = np.array([1, 0.9, 0.65, 0.3, 0], np.float32)
 def job(
     seed: int, guidance: np.ndarray = GUIDANCE, rows: int = 2
 ) -> dict[str, dict[str, np.ndarray]]:
-    """constants and state of a denoise loop of `rows` times 3 video tokens, the first two held at
-    0.3."""
+    """constants and state of a denoise loop of 3 video tokens a row, two held at 0.3."""
     rng = np.random.default_rng(seed)
     video = np.stack([np.indices((1, rows, 3), np.float32).reshape(3, -1) * 32] * 2, axis=-1)
     audio = np.stack([np.arange(AUDIO_TOKENS, dtype=np.float32) * 0.04] * 2, axis=-1)[None]

@@ -83,8 +83,7 @@ RUNS = {
 
 
 def runs_on(kind: str, devices: int) -> list[Run]:
-    """All at the first world size, at the other the text encoder's, whose placement is what differs
-    there."""
+    """All at the first world size, at the other only the text encoder's."""
     return [run for run in RUNS[kind] if devices == RANKS[0] or run.name.startswith("text")]
 
 
@@ -113,8 +112,7 @@ def source_of(run: Run, folder: Path, merge):
 
 
 def run_all(kind: str, devices: int, folder: Path) -> dict:
-    """Outputs of every run are written by the main process; returns the collectives that each run
-    executed."""
+    """Write outputs of each run; returns the collectives that each executed."""
     backend, executed = get_backend(kind, "cpu", {"tensor": devices}), {}
     for run in runs_on(kind, devices):
         one = case(run.name, run.dtype)
@@ -131,8 +129,7 @@ def run_all(kind: str, devices: int, folder: Path) -> dict:
 
 
 def traced(program, weights, inputs) -> dict[str, int]:
-    """Collectives in what JAX traces of a program, under the name of their primitive; the body of a
-    scan once."""
+    """Collectives that JAX traces of a program, by primitive; a scan's body once."""
     uploaded = {name: program.upload(name, value) for name, value in inputs.items()}
     text = str(program.function.trace(program._weights(weights), uploaded).jaxpr)
     found = re.findall(r"= (psum\w*|all_\w+|ppermute|reduce_scatter|pmax|pmin|pbroadcast)\[", text)
@@ -212,8 +209,7 @@ def shared_calls(devices: int) -> dict[str, Any]:
 
 
 def big_graph(dtype: str = "bfloat16") -> Graph:
-    """LTX-2.3's transformer at its real depth and 3/32 of its width: 360 MB, whose largest tensor
-    is a real share."""
+    """LTX-2.3's transformer, real depth and 3/32 of its width: 360 MB."""
     config = replace(preset("ltx-2.3").config.transformer, num_heads=3, audio_num_heads=3)
     return transformer.trace(
         config, transformer.ForwardShape(1, 1, 1, 1, (1,) * len(transformer.TABLES)), dtype
@@ -226,8 +222,7 @@ def anonymous_bytes() -> int:
 
 
 def measured_load(kind: str, mesh: dict[str, int], folder: Path, lora: bool) -> dict[str, int]:
-    """Peak anonymous memory above that before the load, and what the weights take, for a big
-    checkpoint."""
+    """Peak anonymous memory above that before the load, and the weights' bytes."""
     backend = get_backend(kind, "cpu", mesh)
     graph = Placement(PROFILES["hopper"], mesh).local(big_graph(), "transformer")
     square = np.ones((2, 2), np.float32)

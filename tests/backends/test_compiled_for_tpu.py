@@ -58,8 +58,7 @@ def run(script: str, **more: str) -> Any:
 
 
 def test_a_step_on_v7x_copies_no_weights():
-    """In the default tiling its temporaries hold every stacked matrix once more; a loaded one is
-    tiled by a device."""
+    """In the default tiling temporaries would hold each stacked matrix once more."""
     found = run("""
 weights, step = compiled("tpu7x:2x2x1", {"sequence": 8}, 4, {"width": 256, "height": 256, "num_frames": 25})
 memory = step.memory_analysis()

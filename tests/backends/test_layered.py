@@ -158,8 +158,7 @@ print(json.dumps(full_size(*sys.argv[2:])))
 
 
 def full_size(topology: str, name: str) -> list[float]:
-    """GB of arguments, results and temporary arrays of each program of a text encoder on one
-    chip."""
+    """GB of each program of a text encoder on one chip: arguments, results, temporaries."""
     from jax.sharding import SingleDeviceSharding
     from ltx2rt_tpu.aot import AheadCompiler
     from ltx2rt_tpu.program import ops_for

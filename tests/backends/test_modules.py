@@ -56,8 +56,7 @@ NETWORKS = ("transformer", "video-decoder")
 
 @cache
 def probes(name: str) -> dict[str, np.ndarray]:
-    """Random weights of a loss that is linear in the outputs, so that every output's gradient
-    counts."""
+    """Random weights of a loss that is linear in the outputs: each one's gradient counts."""
     rng = np.random.default_rng(5)
     return {
         k: rng.standard_normal(v.type.shape, np.float32)
@@ -272,8 +271,7 @@ def test_module_without_weights_takes_them_later(name):
 
 
 def test_copy_and_state_hold_the_checkpoints_tensors_only():
-    """The graph's own constants are no parameters; a copy, such as one for an average of weights,
-    has none either."""
+    """The graph's constants are no parameters, in a copy neither."""
     module = copy.deepcopy(torch_module("transformer"))
     assert any(isinstance(v, np.ndarray) for n in module.graph.nodes for v in n.args.values())
     assert module.state_dict().keys() == network("transformer").graph.parameters().keys()

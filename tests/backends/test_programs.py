@@ -248,8 +248,7 @@ def test_torch_lowers_once_however_often_it_is_called(monkeypatch):
 
 @pytest.mark.long
 def test_compile_option_compiles_the_repeated_block_once(monkeypatch):
-    """Three layers, several steps, other scales and other weights: one graph, run by a compiler
-    that only counts."""
+    """Three layers, several steps, other scales and weights: one graph."""
     compiled, runs = [], []
 
     def counting(module, _):
@@ -356,8 +355,7 @@ def test_unrolled_layers_agree_with_the_loop_over_layers(name):
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_two_jobs_in_one_process_equal_each_alone_bitwise(name):
-    """Interleaved step by step on one program, with other weights, scales and lengths; then each on
-    its own."""
+    """Interleaved on one program with other weights and lengths, then each by itself."""
     backend, loop, weights = shared(name)
     other = backend.load([loop.graph], ArraySource(random_params(loop.graph, seed=1)))
     first, second = job(14), job(15, GUIDANCE * np.float32(1.3))
@@ -473,8 +471,7 @@ def test_abstract_weights_are_the_loaded_ones():
 
 
 def test_only_whole_stacked_matrices_of_a_v7x_lie_in_other_tiles():
-    """Sixteen rows of bfloat16: on fewer the compiler fails, and what is cut over devices it takes
-    as it is."""
+    """The compiler fails on less than sixteen rows of bfloat16."""
     from jax.sharding import PartitionSpec as P
     from ltx2rt_tpu.weights import weight_layout
 

@@ -65,8 +65,7 @@ def test_a_recorded_step_follows_every_input_the_weights_and_the_size(dtype, clo
 
 
 def test_a_recorded_step_survives_the_end_of_another():
-    """Even where what that one gives up, cuBLAS's workspace with it, is taken by others
-    (pytorch#193402)."""
+    """Even if others take its memory, cuBLAS's workspace too (pytorch#193402)."""
     backend, kept, weights = fresh("cuda", device="cuda", dtype="bfloat16")
     ended = backend.lower_loop(loop_graph(rows=3, dtype="bfloat16"))
     work = job(30, GUIDANCE, 2)

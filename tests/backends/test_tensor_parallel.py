@@ -153,8 +153,7 @@ def test_ranks_execute_the_collectives_of_the_plan_and_no_others(torch_ranks, ru
 
 @pytest.mark.parametrize(("run", "devices"), runs("tpu", "float32"))
 def test_jax_traces_the_sums_of_the_plan_and_no_other_collective(jax_devices, run, devices):
-    """JAX makes one psum of each operand; which of them leave together is up to XLA. A scan's body
-    is there once."""
+    """JAX makes a psum of each operand; a scan's body is there once."""
     nodes = [
         node for node, _ in case(run.name, run.dtype).on(devices).walk() if node.op == "all_reduce"
     ]
@@ -207,8 +206,7 @@ def test_ranks_request_no_more_than_they_hold(torch_ranks, name, devices):
 # 1.3 GB. A GPU's weights lie elsewhere.
 @pytest.mark.parametrize(("source", "limit"), [("plain", 1.1), ("lora", 1.15)])
 def test_rank_peaks_at_its_own_share_of_memory_while_it_loads(torch_ranks, source, limit):
-    """Anonymous memory above that before the load; the mapped file's pages belong to the page
-    cache."""
+    """Anonymous memory above that before: mapped pages belong to the page cache."""
     for rank in range(MEASURED):
         found = json.loads((torch_ranks / f"big-{source}-rank{rank}.json").read_text())
         assert found["share"] > 100e6 and found["samples"] > 10
@@ -227,8 +225,7 @@ def test_jax_devices_peak_at_what_they_hold_while_they_load(jax_devices, source,
 
 @pytest.mark.parametrize("devices", RANKS)
 def test_shared_calls_can_be_stopped_and_the_next_ones_are_whole(torch_ranks, devices):
-    """At most one call is under way on each rank beyond the one handed out; all ranks stop at the
-    same call."""
+    """Each rank has one more call under way at most; all stop at the same one."""
     found = [rank["shared"] for rank in did(torch_ranks, devices)]
     assert [rank["taken"] for rank in found] == [[devices, 4]] * devices
     assert found[0]["values"] == [2 * i for i in range(10)]

@@ -105,8 +105,7 @@ def test_plan_knows_its_devices_and_chooses_their_mesh(loom, command):
 
 
 def test_it_runs_what_it_plans(loom):
-    """The graph that is lowered is the one that costs are read off, and computes what the plain
-    graph does."""
+    """The lowered graph is the planned one and computes the plain graph's results."""
     one = case("forward-2.3")
     backend, factory = get_backend("loom"), get_factory("loom")
     program = backend.lower(one.graph)

@@ -40,8 +40,7 @@ def once(kind: str, generation: str, remat: str = "block") -> dict[str, np.ndarr
 
 
 def gradients(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Losses and norms, and the first moments, which after one step are a tenth of the
-    gradients."""
+    """Losses, norms, and first moments, a tenth of the gradients after one step."""
     return {
         name: x for name, x in found.items() if " " not in name or name.startswith(f"{MOMENTS[0]} ")
     }
@@ -56,8 +55,7 @@ def test_backends_agree(generation):
 
 
 def test_gradients_are_the_slopes_of_the_interpreter():
-    """Along one direction through all parameters, by central differences in float32: good to three
-    digits."""
+    """Along one direction, by central differences in float32: three digits."""
     params, (_, inputs), graph = parameters("2.3"), step("2.3"), placed("2.3", {})
     backend = get_backend("cuda", "cpu", {})
     made = backend.trainer(graph, backend.load([graph], ArraySource(params)), OPTIMISER)
@@ -122,8 +120,7 @@ def _numpy(field) -> np.ndarray:
     ],
 )
 def test_a_base_in_8_bits_trains_as_its_decoded_copy(kind, encoding):
-    """All blocks are encoded, from the first to the last, and each matrix is decoded anew in the
-    backward pass."""
+    """All blocks are encoded; the backward pass decodes each matrix again."""
     graph = placed("2.3", {}, encoding)
     plain = placed("2.3", {})
     backend = get_backend(kind, "cpu", {})

@@ -22,8 +22,7 @@ def array_of(shape, seed: int = 0) -> np.ndarray:
 
 
 def check(model, inputs: dict, expected: np.ndarray) -> None:
-    """The interpreter and the torch lowering, exactly: none of these ops rounds differently
-    anywhere."""
+    """The interpreter and the torch lowering, exactly: none of these ops rounds."""
     graph = trace("net", lambda o: {"y": model(o)}, "float32")
     for kind in ("numpy", "cuda"):
         actual = run_graph(kind, graph, {}, inputs)["y"]

@@ -33,8 +33,7 @@ def _conv(o, spatial, kernel, **kw):
 
 
 def _neighbourhood(o, window=(3, 3, 5), first=(0, 1, 2), queries=(11, 9, 17), keys=(11, 11, 21)):
-    """More than one block of queries along every axis, of odd sizes; keys begin before the first of
-    them."""
+    """Several blocks of queries of odd sizes along each axis; keys begin earlier."""
     sizes = [
         dict(zip(("frames", "rows", "columns"), n, strict=True)) for n in (queries, keys, keys)
     ]
@@ -308,8 +307,7 @@ def test_convolution_of_every_rank(backend, spatial, kernel, kw):
 
 @pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
 def test_attention_in_parts_is_as_exact_as_in_one_whatever_the_scores(kind):
-    """Logarithms near 300, where a bfloat16 is a multiple of 2: rounded, they would move the parts'
-    weights by e."""
+    """Logarithms near 300, which bfloat16 would round by 1: weights by e."""
 
     def both(o):
         q = o.input("q", B=2, tokens=5, heads=4, head_dim=8)

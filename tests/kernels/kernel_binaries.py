@@ -84,8 +84,7 @@ class Recorder:
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """What the assembler says of a binary: registers a thread, bytes a thread keeps in memory for
-    want of them."""
+    """Registers of a thread in a binary, and bytes that it spills to memory."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

@@ -52,8 +52,7 @@ class Operands:
     def inside(
         self, *shape: int, axes: tuple[int, ...] | None = None, pad: int = 8
     ) -> torch.Tensor:
-        """The same as a view into a larger tensor of NaN, its axes lying in memory in the order
-        `axes`."""
+        """The same as a view into a larger tensor of NaN, laid out in the order `axes`."""
         order = axes or tuple(range(len(shape)))
         buffer = torch.full(
             [shape[i] + 2 * pad for i in order], torch.nan, dtype=self.dtype, device=self.device
@@ -191,8 +190,7 @@ def text_qk(
     shapes: tuple[tuple[int, int], ...] = ((2, 5),),
     spread: tuple[int, ...] = (),
 ) -> Case:
-    """The same without tables. shapes: samples and tokens of q, or of q and of k, and of v where
-    they are spread."""
+    """The same without tables. shapes: samples and tokens of q, k, and v if spread."""
     heads, dim = 3, 10
     operands = []
     for batch, tokens in shapes:
@@ -287,8 +285,7 @@ def neighbourhood(
     dim: int = 10,
     heads: int = 3,
 ) -> Case:
-    """q, k and v as slices of a packed projection; beyond: columns of keys on either side of the
-    queries'."""
+    """q, k, v as slices of a packed projection; beyond: columns of keys on both sides."""
     keys = (*sizes[:2], sizes[2] + 2 * beyond)
     q, k, v = (x.inside(2, *n, heads, dim, pad=2) for n in (sizes, keys, keys))
     plan = {"window": window, "first": (0, 0, beyond), "scale": 0.5}
@@ -427,8 +424,7 @@ def poisoned_empty(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 
 def errors(case: Case) -> list[float]:
-    """Relative error of each result of a launch against the float64 references of the same,
-    already rounded operands."""
+    """Relative error of each result against float64 references of the rounded operands."""
     op, operands, plan, _ = case
     kernels = import_module(f"ltx2rt_kernels.{folder(op)}.cuda")
     found = getattr(kernels, op)(*operands, **plan)

@@ -166,8 +166,7 @@ def test_plain_ops_decode_what_has_no_kernel():
 
 
 def test_a_block_of_the_decoder_keeps_channels_last():
-    """What a convolution on a GPU makes stays in its layout up to the next one: nothing is copied
-    in between."""
+    """A GPU's convolution leaves its layout to the next one: no copy between."""
     rng = torch.Generator().manual_seed(0)
     x = channels_last(torch.randn(1, 16, 3, 6, 8, generator=rng))
     weight = channels_last(torch.randn(16, 16, 3, 3, 3, generator=rng))
@@ -195,8 +194,7 @@ def test_a_block_of_the_decoder_keeps_channels_last():
 
 @pytest.mark.parametrize("generation", ["2.0", "2.3"])
 def test_no_convolution_of_the_decoder_but_the_first_turns_its_input(generation, monkeypatch):
-    """With results that lie as a GPU's kernels leave them, one sample, residuals and upsamplings in
-    between."""
+    """One sample, residuals, upsamplings; results lie as on a GPU."""
     turned = []
 
     def conv(x, weight, bias, padding=(0, 0, 0), **_):

@@ -132,8 +132,7 @@ def test_videos_say_what_they_are(tmp_path, transfer, code):
 
 
 def test_pq_is_the_curve_of_st_2084():
-    """Its inverse by the standard's rational constants, in float64; levels of BT.2408 and of the
-    standard's own table."""
+    """Its inverse by rational constants in float64; levels of BT.2408 and the standard."""
     signal = np.linspace(0, 1, 1001)
     m1, m2, c1 = 0.1593017578125, 78.84375, 0.8359375
     c2, c3 = 18.8515625, 18.6875

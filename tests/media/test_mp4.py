@@ -217,8 +217,7 @@ def packets(path):
 
 
 def followed(folder, frames, wave, fps, rate, sizes, container=MP4, stop=None):
-    """The clip's file and its stream, from parts of so many frames; the stream as it was after
-    `stop` parts."""
+    """The clip's file and stream, from parts of some frames; the stream after `stop` parts."""
     names = folder / f"clip.{container.format}", folder / "stream.mp4"
     made = FollowedClip(
         *names, container, fps=fps, sample_rate=None if wave is None else rate, comment={"a": 1}

@@ -39,8 +39,7 @@ def signal(rate: int, size: int) -> np.ndarray:
 def stored(
     path, codec: str, samples: np.ndarray, rate: int = RATE, layout: str = "stereo", video: str = ""
 ):
-    """Samples [channels, N] as `codec` in the container that the path's name says, after a picture
-    if `video`."""
+    """Samples [channels, N] as `codec`, after a picture if `video`."""
     with av.open(str(path), "w") as container:
         if video:
             picture = container.add_stream(video, rate=1)

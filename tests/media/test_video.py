@@ -28,8 +28,7 @@ def write(
     size=(48, 32),
     **options,
 ):
-    """Frames of these times in ticks: u8[F, H, W, 3], each with its number as brightness, white at
-    the top left."""
+    """Frames of these times in ticks: u8[F, H, W, 3], brightness by number, a white corner."""
     frames = np.full((len(times), size[1], size[0], 3), 20, np.uint8)
     frames += (np.arange(len(times), dtype=np.uint8) * 10)[:, None, None, None]
     frames[:, :8, :16] = 255
@@ -244,8 +243,7 @@ def test_a_playlist_fetches_nothing(tmp_path):
 
 
 def test_a_mask_is_the_mean_brightness_of_each_token(tmp_path):
-    """As torch's area interpolation and mean give it; size 48 x 32 as in the file, cells of 16
-    px."""
+    """As torch's area interpolation and mean give it; cells of 16 px."""
     import torch
 
     frames = write(tmp_path / "a.mov", codec="png")

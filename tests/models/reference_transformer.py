@@ -49,8 +49,7 @@ def module_of(config: TransformerConfig) -> LTX2VideoTransformer3DModel:
 
 @cache
 def build(config: TransformerConfig, seed: int = 0) -> LTX2VideoTransformer3DModel:
-    """Weights representable in bfloat16: matrices N(0, 1/fan_in), vectors near 1 ("norm") or N(0,
-    0.2^2)."""
+    """Weights in bfloat16: matrices N(0, 1/fan_in), norms near 1, vectors N(0, 0.2^2)."""
     module = module_of(config)
     generator = torch.Generator().manual_seed(seed)
     for name, p in sorted(module.named_parameters()):
@@ -81,8 +80,7 @@ def draw(
     levels: tuple[int, int] = (3, 2),
     seed: int = 1,
 ) -> dict[str, np.ndarray]:
-    """One forward's semantic inputs, representable in bfloat16. Every sample has `levels` distinct
-    timesteps."""
+    """A forward's inputs in bfloat16; each sample has `levels` distinct timesteps."""
     rng = np.random.default_rng(seed)
     tokens = {"video": int(np.prod(grid)), "audio": audio_tokens}
     channels = {"video": config.video_channels, "audio": config.audio_channels}
@@ -117,8 +115,7 @@ def draw(
 def gates_follow_the_other_sigma(
     module: LTX2VideoTransformer3DModel, sigmas: dict[str, torch.Tensor]
 ):
-    """Rule C, which diffusers lacks: rule A with the two gate modules given the other stream's
-    sigma."""
+    """Rule C: rule A with the two gate modules given the other stream's sigma."""
     factor = module.config.cross_attn_timestep_scale_multiplier
     gates = {
         "audio": module.av_cross_attn_video_a2v_gate,

@@ -49,8 +49,7 @@ STATISTICS = ("vae.per_channel_statistics.mean-of-means", "vae.per_channel_stati
 
 @cache
 def reference() -> tuple[LTX2VideoDiffusionDecoderModel, dict[str, np.ndarray]]:
-    """diffusers' module and its parameters under official names, everything random and no bias
-    zero."""
+    """diffusers' module and its parameters under official names, all random."""
     c = CONFIG
     model = LTX2VideoDiffusionDecoderModel(
         latent_channels=c.latent_channels,
@@ -133,8 +132,7 @@ def in_slabs(x: torch.Tensor, width: int, halo: int) -> list[torch.Tensor]:
     "kind", ["cuda", *(pytest.param(k, marks=pytest.mark.slow) for k in ("numpy", "tpu"))]
 )
 def test_chunked_borders_are_slabs_with_copies_of_the_border_column(kind, monkeypatch):
-    """diffusers' blocks on the official decoder's slabs: four cores of columns, a halo of half a
-    window."""
+    """diffusers' blocks on the official slabs: four cores, a halo of half a window."""
     model, _ = reference()
     block, halo = type(model.decoder.diff_blocks[0]), CONFIG.windows[-1][2] // 2
 
@@ -175,8 +173,7 @@ def test_a_latent_smaller_than_the_windows_is_padded_with_its_edge(grid):
 
 
 def test_released_sizes():
-    """From the released file: 309 tensors and the statistics; 7 latents, 224 px, are the smallest
-    side."""
+    """Of the released file: 309 tensors and the statistics; 224 px at the least."""
     c = RELEASED
     assert diffusion_decoder.padding(c, (1, 7, 6)) == ((0, 2), (0, 0), (0, 1))
     assert diffusion_decoder.rope_sizes(64) == (16, 24, 24)
@@ -216,8 +213,7 @@ def test_the_mlp_in_parts_is_the_mlp(monkeypatch):
 
 
 def test_full_size_costs_what_the_windows_cost():
-    """768x512, 121 frames: 105 TFLOP in all, of which windows of 11^3 keys are a third; and no
-    scores in memory."""
+    """768x512, 121 frames: 105 TFLOP, a third of them for windows of 11^3 keys."""
     c = RELEASED
     grid = (16, 16, 24)
     features = diffusion_decoder.trace_features(c, 1, *grid, "bfloat16")

@@ -158,8 +158,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_each_known_mistake_shows_in_this_model(expected, mistake):
-    """The reference with the mistake built in is far from itself, a thousand times what parity
-    allows."""
+    """With the mistake the reference is a thousand times as far off as allowed."""
     wrong = build()
     MISTAKES[mistake](wrong)
     assert relative_l2(reference(wrong)[MASK == 1], expected[MASK == 1]) > 0.01

@@ -27,8 +27,7 @@ BLOCKS = np.array([0, 1, 1], np.float32)
 
 
 def drawn(config, seed: int = 5) -> dict[str, np.ndarray]:
-    """A step's inputs. Two contexts; the first frame half kept, one token of it entirely; two audio
-    tokens too."""
+    """A step's inputs: two contexts, a frame half kept, one token and two of sound whole."""
     feeds, rng = draw(config, seed=seed), np.random.default_rng(seed)
     inputs = {k: v for k, v in feeds.items() if k.endswith("_context")}
     for name in NAMES:
@@ -124,8 +123,7 @@ def test_a_stream_that_is_given_is_at_sigma_0_and_reads_the_positive_prompt(froz
     "scales", [(1, 1.5, 1), (3, 1.5, 1), (1, 1.5, 2), (3, 1e-9, 2), (1, 1e-9, 1), (3, 1e-9, 1)]
 )
 def test_branches_of_neutral_scales_are_left_out(scales):
-    """A scale of 1e-9 counts as neutral: its branch is not run, and the formula does not feel
-    it."""
+    """A scale of 1e-9 counts as neutral: its branch is not run."""
     config = config_of("2.3")
     inputs = drawn(config)
     inputs["guidance"] = inputs["guidance"].copy()
@@ -171,8 +169,7 @@ def test_each_stream_is_perturbed_in_its_own_blocks(kind):
 
 @pytest.mark.parametrize("kind", ["numpy", "cuda"])
 def test_rescale_of_a_constant_prediction_is_finite(kind):
-    """Zero velocity and a constant latent: std 0 over the floor is ratio 0, which leaves 1 -
-    rescale."""
+    """Zero velocity, constant latent: std 0 over the floor leaves 1 - rescale."""
     config = config_of("2.3", num_layers=1)
     inputs = drawn(config) | {"stg_blocks": BLOCKS[1:2]}
     params = {

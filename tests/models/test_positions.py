@@ -22,8 +22,7 @@ MAX_POS = (20, 2048, 2048)
 def tables(
     kind: str, bounds: np.ndarray, dim: int, heads: int, float64: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin (B, tokens, heads, pairs) of positions (B, axes, tokens, 2), gathered by
-    `kind`."""
+    """cos and sin (B, tokens, heads, pairs) of positions (B, axes, tokens, 2)."""
     count = bounds.shape[1]
     grid = frequency_grid(dim, count, THETA, float64)
     feeds = {}
@@ -118,8 +117,7 @@ def test_connector_angles_hold_the_official_values():
 
 @pytest.mark.parametrize("backend", ["cuda", "tpu"])
 def test_devices_copy_the_tables_of_61_positions_bit_for_bit(backend):
-    """Also past 20 s, at full width, where a division redone inside the angle moves a cosine by
-    1e-3."""
+    """Also past 20 s, where a division inside the angle moves a cosine by 1e-3."""
     grid = reference("video", 4096, 32).prepare_video_coords(2, 61, 1, 2, "cpu", fps=23.976).numpy()
     grid[1] += np.float32(0.37)  # samples at different positions
     expected = tables("numpy", grid, 4096, 32)

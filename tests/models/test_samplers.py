@@ -24,8 +24,7 @@ SIZE = {"width": 128, "height": 64, "num_frames": 17}
 
 
 def mixed(x, x0, sigma, target, noise):
-    """An SDE step of share 1/2: x0 is where the deterministic step of `x` to `x0` at `target`
-    points."""
+    """An SDE step of share 1/2: x0 as the deterministic step to `target` points."""
     up = min(0.5 * target, 0.9999 * target)
     rest = math.sqrt(target**2 - up**2)
     scale = (1 - target) + rest
@@ -35,8 +34,7 @@ def mixed(x, x0, sigma, target, noise):
 
 
 def res2s(x, sigmas, x0_of, noise, masked):
-    """As published: 100 rounds of refining the anchor, exponential integrator, noise at both
-    points."""
+    """As published: 100 rounds of the anchor, exponential integrator, noise at both points."""
     levels = [*map(float, sigmas[:-1]), float(np.float32(0.0011))]
     for i, (sigma, target) in enumerate(pairwise(levels)):
         h, middle = -math.log(target / sigma), math.sqrt(sigma * target)

@@ -48,8 +48,7 @@ CASES += [("2.0", "B", "tpu"), ("2.3", "B", "tpu"), ("2.3", "C", "tpu")]
 
 @pytest.mark.parametrize("generation,rule,kind", CASES)
 def test_mixed_batch_equals_diffusers_run_branch_by_branch(generation, rule, kind):
-    """Per-token timesteps, sigma_v != sigma_a; sample 0 plain, 1 perturbed in blocks 0 and 2, 2
-    isolated."""
+    """Per-token timesteps, sigma_v != sigma_a; plain, perturbed, isolated samples."""
     config = config_of(generation)
     module, feeds, keeps = build(config), draw(config, batch=3), all_kept(config, 3)
     perturbed = torch.tensor([1.0, 0.0, 1.0])
@@ -92,8 +91,7 @@ def test_rules_differ_per_token_and_agree_on_uniform_timesteps(generation):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_clip_of_twenty_seconds_reaches_beyond_the_position_range(kind):
-    """61 latent frames at 24 fps: the last midpoint lies past the 20 s the positions are divided
-    by."""
+    """61 latent frames at 24 fps: the last midpoint lies past 20 s."""
     config = config_of("2.3", num_layers=1)
     feeds = draw(config, batch=1, grid=(61, 1, 2), audio_tokens=501, text_tokens=13)
     assert feeds["video_positions"][0, 0, -1].mean() > 19.8 and feeds["audio_positions"].max() > 20
@@ -170,8 +168,7 @@ def test_bfloat16_is_at_most_twice_as_far_as_diffusers_own(generation, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_levels", [1, 2])
 def test_modulation_by_levels_equals_modulation_per_token(num_levels, kind):
-    """Three rows of two samples with different timesteps, against diffusers' module run on every
-    token."""
+    """Three rows of two samples, against diffusers' module on every token."""
     rng, tokens, width, rows = np.random.default_rng(3), 7, 12, 3
     module = LTX2AdaLayerNormSingle(
         width, num_mod_params=rows, use_additional_conditions=False

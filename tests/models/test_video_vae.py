@@ -97,8 +97,7 @@ STATISTICS = ("vae.per_channel_statistics.mean-of-means", "vae.per_channel_stati
 
 @cache
 def reference(version: str) -> tuple[AutoencoderKLLTX2Video, dict[str, np.ndarray]]:
-    """diffusers' module and its parameters under official names, everything random and no bias
-    zero."""
+    """diffusers' module and its parameters under official names, all random."""
     model = AutoencoderKLLTX2Video(
         latent_channels=16,
         downsample_type=("spatial", "temporal", "spatiotemporal", "spatiotemporal"),

@@ -66,8 +66,7 @@ SIZES = dict(
 
 @cache
 def reference(version: str) -> tuple[torch.nn.Module, dict[str, np.ndarray]]:
-    """diffusers' module and its parameters under official names: random, the filters too, so
-    asymmetric."""
+    """diffusers' module and its parameters under official names, random filters too."""
     if version == "2.0":
         model = LTX2Vocoder(**SIZES)
     else:
@@ -179,8 +178,7 @@ def test_only_upsampling_is_a_convolution_for_a_tpu():
 
 @pytest.mark.parametrize("version, rates", [("2.0", 5), ("2.3", 6 + 5)])
 def test_the_released_vocoder_is_a_loop_for_each_of_its_rates(version, rates):
-    """Of 792 nodes in 2.3, with each of its 200 SnakeBetas one; what README says a TPU's compiler
-    gets."""
+    """Of 792 nodes in 2.3, each of 200 SnakeBetas one (README)."""
     graph = vocoder.trace(preset(f"ltx-{version}").config.vocoder, 1, 320, "float32")
     program = Assembled(graph, get_backend("tpu", "cpu").place)
     loops = [part.nodes[0] for part in program.parts if part.nodes[0].op == "res_blocks"]
@@ -232,8 +230,7 @@ def test_resampler_taps():
 
 @pytest.mark.parametrize("taps, ratio", [(43, 3), (12, 2)])
 def test_resampling_keeps_the_place(taps, ratio):
-    """The centre of mass of an impulse at n lies at ratio n for an odd filter, half a sample later
-    for an even one."""
+    """An impulse at n is centred at ratio n; of an even filter half a sample later."""
 
     def model(o):
         x, f = o.input("x", B=1, channels=2, time=20), o.input("f", out=1, one=1, k0=taps)

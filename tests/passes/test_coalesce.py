@@ -20,8 +20,7 @@ def dag(choices: list[tuple[int, int, int]], devices: int, in_block: bool) -> Gr
     """A graph of one node per choice (kind, operand, operand), each reading any earlier values."""
 
     def nodes(o, x):
-        """Every device starts from another slice, and ends by a sum, so that device 0 sees what all
-        of them did."""
+        """Each device starts from another slice and ends by a sum, which device 0 sees."""
         local = o.shard(x, axis="D", mesh_axis="tensor", parts=devices)
         values = [local, o.cast(local, dtype="bfloat16")]
         for kind, i, j in choices:
@@ -70,8 +69,7 @@ def reduces(graph: Graph) -> list[tuple[Value, ...]]:
 
 
 def depth(graph: Graph) -> int:
-    """The most all-reduces on any path through the graph: no order of execution needs fewer
-    rounds."""
+    """The most all-reduces on a path through the graph, the fewest rounds of any order."""
     level: dict[int, int] = {}
     for node in graph.nodes:
         before = max((level.get(id(v), 0) for v in node.inputs), default=0)

@@ -59,8 +59,7 @@ def test_every_matrix_of_the_blocks_is_gathered_once_at_its_use(mesh):
 
 
 def test_a_weight_is_cut_both_ways():
-    """Column-parallel weights along rows and what they contract, row-parallel ones the other way
-    round."""
+    """Column-parallel weights along what they contract, row-parallel ones along rows."""
     layouts = body(on({"fsdp": 2, "tensor": 3}, case("guided-2.3").graph)).layouts
     ways = Counter(
         layout.splits for name, layout in layouts.items() if "fsdp" in str(layout.splits)

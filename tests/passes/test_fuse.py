@@ -59,8 +59,7 @@ def test_fused_graph_has_the_same_values_tensors_and_communication(name, devices
 
 @pytest.mark.parametrize("name", [pytest.param("guided-2.0", marks=pytest.mark.long), "guided-2.3"])
 def test_fused_bfloat16_step_is_no_further_from_float32(name):
-    """In the mean: the logarithm of one draw's ratio scatters by 0.2, that of the mean of ten by
-    0.06."""
+    """In the mean of ten draws, which scatters by 0.06."""
     wide, one = case(name), case(name, "bfloat16")
     fused, ratios = fuse(one.graph), {key: [] for key in wide.graph.outputs}
     for _ in range(10):
@@ -246,8 +245,7 @@ def test_rows_that_are_made_later_move_up():
 
 
 def test_modulation_that_feeds_its_neighbour_is_kept_apart():
-    """Both modulations of one norm cannot be one node when the second one's scale comes from the
-    first."""
+    """The second modulation's scale comes from the first."""
 
     def model(o):
         n = o.rms_norm(stream(o), over=("D",), eps=1e-6)

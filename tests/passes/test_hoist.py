@@ -157,8 +157,7 @@ def test_rows_of_all_steps_are_one_product():
 
 
 def test_a_mask_of_padding_goes_with_what_leaves_the_loop():
-    """3 video tokens on 2 devices are padded; audio's attention to them, once hoisted, reads the
-    mask outside, too."""
+    """3 video tokens on 2 devices are padded; hoisted nodes read the mask."""
     config = preset("tiny-2.3").config
     clip = OneStage("a clip", width=32, height=32, num_frames=17)
     graph = component_graph(config, "denoise", clip, 4, "cpu", {"sequence": 2, "tensor": 2})

@@ -132,8 +132,7 @@ def test_blocks_without_exchange_or_whose_nodes_pick_samples_stay(name, devices)
     "name", ["forward-2.0", "forward-2.3", "guided-2.3", "masked-2.3", "guided-2.5"]
 )
 def test_halves_of_the_tokens_have_the_same_values(name, mesh):
-    """Images, prefixes, masks and STG; tokens of all devices, which Ulysses brings together, stay
-    whole."""
+    """Images, prefixes, masks and STG; other devices' tokens stay whole."""
     one = case(name)
     graph = Placement(PROFILES["hopper"], mesh).local(one.graph, one.network)
     halved = interleave(graph, TOKENS)
@@ -151,8 +150,7 @@ def test_halves_of_the_tokens_have_the_same_values(name, mesh):
 
 @pytest.mark.parametrize("name", ["forward-2.0", "guided-2.3", "masked-2.3"])
 def test_tied_halves_of_the_tokens_take_turns_and_have_the_same_values(name):
-    """Whatever runs the nodes in another order: from sum to sum of the video one half waits for the
-    other."""
+    """In any legal order: from sum to sum of the video one half waits."""
     one = case(name)
     graph = Placement(PROFILES["trillium"], {"tensor": 2, "sequence": 2}).local(
         one.graph, one.network
@@ -187,8 +185,7 @@ def test_tied_halves_of_the_tokens_take_turns_and_have_the_same_values(name):
 
 @pytest.mark.parametrize("generation", ["2.0", "2.3"])
 def test_every_exchange_travels_under_a_product_of_the_other_half(generation):
-    """In the order of the fused block, and of the next one: what a block sends last, that is the
-    first to read."""
+    """In the order of the fused block and the next: its last is read first."""
     (repeat,) = fuse(interleave(rotate(case(f"guided-{generation}").on(2)), TOKENS)).repeats
     nodes = repeat.body.nodes
     products = [i for i, node in enumerate(nodes * 2) if node.op in ("linear", "linear_gelu")]

@@ -50,8 +50,7 @@ def test_packed_graph_has_the_same_values_and_reads_the_same_tensors(name):
 @pytest.mark.parametrize("devices", (1, 4))
 @pytest.mark.parametrize("generation,gemms", [("2.0", 20), ("2.3", 20)])
 def test_block_runs_20_gemms(generation, gemms, devices):
-    """Self-attention 2, to the text and to each other 3 (q with gate, k with v, out), feed-forward
-    2; both streams."""
+    """Each stream: self-attention 2, other attentions 3 (q and gate, k and v, out), FF 2."""
     graph = case(f"guided-{generation}").graph
     packed = pack(place(graph, HEADS_AND_FF, {"tensor": devices}))
     (body,) = (node.args["repeat"].body for node in packed.nodes if node.op == "repeat")
@@ -127,8 +126,7 @@ def test_split_weights_are_not_joined_to_whole_ones():
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("generation", ("2.0", "2.3"))
 def test_lora_merged_into_slices_equals_slices_of_the_merged_whole(tmp_path, generation, dtype):
-    """Every piece that any device reads: of packed weights, of row-parallel and column-parallel
-    ones, cut both ways."""
+    """Every piece of a device: packed, row- and column-parallel, cut both ways."""
     one = case(f"guided-{generation}", dtype)
     write_arrays(tmp_path / "lora.safetensors", lora_arrays(one.params))
     source = ArraySource(one.params)

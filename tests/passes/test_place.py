@@ -38,8 +38,7 @@ ALL_BRANCHES = guided_step.Branches(True, True, True)
 
 @cache
 def full(generation: str, devices: int, passes: tuple[str, ...] = ("pack", "coalesce")) -> Graph:
-    """The released model's guided step at 768x512x121: 1536 video tokens, 126 of sound, 1024 of
-    text."""
+    """The released model's guided step: 1536 video tokens, 126 of sound, 1024 of text."""
     config = preset(f"ltx-{generation}").config.transformer
     structure = guided_step.StepShape(ALL_BRANCHES, 1536, 126, 1024, (16, 16, 24, 16, 126, 126), 2)
     graph = place(
@@ -54,8 +53,7 @@ def full(generation: str, devices: int, passes: tuple[str, ...] = ("pack", "coal
 
 
 def reduces(graph: Graph) -> Counter:
-    """Executions of all-reduces by dtype: bfloat16 partial sums are large, float32 statistics
-    small."""
+    """Executions of all-reduces by dtype: bfloat16 sums, float32 statistics."""
     found: Counter = Counter()
     for node, times in graph.walk():
         if node.op == "all_reduce":
@@ -93,8 +91,7 @@ def test_block_has_4_large_and_3_small_all_reduces(generation, devices):
 
 @pytest.mark.parametrize("generation", ("2.0", "2.3"))
 def test_count_sees_what_coalesce_saves(generation):
-    """Six attentions and two feed-forwards have a partial sum each, six attentions statistics of q
-    and k."""
+    """Six attentions, two feed-forwards: a partial sum each, six statistics of q and k."""
     assert reduces(full(generation, 4, ("pack",))) == {"bfloat16": 8 * 48, "float32": 12 * 48}
 
 
@@ -111,8 +108,7 @@ def test_all_reduce_is_the_only_communication(generation):
 
 
 def test_partial_sums_keep_their_width_and_statistics_are_one_number_a_token():
-    """Per block: 8 activations of the model's width (4 video, 4 audio) and 12 statistics, whatever
-    shares a node."""
+    """Per block 8 activations of the model's width and 12 statistics."""
     (body,) = (node.args["repeat"].body for node in full("2.3", 4).nodes if node.op == "repeat")
     sizes = Counter(
         str(v.type) for node in body.nodes if node.op == "all_reduce" for v in node.inputs
@@ -160,8 +156,7 @@ def split_axes(graph: Graph, pattern: str) -> set[int | None]:
 
 @pytest.mark.parametrize("generation,devices", [("2.0", 4), ("2.3", 4), ("2.0", 3), ("2.0", 16)])
 def test_encoder_keeps_whole_the_heads_that_do_not_divide(generation, devices):
-    """Gemma has 16 heads on 8 key heads, the 2.0 connectors 30 heads; feed-forward widths divide by
-    3, 4 and 16."""
+    """Gemma has 16 heads on 8 key heads, the 2.0 connectors 30."""
     config = preset(f"ltx-{generation}").config
     graph = text_encoder.trace(config.gemma, config.text, 2, 1024, "bfloat16")
     local = Placement(PROFILES["hopper"], {"tensor": devices}).local(graph, "text-encoder")
@@ -235,8 +230,7 @@ def test_a_sum_over_a_split_axis_is_added_up():
 def rewritten(
     graph: Graph, change: Callable[[Node, Callable[..., Value]], tuple[Value, ...] | None]
 ) -> Graph:
-    """`graph` with nodes replaced: change(node, emit) gives the values that stand for its results,
-    or None."""
+    """`graph` with change(node, emit) in place of the results of nodes, unless None."""
     result = replace(graph, nodes=[], outputs={}, serial=count(10**6))
     env: dict[int, Value] = {}
 

@@ -80,8 +80,7 @@ def test_linear_errs_by_the_numbers_precision_whatever_its_length(columns):
 
 
 def test_scaled_matmul_gets_what_it_wants(monkeypatch):
-    """torch has this product on the CPU, too: the call that a GPU gets, against the multiplication
-    in float32."""
+    """torch has a GPU's product on the CPU: against the product in float32."""
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (
         torch.randn(n, generator=generator).bfloat16() for n in ((3, 5, 2, 32), (48, 64), (48,))
@@ -165,8 +164,7 @@ def test_same_tensors_are_read():
 
 
 def test_unquantised_layers_are_exact_and_every_iteration_reads_its_own():
-    """With zeros for the middle blocks' linears nothing is lost; with one of them non-zero its
-    layer matters."""
+    """Zeros for the middle linears lose nothing; a non-zero one matters."""
     middle = {
         n: a
         for n, a in params().items()

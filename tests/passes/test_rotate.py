@@ -25,8 +25,7 @@ CLOSE = 1e-6  # float32: products of samples that lie otherwise in memory, and f
     "name", ["forward-2.0", "forward-2.3", "guided-2.3", "masked-2.3", "guided-2.5"]
 )
 def test_values_are_the_same(monkeypatch, name, mesh):
-    """Bit by bit with expanded samples copied, which numpy multiplies otherwise as long as they are
-    views."""
+    """Bit by bit, expanded samples copied: numpy multiplies views otherwise."""
     expand = OPS["expand"]
     copied = replace(
         expand, numpy=lambda *args, **plan: np.array(expand.numpy(*args, **plan), order="C")

@@ -57,8 +57,7 @@ def agree(one, mesh, audio="replicated"):
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", ["guided-2.0", "guided-2.3", "forward-2.3", MASKED])
 def test_split_tokens_give_the_values_of_one_device(name, mesh):
-    """Image tokens with their own timesteps, STG, isolation, a self-attention mask, unequal
-    positions in a batch."""
+    """Image tokens, STG, isolation, a self-attention mask, unequal positions."""
     agree(case(name), mesh)
 
 
@@ -70,8 +69,7 @@ def test_each_branch_on_its_own_device_gives_the_values_of_one_device(mesh):
 @pytest.mark.parametrize("mesh", ({"sequence": 2}, {"sequence": 3, "tensor": 2}), ids=str)
 @pytest.mark.parametrize("name", ["guided-2.0", "guided-2.3", "forward-2.3", MASKED])
 def test_split_sound_gives_the_values_of_one_device(name, mesh):
-    """Seven audio tokens, so that 2 and 3 devices have padding of them and none of the video's
-    12."""
+    """Seven audio tokens are padded on 2 and 3 devices, 12 of video are not."""
     agree(case(name), mesh, "split")
 
 
@@ -86,8 +84,7 @@ def test_many_queries_gather_few_keys_and_few_queries_trade():
 
 
 def uneven(rng):
-    """A config, 13 video tokens as no mesh divides them, and the position feeds of these and of 7
-    audio tokens."""
+    """A config, 13 video tokens, 7 audio tokens and their position feeds."""
     config, tokens = preset("tiny-2.3").config.transformer, 13
     config = replace(config, num_heads=12, audio_num_heads=12, head_dim=8, audio_head_dim=4)
     start = rng.integers(0, 9, (3, tokens)).astype(np.float32)
@@ -171,8 +168,7 @@ def test_tokens_that_do_not_divide_are_padded_and_the_padding_is_not_seen(mesh, 
     ids=str,
 )
 def test_a_full_size_step_communicates_no_more_than_promised(mesh, most, most_bytes):
-    """LTX-2.0, 6144 video tokens, two branches: two all-to-alls and one gather a block, and
-    tensor's all-reduces."""
+    """LTX-2.0, 6144 tokens: two all-to-alls, one gather a block, all-reduces."""
     config = preset("ltx-2.0").config.transformer
     structure = guided_step.StepShape(
         guided_step.Branches(True), 6144, 126, 1024, (16, 16, 24, 16, 126, 126)
@@ -191,8 +187,7 @@ def test_a_full_size_step_communicates_no_more_than_promised(mesh, most, most_by
     "mesh", ({"guidance": 2}, {"guidance": 4}, {"guidance": 2, "tensor": 2}), ids=str
 )
 def test_branches_meet_only_at_the_output_projections(mesh):
-    """One gather of each stream's velocity, and of every block a device runs its share of the
-    branches."""
+    """One gather of each velocity; a device runs its share of the branches."""
     local = on(mesh, case("guided-2.3").graph)
     found = executed(local)
     assert found["all_gather"] == 2 and not found["all_to_all"]
@@ -296,8 +291,7 @@ for name, mesh in zip(("masked-2.3", "forward-2.3", "guided-2.0"), meshes):
 
 @pytest.mark.slow
 def test_torch_runs_it_on_process_groups():
-    """Four gloo ranks: two mesh axes, each with groups of its own, and a second mesh of the same
-    ranks."""
+    """Four gloo ranks: two mesh axes with their groups, and a second mesh."""
     import socket
 
     with socket.socket() as free:

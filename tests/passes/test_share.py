@@ -52,8 +52,7 @@ def step(
     masked=False,
     **more,
 ):
-    """A step's unshared graph, its parameters and its inputs. levels: of the timesteps of video and
-    audio tokens."""
+    """A step's unshared graph, parameters and inputs. levels: of both streams' timesteps."""
     config = replace(transformer_config(generation), num_layers=layers)
     rng = np.random.default_rng(7)
     feeds = transformer.position_feeds(config, *positions())
@@ -189,8 +188,7 @@ def test_a_placed_step_communicates_no_more(mesh, generation):
 
 
 def test_quantised_blocks_are_shared_too():
-    """Float8 rounds equal rows alike. The first block is written out, and computed once up to its
-    text."""
+    """Float8 rounds equal rows alike. The first block is computed once up to its text."""
     graph, params, inputs = step()
     quantised = quantise(graph, "float8")
     shared = share(quantised)
@@ -222,8 +220,7 @@ def test_nothing_to_share_is_the_graph_itself():
 
 
 def heavy(graph, part):
-    """How often linears whose parameter's name has `part` run, by the entries of the batch that
-    they get."""
+    """Runs of linears with `part` in their parameter's name, by entries of the batch."""
     found = Counter()
     for node, times in graph.walk():
         if node.op == "linear" and part in node.inputs[1].name:

@@ -178,8 +178,7 @@ def unmarked(graph: Graph) -> Graph:
 
 
 def decoded_params(encoding: str) -> dict[str, np.ndarray]:
-    """The checkpoint's tensors, those of the middle blocks' linears as they are once they are
-    decoded."""
+    """The checkpoint's tensors; the middle blocks' linears as they decode."""
     middle = {f"blocks.{i}." for i in range(1, LAYERS - 1)}
     return {
         name: decoded(encoding, encoded(encoding, x))

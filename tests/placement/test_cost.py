@@ -8,8 +8,7 @@ from ltx2rt.placement.cost import RECEIVED, Traffic, activation_bytes, flops, tr
 
 
 def collective(name: str, parts: int):
-    """One communication of a float32 (B, tokens) of 48 numbers that each of `parts` devices
-    holds."""
+    """One communication of a float32 (B, tokens) of 48 numbers on each of `parts` devices."""
     attrs = {
         "all_reduce": {},
         "all_gather": {"axis": "tokens", "parts": parts},

@@ -52,8 +52,7 @@ def test_weights_keep_their_slices_between_stages():
 
 @pytest.mark.long
 def test_videos_branches_and_weights_are_split_at_once():
-    """Two videos on two devices, each with half of the branches on another, and half of the weights
-    on a third."""
+    """Two videos, half of the branches each, half of the weights each."""
     one, count = case("guided-2.3"), 8
     steps = {"sigmas": np.linspace(1, 0.5, 2 * count, dtype=np.float32).reshape(count, 2)}
     latents = {

@@ -87,8 +87,7 @@ def test_what_left_the_loop_costs_memory_and_no_step():
 
 
 def test_every_stage_has_its_own_mesh():
-    """Stage 1 gathers what its four branches give; stage 2 has one, and its devices trade tokens
-    for heads."""
+    """Stage 1 gathers four branches; stage 2 has one, and trades tokens for heads."""
     found = plan.__wrapped__(devices=2, mesh={"guidance": 2})
     costs = stages(found)
     assert [
@@ -163,8 +162,7 @@ def test_a_warm_up_leaves_everything_on_the_device(tmp_path):
 
 
 def test_time_is_work_or_weights_and_then_what_is_exchanged():
-    """A product of a second whose weights take a third of one to read, and an all-reduce of two
-    seconds."""
+    """A product of a second, weights of a third, an all-reduce of two."""
     n = 64
 
     def model(o):
@@ -197,8 +195,7 @@ def test_time_is_work_or_weights_and_then_what_is_exchanged():
 
 @pytest.mark.long
 def test_a_guidance_axis_is_weighed_against_sharing():
-    """Two branches are 96 TFLOP; half of the tokens of what four branches share, and all of the
-    sound, 82."""
+    """Two branches are 96 TFLOP; half of what four share, 82."""
     found = plan.__wrapped__("ltx-2.3", 2, mesh={"guidance": 2}, profile="hopper")
     (note,) = [note for note in found.notes if note.startswith("stage1")]
     assert "96 TFLOP" in note and "sequence=2 82.1 " in note, note
@@ -288,8 +285,7 @@ def test_figures_are_positive():
     ],
 )
 def test_an_all_reduce_travels_until_something_reads_it(block, count, waits_s):
-    """Products (p) of a second each, all-reduces (r) of 1.5 s of what was made last, and what reads
-    them (w)."""
+    """Products (p) of 1 s, all-reduces (r) of 1.5 s, and their readers (w)."""
 
     def body(o, carry, invariant, data):
         x, brought = carry["x"], carry["brought"]

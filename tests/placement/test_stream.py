@@ -141,8 +141,7 @@ def test_every_road_to_the_device_makes_the_same_clip(
 
 @pytest.mark.parametrize("given, road", [(None, "file"), (4.0, "file"), (40.0, "pinned")])
 def test_a_cpu_and_its_host_are_one_memory(full_model, given, road):
-    """Weights that have no room in 10 GB are not put into the same machine's memory, unless
-    --host-memory says so."""
+    """Weights do not move to the same machine's memory, unless --host-memory says so."""
     how = {"device": "cpu", "dtype": "bfloat16", "max_memory": 10.0, "host_memory": given}
     session = open_session(ModelOptions("cuda", full_model, **how))
     request = make_request("one-stage", prompt="a", width=64, height=64, num_frames=9, seed=1)
@@ -155,8 +154,7 @@ def test_a_cpu_and_its_host_are_one_memory(full_model, given, road):
 
 @SLOW
 def test_a_full_model_runs_from_its_file(full_model, tmp_path):
-    """Of weights that are all 0, the statistics 1: the process is ended once it has 12 GB of its
-    own."""
+    """Weights are 0, statistics 1; the process ends at 12 GB of memory."""
     words = [
         *["generate", "--backend", "cuda", "--device", "cpu", "--dtype", "bfloat16"],
         *["--max-memory", "9"],
@@ -240,8 +238,7 @@ def test_a_text_encoder_goes_by_layers_on_jax(tiny, monkeypatch, small_matrices_
 @pytest.mark.long
 @pytest.mark.parametrize("way", [-1, *(pytest.param(way, marks=SLOW) for way in (1, 2, 3, 4))])
 def test_every_way_makes_the_same_clip(tiny, monkeypatch, small_matrices_move, way):
-    """Freed after use, reloaded, with the text encoder streamed, with one layer of the transformer,
-    with all."""
+    """Freed after use, reloaded, with a streamed encoder, one layer, all layers."""
     model, ways = tiny("tiny-2.3", "official"), Session._ways
     resident, _ = made(model)
     monkeypatch.setattr(Session, "_ways", lambda self, stages: [list(ways(self, stages))[way]])
@@ -254,8 +251,7 @@ def test_every_way_makes_the_same_clip(tiny, monkeypatch, small_matrices_move, w
 
 @pytest.mark.parametrize("preset", ("tiny-2.3", pytest.param("tiny-2.5", marks=pytest.mark.long)))
 def test_a_late_read_would_show(tiny, monkeypatch, small_matrices_move, preset):
-    """Slots are filled with NaN as soon as the next layer is begun, so that nothing may read them
-    after that."""
+    """A slot is filled with NaN once the next layer begins."""
     used = Ring.used
 
     def poisoned(self, piece):
@@ -303,8 +299,7 @@ def plan_of(session):
 
 
 def test_the_fastest_way_that_fits_is_taken(tiny, small_matrices_move):
-    """By planned bytes: what fits stays, what does not is freed after use, then streamed; then it
-    is refused."""
+    """By planned bytes: kept, else freed after use, else streamed, else refused."""
     model = tiny("tiny-2.3", "official")
     with ltx2rt.open(model, backend="cuda", device="cpu", distilled_lora="none") as session:
         resident = session.resident

@@ -51,8 +51,7 @@ def by_hand(words, second=None, **environment):
 
 
 def hosts_by_hand(*commands, devices=2):
-    """A JAX process for each command, each with CPU devices of its own, as a host has some of a
-    slice's TPUs."""
+    """A JAX process with its CPU devices for each command, like a slice's hosts."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         where = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{probe.getsockname()[1]}"}

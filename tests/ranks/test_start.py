@@ -104,8 +104,7 @@ sys.exit(main())
 
 @pytest.mark.slow
 def test_compiled_blocks_hold_their_collectives(flags, tmp_path):
-    """The whole block is one graph, collectives included, after a warm-up too; every load is
-    charged once."""
+    """The block is one graph with collectives, also after a warm-up; loads count once."""
     script, report = written(tmp_path, COMPILED), tmp_path / "report.json"
     one_stage = (
         *["--pipeline", "one-stage", "--no-audio", "--seed", "7", "--compile", "--warmup"],

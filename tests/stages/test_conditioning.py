@@ -113,8 +113,7 @@ def reference(tokens, weights=None):
 
 
 def grown(num_targets, items):
-    """The weights as published: a matrix that grows with every item, from the first that has
-    weights on."""
+    """The weights as published: a matrix that grows from the first item with weights."""
     weights, count = np.ones((num_targets, num_targets)), num_targets
     started = False
     for size, weight in items:
@@ -155,8 +154,7 @@ def test_without_weights_there_is_no_mask():
 
 @pytest.mark.parametrize(("downscale", "stride"), [(1, 1), (2, 1), (1, 2), (2, 3)])
 def test_positions_of_a_reference(downscale, stride):
-    """Token by token from the definition, in float64: latent frame k is of frames [8k - 7, 8k + 1)
-    of those kept."""
+    """By the definition in float64: latent frame k has frames [8k - 7, 8k + 1)."""
     fps, expected = 24.0, []
     for k in range(G.frames):
         times = [max(8 * k - 7, 0) / (fps / stride), (8 * k + 1) / (fps / stride)]

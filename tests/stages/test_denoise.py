@@ -34,8 +34,7 @@ def scale_flags() -> list[str]:
 
 
 def unpacked(tokens: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """[1,T,C] -> diffusers' video [1,C,f,h,w] or audio [1,c,n,mel], by its order of axes; packed
-    stays as it is."""
+    """[1,T,C] -> diffusers' video or audio latents by their axes; packed stays so."""
     if len(shape) == 3:
         return tokens.reshape(shape)
     if len(shape) == 5:

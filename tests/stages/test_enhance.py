@@ -72,8 +72,7 @@ def test_loras_of_the_text_encoder_are_merged_into_the_gemma_that_writes(folder,
 
 
 def test_gemma_is_loaded_as_transformers_loads_it(folder, tmp_path):
-    """From the names of the released file, of the made one, and of one that transformers has saved;
-    with a picture."""
+    """From the released file's names, a made one's and a saved one's; with a picture."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     torch.manual_seed(0)
@@ -146,8 +145,7 @@ def test_the_made_gemma_is_whole_and_a_damaged_one_is_refused(folder, tmp_path):
 
 
 def test_a_picture_is_prepared_as_gemmas_processor_does():
-    """Once its long side is that of the model: what the processor does then is the second resizing
-    alone."""
+    """Once its long side is the model's: the second resizing."""
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
     config = SimpleNamespace(vision_config=SimpleNamespace(image_size=70))
@@ -271,8 +269,7 @@ TEMPLATE += (
 
 @pytest.fixture(scope="module")
 def gemma4(folder, tmp_path_factory):
-    """A random one of two layers with the tokenizer of the tiny Gemma 3, which it repeats itself
-    with."""
+    """A random one of two layers, with the tokenizer of the tiny Gemma 3."""
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
     path = tmp_path_factory.mktemp("gemma-4")
@@ -292,8 +289,7 @@ def gemma4(folder, tmp_path_factory):
 
 
 def test_gemma_4_writes_what_transformers_generates(tiny, folder, gemma4, monkeypatch):
-    """Greedily, without five tokens twice, for LTX-2.5; with a text of our own on top of that for
-    the earlier ones."""
+    """Greedily, without five tokens twice, for LTX-2.5 and earlier ones."""
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setattr("ltx2rt.stages.enhance.MAX_TOKENS_4", 40)

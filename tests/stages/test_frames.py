@@ -145,8 +145,7 @@ def test_a_small_clip_is_cut_out_of_what_its_padding_makes(opened):
 def test_tiles_that_see_no_further_than_themselves_are_the_whole(
     opened, backend, cells, tiles, monkeypatch
 ):
-    """Without attention in the last two stages a tile's border changes nothing: what differs is out
-    of place."""
+    """Without attention in the last two stages a border changes nothing."""
     weights = {
         name: 0 * x
         if "attn.proj" in name and ("det_stages.3" in name or "diff_blocks" in name)

@@ -61,8 +61,7 @@ def normal(*shape: int) -> np.ndarray:
 
 
 def layered(x: np.ndarray) -> np.ndarray:
-    """(1, 1, T) -> (1, 1, 2T): two layers with biases, each of which pads zeros and reads 2 before
-    and 1 after."""
+    """(1, 1, T) -> (1, 1, 2T): two layers with biases that pad zeros and read 2 + 1."""
     y = x[0, 0].astype(np.float64)
     for _ in range(2):
         y = np.tanh(np.convolve(np.pad(y, (2, 1)), [0.3, -0.8, 0.5, 0.9], mode="valid") + 0.4)
@@ -77,8 +76,7 @@ def causal(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("network, reach, early", [(layered, (4, 2), 0), (causal, (3, 0), 1)])
 def test_chunks_of_any_length_are_the_whole(network, reach, early):
-    """Above both reaches by one program; both ends are padded in every layer as those of the
-    whole."""
+    """Above both reaches by one program, padded at both ends like the whole."""
     for length in range(1, 80):
         x, sizes = normal(1, 1, length), []
 
@@ -110,8 +108,7 @@ def test_few_chunks():
 
 
 def depending(graph, params, feeds: dict[str, np.ndarray], name: str, at: int) -> tuple[int, int]:
-    """The first and the last position of the output, along axis 2, that reads position `at` of an
-    input."""
+    """The first and last output position, along axis 2, that reads input `at`."""
     feeds[name][:, :, at] = np.nan
     (y,) = run_graph("cuda", graph, params, feeds).values()
     found = np.flatnonzero(np.isnan(y).any(axis=tuple(i for i in range(y.ndim) if i != 2)))

@@ -64,8 +64,7 @@ def run(session, stage):
 
 @pytest.mark.parametrize("backend", ["cuda", "tpu"])
 def test_latents_are_diffusers_of_the_whole_sound(backend, sessions, tiny, tmp_path):
-    """Also of a sound with more latents than the clip: what is cut from the spectrogram is cut from
-    the latents."""
+    """Also of a sound with more latents than the clip, which are cut."""
     from diffusers import AutoencoderKLLTX2Audio
 
     session, samples = sessions(backend), recording(tmp_path / "a.wav", 20001)
@@ -117,8 +116,7 @@ def test_missing_sound_is_said_once_by_the_main_process(sessions, tmp_path, caps
 
 
 def test_sound_too_short_is_refused_or_filled_up(sessions, tmp_path, capsys):
-    """The last latent is centred at 17 / 25 s; a file of that length is whole, one of two samples
-    less is short."""
+    """A file of 17 / 25 s is whole, two samples less are short."""
     session, enough = sessions("cuda"), round(17 / 25 * RATE)
     recording(tmp_path / "enough.wav", enough)
     stage(session, tmp_path / "enough.wav").check(session)

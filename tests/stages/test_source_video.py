@@ -89,8 +89,7 @@ def test_many_frames_in_one_tile_are_diffusers(session, file, vae):
 
 
 def test_tiles_blend_in_latents_as_the_reference_does(session, file, vae):
-    """Tiles of 3 x 2 x 2 latents that share one: later ones start a latent early, whose weight is
-    0."""
+    """Tiles of 3 x 2 x 2 latents; later ones start early at weight 0."""
     spans = (time_spans(5, 3, 1, 1), space_spans(2, 2, 1, 1), space_spans(3, 2, 1, 1))
     found = run(session, SourceVideo(file, geometry(session), Tiling(*spans)))
 

@@ -109,8 +109,7 @@ def test_weights_sum_to_one(length, size_overlap, spans, factor):
 
 
 def local_decode(latent: np.ndarray) -> np.ndarray:
-    """A decoder that sees one latent at a time: its first three channels, repeated over what that
-    latent covers."""
+    """A decoder that repeats each latent's first three channels over its output."""
     x = latent[:, :3].repeat(SPACE, 3).repeat(SPACE, 4)
     return np.concatenate([x[:, :, :1], x[:, :, 1:].repeat(TIME, 2)], axis=2)
 

@@ -17,8 +17,7 @@ from ltx2rt.stages.upsample import Upsample, UpsampleTime
 
 @pytest.fixture(scope="module")
 def sessions(tmp_path_factory):
-    """By the kind of the only upsampler in the folder, which `--upsampler` names unless it is the
-    temporal one."""
+    """By kind of the folder's only upsampler, named by `--upsampler` if not temporal."""
     opened = {}
     for kind in ("x2", "x1.5", "temporal"):
         folder = tmp_path_factory.mktemp(kind)

@@ -91,8 +91,7 @@ def pair(given):
     ("lora_magnitude_vector.default.weight", (OUT,), 1),
 ])  # fmt: skip
 def test_dora_is_scaled_to_its_magnitudes(merged, ending, shape, axis, strength):
-    """Between W and the whole change at another strength. In slices, the norms are the whole
-    weight's."""
+    """Between W and the whole change; slices use the whole weight's norms."""
     given = arrays(LORA | {ending: shape}, alpha=2.0)
     moved = WEIGHT + 2 / 3 * pair(given)
     magnitude = list(given.values())[2].astype(np.float64).reshape((-1, 1) if axis else (1, -1))

@@ -33,8 +33,7 @@ def official(tmp_path_factory):
 
 @pytest.fixture
 def model(official, tmp_path):
-    """Makes a folder, or the name of a hub's cache, with the main file under another name and no
-    LoRA."""
+    """Make a folder or a hub's cache: the main file renamed, no LoRA."""
 
     def make(name=MAIN, folder="model", keep_lora=False):
         to = tmp_path / folder

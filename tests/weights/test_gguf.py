@@ -157,8 +157,7 @@ def test_plain_types_are_views_and_values_of_keys_are_read(tmp_path):
 
 
 def test_a_tensor_stored_in_another_shape_has_its_own(tmp_path, rng):
-    """As ComfyUI's converter writes rows that are no whole blocks; and outer dimensions of 1, which
-    ggml drops."""
+    """Rows that are no whole blocks, and outer dimensions of 1, which ggml drops."""
     stored = random_blocks("Q4_K", rng, (6, 256))
     key, vector = f"{PREFIX}keyframes_abs_pos_embedding", np.arange(32, dtype=np.float32)
     keys = {"comfy.gguf.orig_shape.x": [12, 128], "comfy.gguf.orig_shape.y": [2, 2, 2]}
@@ -501,8 +500,7 @@ def test_a_gguf_of_another_model_is_named(tmp_path, rng, command):
 
 
 def test_another_model_in_the_folder_is_no_candidate(apart, tmp_path):
-    """Other video models have blocks of these names, and an earlier LTX says it is of the same
-    architecture."""
+    """Other video models have such names; an earlier LTX has the architecture."""
     folder = linked(apart[0], tmp_path / "m")
     write_gguf(
         folder / "a.gguf",

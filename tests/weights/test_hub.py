@@ -129,8 +129,7 @@ class Hub:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """A repository as Lightricks publishes 2.0, both layouts, two checkpoints and two upsamplers;
-    and what is in it."""
+    """A repository like 2.0's: both layouts, two checkpoints, two upsamplers."""
     folder = tmp_path_factory.mktemp("hub")
     make_checkpoint("tiny-2.3", "official", folder / "made")
     made = folder / "made"
@@ -176,8 +175,7 @@ RELEASED = {  # as LTX-2.5 lies on the hub: folders without configs
 
 @pytest.fixture(scope="module")
 def parted(served, tmp_path_factory):
-    """Repositories of tiny-2.5: each part a file, two transformers among them; and diffusers
-    folders, two of those."""
+    """Repositories of tiny-2.5 by part, with two transformers; and diffusers folders."""
     folder = tmp_path_factory.mktemp("hub-2.5")
     for layout in ("official", "diffusers"):
         make_checkpoint("tiny-2.5", layout, folder / layout, empty=True)

@@ -96,8 +96,7 @@ def test_scale_is_the_tensors_own_alpha_over_its_own_rank(tmp_path):
     seed=st.integers(0, 99),
 )
 def test_bf16_merge_equals_the_official_order_bit_for_bit(tmp_path_factory, strengths, seed):
-    """Oracle: torch in bfloat16 for every rounding; products in float32, as the official matmul
-    accumulates."""
+    """Oracle: torch in bfloat16, products in float32 as the official matmul."""
     folder = tmp_path_factory.mktemp("l")
     base = weights()
     loras = [
@@ -121,8 +120,7 @@ def test_bf16_merge_equals_the_official_order_bit_for_bit(tmp_path_factory, stre
 
 
 def test_a_full_size_merge_rounds_as_torch_does_in_bfloat16(tmp_path):
-    """Rank 384 on 4096 x 1024: torch adds the same products up in another order, so a few roundings
-    may tip."""
+    """Rank 384 on 4096 x 1024: in another order a few roundings may tip."""
     rng = np.random.default_rng(1)
     weight = (0.02 * rng.standard_normal((4096, 1024), dtype=np.float32)).astype(BF16)
     pieces = {
@@ -337,8 +335,7 @@ def test_devices_merge_as_numpy_does_bit_for_bit(kind, terms, rounded, stored):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", ["cuda", "tpu"])
 def test_merged_weights_are_loaded_as_merged(kind, dtype, tmp_path):
-    """In the graph's dtype and in the other one, of a source that gives what this backend's merge
-    made."""
+    """In the graph's dtype and the other one, of a backend's merge."""
 
     def linear(o):
         x = o.cast(o.input("x", B=1, D=5), dtype=o.dtype)

@@ -205,8 +205,7 @@ def test_files_of_other_models_and_damaged_ones_are_no_matter(comfy, tmp_path):
 
 
 def test_of_hundreds_of_large_files_none_of_another_model_is_parsed(comfy, monkeypatch):
-    """Looking for words in a header takes a millisecond; parsing 2000 tensors of each file takes a
-    minute."""
+    """A search takes a millisecond, parsing 2000 tensors a minute."""
     one = comfy / "models" / "loras" / "0.safetensors"
     infos = {
         f"single_blocks.{i}.linear.lora_down.weight": TensorInfo((512, 3072), BF16)

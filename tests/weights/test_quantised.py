@@ -179,8 +179,7 @@ KINDS = (*FLOAT8, *INT8, *LARGE, "convrot_w4a4", "asym_w4a8_int8", "awq_w4a16")
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_matrix_is_what_its_format_says_in_slices_too(tmp_path, kind):
-    """All products but the last are exact: one rounding to float32 is what may differ, so nothing
-    may."""
+    """All products but the last are exact: nothing may differ."""
     rows, columns = (131, 160) if kind in LARGE else (7, 256)
     arrays = stored(kind, rows, columns)
     write_arrays(
@@ -331,8 +330,7 @@ def test_a_made_float8_file_is_of_one_block_with_its_gates_and_reads_as_weight_t
 
 @pytest.mark.parametrize("kind", ["int8 rotated", "nvfp4 of torchao"])
 def test_quantised_files_of_2_5_are_read_as_their_format_says(tiny, tmp_path, kind):
-    """The transformer's and the text encoder's, with one block and one layer of each kind so;
-    nothing else changes."""
+    """One block, one layer of each kind; nothing else changes."""
     folder, expected = tiny("tiny-2.5", "official"), {}
     for path in folder.iterdir():
         (tmp_path / path.name).symlink_to(path)
@@ -424,8 +422,7 @@ def test_float8_is_kept_where_asked_for_and_dequantised_elsewhere(kind, three_bl
 
 @pytest.mark.parametrize("kind", ("cuda", "tpu"))
 def test_a_lora_on_float8_is_added_in_float32_and_quantised_anew(kind, three_blocks, tmp_path):
-    """Kept in float8: one scale max|W| / 448. In bfloat16: one rounding of delta + weight x
-    scale."""
+    """Float8: one scale max|W| / 448. bfloat16: one rounding of the sum."""
     source, arrays = three_blocks
     down, up = (RNG.standard_normal(shape).astype(BF16) for shape in ((2, 32), (32, 2)))
     write_arrays(
