@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from gemma_cases import BATCH, IDS, MASK, TOKENS, check_each, check_rounded, reference
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -16,16 +17,9 @@ from transformers import (
 from ltx2rt.config import GemmaConfig
 from ltx2rt.errors import InputError
 from ltx2rt.models import gemma
-from ltx2rt.testing import relative_l2, run_graph
+from ltx2rt.testing import run_graph
 from ltx2rt.weights import configs
 from ltx2rt.weights.names import gemma_to_canonical
-
-BATCH, TOKENS = 4, 13
-# Left padding, none, right padding, and a prompt of one token; longer than the window, so that
-# padding rows of a sliding layer may see nothing where those of a full layer see the prompt.
-MASK = np.ones((BATCH, TOKENS), np.int32)
-MASK[0, :4], MASK[2, 6:], MASK[3, :-1] = 0, 0, 0
-IDS = np.where(MASK, np.random.default_rng(5).integers(3, 61, MASK.shape), 0)
 
 
 def build(dtype: torch.dtype = torch.float32) -> Gemma3ForConditionalGeneration:
@@ -80,17 +74,6 @@ def params_of(model: Gemma3ForConditionalGeneration) -> dict[str, np.ndarray]:
     return {gemma_to_canonical(name): tensor.float().numpy() for name, tensor in weights.items()}
 
 
-@torch.inference_mode()
-def reference(model: Gemma3ForConditionalGeneration) -> np.ndarray:
-    out = model.model(
-        input_ids=torch.from_numpy(IDS),
-        attention_mask=torch.from_numpy(MASK),
-        output_hidden_states=True,
-        use_cache=False,
-    )
-    return torch.stack(out.hidden_states, -1).float().numpy()
-
-
 @pytest.fixture(scope="module")
 def model():
     return build()
@@ -98,40 +81,24 @@ def model():
 
 @pytest.fixture(scope="module")
 def expected(model):
-    return reference(model)
+    return reference(model.model)
+
+
+def states_of(kind: str, model: Gemma3ForConditionalGeneration, dtype: str) -> np.ndarray:
+    config = config_of(model)
+    graph, feeds = gemma.trace(config, BATCH, TOKENS, dtype), gemma.feeds(config, IDS, MASK)
+    return run_graph(kind, graph, params_of(model), feeds)["hidden_states"]
 
 
 @pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
 def test_every_state_equals_transformers_on_tokens_and_padding(model, expected, kind):
-    config = config_of(model)
-    graph = gemma.trace(config, BATCH, TOKENS, "float32")
-    states = run_graph(kind, graph, params_of(model), gemma.feeds(config, IDS, MASK))[
-        "hidden_states"
-    ]
-    assert states.shape == (BATCH, TOKENS, 42, 8)
-    for i in range(8):
-        # Contract: 1e-4. Reached: 1e-6, float32 rounding through 7 layers.
-        assert relative_l2(states[MASK == 1][..., i], expected[MASK == 1][..., i]) < 1e-5, (
-            f"state {i}, tokens"
-        )
-        assert relative_l2(states[MASK == 0][..., i], expected[MASK == 0][..., i]) < 1e-5, (
-            f"state {i}, padding"
-        )
+    check_each(states_of(kind, model, "float32"), expected, 7)
 
 
 @pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
 def test_bfloat16_is_at_most_twice_as_far_as_transformers_own(model, expected, kind):
-    config = config_of(model)
-    graph = gemma.trace(config, BATCH, TOKENS, "bfloat16")
-    states = run_graph(kind, graph, params_of(model), gemma.feeds(config, IDS, MASK))[
-        "hidden_states"
-    ]
-    own = reference(build(torch.bfloat16))
-    for i in (3, 7):
-        ours, theirs = (
-            relative_l2(a[MASK == 1][..., i], expected[MASK == 1][..., i]) for a in (states, own)
-        )
-        assert ours < 2 * theirs, f"state {i}: {ours} against {theirs}"
+    own = reference(build(torch.bfloat16).model)
+    check_rounded(states_of(kind, model, "bfloat16"), own, expected, (3, 7))
 
 
 def test_the_graph_reads_exactly_the_text_branch(model):

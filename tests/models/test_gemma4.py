@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from gemma_cases import BATCH, IDS, MASK, TOKENS, check_each, check_rounded, reference
 from transformers import Gemma4UnifiedTextConfig, Gemma4UnifiedTextModel
 
 from ltx2rt.config import Gemma4Config
@@ -14,11 +15,7 @@ from ltx2rt.testing import relative_l2, run_graph
 from ltx2rt.weights import configs
 from ltx2rt.weights.names import gemma_to_canonical
 
-BATCH, TOKENS, LAYERS = 4, 13, 6
-# Left padding, none, right padding, and a prompt of one token; longer than the window.
-MASK = np.ones((BATCH, TOKENS), np.int32)
-MASK[0, :4], MASK[2, 6:], MASK[3, :-1] = 0, 0, 0
-IDS = np.where(MASK, np.random.default_rng(5).integers(3, 61, MASK.shape), 0)
+LAYERS = 6
 
 
 def build(dtype: torch.dtype = torch.float32) -> Gemma4UnifiedTextModel:
@@ -71,13 +68,6 @@ def params_of(model: Gemma4UnifiedTextModel) -> dict[str, np.ndarray]:
     }
 
 
-@torch.inference_mode()
-def reference(model: Gemma4UnifiedTextModel) -> np.ndarray:
-    ids, mask = torch.from_numpy(IDS), torch.from_numpy(MASK)
-    out = model(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False)
-    return torch.stack(out.hidden_states, -1).float().numpy()
-
-
 @pytest.fixture(scope="module")
 def model():
     return build()
@@ -99,27 +89,13 @@ def states_of(
 
 @pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
 def test_every_state_equals_transformers_on_tokens_and_padding(model, expected, kind):
-    states = states_of(kind, model, config_of(model))
-    assert states.shape == (BATCH, TOKENS, 42, LAYERS + 1)
-    for i in range(LAYERS + 1):
-        # Reached: 1e-6, float32 rounding through 6 layers.
-        assert relative_l2(states[MASK == 1][..., i], expected[MASK == 1][..., i]) < 1e-5, (
-            f"state {i}, tokens"
-        )
-        assert relative_l2(states[MASK == 0][..., i], expected[MASK == 0][..., i]) < 1e-5, (
-            f"state {i}, padding"
-        )
+    check_each(states_of(kind, model, config_of(model)), expected, LAYERS)
 
 
 @pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
 def test_bfloat16_is_at_most_twice_as_far_as_transformers_own(model, expected, kind):
     states = states_of(kind, model, config_of(model), "bfloat16")
-    own = reference(build(torch.bfloat16))
-    for i in (3, LAYERS):
-        ours, theirs = (
-            relative_l2(a[MASK == 1][..., i], expected[MASK == 1][..., i]) for a in (states, own)
-        )
-        assert ours < 2 * theirs, f"state {i}: {ours} against {theirs}"
+    check_rounded(states, reference(build(torch.bfloat16)), expected, (3, LAYERS))
 
 
 def _each(model, change) -> None:

@@ -60,61 +60,31 @@ def official(name):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_official_json_round_trips(name):
+def test_json_of_both_layouts_round_trips(name):
     config = preset(name).config
-    data = official(name)
-    transformer = Keys(data["transformer"], "transformer")
+    data, t, up = official(name), config.transformer, config.upsampler
     width = config.text.gemma_hidden * config.text.num_states
-    assert configs.official_transformer(transformer) == config.transformer
-    assert configs.official_text(transformer, width) == config.text
-    assert configs.official_video_vae(Keys(data["vae"], "vae")) == config.video_vae
-    assert configs.official_audio_vae(Keys(data["audio_vae"], "audio_vae")) == config.audio_vae
-    assert (
-        configs.official_vocoder(Keys(data["vocoder"], "vocoder"), config.audio_vae)
-        == config.vocoder
-    )
-    assert (
-        configs.upsampler(
-            Keys(configs.upsampler_json(config.upsampler, "official"), "u"),
-            config.upsampler.rational,
-        )
-        == config.upsampler
-    )
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_diffusers_json_round_trips(name):
-    config = preset(name).config
-    t = config.transformer
-    assert configs.diffusers_transformer(Keys(configs.diffusers_transformer_json(t), "t")) == t
-    assert (
-        configs.diffusers_text(Keys(configs.diffusers_text_json(config.text, t), "c"), t)
-        == config.text
-    )
-    vae = configs.diffusers_video_vae_json(config.video_vae)
-    assert configs.diffusers_video_vae(Keys(vae, "v")) == config.video_vae
-    audio = configs.diffusers_audio_vae_json(config.audio_vae)
-    assert configs.diffusers_audio_vae(Keys(audio, "a")) == config.audio_vae
-    assert (
-        configs.diffusers_vocoder(Keys(configs.diffusers_vocoder_json(config.vocoder), "v"))
-        == config.vocoder
-    )
-    assert (
-        configs.upsampler(
-            Keys(configs.upsampler_json(config.upsampler, "diffusers"), "u"),
-            config.upsampler.rational,
-        )
-        == config.upsampler
-    )
-    if config.part("duration_head"):
-        head = config.part("duration_head")
-        data = duration_head.duration_head_json(head, "diffusers")
-        assert (
-            duration_head.duration_head(
-                Keys(data, "d"), "diffusers", head.video_width, head.audio_width
-            )
-            == head
-        )
+    for read, written, expected in [
+        (configs.official_transformer, data["transformer"], t),
+        (lambda keys: configs.official_text(keys, width), data["transformer"], config.text),
+        (configs.official_video_vae, data["vae"], config.video_vae),
+        (configs.official_audio_vae, data["audio_vae"], config.audio_vae),
+        (lambda keys: configs.official_vocoder(keys, config.audio_vae), data["vocoder"], config.vocoder),
+        (configs.diffusers_transformer, configs.diffusers_transformer_json(t), t),
+        (lambda keys: configs.diffusers_text(keys, t), configs.diffusers_text_json(config.text, t), config.text),
+        (configs.diffusers_video_vae, configs.diffusers_video_vae_json(config.video_vae), config.video_vae),
+        (configs.diffusers_audio_vae, configs.diffusers_audio_vae_json(config.audio_vae), config.audio_vae),
+        (configs.diffusers_vocoder, configs.diffusers_vocoder_json(config.vocoder), config.vocoder),
+        *(
+            (lambda keys: configs.upsampler(keys, up.rational), configs.upsampler_json(up, layout), up)
+            for layout in ("official", "diffusers")
+        ),
+    ]:  # fmt: skip
+        assert read(Keys(written, "config")) == expected
+    if head := config.part("duration_head"):
+        keys = Keys(duration_head.duration_head_json(head, "diffusers"), "d")
+        sizes = head.video_width, head.audio_width
+        assert duration_head.duration_head(keys, "diffusers", *sizes) == head
         assert configs.gemma(Keys(configs.gemma4_json(config.gemma, {}), "g")) == config.gemma
         return
     gemma = configs.gemma(Keys(configs.gemma_json(config.gemma, {}), "g"))

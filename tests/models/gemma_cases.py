@@ -1,0 +1,41 @@
+"""Prompts for either Gemma, and comparisons with transformers' states."""
+
+import numpy as np
+import torch
+
+from ltx2rt.testing import relative_l2
+
+BATCH, TOKENS = 4, 13
+# Left padding, none, right padding, and a prompt of one token; longer than the window, so that
+# padding rows of a sliding layer may see nothing where those of a full layer see the prompt.
+MASK = np.ones((BATCH, TOKENS), np.int32)
+MASK[0, :4], MASK[2, 6:], MASK[3, :-1] = 0, 0, 0
+IDS = np.where(MASK, np.random.default_rng(5).integers(3, 61, MASK.shape), 0)
+
+
+@torch.inference_mode()
+def reference(model: torch.nn.Module) -> np.ndarray:
+    """All states (B, text, D, layers + 1)."""
+    ids, mask = torch.from_numpy(IDS), torch.from_numpy(MASK)
+    out = model(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False)
+    return torch.stack(out.hidden_states, -1).float().numpy()
+
+
+def check_each(states: np.ndarray, expected: np.ndarray, layers: int) -> None:
+    """Contract: 1e-4. Reached: 1e-6, float32 rounding through the layers."""
+    assert states.shape == (BATCH, TOKENS, 42, layers + 1)
+    for i in range(layers + 1):
+        for kept in (1, 0):
+            found = relative_l2(states[kept == MASK][..., i], expected[kept == MASK][..., i])
+            assert found < 1e-5, (i, "tokens" if kept else "padding")
+
+
+def check_rounded(
+    states: np.ndarray, own: np.ndarray, expected: np.ndarray, layers: tuple[int, ...]
+) -> None:
+    """States in bfloat16 err at most twice as much as transformers' `own` in bfloat16."""
+    for i in layers:
+        ours, theirs = (
+            relative_l2(a[MASK == 1][..., i], expected[MASK == 1][..., i]) for a in (states, own)
+        )
+        assert ours < 2 * theirs, f"state {i}: {ours} against {theirs}"
