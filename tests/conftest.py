@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -34,6 +35,8 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import flagged
 from ltx2rt.pipelines import FIRST, pipeline
 
+# jaxlib says at the very end what it leaks, over the results
+atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), 2))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("SOURCE_DATE_EPOCH", "1767323045")  # files of equal clips are equal
 # Programs that JAX compiled for one test are read by every other process, of this run and of later

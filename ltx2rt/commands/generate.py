@@ -204,9 +204,9 @@ def flags(to: Any) -> None:
     if "prompt" in found:
         found["prompt"] = [found["prompt"], *found.pop("segment_prompts", ())]
         texts.required = False
+    to.set_defaults(**found)
     for action in to._actions:
-        if action.dest in found:
-            action.required, action.default = False, found[action.dest]
+        action.required &= action.dest not in found
     if {"-h", "--help"} & set(to.words):
         _shorten(to, shown)
 

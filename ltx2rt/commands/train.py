@@ -23,6 +23,7 @@ from ltx2rt.commands.options import add_choice, model_options, start_ranks
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flagged, given_flags, marked, spelling
 from ltx2rt.notes import note
+from ltx2rt.pipelines.recipes import check_value
 from ltx2rt.ranks.crew import Crew
 from ltx2rt.run.validation import with_validation
 from ltx2rt.session.open import located, open_session
@@ -97,6 +98,7 @@ def configured(args: argparse.Namespace) -> argparse.Namespace:
                     f"--config: {path} has {name!r}, which is no flag of `train "
                     f"run`{hint(name, known)}"
                 )
+            check_value(path, name, known[name], value)
             implied = name == "dtype" and hasattr(args, "weights_dtype")  # which decides it
             if not hasattr(args, name) and not implied:
                 setattr(args, name, _of_toml(known[name], value))

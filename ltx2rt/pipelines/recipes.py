@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
 from ltx2rt.errors import InputError
-from ltx2rt.flags import Flag, field_names, flagged
+from ltx2rt.flags import Flag, convert, field_names, flagged, spelling
 from ltx2rt.media.output import STILLS, picture_comment
 from ltx2rt.notes import note
 from ltx2rt.pipelines import FIRST, chosen, pipeline, pipelines
@@ -26,7 +27,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "standard": {},
     "best": {"pipeline": "hq"},
 }
-DRAFT_SIZE = {"width": 384, "height": 256}  # half of the default's sides
 
 
 def recipe(
@@ -49,9 +49,10 @@ def recipe(
     if config:
         found |= _of_file(Path(config), types)
     if preset:
+        own = {"video_path", "size", "width", "height"}
         found |= PRESETS[preset]
-        if preset == "draft" and "video_path" not in given:  # that is made at its own size
-            found |= DRAFT_SIZE
+        if preset == "draft" and not own.intersection(given):
+            found["half_size"] = True  # a given clip is made at its own size
     default = found.pop("pipeline", FIRST)
     name = name or chosen({*given, *found}, default)[0]
     read = {*flagged(*types, pipeline(name)), "pipeline"}
@@ -76,7 +77,7 @@ def _without(found: Mapping[str, Any], left_out: Collection[str]) -> dict[str, A
 def _of_file(path: Path, types: Sequence[type]) -> dict[str, Any]:
     found = read_toml("--config", path)
     name = found.pop("pipeline", FIRST)
-    names = field_names(*types, pipeline(name))
+    known, names = flagged(*types, pipeline(name)), field_names(*types, pipeline(name))
     values = {}
     for key, value in found.items():
         spelt = key.replace("-", "_")
@@ -84,9 +85,19 @@ def _of_file(path: Path, types: Sequence[type]) -> dict[str, Any]:
             near = nearest(spelt, names)
             meant = f"; did you mean {near}?" if near else ""
             raise InputError(f"--config: {path} has {key!r}, which is no flag of {name}{meant}")
+        check_value(path, key, known[names[spelt]], value)
         negated = spelt.startswith("no_") and isinstance(value, bool)
         values[names[spelt]] = not value if negated else value
     return values | {"pipeline": name}
+
+
+def check_value(path: Path, key: str, f: Field, value: Any) -> None:
+    """Refuse a value of a configuration file that its flag does not take. Raises InputError."""
+    try:
+        convert(f, value)
+    except InputError as error:
+        reason = str(error).removeprefix(f"{spelling(f)}: ")
+        raise InputError(f"--config: {path}, {key}: {reason}") from None
 
 
 def settings_in(path: Path) -> dict[str, Any]:

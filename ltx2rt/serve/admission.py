@@ -424,8 +424,6 @@ def with_preset(given: Mapping[str, Any]) -> dict[str, Any]:
         found = recipe(given.keys(), name=name, preset=preset)
     except InputError as error:
         raise of_input(error, list(OURS), given) from error
-    if size := [str(found.pop(side)) for side in ("width", "height") if side in found]:
-        found["size"] = "x".join(size)
     return found | {field: value for field, value in given.items() if field != "preset"}
 
 

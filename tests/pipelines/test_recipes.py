@@ -58,8 +58,8 @@ def test_a_clip_is_made_again_from_its_file_alone(model, command, images, tmp_pa
 @pytest.mark.parametrize(
     ("given", "sources", "expected"),
     [
-        ((), {"preset": "draft"}, {"pipeline": "distilled", "width": 384, "height": 256}),
-        (("width", "height"), {"preset": "draft"}, {"pipeline": "distilled"}),
+        ((), {"preset": "draft"}, {"pipeline": "distilled", "half_size": True}),
+        (("height",), {"preset": "draft"}, {"pipeline": "distilled"}),
         ((), {"preset": "best"}, {"pipeline": "hq"}),
         ((), {"preset": "standard"}, {"pipeline": "two-stage"}),
         (("audio_path",), {"preset": "best"}, {"pipeline": "a2v"}),
@@ -68,6 +68,17 @@ def test_a_clip_is_made_again_from_its_file_alone(model, command, images, tmp_pa
 )
 def test_inputs_choose_the_pipeline_before_a_preset(given, sources, expected):
     assert recipe(given, **sources) == expected
+
+
+def test_a_draft_has_half_the_sides_that_a_picture_decides(images, command, model, tmp_path):
+    sides, output = [], tmp_path / "d.png"
+    for more in ((), ("--preset", "draft"), ("--preset", "draft", "--width", 128)):
+        shape = ("--image", images[0], "--pipeline", "distilled", *more)
+        said = command(*words(model, output, "--prompt", "x", "--num-frames", 1, *shape))
+        assert said[0] == 0, said
+        found = settings_in(output)
+        sides.append((found["width"], found["height"]))
+    assert sides == [(960, 448), (480, 224), (128, 64)] and not found["half_size"]
 
 
 def test_a_file_gives_flags_by_any_of_their_names(tmp_path):
@@ -79,6 +90,9 @@ def test_a_file_gives_flags_by_any_of_their_names(tmp_path):
     expected = {"pipeline": "one-stage", "audio": False, "loras": ["a.safetensors:0.5"]}
     assert found == expected | {"video_cfg": 2}
     assert "video_cfg" not in recipe(("video_cfg",), ModelOptions, config=file)
+    file.write_text('fps = "fast"\n')
+    with pytest.raises(InputError, match=r"^--config: .*c.toml, fps: 'fast' is no number"):
+        recipe((), config=file)
     file.write_text("stepps = 3\n")
     with pytest.raises(InputError, match=r"has 'stepps', which is no flag .* did you mean steps\?"):
         recipe((), config=file)
@@ -112,6 +126,6 @@ def test_a_job_takes_a_preset():
     assert with_preset({"prompt": "x", "preset": "draft"}) == {
         "prompt": "x",
         "pipeline": "distilled",
-        "size": "384x256",
+        "half_size": True,
     }
     assert with_preset({"size": "128x64", "preset": "draft"})["size"] == "128x64"

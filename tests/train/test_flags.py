@@ -166,6 +166,8 @@ def test_a_run_of_many_flags_and_its_configuration(model, cache, tmp_path, capsy
     assert "'ranks', which is no flag of `train run`" in refused(
         capsys, model, "run", "--config", config
     )
+    config.write_text('rank = "x"\n')
+    assert "train.toml, rank: 'x', expected" in refused(capsys, model, "run", "--config", config)
     config.write_text("rank = [\n")
     assert "is no TOML file" in refused(capsys, model, "run", "--config", config)
     config.write_text("rank = 3\n")

@@ -107,10 +107,15 @@ class Size(Pixels):
         common=CLIP,
     )
 
+    half_size: bool = flag(False, "halve both sides, as --preset draft does", typed=False)
+
     def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
         """Reads the header of the first image."""
         unit = model.video_vae.space_factor * request.factor(model).numerator * self.multiple
-        return self.filled(unit, request.first_image_px)
+        sides = self.filled(unit, request.first_image_px)
+        if self.half_size:
+            sides = {side: max(px // 4 * 2, self.least) for side, px in sides.items()}
+        return sides | {"half_size": False}
 
     def filled(self, unit: int = 1, image_px: tuple[int, int] | None = None) -> dict[str, int]:
         """Both sides. image_px: width and height of an image to follow, in multiples of unit."""

@@ -9,7 +9,7 @@ const SIZES = ["768x512", "512x768", "1280x704", "704x1280"];
 const PHOTO = "Animate a photo"; // the pipelines of "Text to video", with the first image in front
 const TEXT = "Text to video";
 const TITLES = { clip: "Clip", conditioning: "Inputs", guidance: "Guidance", sampling: "Sampling", output: "Output" };
-const OWN = ["prompt", "seconds", "num_frames", "width", "height"]; // fields with a place of their own in the form
+const OWN = ["prompt", "seconds", "num_frames", "width", "height", "half_size"]; // fields with a place of their own in the form
 const CHECK_MS = 500;
 const UPLOADS = { video: "Continue a clip", sound: "Sound to video", image: PHOTO }; // where a dropped file goes
 let limits;
@@ -17,11 +17,15 @@ let sent = () => {};
 let checking; // the timer of the next check
 let asked = 0; // checks so far: an answer to an earlier one is not shown
 
-const pipeline = () => limits.pipelines[$("#pipeline").value];
+const named = (quality) => quality === "draft" ? limits.presets.draft : quality; // the pipeline of a choice of quality
+const pipeline = () => limits.pipelines[named($("#pipeline").value)];
 const task = () => $("[name=task]:checked").value;
 const free = () => "num_frames" in pipeline().fields; // size and length are not those of a file
 const of = (name) => Object.keys(limits.pipelines).filter((one) => limits.pipelines[one].task === (name === PHOTO ? TEXT : name));
-const preset = (name) => Object.keys(limits.presets).find((one) => limits.presets[one] === name);
+const quality = (name) => { // the choices of a pipeline: [value, text]
+  const preset = Object.keys(limits.presets).find((one) => limits.presets[one] === name);
+  return preset === "draft" ? [[preset, `draft (${name}, half the size)`], [name, name]] : [[name, preset ? `${preset} (${name})` : name]];
+};
 const needed = () => pipeline().front.find((name) => name in pipeline().files);
 
 export function fillForm(found, whenSent) {
@@ -64,7 +68,7 @@ function useDefaults() {
 // Show the fields of a task; name: of a pipeline, its first one by default.
 export function choose(wanted, name = of(wanted)[0]) {
   $(`[name=task][value="${wanted}"]`).checked = true;
-  $("#pipeline").replaceChildren(...of(wanted).map((one) => make("option", { value: one, textContent: preset(one) ? `${preset(one)} (${one})` : one })));
+  $("#pipeline").replaceChildren(...of(wanted).flatMap(quality).map(([value, textContent]) => make("option", { value, textContent })));
   $("#pipeline").value = name;
   $("#quality").hidden = of(wanted).length < 2;
   $("#summary").hidden = !$("#quality").hidden;
@@ -185,7 +189,7 @@ function readDraft() {
 }
 
 function useDraft(draft) {
-  if (of(draft.task).length) choose(draft.task, of(draft.task).includes(draft.pipeline) ? draft.pipeline : undefined);
+  if (of(draft.task).length) choose(draft.task, of(draft.task).includes(named(draft.pipeline)) ? draft.pipeline : undefined);
   for (const input of inputs()) if (input.id in draft && input.id !== "pipeline") input.value = draft[input.id];
   showPictures();
 }
@@ -264,7 +268,8 @@ function body(more = {}) {
   const put = (name, value) => value !== "" && form.append(name, value);
   const { fields, files, images } = pipeline();
   put("prompt", more.prompt ?? $("#prompt").value);
-  put("pipeline", $("#pipeline").value);
+  put("pipeline", named($("#pipeline").value));
+  if (free() && $("#pipeline").value === "draft") put("half_size", "true");
   const size = $("#size").value;
   if (free() && size) put("size", size === "other" ? `${$("#width").value}x${$("#height").value}` : size);
   if ("seconds" in fields) put("seconds", $("#seconds").value);
