@@ -258,20 +258,23 @@ def shorten(parser: Any, titles: Mapping[str, str | None]) -> None:
 
 
 MANY = 30  # flags of a command; with more its help shows some of them
-OWN = ("pipeline", "server", "jobs", "training", "output")  # groups that stay in a short help
+OWN = (
+    "pipeline",
+    "server",
+    "jobs",
+    "training",
+    "output",
+)  # stay in a short help, but for rare ones
 
 
 def keep_common(parser: Any) -> None:
     """Leave in a command's help the flags that are required, common, or its own."""
     choices = [a for g in parser._mutually_exclusive_groups if g.required for a in g._group_actions]
     for group in parser._action_groups:
-        for action in group._group_actions:
-            kept = (
-                action.required
-                or action in choices
-                or getattr(action, "common", None)
-                or group.title in OWN
-            )
+        titles = {action: getattr(action, "common", None) for action in group._group_actions}
+        whole = group.title in OWN and group.title not in titles.values()
+        for action, common in titles.items():
+            kept = whole or common or action.required or action in choices
             if not kept and action.dest not in ("help", "help_all") and action.option_strings:
                 action.help = argparse.SUPPRESS
 

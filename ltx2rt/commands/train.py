@@ -78,7 +78,7 @@ def run_flags(to: Any) -> None:
     to.epilog = EXAMPLE
     add_flags(to, ModelOptions, backend="auto", only=marked("train", ModelOptions))
     about = "TOML file of flags, dashes as underscores; the command line wins"
-    to.add_argument("--config", type=Path, metavar="FILE", help=about)
+    to.add_argument("--config", type=Path, metavar="FILE", help=about).common = "training"
     add_flags(to, TrainRequest)
     for action in to._actions:  # the file may have them
         action.required = False

@@ -44,6 +44,7 @@ class Warm(Marks):
         parse_shape,
         metavar="WIDTHxHEIGHTxFRAMES[:PIPELINE]",
         repeat=True,
+        common="jobs",
     )
     prompt_enhancer: Path | None = flag_like(
         Enhancing, "prompt_enhancer", help="folder of a Gemma for requests with `enhance_prompt`"

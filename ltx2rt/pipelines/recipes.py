@@ -49,7 +49,7 @@ def recipe(
     if config:
         found |= _of_file(Path(config), types)
     if preset:
-        own = {"video_path", "size", "width", "height"}
+        own = {"width", "height"} | {"size", "video_path"}
         found |= PRESETS[preset]
         if preset == "draft" and not own.intersection(given):
             found["half_size"] = True  # a given clip is made at its own size

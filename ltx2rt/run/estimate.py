@@ -38,10 +38,13 @@ class Devices:
     device_kind: str = flag(
         MISSING, "such as H100, RTX 4090, 8xh100 or v6e-8", group=MEMORY, metavar="KIND"
     )
-    devices: int = flag(1, "number of devices", group=MEMORY, least=1, most=MAX_DEVICES)
-    price: float | None = flag(
-        None, "price of a device for an hour, to tell a clip's", group=MEMORY, metavar="X", above=0
+    devices: int = flag(
+        1, "number of devices", group=MEMORY, least=1, most=MAX_DEVICES, common="hardware"
     )
+    price: float | None = flag(
+        None, "price of a device for an hour, to tell a clip's", group=MEMORY, metavar="X", above=0,
+        common="hardware",
+    )  # fmt: skip
 
     @property
     def found(self) -> tuple[DeviceKind, int]:

@@ -39,17 +39,27 @@ class ServeOptions:
     """The flags of `serve` itself."""
 
     data: Path = flag(
-        Path("ltx2rt-serve"), "folder of queue and clips (default: ltx2rt-serve)", metavar="DIR"
+        Path("ltx2rt-serve"),
+        "folder of queue and clips (default: ltx2rt-serve)",
+        metavar="DIR",
+        common="server",
     )
     queue: Path | None = flag(
         None, "file of the queue, on a disk of this machine (default: jobs.db in --data)"
     )
     host: str = flag(
-        "127.0.0.1", "address to listen on; a public one needs --token-file", metavar="ADDRESS"
+        "127.0.0.1",
+        "address to listen on; a public one needs --token-file",
+        metavar="ADDRESS",
+        common="server",
     )
-    port: int = flag(8000, "port to listen on, 0 for any free one", least=0, most=65535)
+    port: int = flag(
+        8000, "port to listen on, 0 for any free one", least=0, most=65535, common="server"
+    )
     token_file: Path | None = flag(
-        None, "file with a line `NAME TOKEN` or `NAME TOKEN operator` for each user"
+        None,
+        "file with a line `NAME TOKEN` or `NAME TOKEN operator` for each user",
+        common="server",
     )
     webhooks: Path | None = flag(
         None,
@@ -57,7 +67,11 @@ class ServeOptions:
         "a signed event is posted to URL",
     )
     pipeline: str = flag(
-        FIRST, "pipeline for requests that name none", group="jobs", metavar="NAME"
+        FIRST,
+        "pipeline for requests that name none",
+        group="jobs",
+        metavar="NAME",
+        common="server",
     )
     served_name: tuple[str, ...] = flag(
         (),
@@ -65,6 +79,7 @@ class ServeOptions:
         str,
         metavar="NAME",
         repeat=True,
+        common="server",
     )
     replicas: int = flag(1, "number of workers, each with its own devices", group=MEMORY, least=1)
     workers: str = flag(
@@ -88,12 +103,14 @@ class ServeOptions:
         "--disk is full)",
         parse_amount,
         metavar="TIME[s|m|h|d]",
+        common="server",
     )
     disk: int = flag(
         50 * 10**9,
         "size of all clips above which the oldest are deleted, in bytes (default: 50GB)",
         parse_bytes,
         metavar="SIZE[KB|MB|GB]",
+        common="server",
     )
     step_timeout: float = flag(
         120.0, "seconds without a step that end a worker", group="jobs", metavar="S", above=0

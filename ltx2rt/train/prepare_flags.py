@@ -24,6 +24,7 @@ class PrepareRequest:
         ".precomputed of the official trainer",
         metavar="PATH",
         marks="computed",
+        common="training",
     )
     output: Path = flag(
         MISSING, "folder for the cache", group="output", metavar="CACHE", marks="computed"
@@ -36,6 +37,7 @@ class PrepareRequest:
         metavar="WxHxF",
         repeat=True,
         split=True,
+        common="training",
     )
     fps: Fraction | None = flag(
         None,
@@ -43,14 +45,20 @@ class PrepareRequest:
         "and of a variable one the nearest common rate)",
         parse_rate,
         metavar="keep|N",
+        common="training",
     )
-    clips: str = flag("first", "part of a longer clip", choices=("first", "middle", "all"))
+    clips: str = flag(
+        "first", "part of a longer clip", choices=("first", "middle", "all"), common="training"
+    )
     crop: str = flag(
         "centre", "place of the cut; random is by the clip's name", choices=("centre", "random")
     )
     no_upscale: bool = flag(False, "skip clips that are smaller than every bucket")
     audio: str = flag(
-        "auto", "sound of the clips; required: of all of them", choices=("auto", "none", "required")
+        "auto",
+        "sound of the clips; required: of all of them",
+        choices=("auto", "none", "required"),
+        common="training",
     )
     audio_durations: tuple[float, ...] = flag(
         (),
@@ -63,12 +71,19 @@ class PrepareRequest:
         most=60,
     )
     reference_downscale: int = flag(
-        1, "factor by which references are smaller", least=1, most=8, marks="computed plan"
+        1,
+        "factor by which references are smaller",
+        least=1,
+        most=8,
+        marks="computed plan",
+        common="training",
     )
     reference_temporal_scale: int = flag(
         1, "factor by which references have fewer frames", least=1, most=8, marks="computed plan"
     )
-    trigger: str | None = flag(None, "word to put before every caption", metavar="WORD")
+    trigger: str | None = flag(
+        None, "word to put before every caption", metavar="WORD", common="training"
+    )
     caption_column: str | None = flag(
         None, "column of a table with the captions (default: found)", metavar="NAME"
     )
@@ -79,9 +94,16 @@ class PrepareRequest:
         "off", "encode in tiles, which take less memory", choices=("off", "auto"), bare="auto"
     )
     held_out: float = flag(
-        0.05, "share of samples to measure, not to train on", least=0, most=0.5, marks="computed"
+        0.05,
+        "share of samples to measure, not to train on",
+        least=0,
+        most=0.5,
+        marks="computed",
+        common="training",
     )
-    skip_bad: bool = flag(False, "leave out clips that cannot be used, and list them")
+    skip_bad: bool = flag(
+        False, "leave out clips that cannot be used, and list them", common="training"
+    )
     verify: int = flag(0, "number of samples to decode into CACHE/verify", least=0)
     share: tuple[int, int] | None = flag(
         None,
@@ -91,7 +113,9 @@ class PrepareRequest:
         metavar="I/N",
     )
     force: bool = flag(False, "encode everything anew", marks="computed")
-    json: bool = flag(False, "print a report as JSON", group="output", marks="computed")
+    json: bool = flag(
+        False, "print a report as JSON", group="output", marks="computed", common="training"
+    )
 
     def check(self) -> None:
         """Raises InputError for buckets that references do not divide, and for a share that is to

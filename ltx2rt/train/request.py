@@ -115,6 +115,7 @@ class TrainRequest:
         metavar="CACHE[:WEIGHT]",
         repeat=True,
         marks="free",
+        common="training",
     )
     output: Path = flag(
         MISSING, "folder; the same command goes on", group="output", metavar="RUN", marks="free"
@@ -127,6 +128,7 @@ class TrainRequest:
         "mask leaves; outpaint what is around a rectangle",
         choices=tuple(MODES),
         marks="shapes plan",
+        common="training",
     )
     streams: tuple[str, ...] = flag(
         (),
@@ -146,7 +148,9 @@ class TrainRequest:
         repeat=True,
         marks="shapes plan",
     )
-    rank: int = flag(32, "rank of the LoRA", least=1, most=1024, marks="shapes plan")
+    rank: int = flag(
+        32, "rank of the LoRA", least=1, most=1024, marks="shapes plan", common="training"
+    )
     audio_rank: int | None = flag(
         None, "rank of the sound's linears (default: --rank)", least=1, most=1024, marks="shapes"
     )
@@ -157,7 +161,11 @@ class TrainRequest:
         None, "factor of the LoRA, times its rank (default: --rank, which is 1)", above=0, most=1e4
     )
     lr: float | None = flag(
-        None, "learning rate of AdamW (default: 1e-4, for t2a and ic-lora 2e-4)", above=0, most=1
+        None,
+        "learning rate of AdamW (default: 1e-4, for t2a and ic-lora 2e-4)",
+        above=0,
+        most=1,
+        common="training",
     )
     schedule: str = flag(
         "linear",
@@ -167,10 +175,20 @@ class TrainRequest:
     )
     warmup: int = flag(0, "steps in which the learning rate rises from zero", least=0)
     steps: int | None = flag(
-        None, "steps (default: 2000, for t2a and ic-lora 3000)", least=1, most=10**6, marks="free"
+        None,
+        "steps (default: 2000, for t2a and ic-lora 3000)",
+        least=1,
+        most=10**6,
+        marks="free",
+        common="training",
     )
     batch: int = flag(
-        1, "samples of each device of the mesh axis data", least=1, most=1024, marks="free plan"
+        1,
+        "samples of each device of the mesh axis data",
+        least=1,
+        most=1024,
+        marks="free plan",
+        common="training",
     )
     accumulate: int = flag(
         1, "batches whose gradients make one step", least=1, most=1024, marks="free"
@@ -270,17 +288,19 @@ class TrainRequest:
         "JSONL file of prompts (prompt, image, reference, size, seed, or any clip flag) to make "
         "clips of in RUN/validation, also before the first step",
         marks="free",
+        common="training",
     )
-    validation_seed: int = flag(
-        42, "seed of the first validation clip", least=0, most=2**63, marks="free"
+    save_every: int = flag(
+        250, "steps between two LoRAs and states", least=1, marks="free", common="training"
     )
-    save_every: int = flag(250, "steps between two LoRAs and states", least=1, marks="free")
     keep: int = flag(2, "number of states to keep", least=1, marks="free")
     keep_every: int = flag(
         0, "steps whose multiples keep their states, too; 0: none", least=0, marks="free"
     )
     seed: int = flag(42, "seed of noise, order and initial values", least=0, most=2**64 - 1)
-    dry_run: bool = flag(False, "print groups and sizes, and train nothing", marks="free once")
+    dry_run: bool = flag(
+        False, "print groups and sizes, and train nothing", marks="free once", common="training"
+    )
     deterministic: bool = flag(
         False, "resume to the bit on GPUs, too, where steps are then slower", marks="free"
     )
