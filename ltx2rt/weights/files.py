@@ -102,6 +102,11 @@ FOREIGN = {  # first bytes of other files: what such a file is, and what to do
     b"{": "a JSON file; pass the safetensors file beside it",
 }
 
+_FIELD = re.compile(
+    r"\.weight\.(?:_data|_(scale)"
+    r"|((?:nested_)?(?:absmax|quant_map)|quant_state)(?:\.bitsandbytes__\w+)?)$"
+)
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -415,7 +420,7 @@ def read_index(index: Path) -> dict[str, Path]:
                     f"{index}: weight_map of {name[:80]} is {str(shard)[:80]!r}, expected the "
                     "name of a file beside it"
                 )
-        return {name: index.parent / shard for name, shard in shards.items()}
+        return {called(name): index.parent / shard for name, shard in shards.items()}
     except OSError as error:
         raise InputError(f"{index}: cannot read: {error.strerror}; check the path") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -474,9 +479,18 @@ def _parsed(file: int, path: Path) -> tuple[dict[str, str], dict[str, tuple[Tens
             raise InputError(
                 f"{path}: tensor {name}: no array has {len(shape)} dimensions of such sizes"
             )
-        tensors[name] = info, end
+        tensors[called(name)] = info, end
         end += info.nbytes
     return metadata, tensors
+
+
+def called(name: str) -> str:
+    """The name of a tensor here: fields of a weight, which quanto and bitsandbytes save under its
+    name, are its companions."""
+    if (found := _FIELD.search(name)) is None:
+        return name
+    field = found[1] or found[2]
+    return f"{name[: found.start()]}.weight{f'_{field}' if field else ''}"
 
 
 def foreign(start: bytes) -> str | None:

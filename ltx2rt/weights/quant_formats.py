@@ -13,6 +13,9 @@ q * `X.weight_scale` [out], rotated |
 | asym_w4a8_int8 | likewise, two unsigned numbers | round(`X.weight_codebook`[q] (or q - 8) * \
 `X.weight_s_rel` for each `group_size` inputs), within 127, * `X.weight_s_channel` [out], rotated |
 | awq_w4a16 | likewise | (q - 8) * `X.weight_scale` + `X.weight_zeros`, [in / group_size, out] |
+| bitsandbytes | uint8 [n, 1], the high half first | `X.weight_quant_map`[q] * `X.weight_absmax` \
+for each `blocksize` numbers, which may be stored as such numbers of 8 bits, `nested_...` |
+| bitsandbytes_int8 | int8 [out, in] | q * `X.SCB` [out] / 127 |
 
 `weight_scale` of the first two is one number, one for each row, or one for each block of rows and
 columns [out / a, in / b]; `weight_scale_inv` is such a scale for blocks of 128 x 128. Scales of
@@ -21,9 +24,12 @@ mxfp8 and nvfp4 are in the tiles of `swizzled`. ComfyUI's older "scaled" float8 
 quantised by a fixed scale; it is not used. `pre_quant_scale` [in] multiplies a linear's input, here
 the columns of W.
 
-What a matrix is, its description says: the JSON in `X.comfy_quant` or `X.torchao_nvfp4`, or under
-`_quantization_metadata` in the file's header. Without one, dtypes and companions tell. A key of a
-description, and a companion, that is not known is refused: it may change what the numbers mean.
+quanto's files are read as int8_tensorwise or float8, by rows (`files.called`).
+
+What a matrix is, its description says: the JSON in `X.comfy_quant`, `X.torchao_nvfp4` or
+`X.weight_quant_state`, or under `_quantization_metadata` in the file's header. Without one, dtypes
+and companions tell. A key of a description, and a companion, that is not known is refused: it may
+change what the numbers mean.
 Sources: ComfyUI (comfy/ops.py, comfy/utils.py), comfy-kitchen (backends/eager), convert_to_quant,
 torchao (prototype/mx_formats).
 """
@@ -33,7 +39,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -49,8 +55,12 @@ E4M3, E5M2, F32 = np.dtype(encodings.E4M3), np.dtype(encodings.E5M2), np.dtype(n
 SMALL_FLOATS, BYTES = (E4M3, E5M2), (np.dtype(np.uint8), np.dtype(np.int8))
 SCALES = ("weight_scale", "scale_weight", "weight_scale_inv")
 COMPANIONS = (*SCALES, "weight_scale_2", "weight_s_rel", "weight_s_channel", "weight_codebook",
-              "weight_zeros", "pre_quant_scale", "input_scale", "scale_input")  # fmt: skip
-DESCRIPTIONS = ("comfy_quant", "torchao_nvfp4")
+              "weight_zeros", "pre_quant_scale", "input_scale", "scale_input", "output_scale")  # fmt: skip
+BNB = "weight_quant_state"
+OF_BNB = ("weight_absmax", "weight_quant_map", "weight_nested_absmax", "weight_nested_quant_map",
+          "SCB", "weight_format")  # fmt: skip
+COMPANIONS += OF_BNB
+DESCRIPTIONS = ("comfy_quant", "torchao_nvfp4", BNB)
 HEADER = "_quantization_metadata"
 INV_BLOCK = 128  # rows and columns that share a `weight_scale_inv`
 ROTATION = re.compile(r"conv_?rot|hadamard", re.IGNORECASE)
@@ -155,6 +165,7 @@ class Matrix:
         if unknown := [key for key in said if key not in (*SILENT, *SHAPES, *keys)]:
             raise refusal(where, f"key {unknown[0]!r:.80} of its {format} description")
         known = {"weight", "bias", *COMPANIONS, *DESCRIPTIONS}
+        known -= set() if format.startswith("bitsandbytes") else {*OF_BNB}
         if unknown := sorted(self.children - known):
             raise refusal(where, f"its companion {unknown[0]}")
         self.expect("weight", self.dtype in dtypes, f"{' or '.join(map(str, dtypes))} of {format}")
@@ -194,6 +205,8 @@ class Matrix:
             return "mxfp8" if scale.itemsize == 1 and scale not in SMALL_FLOATS else str(self.dtype)
         if self.dtype == np.uint8 and {"weight_scale", "weight_scale_2"} <= self.children:
             return "nvfp4"
+        if "SCB" in self.children or BNB in self.children:
+            return "bitsandbytes" if BNB in self.children else "bitsandbytes_int8"
         if self.dtype != np.int8 or not self.scale:
             return ""
         texts = " ".join(f"{key} {value}" for key, value in self.file.metadata.items())
@@ -450,6 +463,51 @@ def _awq(m: Matrix, said: Mapping[str, Any]) -> Recipe:
     return Recipe(_packed(m, "awq_w4a16", 2, 2), fields, SCALED)
 
 
+def _bnb(m: Matrix, said: Mapping[str, Any]) -> Recipe:
+    """nf4 and fp4, of a table in the file."""
+    shape: list[int] = said.get("shape") or []
+    size: int = said.get("blocksize") or 0
+    each: int = said.get("nested_blocksize") or 1
+    fits = [type(n) for n in (*shape, size, each)] == [int] * 4 and min(size, each) > 0
+    fits = fits and shape[1] % 2 == 0 and m.shape == (prod(shape) // 2, 1)
+    m.expect("weight", fits, f"[n, 1] of the numbers that {BNB} describes")
+    count, columns, nested = -(-prod(shape) // size), shape[1], "weight_nested_absmax" in m.children
+    sizes = {"weight_absmax": count, "weight_quant_map": 16}
+    if nested:
+        sizes |= {"weight_nested_absmax": -(-count // each), "weight_nested_quant_map": 256}
+    for child, n in sizes.items():
+        m.expect(child, child in m.children and m.size(child) == n, f"{n} numbers")
+
+    def fields(rows: Cut, cut: Cut) -> Fields:
+        first, last = rows[1] * columns, rows[2] * columns
+        packed = m.read("weight", (0, first // 2, last // 2)).ravel()
+        codes = np.stack([packed >> 4, packed & 15], 1).ravel()
+        scales = m.read("weight_absmax").ravel()
+        if nested:
+            outer = m.read("weight_nested_absmax").astype(F32).repeat(each)[:count]
+            scales = m.read("weight_nested_quant_map").astype(F32)[scales] * outer
+            scales = scales + F32.type(said.get("nested_offset", 0))
+        own = scales[first // size : -(-last // size)].astype(F32).repeat(size)
+        own = own[first % size :][: last - first]
+        values = (m.read("weight_quant_map").astype(F32)[codes] * own).reshape(-1, columns)
+        return values[:, cut[1] : cut[2]], np.ones((1, 1), F32)
+
+    packed = _packed(m, f"bitsandbytes {said.get('quant_type')}")
+    return Recipe(replace(packed, shape=tuple(shape)), fields, SCALED)
+
+
+def _bnb_int8(m: Matrix, said: Mapping[str, Any]) -> Recipe:
+    m.expect("SCB", m.size("SCB") == m.shape[0], "one number for each row")
+    plain = "weight_format" not in m.children or not m.read("weight_format").any()
+    m.expect("weight_format", plain, "0, numbers row after row")
+
+    def fields(rows: Cut, columns: Cut) -> Fields:
+        scale = m.read("SCB").astype(F32).reshape(-1, 1) / F32.type(127)
+        return m.read("weight", rows, columns), scale[rows[1] : rows[2]]
+
+    return Recipe(_packed(m, "int8", 1, 1, "int8"), fields, KEPT["int8"])
+
+
 def _fixed(m: Matrix, said: Mapping[str, Any], **expected: int) -> None:
     """Sizes that the format has, where its description repeats them. Raises InputError."""
     for key, value in expected.items():
@@ -460,6 +518,8 @@ def _fixed(m: Matrix, said: Mapping[str, Any], **expected: int) -> None:
 # By format: dtypes of `weight`, how it is read, keys that its description may have.
 TURNED, SIZED = ("convrot", "convrot_groupsize"), ("group_size", "block_size")
 INT8 = (np.dtype(np.int8),)
+BNB_KEYS = ("quant_type", "blocksize", "dtype", "shape")
+BNB_KEYS += ("nested_blocksize", "nested_dtype", "nested_offset")
 Read = Callable[[Matrix, Mapping[str, Any]], Recipe]
 FORMATS: dict[str, tuple[tuple[np.dtype, ...], Read, tuple[str, ...]]] = {
     **{f"float8_e4m3fn{by}": ((E4M3,), _scaled, SIZED) for by in ("", "_rowwise", "_blockwise")},
@@ -473,6 +533,8 @@ FORMATS: dict[str, tuple[tuple[np.dtype, ...], Read, tuple[str, ...]]] = {
     "convrot_w4a4": (BYTES, _w4a4, (*TURNED, "quant_group_size")),
     "asym_w4a8_int8": (BYTES, _w4a8, (*TURNED, "group_size")),
     "awq_w4a16": (BYTES, _awq, ("group_size",)),
+    "bitsandbytes": (BYTES[:1], _bnb, BNB_KEYS),
+    "bitsandbytes_int8": (INT8, _bnb_int8, ()),
 }
 
 

@@ -206,6 +206,59 @@ def test_a_matrix_is_what_its_format_says_in_slices_too(tmp_path, kind):
     assert source.read("y").dtype == BF16
 
 
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_matrix_of_bitsandbytes_is_its_table_times_its_scales(tmp_path, nested):
+    """Of nf4 in blocks of 64 numbers, which go on from row to row."""
+    rows, columns, size = 7, 96, 64
+    codes = RNG.integers(0, 16, rows * columns)
+    count = -(-codes.size // size)
+    table, outer = (RNG.standard_normal(n).astype(np.float32) for n in (16, 256))
+    about = {"quant_type": "nf4", "blocksize": size, "dtype": "bfloat16", "shape": [rows, columns]}
+    scales = RNG.random(count, np.float32)
+    arrays = {
+        "": (codes[::2] << 4 | codes[1::2]).astype(np.uint8)[:, None],
+        ".quant_map": table,
+        ".absmax": scales,
+    }
+    if nested:
+        about |= {"nested_blocksize": 4, "nested_dtype": "float32", "nested_offset": 0.25}
+        eight, factors = (
+            RNG.integers(0, 256, count).astype(np.uint8),
+            RNG.random(-(-count // 4), np.float32),
+        )
+        arrays |= {".absmax": eight, ".nested_absmax": factors, ".nested_quant_map": outer}
+        scales = outer[eight] * factors[np.arange(count) // 4] + np.float32(0.25)
+    text = np.frombuffer(json.dumps(about).encode(), np.uint8)
+    arrays[".quant_state.bitsandbytes__nf4"] = text
+    write_arrays(tmp_path / "m.safetensors", {f"x.weight{n}": a for n, a in arrays.items()})
+    source = dequantised(TensorFile(tmp_path / "m.safetensors"))
+    expected = (table[codes] * scales[np.arange(codes.size) // size]).reshape(rows, columns)
+    assert [*source.names()] == ["x.weight"] and source.info("x.weight").shape == (rows, columns)
+    np.testing.assert_array_equal(source.read("x.weight"), expected)
+    np.testing.assert_array_equal(
+        source.read("x.weight", (0, 3, 6), (1, 5, 41)), expected[3:6, 5:41]
+    )
+
+
+@pytest.mark.parametrize("names", [
+    {"weight._data": np.int8, "weight._scale": BF16}, {"weight._data": E4M3, "weight._scale": np.float32},
+    {"weight": np.int8, "SCB": np.float32},
+], ids=["quanto int8", "quanto float8", "LLM.int8"])  # fmt: skip
+def test_matrices_of_quanto_and_llm_int8(tmp_path, names):
+    (weight, dtype), (scale, wide) = names.items()
+    own = RNG.random((7, 1) if "_" in scale else 7, np.float32).astype(wide)
+    arrays = {weight: RNG.integers(-100, 100, (7, 32)).astype(dtype), scale: own}
+    more = {"input_scale": np.float32(1), "output_scale": np.float32(1)} if "_" in scale else {}
+    more = more or {"weight_format": np.zeros((), np.uint8)}
+    write_arrays(tmp_path / "m.safetensors", {f"x.{n}": a for n, a in (arrays | more).items()})
+    source = dequantised(TensorFile(tmp_path / "m.safetensors"))
+    factor = own.astype(np.float32).reshape(7, 1) / np.float32(1 if "_" in scale else 127)
+    assert [*source.names()] == ["x.weight"]
+    np.testing.assert_array_equal(
+        source.read("x.weight"), arrays[weight].astype(np.float32) * factor
+    )
+
+
 ON_HOST = ("float8 by blocks", "float8 by blocks of 128", "e5m2", "e5m2 cast", "awq_w4a16",
            "nvfp4, smoothed")  # fmt: skip
 
