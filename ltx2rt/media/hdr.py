@@ -153,6 +153,14 @@ def tone_mapped(codes: np.ndarray, transfer: str) -> np.ndarray:
     return _srgb(light * (rolled / peak))
 
 
+def wide_to_709(codes: np.ndarray) -> np.ndarray:
+    """u16[H, W, 3], signals of ordinary range in BT.2020 primaries -> u8[H, W, 3] in BT.709's; both
+    are shown with the gamma 2.4 of BT.1886, and colours beyond BT.709 are cut."""
+    light = (codes / np.float32(65535)) ** np.float32(2.4)
+    light = light @ np.linalg.inv(REC709_TO_2020).T.astype(np.float32)
+    return np.rint(255 * light.clip(0, 1) ** np.float32(1 / 2.4)).astype(np.uint8)
+
+
 def video_signal(frames: np.ndarray, how: HighRange) -> np.ndarray:
     """[..., 3] as the video decoder makes them -> signals in BT.2020 primaries, in [0, 1].
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from ltx2rt.errors import InputError
-from ltx2rt.media.hdr import is_exr, read_exr, tone_mapped
+from ltx2rt.media.hdr import is_exr, read_exr, tone_mapped, wide_to_709
 from ltx2rt.media.images import Resize, fit
-from ltx2rt.media.mp4 import opened, tagged_s
+from ltx2rt.media.mp4 import BT2020, opened, tagged_s
 
 HIGH_RANGES = {16: "PQ", 18: "HLG"}  # FFmpeg's AVCOL_TRC_*
 COMMON_RATES = (
@@ -37,7 +37,8 @@ class VideoInfo:
     """width, height: upright, in pixels, even: an odd one loses its last. fps: the header's
     average. rotation: degrees counter-clockwise by which the decoder's frames are turned. times_s:
     of every frame; the first need not be 0, and the sound that belongs to it starts there as well.
-    pixel_aspect: the width of a pixel by its height, upright.
+    pixel_aspect: the width of a pixel by its height, upright. sound_s: when the sound ends, by the
+    header, after the first frame.
     ignored: a sentence for each thing that reading changes or leaves out. varies: the average
     rate of frames that are resampled by time, else 0. resize: what brings the pictures to this width and height, if
     the file has others.
@@ -54,6 +55,7 @@ class VideoInfo:
     varies: Fraction = Fraction(0)
     resize: Resize | None = None
     pixel_aspect: Fraction = Fraction(1)
+    sound_s: float = field(default=0.0, compare=False)
 
     def said(self, fps: Fraction | None = None) -> Iterator[str]:
         """Sentences about changes; a variable rate is resampled to its own, or to `fps`."""
@@ -141,6 +143,7 @@ def _info(path: Path, flag: str, most: int | None, state: Any) -> VideoInfo:
             ignored=tuple(ignored),
             varies=mean,
             pixel_aspect=1 / aspect if turns % 2 else aspect,
+            sound_s=_sound_end_s(container) - float(times[0]),
         )
 
 
@@ -158,10 +161,21 @@ def _ignored(stream: Any, frame: Any) -> Iterator[str]:
         yield "its alpha channel is dropped, what it hides becomes visible"
     if kind := HIGH_RANGES.get(stream.codec_context.color_trc):
         yield f"its colours of high dynamic range ({kind}) are tone-mapped to ordinary ones"
+    elif stream.codec_context.color_primaries == BT2020:
+        yield "its colours are brought from the primaries of BT.2020 to those of BT.709"
+    if frame.interlaced_frame:
+        yield "it is interlaced; the lines of two fields are seen as one frame"
     if frame.width % 2 or frame.height % 2:
         yield ODD.format(frame.width, frame.height)
     if (aspect := stream.sample_aspect_ratio or 1) != 1:
         yield f"its pixels are {aspect.numerator}:{aspect.denominator}; the model sees square ones"
+
+
+def _sound_end_s(container: Any) -> float:
+    """By the header; 0 where it does not say, or without sound."""
+    for stream in container.streams.audio[:1]:
+        return float(((stream.start_time or 0) + (stream.duration or 0)) * stream.time_base)
+    return 0.0
 
 
 def _ends_early(container: Any, stream: Any, times: list[Fraction | None]) -> bool:
@@ -201,14 +215,19 @@ def _decoded(path: Path, flag: str, wide: bool) -> Iterator[tuple[Fraction | Non
             yield None, pixels[: pixels.shape[0] // 2 * 2, : pixels.shape[1] // 2 * 2]
         return
     with _reading(path, flag) as (container, stream):
-        transfer = None if wide else HIGH_RANGES.get(stream.codec_context.color_trc)
+        codec, shown = stream.codec_context, np.asarray
+        if transfer := HIGH_RANGES.get(codec.color_trc):
+            shown = partial(tone_mapped, transfer=transfer.lower())
+        elif codec.color_primaries == BT2020:
+            shown = wide_to_709
+        sixteen = wide or shown is not np.asarray
         for frame in container.decode(stream):
-            pixels = frame.to_ndarray(format="rgb48le" if wide or transfer else "rgb24")
+            pixels = frame.to_ndarray(format="rgb48le" if sixteen else "rgb24")
             turns, mirrored = _upright(frame)
             pixels = np.rot90(pixels[:, ::-1] if mirrored else pixels, turns)
             pixels = pixels[: pixels.shape[0] // 2 * 2, : pixels.shape[1] // 2 * 2]
             time = None if frame.pts is None else frame.pts * frame.time_base
-            yield time, tone_mapped(pixels, transfer.lower()) if transfer else pixels
+            yield time, pixels if wide else shown(pixels)
 
 
 def _resampled(

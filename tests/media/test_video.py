@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ltx2rt.errors import InputError
-from ltx2rt.media.hdr import HighRange, to_model, video_signal
+from ltx2rt.media.hdr import REC709_TO_2020, HighRange, to_model, video_signal, wide_to_709
 from ltx2rt.media.mp4 import HLG, PQ, write_mp4
 from ltx2rt.media.video import VideoInfo, read_frames, read_mask, video_info
 
@@ -266,7 +266,7 @@ def test_a_mask_that_does_not_divide_is_refused(tmp_path, count, frames):
 
 
 def test_what_reading_leaves_out_is_said(tmp_path):
-    def ignored(name, codec, format, aspect=None, transfer=None):
+    def ignored(name, codec, format, aspect=None, transfer=None, primaries=None):
         with av.open(str(tmp_path / name), "w") as container:
             stream = container.add_stream(codec, rate=24)
             stream.width, stream.height, stream.pix_fmt = 48, 32, format
@@ -274,6 +274,8 @@ def test_what_reading_leaves_out_is_said(tmp_path):
                 stream.codec_context.sample_aspect_ratio = aspect
             if transfer:
                 stream.codec_context.color_trc = transfer
+            if primaries:
+                stream.codec_context.color_primaries = primaries
             frame = av.VideoFrame.from_ndarray(np.zeros((32, 48, 3), np.uint8), format="rgb24")
             container.mux(stream.encode(frame.reformat(format=format)))
             container.mux(stream.encode())
@@ -286,6 +288,12 @@ def test_what_reading_leaves_out_is_said(tmp_path):
     assert wide == "its pixels are 4:3; the model sees square ones"
     (bright,) = ignored("bright.mp4", "libx264", "yuv420p", transfer=16)
     assert "high dynamic range (PQ)" in bright
+    red = REC709_TO_2020 @ np.array([0.5, 0.1, 0.1])  # linear light
+    codes = np.rint(65535 * np.stack([red, np.full(3, 0.4)])[None] ** (1 / 2.4)).astype(np.uint16)
+    expected = 255 * np.array([[0.5, 0.1, 0.1], [0.4] * 3]) ** (1 / 2.4)
+    assert np.abs(wide_to_709(codes)[0] - expected).max() < 1
+    (primaries,) = ignored("deep.mp4", "libx264", "yuv420p10le", primaries=9)
+    assert "from the primaries of BT.2020 to those of BT.709" in primaries
     write(tmp_path / "turned.mp4", rotation=90)
     assert video_info(tmp_path / "turned.mp4", FLAG).ignored == ()
     data = (tmp_path / "turned.mp4").read_bytes()

@@ -45,44 +45,49 @@ def film(
     folder: Path, name: str = "in.mp4", size=(176, 144), frames: int = 30, rate: int = 30, **how
 ):
     """Moving colours, and a tone in as many channels as `layout` has; times: of frames, in
-    seconds; aspect: of its pixels."""
+    seconds; aspect: of its pixels; codec, pix, options, audio, format: of FFmpeg's."""
     layout, times = how.get("layout", "stereo"), how.get("times")
     width, height = size
     f, y, x = np.mgrid[:frames, :height, :width]
     waves = (np.sin(x / 17 + f / 5), np.cos(y / 15 + f / 6), np.sin((x + y) / 30))
     pixels = (127 + 50 * np.stack(waves, -1)).astype(np.uint8)
-    with av.open(str(folder / name), "w") as file:
-        stream = file.add_stream("libx264", rate=rate, options={"crf": "12"})
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+    codec, pix = how.get("codec", "libx264"), how.get("pix", "yuv420p")
+    with av.open(str(folder / name), "w", format=how.get("format")) as file:
+        options = how.get("options", {}) | ({"crf": "12"} if codec == "libx264" else {})
+        stream = file.add_stream(codec, rate=rate, options=options)
+        stream.width, stream.height, stream.pix_fmt = width, height, pix
+        if turned := how.get("turned"):
+            stream.set_display_rotation(90 * turned)
         stream.codec_context.sample_aspect_ratio = how.get("aspect", Fraction(1))
         if times:
             stream.codec_context.time_base = Fraction(1, 1000)
         if layout:
-            sound = file.add_stream("aac", rate=48000, layout=layout)
+            sound = file.add_stream(how.get("audio", "aac"), rate=48000, layout=layout)
         for i, picture in enumerate(pixels):
-            frame = av.VideoFrame.from_ndarray(picture, format="rgb24").reformat(format="yuv420p")
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24").reformat(format=pix)
             if times:
                 frame.pts, frame.time_base = round(times[i] * 1000), Fraction(1, 1000)
             file.mux(stream.encode(frame))
         file.mux(stream.encode())
         if layout:
-            size = round((times[-1] if times else frames / rate) * 48000)
+            size = round(how.get("heard_s", times[-1] if times else frames / rate) * 48000)
             channels = av.AudioLayout(layout).nb_channels
             wave = 0.2 * np.sin(2 * np.pi * 300 * np.arange(size) / 48000).astype(np.float32)
             packed = np.repeat(wave[:, None], channels, 1).reshape(1, -1)
             frame = av.AudioFrame.from_ndarray(packed, format="flt", layout=layout)
             frame.sample_rate = 48000
-            resampler = av.AudioResampler("fltp", layout, 48000)
+            resampler = av.AudioResampler(sound.format.name, layout, 48000)
             for part in (*resampler.resample(frame), None):
                 file.mux(sound.encode(part))
 
 
 def facts(path: Path) -> tuple:
-    """Width, height, frames, rate, seconds of sound to a tenth, and the pixels' aspect."""
+    """Width, height, frames, rate, seconds of sound within its frames, and the pixels' aspect."""
     with av.open(str(path)) as file:
         video, sound = file.streams.video[0], [*file.streams.audio]
         count = sum(1 for _ in file.decode(video))
-        lasting = round(float(sound[0].duration * sound[0].time_base), 1) if sound else None
+        wave, heard = read_sound(path, say=lambda text: None) if sound else (np.zeros((2, 0)), 1)
+        lasting = min(wave.shape[1] / heard, float(count / video.average_rate)) if sound else None
         return (
             video.width,
             video.height,
@@ -103,17 +108,26 @@ def same_sound(folder: Path, *heard: tuple[float, float]) -> None:
         assert np.abs(given.clip(-1, 1) - made).max() < 2**-15
 
 
-def given_back(rows=slice(None), columns=slice(None), frames=slice(None), more: int = 0, heard=()):
+def given_back(
+    rows=slice(None),
+    columns=slice(None),
+    frames=slice(None),
+    more: int = 0,
+    heard=(),
+    turns: int = 0,
+):
     """The output has the input's facts, its pixels there (mean difference below 2.5 of 255), and
-    between these seconds its samples, rounded to 16 bits."""
+    between these seconds its samples, rounded to 16 bits. turns: quarters that its pictures need."""
 
     def check(folder: Path) -> None:
         width, height, count, rate, sound, aspect = facts(folder / "in.mp4")
         found = facts(folder / "clip.mp4")
+        width, height = (height, width) if turns % 2 else (width, height)
         assert (*found[:4], found[5]) == (width, height, count + more, rate, aspect)
         assert (found[4] is None) == (sound is None)
         assert sound is None or abs(found[4] - sound - more / float(rate)) < 0.11
         given, made = (frames_of(folder / name)[:count] for name in ("in.mp4", "clip.mp4"))
+        given = np.rot90(given, turns, (1, 2))
         kept = given[frames, rows, columns].astype(np.int16) - made[frames, rows, columns]
         assert not kept.size or np.abs(kept).mean() < 2.5, np.abs(kept).mean()
         same_sound(folder, *heard)
@@ -235,6 +249,25 @@ ROWS = [
             ("crop", (156, 128), ", cut at its sides"), ("scale", (64, 128), ", stretched"),
         )
     ),
+    *(
+        Row(f"clip-{name}", f"{GIVEN} --mask-box 100,80,40,40", partial(film, frames=9, **how), said,
+            check=given_back(rows=slice(0, 40), turns=how.get("turned", 0)))
+        for name, how, said in (
+            ("held-upright", {"turned": 1}, ("144x176, 9 frames",)),
+            ("held-upside-down", {"turned": 2}, ()), ("turned-back", {"turned": 3}, ()),
+            ("time-lapse", {"rate": 3}, ()), ("slow-motion", {"rate": 120}, ()),
+            ("interlaced", {"options": {"x264-params": "interlaced=1"}}, ("it is interlaced",)),
+            ("webm", {"codec": "libvpx-vp9", "audio": "libopus", "format": "webm"}, ()),
+            ("prores", {"codec": "prores_ks", "pix": "yuv422p10le", "audio": "pcm_s16le", "format": "mov"}, ()),
+            ("alpha", {"codec": "ffv1", "pix": "bgra", "format": "matroska"}, ("alpha channel is dropped",)),
+            ("gif", {"codec": "gif", "pix": "gray", "rate": 10, "layout": "", "format": "gif"}, ()),
+            ("10-bits-4:2:2", {"pix": "yuv422p10le"}, ()), ("grey", {"pix": "gray"}, ()),
+            ("full-range", {"codec": "mjpeg", "pix": "yuvj420p", "audio": "pcm_s16le", "format": "mov"}, ()),
+            ("more-sound", {"heard_s": 2.5}, ("its sound is cut where its pictures end, 2.22 s earlier",)),
+        )
+    ),
+    Row("clip-of-one-frame", f"{GIVEN} --mask-box 100,80,40,40", partial(film, frames=1),
+        check=given_back(rows=slice(0, 40))),
     Row("fit-to-nothing", f"{GIVEN} --noise-level 0.5 --fit crop", film,
         ("--fit: the clip keeps its size; add --width",), status=2),
     Row("join-of-another-size", f"{GIVEN} --join 2.mp4 --extend-frames 7 --overlap 9 --fit crop",

@@ -75,6 +75,9 @@ class SourceClip(Duration):
             size = f"{request.width}x{request.height}, {request.num_frames} frames"
             yield f"{size}: made as {width}x{height}, {frames}, given back as it was"
         yield from (f"{self.path}: {sentence}" for sentence in self.found.said())
+        over = self.found.sound_s - float(self.found.num_frames / self.found.fps)
+        if over > 0.5:  # more than a codec adds
+            yield f"{self.path}: its sound is cut where its pictures end, {over:.3g} s earlier"
 
     @property
     def path(self) -> Path:
