@@ -167,9 +167,11 @@ class Past:
 
 @dataclass(frozen=True)
 class PastSound(Stage):
-    """The latents of the sound that a segment repeats of the part before."""
+    """The latents of the sound that a segment repeats of the part before. mixed: those after them
+    are a file's."""
 
     past: Past
+    mixed: bool = False
     name = "source sound"
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
@@ -179,6 +181,9 @@ class PastSound(Stage):
         (call,) = self.needs(session.config)
         with watch.stage(self.name):
             latent = encode_mel(session, call, self.past.mel()[:, :, self.past.passed :])
+        if self.mixed:
+            repeated = np.arange(latent.shape[2])[:, None] < self.past.latents
+            latent = np.where(repeated, latent, state.source["audio"])
         finite(self.name, latent=latent)
         state.source["audio"] = latent
         state.put("source.audio", latent)

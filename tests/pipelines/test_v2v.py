@@ -23,6 +23,7 @@ from ltx2rt.session.options import LoraSpec
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, from_level, shifted_sigmas
+from ltx2rt.stages.segments import PastSound
 from ltx2rt.stages.sound import Sound
 from ltx2rt.testing import relative_l2
 
@@ -221,3 +222,17 @@ def test_its_stages(sessions, clips):
     assert [stage.name for stage in stages] == names
     steps = [stage.steps() for stage in stages if isinstance(stage, Denoise)]
     assert steps == [8, 2] and stages[0].geometry.fps == Fraction(24)
+
+
+def test_sound_with_noise_goes_on_in_segments(sessions, clips, tmp_path):
+    """The latents that a segment repeats are those of the part before; the file's come after."""
+    more = {"sound": "noise", "segment_frames": 25, "overlap": 9}
+    path = write(tmp_path / "long.mp4", 33)
+    request = make_request("v2v", prompt="a", seed=3, video_path=path, **more)
+    plan = make_plan(sessions["cuda"], replace(request, parts_folder=tmp_path))
+    record = produce(sessions["cuda"], plan, keep=True)[0].record
+    seen, made = (record[f"segment2.{name}"] for name in ("source.audio", "audio_latent"))
+    past = next(s for s in plan.stages if isinstance(s, PastSound)).past.latents
+    assert 0 < past < seen.shape[2]
+    np.testing.assert_array_equal(made[:, :, :past], seen[:, :, :past])
+    assert (made[:, :, past:] != seen[:, :, past:]).any()

@@ -360,7 +360,7 @@ def continued(
     """The stages of a clip, each of which continues the part before, in pictures and sound.
 
     Every denoising stage is given the part's last frames at its own size, after what it is given
-    besides; the sound of these frames is kept as well, unless the clip is made for a sound.
+    besides; the sound of these frames is kept as well, unless the clip is made for a sound that stays as it is.
     anchor: a file whose first frame is a guide one latent frame before the clip, and its strength.
     inset: the place of the part's pictures in the model's.
     """
@@ -368,9 +368,12 @@ def continued(
     overlap = before.num_frames
     past = Past(denoising[-1].geometry, before, before.start + before.first)
     seam, masks = Seam(overlap, before.first, 0), {}
-    if before.info.has_sound and not any(isinstance(stage, SourceSound) for stage in stages):
-        yield PastSound(past)
+    heard = any(isinstance(stage, SourceSound) for stage in stages)
+    mixed = heard and any("audio" not in stage.frozen for stage in denoising)
+    if before.info.has_sound and (mixed or not heard):
         masks = {"audio": past.mask}
+    if masks and not mixed:
+        yield PastSound(past)
     file = before.path, before.info.num_frames
     for stage in stages:
         if isinstance(stage, Denoise) and "video" not in stage.frozen:
@@ -386,4 +389,6 @@ def continued(
             stage = ContinuedSound(stage.geometry, past=past)
         if not isinstance(stage, GivenLatents):
             yield stage
+        if masks and mixed and isinstance(stage, SourceSound):
+            yield PastSound(past, mixed)
     yield JoinFrames(seam, before, None)
