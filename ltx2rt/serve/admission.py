@@ -172,7 +172,7 @@ class Admission:
             if field not in known:
                 raise unknown(field, known)
         if (model := self._text(given, "model", self.model)) not in self.names:
-            raise misfit("model", model, " or ".join(map(repr, self.names)))
+            raise misfit("model", model, f"{' or '.join(map(repr, self.names))}, or none")
         _check_metadata(given.get("metadata", {}))
         if len(self._text(given, "user", "")) > MAX_USER:
             raise invalid(f"user: expected at most {MAX_USER} characters", "user")

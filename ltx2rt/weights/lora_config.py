@@ -104,11 +104,14 @@ class Config:
 
 
 def lora_file(path: Path) -> Path:
-    """The file, or the one in a folder of PEFT, diffusers or diffusion-pipe. InputError."""
+    """The file, or the one in a folder of PEFT, diffusers or diffusion-pipe, of a training run the
+    last. InputError."""
     if not os.path.isdir(path):  # False as well for a name that is none
         return path
     found = sorted(path.glob("[!.]*.safetensors"))
     chosen = [path / name for name in FILES if path / name in found][:1] or found
+    if all(re.fullmatch(r"lora-\d{6,}", file.stem) for file in found):
+        chosen = sorted(found, key=lambda file: int(file.stem[5:]))[-1:]
     if len(chosen) != 1:
         inside = sorted([*path.glob("*.bin"), *path.glob("*/[!.]*.safetensors")])
         listed = ", ".join(map(str, found or inside[:8])) or "none"

@@ -11,6 +11,7 @@ from conftest import refused
 
 from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.lora import MergedSource, open_lora
+from ltx2rt.weights.lora_config import lora_file
 from ltx2rt.weights.names import to_official
 
 TARGETS = ["to_q", "to_k", "proj_out"]
@@ -168,3 +169,6 @@ def test_a_folder_without_one_lora_is_refused(tmp_path):
         (tmp_path / name / "adapter_model.safetensors").touch()
     with refused(r"expected one LoRA in the folder, found .*epoch10.*epoch20"):
         open_lora(tmp_path)
+    for step in (900, 1000000):
+        (tmp_path / f"lora-{step:06d}.safetensors").touch()
+    assert lora_file(tmp_path).stem == "lora-1000000"  # the last of a training run
