@@ -18,6 +18,7 @@ from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from ltx2rt.errors import InputError
 from ltx2rt.notes import note
@@ -46,8 +47,9 @@ _FILE = r"(?:/(?P<file>[\w./-]+\.(?:safetensors|gguf|index(?:\.\w+)?\.json)|mode
 _NAME = re.compile(rf"{_REPO}{_FILE}(?:@(?P<revision>[\w./-]+))?")
 # An address of the hub, in which a Path has one slash after the colon.
 _ADDRESS = re.compile(
-    r"(?:https?:/{1,2}(?:www\.)?(?:huggingface\.co|hf\.co|hf-mirror\.com)|hf:/{0,1})/"
-    rf"(?:models/)?{_REPO}(?:/(?:tree|blob|resolve|raw)/(?P<revision>[\w.-]+))?{_FILE}/?(?:\?.*)?"
+    r"(?:(?:https?:/{1,2}(?:www\.)?)?(?:huggingface\.co|hf\.co|hf-mirror\.com)|hf:/{0,1})/"
+    rf"(?:models/)?{_REPO}(?:/(?:tree|blob|resolve|raw)/(?P<revision>refs/pr/\d+|[\w.-]+))?{_FILE}"
+    r"/?(?:[?#].*)?"
 )
 FILE_SUFFIXES = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".json", ".zip")
 # folders of every diffusers checkpoint
@@ -143,7 +145,7 @@ class Repository(Listing):
 def parse_repo(path: Path) -> Repo | None:
     """The repository with the name ORG/NAME, or with this address on the web. None for a path that
     exists or if its first folder exists, for a file's name, and for all other text."""
-    if match := _ADDRESS.fullmatch(str(path)):
+    if match := _ADDRESS.fullmatch(unquote(str(path))):
         return Repo(match["name"], match["file"], match["revision"] or "main")
     match = _NAME.fullmatch(str(path))
     if match is None or os.path.exists(path) or str(path).startswith("."):  # it takes any length

@@ -229,8 +229,14 @@ def test_names_of_repositories(tmp_path, monkeypatch):
         "lab/plain", "a.safetensors", "v1"
     )
     host = "https://huggingface.co"
-    for address in (f"{host}/lab/plain", f"{host}/lab/plain/tree/main", "hf://lab/plain"):
+    for address in (
+        f"{host}/lab/plain", f"{host}/lab/plain/tree/main", "hf://lab/plain",
+        "huggingface.co/lab/plain", f"{host}/lab/plain#usage",
+    ):  # fmt: skip
         assert parse_repo(Path(address)) == Repo("lab/plain")
+    for change in ("resolve/refs/pr/3", "blob/refs%2Fpr%2F3"):
+        address = f"huggingface.co/lab/plain/{change}/a.safetensors"
+        assert parse_repo(Path(address)) == Repo("lab/plain", "a.safetensors", "refs/pr/3")
     address = f"{host}/lab/plain/resolve/v1/sub/a.safetensors?download=true"
     assert parse_repo(Path(address)) == Repo("lab/plain", "sub/a.safetensors", "v1")
     assert parse_repo(Path("lab/plain/a.Q4_K_M.gguf")) == Repo("lab/plain", "a.Q4_K_M.gguf")
