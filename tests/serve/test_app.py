@@ -1228,6 +1228,21 @@ def test_a_stream_follows_a_job_and_ends_with_it(server, fragments):
     assert first.headers["content-type"] == "video/mp4" and "content-length" not in first.headers
 
 
+@pytest.mark.parametrize(
+    "more", [{"noise_level": 0.5}, {"mask_box": [0, 0, 16, 16], "fit": "crop", "width": 96}]
+)
+def test_segments_of_a_given_clip(server, tmp_path, more):
+    """Of 25 frames, at its own size or another."""
+    kept = f"data:video/mp4;base64,{base64.b64encode(moving(tmp_path)).decode()}"
+    asked = {"prompt": "1:0.01", "video_path": kept, "segment_frames": 17, "overlap": 9, **more}
+    job = server.http.post("/v1/videos", json=asked).json()
+    found = server.http.get(job["x"]["segments"]).json()["data"]
+    assert [(one["index"], one["start"], one["frames"]) for one in found] == [(1, 0, 8), (2, 8, 17)]
+    assert server.until(job["id"])["status"] == "completed"
+    found = server.http.get(job["x"]["segments"]).json()["data"]
+    assert all(one["made"] for one in found)
+
+
 def test_segments_of_a_job(server):
     id = server.add(
         "40:0.1", **IN_SEGMENTS | {"num_frames": 57, "cut": [2], "segment_seeds": ["3:7"]}
