@@ -60,12 +60,8 @@ first steps:
 
 `ltx2rt --help` lists the commands, `ltx2rt COMMAND --help` the flags of one.
 """
-RANKED = (
-    "generate",
-    "probe",
-    "worker",
-    "train run",
-)  # commands that several processes may run together
+# commands that several processes may run together
+RANKED = ("generate", "probe", "worker", "train run")
 BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 MESSAGE = 2000  # characters of an error
 
@@ -285,13 +281,9 @@ def _join(args: argparse.Namespace) -> Crew | None:
         sys.exit(BAD_INPUT)  # all ranks run one installation
     try:
         crew.agree("versions", facts.versions(factory.packages))
-        given = {
-            name: value for name, value in vars(args).items() if name not in ("argv", "own_process")
-        }
-        crew.agree(
-            "arguments",
-            {f"--{name.replace('_', '-')}": str(value) for name, value in given.items()},
-        )
+        given = {n: x for n, x in vars(args).items() if n not in ("argv", "own_process")}
+        named = {f"--{name.replace('_', '-')}": str(value) for name, value in given.items()}
+        crew.agree("arguments", named)
         crew.agree("files", digests(inputs))
         if args.command == "generate" and not hasattr(args, "seed"):
             from ltx2rt.pipelines.groups.seeds import draw_seed

@@ -165,9 +165,8 @@ def assemble(type_: type, groups: Iterable[Any], help: Mapping[str, str]) -> Non
         if f.name in help:
             metadata["flag"] = replace(metadata["flag"], help=help[f.name])
         type_.__annotations__[f.name] = f.type
-        setattr(
-            type_, f.name, field(default=default, metadata=metadata, repr=f.repr, compare=f.compare)
-        )
+        own_field = field(default=default, metadata=metadata, repr=f.repr, compare=f.compare)
+        setattr(type_, f.name, own_field)
     type_.__annotations__ |= own
     dataclass(frozen=True)(type_)
 

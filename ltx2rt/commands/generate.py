@@ -157,9 +157,8 @@ def _announce(session: Session, plan: Plan) -> None:
     if backend.num_processes > 1:
         lines[0] += f", {backend.num_processes} processes"
     if options.device == "auto" and backend.device_kind == "cpu":
-        lines.insert(
-            0, f"no {get_factory(options.backend).accelerator} was found: running on the CPU"
-        )
+        absent = get_factory(options.backend).accelerator
+        lines.insert(0, f"no {absent} was found: running on the CPU")
     for line in (*lines, *plan.merge_lines(), *plan.request.remarks(session.config)):
         note(line, prefix="")
 
@@ -191,13 +190,9 @@ def flags(to: Any) -> None:
     shown = pipeline_flags(to, Prompt)
     prompt = flagged(shown)["prompt"]
     add_flag(texts, prompt, action="append", help=f"{prompt.metadata['flag'].help} (required)")
-    texts.add_argument(
-        "--prompts",
-        type=Path,
-        default=argparse.SUPPRESS,
-        metavar="FILE",
-        help="text file with the prompt of each segment, one a line; as --prompt given several times",
-    )
+    about = "text file with a prompt a line, one for each segment, as several --prompt"
+    how: dict[str, Any] = {"type": Path, "default": argparse.SUPPRESS, "metavar": "FILE"}
+    texts.add_argument("--prompts", help=about, **how)
     lines = "\n  ".join(examples(shown))
     to.epilog = f"examples:\n  {lines}\n\n{COMPILED}"
     to.add_argument("--help-all", action="help", help="show every flag of the pipeline")
@@ -236,17 +231,13 @@ def _shorten(to: Any, shown: type[Request]) -> None:
     titles = {name: f.metadata["flag"].common for name, f in every.items()}
     there = flagged(ModelOptions, Sources, shown, Files)
     for name, f in every.items():
-        if (
-            titles[name]
-            and name not in there
-            and not any(word.startswith("--pipeline") for word in to.words)
-        ):
+        named = any(word.startswith("--pipeline") for word in to.words)
+        if titles[name] and name not in there and not named:
             chooses = f.metadata["flag"].help.removesuffix(" (required)")
             add_flag(to, f, help=f"{chooses}; chooses its pipeline")
     shorten(to, titles | {"pipeline": MODEL})
-    to._option_string_actions[
-        "--pipeline"
-    ].help = f"{', '.join(pipelines())} (default: {shown.name}, or as the inputs ask)"
+    about = f"{', '.join(pipelines())} (default: {shown.name}, or as the inputs ask)"
+    to._option_string_actions["--pipeline"].help = about
     to.epilog = to.epilog.partition("\n\n")[0]
 
 

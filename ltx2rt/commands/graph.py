@@ -55,13 +55,10 @@ def component_graph(
     asked: Request = clip or OneStage()
     clip = replace(asked, num_frames=asked.num_frames or DEFAULT_FRAMES, **asked[Size].filled())
     vae, mesh = config.video_vae, mesh or {}
-    check_step("--width", clip.width, vae.space_factor, 0, "px", f"multiples of {vae.space_factor}")
-    check_step(
-        "--height", clip.height, vae.space_factor, 0, "px", f"multiples of {vae.space_factor}"
-    )
-    check_step(
-        "--num-frames", clip.num_frames, vae.time_factor, 1, "frames", f"{vae.time_factor}*k + 1"
-    )
+    side, time = vae.space_factor, vae.time_factor
+    for flag_, px in (("--width", clip.width), ("--height", clip.height)):
+        check_step(flag_, px, side, 0, "px", f"multiples of {side}")
+    check_step("--num-frames", clip.num_frames, time, 1, "frames", f"{time}*k + 1")
     if name not in NAMES:
         known = f"known: {', '.join(NAMES)}{hint(name, NAMES)}"
         raise InputError(f"no graph is called {name!r}; {known}")
@@ -95,9 +92,5 @@ def main(args: argparse.Namespace) -> None:
     clip = OneStage("a graph", **given_flags(args, OneStage))
     config = open_checkpoint(args.model).config if args.model else preset(args.preset).config
     placed = {name: getattr(options, name) for name in marked("placed", ModelOptions)}
-    print(
-        show(
-            component_graph(config, asked.component, clip, asked.branches, **placed), asked.format
-        ),
-        end="",
-    )
+    graph = component_graph(config, asked.component, clip, asked.branches, **placed)
+    print(show(graph, asked.format), end="")

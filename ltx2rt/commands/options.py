@@ -79,20 +79,11 @@ def pipeline_flags(to: Any, *but: type[Group]) -> type[Request]:
     shown = pipeline(name)
     wide = max(map(len, known))
     group = groups(to)["pipeline"]
-    group.description = "\n".join(
-        [
-            f"Flags and defaults are shown for {shown.name}. For another pipeline:",
-            f"{to.prog} --pipeline NAME --help-all",
-            "",
-            *(f"  {name:<{wide}}  {type_.summary}" for name, type_ in known.items()),
-        ]
-    )
-    group.add_argument(
-        "--pipeline",
-        default=name,
-        metavar="NAME",
-        help=f"one of the above (default: as the inputs ask, else {FIRST})",
-    )
+    head = f"Flags and defaults are shown for {shown.name}. For another pipeline:"
+    lines = (f"  {name:<{wide}}  {type_.summary}" for name, type_ in known.items())
+    group.description = "\n".join([head, f"{to.prog} --pipeline NAME --help-all", "", *lines])
+    about = f"one of the above (default: as the inputs ask, else {FIRST})"
+    group.add_argument("--pipeline", default=name, metavar="NAME", help=about)
     add_flags(to, shown, but=flagged(*but))
     if shown.has(Pixels) and "width" in flagged(shown):
         about = {"help": "width and height in one", "default": argparse.SUPPRESS}
@@ -129,9 +120,8 @@ def add_choice(to: Any, name: str, choices: Sequence[str], help: str, **how: Any
 
 
 def json_flag(to: Any) -> None:
-    groups(to)["output"].add_argument(
-        "--json", action="store_true", help="print JSON in place of text"
-    )
+    about = "print JSON in place of text"
+    groups(to)["output"].add_argument("--json", action="store_true", help=about)
 
 
 def planned_flags(to: Any, mark: str) -> None:

@@ -79,9 +79,8 @@ def to_text(found: Estimate) -> str:
     if line := session.memory_line(found.plan.stages):
         lines.insert(-1, line)
     if found.price_per_clip is not None:
-        lines.append(
-            f"price: {found.price_per_clip:.4f} a clip, {found.clips_per_hour:.0f} clips an hour"
-        )
+        rate = f"{found.clips_per_hour:.0f} clips an hour"
+        lines.append(f"price: {found.price_per_clip:.4f} a clip, {rate}")
     if mesh:
         lines.append(_exchanges(found))
     return "\n".join([*lines, *found.notes]) + "\n"
@@ -91,28 +90,19 @@ def _basis(found: Estimate) -> str:
     """The origin of the time."""
     if found.basis == "bound" or (host := found.kind.sustained) is None:
         return "a bound from below by the data sheet"
-    how = (
-        "as measured"
-        if found.basis == "measured"
-        else f"scaled from what was measured on {host.on}"
-    )
+    scaled = f"scaled from what was measured on {host.on}"
+    how = "as measured" if found.basis == "measured" else scaled
     return f"{how}, with {found.outside_s:.2f} s outside of stages"
 
 
 def _exchanges(found: Estimate) -> str:
     """How the time of exchanges is estimated."""
     kind = found.kind
-    links = (
-        "the links of its neighbours"
-        if kind.neighbours
-        else f"{kind.link_bytes_per_s / 1e9:g} GB/s"
-    )
-    hides = any(c.hidden_s(kind) > 1e-6 for c in found.costs)
-    hidden = (
-        "less what passes under products of the other half of the tokens"
-        if hides
-        else "none of it hidden"
-    )
+    links, hidden = f"{kind.link_bytes_per_s / 1e9:g} GB/s", "none of it hidden"
+    if kind.neighbours:
+        links = "the links of its neighbours"
+    if any(c.hidden_s(kind) > 1e-6 for c in found.costs):
+        hidden = "less what passes under products of the other half of the tokens"
     return (
         f"exchanges: received / {links} and {kind.collective_s * 1e6:g} us each, {hidden}; "
         "an all-reduce of B bytes among n devices receives 2 (n - 1) / n B"
@@ -125,12 +115,8 @@ def flags(to: Any) -> None:
     planned_flags(to, "plan")
     training_flags(to)
     json_flag(to)
-    groups(to)["output"].add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="write one step of each stage to FILE as trace events (JSON), for Perfetto or chrome://tracing",
-    )
+    about = "write a step of each stage as trace events (JSON), for Perfetto or chrome://tracing"
+    groups(to)["output"].add_argument("--trace", type=Path, metavar="FILE", help=about)
 
 
 def main(args: argparse.Namespace) -> None:

@@ -104,9 +104,8 @@ def plan_job(options: ModelOptions, request: Request, target: Target) -> Compila
     given = request
     if request.has(Images) and not request.images:
         frames = 0, (request.num_frames or DEFAULT_FRAMES) - 1  # the encoder is compiled, too
-        images = tuple(
-            ImageSpec(Path("image"), frame) for frame in frames[: max(request[Images].least, 1)]
-        )
+        some = frames[: max(request[Images].least, 1)]
+        images = tuple(ImageSpec(Path("image"), frame) for frame in some)
         sides = request[Size].filled() if request.has(Size) else {}
         request = replace(request, images=images, **sides)
     request.check()
@@ -138,10 +137,8 @@ def _cells(session: Session, request: Request, loras: Loras, target: Target) -> 
     for stage in stages:
         calls = list({session.key(call): call for call in stage.needs(session.config)}.values())
         if any(call.each for call in calls):
-            largest = max(
-                (c for c in calls if c.each),
-                key=lambda c: session.graph(c).outputs["frames"].type.nbytes,
-            )
+            each = [call for call in calls if call.each]
+            largest = max(each, key=lambda c: session.graph(c).outputs["frames"].type.nbytes)
             calls = [*(call for call in calls if not call.each), largest]
         number = next((i for i in (1, 2) if stage.name.startswith(f"stage{i}")), None)
         if number is not None and target.stage not in (None, number):
@@ -152,10 +149,8 @@ def _cells(session: Session, request: Request, loras: Loras, target: Target) -> 
             seen.add(session.key(call))
             if call.steps is None:
                 if call.network in asked:
-                    part = "each" if call.each else None
-                    yield Cell(
-                        call.network, session.graph(call), _size(session, call), number, part=part
-                    )
+                    graph, part = session.graph(call), "each" if call.each else None
+                    yield Cell(call.network, graph, _size(session, call), number, part=part)
                 continue
             if target.branches:
                 branches = Branches(*(target.branches > i for i in (1, 2, 3)))
@@ -168,17 +163,12 @@ def _cells(session: Session, request: Request, loras: Loras, target: Target) -> 
             count = len(call.sizes.branches.names)
             assert isinstance(stage, Denoise), "only a denoising stage has steps"
             height, width = stage.geometry.size_px
-            size = (
-                f"{width}x{height}x{request.num_frames}"
-                if width
-                else f"{request.num_frames} frames of sound"
-            )
+            frames = request.num_frames
+            size = f"{width}x{height}x{frames}" if width else f"{frames} frames of sound"
             size += f", {count} branch{'es' if count > 1 else ''}"
-            for component in PARTS:
+            for component, part in PARTS.items():
                 if component in asked:
-                    yield Cell(
-                        component, session.graph(call), size, number, count, PARTS[component]
-                    )
+                    yield Cell(component, session.graph(call), size, number, count, part)
 
 
 def _size(session: Session, call: Call) -> str:
@@ -203,14 +193,10 @@ def compile_job(job: Compilation) -> Iterator[tuple[Cell, Compiled | DoesNotFit]
     def compile_cell(cell: Cell) -> tuple[Cell, Compiled | DoesNotFit]:
         weights, memory = weight_bytes([cell.graph]), job.kind.memory_bytes
         if weights > memory:
-            return cell, DoesNotFit(
-                f"its weights alone take {weights / 1e9:.1f} GB of {memory / 1e9:.0f} GB"
-            )
-        print(
-            f"compiling {cell.name}, {cell.size}, for {job.topology} ...",
-            file=sys.stderr,
-            flush=True,
-        )
+            said = f"its weights alone take {weights / 1e9:.1f} GB of {memory / 1e9:.0f} GB"
+            return cell, DoesNotFit(said)
+        doing = f"compiling {cell.name}, {cell.size}, for {job.topology} ..."
+        print(doing, file=sys.stderr, flush=True)
         try:
             return cell, compiler(cell.graph, cell.part)
         except DoesNotFit as error:
@@ -270,7 +256,6 @@ def in_words(times_s: Mapping[str, float] | None) -> str:
     """A line of its own, the longest first; nothing where there are none."""
     if not times_s:
         return ""
-    parts = ", ".join(
-        f"{name} {s * 1e3:.1f}" for name, s in sorted(times_s.items(), key=lambda item: -item[1])
-    )
+    longest = sorted(times_s.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{name} {s * 1e3:.1f}" for name, s in longest)
     return f"\n  estimated by the compiler's code: {sum(times_s.values()) * 1e3:.1f} ms ({parts})"

@@ -75,14 +75,8 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
         **compare_sound(sound_a, sound_b),
         "lufs_a": None if sound_a is None else loudness(sound_a),
         "lufs_b": None if sound_b is None else loudness(sound_b),
-        **{
-            f"duration_video_{name}_s": found.video_s
-            for name, found in zip("ab", lasting, strict=True)
-        },
-        **{
-            f"duration_audio_{name}_s": found.audio_s
-            for name, found in zip("ab", lasting, strict=True)
-        },
+        **{f"duration_video_{n}_s": x.video_s for n, x in zip("ab", lasting, strict=True)},
+        **{f"duration_audio_{n}_s": x.audio_s for n, x in zip("ab", lasting, strict=True)},
         **{f"frames_{name}": count for name, count in zip("ab", counts, strict=True)},
     }
 

@@ -150,11 +150,7 @@ def make_checkpoint(
     for path, tensors in plan.tensors.items():
         metadata = plan.metadata[path]
         if empty:  # files among the tensors have to be whole; as metadata they are read as well
-            files = {
-                name: tensor.data.decode()
-                for name, tensor in tensors.items()
-                if tensor.data is not None
-            }
+            files = {n: t.data.decode() for n, t in tensors.items() if t.data is not None}
             metadata = metadata | files
             tensors = {n: tensor for n, tensor in tensors.items() if n not in files}
         infos = {stored: tensor.info for stored, tensor in tensors.items()}
@@ -171,10 +167,8 @@ def _check_folder(directory: Path, plan: Manifest, room: bool) -> None:
     """Raises InputError for a folder that holds one of the plan's files or another model's, and,
     where `room` is asked for, for a disk without it."""
     if room:
-        files = plan.tensors.values()
-        _check_room(
-            directory, sum(tensor.info.nbytes for file in files for tensor in file.values())
-        )
+        tensors = (tensor for file in plan.tensors.values() for tensor in file.values())
+        _check_room(directory, sum(tensor.info.nbytes for tensor in tensors))
     if existing := [path for path in (*plan.tensors, *plan.texts) if (directory / path).exists()]:
         raise InputError(f"{directory / existing[0]} exists; pass an empty folder")
     if others := sorted(directory.glob("*.safetensors*")):
@@ -186,9 +180,8 @@ def _check_folder(directory: Path, plan: Manifest, room: bool) -> None:
 
 def _check_room(directory: Path, needed: int) -> None:
     """The nearest existing folder must be one, and have room."""
-    nearest = next(
-        path for path in (directory.absolute(), *directory.absolute().parents) if path.exists()
-    )
+    above = directory.absolute(), *directory.absolute().parents
+    nearest = next(path for path in above if path.exists())
     if not nearest.is_dir():
         raise InputError(f"{nearest}: is a file; pass a folder to write the checkpoint into")
     free = shutil.disk_usage(nearest).free
@@ -273,29 +266,16 @@ def plan_component_files(
     projection = {key: tensor for key, tensor in text.items() if key.startswith(TEXT_PROJECTION)}
     connectors = {key: tensor for key, tensor in text.items() if key not in projection}
 
-    def add(
-        part: str, tensors: Mapping[str, Tensor], section: Mapping[str, Any], **more: str
-    ) -> None:
-        plan.add(
-            f"{name}-{part}.safetensors",
-            tensors,
-            {"config": json.dumps(section), **version, **more},
-        )
+    def add(part: str, tensors: Mapping[str, Tensor], section: Any, **more: str) -> None:
+        metadata = {"config": json.dumps(section), **version, **more}
+        plan.add(f"{name}-{part}.safetensors", tensors, metadata)
 
     gemma_version = f"gemma4-{name}"
     source = json.dumps({"ltx_version": version["model_version"], "gemma_version": gemma_version})
-    sections = {
-        "transformer": whole["transformer"],
-        "vae": None,
-        "audio_vae": None,
-        "vocoder": None,
-    }
-    add(
-        "transformer",
-        tensors_of(shapes["transformer"]) | connectors,
-        sections,
-        gemma_source_checkpoint=source,
-    )
+    sections = {"transformer": whole["transformer"], "vae": None, "audio_vae": None}
+    sections["vocoder"] = None
+    own = tensors_of(shapes["transformer"]) | connectors
+    add("transformer", own, sections, gemma_source_checkpoint=source)
     text_encoder = _gemma4_file(config.gemma, shapes["gemma"], projection, gemma_version)
     plan.add(f"{name}-text-encoder.safetensors", *text_encoder)
     for suffix, tensors, section in _video_vae_files(config, shapes, whole["vae"]):
@@ -310,11 +290,8 @@ def plan_component_files(
                 suffix = f"{kind}-upsampler-{scale}"
             add(suffix, tensors_of(shapes[part.name]), part.write(config, "official"))
     rank = {"lora_rank": str(made.lora_rank), "lora_alpha": str(made.lora_rank)}
-    plan.add(
-        f"{name}-distilled-lora.safetensors",
-        lora_tensors(config, shapes, made.lora_rank),
-        {**rank, **version},
-    )
+    lora = lora_tensors(config, shapes, made.lora_rank)
+    plan.add(f"{name}-distilled-lora.safetensors", lora, {**rank, **version})
     return plan
 
 
@@ -418,19 +395,9 @@ def _vision(config: GemmaConfig) -> dict[str, Any]:
     """The released tower beside the released text model, else the smallest one that loads."""
     released = config.hidden_size == 3840
     sizes = (1152, 4304, 27, 16, 896, 14) if released else (16, 32, 1, 2, 16, 4)
-    keys = (
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "image_size",
-        "patch_size",
-    )
-    return {
-        "model_type": "siglip_vision_model",
-        "vision_use_head": False,
-        **dict(zip(keys, sizes, strict=True)),
-    }
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    found = dict(zip((*keys, "image_size", "patch_size"), sizes, strict=True))
+    return {"model_type": "siglip_vision_model", "vision_use_head": False, **found}
 
 
 def tokenizer_json(config: GemmaConfig | Gemma4Config, corpus: Sequence[str] = CORPUS) -> str:

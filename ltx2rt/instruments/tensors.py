@@ -72,26 +72,18 @@ def lora_tensors(
     config: ModelConfig, shapes: Mapping[str, Mapping[str, tuple[int, ...]]], rank: int
 ) -> dict[str, Tensor]:
     """Every linear of the transformer at rank min(rank, in, out), with 2.0's text projection."""
-    targets = {
-        name: shape for name, shape in shapes["transformer"].items() if name.endswith(".weight")
-    }
+    targets = {n: shape for n, shape in shapes["transformer"].items() if n.endswith(".weight")}
     if config.release.lora_changes_text:
-        targets |= {
-            name: s
-            for name, s in shapes["text"].items()
-            if name.startswith("text_embedding_projection.")
-        }
+        first = "text_embedding_projection."
+        targets |= {n: shape for n, shape in shapes["text"].items() if n.startswith(first)}
     out = {}
     for name, shape in targets.items():
         if len(shape) != 2:
             continue
         module, own_rank = name.removeprefix("model.").removesuffix(".weight"), min(rank, *shape)
-        for half, half_shape in (
-            ("lora_A", (own_rank, shape[1])),
-            ("lora_B", (shape[0], own_rank)),
-        ):
-            key = f"{module}.{half}.weight"
-            out[key] = Tensor(key, TensorInfo(half_shape, BF16))
+        for half, sizes in (("A", (own_rank, shape[1])), ("B", (shape[0], own_rank))):
+            key = f"{module}.lora_{half}.weight"
+            out[key] = Tensor(key, TensorInfo(sizes, BF16))
     return out
 
 
@@ -105,9 +97,8 @@ def in_fp8(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tens
             continue
         out[key] = Tensor(key, TensorInfo(tensor.info.shape, E4M3), quantised=tensor.info)
         for scale in ("weight_scale", "input_scale"):
-            out[key.removesuffix("weight") + scale] = Tensor(
-                key, TensorInfo((), F32), quantised=tensor.info
-            )
+            own = Tensor(key, TensorInfo((), F32), quantised=tensor.info)
+            out[key.removesuffix("weight") + scale] = own
     return out
 
 
@@ -122,12 +113,8 @@ def vision_shapes(vision: Mapping[str, int], text_width: int) -> dict[str, tuple
         "post_layernorm.bias": (width,),
     }
     linears = {f"self_attn.{x}_proj": (width, width) for x in ("q", "k", "v", "out")}
-    linears |= {
-        "mlp.fc1": (ff, width),
-        "mlp.fc2": (width, ff),
-        "layer_norm1": (width,),
-        "layer_norm2": (width,),
-    }
+    linears |= {"mlp.fc1": (ff, width), "mlp.fc2": (width, ff)}
+    linears |= {"layer_norm1": (width,), "layer_norm2": (width,)}
     for layer in range(vision["num_hidden_layers"]):
         for name, shape in linears.items():
             out[f"encoder.layers.{layer}.{name}.weight"] = shape
@@ -191,13 +178,8 @@ def split_rows(component: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[
 FLAT_TOWERS = {
     name: f"{name}." for name in ("vision_model", "multi_modal_projector", "audio_projector")
 }
-HF_TOWERS = dict(
-    zip(
-        FLAT_TOWERS,
-        ("model.vision_embedder.", "model.embed_vision.", "model.embed_audio."),
-        strict=True,
-    )
-)
+_NAMES = ("model.vision_embedder.", "model.embed_vision.", "model.embed_audio.")
+HF_TOWERS = dict(zip(FLAT_TOWERS, _NAMES, strict=True))
 
 
 def values(tensor: Tensor, seed: int) -> np.ndarray:
@@ -208,14 +190,12 @@ def values(tensor: Tensor, seed: int) -> np.ndarray:
     name, shape = tensor.name, tensor.info.shape
     if tensor.part is not None:
         i, count = tensor.part
-        whole = values(
-            Tensor(name, TensorInfo((count * shape[0], *shape[1:]), tensor.info.dtype)), seed
-        )
+        info = TensorInfo((count * shape[0], *shape[1:]), tensor.info.dtype)
+        whole = values(Tensor(name, info), seed)
         return whole[i * shape[0] : (i + 1) * shape[0]]
     if tensor.quantised:
-        quantised, scale = quantise_rows(
-            values(Tensor(name, tensor.quantised), seed).reshape(1, -1)
-        )
+        exact = values(Tensor(name, tensor.quantised), seed)
+        quantised, scale = quantise_rows(exact.reshape(1, -1))
         return scale.reshape(()) if tensor.info.dtype == F32 else quantised.reshape(shape)
     fixed = _fixed(name, shape)
     if fixed is not None:

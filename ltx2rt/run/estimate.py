@@ -214,22 +214,18 @@ def to_json(found: Estimate) -> dict[str, Any]:
         "basis": found.basis,
         **_bill(found),
         "mesh": dict(found.session.backend.mesh),
-        "stages": [
-            {
-                "name": c.label,
-                "steps": c.steps,
-                "weights_bytes": c.weights_bytes,
-                "resident_bytes": c.weights_bytes,
-                "streamed_bytes": c.streamed_bytes,
-                "copy_s": c.copy_s(found.kind),
-                "waits_s": c.waits_s(found.kind),
-                "activation_bytes": c.activation_bytes,
-                "flops": c.flops,
-                "collectives": c.collectives_json,
-                "exchange_s": c.exchange_s(found.kind),
-                "time_s": c.time_s(found.kind),
-                "basis": found.basis,
-            }
-            for c in found.costs
-        ],
+        "stages": [_stage(c, found) for c in found.costs],
+    }
+
+
+def _stage(c: StageCost, found: Estimate) -> dict[str, Any]:
+    counted = ("steps", "weights_bytes", "streamed_bytes", "activation_bytes", "flops")
+    timed = ("copy_s", "waits_s", "exchange_s", "time_s")
+    return {
+        "name": c.label,
+        **{name: getattr(c, name) for name in counted},
+        "resident_bytes": c.weights_bytes,
+        **{name: getattr(c, name)(found.kind) for name in timed},
+        "collectives": c.collectives_json,
+        "basis": found.basis,
     }

@@ -66,18 +66,12 @@ class Plan:
         """One for each LoRA of each stage, with its role."""
         distilled = self.loras.distilled and str(self.loras.distilled.path)
         for stage, merges in self.merges.items():
-            yield from (
-                merge.line(stage, "distilled" if merge.file == distilled else "")
-                for merge in merges
-            )
+            for merge in merges:
+                yield merge.line(stage, "distilled" if merge.file == distilled else "")
         yield from self.trained
         if self.request.takes_distilled == "optional" and (self.weights or not distilled):
-            how = (
-                "with the distilled LoRA near the weights"
-                if distilled
-                else "with no distilled LoRA"
-            )
-            yield f"{self.request.name}: {how}{self.weights and f'; {self.weights}'}"
+            how = "the distilled LoRA near the weights" if distilled else "no distilled LoRA"
+            yield f"{self.request.name}: with {how}{self.weights and f'; {self.weights}'}"
 
 
 def prepared(
@@ -134,9 +128,8 @@ def resolved(
 def _planned(lora: LoraSpec, beside: bool = False) -> PlannedLora:
     """The LoRA with the file that has its name now. Raises InputError."""
     found = open_lora(lora.path)
-    return PlannedLora(
-        lora.path, lora.strength, lora.stage, found.file.identity, beside, found.parts
-    )
+    own = lora.path, lora.strength, lora.stage
+    return PlannedLora(*own, found.file.identity, beside, found.parts)
 
 
 def resolved_stages(
@@ -196,14 +189,9 @@ def with_enhanced_prompt(
     assert seed is not None, "the request is not resolved"
     note("Gemma writes the prompt out ...", prefix="")
     on_gpu = get_factory(options.backend).process_per_device and options.device != "cpu"
-    text = enhance(
-        Enhancer.of(checkpoint, request.prompt_enhancer, options.loras),
-        request.prompt,
-        request.first_image,
-        seed,
-        options.dtype or "auto",
-        on_gpu,
-    )
+    enhancer, asked = Enhancer.of(checkpoint, request.prompt_enhancer, options.loras), request
+    how = seed, options.dtype or "auto", on_gpu
+    text = enhance(enhancer, asked.prompt, asked.first_image, *how)
     note(f"enhanced prompt: {text}", prefix="")
     return replace(request, enhanced_prompt=text)
 

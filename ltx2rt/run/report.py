@@ -42,12 +42,8 @@ def report_of(
 
 
 def versions(backend: Backend) -> dict[str, str]:
-    return {
-        "ltx2rt": VERSION,
-        "python": sys.version.split()[0],
-        "numpy": np.__version__,
-        **backend.versions,
-    }
+    ours = {"ltx2rt": VERSION, "python": sys.version.split()[0], "numpy": np.__version__}
+    return ours | backend.versions
 
 
 def named(path: Path) -> dict[str, str]:
@@ -111,11 +107,8 @@ def labels(session: Session, request: Request, video: int, marks: Marks) -> dict
 def comment(session: Session, request: Request, video: int) -> dict[str, Any]:
     """The clip's metadata: prompt, seed, model, versions and every setting; files by name alone."""
     checkpoint = session.checkpoint
-    model = {
-        **model_of(session),
-        "layout": checkpoint.layout,
-        "generation": checkpoint.config.release.name,
-    }
+    about = {"layout": checkpoint.layout, "generation": checkpoint.config.release.name}
+    model = model_of(session) | about
     return {
         "prompt": request.prompt,
         "seed": request.seeds[video],

@@ -134,9 +134,8 @@ class Run:
 
 def run_stages(session: Session, plan: Plan, watch: Stopwatch, state: State) -> None:
     """The stages in order. The frames are made when they are taken from `state.frames`."""
-    session.weights.loading = lambda network: watch.apart(
-        "load", f"loading the weights of {network}"
-    )
+    said = "loading the weights of {}"
+    session.weights.loading = lambda network: watch.apart("load", said.format(network))
     session.building = watch.building
     with session.compiling_ahead(plan.stages):
         for stage in plan.stages:
@@ -157,12 +156,10 @@ def timed(session: Session, plan: Plan, stream: TextIO | None = None) -> Plan:
     if session.backend.is_main:
         fps = plan.request.fps
         clip_s = float(state.num_frames / fps)
-        note(
-            f"the prompt asks for {state.seconds:.2f} s: {state.num_frames} frames, {clip_s:.2f} s"
-        )
-    return make_plan(
-        session, replace(plan.request, num_frames=state.num_frames, auto_duration=None)
-    )
+        found = f"{state.num_frames} frames, {clip_s:.2f} s"
+        note(f"the prompt asks for {state.seconds:.2f} s: {found}")
+    known = replace(plan.request, num_frames=state.num_frames, auto_duration=None)
+    return make_plan(session, known)
 
 
 def warm_up(session: Session, plan: Plan) -> None:
@@ -215,13 +212,9 @@ def produce(
     run_stages(session, plan, watch, state)
 
     def report() -> dict[str, Any]:
-        return report_of(
-            session,
-            plan,
-            watch,
-            session.backend.num_built - built,
-            session.weights.loaded_bytes - loaded,
-        )
+        num_built = session.backend.num_built - built
+        loaded_bytes = session.weights.loaded_bytes - loaded
+        return report_of(session, plan, watch, num_built, loaded_bytes)
 
     return state, watch, report
 

@@ -24,28 +24,19 @@ def write_trace(found: Estimate, path: Path) -> None:
     """Write one step of every stage. Raises OSError if the file cannot be written."""
     stages = enumerate(found.costs, 1)
     events = [event for number, c in stages for event in stage_events(c, found.kind, number)]
-    facts = {
-        "devices": f"{found.devices} x {found.kind.name}",
-        "mesh": dict(found.session.backend.mesh),
-    }
+    devices = f"{found.devices} x {found.kind.name}"
+    facts = {"devices": devices, "mesh": dict(found.session.backend.mesh)}
+    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
     with replacing(path) as partial:
-        partial.write_text(
-            json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts})
-        )
+        partial.write_text(json.dumps(trace))
 
 
 def stage_events(stage: StageCost, kind: DeviceKind, process: int) -> Iterator[dict[str, Any]]:
     """A step of a stage: a slice of its length, and in it the device's and links' work."""
     timeline = stage.timeline(kind)
     threads: dict[str, int] = {}
-    step = Event(
-        DEVICE,
-        "step",
-        f"{stage.label}, one of {stage.steps} steps",
-        0.0,
-        timeline.clock_s,
-        stage.flops,
-    )
+    about = f"{stage.label}, one of {stage.steps} steps"
+    step = Event(DEVICE, "step", about, 0.0, timeline.clock_s, stage.flops)
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": stage.label}}
     for event in (step, *timeline.flat()):
         if event.track not in threads:
@@ -54,16 +45,10 @@ def stage_events(stage: StageCost, kind: DeviceKind, process: int) -> Iterator[d
             yield {**facts, "args": {"name": event.track}}
         start, end = _microseconds(event.start_s), _microseconds(event.start_s + event.length_s)
         amounts = {"TFLOP": event.flops / 1e12, "received_bytes": event.received_bytes}
-        yield {
-            "ph": "X",
-            "name": event.name,
-            "cat": event.kind,
-            "pid": process,
-            "tid": threads[event.track],
-            "ts": start,
-            "dur": round(end - start, 3),
-            "args": {name: amount for name, amount in amounts.items() if amount},
-        }
+        where = {"pid": process, "tid": threads[event.track]}
+        when = {"ts": start, "dur": round(end - start, 3)}
+        args = {name: amount for name, amount in amounts.items() if amount}
+        yield {"ph": "X", "name": event.name, "cat": event.kind, **where, **when, "args": args}
 
 
 def _microseconds(time_s: float) -> float:

@@ -34,12 +34,8 @@ class Opened(FileResponse):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async def ranged(message: Any) -> None:
             if message["type"] == "http.response.start" and (status := message["status"]) >= 400:
-                raise Refusal(
-                    status,
-                    "invalid_value",
-                    "range: expected bytes=FIRST-LAST within the file",
-                    "range",
-                )
+                text = "range: expected bytes=FIRST-LAST within the file"
+                raise Refusal(status, "invalid_value", text, "range")
             await send(message)
 
         if not RANGES.fullmatch(Headers(scope=scope).get("range", "bytes=0-")):
@@ -48,9 +44,8 @@ class Opened(FileResponse):
         with self._file:
             if self._known(Headers(scope=scope)):
                 self.background = None
-                kept = {
-                    name: self.headers[name] for name in ("etag", "last-modified", "cache-control")
-                }
+                names = ("etag", "last-modified", "cache-control")
+                kept = {name: self.headers[name] for name in names}
                 await Response(None, 304, kept)(scope, receive, send)
             else:
                 await super().__call__(scope, receive, ranged)

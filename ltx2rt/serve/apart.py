@@ -29,15 +29,8 @@ class Apart:
     """admission: the server's own, whose twin the process makes."""
 
     def __init__(self, admission: Admission):
-        self._made_of = (
-            (admission.options, admission.inputs),
-            {
-                "default": admission.default,
-                "lora_folder": admission.lora_folder,
-                "enhancer": admission.enhancer,
-                "names": admission.names,
-            },
-        )
+        more = {n: getattr(admission, n) for n in ("default", "lora_folder", "enhancer", "names")}
+        self._made_of = (admission.options, admission.inputs), more
         self._process: asyncio.subprocess.Process | None = None
         self._one_at_a_time = asyncio.Lock()
 

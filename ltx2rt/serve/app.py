@@ -35,12 +35,8 @@ from ltx2rt.weights.digests import digest
 
 KEEP_ALIVE_S = 15
 UNUSED_S = 3600  # for so long what was sent stays if no job reads it
-PAGE_TYPES = {
-    ".html": "text/html",
-    ".js": "text/javascript",
-    ".css": "text/css",
-    ".svg": "image/svg+xml",
-}
+PAGE_TYPES = {f".{name}": f"text/{name}" for name in ("html", "css")}
+PAGE_TYPES |= {".js": "text/javascript", ".svg": "image/svg+xml"}
 NOT_HERE = "editing and characters are not supported here; send a new prompt with images instead"
 
 
@@ -101,16 +97,11 @@ class App(Orders, Videos, Files):
     async def events(self, request: Request) -> Response:
         """Events of one job or of all of the user's; with `previews=1` also pictures."""
         job = await self._job(request) if "id" in request.path_params else None
-        return StreamingResponse(
-            self._stream(
-                request.state.user,
-                job,
-                request.query_params.get("previews") == "1",
-                request.headers.get("last-event-id"),
-            ),
-            media_type="text/event-stream",
-            headers={"cache-control": "no-store", "x-accel-buffering": "no"},
-        )
+        previews = request.query_params.get("previews") == "1"
+        after = request.headers.get("last-event-id")
+        events = self._stream(request.state.user, job, previews, after)
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
     async def _stream(
         self, me: str, only: Job | None, previews: bool, after: str | None
@@ -203,9 +194,8 @@ class App(Orders, Videos, Files):
         for replica in self.supervisor.replicas:
             self.metrics.up.labels(replica.number).set(replica.state in ("idle", "busy"))
             if replica.process is not None:
-                self.metrics.rss.labels(f"replica {replica.number}").set(
-                    rss_bytes(replica.process.pid)
-                )
+                rss = self.metrics.rss.labels(f"replica {replica.number}")
+                rss.set(rss_bytes(replica.process.pid))
         self.metrics.paused.set(await self.store(self.queue.paused))
         self.metrics.rss.labels("server").set(rss_bytes("self"))
         self.metrics.disk.labels("clips").set(await asyncio.to_thread(self.folder.used_bytes))

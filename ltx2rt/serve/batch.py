@@ -252,12 +252,8 @@ class Results:
     def keep(self, id: str, status: str, digest: str, files: Sequence[str], **facts: Any) -> None:
         """Enter what became of a job, whose clips have their names."""
         sync(self.output)
-        result = {
-            "id": id,
-            "status": status,
-            "digest": digest,
-            "files": list(files) if status == COMPLETED else [],
-        }
+        made = list(files) if status == COMPLETED else []
+        result = {"id": id, "status": status, "digest": digest, "files": made}
         with self.path.open("a") as file:
             if file.tell() and not self._ends_a_line():
                 file.write("\n")

@@ -63,19 +63,12 @@ def how(field: str) -> Flag:
 
 def as_given(files: Mapping[str, list[list]], folder: Path) -> dict[str, Any]:
     """The files of a job, which are in the folder, as keywords of its pipeline."""
-    found = {
-        field: [(str(folder / file), *rest) for file, *rest in several]
-        for field, several in files.items()
-    }
-    one = {field: several[0] for field, several in found.items()}
-    return {
-        field: found[field]
-        if how(field).repeat
-        else first
-        if how(field).parse is parse_reference
-        else first[0]
-        for field, first in one.items()
-    }
+    found: dict[str, Any] = {}
+    for field, several in files.items():
+        named = [(str(folder / file), *rest) for file, *rest in several]
+        one = named[0] if how(field).parse is parse_reference else named[0][0]
+        found[field] = named if how(field).repeat else one
+    return found
 
 
 @cache
@@ -97,12 +90,9 @@ def offered(type_: type[Request], with_enhancer: bool = False) -> dict[str, Fiel
 def front(type_: type[Request]) -> list[str]:
     """The fields that tell what the pipeline is to do with which file, apart from images."""
     found = {name: f.metadata["flag"] for name, f in flagged(type_).items()}
-    return [
-        name
-        for name, how in found.items()
-        if how.asks in (None, type_.name) and how.parse is not parse_image
-        if how.asks or (how.file and how.common)
-    ]
+    own = (n for n, how in found.items() if how.asks or (how.file and how.common))
+    other = (type_.name, None)
+    return [n for n in own if found[n].asks in other and found[n].parse is not parse_image]
 
 
 def value(f: Field, given: Any) -> Any:
@@ -127,11 +117,8 @@ def value(f: Field, given: Any) -> Any:
         raise InputError(f"{name}: {len(given)} characters, expected at most {MAX_PROMPT}")
     if "\0" in str(given):
         raise InputError(f"{name}: holds a zero byte; leave it out")
-    if (
-        isinstance(given, bool)
-        or not isinstance(given, plain_types)
-        or len(str(given)) > MAX_PROMPT
-    ):
+    wrong = isinstance(given, bool) or not isinstance(given, plain_types)
+    if wrong or len(str(given)) > MAX_PROMPT:
         raise InputError(f"{name}: {str(given)[:80]!r}, expected {schema(f)['type']}")
     if parse is int and not re.fullmatch(r"-?[0-9]{1,20}(\.0)?", str(given).strip()):
         raise InputError(f"{name}: {str(given)[:80]}, expected a whole number of at most 20 digits")

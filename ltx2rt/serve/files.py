@@ -42,9 +42,8 @@ class Files(Core):
             if (shown := self.board.previews.get(job.id)) is None:
                 text = "there is no preview; listen to /v1/events?previews=1 while it runs"
                 raise Refusal(404, "not_found", text)
-            return Response(
-                shown[1], media_type="image/jpeg", headers={"cache-control": "no-store"}
-            )
+            headers = {"cache-control": "no-store"}
+            return Response(shown[1], media_type="image/jpeg", headers=headers)
         if job.status != COMPLETED or job.result is None:
             text = f"the video is {job.status}; ask again when it is completed"
             raise Refusal(409, "not_ready", text)
@@ -64,19 +63,15 @@ class Files(Core):
                 return Response(sheet, media_type="image/jpeg")
             if variant == "frames":
                 if not job.job.get("frames"):
-                    text = (
-                        "the clip has no frames of high dynamic range; ask for it with hdr_frames"
-                    )
+                    text = "there are no frames of high dynamic range; ask for them by hdr_frames"
                     raise Refusal(404, "not_found", text)
                 frames = clip.with_name(frames_of(clip.name))
-                return await asyncio.to_thread(
-                    Opened, frames, media_type="application/zip", filename=f"{name}{FRAMES}"
-                )
+                how = {"media_type": "application/zip", "filename": f"{name}{FRAMES}"}
+                return await asyncio.to_thread(Opened, frames, **how)
             noted = None
             if request.method == "GET" and "fetched" not in job.result:
-                noted = BackgroundTask(
-                    self.store.insist, self.queue.note, job.id, fetched=int(time.time())
-                )
+                now = int(time.time())
+                noted = BackgroundTask(self.store.insist, self.queue.note, job.id, fetched=now)
             return await asyncio.to_thread(
                 Opened, clip, media_type="video/mp4", background=noted, filename=f"{name}.mp4",
                 content_disposition_type="inline",
@@ -97,19 +92,15 @@ class Files(Core):
             raise Refusal(409, "stream_over", text, "from")
         if job.over:
             return await self.content(request)
-        return StreamingResponse(
-            self._followed(job, int(start)),
-            media_type="video/mp4",
-            headers={"cache-control": "no-store", "x-accel-buffering": "no"},
-        )
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        followed = self._followed(job, int(start))
+        return StreamingResponse(followed, media_type="video/mp4", headers=headers)
 
     async def _in_segments(self, request: Request) -> tuple[Job, Any]:
         """The job of the path and its clip, which knows its parts. Raises Refusal."""
         job = await self._job(request)
         if not in_segments(job):
-            text = (
-                "the clip is not made in segments; ask for more than 20 s, or with `segment_frames`"
-            )
+            text = "the clip has no segments; ask for more than 20 s, or with `segment_frames`"
             raise Refusal(409, "no_segments", text)
         files = as_given(job.job.get("files", {}), self.folder.inputs)
         clip: Any = make_request(job.job["pipeline"], **job.job["clip"], **files).measured()
@@ -174,9 +165,8 @@ class Files(Core):
                     size = os.fstat(file.fileno()).st_size
                     border = await asyncio.to_thread(whole_fragments, file, border, size)
                     while start < border:
-                        data = await asyncio.to_thread(
-                            pread, file.fileno(), min(border - start, STREAM_BYTES), start
-                        )
+                        size = min(border - start, STREAM_BYTES)
+                        data = await asyncio.to_thread(pread, file.fileno(), size, start)
                         start += len(data)
                         yield data
                 if now is None or now.over:

@@ -47,18 +47,14 @@ class Folder:
     Raises InputError, which names the flag, if it cannot be written, or another server uses it."""
 
     def __init__(
-        self,
-        root: Path,
-        flag: str = "--data",
-        min_free_bytes: int = MIN_FREE_BYTES,
+        self, root: Path, flag: str = "--data", min_free_bytes: int = MIN_FREE_BYTES,
         queue: Path | None = None,
-    ):
+    ):  # fmt: skip
         self.queue = queue or root / "jobs.db"
         self.root, self.inputs, self.outputs = root, root / "in", root / "out"
         self.flag, self.min_free_bytes = flag, min_free_bytes
-        self._since: dict[
-            str, float
-        ] = {}  # when an input was sent or found, by the monotonic clock
+        # when an input was sent or found, by the monotonic clock
+        self._since: dict[str, float] = {}
         self._senders: dict[str, set[str]] = {}  # users by input
         self._inputs_lock = Lock()
         try:
@@ -83,11 +79,8 @@ class Folder:
         if self.queue.exists() and self.queue.stat().st_size:
             return
         found = [path.name for path, _ in (*_own(self.outputs, OUTPUT), *_own(self.inputs, INPUT))]
-        found += [
-            path.name
-            for path in self.queue.parent.glob(self.queue.name + "-*")
-            if path.stat().st_size
-        ]
+        others = self.queue.parent.glob(self.queue.name + "-*")
+        found += [path.name for path in others if path.stat().st_size]
         if found:
             raise InputError(
                 f"{self.flag}: {self.root} holds {len(found)} files of a server, such as "

@@ -45,9 +45,8 @@ async def fields_of(
     """The fields of a body; the files that it holds are kept, and stand where they are named by
     their `file_id`. folder: where; none: their bytes are there. uploads: kinds of files by the
     field that takes them, besides images. Raises Refusal."""
-    if (
-        coding := request.headers.get("content-encoding", "identity").strip().lower()
-    ) != "identity":
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
         text = f"content-encoding: {coding[:80]!r}, expected none; send the body as it is"
         raise Refusal(415, "bad_content_encoding", text)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -69,20 +68,17 @@ async def fields_of(
 
 async def _chunks(request: Request, max_bytes: int) -> AsyncGenerator[bytes, None]:
     size, start, more = 0, time.monotonic(), True
-    too_large = Refusal(
-        413, "payload_too_large", f"the body is longer than {max_bytes} bytes; send less"
-    )
-    if (length := request.headers.get("content-length", "0")).isdecimal() and int(
-        length
-    ) > max_bytes:
+    text = f"the body is longer than {max_bytes} bytes; send less"
+    too_large = Refusal(413, "payload_too_large", text)
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length) > max_bytes:
         raise too_large
     while more:
         try:
             message = await asyncio.wait_for(request.receive(), SLOW_S)
         except TimeoutError:
-            raise Refusal(
-                408, "too_slow", f"nothing arrived for {SLOW_S} s; send it again"
-            ) from None
+            text = f"nothing arrived for {SLOW_S} s; send it again"
+            raise Refusal(408, "too_slow", text) from None
         if message["type"] == "http.disconnect":
             raise Gone
         chunk, more = message.get("body", b""), message.get("more_body", False)
@@ -90,9 +86,8 @@ async def _chunks(request: Request, max_bytes: int) -> AsyncGenerator[bytes, Non
         if size > max_bytes:
             raise too_large
         if spent_s > SLOW_S and size < spent_s * SLOWEST_BYTES_PER_S:
-            raise Refusal(
-                408, "too_slow", f"{size} bytes in {spent_s:.0f} s; send it again, faster"
-            )
+            text = f"{size} bytes in {spent_s:.0f} s; send it again, faster"
+            raise Refusal(408, "too_slow", text)
         yield chunk
 
 

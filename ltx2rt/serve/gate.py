@@ -84,9 +84,8 @@ class Gate:
 
         async def reading() -> Any:
             message = await receive()
-            scope["state"]["read"] = message["type"] != "http.request" or not message.get(
-                "more_body", False
-            )
+            more = message["type"] == "http.request" and message.get("more_body", False)
+            scope["state"]["read"] = not more
             return message
 
         scope["state"] = {"read": False}
@@ -110,11 +109,8 @@ class Gate:
                     await close_unread(answer_of(refusal))(scope, reading, answered)
         except Exception as error:  # starlette has answered 500
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            self.board.log(
-                "error",
-                error=f"{type(error).__name__}: {error}"[:500],
-                at=f"{frame.name}:{frame.lineno}",
-            )
+            said, at = f"{type(error).__name__}: {error}"[:500], f"{frame.name}:{frame.lineno}"
+            self.board.log("error", error=said, at=at)
         finally:
             if self._asked.pop(task, None):
                 self._of_user[asked.user.name] -= 1
@@ -122,9 +118,8 @@ class Gate:
         self.metrics.requests.labels(route, code or 500).inc()
         if route not in PROBES:
             took_ms = round(1000 * (time.monotonic() - start), 1)
-            self.board.log(
-                "http", method=scope["method"], path=scope["path"][:100], code=code, ms=took_ms
-            )
+            asked = {"method": scope["method"], "path": scope["path"][:100]}
+            self.board.log("http", **asked, code=code, ms=took_ms)
 
     def _require_place(self, request: Request, user: User) -> None:
         """Raises Refusal."""
@@ -157,9 +152,8 @@ class Gate:
         """The user whose token the request has."""
         assert self.users is not None
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        return self.users.of(
-            token.strip() if scheme.lower() == "bearer" else request.cookies.get(COOKIE, "")
-        )
+        bearer = scheme.lower() == "bearer"
+        return self.users.of(token.strip() if bearer else request.cookies.get(COOKIE, ""))
 
     def _user(self, request: Request) -> User:
         """Raises Refusal."""
@@ -193,9 +187,8 @@ async def refused(request: Request, error: Exception, board: Board) -> Response:
         codes = {404: "not_found", 405: "method_not_allowed"}
         if error.status_code == 405 and request.scope.get("path_params", {}).get("name"):
             return await refused(request, nothing_here(), board)
-        error = Refusal(
-            error.status_code, codes.get(error.status_code, "invalid_value"), str(error.detail)
-        )
+        code = codes.get(error.status_code, "invalid_value")
+        error = Refusal(error.status_code, code, str(error.detail))
     elif isinstance(error, (sqlite3.OperationalError, OSError)):
         board.log("disk_error", error=str(error))
         database = isinstance(error, sqlite3.Error)

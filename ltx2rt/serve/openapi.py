@@ -32,12 +32,8 @@ def _body(admission: Admission) -> dict[str, Any]:
         about = f"a {kind}: a file of the form with this name, or a data: URL"
         properties[name] = {"type": "string", "description": about}
     properties["prompt"] = {"type": "string", "maxLength": MAX_PROMPT}
-    return {
-        "type": "object",
-        "required": ["prompt"],
-        "properties": properties,
-        "additionalProperties": False,
-    }
+    fixed = {"type": "object", "required": ["prompt"], "additionalProperties": False}
+    return {**fixed, "properties": properties}
 
 
 def openapi(admission: Admission) -> dict[str, Any]:
@@ -47,12 +43,8 @@ def openapi(admission: Admission) -> dict[str, Any]:
     file = {"input_reference": {"type": "string", "format": "binary"}}
     form = {**body, "properties": properties | file}
     content = {"application/json": {"schema": body}, "multipart/form-data": {"schema": form}}
-    id = {
-        "name": "id",
-        "in": "path",
-        "required": True,
-        "schema": {"type": "string", "pattern": JOB_ID.pattern},
-    }
+    schema = {"type": "string", "pattern": JOB_ID.pattern}
+    id = {"name": "id", "in": "path", "required": True, "schema": schema}
     answers = {"200": {"description": "done"}, "4XX": {"description": "an error object"}}
 
     def at(**methods: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,12 +36,9 @@ class Orders(Core):
         job = await self._job(request)
         given = await fields_of(request, self.how.flags.max_upload)
         if unknown := sorted(given.keys() - {"prompt"}):
-            raise Refusal(
-                400,
-                "unknown_field",
-                f"{unknown[0][:80]!r}: a remix changes the prompt alone",
-                unknown[0][:80],
-            )
+            name = unknown[0][:80]
+            text = f"{name!r}: a remix changes the prompt alone"
+            raise Refusal(400, "unknown_field", text, name)
         settings = {**job.given, "seed": job.job["clip"].get("seed"), "prompt": given.get("prompt")}
         return await self._add(request, settings, remixed_from=job.id)
 
@@ -93,10 +90,8 @@ class Orders(Core):
             return await self._checked(user, admitted)
         # the answer may have been lost
         retried = request.headers.get("x-stainless-retry-count", "0") != "0"
-        if (
-            retried
-            and (known := await self.store(self.queue.repeated, user, admitted.digest)) is not None
-        ):
+        known = await self.store(self.queue.repeated, user, admitted.digest) if retried else None
+        if known is not None:
             return self._answer(await self._video(known))
         await self._require_accepting()  # planning takes time
         try:
@@ -111,12 +106,8 @@ class Orders(Core):
         except Conflict as error:
             raise Refusal(409, "conflict", str(error)) from None
         if job.status == QUEUED:  # else it was sent before
-            self.board.tell(
-                "queued",
-                job.id,
-                user,
-                **({"prompt": given.get("prompt")} if self.how.flags.log_prompts else {}),
-            )
+            said = {"prompt": given.get("prompt")} if self.how.flags.log_prompts else {}
+            self.board.tell("queued", job.id, user, **said)
             self.supervisor.woken()
         return self._answer(await self._video(job))
 

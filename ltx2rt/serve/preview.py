@@ -34,17 +34,14 @@ def fitted(session: Session) -> np.ndarray:
     rows, colours = [], []
     for seed in range(PICTURES):
         picture = smooth(seed, GRID * factor)
-        latent = session.backend.to_host(
-            session.run(call, {"frames": picture[None, :, None]})["latent"]
-        )[0, :, 0]
+        made = session.run(call, {"frames": picture[None, :, None]})["latent"]
+        latent = session.backend.to_host(made)[0, :, 0]
         rows.append(latent.reshape(len(latent), -1).T)
-        colours.append(
-            picture.reshape(3, GRID, factor, GRID, factor).mean(axis=(2, 4)).reshape(3, -1).T
-        )
+        cells = picture.reshape(3, GRID, factor, GRID, factor).mean(axis=(2, 4))
+        colours.append(cells.reshape(3, -1).T)
     session.weights.free(call.weights)
-    x = np.concatenate([np.concatenate(rows), np.ones((PICTURES * GRID**2, 1))], axis=1).astype(
-        np.float64
-    )
+    ones = np.ones((PICTURES * GRID**2, 1))
+    x = np.concatenate([np.concatenate(rows), ones], axis=1).astype(np.float64)
     ridge = RIDGE * len(x) * np.mean(x[:, :-1] ** 2) * np.eye(x.shape[1])
     ridge[-1, -1] = 0
     return np.linalg.solve(x.T @ x + ridge, x.T @ np.concatenate(colours)).astype(np.float32)

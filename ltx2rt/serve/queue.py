@@ -129,13 +129,8 @@ class Queue(JobFile):
 
     def repeated(self, user: str, digest: str) -> Job | None:
         """The latest job with this digest that the user has sent within RETRY_S."""
-        found = self._jobs(
-            "user=? AND digest=? AND created>? ORDER BY seq DESC",
-            user,
-            digest,
-            time.time() - RETRY_S,
-        )
-        return found[0] if found else None
+        latest, since = "user=? AND digest=? AND created>? ORDER BY seq DESC", time.time() - RETRY_S
+        return next(iter(self._jobs(latest, user, digest, since)), None)
 
     def get(self, id: str) -> Job | None:
         return next(iter(self._jobs("id=?", id)), None)

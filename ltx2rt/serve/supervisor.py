@@ -266,9 +266,8 @@ class Supervisor:
         died = failure("worker_died", f"the process that ran it ended ({ending(status)})")
         blame = None if self.draining else replica.lost or died
         if (result := self.folder.published(job)) is not None:  # it died after the file was whole
-            await self.store.insist(
-                self.store.queue.finish, job.id, job.epoch, COMPLETED, result=result
-            )
+            finish = self.store.queue.finish
+            await self.store.insist(finish, job.id, job.epoch, COMPLETED, result=result)
         with contextlib.suppress(OSError):  # `_cannot_write` says why
             self.folder.remove_unfinished(job)
         await self._give_back(job, blame)
@@ -277,9 +276,8 @@ class Supervisor:
         self, job: Job, blame: Mapping[str, str] | None, blamed: bool = True
     ) -> None:
         """Queue a job again that ended without a result, or let it fail. blamed: as in `Queue`."""
-        after = await self.store.insist(
-            self.store.queue.give_back, job.id, job.epoch, blame, blamed
-        )
+        give_back = self.store.queue.give_back
+        after = await self.store.insist(give_back, job.id, job.epoch, blame, blamed)
         if after is None:
             return
         if after.status == QUEUED:

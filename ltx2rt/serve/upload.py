@@ -24,13 +24,7 @@ from ltx2rt.system import limit
 
 IMAGE, SOUND, VIDEO, MASK = "image", "sound", "video", "mask"  # a mask is an image or a video
 EXR = "exr"  # an image in high dynamic range
-MAX_BYTES = {
-    IMAGE: 16 * 2**20,
-    EXR: 64 * 2**20,
-    SOUND: 16 * 2**20,
-    VIDEO: 64 * 2**20,
-    MASK: 64 * 2**20,
-}
+MAX_BYTES = dict.fromkeys((IMAGE, SOUND), 16 * 2**20) | dict.fromkeys((VIDEO, MASK, EXR), 2**26)
 MAX_PX, MAX_FRAME_PX = 40_000_000, 10_000_000
 # limits for sound and video; the models make at most 20 s
 MAX_S, MAX_FRAMES, MAX_STREAMS = (60, 2000, 8)
@@ -58,16 +52,11 @@ def kind_of(data: bytes, kind: str) -> str:
 async def check_upload(data: bytes, field: str, kind: str) -> None:
     """Raises Refusal."""
     if len(data) > (most := MAX_BYTES[kind]):
-        raise Refusal(
-            413, "payload_too_large", f"{field}: {len(data)} bytes, expected at most {most}", field
-        )
+        text = f"{field}: {len(data)} bytes, expected at most {most}"
+        raise Refusal(413, "payload_too_large", text, field)
     if kind == IMAGE and not (data.startswith(STARTS) or is_heic(data[:64])):
-        raise Refusal(
-            400,
-            "bad_image",
-            f"{field}: no {', '.join(IMAGES)} or EXR file; save it as one of them",
-            field,
-        )
+        text = f"{field}: no {', '.join(IMAGES)} or EXR file; save it as one of them"
+        raise Refusal(400, "bad_image", text, field)
     async with _places:
         process = await asyncio.create_subprocess_exec(
             *READER, kind,
@@ -155,9 +144,8 @@ def _size_px(path: Path) -> tuple[int, int]:
         size = f"over {2 * MAX_PX} pixels"
         raise ValueError(f"{size}, expected at most {MAX_PX} in all; make it smaller") from None
     except Exception:  # Pillow's readers raise whatever a damaged file makes them stumble over
-        raise ValueError(
-            "it is no readable PNG, JPEG, WEBP or HEIC file; save it again as one"
-        ) from None
+        said = "it is no readable PNG, JPEG, WEBP or HEIC file; save it again as one"
+        raise ValueError(said) from None
 
 
 def read_media(kind: str, path: Path) -> None:

@@ -88,22 +88,19 @@ def in_segments(job: Job) -> bool:
     return job.job["clip"].get("segment_frames") is not None
 
 
+def _file_id(name: str, *strength: float) -> dict[str, Any]:
+    return {"file_id": name.split(".")[0]} | ({"strength": strength[0]} if strength else {})
+
+
 def settings(job: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a request that gets the same video."""
-    images = [
-        {"file_id": file.split(".")[0], "frame": frame, "strength": strength}
-        for file, frame, strength in job["images"]
-    ]
+    images = [_file_id(file, *rest) | {"frame": frame} for file, frame, *rest in job["images"]]
     loras = [
         {"name": Path(file).stem, "strength": strength, "stage": stage}
         for file, strength, stage in job["loras"]
     ]
     files = {
-        field: [
-            {"file_id": name.split(".")[0]} | ({"strength": rest[0]} if rest else {})
-            for name, *rest in kept
-        ]
-        for field, kept in job.get("files", {}).items()
+        field: [_file_id(*one) for one in kept] for field, kept in job.get("files", {}).items()
     }
     own = dict(pipeline=job["pipeline"], n=job.get("n", 1), images=images, loras=loras)
     if job.get("frames"):

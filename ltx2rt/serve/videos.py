@@ -71,17 +71,14 @@ class Videos(Core):
         await self._require_accepting()
         job = await self._job(request)
         if job.status == COMPLETED:
-            raise Refusal(
-                409, "conflict", "the video is completed; send its settings again instead"
-            )
+            text = "the video is completed; send its settings again instead"
+            raise Refusal(409, "conflict", text)
         if not job.job["pipeline"]:
-            raise Refusal(
-                409, "conflict", "its row in the queue was damaged; send it again instead"
-            )
+            text = "its row in the queue was damaged; send it again instead"
+            raise Refusal(409, "conflict", text)
         if not self.folder.keep_longer(inputs_of(job.job)):
-            raise Refusal(
-                410, "expired", "the files sent with it were deleted; send it again instead"
-            )
+            text = "the files sent with it were deleted; send it again instead"
+            raise Refusal(410, "expired", text)
         try:
             after = await self.store(self.queue.retry, job.id)
         except QueueFull as full:
@@ -107,12 +104,8 @@ class Videos(Core):
             job = await self._cancelled(job)
             while not job.over:
                 if time.monotonic() > end:
-                    raise Refusal(
-                        409,
-                        "conflict",
-                        "the video is still being cancelled; ask again",
-                        retry_after_s=RETRY_S,
-                    )
+                    text = "the video is still being cancelled; ask again"
+                    raise Refusal(409, "conflict", text, retry_after_s=RETRY_S)
                 await watcher.take(1.0)
                 job = await self._job(request)
         await asyncio.to_thread(self.folder.remove, job)  # first: a clip without its row would stay

@@ -214,15 +214,9 @@ class Webhooks:
 
 def send(hook: Hook, event: WebhookEvent, exchange: Exchange) -> tuple[str | None, bool]:
     """The error, None if it was taken, and whether the receiver wants no more of it (410)."""
-    body = json.dumps(
-        {
-            "object": "event",
-            "id": event.id,
-            "type": f"video.{event.kind}",
-            "created_at": int(event.created),
-            "data": {"id": event.job},
-        }
-    ).encode()
+    about = {"object": "event", "id": event.id, "type": f"video.{event.kind}"}
+    about |= {"created_at": int(event.created), "data": {"id": event.job}}
+    body = json.dumps(about).encode()
     timestamp = str(int(time.time()))
     headers = {
         "content-type": "application/json",

@@ -102,9 +102,8 @@ def work(
             projection = fitted(session)
     places = session.backend.mesh.get("data", 1)
     for shape in warm:
-        asked = make_request(
-            shape.pipeline, prompt="a warm-up", seed=0, num_videos=places, **shape.clip
-        )
+        clip = dict(prompt="a warm-up", seed=0, num_videos=places, **shape.clip)
+        asked = make_request(shape.pipeline, **clip)
         warm_up(session, Run(session, asked).plan)
     if first:
         pipe.tell("ready", device=room(session), mesh=dict(session.backend.mesh))
@@ -119,9 +118,8 @@ def work(
         alone = ("out_of_memory", STORAGE)  # what one rank meets while the others wait for it
         lost = facts.get("code") == "internal" or (crew is not None and facts.get("code") in alone)
         if first or lost:
-            pipe.tell(
-                event, id=job["id"], epoch=job["epoch"], **facts, **({"ends": True} if lost else {})
-            )
+            ends = {"ends": True} if lost else {}
+            pipe.tell(event, id=job["id"], epoch=job["epoch"], **facts, **ends)
         if lost and crew is not None:
             crew.fail(facts["message"], FAILED)
         if lost:
@@ -177,12 +175,8 @@ def attempt(
 
     def look(latents: Callable[[], np.ndarray]) -> None:
         number = next(steps)
-        if (
-            pipe is not None
-            and projection is not None
-            and job["id"] in pipe.watched
-            and number % PREVIEW_STEPS == 0
-        ):
+        watched = pipe is not None and job["id"] in pipe.watched
+        if pipe and projection is not None and watched and number % PREVIEW_STEPS == 0:
             picture = picture_of(latents()[0], projection)
             pipe.tell("preview", **named, number=number, jpeg=b64encode(picture).decode())
 
@@ -197,9 +191,8 @@ def attempt(
         code = "too_large_for_memory" if str(error).startswith("no room") else "input_changed"
         ended = "failed", {"code": code, "message": FOLDERS.sub("", str(error))}
     except Exception as error:
-        if isinstance(error, OSError) and (
-            reason := writing_problem(Path(job["stem"]).parent, error)
-        ):
+        folder = Path(job["stem"]).parent
+        if isinstance(error, OSError) and (reason := writing_problem(folder, error)):
             return "failed", {"code": STORAGE, "message": f"the clip cannot be written: {reason}"}
         print(f"ltx2rt: {job['id']}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         code = "out_of_memory" if ran_out_of_memory(error) else "internal"
@@ -212,9 +205,8 @@ def attempt(
 def ran_out_of_memory(error: Exception) -> bool:
     """As torch and XLA say it."""
     text = f"{type(error).__name__} {error}".lower()
-    return isinstance(error, MemoryError) or any(
-        words in text for words in ("out of memory", "resource_exhausted")
-    )
+    said = "out of memory" in text or "resource_exhausted" in text
+    return said or isinstance(error, MemoryError)
 
 
 def run(
@@ -263,18 +255,11 @@ def _published(made: Run, job: dict[str, Any]) -> dict[str, Any]:
     def told() -> dict[str, Any]:
         """The report with the names of files alone: clients read it."""
         full, settings = made.report(), made.comment()["settings"]
-        return full | {
-            "settings": settings,
-            "lora": [{**one, "file": Path(one["file"]).name} for one in full["lora"]],
-        }
+        lora = [{**one, "file": Path(one["file"]).name} for one in full["lora"]]
+        return full | {"settings": settings, "lora": lora}
 
-    return publish(
-        Path(job["stem"]),
-        write,
-        lambda path: thumbnail(first[0], path),
-        told,
-        made.request.num_videos,
-    )
+    stem, count = Path(job["stem"]), made.request.num_videos
+    return publish(stem, write, lambda path: thumbnail(first[0], path), told, count)
 
 
 def planned(session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any]) -> Run:

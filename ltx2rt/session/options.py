@@ -123,13 +123,8 @@ def parse_mesh(text: str | Mapping[str, int]) -> dict[str, int]:
     mesh: dict[str, int] = {}
     for item in text.split(","):
         axis, _, size = item.partition("=")
-        if (
-            axis not in MESH_AXES
-            or not size.isdecimal()
-            or len(size) > 9
-            or int(size) < 1
-            or axis in mesh
-        ):
+        known_axis = axis in MESH_AXES and axis not in mesh
+        if not known_axis or not size.isdecimal() or len(size) > 9 or int(size) < 1:
             known = ", ".join(MESH_AXES)
             raise InputError(
                 f"--mesh: {text[:80]!r}, expected AXIS=N with an axis of {known}, such as tensor=2"
@@ -163,26 +158,15 @@ class Model:
 if TYPE_CHECKING:
     PartFiles = Model
 else:
-    PartFiles = make_dataclass(
-        "PartFiles",
-        [
-            (
-                name,
-                "Path | None",
-                flag(
-                    None,
-                    part.help,
-                    parse_part,
-                    group="model",
-                    metavar=part.metavar,
-                    marks="plan compile" + " prepare train toml" * (part.every and not part.wanted),
-                ),
-            )
-            for name, part in FILES.items()
-        ],
-        bases=(Model,),
-        frozen=True,
-    )
+    _OWN = {
+        name: flag(
+            None, part.help, parse_part, group="model", metavar=part.metavar,
+            marks="plan compile" + " prepare train toml" * (part.every and not part.wanted),
+        )
+        for name, part in FILES.items()
+    }  # fmt: skip
+    _FIELDS = [(name, "Path | None", own) for name, own in _OWN.items()]
+    PartFiles = make_dataclass("PartFiles", _FIELDS, bases=(Model,), frozen=True)
 
 
 @dataclass(frozen=True)
@@ -397,10 +381,8 @@ class ModelOptions(PartFiles):
     @property
     def files(self) -> list[Path]:
         """The files and folders that it names."""
-        loras = [
-            lora.path for lora in (*self.loras, self.distilled_lora) if lora and lora != NO_LORA
-        ]
-        return [self.model, *self.parts.values(), *loras]
+        loras = (lora for lora in (*self.loras, self.distilled_lora) if lora and lora != NO_LORA)
+        return [self.model, *self.parts.values(), *(lora.path for lora in loras)]
 
 
 _WEB = re.compile(r"\w+:/+\w+\.")

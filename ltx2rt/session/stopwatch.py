@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -163,9 +163,8 @@ class Stopwatch:
         stage.time_s = self._charged() - begin
         self.stages.append(stage)
         self._done += self.work.get(name, 0.0)
-        self.say(
-            f"{name}: {stage.time_s:.2f} s" + (f" ({count - done} {unit})" if count > done else "")
-        )
+        made = f" ({count - done} {unit})" if count > done else ""
+        self.say(f"{name}: {stage.time_s:.2f} s{made}")
 
     def _bar(self, name: str, count: int, steps: int, unit: str, spent_s: float) -> None:
         """Show on a terminal the part of the run that is done, or of the stage if the run's work is
@@ -207,9 +206,7 @@ class Stopwatch:
     def report(self, **facts: Any) -> dict[str, Any]:
         """The dict of `--report`: stage times, warm-up and load apart, and the given facts."""
         return {
-            "stages": [
-                {"name": s.name, "time_s": s.time_s, "steps_s": s.steps_s} for s in self.stages
-            ],
+            "stages": [asdict(stage) for stage in self.stages],
             "warmup_s": self.apart_s.get("warmup", 0.0),
             "load_s": self.apart_s.get("load", 0.0),
             "total_s": self.total_s,

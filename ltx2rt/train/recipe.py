@@ -24,44 +24,26 @@ TAILS = (-2.5758, 3.0902)
 LEAST = 1e-3  # noise level; smaller ones are mirrored at it
 PLAIN = 0.1  # share of levels that are uniform
 
+VIDEO, AUDIO = ("attn1", "attn2"), ("audio_attn1", "audio_attn2")
+CROSS = ("audio_to_video_attn", "video_to_audio_attn")
+
+
+def _projections(*attentions: str) -> tuple[str, ...]:
+    return tuple(f"{a}.{part}" for a in attentions for part in ("to_q", "to_k", "to_v", "to_out.0"))
+
+
 GROUPS: Mapping[str, tuple[str, ...]] = {  # modules of a block by group
-    "video-attn": tuple(
-        f"attn{i}.{part}" for i in (1, 2) for part in ("to_q", "to_k", "to_v", "to_out.0")
-    ),
-    "audio-attn": tuple(
-        f"audio_attn{i}.{part}" for i in (1, 2) for part in ("to_q", "to_k", "to_v", "to_out.0")
-    ),
-    "cross": tuple(
-        f"{way}_attn.{part}"
-        for way in ("audio_to_video", "video_to_audio")
-        for part in ("to_q", "to_k", "to_v", "to_out.0")
-    ),
-    "video-to-audio": tuple(  # the half of `cross` that the sound reads
-        f"video_to_audio_attn.{part}" for part in ("to_q", "to_k", "to_v", "to_out.0")
-    ),
+    "video-attn": _projections(*VIDEO),
+    "audio-attn": _projections(*AUDIO),
+    "cross": _projections(*CROSS),
+    "video-to-audio": _projections(CROSS[1]),  # the half of `cross` that the sound reads
     "video-ff": ("ff.net.0.proj", "ff.net.2"),
     "audio-ff": ("audio_ff.net.0.proj", "audio_ff.net.2"),
-    "gates": tuple(  # LTX-2.3 and 2.5; the official trainer never targets them
-        f"{name}.to_gate_logits"
-        for name in (
-            "attn1",
-            "attn2",
-            "audio_attn1",
-            "audio_attn2",
-            "audio_to_video_attn",
-            "video_to_audio_attn",
-        )
-    ),
+    # LTX-2.3 and 2.5; the official trainer never targets them
+    "gates": tuple(f"{name}.to_gate_logits" for name in (*VIDEO, *AUDIO, *CROSS)),
 }
-STREAM_OF = {
-    "video-attn": "video",
-    "video-ff": "video",
-    "audio-attn": "audio",
-    "audio-ff": "audio",
-    "cross": "cross",
-    "video-to-audio": "cross",
-    "gates": "cross",
-}
+STREAM_OF = dict.fromkeys(GROUPS, "cross")
+STREAM_OF |= {f"{name}-{part}": name for name in ("video", "audio") for part in ("attn", "ff")}
 
 
 @dataclass(frozen=True)

@@ -328,18 +328,10 @@ class Segments(Group):
             images = [image for image in request.images if image.frame in new]
             given["images"] = tuple(replace(image, frame=image.frame - start) for image in images)
         seeds = {seed.segment: seed.seed for seed in self.segment_seeds}
-        return replace(
-            request,
-            prompt=prompts[min(i, len(prompts) - 1)],
-            seed=seeds.get(i + 1, segment_seed(request.seeds[0], i)),
-            num_frames=end - start,
-            segment_frames=None,
-            segment_prompts=(),
-            segment_seeds=(),
-            cut=(),
-            number=i + 1,
-            **given,
-        )
+        given |= {"prompt": prompts[min(i, len(prompts) - 1)], "num_frames": end - start}
+        given |= {"seed": seeds.get(i + 1, segment_seed(request.seeds[0], i)), "number": i + 1}
+        whole = dict(segment_frames=None, segment_prompts=(), segment_seeds=(), cut=())
+        return replace(request, **given, **whole)
 
 
 def segment_seed(seed: int, i: int) -> int:
