@@ -149,7 +149,7 @@ def cases(graphs: dict[str, Graph], ops: Sequence[str]) -> list[Case]:
         walked = list(fuse(graph).walk())
         makers = {id(v): node for node, _ in walked for v in node.outputs}
         for node, times in walked:
-            node = quantisation(node) if node.op.endswith("quantised_linear") else node
+            node = quantisation(node) if node.op.endswith("_quantised_linear") else node
             if node.op in ops:
                 packed = {
                     i: slice_
@@ -180,8 +180,8 @@ def slice_of(makers: Mapping[int, Node], v: Value) -> tuple[Type, int] | None:
 
 
 def quantisation(node: Node) -> Node:
-    """The first work of a float8 linear: its operand, or the GELU or the gated heads of it, row by
-    row, becomes e4m3."""
+    """The first work of a float8 linear behind a GELU or gated heads: their rows become e4m3. Norms
+    quantise the rows of other linears."""
     if node.op.startswith("head_gate"):
         gate, _ = divided(node.inputs)
         y = gate[0].type

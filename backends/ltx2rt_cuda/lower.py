@@ -21,7 +21,8 @@ from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt.placement.stream import layers
 from ltx2rt.scheduling import in_use
 from ltx2rt_cuda.distributed import ALONE, Position
-from ltx2rt_cuda.ops import OPS, arrived
+from ltx2rt_cuda.ops import OPS, arrived, rows_linear, with_rows
+from ltx2rt_cuda.quantised import QuantisedRows
 from ltx2rt_cuda.stream import HostTensor
 
 SEVERAL = ("repeat", "all_reduce", "all_to_all")  # ops that return a tuple even if it is of one
@@ -224,6 +225,8 @@ class _Lowering:
     ):
         self.graph, self.device, self.compile = graph, device, compile
         self.position, self.own = position, _own(graph)
+        self.rows = QuantisedRows.of(graph)
+        self.quantised: dict[int, list[fx.Node]] = {}  # numbers and scales by the value
         self.built = fx.Graph()
         self.modules: dict[str, torch.nn.Module] = {}
         self.env = {id(v): self.built.placeholder(f"in_{name}") for name, v in graph.inputs.items()}
@@ -280,6 +283,10 @@ class _Lowering:
         self.keep(node.outputs, result)
 
     def call(self, number: int, node: Node) -> None:
+        if node.op == "slice" and id(node.outputs[0]) in self.rows.unread:
+            return
+        if id(node) in self.rows.reads:
+            return self.multiply(node)
         operands, kwargs = tuple(map(self.read, node.inputs)), {}
         for name, value in node.args.items():
             if isinstance(value, np.ndarray):
@@ -291,11 +298,39 @@ class _Lowering:
             kwargs["index"] = self.position.coordinates[kwargs.pop("mesh_axis")]
         elif node.op in COLLECTIVES:
             self.exchange(node, kwargs)
+        elif id(node) in self.rows.numbers:
+            return self.quantise(node, operands, kwargs)
         result = self.built.call_function(OPS[node.op], operands, kwargs)
         if len(node.outputs) == 1 and node.op not in SEVERAL:
             self.env[id(node.outputs[0])] = result
         else:
             self.keep(node.outputs, result)
+
+    def quantise(self, node: Node, operands: tuple[fx.Node, ...], kwargs: dict[str, Any]) -> None:
+        """A norm, and the rows of its results for products."""
+        numbers = tuple(self.rows.numbers[id(node)])
+        unread = tuple(i for i, v in enumerate(node.outputs) if id(v) in self.rows.unread)
+        kwargs |= {"op": node.op, "quantised": numbers, "unread": unread}
+        result = self.built.call_function(with_rows, operands, kwargs)
+        self.keep(node.outputs, result)
+        items = (
+            self.built.call_function(_item, (result, len(node.outputs) + i))
+            for i in range(2 * len(numbers))
+        )
+        for i in numbers:
+            self.quantised[id(node.outputs[i])] = [next(items), next(items)]
+
+    def multiply(self, node: Node) -> None:
+        """A quantised linear of rows that a norm has quantised."""
+        x, cut = self.rows.reads[id(node)]
+        rows = self.quantised[id(x)]
+        if cut is not None:
+            rows = [
+                self.built.call_function(OPS["slice"], (part,), dict(cut.args)) for part in rows
+            ]
+        operands = (*rows, *map(self.read, node.inputs[1:]))
+        kwargs = {**node.args, "dtype": x.type.dtype}
+        self.env[id(node.outputs[0])] = self.built.call_function(rows_linear, operands, kwargs)
 
     def exchange(self, node: Node, kwargs: dict[str, Any]) -> None:
         """Name the group of a collective (FX can write a string into its code, but no process

@@ -167,11 +167,11 @@ def gelu_quantised_linear(*operands: Tensor, **plan) -> Tensor:
     return quantised_linear(*operands, **plan, gelu=True)
 
 
-def float8_road(x: Tensor, weight: Tensor) -> str:
-    """The way in which x's device multiplies float8 numbers, one of ROADS."""
-    if x.device.type == "cpu" or x.dtype != torch.bfloat16:
+def float8_road(weight: Tensor, dtype: torch.dtype) -> str:
+    """The way in which the weight's device multiplies float8 numbers into `dtype`, one of ROADS."""
+    if weight.device.type == "cpu" or dtype != torch.bfloat16:
         return "float32"
-    road = tried_road(x.device)
+    road = tried_road(weight.device)
     multiples = weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
     return road if multiples or road == "float32" else "bfloat16"
 
@@ -267,26 +267,54 @@ def quantised_linear(
     """Multiply by one of ROADS: they differ only in the order of sums and, in bfloat16, by one more
     rounding."""
     lead, rows = x.shape[: x.ndim - num_contracted], x.reshape(-1, weight.shape[1])
-    if len(rows) < FEW_ROWS and rows.shape[1] > LONG_ROWS and float8_road(x, weight) == "rows":
+    if (
+        len(rows) < FEW_ROWS
+        and rows.shape[1] > LONG_ROWS
+        and float8_road(weight, x.dtype) == "rows"
+    ):
         rows = F.pad(rows, (0, 0, 0, FEW_ROWS - len(rows)))
-    y = _scaled(x, *quantise_rows(rows, gelu=gelu), weight, scale, bias)
-    return y[: prod(lead)].narrow(-1, 0, prod(out_shape)).reshape(*lead, *out_shape)
+    return _scaled(*quantise_rows(rows, gelu=gelu), weight, scale, bias, x.dtype, lead, out_shape)
 
 
 def _scaled(
-    x: Tensor, values: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
-) -> Tensor:
-    """The product of quantised rows, as x's dtype."""
-    run = ROADS[float8_road(x, weight)]
-    return run(Float8Product(values, row_scale, weight, scale, bias, x.dtype))
+    values: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None,
+    dtype: torch.dtype, lead: Sequence[int], out_shape: Sequence[int],
+) -> Tensor:  # fmt: skip
+    """The product of quantised rows [lead or more, n], without the packed weight's padding."""
+    run = ROADS[float8_road(weight, dtype)]
+    y = run(Float8Product(values, row_scale, weight, scale, bias, dtype))
+    return y[: prod(lead)].narrow(-1, 0, prod(out_shape)).reshape(*lead, *out_shape)
 
 
 @op
 def head_gate_quantised_linear(*operands: Tensor, num_contracted: int, out_shape) -> Tensor:
     (y, *gate), (weight, scale, *bias) = divided(operands)
-    lead = y.shape[: y.ndim - num_contracted]
-    result = _scaled(y, *head_gate_rows(y, *gate), weight, scale, *(bias or [None]))
-    return result.narrow(-1, 0, prod(out_shape)).reshape(*lead, *out_shape)
+    lead, bias = y.shape[: y.ndim - num_contracted], bias[0] if bias else None
+    return _scaled(*head_gate_rows(y, *gate), weight, scale, bias, y.dtype, lead, out_shape)
+
+
+def rows_linear(
+    values: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *,
+    dtype: str, num_contracted: int, out_shape,
+) -> Tensor:  # fmt: skip
+    """quantised_linear of rows from `with_rows`: values (..., n), row_scale (..., 1)."""
+    lead, values, row_scale = values.shape[:-1], values.flatten(0, -2), row_scale.flatten(0, -2)
+    return _scaled(values, row_scale, weight, scale, bias, DTYPES[dtype], lead, out_shape)
+
+
+def with_rows(
+    *operands: Tensor, op: str, quantised: Sequence[int], unread: Sequence[int], **plan
+) -> tuple[Tensor | None, ...]:
+    """Results of a norm, None for those numbered `unread`, then e4m3 numbers and scales, as
+    quantise_rows has them, of those numbered `quantised`."""
+    x = operands[0]
+    if not why_not(op, *operands, **plan) and not why_not("quantise_rows", x.select(0, 0)):
+        return kernel(op)(*operands, **plan, quantised=quantised, unread=unread)
+    found = OPS[op](*operands, **plan)
+    results = found if isinstance(found, tuple) else (found,)
+    rows = (part for i in quantised for part in quantise_rows(results[i].flatten(0, -2)))
+    kept = (None if i in unread else result for i, result in enumerate(results))
+    return *kept, *(part.unflatten(0, x.shape[:-1]) for part in rows)
 
 
 @op

@@ -162,6 +162,11 @@ def main() -> None:
                 x, x, row, *[row] * 2 * pairs, views=(view,) * (1 + 2 * pairs), eps=1e-6,
             )  # fmt: skip
         compiled(
+            f"residual_norm_modulate {width}, 2 pairs, quantised", "rows_kernel",
+            residual_norm_modulate.residual_norm_modulate,
+            x, x, row, *[row] * 4, views=(view,) * 5, eps=1e-6, quantised=(1, 2), unread=(2,),
+        )  # fmt: skip
+        compiled(
             f"gated_residual {width}",
             "rows_kernel",
             residual_norm_modulate.gated_residual,

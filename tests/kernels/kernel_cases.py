@@ -413,6 +413,11 @@ CASES: dict[str, Callable[[Operands], Case]] = {
 }
 
 
+QUANTISED = {  # norms that also quantise all of their results, and the outputs that nothing reads
+    "norm_modulate one number": (), "norm_modulate two pairs": (1,), "modulate": (0,),
+    "residual_norm_modulate two pairs, wide": (1, 2),
+    "residual_norm_modulate of a partial sum": (), "residual_norm_modulate by level": (2,),
+}  # fmt: skip
 NEEDS_GPU = {
     "linear_gelu": "its kernel is cuBLASLt's"
 }  # no Triton: nothing to interpret, nothing to compile
@@ -434,6 +439,21 @@ def errors(case: Case) -> list[float]:
         relative_l2(a.double().cpu().numpy(), np.asarray(b))
         for a, b in zip(found, expected, strict=True)
     ]
+
+
+def quantised_errors(case: Case, unread: tuple[int, ...]) -> list[float]:
+    """What a norm that quantises its results makes other than it and `quantise_rows` in turn."""
+    op, operands, plan, _ = case
+    norm = getattr(import_module(f"ltx2rt_kernels.{folder(op)}.cuda"), op)
+    apart = norm(*operands, **plan)
+    apart = apart if isinstance(apart, tuple) else (apart,)
+    numbers = tuple(range(op == "residual_norm_modulate", len(apart)))
+    rows = import_module("ltx2rt_kernels.quantise_rows.cuda").quantise_rows
+    quantised = [part for i in numbers for part in rows(apart[i].flatten(0, -2))]
+    found = norm(*operands, **plan, quantised=numbers, unread=unread)
+    assert [i for i, x in enumerate(found) if x is None] == list(unread)
+    pairs = zip(found, [*apart, *quantised], strict=True)
+    return [float((a.float() != b.float().view_as(a)).sum()) for a, b in pairs if a is not None]
 
 
 def references(case: Case) -> list[np.ndarray]:
@@ -494,6 +514,9 @@ def main(device: str, dtype: str) -> None:
         if (device == "cuda" or name not in NEEDS_GPU)
         and (dtype == "bfloat16" or name not in BFLOAT16_ALONE)
     }
+    for name, unread in QUANTISED.items():
+        case = CASES[name](Operands(device, DTYPES[dtype]))
+        found[f"{name} quantised"] = quantised_errors(case, unread)
     print(json.dumps(found))
 
 

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from kernel_cases import BFLOAT16_ALONE, CASES, NEEDS_GPU, Operands
+from kernel_cases import BFLOAT16_ALONE, CASES, NEEDS_GPU, QUANTISED, Operands
 from ltx2rt_cuda.lower import lower
 from ltx2rt_cuda.ops import OPS as TORCH_OPS
 from ltx2rt_cuda.ops import WITH_KERNEL, channels_last
@@ -75,6 +75,12 @@ def test_kernel_equals_its_reference(name, measured):
     assert found and max(found) <= (
         FLOAT32 if dtype == "float32" or name == "sum_squares" else BFLOAT16
     ), found
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_norm_quantises_its_results_as_quantise_rows_does(name, measured):
+    found = measured[2][f"{name} quantised"]
+    assert found and not any(found), found
 
 
 def test_every_op_with_a_kernel_has_a_case():

@@ -4,17 +4,22 @@ made."""
 from collections import Counter
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 
+import ltx2rt_cuda.lower
 import ltx2rt_cuda.ops
 import numpy as np
 import pytest
 import torch
 from ltx2rt_cuda import as_module
 from ltx2rt_cuda.distributed import Position
+from ltx2rt_cuda.factory import FACTORY
+from ltx2rt_cuda.quantised import QuantisedRows
 from placed_cases import TEXT, positions, transformer_config
 from stack_cases import LAYERS, MESH, inputs, ops, params, stack
 from virtual import on_devices
 
+from benchmarks.launches import step_graphs
 from ltx2rt.backend import get_backend
 from ltx2rt.errors import GraphError, InputError
 from ltx2rt.graph import trace
@@ -87,7 +92,7 @@ def test_scaled_matmul_gets_what_it_wants(monkeypatch):
     )
     values, scale = ltx2rt_cuda.ops.quantise_rows(weight)
     operands, plan = (x, values, scale, bias), {"num_contracted": 2, "out_shape": (12, 4)}
-    assert ltx2rt_cuda.ops.float8_road(x, values) == "float32"
+    assert ltx2rt_cuda.ops.float8_road(values, x.dtype) == "float32"
     expected = ltx2rt_cuda.ops.quantised_linear(*operands, **plan)
     for road in ("tensor", "bfloat16"):
         monkeypatch.setattr(ltx2rt_cuda.ops, "float8_road", lambda *_, road=road: road)
@@ -201,6 +206,29 @@ def test_gelu_and_head_gates_join_the_quantisation_behind_them():
     for kind in ("numpy", "cuda"):
         for key, value in run_graph(kind, fused, params(), inputs()).items():
             assert relative_l2(value, expected[key]) <= 2e-3, key  # as above
+
+
+@pytest.mark.parametrize("stage", ("stage1", "stage2"))
+def test_norms_quantise_the_rows_of_all_products_behind_them(stage, monkeypatch):
+    """Guided branches share some samples of a norm's result, gates read it as it is."""
+    graph = step_graphs("tiny-2.3", (64, 64, 9, 2), "", "float8", (stage,))[stage]
+    graph = FACTORY.as_run(graph, "cuda", steps=True)
+    (body,) = (n.repeat.body for n in graph.nodes if n.op == "repeat")
+    found = QuantisedRows.of(body)
+    assert len(found.reads) == ops(body)["quantised_linear"] == 12 and found.unread
+    draw = np.random.default_rng(0)
+    given = {
+        name: np.ones(v.type.shape, np.int32)
+        if v.type.dtype == "int32"
+        else draw.standard_normal(v.type.shape, np.float32)
+        for name, v in graph.inputs.items()
+    }
+    run = partial(run_graph, "cuda", graph, random_params(graph), given)
+    at_once = run()
+    monkeypatch.setattr(ltx2rt_cuda.lower, "QuantisedRows", SimpleNamespace(of=lambda _: found))
+    found.reads.clear(), found.numbers.clear(), found.unread.clear()
+    for name, value in run().items():
+        assert np.isfinite(value).all() and np.array_equal(value, at_once[name]), name
 
 
 @pytest.mark.parametrize("mesh", ({"tensor": 2}, {"tensor": 4}))

@@ -1,6 +1,7 @@
 """One program per token: the row is read once, held in float32, and written once per result.
 
-A scale may come without a shift. The same kernel with RESIDUAL adds y * gate first, or (y + bias) *
+A scale may come without a shift. A result can also, or only, be written as e4m3 numbers and
+the token's scale. The same kernel with RESIDUAL adds y * gate first, or (y + bias) *
 gate, and writes the sum too; the norm then sees the unrounded sum. Without NORM it only modulates.
 With an index, rows are by level and each token reads its level's. Rows that tokens share come from
 the L2 cache after the first read: memory delivers x (and y), the results and a few rows.
@@ -9,11 +10,15 @@ the L2 cache after the first read: memory delivers x (and y), the results and a 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from ltx2rt.graph.encodings import E4M3_STEP, E4M3_TINY
+from ltx2rt_kernels.quantise_rows.cuda import empty_rows, store_rows
 from ltx2rt_kernels.triton_blocks import MAX_BLOCK, block, dtype_reason, jit, num_warps, spread
 
 
@@ -28,15 +33,30 @@ def gated(y, bias, gate, D: tl.constexpr, BLOCK: tl.constexpr, BIASED: tl.conste
 
 
 @jit
+def stored(
+    z, x, out, values, scales, row, D: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    TINY: tl.constexpr,
+):  # fmt: skip
+    """Write a result, and the rows that `quantise_rows` makes of it as x's dtype holds it."""
+    d = tl.arange(0, BLOCK)
+    if out is not None:
+        tl.store(out + row * D + d, z, d < D)
+    if values is not None:
+        z = z.to(x.dtype.element_ty).to(tl.float32)
+        store_rows(z, values, scales, row, D, BLOCK, STEP, TINY)
+
+
+@jit
 def rows_kernel(
-    x, y, bias, gate, scale_0, shift_0, scale_1, shift_1, index, total, out_0, out_1, T, y_B, eps,
+    x, y, bias, gate, scale_0, shift_0, scale_1, shift_1, index, total,
+    out_0, values_0, scales_0, out_1, values_1, scales_1, T, y_B, eps,
     x_b, x_t, y_b, y_t, gate_b, gate_t,
     scale_0_b, scale_0_t, shift_0_b, shift_0_t, scale_1_b, scale_1_t, shift_1_b, shift_1_t,
     index_b, index_t,
     D: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, RESULTS: tl.constexpr,
     ROWS: tl.constexpr,
     BY_LEVEL: tl.constexpr, BIASED: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr,
-    SHIFTED: tl.constexpr,
+    SHIFTED: tl.constexpr, STEP: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     b = row // T
@@ -68,13 +88,13 @@ def rows_kernel(
                 z += tl.load(shift_0 + b * shift_0_b + r * shift_0_t + d, inside, 0.0).to(
                     tl.float32
                 )
-        tl.store(out_0 + row * D + d, z, inside)
+        stored(z, x, out_0, values_0, scales_0, row, D, BLOCK, STEP, TINY)
         if RESULTS > 1:
             scale = tl.load(scale_1 + b * scale_1_b + r * scale_1_t + d, inside, 0.0).to(tl.float32)
             z = n * (1.0 + scale) + tl.load(
                 shift_1 + b * shift_1_b + r * shift_1_t + d, inside, 0.0
             ).to(tl.float32)
-            tl.store(out_1 + row * D + d, z, inside)
+            stored(z, x, out_1, values_1, scales_1, row, D, BLOCK, STEP, TINY)
 
 
 def why_not(x: Tensor, *rows: Tensor, views=(), index_view=None, eps: float = 0.0) -> str | None:
@@ -96,11 +116,14 @@ def why_not(x: Tensor, *rows: Tensor, views=(), index_view=None, eps: float = 0.
 def rows_launch(
     x: Tensor, y: Tensor | None, rows: tuple[Tensor, ...], views, index_view, results: int,
     eps: float,
-    biased: bool = False, norm: bool = True,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    biased: bool = False, norm: bool = True, quantised: Sequence[int] = (),
+    unread: Sequence[int] = (),
+) -> tuple[Any, ...]:  # fmt: skip
     """[x + y * the first row if there is a y] + results, normalised and modulated by the other
     rows. biased: a bias of y's comes first. x may have several axes for tokens, such as frames,
-    rows and columns, if all of a sample's read the same rows."""
+    rows and columns, if all of a sample's read the same rows. unread: numbers of the outputs that
+    are None; behind all outputs come the e4m3 numbers (shaped like x) and float32 scales (B, tokens,
+    1) of those in `quantised`."""
     shape = x.shape
     if x.ndim > 4:
         x, views = x.flatten(1, -2), [(view[0], 1, view[-1]) for view in views]
@@ -116,26 +139,32 @@ def rows_launch(
         spread(row, view, (batch, count, width)) for row, view in zip(rows, views, strict=True)
     ]
     gate, pairs = (shaped[0], shaped[1:]) if y is not None else (None, shaped)
+    count = results + (y is not None)
     outputs = [
-        torch.empty(shape, dtype=x.dtype, device=x.device) for _ in range(results + (y is not None))
+        None if i in unread else torch.empty(shape, dtype=x.dtype, device=x.device)
+        for i in range(count)
     ]
-    total, *outs = outputs if y is not None else (None, *outputs)
+    rows_of = {i: empty_rows(shape, x.device) for i in quantised}
+    total, first = (None, 0) if y is None else (outputs[0], 1)
+    outs = [out for i in range(first, count) for out in (outputs[i], *rows_of.get(i, (None, None)))]
     read = [gate, *pairs, *[None] * (4 - len(pairs)), index]
     strides = [n for v in (x, y, *read) for n in ((0, 0) if v is None else v.stride()[:2])]
     rows_kernel[(batch * tokens,)](
-        x, y, bias, *read, total, *outs, *[None] * (2 - results), tokens,
+        x, y, bias, *read, total, *outs, *[None] * (6 - len(outs)), tokens,
         0 if y is None else len(y), eps,
         *strides,
         D=width, BLOCK=block(width), RESIDUAL=y is not None, RESULTS=results, ROWS=len(pairs) > 0,
         BY_LEVEL=index is not None, BIASED=biased, PADDED=y is not None and len(y) < batch,
         NORM=norm,
-        SHIFTED=len(pairs) > 1, num_warps=num_warps(block(width)),
+        SHIFTED=len(pairs) > 1, STEP=E4M3_STEP, TINY=E4M3_TINY, num_warps=num_warps(block(width)),
     )  # fmt: skip
-    return tuple(outputs)
+    return *outputs, *(x for i in quantised for x in rows_of[i])
 
 
-def norm_modulate(x: Tensor, *rows: Tensor, views, eps: float, index_view=None):
-    first, *others = rows_launch(x, None, rows, views, index_view, len(views) // 2, eps)
+def norm_modulate(x: Tensor, *rows: Tensor, views, eps: float, index_view=None, **written):
+    """written: `quantised` and `unread` of `rows_launch`."""
+    results = len(views) // 2
+    first, *others = rows_launch(x, None, rows, views, index_view, results, eps, **written)
     return (first, *others) if others else first
 
 
@@ -144,5 +173,6 @@ def norm_scale(x: Tensor, scale: Tensor, *, views, eps: float) -> Tensor:
     return rows_launch(x, None, (scale,), (views[0][-3:],), None, 1, eps)[0]
 
 
-def modulate(x: Tensor, *rows: Tensor, views) -> Tensor:
-    return rows_launch(x, None, rows, views, None, 1, 0.0, norm=False)[0]
+def modulate(x: Tensor, *rows: Tensor, views, **written):
+    first, *others = rows_launch(x, None, rows, views, None, 1, 0.0, norm=False, **written)
+    return (first, *others) if others else first

@@ -6,12 +6,28 @@ It moves the minimum: x read once, the values and a scale for each row written o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from ltx2rt.graph.encodings import E4M3_STEP, E4M3_TINY
 from ltx2rt_kernels.triton_blocks import MAX_BLOCK, block, dtype_reason, jit, num_warps
+
+
+@jit
+def store_rows(
+    v, values, scales, row, N: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    TINY: tl.constexpr,
+):  # fmt: skip
+    """Write the numbers v of a row, zeros behind N, as e4m3 and their scale."""
+    d = tl.arange(0, BLOCK)
+    scale = tl.maximum(tl.max(tl.abs(v), axis=0), TINY) * STEP
+    tl.store(scales + row, scale)
+    # div_rn: Triton's own division errs by a last bit, which would move numbers over the edge
+    # between two steps.
+    tl.store(values + row * N + d, tl.div_rn(v, scale).to(tl.float8e4nv), d < N)
 
 
 @jit
@@ -27,11 +43,13 @@ def quantise_rows_kernel(
     # 0.044715 v^3)
     if GELU:
         v = v * tl.sigmoid(1.5957691216057308 * v * (1.0 + 0.044715 * v * v))
-    scale = tl.maximum(tl.max(tl.abs(v), axis=0), TINY) * STEP
-    tl.store(scales + row, scale)
-    # div_rn: Triton's own division errs by a last bit, which would move numbers over the edge
-    # between two steps.
-    tl.store(values + row * N + d, tl.div_rn(v, scale).to(tl.float8e4nv), d < N)
+    store_rows(v, values, scales, row, N, BLOCK, STEP, TINY)
+
+
+def empty_rows(shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory of e4m3 values (..., n) and float32 scales (..., 1)."""
+    values = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+    return values, torch.empty((*shape[:-1], 1), dtype=torch.float32, device=device)
 
 
 def why_not(x: Tensor, *, gelu: bool = False) -> str | None:
@@ -51,8 +69,7 @@ def why_not(x: Tensor, *, gelu: bool = False) -> str | None:
 
 def quantise_rows(x: Tensor, *, gelu: bool = False) -> tuple[Tensor, Tensor]:
     rows, width = x.shape
-    values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    values, scales = empty_rows(x.shape, x.device)
     size = block(width)
     quantise_rows_kernel[(rows,)](
         x, values, scales, x.stride(0),

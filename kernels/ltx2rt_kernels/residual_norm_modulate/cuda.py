@@ -9,6 +9,8 @@ once.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from ltx2rt_kernels.norm_modulate.cuda import rows_launch
@@ -30,7 +32,8 @@ def gated_residual(
 
 
 def residual_norm_modulate(
-    x: Tensor, y: Tensor, *rows: Tensor, views, eps: float, index_view=None, biased=False
-) -> tuple[Tensor, ...]:
+    x: Tensor, y: Tensor, *rows: Tensor, views, eps: float, index_view=None, biased=False, **written
+) -> tuple[Any, ...]:
+    """written: `quantised` and `unread` of `rows_launch`."""
     results = max(1, (len(views) - biased) // 2)
-    return rows_launch(x, y, rows, views, index_view, results, eps, biased)
+    return rows_launch(x, y, rows, views, index_view, results, eps, biased, **written)
