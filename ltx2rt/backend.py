@@ -107,9 +107,8 @@ EMA = "ema"  # the average of the parameters, in a state
 
 
 class Trainer(Protocol):
-    """A training step with its trained parameters and the optimiser's moments, float32, on the
-    device or the mesh. Arrays that go in and out are whole and named as in a checkpoint, one for
-    each block."""
+    """A training step with its parameters and the optimiser's moments, float32, on the mesh. Arrays
+    in and out are whole and named as in a checkpoint, one for each block."""
 
     graph: Graph
 
@@ -127,9 +126,8 @@ class Trainer(Protocol):
         ...
 
     def update(self, rate: float) -> dict[str, float]:
-        """One step of the optimiser, and no gradient is left. Returns the squared norm of every
-        parameter's gradient before it was clipped, by declared name; where any of them is not
-        finite, nothing was changed."""
+        """Step the optimiser and clear the gradient. Returns the squared norm of each one before
+        clipping, by declared name; where one is not finite, nothing changes."""
         ...
 
     def state(self) -> dict[str, dict[str, np.ndarray]]:
@@ -270,11 +268,11 @@ class Backend(Protocol):
         optimiser: AdamW,
         remat: str = "block",
         others: Sequence[Graph] = (),
+        *,
         deterministic: bool = False,
     ) -> Trainer:
-        """The step of a local graph with adapters. remat: of REMAT. others: graphs with the same
-        parameters for batches of other sizes, which it also takes. deterministic: a step gives the
-        same bits each time."""
+        """The step of a local graph with adapters. remat: of REMAT. others: graphs of batches of
+        other sizes. deterministic: a step gives the same bits each time."""
         ...
 
     def compile_ahead(
@@ -487,9 +485,8 @@ def get_factory(name: str) -> BackendFactory:
 
 
 def get_backend(name: str, device: str = "auto", mesh: Mapping[str, int] | None = None) -> Backend:
-    """The backend `name` on `device` ("auto", "cpu", or its accelerator). InputError if unknown,
-    absent, or not installed. mesh: sizes of the mesh axes over all devices, for graphs placed on
-    them; none: one device."""
+    """The backend `name` on `device` ("auto", "cpu", or its accelerator). Raises InputError. mesh:
+    sizes of the mesh axes over all devices; none: one device."""
     factory = get_factory(name)
     with _installed(name):
         return factory.open(device, mesh or {})

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ltx2rt.backend import AdamW, DeviceInfo, TensorSource
+from ltx2rt.backend import DeviceInfo, TensorSource
 from ltx2rt.graph.encodings import has_products
 from ltx2rt.graph.ir import Graph, Layout, Type, numbered
 from ltx2rt.passes.loop import taken_apart
@@ -223,18 +223,10 @@ class CudaBackend:
         body = self.lower(parts.body, layers, compile, fused=False)
         return Loop(graph, before, body, parts, pool, position)
 
-    def trainer(
-        self,
-        graph: Graph,
-        weights: Weights,
-        optimiser: AdamW,
-        remat: str = "block",
-        others: Sequence[Graph] = (),
-        deterministic: bool = False,
-    ) -> Trainer:
+    def trainer(self, *step: Any, **how: Any) -> Trainer:
         from ltx2rt_cuda.train import Trainer
 
-        return Trainer(self, graph, weights, optimiser, remat, others, deterministic)
+        return Trainer(self, *step, **how)
 
     def merge(self, weight: np.ndarray, factors: Sequence[Factors], rounded: bool) -> torch.Tensor:
         device, dtype = self.torch_device, torch.bfloat16 if rounded else torch.float32

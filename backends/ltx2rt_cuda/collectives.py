@@ -49,9 +49,8 @@ _kept: list[Callable[[Callable[[], Results]], Results]] = []  # handlers that wr
 
 
 def keeping() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of the forward pass of a block and of its second one for the backward pass, which
-    takes the results of the first one's exchanges. Weights that are gathered, which have no
-    gradient, are gathered again."""
+    """Contexts of a block's forward pass and of its second one, which takes the first one's
+    exchanges. Gathered weights, which have no gradient, are gathered again."""
     results: list[Results] = []
 
     def first(exchange: Callable[[], Results]) -> Results:

@@ -40,9 +40,8 @@ class Constant(torch.nn.Module):
 
 
 class RepeatModule(torch.nn.Module):
-    """Runs the block `count` times. Operands: carries, invariants, data [layers, ...], then a list
-    per weight. sums: the data that it makes of invariants and weights first, for all iterations at
-    once."""
+    """Runs the block `count` times. Operands: carries, invariants, data [layers, ...], a list per
+    weight. sums: data made of invariants and weights, for all iterations at once."""
 
     def __init__(self, plan: RepeatPlan, block: Callable, sums: Sums, compiled: bool):
         super().__init__()
@@ -205,9 +204,8 @@ def lower(
     position: Position = ALONE,
     carries: int = 0,
 ) -> fx.GraphModule:
-    """A module called as module(*inputs, *weights) in the order of graph.inputs and
-    graph.all_params(). carries: number of first results that are the next call's inputs; they may
-    still be in flight then."""
+    """A module of (*inputs, *weights) in the order of graph.inputs and graph.all_params(). carries:
+    first results that are the next call's inputs, perhaps still in flight."""
     lowering = _Lowering(graph, device, compile, position, carries)
     for number, node in enumerate(graph.nodes):
         if node.op == "repeat":

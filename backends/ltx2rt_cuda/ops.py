@@ -178,9 +178,8 @@ def float8_road(weight: Tensor, dtype: torch.dtype) -> str:
 
 @cache
 def tried_road(device: torch.device) -> str:
-    """The first of ROADS that gives the defined numbers on this device. Not while a step is
-    recorded. Tried rather than read off the device's capability: PyTorch's builds differ in their
-    kernels."""
+    """The first of ROADS with the defined numbers on this device, tried, since PyTorch's builds
+    differ in their kernels. Not while a step is recorded."""
     draw = torch.Generator().manual_seed(0)
     a, b = (
         torch.randn(rows, 256, generator=draw, dtype=torch.bfloat16) for rows in (FEW_ROWS, 256)

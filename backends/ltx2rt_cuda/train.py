@@ -53,7 +53,7 @@ class Trainer:
         graph: Graph,
         weights: Weights,
         optimiser: AdamW,
-        remat: str,
+        remat: str = "block",
         others: Sequence[Graph] = (),
         deterministic: bool = False,
     ):

@@ -18,7 +18,7 @@ from jax import Array
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from ltx2rt.backend import AdamW, DeviceInfo, TensorSource, overlapped
+from ltx2rt.backend import DeviceInfo, TensorSource, overlapped
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph
 from ltx2rt.placement.stream import FILE, PINNED, Piece, moves, stack_of
@@ -200,18 +200,11 @@ class TpuBackend:
     def lower_loop(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Loop:
         return Loop(graph, self.place_of(graph), layers == "unrolled")
 
-    def trainer(
-        self,
-        graph: Graph,
-        weights: Weights,
-        optimiser: AdamW,
-        remat: str = "block",
-        others: Sequence[Graph] = (),
-        deterministic: bool = False,
-    ) -> Trainer:
+    def trainer(self, *step: Any, deterministic: bool = False, **how: Any) -> Trainer:
+        """deterministic: only steps of GPUs differ."""
         from ltx2rt_tpu.train import Trainer
 
-        return Trainer(self, graph, weights, optimiser, remat, others)
+        return Trainer(self, *step, **how)
 
     def compile_ahead(
         self, programs: Iterable[tuple[Program | Assembled | Loop, bool]]

@@ -292,9 +292,8 @@ def _conv_by_frames(x: Array, weight: Array, *, stride, dilation) -> Array:
 # a trace for each shape, not for each of a vocoder's 200
 @partial(jax.jit, static_argnames=("stride", "dilation"))
 def _conv_by_taps(x: Array, weight: Array, *, stride: int = 1, dilation: int = 1) -> Array:
-    """Convolution over time by a loop of matrix products: the TPU compiler takes seconds for every
-    float32 convolution, and a minute for the STFT's. The samples of one stride count as channels,
-    the taps with them."""
+    """Convolution over time by a loop of products, with one stride's samples as channels: the TPU
+    compiler takes seconds for a float32 convolution, a minute for the STFT's."""
     if stride > 1:
         assert dilation == 1, f"stride {stride} with dilation {dilation}"
         steps = (x.shape[2] - weight.shape[2]) // stride + -(-weight.shape[2] // stride)
@@ -358,9 +357,8 @@ LANES = 128  # lanes of a TPU
 
 
 def _transposed_filter(x: Array, weight: Array, *, stride: int) -> Array:
-    """Convolution of one channel: every LANES samples, and those before that still count, times a
-    band of the filter. Its convolution keeps the TPU compiler busy for a minute, sums of shifted
-    signals for 20 s."""
+    """Convolution of one channel: every LANES samples, and earlier ones that count, times a band of
+    the filter: as a convolution it compiles for a minute, as shifted sums 20 s."""
     (b, c, time), taps = x.shape, weight.shape[2]
     reads = -(-taps // stride)  # samples that go into one
     rows = -(-(time + reads - 1) // LANES)

@@ -127,7 +127,7 @@ class Trainer:
         graph: Graph,
         weights: Weights,
         optimiser: AdamW,
-        remat: str,
+        remat: str = "block",
         others: Sequence[Graph] = (),
     ):
         self.graph, self.graphs = graph, [graph, *others]

@@ -319,9 +319,8 @@ _INT8_ROWS = (Field("", "int8"), ROW_SCALE)
 
 
 def _any_of(*rows: Encoding) -> Encoding:
-    """The encoding of a stack of layers of several types: each row of bytes is as long as
-    the longest type's, and one more byte says which type it is of. All types are decoded, and one
-    is taken."""
+    """The encoding of layers of several types: rows of bytes as long as the longest type's, and one
+    that says the type. All types are decoded, one is taken."""
     group = max(row.group for row in rows)
     size = max(row.fields[0].columns(group) for row in rows)
 

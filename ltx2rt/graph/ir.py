@@ -124,9 +124,8 @@ def rewrite(node: Node, change: Callable[[Graph], Graph]) -> Node:
 
 
 def replace_repeats(graph: Graph, append: Callable[[Graph, Node], bool]) -> Graph:
-    """`graph` with other nodes in the place of its repeats, at any depth; itself if all of them
-    stay. append(result, node): append to `result` what takes the place of a repeat, or say
-    False."""
+    """`graph` with other nodes for its repeats, at any depth; itself if all stay. append(result,
+    node): append the replacement to `result`, or return False."""
     result = replace(graph, nodes=[])
     for node in graph.nodes:
         if node.op != "repeat":

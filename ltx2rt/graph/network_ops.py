@@ -288,9 +288,8 @@ def rope(x: Type, cos: Type, sin: Type):
 
 
 def window_starts(queries: int, keys: int, window: int, first: int) -> np.ndarray:
-    """int[queries]: where on an axis of `keys` positions the window of each query begins. Query i
-    is at first + i; its window is centred on it, and shifted inwards where it would reach over a
-    border."""
+    """int[queries]: where on an axis of `keys` positions each window begins. Query i is at first +
+    i, its window centred on it, but shifted inwards at a border."""
     return np.clip(first + np.arange(queries) - window // 2, 0, keys - window)
 
 

@@ -40,9 +40,8 @@ def _record(
 
 @dataclass(frozen=True, eq=False)
 class Term(Value):
-    """A value of model text. Its arithmetic is recorded where it was made; passes, which have plain
-    values, write ops. A number is one `affine`: `x * 2` its scale, `x + 1` its offset, `1 - x`
-    both."""
+    """A value of model text, with arithmetic that is recorded; passes have plain values and write
+    ops. A number is one `affine`: `x * 2` its scale, `x + 1` its offset."""
 
     o: Ops = field(repr=False)
 

@@ -78,9 +78,8 @@ def logc3_decoded(codes: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class HighRange:
-    """space: of SPACES, that files are in. log: the codes that the model makes: ACEScct of AP1, or
-    LogC3 of Rec. 709 primaries, which IC-LoRAs for HDR have learnt. transfer: of TRANSFERS, that
-    videos have."""
+    """space: of SPACES, of files. log: codes that the model makes: ACEScct of AP1, or LogC3 of Rec.
+    709, as IC-LoRAs for HDR have learnt. transfer: of TRANSFERS, of videos."""
 
     space: str
     log: str = ACESCCT_LOG

@@ -32,9 +32,8 @@ FITS = ("pad", "crop", "scale")  # black borders, cut sides, another aspect
 
 
 def load_conditioning_image(path: Path, width: int, height: int, crf: int) -> np.ndarray:
-    """f32[1, 3, 1, height, width] in [-1, 1]: recompressed at its own size, then scaled to cover
-    and cropped. crf: H.264 quality of the recompression, 0 = none. Raises InputError if the file is
-    no readable image."""
+    """f32[1, 3, 1, height, width] in [-1, 1]: recompressed at its size, scaled to cover, cropped.
+    crf: quality of the recompression in H.264, 0 = none. Raises InputError."""
     return fit(recompress(read_rgb(path), crf), width, height)[None, :, None]
 
 
@@ -174,9 +173,8 @@ def _srgb(image: Any) -> np.ndarray:
 
 
 def on_disk(value: Any, folder: Path) -> Any:
-    """A path in place of a Pillow image, an array of pixels or an open file, of which the folder gets
-    a copy; also within lists and tuples. Anything else as it is. Raises InputError for pixels that
-    are no picture."""
+    """A path to a copy in the folder for a Pillow image, an array of pixels or an open file, also
+    in lists and tuples. Anything else as it is. Raises InputError."""
     from PIL import Image, ImageOps
 
     if type(value) in (list, tuple):

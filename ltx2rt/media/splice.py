@@ -53,9 +53,8 @@ def splice_frames(
 def splice_sound(
     made: np.ndarray, source: np.ndarray, start_s: float, end_s: float, sample_rate: int
 ) -> np.ndarray:
-    """The samples of [start_s, end_s) from `made`, with a short fade at either end, all others from
-    the source. made f32[2, N]; source f32[2, M] at the same rate, silent after its end. Returns
-    f32[2, N]."""
+    """The samples of [start_s, end_s) from `made` f32[2, N], short fades at its ends, all others
+    from the source f32[2, M], silent after its end. Returns f32[2, N]."""
     size = made.shape[1]
     kept = np.pad(source[:, :size], ((0, 0), (0, max(size - source.shape[1], 0))))
     start, end = (min(max(round(s * sample_rate), 0), size) for s in (start_s, end_s))

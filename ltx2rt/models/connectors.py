@@ -151,9 +151,8 @@ def connector(
 
 
 def feeds(config: TextConfig, mask: np.ndarray) -> dict[str, np.ndarray]:
-    """The graph's inputs, hidden_states apart, for mask (B, text): 1 for a token and 0 for padding
-    on either side. order: the tokens' columns in their order, then padding's; is_token: whether a
-    place of that order is a token."""
+    """Inputs, hidden_states apart, for mask (B, text): 1 token, 0 padding on either side. order:
+    the tokens' columns, then padding's; is_token: whether a place is a token."""
     mask = np.asarray(mask)
     check_mask(mask)
     tokens = mask.shape[1]

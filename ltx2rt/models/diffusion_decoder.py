@@ -104,9 +104,8 @@ def repeated_frames(config: DiffusionDecoderConfig) -> int:
 def padding(
     config: DiffusionDecoderConfig, grid: tuple[int, int, int]
 ) -> tuple[tuple[int, int], ...]:
-    """Latents to add (before, after) the frames, rows and columns of `grid` until every stage has a
-    window of tokens. Frames are added at the end, rows and columns on both sides. Source: the
-    official decoder."""
+    """Latents to add (before, after) `grid`'s axes until every stage has a window of tokens: frames
+    at the end, others on both sides. Source: the official decoder."""
     least, scale = [1, 1, 1], [1, 1, 1]
     for window, stride in zip(config.windows, (*config.strides, (1, 1, 1)), strict=True):
         least = [max(n, -(-w // s)) for n, w, s in zip(least, window, scale, strict=True)]

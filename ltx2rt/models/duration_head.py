@@ -81,9 +81,8 @@ def frames_of(
     window_s: tuple[float, float] = DEFAULT_WINDOW_S,
     time_factor: int = 8,
 ) -> int:
-    """Frames of a clip that should last `seconds`: rounded, brought into the window, then down to k
-    * time_factor + 1 (up, where that would leave the window). Raises InputError for a window that
-    holds no such number."""
+    """Frames of a clip of `seconds`: rounded, within the window, then down to k * time_factor + 1,
+    or up to stay within it. Raises InputError if it holds no such number."""
     low, high = (round(bound * float(fps)) for bound in window_s)
     least = max(0, -(-(low - 1) // time_factor)) * time_factor + 1
     if least > high:

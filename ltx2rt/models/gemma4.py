@@ -81,9 +81,8 @@ def layer(o: Ops, x: Term, sliding: bool, kinds: dict[str, Term], config: Gemma4
 
 
 def attention(o: Ops, x: Term, sliding: bool, kinds: dict[str, Term], config: Gemma4Config) -> Term:
-    """Grouped-query attention without a scale of the scores; a row that sees no token at all
-    (padding) gets zero. Full layers: values are the keys as projected, before their norm and
-    rotation."""
+    """Grouped-query attention without a scale; a row that sees no token (padding) gets zero. Full
+    layers: values are the keys as projected, before norm and rotation."""
     kind, over, eps = "sliding" if sliding else "full", ("head_dim",), config.norm_eps
     head_dim = config.head_dim if sliding else config.full_head_dim
     kv = {

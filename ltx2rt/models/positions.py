@@ -34,9 +34,8 @@ def axis_angles(
 def coordinate_table(
     name: str, bounds: np.ndarray, max_pos: float, grid: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Graph inputs of one axis: `{name}_cos`, `{name}_sin` [coordinates, frequencies] and
-    `{name}_index` like bounds. bounds: float32[..., 2], a token's [start, end) on this axis; the
-    angle is taken at the midpoint."""
+    """Graph inputs of an axis: `{name}_cos`, `_sin` [coordinates, frequencies], `_index`. bounds:
+    float32[..., 2], a token's [start, end), of which the midpoint gives the angle."""
     middle = (bounds[..., 0] + bounds[..., 1]) / np.float32(2)
     unique, index = np.unique(middle, return_inverse=True)
     cos, sin = axis_angles(unique, max_pos, grid)

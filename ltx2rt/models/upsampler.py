@@ -52,9 +52,8 @@ def more_frames(o: Ops, x: Term, config: UpsamplerConfig) -> Term:
 
 
 def more_pixels(o: Ops, x: Term, config: UpsamplerConfig) -> Term:
-    """A convolution per frame, then the pixel shuffle by the scale's numerator, then the blur that
-    strides over its denominator; for x2 the blur has stride 1 in every file, and is the
-    identity."""
+    """A convolution per frame, the pixel shuffle by the scale's numerator, the blur that strides
+    over its denominator; of x2 that is the identity."""
     batch, frames = x.type.size("B"), x.type.size("frames")
     times, stride = config.scale.numerator, config.scale.denominator
     x = o.merge(

@@ -128,9 +128,8 @@ def res_blocks(o: Ops, x: Term, stage: VaeStage, conv: Conv) -> Term:
 
 
 def upsample(o: Ops, x: Term, stage: VaeStage, conv: Conv) -> Term:
-    """Depth to space after a convolution; `residual` adds the input's own, its channels tiled as
-    whole blocks. A stride of 2 in time maps n frames to 2n - 1: the first output frame is
-    dropped."""
+    """Depth to space after a convolution; `residual` adds the input's, its channels tiled. A stride
+    of 2 in time maps n frames to 2n - 1: the first one is dropped."""
     y = depth_to_space(
         o, conv(o, x, "conv", stage.out_channels * math.prod(stage.stride)), stage.stride
     )
@@ -142,9 +141,8 @@ def upsample(o: Ops, x: Term, stage: VaeStage, conv: Conv) -> Term:
 
 
 def downsample(o: Ops, x: Term, stage: VaeStage, conv: Conv) -> Term:
-    """Space to depth after a convolution, plus the input's own averaged over groups of adjacent
-    channels. A stride of 2 in time repeats the first frame once before both paths: 2n - 1 frames to
-    n."""
+    """Space to depth after a convolution, plus the input's averaged over adjacent channels. A
+    stride of 2 in time repeats the first frame before: 2n - 1 frames to n."""
     if stage.stride[0] == 2:
         x = o.pad(x, mode="edge", frames=(1, 0))
     skip = space_to_depth(o, x, stage.stride)

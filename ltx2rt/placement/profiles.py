@@ -130,9 +130,8 @@ def default_mesh(profile: Profile, devices: int) -> dict[str, int]:
 def resolve(
     name: str | None, device_kind: str, mesh: Mapping[str, int], devices: int
 ) -> tuple[Profile, dict[str, int]]:
-    """The profile, and the mesh of all `devices`: the one asked for, else the one that the profile
-    means them to be. Raises InputError as `profile_of` and `default_mesh` do, and for a mesh of
-    another number of devices."""
+    """The profile, and the mesh of all `devices`: the requested or the profile's one. Raises
+    InputError as `profile_of` and `default_mesh` do, and for another number of devices."""
     profile = profile_of(name, device_kind, mesh or {"data": devices})
     found = {axis: size for axis, size in mesh.items() if size > 1} or default_mesh(
         profile, devices

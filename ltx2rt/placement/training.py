@@ -96,9 +96,8 @@ class TrainingMemory:
 
 
 def training_memory(graph: Graph, remat: str, ema: bool = False) -> TrainingMemory:
-    """ema: an average of what is trained is kept. remat: of `backend.REMAT`; where blocks are
-    computed anew, of each its carries are kept and its values and their gradients are alive in the
-    backward pass."""
+    """ema: an average is kept. remat: of `backend.REMAT`; of recomputed blocks carries are kept,
+    and one's values and gradients are alive in the backward pass."""
     trained = [name for name in graph.all_params() if MARK in name]
     adapters, state = (
         4 * _numbers(graph, trained),

@@ -181,9 +181,8 @@ class LatentImage(Still):
 def image_tokens(
     geometry: Geometry, latent: np.ndarray, frame: int, strength: float, append: bool = False
 ) -> Tokens:
-    """latent: [1, C, 1, h, w], normalised. strength: 1 keeps the image exactly, 0 ignores it. At
-    frame 0 it takes the place of the first latent frame, unless `append`. ValueError if the shape
-    is not the geometry's."""
+    """latent: [1, C, 1, h, w], normalised. strength: 1 keeps it exactly, 0 ignores it. At frame 0
+    it replaces the first latent frame, unless `append`. Raises ValueError."""
     expected = (1, geometry.video_channels, 1, geometry.rows, geometry.columns)
     if latent.shape != expected:
         raise ValueError(f"image latent: shape {list(latent.shape)}, expected {list(expected)}")
@@ -356,9 +355,8 @@ def _state(
     source: np.ndarray | None,
     marked: int = 0,
 ) -> ModalityState:
-    """Apply the conditionings in order: those without positions overwrite target tokens, others are
-    appended. target: positions of the target tokens, of which the first `marked` are a keyframe's.
-    source: f32[1, targets, C]."""
+    """Apply the conditionings in order: ones without positions overwrite tokens, others are
+    appended. target: positions; the first `marked` are a keyframe's."""
     targets = target.shape[1]
     clean = [np.zeros((1, targets, channels), np.float32)]
     masks = [np.ones((1, targets, 1), np.float32)]

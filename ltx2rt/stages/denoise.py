@@ -430,9 +430,8 @@ def step_shape(
     rule: str = "C",
     frozen: tuple[str, ...] = (),
 ) -> tuple[guided_step.StepShape, dict[str, np.ndarray]]:
-    """The sizes of the guided step of these states, and the feeds that positions, masks and clean
-    latents decide. Not among these is `video_attention_mask`, which is large and is no part of a
-    plan."""
+    """The sizes of the guided step of these states, and the feeds of positions, masks and clean
+    latents, but not `video_attention_mask`, which is large."""
     video, audio = states.get("video"), states.get("audio")
     feeds = transformer.position_feeds(
         model.transformer, *(x.positions if x else None for x in (video, audio))

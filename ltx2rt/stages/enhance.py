@@ -327,9 +327,8 @@ def picture_feed(pixels: np.ndarray, config: Any) -> np.ndarray:
 
 
 class Sampled:
-    """A logits processor that leaves one token: drawn from the softmax of the largest logits by a
-    generator of its own (the largest sum of logit and Gumbel noise is such a draw), so that no
-    global state changes."""
+    """A logits processor that leaves one token, drawn from the softmax of the largest logits: the
+    largest sum of logit and Gumbel noise. No global state changes."""
 
     def __init__(self, seed: int):
         self.noise = np.random.default_rng(seed)

@@ -122,9 +122,8 @@ class Region:
     def filled(
         self, frames: Iterator[np.ndarray], fill: str, border: np.ndarray | None = None
     ) -> Iterator[np.ndarray]:
-        """The frames u8[H, W, 3] with the mask's pixels filled, and around them a border of a
-        colour, or of their repeated edges. fill: one of FILLS; "mean" averages a frame's other
-        pixels."""
+        """The frames u8[H, W, 3] with the mask's pixels filled (FILLS; "mean": of a frame's other
+        pixels), and a border around them of a colour or of their edges."""
         left, top, _, _ = self.pad
         for pixels, drawn in zip(frames, self._drawn(), strict=True):
             if fill != "none" and drawn.any():

@@ -19,9 +19,8 @@ from ltx2rt.stages.stage import Stage, State, videos_of
 
 @dataclass(frozen=True)
 class Upsample(Stage):
-    """geometry: of the latents that it reads. scale: of rows and columns, for which the sizes were
-    chosen. keyframes: how many of the state's generated ones it upsamples too, as if they were the
-    latent frames of a clip."""
+    """geometry: of the latents that it reads. scale: of rows and columns. keyframes: number of
+    generated ones that it upsamples, like the latent frames of a clip."""
 
     geometry: Geometry
     num_videos: int = 1

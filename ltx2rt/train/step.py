@@ -211,7 +211,8 @@ class Step:
             more = {"streamed": streamed(pieces(self.graph), self.streams_blocks)}
         weights = backend.load([self.graph], drawn, **more)
         first, *rest = graphs.values()
-        return backend.trainer(first, weights, optimiser, self.remat, rest, deterministic)
+        how = {"deterministic": deterministic}
+        return backend.trainer(first, weights, optimiser, self.remat, rest, **how)
 
 
 def in_words(m: TrainingMemory) -> str:

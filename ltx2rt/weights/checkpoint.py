@@ -365,9 +365,8 @@ def _with_connectors(
     config: TransformerConfig,
     donor: TensorFile | TensorFolder | None = None,
 ) -> RenamedSource | None:
-    """Connectors and text projection of the main file; missing ones come from files near it, else
-    from the donor. Files of another generation are not looked at. Raises InputError where several
-    files have that."""
+    """Connectors and text projection of the main file, else from files near it or the donor, but
+    not of another generation. Raises InputError where several files have them."""
     widths = (config.width, config.audio_width)
     if config.caption_projection:
         widths = (config.caption_channels,) * 2

@@ -150,9 +150,8 @@ def identity(file: int | str | os.PathLike[str]) -> tuple[int, ...]:
 
 
 class TensorFile:
-    """One safetensors file. Opening reads the header only; arrays are read-only views of the mapped
-    file. One descriptor serves header and data, so a file that replaces this one is never read by
-    halves."""
+    """One safetensors file. Opening reads the header; arrays are read-only views of the file,
+    through one descriptor, so a file that replaces it is not mixed in."""
 
     def __init__(self, path: str | os.PathLike[str]):
         """Raises InputError for a file that is no safetensors file, a git-lfs pointer or a FIFO."""

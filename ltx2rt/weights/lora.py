@@ -210,9 +210,8 @@ def _modules(file: TensorFile) -> tuple[dict[str, dict[str, str]], list[str]]:
 
 
 def reference_factors(paths: Iterable[Path]) -> tuple[int, int]:
-    """Factors, in space and in time, by which the references of IC-LoRAs are coarser than the clip;
-    1 by default. Raises InputError for what is no whole number, and where two LoRAs say more than 1
-    and differ."""
+    """Factors (space, time) by which references of IC-LoRAs are coarser than the clip; 1 by
+    default. Raises InputError unless they are whole numbers that agree."""
     found: dict[str, tuple[int, Path]] = {}
     for path, key in product(paths, FACTORS):
         text = TensorFile(path).metadata.get(key, "1")

@@ -78,9 +78,8 @@ Fields = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Packed(TensorInfo):
-    """shape, dtype: of the decoded tensor. nbytes: as stored. group: inputs that are
-    decoded together. stored_as: `Encoding.format` of the encoding that has its fields, empty if a
-    device cannot keep them."""
+    """shape, dtype: of the decoded tensor. nbytes: stored. group: inputs decoded together.
+    stored_as: the encoding's `format`, empty if a device cannot keep its fields."""
 
     format: str
     stored_bytes: int

@@ -32,9 +32,8 @@ GEMMA_4 = "layer_scalar"  # a tensor of each layer that Gemma 3 has not
 
 @dataclass(frozen=True)
 class Asset:
-    """A tokenizer in a file of weights: `tokenizer_json`, a tensor of bytes or a metadata string;
-    a SentencePiece model as a tensor; or the vocabulary of a GGUF file. Or a SentencePiece file of
-    its own, with no name."""
+    """A tokenizer in a file: `tokenizer_json`, bytes or a metadata string; a SentencePiece model as
+    a tensor; a GGUF file's vocabulary. Without name: a SentencePiece file."""
 
     path: Path
     name: str = ""

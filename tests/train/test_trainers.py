@@ -39,7 +39,7 @@ def test_batches_of_two_sizes_share_parameters_and_their_average(kind):
     backend, graph, (other, inputs) = get_backend(kind, "cpu", {}), placed("2.3", {}), smaller()
     weights = backend.load([graph], ArraySource(parameters("2.3")))
     optimiser = replace(OPTIMISER, ema=DECAY)
-    made = backend.trainer(graph, weights, optimiser, "block", [other], True)
+    made = backend.trainer(graph, weights, optimiser, "block", [other], deterministic=True)
     start = average = {n: x.copy() for n, x in made.state()["parameters"].items()}
     for feeds in (step("2.3")[1], inputs):
         made.accumulate(feeds, WEIGHTS)

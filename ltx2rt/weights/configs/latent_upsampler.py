@@ -26,9 +26,8 @@ def temporal_preset(name: str, model: ModelConfig) -> UpsamplerConfig:
 
 
 def upsampler(keys: Keys, rational: bool) -> UpsamplerConfig:
-    """rational: the file's upsampling convolution is `upsampler.conv`. A config that says otherwise
-    is refused. The temporal one is tested first: its released headers claim rational, at scale
-    1."""
+    """rational: the file's convolution is `upsampler.conv`, as its config has to say. The temporal
+    one is tested first: its released headers claim rational, at scale 1."""
     keys.may(dims=3)
     sizes = read(ROWS, keys, "official")
     if is_temporal(keys):

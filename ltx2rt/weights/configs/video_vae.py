@@ -56,9 +56,8 @@ def official_video_vae(keys: Keys) -> VideoVaeConfig:
 
 
 def official_diffusion_vae(keys: Keys, conv_in: tuple[int, ...]) -> VideoVaeConfig:
-    """The encoder of the file with the other decoder, which is that of the convolutional file;
-    there is no decoder in it. conv_in: shape of the encoder's first convolution, which says what
-    the config does not."""
+    """The encoder of a file with the other decoder, without one. conv_in: shape of the encoder's
+    first convolution, which the config does not state."""
     keys.must(_class_name="CausalDiffusionVAE")
     inner = keys.inner("encoder")
     inner.may(dims=3, norm_layer="pixel_norm")
