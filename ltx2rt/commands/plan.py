@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,24 @@ def to_text(found: Estimate) -> str:
         lines.append(f"price: {found.price_per_clip:.4f} a clip, {rate}")
     if mesh:
         lines.append(_exchanges(found))
-    return "\n".join([*lines, *found.notes]) + "\n"
+    return "\n".join([*lines, *found.notes, *_layouts(found)]) + "\n"
+
+
+def _layouts(found: Estimate) -> Iterator[str]:
+    """A table of the devices as replicas, each with its own clip."""
+    if found.layouts:
+        yield f"\nreplicas  a clip  clips/hour  {'price/clip  ' * bool(found.price)}memory    mesh of each"
+    for one in found.layouts:
+        figures = f"{one.time_s:>6.2f} s  {one.clips_per_hour:>10.0f}"
+        if one.price_per_clip is not None:
+            figures += f"  {one.price_per_clip:>10.4f}"
+        held = f"{peak(one.costs).peak_bytes / 1e9:>5.1f} GB"
+        mesh = in_words(one.session.backend.mesh, ",")
+        way = "" if one.session.memory_mode == "resident" else f", {one.session.memory_mode}"
+        yield (
+            f"{f'{one.replicas}x{one.devices}':<7}{figures if one.fits else 'does NOT fit':<{len(figures)}}"
+            f"  {held}  {mesh}{way}"
+        )
 
 
 def _basis(found: Estimate) -> str:

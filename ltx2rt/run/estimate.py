@@ -7,6 +7,7 @@ a preset is planned from an empty checkpoint of its sizes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, replace
 from functools import partial
 from typing import Any
@@ -73,6 +74,8 @@ class Estimate:
     advice: str
     outside_s: float = 0.0  # seconds of a request beside its stages
     price: float | None = None  # a device for an hour
+    replicas: int = 1  # on so many devices each
+    layouts: tuple[Estimate, ...] = ()  # the same devices as replicas of fewer, and this one
 
     @property
     def basis(self) -> str:
@@ -85,11 +88,12 @@ class Estimate:
 
     @property
     def clips_per_hour(self) -> float:
-        return 3600 / self.time_s * self.session.backend.mesh.get("data", 1)
+        return 3600 / self.time_s * self.session.backend.mesh.get("data", 1) * self.replicas
 
     @property
     def price_per_clip(self) -> float | None:
-        return None if self.price is None else self.price * self.devices / self.clips_per_hour
+        devices = self.devices * self.replicas
+        return None if self.price is None else self.price * devices / self.clips_per_hour
 
     @property
     def fits(self) -> bool:
@@ -121,9 +125,23 @@ def chosen(
 
 
 def estimate(options: ModelOptions, request: Request, devices: Devices) -> Estimate:
-    """Raises InputError for unknown devices or meshes, and for what `generate` refuses."""
+    """Estimate a request on the devices, and on replicas of fewer if no flag says the mesh. Raises
+    InputError for unknown devices or meshes, and for what `generate` refuses."""
     kind, count = devices.found
     checkpoint = opened_checkpoint(options)
+    found = replace(_estimate(options, checkpoint, request, kind, count), price=devices.price)
+    layouts = []
+    for each in (1, 2, 4, 8) if not (options.mesh or options.profile) else ():
+        with suppress(InputError):  # such as heads that do not divide
+            if each < count and count % each == 0:
+                one = _estimate(options, checkpoint, request, kind, each)
+                layouts.append(replace(one, price=devices.price, replicas=count // each))
+    return replace(found, layouts=(*layouts, found) if layouts else ())
+
+
+def _estimate(
+    options: ModelOptions, checkpoint: Checkpoint, request: Request, kind: DeviceKind, count: int
+) -> Estimate:
     stages = partial(resolved_stages, options=options, request=request)
     choice = chosen(options, checkpoint, kind, count, stages)
     if choice:
@@ -143,9 +161,7 @@ def estimate(options: ModelOptions, request: Request, devices: Devices) -> Estim
     estimator = choice.estimator if choice else Estimator(session, kind)
     notes = (*said, *_whole(session, plan, kind), *_unshared(session, plan, estimator))
     beside_s = session.outside_s(plan.stages, kind)
-    return Estimate(
-        count, kind.loaded(), session, plan, costs, notes, advice, beside_s, devices.price
-    )
+    return Estimate(count, kind.loaded(), session, plan, costs, notes, advice, beside_s)
 
 
 def _whole(session: Session, plan: Plan, kind: DeviceKind) -> Iterator[str]:
@@ -203,9 +219,7 @@ def _bill(found: Estimate) -> dict[str, Any]:
     return {} if per_clip is None else bill
 
 
-def to_json(found: Estimate) -> dict[str, Any]:
-    """flops, collectives, time_s and exchange_s, its part in which devices wait for each other, are
-    of one step of a stage with steps."""
+def _summary(found: Estimate) -> dict[str, Any]:
     return {
         "fits": found.fits,
         "memory_mode": found.session.memory_mode,
@@ -214,8 +228,18 @@ def to_json(found: Estimate) -> dict[str, Any]:
         "basis": found.basis,
         **_bill(found),
         "mesh": dict(found.session.backend.mesh),
-        "stages": [_stage(c, found) for c in found.costs],
     }
+
+
+def to_json(found: Estimate) -> dict[str, Any]:
+    """flops, collectives, time_s and exchange_s, its part in which devices wait for each other, are
+    of one step of a stage with steps."""
+    layouts = [
+        {"replicas": one.replicas, "clips_per_hour": one.clips_per_hour} | _summary(one)
+        for one in found.layouts
+    ]
+    compared = {"layouts": layouts} if layouts else {}
+    return _summary(found) | compared | {"stages": [_stage(c, found) for c in found.costs]}
 
 
 def _stage(c: StageCost, found: Estimate) -> dict[str, Any]:
