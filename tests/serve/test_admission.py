@@ -275,7 +275,7 @@ HOSTILE = [  # what a request says of segments and the like, and the field that 
     *(({**LONG, **more}, field) for more, field in (
         ({"num_frames": 26}, "num_frames"), ({"num_frames": 10**12}, "num_frames"),
         ({"segment_frames": 26}, "segment_frames"), ({"segment_frames": 10**9}, "segment_frames"),
-        ({"segment_frames": -1}, "segment_frames"), ({"num_frames": 17}, "segment_frames"),
+        ({"segment_frames": -1}, "segment_frames"),
         ({"num_frames": 50001}, None), ({"length": 3}, "seconds"),
     )),
     *(({**LONG, "cut": x}, "cut") for x in (
