@@ -289,7 +289,7 @@ HOSTILE = [  # what a request says of segments and the like, and the field that 
         -0.1, 1.1, "nan", "inf", "x", [], True, 1e300,
     )),
     *(({name: x}, name) for name, x in (
-        ("colour_lock", 0.5), ("anchor", 1), ("cut", [2]), ("segment_seeds", ["2:1"]), ("segment_frames", 25),
+        ("colour_lock", 0.5), ("anchor", 1), ("cut", [2]), ("segment_seeds", ["2:1"]),
         ("enhance_prompt", True), ("prompt_enhancer", "/etc"), ("parts_folder", "/tmp"),
         ("number", 3),
     )),
