@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from io import BytesIO
 from itertools import count
 from math import prod
 from pathlib import Path
@@ -128,6 +129,8 @@ def run(
 def previewing(session: Session, path: Path) -> Callable[[Callable[[], np.ndarray]], None]:
     """The function that writes the file after every fourth step, as `Stopwatch` calls it. Raises InputError if
     the checkpoint has no video encoder."""
+    from PIL import Image
+
     from ltx2rt.serve.preview import fitted, picture_of
 
     projection, steps = fitted(session), count(1)
@@ -135,7 +138,8 @@ def previewing(session: Session, path: Path) -> Callable[[Callable[[], np.ndarra
     def look(latents: Callable[[], np.ndarray]) -> None:
         if next(steps) % PREVIEW_STEPS == 0 and session.backend.is_main:
             with replacing(path) as partial:
-                partial.write_bytes(picture_of(latents()[0], projection))
+                picture = Image.open(BytesIO(picture_of(latents()[0], projection)))
+                picture.save(partial, "PNG" if path.suffix.lower() == ".png" else "JPEG")
 
     return look
 

@@ -66,7 +66,7 @@ class Files(Marks):
     warmup: bool = flag(False, "run each stage's step once before it is timed", group="log")
     latents_out: Path | None = flag(None, "safetensors file for every latent of the run")
     preview: Path | None = flag(
-        None, "JPEG of the middle frame, after every fourth step", metavar="FILE"
+        None, "JPEG or PNG of the middle frame, after every fourth step", metavar="FILE"
     )
     report: Path | None = flag(None, "JSON file for times, memory and versions", group="log")
     quiet: bool = flag(False, "print only errors and the names of the files", group="log")
@@ -123,8 +123,10 @@ class Files(Marks):
         if self.quiet and self.verbose:
             raise InputError("--quiet and --verbose contradict each other; give one of them")
         clips, named = [path for each in self.clips(seeds) for path in each], self._named(seeds)
-        if self.preview and self.preview.suffix.lower() not in (".jpg", ".jpeg"):
-            raise InputError(f"--preview: {self.preview}, expected a name that ends in .jpg")
+        if self.preview and self.preview.suffix.lower() not in (".jpg", ".jpeg", ".png"):
+            raise InputError(
+                f"--preview: {self.preview}, expected a name that ends in .jpg or .png"
+            )
         for clip in clips:
             check_output(clip, num_frames)
         self.check_marks(clips)

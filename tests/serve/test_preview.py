@@ -62,9 +62,9 @@ def test_a_command_writes_a_preview_while_it_runs(tiny, command, tmp_path):
     words = ("--width", 128, "--height", 64, "--num-frames", 9, "--steps", 4, "--prompt", "a fox")
     where = ("--backend", "cuda", "--device", "cpu", "--model", tiny("tiny-2.3", "official"))
     given = ("generate", *where, *words, "--output", tmp_path / "a.mp4", "--preview")
-    status, _, err = command(*given, tmp_path / "now.jpg")
+    status, _, err = command(*given, tmp_path / "now.png")
     assert status == 0, err
-    with Image.open(tmp_path / "now.jpg") as picture:
-        assert picture.size == (192, 96)
+    with Image.open(tmp_path / "now.png") as picture:
+        assert picture.size == (192, 96) and picture.format == "PNG"
     status, _, err = command(*given, tmp_path / "now.mp4")
     assert status == 2 and "expected a name that ends in .jpg" in err
