@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
@@ -66,10 +65,7 @@ class Run:
         with ExitStack() as during:
             self.folder = folder if steps else None
             if folder and self.is_main:
-                claim = claimed(self.session, self.plan, folder)
-                self.claim = partial(during.enter_context, claim)
-                if self.request.in_segments or folder.exists():
-                    self.claim()
+                during.enter_context(claimed(self.session, self.plan, folder))
                 if output and self.request.in_segments:
                     clip = recording(self.session, self.plan, folder, output, self.marks)
                     self.recorded = during.enter_context(clip)
