@@ -47,7 +47,7 @@ class Flag:
     split: text of a repeated one is cut at commas, too.
     least, most, above: bounds that hold for every model; `above` itself is out of them.
     name: the flag, if it is not the field's name with dashes; a switch of a field that is True by
-    default starts with `--no-`. also: other spellings of it.
+    default starts with `--no-`. also: other spellings of it; of such a switch, its opposite.
     bare: the text that the flag stands for if no value follows it; in Python, True.
     file: kind of the files that the value names: image, sound, video, mask, tensors, plan, folder.
     kept: the clip keeps parts of the file.
@@ -230,7 +230,11 @@ def add_flag(
         words |= {"nargs": "+", "action": "store" if "last" in own.marks.split() else "extend"}
     elif own.bare is not None:
         words |= {"nargs": "?", "const": own.bare}
-    added = to.add_argument(spelling(f), *own.also, **words | how)
+    also = own.also
+    if words.get("action") == "store_false" and also:  # what the field is without the flag
+        to.add_argument(*also, **words | {"action": "store_true", "help": argparse.SUPPRESS})
+        also = ()
+    added = to.add_argument(spelling(f), *also, **words | how)
     added.common = own.common
 
 
@@ -314,7 +318,7 @@ def words_of(args: argparse.Namespace, *types: type) -> list[str]:
             continue
         how, value = f.metadata["flag"], getattr(args, name)
         if reader(f) is bool:
-            words.append(spelling(f))
+            words += [spelling(f)] if value is not f.default else []
         elif isinstance(how.metavar, tuple):
             words += [spelling(f), *map(str, value)]
         else:

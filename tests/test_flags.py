@@ -55,6 +55,7 @@ class Sampler:
     folder: Path = flag(Path("here"), "folder to write")
     name: str = flag("a", "name of the sampler", choices=("a", "float8"))
     span: tuple[float, ...] = flag((), "first and last", float, metavar=("A", "B"), repeat=True)
+    kept: bool = flag(True, "forget the file", name="--no-kept", also=("--kept",))
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,13 @@ def test_a_flag_without_a_parser_has_the_type_of_its_field():
     words = "--rho 2.5 --rounds 4 --fast --folder there --name float8 --span 1 2"
     assert read(*words.split()) == Sampler(2.5, 4, True, Path("there"), "float8", (1.0, 2.0))
     assert read() == Sampler()
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"), [((), True), (("--no-kept", "--kept"), True), (("--no-kept",), False)]
+)
+def test_a_switch_has_its_opposite(words, kept):
+    assert read(*words).kept is kept
 
 
 def test_a_type_that_has_no_parser_needs_one_in_its_flag():

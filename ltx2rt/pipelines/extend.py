@@ -63,7 +63,10 @@ class Extend(Request):
         None, "add 8G - 1 frames back to the first", asks="extend", metavar="G", least=1, most=10**5
     )
     crossfade: bool = flag(
-        True, "keep all frames; else up to 8 are blended at a seam", name="--no-crossfade"
+        True,
+        "keep all frames; else up to 8 are blended at a seam",
+        name="--no-crossfade",
+        also=("--crossfade",),
     )
     other: VideoInfo | None = field(default=None, repr=False)
 

@@ -66,7 +66,10 @@ class Retake(Request):
         None, "keep all of the video or of the sound (default: remake both)", choices=MODALITIES
     )
     keep_source: bool = flag(
-        True, "have the VAEs' frames and sound outside the part", name="--no-keep-source"
+        True,
+        "have the VAEs' frames and sound outside the part",
+        name="--no-keep-source",
+        also=("--keep-source",),
     )
 
     @property

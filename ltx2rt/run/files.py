@@ -31,9 +31,17 @@ def parse_signature(given: Sequence[str | Path]) -> Signature:
 class Marks:
     """Contents of a clip's file other than picture and sound."""
 
-    metadata: bool = flag(True, "leave prompt and settings out of the file", name="--no-metadata")
+    metadata: bool = flag(
+        True,
+        "leave prompt and settings out of the file",
+        name="--no-metadata",
+        also=("--metadata",),
+    )
     provenance: bool = flag(
-        True, "leave out the mark that a model made the file (XMP)", name="--no-provenance"
+        True,
+        "leave out the mark that a model made the file (XMP)",
+        name="--no-provenance",
+        also=("--provenance",),
     )
     sign: Signature | None = flag(
         None, "PEM files that sign the file (C2PA)", parse_signature, metavar=("CERT", "KEY")
