@@ -26,7 +26,6 @@ from ltx2rt.train.data import parse_bucket
 from ltx2rt.train.run import Run
 
 FLAG = "--validation"
-FIRST_SEED = 42  # the first clip has it, each later one adds 1
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def _requests(run: Run, path: Path) -> Iterator[Request]:
 def _request(run: Run, line: Mapping[str, Any], number: int) -> Request:
     """Keys: prompt; image (FILE[:FRAME[:STRENGTH]], or a list); reference (a file, for an IC-LoRA);
     size (WxHxF, default: as trained); seed; pipeline; and the clip flags of that."""
-    g = run.step.geometry
+    r, g = run.request, run.step.geometry
     rest = {name: x for name, x in line.items() if name not in ("reference", "size", "pipeline")}
     name = line.get("pipeline", "one-stage" if "video" in run.samples.streams else "t2a")
     given = {"num_frames": (g.frames - 1) * g.time_factor + 1, "fps": g.fps}
@@ -113,4 +112,4 @@ def _request(run: Run, line: Mapping[str, Any], number: int) -> Request:
         given |= {"skip_stage_2": True, "video_conditioning": [str(line["reference"])]}
     if name != "t2a":
         given |= {"width": width, "height": height}
-    return make_request(name, **{"seed": FIRST_SEED + number - 1, **given, **rest})
+    return make_request(name, **{"seed": r.validation_seed + number - 1, **given, **rest})

@@ -290,6 +290,9 @@ class TrainRequest:
         marks="free",
         common="training",
     )
+    validation_seed: int = flag(
+        42, "seed of the first validation clip", least=0, most=2**63, marks="free"
+    )
     save_every: int = flag(
         250, "steps between two LoRAs and states", least=1, marks="free", common="training"
     )
