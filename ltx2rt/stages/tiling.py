@@ -207,7 +207,8 @@ def blend_tiles(
     """Finished frames f32[3, n, H, W] of one video in order, one chunk per span of frames.
 
     decoded: every tile's frames [1, 3, F, h, w], on a device if they like, in the order of
-    `tile_latents`; no more are taken than the video has tiles.
+    `tile_latents`; no more are taken than the video has tiles. to_host: its array is changed where
+    a tile has all rows and columns, and is the chunk.
     """
     height, width = tiling.rows[-1].end, tiling.columns[-1].end
     ends = [*(t.first for t in tiling.frames[1:]), tiling.frames[-1].end]
@@ -215,25 +216,56 @@ def blend_tiles(
     done, waiting = (0, np.zeros((3, 0, height, width), np.float32))
     with ThreadPoolExecutor(BLEND_THREADS, thread_name_prefix="blend") as pool:
         for t, end in zip(tiling.frames, ends, strict=True):
-            frames = np.zeros((3, t.end - done, height, width), np.float32)
-            frames[:, : waiting.shape[1]] = waiting
-            for r, c in itertools.product(tiling.rows, tiling.columns):
+            frames, seen = None, waiting.shape[1]
+            seams = map(_seams, (tiling.rows, tiling.columns))
+            for (r, top), (c, left) in itertools.product(*seams):
                 tile = to_host(next(decoded))
                 expected = (1, 3, len(t.weights), len(r.weights), len(c.weights))
                 if tile.shape != expected:
                     raise ValueError(f"a decoded tile has shape {tile.shape}, expected {expected}")
-                weights, place = (
-                    r.weights[:, None] * c.weights,
-                    frames[:, t.first - done :, r.positions, c.positions],
-                )
-                add = partial(_add_weighted, weights=weights)
-                list(pool.map(add, place.swapaxes(0, 1), tile[0].swapaxes(0, 1), t.weights))
+                each = tile[0].swapaxes(0, 1)
+                if tile.shape[3:] == (height, width):
+                    before = itertools.chain(waiting.swapaxes(0, 1), itertools.repeat(None))
+                    list(pool.map(_weigh, each, t.weights, before))
+                    frames = tile[0]
+                    continue
+                if frames is None:
+                    frames = np.empty((3, t.end - done, height, width), np.float32)
+                    frames[:, :seen] = waiting
+                place = frames[..., r.positions, c.positions].swapaxes(0, 1)
+                tops = [len(r.weights)] * seen + [top] * (len(each) - seen)
+                add = partial(_add_weighted, left=left, weights=r.weights[:, None] * c.weights)
+                list(pool.map(add, place, each, t.weights, tops))
+            assert frames is not None, "a video has tiles"
             yield frames[:, : end - done]
             done, waiting = end, frames[:, end - done :]
 
 
+def _seams(spans: Sequence[Span]) -> list[tuple[Span, int]]:
+    """Each span, and how many of its positions the spans before it have."""
+    return [(s, end - s.first) for s, end in zip(spans, (0, *(s.end for s in spans)), strict=False)]
+
+
+def _weigh(frame: np.ndarray, weight: np.float32, before: np.ndarray | None) -> None:
+    """frame[3, h, w] x weight, in place, plus the tiles before it."""
+    if weight != 1:
+        frame *= weight
+    if before is not None:
+        frame += before
+
+
 def _add_weighted(
-    place: np.ndarray, frame: np.ndarray, weight: np.float32, *, weights: np.ndarray
+    place: np.ndarray,
+    frame: np.ndarray,
+    weight: np.float32,
+    top: int,
+    *,
+    left: int,
+    weights: np.ndarray,
 ) -> None:
-    """place[3, h, w] += frame x weight x weights[h, w], a frame at a time to save memory."""
-    place += frame * (weight * weights)
+    """place[3, h, w] += frame x weight x weights[h, w] in rows above `top` and columns before
+    `left`, which tiles before this one wrote; = elsewhere. One frame at a time to save memory."""
+    weights = weight * weights
+    np.multiply(frame[:, top:, left:], weights[top:, left:], out=place[:, top:, left:])
+    place[:, :top] += frame[:, :top] * weights[:top]
+    place[:, top:, :left] += frame[:, top:, :left] * weights[top:, :left]

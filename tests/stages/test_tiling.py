@@ -134,6 +134,12 @@ def test_tiling_a_local_decoder_changes_nothing(frames, rows, columns, time_tile
     video = np.concatenate(chunks, axis=1)
     assert video.dtype == np.float32
     assert np.allclose(video, local_decode(latent)[0], atol=1e-5)
+    summed = np.zeros_like(video)
+    axes = (tiling.frames, tiling.rows, tiling.columns)
+    for tile, (t, r, c) in zip(tile_latents(latent, tiling), itertools.product(*axes), strict=True):
+        weights = t.weights[:, None, None] * (r.weights[:, None] * c.weights)
+        summed[:, t.positions, r.positions, c.positions] += local_decode(tile)[0] * weights
+    np.testing.assert_array_equal(video, summed)  # every product and sum is there, in that order
 
 
 def test_time_stays_aligned():
@@ -163,6 +169,14 @@ def test_frames_leave_before_later_tiles_are_decoded():
     assert len(decoded) == 2  # the tiles of this chunk
     assert sum(chunk.shape[1] for chunk in stream) == 29 * TIME + 1 - 6 * TIME
     assert {shape[2:] for shape in decoded} == tile_shapes(tiling)
+
+
+def test_a_tile_of_all_rows_and_columns_is_not_copied():
+    tiling = plan_tiles("auto", (16, 4, 6), CONFIG)
+    shapes = [(1, 3, len(t.weights), 128, 192) for t in tiling.frames]
+    tiles = [np.ones(shape, np.float32) for shape in shapes]
+    chunks = list(blend_tiles(iter(tiles), tiling))
+    assert all(np.shares_memory(*each) for each in zip(tiles, chunks, strict=True))
 
 
 def test_a_tile_of_the_wrong_shape_is_refused():
