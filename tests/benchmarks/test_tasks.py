@@ -1,11 +1,11 @@
-"""docs/tasks.md is the page of today's tasks, and its strips were made by today's words."""
+"""docs/tasks.md and docs/serve.png are of today."""
 
 import re
 
 import pytest
 from PIL import Image
 
-from benchmarks import tasks
+from benchmarks import page_picture, tasks
 
 
 def test_the_page_has_each_task_with_its_command_and_flags():
@@ -20,6 +20,11 @@ def test_the_page_has_each_task_with_its_command_and_flags():
 def test_a_strip_is_of_the_words_of_today(task):
     with Image.open(tasks.STRIPS / f"{task.name}.png") as strip:
         assert strip.info["Command"] == tasks.made_by(task)
+
+
+def test_the_picture_of_the_page_is_of_today():
+    with Image.open(page_picture.PICTURE) as picture:
+        assert picture.info["Page"] == page_picture.digest()
 
 
 @pytest.mark.slow

@@ -1259,7 +1259,7 @@ def test_segments_of_a_job(server):
     assert server.get(id)["x"]["settings"]["segment_seeds"] == ["3:7"]
     plain = server.add("1:0.01")
     refused = server.http.get(f"/v1/videos/{plain}/segments")
-    assert refused.status_code == 409 and "not made in segments" in refused.text
+    assert refused.status_code == 409 and "has no segments" in refused.text
     assert server.until(id)["status"] == "completed"
     found = server.http.get(f"/v1/videos/{id}/segments").json()["data"]
     assert all(one["made"] for one in found)
@@ -1323,7 +1323,7 @@ def test_a_clip_in_high_dynamic_range_is_a_request_like_any_other(server):
     plain = server.until(server.add("1:0.01"))
     assert plain["x"]["urls"]["frames"] == [] and plain["x"]["settings"]["hdr"] is None
     url = f"/v1/videos/{plain['id']}/content?variant=frames"
-    assert "ask for it with hdr_frames" in error_of(server.http.get(url), 404)["message"]
+    assert "ask for them by hdr_frames" in error_of(server.http.get(url), 404)["message"]
     server.http.delete(f"/v1/videos/{id}")
     assert not list((server.data / "out").glob(f"{id}*"))
 
