@@ -45,7 +45,6 @@ class Run:
         session.require_memory(self.plan.stages, warm=warm)
         self.recorded: GrowingClip | None = None
         self.folder: Path | None = None
-        self.claim: Callable[[], None] = lambda: None
         self.state = State()
 
     @property
@@ -74,7 +73,7 @@ class Run:
     def make(self, stream: TextIO | None = None, **how: Any) -> None:
         """Run up to the frames, once the length is known. how: as `produce` takes it."""
         self.plan = timed(self.session, self.plan, stream)
-        kept: dict[str, Any] = {"folder": self.folder, "claim": self.claim}
+        kept: dict[str, Any] = {"folder": self.folder}
         if self.request.in_segments and (origin := self.labels().get("origin")):
             kept["origin"] = replace(origin, signature=None)  # the whole clip is signed
         made = produce(self.session, self.plan, stream=stream, kept=kept, **how)

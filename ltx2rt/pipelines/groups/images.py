@@ -160,7 +160,7 @@ class Images(Group):
         sides, advice = {"width": request.width, "height": request.height}, ""
         if request.has(Size):
             free = replace(request, width=None, height=None)
-            if free[Size].restated(free, model) != sides:
+            if not sides.items() <= free[Size].restated(free, model).items():
                 advice = "; leave --width and --height out"
         for image in self.images:
             if image.latent:
