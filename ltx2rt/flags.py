@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from fractions import Fraction
@@ -27,11 +28,29 @@ GROUPS = (  # titles in `--help`, in this order
 # titles of the short help
 COMMON = ("model and pipeline", "prompt and inputs", "clip and output", "hardware")
 MODEL, INPUTS, CLIP, HARDWARE = COMMON
+
+UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+
+
+def parse_seconds(given: Any) -> float:
+    """Seconds from a number, or from text such as 1.5s, 1m30s, 1:30 or 0:01:30.5. Raises
+    ValueError."""
+    text, number = str(given).strip(), r"(\d+(?:\.\d*)?|\.\d+)"
+    if text and (units := re.fullmatch("".join(f"(?:{number}{unit} ?)?" for unit in UNITS), text)):
+        found = zip(units.groups(), UNITS.values(), strict=True)
+        return sum(float(amount or 0) * seconds for amount, seconds in found)
+    if clock := re.fullmatch(r"(?:(\d+):)?(\d+):([0-5]?\d(?:\.\d*)?)", text):
+        hours, minutes, seconds = (float(part or 0) for part in clock.groups())
+        return hours * 3600 + minutes * 60 + seconds
+    return float(given)
+
+
 # parsers: name of a value in `--help`, and what an error expects
 KINDS: dict[Callable, tuple[str, str]] = {
     bool: ("", "True or False"),
     int: ("N", "a whole number"),
     float: ("X", "a number"),
+    parse_seconds: ("S", "seconds, such as 90, 1.5s, 1m30s or 1:30"),
     Path: ("FILE", "a path"),
     str: ("TEXT", "text"),
 }

@@ -35,10 +35,11 @@ from ltx2rt.instruments.probe import ProbeRequest
 from ltx2rt.pipelines import pipelines
 from ltx2rt.run.estimate import Devices
 from ltx2rt.run.files import Files
-from ltx2rt.serve.fields import schema
-from ltx2rt.serve.options import ServeOptions, parse_amount
+from ltx2rt.serve.fields import schema, value
+from ltx2rt.serve.options import ServeOptions, parse_bytes
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.suggest import nearest
+from ltx2rt.train.prepare_flags import PrepareRequest
 
 OWNERS = (
     ModelOptions, Files, Devices, Target, ProbeRequest, ServeOptions, BatchOptions, Warm,
@@ -158,9 +159,29 @@ def test_the_server_tells_its_clients_the_bounds():
     assert "minimum" not in schema(found["video_cfg"])
 
 
+@pytest.mark.parametrize("read", [convert, value], ids=["command line", "server"])
+@pytest.mark.parametrize(("given", "seconds"), [
+    (2, 2), ("2", 2), ("1.5s", 1.5), ("00:02", 2), ("0:00:02.5", 2.5), ("1m30s", 90), ("1m 30s", 90),
+    (".5s", 0.5), ("90:00", 5400), ("1.5h", 5400), ("7d", 604800),
+    *((x, None) for x in ("1:75", "00:00:02:12", "s", "1s1m", "2x", "")),
+])  # fmt: skip
+def test_a_time_is_read_in_its_usual_forms(given, seconds, read):
+    """By the parser of every flag in seconds, and of no other."""
+    found = flagged(ServeOptions, PrepareRequest, *pipelines().values())
+    texts = [f.metadata["flag"] for f in found.values() if f.metadata["flag"].metavar == "S"]
+    assert not texts, "a flag in seconds that parse_seconds does not read"
+    for name in ("start_time", "end_time", "audio_start_time", "keep", "drain"):
+        if seconds is None:
+            with pytest.raises(InputError, match=r"expected (seconds|TIME)"):
+                read(found[name], given)
+        else:
+            assert read(found[name], given) == seconds
+    assert schema(found["start_time"])["type"] == "number"
+
+
 @pytest.mark.parametrize("text", ["1 GB", "1XB", "x", "-1", "1e9"])
 def test_an_amount_without_a_known_unit_names_its_flag(text):
-    assert parse_amount("2KB") == 2000 and parse_amount("1.5h") == 5400
+    assert parse_bytes("2KB") == 2000
     with pytest.raises(InputError, match=r"^--disk: .*, expected SIZE\[KB\|MB\|GB\]"):
         convert(flagged(ServeOptions)["disk"], text)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import INPUTS, flags_of
+from ltx2rt.flags import INPUTS, flags_of, parse_seconds
 from ltx2rt.media.sound import read_sound
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines.groups import NEW, PICTURES
@@ -44,10 +44,10 @@ class GivenSound(Group):
         common=INPUTS,
     )
     audio_start_time: float = flag(
-        0.0, "seconds of the sound to skip at its start", metavar="S", least=0
+        0.0, "seconds of the sound to skip at its start", parse_seconds, least=0
     )
     audio_max_duration: float | None = flag(
-        None, "seconds of the sound at most (default: all, or the clip's)", metavar="S", above=0
+        None, "seconds of the sound at most (default: all, or the clip's)", parse_seconds, above=0
     )
     audio_fit: str = flag(
         "error", "refuse sound that is too short, or add silence", choices=("error", "pad")

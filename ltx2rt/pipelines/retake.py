@@ -14,7 +14,7 @@ import numpy as np
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flags_of
+from ltx2rt.flags import flags_of, parse_seconds
 from ltx2rt.media.video import VideoInfo
 from ltx2rt.models.geometry import Geometry, audio_positions, pixel_frames, video_positions
 from ltx2rt.pipelines.given_clip import GIVEN_CLIP, denoise_once, file_sound, file_video
@@ -49,17 +49,17 @@ class Retake(Request):
     start_time: float | None = flag(
         None,
         "start of the part, in seconds (required)",
+        parse_seconds,
         also=("--start",),
         asks="retake",
-        metavar="S",
         least=0,
     )
     end_time: float | None = flag(
         None,
         "end of the part, in seconds (required)",
+        parse_seconds,
         also=("--end",),
         asks="retake",
-        metavar="S",
         least=0,
     )
     keep: str | None = flag(

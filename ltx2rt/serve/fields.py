@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.errors import InputError
-from ltx2rt.flags import Flag, convert, flagged, reader
+from ltx2rt.flags import Flag, convert, flagged, parse_seconds, reader
 from ltx2rt.pipelines import pipelines
 from ltx2rt.pipelines.groups.images import parse_image
 from ltx2rt.pipelines.groups.seeds import Videos
@@ -81,7 +81,7 @@ def offered(type_: type[Request], with_enhancer: bool = False) -> dict[str, Fiel
         name: f
         for name, f in found.items()
         if (how := f.metadata["flag"]).file in (None, "plan")
-        and not (how.repeat and how.parse is float)
+        and not (how.repeat and how.parse is parse_seconds)
         and how.help != SUPPRESS
         and not (name == "fps" and type_.has(SourceClip))
     }
@@ -133,7 +133,12 @@ def value(f: Field, given: Any) -> Any:
 def schema(f: Field) -> dict[str, Any]:
     """As JSON schema has it."""
     how = f.metadata["flag"]
-    types: dict[Any, str] = {int: "integer", float: "number", bool: "boolean"}
+    types: dict[Any, str] = {
+        int: "integer",
+        float: "number",
+        parse_seconds: "number",
+        bool: "boolean",
+    }
     negated = how.name is not None and how.name.startswith("--no-")
     found = {
         "type": how.json or types.get(reader(f), "string"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ltx2rt.flags import flags_of
+from ltx2rt.flags import flags_of, parse_seconds
 from ltx2rt.pipelines import FIRST
 from ltx2rt.serve.board import log
 from ltx2rt.serve.users import Users
@@ -18,20 +18,16 @@ from ltx2rt.session.options import MEMORY
 flag = flags_of("server")
 
 PLACES = ("here", "ray")
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "s": 1, "m": 60, "h": 3600, "d": 86400}
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 KEEP_S = 7 * 86400.0  # for clips where others reach the server; rows stay ten times longer
 
 
-def parse_amount(text: str | float) -> float:
-    """Seconds, or bytes, with a unit of `UNITS`. Raises ValueError."""
+def parse_bytes(text: str | float) -> int:
+    """Bytes, with a unit of `UNITS`. Raises ValueError."""
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)([A-Za-z]*)", str(text))
     if match is None or match[2] not in UNITS:
         raise ValueError
-    return float(match[1]) * UNITS[match[2]]
-
-
-def parse_bytes(text: str | float) -> int:
-    return int(parse_amount(text))
+    return int(float(match[1]) * UNITS[match[2]])
 
 
 @dataclass(frozen=True)
@@ -101,8 +97,9 @@ class ServeOptions:
         None,
         "time after which clips are deleted, in seconds (default: 7d with --token-file, else when "
         "--disk is full)",
-        parse_amount,
+        parse_seconds,
         metavar="TIME[s|m|h|d]",
+        least=0,
         common="server",
     )
     disk: int = flag(
@@ -113,10 +110,10 @@ class ServeOptions:
         common="server",
     )
     step_timeout: float = flag(
-        120.0, "seconds without a step that end a worker", group="jobs", metavar="S", above=0
+        120.0, "seconds without a step that end a worker", parse_seconds, group="jobs", above=0
     )
     drain: float = flag(
-        600.0, "seconds for running jobs when it stops", group="jobs", metavar="S", least=0
+        600.0, "seconds for running jobs when it stops", parse_seconds, group="jobs", least=0
     )
     log_prompts: bool = flag(False, "write prompts to the log", group="log")
     quiet: bool = flag(False, "write no log", group="log")

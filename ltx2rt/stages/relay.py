@@ -33,7 +33,8 @@ from ltx2rt.stages.tokenizer import count_tokens
 
 FLAG = "--prompt-at"
 _SPAN = re.compile(
-    r"(?P<start>[\d.]+)(?P<first>%?):(?P<end>[\d.]+)(?P<percent>%?)=(?P<text>.*)", re.DOTALL
+    r"(?P<start>[\d.]+)(?:s|(?P<first>%))?:(?P<end>[\d.]+)(?:s|(?P<percent>%))?=(?P<text>.*)",
+    re.DOTALL,
 )
 MARGIN = 2.0  # latent frames at either end of a range in which the bias begins
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flags_of
+from ltx2rt.flags import flags_of, parse_seconds
 from ltx2rt.train.data import Bucket, parse_bucket, parse_rate, parse_share
 
 flag = flags_of("training")
@@ -63,8 +63,7 @@ class PrepareRequest:
     audio_durations: tuple[float, ...] = flag(
         (),
         "seconds that files of sound alone are cut to, the longest that fits (default: a bucket's)",
-        float,
-        metavar="S",
+        parse_seconds,
         repeat=True,
         split=True,
         above=0,

@@ -178,7 +178,7 @@ def test_refused_spans(given, says):
 
 def test_spans_are_read_back():
     span = PromptSpan(0.5, 2.0, "a=b: c")
-    assert parse_span("0.5:2=a=b: c") == span == parse_span((0.5, 2, "a=b: c"))
+    assert parse_span("0.5:2s=a=b: c") == span == parse_span((0.5, 2, "a=b: c"))
     settings = make_request("distilled", prompt="fox", prompt_at=["10%:50%=x"]).settings()
     assert parse_span(settings["prompt_at"][0]) == PromptSpan(10, 50, "x", percent=True)
 

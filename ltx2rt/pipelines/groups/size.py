@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import CLIP, flags_of
+from ltx2rt.flags import CLIP, flags_of, parse_seconds
 from ltx2rt.pipelines.groups.group import Group, refuse_beside
 from ltx2rt.stages.duration import NO_LENGTH, chooses_length, longest
 
@@ -200,8 +200,8 @@ class Length(Duration):
     seconds: float | None = flag(
         None,
         "length in seconds, rounded to 8k+1 frames, in place of --num-frames",
+        parse_seconds,
         also=("--duration", "--length"),
-        metavar="S",
         above=0,
         most=MAX_SECONDS,
         common=CLIP,
@@ -218,7 +218,7 @@ class Length(Duration):
     auto_duration: tuple[float, ...] | None = flag(
         None,
         "range of lengths to choose from without --num-frames, in seconds; LTX-2.5 (default: 1 20)",
-        float,
+        parse_seconds,
         metavar=("MIN", "MAX"),
         repeat=True,
     )

@@ -57,6 +57,9 @@ function looked(kind, url, about) {
   return [player];
 }
 
+// Seconds of 2.5, 1.5s, 1m30s or 1:30.
+const seconds = (text) => text.replace(/[hm]/g, ":").split(":").reduce((sum, part) => 60 * sum + (parseFloat(part) || 0), 0);
+
 const slider = (label) => make("input", { type: "range", min: 0, max: 1, step: 0.01, value: 0, ariaLabel: label });
 
 // Two handles on one line, which follow the fields for start and end, and lead them.
@@ -78,13 +81,13 @@ function handles(player) {
     changed();
   };
   [start, end].forEach((input, at) => input.addEventListener("input", () => lead(input, at)));
-  fields.forEach((one, at) => one.addEventListener("input", () => { [start, end][at].value = one.value; mark(); }));
+  fields.forEach((one, at) => one.addEventListener("input", () => { [start, end][at].value = seconds(one.value); mark(); }));
   player.addEventListener("loadedmetadata", () => {
     start.max = end.max = player.duration.toFixed(2);
     const third = (n) => (n * player.duration / 3).toFixed(2);
     if (!fields[0].value) fields[0].value = third(1);
     if (!fields[1].value) fields[1].value = third(2);
-    [start.value, end.value] = fields.map((one) => one.value);
+    [start.value, end.value] = fields.map((one) => seconds(one.value));
     mark();
     changed();
   });
