@@ -85,7 +85,7 @@ class Enhancer:
         cls, checkpoint: Checkpoint, given: Path | None = None, loras: Sequence[LoraSpec] = ()
     ) -> Enhancer:
         """given: a folder or file in place of the text encoder's; loras: of the run."""
-        given = given and lone_gemma(given)
+        given = given and lone_gemma(given, "--prompt-enhancer")
         folder = given or checkpoint.source("gemma").where
         config = folder / "config.json"
         kind = read_json(config).get("model_type", None) if config.is_file() else None

@@ -18,7 +18,7 @@ from ltx2rt.weights.files import TensorFile, TensorFolder, open_file, open_tenso
 from ltx2rt.weights.gguf import CenteredNorms, GgufFile
 from ltx2rt.weights.names import GEMMA, TEXT_PROJECTION, gemma_to_canonical, llama_cpp_to_canonical
 from ltx2rt.weights.part_table import GEMMA_GGUF
-from ltx2rt.weights.parts import contents, file_kind, only, read_json, scan
+from ltx2rt.weights.parts import contents, file_kind, read_json, scan
 from ltx2rt.weights.quantised import RenamedSource, renamed
 
 TOKENIZER, SPM_FILE = "tokenizer.json", "tokenizer.model"
@@ -100,12 +100,18 @@ def gemma_keys(path: Path) -> Keys:
     return configs.plain_gemma3({name.removeprefix(GEMMA): shapes[name] for name in own}, str(path))
 
 
-def lone_gemma(path: Path) -> Path:
+def lone_gemma(path: Path, flag: str = "--text-encoder") -> Path:
     """The text-encoder file in a folder without a config; any other path as it is. Raises InputError
     for several."""
     if not path.is_dir() or (path / "config.json").is_file():
         return path
-    return only("gemma", scan(path).files["gemma"]) or path
+    found = scan(path).files["gemma"]
+    if len(found) > 1:
+        listed = ", ".join(map(str, found))
+        raise InputError(
+            f"{flag}: {path} has {len(found)} text encoders, {listed}; name one of them"
+        )
+    return found[0] if found else path
 
 
 def plain_gemma3(file: TensorFile | TensorFolder) -> bool:

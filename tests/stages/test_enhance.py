@@ -335,7 +335,7 @@ def test_what_no_enhancer_is(tiny, gemma4, tmp_path):
         ("kind", "is no Gemma 3 and no folder of a Gemma 4 .its model_type is llama"),
         ("packed", "is quantised; pass a bfloat16 one"),
         ("mute", "has no tokenizer; download it again"),
-        ("", "candidates for the text encoder"),
+        ("", "has 2 text encoders, .* name one of them"),
     ):
         with pytest.raises(InputError, match=f"--prompt-enhancer: .*{says}"):
             Enhancer.of(checkpoint, tmp_path / name).check()
