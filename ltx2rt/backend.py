@@ -442,7 +442,7 @@ def backend_names() -> list[str]:
 
 
 def chosen_backend(devices: Path = Path("/dev"), quiet: bool = False) -> str:
-    """The backend for a run that names none; unless quiet, it prints the choice and the reason.
+    """The backend for a run that names none; unless quiet, it prints a choice between devices.
 
     It is the installed one; among several, the first with a device here, or the first. Imports no
     framework. Raises InputError if none is installed.
@@ -452,17 +452,11 @@ def chosen_backend(devices: Path = Path("/dev"), quiet: bool = False) -> str:
     if not installed:
         install = "in the clone: pip install '.[cuda]', or pip install '.[tpu]'"
         raise InputError(f"--backend: none is installed; {install}")
-    names = " and ".join(f.name for f in installed)
     here = [f for f in installed if _has_device(f, devices)]
     name = (here or installed)[0].name
-    if len(installed) == 1:
-        why = "the only one installed"
-    elif here:
-        why = f"{names} are installed, a {here[0].accelerator} is here"
-    else:
-        why = f"{names} are installed, no accelerator is here"
-    if not quiet:
-        note(f"backend {name}: {why}", prefix="")
+    if len(here) > 1 and not quiet:
+        devices_here = " and ".join(f"a {f.accelerator}" for f in here)
+        note(f"backend {name}: {devices_here} are here", prefix="")
     return name
 
 

@@ -416,16 +416,21 @@ class Factory:
 @pytest.mark.parametrize(
     ("factories", "files", "chosen", "why"),
     [
-        ([Factory("a", "GPU")], [], "a", "the only one installed"),
+        ([Factory("a", "GPU")], ["nvidia0"], "a", ""),
         (
             [Factory("a", "GPU", "absent"), Factory("b", "TPU")],
             ["nvidia0"],
             "b",
-            "the only one installed",
+            "",
         ),
-        ([Factory("a", "GPU"), Factory("b", "TPU")], ["accel0"], "b", "a TPU is here"),
-        ([Factory("a", "GPU"), Factory("b", "TPU")], ["nvidia0"], "a", "a GPU is here"),
-        ([Factory("a", "GPU"), Factory("b", "TPU")], ["nvidiactl"], "a", "no accelerator is here"),
+        ([Factory("a", "GPU"), Factory("b", "TPU")], ["accel0"], "b", ""),
+        (
+            [Factory("a", "GPU"), Factory("b", "TPU")],
+            ["accel0", "nvidia0"],
+            "a",
+            "a GPU and a TPU are here",
+        ),
+        ([Factory("a", "GPU"), Factory("b", "TPU")], ["nvidiactl"], "a", ""),
     ],
 )
 def test_the_backend_is_the_one_of_this_machine(
@@ -437,12 +442,7 @@ def test_the_backend_is_the_one_of_this_machine(
     for name in files:
         (tmp_path / name).touch()
     assert chosen_backend(tmp_path) == chosen
-    said = capsys.readouterr().err
-    assert (
-        said.startswith(f"backend {chosen}: ")
-        and said.endswith(f"{why}\n")
-        and said.count("\n") == 1
-    )
+    assert capsys.readouterr().err == (f"backend {chosen}: {why}\n" if why else "")
     assert chosen_backend(tmp_path, quiet=True) == chosen and capsys.readouterr().err == ""
 
 
@@ -461,7 +461,6 @@ def test_a_command_without_a_backend_takes_that_one_and_tells_its_ranks(given, m
     args.argv = ["generate"]
     options, _, _ = generate.asked(args)
     assert options.backend == "tpu" and args.argv == ["generate", "--backend", "tpu"]
-    assert capsys.readouterr().err.count("\n") == 1
     generate.asked(args)
     assert capsys.readouterr().err == ""
 

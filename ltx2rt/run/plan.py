@@ -70,8 +70,10 @@ class Plan:
                 yield merge.line(stage, "distilled" if merge.file == distilled else "")
         yield from self.trained
         if self.request.takes_distilled == "optional" and (self.weights or not distilled):
-            how = "the distilled LoRA near the weights" if distilled else "no distilled LoRA"
-            yield f"{self.request.name}: with {how}{self.weights and f'; {self.weights}'}"
+            how = "no distilled LoRA is merged"
+            if self.loras.distilled:
+                how = f"the distilled LoRA is merged at {self.loras.distilled.strength}"
+            yield f"{self.request.name}: {how}{self.weights}"
 
 
 def prepared(
@@ -160,15 +162,13 @@ def make_plan(session: Session, request: Request) -> Plan:
 
 
 def _known_as(session: Session, distilled: LoraSpec | None) -> str:
-    """Whether the weights are known to be distilled. Empty where a flag says it."""
+    """The reason for merging a distilled LoRA or none, or how to change it; empty with a flag."""
     if session.options.assume or session.options.distilled_lora:
         return ""
     if known := sign(session.checkpoint):
-        return f"they are {known.kind} ({known.how})"
-    advice = "dev weights need --distilled-lora FILE"
-    if distilled:
-        advice = "--distilled-lora none leaves it out"
-    return f"nothing says that they are distilled; {advice}"
+        return f", because the weights are {known.kind} ({known.how})"
+    leave = "--distilled-lora none leaves it out"
+    return f"; {leave if distilled else 'dev weights need --distilled-lora FILE'}"
 
 
 def make_enhanced_plan(session: Session, request: Request) -> Plan:

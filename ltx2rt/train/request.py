@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import SUPPRESS
 from dataclasses import MISSING, dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
@@ -317,9 +318,7 @@ class TrainRequest:
         False, "continue a run with other flags than it was begun with", marks="free once"
     )
     allow_distilled: bool = flag(False, "train on a distilled model", marks="free")
-    allow_partial_sound: bool = flag(
-        False, "train the sound although some clips have none", marks="free"
-    )
+    allow_partial_sound: bool = flag(False, SUPPRESS, marks="free")  # decides nothing any more
 
     @property
     def levels(self) -> NoiseLevels:

@@ -135,14 +135,8 @@ class Samples:
                 raise InputError(f"{said}, which --mode {r.mode} trains; add audio-attn")
             say(f"{said}, so the LoRA will not change it")
         elif "audio" in self.trained and both and len(sounding) < len(items):
-            silent = [i.sample.name for i in items if i not in sounding]
-            if not r.allow_partial_sound and r.sound_share is None:
-                raise InputError(
-                    f"--data: {len(silent)} of {len(items)} clips have no sound, such as "
-                    f"{silent[0]}, which makes the sound hard to learn; leave them out, say by "
-                    "--sound-share how often clips with sound are drawn, or pass "
-                    "--allow-partial-sound"
-                )
+            silent = len(items) - len(sounding)
+            say(f"{silent} of {len(items)} clips have no sound: they train the picture alone")
 
     def _usable(self, items: list[Item], sounding: list[Item]) -> list[Item]:
         """The samples with all streams of the mode. Raises InputError if there are none, and for

@@ -54,6 +54,6 @@ def test_it_runs(folder, tiny, monkeypatch, name):
     words = f"generate --backend cuda --device cpu --model {model} --pipeline {name} --prompt=a --seed 1"
     status, _, said = run_cli([*f"{words} --output clip.mp4".split(), *FLAGS[name].split()])
     assert status == 0, said
-    known = "" if name == "dfr" else "; they are dev (its name)"
-    merged = f"{name}: with the distilled LoRA near the weights{known}"
+    known = "" if name == "dfr" else ", because the weights are dev (its name)"
+    merged = f"{name}: the distilled LoRA is merged at 1.0{known}"
     assert (merged in said) == (pipelines()[name].distilled not in ("needed", "unused"))

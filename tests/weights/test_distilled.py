@@ -186,10 +186,9 @@ def test_a_run_says_what_the_weights_are(model):
         session = SimpleNamespace(options=options(found.path, **more), checkpoint=found)
         return _known_as(session, lora)
 
-    assert said("a-distilled.safetensors") == "they are distilled (its name)"
-    assert said("a-dev.safetensors", NO_LORA) == "they are dev (its name)"
-    unknown = "nothing says that they are distilled; "
-    assert said(MAIN) == f"{unknown}dev weights need --distilled-lora FILE"
-    assert said("a.safetensors", NO_LORA) == f"{unknown}--distilled-lora none leaves it out"
+    assert said("a-distilled.safetensors") == ", because the weights are distilled (its name)"
+    assert said("a-dev.safetensors", NO_LORA) == ", because the weights are dev (its name)"
+    assert said(MAIN) == "; dev weights need --distilled-lora FILE"
+    assert said("a.safetensors", NO_LORA) == "; --distilled-lora none leaves it out"
     assert said("b-dev.safetensors", assume="distilled") == ""
     assert said("c-dev.safetensors", distilled_lora=NO_LORA) == ""
