@@ -2,7 +2,9 @@
 the real model."""
 
 import math
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -72,9 +74,9 @@ def ancestral(x, sigmas, x0_of, noise, masked, eta=1.0):
     return x
 
 
-@pytest.fixture(scope="module")
-def session(tiny):
-    return open_session(ModelOptions("cuda", tiny("tiny-2.3", "official"), device="cpu"))
+@pytest.fixture(scope="module", params=["cuda", "tpu"])
+def session(tiny, request):
+    return open_session(ModelOptions(request.param, tiny("tiny-2.3", "official"), device="cpu"))
 
 
 def images(tmp_path):
@@ -139,6 +141,20 @@ def test_a_trajectory_equals_its_reference(session, sampler, tmp_path):
         ours = final[m].transpose(0, 2, 1, 3).reshape(last.shape) if ours is None else ours
         assert relative_l2(ours, last) <= CLOSE, m
         assert np.isfinite(found[m]).all()
+
+
+@pytest.mark.parametrize("title", ["A sampler", "A guidance variant"])
+def test_a_checklist_names_the_places_that_there_are(title):
+    root = Path(__file__).parents[2]
+    text = (
+        (root / "docs/extending.md").read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+    )
+    named = re.findall("`(.+?)`", text)
+    files = [root / name for name in named if "/" in name] + [root / "ltx2rt/pipelines/hq.py"]
+    files.append(root / "tests/models/test_guided_step.py")
+    there = "".join(file.read_text() for file in files)
+    names = {name for name in named if "/" not in name and not name.endswith((".py", "="))}
+    assert len(names) >= 5 and all(re.search(rf"\b{name}\b", there) for name in names), names
 
 
 def test_evaluations_of_a_stage():
