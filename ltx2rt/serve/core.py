@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -135,4 +136,4 @@ def require_video(job: Job, number: str) -> None:
 
 
 def too_many(full: QueueFull) -> Refusal:
-    return Refusal(429, full.code, str(full), retry_after_s=RETRY_S)
+    return Refusal(429, full.code, str(full), retry_after_s=max(1, math.ceil(full.after_s)))

@@ -19,6 +19,7 @@ flag = flags_of("server")
 
 PLACES = ("here", "ray")
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+USER_SHARE = 10  # parts of a shared queue; a user may fill one
 KEEP_S = 7 * 86400.0  # for clips where others reach the server; rows stay ten times longer
 
 
@@ -84,8 +85,22 @@ class ServeOptions:
     lora_folder: Path | None = flag(
         None, "folder of LoRAs that requests may name", group="model", name="--loras", metavar="DIR"
     )
-    max_queue: int = flag(
-        1000, "number of videos that may wait, a tenth of them one user's", group="jobs", least=1
+    max_queue: int = flag(1000, "number of videos that may wait", group="jobs", least=1)
+    max_user_queue: int | None = flag(
+        None,
+        "number of videos of one user that may wait (default: a tenth of --max-queue with "
+        "--token-file, else all)",
+        group="jobs",
+        least=1,
+    )
+    user_quota: int | None = flag(
+        None,
+        "number of videos that a user may send in 24 hours (default: any)",
+        group="jobs",
+        least=1,
+    )
+    max_work: float | None = flag(
+        None, "TFLOP of a request at most, as `plan` counts (default: any)", group="jobs", above=0
     )
     max_upload: int = flag(
         32_000_000,
@@ -133,6 +148,12 @@ class Serving:
     log: Callable[..., None] = log
     announce: Callable[[str], None] = field(default=lambda url: None)
     work: Callable[[str], int] | None = None
+
+    @property
+    def most_of_user(self) -> int | None:
+        """Videos of one user that may wait; None for any number."""
+        shared = max(1, self.flags.max_queue // USER_SHARE) if self.users else None
+        return self.flags.max_user_queue or shared
 
     @property
     def keep_s(self) -> float:

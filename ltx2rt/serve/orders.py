@@ -131,9 +131,16 @@ class Orders(Core):
         if priority is None or priority not in range(MAX_PRIORITY + 1):
             raise invalid(f"priority: expected 0 to {MAX_PRIORITY}", "priority")
         if given.keys() & uploads().keys():
-            return await self._apart.admit(given, self.supervisor.device)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._planner, self._admit, given)
+            admitted = await self._apart.admit(given, self.supervisor.device)
+        else:
+            loop = asyncio.get_running_loop()
+            admitted = await loop.run_in_executor(self._planner, self._admit, given)
+        most = self.how.flags.max_work
+        if most is not None and admitted.work > most:
+            text = f"this takes {admitted.work:.4g} TFLOP, here a request may take {most:.4g}"
+            advice = "ask for a smaller size, or fewer frames, steps or videos"
+            raise Refusal(400, "too_much_work", f"{text}; {advice}")
+        return admitted
 
     async def _require_own_files(self, user: str, given: Mapping[str, Any]) -> None:
         """Refuse a `file_id` of somebody else as one that does not exist. Raises Refusal."""

@@ -11,6 +11,7 @@ process has the file open, one thread at a time uses it.
 from __future__ import annotations
 
 import json
+import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -36,16 +37,16 @@ MAX_DEATHS, MAX_ATTEMPTS = (3, 10)
 LAST = 10**12  # added to the place of a job that goes after the others
 MAX_SAME_SET = 4  # jobs in a row that may overtake others because their LoRAs are loaded
 RUNS = 50  # that estimates are made from
-USER_SHARE = 10  # parts of a shared queue; a user may fill one
+QUOTA_S = 86400.0  # the time for which `most_sent` counts
 RETRY_S = 60  # for so long a client's retry with the same body is the same job
 
 
 class QueueFull(Exception):
-    """code: `queue_full` or `user_queue_full`."""
+    """code: `queue_full`, `user_queue_full` or `user_quota`. after_s: until there may be room."""
 
-    def __init__(self, code: str, message: str):
+    def __init__(self, code: str, message: str, after_s: float = 10.0):
         super().__init__(message)
-        self.code = code
+        self.code, self.after_s = code, after_s
 
 
 class Conflict(Exception):
@@ -67,12 +68,18 @@ class WebhookEvent:
 
 
 class Queue(JobFile):
-    """most: videos that may wait. shared: among several users. The others: as of `JobFile`."""
+    """most, most_of_user: videos that may wait. most_sent: videos that a user may send in QUOTA_S.
+    The others: as of `JobFile`."""
 
     def __init__(
-        self, path: Path | str, most: int = 1000, shared: bool = False, wait_s: float = 5.0
+        self,
+        path: Path | str,
+        most: int = 1000,
+        most_of_user: int | None = None,
+        most_sent: int | None = None,
+        wait_s: float = 5.0,
     ):
-        self.most, self.most_of_user = most, max(1, most // USER_SHARE) if shared else most
+        self.most, self.most_of_user, self.most_sent = most, most_of_user or most, most_sent
         # work given to each user; who comes back begins at the clock
         self._served: dict[str, float] = {}
         self._waited: set[str] = set()  # users who had jobs in the queue at the latest claim
@@ -91,7 +98,8 @@ class Queue(JobFile):
         with self._write() as db:
             if key and (known := self.keyed(user, key)):
                 return self._same(known, digest)
-            self._require_room(user, job.get("n", 1))
+            self._require_room(user, videos := job.get("n", 1))
+            self._count_sent(db, user, videos)
             latest = db.execute("SELECT id FROM jobs ORDER BY seq DESC LIMIT 1").fetchone()
             made = id or new_id(latest[0] if latest else "")
             row = {
@@ -114,6 +122,21 @@ class Queue(JobFile):
             if count + videos > most:
                 text = f"{count} videos wait, at most {most} may; try again when some are done"
                 raise QueueFull(code, text)
+
+    def _count_sent(self, db: sqlite3.Connection, user: str, videos: int) -> None:
+        """Raises QueueFull if the user has sent too many; deleted videos count."""
+        if self.most_sent is None:
+            return
+        now = self.uptime()
+        db.execute("DELETE FROM sent WHERE at_uptime_s<=?", (now - QUOTA_S,))
+        count, first = db.execute(
+            "SELECT COALESCE(SUM(videos), 0), MIN(at_uptime_s) FROM sent WHERE user=?", (user,)
+        ).fetchone()
+        if count + videos > self.most_sent:
+            text = f"{count} videos were sent in 24 hours, at most {self.most_sent} may be"
+            after_s = QUOTA_S if first is None else first + QUOTA_S - now
+            raise QueueFull("user_quota", f"{text}; send it later", after_s)
+        db.execute("INSERT INTO sent VALUES(?, ?, ?)", (user, now, videos))
 
     def _same(self, known: Job, digest: str) -> Job:
         if self._count("id=? AND digest=?", known.id, digest):

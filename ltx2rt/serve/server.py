@@ -160,7 +160,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: Admission) -> int:
-    queue = Queue(folder.queue, how.flags.max_queue, how.users is not None)
+    queue = Queue(folder.queue, how.flags.max_queue, how.most_of_user, how.flags.user_quota)
     store, board = QueueThread(queue), Board(how.log)
     if waiting := queue.keep_events(how.hooks, GIVE_UP_S):
         board.log("webhooks_without_address", count=waiting)

@@ -516,6 +516,14 @@ def test_pages_and_their_refusals(server):
         error_of(server.http.get("/v1/videos", params=asked), 400)
 
 
+def test_a_request_of_more_work_than_the_server_takes_is_refused(start):
+    server = start("--max-work", "0.05")  # SMALL takes 0.0405
+    server.add("1:0")
+    for more in ({"n": 8}, {"num_frames": 201}, {"steps": 1000}):
+        answer = server.http.post("/v1/videos", json={"prompt": "1:0", **SMALL, **more})
+        assert error_of(answer, 400)["code"] == "too_much_work", more
+
+
 def test_content_in_ranges_and_with_a_tag(server):
     id = server.add("2:0.01", seed=9)
     url, whole = f"/v1/videos/{id}/content", f"{id} 9".encode()
@@ -1012,7 +1020,7 @@ def test_an_operator_reads_metrics_and_pauses_and_tokens_change_while_it_runs(st
 
 
 def test_a_failed_job_is_run_again_by_its_id(start):
-    server = start("--max-queue", "1")
+    server = start("--max-user-queue", "1", "--user-quota", "3")
     failed = server.add("2:0.01:oom")
     seed = server.until(failed)["x"]["seed"]
     again = server.http.post(f"/v1/videos/{failed}/retry")
@@ -1025,12 +1033,16 @@ def test_a_failed_job_is_run_again_by_its_id(start):
     server.http.post("/v1/queue/pause")
     waits = server.add()
     full = error_of(server.http.post(f"/v1/videos/{failed}/retry"), 429)
-    assert full["code"] == "queue_full" and server.get(failed)["status"] == "failed"
+    assert full["code"] == "user_queue_full" and server.get(failed)["status"] == "failed"
     cancelled = server.http.post(f"/v1/videos/{waits}/cancel").json()
     assert cancelled["error"]["code"] == "cancelled"
     server.http.post("/v1/queue/resume")
     server.http.post(f"/v1/videos/{waits}/retry")
     assert server.until(waits)["status"] == "completed"
+    server.http.delete(f"/v1/videos/{waits}")  # it was sent all the same
+    answer = server.http.post("/v1/videos", json={"prompt": "1:0", **SMALL})
+    assert error_of(answer, 429)["code"] == "user_quota"
+    assert 80_000 < int(answer.headers["retry-after"]) <= 86_400
 
 
 def test_a_job_whose_files_were_deleted_is_not_run_again(start):
@@ -1073,27 +1085,9 @@ def test_a_server_without_tokens_stays_on_this_machine(command, tiny_model, tmp_
 
 ODD = (
     *(None, True, -1, 0, 1.5, 2**63, 10**400, [], [[]], {}, {"a": None}, [1, "2"]),
-    *(
-        [{name: value}]
-        for name in ("name", "file", "file_id", "url")
-        for value in (None, [], {"a": []}, 2**70)
-    ),
-    *(
-        "",
-        " ",
-        "NaN",
-        "1e999",
-        "\0",
-        "\ud800",
-        "../../etc/passwd",
-        "<b>",
-        "x" * 5000,
-        "[1",
-        "{}",
-        "9" * 400,
-        "\u0663",
-    ),
-)
+    *([{name: x}] for name in ("name", "file", "file_id", "url") for x in (None, [], {"a": []}, 2**70)),
+    *("", " ", "NaN", "1e999", "\0", "\ud800", "../../etc/passwd", "<b>", "x" * 5000, "[1", "{}", "9" * 400, "\u0663"),
+)  # fmt: skip
 
 
 def fuzz(server, count, seed):

@@ -99,7 +99,7 @@ def test_a_priority_takes_nothing_from_other_users(queue):
 
 
 def test_videos_are_counted_not_jobs(tmp_path):
-    queue = Queue(tmp_path / "jobs.db", most=200, shared=True)
+    queue = Queue(tmp_path / "jobs.db", most=200, most_of_user=20)
     for _ in range(2):
         queue.add("a", "d", {}, {"images": [], "n": 8})
     with pytest.raises(QueueFull, match="16 videos wait, at most 20 may"):
@@ -141,13 +141,12 @@ def test_loaded_loras_are_preferred_for_a_while(queue):
 
 
 def test_limits_say_who_has_too_many(tmp_path):
-    queue = Queue(tmp_path / "jobs.db", most=23, shared=True)
+    queue = Queue(tmp_path / "jobs.db", most=3, most_of_user=2)
     add(queue, "a"), add(queue, "a")
     with pytest.raises(QueueFull) as full:
         add(queue, "a")
     assert full.value.code == "user_queue_full"
-    for user in "bbccddeeffgghhiijjkkl":
-        add(queue, user)
+    add(queue, "b")
     with pytest.raises(QueueFull) as full:
         add(queue, "m")
     assert full.value.code == "queue_full"
@@ -439,6 +438,28 @@ def test_a_pause_outlives_the_server(tmp_path):
     assert queue.paused() and queue.claim() is None
     queue.pause(False)
     assert queue.claim().id == made.id
+
+
+def test_a_quota_counts_what_was_sent_and_forgets_it_after_a_day(tmp_path, monkeypatch):
+    queue, now = Queue(tmp_path / "jobs.db", most_sent=3), 1000.0
+    monkeypatch.setattr(queue, "uptime", lambda: now)
+
+    def send(user, n=1):
+        return queue.add(user, "d", {}, {**JOB, "n": n})
+
+    send("ann", 2)
+    now += 3600
+    last = send("ann")
+    queue.cancel(last.id)
+    queue.delete(last.id)
+    with pytest.raises(QueueFull, match="3 videos were sent in 24 hours") as full:
+        send("ann")
+    assert full.value.code == "user_quota" and full.value.after_s == 86400 - 3600
+    send("bob", 3)
+    now += full.value.after_s
+    send("ann", 2)
+    with pytest.raises(QueueFull):
+        send("ann")
 
 
 def test_a_written_prompt_is_the_jobs_own(queue):
