@@ -12,7 +12,7 @@ import errno
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -56,15 +56,12 @@ def remove_abandoned(folder: Path, names: Collection[str] | None = None) -> None
 
 
 _unfinished: set[Path] = set()  # files of this process
-AT_END: list[Callable[[], None]] = []  # what else it removes
 
 
 def remove_unfinished() -> None:
     """For a process that ends without unwinding."""
     for path in list(_unfinished):
         remove_partial(path, os.getpid())
-    for remove in AT_END:
-        remove()
 
 
 @contextmanager

@@ -7,13 +7,17 @@ macOS. Each function says what it does there. No other module imports `fcntl` or
 from __future__ import annotations
 
 import ctypes
+import errno
+import hashlib
 import importlib
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 from ltx2rt.errors import InputError
@@ -45,6 +49,21 @@ NO_LINK = _flags("O_NOFOLLOW")
 _SIG_DFL = 0
 _kept: dict[int, Callable[[int], None]] = {}  # what C calls must live
 _moving = threading.Lock()  # held while a read moves a descriptor's place
+
+
+def hold(path: Path) -> socket.socket | None:
+    """Hold the name of a path until the result is closed or this process ends; None if another
+    process holds it. Nothing is written: Linux keeps such names, elsewhere all are free."""
+    name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
+    held = socket.socket(getattr(socket, "AF_UNIX", socket.AF_INET))
+    try:
+        if sys.platform == "linux":
+            held.bind(f"\0ltx2rt-{os.getuid()}-{name}")
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            held.close()
+            return None
+    return held
 
 
 def libc() -> Any:

@@ -11,12 +11,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
 
 import numpy as np
 
+from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.media.output import FileState, write_clip
 from ltx2rt.notes import note
@@ -29,6 +31,7 @@ from ltx2rt.run.segments import claimed
 from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Progress, Stopwatch
 from ltx2rt.stages.stage import LENGTH, State
+from ltx2rt.system import hold
 
 MARKED = Marks()
 
@@ -45,6 +48,7 @@ class Run:
         session.require_memory(self.plan.stages, warm=warm)
         self.recorded: GrowingClip | None = None
         self.folder: Path | None = None
+        self.claim: Callable[[], None] = lambda: None
         self.state = State()
 
     @property
@@ -64,7 +68,14 @@ class Run:
         with ExitStack() as during:
             self.folder = folder if steps else None
             if folder and self.is_main:
-                during.enter_context(claimed(self.session, self.plan, folder))
+                if (held := hold(folder)) is None:
+                    text = f"--output: another run is writing {output or folder}"
+                    raise InputError(f"{text}; wait for it, or choose another name")
+                during.enter_context(held)
+                claim = claimed(self.session, self.plan, folder)
+                self.claim = partial(during.enter_context, claim)
+                if self.request.in_segments or folder.exists():
+                    self.claim()
                 if output and self.request.in_segments:
                     clip = recording(self.session, self.plan, folder, output, self.marks)
                     self.recorded = during.enter_context(clip)
@@ -73,7 +84,7 @@ class Run:
     def make(self, stream: TextIO | None = None, **how: Any) -> None:
         """Run up to the frames, once the length is known. how: as `produce` takes it."""
         self.plan = timed(self.session, self.plan, stream)
-        kept: dict[str, Any] = {"folder": self.folder}
+        kept: dict[str, Any] = {"folder": self.folder, "claim": self.claim}
         if self.request.in_segments and (origin := self.labels().get("origin")):
             kept["origin"] = replace(origin, signature=None)  # the whole clip is signed
         made = produce(self.session, self.plan, stream=stream, kept=kept, **how)

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ltx2rt.atomic_file import AT_END, alone_in, remove_left, replacing
+from ltx2rt.atomic_file import alone_in, remove_left, replacing
 from ltx2rt.errors import InputError
 from ltx2rt.notes import note
 from ltx2rt.pipelines.request import Request
@@ -73,12 +73,6 @@ def claimed(session: Session, plan: Plan, folder: Path) -> Iterator[None]:
     with alone_in(folder, "--output"):
         asked = comment(session, plan.request, 0) | {"files": written(session, plan)}
         _check(json.loads(json.dumps(asked)), folder, segmented)
-
-        def remove() -> None:
-            if not segmented and latest(folder) is None:
-                discard(folder)
-
-        AT_END.append(remove)
         try:
             yield
         except (KeyboardInterrupt, SystemExit):
@@ -88,8 +82,8 @@ def claimed(session: Session, plan: Plan, folder: Path) -> Iterator[None]:
                 note(f"{line} are kept in {folder}: the same command{named} goes on")
             raise
         finally:
-            AT_END.remove(remove)
-            remove()
+            if not segmented and latest(folder) is None:
+                discard(folder)
 
 
 def _kept(request: Request, folder: Path) -> Iterator[str]:

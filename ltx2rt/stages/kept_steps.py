@@ -29,7 +29,7 @@ class KeptSteps:
     """The file of one stage; none if the state has no folder. of: the stage's number of steps."""
 
     def __init__(self, backend: Backend, state: State, name: str, of: int):
-        self.backend, self.of = backend, of
+        self.backend, self.claim, self.of = backend, state.claim, of
         self.path = state.folder and state.folder / f"{name}{STEPS}"
         self.saved = self.done = 0
         self._values: Callable[[], dict[str, np.ndarray]] = dict
@@ -60,6 +60,8 @@ class KeptSteps:
     def _save(self) -> None:
         if self.path is None or self.saved == self.done or not self.backend.is_main:
             return
+        if not self.path.parent.exists():
+            self.claim()
         count = {COUNT: np.array([self.done, self.of], np.int32)}
         with replacing(self.path) as partial:
             write_arrays(partial, self._values() | count)

@@ -6,7 +6,7 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,7 +37,7 @@ class State:
     frames: for each video its chunks f32[3, n, H, W], made while they are taken; on a process that
     is not the main one, nothing. record: what `--latents-out` writes, if `keep`. seconds,
     num_frames: the length that the model chose. max_steps: how many steps of each denoising stage
-    run, None: all. folder: where finished steps are kept, None: nowhere. origin: marks segments.
+    run, None: all. folder: where finished steps are kept, None: nowhere; claim: makes it. origin: marks segments.
     """
 
     contexts: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -58,6 +58,7 @@ class State:
     num_frames: int | None = None
     max_steps: int | None = None
     folder: Path | None = None
+    claim: Callable[[], None] = lambda: None
     origin: Origin | None = None
 
     def put(self, name: str, value: Any) -> None:
