@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ltx2rt.system import hold
+
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "examples/tiny-trained"
 LACKS = {
@@ -108,3 +110,8 @@ def test_one_module_alone_has_what_a_system_may_lack():
         if asked.search(path.read_text())
     }
     assert found == known
+
+
+def test_a_name_is_held_once(tmp_path):
+    with hold(tmp_path / "a"), hold(tmp_path / "b"):
+        assert hold(tmp_path / "a") is None

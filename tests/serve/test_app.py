@@ -775,15 +775,8 @@ def test_nothing_is_opened_but_what_is_the_servers_own(start, tiny_model, tmp_pa
         == server.http.get(f"/v1/videos/{id}/content").status_code
         == 200
     )
-    own = [
-        server.data,
-        tiny_model,
-        Path(ltx2rt.__file__).parent,
-        sys.prefix,
-        sys.base_prefix,
-        "/dev/fd",
-        "/dev/null",
-    ]
+    own = [server.data, tiny_model, Path(ltx2rt.__file__).parent, sys.prefix, sys.base_prefix]
+    own += ["/dev/fd", "/dev/null"]
     opened = set((tmp_path / "opened").read_text()[before:].splitlines())
     strange = {
         path
