@@ -209,7 +209,18 @@ def test_load_is_measured_in_fresh_processes(tmp_path):
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the page cache is emptied by posix_fadvise")
 def test_a_cold_start_is_timed_by_phase_in_a_fresh_process(tmp_path, capsys):
-    flags = "--device cpu --width 128 --height 128 --num-frames 9 --rounds 1".split()
+    flags = [
+        "--device",
+        "cpu",
+        "--width",
+        "128",
+        "--height",
+        "128",
+        "--num-frames",
+        "9",
+        "--rounds",
+        "1",
+    ]
     facts = cold_start.main([*flags, *FLOAT8, "--output", str(tmp_path / "c.json")])
     assert facts["dtype"] == "bfloat16"
     assert (
