@@ -71,7 +71,7 @@ TASKS = (
           "--audio-max-duration": "seconds to take of it"}, prompt="a woman sings on a stage"),
     Task("A part of a clip made again", "retake", "--video-path clip.mp4 --start-time 1 --end-time 2",
          "--video-path clip.mp4 --start-time 0.3 --end-time 1",
-         {"--start-time": "second", "--end-time": "second", "--keep": "`audio` keeps the sound"},
+         {"--start-time": "seconds, or `1m30s`, `0:01:30`", "--end-time": "the same", "--keep": "`audio` keeps the sound"},
          "clip.mp4", "the fox jumps", "a green square bounces on the floor, dark background"),
     Task("A region removed or replaced", "region", "--video-path clip.mp4 --mask-box 20,8,40,24",
          "--video-path clip.mp4 --mask-box 0,0,128,64",
