@@ -155,6 +155,7 @@ class Files(Core):
     async def _followed(self, job: Job, start: int) -> AsyncIterator[bytes]:
         """Whole fragments; a job without any ends in its finished file."""
         path, border, file = self.folder.outputs / f"{job.id}{SEGMENTS}" / STREAM, 0, None
+        now: Job | None = None
         try:
             while not self.closing:
                 now = await self.store(self.queue.get, job.id)

@@ -136,7 +136,8 @@ def given_back(
 
 
 def brought(size: tuple[int, int], width: int, height: int):
-    """Pictures scaled to `size`, and cut or filled with black to this width and height."""
+    """Pictures scaled to `size`, and cut or filled with black to this width and height. Two codecs
+    leave 1.9 to 2.5 of 255 in so small a clip; another fit gives over 20."""
 
     def check(folder: Path) -> None:
         given, made = (frames_of(folder / name)[20] for name in ("in.mp4", "clip.mp4"))
@@ -144,7 +145,7 @@ def brought(size: tuple[int, int], width: int, height: int):
         left, top = (size[0] - width) // 2, (size[1] - height) // 2
         expected = np.asarray(scaled.crop((left, top, left + width, top + height)), np.int16)
         assert made.shape == expected.shape
-        assert np.abs(made - expected)[:-32].mean() < 2.5
+        assert np.abs(made - expected)[:-32].mean() < 3
 
     return check
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, device
 
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.placement.devices import host_memory
@@ -95,8 +95,8 @@ class TorchDevice:
     pads_rows = False
 
     @property
-    def torch(self) -> torch.device:
-        return torch.device(self.kind)
+    def torch(self) -> device:
+        return device(self.kind)
 
     def is_here(self) -> bool:
         return True
@@ -171,7 +171,7 @@ class TorchDevice:
 
     # --- several processes ------------------------------------------------------------------------
 
-    def take(self, mesh: str) -> torch.device | None:
+    def take(self, mesh: str) -> device | None:
         """Use only this process' own device; returns the device that a process group needs.
         mesh: in words. Raises InputError if there is none."""
         return None
