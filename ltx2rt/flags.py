@@ -280,13 +280,8 @@ def shorten(parser: Any, titles: Mapping[str, str | None]) -> None:
 
 
 MANY = 30  # flags of a command; with more its help shows some of them
-OWN = (
-    "pipeline",
-    "server",
-    "jobs",
-    "training",
-    "output",
-)  # stay in a short help, but for rare ones
+# titles that stay in a short help, but for rare flags
+OWN = ("pipeline", "server", "jobs", "training", "output")
 
 
 def keep_common(parser: Any) -> None:

@@ -266,7 +266,7 @@ def cover(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
 
 def _bilinear(pixels: np.ndarray, scaled: tuple[int, int], kept: tuple[int, int]) -> np.ndarray:
     """The `kept` central rows and columns of [H, W, 3] that is scaled to `scaled`, f32."""
-    sizes = zip(pixels.shape, scaled, kept, strict=False)
+    sizes = zip(pixels.shape[:2], scaled, kept, strict=True)
     (top, bottom, row_weight), (left, right, column_weight) = (_taps(*size) for size in sizes)
     wide = [
         pixels[i][:, left] * (1 - column_weight)[:, None]

@@ -243,7 +243,8 @@ def blend_tiles(
 
 def _seams(spans: Sequence[Span]) -> list[tuple[Span, int]]:
     """Each span, and how many of its positions the spans before it have."""
-    return [(s, end - s.first) for s, end in zip(spans, (0, *(s.end for s in spans)), strict=False)]
+    ends = (0, *(s.end for s in spans[:-1]))
+    return [(s, end - s.first) for s, end in zip(spans, ends, strict=True)]
 
 
 def _weigh(frame: np.ndarray, weight: np.float32, before: np.ndarray | None) -> None:
