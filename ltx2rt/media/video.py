@@ -29,6 +29,7 @@ COMMON_RATES = (
     *(Fraction(n * 1000, 1001) for n in (24, 30, 60)), *map(Fraction, (24, 25, 30, 50, 60)),
 )  # fmt: skip
 ODD = "it is {}x{}; the last pixels of odd sides are cut off"
+LONGEST_S = 7 * 24 * 3600  # of a file with a variable rate; beyond, timestamps are damaged
 SOUND_LONGER_S = 1  # than the picture, of a whole file
 
 
@@ -122,6 +123,11 @@ def _info(path: Path, flag: str, most: int | None, state: Any) -> VideoInfo:
                 f"{flag}: {path} has no frames, or tells no frame rate; save it again as MP4"
             )
         fps, ignored = Fraction(fps), list(_ignored(stream, first))
+        if None not in times and len(times) > 1 and not 0 < times[-1] - times[0] < LONGEST_S:
+            ignored.append(
+                f"its timestamps are damaged; its frames are read at {float(fps):.4g} fps"
+            )
+            times[0] = None
         if None in times:
             times = [i / fps for i in range(len(times))]
         mean = Fraction(0)

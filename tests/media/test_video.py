@@ -2,6 +2,7 @@
 first."""
 
 import os
+import struct
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -153,11 +154,19 @@ def test_uneven_ticks_of_one_rate_are_constant(tmp_path):
         assert not info.varies
 
 
-def test_a_file_without_timestamps(tmp_path):
+def test_a_file_without_timestamps_or_with_damaged_ones(tmp_path):
+    """None at all, one of months, and the same one for all frames."""
     write(tmp_path / "a.h264")
-    info = video_info(tmp_path / "a.h264", FLAG)
-    assert info.times_s == tuple(i / info.fps for i in range(17)) and not info.varies
-    assert len(read(tmp_path / "a.h264", 17)) == 17
+    write(tmp_path / "gap.mkv", [*range(0, 160, 10), 240 * 10**7])
+    write(tmp_path / "same.mp4")
+    data = bytearray((tmp_path / "same.mp4").read_bytes())
+    struct.pack_into(">I", data, data.index(b"stts") + 16, 0)  # ticks from a frame to the next
+    (tmp_path / "same.mp4").write_bytes(data)
+    for path in tmp_path.iterdir():
+        info = video_info(path, FLAG)
+        assert info.times_s == tuple(i / info.fps for i in range(17)) and not info.varies
+        assert ("its timestamps are damaged" in " ".join(info.said())) == (path.suffix != ".h264")
+        assert len(read(path, 17)) == 17
 
 
 @pytest.mark.parametrize(
