@@ -55,12 +55,8 @@ ENTRY %main (p: bf16[512,512]) -> bf16[512,512] {{
 }}
 """  # noqa: E501
 CODE = {
-    "product": 100,
-    "norm.1": 20,
-    "copy.1": 40000,
-    "splash.4": 500,
-    "neighbourhood_attention.7": 20,
-}
+    "product": 100, "norm.1": 20, "copy.1": 40000, "splash.4": 500, "neighbourhood_attention.7": 20,
+}  # fmt: skip
 
 
 def test_every_class_has_its_bundles_and_what_is_waited_for_is_exposed():

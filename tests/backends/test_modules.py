@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from conftest import refused
 from flax import nnx
 from ltx2rt_cuda import as_module
 from ltx2rt_tpu import TpuBackend, as_nnx
@@ -22,7 +23,7 @@ from placed_cases import Case, case
 from virtual import on_devices
 
 from ltx2rt.backend import get_backend
-from ltx2rt.errors import GraphError, InputError
+from ltx2rt.errors import GraphError
 from ltx2rt.models import transformer, video_vae
 from ltx2rt.passes.pack import pack
 from ltx2rt.passes.place import place
@@ -259,11 +260,8 @@ def test_module_without_weights_takes_them_later(name):
     arrays = TpuBackend("cpu").load([one.graph], ArraySource(one.params))
     for key, array in arrays.items():
         promised = flax_module.weights[key].get_value()
-        assert (promised.shape, promised.dtype, promised.sharding) == (
-            array.shape,
-            array.dtype,
-            array.sharding,
-        )
+        assert promised.shape == array.shape and promised.dtype == array.dtype
+        assert promised.sharding == array.sharding
     nnx.update(flax_module.weights, arrays)
     for key in one.graph.outputs:
         assert torch.equal(module(**one.inputs)[key], torch_module(name)(**one.inputs)[key])
@@ -329,7 +327,7 @@ def test_bad_inputs_and_weights_are_refused_by_name(make):
     with pytest.raises(ValueError, match=r"input latent has shape \(2, 2\), expected f32"):
         module(latent=np.ones((2, 2), np.float32))
     lost, *_ = one.params
-    with pytest.raises(InputError, match="1 parameters have no tensor"):
+    with refused("1 parameters have no tensor"):
         make(
             one.graph,
             ArraySource({name: array for name, array in one.params.items() if name != lost}),

@@ -463,11 +463,8 @@ def test_abstract_weights_are_the_loaded_ones():
     assert abstract.keys() == weights.keys()
     for name, array in weights.items():
         expected = abstract[name]
-        assert (array.shape, array.dtype, array.sharding) == (
-            expected.shape,
-            expected.dtype,
-            expected.sharding,
-        ), name
+        assert array.shape == expected.shape and array.dtype == expected.dtype, name
+        assert array.sharding == expected.sharding, name
 
 
 def test_only_whole_stacked_matrices_of_a_v7x_lie_in_other_tiles():

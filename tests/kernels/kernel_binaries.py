@@ -34,13 +34,9 @@ from ltx2rt.graph.encodings import ENCODINGS
 
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.int32: "*i32",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.int8: "*i8",
-    torch.uint8: "*u8",
-}
+    torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32",
+    torch.float8_e4m3fn: "*fp8e4nv", torch.int8: "*i8", torch.uint8: "*u8",
+}  # fmt: skip
 # All, and those of 16 bits at a time, where eight numbers would come at once.
 LOADS = {"loads": "", "narrow_loads": r"\.b16\b"}
 

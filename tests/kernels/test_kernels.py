@@ -293,10 +293,8 @@ def test_kernels_move_the_least_bytes_but_for_cached_rows():
         "norm_modulate": ([x, row, row], 2 * size + 2 * rows),
         "gated_residual": ([x, x, row], 3 * size + rows),
         "residual_norm_modulate": ([x, x, *[row] * 5], 5 * size + 5 * rows),
-        "residual_norm_modulate by level": (
-            [x, x, *[(1, 2, 4096)] * 5, (6144,)],
-            5 * size + 10 * rows + 6144 * 4,
-        ),
+        "residual_norm_modulate by level": ([x, x, *[(1, 2, 4096)] * 5, (6144,)],
+                                            5 * size + 10 * rows + 6144 * 4),
         "sum_squares": ([heads], size + sums),
         "qk_norm_rope": ([heads, (4096,), *tables], 4 * size + rows),
         "qk_scale_rope": ([heads, (1, 6144), (4096,), *tables], 4 * size + rows + sums),
@@ -304,17 +302,15 @@ def test_kernels_move_the_least_bytes_but_for_cached_rows():
         "modulate": ([x, row, row], 2 * size + 2 * rows),
         "residual_norm_modulate of a partial sum": ([x, x, *[row] * 4], 4 * size + 4 * rows),
         "qk_norm of q and k": ([heads, (4096,)] * 2, 4 * size + 2 * rows),
-        "qk_norm of q and spread k": (
-            [(3, *heads[1:]), (4096,), (2, *heads[1:]), (4096,), (2, *heads[1:])],
-            16 * size + 2 * rows,
-        ),
+        "qk_norm of q and spread k": ([(3, *heads[1:]), (4096,), (2, *heads[1:]), (4096,),
+                                       (2, *heads[1:])], 16 * size + 2 * rows),
         "qk_scale": ([heads, (1, 6144), (4096,)], 2 * size + rows + sums),
         "head_gate_rows": ([heads, (1, 6144, 32)], size + size // 2 + sums + 6144 * 32 * 2),
         "head_gate": ([heads, (1, 6144, 32)], 2 * size + 6144 * 32 * 2),
         "quantise_rows": ([(6144, 4096)], size + size // 2 + sums),
         "pixel_norm_silu": ([(1, 128, 3, 5, 7)], 2 * 2 * 128 * 105),
         "neighbourhood_attention": ([(1, 12, 16, 24, 4, 64)] * 3, 4 * 2 * 12 * 16 * 24 * 256),
-    }
+    }  # fmt: skip
     for op, (shapes, expected) in minimum.items():
         found = bytes_moved(op.split()[0], shapes, "bfloat16")
         assert found.minimum == expected <= found.moved, op

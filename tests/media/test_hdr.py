@@ -6,6 +6,7 @@ from zipfile import ZipFile
 import av
 import numpy as np
 import pytest
+from conftest import refused
 
 from ltx2rt.errors import InputError
 from ltx2rt.media import hdr
@@ -86,9 +87,9 @@ def test_what_is_no_exr_is_refused(tmp_path):
         ("huge", whole.replace(struct_box(31), struct_box(10**6)), "EXR"),
     ):  # fmt: skip
         (tmp_path / f"{name}.exr").write_bytes(data)
-        with pytest.raises(InputError, match=said):
+        with refused(said):
             hdr.read_exr(tmp_path / f"{name}.exr")
-    with pytest.raises(InputError, match="not a file"):
+    with refused("not a file"):
         hdr.read_exr(tmp_path)
 
 
@@ -174,7 +175,7 @@ def test_frames_are_written_as_exr(tmp_path):
         np.float16
     )
     np.testing.assert_array_equal(hdr.read_exr(tmp_path / "f-00001.exr"), expected)
-    with pytest.raises(InputError, match="is there already"):
+    with refused("is there already"):
         check_output(name)
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
+from conftest import refused
 from PIL import Image
 
-from ltx2rt.errors import InputError
 from ltx2rt.media.hdr import HighRange, attributes
 from ltx2rt.media.mp4 import MP4, FollowedClip
 from ltx2rt.media.output import check_signed, is_still, write_clip
@@ -70,18 +70,10 @@ def properties(file: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     "name",
     [
-        "a.mp4",
-        "a.mov",
-        "a.webm",
-        "a%02d.png",
-        "a.wav",
-        "hdr%02d.exr",
-        "hdr.mp4",
-        "a.jpg",
-        "a.webp",
-        "hdr.exr",
+        "a.mp4", "a.mov", "a.webm", "a%02d.png", "a.wav", "hdr%02d.exr", "hdr.mp4", "a.jpg",
+        "a.webp", "hdr.exr",
     ],
-)
+)  # fmt: skip
 def test_every_form_says_that_a_model_made_it(name, tmp_path):
     hdr = HighRange("SRGB_LINEAR") if name.startswith("hdr") else None
     chunks = [RNG.uniform(-1, 1, (3, 9, 64, 64)).astype(np.float32)] if hdr else [FRAMES]
@@ -250,12 +242,12 @@ def test_a_certificate_that_cannot_sign_is_refused(tmp_path):
         r"rejected|cannot sign": certificate(folders[3], usage="SERVER_AUTH"),
     }
     for words, files in cases.items():
-        with pytest.raises(InputError, match=words):
+        with refused(words):
             read_signature(*files)
 
 
 def test_a_form_without_manifests_is_refused():
-    with pytest.raises(InputError, match=r"a\.webm cannot hold a C2PA manifest"):
+    with refused(r"a\.webm cannot hold a C2PA manifest"):
         check_signed(Path("a.webm"))
 
 

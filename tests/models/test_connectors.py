@@ -7,13 +7,13 @@ from math import prod
 import numpy as np
 import pytest
 import torch
+from conftest import refused
 from diffusers.pipelines.ltx2 import LTX2TextConnectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from ltx2rt.config import ConnectorConfig, GemmaConfig, TextConfig
-from ltx2rt.errors import InputError
 from ltx2rt.models import connectors, gemma, text_encoder
 from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights.names import to_official
@@ -223,11 +223,11 @@ def test_text_encoder_is_gemma_then_the_connectors(generation, kind):
 
 
 def test_a_text_that_the_registers_do_not_tile_is_refused():
-    with pytest.raises(InputError, match="16 tokens long, expected a multiple of the 5 registers"):
+    with refused("16 tokens long, expected a multiple of the 5 registers"):
         connectors.trace(CONFIGS["2.0"], 1, 16, "float32")
 
 
 def test_features_of_another_width_than_the_connector_are_refused():
     wide = dataclasses.replace(CONFIGS["2.0"], video=connector_config(6, 8, False))
-    with pytest.raises(InputError, match="video connector is 48 wide, its features 30"):
+    with refused("video connector is 48 wide, its features 30"):
         connectors.trace(wide, 1, TOKENS, "float32")

@@ -8,9 +8,9 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from conftest import refused
 from diffusers import LTX2VideoDiffusionDecoderModel
 
-from ltx2rt.errors import InputError
 from ltx2rt.models import diffusion_decoder
 from ltx2rt.models.diffusion_decoder import DiffusionDecoderConfig
 from ltx2rt.placement.cost import activation_bytes, flops
@@ -235,7 +235,5 @@ def test_a_file_of_both_networks_is_audited_for_each():
     for graph in graphs:
         audit(graph.parameters(), ArraySource(tensors), "a file")
     stranger = {"vae.decoder.diff_blocks.0.gate_msa": np.ones(16)}
-    with pytest.raises(
-        InputError, match=r"1 tensors are used by no network: vae\.decoder\.diff_blocks"
-    ):
+    with refused(r"1 tensors are used by no network: vae\.decoder\.diff_blocks"):
         audit(graphs[1].parameters(), ArraySource(tensors | stranger), "a file")

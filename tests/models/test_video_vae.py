@@ -26,31 +26,19 @@ from ltx2rt.weights.presets import preset
 KINDS = ["numpy", "cuda", "tpu"]
 SPACE, TIME, ALL = (1, 2, 2), (2, 1, 1), (2, 2, 2)
 DIFFUSERS = {
-    "2.0": dict(
-        block_out_channels=(16, 32, 64, 128),
-        layers_per_block=(1, 2, 1, 1, 1),
-        decoder_block_out_channels=(16, 32, 64),
-        decoder_layers_per_block=(1, 1, 2, 1),
-        decoder_spatio_temporal_scaling=(True,) * 3,
-        decoder_inject_noise=(False,) * 4,
-        upsample_type=("spatiotemporal",) * 3,
-        upsample_residual=(True,) * 3,
-        upsample_factor=(2, 2, 2),
-        decoder_spatial_padding_mode="reflect",
-    ),
-    "2.3": dict(
-        block_out_channels=(16, 32, 64, 64),
-        layers_per_block=(1, 1, 1, 2, 1),
-        decoder_block_out_channels=(16, 32, 32, 64),
-        decoder_layers_per_block=(1, 1, 1, 2, 1),
-        decoder_spatio_temporal_scaling=(True,) * 4,
-        decoder_inject_noise=(False,) * 5,
-        upsample_type=("spatiotemporal", "spatiotemporal", "temporal", "spatial"),
-        upsample_residual=(False,) * 4,
-        upsample_factor=(2, 2, 1, 2),
-        decoder_spatial_padding_mode="zeros",
-    ),
-}
+    "2.0": dict(block_out_channels=(16, 32, 64, 128), layers_per_block=(1, 2, 1, 1, 1),
+                decoder_block_out_channels=(16, 32, 64), decoder_layers_per_block=(1, 1, 2, 1),
+                decoder_spatio_temporal_scaling=(True,) * 3, decoder_inject_noise=(False,) * 4,
+                upsample_type=("spatiotemporal",) * 3, upsample_residual=(True,) * 3,
+                upsample_factor=(2, 2, 2), decoder_spatial_padding_mode="reflect"),
+    "2.3": dict(block_out_channels=(16, 32, 64, 64), layers_per_block=(1, 1, 1, 2, 1),
+                decoder_block_out_channels=(16, 32, 32, 64),
+                decoder_layers_per_block=(1, 1, 1, 2, 1),
+                decoder_spatio_temporal_scaling=(True,) * 4, decoder_inject_noise=(False,) * 5,
+                upsample_type=("spatiotemporal", "spatiotemporal", "temporal", "spatial"),
+                upsample_residual=(False,) * 4, upsample_factor=(2, 2, 1, 2),
+                decoder_spatial_padding_mode="zeros"),
+}  # fmt: skip
 
 
 def chain(
@@ -69,27 +57,20 @@ def chain(
 
 
 OURS = {
-    "2.0": VideoVaeConfig(
-        latent_channels=16,
-        patch_size=4,
-        encoder=chain(16, [1, 2, 1, 1, 1], [(16, SPACE), (32, TIME), (64, ALL), (128, ALL)]),
-        decoder=chain(64, [1, 2, 1, 1], [(32, ALL), (16, ALL), (8, ALL)], residual=True),
-        encoder_padding="zeros",
-        decoder_padding="reflect",
-        encoder_causal=True,
-        decoder_causal=False,
-    ),
-    "2.3": VideoVaeConfig(
-        latent_channels=16,
-        patch_size=4,
-        encoder=chain(16, [1, 1, 1, 2, 1], [(16, SPACE), (32, TIME), (64, ALL), (64, ALL)]),
-        decoder=chain(64, [1, 2, 1, 1, 1], [(32, ALL), (32, ALL), (16, TIME), (8, SPACE)]),
-        encoder_padding="zeros",
-        decoder_padding="zeros",
-        encoder_causal=True,
-        decoder_causal=False,
-    ),
-}
+    "2.0": VideoVaeConfig(latent_channels=16, patch_size=4,
+                          encoder=chain(16, [1, 2, 1, 1, 1],
+                                        [(16, SPACE), (32, TIME), (64, ALL), (128, ALL)]),
+                          decoder=chain(64, [1, 2, 1, 1], [(32, ALL), (16, ALL), (8, ALL)],
+                                        residual=True), encoder_padding="zeros",
+                          decoder_padding="reflect", encoder_causal=True, decoder_causal=False),
+    "2.3": VideoVaeConfig(latent_channels=16, patch_size=4,
+                          encoder=chain(16, [1, 1, 1, 2, 1],
+                                        [(16, SPACE), (32, TIME), (64, ALL), (64, ALL)]),
+                          decoder=chain(64, [1, 2, 1, 1, 1],
+                                        [(32, ALL), (32, ALL), (16, TIME), (8, SPACE)]),
+                          encoder_padding="zeros", decoder_padding="zeros", encoder_causal=True,
+                          decoder_causal=False),
+}  # fmt: skip
 
 
 STATISTICS = ("vae.per_channel_statistics.mean-of-means", "vae.per_channel_statistics.std-of-means")

@@ -41,19 +41,12 @@ def generator(
 # Odd and even kernels over odd and even rates, two unlike blocks per stage. The 2.3 one makes 10
 # samples a frame and its STFT hops by 8, so that the padding to whole hops is not empty.
 CONFIGS = {
-    "2.0": VocoderConfig(
-        generator(16, (5, 2), (15, 4), "leaky_relu", "tanh"), None, 0, 0, 0, 1000, 1000
-    ),
-    "2.3": VocoderConfig(
-        generator(16, (5, 2), (11, 4), "snakebeta", "clamp"),
-        generator(16, (6, 4), (12, 8), "snakebeta", "none"),
-        stft_size=32,
-        stft_hop=8,
-        stft_mels=4,
-        input_sample_rate=1000,
-        sample_rate=3000,
-    ),
-}
+    "2.0": VocoderConfig(generator(16, (5, 2), (15, 4), "leaky_relu", "tanh"), None, 0, 0, 0, 1000,
+                         1000),
+    "2.3": VocoderConfig(generator(16, (5, 2), (11, 4), "snakebeta", "clamp"),
+                         generator(16, (6, 4), (12, 8), "snakebeta", "none"), stft_size=32,
+                         stft_hop=8, stft_mels=4, input_sample_rate=1000, sample_rate=3000),
+}  # fmt: skip
 SIZES = dict(
     in_channels=8,
     hidden_channels=16,
@@ -138,14 +131,10 @@ def test_vocoder_as_a_tpu_runs_it_is_diffusers():
 @pytest.mark.parametrize(
     "taps,stride,dilation,dtype",
     [
-        (3, 1, 1, "float32"),
-        (11, 1, 5, "float32"),
-        (32, 8, 1, "float32"),
-        (11, 4, 1, "float32"),
-        (3, 5, 1, "float32"),
-        (7, 1, 3, "bfloat16"),
+        (3, 1, 1, "float32"), (11, 1, 5, "float32"), (32, 8, 1, "float32"), (11, 4, 1, "float32"),
+        (3, 5, 1, "float32"), (7, 1, 3, "bfloat16"),
     ],
-)
+)  # fmt: skip
 def test_convolution_by_taps_is_the_convolution(taps, stride, dilation, dtype):
     x, weight = jnp.asarray(normal(2, 6, 70), dtype), jnp.asarray(normal(4, 6, taps), dtype)
     whole = ops.OPS["conv"](x, weight, stride=(stride,), dilation=(dilation,))

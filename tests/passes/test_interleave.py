@@ -138,10 +138,8 @@ def test_halves_of_the_tokens_have_the_same_values(name, mesh):
     halved = interleave(graph, TOKENS)
     assert halved.parameters() == graph.parameters() and halved.inputs.keys() == graph.inputs.keys()
     sums = [Counter(n.op for n in x.repeats[0].body.nodes) for x in (graph, halved)]
-    assert (
-        sums[1]["all_reduce"] > sums[0]["all_reduce"]
-        and sums[1]["all_to_all"] == sums[0]["all_to_all"]
-    )
+    assert sums[1]["all_reduce"] > sums[0]["all_reduce"]
+    assert sums[1]["all_to_all"] == sums[0]["all_to_all"]
     expected = interpret(graph, one.params, one.inputs)
     for form in (halved, fuse(halved)):
         for key, value in interpret(form, one.params, one.inputs).items():

@@ -173,9 +173,8 @@ def test_a_placed_step_communicates_no_more(mesh, generation):
     before, after = traffic(placed), traffic(shared)
     assert before.keys() == after.keys()
     for name in before:
-        assert (
-            after[name].count <= before[name].count and after[name].bytes <= before[name].bytes
-        ), name
+        assert after[name].count <= before[name].count, name
+        assert after[name].bytes <= before[name].bytes, name
     assert (
         sum(t.bytes for t in after.values()) < sum(t.bytes for t in before.values())
         or "fsdp" in mesh

@@ -133,16 +133,10 @@ class Living(TorchDispatchMode):
 @pytest.mark.parametrize(
     "encoding",
     (
-        "int8",
-        "stored float8",
-        "nvfp4",
-        "Q8_0",
-        "Q4_K",
-        "Q6_K",
-        "Q4_K or Q6_K",
+        "int8", "stored float8", "nvfp4", "Q8_0", "Q4_K", "Q6_K", "Q4_K or Q6_K",
         "Q3_K or Q4_K or Q6_K",
     ),
-)
+)  # fmt: skip
 def test_plain_ops_take_what_is_planned_for_them_in_passing(encoding, monkeypatch):
     for module in (encodings, ltx2rt_cuda.ops):
         monkeypatch.setattr(module, "DECODED", 2**16)

@@ -111,9 +111,8 @@ def test_the_clip_gets_the_sound_as_it_is(song, tiny, generate):
     assert rate == heard_rate == RATE and heard.shape == samples.shape
     assert np.corrcoef(heard.ravel(), samples.ravel())[0, 1] > 0.99  # AAC
     np.testing.assert_array_equal(found.latents["waveform"], samples)
-    assert (
-        found.latents["audio_input"].shape == (1, 8, 9, 16) and "audio_latent" not in found.latents
-    )
+    assert found.latents["audio_input"].shape == (1, 8, 9, 16)
+    assert "audio_latent" not in found.latents
     again = generate("cuda", model, *flags, "--noise-in", found.latents_file, "--no-audio")
     np.testing.assert_array_equal(again.latents["video_latent"], found.latents["video_latent"])
     with av.open(str(again.clip)) as container:
@@ -196,9 +195,8 @@ def test_what_cannot_be_used_is_refused_before_weights(song, tiny, generate, mon
         (("--audio-path", song, "--width", 95), "an even number"),
     ):
         found = generate("cuda", model, "--pipeline", "a2v", *flags)
-        assert found.status == 2 and message in found.stderr and found.stderr.count("\n") == 1, (
-            found.stderr
-        )
+        assert found.status == 2 and message in found.stderr, found.stderr
+        assert found.stderr.count("\n") == 1, found.stderr
         assert not list(found.folder.iterdir())
 
 

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from conftest import refused
 from diffusers import LTX2VideoTransformer3DModel
 from groups.test_sound import encoded
 from reference_transformer import euler_steps
@@ -13,7 +14,6 @@ from safetensors.numpy import load_file
 from test_ic_lora import lora_with
 from test_retake import write
 
-from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.media.video import video_info
 from ltx2rt.models.geometry import (
@@ -159,7 +159,7 @@ def test_the_clip_is_written_with_new_sound(tiny, clip, lora, command, tmp_path)
     ({"image": "a.png:0"}, "unknown keyword .image."),
 ])  # fmt: skip
 def test_refusals(more, says):
-    with pytest.raises(InputError, match=says):
+    with refused(says):
         make_request("dubit", prompt="hi", **{"video_path": "a.mp4"} | more)
 
 
@@ -178,7 +178,7 @@ def test_files_that_do_not_fit_are_refused(sessions, clip, tmp_path, capsys):
         ),
         (short, {}, "has 8 frames, expected 9 or more"),
     ):
-        with pytest.raises(InputError, match=says):
+        with refused(says):
             make_plan(sessions["cuda"], make_request("dubit", prompt="hi", video_path=path, **more))
     make_plan(sessions["cuda"], make_request("dubit", prompt="hi", video_path=quiet))
     assert "is silent, below -60 dB: there is no voice to keep" in capsys.readouterr().err
@@ -191,7 +191,7 @@ def test_it_takes_one_lora_for_both_stages(folder, lora, clip):
         ((LoraSpec(lora), LoraSpec(lora)), "--lora: 2 given"),
         ((LoraSpec(lora, 1.0, "stage1"),), "is for stage1, dubit merges it in both"),
     ):
-        with pytest.raises(InputError, match=says):
+        with refused(says):
             request.check_options(ModelOptions("cuda", folder, loras=loras))
 
 

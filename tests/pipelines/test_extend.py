@@ -284,9 +284,9 @@ def test_refusals(opened, files, tmp_path):
         ({"steps": 3}, "--steps: 8 distilled steps are made, without guidance"),
         ({"video_path": None}, "--video-path: none, but the extend pipeline starts from a clip"),
     ):
-        with pytest.raises(InputError) as refused:
+        with pytest.raises(InputError) as error:
             opened.generate("a fox", pipeline="extend", **flags(files, "forward") | given)
-        assert message in str(refused.value), given
+        assert message in str(error.value), given
 
 
 @pytest.mark.long

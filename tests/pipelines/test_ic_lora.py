@@ -8,6 +8,7 @@ import av
 import numpy as np
 import pytest
 import torch
+from conftest import refused
 from diffusers import AutoencoderKLLTX2Video, LTX2VideoTransformer3DModel
 from PIL import Image
 from reference_transformer import euler_steps
@@ -182,13 +183,8 @@ def test_stage_one_equals_diffusers(
     )  # fmt: skip
     assert run.status == 0, run.stderr
     found = run.latents
-    assert found["reference.0"].shape == (1, 128, 3, 1, 2) and found["reference.1"].shape == (
-        1,
-        128,
-        2,
-        1,
-        2,
-    )
+    assert found["reference.0"].shape == (1, 128, 3, 1, 2)
+    assert found["reference.1"].shape == (1, 128, 2, 1, 2)
     assert found["stage1.video.steps"].shape == (8, 3 * 8 + 8 + 3 * 2 + 2 * 2, 128)
     expected = diffusers_stage1(
         folder, lora, noise_of(found), monkeypatch, references, places, mask, 0.7
@@ -220,10 +216,8 @@ def test_stage_two_has_neither_references_nor_their_lora(model, half, files, gen
     assert run.latents["video_latent"].shape == (1, 128, 3, 4, 8)
     last = run.latents["stage2.audio.steps"][-1].reshape(1, -1, 8, 16).transpose(0, 2, 1, 3)
     np.testing.assert_array_equal(run.latents["audio_latent"], last)
-    assert (
-        f"stage1: merged 130/130 modules of {half}" in run.stderr
-        and "stage2: merged" not in run.stderr
-    )
+    assert f"stage1: merged 130/130 modules of {half}" in run.stderr
+    assert "stage2: merged" not in run.stderr
     names = [stage["name"] for stage in run.report["stages"]]
     assert names == ["text", "stage1 videos", "stage1", "upsample", "stage2", "decode"]
 
@@ -259,11 +253,8 @@ def test_without_stage_two_the_clip_is_half_as_large(model, half, files, generat
     assert "without stage 2 the clip has 128x64 pixels" in run.stderr
     with av.open(str(run.clip)) as container:
         stream = container.streams.video[0]
-        assert (stream.width, stream.height, stream.frames) == (
-            128,
-            64,
-            FRAMES,
-        ) and container.streams.audio
+        assert (stream.width, stream.height, stream.frames) == (128, 64, FRAMES)
+        assert container.streams.audio
     last = run.latents["stage1.audio.steps"][-1].reshape(1, -1, 8, 16).transpose(0, 2, 1, 3)
     np.testing.assert_array_equal(run.latents["audio_latent"], last)
     assert not [name for name in run.latents if name.startswith(("stage2", "upsampled"))]
@@ -338,72 +329,46 @@ def broken(tmp_path, files):
         (["fifo"], "--video-conditioning: {folder}/fifo is no regular file"),
         (["text.mov"], "is no readable video"),
         (["cut.mov"], "cut.mov is"),
-        (
-            ["REF", "--conditioning-attention-strength", 1.01],
-            "attention-strength: 1.01, expected 0 to 1",
-        ),
-        (
-            ["REF", "--conditioning-attention-strength", -1],
-            "attention-strength: -1, expected 0 to 1",
-        ),
-        (
-            ["REF", "--conditioning-attention-strength", "nan"],
-            "--conditioning-attention-strength: nan",
-        ),
-        (
-            ["REF", "--conditioning-attention-mask", "gone.mov"],
-            "--conditioning-attention-mask: {folder}/gone.mov does",
-        ),
+        (["REF", "--conditioning-attention-strength", 1.01],
+         "attention-strength: 1.01, expected 0 to 1"),
+        (["REF", "--conditioning-attention-strength", -1],
+         "attention-strength: -1, expected 0 to 1"),
+        (["REF", "--conditioning-attention-strength", "nan"],
+         "--conditioning-attention-strength: nan"),
+        (["REF", "--conditioning-attention-mask", "gone.mov"],
+         "--conditioning-attention-mask: {folder}/gone.mov does"),
         (["REF", "--conditioning-attention-mask", "fifo"], "fifo is no regular file"),
-        (
-            ["REF", "--conditioning-attention-mask", "text.mov"],
-            "attention-mask: {folder}/text.mov is no",
-        ),
-        (
-            ["REF", "--conditioning-attention-mask", "one.mov"],
-            "one.mov has 1 frames, expected 3 or more",
-        ),
-        (
-            ["REF", "--conditioning-attention-mask", "twelve.mov"],
-            "twelve.mov has 12 frames, expected 3 or more",
-        ),
-        (
-            ["REF", "--width", 192],
-            "--width: 192, expected divisible by 128 (ic-lora with a LoRA for references of 1/2",
-        ),
+        (["REF", "--conditioning-attention-mask", "text.mov"],
+         "attention-mask: {folder}/text.mov is no"),
+        (["REF", "--conditioning-attention-mask", "one.mov"],
+         "one.mov has 1 frames, expected 3 or more"),
+        (["REF", "--conditioning-attention-mask", "twelve.mov"],
+         "twelve.mov has 12 frames, expected 3 or more"),
+        (["REF", "--width", 192],
+         "--width: 192, expected divisible by 128 (ic-lora with a LoRA for references of 1/2"),
         (["REF", "--height", 64], "--height: 64, expected divisible by 128"),
         (["REF", "--width", 101], "--width: 101, expected an even number"),
         (["REF", "--num-frames", 16], "the nearest are 9 and 17 frames"),
-        (
-            ["REF", "--lora", "LORA:1:stage2"],
-            "is for stage 2, where the ic-lora pipeline merges none",
-        ),
+        (["REF", "--lora", "LORA:1:stage2"],
+         "is for stage 2, where the ic-lora pipeline merges none"),
         (["REF", "--lora", "third.safetensors"], "reference_downscale_factor is 2 in"),
-        (
-            ["REF", "--skip-stage-2", "--audio-from", "stage2"],
-            "--audio-from: stage2, which --skip-stage-2 leaves out",
-        ),
+        (["REF", "--skip-stage-2", "--audio-from", "stage2"],
+         "--audio-from: stage2, which --skip-stage-2 leaves out"),
         (["REF", "--pad", "32,0,32"], "--pad: '32,0,32', expected LEFT,TOP,RIGHT,BOTTOM"),
         (["REF", "--pad", "a,0,0,0"], "--pad: 'a,0,0,0', expected LEFT,TOP,RIGHT,BOTTOM"),
         (["REF", "--pad=-32,0,0,0"], "--pad: -32 pixels, expected 0 or more"),
-        (
-            ["REF", "--pad", "9999999999999,0,0,0"],
-            "--pad: the clip has 256x128, 17 frames at 24 fps",
-        ),
-        (
-            ["REF", "REF", "--pad", "32,0,0,0"],
-            "--pad: does not go with several --video-conditioning",
-        ),
+        (["REF", "--pad", "9999999999999,0,0,0"],
+         "--pad: the clip has 256x128, 17 frames at 24 fps"),
+        (["REF", "REF", "--pad", "32,0,0,0"],
+         "--pad: does not go with several --video-conditioning"),
         (["REF", "--hdr", "ACESCG", "--pad", "32,0,0,0"], "have 8 bits; leave out --pad or it"),
-        (
-            ["REF", "--hdr-transfer", "pq"],
-            "--hdr-transfer: pq, but the clip is not in high dynamic",
-        ),
+        (["REF", "--hdr-transfer", "pq"],
+         "--hdr-transfer: pq, but the clip is not in high dynamic"),
         (["REF", "--hdr", "ACESCG", "--output", "x.webm"], "--hdr: x.webm cannot hold it"),
         (["REF", "--output", "REF"], "first.mov"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
-)
+)  # fmt: skip
 def test_refusals(model, half, broken, command, monkeypatch, flags, message):
     """One line and exit 2, before a tensor is read."""
     if "third.safetensors" in flags:
@@ -428,19 +393,11 @@ def test_refusals(model, half, broken, command, monkeypatch, flags, message):
 
 def test_a_run_without_a_lora_is_refused(model, files, command, tmp_path):
     words = [
-        *START,
-        model,
-        "--output",
-        tmp_path / "out.mp4",
-        *FLAGS,
-        "--video-conditioning",
-        files[0],
-    ]
+        *START, model, "--output", tmp_path / "out.mp4", *FLAGS, "--video-conditioning", files[0],
+    ]  # fmt: skip
     status, _, err = command(*words)
-    assert (
-        status == 2
-        and "--lora: the ic-lora pipeline needs the LoRA that its references are for" in err
-    )
+    assert status == 2
+    assert "--lora: the ic-lora pipeline needs the LoRA that its references are for" in err
 
 
 def test_noise_without_the_references_tokens_is_refused(model, half, files):
@@ -456,9 +413,7 @@ def test_noise_without_the_references_tokens_is_refused(model, half, files):
         "a fox", width=WIDTH, height=HEIGHT, num_frames=FRAMES, video_conditioning=(ReferenceSpec(files[0]),),
         skip_stage_2=True, noise_in=files[0].parent / "noise.safetensors",
     )  # fmt: skip
-    with pytest.raises(
-        InputError, match=r"stage1.video .* \[1, 24, 128\], expected float32 \[1, 30, 128\]"
-    ):
+    with refused(r"stage1.video .* \[1, 24, 128\], expected float32 \[1, 30, 128\]"):
         make_plan(session, request)
     session.close()
 
@@ -543,11 +498,11 @@ def test_with_a_mask_its_pixels_are_made_anew(model, half, tmp_path):
         ({"video_conditioning": (ReferenceSpec(clip),) * 2}, "--mask: does not go with several"),
     ):
         request = {**size, "video_conditioning": (ReferenceSpec(clip),), **masked} | more
-        with pytest.raises(InputError) as refused:
+        with pytest.raises(InputError) as error:
             make_plan(session, ICLora(**request))
-        assert message in str(refused.value)
+        assert message in str(error.value)
     Image.fromarray(np.zeros((HEIGHT, WIDTH), np.uint8)).save(tmp_path / "mask.png")
-    with pytest.raises(InputError, match="is black, and nothing would be made"):
+    with refused("is black, and nothing would be made"):
         make_plan(session, ICLora(**size, video_conditioning=(ReferenceSpec(clip),), **masked))
     session.close()
 
@@ -625,9 +580,9 @@ def test_a_border_is_made_by_the_formula(tiny, on_both, tmp_path):
         ({"skip_stage_2": True}, "--pad: does not go with --skip-stage-2"),
         ({"hdr": "ACESCG"}, "--hdr: the reference's own pixels have 8 bits; leave out --pad"),
     ):
-        with pytest.raises(InputError) as refused:
+        with pytest.raises(InputError) as error:
             make_plan(session, replace(request, **more))
-        assert message in str(refused.value)
+        assert message in str(error.value)
 
 
 def test_a_folder_of_exr_images_is_a_reference(tiny, on_both, half, tmp_path):
@@ -652,7 +607,7 @@ def test_a_folder_of_exr_images_is_a_reference(tiny, on_both, half, tmp_path):
     np.testing.assert_allclose(
         found, codes, atol=1e-4
     )  # float32, whose ulp of 4 the slope takes up
-    with pytest.raises(InputError, match="is a folder, expected a file; to EXR images add --hdr"):
+    with refused("is a folder, expected a file; to EXR images add --hdr"):
         ICLora(video_conditioning=seen, **flags).check()
 
 
@@ -665,8 +620,8 @@ def test_a_lora_says_which_codes_it_makes(model, half, files, generate, tmp_path
     save_file(load_file(half), lora, metadata)
     assert hdr_log([half]) == "acescct" and hdr_log([half, lora]) == "logc3"
     words = [*FLAGS, "--lora", lora, "--video-conditioning", files[0], "--no-audio"]
-    refused = generate("cuda", model, *words)
-    assert refused.status == 2 and "--hdr: not given, but the LoRA makes high" in refused.stderr
+    run = generate("cuda", model, *words)
+    assert run.status == 2 and "--hdr: not given, but the LoRA makes high" in run.stderr
     save_file(load_file(half), lora, metadata | {"hdr_transform": "pq"})
-    with pytest.raises(InputError, match=r"makes 'pq' .*expected logc3 or acescct"):
+    with refused(r"makes 'pq' .*expected logc3 or acescct"):
         hdr_log([lora])

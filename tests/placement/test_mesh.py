@@ -44,10 +44,8 @@ def test_weights_keep_their_slices_between_stages():
         Placement(PROFILES["hopper"], m).loop(graph, 8)
         for m in (mesh, {"sequence": 4, "tensor": 3})
     )
-    assert first.all_layouts() == second.all_layouts() and (first.mesh, second.mesh) == (
-        mesh,
-        stage_mesh(mesh, 1),
-    )
+    assert first.all_layouts() == second.all_layouts()
+    assert (first.mesh, second.mesh) == (mesh, stage_mesh(mesh, 1))
 
 
 @pytest.mark.long

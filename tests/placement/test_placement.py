@@ -1,9 +1,9 @@
 """One value says how a run is split."""
 
 import pytest
+from conftest import refused
 from placed_cases import case
 
-from ltx2rt.errors import InputError
 from ltx2rt.passes.loop import step_slots, taken_apart
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
@@ -24,9 +24,7 @@ def test_float8_is_of_the_transformer_alone():
         return sum(layout.encoding is not None for layout in local.all_layouts().values())
 
     assert float8("text-2.3") == 0
-    with pytest.raises(
-        InputError, match="2 blocks, of which the first and the last stay as they are"
-    ):
+    with refused("2 blocks, of which the first and the last stay as they are"):
         float8("guided-2.3")
 
 

@@ -147,9 +147,8 @@ def test_weights_follow_the_run(kept):
     assert (
         both["decode"].weights_bytes - offload["decode"].weights_bytes == both["text"].weights_bytes
     )
-    assert "audio" not in stages(plan(audio=False)) and "stage2" not in stages(
-        plan(pipeline="one-stage")
-    )
+    assert "audio" not in stages(plan(audio=False))
+    assert "stage2" not in stages(plan(pipeline="one-stage"))
 
 
 def test_a_warm_up_leaves_everything_on_the_device(tmp_path):
@@ -178,15 +177,13 @@ def test_time_is_work_or_weights_and_then_what_is_exchanged():
         flops_per_s=2 * n**3, memory_bytes_per_s=3 * 4 * n * n, link_bytes_per_s=4 * n * n / 2
     )
     kind = replace(device_kind("h100-80gb"), collective_s=0.5, **figures)
-    assert step.time_s(kind) == pytest.approx(1 + 2.5) and step.exchange_s(kind) == pytest.approx(
-        2.5
-    )
+    assert step.time_s(kind) == pytest.approx(1 + 2.5)
+    assert step.exchange_s(kind) == pytest.approx(2.5)
     slow = replace(kind, memory_bytes_per_s=4 * n * n / 5)  # five seconds for the weights
     assert step.time_s(slow) == pytest.approx(5 + 2.5)
     streamed = replace(step, streamed_bytes=int(10 * slow.host_bytes_per_s))
-    assert streamed.time_s(slow) == pytest.approx(10) and streamed.waits_s(slow) == pytest.approx(
-        2.5
-    )
+    assert streamed.time_s(slow) == pytest.approx(10)
+    assert streamed.waits_s(slow) == pytest.approx(2.5)
     pair, line = (
         device_kind("v6e").exchange_s("all_to_all", devices, 1000, int(90e9)) for devices in (2, 4)
     )

@@ -32,14 +32,8 @@ from ltx2rt.session.weights import Residence
 from ltx2rt.weights.files import TensorFile
 
 SIZE = {
-    "width": 128,
-    "height": 64,
-    "num_frames": 17,
-    "fps": 48,
-    "steps": 2,
-    "seed": 7,
-    "image_crf": 0,
-}
+    "width": 128, "height": 64, "num_frames": 17, "fps": 48, "steps": 2, "seed": 7, "image_crf": 0,
+}  # fmt: skip
 DISTILLED = {name: value for name, value in SIZE.items() if name != "steps"}
 
 SLOW = pytest.mark.slow

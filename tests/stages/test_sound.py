@@ -44,16 +44,10 @@ def generator(activation: str, final: str, rate: int, kernel: int) -> GeneratorC
 
 VOCODERS = {
     "2.0": VocoderConfig(generator("leaky_relu", "tanh", 5, 9), None, 0, 0, 0, 500, 500),
-    "2.3": VocoderConfig(
-        generator("snakebeta", "clamp", 10, 12),
-        generator("snakebeta", "none", 15, 17),
-        stft_size=20,
-        stft_hop=5,
-        stft_mels=4,
-        input_sample_rate=1000,
-        sample_rate=3000,
-    ),
-}
+    "2.3": VocoderConfig(generator("snakebeta", "clamp", 10, 12),
+                         generator("snakebeta", "none", 15, 17), stft_size=20, stft_hop=5,
+                         stft_mels=4, input_sample_rate=1000, sample_rate=3000),
+}  # fmt: skip
 
 
 def normal(*shape: int) -> np.ndarray:
@@ -86,9 +80,8 @@ def test_chunks_of_any_length_are_the_whole(network, reach, early):
 
         plan = chunks(length, 13, reach)
         np.testing.assert_allclose(plan.run(x, seen, 2, early), network(x), rtol=0, atol=1e-15)
-        assert set(sizes) == ({13} if length >= sum(reach) else {length}) and len(sizes) == len(
-            plan.parts
-        )
+        assert set(sizes) == ({13} if length >= sum(reach) else {length})
+        assert len(sizes) == len(plan.parts)
         assert plan.shape((1, 1, length)) == (1, 1, sizes[0])
 
 

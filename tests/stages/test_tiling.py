@@ -4,11 +4,11 @@ import itertools
 
 import numpy as np
 import pytest
+from conftest import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ltx2rt.config import VaeStage, VideoVaeConfig
-from ltx2rt.errors import InputError
 from ltx2rt.stages.tiling import (
     Tiling,
     blend_tiles,
@@ -66,7 +66,7 @@ def test_off_is_one_tile():
 
 
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(InputError, match="expected auto or off"):
+    with refused("expected auto or off"):
         plan_tiles("on", (1, 2, 2), CONFIG)
 
 

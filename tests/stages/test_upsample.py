@@ -5,9 +5,9 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from conftest import refused
 
 import ltx2rt
-from ltx2rt.errors import InputError
 from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.session.stopwatch import Stopwatch
@@ -61,8 +61,5 @@ def test_the_next_stages_latents(sessions, kind, stage, scale, after):
 def test_an_upsampler_of_another_scale_is_refused(sessions, kind, scale):
     session = sessions[kind]
     stage = Upsample(Geometry.of(session.config, 192, 128, 9, 24), 1, scale)
-    with pytest.raises(
-        InputError,
-        match=rf"--upsampler: it is a {kind} spatial one, a x{float(scale):g} spatial one",
-    ):
+    with refused(rf"--upsampler: it is a {kind} spatial one, a x{float(scale):g} spatial one"):
         session.audit([stage])

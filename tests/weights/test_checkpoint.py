@@ -94,10 +94,8 @@ def test_upsamplers_are_told_apart(tiny, tmp_path, layout):
         (folder / f"{kind}.safetensors").symlink_to(made)
     x15, temporal = (folder / f"{kind}.safetensors" for kind in ("x1.5", "temporal"))
     found = open_checkpoint(folder)
-    assert (found.config.upsampler.kind, found.config.part("temporal_upsampler").kind) == (
-        "x2 spatial",
-        "x2 temporal",
-    )
+    assert found.config.upsampler.kind == "x2 spatial"
+    assert found.config.part("temporal_upsampler").kind == "x2 temporal"
     assert open_checkpoint(folder, upsampler=x15).config.upsampler.kind == "x1.5 spatial"
     assert open_checkpoint(
         folder, upsampler=temporal
@@ -401,15 +399,9 @@ PARTS = {  # of the released repository: its folders
     "duration-head": "model_patches",
 }
 FOUND = {
-    "transformer",
-    "text",
-    "gemma",
-    "video_vae",
-    "audio_vae",
-    "vocoder",
-    "upsampler",
+    "transformer", "text", "gemma", "video_vae", "audio_vae", "vocoder", "upsampler",
     "temporal_upsampler",
-}
+}  # fmt: skip
 FOUND |= {"duration_head", "diffusion_decoder"}
 
 
@@ -428,9 +420,8 @@ def test_parts_in_files_of_their_own_are_told_by_their_headers(parts):
         path.rename(parts / f"{i}.safetensors")
     checkpoint = open_checkpoint(parts)
     assert checkpoint.config == expected and checkpoint.sources.keys() == FOUND
-    assert (
-        checkpoint.config.release.name == "2.5" and video_decoder(checkpoint.config, None) == "conv"
-    )
+    assert checkpoint.config.release.name == "2.5"
+    assert video_decoder(checkpoint.config, None) == "conv"
     assert checkpoint.distilled_lora() in checkpoint.loras_found
     assert isinstance(checkpoint.tokenizer, Asset) and b"<bos>" in checkpoint.tokenizer.read_bytes()
     assert len(list(checkpoint.source("text").names())) == 66 + 4

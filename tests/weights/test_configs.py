@@ -227,17 +227,12 @@ def test_gemma_reads_the_released_sparse_spelling():
     released = {
         "model_type": "gemma3",
         "eos_token_id": [1, 106],
-        "text_config": {
-            "hidden_size": 3840,
-            "intermediate_size": 15360,
-            "model_type": "gemma3_text",
-            "num_attention_heads": 16,
-            "num_hidden_layers": 48,
-            "num_key_value_heads": 8,
-            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-            "sliding_window": 1024,
-        },
-    }
+        "text_config": {"hidden_size": 3840, "intermediate_size": 15360,
+                        "model_type": "gemma3_text", "num_attention_heads": 16,
+                        "num_hidden_layers": 48, "num_key_value_heads": 8,
+                        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                        "sliding_window": 1024},
+    }  # fmt: skip
     expected = preset("ltx-2.3").config.gemma
     assert configs.gemma(Keys(released, "g")) == expected
     flat = released["text_config"] | {
@@ -265,7 +260,7 @@ def test_other_upsamplers_are_refused():
         {"rational_resampler": False},
     ):
         data = configs.upsampler_json(preset("tiny-2.0").config.upsampler, "official") | change
-        with pytest.raises(InputError, match=next(iter(change))):
+        with refused(next(iter(change))):
             configs.upsampler(Keys(data, "u"), rational=True)
 
 
@@ -335,23 +330,15 @@ def test_the_first_released_diffusers_configs_have_fewer_keys():
 DIFFUSION = {
     "_class_name": "CausalDiffusionVAE",
     "model_output_type": "x0",
-    "decoder": {
-        "_class_name": "NADiffusionDecoder",
-        "in_channels": 128,
-        "out_channels": 3,
-        "patch_size": 4,
-        "head_dim": 64,
-        "stage_channels": [2048, 1024, 512, 512, 256],
-        "stage_depths": [4, 6, 4, 2, 8],
-        "stage_kernels": [[3, 7, 7], [3, 7, 7], [3, 5, 5], [3, 5, 5], [11, 11, 11]],
-        "upsamples": [[[1, 2, 2], 2], [[2, 1, 1], 2], [[2, 2, 2], 1], [[2, 2, 2], 2]],
-        "stage5_kernel": [11, 11, 11],
-        "timestep_scale_multiplier": 1000.0,
-        "default_num_inference_steps": 1,
-        "resampler_kind": "linear",
-        "spatial_padding_mode": "zeros",
-    },
-}
+    "decoder": {"_class_name": "NADiffusionDecoder", "in_channels": 128, "out_channels": 3,
+                "patch_size": 4, "head_dim": 64, "stage_channels": [2048, 1024, 512, 512, 256],
+                "stage_depths": [4, 6, 4, 2, 8],
+                "stage_kernels": [[3, 7, 7], [3, 7, 7], [3, 5, 5], [3, 5, 5], [11, 11, 11]],
+                "upsamples": [[[1, 2, 2], 2], [[2, 1, 1], 2], [[2, 2, 2], 1], [[2, 2, 2], 2]],
+                "stage5_kernel": [11, 11, 11], "timestep_scale_multiplier": 1000.0,
+                "default_num_inference_steps": 1, "resampler_kind": "linear",
+                "spatial_padding_mode": "zeros"},
+}  # fmt: skip
 
 
 def test_the_diffusion_decoders_header_is_read_and_written():
@@ -370,20 +357,16 @@ def test_the_diffusion_decoders_header_is_read_and_written():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"default_num_inference_steps": 2},
-            "default_num_inference_steps = 2 is not supported, expected 1",
-        ),
-        (
-            {"stage_depths": [4, 6, 4, 2]},
-            r"lists are of \[5, 4, 5, 5, 5\] stages, expected 5 in each",
-        ),
+        ({"default_num_inference_steps": 2},
+         "default_num_inference_steps = 2 is not supported, expected 1"),
+        ({"stage_depths": [4, 6, 4, 2]},
+         r"lists are of \[5, 4, 5, 5, 5\] stages, expected 5 in each"),
         ({"stage_channels": [2048, 1024, 512, 256, 256]}, "do not shrink by the factors"),
         ({"head_dim": 48}, "2048 channels, expected a multiple of a head's 48"),
         ({"stage5_kernel": [11, 11]}, "expected triples"),
         ({"upsamples": [[1, 2, 2], 2]}, r"expected a list of \[stride, channel factor\]"),
     ],
-)
+)  # fmt: skip
 def test_a_diffusion_decoder_that_no_release_has_is_refused(change, message):
     with refused(message):
         diffusion_decoder.official_diffusion_decoder(

@@ -116,12 +116,8 @@ def entry(shape, nbytes, dtype="F32"):
         (header_of(b"{}", b"extra"), "not a safetensors"),
         (header_of("{}".encode("utf-16")), "not a safetensors"),
         (header_of(b"\xef\xbb\xbf{}"), "not a safetensors"),
-        (
-            header_of(
-                b'{"a":{"dtype":"F32","shape":[1],"shape":[1],"data_offsets":[0,4]}}', bytes(4)
-            ),
-            "duplicate field",
-        ),
+        (header_of(b'{"a":{"dtype":"F32","shape":[1],"shape":[1],"data_offsets":[0,4]}}', bytes(4)),
+         "duplicate field"),
         (header_of(b'{"__metadata__":{},"__metadata__":{}}'), "duplicate field"),
         (header_of({"\ud800": entry([1], 4)}, bytes(4)), "not a safetensors"),
         (header_of({"a": entry([1], 4, "F32\nF32")}, bytes(4)), "not a safetensors"),
@@ -133,7 +129,7 @@ def entry(shape, nbytes, dtype="F32"):
         (header_of({"a": entry([4], 4, "F8_E5M2FNUZ")}, bytes(4)), "unknown dtype"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
-)
+)  # fmt: skip
 def test_what_is_no_safetensors_file_is_refused_in_one_line(tmp_path, content, says):
     (tmp_path / "x.safetensors").write_bytes(content)
     with refused(says) as caught:

@@ -142,11 +142,8 @@ def test_plain_types_are_views_and_values_of_keys_are_read(tmp_path):
     }
     file = open_file(write_gguf(tmp_path / "any.name", arrays, "ltxv", keys))
     assert isinstance(file, GgufFile) and file.architecture == "ltxv"
-    assert (
-        file.metadata["config"] == "{}"
-        and file.metadata["a.count"] == "3"
-        and file.metadata["a.eps"] == "1e-06"
-    )
+    assert file.metadata["config"] == "{}" and file.metadata["a.count"] == "3"
+    assert file.metadata["a.eps"] == "1e-06"
     assert "a.words" not in file.metadata and file.metadata["a.scores"] == "[0.5, 1.5]"
     assert file.arrays("a.words") == {"a.words": ["x", "y", "zz"]}
     for name, array in arrays.items():
@@ -232,18 +229,14 @@ def content(
 
 STRINGS = struct.pack("<IQ", 8, 2**61)
 HOSTILE = {
-    "big-endian": (
-        b"GGUF" + struct.pack(">IQQ", 3, 0, 0),
-        "it is big-endian; pass one of version 3",
-    ),
+    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0),
+                   "it is big-endian; pass one of version 3"),
     "version 1": (content(version=1), "it is of GGUF version 1; pass one of version 3"),
     "nothing but the magic": (b"GGUF", "it ends within its header"),
     "many tensors": (content(counts=(2**63, 0)), "9223372036854775808 tensors, expected at most"),
     "many keys": (content(counts=(0, 2**40)), "1099511627776 keys, expected at most"),
-    "fewer tensors than said": (
-        content(tensor(), counts=(3, 0), data=b""),
-        "ends within its header",
-    ),
+    "fewer tensors than said": (content(tensor(), counts=(3, 0), data=b""),
+                                "ends within its header"),
     "long name": (content(tensor("n" * 2000)), "longer than 1000"),
     "name with a line break": (content(tensor("a\nb")), "not printable"),
     "length of a name": (content()[:24] + struct.pack("<Q", 2**63), None),
@@ -256,37 +249,23 @@ HOSTILE = {
     "offset": (content(tensor(offset=2**63)), "tensor x ends at byte"),
     "offset between": (content(tensor(offset=4)), "is at 4, expected a multiple of 32"),
     "two of a name": (content(tensor(), tensor(offset=32)), "two tensors x"),
-    "shared bytes": (
-        content(tensor(dims=(9,)), tensor("y", offset=32)),
-        "tensors x and y share bytes",
-    ),
-    "alignment of 0": (
-        content(keys=(key("general.alignment", 4, bytes(4)),)),
-        "general.alignment is 0",
-    ),
-    "alignment of text": (
-        content(keys=(key("general.alignment", 8, bytes(8)),)),
-        "general.alignment is ''",
-    ),
+    "shared bytes": (content(tensor(dims=(9,)), tensor("y", offset=32)),
+                     "tensors x and y share bytes"),
+    "alignment of 0": (content(keys=(key("general.alignment", 4, bytes(4)),)),
+                       "general.alignment is 0"),
+    "alignment of text": (content(keys=(key("general.alignment", 8, bytes(8)),)),
+                          "general.alignment is ''"),
     "two keys": (content(keys=(key("a", 7, b"\1"), key("a", 7, b"\1"))), "two keys a"),
     "unknown value": (content(keys=(key("a", 13, b""),)), "value of unknown type 13"),
-    "array of arrays": (
-        content(keys=(key("a", 9, struct.pack("<IQ", 9, 1)),)),
-        "array of values of unknown type 9",
-    ),
-    "endless array": (
-        content(keys=(key("a", 9, struct.pack("<IQ", 0, 2**60)),)),
-        "ends within its header",
-    ),
-    "endless strings": (
-        content(keys=(key("a", 9, STRINGS),)),
-        "strings up to key a, expected at most",
-    ),
-    "one of several files": (
-        content(keys=(key("split.count", 2, b"\2\0"),)),
-        "one of 2 parts of a split GGUF",
-    ),
-}
+    "array of arrays": (content(keys=(key("a", 9, struct.pack("<IQ", 9, 1)),)),
+                        "array of values of unknown type 9"),
+    "endless array": (content(keys=(key("a", 9, struct.pack("<IQ", 0, 2**60)),)),
+                      "ends within its header"),
+    "endless strings": (content(keys=(key("a", 9, STRINGS),)),
+                        "strings up to key a, expected at most"),
+    "one of several files": (content(keys=(key("split.count", 2, b"\2\0"),)),
+                             "one of 2 parts of a split GGUF"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -406,10 +385,8 @@ def test_inspect_prints_the_mix_of_types(apart):
     found = inspect_path(apart[0] / "transformer.gguf")
     part = found["components"]["transformer"]
     assert found["family"] == "LTX-2.3" and set(part["dtypes"]) == {"F32", "Q8_0", "Q4_0", "Q5_1"}
-    assert (
-        sum(part["dtype_bytes"].values()) == part["bytes"]
-        and sum(part["dtypes"].values()) == part["tensors"]
-    )
+    assert sum(part["dtype_bytes"].values()) == part["bytes"]
+    assert sum(part["dtypes"].values()) == part["tensors"]
     line = f"{part['dtypes']['Q8_0']} Q8_0 ({part['dtype_bytes']['Q8_0'] / 1e9:.3g} GB)"
     assert line in format_inspection(found)
 
@@ -764,21 +741,17 @@ def test_a_folder_of_gguf_files_alone_is_understood(apart, gemmas, tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (
-            {"gemma3.rope.scaling.factor": None},
-            "gemma3: required key rope.scaling.factor is absent",
-        ),
+        ({"gemma3.rope.scaling.factor": None},
+         "gemma3: required key rope.scaling.factor is absent"),
         ({"gemma3.rope.scaling.type": "yarn"}, "rope.scaling.type = 'yarn' is not supported"),
         ({"gemma3.rope.alibi": True}, "key rope.alibi is not known"),
         ({"gemma3.attention.value_length": 8}, "attention.value_length = 8, expected"),
-        (
-            {"gemma3.block_count": 10**9},
-            "num_hidden_layers = 1000000000, expected a positive int up to",
-        ),
+        ({"gemma3.block_count": 10**9},
+         "num_hidden_layers = 1000000000, expected a positive int up to"),
         ({"gemma3.block_count": "x"}, "block_count = 'x', expected a number"),
         ({"gemma3.embedding_length": 65}, "hidden size 65"),
     ],
-)
+)  # fmt: skip
 def test_keys_of_gemma_that_do_not_fit_are_refused(apart, gemmas, tmp_path, change, says):
     keys = {
         k: v for k, v in (gemma_keys(open_gemma(gemmas[1])[0]) | change).items() if v is not None

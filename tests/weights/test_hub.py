@@ -215,9 +215,8 @@ def run(served, tmp_path):
 
 def one_line(result) -> str:
     status, out, err = result
-    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("ltx2rt: error: "), (
-        result
-    )
+    assert (status, out, err.count("\n")) == (2, "", 1), result
+    assert err.startswith("ltx2rt: error: "), result
     return err
 
 
@@ -298,9 +297,8 @@ def test_a_lora_comes_with_the_config_that_has_its_scale(run, served, tmp_path):
     words = f"generate --backend cuda --device cpu --model {model} --pipeline t2a --duration 0.2 --steps 1"
     words += " --prompt a --seed 1 --output a.wav --lora"
     status, _, err = run(*words.split(), "lab/adapter:0.5")
-    assert (
-        status == 0 and "modules of" in err and "adapter_model.safetensors at strength 0.5" in err
-    )
+    assert status == 0 and "modules of" in err
+    assert "adapter_model.safetensors at strength 0.5" in err
     assert served.fetched().keys() == {"adapter_model.safetensors", "adapter_config.json"}
     assert "no b.safetensors; " in one_line(run(*words.split(), "lab/adapter/b.safetensors"))
 
@@ -393,9 +391,8 @@ def test_all_that_is_ambiguous_is_said_in_one_line(run, served):
     for name in ("second-tiny-2.3.safetensors", "tiny-2.3.safetensors", "model_index.json"):
         assert f"lab/mixed/{name}" in error
     assert "3 candidates for the checkpoint" in error and "choose with --model" in error
-    assert (
-        "2 candidates for the x2 spatial upsampler" in error and "choose with --upsampler" in error
-    )
+    assert "2 candidates for the x2 spatial upsampler" in error
+    assert "choose with --upsampler" in error
     assert not any(name.endswith(".safetensors") for name in served.fetched())
 
 
@@ -423,12 +420,8 @@ def test_of_a_repository_of_parts_come_those_that_the_run_reads(run, parted):
         assert status == 0, err
         assert set(parted.fetched()) == expected
     config = open_checkpoint(out.strip()).config
-    assert (
-        config.part("diffusion_decoder")
-        and config.video_vae.decoder
-        and config.part("duration_head")
-        and config.gemma
-    )
+    assert config.part("diffusion_decoder") and config.video_vae.decoder
+    assert config.part("duration_head") and config.gemma
     assert config.upsampler and config.part("temporal_upsampler") is None
 
 
@@ -465,14 +458,8 @@ def test_transformers_of_one_repository_are_chosen_by_name(run, parted):
     assert status == 0, err
     found = {name.partition("/")[0] for name in parted.fetched() if name.endswith(".safetensors")}
     parts = {
-        "transformer",
-        "connectors",
-        "vae",
-        "audio_vae",
-        "vocoder",
-        "text_encoder",
-        "duration_head",
-    }
+        "transformer", "connectors", "vae", "audio_vae", "vocoder", "text_encoder", "duration_head",
+    }  # fmt: skip
     assert found == parts and open_checkpoint(out.strip()).config.part("duration_head")
 
 
@@ -490,28 +477,23 @@ def test_one_of_several_is_chosen_by_its_file(run, served):
     assert found == {"transformer", "connectors", "vae", "audio_vae", "vocoder"}
     assert {"text_encoder/model.safetensors", "tokenizer/tokenizer.json"} <= served.fetched().keys()
     status, out, err = run("weights", "inspect", out.strip())
-    assert (
-        status == 0 and "diffusers checkpoint" in out and "missing: x2 spatial upsampler" in out
-    ), err
+    assert status == 0 and "diffusers checkpoint" in out, err
+    assert "missing: x2 spatial upsampler" in out, err
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (
-            ("lab/gated",),
-            "lab/gated is gated: accept its terms on its page of the hub, then log in",
-        ),
+        (("lab/gated",),
+         "lab/gated is gated: accept its terms on its page of the hub, then log in"),
         (("lab/none",), "lab/none is neither a path nor a repository of the hub .*log in"),
         (("lab/plain", "--revision", "v9"), "lab/plain has no revision v9"),
-        (
-            ("lab/plain/no.safetensors",),
-            r"no.safetensors is no checkpoint in it; found: tiny-2.3.safetensors",
-        ),
+        (("lab/plain/no.safetensors",),
+         r"no.safetensors is no checkpoint in it; found: tiny-2.3.safetensors"),
         pytest.param(("lab/gemma",), "no checkpoint of LTX-2 in it", marks=pytest.mark.long),
         pytest.param(("nothing",), "expected ORG/NAME", marks=pytest.mark.long),
     ],
-)
+)  # fmt: skip
 def test_what_the_hub_refuses_is_one_line(run, words, says):
     assert re.search(says, one_line(run("weights", "fetch", *words)))
 

@@ -5,8 +5,8 @@ import re
 import shutil
 
 import pytest
+from conftest import refused
 
-from ltx2rt.errors import InputError
 from ltx2rt.weights.files import TensorFile, write_tensors
 from ltx2rt.weights.inspect import format_inspection, inspect_path
 
@@ -23,11 +23,8 @@ def test_a_complete_folder_has_nothing_missing(tiny, layout):
     # F32: 6 tables in each of 3 blocks and 2 global ones
     assert found["components"]["transformer"]["dtypes"] == {"BF16": 296, "F32": 20}
     text = format_inspection(found)
-    assert (
-        "LTX-2.3" in text
-        and "transformer    316 tensors" in text
-        and "sample_rate_hz 48000" in text
-    )
+    assert "LTX-2.3" in text and "transformer    316 tensors" in text
+    assert "sample_rate_hz 48000" in text
 
 
 def test_parts_are_told_apart(tiny):
@@ -97,14 +94,14 @@ def test_a_checkpoint_without_metadata_is_known_by_its_names(tiny, tmp_path):
 
 
 def test_what_cannot_be_read_is_refused(tmp_path, tiny):
-    with pytest.raises(InputError, match="nothing of LTX-2"):
+    with refused("nothing of LTX-2"):
         inspect_path(tmp_path)
-    with pytest.raises(InputError, match="cannot read"):
+    with refused("cannot read"):
         inspect_path(tmp_path / "nothing")
     shutil.copy(tiny("tiny-2.3", "official") / MAIN, tmp_path / MAIN)
     with (tmp_path / MAIN).open("r+b") as file:
         file.truncate(10_000_000)
-    with pytest.raises(InputError, match="truncated"):
+    with refused("truncated"):
         inspect_path(tmp_path)
 
 
@@ -134,10 +131,8 @@ def test_counts_that_no_file_has_are_refused_before_anything_loops(tiny, tmp_pat
     infos = {name: file.info(name) for name in file.names()}
     write_tensors(tmp_path / MAIN, infos, None, file.metadata | {"config": json.dumps(config)})
     (problem,) = inspect_path(tmp_path / MAIN)["problems"]
-    assert (
-        str(tmp_path / MAIN) in problem
-        and f"{path[-1]} = {value}, expected a positive int up to" in problem
-    )
+    assert str(tmp_path / MAIN) in problem
+    assert f"{path[-1]} = {value}, expected a positive int up to" in problem
 
 
 def test_a_config_that_contradicts_itself_is_one_line_that_names_the_file(tiny, tmp_path):
@@ -147,7 +142,5 @@ def test_a_config_that_contradicts_itself_is_one_line_that_names_the_file(tiny, 
     infos = {name: file.info(name) for name in file.names()}
     write_tensors(tmp_path / MAIN, infos, None, file.metadata | {"config": json.dumps(config)})
     (problem,) = inspect_path(tmp_path / MAIN)["problems"]
-    assert (
-        problem.startswith(f"{tmp_path / MAIN}: its config contradicts itself: ")
-        and "\n" not in problem
-    )
+    assert problem.startswith(f"{tmp_path / MAIN}: its config contradicts itself: ")
+    assert "\n" not in problem

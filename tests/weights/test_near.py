@@ -199,9 +199,8 @@ def test_files_of_other_models_and_damaged_ones_are_no_matter(comfy, tmp_path):
     checkpoint = open_checkpoint(comfy)
     assert len(checkpoint.sources) == 7 and checkpoint.unreadable == ()
     assert checkpoint.require_tokenizer().parent.name == "gemma-3"
-    assert inspect_path(comfy)["problems"] == [] and "qwen" not in format_inspection(
-        inspect_path(comfy)
-    )
+    assert inspect_path(comfy)["problems"] == []
+    assert "qwen" not in format_inspection(inspect_path(comfy))
 
 
 def test_of_hundreds_of_large_files_none_of_another_model_is_parsed(comfy, monkeypatch):
@@ -343,9 +342,8 @@ def test_scaled_float8_is_read_under_its_older_names(single, tmp_path):
     _, folder = single
     config, source = open_gemma(one_file(folder, tmp_path / "fp8.safetensors", scaled))
     expected, own = open_gemma(folder)
-    assert config == expected and set(source.names()) == {
-        n for n in own.names() if n.startswith(GEMMA)
-    }
+    assert config == expected
+    assert set(source.names()) == {n for n in own.names() if n.startswith(GEMMA)}
     name = f"{GEMMA}layers.1.mlp.up_proj.weight"
     values = own.read(name).astype(np.float32)
     scale = np.float32(np.abs(values).max() / 448)
@@ -474,9 +472,8 @@ def test_all_that_is_missing_is_one_line(comfy, command, tmp_path):
         open_checkpoint(comfy).distilled_lora()
     to = ("--output", tmp_path / "o.mp4")
     status, _, err = command("generate", "--device", "cpu", "--model", comfy, "--prompt", "x", *to)
-    assert status == 2 and all(
-        flag in err for flag in ("--text-encoder", "--upsampler", "--distilled-lora")
-    )
+    assert status == 2
+    assert all(flag in err for flag in ("--text-encoder", "--upsampler", "--distilled-lora"))
 
 
 def test_inspect_prints_a_row_for_each_part_and_what_is_missing(comfy, command):

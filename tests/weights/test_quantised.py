@@ -187,10 +187,8 @@ def test_a_matrix_is_what_its_format_says_in_slices_too(tmp_path, kind):
         {f"x.{name}": a for name, a in arrays.items()} | {"y": np.ones(2, BF16)},
     )
     source = dequantised(TensorFile(tmp_path / "m.safetensors"))
-    assert set(source.names()) == {"x.weight", "y"} and source.info("x.weight").shape == (
-        rows,
-        columns,
-    )
+    assert set(source.names()) == {"x.weight", "y"}
+    assert source.info("x.weight").shape == (rows, columns)
     assert source.info("x.weight").nbytes == sum(array.nbytes for array in arrays.values())
     expected = meant(kind, arrays).astype(np.float32)
     np.testing.assert_array_equal(source.read("x.weight"), expected)

@@ -15,6 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from conftest import refused
 from PIL import Image
 
 import ltx2rt
@@ -267,7 +268,7 @@ def test_images_go_to_the_segment_that_they_are_new_in(opened, tmp_path):
     assert [i.frame for i in full[groups.Segments].request_of(1, full).images] == []
     assert [i.frame for i in full[groups.Segments].request_of(2, full).images] == [41 - 32]
     last = asked(tmp_path, images=[(tmp_path / "a.png", 57)])
-    with pytest.raises(InputError, match=r"frame 57 of .*, but the clip has frames 0 to 56"):
+    with refused(r"frame 57 of .*, but the clip has frames 0 to 56"):
         last.resolved(opened.resident.config)
 
 
@@ -308,9 +309,9 @@ def test_refusals(opened, tmp_path):
     ):
         given = several({"prompt": "a fox", **SIZE, "steps": 1, "segments": 3} | more)
         given["pipeline"] = "one-stage"
-        with pytest.raises(InputError) as refused:
+        with pytest.raises(InputError) as error:
             opened.generate(**given)
-        assert message in str(refused.value), more
+        assert message in str(error.value), more
 
 
 def arguments(tiny, output, *more):
@@ -508,13 +509,13 @@ def test_segments_of_weights_that_were_replaced_are_refused(tmp_path):
     file = model / max(files, key=lambda path: path.stat().st_size).relative_to(tmp_path / "other")
     then = file.stat()
     os.utime(file)
-    with pytest.raises(InputError, match=rf"another run \({file.parent.name}/{file.name}: "):
+    with refused(rf"another run \({file.parent.name}/{file.name}: "):
         claim()
     os.utime(file, ns=(then.st_mtime_ns, then.st_mtime_ns))
     claim()
     shutil.copytree(tmp_path / "other", model, dirs_exist_ok=True)
     os.utime(file, ns=(then.st_mtime_ns, then.st_mtime_ns))
-    with pytest.raises(InputError, match=r"another run \(digest: "):
+    with refused(r"another run \(digest: "):
         claim()
 
 
@@ -580,11 +581,8 @@ def test_a_clip_is_asked_for_by_its_frames(opened):
     found = make_request("one-stage", **request).resolved(config)
     length = {**request, "num_frames": None, "seconds": 56 / 24}
     length = make_request("one-stage", **length).resolved(config)
-    assert (
-        found == length
-        and found.clip_frames == 57
-        and [part.start for part in found.parts] == [0, 16, 32]
-    )
+    assert found == length and found.clip_frames == 57
+    assert [part.start for part in found.parts] == [0, 16, 32]
     assert found.resolved(config) == found  # as what a server keeps of it
     for fps in ("24", "25", "29.97", "59.94", "7.3"):
         for frames in (129, 729, 1441):
@@ -599,9 +597,9 @@ def test_a_clip_is_asked_for_by_its_frames(opened):
         ({"num_frames": 100001}, "--num-frames: 100001 frames are 4167 s, expected at most 3600"),
         ({"segment_frames": 26}, "--segment-frames: 26, expected 8*k + 1"),
     ):
-        with pytest.raises(InputError) as refused:
+        with pytest.raises(InputError) as error:
             make_request("one-stage", **{**request, **more}).resolved(config)
-        assert message in str(refused.value), more
+        assert message in str(error.value), more
 
 
 def test_prompts_of_segments(tmp_path):
@@ -623,7 +621,7 @@ def test_prompts_of_segments(tmp_path):
         (("--prompts", empty, "--seconds", 21), "empty.txt is empty; write a prompt on each line"),
         (("--prompts", tmp_path, "--seconds", 21), "--prompts: "),
     ):
-        with pytest.raises(InputError, match=message):
+        with refused(message):
             parsed(*words)
 
 
@@ -667,9 +665,9 @@ def test_segments_of_given_noise(opened, tmp_path):
     (folders[1] / "0001.mov").unlink()
     np.testing.assert_array_equal(made(session, asked(folders[1], **given))[0], frames)
     write_arrays(file, {n: x for n, x in state.record.items() if "segment2.stage1" not in n})
-    with pytest.raises(InputError, match=r"has no tensor segment2\.stage1\.video; it must hold"):
+    with refused(r"has no tensor segment2\.stage1\.video; it must hold"):
         make_plan(session, asked(folders[2], **given))
-    with pytest.raises(InputError, match=r"--latents-out: segment 1 in .* was made without it"):
+    with refused(r"--latents-out: segment 1 in .* was made without it"):
         check_records(asked(folders[1], **given).resolved(session.config), folders[1])
 
 
@@ -687,9 +685,9 @@ def test_numbers_of_segments(opened):
         ({"segments": None, "segment_seed": ["2:1"]}, "--segment-seed: the clip has one segment"),
     ):
         request = several({"prompt": "a fox", **SIZE, "segments": 3} | more)
-        with pytest.raises(InputError) as refused:
+        with pytest.raises(InputError) as error:
             make_request("one-stage", **request).resolved(opened.resident.config)
-        assert message in str(refused.value), more
+        assert message in str(error.value), more
 
 
 @pytest.mark.long
