@@ -29,7 +29,7 @@ COMMON_RATES = (
     *(Fraction(n * 1000, 1001) for n in (24, 30, 60)), *map(Fraction, (24, 25, 30, 50, 60)),
 )  # fmt: skip
 ODD = "it is {}x{}; the last pixels of odd sides are cut off"
-LONGEST_S = 7 * 24 * 3600  # of a file with a variable rate; beyond, timestamps are damaged
+LONGEST_S = 7 * 24 * 3600  # the most of a variable rate; beyond it, timestamps are damaged
 SOUND_LONGER_S = 1  # than the picture, of a whole file
 
 
