@@ -44,17 +44,7 @@ def test_a_clip_is_that_of_the_command_line(clip, generate, model, images):
     assert clip.frames.shape == (17, 64, 128, 3) and clip.frames.dtype == np.uint8
     assert clip.fps == Fraction(48) and clip.seed == 7 and clip.sample_rate == 48000
     np.testing.assert_array_equal(clip.waveform, run.latents["waveform"])
-    keys = {
-        "seed",
-        "stages",
-        "warmup_s",
-        "load_s",
-        "peak_bytes",
-        "versions",
-        "device",
-        "mesh",
-        "lora",
-    }
+    keys = {*"seed stages warmup_s load_s peak_bytes versions device mesh lora".split()}
     assert keys | {"programs_built", "loaded_bytes"} <= clip.report.keys()
     assert clip.report.keys() == run.report.keys()
 

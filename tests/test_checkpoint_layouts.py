@@ -13,11 +13,8 @@ LAYOUTS = ["official", "diffusers"]
 # by generation of a clip: nothing hears, Gemma sees no image, mels are not inverted, x2 blurs
 # nothing
 UNUSED = (
-    "audio_vae.encoder.",
-    "vision_tower.",
-    "multi_modal_projector.",
-    "vocoder.mel_stft.stft_fn.inverse_basis",
-    "upsampler.blur_down.kernel",
+    *"audio_vae.encoder. vision_tower. multi_modal_projector.".split(),
+    *"vocoder.mel_stft.stft_fn.inverse_basis upsampler.blur_down.kernel".split(),
 )
 
 

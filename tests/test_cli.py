@@ -20,12 +20,7 @@ from ltx2rt.run.files import Files
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.stages.conditioning import ImageSpec
 
-MINIMAL = [
-    *["generate", "--backend", "cuda", "--model", "m", "--prompt"],
-    "a cat",
-    "--output",
-    "o.mp4",
-]
+MINIMAL = [*"generate --backend cuda --model m --prompt".split(), "a cat", "--output", "o.mp4"]
 
 
 def run(*argv):
@@ -164,11 +159,8 @@ def test_devices_are_counted_with_the_profile_they_get():
         [sys.executable, "-m", "ltx2rt", "devices"], env=env, capture_output=True, text=True
     )
     (line,) = (line for line in ran.stdout.splitlines() if line.startswith("tpu: "))
-    assert (
-        line.startswith("tpu: 3 x CPU (cpu), ")
-        and " GiB free, profile cpu" in line
-        and ", jax " in line
-    )
+    assert line.startswith("tpu: 3 x CPU (cpu), ") and " GiB free, profile cpu" in line
+    assert ", jax " in line
 
 
 @pytest.mark.parametrize(
@@ -292,10 +284,7 @@ def test_a_file_that_shrinks_while_it_is_copied_ends_in_a_line(tiny, tmp_path, b
         "--prompt",
         "x",
     ]
-    words += [
-        *["--pipeline", "one-stage", "--no-audio", "--width", "64", "--height", "64"],
-        *["--num-frames", "9"],
-    ]
+    words += "--pipeline one-stage --no-audio --width 64 --height 64 --num-frames 9".split()
     argv = [sys.executable, "-c", SHRINKING, *words, "--output", str(tmp_path / "o.mp4")]
     ran = subprocess.run(argv, capture_output=True, text=True)
     (line,) = [line for line in ran.stderr.splitlines() if "error" in line]

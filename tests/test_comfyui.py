@@ -76,11 +76,7 @@ def folder(tmp_path_factory):
         *["-m", "ltx2rt", "generate", "--backend", "cuda", "--device", "cpu", "--model"],
         MODEL,
     ]
-    clip = [
-        "--prompt",
-        "a red circle grows",
-        *["--width", "128", "--height", "128", "--num-frames", "25"],
-    ]
+    clip = ["--prompt", "a red circle grows", *"--width 128 --height 128 --num-frames 25".split()]
     subprocess.run(
         [*command, *clip, "--seed", "1", "--output", base / "input/clip.mp4"], check=True, cwd=ROOT
     )

@@ -66,11 +66,7 @@ PROGRAMS = {
     "python3": "",
 }
 QUICK = (
-    "graph",
-    "plan",
-    "weights",
-    "devices",
-    "compare",
+    *"graph plan weights devices compare".split(),
 )  # commands that are run wherever they stand
 
 

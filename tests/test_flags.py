@@ -417,12 +417,7 @@ class Factory:
     ("factories", "files", "chosen", "why"),
     [
         ([Factory("a", "GPU")], ["nvidia0"], "a", ""),
-        (
-            [Factory("a", "GPU", "absent"), Factory("b", "TPU")],
-            ["nvidia0"],
-            "b",
-            "",
-        ),
+        ([Factory("a", "GPU", "absent"), Factory("b", "TPU")], ["nvidia0"], "b", ""),
         ([Factory("a", "GPU"), Factory("b", "TPU")], ["accel0"], "b", ""),
         (
             [Factory("a", "GPU"), Factory("b", "TPU")],

@@ -28,10 +28,7 @@ def rows(monkeypatch):
 
 def test_a_new_release_is_a_row(rows, tmp_path):
     model = replace(
-        preset("tiny-2.5").config,
-        version=(2, 6, 0),
-        video_vae_version=(2, 6, 0),
-        parts={},
+        preset("tiny-2.5").config, version=(2, 6, 0), video_vae_version=(2, 6, 0), parts={}
     )
     assert model.release is NEXT and preset("tiny-2.5").config.release.name == "2.5"
     full = TwoStage("a cat").resolved(model)

@@ -66,17 +66,7 @@ def test_a_system_without_them_plans_inspects_compares_and_makes_a_clip(system, 
         ["compare", "a.mp4", "a.mp4", "--json"],
         ["devices"],
         ["serve", "--backend", "cuda", "--model", str(MODEL)],
-        [
-            *clip.split(),
-            "--model",
-            str(MODEL),
-            "--prompt",
-            "a",
-            "--output",
-            "b.mp4",
-            "--num-gpus",
-            "2",
-        ],
+        [*clip.split(), "--model", str(MODEL), *"--prompt a --output b.mp4 --num-gpus 2".split()],
     ]
     lacks = json.dumps(LACKS[system].split())
     if system == "darwin":

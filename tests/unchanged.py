@@ -30,10 +30,8 @@ NETWORKS = (
 TRANSFORMERS = ("transformer", "guided-step", "denoise")
 MESHES = ("", "tensor=2", "tensor=4")
 MORE_MESHES = (
-    "sequence=2,tensor=2",
-    "guidance=2,tensor=2",
-    "fsdp=2,tensor=2",
-    "guidance=2,sequence=2",
+    *"sequence=2,tensor=2 guidance=2,tensor=2 fsdp=2,tensor=2".split(),
+    *"guidance=2,sequence=2".split(),
 )
 PIPELINES = ("two-stage", "distilled", "one-stage")
 SIZE = "--width 128 --height 64 --num-frames 17 --fps 48 --seed 5 --image-crf 0 --device cpu"
@@ -141,12 +139,8 @@ def run_digests() -> dict[str, str]:
     found = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        _ltx2rt(
-            "weights", "make", "--preset", "tiny-2.3", "--layout", "official", folder / "tiny-2.3"
-        )
-        _ltx2rt(
-            "weights", "make", "--preset", "tiny-2.0", "--layout", "diffusers", folder / "tiny-2.0"
-        )
+        _ltx2rt(*"weights make --preset tiny-2.3 --layout official".split(), folder / "tiny-2.3")
+        _ltx2rt(*"weights make --preset tiny-2.0 --layout diffusers".split(), folder / "tiny-2.0")
         from PIL import Image
 
         Image.linear_gradient("L").resize((200, 100)).convert("RGB").save(folder / "image.png")

@@ -105,10 +105,7 @@ def test_implementations_that_disagree_are_not_compared(monkeypatch):
 def test_guided_steps_are_raced_against_diffusers_loop(tmp_path, capsys):
     """All four branches, guidance and Euler; then the one branch of stage 2: the same latents after
     three steps."""
-    flags = [
-        *["--guided", "--tiny", "--rounds", "1", "--threads", "1", "--output"],
-        str(tmp_path / "g.json"),
-    ]
+    flags = [*"--guided --tiny --rounds 1 --threads 1 --output".split(), str(tmp_path / "g.json")]
     facts = step.main(flags)
     assert {name: len(stage["branches"]) for name, stage in facts["stages"].items()} == {
         "stage1": 4,
@@ -121,21 +118,11 @@ def test_guided_steps_are_raced_against_diffusers_loop(tmp_path, capsys):
         assert stage["share_of_matmul"]["cuda"] == pytest.approx(
             stage["floor_s"] / stage["seconds"]["cuda"].median
         )
-        assert (
-            stage["launches"]["cuda"] > 0
-            and {"GEMM", "attention"} <= stage["kernels"]["diffusers"].keys()
-        )
+        assert stage["launches"]["cuda"] > 0
+        assert {"GEMM", "attention"} <= stage["kernels"]["diffusers"].keys()
     written = json.loads((tmp_path / "g.json").read_text())
     assert {
-        "benchmark",
-        "date",
-        "commit",
-        "device",
-        "preset",
-        "clip",
-        "dtype",
-        "compile",
-        "stages",
+        *"benchmark date commit device preset clip dtype compile stages".split()
     } <= written.keys()
     assert "x diffusers" in capsys.readouterr().out
 
@@ -143,20 +130,8 @@ def test_guided_steps_are_raced_against_diffusers_loop(tmp_path, capsys):
 @pytest.mark.slow
 def test_float8_weights_race_against_the_tensors_that_they_are_quantised_from():
     flags = [
-        *[
-            "--guided",
-            "--tiny",
-            "--rounds",
-            "1",
-            "--threads",
-            "1",
-            "--steps",
-            "1",
-            "--backends",
-            "cuda",
-            "without-sums",
-        ],
-        *["--dtype", "bfloat16"],
+        *"--guided --tiny --rounds 1 --threads 1 --steps 1 --backends cuda".split(),
+        *"without-sums --dtype bfloat16".split(),
     ]
     facts, plain = step.main([*flags, "--weights-dtype", "float8"]), step.main(flags)
     assert (facts["dtype"], facts["weights_dtype"]) == ("bfloat16", "float8")
@@ -185,10 +160,8 @@ def test_both_hold_the_same_tensors():
     (packed,) = (x for name, x in weights.items() if name.endswith("weight"))
     found = dict(peer.checkpoint_tensors(graph, weights))
     assert found.keys() == graph.parameters().keys()
-    assert found["b.weight"].data_ptr() == packed[3:].data_ptr() and found["b.weight"].shape == (
-        5,
-        4,
-    )
+    assert found["b.weight"].data_ptr() == packed[3:].data_ptr()
+    assert found["b.weight"].shape == (5, 4)
 
 
 def two_linears(o):
@@ -209,18 +182,7 @@ def test_load_is_measured_in_fresh_processes(tmp_path):
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the page cache is emptied by posix_fadvise")
 def test_a_cold_start_is_timed_by_phase_in_a_fresh_process(tmp_path, capsys):
-    flags = [
-        "--device",
-        "cpu",
-        "--width",
-        "128",
-        "--height",
-        "128",
-        "--num-frames",
-        "9",
-        "--rounds",
-        "1",
-    ]
+    flags = "--device cpu --width 128 --height 128 --num-frames 9 --rounds 1".split()
     facts = cold_start.main([*flags, *FLOAT8, "--output", str(tmp_path / "c.json")])
     assert facts["dtype"] == "bfloat16"
     assert (
@@ -277,10 +239,7 @@ def test_collectives_are_counted_against_the_floor(tmp_path, capsys):
     assert "all-gathers" in capsys.readouterr().out
 
 
-TINY_SIZE = [
-    *["--preset", "tiny-2.3", "--device", "cpu", "--width", "64", "--height", "64"],
-    *["--num-frames", "9"],
-]
+TINY_SIZE = "--preset tiny-2.3 --device cpu --width 64 --height 64 --num-frames 9".split()
 
 
 def test_every_op_with_a_kernel_is_raced_against_its_floor(tmp_path, capsys):
@@ -298,10 +257,7 @@ def test_every_op_with_a_kernel_is_raced_against_its_floor(tmp_path, capsys):
         ]
     )
     elsewhere = {
-        "sum_squares",
-        "qk_scale_rope",
-        "qk_scale",
-        "neighbourhood_attention",
+        *"sum_squares qk_scale_rope qk_scale neighbourhood_attention".split()
     }  # on several devices; in LTX-2.5
     assert {case["op"] for case in facts["cases"]} == set(WITH_KERNEL) - elsewhere
     assert {case["why_not"] for case in facts["cases"]} == {
@@ -375,8 +331,7 @@ def test_plain_ops_are_raced_compiled_too():
 def test_bytes_of_a_kernel_are_those_of_its_operands_and_results():
     """Of an image's two timesteps: some rows per sample, some per token."""
     found = kernels.cases(
-        kernels.request_graphs("tiny-2.3", 64, 64, 9, levels=2, weights_dtype="float8"),
-        WITH_KERNEL,
+        kernels.request_graphs("tiny-2.3", 64, 64, 9, levels=2, weights_dtype="float8"), WITH_KERNEL
     )
     for case in found:
         read = (
@@ -506,11 +461,8 @@ def test_on_gpu_runs_one_part_and_leaves_its_json(tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "stages.json").read_text())
     assert found["memory"] == "resident"  # --memory auto has room for a tiny model
-    assert (
-        found["commit"] == "abc1234"
-        and found["preset"] == "tiny-2.3"
-        and "refinement" in done.stdout
-    )
+    assert found["commit"] == "abc1234" and found["preset"] == "tiny-2.3"
+    assert "refinement" in done.stdout
     unknown = on_gpu(tmp_path, "nonsense")
     assert unknown.returncode == 2 and "known: env tests" in unknown.stderr
 
@@ -533,11 +485,7 @@ def test_on_gpu_all_makes_every_call_and_each_goes_on_after_a_part_that_fails(tm
         race = json.load(archive.extractfile("./race/race.json"))
     assert names == {"./summary", "./bad/log", "./race/log", "./race/race.json", "./slow/log"}
     assert {row["name"].split()[0] for row in race["rows"]} >= {
-        "flash2",
-        "efficient",
-        "math",
-        "bfloat16",
-        "float8",
+        *"flash2 efficient math bfloat16 float8".split()
     }
     assert any("error" not in row for row in race["rows"])
     assert on_gpu(tmp_path, "all", PARTS=f"race 60 {shrunk}").returncode == 0

@@ -28,9 +28,8 @@ def test_a_folder_that_holds_a_model_is_only_read(commands, tmp_path):
 
 def test_a_preset_is_written_below_the_demo_folder(commands, tmp_path):
     demo.main("tiny-2.5", folder=tmp_path / "demo")
-    assert commands[0][:2] == ["weights", "make"] and commands[0][-1] == str(
-        tmp_path / "demo" / "tiny-2.5"
-    )
+    assert commands[0][:2] == ["weights", "make"]
+    assert commands[0][-1] == str(tmp_path / "demo" / "tiny-2.5")
 
 
 @pytest.mark.parametrize("model", ["tiny-9", "../tiny-2.5", "/nowhere/at/all"])

@@ -119,10 +119,7 @@ def test_psnr_of_pictures():
 
 @pytest.mark.parametrize(
     "results,names",
-    [
-        ("quality.json", {quality.DRAWN, *quality.ROWS}),
-        ("quality-long.json", {*quality.OF_LONG}),
-    ],
+    [("quality.json", {quality.DRAWN, *quality.ROWS}), ("quality-long.json", {*quality.OF_LONG})],
 )
 def test_the_tables_of_the_document_are_those_of_the_results(results, names):
     rows = json.loads((quality.RESULTS / results).read_text())["rows"]

@@ -53,11 +53,8 @@ def refused(model, tmp_path, monkeypatch, capsys):
             except SystemExit as end:  # argparse
                 assert end.code == 2
         captured = capsys.readouterr()
-        assert (
-            captured.out == ""
-            and captured.err.count("\n") == 1
-            and captured.err.startswith("ltx2rt: error: ")
-        )
+        assert captured.out == "" and captured.err.count("\n") == 1
+        assert captured.err.startswith("ltx2rt: error: ")
         assert sorted(tmp_path.iterdir()) == before
         return captured.err
 
@@ -238,9 +235,7 @@ def test_loras_and_upsamplers_of_something_else(refused, model, tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [
-        ("temporal", "--upsampler: it is a x2 temporal one, a x2 spatial one is expected"),
-    ],
+    [("temporal", "--upsampler: it is a x2 temporal one, a x2 spatial one is expected")],
 )
 def test_an_upsampler_of_another_kind(refused, model, tmp_path, kind, said):
     """An x1.5 one has sizes of its own."""
@@ -350,10 +345,7 @@ def test_probe_and_merge_replace_no_input(model, tmp_path, command):
     inputs = tmp_path / "in.safetensors"
     write_arrays(inputs, {"steps": np.array([3], np.int32)})
     probe = [
-        "probe",
-        "--backend",
-        "cuda",
-        "--model",
+        *"probe --backend cuda --model".split(),
         model,
         "--component",
         "schedule",

@@ -100,10 +100,7 @@ PIPELINES = {
         ("--video-path", "FILM", "--lora", "LORA"),
         (*BEGIN[:2], "audio-encoder", *BEGIN[2:], "upsampler", *DECODED),
     ),
-    "hdr-ic-lora": (
-        ("--video-path", "FILM", "--lora", "LORA"),
-        (*BEGIN, "upsampler", DECODED[-1]),
-    ),
+    "hdr-ic-lora": (("--video-path", "FILM", "--lora", "LORA"), (*BEGIN, "upsampler", DECODED[-1])),
     "inpaint": (
         ("--video-path", "FILM", "--pad", "32,0,0,0"),
         ("video-encoder", "audio-encoder", *BEGIN[:1], *BEGIN[2:], "video-decoder"),
@@ -156,9 +153,8 @@ def test_every_pipeline_is_compiled(name, words):
     assert tuple(dict.fromkeys(cell.component for cell in job.cells)) == PIPELINES[name][1]
     inputs = {n for cell in job.cells if cell.part == "step" for n in cell.graph.inputs}
     assert ("video_attention_mask" in inputs) == (name == "ic-lora")
-    assert ("video_latent" in inputs) == (name != "t2a") and ("audio_latent" in inputs) == (
-        name not in ("a2v", "v2v", "inpaint", "hdr-ic-lora")
-    )
+    assert ("video_latent" in inputs) == (name != "t2a")
+    assert ("audio_latent" in inputs) == (name not in ("a2v", "v2v", "inpaint", "hdr-ic-lora"))
     steps = {cell.branches for cell in job.cells if cell.part == "step"}
     seen = ("dubit", "hdr-ic-lora", "ic-lora", "inpaint")
     unguided = {key: {1} for key in ("distilled", "extend", "v2v", *seen)}
@@ -277,15 +273,11 @@ def test_compiled_figures_and_dumps(tmp_path):
     first, second, upsampler = json.loads(ran.stdout)
     assert [first["stage"], second["stage"], upsampler["stage"]] == [1, 2, None]
     for found in (first, second, upsampler):
-        assert (
-            found["topology"] == "v6e:2x2"
-            and found["mesh"] == {"tensor": 2, "sequence": 2}
-            and found["fits"]
-        )
+        assert found["topology"] == "v6e:2x2" and found["mesh"] == {"tensor": 2, "sequence": 2}
+        assert found["fits"]
         assert found["compile_s"] > 0 and found["weights_bytes"] > 0
-    assert (
-        first["collectives"].keys() >= {"all-reduce", "all-to-all"} and first["received_bytes"] > 0
-    )
+    assert first["collectives"].keys() >= {"all-reduce", "all-to-all"}
+    assert first["received_bytes"] > 0
     assert upsampler["collectives"] == {} and upsampler["received_bytes"] == 0
     assert len(list(Path(tmp_path).glob("*.after_optimizations.txt"))) == 3  # the user's own dumps
     table = run(*words, "--stage", 1)
@@ -310,24 +302,17 @@ def test_what_does_not_fit_is_said_and_the_rest_is_compiled():
     (refused,) = json.loads(
         run("compile", *small, "--json").stdout
     )  # 38 GB for 32, before anything is compiled
-    assert (
-        refused["fits"] is False
-        and refused["compile_s"] is None
-        and "weights alone" in refused["why_not"]
-    )
+    assert refused["fits"] is False and refused["compile_s"] is None
+    assert "weights alone" in refused["why_not"]
     wide = flags(
         topology="v6e:1x1", width=65536, height=65536, num_frames=121, component="upsampler"
     )
     ran = run("compile", *wide, "text-encoder", "--json")
     found = {row["component"]: row for row in json.loads(ran.stdout)}
-    assert (
-        ran.returncode == 0
-        and found["text-encoder"]["fits"]
-        and found["text-encoder"]["compile_s"] > 0
-    )
-    assert (
-        not found["upsampler"]["fits"] and "exceeds available HBM" in found["upsampler"]["why_not"]
-    )
+    assert ran.returncode == 0 and found["text-encoder"]["fits"]
+    assert found["text-encoder"]["compile_s"] > 0
+    assert not found["upsampler"]["fits"]
+    assert "exceeds available HBM" in found["upsampler"]["why_not"]
 
 
 @needs_libtpu

@@ -141,17 +141,7 @@ def test_sound_is_that_of_the_first_stage_unless_the_second_is_asked_for(base, r
 
 
 def test_report_and_messages(base, model):
-    keys = {
-        "seed",
-        "stages",
-        "warmup_s",
-        "load_s",
-        "peak_bytes",
-        "versions",
-        "device",
-        "mesh",
-        "lora",
-    }
+    keys = {*"seed stages warmup_s load_s peak_bytes versions device mesh lora".split()}
     assert keys <= base.report.keys() and base.report["seed"] == 7
     steps = {
         s["name"]: len(s["steps_s"]) for s in base.report["stages"] if s["name"].startswith("stage")
@@ -163,18 +153,15 @@ def test_report_and_messages(base, model):
     lora = str(model / "tiny-2.3-distilled-lora.safetensors")
     assert base.report["lora"] == [{"file": lora, "matched": 130, "total": 130}]
     assert "stage2, distilled: merged 130/130 modules" in base.stderr and "seed 7" in base.stderr
-    assert (
-        str(base.clip) in base.stdout and "seed 7" in base.stdout and base.stdout.count("\n") == 1
-    )
+    assert str(base.clip) in base.stdout and "seed 7" in base.stdout
+    assert base.stdout.count("\n") == 1
 
 
 def test_clip_carries_its_settings(base):
     comment = json.loads(streams(base.clip)[3])
     assert comment["prompt"] == "a robot dancing" and comment["seed"] == 7
-    assert (
-        comment["model"]["generation"] == "2.3"
-        and {"ltx2rt", "torch"} <= comment["versions"].keys()
-    )
+    assert comment["model"]["generation"] == "2.3"
+    assert {"ltx2rt", "torch"} <= comment["versions"].keys()
     settings = comment["settings"]
     assert (settings["width"], settings["height"], settings["num_frames"]) == (128, 64, 17)
     assert [settings[f"video_{name}"] for name in ("cfg", "stg", "modality", "rescale")] == [
@@ -183,11 +170,8 @@ def test_clip_carries_its_settings(base):
         3.0,
         0.7,
     ]
-    assert (
-        settings["stg_blocks"] == [1]
-        and settings["pipeline"] == "two-stage"
-        and settings["steps"] == 3
-    )
+    assert settings["stg_blocks"] == [1] and settings["pipeline"] == "two-stage"
+    assert settings["steps"] == 3
 
 
 def test_no_metadata_and_no_audio_leave_both_out(run, base):
@@ -215,10 +199,8 @@ def test_frames_and_sound_of_their_own_files(run, base, tmp_path):
     assert json.loads(Image.open(tmp_path / "fox-00000.png").text["Comment"])["seed"] == 7
     with av.open(str(tmp_path / "fox.wav")) as container:
         stream = container.streams.audio[0]
-        assert (stream.rate, stream.duration) == (
-            48000,
-            17 * 1000,
-        ) and "comment" in container.metadata
+        assert (stream.rate, stream.duration) == (48000, 17 * 1000)
+        assert "comment" in container.metadata
 
 
 def test_a_run_that_fails_in_the_end_removes_only_its_own(generate, model, tmp_path, monkeypatch):
@@ -239,10 +221,7 @@ def test_latents_alone_are_made_without_decoding(base, command, model, tmp_path,
         "--prompt",
         "a robot dancing",
     ]
-    size = [
-        *["--width", "128", "--height", "64", "--num-frames", "17", "--fps", "48", "--steps", "3"],
-        *["--image-crf", "0"],
-    ]
+    size = "--width 128 --height 64 --num-frames 17 --fps 48 --steps 3 --image-crf 0".split()
     latents, report = tmp_path / "latents.safetensors", tmp_path / "report.json"
     more = ["--seed", 7, "--no-audio", "--latents-out", latents, "--report", report]
     status, out, err = command(*words, *size, *more)
@@ -423,10 +402,7 @@ def test_an_image_at_full_strength_stays_exactly(run, images):
 
 @pytest.mark.long
 def test_cross_timestep_rules_differ_with_an_image_and_the_default_is_c(run, images):
-    flags = (
-        *["--pipeline", "one-stage", "--num-frames", "9", "--steps", "2", "--image"],
-        f"{images[0]}:0:0.5",
-    )
+    flags = (*"--pipeline one-stage --num-frames 9 --steps 2 --image".split(), f"{images[0]}:0:0.5")
     found = {rule: run(*flags, "--cross-timestep-rule", rule) for rule in "ABC"}
     for one, other in ("AB", "BC", "AC"):
         a, b = (found[rule].latents["stage1.video.steps"] for rule in (one, other))
@@ -443,10 +419,7 @@ def test_a_neutral_branch_is_not_run(run, monkeypatch):
         return original(self, call, *args)
 
     monkeypatch.setattr(Session, "denoise", counted)
-    run(
-        *["--pipeline", "one-stage", "--num-frames", "9", "--steps", "1", "--video-stg", "0"],
-        *["--audio-stg", "0"],
-    )
+    run(*"--pipeline one-stage --num-frames 9 --steps 1 --video-stg 0 --audio-stg 0".split())
     assert batches and set(batches) == {("cond", "uncond", "isolated")}
 
 
@@ -485,34 +458,22 @@ def test_a_run_that_cannot_write_its_last_file_leaves_none(where, generate, mode
     found = generate(
         "cuda", model, "--seed", 1, "--steps", 1, "--num-frames", 9, "--pipeline", "one-stage"
     )
-    assert (
-        found.status == 1 and "No space left" in found.stderr and list(found.folder.iterdir()) == []
-    )
+    assert found.status == 1 and "No space left" in found.stderr
+    assert list(found.folder.iterdir()) == []
 
 
 def test_quiet_says_where_the_file_is_and_verbose_what_is_built(generate, model, images):
     """Also not that a flag is unread, a prompt cut or an image's alpha dropped."""
     short = (
-        *[
-            "--seed",
-            "1",
-            "--num-frames",
-            "9",
-            "--pipeline",
-            "distilled",
-            "--distilled-lora",
-            "none",
-        ],
-        *["--no-audio"],
+        *"--seed 1 --num-frames 9 --pipeline distilled --distilled-lora none".split(),
+        *"--no-audio".split(),
     )
     quiet = generate("cuda", model, *short, "--quiet", "--prompt", "word " * 2000)
     assert (quiet.status, quiet.stderr) == (0, "") and quiet.stdout.count("\n") == 1
     loud = generate("cuda", model, *short, "--verbose")
     assert loud.status == 0 and "building video-decoder" in loud.stderr
-    assert (
-        "loading the weights of guided-step ...\n" in loud.stderr
-        and "decode: 9 frames ...\n" in loud.stderr
-    )
+    assert "loading the weights of guided-step ...\n" in loud.stderr
+    assert "decode: 9 frames ...\n" in loud.stderr
     assert "\r" not in loud.stderr
     both = generate("cuda", model, *short, "--quiet", "--verbose")
     assert both.status == 2 and "contradict each other" in both.stderr

@@ -392,10 +392,9 @@ def test_diffusion_decoder_is_both_networks_cut_to_the_clip(
 def test_the_diffusion_decoders_noise_has_the_size_of_what_it_makes(probe, diffusion_params):
     x = {"latent": draw(1, 128, 2, 3, 3), "noise": draw(1, 3, 9, 96, 96)}
     status, stderr = probe("2.3", "diffusion-decoder", x)
+    assert status == 2
     assert (
-        status == 2
-        and "noise has shape [1, 3, 9, 96, 96], expected [1, 3, 17, 96, 96] for this latent"
-        in stderr
+        "noise has shape [1, 3, 9, 96, 96], expected [1, 3, 17, 96, 96] for this latent" in stderr
     )
 
 
@@ -467,10 +466,8 @@ def test_the_tokenizer_in_a_text_encoder_file_adds_no_bos_and_prompts_have_one(
     assert command(*words, "--outputs", out, "--prompt", prompt, "", "rain " * 2000)[0] == 0
     ids, mask = (load_file(out)[name] for name in ("token_ids", "mask"))
     assert ids[0, mask[0] == 1].tolist() == [bos, *own] and ids[1, mask[1] == 1].tolist() == [bos]
-    assert mask[2].all() and ids[2].tolist() == [
-        bos,
-        *raw.encode(("rain " * 2000).strip()).ids[:1023],
-    ]
+    assert mask[2].all()
+    assert ids[2].tolist() == [bos, *raw.encode(("rain " * 2000).strip()).ids[:1023]]
 
 
 @pytest.mark.parametrize("layout", ["official", "diffusers"])

@@ -42,10 +42,7 @@ def test_ranks_agree_with_one_device(
     )
 
 
-DISTILLED = (
-    *["--pipeline", "distilled", "--num-generated-keyframes", "1"],
-    *["--video-decoder", "diffusion"],
-)
+DISTILLED = (*"--pipeline distilled --num-generated-keyframes 1 --video-decoder diffusion".split(),)
 
 
 @pytest.mark.slow
@@ -125,7 +122,7 @@ def alone(generate, words):
                 ("ironwood", "guidance=3", THREE_BRANCHES),
                 ("trillium", "sequence=4,tensor=2", ()),
             )
-        ),
+        )
     ],
     ids=lambda value: (
         value if isinstance(value, str) else " ".join(map(str, value)) or "with sound"

@@ -12,10 +12,7 @@ from ltx2rt_tpu.hosts import hosts
 
 from ltx2rt.errors import InputError
 
-ON_HOSTS = (
-    *["--backend", "tpu", "--profile", "trillium", "--pipeline", "one-stage"],
-    *["--no-audio", "--seed", "7"],
-)
+ON_HOSTS = (*"--backend tpu --profile trillium --pipeline one-stage --no-audio --seed 7".split(),)
 
 
 @pytest.mark.long
@@ -29,11 +26,8 @@ def test_two_hosts_give_the_clip_of_one_torch_device_once(flags, command, tmp_pa
     words = flags(*ON_HOSTS, "--latents-out", latents, "--report", report)
     (main, other) = (run.end() for run in hosts_by_hand(*[["-m", "ltx2rt", *words]] * 2))
     assert (main[0], other[0]) == (0, 0) and (main[2], other[2]) == ([], [])
-    assert (
-        main[1].startswith(str(tmp_path / "clip.mp4"))
-        and main[1].count("\n") == 1
-        and other[1] == ""
-    )
+    assert main[1].startswith(str(tmp_path / "clip.mp4")) and main[1].count("\n") == 1
+    assert other[1] == ""
     assert {p.name for p in tmp_path.iterdir()} == {
         "clip.mp4",
         "latents.safetensors",
@@ -41,9 +35,7 @@ def test_two_hosts_give_the_clip_of_one_torch_device_once(flags, command, tmp_pa
     }
     assert json.loads(report.read_text())["mesh"] == {"sequence": 2, "tensor": 2}
     several = load_file(latents)
-    status, _, errors = command(
-        *words, "--backend", "cuda", "--profile", "single", "--mesh", "tensor=1"
-    )
+    status, _, errors = command(*words, *"--backend cuda --profile single --mesh tensor=1".split())
     assert status == 0, errors
     one = load_file(latents)
     assert one.keys() == several.keys() and "stage1.video.steps" in one

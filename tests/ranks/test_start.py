@@ -107,8 +107,7 @@ def test_compiled_blocks_hold_their_collectives(flags, tmp_path):
     """The block is one graph with collectives, also after a warm-up; loads count once."""
     script, report = written(tmp_path, COMPILED), tmp_path / "report.json"
     one_stage = (
-        *["--pipeline", "one-stage", "--no-audio", "--seed", "7", "--compile", "--warmup"],
-        *["--report"],
+        *"--pipeline one-stage --no-audio --seed 7 --compile --warmup --report".split(),
         report,
     )
     for run in by_hand([str(script), *flags(*one_stage)]):
@@ -163,11 +162,8 @@ def test_more_ranks_than_can_work_here_are_not_started(flags, command, monkeypat
         launcher.subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started")
     )
     status, _, error = command(*flags(*more))
-    assert (
-        status == 2
-        and error.count("\n") == 1
-        and "processes are asked for, this host has devices for" in error
-    )
+    assert status == 2 and error.count("\n") == 1
+    assert "processes are asked for, this host has devices for" in error
 
 
 def test_on_one_device_every_rank_is_this_process():

@@ -14,8 +14,7 @@ ROWS = [row for module in MODULES for row in import_module(f"real.{module}").ROW
 
 
 @pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, id=row.name, marks=[pytest.mark.real] * row.real) for row in ROWS],
+    "row", [pytest.param(row, id=row.name, marks=[pytest.mark.real] * row.real) for row in ROWS]
 )
 def test_a_user_sees(row, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

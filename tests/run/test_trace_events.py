@@ -29,9 +29,8 @@ def test_every_event_has_the_fields_of_its_phase(traced):
     for event in trace["traceEvents"]:
         assert isinstance(event["name"], str) and isinstance(event["pid"], int)
         if event["ph"] == "M":
-            assert event["name"] in ("process_name", "thread_name") and isinstance(
-                event["args"]["name"], str
-            )
+            assert event["name"] in ("process_name", "thread_name")
+            assert isinstance(event["args"]["name"], str)
         else:
             assert event["ph"] == "X" and isinstance(event["tid"], int)
             assert event["ts"] >= 0 and event["dur"] >= 0
@@ -88,10 +87,7 @@ def test_a_traced_step_takes_the_printed_time_and_does_the_printed_work(traced):
         exchanges = [e for e in events if e["cat"] == "exchange"]
         assert len(exchanges) == sum(c["count"] for c in stage["collectives"].values())
     assert {e["cat"] for found in by_thread.values() for e in found} >= {
-        "product",
-        "attention",
-        "kernel",
-        "exchange",
+        *"product attention kernel exchange".split()
     }
 
 

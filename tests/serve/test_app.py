@@ -81,11 +81,8 @@ def test_every_method_of_the_official_client(server, tmp_path):
         sheet = api.videos.download_content(video.id, variant="spritesheet").content
         assert sheet.startswith(b"\xff\xd8")
         remix = api.videos.remix(video.id, prompt="1:0.01")
-        assert (
-            remix.remixed_from_video_id == video.id
-            and remix.x["seed"] == 7
-            and remix.prompt == "1:0.01"
-        )
+        assert remix.remixed_from_video_id == video.id and remix.x["seed"] == 7
+        assert remix.prompt == "1:0.01"
         shown = api.videos.create(
             prompt="1:0.01",
             input_reference=("../../x.png", png()),
@@ -479,9 +476,8 @@ def test_a_key_is_one_job_however_often_it_is_sent(server):
     answer = server.http.post(
         "/v1/videos", json={"prompt": "2:0.01", **SMALL}, headers={"idempotency-key": "once"}
     )
-    assert (
-        error_of(answer, 409)["code"] == "conflict" and answer.headers["x-should-retry"] == "false"
-    )
+    assert error_of(answer, 409)["code"] == "conflict"
+    assert answer.headers["x-should-retry"] == "false"
     first = server.add("1:0", seed=123456)
     retried = server.http.post(
         "/v1/videos",
@@ -497,11 +493,8 @@ def test_a_key_is_one_job_however_often_it_is_sent(server):
 def test_pages_and_their_refusals(server):
     ids = [server.add("1:0") for _ in range(5)]
     got = server.http.get("/v1/videos", params={"limit": 2}).json()
-    assert (
-        [video["id"] for video in got["data"]] == ids[:2:-1]
-        and got["has_more"]
-        and got["last_id"] == ids[3]
-    )
+    assert [video["id"] for video in got["data"]] == ids[:2:-1] and got["has_more"]
+    assert got["last_id"] == ids[3]
     after = server.http.get(
         "/v1/videos", params={"after": ids[2], "order": "asc", "limit": 100}
     ).json()
@@ -533,10 +526,8 @@ def test_content_in_ranges_and_with_a_tag(server):
     server.until(id)
     answer = server.http.get(url)
     assert answer.content == whole and answer.headers["accept-ranges"] == "bytes"
-    assert (
-        answer.headers["content-type"] == "video/mp4"
-        and id in answer.headers["content-disposition"]
-    )
+    assert answer.headers["content-type"] == "video/mp4"
+    assert id in answer.headers["content-disposition"]
     part = server.http.get(url, headers={"range": "bytes=6-10"})
     assert (part.status_code, part.content) == (206, whole[6:11])
     assert server.http.get(url, headers={"range": "bytes=-2"}).content == whole[-2:]
@@ -828,10 +819,8 @@ def test_other_hosts_and_other_pages_are_refused(server):
         error_of(server.http.request(method, "/v1/nothing"), 404)
     assert error_of(server.http.post("/healthz"), 405)["code"] == "method_not_allowed"
     extended = server.http.post("/v1/videos/edits", json={})
-    assert (
-        error_of(extended, 501)["code"] == "not_supported"
-        and extended.headers["x-should-retry"] == "false"
-    )
+    assert error_of(extended, 501)["code"] == "not_supported"
+    assert extended.headers["x-should-retry"] == "false"
     assert "default-src 'self'" in server.http.get("/").headers["content-security-policy"]
 
 

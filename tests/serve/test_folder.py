@@ -56,14 +56,7 @@ def made(folder, stem, count=1):
 
 
 def test_only_files_that_a_server_made_are_removed(folder):
-    foreign = {
-        "thesis.pdf",
-        ".hidden",
-        "video_1.mp4",
-        "folder",
-        "link.mp4",
-        f"{new_id()}.1.mp4.bak",
-    }
+    foreign = {*"thesis.pdf .hidden video_1.mp4 folder link.mp4".split(), f"{new_id()}.1.mp4.bak"}
     for name in foreign - {"folder", "link.mp4"}:
         (folder.outputs / name).write_text("mine")
         (folder.inputs / name).write_text("mine")
@@ -80,10 +73,7 @@ def test_only_files_that_a_server_made_are_removed(folder):
     for job in (kept, gone):
         (folder.outputs / f"{job}.segments").mkdir()
         for name in (
-            "request.json",
-            "0000.mov",
-            ".0001.mov.7.partial",
-            "..0001.mov.7.partial.7.partial",
+            *"request.json 0000.mov .0001.mov.7.partial ..0001.mov.7.partial.7.partial".split(),
         ):
             (folder.outputs / f"{job}.segments" / name).write_bytes(b"part")
     job = SimpleNamespace(id=kept, over=False, stem=f"{kept}.2", job={"images": []})

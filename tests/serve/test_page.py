@@ -420,10 +420,8 @@ def test_a_narrow_page_with_many_jobs_and_a_label_for_everything(server, page):
         .filter(e => e.checkVisibility() && !(e.labels?.length || e.textContent.trim() || e.ariaLabel))
         .map(e => e.outerHTML)""")
     assert not unnamed
-    assert (
-        page.evaluate("document.documentElement.lang") == "en"
-        and page.locator("[aria-live=polite]").count() == 1
-    )
+    assert page.evaluate("document.documentElement.lang") == "en"
+    assert page.locator("[aria-live=polite]").count() == 1
     if PICTURES:
         page.screenshot(path=str(Path(PICTURES) / "narrow.png"))
 

@@ -65,10 +65,8 @@ def test_a_job_that_replicas_die_under_fails_the_third_time(queue):
             queue.give_back(made.id, claimed.epoch, failure("worker_died", "it died")).status
             == status
         )
-    assert (
-        queue.get(other.id).status == "in_progress"
-        and queue.get(made.id).error["code"] == "worker_died"
-    )
+    assert queue.get(other.id).status == "in_progress"
+    assert queue.get(made.id).error["code"] == "worker_died"
 
 
 def test_a_server_that_stops_does_not_count_against_the_job(queue):
@@ -166,10 +164,8 @@ def test_a_key_is_one_job(queue):
 def test_cancel_ends_what_waits_and_asks_what_runs(queue):
     runs, waits = add(queue, "a"), add(queue, "b")
     queue.claim()
-    assert (
-        queue.cancel(waits.id).status == "cancelled"
-        and queue.get(waits.id).error["code"] == "cancelled"
-    )
+    assert queue.cancel(waits.id).status == "cancelled"
+    assert queue.get(waits.id).error["code"] == "cancelled"
     asked = queue.cancel(runs.id)
     assert asked.status == "in_progress" and asked.cancel
     assert queue.cancel(runs.id).cancel == asked.cancel

@@ -87,10 +87,8 @@ def test_a_worker_makes_the_clips_of_the_command_line_until_its_input_ends(tiny,
     several = worker.events("done")[-1]["result"]
     assert several["files"] == ["j2.1.mp4", "j2.1.1.mp4"]
     sizes = [(tmp_path / name).stat().st_size for name in several["files"]]
-    assert (
-        sum(sizes) == several["bytes"]
-        and (tmp_path / "j2.1.mp4").read_bytes() != (tmp_path / "j2.1.1.mp4").read_bytes()
-    )
+    assert sum(sizes) == several["bytes"]
+    assert (tmp_path / "j2.1.mp4").read_bytes() != (tmp_path / "j2.1.1.mp4").read_bytes()
     worker.send(do="watch", id="j3")
     preview = worker.events("preview")[-1]
     assert preview["id"] == "j3" and base64.b64decode(preview["jpeg"]).startswith(b"\xff\xd8\xff")
@@ -99,9 +97,8 @@ def test_a_worker_makes_the_clips_of_the_command_line_until_its_input_ends(tiny,
     worker.run(tmp_path, 4, num_frames=10)
     assert "--num-frames: 10" in worker.events("failed")[-1]["message"]
     worker.process.stdin.close()
-    assert worker.process.wait(20) == 0 and not list(tmp_path.glob("j3*")) + list(
-        tmp_path.glob(".*")
-    )
+    assert worker.process.wait(20) == 0
+    assert not list(tmp_path.glob("j3*")) + list(tmp_path.glob(".*"))
     worker.process.stdout.close(), worker.process.stderr.close()
 
 
@@ -289,9 +286,8 @@ def test_what_is_said_of_a_failure_names_files_without_their_folders(
 ):
     gone = job(tmp_path) | {"images": [[str(tmp_path / "gone.png"), 0, 1.0]]}
     event, facts = attempt(session, (), gone, None)
-    assert (event, facts["code"]) == ("failed", "input_changed") and str(tmp_path) not in facts[
-        "message"
-    ]
+    assert (event, facts["code"]) == ("failed", "input_changed")
+    assert str(tmp_path) not in facts["message"]
     assert "gone.png" in facts["message"]
     error = OSError(errno.EACCES, "Permission denied", str(tmp_path / "jobs" / "x.mp4"))
     monkeypatch.setattr("ltx2rt.serve.worker.Run", Fails(None, error, 1))
@@ -328,12 +324,8 @@ def test_a_cancel_while_it_decodes_takes_one_tile_more_at_most(session, tmp_path
         "audio": False,
     }  # 10 latents, in tiles of three that share one
     assert attempt(session, (), asked, pipe) == ("cancelled", {})
-    assert (
-        1 <= at[0] <= 2
-        and len(begun) - at[0] <= 1
-        and len(begun) < 5
-        and not list(tmp_path.iterdir())
-    )
+    assert 1 <= at[0] <= 2 and len(begun) - at[0] <= 1 and len(begun) < 5
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.long

@@ -62,10 +62,8 @@ def test_all_meshes_that_the_network_allows_are_estimated(kind, devices, first):
     times = [one.time_s for one in found]
     meshes = [one.mesh for one in found]
     assert all(prod(mesh.values()) == devices for mesh in meshes)
-    assert (
-        default_mesh(PROFILES[device_kind(kind).profile], devices) in meshes
-        and {"tensor": devices} in meshes
-    )
+    assert default_mesh(PROFILES[device_kind(kind).profile], devices) in meshes
+    assert {"tensor": devices} in meshes
     assert all(a <= b * 1.04 for a, b in pairwise(times))  # the profile's own mesh stays within 3 %
     assert first in (None, str(found[0]))
 
@@ -73,9 +71,8 @@ def test_all_meshes_that_the_network_allows_are_estimated(kind, devices, first):
 def test_a_small_model_takes_what_its_heads_allow():
     """Four heads: neither tensor=8 nor, where there is one branch, sequence=8."""
     found = ranked("h100", 4, "tiny-2.3")
-    assert len(found) == 6 and [str(one) for one in found] == [
-        str(one) for one in ranked("h100", 4, "tiny-2.3")
-    ]
+    assert len(found) == 6
+    assert [str(one) for one in found] == [str(one) for one in ranked("h100", 4, "tiny-2.3")]
     with pytest.raises(InputError, match="heads=4 does not divide over tensor=8"):
         ranked("h100", 8, "tiny-2.3")
 
@@ -172,9 +169,8 @@ def test_a_launch_chooses_where_its_cards_are_known():
     assert choice("NVIDIA H100 80GB HBM3") and choice("NVIDIA H100 80GB HBM3", num_gpus=2)
     assert choice("NVIDIA H100 80GB HBM3", tp_size=2) is None
     assert choice("NVIDIA H100 80GB HBM3", mesh={"sequence": 2}) is None
-    assert (
-        choice("NVIDIA H100 PCIe") is None and choice("A card of tomorrow", elsewhere=None) is None
-    )
+    assert choice("NVIDIA H100 PCIe") is None
+    assert choice("A card of tomorrow", elsewhere=None) is None
     assert choice("NVIDIA H100 80GB HBM3", count=1) is None, (
         "cards of another host, behind unknown links"
     )

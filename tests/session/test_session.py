@@ -67,9 +67,8 @@ def test_a_repeated_request_builds_and_loads_nothing(session):
     jax = session.resident.options.backend == "tpu"
     ask = partial(made, session, pipeline="one-stage" if jax else "two-stage")
     first = ask()
-    assert repr(first).startswith("<Clip of 9 frames 128x64, ") and repr(first).endswith(
-        ", seed 3>"
-    )
+    assert repr(first).startswith("<Clip of 9 frames 128x64, ")
+    assert repr(first).endswith(", seed 3>")
     assert first.report["programs_built"] > 0 and first.report["loaded_bytes"] > 1e6
     again = ask()
     assert (again.report["programs_built"], again.report["loaded_bytes"]) == (0, 0)
@@ -138,9 +137,8 @@ def test_progress_goes_from_nothing_to_everything(session):
     assert stages == ["text", "stage1", "upsample", "stage2", *sound, "decode"]
     assert [(p.step, p.of) for p in seen if p.stage == "stage1"] == [(0, 3), (1, 3), (2, 3), (3, 3)]
     fractions = [p.fraction for p in seen]
-    assert (
-        fractions == sorted(fractions) and fractions[0] == 0 and fractions[-1] == pytest.approx(1)
-    )
+    assert fractions == sorted(fractions) and fractions[0] == 0
+    assert fractions[-1] == pytest.approx(1)
     assert seen[0].eta_s is None and seen[-1].eta_s == pytest.approx(0, abs=1e-6)
 
 

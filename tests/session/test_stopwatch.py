@@ -84,17 +84,7 @@ def test_the_report_has_the_documented_keys(watch, tmp_path):
     write_report(tmp_path / "r.json", report)
     read = json.loads((tmp_path / "r.json").read_text())
     assert read == report
-    documented = [
-        "seed",
-        "stages",
-        "warmup_s",
-        "load_s",
-        "peak_bytes",
-        "versions",
-        "device",
-        "mesh",
-        "lora",
-    ]
+    documented = "seed stages warmup_s load_s peak_bytes versions device mesh lora".split()
     assert set(documented) <= set(read) and set(read["stages"][0]) == {"name", "time_s", "steps_s"}
     assert read["lora"] == lora
 

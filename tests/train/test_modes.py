@@ -47,10 +47,7 @@ def referenced(model, tmp_path_factory):
         clips,
         "--output",
         folder / "cache",
-        "--buckets",
-        "64x64x9",
-        "--trigger",
-        "zorp",
+        *"--buckets 64x64x9 --trigger zorp".split(),
     )
     assert run_train(model, *words, "--reference-downscale", 2) == 0
     return folder / "cache"
@@ -65,9 +62,8 @@ def test_reference_tokens_are_given_and_follow_those_of_the_clip(model, referenc
         session_of(model), request(referenced, mode="ic-lora", first_frame=0.0, dry_run=True)
     )
     x = run.feeder.feeds(run.samples.drawn(0, 0))
-    assert x["video_clean"].shape == (1, 8 + 2, 128) and x["video_noised"].tolist() == [
-        [1] * 8 + [0] * 2
-    ]
+    assert x["video_clean"].shape == (1, 8 + 2, 128)
+    assert x["video_noised"].tolist() == [[1] * 8 + [0] * 2]
     g, (own, *scales) = run.step.geometry, run.step.reference
     assert scales == [2, 1] and (own.rows, own.columns) == (1, 1)
     positions = np.concatenate([video_positions(g), reference_positions(own, 2)], axis=1)
@@ -86,9 +82,8 @@ def test_given_tokens_count_for_the_noise_level(model, cache):
     run = start(session_of(model), request(cache, dry_run=True, **more))
     ((item, stream),) = run.samples.drawn(0, 0)
     x = run.feeder.feeds([(item, stream)])
-    assert x["video_noised"].sum() == 4 and x["video_sigma"] == np.float32(
-        sigma(8, run.request.seed, f"{stream}.video")
-    )
+    assert x["video_noised"].sum() == 4
+    assert x["video_sigma"] == np.float32(sigma(8, run.request.seed, f"{stream}.video"))
     sounds = x["audio_noised"].size
     assert 0 < x["audio_noised"].sum() < sounds
     assert x["audio_sigma"] == np.float32(sigma(sounds, run.request.seed, f"{stream}.audio"))
@@ -117,9 +112,8 @@ def test_an_ic_lora_in_all_formats_and_in_generate(model, referenced, tmp_path, 
     lora = output / "lora-000002.safetensors"
     assert reference_factors([lora]) == (2, 1)
     metadata = TensorFile(lora).metadata
-    assert metadata["reference_spatial_scale_factor"] == "2" and metadata[
-        "model_version"
-    ].startswith("2.3")
+    assert metadata["reference_spatial_scale_factor"] == "2"
+    assert metadata["model_version"].startswith("2.3")
     assert json.loads(metadata["ltx2rt"])["trigger"] == "zorp"
     changes = {}
     for format in ("official", "diffusers", "kohya"):

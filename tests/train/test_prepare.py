@@ -83,9 +83,8 @@ def test_what_is_cropped_and_what_is_too_small(pieces, tmp_path):
     assert not skipped
     large = (Bucket(128, 64, 9),)
     jobs, skipped = pieces(clip, write_clip(tmp_path / "b.mp4", 9), buckets=large, no_upscale=True)
-    assert [job.name for job in jobs] == ["wide.mp4"] and "smaller than every bucket" in skipped[
-        "b.mp4"
-    ]
+    assert [job.name for job in jobs] == ["wide.mp4"]
+    assert "smaller than every bucket" in skipped["b.mp4"]
 
 
 def test_references_and_masks_beside_a_clip(pieces, tmp_path):
@@ -135,10 +134,7 @@ def test_columns_lengths_of_sound_and_bad_clips(model, tmp_path, capsys):
         cache,
         *["--buckets", "64x64x9,64x64x17", "--json", "--verify", "1"],
     )
-    words = (
-        *words,
-        *["--video-column", "file", "--caption-column", "says", "--audio-durations", "0.5,1"],
-    )
+    words = (*words, *"--video-column file --caption-column says --audio-durations 0.5,1".split())
     assert run_train(model, *words) == 2
     assert (
         "error: short.wav: 0.0625 s of sound, the shortest of --audio-durations is 0.5"
@@ -150,10 +146,8 @@ def test_columns_lengths_of_sound_and_bad_clips(model, tmp_path, capsys):
     assert report["encoded_captions"] == 3 and "0.0625 s of sound" in report["skipped"][0]["reason"]
     assert (report["samples"], report["encoded_clips"], report["sound_s"]) == (2, 2, 1.5)
     (verified,) = report["verified"]
-    assert (
-        verified == str(cache / "verify" / "000-a.wav")
-        and (cache / "verify" / "000-a.wav").is_file()
-    )
+    assert verified == str(cache / "verify" / "000-a.wav")
+    assert (cache / "verify" / "000-a.wav").is_file()
     rows = [json.loads(line) for line in (cache / "manifest.jsonl").read_text().splitlines()[1:]]
     assert [row["caption"] for row in rows] == ["noise a", "noise b"]
     assert [Fraction(17) / Fraction(row["fps"]) for row in rows] == [1, Fraction(1, 2)]
@@ -190,11 +184,8 @@ def test_latents_of_references_and_masks(model, tmp_path, capsys):
     info = video_info(cache / "verify" / "000-1.mp4", "verified")
     assert report["verified"] and (info.width, info.num_frames, info.has_sound) == (64, 9, True)
     row = json.loads((cache / "manifest.jsonl").read_text().splitlines()[1])
-    assert row["streams"] == ["video", "audio", "reference", "mask"] and row["reference"] == [
-        2,
-        1,
-        1,
-    ]
+    assert row["streams"] == ["video", "audio", "reference", "mask"]
+    assert row["reference"] == [2, 1, 1]
     found = read_arrays(cache / "samples" / f"{row['sample']}.safetensors")
     assert found["reference"].shape == (128, 2, 1, 1) and found["video"].shape == (128, 2, 2, 2)
     np.testing.assert_allclose(

@@ -96,9 +96,8 @@ def test_an_interrupted_run_ends_as_an_undisturbed_one(
     assert run_train(model, "run", *options(cache, output)) == 0
     for name in ("parameters", "exp_avg", "exp_avg_sq"):
         mine, theirs = (read_state(states(run)[-1])[1][name] for run in (output, undisturbed))
-        assert mine.keys() == theirs.keys() and all(
-            np.array_equal(mine[n], x) for n, x in theirs.items()
-        )
+        assert mine.keys() == theirs.keys()
+        assert all(np.array_equal(mine[n], x) for n, x in theirs.items())
     lines = [
         [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
         for run in (output, undisturbed)
