@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from importlib.util import find_spec
@@ -275,6 +275,21 @@ def install_backend(tmp_path, monkeypatch) -> Callable[[str, str], None]:
     return install
 
 
+def denoised(session, request):
+    """The plan of a request, and the state of its run up to its decoders."""
+    from ltx2rt.run.plan import make_plan
+    from ltx2rt.run.run import produce
+    from ltx2rt.stages.frames import Frames
+    from ltx2rt.stages.joined import Join, JoinFrames
+    from ltx2rt.stages.refine import Cut
+    from ltx2rt.stages.segments import Keep, Segments
+    from ltx2rt.stages.sound import Sound
+
+    plan, ends = make_plan(session, request), (Frames, Sound, Cut, Join, JoinFrames, Keep, Segments)
+    kept = tuple(stage for stage in plan.stages if not isinstance(stage, ends))
+    return plan, produce(session, replace(plan, stages=kept), keep=True)[0]
+
+
 def refused(says: str):
     """A block that has to raise InputError, with a sentence that this pattern finds."""
     return pytest.raises(InputError, match=says)
@@ -333,7 +348,7 @@ class Job:
         }
         words = ["generate", "--backend", self.backend, "--device", "cpu", "--model", self.model]
         words += ["--prompt", "a robot dancing"]
-        words += read_by(self.flags, SMALL)
+        words += read_by(self.flags, {} if "--video-path" in self.flags else SMALL)
         for flag in files.keys() - set(self.flags):
             words += [flag, folder / files[flag]]
         return [str(word) for word in (*words, *self.flags)]

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,8 +17,9 @@ from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoRotaryP
 from ltx2rt.backend import get_backend
 from ltx2rt.config import TransformerConfig
 from ltx2rt.models import transformer
+from ltx2rt.models.geometry import audio_positions, video_positions
 from ltx2rt.models.guided_step import perturbed_blocks
-from ltx2rt.testing import ArraySource, run_graph
+from ltx2rt.testing import ArraySource, relative_l2, run_graph
 from ltx2rt.weights.configs import diffusers_transformer_json
 from ltx2rt.weights.names import to_official
 
@@ -45,6 +47,12 @@ def module_of(config: TransformerConfig) -> LTX2VideoTransformer3DModel:
     return LTX2VideoTransformer3DModel(
         **{k: v for k, v in sizes.items() if not k.startswith("_")}
     ).eval()
+
+
+def stored_module(folder: Path) -> LTX2VideoTransformer3DModel:
+    """diffusers' module of a folder in its layout."""
+    folder /= "transformer"
+    return LTX2VideoTransformer3DModel.from_pretrained(folder, perturbed_attn=True).eval()
 
 
 @cache
@@ -257,6 +265,43 @@ def euler_steps(
         x0 = {m: found[m] * mask[m] + clean[m] * (1 - mask[m]) for m in made}
         x = x | {m: x[m] + (x[m] - x0[m]) / sigma * (target - sigma) for m in made}
         yield {m: x[m] for m in made}, x0
+
+
+def positions_of(geometry) -> dict[str, np.ndarray]:
+    return {"video": video_positions(geometry), "audio": audio_positions(geometry)}
+
+
+def guiding(request) -> dict[str, object]:
+    """How `euler_steps` guides the steps of a request."""
+    return {"guidance": request.guidance, "blocks": request.stg_blocks}
+
+
+def noised(record, stage, masks, clean, sigma=1.0, starts=None) -> dict[str, np.ndarray]:
+    """f64[T, C] by modality, with which a stage begins: what is kept, elsewhere its recorded noise
+    mixed with its start."""
+    found = {}
+    for m, kept in clean.items():
+        noise = record.get(f"{stage}.{m}.noise", np.zeros((1, *kept.shape)))[0].astype(np.float64)
+        mixed = (1 - float(sigma)) * (starts[m] if starts else 0) + float(sigma) * noise
+        found[m] = kept + np.asarray(masks[m])[:, None] * (mixed - kept)
+    return found
+
+
+def made_whole(record, stage):
+    """(latents, masks, clean) by modality of a stage that keeps no token, from its recorded start."""
+    x = {m: record[f"{stage}.{m}.start"][0] for m in NAMES}
+    return x, {m: np.ones(len(x[m])) for m in x}, {m: np.zeros_like(x[m]) for m in x}
+
+
+def assert_follows(records, stage: str, steps, close: float = 2e-5, first: int = 0):
+    """Every record by its name holds the stage's steps from the first on; returns the last latents.
+    close: the contract says 1e-3; float32 rounding on both sides."""
+    for i, found in enumerate(steps, first):
+        for kind, expected in zip(("steps", "x0"), found, strict=True):
+            for m, (name, record) in product(expected, records.items()):
+                distance = relative_l2(record[f"{stage}.{m}.{kind}"][i], expected[m])
+                assert distance <= close, (name, stage, m, kind, i, distance)
+    return found[0]
 
 
 @cache

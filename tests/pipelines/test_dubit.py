@@ -6,33 +6,25 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from conftest import refused
-from diffusers import LTX2VideoTransformer3DModel
+from conftest import denoised, refused
 from groups.test_sound import encoded
-from reference_transformer import euler_steps
-from safetensors.numpy import load_file
+from reference_transformer import assert_follows, euler_steps, noised, positions_of, stored_module
 from test_ic_lora import lora_with
 from test_retake import write
 
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.media.video import video_info
 from ltx2rt.models.geometry import (
-    audio_positions,
     pack_audio,
     pack_video,
     reference_positions,
-    video_positions,
 )
 from ltx2rt.pipelines import make_request
 from ltx2rt.run.plan import make_plan
-from ltx2rt.run.run import produce
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
-from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
-from ltx2rt.stages.sound import Sound
 from ltx2rt.testing import relative_l2
 
-CLOSE = 2e-5  # contract: 1e-3 at every step; float32 rounding
 STRENGTH = 0.75
 
 
@@ -62,12 +54,8 @@ def clip(tmp_path_factory):
 
 
 def run(session, path, **more):
-    """The request and the state of a run up to its decoders."""
-    plan = make_plan(
-        session, make_request("dubit", prompt="she says hello", video_path=path, seed=3, **more)
-    )
-    kept = tuple(s for s in plan.stages if not isinstance(s, (Frames, Sound)))
-    return plan, produce(session, replace(plan, stages=kept), keep=True)[0]
+    given = {"prompt": "she says hello", "video_path": path, "seed": 3}
+    return denoised(session, make_request("dubit", **given, **more))
 
 
 @pytest.mark.long
@@ -80,9 +68,7 @@ def test_every_step_is_the_formula_over_diffusers(sessions, folder, clip):
     voice = encoded(folder, clip)
     for _, each in runs.values():
         assert relative_l2(pack_audio(each.record["reference.audio"])[0], voice) <= 1e-5
-    module = LTX2VideoTransformer3DModel.from_pretrained(
-        folder / "transformer", perturbed_attn=True
-    ).eval()
+    module = stored_module(folder)
     made, sound = pack_video(state.record["upsampled"])[0], None
     for stage, scale, number, sigmas in (
         ("stage1", 2, 0, DISTILLED_SIGMAS),
@@ -95,10 +81,9 @@ def test_every_step_is_the_formula_over_diffusers(sessions, folder, clip):
         heard = voice if sound is None else sound
         times = np.maximum(4 * np.arange(len(heard))[:, None] + np.array([-3, 1]), 0) / 100
         times = (times - times[-1, 1] - 0.04)[None].astype(np.float32)
-        positions = {
-            "video": np.concatenate([video_positions(g), reference_positions(coarse, 2)], 1),
-            "audio": np.concatenate([audio_positions(g), times], 1),
-        }
+        beside = {"video": reference_positions(coarse, 2), "audio": times}
+        places = positions_of(g).items()
+        positions = {m: np.concatenate([own, beside[m]], 1) for m, own in places}
         targets, n = g.num_video_tokens, g.audio_latents
         own = np.zeros((n, 128)) if sound is None else sound
         clean = {
@@ -111,20 +96,11 @@ def test_every_step_is_the_formula_over_diffusers(sessions, folder, clip):
         frozen = () if sound is None else ("audio",)
         if frozen:
             start["video"][:targets], masks["audio"][:] = made, 0
-        x = {}
-        for m in clean:
-            noise = state.record.get(f"{stage}.{m}.noise", np.zeros((1, 1, 1)))[0]
-            mixed = (1 - sigmas[0]) * start[m] + sigmas[0] * noise
-            x[m] = clean[m] * (1 - masks[m][:, None]) + mixed * masks[m][:, None]
+        x = noised(state.record, stage, masks, clean, sigmas[0], start)
         steps = euler_steps(
             module, positions, state.contexts, x, masks, clean, sigmas, frozen=frozen
         )
-        for i, (latents, x0) in enumerate(steps):
-            for m in latents:
-                for name, (_, each) in runs.items():
-                    for kind, expected in (("steps", latents), ("x0", x0)):
-                        found = each.record[f"{stage}.{m}.{kind}"][i]
-                        assert relative_l2(found, expected[m]) <= CLOSE, (name, stage, m, kind, i)
+        assert_follows({name: each.record for name, (_, each) in runs.items()}, stage, steps)
         if sound is None:
             sound = state.record["stage1.audio.steps"][-1][:n].astype(np.float64)
     np.testing.assert_array_equal(pack_audio(state.record["audio_latent"])[0], sound)
@@ -132,21 +108,17 @@ def test_every_step_is_the_formula_over_diffusers(sessions, folder, clip):
 
 
 @pytest.mark.long
-def test_the_clip_is_written_with_new_sound(tiny, clip, lora, command, tmp_path):
-    model, files = tiny("tiny-2.3", "official"), {"--lora": lora, "--video-path": clip}
-    files |= {name: tmp_path / name[2:] for name in ("--latents-out", "--report")}
-    words = [word for pair in files.items() for word in pair]
-    words += ["--distilled-lora", "none", "--prompt", "she says hello", "--seed", 3, "--width", 256]
-    words += ["--height", 128, "--fit", "crop"]
-    start = ("generate", "--backend", "cuda", "--device", "cpu", "--model", model)
-    status, _, err = command(*start, "--pipeline", "dubit", *words, "--output", tmp_path / "a.mp4")
-    assert status == 0, err
-    assert "stage1: merged 130/130 modules" in err and "stage2: merged 130/130 modules" in err
-    latents = load_file(tmp_path / "latents-out")
+def test_the_clip_is_written_with_new_sound(tiny, clip, lora, generate):
+    words = ("--pipeline", "dubit", "--lora", lora, "--video-path", clip, "--distilled-lora")
+    words += ("none", "--seed", 3, "--width", 256, "--height", 128, "--fit", "crop")
+    run = generate("cuda", tiny("tiny-2.3", "official"), *words)
+    assert run.status == 0, run.stderr
+    assert all(f"{stage}: merged 130/130 modules" in run.stderr for stage in ("stage1", "stage2"))
+    latents = run.latents
     assert latents["video_latent"].shape == (1, 128, 4, 4, 8)
     last = latents["stage1.audio.steps"][-1][:26]
     np.testing.assert_array_equal(pack_audio(latents["audio_latent"])[0], last)
-    info = video_info(tmp_path / "a.mp4", "")
+    info = video_info(run.clip, "")
     assert (info.width, info.height, info.num_frames, info.fps) == (256, 128, 19, 24)
     assert info.has_sound
 
@@ -171,11 +143,7 @@ def test_files_that_do_not_fit_are_refused(sessions, clip, tmp_path, capsys):
     write_mp4(quiet, [np.zeros((3, 17, 128, 128))], waveform=np.zeros((2, 11333)), **still)
     for path, more, says in (
         (silent, {}, "has no sound, whose voices dubit keeps"),
-        (
-            silent,
-            {"width": 64},
-            "has no sound|--width: 64, expected divisible by 128 .dubit with a LoRA",
-        ),
+        (silent, {"width": 64}, "has no sound|--width: 64, expected divisible by 128 .dubit with"),
         (short, {}, "has 8 frames, expected 9 or more"),
     ):
         with refused(says):
@@ -196,10 +164,8 @@ def test_it_takes_one_lora_for_both_stages(folder, lora, clip):
 
 
 def test_its_stages(sessions, clip, capsys):
-    plan = make_plan(
-        sessions["cuda"],
-        make_request("dubit", prompt="hi", video_path=clip, width=256, height=128, seed=1),
-    )
+    given = {"prompt": "hi", "video_path": clip, "width": 256, "height": 128, "seed": 1}
+    plan = make_plan(sessions["cuda"], make_request("dubit", **given))
     names = ["text", "stage1 videos", "stage1", "upsample", "stage2 videos", "stage2", "audio"]
     assert [stage.name for stage in plan.stages] == [*names, "decode", "cut"]
     said = next(plan.request.remarks(sessions["cuda"].config))

@@ -7,18 +7,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import refused
-from diffusers import LTX2VideoTransformer3DModel
-from reference_transformer import euler_steps
+from reference_transformer import assert_follows, euler_steps, noised, positions_of, stored_module
 from safetensors.torch import load_file, save_file
 from test_retake import write
 
 from ltx2rt.media import hdr
 from ltx2rt.media.video import video_info
 from ltx2rt.models.geometry import (
-    audio_positions,
     pack_video,
     reference_positions,
-    video_positions,
 )
 from ltx2rt.pipelines import make_request
 from ltx2rt.run.plan import make_plan, resolved_stages
@@ -27,9 +24,7 @@ from ltx2rt.run.run import produce
 from ltx2rt.session.options import NO_LORA, LoraSpec
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS
-from ltx2rt.testing import relative_l2
 
-CLOSE = 2e-5  # contract: 1e-3 at every step; float32 rounding
 STRENGTH = 0.75
 STAGE2 = np.array([0.909375, 0.725, 0.0], np.float32)
 
@@ -44,63 +39,57 @@ def lora(tiny, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def sessions(on_both, lora):
+    how = {"distilled_lora": NO_LORA, "loras": (LoraSpec(lora, 0.0),), "assume": "distilled"}
+    return on_both("tiny-2.3", **how)
+
+
+@pytest.fixture(scope="module")
 def clip(tmp_path_factory):
     """17 frames of 128x128, without sound."""
     return write(tmp_path_factory.mktemp("clips") / "a.mp4", 17, size=(128, 128), sound_s=0)
 
 
-def test_every_step_is_the_formula_over_diffusers(tiny, on_both, lora, clip):
+def test_every_step_is_the_formula_over_diffusers(tiny, sessions, clip):
     """On both backends; the frames are of the last latents' codes."""
     folder = tiny("tiny-2.3", "diffusers")
-    how = {"distilled_lora": NO_LORA, "loras": (LoraSpec(lora, 0.0),), "assume": "distilled"}
     given = {"prompt": "a fox", "video_path": clip, "seed": 3, "reference_strength": STRENGTH}
-    runs, sessions = {}, on_both("tiny-2.3", **how)
+    records = {}
     for name, session in sessions.items():
         plan = make_plan(session, make_request("hdr-ic-lora", **given))
-        runs[name], *_ = produce(session, plan, keep=True)
-    state, request = runs["cuda"], plan.request
+        state, *_ = produce(session, plan, keep=True)
+        records[name] = state.record
+    request = plan.request
     assert (request.width, request.height, request.num_frames) == (128, 128, 17)
     assert state.waveforms is None and not [n for n in state.record if ".audio." in n]
     made = pack_video(state.record["upsampled"])[0].astype(np.float64)
-    module = LTX2VideoTransformer3DModel.from_pretrained(
-        folder / "transformer", perturbed_attn=True
-    ).eval()
-    for stage, scale, number, sigmas in (
-        ("stage1", 2, 0, DISTILLED_SIGMAS),
-        ("stage2", 1, 1, STAGE2),
-    ):
+    module = stored_module(folder)
+    stages = (("stage1", 2, 0, DISTILLED_SIGMAS), ("stage2", 1, 1, STAGE2))
+    for stage, scale, number, sigmas in stages:
         g = request.geometry(sessions["cuda"].config, scale)
         coarse = replace(g, rows=g.rows // 2, columns=g.columns // 2)
         seen = pack_video(state.record[f"reference.{number}"])[0].astype(np.float64)
-        places = np.concatenate([video_positions(g), reference_positions(coarse, 2)], 1)
-        clean = np.concatenate([np.zeros((g.num_video_tokens, 128)), seen])
-        mask = np.repeat([1.0, 1 - STRENGTH], [g.num_video_tokens, len(seen)])
-        start = np.zeros(clean.shape)
-        if stage == "stage2":
-            start[: g.num_video_tokens] = made
-        noise = state.record[f"{stage}.video.noise"][0].astype(np.float64)
-        mixed = (1 - float(sigmas[0])) * start + float(sigmas[0]) * noise
+        places = positions_of(g)
+        places["video"] = np.concatenate([places["video"], reference_positions(coarse, 2)], 1)
         silent = np.zeros((g.audio_latents, 128))
-        steps = euler_steps(
-            module, {"video": places, "audio": audio_positions(g)}, state.contexts,
-            {"video": clean + mask[:, None] * (mixed - clean), "audio": silent},
-            {"video": mask, "audio": np.zeros(len(silent))}, {"video": clean, "audio": silent},
-            sigmas, frozen=("audio",), alone=True,
-        )  # fmt: skip
-        for i, (latents, x0) in enumerate(steps):
-            for name, each in runs.items():
-                for kind, expected in (("steps", latents), ("x0", x0)):
-                    found = each.record[f"{stage}.video.{kind}"][i]
-                    assert relative_l2(found, expected["video"]) <= CLOSE, (name, stage, kind, i)
+        clean = {"video": np.concatenate([np.zeros((g.num_video_tokens, 128)), seen])}
+        start = {m: np.zeros(x.shape) for m, x in (clean | {"audio": silent}).items()}
+        if stage == "stage2":
+            start["video"][: g.num_video_tokens] = made
+        masks = {"video": np.repeat([1.0, 1 - STRENGTH], [g.num_video_tokens, len(seen)])}
+        masks["audio"], clean["audio"] = np.zeros(len(silent)), silent
+        x = noised(state.record, stage, masks, clean, sigmas[0], start)
+        how = {"frozen": ("audio",), "alone": True}
+        steps = euler_steps(module, places, state.contexts, x, masks, clean, sigmas, **how)
+        assert_follows(records, stage, steps)
         assert len(state.record[f"{stage}.video.steps"]) == len(sigmas) - 1
     assert high_range(sessions["cuda"], request) == hdr.HighRange("SRGB_LINEAR", "logc3")
 
 
-def test_references_are_encoded_whole_up_to_512x768(tiny, on_both, lora, tmp_path):
+def test_references_are_encoded_whole_up_to_512x768(sessions, tmp_path):
     """However long, and however the clip is decoded: tiles of 80 frames give latents 0.09 away."""
     film = write(tmp_path / "long.mp4", 97, size=(128, 128), sound_s=0)
-    how = {"distilled_lora": NO_LORA, "loras": (LoraSpec(lora, 0.0),), "assume": "distilled"}
-    session = on_both("tiny-2.3", **how)["cuda"]
+    session = sessions["cuda"]
     given = {"prompt": "a fox", "video_path": film, "seed": 3}
     for side, tiles in ((128, [1, 1]), (2048, [1, 2])):
         request = make_request("hdr-ic-lora", **given, width=side, height=side)
@@ -111,12 +100,11 @@ def test_references_are_encoded_whole_up_to_512x768(tiny, on_both, lora, tmp_pat
 
 
 @pytest.mark.parametrize(("size", "mode"), [((180, 100), "reflect"), ((60, 60), "replicate")])
-def test_borders_mirror_the_picture(tiny, on_both, lora, tmp_path, size, mode):
+def test_borders_mirror_the_picture(sessions, tmp_path, size, mode):
     """At sizes that are no multiples of 64 nor of the 128 that half a reference of stage 1 spans; a
     border as wide as the picture has its edge."""
     film = write(tmp_path / "a.mp4", 9, size=size, sound_s=0)
-    how = {"distilled_lora": NO_LORA, "loras": (LoraSpec(lora, 0.0),), "assume": "distilled"}
-    session = on_both("tiny-2.3", **how)["cuda"]
+    session = sessions["cuda"]
     request = make_request("hdr-ic-lora", prompt="a fox", video_path=film, seed=3)
     stages = resolved_stages(session.checkpoint, session.options, request)
     sources = [s.given[0].source for s in stages if isinstance(s, Denoise)]

@@ -6,27 +6,28 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from conftest import refused
-from diffusers import LTX2VideoTransformer3DModel
+from conftest import denoised, refused
 from PIL import Image
-from reference_transformer import euler_steps
+from reference_transformer import (
+    assert_follows,
+    euler_steps,
+    guiding,
+    noised,
+    positions_of,
+    stored_module,
+)
 from test_ic_lora import movie, save
 from test_retake import write
 
 from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import read_frames
-from ltx2rt.models.geometry import audio_positions, pack_audio, pack_video, video_positions
+from ltx2rt.models.geometry import pack_audio, pack_video
 from ltx2rt.pipelines import make_request
 from ltx2rt.run.plan import make_plan
-from ltx2rt.run.run import produce
 from ltx2rt.session.options import LoraSpec
-from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.region import FADE_PX, Region, near
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, shifted_sigmas
-from ltx2rt.stages.sound import Sound
-from ltx2rt.testing import relative_l2
 
-CLOSE = 2e-5  # contract: 1e-3 at every step; float32 rounding
 SIZE = (64, 96)  # rows and columns of the clip's pixels
 
 
@@ -65,12 +66,9 @@ def mask_file(path, mask):
 
 
 def run(session, path, **more):
-    """The request and the state of a run up to its decoders."""
-    plan = make_plan(
+    return denoised(
         session, make_request("inpaint", prompt="a fox", video_path=path, seed=3, **more)
     )
-    kept = tuple(s for s in plan.stages if not isinstance(s, (Frames, Sound)))
-    return plan, produce(session, replace(plan, stages=kept), keep=True)[0]
 
 
 def grown(mask, px):
@@ -130,27 +128,17 @@ def test_every_step_is_the_formula_over_diffusers(sessions, folder, clip, tmp_pa
     made = request.cells.ravel()
     assert 0 < made.sum() < made.size == 3 * 2 * 4
     geometry = request.geometry(sessions["cuda"].config)
-    module = LTX2VideoTransformer3DModel.from_pretrained(
-        folder / "transformer", perturbed_attn=True
-    ).eval()
-    positions = {"video": video_positions(geometry), "audio": audio_positions(geometry)}
     clean = {
         "video": pack_video(state.record["source.video"])[0].astype(np.float64),
         "audio": pack_audio(state.record["source.audio"])[0].astype(np.float64),
     }
     masks = {"video": made, "audio": np.zeros(len(clean["audio"]))}
-    noise, own = state.record["stage1.video.noise"][0], made[:, None]
-    x = clean | {"video": clean["video"] * (1 - own) + noise * own}
+    x = noised(state.record, "stage1", masks, clean)
     sigmas = shifted_sigmas(2) if guided else DISTILLED_SIGMAS
-    how = {"guidance": request.guidance, "blocks": request.stg_blocks} if guided else {}
-    steps = euler_steps(
-        module, positions, state.contexts, x, masks, clean, sigmas, frozen=("audio",), **how
-    )
-    for i, (latents, x0) in enumerate(steps):
-        for name, (_, each) in runs.items():
-            for kind, expected in (("steps", latents), ("x0", x0)):
-                found = each.record[f"stage1.video.{kind}"][i]
-                assert relative_l2(found, expected["video"]) <= CLOSE, (name, kind, i)
+    how = guiding(request) if guided else {}
+    places = stored_module(folder), positions_of(geometry)
+    steps = euler_steps(*places, state.contexts, x, masks, clean, sigmas, frozen=("audio",), **how)
+    assert_follows({name: each.record for name, (_, each) in runs.items()}, "stage1", steps)
     kept = state.record["stage1.video.steps"][-1][made == 0]
     np.testing.assert_array_equal(kept, pack_video(state.record["source.video"])[0][made == 0])
 
@@ -160,14 +148,10 @@ def test_whole_frames_are_a_retake(sessions, clip, tmp_path):
     mask = mask_file(tmp_path / "mask.mov", drawn((slice(9, 17),)))
     _, state = run(sessions["cuda"], clip, mask=mask, mask_fill="none", mask_grow=0)
     region = {"start_time": 0.4, "end_time": 0.6, "keep": "audio", "seed": 3}
-    plan = make_plan(
-        sessions["cuda"], make_request("retake", prompt="a fox", video_path=clip, **region)
-    )
-    kept = tuple(s for s in plan.stages if not isinstance(s, (Frames, Sound)))
-    expected = produce(sessions["cuda"], replace(plan, stages=kept), keep=True)[0]
-    np.testing.assert_array_equal(
-        state.record["stage1.video.steps"], expected.record["stage1.video.steps"]
-    )
+    request = make_request("retake", prompt="a fox", video_path=clip, **region)
+    _, expected = denoised(sessions["cuda"], request)
+    name = "stage1.video.steps"
+    np.testing.assert_array_equal(state.record[name], expected.record[name])
 
 
 def test_what_the_encoder_sees(tmp_path):
@@ -210,20 +194,14 @@ def test_pixels_outside_are_the_files_own(tmp_path):
     np.testing.assert_array_equal(found[3], np.rint(blend).astype(np.uint8))
 
 
-def test_the_clip_is_larger_and_keeps_its_sound(tiny, clip, tmp_path, command):
-    model, output = tiny("tiny-2.3", "official"), tmp_path / "clip.mov"
+def test_the_clip_is_larger_and_keeps_its_sound(tiny, clip, tmp_path, generate):
+    output = tmp_path / "clip.mov"
     mask = mask_file(tmp_path / "mask.png", drawn((slice(0, 1), slice(20, 40), slice(20, 40))))
-    start = (
-        *["generate", "--backend", "cuda", "--device", "cpu", "--model"],
-        model,
-        "--prompt",
-        "fox",
-    )
     words = ["--pipeline", "inpaint", "--distilled-lora", "none", "--video-path", clip, "--seed", 5]
-    words += ["--mask", mask, "--pad", "32,0,0,0"]
-    status, _, err = command(*start, *words, "--output", output)
-    assert status == 0, err
-    assert "white is made anew: 18 of 24 cells of 32x32 pixels and 8 frames" in err
+    words += ["--mask", mask, "--pad", "32,0,0,0", "--output", output]
+    run = generate("cuda", tiny("tiny-2.3", "official"), *words)
+    assert run.status == 0, run.stderr
+    assert "white is made anew: 18 of 24 cells of 32x32 pixels and 8 frames" in run.stderr
     found = list(read_frames(output, "", 17))
     assert found[0].shape == (64, 128, 3)
     samples, rate = read_sound(clip, 0.0, 17 / 24)
@@ -268,6 +246,7 @@ def test_files_that_do_not_fit_are_refused(sessions, clip, tmp_path):
     short = mask_file(tmp_path / "short.mov", drawn((slice(0, 1),), frames=16))
     Image.new("RGB", (64, 64), "white").save(tmp_path / "small.png")
     (tmp_path / "text.png").write_text("no picture")
+    given = {"prompt": "fox", "video_path": clip}
     for more, says in (
         ({"mask": black}, "black.png is black, and nothing would be made"),
         ({"mask": short}, "short.mov has 16 frames, the clip has 17; pass an image"),
@@ -278,17 +257,13 @@ def test_files_that_do_not_fit_are_refused(sessions, clip, tmp_path):
         ({"mask_box": (0, 0, 40, 10), "mask": black}, "--mask-box: given beside --mask"),
     ):
         with refused(says):
-            make_plan(
-                sessions["cuda"], make_request("inpaint", prompt="fox", video_path=clip, **more)
-            )
+            make_plan(sessions["cuda"], make_request("inpaint", **given, **more))
 
 
 @pytest.mark.parametrize("sound, made", [(None, []), ("new", ["audio"])])
 def test_a_silent_clip_gets_sound_on_demand(sessions, tmp_path, sound, made):
     silent = write(tmp_path / "silent.mp4", size=SIZE[::-1], sound_s=0)
-    plan = make_plan(
-        sessions["cuda"],
-        make_request("inpaint", prompt="fox", video_path=silent, pad="32,0,0,0", sound=sound),
-    )
+    given = {"prompt": "fox", "video_path": silent, "pad": "32,0,0,0", "sound": sound}
+    plan = make_plan(sessions["cuda"], make_request("inpaint", **given))
     names = [stage.name for stage in plan.stages]
     assert names == ["source video", "text", "stage1", *made, "decode", "compose"]

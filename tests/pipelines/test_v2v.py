@@ -1,33 +1,26 @@
 """v2v: every step is the formula over diffusers' transformer, from the clip's latents mixed with
 noise."""
 
-import json
 from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 import pytest
-from conftest import refused
-from diffusers import LTX2VideoTransformer3DModel
-from reference_transformer import euler_steps
-from safetensors.numpy import load_file
+from conftest import denoised, refused
+from reference_transformer import assert_follows, euler_steps, guiding, positions_of, stored_module
 from test_retake import write
 
 from ltx2rt.media.sound import read_sound
-from ltx2rt.models.geometry import audio_positions, pack_audio, pack_video, video_positions
+from ltx2rt.models.geometry import pack_audio, pack_video
 from ltx2rt.pipelines import make_request, pipeline
 from ltx2rt.pipelines.groups.images import parse_image
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
 from ltx2rt.session.options import LoraSpec
 from ltx2rt.stages.denoise import Denoise
-from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, from_level, shifted_sigmas
 from ltx2rt.stages.segments import PastSound
-from ltx2rt.stages.sound import Sound
 from ltx2rt.testing import relative_l2
-
-CLOSE = 2e-5  # contract: 1e-3 at every step; float32 rounding
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +44,8 @@ def clips(tmp_path_factory):
 def run(session, path, name="v2v", **more):
     """The request and the state of a run up to its decoders."""
     given = {"video_path": path} if name == "v2v" else {}
-    plan = make_plan(session, pipeline(name)("a fox", seed=3, **given, **more))
-    kept = tuple(s for s in plan.stages if not isinstance(s, (Frames, Sound)))
-    return plan.request, produce(session, replace(plan, stages=kept), keep=True)[0]
+    plan, state = denoised(session, pipeline(name)("a fox", seed=3, **given, **more))
+    return plan.request, state
 
 
 def test_the_schedule_goes_on_below_the_level():
@@ -66,19 +58,16 @@ def test_the_schedule_goes_on_below_the_level():
     assert len(from_level(shifted_sigmas(30), 0.725)) - 1 == 9
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     "sound, guided",
-    [
-        pytest.param("keep", 3, marks=pytest.mark.slow),
-        ("noise", 0),
-        pytest.param("new", 2, marks=pytest.mark.slow),
-    ],
+    [pytest.param("keep", 3, marks=SLOW), ("noise", 0), pytest.param("new", 2, marks=SLOW)],
 )
 def test_every_step_is_the_formula_over_diffusers(sessions, folder, clips, sound, guided):
     """On both backends. New sound is made for the file's pictures, and the pictures then for it."""
-    module = LTX2VideoTransformer3DModel.from_pretrained(
-        folder / "transformer", perturbed_attn=True
-    ).eval()
+    module = stored_module(folder)
     more = {"guided": True, "steps": guided} if guided else {}
     runs = {}
     for name, session in sessions.items():
@@ -86,9 +75,10 @@ def test_every_step_is_the_formula_over_diffusers(sessions, folder, clips, sound
         request, runs[name] = run(session, file, noise_level=0.8, sound=sound, **more)
     state = runs["cuda"]
     geometry = request.geometry(session.config)
-    positions = {"video": video_positions(geometry), "audio": audio_positions(geometry)}
+    positions = positions_of(geometry)
     sigmas = shifted_sigmas(guided) if guided else DISTILLED_SIGMAS
-    how = {"guidance": request.guidance, "blocks": request.stg_blocks} if guided else {}
+    how = guiding(request) if guided else {}
+    records = {name: each.record for name, each in runs.items()}
     clean = {"video": pack_video(state.record["source.video"])[0].astype(np.float64)}
 
     def check(stage, x, made, sigmas):
@@ -97,13 +87,7 @@ def test_every_step_is_the_formula_over_diffusers(sessions, folder, clips, sound
         steps = euler_steps(
             module, positions, state.contexts, x, masks, x, sigmas, frozen=frozen, **how
         )
-        for i, (latents, x0) in enumerate(steps):
-            for m in made:
-                for name, each in runs.items():
-                    for kind, expected in (("steps", latents), ("x0", x0)):
-                        found = each.record[f"{stage}.{m}.{kind}"][i]
-                        assert relative_l2(found, expected[m]) <= CLOSE, (name, stage, m, kind, i)
-        return latents
+        return assert_follows(records, stage, steps)
 
     if sound == "new":
         start = {"audio": state.record["sound.audio.noise"][0], "video": clean["video"]}
@@ -139,32 +123,18 @@ def test_the_highest_level_is_a_plain_clip_and_the_lowest_the_given_one(sessions
     assert (np.diff(far, axis=0) > 0).all() and max(far[0]) < 0.01
 
 
-def test_sound_of_the_file_is_written_as_it_is(clips, tiny, tmp_path, command):
-    words = [
-        *["generate", "--backend", "cuda", "--device", "cpu", "--model"],
-        tiny("tiny-2.3", "official"),
-    ]
-    words += [
-        "--pipeline",
-        "v2v",
-        "--video-path",
-        clips[0],
-        "--distilled-lora",
-        "none",
-        "--seed",
-        5,
-    ]
-    words += ["--prompt", "fox", "--noise-level", 0.421875, "--output", tmp_path / "clip.mp4"]
-    words += ["--latents-out", tmp_path / "latents.safetensors", "--report", tmp_path / "r.json"]
-    status, _, err = command(*words)
-    assert status == 0, err
-    assert "1 of 8 steps from noise level 0.421875 on, a strength of 0.12 in diffusers" in err
+def test_sound_of_the_file_is_written_as_it_is(clips, tiny, generate):
+    words = ("--pipeline", "v2v", "--video-path", clips[0], "--distilled-lora", "none")
+    more = ("--noise-level", 0.421875, "--seed", 5)
+    found = generate("cuda", tiny("tiny-2.3", "official"), *words, *more)
+    assert found.status == 0, found.stderr
+    said = "1 of 8 steps from noise level 0.421875 on, a strength of 0.12 in diffusers"
+    assert said in found.stderr
     samples, rate = read_sound(clips[0], 0.0, 17 / 24)
-    latents = load_file(tmp_path / "latents.safetensors")
+    latents, settings = found.latents, found.report["settings"]
     np.testing.assert_array_equal(latents["waveform"], samples)
     assert latents["stage1.video.steps"].shape == (1, 12, 128)
-    assert read_sound(tmp_path / "clip.mp4")[1] == rate
-    settings = json.loads((tmp_path / "r.json").read_text())["settings"]
+    assert read_sound(found.clip)[1] == rate
     assert settings["sound"] == "keep" and settings["noise_level"] == 0.421875
 
 
@@ -193,16 +163,12 @@ def test_refusals(more, says):
 
 def test_files_that_do_not_fit_are_refused(sessions, clips, tmp_path):
     config = sessions["cuda"].config
-    for path, more, says in (
-        (clips[1], {"sound": "noise"}, "--sound: noise, but .* has no sound"),
-        (
-            clips[1],
-            {"num_videos": 2, "sound": "new"},
-            "--num-videos: 2, but new sound is made for one",
-        ),
+    for more, says in (
+        ({"sound": "noise"}, "--sound: noise, but .* has no sound"),
+        ({"num_videos": 2, "sound": "new"}, "--num-videos: 2, but new sound is made for one"),
     ):
         with refused(says):
-            make_request("v2v", prompt="fox", video_path=path, **more).resolved(config)
+            make_request("v2v", prompt="fox", video_path=clips[1], **more).resolved(config)
 
 
 def test_several_videos_of_one_clip(sessions, clips):
@@ -214,10 +180,8 @@ def test_several_videos_of_one_clip(sessions, clips):
 
 
 def test_its_stages(sessions, clips):
-    stages = make_plan(
-        sessions["cuda"],
-        make_request("v2v", prompt="fox", video_path=clips[1], seed=1, sound="new"),
-    ).stages
+    request = make_request("v2v", prompt="fox", video_path=clips[1], seed=1, sound="new")
+    stages = make_plan(sessions["cuda"], request).stages
     names = ["source video", "text", "sound", "stage1", "audio", "decode"]
     assert [stage.name for stage in stages] == names
     steps = [stage.steps() for stage in stages if isinstance(stage, Denoise)]
