@@ -2,24 +2,20 @@
 backends."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import refused
+from conftest import denoised, refused
 
 from ltx2rt.models.samplers import planned, trajectory
 from ltx2rt.models.step_plan import MAX_GAIN, StepPlan, gain
 from ltx2rt.pipelines import make_request, pipeline
 from ltx2rt.pipelines.step_plans import FORMAT, PlanFile, read
 from ltx2rt.run.plan import make_plan
-from ltx2rt.run.run import produce
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.denoise import Denoise
-from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.schedule import shifted_sigmas
-from ltx2rt.stages.sound import Sound
 from ltx2rt.testing import relative_l2
 
 EXACT = 1e-12  # float64 on both sides
@@ -110,20 +106,17 @@ def test_a_damaged_file_of_plans_is_refused_in_one_line(tmp_path, change, said):
 
 @pytest.fixture(scope="module")
 def sessions(tiny):
-    options = {
-        b: ModelOptions(b, tiny("tiny-2.3", "official"), device="cpu") for b in ("cuda", "tpu")
-    }
-    opened = {name: open_session(given) for name, given in options.items()}
+    model = tiny("tiny-2.3", "official")
+    opened = {b: open_session(ModelOptions(b, model, device="cpu")) for b in ("cuda", "tpu")}
     yield opened
     for session in opened.values():
         session.close()
 
 
 def run(session, name="one-stage", **more):
-    plan = make_plan(session, pipeline(name)("a red fox", **SIZE | more))
-    kept = tuple(s for s in plan.stages if not isinstance(s, (Frames, Sound)))
-    (stage,) = (s for s in kept if isinstance(s, Denoise))
-    return produce(session, replace(plan, stages=kept), keep=True)[0].record, stage
+    plan, state = denoised(session, pipeline(name)("a red fox", **SIZE | more))
+    (stage,) = (s for s in plan.stages if isinstance(s, Denoise))
+    return state.record, stage
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from conftest import refused
-from diffusers import ClassifierFreeGuidance, LTX2VideoTransformer3DModel
-from reference_transformer import euler_steps
+from diffusers import ClassifierFreeGuidance
+from reference_transformer import (
+    assert_follows,
+    euler_steps,
+    guiding,
+    made_whole,
+    positions_of,
+    stored_module,
+)
 
-from ltx2rt.models.geometry import audio_positions, video_positions
 from ltx2rt.models.guided_step import Branches
 from ltx2rt.pipelines import make_request, pipeline
 from ltx2rt.pipelines.groups.steps import parse_interval
@@ -19,9 +25,7 @@ from ltx2rt.stages.denoise import Denoise, within
 from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.sound import Sound
-from ltx2rt.testing import relative_l2
 
-CLOSE = 2e-5  # contract: 1e-3; float32 rounding over four steps
 SIGMAS = shifted_sigmas(4)
 SIZE = {"width": 128, "height": 64, "num_frames": 17, "steps": 4, "seed": 5}
 MIDDLE = (0.25, 0.75)  # steps 1 and 2 of 4
@@ -34,31 +38,16 @@ def planned(session, **more):
 
 
 def test_every_step_is_the_formula_over_diffusers(sessions, folder):
-    module = LTX2VideoTransformer3DModel.from_pretrained(
-        folder / "transformer", perturbed_attn=True
-    ).eval()
-    runs = {}
+    records = {}
     for name, session in sessions.items():
         plan = planned(session, guidance_interval=MIDDLE)
-        runs[name], *_ = produce(session, plan, keep=True)
-    request, state = plan.request, runs["cuda"]
-    geometry = request.geometry(session.config)
-    positions = {"video": video_positions(geometry), "audio": audio_positions(geometry)}
-    x = {m: state.record[f"stage1.{m}.start"][0] for m in positions}
-    clean = {m: np.zeros_like(value) for m, value in x.items()}
-    masks = {m: np.ones(len(value)) for m, value in x.items()}
-    guided = {"guidance": request.guidance, "blocks": request.stg_blocks}
-    for start, stop, how in ((0, 1, {}), (1, 3, guided), (3, 4, {})):
-        steps = euler_steps(
-            module, positions, state.contexts, x, masks, clean, SIGMAS[start : stop + 1], **how
-        )
-        for i, (latents, x0) in enumerate(steps, start):
-            x = latents
-            for m in positions:
-                for name, run in runs.items():
-                    for kind, found in (("steps", latents), ("x0", x0)):
-                        ours = run.record[f"stage1.{m}.{kind}"][i]
-                        assert relative_l2(ours, found[m]) <= CLOSE, (name, m, kind, i)
+        state, *_ = produce(session, plan, keep=True)
+        records[name] = state.record
+    places = positions_of(plan.request.geometry(session.config)), state.contexts
+    module, (x, *given) = stored_module(folder), made_whole(records["cuda"], "stage1")
+    for start, stop, how in ((0, 1, {}), (1, 3, guiding(plan.request)), (3, 4, {})):
+        steps = euler_steps(module, *places, x, *given, SIGMAS[start : stop + 1], **how)
+        x = assert_follows(records, "stage1", steps, first=start)
 
 
 def test_programs_are_kept_for_other_intervals_and_a_warm_up_builds_both(sessions):
@@ -66,9 +55,8 @@ def test_programs_are_kept_for_other_intervals_and_a_warm_up_builds_both(session
     all."""
     for session in sessions.values():
         exact = produce(session, planned(session), keep=True)[0].record
-        whole = produce(session, planned(session, guidance_interval=(0.0, 1.0)), keep=True)[
-            0
-        ].record
+        plan = planned(session, guidance_interval=(0.0, 1.0))
+        whole = produce(session, plan, keep=True)[0].record
         assert all(np.array_equal(whole[name], exact[name]) for name in exact)
         warm_up(session, planned(session, guidance_interval=MIDDLE))
         built = session.backend.num_built

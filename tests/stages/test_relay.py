@@ -2,42 +2,40 @@
 transformer."""
 
 import math
-from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
-from conftest import refused
-from diffusers import LTX2VideoTransformer3DModel
-from reference_transformer import euler_steps
+from conftest import denoised, refused
+from reference_transformer import (
+    assert_follows,
+    euler_steps,
+    guiding,
+    made_whole,
+    positions_of,
+    stored_module,
+)
 
 from ltx2rt.models.catalog import PROMPT_TOKENS
-from ltx2rt.models.geometry import Geometry, audio_positions, video_positions
+from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines import make_request, pipeline
 from ltx2rt.pipelines.groups.text import PromptsByTime
 from ltx2rt.run.plan import make_plan
-from ltx2rt.run.run import produce
 from ltx2rt.stages.denoise import Denoise
-from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.relay import PromptSpan, Relay, parse_span
 from ltx2rt.stages.schedule import shifted_sigmas
-from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.tokenizer import tokenize
 from ltx2rt.testing import relative_l2
 
-CLOSE = 2e-5  # contract: 1e-3; float32 rounding
 SIZE = {"width": 64, "height": 64, "num_frames": 33, "steps": 2, "seed": 5, "fps": Fraction(24)}
 SPANS = (PromptSpan(0, 0.5, "it rains"), PromptSpan(40, 100, "the sun comes out", percent=True))
 HARD = 1e-6  # so that five latent frames differ by much
 
 
 def run(session, **more):
-    """The request and the state of a run up to its decoders."""
     given = SIZE | {"prompt_at": SPANS, "prompt_softness": HARD} | more
-    plan = make_plan(session, pipeline("one-stage")("a field", **given))
-    kept = tuple(s for s in plan.stages if not isinstance(s, (Frames, Sound)))
-    return plan, produce(session, replace(plan, stages=kept), keep=True)[0]
+    return denoised(session, pipeline("one-stage")("a field", **given))
 
 
 def literal(middles_s, fps, spans, columns, softness):
@@ -120,34 +118,18 @@ def test_every_step_is_the_formula_over_diffusers(sessions, folder, guided):
     relay = request[PromptsByTime].relay(request.whole_prompt)
     groups = relay.biases(g, relay.columns(session))
     rows = {"video": np.repeat(groups["video"][:-1], 4, axis=0), "audio": groups["audio"][:-1]}
-    module = LTX2VideoTransformer3DModel.from_pretrained(
-        folder / "transformer", perturbed_attn=True
-    ).eval()
-    biased = Biased(module, state.contexts, rows)
-    positions = {"video": video_positions(g), "audio": audio_positions(g)}
-    x = {m: state.record[f"stage1.{m}.start"][0] for m in positions}
-    clean = {m: np.zeros_like(value) for m, value in x.items()}
-    masks = {m: np.ones(len(value)) for m, value in x.items()}
-    how = {"guidance": request.guidance, "blocks": request.stg_blocks} if guided else {}
-    sigmas = shifted_sigmas(2)
-    steps = euler_steps(biased, positions, state.contexts, x, masks, clean, sigmas, **how)
-    for i, (latents, x0) in enumerate(steps):
-        for m in positions:
-            for name, (_, each) in runs.items():
-                for kind, expected in (("steps", latents), ("x0", x0)):
-                    found = each.record[f"stage1.{m}.{kind}"][i]
-                    assert relative_l2(found, expected[m]) <= CLOSE, (name, m, kind, i)
+    biased, how = Biased(stored_module(folder), state.contexts, rows), guiding(request)
+    given = positions_of(g), state.contexts, *made_whole(state.record, "stage1")
+    steps = euler_steps(biased, *given, shifted_sigmas(2), **how if guided else {})
+    assert_follows({name: each.record for name, (_, each) in runs.items()}, "stage1", steps)
 
 
 def test_softness_of_one_is_one_prompt(sessions):
     session = sessions["cuda"]
     _, soft = run(session, prompt_softness=1.0)
     _, hard = run(session)
-    plan = make_plan(
-        session, make_request("one-stage", prompt=Relay("a field", SPANS, 1).text, **SIZE)
-    )
-    kept = tuple(s for s in plan.stages if not isinstance(s, (Frames, Sound)))
-    plain, *_ = produce(session, replace(plan, stages=kept), keep=True)
+    text = Relay("a field", SPANS, 1).text
+    _, plain = denoised(session, make_request("one-stage", prompt=text, **SIZE))
     for m in ("video", "audio"):
         name = f"stage1.{m}.steps"
         assert relative_l2(soft.record[name], plain.record[name]) <= 1e-5

@@ -1,28 +1,26 @@
 """NAG: the formula in float64, and every step over diffusers' transformer whose text attention of
 pictures has it."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
-from conftest import refused
-from diffusers import LTX2VideoTransformer3DModel
-from reference_transformer import euler_steps
+from conftest import denoised, refused
+from reference_transformer import (
+    assert_follows,
+    euler_steps,
+    made_whole,
+    positions_of,
+    stored_module,
+)
 
 from ltx2rt.graph import trace
 from ltx2rt.models.attention import away
-from ltx2rt.models.geometry import audio_positions, video_positions
 from ltx2rt.pipelines import make_request
 from ltx2rt.run.plan import make_plan
-from ltx2rt.run.run import produce
 from ltx2rt.session.options import NO_LORA
-from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS
-from ltx2rt.stages.sound import Sound
 from ltx2rt.testing import relative_l2, run_graph
 
-CLOSE = 2e-5  # contract: 1e-3 at every step; float32 rounding
 SIZE = {"width": 64, "height": 64, "num_frames": 17, "seed": 5}
 
 
@@ -90,20 +88,15 @@ class Moved:
 @pytest.fixture(scope="module")
 def sessions(tiny, on_both):
     def get(generation):
-        preset = f"tiny-{generation}"
-        return on_both(preset, distilled_lora=NO_LORA, assume="distilled"), tiny(
-            preset, "diffusers"
-        )
+        preset, how = f"tiny-{generation}", {"distilled_lora": NO_LORA, "assume": "distilled"}
+        return on_both(preset, **how), tiny(preset, "diffusers")
 
     return get
 
 
 def run(session, name="distilled", **more):
-    """The request and the state of a run up to its decoders."""
     size = SIZE | {"width": 128, "height": 128} | more
-    plan = make_plan(session, make_request(name, prompt="a fox in the snow", **size))
-    kept = tuple(s for s in plan.stages if not isinstance(s, (Frames, Sound)))
-    return plan.request, produce(session, replace(plan, stages=kept), keep=True)[0]
+    return denoised(session, make_request(name, prompt="a fox in the snow", **size))
 
 
 @pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.long), "2.3"])
@@ -112,28 +105,18 @@ def test_every_step_is_the_formula_over_diffusers(sessions, generation):
     both, folder = sessions(generation)
     given = {"nag": "11:1.1:0.5", "negative_prompt": "a grey day"}
     runs = {name: run(session, **given) for name, session in both.items()}
-    request, state = runs["cuda"]
-    geometry = request.geometry(both["cuda"].config, 2)
-    module = LTX2VideoTransformer3DModel.from_pretrained(folder / "transformer").eval()
+    plan, state = runs["cuda"]
+    module = stored_module(folder)
     processor = Moved((11, 1.1, 0.5))
     for block in module.transformer_blocks:
         block.attn2.processor = processor
-    positions = {"video": video_positions(geometry), "audio": audio_positions(geometry)}
     texts = state.contexts["video"]
-    contexts = {
-        "video": np.concatenate([texts[:1], texts[1:]], axis=1),
-        "audio": state.contexts["audio"][:1],
-    }
-    x = {m: state.record[f"stage1.{m}.start"][0] for m in positions}
-    clean = {m: np.zeros_like(value) for m, value in x.items()}
-    masks = {m: np.ones(len(value)) for m, value in x.items()}
-    steps = euler_steps(module, positions, contexts, x, masks, clean, DISTILLED_SIGMAS)
-    for i, (latents, x0) in enumerate(steps):
-        for m in positions:
-            for name, (_, each) in runs.items():
-                for kind, expected in (("steps", latents), ("x0", x0)):
-                    found = each.record[f"stage1.{m}.{kind}"][i]
-                    assert relative_l2(found, expected[m]) <= CLOSE, (name, m, kind, i)
+    both_texts = np.concatenate([texts[:1], texts[1:]], axis=1)
+    contexts = {"video": both_texts, "audio": state.contexts["audio"][:1]}
+    places = positions_of(plan.request.geometry(both["cuda"].config, 2))
+    given = places, contexts, *made_whole(state.record, "stage1")
+    steps = euler_steps(module, *given, DISTILLED_SIGMAS)
+    assert_follows({name: each.record for name, (_, each) in runs.items()}, "stage1", steps)
     assert 0 < np.mean(processor.cut) < 1
 
 

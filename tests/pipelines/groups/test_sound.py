@@ -1,30 +1,31 @@
 """Sound beside the clip's: every step is the formula over diffusers' transformer, whose audio
 stream has the reference's tokens behind the clip's."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
-from conftest import refused
-from diffusers import AutoencoderKLLTX2Audio, LTX2VideoTransformer3DModel
-from reference_transformer import euler_steps
+from conftest import denoised, refused
+from diffusers import AutoencoderKLLTX2Audio
+from reference_transformer import (
+    assert_follows,
+    euler_steps,
+    guiding,
+    noised,
+    positions_of,
+    stored_module,
+)
 
 from ltx2rt.media.sound import read_sound, resample, write_wav
-from ltx2rt.models.geometry import audio_positions, pack_audio, video_positions
+from ltx2rt.models.geometry import pack_audio
 from ltx2rt.models.mel import log_mel
 from ltx2rt.pipelines import make_request
 from ltx2rt.run.plan import make_plan
-from ltx2rt.run.run import produce
 from ltx2rt.session.options import LoraSpec
 from ltx2rt.stages.denoise import Denoise
-from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.schedule import shifted_sigmas
-from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.sound_reference import SoundReference
 from ltx2rt.testing import relative_l2
 
-CLOSE = 2e-5  # contract: 1e-3 at every step; float32 rounding
 SIZE = {"width": 64, "height": 64, "num_frames": 17, "steps": 2, "seed": 5}
 SIDES = {"width": 64, "height": 64}
 TARGETS = 18  # audio latents of 17 frames at 24 fps
@@ -50,11 +51,8 @@ def voice(tmp_path_factory):
 
 
 def run(session, name="one-stage", **more):
-    """The request and the state of a run up to its decoders."""
     size = {key: value for key, value in SIZE.items() if key != "steps" or name != "distilled"}
-    plan = make_plan(session, make_request(name, prompt="a fox says hello", **size | more))
-    kept = tuple(s for s in plan.stages if not isinstance(s, (Frames, Sound)))
-    return plan.request, produce(session, replace(plan, stages=kept), keep=True)[0]
+    return denoised(session, make_request(name, prompt="a fox says hello", **size | more))
 
 
 def encoded(folder, path):
@@ -78,13 +76,13 @@ class session_config:
         self.mel_bins = vae.config.mel_bins
 
 
-def positions_of(request, config, before, count):
+def places_of(request, config, before, count):
     """Of the clip's tokens, and behind them of the reference's, from their definition in seconds."""
-    geometry = request.geometry(config)
+    places = positions_of(request.geometry(config))
     mel = np.maximum(4 * np.arange(count)[:, None] + np.array([-3, 1]), 0) / 100
     mel = mel - mel[-1, 1] - 0.04 if before else mel
-    audio = np.concatenate([audio_positions(geometry), mel[None].astype(np.float32)], axis=1)
-    return {"video": video_positions(geometry), "audio": audio}
+    audio = np.concatenate([places["audio"], mel[None].astype(np.float32)], axis=1)
+    return places | {"audio": audio}
 
 
 @pytest.mark.parametrize(
@@ -100,32 +98,21 @@ def test_every_step_is_the_formula_over_diffusers(sessions, voice, generation, a
     both, folder = sessions(generation)
     given = {"audio_conditioning": f"{voice}:{strength}", "audio_conditioning_at": at}
     runs = {name: run(session, **given) for name, session in both.items()}
-    request, state = runs["cuda"]
+    plan, state = runs["cuda"]
     tokens = encoded(folder, voice)
     count = len(tokens)
     for _, each in runs.values():
         assert relative_l2(pack_audio(each.record["reference.audio"])[0], tokens) <= 1e-5
-    module = LTX2VideoTransformer3DModel.from_pretrained(
-        folder / "transformer", perturbed_attn=True
-    ).eval()
-    noise = {m: state.record[f"stage1.{m}.noise"][0] for m in ("video", "audio")}
-    assert len(noise["audio"]) == TARGETS + count
-    masks = {"video": np.ones(len(noise["video"])), "audio": np.ones(TARGETS + count)}
-    masks["audio"][TARGETS:] = 1 - strength
-    clean = {m: np.zeros(x.shape) for m, x in noise.items()}
+    clean = {m: np.zeros(state.record[f"stage1.{m}.noise"].shape[1:]) for m in ("video", "audio")}
+    assert len(clean["audio"]) == TARGETS + count
     clean["audio"][TARGETS:] = tokens
-    x = {m: clean[m] * (1 - masks[m][:, None]) + noise[m] * masks[m][:, None] for m in noise}
-    positions = positions_of(request, both["cuda"].config, at == "before", count)
-    how = {"guidance": request.guidance, "blocks": request.stg_blocks}
-    steps = euler_steps(
-        module, positions, state.contexts, x, masks, clean, shifted_sigmas(2), **how
-    )
-    for i, (latents, x0) in enumerate(steps):
-        for m in noise:
-            for name, (_, each) in runs.items():
-                for kind, expected in (("steps", latents), ("x0", x0)):
-                    found = each.record[f"stage1.{m}.{kind}"][i]
-                    assert relative_l2(found, expected[m]) <= CLOSE, (name, m, kind, i)
+    masks = {m: np.ones(len(x)) for m, x in clean.items()}
+    masks["audio"][TARGETS:] = 1 - strength
+    x = noised(state.record, "stage1", masks, clean)
+    places = places_of(plan.request, both["cuda"].config, at == "before", count)
+    given = places, state.contexts, x, masks, clean, shifted_sigmas(2)
+    steps = euler_steps(stored_module(folder), *given, **guiding(plan.request))
+    assert_follows({name: each.record for name, (_, each) in runs.items()}, "stage1", steps)
 
 
 @pytest.mark.parametrize(
@@ -143,27 +130,18 @@ def test_voice_guidance_is_the_formula_over_diffusers(sessions, voice, generatio
     names = {f"{m}_{name}": x for m in ("video", "audio") for name, x in neutral.items()}
     given = {"voice": voice, "voice_guidance": 2.5} | ({} if guided else names)
     runs = {name: run(session, **given) for name, session in both.items()}
-    request, state = runs["cuda"]
+    plan, state = runs["cuda"]
     count = state.record["reference.audio"].shape[2]
     clean = {m: np.zeros(state.record[f"stage1.{m}.noise"].shape[1:]) for m in ("video", "audio")}
     clean["audio"][TARGETS:] = pack_audio(state.record["reference.audio"])[0]
     masks = {m: np.ones(len(x)) for m, x in clean.items()}
     masks["audio"][TARGETS:] = 0
-    module = LTX2VideoTransformer3DModel.from_pretrained(
-        folder / "transformer", perturbed_attn=True
-    ).eval()
-    positions = positions_of(request, both["cuda"].config, True, count)
+    places = places_of(plan.request, both["cuda"].config, True, count)
     start = {m: state.record[f"stage1.{m}.start"][0] for m in clean}
-    steps = euler_steps(
-        module, positions, state.contexts, start, masks, clean, shifted_sigmas(2),
-        guidance=request.guidance, blocks=request.stg_blocks, voice=(2.5, TARGETS),
-    )  # fmt: skip
-    for i, (latents, x0) in enumerate(steps):
-        for m in clean:
-            for name, (_, each) in runs.items():
-                for kind, expected in (("steps", latents), ("x0", x0)):
-                    found = each.record[f"stage1.{m}.{kind}"][i]
-                    assert relative_l2(found, expected[m]) <= CLOSE, (name, m, kind, i)
+    given, how = (places, state.contexts, start, masks, clean), guiding(plan.request)
+    sigmas, voiced = shifted_sigmas(2), (2.5, TARGETS)
+    steps = euler_steps(stored_module(folder), *given, sigmas, **how, voice=voiced)
+    assert_follows({name: each.record for name, (_, each) in runs.items()}, "stage1", steps)
 
 
 def test_a_voice_that_does_not_guide_is_sound_before_the_clip(sessions, voice):
@@ -200,12 +178,9 @@ def test_every_stage_and_sound_alone_follow_it(sessions, voice):
     _, state = run(both["cuda"], "two-stage", audio_conditioning_at="before", **given)
     for stage in ("stage1", "stage2"):
         assert state.record[f"{stage}.audio.noise"].shape[1] > TARGETS
-    plan = make_plan(
-        both["cuda"], make_request("t2a", prompt="hello", num_frames=17, steps=2, seed=1, **given)
-    )
+    given |= {"prompt": "hello", "num_frames": 17, "steps": 2, "seed": 1}
+    plan, alone = denoised(both["cuda"], make_request("t2a", **given))
     assert [stage.name for stage in plan.stages] == ["text", "stage1 sound", "stage1", "audio"]
-    kept = tuple(s for s in plan.stages if not isinstance(s, Sound))
-    alone = produce(both["cuda"], replace(plan, stages=kept), keep=True)[0]
     count = alone.record["reference.audio"].shape[2]
     assert alone.record["stage1.audio.steps"].shape == (2, TARGETS + count, 128)
 
@@ -228,13 +203,8 @@ def test_sound_longer_than_the_clip_is_cut_where_both_begin(sessions, tmp_path, 
     write_wav(path, sound, 16000)
     for at, count in (("start", TARGETS), ("before", 26)):
         given = {"audio_conditioning": (path, 1.0), "audio_conditioning_at": at}
-        (stage,) = [
-            s
-            for s in make_plan(
-                session, make_request("one-stage", prompt="fox", **SIZE | given)
-            ).stages
-            if s.name == "stage1"
-        ]
+        plan = make_plan(session, make_request("one-stage", prompt="fox", **SIZE | given))
+        (stage,) = (s for s in plan.stages if s.name == "stage1")
         assert stage.blank["audio"].shape == (1, TARGETS + count, 128)
     assert "its first 0.72 s are used, as long as the clip" in capsys.readouterr().err
 
