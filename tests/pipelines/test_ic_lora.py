@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import refused
-from diffusers import AutoencoderKLLTX2Video, LTX2VideoTransformer3DModel
+from diffusers import AutoencoderKLLTX2Video
 from PIL import Image
-from reference_transformer import euler_steps
+from reference_transformer import assert_follows, euler_steps, noised, positions_of, stored_module
 from test_denoise import PROMPT, keep_officially, load_pipeline, noise_of, unpacked
 from test_retake import write, write_light
 
@@ -22,11 +22,9 @@ from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import read_frames, video_info
 from ltx2rt.models.geometry import (
-    audio_positions,
     pack_audio,
     pack_video,
     reference_positions,
-    video_positions,
 )
 from ltx2rt.pipelines.groups.sound import parse_reference
 from ltx2rt.pipelines.ic_lora import ICLora, hdr_log
@@ -43,6 +41,7 @@ from ltx2rt.weights.files import TensorFile
 
 CLOSE = 1e-5  # contract: 1e-3 at every step; float32 rounding on both sides
 WIDTH, HEIGHT, FRAMES, FPS = 256, 128, 17, 24
+SIZE = {"width": WIDTH, "height": HEIGHT, "num_frames": FRAMES}
 
 
 # Of every run through the command line; later flags win.
@@ -116,9 +115,8 @@ def diffusers_stage1(folder, lora, noise, monkeypatch, references, images, mask,
     from safetensors.torch import load_file
 
     pipe = load_pipeline(module.LTX2InContextPipeline, folder, torch.float32)
-    pipe.load_lora_weights(
-        {k: v for k, v in load_file(lora).items() if k.startswith("diffusion_model.")}
-    )
+    stored = load_file(lora).items()
+    pipe.load_lora_weights({k: v for k, v in stored if k.startswith("diffusion_model.")})
     queue = [noise["stage1.video"], noise["stage1.audio"]]
     trail = []
     step = FlowMatchEulerDiscreteScheduler.step
@@ -128,20 +126,16 @@ def diffusers_stage1(folder, lora, noise, monkeypatch, references, images, mask,
         trail.append(result[0].numpy()[0])
         return result
 
-    monkeypatch.setattr(
-        module,
-        "randn_tensor",
-        lambda shape, **_: torch.from_numpy(unpacked(queue.pop(0), tuple(shape)).copy()),
-    )
+    def drawn(shape, **_):
+        return torch.from_numpy(unpacked(queue.pop(0), tuple(shape)).copy())
+
+    monkeypatch.setattr(module, "randn_tensor", drawn)
     monkeypatch.setattr(FlowMatchEulerDiscreteScheduler, "step", recorded)
     keep_officially(pipe, queue, monkeypatch)
     masked_officially(pipe.transformer)
 
     def pixels(path):
-        return [
-            Image.fromarray(frame)
-            for frame in read_frames(path, "", video_info(path, "").num_frames)
-        ]
+        return [*map(Image.fromarray, read_frames(path, "", video_info(path, "").num_frames))]
 
     grey = np.stack([np.asarray(frame) for frame in pixels(mask)]).mean(-1) / 255
     neutral = dict(guidance_scale=1.0, stg_scale=0.0, modality_scale=1.0, guidance_rescale=0.0)
@@ -168,11 +162,8 @@ def test_stage_one_equals_diffusers(
     """Two references of half the size and unlike lengths and strengths, after an image in the first
     frame and one beside it; a mask at strength 0.7."""
     folder = tiny(f"tiny-{generation}", "diffusers")
-    lora = lora_with(
-        folder / f"tiny-{generation}-distilled-lora.safetensors",
-        tmp_path / "ic.safetensors",
-        downscale=2,
-    )
+    lora = folder / f"tiny-{generation}-distilled-lora.safetensors"
+    lora = lora_with(lora, tmp_path / "ic.safetensors", downscale=2)
     references, mask = [(files[0], 1.0), (files[1], 0.8)], files[2]
     places = list(zip(images, (0, 9), (1.0, 0.6), strict=True))
     run = generate(
@@ -207,9 +198,8 @@ def half(model, tmp_path_factory):
 
 
 def test_stage_two_has_neither_references_nor_their_lora(model, half, files, generate):
-    run = generate(
-        "cuda", model, *FLAGS, "--lora", half, "--video-conditioning", files[0], "--no-audio"
-    )
+    words = ("--lora", half, "--video-conditioning", files[0], "--no-audio")
+    run = generate("cuda", model, *FLAGS, *words)
     assert run.status == 0, run.stderr
     assert run.latents["stage1.video.noise"].shape == (1, 3 * 8 + 3 * 2, 128)
     assert run.latents["stage2.video.noise"].shape == (1, 3 * 32, 128)
@@ -224,22 +214,12 @@ def test_stage_two_has_neither_references_nor_their_lora(model, half, files, gen
 
 def test_a_distilled_lora_is_merged_in_both_stages(model, half, files):
     distilled = LoraSpec(model / "tiny-2.3-distilled-lora.safetensors", 0.5)
-    options = ModelOptions(
-        "cuda", model, device="cpu", loras=(LoraSpec(half),), distilled_lora=distilled
-    )
-    session = open_session(options)
-    request = ICLora(
-        "a fox",
-        width=WIDTH,
-        height=HEIGHT,
-        num_frames=FRAMES,
-        video_conditioning=(ReferenceSpec(files[0]),),
-    )
+    how = {"loras": (LoraSpec(half),), "distilled_lora": distilled}
+    session = open_session(ModelOptions("cuda", model, device="cpu", **how))
+    request = ICLora("a fox", **SIZE, video_conditioning=(ReferenceSpec(files[0]),))
     first, second = (s for s in make_plan(session, request).stages if isinstance(s, Denoise))
-    assert [(lora.path, lora.strength) for lora in first.loras] == [
-        (half, 1.0),
-        (distilled.path, 0.5),
-    ]
+    found = [(lora.path, lora.strength) for lora in first.loras]
+    assert found == [(half, 1.0), (distilled.path, 0.5)]
     assert [lora.path for lora in second.loras] == [distilled.path]
     assert first.sampler == second.sampler == "euler" and not second.given
     session.close()
@@ -258,9 +238,8 @@ def test_without_stage_two_the_clip_is_half_as_large(model, half, files, generat
     last = run.latents["stage1.audio.steps"][-1].reshape(1, -1, 8, 16).transpose(0, 2, 1, 3)
     np.testing.assert_array_equal(run.latents["audio_latent"], last)
     assert not [name for name in run.latents if name.startswith(("stage2", "upsampled"))]
-    again = generate(
-        "cuda", model, *flags, "--seed", 4, "--no-audio", "--noise-in", run.latents_file
-    )
+    more = ("--seed", 4, "--no-audio", "--noise-in", run.latents_file)
+    again = generate("cuda", model, *flags, *more)
     np.testing.assert_array_equal(again.latents["video_latent"], run.latents["video_latent"])
 
 
@@ -279,25 +258,15 @@ def test_frames_between_are_left_out_where_the_lora_says_so(model, half, files, 
     lora = lora_with(half, tmp_path / "stride.safetensors", downscale=2, stride=2)
     kept = list(read_frames(files[0], "", FRAMES))
     every = save(tmp_path / "every.mov", [kept[0], *kept[1::2]])
+    words = ("--skip-stage-2", "--no-audio", "--lora")
     found, same = (
-        generate(
-            "cuda",
-            model,
-            *FLAGS,
-            "--skip-stage-2",
-            "--no-audio",
-            "--lora",
-            lora,
-            "--video-conditioning",
-            video,
-        )
+        generate("cuda", model, *FLAGS, *words, lora, "--video-conditioning", video)
         for lora, video in ((lora, files[0]), (half, every))
     )
     assert found.latents["reference.0"].shape == (1, 128, 2, 1, 2)
     np.testing.assert_array_equal(found.latents["reference.0"], same.latents["reference.0"])
-    assert (
-        relative_l2(found.latents["video_latent"], same.latents["video_latent"]) > 1e-3
-    )  # its tokens lie elsewhere
+    first, second = (run.latents["video_latent"] for run in (found, same))
+    assert relative_l2(first, second) > 1e-3  # its tokens lie elsewhere
 
 
 def test_references_are_written_as_text_and_as_tuples():
@@ -320,54 +289,44 @@ def broken(tmp_path, files):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "--video-conditioning: the ic-lora pipeline follows reference videos, none was given"),
-        (["REF:1.5"], "strength 1.5 of"),
-        (["REF:-0.1"], "strength -0.1 of"),
-        (["REF:nan"], "strength nan of"),
-        (["gone.mov"], "--video-conditioning: {folder}/gone.mov does not exist"),
-        (["."], "is a folder, expected a file"),
-        (["fifo"], "--video-conditioning: {folder}/fifo is no regular file"),
-        (["text.mov"], "is no readable video"),
-        (["cut.mov"], "cut.mov is"),
-        (["REF", "--conditioning-attention-strength", 1.01],
-         "attention-strength: 1.01, expected 0 to 1"),
-        (["REF", "--conditioning-attention-strength", -1],
-         "attention-strength: -1, expected 0 to 1"),
-        (["REF", "--conditioning-attention-strength", "nan"],
-         "--conditioning-attention-strength: nan"),
-        (["REF", "--conditioning-attention-mask", "gone.mov"],
+        ("", "--video-conditioning: the ic-lora pipeline follows reference videos, none was given"),
+        ("REF:1.5", "strength 1.5 of"),
+        ("REF:-0.1", "strength -0.1 of"),
+        ("REF:nan", "strength nan of"),
+        ("gone.mov", "--video-conditioning: {folder}/gone.mov does not exist"),
+        (".", "is a folder, expected a file"),
+        ("fifo", "--video-conditioning: {folder}/fifo is no regular file"),
+        ("text.mov", "is no readable video"),
+        ("cut.mov", "cut.mov is"),
+        ("REF --conditioning-attention-strength 1.01", "attention-strength: 1.01, expected 0 to 1"),
+        ("REF --conditioning-attention-strength -1", "attention-strength: -1, expected 0 to 1"),
+        ("REF --conditioning-attention-strength nan", "--conditioning-attention-strength: nan"),
+        ("REF --conditioning-attention-mask gone.mov",
          "--conditioning-attention-mask: {folder}/gone.mov does"),
-        (["REF", "--conditioning-attention-mask", "fifo"], "fifo is no regular file"),
-        (["REF", "--conditioning-attention-mask", "text.mov"],
-         "attention-mask: {folder}/text.mov is no"),
-        (["REF", "--conditioning-attention-mask", "one.mov"],
-         "one.mov has 1 frames, expected 3 or more"),
-        (["REF", "--conditioning-attention-mask", "twelve.mov"],
+        ("REF --conditioning-attention-mask fifo", "fifo is no regular file"),
+        ("REF --conditioning-attention-mask text.mov", "attention-mask: {folder}/text.mov is no"),
+        ("REF --conditioning-attention-mask one.mov", "one.mov has 1 frames, expected 3 or more"),
+        ("REF --conditioning-attention-mask twelve.mov",
          "twelve.mov has 12 frames, expected 3 or more"),
-        (["REF", "--width", 192],
+        ("REF --width 192",
          "--width: 192, expected divisible by 128 (ic-lora with a LoRA for references of 1/2"),
-        (["REF", "--height", 64], "--height: 64, expected divisible by 128"),
-        (["REF", "--width", 101], "--width: 101, expected an even number"),
-        (["REF", "--num-frames", 16], "the nearest are 9 and 17 frames"),
-        (["REF", "--lora", "LORA:1:stage2"],
-         "is for stage 2, where the ic-lora pipeline merges none"),
-        (["REF", "--lora", "third.safetensors"], "reference_downscale_factor is 2 in"),
-        (["REF", "--skip-stage-2", "--audio-from", "stage2"],
+        ("REF --height 64", "--height: 64, expected divisible by 128"),
+        ("REF --width 101", "--width: 101, expected an even number"),
+        ("REF --num-frames 16", "the nearest are 9 and 17 frames"),
+        ("REF --lora LORA:1:stage2", "is for stage 2, where the ic-lora pipeline merges none"),
+        ("REF --lora third.safetensors", "reference_downscale_factor is 2 in"),
+        ("REF --skip-stage-2 --audio-from stage2",
          "--audio-from: stage2, which --skip-stage-2 leaves out"),
-        (["REF", "--pad", "32,0,32"], "--pad: '32,0,32', expected LEFT,TOP,RIGHT,BOTTOM"),
-        (["REF", "--pad", "a,0,0,0"], "--pad: 'a,0,0,0', expected LEFT,TOP,RIGHT,BOTTOM"),
-        (["REF", "--pad=-32,0,0,0"], "--pad: -32 pixels, expected 0 or more"),
-        (["REF", "--pad", "9999999999999,0,0,0"],
-         "--pad: the clip has 256x128, 17 frames at 24 fps"),
-        (["REF", "REF", "--pad", "32,0,0,0"],
-         "--pad: does not go with several --video-conditioning"),
-        (["REF", "--hdr", "ACESCG", "--pad", "32,0,0,0"], "have 8 bits; leave out --pad or it"),
-        (["REF", "--hdr-transfer", "pq"],
-         "--hdr-transfer: pq, but the clip is not in high dynamic"),
-        (["REF", "--hdr", "ACESCG", "--output", "x.webm"], "--hdr: x.webm cannot hold it"),
-        (["REF", "--output", "REF"], "first.mov"),
+        ("REF --pad 32,0,32", "--pad: '32,0,32', expected LEFT,TOP,RIGHT,BOTTOM"),
+        ("REF --pad a,0,0,0", "--pad: 'a,0,0,0', expected LEFT,TOP,RIGHT,BOTTOM"),
+        ("REF --pad=-32,0,0,0", "--pad: -32 pixels, expected 0 or more"),
+        ("REF --pad 9999999999999,0,0,0", "--pad: the clip has 256x128, 17 frames at 24 fps"),
+        ("REF REF --pad 32,0,0,0", "--pad: does not go with several --video-conditioning"),
+        ("REF --hdr ACESCG --pad 32,0,0,0", "have 8 bits; leave out --pad or it"),
+        ("REF --hdr-transfer pq", "--hdr-transfer: pq, but the clip is not in high dynamic"),
+        ("REF --hdr ACESCG --output x.webm", "--hdr: x.webm cannot hold it"),
+        ("REF --output REF", "first.mov"),
     ],
-    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )  # fmt: skip
 def test_refusals(model, half, broken, command, monkeypatch, flags, message):
     """One line and exit 2, before a tensor is read."""
@@ -377,7 +336,7 @@ def test_refusals(model, half, broken, command, monkeypatch, flags, message):
         path.name: path for path in broken.iterdir()
     }
     names |= {"gone.mov": broken / "gone.mov", ".": broken}
-    words = [str(word) for word in flags]
+    words = flags.split()
     for i, word in enumerate(words):
         name, colon, rest = word.partition(":")
         words[i] = f"{names.get(name, name)}{colon}{rest}"
@@ -406,13 +365,10 @@ def test_noise_without_the_references_tokens_is_refused(model, half, files):
     shape = {"video": 3 * 8, "audio": 18}
     noise = {f"stage1.{m}": np.zeros((1, n, 128), np.float32) for m, n in shape.items()}
     write_arrays(files[0].parent / "noise.safetensors", noise)
-    session = open_session(
-        ModelOptions("cuda", model, device="cpu", loras=(LoraSpec(half),), distilled_lora=NO_LORA)
-    )
-    request = ICLora(
-        "a fox", width=WIDTH, height=HEIGHT, num_frames=FRAMES, video_conditioning=(ReferenceSpec(files[0]),),
-        skip_stage_2=True, noise_in=files[0].parent / "noise.safetensors",
-    )  # fmt: skip
+    how = {"loras": (LoraSpec(half),), "distilled_lora": NO_LORA}
+    session = open_session(ModelOptions("cuda", model, device="cpu", **how))
+    given = {"skip_stage_2": True, "noise_in": files[0].parent / "noise.safetensors"}
+    request = ICLora("a fox", **SIZE, video_conditioning=(ReferenceSpec(files[0]),), **given)
     with refused(r"stage1.video .* \[1, 24, 128\], expected float32 \[1, 30, 128\]"):
         make_plan(session, request)
     session.close()
@@ -421,17 +377,8 @@ def test_noise_without_the_references_tokens_is_refused(model, half, files):
 @pytest.fixture
 def masked(half, files):
     """Flags of a run with an attention mask over 24 tokens of the clip and 10 of two references."""
-    mask = ("--conditioning-attention-mask", files[2])
-    return (
-        *FLAGS,
-        "--lora",
-        half,
-        "--video-conditioning",
-        files[0],
-        f"{files[1]}:0.8",
-        *mask,
-        "--no-audio",
-    )
+    mask = ("--conditioning-attention-mask", files[2], "--no-audio")
+    return (*FLAGS, "--lora", half, "--video-conditioning", files[0], f"{files[1]}:0.8", *mask)
 
 
 @pytest.mark.slow
@@ -464,7 +411,7 @@ def test_with_a_mask_its_pixels_are_made_anew(model, half, tmp_path):
     save(green, [np.where(mask[..., None], np.array([0x66, 0xFF, 0], np.uint8), x) for x in frames])
     options = ModelOptions("cuda", model, device="cpu", dtype="float32", distilled_lora=NO_LORA)
     session = open_session(replace(options, loras=(LoraSpec(half),)))
-    size = {"width": WIDTH, "height": HEIGHT, "num_frames": FRAMES, "seed": 3, "prompt": "a fox"}
+    size = SIZE | {"seed": 3, "prompt": "a fox"}
 
     def made(path, **more):
         request = ICLora(**size, video_conditioning=(ReferenceSpec(path),), **more)
@@ -489,10 +436,7 @@ def test_with_a_mask_its_pixels_are_made_anew(model, half, tmp_path):
     for m in ("stage1", "stage2"):
         assert f"{m}.audio.steps" not in heard.record
     for more, message in (
-        (
-            {"width": 128},
-            "--mask: the clip has 128x128, 17 frames at 24 fps, but its reference 256",
-        ),
+        ({"width": 128}, "--mask: the clip has 128x128, 17 frames at 24 fps, but its reference 25"),
         ({"num_frames": 25}, "--mask: the clip has 256x128, 25 frames"),
         ({"skip_stage_2": True}, "--mask: does not go with --skip-stage-2"),
         ({"video_conditioning": (ReferenceSpec(clip),) * 2}, "--mask: does not go with several"),
@@ -516,8 +460,7 @@ def test_a_border_is_made_by_the_formula(tiny, on_both, tmp_path):
     how = {"distilled_lora": NO_LORA, "loras": (LoraSpec(lora, 0.0),), "assume": "distilled"}
     clip = write(tmp_path / "a.mp4", size=(64, 64))
     source = np.stack(list(read_frames(clip, "", FRAMES)))
-    given = {"width": WIDTH, "height": HEIGHT, "num_frames": FRAMES, "seed": 3, "prompt": "a fox"}
-    request = ICLora(**given, video_conditioning=(ReferenceSpec(clip),), pad=pad)
+    request = ICLora("a fox", **SIZE, seed=3, video_conditioning=(ReferenceSpec(clip),), pad=pad)
     runs = {}
     for name, session in on_both("tiny-2.3", **how).items():
         state, *_ = produce(session, make_plan(session, request), keep=True)
@@ -545,37 +488,24 @@ def test_a_border_is_made_by_the_formula(tiny, on_both, tmp_path):
         assert relative_l2(pack_video(each.record["reference.0"])[0], seen) <= CLOSE
     sound = pack_audio(state.record["source.audio"])[0].astype(np.float64)
     made = pack_video(state.record["upsampled"])[0].astype(np.float64)
-    module = LTX2VideoTransformer3DModel.from_pretrained(
-        folder / "transformer", perturbed_attn=True
-    ).eval()
+    module = stored_module(folder)
     for stage, scale, sigmas in (("stage1", 2, DISTILLED_SIGMAS), ("stage2", 1, STAGE2_SIGMAS)):
         g = request.geometry(session.config, scale)
-        places, tokens = video_positions(g), g.num_video_tokens
-        clean, mask, start = np.zeros((tokens, 128)), np.ones(tokens), np.zeros((tokens, 128))
+        places, tokens = positions_of(g), g.num_video_tokens
+        clean, mask = np.zeros((tokens, 128)), np.ones(tokens)
         if stage == "stage1":
-            places = np.concatenate([places, reference_positions(coarse, 2)], 1)
+            places["video"] = np.concatenate([places["video"], reference_positions(coarse, 2)], 1)
             clean, mask = np.concatenate([clean, seen]), np.append(mask, np.zeros(len(seen)))
-            start = np.zeros(clean.shape)
-        else:
-            start = made
-        noise = state.record[f"{stage}.video.noise"][0].astype(np.float64)
-        mixed = (1 - float(sigmas[0])) * start + float(sigmas[0]) * noise
-        x = {"video": clean + mask[:, None] * (mixed - clean), "audio": sound}
+        start = {"video": np.zeros(clean.shape) if stage == "stage1" else made, "audio": sound}
+        clean = {"video": clean, "audio": sound}
         masks = {"video": mask, "audio": np.zeros(len(sound))}
+        x = noised(state.record, stage, masks, clean, sigmas[0], start)
         steps = euler_steps(
-            module, {"video": places, "audio": audio_positions(g)}, state.contexts, x, masks,
-            {"video": clean, "audio": sound}, sigmas, frozen=("audio",),
-        )  # fmt: skip
-        for i, (latents, x0) in enumerate(steps):
-            for name, each in runs.items():
-                for kind, expected in (("steps", latents), ("x0", x0)):
-                    found = each.record[f"{stage}.video.{kind}"][i]
-                    assert relative_l2(found, expected["video"]) <= 2e-5, (name, stage, kind, i)
+            module, places, state.contexts, x, masks, clean, sigmas, frozen=("audio",)
+        )
+        assert_follows({name: each.record for name, each in runs.items()}, stage, steps)
     for more, message in (
-        (
-            {"width": 128},
-            "--pad: the clip has 128x128, 17 frames at 24 fps, but its reference with",
-        ),
+        ({"width": 128}, "--pad: the clip has 128x128, 17 frames at 24 fps, but its reference w"),
         ({"pad": (64, 0, 128, -1)}, "--pad: -1 pixels, expected 0 or more"),
         ({"skip_stage_2": True}, "--pad: does not go with --skip-stage-2"),
         ({"hdr": "ACESCG"}, "--hdr: the reference's own pixels have 8 bits; leave out --pad"),
@@ -604,9 +534,7 @@ def test_a_folder_of_exr_images_is_a_reference(tiny, on_both, half, tmp_path):
     scaled = torch.nn.functional.interpolate(planes, (32, 47), mode="bilinear")
     padded = torch.nn.functional.pad(scaled, (0, 17, 0, 0), mode="reflect")[0].numpy()
     codes = hdr.encoded(padded).clip(0, 1) * 2 - 1
-    np.testing.assert_allclose(
-        found, codes, atol=1e-4
-    )  # float32, whose ulp of 4 the slope takes up
+    np.testing.assert_allclose(found, codes, atol=1e-4)  # float32; the slope takes up an ulp of 4
     with refused("is a folder, expected a file; to EXR images add --hdr"):
         ICLora(video_conditioning=seen, **flags).check()
 
