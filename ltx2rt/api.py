@@ -31,6 +31,7 @@ from ltx2rt.flags import keywords
 from ltx2rt.media.images import on_disk
 from ltx2rt.media.output import write_clip
 from ltx2rt.media.provenance import Origin
+from ltx2rt.notes import note
 from ltx2rt.pipelines import make_request
 from ltx2rt.pipelines.recipes import with_recipe
 from ltx2rt.pipelines.request import Request
@@ -172,6 +173,8 @@ class Session:
                 "seed: none, but several processes make this clip; give all of them the same"
             )
         run = Run(session, request)
+        for line in run.request.remarks(session.config) if run.is_main else ():
+            note(line)
         with run.kept_in(parts):
             run.make(on_progress=on_progress, cancelled=cancelled)
             frames = run.pictures()

@@ -63,14 +63,18 @@ class GivenSound(Group):
             )
 
     def measured(self, request: Any) -> dict[str, Any]:
-        """The most frames within the sound, where the request states no length."""
-        path = self.audio_path
-        if not request.length_by_sound or path is None or not path.is_file():
+        """The most frames within the sound, where the request states no length, or seconds that are
+        within it and round to more."""
+        path, asked_s = self.audio_path, request.seconds
+        if not (request.length_by_sound or asked_s) or path is None or not path.is_file():
             return {}
         cut = self.audio_start_time, self.audio_max_duration
         waveform, rate = read_sound(path, *cut, say=lambda text: None)
         heard_s = waveform.shape[1] / rate
-        return {"num_frames": frames_within(heard_s, request.fps, STEP), "heard_s": heard_s}
+        within = frames_within(heard_s, request.fps, STEP)
+        if asked_s and not heard_s >= asked_s > within / request.fps:
+            return {}
+        return {"num_frames": within, "seconds": None, "heard_s": heard_s}
 
     def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
         return self.measured(request)

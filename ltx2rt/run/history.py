@@ -47,8 +47,9 @@ def expected(file: Path, key: list[Any]) -> str | None:
     if not found:
         return None
     last = found[-LAST:]
-    took = " and ".join(f"{seconds:.0f}" for seconds in last)
-    runs = "one run like this one" if len(last) == 1 else f"the last {len(last)} runs like this one"
+    *early, latest = (f"{seconds:.0f}" for seconds in last)
+    took = f"{', '.join(early)} and {latest}" if early else latest
+    runs = f"the last {len(last)} runs like this one" if early else "one run like this one"
     return f"about {sum(last) / len(last):.0f} s ({runs} took {took} s here)"
 
 

@@ -209,6 +209,7 @@ def produce(
         work={name: fmean(each) for name, each in work.items()},
         total_work=sum(map(sum, work.values())),
         verbose=verbose,
+        brief=plan.request.in_segments,
         look=look or (lambda latents: None),
     )
     if warmup:

@@ -47,7 +47,8 @@ class Progress:
 class Stopwatch:
     """Times stages and shows them: on a terminal the running one, with a bar for the whole run, or for
     the stage if the run's work is unknown, and a line for each finished one; elsewhere, and if
-    `verbose`, also a line when each begins.
+    `verbose`, also a line when each begins. brief: without the lines of stages, for a run that tells
+    of its segments.
 
     stream: None shows nothing. synchronize: waits for the device. clock: seconds. observer: told
     of each step. cancelled: whether the caller wants the run to end; agree: whether a process
@@ -68,6 +69,7 @@ class Stopwatch:
         verbose: bool = False,
         look: Callable[[Callable[[], Any]], None] = lambda latents: None,
         total_work: float | None = None,
+        brief: bool = False,
     ):
         self.stream, self.clock, self.synchronize = stream, clock, synchronize
         self.observer = observer
@@ -77,7 +79,7 @@ class Stopwatch:
         self.total_work = sum(self.work.values()) if total_work is None else total_work
         self.look = look
         self._bars = stream is not None and stream.isatty()
-        self.verbose = verbose
+        self.verbose, self.brief = verbose, brief and not verbose
         self.stages: list[StageTime] = []
         self.apart_s: dict[str, float] = {}
         self._start = clock()
@@ -109,7 +111,8 @@ class Stopwatch:
     def _under_way(self, text: str) -> Iterator[None]:
         """Show the text until the body ends; where lines stay, it stays."""
         if self.stream is None or not self._bars or self.verbose:
-            self.say(f"{text} ...")
+            if not self.brief:
+                self.say(f"{text} ...")
             yield
             return
         print(f"{text} ...", end="\r", file=self.stream, flush=True)
@@ -164,7 +167,8 @@ class Stopwatch:
         self.stages.append(stage)
         self._done += self.work.get(name, 0.0)
         made = f" ({count - done} {unit})" if count > done else ""
-        self.say(f"{name}: {stage.time_s:.2f} s{made}")
+        if not self.brief:
+            self.say(f"{name}: {stage.time_s:.2f} s{made}")
 
     def _bar(self, name: str, count: int, steps: int, unit: str, spent_s: float) -> None:
         """Show on a terminal the part of the run that is done, or of the stage if the run's work is

@@ -18,7 +18,7 @@ import numpy as np
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.media.hdr import read_exr, to_model
-from ltx2rt.media.images import cover, load_conditioning_image, notes, read_rgb
+from ltx2rt.media.images import cover, load_conditioning_image, read_rgb
 from ltx2rt.models.geometry import (
     Geometry,
     audio_positions,
@@ -129,7 +129,7 @@ class Image(Still):
         process, and has its uploads decoded in others."""
         if not isinstance(session.backend, DatasheetBackend):
             (read_exr if self.hdr else read_rgb)(self.spec.path)
-        return [] if self.hdr else notes(self.spec.path)
+        return []
 
     def encode(self, session: Session, state: State, watch: Stopwatch) -> Tokens:
         height, width = self.geometry.size_px

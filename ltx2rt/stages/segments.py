@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
-from itertools import islice, pairwise
+from itertools import islice, pairwise, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -301,7 +301,10 @@ class Keep(Stage):
         watch.check()  # all processes wait for the file
         with watch.stage(SEGMENT, 1) as step:  # for observers
             step()
-        watch.say(f"segment {self.number} of {self.of} is made")
+        own = takewhile(lambda stage: stage.name != SEGMENT, reversed(watch.stages[:-1]))
+        took_s, others = sum(stage.time_s for stage in own), self.of - self.number
+        left = f", about {took_s * others:.0f} s left" if others else ""
+        watch.say(f"segment {self.number} of {self.of}: {took_s:.1f} s{left}")
         empty = State(keep=state.keep, folder=state.folder, origin=state.origin)
         for f in fields(State):
             setattr(state, f.name, getattr(empty, f.name))

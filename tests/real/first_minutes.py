@@ -36,11 +36,12 @@ def refused(name: str, command: str, says: str) -> Row:
 
 
 ROWS = [
-    works("text, one second", f"{NEW} --seconds 1"),
+    works("text, one second", f"{NEW} --seconds 1", "1 s: 25 frames, 1.04 s"),
     works("a portrait photo decides the size", f"{QUICK} --width 192 --steps 1 --num-frames 9 --image photo.jpg",
         check=partial(made, width=192, height=256, frames=9)),
     works("a song decides the length", f"{NEW} --audio song.wav", "pipeline a2v, because of --audio-path",
         check=partial(made, frames=17)),
+    works("a song and its seconds", f"{NEW} --audio song.wav --seconds 1", check=partial(made, frames=17)),
     works("redo a part", f"{CLIP} --start 0.4 --end 0.6", "pipeline retake"),
     works("continue", f"{CLIP} --extend-frames 8", check=partial(made, frames=33)),
     works("remove something", f"{CLIP} --mask-box 20,20,20,20"),
@@ -48,7 +49,6 @@ ROWS = [
     refused("a word that no flag is", f"{CLIP} --extend 2", r"--extend; did you mean --extend-frames\?"),
     refused("strength of other programs", f"{CLIP} --strength 0.6", r"did you mean --noise-level\?"),
     refused("a flag of another pipeline", f"{NEW} --song song.wav", r"did you mean --audio-path\?"),
-    refused("a size in one number", f"{QUICK} --size 64", "'64', expected WIDTHxHEIGHT"),
     refused("two photos at one frame", f"{NEW} --image photo.jpg photo.jpg", "such as photo.jpg:last"),
     refused("a clip as a photo", f"{NEW} --image in.mp4", "a clip goes to --video-path"),
     refused("a file without a flag", "generate TINY photo.jpg --prompt=a", "such as --image photo.jpg"),

@@ -14,6 +14,7 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import INPUTS, flags_of
 from ltx2rt.media.hdr import SPACES, TRANSFERS, HighRange, image_px, is_exr
+from ltx2rt.media.images import notes
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.pipelines.groups.size import Size
@@ -165,6 +166,7 @@ class Images(Group):
         for image in self.images:
             if image.latent:
                 continue
+            yield from () if request.high_range else notes(image.path)
             found = image_px(image.path)
             shares = [side / px for side, px in zip(sides.values(), found, strict=True)]
             for side, share in zip(sides, shares, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import product
 from typing import Any, ClassVar
@@ -215,6 +215,7 @@ class Length(Duration):
         most=MAX_FPS,
         json="number",
     )
+    asked_s: float | None = field(default=None, repr=False)
     auto_duration: tuple[float, ...] | None = flag(
         None,
         "range of lengths to choose from without --num-frames, in seconds; LTX-2.5 (default: 1 20)",
@@ -230,4 +231,10 @@ class Length(Duration):
             refuse_beside(**{name: value is not None for name, value in given.items()})
 
     def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        return {"num_frames": self.stated(request), "seconds": None}
+        asked_s = self.seconds or self.asked_s
+        return {"num_frames": self.stated(request), "seconds": None, "asked_s": asked_s}
+
+    def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
+        if self.asked_s and not request.in_segments:
+            count, seconds = request.num_frames, float(request.num_frames / request.fps)
+            yield f"{self.asked_s:g} s: {count} frames, {seconds:.2f} s"

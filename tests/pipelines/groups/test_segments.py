@@ -414,12 +414,12 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tiny, command, tmp_path):
 def test_a_run_that_is_killed_again_and_again(tiny, command, tmp_path, kills):
     """Within a segment and between two, in turn: it makes the clip of a run that no one stops."""
     whole, cut = tmp_path / "whole.mp4", tmp_path / "cut.mp4"
-    length = ("--seed", 5, "--seconds", 1.7 if kills == 1 else 5)
+    length = ("--seed", 5, "--seconds", 1.7 if kills == 1 else 5, "--verbose")
     assert command(*arguments(tiny, whole, *length))[0] == 0
     for number in range(kills):
         run = started(arguments(tiny, cut, *length))
         for line in run.stderr:
-            if line.startswith("stage1: 2 steps ...") if number % 2 else " is made" in line:
+            if line.startswith("stage1: 2 steps ...") if number % 2 else " s left" in line:
                 break
         time.sleep(0.05 * (number % 2))
         run.kill()
