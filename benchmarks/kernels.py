@@ -35,7 +35,8 @@ from typing import Any
 
 import torch
 from ltx2rt_cuda import CudaBackend
-from ltx2rt_cuda.ops import DTYPES, OPS, WITH_KERNEL
+from ltx2rt_cuda.ops import OPS, WITH_KERNEL
+from ltx2rt_cuda.ops.table import DTYPES
 from ltx2rt_kernels.choose import folder, why_not
 from ltx2rt_kernels.traffic import Bytes
 

@@ -40,11 +40,13 @@ import torch
 # what collectives make of fake tensors is registered here
 import torch.distributed._functional_collectives
 import torch.nn.functional as F
-from ltx2rt_cuda import lower, ops
+from ltx2rt_cuda import lower
 from ltx2rt_cuda.device import attention
 from ltx2rt_cuda.distributed import Position
 from ltx2rt_cuda.factory import FACTORY
-from ltx2rt_cuda.ops import DTYPES
+from ltx2rt_cuda.ops import WITH_KERNEL, products
+from ltx2rt_cuda.ops import attention as ops_of_attention
+from ltx2rt_cuda.ops.table import DTYPES
 from ltx2rt_kernels.choose import folder
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -328,7 +330,7 @@ def stood_in(counts: Counts) -> Iterator[None]:
         return x.clone(memory_format=torch.contiguous_format)
 
     with ExitStack() as stack:
-        kernels = {folder(op) for op, run in ops.OPS.items() if hasattr(run, "__wrapped__")}
+        kernels = set(map(folder, WITH_KERNEL))
         for name in kernels - {"linear_gelu"}:
             module = import_module(f"ltx2rt_kernels.{name}.cuda")
             for name, kernel in vars(module).items():
@@ -337,8 +339,8 @@ def stood_in(counts: Counts) -> Iterator[None]:
         for owner, name, stand_in in (
             (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
             (attention, "aligned", aligned),
-            (ops, "attend", attend),
-            (ops, "tried_road", lambda device: "rows"),
+            (ops_of_attention, "attend", attend),
+            (products, "tried_road", lambda device: "rows"),
             (lower.RepeatModule, "forward", lambda self, *operands: once(counts, self, *operands)),
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
@@ -369,7 +371,7 @@ def count(graph: Graph, steps: bool = True, whole: bool = False, kind: DeviceKin
         for name, (v, layers) in graph.all_params().items():
             rows, *others = v.type.shape or (0,)
             packed = len(layouts[name].parts) > 1
-            shape = (ops.joined_rows(rows), *others) if packed else v.type.shape
+            shape = (products.joined_rows(rows), *others) if packed else v.type.shape
             weight = tensor(shape, DTYPES[v.type.dtype])
             weights.append([weight] * layers if "*" in name else weight)
         with Counting(counts), Views(counts):

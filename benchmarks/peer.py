@@ -31,7 +31,7 @@ from diffusers import (
 )
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder, LTX2VocoderWithBWE
 from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
-from ltx2rt_cuda.ops import DTYPES
+from ltx2rt_cuda.ops.table import DTYPES
 from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration
 
 from benchmarks.end_to_end import PEERS, Clip

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from ltx2rt_cuda.device.attention import TORCH
-from ltx2rt_cuda.ops import ROADS, Float8Product, quantise_rows
+from ltx2rt_cuda.ops.products import ROADS, Float8Product, quantise_rows
 from torch.nn.attention import sdpa_kernel
 
 from benchmarks.measure import Spread, interleaved, machine, record

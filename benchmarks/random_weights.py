@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 from ltx2rt_cuda import CudaBackend
-from ltx2rt_cuda.ops import DTYPES, encode
+from ltx2rt_cuda.ops.stored import encode
+from ltx2rt_cuda.ops.table import DTYPES
 
 from ltx2rt.config import TransformerConfig
 from ltx2rt.graph.ir import Cut, Layout, Type

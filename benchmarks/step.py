@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoRotaryPosEmbed
 from diffusers.pipelines.ltx2.pipeline_ltx2 import rescale_noise_cfg
-from ltx2rt_cuda.ops import DTYPES
+from ltx2rt_cuda.ops.table import DTYPES
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.end_to_end import kernel_groups

@@ -3,12 +3,13 @@
 import gc
 import weakref
 
-import ltx2rt_cuda.ops as ops_of_torch
+import ltx2rt_cuda.ops.table as table
 import pytest
 import torch
 from ltx2rt_cuda.backend import CudaBackend
 from ltx2rt_cuda.factory import FACTORY
 from ltx2rt_cuda.lower import Sums
+from ltx2rt_cuda.ops.stored import unpack
 from ltx2rt_tpu.factory import FACTORY as TPU
 from placed_cases import case
 
@@ -77,15 +78,13 @@ def test_sums_are_made_in_their_blocks(without):
 
 
 def test_a_kernel_decodes_unless_it_is_left_out(without, monkeypatch):
-    monkeypatch.setattr(ops_of_torch, "why_not", lambda *fields, **plan: None)
-    monkeypatch.setattr(
-        ops_of_torch, "kernel", lambda name: lambda *fields, **plan: f"kernel {name}"
-    )
+    monkeypatch.setattr(table, "why_not", lambda *fields, **plan: None)
+    monkeypatch.setattr(table, "kernel", lambda name: lambda *fields, **plan: f"kernel {name}")
     fields = torch.tensor([[3, -4]], dtype=torch.int8), torch.tensor([[0.5]])
     plan = {"encoding": "int8", "dtype": "float32"}
-    assert ops_of_torch.unpack(*fields, **plan) == "kernel unpack"
+    assert unpack(*fields, **plan) == "kernel unpack"
     without("unpack")
-    assert ops_of_torch.unpack(*fields, **plan).tolist() == [[1.5, -2.0]]
+    assert unpack(*fields, **plan).tolist() == [[1.5, -2.0]]
 
 
 def test_an_unknown_name_is_refused_and_known_ones_are_listed(without, command):

@@ -31,7 +31,9 @@ from ltx2rt_cuda.device import chosen
 from ltx2rt_cuda.device.torch_device import Fetched, Recorder, widened
 from ltx2rt_cuda.distributed import ALONE, Arriving, Sending, join
 from ltx2rt_cuda.host import FileWeight, parked, unparked
-from ltx2rt_cuda.ops import DTYPES, encode, joined_rows, tried_road, unpack
+from ltx2rt_cuda.ops.products import joined_rows, tried_road
+from ltx2rt_cuda.ops.stored import encode, unpack
+from ltx2rt_cuda.ops.table import DTYPES
 from ltx2rt_cuda.program import Loop, Program, Tensors, Weights, to_torch
 from ltx2rt_cuda.stream import Ring, StreamedWeights
 

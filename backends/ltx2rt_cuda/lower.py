@@ -21,7 +21,9 @@ from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt.placement.stream import layers
 from ltx2rt.scheduling import in_use
 from ltx2rt_cuda.distributed import ALONE, Position
-from ltx2rt_cuda.ops import OPS, arrived, rows_linear, with_rows
+from ltx2rt_cuda.ops import OPS
+from ltx2rt_cuda.ops.exchanges import arrived
+from ltx2rt_cuda.ops.products import rows_linear, with_rows
 from ltx2rt_cuda.quantised import QuantisedRows
 from ltx2rt_cuda.stream import HostTensor
 

@@ -17,7 +17,7 @@ from ltx2rt.graph.ir import Graph
 from ltx2rt.passes.quantise import trainable
 from ltx2rt.weights.audit import audit
 from ltx2rt_cuda.lower import lower
-from ltx2rt_cuda.ops import DTYPES
+from ltx2rt_cuda.ops.table import DTYPES
 from ltx2rt_cuda.program import Program, to_torch
 
 

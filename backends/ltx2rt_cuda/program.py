@@ -20,7 +20,7 @@ from ltx2rt.passes.loop import LoopParts
 from ltx2rt_cuda.device.torch_device import DeviceEvent, Recorder, TorchDevice
 from ltx2rt_cuda.distributed import Position
 from ltx2rt_cuda.lower import lower
-from ltx2rt_cuda.ops import DTYPES
+from ltx2rt_cuda.ops.table import DTYPES
 from ltx2rt_cuda.stream import is_streamed
 
 Tensors = dict[str, torch.Tensor]

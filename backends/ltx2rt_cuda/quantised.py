@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ltx2rt.graph.ir import Graph, Node, Value
-from ltx2rt_cuda.ops import LONG_ROWS
+from ltx2rt_cuda.ops.products import LONG_ROWS
 
 NORMS = ("norm_modulate", "modulate", "residual_norm_modulate")
 

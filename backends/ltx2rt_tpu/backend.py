@@ -28,7 +28,7 @@ from ltx2rt.weights.lora import merge
 from ltx2rt_tpu.as_run import ASSEMBLED
 from ltx2rt_tpu.distributed import agree, device_mesh, join, silence_gloo
 from ltx2rt_tpu.hosts import HOST_VARIABLES
-from ltx2rt_tpu.ops import encode
+from ltx2rt_tpu.ops.stored import encode
 from ltx2rt_tpu.program import COMPILERS, Assembled, Loop, Program, compilations
 from ltx2rt_tpu.weights import (
     TILED_KIND,

@@ -27,7 +27,9 @@ from ltx2rt.passes.loop import taken_apart
 from ltx2rt.placement.cost import flops
 from ltx2rt_tpu.as_run import as_run
 from ltx2rt_tpu.lower import run
-from ltx2rt_tpu.ops import BY_PAIRS, HEADS_BY_PAIRS, ON_TPU, ONCE, OPS
+from ltx2rt_tpu.ops import ON_TPU, OPS
+from ltx2rt_tpu.ops.arrays import ONCE
+from ltx2rt_tpu.ops.exchanges import BY_PAIRS, HEADS_BY_PAIRS
 from ltx2rt_tpu.roll import parts, roll
 from ltx2rt_tpu.weights import Weights, abstract_weights, is_streamed, weight_specs, weights_on
 

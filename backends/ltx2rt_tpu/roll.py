@@ -16,7 +16,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ltx2rt.graph.ir import Graph, Node, Value
-from ltx2rt_tpu.ops import OPS, biased, matrix_taps, zeros_around
+from ltx2rt_tpu.ops import OPS
+from ltx2rt_tpu.ops.arrays import zeros_around
+from ltx2rt_tpu.ops.convolutions import biased, matrix_taps
 
 ACTIVATIONS = ("snake_beta", "leaky_relu")
 HALF = ("pad", "conv")  # after an activation; a unit is two halves and the sum with its input

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from ltx2rt.errors import GraphError
 from ltx2rt.fused.pattern import Found, Uses, grouped, node_of, one_or_many, pattern
 from ltx2rt.graph.ir import Graph, Node, Type, Value
@@ -19,15 +21,14 @@ NORMED = ("qk_norm_rope", "qk_scale_rope", "qk_norm", "qk_scale")
 SPREAD = 8  # samples at most; the kernel gets theirs in 4 bits each
 
 
-def _numpy_rotated(norm, size, *operands, weight_views, table_views, **args):
+def rotated(norm, rope, size, *operands, weight_views, table_views, **args):
+    """`norm` over the last two axes, then `rope`, functions of any framework: of x, the norm's
+    other operands, cos, sin, `size` at a time."""
     results = []
-    for (x, *others, cos, sin), weight_view, view in zip(
-        grouped(operands, size), weight_views, table_views, strict=True
-    ):
-        y = OPS[norm].numpy(
-            x, *others, dims=(x.ndim - 2, x.ndim - 1), weight_view=weight_view, **args
-        )
-        results.append(OPS["rope"].numpy(y, cos, sin, view=view))
+    groups = zip(grouped(operands, size), weight_views, table_views, strict=True)
+    for (x, *others, cos, sin), weight_view, view in groups:
+        y = norm(x, *others, dims=(x.ndim - 2, x.ndim - 1), weight_view=weight_view, **args)
+        results.append(rope(y, cos, sin, view=view))
     return one_or_many(tuple(results))
 
 
@@ -42,7 +43,7 @@ def _rotated(norm: str, size: int, operands: Sequence[Type], **attrs: Any):
     return one_or_many(tuple(operands[::size])), args
 
 
-@op(partial(_numpy_rotated, "rms_norm", 4))
+@op(partial(rotated, OPS["rms_norm"].numpy, OPS["rope"].numpy, 4))
 def qk_norm_rope(*operands: Type, eps: float):
     """RMSNorm over the last two axes (all heads together) with its weight, then RoPE.
 
@@ -51,7 +52,7 @@ def qk_norm_rope(*operands: Type, eps: float):
     return _rotated("rms_norm", 4, operands, eps=eps)
 
 
-@op(partial(_numpy_rotated, "rms_scale", 5))
+@op(partial(rotated, OPS["rms_scale"].numpy, OPS["rope"].numpy, 5))
 def qk_scale_rope(*operands: Type, count: int, eps: float):
     """qk_norm_rope of some of the heads, given the sum of squares over all of them, `count`
     numbers.
@@ -62,15 +63,16 @@ def qk_scale_rope(*operands: Type, count: int, eps: float):
     return _rotated("rms_scale", 5, operands, count=count, eps=eps)
 
 
-def _numpy_normed(norm, size, *operands, weight_views, spread=(), **args):
+def normed(norm, concat, size, *operands, weight_views, spread=(), **args):
+    """`norm` over the last two axes of x, and its other operands, `size` at a time. concat: along
+    the first axis."""
+    groups = grouped(operands[:-1] if spread else operands, size)
     found = [
-        OPS[norm].numpy(x, *others, dims=(x.ndim - 2, x.ndim - 1), weight_view=view, **args)
-        for (x, *others), view in zip(
-            grouped(operands[:-1] if spread else operands, size), weight_views, strict=True
-        )
+        norm(x, *others, dims=(x.ndim - 2, x.ndim - 1), weight_view=view, **args)
+        for (x, *others), view in zip(groups, weight_views, strict=True)
     ]
     if spread:
-        found[1:] = (x[list(spread)] for x in (found[1], operands[-1]))
+        found[1:] = (concat([x[i : i + 1] for i in spread]) for x in (found[1], operands[-1]))
     return one_or_many(tuple(found))
 
 
@@ -91,7 +93,7 @@ def _only_normed(
     return one_or_many(tuple(operands[::size])), {"weight_views": views, **attrs}
 
 
-@op(partial(_numpy_normed, "rms_norm", 2))
+@op(partial(normed, OPS["rms_norm"].numpy, np.concatenate, 2))
 def qk_norm(*operands: Type, eps: float, spread: tuple[int, ...] = ()):
     """qk_norm_rope of an attention without RoPE. operands: x, weight; once, or for q and then for
     k.
@@ -102,7 +104,7 @@ def qk_norm(*operands: Type, eps: float, spread: tuple[int, ...] = ()):
     return _only_normed("rms_norm", 2, operands, spread, eps=eps)
 
 
-@op(partial(_numpy_normed, "rms_scale", 3))
+@op(partial(normed, OPS["rms_scale"].numpy, np.concatenate, 3))
 def qk_scale(*operands: Type, count: int, eps: float, spread: tuple[int, ...] = ()):
     """qk_scale_rope of an attention without RoPE. operands: x, sum of squares, weight; once, or for
     q, then for k. spread: as in qk_norm."""

@@ -3,8 +3,8 @@ mean.
 
 A matrix [rows, n] of an encoding is stored as one or more fields, each with one row for each of its
 rows: a cut of the matrix's rows is a cut of theirs. Definitions are written once, over a namespace
-`o` of the few functions in which numpy, torch and jax.numpy differ (`NumpyOps`; each backend has
-its own). They agree bit for bit: every product but the last is exact in float32, whatever its
+`o` of the few functions in which numpy, torch and jax.numpy differ (`NUMPY`; each backend has its
+own). They agree bit for bit: every product but the last is exact in float32, whatever its
 order, so that
 no number is rounded twice, or never, if a compiler fuses a product and a sum.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -97,49 +98,26 @@ def _e4m3_numbers() -> np.ndarray:
     return np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
-class NumpyOps:
-    """The namespace of the definitions, in numpy."""
+def _cast(x: np.ndarray, dtype: str) -> np.ndarray:
+    if x.dtype == ml_dtypes.float8_e4m3fn:  # numpy's own cast is several times slower
+        return _e4m3_numbers()[x.view(np.uint8)]
+    return x.astype(dtype)
 
-    quantise_rows = staticmethod(quantise_rows)
 
-    @staticmethod
-    def cast(x: np.ndarray, dtype: str) -> np.ndarray:
-        if x.dtype == ml_dtypes.float8_e4m3fn:  # numpy's own cast is several times slower
-            return _e4m3_numbers()[x.view(np.uint8)]
-        return x.astype(dtype)
-
-    @staticmethod
-    def bits(x: np.ndarray, dtype: str) -> np.ndarray:
-        """Bytes as numbers of another dtype, along the last axis."""
-        return x.view(dtype)
-
-    @staticmethod
-    def stack(arrays: Sequence[np.ndarray], axis: int) -> np.ndarray:
-        return np.stack(arrays, axis)
-
-    @staticmethod
-    def lookup(table: tuple[float, ...], index: np.ndarray) -> np.ndarray:
-        """The float32 at each place of a table of 16."""
-        return np.array(table, np.float32)[index]
-
-    @staticmethod
-    def where(condition: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        return np.where(condition, x, y)
-
-    @staticmethod
-    def rotate(x: np.ndarray, size: int) -> np.ndarray:
-        """float32 [n, size] times `rotation(size)`."""
-        return x @ rotation(size)
-
-    @staticmethod
-    def largest(x: np.ndarray) -> np.ndarray:
-        """The largest number of each row, [rows, 1]."""
-        return x.max(axis=1, keepdims=True)
-
-    @staticmethod
-    def rint(x: np.ndarray) -> np.ndarray:
-        """The nearest whole numbers, of two the even one."""
-        return np.rint(x)
+# The namespace of the definitions, in numpy. bits: bytes as numbers of another dtype, along the
+# last axis; lookup: the float32 at each place of a table of 16; rotate: float32 [n, size] times
+# `rotation(size)`; largest: of each row, [rows, 1]; rint: of two whole numbers the even one.
+NUMPY = SimpleNamespace(
+    quantise_rows=quantise_rows,
+    cast=_cast,
+    bits=lambda x, dtype: x.view(dtype),
+    stack=np.stack,
+    lookup=lambda table, index: np.array(table, np.float32)[index],
+    where=np.where,
+    rotate=lambda x, size: x @ rotation(size),
+    largest=lambda x: x.max(axis=1, keepdims=True),
+    rint=np.rint,
+)
 
 
 def _scaled_rows(o: Any, values: Any, scale: Any) -> Any:
@@ -403,11 +381,11 @@ def decoded(encoding: str, fields: Sequence[np.ndarray]) -> np.ndarray:
     """The matrix, float32 [rows, n]."""
     # numbers of another type than the row's are not used
     with np.errstate(invalid="ignore", over="ignore"):
-        return ENCODINGS[encoding].decode(NumpyOps, *fields)
+        return ENCODINGS[encoding].decode(NUMPY, *fields)
 
 
-def encoded(encoding: str, x: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The fields of a matrix [rows, n]."""
+def encoded(encoding: str, x: Any, o: Any = NUMPY) -> tuple[Any, ...]:
+    """The fields of a matrix [rows, n]. o: the namespace of its framework."""
     encode = ENCODINGS[encoding].encode
     assert encode is not None, f"{encoding} is only read from files"
-    return encode(NumpyOps, x)
+    return encode(o, x)

@@ -102,12 +102,10 @@ def _gelu(x):
     return (0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))).astype(x.dtype)
 
 
-_unary("exp", np.exp)
-_unary("log", np.log)
-_unary("sqrt", np.sqrt)
-_unary("square", np.square)
-_unary("sin", np.sin)
-_unary("tanh", np.tanh)
+# called so by numpy, torch and jax.lax alike
+UNARY = ("exp", "log", "sqrt", "square", "sin", "tanh")
+for _name in UNARY:
+    _unary(_name, getattr(np, _name))
 _unary("sigmoid", _sigmoid)
 _unary("silu", lambda x: x * _sigmoid(x))
 _unary("gelu", _gelu)
@@ -130,10 +128,9 @@ def _binary(name: str, numpy: Callable[..., np.ndarray]) -> None:
     OPS[name] = Op(name, rule, numpy_definition)
 
 
-_binary("add", np.add)
-_binary("sub", np.subtract)
-_binary("mul", np.multiply)
-_binary("div", np.divide)
+BINARY = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
+for _name, _function in BINARY.items():
+    _binary(_name, _function)
 
 
 @op(lambda x, scale, offset: x * np.float32(scale) + np.float32(offset))
@@ -219,19 +216,31 @@ def _reduction(name: str, numpy: Callable[..., np.ndarray]) -> None:
             raise GraphError(f"{name} over {over}: {x} lacks some of them")
         return _without(x, over), {"dims": _positions(x, over)}
 
-    OPS[name] = Op(name, rule, lambda x, dims: numpy(x, axis=dims))
+    OPS[name] = Op(name, rule, numpy)
 
 
-_reduction("sum", np.sum)
-_reduction("mean", np.mean)
-_reduction("max", np.max)
-_reduction("min", np.min)
+def _total(x, dims):
+    return x.sum(dims)
+
+
+def _average(x, dims):
+    return x.mean(dims)
+
+
+_reduction("sum", _total)
+_reduction("mean", _average)
+_reduction("max", lambda x, dims: x.max(dims))
+_reduction("min", lambda x, dims: x.min(dims))
 
 
 # --- shape ----------------------------------------------------------------------------------------
 
 
-@op(lambda x, shape: x.reshape(shape))
+def _reshaped(x, shape):
+    return x.reshape(shape)
+
+
+@op(_reshaped)
 def split(x: Type, *, axis: str, into: dict[str, int]):
     """One axis into several, the first the slowest: `into={"heads": 32, "head_dim": 128}`."""
     i = x.axes.index(axis)
@@ -242,7 +251,7 @@ def split(x: Type, *, axis: str, into: dict[str, int]):
     return out, {"shape": out.shape}
 
 
-@op(lambda x, shape: x.reshape(shape))
+@op(_reshaped)
 def merge(x: Type, *, axes: tuple[str, ...], into: str):
     """Adjacent axes into one, the first the slowest."""
     i = x.axes.index(axes[0])
@@ -261,7 +270,11 @@ def transpose(x: Type, *, axes: tuple[str, ...]):
     return Type(tuple(axes), tuple(x.shape[i] for i in perm), x.dtype), {"perm": perm}
 
 
-@op(lambda x: x)
+def _same(x):
+    return x
+
+
+@op(_same)
 def rename(x: Type, *, names: dict[str, str]):
     return Type(tuple(names.get(a, a) for a in x.axes), x.shape, x.dtype), {}
 
@@ -367,3 +380,7 @@ def take(x: Type, index: Type, *, axis: str):
         raise GraphError(f"take: result axes {axes} repeat a name; rename first")
     shape = x.shape[:i] + index.shape[batch:] + x.shape[i + 1 :]
     return Type(axes, shape, x.dtype), {"dim": i, "batch_dims": batch}
+
+
+# definitions that mean the same of an array of numpy, torch or JAX
+ALIKE = {name: OPS[name].numpy for name in ("sum", "mean", "split", "merge", "rename")}

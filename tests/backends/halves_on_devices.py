@@ -19,7 +19,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from ltx2rt_tpu import as_run, ops, program
+from ltx2rt_tpu import as_run, program
+from ltx2rt_tpu.ops import OPS
+from ltx2rt_tpu.ops import exchanges as of_devices
 
 from ltx2rt.pipelines import pipeline
 from ltx2rt.run.plan import make_plan
@@ -64,7 +66,7 @@ def main(model: Path, branches: int) -> None:
     traced.clear()
     program.is_tpu = program.waits_for_exchanges = lambda place: True
     program.ASYNC = {}  # whose names are libtpu's
-    ops.LEAST_BYTES, as_run.LEAST_BYTES, as_run.HALF_ROWS = 0, 2**10, 0
+    of_devices.LEAST_BYTES, as_run.LEAST_BYTES, as_run.HALF_ROWS = 0, 2**10, 0
     halves = latents(model, branches)
     distances = {key: relative_l2(halves[key], value) for key, value in whole.items()}
     print(json.dumps({"distances": distances, "before": before, "after": dict(traced)}))
@@ -73,7 +75,7 @@ def main(model: Path, branches: int) -> None:
 def exchanges() -> dict[str, bool]:
     devices = np.array(jax.devices())
     found = {}
-    ops.LEAST_BYTES = 1000  # the last operand is smaller
+    of_devices.LEAST_BYTES = 1000  # the last operand is smaller
     heads = {"split": 2, "concat": 1}
     for count in (2, 4):
         mesh, rng = Mesh(devices[:count], ("parts",)), np.random.default_rng(0)
@@ -90,9 +92,9 @@ def exchanges() -> dict[str, bool]:
                 )
                 return jax.jit(spread)(*xs)
 
-            by_pairs = ops.BY_PAIRS | ops.HEADS_BY_PAIRS
+            by_pairs = of_devices.BY_PAIRS | of_devices.HEADS_BY_PAIRS
             for name, plan in (("all_reduce", {}), ("all_to_all", {**heads, "parts": count})):
-                pairs = zip(run(ops.OPS[name], plan), run(by_pairs[name], plan), strict=True)
+                pairs = zip(run(OPS[name], plan), run(by_pairs[name], plan), strict=True)
                 equal = all(np.array_equal(a, b) for a, b in pairs)
                 found[f"{name} of {len(xs)} among {count}"] = equal
     return found

@@ -88,7 +88,7 @@ COLLECTIVE = """
 import atexit
 import torch
 import torch.distributed as dist
-from ltx2rt_cuda.ops import all_reduce, arrived
+from ltx2rt_cuda.ops.exchanges import all_reduce, arrived
 from ltx2rt_cuda.device.cuda import Pool
 dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
 atexit.register(dist.destroy_process_group)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import triton
-from ltx2rt_cuda.ops import joined_rows
+from ltx2rt_cuda.ops.products import joined_rows
 from ltx2rt_kernels.head_gate import cuda as head_gate
 from ltx2rt_kernels.neighbourhood_attention import cuda as neighbourhood
 from ltx2rt_kernels.norm_modulate import cuda as norm_modulate

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ltx2rt_kernels.attention import tpu
-from ltx2rt_tpu import ops as jax_ops
 from ltx2rt_tpu.ops import ON_TPU
 from ltx2rt_tpu.ops import OPS as JAX_OPS
+from ltx2rt_tpu.ops import attention as of_jax
 
 from ltx2rt.graph.ops import OPS
 from ltx2rt.testing import relative_l2
@@ -80,7 +80,7 @@ def test_a_bias_is_added_block_by_block(view, monkeypatch):
     q, k, v = operands(*(2, 300, 4, 200, 2, 16), "float32")
     bias = np.random.default_rng(0).standard_normal(view).astype(np.float32)
     bias[..., ::7] = -1e30
-    monkeypatch.setattr(jax_ops, "SCORES_BYTES", 1)
+    monkeypatch.setattr(of_jax, "SCORES_BYTES", 1)
     run = jax.jit(lambda *x: JAX_OPS["attention"](*x, scale=SCALE, bias_view=view))
     assert "while" in run.lower(q, k, v, bias).as_text()
     expected = OPS["attention"].numpy(

@@ -15,7 +15,8 @@ import torch
 from kernel_cases import BFLOAT16_ALONE, CASES, NEEDS_GPU, QUANTISED, Operands
 from ltx2rt_cuda.lower import lower
 from ltx2rt_cuda.ops import OPS as TORCH_OPS
-from ltx2rt_cuda.ops import WITH_KERNEL, channels_last
+from ltx2rt_cuda.ops import WITH_KERNEL
+from ltx2rt_cuda.ops.arrays import channels_last
 from ltx2rt_kernels.choose import folder, why_not
 
 from ltx2rt.graph.encodings import quantise_rows

@@ -12,6 +12,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLLTX2Video
 from ltx2rt_tpu import lower, ops
+from ltx2rt_tpu.ops import convolutions
 from ltx2rt_tpu.weights import abstract_weights
 
 from ltx2rt.backend import get_backend
@@ -173,7 +174,7 @@ def test_convolution_by_frames_is_the_convolution(kernel, stride, dilation, dtyp
         for shape in ((2, 6, 5, 7, 8), (4, 6, *kernel))
     )
     whole = ops.OPS["conv"](x, weight, stride=stride, dilation=dilation)
-    by_frames = ops._conv_by_frames(x, weight, stride=stride, dilation=dilation)
+    by_frames = convolutions._conv_by_frames(x, weight, stride=stride, dilation=dilation)
     assert by_frames.dtype == whole.dtype and by_frames.shape == whole.shape
     assert relative_l2(by_frames, whole) <= (
         1e-6 if dtype == "float32" else 2**-8

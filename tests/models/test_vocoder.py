@@ -12,6 +12,7 @@ import pytest
 import torch
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder, LTX2VocoderWithBWE
 from ltx2rt_tpu import lower, ops
+from ltx2rt_tpu.ops import convolutions
 from ltx2rt_tpu.program import Assembled
 
 from ltx2rt.backend import get_backend
@@ -138,7 +139,7 @@ def test_vocoder_as_a_tpu_runs_it_is_diffusers():
 def test_convolution_by_taps_is_the_convolution(taps, stride, dilation, dtype):
     x, weight = jnp.asarray(normal(2, 6, 70), dtype), jnp.asarray(normal(4, 6, taps), dtype)
     whole = ops.OPS["conv"](x, weight, stride=(stride,), dilation=(dilation,))
-    summed = ops._conv_by_taps(x, weight, stride=stride, dilation=dilation)
+    summed = convolutions._conv_by_taps(x, weight, stride=stride, dilation=dilation)
     assert summed.dtype == whole.dtype and summed.shape == whole.shape
     assert relative_l2(summed, whole) <= (
         1e-6 if dtype == "float32" else 2**-8
@@ -181,7 +182,8 @@ def test_one_channel_is_upsampled_as_by_a_convolution():
     for taps, stride, time in ((43, 3, 20), (43, 3, 114), (43, 3, 300), (12, 2, 128), (4, 4, 1)):
         x, weight = normal(2, 1, time), normal(1, 1, taps)
         filtered, whole = (
-            f(x, weight, stride=stride) for f in (ops._transposed_filter, ops._transposed)
+            f(x, weight, stride=stride)
+            for f in (convolutions._transposed_filter, convolutions._transposed)
         )
         assert filtered.shape == whole.shape and relative_l2(filtered, whole) <= 1e-6
 

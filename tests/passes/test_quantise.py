@@ -7,7 +7,7 @@ from functools import cache, partial
 from types import SimpleNamespace
 
 import ltx2rt_cuda.lower
-import ltx2rt_cuda.ops
+import ltx2rt_cuda.ops.products
 import numpy as np
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_torch_quantises_to_the_same_bits():
     )
     for narrow in (torch.float32, torch.bfloat16):
         tensor = torch.from_numpy(x).to(narrow)
-        values, scale = ltx2rt_cuda.ops.quantise_rows(tensor)
+        values, scale = ltx2rt_cuda.ops.products.quantise_rows(tensor)
         expected, expected_scale = quantise_rows(tensor.float().numpy())
         assert np.array_equal(values.view(torch.uint8).numpy(), expected.view(np.uint8))
         assert np.array_equal(scale.numpy(), expected_scale)
@@ -77,7 +77,7 @@ def test_linear_errs_by_the_numbers_precision_whatever_its_length(columns):
     x, weight = rng.standard_normal((128, columns)), rng.standard_normal((96, columns))
     values, scale = quantise_rows(weight)
     plan = {"num_contracted": 1, "out_shape": (96,)}
-    y = ltx2rt_cuda.ops.quantised_linear(
+    y = ltx2rt_cuda.ops.products.quantised_linear(
         torch.from_numpy(x).float(), torch.from_numpy(values.view(np.uint8)).view(torch.float8_e4m3fn),
         torch.from_numpy(scale), **plan,
     )  # fmt: skip
@@ -91,30 +91,33 @@ def test_scaled_matmul_gets_what_it_wants(monkeypatch):
     x, weight, bias = (
         torch.randn(n, generator=generator).bfloat16() for n in ((3, 5, 2, 32), (48, 64), (48,))
     )
-    values, scale = ltx2rt_cuda.ops.quantise_rows(weight)
+    values, scale = ltx2rt_cuda.ops.products.quantise_rows(weight)
     operands, plan = (x, values, scale, bias), {"num_contracted": 2, "out_shape": (12, 4)}
-    assert ltx2rt_cuda.ops.float8_road(values, x.dtype) == "float32"
-    expected = ltx2rt_cuda.ops.quantised_linear(*operands, **plan)
+    assert ltx2rt_cuda.ops.products.float8_road(values, x.dtype) == "float32"
+    expected = ltx2rt_cuda.ops.products.quantised_linear(*operands, **plan)
     for road in ("tensor", "bfloat16"):
-        monkeypatch.setattr(ltx2rt_cuda.ops, "float8_road", lambda *_, road=road: road)
+        monkeypatch.setattr(ltx2rt_cuda.ops.products, "float8_road", lambda *_, road=road: road)
         assert (
             relative_l2(
-                ltx2rt_cuda.ops.quantised_linear(*operands, **plan).float(), expected.float()
+                ltx2rt_cuda.ops.products.quantised_linear(*operands, **plan).float(),
+                expected.float(),
             )
             <= 2**-8
         )
-    monkeypatch.setattr(ltx2rt_cuda.ops, "float8_road", lambda *_: "rows")
-    y = ltx2rt_cuda.ops.quantised_linear(*operands, **plan)
+    monkeypatch.setattr(ltx2rt_cuda.ops.products, "float8_road", lambda *_: "rows")
+    y = ltx2rt_cuda.ops.products.quantised_linear(*operands, **plan)
     assert y.dtype == torch.bfloat16 and y.shape == (3, 5, 12, 4)
     assert (
         relative_l2(y.float(), expected.float()) <= 2**-8
     )  # bfloat16 keeps 8 bits; the bias may be added after
-    monkeypatch.setattr(ltx2rt_cuda.ops, "LONG_ROWS", 32)
+    monkeypatch.setattr(ltx2rt_cuda.ops.products, "LONG_ROWS", 32)
     rows = []  # a product of few long rows there is none of
     monkeypatch.setattr(
         torch, "_scaled_mm", lambda x, *_, **__: rows.append(len(x)) or torch.zeros(len(x), 48)
     )
-    assert ltx2rt_cuda.ops.quantised_linear(*operands, **plan).shape == y.shape and rows == [272]
+    assert ltx2rt_cuda.ops.products.quantised_linear(
+        *operands, **plan
+    ).shape == y.shape and rows == [272]
 
 
 def test_the_fastest_product_that_gives_the_defined_numbers_is_taken(monkeypatch):
@@ -122,9 +125,9 @@ def test_the_fastest_product_that_gives_the_defined_numbers_is_taken(monkeypatch
     real, cpu = torch._scaled_mm, torch.device("cpu")
 
     def road(product):
-        ltx2rt_cuda.ops.tried_road.cache_clear()
+        ltx2rt_cuda.ops.products.tried_road.cache_clear()
         monkeypatch.setattr(torch, "_scaled_mm", product)
-        return ltx2rt_cuda.ops.tried_road(cpu)
+        return ltx2rt_cuda.ops.products.tried_road(cpu)
 
     def tensor_scales_alone(a, b, scale_a, scale_b, *bias, **how):
         if scale_a.numel() > 1:
@@ -139,7 +142,7 @@ def test_the_fastest_product_that_gives_the_defined_numbers_is_taken(monkeypatch
 
     assert (road(real), road(tensor_scales_alone)) == ("rows", "tensor")
     assert (road(none), road(other_numbers)) == ("bfloat16", "bfloat16")
-    ltx2rt_cuda.ops.tried_road.cache_clear()
+    ltx2rt_cuda.ops.products.tried_road.cache_clear()
 
 
 # --- the pass -------------------------------------------------------------------------------------

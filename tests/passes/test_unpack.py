@@ -5,13 +5,14 @@ import weakref
 from collections import Counter
 from dataclasses import replace
 
-import ltx2rt_cuda.ops
-import ltx2rt_tpu.ops
+import ltx2rt_cuda.ops.stored
+import ltx2rt_tpu.ops.stored
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from gguf_files import random_blocks
+from ltx2rt_cuda.ops.table import DTYPES
 from ltx2rt_cuda.program import to_torch
 from stack_cases import LAYERS, MESH, inputs, ops, params, stack
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -61,8 +62,8 @@ def test_backends_encode_and_decode_to_the_same_bits(encoding):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((64, 96), np.float32) * np.float32(10) ** np.arange(-32, 32)[:, None]
     expected = encoded(encoding, x)
-    in_torch = ltx2rt_cuda.ops.encode(encoding, torch.from_numpy(x))
-    in_jax = ltx2rt_tpu.ops.encode(encoding, x)
+    in_torch = ltx2rt_cuda.ops.stored.encode(encoding, torch.from_numpy(x))
+    in_jax = ltx2rt_tpu.ops.stored.encode(encoding, x)
     for array, by_torch, by_jax in zip(expected, in_torch, in_jax, strict=True):
         assert by_torch.untyped_storage().tolist() == list(array.tobytes())
         assert np.asarray(by_jax).tobytes() == array.tobytes()
@@ -103,7 +104,7 @@ def test_matrices_are_decoded_some_rows_at_a_time(kind, monkeypatch):
         arrays[0][:8, :288] = random_blocks("Q4_K", rng, (8, 512))
         arrays += [np.repeat(np.uint8([0, 1]), (8, 16))[:, None]] * (len(types) - 1)
     expected = decoded(kind, arrays)
-    for module, size in ((ltx2rt_cuda.ops, 2000), (ltx2rt_tpu.ops, 2000)):
+    for module, size in ((ltx2rt_cuda.ops.stored, 2000), (ltx2rt_tpu.ops.stored, 2000)):
         monkeypatch.setattr(module, "DECODED", size)
     check_decoders(kind, [to_torch(x) for x in arrays], arrays, expected)
     if len(types) > 1:
@@ -138,15 +139,15 @@ class Living(TorchDispatchMode):
     ),
 )  # fmt: skip
 def test_plain_ops_take_what_is_planned_for_them_in_passing(encoding, monkeypatch):
-    for module in (encodings, ltx2rt_cuda.ops):
+    for module in (encodings, ltx2rt_cuda.ops.stored):
         monkeypatch.setattr(module, "DECODED", 2**16)
     rows, n = 128, 1024
     fields = [
-        torch.zeros(rows, field.columns(n), dtype=ltx2rt_cuda.ops.DTYPES[field.dtype])
+        torch.zeros(rows, field.columns(n), dtype=DTYPES[field.dtype])
         for field in ENCODINGS[encoding].fields
     ]
     with Living() as living:
-        matrix = ltx2rt_cuda.ops.unpack(*fields, encoding=encoding, dtype="bfloat16")
+        matrix = ltx2rt_cuda.ops.stored.unpack(*fields, encoding=encoding, dtype="bfloat16")
     beside = living.most - matrix.nbytes - sum(x.nbytes for x in fields)
     assert 0.6 < beside / passing_bytes(encoding, rows * n) <= 1
 
@@ -156,8 +157,8 @@ def check_decoders(encoding, in_torch, in_jax, expected) -> None:
         rounded = expected if dtype == "float32" else expected.astype(BF16).astype(np.float32)
         plan = {"encoding": encoding, "dtype": dtype}
         for found in (
-            ltx2rt_cuda.ops.unpack(*in_torch, **plan).float().numpy(),
-            np.asarray(ltx2rt_tpu.ops.unpack(*in_jax, **plan)).astype(np.float32),
+            ltx2rt_cuda.ops.stored.unpack(*in_torch, **plan).float().numpy(),
+            np.asarray(ltx2rt_tpu.ops.stored.unpack(*in_jax, **plan)).astype(np.float32),
         ):
             assert np.array_equal(found, rounded)
 

@@ -21,14 +21,14 @@ import ltx2rt.placement.devices as devices
 HOST_BYTES = 256 * 10**9  # of the host that the run believes in; what is copied there is not kept
 devices.host_memory = lambda: (HOST_BYTES, HOST_BYTES)  # before others take it by name
 
-import ltx2rt_cuda.ops as ops  # noqa: E402
+from ltx2rt_cuda.ops import products  # noqa: E402
 
 import ltx2rt.stages.stage as stage  # noqa: E402
 
 stage.finite = lambda *_, **__: None  # what nothing computed may be anything
 # Tried by their numbers, which are not there: by what is known of the cards instead.
 ROADS = {(8, 0): "bfloat16", (8, 6): "bfloat16", (8, 9): "tensor", (12, 0): "tensor"}
-ops.tried_road = lambda _: ROADS.get(torch.cuda.get_device_capability(), "rows")
+products.tried_road = lambda _: ROADS.get(torch.cuda.get_device_capability(), "rows")
 
 COUNTERS = (  # of runtime.c
     "launches", "nodes", "replays", "illegal", "unjoined", "collectives", "concurrent", "peak_bytes"

@@ -17,11 +17,19 @@ from ltx2rt_kernels.triton_blocks import block, dtype_reason, jit
 BLOCK = (4, 4, 8)  # queries along frames, rows and columns
 KEYS = 64  # at once
 MAX_HEAD_DIM = 64  # more would not leave room for scores and result in registers
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @jit
-def starts(place, first, keys, WINDOW: tl.constexpr):
-    return tl.minimum(tl.maximum(first + place - WINDOW // 2, 0), keys - WINDOW)
+def starts(place, first, keys, WINDOW: tl.constexpr, SIZE: tl.constexpr):
+    """Where the windows around `place` begin, moved inwards so that SIZE keys fit."""
+    return tl.minimum(tl.maximum(first + place - WINDOW // 2, 0), keys - SIZE)
+
+
+@jit
+def within(place, start, WINDOW: tl.constexpr):
+    """0 <= place - start < WINDOW, in one comparison."""
+    return (place[None, :] - start[:, None]).to(tl.uint32, bitcast=True) < WINDOW
 
 
 @jit
@@ -32,9 +40,7 @@ def neighbourhood_attention_kernel(
     BC: tl.constexpr, BOX_T: tl.constexpr, BOX_R: tl.constexpr, BOX_C: tl.constexpr,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    columns = tl.cdiv(C, BC)
-    rows = tl.cdiv(R, BR)
-    number = tl.program_id(0)
+    columns, rows, number = tl.cdiv(C, BC), tl.cdiv(R, BR), tl.program_id(0)
     t0 = number // (columns * rows) * BT
     r0 = number // columns % rows * BR
     c0 = number % columns * BC
@@ -47,12 +53,12 @@ def neighbourhood_attention_kernel(
     c = c0 + i % BC
     inside = ((t < T) & (r < R) & (c < C))[:, None] & (d < DIM)[None, :]
     # Queries beyond the border see the last one's keys, and are not stored.
-    start_t = starts(tl.minimum(t, T - 1), first_t, KT, WT)
-    start_r = starts(tl.minimum(r, R - 1), first_r, KR, WR)
-    start_c = starts(tl.minimum(c, C - 1), first_c, KC, WC)
-    box_t = tl.minimum(tl.maximum(first_t + t0 - WT // 2, 0), KT - BOX_T)
-    box_r = tl.minimum(tl.maximum(first_r + r0 - WR // 2, 0), KR - BOX_R)
-    box_c = tl.minimum(tl.maximum(first_c + c0 - WC // 2, 0), KC - BOX_C)
+    start_t = starts(tl.minimum(t, T - 1), first_t, KT, WT, WT)
+    start_r = starts(tl.minimum(r, R - 1), first_r, KR, WR, WR)
+    start_c = starts(tl.minimum(c, C - 1), first_c, KC, WC, WC)
+    box_t = starts(t0, first_t, KT, WT, BOX_T)
+    box_r = starts(r0, first_r, KR, WR, BOX_R)
+    box_c = starts(c0, first_c, KC, WC, BOX_C)
 
     place = t.to(tl.int64) * q_t + r.to(tl.int64) * q_r + c * q_c
     queries = tl.load(q + sample * q_b + head * q_h + place[:, None] + d[None, :], inside, 0.0)
@@ -72,13 +78,8 @@ def neighbourhood_attention_kernel(
         from_v = kt.to(tl.int64) * v_t + kr.to(tl.int64) * v_r + kc * v_c
         keys = tl.load(k + from_k[:, None] + d[None, :], read, 0.0)
         values = tl.load(v + from_v[:, None] + d[None, :], read, 0.0)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * (
-            scale * 1.4426950408889634
-        )  # log2(e)
-        # 0 <= place - start < window, in one comparison
-        seen = (kt[None, :] - start_t[:, None]).to(tl.uint32, bitcast=True) < WT
-        seen &= (kr[None, :] - start_r[:, None]).to(tl.uint32, bitcast=True) < WR
-        seen &= (kc[None, :] - start_c[:, None]).to(tl.uint32, bitcast=True) < WC
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * (scale * LOG2_E)
+        seen = within(kt, start_t, WT) & within(kr, start_r, WR) & within(kc, start_c, WC)
         scores = tl.where(seen & there[None, :], scores, -1e30)
         # A query that has seen no key yet counts all of them; the first that it sees makes their
         # weight 0.
@@ -86,9 +87,8 @@ def neighbourhood_attention_kernel(
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(top - higher)
         total = total * shrink + tl.sum(weights, axis=1)
-        result = result * shrink[:, None] + tl.dot(
-            weights.to(values.dtype), values, input_precision="ieee"
-        )
+        found = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        result = result * shrink[:, None] + found
         top = higher
     result = result / total[:, None]
     token = ((sample * T + t) * R + r) * C + c

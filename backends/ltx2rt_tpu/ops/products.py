@@ -1,0 +1,47 @@
+"""Linear layers."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ltx2rt.graph.encodings import E4M3, E4M3_STEP, E4M3_TINY
+from ltx2rt_tpu.ops.table import op, precision
+
+
+@op
+def linear(
+    x: Array, weight: Array, bias: Array | None = None, *, num_contracted: int, out_shape
+) -> Array:
+    lead = x.shape[: x.ndim - num_contracted]
+    x = lax.reshape(x, (*lead, weight.shape[1]))
+    y = lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), precision=precision(x))
+    y = y if bias is None else lax.add(y, lax.reshape(bias, (*(1,) * len(lead), len(bias))))
+    return lax.reshape(y, (*lead, *out_shape))
+
+
+def quantise_rows(x: Array) -> tuple[Array, Array]:
+    """x [..., n] as e4m3, and the float32 scale [..., 1] of each row."""
+    x = x.astype(jnp.float32)
+    scale = jnp.maximum(jnp.abs(x).max(axis=-1, keepdims=True), E4M3_TINY) * E4M3_STEP
+    return (x / scale).astype(E4M3), scale
+
+
+@op
+def quantised_linear(
+    x: Array,
+    weight: Array,
+    scale: Array,
+    bias: Array | None = None,
+    *,
+    num_contracted: int,
+    out_shape,
+) -> Array:
+    """e4m3 numbers are bfloat16 numbers: the product is one of bfloat16, summed in float32."""
+    lead = x.shape[: x.ndim - num_contracted]
+    values, row_scale = quantise_rows(x.reshape(*lead, weight.shape[1]))
+    a, b = values.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)
+    y = lax.dot_general(a, b, (((a.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    y = y * row_scale * scale[:, 0]
+    y = y if bias is None else y + bias
+    return y.astype(x.dtype).reshape(*lead, *out_shape)
