@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 from inspect import get_annotations
 from pathlib import Path
 from typing import Any
@@ -159,10 +159,15 @@ def flagged(*types: type) -> dict[str, Field]:
     """The fields that have flags, by name; the first type that has a name gives its field."""
     found: dict[str, Field] = {}
     for type_ in types:
-        for f in fields(type_):
-            if "flag" in f.metadata:
-                reader(f)
-                found.setdefault(f.name, f)
+        found |= {name: f for name, f in _flagged(type_).items() if name not in found}
+    return found
+
+
+@cache
+def _flagged(type_: type) -> dict[str, Field]:
+    found = {f.name: f for f in fields(type_) if "flag" in f.metadata}
+    for f in found.values():
+        reader(f)
     return found
 
 

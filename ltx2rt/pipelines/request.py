@@ -448,7 +448,7 @@ def distilled_lora(
         return None
     if asked is not None:
         return asked
-    unknown = kind is None and not checkpoint.fitting_loras()
+    unknown = kind is None and not checkpoint.fitting_loras
     if takes == "optional" and (kind == "distilled" or unknown):
         return None
     try:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,7 @@ class Checkpoint:
         found = {*self.sources, *(["lora"] if self.loras_found else [])}
         return [part for part in ("gemma", "upsampler", "lora") if part not in found]
 
+    @cached_property
     def fitting_loras(self) -> list[Path]:
         """LoRAs near the weights with the header of a released distilled one, whatever their name.
 
@@ -136,7 +137,7 @@ class Checkpoint:
         """The only one of `fitting_loras`. Raises InputError that lists several."""
         if not self.loras_found:
             raise self._absent("lora")
-        if found := only("lora", self.fitting_loras()):
+        if found := only("lora", self.fitting_loras):
             return found
         listed = ", ".join(map(str, self.loras_found))
         raise InputError(

@@ -73,7 +73,7 @@ def results(output):
     return [(result["id"], result["status"]) for result in found]
 
 
-def test_bad_lines_are_all_said_before_anything_runs(batch, tmp_path):
+def test_bad_lines_are_all_said_before_anything_runs(batch, server, tmp_path):
     lines = [job(1), "{", "[]", job(1), job("/../x"), {"prompt": "no id"}]
     ran, output = batch(lines)
     assert ran.returncode == 2
@@ -96,7 +96,8 @@ def test_bad_lines_are_all_said_before_anything_runs(batch, tmp_path):
             job(6, size="٦٤x64"),
             job(7, seed="٣"),
             job(8, images=f"{tmp_path / 'damaged.png'}:last:0.5"),
-        ]
+        ],
+        server=server,
     )
     assert ran.returncode == 2 and ran.stderr.count("\n") == 1
     for words in (
@@ -133,11 +134,9 @@ def test_what_is_done_is_not_made_again_what_changed_or_failed_is(batch):
     assert (output / "j3.mp4").read_text().split()[1] == seeds[3]  # drawn from the job itself
 
 
-@pytest.mark.parametrize("remotely", [False, True])
-def test_clips_of_another_model_are_not_replaced(batch, server, tiny_model, tmp_path, remotely):
-    """Another flag, and another file of equal header, are another model."""
-    given = {"server": server if remotely else None}
-    ran, output = batch([job(1)], **given)
+def test_clips_of_another_model_are_not_replaced(batch, server, tiny_model, tmp_path):
+    """Another flag, and another file of equal header, are another model; a server has the same."""
+    ran, output = batch([job(1)], server=server)
     assert ran.returncode == 0, ran.stderr
     (line,) = (output / "results.jsonl").read_text().splitlines()
     model = json.loads(line)["model"]
@@ -148,28 +147,28 @@ def test_clips_of_another_model_are_not_replaced(batch, server, tiny_model, tmp_
     with (other / "tiny-2.3.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x01")
-    for flags, key in ((["--model", other], "digest"), (["--weights-dtype", "int8"], "weights_")):
-        for changed in (job(1), job(1, "2:0.01"), job(2)):
-            ran, _ = batch([changed], *flags)
-            assert ran.returncode == (0 if changed["id"] == "j2" else 2), ran.stderr
-            assert (
-                ran.returncode == 0
-                or f"the clip of j1 in {output} is of another model ({key}" in ran.stderr
-            )
-        (output / "j2.mp4").unlink()
-    ran, _ = batch([job(1), job(2)], **given)
+    for changed, key, *flags in (
+        (job(1), "weights_", "--weights-dtype", "int8"),
+        (job(1, "2:0.01"), "digest", "--model", other),
+    ):
+        ran, _ = batch([changed], *flags)
+        assert ran.returncode == 2, ran.stderr
+        assert f"the clip of j1 in {output} is of another model ({key}" in ran.stderr
+    assert batch([job(2)], "--model", other)[0].returncode == 0
+    (output / "j2.mp4").unlink()
+    ran, _ = batch([job(1), job(2)])
     assert ran.returncode == 0 and "2 jobs, 1 to make" in ran.stderr, ran.stderr
     assert (output / "j1.mp4").read_bytes() == before
 
 
 def test_a_job_whose_lora_is_another_file_is_made_again(batch, tiny_model, tmp_path):
     (tmp_path / "loras").mkdir()
-    lora = tmp_path / "loras" / "fox.safetensors"
-    shutil.copy(tiny_model / "tiny-2.3-distilled-lora.safetensors", lora)
-    lines = [job(1, loras=[{"name": "fox"}]), job(2)]
-    for said in ("2 to make", "0 to make"):
-        ran, _ = batch(lines, "--loras", lora.parent)
-        assert ran.returncode == 0 and said in ran.stderr, ran.stderr
+    for name in ("fox", "hen"):
+        lora = tmp_path / "loras" / f"{name}.safetensors"
+        shutil.copy(tiny_model / "tiny-2.3-distilled-lora.safetensors", lora)
+    lines = [job(1, loras=[{"name": "hen"}]), job(2, loras=[{"name": "fox"}]), job(3)]
+    ran, _ = batch(lines, "--loras", lora.parent)
+    assert ran.returncode == 0 and "3 to make" in ran.stderr, ran.stderr
     with lora.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x01")
@@ -196,11 +195,10 @@ def test_shards_share_the_jobs(batch):
 
 def test_jobs_whose_clips_would_have_one_name_are_refused(batch, server):
     lines = [job(1, seed=0) | {"n": 2}, job("1-1"), job(2, seed=5), job("2-5")]
-    for flags in ({}, {"server": server}):
-        ran, output = batch(lines, "--shard", "1/9", **flags)
-        assert ran.returncode == 2 and ran.stderr.count("\n") == 1, ran.stderr
-        assert "line 2 (j1-1) and line 1 (j1) would both write j1-1.mp4; change" in ran.stderr
-        assert "j2" not in ran.stderr and list(output.iterdir()) == []
+    ran, output = batch(lines, "--shard", "1/9", server=server)
+    assert ran.returncode == 2 and ran.stderr.count("\n") == 1, ran.stderr
+    assert "line 2 (j1-1) and line 1 (j1) would both write j1-1.mp4; change" in ran.stderr
+    assert "j2" not in ran.stderr and list(output.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -233,10 +231,9 @@ def test_clips_are_not_written_into_the_model(command, tiny_model, tmp_path, ins
     assert sorted(tiny_model.rglob("*")) == before
 
 
-def test_a_job_that_failed_is_tried_again(batch):
-    ran, output = batch(
-        [job(1, "2:0.01:first-internal"), job(2, "2:0.01:internal")], "--retries", "1"
-    )
+def test_a_job_that_failed_is_tried_again(batch, server):
+    lines = [job(1, "2:0.01:first-internal"), job(2, "2:0.01:internal")]
+    ran, output = batch(lines, "--retries", "1", server=server)
     assert ran.returncode == 3, ran.stderr
     assert sorted(results(output)) == [("j1", "completed"), ("j2", "failed")]
 
