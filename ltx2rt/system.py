@@ -13,6 +13,7 @@ import importlib
 import os
 import signal
 import socket
+import stat
 import sys
 import threading
 from collections.abc import Callable
@@ -170,3 +171,36 @@ def require_linux(what: str) -> None:
     """Raises InputError on another system."""
     if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
         raise InputError(f"{what} needs Linux, this is {sys.platform}; run it there, or in WSL 2")
+
+
+def identity(file: int | str | os.PathLike[str]) -> tuple[int, ...]:
+    """Device, inode, size and time of the last change: one differs once a file is replaced or
+    written. file: a path or a descriptor. Raises OSError."""
+    status = os.stat(file)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def read_at(file: int, place: memoryview, begin: int) -> None:
+    """Fill `place` from byte `begin` of a descriptor on, as far as the file goes."""
+    filled = 0
+    while filled < len(place) and (got := read_into(file, place[filled:], begin + filled)):
+        filled += got
+
+
+def read_ahead(file: int, begin: int, size: int) -> None:
+    """Announce that `size` bytes of a descriptor from `begin` on will be read soon."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file, begin, size, os.POSIX_FADV_WILLNEED)
+
+
+def opened_at_once(path: str, flags: int) -> int:
+    """For `open`: a FIFO without a writer would be waited for."""
+    return os.open(path, flags | AT_ONCE)
+
+
+def first_bytes(path: str | os.PathLike[str], count: int) -> bytes:
+    """The first bytes of a file; none if it is no regular file or cannot be read."""
+    with suppress(OSError, ValueError), open(path, "rb", opener=opened_at_once) as file:
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return file.read(count)
+    return b""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ltx2rt.weights.files import TensorFile, write_arrays
-from ltx2rt.weights.gguf_blocks import BLOCKS
+from ltx2rt.weights.gguf import BLOCKS
 from ltx2rt.weights.names import LLAMA_CPP, component_of
 from ltx2rt.weights.part_table import PARTS
 from ltx2rt.weights.parts import file_kind

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ltx2rt.errors import InputError
-from ltx2rt.system import libc
-from ltx2rt.weights.files import TensorFile, read_ahead, read_at
+from ltx2rt.system import libc, read_ahead, read_at
+from ltx2rt.weights.files import TensorFile
 
 FOLDER = "/var/tmp"
 SLAB = 2**30  # bytes

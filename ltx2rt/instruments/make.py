@@ -34,6 +34,7 @@ from ltx2rt.instruments.tensors import (
 from ltx2rt.session.options import NO_LORA, ModelOptions
 from ltx2rt.version import VERSION
 from ltx2rt.weights import configs
+from ltx2rt.weights.configs import gemma3, gemma4, latent_upsampler, video_vae
 from ltx2rt.weights.files import DTYPE_NAMES, TensorInfo, write_tensors
 from ltx2rt.weights.names import TEXT_PROJECTION, component_of, to_diffusers
 from ltx2rt.weights.part_table import PARTS, UPSAMPLERS, names_of
@@ -206,11 +207,11 @@ def plan_checkpoint(made: Preset, name: str, layout: str, fp8: bool = False) -> 
     gemma_dir = "gemma-3" if layout == "official" else "text_encoder"
     if isinstance(config.gemma, Gemma4Config):
         folder = gemma4_tensors(config.gemma, shapes["gemma"], "model.language_model.", HF_TOWERS)
-        gemma_json = configs.gemma4_json(config.gemma, configs.towers_json(config.gemma))
+        gemma_json = gemma4.gemma4_json(config.gemma, gemma4.towers_json(config.gemma))
     else:
         vision = _vision(config.gemma)
         folder = tensors("gemma") | tensors_of(vision_shapes(vision, config.gemma.hidden_size))
-        gemma_json = configs.gemma_json(config.gemma, vision)
+        gemma_json = gemma3.gemma_json(config.gemma, vision)
     plan.add(f"{gemma_dir}/model.safetensors", folder, {"format": "pt"})
     plan.add_json(f"{gemma_dir}/config.json", gemma_json)
     tokenizer_dir = gemma_dir if layout == "official" else "tokenizer"
@@ -230,7 +231,7 @@ def plan_checkpoint(made: Preset, name: str, layout: str, fp8: bool = False) -> 
         }
         metadata = {"config": json.dumps(configs.official_json(config))} | version
         plan.add(f"{name}.safetensors", in_fp8(whole, config) if fp8 else whole, metadata)
-        flat = {"config": json.dumps(configs.upsampler_json(config.upsampler, "official"))}
+        flat = {"config": json.dumps(latent_upsampler.upsampler_json(config.upsampler, "official"))}
         scale, kind = config.upsampler.kind.split()
         plan.add(f"{name}-{kind}-upsampler-{scale}.safetensors", tensors("upsampler"), flat)
         return plan
@@ -303,8 +304,8 @@ def _gemma4_file(
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors of the text encoder, the text projection and the tokenizer, and the metadata."""
     tensors = gemma4_tensors(gemma, shapes, "model.", FLAT_TOWERS) | projection | assets(gemma)
-    towers = configs.towers_json(gemma)
-    config = configs.gemma4_json(gemma, towers) | {"gemma_version": version}
+    towers = gemma4.towers_json(gemma)
+    config = gemma4.gemma4_json(gemma, towers) | {"gemma_version": version}
     return tensors, {"format": "pt", "gemma_config": json.dumps(config)}
 
 
@@ -321,7 +322,7 @@ def _video_vae_files(
     encoder = {key: tensor for key, tensor in video.items() if key.startswith("encoder.")}
     assert diffusion.write is not None
     written = diffusion.write(config, "official")
-    section = configs.official_diffusion_vae_json(config.video_vae, written)
+    section = video_vae.official_encoder_json(config.video_vae, written)
     yield "video-vae", encoder | decoder, section
 
 

@@ -20,7 +20,7 @@ from ltx2rt.graph import encodings
 from ltx2rt.graph.encodings import quantise_rows
 from ltx2rt.instruments import filters
 from ltx2rt.models.mel import mel_basis
-from ltx2rt.weights import configs
+from ltx2rt.weights.configs import gemma4, transformer
 from ltx2rt.weights.files import TensorInfo
 from ltx2rt.weights.manifest import Shapes, networks
 from ltx2rt.weights.names import GEMMA, rows_of
@@ -62,7 +62,7 @@ def stored(config: ModelConfig, layout: str = "official") -> Shapes:
             held.pop(name, None)
         held |= part.unread(config.part(component), layout)
     if config.transformer.keyframe_vector:
-        shapes["transformer"][configs.KEYFRAME_VECTOR] = (1, config.transformer.width)
+        shapes["transformer"][transformer.KEYFRAME_VECTOR] = (1, config.transformer.width)
     if FORWARD_BASIS in shapes["vocoder"]:
         shapes["vocoder"][INVERSE_BASIS] = shapes["vocoder"][FORWARD_BASIS]
     return shapes
@@ -139,7 +139,7 @@ def gemma4_tensors(
     towers: Mapping[str, str],
 ) -> dict[str, Tensor]:
     """Tensors of the text branch under `prefix`, and the towers that no network reads."""
-    vision, sound = configs.towers_json(gemma).values()
+    vision, sound = gemma4.towers_json(gemma).values()
     width = gemma.hidden_size
     patch = 3 * (vision["patch_size"] * vision["pooling_kernel_size"]) ** 2
     tower: dict[str, tuple[int, ...]] = {

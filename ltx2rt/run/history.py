@@ -15,9 +15,8 @@ from typing import Any
 from ltx2rt.placement.devices import known_kind
 from ltx2rt.run.plan import Plan
 from ltx2rt.session.session import Session
-from ltx2rt.system import AT_ONCE, WRITE
+from ltx2rt.system import AT_ONCE, WRITE, opened_at_once
 from ltx2rt.text_files import parse
-from ltx2rt.weights.files import opened_at_once
 
 LAST, READ_BYTES, MOST_BYTES = 3, 2**16, 2**20
 

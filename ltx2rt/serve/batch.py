@@ -25,9 +25,9 @@ from ltx2rt.serve.folder import sync
 from ltx2rt.serve.jobs import COMPLETED
 from ltx2rt.serve.upload import IMAGE
 from ltx2rt.session.options import LoraSpec
+from ltx2rt.system import opened_at_once
 from ltx2rt.text_files import read_text
 from ltx2rt.weights.digests import digest
-from ltx2rt.weights.files import opened_at_once
 
 ID = re.compile(r"(?!.*[^\D0-9])\w[\w.-]{0,99}")  # letters of any script, digits 0 to 9
 LINE_LIMIT = 10**6

@@ -17,11 +17,10 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Cut
 from ltx2rt.passes.adapters import MARK, Adapters, starred, tensors
 from ltx2rt.weights.changes import Pair
-from ltx2rt.weights.files import cut
+from ltx2rt.weights.files import cut, stored_fields
 from ltx2rt.weights.lora import Lora, MergedSource
 from ltx2rt.weights.names import collapse
-from ltx2rt.weights.quant_formats import Fields
-from ltx2rt.weights.quantised import stored_fields
+from ltx2rt.weights.packed import Fields
 
 LEAST_RANK = 8
 BLOCKS = "transformer_blocks."

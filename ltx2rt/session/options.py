@@ -38,7 +38,7 @@ class LoraSpec:
 @dataclass(frozen=True)
 class PlannedLora(LoraSpec):
     """A LoRA of a run: another file of the same name is another LoRA. file: what
-    `weights.files.identity` gave when the run was planned. beside: it stays apart from the weights.
+    `system.identity` gave when the run was planned. beside: it stays apart from the weights.
     parts: the parts of the checkpoint that it changes."""
 
     file: tuple[int, ...] = ()

@@ -26,12 +26,12 @@ from ltx2rt.placement.stream import FILE, PINNED, Piece, pieces, slots_bytes, st
 from ltx2rt.session.beside import LoraAdapters, WithAdapters, beside
 from ltx2rt.session.call import Call, WeightsKey, holds, network_of
 from ltx2rt.session.options import LoraSpec, ModelOptions, PlannedLora
+from ltx2rt.system import identity
 from ltx2rt.weights.audit import audit
 from ltx2rt.weights.checkpoint import Checkpoint
-from ltx2rt.weights.files import check_opened, identity
+from ltx2rt.weights.files import check_opened, stored_fields
 from ltx2rt.weights.lora import Lora, Merge, MergedSource, check_lora, open_lora
-from ltx2rt.weights.quant_formats import Packed
-from ltx2rt.weights.quantised import stored_fields
+from ltx2rt.weights.packed import Packed
 
 HOST_SHARE = 0.1  # share of the host's memory to leave free
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ltx2rt.errors import InputError
 from ltx2rt.models.catalog import PROMPT_TOKENS
-from ltx2rt.weights.files import identity
+from ltx2rt.system import identity
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -21,8 +21,8 @@ import numpy as np
 from ltx2rt.config import ModelConfig, TransformerConfig
 from ltx2rt.errors import GraphError, InputError
 from ltx2rt.release import of_version, stated, version_tuple
-from ltx2rt.weights import configs
 from ltx2rt.weights.changes import Pair
+from ltx2rt.weights.configs import transformer
 from ltx2rt.weights.digests import digest
 from ltx2rt.weights.files import TensorFile, TensorFolder, TensorReader, open_file, open_tensors
 from ltx2rt.weights.lora import Lora, open_lora
@@ -353,7 +353,7 @@ def _official(
     gemma = None if gemma == main.path else gemma
     if gemma is not None:
         check_gemma_version(main, version_of(main), gemma_keys(gemma), gemma)
-    network = configs.official_transformer(keys().inner("transformer"))
+    network = transformer.official(keys().inner("transformer"))
     text = _with_connectors(main, own.get("text"), near.files["text"], network, near.donor)
     places["text"] = Place("official", _text_source(main, text, gemma), keys, main)
     return places

@@ -10,13 +10,11 @@ from hashlib import sha256
 from pathlib import Path
 
 from ltx2rt.errors import InputError
-from ltx2rt.system import pread
+from ltx2rt.system import identity, opened_at_once, pread
 from ltx2rt.weights.files import (
     SHARD_INDEX,
     WEIGHTS,
-    identity,
     open_one,
-    opened_at_once,
     read_index,
     split_parts,
 )

@@ -29,7 +29,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph.encodings import E4M3, E5M2, E8M0
 from ltx2rt.graph.ir import Cut
 from ltx2rt.notes import note
-from ltx2rt.system import AT_ONCE, READ, pread, read_into
+from ltx2rt.system import READ, first_bytes, identity, opened_at_once, pread, read_ahead, read_at
 from ltx2rt.weights.names import official_names
 
 DTYPES: dict[str, np.dtype] = {  # the safetensors format's names
@@ -139,14 +139,13 @@ class TensorReader(Protocol):
     def read(self, name: str, *cuts: Cut) -> np.ndarray: ...
 
 
+def stored_fields(source: TensorReader, format: str, name: str, *cuts: Cut) -> Any:
+    """`source.stored`, for the sources that have it; else None."""
+    read = getattr(source, "stored", None)
+    return read(format, name, *cuts) if read else None
+
+
 OPENED: weakref.WeakSet[TensorFile] = weakref.WeakSet()
-
-
-def identity(file: int | str | os.PathLike[str]) -> tuple[int, ...]:
-    """Device, inode, size and time of the last change: one differs once a file is replaced or
-    written. file: a path or a descriptor. Raises OSError."""
-    status = os.stat(file)
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class TensorFile:
@@ -175,13 +174,16 @@ class TensorFile:
         the transformer's tensors lack it (some ComfyUI files do)."""
         metadata, tensors = _parsed(self._file, self.path)
         if BARE_TRANSFORMER in tensors:
-            names = official_names(tensors)
-            if len(set(names.values())) < len(names):
-                raise InputError(
-                    f"{self.path}: names with and without prefix clash; pass another file"
-                )
+            names = self.official(tensors)
             tensors = {names[name]: each for name, each in tensors.items()}
         return metadata, tensors
+
+    def official(self, names: Iterable[str]) -> dict[str, str]:
+        """The official name of each. Raises InputError if two become one."""
+        found = official_names(names)
+        if len(set(found.values())) < len(found):
+            raise InputError(f"{self.path}: names with and without prefix clash; pass another file")
+        return found
 
     def check(self) -> None:
         """Raises InputError if the file has changed since it was opened."""
@@ -245,19 +247,6 @@ class TensorFile:
         start = begin // mmap.PAGESIZE * mmap.PAGESIZE
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED, start, begin + size - start)
-
-
-def read_at(file: int, place: memoryview, begin: int) -> None:
-    """Fill `place` from byte `begin` of a descriptor on, as far as the file goes."""
-    filled = 0
-    while filled < len(place) and (got := read_into(file, place[filled:], begin + filled)):
-        filled += got
-
-
-def read_ahead(file: int, begin: int, size: int) -> None:
-    """Announce that `size` bytes of a descriptor from `begin` on will be read soon."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file, begin, size, os.POSIX_FADV_WILLNEED)
 
 
 def in_file(array: np.ndarray) -> tuple[TensorFile, int] | None:
@@ -325,8 +314,7 @@ class TensorFolder:
         return self._home[name].read(name, *cuts)
 
     def stored(self, format: str, name: str, *cuts: Cut) -> Any:
-        read = getattr(self._home[name], "stored", None)
-        return read(format, name, *cuts) if read else None
+        return stored_fields(self._home[name], format, name, *cuts)
 
     @property
     def architecture(self) -> str:
@@ -344,19 +332,7 @@ def open_file(path: str | os.PathLike[str]) -> TensorFile | TensorFolder:
 def open_one(path: str | os.PathLike[str]) -> TensorFile:
     from ltx2rt.weights.gguf import GgufFile
 
-    return GgufFile(path) if _first_bytes(path, len(GGUF)) == GGUF else TensorFile(path)
-
-
-def _first_bytes(path: str | os.PathLike[str], count: int) -> bytes:
-    """The first bytes of a file; none if it is no regular file or cannot be read."""
-    try:
-        file = os.open(path, READ)
-    except (OSError, ValueError):
-        return b""
-    try:
-        return pread(file, count, 0) if stat.S_ISREG(os.fstat(file).st_mode) else b""
-    finally:
-        os.close(file)
+    return GgufFile(path) if first_bytes(path, len(GGUF)) == GGUF else TensorFile(path)
 
 
 def open_tensors(path: str | os.PathLike[str]) -> TensorFile | TensorFolder:
@@ -426,11 +402,6 @@ def read_index(index: Path) -> dict[str, Path]:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{index}: not a shard index: {error}") from error
-
-
-def opened_at_once(path: str, flags: int) -> int:
-    """For `open`: a FIFO without a writer would be waited for."""
-    return os.open(path, flags | AT_ONCE)
 
 
 def _open_shards(path: Path, index: Path) -> TensorFolder:

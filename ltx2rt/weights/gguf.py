@@ -1,8 +1,8 @@
 """GGUF files: the header read within bounds, and tensors decoded while they are read.
 
 The layout is llama.cpp's ggml, versions 2 and 3, little-endian. Decides which headers are readable;
-an attacker may have written them. `gguf_blocks` decodes blocks; `names`, `configs` and `checkpoint`
-interpret names. Source: ggml's docs/gguf.md.
+an attacker may have written them. `graph.encodings` defines the numbers of a block; `names`,
+`configs` and `checkpoint` interpret names. Sources: ggml's docs/gguf.md, ggml.h, ggml-quants.c.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import mmap
 import struct
 from collections.abc import Collection, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph.encodings import ENCODINGS, decoded
 from ltx2rt.graph.ir import Cut
 from ltx2rt.system import pread
-from ltx2rt.weights.configs import KEYFRAME_VECTOR
+from ltx2rt.weights.configs.transformer import KEYFRAME_VECTOR
 from ltx2rt.weights.files import (
     CACHED_BYTES,
     DTYPES,
@@ -39,12 +39,61 @@ from ltx2rt.weights.files import (
     finite,
     selected,
     split_parts,
+    stored_fields,
 )
-from ltx2rt.weights.gguf_blocks import BLOCKS, F32, PLAIN, BlockFormat
 from ltx2rt.weights.names import official_names
-from ltx2rt.weights.quant_formats import Fields, Packed
-from ltx2rt.weights.quantised import stored_fields
+from ltx2rt.weights.packed import Fields, Packed
 
+F32 = np.dtype(np.float32)
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """weights: in a block. size: its bytes."""
+
+    name: str
+    weights: int
+    size: int
+
+    @property
+    def read(self) -> bool:
+        return self.name in ENCODINGS
+
+
+def _block(name: str) -> BlockFormat:
+    (field,) = ENCODINGS[name].fields
+    return BlockFormat(name, field.weights, field.size)
+
+
+BLOCKS = {  # by ggml's number of the type
+    2: _block("Q4_0"),
+    3: _block("Q4_1"),
+    6: _block("Q5_0"),
+    7: _block("Q5_1"),
+    8: _block("Q8_0"),
+    9: BlockFormat("Q8_1", 32, 40),
+    10: _block("Q2_K"),
+    11: _block("Q3_K"),
+    12: _block("Q4_K"),
+    13: _block("Q5_K"),
+    14: _block("Q6_K"),
+    15: BlockFormat("Q8_K", 256, 292),
+    16: BlockFormat("IQ2_XXS", 256, 66),
+    17: BlockFormat("IQ2_XS", 256, 74),
+    18: BlockFormat("IQ3_XXS", 256, 98),
+    19: BlockFormat("IQ1_S", 256, 50),
+    20: _block("IQ4_NL"),
+    21: BlockFormat("IQ3_S", 256, 110),
+    22: BlockFormat("IQ2_S", 256, 82),
+    23: _block("IQ4_XS"),
+    29: BlockFormat("IQ1_M", 256, 56),
+    34: BlockFormat("TQ1_0", 256, 54),
+    35: BlockFormat("TQ2_0", 256, 66),
+    39: BlockFormat("MXFP4", 32, 17),
+    40: BlockFormat("NVFP4", 64, 36),
+    41: BlockFormat("Q1_0", 128, 18),
+}
+PLAIN = {0: "F32", 1: "F16", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 30: "BF16"}
 VERSIONS = (2, 3)
 SCALARS = dict(zip(range(8), ("<B", "<b", "<H", "<h", "<I", "<i", "<f", "<?"), strict=True))
 SCALARS |= {10: "<Q", 11: "<q", 12: "<d"}  # codes of `struct` by value type
@@ -81,9 +130,7 @@ class GgufFile(TensorFile):
             reader = HeaderReader(data, self.path)
             metadata, tensors = reader.read()
         self.long_arrays = {key for key, value in reader.values.items() if value == ()}
-        names = official_names(tensors)
-        if len(set(names.values())) < len(names):
-            raise InputError(f"{self.path}: names with and without prefix clash; pass another file")
+        names = self.official(tensors)
         self._stored_names = {official: name for name, official in names.items()}
         found = {names[name]: each for name, each in tensors.items()}
         if KEYFRAME_VECTOR in found and len((info := found[KEYFRAME_VECTOR][0]).shape) == 1:

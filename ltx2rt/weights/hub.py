@@ -22,7 +22,7 @@ from urllib.parse import unquote
 
 from ltx2rt.errors import InputError
 from ltx2rt.notes import note
-from ltx2rt.weights.configs import Keys
+from ltx2rt.weights.configs.keys import Keys
 from ltx2rt.weights.distilled import kind_by_name
 from ltx2rt.weights.files import SHARD_INDEX
 from ltx2rt.weights.lora_config import ADAPTER_CONFIG

@@ -22,7 +22,6 @@ from ltx2rt.notes import note
 from ltx2rt.release import named, stated
 from ltx2rt.text_files import read_text
 from ltx2rt.weights import configs
-from ltx2rt.weights.configs import official_json
 from ltx2rt.weights.files import TensorFile, TensorFolder, open_file, open_tensors
 from ltx2rt.weights.names import collapse, component_of
 from ltx2rt.weights.part_table import PARTS, UPSAMPLERS, names_of, word_of
@@ -294,7 +293,7 @@ def with_config(
     else:
         config = preset(_release(main)).config
         version = ".".join(map(str, config.version))
-        added = {"config": json.dumps(official_json(config)), "model_version": version}
+        added = {"config": json.dumps(configs.official_json(config)), "model_version": version}
     main.metadata = added | main.metadata
     return main
 

@@ -15,8 +15,15 @@ from typing import Any
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.weights import configs
-from ltx2rt.weights.configs import diffusion_decoder, duration_head, latent_upsampler
+from ltx2rt.weights.configs import (
+    audio,
+    diffusion_decoder,
+    duration_head,
+    gemma3,
+    latent_upsampler,
+    transformer,
+    video_vae,
+)
 from ltx2rt.weights.configs.keys import ConfigSource, Keys
 from ltx2rt.weights.lora_keys import holds_lora
 
@@ -131,23 +138,23 @@ def _reads(official: Callable[[Keys], Any], diffusers: Callable[[Keys], Any]) ->
 
 def _read_text(found: ConfigSource) -> Any:
     if found.layout == "diffusers":
-        return configs.diffusers_text(found.keys, found.configs["transformer"])
+        return transformer.diffusers_text(found.keys, found.configs["transformer"])
     names = [name for name in found.source.names() if PROJECTION.match(name)]
     widths = {found.source.info(name).shape[-1] for name in names}
     if len(widths) != 1:
         where = found.keys.where
         raise InputError(f"{where}: the text projections take different widths: {sorted(widths)}")
-    return configs.official_text(found.keys, widths.pop())
+    return transformer.official_text(found.keys, widths.pop())
 
 
 def _read_video_vae(found: ConfigSource) -> Any:
     """Read the video VAE, without the convolutional decoder if the file holds the other one."""
     if found.layout == "diffusers":
-        return configs.diffusers_video_vae(found.keys)
+        return video_vae.diffusers(found.keys)
     if any(name.startswith(DIFFUSION_KEY) for name in found.source.names()):
         shape = found.source.info("vae.encoder.conv_in.conv.weight").shape
-        return configs.official_diffusion_vae(found.keys, shape)
-    return configs.official_video_vae(found.keys)
+        return video_vae.official_encoder(found.keys, shape)
+    return video_vae.official(found.keys)
 
 
 def _is_gemma(header: Header) -> bool:
@@ -177,7 +184,7 @@ def _upsampler(name: str, word: str, dims: int, ratio: int, **more: Any) -> Part
     flag = "--" + name.replace("_", "-")
 
     def config(keys: Keys) -> bool:
-        return _of_class("LTX2LatentUpsamplerModel")(keys) and configs.upsampler_kind(keys) == name
+        return _of_class("LTX2LatentUpsamplerModel")(keys) and latent_upsampler.kind(keys) == name
 
     def check(found: Any, model: ModelConfig, where: str) -> None:
         if dims == 5 and not found.temporal:
@@ -185,7 +192,7 @@ def _upsampler(name: str, word: str, dims: int, ratio: int, **more: Any) -> Part
                 f"{flag}: {where} is a {found.kind} upsampler, expected a temporal one; pass this "
                 "one with --upsampler"
             )
-        configs.check_upsampler(found, model, where, flag)
+        latent_upsampler.check(found, model, where, flag)
 
     def unread(found: Any, layout: str) -> dict[str, tuple[int, ...]]:
         return {"upsampler.blur_down.kernel": (1, 1, 5, 5)} if found.rational else {}
@@ -193,8 +200,8 @@ def _upsampler(name: str, word: str, dims: int, ratio: int, **more: Any) -> Part
     return Part(
         name, word, header=_is_upsampler(dims, ratio), config=config, mark=b"initial_conv.weight",
         either=True, own_release=True, kind="latent upsampler", borrowed=BORROWED,
-        read=configs.read_upsampler, check=check, unread=unread,
-        write=lambda model, layout: configs.upsampler_json(model.part(name), layout), **more,
+        read=latent_upsampler.read_from, check=check, unread=unread,
+        write=lambda model, layout: latent_upsampler.upsampler_json(model.part(name), layout), **more,
     )  # fmt: skip
 
 
@@ -205,8 +212,8 @@ PARTS = {
             "transformer", "transformer", config=_of_class("LTX2VideoTransformer3DModel"),
             prefix="model.diffusion_model.", folder="transformer", library="diffusers",
             section="transformer",
-            read=_reads(configs.official_transformer, configs.diffusers_transformer),
-            write=lambda model, layout: configs.diffusers_transformer_json(model.transformer),
+            read=_reads(transformer.official, transformer.diffusers),
+            write=lambda model, layout: transformer.diffusers_json(model.transformer),
             renames={
                 "patchify_proj": "proj_in",
                 "audio_patchify_proj": "audio_proj_in",
@@ -229,9 +236,9 @@ PARTS = {
             TEXT_PROJECTION),
             config=_of_class("LTX2TextConnectors"), folder="connectors", library="ltx2",
             mark=b"embeddings_connector", section="transformer", read=_read_text,
-            check=lambda text, model, where: configs.check_connectors(text, model.transformer,
+            check=lambda text, model, where: transformer.check_connectors(text, model.transformer,
             where),
-            write=lambda model, layout: configs.diffusers_text_json(model.text, model.transformer),
+            write=lambda model, layout: transformer.diffusers_text_json(model.text, model.transformer),
             renames={
                 "model.diffusion_model.video_embeddings_connector": "video_connector",
                 "model.diffusion_model.audio_embeddings_connector": "audio_connector",
@@ -246,7 +253,7 @@ PARTS = {
             "gemma", "text encoder", "text_encoder", _is_gemma,
             lambda keys: str(keys.get("model_type", "")).startswith("gemma"),
             mark=b"post_feedforward_layernorm", either=True,
-            check=lambda gemma, model, where: configs.check_gemma(gemma, model.text, where),
+            check=lambda gemma, model, where: gemma3.check(gemma, model.text, where),
             metavar="PATH",
             help="Gemma folder, or text-encoder file of LTX-2.5 (default: found near --model)",
         ),
@@ -258,7 +265,7 @@ PARTS = {
             instead="diffusion_decoder",
             help="video VAE of LTX-2.5, of either decoder (default: found near --model)",
             section="vae", read=_read_video_vae,
-            write=lambda model, layout: configs.diffusers_video_vae_json(model.video_vae),
+            write=lambda model, layout: video_vae.diffusers_json(model.video_vae),
             gains={"vae.decoder.conv_out.conv.": 0.65},
         ),
         Part(
@@ -266,8 +273,8 @@ PARTS = {
             _of_class("AutoencoderKLLTX2Audio"), "audio_vae.", STATISTICS, folder="audio_vae",
             library="diffusers", mark=b"audio_vae.", section="audio_vae",
             help="audio VAE of LTX-2.5 (default: found near --model)",
-            read=_reads(configs.official_audio_vae, configs.diffusers_audio_vae),
-            write=lambda model, layout: configs.diffusers_audio_vae_json(model.audio_vae),
+            read=_reads(audio.official, audio.diffusers),
+            write=lambda model, layout: audio.diffusers_json(model.audio_vae),
         ),
         Part(
             "vocoder", "vocoder", "audio_vae", None, _of_class("LTX2Vocoder", "LTX2VocoderWithBWE"),
@@ -282,10 +289,10 @@ PARTS = {
             },
             folder="vocoder", library="ltx2", mark=b"vocoder.", section="vocoder",
             read=lambda found: (
-                configs.official_vocoder(found.keys, found.configs["audio_vae"])
-                if found.layout == "official" else configs.diffusers_vocoder(found.keys)
+                audio.official_vocoder(found.keys, found.configs["audio_vae"])
+                if found.layout == "official" else audio.diffusers_vocoder(found.keys)
             ),
-            write=lambda model, layout: configs.diffusers_vocoder_json(model.vocoder),
+            write=lambda model, layout: audio.diffusers_vocoder_json(model.vocoder),
             gains={
                 "vocoder.conv_post.": 3.0, "vocoder.vocoder.conv_post.": 0.05,
                 "vocoder.bwe_generator.conv_post.": 0.02,
@@ -321,12 +328,12 @@ PARTS = {
             ("attn.qkv.", "attn.{}."), folder="diffusion_decoder", every=False, decoder="diffusion",
             section="vae",
             read=_reads(
-                diffusion_decoder.official_diffusion_decoder,
-                diffusion_decoder.diffusers_diffusion_decoder,
+                diffusion_decoder.official,
+                diffusion_decoder.diffusers,
             ),
             write=lambda model, layout: (
-                diffusion_decoder.official_diffusion_decoder_json if layout == "official"
-                else diffusion_decoder.diffusers_diffusion_decoder_json
+                diffusion_decoder.official_json if layout == "official"
+                else diffusion_decoder.diffusers_json
             )(model.need("diffusion_decoder")),
             unread=lambda config, layout: (  # tensors for decoding with keyframes
                 {"vae.decoder.type_emb": (config.latent_channels,)} if layout == "official" else {}
@@ -340,9 +347,9 @@ PARTS = {
             ("cross_attn.in_proj_", "{}."), mark=b"duration_head.", folder="duration_head",
             library="ltx2", every=False,
             help="duration head of LTX-2.5, which chooses the clip's length (default: found near --model)",
-            read=duration_head.read_duration_head, check=duration_head.check_duration_head,
+            read=duration_head.read_from, check=duration_head.check,
             write=lambda model,
-            layout: duration_head.duration_head_json(model.need("duration_head"), layout),
+            layout: duration_head.to_json(model.need("duration_head"), layout),
             gains={"duration_head.mlp_out.": 0.3},  # prompts of one to two seconds
             preset=duration_head.preset,
         ),

@@ -7,8 +7,6 @@ choosing among several to `near`, downloading to `hub`.
 
 from __future__ import annotations
 
-import os
-import stat
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +15,8 @@ from typing import Any, TypeVar
 
 from ltx2rt.errors import InputError
 from ltx2rt.release import of_tensors, stated
-from ltx2rt.system import READ, pread
-from ltx2rt.weights.configs import Keys, parse_json
+from ltx2rt.system import first_bytes
+from ltx2rt.weights.configs.keys import Keys, parse_json
 from ltx2rt.weights.files import (
     DTYPE_NAMES,
     GGUF,
@@ -227,22 +225,11 @@ def header_bytes(path: Path) -> bytes:
     """The header of a safetensors file, the beginning of a GGUF file; nothing of any other."""
     if path.suffix not in WEIGHTS:
         return b""
-    try:
-        file = os.open(path, READ)
-    except OSError:
-        return b""
-    try:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            return b""
-        start = pread(file, 8, 0)
-        if start.startswith(GGUF):
-            return pread(file, START_BYTES, 0)
-        size = int.from_bytes(start, "little")
-        return pread(file, size, 8) if len(start) == 8 and size <= MAX_HEADER_BYTES else b""
-    except OSError:
-        return b""
-    finally:
-        os.close(file)
+    start = first_bytes(path, 8)
+    if start.startswith(GGUF):
+        return first_bytes(path, START_BYTES)
+    size = int.from_bytes(start, "little")
+    return first_bytes(path, 8 + size) if len(start) == 8 and size <= MAX_HEADER_BYTES else b""
 
 
 def is_gemma_tokenizer(path: Path) -> bool:

@@ -19,7 +19,8 @@ from ltx2rt.graph.encodings import ADVISED, E4M3, E5M2
 from ltx2rt.notes import note
 from ltx2rt.release import of_version, version_tuple
 from ltx2rt.weights import configs
-from ltx2rt.weights.configs import ConfigSource, Keys, parse_json
+from ltx2rt.weights.configs import gemma3, video_vae
+from ltx2rt.weights.configs.keys import ConfigSource, Keys, parse_json
 from ltx2rt.weights.files import TensorFile, TensorFolder, TensorReader, open_tensors
 from ltx2rt.weights.gguf import unread
 from ltx2rt.weights.names import (
@@ -31,9 +32,9 @@ from ltx2rt.weights.names import (
     to_official,
     unsaved,
 )
+from ltx2rt.weights.packed import Packed
 from ltx2rt.weights.part_table import PARTS, Part
 from ltx2rt.weights.parts import contents, file_kind, folder_kind, read_json
-from ltx2rt.weights.quant_formats import Packed
 from ltx2rt.weights.quantised import JoinedRows, RenamedSource, dequantised, renamed
 from ltx2rt.weights.text_encoder import gemma_keys, lone_gemma, open_gemma
 
@@ -162,7 +163,7 @@ def open_folder(part: Part, path: Path) -> Place:
     keys = read_json(path / "config.json")
     stages = 0
     if part.name == "video_vae":
-        stages = len(configs.diffusers_video_vae(keys).encoder)
+        stages = len(video_vae.diffusers(keys).encoder)
     source = renamed(open_tensors(path), path, lambda name: to_official(part.name, name, stages))
     joined, names = fused_of(part.name, source.names()), set(source.names())
     if missing := [row for rows in joined.values() for row in rows if row not in names]:
@@ -200,10 +201,10 @@ def gemma_of(source: RenamedSource, near: Iterable[Path]) -> Place:
     """The text encoder in a checkpoint that ComfyUI has saved, with the config of a folder near it
     that has one of the same sizes, else with the released one."""
     shapes = {name.removeprefix(GEMMA): source.info(name).shape for name in source.names()}
-    config = configs.gemma(configs.plain_gemma3(shapes, str(source.where)))
+    config = configs.gemma(gemma3.plain_gemma3(shapes, str(source.where)))
     for folder in filter(Path.is_dir, near):
         theirs = configs.gemma(gemma_keys(folder))
-        if all(getattr(theirs, n, None) == getattr(config, n) for n in configs.GEMMA_SIZES):
+        if all(getattr(theirs, n, None) == getattr(config, n) for n in gemma3.GEMMA_SIZES):
             config = theirs
     return Place("official", source, lambda: Keys({}, str(source.where)), config=config)
 

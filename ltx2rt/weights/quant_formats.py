@@ -39,28 +39,33 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ltx2rt.errors import InputError
-from ltx2rt.graph import encodings
 from ltx2rt.graph.encodings import E4M3_FORMAT, KEPT
 from ltx2rt.graph.ir import Cut
-from ltx2rt.weights.files import NOT_FINITE, TensorFile, TensorFolder, TensorInfo
+from ltx2rt.weights.files import NOT_FINITE, TensorFile, TensorFolder
+from ltx2rt.weights.packed import (
+    ADVICE,
+    BNB,
+    BYTES,
+    COMPANIONS,
+    DESCRIPTIONS,
+    E4M3,
+    E5M2,
+    F32,
+    OF_BNB,
+    SMALL_FLOATS,
+    Fields,
+    Matrix,
+    Packed,
+    Recipe,
+)  # fmt: skip
 
-E4M3, E5M2, F32 = np.dtype(encodings.E4M3), np.dtype(encodings.E5M2), np.dtype(np.float32)
-SMALL_FLOATS, BYTES = (E4M3, E5M2), (np.dtype(np.uint8), np.dtype(np.int8))
-SCALES = ("weight_scale", "scale_weight", "weight_scale_inv")
-COMPANIONS = (*SCALES, "weight_scale_2", "weight_s_rel", "weight_s_channel", "weight_codebook",
-              "weight_zeros", "pre_quant_scale", "input_scale", "scale_input", "output_scale")  # fmt: skip
-BNB = "weight_quant_state"
-OF_BNB = ("weight_absmax", "weight_quant_map", "weight_nested_absmax", "weight_nested_quant_map",
-          "SCB", "weight_format")  # fmt: skip
-COMPANIONS += OF_BNB
-DESCRIPTIONS = ("comfy_quant", "torchao_nvfp4", BNB)
 HEADER = "_quantization_metadata"
 INV_BLOCK = 128  # rows and columns that share a `weight_scale_inv`
 ROTATION = re.compile(r"conv_?rot|hadamard", re.IGNORECASE)
@@ -70,157 +75,79 @@ SILENT = ("format", "full_precision_matrix_mult", "orig_dtype", "linear_dtype", 
           "use_dynamic_per_tensor_scale")  # fmt: skip
 SHAPES = ("orig_shape", "original_shape")
 LARGEST = {E4M3: 0x7E, E5M2: 0x7B}  # the bits: a scale takes the largest number to it
-ADVICE = "pass the bfloat16 file"
-# Fields of an encoding (`graph.encodings`), or numbers [rows, n] and None: to be encoded with one
-# scale.
-Fields = tuple[Any, ...]
+SCALED = KEPT[E4M3_FORMAT]
 
 
-@dataclass(frozen=True)
-class Packed(TensorInfo):
-    """shape, dtype: of the decoded tensor. nbytes: stored. group: inputs decoded together.
-    stored_as: the encoding's `format`, empty if a device cannot keep its fields."""
-
-    format: str
-    stored_bytes: int
-    group: int = 1
-    stored_as: str = ""
-
-    @property
-    def nbytes(self) -> int:
-        return self.stored_bytes
-
-    @property
-    def encoding(self) -> str | None:
-        """The encoding in which a device can keep the matrix as it is stored."""
-        whole = len(self.shape) == 2 and self.shape[1] % self.group == 0
-        return KEPT.get(self.stored_as) if whole else None
+# ---- descriptions --------------------------------------------------------------------------------
 
 
-class Recipe(NamedTuple):
-    """A quantised tensor. fields: reads a slice's fields, rows and columns, of whole groups.
-    decode: their encoding."""
+def recipe(m: Matrix) -> Recipe | None:
+    """The recipe that decodes the tensor; None: it is plain. Raises InputError."""
+    said = description(m)
+    format = said.get("format") or guess(m)
+    if not format:
+        return None
+    where = f"{m.file.path}: {m.stem}"
+    if format not in FORMATS:
+        raise refusal(where, f"format {format!r:.80}")
+    dtypes, read, keys = FORMATS[format]
+    for key, value in said.items():
+        if key not in (*SILENT, *SHAPES, *keys):
+            raise refusal(where, f"key {key!r:.80} of its {format} description")
+        if (fixed := keys.get(key)) not in (None, value):
+            raise refusal(where, f"{key} = {value!r:.40}, not {fixed},")
+    known = {"weight", "bias", *COMPANIONS, *DESCRIPTIONS}
+    known -= set() if format.startswith("bitsandbytes") else {*OF_BNB}
+    if unknown := sorted(m.children - known):
+        raise refusal(where, f"its companion {unknown[0]}")
+    m.expect("weight", m.dtype in dtypes, f"{' or '.join(map(str, dtypes))} of {format}")
+    found = read(m, said)
+    for key in SHAPES:
+        if said.get(key) not in (None, list(found.packed.shape)):
+            raise refusal(where, f"{key} = {said[key]} of a {list(found.packed.shape)} matrix")
+    if "pre_quant_scale" in m.children:
+        fits = m.size("pre_quant_scale") == found.packed.shape[-1]
+        m.expect("pre_quant_scale", fits, "a number for each input")
+        found = found._replace(packed=replace(found.packed, stored_as=""))
+    return found
 
-    packed: Packed
-    fields: Callable[[Cut, Cut], Fields]
-    decode: str
+
+def description(m: Matrix) -> dict[str, Any]:
+    """All that describes the matrix. Keys in a nested `params` count like the outer ones."""
+    found: dict[str, Any] = {}
+    texts = {f"{m.file.path}: {HEADER} of {m.stem}": m.header}
+    for child in (each for each in DESCRIPTIONS if each in m.children):
+        where = f"{m.file.path}: {m.stem}.{child}"
+        texts[where] = parsed(m.read(child).tobytes().rstrip(b"\0"), where)
+    for where, said in texts.items():
+        params = said.get("params") or {}
+        if not isinstance(params, dict):
+            raise refusal(where, f"params {params!r:.80}")
+        for key, value in (params | {k: v for k, v in said.items() if k != "params"}).items():
+            if found.setdefault(key, value) != value:
+                raise refusal(where, f"{key} = {found[key]!r:.40} beside {value!r:.40}")
+    return found
 
 
-# ---- matrices ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """`stem.weight` and its companion tensors. header: its description there; listed: whether
-    the header describes any."""
-
-    file: TensorFile | TensorFolder
-    stem: str
-    children: frozenset[str]
-    header: Mapping[str, Any]
-    listed: bool
-
-    @property
-    def name(self) -> str:
-        return f"{self.stem}.weight"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.file.info(self.name).shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.file.info(self.name).dtype
-
-    @property
-    def scale(self) -> str:
-        return next((each for each in SCALES if each in self.children), "")
-
-    def read(self, child: str, *cuts: Cut) -> np.ndarray:
-        return self.file.read(f"{self.stem}.{child}", *cuts)
-
-    def size(self, child: str) -> int:
-        return prod(self.file.info(f"{self.stem}.{child}").shape)
-
-    def expect(self, child: str, fits: bool, expected: str) -> None:
-        if not fits:
-            where = f"{self.file.path}: {self.stem}.{child}"
-            if child not in self.children:
-                raise InputError(f"{where} is absent, expected {expected}; {ADVICE}")
-            info = self.file.info(f"{self.stem}.{child}")
-            found = f"{info.dtype} {list(info.shape)}"
-            raise InputError(f"{where} is {found}, expected {expected}; {ADVICE}")
-
-    def recipe(self) -> Recipe | None:
-        """The recipe that decodes the tensor; None: it is plain. Raises InputError."""
-        said = self.description()
-        format = said.get("format") or self.guess()
-        if not format:
-            return None
-        where = f"{self.file.path}: {self.stem}"
-        if format not in FORMATS:
-            raise refusal(where, f"format {format!r:.80}")
-        dtypes, read, keys = FORMATS[format]
-        if unknown := [key for key in said if key not in (*SILENT, *SHAPES, *keys)]:
-            raise refusal(where, f"key {unknown[0]!r:.80} of its {format} description")
-        known = {"weight", "bias", *COMPANIONS, *DESCRIPTIONS}
-        known -= set() if format.startswith("bitsandbytes") else {*OF_BNB}
-        if unknown := sorted(self.children - known):
-            raise refusal(where, f"its companion {unknown[0]}")
-        self.expect("weight", self.dtype in dtypes, f"{' or '.join(map(str, dtypes))} of {format}")
-        recipe = read(self, said)
-        for key in SHAPES:
-            if said.get(key) not in (None, list(recipe.packed.shape)):
-                raise refusal(where, f"{key} = {said[key]} of a {list(recipe.packed.shape)} matrix")
-        if "pre_quant_scale" in self.children:
-            fits = self.size("pre_quant_scale") == recipe.packed.shape[-1]
-            self.expect("pre_quant_scale", fits, "a number for each input")
-            packed = recipe.packed
-            host = Packed(packed.shape, F32, packed.format, packed.nbytes, packed.group)
-            recipe = recipe._replace(packed=host)
-        return recipe
-
-    def description(self) -> dict[str, Any]:
-        """All that describes the matrix. Keys in a nested `params` count like the outer ones."""
-        found: dict[str, Any] = {}
-        texts = [(f"{self.stem}.{d}", d) for d in DESCRIPTIONS if d in self.children]
-        all_ = [(name, parsed(self.read(d).tobytes().rstrip(b"\0"), f"{self.file.path}: {name}"))
-                for name, d in texts]  # fmt: skip
-        for name, said in (*all_, (f"{HEADER} of {self.stem}", self.header)):
-            params = said.get("params") or {}
-            if not isinstance(params, dict):
-                raise refusal(f"{self.file.path}: {name}", f"params {params!r:.80}")
-            for key, value in (params | {k: v for k, v in said.items() if k != "params"}).items():
-                if found.setdefault(key, value) != value:
-                    what = f"{key} = {found[key]!r:.40} beside {value!r:.40}"
-                    raise refusal(f"{self.file.path}: {name}", what)
-        return found
-
-    def guess(self) -> str:
-        """The format of a matrix that nothing describes; empty: it is none. Raises InputError where
-        a rotation may be meant."""
-        if self.dtype in SMALL_FLOATS:
-            scale = self.file.info(f"{self.stem}.{self.scale}").dtype if self.scale else F32
-            return "mxfp8" if scale.itemsize == 1 and scale not in SMALL_FLOATS else str(self.dtype)
-        if self.dtype == np.uint8 and {"weight_scale", "weight_scale_2"} <= self.children:
-            return "nvfp4"
-        if "SCB" in self.children or BNB in self.children:
-            return "bitsandbytes" if BNB in self.children else "bitsandbytes_int8"
-        if self.dtype != np.int8 or not self.scale:
-            return ""
-        texts = " ".join(f"{key} {value}" for key, value in self.file.metadata.items())
-        if self.listed or ROTATION.search(texts):
-            raise InputError(
-                f"{self.file.path}: nothing says whether {self.name} (int8) is rotated, as others "
-                f"in the file are; {ADVICE}"
-            )
-        return "int8_tensorwise"
-
-    def idle_scale(self) -> bool:
-        """Whether an unquantised matrix has a scale of one, which some converters leave."""
-        if not self.scale or self.size(self.scale) != 1 or self.dtype in BYTES:
-            return False
-        return float(self.read(self.scale).reshape(())) == 1
+def guess(m: Matrix) -> str:
+    """The format of a matrix that nothing describes; empty: it is none. Raises InputError where
+    a rotation may be meant."""
+    if m.dtype in SMALL_FLOATS:
+        scale = m.file.info(f"{m.stem}.{m.scale}").dtype if m.scale else F32
+        return "mxfp8" if scale.itemsize == 1 and scale not in SMALL_FLOATS else str(m.dtype)
+    if m.dtype == np.uint8 and {"weight_scale", "weight_scale_2"} <= m.children:
+        return "nvfp4"
+    if "SCB" in m.children or BNB in m.children:
+        return "bitsandbytes" if BNB in m.children else "bitsandbytes_int8"
+    if m.dtype != np.int8 or not m.scale:
+        return ""
+    texts = " ".join(f"{key} {value}" for key, value in m.file.metadata.items())
+    if m.listed or ROTATION.search(texts):
+        raise InputError(
+            f"{m.file.path}: nothing says whether {m.name} (int8) is rotated, as others "
+            f"in the file are; {ADVICE}"
+        )
+    return "int8_tensorwise"
 
 
 def parsed(text: str | bytes, where: str) -> dict[str, Any]:
@@ -251,7 +178,7 @@ def cast(file: TensorFile | TensorFolder, name: str) -> Recipe:
     return Recipe(packed, fields, SCALED)
 
 
-SCALED = KEPT[E4M3_FORMAT]
+# ---- formats -------------------------------------------------------------------------------------
 
 
 def _packed(
@@ -354,7 +281,6 @@ def _finite(m: Matrix, child: str, scales: np.ndarray, nan: int) -> np.ndarray:
 
 
 def _mxfp8(m: Matrix, said: Mapping[str, Any]) -> Recipe:
-    _fixed(m, said, group_size=32, block_size=32)
     columns = m.shape[-1]
     m.expect("weight", len(m.shape) == 2 and columns % 32 == 0, "rows of groups of 32")
     m.expect("weight_scale", "weight_scale" in m.children, "the scales of mxfp8")
@@ -368,11 +294,9 @@ def _mxfp8(m: Matrix, said: Mapping[str, Any]) -> Recipe:
 
 
 def _nvfp4(m: Matrix, said: Mapping[str, Any]) -> Recipe:
-    _fixed(m, said, group_size=16, block_size=16)
     low_first = said.get("format") == "torchao_nvfp4"
-    m.expect(
-        "weight", len(m.shape) == 2 and m.shape[1] % 8 == 0, "a multiple of 8 bytes in each row"
-    )
+    whole = len(m.shape) == 2 and m.shape[1] % 8 == 0
+    m.expect("weight", whole, "a multiple of 8 bytes in each row")
     for child in ("weight_scale", "weight_scale_2")[: 1 if low_first else 2]:
         m.expect(child, child in m.children, "the scales of nvfp4")
     groups, two = m.shape[1] // 8, "weight_scale_2" in m.children
@@ -397,10 +321,8 @@ def _halves(m: Matrix, rows: Cut, columns: Cut) -> np.ndarray:
 
 
 def _w4a4(m: Matrix, said: Mapping[str, Any]) -> Recipe:
-    _fixed(m, said, quant_group_size=64)
-    m.expect(
-        "weight_scale", m.scale != "" and m.size(m.scale) in (1, m.shape[0]), "one for each row"
-    )
+    fits = m.scale != "" and m.size(m.scale) in (1, m.shape[0])
+    m.expect("weight_scale", fits, "one for each row")
     each = (m.shape[0] // m.size(m.scale),)
     return _rotated(m, said, lambda rows, columns: (
         ((_halves(m, rows, columns) ^ 8).astype(np.int8) - 8).astype(np.int8),
@@ -409,26 +331,21 @@ def _w4a4(m: Matrix, said: Mapping[str, Any]) -> Recipe:
 
 
 def _w4a8(m: Matrix, said: Mapping[str, Any]) -> Recipe:
-    count, group = m.shape[0], said.get("group_size", 16)
-    fits = type(group) is int and group > 0 and 2 * m.shape[1] % group == 0
-    m.expect("weight", fits, f"rows of groups of {group}")
-    for child, size in (
-        ("weight_s_rel", count * 2 * m.shape[1] // group),
-        ("weight_s_channel", count),
-    ):
-        m.expect(child, child in m.children and m.size(child) == size, f"{size} scales")
-    book = "weight_codebook" in m.children
-    m.expect("weight_codebook", not book or m.size("weight_codebook") == 16, "16 numbers")
+    count, group = m.shape[0], m.group(said, 16)
+    m.need("scales", weight_s_rel=count * 2 * m.shape[1] // group, weight_s_channel=count)
+    if book := "weight_codebook" in m.children:
+        m.need("numbers", weight_codebook=16)
 
     def fields(rows: Cut, columns: Cut) -> Fields:
-        scales = m.read("weight_s_rel").reshape(m.shape[0], -1)[rows[1] : rows[2]]
+        scales = m.read("weight_s_rel").reshape(count, -1)[rows[1] : rows[2]]
         scales = (scales.view(E4M3) if scales.dtype == np.uint8 else scales).astype(F32)
-        codes = _halves(m, rows, columns)
-        levels = (
-            m.read("weight_codebook").astype(F32).ravel() if book else np.arange(-8, 8, dtype=F32)
-        )
+        levels = m.read("weight_codebook").ravel() if book else np.arange(-8, 8)
         own = scales.take(np.arange(columns[1], columns[2]) // group, axis=1)
-        values = np.rint(levels[codes] * own).clip(-127, 127).astype(np.int8)
+        values = (
+            np.rint(levels.astype(F32)[_halves(m, rows, columns)] * own)
+            .clip(-127, 127)
+            .astype(np.int8)
+        )
         return values, m.read("weight_s_channel", rows).astype(F32).reshape(-1, 1)
 
     return _rotated(m, said, fields)
@@ -444,12 +361,9 @@ def _rotated(m: Matrix, said: Mapping[str, Any], fields: Callable[[Cut, Cut], Fi
 
 
 def _awq(m: Matrix, said: Mapping[str, Any]) -> Recipe:
-    count, group = m.shape[0], said.get("group_size", 64)
-    fits = type(group) is int and group > 0 and 2 * m.shape[1] % group == 0
-    m.expect("weight", fits, f"rows of groups of {group}")
-    for child in ("weight_scale", "weight_zeros"):
-        size = count * 2 * m.shape[1] // group
-        m.expect(child, child in m.children and m.size(child) == size, f"{size} numbers")
+    group = m.group(said, 64)
+    size = m.shape[0] * 2 * m.shape[1] // group
+    m.need("numbers", weight_scale=size, weight_zeros=size)
 
     def fields(rows: Cut, columns: Cut) -> Fields:
         place = np.arange(columns[1], columns[2]) // group
@@ -471,11 +385,9 @@ def _bnb(m: Matrix, said: Mapping[str, Any]) -> Recipe:
     fits = fits and shape[1] % 2 == 0 and m.shape == (prod(shape) // 2, 1)
     m.expect("weight", fits, f"[n, 1] of the numbers that {BNB} describes")
     count, columns, nested = -(-prod(shape) // size), shape[1], "weight_nested_absmax" in m.children
-    sizes = {"weight_absmax": count, "weight_quant_map": 16}
+    m.need("numbers", weight_absmax=count, weight_quant_map=16)
     if nested:
-        sizes |= {"weight_nested_absmax": -(-count // each), "weight_nested_quant_map": 256}
-    for child, n in sizes.items():
-        m.expect(child, child in m.children and m.size(child) == n, f"{n} numbers")
+        m.need("numbers", weight_nested_absmax=-(-count // each), weight_nested_quant_map=256)
 
     def fields(rows: Cut, cut: Cut) -> Fields:
         first, last = rows[1] * columns, rows[2] * columns
@@ -507,33 +419,35 @@ def _bnb_int8(m: Matrix, said: Mapping[str, Any]) -> Recipe:
     return Recipe(_packed(m, "int8", 1, 1, "int8"), fields, KEPT["int8"])
 
 
-def _fixed(m: Matrix, said: Mapping[str, Any], **expected: int) -> None:
-    """Sizes that the format has, where its description repeats them. Raises InputError."""
-    for key, value in expected.items():
-        if said.get(key, value) != value:
-            raise refusal(f"{m.file.path}: {m.stem}", f"{key} = {said[key]!r:.40}, not {value},")
+class Format(NamedTuple):
+    """dtypes: of `weight`. keys: that its description may have, and the value of those with one."""
+
+    dtypes: tuple[np.dtype, ...]
+    read: Callable[[Matrix, Mapping[str, Any]], Recipe]
+    keys: Mapping[str, int | None] = {}
 
 
-# By format: dtypes of `weight`, how it is read, keys that its description may have.
-TURNED, SIZED = ("convrot", "convrot_groupsize"), ("group_size", "block_size")
-INT8 = (np.dtype(np.int8),)
-BNB_KEYS = ("quant_type", "blocksize", "dtype", "shape")
-BNB_KEYS += ("nested_blocksize", "nested_dtype", "nested_offset")
-Read = Callable[[Matrix, Mapping[str, Any]], Recipe]
-FORMATS: dict[str, tuple[tuple[np.dtype, ...], Read, tuple[str, ...]]] = {
-    **{f"float8_e4m3fn{by}": ((E4M3,), _scaled, SIZED) for by in ("", "_rowwise", "_blockwise")},
-    "float8_e5m2": ((E5M2,), _scaled, SIZED),
-    "int8_tensorwise": (INT8, _scaled, (*TURNED, "per_row")),
-    **dict.fromkeys(("int8_rowwise", "int8_axiswise"), (INT8, _scaled, ("per_row",))),
-    **dict.fromkeys(("int8_blockwise", "int8_lodewise"), (INT8, _scaled, SIZED)),
-    "mxfp8": ((E4M3,), _mxfp8, SIZED),
-    "nvfp4": (BYTES[:1], _nvfp4, SIZED),
-    "torchao_nvfp4": (BYTES[:1], _nvfp4, (*SIZED, "is_swizzled_scales")),
-    "convrot_w4a4": (BYTES, _w4a4, (*TURNED, "quant_group_size")),
-    "asym_w4a8_int8": (BYTES, _w4a8, (*TURNED, "group_size")),
-    "awq_w4a16": (BYTES, _awq, ("group_size",)),
-    "bitsandbytes": (BYTES[:1], _bnb, BNB_KEYS),
-    "bitsandbytes_int8": (INT8, _bnb_int8, ()),
+SIZED = dict.fromkeys(("group_size", "block_size"))
+TURNED = dict.fromkeys(("convrot", "convrot_groupsize"))
+OF_16, OF_32 = dict.fromkeys(SIZED, 16), dict.fromkeys(SIZED, 32)
+BNB_KEYS = ("quant_type", "blocksize", "dtype", "shape", "nested_blocksize", "nested_dtype",
+            "nested_offset")  # fmt: skip
+UINT8, INT8 = BYTES[:1], BYTES[1:]
+_FLOAT8, _INT8 = Format((E4M3,), _scaled, SIZED), Format(INT8, _scaled, {"per_row": None})
+FORMATS = {
+    **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fn_rowwise", "float8_e4m3fn_blockwise"), _FLOAT8),
+    "float8_e5m2": Format((E5M2,), _scaled, SIZED),
+    "int8_tensorwise": Format(INT8, _scaled, TURNED | {"per_row": None}),
+    **dict.fromkeys(("int8_rowwise", "int8_axiswise"), _INT8),
+    **dict.fromkeys(("int8_blockwise", "int8_lodewise"), Format(INT8, _scaled, SIZED)),
+    "mxfp8": Format((E4M3,), _mxfp8, OF_32),
+    "nvfp4": Format(UINT8, _nvfp4, OF_16),
+    "torchao_nvfp4": Format(UINT8, _nvfp4, OF_16 | {"is_swizzled_scales": None}),
+    "convrot_w4a4": Format(BYTES, _w4a4, TURNED | {"quant_group_size": 64}),
+    "asym_w4a8_int8": Format(BYTES, _w4a8, TURNED | {"group_size": None}),
+    "awq_w4a16": Format(BYTES, _awq, {"group_size": None}),
+    "bitsandbytes": Format(UINT8, _bnb, dict.fromkeys(BNB_KEYS)),
+    "bitsandbytes_int8": Format(INT8, _bnb_int8),
 }
 
 

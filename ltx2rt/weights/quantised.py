@@ -16,20 +16,25 @@ import numpy as np
 from ltx2rt.errors import InputError
 from ltx2rt.graph.encodings import decoded
 from ltx2rt.graph.ir import Cut
-from ltx2rt.weights.files import TensorFile, TensorFolder, TensorInfo, TensorReader, cut, selected
-from ltx2rt.weights.quant_formats import (
+from ltx2rt.weights.files import (
+    TensorFile,
+    TensorFolder,
+    TensorInfo,
+    TensorReader,
+    cut,
+    selected,
+    stored_fields,
+)
+from ltx2rt.weights.packed import (
     COMPANIONS,
     DESCRIPTIONS,
     F32,
-    HEADER,
     SMALL_FLOATS,
     Fields,
     Matrix,
     Recipe,
-    cast,
-    parsed,
-    refusal,
-)
+)  # fmt: skip
+from ltx2rt.weights.quant_formats import HEADER, cast, parsed, recipe, refusal
 
 MARK = "scaled_fp8"
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.")
@@ -52,9 +57,9 @@ class Dequantised:
             if "weight" not in own:
                 continue
             matrix = Matrix(file, stem, frozenset(own), described.get(stem, {}), bool(described))
-            if recipe := matrix.recipe():
-                self._recipes[matrix.name] = recipe
-            if recipe or matrix.idle_scale():
+            if found := recipe(matrix):
+                self._recipes[matrix.name] = found
+            if found or matrix.idle_scale():
                 self._hidden |= {f"{stem}.{child}" for child in own & {*COMPANIONS, *DESCRIPTIONS}}
         for name in () if not self._recipes else file.names():
             if name.rpartition(".")[2] == MARK:
@@ -66,15 +71,14 @@ class Dequantised:
         return (name for name in self.file.names() if name not in self._hidden)
 
     def info(self, name: str) -> TensorInfo:
-        recipe = self._recipes.get(name)
-        return recipe.packed if recipe else self.file.info(name)
+        found = self._recipes.get(name)
+        return found.packed if found else self.file.info(name)
 
     def read(self, name: str, *cuts: Cut) -> np.ndarray:
         """The matrix, or a slice of it; only the slice's bytes are read."""
-        recipe = self._recipes.get(name)
-        if recipe is None:
+        if name not in self._recipes:
             return self.file.read(name, *cuts)
-        packed, fields, decode = recipe
+        packed, fields, decode = self._recipes[name]
         if len(packed.shape) != 2:
             (scale,) = fields((0, 0, 1), (1, 0, 1))
             return self.file.read(name, *cuts).astype(F32) * scale
@@ -90,11 +94,11 @@ class Dequantised:
 
     def stored(self, format: str, name: str, *cuts: Cut) -> Fields | None:
         """The fields as stored; None if it is not stored in the format."""
-        recipe = self._recipes.get(name)
-        if recipe is None or recipe.packed.stored_as != format:
+        found = self._recipes.get(name)
+        if found is None or found.packed.stored_as != format:
             return None
-        rows, columns = (selected(n, dim, cuts) for dim, n in enumerate(recipe.packed.shape))
-        return recipe.fields((0, rows.start, rows.stop), (1, columns.start, columns.stop))
+        rows, columns = (selected(n, dim, cuts) for dim, n in enumerate(found.packed.shape))
+        return found.fields((0, rows.start, rows.stop), (1, columns.start, columns.stop))
 
 
 def dequantised(file: Any) -> Any:
@@ -103,12 +107,6 @@ def dequantised(file: Any) -> Any:
         return file
     found = Dequantised(file)
     return found if found._recipes or found._hidden else file
-
-
-def stored_fields(source: TensorReader, format: str, name: str, *cuts: Cut) -> Fields | None:
-    """`source.stored`, for the sources that have it."""
-    read = getattr(source, "stored", None)
-    return read(format, name, *cuts) if read else None
 
 
 # ---- descriptions --------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from pathlib import Path
 from ltx2rt.config import Gemma4Config, GemmaConfig
 from ltx2rt.errors import InputError
 from ltx2rt.weights import configs, spm
-from ltx2rt.weights.configs import Keys, parse_json
+from ltx2rt.weights.configs import gemma3
+from ltx2rt.weights.configs.keys import Keys, parse_json
 from ltx2rt.weights.files import TensorFile, TensorFolder, open_file, open_tensors
 from ltx2rt.weights.gguf import CenteredNorms, GgufFile
 from ltx2rt.weights.names import GEMMA, TEXT_PROJECTION, gemma_to_canonical, llama_cpp_to_canonical
@@ -89,7 +90,7 @@ def gemma_keys(path: Path) -> Keys:
         shape = file.info(EMBEDDING).shape if EMBEDDING in file.names() else ()
         if len(shape) != 2:
             raise InputError(f"{path}: no matrix {EMBEDDING}; pass a complete GGUF file of Gemma 3")
-        return configs.gguf_gemma3(file.metadata, shape[0], str(path))
+        return gemma3.gguf_gemma3(file.metadata, shape[0], str(path))
     if "gemma_config" in file.metadata:
         return parse_json(file.metadata["gemma_config"], f"{path}: gemma_config")
     if not plain_gemma3(file):
@@ -97,7 +98,7 @@ def gemma_keys(path: Path) -> Keys:
         raise InputError(f"{path}: its metadata has no `gemma_config`; {advice}")
     shapes = {gemma_to_canonical(name): file.info(name).shape for name in file.names()}
     own = [name for name in shapes if name.startswith(GEMMA)]
-    return configs.plain_gemma3({name.removeprefix(GEMMA): shapes[name] for name in own}, str(path))
+    return gemma3.plain_gemma3({name.removeprefix(GEMMA): shapes[name] for name in own}, str(path))
 
 
 def lone_gemma(path: Path, flag: str = "--text-encoder") -> Path:

@@ -12,9 +12,9 @@ from ltx2rt.errors import InputError
 from ltx2rt.instruments import filters
 from ltx2rt.instruments.make import SINGLE_FILE, make_checkpoint, plan_checkpoint, tokenizer_json
 from ltx2rt.stages.tokenizer import tokenize
-from ltx2rt.weights import configs
 from ltx2rt.weights.audit import audit
 from ltx2rt.weights.checkpoint import open_checkpoint
+from ltx2rt.weights.configs import transformer
 from ltx2rt.weights.files import TensorInfo
 from ltx2rt.weights.lora import MergedSource, open_lora
 from ltx2rt.weights.manifest import networks
@@ -134,7 +134,7 @@ def test_tiny_checkpoints_are_complete_and_small(tiny, name, layout):
     assert checkpoint.config.release.name == name[-3:]
     for component, shapes in networks(expected).items():
         if component == "transformer" and expected.transformer.keyframe_vector:
-            shapes[configs.KEYFRAME_VECTOR] = (1, expected.transformer.width)
+            shapes[transformer.KEYFRAME_VECTOR] = (1, expected.transformer.width)
         audit(
             {key: TensorInfo(shape, np.dtype(np.float32)) for key, shape in shapes.items()},
             checkpoint.source(component),

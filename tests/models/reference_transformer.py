@@ -20,7 +20,7 @@ from ltx2rt.models import transformer
 from ltx2rt.models.geometry import audio_positions, video_positions
 from ltx2rt.models.guided_step import perturbed_blocks
 from ltx2rt.testing import ArraySource, relative_l2, run_graph
-from ltx2rt.weights.configs import diffusers_transformer_json
+from ltx2rt.weights.configs.transformer import diffusers_json
 from ltx2rt.weights.names import to_official
 
 KINDS = ("numpy", "cuda", "tpu")
@@ -43,7 +43,7 @@ def config_of(generation: str, **changes) -> TransformerConfig:
 
 def module_of(config: TransformerConfig) -> LTX2VideoTransformer3DModel:
     """diffusers' module; its STG works for both generations."""
-    sizes = diffusers_transformer_json(config) | {"perturbed_attn": True}
+    sizes = diffusers_json(config) | {"perturbed_attn": True}
     return LTX2VideoTransformer3DModel(
         **{k: v for k, v in sizes.items() if not k.startswith("_")}
     ).eval()

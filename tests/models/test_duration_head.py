@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from ltx2rt.models import duration_head
 from ltx2rt.models.duration_head import DurationHeadConfig
 from ltx2rt.testing import random_params, relative_l2, run_graph
-from ltx2rt.weights import configs
 from ltx2rt.weights.configs import duration_head as duration_head_config
+from ltx2rt.weights.configs.keys import Keys
 
 CONFIG = DurationHeadConfig(
     width=24, num_queries=2, num_heads=3, mlp_hidden=10, video_width=15, audio_width=9
@@ -24,9 +24,7 @@ BATCH, TOKENS = 3, 7
 
 
 def reference(params: dict[str, np.ndarray], video: np.ndarray, audio: np.ndarray) -> np.ndarray:
-    module = LTX2DurationHead.from_config(
-        duration_head_config.duration_head_json(CONFIG, "diffusers")
-    ).eval()
+    module = LTX2DurationHead.from_config(duration_head_config.to_json(CONFIG, "diffusers")).eval()
     state = {}
     for name, array in params.items():
         name = name.removeprefix("duration_head.").replace("cross_attn.out_proj", "to_out")
@@ -55,7 +53,7 @@ def test_seconds_are_diffusers(kind):
 
 
 def test_the_released_head_has_15_tensors():
-    config = duration_head_config.duration_head(configs.Keys({}, "d"), "official", 4096, 2048)
+    config = duration_head_config.duration_head(Keys({}, "d"), "official", 4096, 2048)
     specs = duration_head.trace(config, 1, 1024, "float32").parameters()
     assert len(specs) == 15
     assert specs["duration_head.attention_pooler.cross_attn.in_proj_weight"].shape == (768, 256)

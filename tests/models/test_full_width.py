@@ -28,6 +28,7 @@ from transformers import (
 from ltx2rt.models import gemma, video_vae
 from ltx2rt.testing import relative_l2, run_graph
 from ltx2rt.weights import configs
+from ltx2rt.weights.configs.video_vae import diffusers_json
 from ltx2rt.weights.names import gemma_to_canonical, to_diffusers, to_official
 from ltx2rt.weights.presets import preset
 
@@ -148,7 +149,7 @@ def test_two_layers_of_gemma_3():
 
 def test_the_whole_video_decoder():
     config = preset("ltx-2.3").config.video_vae
-    json = configs.diffusers_video_vae_json(config)
+    json = diffusers_json(config)
     model = AutoencoderKLLTX2Video(**{k: v for k, v in json.items() if k[0] != "_"}).eval()
     drawn(model.named_parameters())
     latent = np.random.default_rng(7).standard_normal((1, 128, 2, 3, 2), np.float32)

@@ -15,7 +15,7 @@ from ltx2rt.config import UpsamplerConfig
 from ltx2rt.instruments.filters import blur_kernel
 from ltx2rt.models import upsampler
 from ltx2rt.testing import random_params, relative_l2, run_graph
-from ltx2rt.weights.configs import upsampler_json
+from ltx2rt.weights.configs.latent_upsampler import upsampler_json
 from ltx2rt.weights.presets import preset
 
 KINDS = ["numpy", "cuda", "tpu"]

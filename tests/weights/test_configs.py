@@ -14,8 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ltx2rt.errors import InputError
+from ltx2rt.release import version_tuple
 from ltx2rt.weights import configs
-from ltx2rt.weights.configs import Keys, diffusion_decoder, duration_head
+from ltx2rt.weights.configs import (
+    audio,
+    diffusion_decoder,
+    duration_head,
+    gemma3,
+    gemma4,
+    latent_upsampler,
+    transformer,
+    video_vae,
+)
+from ltx2rt.weights.configs.keys import Keys
 from ltx2rt.weights.presets import SIZES, preset
 
 PRESETS = tuple(SIZES)
@@ -62,32 +73,32 @@ def official(name):
 @pytest.mark.parametrize("name", PRESETS)
 def test_json_of_both_layouts_round_trips(name):
     config = preset(name).config
-    data, t, up = official(name), config.transformer, config.upsampler
+    data, t, text, up = official(name), config.transformer, config.text, config.upsampler
     width = config.text.gemma_hidden * config.text.num_states
     for read, written, expected in [
-        (configs.official_transformer, data["transformer"], t),
-        (lambda keys: configs.official_text(keys, width), data["transformer"], config.text),
-        (configs.official_video_vae, data["vae"], config.video_vae),
-        (configs.official_audio_vae, data["audio_vae"], config.audio_vae),
-        (lambda keys: configs.official_vocoder(keys, config.audio_vae), data["vocoder"], config.vocoder),
-        (configs.diffusers_transformer, configs.diffusers_transformer_json(t), t),
-        (lambda keys: configs.diffusers_text(keys, t), configs.diffusers_text_json(config.text, t), config.text),
-        (configs.diffusers_video_vae, configs.diffusers_video_vae_json(config.video_vae), config.video_vae),
-        (configs.diffusers_audio_vae, configs.diffusers_audio_vae_json(config.audio_vae), config.audio_vae),
-        (configs.diffusers_vocoder, configs.diffusers_vocoder_json(config.vocoder), config.vocoder),
+        (transformer.official, data["transformer"], t),
+        (lambda keys: transformer.official_text(keys, width), data["transformer"], config.text),
+        (video_vae.official, data["vae"], config.video_vae),
+        (audio.official, data["audio_vae"], config.audio_vae),
+        (lambda keys: audio.official_vocoder(keys, config.audio_vae), data["vocoder"], config.vocoder),
+        (transformer.diffusers, transformer.diffusers_json(t), t),
+        (lambda keys: transformer.diffusers_text(keys, t), transformer.diffusers_text_json(text, t), text),
+        (video_vae.diffusers, video_vae.diffusers_json(config.video_vae), config.video_vae),
+        (audio.diffusers, audio.diffusers_json(config.audio_vae), config.audio_vae),
+        (audio.diffusers_vocoder, audio.diffusers_vocoder_json(config.vocoder), config.vocoder),
         *(
-            (lambda keys: configs.upsampler(keys, up.rational), configs.upsampler_json(up, layout), up)
-            for layout in ("official", "diffusers")
+            (lambda keys: latent_upsampler.upsampler(keys, up.rational), written, up)
+            for written in (latent_upsampler.upsampler_json(up, each) for each in ("official", "diffusers"))
         ),
     ]:  # fmt: skip
         assert read(Keys(written, "config")) == expected
     if head := config.part("duration_head"):
-        keys = Keys(duration_head.duration_head_json(head, "diffusers"), "d")
+        keys = Keys(duration_head.to_json(head, "diffusers"), "d")
         sizes = head.video_width, head.audio_width
         assert duration_head.duration_head(keys, "diffusers", *sizes) == head
-        assert configs.gemma(Keys(configs.gemma4_json(config.gemma, {}), "g")) == config.gemma
+        assert configs.gemma(Keys(gemma4.gemma4_json(config.gemma, {}), "g")) == config.gemma
         return
-    gemma = configs.gemma(Keys(configs.gemma_json(config.gemma, {}), "g"))
+    gemma = configs.gemma(Keys(gemma3.gemma_json(config.gemma, {}), "g"))
     assert replace(gemma, query_scale=0) == replace(config.gemma, query_scale=0)
     assert gemma.query_scale == pytest.approx(config.gemma.query_scale, rel=1e-15)
 
@@ -95,7 +106,7 @@ def test_json_of_both_layouts_round_trips(name):
 @pytest.mark.parametrize("name", ["ltx-2.0", "ltx-2.3"])
 def test_full_size_equals_the_released_tables(name):
     config = preset(name).config
-    vae = configs.diffusers_video_vae_json(config.video_vae)
+    vae = video_vae.diffusers_json(config.video_vae)
     assert {key: vae[key] for key in RELEASED_VAE[name]} == RELEASED_VAE[name]
     assert (config.video_vae.time_factor, config.video_vae.space_factor) == (8, 32)
     connector = (32, 128, 8) if name == "ltx-2.3" else (30, 128, 2)
@@ -116,7 +127,7 @@ def test_bare_integers_and_default_multipliers_in_block_lists():
         for block in blocks[::2]:
             block[1] = block[1]["num_layers"]
     del data["encoder_blocks"][1][1]["multiplier"], data["decoder_blocks"][5][1]["multiplier"]
-    assert configs.official_video_vae(Keys(data, "vae")) == preset("ltx-2.3").config.video_vae
+    assert video_vae.official(Keys(data, "vae")) == preset("ltx-2.3").config.video_vae
 
 
 @pytest.mark.parametrize(
@@ -142,17 +153,17 @@ def test_an_absent_key_is_named(name, key):
     del data[key]
     with refused(f"required key {key} is absent"):
         keys = Keys(data, "transformer")
-        configs.official_transformer(keys)
-        configs.official_text(keys, 448)
+        transformer.official(keys)
+        transformer.official_text(keys, 448)
 
 
 @pytest.mark.parametrize("key", ["upsample_kernel_sizes", "resblock_dilation_sizes"])
 def test_a_vocoders_lists_go_together(key):
     data = official("tiny-2.3")
     data["vocoder"]["vocoder"][key] = data["vocoder"]["vocoder"][key][:-1]
-    audio = configs.official_audio_vae(Keys(data["audio_vae"], "audio_vae"))
+    sound = audio.official(Keys(data["audio_vae"], "audio_vae"))
     with refused(r"vocoder\.vocoder: \d .* and \d .*, expected as many"):
-        configs.official_vocoder(Keys(data["vocoder"], "vocoder"), audio)
+        audio.official_vocoder(Keys(data["vocoder"], "vocoder"), sound)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +191,7 @@ def test_a_vocoders_lists_go_together(key):
 def test_an_unsupported_value_is_named(part, key, value):
     data = official("tiny-2.3")[part]
     data[key] = value
-    read = configs.official_transformer if part == "transformer" else configs.official_video_vae
+    read = transformer.official if part == "transformer" else video_vae.official
     with refused(key):
         read(Keys(data, part))
 
@@ -198,27 +209,27 @@ def test_another_mel_front_end_is_refused(part, key, value):
     data = official("tiny-2.3")["audio_vae"]
     data["preprocessing"][part][key] = value
     with refused(f"{part}: {key} = {value} is not supported"):
-        configs.official_audio_vae(Keys(data, "audio_vae"))
+        audio.official(Keys(data, "audio_vae"))
 
 
 def test_a_layer_count_without_a_stage_is_refused():
-    vae = configs.diffusers_video_vae_json(preset("tiny-2.3").config.video_vae)
+    vae = video_vae.diffusers_json(preset("tiny-2.3").config.video_vae)
     for layers in (vae["layers_per_block"][:-1], [*vae["layers_per_block"], 2]):
         with refused(r"layers_per_block has \d entries, expected 5"):
-            configs.diffusers_video_vae(Keys(vae | {"layers_per_block": layers}, "v"))
+            video_vae.diffusers(Keys(vae | {"layers_per_block": layers}, "v"))
 
 
 def test_two_of_the_four_caption_keys_are_no_known_extractor():
     data = official("tiny-2.3")["transformer"]
     del data["caption_proj_input_norm"]
     with refused("no known feature extractor"):
-        configs.official_transformer(Keys(data, "t"))
+        transformer.official(Keys(data, "t"))
 
 
 def test_the_first_of_two_generators_clamps_whatever_diffusers_says():
-    data = configs.diffusers_vocoder_json(preset("tiny-2.3").config.vocoder)
+    data = audio.diffusers_vocoder_json(preset("tiny-2.3").config.vocoder)
     assert data["final_act_fn"] is None
-    vocoder = configs.diffusers_vocoder(Keys(data, "v"))
+    vocoder = audio.diffusers_vocoder(Keys(data, "v"))
     assert vocoder.generator.final_activation == "clamp"
     assert vocoder.bandwidth_extension.final_activation == "none"
 
@@ -246,30 +257,27 @@ def test_gemma_reads_the_released_sparse_spelling():
 def test_a_gemma_of_another_size_or_kind_is_refused():
     small, text = preset("tiny-2.3").config.gemma, preset("ltx-2.3").config.text
     with refused(r"hidden size 64 with 6 layers.*3840 with 48 layers.*--text-encoder"):
-        configs.check_gemma(small, text, "gemma")
+        gemma3.check(small, text, "gemma")
     with refused("gemma2"):
         configs.gemma(Keys({"model_type": "gemma2"}, "g"))
 
 
 def test_other_upsamplers_are_refused():
+    tiny = latent_upsampler.upsampler_json(preset("tiny-2.0").config.upsampler, "official")
     both = {"spatial_upsample": True, "temporal_upsample": True}
-    for change in (
-        both,
-        {"spatial_upsample": False},
-        {"spatial_scale": 4.0},
-        {"rational_resampler": False},
-    ):
-        data = configs.upsampler_json(preset("tiny-2.0").config.upsampler, "official") | change
+    others = {"spatial_scale": 4.0}, {"rational_resampler": False}
+    for change in (both, {"spatial_upsample": False}, *others):
+        data = tiny | change
         with refused(next(iter(change))):
-            configs.upsampler(Keys(data, "u"), rational=True)
+            latent_upsampler.upsampler(Keys(data, "u"), rational=True)
 
 
 @pytest.mark.parametrize("layout", ["official", "diffusers"])
 @pytest.mark.parametrize("kind", ["x2", "x1.5", "temporal"])
 def test_every_upsamplers_config_is_read_as_it_was_written(kind, layout):
     config = preset("tiny-2.3", kind).config.upsampler
-    data = configs.upsampler_json(config, layout)
-    assert configs.upsampler(Keys(data, "u"), config.rational) == config
+    data = latent_upsampler.upsampler_json(config, layout)
+    assert latent_upsampler.upsampler(Keys(data, "u"), config.rational) == config
     if layout == "diffusers":
         from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 
@@ -283,23 +291,23 @@ def test_the_temporal_upsampler_is_told_before_the_rational_one():
         "dims": 3, "spatial_upsample": False, "temporal_upsample": True, "spatial_scale": 1.0,
         "rational_resampler": True,
     }  # fmt: skip
-    found = configs.upsampler(Keys(released, "u"), rational=False)
+    found = latent_upsampler.upsampler(Keys(released, "u"), rational=False)
     assert found.temporal and found.mid_channels == 512 and found.output_grid(5, 3, 7) == (9, 3, 7)
 
 
 def test_versions_are_their_leading_integers():
-    assert configs.version_tuple("2.3.0") == (2, 3, 0)
-    assert configs.version_tuple("2-3-rc1.4") == (2, 3)
-    assert configs.version_tuple(None) == ()
+    assert version_tuple("2.3.0") == (2, 3, 0)
+    assert version_tuple("2-3-rc1.4") == (2, 3)
+    assert version_tuple(None) == ()
 
 
 def test_the_first_released_diffusers_configs_have_fewer_keys():
     """2.0's were written before these keys existed; the classes then meant one thing."""
     config = preset("ltx-2.0").config
-    vae = configs.diffusers_video_vae_json(config.video_vae)
+    vae = video_vae.diffusers_json(config.video_vae)
     del vae["upsample_type"]
-    assert configs.diffusers_video_vae(Keys(vae, "v")) == config.video_vae
-    vocoder = configs.diffusers_vocoder_json(config.vocoder)
+    assert video_vae.diffusers(Keys(vae, "v")) == config.video_vae
+    vocoder = audio.diffusers_vocoder_json(config.vocoder)
     for key in (
         "act_fn",
         "final_act_fn",
@@ -309,8 +317,8 @@ def test_the_first_released_diffusers_configs_have_fewer_keys():
         "antialias_kernel_size",
     ):
         del vocoder[key]
-    assert configs.diffusers_vocoder(Keys(vocoder, "v")) == config.vocoder
-    t = configs.diffusers_transformer_json(config.transformer)
+    assert audio.diffusers_vocoder(Keys(vocoder, "v")) == config.vocoder
+    t = transformer.diffusers_json(config.transformer)
     for key in (
         "gated_attn",
         "audio_gated_attn",
@@ -323,7 +331,7 @@ def test_the_first_released_diffusers_configs_have_fewer_keys():
         "use_prompt_adaln_single",
     ):
         del t[key]
-    assert configs.diffusers_transformer(Keys(t, "t")) == config.transformer
+    assert transformer.diffusers(Keys(t, "t")) == config.transformer
 
 
 # The header of the released diffusion decoder.
@@ -342,11 +350,11 @@ DIFFUSION = {
 
 
 def test_the_diffusion_decoders_header_is_read_and_written():
-    config = diffusion_decoder.official_diffusion_decoder(Keys(DIFFUSION, "vae"))
+    config = diffusion_decoder.official(Keys(DIFFUSION, "vae"))
     assert (config.time_factor, config.space_factor, config.timestep_width) == (8, 32, 384)
-    assert diffusion_decoder.official_diffusion_decoder_json(config) == DIFFUSION
-    diffusers = diffusion_decoder.diffusers_diffusion_decoder_json(config)
-    assert diffusion_decoder.diffusers_diffusion_decoder(Keys(diffusers, "d")) == config
+    assert diffusion_decoder.official_json(config) == DIFFUSION
+    diffusers = diffusion_decoder.diffusers_json(config)
+    assert diffusion_decoder.diffusers(Keys(diffusers, "d")) == config
     with torch.device("meta"):
         defaults = json.loads(LTX2VideoDiffusionDecoderModel().to_json_string())
     assert diffusers == {
@@ -369,13 +377,11 @@ def test_the_diffusion_decoders_header_is_read_and_written():
 )  # fmt: skip
 def test_a_diffusion_decoder_that_no_release_has_is_refused(change, message):
     with refused(message):
-        diffusion_decoder.official_diffusion_decoder(
+        diffusion_decoder.official(
             Keys({**DIFFUSION, "decoder": DIFFUSION["decoder"] | change}, "vae")
         )
     with refused("model_output_type = 'v' is not supported, expected 'x0'"):
-        diffusion_decoder.official_diffusion_decoder(
-            Keys(DIFFUSION | {"model_output_type": "v"}, "vae")
-        )
+        diffusion_decoder.official(Keys(DIFFUSION | {"model_output_type": "v"}, "vae"))
 
 
 def readers():
@@ -383,28 +389,25 @@ def readers():
     c = preset("tiny-2.3").config
     data = official("tiny-2.3")
     return {
-        "transformer": (data["transformer"], configs.official_transformer),
-        "text": (data["transformer"], lambda keys: configs.official_text(keys, 448)),
-        "vae": (data["vae"], configs.official_video_vae),
-        "audio_vae": (data["audio_vae"], configs.official_audio_vae),
-        "vocoder": (data["vocoder"], lambda keys: configs.official_vocoder(keys, c.audio_vae)),
-        "d.transformer": (
-            configs.diffusers_transformer_json(c.transformer),
-            configs.diffusers_transformer,
-        ),
+        "transformer": (data["transformer"], transformer.official),
+        "text": (data["transformer"], lambda keys: transformer.official_text(keys, 448)),
+        "vae": (data["vae"], video_vae.official),
+        "audio_vae": (data["audio_vae"], audio.official),
+        "vocoder": (data["vocoder"], lambda keys: audio.official_vocoder(keys, c.audio_vae)),
+        "d.transformer": (transformer.diffusers_json(c.transformer), transformer.diffusers),
         "d.text": (
-            configs.diffusers_text_json(c.text, c.transformer),
-            lambda keys: configs.diffusers_text(keys, c.transformer),
+            transformer.diffusers_text_json(c.text, c.transformer),
+            lambda keys: transformer.diffusers_text(keys, c.transformer),
         ),
-        "d.vae": (configs.diffusers_video_vae_json(c.video_vae), configs.diffusers_video_vae),
-        "d.audio_vae": (configs.diffusers_audio_vae_json(c.audio_vae), configs.diffusers_audio_vae),
-        "d.vocoder": (configs.diffusers_vocoder_json(c.vocoder), configs.diffusers_vocoder),
+        "d.vae": (video_vae.diffusers_json(c.video_vae), video_vae.diffusers),
+        "d.audio_vae": (audio.diffusers_json(c.audio_vae), audio.diffusers),
+        "d.vocoder": (audio.diffusers_vocoder_json(c.vocoder), audio.diffusers_vocoder),
         "upsampler": (
-            configs.upsampler_json(c.upsampler, "official"),
-            lambda keys: configs.upsampler(keys, False),
+            latent_upsampler.upsampler_json(c.upsampler, "official"),
+            lambda keys: latent_upsampler.upsampler(keys, False),
         ),
-        "gemma": (configs.gemma_json(c.gemma, {}), configs.gemma),
-        "diffusion": (DIFFUSION, diffusion_decoder.official_diffusion_decoder),
+        "gemma": (gemma3.gemma_json(c.gemma, {}), configs.gemma),
+        "diffusion": (DIFFUSION, diffusion_decoder.official),
     }
 
 

@@ -19,7 +19,7 @@ from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.distilled import SCHEDULER, Sign, sign
 from ltx2rt.weights.files import TensorInfo
-from ltx2rt.weights.quant_formats import Packed
+from ltx2rt.weights.packed import Packed
 
 MAIN = "tiny-2.3.safetensors"
 

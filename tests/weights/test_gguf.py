@@ -51,12 +51,11 @@ from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.configs.gemma3 import GGUF_TOKENS, gguf_gemma3
 from ltx2rt.weights.digests import digest
 from ltx2rt.weights.files import TensorFile, TensorInfo, open_file, write_arrays
-from ltx2rt.weights.gguf import GgufFile
-from ltx2rt.weights.gguf_blocks import BLOCKS
+from ltx2rt.weights.gguf import BLOCKS, GgufFile
 from ltx2rt.weights.inspect import format_inspection, inspect_path
 from ltx2rt.weights.lora import MergedSource, merge, open_lora
 from ltx2rt.weights.names import component_of
-from ltx2rt.weights.quant_formats import Packed
+from ltx2rt.weights.packed import Packed
 from ltx2rt.weights.text_encoder import open_gemma
 
 SEED = 11

@@ -87,18 +87,21 @@ def test_every_diffusers_key_round_trips(name):
     from diffusers import AutoencoderKLLTX2Video, LTX2VideoTransformer3DModel
     from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder, LTX2VocoderWithBWE
 
-    from ltx2rt.weights import configs
+    from ltx2rt.weights.configs import audio, transformer, video_vae
 
     config = preset(name).config
     vocoder = LTX2VocoderWithBWE if name.endswith("3") else LTX2Vocoder
     parts = {
         "transformer": (
             LTX2VideoTransformer3DModel,
-            configs.diffusers_transformer_json(config.transformer),
+            transformer.diffusers_json(config.transformer),
         ),
-        "text": (LTX2TextConnectors, configs.diffusers_text_json(config.text, config.transformer)),
-        "video_vae": (AutoencoderKLLTX2Video, configs.diffusers_video_vae_json(config.video_vae)),
-        "vocoder": (vocoder, configs.diffusers_vocoder_json(config.vocoder)),
+        "text": (
+            LTX2TextConnectors,
+            transformer.diffusers_text_json(config.text, config.transformer),
+        ),
+        "video_vae": (AutoencoderKLLTX2Video, video_vae.diffusers_json(config.video_vae)),
+        "vocoder": (vocoder, audio.diffusers_vocoder_json(config.vocoder)),
     }
     stages = len(config.video_vae.encoder)
     for component, (model, data) in parts.items():

@@ -44,12 +44,10 @@ EXTENSION = [
 ]
 
 
-def official_audio_vae(keys: Keys) -> AudioVaeConfig:
+def official(keys: Keys) -> AudioVaeConfig:
     params = keys.inner("model").inner("params")
     dd = params.inner("ddconfig")
-    dd.must(**VAE_FIXED)
-    dd.may(**VAE_USUAL)
-    _refuse_attention(dd)
+    _check(dd)
     front = keys.inner("preprocessing")
     stft = front.inner("stft")
     stft.may(filter_length=WINDOW, win_length=WINDOW)
@@ -62,7 +60,9 @@ def official_audio_vae(keys: Keys) -> AudioVaeConfig:
     return audio
 
 
-def _refuse_attention(keys: Keys) -> None:
+def _check(keys: Keys) -> None:
+    keys.must(**VAE_FIXED)
+    keys.may(**VAE_USUAL)
     if keys.get("attn_resolutions", None):
         raise InputError(
             f"{keys.where}: attn_resolutions = {keys.data['attn_resolutions']} is not supported, "
@@ -70,31 +70,26 @@ def _refuse_attention(keys: Keys) -> None:
         )
 
 
-def official_audio_vae_json(a: AudioVaeConfig) -> dict[str, Any]:
+def official_json(a: AudioVaeConfig) -> dict[str, Any]:
     ddconfig = VAE_FIXED | VAE_USUAL | write(DDCONFIG, a, "official")
     ddconfig |= {"resolution": 256, "downsample_time": False, "attn_resolutions": []}
     stft = {"filter_length": WINDOW, "hop_length": a.mel_hop, "win_length": WINDOW, "causal": True}
-    audio = {
-        "sampling_rate": a.sample_rate,
-        "max_wav_value": 32768.0,
-        "duration": 5.12,
-        "stereo": True,
-    }
+    audio = {"sampling_rate": a.sample_rate, "max_wav_value": 32768.0, "stereo": True}
+    audio |= {"duration": 5.12, "causal_padding": 3}
     mel = {"n_mel_channels": a.mel_bins, "mel_fmin": 0, "mel_fmax": a.sample_rate // 2}
     return {
         "model": {"params": {"ddconfig": ddconfig, "sampling_rate": a.sample_rate}},
-        "preprocessing": {"audio": audio | {"causal_padding": 3}, "stft": stft, "mel": mel},
+        "preprocessing": {"audio": audio, "stft": stft, "mel": mel},
     }
 
 
-def diffusers_audio_vae(keys: Keys) -> AudioVaeConfig:
-    keys.must(**VAE_FIXED)
-    keys.may(**VAE_USUAL, is_causal=True)
-    _refuse_attention(keys)
+def diffusers(keys: Keys) -> AudioVaeConfig:
+    _check(keys)
+    keys.may(is_causal=True)
     return AudioVaeConfig(**read(DDCONFIG + RATES, keys, "diffusers"))
 
 
-def diffusers_audio_vae_json(a: AudioVaeConfig) -> dict[str, Any]:
+def diffusers_json(a: AudioVaeConfig) -> dict[str, Any]:
     shared = VAE_FIXED | VAE_USUAL | write(DDCONFIG + RATES, a, "diffusers")
     more = {"is_causal": True, "attn_resolutions": None, "resolution": 256}
     return {"_class_name": "AutoencoderKLLTX2Audio", **shared, **more}
@@ -151,36 +146,23 @@ def _official_generator(keys: Keys, activation: str, mel_bins: int) -> Generator
 
 def official_vocoder_json(v: VocoderConfig) -> dict[str, Any]:
     def generator(g: GeneratorConfig) -> dict[str, Any]:
-        snake = g.activation == "snakebeta"
-        out = {
-            "resblock": "AMP1" if snake else "1",
-            "stereo": True,
-            **write(GENERATOR, g, "official"),
-        }
-        if snake:
-            out |= {
-                "activation": "snakebeta",
-                "use_tanh_at_final": False,
-                "use_bias_at_final": g.final_bias,
-            }
+        out = {"resblock": "1", "stereo": True, **write(GENERATOR, g, "official")}
+        if g.activation == "snakebeta":
+            out |= {"resblock": "AMP1", "activation": "snakebeta"}
+            out |= {"use_tanh_at_final": False, "use_bias_at_final": g.final_bias}
         return out | ({"apply_final_activation": False} if g.final_activation == "none" else {})
 
     if v.bandwidth_extension is None:
         return generator(v.generator)
-    bwe = (
-        generator(v.bandwidth_extension)
-        | write(EXTENSION, v, "official")
-        | {"win_size": v.stft_size}
-    )
-    return {"vocoder": generator(v.generator), "bwe": bwe}
+    bwe = generator(v.bandwidth_extension) | write(EXTENSION, v, "official")
+    return {"vocoder": generator(v.generator), "bwe": bwe | {"win_size": v.stft_size}}
 
 
 def diffusers_vocoder(keys: Keys) -> VocoderConfig:
     extended = keys.choice("_class_name", {"LTX2Vocoder": False, "LTX2VocoderWithBWE": True})
     if not extended:
-        return _plain(
-            _diffusers_generator(keys, "", "leaky_relu"), keys.number("output_sampling_rate")
-        )
+        first = _diffusers_generator(keys, "", "leaky_relu")
+        return _plain(first, keys.number("output_sampling_rate"))
     keys.must(window_length=keys.need("filter_length"))
     return VocoderConfig(
         generator=_diffusers_generator(keys, "", "snakebeta"),
@@ -213,19 +195,16 @@ def _diffusers_generator(keys: Keys, prefix: str, activation: str) -> GeneratorC
 
 def diffusers_vocoder_json(v: VocoderConfig) -> dict[str, Any]:
     def generator(g: GeneratorConfig, prefix: str) -> dict[str, Any]:
-        # the released 2.3 config says null
-        rest = (
-            ANTIALIASED
-            | SLOPE
-            | {
-                "in_channels": g.in_channels,
-                "out_channels": g.out_channels,
-                "act_fn": g.activation,
-                "antialias": g.activation == "snakebeta",
-                "final_act_fn": "tanh" if g.final_activation == "tanh" else None,
-                "final_bias": g.final_bias,
-            }
-        )
+        rest = ANTIALIASED | SLOPE
+        rest |= {
+            "in_channels": g.in_channels,
+            "out_channels": g.out_channels,
+            "act_fn": g.activation,
+            "antialias": g.activation == "snakebeta",
+            # the released 2.3 config says null
+            "final_act_fn": "tanh" if g.final_activation == "tanh" else None,
+            "final_bias": g.final_bias,
+        }
         rest = {prefix + key: value for key, value in rest.items()}
         return write(GENERATOR, g, "diffusers", prefix) | rest
 

@@ -49,7 +49,7 @@ DIFFUSERS_FIXED = {
 }
 
 
-def official_diffusion_decoder(keys: Keys) -> DiffusionDecoderConfig:
+def official(keys: Keys) -> DiffusionDecoderConfig:
     """keys: the section `vae` of a CausalDiffusionVAE."""
     keys.must(_class_name="CausalDiffusionVAE", model_output_type="x0")
     inner = keys.inner("decoder")
@@ -58,15 +58,9 @@ def official_diffusion_decoder(keys: Keys) -> DiffusionDecoderConfig:
     pairs = inner.need("upsamples")
     listed = isinstance(pairs, list) and len(pairs) <= MAX_COUNT
     if not listed or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
-        raise InputError(
-            f"{inner.where}: upsamples = {pairs!r:.100}, expected a list of [stride, channel "
-            "factor]"
-        )
-    fields: dict[str, Any] = {
-        "strides": [stride for stride, _ in pairs],
-        "factors": [factor for _, factor in pairs],
-    }
-    upsamples = Keys(fields, f"{inner.where}.upsamples")
+        raise inner.wrong("upsamples", pairs, "a list of [stride, channel factor]")
+    strides, factors = zip(*pairs, strict=True) if pairs else ((), ())
+    upsamples = Keys({"strides": strides, "factors": factors}, f"{inner.where}.upsamples")
     return _config(
         keys.where,
         **read(ROWS, inner, "official"),
@@ -77,7 +71,7 @@ def official_diffusion_decoder(keys: Keys) -> DiffusionDecoderConfig:
     )
 
 
-def diffusers_diffusion_decoder(keys: Keys) -> DiffusionDecoderConfig:
+def diffusers(keys: Keys) -> DiffusionDecoderConfig:
     """keys: the config of an LTX2VideoDiffusionDecoderModel."""
     keys.must(**DIFFUSERS_FIXED)
     return _config(
@@ -94,28 +88,20 @@ def _config(where: str, *, factors: tuple[int, ...], **fields: Any) -> Diffusion
     """Raises InputError unless all lists have five stages, and widths follow from upsampling."""
     c = DiffusionDecoderConfig(**fields)
     lengths = [len(c.channels), len(c.depths), len(c.windows), len(c.strides) + 1, len(factors) + 1]
+    triples = all(len(row) == 3 for row in (*c.windows, *c.strides))
+    said = ""
     if set(lengths) != {NUM_STAGES}:
-        raise InputError(
-            f"{where}: its lists are of {lengths} stages, expected {NUM_STAGES} in each"
-        )
-    if any(len(row) != 3 for row in (*c.windows, *c.strides)) or any(
-        set(row) - {1, 2} for row in c.strides
-    ):
-        raise InputError(
-            f"{where}: windows {c.windows} and strides {c.strides}, expected triples, strides of "
-            "1 and 2"
-        )
-    if any(a != b * n for (a, b), n in zip(pairwise(c.channels), factors, strict=True)):
-        raise InputError(
-            f"{where}: channels {c.channels} do not shrink by the factors {factors} of its "
-            "upsampling"
-        )
-    if wrong := [n for n in c.channels if n % c.head_dim]:
-        raise InputError(
-            f"{where}: {wrong[0]} channels, expected a multiple of a head's {c.head_dim}"
-        )
-    if c.head_dim % 8:
-        raise InputError(f"{where}: heads of {c.head_dim}, expected a multiple of 8")
+        said = f"its lists are of {lengths} stages, expected {NUM_STAGES} in each"
+    elif not triples or any(set(row) - {1, 2} for row in c.strides):
+        said = f"windows {c.windows} and strides {c.strides}, expected triples, strides of 1 and 2"
+    elif any(a != b * n for (a, b), n in zip(pairwise(c.channels), factors, strict=True)):
+        said = f"channels {c.channels} do not shrink by the factors {factors} of its upsampling"
+    elif wrong := [n for n in c.channels if n % c.head_dim]:
+        said = f"{wrong[0]} channels, expected a multiple of a head's {c.head_dim}"
+    elif c.head_dim % 8:
+        said = f"heads of {c.head_dim}, expected a multiple of 8"
+    if said:
+        raise InputError(f"{where}: {said}")
     return c
 
 
@@ -123,24 +109,22 @@ def _factors(c: DiffusionDecoderConfig) -> list[int]:
     return [a // b for a, b in pairwise(c.channels)]
 
 
-def official_diffusion_decoder_json(c: DiffusionDecoderConfig) -> dict[str, Any]:
+def official_json(c: DiffusionDecoderConfig) -> dict[str, Any]:
     """The keys of the section `vae` that it has; the encoder's keys are another's."""
-    upsamples = [
-        [list(stride), factor] for stride, factor in zip(c.strides, _factors(c), strict=True)
-    ]
+    pairs = zip(c.strides, _factors(c), strict=True)
     decoder = OFFICIAL_FIXED | OFFICIAL_USUAL
     decoder |= {
         **write(ROWS, c, "official"),
         "stage_kernels": [list(window) for window in c.windows],
         "stage5_kernel": list(c.windows[-1]),
-        "upsamples": upsamples,
+        "upsamples": [[list(stride), factor] for stride, factor in pairs],
     }
     if c.timestep_width != TIMESTEP_WIDTH:
         decoder["t_emb_dim"] = c.timestep_width
     return {"_class_name": "CausalDiffusionVAE", "model_output_type": "x0", "decoder": decoder}
 
 
-def diffusers_diffusion_decoder_json(c: DiffusionDecoderConfig) -> dict[str, Any]:
+def diffusers_json(c: DiffusionDecoderConfig) -> dict[str, Any]:
     return {
         "_class_name": "LTX2VideoDiffusionDecoderModel",
         **DIFFUSERS_FIXED,

@@ -29,20 +29,16 @@ def duration_head(
     keys: Keys, layout: str, video_width: int, audio_width: int
 ) -> DurationHeadConfig:
     """video_width, audio_width: of the contexts that its projections take."""
-    config = DurationHeadConfig(
-        **read(ROWS, keys, layout),
-        video_width=video_width,
-        audio_width=audio_width,
-    )
+    widths = {"video_width": video_width, "audio_width": audio_width}
+    config = DurationHeadConfig(**read(ROWS, keys, layout), **widths)
     if config.width % config.num_heads:
-        raise InputError(
-            f"{keys.where}: pooler_hidden_dim = {config.width} is no multiple of "
-            f"{config.num_heads} heads"
+        raise keys.wrong(
+            "pooler_hidden_dim", config.width, f"a multiple of {config.num_heads} heads"
         )
     return config
 
 
-def read_duration_head(found: ConfigSource) -> DurationHeadConfig:
+def read_from(found: ConfigSource) -> DurationHeadConfig:
     keys, source = found.keys, found.source
     if found.layout == "official":
         keys = keys.inner(SECTION) if SECTION in keys else Keys({}, keys.where)
@@ -53,7 +49,7 @@ def read_duration_head(found: ConfigSource) -> DurationHeadConfig:
     return duration_head(keys, found.layout, *(source.info(n).shape[-1] for n in names))
 
 
-def check_duration_head(config: DurationHeadConfig, model: ModelConfig, where: str) -> None:
+def check(config: DurationHeadConfig, model: ModelConfig, where: str) -> None:
     text = model.text
     found, taken = (text.video.width, text.audio.width), (config.video_width, config.audio_width)
     if found != taken:
@@ -63,7 +59,7 @@ def check_duration_head(config: DurationHeadConfig, model: ModelConfig, where: s
         )
 
 
-def duration_head_json(d: DurationHeadConfig, layout: str) -> dict[str, Any]:
+def to_json(d: DurationHeadConfig, layout: str) -> dict[str, Any]:
     if layout == "official":
         return {SECTION: write(ROWS, d, layout)}
     widths = {

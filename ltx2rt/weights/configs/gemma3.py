@@ -13,6 +13,7 @@ from ltx2rt.notes import note
 from ltx2rt.weights.configs.keys import MISSING, Keys, Row, read, write
 
 TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+LAYERS = {"sliding_attention": True, "full_attention": False}
 
 
 def size_rows(vocab_size: int, sliding_window: int) -> list[Row]:
@@ -76,8 +77,26 @@ def token_ids(*levels: Keys) -> dict[str, int]:
         value = value[0] if isinstance(value, list) and value else value
         found[key] = default if value is None else value
         if type(found[key]) is not int:
-            raise InputError(f"{levels[0].where}: {key} = {value!r}, expected a token id")
+            raise levels[0].wrong(key, value, "a token id")
     return found
+
+
+def sliding_layers(keys: Keys, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer is a sliding one; without `layer_types` all but every sixth."""
+    types = keys.get("layer_types", None)
+    if types is None:
+        period = keys.number("sliding_window_pattern", default=6)
+        period = keys.number("_sliding_window_pattern", default=period)
+        return tuple((layer + 1) % period != 0 for layer in range(num_layers))
+    if not isinstance(types, list | tuple) or len(types) != num_layers:
+        raise keys.wrong("layer_types", types, f"one kind for each of {num_layers} layers")
+    kinds = (Keys({"layer_types": kind}, keys.where) for kind in types)
+    return tuple(kind.choice("layer_types", LAYERS) for kind in kinds)
+
+
+def layers_json(config: GemmaConfig | Gemma4Config) -> list[str]:
+    words = {sliding: word for word, sliding in LAYERS.items()}
+    return [words[sliding] for sliding in config.layer_is_sliding]
 
 
 def gemma3(outer: Keys) -> GemmaConfig:
@@ -92,45 +111,22 @@ def gemma3(outer: Keys) -> GemmaConfig:
     )
 
     sizes = read(ROWS, keys, "official")
-    num_layers = sizes["num_layers"]
-    if (types := keys.get("layer_types", None)) is not None:
-        if not isinstance(types, list | tuple):
-            raise InputError(f"{keys.where}: layer_types = {types!r}, expected one kind per layer")
-        known = {"sliding_attention": True, "full_attention": False}
-        sliding = tuple(
-            Keys({"layer_types": kind}, keys.where).choice("layer_types", known) for kind in types
-        )
-    else:
-        pattern = keys.number(
-            "_sliding_window_pattern", default=keys.number("sliding_window_pattern", default=6)
-        )
-        sliding = tuple((layer + 1) % pattern != 0 for layer in range(num_layers))
-    if len(sliding) != num_layers:
-        raise InputError(
-            f"{keys.where}: layer_types has {len(sliding)} entries, num_hidden_layers is "
-            f"{num_layers}"
-        )
-    theta, local_theta = (
-        keys.number("rope_theta", float, 1e6),
-        keys.number("rope_local_base_freq", float, 1e4),
-    )
-    factor = 1.0
-    if (parameters := keys.get("rope_parameters", None)) is not None:
-        both = Keys(parameters, f"{keys.where}.rope_parameters")
-        local, scaling = both.inner("sliding_attention"), both.inner("full_attention")
+    if keys.get("rope_parameters", None) is not None:
+        both = keys.inner("rope_parameters")
+        local, full = both.inner("sliding_attention"), both.inner("full_attention")
         local.must(rope_type="default")
-        theta, local_theta = scaling.number("rope_theta", float), local.number("rope_theta", float)
+        theta, local_theta = full.number("rope_theta", float), local.number("rope_theta", float)
     else:
-        scaling = Keys(
-            keys.get("rope_scaling", None) or {"rope_type": "default"}, f"{keys.where}.rope_scaling"
-        )
-    if scaling.choice("rope_type", {"linear": True, "default": False}):
-        factor = scaling.number("factor", float)
+        scaling = keys.get("rope_scaling", None) or {"rope_type": "default"}
+        full = Keys(scaling, f"{keys.where}.rope_scaling")
+        theta = keys.number("rope_theta", float, 1e6)
+        local_theta = keys.number("rope_local_base_freq", float, 1e4)
+    scaled = full.choice("rope_type", {"linear": True, "default": False})
     return GemmaConfig(
         **sizes,
-        layer_is_sliding=sliding,
+        layer_is_sliding=sliding_layers(keys, sizes["num_layers"]),
         rope_theta=theta,
-        rope_scaling_factor=factor,
+        rope_scaling_factor=full.number("factor", float) if scaled else 1.0,
         rope_local_theta=local_theta,
         query_scale=keys.number("query_pre_attn_scalar", float, 256) ** -0.5,
         **token_ids(keys, outer),
@@ -161,7 +157,7 @@ def gguf_gemma3(metadata: Mapping[str, str], vocab_size: int, where: str) -> Key
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
-            raise InputError(f"{keys.where}: {key} = {text!r:.100}, expected a number") from None
+            raise keys.wrong(key, text, "a number") from None
 
     found = {ours: need(theirs) for ours, theirs in GGUF_KEYS.items() if ours != "rope_theta"}
     found["rope_theta"] = need("rope.freq_base", "rope.global.freq_base")
@@ -178,13 +174,12 @@ def gguf_gemma3(metadata: Mapping[str, str], vocab_size: int, where: str) -> Key
         note(f"{where}: its header has no RoPE scaling; {factor:g}, that of the released model")
     head_dim = found["head_dim"]
     for key in ("attention.value_length", "rope.dimension_count"):
-        if need(key, default=head_dim) != head_dim:
-            raise InputError(f"{keys.where}: {key} = {texts[key]}, expected {head_dim}")
-    if (pattern := need("attention.sliding_window_pattern", default=6)) and isinstance(
-        pattern, list
-    ):
-        names = "full_attention", "sliding_attention"
-        found["layer_types"] = [names[bool(sliding)] for sliding in pattern]
+        if (own := need(key, default=head_dim)) != head_dim:
+            raise keys.wrong(key, own, str(head_dim))
+    pattern = need("attention.sliding_window_pattern", default=6)
+    if isinstance(pattern, list):
+        words = {sliding: word for word, sliding in LAYERS.items()}
+        found["layer_types"] = [words[bool(sliding)] for sliding in pattern]
     else:
         found["sliding_window_pattern"] = pattern
     scalar = found["hidden_size"] // found["num_attention_heads"] if size == GEMMA_27B else head_dim
@@ -237,9 +232,7 @@ def gemma_json(g: GemmaConfig, vision: Mapping[str, Any]) -> dict[str, Any]:
     text = {
         "model_type": "gemma3_text",
         **write(ROWS, g, "official"),
-        "layer_types": [
-            "sliding_attention" if sliding else "full_attention" for sliding in g.layer_is_sliding
-        ],
+        "layer_types": layers_json(g),
         "rope_parameters": {
             "full_attention": full,
             "sliding_attention": {"rope_type": "default", "rope_theta": g.rope_local_theta},
@@ -266,7 +259,7 @@ def gemma_json(g: GemmaConfig, vision: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_gemma(config: GemmaConfig | Gemma4Config, text: TextConfig, where: str) -> None:
+def check(config: GemmaConfig | Gemma4Config, text: TextConfig, where: str) -> None:
     found = (config.hidden_size, config.num_layers + 1)
     if found != (text.gemma_hidden, text.num_states):
         raise InputError(

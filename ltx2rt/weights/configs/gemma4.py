@@ -8,7 +8,7 @@ from typing import Any
 
 from ltx2rt.config import Gemma4Config
 from ltx2rt.errors import InputError
-from ltx2rt.weights.configs.gemma3 import TOKENS, size_rows, token_ids
+from ltx2rt.weights.configs.gemma3 import TOKENS, layers_json, size_rows, sliding_layers, token_ids
 from ltx2rt.weights.configs.keys import Keys, read, write
 
 ROWS = size_rows(262144, 1024)
@@ -20,7 +20,6 @@ USUAL = {
     "use_double_wide_mlp": False,
     "enable_moe_block": False,
 }
-KINDS = {"sliding_attention": True, "full_attention": False}
 PLACEHOLDERS = {"image_token_id": 258880, "audio_token_id": 258881, "video_token_id": 258884}
 MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 
@@ -34,17 +33,7 @@ def gemma4(outer: Keys) -> Gemma4Config:
     # neither concerns text
     keys.choice("use_bidirectional_attention", {"vision": None, None: None}, None)
     sizes = read(ROWS, keys, "official")
-    types = keys.get("layer_types", None)
-    if types is None:
-        types = [
-            "full_attention" if layer % 6 == 5 else "sliding_attention"
-            for layer in range(sizes["num_layers"])
-        ]
-    if not isinstance(types, list | tuple) or len(types) != sizes["num_layers"]:
-        raise InputError(
-            f"{keys.where}: layer_types = {types!r:.100}, expected one kind for each of "
-            "num_hidden_layers"
-        )
+    sliding = sliding_layers(keys, sizes["num_layers"])
     both = keys.inner("rope_parameters")
     local, full = both.inner("sliding_attention"), both.inner("full_attention")
     local.must(rope_type="default")
@@ -52,14 +41,12 @@ def gemma4(outer: Keys) -> Gemma4Config:
     full.may(factor=1.0)
     fraction = full.number("partial_rotary_factor", float, 1.0)
     if fraction > 1:
-        raise InputError(f"{full.where}: partial_rotary_factor = {fraction}, expected at most 1")
+        raise full.wrong("partial_rotary_factor", fraction, "at most 1")
 
     return Gemma4Config(
         **sizes,
-        **_full_sizes(keys, sizes["num_kv_heads"], types),
-        layer_is_sliding=tuple(
-            Keys({"layer_types": kind}, keys.where).choice("layer_types", KINDS) for kind in types
-        ),
+        **_full_sizes(keys, sizes["num_kv_heads"], sliding),
+        layer_is_sliding=sliding,
         rope_theta=full.number("rope_theta", float),
         rope_fraction=fraction,
         rope_local_theta=local.number("rope_theta", float),
@@ -71,28 +58,24 @@ def gemma4(outer: Keys) -> Gemma4Config:
 def _placeholders(keys: Keys) -> tuple[int, ...]:
     found = [keys.get(key, default) for key, default in PLACEHOLDERS.items()]
     if any(value is not None and type(value) is not int for value in found):
-        raise InputError(f"{keys.where}: {', '.join(PLACEHOLDERS)} = {found}, expected token ids")
+        raise keys.wrong(", ".join(PLACEHOLDERS), found, "token ids")
     return tuple(value for value in found if value is not None)
 
 
-def _full_sizes(keys: Keys, num_kv_heads: int, types: Sequence[str]) -> dict[str, int]:
+def _full_sizes(keys: Keys, num_kv_heads: int, sliding: Sequence[bool]) -> dict[str, int]:
     """Sizes of full layers: under separate keys or, from newer transformers, by layer."""
     if "per_layer_config" in keys:
         layers = keys.inner("per_layer_config")
-        own = [
-            layers.inner(str(layer)) for layer, kind in enumerate(types) if kind == "full_attention"
-        ]
+        own = [layers.inner(str(layer)) for layer, slides in enumerate(sliding) if not slides]
         if any(one.data != own[0].data for one in own):
             raise InputError(f"{layers.where}: full layers of unlike sizes are not supported")
         own = own[0] if own else Keys({}, layers.where)
         names = "head_dim", "num_key_value_heads"
     else:
         own, names = keys, ("global_head_dim", "num_global_key_value_heads")
-    heads = own.get(names[1], None) is None
-    return {
-        "full_head_dim": own.number(names[0], default=512),
-        "full_num_kv_heads": num_kv_heads if heads else own.number(names[1]),
-    }
+    same = own.get(names[1], None) is None
+    heads = num_kv_heads if same else own.number(names[1])
+    return {"full_head_dim": own.number(names[0], default=512), "full_num_kv_heads": heads}
 
 
 def towers_json(g: Gemma4Config) -> dict[str, Any]:
@@ -122,9 +105,7 @@ def gemma4_json(g: Gemma4Config, towers: Mapping[str, Any]) -> dict[str, Any]:
         "global_head_dim": g.full_head_dim,
         "num_global_key_value_heads": g.full_num_kv_heads,
         "attention_k_eq_v": True,
-        "layer_types": [
-            "sliding_attention" if sliding else "full_attention" for sliding in g.layer_is_sliding
-        ],
+        "layer_types": layers_json(g),
         "rope_parameters": {"full_attention": full, "sliding_attention": sliding},
         "final_logit_softcapping": 30.0,
         "max_position_embeddings": 262144,

@@ -39,11 +39,12 @@ class Keys:
 
     def need(self, key: str) -> Any:
         if key not in self.data:
-            raise InputError(
-                f"{self.where}: required key {key} is absent; pass a checkpoint with its full "
-                "metadata"
-            )
+            advice = "pass a checkpoint with its full metadata"
+            raise InputError(f"{self.where}: required key {key} is absent; {advice}")
         return self.data[key]
+
+    def wrong(self, key: str, value: Any, expected: str) -> InputError:
+        return InputError(f"{self.where}: {key} = {value!r:.100}, expected {expected}")
 
     def get(self, key: str, default: Any) -> Any:
         """The value, null included; `default` if the key is absent, an error if that is MISSING."""
@@ -54,14 +55,9 @@ class Keys:
     ) -> Any:
         """A number > 0 as `kind`; an int is integral and at most `most`."""
         value, most = self.get(key, default), most if kind is int else 2**53
-        usable = (
-            isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most
-        )  # nan is not
-        if not usable or kind(value) != value:
-            raise InputError(
-                f"{self.where}: {key} = {value!r:.100}, expected a positive {kind.__name__} up to "
-                f"{most}"
-            )
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= most or kind(value) != value:  # as nan is
+            raise self.wrong(key, value, f"a positive {kind.__name__} up to {most}")
         return kind(value)
 
     def count(self, key: str, default: Any = MISSING) -> int:
@@ -71,47 +67,37 @@ class Keys:
     def flag(self, key: str, default: Any = MISSING) -> bool:
         value = self.get(key, default)
         if not isinstance(value, bool):
-            raise InputError(f"{self.where}: {key} = {value!r}, expected true or false")
+            raise self.wrong(key, value, "true or false")
         return value
 
     def sizes(
         self, key: str, length: int | None = None, default: Any = MISSING, most: float = MAX_SIZE
     ) -> tuple[int, ...]:
         value = self.get(key, default)
-        if (
-            not isinstance(value, list | tuple)
-            or not 0 < len(value) <= MAX_COUNT
-            or length not in (None, len(value))
-        ):
-            raise InputError(
-                f"{self.where}: {key} = {value!r:.100}, expected {length or 'some'} integers"
-            )
+        fits = isinstance(value, list | tuple) and 0 < len(value) <= MAX_COUNT
+        if not fits or length not in (None, len(value)):
+            raise self.wrong(key, value, f"{length or 'some'} integers")
         return tuple(Keys({key: item}, self.where).number(key, most=most) for item in value)
 
     def rows(self, key: str, default: Any = MISSING) -> tuple[tuple[int, ...], ...]:
         value = self.get(key, default)
         if not isinstance(value, list | tuple) or len(value) > MAX_COUNT:
-            raise InputError(
-                f"{self.where}: {key} = {value!r:.100}, expected a list of lists of integers"
-            )
+            raise self.wrong(key, value, "a list of lists of integers")
         return tuple(Keys({key: row}, self.where).sizes(key) for row in value)
 
     def choice(self, key: str, known: Mapping[Any, Any], default: Any = MISSING) -> Any:
         value = self.get(key, default)
         if isinstance(value, list | dict) or value not in known:
-            raise InputError(
-                f"{self.where}: {key} = {value!r} is not supported, known: "
-                f"{', '.join(map(repr, known))}"
-            )
+            named = ", ".join(map(repr, known))
+            raise InputError(f"{self.where}: {key} = {value!r} is not supported, known: {named}")
         return known[value]
 
     def must(self, **expected: Any) -> None:
         """Keys that have to be there with this value."""
         for key, value in expected.items():
-            if self.need(key) != value:
-                raise InputError(
-                    f"{self.where}: {key} = {self.data[key]!r} is not supported, expected {value!r}"
-                )
+            if (found := self.need(key)) != value:
+                said = f"{key} = {found!r} is not supported, expected {value!r}"
+                raise InputError(f"{self.where}: {said}")
 
     def may(self, **expected: Any) -> None:
         """Check keys that mean this value when absent."""

@@ -15,6 +15,14 @@ ROWS = [
     Row("mid_channels", "int"),
     Row("num_blocks", "count", "num_blocks_per_stage"),
 ]
+WORDS = {  # by layout: the class, and its keys of the scale and of whether it is rational
+    "official": ("LatentUpsampler", "spatial_scale", "rational_resampler"),
+    "diffusers": (
+        "LTX2LatentUpsamplerModel",
+        "rational_spatial_scale",
+        "use_rational_resampler",
+    ),
+}
 SCALES = {2.0: Fraction(2), 1.5: Fraction(3, 2)}
 
 
@@ -34,16 +42,16 @@ def upsampler(keys: Keys, rational: bool) -> UpsamplerConfig:
         keys.must(spatial_upsample=False)
         return UpsamplerConfig(**sizes, scale=Fraction(1), rational=False)
     keys.may(spatial_upsample=True, rational_resampler=rational, use_rational_resampler=rational)
-    return UpsamplerConfig(
-        **sizes, scale=spatial_scale(keys) if rational else Fraction(2), rational=rational
-    )
+    key = "spatial_scale" if "spatial_scale" in keys else "rational_spatial_scale"
+    scale = keys.choice(key, SCALES, default=2.0) if rational else Fraction(2)
+    return UpsamplerConfig(**sizes, scale=scale, rational=rational)
 
 
-def read_upsampler(found: ConfigSource) -> UpsamplerConfig:
+def read_from(found: ConfigSource) -> UpsamplerConfig:
     return upsampler(found.keys, "upsampler.conv.weight" in set(found.source.names()))
 
 
-def check_upsampler(config: UpsamplerConfig, model: ModelConfig, where: str, flag: str) -> None:
+def check(config: UpsamplerConfig, model: ModelConfig, where: str, flag: str) -> None:
     """Raises InputError for an upsampler of other latents."""
     if config.in_channels != model.video_vae.latent_channels:
         raise InputError(
@@ -52,13 +60,12 @@ def check_upsampler(config: UpsamplerConfig, model: ModelConfig, where: str, fla
         )
 
 
-def upsampler_kind(keys: Keys) -> str:
+def kind(keys: Keys) -> str:
     """Kind of file in a diffusers folder, as `ltx2rt.weights.parts` names the kinds."""
     if is_temporal(keys):
         return "temporal_upsampler"
-    x15 = (
-        keys.get("use_rational_resampler", True) and keys.get("rational_spatial_scale", 2.0) == 1.5
-    )
+    x15 = keys.get("rational_spatial_scale", 2.0) == 1.5
+    x15 = x15 and keys.get("use_rational_resampler", True)
     return "x15_upsampler" if x15 else "upsampler"
 
 
@@ -66,30 +73,14 @@ def is_temporal(keys: Keys) -> bool:
     return keys.flag("temporal_upsample", default=False)
 
 
-def spatial_scale(keys: Keys) -> Fraction:
-    """Scale of a rational upsampler."""
-    return keys.choice(
-        "spatial_scale" if "spatial_scale" in keys else "rational_spatial_scale",
-        SCALES,
-        default=2.0,
-    )
-
-
 def upsampler_json(u: UpsamplerConfig, layout: str) -> dict[str, Any]:
-    shared = write(ROWS, u, layout) | {
+    name, scale, rational = WORDS[layout]
+    return {
+        "_class_name": name,
+        **write(ROWS, u, layout),
         "dims": 3,
         "spatial_upsample": not u.temporal,
         "temporal_upsample": u.temporal,
+        scale: float(u.scale),
+        rational: u.rational or u.temporal,  # as the released temporal one says
     }
-    scale, rational = float(u.scale), u.rational or u.temporal  # as the released temporal one says
-    if layout == "official":
-        return {
-            "_class_name": "LatentUpsampler",
-            **shared,
-            "spatial_scale": scale,
-            "rational_resampler": rational,
-        }
-    if layout == "diffusers":
-        rule = {"rational_spatial_scale": scale, "use_rational_resampler": rational}
-        return {"_class_name": "LTX2LatentUpsamplerModel", **shared, **rule}
-    raise InputError(f"unknown layout {layout!r}, known are official, diffusers")

@@ -87,7 +87,7 @@ DIFFUSERS_USUAL = {
 PRECISIONS = {"float64": True, "float32": False}
 
 
-def official_transformer(keys: Keys) -> TransformerConfig:
+def official(keys: Keys) -> TransformerConfig:
     keys.must(**OFFICIAL_FIXED)
     keys.may(**OFFICIAL_USUAL)
     fields = read(ROWS, keys, "official")
@@ -99,24 +99,22 @@ def official_transformer(keys: Keys) -> TransformerConfig:
         audio_rope_max_pos=keys.sizes("audio_positional_embedding_max_pos", 1)[0],
         rope_float64_grid=keys.choice("frequencies_precision", PRECISIONS),
     )
-    keys.must(audio_num_attention_heads=config.num_heads, **_widths(config))
+    keys.must(audio_num_attention_heads=config.num_heads, out_channels=config.video_channels)
+    keys.must(**_widths(config))
     keys.may(audio_in_channels=config.audio_channels)
     return config
 
 
 def _widths(t: TransformerConfig) -> dict[str, int]:
     """Keys of both layouts that repeat sizes."""
-    widths = {"cross_attention_dim": t.width, "audio_cross_attention_dim": t.audio_width}
-    return {"out_channels": t.video_channels, **widths}
+    return {"cross_attention_dim": t.width, "audio_cross_attention_dim": t.audio_width}
 
 
 def _caption_before_connector(keys: Keys) -> bool:
     present = {key: keys.data[key] for key in CAPTION_KEYS if key in keys}
     if present and present != CAPTION_KEYS:
-        raise InputError(
-            f"{keys.where}: {present} is no known feature extractor; expected none of them or "
-            f"{CAPTION_KEYS}"
-        )
+        said = f"{present} is no known feature extractor; expected none of them or {CAPTION_KEYS}"
+        raise InputError(f"{keys.where}: {said}")
     return bool(present)
 
 
@@ -124,10 +122,8 @@ def official_text(keys: Keys, projection_in: int) -> TextConfig:
     """projection_in: input width of the text projection, = Gemma's hidden size x (layers + 1)."""
     hidden = keys.number("caption_channels")
     if projection_in % hidden:
-        raise InputError(
-            f"{keys.where}: the text projection takes {projection_in}, no multiple of "
-            f"caption_channels = {hidden}"
-        )
+        said = f"takes {projection_in}, no multiple of caption_channels = {hidden}"
+        raise InputError(f"{keys.where}: the text projection {said}")
     per_token = _caption_before_connector(keys)
 
     def connector(prefix: str) -> ConnectorConfig:
@@ -152,13 +148,14 @@ def official_text(keys: Keys, projection_in: int) -> TextConfig:
     )
 
 
-def official_transformer_json(transformer: TransformerConfig, text: TextConfig) -> dict[str, Any]:
+def official_json(transformer: TransformerConfig, text: TextConfig) -> dict[str, Any]:
     t, video, audio = transformer, text.video, text.audio
     out = {"_class_name": "AVTransformer3DModel", **OFFICIAL_FIXED, **OFFICIAL_USUAL}
     out |= {"attention_type": "default", "num_vector_embeds": None, "norm_num_groups": 32}
     out |= {key: value for key, value in write(ROWS, t, "official").items() if key not in SWITCHES}
     out |= {
-        "timestep_scale_multiplier": int(t.timestep_scale),
+        SCALE: int(t.timestep_scale),
+        "out_channels": t.video_channels,
         **_widths(t),
         "positional_embedding_max_pos": list(t.rope_max_pos),
         "audio_positional_embedding_max_pos": [t.audio_rope_max_pos],
@@ -184,7 +181,7 @@ def official_transformer_json(transformer: TransformerConfig, text: TextConfig) 
     return out | {key: value for key, value in switches.items() if not value}
 
 
-def diffusers_transformer(keys: Keys) -> TransformerConfig:
+def diffusers(keys: Keys) -> TransformerConfig:
     """`perturbed_attn` is ignored: it says whether diffusers runs STG."""
     keys.must(**DIFFUSERS_FIXED)
     keys.may(**DIFFUSERS_USUAL)
@@ -202,20 +199,20 @@ def diffusers_transformer(keys: Keys) -> TransformerConfig:
         rope_float64_grid=keys.flag("rope_double_precision"),
     )
     keys.may(audio_gated_attn=config.gated_attention, audio_cross_attn_mod=config.text_modulation)
-    widths = _widths(config)
-    keys.may(out_channels=widths.pop("out_channels"), audio_out_channels=config.audio_channels)
-    keys.must(**widths)
+    keys.may(out_channels=config.video_channels, audio_out_channels=config.audio_channels)
+    keys.must(**_widths(config))
     return config
 
 
-def diffusers_transformer_json(t: TransformerConfig) -> dict[str, Any]:
+def diffusers_json(t: TransformerConfig) -> dict[str, Any]:
     return {
         "_class_name": "LTX2VideoTransformer3DModel",
         **DIFFUSERS_FIXED,
         **DIFFUSERS_USUAL,
         **write(ROWS, t, "diffusers"),
-        "timestep_scale_multiplier": int(t.timestep_scale),
-        "cross_attn_timestep_scale_multiplier": int(t.av_gate_scale),
+        SCALE: int(t.timestep_scale),
+        f"cross_attn_{SCALE}": int(t.av_gate_scale),
+        "out_channels": t.video_channels,
         **_widths(t),
         "audio_out_channels": t.audio_channels,
         "use_prompt_embeddings": t.caption_projection,

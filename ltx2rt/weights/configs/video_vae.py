@@ -29,7 +29,7 @@ OFFICIAL_VAE_USUAL = {
 }
 
 
-def official_video_vae(keys: Keys) -> VideoVaeConfig:
+def official(keys: Keys) -> VideoVaeConfig:
     """Encoder blocks apply in the order listed, decoder blocks in the reverse order."""
     keys.must(**OFFICIAL_VAE_FIXED)
     keys.may(**OFFICIAL_VAE_USUAL)
@@ -55,7 +55,7 @@ def official_video_vae(keys: Keys) -> VideoVaeConfig:
     )
 
 
-def official_diffusion_vae(keys: Keys, conv_in: tuple[int, ...]) -> VideoVaeConfig:
+def official_encoder(keys: Keys, conv_in: tuple[int, ...]) -> VideoVaeConfig:
     """The encoder of a file with the other decoder, without one. conv_in: shape of the encoder's
     first convolution, which the config does not state."""
     keys.must(_class_name="CausalDiffusionVAE")
@@ -63,10 +63,8 @@ def official_diffusion_vae(keys: Keys, conv_in: tuple[int, ...]) -> VideoVaeConf
     inner.may(dims=3, norm_layer="pixel_norm")
     patch_size = isqrt(conv_in[1] // 3)
     if len(conv_in) != 5 or 3 * patch_size**2 != conv_in[1]:
-        raise InputError(
-            f"{keys.where}: its encoder's first convolution is {list(conv_in)}, expected patches "
-            "of RGB"
-        )
+        said = f"first convolution is {list(conv_in)}, expected patches of RGB"
+        raise InputError(f"{keys.where}: its encoder's {said}")
     return VideoVaeConfig(
         latent_channels=inner.number("out_channels"),
         patch_size=patch_size,
@@ -79,10 +77,10 @@ def official_diffusion_vae(keys: Keys, conv_in: tuple[int, ...]) -> VideoVaeConf
     )
 
 
-def official_diffusion_vae_json(v: VideoVaeConfig, decoder: dict[str, Any]) -> dict[str, Any]:
+def official_encoder_json(v: VideoVaeConfig, decoder: dict[str, Any]) -> dict[str, Any]:
     """decoder: the section of the other decoder."""
     encoder = {
-        "blocks": official_video_vae_json(v)["encoder_blocks"],
+        "blocks": official_json(v)["encoder_blocks"],
         "out_channels": v.latent_channels,
         "dims": 3,
         "latent_log_var": "constant",
@@ -104,25 +102,15 @@ def _encoder(keys: Keys, key: str, channels: int) -> list[VaeStage]:
 def _blocks(keys: Keys, key: str) -> list[tuple[str, Keys]]:
     blocks = keys.need(key)
     where = f"{keys.where}.{key}"
-    pairs = isinstance(blocks, list) and all(
-        isinstance(block, list) and len(block) == 2 for block in blocks
-    )
-    if not pairs or len(blocks) > MAX_COUNT:
+    listed = isinstance(blocks, list) and len(blocks) <= MAX_COUNT
+    if not listed or any(not isinstance(block, list) or len(block) != 2 for block in blocks):
         raise InputError(f"{where}: expected a list of [name, parameters]")
-    out = [
-        (str(n), Keys({"num_layers": p} if isinstance(p, int) else p, f"{where}.{n}"))
-        for n, p in blocks
-    ]
-    names = [name for name, _ in out]
-    if (
-        not names
-        or any((name == "res_x") != (i % 2 == 0) for i, name in enumerate(names))
-        or len(names) % 2 == 0
-    ):
-        raise InputError(
-            f"{where}: {names}, expected res_x blocks with one compress_* between each two"
-        )
-    return out
+    names = [str(name) for name, _ in blocks]
+    if len(names) % 2 == 0 or any((n == "res_x") == i % 2 for i, n in enumerate(names)):
+        expected = "expected res_x blocks with one compress_* between each two"
+        raise InputError(f"{where}: {names}, {expected}")
+    parameters = ({"num_layers": p} if isinstance(p, int) else p for _, p in blocks)
+    return [(n, Keys(p, f"{where}.{n}")) for n, p in zip(names, parameters, strict=True)]
 
 
 def _official_stage(
@@ -139,14 +127,11 @@ def _official_stage(
     return VaeStage("sample", channels, out, stride=stride, residual=residual)
 
 
-def official_video_vae_json(v: VideoVaeConfig) -> dict[str, Any]:
+def official_json(v: VideoVaeConfig) -> dict[str, Any]:
     def block(stage: VaeStage, suffix: str) -> list[Any]:
         if stage.kind == "res":
             return ["res_x", {"num_layers": stage.num_layers}]
-        large, small = (
-            max(stage.channels, stage.out_channels),
-            min(stage.channels, stage.out_channels),
-        )
+        small, large = sorted((stage.channels, stage.out_channels))
         parameters = {"multiplier": large // small} | ({"residual": True} if stage.residual else {})
         return [f"compress_{STRIDE_WORDS[stage.stride]}{suffix}", parameters]
 
@@ -173,7 +158,7 @@ DIFFUSERS_VAE_USUAL = {
 }
 
 
-def diffusers_video_vae(keys: Keys) -> VideoVaeConfig:
+def diffusers(keys: Keys) -> VideoVaeConfig:
     """The encoder's first width is the number of latent channels; decoder lists are reversed except
     upsample_type. The first released configs have no upsample_type: every stage doubled all three
     axes."""
@@ -210,20 +195,22 @@ def _strides(keys: Keys, key: str, count: int) -> list[tuple[int, int, int]]:
 
 def _scales_all_axes(keys: Keys, key: str, count: int) -> None:
     if not all(_per_stage(keys, key, count, True)):
+        raise keys.wrong(key, keys.data[key], "all true")
+
+
+def _check_layers(keys: Keys, side: str, layers: tuple[int, ...], widths: tuple[int, ...]) -> None:
+    if len(layers) != len(widths) + 1:
         raise InputError(
-            f"{keys.where}: {key} = {keys.data[key]!r} is not supported, expected all true"
+            f"{keys.where}: {side}layers_per_block has {len(layers)} entries, expected "
+            f"{len(widths) + 1}: one for each of {side}block_out_channels and one for the middle; "
+            "pass the original config.json"
         )
 
 
 def _diffusers_encoder(keys: Keys, latent: int) -> list[VaeStage]:
     widths = keys.sizes("block_out_channels")
     layers = keys.sizes("layers_per_block", most=MAX_COUNT)
-    if len(layers) != len(widths) + 1:
-        raise InputError(
-            f"{keys.where}: layers_per_block has {len(layers)} entries, expected "
-            f"{len(widths) + 1}: one for each of block_out_channels and one for the middle; pass "
-            "the original config.json"
-        )
+    _check_layers(keys, "", layers, widths)
     encoder, channels = [], latent
     strides = _strides(keys, "downsample_type", len(widths))
     for width, num_layers, stride in zip(widths, layers[:-1], strides, strict=True):
@@ -241,32 +228,24 @@ def _diffusers_decoder(keys: Keys) -> list[VaeStage]:
     layers = keys.sizes("decoder_layers_per_block", most=MAX_COUNT)[::-1]
     factors = _per_stage(keys, "upsample_factor", count, keys.sizes("upsample_factor"))[::-1]
     residuals = _per_stage(keys, "upsample_residual", count, keys.need("upsample_residual"))[::-1]
-    if len(layers) != count + 1:
-        raise InputError(
-            f"{keys.where}: decoder_layers_per_block has {len(layers)} entries, expected "
-            f"{count + 1}: one for each of decoder_block_out_channels and one for the middle"
-        )
+    _check_layers(keys, "decoder_", layers, widths)
     _scales_all_axes(keys, "decoder_spatio_temporal_scaling", count)
     if any(_per_stage(keys, "decoder_inject_noise", count + 1, False)):
         raise InputError(f"{keys.where}: decoder_inject_noise is not supported, expected all false")
     channels = widths[0]
     decoder = [VaeStage("res", channels, channels, num_layers=layers[0])]
     for i, stride in enumerate(_strides(keys, "upsample_type", count)):
-        out = widths[i] // factors[i]
+        out, residual = widths[i] // factors[i], bool(residuals[i])
         if channels != out * factors[i]:
-            raise InputError(
-                f"{keys.where}: decoder stage {i} gets {channels} channels, its lists say "
-                f"{out * factors[i]}"
-            )
-        decoder.append(
-            VaeStage("sample", channels, out, stride=stride, residual=bool(residuals[i]))
-        )
+            said = f"gets {channels} channels, its lists say {out * factors[i]}"
+            raise InputError(f"{keys.where}: decoder stage {i} {said}")
+        decoder.append(VaeStage("sample", channels, out, stride=stride, residual=residual))
         decoder.append(VaeStage("res", out, out, num_layers=layers[i + 1]))
         channels = out
     return decoder
 
 
-def diffusers_video_vae_json(v: VideoVaeConfig) -> dict[str, Any]:
+def diffusers_json(v: VideoVaeConfig) -> dict[str, Any]:
     if v.encoder[0].channels != v.latent_channels:
         raise InputError(
             "diffusers ties the encoder's first width to the latent channels, "
