@@ -38,6 +38,7 @@ from ltx2rt.pipelines.request import Request
 from ltx2rt.run.estimate import Devices, estimate, to_json
 from ltx2rt.run.files import Files, parse_signature
 from ltx2rt.run.plan import usual_stages
+from ltx2rt.run.preview import previewing
 from ltx2rt.run.run import Run
 from ltx2rt.run.segments import discard, seed_of
 from ltx2rt.session.open import located, open_session, with_mesh
@@ -119,6 +120,7 @@ class Session:
         on_progress: Callable[[Progress], None] | None = None,
         cancelled: Callable[[], bool] | None = None,
         parts: str | Path | None = None,
+        preview: str | Path | Callable[[np.ndarray], object] | None = None,
         **clip: Any,
     ) -> Clip:
         """One clip. clip: the clip flags of `generate` but output, report and latents_out; Pillow
@@ -128,6 +130,9 @@ class Session:
 
         parts: the folder that keeps segments and steps until the clip is made, and from which a
         later call of the same goes on; by default a temporary one for segments alone.
+
+        preview: file as of the command line, or a function that is given small frames, u8[F, H, W,
+        3], after the first step and each fourth from there.
 
         on_progress(progress): after every step. cancelled(): asked after every step and before
         every tile of the decoder; if it says so in one of several processes, Cancelled is raised in
@@ -144,7 +149,7 @@ class Session:
             folder = Path(parts) if parts else None
             if request.in_segments and not folder:
                 folder = Path(during.enter_context(TemporaryDirectory()))
-            made = self._generate(request, on_progress, cancelled, folder)
+            made = self._generate(request, on_progress, cancelled, folder, preview)
             finalize(made, during.pop_all().close)  # a signature reads the files
             return made
 
@@ -154,8 +159,13 @@ class Session:
         on_progress: Callable[[Progress], None] | None,
         cancelled: Callable[[], bool] | None,
         parts: Path | None = None,
+        preview: Any = None,
     ) -> Clip:
         session = self.resident
+        if preview is not None and not callable(preview):
+            files = Files(**keywords({"preview": preview}, Files))
+            files.check(inputs=[*session.asked.files, *session.checkpoint.files, *request.files])
+            preview = files.preview
         if parts and request.seed is None:
             request = replace(request, seed=seed_of(parts))
         request = request.kept_in(parts) if parts else request
@@ -175,8 +185,8 @@ class Session:
         run = Run(session, request)
         for line in run.request.remarks(session.config) if run.is_main else ():
             note(line)
-        with run.kept_in(parts):
-            run.make(on_progress=on_progress, cancelled=cancelled)
+        with run.kept_in(parts), previewing(session, run.plan, preview) as look:
+            run.make(on_progress=on_progress, cancelled=cancelled, look=look)
             frames = run.pictures()
             if parts and run.is_main:
                 discard(parts)

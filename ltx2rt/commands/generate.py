@@ -11,18 +11,15 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from io import BytesIO
-from itertools import count
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ltx2rt.atomic_file import replacing, require_space
+from ltx2rt.atomic_file import require_space
 from ltx2rt.backend import get_factory, keep_compiled
 from ltx2rt.commands.options import (
     model_options,
@@ -66,7 +63,6 @@ from ltx2rt.stages.stage import FRAMES, SOUND
 from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.part_table import wanted_by
 
-PREVIEW_STEPS = 4
 COMPILED = """\
 With --backend tpu, compiled programs are kept in JAX_COMPILATION_CACHE_DIR (default: ltx2rt under
 XDG_CACHE_HOME or ~/.cache); a later run of the same sizes starts from them and compiles nothing.
@@ -84,6 +80,8 @@ def run(
     """Generate the clip's files and say where they are. What the user can mend raises InputError
     before any weight is read. request, checkpoint: as `prepared` gives them; remarks: sentences to
     print before; times: file with the times of earlier runs."""
+    from ltx2rt.run.preview import previewing  # imports Pillow
+
     stages = partial(resolved_stages, options=options, request=request)
     session = open_session(options, checkpoint=checkpoint, stages=stages)
     made = Run(session, request, warm=files.warmup, marks=files)
@@ -104,12 +102,14 @@ def run(
     if main and times and (line := known or history.by_plan(session, plan)):
         note(line, prefix="")
     folder = parts_folder(files, plan.request)
-    with made.kept_in(folder, files.output, steps=files.latents_out is None):
+    beside = files.output if stream is not None and stream.isatty() else None
+    with ExitStack() as during:
+        during.enter_context(made.kept_in(folder, files.output, steps=files.latents_out is None))
         if folder and main and files.latents_out and plan.request.in_segments:
             check_records(plan.request, folder)
         keep = main and files.latents_out is not None
         whole = not (folder and latest(folder)) and not plan.request.in_segments
-        look = previewing(session, files.preview) if files.preview else None
+        look = during.enter_context(previewing(session, plan, files.preview, beside))
         made.make(stream, keep=keep, warmup=files.warmup, verbose=files.verbose, look=look)
         if not main:
             if files.output is not None:  # else the main process decodes no frames either
@@ -124,24 +124,6 @@ def run(
     seeds = [seed for seed in made.request.seeds for _ in files.outputs or (None,)]
     for output, seed in zip(outputs, seeds[: len(outputs)], strict=True):
         print(made.watch.closing_line(output, seed))
-
-
-def previewing(session: Session, path: Path) -> Callable[[Callable[[], np.ndarray]], None]:
-    """The function that writes the file after every fourth step, as `Stopwatch` calls it. Raises InputError if
-    the checkpoint has no video encoder."""
-    from PIL import Image
-
-    from ltx2rt.serve.preview import fitted, picture_of
-
-    projection, steps = fitted(session), count(1)
-
-    def look(latents: Callable[[], np.ndarray]) -> None:
-        if next(steps) % PREVIEW_STEPS == 0 and session.backend.is_main:
-            with replacing(path) as partial:
-                picture = Image.open(BytesIO(picture_of(latents()[0], projection)))
-                picture.save(partial, "PNG" if path.suffix.lower() == ".png" else "JPEG")
-
-    return look
 
 
 def parts_folder(files: Files, request: Request) -> Path | None:

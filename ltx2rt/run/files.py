@@ -12,13 +12,23 @@ from typing import Any
 from ltx2rt.atomic_file import check_outputs, replacing
 from ltx2rt.errors import InputError
 from ltx2rt.flags import CLIP, flags_of
-from ltx2rt.media.output import NUMBER, check_output, check_signed, is_part
+from ltx2rt.media.output import (
+    CONTAINERS,
+    NUMBER,
+    STILLS,
+    check_output,
+    check_signed,
+    is_numbered,
+    is_part,
+)
 from ltx2rt.media.provenance import Signature, read_signature
 from ltx2rt.notes import note
 
 flag = flags_of("output")
 
 
+NO_PREVIEW = Path("none")
+PREVIEWS = (*CONTAINERS, *(suffix for suffix, form in STILLS.items() if form))
 UNNAMED = "ltx2rt"  # beginning of the name of a clip without one
 
 
@@ -74,7 +84,10 @@ class Files(Marks):
     warmup: bool = flag(False, "run each stage's step once before it is timed", group="log")
     latents_out: Path | None = flag(None, "safetensors file for every latent of the run")
     preview: Path | None = flag(
-        None, "JPEG or PNG of the middle frame, after every fourth step", metavar="FILE"
+        None,
+        "small *.mp4, or picture of the middle frame, rewritten after every fourth step; none "
+        "(default: on a terminal a picture next to the output, removed in the end)",
+        metavar="FILE",
     )
     report: Path | None = flag(None, "JSON file for times, memory and versions", group="log")
     quiet: bool = flag(False, "print only errors and the names of the files", group="log")
@@ -93,6 +106,10 @@ class Files(Marks):
         """The clip's first file."""
         return next(iter(self.outputs), None)
 
+    @property
+    def preview_file(self) -> Path | None:
+        return None if self.preview == NO_PREVIEW else self.preview
+
     def clips(self, seeds: Sequence[int]) -> list[tuple[Path, ...]]:
         """The files of each video."""
         named = [video_files(output, seeds) for output in self.outputs]
@@ -106,7 +123,7 @@ class Files(Marks):
         more = (
             ("--latents-out", self.latents_out),
             ("--report", self.report),
-            ("--preview", self.preview),
+            ("--preview", self.preview_file),
         )
         clips = [("--output", path) for paths in self.clips(seeds) for path in paths]
         return clips + [(flag, path) for flag, path in more if path]
@@ -131,9 +148,11 @@ class Files(Marks):
         if self.quiet and self.verbose:
             raise InputError("--quiet and --verbose contradict each other; give one of them")
         clips, named = [path for each in self.clips(seeds) for path in each], self._named(seeds)
-        if self.preview and self.preview.suffix.lower() not in (".jpg", ".jpeg", ".png"):
+        if (shown := self.preview_file) and (
+            shown.suffix.lower() not in PREVIEWS or is_numbered(shown)
+        ):
             raise InputError(
-                f"--preview: {self.preview}, expected a name that ends in .jpg or .png"
+                f"--preview: {shown}, expected none, or a name in {', '.join(PREVIEWS)}"
             )
         for clip in clips:
             check_output(clip, num_frames)

@@ -16,13 +16,13 @@ from starlette.responses import Response, StreamingResponse
 from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import whole_fragments
 from ltx2rt.pipelines import make_request
+from ltx2rt.run.preview import sprite_sheet
 from ltx2rt.run.recording import STREAM, write_segment
 from ltx2rt.serve.admission import as_given
 from ltx2rt.serve.answers import Json, Opened
 from ltx2rt.serve.core import Core, require_video
 from ltx2rt.serve.folder import CLIP, FRAMES, SEGMENTS, THUMBNAIL, clip_names, frames_of
 from ltx2rt.serve.jobs import COMPLETED, Job
-from ltx2rt.serve.preview import sprite_sheet
 from ltx2rt.serve.refusal import Refusal, invalid, misfit
 from ltx2rt.serve.video import in_segments
 from ltx2rt.stages.segments import stops

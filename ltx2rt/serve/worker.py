@@ -42,17 +42,17 @@ from ltx2rt.ranks.crew import Crew
 from ltx2rt.ranks.environment import FAILED
 from ltx2rt.run.files import Marks
 from ltx2rt.run.plan import with_enhanced_prompt
+from ltx2rt.run.preview import EVERY, fitted, picture_of
 from ltx2rt.run.recording import high_range
 from ltx2rt.run.run import MARKED, Run, warm_up
 from ltx2rt.run.segments import discard
 from ltx2rt.serve.folder import CLIP, FRAMES, STORAGE, publish, segments_of, writing_problem
-from ltx2rt.serve.preview import fitted, picture_of
 from ltx2rt.serve.shapes import Shape
 from ltx2rt.session.options import LoraSpec
 from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Progress
 
-THUMBNAIL_PX, PREVIEW_STEPS = 320, 4
+THUMBNAIL_PX = 320
 DEVICE_WAIT_S = 10.0  # until a driver has taken back the memory of a process that was killed
 FOLDERS = re.compile(r"/(?:[^\s/:'\"]+/)+")  # before a file's name
 
@@ -176,7 +176,7 @@ def attempt(
     def look(latents: Callable[[], np.ndarray]) -> None:
         number = next(steps)
         watched = pipe is not None and job["id"] in pipe.watched
-        if pipe and projection is not None and watched and number % PREVIEW_STEPS == 0:
+        if pipe and projection is not None and watched and number % EVERY == 0:
             picture = picture_of(latents()[0], projection)
             pipe.tell("preview", **named, number=number, jpeg=b64encode(picture).decode())
 
