@@ -42,7 +42,8 @@ from ltx2rt.run.plan import Plan
 from ltx2rt.session.call import Call
 from ltx2rt.session.session import Session
 from ltx2rt.stages.denoise import Denoise
-from ltx2rt.weights import configs
+from ltx2rt.weights.configs import audio, latent_upsampler, video_vae
+from ltx2rt.weights.configs.transformer import diffusers_json, diffusers_text_json
 from ltx2rt.weights.names import GEMMA, component_of, to_diffusers
 
 Tensors = dict[str, torch.Tensor]
@@ -112,7 +113,7 @@ def diffusers_transformer(config: TransformerConfig, tensors: Mapping[str, torch
     """tensors: by their official names. 2.0's configuration says perturbed_attn = false, with which
     STG is ignored."""
     theirs = {to_diffusers("transformer", name): x for name, x in tensors.items()}
-    sizes = configs.diffusers_transformer_json(config) | {"perturbed_attn": True}
+    sizes = diffusers_json(config) | {"perturbed_attn": True}
     return over(theirs, LTX2VideoTransformer3DModel, **sizes)
 
 
@@ -156,7 +157,7 @@ class Peer:
         gemma = parts["gemma"] | {
             "lm_head.weight": parts["gemma"]["model.language_model.embed_tokens.weight"]
         }
-        vocoder = configs.diffusers_vocoder_json(config.vocoder)
+        vocoder = audio.diffusers_vocoder_json(config.vocoder)
         if config.vocoder.bandwidth_extension:
             vocoder |= {
                 "final_act_fn": "clamp"
@@ -164,7 +165,7 @@ class Peer:
         vae = over(
             parts["video_vae"],
             AutoencoderKLLTX2Video,
-            **configs.diffusers_video_vae_json(config.video_vae),
+            **video_vae.diffusers_json(config.video_vae),
         )
         self.pipe = LTX2Pipeline(
             scheduler=FlowMatchEulerDiscreteScheduler(),
@@ -172,7 +173,7 @@ class Peer:
             audio_vae=over(
                 parts["audio_vae"],
                 AutoencoderKLLTX2Audio,
-                **configs.diffusers_audio_vae_json(config.audio_vae),
+                **audio.diffusers_json(config.audio_vae),
             ),
             text_encoder=over(
                 gemma, Gemma3ForConditionalGeneration, Gemma3Config.from_pretrained(folder)
@@ -181,7 +182,7 @@ class Peer:
             connectors=over(
                 parts["text"],
                 LTX2TextConnectors,
-                **configs.diffusers_text_json(config.text, config.transformer),
+                **diffusers_text_json(config.text, config.transformer),
             ),
             transformer=transformer,
             vocoder=over(
@@ -194,7 +195,7 @@ class Peer:
         self.upsample = None
         if "upsampler" in parts:
             assert config.upsampler is not None
-            sizes = configs.upsampler_json(config.upsampler, "diffusers")
+            sizes = latent_upsampler.upsampler_json(config.upsampler, "diffusers")
             upsampler = over(parts["upsampler"], LTX2LatentUpsamplerModel, **sizes)
             self.upsample = LTX2LatentUpsamplePipeline(vae=vae, latent_upsampler=upsampler)
 
