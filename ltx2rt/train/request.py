@@ -35,7 +35,11 @@ def parse_data(text: str | Path) -> Data:
         found = Data(Path(path), float(weight)) if colon else Data(Path(text))
     except ValueError:  # a path with a colon
         return Data(Path(text))
-    if not 0 < found.weight < 1e6:
+    return _allowed(found, 0 < found.weight < 1e6)
+
+
+def _allowed(found: Any, fits: bool) -> Any:
+    if not fits:
         raise ValueError
     return found
 
@@ -48,39 +52,28 @@ def _pair(text: Any) -> tuple[float, float]:
 def parse_betas(text: Any) -> tuple[float, float]:
     """Two decays, at least 0 and below 1. Raises ValueError."""
     found = _pair(text)
-    if not all(0 <= beta < 1 for beta in found):
-        raise ValueError
-    return found
+    return _allowed(found, all(0 <= beta < 1 for beta in found))
 
 
 def parse_range(text: Any) -> tuple[float, float]:
     """Two noise levels, 0 <= A < B <= 1. Raises ValueError."""
     low, high = _pair(text)
-    if not 0 <= low < high <= 1:
-        raise ValueError
-    return low, high
+    return _allowed((low, high), 0 <= low < high <= 1)
 
 
 def parse_shift(text: Any) -> float | None:
     """A logit, None for `auto`. Raises ValueError."""
-    found = None if text == "auto" else float(text)
-    if found is not None and not abs(found) <= 20:
-        raise ValueError
-    return found
+    return None if text == "auto" else _allowed(float(text), abs(float(text)) <= 20)
 
 
 def parse_ratio(text: Any) -> float | None:
     """A ratio of losses, None for `off`. Raises ValueError."""
-    found = None if text == "off" else float(text)
-    if found is not None and not 0 < found <= 1e3:
-        raise ValueError
-    return found
+    return None if text == "off" else _allowed(float(text), 0 < float(text) <= 1e3)
 
 
 def _share(text: str) -> float:
-    if not 0 <= (found := float(text or 1)) <= 1:
-        raise ValueError
-    return found
+    found = float(text or 1)
+    return _allowed(found, 0 <= found <= 1)
 
 
 def parse_span(text: Any) -> tuple[int, float]:
@@ -88,9 +81,7 @@ def parse_span(text: Any) -> tuple[int, float]:
     if not isinstance(text, str):
         text = ":".join(map(str, text)) if isinstance(text, (tuple, list)) else str(text)
     count, _, share = text.partition(":")
-    if (found := int(count)) < 0:
-        raise ValueError
-    return found, _share(share)
+    return _allowed(int(count), int(count) >= 0), _share(share)
 
 
 def parse_crop(text: Any) -> tuple[int, int, int, int, float]:
@@ -98,10 +89,9 @@ def parse_crop(text: Any) -> tuple[int, int, int, int, float]:
     if not isinstance(text, str):
         text = f"{','.join(map(str, text[:4]))}:{text[4]}"
     sides, _, share = text.partition(":")
-    top, left, bottom, right = map(int, sides.split(","))
-    if (top, left, bottom, right) != (0, 0, 0, 0) and not (0 <= top < bottom and 0 <= left < right):
-        raise ValueError
-    return top, left, bottom, right, _share(share)
+    top, left, bottom, right = found = tuple(map(int, sides.split(",")))
+    fits = found == (0, 0, 0, 0) or (0 <= top < bottom and 0 <= left < right)
+    return *_allowed(found, fits), _share(share)
 
 
 @dataclass(frozen=True)

@@ -236,9 +236,8 @@ def changes_of(
     """
     for part, key in parts.items():
         if part not in ("alpha", "on_input") and (dtype := file.info(key).dtype) not in STORED:
-            raise InputError(
-                f"{file.path}: {key} is {dtype}, expected {', '.join(map(str, STORED))}"
-            )
+            expected = ", ".join(map(str, STORED))
+            raise InputError(f"{file.path}: {key} is {dtype}, expected {expected}")
 
     def scale(rank: int, own: int) -> float:
         """own: the rank that the config's has to be, 0 for any."""
@@ -250,11 +249,9 @@ def changes_of(
     found: dict[str, list[Change]] = {"weight": [], "bias": []}
     factors = {part: key for part, key in parts.items() if part in FACTORS}
     low = _low_rank(file, module, factors, scale) if factors else None
-    if low is not None and "magnitude" in parts:
-        axis = _axis(file, parts["magnitude"], low.shape)
-        found["weight"].append(
-            Decomposed(low, parts["magnitude"], axis, base_norm and axis == 1, strength)
-        )
+    if low is not None and (key := parts.get("magnitude")):
+        axis = _axis(file, key, low.shape)
+        found["weight"].append(Decomposed(low, key, axis, base_norm and axis == 1, strength))
     elif low is not None:
         found["weight"].append(replace(low, scale=strength * low.scale))
     elif "magnitude" in parts:
@@ -286,10 +283,8 @@ def _low_rank(
         """Keys, shape and rank of up @ down."""
         a, b = shapes[down], shapes[up]
         if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] == 0:
-            raise InputError(
-                f"{file.path}: {parts[down]} {list(a)} and {parts[up]} {list(b)} are no pair "
-                "[rank, in], [out, rank]"
-            )
+            said = f"{parts[down]} {list(a)} and {parts[up]} {list(b)}"
+            raise InputError(f"{file.path}: {said} are no pair [rank, in], [out, rank]")
         return (parts[up], parts[down]), (b[0], a[1]), a[0]
 
     def factor(name: str) -> tuple[tuple[str, ...], tuple[int, int], int]:
@@ -304,14 +299,12 @@ def _low_rank(
     if names == {"up", "down"}:
         keys, shape, rank = product("up", "down")
         return Pair((keys,), scale(rank, rank), shape, rank)
-    if names == {"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"}:
+    if names == {f"hada_w{i}_{half}" for i in "12" for half in "ab"}:
         first, shape, rank = product("hada_w1_a", "hada_w1_b")
         second, same, _ = product("hada_w2_a", "hada_w2_b")
         if shape != same:
-            raise InputError(
-                f"{file.path}: the two products of {module} are {list(shape)} and {list(same)}, "
-                "expected one shape"
-            )
+            said = f"are {list(shape)} and {list(same)}, expected one shape"
+            raise InputError(f"{file.path}: the two products of {module} {said}")
         return Hadamard((first, second), scale(rank, 0), shape, rank)
     wholes = [
         {f"lokr_{w}"} if f"lokr_{w}" in names else {f"lokr_{w}_a", f"lokr_{w}_b"}
@@ -334,16 +327,13 @@ def _axis(file: TensorFile, key: str, shape: tuple[int, int]) -> int:
     for axis, expected in ((1, [(shape[0],), (shape[0], 1)]), (0, [(1, shape[1])])):
         if own in expected:
             return axis
-    raise InputError(
-        f"{file.path}: {key} is {list(own)}, expected [{shape[0]}], [{shape[0]}, 1] or "
-        f"[1, {shape[1]}]"
-    )
+    expected = f"[{shape[0]}], [{shape[0]}, 1] or [1, {shape[1]}]"
+    raise InputError(f"{file.path}: {key} is {list(own)}, expected {expected}")
 
 
 def _alpha(file: TensorFile, key: str) -> float:
     value = file.read(key).astype(np.float32)
     if value.size != 1 or not np.isfinite(value).all():
-        raise InputError(
-            f"{file.path}: {key} has shape {list(value.shape)}, expected one finite number"
-        )
+        said = f"has shape {list(value.shape)}, expected one finite number"
+        raise InputError(f"{file.path}: {key} {said}")
     return float(value.reshape(()))

@@ -1,8 +1,7 @@
 """Opening a checkpoint: its configuration, and a source of tensors for each of its parts.
 
-Decides the layout (official: a single file or its shards under an
-index, since LTX-2.5 a file for each part; or a diffusers folder) and which of the
-files that `parts` finds are taken; no tensor data is read. Leaves data, LoRA and devices to others.
+Decides the layout (official: a file, or shards under an index, and since LTX-2.5 a file for each
+part; or a diffusers folder), and which of the files that `parts` finds are taken.
 """
 
 from __future__ import annotations
@@ -72,12 +71,8 @@ class Checkpoint:
     def files(self) -> list[Path]:
         """All files and folders that were found, not only the named one."""
         tokenizer = [self.tokenizer] if isinstance(self.tokenizer, Path) else []
-        return [
-            self.path,
-            *tokenizer,
-            *self.loras_found,
-            *(source.where for source in self.sources.values()),
-        ]
+        parts = [source.where for source in self.sources.values()]
+        return [self.path, *tokenizer, *self.loras_found, *parts]
 
     def digest(self, *parts: str) -> str:
         """Twenty hex digits that tell the files of these parts, or of all, from other ones. Earlier
@@ -95,9 +90,8 @@ class Checkpoint:
         raise self._absent(component)
 
     def _absent(self, part: str) -> InputError:
-        return absent(
-            part, self.path, self.unreadable, [each for each in self.missing() if each != part]
-        )
+        others = [each for each in self.missing() if each != part]
+        return absent(part, self.path, self.unreadable, others)
 
     def missing(self) -> list[str]:
         """Parts that a generation has and some pipelines need, and that were not found."""
@@ -180,11 +174,10 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a file or a folder; parts that are not given are looked for near it (`near.find`).
 
-    files: of parts, by option of the part table. An upsampler is of any kind, whether it fits is
-    decided by the stage that runs it; x1.5 ones are not looked for. config_from: a safetensors file
-    whose config is meant where the main file has none. Raises InputError for what is no checkpoint,
-    an ambiguous part, parts that do not fit each other, and tensors of the main file that belong to
-    no component. A part that is missing is an error only when its source is asked for.
+    files: of parts, by option of the part table; an upsampler is of any kind, but x1.5 ones are not
+    looked for. config_from: a safetensors file with the config that the main file lacks. Raises
+    InputError for an ambiguous part, parts that do not fit each other, and tensors of no component;
+    for a missing part when its source is asked for.
     """
     if unknown := files.keys() - FILES.keys():
         raise TypeError(f"no part has a file {', '.join(unknown)}; known: {', '.join(FILES)}")
@@ -206,24 +199,38 @@ def open_checkpoint(
     else:
         places |= _diffusers(path, files, near, index, config_from)
     read = _read(places)
-    config = _config(read, main, places["video_vae"].file)
+    config = _config(read, main, places)
+    for name, place in places.items():
+        part = PARTS[name]
+        if part.own_release and place.file:
+            check_release(place.file, config.version, part.flag)
+        if part.check:
+            part.check(read[name], config, str(place.source.where))
+    layout = "diffusers" if main is None else "official"
+    return _checkpoint(path, layout, config, places, near, near.files["lora"])
+
+
+def _checkpoint(
+    path: Path,
+    layout: str,
+    config: ModelConfig,
+    places: Places,
+    near: Parts,
+    loras: Sequence[Path] = (),
+) -> Checkpoint:
+    """The checkpoint with these parts. Raises InputError for tensors in no known encoding."""
     sources = {name: place.source for name, place in places.items()}
     for name, source in sources.items():
-        part, file = PARTS[name], places[name].file
-        if part.own_release and file:
-            check_release(file, config.version, part.flag)
-        if part.check:
-            part.check(read[name], config, str(source.where))
-        sources[name] = source.joined(sources["video_vae"], part.borrowed)
+        if "video_vae" in places:
+            sources[name] = source.joined(places["video_vae"].source, PARTS[name].borrowed)
         refuse_encoded(source)
-    gemma = places["gemma"].source.where if "gemma" in places else None
     return Checkpoint(
         path,
-        "diffusers" if main is None else "official",
+        layout,
         config,
         sources,
-        find_tokenizer(gemma, near.tokenizer),
-        tuple(near.files["lora"]),
+        find_tokenizer(sources["gemma"].where if "gemma" in sources else None, near.tokenizer),
+        tuple(loras),
         tuple(near.unreadable),
         tuple(near.tokenizer),
     )
@@ -232,8 +239,8 @@ def open_checkpoint(
 def open_parts(model: str | Path, names: Sequence[str], **files: str | Path | None) -> Checkpoint:
     """Some parts of a checkpoint: a file or folder of one, or a folder with several.
 
-    names: the parts; files: as for `open_checkpoint`. Every use of a config that was not found
-    raises InputError. Raises InputError for a part of `names` that was not found, or found twice.
+    names: the parts; files: as for `open_checkpoint`. Raises InputError for a part of `names` that
+    was not found, or found twice, and on any use of another part's config.
     """
     path = Path(model)
     near = examine([path, *(inside(path) if path.is_dir() else ())])
@@ -254,24 +261,12 @@ def open_parts(model: str | Path, names: Sequence[str], **files: str | Path | No
     places |= {n: places[i] for n in names if n not in places and (i := PARTS[n].instead) in places}
     if missing := [name for name in names if name not in places]:
         raise absent(missing, path, near.unreadable)
-    read, sources = _read(places), {name: place.source for name, place in places.items()}
-    for name, source in sources.items():
-        if "video_vae" in places:
-            sources[name] = source.joined(sources["video_vae"], PARTS[name].borrowed)
-        refuse_encoded(source)
+    read = _read(places)
     core = names_of(lambda part: part.every and part.source and part.name not in read)
     read = {name: Absent(absent(name, path)) for name in core} | read
     file = next((place.file for place in places.values() if place.file), None)
-    gemma = sources["gemma"].where if "gemma" in sources else None
-    return Checkpoint(
-        path,
-        next(iter(places.values())).layout,
-        _config(read, file, places["video_vae"].file if "video_vae" in places else None),
-        sources,
-        find_tokenizer(gemma, near.tokenizer) if gemma or near.tokenizer else None,
-        unreadable=tuple(near.unreadable),
-        tokenizers_found=tuple(near.tokenizer),
-    )
+    layout = next(iter(places.values())).layout
+    return _checkpoint(path, layout, _config(read, file, places), places, near)
 
 
 class Absent:
@@ -296,18 +291,16 @@ def _read(places: Mapping[str, Place]) -> dict[str, Any]:
 
 
 def _config(
-    read: Mapping[str, Any],
-    main: TensorFile | TensorFolder | None,
-    video: TensorFile | TensorFolder | None,
+    read: Mapping[str, Any], main: TensorFile | TensorFolder | None, places: Places
 ) -> ModelConfig:
-    """video: the file that the video VAE is in."""
     names = {field.name for field in fields(ModelConfig)}
-    core: dict[str, Any] = {"gemma": None, "upsampler": None}
+    core: dict[str, Any] = {"gemma": None, "upsampler": None, "version": version_of(main)}
+    core["video_vae_version"] = version_of(
+        places["video_vae"].file if "video_vae" in places else None
+    )
     core |= {name: config for name, config in read.items() if name in names}
     parts = {name: config for name, config in read.items() if name not in names}
-    return ModelConfig(
-        version=version_of(main), video_vae_version=version_of(video), parts=parts, **core
-    )
+    return ModelConfig(parts=parts, **core)
 
 
 def _official(
@@ -319,9 +312,8 @@ def _official(
 ) -> Places:
     """The parts of the main file, replaced by files that lie near it.
 
-    own: sources in the main file. either: the parts that go with both layouts. A part that neither
-    has comes from a complete file of the release. Raises InputError for missing parts, and for a
-    text encoder of another release.
+    own: sources in the main file. either: the parts that go with both layouts. Raises InputError
+    for missing parts, and for a text encoder of another release.
     """
     keys = partial(official_metadata, main)
     places = {n: Place("official", s, keys, main) for n, s in own.items() if n != "gemma"}
@@ -382,7 +374,8 @@ def _with_connectors(
         known = [name for name in names if name in expected]
         return all(source.info(name).shape[-1:] == (expected[name],) for name in known)
 
-    text, beside = text or RenamedSource(main.path, {}), None
+    nothing, beside = RenamedSource(main.path, {}), None
+    text = text or nothing
     for prefix in (*CONNECTORS, TEXT_PROJECTION):
         if not any(name.startswith(prefix) for name in text.names()):
             if beside is None:
@@ -392,9 +385,7 @@ def _with_connectors(
             found = [each for each in zip(beside, names, strict=True) if each[1] and fits(*each)]
             refuse_ambiguous(text=[source.where for source, _ in found])
             if not found and donor is not None:
-                source = official_sources(dequantised(donor)).get(
-                    "text", RenamedSource(donor.path, {})
-                )
+                source = official_sources(dequantised(donor)).get("text", nothing)
                 theirs = [name for name in source.names() if name.startswith(prefix)]
                 found = [(source, theirs)] if theirs and fits(source, theirs) else []
             text = text.joined(*found[0]) if found else text

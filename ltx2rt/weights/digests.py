@@ -36,9 +36,8 @@ def digest(path: str | os.PathLike[str]) -> str:
     """Sixteen hex digits that tell a file from others without its path.
 
     They cover its size and, of weights, the header and the first and last 4 KiB of every tensor; of
-    other files all bytes, of one above 64 MiB 4096 pieces of it. The digits of a folder and of a
-    shard index are made of the digits and names of their files. Earlier versions gave 12 digits,
-    which told weights apart by size and header.
+    other files all bytes, above 64 MiB 4096 pieces. Those of a folder and of a shard index are made
+    of their files' digits and names. Earlier versions gave 12 digits.
     """
     path = Path(path)
     if (inner := files_of(path)) == [path]:

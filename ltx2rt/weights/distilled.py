@@ -1,8 +1,7 @@
-"""Signs of whether a transformer is distilled, which its tensors and its config do not say.
+"""Signs of whether a transformer is distilled: the scheduler of a diffusers folder, the number of
+quantised matrices of the released files, and names.
 
-Dev and distilled transformers of a release have the same names, shapes and config. Only these tell
-them apart: the scheduler of a diffusers folder, the number of quantised matrices of the released
-files, and names. Which pipelines ask for which, `pipelines.request` decides.
+Dev and distilled transformers of a release have the same tensors and config.
 """
 
 from __future__ import annotations

@@ -112,15 +112,9 @@ class GgufFile(TensorFile):
     """One GGUF file, as `TensorFile` is one safetensors file. Opening reads the header only.
 
     F32, F16, BF16 and integers are read-only views of the mapped file. Every other type is read as
-    float32, and `info(name).dtype` says so: a backend rounds a tensor once to the dtype of the
-    network while it loads it, so that a bfloat16 run has bfloat16 weights on the device, and a
-    float32 run computes with the exact numbers. `info(name)` is then a `Packed` with the stored
-    `nbytes` and `format`. Only the blocks that a slice touches are decoded.
-
-    metadata: strings as they are; numbers, booleans and short arrays of them as JSON. `arrays`
-    reads the others. Shapes are [out, in], the reverse of the stored order. Names of an LTX
-    transformer are the official ones
-    (`names.official_names`).
+    float32, which a backend rounds once; its `info` is a `Packed`, and only the blocks that a slice
+    touches are decoded. Shapes are [out, in], the reverse of the stored order. metadata: strings as
+    they are; numbers, booleans and short arrays of them as JSON. `arrays` reads the others.
     """
 
     def _header(self) -> tuple[dict[str, str], dict[str, tuple[TensorInfo, int]]]:
@@ -168,11 +162,8 @@ class GgufFile(TensorFile):
         return TensorFolder(paths[0], files)
 
     def read(self, name: str, *cuts: Cut) -> np.ndarray:
-        """The tensor, or a slice of it, in `info(name).dtype`.
-
-        Raises InputError if the file has changed since it was opened, for values that are NaN or
-        infinite, and for a type that is not read.
-        """
+        """The tensor, or a slice of it, in `info(name).dtype`. Raises InputError as `TensorFile`'s,
+        and for a type that is not read."""
         info, begin = self._tensors[name]
         if not isinstance(info, Packed):
             return super().read(name, *cuts)
@@ -209,10 +200,9 @@ class GgufFile(TensorFile):
         return cut(stored, *above, (len(rest), first, last)), columns
 
     def stored(self, format: str, name: str, *cuts: Cut) -> Fields | None:
-        """The bytes of a matrix, or of a slice that whole blocks make up, uint8 [rows, bytes of a
-        row]; None if it is not stored in the format. Raises InputError if the file has changed
-        since it was opened, and for blocks with NaN or infinite scales: all others hold finite
-        numbers."""
+        """The bytes of a matrix, or of a slice of whole blocks, uint8 [rows, bytes of a row]; None
+        if it is not stored in the format. Raises InputError if the file has changed, and for NaN or
+        infinite scales: all other blocks hold finite numbers."""
         info = self.info(name)
         if not isinstance(info, Packed) or info.format != format:
             return None

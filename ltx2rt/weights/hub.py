@@ -1,9 +1,8 @@
 """Models of the Hugging Face hub: `ORG/NAME[/FILE][@REVISION]` to files in its cache.
 
-Decides which of a repository's files a run needs. `parts` examines them as in a folder:
-`Repository` is a listing that reads headers and configs over the network. Leaves the download
-itself, which goes on where a connection was cut, to huggingface_hub. A path that exists is never a
-repository.
+Decides which of a repository's files a run needs: `parts` examines them as in a folder, by a
+`Repository`, which reads headers and configs over the network. huggingface_hub downloads them. A
+path that exists is never a repository.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ FILE_SUFFIXES = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".json
 # folders of every diffusers checkpoint
 FOLDERS = names_of(lambda part: part.source and part.every and not part.either)
 DECODERS = names_of(lambda part: part.decoder)  # each with its encoder
-TEXTS = (".json", ".model", ".jinja")
+TEXTS = (".safetensors", ".json", ".model", ".jinja")  # files of a Gemma folder
 
 
 @dataclass(frozen=True)
@@ -163,11 +162,9 @@ def fetch(
 ) -> Path:
     """Download the files that the cache lacks; returns the file or folder to open.
 
-    part: "main" for a checkpoint and what belongs to it, "gemma" for a repository that is a Gemma
-    folder, "lora" for a LoRA and its config, anything else for one file. wanted: kinds of files
-    that come with a checkpoint where the repository has them and it does not hold them itself; of
-    the two video decoders the other comes if there is but that. offline: look only into the cache.
-    Raises InputError.
+    part: "main" for a checkpoint and its parts, "gemma" for a repository that is a Gemma folder,
+    "lora" for a LoRA and its config, anything else for one file. wanted: parts that a checkpoint
+    needs beside those in its file. offline: look only into the cache. Raises InputError.
     """
     with _hub(repo):
         import huggingface_hub
@@ -179,9 +176,8 @@ def fetch(
         if offline or constants.HF_HUB_OFFLINE:
             return _cached(repo, Path(constants.HF_HUB_CACHE))
         if repo.file and (part not in ("main", "lora") or repo.file.endswith(".gguf")):
-            return Path(
-                huggingface_hub.hf_hub_download(repo.name, repo.file, revision=repo.revision)
-            )
+            found = huggingface_hub.hf_hub_download(repo.name, repo.file, revision=repo.revision)
+            return Path(found)
         info = huggingface_hub.model_info(
             repo.name,
             revision=repo.revision,
@@ -196,9 +192,8 @@ def fetch(
                 "bytes, expected names and sizes of files; is HF_ENDPOINT a hub?"
             )
     if part == "gemma":
-        return _download(
-            repo, sizes, [n for n in sizes if "/" not in n and n.endswith((".safetensors", *TEXTS))]
-        )
+        top = [name for name in sizes if "/" not in name]
+        return _download(repo, sizes, [name for name in top if name.endswith(TEXTS)])
     if part == "lora":
         return _lora(repo, sizes)
     if part != "main":
@@ -233,9 +228,8 @@ def _needed(listing: Repository, parts: Parts, wanted: Collection[str]) -> tuple
     own = {component_of(name) for file in names for name in file.names()}
     chosen = _chosen({*wanted, *(FOLDERS if folders else ())} - own, listing, parts, folders)
     index = model_index(Path(), listing)
-    found = {"main": [*map(Path, mains)]} | {
-        part: listed(paths, index) for part, paths in chosen.items()
-    }
+    found = {"main": [*map(Path, mains)]}
+    found |= {part: listed(paths, index) for part, paths in chosen.items()}
     at = {part: [f"{listing.repo.name}/{path}" for path in found[part]] for part in found}
     refuse_ambiguous(**at)
     places = {path for paths in found.values() for path in paths}
@@ -252,10 +246,8 @@ def _mains(listing: Repository, parts: Parts) -> dict[str, Any]:
         mains[INDEX] = None
     if repo.file:
         if repo.file not in (*mains, INDEX) or repo.file not in listing.sizes:
-            raise InputError(
-                f"{repo.name}: {repo.file} is no checkpoint in it; found: "
-                f"{', '.join(mains) or 'none'}"
-            )
+            said = f"is no checkpoint in it; found: {', '.join(mains) or 'none'}"
+            raise InputError(f"{repo.name}: {repo.file} {said}")
         return {repo.file: mains.get(repo.file)}
     if not mains:
         said = "".join(f"; not readable: {line}" for line in parts.unreadable)
@@ -276,12 +268,8 @@ def _chosen(
     if video and not any(found.get(part) for part in video):
         wanted = wanted | {part for part in DECODERS if found.get(part)}
     either = {*names_of(lambda part: part.either), "lora"}
-    return {
-        part: of_layout(parts.files[part], folders, listing)
-        if part in either
-        else found.get(part, [])
-        for part in sorted(wanted)
-    }
+    own = {part: of_layout(parts.files[part], folders, listing) for part in either}
+    return {part: own.get(part, found.get(part, [])) for part in sorted(wanted)}
 
 
 def _download(repo: Repo, sizes: dict[str, int], names: list[str]) -> Path:
@@ -289,15 +277,11 @@ def _download(repo: Repo, sizes: dict[str, int], names: list[str]) -> Path:
     import huggingface_hub
 
     if total := sum(sizes.get(name, 0) for name in names):
-        note(
-            f"{repo.name}: {len(names)} files, {total / 1e9:.3g} GB, those in the cache included",
-            prefix="",
-        )
+        said = f"{len(names)} files, {total / 1e9:.3g} GB, those in the cache included"
+        note(f"{repo.name}: {said}", prefix="")
     with _hub(repo):
-        folder = huggingface_hub.snapshot_download(
-            repo.name, revision=repo.revision, allow_patterns=names
-        )
-    return Path(folder)
+        at = repo.revision
+        return Path(huggingface_hub.snapshot_download(repo.name, revision=at, allow_patterns=names))
 
 
 def _cached(repo: Repo, cache_folder: Path) -> Path:

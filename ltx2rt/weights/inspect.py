@@ -21,7 +21,6 @@ from ltx2rt.weights.audit import audit
 from ltx2rt.weights.changes import own_scale
 from ltx2rt.weights.checkpoint import COMPONENTS, Checkpoint, open_checkpoint
 from ltx2rt.weights.files import (
-    DTYPE_NAMES,
     TensorFile,
     TensorFolder,
     TensorInfo,
@@ -44,6 +43,7 @@ from ltx2rt.weights.parts import (
     release_of,
     scan_quietly,
     type_bytes,
+    type_of,
 )
 from ltx2rt.weights.places import component_sources, official_sources, open_part
 from ltx2rt.weights.quantised import dequantised, renamed
@@ -108,14 +108,8 @@ def _row(kind: str, path: Path) -> dict[str, Any]:
     elif kind in UPSAMPLERS:
         with suppress(InputError):
             family = _upsampler(path)["family"] or ""
-    total = sum(sizes.values())
-    return {
-        "path": str(path),
-        "kind": PARTS[kind].word,
-        "family": family,
-        "types": mix(sizes),
-        "bytes": total,
-    }
+    found = {"path": str(path), "kind": PARTS[kind].word, "family": family}
+    return found | {"types": mix(sizes), "bytes": sum(sizes.values())}
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
@@ -135,26 +129,21 @@ def _checkpoint(path: Path) -> dict[str, Any]:
             "problems": [str(error)],
         }
     expected = (part for part in PARTS.values() if part.source and part.every)
-    missing = [
-        f"{part.word} ({part.flag})" for part in expected if part.name not in checkpoint.sources
-    ]
+    lacking = (part for part in expected if part.name not in checkpoint.sources)
+    missing = [f"{part.word} ({part.flag})" for part in lacking]
     if "lora" in checkpoint.missing():
-        missing.append(
-            f"{word_of('lora')} ({PARTS['lora'].flag}), unless the checkpoint is a distilled one"
-        )
+        said = f"{word_of('lora')} ({PARTS['lora'].flag})"
+        missing.append(f"{said}, unless the checkpoint is a distilled one")
     if checkpoint.tokenizer is None:
         missing.append("tokenizer.json (--text-encoder)")
+    sources = checkpoint.sources
     return {
         "kind": "checkpoint",
         "layout": checkpoint.layout,
         "family": f"LTX-{checkpoint.config.release.name}",
         "version": ".".join(map(str, checkpoint.config.version)) or None,
         "sizes": _sizes(checkpoint.config),
-        "components": {
-            name: _tensors(checkpoint.sources[name])
-            for name in COMPONENTS
-            if name in checkpoint.sources
-        },
+        "components": {n: _tensors(sources[n]) for n in COMPONENTS if n in sources},
         "loras": [str(lora) for lora in checkpoint.loras_found],
         "missing": missing,
         "problems": [*checkpoint.unreadable, *_audits(checkpoint)],
@@ -192,16 +181,13 @@ def _audits(checkpoint: Checkpoint) -> list[str]:
     except InputError as error:
         return [str(error)]
     for component, shapes in found.items():
-        if component in checkpoint.sources:
-            parameters = {
-                name: TensorInfo(shape, np.dtype(np.float32)) for name, shape in shapes.items()
-            }
-            try:
-                audit(
-                    parameters, checkpoint.sources[component], checkpoint.sources[component].where
-                )
-            except InputError as error:
-                problems.append(str(error))
+        if (source := checkpoint.sources.get(component)) is None:
+            continue
+        infos = {name: TensorInfo(shape, np.dtype(np.float32)) for name, shape in shapes.items()}
+        try:
+            audit(infos, source, source.where)
+        except InputError as error:
+            problems.append(str(error))
     return problems
 
 
@@ -230,14 +216,12 @@ def _one_or_all(values: Iterable[float]) -> float | list[float] | None:
 
 def _gemma(path: Path) -> dict[str, Any]:
     config, source = open_gemma(path)
+    sizes = {"hidden": config.hidden_size, "layers": config.num_layers}
+    sizes["vocabulary"] = config.vocab_size
     return {
         "kind": "Gemma folder" if path.is_dir() else PARTS["gemma"].word,
         "family": config.family,
-        "sizes": {
-            "hidden": config.hidden_size,
-            "layers": config.num_layers,
-            "vocabulary": config.vocab_size,
-        },
+        "sizes": sizes,
         "components": {"gemma": _tensors(source)} | _beside(path),
         "missing": [] if has_tokenizer(path) else ["tokenizer.json"],
     }
@@ -291,27 +275,21 @@ def _other(path: Path) -> dict[str, Any]:
 
 
 def _tensors(source: TensorReader) -> dict[str, Any]:
-    infos: dict[str, TensorInfo] = {name: source.info(name) for name in source.names()}
-    types: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
-    for info in infos.values():
-        type_ = getattr(info, "format", None) or DTYPE_NAMES[info.dtype]
-        types[type_] += 1
-        sizes[type_] += info.nbytes
+    infos = {name: source.info(name) for name in source.names()}
+    sizes = type_bytes(source)
     return {
         "tensors": len(infos),
         "elements": sum(prod(info.shape) for info in infos.values()),
-        "bytes": sum(info.nbytes for info in infos.values()),
-        "dtypes": dict(types),
+        "bytes": sum(sizes.values()),
+        "dtypes": dict(Counter(map(type_of, infos.values()))),
         "dtype_bytes": dict(sizes),
         "names": sorted(infos),
     }
 
 
 def format_inspection(found: dict[str, Any]) -> str:
-    head = " ".join(
-        str(found[key]) for key in ("family", "version", "layout", "kind") if found.get(key)
-    )
+    words = (found.get(key) for key in ("family", "version", "layout", "kind"))
+    head = " ".join(str(word) for word in words if word)
     lines = [f"{found['path']}: {head}"]
     if sizes := found.get("sizes"):
         lines.append("  " + ", ".join(f"{key} {value}" for key, value in sizes.items()))
@@ -333,10 +311,8 @@ def format_inspection(found: dict[str, Any]) -> str:
             f"{count} {dtype}" + (f" ({sizes[dtype] / 1e9:.3g} GB)" if mixed else "")
             for dtype, count in part["dtypes"].items()
         )
-        lines.append(
-            f"  {name or 'tensors':<12}{part['tensors']:>6} tensors {part['bytes'] / 1e9:>9.3f} "
-            f"GB  {dtypes}"
-        )
+        count = f"{name or 'tensors':<12}{part['tensors']:>6} tensors"
+        lines.append(f"  {count} {part['bytes'] / 1e9:>9.3f} GB  {dtypes}")
     shown = {row["path"] for row in rows}
     lines += [f"  LoRA: {path}" for path in found.get("loras", []) if path not in shown]
     lines += [f"  missing: {part}" for part in found["missing"]]

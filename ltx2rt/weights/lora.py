@@ -1,8 +1,7 @@
 """LoRA files, and a tensor source that merges them while its tensors are read.
 
 Decides which tensor each change belongs to and the order of rounding; its numbers are in `changes`.
-Which LoRAs a stage takes, and in what order, is the pipeline's decision. One tensor is in memory at
-a time; a backend merges it on its own device.
+One tensor is in memory at a time; a backend merges it on its own device.
 """
 
 from __future__ import annotations
@@ -54,21 +53,15 @@ FACTORS = ("reference_downscale_factor", "reference_temporal_scale_factor")
 
 @dataclass(frozen=True)
 class Lora:
-    """A LoRA file. changes: by the official name of the tensor; skipped: modules of the text
-    projection, which the official code does not merge either; unread: modules of parts of Gemma
-    that no prompt goes through; unknown: keys that change no tensor
-    of the family; writer: the program that made it, where that is known; alpha_from: the config
-    that has its scale."""
-
     path: Path
     strength: float
     file: TensorFile
-    changes: dict[str, Change]
-    skipped: tuple[str, ...]
-    unknown: tuple[str, ...]
-    writer: str = ""
-    alpha_from: str = ""
-    unread: tuple[str, ...] = ()
+    changes: dict[str, Change]  # by official name of the tensor
+    skipped: tuple[str, ...]  # modules of the text projection; the official code merges none either
+    unknown: tuple[str, ...]  # keys that change no tensor of the family
+    writer: str = ""  # the program that made it, if that is known
+    alpha_from: str = ""  # the config that has its scale
+    unread: tuple[str, ...] = ()  # modules of parts of Gemma that no prompt goes through
 
     @property
     def kind(self) -> str:
@@ -89,9 +82,8 @@ class Lora:
 
 def fits(changed: Sequence[int | None], shape: Sequence[int]) -> bool:
     """Whether a change is of a tensor of this shape. changed: None for any size."""
-    return len(changed) == len(shape) and all(
-        a in (None, b) for a, b in zip(changed, shape, strict=True)
-    )
+    same = len(changed) == len(shape)
+    return same and all(a in (None, b) for a, b in zip(changed, shape, strict=True))
 
 
 def modules_of(names: Iterable[str]) -> set[str]:
@@ -166,20 +158,16 @@ def open_lora(path: str | Path, strength: float = 1.0) -> Lora:
         own_norm = base_norm and parts.get("magnitude", "").endswith("dora_scale")
         for tensor, change in changes_of(file, module, parts, strength, stated, own_norm).items():
             if not abs(change.scale) <= MAX_SCALE:  # nan is not
-                raise InputError(
-                    f"{path}: scaled by {change.scale:g} at {module}, expected at most "
-                    f"{MAX_SCALE:g}; lower its strength"
-                )
+                said = f"scaled by {change.scale:g} at {module}, expected at most {MAX_SCALE:g}"
+                raise InputError(f"{path}: {said}; lower its strength")
             name = names[tensor] or f"{named.removesuffix('.weight')}.{tensor}"
             if (other := keys.setdefault(name, first)) != first:
                 raise InputError(f"{path}: {other} and {first} both belong to {name}")
             changes[name] = change
     whole = tuple(f"{module}." for module in modules if target(module)) if unknown else ()
     if strange := [key for key in unknown if key.startswith(whole)]:
-        raise InputError(
-            f"{path}: {collapse(strange)} belong to modules that are read and change them in a way "
-            f"that is not; {FORMS}"
-        )
+        said = "belong to modules that are read and change them in a way that is not"
+        raise InputError(f"{path}: {collapse(strange)} {said}; {FORMS}")
     if not changes:
         first = min([*unknown, *skipped, *unread], default="no key")
         raise InputError(f"{path}: no LoRA of LTX-2, its first key is {first}; {FORMS}")
@@ -207,11 +195,9 @@ def _modules(file: TensorFile) -> tuple[dict[str, dict[str, str]], list[str]]:
     lone = [module for module, parts in modules.items() if parts.keys() == {"alpha"}]
     unknown += [modules.pop(module)["alpha"] for module in sorted(lone)]
     halves = [m for m, parts in modules.items() if len({"up", "down"} & parts.keys()) == 1]
-    if halves := sorted(halves):
-        raise InputError(
-            f"{file.path}: {len(halves)} modules have only one half of their pair: "
-            f"{collapse(halves)}"
-        )
+    if halves:
+        said = f"{len(halves)} modules have only one half of their pair"
+        raise InputError(f"{file.path}: {said}: {collapse(sorted(halves))}")
     return modules, unknown
 
 
@@ -222,14 +208,12 @@ def reference_factors(paths: Iterable[Path]) -> tuple[int, int]:
     for path, key in product(paths, FACTORS):
         text = TensorFile(path).metadata.get(key, "1")
         if not re.fullmatch(r"[1-9]\d{0,2}", text):
-            raise InputError(
-                f"{path}: its {key} is {text[:80]!r}, expected a whole number from 1 to 999"
-            )
+            expected = "expected a whole number from 1 to 999"
+            raise InputError(f"{path}: its {key} is {text[:80]!r}, {expected}")
         if int(text) > 1 and found.setdefault(key, (int(text), path))[0] != int(text):
             first, other = found[key]
-            raise InputError(
-                f"--lora: {key} is {first} in {other} and {text} in {path}; give LoRAs that agree"
-            )
+            said = f"{key} is {first} in {other} and {text} in {path}"
+            raise InputError(f"--lora: {said}; give LoRAs that agree")
     space, time = (found.get(key, (1, None))[0] for key in FACTORS)
     return space, time
 
@@ -290,11 +274,8 @@ def _floats(array: np.ndarray, rounded: bool) -> np.ndarray:
 
 
 class MergedSource:
-    """A tensor source that merges the LoRAs, in the order given, into the weights that they touch.
-
-    dtype bfloat16 rounds as the official code does, float32 does not (see `merge`). Untouched
-    tensors are the source's own views.
-    """
+    """A tensor source that merges the LoRAs, in the order given, into the weights that they touch;
+    as bfloat16 it rounds like the official code (see `merge`)."""
 
     def __init__(
         self,
@@ -311,13 +292,9 @@ class MergedSource:
             raise ValueError(f"merged weights are bfloat16 or float32, not {self._dtype}")
         self._merge = merge
         files = [lora.path.resolve() for lora in loras]
-        if twice := [
-            str(lora.path) for lora, file in zip(loras, files, strict=True) if files.count(file) > 1
-        ]:
-            raise InputError(
-                f"{twice[-1]}: the same LoRA twice ({' and '.join(twice)}); give it once, with "
-                "its strength"
-            )
+        if twice := [str(lora.path) for lora in loras if files.count(lora.path.resolve()) > 1]:
+            said = f"the same LoRA twice ({' and '.join(twice)})"
+            raise InputError(f"{twice[-1]}: {said}; give it once, with its strength")
         self._changes: dict[str, list[tuple[Lora, Change]]] = {}
         self.fitting: list[set[str]] = []  # tensors, of each LoRA
         self.merges = [self._match(lora, allow_partial) for lora in loras]
@@ -329,28 +306,24 @@ class MergedSource:
         shapes = {name: tuple(self._source.info(name).shape) for name in own}
         fitting = {name for name in own if fits(own[name], shapes[name])}
         others = [name for name in own if name not in fitting]
+        advice = "pass one that was trained for it"
         if others and not (allow_partial and fitting):
-            name = others[0]
-            raise InputError(
-                f"{lora.path}: it does not fit this model: it changes {name} as "
-                f"{list(own[name])}, the model has {list(shapes[name])}; pass one that was trained "
-                "for it"
-            )
+            said = f"it changes {others[0]} as {list(own[others[0]])}"
+            said += f", the model has {list(shapes[others[0]])}"
+            raise InputError(f"{lora.path}: it does not fit this model: {said}; {advice}")
         if not changes:
             words = " and ".join(PARTS[part].word for part in lora.parts)
             raise InputError(f"{lora.path}: it changes the {words}, which was not found")
         if not fitting:
-            raise InputError(
-                f"{lora.path}: none of its {len(changes)} tensors is in this model, the first is "
-                f"{min(changes)}; pass one that was trained for it"
-            )
+            said = f"none of its {len(changes)} tensors is in this model"
+            raise InputError(f"{lora.path}: {said}, the first is {min(changes)}; {advice}")
         lost = [*(name for name in changes if name not in fitting), *lora.unknown]
         modules, merged = modules_of(changes), modules_of(fitting)
         if lost and not allow_partial:
+            other = f"the other {len(merged)}/{len(modules)} modules"
             raise InputError(
                 f"{lora.path}: {len(lost)} keys match no weight: {collapse(lost)}; "
-                f"pass --lora-allow-partial to merge the other {len(merged)}/{len(modules)} "
-                "modules"
+                f"pass --lora-allow-partial to merge {other}"
             )
         self.fitting.append(fitting)
         for name, change in changes.items():
@@ -378,11 +351,9 @@ class MergedSource:
 
     def info(self, name: str) -> TensorInfo:
         info = self._source.info(name)
-        return (
-            TensorInfo(info.shape, F32 if info.dtype == F32 else self._dtype)
-            if name in self._changes
-            else info
-        )
+        if name not in self._changes:
+            return info
+        return TensorInfo(info.shape, F32 if info.dtype == F32 else self._dtype)
 
     def stored(self, format: str, name: str, *cuts: Cut) -> Fields | None:
         """The stored fields, or the merged ones encoded again; None without that format."""
@@ -427,17 +398,11 @@ def merge_to_file(
     def home(name: str) -> TensorReader:
         source = checkpoint.sources.get(part_of(name))
         if source is None or name not in set(source.names()):
-            raise InputError(
-                f"{checkpoint.path}: no tensor {name}; `ltx2rt weights inspect --json` lists the "
-                "official names"
-            )
+            advice = "`ltx2rt weights inspect --json` lists the official names"
+            raise InputError(f"{checkpoint.path}: no tensor {name}; {advice}")
         return merged if part_of(name) in ("transformer", "text", "gemma") else source
 
-    sources = {name: home(name) for name in tensor_names}
-    infos = {
-        name: TensorInfo(source.info(name).shape, DTYPES[dtype]) for name, source in sources.items()
-    }
-    write_tensors(
-        output, infos, lambda name: sources[name].read(name).astype(DTYPES[dtype], copy=False)
-    )
+    homes, kind = {name: home(name) for name in tensor_names}, DTYPES[dtype]
+    infos = {name: TensorInfo(homes[name].info(name).shape, kind) for name in homes}
+    write_tensors(output, infos, lambda name: homes[name].read(name).astype(kind, copy=False))
     return merged.merges

@@ -72,10 +72,9 @@ class Config:
         found = keys.get("rank", None) if found is None else found  # as finetrainers has it
         r = _number(keys, "r", rank if found is None else found)
         if rank and r != rank:
-            raise InputError(
-                f"{keys.where}: r is {r:g} for {module}, its tensors have rank {rank}; pass the "
-                "config that belongs to the file, or take it away"
-            )
+            said = f"r is {r:g} for {module}, its tensors have rank {rank}"
+            advice = "pass the config that belongs to the file, or take it away"
+            raise InputError(f"{keys.where}: {said}; {advice}")
         alpha = _by_module(keys, "alpha_pattern", module, ALPHA[kind])
         alpha = _number(keys, ALPHA[kind], r if alpha is None else alpha)
         return alpha / (math.sqrt(r) if keys.get("use_rslora", False) else r)
@@ -97,10 +96,8 @@ class Config:
                     "path_initial_model_for_weight_conversion"
                 )
             if keys.get("use_dora", False) and not has_magnitudes:
-                raise InputError(
-                    f"{keys.where}: use_dora, but no tensor ends in lora_magnitude_vector; pass "
-                    "the complete file"
-                )
+                said = "use_dora, but no tensor ends in lora_magnitude_vector"
+                raise InputError(f"{keys.where}: {said}; pass the complete file")
 
 
 def lora_file(path: Path) -> Path:

@@ -91,11 +91,9 @@ def holds_lora(names: Iterable[str]) -> bool:
 
 def writer(metadata: Mapping[str, str], names: Iterable[str]) -> str:
     """The program that made the file, as far as header and keys show it; else empty."""
-    network = metadata.get("ss_network_module", "")
-    if network:
-        return next(
-            (name for start, name in _NETWORKS.items() if network.startswith(start)), "kohya"
-        )
+    if network := metadata.get("ss_network_module", ""):
+        found = (name for start, name in _NETWORKS.items() if network.startswith(start))
+        return next(found, "kohya")
     if "ai-toolkit" in metadata.get("software", ""):
         return "ai-toolkit"
     if known := next((name for key, name in _WRITERS.items() if key in metadata), ""):

@@ -1,7 +1,4 @@
-"""Which tensors a checkpoint of a given config holds, read off the graphs of the catalog.
-
-Decides nothing about values or files.
-"""
+"""Which tensors a checkpoint of a given config holds, read off the graphs of the catalog."""
 
 from __future__ import annotations
 

@@ -52,9 +52,8 @@ class Multiplied:
     def applied(self, file: TensorFile, weight: np.ndarray) -> np.ndarray:
         x = {part: file.read(key).astype(np.float32) for part, key in self.keys.items()}
         if self.kind == "GLoRA":
-            made = weight + np.float32(self.alpha) * (
-                weight @ x["a1"] @ x["a2"] + x["b1"] @ x["b2"]
-            )
+            change = weight @ x["a1"] @ x["a2"] + x["b1"] @ x["b2"]
+            made = weight + np.float32(self.alpha) * change
         elif self.kind == "(IA)^3":
             made = weight * (1 + (x["whole"] if x["on_input"] else x["whole"][:, None]))
         elif "oft_R" in x:

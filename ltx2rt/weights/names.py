@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache
 
+from ltx2rt.weights.configs.keys import MAX_COUNT
 from ltx2rt.weights.part_table import CONNECTORS, PARTS, TEXT_PROJECTION
 
 # names in diffusers, for the rows of one official tensor in this order
@@ -52,16 +53,34 @@ def _any_of(words: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile(rf"(?<![^.])(?:{pattern})(?![^.])")
 
 
+@cache
+def _words(component: str, num_encoder_stages: int) -> dict[str, str]:
+    """Diffusers' words for official ones. The official stages of a video VAE are one list; diffusers
+    pairs each block with a resampler, and has a mid_block."""
+    words = dict(PARTS[component].renames)
+    if component == "video_vae":
+        for i in range(MAX_COUNT):
+            half, odd = divmod(i, 2)
+            down, up = f"encoder.down_blocks.{half}", f"decoder.up_blocks.{half}"
+            words[f"encoder.down_blocks.{i}"] = f"{down}.downsamplers.0" if odd else down
+            words[f"decoder.up_blocks.{i + 1}"] = up if odd else f"{up}.upsamplers.0"
+        words[f"encoder.down_blocks.{num_encoder_stages - 1}"] = "encoder.mid_block"
+        words["decoder.up_blocks.0"] = "decoder.mid_block"
+    return words
+
+
 def to_diffusers(component: str, official: str, num_encoder_stages: int = 0) -> str:
     """num_encoder_stages: entries of the video VAE's encoder list, for it only."""
-    name = _rename(official.removeprefix(PARTS[component].prefix), PARTS[component].renames)
-    if component == "video_vae":
-        name = re.sub(
-            r"^(en|de)coder\.(down|up)_blocks\.(\d+)\.",
-            lambda m: _stage(m, num_encoder_stages),
-            name,
-        )
-    return name
+    name = official.removeprefix(PARTS[component].prefix)
+    return _rename(name, _words(component, num_encoder_stages))
+
+
+def to_official(component: str, diffusers: str, num_encoder_stages: int = 0) -> str:
+    words = {theirs: ours for ours, theirs in _words(component, num_encoder_stages).items()}
+    if component == "vocoder":  # the upsampling filter has no extra level
+        words |= {"downsample.filter": "downsample.lowpass.filter"}
+        del words["downsample"]
+    return PARTS[component].prefix + _rename(diffusers, words)
 
 
 def rows_of(component: str, official: str) -> tuple[str, ...]:
@@ -80,46 +99,6 @@ def fused_of(component: str, names: Iterable[str]) -> dict[str, tuple[str, ...]]
     firsts = [name for name in names if f".{part.format(QKV[0])}" in name]
     official = [name.replace(f".{part.format(QKV[0])}", f".{joined}") for name in firsts]
     return {name: rows_of(component, name) for name in official}
-
-
-def _stage(match: re.Match[str], num_encoder_stages: int) -> str:
-    """Official stages are one list; diffusers pairs blocks with a resampler, and a mid_block."""
-    side, index = match[1], int(match[3])
-    if (side, index) in (("en", num_encoder_stages - 1), ("de", 0)):
-        return f"{side}coder.mid_block."
-    if side == "en":
-        return f"encoder.down_blocks.{index // 2}." + ("downsamplers.0." if index % 2 else "")
-    return f"decoder.up_blocks.{(index - 1) // 2}." + ("upsamplers.0." if index % 2 else "")
-
-
-def to_official(component: str, diffusers: str, num_encoder_stages: int = 0) -> str:
-    words = {theirs: ours for ours, theirs in PARTS[component].renames.items()}
-    if component == "vocoder":  # the upsampling filter has no extra level
-        words |= {"downsample.filter": "downsample.lowpass.filter"}
-        del words["downsample"]
-    name = _rename(diffusers, words)
-    if component == "video_vae":
-        deepest = num_encoder_stages - 1
-
-        def stage(match: re.Match[str]) -> str:
-            if match["mid"]:
-                return (
-                    f"encoder.down_blocks.{deepest}."
-                    if match["mid"] == "en"
-                    else "decoder.up_blocks.0."
-                )
-            if match["down"]:
-                return f"encoder.down_blocks.{2 * int(match['down']) + bool(match['downsampler'])}."
-            return f"decoder.up_blocks.{2 * int(match['up']) + 2 - bool(match['upsampler'])}."
-
-        name = re.sub(
-            r"^(?:(?P<mid>en|de)coder\.mid_block\."
-            r"|encoder\.down_blocks\.(?P<down>\d+)\.(?P<downsampler>downsamplers\.0\.)?"
-            r"|decoder\.up_blocks\.(?P<up>\d+)\.(?P<upsampler>upsamplers\.0\.)?)",
-            stage,
-            name,
-        )
-    return PARTS[component].prefix + name
 
 
 def gemma_to_canonical(name: str) -> str:

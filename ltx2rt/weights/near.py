@@ -1,9 +1,8 @@
 """The main file of a checkpoint, and the parts that are near it.
 
-Decides where is looked, ComfyUI's folders among them, and which of several candidates are kept:
-those that fit the transformer by the release they state, and by their sizes. A main file without a
-config gets the one that the user names, else the config of the release with its names and shapes.
-Leaves recognising a file to `parts`, and opening it to `checkpoint`.
+Decides which folders are searched, ComfyUI's among them, and keeps the candidates that fit the
+transformer by their release and sizes. A main file without a config gets the one that the user
+names, else that of the release with its names and shapes.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from ltx2rt.weights.presets import SIZES, preset
 from ltx2rt.weights.quantised import dequantised
 from ltx2rt.weights.text_encoder import gemma_keys
 
-COMPLETE = {"video_vae", "audio_vae", "vocoder", "text"}  # in a release's one file
+COMPLETE = {"video_vae", "audio_vae", "vocoder", "text"}
 WIDTHS = tuple(
     f"{PARTS['transformer'].prefix}{name}patchify_proj.weight" for name in ("", "audio_")
 )
@@ -69,13 +68,12 @@ Found = tuple[Path, TensorFile | TensorFolder | None, Parts, frozenset[str]]
 
 
 def find(path: Path, given: Given, config_from: str | Path | None) -> Found:
-    """The checkpoint's path, its main file, the parts near it, and the names in its index.
-
-    The main file of a diffusers folder is None.
+    """The checkpoint's path, its main file (None: a diffusers folder), the parts near it, and the
+    names in its index.
 
     Near is: in the folder, or in that of the file; in a folder of ComfyUI all of its folders; for a
-    lone transformer also the neighbouring folders, but from them only parts found once. Of several
-    files those that fit the transformer are kept. Raises InputError.
+    lone transformer also the neighbouring folders, but from them only parts found once. Raises
+    InputError.
     """
     if not path.exists():
         raise InputError(f"{path}: no such file or folder; pass a checkpoint with --model")
@@ -126,7 +124,7 @@ def find(path: Path, given: Given, config_from: str | Path | None) -> Found:
 
 
 def _lacks(main: TensorFile | TensorFolder) -> set[str]:
-    """The parts of a complete file that this one has not."""
+    """The parts of a release's one file that this one has not."""
     return COMPLETE - {component_of(name) or "" for name in main.names()}
 
 
@@ -160,16 +158,11 @@ def _look_into(path: Path, tree: Path | None) -> tuple[list[Any], Parts]:
         roots = [whole]
         if os.path.abspath(tree) in (str(whole), str(whole / "models")):
             roots += [Path(os.path.abspath(folder)) for folder in extra_folders(tree)]
-        return [
-            f
-            for f in parts.files["main"]
-            if any(root in Path(os.path.abspath(f.path)).parents for root in roots)
-        ], parts
+        above = {file: Path(os.path.abspath(file.path)).parents for file in parts.files["main"]}
+        return [file for file in above if any(root in above[file] for root in roots)], parts
     parts = look_into(path)
-    return [
-        *parts.files["main"],
-        *([path / INDEX] if "transformer" in parts.diffusers else []),
-    ], parts
+    index = [path / INDEX] if "transformer" in parts.diffusers else []
+    return [*parts.files["main"], *index], parts
 
 
 def _given(part: str, given: Given) -> bool:
@@ -190,12 +183,9 @@ def _borrow(parts: Parts, main: TensorFile | TensorFolder, given: Given) -> None
     """Take the parts that a lone transformer lacks from neighbouring folders, and say so in a note.
     A part is taken only where exactly one there fits."""
     folder = main.path.parent
-    alone = not any(component_of(name) == "video_vae" for name in main.names())
-    if (
-        not alone
-        or given.get("video_vae")
-        or any(parts.files[n] for n in names_of(lambda part: part.decoder))
-    ):
+    whole = any(component_of(name) == "video_vae" for name in main.names())
+    decoders = names_of(lambda part: part.decoder)
+    if whole or given.get("video_vae") or any(parts.files[name] for name in decoders):
         return
     beside = [each for each in inside(folder.parent) if each != folder]
     plain = [each for each in beside if each.is_dir() and not (each / "config.json").exists()]

@@ -1,9 +1,8 @@
 """The parts of a checkpoint, one row each: how a part is recognised, named, read, checked and made.
 
-A row decides what headers and configs say, never names of files. The table is in the order of a
-run: a config may read those before it. A header is compared from its last row to its first, since
-a later row is the more particular one. Where files are looked for, and which of several are taken,
-other modules decide.
+Headers and configs decide, never names of files. The table is in the order of a run: a config may
+read those before it. A header is compared from the last row to the first: a later row is the more
+particular one.
 """
 
 from __future__ import annotations
@@ -70,58 +69,42 @@ class Header:
 
 @dataclass(frozen=True)
 class Part:
-    """One part.
-
-    How it is found. word: in messages; kind: the word that several share. option: the field of the
-    model options that names its file, help, metavar: of its flag. header, config: whether a file's
-    header, or the config of a diffusers folder, is of it; no header: it has no separate file. mark:
-    bytes in its file's header. folder: where diffusers keeps it, library: where diffusers has its
-    class. every: each release has it. either: a file of one layout also goes with the other;
-    own_release: but one of another release does not. source: it is a source of tensors. decoder: of
-    video, its name for `--video-decoder`. instead: the part with a file that also has this one's
-    tensors. wanted: whether a pipeline needs it, None: each does.
-
-    What it holds. prefix, renames: of its official names, and diffusers' words for theirs. fused:
-    an official tensor's name, and diffusers' of its three parts. borrowed: tensors of the video VAE
-    that its network reads. section: of the official config, empty for all of it. read: its config.
-    check: raises InputError if that does not fit the model's, for the file `where`.
-
-    How it is made at random. write: its official section or file's config, or its config.json.
-    unread: tensors of its files that no network reads, for its config and a layout. gains: of its
-    last layers, by the beginning of their names, so that their results are of a usual size. preset:
-    its config in the preset of this name, next to the rest of the model, where `ModelConfig.parts`
-    has it.
-    """
+    """One part: how it is found, what it holds, and how one is made at random."""
 
     name: str
-    word: str
-    option: str = ""
-    header: Callable[[Header], bool] | None = None
-    config: Callable[[Keys], bool] = lambda keys: False
-    prefix: str = ""
-    renames: Mapping[str, str] = field(default_factory=dict)
-    fused: tuple[str, str] | None = None
-    mark: bytes = b""
-    folder: str = ""
-    library: str = ""
-    every: bool = True
-    either: bool = False
-    own_release: bool = False
-    source: bool = True
-    decoder: str = ""
-    instead: str = ""
-    kind: str = ""
-    help: str = ""
+    word: str  # in messages
+    option: str = ""  # the field of the model options that names its file
+    header: Callable[[Header], bool] | None = None  # recognises its file; None: it has none
+    config: Callable[[Keys], bool] = lambda keys: False  # recognises a diffusers folder
+    prefix: str = ""  # before its official names
+    renames: Mapping[str, str] = field(default_factory=dict)  # diffusers' words for official ones
+    fused: tuple[str, str] | None = None  # an official name, diffusers' names of its three parts
+    mark: bytes = b""  # in its file's header
+    folder: str = ""  # where diffusers keeps it
+    library: str = ""  # where diffusers has its class
+    every: bool = True  # each release has it
+    either: bool = False  # a file of one layout also goes with the other
+    own_release: bool = False  # but not one of another release
+    source: bool = True  # it is a source of tensors
+    decoder: str = ""  # a video decoder: its name for `--video-decoder`
+    instead: str = ""  # the part with a file that also has this one's tensors
+    kind: str = ""  # the word that several parts share
+    help: str = ""  # for its flag
     metavar: str = "FILE"
-    borrowed: tuple[str, ...] = ()
-    section: str = ""
-    read: Callable[[ConfigSource], Any] | None = None
+    borrowed: tuple[str, ...] = ()  # tensors of the video VAE that its network reads
+    section: str = ""  # in the official config; empty: all of it
+    read: Callable[[ConfigSource], Any] | None = None  # its config
+    # raises InputError for a config that does not fit the model's, of the file that it names
     check: Callable[[Any, ModelConfig, str], None] | None = None
+    # its official section or file's config, or its config.json, in a layout
     write: Callable[[ModelConfig, str], dict[str, Any]] | None = None
+    # tensors of its files that no network reads, for its config and a layout
     unread: Callable[[Any, str], Mapping[str, tuple[int, ...]]] = lambda config, layout: {}
+    # for random last layers, by the beginning of names, so that results are of a usual size
     gains: Mapping[str, float] = field(default_factory=dict)
+    # its config in a preset, next to the rest of the model; `ModelConfig.parts` has it
     preset: Callable[[str, ModelConfig], Any] | None = None
-    wanted: Callable[[Any], bool] | None = None
+    wanted: Callable[[Any], bool] | None = None  # whether a pipeline needs it; None: each does
 
     @property
     def flag(self) -> str:
@@ -158,10 +141,8 @@ def _read_video_vae(found: ConfigSource) -> Any:
 
 
 def _is_gemma(header: Header) -> bool:
-    whole = any(
-        all(prefix + key in header.names for key in GEMMA_KEYS) for prefix in GEMMA_PREFIXES
-    )
-    return whole or header.architecture == GEMMA_GGUF
+    spelled = ({prefix + key for key in GEMMA_KEYS} for prefix in GEMMA_PREFIXES)
+    return header.architecture == GEMMA_GGUF or any(own <= header.names for own in spelled)
 
 
 def _is_upsampler(dims: int, ratio: int) -> Callable[[Header], bool]:
@@ -170,11 +151,8 @@ def _is_upsampler(dims: int, ratio: int) -> Callable[[Header], bool]:
     def told(header: Header) -> bool:
         if not {"initial_conv.weight", "final_conv.weight"} <= header.names:
             return False
-        shapes = [
-            header.shape(n)
-            for n in ("upsampler.0.weight", "upsampler.conv.weight")
-            if n in header.names
-        ]
+        names = header.names & {"upsampler.0.weight", "upsampler.conv.weight"}
+        shapes = map(header.shape, names)
         return any(len(s) == dims and s[1] and s[0] // s[1] == ratio for s in shapes)
 
     return told
@@ -232,13 +210,16 @@ PARTS = {
         ),
         # connectors, or the text projection, or both; under two prefixes, which its words spell out
         Part(
-            "text", "embeddings connectors", header=lambda h: h.begins(*CONNECTORS,
-            TEXT_PROJECTION),
+            "text", "embeddings connectors",
+            header=lambda h: h.begins(*CONNECTORS, TEXT_PROJECTION),
             config=_of_class("LTX2TextConnectors"), folder="connectors", library="ltx2",
             mark=b"embeddings_connector", section="transformer", read=_read_text,
-            check=lambda text, model, where: transformer.check_connectors(text, model.transformer,
-            where),
-            write=lambda model, layout: transformer.diffusers_text_json(model.text, model.transformer),
+            check=lambda text, model, where: (
+                transformer.check_connectors(text, model.transformer, where)
+            ),
+            write=lambda model, layout: (
+                transformer.diffusers_text_json(model.text, model.transformer)
+            ),
             renames={
                 "model.diffusion_model.video_embeddings_connector": "video_connector",
                 "model.diffusion_model.audio_embeddings_connector": "audio_connector",
@@ -288,10 +269,7 @@ PARTS = {
                 "downsample.lowpass": "downsample",
             },
             folder="vocoder", library="ltx2", mark=b"vocoder.", section="vocoder",
-            read=lambda found: (
-                audio.official_vocoder(found.keys, found.configs["audio_vae"])
-                if found.layout == "official" else audio.diffusers_vocoder(found.keys)
-            ),
+            read=audio.read_vocoder,
             write=lambda model, layout: audio.diffusers_vocoder_json(model.vocoder),
             gains={
                 "vocoder.conv_post.": 3.0, "vocoder.vocoder.conv_post.": 0.05,
@@ -327,14 +305,10 @@ PARTS = {
             },
             ("attn.qkv.", "attn.{}."), folder="diffusion_decoder", every=False, decoder="diffusion",
             section="vae",
-            read=_reads(
-                diffusion_decoder.official,
-                diffusion_decoder.diffusers,
-            ),
+            read=_reads(diffusion_decoder.official, diffusion_decoder.diffusers),
             write=lambda model, layout: (
-                diffusion_decoder.official_json if layout == "official"
-                else diffusion_decoder.diffusers_json
-            )(model.need("diffusion_decoder")),
+                diffusion_decoder.to_json(model.need("diffusion_decoder"), layout)
+            ),
             unread=lambda config, layout: (  # tensors for decoding with keyframes
                 {"vae.decoder.type_emb": (config.latent_channels,)} if layout == "official" else {}
             ),
@@ -348,8 +322,7 @@ PARTS = {
             library="ltx2", every=False,
             help="duration head of LTX-2.5, which chooses the clip's length (default: found near --model)",
             read=duration_head.read_from, check=duration_head.check,
-            write=lambda model,
-            layout: duration_head.to_json(model.need("duration_head"), layout),
+            write=lambda model, layout: duration_head.to_json(model.need("duration_head"), layout),
             gains={"duration_head.mlp_out.": 0.3},  # prompts of one to two seconds
             preset=duration_head.preset,
         ),

@@ -1,14 +1,14 @@
 """Which files and folders hold which parts of a checkpoint, and a file in a few words.
 
-Decides only from headers and configs, never from names. One scan serves every `Listing`: folders of
-a disk, and a repository of the hub (`hub.Repository`). Leaves opening the parts to `checkpoint`,
-choosing among several to `near`, downloading to `hub`.
+Decides from headers and configs, never from names. One scan serves a disk's folders (`Listing`) and
+a repository of the hub (`hub.Repository`). `near` chooses among several, `checkpoint` opens them.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from ltx2rt.weights.files import (
     WEIGHTS,
     TensorFile,
     TensorFolder,
+    TensorInfo,
     TensorReader,
     open_file,
     open_tensors,
@@ -58,10 +59,9 @@ def absent(
 ) -> InputError:
     """One line for all parts that are missing. also: further parts that some pipelines need."""
     parts = [parts] if isinstance(parts, str) else list(parts)
-    words = " and no ".join(map(word_of, parts))
     flags = " and ".join(dict.fromkeys(PARTS[part].flag for part in parts))
-    one = "one" if len(parts) == 1 else "them"
-    said = f"{path}: no {words} was found; pass {one} with {flags}"
+    said = f"{path}: no {' and no '.join(map(word_of, parts))} was found; "
+    said += f"pass {'one' if len(parts) == 1 else 'them'} with {flags}"
     if also:
         named = ", ".join(f"{word_of(part)} ({PARTS[part].flag})" for part in also)
         said += f"; missing too, which some pipelines need: {named}"
@@ -87,23 +87,20 @@ def refuse_ambiguous(**found: Sequence[Any]) -> None:
 
 @dataclass
 class Parts:
-    """The files and folders near a checkpoint, by part.
+    """The files and folders near a checkpoint, by part."""
 
-    files: those that go with the official layout, or with either; the main one is open, shards
-    under their index. diffusers: folders of only that layout. donor: a complete file of the
-    release, open, from which a main file takes missing parts.
-    """
-
+    # those that go with the official layout, or with either; the main one is open
     files: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
-    diffusers: dict[str, list[Path]] = field(default_factory=dict)
+    diffusers: dict[str, list[Path]] = field(default_factory=dict)  # folders of only that layout
     tokenizer: list[Path] = field(default_factory=list)
-    donor: Any = None
+    donor: Any = (
+        None  # an open, complete file of the release, which has a main file's missing parts
+    )
     unreadable: list[str] = field(default_factory=list)
 
 
 class Listing:
-    """Files and folders that are scanned: of a disk; `hub.Repository` is one of a repository.
-    Raises InputError for damaged files."""
+    """Files and folders of a disk that are scanned. Raises InputError for damaged files."""
 
     def inside(self, folder: Path) -> list[Path]:
         """The entries of a folder, sorted."""
@@ -166,10 +163,8 @@ def scan(folder: Path, listing: Listing = DISK, deep: bool = False) -> Parts:
     found, inner = listing.inside(folder), []
     for path in found if deep else ():
         if listing.is_dir(path) and not listing.is_file(path / "config.json"):
-            try:
+            with suppress(OSError):  # a folder that cannot be read has nothing to offer
                 inner += [file for file in listing.inside(path) if file.suffix in WEIGHTS]
-            except OSError:  # a folder that cannot be read has nothing to offer
-                continue
     return examine([*found, *inner], listing)
 
 
@@ -199,19 +194,17 @@ def scan_quietly(paths: Iterable[Path]) -> Parts:
 
 def _may_belong(path: Path) -> bool:
     if SHARD_INDEX.fullmatch(path.name):
-        try:
+        with suppress(OSError):
             return JOINT in path.read_bytes()
-        except OSError:
-            return False
+        return False
     return path.name == "tokenizer.json" or may_be_ltx(path)
 
 
 def inside(folder: Path) -> list[Path]:
     """The entries of a folder, sorted; none if it cannot be read."""
-    try:
+    with suppress(OSError):
         return visible(folder)
-    except OSError:
-        return []
+    return []
 
 
 def may_be_ltx(path: Path) -> bool:
@@ -234,11 +227,10 @@ def header_bytes(path: Path) -> bytes:
 
 def is_gemma_tokenizer(path: Path) -> bool:
     """Whether a tokenizer.json is Gemma 3's, or a later one's, among those of other models."""
-    try:
+    with suppress(OSError):
         small = path.is_file() and path.stat().st_size <= MAX_TOKENIZER_BYTES
         return small and GEMMA_3_TOKEN in path.read_bytes()
-    except OSError:
-        return False
+    return False
 
 
 def _joint(file: Any) -> bool:
@@ -288,12 +280,10 @@ def contents(file: TensorFile | TensorFolder) -> str:
     kind = file_kind(file)
     if kind:
         return f"it is {'' if kind == 'text' else 'a '}{PARTS[kind].word}"
-    if (architecture := getattr(file, "architecture", "")) == "clip":
-        return (
-            "it is an mmproj, the picture tower of a model; the model itself is another GGUF file"
-        )
-    if architecture:
-        return f"it is a GGUF file of {architecture[:40]!r}"
+    if file.architecture == "clip":
+        return "it is an mmproj, the picture tower of a model; the model is another GGUF file"
+    if file.architecture:
+        return f"it is a GGUF file of {file.architecture[:40]!r}"
     names = list(file.names())
     return f"{len(names)} tensors, first {names[0]}" if names else "no tensors"
 
@@ -322,12 +312,16 @@ def listed(found: list[Path], index: frozenset[str]) -> list[Path]:
     return named if len(found) > 1 and named else found
 
 
+def type_of(info: TensorInfo) -> str:
+    """Such as BF16 or Q4_K."""
+    return getattr(info, "format", None) or DTYPE_NAMES[info.dtype]
+
+
 def type_bytes(source: TensorReader) -> Counter[str]:
-    """Stored bytes by type, such as BF16 or Q4_K."""
+    """Stored bytes by type."""
     found: Counter[str] = Counter()
-    for name in source.names():
-        info = source.info(name)
-        found[getattr(info, "format", None) or DTYPE_NAMES[info.dtype]] += info.nbytes
+    for info in map(source.info, source.names()):
+        found[type_of(info)] += info.nbytes
     return found
 
 

@@ -74,12 +74,12 @@ def refuse_encoded(source: RenamedSource) -> None:
     infos = (source.info(name) for name in source.names())
     if types := sorted({i.format for i in infos if isinstance(i, Packed) and i.dtype in ENCODED}):
         raise InputError(f"{source.where}: tensors {unread(', '.join(types))}")
-    names = [name for name in source.names() if name.endswith("weight")]
-    if encoded := [name for name in names if source.info(name).dtype in ENCODED]:
-        dtypes = ", ".join(sorted({str(source.info(name).dtype) for name in encoded}))
+    found = {name: source.info(name).dtype for name in source.names() if name.endswith("weight")}
+    if encoded := {name: str(dtype) for name, dtype in found.items() if dtype in ENCODED}:
+        dtypes = ", ".join(sorted({*encoded.values()}))
         raise InputError(
             f"{source.where}: {len(encoded)} tensors are {dtypes} without the scales of a known "
-            f"format (first {encoded[0]}); pass the bfloat16 file and, for 8 bits on the device, "
+            f"format (first {next(iter(encoded))}); pass the bfloat16 file and, for 8 bits on the device, "
             f"--weights-dtype {ADVISED}"
         )
 
@@ -98,13 +98,11 @@ def check_release(file: TensorFile | TensorFolder, version: tuple[int, ...], fla
 def official_metadata(file: TensorFile | TensorFolder) -> Keys:
     """Its config's sections; those that are null, as the files of LTX-2.5 have them, are absent."""
     if "config" not in file.metadata:
-        raise InputError(
-            f"{file.path}: its metadata has no `config`; pass the original file, not a re-saved one"
-        )
+        advice = "pass the original file, not a re-saved one"
+        raise InputError(f"{file.path}: its metadata has no `config`; {advice}")
     found = parse_json(file.metadata["config"], f"{file.path}: config")
-    return Keys(
-        {name: section for name, section in found.data.items() if section is not None}, found.where
-    )
+    stated = {name: section for name, section in found.data.items() if section is not None}
+    return Keys(stated, found.where)
 
 
 def open_either(part: Part, path: Path) -> Place:
@@ -161,9 +159,7 @@ def _open_folders(part: Part, path: Path) -> Places:
 def open_folder(part: Part, path: Path) -> Place:
     """A folder of the diffusers layout; rows that are one tensor in the official one are joined."""
     keys = read_json(path / "config.json")
-    stages = 0
-    if part.name == "video_vae":
-        stages = len(video_vae.diffusers(keys).encoder)
+    stages = len(video_vae.diffusers(keys).encoder) if part.name == "video_vae" else 0
     source = renamed(open_tensors(path), path, lambda name: to_official(part.name, name, stages))
     joined, names = fused_of(part.name, source.names()), set(source.names())
     if missing := [row for rows in joined.values() for row in rows if row not in names]:
@@ -179,9 +175,8 @@ def official_sources(file: TensorFile | TensorFolder) -> dict[str, RenamedSource
         homes.setdefault(component_of(name), {})[unsaved(name)] = (file, name)
     homes.pop("", None)
     if stray := homes.pop(None, None):
-        raise InputError(
-            f"{file.path}: {len(stray)} tensors belong to no component: {collapse(stray)}"
-        )
+        said = f"{len(stray)} tensors belong to no component: {collapse(stray)}"
+        raise InputError(f"{file.path}: {said}")
     return {str(component): RenamedSource(file.path, home) for component, home in homes.items()}
 
 

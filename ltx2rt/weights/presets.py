@@ -1,8 +1,7 @@
 """The sizes of the released models, and of tiny ones with every feature of theirs.
 
-Decides sizes only. Tiny models keep the outside interface (128 latent channels, 8 x 16 audio
-latents, strides, rates, 1024 text tokens) and at least three blocks, so that anything written for
-the released ones runs on them.
+Tiny models keep the outside interface (128 latent channels, 8 x 16 audio latents, strides, rates,
+1024 text tokens) and at least three blocks: anything written for the released ones runs on them.
 """
 
 from __future__ import annotations

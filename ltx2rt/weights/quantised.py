@@ -1,8 +1,5 @@
 """Tensor sources made of files: with quantised matrices read as float32 and their companions
 hidden, under other names, or with rows joined.
-
-Decides where descriptions are found, and which names a reader sees. `quant_formats` defines the
-numbers of each format.
 """
 
 from __future__ import annotations

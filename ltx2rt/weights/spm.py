@@ -7,7 +7,6 @@ sentencepiece_model.proto, transformers' convert_slow_tokenizer.py.
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ ADDED = (2, 3, USER_DEFINED)  # types in both kinds of files: unknown, control, 
 SPACE = "\u2581"  # what stands for a space
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>",
            "<start_of_image>", "<end_of_image>")  # fmt: skip
-BPE = 2  # the number of the model's type in a proto
+IS_BPE = 2  # the number of the model's type in a proto
 
 
 @dataclass(frozen=True)
@@ -34,49 +33,30 @@ class Vocabulary:
 
     def tokenizer_json(self) -> bytes:
         """The file that `tokenizers` reads."""
+        from tokenizers import AddedToken, Tokenizer, decoders, normalizers
+        from tokenizers.models import BPE
+        from tokenizers.processors import TemplateProcessing
+
         texts = [
             piece.replace(" ", SPACE) if kind == USER_DEFINED else piece
             for piece, kind in zip(self.pieces, self.types, strict=True)
         ]
         ids = {piece: i for i, piece in enumerate(texts)}
-        spaces = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
-        if self.space_first:
-            spaces.insert(0, {"type": "Prepend", "prepend": SPACE})
-        back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
-        first = [{"SpecialToken": {"id": "<bos>", "type_id": 0}}]
-        content = {
-            "version": "1.0",
-            "added_tokens": [
-                {"id": i, "content": piece, "special": piece in SPECIAL}
-                | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-                for i, (piece, kind) in enumerate(zip(texts, self.types, strict=True))
-                if kind in ADDED
-            ],
-            "normalizer": {"type": "Sequence", "normalizers": spaces},
-            "post_processor": {
-                "type": "TemplateProcessing",
-                "single": [*first, {"Sequence": {"id": "A", "type_id": 0}}],
-                "pair": [],
-                "special_tokens": {
-                    "<bos>": {"id": "<bos>", "ids": [ids["<bos>"]], "tokens": ["<bos>"]}
-                },
-            }
-            if "<bos>" in ids
-            else None,
-            "decoder": {
-                "type": "Sequence",
-                "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}],
-            },
-            "model": {
-                "type": "BPE",
-                "unk_token": "<unk>" if "<unk>" in ids else None,
-                "fuse_unk": True,
-                "byte_fallback": True,
-                "vocab": ids,
-                "merges": self._merges(texts, ids),
-            },
-        }
-        return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+        unknown = "<unk>" if "<unk>" in ids else None
+        merges = self._merges(texts, ids)
+        found = Tokenizer(BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+        first = [normalizers.Prepend(SPACE)] if self.space_first else []
+        found.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", SPACE)])
+        back = decoders.Replace(SPACE, " ")
+        found.decoder = decoders.Sequence([back, decoders.ByteFallback(), decoders.Fuse()])
+        if "<bos>" in ids:
+            begin = ("<bos>", ids["<bos>"])
+            found.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[begin])
+        added = (text for text, kind in zip(texts, self.types, strict=True) if kind in ADDED)
+        found.add_tokens(
+            [AddedToken(text, normalized=False, special=text in SPECIAL) for text in added]
+        )
+        return found.to_str().encode()
 
     def _merges(self, texts: Sequence[str], ids: Mapping[str, int]) -> list[tuple[str, str]]:
         """Pairs of pieces that make a third, the highest score first; of equal ones the longest."""
@@ -96,7 +76,7 @@ class Vocabulary:
 def of_proto(data: bytes, where: str) -> Vocabulary:
     """The vocabulary in a SentencePiece model. Raises InputError if it is malformed or no BPE."""
     pieces: list[tuple[str, float, int]] = []
-    kind, space_first, charsmap = BPE, True, b""
+    kind, space_first, charsmap = IS_BPE, True, b""
     try:
         for number, value in _fields(data):
             if number == 1:
@@ -111,7 +91,7 @@ def of_proto(data: bytes, where: str) -> Vocabulary:
         raise InputError(
             f"{where}: not a SentencePiece model ({error}); put a tokenizer.json beside the file"
         ) from None
-    if not pieces or kind != BPE or charsmap:
+    if not pieces or kind != IS_BPE or charsmap:
         said = "holds no pieces" if not pieces else "is no plain BPE, as Gemma's is"
         raise InputError(f"{where}: {said}; put the model's tokenizer.json beside the file")
     return Vocabulary(*zip(*pieces, strict=True), space_first=space_first)

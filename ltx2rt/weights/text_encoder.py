@@ -57,9 +57,13 @@ class Asset:
         return data
 
 
+def _first(file: TensorFile | TensorFolder) -> TensorFile | TensorFolder:
+    return file.files[0] if isinstance(file, TensorFolder) and file.files else file
+
+
 def _vocabulary(file: TensorFile | TensorFolder) -> spm.Vocabulary:
     """The SentencePiece vocabulary in the header of a GGUF file. Raises InputError."""
-    first = file.files[0] if isinstance(file, TensorFolder) else file
+    first = _first(file)
     assert isinstance(first, GgufFile), first
     found = first.arrays(*VOCABULARY)
     space_first = first.metadata.get("tokenizer.ggml.add_space_prefix", "false") == "true"
@@ -71,7 +75,7 @@ def _vocabulary(file: TensorFile | TensorFolder) -> spm.Vocabulary:
 
 def _has_vocabulary(file: TensorFile | TensorFolder) -> bool:
     """Whether a file is a GGUF file with a SentencePiece vocabulary; others have merges."""
-    first = file.files[0] if isinstance(file, TensorFolder) and file.files else file
+    first = _first(file)
     return isinstance(first, GgufFile) and {*VOCABULARY} <= first.long_arrays
 
 
@@ -108,10 +112,8 @@ def lone_gemma(path: Path, flag: str = "--text-encoder") -> Path:
         return path
     found = scan(path).files["gemma"]
     if len(found) > 1:
-        listed = ", ".join(map(str, found))
-        raise InputError(
-            f"{flag}: {path} has {len(found)} text encoders, {listed}; name one of them"
-        )
+        said = f"{path} has {len(found)} text encoders, {', '.join(map(str, found))}"
+        raise InputError(f"{flag}: {said}; name one of them")
     return found[0] if found else path
 
 
@@ -127,18 +129,15 @@ def open_gemma(path: Path) -> tuple[GemmaConfig | Gemma4Config, RenamedSource]:
     tensors = open_tensors(path)
     if tensors.architecture == GEMMA_GGUF:
         return config, renamed(CenteredNorms(tensors), path, llama_cpp_to_canonical)
-    if path.is_file() and plain_gemma3(tensors):
-
-        def language(name: str) -> str | None:
-            """The image tower and the tokenizer in such a file are not read."""
-            ours = gemma_to_canonical(name)
-            return ours if ours.startswith(GEMMA) else None
-
-        return config, renamed(tensors, path, language)
+    is_plain = path.is_file() and plain_gemma3(tensors)
 
     def canonical(name: str) -> str | None:
+        """None for what is not read: assets, and in ComfyUI's files the image tower."""
+        ours = gemma_to_canonical(name)
+        if is_plain:
+            return ours if ours.startswith(GEMMA) else None
         beside = path.is_file() and name.startswith((TEXT_PROJECTION, *ASSETS))
-        return None if beside else gemma_to_canonical(name)
+        return None if beside else ours
 
     return config, renamed(tensors, path, canonical)
 

@@ -8,7 +8,7 @@ from typing import Any
 from ltx2rt.config import AudioVaeConfig, GeneratorConfig, VocoderConfig
 from ltx2rt.errors import InputError
 from ltx2rt.models.mel import WINDOW
-from ltx2rt.weights.configs.keys import Keys, Row, read, write
+from ltx2rt.weights.configs.keys import ConfigSource, Keys, Row, read, write
 
 STEREO = 2
 ANTIALIASED = {"antialias_ratio": 2, "antialias_kernel_size": 12}
@@ -93,6 +93,12 @@ def diffusers_json(a: AudioVaeConfig) -> dict[str, Any]:
     shared = VAE_FIXED | VAE_USUAL | write(DDCONFIG + RATES, a, "diffusers")
     more = {"is_causal": True, "attn_resolutions": None, "resolution": 256}
     return {"_class_name": "AutoencoderKLLTX2Audio", **shared, **more}
+
+
+def read_vocoder(found: ConfigSource) -> VocoderConfig:
+    if found.layout == "diffusers":
+        return diffusers_vocoder(found.keys)
+    return official_vocoder(found.keys, found.configs["audio_vae"])
 
 
 def official_vocoder(keys: Keys, audio: AudioVaeConfig) -> VocoderConfig:

@@ -124,6 +124,10 @@ def official_json(c: DiffusionDecoderConfig) -> dict[str, Any]:
     return {"_class_name": "CausalDiffusionVAE", "model_output_type": "x0", "decoder": decoder}
 
 
+def to_json(c: DiffusionDecoderConfig, layout: str) -> dict[str, Any]:
+    return official_json(c) if layout == "official" else diffusers_json(c)
+
+
 def diffusers_json(c: DiffusionDecoderConfig) -> dict[str, Any]:
     return {
         "_class_name": "LTX2VideoDiffusionDecoderModel",

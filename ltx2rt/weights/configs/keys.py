@@ -1,8 +1,5 @@
 """A JSON object that knows where it came from, and tables that spell a dataclass's fields in each
-layout.
-
-Decides how a missing or unsupported key is reported: one InputError with the file, the key and what
-was expected.
+layout. A missing or unsupported key is an InputError with the file, the key and the expected value.
 """
 
 from __future__ import annotations
@@ -106,16 +103,12 @@ class Keys:
 
 @dataclass(frozen=True)
 class ConfigSource:
-    """A part of a checkpoint, as its config is read from it.
+    """A part of a checkpoint, as its config is read from it."""
 
-    layout: "official" or "diffusers". keys: its section of the official config, or its folder's
-    config.json. configs: those of the parts before it in the table, by name.
-    """
-
-    layout: str
-    keys: Keys
+    layout: str  # "official" or "diffusers"
+    keys: Keys  # its section of the official config, or its folder's config.json
     source: TensorReader
-    configs: Mapping[str, Any]
+    configs: Mapping[str, Any]  # those of the parts before it in the table, by name
 
 
 def parse_json(text: str | bytes, where: str) -> Keys:
