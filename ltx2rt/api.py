@@ -33,6 +33,7 @@ from ltx2rt.media.output import write_clip
 from ltx2rt.media.provenance import Origin
 from ltx2rt.notes import note
 from ltx2rt.pipelines import make_request
+from ltx2rt.pipelines.groups.size import with_sides
 from ltx2rt.pipelines.recipes import with_recipe
 from ltx2rt.pipelines.request import Request
 from ltx2rt.run.estimate import Devices, estimate, to_json
@@ -139,7 +140,7 @@ class Session:
         all, and the session is as usable as before. Raises InputError.
         """
         with self._lock, ExitStack() as during:
-            clip = _on_disk(clip, during)
+            clip = with_sides(_on_disk(clip, during))
             if prompt != "" or not (config or like):
                 clip["prompt"] = prompt
             if preset or config or like:

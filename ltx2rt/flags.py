@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
@@ -364,6 +365,7 @@ def _one(f: Field, value: Any) -> Any:
         return None
     parse: Any = reader(f)
     value = how.bare if value is True and how.bare is not None else value
+    value = os.path.expanduser(value) if isinstance(value, str) and parse is not str else value
     is_switch = type(value).__name__ in ("bool", "bool_")  # numpy's, too
     try:
         if value is None or (parse is bool) != is_switch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
@@ -17,7 +16,7 @@ from ltx2rt.flags import add_flags, flagged, given_flags, groups, marked, spelli
 from ltx2rt.pipelines import FIRST, chosen, pipeline, pipelines, unread
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.pipelines.groups.seeds import NoiseFile, Seed
-from ltx2rt.pipelines.groups.size import Pixels
+from ltx2rt.pipelines.groups.size import Pixels, with_sides
 from ltx2rt.pipelines.groups.text import Enhancing, NegativePrompt, Prompt
 from ltx2rt.pipelines.request import Request
 from ltx2rt.ranks.start import start
@@ -100,9 +99,10 @@ class SetSize(argparse.Action):
     """WIDTHxHEIGHT as --width and --height."""
 
     def __call__(self, parser: Any, to: Any, value: Any, flag: str | None = None) -> None:
-        if not re.fullmatch(r"\d{1,5}[xX]\d{1,5}", value):
-            parser.error(f"{flag}: {value[:80]!r}, expected WIDTHxHEIGHT, such as 768x512")
-        to.width, to.height = value.lower().split("x")
+        try:
+            vars(to).update(with_sides({"size": value}))
+        except InputError as error:
+            parser.error(str(error))
 
 
 def read_prompts(path: Path) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 from ltx2rt.errors import InputError
 from ltx2rt.flags import field_names, flagged, keywords
 from ltx2rt.notes import note
+from ltx2rt.pipelines.groups.size import with_sides
 from ltx2rt.pipelines.request import Request
 from ltx2rt.suggest import hint
 
@@ -78,6 +79,7 @@ def unread(name: str, flag: str, field: str) -> InputError:
 def make_request(name: str | None, **given: Any) -> Request:
     """The request of a pipeline, or if that is None of the one that the inputs choose, from the
     keywords of a Python caller. Raises InputError."""
+    given = with_sides(given)
     if name is None:
         spelled = field_names(*pipelines().values())
         name, field = chosen({spelled.get(keyword, keyword) for keyword in given})

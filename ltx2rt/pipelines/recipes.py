@@ -17,7 +17,8 @@ from ltx2rt.flags import Flag, convert, field_names, flagged, spelling
 from ltx2rt.media.output import STILLS, picture_comment
 from ltx2rt.notes import note
 from ltx2rt.pipelines import FIRST, chosen, pipeline, pipelines
-from ltx2rt.session.options import MEMORY
+from ltx2rt.pipelines.groups.size import with_sides
+from ltx2rt.session.options import MEMORY, ModelOptions
 from ltx2rt.suggest import nearest
 from ltx2rt.text_files import read_toml
 from ltx2rt.weights.digests import digest
@@ -45,9 +46,9 @@ def recipe(
     """
     if preset is not None and preset not in PRESETS:
         raise InputError(f"--preset: {preset!r}, expected one of {', '.join(PRESETS)}")
-    found = _of_clip(Path(like), given, types) if like else {}
+    found = _of_clip(Path(like).expanduser(), given, types, name) if like else {}
     if config:
-        found |= _of_file(Path(config), types)
+        found |= _of_file(Path(config).expanduser(), types)
     if preset:
         own = {"width", "height"} | {"size", "video_path"}
         found |= PRESETS[preset]
@@ -75,10 +76,13 @@ def _without(found: Mapping[str, Any], left_out: Collection[str]) -> dict[str, A
 
 
 def _of_file(path: Path, types: Sequence[type]) -> dict[str, Any]:
-    found = read_toml("--config", path)
-    name = found.pop("pipeline", FIRST)
+    found = with_sides(read_toml("--config", path))
+    spelled = field_names(*pipelines().values())
+    asking = {spelled.get(key.replace("-", "_"), key) for key in found}
+    name = found.pop("pipeline", None) or chosen(asking)[0]
     known, names = flagged(*types, pipeline(name)), field_names(*types, pipeline(name))
-    values = {}
+    named = {field for field, f in known.items() if f.metadata["flag"].file}
+    values, inputs = {}, named | flagged(ModelOptions).keys()
     for key, value in found.items():
         spelt = key.replace("-", "_")
         if spelt not in names:
@@ -86,9 +90,19 @@ def _of_file(path: Path, types: Sequence[type]) -> dict[str, Any]:
             meant = f"; did you mean {near}?" if near else ""
             raise InputError(f"--config: {path} has {key!r}, which is no flag of {name}{meant}")
         check_value(path, key, known[names[spelt]], value)
+        value = _beside(path.parent, value) if names[spelt] in inputs else value
         negated = spelt.startswith("no_") and isinstance(value, bool)
         values[names[spelt]] = not value if negated else value
     return values | {"pipeline": name}
+
+
+def _beside(folder: Path, value: Any) -> Any:
+    """A file's name, or a list of them, with the folder if the file lies there and not here."""
+    if isinstance(value, list):
+        return [_beside(folder, one) for one in value]
+    name = value.partition(":")[0] if isinstance(value, str) else ""
+    lies_there = name and (folder / name).exists() and not Path(name).exists()
+    return str(folder / value) if lies_there else value
 
 
 def check_value(path: Path, key: str, f: Field, value: Any) -> None:
@@ -123,7 +137,10 @@ def settings_in(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def _of_clip(path: Path, given: Collection[str], types: Sequence[type]) -> dict[str, Any]:
+def _of_clip(
+    path: Path, given: Collection[str], types: Sequence[type], asked: str | None
+) -> dict[str, Any]:
+    """asked: the pipeline that the user names; files that it does not read need not be there."""
     settings = settings_in(path)
     options = settings.pop("options", {})
     name = settings.pop("pipeline")
@@ -139,7 +156,8 @@ def _of_clip(path: Path, given: Collection[str], types: Sequence[type]) -> dict[
             continue
         if field not in known:
             raise InputError(f"--like: {path} has {field}={value!r}, which this version lacks")
-        found[field] = _restored(path, field, value)
+        unread = asked and field not in flagged(*types, pipeline(asked))
+        found[field] = value if unread else _restored(path, field, value)
     return found
 
 

@@ -52,6 +52,7 @@ ROWS = [
     refused("a word that no flag is", f"{CLIP} --extend 2", r"--extend; did you mean --extend-frames\?"),
     refused("strength of other programs", f"{CLIP} --strength 0.6", r"did you mean --noise-level\?"),
     refused("a flag of another pipeline", f"{NEW} --song song.wav", r"did you mean --audio-path\?"),
+    refused("a size in one number", f"{QUICK} --size 64", "'64', expected WIDTHxHEIGHT"),
     refused("two photos at one frame", f"{NEW} --image photo.jpg photo.jpg", "such as photo.jpg:last"),
     refused("a clip as a photo", f"{NEW} --image in.mp4", "a clip goes to --video-path"),
     refused("a file without a flag", "generate TINY photo.jpg --prompt=a", "such as --image photo.jpg"),

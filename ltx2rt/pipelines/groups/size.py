@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import product
@@ -56,6 +57,18 @@ def check_step(name: str, value: int, step: int, offset: int, unit: str, rule: s
     below = (value - offset) // step * step + offset
     nearest = f"{below} and {below + step}" if below >= lowest else f"{lowest} and {lowest + step}"
     raise InputError(f"{name}: {value}, expected {rule}; the nearest are {nearest} {unit}")
+
+
+def with_sides(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields with `size`, WIDTHxHEIGHT, as width and height. Raises InputError."""
+    size, others = given.get("size"), {key: given[key] for key in given if key != "size"}
+    if size is None:
+        return others
+    text = size if isinstance(size, str) else "x".join(map(str, size))
+    if (found := re.fullmatch(r"([0-9]{1,5})[xX]([0-9]{1,5})", text)) is None:
+        raise InputError(f"--size: {text[:80]!r}, expected WIDTHxHEIGHT, such as 768x512")
+    refuse_beside(size=True, width="width" in others, height="height" in others)
+    return others | {"width": int(found[1]), "height": int(found[2])}
 
 
 def nearest_frames(seconds: float, fps: Fraction, step: int = STEP) -> int:
