@@ -74,7 +74,9 @@ def read(*words, type_=Sampler):
 
 def test_a_flag_without_a_parser_has_the_type_of_its_field():
     words = "--rho 2.5 --rounds 4 --fast --folder ~/there --name float8 --span 1 2"
-    assert read(*words.split()) == Sampler(2.5, 4, True, Path.home() / "there", "float8", (1.0, 2.0))
+    assert read(*words.split()) == Sampler(
+        2.5, 4, True, Path.home() / "there", "float8", (1.0, 2.0)
+    )
     assert read() == Sampler()
 
 
