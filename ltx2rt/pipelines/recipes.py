@@ -97,12 +97,12 @@ def _of_file(path: Path, types: Sequence[type]) -> dict[str, Any]:
 
 
 def _beside(folder: Path, value: Any) -> Any:
-    """A file's name, or a list of them, with the folder if the file lies there and not here."""
+    """Return a file name, or a list of them, with the folder if it has the file and this one lacks it."""
     if isinstance(value, list):
         return [_beside(folder, one) for one in value]
     name = value.partition(":")[0] if isinstance(value, str) else ""
-    lies_there = name and (folder / name).exists() and not Path(name).exists()
-    return str(folder / value) if lies_there else value
+    there = name and (folder / name).exists() and not Path(name).exists()
+    return str(folder / value) if there else value
 
 
 def check_value(path: Path, key: str, f: Field, value: Any) -> None:
