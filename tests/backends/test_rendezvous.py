@@ -29,11 +29,8 @@ def test_the_store_listens_on_loopback_alone_under_the_token_of_the_launch(launc
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         where = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "RANK": "0",
-            "WORLD_SIZE": "2",
-        }
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "2",
+        }  # fmt: skip
         if launched:
             where |= {STORE: str(listening.fileno()), TOKEN: "a secret"}
         else:
@@ -41,12 +38,8 @@ def test_the_store_listens_on_loopback_alone_under_the_token_of_the_launch(launc
         command = [sys.executable, "-c", RENDEZVOUS]
         fds = (listening.fileno(),) if launched else ()
         ran = subprocess.run(
-            command,
-            env=os.environ | where,
-            pass_fds=fds,
-            capture_output=True,
-            text=True,
+            command, env=os.environ | where, pass_fds=fds, capture_output=True, text=True,
             timeout=120,
-        )
+        )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == [f"0100007F:{port:04X}"]

@@ -97,15 +97,9 @@ def resources(cubin: bytes) -> dict[str, int]:
 def main() -> None:
     recorders = {}
     for module in (
-        norm_modulate,
-        qk_norm_rope,
-        head_gate,
-        pixel_norm_silu,
-        snake_beta,
-        quantise_rows,
-        neighbourhood,
-        unpack,
-    ):
+        norm_modulate, qk_norm_rope, head_gate, pixel_norm_silu, snake_beta, quantise_rows,
+        neighbourhood, unpack,
+    ):  # fmt: skip
         for name, kernel in list(vars(module).items()):
             if isinstance(kernel, triton.runtime.JITFunction) and name.endswith("_kernel"):
                 recorders[name] = Recorder(kernel)
@@ -128,24 +122,13 @@ def main() -> None:
     for width in (4096, 2048):
         x, row, view = meta(4, tokens, width), meta(4, width), (4, 1, width)
         compiled(
-            f"norm_modulate {width}",
-            "rows_kernel",
-            norm_modulate.norm_modulate,
-            x,
-            row,
-            row,
-            views=(view,) * 2,
-            eps=1e-6,
-        )
+            f"norm_modulate {width}", "rows_kernel", norm_modulate.norm_modulate, x, row, row,
+            views=(view,) * 2, eps=1e-6,
+        )  # fmt: skip
         compiled(
-            f"modulate {width}",
-            "rows_kernel",
-            norm_modulate.modulate,
-            x,
-            row,
-            row,
+            f"modulate {width}", "rows_kernel", norm_modulate.modulate, x, row, row,
             views=(view,) * 2,
-        )
+        )  # fmt: skip
         compiled(
             f"residual_norm_modulate of a partial sum {width}", "rows_kernel",
             residual_norm_modulate.residual_norm_modulate,
@@ -192,15 +175,9 @@ def main() -> None:
             weight, total = meta(heads * dim), meta(4, tokens, dtype=f32)
             kernel, name = "qk_norm_rope_kernel", f"{heads} heads of {dim}"
             compiled(
-                f"qk_norm_rope {name}",
-                kernel,
-                qk_norm_rope.qk_norm_rope,
-                packed,
-                weight,
-                table,
-                table,
-                **plan,
-            )
+                f"qk_norm_rope {name}", kernel, qk_norm_rope.qk_norm_rope, packed, weight, table,
+                table, **plan,
+            )  # fmt: skip
             compiled(
                 f"qk_scale_rope {name}", kernel, qk_norm_rope.qk_scale_rope,
                 packed, total, weight, table, table, count=width, **plan,
@@ -229,15 +206,9 @@ def main() -> None:
                 2, (heads, dim)
             )
             compiled(
-                f"qk_norm {name}",
-                kernel,
-                qk_norm_rope.qk_norm,
-                packed,
-                weight,
-                text,
-                weight,
+                f"qk_norm {name}", kernel, qk_norm_rope.qk_norm, packed, weight, text, weight,
                 **plan,
-            )
+            )  # fmt: skip
             v = meta(2, 1024, joined_rows(2 * heads * dim))[..., heads * dim : 2 * heads * dim]
             v, spread = v.unflatten(2, (heads, dim)), (0, 1, 0, 0)
             compiled(
@@ -259,27 +230,18 @@ def main() -> None:
                 **both,
             )
             compiled(
-                f"sum_squares {name}",
-                "sum_squares_kernel",
-                qk_norm_rope.sum_squares,
-                packed,
+                f"sum_squares {name}", "sum_squares_kernel", qk_norm_rope.sum_squares, packed,
                 dims=(2, 3),
-            )
+            )  # fmt: skip
             y = meta(4, heads, tokens, dim).transpose(1, 2)
             compiled(
-                f"head_gate {name}",
-                "head_gate_kernel",
-                head_gate.head_gate,
-                y,
+                f"head_gate {name}", "head_gate_kernel", head_gate.head_gate, y,
                 meta(4, tokens, heads),
-            )
+            )  # fmt: skip
             compiled(
-                f"head_gate_rows {name}",
-                "head_gate_kernel",
-                head_gate.head_gate_rows,
-                y,
+                f"head_gate_rows {name}", "head_gate_kernel", head_gate.head_gate_rows, y,
                 meta(4, tokens, heads),
-            )
+            )  # fmt: skip
             choice = meta(4, dtype=f32), packed
             compiled(
                 f"head_gate of the values {name}", "head_gate_kernel", head_gate.head_gate,
@@ -296,16 +258,9 @@ def main() -> None:
     taps, channel = meta(1, 1, 12, dtype=f32), meta(768, dtype=f32)
     x = meta(1, 768, 30240, dtype=f32)
     compiled(
-        "snake_beta",
-        "snake_beta_kernel",
-        snake_beta.snake_beta,
-        x,
-        taps,
-        taps,
-        channel,
-        channel,
+        "snake_beta", "snake_beta_kernel", snake_beta.snake_beta, x, taps, taps, channel, channel,
         eps=1e-9,
-    )
+    )  # fmt: skip
     for width in (2048, 4096, 16384):
         name = f"quantise_rows {width}"
         compiled(name, "quantise_rows_kernel", quantise_rows.quantise_rows, meta(4 * tokens, width))
@@ -322,12 +277,9 @@ def main() -> None:
         )  # fmt: skip
     gelu = meta(4 * tokens, 16384)
     compiled(
-        "quantise_rows of a GELU",
-        "quantise_rows_kernel",
-        quantise_rows.quantise_rows,
-        gelu,
+        "quantise_rows of a GELU", "quantise_rows_kernel", quantise_rows.quantise_rows, gelu,
         gelu=True,
-    )
+    )  # fmt: skip
     for sizes, width, window in (
         ((121, 128, 192), 256, (11, 11, 11)),
         ((18, 16, 24), 2048, (3, 7, 7)),

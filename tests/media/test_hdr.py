@@ -164,12 +164,9 @@ def test_frames_are_written_as_exr(tmp_path):
     chunk, name = clip(frames=3), tmp_path / "f-%05d.exr"
     check_output(name)
     write_clip(
-        name,
-        [chunk[:, :1], chunk[:, 1:]],
-        num_frames=3,
-        fps=Fraction(24),
+        name, [chunk[:, :1], chunk[:, 1:]], num_frames=3, fps=Fraction(24),
         hdr=hdr.HighRange("ACESCG"),
-    )
+    )  # fmt: skip
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"f-{i:05d}.exr" for i in range(3)]
     expected = hdr.from_model(chunk[:, 1].transpose(1, 2, 0), hdr.HighRange("ACESCG")).astype(
         np.float16

@@ -84,11 +84,8 @@ def test_pixels_in_memory_become_a_file(tmp_path, shown):
 
 def test_arrays_that_are_no_picture_are_refused(tmp_path):
     for array in (
-        np.zeros((2, 3, 4, 3)),
-        np.zeros((0, 4)),
-        np.full((4, 4), 1.5),
-        np.full((4, 4), -1),
-    ):
+        np.zeros((2, 3, 4, 3)), np.zeros((0, 4)), np.full((4, 4), 1.5), np.full((4, 4), -1),
+    ):  # fmt: skip
         with refused(r"^image: "):
             on_disk(array, tmp_path)
     grey = on_disk(np.eye(4, dtype=bool), tmp_path)

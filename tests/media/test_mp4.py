@@ -166,13 +166,9 @@ def failing():
 def test_a_failure_leaves_nothing(tmp_path, chunks, error):
     with pytest.raises(ValueError if error else KeyboardInterrupt, match=error):
         write_mp4(
-            tmp_path / "a.mp4",
-            chunks(),
-            num_frames=17,
-            fps=Fraction(24),
-            waveform=tone(1, 24000),
+            tmp_path / "a.mp4", chunks(), num_frames=17, fps=Fraction(24), waveform=tone(1, 24000),
             sample_rate=24000,
-        )
+        )  # fmt: skip
     assert list(tmp_path.iterdir()) == []
 
 
@@ -181,13 +177,9 @@ def test_a_failure_keeps_the_previous_file(tmp_path):
     path.write_bytes(b"before")
     with pytest.raises(ValueError, match="waveform"):
         write_mp4(
-            path,
-            [clip()],
-            num_frames=17,
-            fps=Fraction(24),
-            waveform=np.zeros((1, 5)),
+            path, [clip()], num_frames=17, fps=Fraction(24), waveform=np.zeros((1, 5)),
             sample_rate=24000,
-        )
+        )  # fmt: skip
     assert path.read_bytes() == b"before"
 
 

@@ -45,12 +45,9 @@ def tone(seconds, rate):
 
 def write(path, chunks=None, **more):
     given = {
-        "num_frames": 17,
-        "fps": NTSC,
-        "waveform": tone(0.4, 24000),
-        "sample_rate": 24000,
+        "num_frames": 17, "fps": NTSC, "waveform": tone(0.4, 24000), "sample_rate": 24000,
         "comment": COMMENT,
-    }
+    }  # fmt: skip
     return write_clip(path, chunks or [clip()[:, :9], clip()[:, 9:]], **given | more)
 
 

@@ -96,12 +96,8 @@ def test_cuts_are_counted_in_samples(tmp_path):
     samples = (signal(RATE, 5003) * 2**15).astype(np.int16)
     path = stored(tmp_path / "a.mka", "flac", samples)  # whose times are milliseconds
     for start_s, length_s in (
-        (0.0, None),
-        (0.0, 0.1),
-        (0.1003, 0.05),
-        (0.25, 9.0),
-        (5002 / RATE, 1.0),
-    ):
+        (0.0, None), (0.0, 0.1), (0.1003, 0.05), (0.25, 9.0), (5002 / RATE, 1.0),
+    ):  # fmt: skip
         first = round(start_s * RATE)
         last = None if length_s is None else first + round(length_s * RATE)
         found, _ = read_sound(path, start_s, length_s)
@@ -114,13 +110,9 @@ def test_aac_is_aligned(tmp_path):
     """What `generate` writes, read again: no priming samples are left in front."""
     sound, frames = signal(48000, 24000), np.zeros((3, 12, 16, 16), np.float32)
     write_mp4(
-        tmp_path / "a.mp4",
-        [frames],
-        num_frames=12,
-        fps=Fraction(24),
-        waveform=sound,
+        tmp_path / "a.mp4", [frames], num_frames=12, fps=Fraction(24), waveform=sound,
         sample_rate=48000,
-    )
+    )  # fmt: skip
     found, rate = read_sound(tmp_path / "a.mp4", 0.0, 0.5)
     assert rate == 48000 and found.shape == (2, 24000)
     match = [

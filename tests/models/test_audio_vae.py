@@ -16,15 +16,9 @@ from ltx2rt.weights.presets import preset
 
 KINDS = ["numpy", "cuda", "tpu"]
 CONFIG = AudioVaeConfig(
-    base_channels=8,
-    channel_multipliers=(1, 2, 4),
-    num_res_blocks=2,
-    latent_channels=8,
-    out_channels=2,
-    mel_bins=64,
-    sample_rate=16000,
-    mel_hop=160,
-)
+    base_channels=8, channel_multipliers=(1, 2, 4), num_res_blocks=2, latent_channels=8,
+    out_channels=2, mel_bins=64, sample_rate=16000, mel_hop=160,
+)  # fmt: skip
 PREFIX = "audio_vae."
 STATISTICS = (
     "audio_vae.per_channel_statistics.mean-of-means",

@@ -96,11 +96,7 @@ def test_frames_are_those_of_diffusers(seconds, fps, least):
             return torch.tensor([seconds], dtype=torch.float64)
 
     expected = Says().predict_num_frames(
-        None,
-        None,
-        frame_rate=float(fps),
-        temporal_compression_ratio=8,
-        min_seconds=least,
+        None, None, frame_rate=float(fps), temporal_compression_ratio=8, min_seconds=least,
         max_seconds=20.0,
-    )
+    )  # fmt: skip
     assert duration_head.frames_of(seconds, fps, (least, 20.0)) == expected

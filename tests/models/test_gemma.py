@@ -45,13 +45,9 @@ def build(dtype: torch.dtype = torch.float32) -> Gemma3ForConditionalGeneration:
         },
     )
     vision = SiglipVisionConfig(
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        image_size=16,
-        patch_size=4,
-    )
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        image_size=16, patch_size=4,
+    )  # fmt: skip
     config = Gemma3Config(
         text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=60
     )

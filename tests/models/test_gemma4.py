@@ -35,15 +35,11 @@ def build(dtype: torch.dtype = torch.float32) -> Gemma4UnifiedTextModel:
         sliding_window=5,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
         rms_norm_eps=1e-6,
-        rope_parameters={
-            "full_attention": {
-                "rope_type": "proportional",
-                "partial_rotary_factor": 0.25,
-                "rope_theta": 1_000_000.0,
-            },
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-        },
-    )
+        rope_parameters={"full_attention": {"rope_type": "proportional",
+                                            "partial_rotary_factor": 0.25,
+                                            "rope_theta": 1_000_000.0},
+                         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}},
+    )  # fmt: skip
     model = Gemma4UnifiedTextModel(config).eval()
     generator = torch.Generator().manual_seed(7)
     named = dict(model.named_parameters()) | {

@@ -80,14 +80,9 @@ def expected_step(config, inputs, rule: str = "B", frozen=()) -> dict[str, np.nd
     kinds = ("positions", "context", "latent", "mask", "clean")
     by_name = ({n: inputs[f"{n}_{kind}"] for n in NAMES} for kind in kinds)
     ((latents, x0s),) = euler_steps(
-        build(config),
-        *by_name,
-        inputs["sigmas"],
-        inputs["guidance"],
-        blocks_of(inputs),
-        frozen,
+        build(config), *by_name, inputs["sigmas"], inputs["guidance"], blocks_of(inputs), frozen,
         rule,
-    )
+    )  # fmt: skip
     return {f"{n}_x0": x0s[n] for n in x0s} | {f"{n}_latent": latents[n] for n in x0s}
 
 

@@ -69,11 +69,8 @@ def test_every_step_is_no_plan():
 def test_refusals():
     sigmas = shifted_sigmas(30)
     bad = [
-        ("1,2", "0 first"),
-        ("0,4,4", "ascending"),
-        ("0,30", "below 30"),
-        ("0,12,9", "ascending"),
-    ]
+        ("1,2", "0 first"), ("0,4,4", "ascending"), ("0,30", "below 30"), ("0,12,9", "ascending"),
+    ]  # fmt: skip
     for text, message in bad:
         with refused(message):
             StepPlan.parse(text).check(30, "--step-plan", sigmas)

@@ -216,11 +216,8 @@ def test_sound_alone_equals_the_sound_of_both_streams_kept_apart(
             tiny(f"tiny-{generation}", "official"),
         ]
         files = [
-            "--inputs",
-            tmp_path / "in.safetensors",
-            "--outputs",
-            tmp_path / f"{name}.safetensors",
-        ]
+            "--inputs", tmp_path / "in.safetensors", "--outputs", tmp_path / f"{name}.safetensors",
+        ]  # fmt: skip
         status, _, stderr = command(*words, "--component", "transformer", *files)
         assert status == 0, stderr
         found[name] = load_file(tmp_path / f"{name}.safetensors")

@@ -212,12 +212,9 @@ class Reference:
             full.append(seed), marked.append(np.ones(cells))
         clean, mask, full = (np.concatenate(parts, axis=1) for parts in (clean, mask, full))
         video = ModalityState(
-            np.float32(clean),
-            np.float32(mask),
-            positions(grid, fps, appended),
-            targets,
+            np.float32(clean), np.float32(mask), positions(grid, fps, appended), targets,
             np.float32(np.hstack(marked)),
-        )
+        )  # fmt: skip
         states, starts = {"video": video}, {"video": full}
         if audio is not None:
             states["audio"], starts["audio"] = audio[1], audio[0]

@@ -82,12 +82,9 @@ def test_defaults_of_2_5():
     )  # 480 frames are the longest
     terms = request.negative_prompt.split(", ")
     led = [
-        "has_subtitles",
-        "has_blurbox",
-        "transition from black",
-        "transition to black",
+        "has_subtitles", "has_blurbox", "transition from black", "transition to black",
         "speech_ending_short",
-    ]
+    ]  # fmt: skip
     assert terms[:6] == [*led, "blurry"]
     for preset_ in ("tiny-2.0", "tiny-2.3"):  # one text for all releases since 1.2.0
         older = pipeline("two-stage")("a fox").resolved(preset(preset_).config)

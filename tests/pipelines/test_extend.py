@@ -29,11 +29,8 @@ from ltx2rt.testing import relative_l2
 RATE = 44100
 CLOSE = 1e-5  # two backends, every step: float32 rounding, as of every other pipeline
 WAYS = {
-    "forward": {},
-    "backward": {"before": True},
-    "join": {"join": "second"},
-    "loop": {"loop": 2},
-}
+    "forward": {}, "backward": {"before": True}, "join": {"join": "second"}, "loop": {"loop": 2},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

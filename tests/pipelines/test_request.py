@@ -34,14 +34,10 @@ def model(generation="2.3", num_layers=48, version=()):
         part=lambda name: None,
         upsampler=None,
         image_crf=33,
-        transformer=SimpleNamespace(
-            keyframe_vector=False,
-            num_layers=num_layers,
-            rope_max_pos=(20, 2048, 2048),
-            audio_rope_max_pos=20,
-        ),
+        transformer=SimpleNamespace(keyframe_vector=False, num_layers=num_layers,
+                                    rope_max_pos=(20, 2048, 2048), audio_rope_max_pos=20),
         video_vae=SimpleNamespace(space_factor=32, time_factor=8),
-    )
+    )  # fmt: skip
 
 
 REQUEST = TwoStage("a cat")
@@ -50,13 +46,10 @@ REQUEST = TwoStage("a cat")
 @pytest.mark.parametrize(
     "generation,num_layers,steps,block",
     [
-        ("2.0", 48, 40, 29),
-        ("2.3", 48, 30, 28),
-        ("2.0", 3, 40, 1),
-        ("2.3", 6, 30, 3),
+        ("2.0", 48, 40, 29), ("2.3", 48, 30, 28), ("2.0", 3, 40, 1), ("2.3", 6, 30, 3),
         ("2.3", 1, 30, 0),
     ],
-)
+)  # fmt: skip
 def test_defaults_follow_the_generation(generation, num_layers, steps, block):
     full = REQUEST.resolved(model(generation, num_layers))
     assert full.steps == steps and full.stg_blocks == (block,) and full.image_crf == 33
@@ -74,17 +67,9 @@ def test_the_negative_prompt_is_the_published_one():
 
 def test_given_values_are_kept():
     given = replace(
-        REQUEST,
-        num_frames=9,
-        steps=1,
-        seed=0,
-        negative_prompt="",
-        image_crf=0,
-        width=768,
-        height=512,
-        stg_blocks=(0, 2),
-        audio_from="stage2",
-    )
+        REQUEST, num_frames=9, steps=1, seed=0, negative_prompt="", image_crf=0, width=768,
+        height=512, stg_blocks=(0, 2), audio_from="stage2",
+    )  # fmt: skip
     assert given.resolved(model(num_layers=3)) == given
 
 

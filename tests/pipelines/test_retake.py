@@ -57,13 +57,10 @@ def write(
     width, height = size
     f, y, x = np.mgrid[:num_frames, :height, :width]
     pixels = np.stack(
-        [
-            127 + 120 * np.sin(x / 7 + f / 3),
-            127 + 120 * np.cos(y / 5 + f / 4),
-            (x * y + 9 * f) % 256,
-        ],
+        [127 + 120 * np.sin(x / 7 + f / 3), 127 + 120 * np.cos(y / 5 + f / 4),
+         (x * y + 9 * f) % 256],
         -1,
-    )
+    )  # fmt: skip
     ticks = [round(i * TICKS / fps) for i in range(num_frames)] if times is None else times
     samples = round((num_frames / fps if sound_s is None else sound_s) * RATE)
     t = np.arange(samples) / RATE

@@ -63,13 +63,10 @@ def test_every_kind_is_found_by_its_name_and_its_model():
 @pytest.mark.parametrize(
     ("name", "kind", "count"),
     [
-        ("v6e-8", "v6e", 8),
-        ("v5p-8", "v5p", 4),
-        ("8xH100", "h100-80gb", 8),
-        ("2 x 4090", "rtx4090-24gb", 2),
-        ("h200", "h200-141gb", 1),
+        ("v6e-8", "v6e", 8), ("v5p-8", "v5p", 4), ("8xH100", "h100-80gb", 8),
+        ("2 x 4090", "rtx4090-24gb", 2), ("h200", "h200-141gb", 1),
     ],
-)
+)  # fmt: skip
 def test_a_name_may_state_the_number_of_devices(name, kind, count):
     found, number = Devices(name).found
     assert (found.name, number) == (kind, count)

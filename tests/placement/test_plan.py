@@ -260,11 +260,8 @@ def test_figures_are_positive():
     for name in device_kinds():
         kind = device_kind(name)
         rates = [
-            kind.memory_bytes,
-            kind.flops_per_s,
-            kind.memory_bytes_per_s,
-            kind.link_bytes_per_s,
-        ]
+            kind.memory_bytes, kind.flops_per_s, kind.memory_bytes_per_s, kind.link_bytes_per_s,
+        ]  # fmt: skip
         assert min(rates) > 1e9
 
 

@@ -215,10 +215,7 @@ def test_a_text_encoder_goes_by_layers_on_jax(tiny, monkeypatch, small_matrices_
     """Two requests: the second takes its layers from where the first has left them."""
     model = tiny("tiny-2.3", "official")
     resident, _ = made(model, "distilled", "tpu", distilled_lora="none")
-    forced(
-        monkeypatch,
-        Residence({"text-encoder": 99}, reload=True, offload=True),
-    )
+    forced(monkeypatch, Residence({"text-encoder": 99}, reload=True, offload=True))
     with ltx2rt.open(model, backend="tpu", device="cpu", distilled_lora="none") as session:
         for prompt in ("a robot dancing", "a fox", "a robot dancing"):
             clip = session.generate(prompt, pipeline="distilled", **DISTILLED)

@@ -126,12 +126,9 @@ def diffusers_two_stage(
     if images:
         keep_officially(pipe, queue, monkeypatch)
     common = dict(
-        prompt=PROMPT,
-        num_frames=FRAMES,
-        frame_rate=float(FPS),
-        use_cross_timestep=True,
+        prompt=PROMPT, num_frames=FRAMES, frame_rate=float(FPS), use_cross_timestep=True,
         return_dict=False,
-    )
+    )  # fmt: skip
 
     def run(stage, width, height, sigmas, scales, output_type, **more):
         if images:
@@ -145,14 +142,9 @@ def diffusers_two_stage(
         trail.clear()
         levels = [float(s) for s in sigmas[:-1]]
         result = pipe(
-            **common,
-            **scales,
-            **more,
-            width=width,
-            height=height,
-            sigmas=levels,
+            **common, **scales, **more, width=width, height=height, sigmas=levels,
             output_type=output_type,
-        )
+        )  # fmt: skip
         assert not queue
         return result, np.stack(trail[::2]), np.stack(trail[1::2])
 
@@ -185,16 +177,9 @@ def diffusers_two_stage(
     pipe.load_lora_weights(state)
     first = float(STAGE2_SIGMAS[0])
     result, *steps = run(
-        "stage2",
-        WIDTH,
-        HEIGHT,
-        STAGE2_SIGMAS,
-        neutral,
-        "pt",
-        latents=video,
-        audio_latents=audio,
+        "stage2", WIDTH, HEIGHT, STAGE2_SIGMAS, neutral, "pt", latents=video, audio_latents=audio,
         noise_scale=first,
-    )
+    )  # fmt: skip
     found["stage2.video.steps"], found["stage2.audio.steps"] = steps
     found["waveform"] = result[1][0].detach().float().numpy()
     return found

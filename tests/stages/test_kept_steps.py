@@ -41,13 +41,10 @@ def opened(request, tiny):
 @pytest.mark.parametrize(
     ("pipeline", "stage", "at"),
     [
-        ("one-stage", "stage1", 1),
-        ("one-stage", "stage1", 2),
-        ("hq", "stage1", 2),
-        ("two-stage", "stage2", 1),
-        ("two-stage", "audio", 0),
+        ("one-stage", "stage1", 1), ("one-stage", "stage1", 2), ("hq", "stage1", 2),
+        ("two-stage", "stage2", 1), ("two-stage", "audio", 0),
     ],
-)
+)  # fmt: skip
 def test_a_stopped_clip_goes_on_to_the_same_bits(opened, tmp_path, pipeline, stage, at):
     given = SIZE | LOOPS[pipeline] | {"pipeline": pipeline}
     whole, folder = opened.generate("a fox", **given), tmp_path / "parts"

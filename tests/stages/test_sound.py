@@ -24,15 +24,9 @@ from ltx2rt.weights.presets import preset
 # amplify them, as they do what two backends differ by. Reached: 2e-7, 2e-5.
 SAME = {"2.0": 1e-6, "2.3": 1e-4}
 AUDIO_VAE = AudioVaeConfig(
-    base_channels=4,
-    channel_multipliers=(1, 2, 4),
-    num_res_blocks=0,
-    latent_channels=8,
-    out_channels=2,
-    mel_bins=64,
-    sample_rate=16000,
-    mel_hop=160,
-)
+    base_channels=4, channel_multipliers=(1, 2, 4), num_res_blocks=0, latent_channels=8,
+    out_channels=2, mel_bins=64, sample_rate=16000, mel_hop=160,
+)  # fmt: skip
 
 
 def generator(activation: str, final: str, rate: int, kernel: int) -> GeneratorConfig:

@@ -184,12 +184,9 @@ def test_musubis_rotations_of_inputs(merged, scaled):
     q -= q.swapaxes(1, 2)
     turn = sum(n * np.linalg.matrix_power(q, i) for i, n in enumerate((1, 2, 2, 2, 1)))
     about = {
-        "oft_block_size": 5,
-        "oft_block_share": 0,
-        "oft_coft": 0,
-        "coft_eps": 6e-5,
+        "oft_block_size": 5, "oft_block_share": 0, "oft_coft": 0, "coft_eps": 6e-5,
         "scaled_oft": scaled,
-    }
+    }  # fmt: skip
     given |= {f"diffusion_model.{MODULE}.{k}_metadata": np.float32(v) for k, v in about.items()}
     given |= {f"diffusion_model.{MODULE}.oft_R.scaled_oft": np.float32(1)} if scaled else {}
     expected = WEIGHT @ torch.block_diag(*torch.from_numpy(turn)).numpy().T

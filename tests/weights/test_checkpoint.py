@@ -529,16 +529,13 @@ def test_one_file_with_the_whole_model_and_a_gemma_folder(parts, tiny, tmp_path)
 @pytest.mark.parametrize(
     ("source", "own", "says"),
     [
-        (
-            "gemma4-other",
-            "gemma4-tiny-2.5",
-            r"gemma_version 'gemma4-tiny-2\.5'.*'gemma4-other'.*--text-encoder",
-        ),
+        ("gemma4-other", "gemma4-tiny-2.5",
+         r"gemma_version 'gemma4-tiny-2\.5'.*'gemma4-other'.*--text-encoder"),
         ("gemma4-tiny-2.5", None, r"gemma_version None.*'gemma4-tiny-2\.5'"),
         (None, "gemma4-tiny-2.5", "names none; pass the original files of one release"),
         (None, None, None),
     ],
-)
+)  # fmt: skip
 def test_a_text_encoder_of_another_release_is_refused(parts, capsys, source, own, says):
     main, text = TensorFile(part(parts, "transformer")), TensorFile(part(parts, "text-encoder"))
     metadata = {k: v for k, v in main.metadata.items() if k != "gemma_source_checkpoint"}
@@ -582,12 +579,9 @@ def test_files_of_another_release_are_refused(parts, official):
         open_checkpoint(official, upsampler=part(parts, "spatial-upsampler-x2"))
     for lora, model, says in [
         (official / LORA, parts, r"a LoRA of LTX-2\.3\.0, the model is LTX-2\.5\.0"),
-        (
-            part(parts, "distilled-lora"),
-            official,
-            r"a LoRA of LTX-2\.5\.0, the model is LTX-2\.3\.0",
-        ),
-    ]:
+        (part(parts, "distilled-lora"), official,
+         r"a LoRA of LTX-2\.5\.0, the model is LTX-2\.3\.0"),
+    ]:  # fmt: skip
         with refused(says):
             check_lora(open_lora(lora), open_checkpoint(model).config.version)
 

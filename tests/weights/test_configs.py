@@ -309,27 +309,17 @@ def test_the_first_released_diffusers_configs_have_fewer_keys():
     assert video_vae.diffusers(Keys(vae, "v")) == config.video_vae
     vocoder = audio.diffusers_vocoder_json(config.vocoder)
     for key in (
-        "act_fn",
-        "final_act_fn",
-        "final_bias",
-        "antialias",
-        "antialias_ratio",
+        "act_fn", "final_act_fn", "final_bias", "antialias", "antialias_ratio",
         "antialias_kernel_size",
-    ):
+    ):  # fmt: skip
         del vocoder[key]
     assert audio.diffusers_vocoder(Keys(vocoder, "v")) == config.vocoder
     t = transformer.diffusers_json(config.transformer)
     for key in (
-        "gated_attn",
-        "audio_gated_attn",
-        "cross_attn_mod",
-        "audio_cross_attn_mod",
-        "use_prompt_embeddings",
-        "perturbed_attn",
-        "ff_bias",
-        "audio_ff_bias",
+        "gated_attn", "audio_gated_attn", "cross_attn_mod", "audio_cross_attn_mod",
+        "use_prompt_embeddings", "perturbed_attn", "ff_bias", "audio_ff_bias",
         "use_prompt_adaln_single",
-    ):
+    ):  # fmt: skip
         del t[key]
     assert transformer.diffusers(Keys(t, "t")) == config.transformer
 

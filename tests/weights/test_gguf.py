@@ -133,12 +133,9 @@ def test_plain_types_are_views_and_values_of_keys_are_read(tmp_path):
         "empty": np.empty((0, 4), np.float32),
     }
     keys = {
-        "config": "{}",
-        "a.count": 3,
-        "a.eps": 1e-6,
-        "a.words": ["x", "y", "zz"],
+        "config": "{}", "a.count": 3, "a.eps": 1e-6, "a.words": ["x", "y", "zz"],
         "a.scores": [0.5, 1.5],
-    }
+    }  # fmt: skip
     file = open_file(write_gguf(tmp_path / "any.name", arrays, "ltxv", keys))
     assert isinstance(file, GgufFile) and file.architecture == "ltxv"
     assert file.metadata["config"] == "{}" and file.metadata["a.count"] == "3"

@@ -149,11 +149,8 @@ def served(tmp_path_factory):
             (mixed / f"second-{path.name}").symlink_to(path.resolve())
     hub = Hub()
     hub.repositories = {
-        "lab/plain": plain,
-        "lab/mixed": mixed,
-        "lab/gemma": made / "gemma-3",
-        "lab/gated": plain,
-    }
+        "lab/plain": plain, "lab/mixed": mixed, "lab/gemma": made / "gemma-3", "lab/gated": plain,
+    }  # fmt: skip
     hub.gated = {"lab/gated": 403}
     yield hub
     hub.server.shutdown()
@@ -241,16 +238,9 @@ def test_names_of_repositories(tmp_path, monkeypatch):
     assert parse_repo(Path("lab/plain/a.Q4_K_M.gguf")) == Repo("lab/plain", "a.Q4_K_M.gguf")
     assert parse_repo(Path("lab/plain/model_index.json")) == Repo("lab/plain", "model_index.json")
     for path in (
-        "plain",
-        "lab/plain/folder",
-        "./lab/plain",
-        "../lab",
-        "/lab/plain",
-        "lab/plain@",
-        ".",
-        "lab/plain.safetensors",
-        "https://civitai.com/models/1",
-    ):
+        "plain", "lab/plain/folder", "./lab/plain", "../lab", "/lab/plain", "lab/plain@", ".",
+        "lab/plain.safetensors", "https://civitai.com/models/1",
+    ):  # fmt: skip
         assert parse_repo(Path(path)) is None or path == "./lab/plain", path  # a Path drops "./"
     (tmp_path / "lab" / "plain").mkdir(parents=True)
     assert parse_repo(Path("lab/plain")) is None  # what exists is no repository

@@ -193,11 +193,8 @@ def test_a_matrix_is_what_its_format_says_in_slices_too(tmp_path, kind):
     expected = meant(kind, arrays).astype(np.float32)
     np.testing.assert_array_equal(source.read("x.weight"), expected)
     for rows_cut, columns_cut in (
-        ((2, 5), (0, columns)),
-        ((0, rows), (17, 33)),
-        ((1, 6), (5, 6)),
-        ((3, 4), (16, 48)),
-    ):
+        ((2, 5), (0, columns)), ((0, rows), (17, 33)), ((1, 6), (5, 6)), ((3, 4), (16, 48)),
+    ):  # fmt: skip
         part = source.read("x.weight", (0, *rows_cut), (1, *columns_cut))
         np.testing.assert_array_equal(part, expected[slice(*rows_cut), slice(*columns_cut)])
     np.testing.assert_array_equal(source.read("x.weight", (0, 1, 7), (0, 2, 4)), expected[3:5])

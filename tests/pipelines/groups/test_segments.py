@@ -170,15 +170,9 @@ def test_a_segment_is_an_extend_run(opened, tmp_path):
     more = {"segment_prompts": ("a hare",), "segments": 2, "audio": False}
     made(opened.resident, asked(tmp_path, **more))
     again = opened.generate(
-        "a hare",
-        pipeline="extend",
-        video_path=tmp_path / "0000.mov",
-        overlap=9,
-        extend_frames=16,
-        seed=segment_seed(3, 1),
-        guided=True,
-        steps=2,
-    )
+        "a hare", pipeline="extend", video_path=tmp_path / "0000.mov", overlap=9, extend_frames=16,
+        seed=segment_seed(3, 1), guided=True, steps=2,
+    )  # fmt: skip
     frames = np.stack(list(read_frames(tmp_path / "0001.mov", "", 25)))
     np.testing.assert_array_equal(frames, again.frames[-25:])
 
@@ -293,20 +287,16 @@ def test_refusals(opened, tmp_path):
         ({"overlap": 10}, "--overlap: 10, expected 8*k + 1; the nearest are 9 and 17"),
         ({"overlap": 25}, "--overlap: 25, but a segment has 25 frames; give fewer"),
         ({"seconds": 2.0}, "--seconds: given beside --num-frames"),
-        (
-            {"segments": 1, "cut": (2,)},
-            "--cut: the clip has one segment; give --segment-frames, fewer",
-        ),
+        ({"segments": 1, "cut": (2,)},
+         "--cut: the clip has one segment; give --segment-frames, fewer"),
         ({"segments": None, "segment_prompts": ("x",)}, "--prompt: several: the clip has one"),
         ({"segment_prompts": ("x", " ")}, "--prompt: one is empty"),
         ({"segment_prompts": ("x",) * 3}, "--prompt: 4 are given, but the clip has 3 segments"),
-        (
-            {"segment_prompts": ("x",), "enhance_prompt": True},
-            "--enhance-prompt: writes one prompt",
-        ),
+        ({"segment_prompts": ("x",), "enhance_prompt": True},
+         "--enhance-prompt: writes one prompt"),
         ({"num_frames": 801}, "--segment-frames: 801 frames are over 20 s"),
         ({"auto_duration": (1.0, 2.0)}, "--auto-duration: does not go with a clip in segments"),
-    ):
+    ):  # fmt: skip
         given = several({"prompt": "a fox", **SIZE, "steps": 1, "segments": 3} | more)
         given["pipeline"] = "one-stage"
         with pytest.raises(InputError) as error:
