@@ -34,6 +34,7 @@ from virtual import xla_flags
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flagged
 from ltx2rt.pipelines import FIRST, pipeline
+from ltx2rt.testing import relative_l2
 
 # jaxlib says at the very end what it leaks, over the results
 atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), 2))
@@ -288,6 +289,24 @@ def denoised(session, request):
     plan, ends = make_plan(session, request), (Frames, Sound, Cut, Join, JoinFrames, Keep, Segments)
     kept = tuple(stage for stage in plan.stages if not isinstance(stage, ends))
     return plan, produce(session, replace(plan, stages=kept), keep=True)[0]
+
+
+def assert_near(found, expected, close: float) -> None:
+    """Arrays by name: the same names, each within this relative distance."""
+    assert found.keys() == expected.keys()
+    distances = {name: relative_l2(found[name], x) for name, x in expected.items()}
+    assert all(distance <= close for distance in distances.values()), distances
+
+
+def assert_same(found, expected) -> None:
+    """Arrays by name: the same names and numbers."""
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, name)
+
+
+def assert_ran(*runs) -> None:
+    assert not any(run.status for run in runs), runs
 
 
 def refused(says: str):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from conftest import assert_near
 from reference_transformer import (
     KINDS,
     NAMES,
@@ -87,8 +88,7 @@ def expected_step(config, inputs, rule: str = "B", frozen=()) -> dict[str, np.nd
 
 
 def assert_close(actual, expected) -> None:
-    for name in expected:
-        assert relative_l2(actual[name], expected[name]) <= CLOSE, name
+    assert_near(actual, expected, CLOSE)
 
 
 # JAX takes seconds to compile a step, and rules and scales are the graph's matter: it runs two of

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from conftest import refused
+from conftest import assert_near, refused
 from placed_cases import case
 
 from ltx2rt.graph.interpret import interpret
@@ -40,8 +40,7 @@ def test_gathered_weights_give_the_values_of_one_device(name, mesh):
     local = on(mesh, one.graph)
     assert local.mesh == mesh and local.parameters() == one.graph.parameters()
     expected, found = one.expected, interpret(local, one.params, one.inputs)
-    for output in expected:
-        assert relative_l2(found[output], expected[output]) <= CLOSE, output
+    assert_near(found, expected, CLOSE)
 
 
 @pytest.mark.parametrize("mesh", ({"fsdp": 2}, {"fsdp": 2, "tensor": 3}), ids=str)

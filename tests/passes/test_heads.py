@@ -4,6 +4,7 @@ where it must not be done."""
 from collections import Counter
 
 import pytest
+from conftest import assert_near
 from placed_cases import case
 
 from ltx2rt.graph.interpret import interpret
@@ -11,7 +12,6 @@ from ltx2rt.passes.heads import group_heads, is_grouped
 from ltx2rt.passes.interleave import TOKENS, interleave
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
-from ltx2rt.testing import relative_l2
 
 CLOSE = 2e-6  # float32: products of arrays that lie otherwise, by any BLAS
 
@@ -42,12 +42,10 @@ def test_groups_have_the_same_values_and_exchange_as_much(name, mesh):
     assert after["attention"] == before["attention"] + 2
     assert (after["all_to_all"], after["bytes"]) == (3 * before["all_to_all"], before["bytes"])
     expected = interpret(graph, one.params, one.inputs)
-    for key, value in interpret(grouped, one.params, one.inputs).items():
-        assert relative_l2(value, expected[key]) <= CLOSE, key
+    assert_near(interpret(grouped, one.params, one.inputs), expected, CLOSE)
     halves = interleave(graph, TOKENS)
     expected = interpret(halves, one.params, one.inputs)
-    for key, value in interpret(interleave(grouped, TOKENS), one.params, one.inputs).items():
-        assert relative_l2(value, expected[key]) <= CLOSE, key
+    assert_near(interpret(interleave(grouped, TOKENS), one.params, one.inputs), expected, CLOSE)
 
 
 def test_heads_stay_together_where_they_do_not_divide_or_travel_or_halves_take_turns():

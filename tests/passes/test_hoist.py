@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from conftest import assert_near
 from placed_cases import case
 
 from ltx2rt.commands.graph import component_graph
@@ -50,8 +51,7 @@ def test_the_loop_equals_its_steps_hoisted_or_not(generation):
     expected = step_by_step(one)
     for graph in (all_steps(one), hoist(all_steps(one)), pack(hoist(all_steps(one)))):
         actual = run_graph("numpy", graph, one.params, one.inputs | {"sigmas": SIGMAS})
-        for name in expected:
-            assert relative_l2(actual[name], expected[name]) <= CLOSE, name
+        assert_near(actual, expected, CLOSE)
 
 
 @pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.slow), "2.3"])

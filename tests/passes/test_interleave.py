@@ -5,6 +5,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
+from conftest import assert_near
 from placed_cases import case
 
 from ltx2rt.graph.interpret import interpret
@@ -14,7 +15,6 @@ from ltx2rt.passes.interleave import SAMPLES, TOKENS, interleave
 from ltx2rt.passes.rotate import rotate
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
-from ltx2rt.testing import relative_l2
 
 CLOSE = 2e-6  # float32: products of other shapes, by any BLAS
 LEAST = 1100  # bytes: the exchanges of halves but those of norms and what is gathered
@@ -49,8 +49,7 @@ def test_halves_have_the_same_values_and_exchange_as_much(generation, profile, m
     before, after = exchanged(graph), exchanged(halved)
     assert after["bytes"] == before["bytes"] and after["times"] == 2 * before["times"] > 0
     expected = interpret(graph, one.params, one.inputs)
-    for key, value in interpret(halved, one.params, one.inputs).items():
-        assert relative_l2(value, expected[key]) <= CLOSE, key
+    assert_near(interpret(halved, one.params, one.inputs), expected, CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -71,8 +70,7 @@ def test_tied_halves_take_turns_and_have_the_same_values(name, profile, mesh, ei
     plain, tied = interleave(graph), interleave(graph, tied=LEAST)
     assert exchanged(tied) == exchanged(plain)
     expected = interpret(graph, one.params, one.inputs)
-    for key, value in interpret(tied, one.params, one.inputs).items():
-        assert relative_l2(value, expected[key]) <= CLOSE, key
+    assert_near(interpret(tied, one.params, one.inputs), expected, CLOSE)
 
     def independent(graph) -> int:
         """Pairs of big exchanges of halves that may leave in either order."""
@@ -103,8 +101,7 @@ def test_halves_are_tied_whatever_is_big(least):
     tied = interleave(graph, tied=least)
     assert any(node.op == "barrier" for node in tied.repeats[0].body.nodes) == (least <= 2304)
     expected = interpret(graph, one.params, one.inputs)
-    for key, value in interpret(tied, one.params, one.inputs).items():
-        assert relative_l2(value, expected[key]) <= CLOSE, key
+    assert_near(interpret(tied, one.params, one.inputs), expected, CLOSE)
 
 
 def test_neither_half_waits_for_the_other():
@@ -142,8 +139,7 @@ def test_halves_of_the_tokens_have_the_same_values(name, mesh):
     assert sums[1]["all_to_all"] == sums[0]["all_to_all"]
     expected = interpret(graph, one.params, one.inputs)
     for form in (halved, fuse(halved)):
-        for key, value in interpret(form, one.params, one.inputs).items():
-            assert relative_l2(value, expected[key]) <= CLOSE, key
+        assert_near(interpret(form, one.params, one.inputs), expected, CLOSE)
 
 
 @pytest.mark.parametrize("name", ["forward-2.0", "guided-2.3", "masked-2.3"])
@@ -163,8 +159,7 @@ def test_tied_halves_of_the_tokens_take_turns_and_have_the_same_values(name):
     )
     tied = interleave(graph, TOKENS, tied=least)
     expected = interpret(graph, one.params, one.inputs)
-    for key, value in interpret(tied, one.params, one.inputs).items():
-        assert relative_l2(value, expected[key]) <= CLOSE, key
+    assert_near(interpret(tied, one.params, one.inputs), expected, CLOSE)
     for repeat in tied.repeats:
         before: dict[int, set[int]] = {}
         sums = []

@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from conftest import assert_near
 from placed_cases import GUIDANCE, NAMES, case, lora_arrays
 
 from ltx2rt.graph import trace
@@ -43,8 +44,7 @@ def test_packed_graph_has_the_same_values_and_reads_the_same_tensors(name):
     assert sum(linears(packed).values()) < sum(linears(one.graph).values())
     expected = one.expected
     close = CLOSE * (AMPLIFIED if name.startswith("guided") else 1)
-    for key, value in interpret(packed, one.params, one.inputs).items():
-        assert relative_l2(value, expected[key]) <= close, key
+    assert_near(interpret(packed, one.params, one.inputs), expected, close)
 
 
 @pytest.mark.parametrize("devices", (1, 4))
@@ -83,8 +83,7 @@ def packs(model) -> bool:
         for name, v in graph.inputs.items()
     }
     expected = interpret(graph, params, inputs)
-    for key, value in interpret(packed, params, inputs).items():
-        assert relative_l2(value, expected[key]) <= CLOSE
+    assert_near(interpret(packed, params, inputs), expected, CLOSE)
     assert packed.parameters() == graph.parameters()
     return sum(linears(packed).values()) < sum(linears(graph).values())
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import refused
+from conftest import assert_near, refused
 from placed_cases import DEVICES, NAMES, case
 
 from ltx2rt.errors import GraphError
@@ -69,8 +69,7 @@ def test_placed_graph_has_the_values_of_one_device(name, devices):
     one = case(name)
     expected = one.expected
     actual = interpret(one.on(devices), one.params, one.inputs)
-    for key in expected:
-        assert relative_l2(actual[key], expected[key]) <= CLOSE, key
+    assert_near(actual, expected, CLOSE)
 
 
 @pytest.mark.parametrize("devices", DEVICES)

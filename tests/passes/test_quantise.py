@@ -11,7 +11,7 @@ import ltx2rt_cuda.ops.products
 import numpy as np
 import pytest
 import torch
-from conftest import refused
+from conftest import assert_near, refused
 from ltx2rt_cuda import as_module
 from ltx2rt_cuda.distributed import Position
 from ltx2rt_cuda.factory import FACTORY
@@ -198,8 +198,7 @@ def test_backends_do_what_the_definition_says(kind, layers):
     a rare 2^-4."""
     for graph in (quantise(stack()), pack(quantise(stack()))):
         expected = interpret(graph, params(), inputs())
-        for key, value in run_graph(kind, graph, params(), inputs(), layers).items():
-            assert relative_l2(value, expected[key]) <= 2e-3, key
+        assert_near(run_graph(kind, graph, params(), inputs(), layers), expected, 2e-3)
 
 
 def test_gelu_and_head_gates_join_the_quantisation_behind_them():
@@ -208,8 +207,7 @@ def test_gelu_and_head_gates_join_the_quantisation_behind_them():
     assert ops(fused)["gelu_quantised_linear"] == LAYERS - 2 and ops(fused)["gelu"] == 0
     expected = interpret(quantise(stack()), params(), inputs())
     for kind in ("numpy", "cuda"):
-        for key, value in run_graph(kind, fused, params(), inputs()).items():
-            assert relative_l2(value, expected[key]) <= 2e-3, key  # as above
+        assert_near(run_graph(kind, fused, params(), inputs()), expected, 2e-3)  # as above
 
 
 @pytest.mark.parametrize("stage", ("stage1", "stage2"))

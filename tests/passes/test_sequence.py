@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from conftest import refused
+from conftest import assert_near, refused
 from placed_cases import MASKED, Case, attention_weights, case
 from virtual import on_devices
 
@@ -19,7 +19,7 @@ from ltx2rt.models import guided_step, transformer
 from ltx2rt.placement.cost import traffic
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
-from ltx2rt.testing import random_params, relative_l2
+from ltx2rt.testing import random_params
 from ltx2rt.weights.presets import preset
 
 CLOSE = 1e-5  # float32: another order of summation
@@ -50,8 +50,7 @@ def agree(one, mesh, audio="replicated"):
     local = on(mesh, one.graph, audio)
     assert local.mesh == mesh
     found = interpret(local, one.params, one.inputs)
-    for output, expected in one.expected.items():
-        assert relative_l2(found[output], expected) <= CLOSE, output
+    assert_near(found, one.expected, CLOSE)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

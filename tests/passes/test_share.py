@@ -9,6 +9,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from conftest import assert_near, assert_same
 from placed_cases import (
     AUDIO_TOKENS,
     TEXT,
@@ -91,8 +92,7 @@ def agree(graph, shared, params, inputs, kind="numpy"):
     assert shared is not graph and flops(shared) < flops(graph)
     assert shared.parameters() == graph.parameters() and stored(pack(shared)) == stored(pack(graph))
     expected, found = (run_graph(kind, g, params, inputs) for g in (graph, shared))
-    for name in expected:
-        assert relative_l2(found[name], expected[name]) <= CLOSE, name
+    assert_near(found, expected, CLOSE)
 
 
 def stacks(graph):
@@ -148,16 +148,14 @@ def test_backends_run_the_shared_step(kind, layers, blocks):
     """JAX takes a second to compile a part of the stack, and gets two parts."""
     graph, params, inputs = step(blocks=(blocks,))
     expected = run_graph("numpy", graph, params, inputs)
-    for name, value in run_graph(kind, share(graph), params, inputs, layers).items():
-        assert relative_l2(value, expected[name]) <= CLOSE, name
+    assert_near(run_graph(kind, share(graph), params, inputs, layers), expected, CLOSE)
 
 
 def test_written_out_it_is_the_same():
     graph, params, inputs = step()
     shared = share(graph)
     expected = interpret(shared, params, inputs)
-    for name, value in interpret(unroll(shared), params, inputs).items():
-        np.testing.assert_array_equal(value, expected[name])
+    assert_same(interpret(unroll(shared), params, inputs), expected)
 
 
 @pytest.mark.parametrize(
@@ -182,8 +180,7 @@ def test_a_placed_step_communicates_no_more(mesh, generation):
     agree(placed, shared, params, inputs)
     local = Placement(PROFILES["trillium"], mesh).local(graph, "transformer")
     expected = interpret(graph, params, inputs)
-    for name, value in interpret(local, params, inputs).items():
-        assert relative_l2(value, expected[name]) <= 1e-5, name  # the tolerance of placed graphs
+    assert_near(interpret(local, params, inputs), expected, 1e-5)  # the tolerance of placed graphs
 
 
 def test_quantised_blocks_are_shared_too():

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from conftest import assert_near
 from test_retake import write
 
 import ltx2rt
@@ -24,7 +25,6 @@ from ltx2rt.session.session import Call
 from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.joined import Join, SourceClip, kept_sound
 from ltx2rt.stages.sound import Sound
-from ltx2rt.testing import relative_l2
 
 RATE = 44100
 CLOSE = 1e-5  # two backends, every step: float32 rounding, as of every other pipeline
@@ -250,9 +250,7 @@ def test_backends_agree(tiny, files, way, generation):
         records.append(produce(session, replace(plan, stages=stages), keep=True)[0].record)
         session.close()
     ours, theirs = records
-    assert ours.keys() == theirs.keys()
-    for key in ours:
-        assert relative_l2(theirs[key], ours[key]) <= CLOSE, key
+    assert_near(theirs, ours, CLOSE)
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ import av
 import numpy as np
 import pytest
 import torch
-from conftest import refused
+from conftest import assert_near, refused
 from diffusers import AutoencoderKLLTX2Video
 from PIL import Image
 from reference_transformer import assert_follows, euler_steps, noised, positions_of, stored_module
@@ -397,8 +397,7 @@ def test_four_devices_agree_with_one(model, masked, generate, generate_on_device
 def agree(one, several):
     assert one.status == several.status == 0, one.stderr + several.stderr
     assert one.latents.keys() == several.latents.keys() and "reference.1" in one.latents
-    for name, expected in one.latents.items():
-        assert relative_l2(several.latents[name], expected) <= CLOSE, name
+    assert_near(several.latents, one.latents, CLOSE)
 
 
 def test_with_a_mask_its_pixels_are_made_anew(model, half, tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import refused
+from conftest import assert_ran, assert_same, refused
 from gguf_files import (
     BF16,
     HALVES,
@@ -558,7 +558,7 @@ def test_a_gguf_model_runs_as_its_decoded_copy_does(apart, generate, dtype):
     products in another order where it makes a matrix itself, which bfloat16 hides."""
     for backend in ("cuda", "tpu"):
         runs = [generate(backend, folder, *FLAGS, "--dtype", dtype) for folder in apart]
-        assert [run.status for run in runs] == [0, 0], runs
+        assert_ran(*runs)
         assert "merged 130/130 modules" in runs[0].stdout + runs[0].stderr + json.dumps(
             runs[0].report
         )
@@ -636,9 +636,8 @@ def test_scales_that_are_not_finite_are_refused_where_bytes_are_kept(tmp_path, r
 def test_processes_read_their_slices_of_a_gguf_model(apart, generate_on_ranks):
     """Two ranks on gloo, split along rows and along columns."""
     runs = [generate_on_ranks(2, folder, *FLAGS) for folder in apart]
-    assert [run.status for run in runs] == [0, 0], runs
-    for name, latent in runs[1].latents.items():
-        np.testing.assert_array_equal(runs[0].latents[name], latent)
+    assert_ran(*runs)
+    assert_same(runs[0].latents, runs[1].latents)
 
 
 def test_a_lora_is_trained_beside_packed_matrices_as_beside_their_numbers(apart):
@@ -662,8 +661,7 @@ def test_a_lora_is_trained_beside_packed_matrices_as_beside_their_numbers(apart)
         trainer = step.trainer(0, AdamW())
         losses = trainer.accumulate(feeds, {"video_loss": 1.0, "audio_loss": 1.0})
         runs.append(losses | {"norm": np.array(list(trainer.update(1e-2).values()))})
-    for name, x in runs[1].items():
-        np.testing.assert_array_equal(runs[0][name], x)
+    assert_same(runs[0], runs[1])
 
 
 # ---- Gemma 3 -------------------------------------------------------------------------------------
@@ -716,9 +714,8 @@ def test_a_run_with_both_files_in_gguf_is_that_of_the_decoded_ones(apart, gemmas
         for folder, gemma in zip(apart, gemmas, strict=True)
     ]
     runs = [generate(*one) for one in both]
-    assert [run.status for run in runs] == [0, 0], runs
-    for name, latent in runs[1].latents.items():
-        np.testing.assert_array_equal(runs[0].latents[name], latent)
+    assert_ran(*runs)
+    assert_same(runs[0].latents, runs[1].latents)
 
 
 def test_a_folder_of_gguf_files_alone_is_understood(apart, gemmas, tmp_path):

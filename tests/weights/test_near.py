@@ -9,7 +9,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import refused
+from conftest import assert_ran, assert_same, refused
 from gguf_files import package, take_apart, write_gguf
 
 from ltx2rt.graph.encodings import quantise_rows
@@ -138,9 +138,8 @@ def test_gguf_files_are_found_as_well(tiny, tmp_path):
 
 def test_a_run_is_that_of_the_official_folder(comfy, tiny, generate):
     runs = [generate("cuda", folder, *FLAGS) for folder in (comfy, tiny("tiny-2.3", "official"))]
-    assert [run.status for run in runs] == [0, 0], runs
-    for name, latent in runs[1].latents.items():
-        np.testing.assert_array_equal(runs[0].latents[name], latent)
+    assert_ran(*runs)
+    assert_same(runs[0].latents, runs[1].latents)
 
 
 def test_names_of_folders_are_known_and_those_of_files_do_not_matter(comfy, tmp_path):
@@ -333,9 +332,8 @@ def test_a_run_with_it_is_that_with_the_folder(single, generate):
     comfy, folder = single
     place(folder / "tokenizer.json", comfy / "models" / "text_encoders")
     runs = [generate("cuda", comfy, *FLAGS, *more) for more in ((), ("--text-encoder", folder))]
-    assert [run.status for run in runs] == [0, 0], runs
-    for name, latent in runs[1].latents.items():
-        np.testing.assert_array_equal(runs[0].latents[name], latent)
+    assert_ran(*runs)
+    assert_same(runs[0].latents, runs[1].latents)
 
 
 def test_scaled_float8_is_read_under_its_older_names(single, tmp_path):
