@@ -399,6 +399,20 @@ def on_both(tiny) -> Iterator[Callable[..., dict]]:
 
 
 @pytest.fixture(scope="session")
+def folder(tiny) -> Path:
+    return tiny("tiny-2.3", "diffusers")
+
+
+@pytest.fixture(scope="module")
+def sessions(on_both, folder) -> dict:
+    """With a LoRA of no strength: guided and distilled steps on the same weights."""
+    from ltx2rt.session.options import LoraSpec
+
+    lora = LoraSpec(folder / "tiny-2.3-distilled-lora.safetensors", 0.0)
+    return on_both("tiny-2.3", distilled_lora=lora, assume="dev")
+
+
+@pytest.fixture(scope="session")
 def generate(tmp_path_factory) -> Callable[..., Run]:
     """generate(backend, model, *flags) -> Run, in this process."""
 

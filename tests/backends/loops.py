@@ -25,9 +25,7 @@ GUIDANCE = np.array([[3, 1, 3, 0.7], [7, 1, 3, 0.7]], np.float32)
 SIGMAS = np.array([1, 0.9, 0.65, 0.3, 0], np.float32)
 
 
-def job(
-    seed: int, guidance: np.ndarray = GUIDANCE, rows: int = 2
-) -> dict[str, dict[str, np.ndarray]]:
+def job(seed, guidance=GUIDANCE, rows=2) -> dict[str, dict[str, np.ndarray]]:
     """constants and state of a denoise loop of 3 video tokens a row, two held at 0.3."""
     rng = np.random.default_rng(seed)
     video = np.stack([np.indices((1, rows, 3), np.float32).reshape(3, -1) * 32] * 2, axis=-1)
@@ -70,9 +68,7 @@ def fresh(name: str, seed: int = 0, device: str = "cpu", dtype: str = "float32",
 shared = functools.cache(fresh)
 
 
-def denoise(
-    handle, sigmas: np.ndarray, constants: dict, state: dict
-) -> list[dict[str, np.ndarray]]:
+def denoise(handle, sigmas, constants, state) -> list[dict[str, np.ndarray]]:
     backend, steps = handle[0], run(handle, sigmas, constants, state)
     return [{name: backend.to_host(x) for name, x in outputs.items()} for outputs in steps]
 

@@ -74,11 +74,8 @@ RUNS = {
         Run("guided-2.3", "bfloat16", True),
         *(Run(name, halved=True) for name in NAMES if name.startswith("guided")),
     ],
-    "tpu": [
-        Run("guided-2.3"),
-        Run("text-2.0"),
-        Run("text-2.5"),
-    ],  # JAX takes seconds to compile one
+    # JAX takes seconds to compile one.
+    "tpu": [Run("guided-2.3"), Run("text-2.0"), Run("text-2.5")],
 }
 
 

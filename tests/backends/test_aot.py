@@ -31,9 +31,7 @@ def planned(graph: Graph) -> tuple[dict[str, int], int]:
     return counts, sum(t.received_bytes for t in found.values())
 
 
-def denoise(
-    name: str, branches: int, profile: str, mesh: dict[str, int], num_layers: int = 2
-) -> Graph:
+def denoise(name, branches, profile, mesh, num_layers=2) -> Graph:
     """The denoise loop at full width and reduced depth."""
     config = preset(name).config
     config = replace(config, transformer=replace(config.transformer, num_layers=num_layers))

@@ -71,10 +71,8 @@ def test_every_class_has_its_bundles_and_what_is_waited_for_is_exposed():
         "kernels": 500 * 8 * 2 * 2 + 20 * 2 * 16 * 6 * 4 * 2 * 4,
         "guessed": 1234,
     }
-    permuted, reduced = (
-        18e6 / 90e9 + 2e-6,
-        9e6 / 90e9 + 2e-6,
-    )  # of bytes that arrive over one link of a pair
+    # Of bytes that arrive over one link of a pair.
+    permuted, reduced = (18e6 / 90e9 + 2e-6, 9e6 / 90e9 + 2e-6)
     hidden = 40000 * 50 / CLOCK
     assert hidden > permuted and found["exposed"] == pytest.approx(10 * reduced)
     quick = times(HLO, CODE | {"copy.1": 40}, V6E)

@@ -25,9 +25,8 @@ def test_an_interrupted_compiler_ends_the_process_with_its_status_and_leaves_no_
         *["--prompt", "x", "--width", "64", "--height", "64", "--num-frames", "9", "--output"],
         tmp_path / "clip.mp4",
     ]
-    heard = [
-        signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGHUP)
-    ]  # background jobs ignore them
+    # Background jobs ignore them.
+    heard = [signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGHUP)]
     command = [sys.executable, "-m", "ltx2rt", *map(str, words)]
     env = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("empty"))}
     process = subprocess.Popen(

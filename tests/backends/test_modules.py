@@ -157,9 +157,8 @@ def test_gradients_reach_every_parameter_alike_in_both(name):
     """JAX's under `nnx.jit`, beside the outputs."""
     outputs, theirs = jax_results(jax_module(name), name)
     for key, value in jax_module(name)(**network(name).inputs).items():
-        assert (
-            relative_l2(outputs[key], value) <= 1e-5
-        )  # XLA fuses otherwise where a gradient is computed too
+        # XLA fuses otherwise where a gradient is computed too.
+        assert relative_l2(outputs[key], value) <= 1e-5
     ours = torch_gradients(name)
     assert ours.keys() == theirs.keys() == network(name).graph.parameters().keys()
     for key, gradient in ours.items():
@@ -286,9 +285,8 @@ def test_packed_graph_keeps_the_checkpoints_names_in_torch():
     module = as_module(packed, ArraySource(one.params))
     assert module.state_dict().keys() == one.graph.parameters().keys()
     for key, value in torch_module("transformer")(**one.inputs).items():
-        assert (
-            relative_l2(module(**one.inputs)[key].detach(), value.detach()) <= 1e-5
-        )  # another order of summation
+        # Another order of summation.
+        assert relative_l2(module(**one.inputs)[key].detach(), value.detach()) <= 1e-5
 
 
 @pytest.mark.slow
@@ -344,9 +342,8 @@ def test_torch_module_of_a_placed_graph_is_refused():
 
 def run_on_mesh(folder: Path) -> None:
     one, source = network("transformer"), ArraySource(network("transformer").params)
-    graph = place(
-        one.graph, PROFILES["hopper"].rules["transformer"], MESH
-    )  # not packed: the checkpoint's parameters
+    # Not packed: the checkpoint's parameters.
+    graph = place(one.graph, PROFILES["hopper"].rules["transformer"], MESH)
     module = as_nnx(graph, source, "cpu")
     packed = as_nnx(
         Placement(PROFILES["hopper"], MESH).local(one.graph, "transformer"), source, "cpu"
@@ -391,9 +388,8 @@ def test_sharding_metadata_is_the_graphs(on_mesh):
 def test_module_and_gradients_on_a_mesh_equal_those_on_one_device(on_mesh):
     expected = jax_module("transformer")(**network("transformer").inputs)
     outputs, gradients = np.load(on_mesh / "outputs.npz"), np.load(on_mesh / "gradients.npz")
-    assert (
-        max(relative_l2(outputs[key], expected[key]) for key in expected) <= 1e-5
-    )  # the contract's bound
+    # The contract's bound.
+    assert max(relative_l2(outputs[key], expected[key]) for key in expected) <= 1e-5
     ours = torch_gradients("transformer")
     assert set(gradients) == ours.keys()
     assert max(relative_l2(gradients[key], ours[key]) for key in ours) <= CLOSE

@@ -273,9 +273,8 @@ def test_compile_option_compiles_the_repeated_block_once(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script_method:DeprecationWarning"
-)  # torch's own import of inductor
+# Torch's own import of inductor.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 def test_inductor_runs_a_compiled_block():
     def block(o, carry, invariant, data):
         x = o.add(carry["x"], o.linear(o.gelu(carry["x"]), "proj", {"D": 8}))
@@ -348,9 +347,8 @@ def test_unrolled_layers_agree_with_the_loop_over_layers(name):
     work = job(13)
     unrolled = denoise(fresh(name, layers="unrolled"), SIGMAS[:2], **work)
     for key, value in denoise(shared(name), SIGMAS[:2], **work)[0].items():
-        assert relative_l2(unrolled[0][key], value) <= 1e-5, (
-            key
-        )  # XLA fuses across layers once they are written out
+        # XLA fuses across layers once they are written out.
+        assert relative_l2(unrolled[0][key], value) <= 1e-5, key
 
 
 @pytest.mark.parametrize("name", BACKENDS)

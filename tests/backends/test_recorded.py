@@ -16,16 +16,13 @@ from ltx2rt.testing import ArraySource, random_params, relative_l2
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script_method:DeprecationWarning"
-)  # torch's own import of inductor
-@pytest.mark.filterwarnings(
-    "ignore:TensorFloat32"
-)  # inductor's, of a float32 product: it is off because it rounds
+# Torch's own import of inductor.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+# Inductor's, of a float32 product: it is off because it rounds.
+@pytest.mark.filterwarnings("ignore:TensorFloat32")
 @pytest.mark.parametrize("compile", [False, True], ids=["plain", "compiled"])
-@pytest.mark.parametrize(
-    "dtype,close", [("float32", 1e-6), ("bfloat16", 2**-8)]
-)  # other workspaces
+# Other workspaces.
+@pytest.mark.parametrize("dtype,close", [("float32", 1e-6), ("bfloat16", 2**-8)])
 def test_a_recorded_step_follows_every_input_the_weights_and_the_size(dtype, close, compile):
     """Loops of two sizes in turn, each recorded once; each job changes everything that is not its
     structure. The oracle launches each step."""

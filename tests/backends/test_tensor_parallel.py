@@ -38,9 +38,8 @@ def inputs(tmp_path_factory) -> Path:
 
 
 def run_fleet(kind: str, folder: Path, **environment: str) -> Path:
-    path = os.pathsep.join(
-        (str(HERE.parent), *sys.path)
-    )  # the code that is tested here, wherever it lies
+    # The code that is tested here, wherever it lies.
+    path = os.pathsep.join((str(HERE.parent), *sys.path))
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environment
     command = [sys.executable, str(HERE / "tensor_parallel_ranks.py"), kind, str(folder)]
     process = subprocess.Popen(

@@ -109,9 +109,8 @@ def test_it_runs_what_it_plans(loom):
     assert ops[0] == ops[1] != ops[2]
     found = program(backend.load([one.graph], ArraySource(one.params)), one.inputs)
     for name, expected in interpret(one.graph, one.params, one.inputs).items():
-        assert relative_l2(np.asarray(found[name], np.float64), expected) < 1e-5, (
-            name
-        )  # roundings of float32
+        # Roundings of float32.
+        assert relative_l2(np.asarray(found[name], np.float64), expected) < 1e-5, name
 
 
 def test_a_backend_reports_its_devices_by_its_own_word(loom):

@@ -230,6 +230,5 @@ def test_optimisers_agree_over_fifty_steps():
     for name, loss in losses[0].items():
         assert loss.mean() < 0.8 * once("cuda", "2.3")[name].mean()
         started = once("cuda", "2.3")[name].max()
-        np.testing.assert_allclose(
-            losses[1][name], loss, atol=1e-4 * started
-        )  # rounding, through fifty steps of Adam
+        # Rounding, through fifty steps of Adam.
+        np.testing.assert_allclose(losses[1][name], loss, atol=1e-4 * started)

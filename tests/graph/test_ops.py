@@ -327,9 +327,8 @@ def test_attention_in_parts_is_as_exact_as_in_one_whatever_the_scores(kind):
     }
     inputs["m"][:] = 0
     exact, found = run_graph("numpy", float32, {}, inputs), run_graph(kind, bfloat16, {}, inputs)
-    assert (
-        relative_l2(run_graph(kind, float32, {}, inputs)["joined"], exact["whole"]) <= 1e-4
-    )  # an ulp of 300 is 3e-5
+    # An ulp of 300 is 3e-5.
+    assert relative_l2(run_graph(kind, float32, {}, inputs)["joined"], exact["whole"]) <= 1e-4
     # Both round their result; the parts are rounded once before it.
     assert relative_l2(found["joined"], exact["whole"]) <= 2 * relative_l2(
         found["whole"], exact["whole"]
@@ -393,9 +392,8 @@ def test_torch_holds_a_line_of_blocks_of_neighbourhood_attention():
 
 
 def test_xla_holds_one_block_of_neighbourhood_attention():
-    q = jax.ShapeDtypeStruct(
-        tuple(CLIP.values()), jnp.float32
-    )  # a CPU would hold all bfloat16 operands as float32
+    # A CPU would hold all bfloat16 operands as float32.
+    q = jax.ShapeDtypeStruct(tuple(CLIP.values()), jnp.float32)
     run = jax.jit(partial(ltx2rt_tpu.ops.OPS["neighbourhood_attention"], **CLIP_PLAN))
     memory = run.lower(q, q, q).compile().memory_analysis()
     assert memory is not None

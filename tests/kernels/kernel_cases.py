@@ -35,9 +35,8 @@ STORED = {
 }
 DECODED = ("int8", "stored float8", "nvfp4", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K",
            "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "int8 rotated by 256")  # fmt: skip
-Case = tuple[
-    str, list[torch.Tensor], dict[str, Any], dict[str, Any]
-]  # op, operands, plan, reference's keywords
+# Op, operands, plan, reference's keywords.
+Case = tuple[str, list[torch.Tensor], dict[str, Any], dict[str, Any]]
 
 
 class Operands:
@@ -49,9 +48,7 @@ class Operands:
     def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return (1.5 * torch.randn(shape) + 0.25).to(self.device, dtype or self.dtype)
 
-    def inside(
-        self, *shape: int, axes: tuple[int, ...] | None = None, pad: int = 8
-    ) -> torch.Tensor:
+    def inside(self, *shape, axes=None, pad=8) -> torch.Tensor:
         """The same as a view into a larger tensor of NaN, laid out in the order `axes`."""
         order = axes or tuple(range(len(shape)))
         buffer = torch.full(
@@ -62,9 +59,7 @@ class Operands:
         return view.copy_(self(*shape))
 
 
-def _rows(
-    x: Operands, batch: int, tokens: int, width: int, count: int
-) -> tuple[list[torch.Tensor], tuple]:
+def _rows(x, batch, tokens, width, count) -> tuple[list[torch.Tensor], tuple]:
     """Rows of each kind in turn, with their views: per sample, per token, one for all."""
     kinds = [
         ((batch, width), (batch, 1, width)),
@@ -160,9 +155,7 @@ def _tables(x: Operands, shape: tuple[int, ...]) -> list[torch.Tensor]:
     return [x(*shape, dtype=torch.float32) for _ in range(2)]
 
 
-def qk(
-    x: Operands, given: bool, batched: bool, lengths: tuple[int, ...] = (5,), shared: bool = False
-) -> Case:
+def qk(x, given, batched, lengths=(5,), shared=False) -> Case:
     """3 heads of 10, as slices of packed projections; the sum of squares is then that of 7 heads.
     lengths: tokens of q, or of q and of k, which then have the same tables if they share them."""
     batch, heads, dim = 2, 3, 10
@@ -184,12 +177,7 @@ def qk(
     return "qk_scale_rope" if given else "qk_norm_rope", operands, plan, keywords
 
 
-def text_qk(
-    x: Operands,
-    given: bool,
-    shapes: tuple[tuple[int, int], ...] = ((2, 5),),
-    spread: tuple[int, ...] = (),
-) -> Case:
+def text_qk(x, given, shapes=((2, 5),), spread=()) -> Case:
     """The same without tables. shapes: samples and tokens of q, k, and v if spread."""
     heads, dim = 3, 10
     operands = []
@@ -251,9 +239,7 @@ def pixel_norm_silu(x: Operands, channels: int, last: bool, frames: int = 3, ndi
     return "pixel_norm_silu", [pixels], {"dim": 1, "eps": 1e-8}, {"eps": 1e-8}
 
 
-def snake_beta(
-    x: Operands, taps: int, time: int, loud: float = 1.0, signals: tuple[int, int] = (2, 3)
-) -> Case:
+def snake_beta(x, taps, time, loud=1.0, signals=(2, 3)) -> Case:
     """A stretch of a longer signal. signals: samples and channels."""
     filters = [x(1, 1, taps) / taps for _ in range(2)]
     return (
@@ -277,14 +263,7 @@ def e4m3_of_gelu(x: Operands) -> Case:
     return "quantise_rows", [x.inside(7, 30)], {"gelu": True}, {"gelu": True}
 
 
-def neighbourhood(
-    x: Operands,
-    sizes: tuple[int, ...],
-    window: tuple[int, ...],
-    beyond: int = 0,
-    dim: int = 10,
-    heads: int = 3,
-) -> Case:
+def neighbourhood(x, sizes, window, beyond=0, dim=10, heads=3) -> Case:
     """q, k, v as slices of a packed projection; beyond: columns of keys on both sides."""
     keys = (*sizes[:2], sizes[2] + 2 * beyond)
     q, k, v = (x.inside(2, *n, heads, dim, pad=2) for n in (sizes, keys, keys))
@@ -418,9 +397,8 @@ QUANTISED = {  # norms that also quantise all of their results, and the outputs 
     "residual_norm_modulate two pairs, wide": (1, 2),
     "residual_norm_modulate of a partial sum": (), "residual_norm_modulate by level": (2,),
 }  # fmt: skip
-NEEDS_GPU = {
-    "linear_gelu": "its kernel is cuBLASLt's"
-}  # no Triton: nothing to interpret, nothing to compile
+# No Triton: nothing to interpret, nothing to compile.
+NEEDS_GPU = {"linear_gelu": "its kernel is cuBLASLt's"}
 BFLOAT16_ALONE = ("linear_gelu",)
 
 

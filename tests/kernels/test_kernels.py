@@ -315,11 +315,8 @@ def test_kernels_move_the_least_bytes_but_for_cached_rows():
     for op, (shapes, expected) in minimum.items():
         found = bytes_moved(op.split()[0], shapes, "bfloat16")
         assert found.minimum == expected <= found.moved, op
-    for op in (
-        "norm_modulate",
-        "gated_residual",
-        "residual_norm_modulate",
-    ):  # rows are asked for by every token
+    # Rows are asked for by every token.
+    for op in ("norm_modulate", "gated_residual", "residual_norm_modulate"):
         found = bytes_moved(op, minimum[op][0], "bfloat16")
         assert found.moved > found.minimum, op
 

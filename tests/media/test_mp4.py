@@ -86,17 +86,15 @@ def test_pictures_and_sound_survive(tmp_path):
     error = pictures.astype(np.float64) - to_rgb8(frames)
     assert pictures.shape == (33, 32, 64, 3)
     assert np.sqrt((error**2).mean()) < 6  # H.264 at crf 19 with halved chroma
-    assert (
-        np.abs(error.mean(axis=(0, 1, 2))).max() < 0.7
-    )  # a wrong matrix or range casts several levels
+    # A wrong matrix or range casts several levels.
+    assert np.abs(error.mean(axis=(0, 1, 2))).max() < 0.7
     n = sound.shape[1]
     match = [
         np.corrcoef(heard[0, 2000 + lag : n - 2000 + lag], sound[0, 2000 : n - 2000])[0, 1]
         for lag in range(-3, 4)
     ]
-    assert (
-        np.argmax(match) == 3 and match[3] > 0.998
-    )  # aligned to the sample, no priming left; AAC loses 1e-3 here
+    # Aligned to the sample, no priming left; AAC loses 1e-3 here.
+    assert np.argmax(match) == 3 and match[3] > 0.998
 
 
 @pytest.mark.parametrize(

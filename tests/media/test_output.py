@@ -81,14 +81,12 @@ def test_containers_play_what_was_given_exactly_as_long(tmp_path, name, video, a
         assert json.loads(comment) == COMMENT
     frames, sound, decoded_rate = decoded(path)
     error = frames.astype(np.float64) - to_rgb8(clip())
-    assert (
-        frames.shape == (17, 32, 64, 3) and np.sqrt((error**2).mean()) < 6
-    )  # as of the MP4: halved chroma
+    # As of the MP4: halved chroma.
+    assert frames.shape == (17, 32, 64, 3) and np.sqrt((error**2).mean()) < 6
     seconds = 17 / NTSC
     late = (sound.shape[1] - round(seconds * decoded_rate)) / decoded_rate
-    assert (
-        0 <= late < 1024 / rate
-    )  # AAC's last frame may be played to its end; Opus says where it ends
+    # AAC's last frame may be played to its end; Opus says where it ends.
+    assert 0 <= late < 1024 / rate
     assert abs(durations(path).video_s - float(seconds)) < 1e-3  # WebM counts milliseconds
     given, heard = tone(1, decoded_rate)[0, 3000:15000], sound[0, 3000:15000]
     assert np.corrcoef(heard, given)[0, 1] > 0.99  # aligned: a tenth of a period off is 0.8

@@ -36,9 +36,7 @@ def signal(rate: int, size: int) -> np.ndarray:
     return np.stack([chirp, tone + 0.2 * (t > 0.02)]).astype(np.float32)
 
 
-def stored(
-    path, codec: str, samples: np.ndarray, rate: int = RATE, layout: str = "stereo", video: str = ""
-):
+def stored(path, codec, samples, rate=RATE, layout="stereo", video=""):
     """Samples [channels, N] as `codec`, after a picture if `video`."""
     with av.open(str(path), "w") as container:
         if video:
@@ -286,7 +284,6 @@ def test_resampling_is_its_formula(rate, new, size):
     t = cutoff * (np.arange(size)[:, None] / rate - np.arange(math.ceil(size * new / rate)) / new)
     clamped = np.clip(t, -6, 6)
     expected = x @ (np.sinc(clamped) * np.cos(clamped * np.pi / 12) ** 2 * cutoff / rate)
-    np.testing.assert_allclose(
-        resample(x, rate, new), expected, rtol=0, atol=1e-6
-    )  # float32 of values up to 4
+    # Float32 of values up to 4.
+    np.testing.assert_allclose(resample(x, rate, new), expected, rtol=0, atol=1e-6)
     assert resample(x, rate, rate) is x

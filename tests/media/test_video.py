@@ -73,9 +73,8 @@ def test_every_container_tells_its_size_rate_count_and_sound(tmp_path, name, cod
     info = video_info(tmp_path / name, FLAG)
     times = info.times_s
     assert info == VideoInfo(48, 32, 17, Fraction(24), 0, has_sound=True, times_s=times)
-    assert all(
-        abs(time - Fraction(i, 24)) <= Fraction(1, 1000) for i, time in enumerate(times)
-    )  # WebM: milliseconds
+    # WebM: milliseconds.
+    assert all(abs(time - Fraction(i, 24)) <= Fraction(1, 1000) for i, time in enumerate(times))
     assert not info.varies
     found = read(tmp_path / name, 17)
     assert found.shape == frames.shape and found.dtype == np.uint8
@@ -148,9 +147,8 @@ def test_uneven_ticks_of_one_rate_are_constant(tmp_path):
     for name in ("a.mp4", "a.mkv"):
         write(tmp_path / name, [round(i * 240 / rate) for i in range(40)], rate=rate)
         info = video_info(tmp_path / name, FLAG)
-        assert float(info.fps) == pytest.approx(
-            float(rate), rel=2e-3
-        )  # MP4: frames over seconds, in those ticks
+        # MP4: frames over seconds, in those ticks.
+        assert float(info.fps) == pytest.approx(float(rate), rel=2e-3)
         assert not info.varies
 
 
@@ -226,9 +224,8 @@ def test_what_is_no_video_is_refused(tmp_path):
     os.mkfifo(tmp_path / "fifo")  # opening it would wait for ever
     (tmp_path / "text.mp4").write_text("hello")
     write(tmp_path / "whole.mp4")
-    (tmp_path / "cut.mp4").write_bytes(
-        (tmp_path / "whole.mp4").read_bytes()[:900]
-    )  # its index is at the end
+    # Its index is at the end.
+    (tmp_path / "cut.mp4").write_bytes((tmp_path / "whole.mp4").read_bytes()[:900])
     with av.open(str(tmp_path / "sound.wav"), "w") as container:
         stream = container.add_stream("pcm_s16le", rate=8000, layout="mono")
         frame = av.AudioFrame.from_ndarray(

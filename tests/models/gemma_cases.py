@@ -30,9 +30,7 @@ def check_each(states: np.ndarray, expected: np.ndarray, layers: int) -> None:
             assert found < 1e-5, (i, "tokens" if kept else "padding")
 
 
-def check_rounded(
-    states: np.ndarray, own: np.ndarray, expected: np.ndarray, layers: tuple[int, ...]
-) -> None:
+def check_rounded(states, own, expected, layers) -> None:
     """States in bfloat16 err at most twice as much as transformers' `own` in bfloat16."""
     for i in layers:
         ours, theirs = (

@@ -79,15 +79,7 @@ def params_of(module: LTX2VideoTransformer3DModel) -> dict[str, np.ndarray]:
     }
 
 
-def draw(
-    config: TransformerConfig,
-    batch: int = 2,
-    grid: tuple[int, int, int] = (3, 2, 3),
-    audio_tokens: int = 11,
-    text_tokens: int = 7,
-    levels: tuple[int, int] = (3, 2),
-    seed: int = 1,
-) -> dict[str, np.ndarray]:
+def draw(config, batch=2, grid=(3, 2, 3), audio_tokens=11, text_tokens=7, levels=(3, 2), seed=1):
     """A forward's inputs in bfloat16; each sample has `levels` distinct timesteps."""
     rng = np.random.default_rng(seed)
     tokens = {"video": int(np.prod(grid)), "audio": audio_tokens}
@@ -120,9 +112,7 @@ def draw(
 
 
 @contextmanager
-def gates_follow_the_other_sigma(
-    module: LTX2VideoTransformer3DModel, sigmas: dict[str, torch.Tensor]
-):
+def gates_follow_the_other_sigma(module, sigmas):
     """Rule C: rule A with the two gate modules given the other stream's sigma."""
     factor = module.config.cross_attn_timestep_scale_multiplier
     gates = {
@@ -162,9 +152,7 @@ def perturbed_only(module: LTX2VideoTransformer3DModel, blocks: dict[str, list[i
 
 
 @torch.inference_mode()
-def reference(
-    module, feeds: dict[str, np.ndarray], rule: str = "B", **kwargs
-) -> dict[str, np.ndarray]:
+def reference(module, feeds, rule="B", **kwargs) -> dict[str, np.ndarray]:
     """diffusers' velocities, computed in the module's dtype. kwargs go to its forward."""
     dtype = module.dtype
     x = {name: torch.tensor(value) for name, value in feeds.items()}
@@ -219,9 +207,7 @@ def euler_steps(
         feeds |= {f"{m}_sigma": np.array([sigma * (m in made)]) for m in NAMES}
         feeds = still | {name: value.astype(np.float32) for name, value in feeds.items()}
 
-        def branch(
-            negative: int = 0, x=x, feeds=feeds, sigma=sigma, heard: int | None = None, **kwargs
-        ) -> dict[str, np.ndarray]:
+        def branch(negative=0, x=x, feeds=feeds, sigma=sigma, heard=None, **kwargs):
             own = {"video": slice(None), "audio": slice(heard)}
             cut = {
                 f"audio_{name}": feeds[f"audio_{name}"][:, :heard]
@@ -320,16 +306,7 @@ def program(kind: str, config: TransformerConfig, structure: transformer.Forward
     return run
 
 
-def ours(
-    kind: str,
-    config: TransformerConfig,
-    feeds: dict[str, np.ndarray],
-    rule: str = "B",
-    dtype: str = "float32",
-    keeps: dict[str, np.ndarray] | None = None,
-    mask: np.ndarray | None = None,
-    params: dict[str, np.ndarray] | None = None,
-) -> dict[str, np.ndarray]:
+def ours(kind, config, feeds, rule="B", dtype="float32", keeps=None, mask=None, params=None):
     """Our velocities. keeps: all four masks (layers, B). mask: video self-attention (B, T, T)."""
     own = ("_latent", "_context", "_sigma", "_keyframes_mask")
     inputs = {k: v for k, v in feeds.items() if k.endswith(own)} | (keeps or {})

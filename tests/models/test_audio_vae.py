@@ -61,12 +61,7 @@ def statistics(params: dict[str, np.ndarray]) -> list[torch.Tensor]:
     return [torch.from_numpy(params[k]) for k in STATISTICS]
 
 
-def decode(
-    model: AutoencoderKLLTX2Audio,
-    params: dict[str, np.ndarray],
-    latent: np.ndarray,
-    dtype=torch.float32,
-):
+def decode(model, params, latent, dtype=torch.float32):
     mean, std = statistics(params)
     with torch.no_grad():
         z = unpacked(packed(torch.from_numpy(latent)) * std + mean).to(dtype)

@@ -22,9 +22,7 @@ HIDDEN, STATES, TOKENS, REGISTERS = 30, 4, 15, 5
 LENGTHS = (4, 15, 7)
 
 
-def connector_config(
-    heads: int, head_dim: int, v23: bool, layers: int = 3, registers: int = REGISTERS
-):
+def connector_config(heads, head_dim, v23, layers=3, registers=REGISTERS):
     return ConnectorConfig(heads, head_dim, layers, registers, gated_attention=v23, ff_bias=True)
 
 
@@ -95,22 +93,13 @@ def drawn_states() -> np.ndarray:
 
 
 @torch.inference_mode()
-def reference(
-    module: LTX2TextConnectors, side: str, dtype: torch.dtype = torch.float32
-) -> dict[str, np.ndarray]:
+def reference(module, side, dtype=torch.float32) -> dict[str, np.ndarray]:
     states, mask = torch.from_numpy(drawn_states()).to(dtype), torch.from_numpy(padded(side))
     video, audio, _ = module(states, mask, padding_side=side)
     return {"video_context": video.float().numpy(), "audio_context": audio.float().numpy()}
 
 
-def run(
-    kind: str,
-    generation: str,
-    params: dict,
-    states: np.ndarray,
-    mask: np.ndarray,
-    dtype: str = "float32",
-):
+def run(kind, generation, params, states, mask, dtype="float32"):
     graph = connectors.trace(CONFIGS[generation], *mask.shape, dtype)
     return run_graph(
         kind,

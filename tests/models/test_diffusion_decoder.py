@@ -81,9 +81,7 @@ def reference() -> tuple[LTX2VideoDiffusionDecoderModel, dict[str, np.ndarray]]:
     return model, params
 
 
-def expected(
-    latent: np.ndarray, noise: np.ndarray, dtype: torch.dtype = torch.float32
-) -> np.ndarray:
+def expected(latent, noise, dtype=torch.float32) -> np.ndarray:
     model, params = reference()
     model = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
     mean, std = (torch.from_numpy(params[k]).reshape(-1, 1, 1, 1) for k in STATISTICS)
@@ -94,9 +92,7 @@ def expected(
         return decoder.denoise(context, torch.from_numpy(noise).to(dtype), 1).float().numpy()
 
 
-def decode(
-    kind: str, latent: np.ndarray, noise: np.ndarray, border: str, dtype: str = "float32"
-) -> np.ndarray:
+def decode(kind, latent, noise, border, dtype="float32") -> np.ndarray:
     _, params = reference()
     batch, _, *grid = latent.shape
     graph = diffusion_decoder.trace_features(CONFIG, batch, *grid, dtype)
@@ -190,9 +186,8 @@ def test_released_sizes():
     features = diffusion_decoder.trace_features(c, 1, 1, 7, 7, "bfloat16")
     specs = features.parameters() | diffusion_decoder.trace(c, still, "bfloat16").parameters()
     assert len(specs) == 309 + 2
-    assert (
-        sum(math.prod(s.shape) for s in specs.values()) - 256 == 417_133_616
-    )  # diffusers' module has as many
+    # Diffusers' module has as many.
+    assert sum(math.prod(s.shape) for s in specs.values()) - 256 == 417_133_616
 
 
 @pytest.mark.parametrize("kind", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])

@@ -75,9 +75,7 @@ def expected(model):
     return reference(model)
 
 
-def states_of(
-    kind: str, model: Gemma4UnifiedTextModel, config: Gemma4Config, dtype: str = "float32"
-) -> np.ndarray:
+def states_of(kind, model, config, dtype="float32") -> np.ndarray:
     graph = gemma4.trace(config, BATCH, TOKENS, dtype)
     return run_graph(kind, graph, params_of(model), gemma4.feeds(config, IDS, MASK))[
         "hidden_states"

@@ -19,9 +19,7 @@ AXES = ("time", "rows", "columns")
 MAX_POS = (20, 2048, 2048)
 
 
-def tables(
-    kind: str, bounds: np.ndarray, dim: int, heads: int, float64: bool = True
-) -> tuple[np.ndarray, np.ndarray]:
+def tables(kind, bounds, dim, heads, float64=True) -> tuple[np.ndarray, np.ndarray]:
     """cos and sin (B, tokens, heads, pairs) of positions (B, axes, tokens, 2)."""
     count = bounds.shape[1]
     grid = frequency_grid(dim, count, THETA, float64)
@@ -50,9 +48,7 @@ def tables(
     return outputs["cos"], outputs["sin"]
 
 
-def reference(
-    modality: str, dim: int, heads: int, float64: bool = True
-) -> LTX2AudioVideoRotaryPosEmbed:
+def reference(modality, dim, heads, float64=True) -> LTX2AudioVideoRotaryPosEmbed:
     return LTX2AudioVideoRotaryPosEmbed(
         dim,
         modality=modality,

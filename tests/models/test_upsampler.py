@@ -41,17 +41,14 @@ def reference(name: str) -> tuple[LTX2LatentUpsamplerModel, dict[str, np.ndarray
         params[KERNEL] = blur_kernel().astype(np.float32)
         np.testing.assert_array_equal(params[KERNEL], model.state_dict()[KERNEL].numpy())
     state = {k: torch.from_numpy(v) for k, v in params.items() if k not in STATISTICS}
-    blur = {
-        k: v for k, v in model.state_dict().items() if k == KERNEL
-    }  # at x2 it has stride 1, and no graph reads it
+    # At x2 it has stride 1, and no graph reads it.
+    blur = {k: v for k, v in model.state_dict().items() if k == KERNEL}
     assert (len(blur), KERNEL in params) == (config.rational, name == "x1.5")
     model.load_state_dict(state | blur, strict=True)
     return model, params
 
 
-def expected(
-    model: LTX2LatentUpsamplerModel, params: dict[str, np.ndarray], latent: np.ndarray
-) -> np.ndarray:
+def expected(model, params, latent) -> np.ndarray:
     mean, std = (torch.from_numpy(params[k]).reshape(-1, 1, 1, 1) for k in STATISTICS)
     with torch.no_grad():
         z = (torch.from_numpy(latent) * std + mean).to(next(model.parameters()).dtype)

@@ -42,12 +42,7 @@ DIFFUSERS = {
 }  # fmt: skip
 
 
-def chain(
-    start: int,
-    layers: list[int],
-    samples: list[tuple[int, tuple[int, int, int]]],
-    residual: bool = False,
-):
+def chain(start, layers, samples, residual=False):
     stages = [VaeStage("res", start, start, layers[0])]
     for (width, stride), count in zip(samples, layers[1:], strict=True):
         stages.append(
@@ -105,24 +100,14 @@ def statistics(params: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tenso
     return mean, std
 
 
-def decode(
-    model: AutoencoderKLLTX2Video,
-    params: dict[str, np.ndarray],
-    latent: np.ndarray,
-    dtype=torch.float32,
-):
+def decode(model, params, latent, dtype=torch.float32):
     mean, std = statistics(params)
     with torch.no_grad():
         z = (torch.from_numpy(latent) * std + mean).to(dtype)
         return model.to(dtype).decode(z, return_dict=False)[0].float().numpy()
 
 
-def encode(
-    model: AutoencoderKLLTX2Video,
-    params: dict[str, np.ndarray],
-    frames: np.ndarray,
-    dtype=torch.float32,
-):
+def encode(model, params, frames, dtype=torch.float32):
     mean, std = statistics(params)
     with torch.no_grad():
         posterior = model.to(dtype).encode(torch.from_numpy(frames).to(dtype), return_dict=False)[0]
@@ -176,9 +161,8 @@ def test_convolution_by_frames_is_the_convolution(kernel, stride, dilation, dtyp
     whole = ops.OPS["conv"](x, weight, stride=stride, dilation=dilation)
     by_frames = convolutions._conv_by_frames(x, weight, stride=stride, dilation=dilation)
     assert by_frames.dtype == whole.dtype and by_frames.shape == whole.shape
-    assert relative_l2(by_frames, whole) <= (
-        1e-6 if dtype == "float32" else 2**-8
-    )  # the last bit of one rounding
+    # The last bit of one rounding.
+    assert relative_l2(by_frames, whole) <= (1e-6 if dtype == "float32" else 2**-8)
 
 
 def test_a_tpu_gets_every_convolution_of_the_decoder_by_frames():

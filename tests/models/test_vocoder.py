@@ -30,9 +30,7 @@ KINDS = ["numpy", "cuda", "tpu"]
 DILATIONS = ((1, 3), (1, 5))
 
 
-def generator(
-    hidden: int, rates: tuple, kernels: tuple, activation: str, final: str
-) -> GeneratorConfig:
+def generator(hidden, rates, kernels, activation, final) -> GeneratorConfig:
     plain = activation == "leaky_relu"
     return GeneratorConfig(
         8, hidden, 2, rates, kernels, (3, 7), DILATIONS, activation, plain, final
@@ -82,9 +80,8 @@ def reference(version: str) -> tuple[torch.nn.Module, dict[str, np.ndarray]]:
     params = random_params(vocoder.trace(CONFIGS[version], 1, 1, "float32"))
     for name in params:
         if name.endswith("mel_basis"):
-            params[name] = np.abs(
-                params[name]
-            )  # a filterbank; a negative one would sit on the floor of the logarithm
+            # A filterbank; a negative one would sit on the floor of the logarithm.
+            params[name] = np.abs(params[name])
         if name.startswith("vocoder.vocoder.conv_post"):
             params[name] *= 3  # the 16 kHz stage leaves [-1, 1] often
     state = {to_diffusers("vocoder", k): torch.from_numpy(v) for k, v in params.items()}
@@ -141,9 +138,8 @@ def test_convolution_by_taps_is_the_convolution(taps, stride, dilation, dtype):
     whole = ops.OPS["conv"](x, weight, stride=(stride,), dilation=(dilation,))
     summed = convolutions._conv_by_taps(x, weight, stride=stride, dilation=dilation)
     assert summed.dtype == whole.dtype and summed.shape == whole.shape
-    assert relative_l2(summed, whole) <= (
-        1e-6 if dtype == "float32" else 2**-8
-    )  # the last bit of one rounding
+    # The last bit of one rounding.
+    assert relative_l2(summed, whole) <= (1e-6 if dtype == "float32" else 2**-8)
 
 
 def test_only_upsampling_is_a_convolution_for_a_tpu():

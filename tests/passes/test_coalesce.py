@@ -91,9 +91,8 @@ def test_any_graph_keeps_its_values_with_no_more_communications(choices, devices
     x = np.random.default_rng(len(choices)).standard_normal((2, WIDTH), np.float32)
     expected = interpret(graph, {}, {"x": x})
     actual = interpret(result, {}, {"x": x})
-    assert all(
-        np.array_equal(actual[key], expected[key]) for key in expected
-    )  # bitwise: sums are the same sums
+    # Bitwise: sums are the same sums.
+    assert all(np.array_equal(actual[key], expected[key]) for key in expected)
     before, after = reduces(graph), reduces(result)
     assert len(after) <= len(before)
     assert sorted(id(v) for group in after for v in group) == sorted(

@@ -74,9 +74,8 @@ def test_rope_tables_and_modulation_rows_leave_the_loop():
     one = case("guided-2.3")
     before, after = in_loop(all_steps(one)), in_loop(hoist(all_steps(one)))
     assert after["sinusoid"] == 0 < before["sinusoid"]
-    assert (
-        before["take"] - after["take"] == 12
-    )  # cos and sin of three video axes, and of three tables of one axis
+    # Cos and sin of three video axes, and of three tables of one axis.
+    assert before["take"] - after["take"] == 12
     assert all(node.op != "rope" for node in hoist(all_steps(one)).nodes)
 
 

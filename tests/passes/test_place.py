@@ -3,7 +3,6 @@ cannot be split."""
 
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import count
@@ -226,9 +225,7 @@ def test_a_sum_over_a_split_axis_is_added_up():
 # --- broken on purpose ----------------------------------------------------------------------------
 
 
-def rewritten(
-    graph: Graph, change: Callable[[Node, Callable[..., Value]], tuple[Value, ...] | None]
-) -> Graph:
+def rewritten(graph, change) -> Graph:
     """`graph` with change(node, emit) in place of the results of nodes, unless None."""
     result = replace(graph, nodes=[], outputs={}, serial=count(10**6))
     env: dict[int, Value] = {}
@@ -300,9 +297,8 @@ def test_bias_of_a_row_parallel_linear_is_added_once(devices):
     assert (linear.op, reduce.op, add.op) == ("linear", "all_reduce", "add")
     assert len(linear.inputs) == 2 and add.inputs[1].name == "net.2.bias"
 
-    early = replace(
-        local, nodes=list(local.nodes), serial=count(10**6)
-    )  # the bias before the sum, on every device
+    # The bias before the sum, on every device.
+    early = replace(local, nodes=list(local.nodes), serial=count(10**6))
     biased = replace(
         add,
         inputs=(linear.outputs[0], add.inputs[1]),

@@ -107,9 +107,8 @@ def test_scaled_matmul_gets_what_it_wants(monkeypatch):
     monkeypatch.setattr(ltx2rt_cuda.ops.products, "float8_road", lambda *_: "rows")
     y = ltx2rt_cuda.ops.products.quantised_linear(*operands, **plan)
     assert y.dtype == torch.bfloat16 and y.shape == (3, 5, 12, 4)
-    assert (
-        relative_l2(y.float(), expected.float()) <= 2**-8
-    )  # bfloat16 keeps 8 bits; the bias may be added after
+    # Bfloat16 keeps 8 bits; the bias may be added after.
+    assert relative_l2(y.float(), expected.float()) <= 2**-8
     monkeypatch.setattr(ltx2rt_cuda.ops.products, "LONG_ROWS", 32)
     rows = []  # a product of few long rows there is none of
     monkeypatch.setattr(

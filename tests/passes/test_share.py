@@ -191,9 +191,8 @@ def test_quantised_blocks_are_shared_too():
     assert flops(shared) < flops(share(graph))
     expected = interpret(quantised, params, inputs)
     for name, value in interpret(shared, params, inputs).items():
-        assert relative_l2(value, expected[name]) <= 0.02, (
-            name
-        )  # a float32 rounding may become one of e4m3
+        # A float32 rounding may become one of e4m3.
+        assert relative_l2(value, expected[name]) <= 0.02, name
 
 
 @pytest.mark.parametrize("mesh", [{"guidance": 2}, {"guidance": 2, "tensor": 2}], ids=str)
@@ -241,8 +240,6 @@ def test_the_published_step_does_no_work_twice():
     assert stacks(shared) == [(0, 28, 3), (28, 20, 4)]
     assert heavy(shared, "*.attn1.to_q") == {3: 28, 4: 20}
     assert heavy(shared, "*.attn2.to_k") == {2: 48}
-    assert heavy(shared, "audio_to_video_attn.to_q") == {
-        2: 28,
-        3: 20,
-    }  # the isolated branch has none
+    # The isolated branch has none.
+    assert heavy(shared, "audio_to_video_attn.to_q") == {2: 28, 3: 20}
     assert heavy(shared, "diffusion_model.patchify_proj") == {1: 1}

@@ -84,11 +84,8 @@ def test_keyframes_append_every_image(sessions, images):
         parse_image(f"{path}:{frame}") for path, frame in zip(images, (0, 16), strict=True)
     )
     found = assert_agree(sessions, "keyframes", images=given, image_crf=0, **SMALL)
-    assert found["stage1.video.steps"].shape == (
-        2,
-        (3 + 2) * 2,
-        128,
-    )  # three latent frames and two images of two
+    # Three latent frames and two images of two.
+    assert found["stage1.video.steps"].shape == (2, (3 + 2) * 2, 128)
     np.testing.assert_array_equal(found["audio_latent"].transpose(0, 2, 1, 3).reshape(1, -1, 128)[0],
                                   found["stage2.audio.steps"][-1])  # fmt: skip
 

@@ -235,9 +235,8 @@ class Reference:
             (out,) = self.session.denoise(
                 call, feeds | now, {"sigmas": np.array([[sigma, 0]], np.float32)}
             )
-            x0 = {
-                m: self.session.backend.to_host(out[f"{m}_x0"]).astype(np.float64) for m in x
-            }  # blended
+            # Blended.
+            x0 = {m: self.session.backend.to_host(out[f"{m}_x0"]).astype(np.float64) for m in x}
             if eta is None or target == 0:
                 x = {m: x[m] + (x[m] - x0[m]) / sigma * (target - sigma) for m in x}
             else:
@@ -485,9 +484,8 @@ def test_a_clip_has_twice_the_frames_in_the_same_time(tiny, images):
         np.testing.assert_array_equal(again.frames, found.frames)
         assert again.report["programs_built"] == again.report["loaded_bytes"] == 0
         sets = {key[0]: held.tensors() for key, held in opened.resident.weights.held.items()}
-        assert (
-            sets["transformer video"].keys() < sets["transformer"].keys()
-        )  # the same tensors, not copies
+        # The same tensors, not copies.
+        assert sets["transformer video"].keys() < sets["transformer"].keys()
 
 
 def test_windows_of_one_size_are_compiled_once():
@@ -497,13 +495,8 @@ def test_windows_of_one_size_are_compiled_once():
         cells = plan_job(options, request, target).cells
     sizes = [cell.graph.inputs["video_latent"].type.sizes["tokens"] for cell in cells]
     assert [cell.stage for cell in cells] == [1, 2, None, None, None]
-    rows = [
-        13 + 3,
-        13 + 3,
-        17 + 2 + 2,
-        17 + 3 + 2,
-        25 + 4 + 3,
-    ]  # the clip's, anchors, slots: of 2, 2 and 3 segments
+    # The clip's, anchors, slots: of 2, 2 and 3 segments.
+    rows = [13 + 3, 13 + 3, 17 + 2 + 2, 17 + 3 + 2, 25 + 4 + 3]
     assert sizes == [2 * rows[0], *(8 * n for n in rows[1:])]
 
 

@@ -15,11 +15,8 @@ from ltx2rt.stages.denoise import Denoise
 from ltx2rt.weights.presets import preset
 
 MODEL = preset("tiny-2.5").config
-SMALL = {
-    "width": 128,
-    "height": 64,
-    "num_frames": 17,
-}  # 3 latent frames of 1x2 tokens in stage 1, of 2x4 in stage 2
+# 3 latent frames of 1x2 tokens in stage 1, of 2x4 in stage 2.
+SMALL = {"width": 128, "height": 64, "num_frames": 17}
 OPTIONS = ModelOptions("cuda", Path("model"))
 LORAS = Loras(distilled=LoraSpec(Path("distilled")))
 IMAGES = ImageSpec(Path("first"), 0, 1.0), ImageSpec(Path("later"), 9, 0.7)
@@ -64,9 +61,8 @@ def test_stage_one_adds_fresh_noise_and_stage_two_keeps_the_sound():
         assert [len(stage.sigmas) - 1 for stage in found] == [8, 3]
         assert {stage.eta for stage in found} == {1.0}
     streams = set(found[0].draws(MODEL)) | set(found[1].draws(MODEL))
-    assert (
-        len(streams) == 8
-    )  # every stage and modality draws its start and its steps from streams of their own
+    # Every stage and modality draws its start and its steps from streams of their own.
+    assert len(streams) == 8
     guided = stages("two-stage")
     assert [stage.sampler for stage in guided] == ["euler", "euler"]
     assert [stage.sound for stage in guided] == [True, False]
@@ -77,9 +73,8 @@ def test_defaults_of_2_5():
     model = replace(MODEL, transformer=replace(MODEL.transformer, num_layers=48))
     request = pipeline("two-stage")("a fox").resolved(model)
     assert (request.steps, request.stg_blocks, request.image_crf) == (30, (28,), 18)
-    assert (
-        request.auto_duration == (1, 20) and request.num_frames == 473
-    )  # 480 frames are the longest
+    # 480 frames are the longest.
+    assert request.auto_duration == (1, 20) and request.num_frames == 473
     terms = request.negative_prompt.split(", ")
     led = [
         "has_subtitles", "has_blurbox", "transition from black", "transition to black",

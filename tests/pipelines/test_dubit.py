@@ -29,11 +29,6 @@ STRENGTH = 0.75
 
 
 @pytest.fixture(scope="module")
-def folder(tiny):
-    return tiny("tiny-2.3", "diffusers")
-
-
-@pytest.fixture(scope="module")
 def lora(folder, tmp_path_factory):
     """For references of half the size."""
     path = tmp_path_factory.mktemp("lora") / "dub.safetensors"

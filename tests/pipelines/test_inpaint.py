@@ -24,23 +24,10 @@ from ltx2rt.media.video import read_frames
 from ltx2rt.models.geometry import pack_audio, pack_video
 from ltx2rt.pipelines import make_request
 from ltx2rt.run.plan import make_plan
-from ltx2rt.session.options import LoraSpec
 from ltx2rt.stages.region import FADE_PX, Region, near
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, shifted_sigmas
 
 SIZE = (64, 96)  # rows and columns of the clip's pixels
-
-
-@pytest.fixture(scope="module")
-def folder(tiny):
-    return tiny("tiny-2.3", "diffusers")
-
-
-@pytest.fixture(scope="module")
-def sessions(on_both, folder):
-    """With a LoRA of no strength: guided and distilled steps on the same weights."""
-    lora = LoraSpec(folder / "tiny-2.3-distilled-lora.safetensors", 0.0)
-    return on_both("tiny-2.3", distilled_lora=lora, assume="dev")
 
 
 @pytest.fixture(scope="module")

@@ -293,9 +293,8 @@ def test_sound_shorter_or_later_than_the_frames(opened, tmp_path):
         found.append(produce(session, plan, keep=True)[0].record["source.audio"])
     heard = -(-(round(0.4 * 16000) // 160 + 1) // 4)
     assert not found[1][:, :, heard + 1 :].any() and np.abs(found[1][:, :, heard - 1]).min() > 0
-    assert (
-        relative_l2(found[1][:, :, :8], found[0][:, :, :8]) <= 1e-6
-    )  # 0.3 s, before AAC's last window
+    # 0.3 s, before AAC's last window.
+    assert relative_l2(found[1][:, :, :8], found[0][:, :, :8]) <= 1e-6
     late = tmp_path / "late.mkv"
     with av.open(str(whole)) as container, av.open(str(late), "w") as out:
         streams = {s.index: out.add_stream_from_template(s) for s in container.streams}

@@ -16,23 +16,10 @@ from ltx2rt.pipelines import make_request, pipeline
 from ltx2rt.pipelines.groups.images import parse_image
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
-from ltx2rt.session.options import LoraSpec
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, from_level, shifted_sigmas
 from ltx2rt.stages.segments import PastSound
 from ltx2rt.testing import relative_l2
-
-
-@pytest.fixture(scope="module")
-def folder(tiny):
-    return tiny("tiny-2.3", "diffusers")
-
-
-@pytest.fixture(scope="module")
-def sessions(on_both, folder):
-    """With a LoRA of no strength: guided and distilled steps on the same weights."""
-    lora = LoraSpec(folder / "tiny-2.3-distilled-lora.safetensors", 0.0)
-    return on_both("tiny-2.3", distilled_lora=lora, assume="dev")
 
 
 @pytest.fixture(scope="module")

@@ -83,9 +83,8 @@ def test_a_value_is_alive_until_its_last_reader_and_a_view_has_no_memory():
     def model(o):
         x = o.input("x", B=2, D=4)
         view = o.rename(x, names={"D": "E"})
-        y = o.repeat(block, 3, {"x": o.square(x)}, prefix="blocks.*.")[0][
-            "x"
-        ]  # x, its square, the result; and inside
+        # The input, its square, the result; and inside.
+        y = o.repeat(block, 3, {"x": o.square(x)}, prefix="blocks.*.")[0]["x"]
         return {"y": o.add(y, o.rename(view, names={"E": "D"}))}
 
     graph = trace("net", model, "float32")

@@ -66,9 +66,8 @@ def test_videos_branches_and_weights_are_split_at_once():
         own = {name: x[video : video + 1] for name, x in latents.items()}
         for name, expected in interpret(alone, one.params, {**one.inputs, **steps, **own}).items():
             axis = alone.outputs[name].type.axes.index("videos")
-            assert relative_l2(found[name].take([video], axis=axis), expected) <= 1e-5, (
-                name
-            )  # order of summation
+            # Order of summation.
+            assert relative_l2(found[name].take([video], axis=axis), expected) <= 1e-5, name
 
 
 @pytest.mark.parametrize(

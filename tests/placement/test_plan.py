@@ -74,9 +74,8 @@ def test_what_left_the_loop_costs_memory_and_no_step():
     found = plan("ltx-2.0", 4)
     stage1 = stages(found)["stage1"]
     heads = (4096 + 2048) // 4
-    kept = (
-        (28 * 3 + 20 * 4) * 2 * 1024 * heads * 2
-    )  # layers x branches, k and v, tokens, heads, bfloat16
+    # Layers x branches, k and v, tokens, heads, bfloat16.
+    kept = (28 * 3 + 20 * 4) * 2 * 1024 * heads * 2
     whole = cost(
         Work("step", ((found.session.as_run(graph(found, "guided-step"), steps=True), 1),), {})
     )
@@ -124,9 +123,8 @@ def test_work_of_one_step_is_the_known_number():
 def test_devices_share_work_and_weights():
     one, four = (stages(plan("ltx-2.3", n, memory="resident")) for n in (1, 4))
     assert four["stage1"].flops == pytest.approx(one["stage1"].flops / 4, rel=0.01)
-    assert four["decode"].flops == pytest.approx(
-        one["decode"].flops / 2, rel=0.25
-    )  # two tiles, of 10 and 9 latents
+    # Two tiles, of 10 and 9 latents.
+    assert four["decode"].flops == pytest.approx(one["decode"].flops / 2, rel=0.25)
     assert stages(plan("ltx-2.3", 8, "v6e"))["decode"].flops == four["decode"].flops
     assert four["stage2"].weights_bytes < 0.4 * one["stage2"].weights_bytes
     assert one["stage1"].collectives == {} and one["upsample"].flops == four["upsample"].flops
@@ -304,9 +302,8 @@ def test_an_all_reduce_travels_until_something_reads_it(block, count, waits_s):
         link_bytes_per_s=4 * 8**2 / 1.5,
     )
     found = cost(Work("s", ((placed, 1),), {}))
-    assert found.exchange_s(kind) == pytest.approx(
-        waits_s, abs=1e-3
-    )  # 10 us of each are the link's
+    # 10 us of each are the link's.
+    assert found.exchange_s(kind) == pytest.approx(waits_s, abs=1e-3)
     on_tpu = replace(kind, backend="tpu")  # whose compiler orders by itself
     assert found.exchange_s(on_tpu) == pytest.approx(1.5 * block.count("r") * count, abs=1e-3)
 

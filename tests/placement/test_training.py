@@ -37,9 +37,8 @@ def test_a_frozen_weight_has_no_gradient_and_what_is_before_the_adapters_none_at
     }
     assert of_weights["model.diffusion_model.transformer_blocks.*.ff.net.2.weight"] == 2
     context = {work for name, work in of_weights.items() if MARK in name and "attn2.to_k" in name}
-    assert (
-        2 in context
-    )  # A beside a product of the prompt, which depends on nothing that is trained
+    # A beside a product of the prompt, which depends on nothing that is trained.
+    assert 2 in context
     assert {work for name, work in of_weights.items() if ".to_out.0.lora_" in name} == {3}
 
 

@@ -76,9 +76,8 @@ def test_the_initial_latent_blends_clean_start_and_noise(strength, scale):
     full = np.concatenate([start, np.zeros((1, 6, 16))], 1)
     expected = (1 - m) * state.clean + m * ((1 - scale) * full + scale * noise)
     assert x.dtype == np.float32
-    np.testing.assert_allclose(
-        x, expected, atol=1e-6, rtol=1e-6
-    )  # four float32 roundings of values below 5
+    # Four float32 roundings of values below 5.
+    np.testing.assert_allclose(x, expected, atol=1e-6, rtol=1e-6)
     assert state.clear(x).shape == (1, 18, 16)
 
 
@@ -166,9 +165,8 @@ def test_positions_of_a_reference(downscale, stride):
                 expected.append([times, *places])
     found = reference_positions(G, downscale, stride)
     assert found.dtype == np.float32
-    np.testing.assert_allclose(
-        found, np.array(expected).transpose(1, 0, 2), rtol=3e-7
-    )  # three float32 roundings
+    # Three float32 roundings.
+    np.testing.assert_allclose(found, np.array(expected).transpose(1, 0, 2), rtol=3e-7)
     if downscale == stride == 1:
         np.testing.assert_array_equal(found, video_positions(G))
 

@@ -94,9 +94,7 @@ def normalised(vae, latent: torch.Tensor) -> torch.Tensor:
     return (latent - mean) / std
 
 
-def diffusers_two_stage(
-    cls, folder, lora, noise, monkeypatch, images=(), dtype=torch.float32
-) -> dict[str, np.ndarray]:
+def diffusers_two_stage(cls, folder, lora, noise, monkeypatch, images=(), dtype=torch.float32):
     """The latents after every step of both stages, the upsampled latent (normalised) and the
     waveform.
 
@@ -219,9 +217,8 @@ def test_text_to_video_equals_diffusers(generation, tiny, generate, monkeypatch)
     lora = folder / f"tiny-{generation}-distilled-lora.safetensors"
     found = ours(generate, folder)
     clipped = np.abs(found["waveform"]) == 1
-    assert (
-        generation == "2.0" or clipped.mean() > 0.002
-    )  # the vocoder is driven past its clamp; 2.0 ends in a tanh
+    # The vocoder is driven past its clamp; 2.0 ends in a tanh.
+    assert generation == "2.0" or clipped.mean() > 0.002
     expected = diffusers_two_stage(LTX2Pipeline, folder, lora, noise_of(found), monkeypatch)
     assert_close(found, expected)
 

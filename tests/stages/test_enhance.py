@@ -99,9 +99,8 @@ def test_gemma_is_loaded_as_transformers_loads_it(folder, tmp_path):
     save_file(tensors, released / "model.safetensors", {"format": "pt"})
     for where in (tmp_path / "saved", released):
         model = load(where, "float32", on_gpu=False)
-        np.testing.assert_array_equal(
-            logits(model, inputs), expected
-        )  # the same code on the same numbers
+        # The same code on the same numbers.
+        np.testing.assert_array_equal(logits(model, inputs), expected)
     text = feeds(tokenizer, config, "a fox", None)
     greedy = [
         m.generate(**text, max_new_tokens=8, do_sample=False).tolist() for m in (original, model)

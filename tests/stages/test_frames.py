@@ -86,9 +86,7 @@ def decoded(session, latents, noise: Noise, mode: str = "auto", keep: bool = Fal
     return np.stack([np.concatenate(list(chunks), axis=1) for chunks in state.frames]), state
 
 
-def whole(
-    latent: np.ndarray, noise: np.ndarray, weights: dict[str, np.ndarray] | None = None
-) -> np.ndarray:
+def whole(latent, noise, weights=None) -> np.ndarray:
     """The same untiled and uncropped, from the graphs themselves."""
     _, _, *grid = latent.shape
     graph = diffusion_decoder.trace_features(CONFIG, 1, *grid, "float32")
@@ -118,9 +116,8 @@ def test_two_videos_are_decoded_from_their_own_noise(opened, backend):
     for number, seed in enumerate((4, 5)):
         noise = drawn(seed, 17, 96, 128)
         assert np.array_equal(state.record["decoder.noise"][number], noise[0])
-        assert (
-            relative_l2(found[number][None], whole(latents[[number]], noise)) <= 1e-5
-        )  # summation order
+        # Summation order.
+        assert relative_l2(found[number][None], whole(latents[[number]], noise)) <= 1e-5
 
 
 def test_noise_of_a_file_is_read(opened, tmp_path):

@@ -80,9 +80,8 @@ def test_columns_are_those_of_the_joined_text(sessions):
     assert rain.stop == sun.start and sun.stop == mask.sum()
     words, _ = tokenize(tokenizer, ["it rains"])
     own = ids[0, -mask.sum() :][rain.start : rain.stop]
-    np.testing.assert_array_equal(
-        own[1:-1], words[0, 1 - len(rain) : -1]
-    )  # pieces may join at its ends
+    # Pieces may join at its ends.
+    np.testing.assert_array_equal(own[1:-1], words[0, 1 - len(rain) : -1])
 
 
 class Biased:

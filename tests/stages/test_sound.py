@@ -139,9 +139,8 @@ def weights(name: str) -> dict[str, np.ndarray]:
     params = random_params(graph)
     for key in params:
         if key.endswith("mel_basis"):
-            params[key] = np.abs(
-                params[key]
-            )  # a filterbank; a negative one would sit on the floor of the logarithm
+            # A filterbank; a negative one would sit on the floor of the logarithm.
+            params[key] = np.abs(params[key])
     return params
 
 
@@ -178,9 +177,8 @@ def test_a_spectrogram_in_chunks_is_the_whole(latents):
 
     latent = normal(1, 8, latents, 16)
     found = chunks(latents, 32, audio_vae.reach(AUDIO_VAE)).run(latent, run, factor=4, early=3)
-    assert (
-        relative_l2(found, run(latent)) <= 1e-5
-    )  # as of parity: sums of another order; reached: 2e-6
+    # As of parity: sums of another order; reached: 2e-6.
+    assert relative_l2(found, run(latent)) <= 1e-5
 
 
 @pytest.fixture(params=["cuda", pytest.param("tpu", marks=pytest.mark.slow)])

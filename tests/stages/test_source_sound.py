@@ -76,9 +76,8 @@ def test_latents_are_diffusers_of_the_whole_sound(backend, sessions, tiny, tmp_p
         z = vae.encode(mel).latent_dist.mode().transpose(1, 2).flatten(2)
         expected = ((z - vae.latents_mean) / vae.latents_std).unflatten(2, (8, 16)).transpose(1, 2)
     assert expected.shape == (1, 8, 21, 16)
-    assert (
-        relative_l2(state.source["audio"], expected[:, :, :18]) <= 1e-5
-    )  # float32, another order of sums
+    # Float32, another order of sums.
+    assert relative_l2(state.source["audio"], expected[:, :, :18]) <= 1e-5
     np.testing.assert_array_equal(state.waveforms, cut)
     np.testing.assert_array_equal(state.record["audio_input"], state.source["audio"])
     assert sample_rate(session, state) == RATE and sample_rate(session, State()) == 48000

@@ -106,9 +106,8 @@ def test_tiles_blend_in_latents_as_the_reference_does(session, file, vae):
         total[t0:t1, r0:r1, c0:c1] += weights
     np.testing.assert_allclose(total, 1)
     assert relative_l2(found, expected) < 1e-5
-    assert (
-        relative_l2(found, encode(vae, frames)) > 1e-3
-    )  # it is another encoding than that of one tile
+    # It is another encoding than that of one tile.
+    assert relative_l2(found, encode(vae, frames)) > 1e-3
 
 
 def test_official_tiles_of_a_large_source(session):

@@ -97,9 +97,8 @@ def test_upsamplers_are_told_apart(tiny, tmp_path, layout):
     assert found.config.upsampler.kind == "x2 spatial"
     assert found.config.part("temporal_upsampler").kind == "x2 temporal"
     assert open_checkpoint(folder, upsampler=x15).config.upsampler.kind == "x1.5 spatial"
-    assert open_checkpoint(
-        folder, upsampler=temporal
-    ).config.upsampler.temporal  # a stage refuses it, `probe` runs it
+    # A stage refuses it, `probe` runs it.
+    assert open_checkpoint(folder, upsampler=temporal).config.upsampler.temporal
     for checkpoint in (found, open_checkpoint(folder, upsampler=x15)):
         shapes = networks(checkpoint.config)
         for part in ("upsampler", "temporal_upsampler"):

@@ -206,13 +206,7 @@ def tensor(name: str = "x", dims: tuple[int, ...] = (4,), code: int = 0, offset:
     )
 
 
-def content(
-    *tensors: bytes,
-    keys: tuple[bytes, ...] = (),
-    version: int = 3,
-    data: bytes = bytes(64),
-    counts=None,
-) -> bytes:
+def content(*tensors, keys=(), version=3, data=bytes(64), counts=None) -> bytes:
     num_tensors, num_keys = counts or (len(tensors), len(keys))
     head = (
         b"GGUF"
@@ -517,9 +511,8 @@ def test_connectors_come_from_files_beside(apart, tiny, tmp_path):
         np.testing.assert_array_equal(source.read(name), ours[name])
     assert inspect_path(folder / "connectors.safetensors")["kind"] == "embeddings connectors"
     other = TensorFile(tiny("tiny-2.0", "official") / "tiny-2.0.safetensors")
-    names = [
-        n for n in other.names() if component_of(n) == "text" and "audio" not in n
-    ]  # as wide as the tiny 2.3's
+    # As wide as the tiny 2.3's.
+    names = [n for n in other.names() if component_of(n) == "text" and "audio" not in n]
     older = {name: other.read(name) for name in names}
     write_arrays(folder / "of-2.0.safetensors", older)
     assert open_checkpoint(folder).source("text").info(name).shape == ours[name].shape

@@ -266,9 +266,8 @@ def test_a_run_fetches_what_its_pipeline_reads_and_no_more(run, served):
     served.got.clear()
     status, _, err = run(*words, "--offline")
     assert status == 0 and not served.got, err
-    one_line(
-        run(*words[:-1], "two-stage", HF_HUB_OFFLINE="1")
-    )  # what it needs more was not fetched
+    # What it needs more was not fetched.
+    one_line(run(*words[:-1], "two-stage", HF_HUB_OFFLINE="1"))
     assert not served.got
     assert run("weights", "fetch", "lab/plain", "--pipeline", "one-stage")[0] == 0
     # a text encoder, which no flag names here; what is in the cache is not fetched again
@@ -307,9 +306,8 @@ def test_fetch_takes_all_that_two_stages_need_and_goes_on_where_it_was_cut(run, 
         for method, path, r in served.got
         if method == "GET" and path.endswith("/tiny-2.3.safetensors")
     ]
-    assert (
-        int(re.fullmatch(r"bytes=(\d+)-", asked[-1])[1]) >= 10_000_000
-    )  # of 36 MB, cut in the middle
+    # Of 36 MB, cut in the middle.
+    assert int(re.fullmatch(r"bytes=(\d+)-", asked[-1])[1]) >= 10_000_000
     path = Path(out.strip())
     assert (
         path.read_bytes()
@@ -399,11 +397,8 @@ def test_of_a_repository_of_parts_come_those_that_the_run_reads(run, parted):
     words = ("weights", "fetch", f"lab/files/{main}", "--pipeline")
     for pipeline, decoder, expected in (
         ("one-stage", (), always | {"vae/conv.safetensors"}),
-        (
-            "two-stage",
-            ("--video-decoder", "diffusion"),
-            more | {"vae/diffusion.safetensors"},
-        ),  # the rest is there
+        # The rest is there.
+        ("two-stage", ("--video-decoder", "diffusion"), more | {"vae/diffusion.safetensors"}),
     ):
         parted.got.clear()
         status, out, err = run(*words, pipeline, *decoder)
@@ -442,9 +437,8 @@ def test_transformers_of_one_repository_are_chosen_by_name(run, parted):
     for name in ("dev", "distilled"):
         assert f"lab/files/diffusion_models/{name}.safetensors" in error
     assert not parted.fetched()
-    status, out, err = run(
-        "weights", "fetch", "lab/folders", "--pipeline", "one-stage"
-    )  # its index lists one
+    # Its index lists one.
+    status, out, err = run("weights", "fetch", "lab/folders", "--pipeline", "one-stage")
     assert status == 0, err
     found = {name.partition("/")[0] for name in parted.fetched() if name.endswith(".safetensors")}
     parts = {

@@ -41,9 +41,8 @@ def proto(kind: int = 2, dummy_prefix: int = 0) -> bytes:
 
 
 def as_file(kind: str, folder):
-    if (
-        kind == "gguf"
-    ):  # llama.cpp writes spaces for the model's own, and -1000 for what has no score
+    # Llama.cpp writes spaces for the model's own, and -1000 for what has no score.
+    if kind == "gguf":
         keys = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": [n.replace("▁▁", "  ") for n in NAMES],
                 "tokenizer.ggml.scores": [float(s) if t in (NORMAL, BYTE) else -1000.0 for _, s, t in PIECES],
                 "tokenizer.ggml.token_type": [t for *_, t in PIECES]}  # fmt: skip
