@@ -7,6 +7,7 @@ import av
 import numpy as np
 import pytest
 from conftest import refused
+from numpy.testing import assert_allclose, assert_array_equal
 
 from ltx2rt.errors import InputError
 from ltx2rt.media import hdr
@@ -18,11 +19,11 @@ from ltx2rt.media.video import video_info
 def test_curves_are_each_others_inverse():
     light = np.concatenate([[0], np.geomspace(1e-5, 222, 1000)])
     codes = hdr.encoded(light)
-    np.testing.assert_allclose(hdr.decoded(codes), light, rtol=1e-7, atol=1e-12)
+    assert_allclose(hdr.decoded(codes), light, rtol=1e-7, atol=1e-12)
     assert (np.diff(codes) > 0).all() and abs(hdr.encoded(np.array(0.18)) - 0.4135884) < 1e-6
     assert abs(hdr.encoded(np.array(hdr.CCT_BREAK)) - hdr.CCT_CODE_BREAK) < 1e-7
     signal = np.linspace(0, 1, 1000)
-    np.testing.assert_allclose(hdr.hlg_oetf(hdr.hlg_inverse(signal)), signal, atol=1e-7)
+    assert_allclose(hdr.hlg_oetf(hdr.hlg_inverse(signal)), signal, atol=1e-7)
     assert abs(hdr.hlg_inverse(np.float64(0.75)) - 0.26496) < 2e-5
 
 
@@ -33,9 +34,7 @@ def test_pixels_come_back_from_the_codes(space):
     assert np.abs(codes).max() <= 1
     inside = np.clip(pixels @ np.linalg.inv(hdr.AP1_TO_709).T, 0, None) @ hdr.AP1_TO_709.T
     expected = np.maximum(inside, 0) if space == "SRGB_LINEAR" else pixels
-    np.testing.assert_allclose(
-        hdr.from_model(codes, hdr.HighRange(space)), expected, rtol=1e-6, atol=1e-9
-    )
+    assert_allclose(hdr.from_model(codes, hdr.HighRange(space)), expected, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("space", ["SRGB_LINEAR", "ACESCG"])
@@ -45,11 +44,11 @@ def test_light_below_zero_is_cut_where_it_is_written(space):
     light = hdr.decoded(codes) @ (hdr.AP1_TO_709.T if space == "SRGB_LINEAR" else np.eye(3))
     assert light.min() < -1e-3
     how = hdr.HighRange(space)
-    np.testing.assert_allclose(hdr.from_model(codes * 2 - 1, how), light.clip(0), atol=1e-9)
+    assert_allclose(hdr.from_model(codes * 2 - 1, how), light.clip(0), atol=1e-9)
     rec709 = (hdr.decoded(codes) @ hdr.AP1_TO_709.T).clip(0) @ hdr.REC709_TO_2020.T
     expected = hdr.pq_signal(rec709 * hdr.WHITE)
     pq = hdr.HighRange(space, transfer="pq")
-    np.testing.assert_allclose(hdr.video_signal(codes * 2 - 1, pq), expected, atol=1e-9)
+    assert_allclose(hdr.video_signal(codes * 2 - 1, pq), expected, atol=1e-9)
 
 
 def test_white_is_three_quarters_and_what_is_brighter_rolls_off():
@@ -67,11 +66,11 @@ def test_exr_files_keep_half_floats(tmp_path, space, size):
     pixels = (np.random.default_rng(1).normal(size=(*size, 3)) ** 3 * 9).astype(np.float32)
     data, path = hdr.exr_bytes(pixels, space), tmp_path / "a.exr"
     path.write_bytes(data)
-    np.testing.assert_array_equal(hdr.read_exr(path), pixels.astype(np.float16).astype(np.float32))
+    assert_array_equal(hdr.read_exr(path), pixels.astype(np.float16).astype(np.float32))
     header = hdr.attributes(data)
     assert header["compression"] == b"\3" and header["channels"].count(b"\1\0\0\0\0") >= 3
     assert header["colorSpace"] == hdr.EXR_NAMES[space].encode()
-    np.testing.assert_array_equal(
+    assert_array_equal(
         np.frombuffer(header["chromaticities"], np.float32),
         np.float32(hdr.CHROMATICITIES[space]),
     )
@@ -140,12 +139,12 @@ def test_pq_is_the_curve_of_st_2084():
     power = signal ** (1 / m2)
     light = 10000 * (np.maximum(power - c1, 0) / (c2 - c3 * power)) ** (1 / m1)
     known = signal[light > 0]
-    np.testing.assert_allclose(hdr.pq_signal(light[light > 0]), known, atol=1e-12)
+    assert_allclose(hdr.pq_signal(light[light > 0]), known, atol=1e-12)
     for nits, expected in ((203, 0.5807), (100, 0.5081), (1000, 0.7518), (0, 7.3e-7), (1e5, 1)):
         assert hdr.pq_signal(np.array(float(nits))) == pytest.approx(expected, abs=5e-5)
     white = hdr.to_model(np.ones((1, 3)), "SRGB_LINEAR")
     shown = hdr.video_signal(white, hdr.HighRange("ACESCG", transfer="pq"))
-    np.testing.assert_allclose(shown, hdr.pq_signal(np.full((1, 3), 203.0)), atol=1e-4)
+    assert_allclose(shown, hdr.pq_signal(np.full((1, 3), 203.0)), atol=1e-4)
 
 
 def test_codes_of_16_bits_come_back():
@@ -171,7 +170,7 @@ def test_frames_are_written_as_exr(tmp_path):
     expected = hdr.from_model(chunk[:, 1].transpose(1, 2, 0), hdr.HighRange("ACESCG")).astype(
         np.float16
     )
-    np.testing.assert_array_equal(hdr.read_exr(tmp_path / "f-00001.exr"), expected)
+    assert_array_equal(hdr.read_exr(tmp_path / "f-00001.exr"), expected)
     with refused("is there already"):
         check_output(name)
 
@@ -190,7 +189,7 @@ def test_frames_and_a_video_come_from_one_run(tmp_path):
     frames = [name.parent / f"{i:05d}.exr" for i in range(3)]
     assert sorted(made) == sorted([video, *frames, name.parent / "sound.wav"])
     expected = hdr.from_model(chunk[:, 2].transpose(1, 2, 0), how).astype(np.float16)
-    np.testing.assert_array_equal(hdr.read_exr(frames[2]), expected)
+    assert_array_equal(hdr.read_exr(frames[2]), expected)
     assert video_info(video, "").num_frames == 3
     before = video.read_bytes()
     with pytest.raises(InputError, match="is there already"):  # frames of another run
@@ -212,7 +211,7 @@ def test_frames_are_zipped_while_they_go_on(tmp_path):
         file.extractall(tmp_path)
     frames = hdr.from_model(hdr.as_frames(chunk), how).astype(np.float16)
     for i, frame in enumerate(frames):
-        np.testing.assert_array_equal(hdr.read_exr(tmp_path / f"{i:05d}.exr"), frame)
+        assert_array_equal(hdr.read_exr(tmp_path / f"{i:05d}.exr"), frame)
     write_wav(tmp_path / "c.wav", wave, 8000)
     assert (tmp_path / "sound.wav").read_bytes() == (tmp_path / "c.wav").read_bytes()
 
@@ -222,12 +221,10 @@ def test_logc3_of_loras_for_hdr():
     a, b, c, d, e, f = 5.555556, 0.052272, 0.247190, 0.385537, 5.367655, 0.092809
     light = np.concatenate([[0.0], np.geomspace(1e-4, 55, 300)])
     codes = np.where(light > 0.010591, c * np.log10(a * light + b) + d, e * light + f)
-    np.testing.assert_allclose(hdr.logc3_decoded(codes), light, rtol=2e-6, atol=2e-7)
+    assert_allclose(hdr.logc3_decoded(codes), light, rtol=2e-6, atol=2e-7)
     assert abs(hdr.logc3_decoded(np.array(1.0)) - 55.08) < 0.01
     frames = np.repeat(codes[:, None], 3, 1) * 2 - 1
     how = {space: hdr.from_model(frames, hdr.HighRange(space, "logc3")) for space in hdr.SPACES}
-    np.testing.assert_allclose(how["SRGB_LINEAR"][:, 1], light, rtol=2e-6, atol=2e-7)
-    np.testing.assert_allclose(
-        how["ACESCG"] @ hdr.AP1_TO_709.T, how["SRGB_LINEAR"], rtol=1e-6, atol=1e-9
-    )
-    np.testing.assert_allclose(hdr.decoded(how["ACESCCT"]), how["ACESCG"], rtol=1e-6, atol=1e-9)
+    assert_allclose(how["SRGB_LINEAR"][:, 1], light, rtol=2e-6, atol=2e-7)
+    assert_allclose(how["ACESCG"] @ hdr.AP1_TO_709.T, how["SRGB_LINEAR"], rtol=1e-6, atol=1e-9)
+    assert_allclose(hdr.decoded(how["ACESCCT"]), how["ACESCG"], rtol=1e-6, atol=1e-9)

@@ -9,6 +9,7 @@ import torch
 from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoRotaryPosEmbed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_allclose
 
 from ltx2rt.graph import trace
 from ltx2rt.models.positions import axis_angles, coordinate_table, frequency_grid, gather_tables
@@ -76,7 +77,7 @@ def theirs(module, coordinates: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 def test_grid_holds_the_released_models_frequencies(num_axes, dim, values):
     grid = frequency_grid(dim, num_axes, THETA)
     assert grid.dtype == np.float32 and len(grid) == dim // (2 * num_axes)
-    np.testing.assert_allclose(grid[[0, 1, len(grid) // 2, -1]], np.float32(values), rtol=1e-7)
+    assert_allclose(grid[[0, 1, len(grid) // 2, -1]], np.float32(values), rtol=1e-7)
 
 
 @pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
@@ -85,30 +86,22 @@ def test_video_and_audio_tables_hold_the_official_values(kind):
     position = np.array([[[[1 / 24, 9 / 24]], [[64, 96]], [[96, 128]]]], np.float32)
     cos, sin = (x[0, 0] for x in tables(kind, position, 4096, 32))
     near = dict(rtol=0, atol=1e-6)
-    np.testing.assert_allclose(
-        cos[0, :6], [1, 1, 0.03271897, 0.12241063, 0.17096186, 0.01178126], **near
-    )
-    np.testing.assert_allclose(
-        sin[0, :6], [0, 0, -0.99946457, -0.99247956, -0.98527765, -0.99993062], **near
-    )
+    assert_allclose(cos[0, :6], [1, 1, 0.03271897, 0.12241063, 0.17096186, 0.01178126], **near)
+    assert_allclose(sin[0, :6], [0, 0, -0.99946457, -0.99247956, -0.98527765, -0.99993062], **near)
     # Angles of 1e4: one float32 step is 1e-3 rad; a float32 grid would move these by 5e-4.
     far = dict(rtol=0, atol=1e-4)
-    np.testing.assert_allclose(cos[31, -3:], [0.86594236, -0.38297659, -0.92406642], **far)
-    np.testing.assert_allclose(sin[31, -3:], [0.50014377, 0.92375803, 0.38223195], **far)
+    assert_allclose(cos[31, -3:], [0.86594236, -0.38297659, -0.92406642], **far)
+    assert_allclose(sin[31, -3:], [0.50014377, 0.92375803, 0.38223195], **far)
     cos, sin = (x[0, 0] for x in tables(kind, np.array([[[[0.01, 0.05]]]], np.float32), 2048, 32))
-    np.testing.assert_allclose(cos[0, :3], [0.00471240, -0.00945093, -0.02374049], **near)
-    np.testing.assert_allclose(sin[0, :3], [-0.99998891, -0.99995536, -0.99971813], **near)
-    np.testing.assert_allclose([cos[31, -1], sin[31, -1]], [-0.99999988, -0.00051096], **far)
+    assert_allclose(cos[0, :3], [0.00471240, -0.00945093, -0.02374049], **near)
+    assert_allclose(sin[0, :3], [-0.99998891, -0.99995536, -0.99971813], **near)
+    assert_allclose([cos[31, -1], sin[31, -1]], [-0.99999988, -0.00051096], **far)
 
 
 def test_connector_angles_hold_the_official_values():
     cos, sin = axis_angles(np.array([5]), 4096, frequency_grid(4096, 1, THETA))
-    np.testing.assert_allclose(
-        cos[0, :3], [0.00383491, -0.00323133, -0.01032935], rtol=0, atol=1e-6
-    )
-    np.testing.assert_allclose(
-        sin[0, :3], [-0.99999267, -0.99999475, -0.99994665], rtol=0, atol=1e-6
-    )
+    assert_allclose(cos[0, :3], [0.00383491, -0.00323133, -0.01032935], rtol=0, atol=1e-6)
+    assert_allclose(sin[0, :3], [-0.99999267, -0.99999475, -0.99994665], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", ["cuda", "tpu"])
@@ -147,4 +140,4 @@ def test_tables_equal_diffusers_at_any_size(modality, heads, pairs, grid, fps, f
         theirs(module, coordinates),
         strict=True,
     ):
-        np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-6 if float64 else apart)
+        assert_allclose(ours, expected, rtol=0, atol=1e-6 if float64 else apart)

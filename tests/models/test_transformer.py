@@ -14,7 +14,6 @@ from reference_transformer import (
     build,
     config_of,
     draw,
-    module_of,
     ours,
     params_of,
 )
@@ -24,7 +23,6 @@ from ltx2rt.graph import trace
 from ltx2rt.models import transformer
 from ltx2rt.models.modulation import adaln
 from ltx2rt.testing import relative_l2, run_graph
-from ltx2rt.weights.names import to_official
 
 CLOSE = 1e-5  # contract: 1e-4; float32 rounding over 3 blocks reaches 1e-6
 
@@ -199,37 +197,3 @@ def test_modulation_by_levels_equals_modulation_per_token(num_levels, kind):
             else np.broadcast_to(actual[f"row{i}"][:, None], expected[:, :, i].shape)
         )
         assert relative_l2(row, expected[:, :, i]) <= 1e-6  # one rounding of each sum
-
-
-@pytest.fixture(scope="module")
-def full_width():
-    """config, params, inputs and diffusers' velocities: 32 heads of 128 and 64, one block of 2.3.
-
-    All parameters are slices of one random buffer: 0.6 GB, not 3.
-    """
-    config = config_of(
-        "2.3", num_layers=1, video_channels=128, audio_channels=128, num_heads=32, head_dim=128, audio_num_heads=32,
-        audio_head_dim=64, caption_channels=3840,
-    )  # fmt: skip
-    with torch.device("meta"):
-        module = module_of(config)
-    shapes = {name: tuple(p.shape) for name, p in module.state_dict().items()}
-    rng = np.random.default_rng(4)
-    buffer = rng.random(max(map(np.prod, shapes.values())) + 97 * len(shapes), np.float32)
-    buffer -= np.float32(0.5)
-    buffer *= np.float32(12**0.5 / 64)  # standard deviation 1 / sqrt(4096)
-    state = {}
-    for i, (name, shape) in enumerate(shapes.items()):
-        part = buffer[97 * i :][: np.prod(shape)].reshape(shape)
-        state[name] = 1 + part if "norm" in name else part
-    module.load_state_dict({name: torch.from_numpy(p) for name, p in state.items()}, assign=True)
-    feeds = draw(config, batch=1, grid=(2, 1, 3), audio_tokens=3, text_tokens=4)
-    params = {to_official("transformer", name): p for name, p in state.items()}
-    return config, params, feeds, diffusers(module, feeds)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
-def test_block_at_full_width_equals_diffusers(kind, full_width):
-    config, params, feeds, expected = full_width
-    assert_close(ours(kind, config, feeds, params=params), expected)

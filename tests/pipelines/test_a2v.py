@@ -164,12 +164,3 @@ def test_what_cannot_be_used_is_refused_before_weights(song, tiny, generate, mon
         assert found.status == 2 and message in found.stderr, found.stderr
         assert found.stderr.count("\n") == 1, found.stderr
         assert not list(found.folder.iterdir())
-
-
-def test_it_is_planned(song, command):
-    words = [
-        "plan", "--preset", "ltx-2.3", "--devices", "1", "--device-kind", "h200-141gb",
-        "--pipeline", "a2v",
-    ]  # fmt: skip
-    status, out, err = command(*words, "--audio-path", song, "--num-frames", 9)
-    assert status == 0 and "source sound" in out, err

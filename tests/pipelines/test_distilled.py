@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import refused
+from numpy.testing import assert_allclose, assert_array_equal
 
 from ltx2rt.pipelines import pipeline
 from ltx2rt.pipelines.request import Loras
@@ -39,14 +40,10 @@ def test_the_first_frame_and_slots_are_keyframes_and_images_are_not(images):
     first, second = stages(images=images, num_generated_keyframes=2)
     ones, zeros = np.ones, np.zeros
     appended = len(images) // 2
-    np.testing.assert_array_equal(
-        marked(first), np.concatenate([ones(2), zeros(4 + 2 * appended), ones(4)])
-    )
-    np.testing.assert_array_equal(
-        marked(second), np.concatenate([ones(8), zeros(16 + 8 * appended)])
-    )
+    assert_array_equal(marked(first), np.concatenate([ones(2), zeros(4 + 2 * appended), ones(4)]))
+    assert_array_equal(marked(second), np.concatenate([ones(8), zeros(16 + 8 * appended)]))
     slots = first.blank["video"].positions[0, -4:, 0]
-    np.testing.assert_allclose(slots, np.repeat([5, 11], 2) / 24, rtol=1e-6)  # of 16/3 and 32/3
+    assert_allclose(slots, np.repeat([5, 11], 2) / 24, rtol=1e-6)  # of 16/3 and 32/3
     assert (first.blank["video"].mask[0, -4:] == 1).all()
 
 

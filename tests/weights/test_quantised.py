@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_ran, refused
+from numpy.testing import assert_allclose, assert_array_equal
 
 from ltx2rt.backend import get_backend
 from ltx2rt.graph import trace
@@ -191,13 +192,13 @@ def test_a_matrix_is_what_its_format_says_in_slices_too(tmp_path, kind):
     assert source.info("x.weight").shape == (rows, columns)
     assert source.info("x.weight").nbytes == sum(array.nbytes for array in arrays.values())
     expected = meant(kind, arrays).astype(np.float32)
-    np.testing.assert_array_equal(source.read("x.weight"), expected)
+    assert_array_equal(source.read("x.weight"), expected)
     for rows_cut, columns_cut in (
         ((2, 5), (0, columns)), ((0, rows), (17, 33)), ((1, 6), (5, 6)), ((3, 4), (16, 48)),
     ):  # fmt: skip
         part = source.read("x.weight", (0, *rows_cut), (1, *columns_cut))
-        np.testing.assert_array_equal(part, expected[slice(*rows_cut), slice(*columns_cut)])
-    np.testing.assert_array_equal(source.read("x.weight", (0, 1, 7), (0, 2, 4)), expected[3:5])
+        assert_array_equal(part, expected[slice(*rows_cut), slice(*columns_cut)])
+    assert_array_equal(source.read("x.weight", (0, 1, 7), (0, 2, 4)), expected[3:5])
     assert source.read("y").dtype == BF16
 
 
@@ -229,10 +230,8 @@ def test_a_matrix_of_bitsandbytes_is_its_table_times_its_scales(tmp_path, nested
     source = dequantised(TensorFile(tmp_path / "m.safetensors"))
     expected = (table[codes] * scales[np.arange(codes.size) // size]).reshape(rows, columns)
     assert [*source.names()] == ["x.weight"] and source.info("x.weight").shape == (rows, columns)
-    np.testing.assert_array_equal(source.read("x.weight"), expected)
-    np.testing.assert_array_equal(
-        source.read("x.weight", (0, 3, 6), (1, 5, 41)), expected[3:6, 5:41]
-    )
+    assert_array_equal(source.read("x.weight"), expected)
+    assert_array_equal(source.read("x.weight", (0, 3, 6), (1, 5, 41)), expected[3:6, 5:41])
 
 
 @pytest.mark.parametrize("names", [
@@ -249,9 +248,7 @@ def test_matrices_of_quanto_and_llm_int8(tmp_path, names):
     source = dequantised(TensorFile(tmp_path / "m.safetensors"))
     factor = own.astype(np.float32).reshape(7, 1) / np.float32(1 if "_" in scale else 127)
     assert [*source.names()] == ["x.weight"]
-    np.testing.assert_array_equal(
-        source.read("x.weight"), arrays[weight].astype(np.float32) * factor
-    )
+    assert_array_equal(source.read("x.weight"), arrays[weight].astype(np.float32) * factor)
 
 
 ON_HOST = ("float8 by blocks", "float8 by blocks of 128", "e5m2", "e5m2 cast", "awq_w4a16",
@@ -284,8 +281,8 @@ def test_a_device_decodes_what_it_loads(tmp_path, kind, monkeypatch):
 def test_the_rotation_is_its_own_inverse():
     for size in (4, 16, 64, 256):
         r = rotation(size)
-        np.testing.assert_array_equal(r, r.T)
-        np.testing.assert_array_equal(r @ r, np.eye(size))
+        assert_array_equal(r, r.T)
+        assert_array_equal(r @ r, np.eye(size))
     assert set(np.abs(rotation(256)).ravel()) == {1 / 16}
 
 
@@ -342,7 +339,7 @@ def test_a_description_in_the_header_counts_as_one_beside_the_matrix(tmp_path, l
         return dequantised(TensorFile(path)).read(f"{stem}.weight")
 
     header = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
-    np.testing.assert_array_equal(read(header), meant("int8 rotated", arrays).astype(np.float32))
+    assert_array_equal(read(header), meant("int8 rotated", arrays).astype(np.float32))
     with refused(r"convrot_groupsize = 16 beside 64|= 64 beside 16"):
         read(header, {f"{stem}.comfy_quant": said(convrot=True, convrot_groupsize=64)})
     others = {"_quantization_metadata": json.dumps({"layers": {"z": "int8_tensorwise"}})}
@@ -372,7 +369,7 @@ def test_a_made_float8_file_is_of_one_block_with_its_gates_and_reads_as_weight_t
     for name in quantised:
         scale = file.read(f"{name}_scale")
         assert scale.shape == file.read(f"{name.removesuffix('weight')}input_scale").shape == ()
-        np.testing.assert_array_equal(source.read(name), file.read(name).astype(np.float32) * scale)
+        assert_array_equal(source.read(name), file.read(name).astype(np.float32) * scale)
         assert np.abs(file.read(name).astype(np.float32)).max() == 448
 
 
@@ -403,7 +400,7 @@ def test_quantised_files_of_2_5_are_read_as_their_format_says(tiny, tmp_path, ki
     for name, array in expected.items():
         part = "transformer" if name.startswith("model.diffusion_model.") else "gemma"
         canonical = name if part == "transformer" else gemma_to_canonical(name)
-        np.testing.assert_array_equal(found.source(part).read(canonical), array)
+        assert_array_equal(found.source(part).read(canonical), array)
 
 
 def test_made_files_of_the_other_layout_are_refused(command, tmp_path):
@@ -461,11 +458,11 @@ def test_float8_is_kept_where_asked_for_and_dequantised_elsewhere(kind, three_bl
         as_bytes(weights[name]).ravel(), arrays[f"{Q}weight"].view(np.uint8).ravel()
     )
     scale = np.asarray(weights[f"{name} scale"]).ravel()
-    np.testing.assert_array_equal(scale, np.full(32, arrays[f"{Q}weight_scale"]))
+    assert_array_equal(scale, np.full(32, arrays[f"{Q}weight_scale"]))
     first = f"{Q.replace('.1.', '.0.')}weight"
     exact = arrays[first].astype(np.float32) * arrays[f"{first}_scale"]
     found = get_backend(kind, "cpu").to_host(weights[first])
-    np.testing.assert_array_equal(found.reshape(32, 32), exact.astype(BF16).astype(np.float32))
+    assert_array_equal(found.reshape(32, 32), exact.astype(BF16).astype(np.float32))
 
 
 @pytest.mark.parametrize("kind", ("cuda", "tpu"))
@@ -483,21 +480,21 @@ def test_a_lora_on_float8_is_added_in_float32_and_quantised_anew(kind, three_blo
     weight = arrays[f"{Q}weight"].astype(np.float32) * arrays[f"{Q}weight_scale"]
     exact = merge(weight, [([(up, down)], 8.0)], True)
     delta = merge(np.zeros((32, 32), BF16), [([(up, down)], 8.0)], True)
-    np.testing.assert_array_equal(exact, weight + delta.astype(np.float32))
+    assert_array_equal(exact, weight + delta.astype(np.float32))
 
     name = f"{Q.replace('.1.', '.1+*.')}weight"
     name = name.replace("*", "0") if kind == "cuda" else name
     weights = backend.load([quantise(blocks_graph(), "float8")], merged)
     scale = np.asarray(weights[f"{name} scale"]).ravel()
     # A product with 1/448 for the division: one rounding more.
-    np.testing.assert_allclose(scale, np.full(32, np.abs(exact).max() / 448), rtol=2.0**-23)
+    assert_allclose(scale, np.full(32, np.abs(exact).max() / 448), rtol=2.0**-23)
     expected = (exact / scale[0]).astype(E4M3)
     assert np.array_equal(as_bytes(weights[name]).ravel(), expected.view(np.uint8).ravel())
 
     plain = f"{Q.replace('.1.', '.*.')}weight"
     weights = backend.load([blocks_graph()], merged)
     found = weights[f"{Q}weight"] if kind == "cuda" else weights[plain][1]
-    np.testing.assert_array_equal(backend.to_host(found), exact.astype(BF16).astype(np.float32))
+    assert_array_equal(backend.to_host(found), exact.astype(BF16).astype(np.float32))
 
 
 @pytest.mark.long
@@ -521,7 +518,7 @@ def test_a_float8_checkpoint_runs_as_its_dequantised_copy_does(float8, tmp_path,
         run.latents[max(n for n in run.latents if n.endswith("video") or ".video" in n)]
         for run in runs
     ]
-    np.testing.assert_array_equal(last[0], last[1])
+    assert_array_equal(last[0], last[1])
     assert not np.array_equal(last[0], last[2]) and np.isfinite(last[2]).all()
 
 

@@ -1,7 +1,6 @@
 """Clips in segments: where each begins, what it keeps of the one before, and that runs go on where
 they stopped."""
 
-import json
 import os
 import resource
 import shutil
@@ -543,16 +542,6 @@ def test_two_ranks_make_the_clip_of_one(tiny, tmp_path):
     (one, heard), (two, also) = clips
     assert np.abs(one - two).max() <= 2  # reached: 1
     assert relative_l2(also, heard) < 1e-4  # as of every waveform; reached: 2e-5
-
-
-def test_it_is_planned(command):
-    words = ("--num-frames", 1465, "--width", 768, "--height", 512)
-    where = ("--devices", 1, "--device-kind", "h200", "--distilled-lora", "none")
-    status, out, err = command(
-        "plan", "--preset", "tiny-2.3", "--pipeline", "distilled", *words, *where, "--json"
-    )
-    assert status == 0, err
-    assert json.loads(out)
 
 
 def parsed(*words):
