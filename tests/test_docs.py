@@ -243,10 +243,16 @@ def commands(text: str) -> list[list[str]]:
     return found
 
 
+CHECKED: list[list[str]] = []
+
+
 def check(argv: list[str], where: object, capsys) -> None:
     """The program takes the command; a request and what it needs of the checkpoint are refused
     nothing."""
     argv = argv if len(argv) > 1 else [*argv, "--help"]  # a command's name alone
+    if argv in CHECKED:  # several documents have it
+        return
+    CHECKED.append(argv)
     if argv[0] in QUICK or argv[-1] == "--help":
         try:
             status = cli.main(argv)

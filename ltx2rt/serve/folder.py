@@ -8,7 +8,6 @@ clip only if the queue knows its job.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -25,10 +24,10 @@ from typing import IO, Any
 from ltx2rt.errors import InputError
 from ltx2rt.run.segments import discard
 from ltx2rt.serve.jobs import JOB_ID, Job
+from ltx2rt.serve.refusal import NO_SPACE
 from ltx2rt.system import sync, take_lock
 from ltx2rt.text_files import read_json
 
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 STORAGE = "storage"  # the code of a run that failed because its files could not be written
 MIN_FREE_BYTES = 2 * 10**9
 CLIP, THUMBNAIL, REPORT = ".mp4", ".webp", ".json"

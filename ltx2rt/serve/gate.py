@@ -25,10 +25,9 @@ from starlette.responses import Response
 
 from ltx2rt.serve.answers import Json
 from ltx2rt.serve.board import Board
-from ltx2rt.serve.folder import NO_SPACE
 from ltx2rt.serve.form import Gone, close_unread
 from ltx2rt.serve.metrics import Metrics
-from ltx2rt.serve.refusal import Refusal, invalid
+from ltx2rt.serve.refusal import NO_SPACE, Refusal, invalid
 from ltx2rt.serve.users import LOCAL, OPERATOR, STRANGER, User, Users
 
 MAX_REQUESTS, MAX_OF_USER = 1000, 250  # at once, of all users and of one

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Collection
 from functools import cache
 
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flagged, spelling
-from ltx2rt.pipelines import pipelines
 from ltx2rt.suggest import nearest
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @cache
 def field_of(flag: str) -> str:
     """The field of a request that a flag of the command line stands for."""
+    from ltx2rt.pipelines import pipelines  # a process that decodes an upload does without
+
     known = flagged(*pipelines().values()).items()
     fields = {spelling(f): name for name, f in known if f.metadata["flag"].typed}
     return fields.get(flag, "loras" if flag == "--lora" else flag[2:].replace("-", "_"))

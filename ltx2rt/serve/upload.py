@@ -18,8 +18,7 @@ from tempfile import TemporaryFile
 from ltx2rt.errors import InputError
 from ltx2rt.media.hdr import MAGIC, read_exr
 from ltx2rt.media.images import formats, is_heic, read_rgb
-from ltx2rt.serve.folder import NO_SPACE
-from ltx2rt.serve.refusal import Refusal
+from ltx2rt.serve.refusal import NO_SPACE, Refusal
 from ltx2rt.system import limit
 
 IMAGE, SOUND, VIDEO, MASK = "image", "sound", "video", "mask"  # a mask is an image or a video

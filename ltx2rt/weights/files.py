@@ -395,7 +395,8 @@ def read_index(index: Path) -> dict[str, Path]:
                     f"{index}: weight_map of {name[:80]} is {str(shard)[:80]!r}, expected the "
                     "name of a file beside it"
                 )
-        return {called(name): index.parent / shard for name, shard in shards.items()}
+        places = {shard: index.parent / shard for shard in set(shards.values())}
+        return {called(name): places[shard] for name, shard in shards.items()}
     except OSError as error:
         raise InputError(f"{index}: cannot read: {error.strerror}; check the path") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

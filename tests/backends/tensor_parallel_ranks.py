@@ -7,7 +7,7 @@ one as a process.
 
 FOLDER holds what `write_inputs` writes. Written there: what each run gave,
 `{kind}-{devices}-{run}.npz`, what every rank of torch did, `cuda-{devices}-rank{i}.json`, and what
-a process took to load, `big-{plain or lora}-{who}.json`.
+a process took to load, `big-{who}.json`.
 """
 
 from __future__ import annotations
@@ -68,11 +68,10 @@ def placed(run: Run, devices: int) -> Graph:
 
 RUNS = {
     "cuda": [
-        *(Run(name) for name in NAMES),
-        *(Run(name, "bfloat16") for name in NAMES if not name.startswith("forward")),
-        Run("guided-2.0", "float32", True),
-        Run("guided-2.3", "bfloat16", True),
-        *(Run(name, halved=True) for name in NAMES if name.startswith("guided")),
+        *(Run(name) for name in NAMES if not name.startswith("forward")),  # guided ones have it
+        *(Run(name, "bfloat16") for name in ("guided-2.0", "guided-2.3", "text-2.3")),
+        Run("guided-2.0", lora=True),
+        Run("guided-2.3", halved=True),
     ],
     # JAX takes seconds to compile one.
     "tpu": [Run("guided-2.3"), Run("text-2.0"), Run("text-2.5")],
@@ -218,17 +217,14 @@ def anonymous_bytes() -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
 
 
-def measured_load(kind: str, mesh: dict[str, int], folder: Path, lora: bool) -> dict[str, int]:
-    """Peak anonymous memory above that before the load, and the weights' bytes."""
+def measured_load(kind: str, mesh: dict[str, int], folder: Path) -> dict[str, int]:
+    """With a LoRA: peak anonymous memory above that before the load, and the weights' bytes."""
     backend = get_backend(kind, "cpu", mesh)
     graph = Placement(PROFILES["hopper"], mesh).local(big_graph(), "transformer")
     square = np.ones((2, 2), np.float32)
     backend.merge(square, [([(square, square)], 1.0)], False)  # starts the framework's own threads
-    source = TensorFile(folder / "big.safetensors")
-    if lora:
-        source = MergedSource(
-            source, [open_lora(folder / "big-lora.safetensors")], "bfloat16", backend.merge
-        )
+    file, lora = TensorFile(folder / "big.safetensors"), open_lora(folder / "big-lora.safetensors")
+    source = MergedSource(file, [lora], "bfloat16", backend.merge)
     gc.collect()
     before, samples, done = anonymous_bytes(), [], threading.Event()
 
@@ -247,12 +243,11 @@ def measured_load(kind: str, mesh: dict[str, int], folder: Path, lora: bool) -> 
     return {"peak": max(samples) - before, "share": share, "samples": len(samples)}
 
 
-def rank_main(devices: int, rank: int, folder: Path, measure: str | None) -> None:
+def rank_main(devices: int, rank: int, folder: Path, measure: bool = False) -> None:
     import torch
 
     if measure:
-        name = f"big-{measure}"
-        found = measured_load("cuda", {"tensor": devices}, folder, measure == "lora")
+        name, found = "big", measured_load("cuda", {"tensor": devices}, folder)
     else:
         name, executed = f"cuda-{devices}", run_all("cuda", devices, folder)
         found = {
@@ -268,9 +263,8 @@ def rank_main(devices: int, rank: int, folder: Path, measure: str | None) -> Non
 def main() -> None:
     kind, folder = sys.argv[1], Path(sys.argv[2])
     if kind == "tpu":
-        for measure in ("plain", "lora"):
-            found = measured_load("tpu", {"data": 2, "tensor": MEASURED}, folder, measure == "lora")
-            (folder / f"big-{measure}-jax.json").write_text(json.dumps(found))
+        found = measured_load("tpu", {"data": 2, "tensor": MEASURED}, folder)
+        (folder / "big-jax.json").write_text(json.dumps(found))
         for devices in RANKS:
             found = run_all("tpu", devices, folder)
             (folder / f"tpu-{devices}.json").write_text(json.dumps(found))
@@ -278,12 +272,11 @@ def main() -> None:
     import ltx2rt_cuda.backend  # noqa: F401  torch, once for all ranks
     import torch._dynamo  # noqa: F401  which `Watch` imports
 
-    for measure in ("plain", "lora"):
-        forked(MEASURED, lambda rank, how=measure: rank_main(MEASURED, rank, folder, how))
+    forked(MEASURED, lambda rank: rank_main(MEASURED, rank, folder, measure=True))
     for devices in RANKS:
         for run in runs_on("cuda", devices):
             run.on(devices)  # once for all ranks
-        forked(devices, lambda rank, size=devices: rank_main(size, rank, folder, None))
+        forked(devices, lambda rank, size=devices: rank_main(size, rank, folder))
 
 
 if __name__ == "__main__":

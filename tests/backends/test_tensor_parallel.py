@@ -203,23 +203,21 @@ def test_ranks_request_no_more_than_they_hold(torch_ranks, name, devices):
 # A CPU's weights lie in the heap in which LoRAs are merged: some 12 MB of what that frees count
 # until malloc_trim. Of the 119 MB here that is a tenth; `benchmarks.load` measures 1.04 to 1.07 on
 # 1.3 GB. A GPU's weights lie elsewhere.
-@pytest.mark.parametrize(("source", "limit"), [("plain", 1.1), ("lora", 1.15)])
-def test_rank_peaks_at_its_own_share_of_memory_while_it_loads(torch_ranks, source, limit):
+def test_rank_peaks_at_its_own_share_of_memory_while_it_loads_and_merges(torch_ranks):
     """Anonymous memory above that before: mapped pages belong to the page cache."""
     for rank in range(MEASURED):
-        found = json.loads((torch_ranks / f"big-{source}-rank{rank}.json").read_text())
+        found = json.loads((torch_ranks / f"big-rank{rank}.json").read_text())
         assert found["share"] > 100e6 and found["samples"] > 10
-        assert 0.9 * found["share"] < found["peak"] <= limit * found["share"], found
+        assert 0.9 * found["share"] < found["peak"] <= 1.15 * found["share"], found
 
 
-@pytest.mark.parametrize(("source", "limit"), [("plain", 1.1), ("lora", 1.15)])
-def test_jax_devices_peak_at_what_they_hold_while_they_load(jax_devices, source, limit):
+def test_jax_devices_peak_at_what_they_hold_while_they_load(jax_devices):
     """Six devices in one process, each third of a weight on two. A CPU's devices lie in host
     memory, and two that hold the same slice share it: the bound is one copy of all weights, where a
     TPU's host has one slice at a time."""
-    found = json.loads((jax_devices / f"big-{source}-jax.json").read_text())
+    found = json.loads((jax_devices / "big-jax.json").read_text())
     assert found["share"] > 300e6 and found["samples"] > 10
-    assert 0.9 * found["share"] < found["peak"] <= limit * found["share"], found
+    assert 0.9 * found["share"] < found["peak"] <= 1.15 * found["share"], found
 
 
 @pytest.mark.parametrize("devices", RANKS)

@@ -520,9 +520,9 @@ def test_a_clip_without_a_name_gets_a_free_one(command, model, tmp_path, monkeyp
         assert all(path in out for path in found)
         return found, err
 
+    (tmp_path / "ltx2rt-5.mp4").touch()
     found, err = made(*small, "--num-frames", 9)
-    assert found == ["ltx2rt-5.mp4"] and "--output names no file: the clip will be" in err
-    assert made(*small, "--num-frames", 9)[0] == ["ltx2rt-5-1.mp4"]
+    assert found == ["ltx2rt-5-1.mp4"] and "--output names no file: the clip will be" in err
     several, _ = made(*small, "--num-frames", 9, "--num-videos", 2, "--no-audio", "--output", ".")
     assert several == ["ltx2rt-1-5.mp4", "ltx2rt-1-6.mp4"]
     sound, _ = made(*words, "--pipeline", "t2a", "--num-frames", 9)

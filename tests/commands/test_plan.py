@@ -41,7 +41,7 @@ def test_a_checkpoint_is_planned_as_its_preset(planned, command, tiny):
 
 def test_every_pipeline_is_planned_from_the_flags_that_decide_its_cost(command, tiny, images, film):
     """Of a preset no distilled LoRA is asked for where the pipeline needs none; a weighed reference
-    costs a bias."""
+    costs a bias. Files of a2v, extend and retake have theirs."""
     lora = tiny("tiny-2.3", "official") / "tiny-2.3-distilled-lora.safetensors"
     flags = ["plan", "--preset", "tiny-2.3", "--devices", 1, "--device-kind", "h200", "--pipeline"]
     size = ("--width", 64, "--height", 64, "--num-frames", 17)
@@ -50,9 +50,6 @@ def test_every_pipeline_is_planned_from_the_flags_that_decide_its_cost(command, 
         (("distilled", *size), ["text", "stage1", "upsample", "stage2", "audio", "decode"]),
         (("hq", *size, "--no-audio"), ["text", "stage1", "upsample", "stage2", "decode"]),
         (("keyframes", *size, "--image", f"{images[0]}:0", f"{images[1]}:16"), None),
-        (("a2v", *size, "--audio-path", film, "--audio-start-time", 0.4, "--audio-fit", "pad"), None),
-        (("extend", "--video-path", film, "--extend-frames", 8, "--overlap", 9), None),
-        (("retake", "--video-path", film, "--start-time", 0.1, "--end-time", 0.3), None),
         (("v2v", "--video-path", film), ["source video", "source sound", "text", "stage1", "decode"]),
         (("inpaint", "--video-path", film, "--pad", "32,0,32,0"), ["source video", "source sound", "text", "stage1",
                                                                     "decode"]),
@@ -94,6 +91,7 @@ def test_segments_that_do_the_same_are_one_row(command):
 def test_devices_are_compared_as_replicas(command):
     """The price of a clip is that of all devices, and what does not fit has none."""
     words = ["plan", "--preset", "tiny-2.3", "--device-kind", "4xh100", "--price", 2.5]
+    words += ["--pipeline", "one-stage"]
     layouts = json.loads(command(*words, "--json")[1])["layouts"]
     assert [(x["replicas"], x["devices"]) for x in layouts] == [(4, 1), (2, 2), (1, 4)]
     for one in layouts:
@@ -220,7 +218,7 @@ def test_graph_refuses_a_mesh_that_does_not_divide(command):
 
 def test_one_device_is_planned_unless_more_are_asked_for(command):
     found = [
-        command("plan", "--preset", "tiny-2.3", "--device-kind", "h100", *more)
+        command(*"plan --preset tiny-2.3 --device-kind h100 --pipeline one-stage".split(), *more)
         for more in ((), ("--devices", 1))
     ]
     assert found[0] == found[1] and found[0][0] == 0

@@ -74,7 +74,7 @@ def ancestral(x, sigmas, x0_of, noise, masked, eta=1.0):
     return x
 
 
-@pytest.fixture(scope="module", params=["cuda", "tpu"])
+@pytest.fixture(scope="module", params=["cuda", pytest.param("tpu", marks=pytest.mark.long)])
 def session(tiny, request):
     return open_session(ModelOptions(request.param, tiny("tiny-2.3", "official"), device="cpu"))
 

@@ -114,7 +114,7 @@ def test_several_videos_of_one_sound(song, tiny, generate):
     ({"audio_max_duration": 0.5}, 9, []),
     ({"seconds": 0.3}, 9, []),
     ({"segment_frames": 17, "fps": 48}, 41, [0, 8, 16, 24]),
-    ({"fps": 1, "audio_fit": "pad", "num_frames": 25, "segment_frames": 17}, 25, [0, 8]),
+    ({"fps": 8, "audio_fit": "pad", "num_frames": 25, "segment_frames": 17}, 25, [0, 8]),
 ])  # fmt: skip
 def test_the_sound_decides_the_length(song, tiny, more, frames, starts):
     """Of the clip, and of one in segments, each of which hears its own part of it."""

@@ -28,6 +28,7 @@ FLAGS = {  # output clip.mp4 unless it says so
     "hdr-ic-lora": "--video-path film.mp4 --lora ic.safetensors",
     "t2a": "--duration 0.5 --steps 1 --output clip.wav",
 }  # fmt: skip
+LONG = ("one-stage", "keyframes", "a2v", "retake", "v2v", "inpaint", "dubit", "hdr-ic-lora", "dfr")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,9 @@ def folder(tiny, film, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", pipelines())
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in pipelines()]
+)
 def test_it_runs(folder, tiny, monkeypatch, name):
     monkeypatch.chdir(folder)
     model = tiny("tiny-2.5", "official") if name == "dfr" else "MODEL_DIR"

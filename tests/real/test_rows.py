@@ -11,10 +11,23 @@ from ltx2rt.pipelines import chosen
 
 MODULES = ("clips", "loras", "files", "first_minutes")
 ROWS = [row for module in MODULES for row in import_module(f"real.{module}").ROWS]
+LONG = re.compile(  # rows beside these have most of it
+    "retake-in-25-s|inpaint-in-segments|another-size-pad|sound-7.1|photo.*[45]"
+    "|clip-(held-upside-down|turned-back|slow-motion|grey|10-bits.*)"
+)
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, id=row.name, marks=[pytest.mark.real] * row.real) for row in ROWS]
+    "row",
+    [
+        pytest.param(
+            row,
+            id=row.name,
+            marks=[pytest.mark.real] * row.real
+            + [pytest.mark.long] * bool(LONG.fullmatch(row.name)),
+        )
+        for row in ROWS
+    ],
 )
 def test_a_user_sees(row, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

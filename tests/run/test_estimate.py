@@ -64,7 +64,7 @@ def test_a_price_is_of_all_devices_of_an_hour(empty):
     for kind, basis, count in (
         ("2xh200", "scaled", 2),
         ("h100", "scaled", 1),
-        ("v6e-8", "bound", 8),
+        ("v6e-4", "bound", 4),
     ):
         folder = empty("tiny-2.3")
         request = make_request("one-stage", prompt="a", seed=0, **clip)

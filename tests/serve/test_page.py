@@ -213,7 +213,7 @@ def test_sounds_and_videos_are_sent_and_several_videos_come_back(server, page, t
     until(page, "document.querySelector('#problem').textContent.includes('holds no video')")
 
 
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", [pytest.param(1280, marks=pytest.mark.long), 390])
 def test_a_task_has_in_front_what_it_needs(server, page, width):
     """And no other field: those wait in closed groups. Nothing is wider than the window."""
     page.set_viewport_size({"width": width, "height": 844})

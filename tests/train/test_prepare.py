@@ -213,7 +213,7 @@ def test_shares_of_several_processes_make_what_one_makes(model, tmp_path, capsys
     assert "--verify: goes with the run without --share" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+@pytest.mark.parametrize("backend", ["cuda", pytest.param("tpu", marks=pytest.mark.long)])
 def test_a_long_clip_is_encoded_whole_and_scaled_as_the_official_trainer_does(
     model, tmp_path, backend
 ):
