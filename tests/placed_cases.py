@@ -108,9 +108,8 @@ def guided(generation: str, dtype: str, masked: bool = False) -> Case:
         feeds[f"{name}_clean"] = rng.standard_normal((tokens, channels), np.float32)
         feeds[f"{name}_context"] = rng.standard_normal((2, TEXT, width), np.float32)
     feeds |= {"sigmas": np.array([0.8, 0.6], np.float32), "guidance": GUIDANCE}
-    feeds["video_keyframes_mask"] = (np.arange(TOKENS) < 6).astype(
-        np.float32
-    )  # 2.5: the first latent frame
+    # 2.5: the first latent frame
+    feeds["video_keyframes_mask"] = (np.arange(TOKENS) < 6).astype(np.float32)
     structure = guided_step.StepShape(
         guided_step.Branches.of(GUIDANCE), TOKENS, AUDIO_TOKENS, TEXT, transformer.coordinate_counts(feeds), 3, 2,
         masked=masked, stg_blocks=(0,),

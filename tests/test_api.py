@@ -100,50 +100,42 @@ def test_what_the_command_line_refuses_is_refused_in_the_same_words(
             call()
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        *({name: None} for name in ("video_cfg", "fps", "audio", "image")),
-        {"audio": "no"},
-        {"no_audio": 0},
-        {"width": True},
-        {"prompt": None},
-        {"prompt": 3},
-        {"image": 3},
-        {"image": [("x.png", 0, "a")]},
-        {"image": [("x.png", 0.5)]},
-        {"image": [()]},
-        {"image": [("x.png", 0, 1.0, 2)]},
-        {"image": [(None, 0)]},
-        {"stg_blocks": [0.5]},
-        {"stg_blocks": 3},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("given", [
+    *({name: None} for name in ("video_cfg", "fps", "audio", "image")),
+    {"audio": "no"},
+    {"no_audio": 0},
+    {"width": True},
+    {"prompt": None},
+    {"prompt": 3},
+    {"image": 3},
+    {"image": [("x.png", 0, "a")]},
+    {"image": [("x.png", 0.5)]},
+    {"image": [()]},
+    {"image": [("x.png", 0, 1.0, 2)]},
+    {"image": [(None, 0)]},
+    {"stg_blocks": [0.5]},
+    {"stg_blocks": 3},
+], ids=str)  # fmt: skip
 def test_a_value_of_the_wrong_type_is_refused_and_names_its_flag(session, given):
     with pytest.raises(ltx2rt.InputError, match=r"^--[a-z-]+: .*expected"):
         session.generate(**{"prompt": "x", **given})
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"model": None},
-        {"model": 3},
-        {"model": f"ORG/NAME/{'x' * 5000}.safetensors@main"},
-        {"lora": [3]},
-        {"lora": ["x" * 5000]},
-        {"lora": [("x.safetensors", "strong")]},
-        {"lora": [("x.safetensors", 1.0, "stage3")]},
-        {"mesh": {"tensor": "two"}},
-        {"mesh": {"tensors": 2}},
-        {"mesh": 2},
-        {"compile": "no"},
-        {"backend": None},
-        {"max_memory": "much"},
-    ],
-    ids=lambda given: str(given)[:60],
-)
+@pytest.mark.parametrize("given", [
+    {"model": None},
+    {"model": 3},
+    {"model": f"ORG/NAME/{'x' * 5000}.safetensors@main"},
+    {"lora": [3]},
+    {"lora": ["x" * 5000]},
+    {"lora": [("x.safetensors", "strong")]},
+    {"lora": [("x.safetensors", 1.0, "stage3")]},
+    {"mesh": {"tensor": "two"}},
+    {"mesh": {"tensors": 2}},
+    {"mesh": 2},
+    {"compile": "no"},
+    {"backend": None},
+    {"max_memory": "much"},
+], ids=lambda given: str(given)[:60])  # fmt: skip
 def test_so_is_one_of_open(model, given):
     with pytest.raises(ltx2rt.InputError):
         ltx2rt.open(

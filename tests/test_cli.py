@@ -35,11 +35,8 @@ def test_a_file_that_may_not_be_read_is_one_line(monkeypatch, capsys):
 
     monkeypatch.setattr("ltx2rt.commands.weights.inspect_path", refused)
     assert cli.main(["weights", "inspect", "model"]) == 2
-    said = capsys.readouterr().err
-    assert (
-        said
-        == "ltx2rt: error: model/config.json: Permission denied; change its permissions, or run as its owner\n"
-    )
+    said = "model/config.json: Permission denied; change its permissions, or run as its owner"
+    assert capsys.readouterr().err == f"ltx2rt: error: {said}\n"
 
 
 def test_help_imports_nothing_heavy():
@@ -61,7 +58,7 @@ def test_an_interrupt_during_the_first_imports_is_one_line():
         "sys.meta_path.insert(0, Interrupted)\nsys.exit(main())"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (ran.returncode, ran.stderr) == (130, "ltx2rt: error: interrupted\n")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "ltx2rt: error: interrupted\n")
 
 
 def test_a_request_without_flags_has_only_defaults():
@@ -118,28 +115,13 @@ def test_every_flag_arrives():
     )
 
 
-@pytest.mark.parametrize("flag", ["--gpus", "--promp"])
-def test_unknown_flags_and_abbreviations_are_refused(flag, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        cli.parser().parse_args([*MINIMAL, flag, "1"])
-    error = capsys.readouterr().err
-    assert exit_.value.code == 2 and error.count("\n") == 1 and flag in error
-
-
-@pytest.mark.parametrize(
-    "raised,status,shown",
-    [
-        (InputError("bad\n  input"), 2, "ltx2rt: error: bad input\n"),
-        (RuntimeError("no luck"), 1, "ltx2rt: error: RuntimeError: no luck\n"),
-        (
-            OSError(36, "Long", "x" * 99),
-            2,
-            f"ltx2rt: error: '{'x' * 80}' is no path (it is too long); check it\n",
-        ),
-        (NotWritten(28, "Full", "o"), 1, f"ltx2rt: error: {NotWritten(28, 'Full', 'o')}\n"),
-        (KeyboardInterrupt(), 130, "ltx2rt: error: interrupted\n"),
-    ],
-)
+@pytest.mark.parametrize("raised,status,shown", [
+    (InputError("bad\n  input"), 2, "bad input"),
+    (RuntimeError("no luck"), 1, "RuntimeError: no luck"),
+    (OSError(36, "Long", "x" * 99), 2, f"'{'x' * 80}' is no path (it is too long); check it"),
+    (NotWritten(28, "Full", "o"), 1, f"{NotWritten(28, 'Full', 'o')}"),
+    (KeyboardInterrupt(), 130, "interrupted"),
+])  # fmt: skip
 def test_every_failure_is_one_line_and_a_status(monkeypatch, capsys, raised, status, shown):
     def handler(args):
         raise raised
@@ -147,7 +129,7 @@ def test_every_failure_is_one_line_and_a_status(monkeypatch, capsys, raised, sta
     monkeypatch.setattr(devices, "main", handler)
     monkeypatch.delenv("LTX2RT_TRACEBACK", raising=False)
     assert cli.main(["devices"]) == status
-    assert capsys.readouterr().err == shown
+    assert capsys.readouterr().err == f"ltx2rt: error: {shown}\n"
     monkeypatch.setenv("LTX2RT_TRACEBACK", "1")
     assert cli.main(["devices"]) == status
     assert "Traceback" in capsys.readouterr().err
@@ -163,44 +145,15 @@ def test_devices_are_counted_with_the_profile_they_get():
     assert ", jax " in line
 
 
-@pytest.mark.parametrize(
-    "kind,count,expected",
-    [
-        ("TPU v6 lite", 8, "profile trillium with --mesh sequence=4,tensor=2"),
-        ("TPU7x", 8, "profile ironwood with --mesh sequence=8"),
-        ("TPU7x", 1, "profile single"),
-        ("TPU v1", 4, "unknown device kind 'TPU v1'; known: "),
-        ("cuda", 4, "profile hopper with --mesh tensor=4"),
-    ],
-)
+@pytest.mark.parametrize("kind,count,expected", [
+    ("TPU v6 lite", 8, "profile trillium with --mesh sequence=4,tensor=2"),
+    ("TPU7x", 8, "profile ironwood with --mesh sequence=8"),
+    ("TPU7x", 1, "profile single"),
+    ("TPU v1", 4, "unknown device kind 'TPU v1'; known: "),
+    ("cuda", 4, "profile hopper with --mesh tensor=4"),
+])  # fmt: skip
 def test_profile_shown_for_devices(kind, count, expected):
     assert devices.profile_for(kind, count).startswith(expected)
-
-
-@pytest.mark.parametrize(
-    "change,message",
-    [
-        ({"--steps": "0"}, "--steps: 0, expected 1 to 10000"),
-        ({"--seed": "-1"}, "--seed: -1"),
-        ({"--steps": "many"}, "--steps: 'many', expected a whole number"),
-        ({"--image": "cat.png:0.8"}, "expected FILE[:FRAME[:STRENGTH]]"),
-        ({"--fps": "fast"}, "--fps: 'fast'"),
-        ({"--model": "/nowhere"}, "--model: /nowhere does not exist"),
-        ({"--output": "/dev/null/o.mp4"}, "cannot be written (Not a directory)"),
-    ],
-)
-def test_bad_input_exits_with_2_in_one_line(command, tmp_path, change, message):
-    flags = {
-        "--backend": "cuda",
-        "--model": str(tmp_path),
-        "--prompt": "x",
-        "--output": str(tmp_path / "o.mp4"),
-    }
-    words = (word for pair in (flags | change).items() for word in pair)
-    status, out, err = command("generate", *words)
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("ltx2rt: error: ") and message in err
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_compare_prints_json_on_stdout(tmp_path):
@@ -223,24 +176,6 @@ def test_no_command_is_bad_input():
 def test_an_unknown_flag_refers_to_the_help_of_its_command():
     assert "see `ltx2rt generate --help`" in run("generate", *MINIMAL[1:], "--bad").stderr
     assert "see `ltx2rt weights inspect --help`" in run("weights", "inspect", "x", "--bad").stderr
-
-
-def test_an_interrupt_while_modules_are_imported_is_one_line():
-    """Of the first 0.3 s: the import of the command line's own modules."""
-    source = """
-import sys
-import ltx2rt.__main__
-
-class Interrupted:
-    def find_spec(self, name, *_):
-        if name == "ltx2rt.cli":
-            raise KeyboardInterrupt
-
-sys.meta_path.insert(0, Interrupted())
-sys.exit(ltx2rt.__main__.main())
-"""
-    ran = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "ltx2rt: error: interrupted\n")
 
 
 @pytest.mark.parametrize("flag", ["--num-frames", "--fps", "--model"])
@@ -273,19 +208,10 @@ def test_a_file_that_shrinks_while_it_is_copied_ends_in_a_line(tiny, tmp_path, b
     """Checked, then shorter: the kernel's SIGBUS ended the process without a word."""
     model = tmp_path / "model"
     shutil.copytree(tiny("tiny-2.0", "official"), model)
-    words = [
-        "generate",
-        "--backend",
-        backend,
-        "--device",
-        "cpu",
-        "--model",
-        str(model),
-        "--prompt",
-        "x",
-    ]
-    words += "--pipeline one-stage --no-audio --width 64 --height 64 --num-frames 9".split()
-    argv = [sys.executable, "-c", SHRINKING, *words, "--output", str(tmp_path / "o.mp4")]
+    words = f"generate --backend {backend} --device cpu --prompt x --pipeline one-stage"
+    words += " --no-audio --width 64 --height 64 --num-frames 9"
+    files = ["--model", str(model), "--output", str(tmp_path / "o.mp4")]
+    argv = [sys.executable, "-c", SHRINKING, *words.split(), *files]
     ran = subprocess.run(argv, capture_output=True, text=True)
     (line,) = [line for line in ran.stderr.splitlines() if "error" in line]
     assert ran.returncode == 2 and "safetensors: changed since it was opened" in line, ran.stderr

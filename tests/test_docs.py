@@ -65,9 +65,8 @@ PROGRAMS = {
     "python": "",
     "python3": "",
 }
-QUICK = (
-    *"graph plan weights devices compare".split(),
-)  # commands that are run wherever they stand
+# commands that are run wherever they stand
+QUICK = (*"graph plan weights devices compare".split(),)
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,8 @@ def test_a_click_is_heard_when_the_shape_is_on_the_floor():
         assert not len(still.hits()) and len(clip.hits())
         _, y, radius = clip.pose(clip.hits())
         np.testing.assert_allclose(y + radius, FLOOR, atol=1e-9)
-        steps = np.abs(
-            np.diff(clip.sound()[0], 2)
-        )  # of a click of 1800 Hz 10 times those of the tone
+        # of a click of 1800 Hz 10 times those of the tone
+        steps = np.abs(np.diff(clip.sound()[0], 2))
         loud = np.flatnonzero(steps > 0.25 * steps.max()) / RATE
         starts = loud[np.diff(loud, prepend=-1) > 0.1]
         np.testing.assert_allclose(starts, clip.hits(), atol=2e-3)  # seconds
@@ -51,9 +50,8 @@ def test_a_shape_is_drawn_where_it_is_said_to_be(motion):
     x, y, _ = clip.pose(np.arange(FRAMES) / 24)
     at = (np.arange(SIZE) + 0.5) / SIZE
     total = shape.sum((1, 2))
-    np.testing.assert_allclose(
-        (shape.sum(1) * at).sum(1) / total, x, atol=0.01
-    )  # of the side; half a pixel is 0.004
+    # of the side; half a pixel is 0.004
+    np.testing.assert_allclose((shape.sum(1) * at).sum(1) / total, x, atol=0.01)
     np.testing.assert_allclose((shape.sum(2) * at).sum(1) / total, y, atol=0.01)
 
 
@@ -69,9 +67,8 @@ def test_an_outline_is_the_rim_of_its_clip_and_captions_name_neither_shape_nor_m
         off = np.abs(clip - behind).max(-1)
         shape = off > off.max() / 2  # where the shape covers half of a pixel, as in its rim
         lit = rim.mean(-1) > 128
-        assert (
-            lit & ~shape
-        ).sum() <= 0.1 * lit.sum()  # the codec moves the edge by half of a pixel
+        # the codec moves the edge by half of a pixel
+        assert (lit & ~shape).sum() <= 0.1 * lit.sum()
         inside = shape.mean((1, 2)) > 4 * np.pi * (train_lora.RIM_PX / SIZE) ** 2
         assert inside.any() and (lit.sum((1, 2)) < shape.sum((1, 2)))[inside].all()
         words = path.with_suffix(".txt").read_text().split()

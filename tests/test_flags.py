@@ -102,20 +102,17 @@ def test_a_flag_of_another_type_keeps_what_is_not_changed():
     assert (how.help, how.group, how.least) == ("number of rounds", "sampling", 1)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--rounds 0", "--rounds: 0, expected 1 to 9"),
-        ("--rounds 10", "--rounds: 10, expected 1 to 9"),
-        ("--rounds many", "--rounds: 'many', expected a whole number"),
-        ("--rounds 2.5", "--rounds: '2.5', expected a whole number"),
-        ("--rho 0", "--rho: 0, expected more than 0"),
-        ("--rho nan", "--rho: nan, expected a finite number"),
-        ("--rho inf", "--rho: inf, expected a finite number"),
-        ("--span nan 1", "--span: nan, expected a finite number"),
-        ("--name fp8", "--name: 'fp8', expected one of a, float8; did you mean float8?"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    ("--rounds 0", "--rounds: 0, expected 1 to 9"),
+    ("--rounds 10", "--rounds: 10, expected 1 to 9"),
+    ("--rounds many", "--rounds: 'many', expected a whole number"),
+    ("--rounds 2.5", "--rounds: '2.5', expected a whole number"),
+    ("--rho 0", "--rho: 0, expected more than 0"),
+    ("--rho nan", "--rho: nan, expected a finite number"),
+    ("--rho inf", "--rho: inf, expected a finite number"),
+    ("--span nan 1", "--span: nan, expected a finite number"),
+    ("--name fp8", "--name: 'fp8', expected one of a, float8; did you mean float8?"),
+])  # fmt: skip
 def test_a_value_out_of_its_bounds_is_refused_by_command_line_python_and_check(words, message):
     with pytest.raises(InputError, match=re.escape(message)):
         read(*words.split())
@@ -127,17 +124,14 @@ def test_a_value_out_of_its_bounds_is_refused_by_command_line_python_and_check(w
             check_bounds(Sampler(**{name: int(value)}))
 
 
-@pytest.mark.parametrize(
-    ("bounds", "words"),
-    [
-        ({}, "a finite number"),
-        ({"least": 0}, "0 or more"),
-        ({"least": 1}, "at least 1"),
-        ({"most": 2.5}, "at most 2.5"),
-        ({"least": 0, "most": 51}, "0 to 51"),
-        ({"above": 0, "most": 9}, "more than 0 and at most 9"),
-    ],
-)
+@pytest.mark.parametrize(("bounds", "words"), [
+    ({}, "a finite number"),
+    ({"least": 0}, "0 or more"),
+    ({"least": 1}, "at least 1"),
+    ({"most": 2.5}, "at most 2.5"),
+    ({"least": 0, "most": 51}, "0 to 51"),
+    ({"above": 0, "most": 9}, "more than 0 and at most 9"),
+])  # fmt: skip
 def test_bounds_are_words(bounds, words):
     assert Flag("", int, **bounds).bounds == words
 
@@ -325,32 +319,29 @@ def test_every_command_has_help_for_every_flag(command, capsys):
 # --- guesses --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "meant"),
-    [
-        (["generate", "--num-frame", "9"], "--num-frames"),
-        (["generate", "--frames", "9"], "--num-frames"),
-        (["generate", "--negative_prompt", "x"], "--negative-prompt"),
-        (["generate", "--cfg", "3"], "--video-cfg"),
-        (["generate", "--guidance-scale=3"], "--video-cfg"),
-        (["generate", "--pipline", "hq"], "--pipeline"),
-        (["generate", "-o", "x.mp4"], "--output"),
-        (["generate", "--pipeline", "two_stage"], "two-stage"),
-        (["genrate"], "generate"),
-        (["download"], "weights fetch"),
-        (["weights", "inspct", "x"], "inspect"),
-        (["plan", "--preset", "ltx2.3", "--device-kind", "h100"], "ltx-2.3"),
-        (["plan", "--preset", "tiny-2.3", "--device-kind", "rtx-409"], "rtx4090-24gb"),
-        (["generate", *MODEL, "--backend", "torch"], "cuda"),
-        (["generate", *MODEL, "--backend", "gpu"], "cuda"),
-        (["generate", *MODEL, "--backend", "jax"], "tpu"),
-        (["generate", *MODEL, "--backend", "cuda", "--dtype", "fp16"], "bfloat16"),
-        (["generate", *MODEL, "--backend", "cuda", "--weights-dtype", "fp8"], "float8"),
-        (["graph", "transfomer", "--preset", "tiny-2.3"], "transformer"),
-        (["graph", "transformer", "--preset", "tiny-2.3", "--profile", "hoper"], "hopper"),
-    ],
-    ids=lambda given: " ".join(given) if isinstance(given, list) else "",
-)
+@pytest.mark.parametrize(("words", "meant"), [
+    (["generate", "--num-frame", "9"], "--num-frames"),
+    (["generate", "--promp", "9"], "--prompt"),
+    (["generate", "--frames", "9"], "--num-frames"),
+    (["generate", "--negative_prompt", "x"], "--negative-prompt"),
+    (["generate", "--cfg", "3"], "--video-cfg"),
+    (["generate", "--guidance-scale=3"], "--video-cfg"),
+    (["generate", "--pipline", "hq"], "--pipeline"),
+    (["generate", "-o", "x.mp4"], "--output"),
+    (["generate", "--pipeline", "two_stage"], "two-stage"),
+    (["genrate"], "generate"),
+    (["download"], "weights fetch"),
+    (["weights", "inspct", "x"], "inspect"),
+    (["plan", "--preset", "ltx2.3", "--device-kind", "h100"], "ltx-2.3"),
+    (["plan", "--preset", "tiny-2.3", "--device-kind", "rtx-409"], "rtx4090-24gb"),
+    (["generate", *MODEL, "--backend", "torch"], "cuda"),
+    (["generate", *MODEL, "--backend", "gpu"], "cuda"),
+    (["generate", *MODEL, "--backend", "jax"], "tpu"),
+    (["generate", *MODEL, "--backend", "cuda", "--dtype", "fp16"], "bfloat16"),
+    (["generate", *MODEL, "--backend", "cuda", "--weights-dtype", "fp8"], "float8"),
+    (["graph", "transfomer", "--preset", "tiny-2.3"], "transformer"),
+    (["graph", "transformer", "--preset", "tiny-2.3", "--profile", "hoper"], "hopper"),
+], ids=lambda given: " ".join(given) if isinstance(given, list) else "")  # fmt: skip
 def test_an_unknown_name_gets_a_guess(words, meant, tmp_path, monkeypatch, capsys):
     (tmp_path / "m").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -382,14 +373,11 @@ def test_a_name_that_resembles_nothing_gets_no_guess(capsys):
     assert nearest("zzz", ["alpha"]) is None and nearest("", ["alpha"]) is None
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ("numframes", "num_frames"),
-        ("guidance_scale", "video_cfg"),
-        ("num_inference_steps", "steps"),
-    ],
-)
+@pytest.mark.parametrize(("given", "meant"), [
+    ("numframes", "num_frames"),
+    ("guidance_scale", "video_cfg"),
+    ("num_inference_steps", "steps"),
+])  # fmt: skip
 def test_an_unknown_keyword_gets_a_guess(given, meant):
     with pytest.raises(InputError, match=f"unknown keyword '{given}'; did you mean {meant}"):
         keywords({given: 3}, pipelines()["two-stage"])
@@ -415,21 +403,18 @@ class Factory:
         self.name, self.accelerator, self.packages = name, accelerator, (package,)
 
 
-@pytest.mark.parametrize(
-    ("factories", "files", "chosen", "why"),
-    [
-        ([Factory("a", "GPU")], ["nvidia0"], "a", ""),
-        ([Factory("a", "GPU", "absent"), Factory("b", "TPU")], ["nvidia0"], "b", ""),
-        ([Factory("a", "GPU"), Factory("b", "TPU")], ["accel0"], "b", ""),
-        (
-            [Factory("a", "GPU"), Factory("b", "TPU")],
-            ["accel0", "nvidia0"],
-            "a",
-            "a GPU and a TPU are here",
-        ),
-        ([Factory("a", "GPU"), Factory("b", "TPU")], ["nvidiactl"], "a", ""),
-    ],
-)
+@pytest.mark.parametrize(("factories", "files", "chosen", "why"), [
+    ([Factory("a", "GPU")], ["nvidia0"], "a", ""),
+    ([Factory("a", "GPU", "absent"), Factory("b", "TPU")], ["nvidia0"], "b", ""),
+    ([Factory("a", "GPU"), Factory("b", "TPU")], ["accel0"], "b", ""),
+    (
+        [Factory("a", "GPU"), Factory("b", "TPU")],
+        ["accel0", "nvidia0"],
+        "a",
+        "a GPU and a TPU are here",
+    ),
+    ([Factory("a", "GPU"), Factory("b", "TPU")], ["nvidiactl"], "a", ""),
+])  # fmt: skip
 def test_the_backend_is_the_one_of_this_machine(
     factories, files, chosen, why, tmp_path, monkeypatch, capsys
 ):

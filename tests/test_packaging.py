@@ -134,15 +134,12 @@ def test_every_sentence_about_installing_names_an_extra_of_the_clone():
         assert not unknown, f"{path}: {unknown}"
 
 
-@pytest.mark.parametrize(
-    ("subject", "passes"),
-    [
-        ("server: hide the negative prompt when unused", True),
-        ("fixup! server: hide", True),
-        ("Server hides the prompt", False),
-        ("server: " + "x" * 65, False),
-    ],
-)
+@pytest.mark.parametrize(("subject", "passes"), [
+    ("server: hide the negative prompt when unused", True),
+    ("fixup! server: hide", True),
+    ("Server hides the prompt", False),
+    ("server: " + "x" * 65, False),
+])  # fmt: skip
 def test_a_commit_names_its_area(tmp_path, subject, passes):
     message = tmp_path / "message"
     message.write_text(f"{subject}\n\nBody.\n")

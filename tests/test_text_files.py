@@ -19,22 +19,19 @@ def test_a_value_of_its_shape_is_returned():
     assert parse(GOOD, SHAPE)["sizes"] == {"x": None}
 
 
-@pytest.mark.parametrize(
-    "text, said",
-    [
-        ("{", "Expecting"),
-        ("[" * 200_000, "nested too deeply"),
-        ("9" * 5000, "digits"),
-        ('{"step": ' + "9" * 4000 + "}", "step is a huge number, expected a whole number"),
-        ("{}", "step is missing"),
-        ("[]", r"it is \[\], expected an object"),
-        (GOOD.replace("1", "true"), "step is True, expected a whole number"),
-        (GOOD.replace("1", "1.5"), "step is 1.5, expected a whole number"),
-        (GOOD.replace("2", "NaN"), "rate is nan, expected a number"),
-        (GOOD.replace('"a"', "3"), r"names\[0\] is 3, expected text"),
-        (GOOD.replace("null", '"y"'), "x is 'y', expected a whole number"),
-    ],
-)
+@pytest.mark.parametrize("text, said", [
+    ("{", "Expecting"),
+    ("[" * 200_000, "nested too deeply"),
+    ("9" * 5000, "digits"),
+    ('{"step": ' + "9" * 4000 + "}", "step is a huge number, expected a whole number"),
+    ("{}", "step is missing"),
+    ("[]", r"it is \[\], expected an object"),
+    (GOOD.replace("1", "true"), "step is True, expected a whole number"),
+    (GOOD.replace("1", "1.5"), "step is 1.5, expected a whole number"),
+    (GOOD.replace("2", "NaN"), "rate is nan, expected a number"),
+    (GOOD.replace('"a"', "3"), r"names\[0\] is 3, expected text"),
+    (GOOD.replace("null", '"y"'), "x is 'y', expected a whole number"),
+])  # fmt: skip
 def test_a_text_that_is_no_such_value_is_refused(tmp_path, text, said):
     path = tmp_path / "a.json"
     path.write_text(text)

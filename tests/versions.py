@@ -34,9 +34,8 @@ CLIP = (
     "--prompt", "a yellow triangle moves right, brown background", "--width", "128", "--height", "128",
     "--num-frames", "9", "--steps", "4", "--seed", "7", "--device", "cpu", "--dtype", "float32",
 )  # fmt: skip
-OUTSIDE = {
-    name: os.environ[name] for name in os.environ if name != "PYTHONPATH"
-}  # where pip finds this tree
+# where pip finds this tree
+OUTSIDE = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
 READ = "import importlib.metadata as m; print(*(m.version(n) for n in ('torch', 'jax')))"
 
 

@@ -140,9 +140,8 @@ def test_float8_weights_race_against_the_tensors_that_they_are_quantised_from():
             found["stages"][name]["relative_l2"]["cuda"] for found in (facts, plain)
         )
         assert distance > 1.5 * without  # ours lost bits, theirs did not
-        assert (
-            stage["relative_l2"]["without-sums"] == distance
-        )  # the same weights, on a CPU the same program
+        # the same weights, on a CPU the same program
+        assert stage["relative_l2"]["without-sums"] == distance
         # The first and last block stand alone, and branches that part inside a block share the rest
         # of it only there.
         assert (
@@ -185,9 +184,8 @@ def test_a_cold_start_is_timed_by_phase_in_a_fresh_process(tmp_path, capsys):
     flags = "--device cpu --width 128 --height 128 --num-frames 9 --rounds 1".split()
     facts = cold_start.main([*flags, *FLOAT8, "--output", str(tmp_path / "c.json")])
     assert facts["dtype"] == "bfloat16"
-    assert (
-        facts["seconds"]["lower"].median > 0 == facts["seconds"]["record"].median
-    )  # a CPU records nothing
+    # a CPU records nothing
+    assert facts["seconds"]["lower"].median > 0 == facts["seconds"]["record"].median
     assert tuple(facts["seconds"]) == cold_start.PHASES
     whole = facts["first_step_after_s"].median
     phases = sum(spread.median for spread in facts["seconds"].values())
@@ -220,10 +218,8 @@ def test_a_cold_start_that_fails_says_why(tmp_path):
 
 
 def test_ratios_are_taken_round_by_round():
-    seconds = {
-        "ours": [1.0, 30.0],
-        "theirs": [2.0, 60.0],
-    }  # a machine that slowed down changes no ratio
+    # a machine that slowed down changes no ratio
+    seconds = {"ours": [1.0, 30.0], "theirs": [2.0, 60.0]}
     assert measure.ratios(seconds, "ours", "theirs") == measure.Spread.of([0.5, 0.5])
 
 
@@ -256,9 +252,8 @@ def test_every_op_with_a_kernel_is_raced_against_its_floor(tmp_path, capsys):
             str(written),
         ]
     )
-    elsewhere = {
-        *"sum_squares qk_scale_rope qk_scale neighbourhood_attention".split()
-    }  # on several devices; in LTX-2.5
+    # on several devices; in LTX-2.5
+    elsewhere = {*"sum_squares qk_scale_rope qk_scale neighbourhood_attention".split()}
     assert {case["op"] for case in facts["cases"]} == set(WITH_KERNEL) - elsewhere
     assert {case["why_not"] for case in facts["cases"]} == {
         "the operands are on cpu, the kernel runs on cuda"
@@ -334,9 +329,8 @@ def test_bytes_of_a_kernel_are_those_of_its_operands_and_results():
         kernels.request_graphs("tiny-2.3", 64, 64, 9, levels=2, weights_dtype="float8"), WITH_KERNEL
     )
     for case in found:
-        read = (
-            case.node.inputs[:3] if case.node.op.startswith("head_gate") else case.node.inputs
-        )  # v instead of y
+        # v instead of y
+        read = case.node.inputs[:3] if case.node.op.startswith("head_gate") else case.node.inputs
         expected = sum(v.type.nbytes for v in (*read, *case.node.outputs))
         assert case.bytes.minimum == expected, case
     one_step = {
@@ -362,14 +356,12 @@ def test_a_whole_request_is_timed_by_phase(tmp_path, capsys):
     assert json.loads(written.read_text())["kernels"] == facts["kernels"]
     groups = facts["kernels"]["stage1"]
     assert {"GEMM", "attention", "pointwise"} <= groups.keys()
-    assert {"GEMM", "attention"} <= facts["kernels"][
-        "text"
-    ].keys()  # the last run encodes its prompts, too
+    # the last run encodes its prompts, too
+    assert {"GEMM", "attention"} <= facts["kernels"]["text"].keys()
     assert sum(row["share"] for row in groups.values()) == pytest.approx(1)
     frames = np.load(kept)["frames"]
-    assert (
-        frames.shape == (9, 64, 64, 3) and frames.std() > 10
-    )  # a picture, not a constant and not NaN
+    # a picture, not a constant and not NaN
+    assert frames.shape == (9, 64, 64, 3) and frames.std() > 10
     assert "per step" in capsys.readouterr().out
 
 
@@ -410,35 +402,26 @@ def test_the_peer_holds_no_copy_of_our_weights():
         assert {x.untyped_storage().data_ptr() for x in part.parameters()} <= ours
 
 
-@pytest.mark.parametrize(
-    "kernel,group",
-    [
-        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(...)", "all-reduce"),
-        ("ncclDevKernel_AllGather_RING_LL(...)", "all-gather"),
-        ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "GEMM"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "GEMM"),
-        (
-            "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>",
-            "GEMM",
-        ),
-        ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc", "convolution"),
-        (
-            "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64>>",
-            "attention",
-        ),
-        (
-            "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128x128",
-            "attention",
-        ),
-        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80(...)", "attention"),
-        (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
-            "pointwise",
-        ),
-        ("triton_poi_fused_add_mul_0", "pointwise"),
-        ("Memcpy DtoH (Device -> Pinned)", "transfer"),
-    ],
-)
+@pytest.mark.parametrize("kernel,group", [
+    ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(...)", "all-reduce"),
+    ("ncclDevKernel_AllGather_RING_LL(...)", "all-gather"),
+    ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "GEMM"),
+    ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "GEMM"),
+    (
+        "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>",
+        "GEMM",
+    ),
+    ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc", "convolution"),
+    ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64>>", "attention"),
+    ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128x128", "attention"),
+    ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80(...)", "attention"),
+    (
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
+        "pointwise",
+    ),
+    ("triton_poi_fused_add_mul_0", "pointwise"),
+    ("Memcpy DtoH (Device -> Pinned)", "transfer"),
+])  # fmt: skip
 def test_kernels_are_grouped_by_name(kernel, group):
     assert end_to_end.group_of(kernel) == group
 
@@ -570,39 +553,36 @@ def on_gpu(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the script is for Linux machines with a GPU")
-@pytest.mark.parametrize(
-    "part,flags,files",
-    [
-        pytest.param(
-            "kernels",
-            " ".join([*TINY_SIZE, "--rounds 1 --contestants kernel"]),
-            {
-                "kernels.json": "kernels",
-                "kernels-image.json": "kernels",
-                "kernels-float8.json": "kernels",
-            },
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "cold-start",
-            "--preset tiny-2.3 --device cpu --width 128 --height 64 --num-frames 9",
-            {"cold-start.json": "cold_start"},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "peer",
-            " ".join([*TINY_CLIP, "--repeats 1"]),
-            {"peer.json": "end_to_end"},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "memory",
-            " ".join([*TINY_CLIP, "--repeats 1"]),
-            {f"memory-{name}.json": "end_to_end" for name in ("resident", "90", "60")},
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
+@pytest.mark.parametrize("part,flags,files", [
+    pytest.param(
+        "kernels",
+        " ".join([*TINY_SIZE, "--rounds 1 --contestants kernel"]),
+        {
+            "kernels.json": "kernels",
+            "kernels-image.json": "kernels",
+            "kernels-float8.json": "kernels",
+        },
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        "cold-start",
+        "--preset tiny-2.3 --device cpu --width 128 --height 64 --num-frames 9",
+        {"cold-start.json": "cold_start"},
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        "peer",
+        " ".join([*TINY_CLIP, "--repeats 1"]),
+        {"peer.json": "end_to_end"},
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        "memory",
+        " ".join([*TINY_CLIP, "--repeats 1"]),
+        {f"memory-{name}.json": "end_to_end" for name in ("resident", "90", "60")},
+        marks=pytest.mark.slow,
+    ),
+])  # fmt: skip
 def test_on_gpu_part_leaves_the_figures_of_its_benchmark(part, flags, files, tmp_path):
     done = on_gpu(tmp_path, part, *flags.split())
     assert done.returncode == 0, done.stderr

@@ -71,9 +71,8 @@ def recognised(clip: Clip) -> None:
 @pytest.mark.parametrize("number", [i for i, names in enumerate(EVERY) if names[2] == "bounces"])
 def test_bounces_and_clicks_are_found_when_they_happen(number):
     clip = drawn(number)
-    hits = clip.hits()[
-        (clip.hits() > 0.05) & (clip.hits() < 0.95)
-    ]  # a turn needs a frame on either side
+    # a turn needs a frame on either side
+    hits = clip.hits()[(clip.hits() > 0.05) & (clip.hits() < 0.95)]
     heard = hear(clip.sound(), RATE)
     for found in (see(pictures(clip)).bounces_s, heard.clicks_s):
         assert lags_s(hits, found) == pytest.approx(0, abs=0.003)

@@ -57,10 +57,8 @@ def test_a_run_is_compiled_as_generate_would_run_it():
     assert first.graph.inputs["video_latent"].type.sizes["tokens"] == 1536
     assert second.graph.inputs["video_latent"].type.sizes["tokens"] == 6144
     assert (first.part, second.part) == ("step", "step")
-    assert second.graph.inputs["sigmas"].type.sizes == {
-        "steps": 8,
-        "ends": 2,
-    }  # room for its 3 steps
+    # room for its 3 steps
+    assert second.graph.inputs["sigmas"].type.sizes == {"steps": 8, "ends": 2}
     graphs = {cell.component: cell.graph for cell in job.cells}
     assert graphs["text-encoder"].inputs["token_ids"].type.shape == (2, 1024)
     images = [cell for cell in job.cells if cell.component == "video-encoder"]
@@ -192,48 +190,42 @@ def test_flags_narrow_what_is_compiled():
     assert [c.branches for c in plan(component=("denoise-step",), branches=3).cells] == [3, 3]
 
 
-@pytest.mark.parametrize(
-    "topology,kind,mesh",
-    [
-        ("tpu7x:2x2x1", "v7x", {"sequence": 8}),  # two devices a chip
-        ("v5p:2x2x1", "v5p", {"sequence": 4}),
-        ("v6e:1x1", "v6e", {}),
-    ],
-)
+@pytest.mark.parametrize("topology,kind,mesh", [
+    ("tpu7x:2x2x1", "v7x", {"sequence": 8}),  # two devices a chip
+    ("v5p:2x2x1", "v5p", {"sequence": 4}),
+    ("v6e:1x1", "v6e", {}),
+])  # fmt: skip
 def test_a_topology_says_its_devices(topology, kind, mesh):
     job = plan(topology, component=("upsampler",))
     assert (job.kind.name, job.mesh) == (kind, mesh)
 
 
-@pytest.mark.parametrize(
-    "changes,words",
-    [
-        ({"topology": "v9:2x4"}, ["v9:2x4", "v6e", "tpu7x", "v5p"]),
-        ({"topology": "v6e"}, ["--topology", "v6e:2x4"]),
-        ({"topology": "v6e:2x0"}, ["--topology"]),
-        ({"mesh": "tensor=2"}, ["--mesh", "2 devices", "there are 4"]),
-        ({"mesh": "row=4"}, ["--mesh", "tensor"]),
-        ({"mesh": "tensor=4", "component": "sampler"}, ["sampler", *COMPILED]),
-        ({"profile": "kitchen"}, ["kitchen", "trillium"]),
-        ({"profile": "single"}, ["profile single has no mesh of 4 devices", "--mesh"]),
-        ({"width": 63}, ["--width", "an even number"]),
-        ({"num_frames": 10}, ["--num-frames", "8*k + 1"]),
-        ({"branches": 5}, ["--branches"]),
-        ({"pipeline": "t2a", "branches": 4}, ["--branches: 4, but t2a has one stream"]),
-        ({"pipeline": "ic-lora"}, ["--video-conditioning", "none was given"]),
-        ({"pipeline": "ic-lora", "video-conditioning": "gone.mp4"}, ["gone.mp4 does not exist"]),
-        ({"pipeline": "retake"}, [": the file of --video-path decides size"]),
-        (
-            {"pipeline": "ic-lora", "video-conditioning": __file__},
-            ["--lora: the ic-lora pipeline needs"],
-        ),
-        ({"pipeline": "keyframes", "image": "gone.png:0"}, ["--image: 1 given", "at least 2"]),
-        ({"pipeline": "hq", "image": "gone.png:0"}, ["gone.png does not exist"]),
-        ({"stage": 3}, ["--stage"]),
-        ({"mesh": "fsdp=2,tensor=2", "weights_dtype": "float8"}, ["--weights-dtype", "fsdp=2"]),
-        ({"topology": "v6e:2x3", "mesh": "tensor=3,sequence=2"}, ["heads=4", "tensor=3"]),
-    ],
-)
+@pytest.mark.parametrize("changes,words", [
+    ({"topology": "v9:2x4"}, ["v9:2x4", "v6e", "tpu7x", "v5p"]),
+    ({"topology": "v6e"}, ["--topology", "v6e:2x4"]),
+    ({"topology": "v6e:2x0"}, ["--topology"]),
+    ({"mesh": "tensor=2"}, ["--mesh", "2 devices", "there are 4"]),
+    ({"mesh": "row=4"}, ["--mesh", "tensor"]),
+    ({"mesh": "tensor=4", "component": "sampler"}, ["sampler", *COMPILED]),
+    ({"profile": "kitchen"}, ["kitchen", "trillium"]),
+    ({"profile": "single"}, ["profile single has no mesh of 4 devices", "--mesh"]),
+    ({"width": 63}, ["--width", "an even number"]),
+    ({"num_frames": 10}, ["--num-frames", "8*k + 1"]),
+    ({"branches": 5}, ["--branches"]),
+    ({"pipeline": "t2a", "branches": 4}, ["--branches: 4, but t2a has one stream"]),
+    ({"pipeline": "ic-lora"}, ["--video-conditioning", "none was given"]),
+    ({"pipeline": "ic-lora", "video-conditioning": "gone.mp4"}, ["gone.mp4 does not exist"]),
+    ({"pipeline": "retake"}, [": the file of --video-path decides size"]),
+    (
+        {"pipeline": "ic-lora", "video-conditioning": __file__},
+        ["--lora: the ic-lora pipeline needs"],
+    ),
+    ({"pipeline": "keyframes", "image": "gone.png:0"}, ["--image: 1 given", "at least 2"]),
+    ({"pipeline": "hq", "image": "gone.png:0"}, ["gone.png does not exist"]),
+    ({"stage": 3}, ["--stage"]),
+    ({"mesh": "fsdp=2,tensor=2", "weights_dtype": "float8"}, ["--weights-dtype", "fsdp=2"]),
+    ({"topology": "v6e:2x3", "mesh": "tensor=3,sequence=2"}, ["heads=4", "tensor=3"]),
+])  # fmt: skip
 def test_what_no_compiler_could_mend_is_refused_first(command, monkeypatch, changes, words):
     monkeypatch.setitem(sys.modules, "libtpu", None)  # not installed: no refusal may need it
     status, out, err = command("compile", *flags(**changes))
@@ -299,9 +291,8 @@ def test_the_compiler_takes_every_pipeline(name, words):
 @pytest.mark.slow
 def test_what_does_not_fit_is_said_and_the_rest_is_compiled():
     small = flags(topology="v6e:1x1", preset="ltx-2.3", component="denoise-step", stage=2)
-    (refused,) = json.loads(
-        run("compile", *small, "--json").stdout
-    )  # 38 GB for 32, before anything is compiled
+    # 38 GB for 32, before anything is compiled
+    (refused,) = json.loads(run("compile", *small, "--json").stdout)
     assert refused["fits"] is False and refused["compile_s"] is None
     assert "weights alone" in refused["why_not"]
     wide = flags(

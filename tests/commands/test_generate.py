@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from ltx2rt_cuda import CudaBackend
 from PIL import Image
+from safetensors.numpy import load_file, save_file
 
 from ltx2rt.instruments.compare import compare
 from ltx2rt.instruments.make import make_checkpoint
@@ -22,11 +23,10 @@ from ltx2rt.stages import sound
 from ltx2rt.stages.noise import standard_normal
 from ltx2rt.testing import relative_l2
 
-LATENT = {
-    "stage1": (3, 1, 2),
-    "stage2": (3, 2, 4),
-}  # frames, rows and columns of 17 frames at 128 x 64 pixels
+# Frames, rows and columns of 17 frames at 128 x 64 pixels
+LATENT = {"stage1": (3, 1, 2), "stage2": (3, 2, 4)}
 AUDIO = 9  # round(17 / 48 s * 25)
+QUICK = "--pipeline one-stage --num-frames 9 --steps 1".split()
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +81,11 @@ def streams(path):
 
 
 def test_a_run_imports_nothing_of_training_instruments_or_estimates(model, tmp_path):
-    words = ["generate", "--backend", "cuda", "--model", model, "--device", "cpu"]
-    words += ["--pipeline", "one-stage", "--width", 64, "--height", 64, "--num-frames", 1]
-    words += ["--steps", 1, "--prompt", "x", "--no-audio", "--output", tmp_path / "x.mp4"]
+    words = "generate --backend cuda --device cpu --pipeline one-stage --width 64 --height 64"
+    words += f" --num-frames 1 --steps 1 --prompt x --no-audio --model {model}"
     script = "import sys; from ltx2rt import cli; cli.main(sys.argv[1:]); print(*sys.modules)"
-    ran = subprocess.run(
-        [sys.executable, "-c", script, *map(str, words)], capture_output=True, text=True
-    )
+    argv = [sys.executable, "-c", script, *words.split(), "--output", str(tmp_path / "x.mp4")]
+    ran = subprocess.run(argv, capture_output=True, text=True)
     found = ran.stdout.split()
     assert "ltx2rt.run.plan" in found, ran.stderr
     rooms = ("ltx2rt.train", "ltx2rt.instruments", "ltx2rt.run.estimate", "ltx2rt.serve")
@@ -95,10 +93,7 @@ def test_a_run_imports_nothing_of_training_instruments_or_estimates(model, tmp_p
 
 
 def test_latents_have_the_names_and_shapes_of_the_contract(base):
-    expected = {
-        "upsampled": (1, 128, *LATENT["stage2"]),
-        "video_latent": (1, 128, *LATENT["stage2"]),
-    }
+    expected = dict.fromkeys(("upsampled", "video_latent"), (1, 128, *LATENT["stage2"]))
     expected |= {"audio_latent": (1, 8, AUDIO, 16)}
     for name, grid in LATENT.items():
         for modality, tokens in (("video", int(np.prod(grid))), ("audio", AUDIO)):
@@ -113,19 +108,14 @@ def test_latents_have_the_names_and_shapes_of_the_contract(base):
 
 
 def test_stages_are_joined_as_they_should_be(base):
-    x = base.latents
-    video = x["stage2.video.steps"][-1].T.reshape(1, 128, *LATENT["stage2"])
-    np.testing.assert_array_equal(x["video_latent"], video)
-    np.testing.assert_array_equal(x["stage1.video.start"], x["stage1.video.noise"])
+    x, equal = base.latents, np.testing.assert_array_equal
+    equal(x["video_latent"], x["stage2.video.steps"][-1].T.reshape(1, 128, *LATENT["stage2"]))
+    equal(x["stage1.video.start"], x["stage1.video.noise"])
     nu = np.float32(0.909375)
     upsampled = x["upsampled"].reshape(1, 128, -1).swapaxes(1, 2)
-    np.testing.assert_array_equal(
-        x["stage2.video.start"], (1 - nu) * upsampled + nu * x["stage2.video.noise"]
-    )
-    sound = x["stage1.audio.steps"][-1:]
-    np.testing.assert_array_equal(
-        x["stage2.audio.start"], (1 - nu) * sound + nu * x["stage2.audio.noise"]
-    )
+    for name, made in (("video", upsampled), ("audio", x["stage1.audio.steps"][-1:])):
+        noise = x[f"stage2.{name}.noise"]
+        equal(x[f"stage2.{name}.start"], (1 - nu) * made + nu * noise)
     # The last sigma is 0: what remains is x0, but for the rounding of x + (x - x0) / s * (0 - s).
     assert relative_l2(x["stage2.video.x0"][-1], x["stage2.video.steps"][-1]) < 1e-6
 
@@ -143,13 +133,10 @@ def test_sound_is_that_of_the_first_stage_unless_the_second_is_asked_for(base, r
 def test_report_and_messages(base, model):
     keys = {*"seed stages warmup_s load_s peak_bytes versions device mesh lora".split()}
     assert keys <= base.report.keys() and base.report["seed"] == 7
-    steps = {
-        s["name"]: len(s["steps_s"]) for s in base.report["stages"] if s["name"].startswith("stage")
-    }
+    stages = base.report["stages"]
+    steps = {s["name"]: len(s["steps_s"]) for s in stages if s["name"].startswith("stage")}
     assert steps == {"stage1": 3, "stage2": 3}
-    assert all(
-        s["time_s"] >= sum(s["steps_s"]) > 0 or not s["steps_s"] for s in base.report["stages"]
-    )
+    assert all(s["time_s"] >= sum(s["steps_s"]) > 0 or not s["steps_s"] for s in stages)
     lora = str(model / "tiny-2.3-distilled-lora.safetensors")
     assert base.report["lora"] == [{"file": lora, "matched": 130, "total": 130}]
     assert "stage2, distilled: merged 130/130 modules" in base.stderr and "seed 7" in base.stderr
@@ -162,16 +149,9 @@ def test_clip_carries_its_settings(base):
     assert comment["prompt"] == "a robot dancing" and comment["seed"] == 7
     assert comment["model"]["generation"] == "2.3"
     assert {"ltx2rt", "torch"} <= comment["versions"].keys()
-    settings = comment["settings"]
-    assert (settings["width"], settings["height"], settings["num_frames"]) == (128, 64, 17)
-    assert [settings[f"video_{name}"] for name in ("cfg", "stg", "modality", "rescale")] == [
-        3.0,
-        1.0,
-        3.0,
-        0.7,
-    ]
-    assert settings["stg_blocks"] == [1] and settings["pipeline"] == "two-stage"
-    assert settings["steps"] == 3
+    size = {"width": 128, "height": 64, "num_frames": 17, "steps": 3, "pipeline": "two-stage"}
+    guided = {"video_cfg": 3.0, "video_stg": 1.0, "video_modality": 3.0, "video_rescale": 0.7}
+    assert (size | guided | {"stg_blocks": [1]}).items() <= comment["settings"].items()
 
 
 def test_no_metadata_and_no_audio_leave_both_out(run, base):
@@ -183,20 +163,15 @@ def test_no_metadata_and_no_audio_leave_both_out(run, base):
 
 
 def test_frames_and_sound_of_their_own_files(run, base, tmp_path):
-    from PIL import Image
-
     found = run("--output", tmp_path / "fox-%05d.png", sound=True)
     assert "fox-%05d.png: " in found.stdout and not found.clip.exists()
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        *(f"fox-{i:05}.png" for i in range(17)),
-        "fox.wav",
-    ]
-    frames = np.stack([np.asarray(Image.open(tmp_path / f"fox-{i:05}.png")) for i in range(17)])
+    names = [f"fox-{i:05}.png" for i in range(17)]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [*names, "fox.wav"]
+    frames = np.stack([np.asarray(Image.open(tmp_path / name)) for name in names])
     write_mp4(tmp_path / "again.mp4", [frames], num_frames=17, fps=Fraction(48))
-    assert compare(base.clip, tmp_path / "again.mp4")[
-        "identical"
-    ]  # the frames of the clip, before its encoder
-    assert json.loads(Image.open(tmp_path / "fox-00000.png").text["Comment"])["seed"] == 7
+    # the frames of the clip, before its encoder
+    assert compare(base.clip, tmp_path / "again.mp4")["identical"]
+    assert json.loads(Image.open(tmp_path / names[0]).text["Comment"])["seed"] == 7
     with av.open(str(tmp_path / "fox.wav")) as container:
         stream = container.streams.audio[0]
         assert (stream.rate, stream.duration) == (48000, 17 * 1000)
@@ -215,21 +190,16 @@ def test_a_run_that_fails_in_the_end_removes_only_its_own(generate, model, tmp_p
 
 
 def test_latents_alone_are_made_without_decoding(base, command, model, tmp_path, images):
-    words = [
-        *["generate", "--backend", "cuda", "--device", "cpu", "--model"],
-        model,
-        "--prompt",
-        "a robot dancing",
-    ]
-    size = "--width 128 --height 64 --num-frames 17 --fps 48 --steps 3 --image-crf 0".split()
     latents, report = tmp_path / "latents.safetensors", tmp_path / "report.json"
-    more = ["--seed", 7, "--no-audio", "--latents-out", latents, "--report", report]
-    status, out, err = command(*words, *size, *more)
+    words = "generate --backend cuda --device cpu --width 128 --height 64 --num-frames 17 --fps 48"
+    words += f" --steps 3 --image-crf 0 --seed 7 --no-audio --prompt x --model {model}"
+    words = [*words.split(), "--latents-out", latents, "--report", report]
+    status, out, err = command(*words)
     assert status == 0 and out.startswith(f"{latents}: "), err
     assert "decode" not in [stage["name"] for stage in json.loads(report.read_text())["stages"]]
     assert {path.name for path in tmp_path.iterdir()} == {"latents.safetensors", "report.json"}
     clip = tmp_path / "clip.mp4"
-    assert command(*words, *size, *more, "--output", clip)[0] == 0 and clip.exists()
+    assert command(*words, "--output", clip)[0] == 0 and clip.exists()
 
 
 def test_ntsc_rate_is_exact_and_sound_lasts_as_long(run):
@@ -242,9 +212,8 @@ def test_ntsc_rate_is_exact_and_sound_lasts_as_long(run):
 
 def test_same_seed_same_run_whatever_ran_before(base, run):
     other = run("--seed", 8, "--prompt", "a red fox walks", "--video-cfg", 2)
-    assert (
-        relative_l2(other.latents["stage1.video.steps"], base.latents["stage1.video.steps"]) > 0.1
-    )
+    moved, kept = (found.latents["stage1.video.steps"] for found in (other, base))
+    assert relative_l2(moved, kept) > 0.1
     assert_bitwise(run(), base)
 
 
@@ -255,8 +224,6 @@ def test_two_jobs_in_one_process_equal_a_job_alone(base, run, model, tmp_path):
     words += f" --steps 3 --image-crf 0 --seed 7 --output {tmp_path}/o.mp4 --latents-out {tmp_path}/l.safetensors"
     argv = [sys.executable, "-m", "ltx2rt.cli", *words.split(), "--prompt", "a robot dancing"]
     subprocess.run(argv, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    from safetensors.numpy import load_file
-
     alone = load_file(tmp_path / "l.safetensors")
     assert alone.keys() == base.latents.keys()
     for name, value in alone.items():
@@ -267,40 +234,27 @@ def test_seed_decides_the_noise_and_a_missing_one_is_drawn_and_reported(base, ge
     for name in ("stage1.video", "stage2.audio"):
         noise = base.latents[f"{name}.noise"]
         np.testing.assert_array_equal(noise, standard_normal(7, name, noise.shape))
-    quick = ("--no-audio", "--pipeline", "one-stage", "--steps", 1, "--num-frames", 9)
-    first, second = (generate("cuda", model, *quick) for _ in range(2))
-    assert first.report["seed"] != second.report["seed"]
-    assert f"seed {first.report['seed']}" in first.stdout
-    noise = first.latents["stage1.video.noise"]
-    np.testing.assert_array_equal(
-        noise, standard_normal(first.report["seed"], "stage1.video", noise.shape)
-    )
+    first, second = (generate("cuda", model, "--no-audio", *QUICK) for _ in range(2))
+    seed, noise = first.report["seed"], first.latents["stage1.video.noise"]
+    assert seed != second.report["seed"] and f"seed {seed}" in first.stdout
+    np.testing.assert_array_equal(noise, standard_normal(seed, "stage1.video", noise.shape))
 
 
 def test_recorded_noise_reproduces_the_run(base, run, tmp_path):
-    from safetensors.numpy import save_file
-
     """By the names of its streams, or as `--latents-out` wrote it, with everything else."""
-    noise = {
-        name.removesuffix(".noise"): x
-        for name, x in base.latents.items()
-        if name.endswith(".noise")
-    }
+    names = {name: name.removesuffix(".noise") for name in base.latents if name.endswith(".noise")}
+    noise = {short: base.latents[name] for name, short in names.items()}
     save_file(noise, tmp_path / "noise.safetensors")
     for file in (tmp_path / "noise.safetensors", base.latents_file):
         assert_bitwise(run("--seed", 99, "--noise-in", file), base)
 
 
-@pytest.mark.parametrize(
-    "flags, how",
-    [
-        pytest.param(["--warmup"], {}, marks=pytest.mark.long),
-        (["--warmup"], {"reload": True}),
-        ([], {"offload": True}),
-        (["--vae-tiling", "off"], {}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("flags, how", [
+    pytest.param(["--warmup"], {}, marks=pytest.mark.long),
+    (["--warmup"], {"reload": True}),
+    ([], {"offload": True}),
+    (["--vae-tiling", "off"], {}),
+], ids=str)  # fmt: skip
 def test_how_a_run_is_made_changes_no_bit(flags, how, base, run, kept):
     """A warm-up runs both stages first, so the run after it sees stage-1 weights that stage 2 has
     passed by."""
@@ -313,39 +267,30 @@ def test_how_a_run_is_made_changes_no_bit(flags, how, base, run, kept):
 def test_a_warm_up_runs_the_programs_of_the_run_itself(run, monkeypatch):
     """Nine steps take a loop with more room than one step would."""
     lowered, lower_loop = [], CudaBackend.lower_loop
-    monkeypatch.setattr(
-        CudaBackend, "lower_loop", lambda *args: lowered.append(args[1]) or lower_loop(*args)
-    )
+
+    def noted(*args):
+        lowered.append(args[1].inputs["sigmas"].type.shape)
+        return lower_loop(*args)
+
+    monkeypatch.setattr(CudaBackend, "lower_loop", noted)
     run("--warmup", "--steps", 9)
-    assert [graph.inputs["sigmas"].type.shape for graph in lowered] == [(16, 2), (8, 2)]
+    assert lowered == [(16, 2), (8, 2)]
 
 
-@pytest.mark.parametrize(
-    "encoding, backend, generation, least, most",
-    [
-        pytest.param("float8", "cuda", "2.0", 2**-8, 2**-4, marks=pytest.mark.slow),
-        pytest.param("float8", "cuda", "2.3", 2**-8, 2**-4, marks=pytest.mark.long),
-        ("int8", "cuda", "2.3", 2**-9, 2**-5),
-        pytest.param("int8", "tpu", "2.3", 2**-9, 2**-5, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("encoding, backend, generation, least, most", [
+    pytest.param("float8", "cuda", "2.0", 2**-8, 2**-4, marks=pytest.mark.slow),
+    pytest.param("float8", "cuda", "2.3", 2**-8, 2**-4, marks=pytest.mark.long),
+    ("int8", "cuda", "2.3", 2**-9, 2**-5),
+    pytest.param("int8", "tpu", "2.3", 2**-9, 2**-5, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_weights_of_8_bits_make_almost_the_same_clip(
     encoding, backend, generation, least, most, generate, tiny, command
 ):
     """One block of three is quantised. `compare` puts a number on it; the bound is a step of e4m3,
     2^-4, and half of it for int8, which rounds weights alone."""
-    runs = [
-        generate(
-            backend,
-            tiny(f"tiny-{generation}", "official"),
-            "--seed",
-            7,
-            "--no-audio",
-            "--weights-dtype",
-            dtype,
-        )
-        for dtype in ("bfloat16", encoding)
-    ]
+    model = tiny(f"tiny-{generation}", "official")
+    words = ("--seed", 7, "--no-audio", "--weights-dtype")
+    runs = [generate(backend, model, *words, dtype) for dtype in ("bfloat16", encoding)]
     assert [found.status for found in runs] == [0, 0]
     assert [f"weights in {encoding}" in found.stderr for found in runs] == [False, True]
     a, b = (found.latents["video_latent"] for found in runs)
@@ -363,16 +308,15 @@ def test_unrolled_layers_agree(base, run):
 @pytest.mark.parametrize("reload", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_lora_for_one_stage_leaves_the_other_alone(reload, base, run, user_lora, kept):
     kept(reload=reload)
+
+    def moved(found, stage):
+        steps = f"{stage}.video.steps"
+        return relative_l2(found.latents[steps], base.latents[steps]) > 1e-3
+
     late = run("--lora", f"{user_lora}:0.5:stage2")
     assert_bitwise(late, base, stage(base, "stage1"))
-    assert (
-        relative_l2(late.latents["stage2.video.steps"], base.latents["stage2.video.steps"]) > 1e-3
-    )
-    assert late.stderr.count("merged 130/130 modules") == 2
-    early = run("--lora", f"{user_lora}:0.5:stage1")
-    assert (
-        relative_l2(early.latents["stage1.video.steps"], base.latents["stage1.video.steps"]) > 1e-3
-    )
+    assert moved(late, "stage2") and late.stderr.count("merged 130/130 modules") == 2
+    assert moved(run("--lora", f"{user_lora}:0.5:stage1"), "stage1")
 
 
 @pytest.mark.long
@@ -393,9 +337,8 @@ def test_an_image_at_full_strength_stays_exactly(run, images):
         start, steps = x[f"{name}.video.start"], x[f"{name}.video.steps"]
         assert steps.shape[1] == (frames + 1) * space  # one frame of tokens appended
         for latent in steps:
-            np.testing.assert_allclose(
-                latent[:space], start[0, :space], atol=1e-6
-            )  # x + (x - x) / s * ds
+            # x + (x - x) / s * ds
+            np.testing.assert_allclose(latent[:space], start[0, :space], atol=1e-6)
         assert relative_l2(steps[-1][-space:], start[0, -space:]) > 1e-2
     assert x["video_latent"].shape == (1, 128, *LATENT["stage2"])
 
@@ -423,14 +366,11 @@ def test_a_neutral_branch_is_not_run(run, monkeypatch):
     assert batches and set(batches) == {("cond", "uncond", "isolated")}
 
 
-@pytest.mark.parametrize(
-    "where,raised,status",
-    [
-        ((Session, "denoise"), RuntimeError("no luck"), 1),
-        ((sound, "decode_sound"), KeyboardInterrupt(), 130),
-        ((decode.Frames, "_calls"), SystemExit(143), 143),
-    ],
-)
+@pytest.mark.parametrize("where,raised,status", [
+    ((Session, "denoise"), RuntimeError("no luck"), 1),
+    ((sound, "decode_sound"), KeyboardInterrupt(), 130),
+    ((decode.Frames, "_calls"), SystemExit(143), 143),
+])  # fmt: skip
 def test_a_run_that_fails_midway_leaves_no_file(
     where, raised, status, generate, model, monkeypatch
 ):
@@ -438,15 +378,11 @@ def test_a_run_that_fails_midway_leaves_no_file(
         raise raised
 
     monkeypatch.setattr(*where, fail)
-    found = generate(
-        "cuda", model, "--seed", 1, "--steps", 1, "--num-frames", 9, "--pipeline", "one-stage"
-    )
+    found = generate("cuda", model, "--seed", 1, *QUICK)
     assert found.status == status and found.stdout == ""
     assert list(found.folder.iterdir()) == [] and "Traceback" not in found.stderr
     errors = [line for line in found.stderr.splitlines() if line.startswith("ltx2rt: error: ")]
-    assert len(errors) == (
-        0 if status == 143 else 1
-    )  # SIGTERM unwinds as SystemExit, which says nothing
+    assert len(errors) == (status != 143)  # SIGTERM unwinds as SystemExit, which says nothing
 
 
 @pytest.mark.parametrize("where", ["write.write_arrays", "write.write_report"])
@@ -455,38 +391,31 @@ def test_a_run_that_cannot_write_its_last_file_leaves_none(where, generate, mode
         raise OSError("No space left on device")
 
     monkeypatch.setattr(f"ltx2rt.run.{where}", fail)
-    found = generate(
-        "cuda", model, "--seed", 1, "--steps", 1, "--num-frames", 9, "--pipeline", "one-stage"
-    )
+    found = generate("cuda", model, "--seed", 1, *QUICK)
     assert found.status == 1 and "No space left" in found.stderr
     assert list(found.folder.iterdir()) == []
 
 
 def test_quiet_says_where_the_file_is_and_verbose_what_is_built(generate, model, images):
     """Also not that a flag is unread, a prompt cut or an image's alpha dropped."""
-    short = (
-        *"--seed 1 --num-frames 9 --pipeline distilled --distilled-lora none".split(),
-        *"--no-audio".split(),
-    )
-    quiet = generate("cuda", model, *short, "--quiet", "--prompt", "word " * 2000)
+    words = "--seed 1 --num-frames 9 --pipeline distilled --distilled-lora none --no-audio"
+
+    def made(*more):
+        return generate("cuda", model, *words.split(), *more)
+
+    quiet = made("--quiet", "--prompt", "word " * 2000)
     assert (quiet.status, quiet.stderr) == (0, "") and quiet.stdout.count("\n") == 1
-    loud = generate("cuda", model, *short, "--verbose")
+    loud = made("--verbose")
     assert loud.status == 0 and "building video-decoder" in loud.stderr
     assert "loading the weights of guided-step ...\n" in loud.stderr
-    assert "decode: 9 frames ...\n" in loud.stderr
-    assert "\r" not in loud.stderr
-    both = generate("cuda", model, *short, "--quiet", "--verbose")
+    assert "decode: 9 frames ...\n" in loud.stderr and "\r" not in loud.stderr
+    both = made("--quiet", "--verbose")
     assert both.status == 2 and "contradict each other" in both.stderr
 
 
 def test_a_file_that_will_be_replaced_is_named(generate, model, tmp_path):
     (tmp_path / "old.json").write_text("{}")
-    flags = (
-        "--report",
-        tmp_path / "old.json",
-        *["--seed", "1", "--num-frames", "9", "--pipeline", "one-stage", "--steps", "1"],
-    )
-    found = generate("cuda", model, *flags)
+    found = generate("cuda", model, "--report", tmp_path / "old.json", "--seed", 1, *QUICK)
     assert found.status == 0 and f"will be replaced: {tmp_path}/old.json\n" in found.stderr
 
 
@@ -514,9 +443,8 @@ def test_a_clip_without_a_name_gets_a_free_one(command, model, tmp_path, monkeyp
         before = set(tmp_path.rglob("*.*"))
         status, out, err = command(*more)
         assert status == 0, err
-        found = sorted(
-            str(path.relative_to(tmp_path)) for path in {*tmp_path.rglob("*.*")} - before
-        )
+        paths = {*tmp_path.rglob("*.*")} - before
+        found = sorted(str(path.relative_to(tmp_path)) for path in paths)
         assert all(path in out for path in found)
         return found, err
 

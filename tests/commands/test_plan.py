@@ -181,9 +181,8 @@ def test_graph_prints_the_placed_graph(command):
     _, whole, _ = command(*flags)
     assert "all_reduce" not in whole
     _, guided, _ = command("graph", "guided-step", *flags[2:], "--tp-size", 2)
-    assert (
-        guided.count("= all_reduce(") == 2 * 7
-    )  # of the blocks before the one that STG perturbs, and of the others
+    # of the blocks before the one that STG perturbs, and of the others
+    assert guided.count("= all_reduce(") == 2 * 7
 
 
 def test_json_names_the_collective_of_every_node(command):

@@ -42,9 +42,8 @@ def test_quiet_parts_are_gated():
     # tenth as long
     clip = np.concatenate([sine(-36, 1), sine(-23, 6), sine(-36, 1)], axis=-1)
     ungated = -0.691 + 10 * np.log10((k_weighted(clip) ** 2).sum(0).mean())
-    assert loudness(clip) == pytest.approx(
-        -23.0, abs=0.3
-    )  # blocks across a step weigh more in a shorter clip
+    # blocks across a step weigh more in a shorter clip
+    assert loudness(clip) == pytest.approx(-23.0, abs=0.3)
     assert loudness(clip) > ungated + 0.5
 
 

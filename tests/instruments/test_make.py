@@ -254,9 +254,8 @@ def test_tokenizer_fits_the_vocabulary_and_is_the_same_every_time():
 
 def test_filters_have_the_documented_values():
     taps = [0.00202896, 0.00938947, -0.02554346, -0.05765738, 0.12857258, 0.44320980]
-    np.testing.assert_allclose(
-        filters.antialias_taps(), taps + taps[::-1], atol=1e-7
-    )  # eight printed digits
+    # eight printed digits
+    np.testing.assert_allclose(filters.antialias_taps(), taps + taps[::-1], atol=1e-7)
     spectrum = filters.stft_basis(512)[:, 0] @ np.sin(2 * np.pi * 40 * np.arange(512) / 512)
     assert np.hypot(spectrum[:257], spectrum[257:]).argmax() == 40
 

@@ -19,9 +19,8 @@ class Launch:
     def __init__(self, words, **environment):
         env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        heard = signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        )  # a background job and its children ignore it
+        # a background job and its children ignore it
+        heard = signal.signal(signal.SIGINT, signal.SIG_DFL)
         self.process = subprocess.Popen(
             [sys.executable, *words], env=env, start_new_session=True, **pipes
         )

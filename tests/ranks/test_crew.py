@@ -85,19 +85,16 @@ def test_no_failure_has_status_0_whatever_stands_in_the_store(found, status):
     assert crew._claim(1) == (False, status)
 
 
-@pytest.mark.parametrize(
-    "victim,number,status,message",
-    [
-        pytest.param(1, signal.SIGKILL, 1, "rank 1 was ended by SIGKILL", marks=pytest.mark.slow),
-        pytest.param(0, signal.SIGKILL, 1, "rank 0 was ended by SIGKILL", marks=pytest.mark.long),
-        (None, signal.SIGINT, 130, "interrupted"),
-        pytest.param(1, signal.SIGHUP, 1, "rank 1 was ended by SIGHUP", marks=pytest.mark.slow),
-        pytest.param(0, signal.SIGINT, 1, "rank 0 was ended by SIGINT", marks=pytest.mark.slow),
-        pytest.param(None, signal.SIGHUP, 143, "ended by SIGHUP", marks=pytest.mark.slow),
-        pytest.param(None, signal.SIGQUIT, 143, "ended by SIGQUIT", marks=pytest.mark.slow),
-        pytest.param(None, signal.SIGKILL, -9, None, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("victim,number,status,message", [
+    pytest.param(1, signal.SIGKILL, 1, "rank 1 was ended by SIGKILL", marks=pytest.mark.slow),
+    pytest.param(0, signal.SIGKILL, 1, "rank 0 was ended by SIGKILL", marks=pytest.mark.long),
+    (None, signal.SIGINT, 130, "interrupted"),
+    pytest.param(1, signal.SIGHUP, 1, "rank 1 was ended by SIGHUP", marks=pytest.mark.slow),
+    pytest.param(0, signal.SIGINT, 1, "rank 0 was ended by SIGINT", marks=pytest.mark.slow),
+    pytest.param(None, signal.SIGHUP, 143, "ended by SIGHUP", marks=pytest.mark.slow),
+    pytest.param(None, signal.SIGQUIT, 143, "ended by SIGQUIT", marks=pytest.mark.slow),
+    pytest.param(None, signal.SIGKILL, -9, None, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_death_in_a_step_ends_all(flags, tmp_path, victim, number, status, message):
     run = Launch(["-m", "ltx2rt", *flags("--steps", 2000, "--num-gpus", 2)])
     ranks = wait_for(lambda: ranks if len(ranks := ranks_of(run.pid)) == 2 else None)

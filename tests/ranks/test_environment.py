@@ -17,26 +17,20 @@ def test_environment_tells_which_rank_this_is(environment, expected):
     assert rank_and_size(environment) == expected
 
 
-@pytest.mark.parametrize(
-    "environment,message",
-    [
-        ({"WORLD_SIZE": "x"}, "WORLD_SIZE is 'x', expected a number from 1"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0', expected a number from 1"),
-        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '9"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 without RANK, MASTER_ADDR, MASTER_PORT"),
-        (RANK | {"RANK": "x"}, "RANK is 'x', expected a number from 0 below 4"),
-        (RANK | {"RANK": "4"}, "RANK is '4', expected a number from 0 below 4"),
-        (RANK | {"RANK": "²"}, "RANK is '²', expected a number from 0 below 4"),
-        (
-            RANK | {"MASTER_PORT": "99999"},
-            "MASTER_PORT is '99999', expected a number from 1 below 65536",
-        ),
-        (
-            RANK | {"MASTER_PORT": "port"},
-            "MASTER_PORT is 'port', expected a number from 1 below 65536",
-        ),
-    ],
-)
+@pytest.mark.parametrize("environment,message", [
+    ({"WORLD_SIZE": "x"}, "WORLD_SIZE is 'x', expected a number from 1"),
+    ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0', expected a number from 1"),
+    ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '9"),
+    ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 without RANK, MASTER_ADDR, MASTER_PORT"),
+    (RANK | {"RANK": "x"}, "RANK is 'x', expected a number from 0 below 4"),
+    (RANK | {"RANK": "4"}, "RANK is '4', expected a number from 0 below 4"),
+    (RANK | {"RANK": "²"}, "RANK is '²', expected a number from 0 below 4"),
+    (
+        RANK | {"MASTER_PORT": "99999"},
+        "MASTER_PORT is '99999', expected a number from 1 below 65536",
+    ),
+    (RANK | {"MASTER_PORT": "port"}, "MASTER_PORT is 'port', expected a number from 1 below 65536"),
+])  # fmt: skip
 def test_environment_that_names_no_rank_is_refused(environment, message):
     with pytest.raises(InputError, match=message):
         rank_and_size(environment)

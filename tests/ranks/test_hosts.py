@@ -40,9 +40,8 @@ def test_two_hosts_give_the_clip_of_one_torch_device_once(flags, command, tmp_pa
     one = load_file(latents)
     assert one.keys() == several.keys() and "stage1.video.steps" in one
     for name, expected in one.items():
-        assert relative_l2(several[name], expected) <= 1e-5, (
-            name
-        )  # float32, sums in another order; reached: 1.1e-6
+        # float32, sums in another order; reached: 1.1e-6
+        assert relative_l2(several[name], expected) <= 1e-5, name
 
 
 @pytest.mark.long
@@ -120,33 +119,27 @@ STEP["SLURM_PROCID"] = "1"
 SLICE = {"TPU_WORKER_HOSTNAMES": "a,b,c,d", "TPU_WORKER_ID": "2"}
 
 
-@pytest.mark.parametrize(
-    "environment,expected",
-    [
-        ({}, (0, 1)),
-        (EXPLICIT, (3, 4)),
-        (STEP, (1, 2)),
-        ({k: v for k, v in STEP.items() if k != "SLURM_PROCID"}, (0, 1)),  # salloc, not srun
-        (SLICE, (2, 4)),
-        (SLICE | EXPLICIT, (3, 4)),
-        ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, (0, 1)),
-    ],
-)
+@pytest.mark.parametrize("environment,expected", [
+    ({}, (0, 1)),
+    (EXPLICIT, (3, 4)),
+    (STEP, (1, 2)),
+    ({k: v for k, v in STEP.items() if k != "SLURM_PROCID"}, (0, 1)),  # salloc, not srun
+    (SLICE, (2, 4)),
+    (SLICE | EXPLICIT, (3, 4)),
+    ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, (0, 1)),
+])  # fmt: skip
 def test_environment_tells_which_host_this_is(environment, expected):
     assert hosts(environment) == expected
 
 
-@pytest.mark.parametrize(
-    "environment,message",
-    [
-        (
-            {"JAX_NUM_PROCESSES": "4"},
-            "JAX_NUM_PROCESSES without JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID",
-        ),
-        (EXPLICIT | {"JAX_PROCESS_ID": "4"}, "process '4' of '4'"),
-        ({"TPU_WORKER_HOSTNAMES": "a,b"}, "process '' of '2'"),
-    ],
-)
+@pytest.mark.parametrize("environment,message", [
+    (
+        {"JAX_NUM_PROCESSES": "4"},
+        "JAX_NUM_PROCESSES without JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID",
+    ),
+    (EXPLICIT | {"JAX_PROCESS_ID": "4"}, "process '4' of '4'"),
+    ({"TPU_WORKER_HOSTNAMES": "a,b"}, "process '' of '2'"),
+])  # fmt: skip
 def test_environment_that_names_no_host_is_refused(environment, message):
     with pytest.raises(InputError, match=message):
         hosts(environment)

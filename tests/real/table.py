@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-REAL = (
-    REPOSITORY / ".venv" / "real"
-)  # what `make test-real` installs: PYTHON, and npm's node_modules
+# what `make test-real` installs: PYTHON, and npm's node_modules
+REAL = REPOSITORY / ".venv" / "real"
 TINY = REPOSITORY / "examples" / "tiny-trained"
 
 

@@ -33,9 +33,8 @@ def server(tiny_model, tmp_path_factory):
     root = tmp_path_factory.mktemp("server")
     loras = root / "loras"
     loras.mkdir()
-    make_checkpoint(
-        "tiny-2.3", "official", root / "other", seed=1
-    )  # the model's own would be merged twice
+    # the model's own would be merged twice
+    make_checkpoint("tiny-2.3", "official", root / "other", seed=1)
     (loras / "style.safetensors").symlink_to(root / "other/tiny-2.3-distilled-lora.safetensors")
     (loras / "loop.safetensors").symlink_to(loras / "loop.safetensors")
     made = Server(tiny_model, root / "data", "--loras", loras, "--replicas", "2")

@@ -1,11 +1,13 @@
 """Servers in processes of their own, by default with replicas that have no model."""
 
+import base64
 import contextlib
 import io
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,22 +21,16 @@ import httpx
 import numpy as np
 from PIL import Image
 
-SMALL = {
-    "pipeline": "one-stage",
-    "size": "64x64",
-    "num_frames": 9,
-}  # what the prompt of a fake replica goes with
+# Fields with the prompt of a fake replica
+SMALL = {"pipeline": "one-stage", "size": "64x64", "num_frames": 9}
 
 
 class Server:
     """A server that runs. replicas: its workers are real, not played."""
 
     def __init__(self, model, data, *flags, replicas="fake", env=(), backend="cuda"):
-        script = (
-            [str(Path(__file__).with_name("fake_server.py"))]
-            if replicas == "fake"
-            else ["-m", "ltx2rt"]
-        )
+        fake = [str(Path(__file__).with_name("fake_server.py"))]
+        script = fake if replicas == "fake" else ["-m", "ltx2rt"]
         words = ["serve", "--model", model, "--backend", backend, "--device", "cpu", "--data", data]
         words += ["--port", "0", *flags]
         self.data, self.log = Path(data), Path(data).with_suffix(f".{time.monotonic_ns()}.log")
@@ -52,23 +48,39 @@ class Server:
         self.http = httpx.Client(base_url=self.url, timeout=60)
 
     def _url(self):
-        end = time.monotonic() + 60
-        while not (found := re.search(r"serving at (\S+)/", self.log.read_text())):
-            assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()
-            time.sleep(0.02)
-        return found[1]
+        def said():
+            assert self.process.poll() is None, self.log.read_text()
+            return re.search(r"serving at (\S+)/", self.log.read_text())
+
+        return wait_for(said, 60)[1]
 
     def lines(self, event):
         """What the log says of an event."""
-        lines = [
-            json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")
-        ]
-        return [line for line in lines if line["event"] == event]
+        lines = self.log.read_text().splitlines()
+        found = [json.loads(line) for line in lines if line.startswith("{")]
+        return [line for line in found if line["event"] == event]
 
     def add(self, prompt="2:0.01", **more):
         answer = self.http.post("/v1/videos", json={"prompt": prompt, **SMALL, **more})
         assert answer.status_code == 200, answer.text
         return answer.json()["id"]
+
+    def post(self, given=(), **how):
+        """The answer to a small job, of which fields are given."""
+        return self.http.post("/v1/videos", json={"prompt": "1:0", **SMALL, **dict(given)}, **how)
+
+    def made(self, *prompt, **more):
+        """The id of a job that is over."""
+        id = self.add(*prompt, **more)
+        self.until(id)
+        return id
+
+    def content(self, id, **params):
+        return self.http.get(f"/v1/videos/{id}/content", params=params)
+
+    def socket(self, **how):
+        """A connection to it."""
+        return socket.create_connection(("127.0.0.1", int(self.url.rpartition(":")[2])), **how)
 
     def get(self, id):
         return self.http.get(f"/v1/videos/{id}").json()
@@ -87,18 +99,41 @@ class Server:
             time.sleep(0.03)
 
     def until_segments(self, id, least):
-        end, made = time.monotonic() + 60, 0
-        while made < least:
-            assert time.monotonic() < end, self.get(id)
-            time.sleep(0.02)
-            found = self.http.get(f"/v1/videos/{id}/segments").json()["data"]
-            made = sum(one["made"] for one in found)
+        wait_for(lambda: sum(one["made"] for one in self.segments(id)) >= least, 60)
+
+    def segments(self, id):
+        return self.http.get(f"/v1/videos/{id}/segments").json()["data"]
 
     def kill(self, number=signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
         self.http.close()
         return self.process.wait(30)
+
+
+def wait_for(condition, timeout_s=30):
+    """The first value of the condition that is true."""
+    end = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return found
+
+
+def error_of(answer, status):
+    assert answer.status_code == status, (answer.status_code, answer.text[:300])
+    found = answer.json()["error"]
+    assert set(found) == {"message", "type", "param", "code"} and found["message"]
+    return found
+
+
+def form(fields, **files):
+    """Parts of a form: texts, then files."""
+    return {name: (None, str(value)) for name, value in fields.items()} | files
+
+
+def data_url(data, kind="image/png"):
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def children(pid):
@@ -147,9 +182,8 @@ def under_a_path(url, prefix="/video/"):
 
 def png(width=20, height=10):
     file = io.BytesIO()
-    Image.fromarray(np.arange(width * height * 3, dtype=np.uint8).reshape(height, width, 3)).save(
-        file, "PNG"
-    )
+    pixels = np.arange(width * height * 3, dtype=np.uint8).reshape(height, width, 3)
+    Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
 
 
@@ -167,10 +201,6 @@ def moving(directory, frames=25, size=64):
     from ltx2rt.media.mp4 import write_mp4
 
     path = directory / "moving.mp4"
-    write_mp4(
-        path,
-        iter([np.zeros((3, frames, size, size), np.float32)]),
-        num_frames=frames,
-        fps=Fraction(24),
-    )
+    black = np.zeros((3, frames, size, size), np.float32)
+    write_mp4(path, iter([black]), num_frames=frames, fps=Fraction(24))
     return path.read_bytes()

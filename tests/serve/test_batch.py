@@ -201,18 +201,15 @@ def test_jobs_whose_clips_would_have_one_name_are_refused(batch, server):
     assert "j2" not in ran.stderr and list(output.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--limit 0", "--limit: 0, expected at least 1"),
-        ("--limit -1", "--limit: -1, expected at least 1"),
-        ("--replicas 0", "--replicas: 0, expected at least 1"),
-        ("--retries -1", "--retries: -1, expected 0 or more"),
-        ("--step-timeout 0", "--step-timeout: 0, expected more than 0"),
-        ("--step-timeout nan", "--step-timeout: nan, expected a finite number"),
-        ("--step-timeout inf", "--step-timeout: inf, expected a finite number"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "said"), [
+    ("--limit 0", "--limit: 0, expected at least 1"),
+    ("--limit -1", "--limit: -1, expected at least 1"),
+    ("--replicas 0", "--replicas: 0, expected at least 1"),
+    ("--retries -1", "--retries: -1, expected 0 or more"),
+    ("--step-timeout 0", "--step-timeout: 0, expected more than 0"),
+    ("--step-timeout nan", "--step-timeout: nan, expected a finite number"),
+    ("--step-timeout inf", "--step-timeout: inf, expected a finite number"),
+])  # fmt: skip
 def test_numbers_that_are_none_are_refused_before_a_file_is_read(command, flags, said):
     words = ["batch", "no.jsonl", "--output-dir", "none", "--model", "none", *flags.split()]
     assert command(*words) == (2, "", f"ltx2rt: error: {said}\n")

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from serving import SMALL
+from serving import SMALL, wait_for
 
 from ltx2rt.serve.gate import MAX_OF_USER
 from ltx2rt.serve.server import MAX_SILENT
@@ -54,10 +54,7 @@ def test_one_users_streams_leave_room_for_the_others(server, connect):
     assert server.http.get("/healthz").status_code == 200
     for stream in streams:
         stream.close()
-    end = time.monotonic() + 30
-    while as_user(server, ANN, "GET", "/v1/videos").status_code == 429:
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_for(lambda: as_user(server, ANN, "GET", "/v1/videos").status_code != 429, 30)
 
 
 def test_connections_that_ask_nothing_go_where_there_are_too_many(server, connect):

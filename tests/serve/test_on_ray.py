@@ -9,15 +9,12 @@ from ltx2rt.serve.on_ray import lacking, resources
 from ltx2rt.session.options import ModelOptions
 
 
-@pytest.mark.parametrize(
-    ("backend", "device", "mesh", "asked"),
-    [
-        ("cuda", "auto", {}, {"num_gpus": 1}),
-        ("cuda", "auto", {"tensor": 2}, {"num_gpus": 2}),
-        ("tpu", "auto", {"tensor": 4}, {"resources": {"TPU": 4}}),
-        ("tpu", "cpu", {"tensor": 4}, {}),
-    ],
-)
+@pytest.mark.parametrize(("backend", "device", "mesh", "asked"), [
+    ("cuda", "auto", {}, {"num_gpus": 1}),
+    ("cuda", "auto", {"tensor": 2}, {"num_gpus": 2}),
+    ("tpu", "auto", {"tensor": 4}, {"resources": {"TPU": 4}}),
+    ("tpu", "cpu", {"tensor": 4}, {}),
+])  # fmt: skip
 def test_a_worker_asks_for_the_devices_of_its_backend(backend, device, mesh, asked, monkeypatch):
     monkeypatch.setattr(serve, "find_spec", lambda name: name)  # Ray is not needed to ask
     options = ModelOptions(backend=backend, model=Path("m"), device=device, mesh=mesh)

@@ -17,9 +17,8 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 pytestmark = pytest.mark.skipif(
     BROWSER is None, reason="there is no chromium here that plays H.264 and AAC"
 )
-PICTURES = os.environ.get(
-    "LTX2RT_PICTURES"
-)  # a folder: the tests leave their pictures of the page there
+# a folder: the tests leave their pictures of the page there
+PICTURES = os.environ.get("LTX2RT_PICTURES")
 
 
 @pytest.fixture(scope="module")

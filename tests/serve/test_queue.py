@@ -399,9 +399,8 @@ for point_no in range(1, 200, STRIDE):
             assert len(list((root / "out").glob(f"{id}*.mp4"))) == 1
         assert not list((root / "out").glob(".*"))
         reruns += len(runs) > len(rows)
-    assert (
-        0 < reruns < len(roots)
-    )  # some died before their file had its name, some after: those were adopted
+    # some died before their file had its name, some after: those were adopted
+    assert 0 < reruns < len(roots)
 
 
 @pytest.mark.parametrize("seed", [int(os.environ.get("LTX2RT_TEST_SEED", "11"))])

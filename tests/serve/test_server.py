@@ -1,7 +1,6 @@
 """Whole servers that are killed, stopped and started again: no accepted job is lost, none is made
 twice."""
 
-import base64
 import contextlib
 import hashlib
 import io
@@ -30,10 +29,14 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
-from serving import SMALL, children, png
+from safetensors.numpy import load_file, save_file
+from serving import SMALL, children, data_url, error_of, form, png, wait_for
 
+import ltx2rt
+from ltx2rt.instruments.compare import compare
 from ltx2rt.media import hdr
-from ltx2rt.media.mp4 import EXACT, write_mp4
+from ltx2rt.media.mp4 import EXACT, opened, write_mp4
+from ltx2rt.testing import relative_l2
 
 SEED = int(os.environ.get("LTX2RT_TEST_SEED", "11"))
 
@@ -59,7 +62,8 @@ def storm(start, num_jobs, num_kills, seed):
     """Jobs are sent while server, replica or both are killed at random; then everything is left to
     end."""
     chance, accepted, sent = random.Random(seed), {}, 0
-    server = start("--replicas", "2", "--max-queue", "5000")
+    flags = ("--replicas", "2", "--max-queue", "5000")
+    server = start(*flags)
     gaps_s = [chance.uniform(0.05, 0.5) for _ in range(num_kills)]
     for number, gap_s in enumerate(gaps_s, 1):
         end = time.monotonic() + gap_s
@@ -76,25 +80,15 @@ def storm(start, num_jobs, num_kills, seed):
                 os.kill(pid, signal.SIGKILL)
         if victim != "replica":
             server.kill()
-            deadline = time.monotonic() + 10
-            while any(map(alive, replicas)):
-                assert time.monotonic() < deadline, "replicas outlived their server"
-                time.sleep(0.01)
-            server = start("--replicas", "2", "--max-queue", "5000")
+            wait_for(lambda pids=replicas: not any(map(alive, pids)), 10)  # none outlives it
+            server = start(*flags)
     for id in accepted:
         server.until(id, timeout_s=240)
-    listed, after = [], None
-    while after is not None or not listed:
-        answer = server.http.get(
-            "/v1/videos", params={"limit": 100, **({"after": after} if after else {})}
-        ).json()
-        listed += answer["data"]
-        after = answer["last_id"] if answer["has_more"] else None
+    listed = every_video(server)
     assert {video["id"] for video in listed} == set(accepted), f"LTX2RT_TEST_SEED={seed}"
     for video in listed:
         assert video["status"] == "completed", video
-        text = server.http.get(f"/v1/videos/{video['id']}/content").text
-        assert text == f"{video['id']} {accepted[video['id']]}"
+        assert server.content(video["id"]).text == f"{video['id']} {accepted[video['id']]}"
     assert server.kill(signal.SIGTERM) == 143
     files = sorted(path.name.split(".")[0] for path in (server.data / "out").glob("*.mp4"))
     assert files == sorted(accepted) and not list((server.data / "out").glob(".*"))
@@ -114,7 +108,7 @@ def test_a_server_that_is_told_to_stop_drains(start):
     server.process.send_signal(signal.SIGTERM)
     while server.http.get("/readyz").status_code != 503:
         time.sleep(0.01)
-    refused = server.http.post("/v1/videos", json={"prompt": "1:0", **SMALL})
+    refused = server.post()
     assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
     assert refused.headers["retry-after"]
     port = int(server.url.rpartition(":")[2])
@@ -159,39 +153,27 @@ def test_a_replica_that_refuses_its_model_ends_the_server(start):
 def test_a_job_too_large_for_the_replica_is_refused_before_it_waits(start):
     server = start(env={"FAKE_MEMORY": str(60 * 10**6)})
     server.until(server.add("1:0", size="64x64"))
-    answer = server.http.post("/v1/videos", json={"prompt": "1:0", **SMALL, "size": "2048x2048"})
+    answer = server.post({"size": "2048x2048"})
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "too_large_for_memory"
     assert "no room on fake" in answer.json()["error"]["message"]
 
 
 def test_two_servers_do_not_share_a_folder(start, tiny_model):
     server = start()
-    words = [
-        "serve",
-        "--model",
-        tiny_model,
-        *["--backend", "cuda", "--device", "cpu", "--data"],
-        server.data,
-        "--port",
-        "0",
-    ]
-    ran = subprocess.run(
-        [sys.executable, "-m", "ltx2rt", *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert ran.returncode == 2 and "in use by another server" in ran.stderr
+    words = ["--model", tiny_model, "--data", server.data]
+    serve = "-m ltx2rt serve --backend cuda --device cpu --port 0".split()
+
+    def refused():
+        command = [sys.executable, *serve, *map(str, words)]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert ran.returncode == 2 and ran.stderr.count("\n") == 1, ran.stderr
+        return ran.stderr
+
+    assert "in use by another server" in refused()
     server.kill()
     (server.data / "jobs.db-wal").unlink()
     (server.data / "jobs.db").write_text("no queue at all " * 99)
-    ran = subprocess.run(
-        [sys.executable, "-m", "ltx2rt", *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert ran.returncode == 2 and "--data" in ran.stderr and ran.stderr.count("\n") == 1
+    assert "--data" in refused()
 
 
 @pytest.mark.slow
@@ -205,18 +187,12 @@ def test_twenty_clients_queue_five_hundred_jobs_in_their_order(start):
 
     with ThreadPoolExecutor(20) as pool:
         sent = list(pool.map(client, range(20)))
-    ids, after = [], None
-    while len(ids) < 500:
-        asked = {"order": "asc", "limit": 100} | ({"after": after} if after else {})
-        page = server.http.get("/v1/videos", params=asked).json()
-        ids, after = ids + [video["id"] for video in page["data"]], page["last_id"]
+    ids = [video["id"] for video in every_video(server, order="asc")]
     assert sorted(ids) == sorted(id for some in sent for id in some)
     assert all([id for id in ids if id in some] == some for some in map(list, sent))
-    text = server.http.get("/metrics").text
-    assert (
-        float(next(line for line in text.splitlines() if 'process="server"' in line).split()[-1])
-        < 150e6
-    )
+    lines = server.http.get("/metrics").text.splitlines()
+    (rss,) = [float(line.split()[-1]) for line in lines if 'process="server"' in line]
+    assert rss < 150e6
 
 
 @pytest.mark.slow
@@ -236,17 +212,14 @@ def test_a_delete_that_races_the_end_leaves_nothing(start):
 def test_memory_stays_flat(start):
     """300 jobs of six shapes, with readers that come and go: neither memory nor files nor threads
     grow."""
-    server = start("--replicas", "2")
+    server, seen = start("--replicas", "2"), []
     shapes = [{"size": f"{32 * (1 + n % 3)}x64", "num_frames": 9 + 8 * (n % 2)} for n in range(6)]
-
-    seen = []
     for number in range(300):
         id = server.add("2:0.005", seed=number, **shapes[number % 6])
-        with httpx.stream(
-            "GET", f"{server.url}/v1/videos/{id}/events?previews=1", timeout=60
-        ) as stream:
+        events = f"{server.url}/v1/videos/{id}/events?previews=1"
+        with httpx.stream("GET", events, timeout=60) as stream:
             deque(stream.iter_lines(), maxlen=0)
-        server.http.get(f"/v1/videos/{id}/content")
+        server.content(id)
         seen.append(held(server))
     rss, files, threads = np.array(seen[50:]).T
     slope = np.polyfit(np.arange(len(rss)), rss, 1)[0]
@@ -259,32 +232,26 @@ def test_fifty_jobs_without_memory_leave_the_server_as_it_was(start):
     """Two of them cost their replica, too."""
     server, seen = start(), []
     for number in range(50):
-        id = server.add(f"1:0:{'internal' if number % 20 == 19 else 'oom'}")
-        assert server.until(id)["error"]["code"] in ("out_of_memory", "internal")
+        id = server.made(f"1:0:{'internal' if number % 20 == 19 else 'oom'}")
+        assert server.get(id)["error"]["code"] in ("out_of_memory", "internal")
         seen.append(held(server))
     assert server.until(server.add("1:0"))["status"] == "completed"
     rss, files, threads = np.array(seen[10:]).T
-    assert (
-        rss.max() - rss[0] < 5e6
-        and files.max() - files.min() <= 4
-        and threads.max() - threads.min() <= 2
-    ), seen
+    assert rss.max() - rss[0] < 5e6 and files.max() - files.min() <= 4, seen
+    assert threads.max() - threads.min() <= 2, seen
     assert len(list((server.data / "out").iterdir())) == 3  # of the last one
 
 
 @pytest.mark.long
 def test_clips_go_when_their_time_is_over(start):
     server = start("--keep", "1s")
-    id = server.add("1:0")
-    server.until(id)
+    id = server.made("1:0")
     server.kill(signal.SIGTERM)
     time.sleep(1.1)
     server = start("--keep", "1s")
-    end = time.monotonic() + 10
-    while (answer := server.http.get(f"/v1/videos/{id}/content")).status_code != 410:
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    assert answer.json()["error"]["code"] == "expired" and not list((server.data / "out").iterdir())
+    wait_for(lambda: server.content(id).status_code == 410, 10)
+    assert server.content(id).json()["error"]["code"] == "expired"
+    assert not list((server.data / "out").iterdir())
 
 
 @pytest.mark.long
@@ -297,14 +264,13 @@ def test_a_wrong_clock_deletes_nothing_and_runs_have_their_length(start, tmp_pat
     server.until_step(runs)
     clock.write_text("-3600")
     assert 0 < server.until(runs)["x"]["run_s"] < 60
-    later = server.add("1:0")
-    server.until(later)
+    later = server.made("1:0")
     server.kill(signal.SIGTERM)
     clock.write_text(str(800 * 86400))
     server = start("--keep", "7d", env=wrong)
     ids = [first, runs, later]
     assert sorted(ids) == ids and server.until(server.add("1:0"))["status"] == "completed"
-    assert [server.http.get(f"/v1/videos/{id}/content").status_code for id in ids] == [200] * 3
+    assert [server.content(id).status_code for id in ids] == [200] * 3
 
 
 def test_files_of_others_stay_and_a_folder_without_its_queue_is_refused(start):
@@ -315,8 +281,7 @@ def test_files_of_others_stay_and_a_folder_without_its_queue_is_refused(start):
         (server.data / place / "thesis.pdf").write_text("mine")
         (server.data / place / "folder").mkdir()
     server = start()
-    id = server.add("1:0")
-    server.until(id)
+    id = server.made("1:0")
     server.kill()
     (server.data / "jobs.db-wal").unlink(missing_ok=True)
     (server.data / "jobs.db").rename(server.data.parent / "away.db")
@@ -333,8 +298,7 @@ def test_a_queue_may_be_on_another_disk_than_the_clips(start, tmp_path):
         start("--queue", queue)
     queue.parent.mkdir()
     server = start("--queue", queue)
-    id = server.add("1:0")
-    server.until(id)
+    id = server.made("1:0")
     assert not (server.data / "jobs.db").exists()
     with pytest.raises(AssertionError, match=r"--queue: .*queue\.db is in use by another server"):
         start("--queue", queue, data="other")
@@ -350,12 +314,10 @@ def test_a_folder_that_cannot_be_written_is_said_and_nothing_fails(start):
     id, waits = server.add("40:0.02"), server.add("1:0")
     server.until_step(id)
     (server.data / "out").rename(server.data / "away")
-    end = time.monotonic() + 30
-    while (answer := server.http.get("/readyz")).status_code != 503 or not server.lines("storage"):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    assert answer.json()["error"]["code"] == "unavailable"
-    refused = server.http.post("/v1/videos", json={"prompt": "1:0", **SMALL})
+    said = until_ready(server, 503)
+    wait_for(lambda: server.lines("storage"))
+    assert '"unavailable"' in said
+    refused = server.post()
     assert refused.status_code == 503 and "cannot be written" in refused.json()["error"]["message"]
     assert server.http.get("/healthz").status_code == 200
     (server.data / "away").rename(server.data / "out")
@@ -365,11 +327,12 @@ def test_a_folder_that_cannot_be_written_is_said_and_nothing_fails(start):
 
 def until_ready(server, status=200):
     """The answer of `/readyz` once it has this status; each comes in time."""
-    end = time.monotonic() + 30
-    while (answer := server.http.get("/readyz", timeout=3)).status_code != status:
-        assert time.monotonic() < end, answer.text
-        time.sleep(0.05)
-    return answer.text
+
+    def answer():
+        found = server.http.get("/readyz", timeout=3)
+        return found.text if found.status_code == status else None
+
+    return wait_for(answer)
 
 
 def _upload(server, width):
@@ -412,18 +375,14 @@ def test_answers_on_a_kept_connection_come_at_once(start):
 def test_slow_readers_and_slow_writers_hold_nothing_up(start):
     """Readers of events that never read, and a request whose headers never end."""
     server = start()
-    port = int(server.url.rpartition(":")[2])
-    stuck = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
+    stuck = [server.socket() for _ in range(40)]
     for one in stuck[:29]:
         one.sendall(b"GET /v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n")
-    stuck[29].sendall(
-        b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
-        b"application/json\r\ncontent-length: 9\r\n\r\n{"
-    )
+    head = b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    stuck[29].sendall(head + b"content-length: 9\r\n\r\n{")
     for one in stuck[30:]:
         one.sendall(b"GET /healthz HTTP/1.1\r\nhost: local")
-    ids = [server.add("20:0.01") for _ in range(4)]
-    for id in ids:
+    for id in [server.add("20:0.01") for _ in range(4)]:
         assert server.until(id)["status"] == "completed"
     begun = time.monotonic()
     stuck[-1].settimeout(30)
@@ -440,8 +399,7 @@ def test_slow_downloads_hold_nothing_up(start):
     """Twenty readers of about 1 kB/s of a clip of 64 MB: the others do not wait, and what is unread
     is on the disk."""
     server = start()
-    id = server.add("1:0")
-    server.until(id)
+    id = server.made("1:0")
     (clip,) = (server.data / "out").glob("*.mp4")
     os.truncate(clip, size := 64 * 2**20)
     address, before = ("127.0.0.1", int(server.url.rpartition(":")[2])), held(server)[0]
@@ -470,72 +428,47 @@ def test_real_jobs_with_loras_images_and_sound_survive_a_kill_of_everything(
 ):
     """The tiny checkpoint: killed while it works, started again; the video is what the seed
     says."""
-    from PIL import Image
-
-    import ltx2rt
-
     loras, picture = tmp_path / "loras", tmp_path / "picture.png"
+    style = loras / "style.safetensors"
     loras.mkdir()
-    (loras / "style.safetensors").symlink_to(tiny_model / "tiny-2.3-distilled-lora.safetensors")
+    style.symlink_to(tiny_model / "tiny-2.3-distilled-lora.safetensors")
     Image.radial_gradient("L").resize((64, 64)).convert("RGB").save(picture)
-    clip = {
-        "pipeline": "one-stage",
-        "width": 64,
-        "height": 64,
-        "num_frames": 9,
-        "fps": 24,
-        "steps": 3,
-        "seed": 5,
-    }
+    clip = {"pipeline": "one-stage", "width": 64, "height": 64, "num_frames": 9, "fps": 24}
+    clip |= {"steps": 3, "seed": 5}
     server = start("--loras", loras, "--warm", "64x64x9:one-stage", replicas="real")
-    form = {name: (None, str(value)) for name, value in clip.items()} | {
-        "prompt": (None, "a red fox"),
-        "loras": (None, json.dumps([{"name": "style", "strength": 0.5}])),
-        "input_reference": ("../x.png", picture.read_bytes()),
-    }
-    first = server.http.post("/v1/videos", files=form).json()["id"]
-    second = server.http.post(f"/v1/videos/{first}/remix", json={"prompt": "a blue fox"}).json()[
-        "id"
-    ]
+    used = json.dumps([{"name": "style", "strength": 0.5}])
+    texts = {**clip, "prompt": "a red fox", "loras": used}
+    parts = form(texts, input_reference=("../x.png", picture.read_bytes()))
+    first = server.http.post("/v1/videos", files=parts).json()["id"]
+    remix = server.http.post(f"/v1/videos/{first}/remix", json={"prompt": "a blue fox"})
     server.until(first, "in_progress", "completed")
     for pid in children(server.process.pid):
         os.kill(pid, signal.SIGKILL)
     server.kill()
     server = start("--loras", loras, replicas="real")
-    for id in (first, second):
+    for id in (first, remix.json()["id"]):
         assert server.until(id, timeout_s=120)["status"] == "completed", server.get(id)
-    with ltx2rt.open(
-        tiny_model, backend="cuda", device="cpu", lora=[(loras / "style.safetensors", 0.5)]
-    ) as session:
+    with ltx2rt.open(tiny_model, backend="cuda", device="cpu", lora=[(style, 0.5)]) as session:
         made = session.generate("a red fox", **clip, image=[(picture, 0, 1.0)])
     made.save(tmp_path / "direct.mp4")
     got = tmp_path / "served.mp4"
-    got.write_bytes(server.http.get(f"/v1/videos/{first}/content").content)
-    from ltx2rt.instruments.compare import compare
-
+    got.write_bytes(server.content(first).content)
     same = compare(got, tmp_path / "direct.mp4")
     assert same["identical"] and same["audio_corr"] == pytest.approx(1, abs=1e-6)
     for folder in (tmp_path, tiny_model):
         assert str(folder).encode() not in got.read_bytes()
-    report = server.http.get(f"/v1/videos/{first}/content", params={"variant": "report"})
+    report = server.content(first, variant="report")
     assert report.json()["lora"][0]["file"] == "style.safetensors" and "settings" in report.json()
     assert not [folder for folder in (tmp_path, tiny_model.parent) if str(folder) in report.text]
-    thumbnail = server.http.get(f"/v1/videos/{first}/content", params={"variant": "thumbnail"})
-    assert thumbnail.content.startswith(b"RIFF")
+    assert server.content(first, variant="thumbnail").content.startswith(b"RIFF")
 
 
 @pytest.mark.slow
 def test_a_stream_goes_on_after_a_kill_of_everything(start):
     """From the byte that the reader had: the same clip, which ends up as the finished one."""
-    clip = {
-        "pipeline": "one-stage",
-        "size": "64x64",
-        "num_frames": 89,
-        "overlap": 9,
-        "segment_frames": 25,
-    }
     server = start(replicas="real")
-    id, got = server.add("a red fox", seed=5, **clip | {"steps": 2}), b""
+    more = {"num_frames": 89, "overlap": 9, "segment_frames": 25, "steps": 2}
+    id, got = server.add("a red fox", seed=5, **more), b""
     url = f"{server.url}/v1/videos/{id}/stream"
     with contextlib.suppress(httpx.HTTPError), httpx.stream("GET", url, timeout=120) as answer:
         for data in answer.iter_raw():
@@ -543,21 +476,16 @@ def test_a_stream_goes_on_after_a_kill_of_everything(start):
             server.kill()
     assert got
     server = start(replicas="real")
-    with httpx.stream(
-        "GET", f"{server.url}/v1/videos/{id}/stream?from={len(got)}", timeout=300
-    ) as answer:
+    url = f"{server.url}/v1/videos/{id}/stream?from={len(got)}"
+    with httpx.stream("GET", url, timeout=300) as answer:
         assert answer.status_code == 200
         got += b"".join(answer.iter_raw())
     assert server.until(id, timeout_s=60)["status"] == "completed"
-    whole = server.http.get(f"/v1/videos/{id}/content").content
     packets = []
-    for file in (got, whole):
+    for file in (got, server.content(id).content):
         with av.open(io.BytesIO(file)) as found:
-            packets.append(
-                sorted(
-                    (p.stream.type, p.pts * p.time_base, bytes(p)) for p in found.demux() if p.size
-                )
-            )
+            each = [p for p in found.demux() if p.size]
+            packets.append(sorted((p.stream.type, p.pts * p.time_base, bytes(p)) for p in each))
     assert packets[0] == packets[1] and len(packets[0]) > 25 + 4 * 16
 
 
@@ -609,7 +537,7 @@ def test_clips_in_high_dynamic_range(start, tmp_path):
         with wave.open(io.BytesIO(file.read("sound.wav"))) as sound:
             assert sound.getnframes() == pytest.approx(57 / 24 * sound.getframerate(), abs=1)
     assert hdr.read_exr(tmp_path / "a.exr").shape == (64, 64, 3)
-    refused = server.http.get(f"/v1/videos/{plain}/content", params={"variant": "frames"})
+    refused = server.content(plain, variant="frames")
     assert refused.status_code == 404 and "ask for it with hdr_frames" in refused.text
     again = server.http.post("/v1/videos", json=server.get(several)["x"]["settings"])
     assert again.status_code == 200, again.text
@@ -622,26 +550,16 @@ def test_clips_in_high_dynamic_range(start, tmp_path):
 def test_a_clip_in_segments_survives_ten_kills_of_everything(start):
     """Within a segment and between two, in turn, to the bytes of a job that is left alone; readers
     hear of each segment."""
-    clip = {
-        "pipeline": "one-stage",
-        "size": "64x64",
-        "num_frames": 649,
-        "overlap": 9,
-        "segment_frames": 25,
-    }
-    clip |= {"steps": 8, "seed": 5}
+    clip = {"num_frames": 649, "overlap": 9, "segment_frames": 25, "steps": 8, "seed": 5}
     server = start(replicas="real")
     id = server.add("a red fox", **clip)
 
     def made():
-        return sum(
-            one["made"] for one in server.http.get(f"/v1/videos/{id}/segments").json()["data"]
-        )
+        return sum(one["made"] for one in server.segments(id))
 
     for number in range(10):
-        before, until = made(), time.monotonic() + 120
-        while made() < before + 1 - number % 2:
-            assert time.monotonic() < until
+        before = made()
+        wait_for(lambda least=before + 1 - number % 2: made() >= least, 120)
         if number % 2:
             server.until_step(id)
         assert server.get(id)["status"] != "completed"
@@ -651,26 +569,22 @@ def test_a_clip_in_segments_survives_ten_kills_of_everything(start):
     with httpx.stream("GET", f"{server.url}/v1/videos/{id}/events", timeout=300) as events:
         heard += [line for line in events.iter_lines() if line.startswith("event: ")]
     assert "event: segment" in heard and heard[-1] == "event: completed"
-    found = server.http.get(f"/v1/videos/{id}/segments").json()["data"]
-    assert [one["start"] for one in found] == [16 * i for i in range(40)] and made() == 40
+    assert [one["start"] for one in server.segments(id)] == [16 * i for i in range(40)]
+    assert made() == 40
     alone = server.until(server.add("a red fox", **clip), timeout_s=900)["id"]
-    one, other = (server.http.get(f"/v1/videos/{name}/content").content for name in (id, alone))
-    assert one == other
+    assert server.content(id).content == server.content(alone).content
 
 
 @pytest.mark.slow
 def test_twenty_real_jobs_survive_a_kill_of_everything_in_the_middle(start):
     """And end, by the same command, as twenty clips that play, each of the bytes that an
     undisturbed server makes."""
-    from ltx2rt.media.mp4 import opened
 
     def make(data, disturbed):
-        command = ("--warm", "64x64x9:one-stage")
-        server = start(*command, data=data, replicas="real")
-        ids = [
-            server.add(f"a fox, {n}", seed=n, steps=60 if n == 7 else 4, fps="24")
-            for n in range(20)
-        ]
+        how = {"data": data, "replicas": "real"}
+        server = start("--warm", "64x64x9:one-stage", **how)
+        steps = [60 if n == 7 else 4 for n in range(20)]
+        ids = [server.add(f"a fox, {n}", seed=n, steps=steps[n], fps="24") for n in range(20)]
         if disturbed:
             server.until(ids[6], timeout_s=300)
             server.until_step(ids[7])
@@ -679,21 +593,19 @@ def test_twenty_real_jobs_survive_a_kill_of_everything_in_the_middle(start):
                 os.kill(pid, signal.SIGKILL)
             server.kill()
             assert len(workers) == 1
-            server = start(*command, data=data, replicas="real")
+            server = start("--warm", "64x64x9:one-stage", **how)
         videos = [server.until(id, timeout_s=300) for id in ids]
         assert {video["status"] for video in videos} == {"completed"}
-        assert [video["x"]["attempts"] for video in videos] == [
-            1 + (disturbed and n == 7) for n in range(20)
-        ]
-        found = [server.http.get(f"/v1/videos/{id}/content").content for id in ids]
+        attempts = [video["x"]["attempts"] for video in videos]
+        assert attempts == [1 + (disturbed and n == 7) for n in range(20)]
+        found = [server.content(id).content for id in ids]
         assert server.kill(signal.SIGTERM) == 143
         made = sorted(path.name.split(".")[0] for path in (server.data / "out").glob("*.mp4"))
         assert made == sorted(ids) and not list((server.data / "out").glob(".*"))
         return found, sorted((server.data / "out").glob("*.mp4"))
 
     got, files = make("killed", True)
-    undisturbed, _ = make("undisturbed", False)
-    assert got == undisturbed and len(set(got)) == 20
+    assert got == make("undisturbed", False)[0] and len(set(got)) == 20
     for file in files:
         with opened(file) as clip:
             assert len(list(clip.decode(video=0))) == 9
@@ -714,7 +626,7 @@ def test_ranks_behind_a_replica_end_and_begin_together(start):
         return children(launcher)
 
     def content(id):
-        return server.http.get(f"/v1/videos/{id}/content").content
+        return server.content(id).content
 
     first = server.add("a fox", steps=3, seed=1)
     assert server.until(first, timeout_s=200)["status"] == "completed"
@@ -732,50 +644,22 @@ def test_ranks_behind_a_replica_end_and_begin_together(start):
         assert not any(map(alive, before))
     last = [*ranks(), *children(server.process.pid)]
     server.kill()
-    end = time.monotonic() + 10
-    while any(map(alive, last)):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_for(lambda: not any(map(alive, last)), 10)
 
 
 @pytest.mark.slow
 def test_ranks_share_the_videos_of_one_prompt(start, tiny_model, tmp_path):
     """Over the mesh axis `data`: the clips of the command line there, whose latents are those of
     each seed alone."""
-    from safetensors.numpy import load_file
-
-    from ltx2rt.instruments.compare import compare
-    from ltx2rt.testing import relative_l2
-
-    asked = {
-        "steps": 25,
-        "fps": "24",
-    }  # of the 32 that the loop is made for, as for the 30 of the warm-up
+    asked = {"steps": 25, "fps": "24"}  # of 32 that the loop is made for, as for 30 of the warm-up
+    common = "generate --backend cuda --device cpu --pipeline one-stage --width 64 --height 64"
+    common += " --num-frames 9 --steps 25 --fps 24 --quiet"
 
     def made(name, seed, *flags):
-        words = [
-            "--model",
-            tiny_model,
-            *["--backend", "cuda", "--device", "cpu", "--pipeline", "one-stage"],
-            *flags,
-        ]
-        words += [
-            "--prompt",
-            "a fox",
-            "--seed",
-            seed,
-            *["--width", "64", "--height", "64", "--num-frames", "9", "--quiet"],
-        ]
-        words += [word for flag, value in asked.items() for word in (f"--{flag}", value)]
-        words += [
-            "--output",
-            tmp_path / f"{name}.mp4",
-            "--latents-out",
-            tmp_path / f"{name}.safetensors",
-        ]
-        ran = subprocess.run(
-            [sys.executable, "-m", "ltx2rt", "generate", *map(str, words)], capture_output=True
-        )
+        words = [*common.split(), *flags, "--model", tiny_model, "--prompt", "a fox"]
+        files = [tmp_path / f"{name}.mp4", "--latents-out", tmp_path / f"{name}.safetensors"]
+        words = map(str, [*words, "--seed", seed, "--output", *files])
+        ran = subprocess.run([sys.executable, "-m", "ltx2rt", *words], capture_output=True)
         assert ran.returncode == 0, ran.stderr
         return load_file(tmp_path / f"{name}.safetensors")
 
@@ -783,63 +667,47 @@ def test_ranks_share_the_videos_of_one_prompt(start, tiny_model, tmp_path):
     for number in range(2):
         alone = made(f"{number}", 7 + number)
         for name in ("video_latent", "waveform"):
-            assert (
-                relative_l2(both[name][number].reshape(alone[name].shape), alone[name]) <= 1e-5
-            ), name
+            same = both[name][number].reshape(alone[name].shape)
+            assert relative_l2(same, alone[name]) <= 1e-5, name
     server = start("--mesh", "data=2", "--warm", "64x64x9:one-stage", replicas="real")
     assert server.http.get("/v1/limits").json()["videos"]["multiple_of"] == 2
-    odd = server.http.post("/v1/videos", json={"prompt": "a fox", **SMALL, "n": 3})
+    odd = server.post({"prompt": "a fox", "n": 3})
     assert odd.status_code == 400 and "data=2" in odd.json()["error"]["message"]
     id = server.add("a fox", seed=7, **asked)  # as many as there are places
-    with httpx.stream(
-        "GET", f"{server.url}/v1/videos/{id}/events?previews=1", timeout=300
-    ) as stream:
+    events = f"{server.url}/v1/videos/{id}/events?previews=1"
+    with httpx.stream("GET", events, timeout=300) as stream:
         assert any("variant=preview" in line for line in stream.iter_lines())
     video = server.until(id, timeout_s=300)
     assert video["status"] == "completed" and len(video["x"]["urls"]["videos"]) == 2, video
-    report = server.http.get(f"/v1/videos/{id}/content", params={"variant": "report"}).json()
+    report = server.content(id, variant="report").json()
     assert report["mesh"]["data"] == 2 and report["settings"]["num_videos"] == 2
     assert report["programs_built"] == 0  # it was warm
     for number in range(2):
-        content = server.http.get(f"/v1/videos/{id}/content", params={"video": number}).content
-        (tmp_path / "served.mp4").write_bytes(content)
+        (tmp_path / "served.mp4").write_bytes(server.content(id, video=number).content)
         same = compare(tmp_path / "served.mp4", tmp_path / f"both-{7 + number}.mp4")
         assert same["identical"] and same["audio_corr"] == pytest.approx(1, abs=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["cuda", "tpu"])
-def test_workers_of_two_hosts_are_one_replica(start, tiny_model, tmp_path, backend):
+def test_workers_of_two_hosts_are_one_replica(start, tiny_model, backend):
     """The server starts the first by its own variables, the second is started by hand."""
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+        port = str(free.getsockname()[1])
     flags = ("--mesh", "tensor=2")
     if backend == "cuda":
-        hosts = [
-            {
-                "WORLD_SIZE": "2",
-                "RANK": str(n),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-            for n in (0, 1)
-        ]
+        hosts = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}, "RANK"
     else:
-        hosts = [
-            {
-                "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-                "JAX_NUM_PROCESSES": "2",
-                "JAX_PROCESS_ID": str(n),
-            }
-            for n in (0, 1)
-        ]
+        address = f"127.0.0.1:{port}"
+        hosts = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID"
+    first, second = (hosts[0] | {hosts[1]: str(n)} for n in (0, 1))
     words = ["worker", "--backend", backend, "--device", "cpu", "--model", tiny_model, *flags]
     other = subprocess.Popen(
-        [sys.executable, "-m", "ltx2rt", *map(str, words)], env=os.environ | {"OMP_NUM_THREADS": "1"} | hosts[1],
+        [sys.executable, "-m", "ltx2rt", *map(str, words)], env=os.environ | {"OMP_NUM_THREADS": "1"} | second,
         stdin=subprocess.DEVNULL, stdout=-1, stderr=-1, text=True,
     )  # fmt: skip
     try:
-        server = start(*flags, replicas="real", env=hosts[0], backend=backend)
+        server = start(*flags, replicas="real", env=first, backend=backend)
         ids = [server.add("a fox", steps=2, seed=1) for _ in range(2)]
         for id in ids:
             assert server.until(id, timeout_s=400)["status"] == "completed", server.get(id)
@@ -855,67 +723,42 @@ def test_workers_of_two_hosts_are_one_replica(start, tiny_model, tmp_path, backe
 def test_a_sound_and_videos_by_upload_make_the_clips_of_the_command_line(
     start, tiny_model, tmp_path
 ):
-    from safetensors.numpy import load_file, save_file
-
-    import ltx2rt
-    from ltx2rt.instruments.compare import compare
-
-    size = {"width": 64, "height": 64}
-    more = {"num_frames": 9, "seed": 5, "steps": 2, "video_stg": 0}
+    size, more = {"width": 64, "height": 64}, {"num_frames": 9, "seed": 5, "steps": 2}
     loras, source, sound = tmp_path / "loras", tmp_path / "source.mp4", tmp_path / "sound.m4a"
     loras.mkdir()
     distilled = tiny_model / "tiny-2.3-distilled-lora.safetensors"
     factors = {name: array / 2 for name, array in load_file(distilled).items()}
     save_file(factors, loras / "ic.safetensors", {"reference_downscale_factor": "2"})
     flags = {"backend": "cuda", "device": "cpu", "distilled_lora": distilled}
+    long = {"pipeline": "one-stage", **size, **more, "num_frames": 25, "video_stg": 0}
     with ltx2rt.open(tiny_model, **flags) as session:
-        session.generate("a fox", pipeline="one-stage", **size, **more | {"num_frames": 25}).save(
-            source
-        )
+        session.generate("a fox", **long).save(source)
     sound.write_bytes(source.read_bytes())
     retake = {"seed": 5, "steps": 2, "start_time": 0.3, "end_time": 0.6, "guided": True}
-    follow = {
-        "width": 128,
-        "height": 128,
-        "num_frames": 9,
-        "seed": 5,
-        "conditioning_attention_strength": 0.7,
-    }
+    follow = {"width": 128, "height": 128, "num_frames": 9, "seed": 5}
+    follow |= {"conditioning_attention_strength": 0.7}
+    followed = {"video_conditioning": source, "conditioning_attention_mask": source}
     asked = [  # pipeline, clip, LoRAs, what is sent as which field
-        ("a2v", {**size, **more}, [], {"audio_path": sound}),
+        ("a2v", {**size, **more, "video_stg": 0}, [], {"audio_path": sound}),
         ("retake", retake, [], {"video_path": source}),
-        (
-            "ic-lora",
-            follow,
-            [("ic", 0.9)],
-            {"video_conditioning": source, "conditioning_attention_mask": source},
-        ),
+        ("ic-lora", follow, [("ic", 0.9)], followed),
     ]
     server = start("--distilled-lora", distilled, "--loras", loras, replicas="real")
     for name, clip, used, sent in asked:
         own = [(loras / f"{lora}.safetensors", strength) for lora, strength in used]
+        files = {
+            field: [path] if field == "video_conditioning" else path for field, path in sent.items()
+        }
         with ltx2rt.open(tiny_model, **flags, lora=own) as session:
-            files = {
-                field: [path] if field == "video_conditioning" else path
-                for field, path in sent.items()
-            }
             session.generate("a fox", pipeline=name, **clip, **files).save(tmp_path / f"{name}.mp4")
-        form = {
-            key: (None, str(value))
-            for key, value in {"prompt": "a fox", "pipeline": name, **clip}.items()
-        }
-        form |= {field: ("../x", path.read_bytes()) for field, path in sent.items()}
-        form |= {
-            "loras": (
-                None,
-                json.dumps([{"name": lora, "strength": strength} for lora, strength in used]),
-            )
-        }
-        answer = server.http.post("/v1/videos", files=form)
+        named = json.dumps([{"name": lora, "strength": strength} for lora, strength in used])
+        texts = {"prompt": "a fox", "pipeline": name, **clip, "loras": named}
+        uploads = {field: ("../x", path.read_bytes()) for field, path in sent.items()}
+        answer = server.http.post("/v1/videos", files=form(texts, **uploads))
         assert answer.status_code == 200, answer.text
         id = answer.json()["id"]
         assert server.until(id, timeout_s=300)["status"] == "completed", server.get(id)
-        (tmp_path / "got.mp4").write_bytes(server.http.get(f"/v1/videos/{id}/content").content)
+        (tmp_path / "got.mp4").write_bytes(server.content(id).content)
         same = compare(tmp_path / "got.mp4", tmp_path / f"{name}.mp4")
         assert same["identical"] and same["audio_corr"] == pytest.approx(1, abs=1e-6), name
 
@@ -927,9 +770,8 @@ def test_workers_on_a_ray_cluster_are_replaced_and_their_jobs_made(start, tmp_pa
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     words = ["start", "--head", "--block", "--num-cpus", "4", "--port", port]
-    short = tempfile.mkdtemp(
-        prefix="r"
-    )  # sockets lie there, and their paths have at most 107 bytes
+    # sockets lie there, and their paths have at most 107 bytes
+    short = tempfile.mkdtemp(prefix="r")
     words += ["--include-dashboard", "false", "--disable-usage-stats", "--temp-dir", short]
     log = (tmp_path / "ray.log").open("w")
     cluster = subprocess.Popen(
@@ -969,13 +811,10 @@ def test_workers_on_a_ray_cluster_are_replaced_and_their_jobs_made(start, tmp_pa
         server = start("--workers", "ray", "--replicas", "2", env=there)
         for n, id in enumerate(ids):
             assert server.until(id, timeout_s=300)["status"] == "completed"
-            assert server.http.get(f"/v1/videos/{id}/content").text == f"{id} {n}"
+            assert server.content(id).text == f"{id} {n}"
         assert len(list((server.data / "out").glob("*.mp4"))) == 20
         server.kill(signal.SIGTERM)
-        end = time.monotonic() + 60
-        while workers():
-            assert time.monotonic() < end
-            time.sleep(0.1)
+        wait_for(lambda: not workers(), 60)
     finally:
         cluster.terminate()
         cluster.wait(60)
@@ -984,41 +823,20 @@ def test_workers_on_a_ray_cluster_are_replaced_and_their_jobs_made(start, tmp_pa
 
 
 def test_a_full_disk_refuses_and_loses_nothing(start):
-    """The queue's file may not grow beyond what it has: writes fail as on a full disk, until there
-    is room again."""
+    """Until there is room again."""
     server = start()
-    id = server.add("1:0")
-    server.until(id)
-    before = resource.prlimit(
-        server.process.pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY)
-    )
-    try:
-        answer = server.http.post("/v1/videos", json={"prompt": "1:0", **SMALL})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "disk_full"), (
-            answer.text
-        )
-        picture = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
-        answer = server.http.post(
-            "/v1/videos", json={"prompt": "1:0", **SMALL, "input_reference": picture}
-        )
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "disk_full"), (
-            answer.text
-        )
+    id = server.made("1:0")
+    with full_disk(server, 1):
+        for more in ({}, {"input_reference": data_url(png())}):
+            assert error_of(server.post(more), 503)["code"] == "disk_full"
         assert not list((server.data / "in").iterdir())
         assert server.get(id)["status"] == "completed"
-    finally:
-        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, before)
     # A write of the server's own that failed meanwhile is tried again after some seconds; until
     # then requests are refused.
-    again = {"prompt": "1:0", **SMALL}
-    deadline = time.monotonic() + 30
-    while (answer := server.http.post("/v1/videos", json=again)).status_code == 503:
-        assert time.monotonic() < deadline, answer.text
-        time.sleep(0.1)
-    assert server.until(answer.json()["id"])["status"] == "completed"
-    assert sqlite3.connect(server.data / "jobs.db").execute(
-        "PRAGMA integrity_check"
-    ).fetchone() == ("ok",)
+    again = wait_for(lambda: (answer := server.post()).status_code != 503 and answer)
+    assert server.until(again.json()["id"])["status"] == "completed"
+    queue = sqlite3.connect(server.data / "jobs.db")
+    assert queue.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
 def test_a_segment_that_has_no_room_leaves_nothing(start):
@@ -1032,18 +850,32 @@ def test_a_segment_that_has_no_room_leaves_nothing(start):
     sound = {"waveform": np.zeros((2, 25000), np.float32), "sample_rate": 24000}
     given = {"num_frames": 25, "fps": Fraction(24), "container": EXACT}
     write_mp4(folder / "0000.mov", [frames], **sound, **given)
-    limit = 5000, resource.RLIM_INFINITY
-    before = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, limit)
-    try:
-        answer = server.http.get(url)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "disk_full"), (
-            answer.text
-        )
+    with full_disk(server, 5000):
+        assert error_of(server.http.get(url), 503)["code"] == "disk_full"
         assert [path.name for path in folder.iterdir()] == ["0000.mov"]
-    finally:
-        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, before)
     with ThreadPoolExecutor(2) as pool:
         one, other = pool.map(lambda _: httpx.get(server.url + url, timeout=60), range(2))
     assert one.status_code == 200 and one.content == other.content
     assert one.headers["etag"] == other.headers["etag"]
     assert {path.name for path in folder.iterdir()} == {"0000.mov", "0000.mp4"}
+
+
+def every_video(server, **asked):
+    """All that the server lists, page after page."""
+    found, page = [], {"has_more": True}
+    while page["has_more"]:
+        after = {"after": found[-1]["id"]} if found else {}
+        page = server.http.get("/v1/videos", params={"limit": 100, **asked, **after}).json()
+        found += page["data"]
+    return found
+
+
+@contextlib.contextmanager
+def full_disk(server, most_bytes):
+    """The server may write no file beyond these bytes: writes fail as on a full disk."""
+    limit = most_bytes, resource.RLIM_INFINITY
+    before = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, limit)
+    try:
+        yield
+    finally:
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, before)

@@ -65,9 +65,8 @@ class Worker:
 def test_a_worker_makes_the_clips_of_the_command_line_until_its_input_ends(tiny, tmp_path):
     model = tiny("tiny-2.3", "official")
     worker = Worker(model, "--warm", "64x64x9:one-stage")
-    worker.run(
-        tmp_path, 1, steps=25
-    )  # of the 32 that the loop is made for, as for the 30 of the warm-up
+    # of the 32 that the loop is made for, as for the 30 of the warm-up
+    worker.run(tmp_path, 1, steps=25)
     worker.run(tmp_path, 2, seed=3, n=2)
     worker.run(tmp_path, 3, steps=9000)
     ready, *progress, done = worker.events("done")
@@ -181,9 +180,8 @@ def test_a_hundred_cancels_leave_nothing_and_change_nothing(tiny, tmp_path, back
         seconds.append(last["at"] - start)
         after += [len(more)] if last["event"] == "cancelled" else []
         beyond += [seconds[-1] - 2 * step_s] if stage == "stage1" else []
-        assert last["event"] == "cancelled" or not more or more[-1]["stage"] == "decode", (
-            last
-        )  # the end came first
+        # the end came first
+        assert last["event"] == "cancelled" or not more or more[-1]["stage"] == "decode", last
     worker.run(tmp_path, 999, steps=8)
     assert worker.events("done", "failed")[-1]["event"] == "done"
     first, last = ((tmp_path / f"j{number}.1.mp4").read_bytes() for number in (0, 999))
@@ -319,10 +317,8 @@ def test_a_cancel_while_it_decodes_takes_one_tile_more_at_most(session, tmp_path
 
     monkeypatch.setattr(session, "each", counted)
     asked = job(tmp_path)
-    asked["clip"] = CLIP | {
-        "num_frames": 73,
-        "audio": False,
-    }  # 10 latents, in tiles of three that share one
+    # 10 latents, in tiles of three that share one
+    asked["clip"] = CLIP | {"num_frames": 73, "audio": False}
     assert attempt(session, (), asked, pipe) == ("cancelled", {})
     assert 1 <= at[0] <= 2 and len(begun) - at[0] <= 1 and len(begun) < 5
     assert not list(tmp_path.iterdir())
@@ -356,9 +352,8 @@ def test_out_of_memory_again_and_again_leaves_nothing_behind(session, tmp_path, 
     assert not list(tmp_path.iterdir())
     early, last = seen[min(2, count - 1)], seen[-1]
     assert last[:3] == early[:3], seen
-    assert last[3] - early[3] < 20e6, (
-        seen
-    )  # an allocator's breath; one job's arrays take 50 MB and more
+    # an allocator's breath; one job's arrays take 50 MB and more
+    assert last[3] - early[3] < 20e6, seen
 
 
 @pytest.mark.parametrize("code", ["out_of_memory", "internal"])

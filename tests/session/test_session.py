@@ -155,9 +155,8 @@ def test_another_lora_set_loads_what_differs_and_no_more(session, user_lora, mod
         )
     )
     changed = made(session)
-    assert (
-        0 < changed.report["loaded_bytes"] < plain / 2
-    )  # without sound a third is the transformer's matrices
+    # without sound a third is the transformer's matrices
+    assert 0 < changed.report["loaded_bytes"] < plain / 2
     resident.use(options)
     assert made(session).report["loaded_bytes"] == 0
 
@@ -239,9 +238,8 @@ def test_weights_that_come_back_wait_in_the_host(backend, model, kept, monkeypat
     with ltx2rt.open(model, backend=backend, device="cpu") as opened:
         store, places = opened.resident.weights, []
         first, second, *others = (_counted(opened, places) for _ in range(5))
-        assert (
-            first.report["loaded_bytes"] > second.report["loaded_bytes"] > 1e6
-        )  # the decoders stay
+        # the decoders stay
+        assert first.report["loaded_bytes"] > second.report["loaded_bytes"] > 1e6
         for other in others:
             assert other.report["loaded_bytes"] == 0
             assert_same(other, first)

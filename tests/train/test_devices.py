@@ -70,16 +70,12 @@ def agree(found: Path, expected: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("flags", "batch"),
-    [
-        pytest.param({"num_gpus": 2}, 1, marks=pytest.mark.slow),
-        ({"mesh": "tensor=2"}, 2),
-        pytest.param({"mesh": "sequence=2"}, 2, marks=pytest.mark.slow),
-        pytest.param({"mesh": "fsdp=2,data=2"}, 1, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("flags", "batch"), [
+    pytest.param({"num_gpus": 2}, 1, marks=pytest.mark.slow),
+    ({"mesh": "tensor=2"}, 2),
+    pytest.param({"mesh": "sequence=2"}, 2, marks=pytest.mark.slow),
+    pytest.param({"mesh": "fsdp=2,data=2"}, 1, marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
 def test_processes_of_pytorch_are_one_device(training, alone, tmp_path, flags, batch):
     output = tmp_path / "run"
     out = ended(Launch(words("cuda", *training(output, batch=batch, **flags))))

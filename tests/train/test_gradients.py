@@ -126,9 +126,8 @@ def test_gradients_are_those_of_peft_on_diffusers(kind, generation, rate):
     made = backend.trainer(graph, backend.load([graph], ArraySource(params)), AdamW(max_norm=1e9))
     found = made.accumulate(inputs, {"video_loss": 1, "audio_loss": 1})
     made.update(0.0)
-    gradients = {
-        name: 10 * x for name, x in made.state()[MOMENTS[0]].items()
-    }  # the first moment is a tenth of them
+    # the first moment is a tenth of them
+    gradients = {name: 10 * x for name, x in made.state()[MOMENTS[0]].items()}
     for n in NAMES:
         np.testing.assert_allclose(found[f"{n}_loss"], losses[n], rtol=CLOSE)
     assert gradients.keys() == expected.keys()

@@ -176,16 +176,13 @@ def repeated(count):
     )
 
 
-@pytest.mark.parametrize(
-    "pickled",
-    [
-        pytest.param(b"\x80\x02}r" + struct.pack("<I", 2**28) + b".", id="far memo"),
-        pytest.param(repeated(2**33), id="repeated number"),
-        pytest.param(
-            b"\x80\x02}U\x01xcbuiltins\nbytearray\n\x8a\x05\0\0\0\0\x01\x85Rs.", id="bytearray"
-        ),
-    ],
-)
+@pytest.mark.parametrize("pickled", [
+    pytest.param(b"\x80\x02}r" + struct.pack("<I", 2**28) + b".", id="far memo"),
+    pytest.param(repeated(2**33), id="repeated number"),
+    pytest.param(
+        b"\x80\x02}U\x01xcbuiltins\nbytearray\n\x8a\x05\0\0\0\0\x01\x85Rs.", id="bytearray"
+    ),
+])  # fmt: skip
 def test_a_small_file_takes_little_memory(pickled, tmp_path):
     path, before = tmp_path / "x.pt", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with zipfile.ZipFile(path, "w") as archive:

@@ -188,9 +188,8 @@ def test_latents_of_references_and_masks(model, tmp_path, capsys):
     assert row["reference"] == [2, 1, 1]
     found = read_arrays(cache / "samples" / f"{row['sample']}.safetensors")
     assert found["reference"].shape == (128, 2, 1, 1) and found["video"].shape == (128, 2, 2, 2)
-    np.testing.assert_allclose(
-        found["mask"], np.broadcast_to([0, 1], (2, 2, 2)), atol=0.05
-    )  # of H.264
+    # of H.264
+    np.testing.assert_allclose(found["mask"], np.broadcast_to([0, 1], (2, 2, 2)), atol=0.05)
 
 
 def test_shares_of_several_processes_make_what_one_makes(model, tmp_path, capsys):
@@ -375,19 +374,16 @@ def test_a_cut_file_of_a_cache_is_made_again(model, tmp_path, capsys):
     assert "of 0.mp4 has no video, which manifest.jsonl lists" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        ({"fps": 0}, "fps is 0, expected text"),
-        ({"fps": "0"}, "no rate"),
-        ({"fps": "x"}, "damaged"),
-        ({"streams": "video"}, "streams is 'video', expected a list"),
-        ({"bucket": "1x1"}, "1x1"),
-        ({"reference": [1, "x"]}, "reference[1] is 'x'"),
-        ("[" * 200_000, "line 2: brackets are nested too deeply"),
-        ("9" * 5000, "line 2: "),
-    ],
-)
+@pytest.mark.parametrize("change, said", [
+    ({"fps": 0}, "fps is 0, expected text"),
+    ({"fps": "0"}, "no rate"),
+    ({"fps": "x"}, "damaged"),
+    ({"streams": "video"}, "streams is 'video', expected a list"),
+    ({"bucket": "1x1"}, "1x1"),
+    ({"reference": [1, "x"]}, "reference[1] is 'x'"),
+    ("[" * 200_000, "line 2: brackets are nested too deeply"),
+    ("9" * 5000, "line 2: "),
+])  # fmt: skip
 def test_a_damaged_list_of_samples_is_refused(cache, tmp_path, change, said):
     head, row, *_ = (cache / "manifest.jsonl").read_text().splitlines()
     row = change if isinstance(change, str) else json.dumps(json.loads(row) | change)

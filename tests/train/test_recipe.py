@@ -32,9 +32,8 @@ def test_noise_levels_have_the_official_distribution(tokens):
     ours = np.array([sigma(tokens, 42, f"train.{i}.0.video") for i in range(4000)])
     theirs = reference(tokens, 100_000)
     assert ours.min() >= 0 and ours.max() <= 1
-    assert ours.mean() == pytest.approx(
-        theirs.mean(), abs=0.015
-    )  # three standard errors of 4000 draws
+    # three standard errors of 4000 draws
+    assert ours.mean() == pytest.approx(theirs.mean(), abs=0.015)
     for q in (0.1, 0.5, 0.9):
         assert np.quantile(ours, q) == pytest.approx(np.quantile(theirs, q), abs=0.03)
 

@@ -151,9 +151,8 @@ def test_two_batches_of_one_are_a_batch_of_two(model, cache, tmp_path):
         made.train(lambda text: None)
         found.append(read_state(states(tmp_path / str(batch))[-1])[1]["exp_avg"])
     for name, x in found[0].items():
-        np.testing.assert_allclose(
-            found[1][name], x, rtol=1e-4, atol=1e-4 * np.abs(x).max()
-        )  # float32, summed otherwise
+        # float32, summed otherwise
+        np.testing.assert_allclose(found[1][name], x, rtol=1e-4, atol=1e-4 * np.abs(x).max())
 
 
 def session_of(model: Path):
