@@ -23,10 +23,8 @@ class EventFiles:
     def check() -> None:
         """Raises InputError where it is not installed."""
         if find_spec("tensorboard") is None:
-            raise InputError(
-                "--tensorboard: the package tensorboard is not installed; install it, or read "
-                "metrics.jsonl"
-            )
+            said = "the package tensorboard is not installed"
+            raise InputError(f"--tensorboard: {said}; install it, or read metrics.jsonl")
 
     def write(self, row: Mapping[str, Any]) -> None:
         """All numbers of a line of metrics."""

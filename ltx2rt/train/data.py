@@ -147,10 +147,8 @@ def read_clips(
         note(f"captions: {table}")
         path = table
     if names and path.is_dir():
-        raise InputError(
-            f"--{next(iter(names))}-column: {path} is a folder, whose captions are NAME.txt; "
-            "leave it out"
-        )
+        said = f"{path} is a folder, whose captions are NAME.txt"
+        raise InputError(f"--{next(iter(names))}-column: {said}; leave it out")
     if path.is_dir():
         made = [(str(f.relative_to(path)), partial(_clip, path, f, more)) for f, more in found]
     else:
@@ -232,10 +230,8 @@ def _rows(path: Path) -> list[Mapping[str, Any]]:
         rows = ((k, row if isinstance(row, dict) else {"caption": row}) for k, row in found.items())
         return [{"video": name} | row for name, row in rows]
     except (ValueError, csv.Error) as error:
-        raise InputError(
-            f"{path} cannot be read: {error}; expected a CSV, JSON or JSONL table of clips, with "
-            "the columns video and caption"
-        ) from None
+        advice = "expected a CSV, JSON or JSONL table of clips, with the columns video and caption"
+        raise InputError(f"{path} cannot be read: {error}; {advice}") from None
 
 
 def _row(path: Path, row: Mapping[str, Any], columns: Mapping[str, Sequence[str]]) -> CaptionedClip:

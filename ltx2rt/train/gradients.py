@@ -34,10 +34,8 @@ def read_factors(lora: Lora, source: TensorReader) -> dict[str, tuple[np.ndarray
     names, found = set(source.names()), {}
     changes = lora.on(names)
     if lost := [*(name for name in changes if name not in names), *lora.unknown]:
-        raise InputError(
-            f"{lora.path}: {len(lost)} keys match no weight: {collapse(lost)}; pass a LoRA of "
-            "this model"
-        )
+        said = f"{len(lost)} keys match no weight: {collapse(lost)}"
+        raise InputError(f"{lora.path}: {said}; pass a LoRA of this model")
     for name, change in changes.items():
         if not isinstance(change, Pair):
             raise InputError(f"{lora.path}: {name} is a {change.kind}; training takes LoRA alone")
@@ -66,10 +64,8 @@ def read_init(
     for module, (down, up) in read_factors(lora, session.checkpoint.source("transformer")).items():
         names = [f"{module}{MARK}{half}.weight" for half in "AB"]
         if names[0] not in shapes:
-            raise InputError(
-                f"--init: {path} changes {module}, which --targets leave out; add its group, or "
-                "begin without it"
-            )
+            said = f"{path} changes {module}, which --targets leave out"
+            raise InputError(f"--init: {said}; add its group, or begin without it")
         rank = shapes[names[0]][0]
         if len(down) > rank:
             raise InputError(

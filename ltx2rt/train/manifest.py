@@ -136,10 +136,8 @@ def read_manifest(cache: Path, base: str) -> list[Sample]:
     for sample in samples:
         path = sample_path(cache, sample.sample)
         if lacking := set(sample.streams) - _names(path):
-            raise InputError(
-                f"--data: {path} of {sample.name} has no {min(lacking)}, which {MANIFEST} lists; "
-                f"remove it and {AGAIN}"
-            )
+            said = f"{path} of {sample.name} has no {min(lacking)}, which {MANIFEST} lists"
+            raise InputError(f"--data: {said}; remove it and {AGAIN}")
         contexts.add(context_path(cache, sample.context))
     for path in contexts:
         _names(path)

@@ -184,10 +184,8 @@ def _pieces(
     bucket = bucket_of((facts.width, facts.height, total), buckets)
     if bucket is None:
         frames, rest = (total - 1) // 8 * 8 + 1, min(b.frames for b in buckets)
-        raise InputError(
-            f"{total} frames, the shortest bucket has {rest}; leave the clip out, or add a bucket "
-            f"of at most {frames} frames to --buckets"
-        )
+        advice = f"leave the clip out, or add a bucket of at most {frames} frames to --buckets"
+        raise InputError(f"{total} frames, the shortest bucket has {rest}; {advice}")
     sound = None
     if request.audio != "none" and len(facts.times_s) > 1:
         sound = clip.audio or (clip.video if facts.has_sound else None)
@@ -239,10 +237,8 @@ def _with_reference(piece: ClipPiece, request: PrepareRequest, aspect: float) ->
             "clip; crop one of both"
         )
     if 1 < count <= piece.frames[-1]:
-        raise InputError(
-            f"its reference has {count} frames, the clip needs {piece.frames[-1] + 1}; pass a "
-            "longer one"
-        )
+        said = f"its reference has {count} frames, the clip needs {piece.frames[-1] + 1}"
+        raise InputError(f"{said}; pass a longer one")
     stride = request.reference_temporal_scale
     size = piece.bucket.reference(request.reference_downscale, stride)
     return replace(piece, reference=replace(size, frames=1) if count == 1 else size, stride=stride)

@@ -148,10 +148,8 @@ def _prepare_computed(
     left = marked("computed", PrepareRequest)  # to choose where data is encoded already
     given = (f.name for f in fields(request) if getattr(request, f.name) != f.default)
     if more := next((name for name in given if name not in left), None):
-        raise InputError(
-            f"--{more.replace('_', '-')}: {folder} is encoded already; leave it out, or pass the "
-            "clips themselves"
-        )
+        advice = "leave it out, or pass the clips themselves"
+        raise InputError(f"--{more.replace('_', '-')}: {folder} is encoded already; {advice}")
     clips = precomputed.read_folder(folder)
     read = [precomputed.latents(clip, session.config) for clip in clips[:1]]
     precomputed.text_features(clips[0].text, session.config)
@@ -268,10 +266,8 @@ def _make_folders(request: PrepareRequest) -> None:
         raise InputError(f"--output: {output} is a file, expected a folder; choose another name")
     names = {p.name for p in output.iterdir() if not is_hidden(p)} if output.exists() else set()
     if names and not names & {MANIFEST, SAMPLES}:
-        raise InputError(
-            f"--output: {output} holds other files, expected a new folder or a cache; choose "
-            "another name"
-        )
+        said = f"{output} holds other files, expected a new folder or a cache"
+        raise InputError(f"--output: {said}; choose another name")
     try:
         for folder in (output, output / SAMPLES, output / CONTEXTS):
             folder.mkdir(parents=True, exist_ok=True)

@@ -120,10 +120,8 @@ def targeted(words: Sequence[str], known: Collection[str], blocks: int = 1) -> l
         if word in GROUPS:
             own = [name for name in known if name.partition(".*.")[2] in GROUPS[word]]
             if not own:
-                raise InputError(
-                    f"--targets: {word} is not part of this training; leave it out, or choose "
-                    "another --mode"
-                )
+                said = f"{word} is not part of this training"
+                raise InputError(f"--targets: {said}; leave it out, or choose another --mode")
         else:
             own = _matching(word, known, blocks)
         found += [name for name in own if name not in found]

@@ -66,10 +66,8 @@ def check_resumed(now: Mapping[str, Any], begun: Mapping[str, Any], request: Tra
     """Raises InputError for a state of another model, other data or another configuration."""
     path, allowed = request.output, request.allow_change
     if not is_of(begun["base"], now["base"], path):
-        raise InputError(
-            f"--output: {path} trains a LoRA of another model; pass that --model, or another "
-            "--output"
-        )
+        said = f"{path} trains a LoRA of another model"
+        raise InputError(f"--output: {said}; pass that --model, or another --output")
     added = {f.name: to_text(f.default) for f in fields(request)}  # flags that are newer than it
     ours, theirs = json.loads(json.dumps(now["request"])), added | begun["request"]
     changed = [n for n in ours if n not in FREE and ours[n] != theirs[n]]
@@ -89,15 +87,11 @@ def check_resumed(now: Mapping[str, Any], begun: Mapping[str, Any], request: Tra
         )
     ours, theirs = (x.get("weights_dtype") or "none" for x in (now, begun))
     if ours != theirs:
-        raise InputError(
-            f"--weights-dtype: {ours}, {path} was begun with {theirs}; give the same to continue "
-            "it, or another --output"
-        )
+        advice = "give the same to continue it, or another --output"
+        raise InputError(f"--weights-dtype: {ours}, {path} was begun with {theirs}; {advice}")
     if [now["data"], now["dtype"]] != [begun["data"], begun["dtype"]] and not allowed:
-        raise InputError(
-            f"--data: {path} was begun with other clips or --dtype; give another --output, or "
-            "--allow-change"
-        )
+        said = f"{path} was begun with other clips or --dtype"
+        raise InputError(f"--data: {said}; give another --output, or --allow-change")
 
 
 def check_folder(session: Session, request: TrainRequest) -> None:
@@ -120,7 +114,5 @@ def check_folder(session: Session, request: TrainRequest) -> None:
     if (loras or METRICS in names) and not killed:
         if (path / STATES).is_symlink() and not (path / STATES).exists():
             return  # which making the folders names
-        raise InputError(
-            f"--output: {path} has {'LoRAs' if loras else 'metrics'} and no state to go on from; "
-            "choose another folder"
-        )
+        said = f"{path} has {'LoRAs' if loras else 'metrics'} and no state to go on from"
+        raise InputError(f"--output: {said}; choose another folder")

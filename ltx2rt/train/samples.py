@@ -99,10 +99,8 @@ class Samples:
         if not r.streams:
             return
         if strange := sorted(set(r.streams) - set(self.trained)):
-            raise InputError(
-                f"--streams: {strange[0]}, --mode {r.mode} trains {' and '.join(self.trained)}; "
-                "leave it out, or choose another --mode"
-            )
+            said = f"{strange[0]}, --mode {r.mode} trains {' and '.join(self.trained)}"
+            raise InputError(f"--streams: {said}; leave it out, or choose another --mode")
         frozen = [name for name in self.streams if name not in self.trained]
         self.trained = tuple(name for name in self.trained if name in r.streams)
         self.streams = tuple(n for n in self.streams if n in (*self.trained, *frozen))
@@ -146,10 +144,8 @@ class Samples:
         if "video" in self.streams:
             needed = [i for i in needed if "video" in i.sample.streams]
             if not needed:
-                raise InputError(
-                    f"--data: no clip has a picture, --mode {self.request.mode} needs it; use "
-                    "--mode t2a"
-                )
+                said = f"no clip has a picture, --mode {self.request.mode} needs it"
+                raise InputError(f"--data: {said}; use --mode t2a")
         prefix = "" if "video" in self.streams else "audio_"
         wanted = {"--mask": [f"{prefix}mask"] * bool(self.request.mask)}
         wanted["--reference"] = [f"{prefix}reference"] * bool(self.request.reference)

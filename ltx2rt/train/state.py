@@ -60,10 +60,8 @@ def states(run: Path) -> list[Path]:
 def make_folders(run: Path) -> None:
     """Raises InputError where they cannot be made."""
     if (folder := run / STATES).is_symlink() and not folder.exists():
-        raise InputError(
-            f"--output: {folder} is a link to {os.readlink(folder)}, which does not exist; mount "
-            "its disk, or choose another folder"
-        )
+        said = f"{folder} is a link to {os.readlink(folder)}, which does not exist"
+        raise InputError(f"--output: {said}; mount its disk, or choose another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -128,10 +126,8 @@ def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, np.nda
             raise InputError("it has no parameters")
     except (OSError, ValueError, InputError) as error:
         why = str(error).removeprefix(f"{folder}/").rstrip("; ")
-        raise InputError(
-            f"{folder} is damaged ({why}); move it away, and the same command goes on from the "
-            "state before"
-        ) from None
+        advice = "move it away, and the same command goes on from the state before"
+        raise InputError(f"{folder} is damaged ({why}); {advice}") from None
     return about, arrays
 
 
@@ -214,10 +210,8 @@ def kept_metrics(run: Path, step: int) -> list[dict[str, Any]]:
             found.append(parse(line, ROW))
         except ValueError as error:
             if number < len(lines):
-                raise InputError(
-                    f"{path} is damaged (line {number}: {error}); move it away, and the same "
-                    "command goes on without it"
-                ) from None
+                advice = "move it away, and the same command goes on without it"
+                raise InputError(f"{path} is damaged (line {number}: {error}); {advice}") from None
     return [row for row in found if row["step"] < step]
 
 

@@ -134,10 +134,8 @@ class Checkpoint:
         if found := only("lora", self.fitting_loras):
             return found
         listed = ", ".join(map(str, self.loras_found))
-        raise InputError(
-            f"{self.path}: no LoRA in it has the header of a distilled one: {listed}; pass one "
-            "with --distilled-lora"
-        )
+        said = f"no LoRA in it has the header of a distilled one: {listed}"
+        raise InputError(f"{self.path}: {said}; pass one with --distilled-lora")
 
     def _shapes_fit(self, lora: Lora) -> bool:
         """Whether every matrix that a LoRA changes is there, as large as the LoRA has it."""

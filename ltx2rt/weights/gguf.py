@@ -150,10 +150,8 @@ class GgufFile(TensorFile):
                 f"NAME-0000N-of-{count:05}.gguf, by which the others are found; rename it"
             )
         if missing := [path.name for path in paths if not path.exists()]:
-            raise InputError(
-                f"{self.path}: one of {count} parts of a split GGUF file, and {missing[0]} is not "
-                "beside it; download all parts"
-            )
+            said = f"one of {count} parts of a split GGUF file, and {missing[0]} is not beside it"
+            raise InputError(f"{self.path}: {said}; download all parts")
         files = [self if path == self.path else GgufFile(path) for path in paths]
         names = official_names(name for file in files for name in file._stored_names.values())
         for file in files:

@@ -54,6 +54,14 @@ FILE_SUFFIXES = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".json
 # folders of every diffusers checkpoint
 FOLDERS = names_of(lambda part: part.source and part.every and not part.either)
 DECODERS = names_of(lambda part: part.decoder)  # each with its encoder
+LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
+FAULTS = {  # by class of the transport's error, what is wrong with the repository
+    "GatedRepoError": f"is gated: accept its terms on its page of the hub, then {LOGIN}",
+    "RevisionNotFoundError": "has no revision {repo.revision} on the hub; choose with @REVISION",
+    "RepositoryNotFoundError": "is neither a path nor a repository of the hub (if it is a private "
+    f"one, {LOGIN})",
+    "EntryNotFoundError": "has no file {repo.file} at {repo.revision} on the hub; check the name",
+}
 TEXTS = (".safetensors", ".json", ".model", ".jinja")  # files of a Gemma folder
 
 
@@ -251,10 +259,8 @@ def _mains(listing: Repository, parts: Parts) -> dict[str, Any]:
         return {repo.file: mains.get(repo.file)}
     if not mains:
         said = "".join(f"; not readable: {line}" for line in parts.unreadable)
-        raise InputError(
-            f"{repo.name}: no checkpoint of LTX-2 in it; pass another repository, or a folder, as "
-            f"--model{said}"
-        )
+        advice = f"pass another repository, or a folder, as --model{said}"
+        raise InputError(f"{repo.name}: no checkpoint of LTX-2 in it; {advice}")
     return mains
 
 
@@ -311,23 +317,13 @@ def _hub(repo: Repo) -> Iterator[None]:
             f"clone: pip install '.[hub]' ({error}), or download it and pass the folder"
         ) from error
     except Exception as error:
-        kinds = {kind.__name__ for kind in type(error).__mro__}
+        kinds = [kind.__name__ for kind in type(error).__mro__]
         status = getattr(getattr(error, "response", None), "status_code", None)
-        login = "log in with `hf auth login`, or set HF_TOKEN"
-        if "GatedRepoError" in kinds:
-            said = f"is gated: accept its terms on its page of the hub, then {login}"
-        elif "RevisionNotFoundError" in kinds:
-            said = f"has no revision {repo.revision} on the hub; choose with @REVISION"
-        elif "RepositoryNotFoundError" in kinds:
-            said = (
-                f"is neither a path nor a repository of the hub (if it is a private one, {login})"
-            )
-        elif "EntryNotFoundError" in kinds:
-            said = f"has no file {repo.file} at {repo.revision} on the hub; check the name"
-        elif status in (401, 403):
-            said = f"may not be read with this login ({status}): {login}"
-        else:
-            first = " ".join(str(error).split())[:200] or type(error).__name__
-            said = f"is no path here, and could not be fetched from the hub: {first}; "
-            said += "run it again, or check the path"
+        first = " ".join(str(error).split())[:200] or type(error).__name__
+        said = f"is no path here, and could not be fetched from the hub: {first}; "
+        said += "run it again, or check the path"
+        if status in (401, 403):
+            said = f"may not be read with this login ({status}): {LOGIN}"
+        known = next((FAULTS[kind] for kind in kinds if kind in FAULTS), None)
+        said = known.format(repo=repo) if known else said
         raise InputError(f"{repo.name} {said}") from error

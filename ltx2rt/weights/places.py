@@ -233,10 +233,8 @@ def check_gemma_version(
             )
     elif of_version(version).split:
         if found is not None and not main.architecture:
-            raise InputError(
-                f"{where}: gemma_version {found!r}, but {main.path} names none; pass the original "
-                "files of one release"
-            )
+            said = f"gemma_version {found!r}, but {main.path} names none"
+            raise InputError(f"{where}: {said}; pass the original files of one release")
         silent = f"{main.path.name} names no"
         if found is None:
             silent = f"neither {main.path.name} nor {where.name} names its"

@@ -64,10 +64,8 @@ def _check(keys: Keys) -> None:
     keys.must(**VAE_FIXED)
     keys.may(**VAE_USUAL)
     if keys.get("attn_resolutions", None):
-        raise InputError(
-            f"{keys.where}: attn_resolutions = {keys.data['attn_resolutions']} is not supported, "
-            "expected none"
-        )
+        said = f"attn_resolutions = {keys.data['attn_resolutions']} is not supported, expected none"
+        raise InputError(f"{keys.where}: {said}")
 
 
 def official_json(a: AudioVaeConfig) -> dict[str, Any]:

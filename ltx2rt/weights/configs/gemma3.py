@@ -94,9 +94,19 @@ def sliding_layers(keys: Keys, num_layers: int) -> tuple[bool, ...]:
     return tuple(kind.choice("layer_types", LAYERS) for kind in kinds)
 
 
-def layers_json(config: GemmaConfig | Gemma4Config) -> list[str]:
+def own_json(config: GemmaConfig | Gemma4Config) -> dict[str, Any]:
+    """Keys of either Gemma's text branch that no row has."""
     words = {sliding: word for word, sliding in LAYERS.items()}
-    return [words[sliding] for sliding in config.layer_is_sliding]
+    tokens = {key: getattr(config, key) for key in TOKENS}
+    layers = [words[sliding] for sliding in config.layer_is_sliding]
+    return {"layer_types": layers, "tie_word_embeddings": True, **tokens}
+
+
+def whole_json(architecture: str, model_type: str, text: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a Gemma with this text branch, without its towers."""
+    kind = {"architectures": [architecture], "model_type": model_type, "dtype": "bfloat16"}
+    shared = {key: text[key] for key in ("tie_word_embeddings", *TOKENS)}
+    return {**kind, "text_config": text, **shared}
 
 
 def gemma3(outer: Keys) -> GemmaConfig:
@@ -228,11 +238,9 @@ def plain_gemma3(shapes: Mapping[str, tuple[int, ...]], where: str) -> Keys:
 def gemma_json(g: GemmaConfig, vision: Mapping[str, Any]) -> dict[str, Any]:
     """The Gemma3ForConditionalGeneration form. vision: its vision_config."""
     full = {"rope_type": "linear", "factor": g.rope_scaling_factor, "rope_theta": g.rope_theta}
-    tokens = {key: getattr(g, key) for key in TOKENS}
     text = {
         "model_type": "gemma3_text",
         **write(ROWS, g, "official"),
-        "layer_types": layers_json(g),
         "rope_parameters": {
             "full_attention": full,
             "sliding_attention": {"rope_type": "default", "rope_theta": g.rope_local_theta},
@@ -241,21 +249,15 @@ def gemma_json(g: GemmaConfig, vision: Mapping[str, Any]) -> dict[str, Any]:
         "max_position_embeddings": 131072,
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
-        "tie_word_embeddings": True,
-        **tokens,
+        **own_json(g),
     }
     return {
-        "architectures": ["Gemma3ForConditionalGeneration"],
-        "model_type": "gemma3",
-        "dtype": "bfloat16",
-        "text_config": text,
+        **whole_json("Gemma3ForConditionalGeneration", "gemma3", text),
         "vision_config": dict(vision),
         "mm_tokens_per_image": 256 if vision.get("image_size") == 896 else 4,
         "boi_token_index": 7,
         "eoi_token_index": 8,
         "image_token_index": 9,
-        "tie_word_embeddings": True,
-        **tokens,
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ltx2rt.config import Gemma4Config
 from ltx2rt.errors import InputError
-from ltx2rt.weights.configs.gemma3 import TOKENS, layers_json, size_rows, sliding_layers, token_ids
+from ltx2rt.weights.configs.gemma3 import own_json, size_rows, sliding_layers, token_ids, whole_json
 from ltx2rt.weights.configs.keys import Keys, read, write
 
 ROWS = size_rows(262144, 1024)
@@ -92,7 +92,6 @@ def towers_json(g: Gemma4Config) -> dict[str, Any]:
 
 def gemma4_json(g: Gemma4Config, towers: Mapping[str, Any]) -> dict[str, Any]:
     """The Gemma4UnifiedForConditionalGeneration form. towers: vision_config, audio_config."""
-    tokens = {key: getattr(g, key) for key in TOKENS}
     sliding = {"rope_type": "default", "rope_theta": g.rope_local_theta}
     full = {
         "rope_type": "proportional",
@@ -105,22 +104,12 @@ def gemma4_json(g: Gemma4Config, towers: Mapping[str, Any]) -> dict[str, Any]:
         "global_head_dim": g.full_head_dim,
         "num_global_key_value_heads": g.full_num_kv_heads,
         "attention_k_eq_v": True,
-        "layer_types": layers_json(g),
         "rope_parameters": {"full_attention": full, "sliding_attention": sliding},
         "final_logit_softcapping": 30.0,
         "max_position_embeddings": 262144,
         "use_bidirectional_attention": "vision",
-        "tie_word_embeddings": True,
         **USUAL,
-        **tokens,
+        **own_json(g),
     }
-    return {
-        "architectures": ["Gemma4UnifiedForConditionalGeneration"],
-        "model_type": "gemma4_unified",
-        "dtype": "bfloat16",
-        "text_config": text,
-        **towers,
-        **dict(zip(PLACEHOLDERS, g.placeholder_ids, strict=True)),
-        "tie_word_embeddings": True,
-        **tokens,
-    }
+    whole = whole_json("Gemma4UnifiedForConditionalGeneration", "gemma4_unified", text)
+    return {**whole, **towers, **dict(zip(PLACEHOLDERS, g.placeholder_ids, strict=True))}
