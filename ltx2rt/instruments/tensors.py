@@ -20,9 +20,9 @@ from ltx2rt.graph import encodings
 from ltx2rt.graph.encodings import quantise_rows
 from ltx2rt.instruments import filters
 from ltx2rt.models.mel import mel_basis
+from ltx2rt.weights.audit import Shapes, networks
 from ltx2rt.weights.configs import gemma4, transformer
 from ltx2rt.weights.files import TensorInfo
-from ltx2rt.weights.manifest import Shapes, networks
 from ltx2rt.weights.names import GEMMA, rows_of
 from ltx2rt.weights.part_table import PARTS
 

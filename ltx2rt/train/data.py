@@ -43,16 +43,13 @@ TABLES = ("metadata.jsonl", "metadata.csv", "captions.json")  # in a folder; Hug
 CAPTION_BYTES = 10**6
 
 
-@dataclass(frozen=True)
-class CaptionedClip:
-    """One sample's files and text. video or audio may be absent; audio: in place of the video's own
-    sound. reference: what an IC-LoRA follows. mask: bright where the clip is given; audio_mask:
-    loud where the sound is given."""
+@dataclass(frozen=True, kw_only=True)
+class ClipFiles:
+    """One sample's files. audio: in place of the video's own sound. reference: what an IC-LoRA
+    follows. mask: bright where the clip is given; audio_mask: loud where the sound is given."""
 
-    name: str
-    caption: str
-    video: Path | None
-    audio: Path | None
+    video: Path | None = None
+    audio: Path | None = None
     reference: Path | None = None
     mask: Path | None = None
     audio_reference: Path | None = None
@@ -62,6 +59,14 @@ class CaptionedClip:
     def files(self) -> list[Path]:
         found = (self.video, self.audio, self.reference, self.mask)
         return [p for p in (*found, self.audio_reference, self.audio_mask) if p]
+
+
+@dataclass(frozen=True)
+class CaptionedClip(ClipFiles):
+    """A sample as people have it, with its text."""
+
+    name: str
+    caption: str
 
 
 @dataclass(frozen=True)
@@ -205,8 +210,8 @@ def _clip(folder: Path, file: Path, more: Mapping[str, Path]) -> CaptionedClip:
     beside = next((p for p in map(file.with_suffix, SOUNDS) if p.exists()), None)
     text = _text_file(file)
     caption = read_text(text, CAPTION_BYTES).strip() if text else ""
-    name, video, audio = str(file.relative_to(folder)), *((None, file) if sound else (file, beside))
-    return CaptionedClip(name, caption, video, audio, **more)
+    own = {"audio": file} if sound else {"video": file, "audio": beside}
+    return CaptionedClip(str(file.relative_to(folder)), caption, **own, **more)
 
 
 def _text_file(clip: Path) -> Path | None:

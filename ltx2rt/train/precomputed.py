@@ -26,12 +26,18 @@ from ltx2rt.errors import InputError
 from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.geometry import Geometry, pixel_frames
 from ltx2rt.session.options import existing_file
-from ltx2rt.train.data import Bucket, is_hidden
+from ltx2rt.train.data import Bucket, ClipFiles, is_hidden
 
 FOLDER = ".precomputed"
 VIDEO, AUDIO, TEXT = "latents", "audio_latents", "conditions"
-REFERENCE, MASK = "reference_latents", "video_masks"
-AUDIO_REFERENCE, AUDIO_MASK = "reference_audio_latents", "audio_masks"
+FOLDERS = {
+    "video": VIDEO,
+    "audio": AUDIO,
+    "reference": "reference_latents",
+    "mask": "video_masks",
+    "audio_reference": "reference_audio_latents",
+    "audio_mask": "audio_masks",
+}
 OLD_NAMES = ("latent_", "condition_")  # latents/latent_7.pt goes with conditions/condition_7.pt
 # types that a pickle of tensors asks for
 KNOWN = r"torch \w+Storage|torch\._utils _rebuild_tensor_v2|collections OrderedDict"
@@ -88,22 +94,11 @@ def _plain(value: Any, torch: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Precomputed:
-    """One clip's files. name: its relative path without the ending; video: None for only sound."""
+class Precomputed(ClipFiles):
+    """One clip's latents, and its text features. name: its relative path without the ending."""
 
     name: str
     text: Path
-    video: Path | None
-    audio: Path | None
-    reference: Path | None
-    mask: Path | None
-    audio_reference: Path | None
-    audio_mask: Path | None
-
-    @property
-    def files(self) -> list[Path]:
-        every = (self.text, self.video, self.audio, self.reference, self.mask)
-        return [path for path in (*every, self.audio_reference, self.audio_mask) if path]
 
 
 def read_folder(folder: Path) -> list[Precomputed]:
@@ -119,10 +114,9 @@ def read_folder(folder: Path) -> list[Precomputed]:
         text = next((text for text in texts if text.is_file()), None)
         if text is None:
             raise InputError(f"{path}: {texts[0]} does not exist; compute the captions' features")
-        kinds = (VIDEO, AUDIO, REFERENCE, MASK, AUDIO_REFERENCE, AUDIO_MASK)
-        beside = {k: folder / k / relative for k in kinds}
-        files = (file if file.is_file() else None for file in beside.values())
-        found.append(Precomputed(str(relative.with_suffix("")), text, *files))
+        files = {kind: folder / inner / relative for kind, inner in FOLDERS.items()}
+        there = {kind: file for kind, file in files.items() if file.is_file()}
+        found.append(Precomputed(str(relative.with_suffix("")), text, **there))
     if not found:
         raise InputError(f"{folder / main}: no .pt files were found")
     return found
@@ -152,15 +146,12 @@ def latents(clip: Precomputed, config: ModelConfig) -> tuple[dict[str, np.ndarra
     geometry = Geometry.of(config, bucket.width, bucket.height, bucket.frames, fps)
     if sound is not None:
         found["audio"] = _fitted(sound, geometry.audio_latents, clip.audio)
-        if clip.audio_reference:
-            heard = _sound(clip.audio_reference, config)
-            fitted = _fitted(heard, geometry.audio_latents, clip.audio_reference)
-            found["audio_reference"] = fitted
-        if clip.audio_mask:
-            given = _entry(clip.audio_mask, read_pt(clip.audio_mask), "mask").reshape(1, -1, 1)
-            found["audio_mask"] = _fitted(given, geometry.audio_latents, clip.audio_mask).reshape(
-                -1
-            )
+        if path := clip.audio_reference:
+            heard = _sound(path, config)
+            found["audio_reference"] = _fitted(heard, geometry.audio_latents, path)
+        if path := clip.audio_mask:
+            given = _entry(path, read_pt(path), "mask").reshape(1, -1, 1)
+            found["audio_mask"] = _fitted(given, geometry.audio_latents, path).reshape(-1)
     if clip.mask:
         shape = (geometry.frames, geometry.rows, geometry.columns)
         mask = _entry(clip.mask, read_pt(clip.mask), "mask")

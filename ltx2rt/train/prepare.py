@@ -213,8 +213,8 @@ class _Cache:
         self, clip: precomputed.Precomputed, found: Mapping[str, np.ndarray]
     ) -> tuple[str, str]:
         """Return the digests of a clip's latents and of its context, after writing both."""
-        latents = digest_of("sample", file_facts(clip.files[1:]), self.base)
-        context = digest_of("context", file_facts(clip.files[:1]), self.base)
+        latents = digest_of("sample", file_facts(clip.files), self.base)
+        context = digest_of("context", file_facts([clip.text]), self.base)
         self._fill(sample_path(self.path, latents), lambda: found, "clips")
         path = context_path(self.path, context)
         self._fill(path, lambda: context_of_features(self.session, clip.text), "captions")

@@ -1,17 +1,22 @@
-"""Compare the tensors of a checkpoint with the graphs' parameters: names and shapes, in both
-directions."""
+"""The tensors that graphs read, compared with a checkpoint's: names and shapes, both directions."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Protocol
 
+from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
+from ltx2rt.models import connectors
+from ltx2rt.models.catalog import CATALOG
+from ltx2rt.models.geometry import Geometry
 from ltx2rt.weights.files import TensorReader
-from ltx2rt.weights.names import collapse
+from ltx2rt.weights.names import collapse, component_of
 
 KNOWN_UNUSED = [  # tensors that checkpoints carry and no network of ours reads
     # tensors for decoding with keyframes, which the first release of 2.5 does not do
@@ -31,6 +36,9 @@ _HALVES = re.compile(
 )
 
 
+Shapes = dict[str, dict[str, tuple[int, ...]]]  # component -> canonical name -> shape
+
+
 class Shaped(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -46,12 +54,9 @@ def audit(
     names = set(source.names())
     missing = [name for name in parameters if name not in names]
     halves = {match[0] for name in parameters if (match := _HALVES.match(name))}
-    unexpected = [
-        name
-        for name in sorted(names - parameters.keys())
-        if not _KNOWN_UNUSED.fullmatch(name)
-        and not ((match := _HALVES.match(name)) and match[0] not in halves)
-    ]
+    more = sorted(name for name in names - parameters.keys() if not _KNOWN_UNUSED.fullmatch(name))
+    others = {name for name in more if (match := _HALVES.match(name)) and match[0] not in halves}
+    unexpected = [name for name in more if name not in others]
     misshapen = [
         f"{name} is {list(source.info(name).shape)}, expected {list(spec.shape)}"
         for name, spec in parameters.items()
@@ -59,23 +64,40 @@ def audit(
     ]
     problems = []
     if missing:
-        near = sorted(
-            {
-                match
-                for name in missing[:20]
-                for match in difflib.get_close_matches(name, unexpected, 1)
-            }
-        )
+        close = (difflib.get_close_matches(name, unexpected, 1) for name in missing[:20])
+        near = sorted({match for matches in close for match in matches})
         hint = f" (nearest in the file: {collapse(near)})" if near else ""
         problems.append(f"{len(missing)} parameters have no tensor: {collapse(missing)}{hint}")
     if misshapen:
-        more = f" and {len(misshapen) - 4} more" if len(misshapen) > 4 else ""
-        problems.append(
-            f"{len(misshapen)} tensors have another shape: {'; '.join(misshapen[:4])}{more}"
-        )
+        rest = f" and {len(misshapen) - 4} more" if len(misshapen) > 4 else ""
+        listed = "; ".join(misshapen[:4])
+        problems.append(f"{len(misshapen)} tensors have another shape: {listed}{rest}")
     if unexpected and not partial:
         problems.append(f"{len(unexpected)} tensors are used by no network: {collapse(unexpected)}")
     if problems:
-        raise InputError(
-            f"{where}: {'; '.join(problems)}; pass the checkpoint that its config describes"
-        )
+        advice = "pass the checkpoint that its config describes"
+        raise InputError(f"{where}: {'; '.join(problems)}; {advice}")
+
+
+def networks(config: ModelConfig, rows: Collection[str] = tuple(CATALOG)) -> Shapes:
+    """Tensors that the graphs of these networks read, each traced for a clip of 2x2x2 latents;
+    without parts that the config has not."""
+    video, found = config.video_vae, Shapes()
+    size = 2 * video.space_factor
+    clip = Geometry.of(config, size, size, video.time_factor + 1, Fraction(24))
+    clip = replace(clip, audio_latents=2)
+    own = [row for row in CATALOG.values() if row.name in rows and row.name == row.rules]
+    graphs = [
+        (row.parts, row.trace(config, row.sizes(config, clip, 1), "float32"))
+        for row in own
+        if all(config.part(part) for part in row.parts)
+    ]
+    if config.gemma is None:
+        tokens = max(config.text.video.num_registers, config.text.audio.num_registers)
+        graphs.append((("text",), connectors.trace(config.text, 1, tokens, "float32")))
+    for (first, *more), graph in graphs:
+        for name, spec in graph.parameters().items():
+            component = component_of(name)
+            home = component if component in more else first
+            found.setdefault(home, {})[name] = spec.shape
+    return found

@@ -118,15 +118,7 @@ class Products(LowRank):
 
 
 class Pair(Products):
-    """LoRA."""
-
-    @property
-    def up(self) -> str:
-        return self.terms[0][0]
-
-    @property
-    def down(self) -> str:
-        return self.terms[0][1]
+    """LoRA: one product."""
 
 
 class Hadamard(Products):
@@ -162,17 +154,14 @@ class Kronecker(LowRank):
 
 @dataclass(frozen=True)
 class Decomposed:
-    """DoRA. change: Delta W without the strength, which is `scale`; magnitude: the key of m.
-
-    base_norm: m is divided by |W| in place of |V|, as ComfyUI divides one of [out, 1].
-    """
+    """DoRA."""
 
     kind = "DoRA"
-    change: Products | Kronecker
-    magnitude: str
+    change: Products | Kronecker  # Delta W without the strength
+    magnitude: str  # the key of m
     axis: int  # that the norm sums over
-    base_norm: bool
-    scale: float
+    base_norm: bool  # m is divided by |W| in place of |V|, as ComfyUI divides one of [out, 1]
+    scale: float  # the strength
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -230,10 +219,7 @@ def changes_of(
     base_norm: bool = False,
 ) -> dict[str, Change]:
     """The changes of a module's `weight` and `bias`. parts: its keys, by the parts of `lora_keys`.
-
-    stated: the scale that the file's config gives for a rank; base_norm: as in `Decomposed`. Raises
-    InputError.
-    """
+    stated: the scale that the file's config gives for a rank. Raises InputError."""
     for part, key in parts.items():
         if part not in ("alpha", "on_input") and (dtype := file.info(key).dtype) not in STORED:
             expected = ", ".join(map(str, STORED))

@@ -140,12 +140,8 @@ class Checkpoint:
     def _shapes_fit(self, lora: Lora) -> bool:
         """Whether every matrix that a LoRA changes is there, as large as the LoRA has it."""
         source = self.source("transformer")
-        names = set(source.names())
-
-        return all(
-            name in names and source.info(name).shape == change.shape
-            for name, change in lora.changes.items()
-        )
+        shapes = {name: source.info(name).shape for name in source.names()}
+        return all(shapes.get(name) == change.shape for name, change in lora.changes.items())
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -328,11 +324,8 @@ def _official(
     for part in PARTS.values():
         if part.instead in places and part.name not in places:
             places[part.name] = places[part.instead]
-    missing = [
-        name
-        for name in names_of(lambda part: part.every and part.read and not part.either)
-        if name not in places and name != "text"
-    ]
+    core = names_of(lambda part: part.every and part.read and not part.either)
+    missing = [name for name in core if name not in places and name != "text"]
     if {"audio_vae", "vocoder"} <= {*missing}:  # one file has both
         missing.remove("vocoder")
     if missing:
@@ -364,29 +357,28 @@ def _with_connectors(
     registers = [f"{prefix}learnable_registers" for prefix in CONNECTORS]
     expected = dict(zip(registers, widths, strict=True))
 
-    def fits(source: RenamedSource, names: list[str]) -> bool:
-        """Connectors by their width, a projection by whether it is one for both modalities."""
-        if names[0].startswith(TEXT_PROJECTION):
+    def part(source: RenamedSource, prefix: str) -> list[str]:
+        """Its names with a prefix, if they fit: connectors by their width, a projection by whether
+        it is one for both modalities."""
+        names = [name for name in source.names() if name.startswith(prefix)]
+        if prefix == TEXT_PROJECTION:
             shared = f"{TEXT_PROJECTION}aggregate_embed.weight" in names
-            return shared == config.caption_projection
+            return names if shared == config.caption_projection else []
         known = [name for name in names if name in expected]
-        return all(source.info(name).shape[-1:] == (expected[name],) for name in known)
+        fits = all(source.info(name).shape[-1:] == (expected[name],) for name in known)
+        return names if fits else []
 
-    nothing, beside = RenamedSource(main.path, {}), None
-    text = text or nothing
-    for prefix in (*CONNECTORS, TEXT_PROJECTION):
-        if not any(name.startswith(prefix) for name in text.names()):
-            if beside is None:
-                opened = [component_sources("text", open_file(path)) for path in files]
-                beside = [sources["text"] for sources in opened]
-            names = [[n for n in source.names() if n.startswith(prefix)] for source in beside]
-            found = [each for each in zip(beside, names, strict=True) if each[1] and fits(*each)]
-            refuse_ambiguous(text=[source.where for source, _ in found])
-            if not found and donor is not None:
-                source = official_sources(dequantised(donor)).get("text", nothing)
-                theirs = [name for name in source.names() if name.startswith(prefix)]
-                found = [(source, theirs)] if theirs and fits(source, theirs) else []
-            text = text.joined(*found[0]) if found else text
+    text = text or RenamedSource(main.path, {})
+    prefixes = (*CONNECTORS, TEXT_PROJECTION)
+    lacking = [p for p in prefixes if not any(name.startswith(p) for name in text.names())]
+    beside = [component_sources("text", open_file(path))["text"] for path in files if lacking]
+    other = official_sources(dequantised(donor)).get("text") if donor and lacking else None
+    for prefix in lacking:
+        found = [(source, names) for source in beside if (names := part(source, prefix))]
+        refuse_ambiguous(text=[source.where for source, _ in found])
+        if not found and other:
+            found = [(other, part(other, prefix))]
+        text = text.joined(*found[0]) if found else text
     return text if list(text.names()) else None
 
 

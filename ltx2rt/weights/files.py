@@ -217,10 +217,8 @@ class TensorFile:
         self.check()
         if 0 in info.shape:
             return cut(np.empty(info.shape, info.dtype), *cuts)
-        array = cut(
-            np.frombuffer(self._map, info.dtype, math.prod(info.shape), begin).reshape(info.shape),
-            *cuts,
-        )
+        whole = np.frombuffer(self._map, info.dtype, math.prod(info.shape), begin)
+        array = cut(whole.reshape(info.shape), *cuts)
         if not finite(array):
             raise InputError(f"{self.path}: {name} holds {NOT_FINITE}")
         self.requested_bytes += array.nbytes

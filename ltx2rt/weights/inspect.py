@@ -17,7 +17,7 @@ import numpy as np
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.release import stated, version_tuple
-from ltx2rt.weights.audit import audit
+from ltx2rt.weights.audit import audit, networks
 from ltx2rt.weights.changes import own_scale
 from ltx2rt.weights.checkpoint import COMPONENTS, Checkpoint, open_checkpoint
 from ltx2rt.weights.files import (
@@ -30,7 +30,6 @@ from ltx2rt.weights.files import (
 )
 from ltx2rt.weights.lora import modules_of, open_lora
 from ltx2rt.weights.lora_config import lora_file
-from ltx2rt.weights.manifest import networks
 from ltx2rt.weights.names import collapse
 from ltx2rt.weights.near import entries, models_folder, with_config
 from ltx2rt.weights.part_table import PARTS, TEXT_PROJECTION, UPSAMPLERS, names_of, word_of
@@ -232,11 +231,11 @@ def _beside(path: Path) -> dict[str, Any]:
     if path.is_dir() or (file := open_file(path)).architecture:
         return {}
     parts = {"text": TEXT_PROJECTION, "assets": ASSETS}
-    found = {
-        part: renamed(file, path, lambda n, p=prefix: n if n.startswith(p) else None)
-        for part, prefix in parts.items()
-    }
-    return {part: _tensors(source) for part, source in found.items()}
+    found = {}
+    for part, prefix in parts.items():
+        own = renamed(file, path, lambda n, p=prefix: n if n.startswith(p) else None)
+        found[part] = _tensors(own)
+    return found
 
 
 def _part(path: Path) -> dict[str, Any]:
@@ -307,10 +306,8 @@ def format_inspection(found: dict[str, Any]) -> str:
         lines.append(f"  {row['path']}: {', '.join(filter(None, facts))}")
     for name, part in found["components"].items():
         mixed, sizes = len(part["dtypes"]) > 1, part["dtype_bytes"]
-        dtypes = ", ".join(
-            f"{count} {dtype}" + (f" ({sizes[dtype] / 1e9:.3g} GB)" if mixed else "")
-            for dtype, count in part["dtypes"].items()
-        )
+        each = {d: f" ({sizes[d] / 1e9:.3g} GB)" if mixed else "" for d in part["dtypes"]}
+        dtypes = ", ".join(f"{count} {d}{each[d]}" for d, count in part["dtypes"].items())
         count = f"{name or 'tensors':<12}{part['tensors']:>6} tensors"
         lines.append(f"  {count} {part['bytes'] / 1e9:>9.3f} GB  {dtypes}")
     shown = {row["path"] for row in rows}

@@ -53,6 +53,8 @@ FACTORS = ("reference_downscale_factor", "reference_temporal_scale_factor")
 
 @dataclass(frozen=True)
 class Lora:
+    """A LoRA file."""
+
     path: Path
     strength: float
     file: TensorFile
@@ -93,8 +95,7 @@ def modules_of(names: Iterable[str]) -> set[str]:
 
 @dataclass(frozen=True)
 class Merge:
-    """A count of the modules of a LoRA that were merged. beside: they stay apart from the weights;
-    parts: of the checkpoint, that they belong to; alpha_from: the config that has their scale."""
+    """A count of the modules of a LoRA that were merged."""
 
     file: str
     strength: float
@@ -102,9 +103,9 @@ class Merge:
     total: int
     skipped: int
     kind: str = "LoRA"
-    beside: bool = False
-    parts: frozenset[str] = frozenset()
-    alpha_from: str = ""
+    beside: bool = False  # they stay apart from the weights
+    parts: frozenset[str] = frozenset()  # of the checkpoint
+    alpha_from: str = ""  # the config that has their scale
     unread: int = 0
 
     def with_parts(self, other: Merge) -> Merge:

@@ -90,11 +90,11 @@ class Config:
                     raise InputError(f"{keys.where}: {name} = {value!r:.80}, which is not read")
             begun = str(keys.get("init_lora_weights", True)).lower()
             if begun.startswith(_CHANGES_BASE):
-                raise InputError(
-                    f"{keys.where}: init_lora_weights is {begun[:40]!r}, which changes the weights "
-                    "that the LoRA goes with; convert it by PEFT's save_pretrained with "
-                    "path_initial_model_for_weight_conversion"
+                said = (
+                    f"init_lora_weights is {begun[:40]!r}, which changes the weights that the LoRA"
                 )
+                way = "PEFT's save_pretrained with path_initial_model_for_weight_conversion"
+                raise InputError(f"{keys.where}: {said} goes with; convert it by {way}")
             if keys.get("use_dora", False) and not has_magnitudes:
                 said = "use_dora, but no tensor ends in lora_magnitude_vector"
                 raise InputError(f"{keys.where}: {said}; pass the complete file")
@@ -167,5 +167,5 @@ def _by_module(keys: Keys, pattern: str, module: str, default: str) -> Any:
 
 def _number(keys: Keys, name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-        raise InputError(f"{keys.where}: {name} = {value!r:.80}, expected a positive number")
+        raise keys.wrong(name, value, "a positive number")
     return float(value)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from functools import cache, lru_cache
 
-from ltx2rt.weights.manifest import networks
+from ltx2rt.weights.audit import networks
 from ltx2rt.weights.names import GEMMA, component_of, to_diffusers
 from ltx2rt.weights.part_table import CONNECTORS, PARTS
 from ltx2rt.weights.presets import preset

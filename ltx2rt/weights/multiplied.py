@@ -39,14 +39,13 @@ WHOLE = (
 
 @dataclass(frozen=True)
 class Multiplied:
-    """keys: of the module's tensors, by part. scale: the strength. shape: of the weight, None for a
-    size that the file does not show. alpha: the bound of OFT, or alpha / r of GLoRA."""
+    """A change that multiplies a weight."""
 
     kind: str
-    keys: Mapping[str, str]
-    scale: float
-    shape: tuple[int | None, ...]
-    alpha: float
+    keys: Mapping[str, str]  # of the module's tensors, by part
+    scale: float  # the strength
+    shape: tuple[int | None, ...]  # of the weight; None: a size that the file does not show
+    alpha: float  # the bound of OFT, or alpha / r of GLoRA
     rank: int = 0
 
     def applied(self, file: TensorFile, weight: np.ndarray) -> np.ndarray:

@@ -159,10 +159,6 @@ def component_of(name: str) -> str | None:
 def collapse(names: Iterable[str], limit: int = 8) -> str:
     """Names with layer numbers as `*`, each once."""
     patterns = Counter(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names)
-    listed = [
-        pattern + (f" ({count})" if count > 1 else "")
-        for pattern, count in list(patterns.items())[:limit]
-    ]
-    return ", ".join(listed) + (
-        f" and {len(patterns) - limit} more kinds" if len(patterns) > limit else ""
-    )
+    first = list(patterns.items())[:limit]
+    listed = ", ".join(name + (f" ({count})" if count > 1 else "") for name, count in first)
+    return listed + (f" and {len(patterns) - limit} more kinds" if len(patterns) > limit else "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 from ltx2rt.config import (
@@ -142,28 +143,18 @@ def of_sizes(sizes: Sizes, name: str, upsampler: str = "x2") -> Preset:
     """Like the preset `name`, with other sizes."""
     scale, rational = UPSAMPLERS[upsampler]
     new, newest = not name.endswith("2.0"), name.endswith("2.5")
-    version = (2, int(name[-1]), 0)
-    transformer = _transformer(sizes, new)
+    rational = not new if rational is None else rational
+    version, s = (2, int(name[-1]), 0), sizes
     config = ModelConfig(
         version=version,
         video_vae_version=version,
-        transformer=replace(transformer, ff_bias=False, keyframe_vector=True)
-        if newest
-        else transformer,
-        text=_text(sizes, new),
-        gemma=sizes.gemma,
-        video_vae=_video_vae(sizes, new),
-        audio_vae=AudioVaeConfig(
-            128, sizes.audio_multipliers, sizes.audio_blocks, 8, 2, 64, 16000, 160
-        ),
-        vocoder=_vocoder(sizes, new),
-        upsampler=UpsamplerConfig(
-            128,
-            sizes.upsampler_mid,
-            sizes.upsampler_blocks,
-            scale,
-            not new if rational is None else rational,
-        ),
+        transformer=_transformer(s, new, newest),
+        text=_text(s, new),
+        gemma=s.gemma,
+        video_vae=_video_vae(s, new),
+        audio_vae=AudioVaeConfig(128, s.audio_multipliers, s.audio_blocks, 8, 2, 64, 16000, 160),
+        vocoder=_vocoder(s, new),
+        upsampler=UpsamplerConfig(128, s.upsampler_mid, s.upsampler_blocks, scale, rational),
     )
     if newest:
         parts = {p.name: p.preset(name, config) for p in PARTS.values() if p.preset}
@@ -171,7 +162,7 @@ def of_sizes(sizes: Sizes, name: str, upsampler: str = "x2") -> Preset:
     return Preset(config, sizes.lora_rank)
 
 
-def _transformer(s: Sizes, new: bool) -> TransformerConfig:
+def _transformer(s: Sizes, new: bool, newest: bool) -> TransformerConfig:
     return TransformerConfig(
         num_layers=s.layers,
         video_channels=128,
@@ -185,9 +176,9 @@ def _transformer(s: Sizes, new: bool) -> TransformerConfig:
         gated_attention=new,
         text_modulation=new,
         prompt_adaln=new,
-        ff_bias=True,
+        ff_bias=not newest,
         audio_ff_bias=True,
-        keyframe_vector=False,
+        keyframe_vector=newest,
         rope_theta=10000.0,
         rope_max_pos=(20, 2048, 2048),
         audio_rope_max_pos=20,
@@ -201,12 +192,9 @@ def _transformer(s: Sizes, new: bool) -> TransformerConfig:
 def _text(s: Sizes, new: bool) -> TextConfig:
     def connector(head_dim: int) -> ConnectorConfig:
         """2.0 keeps Gemma's width (30 heads of 128 there), 2.3 takes each modality's."""
-        heads, size = (
-            (s.heads, head_dim) if new else (s.gemma.hidden_size // s.head_dim, s.head_dim)
-        )
-        return ConnectorConfig(
-            heads, size, s.connector_layers, s.registers, gated_attention=new, ff_bias=True
-        )
+        size = head_dim if new else s.head_dim
+        heads = s.heads if new else s.gemma.hidden_size // size
+        return ConnectorConfig(heads, size, s.connector_layers, s.registers, new, ff_bias=True)
 
     return TextConfig(
         gemma_hidden=s.gemma.hidden_size,
@@ -224,31 +212,22 @@ def _text(s: Sizes, new: bool) -> TextConfig:
 
 def _video_vae(s: Sizes, new: bool) -> VideoVaeConfig:
     def chain(start: int, layers: tuple[int, ...], samples: list[VaeStage]) -> tuple[VaeStage, ...]:
-        stages = [VaeStage("res", start, start, num_layers=layers[0])]
-        for count, sample in zip(layers[1:], samples, strict=True):
-            stages += [
-                sample,
-                VaeStage("res", sample.out_channels, sample.out_channels, num_layers=count),
-            ]
-        return tuple(stages)
+        widths = [start, *(sample.out_channels for sample in samples)]
+        blocks = [VaeStage("res", w, w, num_layers=n) for w, n in zip(widths, layers, strict=True)]
+        pairs = zip(samples, blocks[1:], strict=True)
+        return (blocks[0], *(stage for pair in pairs for stage in pair))
 
-    widths = s.encoder_widths
-    downs = [
-        VaeStage("sample", channels, out, stride=stride)
-        for channels, out, stride in zip(
-            widths[:-1], widths[1:], (SPACE, TIME, BOTH, BOTH), strict=True
-        )
-    ]
+    pairs = zip(pairwise(s.encoder_widths), (SPACE, TIME, BOTH, BOTH), strict=True)
+    downs = [VaeStage("sample", w, out, stride=stride) for (w, out), stride in pairs]
     ups, w = [], s.decoder_width * 8
-    for stride, factor in (
-        ((BOTH, 2), (BOTH, 1), (TIME, 2), (SPACE, 2)) if new else ((BOTH, 2),) * 3
-    ):
+    kinds = ((BOTH, 2), (BOTH, 1), (TIME, 2), (SPACE, 2)) if new else ((BOTH, 2),) * 3
+    for stride, factor in kinds:
         ups.append(VaeStage("sample", w, w // factor, stride=stride, residual=not new))
         w //= factor
     return VideoVaeConfig(
         latent_channels=128,
         patch_size=4,
-        encoder=chain(widths[0], s.encoder_layers, downs),
+        encoder=chain(s.encoder_widths[0], s.encoder_layers, downs),
         decoder=chain(s.decoder_width * 8, s.decoder_layers, ups),
         encoder_padding="zeros",
         decoder_padding="zeros" if new else "reflect",

@@ -337,11 +337,8 @@ def _w4a8(m: Matrix, said: Mapping[str, Any]) -> Recipe:
         scales = (scales.view(E4M3) if scales.dtype == np.uint8 else scales).astype(F32)
         levels = m.read("weight_codebook").ravel() if book else np.arange(-8, 8)
         own = scales.take(np.arange(columns[1], columns[2]) // group, axis=1)
-        values = (
-            np.rint(levels.astype(F32)[_halves(m, rows, columns)] * own)
-            .clip(-127, 127)
-            .astype(np.int8)
-        )
+        values = np.rint(levels.astype(F32)[_halves(m, rows, columns)] * own)
+        values = values.clip(-127, 127).astype(np.int8)
         return values, m.read("weight_s_channel", rows).astype(F32).reshape(-1, 1)
 
     return _rotated(m, said, fields)

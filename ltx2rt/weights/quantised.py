@@ -124,11 +124,8 @@ def _header(file: TensorFile | TensorFolder, stems: Iterable[str]) -> dict[str, 
         if unknown or not isinstance(layers, dict):
             raise refusal(f"{one.path}: {HEADER}", f"key {(unknown or ['layers'])[0]!r:.80}")
         for layer, said in layers.items():
-            names = (
-                layer,
-                *(p + layer for p in PREFIXES),
-                *(layer.removeprefix(p) for p in PREFIXES),
-            )
+            names = [layer, *(p + layer for p in PREFIXES)]
+            names += [layer.removeprefix(p) for p in PREFIXES]
             stem = next((name for name in names if name in stems), layer)
             found[stem] = {"format": said} if isinstance(said, str) else said
     return found

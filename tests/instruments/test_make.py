@@ -12,12 +12,11 @@ from ltx2rt.errors import InputError
 from ltx2rt.instruments import filters
 from ltx2rt.instruments.make import SINGLE_FILE, make_checkpoint, plan_checkpoint, tokenizer_json
 from ltx2rt.stages.tokenizer import tokenize
-from ltx2rt.weights.audit import audit
+from ltx2rt.weights.audit import audit, networks
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.configs import transformer
 from ltx2rt.weights.files import TensorInfo
 from ltx2rt.weights.lora import MergedSource, open_lora
-from ltx2rt.weights.manifest import networks
 from ltx2rt.weights.names import component_of
 from ltx2rt.weights.presets import preset
 

@@ -50,7 +50,7 @@ def write_clip(path, frames: int, width: int = 64, height: int = 64):
     shown = np.zeros((frames, height, width, 3), np.uint8)
     shown += (np.arange(frames) * 6).astype(np.uint8)[:, None, None, None]
     write_mp4(path, [shown], num_frames=frames, fps=Fraction(24))
-    return CaptionedClip(path.name, "a clip", path, None)
+    return CaptionedClip(path.name, "a clip", video=path)
 
 
 def test_pieces_of_a_longer_clip(pieces, tmp_path):
@@ -260,7 +260,7 @@ def write_phone_clip(path, stamps_ms):
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     path.with_suffix(".txt").write_text("a phone")
-    return CaptionedClip(path.name, "a phone", path, None)
+    return CaptionedClip(path.name, "a phone", video=path)
 
 
 def test_frames_of_a_variable_rate_are_the_nearest_in_time(pieces, tmp_path):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ltx2rt.errors import InputError
 from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.stages.frames import video_decoder
-from ltx2rt.weights.audit import audit
+from ltx2rt.weights.audit import audit, networks
 from ltx2rt.weights.checkpoint import Asset, open_checkpoint
 from ltx2rt.weights.files import (
     DTYPES,
@@ -29,7 +29,6 @@ from ltx2rt.weights.files import (
     write_tensors,
 )
 from ltx2rt.weights.lora import check_lora, open_lora
-from ltx2rt.weights.manifest import networks
 from ltx2rt.weights.presets import preset
 
 MAIN, UP = "tiny-2.3.safetensors", "tiny-2.3-spatial-upsampler-x2.safetensors"

@@ -107,7 +107,7 @@ def test_bf16_merge_equals_the_official_order_bit_for_bit(tmp_path_factory, stre
     for lora in loras:
         a, b = (
             torch.from_numpy(lora.file.read(key).astype(np.float32)).bfloat16()
-            for key in (lora.changes[Q].down, lora.changes[Q].up)
+            for key in reversed(lora.changes[Q].terms[0])
         )
         if delta is None:
             delta = ((b * lora.strength).float() @ a.float()).bfloat16()

@@ -17,11 +17,7 @@ ROWS = [
 ]
 WORDS = {  # by layout: the class, and its keys of the scale and of whether it is rational
     "official": ("LatentUpsampler", "spatial_scale", "rational_resampler"),
-    "diffusers": (
-        "LTX2LatentUpsamplerModel",
-        "rational_spatial_scale",
-        "use_rational_resampler",
-    ),
+    "diffusers": ("LTX2LatentUpsamplerModel", "rational_spatial_scale", "use_rational_resampler"),
 }
 SCALES = {2.0: Fraction(2), 1.5: Fraction(3, 2)}
 

@@ -84,6 +84,7 @@ DIFFUSERS_USUAL = {
     "attention_bias": True,
     "attention_out_bias": True,
 }
+MAX_POS = ("pos_embed_max_pos", "base_height", "base_width")  # seconds, pixels, pixels
 PRECISIONS = {"float64": True, "float32": False}
 
 
@@ -190,11 +191,7 @@ def diffusers(keys: Keys) -> TransformerConfig:
         **fields,
         caption_projection=keys.flag("use_prompt_embeddings", True),
         prompt_adaln=fields["text_modulation"] and keys.flag("use_prompt_adaln_single", True),
-        rope_max_pos=(
-            keys.number("pos_embed_max_pos"),
-            keys.number("base_height"),
-            keys.number("base_width"),
-        ),
+        rope_max_pos=tuple(keys.number(key) for key in MAX_POS),  # type: ignore[arg-type]
         audio_rope_max_pos=keys.number("audio_pos_embed_max_pos"),
         rope_float64_grid=keys.flag("rope_double_precision"),
     )
@@ -220,9 +217,7 @@ def diffusers_json(t: TransformerConfig) -> dict[str, Any]:
         "audio_cross_attn_mod": t.text_modulation,
         "use_prompt_adaln_single": t.prompt_adaln or not t.text_modulation,
         "perturbed_attn": t.text_modulation,  # as the released configs: true in 2.3 only
-        "pos_embed_max_pos": t.rope_max_pos[0],
-        "base_height": t.rope_max_pos[1],
-        "base_width": t.rope_max_pos[2],
+        **dict(zip(MAX_POS, t.rope_max_pos, strict=True)),
         "audio_pos_embed_max_pos": t.audio_rope_max_pos,
         "rope_double_precision": t.rope_float64_grid,
         "audio_scale_factor": 4,
