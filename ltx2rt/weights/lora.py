@@ -104,7 +104,7 @@ class Merge:
     skipped: int
     kind: str = "LoRA"
     beside: bool = False  # they stay apart from the weights
-    parts: frozenset[str] = frozenset()  # of the checkpoint
+    parts: frozenset[str] = frozenset()  # those of the checkpoint that they belong to
     alpha_from: str = ""  # the config that has their scale
     unread: int = 0
 

@@ -42,9 +42,9 @@ class Multiplied:
     """A change that multiplies a weight."""
 
     kind: str
-    keys: Mapping[str, str]  # of the module's tensors, by part
+    keys: Mapping[str, str]  # the module's tensors, by part
     scale: float  # the strength
-    shape: tuple[int | None, ...]  # of the weight; None: a size that the file does not show
+    shape: tuple[int | None, ...]  # the weight's; None: a size that the file does not show
     alpha: float  # the bound of OFT, or alpha / r of GLoRA
     rank: int = 0
 
