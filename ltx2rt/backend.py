@@ -44,14 +44,12 @@ class TensorSource(Protocol):
     def names(self) -> Iterable[str]: ...
     def info(self, name: str) -> Any:
         """`.shape`, `.dtype` and `.nbytes`, read only from the header."""
-        ...
 
     def read(self, name: str, *cuts: Cut) -> Any:
         """The tensor, or a slice of it: in numpy (bfloat16 as ml_dtypes.bfloat16), a view of memory
         that is not the reader's; or what the `merge` of the backend that loads it made, which is
         the reader's.
         """
-        ...
 
 
 class Program(Protocol):
@@ -61,11 +59,9 @@ class Program(Protocol):
 
     def __call__(self, weights: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Outputs by name as device arrays. inputs: numpy or device arrays by name."""
-        ...
 
     def release(self) -> None:
         """Drop the built program and its memory; a later call builds it again."""
-        ...
 
 
 class Loop(Protocol):
@@ -80,11 +76,9 @@ class Loop(Protocol):
         yielded once that step has really finished. inputs: the graph's, data whole (all steps of
         the graph first), however many of them run. At most one step is queued beyond the one that
         is waited for; once the iterator is closed, none is."""
-        ...
 
     def release(self) -> None:
         """Like `Program.release`, also of recorded steps. Not while an iterator is in use."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -119,25 +113,20 @@ class Trainer(Protocol):
         since `update`. inputs: those that begin with the axis B hold the samples of all devices of
         the mesh axis `data`, one after the other. Returns the losses of all samples, f32[samples]
         by output name."""
-        ...
 
     def losses(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """The losses that `accumulate` would return, and no gradient."""
-        ...
 
     def update(self, rate: float) -> dict[str, float]:
         """Step the optimiser and clear the gradient. Returns the squared norm of each one before
         clipping, by declared name; where one is not finite, nothing changes."""
-        ...
 
     def state(self) -> dict[str, dict[str, np.ndarray]]:
         """`parameters`, by the names of MOMENTS the optimiser's, and EMA if there is an average.
         All processes must ask."""
-        ...
 
     def restore(self, state: Mapping[str, Mapping[str, np.ndarray]], count: int) -> None:
         """Take what `state` gave after `count` updates."""
-        ...
 
 
 def index_of(graphs: Sequence[Graph], inputs: Mapping[str, Any]) -> int:
@@ -223,7 +212,6 @@ class Backend(Protocol):
     @property
     def num_built(self) -> int:
         """Programs lowered, recorded or compiled so far, hits of the cache on disk included."""
-        ...
 
     def load(
         self,
@@ -242,24 +230,19 @@ class Backend(Protocol):
         backend whose factory `streams`; road: how they reach the device, one of
         `placement.stream.ROADS`. Raises InputError if they have no room there.
         """
-        ...
 
     def park(self, weights: Any) -> Any:
         """A copy of `weights` in the host's memory; None if it cannot hold them."""
-        ...
 
     def unpark(self, kept: Any, left: Any) -> Any:
         """Parked weights, on the device again: in the memory of `left`, weights that are used no
         more, where it fits. `left` is emptied."""
-        ...
 
     def lower(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Program:
         """layers: "scan" runs a repeat's body as a loop, "unrolled" writes it out."""
-        ...
 
     def lower_loop(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Loop:
         """Like `lower`, for a graph that ends in a loop over steps."""
-        ...
 
     def trainer(
         self,
@@ -273,7 +256,6 @@ class Backend(Protocol):
     ) -> Trainer:
         """The step of a local graph with adapters. remat: of REMAT. others: graphs of batches of
         other sizes. deterministic: a step gives the same bits each time."""
-        ...
 
     def compile_ahead(
         self, programs: Iterable[tuple[Program | Loop, bool]]
@@ -281,11 +263,9 @@ class Backend(Protocol):
         """Begin to compile what it lowered, in this order, while other things run; a call waits for
         its own program. With each whether `each` calls it. Returns what can be cancelled. Where
         compiling takes no time it reads none of them, and each is lowered when it is called."""
-        ...
 
     def merge(self, weight: np.ndarray, factors: Sequence[Any], rounded: bool) -> Any:
         """`weights.lora.merge` on the device, sums in another order, for `load`'s source."""
-        ...
 
     def each(self, calls: Iterable[Call], output: str) -> Iterator[Any]:
         """The output of every call, in order, as what `to_host` takes; all devices share the calls.
@@ -299,34 +279,27 @@ class Backend(Protocol):
         others, so that `calls` may `agree` on whether there is another one. What is under way
         between processes when the iterator is closed is waited for.
         """
-        ...
 
     def agree(self, flag: bool) -> bool:
         """Whether any process says so. All must ask; no device waits, no recording has it."""
-        ...
 
     def to_host(self, array: Any) -> np.ndarray:
         """float32 (or int32) numpy copy of a device array; waits for it."""
-        ...
 
     def synchronize(self) -> None:
         """Wait until the device has finished."""
-        ...
 
     def trim(self, recorded: bool = False) -> None:
         """Give memory that nothing uses any more back to the device, if the framework keeps it.
         recorded: also free recorded steps; programs that were not released record theirs again."""
-        ...
 
     def limit(self, max_memory: float | None) -> None:
         """Take at most this many GB of the device from now on (None: all of it), if the framework
         has such a limit. Its cache counts."""
-        ...
 
     def device(self) -> DeviceInfo: ...
     def peak_bytes(self) -> int | None:
         """Peak device memory since the start, if the framework tells."""
-        ...
 
 
 T = TypeVar("T")
@@ -357,14 +330,12 @@ class BackendFactory(Protocol):
 
     def device_kinds(self) -> Iterable[Any]:
         """The devices that can be planned for (`placement.devices.DeviceKind`)."""
-        ...
 
     def as_run(self, graph: Graph, device_kind: str, **how: bool) -> Graph:
         """The graph that a device of `Backend.device_kind` runs for a placed one: its nodes after
         the backend's own passes. `lower` and `lower_loop` lower it; times, memory and the choice of
         a mesh are read off it. steps: of a denoise step, or of the loop over all. compile: as
         `lower` takes it. train: of a training step, which is differentiated."""
-        ...
 
     def cost(
         self,
@@ -378,29 +349,23 @@ class BackendFactory(Protocol):
         `placement.cost.Runs` by the id of a node; there are some where a training step is
         estimated.
         """
-        ...
 
     def rank_and_size(self, environment: Mapping[str, str]) -> tuple[int, int]:
         """(this process, their number) of a launch. InputError if the environment is wrong."""
-        ...
 
     def most_processes(self, device: str) -> int:
         """Processes that `device` of this host can serve; 1 unless each device has one."""
-        ...
 
     def one_device(self, number: int, environment: Mapping[str, str]) -> dict[str, str]:
         """Changes to the environment of a process that shall see one device of this host alone. Of
         factories whose `most_processes` is above 1."""
-        ...
 
     def rendezvous(self) -> Any:
         """A new connection to the launch's store (`ranks.crew.Store`). Imports the framework."""
-        ...
 
     def keep_compiled(self, root: Path) -> None:
         """Cache this process's compiled programs under `root` and reuse the ones there. Imports the
         framework. Nothing, if the framework does so by itself or compiles nothing."""
-        ...
 
     def ahead_compiler(
         self, topology: str, mesh: Mapping[str, int], timed: bool = False
@@ -413,19 +378,15 @@ class BackendFactory(Protocol):
         it, "step" one of its steps; of a training step, a word of REMAT is one batch forward and
         backward. InputError if the compiler is not installed, or does not know the topology.
         """
-        ...
 
     def profile_key(self, device: DeviceInfo) -> str:
         """The name under which `placement.profiles` knows devices like it."""
-        ...
 
     def takes_all(self, device: DeviceInfo) -> bool:
         """Whether a run without a mesh takes all devices like it, not only this one."""
-        ...
 
     def open(self, device: str, mesh: Mapping[str, int]) -> Backend:
         """See `get_backend`. Imports the framework."""
-        ...
 
 
 DEVICE_FILES = {"GPU": ("nvidia[0-9]*",), "TPU": ("accel[0-9]*", "vfio/[0-9]*")}  # by accelerator

@@ -15,7 +15,7 @@ from ltx2rt.serve.board import log
 from ltx2rt.serve.users import Users
 from ltx2rt.session.options import MEMORY
 
-flag = flags_of("server")
+flag, job_flag = flags_of("server"), flags_of("jobs")
 
 PLACES = ("here", "ray")
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -63,12 +63,8 @@ class ServeOptions:
         "file with a line `NAME URL SECRET` for each user (* for all others): when a job is over, "
         "a signed event is posted to URL",
     )
-    pipeline: str = flag(
-        FIRST,
-        "pipeline for requests that name none",
-        group="jobs",
-        metavar="NAME",
-        common="server",
+    pipeline: str = job_flag(
+        FIRST, "pipeline for requests that name none", metavar="NAME", common="server"
     )
     served_name: tuple[str, ...] = flag(
         (),
@@ -85,22 +81,18 @@ class ServeOptions:
     lora_folder: Path | None = flag(
         None, "folder of LoRAs that requests may name", group="model", name="--loras", metavar="DIR"
     )
-    max_queue: int = flag(1000, "number of videos that may wait", group="jobs", least=1)
-    max_user_queue: int | None = flag(
+    max_queue: int = job_flag(1000, "number of videos that may wait", least=1)
+    max_user_queue: int | None = job_flag(
         None,
         "number of videos of one user that may wait (default: a tenth of --max-queue with "
         "--token-file, else all)",
-        group="jobs",
         least=1,
     )
-    user_quota: int | None = flag(
-        None,
-        "number of videos that a user may send in 24 hours (default: any)",
-        group="jobs",
-        least=1,
+    user_quota: int | None = job_flag(
+        None, "number of videos that a user may send in 24 hours (default: any)", least=1
     )
-    max_work: float | None = flag(
-        None, "TFLOP of a request at most, as `plan` counts (default: any)", group="jobs", above=0
+    max_work: float | None = job_flag(
+        None, "TFLOP of a request at most, as `plan` counts (default: any)", above=0
     )
     max_upload: int = flag(
         32_000_000,
@@ -124,12 +116,10 @@ class ServeOptions:
         metavar="SIZE[KB|MB|GB]",
         common="server",
     )
-    step_timeout: float = flag(
-        120.0, "seconds without a step that end a worker", parse_seconds, group="jobs", above=0
+    step_timeout: float = job_flag(
+        120.0, "seconds without a step that end a worker", parse_seconds, above=0
     )
-    drain: float = flag(
-        600.0, "seconds for running jobs when it stops", parse_seconds, group="jobs", least=0
-    )
+    drain: float = job_flag(600.0, "seconds for running jobs when it stops", parse_seconds, least=0)
     log_prompts: bool = flag(False, "write prompts to the log", group="log")
     quiet: bool = flag(False, "write no log", group="log")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ltx2rt.errors import InputError
-from ltx2rt.flags import HARDWARE, MODEL, check_bounds, flag
+from ltx2rt.flags import HARDWARE, MODEL, check_bounds, flag, flags_of
 from ltx2rt.graph.encodings import QUANTISED
 from ltx2rt.placement.mesh import MESH_AXES, canonical
 from ltx2rt.weights.distilled import KINDS
@@ -24,6 +24,7 @@ from ltx2rt.weights.part_table import FILES
 
 DISTILLED_STAGES = ("stage1", "stage2")
 MEMORY = "devices and memory"  # a group of flags
+memory_flag, model_flag = flags_of(MEMORY), flags_of("model")
 
 
 @dataclass(frozen=True)
@@ -137,18 +138,16 @@ def parse_mesh(text: str | Mapping[str, int]) -> dict[str, int]:
 class Model:
     """The model, and the backend that runs it."""
 
-    backend: str = flag(
+    backend: str = memory_flag(
         MISSING,
         "cuda (PyTorch) or tpu (JAX), which also run on a CPU; auto: the one installed here",
-        group=MEMORY,
         metavar="NAME",
         marks="prepare train",
     )
-    model: Path = flag(
+    model: Path = model_flag(
         MISSING,
         "model file or folder, or a repository of the Hugging Face hub",
         parse_part,
-        group="model",
         metavar="PATH|ORG/NAME[@REVISION]",
         common=MODEL,
         marks="prepare train toml",
@@ -159,8 +158,8 @@ if TYPE_CHECKING:
     PartFiles = Model
 else:
     _OWN = {
-        name: flag(
-            None, part.help, parse_part, group="model", metavar=part.metavar,
+        name: model_flag(
+            None, part.help, parse_part, metavar=part.metavar,
             marks="plan compile" + " prepare train toml" * (part.every and not part.wanted),
         )
         for name, part in FILES.items()
@@ -173,58 +172,49 @@ else:
 class ModelOptions(PartFiles):
     """The model flags of `generate`; those that name files of parts are of the part table."""
 
-    distilled_lora: LoraSpec | None = flag(
+    distilled_lora: LoraSpec | None = model_flag(
         None,
         "distilled LoRA, strength 1.0 unless given, or none (default: found near --model if the "
         "pipeline takes one and the model is not distilled)",
         parse_distilled,
-        group="model",
         metavar="FILE[:STRENGTH]|none",
         marks="plan",
     )
-    loras: tuple[LoraSpec, ...] = flag(
+    loras: tuple[LoraSpec, ...] = model_flag(
         (),
         "LoRAs, strength 1.0 and both stages unless given",
         parse_lora,
-        group="model",
         name="--lora",
         metavar="FILE|FOLDER[:STRENGTH[:stage1|stage2]]",
         repeat=True,
         common=MODEL,
         marks="plan compile",
     )
-    lora_allow_partial: bool = flag(
-        False, "merge what fits of a LoRA of another release or with unknown keys", group="model"
+    lora_allow_partial: bool = model_flag(
+        False, "merge what fits of a LoRA of another release or with unknown keys"
     )
-    lora_mode: str = flag(
+    lora_mode: str = model_flag(
         "merged",
         "merge LoRAs into the weights; or compute them beside the weights in every step, which "
         "changes between LoRAs without reading the model again (unmerged)",
-        group="model",
         choices=("merged", "unmerged"),
     )
-    dtype: str | None = flag(
+    dtype: str | None = memory_flag(
         None,
         "dtype of the computation (default: bfloat16, float32 on a CPU and in probe)",
-        group=MEMORY,
         choices=("bfloat16", "float32"),
         marks="plan prepare train",
     )
-    weights_dtype: str | None = flag(
+    weights_dtype: str | None = memory_flag(
         None,
         "dtype of the transformer blocks' weights: int8 and float8 halve their memory, float8 "
         "rounds what they are multiplied by, too; bfloat16 decodes files of fewer bits while they "
         "are loaded (default: as stored)",
-        group=MEMORY,
         choices=("bfloat16", *QUANTISED),
         marks="plan compile placed train toml",
     )
-    device: str = flag(
-        "auto",
-        "device: auto, cpu, cuda or tpu",
-        group=MEMORY,
-        metavar="NAME",
-        marks="prepare train",
+    device: str = memory_flag(
+        "auto", "device: auto, cpu, cuda or tpu", metavar="NAME", marks="prepare train"
     )
     cross_timestep_rule: str = flag(
         "C",
@@ -232,91 +222,74 @@ class ModelOptions(PartFiles):
         group="sampling",
         choices=("A", "B", "C"),
     )
-    vae_tiling: str = flag(
+    vae_tiling: str = memory_flag(
         "auto",
         "decode the video in tiles that fit the memory, or in one piece (off)",
-        group=MEMORY,
         choices=("auto", "off"),
         marks="plan compile",
     )
-    layers: str = flag(
-        "scan", "loop over blocks, or write them out", group=MEMORY, choices=("scan", "unrolled")
+    layers: str = memory_flag(
+        "scan", "loop over blocks, or write them out", choices=("scan", "unrolled")
     )
-    compile: bool = flag(
-        False, "compile the transformer's block with PyTorch Inductor", group=MEMORY
-    )
-    memory: str = flag(
+    compile: bool = memory_flag(False, "compile the transformer's block with PyTorch Inductor")
+    memory: str = memory_flag(
         "auto",
         "if a run does not fit: auto frees weights once they are used and streams layers from host "
         "memory, which changes no number; resident refuses the run",
-        group=MEMORY,
         choices=("auto", "resident"),
         common=HARDWARE,
         marks="plan train",
     )
-    max_memory: float | None = flag(
+    max_memory: float | None = memory_flag(
         None,
         "use at most this much device memory (default: all that is free)",
-        group=MEMORY,
         metavar="GB",
         above=0,
         most=1e9,
         marks="plan train",
     )
-    host_memory: float | None = flag(
+    host_memory: float | None = memory_flag(
         None,
         "keep streamed layers in the file if they need more of the host's memory than this "
         "(default: what is free, less 8 GB)",
-        group=MEMORY,
         metavar="GB",
         least=0,
         most=1e9,
         marks="plan",
     )
-    profile: str | None = flag(
+    profile: str | None = memory_flag(
         None,
         "how networks are split over devices (default: the one for the device kind)",
-        group=MEMORY,
         metavar="NAME",
         marks="plan compile placed train",
     )
-    mesh: Mapping[str, int] = flag(
+    mesh: Mapping[str, int] = memory_flag(
         {},
         "devices along each mesh axis, such as tensor=4",
         parse_mesh,
-        group=MEMORY,
         metavar="AXIS=N",
         marks="plan compile placed prepare train",
     )
-    num_gpus: int | None = flag(
-        None,
-        "number of GPUs, each with a process",
-        group=MEMORY,
-        least=1,
-        common=HARDWARE,
-        marks="train",
+    num_gpus: int | None = memory_flag(
+        None, "number of GPUs, each with a process", least=1, common=HARDWARE, marks="train"
     )
-    tp_size: int | None = flag(
-        None, "short for --mesh tensor=N (default: all devices)", group=MEMORY, least=1
+    tp_size: int | None = memory_flag(
+        None, "short for --mesh tensor=N (default: all devices)", least=1
     )
-    video_decoder: str | None = flag(
+    video_decoder: str | None = model_flag(
         None,
         "video decoder of LTX-2.5, which has two (default: conv if it is found)",
-        group="model",
         choices=("conv", "diffusion"),
         marks="plan compile",
     )
-    config_from: Path | None = flag(
-        None, "complete file, for what --model lacks", group="model", marks="prepare train toml"
+    config_from: Path | None = model_flag(
+        None, "complete file, for what --model lacks", marks="prepare train toml"
     )
-    offline: bool = flag(
-        False, "use only files that are here already", group="model", marks="prepare train"
-    )
-    assume: str | None = flag(
+    offline: bool = model_flag(False, "use only files that are here already", marks="prepare train")
+    assume: str | None = model_flag(
         None,
         "kind of the weights of --model, which decides the pipelines that take it (default: by its "
         "files' headers and names)",
-        group="model",
         choices=KINDS,
         marks="plan train toml",
     )

@@ -44,6 +44,7 @@ class Progress:
     eta_s: float | None
 
 
+@dataclass
 class Stopwatch:
     """Times stages and shows them: on a terminal the running one, with a bar for the whole run, or for
     the stage if the run's work is unknown, and a line for each finished one; elsewhere, and if
@@ -57,32 +58,26 @@ class Stopwatch:
     of the video, a host array, f32[videos, C, frames, rows, columns].
     """
 
-    def __init__(
-        self,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-        synchronize: Callable[[], None] = lambda: None,
-        observer: Callable[[Progress], None] | None = None,
-        cancelled: Callable[[], bool] = lambda: False,
-        agree: Callable[[bool], bool] = bool,
-        work: Mapping[str, float] | None = None,
-        verbose: bool = False,
-        look: Callable[[Callable[[], Any]], None] = lambda latents: None,
-        total_work: float | None = None,
-        brief: bool = False,
-    ):
-        self.stream, self.clock, self.synchronize = stream, clock, synchronize
-        self.observer = observer
-        self.cancelled = cancelled
-        self.agree = agree
-        self.work = dict(work or {})
-        self.total_work = sum(self.work.values()) if total_work is None else total_work
-        self.look = look
-        self._bars = stream is not None and stream.isatty()
-        self.verbose, self.brief = verbose, brief and not verbose
-        self.stages: list[StageTime] = []
-        self.apart_s: dict[str, float] = {}
-        self._start = clock()
+    stream: TextIO | None = None
+    clock: Callable[[], float] = time.perf_counter
+    synchronize: Callable[[], None] = lambda: None
+    observer: Callable[[Progress], None] | None = None
+    cancelled: Callable[[], bool] = lambda: False
+    agree: Callable[[bool], bool] = bool
+    work: Mapping[str, float] = field(default_factory=dict)
+    verbose: bool = False
+    look: Callable[[Callable[[], Any]], None] = lambda latents: None
+    total_work: float | None = None
+    brief: bool = False
+    stages: list[StageTime] = field(default_factory=list)
+    apart_s: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.total_work is None:
+            self.total_work = sum(self.work.values())
+        self.brief = self.brief and not self.verbose
+        self._bars = self.stream is not None and self.stream.isatty()
+        self._start = self.clock()
         self._done = 0.0  # part of `work` that is done, by stages that have ended
 
     @property
