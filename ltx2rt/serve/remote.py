@@ -10,18 +10,17 @@ from __future__ import annotations
 import base64
 import json
 import os
-import shutil
+import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+
+import httpx
 
 from ltx2rt.atomic_file import DISK_ERRORS, replacing
 from ltx2rt.errors import InputError
@@ -53,14 +52,18 @@ class RemoteServer:
         if not url.startswith(("http://", "https://")):
             raise InputError(f"--server: {url[:80]!r}, expected http://HOST:PORT")
         self.url = url.rstrip("/")
-        self.headers = {"content-type": "application/json"} | (
-            {"authorization": f"Bearer {token}"} if token else {}
-        )
+        self._http = httpx.Client(
+            headers={"content-type": "application/json"}
+            | ({"authorization": f"Bearer {token}"} if token else {}),
+            timeout=TIMEOUT_S,
+            limits=httpx.Limits(max_keepalive_connections=0),  # a kept one may be closed meanwhile
+            verify=ssl.create_default_context(), follow_redirects=True,
+        )  # fmt: skip
 
     def ask(
         self, method: str, path: str, body: Any = None, key: str | None = None, shape: Any = dict
     ) -> dict[str, Any]:
-        text = self._exchange(method, path, lambda answer: answer.read(), body, key)
+        text = self._exchange(method, path, httpx.Response.read, body, key)
         try:
             return parse(text.decode(), shape)
         except ValueError as error:
@@ -92,30 +95,29 @@ class RemoteServer:
     def fetch(self, path: str, to: Path) -> None:
         """An answer's body as a file, whole and on the disk."""
         with replacing(to) as whole:
-            self._exchange("GET", path, lambda answer: _save(answer, whole))
+            self._exchange("GET", path, partial(_save, to=whole))
 
     def _exchange(
         self, method: str, path: str, take: Callable[[Any], T], body: Any = None,
         key: str | None = None,
     ) -> T:  # fmt: skip
         """Return what `take` makes of the answer, asking again after one that was cut off."""
-        data = None if body is None else json.dumps(body).encode()
-        headers = self.headers | ({"idempotency-key": key} if key else {})
-        request = Request(f"{self.url}/{path.lstrip('/')}", data, headers, method=method)
+        headers = {"idempotency-key": key} if key else {}
+        data = None if body is None else json.dumps(body)  # httpx's own has no half surrogates
+        asked = method, f"{self.url}/{path.lstrip('/')}"
         deadline, told = time.monotonic() + self.patience_s, False
         while True:
             try:
-                with urlopen(request, timeout=TIMEOUT_S) as answer:
+                with self._http.stream(*asked, content=data, headers=headers) as answer:
                     self.patience_s = SILENT_S
-                    return take(answer)
-            except HTTPError as error:
-                self.patience_s = SILENT_S
-                said = error.read().decode(errors="replace")
-                if error.code not in (429, 503):
-                    raise InputError(_message(said) or f"{method} {path}: {error.code}") from None
-                time.sleep(float(error.headers.get("retry-after", AGAIN_S)))
+                    if answer.is_success:
+                        return take(answer)
+                    said = answer.read().decode(errors="replace")
+                if answer.status_code not in (429, 503):
+                    raise InputError(_message(said) or f"{method} {path}: {answer.status_code}")
+                time.sleep(float(answer.headers.get("retry-after", AGAIN_S)))
                 deadline = time.monotonic() + SILENT_S  # it lives
-            except (OSError, HTTPException) as error:
+            except (OSError, httpx.HTTPError, httpx.InvalidURL) as error:
                 if getattr(error, "errno", None) in DISK_ERRORS:
                     raise
                 if time.monotonic() > deadline:
@@ -128,12 +130,10 @@ class RemoteServer:
                 time.sleep(min(AGAIN_S, self.patience_s / 4))
 
 
-def _save(answer: HTTPResponse, to: Path) -> None:
-    """Raises ConnectionError for a body that is cut off, which `read` of a part does not."""
+def _save(answer: httpx.Response, to: Path) -> None:
     with to.open("wb") as file:
-        shutil.copyfileobj(answer, file, CHUNK_BYTES)
-        if answer.length:
-            raise ConnectionError(f"{answer.length} bytes are missing")
+        for chunk in answer.iter_bytes(CHUNK_BYTES):
+            file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
 

@@ -13,27 +13,25 @@ import binascii
 import hashlib
 import hmac
 import json
-import socket
 import sqlite3
+import ssl
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
+
+import httpx
 
 from ltx2rt.errors import InputError
 from ltx2rt.serve.board import Board
 from ltx2rt.serve.jobs import EVERYBODY
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.queue import WebhookEvent
-from ltx2rt.serve.supervisor import QueueThread, in_thread
+from ltx2rt.serve.supervisor import QueueThread
 from ltx2rt.text_files import flag_lines
 from ltx2rt.version import VERSION
 
@@ -112,56 +110,9 @@ def _secret(where: str, text: str) -> bytes:
     return secret
 
 
-class NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Sends a signed event to the address of the file only."""
-
-    def redirect_request(self, *_) -> None:  # pyrefly: ignore[bad-override]
-        return None
-
-
-class Exchange:
-    """The connections of one POST, which another thread may end whatever still comes by them."""
-
-    def __init__(self) -> None:
-        self._over, self._sockets = False, list[socket.socket]()
-
-    def end(self) -> None:
-        self._over = True
-        for sock in self._sockets:
-            with suppress(OSError):
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)
-
-    def made(self, kind: type[HTTPConnection], *args: Any, **how: Any) -> HTTPConnection:
-        """Make a connection that `end` ends."""
-        made = kind(*args, **how)
-        connect = made.connect
-
-        def connect_held() -> None:
-            connect()
-            self._sockets.append(made.sock)
-            if self._over:
-                raise TimeoutError("no connection in time")
-
-        made.connect = connect_held  # pyrefly: ignore[bad-assignment]
-        return made
-
-    def open(self, request: urllib.request.Request) -> Any:
-        """Send a request. Raises OSError, HTTPException, ValueError."""
-        plain, encrypted = urllib.request.HTTPHandler(), urllib.request.HTTPSHandler()
-        connections = {
-            "http_open": (plain, HTTPConnection),
-            "https_open": (encrypted, HTTPSConnection),
-        }
-        for name, (handler, kind) in connections.items():
-            setattr(handler, name, partial(handler.do_open, partial(self.made, kind)))
-        return urllib.request.build_opener(NoRedirects, plain, encrypted).open(
-            request, timeout=ANSWER_S
-        )
-
-
 class Webhooks:
-    """Sends what the queue keeps for the users of `hooks`: one event at a time for each address,
-    each in a thread that serves nothing else."""
+    """Sends what the queue keeps for the users of `hooks`: one event at a time for each
+    address."""
 
     def __init__(
         self, hooks: Mapping[str, Hook], store: QueueThread, board: Board, metrics: Metrics
@@ -193,14 +144,7 @@ class Webhooks:
 
     async def deliver(self, event: WebhookEvent) -> None:
         """Send it once; then it is forgotten, or due again later."""
-        hook = self.hooks.get(event.user) or self.hooks[EVERYBODY]
-        exchange = Exchange()
-        try:
-            answer = in_thread(send, hook, event, exchange)
-            problem, gone = await asyncio.wait_for(answer, ANSWER_S)
-        except TimeoutError:
-            exchange.end()
-            problem, gone = f"no answer in {ANSWER_S} s", False
+        problem, gone = await send(self.hooks.get(event.user) or self.hooks[EVERYBODY], event)
         late = event.waited_s > GIVE_UP_S
         outcome = "delivered" if problem is None else "dropped" if gone or late else "failed"
         wait_s = WAITS_S[min(event.tries, len(WAITS_S) - 1)] if outcome == "failed" else None
@@ -212,7 +156,7 @@ class Webhooks:
         )
 
 
-def send(hook: Hook, event: WebhookEvent, exchange: Exchange) -> tuple[str | None, bool]:
+async def send(hook: Hook, event: WebhookEvent) -> tuple[str | None, bool]:
     """The error, None if it was taken, and whether the receiver wants no more of it (410)."""
     about = {"object": "event", "id": event.id, "type": f"video.{event.kind}"}
     about |= {"created_at": int(event.created), "data": {"id": event.job}}
@@ -226,10 +170,15 @@ def send(hook: Hook, event: WebhookEvent, exchange: Exchange) -> tuple[str | Non
         "webhook-signature": hook.signature(event.id, timestamp, body),
     }
     try:
-        with exchange.open(urllib.request.Request(hook.url, body, headers)):
-            return None, False
-    except urllib.error.HTTPError as error:
-        error.close()
-        return f"HTTP {error.code}", error.code == HTTPStatus.GONE
-    except (OSError, HTTPException, ValueError) as error:  # ValueError: no name of a host
+        async with (
+            asyncio.timeout(ANSWER_S),
+            httpx.AsyncClient(verify=ssl.create_default_context(), timeout=None) as client,
+            client.stream("POST", hook.url, content=body, headers=headers) as answer,
+        ):
+            if answer.is_success:
+                return None, False
+            return f"HTTP {answer.status_code}", answer.status_code == HTTPStatus.GONE
+    except TimeoutError:
+        return f"no answer in {ANSWER_S} s", False
+    except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # no name of a host
         return f"{type(error).__name__}: {error}"[:200], False
