@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse
+from starlette.staticfiles import NotModifiedResponse, StaticFiles
 
 from ltx2rt.serve.refusal import Refusal
 
 RANGES = re.compile(r"bytes=\s*(\d+-\d*|-\d+)(\s*,\s*(\d+-\d*|-\d+))*\s*", re.ASCII)
+CACHE = StaticFiles(check_dir=False)  # which tells of any file whether a client has it
 
 
 class Json(JSONResponse):
@@ -42,17 +44,9 @@ class Opened(FileResponse):
             headers = [(name, text) for name, text in scope["headers"] if name != b"range"]
             scope = {**scope, "headers": headers}  # ignored, as RFC 9110, 14.2 allows
         with self._file:
-            if self._known(Headers(scope=scope)):
+            self.set_stat_headers(os.fstat(self._file.fileno()))
+            if CACHE.is_not_modified(self.headers, Headers(scope=scope)):
                 self.background = None
-                names = ("etag", "last-modified", "cache-control")
-                kept = {name: self.headers[name] for name in names}
-                await Response(None, 304, kept)(scope, receive, send)
+                await NotModifiedResponse(self.headers)(scope, receive, send)
             else:
                 await super().__call__(scope, receive, ranged)
-
-    def _known(self, asked: Headers) -> bool:
-        """Whether the client has this file, as it says (RFC 9110, 13.1)."""
-        self.set_stat_headers(os.fstat(self._file.fileno()))
-        if (etags := asked.get("if-none-match")) is not None:
-            return self.headers["etag"] in etags or etags.strip() == "*"
-        return asked.get("if-modified-since") == self.headers["last-modified"]

@@ -9,16 +9,16 @@ import asyncio
 import json
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette import routing
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
 
 from ltx2rt.serve.answers import Json
 from ltx2rt.serve.batch import made_by
@@ -26,7 +26,7 @@ from ltx2rt.serve.files import EVENT_GAP_S, Files
 from ltx2rt.serve.form import Gone, fields_of
 from ltx2rt.serve.gate import COOKIE, PAGE, RETRY_S, nothing_here, refused
 from ltx2rt.serve.jobs import Job
-from ltx2rt.serve.openapi import openapi
+from ltx2rt.serve.openapi import Route, openapi
 from ltx2rt.serve.options import KEEP_S
 from ltx2rt.serve.orders import Orders
 from ltx2rt.serve.refusal import Refusal
@@ -35,8 +35,6 @@ from ltx2rt.weights.digests import digest
 
 KEEP_ALIVE_S = 15
 UNUSED_S = 3600  # for so long what was sent stays if no job reads it
-PAGE_TYPES = {f".{name}": f"text/{name}" for name in ("html", "css")}
-PAGE_TYPES |= {".js": "text/javascript", ".svg": "image/svg+xml"}
 NOT_HERE = "editing and characters are not supported here; send a new prompt with images instead"
 
 
@@ -44,12 +42,14 @@ class App(Orders, Videos, Files):
     def __post_init__(self) -> None:
         super().__post_init__()
         kinds = (Refusal, HTTPException, Gone, sqlite3.OperationalError, OSError, Exception)
-        routes = [Route(path, call, methods=[method]) for method, path, call in self._routes()]
+        routes = [
+            routing.Route(path, call, methods=[method]) for method, path, call in self._routes()
+        ]
         self.starlette = Starlette(
             routes=routes, exception_handlers=dict.fromkeys(kinds, self._refused)
         )
 
-    def _routes(self) -> list[tuple[str, str, Callable[[Request], Awaitable[Response]]]]:
+    def _routes(self) -> list[Route]:
         return [
             ("POST", "/v1/videos", self.create),
             ("GET", "/v1/videos", self.list),
@@ -203,7 +203,7 @@ class App(Orders, Videos, Files):
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def openapi(self, request: Request) -> Response:
-        return Json(openapi(self.admission))
+        return Json(openapi(self.admission, self._routes()))
 
     # --- the page ---------------------------------------------------------------------------------
 
@@ -213,8 +213,7 @@ class App(Orders, Videos, Files):
         name = "docs.html" if name == "docs" else name
         if (path := PAGE.get(name)) is None:
             raise nothing_here()
-        kind = PAGE_TYPES[path.suffix]
-        return FileResponse(path, media_type=kind, headers={"cache-control": "no-cache"})
+        return FileResponse(path, headers={"cache-control": "no-cache"})
 
     async def login(self, request: Request) -> Response:
         """A token as a cookie, for the page: neither <video> nor EventSource can send a header."""

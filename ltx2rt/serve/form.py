@@ -51,16 +51,19 @@ async def fields_of(
         raise Refusal(415, "bad_content_encoding", text)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     chunks = _chunks(request, max_bytes)
+    files: dict[str, bytes] = {}
     if kind == "multipart/form-data":
-        given, files = await _multipart(request, chunks, max_bytes, structured())
+        given, files = await _multipart(request, chunks, max_bytes)
     elif kind in ("application/json", FORM, ""):
         body = b"".join([chunk async for chunk in chunks])
         json_body = kind != FORM or body.lstrip()[:1] == b"{"  # `curl -d` calls JSON a form
-        given, files = _json(body) if json_body else _urlencoded(body), {}
-        _parse(given, structured())
+        given = _json(body) if json_body else _urlencoded(body)
     else:
         text = f"content-type: {kind[:80]!r}, expected multipart/form-data or application/json"
         raise Refusal(415, "bad_content_type", text)
+    for name in structured():  # lists and objects may come as text
+        if isinstance(text := given.get(name), str) and text.lstrip()[:1] in ("[", "{"):
+            given[name] = _parsed(text, name)
     if folder is None:
         return {**given, **files}
     return await _with_files(given, files, folder, uploads, request.state.user)
@@ -92,8 +95,9 @@ async def _chunks(request: Request, max_bytes: int) -> AsyncGenerator[bytes, Non
 
 
 async def _multipart(
-    request: Request, chunks: AsyncGenerator[bytes, None], max_bytes: int, structured: Iterable[str]
+    request: Request, chunks: AsyncGenerator[bytes, None], max_bytes: int
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Fields and files. Raises Refusal."""
     parser = MultiPartParser(
         request.headers, chunks, max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=max_bytes
     )
@@ -102,45 +106,37 @@ async def _multipart(
     except (MultiPartException, KeyError, UnicodeError, ValueError) as error:
         said = getattr(error, "message", "") or "the form cannot be read"
         raise invalid(f"form: {said}; see RFC 7578") from None
-    given: dict[str, Any] = {}
-    files: dict[str, bytes] = {}
     try:
-        for name, value in form.multi_items():
-            if not isinstance(value, str):
-                files[name] = await value.read()
-            elif match := re.fullmatch(r"(\w+)\[\]\[(\w+)\]", name):
-                _append(given.setdefault(match[1], []), match[2], value, name)
-            elif match := re.fullmatch(r"(\w+)\[(\w*)\]", name):
-                _put(given.setdefault(match[1], {} if match[2] else []), match[2], value, name)
-            elif name in given:
-                raise invalid(f"{name[:80]}: given twice", name[:80])
-            else:
-                given[name] = value
+        items = form.multi_items()
+        files = {name: await x.read() for name, x in items if not isinstance(x, str)}
+        return _fields((name, x) for name, x in items if isinstance(x, str)), files
     finally:
         await form.close()
-    _parse(given, structured)
-    return given, files
 
 
 def _urlencoded(body: bytes) -> dict[str, Any]:
     """Raises Refusal."""
-    given: dict[str, Any] = {}
     try:
         found = parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=MAX_FIELDS)
     except ValueError as error:
         raise invalid(f"form: {str(error)[:120]}") from None
-    for name, value in found:
-        if name in given:
+    return _fields(found)
+
+
+def _fields(items: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """The fields of a form, with the lists and objects that names in brackets make. Raises
+    Refusal."""
+    given: dict[str, Any] = {}
+    for name, value in items:
+        if match := re.fullmatch(r"(\w+)\[\]\[(\w+)\]", name):
+            _append(given.setdefault(match[1], []), match[2], value, name)
+        elif match := re.fullmatch(r"(\w+)\[(\w*)\]", name):
+            _put(given.setdefault(match[1], {} if match[2] else []), match[2], value, name)
+        elif name in given:
             raise invalid(f"{name[:80]}: given twice", name[:80])
-        given[name] = value
+        else:
+            given[name] = value
     return given
-
-
-def _parse(given: dict[str, Any], structured: Iterable[str]) -> None:
-    """Read lists and objects that came as text."""
-    for name in structured:
-        if isinstance(text := given.get(name), str) and text.lstrip()[:1] in ("[", "{"):
-            given[name] = _parsed(text, name)
 
 
 def _append(items: Any, key: str, value: str, name: str) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable
+from inspect import getdoc
 from typing import Any
 
 from ltx2rt.serve.admission import MAX_PRIORITY, MAX_VIDEOS, OURS, Admission
 from ltx2rt.serve.fields import MAX_PROMPT, uploads
 from ltx2rt.serve.jobs import JOB_ID
+
+Route = tuple[str, str, Callable[..., Any]]  # method, path, and what answers
 
 
 def _body(admission: Admission) -> dict[str, Any]:
@@ -36,49 +40,34 @@ def _body(admission: Admission) -> dict[str, Any]:
     return {**fixed, "properties": properties}
 
 
-def openapi(admission: Admission) -> dict[str, Any]:
-    """The routes, and what a request may hold."""
+def openapi(admission: Admission, routes: Iterable[Route]) -> dict[str, Any]:
+    """The routes below /v1, as their methods' docstrings tell of them, and what a request may
+    hold."""
     body = _body(admission)
-    properties = body["properties"]
     file = {"input_reference": {"type": "string", "format": "binary"}}
-    form = {**body, "properties": properties | file}
+    form = {**body, "properties": body["properties"] | file}
     content = {"application/json": {"schema": body}, "multipart/form-data": {"schema": form}}
-    schema = {"type": "string", "pattern": JOB_ID.pattern}
-    id = {"name": "id", "in": "path", "required": True, "schema": schema}
-    answers = {"200": {"description": "done"}, "4XX": {"description": "an error object"}}
-
-    def at(**methods: Mapping[str, Any]) -> dict[str, Any]:
-        return {method: {"responses": answers, **more} for method, more in methods.items()}
-
-    one = {"parameters": [id]}
-    remix = {"type": "object", "properties": {"prompt": {"type": "string"}}}
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "ltx2rt", "version": "1"},
-        "paths": {
-            "/v1/videos": at(get={}, post={"requestBody": {"required": True, "content": content}}),
-            "/v1/videos/{id}": at(get=one, delete=one),
-            "/v1/videos/{id}/cancel": at(post=one),
-            "/v1/videos/{id}/remix": at(
-                post={**one, "requestBody": {"content": {"application/json": {"schema": remix}}}}
-            ),
-            "/v1/videos/{id}/retry": at(post=one),
-            "/v1/videos/{id}/pin": at(post=one, delete=one),
-            "/v1/videos/{id}/extend": at(post={**one, "requestBody": {"content": content}}),
-            "/v1/videos/extensions": at(post={"requestBody": {"content": content}}),
-            "/v1/videos/{id}/stream": at(get=one),
-            "/v1/videos/{id}/segments": at(get=one),
-            "/v1/videos/{id}/segments/{index}": at(
-                get={"parameters": [id, {**id, "name": "index", "schema": {"type": "integer"}}]}
-            ),
-            "/v1/videos/{id}/content": at(get=one),
-            "/v1/videos/{id}/events": at(get=one),
-            "/v1/events": at(get={}),
-            "/v1/models": at(get={}),
-            "/v1/loras": at(get={}),
-            "/v1/limits": at(get={}),
-            "/v1/status": at(get={}),
-            "/v1/queue/pause": at(post={}),
-            "/v1/queue/resume": at(post={}),
-        },
-    }
+    prompt = {"type": "object", "properties": {"prompt": {"type": "string"}}}
+    bodies = dict.fromkeys(("create", "extend", "extension"), content)
+    bodies["remix"] = {"application/json": {"schema": prompt}}
+    kinds = {"index": {"type": "integer"}, "id": {"type": "string", "pattern": JOB_ID.pattern}}
+    kinds["id:path"] = {"type": "string"}  # of a model
+    paths: dict[str, dict[str, Any]] = {}
+    for method, path, call in routes:
+        if not path.startswith("/v1/") or call.__name__ == "not_here":
+            continue
+        about: dict[str, Any] = {
+            "responses": {"200": {"description": "done"}, "4XX": {"description": "an error object"}}
+        }
+        if said := getdoc(call):
+            about["summary"] = " ".join(said.split())
+        if names := re.findall("{(.+?)}", path):
+            about["parameters"] = [
+                {"name": n.partition(":")[0], "in": "path", "required": True, "schema": kinds[n]}
+                for n in names
+            ]
+        if call.__name__ in bodies:
+            required = {"required": True} if call.__name__ == "create" else {}
+            about["requestBody"] = {**required, "content": bodies[call.__name__]}
+        paths.setdefault(path.replace(":path", ""), {})[method.lower()] = about
+    return {"openapi": "3.1.0", "info": {"title": "ltx2rt", "version": "1"}, "paths": paths}
