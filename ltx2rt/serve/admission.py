@@ -92,6 +92,7 @@ class Admitted:
     work: float
     loras: str
     digest: str
+    priority: int
     least_s: float | None = None
 
 
@@ -194,15 +195,18 @@ class Admission:
             loras = self._loras(given.get("loras", ()))
             sent = {field: kind for field, kind in taken.items() if field in given}
             files = {field: self._files(field, given[field], kind) for field, kind in sent.items()}
-            return self._planned(name, dict(given), clip, images, loras, files, self._number(given))
+            return self._planned(name, dict(given), clip, images, loras, files)
         except InputError as error:
             said = self._without_folders(str(error))
             raise of_input(InputError(said), known, given) from error
 
     def _planned(
         self, name: str, given: dict[str, Any], clip: dict[str, Any], images: list[list],
-        loras: list[list], files: dict[str, list[list]], n: int,
+        loras: list[list], files: dict[str, list[list]],
     ) -> Admitted:  # fmt: skip
+        # by default a video for each place of the mesh axis `data`
+        n = _whole(given, "n", self.options.mesh.get("data", 1), range(1, MAX_VIDEOS + 1))
+        priority = _whole(given, "priority", 0, range(MAX_PRIORITY + 1))
         pictures = [(self.inputs / file, frame, strength) for file, frame, strength in images]
         specs = [LoraSpec((self.lora_folder or Path()) / file, *rest) for file, *rest in loras]
         self._session.use_loras((*self.options.loras, *specs))
@@ -247,7 +251,8 @@ class Admission:
             "size": f"{width}x{height}", "seconds": seconds, "frames": frames == "true",
         }  # fmt: skip
         digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
-        return Admitted(given, job, work, json.dumps(loras) if loras else "", digest, least_s)
+        key = json.dumps(loras) if loras else ""
+        return Admitted(given, job, work, key, digest, priority, least_s)
 
     def _without_folders(self, message: str) -> str:
         """Sentences name files; their folder and their names here stay private."""
@@ -319,13 +324,6 @@ class Admission:
                 raise invalid(f"{field}: strength is a number", field)
             files.append([file + SUFFIX[kind], *([strength] if weighed else [])])
         return files
-
-    def _number(self, given: Mapping[str, Any]) -> int:
-        """Number of videos; by default one for each place of the mesh axis `data`."""
-        n = number(given.get("n", self.options.mesh.get("data", 1)))
-        if n is None or n not in range(1, MAX_VIDEOS + 1):
-            raise invalid(f"n: {str(given['n'])[:80]}, expected 1 to {MAX_VIDEOS}", "n")
-        return int(n)
 
     def high_range(self, request: Request, loras: Sequence[Sequence[Any]]) -> HighRange | None:
         """How the files of a job are; loras: as it names them."""
@@ -405,6 +403,15 @@ class Admission:
             "loras": list(self.lora_files()),
             "warm": [str(shape) for shape in self.warm],
         }
+
+
+def _whole(given: Mapping[str, Any], name: str, default: int, bounds: range) -> int:
+    """A number of the request. Raises Refusal."""
+    found = number(text := given.get(name, default))
+    if found is None or found not in bounds:
+        expected = f"expected {bounds[0]} to {bounds[-1]}"
+        raise invalid(f"{name}: {str(text)[:80]}, {expected}", name)
+    return int(found)
 
 
 def _items(name: str, given: Any, most: int, known: Sequence[str]) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette import routing
 from starlette.applications import Starlette
@@ -197,7 +198,7 @@ class App(Orders, Videos, Files):
                 rss = self.metrics.rss.labels(f"replica {replica.number}")
                 rss.set(rss_bytes(replica.process.pid))
         self.metrics.paused.set(await self.store(self.queue.paused))
-        self.metrics.rss.labels("server").set(rss_bytes("self"))
+        self.metrics.rss.labels("server").set(rss_bytes())
         self.metrics.disk.labels("clips").set(await asyncio.to_thread(self.folder.used_bytes))
         self.metrics.disk.labels("free").set(await asyncio.to_thread(self.folder.free_bytes))
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
@@ -261,9 +262,9 @@ def _model(name: str, about: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "local", "x": about}
 
 
-def rss_bytes(pid: int | str) -> int:
-    """Resident memory of a process; 0 if it is gone."""
+def rss_bytes(pid: int | None = None) -> int:
+    """Resident memory of a process, by default of this one; 0 if it is gone."""
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
-    except (OSError, IndexError):
+        return psutil.Process(pid).memory_info().rss
+    except psutil.Error:
         return 0

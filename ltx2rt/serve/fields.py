@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.errors import InputError
-from ltx2rt.flags import Flag, convert, flagged, parse_seconds, reader
+from ltx2rt.flags import Flag, convert, flagged, marked, parse_seconds, reader
 from ltx2rt.pipelines import pipelines
 from ltx2rt.pipelines.groups.images import parse_image
-from ltx2rt.pipelines.groups.seeds import Videos
 from ltx2rt.pipelines.groups.size import Pixels
 from ltx2rt.pipelines.groups.sound import parse_reference
-from ltx2rt.pipelines.groups.source_clip import SourceClip
 from ltx2rt.pipelines.groups.text import Enhancing
 from ltx2rt.pipelines.request import Request
 from ltx2rt.serve.upload import MAX_BYTES
@@ -73,17 +71,16 @@ def as_given(files: Mapping[str, list[list]], folder: Path) -> dict[str, Any]:
 
 @cache
 def offered(type_: type[Request], with_enhancer: bool = False) -> dict[str, Field]:
-    """The clip flags that requests may set: those that name no file to keep, and no range of
-    lengths. Several videos are several jobs, and an uploaded clip states its rate."""
-    but = flagged(Videos) if with_enhancer else flagged(Videos, Enhancing)
-    found = {name: f for name, f in flagged(type_).items() if name not in but}
+    """The clip flags that requests may set: those that name no file to keep, and are not marked as
+    the command line's own."""
+    but = flagged(Enhancing) if not with_enhancer else {}
+    but = {**but, **marked("command", type_)}
     return {
         name: f
-        for name, f in found.items()
-        if (how := f.metadata["flag"]).file in (None, "plan")
-        and not (how.repeat and how.parse is parse_seconds)
+        for name, f in flagged(type_).items()
+        if name not in but
+        and (how := f.metadata["flag"]).file in (None, "plan")
         and how.help != SUPPRESS
-        and not (name == "fps" and type_.has(SourceClip))
     }
 
 
@@ -97,48 +94,44 @@ def front(type_: type[Request]) -> list[str]:
 
 def value(f: Field, given: Any) -> Any:
     """A field's value from JSON or from the text of a form. Raises InputError."""
-    parse, name = reader(f), f"--{f.name.replace('_', '-')}"
-    if f.metadata["flag"].repeat:
+    own: Flag = f.metadata["flag"]
+    parse, name, text = reader(f), f"--{f.name.replace('_', '-')}", str(given)
+    if own.repeat:
         given = given.splitlines() if isinstance(given, str) else given
         texts = isinstance(given, list) and len(given) <= MAX_PROMPTS
         if not texts or not all(isinstance(x, str) and len(x) <= MAX_PROMPT for x in given):
             most = f"{MAX_PROMPTS} texts of at most {MAX_PROMPT} characters"
             raise InputError(f"{name}: expected a list of at most {most}")
         return convert(f, given)
-    if f.metadata["flag"].bare is not None and given is True:
-        return f.metadata["flag"].bare
+    if own.bare is not None and given is True:
+        return own.bare
     if parse is bool:
-        if str(given).lower() not in ("true", "false"):
-            raise InputError(f"{name}: {str(given)[:80]!r}, expected true or false")
-        return str(given).lower() == "true"
-    listed = f.metadata["flag"].json in ("array", "string")
-    plain_types = (str, int, float, list) if listed else (str, int, float)
+        if text.lower() not in ("true", "false"):
+            raise InputError(f"{name}: {text[:80]!r}, expected true or false")
+        return text.lower() == "true"
     if parse is str and isinstance(given, str) and len(given) > MAX_PROMPT:
         raise InputError(f"{name}: {len(given)} characters, expected at most {MAX_PROMPT}")
-    if "\0" in str(given):
+    if "\0" in text:
         raise InputError(f"{name}: holds a zero byte; leave it out")
-    wrong = isinstance(given, bool) or not isinstance(given, plain_types)
-    if wrong or len(str(given)) > MAX_PROMPT:
-        raise InputError(f"{name}: {str(given)[:80]!r}, expected {schema(f)['type']}")
-    if parse is int and not re.fullmatch(r"-?[0-9]{1,20}(\.0)?", str(given).strip()):
-        raise InputError(f"{name}: {str(given)[:80]}, expected a whole number of at most 20 digits")
+    misfit = InputError(f"{name}: {text[:80]!r}, expected {schema(f)['type']}")
+    kinds = (str, int, float, list) if own.json in ("array", "string") else (str, int, float)
+    if isinstance(given, bool) or not isinstance(given, kinds) or len(text) > MAX_PROMPT:
+        raise misfit
+    if parse is int and not re.fullmatch(r"-?[0-9]{1,20}(\.0)?", text.strip()):
+        raise InputError(f"{name}: {text[:80]}, expected a whole number of at most 20 digits")
     try:
         return convert(f, given)
-    except (TypeError, OverflowError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{name}: {str(given)[:80]!r}, expected {schema(f)['type']}") from None
+    except InputError:
+        raise
+    except (TypeError, OverflowError, ValueError):
+        raise misfit from None
 
 
 def schema(f: Field) -> dict[str, Any]:
     """As JSON schema has it."""
     how = f.metadata["flag"]
-    types: dict[Any, str] = {
-        int: "integer",
-        float: "number",
-        parse_seconds: "number",
-        bool: "boolean",
-    }
+    types: dict[Any, str] = {int: "integer", bool: "boolean"}
+    types |= dict.fromkeys((float, parse_seconds), "number")
     negated = how.name is not None and how.name.startswith("--no-")
     found = {
         "type": how.json or types.get(reader(f), "string"),

@@ -10,10 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ltx2rt.backend import DeviceInfo
-from ltx2rt.serve.admission import MAX_PRIORITY, Admitted
+from ltx2rt.serve.admission import Admitted
 from ltx2rt.serve.answers import Json
 from ltx2rt.serve.core import Core, too_many
-from ltx2rt.serve.fields import number, uploads
+from ltx2rt.serve.fields import uploads
 from ltx2rt.serve.form import fields_of
 from ltx2rt.serve.jobs import QUEUED, Job
 from ltx2rt.serve.queue import Conflict, QueueFull
@@ -25,10 +25,7 @@ from ltx2rt.serve.video import settings
 class Orders(Core):
     async def create(self, request: Request) -> Response:
         """With `check=1` the request is checked, and its files are kept, but it is not queued."""
-        await self._require_accepting()
-        most = self.how.flags.max_upload
-        given = await fields_of(request, most, self.folder, uploads())
-        return await self._add(request, given)
+        return await self._add(request, await self._given(request))
 
     async def remix(self, request: Request) -> Response:
         """A new video of the settings and the seed of another, with another prompt."""
@@ -44,16 +41,13 @@ class Orders(Core):
 
     async def extend(self, request: Request) -> Response:
         """A new video that goes on from a finished one, by default with the same prompt."""
-        await self._require_accepting()
-        job, most = await self._job(request), self.how.flags.max_upload
-        given = await fields_of(request, most, self.folder, uploads())
+        job, given = await self._job(request), await self._given(request)
         return await self._extended(request, job, given, given.pop("video", "0"))
 
     async def extension(self, request: Request) -> Response:
         """As `extend`, in OpenAI's shape: `video` is the finished video, by its id or as an object
         that has one, or a file; `seconds` is the length that is added."""
-        await self._require_accepting()
-        given = await fields_of(request, self.how.flags.max_upload, self.folder, uploads())
+        given = await self._given(request)
         video = given.pop("video", None)
         if video is None and "video_path" in given and "pipeline" not in given:
             return await self._add(request, {**given, "pipeline": "extend"})
@@ -61,6 +55,11 @@ class Orders(Core):
         if not isinstance(id, str):
             raise invalid("video: expected a file, or the id of a finished video", "video")
         return await self._extended(request, await self._job(request, id), given, "0")
+
+    async def _given(self, request: Request) -> dict[str, Any]:
+        """The fields of a body, if new videos are accepted; its files are kept. Raises Refusal."""
+        await self._require_accepting()
+        return await fields_of(request, self.how.flags.max_upload, self.folder, uploads())
 
     async def _extended(
         self, request: Request, job: Job, given: dict[str, Any], number: str
@@ -98,7 +97,7 @@ class Orders(Core):
             job = await self.store(
                 self.queue.add, user, admitted.digest, admitted.given, admitted.job,
                 work=admitted.work,
-                loras=admitted.loras, priority=int(number(given.get("priority")) or 0), key=key,
+                loras=admitted.loras, priority=admitted.priority, key=key,
                 remixed_from=remixed_from,
             )  # fmt: skip
         except QueueFull as full:
@@ -113,9 +112,9 @@ class Orders(Core):
 
     async def _checked(self, user: str, admitted: Admitted) -> Response:
         """The clip that the request would make, and its time; nothing is queued."""
-        job, priority = admitted.job, number(admitted.given.get("priority"))
+        job = admitted.job
         seconds, basis = (await self._pace()).of(admitted.work, admitted.least_s)
-        _, wait_s = await self._wait(user, int(priority or 0))
+        _, wait_s = await self._wait(user, admitted.priority)
         estimate = {
             "seconds": seconds, "work_tflop": admitted.work, "wait_s": wait_s, "basis": basis,
         }  # fmt: skip
@@ -127,9 +126,6 @@ class Orders(Core):
     async def _admitted(self, request: Request, given: dict[str, Any]) -> Admitted:
         """Raises Refusal."""
         await self._require_own_files(request.state.user, given)
-        priority = number(given.get("priority", 0))
-        if priority is None or priority not in range(MAX_PRIORITY + 1):
-            raise invalid(f"priority: expected 0 to {MAX_PRIORITY}", "priority")
         if given.keys() & uploads().keys():
             admitted = await self._apart.admit(given, self.supervisor.device)
         else:

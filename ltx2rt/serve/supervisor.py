@@ -117,33 +117,28 @@ class Replica:
         return None
 
 
+@dataclass
 class Supervisor:
-    """command: starts a worker; environments: of each replica, besides. resolve: a job's files as
-    paths. step_timeout_s: for a step that is not the first of its stage."""
+    """command: starts a worker; environments: of each replica, besides. step_timeout_s: for a step
+    that is not the first of its stage. device: what a replica has told of it, and its mesh.
+    problem: why no job is started, as of `Folder.problem`."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        store: QueueThread,
-        folder: Folder,
-        board: Board,
-        metrics: Metrics,
-        *,
-        environments: Sequence[Mapping[str, str]] = ({},),
-        lora_folder: Path | None = None,
-        step_timeout_s: float = 120.0,
-        back_off_s: float = 1.0,
-    ):
-        self.command, self.store, self.folder, self.board = command, store, folder, board
-        self.metrics = metrics
-        self.environments, self.lora_folder = environments, lora_folder
-        self.step_timeout_s, self.back_off_s = step_timeout_s, back_off_s
-        self.replicas = [Replica(n) for n in range(len(environments))]
-        # and mesh, once a replica is ready
-        self.device: tuple[dict[str, Any], dict[str, int]] | None = None
-        self.problem: tuple[str, str] | None = None  # why no job is started: `Folder.problem`
-        self.draining = self._ended_once = False
-        self._drained = math.inf
+    command: Sequence[str]
+    store: QueueThread
+    folder: Folder
+    board: Board
+    metrics: Metrics
+    environments: Sequence[Mapping[str, str]] = ({},)
+    lora_folder: Path | None = None
+    step_timeout_s: float = 120.0
+    back_off_s: float = 1.0
+    device: tuple[dict[str, Any], dict[str, int]] | None = None
+    problem: tuple[str, str] | None = None
+    draining: bool = False
+
+    def __post_init__(self) -> None:
+        self.replicas = [Replica(n) for n in range(len(self.environments))]
+        self._ended_once, self._drained = False, math.inf
         self._work = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -45,8 +45,9 @@ class NoiseFile(Group):
 @dataclass(frozen=True)
 class Videos(Group):
     num_videos: int = flag(
-        1, "videos, with seeds N, N+1 ..., in FILE-SEED.mp4", group="clip", least=1, most=MAX_VIDEOS
-    )
+        1, "videos, with seeds N, N+1 ..., in FILE-SEED.mp4", group="clip", least=1, most=MAX_VIDEOS,
+        marks="command",
+    )  # fmt: skip
 
     def check_options(self, request: Any, options: ModelOptions) -> None:
         if self.num_videos % (data := options.mesh.get("data", 1)):

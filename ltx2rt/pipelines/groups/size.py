@@ -235,6 +235,7 @@ class Length(Duration):
         parse_seconds,
         metavar=("MIN", "MAX"),
         repeat=True,
+        marks="command",
     )
 
     def check(self, request: Any) -> None:

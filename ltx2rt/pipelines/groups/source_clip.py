@@ -48,7 +48,7 @@ class SourceClip(Duration):
     )
     num_frames: int = of_the_file(Length, "num_frames")
     seconds: float | None = of_the_file(Length, "seconds")
-    fps: Fraction | None = flag_like(Length, "fps", None, help=SUPPRESS)
+    fps: Fraction | None = flag_like(Length, "fps", None, help=SUPPRESS, marks="command")
     auto_duration: tuple[float, ...] | None = of_the_file(Length, "auto_duration")
     info: VideoInfo | None = field(default=None, repr=False)
     window: range | None = field(default=None, repr=False)
