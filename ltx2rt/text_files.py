@@ -13,6 +13,7 @@ import math
 import os
 import stat
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +43,16 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     folders, pipes and devices."""
     try:
         with open(path, "rb", opener=_at_once) as file:
-            regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-            data = file.read(most_bytes + 1) if regular else b""
+            status = os.fstat(file.fileno())
+            regular, large = stat.S_ISREG(status.st_mode), status.st_size > most_bytes
+            data = file.read() if regular and not large else b""
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{str(path)[:300]}: cannot be read ({reason}); check the path") from None
     if not regular:
-        raise InputError(f"{path}: not a regular file; pass a text file")
-    if len(data) > most_bytes:
-        raise InputError(f"{path}: more than {most_bytes} bytes; pass a smaller text file")
+        raise InputError(f"{path}: not a regular file; save its content as one")
+    if large:
+        raise InputError(f"{path}: more than {most_bytes} bytes; pass a smaller one")
     return data
 
 
@@ -79,6 +81,14 @@ def flag_lines(flag: str, path: Path, most_bytes: int = MOST_BYTES) -> list[str]
         return read_text(path, most_bytes).split("\n")
     except InputError as error:
         raise InputError(f"{flag}: {error}") from None
+
+
+def flag_rows(flag: str, path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield the words of each line that is not empty and no comment, after the line's place in
+    words. Raises InputError as `flag_lines` does."""
+    for number, line in enumerate(flag_lines(flag, path), 1):
+        if (words := line.split()) and not line.startswith("#"):
+            yield f"{flag}: line {number} of {path}", words
 
 
 def _at_once(path: str, flags: int) -> int:

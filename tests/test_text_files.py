@@ -74,7 +74,7 @@ def test_only_small_regular_files_of_text_are_read(tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for name, said in {
         "a.txt": "no UTF-8 text",
-        "fifo": "fifo: not a regular file; pass a text file$",
+        "fifo": "fifo: not a regular file; save its content as one$",
         "/dev/zero": "^/dev/zero: not a regular file",
         ".": "cannot be read",
         "loop": "cannot be read",

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +24,12 @@ from ltx2rt.serve.folder import sync
 from ltx2rt.serve.jobs import COMPLETED
 from ltx2rt.serve.upload import IMAGE
 from ltx2rt.session.options import LoraSpec
-from ltx2rt.system import opened_at_once
-from ltx2rt.text_files import read_text
+from ltx2rt.text_files import read_bytes, read_text
 from ltx2rt.weights.digests import digest
 
 ID = re.compile(r"(?!.*[^\D0-9])\w[\w.-]{0,99}")  # letters of any script, digits 0 to 9
 LINE_LIMIT = 10**6
+MOST_RESULTS = 2**40  # bytes
 
 
 @dataclass(frozen=True)
@@ -176,22 +175,6 @@ def _item(name: str, text: str) -> dict[str, Any]:
     return {"path": str(image.path), "frame": frame, "strength": image.strength}
 
 
-def read(path: Path, name: str, most: int | None = None) -> bytes:
-    """The bytes of a regular file, at most `most`. Raises InputError, which calls it `name`."""
-    try:
-        with open(path, "rb", opener=opened_at_once) as file:
-            status = os.fstat(file.fileno())
-            regular = stat.S_ISREG(status.st_mode)
-            if regular and (most is None or status.st_size <= most):
-                return file.read()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{name} cannot be read ({reason})") from None
-    if not regular:
-        raise InputError(f"{name} is no regular file; save its content as one and pass that")
-    raise InputError(f"{name}: {status.st_size} bytes, expected at most {most}; make it smaller")
-
-
 class Results:
     """The clips of a batch and what became of each job: a line in the shard's file, on the disk
     after the clip."""
@@ -269,7 +252,7 @@ class Results:
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """Raises InputError for JSON that is no result."""
-    text = read(path, str(path)).decode(errors="replace")
+    text = read_bytes(path, MOST_RESULTS).decode(errors="replace")
     for number, line in enumerate(text.split("\n"), 1):
         try:
             told = json.loads(line)

@@ -116,20 +116,23 @@ class Core:
 
     def _clip(self, job: Job, number: Any) -> BinaryIO:
         """A finished clip of a job, opened. Raises Refusal."""
-        if job.status != COMPLETED:
-            text = f"the video is {job.status}; ask again when it is completed"
-            raise Refusal(409, "not_ready", text)
         require_video(job, str(number))
         name = clip_names(job.stem, job.job.get("n", 1))[int(number)]
         try:
             return (self.folder.outputs / name).open("rb")
         except FileNotFoundError:
-            text = "the file was deleted after its time; send the request again"
-            raise Refusal(410, "expired", text) from None
+            raise expired() from None
 
 
-def require_video(job: Job, number: str) -> None:
-    """Raises Refusal."""
+def expired() -> Refusal:
+    return Refusal(410, "expired", "the file was deleted after its time; send the request again")
+
+
+def require_video(job: Job, number: str = "0") -> None:
+    """Raises Refusal unless the job is completed and has the video."""
+    if job.status != COMPLETED:
+        text = f"the video is {job.status}; ask again when it is completed"
+        raise Refusal(409, "not_ready", text)
     n = job.job.get("n", 1)
     if number not in map(str, range(n)):
         raise misfit("video", number, f"0 to {n - 1}")

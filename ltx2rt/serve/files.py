@@ -20,7 +20,7 @@ from ltx2rt.run.preview import sprite_sheet
 from ltx2rt.run.recording import STREAM, write_segment
 from ltx2rt.serve.admission import as_given
 from ltx2rt.serve.answers import Json, Opened
-from ltx2rt.serve.core import Core, require_video
+from ltx2rt.serve.core import Core, expired, require_video
 from ltx2rt.serve.folder import CLIP, FRAMES, SEGMENTS, THUMBNAIL, clip_names, frames_of
 from ltx2rt.serve.jobs import COMPLETED, Job
 from ltx2rt.serve.refusal import Refusal, invalid, misfit
@@ -44,13 +44,11 @@ class Files(Core):
                 raise Refusal(404, "not_found", text)
             headers = {"cache-control": "no-store"}
             return Response(shown[1], media_type="image/jpeg", headers=headers)
-        if job.status != COMPLETED or job.result is None:
-            text = f"the video is {job.status}; ask again when it is completed"
-            raise Refusal(409, "not_ready", text)
-        if variant == "report":
-            return Json(job.result.get("report", {}))
         number, n = request.query_params.get("video", "0"), job.job.get("n", 1)
         require_video(job, number)
+        result = job.result or {}
+        if variant == "report":
+            return Json(result.get("report", {}))
         try:
             if variant == "thumbnail":
                 picture = self.folder.outputs / (job.stem + THUMBNAIL)
@@ -69,7 +67,7 @@ class Files(Core):
                 how = {"media_type": "application/zip", "filename": f"{name}{FRAMES}"}
                 return await asyncio.to_thread(Opened, frames, **how)
             noted = None
-            if request.method == "GET" and "fetched" not in job.result:
+            if request.method == "GET" and "fetched" not in result:
                 now = int(time.time())
                 noted = BackgroundTask(self.store.insist, self.queue.note, job.id, fetched=now)
             return await asyncio.to_thread(
@@ -77,9 +75,7 @@ class Files(Core):
                 content_disposition_type="inline",
             )  # fmt: skip
         except FileNotFoundError:
-            raise Refusal(
-                410, "expired", "the file was deleted after its time; send the request again"
-            ) from None
+            raise expired() from None
 
     async def stream(self, request: Request) -> Response:
         """A clip in segments while it is made, as fragmented MP4, from its byte `from` on; when the

@@ -144,9 +144,7 @@ class Folder:
         others where the first clip, which comes last, is not there."""
         whole = (self.outputs / (job.stem + CLIP)).exists()
         for names in (UNFINISHED_OUTPUT,) if whole else (UNFINISHED_OUTPUT, OUTPUT):
-            for path, match in list(_own(self.outputs, names)):
-                if match["stem"] == job.stem:
-                    path.unlink(missing_ok=True)
+            _remove(self.outputs, names, job.stem)
 
     def sweep(self, kept: Iterable[Job], known: Collection[str]) -> list[str]:
         """Remove what dead runs have left: partial files, and files of known jobs that are not
@@ -171,14 +169,12 @@ class Folder:
             path.unlink()
         self._remove_unfinished()
         self._remove_segments()
-        for folder, names in ((self.outputs, OUTPUT), (self.inputs, INPUT)):
-            for path, _ in list(_own(folder, names)):
-                path.unlink(missing_ok=True)
+        _remove(self.outputs, OUTPUT)
+        _remove(self.inputs, INPUT)
 
     def _remove_unfinished(self) -> None:
-        for folder, names in ((self.outputs, UNFINISHED_OUTPUT), (self.inputs, UNFINISHED_INPUT)):
-            for path, _ in list(_own(folder, names)):
-                path.unlink(missing_ok=True)
+        _remove(self.outputs, UNFINISHED_OUTPUT)
+        _remove(self.inputs, UNFINISHED_INPUT)
 
     def _remove_segments(self, kept: Iterable[str] = ()) -> None:
         """Those of all jobs but the ones with these ids."""
@@ -255,6 +251,13 @@ def _own(folder: Path, names: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[
     for path in folder.iterdir():
         if (match := names.fullmatch(path.name)) and path.is_file() and not path.is_symlink():
             yield path, match
+
+
+def _remove(folder: Path, names: re.Pattern[str], stem: str | None = None) -> None:
+    """Remove those files of a folder, or those of one run."""
+    for path, match in list(_own(folder, names)):
+        if stem is None or match["stem"] == stem:
+            path.unlink(missing_ok=True)
 
 
 def inputs_of(job: Mapping[str, Any]) -> Iterator[str]:

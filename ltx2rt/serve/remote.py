@@ -25,11 +25,11 @@ import httpx
 from ltx2rt.atomic_file import DISK_ERRORS, replacing
 from ltx2rt.errors import InputError
 from ltx2rt.notes import note
-from ltx2rt.serve.batch import Line, Results, clashes, digest_of, read, seeded, with_files
+from ltx2rt.serve.batch import Line, Results, clashes, digest_of, seeded, with_files
 from ltx2rt.serve.folder import frames_of
 from ltx2rt.serve.jobs import COMPLETED, FAILED, failure
 from ltx2rt.serve.upload import EXR, IMAGE, MAX_BYTES
-from ltx2rt.text_files import parse
+from ltx2rt.text_files import parse, read_bytes
 
 T = TypeVar("T")
 
@@ -163,7 +163,7 @@ class Order:
 
 
 def _sent(beside: Path, path: str, kind: str) -> dict[str, str]:
-    data = read(beside / path, path[:300], MAX_BYTES[EXR if kind == IMAGE else kind])
+    data = read_bytes(beside / path, MAX_BYTES[EXR if kind == IMAGE else kind])
     return {"url": f"data:{kind}/any;base64,{base64.b64encode(data).decode()}"}
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from secrets import token_urlsafe
 
 from ltx2rt.errors import InputError
-from ltx2rt.text_files import flag_lines
+from ltx2rt.text_files import flag_rows
 
 OPERATOR = "operator"
 MIN_TOKEN = 16  # characters
@@ -33,17 +33,13 @@ STRANGER = User("")
 
 def read_tokens(path: Path) -> dict[str, User]:
     """Users by token, of a file with a line `NAME TOKEN [operator]` for each. Raises InputError."""
-    lines = flag_lines("--token-file", path)
     tokens: dict[str, User] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or line.startswith("#"):
-            continue
-        words = line.split()
+    for where, words in flag_rows("--token-file", path):
         new = 2 <= len(words) <= 3 and len(words[1]) >= MIN_TOKEN and words[1] not in tokens
         if not new or words[2:] not in ([], [OPERATOR]):
             raise InputError(
-                f"--token-file: line {number} of {path} is no `NAME TOKEN` or `NAME TOKEN "
-                f"{OPERATOR}` with a new token of at least {MIN_TOKEN} characters"
+                f"{where} is no `NAME TOKEN` or `NAME TOKEN {OPERATOR}` with a new token of at "
+                f"least {MIN_TOKEN} characters"
             )
         tokens[words[1]] = User(words[0], words[2:] == [OPERATOR])
     if not tokens:

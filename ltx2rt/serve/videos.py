@@ -56,9 +56,7 @@ class Videos(Core):
 
     async def _cancelled(self, job: Job) -> Job:
         """The job once its wish to end is on the disk; its replica gets the message."""
-        after = await self.store(self.queue.cancel, job.id)
-        if after is None:
-            raise Refusal(404, "not_found", "the video was deleted", "video_id")
+        after = _there(await self.store(self.queue.cancel, job.id))
         if after.status == RUNNING:
             self.supervisor.cancel(after.id)
             self.board.tell("cancelling", after.id, after.user)
@@ -80,11 +78,9 @@ class Videos(Core):
             text = "the files sent with it were deleted; send it again instead"
             raise Refusal(410, "expired", text)
         try:
-            after = await self.store(self.queue.retry, job.id)
+            after = _there(await self.store(self.queue.retry, job.id))
         except QueueFull as full:
             raise too_many(full) from None
-        if after is None:
-            raise Refusal(404, "not_found", "the video was deleted", "video_id")
         if job.over and after.status == QUEUED:
             self.board.tell("queued", after.id, after.user, why="retry")
             self.supervisor.woken()
@@ -112,3 +108,10 @@ class Videos(Core):
         if await self.store(self.queue.delete, job.id):
             self.board.tell("deleted", job.id, job.user)
         return Json({"id": job.id, "object": "video.deleted", "deleted": True})
+
+
+def _there(job: Job | None) -> Job:
+    """Raises Refusal for a job that was deleted meanwhile."""
+    if job is None:
+        raise Refusal(404, "not_found", "the video was deleted", "video_id")
+    return job

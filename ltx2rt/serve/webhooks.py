@@ -32,7 +32,7 @@ from ltx2rt.serve.jobs import EVERYBODY
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.queue import WebhookEvent
 from ltx2rt.serve.supervisor import QueueThread
-from ltx2rt.text_files import flag_lines
+from ltx2rt.text_files import flag_rows
 from ltx2rt.version import VERSION
 
 SECRET = "whsec_"  # Standard Webhooks: the prefix of a secret, before its base64
@@ -57,13 +57,9 @@ class Hook:
 
 def read_hooks(path: Path) -> dict[str, Hook]:
     """Hooks by user, of a file with a line `NAME URL SECRET` for each. Raises InputError."""
-    lines = flag_lines("--webhooks", path)
     hooks: dict[str, Hook] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or line.startswith("#"):
-            continue
-        where = f"--webhooks: line {number} of {path}"
-        if len(words := line.split()) != 3:
+    for where, words in flag_rows("--webhooks", path):
+        if len(words) != 3:
             raise InputError(f"{where} has {len(words)} words, expected `NAME URL SECRET`")
         name, url, secret = words
         if name in hooks:

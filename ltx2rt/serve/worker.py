@@ -165,7 +165,8 @@ def attempt(
     session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any], pipe: Pipe | None,
     projection: np.ndarray | None = None, marks: Marks = MARKED,
 ) -> tuple[str, dict[str, Any]]:  # fmt: skip
-    """The event that ends a job, and its facts. pipe: of rank 0; projection: of `preview`."""
+    """Make the job's files: the event that ends it, and its facts. own: the LoRAs of every job;
+    pipe: of rank 0; projection: of `preview`."""
     named = {"id": job["id"], "epoch": job["epoch"]}
     steps = count(1)
 
@@ -184,7 +185,16 @@ def attempt(
         return pipe is not None and job["id"] in pipe.cancelled
 
     try:
-        return "done", {"result": run(session, own, job, marks, progress, cancelled, look)}
+        made, result = planned(session, own, job), {}
+        made.marks = marks
+        with made.kept_in(segments_of(job), Path(job["stem"] + CLIP)):
+            made.make(on_progress=progress, cancelled=cancelled, look=look)
+            if made.is_main:
+                result = _published(made, job)
+                discard(segments_of(job))
+            else:
+                made.follow()
+        return "done", {"result": result}
     except Cancelled:
         ended: tuple[str, dict[str, Any]] = "cancelled", {}
     except InputError as error:
@@ -207,28 +217,6 @@ def ran_out_of_memory(error: Exception) -> bool:
     text = f"{type(error).__name__} {error}".lower()
     said = "out of memory" in text or "resource_exhausted" in text
     return said or isinstance(error, MemoryError)
-
-
-def run(
-    session: Session,
-    own: tuple[LoraSpec, ...],
-    job: dict[str, Any],
-    marks: Marks,
-    progress: Callable[[Progress], None],
-    cancelled: Callable[[], bool],
-    look: Callable[[Callable[[], np.ndarray]], None],
-) -> dict[str, Any]:
-    """Make the job's files; its result. own: the LoRAs of every job."""
-    made = planned(session, own, job)
-    made.marks = marks
-    with made.kept_in(segments_of(job), Path(job["stem"] + CLIP)):
-        made.make(on_progress=progress, cancelled=cancelled, look=look)
-        if made.is_main:
-            result = _published(made, job)
-            discard(segments_of(job))
-            return result
-        made.follow()
-        return {}
 
 
 def _published(made: Run, job: dict[str, Any]) -> dict[str, Any]:
