@@ -45,7 +45,7 @@ from ltx2rt.serve.fields import (
     uploads,
     value,
 )  # fmt: skip
-from ltx2rt.serve.refusal import KNOWN_AS, Refusal, invalid, misfit, of_input, unknown
+from ltx2rt.serve.refusal import Refusal, invalid, misfit, of_input, unknown
 from ltx2rt.serve.shapes import Shape
 from ltx2rt.serve.upload import EXR, IMAGE, SUFFIX
 from ltx2rt.session.arrange import DatasheetBackend
@@ -54,6 +54,7 @@ from ltx2rt.session.options import DISTILLED_STAGES, NO_LORA, LoraSpec, ModelOpt
 from ltx2rt.session.session import Session
 from ltx2rt.stages.duration import chooses_length
 from ltx2rt.stages.enhance import Enhancer
+from ltx2rt.suggest import same
 from ltx2rt.weights.lora_config import lora_file
 
 MAX_IMAGES, MAX_LORAS, MAX_METADATA, MAX_PRIORITY = 8, 8, 16, 9
@@ -167,7 +168,7 @@ class Admission:
         clip_fields, taken = self.fields(type_), uploads(type_)
         known = [*clip_fields, *OURS, *taken]
         for field in given:
-            foreign = KNOWN_AS.get(field) in known
+            foreign = same(field, known) is not None
             if field not in (*known, *flagged(type_)) and readers(field) and not foreign:
                 raise of_input(unread(name, f"--{field}", field), known, given)
             if field not in known:

@@ -36,6 +36,8 @@ from ltx2rt.weights.digests import digest
 
 KEEP_ALIVE_S = 15
 UNUSED_S = 3600  # for so long what was sent stays if no job reads it
+PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+PAGE_TYPES |= {".svg": "image/svg+xml"}  # those of this machine are its own
 NOT_HERE = "editing and characters are not supported here; send a new prompt with images instead"
 
 
@@ -214,7 +216,8 @@ class App(Orders, Videos, Files):
         name = "docs.html" if name == "docs" else name
         if (path := PAGE.get(name)) is None:
             raise nothing_here()
-        return FileResponse(path, headers={"cache-control": "no-cache"})
+        kind = PAGE_TYPES[path.suffix]
+        return FileResponse(path, media_type=kind, headers={"cache-control": "no-cache"})
 
     async def login(self, request: Request) -> Response:
         """A token as a cookie, for the page: neither <video> nor EventSource can send a header."""

@@ -24,35 +24,6 @@ def field_of(flag: str) -> str:
     return fields.get(flag, "loras" if flag == "--lora" else flag[2:].replace("-", "_"))
 
 
-FOREIGN = """\
-seconds: duration_seconds duration_s num_seconds video_length clip_length
-size: aspect_ratio resolution ratio dimensions image_size video_size
-num_frames: frames frame_count num_frame n_frames video_frames
-fps: frame_rate framerate frames_per_second
-images: image image_url image_urls input_image init_image start_image first_frame
-    end_image first_frame_image last_frame_image reference_image reference_images keyframes
-negative_prompt: negative neg_prompt text_negative
-prompt: text caption description input
-steps: num_inference_steps inference_steps sampling_steps num_steps infer_steps
-video_cfg: guidance_scale cfg cfg_scale guidance video_guidance_scale
-seed: random_seed generator_seed noise_seed
-n: num_videos num_outputs num_videos_per_prompt samples batch_size number_of_videos
-video_path: video input_video video_url source_video init_video
-audio_path: sound audio_url input_audio music song
-mask: mask_image mask_url mask_video
-loras: lora lora_name lora_weights lora_url
-enhance_prompt: prompt_upsampling enhance prompt_enhancement prompt_extend expand_prompt
-pipeline: mode task
-audio: generate_audio with_audio
-model: model_name model_id
-"""  # a field here, and what other servers and libraries call it
-KNOWN_AS = {
-    foreign: line.partition(":")[0]
-    for line in FOREIGN.replace("\n    ", " ").splitlines()
-    for foreign in line.partition(":")[2].split()
-}
-
-
 class Refusal(Exception):
     """param: the field that is to blame; retry_after_s: when to try again."""
 
@@ -103,9 +74,7 @@ def of_input(error: InputError, known: Collection[str], given: Collection[str]) 
 
 def unknown(name: str, known: list[str]) -> Refusal:
     """The refusal of a field by its name, with the field that it is probably meant for."""
-    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-\s]", "_", name[:80]).lower()
-    near = next((one for one in (snake, KNOWN_AS.get(snake)) if one in known), None)
-    near = near or nearest(name, known)
+    near = nearest(name, known)
     hint = f"did you mean {near!r}?" if near else f"known: {', '.join(sorted(known))}"
     return Refusal(
         400, "unknown_field", f"{name[:80]!r} is no field of this request; {hint}", name[:80]
