@@ -15,10 +15,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ltx2rt.errors import InputError
+from ltx2rt.text_files import parse
 
 QUEUED, RUNNING, COMPLETED, FAILED = "queued", "in_progress", "completed", "failed"
 CANCELLED = "cancelled"
@@ -130,26 +132,23 @@ def failure(code: str, message: str) -> dict[str, str]:
     return {"code": code, "message": message}
 
 
+JOB = {
+    "pipeline": str, "clip": dict, "images": [list], "loras": [list], "files?": {str: [list]},
+    "n?": int,
+}  # fmt: skip
+
+
 def _whole(given: str, job: str, error: str | None, result: str | None) -> bool:
     """Whether the JSON of a row is a job's, as its readers take it."""
     try:
-        read = [json.loads(text) if text else None for text in (given, job, error, result)]
-    except (ValueError, TypeError, RecursionError):
+        parse(given, dict)
+        parse(error or "null", ({"code": str, "message": str}, None))
+        parse(result or "null", (dict, None))
+        read = parse(job, JOB)
+    except (ValueError, TypeError):
         return False
-    match read:
-        case [
-            dict(),
-            {"pipeline": str(), "clip": dict(), "images": list(images), "loras": list(loras)},
-            None | {"code": str(), "message": str()},
-            None | dict(),
-        ]:
-            files = read[1].get("files", {})
-            named = isinstance(files, dict) and all(isinstance(one, list) for one in files.values())
-            if not named or not isinstance(read[1].get("n", 1), int):
-                return False
-            kept = [*images, *loras, *(file for one in files.values() for file in one)]
-            return all(isinstance(x, list) and x and isinstance(x[0], str) for x in kept)
-    return False
+    kept = [*read["images"], *read["loras"], *chain(*read.get("files", {}).values())]
+    return all(one and isinstance(one[0], str) for one in kept)
 
 
 class JobFile:
