@@ -225,20 +225,17 @@ class Supervisor:
                 await self._bury(replica, process, talk)
             for task in talk:
                 if not task.cancelled() and (error := task.exception()) is not None:
-                    self.board.log(
-                        "replica_error",
-                        replica=replica.number,
-                        error=f"{type(error).__name__}: {error}",
-                    )
+                    self._log(replica, "error", error=f"{type(error).__name__}: {error}")
             if process.returncode == BAD_INPUT and not was_ready.is_set() and replica.restarts == 0:
                 raise InputError("the worker refused what it was started with, as it says above")
             wait_s = self.back_off_s if was_ready.is_set() else min(MAX_BACK_OFF_S, 2 * wait_s)
             replica.restarts += 1
             self.metrics.restarts.inc()
-            self.board.log(
-                "replica_down", replica=replica.number, status=process.returncode, again_in_s=wait_s
-            )
+            self._log(replica, "down", status=process.returncode, again_in_s=wait_s)
             await asyncio.sleep(wait_s)
+
+    def _log(self, replica: Replica, event: str, **facts: Any) -> None:
+        self.board.log(f"replica_{event}", replica=replica.number, **facts)
 
     async def _bury(
         self, replica: Replica, process: asyncio.subprocess.Process, talk: list[asyncio.Task]
@@ -305,9 +302,8 @@ class Supervisor:
             replica.loaded, replica.step, replica.heard = job.loras, 0, time.monotonic()
             replica.become("busy")
             self.metrics.waited.observe(max(0.0, time.time() - job.created))
-            self.board.tell(
-                "started", job.id, job.user, replica=replica.number, attempt=job.attempts
-            )
+            facts = {"replica": replica.number, "attempt": job.attempts}
+            self.board.tell("started", job.id, job.user, **facts)
             replica.free.clear()
             if self.board.previewed(job.id, job.user):
                 self._send(replica, do="watch", id=job.id)
@@ -350,17 +346,11 @@ class Supervisor:
             event, job = message.pop("event"), replica.job
             if event == "ready":
                 self.device = message["device"], message["mesh"]
-                self.board.log(
-                    "replica_ready",
-                    replica=replica.number,
-                    after_s=round(time.monotonic() - replica.since, 1),
-                )
+                self._log(replica, "ready", after_s=round(time.monotonic() - replica.since, 1))
                 replica.become("idle")
                 was_ready.set()
             elif job is None or (message.pop("id"), message.pop("epoch")) != (job.id, job.epoch):
-                self.board.log(
-                    "replica_error", replica=replica.number, error=f"{event} of no job that it runs"
-                )
+                self._log(replica, "error", error=f"{event} of no job that it runs")
             elif event == "enhanced":
                 keep = self.store.queue.written_out
                 await self.store.insist(keep, job.id, job.epoch, message["prompt"])
