@@ -23,14 +23,8 @@ __all__ = ["Cancelled", "Clip", "InputError", "Progress", "Session", "__version_
 
 def __getattr__(name: str) -> Any:
     """The interface is imported on first use: the command line's own start stays instant."""
-    if name in ("Clip", "Session", "open"):
-        from ltx2rt import api
-
-        return getattr(api, name)
-    if name == "Progress":
-        from ltx2rt.session.stopwatch import Progress
-
-        return Progress
     if name == "train":
         return import_module("ltx2rt.train")
-    raise AttributeError(f"module {__name__} has no attribute {name}")
+    if name not in ("Clip", "Progress", "Session", "open"):
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return getattr(import_module("ltx2rt.api"), name)

@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import RLock
-from types import TracebackType
 from typing import Any
 from weakref import finalize
 
@@ -80,14 +79,14 @@ class Clip:
         settings in its metadata and, unless `provenance` is False, the mark that a model made it.
         sign: certificate and key, PEM files, for a C2PA manifest. Raises InputError if it cannot be
         written."""
-        output = Path(path)
+        output, count = Path(path), len(self.frames) or self.settings["num_frames"]
         signature = parse_signature(sign) if sign else None
         files = Files(outputs=(output,), provenance=provenance, sign=signature)
-        files.check(num_frames=len(self.frames) or self.settings["num_frames"])
+        files.check(num_frames=count)
         write_clip(
             output,
             [self.frames],
-            num_frames=len(self.frames) or self.settings["num_frames"],
+            num_frames=count,
             fps=self.fps,
             waveform=self.waveform,
             sample_rate=self.sample_rate,
@@ -159,8 +158,8 @@ class Session:
         request: Request,
         on_progress: Callable[[Progress], None] | None,
         cancelled: Callable[[], bool] | None,
-        parts: Path | None = None,
-        preview: Any = None,
+        parts: Path | None,
+        preview: Any,
     ) -> Clip:
         session = self.resident
         if preview is not None and not callable(preview):
@@ -176,10 +175,8 @@ class Session:
             )
         if request.num_videos != 1:
             raise InputError("num_videos: a call makes one clip; call once for each seed")
-        if (
-            request.seed is None
-            and get_factory(session.backend.name).rank_and_size(os.environ)[1] > 1
-        ):
+        factory = get_factory(session.backend.name)
+        if request.seed is None and factory.rank_and_size(os.environ)[1] > 1:
             raise InputError(
                 "seed: none, but several processes make this clip; give all of them the same"
             )
@@ -223,12 +220,7 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

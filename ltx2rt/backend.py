@@ -423,7 +423,7 @@ def chosen_backend(devices: Path = Path("/dev"), quiet: bool = False) -> str:
 
 def _has_device(factory: BackendFactory, devices: Path) -> bool:
     patterns = DEVICE_FILES.get(factory.accelerator, ())
-    return any(True for pattern in patterns for _ in devices.glob(pattern))
+    return any(any(devices.glob(pattern)) for pattern in patterns)
 
 
 def get_factory(name: str) -> BackendFactory:
@@ -442,36 +442,27 @@ def get_factory(name: str) -> BackendFactory:
 def get_backend(name: str, device: str = "auto", mesh: Mapping[str, int] | None = None) -> Backend:
     """The backend `name` on `device` ("auto", "cpu", or its accelerator). Raises InputError. mesh:
     sizes of the mesh axes over all devices; none: one device."""
-    factory = get_factory(name)
     with _installed(name):
-        return factory.open(device, mesh or {})
+        return get_factory(name).open(device, mesh or {})
 
 
 def get_rendezvous(name: str) -> Callable[[], Any]:
     """Function that connects the processes of a launch to their store."""
-    factory = get_factory(name)
-
-    def connect() -> Any:
-        with _installed(name):
-            return factory.rendezvous()
-
-    return connect
+    return _installed(name)(get_factory(name).rendezvous)
 
 
 def get_ahead_compiler(
     name: str, topology: str, mesh: Mapping[str, int], timed: bool = False
 ) -> Callable[[Graph, str | None], Compiled]:
     """`BackendFactory.ahead_compiler`. InputError if it is not installed."""
-    factory = get_factory(name)
     with _installed(name):
-        return factory.ahead_compiler(topology, mesh, timed)
+        return get_factory(name).ahead_compiler(topology, mesh, timed)
 
 
 def keep_compiled(name: str, root: Path) -> None:
     """`BackendFactory.keep_compiled`. InputError if it is not installed."""
-    factory = get_factory(name)
     with _installed(name):
-        factory.keep_compiled(root)
+        get_factory(name).keep_compiled(root)
 
 
 @contextmanager
