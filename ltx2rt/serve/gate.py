@@ -11,14 +11,13 @@ import re
 import sqlite3
 import time
 import traceback
-from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -64,7 +63,6 @@ class Gate:
     def __init__(self, app: Starlette, users: Users | None, board: Board, metrics: Metrics):
         self.app, self.users, self.board, self.metrics = app, users, board, metrics
         self._asked: dict[asyncio.Task[Any], Asked] = {}
-        self._of_user: Counter[str] = Counter()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -75,10 +73,11 @@ class Gate:
             nonlocal code
             if message["type"] == "http.response.start":
                 code = message["status"]
-                more = [(name.encode(), text.encode()) for name, text in HEADERS.items()]
+                more = MutableHeaders(raw=[*message["headers"]])
+                more.update(HEADERS)
                 if two_lengths(Headers(scope=scope)):
-                    more.append((b"connection", b"close"))
-                message = {**message, "headers": [*message["headers"], *more]}
+                    more["connection"] = "close"
+                message = {**message, "headers": more.raw}
             await send(message)
 
         async def reading() -> Any:
@@ -96,7 +95,6 @@ class Gate:
             scope["state"] |= {"user": asked.user.name, "operator": asked.user.operator}
             self._require_place(request, asked.user)
             self._asked[task] = asked
-            self._of_user[asked.user.name] += 1
             await self.app(scope, reading, answered)
         except Refusal as refusal:
             await (await with_body_read(request, answer_of(refusal)))(scope, reading, answered)
@@ -111,8 +109,7 @@ class Gate:
             said, at = f"{type(error).__name__}: {error}"[:500], f"{frame.name}:{frame.lineno}"
             self.board.log("error", error=said, at=at)
         finally:
-            if self._asked.pop(task, None):
-                self._of_user[asked.user.name] -= 1
+            self._asked.pop(task, None)
         route = getattr(scope.get("route"), "path", "other")
         self.metrics.requests.labels(route, code or 500).inc()
         if route not in PROBES:
@@ -124,7 +121,7 @@ class Gate:
         """Raises Refusal."""
         if request.url.path in PROBES:
             return
-        if self._of_user[user.name] >= MAX_OF_USER:
+        if [asked.user.name for asked in self._asked.values()].count(user.name) >= MAX_OF_USER:
             text = f"{MAX_OF_USER} requests of yours are open, streams included; close some"
             raise Refusal(429, "too_many_requests", text, retry_after_s=RETRY_S)
         if len(self._asked) >= MAX_REQUESTS:
@@ -165,8 +162,7 @@ class Gate:
             text = f"origin: {origin[:80]!r}, expected this server's own pages"
             raise Refusal(403, "bad_origin", text)
         if two_lengths(request.headers):
-            text = "content-length and transfer-encoding: expected one of them"
-            raise invalid(text)
+            raise invalid("content-length and transfer-encoding: expected one of them")
         if self.users is None:
             return LOCAL
         if request.url.path in OPEN:
@@ -192,10 +188,12 @@ async def refused(request: Request, error: Exception, board: Board) -> Response:
         board.log("disk_error", error=str(error))
         database = isinstance(error, sqlite3.Error)
         full = "readonly" not in str(error) if database else error.errno in NO_SPACE
-        code, said = (
-            ("disk_full", "its disk is full") if full else ("unavailable", "its log says why")
+        code, why = (
+            "disk_full" if full else "unavailable",
+            "disk is full" if full else "log says why",
         )
-        error = Refusal(503, code, f"the server cannot do this now; {said}", retry_after_s=RETRY_S)
+        text = f"the server cannot do this now; its {why}"
+        error = Refusal(503, code, text, retry_after_s=RETRY_S)
     elif isinstance(error, Gone):
         error = Refusal(400, "gone", "the client has left")
     elif not isinstance(error, Refusal):
