@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, replace
-from functools import partial
 from typing import Any
 
 from ltx2rt.errors import InputError
@@ -23,8 +22,8 @@ from ltx2rt.placement.plan import StageCost, peak
 from ltx2rt.placement.profiles import resolve, undivided
 from ltx2rt.placement.stream import ROAD_BYTES_PER_S
 from ltx2rt.run.plan import Plan, make_plan, resolved_stages
-from ltx2rt.session.arrange import Choice, DatasheetBackend, Estimator, choose
-from ltx2rt.session.open import StagesOf, opened_checkpoint
+from ltx2rt.session.arrange import DatasheetBackend, Estimator, choose
+from ltx2rt.session.open import opened_checkpoint
 from ltx2rt.session.options import MEMORY, ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.weights.checkpoint import Checkpoint
@@ -100,28 +99,15 @@ class Estimate:
         return not self.advice
 
 
-def on_datasheet(
-    options: ModelOptions, checkpoint: Checkpoint, kind: DeviceKind, devices: int
+def datasheet_session(
+    options: ModelOptions, kind: DeviceKind, devices: int, checkpoint: Checkpoint | None = None
 ) -> Session:
-    """A session that only plans. Raises InputError for unknown profiles and other meshes."""
+    """A session that only plans; checkpoint: the options' own, if it is open already. Raises
+    InputError for unknown profiles and other meshes."""
     profile, mesh = resolve(options.profile, kind.name, options.mesh, devices)
     options = replace(options, backend=kind.backend, mesh=mesh, profile=profile.name)
+    checkpoint = checkpoint or opened_checkpoint(options)
     return Session(checkpoint, DatasheetBackend(kind, mesh), options)
-
-
-def datasheet_session(options: ModelOptions, kind: DeviceKind, devices: int) -> Session:
-    """As `on_datasheet`, of the options' model."""
-    return on_datasheet(options, opened_checkpoint(options), kind, devices)
-
-
-def chosen(
-    options: ModelOptions, checkpoint: Checkpoint, kind: DeviceKind, devices: int, stages: StagesOf
-) -> Choice | None:
-    """The mesh that `generate` would take for the stages; None if a flag says it."""
-    if options.mesh or options.profile or devices == 1:
-        return None
-    options = replace(options, backend=kind.backend)
-    return choose(checkpoint, options, kind, devices, stages(checkpoint))
 
 
 def estimate(options: ModelOptions, request: Request, devices: Devices) -> Estimate:
@@ -142,11 +128,13 @@ def estimate(options: ModelOptions, request: Request, devices: Devices) -> Estim
 def _estimate(
     options: ModelOptions, checkpoint: Checkpoint, request: Request, kind: DeviceKind, count: int
 ) -> Estimate:
-    stages = partial(resolved_stages, options=options, request=request)
-    choice = chosen(options, checkpoint, kind, count, stages)
+    choice = None
+    if not (options.mesh or options.profile or count == 1):  # else a flag says the mesh
+        stages = resolved_stages(checkpoint, options, request)
+        choice = choose(checkpoint, replace(options, backend=kind.backend), kind, count, stages)
     if choice:
         options = replace(options, mesh=choice.best.mesh)
-    session = on_datasheet(options, checkpoint, kind, count)
+    session = datasheet_session(options, kind, count, checkpoint)
     if choice:
         session.adopt(choice.session)
     plan = make_plan(session, request)
@@ -213,20 +201,13 @@ def _unshared(session: Session, plan: Plan, estimator: Estimator) -> Iterator[st
             )
 
 
-def _bill(found: Estimate) -> dict[str, Any]:
-    per_clip = found.price_per_clip
-    bill = {"clips_per_hour": found.clips_per_hour, "price_per_clip": per_clip}
-    return {} if per_clip is None else bill
-
-
 def _summary(found: Estimate) -> dict[str, Any]:
+    bill = {"clips_per_hour": found.clips_per_hour, "price_per_clip": found.price_per_clip}
     return {
         "fits": found.fits,
         "memory_mode": found.session.memory_mode,
-        "devices": found.devices,
-        "time_s": found.time_s,
-        "basis": found.basis,
-        **_bill(found),
+        **{name: getattr(found, name) for name in ("devices", "time_s", "basis")},
+        **(bill if found.price is not None else {}),
         "mesh": dict(found.session.backend.mesh),
     }
 

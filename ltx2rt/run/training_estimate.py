@@ -137,21 +137,17 @@ def estimate_step(
 def to_json(found: StepEstimate) -> dict[str, Any]:
     """Figures of one device and one step, of one batch."""
     c, m = found.cost, found.step.memory
+    held = ("streamed", "state", "kept", "block")
     return {
         "fits": found.fits,
         "devices": found.devices,
         "mesh": dict(found.mesh),
         "trained": sum(found.step.groups().values()),
         "weights_bytes": m.frozen,
-        "streamed_bytes": m.streamed,
-        "copy_s": c.copy_s(found.kind),
-        "state_bytes": m.state,
-        "kept_bytes": m.kept,
-        "block_bytes": m.block,
+        **{f"{name}_bytes": getattr(m, name) for name in held},
         "flops": c.flops,
         "collectives": c.collectives_json,
-        "exchange_s": c.exchange_s(found.kind),
-        "time_s": c.time_s(found.kind),
+        **{name: getattr(c, name)(found.kind) for name in ("copy_s", "exchange_s", "time_s")},
     }
 
 
