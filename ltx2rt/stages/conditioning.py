@@ -17,7 +17,7 @@ import numpy as np
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.media.hdr import read_exr, to_model
+from ltx2rt.media.hdr import image_px, read_exr, to_model
 from ltx2rt.media.images import cover, load_conditioning_image, read_rgb
 from ltx2rt.models.geometry import (
     Geometry,
@@ -127,8 +127,8 @@ class Image(Still):
     def check(self, session: Session) -> list[str]:
         """Planning for absent devices reads only the header: a server plans in its own
         process, and has its uploads decoded in others."""
-        if not isinstance(session.backend, DatasheetBackend):
-            (read_exr if self.hdr else read_rgb)(self.spec.path)
+        absent = isinstance(session.backend, DatasheetBackend)
+        (image_px if absent else read_exr if self.hdr else read_rgb)(self.spec.path)
         return []
 
     def encode(self, session: Session, state: State, watch: Stopwatch) -> Tokens:
