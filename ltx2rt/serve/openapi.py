@@ -51,7 +51,7 @@ def openapi(admission: Admission, routes: Iterable[Route]) -> dict[str, Any]:
     bodies = dict.fromkeys(("create", "extend", "extension"), content)
     bodies["remix"] = {"application/json": {"schema": prompt}}
     kinds = {"index": {"type": "integer"}, "id": {"type": "string", "pattern": JOB_ID.pattern}}
-    kinds["id:path"] = {"type": "string"}  # of a model
+    kinds["id:path"] = {"type": "string"}  # a model
     paths: dict[str, dict[str, Any]] = {}
     for method, path, call in routes:
         if not path.startswith("/v1/") or call.__name__ == "not_here":
