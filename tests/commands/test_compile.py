@@ -20,22 +20,16 @@ from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.placement.cost import traffic
 from ltx2rt.session.options import ModelOptions
 
-TINY = {
-    "--topology": "v6e:2x2",
-    "--preset": "tiny-2.3",
-    "--width": 64,
-    "--height": 64,
-    "--num-frames": 9,
-}
+TINY = {"--topology": "v6e:2x2", "--preset": "tiny-2.3"}
+TINY |= {"--width": 64, "--height": 64, "--num-frames": 9}
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
 
 
 def flags(**changes: object) -> list[object]:
     given = {f"--{k.replace('_', '-')}": v for k, v in changes.items()}
     words = [word for pair in given.items() for word in pair]
-    fixed = [
-        x for flag in ("--topology", "--preset") if flag not in given for x in (flag, TINY[flag])
-    ]
+    missing = {"--topology", "--preset"} - given.keys()
+    fixed = [word for flag in sorted(missing) for word in (flag, TINY[flag])]
     return [*fixed, *read_by(words, TINY), *words]
 
 
@@ -62,10 +56,9 @@ def test_a_run_is_compiled_as_generate_would_run_it():
     graphs = {cell.component: cell.graph for cell in job.cells}
     assert graphs["text-encoder"].inputs["token_ids"].type.shape == (2, 1024)
     images = [cell for cell in job.cells if cell.component == "video-encoder"]
-    assert [(cell.name, cell.size) for cell in images] == [
-        ("video-encoder, stage 1", "384x256x1"),
-        ("video-encoder, stage 2", "768x512x1"),
-    ]
+    named = {cell.name: cell.size for cell in images}
+    sizes = {"video-encoder, stage 1": "384x256x1", "video-encoder, stage 2": "768x512x1"}
+    assert named == sizes and len(images) == 2
     assert graphs["upsampler"].inputs["latent"].type.shape == (1, 128, 16, 8, 12)
     assert graphs["video-decoder"].inputs["latent"].type.shape == (1, 128, 10, 16, 24)  # one tile
     assert traffic(graphs["video-decoder"]) == {} and traffic(graphs["upsampler"]) == {}
@@ -74,6 +67,7 @@ def test_a_run_is_compiled_as_generate_would_run_it():
 BEGIN = ("text-encoder", "video-encoder", "denoise-before", "denoise-step")
 DECODED = ("audio-decoder", "vocoder", "video-decoder")
 GUIDED = (*BEGIN, "upsampler", *DECODED)
+FOLLOWED = ("--video-conditioning", "FILM", "--lora", "LORA")
 # flags, in which FILM is a clip and LORA a LoRA, and what is compiled in the order of the run
 PIPELINES = {
     "two-stage": ((), GUIDED),
@@ -104,10 +98,7 @@ PIPELINES = {
         ("video-encoder", "audio-encoder", *BEGIN[:1], *BEGIN[2:], "video-decoder"),
     ),
     "ic-lora": (
-        (
-            *["--video-conditioning", "FILM", "--lora", "LORA"],
-            *["--conditioning-attention-strength", "0.5", "--skip-stage-2"],
-        ),
+        (*FOLLOWED, "--conditioning-attention-strength", "0.5", "--skip-stage-2"),
         (*BEGIN, *DECODED),
     ),
     "t2a": (("--duration", 1), ("text-encoder", *BEGIN[2:], *DECODED[:2])),
@@ -120,31 +111,22 @@ def words(tiny, film):
     none."""
 
     def of(name: str) -> list[str]:
-        files = {
-            "FILM": film,
-            "LORA": tiny("tiny-2.3", "official") / "tiny-2.3-distilled-lora.safetensors",
-        }
+        model = tiny("tiny-2.3", "official")
+        files = {"FILM": film, "LORA": model / "tiny-2.3-distilled-lora.safetensors"}
         unsized = ("retake", "v2v", "extend", "dubit", "hdr-ic-lora", "inpaint", "t2a")
         sides = ("--width", "--height", "--num-frames")
         size = {} if name in unsized else {f: TINY[f] for f in sides}
         given = [files.get(word, word) for word in PIPELINES[name][0]]
-        fixed = {
-            "--topology": "v6e:2x2",
-            "--model": tiny("tiny-2.3", "official"),
-            "--pipeline": name,
-        } | size
+        fixed = {"--topology": "v6e:2x2", "--model": model, "--pipeline": name} | size
         return [*map(str, ("compile", *(word for pair in fixed.items() for word in pair), *given))]
 
     return of
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.long] * (number % 2))
-        for number, name in enumerate(PIPELINES)
-    ],
-)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.long] * (number % 2))
+    for number, name in enumerate(PIPELINES)
+])  # fmt: skip
 def test_every_pipeline_is_compiled(name, words):
     """Its own graphs, which `ltx2rt compile` only hands to the compiler."""
     job = job_of(parser().parse_args(words(name)))
@@ -169,17 +151,15 @@ def test_a_checkpoint_is_planned_from_its_headers(tiny):
     settings = {"width": 64, "height": 64, "num_frames": 9, "mesh": {"tensor": 2, "sequence": 2}}
     found = plan("v6e:2x2", model=tiny("tiny-2.0", "official"), **settings)
     expected = plan("v6e:2x2", "tiny-2.0", **settings)
-    assert [show(c.graph, "text") for c in found.cells] == [
-        show(c.graph, "text") for c in expected.cells
-    ]
+    ours, theirs = ([show(c.graph, "text") for c in job.cells] for job in (found, expected))
+    assert ours == theirs
 
 
 def test_float8_is_of_the_denoise_loop_alone():
     tiny = {"name": "tiny-2.3", "width": 64, "height": 64, "num_frames": 9}
     for cell in plan("v6e:1x1", weights_dtype="float8", **tiny).cells:
-        assert ("quantised_linear" in show(cell.graph, "text")) == (cell.branches is not None), (
-            cell.name
-        )
+        quantised = "quantised_linear" in show(cell.graph, "text")
+        assert quantised == (cell.branches is not None), cell.name
 
 
 def test_flags_narrow_what_is_compiled():
@@ -253,13 +233,8 @@ def run(*words: object, **environment: str) -> subprocess.CompletedProcess:
 @needs_libtpu
 @pytest.mark.slow
 def test_compiled_figures_and_dumps(tmp_path):
-    words = [
-        "compile",
-        *flags(mesh="tensor=2,sequence=2"),
-        "--component",
-        "denoise-step",
-        "upsampler",
-    ]
+    words = ["compile", *flags(mesh="tensor=2,sequence=2")]
+    words += ["--component", "denoise-step", "upsampler"]
     ran = run(*words, "--json", XLA_FLAGS=f"--xla_dump_to={tmp_path}")
     assert ran.returncode == 0, ran.stderr
     first, second, upsampler = json.loads(ran.stdout)
@@ -295,9 +270,8 @@ def test_what_does_not_fit_is_said_and_the_rest_is_compiled():
     (refused,) = json.loads(run("compile", *small, "--json").stdout)
     assert refused["fits"] is False and refused["compile_s"] is None
     assert "weights alone" in refused["why_not"]
-    wide = flags(
-        topology="v6e:1x1", width=65536, height=65536, num_frames=121, component="upsampler"
-    )
+    size = {"width": 65536, "height": 65536, "num_frames": 121}
+    wide = flags(topology="v6e:1x1", **size, component="upsampler")
     ran = run("compile", *wide, "text-encoder", "--json")
     found = {row["component"]: row for row in json.loads(ran.stdout)}
     assert ran.returncode == 0 and found["text-encoder"]["fits"]
@@ -309,9 +283,8 @@ def test_what_does_not_fit_is_said_and_the_rest_is_compiled():
 @needs_libtpu
 @pytest.mark.slow
 def test_a_topology_that_does_not_exist_is_the_compilers_word():
-    ran = run(
-        "compile", *flags(topology="v6e:2x3", mesh="tensor=2,sequence=3", component="upsampler")
-    )
+    wrong = flags(topology="v6e:2x3", mesh="tensor=2,sequence=3", component="upsampler")
+    ran = run("compile", *wrong)
     assert ran.returncode == 2 and ran.stdout == "" and "refuses 'v6e:2x3'" in ran.stderr
 
 

@@ -21,10 +21,10 @@ from ltx2rt.weights.names import component_of
 from ltx2rt.weights.presets import preset
 
 TINY = ["tiny-2.0", "tiny-2.3", "tiny-2.5"]
-UNLIKE = {  # what one layout of LTX-2.5 has and no network reads
-    "gemma": (
-        *"vision_ multi_modal_projector. audio_projector. model.vision_ model.embed_".split(),
-    ),
+GEMMA = "vision_ multi_modal_projector. audio_projector. model.vision_ model.embed_"
+# what one layout of LTX-2.5 has and no network reads
+UNLIKE = {
+    "gemma": (*GEMMA.split(),),
     "diffusion_decoder": ("vae.encoder.", "vae.decoder.type_emb"),
 }
 LAYOUTS = ["official", "diffusers"]
@@ -77,16 +77,11 @@ def test_full_size_component_files_are_those_of_the_release():
     name = "ltx-2.5"
     plan = plan_checkpoint(preset(name), name, "official")
     found = {path.removeprefix(f"{name}-"): tensors for path, tensors in plan.tensors.items()}
-    sizes = {
-        path: sum(tensor.info.nbytes for tensor in tensors.values())
-        for path, tensors in found.items()
-    }
+    sizes = {path: sum(t.info.nbytes for t in tensors.values()) for path, tensors in found.items()}
     released = {
         "transformer": (4349, 42.02e9),
-        "text-encoder": (
-            686,
-            26.3e9,
-        ),  # the release carries 32 MB of tokenizer, this one a small one
+        # the release carries 32 MB of tokenizer, this one a small one
+        "text-encoder": (686, 26.3e9),
         "video-vae-conv": (170, 1_452_269_922),
         "video-vae": (396, 1_472_223_346),
         "audio-vae": (1329, 364_866_540),
@@ -95,9 +90,8 @@ def test_full_size_component_files_are_those_of_the_release():
         "distilled-lora": (3320, None),
         "duration-head": (15, 3.8e6),
     }
-    assert {path: len(tensors) for path, tensors in found.items()} == {
-        f"{part}.safetensors": count for part, (count, _) in released.items()
-    }
+    counts = {path.removesuffix(".safetensors"): len(tensors) for path, tensors in found.items()}
+    assert counts == {part: count for part, (count, _) in released.items()}
     for part, (_, size) in released.items():
         assert size is None or sizes[f"{part}.safetensors"] == pytest.approx(size, rel=0.003), part
     main = found["transformer.safetensors"]
@@ -105,18 +99,14 @@ def test_full_size_component_files_are_those_of_the_release():
     own = {key: tensor for key, tensor in main.items() if component_of(key) == "transformer"}
     assert (len(own), sum(prod(t.info.shape) for t in own.values())) == (4091, 18_987_859_200)
     lora = found["distilled-lora.safetensors"]
-    assert (
-        max(tensor.info.shape[0] for key, tensor in lora.items() if key.endswith("lora_A.weight"))
-        == 450
-    )
+    assert max(t.info.shape[0] for key, t in lora.items() if key.endswith("lora_A.weight")) == 450
 
 
 def test_released_lora_ranks():
     """Rank 384 except where a layer is narrower: 8 timestep layers, 4 patch projections, 288
     gates."""
-    lora = plan_checkpoint(preset("ltx-2.3"), "x", "official").tensors[
-        "x-distilled-lora.safetensors"
-    ]
+    tensors = plan_checkpoint(preset("ltx-2.3"), "x", "official").tensors
+    lora = tensors["x-distilled-lora.safetensors"]
     ranks = [tensor.info.shape[0] for key, tensor in lora.items() if key.endswith("lora_A.weight")]
     assert {rank: ranks.count(rank) for rank in set(ranks)} == {384: 1360, 256: 8, 128: 4, 32: 288}
 
@@ -134,18 +124,12 @@ def test_tiny_checkpoints_are_complete_and_small(tiny, name, layout):
     for component, shapes in networks(expected).items():
         if component == "transformer" and expected.transformer.keyframe_vector:
             shapes[transformer.KEYFRAME_VECTOR] = (1, expected.transformer.width)
-        audit(
-            {key: TensorInfo(shape, np.dtype(np.float32)) for key, shape in shapes.items()},
-            checkpoint.source(component),
-            "x",
-        )
-    merged = MergedSource(
-        checkpoint.source("transformer"), [open_lora(checkpoint.distilled_lora())], "bfloat16"
-    )
-    total = sum(
-        len(shape) == 2 and key.endswith("weight")
-        for key, shape in networks(expected)["transformer"].items()
-    )
+        infos = {key: TensorInfo(shape, np.dtype(np.float32)) for key, shape in shapes.items()}
+        audit(infos, checkpoint.source(component), "x")
+    loras = [open_lora(checkpoint.distilled_lora())]
+    merged = MergedSource(checkpoint.source("transformer"), loras, "bfloat16")
+    shapes = networks(expected)["transformer"]
+    total = sum(len(shape) == 2 and key.endswith("weight") for key, shape in shapes.items())
     assert merged.merges[0].line().startswith(f"merged {total}/{total} modules")
     assert merged.merges[0].skipped == (name == "tiny-2.0")
 
@@ -211,18 +195,14 @@ def test_diffusers_loads_every_folder_strictly(tiny, name):
     }
     if name == "tiny-2.5":
         models |= {"diffusion_decoder": LTX2VideoDiffusionDecoderModel}
-        models |= {
-            "text_encoder": Gemma4UnifiedForConditionalGeneration,
-            "duration_head": LTX2DurationHead,
-        }
+        models["text_encoder"] = Gemma4UnifiedForConditionalGeneration
+        models["duration_head"] = LTX2DurationHead
         models["latent_upsampler_temporal"] = LTX2LatentUpsamplerModel
     for part, model in models.items():
-        loaded, info = model.from_pretrained(
-            folder / part, output_loading_info=True, dtype=torch.float32
-        )
-        assert not any(
-            info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
-        ), (part, info)
+        how = {"output_loading_info": True, "dtype": torch.float32}
+        loaded, info = model.from_pretrained(folder / part, **how)
+        wrong = [info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched")]
+        assert not any(wrong), (part, info)
         if part != "text_encoder":
             ours = json.loads((folder / part / "config.json").read_text())
             defaults = {key for key in loaded.config if key not in ours and not key.startswith("_")}
@@ -236,9 +216,8 @@ def test_the_diffusers_pipeline_opens_the_folder(tiny):
     folder = tiny("tiny-2.3", "diffusers")
     pipe = LTX2Pipeline.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     prompts = ["a robot dancing in the rain", "Émile!"]
-    theirs = pipe.tokenizer(
-        prompts, padding="max_length", max_length=64, truncation=True, return_tensors="np"
-    )
+    how = {"padding": "max_length", "max_length": 64, "truncation": True}
+    theirs = pipe.tokenizer(prompts, return_tensors="np", **how)
     ids, mask = tokenize(folder / "tokenizer" / "tokenizer.json", prompts, 64)
     np.testing.assert_array_equal(ids, theirs.input_ids)
     np.testing.assert_array_equal(mask, theirs.attention_mask)
@@ -260,26 +239,19 @@ def test_filters_have_the_documented_values():
 
 
 def test_bad_requests_are_refused(tiny, tmp_path):
+    made = tiny("tiny-2.3", "official")
+    (tmp_path / "other.safetensors").write_bytes(b"")
     for arguments, says in [
         (("tiny-2.4", "official", tmp_path), "unknown preset"),
         (("tiny-2.3", "comfy", tmp_path), "unknown layout"),
         (("tiny-2.3", "official", tmp_path, -1), "negative"),
-        (("tiny-2.3", "official", tiny("tiny-2.3", "official")), "exists"),
-        (
-            ("tiny-2.3", "official", tiny("tiny-2.3", "official") / "tiny-2.3.safetensors" / "x"),
-            "is a file",
-        ),
-    ]:
+        (("tiny-2.3", "official", made), "exists"),
+        (("tiny-2.3", "official", made / "tiny-2.3.safetensors" / "x"), "is a file"),
+        (("tiny-2.3", "official", tmp_path),
+         r"holds files of another model, such as other\.safetensors; pass an empty"),
+    ]:  # fmt: skip
         with pytest.raises(InputError, match=says):
             make_checkpoint(*arguments)
-
-
-def test_a_folder_with_another_model_is_refused(tmp_path):
-    (tmp_path / "other.safetensors").write_bytes(b"")
-    with pytest.raises(
-        InputError, match=r"holds files of another model, such as other\.safetensors; pass an empty"
-    ):
-        make_checkpoint("tiny-2.3", "official", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["other.safetensors"]
 
 
