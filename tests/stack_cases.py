@@ -4,6 +4,7 @@ from collections import Counter
 from functools import cache
 
 import numpy as np
+import torch
 
 from ltx2rt.graph import trace
 from ltx2rt.graph.ir import Graph
@@ -54,3 +55,21 @@ def params() -> dict[str, np.ndarray]:
 
 def ops(graph: Graph) -> Counter:
     return Counter(node.op for node, times in graph.walk() for _ in range(times))
+
+
+def blocks_graph() -> Graph:
+    """Three linears under names of a transformer's blocks."""
+
+    def model(o):
+        def block(o, c, i, d):
+            return {"x": o.linear(c["x"], "attn1.to_q", {"D": 32}, bias=False)}, {}
+
+        prefix = "model.diffusion_model.transformer_blocks.*."
+        return {"x": o.repeat(block, 3, {"x": o.input("x", B=2, D=32)}, prefix=prefix)[0]["x"]}
+
+    return trace("blocks", model, "bfloat16")
+
+
+def as_bytes(weight) -> np.ndarray:
+    own = weight.view(torch.uint8).numpy() if isinstance(weight, torch.Tensor) else weight
+    return np.asarray(own).view(np.uint8)

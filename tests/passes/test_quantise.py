@@ -17,7 +17,7 @@ from ltx2rt_cuda.distributed import Position
 from ltx2rt_cuda.factory import FACTORY
 from ltx2rt_cuda.quantised import QuantisedRows
 from placed_cases import TEXT, positions, transformer_config
-from stack_cases import LAYERS, MESH, inputs, ops, params, stack
+from stack_cases import LAYERS, MESH, as_bytes, blocks_graph, inputs, ops, params, stack
 from virtual import on_devices
 
 from benchmarks.launches import step_graphs
@@ -59,10 +59,8 @@ def test_rows_are_scaled_to_the_largest_e4m3_number():
 
 
 def test_torch_quantises_to_the_same_bits():
-    x = (
-        np.random.default_rng(0).standard_normal((64, 96), np.float32)
-        * np.float32(10) ** np.arange(-32, 32)[:, None]
-    )
+    x = np.random.default_rng(0).standard_normal((64, 96), np.float32)
+    x *= np.float32(10) ** np.arange(-32, 32)[:, None]
     for narrow in (torch.float32, torch.bfloat16):
         tensor = torch.from_numpy(x).to(narrow)
         values, scale = ltx2rt_cuda.ops.products.quantise_rows(tensor)
@@ -158,9 +156,8 @@ def test_first_and_last_block_gates_and_everything_outside_stay():
     dtypes = {name: v.type.dtype for name, (v, _) in graph.all_params().items()}
     float8 = {name for name, dtype in dtypes.items() if dtype == "float8_e4m3fn"}
     assert float8 == {f"blocks.1+*.{part}.weight" for part in ("up", "to_q", "down", "out")}
-    assert {n for n, dtype in dtypes.items() if dtype == "float32"} == {
-        f"{name} scale" for name in float8
-    }
+    scales = {name for name, dtype in dtypes.items() if dtype == "float32"}
+    assert scales == {f"{name} scale" for name in float8}
     assert set(dtypes.values()) == {"bfloat16", "float8_e4m3fn", "float32"}
     assert graph.inputs == stack(dtype="bfloat16").inputs and graph.outputs.keys() == {"y", "size"}
 
@@ -173,11 +170,8 @@ def test_same_tensors_are_read():
 
 def test_unquantised_layers_are_exact_and_every_iteration_reads_its_own():
     """Zeros for the middle linears lose nothing; a non-zero one matters."""
-    middle = {
-        n: a
-        for n, a in params().items()
-        if n.split(".")[1] in "123" and a.ndim == 2 and "gate" not in n
-    }
+    matrices = {n: a for n, a in params().items() if a.ndim == 2 and "gate" not in n}
+    middle = {name: a for name, a in matrices.items() if name.split(".")[1] in "123"}
     zeros = params() | {name: np.zeros_like(array) for name, array in middle.items()}
     exact = interpret(stack(), zeros, inputs())
     for key, value in interpret(quantise(stack()), zeros, inputs()).items():
@@ -249,26 +243,20 @@ def test_a_split_network_errs_no_more_than_a_whole_one(mesh):
 def test_too_few_blocks_and_no_blocks_are_refused():
     with refused(r"2 blocks.*float8 is for none; leave --weights-dtype out"):
         quantise(stack(2))
+    one = lambda o: {"y": o.linear(o.input("x", B=2, D=4), "l", {"E": 3})}  # noqa: E731
     with pytest.raises(GraphError, match="no stack of blocks"):
-        quantise(
-            trace(
-                "one", lambda o: {"y": o.linear(o.input("x", B=2, D=4), "l", {"E": 3})}, "float32"
-            )
-        )
+        quantise(trace("one", one, "float32"))
 
 
 def test_weights_cut_along_their_rows_for_storage_are_refused():
     with refused(r"--weights-dtype: .* fsdp=2 cuts weights along D; leave one"):
-        Placement(PROFILES["hopper"], {"fsdp": 2}, "float8").local(
-            forward("bfloat16")[0], "transformer"
-        )
+        placement = Placement(PROFILES["hopper"], {"fsdp": 2}, "float8")
+        placement.local(forward("bfloat16")[0], "transformer")
 
 
 def test_quantised_graph_is_no_module_to_train():
-    with pytest.raises(
-        GraphError,
-        match="its weights are kept in 8 bits or less; pass the graph before quantisation",
-    ):
+    said = "its weights are kept in 8 bits or less; pass the graph before quantisation"
+    with pytest.raises(GraphError, match=said):
         as_module(quantise(stack()))
 
 
@@ -302,12 +290,6 @@ class CountingSource(ArraySource):
         return super().read(name, *cuts)
 
 
-def as_bytes(weight) -> np.ndarray:
-    return (
-        weight.view(torch.uint8).numpy() if isinstance(weight, torch.Tensor) else np.asarray(weight)
-    ).view(np.uint8)
-
-
 @pytest.mark.parametrize("kind", ("cuda", "tpu"))
 def test_loading_reads_every_tensor_once_and_quantises_it(kind):
     graph, source = pack(quantise(stack(dtype="bfloat16"))), CountingSource(params())
@@ -319,13 +301,9 @@ def test_loading_reads_every_tensor_once_and_quantises_it(kind):
     assert name == "blocks.1+*.up.weight | blocks.1+*.to_q.weight"
     (scale,) = (n for n in graph.all_params() if n.endswith("to_q.weight scale"))
     for i in range(LAYERS - 2):
-        parts = [
-            quantise_rows(params()[f"blocks.{i + 1}.{part}.weight"]) for part in ("up", "to_q")
-        ]
-        found = [
-            weights[n.replace("*", str(i))] if kind == "cuda" else weights[n][i]
-            for n in (name, scale)
-        ]
+        own = [params()[f"blocks.{i + 1}.{part}.weight"] for part in ("up", "to_q")]
+        parts, at = map(quantise_rows, own), lambda n, i=i: weights[n.replace("*", str(i))]
+        found = [at(n) if kind == "cuda" else weights[n][i] for n in (name, scale)]
         for array, expected in zip(found, zip(*parts, strict=True), strict=True):
             assert np.array_equal(as_bytes(array), np.concatenate(expected).view(np.uint8))
 
@@ -343,9 +321,8 @@ def test_torch_rank_quantises_its_own_slices(coordinate):
         ("down", whole["blocks.2.down.weight"][:, half]),
     ):
         expected, scale = quantise_rows(array)
-        assert np.array_equal(
-            as_bytes(weights[f"blocks.1+1.{part}.weight"]), expected.view(np.uint8)
-        )
+        found = as_bytes(weights[f"blocks.1+1.{part}.weight"])
+        assert np.array_equal(found, expected.view(np.uint8))
         assert np.array_equal(weights[f"blocks.1+1.{part}.weight scale"], scale)
     assert set(source.reads.values()) == {1}
     assert all(cuts for name, *cuts in source.reads if "up" in name or "down.weight" in name)
@@ -356,44 +333,26 @@ def test_loras_are_merged_before_quantising_and_untouched_weights_are_shared(kin
     from ltx2rt.weights.files import write_arrays
 
     names = [f"model.diffusion_model.transformer_blocks.{i}.attn1.to_q.weight" for i in range(3)]
-    arrays = {
-        name: np.random.default_rng(i).standard_normal((32, 32), np.float32)
-        for i, name in enumerate(names)
-    }
-
-    def model(o):
-        def block(o, c, i, d):
-            return {"x": o.linear(c["x"], "attn1.to_q", {"D": 32}, bias=False)}, {}
-
-        prefix = "model.diffusion_model.transformer_blocks.*."
-        return {"x": o.repeat(block, 3, {"x": o.input("x", B=2, D=32)}, prefix=prefix)[0]["x"]}
-
-    graph, backend = quantise(trace("blocks", model, "bfloat16")), get_backend(kind, "cpu")
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.standard_normal((32, 32), np.float32) for name in names}
+    graph, backend = quantise(blocks_graph()), get_backend(kind, "cpu")
     base = backend.load([graph], ArraySource(arrays))
     for layer in range(3):
         module = names[layer].removeprefix("model.").removesuffix(".weight")
         halves = {f"{module}.lora_A.weight": (2, 32), f"{module}.lora_B.weight": (32, 2)}
-        rng = np.random.default_rng(9)
         path = tmp_path / f"{layer}.safetensors"
-        write_arrays(
-            path,
-            {name: rng.standard_normal(shape).astype(np.float32) for name, shape in halves.items()},
-        )
+        write_arrays(path, {n: rng.standard_normal(size, np.float32) for n, size in halves.items()})
         merged = MergedSource(ArraySource(arrays), [open_lora(path)], "bfloat16", backend.merge)
         weights = backend.load([graph], merged, base, merged.touched())
         name = "model.diffusion_model.transformer_blocks.1+*.attn1.to_q.weight"
         name = name.replace("*", "0") if kind == "cuda" else name
         weight = merged.read(names[1])
-        expected, scale = quantise_rows(
-            weight if isinstance(weight, np.ndarray) else backend.to_host(weight)
-        )
+        host = weight if isinstance(weight, np.ndarray) else backend.to_host(weight)
+        expected, scale = quantise_rows(host)
         assert np.array_equal(as_bytes(weights[name]).ravel(), expected.view(np.uint8).ravel())
         assert np.array_equal(np.asarray(weights[f"{name} scale"]).ravel(), scale.ravel())
-        assert (
-            (weights[name] is base[name])
-            == (weights[f"{name} scale"] is base[f"{name} scale"])
-            == (layer != 1)
-        )
+        for one in (name, f"{name} scale"):
+            assert (weights[one] is base[one]) == (layer != 1)
 
 
 @pytest.mark.long
@@ -473,9 +432,8 @@ def test_fused_float8_graph_is_the_same():
     for seed in range(5):
         weights = backend.load([float8], ArraySource(random_params(graph, seed)))
         (found, expected) = (program(weights, feeds) for program in (fused, plain))
-        distances.append(
-            max(relative_l2(found[key].numpy(), expected[key].numpy()) for key in expected)
-        )
+        far = (relative_l2(found[key].numpy(), expected[key].numpy()) for key in expected)
+        distances.append(max(far))
     assert sorted(distances)[2] <= 1e-6 and max(distances) <= STEP, distances
 
 

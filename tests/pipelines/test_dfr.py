@@ -3,11 +3,11 @@ two rounds."""
 
 from dataclasses import replace
 from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from conftest import refused
+from conftest import denoised, refused
 from test_agree import assert_agree, latents
 from test_ic_lora import lora_with
 
@@ -27,9 +27,7 @@ from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.conditioning import Anchor, Image, ModalityState, SeededSlot, audio_state
 from ltx2rt.stages.denoise import Denoise, step_shape
-from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.refine import Cut, Refine
-from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.stage import State
 from ltx2rt.stages.upsample import UpsampleTime
 from ltx2rt.testing import relative_l2
@@ -106,9 +104,7 @@ def test_the_layout_is_the_published_one(num_frames):
             slots = [g for g in stage.given if isinstance(g, SeededSlot)]
             assert stage.given == (*anchors, *slots) and {a.strength for a in anchors} == {0.95}
             assert [a.frame for a in anchors] == [a.of - stage.start for a in anchors]
-            assert [slot.index for slot in slots] == [
-                round((slot.frame + stage.start) / 8) for slot in slots
-            ]
+            assert all(slot.index == round((slot.frame + stage.start) / 8) for slot in slots)
             assert {slot.latents for slot in slots} == {stage.source} == {f"round{number}_upsample"}
             stop = stage.start + (stage.geometry.frames - 1) * 8
             places = [a.of for a in anchors], [s.frame + stage.start for s in slots]
@@ -147,16 +143,11 @@ def test_images_are_where_they_are_in_time():
 def positions(grid, fps, appended):
     """f32[3, T, 2] of a clip of f latent frames, and of single pixel frames appended to it."""
     frames, rows, columns = grid
-    seconds = [
-        (0, 1),
-        *((8 * t - 7, 8 * t + 1) for t in range(1, frames)),
-        *((frame, frame + 1) for frame in appended),
-    ]
+    seconds = [(0, 1), *((8 * t - 7, 8 * t + 1) for t in range(1, frames))]
+    seconds += [(frame, frame + 1) for frame in appended]
     cells = [
         [[a / fps, b / fps], [32 * r, 32 * r + 32], [32 * c, 32 * c + 32]]
-        for a, b in seconds
-        for r in range(rows)
-        for c in range(columns)
+        for (a, b), r, c in product(seconds, range(rows), range(columns))
     ]
     return np.array(cells, np.float32).transpose(1, 0, 2)
 
@@ -178,10 +169,9 @@ class Reference:
         self.session, self.state, self.loras, self.found = session, state, loras, {}
 
     def upsampled(self, network, latent):
-        call = Call(network, latent.shape)
-        return self.session.backend.to_host(
-            self.session.run(call, {"latent": latent.astype(np.float32)})["latent"]
-        )
+        feeds = {"latent": latent.astype(np.float32)}
+        found = self.session.run(Call(network, latent.shape), feeds)["latent"]
+        return self.session.backend.to_host(found)
 
     def walk(self, name, sigmas, grid, fps, start, guides, slots, audio=None, eta=None):
         """(video tokens, slots by frame, audio tokens) at the end.
@@ -191,21 +181,16 @@ class Reference:
         start and its state.
         """
         targets, cells = start.shape[1], grid[1] * grid[2]
-        clean = [np.zeros_like(start)]
-        mask = [np.ones((1, targets, 1))]
-        full = [start]
-        marked = [np.zeros(targets)]
-        marked[0][:cells] = 1
+        clean, mask, full = [np.zeros_like(start)], [np.ones((1, targets, 1))], [start]
+        marked = [(np.arange(targets) < cells).astype(float)]
         appended = []
         for kind, frame, latent, strength in guides:
             if kind == "image" and frame == 0:
                 clean[0][:, :cells], mask[0][:, :cells] = latent, 1 - strength
                 continue
             appended.append(frame)
-            for parts, part in ((clean, latent), (mask, np.full((1, cells, 1), 1 - strength))):
-                parts.append(part)
-            full.append(np.zeros_like(latent))
-            marked.append(np.zeros(cells))
+            clean.append(latent), mask.append(np.full((1, cells, 1), 1 - strength))
+            full.append(np.zeros_like(latent)), marked.append(np.zeros(cells))
         for frame, seed in slots.items():
             appended.append(frame)
             clean.append(np.zeros_like(seed)), mask.append(np.ones((1, cells, 1)))
@@ -218,10 +203,7 @@ class Reference:
         states, starts = {"video": video}, {"video": full}
         if audio is not None:
             states["audio"], starts["audio"] = audio[1], audio[0]
-        keep = {
-            m: (states[m].mask.astype(np.float64), states[m].clean.astype(np.float64))
-            for m in states
-        }
+        keep = {m: (x.mask.astype(np.float64), x.clean.astype(float)) for m, x in states.items()}
         blend = lambda m, x: x * keep[m][0] + keep[m][1] * (1 - keep[m][0])  # noqa: E731
         shape, feeds = step_shape(self.session.config, states, Branches())
         call = Call("guided-step", shape, steps=1, loras=self.loras)
@@ -232,9 +214,8 @@ class Reference:
             x[m] = blend(m, sigmas[0] * noise + (1 - sigmas[0]) * starts[m])
         for i, (sigma, target) in enumerate(pairwise(sigmas)):
             now = {f"{m}_latent": np.float32(x[m]) for m in x}
-            (out,) = self.session.denoise(
-                call, feeds | now, {"sigmas": np.array([[sigma, 0]], np.float32)}
-            )
+            pair = {"sigmas": np.array([[sigma, 0]], np.float32)}
+            (out,) = self.session.denoise(call, feeds | now, pair)
             # Blended.
             x0 = {m: self.session.backend.to_host(out[f"{m}_x0"]).astype(np.float64) for m in x}
             if eta is None or target == 0:
@@ -247,37 +228,28 @@ class Reference:
                 x["video"] = (1 - target) / (1 - down) * moved + again * drawn
             x = {m: blend(m, x[m]) for m in x} if eta else x
             for m in x:
-                assert relative_l2(record[f"{name}.{m}.steps"][i], x[m][0]) <= CLOSE, (
-                    f"{name} {m} {i}"
-                )
-        ends = np.split(
-            x["video"][:, video.shape[1] - len(slots) * cells :], max(len(slots), 1), axis=1
-        )
+                distance = relative_l2(record[f"{name}.{m}.steps"][i], x[m][0])
+                assert distance <= CLOSE, f"{name} {m} {i}"
+        last = x["video"][:, video.shape[1] - len(slots) * cells :]
+        ends = np.split(last, max(len(slots), 1), axis=1)
         return x["video"][:, :targets], dict(zip(slots, ends, strict=False)), x.get("audio")
 
 
 def test_two_rounds_equal_a_reference_at_every_step(session, images):
     """From the description: both stages with images, keyframes beside them, tiles, stitching and
     what is carried on."""
-    given = tuple(
-        parse_image(f"{path}:{at}") for path, at in zip(images, ("0:0.8", "20:0.7"), strict=True)
-    )
-    clip = {
-        "num_frames": 41, "fps": Fraction(24), "seed": 3, "images": given, "image_crf": 0, **SIZE,
-    }  # fmt: skip
-    plan = make_plan(session, pipeline("dfr")("a fox", temporal_upsample_rounds=2, **clip))
-    stages = tuple(stage for stage in plan.stages if not isinstance(stage, (Frames, Sound)))
-    state, *_ = produce(session, replace(plan, stages=stages), keep=True)
-    record, (first,) = state.record, [s for s in stages if s.name == "stage1"]
+    given = tuple(map(parse_image, (f"{images[0]}:0:0.8", f"{images[1]}:20:0.7")))
+    clip = {"num_frames": 41, "fps": Fraction(24), "seed": 3, "temporal_upsample_rounds": 2, **SIZE}
+    request = pipeline("dfr")("a fox", images=given, image_crf=0, **clip)
+    plan, state = denoised(session, request)
+    record, (first,) = state.record, [s for s in plan.stages if s.name == "stage1"]
     reference = Reference(session, state, first.loras)
 
     grid, big = (7, 1, 2), (7, 2, 4)  # 49 frames: the canvas of 41, in segments of 24
-    pictures = {
-        stage: [given.clean for given in state.given[stage][:2]] for stage in ("stage1", "stage2")
-    }
-    pictured = {
-        stage: [("image", 0, a, 0.8), ("image", 20, b, 0.7)] for stage, (a, b) in pictures.items()
-    }
+    pictured = {}
+    for stage in ("stage1", "stage2"):
+        a, b = (given.clean for given in state.given[stage][:2])
+        pictured[stage] = [("image", 0, a, 0.8), ("image", 20, b, 0.7)]
     empty = {frame: np.zeros((1, 2, 128)) for frame in (24, 48)}
     sound = audio_state(first.geometry)
     start = np.zeros((1, 14, 128)), np.zeros(sound.shape)
@@ -298,22 +270,17 @@ def test_two_rounds_equal_a_reference_at_every_step(session, images):
         coarse = reference.upsampled("temporal-upsampler", video)
         carried = {2 * f: x for f, x in slots.items()}
         fps = min(24 * 2**number, 60)
-        parts = []
-        generated = {}
+        parts, generated = [], {}
         for i, (low, high, drop, anchors, middles) in enumerate(tiles):
             window = coarse[:, :, low // 8 : high // 8 + 1]
             size = (window.shape[2], 2, 4)
             placed = [(kind, at * 2**number - low, *what) for kind, at, *what in pictured["stage2"]]
             guides = [guide for guide in placed if 0 <= guide[1] <= high - low]
             guides += [("anchor", frame - low, carried[frame], 0.95) for frame in anchors]
-            seeds = {
-                frame - low: packed(window[:, :, (k := round((frame - low) / 8)) : k + 1])
-                for frame in middles
-            }
-            name = f"round{number}_tile{i}"
-            made, ends, _ = reference.walk(
-                name, DISTILLED[4:], size, fps, packed(window), guides, seeds, eta=0.5
-            )
+            at = {frame - low: round((frame - low) / 8) for frame in middles}
+            seeds = {frame: packed(window[:, :, k : k + 1]) for frame, k in at.items()}
+            given = DISTILLED[4:], size, fps, packed(window), guides, seeds
+            made, ends, _ = reference.walk(f"round{number}_tile{i}", *given, eta=0.5)
             parts.append(unpacked(made, size)[:, :, drop:])
             for frame, end in ends.items():
                 generated.setdefault(frame + low, end)
@@ -348,10 +315,8 @@ def test_fewer_rounds_are_the_beginning_of_more(session, tmp_path):
 def test_a_detailing_lora_sees_the_clip_of_stage_1_in_stage_2(session, tmp_path):
     """After the keyframes, kept whole, no keyframe itself, spread over the clip; rounds have
     neither."""
-    detail = LoraSpec(
-        lora_with(session.checkpoint.distilled_lora(), tmp_path / "ic.safetensors", downscale=2),
-        0.5,
-    )
+    own = session.checkpoint.distilled_lora()
+    detail = LoraSpec(lora_with(own, tmp_path / "ic.safetensors", downscale=2), 0.5)
     request = pipeline("dfr")("a fox", num_frames=17, seed=3, temporal_upsample_rounds=1, **SIZE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "options", replace(session.options, loras=(detail,)))
@@ -369,15 +334,13 @@ def test_a_detailing_lora_sees_the_clip_of_stage_1_in_stage_2(session, tmp_path)
     np.testing.assert_array_equal(states.clean[:, where], np.float32(seen))
     np.testing.assert_array_equal(states.keyframes, np.repeat([1, 0, 1, 0], (8, 24, 8, 8)))
     np.testing.assert_array_equal(states.mask[0, :, 0], np.repeat([1, 0], (40, 8)))
-    np.testing.assert_array_equal(
-        state.record["stage2.video.steps"][-1][where], np.float32(seen)[0]
-    )
+    last = state.record["stage2.video.steps"][-1]
+    np.testing.assert_array_equal(last[where], np.float32(seen)[0])
 
 
 def test_a_lora_for_other_references_is_refused(session, tmp_path):
-    coarse = LoraSpec(
-        lora_with(session.checkpoint.distilled_lora(), tmp_path / "ic.safetensors", downscale=3)
-    )
+    own = session.checkpoint.distilled_lora()
+    coarse = LoraSpec(lora_with(own, tmp_path / "ic.safetensors", downscale=3))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "options", replace(session.options, loras=(coarse,)))
         with refused(r"ic\.safetensors is for references of 1/3 the size and 1/1 the frames"):
@@ -389,32 +352,21 @@ def test_a_lora_for_other_references_is_refused(session, tmp_path):
 
 @pytest.fixture(scope="module")
 def sessions(session, tiny):
-    opened = {
-        "cuda": session,
-        "tpu": open_session(ModelOptions("tpu", tiny("tiny-2.5", "official"), device="cpu")),
-    }
-    yield opened
-    opened["tpu"].close()
+    other = open_session(ModelOptions("tpu", tiny("tiny-2.5", "official"), device="cpu"))
+    yield {"cuda": session, "tpu": other}
+    other.close()
 
 
 def test_a_round_is_the_same_on_both_backends(sessions):
     """At every step, from what one of them has made before it."""
     request = pipeline("dfr")("a fox", num_frames=17, seed=3, temporal_upsample_rounds=1, **SIZE)
     plans = {b: make_plan(session, request) for b, session in sessions.items()}
-    (first,) = (
-        i for i, stage in enumerate(plans["cuda"].stages) if isinstance(stage, UpsampleTime)
-    )
-    before, found = State(), []
-    run_stages(
-        sessions["cuda"],
-        replace(plans["cuda"], stages=plans["cuda"].stages[:first]),
-        Stopwatch(),
-        before,
-    )
+    plan, before, found = plans["cuda"], State(), []
+    (first,) = (i for i, stage in enumerate(plan.stages) if isinstance(stage, UpsampleTime))
+    run_stages(sessions["cuda"], replace(plan, stages=plan.stages[:first]), Stopwatch(), before)
     for backend, plan in plans.items():
-        state = replace(
-            before, keep=True, record={}, latents=dict(before.latents), given=dict(before.given)
-        )
+        own = {"latents": dict(before.latents), "given": dict(before.given)}
+        state = replace(before, keep=True, record={}, **own)
         stages = plan.stages[first : first + 3]
         run_stages(sessions[backend], replace(plan, stages=stages), Stopwatch(), state)
         found.append(state.record)
@@ -431,9 +383,8 @@ def test_two_rounds_are_the_same_on_both_backends(sessions, images):
     given = (parse_image(f"{images[1]}:9:0.9"),)
     clip = {"images": given, "image_crf": 0, "num_frames": 17, "seed": 3, **SIZE}
     found = assert_agree(sessions, "dfr", temporal_upsample_rounds=2, **clip)
-    steps = {
-        name.split(".")[0]: x.shape[:2] for name, x in found.items() if name.endswith("video.steps")
-    }
+    names = [name for name in found if name.endswith("video.steps")]
+    steps = {name.split(".")[0]: found[name].shape[:2] for name in names}
     window = (4, (7 + 1 + 1 + 1) * 8)  # with the image, an anchor and a slot
     assert steps == {
         "stage1": (8, (4 + 1 + 1) * 2), "stage2": (3, (4 + 1 + 1) * 8), "round1_tile0": window,
@@ -454,9 +405,8 @@ def test_the_canvas_end_is_cut_off():
             taken.append(chunk.shape[1])
             yield chunk
 
-    state = State(
-        frames=iter([chunks()]), waveforms=np.zeros((1, 2, 30000), np.float32), sample_rate=24000
-    )
+    sound = np.zeros((1, 2, 30000), np.float32)
+    state = State(frames=iter([chunks()]), waveforms=sound, sample_rate=24000)
     Cut(17, Fraction(24)).run(None, state, Stopwatch())
     (video,) = state.frames
     np.testing.assert_array_equal(np.concatenate(list(video), axis=1), frames[:, :17])
@@ -466,11 +416,8 @@ def test_the_canvas_end_is_cut_off():
 def test_a_clip_has_twice_the_frames_in_the_same_time(tiny, images):
     """By the Python interface: warm weights, programs that a second run has; the plan's stages are
     the run's."""
-    clip = {
-        "pipeline": "dfr", "num_frames": 17, "seed": 2, "audio": False,
-        "temporal_upsample_rounds": 1, **SIZE,
-    }  # fmt: skip
-    clip |= {"image": [(images[0], 0)]}
+    clip = {"pipeline": "dfr", "num_frames": 17, "seed": 2, "audio": False, **SIZE}
+    clip |= {"temporal_upsample_rounds": 1, "image": [(images[0], 0)]}
     with ltx2rt.open(tiny("tiny-2.5", "official"), backend="cuda", device="cpu") as opened:
         found = opened.generate("a fox", **clip)
         assert found.frames.shape == (33, 64, 128, 3) and found.fps == 48
@@ -528,8 +475,7 @@ def test_rounds_without_the_temporal_upsampler_are_refused(tiny, tmp_path):
         if "temporal" not in file.name:
             (tmp_path / file.name).symlink_to(file)
     opened = open_session(ModelOptions("cuda", tmp_path, device="cpu"))
+    request = pipeline("dfr")("a fox", num_frames=17, **SIZE)
     with refused("no x2 temporal upsampler was found; pass one with --temporal-upsampler"):
-        make_plan(
-            opened, pipeline("dfr")("a fox", num_frames=17, temporal_upsample_rounds=1, **SIZE)
-        )
-    make_plan(opened, pipeline("dfr")("a fox", num_frames=17, **SIZE))
+        make_plan(opened, replace(request, temporal_upsample_rounds=1))
+    make_plan(opened, request)

@@ -1,16 +1,15 @@
 """extend: what a clip's end and beginning give a segment, and how the segment is put between the
 clips' own frames."""
 
-from dataclasses import replace
+import re
 from fractions import Fraction
 
 import numpy as np
 import pytest
-from conftest import assert_near
+from conftest import assert_near, denoised, refused
 from test_retake import write
 
 import ltx2rt
-from ltx2rt.errors import InputError
 from ltx2rt.media.images import fit
 from ltx2rt.media.sound import read_sound
 from ltx2rt.media.splice import Seam, join_frames, join_sound
@@ -22,9 +21,7 @@ from ltx2rt.run.run import produce
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Call
-from ltx2rt.stages.frames import Frames
-from ltx2rt.stages.joined import Join, SourceClip, kept_sound
-from ltx2rt.stages.sound import Sound
+from ltx2rt.stages.joined import SourceClip, kept_sound
 
 RATE = 44100
 CLOSE = 1e-5  # two backends, every step: float32 rounding, as of every other pipeline
@@ -132,9 +129,8 @@ def test_what_is_kept_is_the_clips_and_stays_bit_for_bit(opened, files, way):
     # The window of a mel frame is 6.4 frames wide.
     hears = [way != "backward" and 4 * i + 3.2 <= 1700 / 24 for i in range(n)]
     since = (frames - 17) * 100 / 24
-    hears = [
-        h or (way != "forward" and max(4 * i - 3, 0) - 3.2 >= since) for i, h in enumerate(hears)
-    ]
+    later = [way != "forward" and max(4 * i - 3, 0) - 3.2 >= since for i in range(n)]
+    hears = [before or after for before, after in zip(hears, later, strict=True)]
     assert sum(hears) == {"forward": 17}.get(way, sum(hears)) and len(sound) == n
     audio = state.record["stage1.audio.steps"][-1]
     np.testing.assert_array_equal(audio[hears], sound[hears])
@@ -239,15 +235,11 @@ def test_silence_at_the_end_of_a_file_is_not_continued(tmp_path, silent_s):
 @pytest.mark.parametrize("generation", ["2.0", "2.3", "2.5"], indirect=True)
 def test_backends_agree(tiny, files, way, generation):
     records = []
+    model, how = tiny(f"tiny-{generation}", "official"), {"device": "cpu", "dtype": "float32"}
+    request = Extend("a fox", **flags(files, way, guided=True, steps=2))
     for backend in ("cuda", "tpu"):
-        options = ModelOptions(
-            backend, tiny(f"tiny-{generation}", "official"), device="cpu", dtype="float32"
-        )
-        session = open_session(replace(options, distilled_lora="none"))
-        more = {"guided": True, "steps": 2}
-        plan = make_plan(session, Extend("a fox", **flags(files, way, **more)))
-        stages = tuple(s for s in plan.stages if not isinstance(s, (Frames, Sound, Join)))
-        records.append(produce(session, replace(plan, stages=stages), keep=True)[0].record)
+        session = open_session(ModelOptions(backend, model, distilled_lora="none", **how))
+        records.append(denoised(session, request)[1].record)
         session.close()
     ours, theirs = records
     assert_near(theirs, ours, CLOSE)
@@ -279,9 +271,8 @@ def test_refusals(opened, files, tmp_path):
         ({"steps": 3}, "--steps: 8 distilled steps are made, without guidance"),
         ({"video_path": None}, "--video-path: none, but the extend pipeline starts from a clip"),
     ):
-        with pytest.raises(InputError) as error:
+        with refused(re.escape(message)):
             opened.generate("a fox", pipeline="extend", **flags(files, "forward") | given)
-        assert message in str(error.value), given
 
 
 @pytest.mark.long

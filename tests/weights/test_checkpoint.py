@@ -34,6 +34,7 @@ from ltx2rt.weights.presets import preset
 MAIN, UP = "tiny-2.3.safetensors", "tiny-2.3-spatial-upsampler-x2.safetensors"
 LORA = "tiny-2.3-distilled-lora.safetensors"
 F32 = np.dtype(np.float32)
+FLAGS = ((UP, "--upsampler"), ("gemma-3", "--text-encoder"), (LORA, "--distilled-lora"))
 
 
 def link(folder: Path, target: Path) -> Path:
@@ -64,12 +65,8 @@ def rewrite(path: Path, rename=lambda name: name, drop=(), metadata=None, extra=
     stored = {rename(name): name for name in file.names() if name not in drop}
     infos = {new: file.info(old) for new, old in stored.items()} | (extra or {})
     new_metadata = file.metadata if metadata is None else metadata
-    write_tensors(
-        path,
-        infos,
-        lambda n: file.read(stored[n]) if n in stored else np.ones(infos[n].shape, F32),
-        new_metadata,
-    )
+    read = lambda n: file.read(stored[n]) if n in stored else np.ones(infos[n].shape, F32)  # noqa: E731
+    write_tensors(path, infos, read, new_metadata)
 
 
 def test_a_file_finds_its_parts_beside_it(official):
@@ -87,9 +84,8 @@ def test_upsamplers_are_told_apart(tiny, tmp_path, layout):
     folder = link(tiny("tiny-2.3", layout), tmp_path / layout)
     for kind in ("x1.5", "temporal"):
         make_checkpoint("tiny-2.3", layout, tmp_path / kind, upsampler=kind)
-        made = next(
-            (tmp_path / kind).glob("latent_upsampler" if layout == "diffusers" else "*upsampler*")
-        )
+        names = "latent_upsampler" if layout == "diffusers" else "*upsampler*"
+        made = next((tmp_path / kind).glob(names))
         (folder / f"{kind}.safetensors").symlink_to(made)
     x15, temporal = (folder / f"{kind}.safetensors" for kind in ("x1.5", "temporal"))
     found = open_checkpoint(folder)
@@ -119,25 +115,18 @@ def test_names_of_files_do_not_matter(official):
     assert len(checkpoint.sources) == 7 and checkpoint.distilled_lora().name == "c.safetensors"
 
 
-@pytest.mark.parametrize(
-    ("part", "flag"),
-    [(UP, "--upsampler"), ("gemma-3", "--text-encoder"), (LORA, "--distilled-lora")],
-)
+@pytest.mark.parametrize(("part", "flag"), FLAGS)
 def test_two_candidates_name_the_flag_that_decides(official, part, flag):
     second = official / f"second-{part}"
-    shutil.copytree(official / part, second) if (official / part).is_dir() else shutil.copy(
-        official / part, second
-    )
+    copy = shutil.copytree if (official / part).is_dir() else shutil.copy
+    copy(official / part, second)
     with refused(rf"2 candidates.*{flag}"):
         open_checkpoint(official).distilled_lora()
     chosen = {"text_encoder": official / "gemma-3", "upsampler": official / UP}
     assert len(open_checkpoint(official, **chosen).sources) == 7
 
 
-@pytest.mark.parametrize(
-    ("part", "flag"),
-    [(UP, "--upsampler"), ("gemma-3", "--text-encoder"), (LORA, "--distilled-lora")],
-)
+@pytest.mark.parametrize(("part", "flag"), FLAGS)
 def test_a_missing_part_is_asked_for_only_when_needed(official, part, flag):
     (shutil.rmtree if (official / part).is_dir() else Path.unlink)(official / part)
     checkpoint = open_checkpoint(official)
@@ -150,9 +139,8 @@ def test_a_missing_part_is_asked_for_only_when_needed(official, part, flag):
 def test_a_pointer_in_place_of_a_part_is_named(official):
     for part in (UP, MAIN):
         (official / part).unlink()
-        (official / part).write_text(
-            "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
-        )
+        pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+        (official / part).write_text(pointer)
         if part == UP:
             with refused(r"--upsampler; not readable: .*git-lfs"):
                 open_checkpoint(official).source("upsampler")
@@ -324,15 +312,10 @@ class Header:
 
 
 def test_an_exact_source_passes_and_known_unused_tensors_are_no_matter():
-    unused = [
-        "vae.per_channel_statistics.channel",
-        "vae.per_channel_statistics.mean-of-stds_over_std-of-means",
-    ]
-    unused += [
-        "lm_head.weight",
-        "language_model.lm_head.weight",
-        "vision_tower.encoder.layers.0.mlp.fc1.bias",
-    ]
+    statistics = ("channel", "mean-of-stds_over_std-of-means")
+    unused = [f"vae.per_channel_statistics.{name}" for name in statistics]
+    unused += ["lm_head.weight", "language_model.lm_head.weight"]
+    unused += ["vision_tower.encoder.layers.0.mlp.fc1.bias"]
     unused += ["vocoder.mel_stft.stft_fn.inverse_basis", "upsampler.blur_down.kernel"]
     unused += ["vae.encoder.conv_in.conv.weight"]  # the other half: no parameter is of the encoder
     audit(PARAMETERS, Header(PARAMETERS | {name: TensorInfo((1,), F32) for name in unused}), "x")
@@ -345,10 +328,8 @@ def test_the_error_collapses_layers_and_offers_the_nearest_name():
     text = str(caught.value)
     assert "\n" not in text and text.startswith("m.safetensors: 3 parameters have no tensor")
     assert "transformer_blocks.*.attn1.to_q.weight (3)" in text
-    assert (
-        "nearest in the file: model.diffusion_model.transformer_blocks.*.attn1.to_query.weight"
-        in text
-    )
+    nearest = "model.diffusion_model.transformer_blocks.*.attn1.to_query.weight"
+    assert f"nearest in the file: {nearest}" in text
 
 
 @settings(max_examples=60, deadline=None)
@@ -371,12 +352,9 @@ def test_every_missing_extra_or_misshapen_tensor_is_refused(name, change, data):
 
 
 def test_an_upsampler_for_other_latents_is_refused(official):
-    shapes = {
-        "initial_conv.weight": (32, 16, 3, 3, 3),
-        "final_conv.weight": (16, 32, 3, 3, 3),
-        "upsampler.0.weight": (128, 32, 3, 3),
-    }
-    arrays = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    first, last, up = (32, 16, 3, 3, 3), (16, 32, 3, 3, 3), (128, 32, 3, 3)
+    shapes = {"initial_conv": first, "final_conv": last, "upsampler.0": up}
+    arrays = {f"{name}.weight": np.ones(shape, np.float32) for name, shape in shapes.items()}
     config = json.loads(TensorFile(official / UP).metadata["config"]) | {"in_channels": 16}
     write_arrays(official / "other.safetensors", arrays, {"config": json.dumps(config)})
     with refused(r"16 channels.*128"):
@@ -398,9 +376,8 @@ PARTS = {  # of the released repository: its folders
 }
 FOUND = {
     "transformer", "text", "gemma", "video_vae", "audio_vae", "vocoder", "upsampler",
-    "temporal_upsampler",
+    "temporal_upsampler", "duration_head", "diffusion_decoder",
 }  # fmt: skip
-FOUND |= {"duration_head", "diffusion_decoder"}
 
 
 def part(folder: Path, name: str) -> Path:
@@ -440,31 +417,22 @@ def test_the_released_folders_open_by_their_root_or_by_the_transformer(parts):
 
 def test_every_part_may_be_named_by_its_flag(parts, tmp_path):
     flags = {
-        "text_encoder": "text-encoder",
-        "video_vae": "video-vae-conv",
-        "audio_vae": "audio-vae",
-    }
-    flags |= {"upsampler": "spatial-upsampler-x2", "temporal_upsampler": "temporal-upsampler-x2"}
-    flags |= {"duration_head": "duration-head"}
+        "text_encoder": "text-encoder", "video_vae": "video-vae-conv", "audio_vae": "audio-vae",
+        "upsampler": "spatial-upsampler-x2", "temporal_upsampler": "temporal-upsampler-x2",
+        "duration_head": "duration-head",
+    }  # fmt: skip
     alone = tmp_path / "alone" / "deep"
     alone.mkdir(parents=True)
     main = alone / "x.safetensors"
     part(parts, "transformer").rename(main)
     given = {flag: part(parts, name) for flag, name in flags.items()}
     assert open_checkpoint(main, **given).sources.keys() == FOUND - {"diffusion_decoder"}
-    for flag, says in [
-        ("text_encoder", "no text encoder was found; pass one with --text-encoder"),
-        ("video_vae", "no video VAE was found; pass one with --video-vae"),
-        ("audio_vae", "no audio VAE was found; pass one with --audio-vae"),
-    ]:
-        with refused(says):
-            open_checkpoint(main, **{name: path for name, path in given.items() if name != flag})
-    for flag in ("upsampler", "temporal_upsampler", "duration_head"):
-        checkpoint = open_checkpoint(
-            main, **{name: path for name, path in given.items() if name != flag}
-        )
-        with refused(f"--{flag.replace('_', '-')}"):
-            checkpoint.source(flag)
+    for flag, what in {"text_encoder": "text encoder", "video_vae": "video VAE", "audio_vae": "audio VAE",
+                       "upsampler": "", "temporal_upsampler": "", "duration_head": ""}.items():  # fmt: skip
+        rest = {name: path for name, path in given.items() if name != flag}
+        found = f"no {what} was found; pass one with " if what else ""
+        with refused(f"{found}--{flag.replace('_', '-')}"):
+            open_checkpoint(main, **rest).source(flag)
     with refused(r"no video VAE \(it is a duration head\); pass one with --video-vae"):
         open_checkpoint(main, **given | {"video_vae": given["duration_head"]})
     with refused("--video-decoder: diffusion, but no video VAE with that decoder"):
@@ -488,22 +456,15 @@ def test_a_section_that_is_null_is_absent(parts):
 
 def test_one_file_with_the_whole_model_and_a_gemma_folder(parts, tiny, tmp_path):
     """As older releases come; a video VAE that is named takes the place of its own."""
-    files = [
-        TensorFile(part(parts, name))
-        for name in ("transformer", "video-vae-conv", "audio-vae", "text-encoder")
-    ]
+    kinds = ("transformer", "video-vae-conv", "audio-vae", "text-encoder")
+    files = [TensorFile(part(parts, name)) for name in kinds]
     config, arrays = {}, {}
     for file in files:
-        config |= {
-            k: v for k, v in json.loads(file.metadata.get("config", "{}")).items() if v is not None
-        }
+        own = json.loads(file.metadata.get("config", "{}"))
+        config |= {key: value for key, value in own.items() if value is not None}
         prefix = "vae." if "encoder.conv_in.conv.weight" in file.names() else ""
-        names = [
-            n
-            for n in file.names()
-            if file is not files[3] or n.startswith("text_embedding_projection.")
-        ]
-        arrays |= {prefix + name: file.read(name) for name in names}
+        start = "text_embedding_projection." if file is files[3] else ""
+        arrays |= {prefix + n: file.read(n) for n in file.names() if n.startswith(start)}
     folder = link(tiny("tiny-2.5", "diffusers") / "text_encoder", tmp_path / "whole" / "gemma")
     metadata = files[0].metadata | {"config": json.dumps(config)}
     write_arrays(tmp_path / "whole" / "model.safetensors", arrays, metadata)
@@ -513,12 +474,8 @@ def test_one_file_with_the_whole_model_and_a_gemma_folder(parts, tiny, tmp_path)
     (folder / "config.json").unlink()
     (folder / "config.json").write_text(json.dumps(keys))
     checkpoint = open_checkpoint(tmp_path / "whole")
-    assert checkpoint.sources.keys() == FOUND - {
-        "upsampler",
-        "temporal_upsampler",
-        "duration_head",
-        "diffusion_decoder",
-    }
+    apart = {"upsampler", "temporal_upsampler", "duration_head", "diffusion_decoder"}
+    assert checkpoint.sources.keys() == FOUND - apart
     assert checkpoint.source("video_vae").where == tmp_path / "whole" / "model.safetensors"
     named = open_checkpoint(tmp_path / "whole", video_vae=part(parts, "video-vae-conv"))
     assert named.source("video_vae").where == part(parts, "video-vae-conv")
@@ -538,9 +495,8 @@ def test_a_text_encoder_of_another_release_is_refused(parts, capsys, source, own
     main, text = TensorFile(part(parts, "transformer")), TensorFile(part(parts, "text-encoder"))
     metadata = {k: v for k, v in main.metadata.items() if k != "gemma_source_checkpoint"}
     if source:
-        metadata["gemma_source_checkpoint"] = json.dumps(
-            {"ltx_version": "2.5.0", "gemma_version": source}
-        )
+        stated = {"ltx_version": "2.5.0", "gemma_version": source}
+        metadata["gemma_source_checkpoint"] = json.dumps(stated)
     rewrite(main.path, metadata=metadata)
     config = json.loads(text.metadata["gemma_config"])
     del config["gemma_version"]
@@ -557,10 +513,8 @@ def test_a_text_encoder_of_another_release_is_refused(parts, capsys, source, own
 def test_gemma_4_is_refused_where_it_does_not_belong(parts, official, tiny):
     stock = tiny("tiny-2.5", "diffusers") / "text_encoder"
     path = part(parts, "transformer")
-    metadata = {
-        k: v for k, v in TensorFile(path).metadata.items() if k != "gemma_source_checkpoint"
-    }
-    rewrite(path, metadata=metadata)
+    metadata = TensorFile(path).metadata
+    rewrite(path, metadata={k: metadata[k] for k in metadata if k != "gemma_source_checkpoint"})
     with refused(r"without LTX-2\.5's text projection.*--text-encoder"):
         open_checkpoint(parts, text_encoder=stock)
     with refused(r"model_type 'gemma4_unified', but LTX-2\.3\.0 was trained with Gemma 3"):
@@ -611,24 +565,18 @@ def test_a_diffusers_folder_runs_what_its_index_lists_or_the_transformer_that_is
 def test_either_video_vae_will_do_and_the_decoder_is_chosen(parts):
     """Both files hold the same encoder; the diffusion one has no convolutional decoder."""
     both = open_checkpoint(parts)
-    assert [video_decoder(both.config, asked) for asked in (None, "conv", "diffusion")] == [
-        "conv",
-        "conv",
-        "diffusion",
-    ]
+    chosen = [video_decoder(both.config, asked) for asked in (None, "conv", "diffusion")]
+    assert chosen == ["conv", "conv", "diffusion"]
     part(parts, "video-vae-conv").unlink()
     alone = open_checkpoint(parts)
-    assert (
-        replace(alone.config.video_vae, decoder=both.config.video_vae.decoder)
-        == both.config.video_vae
-    )
+    vae = both.config.video_vae
+    assert replace(alone.config.video_vae, decoder=vae.decoder) == vae
     assert alone.config.image_crf == 18 and video_decoder(alone.config, None) == "diffusion"
     with refused(r"--video-decoder: conv, but no video VAE with that decoder.*--video-vae"):
         video_decoder(alone.config, "conv")
     key = "vae.encoder.conv_in.conv.weight"
-    np.testing.assert_array_equal(
-        alone.source("video_vae").read(key), both.source("video_vae").read(key)
-    )
+    first, second = (one.source("video_vae").read(key) for one in (alone, both))
+    np.testing.assert_array_equal(first, second)
     for checkpoint in (both, alone):
         shapes = networks(both.config)["diffusion_decoder"]
         parameters = {name: TensorInfo(shape, F32) for name, shape in shapes.items()}
@@ -652,10 +600,8 @@ def test_a_shard_that_is_cut_short_is_named_and_the_others_are_no_models(tmp_pat
 def test_a_part_of_either_layout_takes_the_place_of_the_checkpoints(tiny, official, diffusers):
     """A folder, a file in it, the whole model, or a complete file; the vocoder comes along."""
     expected = open_checkpoint(official)
-    for video, audio in (
-        (diffusers / "vae", diffusers / "audio_vae"),
-        (diffusers / "vae" / "diffusion_pytorch_model.safetensors", diffusers),
-    ):
+    file = diffusers / "vae" / "diffusion_pytorch_model.safetensors"
+    for video, audio in ((diffusers / "vae", diffusers / "audio_vae"), (file, diffusers)):
         found = open_checkpoint(official, video_vae=video, audio_vae=audio)
         assert found.config == expected.config
         places = [found.source(part).where for part in ("video_vae", "audio_vae", "vocoder")]

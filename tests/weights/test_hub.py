@@ -22,6 +22,8 @@ from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.hub import Repo, parse_repo
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+CLIP = "--backend cuda --device cpu --width 64 --height 64 --num-frames 9 --steps 1 --seed 1"
+CLIP += " --no-audio --prompt x"
 
 
 class Hub:
@@ -68,30 +70,20 @@ class Hub:
         if revision not in ("main", COMMIT):
             return self.send(to, 404, {"X-Error-Code": "RevisionNotFound"})
         if api:
-            tree = [
-                {"type": "file", "path": p, "size": n, "oid": p}
-                for p, n in self.files(name).items()
-            ]
-            siblings = [{"rfilename": file["path"], "size": file["size"]} for file in tree]
-            found = (
-                tree
-                if words[3:4] == ["tree"]
-                else {"id": name, "sha": COMMIT, "siblings": siblings}
-            )
-            return self.send(
-                to, 200, {"Content-Type": "application/json"}, json.dumps(found).encode()
-            )
+            sizes = self.files(name).items()
+            tree = [{"type": "file", "path": p, "size": n, "oid": p} for p, n in sizes]
+            siblings = [{"rfilename": path, "size": size} for path, size in sizes]
+            about = {"id": name, "sha": COMMIT, "siblings": siblings}
+            data = json.dumps(tree if words[3:4] == ["tree"] else about).encode()
+            return self.send(to, 200, {"Content-Type": "application/json"}, data)
         if name in self.gated:
             return self.send(to, self.gated[name], {"X-Error-Code": "GatedRepo"})
         file = self.repositories[name] / "/".join(words[5:])
         if not file.is_file():
             return self.send(to, 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
         data, status = file.read_bytes(), 200
-        headers = {
-            "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
-            "X-Repo-Commit": COMMIT,
-            "Accept-Ranges": "bytes",
-        }
+        headers = {"X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        headers["ETag"] = f'"{hashlib.sha256(data).hexdigest()}"'
         if asked:
             first, last = asked.removeprefix("bytes=").split("-")
             start, stop = int(first), min(int(last or len(data)), len(data) - 1) + 1
@@ -119,12 +111,11 @@ class Hub:
 
     def fetched(self) -> Counter:
         """How often files were asked for by name, their headers alone not counted."""
-        whole = [
-            path
-            for method, path, asked in self.got
-            if method == "GET" and not re.match(r"bytes=[08]-", asked or "")
+        header = re.compile(r"bytes=[08]-")
+        got = [
+            path for kind, path, part in self.got if kind == "GET" and not header.match(part or "")
         ]
-        return Counter(path.split("/", 5)[-1] for path in whole if "/resolve/" in path)
+        return Counter(path.split("/", 5)[-1] for path in got if "/resolve/" in path)
 
 
 @pytest.fixture(scope="module")
@@ -179,9 +170,8 @@ def parted(served, tmp_path_factory):
     files, folders = folder / "files", folder / "diffusers"
     for part, name in (*RELEASED.items(), ("transformer", "diffusion_models/dev")):
         (files / name).parent.mkdir(parents=True, exist_ok=True)
-        (files / f"{name}.safetensors").symlink_to(
-            folder / "official" / f"tiny-2.5-{part}.safetensors"
-        )
+        made = folder / "official" / f"tiny-2.5-{part}.safetensors"
+        (files / f"{name}.safetensors").symlink_to(made)
     (folders / "transformer_full").symlink_to(folders / "transformer")
     served.repositories |= {"lab/files": files, "lab/folders": folders}
     return served
@@ -193,18 +183,13 @@ def run(served, tmp_path):
     served.got.clear()
     offline = ("HF_HUB_OFFLINE", "HF_TOKEN")
     env = {name: value for name, value in os.environ.items() if name not in offline}
-    env |= {
-        "HF_ENDPOINT": served.endpoint,
-        "HF_HOME": str(tmp_path / "hub"),
-        "HF_HUB_DISABLE_XET": "1",
-    }
-    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    env |= {"HF_ENDPOINT": served.endpoint, "HF_HOME": str(tmp_path / "hub")}
+    env |= dict.fromkeys(("HF_HUB_DISABLE_XET", "OMP_NUM_THREADS", "HF_HUB_DISABLE_TELEMETRY"), "1")
 
     def call(*words, module=("-m", "ltx2rt"), **more):
         argv = [sys.executable, *module, *map(str, words)]
-        ran = subprocess.run(
-            argv, env=env | more, capture_output=True, text=True, timeout=300, cwd=tmp_path
-        )
+        how = {"capture_output": True, "text": True, "timeout": 300, "cwd": tmp_path}
+        ran = subprocess.run(argv, env=env | more, **how)
         return ran.returncode, ran.stdout, ran.stderr
 
     return call
@@ -221,9 +206,8 @@ def test_names_of_repositories(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert parse_repo(Path("lab/plain")) == Repo("lab/plain")
     assert parse_repo(Path("lab/plain@refs/pr/1")) == Repo("lab/plain", None, "refs/pr/1")
-    assert parse_repo(Path("lab/plain/a.safetensors@v1")) == Repo(
-        "lab/plain", "a.safetensors", "v1"
-    )
+    file = Repo("lab/plain", "a.safetensors", "v1")
+    assert parse_repo(Path("lab/plain/a.safetensors@v1")) == file
     host = "https://huggingface.co"
     for address in (
         f"{host}/lab/plain", f"{host}/lab/plain/tree/main", "hf://lab/plain",
@@ -249,15 +233,8 @@ def test_names_of_repositories(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_fetches_what_its_pipeline_reads_and_no_more(run, served):
-    size = (
-        *["--width", "64", "--height", "64", "--num-frames", "9", "--steps", "1", "--seed", "1"],
-        *["--no-audio", "--prompt", "x"],
-    )
-    where = (
-        *["--backend", "cuda", "--device", "cpu", "--model", "lab/plain@main"],
-        *["--text-encoder", "lab/gemma"],
-    )
-    words = ("generate", *where, *size, "--output", "a.mp4", "--pipeline", "one-stage")
+    where = ("--model", "lab/plain@main", "--text-encoder", "lab/gemma", "--output", "a.mp4")
+    words = ("generate", *where, *CLIP.split(), "--pipeline", "one-stage")
     assert "--height: 65536" in one_line(run(*words, "--height", 65536)) and not served.got
     status, _, err = run(*words)
     assert status == 0 and "lab/plain: 1 files" in err, err
@@ -297,22 +274,15 @@ def test_fetch_takes_all_that_two_stages_need_and_goes_on_where_it_was_cut(run, 
     served.cut = "tiny-2.3.safetensors"
     status, out, err = run("weights", "fetch", "lab/plain")
     assert status == 0, err
-    names = {
-        f"tiny-2.3{end}.safetensors" for end in ("", "-spatial-upsampler-x2", "-distilled-lora")
-    } | {"strange.safetensors"}  # which is a text encoder
+    ends = ("", "-spatial-upsampler-x2", "-distilled-lora")
+    names = {f"tiny-2.3{end}.safetensors" for end in ends} | {"strange.safetensors"}  # a Gemma
     assert served.fetched().keys() == names and served.fetched()["tiny-2.3.safetensors"] == 2
-    asked = [
-        r
-        for method, path, r in served.got
-        if method == "GET" and path.endswith("/tiny-2.3.safetensors")
-    ]
+    end = "/tiny-2.3.safetensors"
+    asked = [part for kind, path, part in served.got if kind == "GET" and path.endswith(end)]
     # Of 36 MB, cut in the middle.
     assert int(re.fullmatch(r"bytes=(\d+)-", asked[-1])[1]) >= 10_000_000
     path = Path(out.strip())
-    assert (
-        path.read_bytes()
-        == (served.repositories["lab/plain"] / "tiny-2.3.safetensors").read_bytes()
-    )
+    assert path.read_bytes() == Path(f"{served.repositories['lab/plain']}{end}").read_bytes()
 
 
 SCANNED = """
@@ -386,13 +356,8 @@ def test_all_that_is_ambiguous_is_said_in_one_line(run, served):
 
 def test_of_a_repository_of_parts_come_those_that_the_run_reads(run, parted):
     main = "diffusion_models/distilled.safetensors"
-    always = {
-        main,
-        *(
-            f"{RELEASED[part]}.safetensors"
-            for part in ("text-encoder", "audio-vae", "duration-head")
-        ),
-    }
+    parts = ("text-encoder", "audio-vae", "duration-head")
+    always = {main, *(f"{RELEASED[part]}.safetensors" for part in parts)}
     more = {f"{RELEASED['spatial-upsampler-x2']}.safetensors"}  # the weights are distilled already
     words = ("weights", "fetch", f"lab/files/{main}", "--pipeline")
     for pipeline, decoder, expected in (
@@ -414,18 +379,12 @@ def test_of_a_repository_of_parts_come_those_that_the_run_reads(run, parted):
 def test_each_part_of_a_repository_is_a_file_that_a_flag_can_name(run, parted):
     """A transformer alone, as every other file is named; whatever the repository has of them is not
     looked at."""
-    flags = {
-        f"--{part}": f"lab/files/{RELEASED[part]}.safetensors"
-        for part in ("text-encoder", "audio-vae", "duration-head")
-    }
+    parts = ("text-encoder", "audio-vae", "duration-head")
+    flags = {f"--{part}": f"lab/files/{RELEASED[part]}.safetensors" for part in parts}
     flags["--video-vae"] = "lab/files/vae/diffusion.safetensors"
-    clip = (
-        *["--width", "64", "--height", "64", "--num-frames", "9", "--steps", "1", "--prompt", "x"],
-        *["--seed", "1", "--no-audio"],
-    )
-    where = ("--backend", "cuda", "--device", "cpu", "--pipeline", "one-stage", "--output", "a.mp4")
     flags["--model"] = "lab/files/diffusion_models/dev.safetensors"
-    status, _, err = run("generate", *where, *clip, *(x for pair in flags.items() for x in pair))
+    words = (*CLIP.split(), "--pipeline", "one-stage", "--output", "a.mp4")
+    status, _, err = run("generate", *words, *(x for pair in flags.items() for x in pair))
     assert status == 0, err
     expected = {name.removeprefix("lab/files/") for name in flags.values()}
     assert set(parted.fetched()) == expected
@@ -449,15 +408,11 @@ def test_transformers_of_one_repository_are_chosen_by_name(run, parted):
 
 @pytest.mark.long
 def test_one_of_several_is_chosen_by_its_file(run, served):
-    status, out, _ = run(
-        "weights", "fetch", "lab/mixed/model_index.json", "--pipeline", "one-stage"
-    )
+    words = ("weights", "fetch", "lab/mixed/model_index.json", "--pipeline", "one-stage")
+    status, out, _ = run(*words)
     assert status == 0 and out.strip().endswith("model_index.json")
-    found = {
-        name.partition("/")[0]
-        for name in served.fetched()
-        if name.endswith("diffusion_pytorch_model.safetensors")
-    }
+    end = "/diffusion_pytorch_model.safetensors"
+    found = {name.removesuffix(end) for name in served.fetched() if name.endswith(end)}
     assert found == {"transformer", "connectors", "vae", "audio_vae", "vocoder"}
     assert {"text_encoder/model.safetensors", "tokenizer/tokenizer.json"} <= served.fetched().keys()
     status, out, err = run("weights", "inspect", out.strip())

@@ -13,9 +13,9 @@ import pytest
 import torch
 from conftest import assert_ran, refused
 from numpy.testing import assert_allclose, assert_array_equal
+from stack_cases import as_bytes, blocks_graph
 
 from ltx2rt.backend import get_backend
-from ltx2rt.graph import trace
 from ltx2rt.graph.encodings import rotation
 from ltx2rt.graph.ir import Layout, Type
 from ltx2rt.instruments.make import make_checkpoint, plan_checkpoint
@@ -99,16 +99,12 @@ def stored(kind: str, rows: int, columns: int) -> dict[str, np.ndarray]:
         return {"weight": values, "weight_scale": scales, "comfy_quant": said("mxfp8")}
     tiles = (-(-rows // 128) * 128, -(-columns // 64) * 4)
     scales = (1 + 50 * RNG.random(tiles)).astype(E4M3)
-    found = {
-        "weight": codes,
-        "weight_scale": scales,
-        "weight_scale_2": np.array(0.0123, np.float32),
-    }
+    found = {"weight": codes, "weight_scale": scales}
+    found["weight_scale_2"] = np.array(0.0123, np.float32)
     if kind == "nvfp4 of torchao":
         return found | {"torchao_nvfp4": said("torchao_nvfp4", **TORCHAO)}
-    return found | (
-        {"pre_quant_scale": RNG.random(columns, np.float32)} if "smooth" in kind else {}
-    )
+    smooth = {"pre_quant_scale": RNG.random(columns, np.float32)}
+    return found | smooth if "smooth" in kind else found
 
 
 def meant(kind: str, arrays: dict[str, np.ndarray]) -> np.ndarray:
@@ -129,9 +125,8 @@ def meant(kind: str, arrays: dict[str, np.ndarray]) -> np.ndarray:
         exact = values.astype(np.float64)
         for (row, column), value in np.ndenumerate(exact):
             at = tile(row, column // 32, -(-columns // 128))
-            exact[row, column] = value * 2.0 ** (
-                int(arrays["weight_scale"].view(np.uint8).flat[at]) - 127
-            )
+            exponent = int(arrays["weight_scale"].view(np.uint8).flat[at]) - 127
+            exact[row, column] = value * 2.0**exponent
         return exact
     rows, columns, exact = rows, 2 * columns, np.zeros((rows, 2 * columns))
     for row in range(rows):
@@ -183,10 +178,8 @@ def test_a_matrix_is_what_its_format_says_in_slices_too(tmp_path, kind):
     """All products but the last are exact: nothing may differ."""
     rows, columns = (131, 160) if kind in LARGE else (7, 256)
     arrays = stored(kind, rows, columns)
-    write_arrays(
-        tmp_path / "m.safetensors",
-        {f"x.{name}": a for name, a in arrays.items()} | {"y": np.ones(2, BF16)},
-    )
+    tensors = {f"x.{name}": a for name, a in arrays.items()} | {"y": np.ones(2, BF16)}
+    write_arrays(tmp_path / "m.safetensors", tensors)
     source = dequantised(TensorFile(tmp_path / "m.safetensors"))
     assert set(source.names()) == {"x.weight", "y"}
     assert source.info("x.weight").shape == (rows, columns)
@@ -211,17 +204,12 @@ def test_a_matrix_of_bitsandbytes_is_its_table_times_its_scales(tmp_path, nested
     table, outer = (RNG.standard_normal(n).astype(np.float32) for n in (16, 256))
     about = {"quant_type": "nf4", "blocksize": size, "dtype": "bfloat16", "shape": [rows, columns]}
     scales = RNG.random(count, np.float32)
-    arrays = {
-        "": (codes[::2] << 4 | codes[1::2]).astype(np.uint8)[:, None],
-        ".quant_map": table,
-        ".absmax": scales,
-    }
+    packed = (codes[::2] << 4 | codes[1::2]).astype(np.uint8)[:, None]
+    arrays = {"": packed, ".quant_map": table, ".absmax": scales}
     if nested:
         about |= {"nested_blocksize": 4, "nested_dtype": "float32", "nested_offset": 0.25}
-        eight, factors = (
-            RNG.integers(0, 256, count).astype(np.uint8),
-            RNG.random(-(-count // 4), np.float32),
-        )
+        eight = RNG.integers(0, 256, count).astype(np.uint8)
+        factors = RNG.random(-(-count // 4), np.float32)
         arrays |= {".absmax": eight, ".nested_absmax": factors, ".nested_quant_map": outer}
         scales = outer[eight] * factors[np.arange(count) // 4] + np.float32(0.25)
     text = np.frombuffer(json.dumps(about).encode(), np.uint8)
@@ -414,34 +402,14 @@ def test_inspect_knows_the_formats(command, float8):
     assert status == 0 and "34 float8" in out and "problem" not in out
 
 
-def as_bytes(weight) -> np.ndarray:
-    return (
-        weight.view(torch.uint8).numpy() if isinstance(weight, torch.Tensor) else np.asarray(weight)
-    ).view(np.uint8)
-
-
-def blocks_graph():
-    def model(o):
-        def block(o, c, i, d):
-            return {"x": o.linear(c["x"], "attn1.to_q", {"D": 32}, bias=False)}, {}
-
-        prefix = "model.diffusion_model.transformer_blocks.*."
-        return {"x": o.repeat(block, 3, {"x": o.input("x", B=2, D=32)}, prefix=prefix)[0]["x"]}
-
-    return trace("blocks", model, "bfloat16")
-
-
 @pytest.fixture
 def three_blocks(tmp_path):
     """(source, arrays) of a stack whose blocks 0 and 1 are float8 in the file."""
     kinds = ("float8", "float8", "plain")
     arrays = {}
     for i, kind in enumerate(kinds):
-        own = (
-            stored(kind, 32, 32)
-            if kind == "float8"
-            else {"weight": RNG.standard_normal((32, 32)).astype(BF16)}
-        )
+        plain = {"weight": RNG.standard_normal((32, 32)).astype(BF16)}
+        own = stored(kind, 32, 32) if kind == "float8" else plain
         arrays |= {f"{Q.replace('.1.', f'.{i}.')}{name}": array for name, array in own.items()}
     write_arrays(tmp_path / "m.safetensors", arrays)
     return dequantised(TensorFile(tmp_path / "m.safetensors")), arrays
@@ -454,9 +422,8 @@ def test_float8_is_kept_where_asked_for_and_dequantised_elsewhere(kind, three_bl
     weights = get_backend(kind, "cpu").load([quantise(blocks_graph(), "float8")], source)
     name = f"{Q.replace('.1.', '.1+*.')}weight"
     name = name.replace("*", "0") if kind == "cuda" else name
-    assert np.array_equal(
-        as_bytes(weights[name]).ravel(), arrays[f"{Q}weight"].view(np.uint8).ravel()
-    )
+    kept = arrays[f"{Q}weight"].view(np.uint8)
+    assert np.array_equal(as_bytes(weights[name]).ravel(), kept.ravel())
     scale = np.asarray(weights[f"{name} scale"]).ravel()
     assert_array_equal(scale, np.full(32, arrays[f"{Q}weight_scale"]))
     first = f"{Q.replace('.1.', '.0.')}weight"
@@ -470,13 +437,10 @@ def test_a_lora_on_float8_is_added_in_float32_and_quantised_anew(kind, three_blo
     """Float8: one scale max|W| / 448. bfloat16: one rounding of the sum."""
     source, arrays = three_blocks
     down, up = (RNG.standard_normal(shape).astype(BF16) for shape in ((2, 32), (32, 2)))
-    write_arrays(
-        tmp_path / "l.safetensors", {f"{Q[6:]}lora_A.weight": down, f"{Q[6:]}lora_B.weight": up}
-    )
-    backend = get_backend(kind, "cpu")
-    merged = MergedSource(
-        source, [open_lora(tmp_path / "l.safetensors", 8.0)], "bfloat16", backend.merge
-    )
+    halves = {f"{Q[6:]}lora_A.weight": down, f"{Q[6:]}lora_B.weight": up}
+    write_arrays(tmp_path / "l.safetensors", halves)
+    backend, loras = get_backend(kind, "cpu"), [open_lora(tmp_path / "l.safetensors", 8.0)]
+    merged = MergedSource(source, loras, "bfloat16", backend.merge)
     weight = arrays[f"{Q}weight"].astype(np.float32) * arrays[f"{Q}weight_scale"]
     exact = merge(weight, [([(up, down)], 8.0)], True)
     delta = merge(np.zeros((32, 32), BF16), [([(up, down)], 8.0)], True)
@@ -507,17 +471,12 @@ def test_a_float8_checkpoint_runs_as_its_dequantised_copy_does(float8, tmp_path,
         if path.name != "tiny-2.3.safetensors":
             (tmp_path / path.name).symlink_to(path)
     write_arrays(tmp_path / "tiny-2.3.safetensors", whole, file.metadata)
-    flags = (
-        *["--pipeline", "one-stage", "--num-frames", "9", "--width", "64", "--steps", "2"],
-        *["--seed", "3", "--no-audio"],
-    )
+    flags = "--pipeline one-stage --num-frames 9 --width 64 --steps 2 --seed 3 --no-audio".split()
     runs = [generate("cuda", folder, *flags) for folder in (float8, tmp_path)]
     runs.append(generate("cuda", float8, *flags, "--weights-dtype", "float8"))
     assert_ran(*runs)
-    last = [
-        run.latents[max(n for n in run.latents if n.endswith("video") or ".video" in n)]
-        for run in runs
-    ]
+    names = [n for n in runs[0].latents if n.endswith("video") or ".video" in n]
+    last = [run.latents[max(names)] for run in runs]
     assert_array_equal(last[0], last[1])
     assert not np.array_equal(last[0], last[2]) and np.isfinite(last[2]).all()
 
@@ -525,7 +484,6 @@ def test_a_float8_checkpoint_runs_as_its_dequantised_copy_does(float8, tmp_path,
 def test_a_full_size_float8_file_has_the_released_number_of_scales():
     """28 linears in each of the blocks 1 to 42 of LTX-2.0; 34 of 2.3 in as many, gates included."""
     for name, each in (("ltx-2.0", 28), ("ltx-2.3", 34)):
-        tensors = plan_checkpoint(preset(name), name, "official", fp8=True).tensors[
-            f"{name}.safetensors"
-        ]
+        planned = plan_checkpoint(preset(name), name, "official", fp8=True)
+        tensors = planned.tensors[f"{name}.safetensors"]
         assert sum(key.endswith(".weight_scale") for key in tensors) == each * 42

@@ -2,6 +2,7 @@
 they stopped."""
 
 import os
+import re
 import resource
 import shutil
 import signal
@@ -21,7 +22,6 @@ import ltx2rt
 from ltx2rt import cli
 from ltx2rt.atomic_file import NotWritten
 from ltx2rt.commands import generate
-from ltx2rt.errors import InputError
 from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.media.mp4 import EXACT, whole_fragments, write_mp4
 from ltx2rt.media.sound import read_sound
@@ -129,9 +129,8 @@ def test_the_first_segment_is_the_plain_clip_and_each_goes_on(opened, tmp_path, 
     for (before, _), (after, _) in pairwise(parts):
         np.testing.assert_array_equal(after[0], before[16])  # 8 of 9 are blended
         assert (after[9:] != before[9:]).any()
-    np.testing.assert_array_equal(
-        frames, np.concatenate([x[:16] for x, _ in parts] + [parts[2][0][16:]])
-    )
+    expected = np.concatenate([x[:16] for x, _ in parts] + [parts[2][0][16:]])
+    np.testing.assert_array_equal(frames, expected)
     samples = round(Fraction(16, 24) * plain.sample_rate)
     joined = [x[:, :samples] for _, x in parts[:2]] + [parts[2][1]]
     np.testing.assert_array_equal(wave, np.concatenate(joined, axis=1))
@@ -209,10 +208,8 @@ def test_both_stages_keep_the_frames_and_the_sound(opened, tmp_path, tiny):
                 before = (pack_video(last) if m == "video" else last)[0]
             fresh = (1 - sigma) * before + sigma * noise
             expected = np.where(new[:, None] > 0, fresh, kept)
-            assert relative_l2(record[f"{stage.name}.{m}.start"][0], expected) < 1e-6, (
-                stage.name,
-                m,
-            )
+            start = record[f"{stage.name}.{m}.start"][0]
+            assert relative_l2(start, expected) < 1e-6, (stage.name, m)
     last = record["source.tail"]  # at the size of stage 2
     np.testing.assert_array_equal(pack_video(last)[0], record["stage2.video.steps"][-1][: 2 * 4])
 
@@ -243,9 +240,8 @@ def test_a_long_clip_needs_two_programs_and_the_memory_of_one_segment(opened):
     peaks = []
     for segments in (2, 9):
         plan = make_plan(session, asked(None, "one-stage", segments=segments))
-        steps = [
-            c for s in plan.stages for c in s.needs(session.config) if c.network == "guided-step"
-        ]
+        calls = [call for stage in plan.stages for call in stage.needs(session.config)]
+        steps = [call for call in calls if call.network == "guided-step"]
         assert len(steps) == segments and len({call.program for call in steps}) == 2
         peaks.append(peak(session.costs(plan.stages)).peak_bytes)
     assert peaks[0] == peaks[1]
@@ -256,9 +252,9 @@ def test_images_go_to_the_segment_that_they_are_new_in(opened, tmp_path):
         Image.new("RGB", (64, 64), "red").save(tmp_path / f"{name}.png")
     images = [(tmp_path / "a.png", 0), (tmp_path / "b.png", 41)]
     full = asked(tmp_path, images=images).resolved(opened.resident.config)
-    assert [i.frame for i in full[groups.Segments].request_of(0, full).images] == [0]
-    assert [i.frame for i in full[groups.Segments].request_of(1, full).images] == []
-    assert [i.frame for i in full[groups.Segments].request_of(2, full).images] == [41 - 32]
+    for part, frames in enumerate(([0], [], [41 - 32])):
+        own = full[groups.Segments].request_of(part, full).images
+        assert [image.frame for image in own] == frames
     last = asked(tmp_path, images=[(tmp_path / "a.png", 57)])
     with refused(r"frame 57 of .*, but the clip has frames 0 to 56"):
         last.resolved(opened.resident.config)
@@ -275,9 +271,8 @@ def test_a_part_keeps_its_place_in_larger_pictures(opened, tmp_path):
     source = given[0].source
     seen = np.stack([source.fitted(one) for one in source.pictures()], 1)
     assert source.geometry.size_px == (96, 128)
-    np.testing.assert_allclose(
-        seen[:, :, 13:83, 14:114], pixels[16:].transpose(3, 0, 1, 2) / 127.5 - 1, atol=1e-6
-    )
+    expected = pixels[16:].transpose(3, 0, 1, 2) / 127.5 - 1
+    np.testing.assert_allclose(seen[:, :, 13:83, 14:114], expected, atol=1e-6)
 
 
 def test_refusals(opened, tmp_path):
@@ -297,9 +292,8 @@ def test_refusals(opened, tmp_path):
     ):  # fmt: skip
         given = several({"prompt": "a fox", **SIZE, "steps": 1, "segments": 3} | more)
         given["pipeline"] = "one-stage"
-        with pytest.raises(InputError) as error:
+        with refused(re.escape(message)):
             opened.generate(**given)
-        assert message in str(error.value), more
 
 
 def arguments(tiny, output, *more):
@@ -335,9 +329,8 @@ def test_it_goes_on_from_any_number_of_segments(tiny, command, opened, tmp_path,
     clip = several(SIZE | {"prompt": "a fox", "num_frames": 17, "segments": 2, **steps})
     files = set()
     for count in range(3):
-        again = opened.generate(
-            pipeline="one-stage", parts=left(tmp_path / str(count), count), **clip
-        )
+        parts = left(tmp_path / str(count), count)
+        again = opened.generate(pipeline="one-stage", parts=parts, **clip)
         np.testing.assert_array_equal(again.frames, frames)
         np.testing.assert_array_equal(again.waveform, wave)
         if count != 1:
@@ -350,11 +343,9 @@ def test_it_goes_on_from_any_number_of_segments(tiny, command, opened, tmp_path,
         files.add((tmp_path / f"j{count}.1.mp4").read_bytes())
         output = tmp_path / f"{count}.mp4"
         left(folder_of(output), count)
-        words = arguments(
-            tiny, output, "--seed", 3, "--num-frames", 25, "--segment-frames", 17, "--steps", 1
-        )
+        more = "--seed 3 --num-frames 25 --segment-frames 17 --steps 1 --distilled-lora none"
+        words = arguments(tiny, output, *more.split(), "--dtype", "float32")
         words = [word for word in words if word not in ("--seconds", "2.7")]
-        words += ["--distilled-lora", "none", "--dtype", "float32"]
         status, _, err = command(*words, *[] if audio else ["--no-audio"])
         assert status == 0 and not folder_of(output).exists(), err
         files.add(output.read_bytes())
@@ -577,18 +568,15 @@ def test_a_clip_is_asked_for_by_its_frames(opened):
         ({"num_frames": 100001}, "--num-frames: 100001 frames are 4167 s, expected at most 3600"),
         ({"segment_frames": 26}, "--segment-frames: 26, expected 8*k + 1"),
     ):
-        with pytest.raises(InputError) as error:
+        with refused(re.escape(message)):
             make_request("one-stage", **{**request, **more}).resolved(config)
-        assert message in str(error.value), more
 
 
 def test_prompts_of_segments(tmp_path):
     file = tmp_path / "p.txt"
     file.write_text("a fox\n\n  a hare \na deer\n")
-    for words in (
-        ("--prompt", "a fox", "--prompt", "a hare", "--prompt", "a deer"),
-        ("--prompts", file),
-    ):
+    given = ("--prompt", "a fox", "--prompt", "a hare", "--prompt", "a deer")
+    for words in (given, ("--prompts", file)):
         request = parsed("--num-frames", 729, *words)
         assert (request.prompt, request.segment_prompts) == ("a fox", ("a hare", "a deer"))
         assert request.in_segments and request.num_frames == 729
@@ -665,9 +653,8 @@ def test_numbers_of_segments(opened):
         ({"segments": None, "segment_seed": ["2:1"]}, "--segment-seed: the clip has one segment"),
     ):
         request = several({"prompt": "a fox", **SIZE, "segments": 3} | more)
-        with pytest.raises(InputError) as error:
+        with refused(re.escape(message)):
             make_request("one-stage", **request).resolved(opened.resident.config)
-        assert message in str(error.value), more
 
 
 @pytest.mark.long
@@ -684,9 +671,7 @@ def test_colours_are_held_to_the_first_segment(opened, tmp_path, share):
     new, axes = before[:, :, 2:], (0, 2, 3, 4)
 
     def moments(x):
-        return (
-            m(axis=axes, keepdims=True, **how) for m, how in ((x.mean, {}), (x.std, {"ddof": 1}))
-        )
+        return x.mean(axis=axes, keepdims=True), x.std(axis=axes, keepdims=True, ddof=1)
 
     (mean, deviation), (aim, spread) = moments(new), moments(first)
     expected = (1 - share) * new + share * ((new - mean) / deviation * spread + aim)
