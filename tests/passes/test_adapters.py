@@ -51,11 +51,8 @@ def test_each_half_is_cut_as_the_weight_beside_it():
 def test_only_targets_get_them():
     graph, _ = step("2.3")
     target = next(name for name in modules(graph) if name.endswith("audio_attn1.to_q"))
-    names = [
-        name
-        for name in adapted(graph, Adapters(frozenset([target]), RANK)).parameters()
-        if MARK in name
-    ]
+    parameters = adapted(graph, Adapters(frozenset([target]), RANK)).parameters()
+    names = [name for name in parameters if MARK in name]
     assert sorted(names) == sorted(tensors([target], 2))
 
 

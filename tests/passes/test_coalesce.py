@@ -41,14 +41,8 @@ def dag(choices: list[tuple[int, int, int]], devices: int, in_block: bool) -> Gr
 
     def block(o, carry, invariant, data):
         total = o.stack(*nodes(o, carry["x"]), axis="values", dim=0)
-        return {
-            "x": o.tanh(
-                o.add(
-                    carry["x"],
-                    o.mean(o.all_reduce(total, mesh_axis="tensor")[0], over=("values", "D")),
-                )
-            )
-        }, {}
+        summed = o.all_reduce(total, mesh_axis="tensor")[0]
+        return {"x": o.tanh(o.add(carry["x"], o.mean(summed, over=("values", "D"))))}, {}
 
     def model(o):
         x = o.input("x", tokens=2, D=WIDTH)

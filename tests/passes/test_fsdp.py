@@ -16,12 +16,9 @@ from ltx2rt.testing import relative_l2
 
 CLOSE = 1e-5  # float32: another order of summation
 MESHES = (
-    {"fsdp": 2},
-    {"fsdp": 3},
-    {"fsdp": 2, "tensor": 3},
-    {"guidance": 2, "fsdp": 2},
+    {"fsdp": 2}, {"fsdp": 3}, {"fsdp": 2, "tensor": 3}, {"guidance": 2, "fsdp": 2},
     {"sequence": 2, "fsdp": 3, "tensor": 2},
-)
+)  # fmt: skip
 
 
 def on(mesh, graph):
@@ -67,15 +64,10 @@ def test_a_weight_is_cut_both_ways():
 
 
 def test_devices_hold_their_share_of_the_blocks():
-    one, two = (
-        body(on(mesh, case("guided-2.3").graph))
-        for mesh in ({"tensor": 3}, {"fsdp": 2, "tensor": 3})
-    )
-    matrices = sum(
-        v.type.nbytes
-        for v in one.params.values()
-        if len(v.type.axes) == 2 and "table" not in v.name
-    )
+    meshes = {"tensor": 3}, {"fsdp": 2, "tensor": 3}
+    one, two = (body(on(mesh, case("guided-2.3").graph)) for mesh in meshes)
+    found = [v for v in one.params.values() if len(v.type.axes) == 2 and "table" not in v.name]
+    matrices = sum(v.type.nbytes for v in found)
     assert weight_bytes([one]) - weight_bytes([two]) == matrices // 2
 
 

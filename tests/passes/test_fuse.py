@@ -128,11 +128,8 @@ def test_rows_of_several_timesteps_are_spread_by_the_kernels(generation, devices
     left = [node for node in fused.nodes if node.op == "take" and node.attrs["axis"] == "levels"]
     assert len(spread) >= 20 and not left
     by_level = [node for node in fused.nodes if "index_view" in node.args]
-    assert {node.op for node in by_level} == {
-        "norm_modulate",
-        "residual_norm_modulate",
-        "gated_residual",
-    }
+    spreading = {"norm_modulate", "residual_norm_modulate", "gated_residual"}
+    assert {node.op for node in by_level} == spreading
 
 
 @pytest.mark.parametrize("generation", ["2.0", "2.3"])
@@ -192,13 +189,10 @@ def checked(model) -> dict[str, int]:
     """The fused ops of a model, whose values are those of the plain graph."""
     graph = trace("net", model, "float32")
     fused, params = fuse(graph), random_params(graph)
-    rng = np.random.default_rng(0)
-    inputs = {
-        name: rng.integers(0, 2, v.type.shape)
-        if v.type.dtype == "int32"
-        else rng.standard_normal(v.type.shape)
-        for name, v in graph.inputs.items()
-    }
+    rng, inputs = np.random.default_rng(0), {}
+    for name, v in graph.inputs.items():
+        x = rng.standard_normal(v.type.shape)
+        inputs[name] = np.int32(x > 0) if v.type.dtype == "int32" else x
     expected = interpret(graph, params, inputs)
     assert_near(interpret(fused, params, inputs), expected, CLOSE)
     return fused_ops(fused)
@@ -272,10 +266,8 @@ def test_rows_by_level_beside_rows_per_sample_are_one_node(axes):
         scale = o.take(levels(o, "scale"), index, axis="levels")
         gate = o.take(levels(o, "gate"), index, axis="levels")
         x = o.add(stream(o), o.mul(stream(o, "y"), gate))
-        return {
-            "x": x,
-            "y": o.modulate(o.rms_norm(x, over=("D",), eps=1e-6), scale, row(o, "shift")),
-        }
+        n = o.rms_norm(x, over=("D",), eps=1e-6)
+        return {"x": x, "y": o.modulate(n, scale, row(o, "shift"))}
 
     assert checked(model) == {"residual_norm_modulate": 1}
     assert not any(node.op == "take" for node in fuse(trace("net", model, "float32")).nodes)
@@ -323,10 +315,7 @@ def text_queries_and_keys_of_other_batches_are_one_node(o):
     """Two contexts of four branches: the keys are spread behind their norm."""
     q = o.input("q", B=3, tokens=3, heads=2, head_dim=4)
     k = o.input("k", B=2, text=5, heads=2, head_dim=4)
-    q, k = (
-        o.rms_norm(x, n, over=("heads", "head_dim"), eps=1e-6)
-        for x, n in ((q, "q_norm"), (k, "k_norm"))
-    )
+    q, k = (o.rms_norm(x, n, over=("heads", "head_dim"), eps=1e-6) for x, n in ((q, "q"), (k, "k")))
     k = o.concat(*(o.slice(k, axis="B", start=i, stop=i + 1) for i in (0, 1, 0)), axis="B")
     return {"y": o.attention(q, k, o.input("v", B=3, text=5, heads=2, head_dim=4), scale=0.5)}
 
@@ -337,15 +326,11 @@ def test_keys_and_values_of_two_contexts_are_spread_by_their_norm():
     def model(o, where=(0, 1, 0)):
         q = o.input("q", B=3, tokens=5, heads=2, head_dim=4)
         k = o.input("k", B=2, text=5, heads=2, head_dim=4)
-        q, k = (
-            o.rms_norm(x, n, over=("heads", "head_dim"), eps=1e-6)
-            for x, n in ((q, "q_norm"), (k, "k_norm"))
-        )
+        pairs, over = ((q, "q_norm"), (k, "k_norm")), ("heads", "head_dim")
+        q, k = (o.rms_norm(x, n, over=over, eps=1e-6) for x, n in pairs)
         pair = k, o.input("v", B=2, text=5, heads=2, head_dim=4)
-        k, v = (
-            o.concat(*(o.slice(x, axis="B", start=i, stop=i + 1) for i in where), axis="B")
-            for x in pair
-        )
+        parts = [[o.slice(x, axis="B", start=i, stop=i + 1) for i in where] for x in pair]
+        k, v = (o.concat(*part, axis="B") for part in parts)
         y = o.attention(q, k, v, scale=0.5)
         y = o.select(o.input("keep", "int32", B=3), y, o.rename(v, names={"text": "tokens"}))
         return {
@@ -370,10 +355,8 @@ def test_q_and_k_of_two_attentions_that_turn_alike_are_one_node():
 
         (q, _), (k, v) = turned("q", "video"), turned("k", "audio")
         (other_q, _), (other_k, other_v) = turned("other_q", "audio"), turned("other_k", "video")
-        return {
-            "y": o.attention(q, k, v, scale=0.5),
-            "z": o.attention(other_q, other_k, other_v, scale=0.5),
-        }
+        other = o.attention(other_q, other_k, other_v, scale=0.5)
+        return {"y": o.attention(q, k, v, scale=0.5), "z": other}
 
     fused = [
         node for node in fuse(trace("net", model, "float32")).nodes if node.op == "qk_norm_rope"
@@ -386,11 +369,8 @@ def test_q_and_k_of_two_attentions_that_turn_alike_are_one_node():
 def residual_that_lacks_samples_is_not_padded(o):
     x, y = o.input("x", B=3, tokens=4, D=6), o.input("y", B=2, tokens=4, D=6)
     x = o.add(x, o.mul(o.pad(y, B=(0, 1)), o.input("gate", D=6)))
-    return {
-        "y": o.modulate(
-            o.rms_norm(x, over=("D",), eps=1e-6), o.input("scale", D=6), o.input("shift", D=6)
-        )
-    }
+    n = o.rms_norm(x, over=("D",), eps=1e-6)
+    return {"y": o.modulate(n, o.input("scale", D=6), o.input("shift", D=6))}
 
 
 def test_bias_behind_an_all_reduce_joins_the_residual():
@@ -398,11 +378,8 @@ def test_bias_behind_an_all_reduce_joins_the_residual():
     left = [
         node for node in body(fuse(case("guided-2.3").on(2))).nodes if node.op in ("add", "mul")
     ]
-    assert not any(
-        v.type.axes[-2:] in (("tokens", "D"), ("audio_tokens", "audio_D"))
-        for n in left
-        for v in n.outputs
-    )
+    made = {v.type.axes[-2:] for node in left for v in node.outputs}
+    assert not made & {("tokens", "D"), ("audio_tokens", "audio_D")}
 
 
 def test_q_and_k_that_travel_to_other_heads_are_one_node():

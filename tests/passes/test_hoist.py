@@ -96,12 +96,8 @@ def test_a_prompt_that_no_timestep_modulates_is_projected_once():
 def test_a_prompts_keys_and_values_stay_where_they_are_too_large(more):
     """Nothing else does: RoPE tables and modulation rows leave the loop whatever they take."""
     one = case("guided-2.0")
-    size = sum(
-        v.type.nbytes
-        for n in hoist(all_steps(one)).nodes[:-1]
-        if n.op == "repeat"
-        for v in n.outputs
-    )
+    repeats = (node for node in hoist(all_steps(one)).nodes[:-1] if node.op == "repeat")
+    size = sum(v.type.nbytes for node in repeats for v in node.outputs)
     graph = hoist(all_steps(one), size + more)
     assert in_loop(graph) == in_loop(hoist(all_steps(one), 10**12 if more == 0 else 0))
     parts = taken_apart(graph)

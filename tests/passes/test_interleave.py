@@ -149,14 +149,9 @@ def test_tied_halves_of_the_tokens_take_turns_and_have_the_same_values(name):
     graph = Placement(PROFILES["trillium"], {"tensor": 2, "sequence": 2}).local(
         one.graph, one.network
     )
-    least = min(
-        v.type.nbytes // 2
-        for repeat in graph.repeats
-        for node in repeat.body.nodes
-        if node.op == "all_reduce"
-        for v in node.inputs
-        if {TOKENS, "D"} <= {*v.type.axes}
-    )
+    nodes = (node for repeat in graph.repeats for node in repeat.body.nodes)
+    sums = (v.type for node in nodes if node.op == "all_reduce" for v in node.inputs)
+    least = min(type_.nbytes // 2 for type_ in sums if {TOKENS, "D"} <= {*type_.axes})
     tied = interleave(graph, TOKENS, tied=least)
     expected = interpret(graph, one.params, one.inputs)
     assert_near(interpret(tied, one.params, one.inputs), expected, CLOSE)
@@ -187,11 +182,8 @@ def test_every_exchange_travels_under_a_product_of_the_other_half(generation):
     for i, node in enumerate(nodes):
         if node.op == "all_reduce" and any("D" in v.type.axes for v in node.inputs):
             brought = {*node.outputs, *(entering[v] for v in node.outputs if v in entering)}
-            read = next(
-                i + 1 + j
-                for j, later in enumerate([*nodes[i + 1 :], *nodes])
-                if brought & set(later.inputs)
-            )
+            later = enumerate([*nodes[i + 1 :], *nodes], i + 1)
+            read = next(j for j, reader in later if brought & set(reader.inputs))
             found.append(sum(i < j < read for j in products))
     assert len(found) == 8 and min(found) > 0, found
 

@@ -28,12 +28,8 @@ AMPLIFIED = np.sqrt((1 + CFG + STG + MODALITY) ** 2 + CFG**2 + STG**2 + MODALITY
 
 def linears(graph) -> Counter:
     """Executed linears by the names of the weights they read, relative to their module."""
-    return Counter(
-        node.inputs[1].name
-        for node, times in graph.walk()
-        if node.op == "linear"
-        for _ in range(times)
-    )
+    linears = [(node, times) for node, times in graph.walk() if node.op == "linear"]
+    return Counter(node.inputs[1].name for node, times in linears for _ in range(times))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -57,11 +53,8 @@ def test_block_runs_20_gemms(generation, gemms, devices):
     names = [node.inputs[1].name for node in body.nodes if node.op == "linear"]
     assert len(names) == gemms
     together = "model.diffusion_model.transformer_blocks.*.attn1."
-    gates = (
-        ["to_gate_logits"]
-        if preset(f"tiny-{generation}").config.transformer.gated_attention
-        else []
-    )
+    gated = preset(f"tiny-{generation}").config.transformer.gated_attention
+    gates = ["to_gate_logits"] * gated
     assert (
         " | ".join(f"{together}{part}.weight" for part in ("to_q", "to_k", "to_v", *gates)) in names
     )
@@ -69,10 +62,8 @@ def test_block_runs_20_gemms(generation, gemms, devices):
 
 def two_linears(o, second: str, **options):
     x = o.input("x", tokens=3, D=4)
-    return {
-        "a": o.linear(x, "a", {"out": 6}),
-        "b": o.linear(x, second, **{"out": {"out": 6}} | options),
-    }
+    other = o.linear(x, second, **{"out": {"out": 6}} | options)
+    return {"a": o.linear(x, "a", {"out": 6}), "b": other}
 
 
 def packs(model) -> bool:
@@ -135,10 +126,8 @@ def test_lora_merged_into_slices_equals_slices_of_the_merged_whole(tmp_path, gen
         graph, grid = Placement(PROFILES["hopper"], mesh).local(one.graph, one.network), Grid(mesh)
         for declared, layout in graph.all_layouts().items():
             count = graph.all_params()[declared][1]
-            places = [
-                {axis: grid.coordinate(device, axis) for axis in mesh}
-                for device in range(len(grid))
-            ]
+            devices = range(len(grid))
+            places = [{axis: grid.coordinate(i, axis) for axis in mesh} for i in devices]
             pieces = [
                 piece for i in range(count) for place in places for piece in layout.pieces(place, i)
             ]

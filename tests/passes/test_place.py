@@ -41,12 +41,8 @@ def full(generation: str, devices: int, passes: tuple[str, ...] = ("pack", "coal
     """The released model's guided step: 1536 video tokens, 126 of sound, 1024 of text."""
     config = preset(f"ltx-{generation}").config.transformer
     structure = guided_step.StepShape(ALL_BRANCHES, 1536, 126, 1024, (16, 16, 24, 16, 126, 126), 2)
-    graph = place(
-        guided_step.trace(config, structure, "bfloat16"),
-        HEADS_AND_FF,
-        {"tensor": devices},
-        strict=True,
-    )
+    graph = guided_step.trace(config, structure, "bfloat16")
+    graph = place(graph, HEADS_AND_FF, {"tensor": devices}, strict=True)
     for name in passes:
         graph = {"pack": pack, "coalesce": coalesce}[name](graph)
     return graph
@@ -97,11 +93,9 @@ def test_count_sees_what_coalesce_saves(generation):
 @pytest.mark.parametrize("generation", ("2.0", "2.3"))
 def test_all_reduce_is_the_only_communication(generation):
     """Nothing gathers, and a device's slice of what it holds anyway moves nothing."""
-    one = guided_step.trace(
-        preset(f"ltx-{generation}").config.transformer,
-        guided_step.StepShape(ALL_BRANCHES, 1536, 126, 1024, (16, 16, 24, 16, 126, 126), 2),
-        "bfloat16",
-    )
+    config = preset(f"ltx-{generation}").config.transformer
+    shape = guided_step.StepShape(ALL_BRANCHES, 1536, 126, 1024, (16, 16, 24, 16, 126, 126), 2)
+    one = guided_step.trace(config, shape, "bfloat16")
     new = {node.op for node, _ in full(generation, 4).walk()} - {node.op for node, _ in one.walk()}
     assert new <= {"all_reduce", "shard", "sum_squares", "rms_scale", "split", "slice", "add"}
 
@@ -299,11 +293,8 @@ def test_bias_of_a_row_parallel_linear_is_added_once(devices):
 
     # The bias before the sum, on every device.
     early = replace(local, nodes=list(local.nodes), serial=count(10**6))
-    biased = replace(
-        add,
-        inputs=(linear.outputs[0], add.inputs[1]),
-        outputs=(Value("%biased", add.outputs[0].type),),
-    )
+    operands, made = (linear.outputs[0], add.inputs[1]), Value("%biased", add.outputs[0].type)
+    biased = replace(add, inputs=operands, outputs=(made,))
     early.nodes[-2:] = [biased, replace(reduce, inputs=biased.outputs, outputs=add.outputs)]
     verify(early)
     wrong = interpret(early, params, inputs)["y"]
@@ -317,11 +308,8 @@ def test_printed_block_of_tiny_2_3_on_2_devices_is_the_golden_file():
     """A change of it is reviewed as a diff. To accept one: delete the file and run this test."""
     config = preset("tiny-2.3").config.transformer
     structure = transformer.ForwardShape(2, 6, 5, 4, (1, 2, 3, 1, 5, 5))
-    text = show(
-        Placement(PROFILES["hopper"], {"tensor": 2}).local(
-            transformer.trace(config, structure, "bfloat16"), "transformer"
-        )
-    )
+    graph = transformer.trace(config, structure, "bfloat16")
+    text = show(Placement(PROFILES["hopper"], {"tensor": 2}).local(graph, "transformer"))
     block = text[text.index("    %0 = ") : text.index("  yield video")]
     if not GOLDEN.exists():
         GOLDEN.write_text(block)

@@ -95,13 +95,8 @@ def test_scaled_matmul_gets_what_it_wants(monkeypatch):
     expected = ltx2rt_cuda.ops.products.quantised_linear(*operands, **plan)
     for road in ("tensor", "bfloat16"):
         monkeypatch.setattr(ltx2rt_cuda.ops.products, "float8_road", lambda *_, road=road: road)
-        assert (
-            relative_l2(
-                ltx2rt_cuda.ops.products.quantised_linear(*operands, **plan).float(),
-                expected.float(),
-            )
-            <= 2**-8
-        )
+        found = ltx2rt_cuda.ops.products.quantised_linear(*operands, **plan)
+        assert relative_l2(found.float(), expected.float()) <= 2**-8
     monkeypatch.setattr(ltx2rt_cuda.ops.products, "float8_road", lambda *_: "rows")
     y = ltx2rt_cuda.ops.products.quantised_linear(*operands, **plan)
     assert y.dtype == torch.bfloat16 and y.shape == (3, 5, 12, 4)
@@ -211,13 +206,10 @@ def test_norms_quantise_the_rows_of_all_products_behind_them(stage, monkeypatch)
     (body,) = (n.repeat.body for n in graph.nodes if n.op == "repeat")
     found = QuantisedRows.of(body)
     assert len(found.reads) == ops(body)["quantised_linear"] == 12 and found.unread
-    draw = np.random.default_rng(0)
-    given = {
-        name: np.ones(v.type.shape, np.int32)
-        if v.type.dtype == "int32"
-        else draw.standard_normal(v.type.shape, np.float32)
-        for name, v in graph.inputs.items()
-    }
+    draw, given = np.random.default_rng(0), {}
+    for name, v in graph.inputs.items():
+        x = draw.standard_normal(v.type.shape, np.float32)
+        given[name] = np.ones_like(x, np.int32) if v.type.dtype == "int32" else x
     run = partial(run_graph, "cuda", graph, random_params(graph), given)
     at_once = run()
     monkeypatch.setattr(ltx2rt_cuda.lower, "QuantisedRows", SimpleNamespace(of=lambda _: found))
@@ -316,10 +308,8 @@ def test_torch_rank_quantises_its_own_slices(coordinate):
     weights = backend.load([graph], source)
     half = slice(coordinate * 24, coordinate * 24 + 24)
     whole = params()
-    for part, array in (
-        ("up", whole["blocks.2.up.weight"][half]),
-        ("down", whole["blocks.2.down.weight"][:, half]),
-    ):
+    up, down = whole["blocks.2.up.weight"][half], whole["blocks.2.down.weight"][:, half]
+    for part, array in (("up", up), ("down", down)):
         expected, scale = quantise_rows(array)
         found = as_bytes(weights[f"blocks.1+1.{part}.weight"])
         assert np.array_equal(found, expected.view(np.uint8))

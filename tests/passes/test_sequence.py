@@ -24,15 +24,10 @@ from ltx2rt.weights.presets import preset
 
 CLOSE = 1e-5  # float32: another order of summation
 MESHES = (
-    {"sequence": 2},
-    {"sequence": 3},
-    {"sequence": 4},
-    {"tensor": 2, "sequence": 3},
-    {"sequence": 2, "tensor": 2},
-    {"guidance": 2},
-    {"guidance": 2, "tensor": 3},
+    {"sequence": 2}, {"sequence": 3}, {"sequence": 4}, {"tensor": 2, "sequence": 3},
+    {"sequence": 2, "tensor": 2}, {"guidance": 2}, {"guidance": 2, "tensor": 3},
     {"guidance": 2, "sequence": 3, "tensor": 2},
-)
+)  # fmt: skip
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
 
 
@@ -121,10 +116,8 @@ def uneven_step(masked: bool) -> Case:
     feeds |= guided_step.mask_feeds(
         "video", np.linspace(0, 1, tokens).round(1)
     ) | guided_step.mask_feeds("audio", np.ones(7))
-    for name, count, channels, width in (
-        ("video", tokens, 128, config.width),
-        ("audio", 7, 128, config.audio_width),
-    ):
+    streams = ("video", tokens, 128, config.width), ("audio", 7, 128, config.audio_width)
+    for name, count, channels, width in streams:
         feeds[f"{name}_latent"] = rng.standard_normal((1, count, channels))
         feeds[f"{name}_clean"] = rng.standard_normal((count, channels))
         feeds[f"{name}_context"] = rng.standard_normal((2, 5, width))
@@ -134,16 +127,9 @@ def uneven_step(masked: bool) -> Case:
     }
     if masked:
         feeds["video_attention_mask"] = attention_weights(tokens)
-    structure = guided_step.StepShape(
-        guided_step.Branches(True, True, True),
-        tokens,
-        7,
-        5,
-        transformer.coordinate_counts(feeds),
-        len(feeds["video_levels"]),
-        masked=masked,
-        stg_blocks=(1,),
-    )
+    branches, counts = guided_step.Branches(True, True, True), transformer.coordinate_counts(feeds)
+    sizes = branches, tokens, 7, 5, counts, len(feeds["video_levels"])
+    structure = guided_step.StepShape(*sizes, masked=masked, stg_blocks=(1,))
     graph = guided_step.trace(config, structure, "float32")
     return Case("transformer", graph, random_params(graph), feeds)
 
@@ -292,23 +278,12 @@ def test_torch_runs_it_on_process_groups():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", TORCH, json.dumps(sys.path)],
-            env={
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": "4",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "OMP_NUM_THREADS": "1",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(4)
-    ]
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    words, ranks = [sys.executable, "-c", TORCH, json.dumps(sys.path)], []
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    for rank in map(str, range(4)):
+        own = env | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "4"}
+        ranks.append(subprocess.Popen(words, env=own, **how))
     outputs = [rank.communicate(timeout=300) for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks), outputs
     distances = [float(line) for line in outputs[0][0].split()]

@@ -40,10 +40,8 @@ def test_devices_keep_their_places_between_stages():
 
 def test_weights_keep_their_slices_between_stages():
     mesh, graph = {"guidance": 2, "sequence": 2, "tensor": 3}, case("guided-2.3").graph
-    first, second = (
-        Placement(PROFILES["hopper"], m).loop(graph, 8)
-        for m in (mesh, {"sequence": 4, "tensor": 3})
-    )
+    meshes = mesh, {"sequence": 4, "tensor": 3}
+    first, second = (Placement(PROFILES["hopper"], one).loop(graph, 8) for one in meshes)
     assert first.all_layouts() == second.all_layouts()
     assert (first.mesh, second.mesh) == (mesh, stage_mesh(mesh, 1))
 
@@ -53,10 +51,8 @@ def test_videos_branches_and_weights_are_split_at_once():
     """Two videos, half of the branches each, half of the weights each."""
     one, count = case("guided-2.3"), 8
     steps = {"sigmas": np.linspace(1, 0.5, 2 * count, dtype=np.float32).reshape(count, 2)}
-    latents = {
-        name: np.concatenate([one.inputs[name], -one.inputs[name]])
-        for name in ("video_latent", "audio_latent")
-    }
+    names = ("video_latent", "audio_latent")
+    latents = {name: np.concatenate([one.inputs[name], -one.inputs[name]]) for name in names}
     whole = Placement(PROFILES["trillium"], {"data": 2, "guidance": 2, "fsdp": 2}).loop(
         one.graph, count
     )

@@ -31,10 +31,8 @@ def test_float8_is_of_the_transformer_alone():
 @pytest.mark.parametrize(("num_steps", "slots"), [(1, 8), (8, 8), (9, 16)])
 def test_a_loop_has_room_for_a_few_more_steps(num_steps, slots):
     assert step_slots(num_steps) == slots
-    assert (
-        taken_apart(Placement(PROFILES["single"]).loop(case("guided-2.3").graph, num_steps)).count
-        == slots
-    )
+    loop = Placement(PROFILES["single"]).loop(case("guided-2.3").graph, num_steps)
+    assert taken_apart(loop).count == slots
 
 
 def test_only_a_loop_is_looped_and_spread_over_videos():

@@ -53,10 +53,8 @@ def test_the_full_model_reaches_the_floor_of_collectives():
     for stage in ("stage1", "stage2"):
         assert whole[stage].collectives["all_reduce"].count == 48 * 7
         assert costs[stage].collectives["all_reduce"].count == 48 * (2 * 7 + 1)
-        assert (
-            costs[stage].collectives["all_reduce"].bytes
-            == whole[stage].collectives["all_reduce"].bytes
-        )
+        found, all_of_it = (x[stage].collectives["all_reduce"].bytes for x in (costs, whole))
+        assert found == all_of_it
     large = 48 * 4 * 2 * (6144 * 4096 + 126 * 2048)  # bfloat16
     small = 48 * 4 * (3 * 6144 + 1024 + 126) * 4  # at most: statistics, one float32 a token
     found = costs["stage2"].collectives["all_reduce"]
@@ -296,11 +294,8 @@ def test_an_all_reduce_travels_until_something_reads_it(block, count, waits_s):
 
     placed = trace("sums", model, "float32")
     placed.mesh = placed.repeats[0].body.mesh = {"tensor": 2}
-    kind = replace(
-        device_kind("h100-80gb"),
-        flops_per_s=2 * 8**3,
-        link_bytes_per_s=4 * 8**2 / 1.5,
-    )
+    rates = {"flops_per_s": 2 * 8**3, "link_bytes_per_s": 4 * 8**2 / 1.5}
+    kind = replace(device_kind("h100-80gb"), **rates)
     found = cost(Work("s", ((placed, 1),), {}))
     # 10 us of each are the link's.
     assert found.exchange_s(kind) == pytest.approx(waits_s, abs=1e-3)

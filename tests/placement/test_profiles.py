@@ -69,10 +69,8 @@ def test_number_of_devices_that_a_profile_cannot_share_out_is_refused():
 
 def test_profile_and_mesh_are_of_all_devices():
     assert resolve(None, "v6e", {}, 8) == (PROFILES["trillium"], {"sequence": 4, "tensor": 2})
-    assert resolve(None, "TPU7x", {"tensor": 2, "data": 1}, 2) == (
-        PROFILES["ironwood"],
-        {"tensor": 2},
-    )
+    found = resolve(None, "TPU7x", {"tensor": 2, "data": 1}, 2)
+    assert found == (PROFILES["ironwood"], {"tensor": 2})
     assert resolve(None, "h100-80gb", {}, 1) == (PROFILES["single"], {})
     with refused(r"--mesh: .* is of 2 devices, there are 8"):
         resolve(None, "v6e", {"tensor": 2}, 8)

@@ -149,10 +149,7 @@ def test_a_cpu_and_its_host_are_one_memory(full_model, given, road):
 @SLOW
 def test_a_full_model_runs_from_its_file(full_model, tmp_path):
     """Weights are 0, statistics 1; the process ends at 12 GB of memory."""
-    words = [
-        *["generate", "--backend", "cuda", "--device", "cpu", "--dtype", "bfloat16"],
-        *["--max-memory", "9"],
-    ]
+    words = "generate --backend cuda --device cpu --dtype bfloat16 --max-memory 9".split()
     words += ["--width", 64, "--height", 64, "--num-frames", 9, "--steps", 2, "--prompt", "a"]
     words += ["--pipeline", "one-stage", "--model", full_model, "--output", tmp_path / "clip.mp4"]
     run = subprocess.Popen([sys.executable, "-m", "ltx2rt", *map(str, words)])
@@ -371,12 +368,8 @@ def test_the_table_of_cards_is_what_plan_says():
     """Each card of docs/gpus.md runs LTX-2.3 in bfloat16: seconds, GB a step from the host, and the
     origin of the rates."""
     rows = CARDS.findall((Path(__file__).parents[2] / "docs" / "gpus.md").read_text())
-    assert {card for card, *_ in rows} >= {
-        "rtx3060-12gb",
-        "rtx4090-24gb",
-        "rtx5090-32gb",
-        "h100-80gb",
-    }
+    cards = {"rtx3060-12gb", "rtx4090-24gb", "rtx5090-32gb", "h100-80gb"}
+    assert {card for card, *_ in rows} >= cards
     origin = {"measured": "measured", "scaled": "scaled from the H200", "bound": "bound"}
     with standing_for("ltx-2.3", ModelOptions("", Path(), dtype="bfloat16")) as options:
         for card, *cells, basis in rows:

@@ -385,20 +385,16 @@ def readers():
         "audio_vae": (data["audio_vae"], audio.official),
         "vocoder": (data["vocoder"], lambda keys: audio.official_vocoder(keys, c.audio_vae)),
         "d.transformer": (transformer.diffusers_json(c.transformer), transformer.diffusers),
-        "d.text": (
-            transformer.diffusers_text_json(c.text, c.transformer),
-            lambda keys: transformer.diffusers_text(keys, c.transformer),
-        ),
+        "d.text": (transformer.diffusers_text_json(c.text, c.transformer),
+                   lambda keys: transformer.diffusers_text(keys, c.transformer)),
         "d.vae": (video_vae.diffusers_json(c.video_vae), video_vae.diffusers),
         "d.audio_vae": (audio.diffusers_json(c.audio_vae), audio.diffusers),
         "d.vocoder": (audio.diffusers_vocoder_json(c.vocoder), audio.diffusers_vocoder),
-        "upsampler": (
-            latent_upsampler.upsampler_json(c.upsampler, "official"),
-            lambda keys: latent_upsampler.upsampler(keys, False),
-        ),
+        "upsampler": (latent_upsampler.upsampler_json(c.upsampler, "official"),
+                      lambda keys: latent_upsampler.upsampler(keys, False)),
         "gemma": (gemma3.gemma_json(c.gemma, {}), configs.gemma),
         "diffusion": (DIFFUSION, diffusion_decoder.official),
-    }
+    }  # fmt: skip
 
 
 def places(data, path=()):

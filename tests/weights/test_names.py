@@ -92,17 +92,13 @@ def test_every_diffusers_key_round_trips(name):
     config = preset(name).config
     vocoder = LTX2VocoderWithBWE if name.endswith("3") else LTX2Vocoder
     parts = {
-        "transformer": (
-            LTX2VideoTransformer3DModel,
-            transformer.diffusers_json(config.transformer),
-        ),
-        "text": (
-            LTX2TextConnectors,
-            transformer.diffusers_text_json(config.text, config.transformer),
-        ),
+        "transformer": (LTX2VideoTransformer3DModel,
+                        transformer.diffusers_json(config.transformer)),
+        "text": (LTX2TextConnectors,
+                 transformer.diffusers_text_json(config.text, config.transformer)),
         "video_vae": (AutoencoderKLLTX2Video, video_vae.diffusers_json(config.video_vae)),
         "vocoder": (vocoder, audio.diffusers_vocoder_json(config.vocoder)),
-    }
+    }  # fmt: skip
     stages = len(config.video_vae.encoder)
     for component, (model, data) in parts.items():
         with torch.device("meta"):
