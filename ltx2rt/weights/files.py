@@ -285,34 +285,42 @@ def finite(array: np.ndarray) -> bool:
     return all(passes(bits[row : row + step]) for row in range(0, len(bits), step))
 
 
-class TensorFolder:
+class Gathered:
+    """Tensors of several sources as one. home: the source of each name, and the name there."""
+
+    def __init__(self, home: Mapping[str, tuple[TensorReader, str]]):
+        self._home = dict(home)
+
+    def names(self) -> Iterable[str]:
+        return self._home.keys()
+
+    def info(self, name: str) -> TensorInfo:
+        source, stored = self._home[name]
+        return source.info(stored)
+
+    def read(self, name: str, *cuts: Cut) -> np.ndarray:
+        source, stored = self._home[name]
+        return source.read(stored, *cuts)
+
+    def stored(self, format: str, name: str, *cuts: Cut) -> Any:
+        source, stored = self._home[name]
+        return stored_fields(source, format, stored, *cuts)
+
+
+class TensorFolder(Gathered):
     """Several files read as one source; a name may live in one file only."""
 
     def __init__(self, path: Path, files: Iterable[TensorFile]):
         self.path = path
         self.files = list(files)
         self.metadata = self.files[0].metadata if self.files else {}
-        self._home: dict[str, TensorFile] = {}
+        home: dict[str, TensorFile] = {}
         for file in self.files:
             for name in file.names():
-                if name in self._home:
-                    raise InputError(
-                        f"{path}: tensor {name} is in both {self._home[name].path.name} and "
-                        f"{file.path.name}"
-                    )
-                self._home[name] = file
-
-    def names(self) -> Iterable[str]:
-        return self._home.keys()
-
-    def info(self, name: str) -> TensorInfo:
-        return self._home[name].info(name)
-
-    def read(self, name: str, *cuts: Cut) -> np.ndarray:
-        return self._home[name].read(name, *cuts)
-
-    def stored(self, format: str, name: str, *cuts: Cut) -> Any:
-        return stored_fields(self._home[name], format, name, *cuts)
+                if (other := home.setdefault(name, file)) is not file:
+                    both = f"both {other.path.name} and {file.path.name}"
+                    raise InputError(f"{path}: tensor {name} is in {both}")
+        super().__init__({name: (file, name) for name, file in home.items()})
 
     @property
     def architecture(self) -> str:

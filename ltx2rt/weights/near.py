@@ -80,24 +80,24 @@ def find(path: Path, given: Given, config_from: str | Path | None) -> Found:
     if path.is_file() and path.name != INDEX and folder_kind(path.parent) == "transformer":
         path = path.parent  # a file of a diffusers folder
     tree = (models_folder(path) if path.is_dir() else None) or tree_around(path)
-    if path.name == INDEX or (path.is_dir() and folder_kind(path) == "transformer"):
+    network = path.is_dir() and folder_kind(path) == "transformer"
+    if path.name == INDEX or network:
         tree = None
         mains, parts = [], scan(path.parent)
-        parts.diffusers |= {"transformer": [path]} if path.is_dir() else {}
+        parts.diffusers |= {"transformer": [path]} if network else {}
     elif path.is_dir():
         mains, parts = _look_into(path, tree)
     else:
         mains, parts = [_opened(path)], scan_quietly(entries(tree)) if tree else scan(path.parent)
-    whole = path.is_dir() and folder_kind(path) != "transformer"
-    index = model_index(path if whole else path.parent)
+    index = model_index(path if path.is_dir() and not network else path.parent)
     path = path.parent if path.name == INDEX else path
     main = mains[0] if mains and not isinstance(mains[0], Path) else None
     parts.files["upsampler"] = of_layout(parts.files["upsampler"], main is None)
     sought = ["gemma", "upsampler"]
     if len(mains) > 1 and tree:
         said = ", ".join(f"{file.path} ({words(file)})" for file in mains)
-        several = f"{len(mains)} candidates for the checkpoint: {said}"
-        raise InputError(f"{path}: {several}; choose with --model FILE")
+        said = f"{len(mains)} candidates for the checkpoint: {said}"
+        raise InputError(f"{path}: {said}; choose with --model FILE")
     if main is not None and len(mains) == 1:
         if _lacks(main):
             parts.donor = open_file(config_from) if config_from else _donor(parts, main)

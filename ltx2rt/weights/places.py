@@ -79,8 +79,8 @@ def refuse_encoded(source: RenamedSource) -> None:
         dtypes = ", ".join(sorted({*encoded.values()}))
         raise InputError(
             f"{source.where}: {len(encoded)} tensors are {dtypes} without the scales of a known "
-            f"format (first {next(iter(encoded))}); pass the bfloat16 file and, for 8 bits on the device, "
-            f"--weights-dtype {ADVISED}"
+            f"format (first {next(iter(encoded))}); pass the bfloat16 file and, for 8 bits on the "
+            f"device, --weights-dtype {ADVISED}"
         )
 
 

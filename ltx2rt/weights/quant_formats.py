@@ -48,6 +48,7 @@ import numpy as np
 from ltx2rt.errors import InputError
 from ltx2rt.graph.encodings import E4M3_FORMAT, KEPT
 from ltx2rt.graph.ir import Cut
+from ltx2rt.weights.configs.keys import parse_json
 from ltx2rt.weights.files import NOT_FINITE, TensorFile, TensorFolder
 from ltx2rt.weights.packed import (
     ADVICE,
@@ -118,7 +119,7 @@ def description(m: Matrix) -> dict[str, Any]:
     texts = {f"{m.file.path}: {HEADER} of {m.stem}": m.header}
     for child in (each for each in DESCRIPTIONS if each in m.children):
         where = f"{m.file.path}: {m.stem}.{child}"
-        texts[where] = parsed(m.read(child).tobytes().rstrip(b"\0"), where)
+        texts[where] = parse_json(m.read(child).tobytes().rstrip(b"\0"), where).data
     for where, said in texts.items():
         params = said.get("params") or {}
         if not isinstance(params, dict):
@@ -146,17 +147,6 @@ def guess(m: Matrix) -> str:
         said = f"nothing says whether {m.name} (int8) is rotated, as others in the file are"
         raise InputError(f"{m.file.path}: {said}; {ADVICE}")
     return "int8_tensorwise"
-
-
-def parsed(text: str | bytes, where: str) -> dict[str, Any]:
-    try:
-        said = json.loads(text)
-        if isinstance(said, dict):
-            return said
-        error: object = f"it is {said!r:.40}"
-    except (ValueError, RecursionError) as failed:
-        error = failed
-    raise InputError(f"{where} is no JSON object ({error}); download the file again")
 
 
 def refusal(where: str, what: str) -> InputError:

@@ -13,14 +13,15 @@ import numpy as np
 from ltx2rt.errors import InputError
 from ltx2rt.graph.encodings import decoded
 from ltx2rt.graph.ir import Cut
+from ltx2rt.weights.configs.keys import parse_json
 from ltx2rt.weights.files import (
+    Gathered,
     TensorFile,
     TensorFolder,
     TensorInfo,
     TensorReader,
     cut,
     selected,
-    stored_fields,
 )
 from ltx2rt.weights.packed import (
     COMPANIONS,
@@ -31,7 +32,7 @@ from ltx2rt.weights.packed import (
     Matrix,
     Recipe,
 )  # fmt: skip
-from ltx2rt.weights.quant_formats import HEADER, cast, parsed, recipe, refusal
+from ltx2rt.weights.quant_formats import HEADER, cast, recipe, refusal
 
 MARK = "scaled_fp8"
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.")
@@ -116,7 +117,7 @@ def _header(file: TensorFile | TensorFolder, stems: Iterable[str]) -> dict[str, 
     for one in file.files if isinstance(file, TensorFolder) else [file]:
         if (text := one.metadata.get(HEADER)) is None:
             continue
-        data = parsed(text, f"{one.path}: {HEADER}")
+        data = parse_json(text, f"{one.path}: {HEADER}").data
         layers = data.get("layers", data)
         unknown = [
             key for key in data if layers is not data and key not in ("layers", "format_version")
@@ -134,26 +135,12 @@ def _header(file: TensorFile | TensorFolder, stems: Iterable[str]) -> dict[str, 
 # ---- sources that are made of others -------------------------------------------------------------
 
 
-class RenamedSource:
+class RenamedSource(Gathered):
     """Part of one or more sources, under canonical names."""
 
     def __init__(self, where: Path, home: Mapping[str, tuple[TensorReader, str]]):
-        self.where, self._home = where, dict(home)
-
-    def names(self) -> Iterable[str]:
-        return self._home.keys()
-
-    def info(self, name: str) -> TensorInfo:
-        source, stored = self._home[name]
-        return source.info(stored)
-
-    def read(self, name: str, *cuts: Cut) -> np.ndarray:
-        source, stored = self._home[name]
-        return source.read(stored, *cuts)
-
-    def stored(self, format: str, name: str, *cuts: Cut) -> Fields | None:
-        source, stored = self._home[name]
-        return stored_fields(source, format, stored, *cuts)
+        super().__init__(home)
+        self.where = where
 
     def joined(self, other: RenamedSource, names: Iterable[str]) -> RenamedSource:
         return RenamedSource(self.where, self._home | {name: other._home[name] for name in names})

@@ -294,7 +294,7 @@ def test_the_rotation_is_its_own_inverse():
         ("int8 rotated", {"comfy_quant": said(convrot="yes")}, "a rotation of other"),
         ("int8 rotated", {"comfy_quant": said(convrot=True)}, "expected rows of groups of 256"),
         ("int8 rotated", {"comfy_quant": said("int8_blockwise", **TURNED)}, "'convrot' of its int8_b"),
-        ("int8 rotated", {"comfy_quant": np.frombuffer(b"[1", np.uint8)}, "comfy_quant is no JSON"),
+        ("int8 rotated", {"comfy_quant": np.frombuffer(b"[1", np.uint8)}, "comfy_quant: not valid JSON"),
         ("nvfp4", {"weight_scale": np.ones((7, 3), E4M3)}, "expected 512 scales of 8 bits in tiles"),
         ("nvfp4", {"weight_scale_2": np.ones(2, np.float32)}, "weight_scale_2 .*expected one number"),
         ("nvfp4", {"comfy_quant": said("nvfp4", group_size=32)}, "group_size = 32, not 16, is not"),

@@ -25,7 +25,7 @@ class Keys:
 
     def __init__(self, data: Any, where: str):
         if not isinstance(data, Mapping):
-            raise InputError(f"{where}: expected a JSON object, found {type(data).__name__}")
+            raise InputError(f"{where}: expected a JSON object, found {data!r:.40}")
         self.data, self.where = data, where
 
     def __contains__(self, key: str) -> bool:
@@ -115,7 +115,7 @@ def parse_json(text: str | bytes, where: str) -> Keys:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not valid JSON: {error}") from error
+        raise InputError(f"{where}: not valid JSON ({error}); download the file again") from error
     return Keys(data, where)
 
 
