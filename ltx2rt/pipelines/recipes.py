@@ -97,7 +97,7 @@ def _of_file(path: Path, types: Sequence[type]) -> dict[str, Any]:
 
 
 def _beside(folder: Path, value: Any) -> Any:
-    """Return a file name, or a list of them, with the folder if it has the file and this one lacks it."""
+    """Return a file's name, or a list of them, with the folder if the file is there and not here."""
     if isinstance(value, list):
         return [_beside(folder, one) for one in value]
     name = value.partition(":")[0] if isinstance(value, str) else ""

@@ -27,6 +27,7 @@ from ltx2rt.pipelines.groups.guidance import ByChoice
 from ltx2rt.pipelines.groups.images import Images, parse_frame
 from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, MAX_FPS, MIN_FPS, Length
 from ltx2rt.pipelines.groups.sound import parse_reference
+from ltx2rt.pipelines.groups.source_clip import DECIDES, SourceClip
 from ltx2rt.pipelines.recipes import PRESETS, recipe
 from ltx2rt.pipelines.request import Request, distilled_lora
 from ltx2rt.pipelines.step_plans import PlanFile
@@ -171,6 +172,8 @@ class Admission:
             foreign = same(field, known) is not None
             if field not in (*known, *flagged(type_)) and readers(field) and not foreign:
                 raise of_input(unread(name, f"--{field}", field), known, given)
+            if field not in known and field in flagged(Length) and type_.has(SourceClip):
+                raise of_input(InputError(f"--{field}: {DECIDES}"), [field], given)
             if field not in known:
                 raise unknown(field, known)
         if (model := self._text(given, "model", self.model)) not in self.names:

@@ -23,12 +23,14 @@ from starlette.responses import Response
 from ltx2rt.serve.fields import structured
 from ltx2rt.serve.folder import Folder
 from ltx2rt.serve.inline import ABOUT, KEYS, bytes_of, text_of
-from ltx2rt.serve.refusal import Refusal, invalid
+from ltx2rt.serve.refusal import Refusal, invalid, unknown
 from ltx2rt.serve.upload import IMAGE, SUFFIX, check_upload, kind_of
+from ltx2rt.suggest import same
 
 MAX_FIELDS, MAX_FILES = 64, 8
 MAX_MARKS = 50_000  # commas and opening brackets of JSON, which cost a hundred times their size
 SLOW_S, SLOWEST_BYTES_PER_S = 10, 64_000
+LATER = re.compile("end|last|reference|key")  # an image for a later frame
 FORM = "application/x-www-form-urlencoded"
 
 
@@ -192,8 +194,13 @@ async def _with_files(
         images = [*_listed(images), *_listed(reference)]
     if "input_reference" in files:
         images = [*_listed(images), {"file": "input_reference"}]
-    if "video" in files and "video_path" in uploads:  # OpenAI's name
-        files.setdefault("video_path", files.pop("video"))
+    named = {str(item.get("file")) for item in _listed(images) if isinstance(item, dict)}
+    for name in sorted(files.keys() - uploads.keys() - named):
+        field = same(name, ("images", *uploads))
+        if field in uploads:  # `video` is OpenAI's name
+            files.setdefault(field, files.pop(name))
+        elif field == "images" and not LATER.search(name):
+            images = [*_listed(images), {"file": name}]
     given |= {name: [{"file": name}] for name in uploads if name in files and name not in given}
     given |= {} if images is None else {"images": images}
     unused = set(files)
@@ -203,8 +210,7 @@ async def _with_files(
             unused -= {str(item.get("file")) for item in found if isinstance(item, dict)}
             given[name] = [await _kept(item, name, kind, files, folder, user) for item in found]
     if unused:
-        name = sorted(unused)[0][:80]
-        raise Refusal(400, "unknown_field", f"{name!r} is a file that no field names", name)
+        raise unknown(sorted(unused)[0], ["input_reference", *uploads])
     return given
 
 

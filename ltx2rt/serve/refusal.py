@@ -15,13 +15,17 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @cache
-def field_of(flag: str) -> str:
-    """The field of a request that a flag of the command line stands for."""
+def fields() -> dict[str, str]:
+    """The fields of requests, by flags of the command line."""
     from ltx2rt.pipelines import pipelines  # a process that decodes an upload does without
 
     known = flagged(*pipelines().values()).items()
-    fields = {spelling(f): name for name, f in known if f.metadata["flag"].typed}
-    return fields.get(flag, "loras" if flag == "--lora" else flag[2:].replace("-", "_"))
+    found = {spelling(f): name for name, f in known if f.metadata["flag"].typed}
+    return {**found, "--lora": "loras", "--pipeline": "pipeline"}
+
+
+def field_of(flag: str) -> str:
+    return fields().get(flag, flag[2:].replace("-", "_"))
 
 
 class Refusal(Exception):
@@ -69,7 +73,11 @@ def of_input(error: InputError, known: Collection[str], given: Collection[str]) 
             field, rest = "size", f" {field} {rest.strip()}"
         if field in known:
             message = f"{field}:{rest}"
-    return Refusal(400, code, message, field)
+
+    def word(flag: re.Match) -> str:
+        return found if (found := field_of(flag[0])) in fields().values() else flag[0]
+
+    return Refusal(400, code, re.sub(r"(?<![\w-])--[a-z][\w-]*", word, message), field)
 
 
 def unknown(name: str, known: list[str]) -> Refusal:
