@@ -39,11 +39,11 @@ class Placement:
     `hoist`.
     """
 
-    profile: Profile
-    mesh: Mapping[str, int] = field(default_factory=dict)
+    profile: Profile = field(hash=False)
+    mesh: Mapping[str, int] = field(default_factory=dict, hash=False)
     weights_dtype: str | None = None
     adapters: Adapters | None = None
-    stored: Mapping[str, str] = field(default_factory=dict)
+    stored: Mapping[str, str] = field(default_factory=dict, hash=False)
     keep_bytes: int | None = None
 
     def of(self, branches: int) -> Placement:

@@ -11,11 +11,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ltx2rt.backend import Backend, Loop, Program, get_factory
+from ltx2rt.config import ModelConfig
 from ltx2rt.graph import Graph
 from ltx2rt.models.catalog import network
 from ltx2rt.placement.placement import Placement
@@ -31,7 +33,22 @@ from ltx2rt.weights.lora import Merge
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 MAX_PROGRAMS = 64  # a request of two stages with images and tiles of eight shapes has fewer than 20
+MAX_SHARED = 128  # graphs that the sessions of a process share
 MAX_CONTEXTS = 8  # contexts of prompts, 50 MB each at full size
+
+
+@lru_cache(MAX_SHARED)
+def traced(name: str, config: ModelConfig, sizes: Any, dtype: str) -> Graph:
+    """The graph of a network of the catalog; sessions of one process share it."""
+    return network(name).trace(config, sizes, dtype)
+
+
+@lru_cache(MAX_SHARED)
+def placed(graph: Graph, placement: Placement, rules: str, slots: int | None) -> Graph:
+    """`graph` as one device runs it; with slots, the loop over so many steps."""
+    if slots is None:
+        return placement.local(graph, rules)
+    return placement.loop(graph, slots)
 
 
 class Session(Memory):
@@ -108,10 +125,8 @@ class Session(Memory):
         if call.steps is not None:
             sizes = replace(sizes, videos=sizes.videos // placement.mesh.get("data", 1))
         with self.checkpoint.tracing():
-            graph = row.trace(self.config, sizes, row.dtype or self.dtype)
-        if call.slots is None:
-            return placement.local(graph, row.rules)
-        return placement.loop(graph, call.slots)
+            graph = traced(call.network, self.config, sizes, row.dtype or self.dtype)
+        return placed(graph, placement, row.rules, call.slots)
 
     def program(self, call: Call) -> Any:
         """Return the call's program or loop, evicting the least recently used."""
