@@ -22,7 +22,6 @@ from threading import Lock
 from typing import IO, Any
 
 from ltx2rt.errors import InputError
-from ltx2rt.run.segments import discard
 from ltx2rt.serve.jobs import JOB_ID, Job
 from ltx2rt.serve.refusal import NO_SPACE
 from ltx2rt.system import sync, take_lock
@@ -133,7 +132,7 @@ class Folder:
             return None
 
     def remove(self, job: Job) -> None:
-        discard(self.outputs / f"{job.id}{SEGMENTS}")
+        _discard(self.outputs / f"{job.id}{SEGMENTS}")
         beside = (job.stem + suffix for suffix in (THUMBNAIL, REPORT))
         clips = clip_names(job.stem, job.job.get("n", 1))
         for name in (*clips, *map(frames_of, clips), *beside):
@@ -182,7 +181,7 @@ class Folder:
         for path in self.outputs.glob(f"*{SEGMENTS}"):
             job = path.name.removesuffix(SEGMENTS)
             if JOB_ID.fullmatch(job) and job not in ids and not path.is_symlink():
-                discard(path)
+                _discard(path)
 
     def remove_folder(self) -> None:
         """Remove the folder itself, unless it holds files that were not made here."""
@@ -251,6 +250,12 @@ def _own(folder: Path, names: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[
     for path in folder.iterdir():
         if (match := names.fullmatch(path.name)) and path.is_file() and not path.is_symlink():
             yield path, match
+
+
+def _discard(segments: Path) -> None:
+    from ltx2rt.run.segments import discard  # imports the models, which a queue does without
+
+    discard(segments)
 
 
 def _remove(folder: Path, names: re.Pattern[str], stem: str | None = None) -> None:
