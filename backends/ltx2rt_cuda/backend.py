@@ -87,22 +87,16 @@ class CudaBackend:
             made = partial(
                 self._parameter, encoded, layouts, position.coordinates, base or {}, changed
             )
-            moved: dict[Piece, list[tuple[str, Type]]] = {
-                piece: [] for piece in pieces_of(graph) if piece in streamed
-            }
+            moved: dict[Piece, dict[str, Type]] = {p: {} for p in pieces_of(graph) if p in streamed}
             for declared, (value, count) in graph.all_params().items():
                 for layer in range(count):
-                    if (piece := (stack_of(declared), layer)) in moved and moves(
-                        declared, value.type
-                    ):
-                        moved[piece].append((declared, value.type))
+                    piece = (stack_of(declared), layer)
+                    if piece in moved and moves(declared, value.type):
+                        moved[piece][declared] = value.type
                     elif (name := numbered(declared, layer)) not in weights:
                         weights[name] = made(declared, layer, value.type)
-            for (stack, layer), parameters in moved.items():
-                tensors = {
-                    declared: made(declared, layer, type, road=road)
-                    for declared, type in parameters
-                }
+            for (stack, layer), types in moved.items():
+                tensors = {name: made(name, layer, type, road=road) for name, type in types.items()}
                 for declared, kept in ring.add((stack, layer), tensors).items():
                     weights[numbered(declared, layer)] = kept
         return StreamedWeights(weights, ring) if streamed else weights
@@ -126,32 +120,22 @@ class CudaBackend:
         same = name in base and base[name].dtype == DTYPES[type.dtype]  # both sets keep it
         if same and changed.isdisjoint(piece for piece, *_ in pieces):
             return base[name]
-        if road != FILE:
-            return self._tensor(source, pieces, layout, type)
+        if road != FILE:  # several pieces are joined in place
+            arrays = (self._read(source, piece, layout, type) for piece in pieces)
+            return self._made(arrays, len(pieces), type)
         arrays = [self._read(source, piece, layout, type) for piece in pieces]  # most are views
         rows = type.shape[0] if len(arrays) == 1 else self.joined_rows(type.shape[0])
         found = file_weight((rows, *type.shape[1:]), DTYPES[type.dtype], arrays)
         return self._made(arrays, len(pieces), type) if found is None else found
 
-    def _tensor(
-        self, source: EncodedSource, pieces: list[Cuts], layout: Layout, type: Type
-    ) -> torch.Tensor:
-        """One parameter on the device, cast once on the way; several pieces are joined in place."""
-        arrays = (self._read(source, piece, layout, type) for piece in pieces)
-        return self._made(arrays, len(pieces), type)
-
     def _made(self, arrays: Iterable[Any], count: int, type: Type) -> torch.Tensor:
-        """Build the parameter from `count` arrays, each read when it is needed."""
+        """Build the parameter from `count` arrays, each read when it is needed and cast once."""
         dtype = DTYPES[type.dtype]
         if count == 1:
             (read,) = arrays
             tensor, borrowed = to_torch(read), isinstance(read, np.ndarray)
-            return tensor.to(
-                self.torch_device,
-                dtype,
-                copy=borrowed,
-                memory_format=self.memory_format(tensor.ndim),
-            )
+            layout = self.memory_format(tensor.ndim)
+            return tensor.to(self.torch_device, dtype, copy=borrowed, memory_format=layout)
         joined = self.empty_joined(type.shape, dtype)
         row = 0
         for array in arrays:

@@ -24,13 +24,9 @@ def differentiated(xs: Sequence[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
 
 
-def with_transpose(exchange: Exchange, transpose: Exchange, *xs: Tensor) -> tuple[Tensor, ...]:
-    """`exchange(*xs)`; its backward pass applies `transpose` to the gradients of the results."""
-    return Transposed.apply(exchange, transpose, *xs)
-
-
 class Transposed(torch.autograd.Function):
-    """See `with_transpose`. Neither way does autograd look into what travels."""
+    """`exchange(*xs)`; its backward pass applies `transpose` to the gradients of the results.
+    Neither way does autograd look into what travels."""
 
     @staticmethod
     def forward(
@@ -44,6 +40,7 @@ class Transposed(torch.autograd.Function):
         return None, None, *ctx.transpose(*gradients)
 
 
+with_transpose: Callable[..., tuple[Tensor, ...]] = Transposed.apply
 Results = tuple[Tensor, ...]
 _kept: list[Callable[[Callable[[], Results]], Results]] = []  # handlers that wrap an exchange now
 

@@ -124,19 +124,10 @@ def join(mesh: Mapping[str, int], device: TorchDevice) -> Position:
             f"mesh {named} needs {size} processes, {world} were launched; use --num-gpus {size}"
         )
     if not dist.is_initialized():
-        own = device.take(named)
         # With its device the communicator is made now, by all ranks, and no collective has to guess
         # where it runs.
-        dist.init_process_group(
-            device.group,
-            None,
-            TIMEOUT,
-            world,
-            rank,
-            rendezvous(),
-            pg_options=device.group_options(device.group),
-            device_id=own,
-        )
+        how = {"device_id": device.take(named), "pg_options": device.group_options(device.group)}
+        dist.init_process_group(device.group, None, TIMEOUT, world, rank, rendezvous(), **how)
         atexit.register(dist.destroy_process_group)
     _hosts()
     return _position(used, {}, device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ltx2rt.errors import InputError
 from ltx2rt.ranks.environment import SLEEPING, rank_and_size
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from ltx2rt.backend import Compiled, DeviceInfo
     from ltx2rt.graph.ir import Graph
-    from ltx2rt.placement.cost import CountsById
     from ltx2rt.placement.devices import DeviceKind
     from ltx2rt.placement.timeline import Timeline
     from ltx2rt_cuda.backend import CudaBackend
@@ -42,11 +41,7 @@ class CudaFactory:
         return as_run(graph, device_kind, **how)
 
     def cost(
-        self,
-        graph: Graph,
-        kind: DeviceKind,
-        quantised: bool = False,
-        runs: CountsById | None = None,
+        self, graph: Graph, kind: DeviceKind, quantised: bool = False, runs: Any = None
     ) -> Timeline:
         """Nodes run in order, computing while an all-reduce travels; in training they wait."""
         from ltx2rt.placement.timeline import Timeline

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -53,10 +54,8 @@ class RepeatModule(torch.nn.Module):
         """The block's operands: carries, invariants, and the operands of each iteration."""
         carry, invariant, per_layer = self.plan.divide(operands)
         num_data = len(self.plan.body.inputs) - len(carry) - len(invariant)
-        data, lists = (
-            per_layer[:num_data],
-            dict(zip(self.plan.body.all_params(), per_layer[num_data:], strict=True)),
-        )
+        data, stacks = per_layer[:num_data], per_layer[num_data:]
+        lists = dict(zip(self.plan.body.all_params(), stacks, strict=True))
         return carry, invariant, [*data, *self.sums(invariant, lists), *lists.values()]
 
     def forward(self, *operands):
@@ -121,11 +120,7 @@ class Sums(torch.nn.Module):
     step and the layer's table: for all layers in two launches instead of one for each."""
 
     def __init__(
-        self,
-        plan: RepeatPlan,
-        nodes: Sequence[Node],
-        kinds: Mapping[int, str],
-        device: torch.device,
+        self, plan: RepeatPlan, nodes: Sequence[Node], kinds: dict[int, str], device: torch.device
     ):
         """nodes: the sums; kinds: of the body's values, "row" of invariants, "table" of weights."""
         super().__init__()
@@ -149,11 +144,10 @@ class Sums(torch.nn.Module):
         if not self.shapes:
             return []
         tables = [self.tables(*(lists[name][i] for name in self.names)) for i in range(self.count)]
+        columns, rows = zip(*tables, strict=True), self.rows(*invariant)
         return [
             row.reshape(1, *row_shape) + torch.stack(column).reshape(self.count, *shape)
-            for row, column, (row_shape, shape) in zip(
-                self.rows(*invariant), zip(*tables, strict=True), self.shapes, strict=True
-            )
+            for row, column, (row_shape, shape) in zip(rows, columns, self.shapes, strict=True)
         ]
 
 
@@ -167,9 +161,7 @@ def _views(body: Graph, values: Sequence[Value]) -> Graph:
 
 
 def _read(graph: Graph) -> set[int]:
-    return {
-        id(v) for v in (*graph.outputs.values(), *(v for node in graph.nodes for v in node.inputs))
-    }
+    return {id(v) for v in graph.read()}
 
 
 def _summed(plan: RepeatPlan, device: torch.device) -> tuple[Graph, Sums]:
@@ -185,18 +177,11 @@ def _summed(plan: RepeatPlan, device: torch.device) -> tuple[Graph, Sums]:
         found = [kinds.get(id(v)) for v in node.inputs]
         if node.op in VIEWS and found[0]:
             kinds[id(node.outputs[0])] = found[0]
-        elif (
-            node.op == "add"
-            and set(found) == {"row", "table"}
-            and node.outputs[0].type.num_elements <= ROWS
-        ):
-            sums.append(node)
+        elif node.op == "add" and set(found) == {"row", "table"}:
+            sums += [node] if node.outputs[0].type.num_elements <= ROWS else []
     data = {f"sum_{i}": node.outputs[0] for i, node in enumerate(sums)}
-    gone = set(map(id, sums))
-    rest = replace(
-        body, nodes=[n for n in body.nodes if id(n) not in gone], inputs=body.inputs | data
-    )
-    return rest, Sums(plan, sums, kinds, device)
+    left = [node for node in body.nodes if node not in sums]
+    return replace(body, nodes=left, inputs=body.inputs | data), Sums(plan, sums, kinds, device)
 
 
 def lower(
@@ -236,11 +221,8 @@ class _Lowering:
         self.env |= {id(v): self.weights[name] for name, v in graph.params.items()}
         self.on_the_way = _on_the_way(graph, carries)
         # mesh axes by the values that are on their way
-        self.travelling = {
-            id(v): self.on_the_way[i]
-            for i, v in enumerate(graph.inputs.values())
-            if i in self.on_the_way
-        }
+        inputs = list(graph.inputs.values())
+        self.travelling = {id(inputs[i]): axis for i, axis in self.on_the_way.items()}
 
     def read(self, v: Value) -> fx.Node:
         """The first reader of an exchange's result waits for it."""
@@ -262,20 +244,19 @@ class _Lowering:
         body, sums = _summed(plan, self.device)
         parts = layers(body)
         carries = 0 if self.compile or len(parts) > 1 else plan.num_carries
-        blocks: list[Any] = [
-            lower(part, self.device, position=self.position, carries=carries) for part in parts
-        ]
+        how = {"position": self.position, "carries": carries}
+        blocks: list[Any] = [lower(part, self.device, **how) for part in parts]
         if self.compile:
             blocks = [torch.compile(block, dynamic=False) for block in blocks]
         block = BlockModule(body, parts, blocks)
         self.modules[f"repeat_{number}"] = RepeatModule(plan, block, sums, self.compile)
-        layered = {name for name in plan.body.params if "*" in name}
-        lists = [
-            self.built.call_function(_iterations, (self.weights[name], plan.first, plan.stop))
-            if name in layered
-            else self.built.call_function(_shared, (self.weights[name], plan.count))
-            for name in plan.body.all_params()
-        ]
+        lists = []
+        for name in plan.body.all_params():
+            own, weight = "*" in name and name in plan.body.params, self.weights[name]
+            function, more = (
+                (_iterations, (plan.first, plan.stop)) if own else (_shared, (plan.count,))
+            )
+            lists.append(self.built.call_function(function, (weight, *more)))
         result = self.built.call_module(f"repeat_{number}", (*operands, *lists))
         if not self.compile:
             found = _on_the_way(plan.body, plan.num_carries)
@@ -313,21 +294,18 @@ class _Lowering:
         kwargs |= {"op": node.op, "quantised": numbers, "unread": unread}
         result = self.built.call_function(with_rows, operands, kwargs)
         self.keep(node.outputs, result)
-        items = (
-            self.built.call_function(_item, (result, len(node.outputs) + i))
-            for i in range(2 * len(numbers))
-        )
-        for i in numbers:
-            self.quantised[id(node.outputs[i])] = [next(items), next(items)]
+        for place, i in enumerate(numbers):
+            first = len(node.outputs) + 2 * place
+            items = [self.built.call_function(_item, (result, first + n)) for n in (0, 1)]
+            self.quantised[id(node.outputs[i])] = items
 
     def multiply(self, node: Node) -> None:
         """A quantised linear of rows that a norm has quantised."""
         x, cut = self.rows.reads[id(node)]
         rows = self.quantised[id(x)]
         if cut is not None:
-            rows = [
-                self.built.call_function(OPS["slice"], (part,), dict(cut.args)) for part in rows
-            ]
+            cut_off = partial(self.built.call_function, OPS["slice"], kwargs=dict(cut.args))
+            rows = [cut_off((part,)) for part in rows]
         operands = (*rows, *map(self.read, node.inputs[1:]))
         kwargs = {**node.args, "dtype": x.type.dtype}
         self.env[id(node.outputs[0])] = self.built.call_function(rows_linear, operands, kwargs)
@@ -360,12 +338,8 @@ class _Lowering:
 def _on_the_way(body: Graph, carries: int) -> dict[int, str]:
     """Which of the values that a repeat carries are results of an all-reduce as it is, which the
     next iteration is the first to read, and over which mesh axis."""
-    sums = {
-        id(v): node.attrs["mesh_axis"]
-        for node in body.nodes
-        if node.op == "all_reduce"
-        for v in node.outputs
-    }
+    made = [node for node in body.nodes if node.op == "all_reduce"]
+    sums = {id(v): node.attrs["mesh_axis"] for node in made for v in node.outputs}
     read = {id(v) for node in body.nodes for v in node.inputs}
     carried = list(body.outputs.values())[:carries]
     return {i: sums[id(v)] for i, v in enumerate(carried) if id(v) in sums and id(v) not in read}
@@ -373,9 +347,7 @@ def _on_the_way(body: Graph, carries: int) -> dict[int, str]:
 
 def _own(graph: Graph) -> set[int]:
     """Values that own their memory and are read once, by one node."""
-    readers = Counter(
-        id(v) for v in (*(v for node in graph.nodes for v in node.inputs), *graph.outputs.values())
-    )
+    readers = Counter(map(id, graph.read()))
     made = (v for node in graph.nodes if node.op in OWN for v in node.outputs)
     return {id(v) for v in made if readers[id(v)] == 1}
 

@@ -96,27 +96,17 @@ class NetworkModule(torch.nn.Module):
     def forward(self, **inputs: Any) -> dict[str, torch.Tensor]:
         """Outputs by name from one tensor (or numpy array) for each of `graph.inputs`. Raises
         ValueError for inputs that are missing, unknown or of another shape."""
-        expected = self.graph.inputs
-        if inputs.keys() != expected.keys():
-            lost, strange = (
-                sorted(expected.keys() - inputs.keys()),
-                sorted(inputs.keys() - expected.keys()),
-            )
-            raise ValueError(f"{self.graph.name}: inputs {lost} are missing, {strange} are unknown")
+        self.graph.check_names(inputs)
         weights = [
             [_joined(parts) for parts in layers] if per_layer else _joined(layers[0])
             for per_layer, layers in self._weights
         ]
         device = next(self.parameters()).device
         tensors = []
-        for name, v in expected.items():
+        for name in self.graph.inputs:
             tensor = torch.as_tensor(inputs[name])
-            if tuple(tensor.shape) != v.type.shape:
-                raise ValueError(
-                    f"{self.graph.name}: input {name} has shape {tuple(tensor.shape)}, expected "
-                    f"{v.type}"
-                )
-            tensors.append(tensor.to(device, DTYPES[v.type.dtype]))
+            type = self.graph.input_type(name, tensor.shape)
+            tensors.append(tensor.to(device, DTYPES[type.dtype]))
         return dict(zip(self.graph.outputs, self.lowered(*tensors, *weights), strict=True))
 
 

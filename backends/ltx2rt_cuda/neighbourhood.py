@@ -29,10 +29,7 @@ BLOCK = 8
 @_disable_dynamo
 def neighbourhood_attention(q: Tensor, k: Tensor, v: Tensor, window, first, scale: float) -> Tensor:
     """q (B, frames, rows, columns, heads, head_dim); k, v the same, at least q's positions."""
-    plans = [
-        window_blocks(*sizes, BLOCK)
-        for sizes in zip(q.shape[1:4], k.shape[1:4], window, first, strict=True)
-    ]
+    plans = map(window_blocks, q.shape[1:4], k.shape[1:4], window, first, [BLOCK] * 3)
     begins, boxes, seen = zip(*plans, strict=True)
     sizes = [mask.shape[1:] for mask in seen]  # sizes along an axis: a block, a box
     block, box = ([size[i] for size in sizes] for i in (0, 1))

@@ -43,25 +43,15 @@ def to_torch(array: np.ndarray | torch.Tensor) -> torch.Tensor:
 
 def upload(graph: Graph, name: str, value: Any, device: TorchDevice) -> torch.Tensor:
     """The input `name` of `graph` on the device; a wrong shape is a ValueError."""
-    spec = graph.inputs[name].type
     tensor = value if isinstance(value, torch.Tensor) else to_torch(np.asarray(value))
-    if tuple(tensor.shape) != spec.shape:
-        raise ValueError(
-            f"{graph.name}: input {name} has shape {tuple(tensor.shape)}, expected {spec}"
-        )
-    return device.upload(tensor.to(dtype=DTYPES[spec.dtype]))
+    return device.upload(tensor.to(dtype=DTYPES[graph.input_type(name, tensor.shape).dtype]))
 
 
 class Program:
     """One lowered graph; `weights` maps declared names, `*` replaced by the layer, to tensors."""
 
     def __init__(
-        self,
-        graph: Graph,
-        device: TorchDevice,
-        compile: bool,
-        position: Position,
-        built: Counter[str],
+        self, graph: Graph, device: TorchDevice, compile: bool, position: Position, built: Counter
     ):
         """built: counts the programs that are built."""
         self.graph, self.device, self.built = graph, device, built
@@ -84,12 +74,10 @@ class Program:
 
     @torch.inference_mode()
     def __call__(self, weights: Weights, inputs: Mapping[str, Any]) -> Tensors:
-        uploaded = [
-            upload(self.graph, name, inputs[name], self.device) for name in self.graph.inputs
-        ]
-        return dict(
-            zip(self.graph.outputs, self.module(*uploaded, *self.arguments(weights)), strict=True)
-        )
+        graph = self.graph
+        uploaded = [upload(graph, name, inputs[name], self.device) for name in graph.inputs]
+        found = self.module(*uploaded, *self.arguments(weights))
+        return dict(zip(graph.outputs, found, strict=True))
 
 
 class Captured:
@@ -177,8 +165,8 @@ class Loop:
         pool: Recorder | None,
         position: Position,
     ):
-        self.graph, self.before, self.body, self.parts, self.pool = graph, before, body, parts, pool
-        self.position = position
+        self.graph, self.before, self.body, self.parts = graph, before, body, parts
+        self.pool, self.position = pool, position
         self.captured: RecordedLoop | None = None
 
     def release(self) -> None:

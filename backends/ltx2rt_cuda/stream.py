@@ -142,13 +142,12 @@ class Ring:
 
     def _oldest(self) -> int:
         order = list(self.pieces)
-        return min(
-            range(len(self._holds)), key=lambda slot: order.index(self._holds[slot] or order[0])
-        )
+        places = [order.index(piece or order[0]) for piece in self._holds]
+        return places.index(min(places))
 
     def _open(self) -> None:
         count = min(SLOTS, len(self.pieces))
-        holds: list[tuple[str, int] | None] = [None] * count
+        holds: list[Piece | None] = [None] * count
         self._slots, self._holds = [{} for _ in range(count)], holds
         self._stream = self._stream or self.device.stream()
         self._arrived = [self.device.event() for _ in range(count)]
@@ -188,15 +187,12 @@ class Ring:
         """Make room for the piece in the slot; whether memory was taken or given back. Layers of
         one stack are laid out alike, and take the same."""
         tensors, places = self.pieces[piece], self._slots[slot]
-        if {name: layout(x) for name, x in places.items()} == {
-            n: layout(x) for n, x in tensors.items()
-        }:
+        here, wanted = ({n: layout(x) for n, x in each.items()} for each in (places, tensors))
+        if here == wanted:
             return False
         places.clear()
-        for name, x in tensors.items():
-            places[name] = torch.empty_strided(
-                x.shape, x.stride(), dtype=x.dtype, device=self.device.torch
-            )
+        for name, (dtype, *shape) in wanted.items():
+            places[name] = torch.empty_strided(*shape, dtype=dtype, device=self.device.torch)
         return True
 
     def _fill(self, piece: Piece, slot: int) -> None:

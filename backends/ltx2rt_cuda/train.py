@@ -66,19 +66,13 @@ class Trainer:
         self.deterministic, self.position = deterministic, backend.position.on(graph.mesh)
         self.programs = [self._program(one, remat) for one in self.graphs]
         layouts = graph.all_layouts()
+        counts = {n: count for n, (_, count) in graph.all_params().items() if MARK in n}
         self.layouts = {
-            numbered(name, i): (name, layouts[name])
-            for name, (_, count) in graph.all_params().items()
-            if MARK in name
-            for i in range(count)
+            numbered(n, i): (n, layouts[n]) for n, count in counts.items() for i in range(count)
         }
         self.parameters = {name: weights[name].requires_grad_() for name in self.layouts}
-        self.adam = torch.optim.AdamW(
-            self.parameters.values(),
-            betas=optimiser.betas,
-            eps=optimiser.eps,
-            weight_decay=optimiser.weight_decay,
-        )
+        how = {"eps": optimiser.eps, "weight_decay": optimiser.weight_decay}
+        self.adam = torch.optim.AdamW(self.parameters.values(), betas=optimiser.betas, **how)
         averaged = self.parameters if optimiser.ema is not None else {}
         self.ema = {name: p.detach().clone() for name, p in averaged.items()}
 
@@ -119,18 +113,14 @@ class Trainer:
     def _forward(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         i = index_of(self.graphs, inputs)
         graph, program = self.graphs[i], self.programs[i]
-        operands = [
-            upload(graph, name, self._own(graph, name, inputs[name]), program.device)
-            for name in graph.inputs
-        ]
+        own = {name: self._own(graph, name, inputs[name]) for name in graph.inputs}
+        operands = [upload(graph, name, x, program.device) for name, x in own.items()]
         found = program.module(*operands, *program.arguments(self.weights))
         return dict(zip(graph.outputs, found, strict=True))
 
     def _to_host(self, losses: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
-        return {
-            name: self.backend.to_host(self._gathered(loss.detach(), {0: "data"}))
-            for name, loss in losses.items()
-        }
+        whole = {n: self._gathered(x.detach(), {0: "data"}) for n, x in losses.items()}
+        return {name: self.backend.to_host(x) for name, x in whole.items()}
 
     def _own(self, graph: Graph, name: str, value: Any) -> Any:
         """The samples of this rank's place on the axis `data`."""
@@ -147,19 +137,16 @@ class Trainer:
         return x
 
     def _summed(self, x: torch.Tensor, axis: str) -> torch.Tensor:
-        return torch.ops._c10d_functional.wait_tensor(
-            OPS["all_reduce"](x, group=self.position.groups[axis])[0]
-        )
+        (found,) = OPS["all_reduce"](x, group=self.position.groups[axis])
+        return torch.ops._c10d_functional.wait_tensor(found)
 
     @torch.no_grad()
     def update(self, rate: float) -> dict[str, float]:
         names, mesh = list(self.parameters), self.position.mesh
-        gradients = {
-            n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.parameters.items()
-        }
-        cuts = {
-            n: {axis for _, axis, _ in layout.splits} for n, (_, layout) in self.layouts.items()
-        }
+        gradients, cuts = {}, {}
+        for name, p in self.parameters.items():
+            gradients[name] = torch.zeros_like(p) if p.grad is None else p.grad
+            cuts[name] = {axis for _, axis, _ in self.layouts[name][1].splits}
         for axis in mesh:  # one exchange for each axis
             if whole := [n for n in names if axis not in cuts[n]]:
                 flat = self._summed(torch.cat([gradients[n].flatten() for n in whole]), axis)
@@ -187,23 +174,20 @@ class Trainer:
 
     @torch.no_grad()
     def state(self) -> dict[str, dict[str, np.ndarray]]:
-        def whole(name: str, x: torch.Tensor) -> np.ndarray:
-            return self.backend.to_host(
-                self._gathered(x, {dim: axis for dim, axis, _ in self.layouts[name][1].splits})
-            )
+        def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+            found = {}
+            for name, x in tensors.items():
+                splits = {dim: axis for dim, axis, _ in self.layouts[name][1].splits}
+                found[name] = self.backend.to_host(self._gathered(x, splits))
+            return found
 
-        found = {
-            "parameters": {name: whole(name, p.detach()) for name, p in self.parameters.items()}
-        }
+        own, adam = {name: p.detach() for name, p in self.parameters.items()}, self.adam.state
+        kept = {"parameters": own}
         for kind in MOMENTS:
-            kept = {
-                name: self.adam.state[p].get(kind, torch.zeros_like(p))
-                for name, p in self.parameters.items()
-            }
-            found[kind] = {name: whole(name, x) for name, x in kept.items()}
-        if self.ema:
-            found[EMA] = {name: whole(name, x) for name, x in self.ema.items()}
-        return found
+            zero = {name: torch.zeros_like(x) for name, x in own.items()}
+            kept[kind] = {n: adam[p].get(kind, zero[n]) for n, p in self.parameters.items()}
+        kept |= {EMA: self.ema} if self.ema else {}
+        return {kind: whole(tensors) for kind, tensors in kept.items()}
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Mapping[str, np.ndarray]], count: int) -> None:

@@ -14,10 +14,12 @@ import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -102,21 +104,19 @@ def compiled(lowered: Lowered, steps: int | None = None, code: Code | None = Non
     DoesNotFit in the compiler's words."""
     module = lowered.compiler_ir().operation.attributes["sym_name"].value  # type: ignore[union-attr]
     with _dump(module) as (options, read):
-        start, busy = time.perf_counter(), time.process_time()
         try:
-            memory = lowered.compile(compiler_options=options).memory_analysis()
+            executable, took = _timed(partial(lowered.compile, compiler_options=options))
         except jax.errors.JaxRuntimeError as error:
             if found := re.search(r"Ran out of memory.*?(?=\. |$)", str(error)):
                 raise DoesNotFit(found[0]) from error
             raise
-        compile_s, compile_cpu_s = time.perf_counter() - start, time.process_time() - busy
+        memory = executable.memory_analysis()
         assert memory is not None, "the compiler tells no memory"
         (text,) = read("after_optimizations")
         counts, received = collectives(text, steps)
         times_s = code.times(*read("after_codegen"), steps=steps) if code else None
     return Compiled(
-        compile_s=compile_s,
-        compile_cpu_s=compile_cpu_s,
+        **took,
         collectives=dict(counts),
         received_bytes=received,
         weights_bytes=memory.argument_size_in_bytes,
@@ -129,15 +129,10 @@ def compiled(lowered: Lowered, steps: int | None = None, code: Code | None = Non
 def assembled(program: Assembled) -> Compiled:
     """The figures of one call of all executables; arrays for later nodes count as temporary."""
     with _dump(f"jit_{program.graph.name}_*") as (options, read):
-        start, busy = time.perf_counter(), time.process_time()
-        executables = program.compile(options)
-        compile_s, compile_cpu_s = time.perf_counter() - start, time.process_time() - busy
-        found = [
-            collectives(text) for text in read("after_optimizations") if COLLECTIVE.search(text)
-        ]  # loops of others may be of any length
-    weights_bytes = sum(
-        v.type.nbytes for v in (program.graph.inputs | program.graph.params).values()
-    )
+        executables, took = _timed(partial(program.compile, options))
+        texts = filter(COLLECTIVE.search, read("after_optimizations"))
+        found = [*map(collectives, texts)]  # loops of others may be of any length
+    values = program.graph.inputs | program.graph.params
     sizes: dict[int, int] = {}
     peak = 0
     for part, executable, dropped in zip(program.parts, executables, program.dropped, strict=True):
@@ -147,14 +142,21 @@ def assembled(program: Assembled) -> Compiled:
         for key in dropped:
             sizes.pop(key, None)
     return Compiled(
-        compile_s=compile_s,
-        compile_cpu_s=compile_cpu_s,
+        **took,
         collectives=dict(sum((counts for counts, _ in found), Counter())),
         received_bytes=sum(received for _, received in found),
-        weights_bytes=weights_bytes,
+        weights_bytes=sum(v.type.nbytes for v in values.values()),
         temp_bytes=peak - sum(sizes.values()),
         output_bytes=sum(sizes.values()),
     )
+
+
+def _timed(run: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
+    """The result, and the times of `Compiled`."""
+    start, busy = time.perf_counter(), time.process_time()
+    found = run()
+    compile_s, cpu_s = time.perf_counter() - start, time.process_time() - busy
+    return found, {"compile_s": compile_s, "compile_cpu_s": cpu_s}
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from ltx2rt_tpu.weights import (
     HostLayers,
     Weights,
     abstract_weights,
+    in_host_memory,
     is_streamed,
     laid_out,
     merged,
@@ -127,30 +128,20 @@ class TpuBackend:
                 if name in weights:
                     continue
                 layers = [(stack_of(name), layer) for layer in range(count)]
+                layout = layouts[name]
                 if moves(name, value.type) and streamed >= set(layers):
-                    at = (
-                        replace(layouts[name], first=layouts[name].first + i) for i in range(count)
-                    )
-                    read = [
-                        partial(stacked, encoded, name, layout, value.type, 1, place)
-                        for layout in at
-                    ]
-                    weights[name] = (
-                        FileLayers(read, place)
-                        if road == FILE
-                        else HostLayers(one() for one in read)
-                    )
+                    at = (replace(layout, first=layout.first + i) for i in range(count))
+                    read = [partial(stacked, encoded, name, x, value.type, 1, place) for x in at]
+                    in_file = road == FILE
+                    weights[name] = FileLayers(read, place) if in_file else HostLayers(read)
                     continue
-                touched = (part for i in range(count) for part in layouts[name].names(i))
+                touched = (part for i in range(count) for part in layout.names(i))
                 other = (base or {}).get(name)
-                if (
-                    other is not None
-                    and other.dtype == value.type.dtype
-                    and changed.isdisjoint(touched)
-                ):
+                same = other is not None and other.dtype == value.type.dtype
+                if same and changed.isdisjoint(touched):
                     weights[name] = other
                 else:
-                    array = stacked(encoded, name, layouts[name], value.type, count, place)
+                    array = stacked(encoded, name, layout, value.type, count, place)
                     weights[name] = laid_out(array, abstract[name].format)
         return weights
 
@@ -159,10 +150,7 @@ class TpuBackend:
         if self.jax_device.device_kind == TILED_KIND:
             return None
         here = {name: x for name, x in weights.items() if not is_streamed(x)}
-        host = {
-            name: jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
-            for name, x in here.items()
-        }
+        host = {name: in_host_memory(x) for name, x in here.items()}
         jax.block_until_ready(host)  # until then the device's memory is not free
         there = {name: (x, x.place) for name, x in weights.items() if is_streamed(x)}
         return there | {name: (host[name], x.sharding) for name, x in here.items()}
@@ -256,13 +244,10 @@ class TpuBackend:
         count = jax.device_count(self.jax_device.platform)
         if self.device_kind == "tpu":
             stats = [device.memory_stats() or {} for device in jax.local_devices(backend="tpu")]
-            total = min(found.get("bytes_limit", 0) for found in stats)
-            free = min(
-                found.get("bytes_limit", 0) - found.get("bytes_in_use", 0) for found in stats
-            )
-            return DeviceInfo(
-                "tpu", self.jax_device.device_kind, total, free, count, self.num_hosts
-            )
+            sizes = [(x.get("bytes_limit", 0), x.get("bytes_in_use", 0)) for x in stats]
+            total, free = min(all for all, _ in sizes), min(all - used for all, used in sizes)
+            kind = self.jax_device.device_kind
+            return DeviceInfo("tpu", kind, total, free, count, self.num_hosts)
         from ltx2rt.placement.devices import host_memory
 
         return DeviceInfo("cpu", "CPU", *host_memory(), count, self.num_hosts)
@@ -270,10 +255,5 @@ class TpuBackend:
     def peak_bytes(self) -> int | None:
         if self.device_kind == "cpu":
             return None
-        return (
-            max(
-                (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
-                for device in jax.local_devices()
-            )
-            or None
-        )
+        stats = (device.memory_stats() or {} for device in jax.local_devices())
+        return max(found.get("peak_bytes_in_use", 0) for found in stats) or None

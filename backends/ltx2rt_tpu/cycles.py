@@ -36,9 +36,9 @@ from ltx2rt_tpu.hlo import (
     computations,
     dims,
     group,
+    loop,
     product_flops,
     received,
-    trips,
 )
 
 FLOP_PER_CYCLE = 524288  # bfloat16, two units of 256 x 256 that take 16 rows in 8 bundles
@@ -54,26 +54,13 @@ KERNEL = 'custom_call_target="tpu_custom_call"'
 # what neighbourhood attention gives: blocks in six axes, the tokens of a block, numbers
 BLOCKED = re.compile(r"neighbourhood_attention[\w.\-]* = \w+\[((?:\d+,){7}\d+)\]")
 MOVING = {
-    "copy",
-    "transpose",
-    "slice",
-    "dynamic-slice",
-    "concatenate",
-    "pad",
-    "dynamic-update-slice",
+    "copy", "transpose", "slice", "dynamic-slice", "concatenate", "pad", "dynamic-update-slice",
     "reverse",
-}
+}  # fmt: skip
 WITH_MOVING = {
-    "parameter",
-    "bitcast",
-    "reshape",
-    "tuple",
-    "get-tuple-element",
-    "constant",
-    "broadcast",
-    "fusion",
-}
-WITH_MOVING |= {"bitcast-convert", "maximum", "select", "compare", "iota", "convert"}
+    "parameter", "bitcast", "reshape", "tuple", "get-tuple-element", "constant", "broadcast",
+    "fusion", "bitcast-convert", "maximum", "select", "compare", "iota", "convert",
+}  # fmt: skip
 
 
 class Code:
@@ -158,12 +145,9 @@ class _Replay:
         arriving: dict[str, float] = {}
         for one in self._parsed[computation]:
             if one.op == "while":
-                parts = dict(re.findall(r"\b(condition|body)=%?([\w.\-]+)", one.text))
-                n = trips(parts["condition"], self.bodies[parts["condition"]], one.text)
-                n = self.steps if n is None and computation == self.entry else n
-                if n is None:
-                    raise ValueError(f"a loop without a known trip count: {one.text[:200]}")
-                now += n * self.run(parts["body"], times * n)
+                steps = self.steps if computation == self.entry else None
+                body, n = loop(one.text, self.bodies, steps)
+                now += n * self.run(body, times * n)
             elif one.op == "call":
                 (called,) = _called(one.text)
                 now += self.run(called, times)
@@ -220,14 +204,9 @@ class _Replay:
         if found and blocked:
             return found * math.prod(dims(blocked[1])[:-2])
         blocks = [re.search(rf"\b{name}\W+(\d+)", one.text) for name in ("block_q", "block_kv")]
-        operands = [
-            dims(sizes)
-            for _, sizes in SHAPE.findall(one.text.split("operand_layout_constraints={", 1)[-1])
-        ]
-        q, k = [sizes for sizes in operands if len(sizes) >= 3 and sizes[-1] in (64, 128)][:2] or (
-            [],
-            [],
-        )
+        types = SHAPE.findall(one.text.split("operand_layout_constraints={", 1)[-1])
+        operands = [x for x in (dims(n) for _, n in types) if len(x) >= 3 and x[-1] in (64, 128)]
+        q, k = operands[:2] or ([], [])
         if found is None or None in blocks or not q:
             raise ValueError(f"a kernel of which the code tells nothing: {one.text[:200]}")
         of_q, of_k = (int(block[1]) for block in blocks if block)

@@ -104,13 +104,9 @@ def join() -> tuple[int, int]:
         _check(address, rank == 0)
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM
     try:
+        times = {"initialization_timeout": ARRIVAL_S, "heartbeat_timeout_seconds": HEARTBEAT_S}
         jax.distributed.initialize(
-            address,
-            size,
-            rank,
-            initialization_timeout=ARRIVAL_S,
-            heartbeat_timeout_seconds=HEARTBEAT_S,
-            coordinator_bind_address=_listening(address),
+            address, size, rank, coordinator_bind_address=_listening(address), **times
         )
     except (RuntimeError, ValueError) as error:
         raise InputError(

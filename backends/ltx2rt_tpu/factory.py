@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ltx2rt_tpu.hosts import hosts
 
 if TYPE_CHECKING:
     from ltx2rt.backend import Compiled, DeviceInfo
     from ltx2rt.graph.ir import Graph
-    from ltx2rt.placement.cost import CountsById
     from ltx2rt.placement.devices import DeviceKind
     from ltx2rt.placement.timeline import Timeline
     from ltx2rt_tpu.backend import TpuBackend
@@ -39,11 +38,7 @@ class TpuFactory:
         return as_run(graph, device_kind, **how)
 
     def cost(
-        self,
-        graph: Graph,
-        kind: DeviceKind,
-        quantised: bool = False,
-        runs: CountsById | None = None,
+        self, graph: Graph, kind: DeviceKind, quantised: bool = False, runs: Any = None
     ) -> Timeline:
         """Nothing is assumed to hide an exchange: XLA orders the nodes. It decodes rows of 8 bits
         inside the product that reads them (seen in what libtpu 0.0.51 compiles for v6e)."""

@@ -16,17 +16,11 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective
 # no program of ours has them
 OTHERS = ("collective-broadcast", "ragged-all-to-all", "send", "recv")
 BYTES = {
-    "pred": 1,
-    "s8": 1,
-    "u8": 1,
-    "f8e4m3fn": 1,
-    "f8e5m2": 1,
-    "s16": 2,
-    "u16": 2,
-    "bf16": 2,
-    "f16": 2,
+    **dict.fromkeys(("pred", "s8", "u8", "f8e4m3fn", "f8e5m2"), 1),
+    **dict.fromkeys(("s16", "u16", "bf16", "f16"), 2),
+    **dict.fromkeys(("s32", "u32", "f32"), 4),
+    **dict.fromkeys(("s64", "u64"), 8),
 }
-BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8}
 SHAPE = re.compile(rf"\b({'|'.join(BYTES)})\[([\d,]*)\]")
 FLAG_BYTES = 4  # flags of an asynchronous start, next to its arrays
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
@@ -93,16 +87,8 @@ def _executed(hlo: str, steps: int | None) -> Iterator[tuple[str, int, Mapping[s
     def walk(name: str, times: int) -> Iterator[tuple[str, int, Mapping[str, list[int]]]]:
         for line in bodies.get(name, ()):
             if " while(" in line and not COLLECTIVE.search(line):
-                parts = dict(re.findall(r"\b(condition|body)=%?([\w.\-]+)", line))
-                n = trips(parts["condition"], bodies[parts["condition"]], line)
-                if n is None and name == entry:
-                    n = steps
-                if n is None:
-                    raise ValueError(
-                        f"a loop without a known trip count: {line[:200]} "
-                        f"{bodies[parts['condition']]}"
-                    )
-                yield from walk(parts["body"], times * n)
+                body, n = loop(line, bodies, steps if name == entry else None)
+                yield from walk(body, times * n)
                 continue
             yield line, times, shapes[name]
             if not COLLECTIVE.search(line):
@@ -122,9 +108,7 @@ def computations(hlo: str) -> tuple[str, dict[str, list[str]]]:
             current = match[2]
             bodies[current] = []
             entry = current if match[1] else entry
-        elif line.startswith("}") and not line.startswith(
-            "}}"
-        ):  # the latter ends a kernel's metadata
+        elif re.match("}(?!})", line):  # two of them end a kernel's metadata
             current = None
         elif current is not None and (INSTRUCTION.match(line) or not bodies[current]):
             bodies[current].append(line.strip())
@@ -133,6 +117,18 @@ def computations(hlo: str) -> tuple[str, dict[str, list[str]]]:
     if entry is None:
         raise ValueError("HLO text without an ENTRY computation")
     return entry, bodies
+
+
+def loop(line: str, bodies: Mapping[str, list[str]], steps: int | None) -> tuple[str, int]:
+    """The body of a `while` and how often it runs: `steps` times if the text leaves it open. Raises
+    ValueError if nothing says it."""
+    parts = dict(re.findall(r"\b(condition|body)=%?([\w.\-]+)", line))
+    condition = bodies[parts["condition"]]
+    n = trips(parts["condition"], condition, line)
+    n = steps if n is None else n
+    if n is None:
+        raise ValueError(f"a loop without a known trip count: {line[:200]} {condition}")
+    return parts["body"], n
 
 
 def trips(name: str, condition: list[str], line: str) -> int | None:

@@ -7,13 +7,9 @@ from collections.abc import Mapping
 from ltx2rt.errors import InputError
 
 HOST_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-SLURM_VARIABLES = (
-    "SLURM_JOB_ID",
-    "SLURM_STEP_NODELIST",
-    "SLURM_LOCALID",
-    "SLURM_NTASKS",
-    "SLURM_PROCID",
-)  # variable of srun
+SLURM_VARIABLES = tuple(  # which srun sets
+    f"SLURM_{name}" for name in ("JOB_ID", "STEP_NODELIST", "LOCALID", "NTASKS", "PROCID")
+)
 
 
 def hosts(environment: Mapping[str, str]) -> tuple[int, int]:

@@ -19,13 +19,14 @@ from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt_tpu.ops import OPS
 
 Ops = Mapping[str, Callable[..., Any]]
+Arrays = Mapping[str, Array]
 # Values of a block that are kept for its backward pass; weights that are gathered never are.
 KEPT = {"block": None, "exchanges": jax.checkpoint_policies.save_only_these_names(*COLLECTIVES)}
 
 
 def run(
     graph: Graph,
-    weights: Mapping[str, Array],
+    weights: Arrays,
     inputs: list[Array],
     unrolled: bool = False,
     ops: Ops = OPS,
@@ -43,30 +44,20 @@ def run(
         else:
             result = ops[node.op](*operands, **node.args)
             results = result if isinstance(result, tuple) else (result,)
-            if (
-                remat == "exchanges"
-                and node.op in COLLECTIVES
-                and not params & set(map(id, node.inputs))
-            ):
+            weighs = not params.isdisjoint(map(id, node.inputs))
+            if remat == "exchanges" and node.op in COLLECTIVES and not weighs:
                 results = tuple(checkpoint_name(x, node.op) for x in results)
         for v, x in zip(node.outputs, results, strict=True):
-            assert x.shape == v.type.shape, (
-                f"{graph.name}: {node.op} gave {x.shape}, typed {v.type}"
-            )
-            assert x.dtype == v.type.dtype, (
-                f"{graph.name}: {node.op} gave {x.dtype}, typed {v.type}"
+            found = x.shape, x.dtype
+            assert found == (v.type.shape, v.type.dtype), (
+                f"{graph.name}: {node.op} gave {found}, typed {v.type}"
             )
             env[id(v)] = x
     return [env[id(v)] for v in graph.outputs.values()]
 
 
 def _repeat(
-    node: Node,
-    weights: Mapping[str, Array],
-    operands: list[Array],
-    unrolled: bool,
-    ops: Ops,
-    remat: str,
+    node: Node, weights: Arrays, operands: list[Array], unrolled: bool, ops: Ops, remat: str
 ) -> list[Array]:
     plan = node.repeat
     initial, invariant, data = plan.divide(operands)
@@ -80,19 +71,13 @@ def _repeat(
 
     def body(carry, per_layer):
         data, layer_weights, layer = per_layer
-        layer_weights |= {
-            name: lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in part.items()
-        }
+        for name, x in part.items():
+            layer_weights[name] = lax.dynamic_index_in_dim(x, layer, keepdims=False)
         values = [*carry, *invariant, *data]
         results = run(plan.body, shared | layer_weights, values, ops=ops, remat=remat)
         return results[: plan.num_carries], results[plan.num_carries :]
 
-    unroll = plan.count if unrolled else 1
-    carry, outputs = lax.scan(
-        body if remat == "none" else jax.checkpoint(body, policy=KEPT[remat]),
-        initial,
-        (data, whole, layers),
-        length=plan.count,
-        unroll=unroll,
-    )
+    body = body if remat == "none" else jax.checkpoint(body, policy=KEPT[remat])
+    how = {"length": plan.count, "unroll": plan.count if unrolled else 1}
+    carry, outputs = lax.scan(body, initial, (data, whole, layers), **how)
     return [*carry, *outputs]

@@ -78,19 +78,9 @@ class NetworkModule(nnx.Module):
         """Outputs by name from one array for each of `program.graph.inputs`. Raises ValueError for
         inputs that are missing, unknown or of another shape."""
         graph = self.program.graph
-        if inputs.keys() != graph.inputs.keys():
-            lost, strange = (
-                sorted(graph.inputs.keys() - inputs.keys()),
-                sorted(inputs.keys() - graph.inputs.keys()),
-            )
-            raise ValueError(f"{graph.name}: inputs {lost} are missing, {strange} are unknown")
-        arrays = {}
-        for name, v in graph.inputs.items():
-            arrays[name] = jnp.asarray(inputs[name], v.type.dtype)
-            if arrays[name].shape != v.type.shape:
-                raise ValueError(
-                    f"{graph.name}: input {name} has shape {arrays[name].shape}, expected {v.type}"
-                )
-        return self.program.nested(
-            {name: self.weights[name].get_value() for name in self.weights}, arrays
-        )
+        graph.check_names(inputs)
+        arrays = {n: jnp.asarray(inputs[n], v.type.dtype) for n, v in graph.inputs.items()}
+        for name, array in arrays.items():
+            graph.input_type(name, array.shape)
+        weights = {name: self.weights[name].get_value() for name in self.weights}
+        return self.program.nested(weights, arrays)

@@ -166,19 +166,16 @@ class Program(Ahead):
 
     def lowered(self, each: bool = False) -> Lowered:
         """Lower it for a call, or for `together`."""
-        weights, inputs, place = (
-            abstract_weights(self.graph, self.place),
-            self.graph.inputs,
-            self.place,
-        )
+        inputs, place = self.graph.inputs, self.place
+        weights = abstract_weights(self.graph, place)
         if not each or not isinstance(place, NamedSharding):
             return self.function.lower(weights, abstract(inputs, place))
         parts, count = NamedSharding(place.mesh, own(place)), place.mesh.size
-        types = {name: v.type for name, v in inputs.items()}
-        stacked = {
-            n: ShapeDtypeStruct((count * t.shape[0], *t.shape[1:]), t.dtype, sharding=parts)
-            for n, t in types.items()
-        }
+        stacked = {}
+        for name, v in inputs.items():
+            first, *others = v.type.shape
+            shape = (count * first, *others)
+            stacked[name] = ShapeDtypeStruct(shape, v.type.dtype, sharding=parts)
         return self.shared.lower(weights, stacked)
 
     def compile_now(self, each: bool) -> None:
@@ -187,25 +184,18 @@ class Program(Ahead):
         lowered.compile()
 
     def _run(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
-        return on_mesh(self._local, self.place, weight_specs(self.graph), P(), out=P())(
-            weights, inputs
-        )
+        run_all = on_mesh(self._local, self.place, weight_specs(self.graph), P(), out=P())
+        return run_all(weights, inputs)
 
     def _local(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
         ordered = [inputs[name] for name in self.graph.inputs]
-        return dict(
-            zip(
-                self.graph.outputs,
-                run(self.graph, weights, ordered, self.unrolled, self.ops),
-                strict=True,
-            )
-        )
+        found = run(self.graph, weights, ordered, self.unrolled, self.ops)
+        return dict(zip(self.graph.outputs, found, strict=True))
 
     def _each(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
         """Run the graph on every device, each on its slice of the inputs along the first axis."""
-        return on_mesh(self._local, self.place, P(), own(self.place), out=own(self.place))(
-            weights, inputs
-        )
+        lead = own(self.place)
+        return on_mesh(self._local, self.place, P(), lead, out=lead)(weights, inputs)
 
     def upload(self, name: str, value: Any) -> Array:
         return upload(self.graph, name, value, self.place)
@@ -295,12 +285,10 @@ class Assembled(Ahead):
         pool = ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1))
         try:
             with TRACING:
-                started = [
-                    pool.submit(
-                        self._lowered(part).compile, compiler_options(part, self.place) | options
-                    )
-                    for part in self.parts
-                ]
+                started = []
+                for part in self.parts:
+                    own_options = compiler_options(part, self.place) | options
+                    started.append(pool.submit(self._lowered(part).compile, own_options))
             return [one.result() for one in started]
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # an interrupt waits for no compiler
@@ -318,15 +306,13 @@ class Assembled(Ahead):
 
     def __call__(self, weights: Weights, inputs: Mapping[str, Any]) -> dict[str, Array]:
         self.ready()
-        given = {
-            name: upload(self.graph, name, value, self.place) for name, value in inputs.items()
-        }
-        given |= weights_on(self.place, self.graph, weights)
-        values = self.graph.inputs | self.graph.params
+        graph, place = self.graph, self.place
+        given = {name: upload(graph, name, value, place) for name, value in inputs.items()}
+        given |= weights_on(place, graph, weights)
+        values = graph.inputs | graph.params
         env = {id(v): given[name].reshape(_flat(v.type.shape)) for name, v in values.items()}
-        for part, executable, dropped in zip(
-            self.parts, self.executables, self.dropped, strict=True
-        ):
+        steps = zip(self.parts, self.executables, self.dropped, strict=True)
+        for part, executable, dropped in steps:
             results = executable(*(env[id(v)] for v in part.inputs.values()))
             env |= {id(v): x for v, x in zip(part.outputs.values(), results, strict=True)}
             for key in dropped:
@@ -347,20 +333,15 @@ class Loop(Ahead):
     def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
         self.graph, self.place, self.unrolled = graph, place, unrolled
         halved = as_run(graph, device_kind(place), steps=True)
-        self.parts, options, self.ops = (
-            taken_apart(halved),
-            compiler_options(graph, place),
-            ops_for(place),
-        )
+        self.parts, self.ops = taken_apart(halved), ops_for(place)
+        options, before = (compiler_options(g, place) for g in (graph, self.parts.before))
         if is_tpu(place) and not waits_for_exchanges(place):
             self.ops = self.ops | ONCE
         if halved is not graph:
             options = options | ASYNC
             if waits_for_exchanges(place):
                 self.ops = self.ops | BY_PAIRS | (HEADS_BY_PAIRS if is_grouped(halved) else {})
-        self.before: Any = jax.jit(
-            self._before, compiler_options=compiler_options(self.parts.before, place)
-        )
+        self.before: Any = jax.jit(self._before, compiler_options=before)
         self.steps: Any = jax.jit(self._steps, compiler_options=options)
 
     def release(self) -> None:
@@ -398,14 +379,12 @@ class Loop(Ahead):
         graph = self.parts.before
 
         def local(weights, inputs):
-            results = run(
-                graph, weights, [inputs[name] for name in graph.inputs], self.unrolled, self.ops
-            )
+            ordered = [inputs[name] for name in graph.inputs]
+            results = run(graph, weights, ordered, self.unrolled, self.ops)
             return {name: x[None] for name, x in zip(graph.outputs, results, strict=True)}
 
-        return on_mesh(local, self.place, weight_specs(graph), P(), out=own(self.place))(
-            weights, inputs
-        )
+        run_all = on_mesh(local, self.place, weight_specs(graph), P(), out=own(self.place))
+        return run_all(weights, inputs)
 
     def _steps(self, weights, prepared, constants, outputs, first, last):
         """Steps first..last-1 of one loop; a host callback would keep it off the disk."""
@@ -413,50 +392,42 @@ class Loop(Ahead):
 
         def local(weights, prepared, constants, outputs, i):
             values = constants | {name: x[0] for name, x in prepared.items()}
-            values = {
-                n: lax.dynamic_index_in_dim(x, i, 0, False) if n in data else x
-                for n, x in values.items()
-            }
+            for name in filter(data.__contains__, values):
+                values[name] = lax.dynamic_index_in_dim(values[name], i, 0, False)
             values |= {name: outputs[name] for name in state}
-            results = run(
-                body, weights, [values[name] for name in body.inputs], self.unrolled, self.ops
-            )
+            ordered = [values[name] for name in body.inputs]
+            results = run(body, weights, ordered, self.unrolled, self.ops)
             return dict(zip(body.outputs, results, strict=True))
 
-        step = on_mesh(
-            local, self.place, weight_specs(body), own(self.place), P(), P(), P(), out=P()
-        )
-        return lax.fori_loop(
-            first, last, lambda i, outputs: step(weights, prepared, constants, outputs, i), outputs
-        )
+        specs = weight_specs(body), own(self.place), P(), P(), P()
+        step = on_mesh(local, self.place, *specs, out=P())
+
+        def one(i, outputs):
+            return step(weights, prepared, constants, outputs, i)
+
+        return lax.fori_loop(first, last, one, outputs)
 
     def __call__(
         self, weights: Weights, inputs: Mapping[str, Any], num_steps: int, start: int = 0
     ) -> Iterator[dict[str, Array]]:
         self.ready()
         before, body, state = self.parts.before, self.parts.body, self.parts.state
-        given = {
-            name: upload(self.graph, name, inputs[name], self.place) for name in self.graph.inputs
-        }
-        prepared = self.before(
-            weights_on(self.place, before, weights), {name: given[name] for name in before.inputs}
-        )
-        constants = {
-            name: given[name] for name in body.inputs if name not in prepared and name not in state
-        }
-        outputs = {
-            name: given[name]
-            if name in state
-            else replicate(np.zeros(v.type.shape, NUMPY_DTYPES[v.type.dtype]), self.place)
-            for name, v in body.outputs.items()
-        }
-        on_devices = weights_on(self.place, body, weights)
+        place, graph = self.place, self.graph
+        given = {name: upload(graph, name, inputs[name], place) for name in graph.inputs}
+        entering = {name: given[name] for name in before.inputs}
+        prepared = self.before(weights_on(place, before, weights), entering)
+        known = {*prepared, *state}
+        constants = {name: given[name] for name in body.inputs if name not in known}
+        outputs = {name: given[name] for name in state}
+        for name, v in body.outputs.items():
+            if name not in state:
+                zeros = np.zeros(v.type.shape, NUMPY_DTYPES[v.type.dtype])
+                outputs[name] = replicate(zeros, place)
+        fixed = weights_on(place, body, weights), prepared, constants
 
         def started(outputs: dict[str, Array]) -> Iterator[dict[str, Array]]:
             for i in range(start, num_steps):
-                outputs = self.steps(
-                    on_devices, prepared, constants, outputs, np.int32(i), np.int32(i + 1)
-                )
+                outputs = self.steps(*fixed, outputs, np.int32(i), np.int32(i + 1))
                 yield outputs
 
         for finished in overlapped(started(outputs), 1):
@@ -465,27 +436,17 @@ class Loop(Ahead):
 
 def abstract(values: Mapping[str, Value], place: Sharding) -> dict[str, ShapeDtypeStruct]:
     """Inputs or outputs, whole on every device."""
-    return {
-        name: ShapeDtypeStruct(v.type.shape, v.type.dtype, sharding=place)
-        for name, v in values.items()
-    }
+    types = {name: v.type for name, v in values.items()}
+    return {n: ShapeDtypeStruct(t.shape, t.dtype, sharding=place) for n, t in types.items()}
 
 
 def upload(graph: Graph, name: str, value: Any, place: Sharding) -> Array:
     """The input `name` of `graph` on all devices, committed; a wrong shape is a ValueError."""
-    spec, value = graph.inputs[name].type, np.asarray(value) if np.isscalar(value) else value
-    if tuple(value.shape) != spec.shape:
-        raise ValueError(
-            f"{graph.name}: input {name} has shape {tuple(value.shape)}, expected {spec}"
-        )
+    value = value if isinstance(value, Array) else np.asarray(value)
+    dtype = graph.input_type(name, value.shape).dtype
     # replicate also commits: jit compiles once more for an argument that is not committed to its
     # device.
-    typed = (
-        value.astype(spec.dtype)
-        if isinstance(value, Array)
-        else np.asarray(value, NUMPY_DTYPES[spec.dtype])
-    )
-    return replicate(typed, place)
+    return replicate(value.astype(NUMPY_DTYPES[dtype], copy=False), place)
 
 
 def replicate(array: np.ndarray | Array, place: Sharding) -> Array:

@@ -66,17 +66,12 @@ def _unit(nodes: Sequence[Node]) -> Unit | None:
         return None
     if tuple(node.op for node in nodes) != (nodes[0].op, *HALF) * 2 + ("add",):
         return None
-    x, y = nodes[0].inputs[0], nodes[-1].outputs[0]
+    x = nodes[0].inputs[0]
     chained = all(b.inputs[0] is a.outputs[0] for a, b in pairwise(nodes[:6]))
     added = nodes[-1].inputs[0] is x and nodes[-1].inputs[1] is nodes[-2].outputs[0]
-    alike = all(
-        node.outputs[0].type == x.type
-        for node in (nodes[0], nodes[2], nodes[3], nodes[5], nodes[6])
-    )
-    even = all(
-        node.args["widths"][2][0] == node.args["widths"][2][1] for node in (nodes[1], nodes[4])
-    )
-    return Unit(nodes) if chained and added and alike and even and y.type == x.type else None
+    alike = all(nodes[i].outputs[0].type == x.type for i in (0, 2, 3, 5, 6))
+    even = all(len(set(nodes[i].args["widths"][2])) == 1 for i in (1, 4))
+    return Unit(nodes) if chained and added and alike and even else None
 
 
 def _rolled(blocks: Sequence[Sequence[Unit]]) -> list[Node]:
@@ -94,9 +89,8 @@ def _rolled(blocks: Sequence[Sequence[Unit]]) -> list[Node]:
             "dilations": tuple(conv.args["dilation"][0] for _, conv in halves),
         }
         inputs = (same[0][0].x, *(v for several in operands for v in several))
-        found.append(
-            Node("res_blocks", inputs, tuple(block[-1].result for block in same), {}, args)
-        )
+        results = tuple(block[-1].result for block in same)
+        found.append(Node("res_blocks", inputs, results, {}, args))
     return found
 
 
@@ -126,10 +120,10 @@ def res_blocks(
         def matrix(tap):
             return at(taps, lax.add(first, tap))
 
-        y = matrix_taps(
-            matrix, y, lambda tap: lax.add(start, lax.mul(tap, step)), at(sizes, n), time
-        )
-        return biased(y, at(bias, n))
+        def begin(tap):
+            return lax.add(start, lax.mul(tap, step))
+
+        return biased(matrix_taps(matrix, y, begin, at(sizes, n), time), at(bias, n))
 
     def unit(i, y):
         return y + lax.fori_loop(0, 2, lambda h, z: half(2 * i + h, z), y)
@@ -151,10 +145,8 @@ def parts(graph: Graph) -> list[Graph]:
         inputs = {v.name: v for node in nodes for v in node.inputs if id(v) not in inside}
         outputs = {v.name: v for node in nodes for v in node.outputs if id(v) in read}
         read |= {id(v) for v in inputs.values()}
-        name = f"{graph.name}_{nodes[0].op}"
-        found.append(
-            replace(graph, name=name, inputs=inputs, params={}, nodes=nodes, outputs=outputs)
-        )
+        named = {"name": f"{graph.name}_{nodes[0].op}", "inputs": inputs, "outputs": outputs}
+        found.append(replace(graph, **named, params={}, nodes=nodes))
     return found[::-1]
 
 

@@ -124,7 +124,7 @@ class Layered:
 
         def function(
             here: dict[str, Array], still: dict[str, Array], operands: list[Array],
-            stacked: list[Array], i: Array,
+            stacked: list[Array], i: Array
         ) -> tuple[list[Array], list[Array]]:  # fmt: skip
             def of_layer(x: Array, layer: Any = i) -> Array:
                 return lax.dynamic_index_in_dim(x, layer, 0, False)
@@ -246,10 +246,9 @@ def _parts(graph: Graph) -> list[Graph]:
         made = {id(v) for node in nodes for v in node.outputs}
         taken = [v for node in nodes for v in node.inputs if id(v) not in made]
         if nodes[0].op != "repeat":
-            taken = [v for v in {id(v): v for v in taken}.values() if id(v) not in params]
-        results = [v for node in nodes for v in node.outputs]
-        if nodes[0].op != "repeat":
-            results = [v for v in results if id(v) in read]
+            taken = [v for v in dict.fromkeys(taken) if id(v) not in params]
+        repeats = nodes[0].op == "repeat"
+        results = [v for node in nodes for v in node.outputs if repeats or id(v) in read]
         names = {params[id(v)] for node in nodes for v in node.inputs if id(v) in params}
         part = Graph(f"{graph.name}_{len(found)}", mesh=graph.mesh, nodes=nodes)
         part.inputs = {f"in_{i}": v for i, v in enumerate(taken)}

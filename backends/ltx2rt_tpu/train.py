@@ -60,9 +60,8 @@ class Gradients:
         for name, v in self.graph.inputs.items():
             first, *others = v.type.shape  # sizes on one device
             samples = first * self.mesh["data"] if self._spec(name) else first
-            inputs[name] = ShapeDtypeStruct(
-                (samples, *others), v.type.dtype, sharding=self.sharding(name)
-            )
+            shape, sharding = (samples, *others), self.sharding(name)
+            inputs[name] = ShapeDtypeStruct(shape, v.type.dtype, sharding=sharding)
         losses = dict.fromkeys(self.graph.outputs, number)
         return self.function.lower(trained, frozen, inputs, losses)
 
@@ -81,17 +80,17 @@ class Gradients:
     ) -> tuple[Any, Weights]:
         specs = weight_specs(self.graph)
         ours, others = ({name: specs[name] for name in part} for part in (parameters, frozen))
-        fed, losses = (
-            {name: self._spec(name) for name in inputs},
-            P("data") if "data" in self.mesh else P(),
-        )
+        fed, losses = self._fed_and_losses(inputs)
         local = on_mesh(self._local, self.place, ours, others, fed, P(), out=(losses, ours))
         return local(parameters, frozen, inputs, weights)
 
+    def _fed_and_losses(self, inputs: Any) -> tuple[dict[str, P], P]:
+        """Shardings of the inputs and of the losses."""
+        return {n: self._spec(n) for n in inputs}, P("data") if "data" in self.mesh else P()
+
     def _global_losses(self, weights: Weights, inputs: Any) -> Any:
-        specs = weight_specs(self.graph)
-        ours, fed = ({n: specs[n] for n in weights}, {n: self._spec(n) for n in inputs})
-        losses = P("data") if "data" in self.mesh else P()
+        specs, (fed, losses) = weight_specs(self.graph), self._fed_and_losses(inputs)
+        ours = {name: specs[name] for name in weights}
         return on_mesh(self._losses, self.place, ours, fed, out=losses)(weights, inputs)
 
     def _losses(self, weights: Weights, inputs: Any, remat: str = "none") -> dict[str, Array]:
@@ -134,9 +133,7 @@ class Trainer:
         self.batches = [Gradients(one, backend.place_of(one), remat) for one in self.graphs]
         self.parameters = {name: x for name, x in weights.items() if MARK in name}
         self.frozen = {name: weights[name] for name in graph.all_params() if MARK not in name}
-        self.counts = {
-            name: count for name, (_, count) in graph.all_params().items() if MARK in name
-        }
+        self.counts = {n: count for n, (_, count) in graph.all_params().items() if MARK in n}
         self.optimiser = optimiser
         self.adam = optax.chain(
             optax.scale_by_adam(*optimiser.betas, eps=optimiser.eps),
@@ -155,12 +152,9 @@ class Trainer:
     ) -> dict[str, np.ndarray]:
         scales = {name: np.float32(weight) for name, weight in weights.items()}
         batch = self.batches[index_of(self.graphs, inputs)]
-        losses, gradients = batch.function(
-            self.parameters, self.frozen, self._fed(batch, inputs), scales
-        )
-        self.gradients = (
-            gradients if self.gradients is None else self._add(self.gradients, gradients)
-        )
+        fed, before = self._fed(batch, inputs), self.gradients
+        losses, gradients = batch.function(self.parameters, self.frozen, fed, scales)
+        self.gradients = gradients if before is None else self._add(before, gradients)
         return {name: _whole(loss) for name, loss in losses.items()}
 
     def losses(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -192,16 +186,14 @@ class Trainer:
         decay = self.optimiser.ema or 0
         averages = {name: x + (1 - decay) * (moved[name] - x) for name, x in ema.items()}
         kept, fine = (moved, after, averages), jnp.isfinite(total)
-        chosen = jax.tree.map(
-            lambda new, old: jnp.where(fine, new, old), kept, (parameters, moments, ema)
-        )
+        before = parameters, moments, ema
+        chosen = jax.tree.map(lambda new, old: jnp.where(fine, new, old), kept, before)
         return *chosen, squares
 
     def update(self, rate: float) -> dict[str, float]:
         assert self.gradients is not None, "nothing was accumulated"
-        found = self._step(
-            self.parameters, self.moments, self.ema, self.gradients, np.float32(rate)
-        )
+        before = self.parameters, self.moments, self.ema
+        found = self._step(*before, self.gradients, np.float32(rate))
         self.parameters, self.moments, self.ema, squares = found
         self.gradients = None
         return {name: float(x) for name, x in squares.items()}
@@ -214,28 +206,23 @@ class Trainer:
 
     def _blocks(self, arrays: Mapping[str, Array]) -> dict[str, np.ndarray]:
         whole = {name: _whole(x) for name, x in arrays.items()}
-        return {
-            numbered(name, i): x[i] for name, x in whole.items() for i in range(self.counts[name])
-        }
+        return {numbered(n, i): x[i] for n, x in whole.items() for i in range(self.counts[n])}
 
     def restore(self, state: Mapping[str, Mapping[str, np.ndarray]], count: int) -> None:
         def stacked(arrays: Mapping[str, np.ndarray]) -> Weights:
             found = {}
             for name, x in self.parameters.items():
                 array = np.stack([arrays[numbered(name, i)] for i in range(self.counts[name])])
-                found[name] = jax.make_array_from_callback(
-                    array.shape, x.sharding, array.__getitem__
-                )
+                read = array.__getitem__
+                found[name] = jax.make_array_from_callback(array.shape, x.sharding, read)
             return found
 
         self.parameters = stacked(state["parameters"])
         self.ema = stacked(state[EMA]) if self.ema else {}
         first, second = (stacked(state[kind]) for kind in MOMENTS)
         adam, *rest = self.moments
-        self.moments = (
-            adam._replace(count=jnp.asarray(count, jnp.int32), mu=first, nu=second),
-            *rest,
-        )
+        steps = jnp.asarray(count, jnp.int32)
+        self.moments = (adam._replace(count=steps, mu=first, nu=second), *rest)
 
 
 def _whole(array: Array) -> np.ndarray:

@@ -3,7 +3,7 @@ there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from itertools import zip_longest
 from operator import mul
@@ -30,7 +30,7 @@ Weights = dict[str, Any]  # arrays, or `HostLayers`
 HALVED_BYTES = 2**20  # a smaller tensor is copied sooner than a thread is started
 TILED_KIND = "TPU7x"
 # layout of one layer's matrix in the memory of a TPU7x, bfloat16 rows in pairs
-TILED_ROWS, TILED_COLUMNS = (16, 128)
+TILED_ROWS, TILED_COLUMNS = 16, 128
 
 
 class HostLayers:
@@ -38,12 +38,13 @@ class HostLayers:
 
     streamed = True  # it takes no memory of the devices
 
-    def __init__(self, layers: Iterable[Array]):
+    def __init__(self, read: Sequence[Callable[[], Array]]):
         self.layers = []
-        for x in layers:
+        for one in read:
+            x = one()
             self.place = x.sharding
-            there = jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
-            self.layers.append(jax.block_until_ready(there))  # before the next one takes memory
+            # before the next one takes memory
+            self.layers.append(jax.block_until_ready(in_host_memory(x)))
 
     def brought(self, layer: int) -> Array:
         """The layer on its way to the devices."""
@@ -63,6 +64,11 @@ class FileLayers:
         return self.read[layer]()
 
 
+def in_host_memory(x: Array) -> Array:
+    """The array on its way there."""
+    return jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
+
+
 def is_streamed(weight: Any) -> bool:
     return isinstance(weight, HostLayers | FileLayers)
 
@@ -80,13 +86,8 @@ def weight_layout(name: str, type: Type, spec: P, device_kind: str) -> MemoryLay
     fewer rows than a tile has, and takes an argument that is cut over devices only in the default
     tiling.
     """
-    if (
-        device_kind != TILED_KIND
-        or "*" not in name
-        or type.dtype != "bfloat16"
-        or len(type.shape) != 2
-        or any(spec)
-    ):
+    stacked = "*" in name and len(type.shape) == 2 and type.dtype == "bfloat16"
+    if device_kind != TILED_KIND or not stacked or any(spec):
         return None
     if type.shape[0] % TILED_ROWS or type.shape[1] % TILED_COLUMNS:
         return None
@@ -241,10 +242,8 @@ def _change(
 ) -> Array:
     """s * (B @ A) in float32; a weight's first is Delta itself, scaled before the product."""
     single = len(ups) == 1
-    pairs = [
-        [_floats(half, dtype if single else F32) for half in pair]
-        for pair in zip(ups, downs, strict=True)
-    ]
+    kept = partial(_floats, dtype=dtype if single else F32)
+    pairs = [[*map(kept, pair)] for pair in zip(ups, downs, strict=True)]
     product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
     if first and single:
         ((up, down),) = pairs

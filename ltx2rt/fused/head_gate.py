@@ -9,7 +9,7 @@ import numpy as np
 
 from ltx2rt.errors import GraphError
 from ltx2rt.fused.pattern import Found, Uses, node_of, pattern
-from ltx2rt.graph.ir import Graph, Node, Type
+from ltx2rt.graph.ir import Axes, Graph, Node, Sizes, Type
 from ltx2rt.graph.network_ops import linear_flops
 from ltx2rt.graph.ops import OPS, _same_dtype, op
 
@@ -51,7 +51,7 @@ def _numpy_head_gate_quantised_linear(*operands, **args):
 
 
 @op(_numpy_head_gate_quantised_linear, flops=linear_flops, linear="quantised")
-def head_gate_quantised_linear(*operands: Type, contract: tuple[str, ...], out: dict[str, int]):
+def head_gate_quantised_linear(*operands: Type, contract: Axes, out: Sizes):
     """The per-head gate, then a linear layer of quantised weights over all heads of a token."""
     gate, others = divided(operands)
     y = gate[0]
@@ -70,14 +70,10 @@ def _head_gate(graph: Graph, uses: Uses, node: Node) -> Found | None:
         return None
     y, gate = node.inputs
     doubled = uses.only(gate, "affine")
-    if (
-        doubled is None
-        or doubled.args != {"scale": 2.0, "offset": 0.0}
-        or gate.type.axes != y.type.axes[:-1]
-    ):
+    if doubled is None or doubled.args != {"scale": 2.0, "offset": 0.0}:
         return None
     sigmoid = uses.only(doubled.inputs[0], "sigmoid")
-    if sigmoid is None or gate.type.shape != y.type.shape[:-1]:
+    if sigmoid is None or gate.type != y.type.replaced(len(y.type.axes) - 1, len(y.type.axes), {}):
         return None
     gone, inputs = [sigmoid, doubled, node], [y, *sigmoid.inputs]
     if (chosen := uses.only(y, "select")) is not None:

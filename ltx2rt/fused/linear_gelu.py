@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ltx2rt.fused.pattern import Found, Uses, node_of, pattern
-from ltx2rt.graph.ir import Graph, Node, Type
+from ltx2rt.graph.ir import Axes, Graph, Node, Sizes, Type
 from ltx2rt.graph.network_ops import linear_flops
 from ltx2rt.graph.ops import OPS, op
 
@@ -13,9 +13,7 @@ def _numpy_linear_gelu(*operands, **args):
 
 
 @op(_numpy_linear_gelu, flops=linear_flops, linear="plain")
-def linear_gelu(
-    x: Type, weight: Type, bias: Type, *, contract: tuple[str, ...], out: dict[str, int]
-):
+def linear_gelu(x: Type, weight: Type, bias: Type, *, contract: Axes, out: Sizes):
     """A linear layer with bias, then GELU."""
     return OPS["linear"].rule(x, weight, bias, contract=contract, out=out)
 
@@ -25,7 +23,7 @@ def _numpy_gelu_quantised_linear(x, *others, **args):
 
 
 @op(_numpy_gelu_quantised_linear, flops=linear_flops, linear="quantised")
-def gelu_quantised_linear(x: Type, *others: Type, contract: tuple[str, ...], out: dict[str, int]):
+def gelu_quantised_linear(x: Type, *others: Type, contract: Axes, out: Sizes):
     """GELU, then a linear layer of quantised weights."""
     return OPS["quantised_linear"].rule(x, *others, contract=contract, out=out)
 

@@ -31,10 +31,8 @@ def _row_args(x: Type, rows: Sequence[Type]) -> tuple[tuple[tuple[int, ...], ...
     if index is not None:
         if len(x.axes) != 3:
             raise GraphError(f"rows by level: {x} is not (B, tokens, D)")
-        axes, args = (
-            (x.axes[0], "levels", x.axes[2]),
-            {"index_view": _view(index, x.axes[:2], "index")},
-        )
+        axes = x.axes[0], "levels", x.axes[2]
+        args = {"index_view": _view(index, x.axes[:2], "index")}
     _same_dtype(x, *rows)
     for row in rows:
         if row.axes[-1:] != x.axes[-1:]:
@@ -88,18 +86,12 @@ def norm_scale(x: Type, scale: Type, *, eps: float):
     return result, {"views": (args["weight_view"],), "eps": eps}
 
 
-def _numpy_residual(x, y, rows, views, index_view, biased):
+def _numpy_residual(x, y, *rows, views, index_view=None, biased=False):
     """x + y * gate, and the rows behind the gate."""
-    bias, gate, *rows = [
-        *(() if biased else (0,)),
-        *rows_per_token(rows, views, index_view, np.take_along_axis),
-    ]
+    rows = rows_per_token(rows, views, index_view, np.take_along_axis)
+    bias, gate, *rows = rows if biased else (0, *rows)
     y = np.pad(y + bias, [(0, x.shape[0] - y.shape[0]), *[(0, 0)] * (x.ndim - 1)])
     return x + y * gate, rows
-
-
-def _numpy_gated_residual(x, y, *rows, views, index_view=None, biased=False):
-    return _numpy_residual(x, y, rows, views, index_view, biased)[0]
 
 
 def _residual_args(op: str, x: Type, y: Type, rows: Sequence[Type], biased: bool):
@@ -114,7 +106,7 @@ def _residual_args(op: str, x: Type, y: Type, rows: Sequence[Type], biased: bool
     return len(views) - 1 - biased, args
 
 
-@op(_numpy_gated_residual)
+@op(lambda *operands, **plan: _numpy_residual(*operands, **plan)[0])
 def gated_residual(x: Type, y: Type, *rows: Type, biased: bool = False):
     """x + y * gate; biased: x + (y + bias) * gate. Samples at the end that y lacks are x's.
 
@@ -126,15 +118,9 @@ def gated_residual(x: Type, y: Type, *rows: Type, biased: bool = False):
     return x, args
 
 
-def _numpy_residual_norm_modulate(x, y, *rows, views, eps, index_view=None, biased=False):
-    x, rows = _numpy_residual(x, y, rows, views, index_view, biased)
-    return [
-        x,
-        *(
-            _normed(x, rows, eps)
-            or [OPS["rms_norm"].numpy(x, dims=(x.ndim - 1,), weight_view=None, eps=eps)]
-        ),
-    ]
+def _numpy_residual_norm_modulate(*operands, eps, **plan):
+    x, rows = _numpy_residual(*operands, **plan)
+    return [x, *_normed(x, rows or (0, 0), eps)]
 
 
 @op(_numpy_residual_norm_modulate)
@@ -177,30 +163,24 @@ def _norm_modulate(graph: Graph, uses: Uses, node: Node) -> Found | None:
             "residual_norm_modulate", [carried, y, *rows], [x, *results], eps=eps, **_biased(gate)
         )
         return [*more, *gone, *takes], [*new, fused]
+    if not rows:
+        return None
     takes, rows = _by_level(uses, x, rows)
-    return (
-        ([*gone, *takes], [node_of("norm_modulate", [x, *rows], results, eps=eps)])
-        if rows
-        else None
-    )
+    return [*gone, *takes], [node_of("norm_modulate", [x, *rows], results, eps=eps)]
 
 
 @pattern
 def _norm_scale(graph: Graph, uses: Uses, node: Node) -> Found | None:
     """rms_norm over the last axis with the weight 1 + scale, as Gemma 3 has it."""
-    if (
-        node.op != "rms_norm"
-        or len(node.inputs) < 2
-        or node.attrs["over"] != node.inputs[0].type.axes[-1:]
-    ):
+    if node.op != "rms_norm" or len(node.inputs) < 2:
         return None
     x, weight = node.inputs
-    plus = uses.only(weight, "affine")
+    plus, eps = uses.only(weight, "affine"), node.attrs["eps"]
     if plus is None or plus.args != {"scale": 1.0, "offset": 1.0}:
         return None
-    return [plus, node], [
-        node_of("norm_scale", [x, *plus.inputs], node.outputs, eps=node.attrs["eps"])
-    ]
+    if node.attrs["over"] != x.type.axes[-1:]:
+        return None
+    return [plus, node], [node_of("norm_scale", [x, *plus.inputs], node.outputs, eps=eps)]
 
 
 @pattern
@@ -265,13 +245,8 @@ def _gated(
 
 def _pads_samples(node: Node) -> bool:
     """Whether a `pad` adds zeros behind the last sample of (B, tokens, D), and nothing else."""
-    (first, *others) = node.args["widths"]
-    return (
-        node.args["mode"] == "zeros"
-        and first[0] == 0
-        and len(others) == 2
-        and not any(map(any, others))
-    )
+    (before, _), *others = node.args["widths"]
+    return node.args["mode"] == "zeros" and not before and others == [(0, 0)] * 2
 
 
 def _by_level(uses: Uses, x: Value, rows: Sequence[Value]) -> tuple[list[Node], list[Value]]:
@@ -283,13 +258,11 @@ def _by_level(uses: Uses, x: Value, rows: Sequence[Value]) -> tuple[list[Node], 
     if len(x.type.axes) != 3:
         return [], list(rows)
     by_level = (x.type.axes[0], "levels", x.type.axes[-1])
-    takes = {
-        id(v): take
-        for v in rows
-        if (take := uses.only(v, "take")) is not None
-        and take.attrs["axis"] == "levels"
-        and set(take.inputs[0].type.axes) <= set(by_level)
-    }
+    takes = {}
+    for v in rows:
+        take = uses.only(v, "take")
+        if take is not None and take.attrs["axis"] == "levels":
+            takes |= {id(v): take} if set(take.inputs[0].type.axes) <= set(by_level) else {}
     per_token = [v for v in rows if x.type.axes[1] in v.type.axes and id(v) not in takes]
     indices = {id(index): index for take in takes.values() for index in take.inputs[1:]}
     if len(indices) != 1 or per_token:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ltx2rt.fused.pattern import Found, Uses, node_of, pattern
-from ltx2rt.graph.ir import Graph, Node, Type
+from ltx2rt.graph.ir import Graph, Node, Spatial, Type
 from ltx2rt.graph.network_ops import conv_flops
 from ltx2rt.graph.ops import OPS, op
 
@@ -16,18 +16,11 @@ def _numpy_padded_conv(x, *weights, padding, stride, dilation):
 
 
 @op(_numpy_padded_conv, flops=conv_flops)
-def padded_conv(
-    x: Type,
-    *weights: Type,
-    padding: tuple[int, ...],
-    stride: tuple[int, ...],
-    dilation: tuple[int, ...],
-):
+def padded_conv(x: Type, *weights: Type, padding: Spatial, stride: Spatial, dilation: Spatial):
     """`conv` with `padding` zeros on either side of each spatial axis."""
     shape = (*x.shape[:2], *(size + 2 * n for size, n in zip(x.shape[2:], padding, strict=True)))
-    result, args = OPS["conv"].rule(
-        Type(x.axes, shape, x.dtype), *weights, stride=stride, dilation=dilation
-    )
+    wide = Type(x.axes, shape, x.dtype)
+    result, args = OPS["conv"].rule(wide, *weights, stride=stride, dilation=dilation)
     return result, args | {"padding": padding}
 
 
@@ -41,6 +34,5 @@ def _padded_conv(graph: Graph, uses: Uses, node: Node) -> Found | None:
     if any(batch + channels) or any(before != behind for before, behind in spatial):
         return None
     inputs, padding = (*pad.inputs, *node.inputs[1:]), tuple(before for before, _ in spatial)
-    return [pad, node], [
-        node_of("padded_conv", inputs, node.outputs, padding=padding, **node.attrs)
-    ]
+    padded = node_of("padded_conv", inputs, node.outputs, padding=padding, **node.attrs)
+    return [pad, node], [padded]

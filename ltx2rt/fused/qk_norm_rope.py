@@ -17,6 +17,7 @@ from ltx2rt.fused.pattern import Found, Uses, grouped, node_of, one_or_many, pat
 from ltx2rt.graph.ir import Graph, Node, Type, Value
 from ltx2rt.graph.ops import OPS, op
 
+NORMS = {"rms_norm": ("qk_norm", 2), "rms_scale": ("qk_scale", 3)}  # operands of each
 NORMED = ("qk_norm_rope", "qk_scale_rope", "qk_norm", "qk_scale")
 SPREAD = 8  # samples at most; the kernel gets theirs in 4 bits each
 
@@ -117,34 +118,29 @@ def _qk_norm_rope(graph: Graph, uses: Uses, node: Node) -> Found | None:
     if node.op != "rope":
         return None
     x, *tables = node.inputs
-    for name, fused, operands in (
-        ("rms_norm", "qk_norm_rope", 2),
-        ("rms_scale", "qk_scale_rope", 3),
-    ):
+    for name, (fused, operands) in NORMS.items():
         norm = uses.only(x, name)
-        if (
-            norm is not None
-            and len(norm.inputs) == operands
-            and tuple(norm.attrs["over"]) == x.type.axes[-2:]
-        ):
-            attrs = {key: value for key, value in norm.attrs.items() if key != "over"}
-            return [norm, node], [node_of(fused, [*norm.inputs, *tables], node.outputs, **attrs)]
+        over_heads = norm is not None and tuple(norm.attrs["over"]) == x.type.axes[-2:]
+        if norm is not None and over_heads and len(norm.inputs) == operands:
+            inputs = [*norm.inputs, *tables]
+            return [norm, node], [node_of(f"{fused}_rope", inputs, node.outputs, **_rest(norm))]
     return None
 
 
 @pattern
 def _qk_norm(graph: Graph, uses: Uses, node: Node) -> Found | None:
     """rms_norm or rms_scale over all heads, with a weight, where no RoPE follows."""
-    fused, operands = {"rms_norm": ("qk_norm", 2), "rms_scale": ("qk_scale", 3)}.get(
-        node.op, ("", 0)
-    )
+    fused, operands = NORMS.get(node.op, ("", 0))
     if len(node.inputs) != operands or not fused:
         return None
-    x, *_ = node.inputs
-    if len(x.type.axes) != 4 or tuple(node.attrs["over"]) != x.type.axes[-2:]:
+    axes = node.inputs[0].type.axes
+    if len(axes) != 4 or tuple(node.attrs["over"]) != axes[-2:]:
         return None
-    attrs = {key: value for key, value in node.attrs.items() if key != "over"}
-    return [node], [node_of(fused, node.inputs, node.outputs, **attrs)]
+    return [node], [node_of(fused, node.inputs, node.outputs, **_rest(node))]
+
+
+def _rest(norm: Node) -> dict[str, Any]:
+    return {key: value for key, value in norm.attrs.items() if key != "over"}
 
 
 @pattern
@@ -178,17 +174,16 @@ def _qk_pair(graph: Graph, uses: Uses, node: Node) -> Found | None:
             maker = uses.makers.get(id(maker.inputs[0]))
         if maker is not None and maker.op in NORMED and len(maker.outputs) == 1:
             found.append(maker)
-    if (
-        len(found) != 2
-        or found[0] is found[1]
-        or found[0].op != found[1].op
-        or found[0].attrs != found[1].attrs
-    ):
+    if len(found) != 2 or found[0] is found[1]:
         return None
     q, k = found
-    if len({x.outputs[0].type.shape[2:] for x in found}) > 1:
+    if (q.op, q.attrs, _heads(q)) != (k.op, k.attrs, _heads(k)):
         return None
     return found, [node_of(q.op, [*q.inputs, *k.inputs], [*q.outputs, *k.outputs], **q.attrs)]
+
+
+def _heads(norm: Node) -> tuple[int, ...]:
+    return norm.outputs[0].type.shape[2:]
 
 
 @pattern
@@ -202,23 +197,14 @@ def _spread(graph: Graph, uses: Uses, node: Node) -> Found | None:
         return None
     (k, where, gone), (v, _, others) = keys, values
     norm = uses.makers.get(id(k))
-    if (
-        norm is None
-        or norm.op not in ("qk_norm", "qk_scale")
-        or len(norm.outputs) < 2
-        or norm.outputs[1] is not k
-    ):
+    if norm is None or norm.op not in ("qk_norm", "qk_scale") or k not in norm.outputs[1:]:
         return None
-    if (
-        v.type != k.type
-        or len(where) > SPREAD
-        or {id(reader) for reader in uses.readers[id(k)]} - set(map(id, gone))
-    ):
+    others_read = set(map(id, uses.readers[id(k)])) - set(map(id, gone))
+    if v.type != k.type or len(where) > SPREAD or others_read:
         return None
     outputs = (norm.outputs[0], *node.inputs[1:3])
-    return [*gone, *others, norm], [
-        node_of(norm.op, [*norm.inputs, v], outputs, **norm.attrs, spread=where)
-    ]
+    spread = node_of(norm.op, [*norm.inputs, v], outputs, **norm.attrs, spread=where)
+    return [*gone, *others, norm], [spread]
 
 
 def _gathered(uses: Uses, value: Value) -> tuple[Value, tuple[int, ...], list[Node]] | None:

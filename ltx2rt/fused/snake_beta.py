@@ -29,12 +29,10 @@ def _numpy_snake_beta(x, up, down, alpha, beta, *, eps):
     b, c, t = x.shape
     pad, start, edges = snake_windows(up.shape[-1])
     y = np.pad(x.reshape(b * c, 1, t), ((0, 0), (0, 0), (pad, pad)), mode="edge")
-    y = 2 * OPS["conv_transpose"].numpy(y, up, stride=2)[..., start : start + 2 * t].reshape(
-        b, c, 2 * t
-    )
-    y = y + np.square(np.sin(y * np.exp(alpha)[:, None])) / (
-        np.exp(beta)[:, None] + np.float32(eps)
-    )
+    y = 2 * OPS["conv_transpose"].numpy(y, up, stride=2)[..., start : start + 2 * t]
+    y = y.reshape(b, c, 2 * t)
+    share = np.exp(beta)[:, None] + np.float32(eps)
+    y = y + np.square(np.sin(y * np.exp(alpha)[:, None])) / share
     y = np.pad(y.reshape(b * c, 1, 2 * t), ((0, 0), (0, 0), edges), mode="edge")
     return OPS["conv"].numpy(y, down, stride=(2,), dilation=(1,)).reshape(b, c, t)
 
@@ -94,19 +92,15 @@ def _unified(
         maker, node = makers.get(id(wanted)), uses.makers.get(id(value))
         if maker is None or any(node is n for n in nodes):
             continue
-        if (
-            node is None
-            or node.op != maker.op
-            or node.attrs != maker.attrs
-            or len(node.inputs) != len(maker.inputs)
-        ):
+        if node is None or (node.op, node.attrs) != (maker.op, maker.attrs):
+            return None
+        if len(node.inputs) != len(maker.inputs):
             return None
         nodes.append(node)
         waiting += zip(maker.inputs, node.inputs, strict=True)
     inside = {id(node) for node in nodes}
     between = [v for node in nodes for v in node.outputs if v is not result]
-    if any(
-        id(v) in uses.kept or any(id(n) not in inside for n in uses.readers[id(v)]) for v in between
-    ):
-        return None
+    for v in between:
+        if id(v) in uses.kept or not inside.issuperset(map(id, uses.readers[id(v)])):
+            return None
     return nodes, bound

@@ -4,13 +4,13 @@ mean.
 A matrix [rows, n] of an encoding is stored as one or more fields, each with one row for each of its
 rows: a cut of the matrix's rows is a cut of theirs. Definitions are written once, over a namespace
 `o` of the few functions in which numpy, torch and jax.numpy differ (`NUMPY`; each backend has its
-own). They agree bit for bit: every product but the last is exact in float32, whatever its
-order, so that
-no number is rounded twice, or never, if a compiler fuses a product and a sum.
+own). They agree bit for bit: every product but the last is exact in float32, whatever its order, so
+that no number is rounded twice, or never, if a compiler fuses a product and a sum.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
@@ -53,9 +53,8 @@ class Field:
 
 @dataclass(frozen=True)
 class Encoding:
-    """decode(o, *fields): the matrix, float32 [rows, n]. encode(o, matrix): its fields; None for
-    what
-    is only read from files. group: numbers of a row that are decoded together. product: the op that
+    """decode(o, *fields): the matrix, float32 [rows, n]. encode(o, matrix): its fields; None for an
+    encoding that is only read from files. group: numbers of a row that are decoded together. product: the op that
     multiplies by the fields as they are; without one they are decoded where a `linear` reads them.
     format: what stored matrices that have these fields are called; the name, if nothing else.
     halves: the bytes of a block of GGUF at which its float16 scales begin.
@@ -78,9 +77,8 @@ class Encoding:
 def quantise_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """x [rows, n] as e4m3 times a float32 scale [rows, 1]; a row's largest number becomes 448."""
     x = x.astype(np.float32)
-    scale = np.maximum(np.abs(x).max(axis=1, keepdims=True), np.float32(E4M3_TINY)) * np.float32(
-        E4M3_STEP
-    )
+    largest = np.maximum(np.abs(x).max(axis=1, keepdims=True), np.float32(E4M3_TINY))
+    scale = largest * np.float32(E4M3_STEP)
     return (x / scale).astype(ml_dtypes.float8_e4m3fn), scale
 
 
@@ -133,10 +131,10 @@ def _int8_rows(o: Any, x: Any) -> tuple[Any, Any]:
     return o.cast(o.rint(x / scale), "int8"), scale
 
 
-# ---- GGUF's block types. A block holds consecutive weights of one row and their scales. Each funct
-# uint8[n, bytes] and gives float32[n, groups, weights of a group]: scales are float16 widened to
-# float32, products are taken in the order of ggml's `dequantize_row_*`, and each is rounded once.
-# Source: ggml-quants.c.
+# ---- GGUF's block types. A block holds consecutive weights of one row and their scales. Each
+# function takes uint8[n, bytes] and gives float32[n, groups, weights of a group]: scales are float16
+# widened to float32, products are taken in the order of ggml's `dequantize_row_*`, and each is
+# rounded once. Source: ggml-quants.c.
 
 # What four bits of IQ4_NL and IQ4_XS stand for.
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -165,9 +163,7 @@ def _signed(o: Any, q: Any, zero: int) -> Any:
 def _scaled(o: Any, q: Any, scale: Any) -> Any:
     """scale * q as float32[n, groups, size]. q: numbers [n, ...]; scale: float32[n, groups]."""
     n, groups = scale.shape
-    size = 1
-    for length in q.shape[1:]:
-        size *= length
+    size = math.prod(q.shape[1:])
     return o.cast(q.reshape(n, groups, size // groups), "float32") * scale[:, :, None]
 
 
@@ -263,8 +259,7 @@ def _gguf(name: str, weights: int, size: int, blocks: Callable[..., Any], *halve
 
 def _rotated(size: int) -> Encoding:
     """Whole numbers that were rotated `size` at a time. They are turned back before they are
-    scaled:
-    their sums are exact, so that one rounding is all."""
+    scaled: their sums are exact, so that one rounding is all."""
 
     def decode(o: Any, values: Any, scale: Any) -> Any:
         rows, n = values.shape

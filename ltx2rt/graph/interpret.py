@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +19,7 @@ from ltx2rt.graph.ops import COLLECTIVES, OPS
 
 NUMPY_DTYPES = {name: np.dtype(name) for name in DTYPE_BYTES}  # some are those of ml_dtypes
 GROUP_OPS = {"shard", *COLLECTIVES}  # defined over all devices of a group at once
+Arrays = Mapping[str, np.ndarray]  # the checkpoint's tensors by name
 Devices = list[np.ndarray]  # one array per device, the last mesh axis fastest
 
 
@@ -40,30 +42,20 @@ class Grid:
         return moved.reshape(-1, moved.shape[-1]).tolist()
 
 
-def interpret(
-    graph: Graph, params: Mapping[str, np.ndarray], inputs: Mapping[str, Any]
-) -> dict[str, np.ndarray]:
-    """Outputs by name, of the first device. params: the checkpoint's tensors; inputs: as typed."""
+def interpret(graph: Graph, params: Arrays, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Outputs by name, of the first device. inputs: as typed."""
     grid = Grid(graph.mesh)
     values = []
     for name, v in graph.inputs.items():
         array = np.asarray(inputs[name]).astype(NUMPY_DTYPES[v.type.dtype])
-        if array.shape != v.type.shape:
-            raise ValueError(
-                f"{graph.name}: input {name} has shape {array.shape}, expected {v.type}"
-            )
+        graph.input_type(name, array.shape)
         values.append([array] * len(grid))
-    return {
-        name: found[0]
-        for name, found in zip(graph.outputs, _run(graph, params, values, None, grid), strict=True)
-    }
+    results = _run(graph, params, values, None, grid)
+    return {name: found[0] for name, found in zip(graph.outputs, results, strict=True)}
 
 
 def _parameter(
-    params: Mapping[str, np.ndarray],
-    layout: Layout,
-    coordinates: Mapping[str, int],
-    layer: int | None,
+    params: Arrays, layout: Layout, coordinates: Mapping[str, int], layer: int | None
 ) -> np.ndarray:
     """The parameter of the device at `coordinates`."""
     parts = []
@@ -79,11 +71,7 @@ def _parameter(
 
 
 def _run(
-    graph: Graph,
-    params: Mapping[str, np.ndarray],
-    inputs: list[Devices],
-    layer: int | None,
-    grid: Grid,
+    graph: Graph, params: Arrays, inputs: list[Devices], layer: int | None, grid: Grid
 ) -> list[Devices]:
     env = {id(v): devices for v, devices in zip(graph.inputs.values(), inputs, strict=True)}
     layouts = graph.all_layouts()
@@ -97,11 +85,8 @@ def _run(
         env[id(v)] = [found[c].astype(NUMPY_DTYPES[v.type.dtype]) for c in coordinates]
     for node in graph.nodes:
         operands = [env[id(v)] for v in node.inputs]
-        results = (
-            _repeat(node, params, operands, grid)
-            if node.op == "repeat"
-            else _apply(node, operands, grid)
-        )
+        run = partial(_repeat, params) if node.op == "repeat" else _apply
+        results = run(node, operands, grid)
         for v, devices in zip(node.outputs, results, strict=True):
             for array in devices:
                 assert array.shape == v.type.shape, (
@@ -127,20 +112,15 @@ def _apply(node: Node, operands: list[Devices], grid: Grid) -> list[Devices]:
                     result[device] = array
     else:
         found = [function(*(devices[d] for devices in wide), **node.args) for d in range(len(grid))]
-        results = (
-            [list(column) for column in zip(*found, strict=True)]
-            if len(node.outputs) > 1
-            else [found]
-        )
+        several = len(node.outputs) > 1
+        results = [list(column) for column in zip(*found, strict=True)] if several else [found]
     return [
         [np.asarray(array).astype(NUMPY_DTYPES[v.type.dtype]) for array in devices]
         for v, devices in zip(node.outputs, results, strict=True)
     ]
 
 
-def _repeat(
-    node: Node, params: Mapping[str, np.ndarray], operands: list[Devices], grid: Grid
-) -> list[Devices]:
+def _repeat(params: Arrays, node: Node, operands: list[Devices], grid: Grid) -> list[Devices]:
     repeat = node.repeat
     carry, invariant, data = repeat.divide(operands)
     stacked: list[list[Devices]] = []

@@ -16,14 +16,13 @@ from typing import Any, TypeVar
 from ltx2rt.graph.encodings import E4M3
 
 T = TypeVar("T")
+Axes = tuple[str, ...]  # names
+Sizes = dict[str, int]  # by the names of axes, in their order
+Spatial = tuple[int, ...]  # a number for each spatial axis
+Grid = tuple[int, int, int]  # a number for frames, rows, columns
 
-DTYPE_BYTES = {
-    "float32": 4, "bfloat16": 2, "int32": 4, E4M3: 1, "int8": 1, "uint8": 1,
-}  # fmt: skip
-SHORT = {
-    "float32": "f32", "bfloat16": "bf16", "int32": "i32", E4M3: "f8", "int8": "i8",
-    "uint8": "u8",
-}  # fmt: skip
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4, E4M3: 1, "int8": 1, "uint8": 1}
+SHORT = dict(zip(DTYPE_BYTES, ("f32", "bf16", "i32", "f8", "i8", "u8"), strict=True))
 Cut = tuple[int, int, int]  # (dim, start, stop): a slice of a tensor along one dimension
 
 
@@ -163,12 +162,8 @@ class Repeat:
 
     def divide(self, values: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
         """carry, invariant, data of `values`, one for each operand, or input of the body."""
-        fixed = self.num_carries + self.num_invariants
-        return (
-            list(values[: self.num_carries]),
-            list(values[self.num_carries : fixed]),
-            list(values[fixed:]),
-        )
+        carries, fixed = self.num_carries, self.num_carries + self.num_invariants
+        return [*values[:carries]], [*values[carries:fixed]], [*values[fixed:]]
 
 
 @dataclass(frozen=True)
@@ -208,10 +203,8 @@ class Layout:
         for name, (_, shape) in zip(self.names(layer), self.parts, strict=True):
             cuts = []
             for dim, mesh_axis, count in self.splits:
-                size = shape[dim] // count
-                cuts.append(
-                    (dim, coordinates[mesh_axis] * size, (coordinates[mesh_axis] + 1) * size)
-                )
+                size, at = shape[dim] // count, coordinates[mesh_axis]
+                cuts.append((dim, at * size, (at + 1) * size))
             yield name, *cuts
 
 
@@ -237,6 +230,20 @@ class Graph:
         """A value of a name that no other value of the graph has; a node is to make it."""
         return Value(f"%{next(self.serial)}", type)
 
+    def input_type(self, name: str, shape: Sequence[int]) -> Type:
+        """The type of the input `name`. Raises ValueError for a value of another shape."""
+        type = self.inputs[name].type
+        if tuple(shape) != type.shape:
+            raise ValueError(f"{self.name}: input {name} has shape {tuple(shape)}, expected {type}")
+        return type
+
+    def check_names(self, given: Iterable[str]) -> None:
+        """Raise ValueError unless these are the names of the inputs."""
+        given, own = set(given), self.inputs.keys()
+        if lost_or_strange := given ^ own:
+            lost, strange = sorted(lost_or_strange & own), sorted(lost_or_strange - own)
+            raise ValueError(f"{self.name}: inputs {lost} are missing, {strange} are unknown")
+
     def parameter(self, name: str, type: Type) -> Value:
         """The parameter of that name, declared on first use."""
         return self.params.setdefault(name, Value(name, type))
@@ -247,6 +254,11 @@ class Graph:
             yield node, times
             if node.op == "repeat":
                 yield from node.repeat.body.walk(times * node.repeat.count)
+
+    def read(self) -> Iterator[Value]:
+        """Every value that a node reads or that is an output, as often as it is."""
+        yield from (v for node in self.nodes for v in node.inputs)
+        yield from self.outputs.values()
 
     @property
     def repeats(self) -> list[Repeat]:
@@ -262,10 +274,8 @@ class Graph:
 
     def all_layouts(self) -> dict[str, Layout]:
         """The layout of every parameter of `all_params`, under its declared name."""
-        found = {
-            name: self.layouts.get(name, Layout(((name, v.type.shape),)))
-            for name, v in self.params.items()
-        }
+        found = {name: Layout(((name, v.type.shape),)) for name, v in self.params.items()}
+        found |= {name: x for name, x in self.layouts.items() if name in found}
         for repeat in self.repeats:
             found.update(repeat.body.all_layouts())
         return found
@@ -274,10 +284,9 @@ class Graph:
         """Every tensor this graph reads, under its concrete name in the checkpoint."""
         specs, layouts = {}, self.all_layouts()
         for name, (value, count) in self.all_params().items():
+            layout = layouts[name]
             for i in range(count):
-                for part, (_, shape) in zip(
-                    layouts[name].names(i), layouts[name].parts, strict=True
-                ):
+                for part, (_, shape) in zip(layout.names(i), layout.parts, strict=True):
                     specs[part] = ParamSpec(shape, value.type.dtype)
         return specs
 
@@ -290,22 +299,19 @@ def subgraphs(graph: Graph, groups: Sequence[Sequence[Node]]) -> list[Graph]:
             readers.setdefault(id(v), []).append(node)
     kept = {id(v) for v in graph.outputs.values()}
 
+    def numbered(values: Iterable[Value]) -> dict[str, Value]:
+        return {str(i): v for i, v in enumerate(values)}
+
     def subgraph(nodes: Sequence[Node]) -> Graph:
         inside, made = set(map(id, nodes)), [v for node in nodes for v in node.outputs]
         read = {id(v): v for node in nodes for v in node.inputs}
         for v in made:
             read.pop(id(v), None)
-        left = [
-            v
-            for v in made
-            if id(v) in kept or any(id(n) not in inside for n in readers.get(id(v), ()))
-        ]
-        return Graph(
-            graph.name, inputs=_numbered(read.values()), nodes=list(nodes), outputs=_numbered(left)
-        )
+
+        def leaves(v: Value) -> bool:
+            return id(v) in kept or not inside.issuperset(map(id, readers.get(id(v), ())))
+
+        outputs = numbered(filter(leaves, made))
+        return Graph(graph.name, numbered(read.values()), nodes=list(nodes), outputs=outputs)
 
     return [subgraph(nodes) for nodes in groups]
-
-
-def _numbered(values: Iterable[Value]) -> dict[str, Value]:
-    return {str(i): v for i, v in enumerate(values)}

@@ -9,7 +9,7 @@ import numpy as np
 
 from ltx2rt.errors import GraphError
 from ltx2rt.graph.encodings import E4M3, ENCODINGS, decoded, quantise_rows
-from ltx2rt.graph.ir import Node, Type
+from ltx2rt.graph.ir import Axes, Grid, Node, Sizes, Spatial, Type
 from ltx2rt.graph.ops import _positions, _same_dtype, _view, op
 
 
@@ -26,22 +26,13 @@ def _numpy_linear(x, weight, bias=None, *, num_contracted, out_shape):
 
 
 @op(_numpy_linear, flops=linear_flops, linear="plain")
-def linear(
-    x: Type,
-    weight: Type,
-    bias: Type | None = None,
-    *,
-    contract: tuple[str, ...],
-    out: dict[str, int],
-):
+def linear(x: Type, weight: Type, bias: Type | None = None, *, contract: Axes, out: Sizes):
     """x (..., *contract) times weight (prod out, prod contract) plus bias -> (..., *out)."""
     _same_dtype(x, weight, *([bias] if bias else []))
     n = len(contract)
     if not (x.axes[-n:] == tuple(contract) and weight.axes[1] == "*".join(contract)):
-        raise GraphError(
-            f"linear: input ends in {x.axes[-n:]}, weight contracts "
-            f"{tuple(weight.axes[1].split('*'))}"
-        )
+        own = tuple(weight.axes[1].split("*"))
+        raise GraphError(f"linear: input ends in {x.axes[-n:]}, weight contracts {own}")
     if math.prod(x.shape[-n:]) != weight.shape[1]:
         raise GraphError(f"linear: {x} does not fit weight {weight}")
     lead_axes, lead = x.axes[:-n], x.shape[:-n]
@@ -60,13 +51,7 @@ def _numpy_quantised_linear(x, weight, scale, bias=None, *, num_contracted, out_
 
 @op(_numpy_quantised_linear, flops=linear_flops, linear="quantised")
 def quantised_linear(
-    x: Type,
-    weight: Type,
-    scale: Type,
-    bias: Type | None = None,
-    *,
-    contract: tuple[str, ...],
-    out: dict[str, int],
+    x: Type, weight: Type, scale: Type, bias: Type | None = None, *, contract: Axes, out: Sizes
 ):
     """`linear` with an e4m3 weight and a float32 scale for each of its rows; x is quantised row by
     row on the way in. A row of x is what one result contracts. Products are summed in float32,
@@ -118,14 +103,7 @@ def _numpy_conv(x, weight, bias=None, *, stride, dilation):
 
 
 @op(_numpy_conv, flops=conv_flops)
-def conv(
-    x: Type,
-    weight: Type,
-    bias: Type | None = None,
-    *,
-    stride: tuple[int, ...],
-    dilation: tuple[int, ...],
-):
+def conv(x: Type, weight: Type, bias: Type | None = None, *, stride: Spatial, dilation: Spatial):
     """Unpadded correlation: x (B, channels, *spatial), weight (out, in, *kernel) as in torch."""
     _same_dtype(x, weight, *([bias] if bias else []))
     kernel = weight.shape[2:]
@@ -141,10 +119,8 @@ def conv(
     )
     if min(spatial) <= 0:
         raise GraphError(f"conv: {x} is smaller than the kernel {kernel} dilated by {dilation}")
-    return Type(x.axes, (x.shape[0], weight.shape[0], *spatial), x.dtype), {
-        "stride": stride,
-        "dilation": dilation,
-    }
+    shape = (x.shape[0], weight.shape[0], *spatial)
+    return Type(x.axes, shape, x.dtype), {"stride": stride, "dilation": dilation}
 
 
 def _conv_transpose_flops(node: Node) -> int:
@@ -156,9 +132,8 @@ def _numpy_conv_transpose(x, weight, bias=None, *, stride):
     k = weight.shape[2]
     y = np.zeros((b, weight.shape[1], (t - 1) * stride + k), x.dtype)
     for j in range(k):
-        y[:, :, j : j + (t - 1) * stride + 1 : stride] += np.einsum(
-            "bit,io->bot", x, weight[:, :, j]
-        )
+        part = np.einsum("bit,io->bot", x, weight[:, :, j])
+        y[:, :, j : j + (t - 1) * stride + 1 : stride] += part
     return y if bias is None else y + bias[:, None]
 
 
@@ -180,7 +155,7 @@ def _numpy_rms_norm(x, weight=None, *, dims, weight_view, eps):
 
 
 @op(_numpy_rms_norm)
-def rms_norm(x: Type, weight: Type | None = None, *, over: tuple[str, ...], eps: float):
+def rms_norm(x: Type, weight: Type | None = None, *, over: Axes, eps: float):
     """x / rms(x) over named axes, in float32, times weight, stored as one axis "a*b", if given."""
     if not set(over) <= set(x.axes):
         raise GraphError(f"rms_norm over {over}: {x} lacks some of them")
@@ -188,10 +163,9 @@ def rms_norm(x: Type, weight: Type | None = None, *, over: tuple[str, ...], eps:
     if weight is not None:
         if weight.axes != ("*".join(over),):
             raise GraphError(f"rms_norm over {over}: weight is {weight}")
-        fits = weight.num_elements == math.prod(x.size(a) for a in over)
-        if not fits:
+        if weight.num_elements != math.prod(x.size(a) for a in over):
             raise GraphError(f"rms_norm: {x} does not fit weight {weight}")
-        view = tuple(n if a in over else 1 for a, n in zip(x.axes, x.shape, strict=True))
+        view = tuple(n if a in over else 1 for a, n in x.sizes.items())
     return x, {"dims": _positions(x, over), "weight_view": view, "eps": eps}
 
 
@@ -223,7 +197,7 @@ def group_norm(x: Type, weight: Type, bias: Type, *, groups: int, eps: float):
     return x, {"groups": groups, "eps": eps}
 
 
-def _attend(q, k, v, bias, scale, bias_view):
+def _attend(q, k, v, bias=None, *, scale, bias_view):
     """The attention, and the logarithm of its softmax's denominator (B, tokens, heads)."""
     b, t, heads, d = q.shape
     kv_heads = k.shape[2]
@@ -242,11 +216,7 @@ def _attention_flops(node: Node) -> int:
     return 4 * node.inputs[0].type.num_elements * node.inputs[1].type.shape[1]
 
 
-def _numpy_attention(q, k, v, bias=None, *, scale, bias_view):
-    return _attend(q, k, v, bias, scale, bias_view)[0]
-
-
-@op(_numpy_attention, flops=_attention_flops)
+@op(lambda *operands, **plan: _attend(*operands, **plan)[0], flops=_attention_flops)
 def attention(q: Type, k: Type, v: Type, bias: Type | None = None, *, scale: float):
     """softmax(q k^T scale + bias) v with q (B, tokens, heads, head_dim), k and v (B, context,
     kv_heads, head_dim). heads is a multiple of kv_heads (query head i reads kv head i // (heads /
@@ -314,20 +284,13 @@ def _neighbourhood_flops(node: Node) -> int:
 
 
 def _numpy_neighbourhood_attention(q, k, v, *, window, first, scale):
-    starts = [
-        window_starts(*sizes)
-        for sizes in zip(q.shape[1:4], k.shape[1:4], window, first, strict=True)
-    ]
+    starts = [*map(window_starts, q.shape[1:4], k.shape[1:4], window, first)]
     columns = starts[2][:, None] + np.arange(window[2])
     y = np.empty_like(q)
     for t, frame in enumerate(starts[0]):
         for r, row in enumerate(starts[1]):
-            box = (
-                slice(None),
-                slice(frame, frame + window[0]),
-                slice(row, row + window[1]),
-                columns,
-            )
+            rows = slice(row, row + window[1])
+            box = (slice(None), slice(frame, frame + window[0]), rows, columns)
             scores = np.einsum("bwnd,bfrwcnd->bwnfrc", q[:, t, r], k[box]) * np.float32(scale)
             weights = np.exp(scores - scores.max(axis=(3, 4, 5), keepdims=True))
             weights /= weights.sum(axis=(3, 4, 5), keepdims=True)
@@ -336,15 +299,7 @@ def _numpy_neighbourhood_attention(q, k, v, *, window, first, scale):
 
 
 @op(_numpy_neighbourhood_attention, flops=_neighbourhood_flops)
-def neighbourhood_attention(
-    q: Type,
-    k: Type,
-    v: Type,
-    *,
-    window: tuple[int, int, int],
-    first: tuple[int, int, int],
-    scale: float,
-):
+def neighbourhood_attention(q: Type, k: Type, v: Type, *, window: Grid, first: Grid, scale: float):
     """softmax(q k^T scale) v in which a query sees the window of keys around it, in a grid of three
     axes.
 
@@ -358,9 +313,8 @@ def neighbourhood_attention(
         raise GraphError(f"neighbourhood_attention: q {q}, k {k}, v {v}")
     if not (q.shape[0] == k.shape[0] and q.shape[4:] == k.shape[4:]):
         raise GraphError(f"neighbourhood_attention: q {q} does not fit k {k}")
-    for axis, n, m, w, f in zip(
-        q.axes[1:4], q.shape[1:4], k.shape[1:4], window, first, strict=True
-    ):
+    grids = zip(q.axes[1:4], q.shape[1:4], k.shape[1:4], window, first, strict=True)
+    for axis, n, m, w, f in grids:
         if w > m:
             raise GraphError(f"neighbourhood_attention: a window of {w} {axis}, but there are {m}")
         if not 0 <= f <= m - n:
@@ -370,9 +324,8 @@ def neighbourhood_attention(
 
 def axial_frequencies(sizes: tuple[int, ...], theta: float) -> np.ndarray:
     """f32[sum of sizes / 2]: theta^(-2j / size) of every part, computed in float64."""
-    return np.concatenate([1.0 / theta ** (np.arange(0, n, 2) / n) for n in sizes]).astype(
-        np.float32
-    )
+    parts = [1.0 / theta ** (np.arange(0, n, 2) / n) for n in sizes]
+    return np.concatenate(parts).astype(np.float32)
 
 
 def _numpy_axial_rope(x, *, sizes, first, frequencies):
@@ -390,7 +343,7 @@ def _numpy_axial_rope(x, *, sizes, first, frequencies):
 
 
 @op(_numpy_axial_rope)
-def axial_rope(x: Type, *, sizes: tuple[int, int, int], first: tuple[int, int, int], theta: float):
+def axial_rope(x: Type, *, sizes: Grid, first: Grid, theta: float):
     """Rotate pairs (2j, 2j + 1) of x (B, frames, rows, columns, heads, head_dim), in float32.
 
     The first sizes[0] numbers of head_dim turn with the frame, the next sizes[1] with the row, the
@@ -398,22 +351,17 @@ def axial_rope(x: Type, *, sizes: tuple[int, int, int], first: tuple[int, int, i
     """
     if len(x.axes) != 6:
         raise GraphError(f"axial_rope: {x} has {len(x.axes)} axes, expected 6")
-    fits = sum(sizes) == x.shape[-1] and not any(n % 2 for n in sizes)
-    if not fits:
+    if sum(sizes) != x.shape[-1] or any(n % 2 for n in sizes):
         raise GraphError(f"axial_rope: {x.axes[-1]}={x.shape[-1]} in parts of {tuple(sizes)}")
-    return x, {
-        "sizes": tuple(sizes),
-        "first": tuple(first),
-        "frequencies": axial_frequencies(sizes, theta),
-    }
+    frequencies = axial_frequencies(sizes, theta)
+    return x, {"sizes": tuple(sizes), "first": tuple(first), "frequencies": frequencies}
 
 
 def sinusoid_frequencies(size: int) -> np.ndarray:
     """exp(-ln(10000) i / (size/2)), i = 0..size/2-1, float32, as in diffusion transformers."""
     half = size // 2
-    return np.exp(
-        np.float32(-math.log(10000.0)) * np.arange(half, dtype=np.float32) / np.float32(half)
-    )
+    steps = np.arange(half, dtype=np.float32)
+    return np.exp(np.float32(-math.log(10000.0)) * steps / np.float32(half))
 
 
 def _numpy_sinusoid(t, frequencies):
@@ -426,6 +374,5 @@ def sinusoid(t: Type, *, size: int):
     """[cos(t f), sin(t f)] along a new last axis "frequencies", cosine first."""
     if t.dtype != "float32":
         raise GraphError(f"sinusoid: {t} must be float32")
-    return Type((*t.axes, "frequencies"), (*t.shape, size), t.dtype), {
-        "frequencies": sinusoid_frequencies(size)
-    }
+    result = Type((*t.axes, "frequencies"), (*t.shape, size), t.dtype)
+    return result, {"frequencies": sinusoid_frequencies(size)}

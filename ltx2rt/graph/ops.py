@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ltx2rt.errors import GraphError
-from ltx2rt.graph.ir import Node, Type
+from ltx2rt.graph.ir import Axes, Node, Sizes, Type
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def _same_dtype(*types: Type) -> str:
     return types[0].dtype
 
 
-def _view(small: Type, axes: tuple[str, ...], what: str = "operand") -> tuple[int, ...]:
+def _view(small: Type, axes: Axes, what: str = "operand") -> tuple[int, ...]:
     """Shape of `small` with an axis of 1 for every one of `axes` it lacks."""
     it = iter(axes)
     if not all(a in it for a in small.axes):
@@ -63,11 +63,11 @@ def _view(small: Type, axes: tuple[str, ...], what: str = "operand") -> tuple[in
     return tuple(sizes.get(a, 1) for a in axes)
 
 
-def _positions(x: Type, axes: tuple[str, ...]) -> tuple[int, ...]:
+def _positions(x: Type, axes: Axes) -> tuple[int, ...]:
     return tuple(x.axes.index(a) for a in axes)
 
 
-def _without(x: Type, axes: tuple[str, ...]) -> Type:
+def _without(x: Type, axes: Axes) -> Type:
     kept = {a: n for a, n in x.sizes.items() if a not in axes}
     return Type(tuple(kept), tuple(kept.values()), x.dtype)
 
@@ -79,11 +79,8 @@ def _without(x: Type, axes: tuple[str, ...]) -> Type:
 def full(*, value: float, dtype: str, **sizes: int):
     """The number `value` everywhere; keyword order is axis order."""
     shape = tuple(sizes.values())
-    return Type(tuple(sizes), shape, dtype), {
-        "value": np.array(value, np.float32),
-        "shape": shape,
-        "dtype": dtype,
-    }
+    args = {"value": np.array(value, np.float32), "shape": shape, "dtype": dtype}
+    return Type(tuple(sizes), shape, dtype), args
 
 
 # --- elementwise ----------------------------------------------------------------------------------
@@ -154,11 +151,12 @@ def cast(x: Type, *, dtype: str):
     return replace(x, dtype=dtype), {"dtype": dtype}
 
 
-@op(
-    lambda c, x, y, views: np.where(
-        c.reshape(views[0]) != 0, x.reshape(views[1]), y.reshape(views[2])
-    )
-)
+def _numpy_select(condition, x, y, views):
+    condition, x, y = (a.reshape(view) for a, view in zip((condition, x, y), views, strict=True))
+    return np.where(condition != 0, x, y)
+
+
+@op(_numpy_select)
 def select(condition: Type, x: Type, y: Type):
     """x where condition is not zero, else y; axes by name, the widest operand's order."""
     dtype = _same_dtype(x, y)
@@ -201,17 +199,15 @@ def dropout(x: Type, keys: Type, columns: Type, rate: Type, *, salt: int):
     lead, rest = len(keys.axes), len(columns.axes)
     if x.axes != keys.axes + columns.axes or {keys.dtype, columns.dtype} != {"int32"}:
         raise GraphError(f"dropout: {keys} and {columns} do not fit {x}")
-    return x, {
-        "salt": salt,
-        "views": ((*keys.shape, *[1] * rest), ((*[1] * lead, *columns.shape)), _view(rate, x.axes)),
-    }
+    views = (*keys.shape, *[1] * rest), (*[1] * lead, *columns.shape), _view(rate, x.axes)
+    return x, {"salt": salt, "views": views}
 
 
 # --- reductions -----------------------------------------------------------------------------------
 
 
 def _reduction(name: str, numpy: Callable[..., np.ndarray]) -> None:
-    def rule(x: Type, *, over: tuple[str, ...]):
+    def rule(x: Type, *, over: Axes):
         if not set(over) <= set(x.axes):
             raise GraphError(f"{name} over {over}: {x} lacks some of them")
         return _without(x, over), {"dims": _positions(x, over)}
@@ -241,18 +237,17 @@ def _reshaped(x, shape):
 
 
 @op(_reshaped)
-def split(x: Type, *, axis: str, into: dict[str, int]):
+def split(x: Type, *, axis: str, into: Sizes):
     """One axis into several, the first the slowest: `into={"heads": 32, "head_dim": 128}`."""
     i = x.axes.index(axis)
-    fits = math.prod(into.values()) == x.shape[i]
-    if not fits:
+    if math.prod(into.values()) != x.shape[i]:
         raise GraphError(f"split {axis}={x.shape[i]} into {into}: sizes do not multiply to it")
     out = x.replaced(i, i + 1, into)
     return out, {"shape": out.shape}
 
 
 @op(_reshaped)
-def merge(x: Type, *, axes: tuple[str, ...], into: str):
+def merge(x: Type, *, axes: Axes, into: str):
     """Adjacent axes into one, the first the slowest."""
     i = x.axes.index(axes[0])
     stop = i + len(axes)
@@ -263,7 +258,7 @@ def merge(x: Type, *, axes: tuple[str, ...], into: str):
 
 
 @op(lambda x, perm: x.transpose(perm))
-def transpose(x: Type, *, axes: tuple[str, ...]):
+def transpose(x: Type, *, axes: Axes):
     if sorted(axes) != sorted(x.axes):
         raise GraphError(f"transpose to {axes}: not a permutation of {x}")
     perm = _positions(x, axes)
@@ -290,12 +285,8 @@ def slice_(x: Type, *, axis: str, start: int = 0, stop: int | None = None, step:
     stop = n if stop is None else stop
     if not 0 <= start < stop <= n:
         raise GraphError(f"slice {axis} {start}:{stop} of {x}")
-    return x.resized(axis, -(-(stop - start) // step)), {
-        "dim": i,
-        "start": start,
-        "stop": stop,
-        "step": step,
-    }
+    args = {"dim": i, "start": start, "stop": stop, "step": step}
+    return x.resized(axis, -(-(stop - start) // step)), args
 
 
 @op(lambda x, dim, index: x[(slice(None),) * dim + (index,)])
@@ -313,8 +304,7 @@ def concat(*xs: Type, axis: str):
     _same_dtype(*xs)
     first, i = xs[0], xs[0].axes.index(axis)
     for x in xs:
-        fits = x.axes == first.axes and x.resized(axis, 0) == first.resized(axis, 0)
-        if not fits:
+        if x.axes != first.axes or x.resized(axis, 0) != first.resized(axis, 0):
             raise GraphError(f"concat along {axis}: {x} does not fit {first}")
     return first.resized(axis, sum(x.shape[i] for x in xs)), {"dim": i}
 

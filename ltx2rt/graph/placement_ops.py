@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from ltx2rt.errors import GraphError
-from ltx2rt.graph.ir import Type
+from ltx2rt.graph.ir import Axes, Type
 from ltx2rt.graph.network_ops import _attend, _attention_flops, attention
 from ltx2rt.graph.ops import _positions, _same_dtype, _without, op
 
@@ -73,12 +73,8 @@ def all_to_all(*xs: Type, split: int, concat: int, mesh_axis: str, parts: int):
         sent = x.resized(x.axes[split], x.shape[split] // parts)
         results.append(sent.resized(x.axes[concat], sent.shape[concat] * parts))
     _same_dtype(*xs)
-    return tuple(results), {
-        "split": split,
-        "concat": concat,
-        "mesh_axis": mesh_axis,
-        "parts": parts,
-    }
+    args = {"split": split, "concat": concat, "mesh_axis": mesh_axis, "parts": parts}
+    return tuple(results), args
 
 
 @op(lambda *xs: xs)
@@ -90,7 +86,7 @@ def barrier(*xs: Type):
 
 
 @op(lambda x, dims: np.sum(np.square(x.astype(np.float32)), axis=dims))
-def sum_squares(x: Type, *, over: tuple[str, ...]):
+def sum_squares(x: Type, *, over: Axes):
     """The sum of x^2 over the named axes, in float32: an RMSNorm over split heads adds them up."""
     return replace(_without(x, over), dtype="float32"), {"dims": _positions(x, over)}
 
@@ -103,28 +99,17 @@ def _numpy_rms_scale(x, sum_squares, weight=None, *, dims, weight_view, count, e
 
 @op(_numpy_rms_scale)
 def rms_scale(
-    x: Type,
-    sum_squares: Type,
-    weight: Type | None = None,
-    *,
-    over: tuple[str, ...],
-    count: int,
-    eps: float,
+    x: Type, sum_squares: Type, weight: Type | None = None, *, over: Axes, count: int, eps: float
 ):
     """x / sqrt(sum_squares / count + eps), in float32, times this device's part of the weight."""
-    fits = sum_squares.axes == _without(x, over).axes and sum_squares.dtype == "float32"
-    if not fits:
+    if sum_squares.axes != _without(x, over).axes or sum_squares.dtype != "float32":
         raise GraphError(f"rms_scale: {sum_squares} does not fit {x}")
-    view = (
-        None
-        if weight is None
-        else tuple(n if a in over else 1 for a, n in zip(x.axes, x.shape, strict=True))
-    )
+    view = None if weight is None else tuple(n if a in over else 1 for a, n in x.sizes.items())
     return x, {"dims": _positions(x, over), "weight_view": view, "count": count, "eps": eps}
 
 
-def _numpy_attention_part(q, k, v, bias=None, *, scale, bias_view):
-    y, log_sum = _attend(q, k, v, bias, scale, bias_view)
+def _numpy_attention_part(*operands, **plan):
+    y, log_sum = _attend(*operands, **plan)
     upper = (log_sum.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
     return np.concatenate([y, upper[..., None], (log_sum - upper)[..., None]], axis=-1)
 

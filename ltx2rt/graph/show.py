@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ltx2rt.graph.ir import Graph, Node
+from ltx2rt.graph.ir import Graph, Node, Type
 from ltx2rt.graph.ops import COLLECTIVES
 
 FORMATS = ("text", "dot", "json")
@@ -40,19 +40,15 @@ def _body(graph: Graph, lines: list[str], indent: str) -> None:
         results = ", ".join(v.name for v in node.outputs)
         if node.op == "repeat":
             body = node.repeat.body
-            carry, invariant, data = node.repeat.divide(
-                list(zip(body.inputs, node.inputs, strict=True))
-            )
+            operands = list(zip(body.inputs, node.inputs, strict=True))
+            carry, invariant, data = node.repeat.divide(operands)
             start = f" from {node.repeat.first}" if node.repeat.first else ""
             lines.append(f"{indent}{results} = repeat {node.repeat.count}{start}")
             for kind, pairs in (("carry", carry), ("data", data)):
-                lines += [
-                    f"{indent}  {kind} {name} = {v.name}: {body.inputs[name].type}"
-                    for name, v in pairs
-                ]
-            lines.append(
-                f"{indent}  reads " + ", ".join(f"{name} = {v.name}" for name, v in invariant)
-            )
+                for name, v in pairs:
+                    lines.append(f"{indent}  {kind} {name} = {v.name}: {body.inputs[name].type}")
+            read = ", ".join(f"{name} = {v.name}" for name, v in invariant)
+            lines.append(f"{indent}  reads {read}")
             _body(body, lines, indent + "  ")
             for name, v in body.outputs.items():
                 lines.append(f"{indent}  yield {name} = {v.name}: {v.type}")
@@ -101,34 +97,25 @@ def _dot(graph: Graph) -> str:
 
 
 def _json(graph: Graph) -> str:
-    def typed(v) -> dict[str, Any]:
-        return {
-            "name": v.name,
-            "axes": list(v.type.axes),
-            "shape": list(v.type.shape),
-            "dtype": v.type.dtype,
-        }
+    def typed(type: Type) -> dict[str, Any]:
+        return {"axes": list(type.axes), "shape": list(type.shape), "dtype": type.dtype}
 
     def nodes(graph: Graph) -> list[dict[str, Any]]:
         found = []
         for node in graph.nodes:
-            first = node.outputs[0].type
             row: dict[str, Any] = {
                 "op": node.op,
                 "inputs": [v.name for v in node.inputs],
                 "outputs": [v.name for v in node.outputs],
-                "axes": list(first.axes),
-                "shape": list(first.shape),
-                "dtype": first.dtype,
+                **typed(node.outputs[0].type),
                 "collective": node.op if node.op in COLLECTIVES else None,
             }
             if node.op == "repeat":
                 row |= {"count": node.repeat.count, "body": nodes(node.repeat.body)}
                 row |= {"first": node.repeat.first} if node.repeat.first else {}
             else:
-                row["attrs"] = {
-                    k: list(v) if isinstance(v, tuple) else v for k, v in node.attrs.items()
-                }
+                attrs = node.attrs.items()
+                row["attrs"] = {k: list(v) if isinstance(v, tuple) else v for k, v in attrs}
             found.append(row)
         return found
 
@@ -138,7 +125,7 @@ def _json(graph: Graph) -> str:
     }
     whole = {
         "name": graph.name,
-        "inputs": [typed(v) for v in graph.inputs.values()],
+        "inputs": [{"name": v.name, **typed(v.type)} for v in graph.inputs.values()],
         "params": params,
         "nodes": nodes(graph),
         "outputs": {name: v.name for name, v in graph.outputs.items()},

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ltx2rt.errors import GraphError
-from ltx2rt.graph.ir import Graph, Node, Repeat, Type, Value
+from ltx2rt.graph.ir import Axes, Graph, Node, Repeat, Sizes, Type, Value
 from ltx2rt.graph.ops import OPS
 from ltx2rt.graph.verify import verify
 
@@ -45,33 +45,17 @@ class Term(Value):
 
     o: Ops = field(repr=False)
 
-    def __add__(self, other: Value | float) -> Term:
-        return (
-            self.o.add(self, other)
-            if isinstance(other, Value)
-            else self.o.affine(self, offset=float(other))
-        )
+    def __add__(self, y: Value | float) -> Term:
+        return self.o.add(self, y) if isinstance(y, Value) else self.o.affine(self, offset=float(y))
 
-    def __sub__(self, other: Value | float) -> Term:
-        return (
-            self.o.sub(self, other)
-            if isinstance(other, Value)
-            else self.o.affine(self, offset=-float(other))
-        )
+    def __sub__(self, y: Value | float) -> Term:
+        return self.o.sub(self, y) if isinstance(y, Value) else self + -float(y)
 
-    def __mul__(self, other: Value | float) -> Term:
-        return (
-            self.o.mul(self, other)
-            if isinstance(other, Value)
-            else self.o.affine(self, scale=float(other))
-        )
+    def __mul__(self, y: Value | float) -> Term:
+        return self.o.mul(self, y) if isinstance(y, Value) else self.o.affine(self, scale=float(y))
 
-    def __truediv__(self, other: Value | float) -> Term:
-        return (
-            self.o.div(self, other)
-            if isinstance(other, Value)
-            else self.o.affine(self, scale=1 / other)
-        )
+    def __truediv__(self, y: Value | float) -> Term:
+        return self.o.div(self, y) if isinstance(y, Value) else self * (1 / y)
 
     def __rsub__(self, number: float) -> Term:
         return self.o.affine(self, scale=-1.0, offset=float(number))
@@ -108,7 +92,7 @@ class Ops:
         return self._param(name, tuple(sizes), tuple(sizes.values()), dtype)
 
     def _param(
-        self, name: str, axes: tuple[str, ...], shape: tuple[int, ...], dtype: str | None = None
+        self, name: str, axes: Axes, shape: tuple[int, ...], dtype: str | None = None
     ) -> Term:
         full, type = self.prefix + name, Type(axes, shape, dtype or self.dtype)
         known = self.graph.params.setdefault(full, self.term(full, type))
@@ -131,17 +115,15 @@ class Ops:
         try:
             return _record(self.graph, name, inputs, attrs, self.term)
         except GraphError as error:
-            where = ", ".join(v.name for v in inputs)
-            raise GraphError(
-                f"{self.prefix or self.graph.name}: {error} (operands: {where})"
-            ) from None
+            where, names = self.prefix or self.graph.name, ", ".join(v.name for v in inputs)
+            raise GraphError(f"{where}: {error} (operands: {names})") from None
 
     def linear(
         self,
         x: Term,
         name: str,
-        out: dict[str, int],
-        contract: tuple[str, ...] | None = None,
+        out: Sizes,
+        contract: Axes | None = None,
         bias: bool = True,
     ) -> Term:
         """Linear layer (name.weight, name.bias) over x's last axis, or axes `contract`."""
@@ -152,9 +134,7 @@ class Ops:
         b = self._param(f"{name}.bias", (out_axis,), (rows,)) if bias else None
         return self._emit("linear", (x, weight, b), {"contract": contract, "out": out})
 
-    def rms_norm(
-        self, x: Term, name: str | None = None, *, over: tuple[str, ...], eps: float
-    ) -> Term:
+    def rms_norm(self, x: Term, name: str | None = None, *, over: Axes, eps: float) -> Term:
         """RMSNorm over the named axes; with the weight `name`.weight if a name is given."""
         weight = None
         if name is not None:
@@ -173,21 +153,19 @@ class Ops:
         bias: bool = True,
     ) -> Term:
         """Unpadded convolution layer of x (B, channels, *spatial), weight (out, in, *kernel)."""
-        n = len(kernel)
-        axes = ("out", "in", *(f"k{i}" for i in range(n)))
+        ones = (1,) * len(kernel)
+        axes = ("out", "in", *(f"k{i}" for i in range(len(kernel))))
         weight = self._param(f"{name}.weight", axes, (out_channels, x.type.shape[1], *kernel))
         b = self._param(f"{name}.bias", ("out",), (out_channels,)) if bias else None
-        return self._emit(
-            "conv", (x, weight, b), {"stride": stride or (1,) * n, "dilation": dilation or (1,) * n}
-        )
+        plan = {"stride": stride or ones, "dilation": dilation or ones}
+        return self._emit("conv", (x, weight, b), plan)
 
     def conv_transpose(
         self, x: Term, name: str, out_channels: int, kernel: int, stride: int, bias: bool = True
     ) -> Term:
         """Uncropped 1-D transposed convolution layer `name` of x (B, channels, time)."""
-        weight = self._param(
-            f"{name}.weight", ("in", "out", "k0"), (x.type.shape[1], out_channels, kernel)
-        )
+        shape = (x.type.shape[1], out_channels, kernel)
+        weight = self._param(f"{name}.weight", ("in", "out", "k0"), shape)
         b = self._param(f"{name}.bias", ("out",), (out_channels,)) if bias else None
         return self._emit("conv_transpose", (x, weight, b), {"stride": stride})
 

@@ -48,14 +48,11 @@ def _list(types: tuple[Type, ...]) -> str:
 def _verify_repeat(where: str, node: Node, repeat: Repeat) -> None:
     """Operands fit the body's inputs, results its outputs; data lead with the repeat's axis."""
     inputs, outputs = repeat.body.inputs, repeat.body.outputs
-    if len(inputs) != len(node.inputs):
-        raise GraphError(
-            f"{where}: repeat passes {len(node.inputs)} operands to {len(inputs)} inputs"
-        )
-    if len(outputs) != len(node.outputs):
-        raise GraphError(
-            f"{where}: repeat has {len(node.outputs)} results of {len(outputs)} outputs"
-        )
+    given, made = len(node.inputs), len(node.outputs)
+    if len(inputs) != given:
+        raise GraphError(f"{where}: repeat passes {given} operands to {len(inputs)} inputs")
+    if len(outputs) != made:
+        raise GraphError(f"{where}: repeat has {made} results of {len(outputs)} outputs")
     for verb, to, values, inner, alike in (
         ("passes", "to", node.inputs, inputs, repeat.num_carries + repeat.num_invariants),
         ("gives", "for", node.outputs, outputs, repeat.num_carries),

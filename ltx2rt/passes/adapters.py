@@ -56,15 +56,13 @@ def adapted(graph: Graph, adapters: Adapters) -> Graph:
 def modules(graph: Graph) -> list[str]:
     """Modules that can be targets: linears of the graph's repeats that share their weights with no
     other, `*` for the block."""
-    bodies = [repeat.body for repeat in graph.repeats]
-    weights = [
-        (node.inputs[1].name, body) for body in bodies for node in body.nodes if node.op == "linear"
-    ]
-    return [
-        name.removesuffix(".weight")
-        for name, body in weights
-        if "*" in name and name in body.params
-    ]
+    linears = (
+        (node.inputs[1].name, repeat.body.params)
+        for repeat in graph.repeats
+        for node in repeat.body.nodes
+        if node.op == "linear"
+    )
+    return [n.removesuffix(".weight") for n, params in linears if "*" in n and n in params]
 
 
 def starred(module: str) -> str:
@@ -87,14 +85,11 @@ def _body(body: Graph, adapters: Adapters, drop: Dropout | None) -> Graph:
     layouts, env = body.all_layouts(), {}
     for node in body.nodes:
         node = replace(node, inputs=tuple(env.get(id(v), v) for v in node.inputs))
-        if (
-            node.op != "linear"
-            or node.inputs[1].name.removesuffix(".weight") not in adapters.targets
-        ):
+        weight = node.inputs[1].name if node.op == "linear" else ""
+        if weight.removesuffix(".weight") in adapters.targets:
+            env[id(node.outputs[0])] = _beside(result, node, layouts[weight], adapters, drop)
+        else:
             result.nodes.append(node)
-            continue
-        y = _beside(result, node, layouts[node.inputs[1].name], adapters, drop)
-        env[id(node.outputs[0])] = y
     result.outputs = {name: env.get(id(v), v) for name, v in body.outputs.items()}
     return result
 
@@ -104,11 +99,8 @@ def _beside(
 ) -> Value:
     """The linear plus its adapter."""
     x, weight, *_ = node.inputs
-    name, dtype, rank = (
-        weight.name.removesuffix(".weight"),
-        weight.type.dtype,
-        adapters.rank_of(weight.name),
-    )
+    name, dtype = weight.name.removesuffix(".weight"), weight.type.dtype
+    rank = adapters.rank_of(weight.name)
     ((_, (rows, columns)),) = layout.parts
 
     def half(letter: str, dim: int, whole: tuple[int, int]) -> Value:
@@ -119,17 +111,11 @@ def _beside(
         v = out.parameter(declared, type)
         return v if dtype == adapters.dtype else emit(out, "cast", v, dtype=dtype)
 
-    h = emit(
-        out,
-        "linear",
-        drop(out, x, name, layout) if drop else x,
-        half("A", 0, (rank, columns)),
-        contract=node.attrs["contract"],
-        out={"rank": rank},
-    )
-    d = emit(
-        out, "linear", h, half("B", 1, (rows, rank)), contract=("rank",), out=node.attrs["out"]
-    )
+    x = drop(out, x, name, layout) if drop else x
+    down = {"contract": node.attrs["contract"], "out": {"rank": rank}}
+    h = emit(out, "linear", x, half("A", 0, (rank, columns)), **down)
+    up = {"contract": ("rank",), "out": node.attrs["out"]}
+    d = emit(out, "linear", h, half("B", 1, (rows, rank)), **up)
     if not math.isclose(adapters.scale, 1):
         d = emit(out, "affine", d, scale=adapters.scale)
     y = out.fresh(node.outputs[0].type)

@@ -51,11 +51,8 @@ def together(nodes: Sequence[Node]) -> list[Node]:
     """Collectives that leave at once; of all-reduces one for each mesh axis and dtype."""
     groups: dict[tuple, list[Node]] = {}
     for node in nodes:
-        key = (
-            (node.attrs["mesh_axis"], node.inputs[0].type.dtype)
-            if node.op == "all_reduce"
-            else (id(node),)
-        )
+        reduces = node.op == "all_reduce"
+        key = (node.attrs["mesh_axis"], node.inputs[0].type.dtype) if reduces else (id(node),)
         groups.setdefault(key, []).append(node)
     return [found[0] if len(found) == 1 else _all_reduce(found) for found in groups.values()]
 
@@ -68,7 +65,6 @@ def apart(node: Node) -> list[Node]:
 
 def _all_reduce(nodes: Sequence[Node]) -> Node:
     inputs = tuple(v for node in nodes for v in node.inputs)
+    outputs = tuple(v for node in nodes for v in node.outputs)
     _, args = OPS["all_reduce"].rule(*(v.type for v in inputs), **nodes[0].attrs)
-    return replace(
-        nodes[0], inputs=inputs, outputs=tuple(v for node in nodes for v in node.outputs), args=args
-    )
+    return replace(nodes[0], inputs=inputs, outputs=outputs, args=args)

@@ -61,10 +61,8 @@ class Dropout:
         for _, mesh_axis, parts in cuts:
             columns = emit(body, "shard", columns, axis=first, mesh_axis=mesh_axis, parts=parts)
         salt = int.from_bytes(hashlib.sha256(module.encode()).digest()[:4], "little", signed=True)
-        keys, rate = (
-            self._keys(samples, x.type.axes[1], tokens),
-            self._given(RATE, "float32", B=samples),
-        )
+        keys = self._keys(samples, x.type.axes[1], tokens)
+        rate = self._given(RATE, "float32", B=samples)
         return emit(body, "dropout", x, keys, columns, rate, salt=salt)
 
     def repeat(self, body: Graph) -> Node:

@@ -25,56 +25,42 @@ def gather_weights(
     rules = {axis: mesh_axis for axis, mesh_axis in rules.items() if mesh_axis in mesh}
     if not rules:
         return graph
-    result = _gathered(graph, rules, mesh, strict, repeated=False)
-    verify(result)
-    return result
 
-
-def _gathered(
-    graph: Graph, rules: Mapping[str, str], mesh: Mapping[str, int], strict: bool, repeated: bool
-) -> Graph:
-    result = replace(
-        graph, params=dict(graph.params), nodes=[], layouts=dict(graph.layouts), mesh=mesh
-    )
-    layouts = graph.all_layouts()
-    elsewhere = {id(v) for node in graph.nodes if node.op != "linear" for v in node.inputs}
-    gathered: dict[int, Value] = {}
-    for node in graph.nodes:
-        node = rewrite(node, lambda body: _gathered(body, rules, mesh, strict, repeated=True))
-        if node.op == "linear" and repeated:
-            x, weight, *bias = node.inputs
-            axis = next((axis for axis in weight.type.axes if axis in rules), None)
-            if axis is not None and "*" in weight.name and id(weight) not in elsewhere:
-                if id(weight) not in gathered:
-                    gathered[id(weight)] = _gather(
-                        result, weight, layouts[weight.name], axis, rules, mesh, strict
-                    )
-                node = replace(node, inputs=(x, gathered[id(weight)], *bias))
-        result.nodes.append(node)
-    return result
-
-
-def _gather(
-    out: Graph,
-    weight: Value,
-    layout: Layout,
-    axis: str,
-    rules: Mapping[str, str],
-    mesh: Mapping[str, int],
-    strict: bool,
-) -> Value:
-    """The weight as it was, from its slices; as it is where its size does not divide."""
-    dim, size, mesh_axis = weight.type.axes.index(axis), weight.type.size(axis), rules[axis]
-    parts = mesh[mesh_axis]
-    if size % parts:
-        if strict:
+    def gather(out: Graph, weight: Value, layout: Layout, axis: str) -> Value:
+        """The weight as it was, from its slices; as it is where its size does not divide."""
+        dim, size, mesh_axis = weight.type.axes.index(axis), weight.type.size(axis), rules[axis]
+        parts = mesh[mesh_axis]
+        if size % parts and strict:
             raise InputError(
                 f"{out.name}: {axis}={size} does not divide over {mesh_axis}={parts}; choose a "
                 f"divisor of {size}"
             )
-        return weight
-    out.params[weight.name] = Value(weight.name, weight.type.resized(axis, size // parts))
-    out.layouts[weight.name] = replace(layout, splits=(*layout.splits, (dim, mesh_axis, parts)))
-    return emit(
-        out, "all_gather", out.params[weight.name], axis=axis, mesh_axis=mesh_axis, parts=parts
-    )
+        if size % parts:
+            return weight
+        held = out.params[weight.name] = Value(
+            weight.name, weight.type.resized(axis, size // parts)
+        )
+        out.layouts[weight.name] = replace(layout, splits=(*layout.splits, (dim, mesh_axis, parts)))
+        return emit(out, "all_gather", held, axis=axis, mesh_axis=mesh_axis, parts=parts)
+
+    def gathered(body: Graph) -> Graph:
+        out = replace(body, params=dict(body.params), nodes=[], layouts=dict(body.layouts))
+        out.mesh, layouts = mesh, body.all_layouts()
+        elsewhere = {id(v) for node in body.nodes if node.op != "linear" for v in node.inputs}
+        whole: dict[int, Value] = {}
+        for node in body.nodes:
+            node = rewrite(node, gathered)
+            if node.op == "linear":
+                x, weight, *bias = node.inputs
+                axis = next((axis for axis in weight.type.axes if axis in rules), None)
+                if axis is not None and "*" in weight.name and id(weight) not in elsewhere:
+                    if id(weight) not in whole:
+                        whole[id(weight)] = gather(out, weight, layouts[weight.name], axis)
+                    node = replace(node, inputs=(x, whole[id(weight)], *bias))
+            out.nodes.append(node)
+        return out
+
+    nodes = [rewrite(node, gathered) for node in graph.nodes]
+    result = replace(graph, nodes=nodes, mesh=mesh)
+    verify(result)
+    return result

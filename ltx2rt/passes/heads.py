@@ -49,9 +49,8 @@ def _exchanged(body: Graph, groups: int) -> list[Exchanged]:
 
     def only_reader(values: tuple[Value, ...]) -> Node | None:
         found = {id(node): node for v in values for node in readers.get(id(v), [])}
-        return (
-            None if len(found) != 1 or kept & set(map(id, values)) else next(iter(found.values()))
-        )
+        single = len(found) == 1 and kept.isdisjoint(map(id, values))
+        return next(iter(found.values())) if single else None
 
     found = []
     for sent in body.nodes:

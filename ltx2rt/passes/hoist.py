@@ -4,14 +4,12 @@ Requires a legal graph, placed or not, not yet packed. Ensures the same values. 
 repeat:
 
 - nodes that depend only on its invariants and parameters move in front of it: RoPE tables,
-projected captions;
-- inside a repeat within its body, nodes that do not depend on the outer iteration move into a
-repeat of their own in
-  front of the outer one, their results stacked: the keys and values of a prompt that no timestep
-  modulates;
+  projected captions;
+- inside a repeat within its body, nodes that do not depend on the outer iteration move into another
+  repeat in front of the outer one, their results stacked: the keys and values of a prompt that no
+  timestep modulates;
 - chains that depend only on per-iteration data and end in a linear run once for all iterations,
-with the iterations'
-  axis in front: AdaLN's modulation rows of all known sigmas.
+  with the iterations' axis in front: AdaLN's modulation rows of all known sigmas.
 
 Views and casts of a parameter or a mask cost little and stay, unless what needs them moves; a cast
 of prompts moves.
@@ -77,9 +75,7 @@ class _Loop:
 
     def leave(self) -> None:
         """Append to `out` what leaves the repeat, and the repeat without it."""
-        for node in self.body.nodes:
-            level = max((self.levels[id(v)] for v in node.inputs), default=INVARIANT)
-            self.levels |= {id(v): level for v in node.outputs}
+        _spread(self.levels, self.body.nodes)
         moving = self._moving(self.body.nodes, self.levels)
         rows = self._rows(moving)
         kept: list[Node] = []
@@ -135,15 +131,9 @@ class _Loop:
                     found += more
             return found
 
-        rows: set[int] = set()
-        for node in self.body.nodes:
-            if (
-                node.op == "linear"
-                and self._level(node.outputs[0]) == DATA
-                and (found := chain(node)) is not None
-            ):
-                rows.update(map(id, found))
-        return rows
+        linears = (node for node in self.body.nodes if node.op == "linear")
+        ends = (node for node in linears if self._level(node.outputs[0]) == DATA)
+        return {id(node) for end in ends for node in chain(end) or ()}
 
     def _outside(self, v: Value) -> Value:
         """The invariant `v` of the body as a value of `out`; a parameter is declared there, a light
@@ -159,9 +149,8 @@ class _Loop:
     def _move(self, node: Node) -> None:
         """The node as it is, on the values outside."""
         results = tuple(self.out.fresh(v.type) for v in node.outputs)
-        self.out.nodes.append(
-            replace(node, inputs=tuple(map(self._outside, node.inputs)), outputs=results)
-        )
+        inputs = tuple(map(self._outside, node.inputs))
+        self.out.nodes.append(replace(node, inputs=inputs, outputs=results))
         self.outer.update(zip(map(id, node.outputs), results, strict=True))
 
     def _batch(self, node: Node) -> None:
@@ -171,10 +160,8 @@ class _Loop:
         for i, (v, value) in enumerate(zip(node.inputs, operands, strict=True)):
             if id(v) not in self.data and not (weights and i):
                 before = value.type.axes[0] if value.type.axes else None
-                size = self.repeat.count
-                operands[i] = emit(
-                    self.out, "expand", value, axis=self.repeat.axis, size=size, before=before
-                )
+                new = {"axis": self.repeat.axis, "size": self.repeat.count, "before": before}
+                operands[i] = emit(self.out, "expand", value, **new)
         result = emit(self.out, node.op, *operands, **node.attrs)
         self.outer[id(node.outputs[0])] = result
         self.data.add(id(node.outputs[0]))
@@ -182,15 +169,12 @@ class _Loop:
     def _divide(self, node: Node) -> Node:
         """Move a repeat's nodes that do not depend on the outer iteration to one outside."""
         repeat, inner = node.repeat, node.repeat.body
-        carry, invariant, data = repeat.divide(
-            list(zip(inner.inputs, inner.inputs.values(), node.inputs, strict=True))
-        )
+        entries = list(zip(inner.inputs, inner.inputs.values(), node.inputs, strict=True))
+        carry, invariant, data = repeat.divide(entries)
         levels = {id(v): self._level(operand) for _, v, operand in (*invariant, *data)}
         levels |= {id(v): CARRIED for _, v, _ in carry}
         levels |= {id(v): INVARIANT for v in inner.params.values()}
-        for n in inner.nodes:
-            level = max((levels[id(v)] for v in n.inputs), default=INVARIANT)
-            levels |= {id(v): level for v in n.outputs}
+        _spread(levels, inner.nodes)
         moving = self._moving(inner.nodes, levels)
         if not moving:
             return node
@@ -238,16 +222,12 @@ class _Loop:
         """The repeat without the moved nodes; values that it reads enter as invariants or data."""
         body, num_carries = self.body, self.repeat.num_carries
         made = {id(v) for node in kept for v in node.outputs}
-        read = {id(v): v for node in kept for v in node.inputs} | {
-            id(v): v for v in body.outputs.values()
-        }
+        read = {id(v): v for v in replace(body, nodes=kept).read()}
         names = {id(v): n for n, v in body.inputs.items()}
         carries = self.inputs[:num_carries]
         entering = [v for v in self.inputs[num_carries:] if id(v) in read]
         params = {id(v) for v in body.params.values()}
-        hoisted = [
-            v for i, v in read.items() if i not in made and i not in names and i not in params
-        ]
+        hoisted = [v for i, v in read.items() if not (i in made or i in names or i in params)]
         invariants = [v for v in entering + hoisted if id(v) not in self.data]
         data = [v for v in entering + hoisted if id(v) in self.data]
         entered = _named(hoisted)
@@ -260,12 +240,17 @@ class _Loop:
         inside = [entered.get(id(v), v) for v in (*carries, *invariants, *data)]
         inner.inputs = {names.get(id(v), v.name): v for v in inside}
         inner.outputs = {n: entered.get(id(v), v) for n, v in body.outputs.items()}
-        operands = (
-            *self.node.inputs[:num_carries],
-            *(self.outer[id(v)] for v in (*invariants, *data)),
-        )
+        outside = (self.outer[id(v)] for v in (*invariants, *data))
+        operands = (*self.node.inputs[:num_carries], *outside)
         rest = replace(self.repeat, body=inner, num_invariants=len(invariants))
         self.out.nodes.append(replace(self.node, inputs=operands, args={"repeat": rest}))
+
+
+def _spread(levels: dict[int, int], nodes: list[Node]) -> None:
+    """Enter the levels of the nodes' results."""
+    for node in nodes:
+        level = max((levels[id(v)] for v in node.inputs), default=INVARIANT)
+        levels |= {id(v): level for v in node.outputs}
 
 
 def _named(values: list[Value]) -> dict[int, Value]:

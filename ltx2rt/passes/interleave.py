@@ -59,11 +59,9 @@ def _can_halve(repeat: Repeat, axis: str, rows: int) -> bool:
     body, outputs = repeat.body, [v.type for v in repeat.body.outputs.values()]
     weights = set(body.params.values())
     carried = {type.size(axis) for type in outputs if axis in type.axes}
-    if (
-        any(node.op in ("repeat", "barrier") for node in body.nodes)
-        or len(outputs) != repeat.num_carries
-        or len(carried) != 1
-    ):
+    if any(node.op in ("repeat", "barrier") for node in body.nodes):
+        return False
+    if len(outputs) != repeat.num_carries or len(carried) != 1:
         return False
     if axis == SAMPLES:
         made = [v for node in body.nodes for v in node.outputs]
@@ -75,14 +73,9 @@ def _can_halve(repeat: Repeat, axis: str, rows: int) -> bool:
     elif any(node.op == "all_gather" and node.inputs[0] in weights for node in body.nodes):
         return False
     (size,) = carried
-    exchanged = [
-        v.type
-        for node in body.nodes
-        if _exchanges(node, axis)
-        for v in node.inputs
-        if axis in v.type.axes
-    ]
-    return not size % HALVES and any(HALVES * rows <= _rows(type) for type in exchanged)
+    exchanged = [v.type for node in body.nodes if _exchanges(node, axis) for v in node.inputs]
+    large = (HALVES * rows <= _rows(type) for type in exchanged if axis in type.axes)
+    return not size % HALVES and any(large)
 
 
 def _rows(type: Type) -> int:
@@ -98,12 +91,10 @@ def _exchanges(node: Node, axis: str) -> bool:
 def _names(attrs: object, axis: str) -> bool:
     """Whether a node's attributes name the axis, other than to put one before it."""
     if isinstance(attrs, dict):
-        return any(
-            _names(x, axis) for key, value in attrs.items() if key != "before" for x in (key, value)
-        )
-    return (
-        any(_names(x, axis) for x in attrs) if isinstance(attrs, (tuple, list)) else attrs == axis
-    )
+        attrs = [x for item in attrs.items() if item[0] != "before" for x in item]
+    if isinstance(attrs, (tuple, list)):
+        return any(_names(x, axis) for x in attrs)
+    return attrs == axis
 
 
 def _append_halved(result: Graph, node: Node, axis: str, tied: int | None) -> None:
@@ -123,11 +114,8 @@ def _append_halved(result: Graph, node: Node, axis: str, tied: int | None) -> No
         halves.add(one)
     kept = {name: halves.halves(v) for name, v in old.outputs.items()}
     body = halves.body
-    body.outputs = {
-        n: part
-        for name, parts in kept.items()
-        for n, part in zip(_numbered(name, parts), parts, strict=True)
-    }
+    for name, parts in kept.items():
+        body.outputs |= zip(_numbered(name, parts), parts, strict=True)
     if axis == TOKENS:
         body.nodes = halves.in_turns(tied or 0)
     if tied is not None:
@@ -154,10 +142,8 @@ def _cut(graph: Graph, v: Value, axis: str, size: int) -> Parts:
     if v.type.sizes.get(axis) != size:
         return [v]
     half = size // HALVES
-    return [
-        emit(graph, "slice", v, axis=axis, start=i * half, stop=(i + 1) * half)
-        for i in range(HALVES)
-    ]
+    starts = (i * half for i in range(HALVES))
+    return [emit(graph, "slice", v, axis=axis, start=n, stop=n + half) for n in starts]
 
 
 class _Halves:
@@ -175,13 +161,9 @@ class _Halves:
         self.second: set[int] = set()  # nodes of the second half; whole nodes go with the first
 
     def enter(self, name: str, parts: Parts) -> None:
-        v = self.old.inputs[name]
-        names = _numbered(name, parts)
-        self.parts[id(v)] = (
-            [v]
-            if len(parts) == 1
-            else [Value(n, x.type) for n, x in zip(names, parts, strict=True)]
-        )
+        v, names = self.old.inputs[name], _numbered(name, parts)
+        halves = [Value(n, x.type) for n, x in zip(names, parts, strict=True)]
+        self.parts[id(v)] = [v] if len(parts) == 1 else halves
         self.body.inputs |= zip(names, self.parts[id(v)], strict=True)
 
     def halves(self, v: Value) -> Parts:
@@ -216,15 +198,12 @@ class _Halves:
         ]
         made = []
         for i in range(max(map(len, found), default=1)):
-            results = emit(
-                self.body, node.op, *(parts[i % len(parts)] for parts in found), **node.attrs
-            )
+            operands = (parts[i % len(parts)] for parts in found)
+            results = emit(self.body, node.op, *operands, **node.attrs)
             made.append(results if isinstance(results, tuple) else (results,))
             if i:
                 self.second.add(id(self.body.nodes[-1]))
-        self.parts |= {
-            id(v): parts for v, parts in zip(node.outputs, zip(*made, strict=True), strict=True)
-        }
+        self.parts |= zip(map(id, node.outputs), zip(*made, strict=True), strict=True)
 
     def in_turns(self, least: int = 0) -> list[Node]:
         """The body's nodes: each half as far as it gets, then its exchanges, then the other half.
@@ -243,20 +222,16 @@ class _Halves:
             leaving: list[Node] = []
             left: list[Node] = []
             for node in waiting:
-                if (id(node) in self.second) != bool(turn) or not all(
-                    id(v) in ready for v in node.inputs
-                ):
+                other = (id(node) in self.second) != bool(turn)
+                if other or not ready.issuperset(map(id, node.inputs)):
                     left.append(node)
                 elif node.op == "all_reduce" and sum(v.type.nbytes for v in node.inputs) >= least:
                     leaving.append(node)
                 else:
                     ordered.append(node)
                     ready.update(map(id, node.outputs))
-            if (
-                stuck < HALVES
-                and not any(map(self._sums_a_half, leaving))
-                and any(map(self._sums_a_half, left))
-            ):
+            sums, later = (any(map(self._sums_a_half, nodes)) for nodes in (leaving, left))
+            if stuck < HALVES and later and not sums:
                 left, leaving = [*left, *leaving], []
             arriving[turn] = {id(v) for node in leaving for v in node.outputs}
             ordered += together(leaving)
@@ -282,9 +257,8 @@ class _Halves:
         stages: dict[int, int] = {}  # by node and value: how many big exchanges lead to it
         received: set[int] = set()
         for node in self.body.nodes:
-            stage = max(
-                (stages.get(id(v), 0) + (id(v) in received) for v in node.inputs), default=0
-            )
+            came = (stages.get(id(v), 0) + (id(v) in received) for v in node.inputs)
+            stage = max(came, default=0)
             stages |= dict.fromkeys(map(id, (node, *node.outputs)), stage)
             if _exchanges(node, self.axis) and big(node.inputs):
                 received.update(map(id, big(node.outputs)))
@@ -306,7 +280,6 @@ class _Halves:
                 arrived, begun = big(node.outputs), True
             elif node.op == "all_gather" and _exchanges(node, self.axis):
                 gathered += node.outputs
-            self.body.nodes.append(
-                replace(node, inputs=tuple(tied.get(id(v), v) for v in node.inputs))
-            )
+            inputs = tuple(tied.get(id(v), v) for v in node.inputs)
+            self.body.nodes.append(replace(node, inputs=inputs))
         self.body.outputs = {name: tied.get(id(v), v) for name, v in self.body.outputs.items()}

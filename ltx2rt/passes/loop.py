@@ -37,15 +37,12 @@ def looped(step: Graph, name: str, count: int, per_step: Sequence[str]) -> Graph
         outputs={n: step.outputs[n] for n in results},
     )
 
-    def stacked(type: Type) -> Type:
-        return type.stacked(STEPS, count)
+    def typed(v: Value, stacked: bool) -> Type:
+        return v.type.stacked(STEPS, count) if stacked else v.type
 
     graph = Graph(name, mesh=step.mesh)
-    graph.inputs = {
-        n: Value(n, stacked(v.type) if n in data else v.type) for n, v in body.inputs.items()
-    }
-    typed = [v.type if n in state else stacked(v.type) for n, v in body.outputs.items()]
-    values = tuple(graph.fresh(t) for t in typed)
+    graph.inputs = {n: Value(n, typed(v, n in data)) for n, v in body.inputs.items()}
+    values = tuple(graph.fresh(typed(v, n not in state)) for n, v in body.outputs.items())
     args = {"repeat": Repeat(body, count, len(state), len(rest), STEPS)}
     graph.nodes = [Node("repeat", tuple(graph.inputs.values()), values, {"count": count}, args)]
     graph.outputs = dict(zip(results, values, strict=True))
@@ -73,13 +70,7 @@ def taken_apart(graph: Graph) -> LoopParts:
         raise GraphError(f"{graph.name}: does not end in a loop over steps")
     names = list(last.repeat.body.inputs)
     computed = {id(v) for node in before for v in node.outputs}
-    first = Graph(
-        f"{graph.name}.before",
-        mesh=graph.mesh,
-        params=graph.params,
-        layouts=graph.layouts,
-        nodes=before,
-    )
+    first = replace(graph, name=f"{graph.name}.before", nodes=before)
     first.outputs = {n: v for n, v in zip(names, last.inputs, strict=True) if id(v) in computed}
     read = {id(v) for node in before for v in node.inputs}
     first.inputs = {n: v for n, v in graph.inputs.items() if id(v) in read}

@@ -28,9 +28,7 @@ def pack(graph: Graph) -> Graph:
     later = {id(node) for nodes in groups for node in nodes[1:]}
     packed = {id(v) for nodes in groups for node in nodes for v in node.inputs[1:]}
     result.params = {name: v for name, v in graph.params.items() if id(v) not in packed}
-    result.layouts = {
-        name: layout for name, layout in graph.layouts.items() if name in result.params
-    }
+    result.layouts = {name: x for name, x in graph.layouts.items() if name in result.params}
     env: dict[int, Value] = {}
     for node in graph.nodes:
         if id(node) in later:
@@ -39,9 +37,8 @@ def pack(graph: Graph) -> Graph:
             _emit(result, first[id(node)], env, layouts)
             continue
         inputs = tuple(env.get(id(v), v) for v in node.inputs)
-        result.nodes.append(
-            rewrite(node if inputs == node.inputs else replace(node, inputs=inputs), pack)
-        )
+        changed = node if inputs == node.inputs else replace(node, inputs=inputs)
+        result.nodes.append(rewrite(changed, pack))
     result.outputs = {name: env.get(id(v), v) for name, v in graph.outputs.items()}
     verify(result)
     return result
@@ -61,28 +58,20 @@ def _groups(graph: Graph, layouts: dict[str, Layout]) -> list[list[Node]]:
     readers = Counter(id(v) for node in graph.nodes for v in node.inputs)
     found: dict[tuple, list[Node]] = {}
     for node in graph.nodes:
-        if node.op not in ("linear", "quantised_linear") or any(
-            readers[id(v)] > 1 for v in node.inputs[1:]
-        ):
+        if node.op not in ("linear", "quantised_linear"):
             continue
         x, weight, *others = node.inputs
+        if any(readers[id(v)] > 1 for v in node.inputs[1:]):
+            continue
         if weight.name not in layouts or MARK in weight.name:
             # computed, such as some rows of a parameter; an adapter's is not joined with frozen
             # rows
             continue
-        splits = layouts[weight.name].splits
-        if any(dim != 0 for dim, _, _ in splits):
+        layout = layouts[weight.name]
+        if any(dim != 0 for dim, _, _ in layout.splits):
             continue  # contracted slices: partial sums, each with its own communication
-        key = (
-            id(x),
-            node.op,
-            node.attrs["contract"],
-            splits,
-            weight.type.dtype,
-            _quantised(layouts[weight.name]),
-            len(others),
-            "*" in weight.name,
-        )
+        alike = layout.splits, weight.type.dtype, _quantised(layout), "*" in weight.name
+        key = id(x), node.op, node.attrs["contract"], len(others), *alike
         found.setdefault(key, []).append(node)
     return [nodes for nodes in found.values() if len(nodes) > 1]
 
@@ -100,23 +89,14 @@ def _emit(out: Graph, nodes: list[Node], env: dict[int, Value], layouts: dict[st
     for position in range(1, len(nodes[0].inputs)):
         values = [node.inputs[position] for node in nodes]
         runs = groupby(values, lambda v: layouts[v.name].encoding)
-        joined = [_joined(out, list(run), layouts) for _, run in runs]
-        params.append(
-            joined[0] if len(joined) == 1 else emit(out, "concat", *joined, axis="packed")
-        )
+        first, *more = [_joined(out, list(run), layouts) for _, run in runs]
+        params.append(emit(out, "concat", first, *more, axis="packed") if more else first)
     sizes = [math.prod(node.attrs["out"].values()) for node in nodes]
-    y = emit(
-        out,
-        nodes[0].op,
-        x,
-        *params,
-        contract=nodes[0].attrs["contract"],
-        out={"packed": sum(sizes)},
-    )
+    attrs = {"contract": nodes[0].attrs["contract"], "out": {"packed": sum(sizes)}}
+    y = emit(out, nodes[0].op, x, *params, **attrs)
     start = 0
     for node, size in zip(nodes, sizes, strict=True):
         piece = emit(out, "slice", y, axis="packed", start=start, stop=start + size)
-        env[id(node.outputs[0])] = emit(
-            out, "split", piece, axis="packed", into=dict(node.attrs["out"])
-        )
+        into = dict(node.attrs["out"])
+        env[id(node.outputs[0])] = emit(out, "split", piece, axis="packed", into=into)
         start += size

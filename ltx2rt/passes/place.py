@@ -43,12 +43,15 @@ KEYS = {"keys": "tokens", "audio_keys": "audio_tokens"}  # names of key tokens o
 MASKED = -1e30  # added to the score of a padded key
 
 
+Rules = Mapping[str, str]  # axis -> mesh axis
+
+
 @dataclass(frozen=True)
 class Placed:
     """A value of the new graph, and its split axes with the mesh axis of each."""
 
     value: Value
-    splits: Mapping[str, str] = field(default_factory=dict)
+    splits: Rules = field(default_factory=dict)
 
 
 def shared_key_head(axis: str, size: int) -> bool:
@@ -56,9 +59,7 @@ def shared_key_head(axis: str, size: int) -> bool:
     return axis == "kv_heads" and size == 1
 
 
-def place(
-    graph: Graph, rules: Mapping[str, str], mesh: Mapping[str, int], strict: bool = False
-) -> Graph:
+def place(graph: Graph, rules: Rules, mesh: Mapping[str, int], strict: bool = False) -> Graph:
     """rules: axis -> mesh axis; `mesh` is in the order of the devices, the last axis fastest. A
     graph in which no rule meets an axis of several devices is returned as it is. strict: an axis of
     the rules that does not divide is an InputError, not replicated. Branches always are."""
@@ -76,20 +77,10 @@ def place(
 
 class _Placer:
     def __init__(
-        self,
-        out: Graph,
-        rules: Mapping[str, str],
-        mesh: Mapping[str, int],
-        strict: bool,
-        outermost: bool,
+        self, out: Graph, rules: Rules, mesh: Mapping[str, int], strict: bool, outermost: bool
     ):
-        self.out, self.rules, self.mesh, self.strict, self.outermost = (
-            out,
-            rules,
-            mesh,
-            strict,
-            outermost,
-        )
+        self.out, self.rules, self.mesh = out, rules, mesh
+        self.strict, self.outermost = strict, outermost
         self.blocked: set[str] = set()
         # by token axis that is padded: its size without the padding
         self.lengths: dict[str, int] = {}
@@ -134,12 +125,8 @@ class _Placer:
 
     def divides(self, axis: str, size: int) -> bool:
         """Whether the rules split a weight's axis of this size here."""
-        return (
-            axis not in MOVED
-            and self._parts(axis) > 1
-            and axis not in self.blocked
-            and not size % self._parts(axis)
-        )
+        parts, free = self._parts(axis), axis not in MOVED and axis not in self.blocked
+        return free and parts > 1 and not size % parts
 
     # --- moving between layouts -------------------------------------------------------------------
 
@@ -159,15 +146,8 @@ class _Placer:
         """`placed` with the split `axis` whole on every device."""
         splits = dict(placed.splits)
         mesh_axis = splits.pop(axis)
-        value = emit(
-            self.out,
-            "all_gather",
-            placed.value,
-            axis=axis,
-            mesh_axis=mesh_axis,
-            parts=self.mesh[mesh_axis],
-        )
-        return Placed(value, splits)
+        over = {"axis": axis, "mesh_axis": mesh_axis, "parts": self.mesh[mesh_axis]}
+        return Placed(emit(self.out, "all_gather", placed.value, **over), splits)
 
     def cut(self, placed: Placed, axis: str, mesh_axis: str | None = None) -> Placed:
         """`placed` with `axis` split; a device takes its slice of the value that it holds."""
@@ -236,9 +216,8 @@ class _Placer:
         y = Placed(emit(self.out, "linear", self._declared(x), *params, **node.attrs), kept)
         narrows = math.prod(out.values()) <= weight.value.type.shape[1]
         # Tokens and samples come together where the network is narrow, at its output projection.
-        return [
-            Placed(self.whole(y)) if self.outermost and narrows and kept.keys() & set(MOVED) else y
-        ]
+        together = self.outermost and narrows and kept.keys() & set(MOVED)
+        return [Placed(self.whole(y)) if together else y]
 
     def _sum(self, node: Node, operands: list[Placed]) -> list[Placed]:
         """Over heads that are split: every device adds up its own, then all of them."""
@@ -263,12 +242,8 @@ class _Placer:
         local = emit(self.out, "sum_squares", x.value, over=over)
         (total,) = emit(self.out, "all_reduce", local, mesh_axis=mesh_axis)
         w = [self._param(p.value, 0, parts, mesh_axis) for p in weight]
-        return [
-            Placed(
-                emit(self.out, "rms_scale", x.value, total, *w, over=over, count=count, eps=eps),
-                x.splits,
-            )
-        ]
+        how = {"over": over, "count": count, "eps": eps}
+        return [Placed(emit(self.out, "rms_scale", x.value, total, *w, **how), x.splits)]
 
     def _pointwise(self, node: Node, operands: list[Placed]) -> list[Placed]:
         splits = {axis: mesh_axis for p in operands for axis, mesh_axis in p.splits.items()}
@@ -280,11 +255,7 @@ class _Placer:
     def _rename(self, node: Node, operands: list[Placed]) -> list[Placed]:
         (x,), names = operands, node.attrs["names"]
         value = emit(self.out, "rename", self._declared(x), names=names)
-        return [
-            Placed(
-                value, {names.get(axis, axis): mesh_axis for axis, mesh_axis in x.splits.items()}
-            )
-        ]
+        return [Placed(value, {names.get(axis, axis): over for axis, over in x.splits.items()})]
 
     def _attention(self, node: Node, operands: list[Placed]) -> list[Placed]:
         """Each device attends with its heads; split keys are traded for heads, or parts joined."""
@@ -321,12 +292,10 @@ class _Placer:
         q, *kv = operands
         axis, size = q.type.axes[1], q.type.shape[1]
         if tokens in self.lengths:
-            kv = [
-                emit(self.out, "slice", x, axis=x.type.axes[1], stop=self.lengths[tokens])
-                for x in kv
-            ]
+            stop = self.lengths[tokens]
+            kv = [emit(self.out, "slice", x, axis=x.type.axes[1], stop=stop) for x in kv]
             if bias and axis in bias[0].value.type.axes:
-                q = emit(self.out, "slice", q, axis=axis, stop=self.lengths[tokens])
+                q = emit(self.out, "slice", q, axis=axis, stop=stop)
         y = emit(self.out, node.op, q, *kv, *(self._declared(b) for b in bias), **node.attrs)
         missing = size - y.type.size(axis)
         return emit(self.out, "pad", y, **{axis: (0, missing)}) if missing else y
@@ -360,16 +329,14 @@ class _Placer:
             )
         parts = self.mesh[mesh_axis]
         operands = [self._declared(p) for p in qkv]
+        over = {"mesh_axis": mesh_axis, "parts": parts}
         if (padding := self.padding.get(tokens)) is not None:
-            operands[1:] = (
-                emit(self.out, "rename", x, names={x.type.axes[1]: "keys"}) for x in operands[1:]
-            )
-            operands.append(
-                emit(self.out, "shard", padding, axis="keys", mesh_axis=mesh_axis, parts=parts)
-            )
+            for i, x in enumerate(operands[1:], 1):
+                operands[i] = emit(self.out, "rename", x, names={x.type.axes[1]: "keys"})
+            operands.append(emit(self.out, "shard", padding, axis="keys", **over))
         y = emit(self.out, "attention_part", *operands, **node.attrs)
         y = emit(self.out, "expand", y, axis="parts", size=1, before=y.type.axes[0])
-        y = emit(self.out, "all_gather", y, axis="parts", mesh_axis=mesh_axis, parts=parts)
+        y = emit(self.out, "all_gather", y, axis="parts", **over)
         return emit(self.out, "attention_join", y)
 
     def _other(self, node: Node, operands: list[Placed]) -> list[Placed]:
@@ -411,11 +378,9 @@ class _Placer:
         for axis, size in lengths.items():
             if size % self._parts(axis):
                 inputs.append(self._padding_mask(axis, size))
-                inner.lengths[axis], inner.padding[axis] = (
-                    size,
-                    Value(f"{axis}_padding", inputs[-1].type),
-                )
-                body.inputs[f"{axis}_padding"] = inner.padding[axis]
+                name = f"{axis}_padding"
+                body.inputs[name] = inner.padding[axis] = Value(name, inputs[-1].type)
+                inner.lengths[axis] = size
         for (name, v), placed in data:
             enter(name, v, placed, placed.value.type.unstacked())
         inner.nodes(repeat.body, env)
@@ -431,14 +396,10 @@ class _Placer:
             else:
                 body.outputs[name] = inner.whole(result)
                 results.append(Placed(self.out.fresh(node.outputs[i].type)))
-        args = {
-            "repeat": replace(
-                repeat, body=body, num_invariants=repeat.num_invariants + len(inner.padding)
-            )
-        }
-        self.out.nodes.append(
-            Node("repeat", tuple(inputs), tuple(p.value for p in results), node.attrs, args)
-        )
+        num_invariants = repeat.num_invariants + len(inner.padding)
+        args = {"repeat": replace(repeat, body=body, num_invariants=num_invariants)}
+        made = tuple(p.value for p in results)
+        self.out.nodes.append(Node("repeat", tuple(inputs), made, node.attrs, args))
         return [self._unpadded(p, v.type) for p, v in zip(results, node.outputs, strict=True)]
 
     def _entering(
@@ -452,11 +413,8 @@ class _Placer:
             for axis, size in v.type.sizes.items():
                 # Self-attention's bias stays whole: where it is added, a device has the queries of
                 # all tokens.
-                moves = (
-                    axis in MOVED
-                    and self._parts(axis) > 1
-                    and (axis == BATCH or not KEYS.keys() & set(v.type.axes))
-                )
+                free = axis == BATCH or KEYS.keys().isdisjoint(v.type.axes)
+                moves = axis in MOVED and self._parts(axis) > 1 and free
                 if moves or (i >= repeat.num_carries and inner.divides(axis, size)):
                     lengths |= {axis: size} if moves and axis in TOKENS else {}
                     entering[i] = self.cut(entering[i], axis)

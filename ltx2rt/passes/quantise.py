@@ -79,19 +79,18 @@ def _blocks(out: Graph, node: Node, encoding: str) -> list[Value]:
     carry, invariant, data = repeat.divide(node.inputs)
     first = iteration(repeat, out, [*carry, *invariant], data, 0)
     rows = [emit(out, "slice", v, axis=axis, start=1, stop=count - 1) for v in data]
-    types = [v.type for v in first[:carries]] + [
-        v.type.stacked(axis, count - 2) for v in first[carries:]
+    types = [
+        v.type if i < carries else v.type.stacked(axis, count - 2) for i, v in enumerate(first)
     ]
-    middle = tuple(out.fresh(t) for t in types)
+    middle = tuple(map(out.fresh, types))
     rest = {"repeat": replace(repeat, body=_encoded(repeat.body, encoding), count=count - 2)}
     operands = (*first[:carries], *invariant, *rows)
     out.nodes.append(Node("repeat", operands, middle, {"count": count - 2}, rest))
     last = iteration(repeat, out, [*middle[:carries], *invariant], data, count - 1)
 
     def stacked(v: Value) -> Value:
-        return emit(
-            out, "expand", v, axis=axis, size=1, before=v.type.axes[0] if v.type.axes else None
-        )
+        before = v.type.axes[0] if v.type.axes else None
+        return emit(out, "expand", v, axis=axis, size=1, before=before)
 
     columns = list(zip(first, middle, last, strict=True))[carries:]
     joined = [emit(out, "concat", stacked(a), b, stacked(c), axis=axis) for a, b, c in columns]
@@ -108,10 +107,9 @@ def _encoded(body: Graph, encoding: str) -> Graph:
     def placed(v: Value, encoding: str | None = None) -> tuple[str, Layout]:
         # Iteration i reads layer i + 1, and the written-out blocks have the names of layers
         # already.
-        layout = layouts[v.name]
-        return v.name.replace("*", "1+*"), replace(
-            layout, first=layout.first + 1, encoding=encoding
-        )
+        first = layouts[v.name].first + 1
+        layout = replace(layouts[v.name], first=first, encoding=encoding)
+        return v.name.replace("*", "1+*"), layout
 
     def declare(v: Value, encoding: str | None = None) -> Value:
         name, layout = placed(v, encoding)

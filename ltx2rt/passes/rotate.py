@@ -9,6 +9,7 @@ first iteration adds zeros.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -51,9 +52,7 @@ def _sums(repeat: Repeat) -> dict[str, _Sum]:
     if len(body.outputs) != repeat.num_carries:
         return {}
     makers = {id(v): node for node in body.nodes for v in node.outputs}
-    readers: dict[int, int] = {}
-    for v in (*(v for node in body.nodes for v in node.inputs), *body.outputs.values()):
-        readers[id(v)] = readers.get(id(v), 0) + 1
+    readers = Counter(map(id, body.read()))
     entering, invariants, _ = repeat.divide(list(body.inputs.items()))
     fixed = {id(v) for _, v in invariants}
 
@@ -71,7 +70,8 @@ def _sums(repeat: Repeat) -> dict[str, _Sum]:
         nodes = [scaled, total]
         carried = [total.inputs[0]]
         biased = only(y, "add")
-        if biased is not None and _is_summed(makers, biased.inputs[0]):
+        summed = makers.get(id(biased.inputs[0])) if biased is not None else None
+        if biased is not None and summed is not None and summed.op == "all_reduce":
             nodes, carried = [biased, *nodes], [*carried, *biased.inputs]
         else:
             carried.append(y)
@@ -83,10 +83,6 @@ def _sums(repeat: Repeat) -> dict[str, _Sum]:
         if len(set(map(id, carried))) == len(carried):
             found[name] = _Sum(nodes, carried)
     return found
-
-
-def _is_summed(makers: dict[int, Node], v: Value) -> bool:
-    return id(v) in makers and makers[id(v)].op == "all_reduce"
 
 
 def _append_rotated(result: Graph, node: Node) -> bool:
@@ -101,9 +97,8 @@ def _append_rotated(result: Graph, node: Node) -> bool:
     operands: list[Value] = []
     results: list[Value] = []
     behind: list[tuple[_Sum, list[Value], Value]] = []
-    for ((name, v), operand), left, made in zip(
-        carry, old.outputs.values(), node.outputs, strict=True
-    ):
+    ends = zip(carry, old.outputs.values(), node.outputs, strict=True)
+    for ((name, v), operand), left, made in ends:
         one = sums.get(name)
         if one is None:
             body.inputs[name], body.outputs[name] = v, left

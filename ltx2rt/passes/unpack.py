@@ -32,11 +32,8 @@ def keep(graph: Graph, stored: Mapping[str, str]) -> Graph:
     if not stored:
         return graph
     layouts, params = graph.all_layouts(), graph.all_params()
-    marked = {
-        name: replace(layouts[name], encoding=encoding)
-        for name in _weights(graph)
-        if (encoding := _common(layouts[name], params[name][1], stored)) is not None
-    }
+    found = {name: _common(layouts[name], params[name][1], stored) for name in _weights(graph)}
+    marked = {name: replace(layouts[name], encoding=x) for name, x in found.items() if x}
     return _marked(graph, marked)
 
 
@@ -44,24 +41,19 @@ def kept_as(graph: Graph, encoding: str) -> Graph:
     """encoding: of `encodings.QUANTISED`."""
     layouts = graph.all_layouts()
     blocks = {name for repeat in graph.repeats for name in repeat.body.params if "*" in name}
-    small = {
-        node.inputs[1].name
-        for node, _ in graph.walk()
-        if node.op == "linear" and tuple(node.attrs["out"]) == GATE
-    }
+    linears = (node for node, _ in graph.walk() if node.op == "linear")
+    small = {node.inputs[1].name for node in linears if tuple(node.attrs["out"]) == GATE}
     chosen = (_weights(graph) & blocks) - small
     return _marked(graph, {name: replace(layouts[name], encoding=encoding) for name in chosen})
 
 
 def _weights(graph: Graph) -> set[str]:
     """Parameters that only linears read, as their weights."""
-    read = {v.name for node, _ in graph.walk() if node.op == "linear" for v in node.inputs[1:2]}
-    other = {
-        v.name
-        for node, _ in graph.walk()
-        for i, v in enumerate(node.inputs)
-        if node.op != "linear" or i != 1
-    }
+    read: set[str] = set()
+    other: set[str] = set()
+    for node, _ in graph.walk():
+        for i, v in enumerate(node.inputs):
+            (read if node.op == "linear" and i == 1 else other).add(v.name)
     return (read - other) & graph.all_params().keys()
 
 

@@ -32,11 +32,8 @@ class Traffic:
     received_bytes: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            self.count + other.count,
-            self.bytes + other.bytes,
-            self.received_bytes + other.received_bytes,
-        )
+        received = self.received_bytes + other.received_bytes
+        return Traffic(self.count + other.count, self.bytes + other.bytes, received)
 
     def __mul__(self, times: int) -> Traffic:
         return Traffic(self.count * times, self.bytes * times, self.received_bytes * times)

@@ -212,14 +212,10 @@ def topology(name: str) -> tuple[DeviceKind, int]:
 
 # A container's view of its limits, in either version of the kernel's interface: limit, what
 # is used, and which part of that are files that go when memory is wanted.
+OLD = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 CGROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
-    (
-        Path("/sys/fs/cgroup/memory"),
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        "total_inactive_file",
-    ),
+    (Path("/sys/fs/cgroup/memory"), *OLD),
 )
 
 

@@ -103,12 +103,8 @@ class StageCost:
         factory, whole = get_factory(kind.backend), Timeline(kind)
         for graph, times in self.calls:
             whole.then(factory.cost(graph, kind, self.quantised, self.runs), times)
-        whole.beside(
-            "memory",
-            "weights",
-            self.read_bytes / kind.memory_bytes_per_s,
-            whole.clock_s - whole.waited_s,
-        )
+        read_s = self.read_bytes / kind.memory_bytes_per_s
+        whole.beside("memory", "weights", read_s, whole.clock_s - whole.waited_s)
         whole.beside("host link", "weights from the host", self.copy_s(kind), whole.clock_s)
         if kind.under_load and not self.loops:
             whole.wait("the host", self.host_s(kind))
@@ -117,16 +113,12 @@ class StageCost:
     def host_s(self, kind: DeviceKind) -> float:
         """Seconds in which the device waits for launches, and for frames to be fetched."""
         assert kind.sustained is not None, "no sustained rates are known"
-        launches = sum(
-            times * count * (node.op not in VIEWS)
-            for graph, times in self.calls
-            for node, count in graph.walk()
-        )
-        results = sum(
-            times * graph.outputs[FRAMES].type.nbytes
-            for graph, times in self.calls
-            if FRAMES in graph.outputs
-        )
+        launches = results = 0
+        for graph, times in self.calls:
+            counts = (count for node, count in graph.walk() if node.op not in VIEWS)
+            launches += times * sum(counts)
+            if FRAMES in graph.outputs:
+                results += times * graph.outputs[FRAMES].type.nbytes
         host = kind.sustained
         return launches * host.launch_s + results / host.result_bytes_per_s
 
@@ -136,11 +128,9 @@ class StageCost:
 
     def waits_s(self, kind: DeviceKind) -> float:
         """Seconds that one step waits for weights from the host, beyond its work."""
-        return (
-            self.time_s(kind) - replace(self, streamed_bytes=0).time_s(kind)
-            if self.streamed_bytes
-            else 0.0
-        )
+        if not self.streamed_bytes:
+            return 0.0
+        return self.time_s(kind) - replace(self, streamed_bytes=0).time_s(kind)
 
     def copy_s(self, kind: DeviceKind) -> float:
         """How long the link to the host's memory takes for what one step streams."""

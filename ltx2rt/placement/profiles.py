@@ -116,9 +116,8 @@ def default_mesh(profile: Profile, devices: int) -> dict[str, int]:
     if devices == 1 or not profile.mesh:
         return {}
     if devices % fixed:
-        meant = ",".join(
-            f"{axis}={'N' if size == -1 else size}" for axis, size in profile.mesh.items()
-        )
+        sizes = {axis: "N" if size == -1 else size for axis, size in profile.mesh.items()}
+        meant = ",".join(f"{axis}={size}" for axis, size in sizes.items())
         raise InputError(
             f"profile {profile.name} is meant for {meant}, not for {devices} devices; say which "
             "with --mesh"
@@ -133,9 +132,8 @@ def resolve(
     """The profile, and the mesh of all `devices`: the requested or the profile's one. Raises
     InputError as `profile_of` and `default_mesh` do, and for another number of devices."""
     profile = profile_of(name, device_kind, mesh or {"data": devices})
-    found = {axis: size for axis, size in mesh.items() if size > 1} or default_mesh(
-        profile, devices
-    )
+    used = {axis: size for axis, size in mesh.items() if size > 1}
+    found = used or default_mesh(profile, devices)
     if (count := math.prod(found.values())) == devices:
         return profile, found
     if mesh:
@@ -156,15 +154,9 @@ def undivided(
     for node in graph.nodes:
         if node.op == "repeat":
             yield from undivided(node.repeat.body, rules, mesh)
-        elif node.op in (
-            "linear",
-            "split",
-        ):  # a packed linear's axes are those of the split after it
-            sizes = node.attrs["out" if node.op == "linear" else "into"]
-            found |= {
-                a: n
-                for a, n in sizes.items()
-                if n % mesh.get(rules.get(a, ""), 1) and not shared_key_head(a, n)
-            }
+        elif node.op in ("linear", "split"):  # a packed linear's axes are in the split after it
+            for axis, size in node.attrs["out" if node.op == "linear" else "into"].items():
+                parts = mesh.get(rules.get(axis, ""), 1)
+                found |= {axis: size} if size % parts and not shared_key_head(axis, size) else {}
     for axis, size in found.items():
         yield graph.name, axis, size

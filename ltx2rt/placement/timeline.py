@@ -127,9 +127,8 @@ class Timeline:
 
     def exchange(self, node: Node, devices: int) -> None:
         count = self.runs.get(id(node), ONCE).sends
-        received = count * round(
-            sum(v.type.nbytes for v in node.inputs) * RECEIVED[node.op](devices)
-        )
+        sent = sum(v.type.nbytes for v in node.inputs)
+        received = count * round(sent * RECEIVED[node.op](devices))
         time_s = self.kind.exchange_s(node.op, devices, count, received)
         start_s = max(self.link_s, self.clock_s)
         track = f"link {node.attrs['mesh_axis']}"
@@ -147,10 +146,7 @@ class Timeline:
         """The first iteration, and the second for all others: it waits for what came before."""
         repeat, carries = node.repeat, node.repeat.num_carries
         made = [id(v) for v in repeat.body.outputs.values()]
-        entering, leaving = (
-            [id(v) for v in repeat.body.inputs.values()],
-            [id(v) for v in node.outputs],
-        )
+        entering, leaving = [*map(id, repeat.body.inputs.values())], [*map(id, node.outputs)]
         for first, count in ((True, 1), (False, repeat.count - 1))[: repeat.count]:
             if not first:
                 self.move(made[:carries], entering[:carries])
@@ -176,11 +172,8 @@ class Timeline:
 
     def move(self, values: Sequence[int], to: Sequence[int]) -> None:
         """A value on its way has another name from here on."""
-        self.arrivals |= {
-            new: self.arrivals.pop(v)
-            for v, new in zip(values, to, strict=True)
-            if v in self.arrivals
-        }
+        names = zip(values, to, strict=True)
+        self.arrivals |= {n: self.arrivals.pop(v) for v, n in names if v in self.arrivals}
 
     def then(self, other: Timeline, times: int) -> None:
         """Append another timeline, which runs `times` times behind this one."""

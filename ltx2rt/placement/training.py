@@ -99,10 +99,7 @@ def training_memory(graph: Graph, remat: str, ema: bool = False) -> TrainingMemo
     """ema: an average is kept. remat: of `backend.REMAT`; of recomputed blocks carries are kept,
     and one's values and gradients are alive in the backward pass."""
     trained = [name for name in graph.all_params() if MARK in name]
-    adapters, state = (
-        4 * _numbers(graph, trained),
-        (STATE_BYTES + 4 * ema) * _numbers(graph, trained),
-    )
+    numbers = _numbers(graph, trained)
     kept, block = sum(v.type.nbytes for v in graph.inputs.values()), 0
     for repeat in graph.repeats:
         carries = list(repeat.body.inputs.values())[: repeat.num_carries]
@@ -114,7 +111,8 @@ def training_memory(graph: Graph, remat: str, ema: bool = False) -> TrainingMemo
         kept += repeat.count * sum(v.type.nbytes for v in carries)
         kept += repeat.count * _exchanged_bytes(repeat.body) * (remat == "exchanges")
         block = max(block, 2 * values + decoded)
-    return TrainingMemory(weight_bytes([graph]) - adapters, state, kept, block)
+    frozen, state = weight_bytes([graph]) - 4 * numbers, (STATE_BYTES + 4 * ema) * numbers
+    return TrainingMemory(frozen, state, kept, block)
 
 
 def _exchanged_bytes(body: Graph) -> int:
@@ -127,8 +125,7 @@ def _exchanged_bytes(body: Graph) -> int:
 
 def _values_bytes(body: Graph) -> tuple[int, int]:
     """Bytes of all that a block computes, but for views: at least what its backward pass reads.
-    Then
-    those of the weights that it decodes, which have no gradient."""
+    Then bytes of the weights that it decodes, which have no gradient."""
     sizes = Counter[bool]()
     for node in body.nodes:
         if node.op not in VIEWS:

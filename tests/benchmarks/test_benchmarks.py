@@ -240,7 +240,7 @@ def test_every_op_with_a_kernel_is_raced_against_its_floor(tmp_path, capsys):
 def test_matrices_are_raced_as_files_hold_them(kind, weights):
     graphs = kernels.request_graphs("tiny-2.3", 64, 64, 9, 1, parts=("stage2",), stored=kind)
     found = kernels.cases(graphs, ["unpack"])
-    moved = {case.bytes.minimum for case in found if case.node.outputs[0].type.shape == (128, 128)}
+    moved = {case.minimum_bytes for case in found if case.node.outputs[0].type.shape == (128, 128)}
     rows = 4 * 128 if kind == "nvfp4" else 0  # each has a float32, too
     assert moved == {128 * 128 // 32 * weights + rows + 2 * 128 * 128}
 
@@ -294,7 +294,7 @@ def test_bytes_of_a_kernel_are_those_of_its_operands_and_results():
         # v instead of y
         read = case.node.inputs[:3] if case.node.op.startswith("head_gate") else case.node.inputs
         expected = sum(v.type.nbytes for v in (*read, *case.node.outputs))
-        assert case.bytes.minimum == expected, case
+        assert case.minimum_bytes == expected, case
     gates = [c for c in found if c.node.op in ("head_gate", "head_gate_rows")]
     # Six attentions in each of three blocks; in one of them branches part between two gates and
     # what they gate.

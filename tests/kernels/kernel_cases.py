@@ -22,8 +22,11 @@ import torch
 from ltx2rt_kernels.choose import folder
 from triton.runtime import interpreter
 
-from ltx2rt.graph.encodings import ENCODINGS
+import ltx2rt.fused  # noqa: F401  enters its ops
+from ltx2rt.graph.encodings import ENCODINGS, NUMPY
+from ltx2rt.graph.interpret import NUMPY_DTYPES
 from ltx2rt.graph.ir import DTYPE_BYTES
+from ltx2rt.graph.ops import OPS
 from ltx2rt.testing import relative_l2
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -35,8 +38,8 @@ STORED = {
 }
 DECODED = ("int8", "stored float8", "nvfp4", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K",
            "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "int8 rotated by 256")  # fmt: skip
-# Op, operands, plan, reference's keywords.
-Case = tuple[str, list[torch.Tensor], dict[str, Any], dict[str, Any]]
+# Op, operands, plan.
+Case = tuple[str, list[torch.Tensor], dict[str, Any]]
 
 
 class Operands:
@@ -72,12 +75,7 @@ def _rows(x, batch, tokens, width, count) -> tuple[list[torch.Tensor], tuple]:
 
 def norm_modulate(x: Operands, pairs: int, width: int = 37) -> Case:
     rows, views = _rows(x, 2, 5, width, 2 * pairs)
-    return (
-        "norm_modulate",
-        [x.inside(2, 5, width), *rows],
-        {"views": views, "eps": 1e-6},
-        {"eps": 1e-6},
-    )
+    return "norm_modulate", [x.inside(2, 5, width), *rows], {"views": views, "eps": 1e-6}
 
 
 def norm_scale(x: Operands, *shape: int) -> Case:
@@ -85,34 +83,30 @@ def norm_scale(x: Operands, *shape: int) -> Case:
     views = ((*[1] * (len(shape) - 1), shape[-1]),)
     packed = x.inside(*shape[:2], math.prod(shape[2:]) + 7)[..., : math.prod(shape[2:])]
     operands = [packed.reshape(shape), x(shape[-1], dtype=torch.float32)]
-    return "norm_scale", operands, {"views": views, "eps": 1e-6}, {"eps": 1e-6}
+    return "norm_scale", operands, {"views": views, "eps": 1e-6}
 
 
 def modulate(x: Operands) -> Case:
     rows, views = _rows(x, 2, 5, 37, 2)
-    return "modulate", [x.inside(2, 5, 37), *rows], {"views": views}, {}
+    return "modulate", [x.inside(2, 5, 37), *rows], {"views": views}
 
 
 def modulate_frames(x: Operands) -> Case:
     """Frames, rows and columns of the diffusion decoder: a scale for each sample, a shift for all."""
     views = ((2, 1, 1, 1, 37), (1, 1, 1, 1, 37))
-    return "modulate", [x(2, 3, 4, 5, 37), x(2, 37), x(37)], {"views": views}, {}
+    return "modulate", [x(2, 3, 4, 5, 37), x(2, 37), x(37)], {"views": views}
 
 
 def residual(x: Operands, pairs: int, width: int = 37) -> Case:
     rows, views = _rows(x, 2, 5, width, 1 + 2 * pairs)
     operands = [x(2, 5, width), x.inside(2, 5, width), *rows]
-    return "residual_norm_modulate", operands, {"views": views, "eps": 1e-6}, {"eps": 1e-6}
+    return "residual_norm_modulate", operands, {"views": views, "eps": 1e-6}
 
 
 def gated_residual(x: Operands, per_token: bool) -> Case:
     gate = x(2, 5, 37) if per_token else x(2, 37)
-    return (
-        "gated_residual",
-        [x(2, 5, 37), x(2, 5, 37), gate],
-        {"views": ((2, 5 if per_token else 1, 37),)},
-        {},
-    )
+    plan = {"views": ((2, 5 if per_token else 1, 37),)}
+    return "gated_residual", [x(2, 5, 37), x(2, 5, 37), gate], plan
 
 
 def partial_sum(x: Operands, pairs: int, samples: int, op: str = "residual_norm_modulate") -> Case:
@@ -120,12 +114,7 @@ def partial_sum(x: Operands, pairs: int, samples: int, op: str = "residual_norm_
     rows, views = _rows(x, 3, 5, 37, 1 + 2 * pairs)
     eps = {} if op == "gated_residual" else {"eps": 1e-6}
     operands = [x(3, 5, 37), x.inside(samples, 5, 37), x(37), *rows]
-    return (
-        op,
-        operands,
-        {"views": ((1, 1, 37), *views), "biased": True} | eps,
-        {"biased": True} | eps,
-    )
+    return op, operands, {"views": ((1, 1, 37), *views), "biased": True} | eps
 
 
 def by_level(x: Operands, op: str, pairs: int, batched: bool) -> Case:
@@ -144,11 +133,8 @@ def by_level(x: Operands, op: str, pairs: int, batched: bool) -> Case:
     shape = (2, 5) if batched else (5,)
     read = [x.inside(2, 5, width) for _ in range(1 if op == "norm_modulate" else 2)]
     operands = [*read, *(draw() for draw, _ in chosen), index.reshape(shape).to(x.device)]
-    plan = {
-        "views": tuple(view for _, view in chosen),
-        "index_view": (2 if batched else 1, 5),
-    } | eps
-    return op, operands, plan, eps
+    views = tuple(view for _, view in chosen)
+    return op, operands, {"views": views, "index_view": (2 if batched else 1, 5)} | eps
 
 
 def _tables(x: Operands, shape: tuple[int, ...]) -> list[torch.Tensor]:
@@ -169,12 +155,9 @@ def qk(x, given, batched, lengths=(5,), shared=False) -> Case:
         total = [x(batch, tokens, dtype=torch.float32).square() + 20] if given else []
         operands += [packed.unflatten(2, (heads, dim)), *total, x(heads * dim), *tables]
         views.append((2 if batched else 1, tokens, heads, dim // 2))
-    keywords = {"eps": 1e-6} | ({"count": 70} if given else {})
-    plan = {
-        "weight_views": ((1, 1, heads, dim),) * len(views),
-        "table_views": tuple(views),
-    } | keywords
-    return "qk_scale_rope" if given else "qk_norm_rope", operands, plan, keywords
+    plan = {"weight_views": ((1, 1, heads, dim),) * len(views), "table_views": tuple(views)}
+    plan |= {"eps": 1e-6} | ({"count": 70} if given else {})
+    return "qk_scale_rope" if given else "qk_norm_rope", operands, plan
 
 
 def text_qk(x, given, shapes=((2, 5),), spread=()) -> Case:
@@ -188,43 +171,39 @@ def text_qk(x, given, shapes=((2, 5),), spread=()) -> Case:
             *total,
             x(heads * dim),
         ]
-    keywords: dict[str, Any] = {"eps": 1e-6} | ({"count": 70} if given else {})
+    plan: dict[str, Any] = {"eps": 1e-6} | ({"count": 70} if given else {})
+    plan["weight_views"] = ((1, 1, heads, dim),) * len(shapes)
     if spread:
         operands.append(x.inside(*shapes[1], heads * dim).unflatten(2, (heads, dim)))
-        keywords["spread"] = spread
-    return (
-        "qk_scale" if given else "qk_norm",
-        operands,
-        {"weight_views": ((1, 1, heads, dim),) * len(shapes)} | keywords,
-        keywords,
-    )
+        plan["spread"] = spread
+    return "qk_scale" if given else "qk_norm", operands, plan
 
 
 def sum_squares(x: Operands) -> Case:
-    return "sum_squares", [x.inside(2, 5, 3, 10)], {"dims": (2, 3)}, {}
+    return "sum_squares", [x.inside(2, 5, 3, 10)], {"dims": (2, 3)}
 
 
 def linear_gelu(x: Operands) -> Case:
     """2 heads of 9 contracted; the bias a slice of a packed one."""
     plan = {"num_contracted": 2, "out_shape": (3, 8)}
-    return "linear_gelu", [x(2, 5, 2, 9), x(24, 18) / 4, x.inside(24)], plan, plan
+    return "linear_gelu", [x(2, 5, 2, 9), x(24, 18) / 4, x.inside(24)], plan
 
 
 def head_gate(x: Operands) -> Case:
     """y as attention leaves it: heads before tokens in memory; the logits a slice of a packed
     projection."""
-    return "head_gate", [x.inside(2, 5, 3, 10, axes=(0, 2, 1, 3)), x.inside(2, 5, 3)], {}, {}
+    return "head_gate", [x.inside(2, 5, 3, 10, axes=(0, 2, 1, 3)), x.inside(2, 5, 3)], {}
 
 
 def head_gate_of_many(x: Operands) -> Case:
-    return "head_gate", [x.inside(1, 13, 2, 17), x.inside(1, 13, 2)], {}, {}
+    return "head_gate", [x.inside(1, 13, 2, 17), x.inside(1, 13, 2)], {}
 
 
 def head_gate_of_values(x: Operands) -> Case:
     """The second sample's values, a slice of a packed projection, stand for its attention."""
-    _, operands, *others = head_gate(x)
+    _, operands, plan = head_gate(x)
     keep = torch.tensor([1.0, 0.0], device=operands[0].device)
-    return "head_gate", [*operands, keep, x.inside(2, 5, 3, 10)], *others
+    return "head_gate", [*operands, keep, x.inside(2, 5, 3, 10)], plan
 
 
 def e4m3_of_a_gate(x: Operands) -> Case:
@@ -236,18 +215,15 @@ def pixel_norm_silu(x: Operands, channels: int, last: bool, frames: int = 3, ndi
     pixels = x(*(2, channels, frames, 5, 7)[:ndim])
     pixels = pixels.to(memory_format=torch.channels_last_3d) if last else pixels
     pixels = pixels[:, :, frames - 3 :]
-    return "pixel_norm_silu", [pixels], {"dim": 1, "eps": 1e-8}, {"eps": 1e-8}
+    return "pixel_norm_silu", [pixels], {"dim": 1, "eps": 1e-8}
 
 
 def snake_beta(x, taps, time, loud=1.0, signals=(2, 3)) -> Case:
     """A stretch of a longer signal. signals: samples and channels."""
     filters = [x(1, 1, taps) / taps for _ in range(2)]
-    return (
-        "snake_beta",
-        [x.inside(*signals, time).mul_(loud), *filters, *(x(signals[1]) / 4 for _ in range(2))],
-        {"eps": 1e-9},
-        {"eps": 1e-9},
-    )
+    channels = [x(signals[1]) / 4 for _ in range(2)]
+    signal = x.inside(*signals, time).mul_(loud)
+    return "snake_beta", [signal, *filters, *channels], {"eps": 1e-9}
 
 
 def quantise_rows(x: Operands, width: int) -> Case:
@@ -256,11 +232,11 @@ def quantise_rows(x: Operands, width: int) -> Case:
     rows *= torch.tensor([0.0, *(10.0**n for n in range(-19, 20))], device=rows.device)[:, None].to(
         rows.dtype
     )
-    return "quantise_rows", [rows], {}, {}
+    return "quantise_rows", [rows], {}
 
 
 def e4m3_of_gelu(x: Operands) -> Case:
-    return "quantise_rows", [x.inside(7, 30)], {"gelu": True}, {"gelu": True}
+    return "quantise_rows", [x.inside(7, 30)], {"gelu": True}
 
 
 def neighbourhood(x, sizes, window, beyond=0, dim=10, heads=3) -> Case:
@@ -268,7 +244,7 @@ def neighbourhood(x, sizes, window, beyond=0, dim=10, heads=3) -> Case:
     keys = (*sizes[:2], sizes[2] + 2 * beyond)
     q, k, v = (x.inside(2, *n, heads, dim, pad=2) for n in (sizes, keys, keys))
     plan = {"window": window, "first": (0, 0, beyond), "scale": 0.5}
-    return "neighbourhood_attention", [q, k, v], plan, plan
+    return "neighbourhood_attention", [q, k, v], plan
 
 
 def stored(x: Operands, encoding: str, width: int = 512) -> Case:
@@ -295,7 +271,7 @@ def stored(x: Operands, encoding: str, width: int = 512) -> Case:
     kinds = [STORED[field.dtype] for field in ENCODINGS[encoding].fields]
     operands = [v.view(kind).to(x.device) for v, kind in zip(fields, kinds, strict=True)]
     plan = {"encoding": encoding, "dtype": str(x.dtype).removeprefix("torch.")}
-    return "unpack", operands, plan, plan
+    return "unpack", operands, plan
 
 
 CASES: dict[str, Callable[[Operands], Case]] = {
@@ -407,8 +383,8 @@ def poisoned_empty(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 
 def errors(case: Case) -> list[float]:
-    """Relative error of each result against float64 references of the rounded operands."""
-    op, operands, plan, _ = case
+    """Relative error of each result against the op's definition in float64."""
+    op, operands, plan = case
     kernels = import_module(f"ltx2rt_kernels.{folder(op)}.cuda")
     found = getattr(kernels, op)(*operands, **plan)
     found = found if isinstance(found, tuple) else (found,)
@@ -421,7 +397,7 @@ def errors(case: Case) -> list[float]:
 
 def quantised_errors(case: Case, unread: tuple[int, ...]) -> list[float]:
     """What a norm that quantises its results makes other than it and `quantise_rows` in turn."""
-    op, operands, plan, _ = case
+    op, operands, plan = case
     norm = getattr(import_module(f"ltx2rt_kernels.{folder(op)}.cuda"), op)
     apart = norm(*operands, **plan)
     apart = apart if isinstance(apart, tuple) else (apart,)
@@ -434,20 +410,39 @@ def quantised_errors(case: Case, unread: tuple[int, ...]) -> list[float]:
     return [float((a.float() != b.float().view_as(a)).sum()) for a, b in pairs if a is not None]
 
 
+def array(v: torch.Tensor) -> np.ndarray:
+    is_e4m3 = v.dtype == torch.float8_e4m3fn
+    return v.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn) if is_e4m3 else v.numpy()
+
+
+def _quantised(x: np.ndarray, gelu: bool = False) -> tuple[np.ndarray, ...]:
+    return NUMPY.quantise_rows(OPS["gelu"].numpy(x) if gelu else x)
+
+
+def _gated(y: np.ndarray, *gate: np.ndarray) -> tuple[np.ndarray, ...]:
+    return NUMPY.quantise_rows(
+        OPS["head_gate"].numpy(y, *gate).reshape(y.shape[0] * y.shape[1], -1)
+    )
+
+
+PARTS = {"quantise_rows": _quantised, "head_gate_rows": _gated}  # of ops of the table
+
+
+def defined(op: str, operands: list[np.ndarray], plan: dict[str, Any]) -> list[np.ndarray]:
+    """The results by the definition in numpy."""
+    found = (PARTS.get(op) or OPS[op].numpy)(*operands, **plan)
+    return list(found) if isinstance(found, (list, tuple)) else [found]
+
+
 def references(case: Case) -> list[np.ndarray]:
-    op, operands, plan, keywords = case
+    op, operands, plan = case
     kernels = import_module(f"ltx2rt_kernels.{folder(op)}.cuda")
-    reference = import_module(f"ltx2rt_kernels.{folder(op)}.reference")
     assert (reason := kernels.why_not(*operands, **plan)) is None, reason
-    arrays = [v.double().cpu().numpy() for v in operands]
-    if index_view := plan.get("index_view"):
-        keywords = keywords | {"index": arrays.pop().astype(int).reshape(index_view)}
-    if views := plan.get("views", ()):  # rows come last
-        arrays[-len(views) :] = [
-            a.reshape(v) for a, v in zip(arrays[-len(views) :], views, strict=True)
-        ]
-    expected = getattr(reference, op)(*arrays, **keywords)
-    return expected if isinstance(expected, list) else [expected]
+    if op == "unpack":  # every bit is defined
+        (matrix,) = defined(op, [array(v.cpu()) for v in operands], plan)
+        return [matrix.astype(NUMPY_DTYPES[plan["dtype"]]).astype(np.float64)]
+    wide = [v.double() if v.is_floating_point() else v for v in operands]
+    return defined(op, [v.cpu().numpy() for v in wide], plan)
 
 
 def as_a_gpu_rounds(convert: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:

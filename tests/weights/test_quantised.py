@@ -256,7 +256,7 @@ def test_a_device_decodes_what_it_loads(tmp_path, kind, monkeypatch):
     type_ = Type(("out", "D"), shape, "bfloat16")
 
     def loaded(*cuts):
-        return backend._tensor(encoded, [("m.weight", *cuts)], layout, type_)
+        return backend._made([backend._read(encoded, ("m.weight", *cuts), layout, type_)], 1, type_)
 
     with monkeypatch.context() as patched:
         patched.setattr(type(source), "read", lambda *_: pytest.fail("decoded by numpy"))

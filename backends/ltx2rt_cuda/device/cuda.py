@@ -80,15 +80,10 @@ class Cuda(TorchDevice):
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         if recorder is not None:
             cached -= recorder.unused_bytes
-        return DeviceInfo(
-            "cuda",
-            torch.cuda.get_device_name(),
-            total,
-            free + cached,
-            torch.cuda.device_count(),
-            recorded_bytes=recorder.nbytes if recorder else 0,
-            **RESERVE,
-        )
+        recorded_bytes = recorder.nbytes if recorder else 0
+        sizes = total, free + cached, torch.cuda.device_count()
+        name = torch.cuda.get_device_name()
+        return DeviceInfo("cuda", name, *sizes, recorded_bytes=recorded_bytes, **RESERVE)
 
     def peak_bytes(self) -> int:
         """Reserved bytes: the memory of recorded steps is not in `allocated`."""

@@ -37,12 +37,9 @@ def axial_rope(x: Tensor, frequencies: Tensor, sizes, first) -> Tensor:
         angles = positions[:, None] * frequencies[start // 2 : (start + size) // 2]
         view = [x.shape[dim] if i == dim else 1 for i in range(x.ndim - 1)]
         cos, sin = angles.cos().reshape(*view, -1), angles.sin().reshape(*view, -1)
-        a, b = (
-            x[..., start : start + size : 2].float(),
-            x[..., start + 1 : start + size : 2].float(),
-        )
-        y[..., start : start + size : 2] = a * cos - b * sin
-        y[..., start + 1 : start + size : 2] = a * sin + b * cos
+        even, odd = slice(start, start + size, 2), slice(start + 1, start + size, 2)
+        a, b = x[..., even].float(), x[..., odd].float()
+        y[..., even], y[..., odd] = a * cos - b * sin, a * sin + b * cos
         start += size
     return y
 

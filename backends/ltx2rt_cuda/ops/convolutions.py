@@ -25,9 +25,8 @@ def conv(
     if x.dtype == torch.bfloat16 and x.device.type == "cpu":
         # Rounded once either way; a CPU without products of bfloat16 takes ten to seven hundred
         # times as long for them. One that has them would be faster with them, untried.
-        return function(
-            x.float(), weight.float(), None if bias is None else bias.float(), **plan
-        ).to(x.dtype)
+        wide = None if bias is None else bias.float()
+        return function(x.float(), weight.float(), wide, **plan).to(x.dtype)
     return function(x, weight, bias, **plan)
 
 
@@ -49,16 +48,14 @@ def snake_beta(
     pad, start, edges = snake_windows(up.shape[-1])
 
     def snake(y: Tensor) -> Tensor:
-        return torch.addcdiv(
-            y, (y * alpha.exp()[:, None]).sin().square(), beta.exp()[:, None] + eps
-        )
+        turned = (y * alpha.exp()[:, None]).sin().square()
+        return torch.addcdiv(y, turned, beta.exp()[:, None] + eps)
 
     if x.device.type == "cpu" and x.dtype == torch.float32:
         return _snake_beta_by_phase(x, up.flatten(), down.flatten(), snake, pad, start, edges[0])
     y = F.pad(x.reshape(b * c, 1, t), (pad, pad), mode="replicate")
-    y = snake(
-        2 * F.conv_transpose1d(y, up, stride=2)[..., start : start + 2 * t].reshape(b, c, 2 * t)
-    )
+    y = 2 * F.conv_transpose1d(y, up, stride=2)[..., start : start + 2 * t]
+    y = snake(y.reshape(b, c, 2 * t))
     y = F.pad(y.reshape(b * c, 1, 2 * t), edges, mode="replicate")
     return F.conv1d(y, down, stride=2).reshape(b, c, t)
 
@@ -70,15 +67,11 @@ def _snake_beta_by_phase(
     times as slowly. The signal at twice the rate is held as its even and its odd samples."""
     t, taps = x.shape[-1], len(up)
     x = F.pad(x, (pad, pad), mode="replicate")
-    y = [
-        snake(
-            _weighted(
-                (2 * up[k], x[..., (p + start - k) // 2 :][..., :t])
-                for k in range((p + start) % 2, taps, 2)
-            )
-        )
-        for p in (0, 1)
-    ]
+    y = []
+    for p in (0, 1):
+        reads = range((p + start) % 2, taps, 2)
+        terms = ((2 * up[k], x[..., (p + start - k) // 2 :][..., :t]) for k in reads)
+        y.append(snake(_weighted(terms)))
     first, last = y[0][..., :1].expand(*x.shape[:2], pad), y[1][..., -1:].expand(*x.shape[:2], pad)
     y = [torch.cat([first, phase, last], -1) for phase in y]
     return _weighted(

@@ -30,11 +30,8 @@ def all_reduce(*xs: Tensor, group: str, in_place: bool = False) -> tuple[Tensor,
     own = "_" if in_place and not torch.compiler.is_compiling() else ""
     if len(xs) == 1:
         return (getattr(functional, f"all_reduce{own}")(xs[0].contiguous(), "sum", group),)
-    return tuple(
-        getattr(functional, f"all_reduce_coalesced{own}")(
-            [x.contiguous() for x in xs], "sum", group
-        )
-    )
+    together = getattr(functional, f"all_reduce_coalesced{own}")
+    return tuple(together([x.contiguous() for x in xs], "sum", group))
 
 
 def _summed(*xs: Tensor, group: str) -> Iterable[Tensor]:
@@ -59,9 +56,8 @@ def arrived(x: Tensor) -> Tensor:
 def all_gather(x: Tensor, dim: int, parts: int, group: str) -> Tensor:
     if differentiated((x,)):
         how = {"dim": dim, "parts": parts, "group": group}
-        return with_transpose(
-            lambda x: [all_gather(x, **how)], lambda g: [_reduce_scatter(g, **how)], x
-        )[0]
+        there, back = (lambda x: [all_gather(x, **how)]), (lambda g: [_reduce_scatter(g, **how)])
+        return with_transpose(there, back, x)[0]
     functional = torch.ops._c10d_functional
     joined = functional.wait_tensor(functional.all_gather_into_tensor(x.contiguous(), parts, group))
     return joined.unflatten(0, (parts, x.shape[0])).movedim(0, dim).flatten(dim, dim + 1)
@@ -81,9 +77,8 @@ def all_to_all(*xs: Tensor, split: int, concat: int, parts: int, group: str) -> 
         there = partial(all_to_all, split=split, concat=concat, parts=parts, group=group)
         return with_transpose(there, partial(there, split=concat, concat=split), *xs)
     if len({x.shape for x in xs}) > 1:
-        return tuple(
-            all_to_all(x, split=split, concat=concat, parts=parts, group=group)[0] for x in xs
-        )
+        how = {"split": split, "concat": concat, "parts": parts, "group": group}
+        return tuple(all_to_all(x, **how)[0] for x in xs)
     functional = torch.ops._c10d_functional
     shares = [x.unflatten(split, (parts, -1)).movedim(split, 0) for x in xs]
     sent = torch.stack(shares, 1) if len(xs) > 1 else shares[0].unsqueeze(1).contiguous()

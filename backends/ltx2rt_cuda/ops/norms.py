@@ -38,14 +38,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, dims, weight_view, eps:
 
 @op
 def rms_scale(
-    x: Tensor,
-    sum_squares: Tensor,
-    weight: Tensor | None = None,
-    *,
-    dims,
-    weight_view,
-    count: int,
-    eps: float,
+    x: Tensor, sum_squares: Tensor, weight: Tensor | None = None, *, dims, weight_view, count, eps
 ) -> Tensor:
     scale = torch.rsqrt(sum_squares / count + eps)
     for dim in dims:
@@ -88,7 +81,7 @@ def norm_scale(x: Tensor, scale: Tensor, *, views, eps: float) -> Tensor:
 
 
 def _residual(
-    x: Tensor, y: Tensor, rows, views, index_view, biased: bool
+    x: Tensor, y: Tensor, *rows: Tensor, views, index_view=None, biased=False
 ) -> tuple[Tensor, list[Tensor]]:
     """x + y * gate, and the rows behind the gate."""
     shaped = rows_per_token(rows, views, index_view, _take_along)
@@ -99,17 +92,13 @@ def _residual(
 
 
 @fused
-def gated_residual(
-    x: Tensor, y: Tensor, *rows: Tensor, views, index_view=None, biased=False
-) -> Tensor:
-    return _residual(x, y, rows, views, index_view, biased)[0]
+def gated_residual(*operands: Tensor, **plan) -> Tensor:
+    return _residual(*operands, **plan)[0]
 
 
 @fused
-def residual_norm_modulate(
-    x: Tensor, y: Tensor, *rows: Tensor, views, eps: float, index_view=None, biased=False
-):
-    x, shaped = _residual(x, y, rows, views, index_view, biased)
+def residual_norm_modulate(*operands: Tensor, eps: float, **plan):
+    x, shaped = _residual(*operands, **plan)
     return x, *_norm_modulated(x, shaped, eps)
 
 

@@ -77,10 +77,8 @@ def float8_road(weight: Tensor, dtype: torch.dtype) -> str:
 def tried_road(device: torch.device) -> str:
     """The first of ROADS with the defined numbers on this device, tried, since PyTorch's builds
     differ in their kernels. Not while a step is recorded."""
-    draw = torch.Generator().manual_seed(0)
-    a, b = (
-        torch.randn(rows, 256, generator=draw, dtype=torch.bfloat16) for rows in (FEW_ROWS, 256)
-    )
+    how = {"generator": torch.Generator().manual_seed(0), "dtype": torch.bfloat16}
+    a, b = (torch.randn(rows, 256, **how) for rows in (FEW_ROWS, 256))
     (values, row_scale), (weight, scale) = (quantise_rows(x.to(device)) for x in (a, b))
     product = Float8Product(values, row_scale, weight, scale, None, torch.bfloat16)
     expected = _by_float32(product._replace(dtype=torch.float32))
@@ -142,11 +140,8 @@ def _finished(p: Float8Product, y: Tensor) -> Tensor:
 
 # How float8 matrices are multiplied, the fastest first. On a CPU it is always the last.
 ROADS: dict[str, Callable[[Float8Product], Tensor]] = {
-    "rows": _by_rows,
-    "tensor": _by_tensor,
-    "bfloat16": _by_bfloat16,
-    "float32": _by_float32,
-}
+    "rows": _by_rows, "tensor": _by_tensor, "bfloat16": _by_bfloat16, "float32": _by_float32,
+}  # fmt: skip
 
 
 @op
@@ -163,11 +158,8 @@ def quantised_linear(
     """Multiply by one of ROADS: they differ only in the order of sums and, in bfloat16, by one more
     rounding."""
     lead, rows = x.shape[: x.ndim - num_contracted], x.reshape(-1, weight.shape[1])
-    if (
-        len(rows) < FEW_ROWS
-        and rows.shape[1] > LONG_ROWS
-        and float8_road(weight, x.dtype) == "rows"
-    ):
+    awkward = len(rows) < FEW_ROWS and rows.shape[1] > LONG_ROWS
+    if awkward and float8_road(weight, x.dtype) == "rows":
         rows = F.pad(rows, (0, 0, 0, FEW_ROWS - len(rows)))
     product = Float8Product(*quantise_rows(rows, gelu=gelu), weight, scale, bias, x.dtype)
     return _multiplied(product, lead, out_shape)

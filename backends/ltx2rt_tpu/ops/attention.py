@@ -96,10 +96,7 @@ def neighbourhood_attention(q: Array, k: Array, v: Array, window, first, scale: 
     """A loop over blocks of queries, each with the box of keys that its windows reach: one block's
     scores at once. Heads come first, and queries and keys of a block are one axis each: a TPU pads
     the last two axes to whole tiles."""
-    plans = [
-        window_blocks(*sizes)
-        for sizes in zip(q.shape[1:4], k.shape[1:4], window, first, NEIGHBOURS, strict=True)
-    ]
+    plans = map(window_blocks, q.shape[1:4], k.shape[1:4], window, first, NEIGHBOURS)
     begins, boxes, masks = zip(*plans, strict=True)
     block, box = ([mask.shape[i] for mask in masks] for i in (1, 2))
     counts = [len(begin) for begin in begins]
@@ -117,13 +114,8 @@ def neighbourhood_attention(q: Array, k: Array, v: Array, window, first, scale: 
         keys, values = (
             lax.dynamic_slice(x, there, (*lead, *box, dim)).reshape(*lead, -1, dim) for x in (k, v)
         )
-        scores = jnp.einsum(
-            "bnqd,bnkd->bnqk",
-            queries,
-            keys,
-            precision=precision(q),
-            preferred_element_type=jnp.float32,
-        )
+        how = {"precision": precision(q), "preferred_element_type": jnp.float32}
+        scores = jnp.einsum("bnqd,bnkd->bnqk", queries, keys, **how)
         t, r, c = (mask[i] for mask, i in zip(masks, place, strict=True))
         seen = t[:, None, None, :, None, None] & r[:, None, None, :, None] & c[:, None, None, :]
         scores = jnp.where(seen.reshape(scores.shape[2:]), scores * scale, -jnp.inf)

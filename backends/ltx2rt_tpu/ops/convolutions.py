@@ -57,9 +57,8 @@ def _conv_by_frames(x: Array, weight: Array, *, stride, dilation) -> Array:
     depth = weight.shape[2]
 
     def frame(i):
-        return _conv(
-            lax.dynamic_slice_in_dim(x, i, depth, axis=2), weight, stride=stride, dilation=dilation
-        )
+        frames = lax.dynamic_slice_in_dim(x, i, depth, axis=2)
+        return _conv(frames, weight, stride=stride, dilation=dilation)
 
     # (frames, B, channels, 1, rows, columns)
     y = lax.map(frame, jnp.arange(x.shape[2] - depth + 1))
@@ -89,14 +88,8 @@ def matrix_taps(matrix: Callable, x: Array, start: Callable, taps: int | Array, 
     def add(tap, y):
         window = lax.dynamic_slice_in_dim(x, start(tap), time, axis=2, allow_negative_indices=False)
         contract = (((1,), (1,)), ((), ()))
-        product = lax.dot_general(
-            matrix(tap),
-            window,
-            contract,
-            precision=precision(x),
-            preferred_element_type=jnp.float32,
-        )
-        return lax.add(y, product)
+        how = {"precision": precision(x), "preferred_element_type": jnp.float32}
+        return lax.add(y, lax.dot_general(matrix(tap), window, contract, **how))
 
     out = jax.eval_shape(matrix, 0).shape[0]
     y = lax.fori_loop(0, taps, add, jnp.zeros((out, x.shape[0], time), jnp.float32))

@@ -61,10 +61,8 @@ def _all_reduce_by_pairs(*xs: Array, mesh_axis: str) -> tuple[Array, ...]:
     def swapped(x: Array) -> Array:
         return lax.ppermute(x, mesh_axis, [(0, 1), (1, 0)])
 
-    small, big = (
-        {i: x for i, x in enumerate(xs) if (x.nbytes < LEAST_BYTES) == less}
-        for less in (True, False)
-    )
+    small = {i: x for i, x in enumerate(xs) if x.nbytes < LEAST_BYTES}
+    big = {i: x for i, x in enumerate(xs) if i not in small}
     came = {i: swapped(x) for i, x in small.items()}
     if small and big:
         came, big = lax.optimization_barrier((came, big))

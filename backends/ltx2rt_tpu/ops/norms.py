@@ -37,14 +37,7 @@ def sum_squares(x: Array, dims) -> Array:
 
 @op
 def rms_scale(
-    x: Array,
-    sum_squares: Array,
-    weight: Array | None = None,
-    *,
-    dims,
-    weight_view,
-    count: int,
-    eps: float,
+    x: Array, sum_squares: Array, weight: Array | None = None, *, dims, weight_view, count, eps
 ) -> Array:
     mean = lax.div(lax.expand_dims(sum_squares, dims), like(count, sum_squares))
     scale = lax.rsqrt(lax.add(mean, like(eps, mean)))

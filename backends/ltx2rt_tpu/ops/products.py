@@ -29,13 +29,7 @@ def quantise_rows(x: Array) -> tuple[Array, Array]:
 
 @op
 def quantised_linear(
-    x: Array,
-    weight: Array,
-    scale: Array,
-    bias: Array | None = None,
-    *,
-    num_contracted: int,
-    out_shape,
+    x: Array, weight: Array, scale: Array, bias: Array | None = None, *, num_contracted, out_shape
 ) -> Array:
     """e4m3 numbers are bfloat16 numbers: the product is one of bfloat16, summed in float32."""
     lead = x.shape[: x.ndim - num_contracted]

@@ -13,11 +13,9 @@ from torch import Tensor
 
 
 def why_not(x: Tensor, weight: Tensor, bias: Tensor, **plan) -> str | None:
-    return (
-        None
-        if x.dtype == torch.bfloat16
-        else f"the operands are {x.dtype}, the epilogue takes bfloat16"
-    )
+    if x.dtype != torch.bfloat16:
+        return f"the operands are {x.dtype}, the epilogue takes bfloat16"
+    return None
 
 
 def linear_gelu(

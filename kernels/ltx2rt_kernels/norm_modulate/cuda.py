@@ -131,19 +131,13 @@ def rows_launch(
     batch, tokens, width = x.shape
     index = rows[-1].reshape(index_view).expand(batch, tokens) if index_view else None
     count = max([view[1] for view in views], default=1) if index_view else tokens
-    rows = rows[: len(views)]
-    bias, rows, views = (
-        (rows[0].reshape(width), rows[1:], views[1:]) if biased else (None, rows, views)
-    )
-    shaped = [
-        spread(row, view, (batch, count, width)) for row, view in zip(rows, views, strict=True)
-    ]
+    viewed = list(zip(rows[: len(views)], views, strict=True))
+    bias = viewed.pop(0)[0].reshape(width) if biased else None
+    shaped = [spread(row, view, (batch, count, width)) for row, view in viewed]
     gate, pairs = (shaped[0], shaped[1:]) if y is not None else (None, shaped)
     count = results + (y is not None)
-    outputs = [
-        None if i in unread else torch.empty(shape, dtype=x.dtype, device=x.device)
-        for i in range(count)
-    ]
+    like = {"dtype": x.dtype, "device": x.device}
+    outputs = [None if i in unread else torch.empty(shape, **like) for i in range(count)]
     rows_of = {i: empty_rows(shape, x.device) for i in quantised}
     total, first = (None, 0) if y is None else (outputs[0], 1)
     outs = [out for i in range(first, count) for out in (outputs[i], *rows_of.get(i, (None, None)))]

@@ -20,19 +20,9 @@ MAX_CHANNELS = 2048
 
 @jit
 def pixel_norm_silu_kernel(
-    x,
-    out,
-    pixels,
-    eps,
-    x_b,
-    x_c,
-    x_p,
-    o_c,
-    o_p,
-    CHANNELS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
+    x, out, pixels, eps, x_b, x_c, x_p, o_c, o_p,
+    CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * BLOCK_P
     c = tl.arange(0, BLOCK_C).to(tl.int64)[:, None]
     p = (start + tl.arange(0, BLOCK_P))[None, :]

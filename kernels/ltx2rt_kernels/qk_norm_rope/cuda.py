@@ -15,23 +15,16 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ltx2rt.fused.pattern import grouped
 from ltx2rt_kernels.triton_blocks import MAX_BLOCK, block, dtype_reason, jit, num_warps
 from ltx2rt_kernels.triton_blocks import spread as spread_row
 
 
 @jit
 def sum_squares_kernel(
-    x,
-    out,
-    T,
-    x_b,
-    x_t,
-    x_h,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    x, out, T, x_b, x_t, x_h,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
@@ -188,7 +181,7 @@ def why_not(
         return f"the sum is over axes {dims}, the kernel takes (2, 3)"
     if len(weight_views) > 2:
         return f"{len(weight_views)} tensors, the kernel takes q, or q and k"
-    groups = list(zip(*[iter(operands)] * (len(operands) // len(weight_views)), strict=True))
+    groups = grouped(operands, len(operands) // len(weight_views))
     for i, (x, *others) in enumerate(groups):
         if x.ndim != 4:
             return f"x has {x.ndim} axes, the kernel takes (B, tokens, heads, head_dim)"
@@ -267,26 +260,21 @@ def _numbers(x: Tensor) -> int:
 
 
 def qk_norm_rope(*operands: Tensor, weight_views, table_views, eps: float):
-    groups = [(x, None, *others) for x, *others in zip(*[iter(operands)] * 4, strict=True)]
+    groups = [(x, None, *others) for x, *others in grouped(operands, 4)]
     return _launch(groups, table_views, _numbers(operands[0]), eps)
 
 
 def qk_scale_rope(*operands: Tensor, weight_views, table_views, count: int, eps: float):
-    return _launch(list(zip(*[iter(operands)] * 5, strict=True)), table_views, count, eps)
+    return _launch(grouped(operands, 5), table_views, count, eps)
 
 
 def qk_norm(*operands: Tensor, weight_views, eps: float, spread=()):
     operands, v = (operands[:-1], operands[-1]) if spread else (operands, None)
-    groups = [
-        (x, None, weight, None, None) for x, weight in zip(*[iter(operands)] * 2, strict=True)
-    ]
+    groups = [(x, None, weight, None, None) for x, weight in grouped(operands, 2)]
     return _launch(groups, weight_views, _numbers(operands[0]), eps, spread, v)
 
 
 def qk_scale(*operands: Tensor, weight_views, count: int, eps: float, spread=()):
     operands, v = (operands[:-1], operands[-1]) if spread else (operands, None)
-    groups = [
-        (x, total, weight, None, None)
-        for x, total, weight in zip(*[iter(operands)] * 3, strict=True)
-    ]
+    groups = [(*group, None, None) for group in grouped(operands, 3)]
     return _launch(groups, weight_views, count, eps, spread, v)

@@ -240,13 +240,12 @@ def why_not(*fields: Tensor, encoding: str, dtype: str) -> str | None:
             return f"no kernel decodes {name}"
     if any(x.stride(1) != 1 and x.shape[1] > 1 for x in fields):
         return "an operand's last axis is strided"
-    if encoding.split(EITHER)[0] in BLOCKS and (
-        fields[0].stride(0) % 2 or fields[0].data_ptr() % 2
-    ):
+    odd = fields[0].stride(0) % 2 or fields[0].data_ptr() % 2
+    if odd and encoding.split(EITHER)[0] in BLOCKS:
         return "a row begins at an odd address"
-    return (
-        None if dtype in DTYPES else f"the result is {dtype}, the kernel makes {', '.join(DTYPES)}"
-    )
+    if dtype not in DTYPES:
+        return f"the result is {dtype}, the kernel makes {', '.join(DTYPES)}"
+    return None
 
 
 def unpack(*fields: Tensor, encoding: str, dtype: str) -> Tensor:
