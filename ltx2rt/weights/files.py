@@ -54,17 +54,13 @@ DTYPES: dict[str, np.dtype] = {  # the safetensors format's names
     }.items()
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-EXPONENTS = DTYPES["F8_E8M0"]  # powers of two, scales of other tensors
-FLOATS = [
-    dtype for name, dtype in DTYPES.items() if name.startswith(("F", "BF")) and dtype != EXPONENTS
-]
-# the bits of the least non-finite value, above zero and below; e4m3 has only NaN
+_INFINITE = np.array([np.inf, -np.inf], np.float32)
+# the bits of the least non-finite value, above zero and below; e4m3 has only NaN, and E8M0 are
+# powers of two, scales of other tensors
 INFINITY = {
-    dtype: tuple(
-        int(x)
-        for x in np.array([np.inf, -np.inf], np.float32).astype(dtype).view(f"u{dtype.itemsize}")
-    )
-    for dtype in FLOATS
+    dtype: tuple(int(x) for x in _INFINITE.astype(dtype).view(f"u{dtype.itemsize}"))
+    for name, dtype in DTYPES.items()
+    if "F" in name and name != "F8_E8M0"
 }
 BARE_TRANSFORMER = "audio_patchify_proj.weight"
 CACHED_BYTES = 2**20
@@ -188,9 +184,8 @@ class TensorFile:
     def check(self) -> None:
         """Raises InputError if the file has changed since it was opened."""
         if identity(self._file) != self.identity:
-            raise InputError(
-                f"{self.path}: changed since it was opened; start again when it is complete"
-            )
+            advice = "start again when it is complete"
+            raise InputError(f"{self.path}: changed since it was opened; {advice}")
 
     @property
     def architecture(self) -> str:
@@ -397,17 +392,15 @@ def read_index(index: Path) -> dict[str, Path]:
             shards = json.loads(file.read())["weight_map"]
         for name, shard in shards.items():
             if not isinstance(shard, str):
-                raise InputError(
-                    f"{index}: weight_map of {name[:80]} is {str(shard)[:80]!r}, expected the "
-                    "name of a file beside it"
-                )
+                said = f"{str(shard)[:80]!r}, expected the name of a file beside it"
+                raise InputError(f"{index}: weight_map of {name[:80]} is {said}")
         places = {shard: index.parent / shard for shard in set(shards.values())}
         return {called(name): places[shard] for name, shard in shards.items()}
+    except InputError:
+        raise
     except OSError as error:
         raise InputError(f"{index}: cannot read: {error.strerror}; check the path") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
         raise InputError(f"{index}: not a shard index: {error}") from error
 
 
@@ -415,18 +408,16 @@ def _open_shards(path: Path, index: Path) -> TensorFolder:
     home = read_index(index)
     folder = TensorFolder(path, [TensorFile(shard) for shard in sorted(set(home.values()))])
     if missing := sorted(home.keys() - set(folder.names())):
-        raise InputError(
-            f"{index}: {len(missing)} tensors of the index are in no shard, first {missing[0]}"
-        )
+        said = f"{len(missing)} tensors of the index are in no shard, first {missing[0]}"
+        raise InputError(f"{index}: {said}")
     return folder
 
 
 def _parsed(file: int, path: Path) -> tuple[dict[str, str], dict[str, tuple[TensorInfo, int]]]:
     """(metadata, name -> (info, first byte)) of an open file, read by safetensors."""
     if (start := pread(file, 24, 0)).startswith(b"version https://git-lfs"):
-        raise InputError(
-            f"{path}: a git-lfs pointer, not the weights; run `git lfs pull` in its repository"
-        )
+        advice = "run `git lfs pull` in its repository"
+        raise InputError(f"{path}: a git-lfs pointer, not the weights; {advice}")
     try:
         named = f"/dev/fd/{file}"  # the same file, whatever has the path's name by now
         with safe_open(named if os.path.exists(named) else path, "np") as parsed:
@@ -444,18 +435,15 @@ def _parsed(file: int, path: Path) -> tuple[dict[str, str], dict[str, tuple[Tens
     tensors, end = {}, 8 + int.from_bytes(start[:8], "little")
     for name, dtype, shape in header:
         if not name.isprintable() or len(name) > MAX_NAME:
-            raise InputError(
-                f"{path}: a tensor's name is not printable or longer than {MAX_NAME}: {name[:40]!r}"
-            )
+            said = f"is not printable or longer than {MAX_NAME}: {name[:40]!r}"
+            raise InputError(f"{path}: a tensor's name {said}")
         if dtype not in DTYPES:
-            raise InputError(
-                f"{path}: tensor {name}: unknown dtype {dtype}, known are {', '.join(DTYPES)}"
-            )
+            known = ", ".join(DTYPES)
+            raise InputError(f"{path}: tensor {name}: unknown dtype {dtype}, known are {known}")
         info = TensorInfo(shape, DTYPES[dtype])
         if len(shape) > MAX_DIMS or math.prod(filter(None, shape)) * info.dtype.itemsize >= 2**63:
-            raise InputError(
-                f"{path}: tensor {name}: no array has {len(shape)} dimensions of such sizes"
-            )
+            said = f"no array has {len(shape)} dimensions of such sizes"
+            raise InputError(f"{path}: tensor {name}: {said}")
         tensors[called(name)] = info, end
         end += info.nbytes
     return metadata, tensors
@@ -498,16 +486,13 @@ def write_tensors(
     tensor is aligned."""
     path = Path(path)
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, dict[str, Any]] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in order:
-        info = tensors[name]
-        offsets = [end, end := end + info.nbytes]
-        header[name] = {
-            "dtype": DTYPE_NAMES[info.dtype],
-            "shape": list(info.shape),
-            "data_offsets": offsets,
-        }
+        info, begin = tensors[name], end
+        end += info.nbytes
+        header[name] = {"dtype": DTYPE_NAMES[info.dtype], "shape": list(info.shape)}
+        header[name] |= {"data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with replacing(path) as partial, partial.open("wb") as file:
@@ -517,10 +502,9 @@ def write_tensors(
             return
         for name in order:
             array = produce(name)
-            if array.shape != tensors[name].shape or array.dtype != tensors[name].dtype:
-                raise ValueError(
-                    f"{name}: got {array.dtype}{array.shape}, declared {tensors[name]}"
-                )
+            info = tensors[name]
+            if array.shape != info.shape or array.dtype != info.dtype:
+                raise ValueError(f"{name}: got {array.dtype}{array.shape}, declared {info}")
             file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 

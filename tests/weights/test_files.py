@@ -19,7 +19,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.weights.digests import digest, digests
 from ltx2rt.weights.files import (
     DTYPES,
-    FLOATS,
+    INFINITY,
     TensorFile,
     TensorInfo,
     check_opened,
@@ -194,7 +194,7 @@ def test_a_file_changed_in_place_is_noticed_at_the_next_read(tmp_path, change):
             read()
 
 
-@pytest.mark.parametrize("name", [name for name, dtype in DTYPES.items() if dtype in FLOATS])
+@pytest.mark.parametrize("name", [name for name, dtype in DTYPES.items() if dtype in INFINITY])
 def test_values_that_are_not_finite_are_refused_where_they_are_read(tmp_path, name):
     dtype = DTYPES[name]
     good = np.ones((4, 6), dtype)
