@@ -31,6 +31,8 @@ _NUMBERED = re.compile(r"(?:(\d+)\*\+(\d+))|\*")
 
 def numbered(name: str, iteration: int) -> str:
     """A parameter's name in one iteration of a repeat: `*` is the number, `6*+5` 6 times it + 5."""
+    if "*" not in name:
+        return name
     return _NUMBERED.sub(lambda m: str(int(m[1] or 1) * iteration + int(m[2] or 0)), name)
 
 

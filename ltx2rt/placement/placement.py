@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from typing import Any
 
 from ltx2rt.errors import InputError
 from ltx2rt.graph.encodings import QUANTISED
@@ -70,6 +71,14 @@ class Placement:
 
     def _passed(self, graph: Graph, network: str, num_steps: int | None) -> Graph:
         return reduce(lambda done, one: one(done, self, network, num_steps), PASSES, graph)
+
+    def cuts(self, network: str) -> tuple[Any, ...]:
+        """The rules and mesh axes that cut a network or its weights; none if it stays whole."""
+        rules = self.profile.rules_of(network)
+        several = {axis: size for axis, size in self.mesh.items() if size > 1}
+        if network == "transformer" or not several.keys().isdisjoint({*rules.values(), FSDP}):
+            return *sorted(rules.items()), *several.items()
+        return ()
 
     def rules(self, network: str, weights: bool) -> Rules:
         """Axis to mesh axis: of weights that are gathered when used, or of all else."""

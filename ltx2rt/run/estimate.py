@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from ltx2rt.errors import InputError
@@ -21,7 +22,7 @@ from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.plan import StageCost, peak
 from ltx2rt.placement.profiles import resolve, undivided
 from ltx2rt.placement.stream import ROAD_BYTES_PER_S
-from ltx2rt.run.plan import Plan, make_plan, resolved_stages
+from ltx2rt.run.plan import Plan, Resolved, checked, resolved
 from ltx2rt.session.arrange import DatasheetBackend, Estimator, choose
 from ltx2rt.session.open import opened_checkpoint
 from ltx2rt.session.options import MEMORY, ModelOptions
@@ -80,7 +81,7 @@ class Estimate:
     def basis(self) -> str:
         return self.kind.basis(self.devices)
 
-    @property
+    @cached_property
     def time_s(self) -> float:
         """Seconds of a whole request."""
         return sum(c.steps * c.time_s(self.kind) for c in self.costs) + self.outside_s
@@ -115,29 +116,33 @@ def estimate(options: ModelOptions, request: Request, devices: Devices) -> Estim
     InputError for unknown devices or meshes, and for what `generate` refuses."""
     kind, count = devices.found
     checkpoint = opened_checkpoint(options)
-    found = replace(_estimate(options, checkpoint, request, kind, count), price=devices.price)
-    layouts = []
+    asked = resolved(checkpoint, options, request)
+    found, estimator, said = _estimate(options, checkpoint, asked, kind, count)
+    notes = (*said, *_whole(found.session, found.plan, kind), *_unshared(found, estimator))
+    found, layouts = replace(found, price=devices.price, notes=notes), []
     for each in (1, 2, 4, 8) if not (options.mesh or options.profile) else ():
         with suppress(InputError):  # such as heads that do not divide
             if each < count and count % each == 0:
-                one = _estimate(options, checkpoint, request, kind, each)
+                one, *_ = _estimate(options, checkpoint, asked, kind, each, estimator)
                 layouts.append(replace(one, price=devices.price, replicas=count // each))
     return replace(found, layouts=(*layouts, found) if layouts else ())
 
 
 def _estimate(
-    options: ModelOptions, checkpoint: Checkpoint, request: Request, kind: DeviceKind, count: int
-) -> Estimate:
+    options: ModelOptions, checkpoint: Checkpoint, asked: Resolved, kind: DeviceKind, count: int,
+    estimator: Estimator | None = None,
+) -> tuple[Estimate, Estimator, list[str]]:  # fmt: skip
+    """The estimate, the estimator for other numbers of devices, and the choice of the mesh."""
     choice = None
     if not (options.mesh or options.profile or count == 1):  # else a flag says the mesh
-        stages = resolved_stages(checkpoint, options, request)
-        choice = choose(checkpoint, replace(options, backend=kind.backend), kind, count, stages)
+        on = replace(options, backend=kind.backend)
+        choice = choose(checkpoint, on, kind, count, asked[2], estimator)
     if choice:
         options = replace(options, mesh=choice.best.mesh)
     session = datasheet_session(options, kind, count, checkpoint)
-    if choice:
-        session.adopt(choice.session)
-    plan = make_plan(session, request)
+    if estimator := choice.estimator if choice else estimator:
+        session.adopt(estimator.session)
+    plan = checked(session, asked)
     budget = session.backend.device().room_bytes(options.max_memory)
     fits = session.fit(plan.stages, budget)
     session.choose_road(plan.stages)
@@ -146,16 +151,16 @@ def _estimate(
     costs = tuple(session.costs(plan.stages))
     advice = "" if fits else session.advice(plan.stages, budget, peak(costs))
     said = [str(choice)] if choice else []
-    estimator = choice.estimator if choice else Estimator(session, kind)
-    notes = (*said, *_whole(session, plan, kind), *_unshared(session, plan, estimator))
-    beside_s = session.outside_s(plan.stages, kind)
-    return Estimate(count, kind.loaded(), session, plan, costs, notes, advice, beside_s)
+    outside_s = session.outside_s(plan.stages, kind)
+    found = Estimate(count, kind.loaded(), session, plan, costs, (), advice, outside_s)
+    return found, estimator or Estimator(session, kind), said
 
 
 def _whole(session: Session, plan: Plan, kind: DeviceKind) -> Iterator[str]:
     """Parts that every device holds whole because their size does not divide over the mesh."""
     options = replace(session.options, profile="single", mesh={})
     single = Session(session.checkpoint, DatasheetBackend(kind, {}), options, session.dtype)
+    single.adopt(session)
     every = [replace(c, steps=None) for s in plan.stages for c in s.needs(session.config)]
     # whole networks win
     calls = {c.row.rules: c for c in sorted(every, key=lambda c: not c.row.partial(c.sizes))}
@@ -169,10 +174,11 @@ def _whole(session: Session, plan: Plan, kind: DeviceKind) -> Iterator[str]:
             yield f"{network}: {part} is replicated, {axis}={size} does not divide over {rules[axis]}={parts}"
 
 
-def _unshared(session: Session, plan: Plan, estimator: Estimator) -> Iterator[str]:
+def _unshared(found: Estimate, estimator: Estimator) -> Iterator[str]:
     """Where branches do not share what they have in common, and whether that is cheaper."""
-    kind, profile = estimator.kind, session.placement.profile
-    for stage in plan.stages:
+    session, kind = found.session, estimator.kind
+    profile = session.placement.profile
+    for stage in found.plan.stages:
         for call in stage.needs(session.config):
             branches = call.row.branches(call.sizes) if call.row.branches else 1
             mesh = session.placement.of(branches).mesh

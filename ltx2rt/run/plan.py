@@ -107,9 +107,10 @@ def _transfer(request: Request) -> str | None:
     return request.high_range.transfer if request.high_range else None
 
 
-def resolved(
-    checkpoint: Checkpoint, options: ModelOptions, request: Request
-) -> tuple[Request, Loras, tuple[Stage, ...]]:
+Resolved = tuple[Request, Loras, tuple[Stage, ...]]
+
+
+def resolved(checkpoint: Checkpoint, options: ModelOptions, request: Request) -> Resolved:
     """The request against the model, its LoRAs and its stages. Raises InputError."""
     request.check_options(options)
     request.check_files()
@@ -150,7 +151,12 @@ def usual_stages(checkpoint: Checkpoint, options: ModelOptions) -> tuple[Stage, 
 
 def make_plan(session: Session, request: Request) -> Plan:
     """Resolve the request and check all that headers tell but memory. Raises InputError."""
-    request, loras, stages = resolved(session.checkpoint, session.options, request)
+    return checked(session, resolved(session.checkpoint, session.options, request))
+
+
+def checked(session: Session, found: Resolved) -> Plan:
+    """The plan of what `resolved` found. Raises InputError."""
+    request, loras, stages = found
     for stage in stages:
         stage.check(session)
     merges = session.audit(stages)

@@ -110,19 +110,21 @@ def choose(
     kind: DeviceKind,
     devices: int,
     stages: Sequence[Needing],
+    estimator: Estimator | None = None,
 ) -> Choice | None:
-    """The mesh of a run of these stages; None if nothing of it is split. If not all weights stay on
+    """The mesh of a run of these stages; None if nothing of it is split. estimator: of the same
+    options, on another number of devices. If not all weights stay on
     the devices, the time of reloading them is included. Where none fits, the one of the least
     weights. Raises InputError if none splits it, in the words of the profile's own mesh."""
     budget = DatasheetBackend(kind, {}).device().room_bytes(options.max_memory)
-    estimator = Estimator(Session(checkpoint, DatasheetBackend(kind, {}), options), kind)
-    ranked, tried = arrangements(estimator, devices, stages), None
+    if estimator is None:
+        estimator = Estimator(Session(checkpoint, DatasheetBackend(kind, {}), options), kind)
+    ranked = arrangements(estimator, devices, stages)
     left, found = ranked, []
     while left and not (found and left[0].time_s >= min(time_s for time_s, _, _ in found)):
         one = left[0]
         session = Session(checkpoint, DatasheetBackend(kind, one.mesh), options)
-        if tried:
-            session.adopt(tried)
+        session.adopt(estimator.session)
         left = [other for other in left if other.read_bytes < one.read_bytes]
         fits = session.fit(stages, budget)
         if fits or not (left or found):
@@ -130,7 +132,6 @@ def choose(
             found.append((one.time_s + reload_s, one, session))
             if not reload_s:
                 break
-        tried = session
     if not found:
         return None
     _, best, session = min(found, key=lambda one: one[0])
@@ -201,7 +202,7 @@ class Estimator:
 
     def __init__(self, session: Session, kind: DeviceKind):
         self.session, self.kind = session, kind
-        self._graphs: dict[tuple[Any, bool], Graph] = {}
+        self._shared: dict[Any, Graph] = {}
         self._costs: dict[Any, StageCost] = {}
 
     def step(self, call: Call, placement: Placement) -> StageCost:
@@ -232,13 +233,8 @@ class Estimator:
         return placed if encoding else unpack(keep(placed, self.session.weights.stored(call)))
 
     def _graph(self, call: Call, shared: bool) -> Graph:
-        key = call.program, shared
-        if key not in self._graphs and shared:
-            self._graphs[key] = share(self._graph(call, False))
-        elif key not in self._graphs:
-            session, row = self.session, call.row
-            with session.checkpoint.tracing():
-                self._graphs[key] = row.trace(
-                    session.config, call.sizes, row.dtype or session.dtype
-                )
-        return self._graphs[key]
+        if not shared:
+            return self.session.traced(call, call.sizes)
+        if call.program not in self._shared:
+            self._shared[call.program] = share(self._graph(call, False))
+        return self._shared[call.program]

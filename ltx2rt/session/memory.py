@@ -316,7 +316,7 @@ class Memory:
 
     def _keeps(self, call: Call) -> bool:
         """Whether blocks compute something of the call once for all steps."""
-        return call.steps is not None and bool(taken_apart(self.graph(call)).before.repeats)
+        return call.steps is not None and len(self.graph(call).repeats) > 1  # and their loop
 
     def _tried(
         self, way: Way, stages: Sequence[Needing], warm: bool

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -77,20 +77,17 @@ class Session(Memory):
         self.building: Callable[[str], None] = lambda network: None
         self._graphs: OrderedDict[tuple[Any, ...], Graph] = OrderedDict()
         self._costs: OrderedDict[Hashable, StageCost] = OrderedDict()
+        self._audited: OrderedDict[Hashable, list[Merge]] = OrderedDict()
         self._programs: OrderedDict[Hashable, Program | Loop] = OrderedDict()
         self._contexts: OrderedDict[Hashable, Any] = OrderedDict()
         self._sets: dict[WeightsKey, Graph] = {}  # a graph that reads each set
 
     def adopt(self, planned: Session) -> None:
-        """Reuse the graphs and costs of a session with the same checkpoint, options and number of
-        devices. If its mesh differs, only mesh-independent graphs are taken."""
-        if planned.backend.mesh == self.backend.mesh:
-            self._graphs, self._costs = planned._graphs, planned._costs
-        else:
-            alike = {
-                key: graph for key, graph in planned._graphs.items() if not network(key[0]).branches
-            }
-            self._graphs.update(alike)
+        """Share the graphs, costs and audits of a session with the same checkpoint and options, on
+        any mesh."""
+        self._graphs, self._costs = planned._graphs, planned._costs
+        self._audited = planned._audited
+        self.weights.adopt(planned.weights)
 
     def use_loras(self, loras: Sequence[LoraSpec]) -> None:
         """The user's LoRAs of the requests to come."""
@@ -105,28 +102,39 @@ class Session(Memory):
     def key(self, call: Call) -> tuple[Any, ...]:
         """The key of the call's graph and program: calls that differ in times or who makes them
         share one, and those that differ in LoRAs unless these change what is kept as it is
-        stored, or stay apart from the weights with other targets."""
+        stored, or stay apart from the weights with other targets. Sessions on other meshes share the
+        keys of networks that are not cut."""
         kept = self.weights.residence.keep_bytes if call.steps is not None else None
         stored = frozenset(self.weights.stored(call))
-        return *call.program, stored, kept, self.weights.adapters(call)
+        cuts = self._placement(call).cuts(call.row.rules)
+        return *call.program, stored, kept, self.weights.adapters(call), cuts
+
+    def _placement(self, call: Call) -> Placement:
+        row = call.row
+        return self.placement.of(row.branches(call.sizes)) if row.branches else self.placement.text
+
+    def traced(self, call: Call, sizes: Any) -> Graph:
+        """The graph of the call's network before it is placed."""
+        with self.checkpoint.tracing():
+            return traced(call.network, self.config, sizes, call.row.dtype or self.dtype)
 
     def graph(self, call: Call) -> Graph:
         """The call's graph as one device runs it; with steps, the loop over them."""
         return kept(self._graphs, self.key(call), lambda: self._graph(call), 2 * MAX_PROGRAMS)
 
     def _graph(self, call: Call) -> Graph:
-        row, sizes = call.row, call.sizes
-        for part in row.parts:
+        for part in call.row.parts:
             self.checkpoint.source(part)  # raises if it is absent, naming the flag that gives it
-        placement = self.placement.of(row.branches(sizes)) if row.branches else self.placement.text
-        kept = self.weights.residence.keep_bytes
-        placement = replace(placement, stored=self.weights.stored(call), keep_bytes=kept)
-        placement = replace(placement, adapters=self.weights.adapters(call))
+        placement = replace(
+            self._placement(call),
+            stored=self.weights.stored(call),
+            keep_bytes=self.weights.residence.keep_bytes,
+            adapters=self.weights.adapters(call),
+        )
+        sizes = call.sizes
         if call.steps is not None:
             sizes = replace(sizes, videos=sizes.videos // placement.mesh.get("data", 1))
-        with self.checkpoint.tracing():
-            graph = traced(call.network, self.config, sizes, row.dtype or self.dtype)
-        return placed(graph, placement, row.rules, call.slots)
+        return placed(self.traced(call, sizes), placement, call.row.rules, call.slots)
 
     def program(self, call: Call) -> Any:
         """Return the call's program or loop, evicting the least recently used."""
@@ -224,14 +232,14 @@ class Session(Memory):
     def audit(self, stages: Sequence[Needing]) -> dict[str, list[Merge]]:
         """Compare every network that the stages call with the checkpoint, and every LoRA with both.
         Returns what LoRAs will merge, by stage and in their order. Raises InputError."""
-        audited: dict[WeightsKey, list[Merge]] = {}
         found = {}
         for stage in stages:
             for call in stage.needs(self.config):
-                if call.weights not in audited:
-                    audited[call.weights] = self.weights.audit(call, self.graph(call))
+                key, graph = (self.key(call), call.weights), self.graph(call)
+                audit = partial(self.weights.audit, call, graph)
+                merges = kept(self._audited, key, audit, 2 * MAX_PROGRAMS)
                 if call.loras:
-                    found[stage.name] = audited[call.weights]
+                    found[stage.name] = merges
         return found
 
     def as_run(self, graph: Graph, steps: bool = False) -> Graph:

@@ -33,6 +33,7 @@ from ltx2rt.weights.files import check_opened, stored_fields
 from ltx2rt.weights.lora import Lora, Merge, MergedSource, check_lora, open_lora
 from ltx2rt.weights.packed import Packed
 
+MAX_NAMED = 64  # sets of LoRAs
 HOST_SHARE = 0.1  # share of the host's memory to leave free
 
 
@@ -127,11 +128,20 @@ class WeightStore:
         self._parked_as: dict[WeightsKey, frozenset[Piece]] = {}  # what of each was streamed
         self.roads: dict[WeightsKey, str] = {}  # how sets reach the device that were streamed
         self._stored: dict[tuple[str, ...], dict[str, str]] = {}
+        self._named: dict[tuple[Any, ...], set[str]] = {}  # tensors that sets of LoRAs change
         self._adapters: dict[tuple[Any, ...], Adapters] = {}
         self._loads = 0
         # number of loads, the one before and the last
         self._loaded_at: dict[WeightsKey, tuple[int, int]] = {}
         self._parks = True  # until the backend cannot
+
+    def adopt(self, planned: WeightStore) -> None:
+        """Share what is known of the files with a store of the same checkpoint and options."""
+        self._stored, self._named, self._adapters = (
+            planned._stored,
+            planned._named,
+            planned._adapters,
+        )
 
     def source(self, call: Call, loras: Sequence[LoraSpec] = ()) -> Any:
         """The tensor source of a call's network; LoRAs are merged on reading, or stay apart."""
@@ -211,7 +221,12 @@ class WeightStore:
 
     def _touched(self, call: Call, loras: Sequence[LoraSpec]) -> set[str]:
         """Names of the tensors that merging these LoRAs changes."""
-        return self.source(call, loras).touched() if _merged(loras) else set()
+        key = call.row.parts, tuple(merged := _merged(loras))
+        if key not in self._named:
+            if len(self._named) >= MAX_NAMED:
+                self._named.clear()
+            self._named[key] = self.source(call, loras).touched() if merged else set()
+        return self._named[key]
 
     def of(self, call: Call, graph: Graph) -> Any:
         """The call's weights on the device, loaded on first use."""
