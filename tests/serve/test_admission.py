@@ -28,14 +28,37 @@ def admission(tmp_path, tiny):
         model = tiny(preset, "official")
         if options.get("distilled_lora") == "its":
             options["distilled_lora"] = LoraSpec(next(model.glob("*-distilled-lora.safetensors")))
-        return Admission(
-            ModelOptions("cuda", model, device="cpu", **options),
-            tmp_path,
-            default="two-stage",
-            enhancer=enhancer,
-        )
+        options = ModelOptions("cuda", model, device="cpu", **options)
+        return Admission(options, tmp_path, default="two-stage", enhancer=enhancer)
 
     return make
+
+
+@pytest.fixture
+def plain(admission):
+    """One without a LoRA that distils."""
+    return admission("tiny-2.3", distilled_lora=NO_LORA)
+
+
+@pytest.fixture
+def filmed(plain, film):
+    """The digest of a clip that was sent."""
+    digest = hashlib.sha256(film.read_bytes()).hexdigest()
+    (plain.inputs / f"{digest}.media").write_bytes(film.read_bytes())
+    return digest
+
+
+def job_of(admission, given):
+    """The job of a request, as it is kept."""
+    return json.loads(json.dumps(admission.admit(given).job))
+
+
+def refuses(admission, given, *cases):
+    """Each case: more fields, and what is said of them."""
+    for more, says in cases:
+        with pytest.raises(Refusal, match=says):
+            admission.admit({**given, **more})
+            pytest.fail(f"{more} was taken")
 
 
 @pytest.mark.parametrize("preset, lora, missing", [
@@ -54,13 +77,10 @@ def test_only_pipelines_are_offered_that_the_model_and_its_flags_allow(
     fronts = {name: about["front"] for name, about in limits["pipelines"].items()}
     assert fronts["one-stage"] == []
     assert fronts["retake"] == ["video_path", "start_time", "end_time"]
-    for name in missing - {
-        *"a2v dubit hdr-ic-lora ic-lora keyframes".split()
-    }:  # which need files; who asks for one hears why
-        with pytest.raises(
-            Refusal, match="pipeline: dfr, but LTX-2.3" if name == "dfr" else "--distilled-lora"
-        ):
-            found.admit({**CLIP, "pipeline": name})
+    # who asks for one hears why; the others need files
+    for name in missing - {*"a2v dubit hdr-ic-lora ic-lora keyframes".split()}:
+        why = "pipeline: dfr, but LTX-2.3" if name == "dfr" else "--distilled-lora"
+        refuses(found, CLIP, ({"pipeline": name}, why))
 
 
 def test_clips_in_segments(admission):
@@ -112,118 +132,106 @@ def test_pixels_are_not_decoded_where_requests_are_planned(admission, tmp_path, 
     frames = [0, "last"]
     assert job["images"] == [[i["file_id"], f, 1.0] for i, f in zip(images, frames, strict=True)]
     for frame in ("first", 0.5, True, None, "1e3s", [0]):
-        with pytest.raises(Refusal, match="frame is a number, last"):
-            found.admit({**CLIP, "images": [images[0] | {"frame": frame}]})
+        wrong = {"images": [images[0] | {"frame": frame}]}
+        refuses(found, CLIP, (wrong, "frame is a number, last"))
     (tmp_path / digest).write_bytes(b"no image")
-    with pytest.raises(Refusal, match="no readable image"):
-        found.admit({**CLIP, "images": images})
+    refuses(found, CLIP, ({"images": images}, "no readable image"))
 
 
-def test_steps_that_are_left_out_or_not_guided(admission):
+def test_steps_that_are_left_out_or_not_guided(plain):
     """The worker reads the job as the client meant it."""
-    found = admission("tiny-2.3", distilled_lora=NO_LORA)
-    given = {"prompt": "a fox", "pipeline": "one-stage", "size": "64x64", "num_frames": 9}
-    exact = found.admit(given)
-    for more, kept in (
-        ({"guidance_interval": "0.3 0.9"}, [0.3, 0.9]),
-        ({"step_plan": "1:0,4,8"}, "1:0,4,8"),
+    given = {**CLIP, "pipeline": "one-stage"}
+    exact, plan = plain.admit(given), "1:0,4,8"
+    for name, text, kept in (
+        ("guidance_interval", "0.3 0.9", [0.3, 0.9]),
+        ("step_plan", plan, plan),
     ):
-        ((name, _),) = more.items()
-        one = found.admit({**given, **more})
+        one = plain.admit({**given, name: text})
         job = json.loads(json.dumps(one.job))["clip"]
         assert job[name] == kept and one.work < exact.work
-        assert found.admit({**given, name: kept, "seed": job["seed"]}).job["clip"] == job
+        assert plain.admit({**given, name: kept, "seed": job["seed"]}).job["clip"] == job
         assert make_request("one-stage", **job).settings()[name] == kept
-    for more, says in (
+    refuses(
+        plain,
+        given,
         ({"guidance_interval": "1"}, "expected START STOP"),
         ({"guidance_interval": [0, 0.01]}, "holds none of the 30 steps"),
         ({"step_plan": "/etc/passwd"}, "a file cannot be sent"),
-    ):
-        with pytest.raises(Refusal, match=says):
-            found.admit({**given, **more})
+    )
 
 
-def test_prompts_by_time(admission):
-    found = admission("tiny-2.3", distilled_lora=NO_LORA)
-    given = {"prompt": "a fox", "pipeline": "one-stage", "size": "64x64", "num_frames": 33}
-    job = found.admit({**given, "prompt_at": ["0:0.5=it rains", "50%:100%=the sun"]}).job
-    clip = json.loads(json.dumps(job))["clip"]
+def test_prompts_by_time(plain):
+    given = {**CLIP, "pipeline": "one-stage", "num_frames": 33}
+    clip = job_of(plain, {**given, "prompt_at": ["0:0.5=it rains", "50%:100%=the sun"]})["clip"]
     spans = make_request("one-stage", **clip).settings()["prompt_at"]
     assert spans == clip["prompt_at"] == ["0.0:0.5=it rains", "50.0%:100.0%=the sun"]
-    assert found.admit({**given, "seed": clip["seed"], "prompt_at": spans}).job["clip"] == clip
-    for spans, says in (
-        (["rain"], "expected START:END=TEXT"),
-        (["0:9=rain"], "the clip at 1.375 s"),
-        ([{"start": 0}], "expected a list of"),
-        ("0:1=a\n1:9=b", "the clip at 1.375 s"),
-    ):
-        with pytest.raises(Refusal, match=says):
-            found.admit({**given, "prompt_at": spans})
+    assert plain.admit({**given, "seed": clip["seed"], "prompt_at": spans}).job["clip"] == clip
+    refuses(
+        plain,
+        given,
+        ({"prompt_at": ["rain"]}, "expected START:END=TEXT"),
+        ({"prompt_at": ["0:9=rain"]}, "the clip at 1.375 s"),
+        ({"prompt_at": [{"start": 0}]}, "expected a list of"),
+        ({"prompt_at": "0:1=a\n1:9=b"}, "the clip at 1.375 s"),
+    )
 
 
-def test_sound_to_follow(admission, film):
-    found = admission("tiny-2.3", distilled_lora=NO_LORA)
-    digest = hashlib.sha256(film.read_bytes()).hexdigest()
-    (found.inputs / f"{digest}.media").write_bytes(film.read_bytes())
-    given = {"prompt": "a fox", "pipeline": "one-stage", "size": "64x64", "num_frames": 17}
+def test_sound_to_follow(plain, filmed):
+    given = {**CLIP, "pipeline": "one-stage", "num_frames": 17}
     for name, more, files in (
-        ("voice", {"voice_guidance": 2}, [f"{digest}.media"]),
-        ("audio_conditioning", {"audio_conditioning_at": "before"}, [f"{digest}.media", 0.5]),
+        ("voice", {"voice_guidance": 2}, [f"{filmed}.media"]),
+        ("audio_conditioning", {"audio_conditioning_at": "before"}, [f"{filmed}.media", 0.5]),
     ):
-        item = {"file_id": digest} | ({"strength": 0.5} if len(files) > 1 else {})
-        job = json.loads(json.dumps(found.admit({**given, **more, name: [item]}).job))
+        item = {"file_id": filmed} | ({"strength": 0.5} if len(files) > 1 else {})
+        job = job_of(plain, {**given, **more, name: [item]})
         assert job["files"] == {name: [files]}
-        keywords = job["clip"] | as_given(job["files"], found.inputs)
+        keywords = job["clip"] | as_given(job["files"], plain.inputs)
         request = make_request("one-stage", **keywords)
-        assert request.files == [found.inputs / f"{digest}.media"]
+        assert request.files == [plain.inputs / f"{filmed}.media"]
         assert all(getattr(request, key) == value for key, value in more.items())
-    for more, says in (
+    refuses(
+        plain,
+        given,
         ({"voice": [item]}, "'voice.strength' is no field"),
         ({"voice": [{"file_id": "0" * 64}]}, "names no sound that was sent here"),
         ({"voice_guidance": 2}, "there is no voice to guide by"),
-    ):
-        with pytest.raises(Refusal, match=says):
-            found.admit({**given, **more})
+    )
 
 
-def test_masks_and_borders(admission, film, tmp_path):
+def test_masks_and_borders(plain, filmed):
     """A mask is kept apart from other files; in JSON a border is four numbers, or their text."""
-    found = admission("tiny-2.3", distilled_lora=NO_LORA)
-    digest = hashlib.sha256(film.read_bytes()).hexdigest()
-    (found.inputs / f"{digest}.media").write_bytes(film.read_bytes())
-    Image.linear_gradient("L").resize((64, 64)).save(found.inputs / "mask.png")
-    named = (found.inputs / "mask.png").rename(found.inputs / f"{'a' * 64}.mask")
-    given = {"prompt": "a fox", "pipeline": "inpaint", "video_path": [{"file_id": digest}]}
-    job = found.admit({**given, "mask": [{"file_id": "a" * 64}], "pad": [32, 0, 0, 0]}).job
+    Image.linear_gradient("L").resize((64, 64)).save(plain.inputs / "mask.png")
+    named = (plain.inputs / "mask.png").rename(plain.inputs / f"{'a' * 64}.mask")
+    given = {"prompt": "a fox", "pipeline": "inpaint", "video_path": [{"file_id": filmed}]}
+    job = job_of(plain, {**given, "mask": [{"file_id": "a" * 64}], "pad": [32, 0, 0, 0]})
     assert job["files"]["mask"] == [[named.name]] and job["size"] == "96x64"
-    clip = json.loads(json.dumps(job))["clip"]
-    assert found.admit({**given, "pad": "32,0,0,0"}).job["size"] == "96x64"
-    request = make_request("inpaint", **clip, **as_given(job["files"], found.inputs))
+    assert plain.admit({**given, "pad": "32,0,0,0"}).job["size"] == "96x64"
+    request = make_request("inpaint", **job["clip"], **as_given(job["files"], plain.inputs))
     assert request.pad == (32, 0, 0, 0) and request.mask == named
-    for more, says in (
+    refuses(
+        plain,
+        given,
         ({}, "--mask: none, and no --pad|mask: none, and no"),
-        ({"mask": [{"file_id": digest}]}, "names no mask that was sent here"),
+        ({"mask": [{"file_id": filmed}]}, "names no mask that was sent here"),
         ({"pad": [32]}, "expected LEFT,TOP,RIGHT,BOTTOM"),
         ({"pad": True}, "expected array"),
-    ):
-        with pytest.raises(Refusal, match=says):
-            found.admit({**given, **more})
+    )
 
 
-def test_inputs_choose_the_pipeline(admission, film):
-    found = admission("tiny-2.3", distilled_lora=NO_LORA)
-    digest = hashlib.sha256(film.read_bytes()).hexdigest()
-    (found.inputs / f"{digest}.media").write_bytes(film.read_bytes())
-    given = {"prompt": "a fox", "video_path": [{"file_id": digest}]}
-    assert found.admit({**given, "noise_level": 0.5}).job["pipeline"] == "v2v"
+def test_inputs_choose_the_pipeline(plain, filmed):
+    given = {"prompt": "a fox", "video_path": [{"file_id": filmed}]}
+    assert plain.admit({**given, "noise_level": 0.5}).job["pipeline"] == "v2v"
     for more in ({"noise_level": 0.5}, {"start_time": 0.1, "end_time": 0.3}, {"extend_frames": 8}):
-        job = json.loads(json.dumps(found.admit({**given, **more}).job))
-        keywords = job["clip"] | as_given(job["files"], found.inputs)
+        job = job_of(plain, {**given, **more})
+        keywords = job["clip"] | as_given(job["files"], plain.inputs)
         make_request(job["pipeline"], **keywords).check()  # as a worker does
-    with pytest.raises(Refusal, match="video_path: say what to do with the clip"):
-        found.admit(given)
-    with pytest.raises(Refusal, match="noise_level: the extend pipeline does not read it"):
-        found.admit({**given, "extend_frames": 8, "noise_level": 0.5})
+    both = {"extend_frames": 8, "noise_level": 0.5}
+    refuses(
+        plain,
+        given,
+        ({}, "video_path: say what to do with the clip"),
+        (both, "noise_level: the extend pipeline does not read it"),
+    )
 
 
 def test_a_mask_is_sent_as_a_picture_or_a_video(film, tmp_path):
@@ -235,29 +243,25 @@ def test_a_mask_is_sent_as_a_picture_or_a_video(film, tmp_path):
             asyncio.run(check_upload(data, "mask", MASK))
 
 
-def test_a_negative_prompt_without_guidance(admission):
-    found = admission("tiny-2.3", distilled_lora=NO_LORA)
-    given = {"prompt": "a fox", "pipeline": "distilled", "size": "64x64", "num_frames": 17}
+def test_a_negative_prompt_without_guidance(plain):
+    given = {**CLIP, "pipeline": "distilled"}
     for nag in (11, "11", [11, 2.5, 0.25], "11:2.5:0.25"):
-        job = json.loads(json.dumps(found.admit({**given, "nag": nag}).job))
+        job = job_of(plain, {**given, "nag": nag})
         assert job["clip"]["nag"] == [11, 2.5, 0.25] and job["clip"]["negative_prompt"]
         assert make_request("distilled", **job["clip"]).nag == (11, 2.5, 0.25)
-    for nag in (0, "x", [11, 0], True, {}):
-        with pytest.raises(Refusal, match="nag: "):
-            found.admit({**given, "nag": nag})
+    refuses(plain, given, *(({"nag": nag}, "nag: ") for nag in (0, "x", [11, 0], True, {})))
 
 
 def test_prompts_are_written_out_where_the_server_has_a_gemma(admission, tiny, tmp_path):
     model = tiny("tiny-2.3", "official")
     gemma = next(path.parent for path in model.glob("**/tokenizer.json"))
     how = {"distilled_lora": NO_LORA, "assume": "dev"}
-    plain, able = admission(**how), admission(enhancer=gemma, **how)
+    unable, able = admission(**how), admission(enhancer=gemma, **how)
     request = {**CLIP, "pipeline": "one-stage", "enhance_prompt": True, "enhance_seed": 7}
-    with pytest.raises(Refusal, match="'enhance_prompt' is no field"):
-        plain.admit(request)
+    refuses(unable, request, ({}, "'enhance_prompt' is no field"))
     clip = able.admit(request).job["clip"]
     assert clip["enhance_prompt"] and clip["enhance_seed"] == 7 and clip["enhanced_prompt"] is None
-    fields = [x.limits()["pipelines"]["one-stage"]["fields"] for x in (plain, able)]
+    fields = [x.limits()["pipelines"]["one-stage"]["fields"] for x in (unable, able)]
     assert {*fields[1]} - {*fields[0]} == {"enhance_prompt", "enhance_seed", "enhanced_prompt"}
     with pytest.raises(InputError, match=r"--prompt-enhancer: .* is no Gemma 3"):
         admission(enhancer=tmp_path, **how)
@@ -323,15 +327,10 @@ HOSTILE_HDR = [
 def test_hostile_requests_for_high_dynamic_range_are_refused(admission, tmp_path):
     """Each with the field that is wrong; nothing is written."""
     found = admission(distilled_lora=NO_LORA, assume="dev")
-    names = {}
-    for key, suffix in (("p", ""), ("e", ".exr")):
-        names[key] = hashlib.sha256(key.encode()).hexdigest()
-        if suffix:
-            (tmp_path / (names[key] + suffix)).write_bytes(
-                exr_bytes(np.ones((64, 64, 3), np.float32), "ACESCG")
-            )
-        else:
-            Image.new("RGB", (64, 64)).save(tmp_path / names[key], "PNG")
+    names = {key: hashlib.sha256(key.encode()).hexdigest() for key in "pe"}
+    Image.new("RGB", (64, 64)).save(tmp_path / names["p"], "PNG")
+    light = exr_bytes(np.ones((64, 64, 3), np.float32), "ACESCG")
+    (tmp_path / f"{names['e']}.exr").write_bytes(light)
     there = sorted(tmp_path.iterdir())
     assert len(HOSTILE_HDR) >= 20
     for more, field in HOSTILE_HDR:
@@ -351,14 +350,11 @@ def test_hostile_requests_for_high_dynamic_range_are_refused(admission, tmp_path
     assert sorted(tmp_path.iterdir()) == there
 
 
-def test_loras_are_files_and_folders_of_the_folder(admission, tmp_path):
-    found = admission("tiny-2.3", distilled_lora=NO_LORA)
-    found.lora_folder = tmp_path / "loras"
+def test_loras_are_files_and_folders_of_the_folder(plain, tmp_path):
+    plain.lora_folder = tmp_path / "loras"
     for name in ("style", "fox/adapter_model", "run/a", "run/b", "._style"):
-        path = found.lora_folder / f"{name}.safetensors"
+        path = plain.lora_folder / f"{name}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    assert found.lora_files() == {
-        "fox": "fox/adapter_model.safetensors",
-        "style": "style.safetensors",
-    }
+    named = {"fox": "fox/adapter_model.safetensors", "style": "style.safetensors"}
+    assert plain.lora_files() == named
