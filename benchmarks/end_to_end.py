@@ -92,11 +92,9 @@ class KernelWatch(Stopwatch):
         self.kernels: dict[str, dict[str, dict[str, Any]]] = {}
 
     @contextmanager
-    def stage(
-        self, name: str, steps: int = 0, unit: str = "steps"
-    ) -> Iterator[Callable[..., None]]:
+    def stage(self, name: str, *steps: Any, **how: Any) -> Iterator[Callable[..., None]]:
         activities = [ProfilerActivity.CUDA] if self.cuda else [ProfilerActivity.CPU]
-        with profile(activities=activities) as profiler, super().stage(name, steps, unit) as done:
+        with profile(activities=activities) as profiler, super().stage(name, *steps, **how) as done:
             yield done
         self.kernels[name] = kernel_groups(profiler, self.cuda)
 

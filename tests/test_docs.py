@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -39,9 +40,8 @@ from ltx2rt.run.plan import make_plan
 from ltx2rt.session.open import open_session
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
-    ROOT.glob("docs/*.md")
-)
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+DOCUMENTS += sorted(ROOT.glob("docs/*.md"))
 README = (ROOT / "README.md").read_text()
 NOT_RUN = {
     "gpu": "needs NVIDIA GPUs and a released checkpoint",
@@ -56,9 +56,7 @@ RELEASED = {  # name of a released file -> what stands for it
     "ltx-2.3-22b-distilled-lora-384-1.1.safetensors": "tiny-2.3-distilled-lora.safetensors",
     "gemma-3": "gemma-3",
 }
-COMFYUI = dict(
-    zip(RELEASED, ("checkpoints", "latent_upscale_models", "loras", "text_encoders"), strict=True)
-)
+HOMES = ("checkpoints", "latent_upscale_models", "loras", "text_encoders")  # of ComfyUI
 PROGRAMS = {
     "ltx2rt": "-m ltx2rt",
     "torchrun": "-m torch.distributed.run",
@@ -66,7 +64,7 @@ PROGRAMS = {
     "python3": "",
 }
 # commands that are run wherever they stand
-QUICK = (*"graph plan weights devices compare".split(),)
+QUICK = ("graph", "plan", "weights", "devices", "compare")
 
 
 @dataclass(frozen=True)
@@ -141,19 +139,17 @@ def clone(tmp_path_factory, tiny) -> Path:
     (folder / "MODEL_DIR").mkdir()
     for name, stand_in in RELEASED.items():
         (folder / "MODEL_DIR" / name).symlink_to(made / stand_in)
-    for name, home in COMFYUI.items():
+    for name, home in zip(RELEASED, HOMES, strict=True):
         (folder / "ComfyUI" / "models" / home).mkdir(parents=True)
         (folder / "ComfyUI" / "models" / home / name).symlink_to(made / RELEASED[name])
     (folder / "demo").mkdir()
     (folder / "examples").mkdir()
     (folder / "examples" / "tiny-trained").symlink_to(made)
     make_checkpoint("tiny-2.3", "official", folder / "other", seed=1)
-    (folder / "style.safetensors").symlink_to(
-        folder / "other" / "tiny-2.3-distilled-lora.safetensors"
-    )
-    shutil.copytree(
-        ROOT / "benchmarks", folder / "benchmarks", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    lora = folder / "other" / "tiny-2.3-distilled-lora.safetensors"
+    (folder / "style.safetensors").symlink_to(lora)
+    compiled = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "benchmarks", folder / "benchmarks", ignore=compiled)
     Image.linear_gradient("L").resize((64, 64)).save(folder / "mask.png")
     for name in ("fox", "dawn", "dusk"):
         Image.linear_gradient("L").resize((320, 180)).convert("RGB").save(folder / f"{name}.png")
@@ -162,15 +158,10 @@ def clone(tmp_path_factory, tiny) -> Path:
     write_wav(folder / "song.wav", np.zeros((2, 20 * 8000), np.float32), 8000)
     (folder / "song.wav").rename(folder / "song.mp3")  # what it is stands in the file
     heard = np.random.default_rng(0).uniform(-0.5, 0.5, (2, 20000)).astype(np.float32)
+    shown = [np.zeros((3, 57, 64, 64), np.float32)]
+    how = {"num_frames": 57, "fps": Fraction(24), "waveform": heard, "sample_rate": 8000}
     for name in ("clip", "depth", "talk"):
-        sound = {"waveform": heard, "sample_rate": 8000}
-        write_mp4(
-            folder / f"{name}.mp4",
-            [np.zeros((3, 57, 64, 64), np.float32)],
-            num_frames=57,
-            fps=Fraction(24),
-            **sound,
-        )
+        write_mp4(folder / f"{name}.mp4", shown, **how)
     programs = folder / ".venv" / "bin"
     programs.mkdir(parents=True)
     for name, arguments in PROGRAMS.items():
@@ -181,15 +172,10 @@ def clone(tmp_path_factory, tiny) -> Path:
 
 def run(block: Block, clone: Path) -> str:
     """What the block prints. Its warnings are no errors: a reader has no such setting."""
-    path = [str(ROOT / name) for name in ("", "backends", "kernels")] + os.environ.get(
-        "PYTHONPATH", ""
-    ).split(":")
-    env = os.environ | {
-        "PATH": f"{clone}/.venv/bin:{os.environ['PATH']}",
-        "PYTHONPATH": ":".join(filter(None, path)),
-        "OMP_NUM_THREADS": "1",
-        "JAX_PLATFORMS": "cpu",
-    }
+    path = [str(ROOT / name) for name in ("", "backends", "kernels")]
+    path += filter(None, os.environ.get("PYTHONPATH", "").split(":"))
+    env = os.environ | {"PATH": f"{clone}/.venv/bin:{os.environ['PATH']}"}
+    env |= {"PYTHONPATH": ":".join(path), "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
     words = [sys.executable, "-"] if block.language == "python" else ["bash", "-euo", "pipefail"]
     pipes = {"stdin": -1, "stdout": -1, "stderr": -1, "text": True}
     ran = subprocess.Popen(words, cwd=clone, env=env, start_new_session=True, **pipes)
@@ -211,19 +197,14 @@ def test_block_runs_as_it_stands(block, clone):
 
 @pytest.mark.parametrize("block", ALL, ids=str)
 def test_block_says_what_it_is_and_why_it_is_not_run(block):
-    assert block.language in ("python", "sh", "text"), (
-        f"{block}: the fence says {block.info!r}, expected a language"
-    )
-    known = {
-        "python": ("", "long", "slow"),
-        "sh": ("", "long", "slow", *NOT_RUN),
-        "text": ("", "output"),
-    }[block.language]
+    when = ("", "long", "slow")
+    languages = {"python": when, "sh": (*when, *NOT_RUN), "text": ("", "output")}
+    assert block.language in languages, f"{block}: {block.info!r}, expected a language"
+    known = languages[block.language]
     assert block.why in known, f"{block}: {block.why!r} is no reason; known: {', '.join(known[1:])}"
     if block.language == "text":
-        assert not re.search(
-            r"^\s*(\$ |(\.venv/bin/)?(ltx2rt|python3?|make|pip) )", block.text, re.MULTILINE
-        ), block
+        command = r"^\s*(\$ |(\.venv/bin/)?(ltx2rt|python3?|make|pip) )"
+        assert not re.search(command, block.text, re.MULTILINE), block
 
 
 def commands(text: str) -> list[list[str]]:
@@ -232,9 +213,8 @@ def commands(text: str) -> list[list[str]]:
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         starts = [i for i, word in enumerate(words) if word in ("ltx2rt", ".venv/bin/ltx2rt")]
-        starts += [
-            i + 1 for i, word in enumerate(words[:-1]) if (word, words[i + 1]) == ("-m", "ltx2rt")
-        ]
+        pairs = enumerate(pairwise(words), 1)
+        starts += [i for i, pair in pairs if pair == ("-m", "ltx2rt")]
         for start in starts:
             rest = words[start + 1 :]
             ends = [i for i, word in enumerate(rest) if word in ("|", ">", "&&", ";")]

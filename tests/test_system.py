@@ -1,7 +1,6 @@
 """Windows and macOS: their Python lacks modules and names that Linux has."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -71,10 +70,8 @@ def test_a_system_without_them_plans_inspects_compares_and_makes_a_clip(system, 
     lacks = json.dumps(LACKS[system].split())
     if system == "darwin":
         del commands[-2]  # serves
-    ran = subprocess.run(
-        [sys.executable, "-c", AS_THERE, system, lacks, json.dumps(commands)],
-        cwd=tmp_path, env=os.environ, capture_output=True, text=True,
-    )  # fmt: skip
+    argv = [sys.executable, "-c", AS_THERE, system, lacks, json.dumps(commands)]
+    ran = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
     said = [line.split()[1:] for line in ran.stderr.splitlines() if line.startswith("STATUS")]
     refused = [line for line in ran.stderr.splitlines() if "error:" in line]
     works = ["plan", "weights", "weights", "generate", "compare", "devices"]
@@ -93,13 +90,12 @@ def test_one_module_alone_has_what_a_system_may_lack():
     )
     refusing = {"serve/supervisor.py", "ranks/environment.py", "ranks/crew.py"}
     known = {f"ltx2rt/{name}" for name in (*refusing, "system.py")}
-    found = {
-        str(path.relative_to(ROOT))
-        for folder in ("ltx2rt", "backends", "kernels")
-        for path in ROOT.joinpath(folder).rglob("*.py")
-        if asked.search(path.read_text())
-    }
-    assert found == known
+    files = [
+        path for room in ("ltx2rt", "backends", "kernels") for path in (ROOT / room).rglob("*.py")
+    ]
+    assert {
+        str(path.relative_to(ROOT)) for path in files if asked.search(path.read_text())
+    } == known
 
 
 def test_a_name_is_held_once(tmp_path):

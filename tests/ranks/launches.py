@@ -37,16 +37,10 @@ def by_hand(words, second=None, **environment):
     """Two ranks under torchrun's variables, without torchrun; words of rank 1 can differ."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        where = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(probe.getsockname()[1]),
-            "WORLD_SIZE": "2",
-        }
-    where |= environment
-    return [
-        Launch(w, RANK=str(i), LOCAL_RANK=str(i), **where)
-        for i, w in enumerate((words, second or words))
-    ]
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    where |= {"WORLD_SIZE": "2", **environment}
+    each = enumerate((words, second or words))
+    return [Launch(w, RANK=str(i), LOCAL_RANK=str(i), **where) for i, w in each]
 
 
 def hosts_by_hand(*commands, devices=2):

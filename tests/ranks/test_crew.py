@@ -36,13 +36,8 @@ def test_a_port_in_use_is_named(flags):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        env = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "WORLD_SIZE": "2",
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-        }
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+        env |= {"RANK": "0", "LOCAL_RANK": "0"}
         status, _, (line,) = Launch(["-m", "ltx2rt", *flags()], **env).end()
     assert status == 2 and f"port {port} is in use" in line
 
@@ -71,10 +66,9 @@ def test_ranks_of_other_versions_are_told_apart(flags, tmp_path):
     assert "ranks 0 and 1 have different versions: ltx2rt is " in line and "9.9 on rank 1" in line
 
 
-@pytest.mark.parametrize(
-    "found,status",
-    [(b"1 2", 2), (b"1 137", 1), (b"1 0", 1), (b"1 -3", 1), (b"", 1), (b"\xc2\xb9 \xc2\xb9", 1)],
-)
+@pytest.mark.parametrize("found,status", [
+    (b"1 2", 2), (b"1 137", 1), (b"1 0", 1), (b"1 -3", 1), (b"", 1), (b"\xc2\xb9 \xc2\xb9", 1),
+])  # fmt: skip
 def test_no_failure_has_status_0_whatever_stands_in_the_store(found, status):
     class Written:
         def compare_set(self, key, expected, desired):
@@ -122,29 +116,23 @@ def test_an_exception_on_one_rank_is_shown_once_with_its_rank(flags, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_survivor_of_rank_0_removes_its_unfinished_file(flags, tmp_path):
-    """Killed before its last tile, without a launcher that could clean up or keep the store."""
-    script = written(tmp_path, BROKEN)
-    main, other = by_hand([str(script), "hang", *flags("--num-frames", 161)])
-    assert main.process.stdout.readline() == "hanging\n"
-    unfinished = partial_path(tmp_path / "clip.mp4", main.pid)
-    wait_for(unfinished.exists)
-    os.kill(main.pid, signal.SIGKILL)
-    assert main.end()[0] == -9
-    status, _, lines = other.end()
-    assert status == 1 and lines == ["ltx2rt: error: rank 0 died: killed, or out of memory"]
-    assert list(tmp_path.iterdir()) == [script]
-
-
-@pytest.mark.slow
-def test_a_rank_whose_terminal_is_closed_leaves_nothing(flags, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_the_end_of_rank_0_before_its_last_tile_keeps_only_its_steps(flags, tmp_path, number):
+    """Without a launcher that could clean up or keep the store: who is killed leaves it to the
+    other."""
     script = written(tmp_path, BROKEN)
     main, other = by_hand([str(script), "hang", *flags("--num-frames", 161)])
     assert main.process.stdout.readline() == "hanging\n"
     wait_for(partial_path(tmp_path / "clip.mp4", main.pid).exists)
-    os.kill(main.pid, signal.SIGHUP)
-    assert main.end() == (128 + signal.SIGHUP, "", ["ltx2rt: error: rank 0 was ended by SIGHUP"])
-    assert other.end()[0] == 1 and list(tmp_path.iterdir()) == [script]
+    os.kill(main.pid, number)
+    ended, (status, _, lines) = main.end(), other.end()
+    if number == signal.SIGHUP:
+        assert ended == (128 + number, "", ["ltx2rt: error: rank 0 was ended by SIGHUP"])
+    else:
+        assert ended[0] == -9
+        assert lines == ["ltx2rt: error: rank 0 died: killed, or out of memory"]
+    left = {path.name for path in tmp_path.iterdir()} - {script.name}
+    assert status == 1 and left == {"clip.mp4.part"}  # its steps
 
 
 @pytest.mark.long

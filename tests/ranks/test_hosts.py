@@ -28,11 +28,8 @@ def test_two_hosts_give_the_clip_of_one_torch_device_once(flags, command, tmp_pa
     assert (main[0], other[0]) == (0, 0) and (main[2], other[2]) == ([], [])
     assert main[1].startswith(str(tmp_path / "clip.mp4")) and main[1].count("\n") == 1
     assert other[1] == ""
-    assert {p.name for p in tmp_path.iterdir()} == {
-        "clip.mp4",
-        "latents.safetensors",
-        "report.json",
-    }
+    made = sorted(path.name for path in tmp_path.iterdir())
+    assert made == ["clip.mp4", "latents.safetensors", "report.json"]
     assert json.loads(report.read_text())["mesh"] == {"sequence": 2, "tensor": 2}
     several = load_file(latents)
     status, _, errors = command(*words, *"--backend cuda --profile single --mesh tensor=1".split())
@@ -46,18 +43,13 @@ def test_two_hosts_give_the_clip_of_one_torch_device_once(flags, command, tmp_pa
 
 @pytest.mark.long
 def test_hosts_that_cannot_work_together_are_told_once(flags, tmp_path):
+    unlike = "ranks 0 and 1 have different arguments: --seed is 7 on rank 0, 8 on rank 1"
+    few = "is of 2 devices, the 2 processes have 4; give a --mesh of all of them"
+    mesh, single = ("--mesh", "tensor=2"), ("--profile", "single")
     for first, second, message in (
-        (
-            (),
-            ("--seed", 8),
-            "ranks 0 and 1 have different arguments: --seed is 7 on rank 0, 8 on rank 1",
-        ),
-        (
-            mesh := ("--mesh", "tensor=2"),
-            mesh,
-            "is of 2 devices, the 2 processes have 4; give a --mesh of all of them",
-        ),
-        (single := ("--profile", "single"), single, "profile single has no mesh of 4 devices"),
+        ((), ("--seed", 8), unlike),
+        (mesh, mesh, few),
+        (single, single, "profile single has no mesh of 4 devices"),
     ):
         words = [["-m", "ltx2rt", *flags(*ON_HOSTS, *more)] for more in (first, second)]
         ended = [run.end() for run in hosts_by_hand(*words)]
@@ -109,13 +101,8 @@ def test_a_host_process_that_dies_ends_all(flags, tmp_path, dies):
 
 
 EXPLICIT = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
-STEP = {
-    "SLURM_JOB_ID": "9",
-    "SLURM_STEP_NODELIST": "n[1-2]",
-    "SLURM_LOCALID": "0",
-    "SLURM_NTASKS": "2",
-}
-STEP["SLURM_PROCID"] = "1"
+STEP = {"SLURM_JOB_ID": "9", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_LOCALID": "0"}
+STEP |= {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
 SLICE = {"TPU_WORKER_HOSTNAMES": "a,b,c,d", "TPU_WORKER_ID": "2"}
 
 
@@ -133,10 +120,7 @@ def test_environment_tells_which_host_this_is(environment, expected):
 
 
 @pytest.mark.parametrize("environment,message", [
-    (
-        {"JAX_NUM_PROCESSES": "4"},
-        "JAX_NUM_PROCESSES without JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID",
-    ),
+    ({"JAX_NUM_PROCESSES": "4"}, "PROCESSES without JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID"),
     (EXPLICIT | {"JAX_PROCESS_ID": "4"}, "process '4' of '4'"),
     ({"TPU_WORKER_HOSTNAMES": "a,b"}, "process '' of '2'"),
 ])  # fmt: skip
@@ -154,11 +138,8 @@ def test_a_meeting_place_that_cannot_be_is_named(flags):
             (f"127.0.0.1:{port}", "cannot listen there"),
             ("127.0.0.1", "expected HOST:PORT"),
         ):
-            environment = {
-                "JAX_COORDINATOR_ADDRESS": address,
-                "JAX_NUM_PROCESSES": "2",
-                "JAX_PROCESS_ID": "0",
-            }
+            environment = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
+            environment["JAX_COORDINATOR_ADDRESS"] = address
             status, _, (line,) = Launch(["-m", "ltx2rt", *flags(*ON_HOSTS)], **environment).end()
             assert status == 2 and f"JAX_COORDINATOR_ADDRESS {address}: {message}" in line
 

@@ -21,23 +21,13 @@ from ltx2rt.weights.checkpoint import open_checkpoint
 @pytest.mark.long
 def test_two_ranks_give_one_clip_and_tiles_decode_as_on_one_device(flags, model, tmp_path):
     """Three tiles: ranks 0, 1, 0. The frames are one device's bit by bit, given the same latent."""
-    latents = tmp_path / "latents.safetensors"
-    report = tmp_path / "report.json"
-    more = ("--num-frames", 161, "--no-audio", "--no-metadata", "--no-provenance", "--seed", 7)
-    run = Launch(
-        [
-            "-m",
-            "ltx2rt",
-            *flags(*more, "--num-gpus", 2, "--latents-out", latents, "--report", report),
-        ]
-    )
-    status, out, errors = run.end()
+    latents, report = tmp_path / "latents.safetensors", tmp_path / "report.json"
+    more = "--num-frames 161 --no-audio --no-metadata --no-provenance --seed 7 --num-gpus 2"
+    words = flags(*more.split(), "--latents-out", latents, "--report", report)
+    status, out, errors = Launch(["-m", "ltx2rt", *words]).end()
     assert (status, errors) == (0, []) and out.count("\n") == 1
-    assert {p.name for p in tmp_path.iterdir()} == {
-        "clip.mp4",
-        "latents.safetensors",
-        "report.json",
-    }
+    made = sorted(path.name for path in tmp_path.iterdir())
+    assert made == ["clip.mp4", "latents.safetensors", "report.json"]
     assert json.loads(report.read_text())["mesh"] == {"tensor": 2}
 
     from safetensors.numpy import load_file
@@ -49,18 +39,12 @@ def test_two_ranks_give_one_clip_and_tiles_decode_as_on_one_device(flags, model,
     latent = load_file(latents)["video_latent"]
     tiling = plan_tiles("auto", latent.shape[2:], session.config.video_vae)
     assert len(tiling.frames) == 3
-    calls = (
-        (Call("video-decoder", tile.shape), {"latent": tile})
-        for tile in tile_latents(latent, tiling)
-    )
+    tiles = tile_latents(latent, tiling)
+    calls = ((Call("video-decoder", tile.shape), {"latent": tile}) for tile in tiles)
     frames = blend_tiles(session.each(calls, "frames"), tiling, backend.to_host)
-    write_mp4(
-        tmp_path / "one.mp4",
-        frames,
-        num_frames=161,
-        fps=Fraction(48),
-        sample_rate=session.config.vocoder.sample_rate,
-    )
+    how = {"num_frames": 161, "fps": Fraction(48)}
+    rate = session.config.vocoder.sample_rate
+    write_mp4(tmp_path / "one.mp4", frames, sample_rate=rate, **how)
     assert (tmp_path / "one.mp4").read_bytes() == (tmp_path / "clip.mp4").read_bytes()
 
 
@@ -81,13 +65,8 @@ def test_probe_under_ranks_writes_once(model, tmp_path):
     from safetensors.numpy import load_file, save_file
 
     save_file({"steps": np.array([4], np.int32)}, tmp_path / "in.safetensors")
-    words = [
-        *["-m", "ltx2rt", "probe", "--backend", "cuda", "--device", "cpu", "--model"],
-        str(model),
-        "--num-gpus",
-        "2",
-    ]
-    words += ["--component", "schedule", "--inputs", str(tmp_path / "in.safetensors")]
+    words = "-m ltx2rt probe --backend cuda --device cpu --num-gpus 2 --component schedule".split()
+    words += ["--model", str(model), "--inputs", str(tmp_path / "in.safetensors")]
     status, _, errors = Launch([*words, "--outputs", str(tmp_path / "out.safetensors")]).end()
     assert (status, errors) == (0, [])
     assert load_file(tmp_path / "out.safetensors")["sigmas"].shape == (5,)
@@ -106,11 +85,8 @@ sys.exit(main())
 def test_compiled_blocks_hold_their_collectives(flags, tmp_path):
     """The block is one graph with collectives, also after a warm-up; loads count once."""
     script, report = written(tmp_path, COMPILED), tmp_path / "report.json"
-    one_stage = (
-        *"--pipeline one-stage --no-audio --seed 7 --compile --warmup --report".split(),
-        report,
-    )
-    for run in by_hand([str(script), *flags(*one_stage)]):
+    one_stage = "--pipeline one-stage --no-audio --seed 7 --compile --warmup --report".split()
+    for run in by_hand([str(script), *flags(*one_stage, report)]):
         assert run.end()[::2] == (0, [])
     assert json.loads(report.read_text())["warmup_s"] > 0
 
@@ -118,10 +94,10 @@ def test_compiled_blocks_hold_their_collectives(flags, tmp_path):
 @pytest.mark.long
 def test_input_that_every_rank_refuses_is_refused_once(flags, tmp_path):
     for more, message in (
-        (("--width", 101), "expected an even number"),
+        (("--width", 101, "--num-gpus", 2), "expected an even number"),
         (("--tp-size", 3), "tensor=3"),
     ):
-        words = flags(*more, *([] if "--tp-size" in more else ["--num-gpus", 2]))
+        words = flags(*more)
         status, out, (line,) = Launch(["-m", "ltx2rt", *words]).end()
         assert (status, out) == (2, "") and message in line and not list(tmp_path.iterdir())
 
@@ -149,18 +125,15 @@ def test_the_launcher_ends_ranks_that_hang_and_removes_what_they_left(
     (package / "__init__.py").touch()
     (package / "__main__.py").write_text(FAKE)
     monkeypatch.chdir(package.parent)  # where `python -m` looks first
-    assert (
-        launcher.start([str(tmp_path), str(status)], 3, [tmp_path / "clip.mp4"], most=3) == status
-    )
+    words = [str(tmp_path), str(status)]
+    assert launcher.start(words, 3, [tmp_path / "clip.mp4"], most=3) == status
     assert not any(alive(int((tmp_path / f"pid{i}").read_text())) for i in range(3))
     assert not list(tmp_path.glob(".clip*")) and capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("more", [("--num-gpus", 100000), ("--mesh", "tensor=99999999")])
 def test_more_ranks_than_can_work_here_are_not_started(flags, command, monkeypatch, more):
-    monkeypatch.setattr(
-        launcher.subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started")
-    )
+    monkeypatch.setattr(launcher.subprocess, "Popen", lambda *_, **__: 1 / 0)
     status, _, error = command(*flags(*more))
     assert status == 2 and error.count("\n") == 1
     assert "processes are asked for, this host has devices for" in error

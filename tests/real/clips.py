@@ -41,9 +41,7 @@ def red_on_top(folder: Path) -> None:
     assert redness[:16].mean() > redness[24:48].mean() + 15, redness.reshape(-1, 8).mean(1)
 
 
-def film(
-    folder: Path, name: str = "in.mp4", size=(176, 144), frames: int = 30, rate: int = 30, **how
-):
+def film(folder: Path, name="in.mp4", size=(176, 144), frames=30, rate=30, **how) -> None:
     """Moving colours, and a tone in as many channels as `layout` has; times: of frames, in
     seconds; aspect: of its pixels; codec, pix, options, audio, format: of FFmpeg's."""
     layout, times = how.get("layout", "stereo"), how.get("times")
@@ -88,34 +86,19 @@ def facts(path: Path) -> tuple:
         count = sum(1 for _ in file.decode(video))
         wave, heard = read_sound(path, say=lambda text: None) if sound else (np.zeros((2, 0)), 1)
         lasting = min(wave.shape[1] / heard, float(count / video.average_rate)) if sound else None
-        return (
-            video.width,
-            video.height,
-            count,
-            video.average_rate,
-            lasting,
-            video.sample_aspect_ratio or 1,
-        )
+        aspect = video.sample_aspect_ratio or 1
+        return video.width, video.height, count, video.average_rate, lasting, aspect
 
 
 def same_sound(folder: Path, *heard: tuple[float, float]) -> None:
     """Between these seconds `sound.wav` has the input's samples, rounded to 16 bits."""
     for start, stop in heard:
-        given, made = (
-            read_sound(folder / name, start, stop - start, on_time=True)[0]
-            for name in ("in.mp4", "frames/sound.wav")
-        )
+        files = (folder / "in.mp4", folder / "frames/sound.wav")
+        given, made = (read_sound(file, start, stop - start, on_time=True)[0] for file in files)
         assert np.abs(given.clip(-1, 1) - made).max() < 2**-15
 
 
-def given_back(
-    rows=slice(None),
-    columns=slice(None),
-    frames=slice(None),
-    more: int = 0,
-    heard=(),
-    turns: int = 0,
-):
+def given_back(rows=slice(None), frames=slice(None), more=0, heard=(), turns=0):
     """The output has the input's facts, its pixels there (mean difference below 2.5 of 255), and
     between these seconds its samples, rounded to 16 bits. turns: quarters that its pictures need."""
 
@@ -128,7 +111,7 @@ def given_back(
         assert sound is None or abs(found[4] - sound - more / float(rate)) < 0.11
         given, made = (frames_of(folder / name)[:count] for name in ("in.mp4", "clip.mp4"))
         given = np.rot90(given, turns, (1, 2))
-        kept = given[frames, rows, columns].astype(np.int16) - made[frames, rows, columns]
+        kept = given[frames, rows].astype(np.int16) - made[frames, rows]
         assert not kept.size or np.abs(kept).mean() < 2.5, np.abs(kept).mean()
         same_sound(folder, *heard)
 

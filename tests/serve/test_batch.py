@@ -35,11 +35,8 @@ def batch(tiny_model, tmp_path):
 
     def call(lines, *flags, real=False, kill_after_s=None, number=signal.SIGKILL, server=None):
         jobs = tmp_path / "jobs.jsonl"
-        jobs.write_text(
-            "".join(
-                json.dumps(line) + "\n" if isinstance(line, dict) else f"{line}\n" for line in lines
-            )
-        )
+        texts = [json.dumps(line) if isinstance(line, dict) else line for line in lines]
+        jobs.write_text("".join(f"{text}\n" for text in texts))
         script = ["-m", "ltx2rt"] if real else [str(Path(__file__).with_name("fake_server.py"))]
         model = ["--model", tiny_model, "--backend", "cuda", "--device", "cpu"]
         where = ["--server", server.url] if server else model
@@ -62,27 +59,21 @@ def job(n, prompt="1:0.01", **more):
 
 
 def results(output):
-    found = [
-        json.loads(line)
-        for path in output.glob("results*.jsonl")
-        for line in path.read_text().splitlines()
-        if line
-    ]
+    lines = "".join(path.read_text() for path in output.glob("results*.jsonl")).splitlines()
+    found = map(json.loads, filter(None, lines))
     return [(result["id"], result["status"]) for result in found]
+
+
+def completed(output):
+    return {id for id, status in results(output) if status == "completed"}
 
 
 def test_bad_lines_are_all_said_before_anything_runs(batch, server, tmp_path):
     lines = [job(1), "{", "[]", job(1), job("/../x"), {"prompt": "no id"}]
     ran, output = batch(lines)
     assert ran.returncode == 2
-    for words in (
-        "line 2: no JSON",
-        "line 3: no JSON",
-        "line 4: id 'j1' is that of line 1",
-        "line 5: id",
-        "line 6: id",
-    ):
-        assert words in ran.stderr, ran.stderr
+    said = ("2: no JSON", "3: no JSON", "4: id 'j1' is that of line 1", "5: id", "6: id")
+    assert all(f"line {words}" in ran.stderr for words in said), ran.stderr
     (tmp_path / "damaged.png").write_bytes(png(200, 100)[:-60])
     ran, output = batch(
         [
@@ -116,16 +107,13 @@ def test_what_is_done_is_not_made_again_what_changed_or_failed_is(batch):
     ran, output = batch(lines)
     assert ran.returncode == 0, ran.stderr
     assert sorted(results(output)) == [(f"j{n}", "completed") for n in range(4)]
-    assert sorted(path.name for path in output.iterdir()) == [
-        *(f"j{n}.mp4" for n in range(4)),
-        "results.jsonl",
-    ]
+    names = sorted(path.name for path in output.iterdir())
+    assert names == [*(f"j{n}.mp4" for n in range(4)), "results.jsonl"]
     seeds = {n: (output / f"j{n}.mp4").read_text().split()[1] for n in range(4)}
     assert len(set(seeds.values())) == 4
     (output / "j3.mp4").unlink()
-    ran, _ = batch(
-        [lines[0], {**lines[1], "prompt": "2:0.01"}, lines[2], lines[3], job(4, "2:0.01:oom")]
-    )
+    changed = {**lines[1], "prompt": "2:0.01"}
+    ran, _ = batch([lines[0], changed, *lines[2:], job(4, "2:0.01:oom")])
     assert ran.returncode == 3, ran.stderr
     assert "5 jobs, 3 to make here; j1.mp4 will be replaced\n" in ran.stderr
     assert ("j4", "failed") in results(output)
@@ -182,10 +170,8 @@ def test_shards_share_the_jobs(batch):
         ran, output = batch(lines, "--shard", f"{number}/2")
         assert ran.returncode == 0, ran.stderr
     assert sorted(results(output)) == [(f"j{n}", "completed") for n in range(9)]
-    assert all(
-        Shard(1, 3).has(f"j{n}") + Shard(2, 3).has(f"j{n}") + Shard(3, 3).has(f"j{n}") == 1
-        for n in range(99)
-    )
+    shards = [Shard(number, 3) for number in (1, 2, 3)]
+    assert all(sum(shard.has(f"j{n}") for shard in shards) == 1 for n in range(99))
     for text in ("4/3", "\u0661/\u0662"):
         with pytest.raises(InputError, match="--shard"):
             parse_shard(text)
@@ -237,9 +223,8 @@ def test_a_job_that_failed_is_tried_again(batch, server):
 def test_a_server_makes_them_and_is_asked_for_none_twice(batch, server, tmp_path):
     """Checked whole, made, killed and resumed; a job without a seed has that of a batch without a
     server."""
-    ran, output = batch(
-        [job(1, size="65x64"), job(2), job(3, images=[{"path": "none.png"}])], server=server
-    )
+    wrong = [job(1, size="65x64"), job(2), job(3, images=[{"path": "none.png"}])]
+    ran, output = batch(wrong, server=server)
     assert ran.returncode == 2 and ran.stderr.count("\n") == 1, ran.stderr
     assert "line 1 (j1): size: width 65" in ran.stderr
     assert "line 3 (j3): images: none.png" in ran.stderr
@@ -248,9 +233,7 @@ def test_a_server_makes_them_and_is_asked_for_none_twice(batch, server, tmp_path
     batch(lines, server=server, kill_after_s=3)
     ran, _ = batch(lines, server=server)
     assert ran.returncode == 0, ran.stderr
-    assert {id for id, status in results(output) if status == "completed"} == {
-        f"j{n}" for n in range(4)
-    }
+    assert completed(output) == {f"j{n}" for n in range(4)}
     assert len({line["job"] for line in server.lines("queued")}) == before + 4
     names = {path.name for path in output.glob("*.mp4")}
     assert {"j0.mp4", "j2.mp4"} < names and len(names) == 2 + 2 * 2
@@ -265,15 +248,12 @@ def test_a_server_makes_them_and_is_asked_for_none_twice(batch, server, tmp_path
 def killed(batch, num_jobs, num_kills, seed):
     chance, lines = random.Random(seed), [job(n, "2:0.02") for n in range(num_jobs)]
     for _ in range(num_kills):
-        ran, output = batch(
-            lines, kill_after_s=chance.uniform(1.0, 6.0), number=chance.choice((9, 15))
-        )
+        how = {"kill_after_s": chance.uniform(1.0, 6.0), "number": chance.choice((9, 15))}
+        ran, output = batch(lines, **how)
         assert ran.returncode in (-9, -15, 143, 0), ran.stderr  # -15: before Python was up
     ran, output = batch(lines)
     assert ran.returncode == 0, ran.stderr
-    assert {id for id, status in results(output) if status == "completed"} == {
-        f"j{n}" for n in range(num_jobs)
-    }
+    assert completed(output) == {f"j{n}" for n in range(num_jobs)}
     assert len(list(output.glob("*.mp4"))) == num_jobs and not list(output.glob(".*"))
     return len(results(output))
 
@@ -332,9 +312,8 @@ def test_a_download_that_is_cut_off_is_fetched_again(tmp_path, monkeypatch):
 
 def test_a_server_that_never_answers_is_said_at_once_and_not_waited_for_long(monkeypatch, capsys):
     monkeypatch.setattr(remote, "ABSENT_S", 0.2)
-    with pytest.raises(
-        InputError, match=r"--server: http://127\.0\.0\.1:9 does not answer .*; start it, or wait"
-    ):
+    said = r"--server: http://127\.0\.0\.1:9 does not answer .*; start it, or wait"
+    with pytest.raises(InputError, match=said):
         remote.RemoteServer("http://127.0.0.1:9").ask("GET", "/v1/limits")
     assert "http://127.0.0.1:9 does not answer; trying for 0 s" in capsys.readouterr().err
 
@@ -364,20 +343,16 @@ def test_a_batch_on_the_tiny_checkpoint_with_an_image(batch, tmp_path):
 
 def test_lines_are_read_with_their_numbers(tmp_path):
     (tmp_path / "jobs").write_text('\n{"id": "a"}\n\n{"id": "b", "seed": 1}\n')
-    assert [(line.number, line.id, line.given) for line in read_lines(tmp_path / "jobs")] == [
-        (2, "a", {}),
-        (4, "b", {"seed": 1}),
-    ]
+    found = [(line.number, line.id, line.given) for line in read_lines(tmp_path / "jobs")]
+    assert found == [(2, "a", {}), (4, "b", {"seed": 1})]
 
 
 def test_lines_end_at_a_newline_alone_and_have_a_length(tmp_path):
     path, prompt = tmp_path / "jobs", "a\u2028b\u0085c\u2029d"
     line = json.dumps({"id": "é", "prompt": prompt}, ensure_ascii=False)
     path.write_text(f"{line}\r\n\n{line.replace('é', 'b')}", "utf-8", newline="")
-    assert [(line.number, line.given["prompt"]) for line in read_lines(path)] == [
-        (1, prompt),
-        (3, prompt),
-    ]
+    found = [(line.number, line.given["prompt"]) for line in read_lines(path)]
+    assert found == [(1, prompt), (3, prompt)]
     path.write_text('{"id": "a"}\n{"id": "b", "prompt": "' + "x" * 10**6 + '"}\n')
     with pytest.raises(InputError, match=r"line 2: 1000025 characters, expected at most 1000000$"):
         read_lines(path)

@@ -49,18 +49,12 @@ with open(f"{folder}/{rank}.json", "w") as file:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "backend,mesh",
-    [("cuda", "tensor=2"), pytest.param("tpu", "sequence=2,tensor=2", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("backend,mesh", [
+    ("cuda", "tensor=2"), pytest.param("tpu", "sequence=2,tensor=2", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_ranks_cancel_together_and_go_on(backend, mesh, tiny, tmp_path):
-    words = [
-        str(written(tmp_path, SESSION)),
-        str(tiny("tiny-2.3", "official")),
-        backend,
-        mesh,
-        str(tmp_path),
-    ]
+    words = (written(tmp_path, SESSION), tiny("tiny-2.3", "official"), backend, mesh, tmp_path)
+    words = [*map(str, words)]
     runs = by_hand(words) if backend == "cuda" else hosts_by_hand(words, words)
     for run in runs:
         _, err = run.process.communicate(timeout=400)

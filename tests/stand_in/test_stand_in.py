@@ -31,14 +31,9 @@ slow = pytest.mark.slow
 # Memory in MiB and compute capability by the gigabytes under which a card is sold: RTX 3060, 4080,
 # 4090 and 5090, L40S, H100 and H200, as nvidia-smi names them.
 CARDS = {
-    12: (12288, "8.6"),
-    16: (16376, "8.9"),
-    24: (24564, "8.9"),
-    32: (32607, "12.0"),
-    48: (46068, "8.9"),
-    80: (81559, "9.0"),
-    141: (143771, "9.0"),
-}
+    12: (12288, "8.6"), 16: (16376, "8.9"), 24: (24564, "8.9"), 32: (32607, "12.0"),
+    48: (46068, "8.9"), 80: (81559, "9.0"), 141: (143771, "9.0"),
+}  # fmt: skip
 TINY = {"width": 128, "height": 64, "num_frames": 17}
 MESHES = ({"tensor": 2}, {"tensor": 4}, {"sequence": 2, "tensor": 2}, {"guidance": 2, "tensor": 2})
 
@@ -60,13 +55,8 @@ def environment(gigabytes: int) -> dict[str, str]:
 
 def started(case: dict[str, Any], gigabytes: int, **more: str) -> subprocess.Popen[str]:
     command = [FOLDER / "venv/bin/python", Path(__file__).with_name("run_case.py")]
-    return subprocess.Popen(
-        [*map(str, command), json.dumps(case)],
-        env=environment(gigabytes) | more,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    words, pipes = [*map(str, command), json.dumps(case)], {"stdout": -1, "stderr": -1}
+    return subprocess.Popen(words, env=environment(gigabytes) | more, text=True, **pipes)
 
 
 def ended(process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -77,9 +67,7 @@ def ended(process: subprocess.Popen[str]) -> dict[str, Any]:
     return found
 
 
-def session(
-    preset: str, *requests: dict[str, Any], gigabytes: int = 80, **case: Any
-) -> dict[str, Any]:
+def session(preset: str, *requests: dict, gigabytes: int = 80, **case: Any) -> dict[str, Any]:
     """A session of these requests, in which nothing was refused and no stream was left."""
     return ended(started({"preset": preset, "requests": requests, **case}, gigabytes))
 
@@ -108,8 +96,7 @@ def sources(folder: Path) -> dict[str, dict[str, Any]]:
         "one-stage": size | {"steps": 2, "voice": str(film)},
         "hq": size | images | {"steps": 2},
         "distilled": size,
-        "keyframes": size
-        | {"steps": 2, "images": [(str(image), 0), (str(image), 16)], "image_crf": 0},
+        "keyframes": size | images | {"steps": 2, "images": [(str(image), 0), (str(image), 16)]},
         "a2v": size | {"steps": 2, "audio_path": str(film), "audio_fit": "pad"},
         "v2v": {"video_path": str(film)},
         "retake": {"video_path": str(film), "start_time": 0.3, "end_time": 0.5},
@@ -226,9 +213,7 @@ def test_ranks_issue_the_same_collectives_one_after_the_other(mesh, port, tmp_pa
     case = {"preset": "tiny-2.3", "mesh": mesh, "requests": [TINY | {"steps": 2}], "runs": 2}
     where = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     where |= {"STAND_IN_DEVICES": str(count), "STAND_IN_LOG": str(tmp_path / "log")}
-    ranks = [
-        started(case, 80, **where, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(count)
-    ]
+    ranks = [started(case, 80, **where, RANK=str(n), LOCAL_RANK=str(n)) for n in range(count)]
     found = [ended(rank) for rank in ranks]
     assert all(rank["collectives"] for rank in found)
     logs = [in_order(tmp_path / f"log.{rank}") for rank in range(count)]
