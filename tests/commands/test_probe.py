@@ -391,7 +391,7 @@ def test_a_model_without_a_duration_head_says_so(probe):
 
 
 @pytest.mark.parametrize("component,inputs", [
-    ("transformer", transformer_inputs("2.0")),
+    pytest.param("transformer", transformer_inputs("2.0"), marks=pytest.mark.long),
     ("text-encoder", text_inputs()),
     ("video-decoder", {"latent": draw(1, 128, 2, 2, 3)}),
     ("video-encoder", {"frames": draw(1, 3, 9, 64, 32)}),
