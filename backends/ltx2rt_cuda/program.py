@@ -180,14 +180,11 @@ class Loop:
         self, weights: Weights, inputs: Mapping[str, Any], num_steps: int, start: int = 0
     ) -> Iterator[Tensors]:
         with torch.inference_mode():
-            given = {
-                name: upload(self.graph, name, inputs[name], self.body.device)
-                for name in self.graph.inputs
-            }
+            graph, device = self.graph, self.body.device
+            given = {name: upload(graph, name, inputs[name], device) for name in graph.inputs}
             step, values = self._step(weights, given)
             rows = {name: values[name] for name in self.parts.data}
             state = {name: values[name] for name in self.parts.state}
-        device = self.body.device
 
         def started(state: Tensors) -> Iterator[tuple[Tensors, DeviceEvent]]:
             for i in range(start, num_steps):

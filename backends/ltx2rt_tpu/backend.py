@@ -38,7 +38,6 @@ from ltx2rt_tpu.weights import (
     abstract_weights,
     in_host_memory,
     is_streamed,
-    laid_out,
     merged,
     stacked,
 )
@@ -142,7 +141,9 @@ class TpuBackend:
                     weights[name] = other
                 else:
                     array = stacked(encoded, name, layout, value.type, count, place)
-                    weights[name] = laid_out(array, abstract[name].format)
+                    # which the device changes: JAX sends only the default tiling
+                    tiled = abstract[name].format.layout is not None
+                    weights[name] = jax.device_put(array, abstract[name].format) if tiled else array
         return weights
 
     def park(self, weights: Weights) -> Any:

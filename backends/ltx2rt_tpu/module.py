@@ -66,13 +66,10 @@ class NetworkModule(nnx.Module):
         if isinstance(program.place, NamedSharding):
             mesh, specs = program.place.mesh, weight_specs(program.graph)
             # The arrays are already sharded, and a parameter without a value cannot be moved.
-            metadata = {
-                name: {"out_sharding": specs[name], "mesh": mesh, "eager_sharding": False}
-                for name in weights
-            }
-        self.weights = nnx.Dict(
-            {name: nnx.Param(value, **metadata[name]) for name, value in weights.items()}
-        )
+            how = {"mesh": mesh, "eager_sharding": False}
+            metadata = {name: {"out_sharding": specs[name], **how} for name in weights}
+        params = {name: nnx.Param(value, **metadata[name]) for name, value in weights.items()}
+        self.weights = nnx.Dict(params)
 
     def __call__(self, **inputs: Any) -> dict[str, Array]:
         """Outputs by name from one array for each of `program.graph.inputs`. Raises ValueError for

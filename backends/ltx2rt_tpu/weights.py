@@ -110,11 +110,6 @@ def abstract_weights(graph: Graph, place: Sharding) -> dict[str, ShapeDtypeStruc
     return found
 
 
-def laid_out(array: Array, format: Format) -> Array:
-    """`array` in `format`, which the device changes: JAX sends only the default tiling."""
-    return array if format.layout is None else jax.device_put(array, format)
-
-
 def _spec(layout: Layout, lead: int) -> P:
     """lead: axes in front of the parameter's own."""
     axes = {lead + dim: mesh_axis for dim, mesh_axis, _ in layout.splits}

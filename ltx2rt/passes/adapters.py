@@ -11,6 +11,7 @@ behind it adds up.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Collection
@@ -72,12 +73,8 @@ def starred(module: str) -> str:
 
 def tensors(targets: Collection[str], blocks: int) -> list[str]:
     """Names of the parameters of all blocks, whatever the order of the targets."""
-    return [
-        numbered(f"{name}{MARK}{half}.weight", i)
-        for name in sorted(targets)
-        for i in range(blocks)
-        for half in "AB"
-    ]
+    each = itertools.product(sorted(targets), range(blocks), "AB")
+    return [numbered(f"{name}{MARK}{half}.weight", i) for name, i, half in each]
 
 
 def _body(body: Graph, adapters: Adapters, drop: Dropout | None) -> Graph:

@@ -37,9 +37,8 @@ def gather_weights(
             )
         if size % parts:
             return weight
-        held = out.params[weight.name] = Value(
-            weight.name, weight.type.resized(axis, size // parts)
-        )
+        held = Value(weight.name, weight.type.resized(axis, size // parts))
+        out.params[weight.name] = held
         out.layouts[weight.name] = replace(layout, splits=(*layout.splits, (dim, mesh_axis, parts)))
         return emit(out, "all_gather", held, axis=axis, mesh_axis=mesh_axis, parts=parts)
 

@@ -113,9 +113,7 @@ PASSES: tuple[Callable[[Graph, Placement, str, int | None], Graph], ...] = (
     # After place: the scales belong to the rows that a device holds.
     _quantised,
     # After place: adapters are cut like their linears; before pack, which joins those.
-    lambda g, on, net, steps: (
-        adapted(g, on.adapters) if on.adapters and net == "transformer" else g
-    ),
+    lambda g, on, net, _: adapted(g, on.adapters) if on.adapters and net == "transformer" else g,
     # After place, so that every part of a divided stack of blocks keeps its tokens cut; after
     # quantise, which wants the stack whole; before the loop and hoist, for which the parts are
     # stacks like any other.

@@ -60,11 +60,8 @@ def gradient_sums(graph: Graph, mesh: Mapping[str, int]) -> Graph:
     that does not cut their parameter, those of one axis at once."""
     sums, layouts = Graph("gradient-sums", mesh=mesh), graph.all_layouts()
     for axis in mesh:
-        whole = {
-            name
-            for name in layouts
-            if MARK in name and axis not in {of for _, of, _ in layouts[name].splits}
-        }
+        cut = {name for name, x in layouts.items() if axis in {of for _, of, _ in x.splits}}
+        whole = {name for name in layouts if MARK in name and name not in cut}
         if count := _numbers(graph, whole):
             v = sums.inputs.setdefault(axis, sums.fresh(Type(("D",), (count,), "float32")))
             (sums.outputs[axis],) = emit(sums, "all_reduce", v, mesh_axis=axis)

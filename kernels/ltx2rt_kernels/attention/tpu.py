@@ -56,12 +56,10 @@ def attention(q: Array, k: Array, v: Array, *, scale: float, interpret: bool = F
     )  # fmt: skip
     # A sample's heads are the kernel's heads; every sample has the same number of query heads in a
     # group.
-    mask = splash.MultiHeadMask(
-        [splash.FullMask((tokens + missing, context + hidden))] * (batch * heads)
-    )
-    kernel = splash.make_splash_mha(
-        mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret
-    )
+    whole = splash.FullMask((tokens + missing, context + hidden))
+    mask = splash.MultiHeadMask([whole] * (batch * heads))
+    how = {"block_sizes": sizes, "head_shards": 1, "q_seq_shards": 1}
+    kernel = splash.make_splash_mha(mask, **how, interpret=interpret)
     segments = None
     if hidden:  # queries see only their segment's keys
         seen = jnp.arange(context + hidden) >= context

@@ -28,9 +28,8 @@ def head_gate_kernel(
     h = tl.arange(0, BLOCK_H)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
     inside = (h < HEADS) & (d < DIM)
-    gate = 2.0 * tl.sigmoid(
-        tl.load(logits + b * logits_b + t * logits_t + h, h < HEADS, 0.0).to(tl.float32)
-    )
+    logit = tl.load(logits + b * logits_b + t * logits_t + h, h < HEADS, 0.0)
+    gate = 2.0 * tl.sigmoid(logit.to(tl.float32))
     place = y + b * y_b + t * y_t + h * y_h + d
     if CHOICE:  # noqa: SIM102 - compiled or not, then run or not
         if tl.load(keep + b * keep_b) == 0:
@@ -66,9 +65,8 @@ def _launch(y: Tensor, logits: Tensor, *choice: Tensor, scales: Tensor | None = 
     batch, tokens, heads, dim = y.shape
     keep, v = choice or (None, None)
     others = (0,) * 4 if v is None or keep is None else (*keep.stride(), *v.stride()[:3])
-    out = torch.empty(
-        y.shape, dtype=y.dtype if scales is None else torch.float8_e4m3fn, device=y.device
-    )
+    dtype = y.dtype if scales is None else torch.float8_e4m3fn
+    out = torch.empty(y.shape, dtype=dtype, device=y.device)
     block_h, block_d = block(heads), block(dim)
     head_gate_kernel[(batch * tokens,)](
         y, logits, keep, v, out, scales, tokens, *y.stride()[:3], *logits.stride()[:2], *others,

@@ -85,15 +85,13 @@ def rows_kernel(
             scale = tl.load(scale_0 + b * scale_0_b + r * scale_0_t + d, inside, 0.0).to(tl.float32)
             z = n * (1.0 + scale)
             if SHIFTED:
-                z += tl.load(shift_0 + b * shift_0_b + r * shift_0_t + d, inside, 0.0).to(
-                    tl.float32
-                )
+                shift = tl.load(shift_0 + b * shift_0_b + r * shift_0_t + d, inside, 0.0)
+                z += shift.to(tl.float32)
         stored(z, x, out_0, values_0, scales_0, row, D, BLOCK, STEP, TINY)
         if RESULTS > 1:
             scale = tl.load(scale_1 + b * scale_1_b + r * scale_1_t + d, inside, 0.0).to(tl.float32)
-            z = n * (1.0 + scale) + tl.load(
-                shift_1 + b * shift_1_b + r * shift_1_t + d, inside, 0.0
-            ).to(tl.float32)
+            shift = tl.load(shift_1 + b * shift_1_b + r * shift_1_t + d, inside, 0.0)
+            z = n * (1.0 + scale) + shift.to(tl.float32)
             stored(z, x, out_1, values_1, scales_1, row, D, BLOCK, STEP, TINY)
 
 
