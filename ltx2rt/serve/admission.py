@@ -25,7 +25,7 @@ from ltx2rt.media.hdr import HighRange
 from ltx2rt.pipelines import CLIP, FIRST, chosen, make_request, readers, unread
 from ltx2rt.pipelines.groups.guidance import ByChoice
 from ltx2rt.pipelines.groups.images import Images, parse_frame
-from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, MAX_FPS, MIN_FPS, Length
+from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, MAX_FPS, MIN_FPS, Length, with_sides
 from ltx2rt.pipelines.groups.sound import parse_reference
 from ltx2rt.pipelines.groups.source_clip import DECIDES, SourceClip
 from ltx2rt.pipelines.recipes import PRESETS, recipe
@@ -190,7 +190,7 @@ class Admission:
             if "prompt" not in clip:
                 raise InputError("--prompt: there is none; say what the clip shows")
             if self.served[name].has(Length):
-                clip |= self._size(given, clip)
+                clip = with_sides(clip | {"size": self._text(given, "size", "") or None})
                 if chooses_length(self.checkpoint.config) and "seconds" not in clip:
                     clip = {"num_frames": DEFAULT_FRAMES} | clip
             elif "size" in given:
@@ -286,17 +286,6 @@ class Admission:
         if not isinstance(found := given.get(name, default), str):
             raise invalid(f"{name}: {str(found)[:80]}, expected text", name)
         return found
-
-    def _size(self, given: Mapping[str, Any], clip: Mapping[str, Any]) -> dict[str, int]:
-        """`size` as the flags that say the same."""
-        if "size" in given:
-            match = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", self._text(given, "size", ""))
-            if match is None:
-                raise misfit("size", given["size"], "WIDTHxHEIGHT")
-            if "width" in clip or "height" in clip:
-                raise invalid("size says what width and height say; give one of them", "size")
-            return {"width": int(match[1]), "height": int(match[2])}
-        return {}
 
     def _images(self, given: Any) -> list[list]:
         """[name among the inputs, frame, strength] of each."""

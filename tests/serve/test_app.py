@@ -117,7 +117,7 @@ def test_every_method_of_the_official_client(server, tmp_path):
     ({"width": 65, "height": 64, "size": None}, "width", "width: 65, expected an even number"),
     ({"prompt": "a \0"}, "prompt", "prompt: holds a zero byte"),
     ({"size": "64"}, "size", "WIDTHxHEIGHT"),
-    ({"size": "64x64", "width": 64}, "size", "give one of them"),
+    ({"size": "64x64", "width": 64}, "size", "leave one of the two out"),
     ({"num_frames": 10}, "num_frames", "the nearest are 9 and 17"),
     ({"num_frames": 10**6 + 1}, "num_frames", "expected at most 3600 s"),
     ({"num_frames": True}, "num_frames", "True"),
