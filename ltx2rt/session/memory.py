@@ -77,10 +77,17 @@ class Memory:
         stages: Sequence[Needing],
         held: Mapping[WeightsKey, int] | None = None,
         recorded_bytes: int = 0,
+        warm: bool = False,
     ) -> list[StageCost]:
         """Costs of each stage that calls networks on the busiest device. held: bytes of sets that
-        are there before; recorded_bytes: what recorded steps keep, which is not counted."""
+        are there before; recorded_bytes: what recorded steps keep, which is not counted. warm: of a
+        second run in a row, which starts with the first one's weights."""
         found, here = [], dict(held or {})
+        for stage in stages if warm else ():
+            for call in stage.needs(self.config):
+                self._hold(here, call)
+            for left in self._left(stage):
+                here.pop(left, None)
         for stage, part, calls in self._rows(stages):
             # as if one device had the largest, and no fewer than others
             spread = [call for call in calls if call.each]
@@ -181,7 +188,7 @@ class Memory:
 
         def fits(way: Way) -> bool:
             self._keep(way)
-            return peak((self.warm_costs if warm else self.costs)(stages)).peak_bytes <= budget
+            return peak(self.costs(stages, warm=warm)).peak_bytes <= budget
 
         return self._choose(stages, fits)
 
@@ -341,7 +348,7 @@ class Memory:
     ) -> tuple[StageCost, int]:
         """The stage that needs the most memory next to the sets `held`, and what there is."""
         device = self.backend.device()
-        costs = (self.warm_costs if warm else self.costs)(stages, held, device.recorded_bytes)
+        costs = self.costs(stages, held, device.recorded_bytes, warm)
         return peak(costs), device.room_bytes(self.options.max_memory, self.weights.held_bytes)
 
     def _held(self) -> dict[WeightsKey, int]:
@@ -352,21 +359,6 @@ class Memory:
             found[key] = sum(size for tensor, size in tensors.items() if tensor not in seen)
             seen |= tensors.keys()
         return found
-
-    def warm_costs(
-        self,
-        stages: Sequence[Needing],
-        held: Mapping[WeightsKey, int] | None = None,
-        recorded_bytes: int = 0,
-    ) -> list[StageCost]:
-        """Costs of a second run in a row, which starts with the first one's weights."""
-        after = dict(held or {})
-        for stage in stages:
-            for call in stage.needs(self.config):
-                self._hold(after, call)
-            for left in self._left(stage):
-                after.pop(left, None)
-        return self.costs(stages, after, recorded_bytes)
 
     def advice(
         self, stages: Sequence[Needing], budget: int, worst: StageCost, warm: bool = False

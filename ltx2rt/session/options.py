@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from ltx2rt.weights.part_table import FILES
 DISTILLED_STAGES = ("stage1", "stage2")
 MEMORY = "devices and memory"  # a group of flags
 memory_flag, model_flag = flags_of(MEMORY), flags_of("model")
+gigabytes_flag = partial(memory_flag, None, metavar="GB", most=1e9)
 
 
 @dataclass(frozen=True)
@@ -240,21 +242,15 @@ class ModelOptions(PartFiles):
         common=HARDWARE,
         marks="plan train",
     )
-    max_memory: float | None = memory_flag(
-        None,
+    max_memory: float | None = gigabytes_flag(
         "use at most this much device memory (default: all that is free)",
-        metavar="GB",
         above=0,
-        most=1e9,
         marks="plan train",
     )
-    host_memory: float | None = memory_flag(
-        None,
+    host_memory: float | None = gigabytes_flag(
         "keep streamed layers in the file if they need more of the host's memory than this "
         "(default: what is free, less 8 GB)",
-        metavar="GB",
         least=0,
-        most=1e9,
         marks="plan",
     )
     profile: str | None = memory_flag(
