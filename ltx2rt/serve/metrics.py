@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -20,23 +21,14 @@ class Metrics:
     def __init__(self, sizes: frozenset[str] = frozenset()):
         self.sizes, self.registry = sizes, CollectorRegistry()
         of: dict[str, Any] = {"registry": self.registry}
+        seconds = partial(Histogram, buckets=SECONDS, **of)
         self.jobs = Gauge("ltx2rt_jobs", "jobs by status", ["status"], **of)
         self.paused = Gauge("ltx2rt_queue_paused", "1 while an operator has paused it", **of)
-        self.waited = Histogram(
-            "ltx2rt_queue_wait_seconds", "from arrival to start", buckets=SECONDS, **of
-        )
-        self.took = Histogram(
-            "ltx2rt_job_seconds", "of a completed run", ["pipeline", "size"], buckets=SECONDS, **of
-        )
-        self.stage = Histogram(
-            "ltx2rt_stage_seconds", "of a stage", ["stage"], buckets=SECONDS, **of
-        )
-        self.step = Histogram(
-            "ltx2rt_step_seconds", "between two steps", ["stage"], buckets=SECONDS, **of
-        )
-        self.cancel = Histogram(
-            "ltx2rt_cancel_seconds", "from the wish to the end", buckets=SECONDS, **of
-        )
+        self.waited = seconds("ltx2rt_queue_wait_seconds", "from arrival to start")
+        self.took = seconds("ltx2rt_job_seconds", "of a completed run", ["pipeline", "size"])
+        self.stage = seconds("ltx2rt_stage_seconds", "of a stage", ["stage"])
+        self.step = seconds("ltx2rt_step_seconds", "between two steps", ["stage"])
+        self.cancel = seconds("ltx2rt_cancel_seconds", "from the wish to the end")
         self.retries = Counter("ltx2rt_retries_total", "jobs queued again", ["why"], **of)
         self.up = Gauge("ltx2rt_replica_up", "1 when it takes jobs", ["replica"], **of)
         self.restarts = Counter("ltx2rt_replica_restarts_total", "of all replicas", **of)

@@ -304,12 +304,13 @@ class Queue(JobFile):
         """End the run of this epoch; whether it was still the job's."""
         with self._write() as db:
             ended = time.time(), self._keep_uptime(db), json.dumps(error), json.dumps(result)
-            moved = db.execute(
-                "UPDATE jobs SET status=?, finished=?, end_uptime_s=?, error=?, result=? "
-                "WHERE id=? AND status=? AND epoch=?",
-                (status, *ended, id, RUNNING, epoch),
-            )
-            return moved.rowcount == 1
+            what = "status=?, finished=?, end_uptime_s=?, error=?, result=?"
+            return self._change(id, epoch, what, status, *ended)
+
+    def _change(self, id: str, epoch: int, what: str, *values: Any) -> bool:
+        """Set columns of a job while it is in this epoch's run; whether it was."""
+        change = f"UPDATE jobs SET {what} WHERE id=? AND status=? AND epoch=?"
+        return self._db.execute(change, (*values, id, RUNNING, epoch)).rowcount == 1
 
     def give_back(
         self, id: str, epoch: int, error: Mapping[str, str] | None = None, blamed: bool = True
@@ -330,11 +331,8 @@ class Queue(JobFile):
                 status, said = FAILED, error or failure("worker_died", ended_so)
             if status != QUEUED:
                 finished, ended = time.time(), self._keep_uptime(db)
-            db.execute(
-                "UPDATE jobs SET status=?, deaths=?, finished=?, end_uptime_s=?, error=? "
-                "WHERE id=? AND status=? AND epoch=?",
-                (status, deaths, finished, ended, json.dumps(said), id, RUNNING, epoch),
-            )
+            what = "status=?, deaths=?, finished=?, end_uptime_s=?, error=?"
+            self._change(id, epoch, what, status, deaths, finished, ended, json.dumps(said))
         return self.get(id)
 
     # --- start and upkeep -------------------------------------------------------------------------
@@ -362,21 +360,14 @@ class Queue(JobFile):
 
     def written_out(self, id: str, epoch: int, prompt: str) -> None:
         """Keep the text that this run's prompt was made into, for every later run of the job."""
-        with self._write() as db:
-            db.execute(
-                "UPDATE jobs SET job=json_set(job, '$.clip.enhanced_prompt', ?) "
-                "WHERE id=? AND status=? AND epoch=?",
-                (prompt, id, RUNNING, epoch),
-            )
+        with self._write():
+            self._change(id, epoch, "job=json_set(job, '$.clip.enhanced_prompt', ?)", prompt)
 
     def went_on(self, id: str, epoch: int) -> None:
         """This run has made a part that later ones need not make: the runs before it, and what
         ended them, do not count against the job any more."""
-        with self._write() as db:
-            db.execute(
-                "UPDATE jobs SET progressed=attempts-1, deaths=0 WHERE id=? AND status=? AND epoch=?",
-                (id, RUNNING, epoch),
-            )
+        with self._write():
+            self._change(id, epoch, "progressed=attempts-1, deaths=0")
 
     def note(self, id: str, **facts: Any) -> None:
         """Enter facts into the result of a completed job."""

@@ -17,7 +17,7 @@ from ltx2rt.instruments.make import standing_for
 from ltx2rt.pipelines import pipeline
 from ltx2rt.placement.devices import device_kind, device_kinds, known_kind
 from ltx2rt.placement.profiles import PROFILES, default_mesh
-from ltx2rt.run.estimate import chosen
+from ltx2rt.run.estimate import Devices, estimate
 from ltx2rt.run.plan import resolved_stages, usual_stages
 from ltx2rt.session.arrange import DatasheetBackend, Estimator, arrangements, choose
 from ltx2rt.session.open import _chosen, opened_checkpoint, with_mesh
@@ -136,12 +136,13 @@ def test_a_mesh_on_which_sets_are_loaded_anew_pays_for_it():
 
 
 def test_flags_win():
-    options, checkpoint, stages = clip("tiny-2.3")
-    kind = device_kind("h100")
-    assert chosen(options, checkpoint, kind, 2, lambda _: stages)
-    for given in (dict(mesh={"tensor": 2}), dict(profile="hopper")):
-        assert chosen(replace(options, **given), checkpoint, kind, 2, lambda _: stages) is None
-    assert chosen(options, checkpoint, kind, 1, lambda _: stages) is None
+    def chooses(count=2, **given):
+        options, request = clip("tiny-2.3")[0], pipeline("two-stage")("a clip", seed=0)
+        found = estimate(replace(options, **given), request, Devices("h100", count))
+        return found.notes[0].startswith("mesh ")
+
+    assert chooses() and not chooses(1)
+    assert not chooses(mesh={"tensor": 2}) and not chooses(profile="hopper")
 
 
 def test_a_session_that_is_told_of_no_run_takes_a_clip_of_default_size():
