@@ -11,8 +11,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -20,7 +19,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ltx2rt.serve.fields import structured
+from ltx2rt.serve.fields import structured, uploads
 from ltx2rt.serve.folder import Folder
 from ltx2rt.serve.inline import ABOUT, KEYS, bytes_of, text_of
 from ltx2rt.serve.refusal import Refusal, invalid, unknown
@@ -39,14 +38,10 @@ class Gone(Exception):
 
 
 async def fields_of(
-    request: Request,
-    max_bytes: int,
-    folder: Folder | None = None,
-    uploads: Mapping[str, str] = MappingProxyType({}),
+    request: Request, max_bytes: int, folder: Folder | None = None
 ) -> dict[str, Any]:
     """The fields of a body; the files that it holds are kept, and stand where they are named by
-    their `file_id`. folder: where; none: their bytes are there. uploads: kinds of files by the
-    field that takes them, besides images. Raises Refusal."""
+    their `file_id`. folder: where; none: their bytes are there. Raises Refusal."""
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
         text = f"content-encoding: {coding[:80]!r}, expected none; send the body as it is"
@@ -68,7 +63,7 @@ async def fields_of(
             given[name] = _parsed(text, name)
     if folder is None:
         return {**given, **files}
-    return await _with_files(given, files, folder, uploads, request.state.user)
+    return await _with_files(given, files, folder, request.state.user)
 
 
 async def _chunks(request: Request, max_bytes: int) -> AsyncGenerator[bytes, None]:
@@ -182,11 +177,7 @@ def _parsed(text: str | bytes, name: str | None) -> Any:
 
 
 async def _with_files(
-    given: dict[str, Any],
-    files: dict[str, bytes],
-    folder: Folder,
-    uploads: Mapping[str, str],
-    user: str,
+    given: dict[str, Any], files: dict[str, bytes], folder: Folder, user: str
 ) -> dict[str, Any]:
     """Every file that a field holds or names is kept, and is there by the digest of its bytes."""
     images = given.pop("images", None)
@@ -194,17 +185,18 @@ async def _with_files(
         images = [*_listed(images), *_listed(reference)]
     if "input_reference" in files:
         images = [*_listed(images), {"file": "input_reference"}]
+    takes = uploads()
     named = {str(item.get("file")) for item in _listed(images) if isinstance(item, dict)}
-    for name in sorted(files.keys() - uploads.keys() - named):
-        field = same(name, ("images", *uploads))
-        if field in uploads:  # `video` is OpenAI's name
+    for name in sorted(files.keys() - takes.keys() - named):
+        field = same(name, ("images", *takes))
+        if field in takes:  # `video` is OpenAI's name
             files.setdefault(field, files.pop(name))
         elif field == "images" and not LATER.search(name):
             images = [*_listed(images), {"file": name}]
-    given |= {name: [{"file": name}] for name in uploads if name in files and name not in given}
+    given |= {name: [{"file": name}] for name in takes if name in files and name not in given}
     given |= {} if images is None else {"images": images}
     unused = set(files)
-    for name, kind in ({"images": IMAGE} | dict(uploads)).items():
+    for name, kind in ({"images": IMAGE} | takes).items():
         found = _listed(given.get(name))
         if found and len(found) <= MAX_FILES:
             unused -= {str(item.get("file")) for item in found if isinstance(item, dict)}

@@ -59,7 +59,7 @@ class Orders(Core):
     async def _given(self, request: Request) -> dict[str, Any]:
         """The fields of a body, if new videos are accepted; its files are kept. Raises Refusal."""
         await self._require_accepting()
-        return await fields_of(request, self.how.flags.max_upload, self.folder, uploads())
+        return await fields_of(request, self.how.flags.max_upload, self.folder)
 
     async def _extended(
         self, request: Request, job: Job, given: dict[str, Any], number: str
