@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.errors import InputError
-from ltx2rt.system import AT_ONCE
+from ltx2rt.system import opened_at_once
 
 MOST_BYTES = 2**28
 # How Python keeps bytes of the command line that are not in the locale's encoding.
@@ -42,7 +42,7 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     """Return the contents of a regular file. Raises InputError that names the file, also for
     folders, pipes and devices."""
     try:
-        with open(path, "rb", opener=_at_once) as file:
+        with open(path, "rb", opener=opened_at_once) as file:
             status = os.fstat(file.fileno())
             regular, large = stat.S_ISREG(status.st_mode), status.st_size > most_bytes
             data = file.read() if regular and not large else b""
@@ -89,11 +89,6 @@ def flag_rows(flag: str, path: Path) -> Iterator[tuple[str, list[str]]]:
     for number, line in enumerate(flag_lines(flag, path), 1):
         if (words := line.split()) and not line.startswith("#"):
             yield f"{flag}: line {number} of {path}", words
-
-
-def _at_once(path: str, flags: int) -> int:
-    """Open without waiting for the other end of a pipe."""
-    return os.open(path, flags | AT_ONCE)
 
 
 def parse(text: str, shape: Any = object) -> Any:
