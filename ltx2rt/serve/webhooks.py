@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -41,6 +41,7 @@ ANSWER_S = 10  # for the whole exchange
 LOOK_S = 0.5  # between two looks for events that are due
 WAITS_S = (5, 30, 120, 600, 1800, 3600, 6 * 3600)  # after each failure; the last one repeats
 GIVE_UP_S = 72 * 3600  # as OpenAI does
+tls = cache(ssl.create_default_context)  # it reads every authority of this machine
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ async def send(hook: Hook, event: WebhookEvent) -> tuple[str | None, bool]:
     try:
         async with (
             asyncio.timeout(ANSWER_S),
-            httpx.AsyncClient(verify=ssl.create_default_context(), timeout=None) as client,
+            httpx.AsyncClient(verify=tls(), timeout=None) as client,
             client.stream("POST", hook.url, content=body, headers=headers) as answer,
         ):
             if answer.is_success:
