@@ -202,7 +202,7 @@ async def _with_files(
             unused -= {str(item.get("file")) for item in found if isinstance(item, dict)}
             given[name] = [await _kept(item, name, kind, files, folder, user) for item in found]
     if unused:
-        raise unknown(sorted(unused)[0], ["input_reference", *uploads])
+        raise unknown(sorted(unused)[0], ["input_reference", *takes])
     return given
 
 
