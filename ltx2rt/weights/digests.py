@@ -11,7 +11,8 @@ from pathlib import Path
 
 from ltx2rt.errors import InputError
 from ltx2rt.system import identity, opened_at_once, pread
-from ltx2rt.weights.files import SHARD_INDEX, WEIGHTS, open_one, read_index, split_parts
+from ltx2rt.weights.files import SHARD_INDEX, WEIGHTS, open_one, read_index
+from ltx2rt.weights.gguf import split_parts
 
 SAMPLE_BYTES, WHOLE_BYTES, SAMPLES = 2**12, 2**26, 2**12  # see `digest`
 

@@ -30,7 +30,7 @@ from ltx2rt.graph.encodings import E4M3, E5M2, E8M0
 from ltx2rt.graph.ir import Cut
 from ltx2rt.notes import note
 from ltx2rt.system import READ, first_bytes, identity, opened_at_once, pread, read_ahead, read_at
-from ltx2rt.weights.names import official_names
+from ltx2rt.weights.names import called, official_names
 
 DTYPES: dict[str, np.dtype] = {  # the safetensors format's names
     name: np.dtype(dtype)
@@ -79,7 +79,6 @@ NOT_FINITE = "NaN or infinite values; download the file again"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_DIMS, MAX_NAME = 64, 1000  # numpy's limit; names are shown in messages
 GGUF = b"GGUF"
-SPLIT = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 FOREIGN = {  # first bytes of other files: what such a file is, and what to do
     GGUF: "a GGUF file; --model and --text-encoder read those, here a safetensors file is needed",
     b"PK": "a zip archive, as PyTorch saves .pt files; pass the same weights in safetensors",
@@ -97,11 +96,6 @@ FOREIGN = {  # first bytes of other files: what such a file is, and what to do
     b"Entry not found": "a server's answer in place of a file; get the file by `hf download`",
     b"{": "a JSON file; pass the safetensors file beside it",
 }
-
-_FIELD = re.compile(
-    r"\.weight\.(?:_data|_(scale)"
-    r"|((?:nested_)?(?:absmax|quant_map)|quant_state)(?:\.bitsandbytes__\w+)?)$"
-)
 
 
 @dataclass(frozen=True)
@@ -449,29 +443,12 @@ def _parsed(file: int, path: Path) -> tuple[dict[str, str], dict[str, tuple[Tens
     return metadata, tensors
 
 
-def called(name: str) -> str:
-    """The name of a tensor here: fields of a weight, which quanto and bitsandbytes save under its
-    name, are its companions."""
-    if (found := _FIELD.search(name)) is None:
-        return name
-    field = found[1] or found[2]
-    return f"{name[: found.start()]}.weight{f'_{field}' if field else ''}"
-
-
 def foreign(start: bytes) -> str | None:
     """The format of a file with these first bytes, and advice. None: safetensors, or not known."""
     if start[4:9] == b"\0\0\0\0{":  # the end of a header's length, and its beginning
         return None
     start = start.removeprefix(b"\xef\xbb\xbf").lstrip() or start
     return next((said for first, said in FOREIGN.items() if start.startswith(first)), None)
-
-
-def split_parts(path: Path) -> list[Path]:
-    """All parts of the GGUF file that llama.cpp has split into files named so; else the path."""
-    if (match := SPLIT.fullmatch(path.name)) is None:
-        return [path]
-    name, count = match["name"], int(match["count"])
-    return [path.with_name(f"{name}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
 
 
 def write_tensors(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import re
 import struct
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
@@ -30,7 +31,6 @@ from ltx2rt.weights.files import (
     MAX_HEADER_BYTES,
     MAX_NAME,
     NOT_FINITE,
-    SPLIT,
     TensorFile,
     TensorFolder,
     TensorInfo,
@@ -38,7 +38,6 @@ from ltx2rt.weights.files import (
     cut,
     finite,
     selected,
-    split_parts,
     stored_fields,
 )
 from ltx2rt.weights.names import official_names
@@ -94,6 +93,7 @@ BLOCKS = {  # by ggml's number of the type
     41: BlockFormat("Q1_0", 128, 18),
 }
 PLAIN = {0: "F32", 1: "F16", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 30: "BF16"}
+SPLIT = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 VERSIONS = (2, 3)
 SCALARS = dict(zip(range(8), ("<B", "<b", "<H", "<h", "<I", "<i", "<f", "<?"), strict=True))
 SCALARS |= {10: "<Q", 11: "<q", 12: "<d"}  # codes of `struct` by value type
@@ -230,6 +230,14 @@ def unread(type_: str) -> str:
     """The end of a message about tensors of a type that is not read."""
     advice = f"pass a file with other types, such as Q4_K or Q8_0 (read: {READ_TYPES})"
     return f"of type {type_}, which is not read; {advice}"
+
+
+def split_parts(path: Path) -> list[Path]:
+    """All parts of the GGUF file that llama.cpp has split into files named so; else the path."""
+    if (match := SPLIT.fullmatch(path.name)) is None:
+        return [path]
+    name, count = match["name"], int(match["count"])
+    return [path.with_name(f"{name}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
 
 
 def later_part(path: Path) -> bool:

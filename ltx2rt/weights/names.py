@@ -42,6 +42,12 @@ _GEMMA_PREFIX = re.compile(
 )
 
 
+_FIELD = re.compile(
+    r"\.weight\.(?:_data|_(scale)"
+    r"|((?:nested_)?(?:absmax|quant_map)|quant_state)(?:\.bitsandbytes__\w+)?)$"
+)
+
+
 def _rename(name: str, words: Mapping[str, str]) -> str:
     return _any_of(tuple(words)).sub(lambda match: words[match[0]], name) if words else name
 
@@ -125,6 +131,15 @@ def official_names(names: Iterable[str]) -> dict[str, str]:
     firsts = ("audio_patchify_proj.", *(connector.removeprefix(prefix) for connector in CONNECTORS))
     bare = any(name.startswith(firsts) for name in names)
     return {name: prefix + name if bare and component_of(name) is None else name for name in names}
+
+
+def called(name: str) -> str:
+    """The name of a tensor here: fields of a weight, which quanto and bitsandbytes save under its
+    name, are its companions."""
+    if (found := _FIELD.search(name)) is None:
+        return name
+    field = found[1] or found[2]
+    return f"{name[: found.start()]}.weight{f'_{field}' if field else ''}"
 
 
 def unsaved(name: str) -> str:

@@ -24,7 +24,7 @@ mxfp8 and nvfp4 are in the tiles of `swizzled`. ComfyUI's older "scaled" float8 
 quantised by a fixed scale; it is not used. `pre_quant_scale` [in] multiplies a linear's input, here
 the columns of W.
 
-quanto's files are read as int8_tensorwise or float8, by rows (`files.called`).
+quanto's files are read as int8_tensorwise or float8, by rows (`names.called`).
 
 What a matrix is, its description says: the JSON in `X.comfy_quant`, `X.torchao_nvfp4` or
 `X.weight_quant_state`, or under `_quantization_metadata` in the file's header. Without one, dtypes
