@@ -372,7 +372,8 @@ class Job:
         }
         words = ["generate", "--backend", self.backend, "--device", "cpu", "--model", self.model]
         words += ["--prompt", "a robot dancing"]
-        words += read_by(self.flags, {} if "--video-path" in self.flags else SMALL)
+        of_clips = read_by(self.flags, {"--video-path": 0})  # size, length and rate are the file's
+        words += [] if of_clips else read_by(self.flags, SMALL)
         for flag in files.keys() - set(self.flags):
             words += [flag, folder / files[flag]]
         return [str(word) for word in (*words, *self.flags)]

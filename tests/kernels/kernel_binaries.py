@@ -146,14 +146,9 @@ def main() -> None:
             x, x, row, *[row] * 4, views=(view,) * 5, eps=1e-6, quantised=(1, 2), unread=(2,),
         )  # fmt: skip
         compiled(
-            f"gated_residual {width}",
-            "rows_kernel",
-            residual_norm_modulate.gated_residual,
-            x,
-            x,
-            row,
-            views=(view,),
-        )
+            f"gated_residual {width}", "rows_kernel", residual_norm_modulate.gated_residual, x, x,
+            row, views=(view,),
+        )  # fmt: skip
         levels, index = meta(4, 2, 9, width)[:, :, 4], meta(tokens, dtype=torch.int32)
         compiled(
             f"residual_norm_modulate {width}, 2 pairs by level", "rows_kernel",
@@ -184,23 +179,13 @@ def main() -> None:
             )  # fmt: skip
             q, given = [packed, weight, table, table], [packed, total, weight, table, table]
             compiled(
-                f"qk_norm_rope of q and k, {name}",
-                kernel,
-                qk_norm_rope.qk_norm_rope,
-                *q,
-                *q[:2],
-                others,
-                others,
-                **both,
-            )
+                f"qk_norm_rope of q and k, {name}", kernel, qk_norm_rope.qk_norm_rope, *q, *q[:2],
+                others, others, **both,
+            )  # fmt: skip
             compiled(
-                f"qk_norm_rope with the same tables, {name}",
-                kernel,
-                qk_norm_rope.qk_norm_rope,
-                *q,
-                *q,
-                **both,
-            )
+                f"qk_norm_rope with the same tables, {name}", kernel, qk_norm_rope.qk_norm_rope, *q,
+                *q, **both,
+            )  # fmt: skip
             plan = {"weight_views": (None,) * 2, "eps": 1e-6}
             text = meta(2, 1024, joined_rows(2 * heads * dim))[..., : heads * dim].unflatten(
                 2, (heads, dim)
@@ -221,14 +206,9 @@ def main() -> None:
                 packed, total, weight, text, sums, weight, count=width, **plan,
             )  # fmt: skip
             compiled(
-                f"qk_scale_rope of q and k, {name}",
-                kernel,
-                qk_norm_rope.qk_scale_rope,
-                *given,
-                *given,
-                count=width,
-                **both,
-            )
+                f"qk_scale_rope of q and k, {name}", kernel, qk_norm_rope.qk_scale_rope, *given,
+                *given, count=width, **both,
+            )  # fmt: skip
             compiled(
                 f"sum_squares {name}", "sum_squares_kernel", qk_norm_rope.sum_squares, packed,
                 dims=(2, 3),

@@ -23,27 +23,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 KINDS = ["numpy", "cuda", "tpu"]
 # Windows, strides, widths and depths all differ from stage to stage.
 CONFIG = DiffusionDecoderConfig(
-    latent_channels=16,
-    patch_size=4,
-    head_dim=16,
-    channels=(64, 32, 32, 32, 16),
-    depths=(1, 2, 1, 2, 3),
-    windows=((3, 3, 3), (3, 3, 3), (3, 3, 5), (3, 5, 3), (5, 3, 7)),
-    strides=((1, 1, 2), (2, 1, 1), (2, 2, 1), (2, 2, 2)),
-    timestep_width=24,
-    timestep_scale=1000.0,
-)
+    latent_channels=16, patch_size=4, head_dim=16, channels=(64, 32, 32, 32, 16),
+    depths=(1, 2, 1, 2, 3), windows=((3, 3, 3), (3, 3, 3), (3, 3, 5), (3, 5, 3), (5, 3, 7)),
+    strides=((1, 1, 2), (2, 1, 1), (2, 2, 1), (2, 2, 2)), timestep_width=24, timestep_scale=1000.0,
+)  # fmt: skip
 RELEASED = DiffusionDecoderConfig(
-    latent_channels=128,
-    patch_size=4,
-    head_dim=64,
-    channels=(2048, 1024, 512, 512, 256),
-    depths=(4, 6, 4, 2, 8),
-    windows=((3, 7, 7), (3, 7, 7), (3, 5, 5), (3, 5, 5), (11, 11, 11)),
-    strides=((1, 2, 2), (2, 1, 1), (2, 2, 2), (2, 2, 2)),
-    timestep_width=384,
-    timestep_scale=1000.0,
-)
+    latent_channels=128, patch_size=4, head_dim=64, channels=(2048, 1024, 512, 512, 256),
+    depths=(4, 6, 4, 2, 8), windows=((3, 7, 7), (3, 7, 7), (3, 5, 5), (3, 5, 5), (11, 11, 11)),
+    strides=((1, 2, 2), (2, 1, 1), (2, 2, 2), (2, 2, 2)), timestep_width=384, timestep_scale=1000.0,
+)  # fmt: skip
 STATISTICS = ("vae.per_channel_statistics.mean-of-means", "vae.per_channel_statistics.std-of-means")
 
 

@@ -58,10 +58,8 @@ def config_of(model: Gemma4UnifiedTextModel) -> Gemma4Config:
 
 
 def params_of(model: Gemma4UnifiedTextModel) -> dict[str, np.ndarray]:
-    return {
-        gemma_to_canonical(f"model.{n}"): tensor.float().numpy()
-        for n, tensor in model.state_dict().items()
-    }
+    named = model.state_dict().items()
+    return {gemma_to_canonical(f"model.{n}"): tensor.float().numpy() for n, tensor in named}
 
 
 @pytest.fixture(scope="module")

@@ -51,13 +51,9 @@ def tables(kind, bounds, dim, heads, float64=True) -> tuple[np.ndarray, np.ndarr
 
 def reference(modality, dim, heads, float64=True) -> LTX2AudioVideoRotaryPosEmbed:
     return LTX2AudioVideoRotaryPosEmbed(
-        dim,
-        modality=modality,
-        double_precision=float64,
-        rope_type="split",
-        num_attention_heads=heads,
-        scale_factors=(8, 32, 32) if modality == "video" else (4,),
-    )
+        dim, modality=modality, double_precision=float64, rope_type="split",
+        num_attention_heads=heads, scale_factors=(8, 32, 32) if modality == "video" else (4,),
+    )  # fmt: skip
 
 
 def theirs(module, coordinates: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:

@@ -47,13 +47,9 @@ CONFIGS = {
                          stft_hop=8, stft_mels=4, input_sample_rate=1000, sample_rate=3000),
 }  # fmt: skip
 SIZES = dict(
-    in_channels=8,
-    hidden_channels=16,
-    upsample_factors=[5, 2],
-    upsample_kernel_sizes=[15, 4],
-    resnet_kernel_sizes=[3, 7],
-    resnet_dilations=[list(d) for d in DILATIONS],
-)
+    in_channels=8, hidden_channels=16, upsample_factors=[5, 2], upsample_kernel_sizes=[15, 4],
+    resnet_kernel_sizes=[3, 7], resnet_dilations=[list(d) for d in DILATIONS],
+)  # fmt: skip
 
 
 @cache

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from conftest import refused
+from conftest import denoised, refused
 from test_ic_lora import lora_with, movie
 
 from ltx2rt.media.mp4 import write_mp4
@@ -14,14 +14,10 @@ from ltx2rt.media.output import write_wav
 from ltx2rt.pipelines import pipeline
 from ltx2rt.pipelines.groups.images import parse_image
 from ltx2rt.run.plan import make_plan
-from ltx2rt.run.run import produce
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
 from ltx2rt.stages.conditioning import ReferenceSpec
 from ltx2rt.stages.denoise import Denoise
-from ltx2rt.stages.frames import Frames
-from ltx2rt.stages.refine import Cut
-from ltx2rt.stages.sound import Sound
 from ltx2rt.testing import relative_l2
 
 # Contract: 1e-3 at every step. Float32 rounding, which two evaluations a step and guidance do not
@@ -35,10 +31,8 @@ def sessions(tiny, request):
     name = f"tiny-{request.param}"
     folder = tiny(name, "official")
     lora = LoraSpec(folder / f"{name}-distilled-lora.safetensors")
-    options = {
-        b: ModelOptions(b, folder, device="cpu", distilled_lora=lora) for b in ("cuda", "tpu")
-    }
-    opened = {b: open_session(given) for b, given in options.items()}
+    how = {"device": "cpu", "distilled_lora": lora}
+    opened = {b: open_session(ModelOptions(b, folder, **how)) for b in ("cuda", "tpu")}
     yield opened
     for session in opened.values():
         session.close()
@@ -46,9 +40,7 @@ def sessions(tiny, request):
 
 def latents(session, name: str, **clip) -> dict[str, np.ndarray]:
     """What a run records up to its decoders, which other tests compare."""
-    plan = make_plan(session, pipeline(name)("a red fox", **clip))
-    stages = tuple(stage for stage in plan.stages if not isinstance(stage, (Frames, Sound, Cut)))
-    return produce(session, replace(plan, stages=stages), keep=True)[0].record
+    return denoised(session, pipeline(name)("a red fox", **clip))[1].record
 
 
 def assert_agree(sessions, name: str, **clip) -> dict[str, np.ndarray]:
@@ -65,16 +57,10 @@ def assert_agree(sessions, name: str, **clip) -> dict[str, np.ndarray]:
 
 @pytest.mark.slow
 def test_hq(sessions, images):
-    first, later = (
-        parse_image(f"{path}:{where}")
-        for path, where in zip(images, ("0:0.8", "9:0.9"), strict=True)
-    )
+    first, later = map(parse_image, (f"{images[0]}:0:0.8", f"{images[1]}:9:0.9"))
     found = assert_agree(sessions, "hq", images=(first, later), image_crf=0, **SMALL)
-    assert (
-        found["stage1.video.steps"].shape
-        == found["stage1.video.x0_mid"].shape
-        == (2, 3 * 2 + 2, 128)
-    )
+    for kind in ("steps", "x0_mid"):
+        assert found[f"stage1.video.{kind}"].shape == (2, 3 * 2 + 2, 128)
     assert found["stage2.audio.substep"].shape == (3, *found["audio_latent"].shape[2:3], 128)
 
 
@@ -120,25 +106,13 @@ def test_ic_lora_with_coarse_references(sessions, images, tmp_path):
 
     Stage 2 is that of every other pipeline.
     """
-    lora = lora_with(
-        sessions["cuda"].checkpoint.distilled_lora(),
-        tmp_path / "ic.safetensors",
-        downscale=2,
-        stride=2,
-    )
+    own = sessions["cuda"].checkpoint.distilled_lora()
+    lora = lora_with(own, tmp_path / "ic.safetensors", downscale=2, stride=2)
     video, mask = movie(tmp_path / "a.mov", 17), movie(tmp_path / "mask.mov", 17, (128, 64))
     options = {"loras": (LoraSpec(lora, 0.8),), "distilled_lora": NO_LORA}
-    given = {
-        "image_crf": 0,
-        "images": (parse_image(f"{images[0]}:9:0.9"),),
-        "seed": 3,
-        "num_frames": 17,
-    }
-    clip = given | {
-        "width": 256,
-        "height": 128,
-        "video_conditioning": (ReferenceSpec(video, 0.9), ReferenceSpec(video)),
-    }
+    clip = {"seed": 3, "num_frames": 17, "width": 256, "height": 128, "image_crf": 0}
+    clip |= {"images": (parse_image(f"{images[0]}:9:0.9"),)}
+    clip |= {"video_conditioning": (ReferenceSpec(video, 0.9), ReferenceSpec(video))}
     weights = {"conditioning_attention_strength": 0.6, "conditioning_attention_mask": mask}
     with pytest.MonkeyPatch.context() as patch:
         for session in sessions.values():
@@ -158,11 +132,8 @@ def test_text_to_audio_computes_no_video(sessions):
     (call,) = stage.needs(session.config)
     graph = session.graph(call)
     names = [*graph.inputs, *graph.parameters()]
-    assert not [
-        n
-        for n in names
-        if "video" in n or (n.endswith("patchify_proj.weight") and "audio" not in n)
-    ]
+    assert not [n for n in names if "video" in n]
+    assert all("audio" in n for n in names if n.endswith("patchify_proj.weight"))
     assert not [node for node, _ in graph.walk() if "tokens" in node.outputs[0].type.axes]
     assert len(stage.branches.names) == 3  # the isolated branch is the conditional one
 
@@ -185,33 +156,21 @@ def test_sound_alone_equals_the_sound_of_both_streams_kept_apart(
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
     grid = np.indices((1, 2, 3), np.float32).reshape(3, -1)
-    positions = {
-        "video": np.stack([grid, grid + 1], -1)[None],
-        "audio": np.zeros((1, 1, 5, 2), np.float32),
-    }
-    positions["audio"][0, 0] = np.stack([np.arange(5), np.arange(5) + 1], -1) * 0.04
+    times = np.arange(5, dtype=np.float32)[None]
+    positions = {m: np.stack([x, x + 1], -1)[None] for m, x in (("video", grid), ("audio", times))}
+    positions["audio"] *= np.float32(0.04)
     inputs = {}
     for m, tokens, width in (("video", 6, 64 if generation == "2.0" else 128), ("audio", 5, 64)):
-        inputs |= {
-            f"{m}_latent": draw(1, tokens, 128),
-            f"{m}_timesteps": np.full((1, tokens, 1), 0.7, np.float32),
-        }
-        inputs |= {
-            f"{m}_sigma": np.float32([0.7]),
-            f"{m}_positions": positions[m],
-            f"{m}_context": draw(1, 32, width),
-        }
+        own = {"latent": draw(1, tokens, 128), "context": draw(1, 32, width)}
+        own |= {"timesteps": np.full((1, tokens, 1), 0.7, np.float32), "positions": positions[m]}
+        inputs |= {f"{m}_{n}": x for n, x in (own | {"sigma": np.float32([0.7])}).items()}
     off = {f"{name}_keep": np.zeros((1, 3), np.float32) for name in ("a2v", "v2a")}
     found = {}
-    for name, tensors in {
-        "both": inputs | off,
-        "alone": {n: x for n, x in inputs.items() if n.startswith("audio")},
-    }.items():
+    alone = {n: x for n, x in inputs.items() if n.startswith("audio")}
+    words = "probe --backend cuda --device cpu --model".split()
+    words.append(tiny(f"tiny-{generation}", "official"))
+    for name, tensors in {"both": inputs | off, "alone": alone}.items():
         save_file(tensors, tmp_path / "in.safetensors")
-        words = [
-            *["probe", "--backend", "cuda", "--device", "cpu", "--model"],
-            tiny(f"tiny-{generation}", "official"),
-        ]
         files = [
             "--inputs", tmp_path / "in.safetensors", "--outputs", tmp_path / f"{name}.safetensors",
         ]  # fmt: skip

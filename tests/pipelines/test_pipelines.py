@@ -57,11 +57,8 @@ def test_the_documented_pipeline_makes_a_clip(third, tiny):
         size = {"width": 64, "height": 64, "num_frames": 9}
         clip = session.generate("a red fox", pipeline="quick", seed=1, **size)
     assert clip.frames.shape == (9, 64, 64, 3) and clip.waveform is None
-    assert [(stage["name"], len(stage["steps_s"])) for stage in clip.report["stages"]] == [
-        ("text", 0),
-        ("stage1", 8),
-        ("decode", 1),
-    ]
+    found = {stage["name"]: len(stage["steps_s"]) for stage in clip.report["stages"]}
+    assert found == {"text": 0, "stage1": 8, "decode": 1}
 
 
 def test_the_default_comes_first_and_is_what_two_stage_says():
@@ -81,15 +78,8 @@ def test_a_pipeline_is_added_by_one_file(third, tiny, command, tmp_path):
         planned = session.plan("h100-80gb", pipeline="text-to-latent", **size)
         assert [s["name"] for s in planned["stages"]] == ["text", "stage1"]
         assert {key[0] for key in session.resident.weights.held} == {"text-encoder", "transformer"}
-    words = [
-        *["--pipeline", "text-to-latent", "--backend", "cuda", "--device", "cpu", "--model"],
-        model,
-    ]
-    words += [
-        "--prompt",
-        "a red fox",
-        *["--seed", "1", "--width", "64", "--height", "64", "--num-frames", "9"],
-    ]
+    words = "--pipeline text-to-latent --backend cuda --device cpu --prompt fox --seed 1".split()
+    words += [*"--width 64 --height 64 --num-frames 9 --model".split(), model]
     status, _, err = command("generate", *words, "--output", tmp_path / "x.mp4")
     assert status == 2 and "this pipeline makes latents alone; give --latents-out instead" in err
     latents = tmp_path / "x.safetensors"
@@ -97,20 +87,8 @@ def test_a_pipeline_is_added_by_one_file(third, tiny, command, tmp_path):
     assert status == 0 and out.startswith(f"{latents}: ") and latents.exists(), err
     status, out, _ = command("generate", "--help-all")
     assert status == 0 and "text-to-latent latents alone" in " ".join(out.split())
-    flags = [
-        *[
-            "--preset",
-            "tiny-2.3",
-            "--devices",
-            "1",
-            "--device-kind",
-            "v6e",
-            "--pipeline",
-            "text-to-latent",
-        ],
-        *["--json"],
-    ]
-    assert command("plan", *flags)[0] == 0
+    flags = "--preset tiny-2.3 --devices 1 --device-kind v6e --pipeline text-to-latent --json"
+    assert command("plan", *flags.split())[0] == 0
 
 
 def test_its_latents_are_those_of_a_step(third, tiny, tmp_path):

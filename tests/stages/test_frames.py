@@ -27,24 +27,14 @@ from ltx2rt.weights.checkpoint import RenamedSource, open_checkpoint
 
 # The released strides, so that cells are 2 frames by 8 px; windows small.
 CONFIG = DiffusionDecoderConfig(
-    latent_channels=128,
-    patch_size=4,
-    head_dim=8,
-    channels=(32, 16, 16, 16, 8),
-    depths=(1, 1, 1, 1, 2),
-    windows=((3, 3, 3), (3, 3, 3), (3, 3, 3), (3, 3, 3), (3, 3, 5)),
-    strides=((1, 2, 2), (2, 1, 1), (2, 2, 2), (2, 2, 2)),
-    timestep_width=16,
-    timestep_scale=1000.0,
-)
+    latent_channels=128, patch_size=4, head_dim=8, channels=(32, 16, 16, 16, 8),
+    depths=(1, 1, 1, 1, 2), windows=((3, 3, 3), (3, 3, 3), (3, 3, 3), (3, 3, 3), (3, 3, 5)),
+    strides=((1, 2, 2), (2, 1, 1), (2, 2, 2), (2, 2, 2)), timestep_width=16, timestep_scale=1000.0,
+)  # fmt: skip
 RELEASED = replace(
-    CONFIG,
-    head_dim=64,
-    channels=(2048, 1024, 512, 512, 256),
-    depths=(4, 6, 4, 2, 8),
-    windows=((3, 7, 7), (3, 7, 7), (3, 5, 5), (3, 5, 5), (11, 11, 11)),
-    timestep_width=384,
-)
+    CONFIG, head_dim=64, channels=(2048, 1024, 512, 512, 256), depths=(4, 6, 4, 2, 8),
+    windows=((3, 7, 7), (3, 7, 7), (3, 5, 5), (3, 5, 5), (11, 11, 11)), timestep_width=384,
+)  # fmt: skip
 
 
 @cache

@@ -21,15 +21,10 @@ from ltx2rt.stages.tiling import (
 
 STRIDES = ((1, 2, 2), (2, 1, 1), (2, 2, 2), (2, 2, 2))
 CONFIG = VideoVaeConfig(
-    latent_channels=16,
-    patch_size=4,
-    encoder=tuple(VaeStage("sample", 16, 16, stride=s) for s in STRIDES),
-    decoder=(),
-    encoder_padding="zeros",
-    decoder_padding="zeros",
-    encoder_causal=True,
-    decoder_causal=False,
-)
+    latent_channels=16, patch_size=4,
+    encoder=tuple(VaeStage("sample", 16, 16, stride=s) for s in STRIDES), decoder=(),
+    encoder_padding="zeros", decoder_padding="zeros", encoder_causal=True, decoder_causal=False,
+)  # fmt: skip
 TIME, SPACE = 4, 2  # the local decoder's factors
 
 

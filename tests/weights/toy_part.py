@@ -31,15 +31,9 @@ catalog.CATALOG["toy"] = catalog.Network(
     "toy",
 )
 part_table.PARTS["toy"] = part_table.FILES["toy"] = part_table.Part(
-    "toy",
-    "toy network",
-    "toy",
-    lambda header: header.begins("toy."),
-    prefix="toy.",
-    every=False,
-    help="toy network",
-    read=lambda found: ToyConfig(found.keys.inner("toy").number("width")),
-)
+    "toy", "toy network", "toy", lambda header: header.begins("toy."), prefix="toy.", every=False,
+    help="toy network", read=lambda found: ToyConfig(found.keys.inner("toy").number("width")),
+)  # fmt: skip
 
 
 def main(folder: Path) -> None:
