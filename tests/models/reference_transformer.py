@@ -73,10 +73,8 @@ def build(config: TransformerConfig, seed: int = 0) -> LTX2VideoTransformer3DMod
 
 
 def params_of(module: LTX2VideoTransformer3DModel) -> dict[str, np.ndarray]:
-    return {
-        to_official("transformer", name): t.float().numpy()
-        for name, t in module.state_dict().items()
-    }
+    named = module.state_dict().items()
+    return {to_official("transformer", name): t.float().numpy() for name, t in named}
 
 
 def draw(config, batch=2, grid=(3, 2, 3), audio_tokens=11, text_tokens=7, levels=(3, 2), seed=1):
@@ -87,15 +85,10 @@ def draw(config, batch=2, grid=(3, 2, 3), audio_tokens=11, text_tokens=7, levels
     widths = {"video": config.width, "audio": config.audio_width}
     feeds = {}
     for name, count in zip(NAMES, levels, strict=True):
-        context = (
-            batch,
-            text_tokens,
-            config.caption_channels if config.caption_projection else widths[name],
-        )
-        for kind, shape in (
-            ("latent", (batch, tokens[name], channels[name])),
-            ("context", context),
-        ):
+        width = config.caption_channels if config.caption_projection else widths[name]
+        context = (batch, text_tokens, width)
+        latent = (batch, tokens[name], channels[name])
+        for kind, shape in (("latent", latent), ("context", context)):
             r = rng.standard_normal(shape, np.float32)
             feeds[f"{name}_{kind}"] = torch.from_numpy(r).bfloat16().float().numpy()
         values = rng.permuted(
@@ -115,10 +108,8 @@ def draw(config, batch=2, grid=(3, 2, 3), audio_tokens=11, text_tokens=7, levels
 def gates_follow_the_other_sigma(module, sigmas):
     """Rule C: rule A with the two gate modules given the other stream's sigma."""
     factor = module.config.cross_attn_timestep_scale_multiplier
-    gates = {
-        "audio": module.av_cross_attn_video_a2v_gate,
-        "video": module.av_cross_attn_audio_v2a_gate,
-    }
+    gates = {"audio": module.av_cross_attn_video_a2v_gate}
+    gates["video"] = module.av_cross_attn_audio_v2a_gate
     handles = [
         gate.register_forward_pre_hook(lambda _, args, s=sigmas[name]: (s * factor, *args[1:]))
         for name, gate in gates.items()
@@ -209,41 +200,27 @@ def euler_steps(
 
         def branch(negative=0, x=x, feeds=feeds, sigma=sigma, heard=None, **kwargs):
             own = {"video": slice(None), "audio": slice(heard)}
-            cut = {
-                f"audio_{name}": feeds[f"audio_{name}"][:, :heard]
-                for name in ("latent", "timesteps")
-            }
+            cut = {name: feeds[name][:, :heard] for name in ("audio_latent", "audio_timesteps")}
             feeds = feeds | cut | {"audio_positions": feeds["audio_positions"][:, :, :heard]}
-            context = {
-                f"{m}_context": contexts[m][(row := negative * (m in made)) : row + 1]
-                for m in NAMES
-            }
+            rows = {m: negative * (m in made) for m in NAMES}
+            context = {f"{m}_context": contexts[m][row : row + 1] for m, row in rows.items()}
             v = reference(module, feeds | context, rule, **kwargs)
             return {m: x[m][own[m]] - v[f"{m}_velocity"][0] * mask[m][own[m]] * sigma for m in made}
 
         found = cond = branch(**{"isolate_modalities": True} if alone else {})
         if guidance is not None:
-            scales = {
-                m: row
-                for m, row in zip(NAMES, guidance.astype(np.float64), strict=True)
-                if m in made
-            }
+            rows = zip(NAMES, guidance.astype(np.float64), strict=True)
+            scales = {m: row for m, row in rows if m in made}
             uncond, isolated = branch(1), branch(isolate_modalities=True)
-            own = {
-                m: perturbed_blocks(blocks, m) if m not in frozen and scales[m][1] else []
-                for m in NAMES
-            }
+            moved = [m for m in made if scales[m][1]]
+            own = {m: perturbed_blocks(blocks, m) if m in moved else [] for m in NAMES}
             with perturbed_only(module, own):
                 both = sorted({block for each in own.values() for block in each})
                 perturbed = branch(spatio_temporal_guidance_blocks=both) if both else cond
             for m, (cfg, stg, modality, rescale) in scales.items():
                 c = cond[m]
-                y = (
-                    c
-                    + (cfg - 1) * (c - uncond[m])
-                    + stg * (c - perturbed[m])
-                    + (modality - 1) * (c - isolated[m])
-                )
+                y = c + (cfg - 1) * (c - uncond[m]) + stg * (c - perturbed[m])
+                y = y + (modality - 1) * (c - isolated[m])
                 if voice and m == "audio":
                     scale, heard = voice
                     y[:heard] += scale * (c[:heard] - branch(heard=heard)["audio"])

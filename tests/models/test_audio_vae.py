@@ -20,10 +20,7 @@ CONFIG = AudioVaeConfig(
     out_channels=2, mel_bins=64, sample_rate=16000, mel_hop=160,
 )  # fmt: skip
 PREFIX = "audio_vae."
-STATISTICS = (
-    "audio_vae.per_channel_statistics.mean-of-means",
-    "audio_vae.per_channel_statistics.std-of-means",
-)
+STATISTICS = [f"audio_vae.per_channel_statistics.{x}-of-means" for x in ("mean", "std")]
 
 
 @cache
@@ -38,13 +35,10 @@ def reference() -> tuple[AutoencoderKLLTX2Audio, dict[str, np.ndarray]]:
     params |= random_params(audio_vae.trace_encoder(CONFIG, 1, 1, "float32"), seed=2)
     params[STATISTICS[1]] = 0.5 + np.abs(params[STATISTICS[1]])
     state = {
-        k.removeprefix(PREFIX): torch.from_numpy(v)
-        for k, v in params.items()
-        if k not in STATISTICS
+        k.removeprefix(PREFIX): torch.from_numpy(params[k]) for k in params.keys() - STATISTICS
     }
-    model.load_state_dict(
-        state | {k: getattr(model, k) for k in ("latents_mean", "latents_std")}, strict=True
-    )
+    own = {k: getattr(model, k) for k in ("latents_mean", "latents_std")}
+    model.load_state_dict(state | own, strict=True)
     return model, params
 
 
@@ -84,9 +78,8 @@ def normal(*shape: int, seed: int = 7) -> np.ndarray:
 def test_decoder_is_diffusers(kind, latents):
     model, params = reference()
     latent = normal(2, 8, latents, 16)
-    mel = run_graph(
-        kind, audio_vae.trace_decoder(CONFIG, 2, latents, "float32"), params, {"latent": latent}
-    )["mel"]
+    graph = audio_vae.trace_decoder(CONFIG, 2, latents, "float32")
+    mel = run_graph(kind, graph, params, {"latent": latent})["mel"]
     assert mel.shape == (2, 2, 4 * latents - 3, 64)
     # Summation order only: 2e-6 was reached.
     assert relative_l2(mel, decode(model, params, latent)) <= 1e-5
@@ -97,9 +90,8 @@ def test_decoder_is_diffusers(kind, latents):
 def test_encoder_is_diffusers(kind, frames, latents):
     model, params = reference()
     mel = normal(2, 2, frames, 64)
-    latent = run_graph(
-        kind, audio_vae.trace_encoder(CONFIG, 2, frames, "float32"), params, {"mel": mel}
-    )["latent"]
+    graph = audio_vae.trace_encoder(CONFIG, 2, frames, "float32")
+    latent = run_graph(kind, graph, params, {"mel": mel})["latent"]
     assert latent.shape == (2, 8, latents, 16)
     # Summation order only: 2e-6 was reached.
     assert relative_l2(latent, encode(model, params, mel)) <= 1e-5
@@ -111,9 +103,8 @@ def test_bfloat16_errs_at_most_twice_as_much_as_diffusers(kind):
     latent = normal(1, 8, 3, 16)
     exact = decode(model, params, latent)
     theirs = decode(copy.deepcopy(model), params, latent, torch.bfloat16)
-    ours = run_graph(
-        kind, audio_vae.trace_decoder(CONFIG, 1, 3, "bfloat16"), params, {"latent": latent}
-    )["mel"]
+    graph = audio_vae.trace_decoder(CONFIG, 1, 3, "bfloat16")
+    ours = run_graph(kind, graph, params, {"latent": latent})["mel"]
     assert relative_l2(ours, exact) <= 2 * relative_l2(theirs, exact)
 
 
@@ -135,10 +126,8 @@ def test_time_is_causal_both_ways():
     "frames, latents", [(1, 1), (4, 1), (5, 2), (9, 3), (37, 10), (40, 10), (501, 126), (505, 127)]
 )
 def test_lengths(frames, latents):
-    assert (
-        audio_vae.trace_encoder(CONFIG, 1, frames, "bfloat16").outputs["latent"].type.size("time")
-        == latents
-    )
+    encoder = audio_vae.trace_encoder(CONFIG, 1, frames, "bfloat16")
+    assert encoder.outputs["latent"].type.size("time") == latents
     decoder = audio_vae.trace_decoder(CONFIG, 1, latents, "bfloat16")
     assert decoder.outputs["mel"].type.size("time") == 4 * latents - 3
 

@@ -62,20 +62,14 @@ def build(generation: str, dtype: torch.dtype = torch.float32) -> LTX2TextConnec
     for name, p in sorted(module.named_parameters()):
         r = torch.randn(p.shape, generator=generator)
         if "registers" not in name:
-            r = (
-                (1 + 0.3 * r if "norm" in name else 0.3 * r)
-                if p.ndim == 1
-                else r * p.shape[1] ** -0.5
-            )
+            r = 0.3 * r + ("norm" in name) if p.ndim == 1 else r * p.shape[1] ** -0.5
         p.data = r.bfloat16().to(dtype)
     return module
 
 
 def params_of(module: LTX2TextConnectors) -> dict[str, np.ndarray]:
-    return {
-        to_official("text", name): tensor.float().numpy()
-        for name, tensor in module.state_dict().items()
-    }
+    named = module.state_dict().items()
+    return {to_official("text", name): tensor.float().numpy() for name, tensor in named}
 
 
 def padded(side: str) -> np.ndarray:
@@ -101,12 +95,8 @@ def reference(module, side, dtype=torch.float32) -> dict[str, np.ndarray]:
 
 def run(kind, generation, params, states, mask, dtype="float32"):
     graph = connectors.trace(CONFIGS[generation], *mask.shape, dtype)
-    return run_graph(
-        kind,
-        graph,
-        params,
-        {"hidden_states": states, **connectors.feeds(CONFIGS[generation], mask)},
-    )
+    feeds = {"hidden_states": states, **connectors.feeds(CONFIGS[generation], mask)}
+    return run_graph(kind, graph, params, feeds)
 
 
 @pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])

@@ -165,11 +165,8 @@ def test_released_sizes():
     assert still.pixels(c) == (17, 224, 224)
     # Of a tile at the end 16 frames are cut off, but never so many that fewer than a window are
     # left.
-    assert [replace(still, frames=n, first=False).pixels(c)[0] for n in (13, 14, 20)] == [
-        11,
-        12,
-        24,
-    ]
+    later = [replace(still, frames=n, first=False).pixels(c)[0] for n in (13, 14, 20)]
+    assert later == [11, 12, 24]
     assert replace(still, frames=20, first=False, last=False).pixels(c)[0] == 40
     features = diffusion_decoder.trace_features(c, 1, 1, 7, 7, "bfloat16")
     specs = features.parameters() | diffusion_decoder.trace(c, still, "bfloat16").parameters()
@@ -211,10 +208,8 @@ def test_a_file_of_both_networks_is_audited_for_each():
         diffusion_decoder.trace_features(CONFIG, 1, 3, 3, 3, "float32"),
         diffusion_decoder.trace(CONFIG, shape, "float32"),
     ]
-    tensors = reference()[1] | {
-        "vae.decoder.type_emb": np.ones(16),
-        "vae.encoder.conv_in.conv.bias": np.ones(3),
-    }
+    sizes = {"vae.decoder.type_emb": 16, "vae.encoder.conv_in.conv.bias": 3}
+    tensors = reference()[1] | {name: np.ones(size) for name, size in sizes.items()}
     for graph in graphs:
         audit(graph.parameters(), ArraySource(tensors), "a file")
     stranger = {"vae.decoder.diff_blocks.0.gate_msa": np.ones(16)}

@@ -183,10 +183,8 @@ def test_rescale_of_a_constant_prediction_is_finite(kind):
 
 def test_last_step_returns_x0_itself():
     config = config_of("2.0", num_layers=1)
-    inputs = drawn(config) | {
-        "stg_blocks": BLOCKS[1:2],
-        "sigmas": np.array([0.421875, 0], np.float32),
-    }
+    inputs = drawn(config) | {"stg_blocks": BLOCKS[1:2]}
+    inputs["sigmas"] = np.array([0.421875, 0], np.float32)
     outputs = ours("cuda", config, inputs)
     for name in NAMES:
         assert relative_l2(outputs[f"{name}_latent"], outputs[f"{name}_x0"]) <= 1e-6

@@ -50,13 +50,9 @@ def test_mixed_batch_equals_diffusers_run_branch_by_branch(generation, rule, kin
     config = config_of(generation)
     module, feeds, keeps = build(config), draw(config, batch=3), all_kept(config, 3)
     perturbed = torch.tensor([1.0, 0.0, 1.0])
-    expected = [
-        diffusers(module, feeds, rule),
-        diffusers(
-            module, feeds, rule, spatio_temporal_guidance_blocks=[0, 2], perturbation_mask=perturbed
-        ),
-        diffusers(module, feeds, rule, isolate_modalities=True),
-    ]
+    stg = {"spatio_temporal_guidance_blocks": [0, 2], "perturbation_mask": perturbed}
+    branches = {}, stg, {"isolate_modalities": True}
+    expected = [diffusers(module, feeds, rule, **how) for how in branches]
     for name in ("video_self_keep", "audio_self_keep"):
         keeps[name][[0, 2], 1] = 0
     for name in ("a2v_keep", "v2a_keep"):
@@ -65,10 +61,8 @@ def test_mixed_batch_equals_diffusers_run_branch_by_branch(generation, rule, kin
     for row, branch in enumerate(expected):
         assert_close({n: v[row] for n, v in actual.items()}, {n: v[row] for n, v in branch.items()})
     for row in (1, 2):  # the branches differ by far more than the tolerance
-        assert (
-            relative_l2(expected[row]["video_velocity"][row], expected[0]["video_velocity"][row])
-            > 100 * CLOSE
-        )
+        one, plain = (expected[i]["video_velocity"][row] for i in (row, 0))
+        assert relative_l2(one, plain) > 100 * CLOSE
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
@@ -114,10 +108,8 @@ def test_self_attention_mask_equals_diffusers(kind):
     module = deepcopy(build(config)).double()
     expected = diffusers(module, feeds, video_self_attention_mask=torch.from_numpy(theirs))
     assert_close(ours(kind, config, feeds, mask=mask), expected)
-    assert (
-        relative_l2(diffusers(build(config), feeds)["video_velocity"], expected["video_velocity"])
-        > 100 * CLOSE
-    )
+    plain = diffusers(build(config), feeds)["video_velocity"]
+    assert relative_l2(plain, expected["video_velocity"]) > 100 * CLOSE
 
 
 @pytest.mark.parametrize(
@@ -179,10 +171,8 @@ def test_modulation_by_levels_equals_modulation_per_token(num_levels, kind):
         levels = transformer.declare_levels(o, "video", num_levels, B=2, tokens=tokens)
         scaled = type(levels)(o.affine(levels.values, scale=1000.0), levels.index)
         modulation, _ = adaln(o.under("a"), scaled, width, rows)
-        return {
-            f"row{i}": v
-            for i, v in enumerate(modulation.with_table(o, o.param("table", rows=rows, D=width)))
-        }
+        made = modulation.with_table(o, o.param("table", rows=rows, D=width))
+        return {f"row{i}": v for i, v in enumerate(made)}
 
     actual = run_graph(kind, trace("adaln", model, "float32"), params, feeds)
     with torch.inference_mode():
@@ -191,9 +181,6 @@ def test_modulation_by_levels_equals_modulation_per_token(num_levels, kind):
         )[0]
     expected = expected.numpy().reshape(2, tokens, rows, width) + table
     for i in range(rows):
-        row = (
-            actual[f"row{i}"]
-            if num_levels > 1
-            else np.broadcast_to(actual[f"row{i}"][:, None], expected[:, :, i].shape)
-        )
+        row = actual[f"row{i}"] if num_levels > 1 else actual[f"row{i}"][:, None]
+        row = np.broadcast_to(row, expected[:, :, i].shape)
         assert relative_l2(row, expected[:, :, i]) <= 1e-6  # one rounding of each sum

@@ -83,11 +83,9 @@ def reference(version: str) -> tuple[AutoencoderKLLTX2Video, dict[str, np.ndarra
         encoder_spatial_padding_mode="zeros",
         **DIFFUSERS[version],
     ).eval()
-    graphs = (
-        video_vae.trace_decoder(OURS[version], 1, 1, 2, 2, "float32"),
-        video_vae.trace_encoder(OURS[version], 1, 1, 64, 64, "float32"),
-    )
-    params = random_params(graphs[0], seed=1) | random_params(graphs[1], seed=2)
+    params = random_params(video_vae.trace_decoder(OURS[version], 1, 1, 2, 2, "float32"), seed=1)
+    encoder = video_vae.trace_encoder(OURS[version], 1, 1, 64, 64, "float32")
+    params |= random_params(encoder, seed=2)
     params[STATISTICS[1]] = 0.5 + np.abs(params[STATISTICS[1]])
     stages = len(OURS[version].encoder)
     state = {to_diffusers("video_vae", k, stages): torch.from_numpy(v) for k, v in params.items()}
@@ -232,26 +230,17 @@ def test_patches_are_column_major():
     assert patches.shape == (1, 48, 1, 1, 2)
     assert np.argwhere(patches).tolist() == [[0, 30, 0, 0, 0]]
     pixels = normal(1, 3, 2, 8, 12)
-    assert np.array_equal(
-        run_shape_op(lambda o, v: video_vae.unpatchify(o, video_vae.patchify(o, v, 4), 4), pixels),
-        pixels,
-    )
+    there_and_back = lambda o, v: video_vae.unpatchify(o, video_vae.patchify(o, v, 4), 4)  # noqa: E731
+    assert np.array_equal(run_shape_op(there_and_back, pixels), pixels)
 
 
 def test_depth_to_space_reads_channel_then_time_then_row_then_column():
-    y = run_shape_op(
-        lambda o, v: video_vae.depth_to_space(o, v, (2, 2, 2)),
-        np.arange(16, dtype=np.float32).reshape(1, 16, 1, 1, 1),
-    )
+    deep = lambda o, v: video_vae.depth_to_space(o, v, (2, 2, 2))  # noqa: E731
+    y = run_shape_op(deep, np.arange(16, dtype=np.float32).reshape(1, 16, 1, 1, 1))
     assert np.array_equal(y, np.arange(16).reshape(1, 2, 2, 2, 2))
     x = normal(2, 3, 4, 2, 6)
-    there_and_back = run_shape_op(
-        lambda o, v: video_vae.depth_to_space(
-            o, video_vae.space_to_depth(o, v, (2, 2, 2)), (2, 2, 2)
-        ),
-        x,
-    )
-    assert np.array_equal(there_and_back, x)
+    same = run_shape_op(lambda o, v: deep(o, video_vae.space_to_depth(o, v, (2, 2, 2))), x)
+    assert np.array_equal(same, x)
 
 
 def without_conv(o, x, name, out_channels):
