@@ -21,7 +21,7 @@ from ltx2rt.pipelines.groups.text import Enhancing, NegativePrompt, Prompt
 from ltx2rt.pipelines.request import Request
 from ltx2rt.ranks.start import start
 from ltx2rt.session.open import located, with_mesh
-from ltx2rt.session.options import ModelOptions, existing_file, parse_part
+from ltx2rt.session.options import ModelOptions, existing_file, parse_backend, parse_part
 from ltx2rt.text_files import flag_lines
 
 PRESETS = ("tiny-2.0", "tiny-2.3", "tiny-2.5", "ltx-2.0", "ltx-2.3", "ltx-2.5")
@@ -34,6 +34,7 @@ def choose_backend(args: argparse.Namespace, quiet: bool = False) -> None:
     if getattr(args, "backend", "auto") == "auto":
         args.backend = chosen_backend(quiet=quiet)
         args.argv = [*getattr(args, "argv", []), "--backend", args.backend]
+    args.backend = parse_backend(args.backend)
 
 
 def model_options(args: argparse.Namespace) -> ModelOptions:

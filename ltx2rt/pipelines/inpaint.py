@@ -59,8 +59,8 @@ class Inpaint(Request):
         super().check()
         if not self[Mask].asked:
             raise InputError(
-                "--mask: none, and no --pad; give a mask that is white where the clip is made "
-                "anew, or the pixels to add around it"
+                "--mask: none, and no --mask-box or --pad; draw the region that is to change, in white "
+                "or as a box, or say how many pixels to add"
             )
 
     def resolved(self, model: ModelConfig) -> Any:

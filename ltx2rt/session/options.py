@@ -19,6 +19,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import HARDWARE, MODEL, check_bounds, flag, flags_of
 from ltx2rt.graph.encodings import QUANTISED
 from ltx2rt.placement.mesh import MESH_AXES, canonical
+from ltx2rt.suggest import same
 from ltx2rt.weights.distilled import KINDS
 from ltx2rt.weights.lora_config import lora_file
 from ltx2rt.weights.part_table import FILES
@@ -77,6 +78,11 @@ def parse_part(given: Any) -> Path:
     """A path, or the name of a repository; a name that begins with ./ is always a path."""
     absent = isinstance(given, str) and given.startswith("./") and not Path(given).exists()
     return Path.cwd() / given if absent else Path(given)
+
+
+def parse_backend(given: str) -> str:
+    """The name of a backend; torch and jax stand for theirs."""
+    return same(given, ("cuda", "tpu")) or given
 
 
 def _stage(given: Any) -> str | None:
@@ -143,6 +149,7 @@ class Model:
     backend: str = memory_flag(
         MISSING,
         "cuda (PyTorch) or tpu (JAX), which also run on a CPU; auto: the one installed here",
+        parse_backend,
         metavar="NAME",
         marks="prepare train",
     )

@@ -200,7 +200,7 @@ def test_the_clip_is_larger_and_keeps_its_sound(tiny, clip, tmp_path, generate):
 
 
 @pytest.mark.parametrize("more, says", [
-    ({}, "--mask: none, and no --pad"),
+    ({}, "--mask: none, and no --mask-box"),
     ({"pad": "1,2,3"}, "--pad: '1,2,3', expected LEFT,TOP,RIGHT,BOTTOM"),
     ({"pad": (32, 0, 0, -32)}, "--pad: -32 pixels, expected 0 or more"),
     ({"pad": (0.5, 0, 0, 0)}, "--pad: .*expected LEFT,TOP"),

@@ -211,7 +211,7 @@ def test_masks_and_borders(plain, filmed):
     refuses(
         plain,
         given,
-        ({}, "--mask: none, and no --pad|mask: none, and no"),
+        ({}, "mask: none, and no mask_box or pad"),
         ({"mask": [{"file_id": filmed}]}, "names no mask that was sent here"),
         ({"pad": [32]}, "expected LEFT,TOP,RIGHT,BOTTOM"),
         ({"pad": True}, "expected array"),
