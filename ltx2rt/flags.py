@@ -381,7 +381,8 @@ def _one(f: Field, value: Any) -> Any:
         raise
     except (AttributeError, TypeError, ValueError, OverflowError):
         _, kind = KINDS.get(parse, ("", how.metavar or parse.__name__.replace("parse_", "")))
-        raise InputError(f"{spelling(f)}: {str(value)[:80]!r}, expected {kind}") from None
+        name = spelling(f) if how.typed else f.name
+        raise InputError(f"{name}: {str(value)[:80]!r}, expected {kind}") from None
     if how.choices and found not in how.choices:
         known = f"expected one of {', '.join(how.choices)}{hint(str(found), how.choices)}"
         raise InputError(f"{spelling(f)}: {str(found)[:80]!r}, {known}")

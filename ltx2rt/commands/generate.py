@@ -319,7 +319,7 @@ def main(args: argparse.Namespace) -> int | None:
     if unnamed:
         remarks.append(f"--output names no file: the clip will be {written.output}")
     if args.because:
-        because = args.because.replace("_", "-")
+        because = args.because.replace("_", "-").replace("and ", "and --")
         remarks.insert(0, f"pipeline {request.name}, because of --{because}")
     times = cache_folder(os.environ) / "runs.jsonl" if args.own_process else None
     run(options, request, written, checkpoint, remarks, times)

@@ -19,7 +19,7 @@ from ltx2rt.pipelines.request import Request
 from ltx2rt.suggest import hint
 
 FIRST = "two-stage"  # the default
-CLIP = "video_path"
+CLIP, SECONDS = "video_path", "seconds"
 
 
 def pipelines() -> dict[str, type[Request]]:
@@ -42,19 +42,21 @@ def pipeline(name: str) -> type[Request]:
 
 
 def chosen(given: Collection[str], default: str = FIRST) -> tuple[str, str]:
-    """The pipeline that a request with these fields asks for, and the field that decides, "" for
-    the default one. Raises InputError for a clip with which nothing is to be done."""
+    """The pipeline that a request with these fields asks for, and the fields that decide, joined by
+    "and", "" for the default one. Raises InputError for a clip with which nothing is to be done."""
     known = flagged(*pipelines().values())
     asked = {field: f.metadata["flag"].asks for field, f in known.items() if field in given}
     decisive = [field for field, name in asked.items() if name or field == CLIP]
     if not decisive or set(decisive) <= flagged(pipeline(default)).keys():
         return default, ""
+    if decisive == [CLIP] and SECONDS in given:
+        return "extend", f"{CLIP} and {SECONDS}"
     if decisive == [CLIP]:
         raise InputError(
             "--video-path: say what to do with the clip: --start-time and --end-time regenerate a "
-            "part (retake), --mask, --mask-box or --pad a region (inpaint), --extend-frames, "
-            "--before, --join or --loop continue it (extend), --noise-level redraws it (v2v), and "
-            "as --video-conditioning it is a reference (ic-lora); or name a --pipeline"
+            "part (retake), --mask, --mask-box or --pad a region (inpaint), --seconds, "
+            "--extend-frames, --before, --join or --loop continue it (extend), --noise-level redraws "
+            "it (v2v), and as --video-conditioning it is a reference (ic-lora); or name a --pipeline"
         )
     asking = {field: name for field, name in asked.items() if name}
     unread = {

@@ -7,6 +7,7 @@ import pytest
 from conftest import refused
 
 import ltx2rt
+from ltx2rt.pipelines import make_request
 from ltx2rt.pipelines.recipes import recipe, settings_in, with_recipe
 from ltx2rt.serve.admission import with_preset
 from ltx2rt.session.options import ModelOptions
@@ -119,6 +120,8 @@ def test_what_is_no_clip_of_ours_is_refused(images, tmp_path, command, model):
     assert not os.listdir(tmp_path)
     with refused("--preset: 'x', expected one of draft, standard, best"):
         with_recipe(None, {}, preset="x")
+    with refused("half_size: '3', expected True or False"):  # no flag of the command line
+        make_request("distilled", prompt="a", half_size=3)
 
 
 def test_a_job_takes_a_preset():

@@ -44,6 +44,8 @@ ROWS = [
     works("a song and its seconds", f"{NEW} --audio song.wav --seconds 1", check=partial(made, frames=17)),
     works("redo a part", f"{CLIP} --start 0.4 --end 0.6", "pipeline retake"),
     works("continue", f"{CLIP} --extend-frames 8", check=partial(made, frames=33)),
+    works("continue for a second", f"{CLIP} --seconds 1", "pipeline extend, because of --video-path and --seconds",
+        check=partial(made, frames=49)),
     works("remove something", f"{CLIP} --mask-box 20,20,20,20"),
     works("restyle", f"{CLIP} --noise-level 0.5"),
     works("see it early", f"{NEW} --num-frames 9 --preview early.webp",

@@ -221,7 +221,7 @@ def test_masks_and_borders(plain, filmed):
 def test_inputs_choose_the_pipeline(plain, filmed):
     given = {"prompt": "a fox", "video_path": [{"file_id": filmed}]}
     assert plain.admit({**given, "noise_level": 0.5}).job["pipeline"] == "v2v"
-    for more in ({"noise_level": 0.5}, {"start_time": 0.1, "end_time": 0.3}, {"extend_frames": 8}):
+    for more in ({"noise_level": 0.5}, {"start_time": 0.1, "end_time": 0.3}, {"seconds": 0.3}):
         job = job_of(plain, {**given, **more})
         keywords = job["clip"] | as_given(job["files"], plain.inputs)
         make_request(job["pipeline"], **keywords).check()  # as a worker does
