@@ -26,16 +26,14 @@ NTSC = Fraction(24000, 1001)
 def clip(num_frames=17, height=32, width=64):
     """A colour gradient moving sideways: f32[3, F, H, W] in [-1, 1]."""
     f, y, x = np.mgrid[:num_frames, :height, :width].astype(np.float32)
-    return np.stack([np.sin(x / 12 + f / 5), np.cos(y / 9), np.sin(f / 4) + 0 * x]).astype(
-        np.float32
-    )
+    waves = np.sin(x / 12 + f / 5), np.cos(y / 9), np.sin(f / 4) + 0 * x
+    return np.stack(waves).astype(np.float32)
 
 
 def tone(seconds, rate, hertz=440.0):
     t = np.arange(round(seconds * rate)) / rate
-    return np.stack(
-        [0.5 * np.sin(2 * np.pi * hertz * t), 0.25 * np.sin(4 * np.pi * hertz * t)]
-    ).astype(np.float32)
+    waves = 0.5 * np.sin(2 * np.pi * hertz * t), 0.25 * np.sin(4 * np.pi * hertz * t)
+    return np.stack(waves).astype(np.float32)
 
 
 def decode(path):
@@ -43,17 +41,13 @@ def decode(path):
 
     exact = Interpolation.BILINEAR | Interpolation.FULL_CHR_H_INT | Interpolation.ACCURATE_RND
     with av.open(str(path)) as container:
-        rgb = [
-            frame.to_ndarray(format="rgb24", interpolation=exact)
-            for frame in container.decode(video=0)
-        ]
-        frames = np.stack(rgb)
+        how = {"format": "rgb24", "interpolation": exact}
+        frames = np.stack([frame.to_ndarray(**how) for frame in container.decode(video=0)])
     with av.open(str(path)) as container:
         if not container.streams.audio:
             return frames, None
-        return frames, np.concatenate(
-            [frame.to_ndarray() for frame in container.decode(audio=0)], axis=-1
-        )
+        sound = [frame.to_ndarray() for frame in container.decode(audio=0)]
+        return frames, np.concatenate(sound, axis=-1)
 
 
 @pytest.mark.parametrize("rate", [24000, 48000])
@@ -199,11 +193,9 @@ def test_two_processes_write_the_same_bytes(tmp_path):
 
 def packets(path):
     with av.open(str(path)) as container:
-        return sorted(
-            (p.stream.type, p.pts * p.time_base, p.dts * p.time_base, bytes(p))
-            for p in container.demux()
-            if p.size
-        )
+        found = [packet for packet in container.demux() if packet.size]
+        times = [(p.pts * p.time_base, p.dts * p.time_base) for p in found]
+        return sorted((p.stream.type, *at, bytes(p)) for p, at in zip(found, times, strict=True))
 
 
 def followed(folder, frames, wave, fps, rate, sizes, container=MP4, stop=None):

@@ -31,16 +31,14 @@ COMMENT = {"prompt": "a “cat”\nsings", "seed": 2**63 - 1}
 
 def clip(num_frames=17, height=32, width=64):
     f, y, x = np.mgrid[:num_frames, :height, :width].astype(np.float32)
-    return np.stack([np.sin(x / 12 + f / 5), np.cos(y / 9), np.sin(f / 4) + 0 * x]).astype(
-        np.float32
-    )
+    waves = np.sin(x / 12 + f / 5), np.cos(y / 9), np.sin(f / 4) + 0 * x
+    return np.stack(waves).astype(np.float32)
 
 
 def tone(seconds, rate):
     t = np.arange(round(seconds * rate)) / rate
-    return np.stack([0.5 * np.sin(880 * np.pi * t), 0.25 * np.sin(1760 * np.pi * t)]).astype(
-        np.float32
-    )
+    waves = 0.5 * np.sin(880 * np.pi * t), 0.25 * np.sin(1760 * np.pi * t)
+    return np.stack(waves).astype(np.float32)
 
 
 def write(path, chunks=None, **more):
@@ -75,10 +73,8 @@ def test_containers_play_what_was_given_exactly_as_long(tmp_path, name, video, a
         assert codec.pix_fmt == "yuv420p" and codec.color_range == 1 and codec.colorspace == 1
         assert codec.color_trc == 1
         assert streams.video[0].average_rate == NTSC
-        (comment,) = [
-            value for key, value in container.metadata.items() if key.lower() == "comment"
-        ]
-        assert json.loads(comment) == COMMENT
+        said = {key.lower(): value for key, value in container.metadata.items()}
+        assert json.loads(said["comment"]) == COMMENT
     frames, sound, decoded_rate = decoded(path)
     error = frames.astype(np.float64) - to_rgb8(clip())
     # As of the MP4: halved chroma.
@@ -95,9 +91,8 @@ def test_containers_play_what_was_given_exactly_as_long(tmp_path, name, video, a
 @pytest.mark.parametrize(("name", "rate"), [("a.webm", 44100), ("a.mp4", 50000)])
 def test_sound_of_a_rate_that_a_container_lacks_is_resampled(tmp_path, capsys, name, rate):
     write(tmp_path / name, waveform=tone(1, rate), sample_rate=rate)
-    assert capsys.readouterr().err.endswith(
-        f"has no {rate} Hz; the sound is resampled to 48000 Hz\n"
-    )
+    said = f"has no {rate} Hz; the sound is resampled to 48000 Hz\n"
+    assert capsys.readouterr().err.endswith(said)
     _, sound, found = decoded(tmp_path / name)
     assert found == 48000
     assert np.corrcoef(sound[0, 2000:30000], tone(1, 48000)[0, 2000:30000])[0, 1] > 0.99  # coded
@@ -130,14 +125,8 @@ def test_a_wav_is_the_sound_alone_with_its_settings(tmp_path):
     loud = np.float32([[2, -2, 0.5], [0, 0, 1]])
     write_clip(path, (), num_frames=0, fps=NTSC, waveform=loud, sample_rate=48000, comment=COMMENT)
     with wave.open(str(path)) as sound:  # without a clip's length it is as long as it is
-        assert np.frombuffer(sound.readframes(9), "<i2").tolist() == [
-            32767,
-            0,
-            -32767,
-            0,
-            16384,
-            32767,
-        ]
+        levels = np.frombuffer(sound.readframes(9), "<i2").tolist()
+        assert levels == [32767, 0, -32767, 0, 16384, 32767]
     with av.open(str(path)) as container:
         assert json.loads(container.metadata["comment"]) == COMMENT
     write(path)
@@ -261,11 +250,8 @@ def test_an_encoder_that_the_build_lacks_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_form_fits_what_is_made(tmp_path):
-    for name, video, sound in (
-        ("a.wav", True, True),
-        ("a.mp4", False, True),
-        ("a.wav", False, False),
-    ):
+    wrong = ("a.wav", True, True), ("a.mp4", False, True), ("a.wav", False, False)
+    for name, video, sound in wrong:
         with refused("--output: "):
             check_streams(tmp_path / name, video, sound)
     check_streams(tmp_path / "a.wav", False, True)

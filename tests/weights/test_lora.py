@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from ltx2rt.backend import get_backend
 from ltx2rt.graph import trace
+from ltx2rt.testing import ArraySource
 from ltx2rt.weights.changes import Factors
 from ltx2rt.weights.checkpoint import open_checkpoint
-from ltx2rt.weights.files import TensorFile, TensorInfo, cut, write_arrays
+from ltx2rt.weights.files import TensorFile, TensorInfo, write_arrays
 from ltx2rt.weights.lora import (
     Merge,
     MergedSource,
@@ -30,20 +31,9 @@ Q = f"model.{TO_Q}.weight"
 ADALN = "model.diffusion_model.av_ca_a2v_gate_adaln_single.linear.weight"
 
 
-class Memory:
-    """A tensor source in memory."""
-
-    def __init__(self, arrays):
-        self.arrays = arrays
-
-    def names(self):
-        return self.arrays.keys()
-
+class Memory(ArraySource):
     def info(self, name):
         return TensorInfo(self.arrays[name].shape, self.arrays[name].dtype)
-
-    def read(self, name, *cuts):
-        return cut(self.arrays[name], *cuts)
 
 
 def weights(dtype=BF16):
@@ -123,14 +113,10 @@ def test_a_full_size_merge_rounds_as_torch_does_in_bfloat16(tmp_path):
     """Rank 384 on 4096 x 1024: in another order a few roundings may tip."""
     rng = np.random.default_rng(1)
     weight = (0.02 * rng.standard_normal((4096, 1024), dtype=np.float32)).astype(BF16)
-    pieces = {
-        f"{TO_Q}.lora_A.weight": (384, 1024),
-        f"{TO_Q}.lora_B.weight": (4096, 384),
-    }
-    arrays = {
-        k: (0.01 * rng.standard_normal(shape, dtype=np.float32)).astype(BF16)
-        for k, shape in pieces.items()
-    }
+    arrays = {}
+    for half, shape in (("A", (384, 1024)), ("B", (4096, 384))):
+        values = 0.01 * rng.standard_normal(shape, dtype=np.float32)
+        arrays[f"{TO_Q}.lora_{half}.weight"] = values.astype(BF16)
     lora = saved(tmp_path / "full.safetensors", arrays, 0.8)
     a, b = (torch.from_numpy(array.astype(np.float32)).bfloat16() for array in arrays.values())
     delta = (b * 0.8) @ a
@@ -215,15 +201,11 @@ def test_broken_lora_files_are_refused(tmp_path):
     ranks = pair(TO_Q, 1, rank=3) | {f"{TO_Q}.lora_B.weight": np.zeros((6, 2), BF16)}
     twice = good | pair("transformer.transformer_blocks.0.attn1.to_q", 2)
     alphas = good | {f"{TO_Q}.alpha": np.ones(2, np.float32)}
-    for i, (arrays, says) in enumerate(
-        [
-            (alphas, "one finite number"),
-            (half, "only one half"),
-            (ranks, "are no pair"),
-            (twice, "both belong to"),
-            ({"a": np.zeros(2, BF16)}, "no LoRA, its first key is a; NAME"),
-        ]
-    ):
+    bad = [
+        (alphas, "one finite number"), (half, "only one half"), (ranks, "are no pair"),
+        (twice, "both belong to"), ({"a": np.zeros(2, BF16)}, "no LoRA, its first key is a; NAME"),
+    ]  # fmt: skip
+    for i, (arrays, says) in enumerate(bad):
         write_arrays(tmp_path / f"{i}.safetensors", arrays)
         with refused(says):
             open_lora(tmp_path / f"{i}.safetensors")
@@ -231,10 +213,8 @@ def test_broken_lora_files_are_refused(tmp_path):
 
 @pytest.mark.parametrize("dtype", [np.int8, np.bool_])
 def test_loras_of_a_dtype_that_is_no_weight_are_refused(tmp_path, dtype):
-    write_arrays(
-        tmp_path / "l.safetensors",
-        {name: array.astype(dtype) for name, array in pair(TO_Q, 1).items()},
-    )
+    arrays = {name: array.astype(dtype) for name, array in pair(TO_Q, 1).items()}
+    write_arrays(tmp_path / "l.safetensors", arrays)
     with refused(r"l\.safetensors: .*lora_A.weight is .*expected bfloat16"):
         open_lora(tmp_path / "l.safetensors")
 
