@@ -327,7 +327,7 @@ def test_a_whole_request_is_timed_by_phase(tmp_path, capsys):
 def test_drawing_an_offloaded_encoder_is_no_kernel_of_its_stage():
     flags = [*TINY_CLIP, "--repeats", "1", "--pipeline", "one-stage", "--profile-kernels"]
     resident = end_to_end.main(flags)["kernels"]
-    offloaded = end_to_end.main([*flags, "--max-memory", "0.02"])["kernels"]
+    offloaded = end_to_end.main([*flags, "--max-memory", "0.04"])["kernels"]
     assert offloaded["text"]["pointwise"]["launches"] == resident["text"]["pointwise"]["launches"]
 
 
@@ -497,7 +497,7 @@ def on_gpu(
 @pytest.mark.parametrize("part,flags,files,benchmark", [
     ("kernels", [*TINY_SIZE, *"--rounds 1 --contestants kernel".split()],
      "kernels kernels-image kernels-float8", "kernels"),
-    ("cold-start", "--preset tiny-2.3 --device cpu --width 128 --height 64 --num-frames 9".split(),
+    ("cold-start", "--preset tiny-2.3 --device cpu --width 128 --height 128 --num-frames 9".split(),
      "cold-start", "cold_start"),
     ("peer", [*TINY_CLIP, "--repeats", "1"], "peer", "end_to_end"),
     ("memory", [*TINY_CLIP, "--repeats", "1"], "memory-resident memory-90 memory-60", "end_to_end"),

@@ -23,10 +23,7 @@ from ltx2rt.weights.presets import preset
 TINY = ["tiny-2.0", "tiny-2.3", "tiny-2.5"]
 GEMMA = "vision_ multi_modal_projector. audio_projector. model.vision_ model.embed_"
 # what one layout of LTX-2.5 has and no network reads
-UNLIKE = {
-    "gemma": (*GEMMA.split(),),
-    "diffusion_decoder": ("vae.encoder.", "vae.decoder.type_emb"),
-}
+UNLIKE = {"gemma": (*GEMMA.split(),), "diffusion_decoder": ("vae.encoder.", "vae.decoder.type_emb")}
 LAYOUTS = ["official", "diffusers"]
 RELEASED = {  # tensors and elements per component of the released files
     "ltx-2.0": {
