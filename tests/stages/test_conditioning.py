@@ -104,12 +104,8 @@ def test_misshapen_images_and_noise_are_refused():
 
 def reference(tokens, weights=None):
     clean, positions = random(1, tokens, 16), random(3, tokens, 2)
-    return Tokens(
-        clean,
-        np.float32(0),
-        positions,
-        None if weights is None else np.asarray(weights, np.float32),
-    )
+    own = None if weights is None else np.asarray(weights, np.float32)
+    return Tokens(clean, np.float32(0), positions, own)
 
 
 def grown(num_targets, items):

@@ -105,11 +105,8 @@ class Biased:
 @pytest.mark.parametrize("guided", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_every_step_is_the_formula_over_diffusers(sessions, folder, guided):
     """On both backends; the negative branch has no bias."""
-    neutral = {
-        f"{m}_{n}": x
-        for m in ("video", "audio")
-        for n, x in (("cfg", 1), ("stg", 0), ("modality", 1))
-    }
+    scales = {"cfg": 1, "stg": 0, "modality": 1}
+    neutral = {f"{m}_{name}": x for m in ("video", "audio") for name, x in scales.items()}
     runs = {name: run(session, **({} if guided else neutral)) for name, session in sessions.items()}
     plan, state = runs["cuda"]
     request, session = plan.request, sessions["cuda"]

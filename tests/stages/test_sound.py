@@ -84,10 +84,8 @@ def test_few_chunks():
     is cut."""
     model = preset("ltx-2.3").config
     stage = Sound(Geometry.of(model, 768, 512, 121, Fraction(24)), num_videos=3)
-    assert [(call.network, call.sizes, call.times) for call in stage.needs(model)] == [
-        ("audio-decoder", (1, 8, 80, 16), 6),
-        ("vocoder", (1, 2, 320, 64), 6),
-    ]
+    found = [(call.network, call.sizes, call.times) for call in stage.needs(model)]
+    assert found == [("audio-decoder", (1, 8, 80, 16), 6), ("vocoder", (1, 2, 320, 64), 6)]
     whole = Chunks(50, (Chunk(0, 0, 50),))
     assert chunks(50, 7, (4, 3)) == chunks(50, 20, None) == whole
     assert chunks(6, 20, (4, 3)) == Chunks(6, (Chunk(0, 0, 6),))

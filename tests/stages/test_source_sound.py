@@ -88,10 +88,8 @@ def test_one_channel_is_doubled_and_said(sessions, tmp_path, capsys):
     two = run(session, stage(session, tmp_path / "mono.wav", num_videos=2))
     kept = samples[:, : round(FRAMES / FPS * RATE)]
     np.testing.assert_array_equal(two.waveforms, np.broadcast_to(kept, (2, 2, kept.shape[1])))
-    assert (
-        capsys.readouterr().err
-        == f"ltx2rt: {tmp_path}/mono.wav: its one channel is played left and right\n"
-    )
+    said = f"ltx2rt: {tmp_path}/mono.wav: its one channel is played left and right\n"
+    assert capsys.readouterr().err == said
     silent = run(session, stage(session, tmp_path / "mono.wav", sound=False))
     assert silent.waveforms is None and "waveform" not in silent.record
     np.testing.assert_array_equal(silent.source["audio"], two.source["audio"])

@@ -114,9 +114,8 @@ def test_official_tiles_of_a_large_source(session):
     """768 px that share 64 and 80 frames that share 24, alike along rows and columns."""
     vae = session.config.video_vae
     tiling = plan_encoder_tiles("auto", (16, 34, 60), vae)
-    ranges = [
-        [(s.start, s.stop) for s in spans] for spans in (tiling.frames, tiling.rows, tiling.columns)
-    ]
+    axes = tiling.frames, tiling.rows, tiling.columns
+    ranges = [[(s.start, s.stop) for s in spans] for spans in axes]
     assert ranges == [[(0, 10), (6, 16)], [(0, 24), (22, 34)], [(0, 24), (22, 46), (44, 60)]]
     for spans, length in ((tiling.frames, 16), (tiling.rows, 34), (tiling.columns, 60)):
         total = np.zeros(length)
@@ -124,28 +123,20 @@ def test_official_tiles_of_a_large_source(session):
             assert len(span.weights) == span.stop - span.start
             total[span.positions] += span.weights
         np.testing.assert_allclose(total, 1, atol=1e-6)
-    assert all(
-        len(spans) == 1 for spans in vars(plan_encoder_tiles("off", (16, 34, 60), vae)).values()
-    )
+    off = plan_encoder_tiles("off", (16, 34, 60), vae)
+    assert all(len(spans) == 1 for spans in vars(off).values())
     with refused("expected auto or off"):
         plan_encoder_tiles("on", (1, 1, 1), vae)
-    calls = list(
-        SourceVideo("x", Geometry.of(session.config, 1920, 1088, 121, 24), tiling).needs(
-            session.config
-        )
-    )
+    large = Geometry.of(session.config, 1920, 1088, 121, 24)
+    calls = list(SourceVideo("x", large, tiling).needs(session.config))
     assert sum(call.times for call in calls) == 12 and len(calls) == 4  # shapes
     assert calls[0].sizes == (1, 3, 73, 768, 768) and calls[0].times == 4
 
 
 def test_every_other_frame_after_the_first(session, file, vae):
     g = geometry(session, 17)
-    found = run(
-        session,
-        SourceVideo(
-            file, g, plan_encoder_tiles("off", (3, 2, 3), session.config.video_vae), stride=2
-        ),
-    )
+    tiling = plan_encoder_tiles("off", (3, 2, 3), session.config.video_vae)
+    found = run(session, SourceVideo(file, g, tiling, stride=2))
     assert relative_l2(found, encode(vae, pixels(file, 32, 2))) < 1e-5
 
 
