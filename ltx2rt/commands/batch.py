@@ -92,8 +92,11 @@ def main(args: argparse.Namespace) -> int:
         raise InputError(f"{error}; in the clone: pip install '.[serve]'") from error
 
     shard, lines = batch.parse_shard(own.shard), batch.read_lines(args.jobs)
-    if not own.output_dir.is_dir():
-        raise InputError(f"--output-dir: {own.output_dir} is no folder; create it first")
+    try:
+        own.output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"cannot be made ({error.strerror}); choose another one"
+        raise InputError(f"--output-dir: the folder {own.output_dir} {reason}") from error
     results = batch.Results(own.output_dir, shard)
     check_outputs([("--output-dir", results.path)], options.files if options else ())
     if options is None:

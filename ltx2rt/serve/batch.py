@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.errors import InputError
+from ltx2rt.flags import flagged
 from ltx2rt.pipelines.groups.images import PlacedImage, parse_image
 from ltx2rt.serve.admission import Admission
-from ltx2rt.serve.fields import uploads
+from ltx2rt.serve.fields import LATER, served, uploads
 from ltx2rt.serve.folder import sync
 from ltx2rt.serve.jobs import COMPLETED
 from ltx2rt.serve.upload import IMAGE
 from ltx2rt.session.options import LoraSpec
+from ltx2rt.suggest import same
 from ltx2rt.text_files import read_bytes, read_text
 from ltx2rt.weights.digests import digest
 
@@ -148,8 +150,12 @@ def with_files(
 ) -> dict[str, Any]:
     """The fields of a line with what `kept(path, kind)` gives in place of every path. Raises
     InputError."""
+    kinds = {"images": IMAGE} | uploads()
+    others = [name for name, value in given.items() if _is_foreign(name, value)]
+    meant = {name: same(name, kinds.keys() - given.keys()) or name for name in others}
+    given = {meant.get(name, name): value for name, value in given.items()}
     found = dict(given)
-    for name, kind in ({"images": IMAGE} | uploads()).items():
+    for name, kind in kinds.items():
         if name not in given:
             continue
         items = given[name] if isinstance(given[name], list) else [given[name]]
@@ -160,10 +166,18 @@ def with_files(
         for item in items:
             rest = {key: value for key, value in item.items() if key != "path"}
             try:
-                found[name].append(rest | (kept(str(item["path"]), kind) if "path" in item else {}))
+                path = os.path.expanduser(str(item.get("path")))
+                found[name].append(rest | (kept(path, kind) if "path" in item else {}))
             except InputError as error:
                 raise InputError(f"{name}: {error}") from None
     return found
+
+
+def _is_foreign(name: str, value: Any) -> bool:
+    """Whether it may be a file by another program's name; `audio` is a switch as well."""
+    text = isinstance(value, str) and value.lower() not in ("true", "false")
+    own = name in flagged(*served().values()) and name != "audio"
+    return text and not own and not LATER.search(name)
 
 
 def _item(name: str, text: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from ltx2rt.pipelines.groups.text import Enhancing
 from ltx2rt.pipelines.request import Request
 from ltx2rt.serve.upload import MAX_BYTES
 
+LATER = re.compile("end|last|reference|key")  # in a name: an image for a later frame
 MAX_PROMPT = 4000
 MAX_PROMPTS = 64  # limit for segments
 MAX_DIGITS = 40  # characters of a number

@@ -19,7 +19,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ltx2rt.serve.fields import structured, uploads
+from ltx2rt.serve.fields import LATER, structured, uploads
 from ltx2rt.serve.folder import Folder
 from ltx2rt.serve.inline import ABOUT, KEYS, bytes_of, text_of
 from ltx2rt.serve.refusal import Refusal, invalid, unknown
@@ -29,7 +29,6 @@ from ltx2rt.suggest import same
 MAX_FIELDS, MAX_FILES = 64, 8
 MAX_MARKS = 50_000  # commas and opening brackets of JSON, which cost a hundred times their size
 SLOW_S, SLOWEST_BYTES_PER_S = 10, 64_000
-LATER = re.compile("end|last|reference|key")  # an image for a later frame
 FORM = "application/x-www-form-urlencoded"
 
 

@@ -30,8 +30,7 @@ SEED = int(os.environ.get("LTX2RT_TEST_SEED", "11"))
 def batch(tiny_model, tmp_path):
     """batch(lines, *flags) -> (process that has ended, output folder); kill_after_s: then it is
     killed."""
-    output = tmp_path / "out"
-    output.mkdir()
+    output = tmp_path / "new" / "out"
 
     def call(lines, *flags, real=False, kill_after_s=None, number=signal.SIGKILL, server=None):
         jobs = tmp_path / "jobs.jsonl"
@@ -274,7 +273,7 @@ def test_frames_in_high_dynamic_range_are_beside_the_clip(batch, server, tmp_pat
 
 def test_a_job_brings_its_files_again_which_the_server_may_have_forgotten(tmp_path):
     (tmp_path / "fox.png").write_bytes(png(64, 64))
-    line = Line(1, "a", {"prompt": "a fox", "images": ["fox.png:last"]})
+    line = Line(1, "a", {"prompt": "a fox", "photo": "fox.png:last"})
     body = remote.Order(line, {"seed": 7}, "").body(tmp_path)
     (image,) = body["images"]
     assert image["url"].startswith("data:image/any;base64,") and image["frame"] == "last"
