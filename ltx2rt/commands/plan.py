@@ -31,7 +31,8 @@ examples:
 """
 
 
-def to_text(found: Estimate) -> str:
+def to_text(found: Estimate, verbose: bool = False) -> str:
+    """Lines about time, memory and price; verbose: also each stage, the rates and the notes."""
     clip, session, kind, worst = found.plan.request, found.session, found.kind, peak(found.costs)
     encoding = ENCODINGS.get(session.options.weights_dtype or "")
     weights = f", weights in {encoding.name}" if encoding else ""
@@ -46,7 +47,7 @@ def to_text(found: Estimate) -> str:
     for c in found.costs:
         rows.setdefault((c.label, c.steps, c.flops, c.streamed_bytes), []).append(c)
     wide = max(14, *(len(f"{k[0]} x{len(of)}" if len(of) > 1 else k[0]) for k, of in rows.items()))
-    lines = [
+    table = [
         f"{clip.name}, {size}{clip.clip_frames} frames, {session.dtype}{weights}, "
         f"on {found.devices} x {kind.name} ({in_words(mesh)}, profile {session.placement.profile.name}); "
         "per device, estimated:",
@@ -57,7 +58,7 @@ def to_text(found: Estimate) -> str:
     for same in rows.values():
         c = max(same, key=lambda c: c.peak_bytes)
         label = f"{c.label} x{len(same)}" if len(same) > 1 else c.label
-        lines.append(
+        table.append(
             f"{label:<{wide}} {c.steps:>5} {c.weights_bytes / 1e9:>6.2f} GB "
             f"{c.activation_bytes / 1e9:>8.2f} GB {c.streamed_bytes / 1e9:>6.2f} GB "
             f"{c.flops / 1e12:>10.1f} {c.time_s(kind):>8.3f} s {c.waits_s(kind):>6.3f} s  "
@@ -67,24 +68,27 @@ def to_text(found: Estimate) -> str:
     most = session.asked.max_memory
     memory_gb = min(kind.memory_bytes / 1e9, most or math.inf)
     reserve_gb = memory_gb - session.backend.device().room_bytes(most) / 1e9
+    lines = [*table, ""] if verbose else table[:1]
     lines += [
-        "",
         f"memory: {verdict}: {worst.name} needs {worst.peak_bytes / 1e9:.1f} GB of "
         f"{memory_gb:.0f} GB"
         + f", where {reserve_gb:.1f} GB are kept in reserve" * (reserve_gb >= 0.05)
         + f"; try {found.advice}" * (not found.fits),
-        f"estimated time: {found.time_s:.2f} s in all, {_basis(found)}; a step is max(FLOP / "
-        f"{kind.flops_per_s / 1e12:.4g} T/s{rates}, weights / {kind.memory_bytes_per_s / 1e12:.3g} "
-        "TB/s)" + " + exchanges" * bool(mesh),
+        f"estimated time: {found.time_s:.2f} s in all, {_basis(found)}",
     ]
+    if verbose:
+        lines[-1] += (
+            f"; a step is max(FLOP / {kind.flops_per_s / 1e12:.4g} T/s{rates}, weights / "
+            f"{kind.memory_bytes_per_s / 1e12:.3g} TB/s){' + exchanges' * bool(mesh)}"
+        )
     if line := session.memory_line(found.plan.stages):
         lines.insert(-1, line)
     if found.price_per_clip is not None:
         rate = f"{found.clips_per_hour:.0f} clips an hour"
         lines.append(f"price: {found.price_per_clip:.4f} a clip, {rate}")
-    if mesh:
-        lines.append(_exchanges(found))
-    return "\n".join([*lines, *found.notes, *_layouts(found)]) + "\n"
+    if verbose:
+        lines += [_exchanges(found)] * bool(mesh) + list(found.notes)
+    return "\n".join([*lines, *_layouts(found)]) + "\n"
 
 
 def _layouts(found: Estimate) -> Iterator[str]:
@@ -133,6 +137,8 @@ def flags(to: Any) -> None:
     planned_flags(to, "plan")
     training_flags(to)
     json_flag(to)
+    about = "also print stages, rates, exchanges, and what is not split"
+    groups(to)["output"].add_argument("--verbose", action="store_true", help=about)
     about = "write a step of each stage as trace events (JSON), for Perfetto or chrome://tracing"
     groups(to)["output"].add_argument("--trace", type=Path, metavar="FILE", help=about)
 
@@ -163,4 +169,6 @@ def main(args: argparse.Namespace) -> None:
         found = estimate(options, request, devices)
     if args.trace:
         write_trace(found, args.trace)
-    print(json.dumps(to_json(found), indent=1) if args.json else to_text(found).rstrip())
+    print(
+        json.dumps(to_json(found), indent=1) if args.json else to_text(found, args.verbose).rstrip()
+    )

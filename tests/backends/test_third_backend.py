@@ -87,7 +87,7 @@ def loom(install_backend):
 def test_plan_knows_its_devices_and_chooses_their_mesh(loom, command):
     flags = *"plan --preset tiny-2.3 --device-kind loom".split(), "--devices", 4
     flags += ("--pipeline", "one-stage")
-    status, out, err = command(*flags)
+    status, out, err = command(*flags, "--verbose")
     assert (status, err) == (0, "")
     assert "on 4 x loom-64gb (" in out and "denoising takes an estimated" in out
     assert "the next best, --mesh" in out
