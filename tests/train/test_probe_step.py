@@ -3,7 +3,7 @@ of finite differences, on both backends."""
 
 import numpy as np
 import pytest
-from commands.test_probe import B, draw, probe, transformer_inputs  # noqa: F401
+from commands.test_probe import B, draw, probe, probed, transformer_inputs  # noqa: F401
 from safetensors.numpy import save_file
 
 MODULES = {  # official names, and (out, in) of the tiny model
