@@ -75,7 +75,7 @@ class Clip:
         provenance: bool = True,
         sign: tuple[str | Path, str | Path] | None = None,
     ) -> None:
-        """Write the clip as `--output` would: *.mp4, *.mov, *.webm, *%05d.png or *.wav, with the
+        """Write the clip as `--output` would: *.mp4, *.mov, *.webm, *.gif, *%05d.png or *.wav, with the
         settings in its metadata and, unless `provenance` is False, the mark that a model made it.
         sign: certificate and key, PEM files, for a C2PA manifest. Raises InputError if it cannot be
         written."""

@@ -2,6 +2,7 @@
 
     *.mp4, *.mov      H.264 and AAC
     *.webm            VP9 and Opus
+    *.gif             256 colours a frame, no sound
     *.png             one picture, as *.jpg, *.webp and, in high dynamic range, *.exr
     *%05d.png         numbered frames from 0 on, and the sound next to them as WAV
     *%05d.exr         the same in half floats, of a clip in high dynamic range; *.mp4 and *.mov of
@@ -15,6 +16,7 @@ as JSON.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections import deque
@@ -24,7 +26,7 @@ from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
-from itertools import count, islice
+from itertools import count, islice, pairwise
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile, ZipInfo
@@ -43,7 +45,8 @@ CONTAINERS = {".mp4": MP4, ".mov": MOV, ".webm": WEBM}
 HIGH_RANGE = {"hlg": HLG, "pq": PQ}
 NUMBERED = (".png", ".exr")  # frames are separate files
 STILLS = {".png": "PNG", ".exr": "", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
-SUFFIXES = (*CONTAINERS, *STILLS, ".wav")
+SUFFIXES = (*CONTAINERS, ".gif", *STILLS, ".wav")
+GIF_TICKS, GIF_FPS = 100, 50  # a second; browsers show frames of one tick ten times as long
 QUALITY = {"quality": 95, "subsampling": 0}  # JPEG and WebP
 MAX_MARKED_BYTES = 65000  # a JPEG has segments of 64 KiB
 USUAL_RATE = 48000  # Hz; for sound at a rate that a container lacks
@@ -197,6 +200,11 @@ def write_clip(
         if fitted is None:
             raise ValueError(f"{path}: there is no sound to write")
         write_wav(path, fitted, sample_rate, comment, origin)
+    elif suffix == ".gif":
+        if waveform is not None:
+            note(f"{path}: a GIF has no sound; write *.mp4 for it")
+        with replacing(path) as partial:
+            _write_gif(partial, chunks, fps, comment, origin, pixel_aspect)
     elif is_still(path):
         (pixels,) = (frame for c in chunks for frame in (as_frames(c) if hdr else to_rgb8(c)))
         with replacing(path) as partial:
@@ -367,10 +375,33 @@ def _write_picture(
         origin.mark(file, suffix)
 
 
+def _write_gif(
+    file: Path, chunks: Iterable[np.ndarray], fps: Fraction, comment: dict[str, Any] | None,
+    origin: Origin | None, pixel_aspect: Fraction,
+) -> None:  # fmt: skip
+    """Frames at the ticks nearest to their times, of a rate above 50 fps every second, third, ..."""
+    from PIL import Image
+
+    every = math.ceil(fps / GIF_FPS)
+    shown = islice((frame for chunk in chunks for frame in to_rgb8(chunk)), 0, None, every)
+    pictures = [Image.fromarray(frame).quantize() for frame in shown]
+    if pixel_aspect != 1:
+        width, height = pictures[0].size
+        pictures = [picture.resize((round(width * pixel_aspect), height)) for picture in pictures]
+    ticks = [round(i * every * GIF_TICKS / fps) for i in range(len(pictures) + 1)]
+    how: dict[str, Any] = {"comment": json.dumps(comment)} if comment is not None else {}
+    lasting_ms = [1000 // GIF_TICKS * (b - a) for a, b in pairwise(ticks)]
+    more = {"append_images": pictures[1:], "duration": lasting_ms, "loop": 0}
+    pictures[0].save(file, "GIF", save_all=True, **more, **how)
+    if origin:
+        origin.mark(file, ".gif")
+
+
 def picture_comment(image: Any) -> str | bytes:
     """The comment of a Pillow image that `write_clip` wrote."""
     marked = image.getexif().get_ifd(EXIF).get(USER_COMMENT, b"")
-    return image.info.get("Comment") or marked.removeprefix(b"ASCII\0\0\0")
+    said = image.info.get("Comment") or image.info.get("comment")
+    return said or marked.removeprefix(b"ASCII\0\0\0")
 
 
 def _name_file(file: Path, name: Path) -> None:

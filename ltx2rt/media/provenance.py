@@ -36,6 +36,8 @@ NAMESPACES = {
 }
 XMP_BOX = bytes.fromhex("be7acfcb97a942e89c71999491e3afac")  # the UUID of XMP in MP4 and MOV
 XMP_BYTES = 2**14  # more than a packet of ours has
+GIF_XMP = b"!\xff\x0bXMP DataXMP"  # an application's block
+GIF_XMP_END = bytes([1, *range(255, -1, -1), 0])  # wherever a reader of blocks is, it comes out
 XMP_TEXT = "XML:com.adobe.xmp"  # keyword of XMP in a PNG
 SIGNED_TYPES = {
     ".mp4": "video/mp4",
@@ -44,6 +46,7 @@ SIGNED_TYPES = {
     ".jpg": "image/jpeg",
     ".jpeg": "image/jpeg",
     ".webp": "image/webp",
+    ".gif": "image/gif",
     ".wav": "audio/wav",
 }  # in which c2pa-python writes a manifest
 
@@ -112,11 +115,16 @@ class Origin:
         )
 
     def mark(self, file: Path, suffix: str) -> None:
-        """Append the XMP to a finished MP4 or MOV, and sign a file of any form that can be signed.
+        """Add the XMP to a finished MP4, MOV or GIF, and sign a file of any form that can be signed.
         suffix: of the file's final name."""
         if suffix in (".mp4", ".mov"):
             packet = XMP_BOX + self.xmp().encode()
             _append(file, packet)
+        elif suffix == ".gif":
+            data = file.read_bytes()
+            start = 13 + (3 << (data[10] % 8 + 1) if data[10] & 128 else 0)  # header and colours
+            packet = GIF_XMP + self.xmp().encode() + GIF_XMP_END
+            file.write_bytes(data[:start] + packet + data[start:])
         if self.signature is None:
             return
         signed = file.with_name(f"{file.name}.signed")

@@ -120,7 +120,7 @@ def settings_in(path: Path) -> dict[str, Any]:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        if path.suffix.lower() in STILLS:
+        if path.suffix.lower() in (*STILLS, ".gif"):
             with Image.open(path) as image:
                 text = picture_comment(image)
         else:

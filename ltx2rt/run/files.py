@@ -72,7 +72,7 @@ class Files(Marks):
 
     outputs: tuple[Path, ...] = flag(
         (),
-        "file to write: *.mp4, *.mov, *.webm, *%05d.png, *%05d.exr, *.wav, of one frame "
+        "file to write: *.mp4, *.mov, *.webm, *.gif, *%05d.png, *%05d.exr, *.wav, of one frame "
         "*.png, *.jpg, *.webp (default: ltx2rt-SEED.mp4, unless --latents-out is given); a video "
         "and numbered frames of one clip as well",
         Path,

@@ -16,7 +16,7 @@ from ltx2rt.session.session import Session
 from ltx2rt.weights.files import write_arrays
 
 BYTES_PER_PIXEL = 1  # at most: black and white noise takes 0.66 as H.264 and 0.98 as VP9
-FRAME_BYTES_PER_PIXEL = dict.fromkeys(STILLS, 3.1) | {".exr": 6.2}  # at most: uncompressed
+FRAME_BYTES_PER_PIXEL = dict.fromkeys(STILLS, 3.1) | {".exr": 6.2, ".gif": 1.6}  # at most
 
 
 def write_files(run: Run, files: Files) -> list[Path]:

@@ -152,7 +152,7 @@ def test_a_failure_leaves_nothing(tmp_path, name, chunks, error):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("a.avi", r"not named \*\.mp4, \*\.mov, \*\.webm, \*\.png, \*\.exr, \*\.jpg, "),
+        ("a.avi", r"not named \*\.mp4, \*\.mov, \*\.webm, \*\.gif, \*\.png, \*\.exr, \*\.jpg, "),
         ("a", "not named"),
         ("frames.png", r"one picture; add --num-frames 1, or number .*: .*%05d\.png"),
         ("%d-%d.png", r"unknown way; write one %d, or %01d to %09d: .*%05d\.png"),
@@ -277,7 +277,25 @@ def test_one_frame_is_a_picture_with_its_settings(tmp_path, capsys, name, off):
     assert ("too many for a JPEG" in capsys.readouterr().err) == (off == 4)
 
 
-@pytest.mark.parametrize("suffix", ["mp4", "webm"])
+@pytest.mark.parametrize(("fps", "count"), [(NTSC, 17), (Fraction(60), 9)])
+def test_a_gif_moves_in_time_and_tells_its_settings(tmp_path, capsys, fps, count):
+    path = tmp_path / "a.GIF"
+    check_output(path)
+    write(path, fps=fps)
+    assert "a GIF has no sound" in capsys.readouterr().err
+    with Image.open(path) as image:
+        assert image.n_frames == count and json.loads(output.picture_comment(image)) == COMMENT
+        assert image.info["loop"] == 0
+        step, lasting_ms = 17 // count + 17 % count // 8, 0
+        for i in range(count):
+            image.seek(i)
+            error = np.asarray(image.convert("RGB"), float) - to_rgb8(clip())[i * step]
+            assert np.sqrt((error**2).mean()) < 4  # 256 colours of a smooth picture
+            assert abs(lasting_ms - 1000 * i * step / fps) <= 5  # half a tick
+            lasting_ms += image.info["duration"]
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "webm", "gif"])
 def test_no_clip_is_larger_than_the_room_that_is_asked_for(tmp_path, suffix):
     """The worst that an encoder can be given."""
     noise = np.random.default_rng(0).integers(0, 2, (9, 128, 192, 3), np.uint8) * 255

@@ -28,7 +28,7 @@ SOUND = RNG.uniform(-0.5, 0.5, (2, 48000 * 9 // 24)).astype(np.float32)
 CLIP = {"num_frames": 9, "fps": Fraction(24), "waveform": SOUND, "sample_rate": 48000}
 TYPES = {
     **{".mp4": "video/mp4", ".mov": "video/quicktime", ".wav": "audio/wav"},
-    **{".png": "image/png", ".jpg": "image/jpeg", ".webp": "image/webp"},
+    **{".png": "image/png", ".jpg": "image/jpeg", ".webp": "image/webp", ".gif": "image/gif"},
 }
 
 
@@ -41,6 +41,8 @@ def packet_of(file: Path) -> str:
     if file.suffix in (".jpg", ".webp"):
         with Image.open(file) as image:
             return image.info["xmp"].decode()
+    if file.suffix == ".gif":
+        return data.partition(b"!\xff\x0bXMP DataXMP")[2].partition(b"\x01\xff\xfe")[0].decode()
     if file.suffix == ".exr":
         return attributes(data)["xmp"].decode()
     if file.suffix == ".webm":
@@ -71,7 +73,7 @@ def properties(file: Path) -> dict[str, str]:
     "name",
     [
         "a.mp4", "a.mov", "a.webm", "a%02d.png", "a.wav", "hdr%02d.exr", "hdr.mp4", "a.jpg",
-        "a.webp", "hdr.exr",
+        "a.webp", "hdr.exr", "a.gif",
     ],
 )  # fmt: skip
 def test_every_form_says_that_a_model_made_it(name, tmp_path):
@@ -187,7 +189,15 @@ def actions_of(found):
 
 @pytest.mark.parametrize(
     ("name", "rsa"),
-    [("a.mp4", 0), ("a.mov", 1), ("a%02d.png", 0), ("a.wav", 0), ("a.jpg", 0), ("a.webp", 1)],
+    [
+        ("a.mp4", 0),
+        ("a.mov", 1),
+        ("a%02d.png", 0),
+        ("a.wav", 0),
+        ("a.jpg", 0),
+        ("a.webp", 1),
+        ("a.gif", 0),
+    ],
 )
 def test_signed_files_are_valid_until_a_byte_changes(name, rsa, tmp_path):
     pytest.importorskip("c2pa")
