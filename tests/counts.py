@@ -67,7 +67,7 @@ def flags() -> set[str]:
         if isinstance(node, ast.AnnAssign)
         and isinstance(node.target, ast.Name)
         and isinstance(node.value, ast.Call)
-        and getattr(node.value.func, "id", "").startswith("flag")
+        and re.fullmatch(r"flag.*|\w+_flag", getattr(node.value.func, "id", ""))
     }
 
 
