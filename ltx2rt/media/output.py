@@ -201,10 +201,7 @@ def write_clip(
             raise ValueError(f"{path}: there is no sound to write")
         write_wav(path, fitted, sample_rate, comment, origin)
     elif suffix == ".gif":
-        if waveform is not None:
-            note(f"{path}: a GIF has no sound; write *.mp4 for it")
-        with replacing(path) as partial:
-            _write_gif(partial, chunks, fps, comment, origin, pixel_aspect)
+        _write_gif(path, chunks, fps, waveform is not None, comment, origin, pixel_aspect)
     elif is_still(path):
         (pixels,) = (frame for c in chunks for frame in (as_frames(c) if hdr else to_rgb8(c)))
         with replacing(path) as partial:
@@ -376,12 +373,14 @@ def _write_picture(
 
 
 def _write_gif(
-    file: Path, chunks: Iterable[np.ndarray], fps: Fraction, comment: dict[str, Any] | None,
-    origin: Origin | None, pixel_aspect: Fraction,
+    path: Path, chunks: Iterable[np.ndarray], fps: Fraction, has_sound: bool,
+    comment: dict[str, Any] | None, origin: Origin | None, pixel_aspect: Fraction,
 ) -> None:  # fmt: skip
     """Frames at the ticks nearest to their times, of a rate above 50 fps every second, third, ..."""
     from PIL import Image
 
+    if has_sound:
+        note(f"{path}: a GIF has no sound; write *.mp4 for it")
     every = math.ceil(fps / GIF_FPS)
     shown = islice((frame for chunk in chunks for frame in to_rgb8(chunk)), 0, None, every)
     pictures = [Image.fromarray(frame).quantize() for frame in shown]
@@ -392,9 +391,10 @@ def _write_gif(
     how: dict[str, Any] = {"comment": json.dumps(comment)} if comment is not None else {}
     lasting_ms = [1000 // GIF_TICKS * (b - a) for a, b in pairwise(ticks)]
     more = {"append_images": pictures[1:], "duration": lasting_ms, "loop": 0}
-    pictures[0].save(file, "GIF", save_all=True, **more, **how)
-    if origin:
-        origin.mark(file, ".gif")
+    with replacing(path) as partial:
+        pictures[0].save(partial, "GIF", save_all=True, **more, **how)
+        if origin:
+            origin.mark(partial, ".gif")
 
 
 def picture_comment(image: Any) -> str | bytes:
