@@ -139,7 +139,7 @@ class Session:
         all, and the session is as usable as before. Raises InputError.
         """
         with self._lock, ExitStack() as during:
-            clip = with_sides(_on_disk(clip, during))
+            clip = _on_disk(with_sides(clip), during)
             if prompt != "" or not (config or like):
                 clip["prompt"] = prompt
             if preset or config or like:

@@ -102,7 +102,7 @@ def test_what_the_command_line_refuses_is_refused_in_the_same_words(
 
 @pytest.mark.parametrize("given", [
     *({name: None} for name in ("video_cfg", "fps", "audio", "image")),
-    {"audio": "no"},
+    {"audio": 3},
     {"no_audio": 0},
     {"width": True},
     {"prompt": None},

@@ -96,6 +96,9 @@ def test_a_file_gives_flags_by_any_of_their_names(tmp_path):
     file.write_text('video = "a.mp4"\nstart = "0:01"\n')
     found = {"pipeline": "retake", "video_path": "a.mp4", "start_time": "0:01"}
     assert recipe((), config=file) == found
+    file.write_text('audio = "a.wav"\n')
+    assert recipe((), config=file) == {"pipeline": "a2v", "audio_path": "a.wav"}
+    assert str(make_request(None, prompt="x", audio="song.mp3").audio_path) == "song.mp3"
     file.write_text("stepps = 3\n")
     with refused(r"has 'stepps', which is no flag .* did you mean steps\?"):
         recipe((), config=file)

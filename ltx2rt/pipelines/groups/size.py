@@ -60,7 +60,11 @@ def check_step(name: str, value: int, step: int, offset: int, unit: str, rule: s
 
 
 def with_sides(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields with `size`, WIDTHxHEIGHT, as width and height. Raises InputError."""
+    """The fields with `size`, WIDTHxHEIGHT, as width and height, and a file under `audio`, as
+    the command line has it, as audio_path. Raises InputError."""
+    if not isinstance(given.get("audio"), bool | None):
+        refuse_beside(audio=True, audio_path="audio_path" in given)
+        given = {"audio_path" if key == "audio" else key: given[key] for key in given}
     size, others = given.get("size"), {key: given[key] for key in given if key != "size"}
     if size is None:
         return others
