@@ -120,13 +120,19 @@ class CudaBackend:
         same = name in base and base[name].dtype == DTYPES[type.dtype]  # both sets keep it
         if same and changed.isdisjoint(piece for piece, *_ in pieces):
             return base[name]
-        if road != FILE:  # several pieces are joined in place
-            arrays = (self._read(source, piece, layout, type) for piece in pieces)
-            return self._made(arrays, len(pieces), type)
+        if road != FILE:
+            return self._tensor(source, pieces, layout, type)
         arrays = [self._read(source, piece, layout, type) for piece in pieces]  # most are views
         rows = type.shape[0] if len(arrays) == 1 else self.joined_rows(type.shape[0])
         found = file_weight((rows, *type.shape[1:]), DTYPES[type.dtype], arrays)
         return self._made(arrays, len(pieces), type) if found is None else found
+
+    def _tensor(
+        self, source: EncodedSource, pieces: list[Cuts], layout: Layout, type: Type
+    ) -> torch.Tensor:
+        """One parameter on the device, which benchmarks draw instead; pieces are joined in place."""
+        arrays = (self._read(source, piece, layout, type) for piece in pieces)
+        return self._made(arrays, len(pieces), type)
 
     def _made(self, arrays: Iterable[Any], count: int, type: Type) -> torch.Tensor:
         """Build the parameter from `count` arrays, each read when it is needed and cast once."""

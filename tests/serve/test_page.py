@@ -452,7 +452,7 @@ CONTRASTS = """() => {
 @pytest.mark.long
 def test_what_a_person_expects_of_a_form_and_a_list(server, page, images):
     page.goto(server.url)
-    if page.is_visible("#example"):  # other tests share the server
+    if not server.http.get("/v1/videos").json()["data"]:  # other tests share the server
         page.click("#example")
         assert "red fox" in page.input_value("#prompt")
     fill(page, "3:0.01: first to be searched for", seed="7")
