@@ -123,7 +123,7 @@ def test_processes_that_are_asked_to_end_finish_the_step(training, tmp_path, num
     assert launch.process.returncode == 0, err
     (state,) = states(output)
     assert int(state.name) == len(metrics.read_text().splitlines())
-    assert f"stopped after step {int(state.name) - 1}; the same command continues" in err
+    assert f"stopped after step {int(state.name)} of 10000; the same command continues" in err
 
 
 @pytest.mark.long

@@ -365,7 +365,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tiny, command, tmp_path):
         time.sleep(0.01)
     run.send_signal(signal.SIGSTOP)
     status, _, err = command(*arguments(tiny, cut, "--seed", 5))
-    assert status == 2 and f"another run is writing {folder_of(cut)}" in err, err
+    assert status == 2 and f"another run is writing {cut};" in err, err
     run.kill()
     run.communicate()
     with (folder_of(cut) / STREAM).open("rb") as file:
