@@ -29,7 +29,7 @@ from ltx2rt.session.options import LoraSpec, ModelOptions, PlannedLora
 from ltx2rt.system import identity
 from ltx2rt.weights.audit import audit
 from ltx2rt.weights.checkpoint import Checkpoint
-from ltx2rt.weights.files import check_opened, stored_fields
+from ltx2rt.weights.files import check_opened, stored_fields, unchanged
 from ltx2rt.weights.lora import Lora, Merge, MergedSource, check_lora, open_lora
 from ltx2rt.weights.packed import Packed
 
@@ -277,8 +277,9 @@ class WeightStore:
         if streamed:
             more = {"streamed": streamed, "road": self.residence.road}
             self.roads[key] = self.residence.road
+        sound = unchanged()  # others belong to a session that has ended
         weights = self.backend.load([graph], source, base, changed, **more)
-        check_opened()
+        check_opened(sound)
         self.loaded_bytes += source.bytes
         return RetainedWeights(weights, graph, base is not None, streamed)
 

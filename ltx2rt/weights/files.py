@@ -248,9 +248,14 @@ def in_file(array: np.ndarray) -> tuple[TensorFile, int] | None:
     return None
 
 
-def check_opened() -> None:
-    """Raises InputError for an open file that has changed since arrays were copied."""
-    for file in list(OPENED):
+def unchanged() -> list[TensorFile]:
+    """The open files that are as they were when they were opened."""
+    return [file for file in list(OPENED) if identity(file._file) == file.identity]
+
+
+def check_opened(files: Iterable[TensorFile] | None = None) -> None:
+    """Raises InputError if one of the files, or of all that are open, has changed."""
+    for file in list(OPENED) if files is None else files:
         file.check()
 
 
