@@ -74,7 +74,7 @@ class _Writer:
         if id(node) in found.same:
             self.same[id(result)] = node.inputs[found.same[id(node)]]
         elif id(node) in found.segments:
-            sources = node.inputs
+            sources = node.inputs[: len(node.outputs)]
             for segment in found.segments[id(node)]:
                 self._segment(node, segment, sources)
                 sources = node.outputs
@@ -167,7 +167,7 @@ class _Writer:
             body.inputs[v.name if v.name not in body.inputs else f"{v.name}_{len(body.inputs)}"] = v
             operands.append(value)
 
-        for (v, _), source in zip(carry, sources, strict=False):
+        for (v, _), source in zip(carry, sources, strict=True):
             value = self.read(source, found.leaders(v))
             own = Value(v.name, value.type)
             writer.held[id(v)] = own, found.where(v)

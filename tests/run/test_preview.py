@@ -14,7 +14,7 @@ from examples.clips import Clip
 from ltx2rt.cli import main
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.media.video import video_info
-from ltx2rt.run.preview import Preview, fitted, frames_of, picture_of, sprite_sheet
+from ltx2rt.run.preview import Preview, fitted, frames_of, free_name, picture_of, sprite_sheet
 from ltx2rt.session.call import Call
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
@@ -126,6 +126,7 @@ def test_a_terminal_has_a_preview_until_the_end(say, tmp_path, monkeypatch, stop
 def test_a_file_that_appeared_meanwhile_stays(tmp_path):
     preview = Preview(tmp_path / "a.png", Fraction(3), once=True)
     frames = np.zeros((1, 64, 64, 3), np.uint8)
+    assert free_name(tmp_path / "%05d.png").name == "05d.png.preview.png"  # one file
     preview.show(frames)
     preview.path.unlink()
     preview.path.write_text("another")
