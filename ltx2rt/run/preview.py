@@ -167,7 +167,7 @@ def previewing(
 
 def free_name(output: Path) -> Path:
     """The name of a picture next to the output that no file has."""
-    stem = output.name.replace("%", "")  # of numbered frames
+    stem = output.name.replace("%", "")  # else numbered frames
     names = (output.with_name(f"{stem}.preview{n or ''}.png") for n in count())
     return next(name for name in names if not name.exists())
 
