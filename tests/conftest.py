@@ -29,12 +29,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from virtual import xla_flags
 
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flagged
 from ltx2rt.pipelines import FIRST, pipeline
 from ltx2rt.testing import relative_l2
+from tests.virtual import xla_flags
 
 # jaxlib says at the very end what it leaks, over the results
 atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), 2))

@@ -2,7 +2,8 @@
 files, flags are listed by their groups; and the whole does not grow."""
 
 import pytest
-from counts import (
+
+from tests.counts import (
     FIGURES,
     NAMED,
     RELEASES,

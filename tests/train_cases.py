@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cache
 
 import numpy as np
-from placed_cases import AUDIO_TOKENS, TEXT, TOKENS, positions, transformer_config
 
 from ltx2rt.backend import AdamW, Backend, Trainer
 from ltx2rt.graph import Graph
@@ -16,6 +15,7 @@ from ltx2rt.passes.adapters import Adapters, modules
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, random_params
+from tests.placed_cases import AUDIO_TOKENS, TEXT, TOKENS, positions, transformer_config
 
 BATCH, RANK, SCALE = 2, 3, 0.5
 WEIGHTS = {"video_loss": 1.0, "audio_loss": 0.7}

@@ -20,7 +20,7 @@ def xla_flags(devices: int) -> str:
 def on_devices(count: int, *words: object, **environment: str) -> str:
     """The output of Python's `words` in a process with `count` devices of JAX on the CPU, a number
     that JAX fixes at its start."""
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
     env = os.environ | {"XLA_FLAGS": xla_flags(count), "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     command = [sys.executable, *map(str, words)]
     ran = subprocess.run(

@@ -26,8 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from placed_cases import NAMES, case, lora_arrays
-from virtual import forked
 
 from ltx2rt.backend import get_backend
 from ltx2rt.graph import Graph, trace
@@ -41,6 +39,8 @@ from ltx2rt.testing import ArraySource
 from ltx2rt.weights.files import DTYPES, TensorFile, TensorInfo, write_arrays
 from ltx2rt.weights.lora import MergedSource, open_lora
 from ltx2rt.weights.presets import preset
+from tests.placed_cases import NAMES, case, lora_arrays
+from tests.virtual import forked
 
 RANKS = (3, 4)  # world sizes: an odd one, and one that leaves the text encoder's heads whole
 MEASURED = 3  # world size of the memory measurement

@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
-from virtual import on_devices
+
+from tests.virtual import on_devices
 
 
 @pytest.fixture(scope="module")

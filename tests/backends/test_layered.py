@@ -12,9 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import assert_near
 from ltx2rt_tpu.weights import FileLayers, HostLayers
-from virtual import on_devices
 
 from ltx2rt.backend import get_backend
 from ltx2rt.graph.ir import Graph
@@ -24,6 +22,8 @@ from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.stages.text import Text
 from ltx2rt.testing import ArraySource, random_params
 from ltx2rt.weights.presets import preset
+from tests.conftest import assert_near
+from tests.virtual import on_devices
 
 HERE = Path(__file__)
 TENSOR = {"tensor": 2}
@@ -152,7 +152,7 @@ def test_two_devices_bring_their_own_slices():
 COMPILE = """
 import json, sys
 sys.path[:0] = json.loads(sys.argv[1])
-from test_layered import full_size
+from tests.backends.test_layered import full_size
 print(json.dumps(full_size(*sys.argv[2:])))
 """
 

@@ -14,13 +14,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from conftest import refused
 from flax import nnx
 from ltx2rt_cuda import as_module
 from ltx2rt_tpu import TpuBackend, as_nnx
 from ltx2rt_tpu.weights import weight_specs
-from placed_cases import Case, case
-from virtual import on_devices
 
 from ltx2rt.backend import get_backend
 from ltx2rt.errors import GraphError
@@ -32,6 +29,9 @@ from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, random_params, relative_l2
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.presets import preset
+from tests.conftest import refused
+from tests.placed_cases import Case, case
+from tests.virtual import on_devices
 
 MESH = {"tensor": 2, "sequence": 2}
 # gradients in float32, back through two frameworks or a mesh: a few operations of 1e-5 each

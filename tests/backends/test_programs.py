@@ -19,8 +19,15 @@ import ltx2rt_tpu.program
 import numpy as np
 import pytest
 import torch
-import virtual
-from loops import (
+from ltx2rt_tpu.ops import ON_TPU, OPS
+from ltx2rt_tpu.program import LEVEL, ON_CPU, Assembled
+
+from ltx2rt.backend import get_backend
+from ltx2rt.graph import trace
+from ltx2rt.graph.ir import Type
+from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
+from tests import virtual
+from tests.backends.loops import (
     BACKENDS,
     GUIDANCE,
     LAYERS,
@@ -34,13 +41,6 @@ from loops import (
     shared,
     step_graph,
 )
-from ltx2rt_tpu.ops import ON_TPU, OPS
-from ltx2rt_tpu.program import LEVEL, ON_CPU, Assembled
-
-from ltx2rt.backend import get_backend
-from ltx2rt.graph import trace
-from ltx2rt.graph.ir import Type
-from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
 
 
 @pytest.fixture

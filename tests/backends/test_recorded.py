@@ -7,11 +7,11 @@ import sys
 import numpy as np
 import pytest
 import torch
-from loops import GUIDANCE, SIGMAS, assert_bitwise, denoise, fresh, job, loop_graph
 
 from ltx2rt.backend import get_backend
 from ltx2rt.graph import trace
 from ltx2rt.testing import ArraySource, random_params, relative_l2
+from tests.backends.loops import GUIDANCE, SIGMAS, assert_bitwise, denoise, fresh, job, loop_graph
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

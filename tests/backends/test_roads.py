@@ -11,8 +11,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from conftest import refused
-from loops import SIGMAS, assert_bitwise, denoise, job, loop_graph
 from ltx2rt_cuda.host import FileWeight, SpillFile
 from ltx2rt_cuda.stream import BUFFER_BYTES
 
@@ -20,6 +18,8 @@ from ltx2rt.backend import get_backend
 from ltx2rt.placement import stream
 from ltx2rt.testing import random_params
 from ltx2rt.weights.files import TensorFile, write_arrays
+from tests.backends.loops import SIGMAS, assert_bitwise, denoise, job, loop_graph
+from tests.conftest import refused
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ LAYERS, WIDTH = 24, 4096
 MEMORY = """
 import resource, sys
 import numpy as np
-from test_roads import LAYERS, WIDTH, stack
+from tests.backends.test_roads import LAYERS, WIDTH, stack
 from ltx2rt.backend import get_backend
 from ltx2rt.placement import stream
 from ltx2rt.weights.files import TensorFile

@@ -16,11 +16,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from placed_cases import LAYERS, NAMES, case
-from tensor_parallel_ranks import MEASURED, RANKS, Run, runs_on, source_of, write_inputs
-from virtual import xla_flags
 
 from ltx2rt.backend import get_backend
+from tests.backends.tensor_parallel_ranks import (
+    MEASURED,
+    RANKS,
+    Run,
+    runs_on,
+    source_of,
+    write_inputs,
+)
+from tests.placed_cases import LAYERS, NAMES, case
+from tests.virtual import xla_flags
 
 CLOSE = 1e-5  # contract: float32 under tensor parallelism; another order of summation
 HERE = Path(__file__).parent
@@ -39,7 +46,7 @@ def inputs(tmp_path_factory) -> Path:
 
 def run_fleet(kind: str, folder: Path, **environment: str) -> Path:
     # The code that is tested here, wherever it lies.
-    path = os.pathsep.join((str(HERE.parent), *sys.path))
+    path = os.pathsep.join((str(HERE.parents[1]), *sys.path))
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environment
     command = [sys.executable, str(HERE / "tensor_parallel_ranks.py"), kind, str(folder)]
     process = subprocess.Popen(

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from placed_cases import case
 
 from ltx2rt.backend import DeviceInfo, get_backend, get_factory
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.testing import ArraySource, relative_l2
+from tests.placed_cases import case
 
 LOOM = '''
 """A backend whose devices are looms: they compute in numpy, and exchange while they compute."""

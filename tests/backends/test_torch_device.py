@@ -10,8 +10,6 @@ import ltx2rt_cuda
 import numpy as np
 import pytest
 import torch
-from conftest import refused
-from loops import SIGMAS, assert_bitwise, denoise, fresh, job, loop_graph
 from ltx2rt_cuda.device import DEVICES, unused
 from ltx2rt_cuda.device.torch_device import Fetched, TorchDevice
 
@@ -20,6 +18,8 @@ from ltx2rt.graph import trace
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.placement import stream
 from ltx2rt.testing import ArraySource, random_params
+from tests.backends.loops import SIGMAS, assert_bitwise, denoise, fresh, job, loop_graph
+from tests.conftest import refused
 
 
 class Event:

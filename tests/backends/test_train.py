@@ -11,15 +11,15 @@ import pytest
 import torch
 from ltx2rt_cuda.collectives import with_transpose
 from ltx2rt_cuda.train import Rematerialised
-from train_cases import OPTIMISER, WEIGHTS, parameters, placed, step, trained, trainer
-from train_ranks import KEPT, MESHES, label
-from virtual import on_devices
 
 from ltx2rt.backend import MOMENTS, get_backend
 from ltx2rt.graph.encodings import QUANTISED, decoded
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.placement import stream
 from ltx2rt.testing import ArraySource, random_params
+from tests.backends.train_ranks import KEPT, MESHES, label
+from tests.train_cases import OPTIMISER, WEIGHTS, parameters, placed, step, trained, trainer
+from tests.virtual import on_devices
 
 HERE = Path(__file__).parent
 CLOSE = 1e-5  # float32, another order of summation

@@ -16,10 +16,10 @@ from math import prod
 from pathlib import Path
 
 import numpy as np
-from train_cases import parameters, step, trained, trainer
-from virtual import forked
 
 from ltx2rt.backend import get_backend
+from tests.train_cases import parameters, step, trained, trainer
+from tests.virtual import forked
 
 MESHES: tuple[dict[str, int], ...] = (
     {"tensor": 2},

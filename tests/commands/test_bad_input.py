@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import read_by
 from PIL import Image
 
 from ltx2rt import cli
@@ -19,6 +18,7 @@ from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.pipelines import make_request
 from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.presets import preset
+from tests.conftest import read_by
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from conftest import read_by
 
 from ltx2rt.cli import parser
 from ltx2rt.commands.compile import job_of
@@ -19,6 +18,7 @@ from ltx2rt.pipelines import pipelines
 from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.placement.cost import traffic
 from ltx2rt.session.options import ModelOptions
+from tests.conftest import read_by
 
 TINY = {"--topology": "v6e:2x2", "--preset": "tiny-2.3"}
 TINY |= {"--width": 64, "--height": 64, "--num-frames": 9}

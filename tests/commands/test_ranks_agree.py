@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launches import Launch, by_hand
-from pipelines_on_devices import records
-from virtual import xla_flags
 
 from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.presets import SIZES, TINY_GEMMA
+from tests.commands.pipelines_on_devices import records
+from tests.ranks.launches import Launch, by_hand
+from tests.virtual import xla_flags
 
 CLOSE = 1e-5  # contract: float32 under tensor parallelism; reached: 1.3e-6
 HEARD = 1e-4  # the vocoder's sines amplify the rounding of its input; reached: 7e-6

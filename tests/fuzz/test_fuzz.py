@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_files import package, random_blocks, write_gguf
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 
@@ -32,6 +31,7 @@ from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import read_frames, video_info
 from ltx2rt.weights.files import TensorFile, open_file, write_arrays
 from ltx2rt.weights.lora import open_lora
+from tests.gguf_files import package, random_blocks, write_gguf
 
 COUNTS = {
     "headers": 500, "ggufs": 500, "loras": 300, "images": 300, "sources": 100, "flags": 16,

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kernel_cases import BFLOAT16_ALONE, CASES, NEEDS_GPU, QUANTISED, Operands, array, defined
 from ltx2rt_cuda.lower import lower
 from ltx2rt_cuda.ops import OPS as TORCH_OPS
 from ltx2rt_cuda.ops import WITH_KERNEL
@@ -22,6 +21,15 @@ from ltx2rt.models import video_vae
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.presets import preset
+from tests.kernels.kernel_cases import (
+    BFLOAT16_ALONE,
+    CASES,
+    NEEDS_GPU,
+    QUANTISED,
+    Operands,
+    array,
+    defined,
+)
 
 CHANNELS_LAST = torch.channels_last_3d
 HERE = Path(__file__).parent

@@ -6,7 +6,6 @@ from zipfile import ZipFile
 import av
 import numpy as np
 import pytest
-from conftest import refused
 from numpy.testing import assert_allclose, assert_array_equal
 
 from ltx2rt.errors import InputError
@@ -14,6 +13,7 @@ from ltx2rt.media import hdr
 from ltx2rt.media.output import check_output, write_clip, zipped
 from ltx2rt.media.sound import write_wav
 from ltx2rt.media.video import video_info
+from tests.conftest import refused
 
 
 def test_curves_are_each_others_inverse():

@@ -5,7 +5,6 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms, ImageFile
@@ -19,6 +18,7 @@ from ltx2rt.media.images import (
     read_rgb,
     recompress,
 )
+from tests.conftest import refused
 
 
 def photo(height=37, width=53, seed=0):

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from fractions import Fraction
+from pathlib import Path
 
 import av
 import numpy as np
@@ -177,15 +178,15 @@ def test_a_failure_keeps_the_previous_file(tmp_path):
 
 def test_two_processes_write_the_same_bytes(tmp_path):
     code = (
-        "import sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path; from test_mp4 "
-        "import *\n"
+        "import sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path; from "
+        "tests.media.test_mp4 import *\n"
         "write_mp4(Path(sys.argv[1]), [clip(33, 64, 96)], num_frames=33, fps=NTSC, "
         "waveform=tone(2, 48000),"
         " sample_rate=48000)"
     )
     digests = set()
     for name in ("a.mp4", "b.mp4"):
-        here = str(__import__("pathlib").Path(__file__).parent)
+        here = str(Path(__file__).parents[2])
         subprocess.run([sys.executable, "-c", code, str(tmp_path / name), here], check=True)
         digests.add(hashlib.sha256((tmp_path / name).read_bytes()).hexdigest())
     assert len(digests) == 1

@@ -10,7 +10,6 @@ from fractions import Fraction
 import av
 import numpy as np
 import pytest
-from conftest import refused
 from PIL import Image
 
 from ltx2rt.media import output
@@ -24,6 +23,7 @@ from ltx2rt.media.output import (
     write_clip,
 )
 from ltx2rt.run.write import BYTES_PER_PIXEL
+from tests.conftest import refused
 
 NTSC = Fraction(24000, 1001)
 COMMENT = {"prompt": "a “cat”\nsings", "seed": 2**63 - 1}

@@ -11,13 +11,13 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
-from conftest import refused
 from PIL import Image
 
 from ltx2rt.media.hdr import HighRange, attributes
 from ltx2rt.media.mp4 import MP4, FollowedClip
 from ltx2rt.media.output import check_signed, is_still, write_clip
 from ltx2rt.media.provenance import Origin, copy_mark, now, read_signature
+from tests.conftest import refused
 
 IPTC = "http://iptc.org/std/Iptc4xmpExt/2008-02-29/"
 SOURCES = "http://cv.iptc.org/newscodes/digitalsourcetype/"

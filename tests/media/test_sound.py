@@ -9,10 +9,10 @@ from fractions import Fraction
 import av
 import numpy as np
 import pytest
-from conftest import refused
 
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.media.sound import LEVELS, read_sound, resample
+from tests.conftest import refused
 
 RATE = 12000
 SAMPLES = {"u8": np.uint8, "s16": np.int16, "s32": np.int32, "flt": np.float32, "dbl": np.float64}

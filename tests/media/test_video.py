@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import av
 import numpy as np
 import pytest
-from conftest import refused
 
 from ltx2rt.media.hdr import REC709_TO_2020, HighRange, to_model, video_signal, wide_to_709
 from ltx2rt.media.mp4 import HLG, PQ, write_mp4
 from ltx2rt.media.video import VideoInfo, read_frames, read_mask, video_info
+from tests.conftest import refused
 
 FLAG = "--video-path"
 TICKS = Fraction(1, 240)  # of the timestamps that are written

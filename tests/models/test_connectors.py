@@ -7,7 +7,6 @@ from math import prod
 import numpy as np
 import pytest
 import torch
-from conftest import refused
 from diffusers.pipelines.ltx2 import LTX2TextConnectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +16,7 @@ from ltx2rt.config import ConnectorConfig, GemmaConfig, TextConfig
 from ltx2rt.models import connectors, gemma, text_encoder
 from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights.names import to_official
+from tests.conftest import refused
 
 HIDDEN, STATES, TOKENS, REGISTERS = 30, 4, 15, 5
 LENGTHS = (4, 15, 7)

@@ -8,7 +8,6 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from conftest import refused
 from diffusers import LTX2VideoDiffusionDecoderModel
 
 from ltx2rt.models import diffusion_decoder
@@ -17,6 +16,7 @@ from ltx2rt.placement.cost import activation_bytes, flops
 from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
 from ltx2rt.weights.audit import audit
 from ltx2rt.weights.names import QKV, to_diffusers
+from tests.conftest import refused
 
 # Of its attention diffusers' module has a slow form alone that runs on a CPU, and says so.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -6,7 +6,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from conftest import refused
 from diffusers.pipelines.ltx2.duration_head import LTX2DurationHead
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +15,7 @@ from ltx2rt.models.duration_head import DurationHeadConfig
 from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights.configs import duration_head as duration_head_config
 from ltx2rt.weights.configs.keys import Keys
+from tests.conftest import refused
 
 CONFIG = DurationHeadConfig(
     width=24, num_queries=2, num_heads=3, mlp_hidden=10, video_width=15, audio_width=9

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLLTX2Video
-from reference_transformer import NAMES, draw, module_of, ours, reference
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -31,6 +30,7 @@ from ltx2rt.weights import configs
 from ltx2rt.weights.configs.video_vae import diffusers_json
 from ltx2rt.weights.names import gemma_to_canonical, to_diffusers, to_official
 from ltx2rt.weights.presets import preset
+from tests.reference import NAMES, draw, module_of, ours, reference
 
 pytestmark = pytest.mark.slow
 BACKENDS = ("cuda", "tpu")

@@ -6,8 +6,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from conftest import refused
-from gemma_cases import BATCH, IDS, MASK, TOKENS, check_each, check_rounded, reference
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -20,6 +18,8 @@ from ltx2rt.models import gemma
 from ltx2rt.testing import run_graph
 from ltx2rt.weights import configs
 from ltx2rt.weights.names import gemma_to_canonical
+from tests.conftest import refused
+from tests.models.gemma_cases import BATCH, IDS, MASK, TOKENS, check_each, check_rounded, reference
 
 
 def build(dtype: torch.dtype = torch.float32) -> Gemma3ForConditionalGeneration:

@@ -5,8 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import refused
-from gemma_cases import BATCH, IDS, MASK, TOKENS, check_each, check_rounded, reference
 from transformers import Gemma4UnifiedTextConfig, Gemma4UnifiedTextModel
 
 from ltx2rt.config import Gemma4Config
@@ -14,6 +12,8 @@ from ltx2rt.models import gemma4
 from ltx2rt.testing import relative_l2, run_graph
 from ltx2rt.weights import configs
 from ltx2rt.weights.names import gemma_to_canonical
+from tests.conftest import refused
+from tests.models.gemma_cases import BATCH, IDS, MASK, TOKENS, check_each, check_rounded, reference
 
 LAYERS = 6
 

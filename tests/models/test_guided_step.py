@@ -5,20 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import assert_near
-from reference_transformer import (
-    KINDS,
-    NAMES,
-    build,
-    config_of,
-    draw,
-    euler_steps,
-    params_of,
-)
 
 from ltx2rt.models import guided_step, transformer
 from ltx2rt.models.guided_step import Branches
 from ltx2rt.testing import relative_l2, run_graph
+from tests.conftest import assert_near
+from tests.reference import KINDS, NAMES, build, config_of, draw, euler_steps, params_of
 
 # contract: 1e-4; guidance subtracts near-equal float32 predictions and multiplies by up to 6
 CLOSE = 2e-5

@@ -5,7 +5,6 @@ import json
 
 import numpy as np
 import pytest
-from conftest import denoised, refused
 
 from ltx2rt.models.samplers import planned, trajectory
 from ltx2rt.models.step_plan import MAX_GAIN, StepPlan, gain
@@ -17,6 +16,7 @@ from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.testing import relative_l2
+from tests.conftest import denoised, refused
 
 EXACT = 1e-12  # float64 on both sides
 CLOSE = 1e-5  # float32 latents: of both backends, and against float64 over the same x0

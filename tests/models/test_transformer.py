@@ -7,22 +7,13 @@ import numpy as np
 import pytest
 import torch
 from diffusers.models.transformers.transformer_ltx2 import LTX2AdaLayerNormSingle
-from reference_transformer import (
-    GENERATIONS,
-    KINDS,
-    NAMES,
-    build,
-    config_of,
-    draw,
-    ours,
-    params_of,
-)
-from reference_transformer import reference as diffusers
 
 from ltx2rt.graph import trace
 from ltx2rt.models import transformer
 from ltx2rt.models.modulation import adaln
 from ltx2rt.testing import relative_l2, run_graph
+from tests.reference import GENERATIONS, KINDS, NAMES, build, config_of, draw, ours, params_of
+from tests.reference import reference as diffusers
 
 CLOSE = 1e-5  # contract: 1e-4; float32 rounding over 3 blocks reaches 1e-6
 

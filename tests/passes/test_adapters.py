@@ -3,7 +3,6 @@ them."""
 
 import numpy as np
 import pytest
-from train_cases import BATCH, RANK, SCALE, parameters, placed, step
 
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.graph.ops import drawn_bits
@@ -12,6 +11,7 @@ from ltx2rt.passes.dropout import COLUMNS, dropout_feeds
 from ltx2rt.placement.cost import exchanges
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
+from tests.train_cases import BATCH, RANK, SCALE, parameters, placed, step
 
 
 @pytest.mark.parametrize("generation", ["2.0", "2.3", "2.5"])

@@ -3,8 +3,6 @@
 from collections import Counter
 
 import pytest
-from conftest import assert_near, refused
-from placed_cases import case
 
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.passes.fsdp import gather_weights
@@ -13,6 +11,8 @@ from ltx2rt.placement.cost import weight_bytes
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import EMBED, PROFILES
 from ltx2rt.testing import relative_l2
+from tests.conftest import assert_near, refused
+from tests.placed_cases import case
 
 CLOSE = 1e-5  # float32: another order of summation
 MESHES = (

@@ -5,8 +5,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import assert_near
-from placed_cases import NAMES, case
 
 from ltx2rt.backend import get_backend
 from ltx2rt.graph import trace
@@ -17,6 +15,8 @@ from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, random_params, relative_l2
 from ltx2rt.weights.presets import preset
+from tests.conftest import assert_near
+from tests.placed_cases import NAMES, case
 
 rng = np.random.default_rng(np.random.SeedSequence().entropy)
 DRAWN = ("video_latent", "audio_latent", "video_context", "audio_context")

@@ -4,14 +4,14 @@ where it must not be done."""
 from collections import Counter
 
 import pytest
-from conftest import assert_near
-from placed_cases import case
 
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.passes.heads import group_heads, is_grouped
 from ltx2rt.passes.interleave import TOKENS, interleave
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
+from tests.conftest import assert_near
+from tests.placed_cases import case
 
 CLOSE = 2e-6  # float32: products of arrays that lie otherwise, by any BLAS
 

@@ -5,8 +5,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import assert_near
-from placed_cases import case
 
 from ltx2rt.commands.graph import component_graph
 from ltx2rt.graph import trace
@@ -19,6 +17,8 @@ from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights.presets import preset
+from tests.conftest import assert_near
+from tests.placed_cases import case
 
 STATE = ("video_latent", "audio_latent")
 SIGMAS = np.array([[1, 0.8], [0.8, 0.5], [0.5, 0.2]], np.float32)

@@ -5,8 +5,6 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from conftest import assert_near
-from placed_cases import case
 
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.graph.ops import COLLECTIVES
@@ -15,6 +13,8 @@ from ltx2rt.passes.interleave import SAMPLES, TOKENS, interleave
 from ltx2rt.passes.rotate import rotate
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
+from tests.conftest import assert_near
+from tests.placed_cases import case
 
 CLOSE = 2e-6  # float32: products of other shapes, by any BLAS
 LEAST = 1100  # bytes: the exchanges of halves but those of norms and what is gathered

@@ -5,8 +5,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import assert_near
-from placed_cases import GUIDANCE, NAMES, case, lora_arrays
 
 from ltx2rt.graph import trace
 from ltx2rt.graph.interpret import Grid, interpret
@@ -18,6 +16,8 @@ from ltx2rt.testing import ArraySource, random_params, relative_l2
 from ltx2rt.weights.files import cut, write_arrays
 from ltx2rt.weights.lora import MergedSource, open_lora
 from ltx2rt.weights.presets import preset
+from tests.conftest import assert_near
+from tests.placed_cases import GUIDANCE, NAMES, case, lora_arrays
 
 CLOSE = 1e-6  # float32: BLAS sums one wide product in another order than several narrow ones
 # Guidance adds its branches up with these factors, and their roundings, which know nothing of each

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import assert_near, refused
-from placed_cases import DEVICES, NAMES, case
 
 from ltx2rt.errors import GraphError
 from ltx2rt.graph import Graph, trace
@@ -29,6 +27,8 @@ from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import HEADS_AND_FF, PROFILES
 from ltx2rt.testing import random_params, relative_l2
 from ltx2rt.weights.presets import preset
+from tests.conftest import assert_near, refused
+from tests.placed_cases import DEVICES, NAMES, case
 
 CLOSE = 1e-5  # contract: float32 under tensor parallelism; another order of summation
 BROKEN = 1e-2  # what a graph that is broken on purpose misses by, at least

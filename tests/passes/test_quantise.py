@@ -11,14 +11,10 @@ import ltx2rt_cuda.ops.products
 import numpy as np
 import pytest
 import torch
-from conftest import assert_near, refused
 from ltx2rt_cuda import as_module
 from ltx2rt_cuda.distributed import Position
 from ltx2rt_cuda.factory import FACTORY
 from ltx2rt_cuda.quantised import QuantisedRows
-from placed_cases import TEXT, positions, transformer_config
-from stack_cases import LAYERS, MESH, as_bytes, blocks_graph, inputs, ops, params, stack
-from virtual import on_devices
 
 from benchmarks.launches import step_graphs
 from ltx2rt.backend import get_backend
@@ -37,6 +33,10 @@ from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
 from ltx2rt.weights.lora import MergedSource, open_lora
+from tests.conftest import assert_near, refused
+from tests.placed_cases import TEXT, positions, transformer_config
+from tests.stack_cases import LAYERS, MESH, as_bytes, blocks_graph, inputs, ops, params, stack
+from tests.virtual import on_devices
 
 quantise = partial(quantised, encoding="float8")
 # e4m3 keeps 3 bits after the leading one: a number moves by at most 2^-4 of itself, 2.6 % in the

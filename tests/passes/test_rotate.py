@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import assert_near
-from placed_cases import case
 
 from ltx2rt.backend import get_backend
 from ltx2rt.graph.interpret import interpret
@@ -17,6 +15,8 @@ from ltx2rt.passes.rotate import rotate
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, relative_l2
+from tests.conftest import assert_near
+from tests.placed_cases import case
 
 CLOSE = 1e-6  # float32: products of samples that lie otherwise in memory, and fewer roundings
 

@@ -10,9 +10,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-from conftest import assert_near, refused
-from placed_cases import MASKED, Case, attention_weights, case
-from virtual import on_devices
 
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.models import guided_step, transformer
@@ -21,6 +18,9 @@ from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import random_params
 from ltx2rt.weights.presets import preset
+from tests.conftest import assert_near, refused
+from tests.placed_cases import MASKED, Case, attention_weights, case
+from tests.virtual import on_devices
 
 CLOSE = 1e-5  # float32: another order of summation
 MESHES = (
@@ -211,7 +211,7 @@ def test_heads_that_do_not_divide_are_refused():
 JAX = """
 import json, sys
 sys.path[:0] = json.loads(sys.argv[1])
-from placed_cases import MASKED, case
+from tests.placed_cases import MASKED, case
 from ltx2rt.backend import get_backend
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.placement.placement import Placement
@@ -252,7 +252,7 @@ import json, os, sys
 sys.path[:0] = json.loads(sys.argv[1])
 import torch
 torch.set_num_threads(1)
-from placed_cases import case
+from tests.placed_cases import case
 from ltx2rt.backend import get_backend
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.placement.placement import Placement

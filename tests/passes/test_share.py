@@ -9,15 +9,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-from conftest import assert_near, assert_same
-from placed_cases import (
-    AUDIO_TOKENS,
-    TEXT,
-    TOKENS,
-    attention_weights,
-    positions,
-    transformer_config,
-)
 
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.models import guided_step, transformer
@@ -34,6 +25,15 @@ from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights.presets import preset
+from tests.conftest import assert_near, assert_same
+from tests.placed_cases import (
+    AUDIO_TOKENS,
+    TEXT,
+    TOKENS,
+    attention_weights,
+    positions,
+    transformer_config,
+)
 
 CLOSE = 1e-6  # float32: products of fewer rows; guidance multiplies their rounding by the scales
 LAYERS = 4

@@ -11,13 +11,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from gguf_files import random_blocks
 from ltx2rt_cuda.ops.table import DTYPES
 from ltx2rt_cuda.program import to_torch
-from stack_cases import LAYERS, MESH, inputs, ops, params, stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from virtual import on_devices
 
 from ltx2rt.backend import get_backend
 from ltx2rt.graph import encodings
@@ -32,6 +29,9 @@ from ltx2rt.passes.unpack import unpack
 from ltx2rt.placement.cost import activation_bytes, weight_bytes
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, run_graph
+from tests.gguf_files import random_blocks
+from tests.stack_cases import LAYERS, MESH, inputs, ops, params, stack
+from tests.virtual import on_devices
 
 BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 

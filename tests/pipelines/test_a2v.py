@@ -6,14 +6,6 @@ import wave
 import av
 import numpy as np
 import pytest
-from reference_transformer import (
-    assert_follows,
-    euler_steps,
-    guiding,
-    noised,
-    positions_of,
-    stored_module,
-)
 
 import ltx2rt
 from ltx2rt.media.sound import read_sound
@@ -28,6 +20,14 @@ from ltx2rt.stages.schedule import STAGE2_SIGMAS, shifted_sigmas
 from ltx2rt.stages.segments import PartOfSound
 from ltx2rt.weights.files import TensorFile
 from ltx2rt.weights.presets import preset
+from tests.reference import (
+    assert_follows,
+    euler_steps,
+    guiding,
+    noised,
+    positions_of,
+    stored_module,
+)
 
 RATE = 22050
 SIZE = {"width": 128, "height": 64, "num_frames": 17, "steps": 3, "seed": 5}

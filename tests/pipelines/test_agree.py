@@ -6,8 +6,6 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from conftest import denoised, refused
-from test_ic_lora import lora_with, movie
 
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.media.output import write_wav
@@ -19,6 +17,8 @@ from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
 from ltx2rt.stages.conditioning import ReferenceSpec
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.testing import relative_l2
+from tests.conftest import denoised, refused
+from tests.pipelines.test_ic_lora import lora_with, movie
 
 # Contract: 1e-3 at every step. Float32 rounding, which two evaluations a step and guidance do not
 # amplify beyond 1e-5.

@@ -7,9 +7,6 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from conftest import denoised, refused
-from test_agree import assert_agree, latents
-from test_ic_lora import lora_with
 
 import ltx2rt
 from ltx2rt.instruments.ahead import Target, plan_job
@@ -33,6 +30,9 @@ from ltx2rt.stages.upsample import UpsampleTime
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.files import write_arrays
 from ltx2rt.weights.presets import preset
+from tests.conftest import denoised, refused
+from tests.pipelines.test_agree import assert_agree, latents
+from tests.pipelines.test_ic_lora import lora_with
 
 # float32 latents against float64 ones, over 35 evaluations of a float32 model, each stage from the
 # one before.

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import refused
 from numpy.testing import assert_allclose, assert_array_equal
 
 from ltx2rt.pipelines import pipeline
@@ -14,6 +13,7 @@ from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.stages.conditioning import ImageSpec
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.weights.presets import preset
+from tests.conftest import refused
 
 MODEL = preset("tiny-2.5").config
 # 3 latent frames of 1x2 tokens in stage 1, of 2x4 in stage 2.

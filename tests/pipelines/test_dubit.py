@@ -6,11 +6,6 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from conftest import denoised, refused
-from groups.test_sound import encoded
-from reference_transformer import assert_follows, euler_steps, noised, positions_of, stored_module
-from test_ic_lora import lora_with
-from test_retake import write
 
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.media.video import video_info
@@ -24,6 +19,11 @@ from ltx2rt.run.plan import make_plan
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from ltx2rt.testing import relative_l2
+from tests.conftest import denoised, refused
+from tests.pipelines.groups.test_sound import encoded
+from tests.pipelines.test_ic_lora import lora_with
+from tests.pipelines.test_retake import write
+from tests.reference import assert_follows, euler_steps, noised, positions_of, stored_module
 
 STRENGTH = 0.75
 

@@ -6,8 +6,6 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from conftest import assert_near, denoised, refused
-from test_retake import write
 
 import ltx2rt
 from ltx2rt.media.images import fit
@@ -22,6 +20,8 @@ from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Call
 from ltx2rt.stages.joined import SourceClip, kept_sound
+from tests.conftest import assert_near, denoised, refused
+from tests.pipelines.test_retake import write
 
 RATE = 44100
 CLOSE = 1e-5  # two backends, every step: float32 rounding, as of every other pipeline

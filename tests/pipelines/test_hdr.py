@@ -3,7 +3,6 @@
 import av
 import numpy as np
 import pytest
-from conftest import refused
 from PIL import Image
 
 from ltx2rt.media import hdr
@@ -16,6 +15,7 @@ from ltx2rt.run.run import produce
 from ltx2rt.run.segments import claimed, folder_of
 from ltx2rt.run.write import sizes
 from ltx2rt.session.options import NO_LORA
+from tests.conftest import refused
 
 START = (
     "generate", "--backend", "cuda", "--device", "cpu", "--pipeline", "one-stage", "--prompt", "a fox", "--seed", 3,

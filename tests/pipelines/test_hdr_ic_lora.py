@@ -6,10 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import refused
-from reference_transformer import assert_follows, euler_steps, noised, positions_of, stored_module
 from safetensors.torch import load_file, save_file
-from test_retake import write
 
 from ltx2rt.media import hdr
 from ltx2rt.media.video import video_info
@@ -24,6 +21,9 @@ from ltx2rt.run.run import produce
 from ltx2rt.session.options import NO_LORA, LoraSpec
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS
+from tests.conftest import refused
+from tests.pipelines.test_retake import write
+from tests.reference import assert_follows, euler_steps, noised, positions_of, stored_module
 
 STRENGTH = 0.75
 STAGE2 = np.array([0.909375, 0.725, 0.0], np.float32)

@@ -8,12 +8,8 @@ import av
 import numpy as np
 import pytest
 import torch
-from conftest import assert_near, refused
 from diffusers import AutoencoderKLLTX2Video
 from PIL import Image
-from reference_transformer import assert_follows, euler_steps, noised, positions_of, stored_module
-from test_denoise import PROMPT, keep_officially, load_pipeline, noise_of, unpacked
-from test_retake import write, write_light
 
 from ltx2rt.errors import InputError
 from ltx2rt.media import hdr
@@ -38,6 +34,10 @@ from ltx2rt.stages.region import FADE_PX, near
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.files import TensorFile
+from tests.conftest import assert_near, refused
+from tests.pipelines.test_retake import write, write_light
+from tests.reference import assert_follows, euler_steps, noised, positions_of, stored_module
+from tests.stages.test_denoise import PROMPT, keep_officially, load_pipeline, noise_of, unpacked
 
 CLOSE = 1e-5  # contract: 1e-3 at every step; float32 rounding on both sides
 WIDTH, HEIGHT, FRAMES, FPS = 256, 128, 17, 24

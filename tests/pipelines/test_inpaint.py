@@ -6,18 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from conftest import denoised, refused
 from PIL import Image
-from reference_transformer import (
-    assert_follows,
-    euler_steps,
-    guiding,
-    noised,
-    positions_of,
-    stored_module,
-)
-from test_ic_lora import movie, save
-from test_retake import write
 
 from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import read_frames
@@ -26,6 +15,17 @@ from ltx2rt.pipelines import make_request
 from ltx2rt.run.plan import make_plan
 from ltx2rt.stages.region import FADE_PX, Region, near
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, shifted_sigmas
+from tests.conftest import denoised, refused
+from tests.pipelines.test_ic_lora import movie, save
+from tests.pipelines.test_retake import write
+from tests.reference import (
+    assert_follows,
+    euler_steps,
+    guiding,
+    noised,
+    positions_of,
+    stored_module,
+)
 
 SIZE = (64, 96)  # rows and columns of the clip's pixels
 

@@ -7,14 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from reference_transformer import (
-    assert_follows,
-    euler_steps,
-    guiding,
-    noised,
-    positions_of,
-    stored_module,
-)
 
 from ltx2rt.models.geometry import pack_video, unpack_video
 from ltx2rt.pipelines.keyframes import Keyframes
@@ -24,6 +16,14 @@ from ltx2rt.session.open import open_session
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.stages.conditioning import ImageSpec
 from ltx2rt.stages.schedule import STAGE2_SIGMAS, shifted_sigmas
+from tests.reference import (
+    assert_follows,
+    euler_steps,
+    guiding,
+    noised,
+    positions_of,
+    stored_module,
+)
 
 GUIDES = ((0, 1.0), (5, 0.7), (16, 0.4))  # frame and strength; no latent frame begins at the second
 FPS = 24

@@ -4,13 +4,13 @@ import json
 import os
 
 import pytest
-from conftest import refused
 
 import ltx2rt
 from ltx2rt.pipelines import make_request
 from ltx2rt.pipelines.recipes import recipe, settings_in, with_recipe
 from ltx2rt.serve.admission import with_preset
 from ltx2rt.session.options import ModelOptions
+from tests.conftest import refused
 
 SIZE = ("--width", 128, "--height", 64, "--num-frames", 9, "--fps", 48)
 

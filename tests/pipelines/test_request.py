@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import refused
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -24,6 +23,7 @@ from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.release import NEGATIVE_PROMPT, named
 from ltx2rt.session.options import LoraSpec, ModelOptions, parse_lora
 from ltx2rt.stages.conditioning import ImageSpec
+from tests.conftest import refused
 
 
 def model(generation="2.3", num_layers=48, version=()):

@@ -8,15 +8,6 @@ from fractions import Fraction
 import av
 import numpy as np
 import pytest
-from conftest import refused
-from reference_transformer import (
-    assert_follows,
-    euler_steps,
-    guiding,
-    noised,
-    positions_of,
-    stored_module,
-)
 
 import ltx2rt
 from ltx2rt.media import hdr
@@ -35,6 +26,15 @@ from ltx2rt.session.options import NO_LORA
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, shifted_sigmas
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.files import TensorFile
+from tests.conftest import refused
+from tests.reference import (
+    assert_follows,
+    euler_steps,
+    guiding,
+    noised,
+    positions_of,
+    stored_module,
+)
 
 RATE, TICKS = 44100, 240
 

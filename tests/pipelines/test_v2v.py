@@ -6,9 +6,6 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from conftest import denoised, refused
-from reference_transformer import assert_follows, euler_steps, guiding, positions_of, stored_module
-from test_retake import write
 
 from ltx2rt.media.sound import read_sound
 from ltx2rt.models.geometry import pack_audio, pack_video
@@ -20,6 +17,9 @@ from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, from_level, shifted_sigmas
 from ltx2rt.stages.segments import PastSound
 from ltx2rt.testing import relative_l2
+from tests.conftest import denoised, refused
+from tests.pipelines.test_retake import write
+from tests.reference import assert_follows, euler_steps, guiding, positions_of, stored_module
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,12 @@
 """Names of devices, and the memory of a host."""
 
 import pytest
-from conftest import refused
 
 from ltx2rt.errors import InputError
 from ltx2rt.placement import devices
 from ltx2rt.placement.devices import device_kind, device_kinds
 from ltx2rt.run.estimate import Devices
+from tests.conftest import refused
 
 GB = 10**9
 

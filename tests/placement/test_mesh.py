@@ -3,7 +3,6 @@ called."""
 
 import numpy as np
 import pytest
-from placed_cases import case
 
 from ltx2rt.graph.interpret import Grid, interpret
 from ltx2rt.placement.mesh import canonical, stage_mesh, text_mesh
@@ -11,6 +10,7 @@ from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.session.options import parse_mesh
 from ltx2rt.testing import relative_l2
+from tests.placed_cases import case
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
 """One value says how a run is split."""
 
 import pytest
-from conftest import refused
-from placed_cases import case
 
 from ltx2rt.passes.loop import step_slots, taken_apart
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
+from tests.conftest import refused
+from tests.placed_cases import case
 
 WHOLE = Placement(PROFILES["hopper"], {"guidance": 2, "sequence": 2, "tensor": 2}, "float8")
 

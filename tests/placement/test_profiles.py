@@ -1,14 +1,14 @@
 """Profiles are found by name or by device; an unknown name never becomes a default."""
 
 import pytest
-from conftest import refused
-from placed_cases import case
 
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES, default_mesh, profile_of, resolve
 from ltx2rt.session.open import mesh_of_all
+from tests.conftest import refused
+from tests.placed_cases import case
 
 MESH = {"tensor": 2}
 

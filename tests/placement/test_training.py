@@ -2,12 +2,12 @@
 
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
-from train_cases import WEIGHTS, placed, step, trainer
 
 from ltx2rt.backend import get_backend
 from ltx2rt.passes.adapters import MARK
 from ltx2rt.placement.cost import exchanges, flops, node_flops, traffic
 from ltx2rt.placement.training import gradient_sums, runs_of, training_memory
+from tests.train_cases import WEIGHTS, placed, step, trainer
 
 
 @pytest.mark.parametrize("remat", ["block", "none"])

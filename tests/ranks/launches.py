@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from virtual import xla_flags
+from tests.virtual import xla_flags
 
 TIME_LIMIT_S = 30  # for all ranks to end after one has
 

@@ -6,7 +6,10 @@ import socket
 import time
 
 import pytest
-from launches import (
+
+from ltx2rt.atomic_file import partial_path
+from ltx2rt.ranks.crew import Crew
+from tests.ranks.launches import (
     BROKEN,
     LOADING,
     TIME_LIMIT_S,
@@ -17,9 +20,6 @@ from launches import (
     wait_for,
     written,
 )
-
-from ltx2rt.atomic_file import partial_path
-from ltx2rt.ranks.crew import Crew
 
 
 @pytest.mark.long

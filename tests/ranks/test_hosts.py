@@ -7,10 +7,10 @@ import socket
 from dataclasses import dataclass
 
 import pytest
-from launches import BROKEN, LOADING, Launch, hosts_by_hand, written
 from ltx2rt_tpu.hosts import hosts
 
 from ltx2rt.errors import InputError
+from tests.ranks.launches import BROKEN, LOADING, Launch, hosts_by_hand, written
 
 ON_HOSTS = (*"--backend tpu --profile trillium --pipeline one-stage --no-audio --seed 7".split(),)
 

@@ -6,7 +6,6 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from launches import Launch, alive, by_hand, written
 
 from ltx2rt.graph import trace
 from ltx2rt.media.mp4 import write_mp4
@@ -16,6 +15,7 @@ from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.stages.tiling import blend_tiles, plan_tiles, tile_latents
 from ltx2rt.weights.checkpoint import open_checkpoint
+from tests.ranks.launches import Launch, alive, by_hand, written
 
 
 @pytest.mark.long

@@ -7,9 +7,9 @@ from pathlib import Path
 import av
 import numpy as np
 from PIL import Image
-from real.table import REAL, Row
 
 from ltx2rt.media.sound import read_sound
+from tests.real.table import REAL, Row
 
 SMALL = "--pipeline one-stage --width 64 --height 96 --num-frames 9 --steps 4"
 

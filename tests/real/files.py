@@ -5,9 +5,8 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from real.table import REAL, TINY, Row
-
 from ltx2rt.weights.files import open_tensors, write_arrays
+from tests.real.table import REAL, TINY, Row
 
 CLIP = "--pipeline one-stage --width 64 --height 64 --num-frames 9 --steps 2"
 RUN = "generate --backend cuda --device cpu"

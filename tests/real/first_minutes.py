@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from real.clips import facts, film
-from real.table import Row
 
 from ltx2rt.media.output import write_wav
+from tests.real.clips import facts, film
+from tests.real.table import Row
 
 QUICK = "generate TINY --prompt=a --output clip.mp4"
 CLIP = f"{QUICK} --video in.mp4"

@@ -5,10 +5,10 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from real.table import TINY, Row
 
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.files import TensorFile, write_arrays
+from tests.real.table import TINY, Row
 
 BLOCK = "transformer_blocks.0"
 NAME = f"model.diffusion_model.{BLOCK}.attn1.to_q.weight"

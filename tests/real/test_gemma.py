@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from real.table import REAL
 from tokenizers import Tokenizer
 from transformers import Gemma3TextConfig, Gemma3TextModel
 
@@ -17,6 +16,7 @@ from ltx2rt.stages.tokenizer import tokenize
 from ltx2rt.testing import relative_l2, run_graph
 from ltx2rt.weights.inspect import inspect_path
 from ltx2rt.weights.text_encoder import find_tokenizer, open_gemma
+from tests.real.table import REAL
 
 pytestmark = pytest.mark.real
 PUBLISHED = REAL / "node_modules" / "@lenml" / "tokenizer-gemma3" / "models" / "tokenizer.json"

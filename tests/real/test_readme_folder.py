@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from conftest import run_cli
 from PIL import Image
-from test_ic_lora import lora_with
 
 from ltx2rt.pipelines import pipelines
+from tests.conftest import run_cli
+from tests.pipelines.test_ic_lora import lora_with
 
 NAMES = {
     "tiny-2.3.safetensors": "ltx-2.3-22b-dev.safetensors",

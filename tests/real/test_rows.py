@@ -4,13 +4,13 @@ import re
 from importlib import import_module
 
 import pytest
-from conftest import run_cli
 
 from ltx2rt.cli import parser
 from ltx2rt.pipelines import chosen
+from tests.conftest import run_cli
 
 MODULES = ("clips", "loras", "files", "first_minutes")
-ROWS = [row for module in MODULES for row in import_module(f"real.{module}").ROWS]
+ROWS = [row for module in MODULES for row in import_module(f"tests.real.{module}").ROWS]
 LONG = re.compile(  # rows beside these have most of it
     "retake-in-25-s|inpaint-in-segments|another-size-pad|sound-7.1|photo.*[45]"
     "|clip-(held-upside-down|turned-back|slow-motion|grey|10-bits.*)"

@@ -7,7 +7,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from PIL import Image
-from real.table import TINY
 
 import ltx2rt
 from examples.clips import Clip
@@ -18,6 +17,7 @@ from ltx2rt.run.preview import Preview, fitted, frames_of, free_name, picture_of
 from ltx2rt.session.call import Call
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
+from tests.real.table import TINY
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,9 @@
 """Servers for tests, each in a process of its own."""
 
 import pytest
-from serving import Server
 
 from ltx2rt.instruments.make import make_checkpoint
+from tests.serve.serving import Server
 
 
 @pytest.fixture(scope="session")

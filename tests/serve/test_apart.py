@@ -1,7 +1,6 @@
 """What is planned in a process of its own is what the server would plan, and costs it nothing."""
 
 import pytest
-from serving import moving, sound
 
 from ltx2rt.serve import apart
 from ltx2rt.serve.admission import Admission
@@ -9,6 +8,7 @@ from ltx2rt.serve.apart import Apart
 from ltx2rt.serve.folder import Folder
 from ltx2rt.serve.refusal import Refusal
 from ltx2rt.session.options import ModelOptions
+from tests.serve.serving import moving, sound
 
 pytestmark = pytest.mark.anyio
 CLIP = {"prompt": "a fox", "size": "64x64", "num_frames": 9, "seed": 1, "steps": 1}

@@ -26,12 +26,12 @@ import av
 import httpx
 import numpy as np
 import pytest
-from serving import SMALL, data_url, error_of, form, moving, png, sound, wait_for
 
 import ltx2rt
 from ltx2rt.media.mp4 import EXACT, MP4, FollowedClip, write_mp4
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.options import ServeOptions
+from tests.serve.serving import SMALL, data_url, error_of, form, moving, png, sound, wait_for
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
 

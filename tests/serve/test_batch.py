@@ -16,12 +16,12 @@ from threading import Thread
 
 import numpy as np
 import pytest
-from serving import SMALL, png
 
 from ltx2rt.errors import InputError
 from ltx2rt.media.hdr import exr_bytes
 from ltx2rt.serve import remote
 from ltx2rt.serve.batch import Line, Results, Shard, parse_shard, read_lines
+from tests.serve.serving import SMALL, png
 
 SEED = int(os.environ.get("LTX2RT_TEST_SEED", "11"))
 

@@ -7,10 +7,10 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from serving import SMALL, wait_for
 
 from ltx2rt.serve.gate import MAX_OF_USER
 from ltx2rt.serve.server import MAX_SILENT
+from tests.serve.serving import SMALL, wait_for
 
 ANN, BOB = "ann-token-0123456789", "bob-token-0123456789"
 

@@ -4,10 +4,10 @@ import base64
 from urllib.parse import quote_from_bytes
 
 import pytest
-from serving import png
 
 from ltx2rt.serve.inline import bytes_of, text_of
 from ltx2rt.serve.refusal import Refusal
+from tests.serve.serving import png
 
 PNG = png(40, 30)
 PACKED = base64.b64encode(PNG).decode()

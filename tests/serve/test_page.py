@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from serving import children, moving, png, sound, under_a_path
+
+from tests.serve.serving import children, moving, png, sound, under_a_path
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

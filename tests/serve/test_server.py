@@ -30,13 +30,13 @@ import numpy as np
 import pytest
 from PIL import Image
 from safetensors.numpy import load_file, save_file
-from serving import SMALL, children, data_url, error_of, form, png, wait_for
 
 import ltx2rt
 from ltx2rt.instruments.compare import compare
 from ltx2rt.media import hdr
 from ltx2rt.media.mp4 import EXACT, opened, write_mp4
 from ltx2rt.testing import relative_l2
+from tests.serve.serving import SMALL, children, data_url, error_of, form, png, wait_for
 
 SEED = int(os.environ.get("LTX2RT_TEST_SEED", "11"))
 

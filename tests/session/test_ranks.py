@@ -4,7 +4,8 @@ more than on one."""
 import json
 
 import pytest
-from launches import by_hand, hosts_by_hand, written
+
+from tests.ranks.launches import by_hand, hosts_by_hand, written
 
 SESSION = """
 import json, os, sys

@@ -6,7 +6,6 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from conftest import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,6 +28,7 @@ from ltx2rt.stages.conditioning import (
 )
 from ltx2rt.stages.references import StageReference
 from ltx2rt.weights.files import write_arrays
+from tests.conftest import assert_same
 
 G = Geometry(3, 2, 3, 16, 8, 32, Fraction(24), 7, 8, 16, 4, 160, 16000)
 

@@ -10,8 +10,6 @@ import av
 import numpy as np
 import pytest
 import torch
-from conftest import refused
-from gguf_files import gemma_keys, gemma_names, write_gguf
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -35,6 +33,8 @@ from ltx2rt.stages.enhance import (
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.files import write_arrays
 from ltx2rt.weights.text_encoder import open_gemma
+from tests.conftest import refused
+from tests.gguf_files import gemma_keys, gemma_names, write_gguf
 
 PIXELS = np.random.default_rng(4).integers(0, 256, (40, 70, 3)).astype(np.uint8)
 

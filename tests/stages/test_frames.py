@@ -8,7 +8,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-from conftest import refused
 from safetensors.numpy import save_file
 
 from ltx2rt.models import diffusion_decoder
@@ -24,6 +23,7 @@ from ltx2rt.stages.noise import standard_normal
 from ltx2rt.stages.stage import State
 from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
 from ltx2rt.weights.checkpoint import RenamedSource, open_checkpoint
+from tests.conftest import refused
 
 # The released strides, so that cells are 2 frames by 8 px; windows small.
 CONFIG = DiffusionDecoderConfig(

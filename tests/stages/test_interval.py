@@ -5,16 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import refused
 from diffusers import ClassifierFreeGuidance
-from reference_transformer import (
-    assert_follows,
-    euler_steps,
-    guiding,
-    made_whole,
-    positions_of,
-    stored_module,
-)
 
 from ltx2rt.models.guided_step import Branches
 from ltx2rt.pipelines import make_request, pipeline
@@ -25,6 +16,15 @@ from ltx2rt.stages.denoise import Denoise, within
 from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.sound import Sound
+from tests.conftest import refused
+from tests.reference import (
+    assert_follows,
+    euler_steps,
+    guiding,
+    made_whole,
+    positions_of,
+    stored_module,
+)
 
 SIGMAS = shifted_sigmas(4)
 SIZE = {"width": 128, "height": 64, "num_frames": 17, "steps": 4, "seed": 5}

@@ -7,15 +7,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from conftest import denoised, refused
-from reference_transformer import (
-    assert_follows,
-    euler_steps,
-    guiding,
-    made_whole,
-    positions_of,
-    stored_module,
-)
 
 from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.geometry import Geometry
@@ -27,6 +18,15 @@ from ltx2rt.stages.relay import PromptSpan, Relay, parse_span
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.tokenizer import tokenize
 from ltx2rt.testing import relative_l2
+from tests.conftest import denoised, refused
+from tests.reference import (
+    assert_follows,
+    euler_steps,
+    guiding,
+    made_whole,
+    positions_of,
+    stored_module,
+)
 
 SIZE = {"width": 64, "height": 64, "num_frames": 33, "steps": 2, "seed": 5, "fps": Fraction(24)}
 SPANS = (PromptSpan(0, 0.5, "it rains"), PromptSpan(40, 100, "the sun comes out", percent=True))

@@ -7,7 +7,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from conftest import refused
 
 from ltx2rt.media.sound import resample
 from ltx2rt.models.geometry import Geometry
@@ -20,6 +19,7 @@ from ltx2rt.stages import source_sound
 from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.stage import State
 from ltx2rt.testing import relative_l2
+from tests.conftest import refused
 
 RATE, FRAMES, FPS = 22050, 17, Fraction(24)  # 0.708 s, 18 latents, which need 17 / 25 s
 

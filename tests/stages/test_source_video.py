@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from conftest import refused
 
 import ltx2rt
 from ltx2rt.media.images import fit
@@ -16,6 +15,7 @@ from ltx2rt.stages.source_video import SourceVideo, span_frames, usable_frames
 from ltx2rt.stages.stage import State
 from ltx2rt.stages.tiling import Tiling, plan_encoder_tiles, space_spans, time_spans
 from ltx2rt.testing import relative_l2
+from tests.conftest import refused
 
 NUM_FRAMES, WIDTH, HEIGHT = 33, 96, 64
 

@@ -4,7 +4,6 @@ import itertools
 
 import numpy as np
 import pytest
-from conftest import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from ltx2rt.stages.tiling import (
     tile_latents,
     time_spans,
 )
+from tests.conftest import refused
 
 STRIDES = ((1, 2, 2), (2, 1, 1), (2, 2, 2), (2, 2, 2))
 CONFIG = VideoVaeConfig(

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from conftest import refused
 
 from ltx2rt.stages.tokenizer import check_vocabulary, tokenize
+from tests.conftest import refused
 
 WORDS = ["<pad>", "<eos>", "<bos>", "<unk>", "a", "cat", "sings", "loudly"]
 

@@ -5,7 +5,6 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from conftest import refused
 
 import ltx2rt
 from ltx2rt.instruments.make import make_checkpoint
@@ -13,6 +12,7 @@ from ltx2rt.models.geometry import Geometry
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.stage import State
 from ltx2rt.stages.upsample import Upsample, UpsampleTime
+from tests.conftest import refused
 
 
 @pytest.fixture(scope="module")

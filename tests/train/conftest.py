@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from train_runs import run_train, write_clips
 
 from ltx2rt.instruments.make import make_checkpoint
+from tests.train_runs import run_train, write_clips
 
 
 @pytest.fixture(scope="module")

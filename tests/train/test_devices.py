@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launches import Launch, by_hand, wait_for
-from virtual import xla_flags
 
 from ltx2rt.testing import relative_l2
 from ltx2rt.train.state import read_state, states
+from tests.ranks.launches import Launch, by_hand, wait_for
+from tests.virtual import xla_flags
 
 # float32, summed in another order: reached 8e-6. Adam divides by the second moment: one number whose
 # gradient is 1e-6 of the largest moves by 4e-4, and the parameters by 6e-5.

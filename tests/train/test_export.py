@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 from diffusers.loaders import LTX2LoraLoaderMixin
-from models.reference_transformer import draw, module_of, ours, reference
-from train_runs import options, run_train
 
 from ltx2rt import cli
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.lora import MergedSource, open_lora
 from ltx2rt.weights.names import to_official
+from tests.reference import draw, module_of, ours, reference
+from tests.train_runs import options, run_train
 
 CLOSE = 2e-5  # float32; adapters are merged here, and beside the weights there; reached: 5e-6
 

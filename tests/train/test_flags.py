@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from train.test_run import refused
-from train_runs import options, run_train, write_clips
 
 from ltx2rt.errors import InputError
 from ltx2rt.models.geometry import Geometry
@@ -17,6 +15,8 @@ from ltx2rt.train.recipe import GROUPS, NoiseLevels, sigma, targeted
 from ltx2rt.train.request import TrainRequest, parse_crop, parse_data, parse_span
 from ltx2rt.train.state import read_state, states
 from ltx2rt.weights.files import TensorFile
+from tests.train.test_run import refused
+from tests.train_runs import options, run_train, write_clips
 
 BLOCK = "model.diffusion_model.transformer_blocks.*."
 

@@ -7,7 +7,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from models.reference_transformer import NAMES, build, config_of, draw, params_of
 from peft import LoraConfig, inject_adapter_in_model
 
 from ltx2rt.backend import MOMENTS, AdamW, get_backend
@@ -16,6 +15,7 @@ from ltx2rt.passes.adapters import MARK, Adapters, adapted, modules
 from ltx2rt.passes.dropout import COLUMNS, KEYS, dropout_feeds
 from ltx2rt.testing import ArraySource, random_params
 from ltx2rt.weights.names import to_official
+from tests.reference import NAMES, build, config_of, draw, params_of
 
 RANK, SCALE = 2, 0.5
 CLOSE = 1e-4  # relative, of float32 through three blocks

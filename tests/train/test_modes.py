@@ -8,10 +8,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from models.reference_transformer import module_of, reference
-from train.test_flags import rows_of
-from train.test_run import session_of
-from train_runs import FPS, RATE, options, run_train, write_clips
 
 import ltx2rt
 from ltx2rt import cli
@@ -30,6 +26,10 @@ from ltx2rt.train.run import start
 from ltx2rt.weights.files import TensorFile
 from ltx2rt.weights.lora import open_lora, reference_factors
 from ltx2rt.weights.names import to_official
+from tests.reference import module_of, reference
+from tests.train.test_flags import rows_of
+from tests.train.test_run import session_of
+from tests.train_runs import FPS, RATE, options, run_train, write_clips
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from train.test_run import session_of
-from train_runs import run_train, write_clips
 
 from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import write_mp4
@@ -22,6 +20,8 @@ from ltx2rt.session.session import Call
 from ltx2rt.stages.tokenizer import tokenize
 from ltx2rt.train.manifest import context_path, read_arrays, sample_path
 from ltx2rt.train.precomputed import read_pt
+from tests.train.test_run import session_of
+from tests.train_runs import run_train, write_clips
 
 CLOSE = 2**-7  # contexts are kept in bfloat16, and the features went through float32 once more
 TOKENS = 256  # what some of these files are long; the model pads to 1024

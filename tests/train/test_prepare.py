@@ -7,7 +7,6 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from train_runs import RATE, run_train, write_clips
 
 from ltx2rt import cli
 from ltx2rt.errors import InputError
@@ -25,6 +24,7 @@ from ltx2rt.train.pieces import checked, facts_of
 from ltx2rt.train.prepare import _held_out
 from ltx2rt.train.prepare_flags import PrepareRequest
 from ltx2rt.weights.files import write_arrays
+from tests.train_runs import RATE, run_train, write_clips
 
 SMALL = Bucket(64, 64, 9)
 

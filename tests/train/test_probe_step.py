@@ -3,8 +3,9 @@ of finite differences, on both backends."""
 
 import numpy as np
 import pytest
-from commands.test_probe import B, draw, probe, probed, transformer_inputs  # noqa: F401
 from safetensors.numpy import save_file
+
+from tests.commands.test_probe import B, draw, probe, probed, transformer_inputs  # noqa: F401
 
 MODULES = {  # official names, and (out, in) of the tiny model
     "transformer_blocks.0.attn1.to_q": (128, 128),

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from train_runs import options, run_train, write_clips
 
 from ltx2rt import cli
 from ltx2rt.backend import DeviceInfo
@@ -32,6 +31,7 @@ from ltx2rt.train.run import start
 from ltx2rt.train.state import read_state, states
 from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.lora import open_lora
+from tests.train_runs import options, run_train, write_clips
 
 RATE = 16000
 

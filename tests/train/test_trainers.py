@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from placed_cases import AUDIO_TOKENS, TEXT, TOKENS, positions, transformer_config
-from train_cases import BATCH, OPTIMISER, RANK, SCALE, WEIGHTS, parameters, placed, step
 
 from ltx2rt.backend import EMA, MOMENTS, get_backend
 from ltx2rt.models import train_step, transformer
@@ -14,6 +12,8 @@ from ltx2rt.passes.adapters import Adapters, modules
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource
+from tests.placed_cases import AUDIO_TOKENS, TEXT, TOKENS, positions, transformer_config
+from tests.train_cases import BATCH, OPTIMISER, RANK, SCALE, WEIGHTS, parameters, placed, step
 
 DECAY = 0.7
 CLOSE = 1e-5  # float32: sums in another order

@@ -4,12 +4,12 @@ import json
 
 import numpy as np
 import pytest
-from train.test_run import refused
-from train_runs import options, run_train
 
 import ltx2rt
 from ltx2rt.media.video import read_frames
 from ltx2rt.train.state import read_state, states
+from tests.train.test_run import refused
+from tests.train_runs import options, run_train
 
 
 @pytest.mark.long

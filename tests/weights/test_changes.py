@@ -4,11 +4,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from conftest import refused
 
 from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.lora import MergedSource, open_lora
 from ltx2rt.weights.quantised import dequantised
+from tests.conftest import refused
 
 MODULE = "transformer_blocks.0.attn1.to_q"
 Q = f"model.diffusion_model.{MODULE}.weight"

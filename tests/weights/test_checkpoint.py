@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +29,7 @@ from ltx2rt.weights.files import (
 )
 from ltx2rt.weights.lora import check_lora, open_lora
 from ltx2rt.weights.presets import preset
+from tests.conftest import refused
 
 MAIN, UP = "tiny-2.3.safetensors", "tiny-2.3-spatial-upsampler-x2.safetensors"
 LORA = "tiny-2.3-distilled-lora.safetensors"

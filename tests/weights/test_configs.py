@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import refused
 from diffusers import LTX2VideoDiffusionDecoderModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,6 +27,7 @@ from ltx2rt.weights.configs import (
 )
 from ltx2rt.weights.configs.keys import Keys
 from ltx2rt.weights.presets import SIZES, preset
+from tests.conftest import refused
 
 PRESETS = tuple(SIZES)
 RELEASED_VAE = {  # AutoencoderKLLTX2Video of the released 2.0 and 2.3

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import refused
 
 from ltx2rt.errors import InputError
 from ltx2rt.instruments.make import make_checkpoint
@@ -20,6 +19,7 @@ from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.distilled import SCHEDULER, Sign, sign
 from ltx2rt.weights.files import TensorInfo
 from ltx2rt.weights.packed import Packed
+from tests.conftest import refused
 
 MAIN = "tiny-2.3.safetensors"
 

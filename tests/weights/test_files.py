@@ -8,8 +8,6 @@ import struct
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import refused
-from gguf_files import write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
@@ -29,6 +27,8 @@ from ltx2rt.weights.files import (
     write_arrays,
     write_tensors,
 )
+from tests.conftest import refused
+from tests.gguf_files import write_gguf
 
 
 def arrays(seed=0):

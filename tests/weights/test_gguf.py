@@ -13,22 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import assert_ran, assert_same, refused
-from gguf_files import (
-    BF16,
-    HALVES,
-    NAMES,
-    PREFIX,
-    decoded,
-    gemma_keys,
-    gemma_names,
-    numbers,
-    package,
-    packed,
-    random_blocks,
-    take_apart,
-    write_gguf,
-)
 
 import ltx2rt
 from ltx2rt.backend import AdamW
@@ -57,6 +41,22 @@ from ltx2rt.weights.lora import MergedSource, merge, open_lora
 from ltx2rt.weights.names import component_of
 from ltx2rt.weights.packed import Packed
 from ltx2rt.weights.text_encoder import open_gemma
+from tests.conftest import assert_ran, assert_same, refused
+from tests.gguf_files import (
+    BF16,
+    HALVES,
+    NAMES,
+    PREFIX,
+    decoded,
+    gemma_keys,
+    gemma_names,
+    numbers,
+    package,
+    packed,
+    random_blocks,
+    take_apart,
+    write_gguf,
+)
 
 SEED = 11
 

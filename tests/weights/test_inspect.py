@@ -5,10 +5,10 @@ import re
 import shutil
 
 import pytest
-from conftest import refused
 
 from ltx2rt.weights.files import TensorFile, write_tensors
 from ltx2rt.weights.inspect import format_inspection, inspect_path
+from tests.conftest import refused
 
 MAIN = "tiny-2.3.safetensors"
 

@@ -6,7 +6,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from conftest import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from ltx2rt.weights.lora import (
     open_lora,
     reference_factors,
 )
+from tests.conftest import refused
 
 BF16 = ml_dtypes.bfloat16
 TO_Q = "diffusion_model.transformer_blocks.0.attn1.to_q"

@@ -7,12 +7,12 @@ import numpy as np
 import peft
 import pytest
 import torch
-from conftest import refused
 
 from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.lora import MergedSource, open_lora
 from ltx2rt.weights.lora_config import lora_file
 from ltx2rt.weights.names import to_official
+from tests.conftest import refused
 
 TARGETS = ["to_q", "to_k", "proj_out"]
 MODULES = ("transformer_blocks.0.attn1.to_q", "transformer_blocks.0.attn1.to_k", "proj_out")

@@ -9,8 +9,6 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import refused
-from gguf_files import package, take_apart, write_gguf
 
 from ltx2rt.graph.encodings import quantise_rows
 from ltx2rt.weights import files
@@ -20,6 +18,8 @@ from ltx2rt.weights.inspect import format_inspection, inspect_path
 from ltx2rt.weights.names import GEMMA, TEXT_PROJECTION
 from ltx2rt.weights.near import models_folder, tree_around
 from ltx2rt.weights.text_encoder import open_gemma
+from tests.conftest import refused
+from tests.gguf_files import package, take_apart, write_gguf
 
 E4M3, BF16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.bfloat16)
 HOME = {  # where ComfyUI keeps what, by a word in the name of a tiny file

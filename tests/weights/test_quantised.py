@@ -11,9 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from conftest import assert_ran, refused
 from numpy.testing import assert_allclose, assert_array_equal
-from stack_cases import as_bytes, blocks_graph
 
 from ltx2rt.backend import get_backend
 from ltx2rt.graph.encodings import rotation
@@ -27,6 +25,8 @@ from ltx2rt.weights.lora import MergedSource, merge, open_lora
 from ltx2rt.weights.names import gemma_to_canonical
 from ltx2rt.weights.presets import preset
 from ltx2rt.weights.quantised import dequantised
+from tests.conftest import assert_ran, refused
+from tests.stack_cases import as_bytes, blocks_graph
 
 E4M3, E5M2, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.bfloat16
 Q = "model.diffusion_model.transformer_blocks.1.attn1.to_q."

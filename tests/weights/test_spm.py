@@ -4,12 +4,12 @@ import struct
 
 import numpy as np
 import pytest
-from conftest import refused
-from gguf_files import write_gguf
 from tokenizers import Tokenizer
 
 from ltx2rt.weights.files import write_arrays
 from ltx2rt.weights.text_encoder import find_tokenizer
+from tests.conftest import refused
+from tests.gguf_files import write_gguf
 
 NORMAL, UNKNOWN, CONTROL, OWN, BYTE = 1, 2, 3, 4, 6
 PIECES = [

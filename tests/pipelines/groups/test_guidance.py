@@ -4,14 +4,6 @@ pictures has it."""
 import numpy as np
 import pytest
 import torch
-from conftest import assert_near, denoised, refused
-from reference_transformer import (
-    assert_follows,
-    euler_steps,
-    made_whole,
-    positions_of,
-    stored_module,
-)
 
 from ltx2rt.graph import trace
 from ltx2rt.models.attention import away
@@ -20,6 +12,8 @@ from ltx2rt.run.plan import make_plan
 from ltx2rt.session.options import NO_LORA
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS
 from ltx2rt.testing import relative_l2, run_graph
+from tests.conftest import assert_near, denoised, refused
+from tests.reference import assert_follows, euler_steps, made_whole, positions_of, stored_module
 
 SIZE = {"width": 64, "height": 64, "num_frames": 17, "seed": 5}
 

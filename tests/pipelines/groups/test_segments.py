@@ -15,7 +15,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from conftest import assert_near, refused
 from PIL import Image
 
 import ltx2rt
@@ -48,6 +47,7 @@ from ltx2rt.stages.segments import Keep, Segments, segment_starts
 from ltx2rt.stages.sound import Sound, vocode
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.files import write_arrays
+from tests.conftest import assert_near, refused
 
 ONE_STAGE = pytest.param("one-stage", marks=pytest.mark.slow)
 CLOSE = 1e-5  # two backends, every step: float32 rounding, as of every other pipeline

@@ -4,16 +4,7 @@ stream has the reference's tokens behind the clip's."""
 import numpy as np
 import pytest
 import torch
-from conftest import assert_near, denoised, refused
 from diffusers import AutoencoderKLLTX2Audio
-from reference_transformer import (
-    assert_follows,
-    euler_steps,
-    guiding,
-    noised,
-    positions_of,
-    stored_module,
-)
 
 from ltx2rt.media.sound import read_sound, resample, write_wav
 from ltx2rt.models.geometry import pack_audio
@@ -25,6 +16,15 @@ from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.sound_reference import SoundReference
 from ltx2rt.testing import relative_l2
+from tests.conftest import assert_near, denoised, refused
+from tests.reference import (
+    assert_follows,
+    euler_steps,
+    guiding,
+    noised,
+    positions_of,
+    stored_module,
+)
 
 SIZE = {"width": 64, "height": 64, "num_frames": 17, "steps": 2, "seed": 5}
 SIDES = {"width": 64, "height": 64}
