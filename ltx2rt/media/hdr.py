@@ -9,6 +9,7 @@ from Rec. 709 to BT.2020 is BT.2087.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,9 +21,11 @@ from typing import Any
 import numpy as np
 
 from ltx2rt.errors import InputError
-from ltx2rt.media.images import upright_px
+from ltx2rt.media.images import MAX_IMAGE_PX, MAX_SIDE_PX, upright_px
+from ltx2rt.system import first_bytes
 
-SPACES = ("SRGB_LINEAR", "ACESCG", "ACESCCT")
+EXR_NAMES = {"SRGB_LINEAR": "sRGB", "ACESCG": "ACEScg", "ACESCCT": "ACEScct"}
+SPACES = tuple(EXR_NAMES)
 AP1_TO_709 = np.array([
     [1.70505, -0.62179, -0.08326], [-0.13026, 1.1408, -0.01055], [-0.024, -0.12897, 1.15297],
 ])  # fmt: skip
@@ -35,14 +38,16 @@ CHROMATICITIES = {  # x and y of red, green, blue and white, as EXR has them
     "ACESCG": (0.713, 0.293, 0.165, 0.830, 0.128, 0.044, 0.32168, 0.33767),
 }
 CHROMATICITIES["ACESCCT"] = CHROMATICITIES["ACESCG"]
-EXR_NAMES = {"SRGB_LINEAR": "sRGB", "ACESCG": "ACEScg", "ACESCCT": "ACEScct"}
 CCT_BREAK, CCT_CODE_BREAK = 0.0078125, 0.155251141552511
 CCT_SLOPE, CCT_OFFSET = 10.5402377416545, 0.0729055341958355
-LOGC3 = {"a": 5.555556, "b": 0.052272, "c": 0.247190, "d": 0.385537, "e": 5.367655, "f": 0.092809}
+LOGC3 = (5.555556, 0.052272, 0.247190, 0.385537, 5.367655, 0.092809)  # a to f
 LOGC3_BREAK = 0.010591  # linear light; of exposure index 800 (ARRI)
 ACESCCT_LOG, LOGC3_LOG = "acescct", "logc3"  # codes that a model makes, as LoRAs state them
 HLG_A, HLG_B, HLG_C = 0.17883277, 0.28466892, 0.55991073
 WHITE_SIGNAL = 0.75  # HLG's, of linear 1.0 (BT.2408)
+WHITE_LIGHT = (
+    math.exp((WHITE_SIGNAL - HLG_C) / HLG_A) + HLG_B
+) / 12  # linear light (`hlg_inverse`)
 TRANSFERS = ("hlg", "pq")
 PQ_M1, PQ_M2 = 2610 / 16384, 2523 / 4096 * 128
 PQ_C1, PQ_C2, PQ_C3 = 3424 / 4096, 2413 / 4096 * 32, 2392 / 4096 * 32
@@ -51,7 +56,6 @@ KNEE = 0.75  # linear light, above which tone mapping begins
 LUMA = (0.2627, 0.6780, 0.0593)  # BT.2020, not of constant luminance
 MAGIC = b"\x76\x2f\x31\x01"
 MAX_HALF = 65504.0
-MAX_PIXELS, MAX_SIDE_PX = 89 * 10**6, 16384  # as of other images
 
 
 def encoded(linear: np.ndarray) -> np.ndarray:
@@ -69,11 +73,9 @@ def decoded(codes: np.ndarray) -> np.ndarray:
 
 def logc3_decoded(codes: np.ndarray) -> np.ndarray:
     """Linear light of LogC3 codes, 0 or more."""
-    a, b, c, d, e, f = LOGC3.values()
-    light = np.where(
-        codes > e * LOGC3_BREAK + f, (10 ** ((codes - d) / c) - b) / a, (codes - f) / e
-    )
-    return np.maximum(light, 0)
+    a, b, c, d, e, f = LOGC3
+    bright = (10 ** ((codes - d) / c) - b) / a
+    return np.maximum(np.where(codes > e * LOGC3_BREAK + f, bright, (codes - f) / e), 0)
 
 
 @dataclass(frozen=True)
@@ -134,8 +136,7 @@ def pq_inverse(signal: np.ndarray) -> np.ndarray:
 def _lights(transfer: str) -> np.ndarray:
     """f32[65536]: linear light of every 16-bit signal; 1 is white, as `video_signal` has it."""
     signal = np.arange(65536) / 65535
-    white = float(hlg_inverse(np.array(WHITE_SIGNAL)))
-    light = pq_inverse(signal) / WHITE if transfer == "pq" else hlg_inverse(signal) / white
+    light = pq_inverse(signal) / WHITE if transfer == "pq" else hlg_inverse(signal) / WHITE_LIGHT
     return light.astype(np.float32)
 
 
@@ -170,10 +171,9 @@ def video_signal(frames: np.ndarray, how: HighRange) -> np.ndarray:
     linear = light @ REC709_TO_2020.T
     if how.transfer == "pq":
         return pq_signal(linear * WHITE)
-    white = float(hlg_inverse(np.array(WHITE_SIGNAL)))
-    rate = white / (1 - white)  # the slopes meet at 1
-    rolled = 1 - (1 - white) * np.exp(-rate * (np.maximum(linear, 1) - 1))
-    return hlg_oetf(np.where(linear <= 1, linear * white, rolled))
+    rate = WHITE_LIGHT / (1 - WHITE_LIGHT)  # the slopes meet at 1
+    rolled = 1 - (1 - WHITE_LIGHT) * np.exp(-rate * (np.maximum(linear, 1) - 1))
+    return hlg_oetf(np.where(linear <= 1, linear * WHITE_LIGHT, rolled))
 
 
 def to_srgb(frames: np.ndarray, how: HighRange) -> np.ndarray:
@@ -230,9 +230,7 @@ def image_px(path: Path) -> tuple[int, int]:
     """Width and height of an image as it is shown; reads its header. Raises InputError."""
     if not is_exr(path):
         return upright_px(path)
-    with path.open("rb") as file:
-        head = file.read(2**16)
-    _, found, rest = head.partition(b"displayWindow\0box2i\0\x10\0\0\0")
+    _, found, rest = first_bytes(path, 2**16).partition(b"displayWindow\0box2i\0\x10\0\0\0")
     left, top, right, bottom = struct.unpack_from("<4i", rest) if len(rest) >= 16 else (0,) * 4
     if not found or right < left or bottom < top:
         raise InputError(f"--image: {path} is no readable EXR image; save it as scan lines")
@@ -247,24 +245,18 @@ def read_exr(path: Path, flag: str = "--image") -> np.ndarray:
     try:
         if not path.is_file():
             raise OSError("not a file")
-        with path.open("rb") as file:
-            if file.read(4) != MAGIC:
-                raise ValueError("it does not begin as an EXR file does")
-            file.seek(0)
-            with av.open(
-                file, "r", format="exr_pipe", options={"protocol_whitelist": "none"}
-            ) as found:
-                codec = found.streams.video[0].codec_context
-                if max(codec.width, codec.height) > MAX_SIDE_PX or (
-                    codec.width * codec.height > MAX_PIXELS
-                ):
-                    raise ValueError(f"{codec.width}x{codec.height} pixels are too many")
-                pixels = _pixels(next(found.decode(video=0)))
+        if first_bytes(path, 4) != MAGIC:
+            raise ValueError("it does not begin as an EXR file does")
+        how = {"protocol_whitelist": "none"}
+        with path.open("rb") as file, av.open(file, "r", format="exr_pipe", options=how) as found:
+            codec = found.streams.video[0].codec_context
+            width, height = codec.width, codec.height
+            if max(width, height) > MAX_SIDE_PX or width * height > MAX_IMAGE_PX:
+                raise ValueError(f"{width}x{height} pixels are too many")
+            pixels = _pixels(next(found.decode(video=0)))
     except (OSError, ValueError, IndexError, StopIteration, av.error.FFmpegError) as error:
-        raise InputError(
-            f"{flag}: {path} is no readable EXR image ({error}); save it as scan lines of half "
-            "floats, in ZIP"
-        ) from error
+        advice = "save it as scan lines of half floats, in ZIP"
+        raise InputError(f"{flag}: {path} is no readable EXR image ({error}); {advice}") from error
     if not np.isfinite(pixels).all():
         raise InputError(f"{flag}: {path} holds NaN or infinite values; mend it")
     return pixels
@@ -309,7 +301,7 @@ def _tagged(data: bytes, space: str, chunks: int, xmp: str | None) -> bytes:
     more = b"chromaticities\0chromaticities\0" + primaries + _text("colorSpace", EXR_NAMES[space])
     if xmp is not None:
         more += _text("xmp", xmp)
-    end = _header_end(data)
+    *_, (_, _, end) = attributes(data)
     places = struct.unpack_from(f"<{chunks}Q", data, end + 1)
     table = struct.pack(f"<{chunks}Q", *(place + len(more) for place in places))
     return data[:end] + more + b"\0" + table + data[end + 1 + len(table) :]
@@ -321,18 +313,8 @@ def _text(name: str, value: str) -> bytes:
     return name.encode() + b"\0string\0" + struct.pack("<i", len(encoded)) + encoded
 
 
-def attributes(data: bytes) -> dict[str, bytes]:
-    """The header of an EXR file."""
-    return {name: value for name, value, _ in _attributes(data)}
-
-
-def _header_end(data: bytes) -> int:
-    """Position of the zero that ends the header."""
-    return max(end for _, _, end in _attributes(data))
-
-
-def _attributes(data: bytes) -> Iterator[tuple[str, bytes, int]]:
-    """Name, value and end of each."""
+def attributes(data: bytes) -> Iterator[tuple[str, bytes, int]]:
+    """Name, value and end of each entry of an EXR file's header; a zero follows the last one."""
     at = 8
     while data[at] != 0:
         name_end = data.index(b"\0", at)

@@ -50,7 +50,7 @@ def notes(path: Path) -> list[str]:
         found = []
         if image.has_transparency_data:
             found.append(f"{path}: its alpha channel is dropped, what it hides becomes visible")
-        # a photo and its preview
+        # an MPO is a photo and its preview
         if getattr(image, "is_animated", False) and image.format != "MPO":
             found.append(f"{path}: only the first of its {image.n_frames} frames is used")
         return found
@@ -126,9 +126,9 @@ def _opened(path: Path, flag: str = "--image") -> Iterator[Any]:
     except InputError:
         raise
     except ImportError as error:
+        how = "in the clone: pip install '.[heic]', or save the image as JPEG"
         raise InputError(
-            f"{flag}: {path} is HEIC, which the package pillow-heif reads; in the clone: "
-            "pip install '.[heic]', or save the image as JPEG"
+            f"{flag}: {path} is HEIC, which the package pillow-heif reads; {how}"
         ) from error
     except MemoryError as error:
         lacking = f"needs more memory for {size} pixels than is free"
@@ -136,13 +136,9 @@ def _opened(path: Path, flag: str = "--image") -> Iterator[Any]:
     except ImageCms.PyCMSError as error:
         wrong = f"has an ICC profile that cannot be applied ({error})"
         raise InputError(f"{flag}: {path} {wrong}; remove it") from error
-    except (
-        Exception
-    ) as error:  # Pillow's readers raise whatever a damaged file makes them stumble over
-        raise InputError(
-            f"{flag}: {path} is no readable image ({error}); save it again as PNG or JPEG; "
-            "a clip goes to --video-path"
-        ) from error
+    except Exception as error:  # as in `readable`
+        wrong = f"is no readable image ({error}); save it again as PNG or JPEG"
+        raise InputError(f"{flag}: {path} {wrong}; a clip goes to --video-path") from error
 
 
 def read_rgb(path: Path, flag: str = "--image") -> np.ndarray:
@@ -164,11 +160,8 @@ def _srgb(image: Any) -> np.ndarray:
     mode = "L" if image.mode in ("L", "LA") else "CMYK" if image.mode == "CMYK" else "RGB"
     image = _as(image, mode)
     if profile:
-        source = ImageCms.getOpenProfile(io.BytesIO(profile))
-        image = ImageCms.profileToProfile(
-            image, source, ImageCms.createProfile("sRGB"), outputMode="RGB"
-        )
-        assert image is not None, "only an in-place conversion returns None"
+        source, to = ImageCms.getOpenProfile(io.BytesIO(profile)), ImageCms.createProfile("sRGB")
+        image = ImageCms.profileToProfile(image, source, to, outputMode="RGB")
     return _pixels(_as(image, "RGB"))
 
 
@@ -241,13 +234,11 @@ def recompress(pixels: np.ndarray, crf: int) -> np.ndarray:
 
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
-        stream = container.add_stream(
-            "libx264", rate=1, options={"crf": str(crf), "preset": "veryfast"}
-        )
+        how = {"crf": str(crf), "preset": "veryfast"}
+        stream = container.add_stream("libx264", rate=1, options=how)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        frame = av.VideoFrame.from_ndarray(
-            np.ascontiguousarray(pixels[:height, :width]), format="rgb24"
-        )
+        given = np.ascontiguousarray(pixels[:height, :width])
+        frame = av.VideoFrame.from_ndarray(given, format="rgb24")
         container.mux(stream.encode(frame.reformat(format="yuv420p")))
         container.mux(stream.encode())
     file.seek(0)
@@ -314,31 +305,24 @@ class Resize:
             return pixels
         sides = self.width / columns, self.height / rows
         share = {"pad": (min(sides),) * 2, "crop": (max(sides),) * 2}.get(self.how, sides)
-        width, height = max(round(columns * share[0]), 1), max(round(rows * share[1]), 1)
+        size = max(round(columns * share[0]), 1), max(round(rows * share[1]), 1)
         wide = pixels.dtype == np.float32
         scaled = [
-            np.asarray(Image.fromarray(x).resize((width, height), Image.Resampling.LANCZOS))
+            Image.fromarray(x).resize(size, Image.Resampling.LANCZOS)
             for x in map(np.ascontiguousarray, np.moveaxis(pixels, 2, 0) if wide else [pixels])
         ]
-        scaled = np.stack(scaled, 2) if wide else scaled[0]
-        over = [
-            (max(to - size, 0) // 2, -(-max(to - size, 0) // 2))
-            for to, size in ((self.height, height), (self.width, width))
-        ]
-        top, left = max(height - self.height, 0) // 2, max(width - self.width, 0) // 2
-        scaled = scaled[top : top + self.height, left : left + self.width]
-        return np.pad(scaled, (*over, (0, 0)))
+        left, top = int((size[0] - self.width) / 2), int((size[1] - self.height) / 2)
+        box = left, top, left + self.width, top + self.height  # beyond the picture it is black
+        found = [np.asarray(x.crop(box)) for x in scaled]
+        return np.stack(found, 2) if wide else found[0]
 
 
 def _taps(size: int, scaled: int, kept: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Both source indices of the `kept` central of `scaled` outputs, and the second's weight."""
-    first = (scaled - kept) // 2
+    first, half = (scaled - kept) // 2, np.float32(0.5)
     ratio = np.float32(size) / np.float32(scaled)
-    source = np.maximum(
-        ratio * (np.arange(first, first + kept, dtype=np.float32) + np.float32(0.5))
-        - np.float32(0.5),
-        0,
-    )
+    at = np.arange(first, first + kept, dtype=np.float32)
+    source = np.maximum(ratio * (at + half) - half, 0)
     low = np.minimum(source.astype(np.int64), size - 1)
     return low, np.minimum(low + 1, size - 1), source - low.astype(np.float32)
 
@@ -350,32 +334,19 @@ def bicubic(
     in [-1, 1]. place: shares of the cropped pixels that are left and above. As the official trainer
     scales clips: torch's interpolate(mode="bicubic", antialias=True) of the range [0, 1], cut to
     it."""
+    from PIL import Image
+
     rows, columns = pixels.shape[:2]
-    scaled = (height, max(width, columns * height // rows))
+    size = (max(width, columns * height // rows), height)
     if columns * height <= rows * width:
-        scaled = (max(height, rows * width // columns), width)
-    found = pixels.astype(np.float32) / np.float32(255)
-    for axis, (size, kept, share) in enumerate(
-        zip(scaled, (height, width), place[::-1], strict=True)
-    ):
-        first = int((size - kept) * share)
-        taps, weights = _cubic_taps(found.shape[axis], size, first, kept)
-        whole, found = found, np.zeros((), np.float32)
-        for i, w in zip(taps.T, weights.T, strict=True):
-            found = found + np.take(whole, i, axis) * w.reshape(-1, *[1] * (2 - axis))
-    return (found.clip(0, 1) * 2 - 1).transpose(2, 0, 1)
-
-
-def _cubic_taps(size: int, scaled: int, first: int, kept: int) -> tuple[np.ndarray, np.ndarray]:
-    """Source indices and weights (f32) [kept, taps] of the outputs from `first` on."""
-    scale = size / scaled
-    wide = max(scale, 1.0)  # the kernel spans two pixels of the coarser grid on both sides
-    centre = (np.arange(first, first + kept) + 0.5) * scale
-    low = np.maximum((centre - 2 * wide + 0.5).astype(int), 0)
-    high = np.minimum((centre + 2 * wide + 0.5).astype(int), size)
-    at = low[:, None] + np.arange((high - low).max())
-    x = np.abs(at + 0.5 - centre[:, None]) / wide
-    near, far = (1.5 * x - 2.5) * x * x + 1, ((2.5 - 0.5 * x) * x - 4) * x + 2  # a = -1/2
-    weights = np.where(x < 1, near, np.where(x < 2, far, 0)) * (at < high[:, None])
-    weights /= weights.sum(1, keepdims=True)
-    return np.minimum(at, size - 1), weights.astype(np.float32)
+        size = (width, max(height, rows * width // columns))
+    left, top = (
+        int((a - b) * share) for a, b, share in zip(size, (width, height), place, strict=True)
+    )
+    planes = [
+        Image.fromarray(plane.astype(np.float32)).resize(size, Image.Resampling.BICUBIC)
+        for plane in np.moveaxis(pixels, 2, 0)
+    ]  # Pillow's kernel is torch's; of floats it rounds nothing
+    box = left, top, left + width, top + height
+    found = np.stack([np.asarray(x.crop(box)) for x in planes])
+    return (found / np.float32(127.5) - 1).clip(-1, 1)

@@ -47,9 +47,7 @@ OPUS_BITS_PER_S = 160_000
 # noise.
 AAC_OPTIONS = {"aac_pns": "0"}
 # the codes of H.264 annex E (matrix, primaries, transfer) and of FFmpeg's AVCOL_RANGE_MPEG
-BT709, LIMITED_RANGE = (1, 1)
-
-
+BT709, LIMITED_RANGE = 1, 1
 X265_REORDERS = 4  # frames: three B-frames of its preset and the one that they wait for
 
 
@@ -81,12 +79,13 @@ class Container:
         return replace(self, video_options=options)
 
     def options(self, fps: Fraction, sample_rate: int) -> dict[str, str]:
+        """sample_rate: in Hz; 0 without sound."""
         if self.format == "webm":
             return {"fflags": "+bitexact"}  # no random identifier
-        return {
-            "movflags": "+faststart",
-            "movie_timescale": str(_movie_timescale(fps, sample_rate)),
-        }
+        # units per second of the edit lists: whole for frames and samples, if 32 bits allow
+        both = math.lcm(fps.numerator, sample_rate or 1)
+        scale = both if both < 2**31 else fps.numerator
+        return {"movflags": "+faststart", "movie_timescale": str(scale)}
 
 
 # Each fragment plays on what came before; the header, which knows the encoders' delays, comes with
@@ -103,18 +102,11 @@ WEBM = Container("webm", "libvpx-vp9", VP9_OPTIONS, "libopus", {}, OPUS_BITS_PER
 # Signals of 10 bits in hybrid log-gamma or PQ (BT.2100). One frame at a time: x265's result depends
 # on it.
 TEN_BITS, BT2020, ARIB_STD_B67, SMPTE_ST_2084 = "yuv420p10le", 9, 18, 16
-HLG = replace(
-    MP4,
-    video="libx265",
-    video_options={
-        "crf": "12",
-        "preset": "ultrafast",
-        "x265-params": "log-level=error:frame-threads=1",
-    },
-    pixels=TEN_BITS,
-    transfer=ARIB_STD_B67,
-)
-PQ = replace(HLG, transfer=SMPTE_ST_2084)
+H265_OPTIONS = {"crf": "12", "preset": "ultrafast"}
+H265_OPTIONS["x265-params"] = "log-level=error:frame-threads=1"
+HEVC = replace(MP4, video="libx265", video_options=H265_OPTIONS, pixels=TEN_BITS)
+HLG = replace(HEVC, transfer=ARIB_STD_B67)
+PQ = replace(HEVC, transfer=SMPTE_ST_2084)
 # Frames and float32 samples come back bit for bit: a clip that is continued later.
 EXACT = Container("mov", "png", {"compression_level": "3"}, "pcm_f32le", {}, 0, (), pixels="rgb24")
 EXACT_CODES = replace(EXACT, pixels="rgb48be")  # as `to_codes` gives them, in high dynamic range
@@ -155,21 +147,19 @@ def write_mp4(
 
     if waveform is not None:
         waveform = fit_audio(waveform, num_frames, fps, sample_rate)
-    kind = container.of(num_frames)
+    kind, rate = container.of(num_frames), None if waveform is None else sample_rate
+    how = kind.options(fps, sample_rate)
     with replacing(path) as partial:
-        with av.open(
-            str(partial), "w", format=kind.format, options=kind.options(fps, sample_rate)
-        ) as file:
+        with av.open(str(partial), "w", format=kind.format, options=how) as file:
             _describe(file, kind, comment, origin)
             # both streams exist before the first packet: the header is written then
-            rate = sample_rate if waveform is not None else None
             video, audio = _streams(file, kind, fps, rate, pixel_aspect)
             _encode_video(file, video, chunks, num_frames)
             if audio is not None and waveform is not None:
                 _encode_audio(file, audio, waveform, sample_rate)
         if origin:
             origin.mark(partial, f".{kind.format}")
-        return _verify(partial, num_frames, fps, sample_rate, audio is not None)
+        return _verify(partial, num_frames, fps, rate)
 
 
 def _describe(
@@ -187,10 +177,8 @@ def _streams(
 ) -> tuple[Any, Any]:
     """A video stream and, at a rate in Hz, one of sound, with their encoders."""
     video: Any = file.add_stream(kind.video, rate=fps, options=dict(kind.video_options))
-    video.pix_fmt = kind.pixels
-    codec = video.codec_context
-    codec.thread_count = ENCODER_THREADS
-    codec.time_base = 1 / fps
+    video.pix_fmt, codec = kind.pixels, video.codec_context
+    codec.thread_count, codec.time_base = ENCODER_THREADS, 1 / fps
     if pixel_aspect != 1:
         codec.sample_aspect_ratio = pixel_aspect
     if kind.pixels == "yuv420p":
@@ -202,9 +190,8 @@ def _streams(
         codec.color_trc = kind.transfer
     audio: Any = None
     if sample_rate is not None:
-        audio = file.add_stream(
-            kind.audio, rate=sample_rate, layout="stereo", options=dict(kind.audio_options)
-        )
+        how = {"rate": sample_rate, "layout": "stereo", "options": dict(kind.audio_options)}
+        audio = file.add_stream(kind.audio, **how)
         if kind.audio_bits_per_s:
             audio.bit_rate = kind.audio_bits_per_s
     return video, audio
@@ -233,8 +220,7 @@ class FollowedClip:
         self.path, self.fps, self.rate, self._origin = path, fps, sample_rate, origin
         self._held = np.zeros((2, 0), np.float32)  # sound that is not yet a frame of AAC
         self._written, self._heard = 0, 0
-        descriptor = os.open(stream, WRITE, 0o666)
-        self._stream = os.fdopen(descriptor, "wb", buffering=0)
+        self._stream = os.fdopen(os.open(stream, WRITE, 0o666), "wb", buffering=0)
         options = container.options(fps, sample_rate or 0)
         files = (
             av.open(str(path), "w", format=container.format, options=options),
@@ -269,7 +255,7 @@ class FollowedClip:
         self._stream.close()
         if self._origin:
             self._origin.mark(self.path, self.path.suffix)
-        return _verify(self.path, self._written, self.fps, self.rate or 0, self.rate is not None)
+        return _verify(self.path, self._written, self.fps, self.rate)
 
     def abandon(self) -> None:
         """Close the files as they are; an error in writing them comes again here."""
@@ -360,10 +346,7 @@ def _frame_to_rgb8(frame: np.ndarray, out: np.ndarray) -> None:
 
 
 # What an encoder of these pixels is given of a chunk, where that is not 8 bits.
-LEVELS: dict[str, Callable[[Any], Iterable[np.ndarray]]] = {
-    TEN_BITS: iter,
-    EXACT_CODES.pixels: to_codes,
-}
+LEVELS: dict[str, Callable[[Any], Any]] = {TEN_BITS: iter, EXACT_CODES.pixels: to_codes}
 
 
 def _encode_video(container: Any, stream: Any, chunks: Iterable[Any], num_frames: int) -> None:
@@ -404,21 +387,16 @@ def _video_frame(stream: Any, pixels: np.ndarray, number: int) -> Any:
             rows = np.zeros((len(values), plane.line_size // 2), np.uint16)
             rows[:, : values.shape[1]] = values
             plane.update(rows.tobytes())
-        frame.pts, frame.time_base = number, stream.codec_context.time_base
-        return frame
-    # without accurate rounding swscale darkens chroma by a fraction of a level
-    conversion = Interpolation.AREA | Interpolation.FULL_CHR_H_INT | Interpolation.ACCURATE_RND
-    wide = pixels.dtype == np.uint16
-    frame = av.VideoFrame.from_ndarray(pixels, format="rgb48be" if wide else "rgb24")
-    if stream.pix_fmt == "yuv420p":
-        frame = frame.reformat(
-            format="yuv420p",
-            dst_colorspace=Colorspace.ITU709,
-            dst_color_range=ColorRange.MPEG,
-            interpolation=conversion,
-        )
     else:
-        frame = frame.reformat(format=stream.pix_fmt)
+        wide = pixels.dtype == np.uint16
+        frame = av.VideoFrame.from_ndarray(pixels, format="rgb48be" if wide else "rgb24")
+        how: dict[str, Any] = {}
+        if stream.pix_fmt == "yuv420p":
+            # without accurate rounding swscale darkens chroma by a fraction of a level
+            exact = Interpolation.AREA | Interpolation.FULL_CHR_H_INT | Interpolation.ACCURATE_RND
+            how = {"dst_colorspace": Colorspace.ITU709, "dst_color_range": ColorRange.MPEG}
+            how["interpolation"] = exact
+        frame = frame.reformat(format=stream.pix_fmt, **how)
     frame.pts, frame.time_base = number, stream.codec_context.time_base
     return frame
 
@@ -426,9 +404,8 @@ def _video_frame(stream: Any, pixels: np.ndarray, number: int) -> Any:
 def _audio_frame(samples: np.ndarray, first: int, sample_rate: int) -> Any:
     import av
 
-    frame = av.AudioFrame.from_ndarray(
-        np.ascontiguousarray(samples), format="fltp", layout="stereo"
-    )
+    samples = np.ascontiguousarray(samples)
+    frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout="stereo")
     frame.sample_rate, frame.pts, frame.time_base = sample_rate, first, Fraction(1, sample_rate)
     return frame
 
@@ -461,15 +438,15 @@ def opened(path: Path) -> Iterator[Any]:
 
 def durations(path: Path) -> Durations:
     """The times in the file's own index, or the tags that FFmpeg writes in a WebM."""
-    with opened(path) as container:
-        seconds = {s.type: _seconds(s) for s in container.streams}
-    return Durations(seconds["video"], seconds.get("audio"))
 
-
-def _seconds(stream: Any) -> float:
-    if stream.duration is not None:
+    def seconds(stream: Any) -> float:
+        if stream.duration is None:
+            return float(tagged_s(stream) or 0)
         return float(stream.duration * (stream.time_base or 0))
-    return float(tagged_s(stream) or 0)
+
+    with opened(path) as container:
+        found = {stream.type: seconds(stream) for stream in container.streams}
+    return Durations(found["video"], found.get("audio"))
 
 
 def tagged_s(stream: Any) -> Fraction | None:
@@ -480,15 +457,7 @@ def tagged_s(stream: Any) -> Fraction | None:
     return None
 
 
-def _movie_timescale(fps: Fraction, sample_rate: int) -> int:
-    """Units per second of the edit lists: whole for frames and samples, if 32 bits allow."""
-    both = math.lcm(fps.numerator, sample_rate or 1)
-    return both if both < 2**31 else fps.numerator
-
-
-def _verify(
-    path: Path, num_frames: int, fps: Fraction, sample_rate: int, has_audio: bool
-) -> Durations:
+def _verify(path: Path, num_frames: int, fps: Fraction, sample_rate: int | None) -> Durations:
     """Reopen the file: the video lasts num_frames / fps, the sound as long within two frames."""
     found = durations(path)
     expected_s, frame_s = float(num_frames / fps), float(1 / fps)
@@ -496,7 +465,7 @@ def _verify(
         raise RuntimeError(
             f"{path}: the written video lasts {found.video_s:.4f} s, expected {expected_s:.4f} s"
         )
-    if has_audio:
+    if sample_rate is not None:
         slack_s = frame_s + AAC_FRAME / sample_rate
         if found.audio_s is None or abs(found.audio_s - found.video_s) > slack_s:
             raise RuntimeError(

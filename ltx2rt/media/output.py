@@ -20,13 +20,13 @@ import math
 import os
 import re
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
-from itertools import count, islice, pairwise
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile, ZipInfo
@@ -69,12 +69,10 @@ def is_numbered(path: Path) -> bool:
 def check_output(path: Path, num_frames: int | None = None) -> None:
     """Refuse a name of no known form or of one picture for several frames, and frames that would
     mix with older ones. Raises InputError."""
-    suffix = path.suffix.lower()
+    suffix, wrong = path.suffix.lower(), ""
     if suffix not in SUFFIXES:
-        raise InputError(
-            f"--output: {path} is not named {', '.join(f'*{s}' for s in SUFFIXES)}; rename it"
-        )
-    wrong = ""
+        known = ", ".join(f"*{s}" for s in SUFFIXES)
+        raise InputError(f"--output: {path} is not named {known}; rename it")
     if is_still(path) and num_frames != 1:
         wrong = "is one picture; add --num-frames 1, or number the frames"
     if is_numbered(path) and not (len(NUMBER.findall(path.name)) == path.name.count("%") == 1):
@@ -126,31 +124,23 @@ def check_encoders(path: Path, transfer: str | None = None) -> None:
 
         for encoder in (container.video, container.audio):
             if encoder not in av.codecs_available:
-                raise InputError(
-                    f"--output: {path} needs the encoder {encoder}, which this build of FFmpeg "
-                    "lacks; write *.mp4"
-                )
+                lacking = f"the encoder {encoder}, which this build of FFmpeg lacks"
+                raise InputError(f"--output: {path} needs {lacking}; write *.mp4")
 
 
 def check_streams(path: Path, has_video: bool, has_sound: bool) -> None:
     """Refuse a sound file for a video, and anything else for only sound. Raises InputError."""
-    wav = path.suffix.lower() == ".wav"
+    wav, wrong = path.suffix.lower() == ".wav", ""
     if not has_video and not has_sound:
-        raise InputError(
-            f"--output: {path}, but this pipeline makes latents alone; give --latents-out instead"
-        )
-    if wav and has_video:
-        raise InputError(
-            f"--output: {path} is a sound file, and this pipeline makes a video; name it *.mp4"
-        )
-    if not wav and not has_video:
-        raise InputError(
-            f"--output: {path} is no sound file, and this pipeline makes sound alone; name it *.wav"
-        )
-    if wav and not has_sound:
-        raise InputError(
-            f"--output: {path} is a sound file, and no sound is made; leave out --no-audio"
-        )
+        wrong = ", but this pipeline makes latents alone; give --latents-out instead"
+    elif wav and has_video:
+        wrong = " is a sound file, and this pipeline makes a video; name it *.mp4"
+    elif not wav and not has_video:
+        wrong = " is no sound file, and this pipeline makes sound alone; name it *.wav"
+    elif wav and not has_sound:
+        wrong = " is a sound file, and no sound is made; leave out --no-audio"
+    if wrong:
+        raise InputError(f"--output: {path}{wrong}")
 
 
 def write_clip(
@@ -180,19 +170,16 @@ def write_clip(
     clip |= {"origin": origin, "pixel_aspect": pixel_aspect}
     if waveform is not None and num_frames:
         fitted = fit_audio(waveform, num_frames, fps, sample_rate)
-    if beside:
-        passed = _write_frames(
-            beside, chunks, num_frames, fitted, sample_rate, comment, origin, hdr, named := []
-        )
+    if beside or is_numbered(path):
+        about = num_frames, fitted, sample_rate, comment, origin, hdr
+        passed = _write_frames(beside or path, chunks, *about, named := [])
         clip |= {"waveform": waveform, "sample_rate": sample_rate, "hdr": hdr}
-        return _write_both(path, passed, named, clip)
+        return _write_through(passed, named, partial(write_clip, path, **clip) if beside else None)
     if container := container_of(path, hdr.transfer if hdr else None):
         shown = signals(chunks, hdr) if hdr else chunks
         if waveform is not None and sample_rate not in container.audio_rates:
-            note(
-                f"{path}: {container.audio} has no {sample_rate} Hz; the sound is resampled to "
-                f"{USUAL_RATE} Hz"
-            )
+            lacking = f"{container.audio} has no {sample_rate} Hz"
+            note(f"{path}: {lacking}; the sound is resampled to {USUAL_RATE} Hz")
             waveform, sample_rate = resample(waveform, sample_rate, USUAL_RATE), USUAL_RATE
         clip |= {"waveform": waveform, "sample_rate": sample_rate}
         write_mp4(path, shown, **clip, container=container)
@@ -201,27 +188,24 @@ def write_clip(
             raise ValueError(f"{path}: there is no sound to write")
         write_wav(path, fitted, sample_rate, comment, origin)
     elif suffix == ".gif":
-        _write_gif(path, chunks, fps, waveform is not None, comment, origin, pixel_aspect)
-    elif is_still(path):
-        (pixels,) = (frame for c in chunks for frame in (as_frames(c) if hdr else to_rgb8(c)))
-        with replacing(path) as partial:
-            _write_picture(partial, suffix, pixels, comment, origin, hdr)
+        if waveform is not None:
+            note(f"{path}: a GIF has no sound; write *.mp4 for it")
+        _write_gif(path, chunks, **clip)
     else:
-        named = list[Path]()
-        about = num_frames, fitted, sample_rate, comment, origin, hdr, named
-        deque(_write_frames(path, chunks, *about), maxlen=0)
-        return {file: state_of(file) for file in named}
+        (pixels,) = (frame for c in chunks for frame in (as_frames(c) if hdr else to_rgb8(c)))
+        with replacing(path) as unfinished_path:
+            _write_picture(unfinished_path, suffix, pixels, comment, origin, hdr)
     return {path: state_of(path)}
 
 
-def _write_both(
-    path: Path, passed: Generator[np.ndarray], named: list[Path], clip: dict[str, Any]
+def _write_through(
+    passed: Generator[np.ndarray], named: list[Path], write: Callable[..., Any] | None
 ) -> dict[Path, FileState]:
-    """Write a video of the frames that `_write_frames` passes, which adds its files to `named`; both
-    or neither. clip: arguments of `write_clip`."""
+    """Write the chunks that `_write_frames` passes, which adds its files to `named`, to a video as
+    well, if `write` does that; both or neither."""
     made: dict[Path, FileState] = {}
     try:
-        made = write_clip(path, passed, **clip)
+        made = write(passed) if write else {}
         deque(passed, maxlen=0)
     except BaseException:
         passed.close()
@@ -373,28 +357,36 @@ def _write_picture(
 
 
 def _write_gif(
-    path: Path, chunks: Iterable[np.ndarray], fps: Fraction, has_sound: bool,
+    path: Path, chunks: Iterable[np.ndarray], *, num_frames: int, fps: Fraction,
     comment: dict[str, Any] | None, origin: Origin | None, pixel_aspect: Fraction,
 ) -> None:  # fmt: skip
-    """Frames at the ticks nearest to their times, of a rate above 50 fps every second, third, ..."""
-    from PIL import Image
+    """Frames at the ticks nearest to their times, of a rate above 50 fps every second, third, ...;
+    written as they come, which Pillow's `append_images` does not."""
+    from PIL import GifImagePlugin, Image
 
-    if has_sound:
-        note(f"{path}: a GIF has no sound; write *.mp4 for it")
-    every = math.ceil(fps / GIF_FPS)
-    shown = islice((frame for chunk in chunks for frame in to_rgb8(chunk)), 0, None, every)
-    pictures = [Image.fromarray(frame).quantize() for frame in shown]
-    if pixel_aspect != 1:
-        width, height = pictures[0].size
-        pictures = [picture.resize((round(width * pixel_aspect), height)) for picture in pictures]
-    ticks = [round(i * every * GIF_TICKS / fps) for i in range(len(pictures) + 1)]
+    every, number = math.ceil(fps / GIF_FPS), 0
     how: dict[str, Any] = {"comment": json.dumps(comment)} if comment is not None else {}
-    lasting_ms = [1000 // GIF_TICKS * (b - a) for a, b in pairwise(ticks)]
-    more = {"append_images": pictures[1:], "duration": lasting_ms, "loop": 0}
-    with replacing(path) as partial:
-        pictures[0].save(partial, "GIF", save_all=True, **more, **how)
+    with replacing(path) as unfinished_path:
+        with unfinished_path.open("wb") as file:
+            for number, frame in enumerate((f for chunk in chunks for f in to_rgb8(chunk)), 1):
+                if (number - 1) % every:
+                    continue
+                picture = Image.fromarray(frame).quantize()
+                if pixel_aspect != 1:
+                    picture = picture.resize((round(picture.width * pixel_aspect), picture.height))
+                start, stop = (round((number + n) * GIF_TICKS / fps) for n in (-1, every - 1))
+                lasting_ms = 1000 // GIF_TICKS * (stop - start)
+                if number == 1:
+                    picture.save(file, "GIF", loop=0, duration=lasting_ms, **how)
+                    file.seek(-1, os.SEEK_END)  # its end, which follows the last picture
+                    continue
+                one = {"duration": lasting_ms, "include_color_table": True}
+                file.writelines(GifImagePlugin.getdata(picture, **one))
+            file.write(b";")
+        if number != num_frames:
+            raise ValueError(f"frames: {number} arrived, expected {num_frames}")
         if origin:
-            origin.mark(partial, ".gif")
+            origin.mark(unfinished_path, ".gif")
 
 
 def picture_comment(image: Any) -> str | bytes:

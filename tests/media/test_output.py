@@ -139,7 +139,7 @@ def failing():
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("name", ["a.webm", "a-%05d.png"])
+@pytest.mark.parametrize("name", ["a.webm", "a-%05d.png", "a.gif"])
 @pytest.mark.parametrize(
     ("chunks", "error"), [(lambda: [clip()[:, :9]], "9 arrived, expected 17"), (failing, None)]
 )
@@ -281,7 +281,14 @@ def test_one_frame_is_a_picture_with_its_settings(tmp_path, capsys, name, off):
 def test_a_gif_moves_in_time_and_tells_its_settings(tmp_path, capsys, fps, count):
     path = tmp_path / "a.GIF"
     check_output(path)
-    write(path, fps=fps)
+
+    def chunks():
+        yield clip()[:, :9]
+        (partial,) = tmp_path.iterdir()
+        assert partial.stat().st_size > 0  # frames are written as they come
+        yield clip()[:, 9:]
+
+    write(path, chunks(), fps=fps)
     assert "a GIF has no sound" in capsys.readouterr().err
     with Image.open(path) as image:
         assert image.n_frames == count and json.loads(output.picture_comment(image)) == COMMENT

@@ -44,7 +44,8 @@ def packet_of(file: Path) -> str:
     if file.suffix == ".gif":
         return data.partition(b"!\xff\x0bXMP DataXMP")[2].partition(b"\x01\xff\xfe")[0].decode()
     if file.suffix == ".exr":
-        return attributes(data)["xmp"].decode()
+        (xmp,) = (value for name, value, _ in attributes(data) if name == "xmp")
+        return xmp.decode()
     if file.suffix == ".webm":
         with av.open(str(file)) as container:
             return container.metadata["XMP"]
