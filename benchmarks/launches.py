@@ -41,11 +41,10 @@ import torch
 import torch.distributed._functional_collectives
 import torch.nn.functional as F
 from ltx2rt_cuda import lower
-from ltx2rt_cuda.device import attention
+from ltx2rt_cuda.device import DEVICES, attention
 from ltx2rt_cuda.distributed import Position
 from ltx2rt_cuda.factory import FACTORY
 from ltx2rt_cuda.ops import WITH_KERNEL, products
-from ltx2rt_cuda.ops import attention as ops_of_attention
 from ltx2rt_cuda.ops.table import DTYPES
 from ltx2rt_kernels.choose import folder
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -339,7 +338,7 @@ def stood_in(counts: Counts) -> Iterator[None]:
         for owner, name, stand_in in (
             (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
             (attention, "aligned", aligned),
-            (ops_of_attention, "attend", attend),
+            (DEVICES["cuda"], "attention", attend),
             (products, "tried_road", lambda device: "rows"),
             (lower.RepeatModule, "forward", lambda self, *operands: once(counts, self, *operands)),
         ):

@@ -96,14 +96,14 @@ class Captured:
         self.inputs = {name: value.clone() for name, value in copied.items()}
         values = {**self.inputs, **fixed}
         ordered = [values[name] for name in program.graph.inputs]
-        self.recorded = pool.record(lambda: program.module(*ordered, *arguments))
+        self.recorded, self.outputs = pool.record(lambda: program.module(*ordered, *arguments))
 
     def __call__(self, changed: Tensors) -> Tensors:
         """Outputs by name, in their buffers."""
         for name, value in changed.items():
             self.inputs[name].copy_(value)
         self.recorded.replay()
-        return dict(zip(self.program.graph.outputs, self.recorded.outputs, strict=True))
+        return dict(zip(self.program.graph.outputs, self.outputs, strict=True))
 
 
 class RecordedLoop:

@@ -70,7 +70,8 @@ class Recorder:
 
     def record(self, run):
         self.device.counts["recorded"] += 1
-        return Recording(run)
+        recording = Recording(run)
+        return recording, recording.outputs
 
     def empty(self):
         self.id = object()

@@ -18,7 +18,7 @@ from torch import Tensor
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.errors import InputError
 from ltx2rt.ranks.environment import number
-from ltx2rt_cuda.device.attention import attention_part, gpu_attention, gpu_part
+from ltx2rt_cuda.device.attention import gpu_attention, gpu_part
 from ltx2rt_cuda.device.torch_device import Recorder, TorchDevice
 from ltx2rt_cuda.devices import RESERVE
 
@@ -45,20 +45,15 @@ class Cuda(TorchDevice):
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
 
-    def stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream()
-
-    def current_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream()
-
-    def on(self, stream: torch.cuda.Stream) -> Any:
-        return torch.cuda.stream(stream)
-
-    def event(self) -> torch.cuda.Event:
-        return torch.cuda.Event()
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
+    stream = staticmethod(torch.cuda.Stream)
+    current_stream = staticmethod(torch.cuda.current_stream)
+    on = staticmethod(torch.cuda.stream)
+    event = staticmethod(torch.cuda.Event)
+    synchronize = staticmethod(torch.cuda.synchronize)
+    # reserved bytes: the memory of recorded steps is not in `allocated`
+    peak_bytes = staticmethod(torch.cuda.max_memory_reserved)
+    attention = staticmethod(gpu_attention)
+    part = staticmethod(gpu_part)
 
     def recorder(self) -> Pool:
         return Pool()
@@ -76,18 +71,14 @@ class Cuda(TorchDevice):
 
     def info(self, recorder: Recorder | None) -> DeviceInfo:
         free, total = torch.cuda.mem_get_info()
+        unused_bytes, recorded_bytes = (
+            (recorder.unused_bytes, recorder.nbytes) if recorder else (0, 0)
+        )
         # given back where it is wanted
-        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        if recorder is not None:
-            cached -= recorder.unused_bytes
-        recorded_bytes = recorder.nbytes if recorder else 0
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - unused_bytes
         sizes = total, free + cached, torch.cuda.device_count()
         name = torch.cuda.get_device_name()
         return DeviceInfo("cuda", name, *sizes, recorded_bytes=recorded_bytes, **RESERVE)
-
-    def peak_bytes(self) -> int:
-        """Reserved bytes: the memory of recorded steps is not in `allocated`."""
-        return torch.cuda.max_memory_reserved()
 
     def take(self, mesh: str) -> torch.device:
         local = number(os.environ, "LOCAL_RANK", 0, default="0")
@@ -111,16 +102,6 @@ class Cuda(TorchDevice):
         """NCCL takes its buffers at the first collective: before anybody asks for free memory."""
         if dist.get_backend() == self.group:
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
-
-    def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
-    ) -> Tensor:
-        return gpu_attention(q, k, v, mask, scale)
-
-    def attention_part(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        return attention_part(q, k, v, mask, scale, gpu_part)
 
 
 @cache
@@ -147,7 +128,7 @@ class Pool:
         atexit.register(self.release)
         self._open()
 
-    def record(self, run: Callable[[], tuple[Tensor, ...]]) -> Recording:
+    def record(self, run: Callable[[], tuple[Tensor, ...]]) -> tuple[Any, tuple[Tensor, ...]]:
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             for _ in range(WARMUPS):
@@ -158,7 +139,7 @@ class Pool:
         graph = torch.cuda.CUDAGraph()
         with self.recording(graph):
             outputs = run()
-        return Recording(graph, outputs)
+        return graph, outputs
 
     def _open(self) -> None:
         self.id, self.kept = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
@@ -201,20 +182,6 @@ class Pool:
             graph.reset()
 
     def empty(self) -> None:
-        """No step is recorded any more, and nothing of the memory is kept."""
         self.release()
         self.graphs.clear()
         self._open()
-
-
-class Recording:
-    """A CUDA graph, and the buffers that it writes to."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: tuple[Tensor, ...]):
-        self.graph, self.outputs = graph, outputs
-
-    def replay(self) -> None:
-        self.graph.replay()
-
-    def reset(self) -> None:
-        self.graph.reset()

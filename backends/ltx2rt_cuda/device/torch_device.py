@@ -12,7 +12,7 @@ from torch import Tensor, device
 
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.placement.devices import host_memory
-from ltx2rt_cuda.device.attention import attention_part, cpu_part, torch_attention
+from ltx2rt_cuda.device.attention import cpu_part, torch_attention
 from ltx2rt_cuda.host import give_back_freed, keep_freed
 
 
@@ -42,17 +42,6 @@ class Done:
     def synchronize(self) -> None: ...
 
 
-class Recording(Protocol):
-    """A function that was recorded. A replay writes to the tensors `outputs`."""
-
-    outputs: tuple[Tensor, ...]
-
-    def replay(self) -> None: ...
-    def reset(self) -> None:
-        """Free its memory; it is not replayed again."""
-        ...
-
-
 class Recorder(Protocol):
     """Records functions, and holds the memory that their recordings share. id: changes once the
     recordings are no longer valid. serves: marks the call that wrote the memory's values."""
@@ -60,7 +49,10 @@ class Recorder(Protocol):
     id: Any
     serves: object
 
-    def record(self, run: Callable[[], tuple[Tensor, ...]]) -> Recording: ...
+    def record(self, run: Callable[[], tuple[Tensor, ...]]) -> tuple[Any, tuple[Tensor, ...]]:
+        """A recording, to `replay` and in the end `reset`, and the tensors that a replay writes."""
+        ...
+
     def empty(self) -> None:
         """Give up all recordings and their memory."""
         ...
@@ -185,17 +177,9 @@ class TorchDevice:
 
     # --- attention --------------------------------------------------------------------------------
 
-    def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
-    ) -> Tensor:
-        """softmax(q k^T scale + mask) v: q (B, tokens, heads, head_dim), k, v (B, keys, ...)."""
-        return torch_attention(q, k, v, mask, scale)
-
-    def attention_part(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """`attention`, and the logarithm of its denominator: f32 (B, heads, tokens)."""
-        return attention_part(q, k, v, mask, scale, cpu_part)
+    # softmax(q k^T scale + mask) v: q (B, tokens, heads, head_dim), k, v (B, keys, ...)
+    attention = staticmethod(torch_attention)
+    part = staticmethod(cpu_part)  # the kernel of `attention_part`
 
 
 HOST = TorchDevice()

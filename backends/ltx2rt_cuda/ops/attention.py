@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ltx2rt_cuda.device import attention as kernels
 from ltx2rt_cuda.device import device_of
 from ltx2rt_cuda.neighbourhood import neighbourhood_attention
 from ltx2rt_cuda.ops.table import fused, op
@@ -14,10 +15,7 @@ from ltx2rt_cuda.ops.table import fused, op
 def attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, *, scale: float, bias_view
 ) -> Tensor:
-    return attend(q, k, v, None if bias is None else bias.reshape(bias_view).to(q.dtype), scale)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    mask = None if bias is None else bias.reshape(bias_view).to(q.dtype)
     return device_of(q).attention(q, k, v, mask, scale)
 
 
@@ -58,7 +56,7 @@ def attention_part(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, *, scale: float, bias_view
 ) -> Tensor:
     bias = None if bias is None else bias.reshape(bias_view)
-    y, log_sum = device_of(q).attention_part(q, k, v, bias, scale)
+    y, log_sum = kernels.attention_part(q, k, v, bias, scale, device_of(q).part)
     log_sum = log_sum.transpose(1, 2).unsqueeze(-1).contiguous()
     upper = (log_sum.view(torch.int32) & -0x10000).view(torch.float32)
     return torch.cat([y, upper.to(q.dtype), (log_sum - upper).to(q.dtype)], dim=-1)
