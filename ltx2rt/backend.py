@@ -317,7 +317,8 @@ def overlapped(started: Iterable[T], later: int) -> Iterator[T]:
 
 class BackendFactory(Protocol):
     """Facts of a backend before it exists. To make one, and to ask it anything but what says so,
-    imports no framework; where that is missing, the others raise ImportError.
+    imports no framework; where that is missing, the others raise ImportError. A factory derives
+    from it, or has all of its methods.
     """
 
     name: str
@@ -326,7 +327,9 @@ class BackendFactory(Protocol):
     packages: tuple[str, ...]  # the distributions that it computes with, its framework first
     streams: Collection[str]  # networks whose layers `Backend.load` can keep in the host's memory
     # kinds of devices on which a loop's steps are recorded, and keep their memory
-    recorded: Container[str]
+    recorded: Container[str] = ()
+    hides: bool = False  # an all-reduce travels while nodes compute; in training they always wait
+    decodes: bool = False  # a product decodes rows of 8 bits as it reads them
 
     def device_kinds(self) -> Iterable[Any]:
         """The devices that can be planned for (`placement.devices.DeviceKind`)."""
@@ -337,35 +340,25 @@ class BackendFactory(Protocol):
         a mesh are read off it. steps: of a denoise step, or of the loop over all. compile: as
         `lower` takes it. train: of a training step, which is differentiated."""
 
-    def cost(
-        self,
-        graph: Graph,
-        kind: Any,
-        quantised: bool = False,
-        runs: Mapping[int, Any] | None = None,
-    ) -> Any:
-        """When a device of `kind` computes, exchanges and waits in one run of what `as_run` made: a
-        `placement.timeline.Timeline`. quantised: linears are estimated as quantised ones. runs:
-        `placement.cost.Runs` by the id of a node; there are some where a training step is
-        estimated.
-        """
-
     def rank_and_size(self, environment: Mapping[str, str]) -> tuple[int, int]:
         """(this process, their number) of a launch. InputError if the environment is wrong."""
 
     def most_processes(self, device: str) -> int:
         """Processes that `device` of this host can serve; 1 unless each device has one."""
+        return 1
 
     def one_device(self, number: int, environment: Mapping[str, str]) -> dict[str, str]:
-        """Changes to the environment of a process that shall see one device of this host alone. Of
-        factories whose `most_processes` is above 1."""
+        """Changes to the environment of a process that shall see only this device of the host;
+        asked where `most_processes` is above 1."""
+        return {}
 
     def rendezvous(self) -> Any:
         """A new connection to the launch's store (`ranks.crew.Store`). Imports the framework."""
 
     def keep_compiled(self, root: Path) -> None:
         """Cache this process's compiled programs under `root` and reuse the ones there. Imports the
-        framework. Nothing, if the framework does so by itself or compiles nothing."""
+        framework. By default nothing: the framework does so by itself or compiles nothing."""
+        return None
 
     def ahead_compiler(
         self, topology: str, mesh: Mapping[str, int], timed: bool = False
@@ -378,12 +371,17 @@ class BackendFactory(Protocol):
         it, "step" one of its steps; of a training step, a word of REMAT is one batch forward and
         backward. InputError if the compiler is not installed, or does not know the topology.
         """
+        raise InputError(
+            f"backend {self.name} compiles on the device that runs, not for one that is absent"
+        )
 
     def profile_key(self, device: DeviceInfo) -> str:
         """The name under which `placement.profiles` knows devices like it."""
+        return device.kind
 
     def takes_all(self, device: DeviceInfo) -> bool:
         """Whether a run without a mesh takes all devices like it, not only this one."""
+        return False
 
     def open(self, device: str, mesh: Mapping[str, int]) -> Backend:
         """See `get_backend`. Imports the framework."""

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ltx2rt.errors import InputError
+from ltx2rt.backend import BackendFactory
 from ltx2rt.ranks.environment import SLEEPING, rank_and_size
 
 if TYPE_CHECKING:
     from torch.distributed import PrefixStore
 
-    from ltx2rt.backend import Compiled, DeviceInfo
     from ltx2rt.graph.ir import Graph
     from ltx2rt.placement.devices import DeviceKind
-    from ltx2rt.placement.timeline import Timeline
-    from ltx2rt_cuda.backend import CudaBackend
 
 CPU_PROCESSES = 8  # on a machine with fewer cores: enough to try any mesh
 
 
-class CudaFactory:
-    """A `BackendFactory`."""
-
+class CudaFactory(BackendFactory):
     name, accelerator, process_per_device = "cuda", "GPU", True
     packages = ("torch",)
     streams = ("text-encoder", "transformer")
-    recorded = ("cuda",)
+    recorded, hides = ("cuda",), True
 
     def device_kinds(self) -> Sequence[DeviceKind]:
         from ltx2rt_cuda.devices import KINDS
@@ -39,14 +34,6 @@ class CudaFactory:
         from ltx2rt_cuda.as_run import as_run
 
         return as_run(graph, device_kind, **how)
-
-    def cost(
-        self, graph: Graph, kind: DeviceKind, quantised: bool = False, runs: Any = None
-    ) -> Timeline:
-        """Nodes run in order, computing while an all-reduce travels; in training they wait."""
-        from ltx2rt.placement.timeline import Timeline
-
-        return Timeline(kind, hidden=not runs, quantised=quantised, runs=runs or {}).of(graph)
 
     def rank_and_size(self, environment: Mapping[str, str]) -> tuple[int, int]:
         return rank_and_size(environment)
@@ -66,23 +53,7 @@ class CudaFactory:
 
         return rendezvous()
 
-    def keep_compiled(self, root: Path) -> None:
-        """Nothing to do: Inductor has its own cache."""
-
-    def ahead_compiler(
-        self, topology: str, mesh: Mapping[str, int], timed: bool = False
-    ) -> Callable[[Graph, str | None], Compiled]:
-        raise InputError(
-            "backend cuda compiles on the device that runs, not for one that is absent"
-        )
-
-    def profile_key(self, device: DeviceInfo) -> str:
-        return device.kind
-
-    def takes_all(self, device: DeviceInfo) -> bool:
-        return False
-
-    def open(self, device: str, mesh: Mapping[str, int]) -> CudaBackend:
+    def open(self, device: str, mesh: Mapping[str, int]) -> Any:
         let_threads_sleep(device)
         from ltx2rt_cuda.backend import CudaBackend
 

@@ -6,26 +6,25 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ltx2rt.backend import BackendFactory
 from ltx2rt_tpu.hosts import hosts
 
 if TYPE_CHECKING:
     from ltx2rt.backend import Compiled, DeviceInfo
     from ltx2rt.graph.ir import Graph
     from ltx2rt.placement.devices import DeviceKind
-    from ltx2rt.placement.timeline import Timeline
-    from ltx2rt_tpu.backend import TpuBackend
     from ltx2rt_tpu.distributed import CoordinatorStore
 
 
-class TpuFactory:
-    """A `BackendFactory`."""
-
+class TpuFactory(BackendFactory):
     name, accelerator, process_per_device = "tpu", "TPU", False
     packages = ("jax", "jaxlib", "libtpu")
     # XLA overlaps no copy from the host with the products of a loop, so networks that run once are
     # streamed by layers.
     streams = ("text-encoder",)
-    recorded = ()
+    # XLA orders the nodes, so nothing is assumed to hide an exchange. It decodes inside the product
+    # that reads the rows (seen in what libtpu 0.0.51 compiles for v6e).
+    decodes = True
 
     def device_kinds(self) -> Sequence[DeviceKind]:
         from ltx2rt_tpu.devices import KINDS
@@ -37,20 +36,8 @@ class TpuFactory:
 
         return as_run(graph, device_kind, **how)
 
-    def cost(
-        self, graph: Graph, kind: DeviceKind, quantised: bool = False, runs: Any = None
-    ) -> Timeline:
-        """Nothing is assumed to hide an exchange: XLA orders the nodes. It decodes rows of 8 bits
-        inside the product that reads them (seen in what libtpu 0.0.51 compiles for v6e)."""
-        from ltx2rt.placement.timeline import Timeline
-
-        return Timeline(kind, quantised=quantised, decodes=True, runs=runs or {}).of(graph)
-
     def rank_and_size(self, environment: Mapping[str, str]) -> tuple[int, int]:
         return hosts(environment)
-
-    def most_processes(self, device: str) -> int:
-        return 1
 
     def rendezvous(self) -> CoordinatorStore:
         from ltx2rt_tpu.distributed import rendezvous
@@ -75,7 +62,7 @@ class TpuFactory:
     def takes_all(self, device: DeviceInfo) -> bool:
         return device.kind == "tpu" or device.hosts > 1
 
-    def open(self, device: str, mesh: Mapping[str, int]) -> TpuBackend:
+    def open(self, device: str, mesh: Mapping[str, int]) -> Any:
         from ltx2rt_tpu.backend import TpuBackend
 
         return TpuBackend(device, mesh)

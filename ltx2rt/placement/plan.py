@@ -101,8 +101,10 @@ class StageCost:
         """One step: arithmetic and reading the weights at once, and what no work hides of the
         exchanges and of the copies from the host, each at its rate."""
         factory, whole = get_factory(kind.backend), Timeline(kind)
+        hidden = factory.hides and not self.runs  # training waits
+        how = {"quantised": self.quantised, "decodes": factory.decodes, "runs": self.runs}
         for graph, times in self.calls:
-            whole.then(factory.cost(graph, kind, self.quantised, self.runs), times)
+            whole.then(Timeline(kind, hidden, **how).of(graph), times)
         read_s = self.read_bytes / kind.memory_bytes_per_s
         whole.beside("memory", "weights", read_s, whole.clock_s - whole.waited_s)
         whole.beside("host link", "weights from the host", self.copy_s(kind), whole.clock_s)

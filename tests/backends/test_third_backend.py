@@ -15,11 +15,10 @@ from tests.placed_cases import case
 LOOM = '''
 """A backend whose devices are looms: they compute in numpy, and exchange while they compute."""
 
-from ltx2rt.backend import DeviceInfo
+from ltx2rt.backend import BackendFactory, DeviceInfo
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.placement.devices import DeviceKind
-from ltx2rt.placement.timeline import Timeline
 
 KIND = DeviceKind("loom-64gb", "loom", "loom", "hopper", 64e9, 1e12, 1e12, 1e12, 1e9, 1e-3, ("A loom",))
 
@@ -52,9 +51,9 @@ class Loom:
         return array
 
 
-class Factory:
+class Factory(BackendFactory):
     name, accelerator, process_per_device, packages = "loom", "loom", False, ("numpy",)
-    streams, recorded = (), ()
+    streams, hides = (), True
 
     def device_kinds(self):
         return [KIND]
@@ -62,14 +61,8 @@ class Factory:
     def as_run(self, graph, device_kind, steps=False, compile=False):
         return fuse(graph)
 
-    def cost(self, graph, kind, quantised=False, runs=None):
-        return Timeline(kind, hidden=True, quantised=quantised, runs=runs or {}).of(graph)
-
     def profile_key(self, device):
         return device.name
-
-    def takes_all(self, device):
-        return False
 
     def open(self, device, mesh):
         return Loom(dict(mesh))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ltx2rt.backend import get_backend, get_factory
+from ltx2rt.backend import get_backend
 from ltx2rt.fused.pattern import PATTERNS, node_of, pattern
 from ltx2rt.graph import trace
 from ltx2rt.graph.interpret import interpret
@@ -15,6 +15,7 @@ from ltx2rt.graph.ops import OPS, op
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.placement.cost import flops
 from ltx2rt.placement.devices import device_kind
+from ltx2rt.placement.timeline import Timeline
 from ltx2rt.testing import ArraySource, random_params, relative_l2
 
 TOY = "linear_tanh"
@@ -64,7 +65,7 @@ def test_a_fused_op_is_found_counted_interpreted_and_run(toy):
     assert [node.op for node in fused.nodes] == [TOY]
     assert flops(fused) == flops(graph) == 2 * 2 * 3 * 8 * 6
     kind = device_kind("h100")
-    timelines = [get_factory("cuda").cost(g, kind) for g in (graph, fused)]
+    timelines = [Timeline(kind).of(g) for g in (graph, fused)]
     assert [t.clock_s for t in timelines] == [flops(graph) / kind.flops_per_s] * 2
     assert [event.kind for event in timelines[1].events] == ["product"]
 
