@@ -8,14 +8,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Protocol
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
+from ltx2rt.graph.ir import ParamSpec
 from ltx2rt.models import connectors
 from ltx2rt.models.catalog import CATALOG
 from ltx2rt.models.geometry import Geometry
-from ltx2rt.weights.files import TensorReader
+from ltx2rt.weights.files import TensorInfo, TensorReader
 from ltx2rt.weights.names import collapse, component_of
 
 KNOWN_UNUSED = [  # tensors that checkpoints carry and no network of ours reads
@@ -34,18 +34,14 @@ _HALVES = re.compile(
     r"(?:audio_)?vae\.(?:per_channel_statistics|encoder|decoder)\."
     r"(?:(?:conv_in(?!\.conv)|(?:det_stages|upsamples)\.[0-2])\.)?"
 )
-
-
 Shapes = dict[str, dict[str, tuple[int, ...]]]  # component -> canonical name -> shape
 
 
-class Shaped(Protocol):
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
 def audit(
-    parameters: Mapping[str, Shaped], source: TensorReader, where: str | Path, partial: bool = False
+    parameters: Mapping[str, TensorInfo] | Mapping[str, ParamSpec],
+    source: TensorReader,
+    where: str | Path,
+    partial: bool = False,
 ) -> None:
     """Every parameter has exactly one tensor of its shape; every tensor is a parameter or known to
     be unused. Reads headers only. Of an autoencoder's two halves, one that no parameter belongs to
@@ -75,8 +71,8 @@ def audit(
     if unexpected and not partial:
         problems.append(f"{len(unexpected)} tensors are used by no network: {collapse(unexpected)}")
     if problems:
-        advice = "pass the checkpoint that its config describes"
-        raise InputError(f"{where}: {'; '.join(problems)}; {advice}")
+        problems.append("pass the checkpoint that its config describes")
+        raise InputError(f"{where}: {'; '.join(problems)}")
 
 
 def networks(config: ModelConfig, rows: Collection[str] = tuple(CATALOG)) -> Shapes:
@@ -86,11 +82,10 @@ def networks(config: ModelConfig, rows: Collection[str] = tuple(CATALOG)) -> Sha
     size = 2 * video.space_factor
     clip = Geometry.of(config, size, size, video.time_factor + 1, Fraction(24))
     clip = replace(clip, audio_latents=2)
-    own = [row for row in CATALOG.values() if row.name in rows and row.name == row.rules]
     graphs = [
         (row.parts, row.trace(config, row.sizes(config, clip, 1), "float32"))
-        for row in own
-        if all(config.part(part) for part in row.parts)
+        for row in CATALOG.values()
+        if row.name in rows and row.name == row.rules and all(map(config.part, row.parts))
     ]
     if config.gemma is None:
         tokens = max(config.text.video.num_registers, config.text.audio.num_registers)

@@ -28,12 +28,12 @@ files, DoRA (arXiv 2402.09353), PEFT's and ComfyUI's code. Reading keys is decid
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import mul
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -43,10 +43,10 @@ from ltx2rt.graph.encodings import E4M3, E5M2
 from ltx2rt.graph.ir import Cut
 from ltx2rt.weights import multiplied
 from ltx2rt.weights.files import TensorFile, selected
+from ltx2rt.weights.multiplied import Change
 
 # Eight bits are casts, which have no scale.
-KINDS = (ml_dtypes.bfloat16, np.float32, np.float16, np.float64, E4M3, E5M2)
-STORED = tuple(np.dtype(kind) for kind in KINDS)
+STORED = [np.dtype(kind) for kind in (ml_dtypes.bfloat16, "f4", "f2", "f8", E4M3, E5M2)]
 FACTORS = {"up", "down", *(f"hada_w{i}_{half}" for i in "12" for half in "ab")}
 FACTORS |= {f"lokr_w{i}{half}" for i in "12" for half in ("", "_a", "_b")}
 # Parts that are a tensor: which one of the module they change, and whether they take its place.
@@ -72,26 +72,11 @@ class Factors(NamedTuple):
         return np.float32(self.scale) * reduce(mul, (up @ down for up, down in wide))
 
 
-class Change(Protocol):
-    """A change of one tensor. scale: strength times the file's own. rank: 0 if it has none."""
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def scale(self) -> float: ...
-    @property
-    def shape(self) -> tuple[int | None, ...]: ...
-    @property
-    def rank(self) -> int: ...
-    def applied(self, file: TensorFile, weight: np.ndarray) -> np.ndarray:
-        """The changed tensor, float32 as `weight` is."""
-
-
-class LowRank(ABC):
+@dataclass(frozen=True)
+class LowRank(Change):
     """A change that is a sum of products, which backends add to a slice of a weight."""
 
-    kind: str
+    shape: tuple[int, int]
 
     @abstractmethod
     def factors(self, file: TensorFile, cuts: tuple[Cut, ...]) -> Factors:
@@ -103,13 +88,9 @@ class LowRank(ABC):
 
 @dataclass(frozen=True)
 class Products(LowRank):
-    """The elementwise product of one (LoRA) or two (LoHa) products. terms: keys of (up, down)."""
+    """The elementwise product of products, two for a LoHa. terms: keys of (up, down)."""
 
-    kind = "LoRA"
     terms: tuple[tuple[str, str], ...]
-    scale: float
-    shape: tuple[int, int]
-    rank: int
 
     def factors(self, file: TensorFile, cuts: tuple[Cut, ...]) -> Factors:
         rows, columns = ([c for c in cuts if c[0] == dim] for dim in (0, 1))
@@ -121,23 +102,13 @@ class Pair(Products):
     """LoRA: one product."""
 
 
-class Hadamard(Products):
-    """LoHa."""
-
-    kind = "LoHa"
-
-
 @dataclass(frozen=True)
 class Kronecker(LowRank):
     """LoKr. w1, w2: keys of a whole factor, or of its up and down. second: w2's shape."""
 
-    kind = "LoKr"
     w1: tuple[str, ...]
     w2: tuple[str, ...]
-    scale: float
-    shape: tuple[int, int]
     second: tuple[int, int]
-    rank: int
 
     def factors(self, file: TensorFile, cuts: tuple[Cut, ...]) -> Factors:
         rows, columns = (np.array(selected(n, dim, cuts)) for dim, n in enumerate(self.shape))
@@ -153,23 +124,13 @@ class Kronecker(LowRank):
 
 
 @dataclass(frozen=True)
-class Decomposed:
+class Decomposed(Change):
     """DoRA."""
 
-    kind = "DoRA"
-    change: Products | Kronecker  # Delta W without the strength
+    change: LowRank  # Delta W without the strength
     magnitude: str  # the key of m
     axis: int  # that the norm sums over
     base_norm: bool  # m is divided by |W| in place of |V|, as ComfyUI divides one of [out, 1]
-    scale: float  # the strength
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.change.shape
-
-    @property
-    def rank(self) -> int:
-        return self.change.rank
 
     def applied(self, file: TensorFile, weight: np.ndarray) -> np.ndarray:
         moved = self.change.applied(file, weight)
@@ -182,15 +143,12 @@ class Decomposed:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Difference(Change):
     """A tensor that is added, or that takes the place of the model's (whole)."""
 
-    kind = "difference"
-    key: str
-    scale: float
     shape: tuple[int, ...]
-    whole: bool = False
-    rank: int = 0
+    key: str
+    whole: bool
 
     def applied(self, file: TensorFile, weight: np.ndarray) -> np.ndarray:
         value = file.read(self.key).astype(np.float32).reshape(self.shape)
@@ -222,8 +180,9 @@ def changes_of(
     stated: the scale that the file's config gives for a rank. Raises InputError."""
     for part, key in parts.items():
         if part not in ("alpha", "on_input") and (dtype := file.info(key).dtype) not in STORED:
-            expected = ", ".join(map(str, STORED))
-            raise InputError(f"{file.path}: {key} is {dtype}, expected {expected}")
+            raise InputError(
+                f"{file.path}: {key} is {dtype}, expected {', '.join(map(str, STORED))}"
+            )
 
     def scale(rank: int, own: int) -> float:
         """own: the rank that the config's has to be, 0 for any."""
@@ -237,7 +196,8 @@ def changes_of(
     low = _low_rank(file, module, factors, scale) if factors else None
     if low is not None and (key := parts.get("magnitude")):
         axis = _axis(file, key, low.shape)
-        found["weight"].append(Decomposed(low, key, axis, base_norm and axis == 1, strength))
+        about = (low, key, axis, base_norm and axis == 1)
+        found["weight"].append(Decomposed("DoRA", strength, low.shape, low.rank, *about))
     elif low is not None:
         found["weight"].append(replace(low, scale=strength * low.scale))
     elif "magnitude" in parts:
@@ -252,7 +212,8 @@ def changes_of(
         if part in parts and part not in times:
             own = low.scale if part == "up_bias" and low is not None else 1
             shape = file.info(parts[part]).shape
-            found[tensor].append(Difference(parts[part], strength * own, shape, whole))
+            changed = Difference("difference", strength * own, shape, 0, parts[part], whole)
+            found[tensor].append(changed)
     if twice := [tensor for tensor, several in found.items() if len(several) > 1]:
         named = ", ".join(sorted(parts.values()))
         raise InputError(f"{file.path}: {named} change one {twice[0]} in several ways")
@@ -261,7 +222,7 @@ def changes_of(
 
 def _low_rank(
     file: TensorFile, module: str, parts: Mapping[str, str], scale: Callable[[int, int], float]
-) -> Products | Kronecker:
+) -> LowRank:
     """The change of a LoRA, LoHa or LoKr without its strength."""
     shapes = {part: file.info(key).shape for part, key in parts.items()}
 
@@ -284,14 +245,14 @@ def _low_rank(
     names = set(parts)
     if names == {"up", "down"}:
         keys, shape, rank = product("up", "down")
-        return Pair((keys,), scale(rank, rank), shape, rank)
+        return Pair("LoRA", scale(rank, rank), shape, rank, (keys,))
     if names == {f"hada_w{i}_{half}" for i in "12" for half in "ab"}:
         first, shape, rank = product("hada_w1_a", "hada_w1_b")
         second, same, _ = product("hada_w2_a", "hada_w2_b")
         if shape != same:
             said = f"are {list(shape)} and {list(same)}, expected one shape"
             raise InputError(f"{file.path}: the two products of {module} {said}")
-        return Hadamard((first, second), scale(rank, 0), shape, rank)
+        return Products("LoHa", scale(rank, 0), shape, rank, (first, second))
     wholes = [
         {f"lokr_{w}"} if f"lokr_{w}" in names else {f"lokr_{w}_a", f"lokr_{w}_b"}
         for w in ("w1", "w2")
@@ -300,7 +261,7 @@ def _low_rank(
         w1, (o1, i1), rank1 = factor("lokr_w1")
         w2, second, rank2 = factor("lokr_w2")
         shape, rank = (o1 * second[0], i1 * second[1]), rank2 or rank1
-        return Kronecker(w1, w2, scale(rank, 0), shape, second, rank)
+        return Kronecker("LoKr", scale(rank, 0), shape, rank, w1, w2, second)
     raise InputError(
         f"{file.path}: {module} has {', '.join(sorted(parts.values()))}, which is no whole LoRA, "
         "LoHa or LoKr; pass another file"

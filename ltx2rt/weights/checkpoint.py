@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from hashlib import sha256
@@ -23,8 +23,8 @@ from ltx2rt.release import of_version, stated, version_tuple
 from ltx2rt.weights.changes import Pair
 from ltx2rt.weights.configs import transformer
 from ltx2rt.weights.digests import digest
-from ltx2rt.weights.files import TensorFile, TensorFolder, TensorReader, open_file, open_tensors
-from ltx2rt.weights.lora import Lora, open_lora
+from ltx2rt.weights.files import TensorFile, TensorFolder, open_file, open_tensors
+from ltx2rt.weights.lora import open_lora
 from ltx2rt.weights.names import CONNECTORS, TEXT_PROJECTION
 from ltx2rt.weights.near import Given, find
 from ltx2rt.weights.part_table import FILES, PARTS, PROJECTION, names_of
@@ -87,15 +87,11 @@ class Checkpoint:
             return self.sources[component]
         if component not in COMPONENTS:
             raise InputError(f"unknown component {component!r}, known are {', '.join(COMPONENTS)}")
-        raise self._absent(component)
+        raise absent(component, self.path, self.unreadable, self.missing(component))
 
-    def _absent(self, part: str) -> InputError:
-        others = [each for each in self.missing() if each != part]
-        return absent(part, self.path, self.unreadable, others)
-
-    def missing(self) -> list[str]:
+    def missing(self, *found: str) -> list[str]:
         """Parts that a generation has and some pipelines need, and that were not found."""
-        found = {*self.sources, *(["lora"] if self.loras_found else [])}
+        found = (*found, *self.sources, *(["lora"] if self.loras_found else []))
         return [part for part in ("gemma", "upsampler", "lora") if part not in found]
 
     @cached_property
@@ -105,43 +101,29 @@ class Checkpoint:
         Those change every matrix of attention and feed-forward, audio and cross-modal ones
         included, at a rank near a tenth of the width (384 and 450 of 4096).
         """
-        source = self.source("transformer")
-        matrices = {
-            n for n in source.names() if BLOCK_MATRIX.search(n) and len(source.info(n).shape) == 2
-        }
-
-        def fits(path: Path) -> bool:
-            try:
+        source, fitting = self.source("transformer"), {}
+        shapes = {name: source.info(name).shape for name in source.names()}
+        matrices = {n for n in shapes if BLOCK_MATRIX.search(n) and len(shapes[n]) == 2}
+        for path in self.loras_found:
+            with suppress(InputError):  # such as one of int8, which may be there for others
                 lora = open_lora(path)
-            except InputError:  # such as one of int8, which may be there for others
-                return False
-            ranks = [change.rank for change in lora.changes.values() if isinstance(change, Pair)]
-            wide = 16 * max(ranks, default=0) >= self.config.transformer.width
-            return matrices <= lora.changes.keys() and wide
-
-        def of_another_release(path: Path) -> bool:
-            return stated(TensorFile(path).metadata) not in ("", self.config.release.name)
-
-        fitting = [path for path in self.loras_found if fits(path) and not of_another_release(path)]
-        if len(fitting) > 1:
-            fitting = [path for path in fitting if self._shapes_fit(open_lora(path))] or fitting
-        return fitting
+                changes = lora.changes.values()
+                ranks = [change.rank for change in changes if isinstance(change, Pair)]
+                wide = 16 * max(ranks, default=0) >= self.config.transformer.width
+                own_release = stated(lora.file.metadata) in ("", self.config.release.name)
+                if wide and own_release and matrices <= lora.changes.keys():
+                    fitting[path] = {name: change.shape for name, change in lora.changes.items()}
+        return [path for path in fitting if fitting[path].items() <= shapes.items()] or [*fitting]
 
     def distilled_lora(self) -> Path:
         """The only one of `fitting_loras`. Raises InputError that lists several."""
         if not self.loras_found:
-            raise self._absent("lora")
+            raise absent("lora", self.path, self.unreadable, self.missing("lora"))
         if found := only("lora", self.fitting_loras):
             return found
         listed = ", ".join(map(str, self.loras_found))
         said = f"no LoRA in it has the header of a distilled one: {listed}"
         raise InputError(f"{self.path}: {said}; pass one with --distilled-lora")
-
-    def _shapes_fit(self, lora: Lora) -> bool:
-        """Whether every matrix that a LoRA changes is there, as large as the LoRA has it."""
-        source = self.source("transformer")
-        shapes = {name: source.info(name).shape for name in source.names()}
-        return all(shapes.get(name) == change.shape for name, change in lora.changes.items())
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -201,16 +183,11 @@ def open_checkpoint(
         if part.check:
             part.check(read[name], config, str(place.source.where))
     layout = "diffusers" if main is None else "official"
-    return _checkpoint(path, layout, config, places, near, near.files["lora"])
+    return _checkpoint(path, layout, config, places, near)
 
 
 def _checkpoint(
-    path: Path,
-    layout: str,
-    config: ModelConfig,
-    places: Places,
-    near: Parts,
-    loras: Sequence[Path] = (),
+    path: Path, layout: str, config: ModelConfig, places: Places, near: Parts
 ) -> Checkpoint:
     """The checkpoint with these parts. Raises InputError for tensors in no known encoding."""
     sources = {name: place.source for name, place in places.items()}
@@ -224,7 +201,7 @@ def _checkpoint(
         config,
         sources,
         find_tokenizer(sources["gemma"].where if "gemma" in sources else None, near.tokenizer),
-        tuple(loras),
+        tuple(near.files["lora"]),
         tuple(near.unreadable),
         tuple(near.tokenizer),
     )
@@ -329,8 +306,8 @@ def _official(
     if {"audio_vae", "vocoder"} <= {*missing}:  # one file has both
         missing.remove("vocoder")
     if missing:
-        also = ("upsampler", "lora")
-        more = [part for part in ("gemma", *also) if part not in either and not near.files[part]]
+        also = ("gemma", "upsampler", "lora")
+        more = [part for part in also if part not in either and not near.files[part]]
         raise absent(missing, main.path, near.unreadable, more)
     gemma = either["gemma"].source.where if "gemma" in either else None
     gemma = None if gemma == main.path else gemma
@@ -392,12 +369,9 @@ def _text_source(
             "with those of the same transformer beside it"
         )
 
-    def projections(source: TensorReader) -> list[str]:
-        return [name for name in source.names() if PROJECTION.match(name)]
-
-    if not projections(text):
+    if not any(map(PROJECTION.match, text.names())):
         tensors = open_tensors(gemma_path) if gemma_path is not None else None
-        has = tensors is not None and bool(projections(tensors))
+        has = tensors is not None and any(map(PROJECTION.match, tensors.names()))
         if not has and not of_version(version_tuple(main.metadata.get("model_version"))).split:
             raise InputError(
                 f"{main.path}: no text projection ({TEXT_PROJECTION}*aggregate_embed); put the "

@@ -12,7 +12,7 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,14 +31,13 @@ from ltx2rt.weights.files import (
     MAX_HEADER_BYTES,
     MAX_NAME,
     NOT_FINITE,
+    Gathered,
     TensorFile,
     TensorFolder,
     TensorInfo,
-    TensorReader,
     cut,
     finite,
     selected,
-    stored_fields,
 )
 from ltx2rt.weights.names import official_names
 from ltx2rt.weights.packed import Fields, Packed
@@ -246,27 +245,21 @@ def later_part(path: Path) -> bool:
     return match is not None and int(match["number"]) > 1
 
 
-class CenteredNorms:
+class CenteredNorms(Gathered):
     """A text encoder in llama.cpp's layout, which stores RMSNorm weights as 1 + w. They are read as
     w, in float32. Source: llama.cpp's convert_hf_to_gguf.py, Gemma3Model.norm_shift."""
 
-    def __init__(self, source: TensorReader):
-        self._source = source
-
-    def names(self) -> Iterable[str]:
-        return self._source.names()
-
     def info(self, name: str) -> TensorInfo:
-        info = self._source.info(name)
+        info = super().info(name)
         return TensorInfo(info.shape, F32) if name.endswith("norm.weight") else info
 
     def read(self, name: str, *cuts: Cut) -> np.ndarray:
-        array = self._source.read(name, *cuts)
+        array = super().read(name, *cuts)
         return array.astype(F32) - np.float32(1) if name.endswith("norm.weight") else array
 
     def stored(self, format: str, name: str, *cuts: Cut) -> Fields | None:
         norm = name.endswith("norm.weight")
-        return None if norm else stored_fields(self._source, format, name, *cuts)
+        return None if norm else super().stored(format, name, *cuts)
 
 
 class HeaderReader:

@@ -17,6 +17,7 @@ Sources: the code of LyCORIS, PEFT (with its default, `use_cayley_neumann`) and 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isqrt
@@ -38,15 +39,25 @@ WHOLE = (
 
 
 @dataclass(frozen=True)
-class Multiplied:
-    """A change that multiplies a weight."""
+class Change(ABC):
+    """A change of one tensor."""
 
-    kind: str
+    kind: str  # such as "LoRA"
+    scale: float  # strength times the file's own
+    shape: tuple[int | None, ...]  # the tensor's; None: a size that the file does not show
+    rank: int  # 0 if it has none
+
+    @abstractmethod
+    def applied(self, file: TensorFile, weight: np.ndarray) -> np.ndarray:
+        """The changed tensor, float32 as `weight` is."""
+
+
+@dataclass(frozen=True)
+class Multiplied(Change):
+    """A change that multiplies a weight. scale: the strength."""
+
     keys: Mapping[str, str]  # the module's tensors, by part
-    scale: float  # the strength
-    shape: tuple[int | None, ...]  # the weight's; None: a size that the file does not show
     alpha: float  # the bound of OFT, or alpha / r of GLoRA
-    rank: int = 0
 
     def applied(self, file: TensorFile, weight: np.ndarray) -> np.ndarray:
         x = {part: file.read(key).astype(np.float32) for part, key in self.keys.items()}
@@ -76,7 +87,7 @@ def multiplied(
     if "on_input" in keys and ranks["whole"] == 1:
         (size,) = shapes["whole"]
         shape = (None, size) if file.read(keys["on_input"]).any() else (size, None)
-        return Multiplied("(IA)^3", keys, strength, shape, 0)
+        return Multiplied("(IA)^3", strength, shape, 0, keys, 0)
     if "a1" in keys and {*ranks.values()} == {2}:
         if shapes["a1"][0] == shapes["b1"][0] == shapes["a2"][1] == shapes["b2"][1]:
             keys = {part[0] + "21"[part[1] == "2"]: key for part, key in keys.items()}
@@ -85,17 +96,17 @@ def multiplied(
         if rank == shapes["a2"][0] == shapes["b1"][1] == shapes["b2"][0]:
             scale = 1 if alpha is None else alpha / rank
             shape = (shapes["b1"][0], shapes["b2"][1])
-            return Multiplied("GLoRA", keys, strength, shape, scale)
+            return Multiplied("GLoRA", strength, shape, 0, keys, scale)
     if "oft_R" in keys and ranks["oft_R"] == 2:
         blocks, size = shapes["oft_R"][0], _block(shapes["oft_R"][1])
         if size * (size - 1) // 2 == shapes["oft_R"][1]:
             shape = (None, blocks * size if blocks > 1 else None)
-            return Multiplied("OFT", keys, strength, shape, 0)
+            return Multiplied("OFT", strength, shape, 0, keys, 0)
     if "oft_blocks" in keys and ranks["oft_blocks"] in (3, 4):
         *_, blocks, rows, columns = shapes["oft_blocks"]
         if rows == columns:
             kind = "OFT" if ranks["oft_blocks"] == 3 else "BOFT"
-            return Multiplied(kind, keys, strength, (blocks * rows, None), alpha or 0)
+            return Multiplied(kind, strength, (blocks * rows, None), 0, keys, alpha or 0)
     found = ", ".join(f"{keys[part]} {list(shape)}" for part, shape in sorted(shapes.items()))
     raise InputError(f"{file.path}: {found} do not go together; pass another file")
 

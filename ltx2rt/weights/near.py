@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ltx2rt.errors import InputError
-from ltx2rt.models import transformer
 from ltx2rt.notes import note
 from ltx2rt.release import named, stated
 from ltx2rt.text_files import read_text
 from ltx2rt.weights import configs
+from ltx2rt.weights.audit import networks
 from ltx2rt.weights.files import TensorFile, TensorFolder, open_file, open_tensors
 from ltx2rt.weights.names import collapse, component_of
 from ltx2rt.weights.part_table import PARTS, UPSAMPLERS, names_of, word_of
@@ -110,7 +110,7 @@ def find(path: Path, given: Given, config_from: str | Path | None) -> Found:
             own |= {component_of(name) for name in parts.donor.names()} - {"gemma"}
         sought = [part for part in sought if part not in own]
         sought += [part for part in NEARBY if PARTS[part].option and part not in (*own, *sought)]
-    asked = [part for part in sought if not _given(part, given)]
+    asked = [part for part in sought if not given.get(PARTS[part].option)]
     found = {part: listed(parts.files[part], index) for part in asked}
     refuse_ambiguous(main=[getattr(file, "path", file) for file in mains], **found)
     if main is None and "transformer" not in parts.diffusers:
@@ -165,10 +165,6 @@ def _look_into(path: Path, tree: Path | None) -> tuple[list[Any], Parts]:
     return [*parts.files["main"], *index], parts
 
 
-def _given(part: str, given: Given) -> bool:
-    return bool(given.get(PARTS[part].option))
-
-
 def _keep_fitting(parts: Parts, fit: Fit, tree: bool) -> None:
     """Keep those that fit the transformer, of parts that are there more than once. tree: of every
     part, since a folder of ComfyUI has files of other models."""
@@ -195,7 +191,7 @@ def _borrow(parts: Parts, main: TensorFile | TensorFolder, given: Given) -> None
     said = "in a folder beside that of"
     for part in (*NEARBY, "lora", "text"):
         one = found.files[part]
-        if len(one) == 1 and not parts.files[part] and not _given(part, given):
+        if len(one) == 1 and not parts.files[part] and not given.get(PARTS[part].option):
             parts.files[part] = one
             note(f"{word_of(part)}: {one[0]}, {said} {main.path.name}")
     if len(found.tokenizer) == 1 and not parts.tokenizer:
@@ -227,8 +223,9 @@ class Fit:
         """The paths that fit, preferring files that state their release."""
         if part == "gemma":
             fitting = [path for path in paths if self._gemma(path)]
-            fine = [path for path in fitting if not _has_fp4(path)]
-            return fine or fitting
+            files = {path: open_file(path) for path in fitting if path.is_file()}
+            fp4 = {p for p in files if any("weight_scale_2" in n for n in files[p].names())}
+            return [path for path in fitting if path not in fp4] or fitting
         said = {path: self._stated(part, path) for path in paths}
         same = [path for path in paths if said[path] == self.release]
         return same or [path for path in paths if not said[path]]
@@ -257,10 +254,6 @@ class Fit:
         if part != "upsampler":
             return ""
         return "2.0" if "upsampler.conv.weight" in file.names() else "2.3"
-
-
-def _has_fp4(path: Path) -> bool:
-    return path.is_file() and any("weight_scale_2" in name for name in open_file(path).names())
 
 
 # ---- the config of a main file without one -------------------------------------------------------
@@ -308,9 +301,7 @@ def _release(main: TensorFile | TensorFolder) -> str:
 @cache
 def _shapes(name: str) -> dict[str, tuple[int, ...]]:
     """The transformer's tensors, by official name, of a preset."""
-    structure = transformer.ForwardShape(1, 1, 1, 1, (1,) * len(transformer.TABLES))
-    graph = transformer.trace(preset(name).config.transformer, structure, "float32")
-    return {name: spec.shape for name, spec in graph.parameters().items()}
+    return networks(preset(name).config, ("transformer",))["transformer"]
 
 
 # ---- ComfyUI's folders ---------------------------------------------------------------------------

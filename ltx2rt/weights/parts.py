@@ -58,7 +58,7 @@ def absent(
     parts: str | Sequence[str], path: Path, unreadable: Iterable[str] = (), also: Sequence[str] = ()
 ) -> InputError:
     """One line for all parts that are missing. also: further parts that some pipelines need."""
-    parts = [parts] if isinstance(parts, str) else list(parts)
+    parts = [parts] if isinstance(parts, str) else parts
     flags = " and ".join(dict.fromkeys(PARTS[part].flag for part in parts))
     said = f"{path}: no {' and no '.join(map(word_of, parts))} was found; "
     said += f"pass {'one' if len(parts) == 1 else 'them'} with {flags}"
@@ -93,9 +93,7 @@ class Parts:
     files: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
     diffusers: dict[str, list[Path]] = field(default_factory=dict)  # folders of only that layout
     tokenizer: list[Path] = field(default_factory=list)
-    donor: Any = (
-        None  # an open, complete file of the release, which has a main file's missing parts
-    )
+    donor: Any = None  # an open, complete file of the release, for parts that the main file lacks
     unreadable: list[str] = field(default_factory=list)
 
 
@@ -181,10 +179,12 @@ def scan_quietly(paths: Iterable[Path]) -> Parts:
     parts = examine(chosen)
     parts.files["main"] = [file for file in parts.files["main"] if _joint(file)]
     parts.files["lora"] = [path for path in parts.files["lora"] if _joint(open_file(path))]
-    parts.tokenizer += [
-        path for path in chosen if path.name == "tokenizer.json" and path not in parts.tokenizer
+    tokenizers = [*parts.tokenizer, *(path for path in chosen if path.name == "tokenizer.json")]
+    parts.tokenizer = [
+        path
+        for path in dict.fromkeys(tokenizers)
+        if GEMMA_3_TOKEN in first_bytes(path, MAX_TOKENIZER_BYTES)
     ]
-    parts.tokenizer = [path for path in parts.tokenizer if is_gemma_tokenizer(path)]
     parts.diffusers = {}
     files = tuple(f"{path}:" for path in chosen if path.suffix in WEIGHTS)
     ours = (*files, *(f"{path}: a config without weights" for path in chosen))
@@ -193,11 +193,17 @@ def scan_quietly(paths: Iterable[Path]) -> Parts:
 
 
 def _may_belong(path: Path) -> bool:
+    """Whether a file is a tokenizer, or has in its header a word that a part of LTX-2 has. Nothing
+    is parsed."""
     if SHARD_INDEX.fullmatch(path.name):
-        with suppress(OSError):
-            return JOINT in path.read_bytes()
-        return False
-    return path.name == "tokenizer.json" or may_be_ltx(path)
+        return JOINT in first_bytes(path, MAX_HEADER_BYTES)
+    if path.suffix not in WEIGHTS:
+        return path.name == "tokenizer.json"
+    start = first_bytes(path, 8)
+    is_gguf = start.startswith(GGUF)
+    size = START_BYTES if is_gguf else 8 + int.from_bytes(start, "little")
+    header = first_bytes(path, size) if size <= MAX_HEADER_BYTES + 8 else b""
+    return any(mark in header for mark in (GGUF_MARKS if is_gguf else MARKS))
 
 
 def inside(folder: Path) -> list[Path]:
@@ -205,32 +211,6 @@ def inside(folder: Path) -> list[Path]:
     with suppress(OSError):
         return visible(folder)
     return []
-
-
-def may_be_ltx(path: Path) -> bool:
-    """Whether the header of a file has a word that a part of LTX-2 has. Nothing is parsed."""
-    header = header_bytes(path)
-    marks = GGUF_MARKS if header.startswith(GGUF) else MARKS
-    return any(mark in header for mark in marks)
-
-
-def header_bytes(path: Path) -> bytes:
-    """The header of a safetensors file, the beginning of a GGUF file; nothing of any other."""
-    if path.suffix not in WEIGHTS:
-        return b""
-    start = first_bytes(path, 8)
-    if start.startswith(GGUF):
-        return first_bytes(path, START_BYTES)
-    size = int.from_bytes(start, "little")
-    return first_bytes(path, 8 + size) if len(start) == 8 and size <= MAX_HEADER_BYTES else b""
-
-
-def is_gemma_tokenizer(path: Path) -> bool:
-    """Whether a tokenizer.json is Gemma 3's, or a later one's, among those of other models."""
-    with suppress(OSError):
-        small = path.is_file() and path.stat().st_size <= MAX_TOKENIZER_BYTES
-        return small and GEMMA_3_TOKEN in path.read_bytes()
-    return False
 
 
 def _joint(file: Any) -> bool:

@@ -161,11 +161,12 @@ def open_folder(part: Part, path: Path) -> Place:
     keys = read_json(path / "config.json")
     stages = len(video_vae.diffusers(keys).encoder) if part.name == "video_vae" else 0
     source = renamed(open_tensors(path), path, lambda name: to_official(part.name, name, stages))
-    joined, names = fused_of(part.name, source.names()), set(source.names())
-    if missing := [row for rows in joined.values() for row in rows if row not in names]:
-        raise InputError(f"{path}: no {missing[0]}; pass a complete folder")
+    joined, names = fused_of(part.name, source.names()), dict.fromkeys(source.names())
+    for row in (row for rows in joined.values() for row in rows):
+        if names.pop(row, row) is not None:
+            raise InputError(f"{path}: no {row}; pass a complete folder")
     if joined:
-        source = renamed(JoinedRows(source, joined), path, lambda name: name)
+        source = renamed(JoinedRows(source, joined), path, str).joined(source, names)
     return Place("diffusers", source, lambda: keys)
 
 

@@ -5,6 +5,7 @@ hidden, under other names, or with rows joined.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -146,28 +147,23 @@ class RenamedSource(Gathered):
         return RenamedSource(self.where, self._home | {name: other._home[name] for name in names})
 
 
+@dataclass(frozen=True)
 class JoinedRows:
-    """A source in which some tensors of another are one, row after row."""
+    """Tensors of a source as one, row after row. joined: the parts of each."""
 
-    def __init__(self, source: TensorReader, joined: Mapping[str, tuple[str, ...]]):
-        self._source, self._joined = source, dict(joined)
+    source: TensorReader
+    joined: Mapping[str, tuple[str, ...]]
 
     def names(self) -> Iterable[str]:
-        gone = {part for parts in self._joined.values() for part in parts}
-        return [*(name for name in self._source.names() if name not in gone), *self._joined]
+        return self.joined
 
     def info(self, name: str) -> TensorInfo:
-        if name not in self._joined:
-            return self._source.info(name)
-        first, *more = (self._source.info(part) for part in self._joined[name])
-        return TensorInfo(
-            (first.shape[0] + sum(i.shape[0] for i in more), *first.shape[1:]), first.dtype
-        )
+        first, *more = map(self.source.info, self.joined[name])
+        rows = first.shape[0] + sum(info.shape[0] for info in more)
+        return TensorInfo((rows, *first.shape[1:]), first.dtype)
 
     def read(self, name: str, *cuts: Cut) -> np.ndarray:
-        if name not in self._joined:
-            return self._source.read(name, *cuts)
-        return cut(np.concatenate([self._source.read(part) for part in self._joined[name]]), *cuts)
+        return cut(np.concatenate([*map(self.source.read, self.joined[name])]), *cuts)
 
 
 def renamed(

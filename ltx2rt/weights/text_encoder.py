@@ -128,7 +128,8 @@ def open_gemma(path: Path) -> tuple[GemmaConfig | Gemma4Config, RenamedSource]:
     config = configs.gemma(gemma_keys(path))
     tensors = open_tensors(path)
     if tensors.architecture == GEMMA_GGUF:
-        return config, renamed(CenteredNorms(tensors), path, llama_cpp_to_canonical)
+        centered = CenteredNorms({name: (tensors, name) for name in tensors.names()})
+        return config, renamed(centered, path, llama_cpp_to_canonical)
     is_plain = path.is_file() and plain_gemma3(tensors)
 
     def canonical(name: str) -> str | None:
