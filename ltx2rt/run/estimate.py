@@ -180,7 +180,7 @@ def _unshared(found: Estimate, estimator: Estimator) -> Iterator[str]:
     profile = session.placement.profile
     for stage in found.plan.stages:
         for call in stage.needs(session.config):
-            branches = call.row.branches(call.sizes) if call.row.branches else 1
+            branches = call.branches
             mesh = session.placement.of(branches).mesh
             if mesh.get("guidance", 1) == 1 or call.steps is None:
                 continue

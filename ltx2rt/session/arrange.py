@@ -1,9 +1,7 @@
-"""Choose the mesh of a run without --mesh: the one with the least estimated time among the fitting
-ones.
+"""Choose the mesh of a run without --mesh: of those that fit, the one of the least estimated time.
 
 Decides only by data sheets and the run's own sizes, so that every process of a launch decides
-alike. Estimates of the denoise steps are read off graphs that are shared, placed, and changed as
-the backend does.
+alike.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from typing import Any
 
 from ltx2rt.backend import DeviceInfo, get_factory
 from ltx2rt.errors import InputError
-from ltx2rt.graph.encodings import ENCODINGS
+from ltx2rt.graph.encodings import ENCODINGS, Encoding
 from ltx2rt.graph.ir import Graph
 from ltx2rt.passes.coalesce import coalesce
 from ltx2rt.passes.place import place
@@ -92,16 +90,16 @@ class Choice:
     estimator: Estimator
 
     def __str__(self) -> str:
-        said = f"mesh {self.best}: denoising takes an estimated {self.best.time_s:.3g} s"
-        if self.runner_up is None:
-            said += "; no other takes as little memory"
-        else:
-            said += f"; the next best, --mesh {self.runner_up}, {self.runner_up.time_s:.3g} s"
-        return said + (
-            f"; {self.roomier}, {self.roomier.time_s:.3g} s, has no room for all weights"
-            if self.roomier
-            else ""
+        said, other = f"mesh {self.best}: denoising takes an estimated", self.runner_up
+        said += f" {self.best.time_s:.3g} s; "
+        said += (
+            f"the next best, --mesh {other}, {other.time_s:.3g} s"
+            if other
+            else "no other takes as little memory"
         )
+        if self.roomier:
+            said += f"; {self.roomier}, {self.roomier.time_s:.3g} s, has no room for all weights"
+        return said
 
 
 def choose(
@@ -113,9 +111,9 @@ def choose(
     estimator: Estimator | None = None,
 ) -> Choice | None:
     """The mesh of a run of these stages; None if nothing of it is split. estimator: of the same
-    options, on another number of devices. If not all weights stay on
-    the devices, the time of reloading them is included. Where none fits, the one of the least
-    weights. Raises InputError if none splits it, in the words of the profile's own mesh."""
+    options, on another number of devices. The time includes reloading weights that do not stay on
+    the devices. Where no mesh fits, the one of the least weights. Raises InputError if none splits
+    the run, in the words of the profile's own mesh."""
     budget = DatasheetBackend(kind, {}).device().room_bytes(options.max_memory)
     if estimator is None:
         estimator = Estimator(Session(checkpoint, DatasheetBackend(kind, {}), options), kind)
@@ -136,9 +134,7 @@ def choose(
         return None
     _, best, session = min(found, key=lambda one: one[0])
     others = (one for one in ranked if one is not best and one.read_bytes <= best.read_bytes)
-    roomier = (
-        ranked[0] if best is not ranked[0] and ranked[0].read_bytes > best.read_bytes else None
-    )
+    roomier = ranked[0] if ranked[0].read_bytes > best.read_bytes else None
     return Choice(best, next(others, None), roomier, session, estimator)
 
 
@@ -147,31 +143,22 @@ def arrangements(
 ) -> list[Arrangement]:
     """Every way to split the steps over the devices, the fastest first. Raises as `choose`."""
     config, kind = estimator.session.config, estimator.kind
-    calls = {
-        stage.name: call
-        for stage in stages
-        for call in stage.needs(config)
-        if call.steps is not None
-    }
+    needs = ((stage.name, call) for stage in stages for call in stage.needs(config))
+    calls = {name: call for name, call in needs if call.steps is not None}
     if not calls:
         return []
     profile = PROFILES[kind.profile]
     meant, estimated, reason = default_mesh(profile, devices), [], None
-    for mesh in _meshes(devices, max(map(_branches, calls.values()))):
+    for mesh in _meshes(devices, max(call.branches for call in calls.values())):
+        on = Placement(profile, mesh)
         try:
-            steps = {
-                name: estimator.step(call, Placement(profile, mesh)) for name, call in calls.items()
-            }
+            steps = {name: estimator.step(call, on) for name, call in calls.items()}
         except InputError as error:
             reason = error if mesh == meant else reason
             continue
-        time_s = sum(
-            calls[name].steps * step.time_s(kind)  # type: ignore[operator]
-            for name, step in steps.items()
-        )
-        estimated.append(
-            Arrangement(mesh, time_s, max(s.read_bytes for s in steps.values()), steps)
-        )
+        time_s = sum((calls[n].steps or 0) * step.time_s(kind) for n, step in steps.items())
+        read_bytes = max(step.read_bytes for step in steps.values())
+        estimated.append(Arrangement(mesh, time_s, read_bytes, steps))
     if not estimated and reason:
         raise reason
     return sorted(
@@ -182,19 +169,10 @@ def arrangements(
 def _meshes(devices: int, branches: int) -> Iterator[dict[str, int]]:
     """Sizes of `guidance`, `sequence` and `tensor`; `data` and `fsdp` serve other aims."""
     for guidance in (n for n in range(1, branches + 1) if devices % n == branches % n == 0):
-        for tensor in (
-            n for n in range(1, devices // guidance + 1) if devices // guidance % n == 0
-        ):
-            mesh = {
-                "guidance": guidance,
-                "sequence": devices // guidance // tensor,
-                "tensor": tensor,
-            }
+        left = devices // guidance
+        for tensor in (n for n in range(1, left + 1) if left % n == 0):
+            mesh = {"guidance": guidance, "sequence": left // tensor, "tensor": tensor}
             yield canonical({axis: size for axis, size in mesh.items() if size > 1})
-
-
-def _branches(call: Call) -> int:
-    return call.row.branches(call.sizes) if call.row.branches else 1
 
 
 class Estimator:
@@ -206,7 +184,7 @@ class Estimator:
         self._costs: dict[Any, StageCost] = {}
 
     def step(self, call: Call, placement: Placement) -> StageCost:
-        on = placement.of(_branches(call))
+        on = placement.of(call.branches)
         key = call.program, tuple(on.mesh.items())
         if key not in self._costs:
             graph = self._graph(call, on.mesh.get("guidance", 1) == 1)
@@ -214,20 +192,20 @@ class Estimator:
             placed = place(graph, on.rules("transformer", weights=False), on.mesh, strict)
             placed = coalesce(self._kept(placed, call))
             found = cost(Work(call.network, ((self.session.as_run(placed, steps=True), 1),), {}))
-            encoding = ENCODINGS.get(self.session.options.weights_dtype or "")
-            if encoding and encoding.product:  # almost all linears are
-                linear = sum(
-                    node_flops(node) * times
-                    for node, times in placed.walk()
-                    if is_plain_linear(node)
-                )
+            if (encoding := self._encoding) and encoding.product:  # almost all linears are
+                plain = ((n, times) for n, times in placed.walk() if is_plain_linear(n))
+                linear = sum(node_flops(node) * times for node, times in plain)
                 found = replace(found, quantised_flops=linear, quantised=True)
             self._costs[key] = found
         return self._costs[key]
 
+    @property
+    def _encoding(self) -> Encoding | None:
+        return ENCODINGS.get(self.session.options.weights_dtype or "")
+
     def _kept(self, placed: Graph, call: Call) -> Graph:
         """The graph with weights as a device holds them, but for those that it multiplies by."""
-        encoding = ENCODINGS.get(self.session.options.weights_dtype or "")
+        encoding = self._encoding
         if encoding and not encoding.product:
             return unpack(kept_as(placed, encoding.name))
         return placed if encoding else unpack(keep(placed, self.session.weights.stored(call)))

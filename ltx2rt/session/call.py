@@ -43,6 +43,11 @@ class Call:
         return network(self.network)
 
     @property
+    def branches(self) -> int:
+        row = self.row
+        return row.branches(self.sizes) if row.branches else 1
+
+    @property
     def weights(self) -> WeightsKey:
         return " ".join(filter(None, (self.row.rules, self.row.partial(self.sizes)))), self.loras
 

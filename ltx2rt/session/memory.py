@@ -113,7 +113,7 @@ class Memory:
                 yield from [(stage, "", calls)] if calls else []
                 continue
             for call in calls:
-                count = call.row.branches(call.sizes) if call.row.branches else 1
+                count = call.branches
                 yield stage, f"{count} branches" if count > 1 else "one branch", [call]
 
     def _hold(self, here: dict[WeightsKey, int], call: Call) -> None:
@@ -146,16 +146,13 @@ class Memory:
         return sum(sizes[piece] for piece in streamed(sizes, number))
 
     def _cost(self, name: str, calls: Sequence[Call]) -> StageCost:
-        loops = [
-            taken_apart(self.as_run(self.graph(c), steps=True))
-            for c in calls
-            if c.steps is not None
-        ]
+        looped = (self.graph(call) for call in calls if call.steps is not None)
+        loops = [taken_apart(self.as_run(graph, steps=True)) for graph in looped]
         runs: dict[Hashable, tuple[Graph, int]] = {}
         for call in calls:
             graph = self.as_run(self.graph(call)) if call.steps is None else loops[0].body
-            times = call.times
-            runs[self.key(call)] = (graph, runs.get(self.key(call), (graph, 0))[1] + times)
+            _, before = runs.get(key := self.key(call), (graph, 0))
+            runs[key] = graph, before + call.times
         steps = max((call.steps or 1 for call in calls), default=1)
         return cost(Work(name, tuple(runs.values()), {}, steps, loops[0].before if loops else None))
 
@@ -178,7 +175,13 @@ class Memory:
             return not (self.backend.agree(full) if several else full)
 
         if not self._choose(stages, fits):
-            raise self._no_room(stages, warm, tried["worst"], tried["budget"])
+            worst, budget = tried["worst"], tried["budget"]
+            raise InputError(
+                f"no room on {self.backend.device().name}: {worst.name} needs "
+                f"{worst.peak_bytes / 1e9:.3g} GB ({worst.weights_bytes / 1e9:.3g} weights, "
+                f"{worst.activation_bytes / 1e9:.3g} activations), {budget / 1e9:.3g} GB are free; "
+                f"try {self.advice(stages, budget, worst, warm)}"
+            )
         self.weights.free(*(key for key in self.weights.held if key not in tried["held"]))
         self.choose_road(stages)
 
@@ -194,7 +197,8 @@ class Memory:
 
     def _choose(self, stages: Sequence[Needing], fits: Callable[[Way], bool]) -> bool:
         """Whether a way fits, tried in order; of ways that stream the transformer by halving."""
-        for streams, group in groupby(list(self._ways(stages)), lambda way: _streams(way[1])):
+        every = list(self._ways(stages))
+        for streams, group in groupby(every, lambda way: "transformer" in way[1].streams):
             ways = list(group)
             if not streams and any(map(fits, ways)):
                 return True
@@ -267,8 +271,7 @@ class Memory:
         calls = {call.weights: call for stage in stages for call in stage.needs(self.config)}
         here = {key for key, call in calls.items() if store.has(key, self.graph(call))}
         sizes = [self._streamed_bytes(call) for key, call in calls.items() if key not in here]
-        size = max(sizes, default=0) * prod(self.backend.mesh.values())
-        size //= self.backend.device().hosts
+        size = store.everywhere(max(sizes, default=0))
         if not size:
             found = next((store.roads[key] for key in here & store.roads.keys()), PINNED)
         elif most is not None and size > most * 1e9:
@@ -302,17 +305,15 @@ class Memory:
             name: tuple(key for key in last if last[key] == name) for name in set(last.values())
         }
         yield self.asked, Residence(offload=True)
-        streams, number = {}, 0  # number: the transformer's layers, at most
+        sizes: dict[str, int] = {}
         if self.asked.layers != "unrolled":
             networks = {network_of(c.weights): c for _, c in calls}
-            sizes = {
-                n: len(pieces(self.graph(networks[n])))
-                for n in self.factory.streams
-                if n in networks
-            }
-            streams = {name: sizes[name] for name in ("text-encoder",) if sizes.get(name)}
-            number = sizes.get("transformer", 0)
-        keeps = any(self._keeps(call) for _, call in calls)
+            names = networks.keys() & set(self.factory.streams)
+            sizes = {name: len(pieces(self.graph(networks[name]))) for name in names}
+        streams = {name: sizes[name] for name in ("text-encoder",) if sizes.get(name)}
+        number = sizes.get("transformer", 0)  # its layers, at most
+        # what blocks compute once for all steps
+        keeps = any(c.steps is not None and len(self.graph(c).repeats) > 1 for _, c in calls)
         for keep_bytes in (None, 0) if keeps else (None,):
             tight = Residence({}, leave, keep_bytes, offload=True, reload=True)
             yield self.asked, tight
@@ -320,10 +321,6 @@ class Memory:
                 yield self.asked, replace(tight, streams=streams)
             for moved in range(1, number + 1):
                 yield self.asked, replace(tight, streams={**streams, "transformer": moved})
-
-    def _keeps(self, call: Call) -> bool:
-        """Whether blocks compute something of the call once for all steps."""
-        return call.steps is not None and len(self.graph(call).repeats) > 1  # and their loop
 
     def _tried(
         self, way: Way, stages: Sequence[Needing], warm: bool
@@ -370,35 +367,16 @@ class Memory:
             tries += [("--memory auto", {"memory": "auto"})]
         if self.asked.weights_dtype != ADVISED:
             tries += [(f"--weights-dtype {ADVISED}", {"weights_dtype": ADVISED})]
-        advice = (
-            ["more devices"]
-            if worst.name == "text"
-            else ["more devices", "fewer frames or a smaller size"]
-        )
+        advice = ["more devices"]
+        advice += ["fewer frames or a smaller size"] if worst.name != "text" else []
         session: Any = type(self)
         for words, changed in tries:
-            smaller = session(
-                self.checkpoint, self.backend, replace(self.asked, **changed), self.dtype
-            )
+            options = replace(self.asked, **changed)
+            smaller = session(self.checkpoint, self.backend, options, self.dtype)
             if smaller.fit(stages, budget, warm):
                 advice.insert(0, words)
                 break
         return " or ".join(advice)
-
-    def _no_room(
-        self, stages: Sequence[Needing], warm: bool, worst: StageCost, budget: int
-    ) -> InputError:
-        return InputError(
-            f"no room on {self.backend.device().name}: {worst.name} needs "
-            f"{worst.peak_bytes / 1e9:.3g} GB ({worst.weights_bytes / 1e9:.3g} weights, "
-            f"{worst.activation_bytes / 1e9:.3g} activations), {budget / 1e9:.3g} GB are free; "
-            f"try {self.advice(stages, budget, worst, warm)}"
-        )
-
-
-def _streams(residence: Residence) -> bool:
-    """Whether a part of the transformer is streamed."""
-    return bool(residence.streams.get("transformer"))
 
 
 def kept(

@@ -110,8 +110,8 @@ class Session(Memory):
         return *call.program, stored, kept, self.weights.adapters(call), cuts
 
     def _placement(self, call: Call) -> Placement:
-        row = call.row
-        return self.placement.of(row.branches(call.sizes)) if row.branches else self.placement.text
+        placement = self.placement
+        return placement.of(call.branches) if call.row.branches else placement.text
 
     def traced(self, call: Call, sizes: Any) -> Graph:
         """The graph of the call's network before it is placed."""

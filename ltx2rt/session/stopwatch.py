@@ -46,10 +46,9 @@ class Progress:
 
 @dataclass
 class Stopwatch:
-    """Times stages and shows them: on a terminal the running one, with a bar for the whole run, or for
-    the stage if the run's work is unknown, and a line for each finished one; elsewhere, and if
-    `verbose`, also a line when each begins. brief: without the lines of stages, for a run that tells
-    of its segments.
+    """Times stages and shows them: on a terminal a bar, of the whole run if its work is known, and a
+    line for each finished stage; elsewhere, and if `verbose`, also a line when each begins. brief:
+    without these lines, for a run that tells of its segments.
 
     stream: None shows nothing. synchronize: waits for the device. clock: seconds. observer: told
     of each step. cancelled: whether the caller wants the run to end; agree: whether a process

@@ -77,14 +77,13 @@ class RetainedWeights:
             sizes = pieces(self.graph)
             found[id(self)] = slots_bytes([sizes[piece] for piece in self.streamed])
         for name, (value, count) in self.graph.all_params().items():
-            if name in self.weights and getattr(self.weights[name], "streamed", False):
-                continue
+            layers = 1
+            names = [numbered(name, i) for i in range(count)]
             if name in self.weights:  # stacked over layers
-                found[id(self.weights[name])] = value.type.nbytes * count
-            else:
-                each = (self.weights[numbered(name, i)] for i in range(count))
-                on_device = (tensor for tensor in each if not getattr(tensor, "streamed", False))
-                found |= {id(tensor): value.type.nbytes for tensor in on_device}
+                names, layers = [name], count
+            for tensor in map(self.weights.__getitem__, names):
+                if not getattr(tensor, "streamed", False):
+                    found[id(tensor)] = value.type.nbytes * layers
         return found
 
 
@@ -93,12 +92,7 @@ class Counted:
 
     def __init__(self, source: Any):
         self.source, self.bytes = source, 0
-
-    def names(self) -> Iterable[str]:
-        return self.source.names()
-
-    def info(self, name: str) -> Any:
-        return self.source.info(name)
+        self.names, self.info = source.names, source.info
 
     def read(self, name: str, *cuts: Any) -> Any:
         tensor = self.source.read(name, *cuts)
@@ -137,11 +131,8 @@ class WeightStore:
 
     def adopt(self, planned: WeightStore) -> None:
         """Share what is known of the files with a store of the same checkpoint and options."""
-        self._stored, self._named, self._adapters = (
-            planned._stored,
-            planned._named,
-            planned._adapters,
-        )
+        self._stored, self._named = planned._stored, planned._named
+        self._adapters = planned._adapters
 
     def source(self, call: Call, loras: Sequence[LoraSpec] = ()) -> Any:
         """The tensor source of a call's network; LoRAs are merged on reading, or stay apart."""
@@ -151,9 +142,8 @@ class WeightStore:
             added = self.checkpoint.source(part)
             source = source.joined(added, added.names())
         if merged := _merged(loras):
-            partial = self.options.lora_allow_partial
-            opened = self._opened(merged)
-            source = MergedSource(source, opened, self.dtype, self.backend.merge, partial)
+            how = self.dtype, self.backend.merge, self.options.lora_allow_partial
+            source = MergedSource(source, self._opened(merged), *how)
         return source
 
     def _opened(self, loras: Sequence[LoraSpec]) -> list[Lora]:
@@ -164,8 +154,7 @@ class WeightStore:
                 raise InputError(
                     f"{spec.path}: another file than when the run was planned; start it again"
                 )
-            version, partial = self.checkpoint.config.version, self.options.lora_allow_partial
-            check_lora(lora, version, partial)
+            check_lora(lora, self.checkpoint.config.version, self.options.lora_allow_partial)
         return opened
 
     def beside(self, call: Call) -> LoraAdapters:
@@ -193,12 +182,9 @@ class WeightStore:
         parts = call.row.parts
         if parts not in self._stored:
             source = self.source(call)
-            infos = {name: source.info(name) for name in source.names()}
-            self._stored[parts] = {
-                name: info.encoding
-                for name, info in infos.items()
-                if isinstance(info, Packed) and info.encoding
-            }
+            infos = ((name, source.info(name)) for name in source.names())
+            packed = {n: x.encoding for n, x in infos if isinstance(x, Packed) and x.encoding}
+            self._stored[parts] = packed
         found = self._stored[parts]
         touched = self._touched(call, call.loras) if found else set()
         return {name: encoding for name, encoding in found.items() if name not in touched}
@@ -213,11 +199,10 @@ class WeightStore:
         if not call.loras:
             return []
         opened, partial = self._opened(call.loras), self.options.lora_allow_partial
-        merges = MergedSource(source, opened, self.dtype, allow_partial=partial).merges_into(
-            weights
-        )
+        merged = MergedSource(source, opened, self.dtype, allow_partial=partial)
         apart = [lora in _apart(call.loras) for lora in call.loras]
-        return [replace(m, beside=b) for m, b in zip(merges, apart, strict=True)]
+        merges = zip(merged.merges_into(weights), apart, strict=True)
+        return [replace(merge, beside=beside) for merge, beside in merges]
 
     def _touched(self, call: Call, loras: Sequence[LoraSpec]) -> set[str]:
         """Names of the tensors that merging these LoRAs changes."""
@@ -256,9 +241,9 @@ class WeightStore:
             del self.parked[key]
         kept = self.parked.get(key)
         if streamed and kept is None and self.residence.road != FILE:
-            self._make_host_room(
-                sum(size for piece, size in pieces(graph).items() if piece in streamed)
-            )
+            sizes = pieces(graph)
+            oldest = sorted(self.parked, key=lambda key: self._loaded_at[key][1])
+            self._make_host_room(self.everywhere(sum(sizes[p] for p in streamed)), oldest)
         if self.residence.reload:
             if kept and siblings:
                 self._park(siblings[0])
@@ -283,23 +268,24 @@ class WeightStore:
         self.loaded_bytes += source.bytes
         return RetainedWeights(weights, graph, base is not None, streamed)
 
-    def _make_host_room(self, size: int) -> None:
-        """Drop parked sets, the least recently loaded first, until `size` bytes fit."""
-        everywhere = size * prod(self.backend.mesh.values()) // self.backend.device().hosts
-        for key in sorted(self.parked, key=lambda key: self._loaded_at[key][1]):
-            if has_room(self.backend.device_kind, everywhere):
-                return
-            del self.parked[key]
+    def everywhere(self, size: int) -> int:
+        """Bytes in this host's memory of what takes `size` on each device."""
+        return size * prod(self.backend.mesh.values()) // self.backend.device().hosts
+
+    def _make_host_room(self, size: int, stale: list[WeightsKey]) -> bool:
+        """Drop `stale` parked sets, in their order, until `size` bytes fit. Whether they do."""
+        while not (fits := has_room(self.backend.device_kind, size)) and stale:
+            del self.parked[stale.pop(0)]
             self.backend.trim()
+        return fits
 
     def changed(self, call: Call, theirs: tuple[LoraSpec, ...]) -> frozenset[str]:
         """Names of the tensors that are others under the call's LoRAs and `theirs`: what those
         that are merged touch after the common beginning, and what is beside the weights."""
         ours, same = _merged(call.loras), 0
+        apart: Iterable[str] = ()
         if _apart(call.loras) != _apart(theirs) and (adapters := self.adapters(call)):
             apart = tensors(adapters.targets, self.checkpoint.config.transformer.num_layers)
-        else:
-            apart = []
         theirs = _merged(theirs)
         while same < min(len(ours), len(theirs)) and ours[same] == theirs[same]:
             same += 1
@@ -308,12 +294,9 @@ class WeightStore:
 
     def comparable(self, theirs: WeightsKey, ours: WeightsKey) -> bool:
         """Whether a set can share tensors with another; the merged files must be there."""
+        planned = (lora for lora in theirs[1] if isinstance(lora, PlannedLora))
         try:
-            same = all(
-                identity(lora.path) == lora.file
-                for lora in theirs[1]
-                if isinstance(lora, PlannedLora)
-            )
+            same = all(identity(lora.path) == lora.file for lora in planned)
         except OSError:
             return False
         is_streamed = theirs in self.held and self.held[theirs].streamed
@@ -342,16 +325,9 @@ class WeightStore:
         if key in self.parked or held.shares or not (self._parks and (self.again or before)):
             return
         stale = [other for other in self.parked if self._loaded_at[other][1] < before]
-        size = (
-            sum(held.tensors().values())
-            * prod(self.backend.mesh.values())
-            // self.backend.device().hosts
-        )
-        while not has_room(self.backend.device_kind, size):
-            if not stale:
-                return
-            del self.parked[stale.pop(0)]
-            self.backend.trim()
+        size = self.everywhere(sum(held.tensors().values()))
+        if not self._make_host_room(size, stale):
+            return
         kept = self.backend.park(held.weights)
         self._parks = kept is not None
         if kept is not None:
