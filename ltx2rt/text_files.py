@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ltx2rt.errors import InputError
+from ltx2rt.errors import InputError, concerning
 from ltx2rt.system import opened_at_once
 
 MOST_BYTES = 2**28
@@ -77,10 +77,8 @@ def read_toml(flag: str, path: Path) -> dict[str, Any]:
 
 def flag_lines(flag: str, path: Path, most_bytes: int = MOST_BYTES) -> list[str]:
     """Return the lines of a file that a flag names. Raises InputError that names both."""
-    try:
+    with concerning(flag):
         return read_text(path, most_bytes).split("\n")
-    except InputError as error:
-        raise InputError(f"{flag}: {error}") from None
 
 
 def flag_rows(flag: str, path: Path) -> Iterator[tuple[str, list[str]]]:

@@ -24,7 +24,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from ltx2rt.atomic_file import alone_in, replacing
-from ltx2rt.errors import InputError
+from ltx2rt.errors import InputError, concerning
 from ltx2rt.flags import flagged
 from ltx2rt.instruments.compare import PSNR_CAP_DB, RATE, compare_sound
 from ltx2rt.media.sound import resample
@@ -40,7 +40,7 @@ from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.text_files import read_json, read_text
 
-ABOUT, MEASURES = "about.json", "measures.json"
+ABOUT, MEASURES, AGAIN = "about.json", "measures.json", "remove it, and it is made again"
 # weights of sound's error in a search; each gives candidates of both orders
 SOUND_WEIGHTS = (1.0, 4.0)
 LEAST = 1e-9  # distance below which clips are equal
@@ -72,11 +72,8 @@ class CalibrationRuns:
         path = folder / MEASURES
         self.measures: dict[str, dict[str, float]] = {}
         if path.exists():
-            advice = "remove it, and it is made again"
-            try:
-                self.measures = read_json(path, {str: {str: float}}, advice)
-            except InputError as error:
-                raise InputError(f"--output: {error}") from None
+            with concerning("--output"):
+                self.measures = read_json(path, {str: {str: float}}, AGAIN)
 
     def _open(self) -> None:
         path, text = self.folder / ABOUT, json.dumps(self.about, sort_keys=True)
@@ -84,22 +81,18 @@ class CalibrationRuns:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._alone.enter_context(alone_in(self.folder, "--output"))
         except OSError as error:
-            raise InputError(
-                f"--output: the folder {self.folder}, which keeps the runs, cannot be made "
-                f"({error.strerror}); move what is there, or choose another name"
-            ) from error
+            wrong = f"cannot be made for the runs ({error.strerror}); move what is there"
+            raise self._refused(wrong) from error
         if not path.exists():
             if any(self.folder.iterdir()):
-                raise InputError(
-                    f"--output: {self.folder} holds files of something else; choose another name"
-                )
+                raise self._refused("holds files of something else; move them")
             with replacing(path) as partial:
                 partial.write_text(text)
         elif read_text(path) != text:
-            raise InputError(
-                f"--output: {self.folder} holds runs of other flags or another model; remove the "
-                "folder, or choose another name"
-            )
+            raise self._refused("holds runs of other flags or another model; remove the folder")
+
+    def _refused(self, wrong: str) -> InputError:
+        return InputError(f"--output: {self.folder} {wrong}, or choose another name")
 
     def exact(self, number: int) -> Mapping[str, np.ndarray]:
         """A prompt's exact run: latents and x0 by stream, `frames` and `waveform`, if made."""
@@ -115,9 +108,7 @@ class CalibrationRuns:
             with path.open("rb") as file, np.load(file) as kept:
                 return dict(kept)
         except (OSError, ValueError, BadZipFile) as error:
-            raise InputError(
-                f"--output: {path} is damaged ({error}); remove it, and it is made again"
-            ) from error
+            raise InputError(f"--output: {path} is damaged ({error}); {AGAIN}") from error
 
     def recorded(self, number: int) -> Recorded:
         """The trajectory of an exact run."""

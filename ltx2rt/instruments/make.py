@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ltx2rt.atomic_file import existing_folder
 from ltx2rt.config import Gemma4Config, GemmaConfig, ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.instruments.tensors import (
@@ -34,6 +36,7 @@ from ltx2rt.instruments.tensors import (
 from ltx2rt.session.options import NO_LORA, ModelOptions
 from ltx2rt.version import VERSION
 from ltx2rt.weights import configs
+from ltx2rt.weights.audit import Shapes
 from ltx2rt.weights.configs import gemma3, gemma4, latent_upsampler, video_vae
 from ltx2rt.weights.files import DTYPE_NAMES, TensorInfo, write_tensors
 from ltx2rt.weights.names import TEXT_PROJECTION, component_of, to_diffusers
@@ -69,17 +72,12 @@ class Manifest:
         """A line per tensor (stored name, shape, dtype); totals per file, component and overall."""
         lines, total = [], 0
         for path, tensors in self.tensors.items():
-            infos = [tensor.info for tensor in tensors.values()]
-            size = sum(info.nbytes for info in infos)
+            infos = {name: tensor.info for name, tensor in tensors.items()}
+            size = sum(info.nbytes for info in infos.values())
+            count = sum(prod(info.shape) for info in infos.values())
             total += size
-            lines.append(
-                f"{path}: {len(tensors)} tensors, {sum(prod(i.shape) for i in infos)} elements, "
-                f"{size} bytes"
-            )
-            lines += [
-                f"  {name}  {list(t.info.shape)}  {DTYPE_NAMES[t.info.dtype]}"
-                for name, t in tensors.items()
-            ]
+            lines.append(f"{path}: {len(tensors)} tensors, {count} elements, {size} bytes")
+            lines += [f"  {n}  {list(i.shape)}  {DTYPE_NAMES[i.dtype]}" for n, i in infos.items()]
         return "\n".join([*lines, *self.summary(), f"total: {total} bytes"])
 
     def summary(self) -> list[str]:
@@ -87,15 +85,11 @@ class Manifest:
         for path, tensors in self.tensors.items():
             modules = sum(name.endswith(".lora_A.weight") for name in tensors)
             lines.append(
-                f"{path}: {len(tensors)} tensors" + (f", {modules} modules" if modules else "")
+                f"{path}: {len(tensors)} tensors{f', {modules} modules' if modules else ''}"
             )
-            kinds = [component_of(tensor.name) for tensor in tensors.values()]
-            if len(set(kinds)) > 1 and not modules:
-                lines += [
-                    f"  {kind}: {kinds.count(kind)} tensors"
-                    for kind in SINGLE_FILE
-                    if kind in kinds
-                ]
+            kinds = Counter(component_of(tensor.name) for tensor in tensors.values())
+            if len(kinds) > 1 and not modules:
+                lines += [f"  {kind}: {kinds[kind]} tensors" for kind in SINGLE_FILE if kinds[kind]]
         return lines
 
 
@@ -125,22 +119,18 @@ def make_checkpoint(
     upsampler: str = "x2",
     fp8: bool = False,
 ) -> str:
-    """Write a checkpoint into `directory` (created if need be, which must not hold one of its files
-    already).
+    """Write a checkpoint into `directory`, which is made and must hold none of its files.
 
-    Returns what a person wants to see: the manifest of a dry run, else the files written.
-    Peak memory: the largest tensor. empty: all zeros in sparse files, for those who need the
-    headers alone. upsampler: its kind, one of `UPSAMPLERS`.
-    fp8: most blocks' linears as e4m3 numbers with scales, as the released fp8 files have them.
+    Returns the manifest of a dry run, else the files written. Peak memory: the largest tensor.
+    empty: only headers, of sparse files. upsampler: its kind, one of `UPSAMPLERS`. fp8: most blocks'
+    linears as e4m3 numbers with scales, as in the released fp8 files. Raises InputError.
     """
     if layout not in ("official", "diffusers"):
         raise InputError(f"unknown layout {layout!r}, known are official, diffusers")
     if seed < 0:
         raise InputError(f"seed {seed} is negative; pass one from 0 on")
     if fp8 and layout != "official":
-        raise InputError(
-            f"--fp8: such files are of the official layout, not {layout}; leave one out"
-        )
+        raise InputError("--fp8: such files are of the official layout; leave one out")
     plan = plan_checkpoint(preset(name, upsampler), name, layout, fp8)
     if dry_run:
         return plan.manifest()
@@ -159,9 +149,8 @@ def make_checkpoint(
         write_tensors(directory / path, infos, produce, metadata)
     for path, text in plan.texts.items():
         (directory / path).write_text(text)
-    return "\n".join(
-        f"{directory / line}" if not line.startswith(" ") else line for line in plan.summary()
-    )
+    lines = plan.summary()
+    return "\n".join(line if line[0] == " " else f"{directory / line}" for line in lines)
 
 
 def _check_folder(directory: Path, plan: Manifest, room: bool) -> None:
@@ -173,24 +162,19 @@ def _check_folder(directory: Path, plan: Manifest, room: bool) -> None:
     if existing := [path for path in (*plan.tensors, *plan.texts) if (directory / path).exists()]:
         raise InputError(f"{directory / existing[0]} exists; pass an empty folder")
     if others := sorted(directory.glob("*.safetensors*")):
-        raise InputError(
-            f"{directory} holds files of another model, such as {others[0].name}; pass an empty "
-            "folder"
-        )
+        found = f"holds files of another model, such as {others[0].name}"
+        raise InputError(f"{directory} {found}; pass an empty folder")
 
 
 def _check_room(directory: Path, needed: int) -> None:
     """The nearest existing folder must be one, and have room."""
-    above = directory.absolute(), *directory.absolute().parents
-    nearest = next(path for path in above if path.exists())
+    nearest = existing_folder(directory.absolute() / "a file")
     if not nearest.is_dir():
         raise InputError(f"{nearest}: is a file; pass a folder to write the checkpoint into")
     free = shutil.disk_usage(nearest).free
     if free < needed:
-        raise InputError(
-            f"{directory}: needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; choose "
-            "another disk"
-        )
+        lacking = f"needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+        raise InputError(f"{directory}: {lacking}; choose another disk")
 
 
 def plan_checkpoint(made: Preset, name: str, layout: str, fp8: bool = False) -> Manifest:
@@ -198,12 +182,16 @@ def plan_checkpoint(made: Preset, name: str, layout: str, fp8: bool = False) -> 
     assert config.gemma is not None and config.upsampler is not None
     shapes = stored(config, layout)
     version = {"model_version": ".".join(map(str, config.version))}
+    rank = made.lora_rank
+    lora = {"lora_rank": str(rank), "lora_alpha": str(rank)} | version
+    plan.add(f"{name}-distilled-lora.safetensors", lora_tensors(config, shapes, rank), lora)
 
     def tensors(component: str) -> dict[str, Tensor]:
         return tensors_of(shapes[component])
 
     if isinstance(config.gemma, Gemma4Config) and layout == "official":
-        return plan_component_files(made, name, shapes, version)
+        _add_component_files(plan, config, name, shapes, version)
+        return plan
     gemma_dir = "gemma-3" if layout == "official" else "text_encoder"
     if isinstance(config.gemma, Gemma4Config):
         folder = gemma4_tensors(config.gemma, shapes["gemma"], "model.language_model.", HF_TOWERS)
@@ -217,23 +205,15 @@ def plan_checkpoint(made: Preset, name: str, layout: str, fp8: bool = False) -> 
     tokenizer_dir = gemma_dir if layout == "official" else "tokenizer"
     plan.texts[f"{tokenizer_dir}/tokenizer.json"] = tokenizer_json(config.gemma)
     adds_bos = isinstance(config.gemma, GemmaConfig)
-    plan.add_json(
-        f"{tokenizer_dir}/tokenizer_config.json", TOKENIZER_CONFIG | {"add_bos_token": adds_bos}
-    )
-    lora = {"lora_rank": str(made.lora_rank), "lora_alpha": str(made.lora_rank)} | version
-    plan.add(
-        f"{name}-distilled-lora.safetensors", lora_tensors(config, shapes, made.lora_rank), lora
-    )
+    tokenizer = TOKENIZER_CONFIG | {"add_bos_token": adds_bos}
+    plan.add_json(f"{tokenizer_dir}/tokenizer_config.json", tokenizer)
 
     if layout == "official":
-        whole = {
-            key: tensor for component in SINGLE_FILE for key, tensor in tensors(component).items()
-        }
+        whole = {key: x for component in SINGLE_FILE for key, x in tensors(component).items()}
         metadata = {"config": json.dumps(configs.official_json(config))} | version
         plan.add(f"{name}.safetensors", in_fp8(whole, config) if fp8 else whole, metadata)
         flat = {"config": json.dumps(latent_upsampler.upsampler_json(config.upsampler, "official"))}
-        scale, kind = config.upsampler.kind.split()
-        plan.add(f"{name}-{kind}-upsampler-{scale}.safetensors", tensors("upsampler"), flat)
+        plan.add(f"{name}-{_upsampler(config.upsampler)}.safetensors", tensors("upsampler"), flat)
         return plan
     stages = len(config.video_vae.encoder)
     texts = {
@@ -254,14 +234,16 @@ def plan_checkpoint(made: Preset, name: str, layout: str, fp8: bool = False) -> 
     return plan
 
 
-def plan_component_files(
-    made: Preset,
-    name: str,
-    shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
-    version: Mapping[str, str],
-) -> Manifest:
-    """The official layout of LTX-2.5: a file a part, the text encoder's with its tokenizer."""
-    config, plan = made.config, Manifest()
+def _upsampler(config: Any) -> str:
+    """The end of an upsampler's file name."""
+    scale, kind = config.kind.split()
+    return f"{kind}-upsampler-{scale}"
+
+
+def _add_component_files(
+    plan: Manifest, config: ModelConfig, name: str, shapes: Shapes, version: Mapping[str, str]
+) -> None:
+    """Plan the official layout of LTX-2.5: a file a part, the text encoder's with its tokenizer."""
     assert isinstance(config.gemma, Gemma4Config)
     whole, text = configs.official_json(config), tensors_of(shapes["text"])
     projection = {key: tensor for key, tensor in text.items() if key.startswith(TEXT_PROJECTION)}
@@ -287,13 +269,8 @@ def plan_component_files(
         if part.write and not part.section and config.part(part.name):
             suffix = part.name.replace("_", "-")
             if part.name in UPSAMPLERS:
-                scale, kind = config.need(part.name).kind.split()
-                suffix = f"{kind}-upsampler-{scale}"
+                suffix = _upsampler(config.need(part.name))
             add(suffix, tensors_of(shapes[part.name]), part.write(config, "official"))
-    rank = {"lora_rank": str(made.lora_rank), "lora_alpha": str(made.lora_rank)}
-    lora = lora_tensors(config, shapes, made.lora_rank)
-    plan.add(f"{name}-distilled-lora.safetensors", lora, {**rank, **version})
-    return plan
 
 
 def _gemma4_file(
@@ -310,7 +287,7 @@ def _gemma4_file(
 
 
 def _video_vae_files(
-    config: ModelConfig, shapes: Mapping[str, Mapping[str, tuple[int, ...]]], section: Any
+    config: ModelConfig, shapes: Shapes, section: Any
 ) -> Iterator[tuple[str, dict[str, Tensor], Any]]:
     """The files of both decoders, each with the encoder: suffix, tensors, section of the config."""
     conv, diffusion = (PARTS[name] for name in names_of(lambda part: part.decoder))
@@ -328,19 +305,16 @@ def _video_vae_files(
 
 def assets(gemma: Gemma4Config) -> dict[str, Tensor]:
     """The files that a text-encoder file carries as tensors of bytes."""
-    files = {
-        "tokenizer_json": tokenizer_json(gemma),
-        "hf_asset__tokenizer_config.json": json.dumps(TOKENIZER_CONFIG | {"add_bos_token": False}),
-        "hf_asset__processor_config.json": json.dumps(
-            {"processor_class": "Gemma4UnifiedProcessor"}
-        ),
-        "hf_asset__generation_config.json": json.dumps({"bos_token_id": gemma.bos_token_id}),
-        "hf_asset__chat_template.jinja": "{{ messages }}",
+    documents = {
+        "tokenizer_config": TOKENIZER_CONFIG | {"add_bos_token": False},
+        "processor_config": {"processor_class": "Gemma4UnifiedProcessor"},
+        "generation_config": {"bos_token_id": gemma.bos_token_id},
     }
+    files = {f"hf_asset__{name}.json": json.dumps(found) for name, found in documents.items()}
+    files["hf_asset__chat_template.jinja"] = "{{ messages }}"
+    files["tokenizer_json"] = tokenizer_json(gemma)
     found = {name: text.encode() for name, text in files.items()}
-    return {
-        name: Tensor(name, TensorInfo((len(data),), U8), data=data) for name, data in found.items()
-    }
+    return {n: Tensor(n, TensorInfo((len(data),), U8), data=data) for n, data in found.items()}
 
 
 SCHEDULER_CONFIG = {  # the released one
@@ -376,13 +350,10 @@ TOKENIZER_CONFIG = {
 
 def model_index(texts: Mapping[str, Mapping[str, Any]], config: ModelConfig) -> dict[str, Any]:
     """texts: config.json of each folder, by part."""
-    newest = isinstance(config.gemma, Gemma4Config)
-    text_encoder = (
-        "Gemma4UnifiedForConditionalGeneration" if newest else "Gemma3ForConditionalGeneration"
-    )
+    gemma = "Gemma4Unified" if isinstance(config.gemma, Gemma4Config) else "Gemma3"
     classes = {
         "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
-        "text_encoder": ["transformers", text_encoder],
+        "text_encoder": ["transformers", f"{gemma}ForConditionalGeneration"],
         "tokenizer": ["transformers", "GemmaTokenizer"],
     }
     listed = [PARTS[name] for name in texts if PARTS[name].library]
@@ -404,15 +375,8 @@ def _vision(config: GemmaConfig) -> dict[str, Any]:
 def tokenizer_json(config: GemmaConfig | Gemma4Config, corpus: Sequence[str] = CORPUS) -> str:
     """A small Gemma-style BPE with byte fallback, trained on a few sentences. As the released ones,
     that of Gemma 3 adds BOS and that of Gemma 4 does not."""
-    from tokenizers import (
-        Tokenizer,
-        decoders,
-        models,
-        normalizers,
-        pre_tokenizers,
-        processors,
-        trainers,
-    )
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from tokenizers.trainers import BpeTrainer
 
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>"]
     special += ["<start_of_image>", "<end_of_image>", "<image_soft_token>"]
@@ -422,7 +386,7 @@ def tokenizer_json(config: GemmaConfig | Gemma4Config, corpus: Sequence[str] = C
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-    trainer = trainers.BpeTrainer(
+    trainer = BpeTrainer(
         vocab_size=min(480, config.vocab_size),
         special_tokens=special + [f"<0x{byte:02X}>" for byte in range(256)],
         show_progress=False,

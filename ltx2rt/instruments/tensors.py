@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -68,9 +68,7 @@ def stored(config: ModelConfig, layout: str = "official") -> Shapes:
     return shapes
 
 
-def lora_tensors(
-    config: ModelConfig, shapes: Mapping[str, Mapping[str, tuple[int, ...]]], rank: int
-) -> dict[str, Tensor]:
+def lora_tensors(config: ModelConfig, shapes: Shapes, rank: int) -> dict[str, Tensor]:
     """Every linear of the transformer at rank min(rank, in, out), with 2.0's text projection."""
     targets = {n: shape for n, shape in shapes["transformer"].items() if n.endswith(".weight")}
     if config.release.lora_changes_text:
@@ -168,18 +166,18 @@ def split_rows(component: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[
         parts = rows_of(component, name)
         rows, *rest = tensor.info.shape or (0,)
         info = TensorInfo((rows // 3, *rest), tensor.info.dtype)
-        yield from (
-            (part, Tensor(tensor.name, info, part=(i, len(parts)))) for i, part in enumerate(parts)
-        )
+        for i, part in enumerate(parts):
+            yield part, Tensor(tensor.name, info, part=(i, len(parts)))
         if not parts:
             yield name, tensor
 
 
-FLAT_TOWERS = {
-    name: f"{name}." for name in ("vision_model", "multi_modal_projector", "audio_projector")
+HF_TOWERS = {
+    "vision_model": "model.vision_embedder.",
+    "multi_modal_projector": "model.embed_vision.",
+    "audio_projector": "model.embed_audio.",
 }
-_NAMES = ("model.vision_embedder.", "model.embed_vision.", "model.embed_audio.")
-HF_TOWERS = dict(zip(FLAT_TOWERS, _NAMES, strict=True))
+FLAT_TOWERS = {name: f"{name}." for name in HF_TOWERS}
 
 
 def values(tensor: Tensor, seed: int) -> np.ndarray:
@@ -229,8 +227,7 @@ def values(tensor: Tensor, seed: int) -> np.ndarray:
     return (array * np.float32(gain) if gain != 1 else array).astype(tensor.info.dtype)
 
 
-def _fixed(name: str, shape: Iterable[int]) -> np.ndarray | None:
-    shape = tuple(shape)
+def _fixed(name: str, shape: tuple[int, ...]) -> np.ndarray | None:
     if name.endswith("upsample.filter") or name.endswith("downsample.lowpass.filter"):
         return filters.antialias_taps(shape[-1])
     if name.endswith("mel_basis"):

@@ -16,12 +16,12 @@ import struct
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from xml.sax.saxutils import quoteattr
 
 import numpy as np
 
-from ltx2rt.errors import InputError
+from ltx2rt.errors import InputError, concerning
 from ltx2rt.text_files import read_bytes
 from ltx2rt.version import VERSION
 
@@ -118,8 +118,7 @@ class Origin:
         """Add the XMP to a finished MP4, MOV or GIF, and sign a file of any form that can be signed.
         suffix: of the file's final name."""
         if suffix in (".mp4", ".mov"):
-            packet = XMP_BOX + self.xmp().encode()
-            _append(file, packet)
+            _append(file, XMP_BOX + self.xmp().encode())
         elif suffix == ".gif":
             data = file.read_bytes()
             start = 13 + (3 << (data[10] % 8 + 1) if data[10] & 128 else 0)  # header and colours
@@ -146,23 +145,17 @@ class Origin:
             "when": self.time,
         }
         opened = {"action": "c2pa.opened", "parameters": {"ingredientIds": ["kept0"]}}
+        actions = {"actions": [opened, made] if self.kept else [made]}
         manifest = {
             "claim_generator_info": [{"name": "ltx2rt", "version": VERSION}],
             "format": kind,
             "instance_id": f"xmp.iid:{self.identity}",
-            "assertions": [
-                {
-                    "label": "c2pa.actions.v2",
-                    "data": {"actions": [opened, made] if self.kept else [made]},
-                }
-            ],
+            "assertions": [{"label": "c2pa.actions.v2", "data": actions}],
         }
-        own = self.signature
-        info: Any = c2pa.C2paSignerInfo
+        own, c2pa_info = self.signature, cast(Any, c2pa.C2paSignerInfo)
+        info = c2pa_info(own.algorithm.encode(), own.certificate, own.key, None)
         with (
-            c2pa.Signer.from_info(
-                info(own.algorithm.encode(), own.certificate, own.key, None)
-            ) as by,
+            c2pa.Signer.from_info(info) as by,
             c2pa.Builder(json.dumps(manifest)) as builder,
         ):
             for number, path in enumerate((*self.kept, *self.shown)):
@@ -186,14 +179,13 @@ def _add_ingredient(builder: Any, path: Path, role: str, label: str) -> None:
     import c2pa
 
     about = json.dumps({"title": path.name, "relationship": role, "label": label})
-    for kind in (mimetypes.guess_type(path.name)[0], "application/octet-stream"):
+    kind, unknown = mimetypes.guess_type(path.name)[0], "application/octet-stream"
+    with path.open("rb") as file:
         try:
-            with path.open("rb") as file:
-                builder.add_ingredient(about, kind or "application/octet-stream", file)
-            return
+            builder.add_ingredient(about, kind or unknown, file)
         except c2pa.C2paError:
-            if kind == "application/octet-stream":
-                raise
+            file.seek(0)
+            builder.add_ingredient(about, unknown, file)
 
 
 def read_signature(certificate: Path, key: Path) -> Signature:
@@ -204,7 +196,8 @@ def read_signature(certificate: Path, key: Path) -> Signature:
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
     except ModuleNotFoundError:
         raise InputError("--sign needs c2pa-python; in the clone: pip install '.[c2pa]'") from None
-    texts = [_bytes_of(path) for path in (certificate, key)]
+    with concerning("--sign"):
+        texts = [read_bytes(path, MOST_PEM_BYTES) for path in (certificate, key)]
     try:
         chain = x509.load_pem_x509_certificates(texts[0])
     except ValueError:
@@ -233,23 +226,14 @@ def read_signature(certificate: Path, key: Path) -> Signature:
     return signature
 
 
-def _bytes_of(path: Path) -> bytes:
-    try:
-        return read_bytes(path, MOST_PEM_BYTES)
-    except InputError as error:
-        raise InputError(f"--sign: {error}") from None
-
-
 def _algorithm(private: Any, key: Path) -> str:
     """C2PA's name of a key's algorithm (C2PA 2.2, section 13.2.1)."""
-    kind = type(private).__name__.lower()
-    if "ed25519" in kind:
-        return "ed25519"
-    if "rsa" in kind:
-        return "ps256"
-    curves = {"secp256r1": "es256", "secp384r1": "es384", "secp521r1": "es512"}
-    if (curve := getattr(getattr(private, "curve", None), "name", "")) in curves:
-        return curves[curve]
+    curve = getattr(getattr(private, "curve", None), "name", "")
+    names = {"ed25519": "ed25519", "rsa": "ps256"}
+    names |= {"secp256r1": "es256", "secp384r1": "es384", "secp521r1": "es512"}
+    for kind, name in names.items():
+        if kind == curve or kind in type(private).__name__.lower():
+            return name
     known = "Ed25519, RSA or ECDSA on P-256, P-384, P-521"
     raise InputError(f"--sign: {key} is of a kind that C2PA does not use; expected {known}")
 

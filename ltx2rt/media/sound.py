@@ -85,11 +85,8 @@ def read_sound(
             where = f"in {len(track.lost)} places, the first {where}"
         say(f"{path}: {lost_s:.3g} s of its sound are missing {where}; silence is put there")
     if track.ends_early:
-        promise = f"its header says {track.promised_s:.4g} s"
-        say(
-            f"{path}: its sound ends at {track.ends_s:.4g} s, {promise}; if it is cut, copy it "
-            "again"
-        )
+        ends = f"ends at {track.ends_s:.4g} s, its header says {track.promised_s:.4g} s"
+        say(f"{path}: its sound {ends}; if it is cut, copy it again")
     return waveform, track.rate
 
 
@@ -163,7 +160,12 @@ def _decoded(path: Path, start_s: float, max_duration_s: float | None, on_time: 
                     kind, channels = "flt", 2
                 if form is None:
                     form = this
-                    _check_stream(path, kind, frame.sample_rate)
+                    if kind not in LEVELS:
+                        known = ", ".join(LEVELS)
+                        raise InputError(
+                            f"{path}: its samples are {kind}, known: {known}; save it again as WAV"
+                        )
+                    check_rate(path, frame.sample_rate)
                     track = _Track(channels, frame.sample_rate, frame.time or 0.0)
                     track.mixed = decoded.layout.name if this[1] > 2 else ""
                     skip = round((start_s - track.first_s) * track.rate)
@@ -171,9 +173,8 @@ def _decoded(path: Path, start_s: float, max_duration_s: float | None, on_time: 
                     if max_duration_s is not None:
                         track.stop = track.skip + round(max_duration_s * track.rate)
                 if this != form:
-                    raise InputError(
-                        f"{path}: its sound changes from {form} to {this}; save it again as WAV"
-                    )
+                    change = f"its sound changes from {form} to {this}"
+                    raise InputError(f"{path}: {change}; save it again as WAV")
                 track.add(path, frame)
                 if track.position >= track.stop:
                     break
@@ -212,20 +213,11 @@ def _numbers(frame: Any, start: int, stop: int) -> np.ndarray:
         return (kept - np.float32(offset)) / np.float32(one)
 
 
-def _check_stream(path: Path, kind: str, rate: int) -> None:
-    if kind not in LEVELS:
-        raise InputError(
-            f"{path}: its samples are {kind}, known: {', '.join(LEVELS)}; save it again as WAV"
-        )
-    check_rate(path, rate)
-
-
 def check_rate(where: Path, rate: int) -> None:
     """Raises InputError."""
     if not MIN_RATE <= rate <= MAX_RATE:
-        raise InputError(
-            f"{where}: a sample rate of {rate} Hz, expected {MIN_RATE} to {MAX_RATE}; resample it"
-        )
+        expected = f"expected {MIN_RATE} to {MAX_RATE}"
+        raise InputError(f"{where}: a sample rate of {rate} Hz, {expected}; resample it")
 
 
 def resample(waveform: np.ndarray, rate: int, new_rate: int) -> np.ndarray:
@@ -244,16 +236,10 @@ def resample(waveform: np.ndarray, rate: int, new_rate: int) -> np.ndarray:
     first = phases * old // new - width  # input of each phase's first tap, from its block's first
     inputs = first[:, None] + np.arange(2 * width + 2)
     t = (inputs / old - phases[:, None] / new) * cutoff
-    taps = (
-        np.sinc(t)
-        * np.cos(np.pi * t / (2 * ZERO_CROSSINGS)) ** 2
-        * (np.abs(t) < ZERO_CROSSINGS)
-        * cutoff
-        / old
-    )
-    padded = np.pad(
-        waveform.astype(np.float64), [(0, 0)] * (waveform.ndim - 1) + [(width, width + 1)]
-    )
+    window = np.cos(np.pi * t / (2 * ZERO_CROSSINGS)) ** 2 * (np.abs(t) < ZERO_CROSSINGS)
+    taps = np.sinc(t) * window * cutoff / old
+    silence = [(0, 0)] * (waveform.ndim - 1) + [(width, width + 1)]
+    padded = np.pad(waveform.astype(np.float64), silence)
     start, out = block * old + first[phase] + width, 0.0
     for tap in range(taps.shape[1]):
         out = out + padded[..., start + tap] * taps[phase, tap]

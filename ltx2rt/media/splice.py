@@ -38,12 +38,10 @@ def splice_frames(
     for chunk in chunks:
         rgb = np.array(levels(chunk))
         for number, pixels in enumerate(rgb, first):
-            kept = next(frames, None)
+            kept, expected = next(frames, None), f"{rgb.shape[2]}x{rgb.shape[1]}"
             if kept is None or kept.shape != pixels.shape:
                 found = "nothing" if kept is None else f"{kept.shape[1]}x{kept.shape[0]}"
-                raise ValueError(
-                    f"source: {found} at frame {number}, expected {rgb.shape[2]}x{rgb.shape[1]}"
-                )
+                raise ValueError(f"source: {found} at frame {number}, expected {expected}")
             if number not in made:
                 pixels[:] = kept
         first += len(rgb)
@@ -72,8 +70,8 @@ def splice_sound(
 class Seam:
     """The frames of a segment that joins clips: `before` frames that repeat the end of one clip (0:
     there is none), `new` ones, and `after` frames that repeat the beginning of another. fade:
-    whether up to FADE_FRAMES of the frames that both sides have are blended. heard_s: seconds of
-    the segment that repeat the sound of the one clip, where that ends before its frames do."""
+    whether up to FADE_FRAMES shared frames are blended. heard_s: seconds of the segment that repeat
+    the sound of the first clip, where that ends before its frames."""
 
     before: int
     new: int
@@ -160,18 +158,12 @@ def join_sound(
     sound is moved by up to LAG_S to where it fits best; between two clips it is stretched.
     """
     fade, compared = (round(seconds * sample_rate) for seconds in (SEAM_S, COMPARED_S))
-    left, right = (min(compared, n) for n in (before.shape[1], after.shape[1]))
-    lags = [
-        _lag(made, clip, at, round(LAG_S * sample_rate))
-        for clip, at in (
-            (before[:, before.shape[1] - left :], start - left),
-            (after[:, :right], stop),
-        )
-        if clip.size
-    ]
+    end = before.shape[1]
+    near = before[:, max(end - compared, 0) :], after[:, :compared]
+    places, most = (start - near[0].shape[1], stop), round(LAG_S * sample_rate)
+    lags = [_lag(made, clip, at, most) for clip, at in zip(near, places, strict=True) if clip.size]
     made = _moved(made, [start, stop], lags)
     out = np.concatenate([before, made[:, start:stop], after], axis=1).astype(np.float32)
-    end = before.shape[1]
     left, right = min(fade, end, start), min(fade, after.shape[1], made.shape[1] - stop)
     last, first = slice(end - left, end), slice(end + stop - start, end + stop - start + right)
     out[:, last] += _rise(left) * (made[:, start - left : start] - out[:, last])
@@ -184,9 +176,8 @@ def _lag(made: np.ndarray, clip: np.ndarray, at: int, most: int) -> int:
     size = clip.shape[1]
     heard = np.pad(made.astype(np.float64), ((0, 0), (most, most)))[:, at : at + size + 2 * most]
     heard = np.pad(heard, ((0, 0), (0, size + 2 * most - heard.shape[1])))
-    found = sum(
-        np.correlate(x, y, "valid") for x, y in zip(heard, clip.astype(np.float64), strict=True)
-    )
+    pairs = zip(heard, clip.astype(np.float64), strict=True)
+    found = sum(np.correlate(x, y, "valid") for x, y in pairs)
     total = np.cumsum(np.pad((heard**2).sum(0), (1, 0)))
     likeness = found / np.sqrt(np.maximum(total[size:] - total[:-size], 1e-12))
     lags = np.arange(-most, most + 1)

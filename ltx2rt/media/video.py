@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache, partial
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,11 @@ SOUND_LONGER_S = 1  # than the picture, of a whole file
 class VideoInfo:
     """width, height: upright, in pixels, even: an odd one loses its last. fps: the header's
     average. rotation: degrees counter-clockwise by which the decoder's frames are turned. times_s:
-    of every frame; the first need not be 0, and the sound that belongs to it starts there as well.
-    pixel_aspect: the width of a pixel by its height, upright. sound_s: when the sound ends, by the
-    header, after the first frame.
-    ignored: a sentence for each thing that reading changes or leaves out. varies: the average
-    rate of frames that are resampled by time, else 0. resize: what brings the pictures to this width and height, if
-    the file has others.
-    """
+    of every frame; the first need not be 0, and its sound starts there as well. pixel_aspect: the
+    width of a pixel by its height, upright. sound_s: when the sound ends, by the header, after the
+    first frame. ignored: a sentence for each thing that reading changes or leaves out. varies: the
+    average rate of frames that are resampled by time, else 0. resize: brings the pictures to this
+    width and height, if the file has others."""
 
     width: int
     height: int
@@ -61,8 +59,8 @@ class VideoInfo:
     def said(self, fps: Fraction | None = None) -> Iterator[str]:
         """Sentences about changes; a variable rate is resampled to its own, or to `fps`."""
         if self.varies:
-            rates = f"around {float(self.varies):.4g} fps; it is resampled to {float(fps or self.fps):.5g}"
-            yield f"its frame rate varies {rates} fps"
+            to = f"it is resampled to {float(fps or self.fps):.5g} fps"
+            yield f"its frame rate varies around {float(self.varies):.4g} fps; {to}"
         yield from self.ignored
 
 
@@ -108,9 +106,8 @@ def _info(path: Path, flag: str, most: int | None, state: Any) -> VideoInfo:
             for frame in packet.decode():
                 first = first or frame
                 if (frame.width, frame.height) != (first.width, first.height):
-                    raise InputError(
-                        f"{flag}: {path} changes its size at frame {len(times)}; cut it there"
-                    )
+                    change = f"changes its size at frame {len(times)}"
+                    raise InputError(f"{flag}: {path} {change}; cut it there")
                 times.append(None if frame.pts is None else frame.pts * frame.time_base)
             if most is not None and len(times) >= most:
                 break
@@ -119,14 +116,12 @@ def _info(path: Path, flag: str, most: int | None, state: Any) -> VideoInfo:
                 raise _truncated(path, flag, len(times))
         fps = stream.average_rate or stream.guessed_rate
         if first is None or not fps:
-            raise InputError(
-                f"{flag}: {path} has no frames, or tells no frame rate; save it again as MP4"
-            )
+            wrong = "has no frames, or tells no frame rate"
+            raise InputError(f"{flag}: {path} {wrong}; save it again as MP4")
         fps, ignored = Fraction(fps), list(_ignored(stream, first))
         if None not in times and len(times) > 1 and not 0 < times[-1] - times[0] < LONGEST_S:
-            ignored.append(
-                f"its timestamps are damaged; its frames are read at {float(fps):.4g} fps"
-            )
+            read = f"its frames are read at {float(fps):.4g} fps"
+            ignored.append(f"its timestamps are damaged; {read}")
             times[0] = None
         if None in times:
             times = [i / fps for i in range(len(times))]
@@ -136,11 +131,10 @@ def _info(path: Path, flag: str, most: int | None, state: Any) -> VideoInfo:
             rate = min(COMMON_RATES, key=lambda common: abs(common - mean))
             count = max(round((times[-1] - times[0] + 1 / mean) * rate), 1)
             fps, times = rate, [times[0] + i / rate for i in range(count)]
-        turns, _ = _upright(first)
+        (turns, _), size = _upright(first), (first.width // 2 * 2, first.height // 2 * 2)
         aspect = Fraction(stream.sample_aspect_ratio or 1)
         return VideoInfo(
-            width=(first.height if turns % 2 else first.width) // 2 * 2,
-            height=(first.width if turns % 2 else first.height) // 2 * 2,
+            *(size[::-1] if turns % 2 else size),
             num_frames=len(times[:most]),
             fps=fps,
             rotation=turns * 90,
@@ -157,9 +151,8 @@ def is_constant(times: Sequence[Fraction], fps: Fraction) -> bool:
     """Whether frame i is shown at i / fps, counted from the first one. Timestamps may be off by
     less than half a frame, as in containers that count milliseconds."""
     at = [(time - times[0]) * fps for time in times]
-    return all(abs(x - i) < Fraction(1, 2) for i, x in enumerate(at)) and all(
-        abs(b - a - 1) < 0.5 for a, b in pairwise(at)
-    )
+    near = all(abs(x - i) < 0.5 for i, x in enumerate(at))
+    return near and all(abs(b - a - 1) < 0.5 for a, b in pairwise(at))
 
 
 def _ignored(stream: Any, frame: Any) -> Iterator[str]:
@@ -186,10 +179,10 @@ def _sound_end_s(container: Any) -> float:
 
 def _ends_early(container: Any, stream: Any, times: list[Fraction | None]) -> bool:
     """Whether frames end before the header's length, where the file's count does not tell."""
-    slack_s = SOUND_LONGER_S if container.streams.audio else 2 / (stream.average_rate or 1)
-    end_s = Fraction(container.duration or 0, 10**6)
-    if tag_s := tagged_s(stream):  # length of only the picture
-        end_s, slack_s = tag_s, 2 / (stream.average_rate or 1)
+    tag_s = tagged_s(stream)  # length of only the picture
+    end_s = tag_s or Fraction(container.duration or 0, 10**6)
+    with_sound = container.streams.audio and not tag_s
+    slack_s = SOUND_LONGER_S if with_sound else 2 / (stream.average_rate or 1)
     last = times[-1] if times else None
     return last is not None and last + slack_s < end_s
 
@@ -244,16 +237,13 @@ def _resampled(
         yield from (pixels for _, pixels in frames)
         return
     times, shown, since = iter(info.times_s), None, Fraction(0)
-    due = next(times, None)
-    for time, pixels in frames:
+    due, end = next(times, None), [(math.inf, np.zeros(0))]
+    for time, pixels in chain(frames, end):
         time = since if time is None else time
         while shown is not None and due is not None and 2 * due < since + time:
             yield shown
             due = next(times, None)
         shown, since = pixels, time
-    while shown is not None and due is not None:
-        yield shown
-        due = next(times, None)
 
 
 @contextmanager
@@ -264,17 +254,14 @@ def _reading(path: Path, flag: str) -> Iterator[tuple[Any, Any]]:
 
     try:
         with opened(path) as container:
-            moving = [
-                s for s in container.streams.video if not s.disposition & Disposition.attached_pic
-            ]
+            pictures = Disposition.attached_pic
+            moving = [s for s in container.streams.video if not s.disposition & pictures]
             if not moving:
                 raise InputError(f"{flag}: {path} has no video; expected a file such as *.mp4")
             yield container, moving[0]
     except (FFmpegError, OSError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(
-            f"{flag}: {path} is no readable video ({reason}); save it again as MP4"
-        ) from error
+        wrong = f"is no readable video ({getattr(error, 'strerror', None) or error})"
+        raise InputError(f"{flag}: {path} {wrong}; save it again as MP4") from error
 
 
 def _upright(frame: Any) -> tuple[int, bool]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ltx2rt.errors import InputError
+from ltx2rt.errors import InputError, concerning
 from ltx2rt.models.step_plan import StepPlan
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.text_files import read_json
@@ -55,12 +55,10 @@ def remarks(request: Any, checkpoint: Checkpoint) -> Iterator[str]:
 def read(given: PlanFile, steps: int) -> StepPlan:
     """The plan of the file for a schedule of so many steps. Raises InputError."""
     flag, path = "--step-plan", given.path
-    try:
+    with concerning(flag):
         found = read_json(path, SHAPE, "docs/pipelines.md shows a file of plans")
         if any(p["order"] not in (1, 2) for p in found["plans"]):
             raise InputError(f"{path} is damaged (an order other than 1 and 2); calibrate again")
-    except InputError as error:
-        raise InputError(f"{flag}: {error}") from None
     form, theirs = found["format"], found["steps"]
     made = {p["evaluations"]: StepPlan.of(p["evaluate"], p["order"]) for p in found["plans"]}
     table = np.array(found["sigmas"], np.float32)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.atomic_file import alone_in, remove_left, replacing
-from ltx2rt.errors import InputError
+from ltx2rt.errors import InputError, concerning
 from ltx2rt.notes import note
 from ltx2rt.pipelines.request import Request
 from ltx2rt.run.files import UNNAMED, Files
@@ -97,10 +97,8 @@ def _kept(request: Request, folder: Path) -> Iterator[str]:
 
 def _check(asked: Any, folder: Path, segmented: bool) -> None:
     path = folder / REQUEST
-    try:
+    with concerning("--output"):
         found = read_json(path, dict, "remove the folder") if path.exists() else None
-    except InputError as error:
-        raise InputError(f"--output: {error}") from None
     if found not in (None, asked) and not segmented:
         note(f"steps of another run are removed ({_difference(found, asked)})")
         discard(folder, last=False)

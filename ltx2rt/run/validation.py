@@ -21,7 +21,7 @@ from ltx2rt.run.plan import make_plan
 from ltx2rt.session.options import NO_LORA, LoraSpec, existing_file
 from ltx2rt.session.session import Session
 from ltx2rt.stages.stage import FRAMES
-from ltx2rt.text_files import parse, read_text
+from ltx2rt.text_files import flag_lines, parse
 from ltx2rt.train.data import parse_bucket
 from ltx2rt.train.run import Run
 
@@ -81,11 +81,7 @@ def with_validation(run: Run) -> Run:
 
 
 def _requests(run: Run, path: Path) -> Iterator[Request]:
-    try:
-        lines = read_text(path).split("\n")
-    except InputError as error:
-        raise InputError(f"{FLAG}: {error}") from None
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(flag_lines(FLAG, path), 1):
         if not line.strip():
             continue
         try:

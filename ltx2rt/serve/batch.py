@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ltx2rt.errors import InputError
+from ltx2rt.errors import InputError, concerning
 from ltx2rt.flags import flagged
 from ltx2rt.pipelines.groups.images import PlacedImage, parse_image
 from ltx2rt.serve.admission import Admission
@@ -165,11 +165,9 @@ def with_files(
         found[name] = []
         for item in items:
             rest = {key: value for key, value in item.items() if key != "path"}
-            try:
+            with concerning(name):
                 path = os.path.expanduser(str(item.get("path")))
                 found[name].append(rest | (kept(path, kind) if "path" in item else {}))
-            except InputError as error:
-                raise InputError(f"{name}: {error}") from None
     return found
 
 

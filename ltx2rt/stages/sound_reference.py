@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ltx2rt.config import ModelConfig
-from ltx2rt.errors import InputError
+from ltx2rt.errors import InputError, concerning
 from ltx2rt.media.sound import read_sound
 from ltx2rt.models.geometry import Geometry, audio_positions, pack_audio
 from ltx2rt.models.mel import WINDOW
@@ -63,12 +63,9 @@ class SoundReference(Conditioning):
         g, said = self.clip, []
         latent_s = g.audio_time_factor * g.mel_hop / g.mel_sample_rate
         most_s = MAX_S if self.before else g.audio_latents * latent_s
-        try:
-            found, rate = read_sound(
-                self.path, 0.0, most_s + 1.0, on_time=not self.before, say=said.append
-            )
-        except InputError as error:
-            raise InputError(f"{self.flag}: {error}") from None
+        how = {"on_time": not self.before, "say": said.append}
+        with concerning(self.flag):
+            found, rate = read_sound(self.path, 0.0, most_s + 1.0, **how)
         if found.shape[1] > (size := round(most_s * rate)):
             limit = "the longest reference" if self.before else "as long as the clip"
             said.append(f"{self.path}: its first {most_s:.4g} s are used, {limit}")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ltx2rt.atomic_file import replacing
-from ltx2rt.errors import InputError
+from ltx2rt.errors import InputError, concerning
 from ltx2rt.text_files import mismatch, read_json_lines
 from ltx2rt.train.data import parse_bucket
 from ltx2rt.weights.files import TensorFile
@@ -103,10 +103,8 @@ def _read(cache: Path) -> tuple[dict[str, Any], list[Sample]]:
         raise InputError(
             f"--data: {cache} is no finished cache; make it with `ltx2rt train prepare`"
         )
-    try:
+    with concerning("--data"):
         head, *rows = read_json_lines(path, dict, AGAIN)
-    except InputError as error:
-        raise InputError(f"--data: {error}") from None
     try:
         for value, shape in [(head, HEAD), *((row, LINE) for row in rows)]:
             if wrong := mismatch(value, shape):
