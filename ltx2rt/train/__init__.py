@@ -1,9 +1,5 @@
 """LoRA training: data, recipe, loop, state and metrics. Imports neither framework: a backend's
-`Trainer` computes.
-
-`ltx2rt.train(...)` is `ltx2rt.run.train.train`, which is above this package and found when it is
-called.
-"""
+`Trainer` computes."""
 
 import sys
 from importlib import import_module
@@ -12,7 +8,7 @@ from typing import Any
 
 
 class _Callable(ModuleType):
-    """The Python interface has a function of the package's own name."""
+    """Make `ltx2rt.train(...)` call the function of this name, which is in a package above."""
 
     def __call__(self, *args: Any, **flags: Any) -> Any:
         return import_module("ltx2rt.run.train").train(*args, **flags)

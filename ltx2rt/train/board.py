@@ -21,20 +21,17 @@ class EventFiles:
 
     @staticmethod
     def check() -> None:
-        """Raises InputError where it is not installed."""
+        """Raises InputError where TensorBoard is not installed."""
         if find_spec("tensorboard") is None:
-            said = "the package tensorboard is not installed"
-            raise InputError(f"--tensorboard: {said}; install it, or read metrics.jsonl")
+            raise InputError(
+                "--tensorboard: the package is not installed; install it, or read metrics.jsonl"
+            )
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """All numbers of a line of metrics."""
+        """Write all numbers of a line of metrics."""
         event: Any = import_module("tensorboard.compat.proto.event_pb2")
-        summary: Any = import_module("tensorboard.compat.proto.summary_pb2")
-        values = [
-            summary.Summary.Value(tag=name, simple_value=float(value))
-            for name, value in row.items()
-            if name != "step" and isinstance(value, (int, float))
-        ]
-        found = summary.Summary(value=values)
-        self.writer.add_event(event.Event(wall_time=time.time(), step=row["step"], summary=found))
+        kept = {name: x for name, x in row.items() if isinstance(x, (int, float))}
+        values = [{"tag": name, "simple_value": x} for name, x in kept.items() if name != "step"]
+        made = event.Event(wall_time=time.time(), step=row["step"], summary={"value": values})
+        self.writer.add_event(made)
         self.writer.flush()

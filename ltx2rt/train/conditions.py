@@ -19,13 +19,11 @@ def given_tokens(
     stream: str,
     streams: Sequence[str] = ("video", "audio"),
 ) -> dict[str, np.ndarray]:
-    """bool[tokens] of either stream: the tokens of one sample that the conditions of a resolved
-    request give.
+    """Return bool[tokens] of either stream: the tokens of one sample that the conditions of a
+    resolved request give.
 
-    latents: mask f32[f, h, w] and audio_mask f32[n] count, more than 0.5 where tokens are given.
-    stream: the sample's random numbers; each condition has its own. streams: the present ones;
-    sound without a picture has spans of its own latents, otherwise of the picture's frames and the
-    sound of their time.
+    latents: of them mask f32[f, h, w] and audio_mask f32[n], above 0.5 where tokens are given.
+    stream: the sample's random numbers. streams: the present ones.
     """
     video = np.zeros((g.frames, g.rows, g.columns), bool)
     audio = np.zeros(g.audio_latents, bool)
@@ -38,10 +36,9 @@ def given_tokens(
     for name, span in (("prefix", r.prefix), ("suffix", r.suffix)):
         count, share = span or (0, 0.0)
         if drawn(name, share):
-            frames, sounds = span_of(name, count, g, "video" in streams)
-            first = name == "prefix"
-            video[slice(None, frames) if first else slice(g.frames - frames, None)] = True
-            audio[slice(None, sounds) if first else slice(len(audio) - sounds, None)] = True
+            sizes = span_of(name, count, g, "video" in streams)
+            for given, size in zip((video, audio), sizes, strict=True):
+                given[slice(size) if name == "prefix" else slice(len(given) - size, None)] = True
     if drawn("mask", r.mask):
         video |= latents.get("mask", np.float32(0)) > 0.5
         audio |= latents.get("audio_mask", np.float32(0)) > 0.5
@@ -52,23 +49,23 @@ def given_tokens(
 
 
 def span_of(name: str, count: int, g: Geometry, shown: bool = True) -> tuple[int, int]:
-    """Latent frames that are given, and latents of the sound of their time; without a picture, of
-    sound that `count` counts. At most half of a clip that is no longer than the span."""
+    """Return how many latent frames are given, and latents of the sound of their time; without a
+    picture, `count` counts these. At most half of a clip that is no longer than the span."""
+    whole = g.frames if shown else g.audio_latents
+    given = min(count, max(1, whole // 2)) if count >= whole else count
     if not shown:
-        whole = g.audio_latents
-        return 0, min(count, max(1, whole // 2)) if count >= whole else count
-    frames = min(count, max(1, g.frames // 2)) if count >= g.frames else count
-    kept = pixel_frames(frames, g.time_factor)
-    kept = kept if name == "prefix" else frames * g.time_factor
-    return frames, round(g.audio_latents * kept / pixel_frames(g.frames, g.time_factor))
+        return 0, given
+    factor = g.time_factor
+    kept = pixel_frames(given, factor) if name == "prefix" else given * factor
+    return given, round(g.audio_latents * kept / pixel_frames(g.frames, factor))
 
 
 def rectangle(sides: tuple[int, ...], g: Geometry) -> tuple[slice, slice]:
-    """Latent rows and columns that lie whole in a rectangle of pixels (top, left, bottom, right);
-    of 0, 0, 0, 0 the middle half of both."""
+    """Return the latent rows and columns that are whole in a rectangle of pixels (top, left,
+    bottom, right); of 0, 0, 0, 0 the middle half of both."""
     if not any(sides):
-        found = [slice(n // 4, max(n // 4 + 1, n - n // 4)) for n in (g.rows, g.columns)]
-        return found[0], found[1]
+        rows, columns = (slice(n // 4, max(n // 4 + 1, n - n // 4)) for n in (g.rows, g.columns))
+        return rows, columns
     top, left, bottom, right = sides
     rows, columns = (
         slice(-(-first // g.space_factor), min(last, side) // g.space_factor)

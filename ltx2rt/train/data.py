@@ -1,8 +1,5 @@
-"""Training data as people have it: a folder of clips and captions, or a table of them.
-
-Decides which files make a sample, and which bucket a clip belongs to. Opens captions and tables,
-no clip.
-"""
+"""Training data as people have it: a folder of clips and captions, or a table of them. Decides
+which files make a sample, and which bucket a clip belongs to; opens no clip."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -57,8 +54,7 @@ class ClipFiles:
 
     @property
     def files(self) -> list[Path]:
-        found = (self.video, self.audio, self.reference, self.mask)
-        return [p for p in (*found, self.audio_reference, self.audio_mask) if p]
+        return [path for f in fields(ClipFiles) if (path := getattr(self, f.name))]
 
 
 @dataclass(frozen=True)
@@ -101,14 +97,12 @@ def parse_bucket(text: str, flag: str = "--buckets") -> Bucket:
     return Bucket(width, height, frames)
 
 
-NTSC = {"23.976": 24, "29.97": 30, "59.94": 60}  # times 1000 / 1001
-
-
 def parse_rate(text: str) -> Fraction | None:
     """Frames per second; None for `keep`. Raises ValueError."""
     if text == "keep":
         return None
-    rate = Fraction(1000 * NTSC[text], 1001) if text in NTSC else Fraction(text)
+    ntsc = {"23.976": 24, "29.97": 30, "59.94": 60}
+    rate = Fraction(1000 * ntsc[text], 1001) if text in ntsc else Fraction(text)
     if not 0 < rate <= 1000:
         raise ValueError
     return rate
@@ -126,13 +120,12 @@ def bucket_of(size: tuple[int, int, int], buckets: Sequence[Bucket]) -> Bucket |
     """The bucket of a clip of (width, height, frames): the nearest aspect ratio, then most frames,
     then largest area. None if the clip is shorter than all of them."""
     width, height, frames = size
-    fitting = [bucket for bucket in buckets if bucket.frames <= frames]
-    aspect = math.log(width / height)
-    return min(
-        fitting,
-        key=lambda b: (abs(math.log(b.width / b.height) - aspect), -b.frames, -b.width * b.height),
-        default=None,
-    )
+
+    def rank(b: Bucket) -> tuple[float, int, int]:
+        unlike = abs(math.log(b.width / b.height) - math.log(width / height))
+        return unlike, -b.frames, -b.width * b.height
+
+    return min((b for b in buckets if b.frames <= frames), key=rank, default=None)
 
 
 def read_clips(
@@ -148,17 +141,17 @@ def read_clips(
         )
     found = [*_clips_of(path)] if path.is_dir() else []
     table = next((path / name for name in TABLES if (path / name).is_file()), None)
-    if table and not any(map(_text_file, (file for file, _ in found))):
+    if table and not any(_text_file(file) for file, _ in found):
         note(f"captions: {table}")
         path = table
-    if names and path.is_dir():
-        said = f"{path} is a folder, whose captions are NAME.txt"
-        raise InputError(f"--{next(iter(names))}-column: {said}; leave it out")
-    if path.is_dir():
-        made = [(str(f.relative_to(path)), partial(_clip, path, f, more)) for f, more in found]
-    else:
+    if not path.is_dir():
         rows = enumerate(_rows(path), 1)
         made = [(f"row {i}", partial(_row, path, row, COLUMNS | names)) for i, row in rows]
+    elif names:
+        said = f"{path} is a folder with captions in NAME.txt"
+        raise InputError(f"--{next(iter(names))}-column: {said}; leave it out")
+    else:
+        made = [(str(f.relative_to(path)), partial(_clip, path, f, more)) for f, more in found]
     if not made:
         raise InputError(
             f"{path}: no clips were found; expected files of {' '.join(VIDEOS + SOUNDS + IMAGES)}"
@@ -189,8 +182,8 @@ def _clips_of(folder: Path) -> Iterator[tuple[Path, dict[str, Path]]]:
     own: list[Path] = []
     beside: defaultdict[Path, dict[str, Path]] = defaultdict(dict)
     for path in sorted(folder.rglob("*")):
-        suffix = path.suffix.lower()
-        hidden = any(is_hidden(Path(name)) for name in path.relative_to(folder).parts)
+        suffix, inner = path.suffix.lower(), path.relative_to(folder)
+        hidden = any(map(is_hidden, (inner, *inner.parents[:-1])))
         if hidden or suffix not in VIDEOS + SOUNDS + IMAGES:
             continue
         stem, _, kind = path.stem.rpartition(".")
@@ -206,11 +199,11 @@ def _clips_of(folder: Path) -> Iterator[tuple[Path, dict[str, Path]]]:
 
 def _clip(folder: Path, file: Path, more: Mapping[str, Path]) -> CaptionedClip:
     """The sample of a file, with its caption and sound from the neighbouring files."""
-    sound = file.suffix.lower() in SOUNDS
-    beside = next((p for p in map(file.with_suffix, SOUNDS) if p.exists()), None)
     text = _text_file(file)
     caption = read_text(text, CAPTION_BYTES).strip() if text else ""
-    own = {"audio": file} if sound else {"video": file, "audio": beside}
+    sound = next((p for p in map(file.with_suffix, SOUNDS) if p.exists()), None)
+    alone = file.suffix.lower() in SOUNDS
+    own = {"audio": file} if alone else {"video": file, "audio": sound}
     return CaptionedClip(str(file.relative_to(folder)), caption, **own, **more)
 
 
@@ -240,23 +233,23 @@ def _rows(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _row(path: Path, row: Mapping[str, Any], columns: Mapping[str, Sequence[str]]) -> CaptionedClip:
-    got: dict[str, str | None] = {}
+    got: dict[str, str] = {}
     for kind, names in columns.items():
-        value = next((row[name] for name in names if row.get(name)), None)
+        value = next((row[name] for name in names if row.get(name)), "")
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
         if isinstance(value, (list, dict)):
             raise InputError(f"its {kind} is {json.dumps(value)[:80]}, expected one text")
-        got[kind] = None if value is None else str(value)
-    if not got["video"] and not got["audio"]:
+        got[kind] = str(value)
+    name, caption = got["video"] or got["audio"], got.pop("caption")
+    if not name:
         raise InputError(f"it names no clip; expected a column {' or '.join(columns['video'])}")
-    files: dict[str, Path | None] = {}
-    for kind in columns.keys() - {"caption"}:
-        files[kind] = file = path.parent / name if (name := got[kind]) else None
+    files = {kind: path.parent / inner for kind, inner in got.items() if inner}
+    for file in files.values():
         try:
-            if file is not None and not file.is_file():
+            if not file.is_file():
                 raise InputError(f"{file} does not exist or is no file; check the path")
         except (OSError, ValueError) as error:  # a name that is too long, or has a zero byte
             raise InputError(f"{str(file)[:200]}: {error}; check the path") from None
-    if files["video"] and files["video"].suffix.lower() in SOUNDS:
-        files |= {"video": None, "audio": files["audio"] or files["video"]}
-    return CaptionedClip(got["video"] or got["audio"] or "", got["caption"] or "", **files)
+    if "video" in files and files["video"].suffix.lower() in SOUNDS:
+        files = {"audio": files.pop("video")} | files
+    return CaptionedClip(name, caption, **files)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -95,19 +96,16 @@ def latents_of(session: Session, job: ClipPiece, watch: Stopwatch) -> dict[str, 
         last = len(facts_of(clip.mask, job.name).times_s) - 1  # a still covers the whole clip
         found["mask"] = _mask(piece(clip.mask, g, tuple(min(i, last) for i in job.frames)))
     sounds = {"audio": job.sound, "audio_reference": clip.audio_reference}
-    for name, path in sounds.items() if job.sound else ():
-        if path is not None:
+    for name, path in sounds.items():
+        if job.sound and path is not None:
             state = State()
-            sound = SourceSound(path, g, job.start_s, fit="pad", sound=False)
-            sound.run(session, state, watch)
+            SourceSound(path, g, job.start_s, fit="pad", sound=False).run(session, state, watch)
             found[name] = state.source["audio"][0]
     if job.sound and clip.audio_mask is not None:
-        waveform, _ = read_sound(clip.audio_mask, job.start_s, job.length_s)
-        edges = np.linspace(0, waveform.shape[1], g.audio_latents + 1).astype(int)
-        level = np.abs(waveform).max(0)
-        found["audio_mask"] = np.array(
-            [level[a : max(b, a + 1)].mean() for a, b in pairwise(edges)]
-        )
+        level = np.abs(read_sound(clip.audio_mask, job.start_s, job.length_s)[0]).max(0)
+        edges = np.linspace(0, len(level), g.audio_latents + 1).astype(int)
+        means = [level[a : max(b, a + 1)].mean() for a, b in pairwise(edges)]
+        found["audio_mask"] = np.array(means)
     return {name: np.asarray(x, np.float32) for name, x in found.items()}
 
 
@@ -128,21 +126,18 @@ def decoded(
     """Write a sample as the model would show it: CACHE/verify/NUMBER-NAME.mp4 (or .wav)."""
     folder, latents = cache / "verify", read_arrays(sample_path(cache, key))
     folder.mkdir(exist_ok=True)
-    waveform, rate = None, session.config.vocoder.sample_rate
+    options, config = session.options, session.config
+    sound: dict[str, Any] = {}
     if "audio" in latents:
         waveform = decode_sound(session, latents["audio"][None])[1][0]
+        sound = {"waveform": waveform, "sample_rate": config.vocoder.sample_rate}
     path = folder / f"{number:03d}-{Path(job.name).stem}.mp4"
     if "video" not in latents:
-        assert waveform is not None
-        write_wav(path := path.with_suffix(".wav"), waveform, rate)
+        write_wav(path := path.with_suffix(".wav"), **sound)
         return path
-    options, config = session.options, session.config
     state = State(video=latents["video"][None])
     decoder = video_decoder(config, options.video_decoder)
     stage = decoding(decoder, job.geometry(config), config, options.vae_tiling, Noise((0,)))
     stage.run(session, state, watch)
-    write_mp4(
-        path, next(state.frames), num_frames=job.bucket.frames, fps=job.fps, waveform=waveform,
-        sample_rate=rate,
-    )  # fmt: skip
+    write_mp4(path, next(state.frames), num_frames=job.bucket.frames, fps=job.fps, **sound)
     return path

@@ -39,11 +39,9 @@ def read_factors(lora: Lora, source: TensorReader) -> dict[str, tuple[np.ndarray
     for name, change in changes.items():
         if not isinstance(change, Pair):
             raise InputError(f"{lora.path}: {name} is a {change.kind}; training takes LoRA alone")
-        if change.shape != tuple(source.info(name).shape):
-            raise InputError(
-                f"{lora.path}: it changes {name} as {list(change.shape)}, the model has "
-                f"{list(source.info(name).shape)}; pass a LoRA of this model"
-            )
+        if change.shape != (shape := tuple(source.info(name).shape)):
+            said = f"it changes {name} as {list(change.shape)}, the model has {list(shape)}"
+            raise InputError(f"{lora.path}: {said}; pass a LoRA of this model")
         (((up, down),), scale) = change.factors(lora.file, ())
         up, down = (np.asarray(half, np.float32) for half in (up, down))
         found[name.removesuffix(".weight")] = down, up * np.float32(scale)
@@ -53,11 +51,10 @@ def read_factors(lora: Lora, source: TensorReader) -> dict[str, tuple[np.ndarray
 def read_init(
     path: Path, session: Session, shapes: Mapping[str, tuple[int, ...]], scale: float
 ) -> dict[str, np.ndarray]:
-    """Values of the adapters' parameters before the first step from a LoRA file, whose product they
-    have at `scale`; shapes: all that are trained. Of a file of a smaller rank the rows of A beyond
-    it are left to be drawn, which is why B is zero there; modules that the file lacks are not
-    returned. Raises InputError for a LoRA of another model, of a larger rank, or of modules that
-    are not trained."""
+    """Return first values of the adapters' parameters from a LoRA file: at `scale` their product is
+    the file's. shapes: all that are trained. A file of a smaller rank leaves rows of A to be drawn,
+    where B is zero. Raises InputError for a LoRA of another model, of a larger rank, or of modules
+    that are not trained."""
     lora = open_lora(path)
     check_lora(lora, session.config.version)
     found = {}
@@ -95,24 +92,22 @@ def lora_gradients(
             f"{lora.path}: {collapse(sorted(strange))} is no linear of this step's blocks; "
             "pass a LoRA of blocks, and both streams if it has both"
         )
-    rank = max(len(down) for down, _ in factors.values())
-    stored = session.weights.stored(call)
-    adapters = Adapters(frozenset(targets), rank)
-    graph = replace(session.placement, adapters=adapters, stored=stored).local(
-        plain, call.row.rules
-    )
-    frozen = {name: spec for name, spec in graph.parameters().items() if MARK not in name}
+    adapters = Adapters(frozenset(targets), max(len(down) for down, _ in factors.values()))
+    placement = replace(session.placement, adapters=adapters, stored=session.weights.stored(call))
+    graph = placement.local(plain, call.row.rules)
+    specs = graph.parameters()
+    frozen = {name: spec for name, spec in specs.items() if MARK not in name}
     audit(frozen, source, source.where, partial=len(shape.streams) < 2)
 
-    arrays = {}
-    for name, spec_ in graph.parameters().items():
-        if MARK not in name:
-            continue
-        arrays[name] = np.zeros(spec_.shape, np.float32)  # also for blocks that the file lacks
-        module, half = name.removesuffix(".weight").split(MARK)
-        if module in factors:
-            own = factors[module]["AB".index(half)]
-            arrays[name][tuple(map(slice, own.shape))] = own
+    # zero for blocks that the file lacks
+    arrays = {n: np.zeros(specs[n].shape, np.float32) for n in specs if n not in frozen}
+    own = {  # the file's tensors, with the part of the graph's that they fill
+        f"{module}{MARK}{half}.weight": (x, tuple(map(slice, x.shape)))
+        for module, halves in factors.items()
+        for half, x in zip("AB", halves, strict=True)
+    }
+    for name, (x, part) in own.items():
+        arrays[name][part] = x
     weights = session.backend.load([graph], WithAdapters(source, arrays))
     trainer = session.backend.trainer(graph, weights, GRADIENT)
     losses = trainer.accumulate(feeds, dict.fromkeys(graph.outputs, 1.0))
@@ -122,10 +117,9 @@ def lora_gradients(
         )
     gradients, changes = trainer.state()[MOMENTS[0]], lora.on(set(source.names()))
     found = {name: np.asarray(loss, np.float32) for name, loss in losses.items()}
-    for module, halves in factors.items():
+    for name, (_, part) in own.items():
+        module, half = name.removesuffix(".weight").split(MARK)
         short = module.removeprefix(PARTS["transformer"].prefix)
-        scale = changes[f"{module}.weight"].scale
-        for half, own, factor in zip("AB", halves, (1.0, scale), strict=True):
-            gradient = gradients[f"{module}{MARK}{half}.weight"][tuple(map(slice, own.shape))]
-            found[f"grad.{short}.lora_{half}"] = gradient * np.float32(factor)
+        scale = changes[f"{module}.weight"].scale if half == "B" else 1.0
+        found[f"grad.{short}.lora_{half}"] = gradients[name][part] * np.float32(scale)
     return found

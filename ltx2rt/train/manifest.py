@@ -1,7 +1,5 @@
-"""The files of a cache: a list of samples, and one file for each sample and each caption's context.
-
-Decides their names and contents. `manifest.jsonl` has a line of facts about the
-cache, then a line for each sample of the latest `train prepare` that came to its end.
+"""The files of a cache: one for each sample, one for each caption's context, and `manifest.jsonl`,
+with a line of facts about the cache and one for each sample of the latest complete `prepare`.
 """
 
 from __future__ import annotations
@@ -25,11 +23,9 @@ from ltx2rt.weights.trained import is_of
 
 MANIFEST = "manifest.jsonl"
 SAMPLES, CONTEXTS = "samples", "contexts"
+SCALES = ("reference_downscale", "reference_temporal_scale")
 AGAIN = "run `ltx2rt train prepare` again, which keeps everything that is whole"
-HEAD = {
-    "model": str, "empty": str, "trigger?": (str, None),
-    "reference_downscale?": int, "reference_temporal_scale?": int,
-}  # fmt: skip
+HEAD = {"model": str, "empty": str, "trigger?": (str, None), **{f"{n}?": int for n in SCALES}}
 LINE = {
     "name": str, "caption": str, "bucket": str, "fps": str, "streams": [str], "sample": str,
     "context": str, "reference?": ([int], None), "held_out?": bool,
@@ -92,11 +88,6 @@ def write_manifest(cache: Path, head: Mapping[str, Any], samples: Sequence[Sampl
         partial.write_text("\n".join(lines) + "\n")
 
 
-def read_head(cache: Path) -> dict[str, Any]:
-    """Facts about a cache. Raises InputError."""
-    return _read(cache)[0]
-
-
 def _read(cache: Path) -> tuple[dict[str, Any], list[Sample]]:
     path = cache / MANIFEST
     if not path.is_file():
@@ -106,40 +97,44 @@ def _read(cache: Path) -> tuple[dict[str, Any], list[Sample]]:
     with concerning("--data"):
         head, *rows = read_json_lines(path, dict, AGAIN)
     try:
-        for value, shape in [(head, HEAD), *((row, LINE) for row in rows)]:
-            if wrong := mismatch(value, shape):
-                raise ValueError(wrong)
-        samples = []
-        for row in rows:
-            known = {name: row[name] for name in row if name in Sample.__dataclass_fields__}
-            parse_bucket(row["bucket"], "bucket")
-            if Fraction(row["fps"]) <= 0 or not {"video", "audio"} & set(row["streams"]):
-                raise ValueError(f"{row['name']}: no rate, or neither video nor audio")
-            grid = row.get("reference") and tuple(row["reference"])
-            samples.append(Sample(**known | {"streams": tuple(row["streams"]), "reference": grid}))
+        if wrong := mismatch(head, HEAD):
+            raise ValueError(wrong)
+        return head, [_sample(row) for row in rows]
     except (ValueError, ZeroDivisionError) as error:
         raise InputError(f"--data: {path} is damaged ({error}); {AGAIN}") from None
-    return head, samples
 
 
-def read_manifest(cache: Path, base: str) -> list[Sample]:
-    """The samples of a cache that the model with the digest `base` made. Raises InputError, also
-    for a sample that lacks a part of its line."""
+def _sample(row: Mapping[str, Any]) -> Sample:
+    """Raises ValueError or ZeroDivisionError for a row that is none."""
+    if wrong := mismatch(row, LINE):
+        raise ValueError(wrong)
+    known: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in row.items()
+        if name in Sample.__dataclass_fields__
+    }
+    parse_bucket(row["bucket"], "bucket")
+    if Fraction(row["fps"]) <= 0 or not {"video", "audio"} & set(row["streams"]):
+        raise ValueError(f"{row['name']}: no rate, or neither video nor audio")
+    return Sample(**known)
+
+
+def read_manifest(cache: Path, base: str) -> tuple[dict[str, Any], list[Sample]]:
+    """The facts about a cache that the model with the digest `base` made, and its samples. Raises
+    InputError, also for a sample that lacks a part of its line."""
     head, samples = _read(cache)
     if not is_of(head["model"], base, cache):
         raise InputError(
             f"--data: {cache} was made with another model; run `ltx2rt train prepare` with this one"
         )
-    contexts: set[Path] = {context_path(cache, head["empty"])}
     for sample in samples:
         path = sample_path(cache, sample.sample)
         if lacking := set(sample.streams) - _names(path):
             said = f"{path} of {sample.name} has no {min(lacking)}, which {MANIFEST} lists"
             raise InputError(f"--data: {said}; remove it and {AGAIN}")
-        contexts.add(context_path(cache, sample.context))
-    for path in contexts:
-        _names(path)
-    return samples
+    for key in {head["empty"], *(sample.context for sample in samples)}:
+        _names(context_path(cache, key))
+    return head, samples
 
 
 def _names(path: Path) -> set[str]:
@@ -153,12 +148,10 @@ def _names(path: Path) -> set[str]:
         raise InputError(f"--data: {said}; remove it and {AGAIN}") from None
 
 
-def shared(values: Iterable[Any], what: str) -> Any:
-    """The one value of all samples. Raises InputError if they differ."""
-    found = sorted(set(values), key=str)
-    if len(found) > 1:
+def require_same(values: Iterable[Any], what: str) -> None:
+    """Raises InputError for caches of different values."""
+    if len(found := sorted(set(values), key=str)) > 1:
         raise InputError(
             f"--data: clips of several kinds of {what} ({', '.join(map(str, found))}); a run "
             "trains one of them: prepare each in a cache of its own"
         )
-    return found[0]

@@ -24,12 +24,11 @@ from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.stages.noise import uniform
 from ltx2rt.stages.tokenizer import count_tokens
-from ltx2rt.train.data import IMAGES, NTSC, Bucket, CaptionedClip, bucket_of
+from ltx2rt.train.data import IMAGES, Bucket, CaptionedClip, bucket_of
 from ltx2rt.train.manifest import file_facts
 from ltx2rt.train.prepare_flags import PrepareRequest
 
 FPS = Fraction(24)  # rate that sound without a picture, and a picture without time, count by
-RATES = (*map(Fraction, (24, 25, 30, 50, 60)), *(Fraction(1000 * n, 1001) for n in NTSC.values()))
 ASPECT = 0.03  # difference of the logarithms of aspect ratios that a crop may take away
 SCALING = "bicubic"  # part of a sample's digest: latents of another scaling are encoded again
 MOST_PX, MOST_FRAMES, MOST_BUCKETS = 768 * 512, 49, 6  # limits of chosen buckets
@@ -38,11 +37,10 @@ Fault = tuple[str, str]  # file, reason
 
 @dataclass(frozen=True)
 class ClipPiece:
-    """One sample to be. fps: after resampling; frames: the file's frames that it keeps; start: its
+    """A future sample. fps: after resampling; frames: the file's frames that it keeps; start: its
     first one, counted at `fps`. place: shares of the cropped pixels that are left and above. cut:
-    share of the picture that is cropped. reference: a piece of the reference's file, at its own
-    size and of the same frames. tiling: of the encoder, `plan_encoder_tiles`. caption: with the
-    trigger."""
+    cropped share of the picture. reference: size of the same frames of the reference's file.
+    tiling: of the encoder, `plan_encoder_tiles`. caption: with the trigger."""
 
     name: str
     clip: CaptionedClip
@@ -73,12 +71,9 @@ class ClipPiece:
     @property
     def streams(self) -> tuple[str, ...]:
         """Parts of the sample, as the manifest lists them."""
-        clip = self.clip
-        has = {
-            "video": clip.video, "audio": self.sound, "reference": self.reference,
-            "mask": clip.mask, "audio_reference": clip.audio_reference if self.sound else None,
-            "audio_mask": clip.audio_mask if self.sound else None,
-        }  # fmt: skip
+        clip, sound = self.clip, self.sound
+        has = {"video": clip.video, "audio": sound, "reference": self.reference, "mask": clip.mask}
+        has |= {n: sound and getattr(clip, n) for n in ("audio_reference", "audio_mask")}
         return tuple(name for name, there in has.items() if there)
 
     def made_from(self) -> list[Any]:
@@ -107,7 +102,8 @@ class Facts:
 
 
 def facts_of(path: Path, name: str, fps: Fraction | None = None) -> Facts:
-    """A file's facts; its frames are decoded once. fps: to which a variable rate is brought. Raises InputError."""
+    """Decode a file's frames once and return its facts. fps: to which a variable rate is brought.
+    Raises InputError."""
     if path.suffix.lower() in IMAGES:
         height, width = read_rgb(path, name).shape[:2]
         return Facts(width, height, (Fraction(0),), FPS, False)
@@ -121,23 +117,21 @@ def checked(
     clips: Sequence[CaptionedClip], request: PrepareRequest, config: ModelConfig, tokenizer: Any
 ) -> tuple[list[ClipPiece], list[Fault], list[str]]:
     """The pieces of all clips, the faults of those that cannot be used, and remarks."""
-    known: dict[str, Facts] = {}
+    known: list[tuple[CaptionedClip, Facts | None]] = []
     faults: list[Fault] = []
-    remarks: list[str] = []
     for clip in clips:
         try:
-            if clip.video is not None:
-                known[clip.name] = facts_of(clip.video, clip.name, request.fps)
-                remarks += known[clip.name].remarks
+            video = clip.video
+            known.append((clip, facts_of(video, clip.name, request.fps) if video else None))
         except InputError as error:
             faults.append((clip.name, str(error)))
-    buckets = request.buckets or chosen_buckets(list(known.values()), request)
+    shown = [facts for _, facts in known if facts]
+    remarks = [remark for facts in shown for remark in facts.remarks]
+    buckets = request.buckets or chosen_buckets(shown, request)
     pieces: list[ClipPiece] = []
-    for clip in clips:
-        if clip.video is not None and clip.name not in known:
-            continue
+    for clip, facts in known:
         try:
-            found = list(_pieces(clip, known.get(clip.name), buckets, request))
+            found = list(_pieces(clip, facts, buckets, request))
             for piece in found:
                 _check(piece, config, tokenizer, remarks.append)
             pieces += found
@@ -153,10 +147,9 @@ def chosen_buckets(found: Sequence[Facts], request: PrepareRequest) -> tuple[Buc
     counts = sorted(_length(facts, request) for facts in found if len(facts.times_s) > 1)
     usual = min(counts[len(counts) // 4], MOST_FRAMES) if counts else MOST_FRAMES
     for facts in found:
-        scale = min(1, math.sqrt(MOST_PX / (facts.width * facts.height)))
-        width, height = (
-            max(unit, int(x * scale) // unit * unit) for x in (facts.width, facts.height)
-        )
+        sides = facts.width, facts.height
+        scale = min(1, math.sqrt(MOST_PX / math.prod(sides)))
+        width, height = (max(unit, int(side * scale) // unit * unit) for side in sides)
         frames = (min(_length(facts, request), usual) - 1) // 8 * 8 + 1
         sizes[Bucket(width, height, frames)] += 1
     default = Bucket(768 // unit * unit, 512 // unit * unit, MOST_FRAMES)
@@ -192,17 +185,16 @@ def _pieces(
     if request.audio == "required" and not sound:
         raise InputError("it has no sound, which --audio required asks for; leave it out")
     last = total - bucket.frames
-    starts = {"first": [0], "middle": [last // 2], "all": range(0, last + 1, bucket.frames)}
+    parts = {"first": [0], "middle": [last // 2], "all": range(0, last + 1, bucket.frames)}
+    starts = parts[request.clips]
     centre = request.crop == "centre"
     place = (0.5, 0.5) if centre else tuple(uniform(0, f"crop.{clip.name}", 2).tolist())
     aspects = facts.width / facts.height, bucket.width / bucket.height
-    for number, start in enumerate(starts[request.clips]):
+    cut, tiling = 1 - min(aspects) / max(aspects), request.vae_tiling
+    for number, start in enumerate(starts):
         frames = facts.nearest([i / fps for i in range(start, start + bucket.frames)])
-        name = f"{clip.name}#{number}" if len(starts[request.clips]) > 1 else clip.name
-        piece = ClipPiece(
-            name, clip, bucket, fps, sound, caption, start, frames, place,
-            1 - min(aspects) / max(aspects), tiling=request.vae_tiling,
-        )  # fmt: skip
+        own = f"{clip.name}#{number}" if len(starts) > 1 else clip.name, clip, bucket, fps
+        piece = ClipPiece(*own, sound, caption, start, frames, place, cut, tiling=tiling)
         yield _with_reference(piece, request, aspects[0]) if clip.reference else piece
 
 

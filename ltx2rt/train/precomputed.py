@@ -1,9 +1,6 @@
 """Latents and text features that the official trainer has computed, as its `.precomputed` folder
 holds them: one `.pt` file a clip in each of several sub-folders, under the clip's relative path.
-
-Decides the allowed contents of such a file and which shapes it must have. PyTorch reads the files,
-without running code that a pickle may name.
-"""
+PyTorch reads the files, without running code that a pickle may name."""
 
 from __future__ import annotations
 
@@ -53,9 +50,9 @@ def folder_of(path: Path) -> Path | None:
 
 
 def read_pt(path: Path) -> dict[str, Any]:
-    """The dictionary of numbers and arrays in a file of `torch.save`. Raises InputError for a file
-    that holds anything else. torch runs no code of the file. Compressed members, other types and
-    tensors of more numbers than their storage holds could take any memory and are refused."""
+    """The dictionary of numbers and arrays in a file of `torch.save`. Raises InputError for
+    anything else, also for compressed members and tensors of more numbers than their storage holds,
+    which could take any memory."""
     existing_file("--data", path)
     if find_spec("torch") is None:
         raise InputError(f"{path}: reading it takes PyTorch; in the clone: pip install '.[cuda]'")
@@ -104,11 +101,10 @@ class Precomputed(ClipFiles):
 def read_folder(folder: Path) -> list[Precomputed]:
     """The clips of a `.precomputed` folder by name. Raises InputError for one without text features
     and for a folder without clips."""
-    main = VIDEO if (folder / VIDEO).is_dir() else AUDIO
-    found = []
-    for path in sorted(p for p in (folder / main).rglob("*.pt") if not is_hidden(p)):
-        relative = path.relative_to(folder / main)
-        old, new = OLD_NAMES
+    main = folder / (VIDEO if (folder / VIDEO).is_dir() else AUDIO)
+    found, (old, new) = [], OLD_NAMES
+    for path in sorted(p for p in main.rglob("*.pt") if not is_hidden(p)):
+        relative = path.relative_to(main)
         other = relative.with_name(new + relative.name.removeprefix(old))
         texts = [folder / TEXT / name for name in (relative, other)]
         text = next((text for text in texts if text.is_file()), None)
@@ -118,7 +114,7 @@ def read_folder(folder: Path) -> list[Precomputed]:
         there = {kind: file for kind, file in files.items() if file.is_file()}
         found.append(Precomputed(str(relative.with_suffix("")), text, **there))
     if not found:
-        raise InputError(f"{folder / main}: no .pt files were found")
+        raise InputError(f"{main}: no .pt files were found")
     return found
 
 
@@ -127,31 +123,28 @@ def latents(clip: Precomputed, config: ModelConfig) -> tuple[dict[str, np.ndarra
     audio [channels, n, mel] and mask [f, h, w], whichever there are; its size; its frames a second.
     Raises InputError for latents of another model, and for sound of another length."""
     found: dict[str, np.ndarray] = {}
-    fps = Fraction(FPS)
-    for kind, path in (("video", clip.video), ("reference", clip.reference)):
-        if path:
-            found[kind], rate = _video(path, config.video_vae.latent_channels)
-            fps = rate if kind == "video" else fps
-    sound = _sound(clip.audio, config) if clip.audio else None
-    if "video" in found:
+    vae, sound = config.video_vae, _sound(clip.audio, config) if clip.audio else None
+    if clip.video:
+        found["video"], fps = _video(clip.video, vae.latent_channels)
         frames, rows, columns = found["video"].shape[1:]
-        factor = config.video_vae.space_factor
-        count = pixel_frames(frames, config.video_vae.time_factor)
-        bucket = Bucket(columns * factor, rows * factor, count)
+        width, height = columns * vae.space_factor, rows * vae.space_factor
+        bucket = Bucket(width, height, pixel_frames(frames, vae.time_factor))
     else:
         assert sound is not None
         seconds = Fraction(sound.shape[1] / config.audio_vae.latents_per_second)
         count = pixel_frames(max(1, round(seconds * 3)), 8)  # at about 24 a second
         bucket, fps = Bucket(32, 32, count), count / seconds
+    if clip.reference:
+        found["reference"], _ = _video(clip.reference, vae.latent_channels)
     geometry = Geometry.of(config, bucket.width, bucket.height, bucket.frames, fps)
+    count = geometry.audio_latents
     if sound is not None:
-        found["audio"] = _fitted(sound, geometry.audio_latents, clip.audio)
+        found["audio"] = _fitted(sound, count, clip.audio)
         if path := clip.audio_reference:
-            heard = _sound(path, config)
-            found["audio_reference"] = _fitted(heard, geometry.audio_latents, path)
+            found["audio_reference"] = _fitted(_sound(path, config), count, path)
         if path := clip.audio_mask:
             given = _entry(path, read_pt(path), "mask").reshape(1, -1, 1)
-            found["audio_mask"] = _fitted(given, geometry.audio_latents, path).reshape(-1)
+            found["audio_mask"] = _fitted(given, count, path).reshape(-1)
     if clip.mask:
         shape = (geometry.frames, geometry.rows, geometry.columns)
         mask = _entry(clip.mask, read_pt(clip.mask), "mask")
@@ -216,9 +209,8 @@ def _fitted(sound: np.ndarray, count: int, path: Path | None) -> np.ndarray:
 
 
 def text_features(path: Path, config: ModelConfig) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """video_features and audio_features f32[1, PROMPT_TOKENS, D], and mask [1, PROMPT_TOKENS], with
-    padding on the left up to the length that the model is given. Raises InputError for features of
-    another model."""
+    """video_features and audio_features f32[1, PROMPT_TOKENS, D], and mask [1, PROMPT_TOKENS],
+    padded on the left. Raises InputError for features of another model."""
     data, found = read_pt(path), {}
     mask = _entry(path, data, "prompt_attention_mask").reshape(-1) != 0
     for name, connector in (("video", config.text.video), ("audio", config.text.audio)):

@@ -1,8 +1,8 @@
 """`train prepare`: clips and captions to latents and text contexts, each encoded once.
 
-Decides the contents of a cache. Every sample is a file under the digest of everything that it is
-made from (the clip's file, its bucket, the model's files), and so is every caption's context: a
-file that is there is right, a change gives another one, and an interruption loses one sample.
+Every sample is a file under the digest of everything that it is made from (the clip's file, its
+bucket, the model's files), and so is every caption's context: a file that is there is right, a
+change gives another one, and an interruption loses one sample.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ltx2rt.train.manifest import (
     CONTEXTS,
     MANIFEST,
     SAMPLES,
+    SCALES,
     Sample,
     context_path,
     digest_of,
@@ -42,6 +43,7 @@ from ltx2rt.weights.trained import model_digest
 
 Say = Callable[[str], None]
 SHOWN = 20  # faults in the table
+KINDS = ("clips", "captions")  # kinds of files in a cache
 
 
 def prepare(session: Session, request: PrepareRequest, say: Say) -> dict[str, Any]:
@@ -68,7 +70,7 @@ def prepare(session: Session, request: PrepareRequest, say: Say) -> dict[str, An
         return _prepare_share(cache, request.share, jobs, say)
     contexts = cache.contexts({*(job.caption for job in jobs), ""})
     samples, made = [], []
-    for number, job in enumerate(jobs, 1):
+    for job in _counted(jobs, say):
         try:
             samples.append(cache.sample(job, contexts[job.caption], job.name in held_out))
             made.append(job)
@@ -77,20 +79,28 @@ def prepare(session: Session, request: PrepareRequest, say: Say) -> dict[str, An
                 raise
             faults.append((job.clip.name, str(error)))
             say(f"skipped: {_named(faults[-1])}")
-        if number % 10 == 0:
-            say(f"{number} of {len(jobs)} clips")
     if not samples:
         raise InputError(f"{_named(faults[-1])}; every clip is skipped")
-    cache.write_manifest(contexts, samples)
-    say(
-        f"encoded {cache.made['clips']} clips and {cache.made['captions']} captions; "
-        f"{len(samples)} samples are in {request.output}"
-    )
-    return cache.report(contexts, samples) | {
+    report = cache.finished(contexts, samples)
+    say(f"encoded {cache.encoded}; {len(samples)} samples are in {request.output}")
+    shown = list(zip(made, samples, strict=True))[: request.verify]
+    files = [
+        decoded(session, job, request.output, i, s.sample, cache.watch)
+        for i, (job, s) in enumerate(shown)
+    ]
+    return report | {
         "sound_s": sum(job.length_s for job in made if job.sound),
         "skipped": [{"file": name, "reason": reason} for name, reason in faults],
-        "verified": cache.verified(made, samples),
+        "verified": list(map(str, files)),
     }
+
+
+def _counted(items: Sequence[Any], say: Say) -> Iterator[Any]:
+    """Yield the items, and say after every tenth how many are done."""
+    for number, item in enumerate(items, 1):
+        yield item
+        if number % 10 == 0:
+            say(f"{number} of {len(items)} clips")
 
 
 def _table(
@@ -133,11 +143,10 @@ def _prepare_share(
     for job in jobs[mine]:
         cache.latents(job)
     say(
-        f"share {share[0]} of {share[1]}: encoded {cache.made['clips']} clips and "
-        f"{cache.made['captions']} captions; run the same command without --share when all "
-        "shares are done"
+        f"share {share[0]} of {share[1]}: encoded {cache.encoded}; run the same command without "
+        "--share when all shares are done"
     )
-    return {"encoded_clips": cache.made["clips"], "encoded_captions": cache.made["captions"]}
+    return {f"encoded_{kind}": cache.made[kind] for kind in KINDS}
 
 
 def _prepare_computed(
@@ -151,26 +160,20 @@ def _prepare_computed(
         advice = "leave it out, or pass the clips themselves"
         raise InputError(f"--{more.replace('_', '-')}: {folder} is encoded already; {advice}")
     clips = precomputed.read_folder(folder)
-    read = [precomputed.latents(clip, session.config) for clip in clips[:1]]
+    precomputed.latents(clips[0], session.config)  # before anything is written
     precomputed.text_features(clips[0].text, session.config)
     _make_folders(request)
     cache = _Cache(session, request)
     contexts, samples = cache.contexts([""]), []
     held_out = _held_out([clip.name for clip in clips], request.held_out)
-    for number, clip in enumerate(clips, 1):
-        found, bucket, fps = read.pop() if read else precomputed.latents(clip, session.config)
+    for clip in _counted(clips, say):
+        found, bucket, fps = precomputed.latents(clip, session.config)
         grid = found["reference"].shape[1:] if "reference" in found else None
-        key, contexts[clip.name] = cache.computed(clip, found)
-        samples.append(
-            Sample(
-                clip.name, "", str(bucket), fps, tuple(found), key, contexts[clip.name], grid,
-                clip.name in held_out,
-            )
-        )  # fmt: skip
-        if number % 10 == 0:
-            say(f"{number} of {len(clips)} clips")
-    cache.write_manifest(contexts, samples)
-    report = cache.report(contexts, samples) | {"skipped": []}
+        key, context = cache.computed(clip, found)
+        contexts[clip.name] = context
+        about = clip.name, "", str(bucket), fps, tuple(found)
+        samples.append(Sample(*about, key, context, grid, clip.name in held_out))
+    report = cache.finished(contexts, samples) | {"skipped": []}
     say(f"{len(samples)} samples, {report['with_sound']} of them with sound, from {folder}")
     return report
 
@@ -204,10 +207,8 @@ class _Cache:
         if job.reference:
             g = job.geometry(self.session.config, job.reference)
             grid = (g.frames, g.rows, g.columns)
-        return Sample(
-            job.name, job.caption, str(job.bucket), str(job.fps), job.streams, self.latents(job),
-            context, grid, held_out,
-        )  # fmt: skip
+        about = job.name, job.caption, str(job.bucket), str(job.fps), job.streams
+        return Sample(*about, self.latents(job), context, grid, held_out)
 
     def computed(
         self, clip: precomputed.Precomputed, found: Mapping[str, np.ndarray]
@@ -225,31 +226,23 @@ class _Cache:
             write_arrays(path, make())
             self.made[kind] += 1
 
-    def write_manifest(self, contexts: Mapping[str, str], samples: Sequence[Sample]) -> None:
-        r = self.request
-        head = {"model": self.base, "captions": len(contexts), "empty": contexts[""]}
-        head |= {"trigger": r.trigger, "reference_downscale": r.reference_downscale}
-        head |= {"reference_temporal_scale": r.reference_temporal_scale}
-        write_manifest(self.path, head, samples)
+    @property
+    def encoded(self) -> str:
+        return " and ".join(f"{self.made[kind]} {kind}" for kind in KINDS)
 
-    def report(self, contexts: Mapping[str, str], samples: Sequence[Sample]) -> dict[str, Any]:
+    def finished(self, contexts: Mapping[str, str], samples: Sequence[Sample]) -> dict[str, Any]:
+        """Write the manifest and return the report."""
+        head = {"model": self.base, "captions": len(contexts), "empty": contexts[""]}
+        head |= {name: getattr(self.request, name) for name in ("trigger", *SCALES)}
+        write_manifest(self.path, head, samples)
         return {
             "samples": len(samples),
             "with_sound": sum("audio" in sample.streams for sample in samples),
             "captions": len(contexts),
-            "encoded_clips": self.made["clips"],
-            "encoded_captions": self.made["captions"],
+            **{f"encoded_{kind}": self.made[kind] for kind in KINDS},
             "buckets": dict(Counter(sample.bucket for sample in samples)),
             "held_out": sorted(sample.name for sample in samples if sample.held_out),
         }
-
-    def verified(self, jobs: Sequence[ClipPiece], samples: Sequence[Sample]) -> list[str]:
-        """Files of the first `--verify` samples as the model would show them."""
-        pairs = list(zip(jobs, samples, strict=True))[: self.request.verify]
-        return [
-            str(decoded(self.session, job, self.path, i, sample.sample, self.watch))
-            for i, (job, sample) in enumerate(pairs)
-        ]
 
 
 def _held_out(names: Sequence[str], share: float) -> set[str]:

@@ -48,15 +48,15 @@ STREAM_OF |= {f"{name}-{part}": name for name in ("video", "audio") for part in 
 
 @dataclass(frozen=True)
 class Mode:
-    """streams: the present ones; trained: those that are noised; targets: groups; rate and steps:
-    defaults. The others are conditions with how often a sample has them: the first latent frame,
-    the first latent frames and the sound of their time, the area that a mask or a rectangle leaves,
-    and tokens of a reference. heard: both streams have a reference."""
+    """streams: the present ones; trained: those that are noised; targets: groups; lr and steps:
+    defaults. first_frame to reference: how often a sample has the condition, which is the first
+    latent frame, the first latent frames and the sound of their time, the area of a mask or a
+    rectangle, or tokens of a reference. heard: both streams have a reference."""
 
     streams: tuple[str, ...]
     trained: tuple[str, ...]
     targets: tuple[str, ...]
-    rate: float = 1e-4
+    lr: float = 1e-4
     steps: int = 2000
     first_frame: float = 0.0
     prefix: tuple[int, float] = (0, 0.0)
@@ -93,10 +93,9 @@ def reached(words: Sequence[str]) -> set[str]:
         if word in GROUPS:
             found.add(STREAM_OF[word])
             continue
-        modules = (
-            (group, f"transformer_blocks.0.{part}") for group in GROUPS for part in GROUPS[group]
-        )
-        found |= {STREAM_OF[group] for group, name in modules if _pattern(word).search(name)}
+        for group, parts in GROUPS.items():
+            if any(_pattern(word).search(f"transformer_blocks.0.{part}") for part in parts):
+                found.add(STREAM_OF[group])
     return found
 
 
@@ -111,10 +110,9 @@ def _pattern(word: str) -> re.Pattern[str]:
 
 
 def targeted(words: Sequence[str], known: Collection[str], blocks: int = 1) -> list[str]:
-    """Those of the modules `known` (with `*` for one of so many blocks) that are of a group, or
-    that match a regular expression. Raises InputError for a word that names none, as a group
-    without sound names none of the sound's; for one that names some blocks alone; and for gates
-    alone."""
+    """The modules of `known` (with `*` for one of the blocks) that are of a group, or match a
+    regular expression. Raises InputError for a word that names none, or only some blocks, and for
+    nothing but gates."""
     found: list[str] = []
     for word in words:
         if word in GROUPS:
@@ -135,11 +133,9 @@ def _matching(word: str, known: Collection[str], blocks: int) -> list[str]:
     for name in known:
         hits = [bool(pattern.search(name.replace("*", str(i)))) for i in range(blocks)]
         if any(hits) and not all(hits):
-            raise InputError(
-                f"--targets: {word!r} matches {name.replace('*', 'N')} in {sum(hits)} of {blocks} "
-                "blocks; all blocks "
-                r"are trained alike, so match any number: blocks\.\d+\."
-            )
+            said = f"{word!r} matches {name.replace('*', 'N')} in {sum(hits)} of {blocks} blocks"
+            advice = r"all blocks are trained alike, so match any number: blocks\.\d+\."
+            raise InputError(f"--targets: {said}; {advice}")
         own += [name] * all(hits)
     if not own:
         raise InputError(
@@ -159,9 +155,8 @@ def group_of(name: str) -> str:
 @dataclass(frozen=True)
 class NoiseLevels:
     """kind: `shifted`, a logistic normal that is shifted by the tokens, stretched so that it
-    reaches 0 and 1, and now and then uniform instead; `uniform`; or `logit`, the logistic normal
-    alone. shift: its mean before the sigmoid, None: by the tokens. least, most: what levels are
-    scaled to.
+    reaches 0 and 1, and now and then uniform instead; `uniform`; or `logit`, a plain logistic
+    normal. shift: its mean before the sigmoid, None: by the tokens. least, most: range of levels.
     """
 
     kind: str = "shifted"
@@ -184,16 +179,12 @@ def _level(tokens: int, seed: int, stream: str, levels: NoiseLevels) -> float:
         return float(LEAST + (1 - LEAST) * level)
     slope = (MU[1] - MU[0]) / (MU_TOKENS[1] - MU_TOKENS[0])
     mu = MU[0] + slope * (tokens - MU_TOKENS[0]) if levels.shift is None else levels.shift
+    low, high, s = (1 / (1 + math.exp(-mu - x)) for x in (*TAILS, z))
     if levels.kind == "logit":
-        return _sigmoid(mu + z)
-    low, high = (_sigmoid(mu + tail) for tail in TAILS)
-    s = (_sigmoid(mu + z) - low) / (high - low)
+        return s
+    s = (s - low) / (high - low)
     s = 2 * LEAST - s if s < LEAST else s
     return min(max(s, 0.0), 1.0)
-
-
-def _sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x))
 
 
 def _half_cosine(part: float) -> float:

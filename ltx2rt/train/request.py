@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from argparse import SUPPRESS
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from ltx2rt.flags import flags_of
 from ltx2rt.train.recipe import GROUPS, MODES, SCHEDULES, NoiseLevels
 
 flag = flags_of("training")
+shown = partial(flag, common="training")  # in the short help
+free = partial(flag, marks="free")
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,10 @@ def parse_data(text: str | Path) -> Data:
     """CACHE or CACHE:WEIGHT. Raises ValueError."""
     if isinstance(text, Data):
         return text
-    path, colon, weight = str(text).rpartition(":")
+    path, _, weight = str(text).rpartition(":")
     try:
-        found = Data(Path(path), float(weight)) if colon else Data(Path(text))
-    except ValueError:  # a path with a colon
+        found = Data(Path(path), float(weight))
+    except ValueError:  # no colon, or one of the path
         return Data(Path(text))
     return _allowed(found, 0 < found.weight < 1e6)
 
@@ -44,61 +47,64 @@ def _allowed(found: Any, fits: bool) -> Any:
     return found
 
 
-def _pair(text: Any) -> tuple[float, float]:
-    one, other = (float(x) for x in (text.split(",") if isinstance(text, str) else text))
+def _pair(given: Any) -> tuple[float, float]:
+    one, other = map(float, given.split(",") if isinstance(given, str) else given)
     return one, other
 
 
-def parse_betas(text: Any) -> tuple[float, float]:
+def parse_betas(given: Any) -> tuple[float, float]:
     """Two decays, at least 0 and below 1. Raises ValueError."""
-    found = _pair(text)
-    return _allowed(found, all(0 <= beta < 1 for beta in found))
+    return _allowed(found := _pair(given), all(0 <= beta < 1 for beta in found))
 
 
-def parse_range(text: Any) -> tuple[float, float]:
+def parse_range(given: Any) -> tuple[float, float]:
     """Two noise levels, 0 <= A < B <= 1. Raises ValueError."""
-    low, high = _pair(text)
-    return _allowed((low, high), 0 <= low < high <= 1)
+    return _allowed(found := _pair(given), 0 <= found[0] < found[1] <= 1)
 
 
-def parse_shift(text: Any) -> float | None:
+def parse_shift(given: Any) -> float | None:
     """A logit, None for `auto`. Raises ValueError."""
-    return None if text == "auto" else _allowed(float(text), abs(float(text)) <= 20)
+    return None if given == "auto" else _allowed(float(given), abs(float(given)) <= 20)
 
 
-def parse_ratio(text: Any) -> float | None:
+def parse_ratio(given: Any) -> float | None:
     """A ratio of losses, None for `off`. Raises ValueError."""
-    return None if text == "off" else _allowed(float(text), 0 < float(text) <= 1e3)
+    return None if given == "off" else _allowed(float(given), 0 < float(given) <= 1e3)
 
 
-def _share(text: str) -> float:
-    found = float(text or 1)
-    return _allowed(found, 0 <= found <= 1)
+def _with_share(given: Any) -> tuple[list[int], float]:
+    """Whole numbers, and a share, 1 if none is given, of N,N,...:P or of a sequence."""
+    if not isinstance(given, str):
+        *numbers, share = given if isinstance(given, (tuple, list)) else (given, 1)
+        given = f"{','.join(map(str, numbers))}:{share}"
+    text, _, end = given.partition(":")
+    share = float(end or 1)
+    return _allowed(([int(n) for n in text.split(",")], share), 0 <= share <= 1)
 
 
-def parse_span(text: Any) -> tuple[int, float]:
+def parse_span(given: Any) -> tuple[int, float]:
     """N or N:P; N = 0: none. Raises ValueError."""
-    if not isinstance(text, str):
-        text = ":".join(map(str, text)) if isinstance(text, (tuple, list)) else str(text)
-    count, _, share = text.partition(":")
-    return _allowed(int(count), int(count) >= 0), _share(share)
+    (count,), share = _with_share(given)
+    return _allowed((count, share), count >= 0)
 
 
-def parse_crop(text: Any) -> tuple[int, int, int, int, float]:
+def parse_crop(given: Any) -> tuple[int, int, int, int, float]:
     """Y1,X1,Y2,X2 or Y1,X1,Y2,X2:P; all zero: the middle. Raises ValueError."""
-    if not isinstance(text, str):
-        text = f"{','.join(map(str, text[:4]))}:{text[4]}"
-    sides, _, share = text.partition(":")
-    top, left, bottom, right = found = tuple(map(int, sides.split(",")))
-    fits = found == (0, 0, 0, 0) or (0 <= top < bottom and 0 <= left < right)
-    return *_allowed(found, fits), _share(share)
+    (top, left, bottom, right), share = _with_share(given)
+    fits = not any(found := (top, left, bottom, right))
+    fits |= 0 <= top < bottom and 0 <= left < right
+    return _allowed((*found, share), fits)
+
+
+span = partial(flag, None, parse=parse_span, metavar="N:P")
+SPAN = ", with their sound, and the share of such clips; latents of sound in t2a and a2a"
 
 
 @dataclass(frozen=True)
 class TrainRequest:
     """A training run. None: the mode's own."""
 
-    data: tuple[Data, ...] = flag(
+    data: tuple[Data, ...] = shown(
         MISSING,
         "caches that `train prepare` made; WEIGHT multiplies how often a sample is drawn "
         "(default: 1)",
@@ -106,12 +112,9 @@ class TrainRequest:
         metavar="CACHE[:WEIGHT]",
         repeat=True,
         marks="free",
-        common="training",
     )
-    output: Path = flag(
-        MISSING, "folder; the same command goes on", group="output", metavar="RUN", marks="free"
-    )
-    mode: str = flag(
+    output: Path = free(MISSING, "folder; the same command goes on", group="output", metavar="RUN")
+    mode: str = shown(
         "i2v",
         "what is learnt: t2v picture and sound; i2v the same, half of the clips with their first "
         "frame given; a2v the picture to a sound; v2a the sound to a picture; t2a sound alone; "
@@ -119,7 +122,6 @@ class TrainRequest:
         "mask leaves; outpaint what is around a rectangle",
         choices=tuple(MODES),
         marks="shapes plan",
-        common="training",
     )
     streams: tuple[str, ...] = flag(
         (),
@@ -139,24 +141,16 @@ class TrainRequest:
         repeat=True,
         marks="shapes plan",
     )
-    rank: int = flag(
-        32, "rank of the LoRA", least=1, most=1024, marks="shapes plan", common="training"
-    )
+    rank: int = shown(32, "rank of the LoRA", least=1, most=1024, marks="shapes plan")
     audio_rank: int | None = flag(
         None, "rank of the sound's linears (default: --rank)", least=1, most=1024, marks="shapes"
     )
-    init: Path | None = flag(
-        None, "LoRA file to begin with; one of a smaller rank is widened", marks="free"
-    )
+    init: Path | None = free(None, "LoRA file to begin with; one of a smaller rank is widened")
     alpha: float | None = flag(
         None, "factor of the LoRA, times its rank (default: --rank, which is 1)", above=0, most=1e4
     )
-    lr: float | None = flag(
-        None,
-        "learning rate of AdamW (default: 1e-4, for t2a and ic-lora 2e-4)",
-        above=0,
-        most=1,
-        common="training",
+    lr: float | None = shown(
+        None, "learning rate of AdamW (default: 1e-4, for t2a and ic-lora 2e-4)", above=0, most=1
     )
     schedule: str = flag(
         "linear",
@@ -165,25 +159,13 @@ class TrainRequest:
         choices=tuple(SCHEDULES),
     )
     warmup: int = flag(0, "steps in which the learning rate rises from zero", least=0)
-    steps: int | None = flag(
-        None,
-        "steps (default: 2000, for t2a and ic-lora 3000)",
-        least=1,
-        most=10**6,
-        marks="free",
-        common="training",
+    steps: int | None = shown(
+        None, "steps (default: 2000, for t2a and ic-lora 3000)", least=1, most=10**6, marks="free"
     )
-    batch: int = flag(
-        1,
-        "samples of each device of the mesh axis data",
-        least=1,
-        most=1024,
-        marks="free plan",
-        common="training",
+    batch: int = shown(
+        1, "samples of each device of the mesh axis data", least=1, most=1024, marks="free plan"
     )
-    accumulate: int = flag(
-        1, "batches whose gradients make one step", least=1, most=1024, marks="free"
-    )
+    accumulate: int = free(1, "batches whose gradients make one step", least=1, most=1024)
     weight_decay: float = flag(0.01, "weight decay of AdamW", least=0, most=1)
     betas: tuple[float, float] = flag(
         (0.9, 0.999), "decays of AdamW's moments (default: 0.9,0.999)", parse_betas, metavar="B1,B2"
@@ -197,19 +179,11 @@ class TrainRequest:
     first_frame: float | None = flag(
         None, "share of the clips whose first frame is given (default: by --mode)", least=0, most=1
     )
-    prefix: tuple[int, float] | None = flag(
-        None,
-        "latent frames that are given at the beginning, with their sound, and the share of such "
-        "clips; latents of sound in t2a and a2a (default: by --mode)",
-        parse_span,
-        metavar="N:P",
+    prefix: tuple[int, float] | None = span(
+        help=f"latent frames that are given at the beginning{SPAN} (default: by --mode)"
     )
-    suffix: tuple[int, float] | None = flag(
-        None,
-        "latent frames that are given at the end, with their sound, and the share of such clips; "
-        "latents of sound in t2a and a2a (default: none)",
-        parse_span,
-        metavar="N:P",
+    suffix: tuple[int, float] | None = span(
+        help=f"latent frames that are given at the end{SPAN} (default: none)"
     )
     mask: float | None = flag(
         None, "share of the clips whose masked part is given (default: by --mode)", least=0, most=1
@@ -271,44 +245,31 @@ class TrainRequest:
         least=0,
         most=0.5,
     )
-    validate_every: int = flag(
-        250, "steps between two measurements, and between two validations", least=1, marks="free"
+    validate_every: int = free(
+        250, "steps between two measurements, and between two validations", least=1
     )
-    validation: Path | None = flag(
+    validation: Path | None = shown(
         None,
         "JSONL file of prompts (prompt, image, reference, size, seed, or any clip flag) to make "
         "clips of in RUN/validation, also before the first step",
         marks="free",
-        common="training",
     )
-    validation_seed: int = flag(
-        42, "seed of the first validation clip", least=0, most=2**63, marks="free"
-    )
-    save_every: int = flag(
-        250, "steps between two LoRAs and states", least=1, marks="free", common="training"
-    )
-    keep: int = flag(2, "number of states to keep", least=1, marks="free")
-    keep_every: int = flag(
-        0, "steps whose multiples keep their states, too; 0: none", least=0, marks="free"
-    )
+    validation_seed: int = free(42, "seed of the first validation clip", least=0, most=2**63)
+    save_every: int = shown(250, "steps between two LoRAs and states", least=1, marks="free")
+    keep: int = free(2, "number of states to keep", least=1)
+    keep_every: int = free(0, "steps whose multiples keep their states, too; 0: none", least=0)
     seed: int = flag(42, "seed of noise, order and initial values", least=0, most=2**64 - 1)
-    dry_run: bool = flag(
-        False, "print groups and sizes, and train nothing", marks="free once", common="training"
-    )
-    deterministic: bool = flag(
-        False, "resume to the bit on GPUs, too, where steps are then slower", marks="free"
-    )
-    tensorboard: Path | None = flag(
-        None, "folder for TensorBoard", group="output", metavar="DIR", marks="free"
-    )
+    dry_run: bool = shown(False, "print groups and sizes, and train nothing", marks="free once")
+    deterministic: bool = free(False, "resume to the bit on GPUs, too, where steps are then slower")
+    tensorboard: Path | None = free(None, "folder for TensorBoard", group="output", metavar="DIR")
     json: bool = flag(
         False, "print each step's metrics as a line of JSON", group="output", marks="free once"
     )
     allow_change: bool = flag(
         False, "continue a run with other flags than it was begun with", marks="free once"
     )
-    allow_distilled: bool = flag(False, "train on a distilled model", marks="free")
-    allow_partial_sound: bool = flag(False, SUPPRESS, marks="free")  # decides nothing any more
+    allow_distilled: bool = free(False, "train on a distilled model")
+    allow_partial_sound: bool = free(False, SUPPRESS)  # decides nothing any more
 
     @property
     def levels(self) -> NoiseLevels:
@@ -316,28 +277,20 @@ class TrainRequest:
 
     def resolved(self) -> TrainRequest:
         """With the mode's own values in place of None. A rectangle of zeros is the middle half."""
-        mode = MODES[self.mode]
-        crop = (0, 0, 0, 0, mode.crop) if self.crop is None else self.crop
-        own = {f.name: getattr(mode, f.name) for f in fields(mode) if hasattr(self, f.name)}
-        absent = {name: x for name, x in own.items() if getattr(self, name) is None}
-        more = dict(
-            lr=self.lr or mode.rate,
-            alpha=self.alpha or float(self.rank),
-            audio_rank=self.audio_rank or self.rank,
-            targets=self.targets or mode.targets,
-            suffix=self.suffix or (0, 0.0),
-            crop=crop,
-        )
-        return replace(self, **absent | more)
+        mode, rank = MODES[self.mode], self.rank
+        names = ("targets", "lr", "steps", "first_frame", "prefix", "mask", "reference")
+        own = {name: getattr(mode, name) for name in names}
+        own |= {"alpha": float(rank), "audio_rank": rank, "suffix": (0, 0.0)}
+        own |= {"crop": (0, 0, 0, 0, mode.crop)}
+        absent = {name: x for name, x in own.items() if getattr(self, name) in (None, ())}
+        return replace(self, **absent)
 
 
 def to_text(value: Any) -> Any:
     """A field's value as a flag or a configuration file spells it."""
     if isinstance(value, tuple) and value and isinstance(value[-1], float):
-        *numbers, last = value
-        if isinstance(numbers[0], int):
-            return f"{','.join(map(str, numbers))}:{last}"
-        return ",".join(map(str, value))
+        last = ":" if isinstance(value[0], int) else ","
+        return f"{','.join(map(str, value[:-1]))}{last}{value[-1]}"
     if isinstance(value, tuple):
         return [to_text(x) for x in value]
     return str(value) if isinstance(value, (Path, Data, Fraction)) else value

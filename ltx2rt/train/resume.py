@@ -17,7 +17,7 @@ from ltx2rt.train.data import is_hidden
 from ltx2rt.train.manifest import digest_of
 from ltx2rt.train.request import TrainRequest, to_text
 from ltx2rt.train.samples import Samples
-from ltx2rt.train.state import ABOUT, CONFIGURATION, METRICS, STATES, configuration, states
+from ltx2rt.train.state import ABOUT, CONFIGURATION, METRICS, STATES, states
 from ltx2rt.weights.lora import FACTORS
 from ltx2rt.weights.trained import is_of
 
@@ -59,7 +59,8 @@ def flags_text(session: Session, request: TrainRequest) -> str:
     found = {name: getattr(session.options, name) for name in MODEL}
     found |= {f.name: getattr(request, f.name) for f in fields(request) if f.name not in ONCE}
     found |= {"backend": session.backend.name, "dtype": session.dtype}
-    return configuration({n: to_text(x) for n, x in found.items() if x is not None and x != ()})
+    given = {name: to_text(x) for name, x in found.items() if x not in (None, ())}
+    return "".join(f"{name} = {json.dumps(x)}\n" for name, x in given.items())
 
 
 def check_resumed(now: Mapping[str, Any], begun: Mapping[str, Any], request: TrainRequest) -> None:
@@ -87,8 +88,8 @@ def check_resumed(now: Mapping[str, Any], begun: Mapping[str, Any], request: Tra
         )
     ours, theirs = (x.get("weights_dtype") or "none" for x in (now, begun))
     if ours != theirs:
-        advice = "give the same to continue it, or another --output"
-        raise InputError(f"--weights-dtype: {ours}, {path} was begun with {theirs}; {advice}")
+        said = f"{ours}, {path} was begun with {theirs}"
+        raise InputError(f"--weights-dtype: {said}; give the same, or another --output")
     if [now["data"], now["dtype"]] != [begun["data"], begun["dtype"]] and not allowed:
         said = f"{path} was begun with other clips or --dtype"
         raise InputError(f"--data: {said}; give another --output, or --allow-change")
@@ -106,13 +107,15 @@ def check_folder(session: Session, request: TrainRequest) -> None:
         raise InputError(
             f"--output: {path} holds other files, such as {strange[0]}; choose a new folder"
         )
-    loras = [name for name in names if name.startswith("lora-")]
-    killed = (path / STATES).exists() and len({name[:11] for name in loras}) <= 1
+    loras, kept, begun = (
+        [n for n in names if n.startswith("lora-")],
+        path / STATES,
+        path / CONFIGURATION,
+    )
+    killed = kept.exists() and len({name[:11] for name in loras}) <= 1
     if killed and loras:
-        begun = path / CONFIGURATION
         killed = begun.is_file() and read_text(begun) == flags_text(session, request)
-    if (loras or METRICS in names) and not killed:
-        if (path / STATES).is_symlink() and not (path / STATES).exists():
-            return  # which making the folders names
+    lost = kept.is_symlink() and not kept.exists()  # which making the folders names
+    if (loras or METRICS in names) and not killed and not lost:
         said = f"{path} has {'LoRAs' if loras else 'metrics'} and no state to go on from"
         raise InputError(f"--output: {said}; choose another folder")

@@ -1,8 +1,5 @@
 """`train run`: a LoRA from a cache, by steps that are a function of the seed and their number.
-
-Decides when state and LoRA are written, and when clips are measured. The gradient and the optimiser
-are the backend's.
-"""
+Decides when state and LoRA are written, and when clips are measured."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ltx2rt.atomic_file import remove_left
+from ltx2rt.atomic_file import remove_left, replacing
 from ltx2rt.backend import EMA, AdamW, Trainer
 from ltx2rt.errors import InputError
 from ltx2rt.models.geometry import Geometry
@@ -35,7 +32,9 @@ from ltx2rt.train.request import TrainRequest
 from ltx2rt.train.resume import check_folder, check_resumed, described, facts, flags_text
 from ltx2rt.train.samples import Kind, Samples
 from ltx2rt.train.state import (
+    CONFIGURATION,
     METRICS,
+    Arrays,
     kept_metrics,
     locked,
     lora_path,
@@ -44,9 +43,7 @@ from ltx2rt.train.state import (
     read_state,
     require_shapes,
     states,
-    write_configuration,
     write_lora,
-    write_metrics,
 )
 from ltx2rt.train.step import Step
 from ltx2rt.train.tally import StepLosses, Tally, by_group, finite, losses_row, norms_row
@@ -95,11 +92,9 @@ class Run:
         return ({kind.plain} if p < 1 else set()) | ({kind} if p else set())
 
     def _step(self, kind: Kind) -> Step:
-        r, config = self.request, self.session.config
-        bucket = parse_bucket(kind.bucket)
-        geometry = Geometry.of(
-            config, bucket.width, bucket.height, bucket.frames, Fraction(kind.fps)
-        )
+        r, size = self.request, parse_bucket(kind.bucket)
+        sides = size.width, size.height, size.frames
+        geometry = Geometry.of(self.session.config, *sides, Fraction(kind.fps))
         assert r.alpha is not None
         reference = None
         if kind.reference:
@@ -129,12 +124,14 @@ class Run:
         """Raises InputError if the model does not fit the graph, or the step the memory."""
         r = self.request
         optimiser = AdamW(r.betas, 1e-8, r.weight_decay, r.max_grad_norm, r.ema)
-        begin = {}
-        if r.init:
-            begin = read_init(r.init, self.session, self.step.shapes(), self.step.scale)
-        return self.step.trainer(
-            r.seed, optimiser, list(self.steps.values())[1:], begin, r.deterministic
-        )
+        others = list(self.steps.values())[1:]
+        return self.step.trainer(r.seed, optimiser, others, self.begin, r.deterministic)
+
+    @property
+    def begin(self) -> dict[str, np.ndarray]:
+        """First values of adapters from `--init`. Raises InputError."""
+        path, step = self.request.init, self.step
+        return read_init(path, self.session, step.shapes(), step.scale) if path else {}
 
     def held_out_losses(self, trainer: Trainer) -> dict[str, float]:
         """Mean losses of held-out clips, at LEVELS and with the same noise each time."""
@@ -142,19 +139,15 @@ class Run:
         losses: dict[str, list[float]] = {name: [] for name in samples.trained}
         for kind in sorted({samples.kind(i) for i in samples.held_out}, key=str):
             own = [i for i in samples.held_out if samples.kind(i) == kind]
-            cases = list(product(own, LEVELS))
-            for start in range(0, len(cases), batch):
-                part = cases[start : start + batch]
-                filled = [part[i % len(part)] for i in range(batch)]
-                rows = [(i, f"train.held_out.{i.sample.sample}", level) for i, level in filled]
-                feeds = self.feeder.stacked(kind, rows)
+            rows = [(i, f"train.held_out.{i.sample.sample}", x) for i, x in product(own, LEVELS)]
+            for start in range(0, len(rows), batch):
+                part = rows[start : start + batch]
+                feeds = self.feeder.stacked(kind, [part[i % len(part)] for i in range(batch)])
                 found = trainer.losses(feeds)
                 for name in samples.trained:
                     there = np.any(feeds[f"{name}_noised"], axis=1)[: len(part)]
                     losses[name] += list(found[f"{name}_loss"][: len(part)][there])
         return {f"held_out_{n}_loss": float(np.mean(x)) for n, x in losses.items() if x}
-
-    # --- the run ----------------------------------------------------------------------------------
 
     def train(
         self,
@@ -230,8 +223,10 @@ class Run:
             say(f"continues at step {first} of {r.steps}")
         if main:
             remove_left(r.output)
-            write_configuration(r.output, flags_text(self.session, r))
-            write_metrics(r.output, rows)
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            for name, text in {CONFIGURATION: flags_text(self.session, r), METRICS: lines}.items():
+                with replacing(r.output / name) as partial:
+                    partial.write_text(text)
             if begun and not lora_path(r.output, first).exists():
                 self._write_loras(arrays, first, rows)
         return trainer, Tally(about.get("updates", 0), dict(about.get("running", {}))), first, rows
@@ -266,53 +261,48 @@ class Run:
         self, trainer: Trainer, batches: Iterator[Batch], weights: Mapping[str, float]
     ) -> StepLosses:
         """The losses of a step, of the samples that have each stream."""
-        trained, parts = self.samples.trained, self.request.accumulate
-        losses: dict[str, list[np.ndarray]] = {name: [] for name in trained}
-        levels: dict[str, list[np.ndarray]] = {name: [] for name in trained}
-        names: list[tuple[str, bool]] = []
+        parts, made = self.request.accumulate, StepLosses({}, {}, [])
         for drawn, feeds in islice(batches, parts):
             found = trainer.accumulate(feeds, {n: w / parts for n, w in weights.items()})
-            fine = np.all([np.isfinite(found[f"{name}_loss"]) for name in trained], axis=0)
-            names += [(item.sample.name, bool(x)) for (item, _), x in zip(drawn, fine, strict=True)]
-            for name in trained:
-                there = feeds[f"{name}_noised"].any(1)
-                losses[name].append(found[f"{name}_loss"][there])
-                levels[name].append(feeds[f"{name}_sigma"][there])
-        joined, sigmas = (
-            {n: np.concatenate(x) for n, x in each.items()} for each in (losses, levels)
-        )
-        return StepLosses(joined, sigmas, names)
+            fine = np.ones(len(drawn), bool)
+            for name in self.samples.trained:
+                there, loss = feeds[f"{name}_noised"].any(1), found[f"{name}_loss"]
+                fine &= np.isfinite(loss)
+                for to, new in ((made.losses, loss), (made.levels, feeds[f"{name}_sigma"])):
+                    to[name] = np.append(to.get(name, new[:0]), new[there])
+            named = zip(drawn, fine, strict=True)
+            made.samples += [(item.sample.name, bool(x)) for (item, _), x in named]
+        return made
 
     def _validated(self, trainer: Trainer, step: int) -> list[Path]:
         """Clips with the LoRA as it is now, which `validate` takes as a file."""
         if self.validate is None:
             return []
-        folder = self.request.output / "validation"
-        folder.mkdir(exist_ok=True)
-        path, arrays = folder / ".lora.safetensors", trainer.state()["parameters"]
+        path = self.request.output / "validation" / ".lora.safetensors"
+        path.parent.mkdir(exist_ok=True)
         try:
-            write_lora(path, arrays, self.step.scale, described(self.facts, step))
+            self._write_lora(path, trainer.state()["parameters"], step)
             return self.validate(path, step)
         finally:
             path.unlink(missing_ok=True)
 
     def _save(self, trainer: Trainer, step: int, tally: Tally, rows: list[Row]) -> None:
-        """State, LoRA and its average, and picture."""
+        """Write state, LoRA and its average, and picture."""
         r, arrays = self.request, trainer.state()
         if self.session.backend.is_main:
             about = {**self.facts, "updates": tally.updates, "running": tally.running}
             with new_state(r.output, step, arrays, about, r.keep, r.keep_every):
                 self._write_loras(arrays, step, rows)
 
-    def _write_loras(
-        self, arrays: Mapping[str, Mapping[str, np.ndarray]], step: int, rows: list[Row]
-    ) -> None:
+    def _write_loras(self, arrays: Mapping[str, Arrays], step: int, rows: list[Row]) -> None:
         path = lora_path(self.request.output, step)
-        about, scale = described(self.facts, step), self.step.scale
         if EMA in arrays:
-            write_lora(path.with_stem(f"{path.stem}-ema"), arrays[EMA], scale, about)
-        write_lora(path, arrays["parameters"], scale, about)
+            self._write_lora(path.with_stem(f"{path.stem}-ema"), arrays[EMA], step)
+        self._write_lora(path, arrays["parameters"], step)
         draw_losses(self.request.output / PICTURE, rows)
+
+    def _write_lora(self, path: Path, parameters: Arrays, step: int) -> None:
+        write_lora(path, parameters, self.step.scale, described(self.facts, step))
 
 
 def start(session: Session, request: TrainRequest) -> Run:
@@ -325,8 +315,7 @@ def start(session: Session, request: TrainRequest) -> Run:
         if span and getattr(request, name) and span[0] >= frames:
             said = f"{span[0]} latent frames, the clips have {frames}"
             raise InputError(f"--{name}: {said}; give fewer, so that some are generated")
-    if r.init:
-        read_init(r.init, session, run.step.shapes(), run.step.scale)
+    _ = run.begin
     if r.tensorboard:
         EventFiles.check()
     if not r.dry_run and main and r.output.is_dir():

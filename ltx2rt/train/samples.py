@@ -1,8 +1,5 @@
 """The samples of a run: which of the caches' it uses, for which streams, and the order of the
-draws.
-
-Every draw is a function of the seed and the number of the step.
-"""
+draws, each a function of the seed and the number of the step."""
 
 from __future__ import annotations
 
@@ -10,12 +7,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ltx2rt.errors import InputError
 from ltx2rt.stages.noise import uniform
-from ltx2rt.train.manifest import Sample, read_head, read_manifest, shared
+from ltx2rt.train.manifest import SCALES, Sample, read_manifest, require_same
 from ltx2rt.train.recipe import GROUPS, MODES, STREAM_OF, reached
 from ltx2rt.train.request import TrainRequest
 
@@ -44,11 +42,6 @@ class Item:
     weight: float
     empty: str
 
-    @property
-    def kind(self) -> Kind:
-        s = self.sample
-        return Kind(s.bucket, s.fps, s.reference, "audio_reference" in s.streams)
-
 
 class Samples:
     """The samples of a resolved request. streams: the present ones; trained: those that are noised;
@@ -61,10 +54,11 @@ class Samples:
 
     def __init__(self, r: TrainRequest, base: str, devices: int, say: Callable[[str], None]):
         self.request, self.mode = r, MODES[r.mode]
-        self.heads = [read_head(data.cache) for data in r.data]
+        self.heads: list[dict[str, Any]] = []
         read: list[Item] = []
-        for data, head in zip(r.data, self.heads, strict=True):
-            samples = read_manifest(data.cache, base)
+        for data in r.data:
+            head, samples = read_manifest(data.cache, base)
+            self.heads.append(head)
             read += [Item(sample, data.cache, data.weight, head["empty"]) for sample in samples]
         self.streams, self.trained = self.mode.streams, self.mode.trained
         self.targets = r.targets
@@ -89,21 +83,24 @@ class Samples:
 
     def kind(self, item: Item) -> Kind:
         """The kind of a batch with its references, as far as the streams have them."""
-        found = item.kind if self.request.reference else item.kind.plain
-        found = found if "video" in self.streams else replace(found, reference=None)
-        return found if "audio" in self.streams else replace(found, heard=False)
+        s = item.sample
+        if not self.request.reference:
+            return Kind(s.bucket, s.fps)
+        reference = s.reference if "video" in self.streams else None
+        heard = "audio_reference" in s.streams and "audio" in self.streams
+        return Kind(s.bucket, s.fps, reference, heard)
 
     def _choose_streams(self) -> None:
         """Apply `--streams`."""
-        r = self.request
-        if not r.streams:
-            return
-        if strange := sorted(set(r.streams) - set(self.trained)):
-            said = f"{strange[0]}, --mode {r.mode} trains {' and '.join(self.trained)}"
+        r, trained = self.request, self.trained
+        if strange := sorted(set(r.streams) - set(trained)):
+            said = f"{strange[0]}, --mode {r.mode} trains {' and '.join(trained)}"
             raise InputError(f"--streams: {said}; leave it out, or choose another --mode")
-        frozen = [name for name in self.streams if name not in self.trained]
-        self.trained = tuple(name for name in self.trained if name in r.streams)
-        self.streams = tuple(n for n in self.streams if n in (*self.trained, *frozen))
+        if left := set(trained) - set(r.streams or trained):
+            self.trained, self.streams = (
+                tuple(name for name in names if name not in left)
+                for names in (trained, self.streams)
+            )
 
     def _require_sound(
         self, items: list[Item], sounding: list[Item], say: Callable[[str], None]
@@ -146,23 +143,20 @@ class Samples:
             if not needed:
                 said = f"no clip has a picture, --mode {self.request.mode} needs it"
                 raise InputError(f"--data: {said}; use --mode t2a")
-        prefix = "" if "video" in self.streams else "audio_"
-        wanted = {"--mask": [f"{prefix}mask"] * bool(self.request.mask)}
-        wanted["--reference"] = [f"{prefix}reference"] * bool(self.request.reference)
-        if self.mode.heard and self.request.reference:
-            wanted["--reference"] = ["reference", "audio_reference"]
-        for flag, names in wanted.items():
-            for name in names:
-                lacking = [i.sample.name for i in needed if name not in i.sample.streams]
-                if lacking:
-                    file = name.removeprefix("audio_") + (".wav" if "audio" in name else ".mp4")
-                    raise InputError(
-                        f"{flag}: {len(lacking)} of {len(needed)} clips have none, such as "
-                        f"{lacking[0]}; put NAME.{file} beside each and run `ltx2rt train "
-                        "prepare` again"
-                    )
-        for name in ("reference_downscale", "reference_temporal_scale"):
-            shared((head.get(name, 1) for head in self.heads), name.replace("_", " "))
+        own = ["" if "video" in self.streams else "audio_"]
+        wanted = [f"{prefix}mask" for prefix in own if self.request.mask]
+        own = ["", "audio_"] if self.mode.heard else own
+        wanted += [f"{prefix}reference" for prefix in own if self.request.reference]
+        for name in wanted:
+            if lacking := [i.sample.name for i in needed if name not in i.sample.streams]:
+                kind, ending = name.removeprefix("audio_"), "wav" if "audio" in name else "mp4"
+                raise InputError(
+                    f"--{kind}: {len(lacking)} of {len(needed)} clips have none, such as "
+                    f"{lacking[0]}; put NAME.{kind}.{ending} beside each and run `ltx2rt train "
+                    "prepare` again"
+                )
+        for name in SCALES:
+            require_same((head.get(name, 1) for head in self.heads), name.replace("_", " "))
         return needed
 
     def _shares(self) -> np.ndarray | None:
@@ -186,8 +180,8 @@ class Samples:
     @property
     def reference_scales(self) -> tuple[int, int]:
         """How much smaller references are, and how many times fewer frames they have."""
-        head = self.heads[0]
-        return head.get("reference_downscale", 1), head.get("reference_temporal_scale", 1)
+        downscale, temporal_scale = (self.heads[0].get(name, 1) for name in SCALES)
+        return downscale, temporal_scale
 
     @property
     def trigger(self) -> str | None:
@@ -202,23 +196,20 @@ class Samples:
         elif len(self.kinds) > 1:
             found = self._of_one_kind(number)
         else:
-            found = []
-            for i in range(number * self.batch, (number + 1) * self.batch):
-                epoch, place = divmod(i, len(self.items))
-                order = self._order(f"train.order.{epoch}", len(self.items))
-                found.append(self.items[order[place]])
+            places = range(number * self.batch, (number + 1) * self.batch)
+            epochs = (divmod(i, len(self.items)) for i in places)
+            found = [self.items[self._order(epoch, len(self.items))[i]] for epoch, i in epochs]
         return list(zip(found, streams, strict=True))
 
-    def _order(self, stream: str, count: int) -> np.ndarray:
-        return np.argsort(uniform(self.request.seed, stream, count), kind="stable")
+    def _order(self, epoch: object, count: int) -> np.ndarray:
+        drawn = uniform(self.request.seed, f"train.order.{epoch}", count)
+        return np.argsort(drawn, kind="stable")
 
     def _picked(self, number: int) -> list[Item]:
         """Samples by their shares, drawn with replacement; the first one decides the kind."""
-        found: list[Item] = []
-        places = uniform(self.request.seed, f"train.pick.{number}", self.batch)
         assert self.shares is not None
-        shares = self.shares
-        for place in places:
+        found, shares = list[Item](), self.shares
+        for place in uniform(self.request.seed, f"train.pick.{number}", self.batch):
             bounds = np.cumsum(shares) / shares.sum()
             at = min(int(np.searchsorted(bounds, place, "right")), len(shares) - 1)
             found.append(self.items[at])
@@ -231,11 +222,8 @@ class Samples:
         groups = [[i for i in self.items if self.kind(i) == kind] for kind in self.kinds]
         counts = [-(-len(group) // self.batch) for group in groups]
         epoch, place = divmod(number, sum(counts))
-        chosen = int(self._order(f"train.order.{epoch}", sum(counts))[place])
-        for kind, (group, count) in enumerate(zip(groups, counts, strict=True)):
-            if chosen < count:
-                order = self._order(f"train.order.{epoch}.{kind}", len(group))
-                first = chosen * self.batch
-                return [group[order[i % len(group)]] for i in range(first, first + self.batch)]
-            chosen -= count
-        raise AssertionError(f"{chosen} of {counts}")
+        places = [(kind, i) for kind, count in enumerate(counts) for i in range(count)]
+        kind, chosen = places[int(self._order(epoch, len(places))[place])]
+        group, first = groups[kind], chosen * self.batch
+        order = self._order(f"{epoch}.{kind}", len(group))
+        return [group[order[i % len(group)]] for i in range(first, first + self.batch)]

@@ -1,8 +1,6 @@
-"""Files of a training run: states to go on from, LoRAs to use, and metrics.
-
-Decides their names. Each is written under another name first, so that an interruption or a full
-disk leaves the last one whole. A state appears after every other file of its step.
-"""
+"""Files of a training run: states to go on from, LoRAs to use, and metrics. Each is written under
+another name first, so that an interruption or a full disk leaves the last one whole. A state
+appears after every other file of its step."""
 
 from __future__ import annotations
 
@@ -17,13 +15,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ltx2rt.atomic_file import NotWritten, replacing
+from ltx2rt.atomic_file import NotWritten
 from ltx2rt.backend import EMA, MOMENTS
 from ltx2rt.errors import InputError
 from ltx2rt.passes.adapters import MARK
 from ltx2rt.system import AT_ONCE, sync, take_lock
 from ltx2rt.text_files import parse, read_json, read_text
 from ltx2rt.weights.files import TensorFile, write_arrays
+from ltx2rt.weights.lora import FACTORS
 from ltx2rt.weights.names import to_diffusers
 from ltx2rt.weights.part_table import PARTS
 
@@ -39,12 +38,9 @@ ABOUT = {
 ROW = {"step": int, "video_loss?": (float, None), "audio_loss?": (float, None)}
 ROW |= {f"held_out_{name}": shape for name, shape in ROW.items() if name != "step"}
 
-METADATA = {  # keys of a LoRA's header that other programs read, and the facts they hold
-    "model_version": "version",
-    "reference_downscale_factor": "reference_downscale_factor",
-    "reference_spatial_scale_factor": "reference_downscale_factor",
-    "reference_temporal_scale_factor": "reference_temporal_scale_factor",
-}
+METADATA = dict(zip(FACTORS, FACTORS, strict=True)) | {
+    "model_version": "version", "reference_spatial_scale_factor": FACTORS[0]
+}  # fmt: skip
 
 
 def lora_path(run: Path, step: int) -> Path:
@@ -79,9 +75,9 @@ def new_state(
     keep: int,
     keep_every: int = 0,
 ) -> Iterator[None]:
-    """Write a state; it counts after the files that are written meanwhile. keep: number of latest
-    states that stay; keep_every: multiples of it stay as well, 0: none. Raises NotWritten if the
-    disk is full; earlier states are whole."""
+    """Write a state, which counts after the files that are written meanwhile. keep: number of
+    latest states that stay; keep_every: steps that stay are multiples of it, 0: none. Raises
+    NotWritten if the disk is full; earlier states are whole."""
     folder, partial = run / STATES / f"{step:06d}", run / STATES / f".{step:06d}.partial"
     try:
         for old in partial.parent.glob(".*.partial"):  # left by a killed process
@@ -124,10 +120,8 @@ def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, np.nda
             arrays[kind] = {name: np.array(file.read(name)) for name in file.names()}
         if "parameters" not in arrays:
             raise InputError("it has no parameters")
-    except (OSError, ValueError, InputError) as error:
-        why = str(error).removeprefix(f"{folder}/").rstrip("; ")
-        advice = "move it away, and the same command goes on from the state before"
-        raise InputError(f"{folder} is damaged ({why}); {advice}") from None
+    except (OSError, ValueError) as error:
+        raise _damaged(folder, str(error).removeprefix(f"{folder}/").rstrip("; ")) from None
     return about, arrays
 
 
@@ -137,13 +131,15 @@ def require_shapes(
     """Raises InputError for a state without the tensors of this training."""
     for kind in ("parameters", *MOMENTS):
         found = {name: x.shape for name, x in arrays.get(kind, {}).items()}
-        if found != dict(shapes):
-            wrong = next(n for n in {**shapes, **found} if found.get(n) != shapes.get(n))
-            raise InputError(
-                f"{folder} is damaged ({kind} has {wrong} of shape {found.get(wrong)}, expected "
-                f"{shapes.get(wrong)}); move it away, and the same command goes on from the state "
-                "before"
-            )
+        for name in {**shapes, **found}:
+            if (shape := found.get(name)) != (expected := shapes.get(name)):
+                why = f"{kind} has {name} of shape {shape}, expected {expected}"
+                raise _damaged(folder, why)
+
+
+def _damaged(folder: Path, why: str) -> InputError:
+    advice = "move it away, and the same command goes on from the state before"
+    return InputError(f"{folder} is damaged ({why}); {advice}")
 
 
 FORMATS = ("official", "diffusers", "kohya")
@@ -189,16 +185,6 @@ def _flat(module: str) -> str:
     return "lora_unet_" + module.removeprefix(PARTS["transformer"].prefix).replace(".", "_")
 
 
-def configuration(values: Mapping[str, Any]) -> str:
-    """The text of `train.toml`: text, numbers, switches and lists of text, by name."""
-    return "".join(f"{name} = {json.dumps(x)}\n" for name, x in values.items())
-
-
-def write_configuration(run: Path, text: str) -> None:
-    with replacing(run / CONFIGURATION) as partial:
-        partial.write_text(text)
-
-
 def kept_metrics(run: Path, step: int) -> list[dict[str, Any]]:
     """The lines of the steps before `step`. Raises InputError for a damaged file; its last line may
     be cut off by an interruption."""
@@ -207,18 +193,12 @@ def kept_metrics(run: Path, step: int) -> list[dict[str, Any]]:
     found, lines = [], [line for line in read_text(path).split("\n") if line.strip()]
     for number, line in enumerate(lines, 1):
         try:
-            found.append(parse(line, ROW))
+            found += [row for row in [parse(line, ROW)] if row["step"] < step]
         except ValueError as error:
             if number < len(lines):
                 advice = "move it away, and the same command goes on without it"
                 raise InputError(f"{path} is damaged (line {number}: {error}); {advice}") from None
-    return [row for row in found if row["step"] < step]
-
-
-def write_metrics(run: Path, rows: list[dict[str, Any]]) -> None:
-    """Replace the file's lines."""
-    with replacing(run / METRICS) as partial:
-        partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return found
 
 
 @contextmanager
@@ -231,13 +211,11 @@ def locked(run: Path) -> Iterator[None]:
             f"--output: {run / LOCK} cannot be opened ({error.strerror}); remove it"
         ) from None
     try:
-        take_lock(handle)
-    except OSError:
-        os.close(handle)
-        raise InputError(
-            f"--output: another process trains in {run}; wait for it, or choose another name"
-        ) from None
-    try:
+        try:
+            take_lock(handle)
+        except OSError:
+            said = f"another process trains in {run}; wait for it, or choose another name"
+            raise InputError(f"--output: {said}") from None
         yield
     finally:
         os.close(handle)
