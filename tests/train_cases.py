@@ -30,7 +30,7 @@ def step(
     config, rng = transformer_config(generation), np.random.default_rng(5)
     config = replace(config, num_layers=blocks)
     feeds = transformer.position_feeds(config, *positions())
-    shape = train_step.TrainShape(
+    shape = transformer.ForwardShape(
         batch, TOKENS, AUDIO_TOKENS, TEXT, transformer.coordinate_counts(feeds)
     )
     graph = train_step.trace(config, shape, "float32")

@@ -8,6 +8,7 @@ a longer parameter prefix. The result is a `Term`: `+ - * /` with another term r
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -231,11 +232,17 @@ class Ops:
         return {n: results[n] for n in carry}, {n: results[n] for n in outputs}
 
 
-def trace(
-    name: str, model: Callable[..., Mapping[str, Value]], dtype: str, *args: Any, **kwargs: Any
-) -> Graph:
-    """The verified graph of `model(o, *args, **kwargs)`, which returns its outputs by name."""
+def trace(name: str, model: Callable[..., Mapping[str, Value]], dtype: str, *args: Any) -> Graph:
+    """The verified graph of `model(o, *args)`, which returns its outputs by name."""
     graph = Graph(name)
-    graph.outputs = dict(model(Ops(graph, dtype), *args, **kwargs))
-    verify(graph)
-    return graph
+    graph.outputs = dict(model(Ops(graph, dtype), *args))
+    return verify(graph)
+
+
+def traced(name: str) -> Callable[[Callable[..., Mapping[str, Value]]], Callable[..., Graph]]:
+    """Make of model text `model(o, *args)` a function of (*args, dtype) that returns its graph."""
+
+    def decorate(model: Callable[..., Mapping[str, Value]]) -> Callable[..., Graph]:
+        return functools.wraps(model)(lambda *args: trace(name, model, args[-1], *args[:-1]))
+
+    return decorate

@@ -8,8 +8,8 @@ from ltx2rt.graph.ir import Graph, Node, Repeat, Type
 from ltx2rt.graph.ops import OPS
 
 
-def verify(graph: Graph) -> None:
-    """Raise GraphError if `graph` is not legal, e.g. if a body uses a value of an outer graph."""
+def verify(graph: Graph) -> Graph:
+    """`graph`. Raises GraphError unless it is legal: if a body uses a value of an outer graph."""
     known = {id(v) for v in (*graph.inputs.values(), *graph.params.values())}
     if unmade := [name for name in graph.params if name.startswith("%")]:
         raise GraphError(
@@ -39,6 +39,7 @@ def verify(graph: Graph) -> None:
     for name, value in graph.outputs.items():
         if id(value) not in known:
             raise GraphError(f"{graph.name}: output {name} is not defined in this graph")
+    return graph
 
 
 def _list(types: tuple[Type, ...]) -> str:

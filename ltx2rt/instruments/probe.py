@@ -19,7 +19,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of
 from ltx2rt.graph import Graph
 from ltx2rt.media.sound import check_rate
-from ltx2rt.models import diffusion_decoder, guided_step, text_encoder, train_step, transformer
+from ltx2rt.models import diffusion_decoder, guided_step, text_encoder, transformer
 from ltx2rt.models.diffusion_decoder import BORDERS
 from ltx2rt.pipelines.groups.steps import MAX_STEPS
 from ltx2rt.session.call import Call
@@ -218,7 +218,7 @@ def _train_step(session: Session, request: ProbeRequest, x: Given) -> Arrays:
     batch, parts = x.sizes["B"], session.backend.mesh.get("data", 1)
     if batch % parts:
         raise InputError(f"--mesh: data={parts} does not divide {batch} samples; choose another")
-    shape = train_step.TrainShape(batch // parts, **sizes)
+    shape = transformer.ForwardShape(batch // parts, **sizes)
     loras, call = _loras(session, "transformer"), Call("train-step", shape)
     if len(loras) > 1:
         raise InputError(

@@ -13,20 +13,9 @@ from fractions import Fraction
 from math import ceil
 
 from ltx2rt.config import AudioVaeConfig
-from ltx2rt.graph import Graph, Ops, Term
-from ltx2rt.graph import trace as trace_graph
+from ltx2rt.graph import Ops, Term, traced
 
 NORM_EPS = 1e-6  # PixelNorm of the audio VAE; the video VAE has 1e-8
-
-
-def trace_decoder(config: AudioVaeConfig, batch: int, latents: int, dtype: str) -> Graph:
-    """`latent` f32 (B, 8, latents, 16), normalised -> `mel` (B, 2, 4 latents - 3, 64), ln."""
-    return trace_graph("audio-decoder", decoder, dtype, config, batch, latents)
-
-
-def trace_encoder(config: AudioVaeConfig, batch: int, mel_frames: int, dtype: str) -> Graph:
-    """`mel` (B, 2, mel_frames, 64), natural log -> `latent` float32, the normalised mean."""
-    return trace_graph("audio-encoder", encoder, dtype, config, batch, mel_frames)
 
 
 def reach(config: AudioVaeConfig) -> tuple[int, int]:
@@ -39,16 +28,11 @@ def reach(config: AudioVaeConfig) -> tuple[int, int]:
     return ceil(8 + blocks + single), 0  # two blocks in the middle
 
 
-def decoder(o: Ops, config: AudioVaeConfig, batch: int, latents: int) -> dict[str, Term]:
-    """Model text of `trace_decoder`."""
-    x = o.input(
-        "latent",
-        "float32",
-        B=batch,
-        channels=config.latent_channels,
-        time=latents,
-        mel=config.latent_mel_bins,
-    )
+@traced("audio-decoder")
+def trace_decoder(o: Ops, config: AudioVaeConfig, batch: int, latents: int) -> dict[str, Term]:
+    """`latent` f32 (B, 8, latents, 16), normalised -> `mel` (B, 2, 4 latents - 3, 64), ln."""
+    sizes = {"channels": config.latent_channels, "time": latents, "mel": config.latent_mel_bins}
+    x = o.input("latent", "float32", B=batch, **sizes)
     mean, std = _statistics(o, config)
     x = o.cast(x * std + mean, dtype=o.dtype)
     net = o.under("audio_vae.decoder")
@@ -65,8 +49,9 @@ def decoder(o: Ops, config: AudioVaeConfig, batch: int, latents: int) -> dict[st
     return {"mel": causal_conv(net, norm_silu(o, x), "conv_out.conv", config.out_channels)}
 
 
-def encoder(o: Ops, config: AudioVaeConfig, batch: int, mel_frames: int) -> dict[str, Term]:
-    """Model text of `trace_encoder`."""
+@traced("audio-encoder")
+def trace_encoder(o: Ops, config: AudioVaeConfig, batch: int, mel_frames: int) -> dict[str, Term]:
+    """`mel` (B, 2, mel_frames, 64), natural log -> `latent` float32, the normalised mean."""
     x = o.input("mel", B=batch, channels=config.out_channels, time=mel_frames, mel=config.mel_bins)
     net = o.under("audio_vae.encoder")
     widths = [config.base_channels * m for m in config.channel_multipliers]
@@ -91,10 +76,8 @@ def _statistics(o: Ops, config: AudioVaeConfig) -> list[Term]:
     """Mean and std (channels, mel), stored as one axis: channel * bins + bin."""
     into = {"channels": config.latent_channels, "mel": config.latent_mel_bins}
     size = config.latent_channels * config.latent_mel_bins
-    o = o.under("audio_vae.per_channel_statistics")
-    packed = [
-        o.param(name, dtype="float32", packed=size) for name in ("mean-of-means", "std-of-means")
-    ]
+    o, names = o.under("audio_vae.per_channel_statistics"), ("mean-of-means", "std-of-means")
+    packed = [o.param(name, dtype="float32", packed=size) for name in names]
     return [o.split(x, axis="packed", into=into) for x in packed]
 
 

@@ -52,12 +52,11 @@ class Network:
     partial: Callable[[Any], str] = lambda sizes: ""
 
 
-def _trace_upsampler(part: str) -> Callable[[ModelConfig, tuple[int, ...], str], Graph]:
-    return lambda c, shape, dtype: upsampler.trace(c.need(part), shape[0], *shape[2:], dtype=dtype)
-
-
-def _trace_vae(trace: Callable[..., Graph]) -> Callable[[ModelConfig, tuple[int, ...], str], Graph]:
-    return lambda c, shape, dtype: trace(c.video_vae, shape[0], *shape[2:], dtype=dtype)
+def _sized(
+    trace: Callable[..., Graph], part: str
+) -> Callable[[ModelConfig, tuple[int, ...], str], Graph]:
+    """A trace by the shape (batch, channels, frames, rows, columns) of its input."""
+    return lambda c, s, dtype: trace(c.need(part), s[0], *s[2:], dtype)
 
 
 def _step(c: ModelConfig, g: Geometry, branches: int) -> guided_step.StepShape:
@@ -88,14 +87,7 @@ def _forward(c: ModelConfig, g: Geometry, branches: int) -> transformer.ForwardS
     )
 
 
-def _train(c: ModelConfig, g: Geometry, branches: int) -> train_step.TrainShape:
-    f = _forward(c, g, 1)
-    return train_step.TrainShape(1, f.video_tokens, f.audio_tokens, f.text_tokens, f.coordinates)
-
-
-def _streams(
-    sizes: guided_step.StepShape | transformer.ForwardShape | train_step.TrainShape,
-) -> str:
+def _streams(sizes: guided_step.StepShape | transformer.ForwardShape) -> str:
     return "" if len(sizes.streams) == 2 else sizes.streams[0]
 
 
@@ -108,12 +100,12 @@ CATALOG = {
     for row in (
         Network(
             "text-encoder", ("gemma", "text"),
-            lambda c, s, dtype: text_encoder.trace(c.need("gemma"), c.text, *s, dtype=dtype),
+            lambda c, s, dtype: text_encoder.trace(c.need("gemma"), c.text, *s, dtype),
             lambda *_: (2, PROMPT_TOKENS), "text-encoder",
         ),
         Network(  # behind features that another program has made
             "text-connectors", ("text",),
-            lambda c, s, dtype: connectors.trace_contexts(c.text, *s, dtype=dtype),
+            lambda c, s, dtype: connectors.trace_contexts(c.text, *s, dtype),
             lambda *_: (1, PROMPT_TOKENS), "text-encoder", partial=lambda _: "connectors",
         ),
         Network(
@@ -128,29 +120,30 @@ CATALOG = {
         ),
         Network(
             "train-step", ("transformer",),
-            lambda c, s, dtype: train_step.trace(c.transformer, s, dtype), _train,
+            lambda c, s, dtype: train_step.trace(c.transformer, s, dtype),
+            lambda c, g, _: _forward(c, g, 1),
             "transformer", lambda s: 1, partial=_streams,
         ),
         Network(
-            "video-encoder", ("video_vae",), _trace_vae(video_vae.trace_encoder), _pixels,
+            "video-encoder", ("video_vae",), _sized(video_vae.trace_encoder, "video_vae"), _pixels,
             "video-encoder"
         ),
         Network(
-            "video-decoder", ("video_vae",), _trace_vae(video_vae.trace_decoder),
+            "video-decoder", ("video_vae",), _sized(video_vae.trace_decoder, "video_vae"),
             lambda c, g, branches: g.video_shape, "video-decoder",
         ),
         Network(
-            "upsampler", ("upsampler",), _trace_upsampler("upsampler"),
+            "upsampler", ("upsampler",), _sized(upsampler.trace, "upsampler"),
             lambda c, g, branches: g.video_shape, "upsampler",
         ),
         Network(
-            "temporal-upsampler", ("temporal_upsampler",), _trace_upsampler("temporal_upsampler"),
+            "temporal-upsampler", ("temporal_upsampler",), _sized(upsampler.trace, "temporal_upsampler"),
             lambda c, g, branches: g.video_shape, "temporal-upsampler",
         ),
         Network(
             "diffusion-features", ("diffusion_decoder",),
             lambda c, s, dtype: diffusion_decoder.trace_features(
-                diffusion_decoder.config_of(c), s[0], *s[2:], dtype=dtype
+                diffusion_decoder.config_of(c), s[0], *s[2:], dtype
             ),
             lambda c, g, branches: g.video_shape, "diffusion-features",
         ),
@@ -179,7 +172,7 @@ CATALOG = {
         ),
         Network(  # reads the positive prompt's contexts
             "duration-head", ("duration_head",),
-            lambda c, s, dtype: duration_head.trace(c.need("duration_head"), *s, dtype=dtype),
+            lambda c, s, dtype: duration_head.trace(c.need("duration_head"), *s, dtype),
             lambda *_: (1, PROMPT_TOKENS), "duration-head", dtype="float32",
         ),
     )

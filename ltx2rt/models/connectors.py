@@ -10,13 +10,13 @@ registers take its place, so it need not be zeroed.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
 from ltx2rt.config import ConnectorConfig, TextConfig
 from ltx2rt.errors import InputError
-from ltx2rt.graph import Graph, Ops, Term
-from ltx2rt.graph import trace as trace_graph
+from ltx2rt.graph import Ops, Term, traced
 from ltx2rt.models.attention import attention, feed_forward
 from ltx2rt.models.gemma import check_mask
 from ltx2rt.models.positions import axis_angles, frequency_grid
@@ -26,28 +26,20 @@ EPS = 1e-6  # epsilon of both feature normalisations
 BEYOND = 1e30  # further from zero than any state
 
 
-def trace(config: TextConfig, batch: int, tokens: int, dtype: str) -> Graph:
+@traced("connectors")
+def trace(o: Ops, config: TextConfig, batch: int, tokens: int) -> dict[str, Term]:
     """The graph of `connectors`; its input is hidden_states (B, text, D, states)."""
-
-    def model(o: Ops) -> dict[str, Term]:
-        states = o.input(
-            "hidden_states", B=batch, text=tokens, D=config.gemma_hidden, states=config.num_states
-        )
-        return connectors(o, config, states)
-
-    return trace_graph("connectors", model, dtype)
+    sizes = {"text": tokens, "D": config.gemma_hidden, "states": config.num_states}
+    return connectors(o, config, o.input("hidden_states", B=batch, **sizes))
 
 
-def trace_contexts(config: TextConfig, batch: int, tokens: int, dtype: str) -> Graph:
+@traced("text-connectors")
+def trace_contexts(o: Ops, config: TextConfig, batch: int, tokens: int) -> dict[str, Term]:
     """The graph of the connectors without the feature extractor; its inputs are the features,
     video_features and audio_features (B, text, D)."""
-
-    def model(o: Ops) -> dict[str, Term]:
-        widths = {"video_features": config.video.width, "audio_features": config.audio.width}
-        features = (o.input(name, B=batch, text=tokens, D=n) for name, n in widths.items())
-        return contexts(o, config, *features)
-
-    return trace_graph("text-connectors", model, dtype)
+    widths = {"video_features": config.video.width, "audio_features": config.audio.width}
+    features = (o.input(name, B=batch, text=tokens, D=n) for name, n in widths.items())
+    return contexts(o, config, *features)
 
 
 def connectors(o: Ops, config: TextConfig, states: Term) -> dict[str, Term]:
@@ -62,8 +54,8 @@ def contexts(o: Ops, config: TextConfig, video: Term, audio: Term) -> dict[str, 
     order = o.input("order", "int32", B=batch, text=tokens)
     is_token = o.input("is_token", "int32", B=batch, text=tokens)
     return {
-        "video_context": connector(o, "video", video, order, is_token, config.video, config),
-        "audio_context": connector(o, "audio", audio, order, is_token, config.audio, config),
+        f"{name}_context": connector(o, name, x, order, is_token, own, config)
+        for name, x, own in (("video", video, config.video), ("audio", audio, config.audio))
     }
 
 
@@ -124,27 +116,19 @@ def connector(
 
     o = o.under(f"model.diffusion_model.{modality}_embeddings_connector")
     registers = o.param("learnable_registers", registers=config.num_registers, D=width)
-    copies = o.expand(
-        registers, axis="copies", size=tokens // config.num_registers, before="registers"
-    )
-    x = o.select(
-        is_token,
-        o.take(x, order, axis="text"),
-        o.merge(copies, axes=("copies", "registers"), into="text"),
-    )
+    count = tokens // config.num_registers
+    copies = o.expand(registers, axis="copies", size=count, before="registers")
+    found = o.take(x, order, axis="text")
+    x = o.select(is_token, found, o.merge(copies, axes=("copies", "registers"), into="text"))
 
     def block(o: Ops, carry: dict, invariant: dict, data: dict) -> tuple[dict, dict]:
         x, eps = carry["x"], text.norm_eps
         h = o.rms_norm(x, over=("D",), eps=eps)
-        heads = (config.num_heads, config.head_dim)
-        rope = (invariant["cos"], invariant["sin"])
-        x += attention(
-            o.under("attn1"), h, h, *heads, eps=eps, gated=config.gated_attention, rope=rope
-        )
-        return {
-            "x": x
-            + feed_forward(o.under("ff"), o.rms_norm(x, over=("D",), eps=eps), config.ff_bias)
-        }, {}
+        how: dict[str, Any] = {"eps": eps, "gated": config.gated_attention}
+        how["rope"] = (invariant["cos"], invariant["sin"])
+        x += attention(o.under("attn1"), h, h, config.num_heads, config.head_dim, **how)
+        h = o.rms_norm(x, over=("D",), eps=eps)
+        return {"x": x + feed_forward(o.under("ff"), h, config.ff_bias)}, {}
 
     carry, _ = o.repeat(block, config.num_layers, {"x": x}, rope, prefix="transformer_1d_blocks.*.")
     return o.rms_norm(carry["x"], over=("D",), eps=text.norm_eps)
@@ -164,10 +148,7 @@ def feeds(config: TextConfig, mask: np.ndarray) -> dict[str, np.ndarray]:
         inputs["mask"] = mask.astype(np.int32)
     for modality, connector in (("video", config.video), ("audio", config.audio)):
         grid = frequency_grid(connector.width, 1, config.rope_theta, config.rope_float64_grid)
-        for table, values in zip(
-            ("cos", "sin"), axis_angles(np.arange(tokens), config.rope_max_pos, grid), strict=True
-        ):
-            inputs[f"{modality}_{table}"] = values.reshape(
-                tokens, connector.num_heads, connector.head_dim // 2
-            )
+        tables = axis_angles(np.arange(tokens), config.rope_max_pos, grid)
+        for table, values in zip(("cos", "sin"), tables, strict=True):
+            inputs[f"{modality}_{table}"] = values.reshape(tokens, connector.num_heads, -1)
     return inputs

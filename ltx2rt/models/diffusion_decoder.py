@@ -22,8 +22,7 @@ from dataclasses import dataclass
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.graph import Graph, Ops, Term
-from ltx2rt.graph import trace as trace_graph
+from ltx2rt.graph import Ops, Term, traced
 from ltx2rt.models.geometry import pixel_frames
 from ltx2rt.models.video_vae import depth_to_space, patchify, unnormalise, unpatchify
 
@@ -119,16 +118,13 @@ def inside(
     config: DiffusionDecoderConfig, grid: tuple[int, int, int]
 ) -> tuple[slice, slice, slice]:
     """The decoded frames, rows and columns of the latent without its padding."""
-    sizes = (
-        pixel_frames(grid[0], config.time_factor),
-        *(n * config.space_factor for n in grid[1:]),
+    space = config.space_factor
+    _, *around = padding(config, grid)  # no frame comes before
+    rows, columns = (
+        slice(before * space, (before + n) * space)
+        for (before, _), n in zip(around, grid[1:], strict=True)
     )
-    # no frame comes before
-    starts = [before * config.space_factor for before, _ in padding(config, grid)]
-    frames, rows, columns = (
-        slice(start, start + n) for start, n in zip(starts, sizes, strict=True)
-    )
-    return frames, rows, columns
+    return slice(pixel_frames(grid[0], config.time_factor)), rows, columns
 
 
 def overlap(config: DiffusionDecoderConfig) -> list[int]:
@@ -165,23 +161,11 @@ def whole(
     return TileShape(batch, frames + repeated, rows, columns, border=border)
 
 
+@traced("diffusion-features")
 def trace_features(
-    config: DiffusionDecoderConfig, batch: int, frames: int, rows: int, columns: int, dtype: str
-) -> Graph:
-    """`latent` float32 (B, channels, frames, rows, columns) -> `features`, channels last."""
-    return trace_graph("diffusion-features", features, dtype, config, batch, frames, rows, columns)
-
-
-def trace(config: DiffusionDecoderConfig, shape: TileShape, dtype: str) -> Graph:
-    """Inputs `features` (a tile of what `trace_features` gives) and `noise` float32 (B, 3, frames,
-    rows, columns) in pixels; output `frames` of the noise's shape."""
-    return trace_graph("diffusion-decoder", decoder, dtype, config, shape)
-
-
-def features(
     o: Ops, config: DiffusionDecoderConfig, batch: int, frames: int, rows: int, columns: int
 ) -> dict[str, Term]:
-    """Model text of `trace_features`."""
+    """`latent` float32 (B, channels, frames, rows, columns) -> `features`, channels last."""
     sizes = {"frames": frames, "rows": rows, "columns": columns}
     latent = o.input("latent", "float32", B=batch, channels=config.latent_channels, **sizes)
     (first, last), *around = padding(config, (frames, rows, columns))
@@ -196,24 +180,19 @@ def features(
     return {"features": x}
 
 
-def decoder(o: Ops, config: DiffusionDecoderConfig, shape: TileShape) -> dict[str, Term]:
-    """Model text of `trace`."""
+@traced("diffusion-decoder")
+def trace(o: Ops, config: DiffusionDecoderConfig, shape: TileShape) -> dict[str, Term]:
+    """Inputs `features` (a tile of what `trace_features` gives) and `noise` float32 (B, 3, frames,
+    rows, columns) in pixels; output `frames` of the noise's shape."""
     if shape.border not in BORDERS:
         raise InputError(f"border mode {shape.border!r}, expected {' or '.join(BORDERS)}")
     last = len(config.strides) - 1
     batch, width = shape.batch, config.channels[-1]
-    x = o.input(
-        "features",
-        B=batch,
-        frames=shape.frames,
-        rows=shape.rows,
-        columns=shape.columns,
-        channels=config.channels[last],
-    )
-    frames, rows, columns = shape.pixels(config)
-    noise = o.input(
-        "noise", "float32", B=batch, channels=3, frames=frames, rows=rows, columns=columns
-    )
+    cells = {"frames": shape.frames, "rows": shape.rows, "columns": shape.columns}
+    x = o.input("features", B=batch, **cells, channels=config.channels[last])
+    frames, *_ = pixels = shape.pixels(config)
+    sizes = dict(zip(GRID, pixels, strict=True))
+    noise = o.input("noise", "float32", B=batch, channels=3, **sizes)
     o = o.under("vae.decoder")
     x = upsample(o.under(f"upsamples.{last}"), blocks(o, x, config, last), config, last)
     start = int(shape.first and config.strides[last][0] == 2)
@@ -221,11 +200,13 @@ def decoder(o: Ops, config: DiffusionDecoderConfig, shape: TileShape) -> dict[st
 
     x = o.transpose(patchify(o, o.cast(noise, dtype=o.dtype), config.patch_size), axes=LAST)
     x = denoise(o, o.linear(x, "conv_in_x_t", {"channels": width}), context, config, shape.border)
-    x = o.rms_norm(x, "norm_out", over=("channels",), eps=NORM_EPS)
-    x = o.linear(x, "conv_out", {"channels": 3 * config.patch_size**2})
-    return {
-        "frames": unpatchify(o, o.transpose(x, axes=("B", "channels", *GRID)), config.patch_size)
-    }
+    x = o.linear(norm(o, x, "norm_out"), "conv_out", {"channels": 3 * config.patch_size**2})
+    x = o.transpose(x, axes=("B", "channels", *GRID))
+    return {"frames": unpatchify(o, x, config.patch_size)}
+
+
+def norm(o: Ops, x: Term, name: str) -> Term:
+    return o.rms_norm(x, name, over=("channels",), eps=NORM_EPS)
 
 
 def upsample(o: Ops, x: Term, config: DiffusionDecoderConfig, stage: int) -> Term:
@@ -240,10 +221,8 @@ def blocks(o: Ops, x: Term, config: DiffusionDecoderConfig, stage: int) -> Term:
 
     def block(o: Ops, carry: dict, invariant: dict, data: dict) -> tuple[dict, dict]:
         x = carry["x"]
-        x += attention(
-            o.under("attn"), o.rms_norm(x, "norm1", over=("channels",), eps=NORM_EPS), config, stage
-        )
-        return {"x": x + mlp(o, o.rms_norm(x, "norm2", over=("channels",), eps=NORM_EPS))}, {}
+        x += attention(o.under("attn"), norm(o, x, "norm1"), config, stage)
+        return {"x": x + mlp(o, norm(o, x, "norm2"))}, {}
 
     return o.repeat(block, config.depths[stage], {"x": x}, prefix=f"det_stages.{stage}.*.")[0]["x"]
 
@@ -253,10 +232,9 @@ def denoise(o: Ops, x: Term, context: Term, config: DiffusionDecoderConfig, bord
     the modulation are not used: the checkpoint's linears contain them."""
     stage, batch, width = len(config.depths) - 1, x.type.size("B"), x.type.size("channels")
     time = o.sinusoid(o.full(TIMESTEP * config.timestep_scale, "float32", B=batch), size=256)
-    time = o.silu(
-        o.linear(o.cast(time, dtype=o.dtype), "t_embedder.mlp.0", {"D": config.timestep_width})
-    )
-    time = o.silu(o.linear(time, "t_embedder.mlp.2", {"D": config.timestep_width}))
+    time, inner = o.cast(time, dtype=o.dtype), {"D": config.timestep_width}
+    for layer in ("t_embedder.mlp.0", "t_embedder.mlp.2"):
+        time = o.silu(o.linear(time, layer, inner))
     rows = o.linear(time, "shared_adaln.proj", {"rows": NUM_ROWS, "channels": width})
 
     def block(o: Ops, carry: dict, invariant: dict, data: dict) -> tuple[dict, dict]:
@@ -265,14 +243,9 @@ def denoise(o: Ops, x: Term, context: Term, config: DiffusionDecoderConfig, bord
         scale_msa, shift_msa, scale_mlp, shift_mlp = (
             o.at(shaped, axis="rows", index=i) for i in (0, 1, 3, 4)
         )
-        h = o.modulate(
-            o.rms_norm(x, "norm1", over=("channels",), eps=NORM_EPS), scale_msa, shift_msa
-        )
+        h = o.modulate(norm(o, x, "norm1"), scale_msa, shift_msa)
         x += attention(o.under("attn"), h, config, stage, border)
-        h = o.modulate(
-            o.rms_norm(x, "norm2", over=("channels",), eps=NORM_EPS), scale_mlp, shift_mlp
-        )
-        return {"x": x + mlp(o, h)}, {}
+        return {"x": x + mlp(o, o.modulate(norm(o, x, "norm2"), scale_mlp, shift_mlp))}, {}
 
     given = {"context": context, "rows": rows}
     return o.repeat(block, config.depths[stage], {"x": x}, given, prefix="diff_blocks.*.")[0]["x"]
@@ -309,15 +282,14 @@ def mlp(o: Ops, x: Term) -> Term:
     o, width, frames = o.under("mlp"), x.type.size("channels"), x.type.size("frames")
     inner = -(-MLP_RATIO * width // MLP_MULTIPLE) * MLP_MULTIPLE
     at_once = max(1, MLP_TOKENS * width * frames // x.type.num_elements)
-    parts = []
-    for start in range(0, frames, at_once):
-        y = (
-            o.slice(x, axis="frames", start=start, stop=min(start + at_once, frames))
-            if at_once < frames
-            else x
-        )
-        y = o.silu(o.linear(y, "w_gate", {"ff": inner}, bias=False)) * o.linear(
-            y, "w_up", {"ff": inner}, bias=False
-        )
-        parts.append(o.linear(y, "w_down", {"channels": width}, bias=False))
-    return o.concat(*parts, axis="frames") if len(parts) > 1 else parts[0]
+
+    def part(x: Term) -> Term:
+        gate = o.silu(o.linear(x, "w_gate", {"ff": inner}, bias=False))
+        up = o.linear(x, "w_up", {"ff": inner}, bias=False)
+        return o.linear(gate * up, "w_down", {"channels": width}, bias=False)
+
+    if at_once >= frames:
+        return part(x)
+    ranges = ((i, min(i + at_once, frames)) for i in range(0, frames, at_once))
+    parts = (part(o.slice(x, axis="frames", start=i, stop=j)) for i, j in ranges)
+    return o.concat(*parts, axis="frames")

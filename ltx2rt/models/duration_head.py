@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from ltx2rt.errors import InputError
-from ltx2rt.graph import Graph, Ops, Term
-from ltx2rt.graph import trace as trace_graph
+from ltx2rt.graph import Ops, Term, traced
 
 PREFIX = "duration_head"
 DEFAULT_WINDOW_S = (1.0, 20.0)
@@ -30,25 +29,22 @@ class DurationHeadConfig:
     audio_width: int
 
 
-def trace(config: DurationHeadConfig, batch: int, tokens: int, dtype: str) -> Graph:
-    """video_context and audio_context (B, text, D), all tokens valid -> seconds (B,)."""
-    return trace_graph("duration_head", duration_head, dtype, config, batch, tokens)
+@traced("duration_head")
+def trace(o: Ops, config: DurationHeadConfig, batch: int, tokens: int) -> dict[str, Term]:
+    """video_context and audio_context (B, text, D), all tokens valid -> seconds (B,).
 
-
-def duration_head(o: Ops, config: DurationHeadConfig, batch: int, tokens: int) -> dict[str, Term]:
-    """Learned queries attend to both contexts; an MLP makes the logarithm of seconds."""
+    Learned queries attend to both contexts; an MLP makes the logarithm of seconds.
+    """
     contexts = {
         "video": o.input("video_context", B=batch, text=tokens, D=config.video_width),
         "audio": o.input("audio_context", B=batch, text=tokens, audio_D=config.audio_width),
     }
     o, width = o.under(PREFIX), {"P": config.width}
-    x = o.concat(
-        *(
-            o.linear(c, f"{m}_input_proj", width) + o.param(f"{m}_modality_emb", **width)
-            for m, c in contexts.items()
-        ),
-        axis="text",
+    parts = (
+        o.linear(c, f"{m}_input_proj", width) + o.param(f"{m}_modality_emb", **width)
+        for m, c in contexts.items()
     )
+    x = o.concat(*parts, axis="text")
     pooler = o.under("attention_pooler")
     queries = pooler.param("query_tokens", queries=config.num_queries, **width)
     queries = o.expand(queries, axis="B", size=batch, before="queries")
@@ -61,10 +57,8 @@ def attend(o: Ops, queries: Term, x: Term, config: DurationHeadConfig) -> Term:
     """Multi-head attention, the three projections rows of one matrix. Returns the queries' type."""
     heads = {"heads": config.num_heads, "head_dim": config.width // config.num_heads}
     rows = {"rows": 3 * config.width}
-    weight, bias = (
-        o.param("in_proj_weight", **rows, P=config.width),
-        o.param("in_proj_bias", **rows),
-    )
+    weight = o.param("in_proj_weight", **rows, P=config.width)
+    bias = o.param("in_proj_bias", **rows)
 
     def project(x: Term) -> list[Term]:
         y = o.emit("linear", x, weight, bias, contract=("P",), out={"parts": 3, **heads})

@@ -14,17 +14,17 @@ import numpy as np
 
 from ltx2rt.config import Gemma4Config, GemmaConfig
 from ltx2rt.errors import InputError
-from ltx2rt.graph import Graph, Ops, Term
-from ltx2rt.graph import trace as trace_graph
+from ltx2rt.graph import Ops, Term, traced
 
 PREFIX = "language_model.model"
 # added to a score: exp gives 0, and it stays finite in bfloat16, unlike float32's own minimum
 MASKED = -1e30
 
 
-def trace(config: GemmaConfig, batch: int, tokens: int, dtype: str) -> Graph:
+@traced("gemma")
+def trace(o: Ops, config: GemmaConfig, batch: int, tokens: int) -> dict[str, Term]:
     """The graph of `gemma`; its only output is hidden_states."""
-    return trace_graph("gemma", lambda o: {"hidden_states": gemma(o, config, batch, tokens)}, dtype)
+    return {"hidden_states": gemma(o, config, batch, tokens)}
 
 
 def gemma(o: Ops, config: GemmaConfig, batch: int, tokens: int) -> Term:
@@ -35,20 +35,8 @@ def gemma(o: Ops, config: GemmaConfig, batch: int, tokens: int) -> Term:
     """
     token_ids = o.input("token_ids", "int32", B=batch, text=tokens)
     is_sliding = o.input("is_sliding", "int32", layers=config.num_layers)
-    kinds = {}
-    for kind in ("full", "sliding"):
-        bias = kinds[f"{kind}_bias"] = o.input(
-            f"{kind}_bias", "float32", B=batch, text=tokens, context=tokens
-        )
-        kinds[f"{kind}_sees"] = o.cast(o.exp(o.max(bias, over=("context",))), dtype=o.dtype)
-        for table in ("cos", "sin"):
-            kinds[f"{kind}_{table}"] = o.input(
-                f"{kind}_{table}", "float32", text=tokens, pairs=config.head_dim // 2
-            )
-
+    kinds = layer_inputs(o, token_ids, config.head_dim, config.head_dim)
     o = o.under(PREFIX)
-    embedding = o.param("embed_tokens.weight", vocab=config.vocab_size, D=config.hidden_size)
-    x = o.take(embedding, token_ids, axis="vocab") * embedding_scale(config, o.dtype)
 
     def layer(o: Ops, carry: dict, invariant: dict, data: dict) -> tuple[dict, dict]:
         x, sliding = carry["x"], data["is_sliding"]
@@ -56,21 +44,42 @@ def gemma(o: Ops, config: GemmaConfig, batch: int, tokens: int) -> Term:
             name: o.select(sliding, invariant[f"sliding_{name}"], invariant[f"full_{name}"])
             for name in ("bias", "sees", "cos", "sin")
         }
-        y = attention(
-            o.under("self_attn"), norm(o, x, "input_layernorm", "D", config), here, config
-        )
+        h = norm(o, x, "input_layernorm", "D", config)
+        y = attention(o.under("self_attn"), h, here, config)
         h = x + norm(o, y, "post_attention_layernorm", "D", config)
         y = mlp(o.under("mlp"), norm(o, h, "pre_feedforward_layernorm", "D", config), config)
         return {"x": h + norm(o, y, "post_feedforward_layernorm", "D", config)}, {"entering": x}
 
-    carry, stacked = o.repeat(
-        layer, config.num_layers, {"x": x}, kinds, {"is_sliding": is_sliding}, "layers.*."
-    )
-    last = o.expand(norm(o, carry["x"], "norm", "D", config), axis="layers", size=1, before="B")
-    states = o.concat(stacked["entering"], last, axis="layers")
-    return o.rename(
-        o.transpose(states, axes=("B", "text", "D", "layers")), names={"layers": "states"}
-    )
+    start, data = {"x": embedded(o, config, token_ids)}, {"is_sliding": is_sliding}
+    carry, stacked = o.repeat(layer, config.num_layers, start, kinds, data, "layers.*.")
+    return all_states(o, stacked["entering"], norm(o, carry["x"], "norm", "D", config))
+
+
+def layer_inputs(o: Ops, token_ids: Term, full: int, sliding: int) -> dict[str, Term]:
+    """The values that layers of either kind read: bias, RoPE tables of a head of so many numbers, and `sees`
+    (B, text): 0 for a row of padding that sees no token."""
+    (batch, tokens), found = token_ids.type.shape, {}
+    for kind, head_dim in (("full", full), ("sliding", sliding)):
+        sizes = {"B": batch, "text": tokens, "context": tokens}
+        bias = found[f"{kind}_bias"] = o.input(f"{kind}_bias", "float32", **sizes)
+        found[f"{kind}_sees"] = o.cast(o.exp(o.max(bias, over=("context",))), dtype=o.dtype)
+        for name in (f"{kind}_cos", f"{kind}_sin"):
+            found[name] = o.input(name, "float32", text=tokens, pairs=head_dim // 2)
+    return found
+
+
+def embedded(o: Ops, config: GemmaConfig | Gemma4Config, token_ids: Term) -> Term:
+    """The scaled embedding (B, text, D)."""
+    weight = o.param("embed_tokens.weight", vocab=config.vocab_size, D=config.hidden_size)
+    return o.take(weight, token_ids, axis="vocab") * embedding_scale(config, o.dtype)
+
+
+def all_states(o: Ops, entering: Term, last: Term) -> Term:
+    """(B, text, D, states) of what enters each layer (layers, B, text, D), and the last state."""
+    last = o.expand(last, axis="layers", size=1, before="B")
+    states = o.concat(entering, last, axis="layers")
+    states = o.transpose(states, axes=("B", "text", "D", "layers"))
+    return o.rename(states, names={"layers": "states"})
 
 
 def norm(o: Ops, x: Term, name: str, axis: str, config: GemmaConfig) -> Term:
@@ -86,11 +95,18 @@ def attention(o: Ops, x: Term, here: dict[str, Term], config: GemmaConfig) -> Te
     k, v = o.linear(x, "k_proj", kv, bias=False), o.linear(x, "v_proj", kv, bias=False)
     q = o.rope(norm(o, q, "q_norm", "head_dim", config), here["cos"], here["sin"])
     k = o.rope(norm(o, k, "k_norm", "head_dim", config), here["cos"], here["sin"])
-    k, v = (o.rename(a, names={"text": "context"}) for a in (k, v))
-    y = o.attention(q, k, v, here["bias"], scale=config.query_scale) * here["sees"]
-    return o.linear(
-        y, "o_proj", {"D": config.hidden_size}, contract=("heads", "head_dim"), bias=False
-    )
+    return attended(o, (q, k, v), here, config, config.query_scale)
+
+
+def attended(
+    o: Ops, qkv: tuple[Term, Term, Term], here: dict[str, Term], config: GemmaConfig | Gemma4Config,
+    scale: float,
+) -> Term:  # fmt: skip
+    """The attention (B, text, D) to the tokens that a row sees."""
+    k, v = (o.rename(a, names={"text": "context"}) for a in qkv[1:])
+    y = o.attention(qkv[0], k, v, here["bias"], scale=scale) * here["sees"]
+    heads = ("heads", "head_dim")
+    return o.linear(y, "o_proj", {"D": config.hidden_size}, contract=heads, bias=False)
 
 
 def mlp(o: Ops, x: Term, config: GemmaConfig | Gemma4Config) -> Term:
@@ -108,14 +124,12 @@ def feeds(config: GemmaConfig, token_ids: np.ndarray, mask: np.ndarray) -> dict[
     """The graph's inputs for token_ids (B, text) and mask (B, text), 1 for a token and 0 for
     padding on either side. Positions count padding: the i-th column is position i. Raises
     InputError as `token_feeds` does."""
-    tokens = np.shape(token_ids)[-1]
+    size = np.shape(token_ids)[-1], config.head_dim
     return {
         **token_feeds(config, token_ids, mask),
         "is_sliding": np.array(config.layer_is_sliding, np.int32),
-        **rope_tables(
-            "full", tokens, config.head_dim, config.rope_theta, config.rope_scaling_factor
-        ),
-        **rope_tables("sliding", tokens, config.head_dim, config.rope_local_theta, 1.0),
+        **rope_tables("full", *size, config.rope_theta, config.rope_scaling_factor),
+        **rope_tables("sliding", *size, config.rope_local_theta, 1.0),
     }
 
 

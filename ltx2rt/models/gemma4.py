@@ -11,16 +11,23 @@ from __future__ import annotations
 import numpy as np
 
 from ltx2rt.config import Gemma4Config
-from ltx2rt.graph import Graph, Ops, Term
-from ltx2rt.graph import trace as trace_graph
-from ltx2rt.models.gemma import PREFIX, embedding_scale, mlp, rope_tables, token_feeds
+from ltx2rt.graph import Ops, Term, traced
+from ltx2rt.models.gemma import (
+    PREFIX,
+    all_states,
+    attended,
+    embedded,
+    layer_inputs,
+    mlp,
+    rope_tables,
+    token_feeds,
+)
 
 
-def trace(config: Gemma4Config, batch: int, tokens: int, dtype: str) -> Graph:
+@traced("gemma4")
+def trace(o: Ops, config: Gemma4Config, batch: int, tokens: int) -> dict[str, Term]:
     """The graph of `gemma4`; its only output is hidden_states."""
-    return trace_graph(
-        "gemma4", lambda o: {"hidden_states": gemma4(o, config, batch, tokens)}, dtype
-    )
+    return {"hidden_states": gemma4(o, config, batch, tokens)}
 
 
 def gemma4(o: Ops, config: Gemma4Config, batch: int, tokens: int) -> Term:
@@ -30,20 +37,8 @@ def gemma4(o: Ops, config: Gemma4Config, batch: int, tokens: int) -> Term:
     the group stack.
     """
     token_ids = o.input("token_ids", "int32", B=batch, text=tokens)
-    kinds = {}
-    for kind, head_dim in (("full", config.full_head_dim), ("sliding", config.head_dim)):
-        bias = kinds[f"{kind}_bias"] = o.input(
-            f"{kind}_bias", "float32", B=batch, text=tokens, context=tokens
-        )
-        kinds[f"{kind}_sees"] = o.cast(o.exp(o.max(bias, over=("context",))), dtype=o.dtype)
-        for table in ("cos", "sin"):
-            kinds[f"{kind}_{table}"] = o.input(
-                f"{kind}_{table}", "float32", text=tokens, pairs=head_dim // 2
-            )
-
+    kinds = layer_inputs(o, token_ids, config.full_head_dim, config.head_dim)
     o = o.under(PREFIX)
-    embedding = o.param("embed_tokens.weight", vocab=config.vocab_size, D=config.hidden_size)
-    x = o.take(embedding, token_ids, axis="vocab") * embedding_scale(config, o.dtype)
     period = config.period
 
     def group(o: Ops, carry: dict, invariant: dict, data: dict) -> tuple[dict, dict]:
@@ -53,18 +48,11 @@ def gemma4(o: Ops, config: Gemma4Config, batch: int, tokens: int) -> Term:
             x = layer(o.under(f"layers.{period}*+{place}"), x, sliding, invariant, config)
         return {"x": x}, {"entering": o.stack(*entering, axis="places", dim=0)}
 
-    carry, stacked = o.repeat(group, config.num_layers // period, {"x": x}, kinds)
-    states = o.merge(stacked["entering"], axes=("layers", "places"), into="layers")
-    last = o.expand(
-        o.rms_norm(carry["x"], "norm", over=("D",), eps=config.norm_eps),
-        axis="layers",
-        size=1,
-        before="B",
-    )
-    states = o.concat(states, last, axis="layers")
-    return o.rename(
-        o.transpose(states, axes=("B", "text", "D", "layers")), names={"layers": "states"}
-    )
+    start = {"x": embedded(o, config, token_ids)}
+    carry, stacked = o.repeat(group, config.num_layers // period, start, kinds)
+    entering = o.merge(stacked["entering"], axes=("layers", "places"), into="layers")
+    last = o.rms_norm(carry["x"], "norm", over=("D",), eps=config.norm_eps)
+    return all_states(o, entering, last)
 
 
 def layer(o: Ops, x: Term, sliding: bool, kinds: dict[str, Term], config: Gemma4Config) -> Term:
@@ -83,23 +71,17 @@ def layer(o: Ops, x: Term, sliding: bool, kinds: dict[str, Term], config: Gemma4
 def attention(o: Ops, x: Term, sliding: bool, kinds: dict[str, Term], config: Gemma4Config) -> Term:
     """Grouped-query attention without a scale; a row that sees no token (padding) gets zero. Full
     layers: values are the keys as projected, before norm and rotation."""
-    kind, over, eps = "sliding" if sliding else "full", ("head_dim",), config.norm_eps
+    kind, norm = "sliding" if sliding else "full", {"over": ("head_dim",), "eps": config.norm_eps}
+    here = {name: kinds[f"{kind}_{name}"] for name in ("bias", "sees", "cos", "sin")}
     head_dim = config.head_dim if sliding else config.full_head_dim
-    kv = {
-        "kv_heads": config.num_kv_heads if sliding else config.full_num_kv_heads,
-        "head_dim": head_dim,
-    }
-    rope = kinds[f"{kind}_cos"], kinds[f"{kind}_sin"]
+    kv_heads = config.num_kv_heads if sliding else config.full_num_kv_heads
+    kv = {"kv_heads": kv_heads, "head_dim": head_dim}
     q = o.linear(x, "q_proj", {"heads": config.num_heads, "head_dim": head_dim}, bias=False)
     k = o.linear(x, "k_proj", kv, bias=False)
     v = o.linear(x, "v_proj", kv, bias=False) if sliding else k
-    q = o.rope(o.rms_norm(q, "q_norm", over=over, eps=eps), *rope)
-    k = o.rope(o.rms_norm(k, "k_norm", over=over, eps=eps), *rope)
-    k, v = (o.rename(a, names={"text": "context"}) for a in (k, o.rms_norm(v, over=over, eps=eps)))
-    y = o.attention(q, k, v, kinds[f"{kind}_bias"], scale=1.0) * kinds[f"{kind}_sees"]
-    return o.linear(
-        y, "o_proj", {"D": config.hidden_size}, contract=("heads", "head_dim"), bias=False
-    )
+    q = o.rope(o.rms_norm(q, "q_norm", **norm), here["cos"], here["sin"])
+    k = o.rope(o.rms_norm(k, "k_norm", **norm), here["cos"], here["sin"])
+    return attended(o, (q, k, o.rms_norm(v, **norm)), here, config, 1.0)
 
 
 def feeds(config: Gemma4Config, token_ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:

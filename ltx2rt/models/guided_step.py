@@ -31,8 +31,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ltx2rt.config import TransformerConfig
-from ltx2rt.graph import Graph, Ops, Term
-from ltx2rt.graph import trace as trace_graph
+from ltx2rt.graph import Ops, Term, traced
 from ltx2rt.models.modulation import Levels
 from ltx2rt.models.samplers import CARRIED, COEFFICIENTS, NOISY, advance
 from ltx2rt.models.transformer import (
@@ -298,10 +297,7 @@ class _Step:
         batch = len(self.names) * s.videos
         shape = ForwardShape(batch, *tokens, s.coordinates, streams=s.streams)
         tables = declare_tables(o, config, shape)
-        bias = None
-        if s.masked:
-            sizes = {"tokens": s.video_tokens, "keys": s.video_tokens}
-            bias = mask_bias(o, o.input("video_attention_mask", "float32", **sizes))
+        bias = mask_bias(o, tokens=s.video_tokens, keys=s.video_tokens) if s.masked else None
         keyframes = declare_keyframes(o, config, s.streams, tokens=s.video_tokens)
         return transformer(
             o, config,
@@ -356,7 +352,8 @@ class _Step:
         return {f"{name}_{key}": value for key, value in found.items()}
 
 
-def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
+@traced("guided-step")
+def trace(o: Ops, config: TransformerConfig, s: StepShape) -> dict[str, Term]:
     """Inputs, for a modality m of the clip's, all float32 unless said:
 
     m_latent (videos, tokens, C); m_clean (tokens, C); m_mask (tokens), its values m_levels (K) and,
@@ -372,19 +369,15 @@ def trace(config: TransformerConfig, s: StepShape, dtype: str) -> Graph:
     (videos, tokens, C). Outputs, of the modalities that are not frozen: m_latent, m_x0, m_anchor,
     m_kept (videos, tokens, C).
     """
-
-    def model(o: Ops) -> dict[str, Term]:
-        step = _Step(o, config, s)
-        scales, unheard = step.scales(), step.unheard()
-        given = {stream.name: step.given(stream) for stream in step.present}
-        velocity = step.velocities(given, scales, unheard)
-        coefficients = step.coefficients()
-        latents, x0s = {}, {}
-        for stream in step.made:
-            n, one = stream.name, given[stream.name]
-            x0 = step.guided(stream, one, velocity[n], scales)
-            latents |= step.advanced(n, one, x0, coefficients)
-            x0s[f"{n}_x0"] = x0
-        return latents | x0s
-
-    return trace_graph("guided-step", model, dtype)
+    step = _Step(o, config, s)
+    scales, unheard = step.scales(), step.unheard()
+    given = {stream.name: step.given(stream) for stream in step.present}
+    velocity = step.velocities(given, scales, unheard)
+    coefficients = step.coefficients()
+    latents, x0s = {}, {}
+    for stream in step.made:
+        n, one = stream.name, given[stream.name]
+        x0 = step.guided(stream, one, velocity[n], scales)
+        latents |= step.advanced(n, one, x0, coefficients)
+        x0s[f"{n}_x0"] = x0
+    return latents | x0s

@@ -15,13 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from ltx2rt.config import TransformerConfig
-from ltx2rt.graph import Graph, Ops, Term
-from ltx2rt.graph import trace as trace_graph
+from ltx2rt.graph import Ops, Term, traced
 from ltx2rt.models.attention import Rope, attention, feed_forward
 from ltx2rt.models.modulation import Levels, Modulation, adaln
 from ltx2rt.models.positions import coordinate_table, frequency_grid, gather_tables
@@ -90,11 +88,17 @@ def streams(config: TransformerConfig) -> tuple[Stream, Stream]:
 
 def table_names(streams: Sequence[str]) -> list[str]:
     """The tables of TABLES that attentions within and between these streams read."""
-    return [
-        n
-        for n in TABLES
-        if n.split("_")[0] in streams and (len(streams) > 1 or not n.endswith("cross"))
-    ]
+    own = [name for name in TABLES if name.partition("_")[0] in streams]
+    return [name for name in own if len(streams) > 1 or not name.endswith("cross")]
+
+
+def _grids(config: TransformerConfig) -> dict[str, tuple[int, int, int, int]]:
+    """By table: an axis of the positions and its range, width and axes of the frequencies."""
+    c = config
+    video = [(axis, limit, c.width, 3) for axis, limit in enumerate(c.rope_max_pos)]
+    audio = 0, c.audio_rope_max_pos, c.audio_width, 1
+    cross = 0, max(c.rope_max_pos[0], c.audio_rope_max_pos), c.audio_width, 1
+    return dict(zip(TABLES, (*video, cross, audio, cross), strict=True))
 
 
 def position_feeds(
@@ -102,24 +106,13 @@ def position_feeds(
 ) -> dict[str, np.ndarray]:
     """RoPE inputs of video positions [(B,) 3, T, 2] (s, px, px; start, end) and audio positions
     [(B,) 1, Ta, 2] (s); None where a stream is absent."""
-    c = config
-    f64 = c.rope_float64_grid
-    grid = frequency_grid(c.width, 3, c.rope_theta, f64)
-    audio_grid = frequency_grid(c.audio_width, 1, c.rope_theta, f64)
-    cross_max = max(c.rope_max_pos[0], c.audio_rope_max_pos)
-    cross_grid = frequency_grid(c.audio_num_heads * c.audio_head_dim, 1, c.rope_theta, f64)
-    feeds = {}
-    if video is not None:
-        for i, name in enumerate(TABLES[:3]):
-            feeds |= coordinate_table(name, video[..., i, :, :], c.rope_max_pos[i], grid)
-        if audio is not None:
-            feeds |= coordinate_table("video_cross", video[..., 0, :, :], cross_max, cross_grid)
-    if audio is not None:
-        feeds |= coordinate_table(
-            "audio_time", audio[..., 0, :, :], c.audio_rope_max_pos, audio_grid
-        )
-        if video is not None:
-            feeds |= coordinate_table("audio_cross", audio[..., 0, :, :], cross_max, cross_grid)
+    given = {name: x for name, x in (("video", video), ("audio", audio)) if x is not None}
+    grids, feeds = _grids(config), {}
+    for name in table_names(list(given)):
+        axis, limit, width, axes = grids[name]
+        grid = frequency_grid(width, axes, config.rope_theta, config.rope_float64_grid)
+        bounds = given[name.partition("_")[0]][..., axis, :, :]
+        feeds |= coordinate_table(name, bounds, limit, grid)
     return feeds
 
 
@@ -131,10 +124,8 @@ def level_feeds(name: str, timesteps: np.ndarray) -> dict[str, np.ndarray]:
     """`{name}_levels` [B, K] and, if K > 1, `{name}_level_index` [B, T] from timesteps [B, T]."""
     per_sample = [np.unique(t, return_inverse=True) for t in np.asarray(timesteps, np.float32)]
     count = max(len(values) for values, _ in per_sample)
-    levels = np.stack(
-        [np.pad(values, (0, count - len(values)), mode="edge") for values, _ in per_sample]
-    )
-    feeds = {f"{name}_levels": levels}
+    levels = [np.pad(values, (0, count - len(values)), mode="edge") for values, _ in per_sample]
+    feeds = {f"{name}_levels": np.stack(levels)}
     if count > 1:
         feeds[f"{name}_level_index"] = np.stack([index for _, index in per_sample]).astype(np.int32)
     return feeds
@@ -142,9 +133,8 @@ def level_feeds(name: str, timesteps: np.ndarray) -> dict[str, np.ndarray]:
 
 def keep_names(streams: Sequence[str]) -> list[str]:
     """The masks that take attention out of layers."""
-    return [f"{name}_self_keep" for name in streams] + (
-        ["a2v_keep", "v2a_keep"] if len(streams) > 1 else []
-    )
+    between = ["a2v_keep", "v2a_keep"] if len(streams) > 1 else []
+    return [f"{name}_self_keep" for name in streams] + between
 
 
 # --- graph side -----------------------------------------------------------------------------------
@@ -154,24 +144,16 @@ def declare_tables(
     o: Ops, config: TransformerConfig, s: ForwardShape
 ) -> dict[str, dict[str, Term]]:
     """RoPE inputs per table: cos, sin (coordinates, frequencies) and index ((B,) tokens)."""
-    video, cross = config.width // 6, config.audio_width // 2
-    frequencies = (video, video, video, cross, cross, cross)
+    grids, counts = _grids(config), dict(zip(TABLES, s.coordinates, strict=True))
     tables = {}
-    read = table_names(s.streams)
-    for name, count, n in zip(TABLES, s.coordinates, frequencies, strict=True):
-        if name not in read:
-            continue
-        sizes = {"B": s.batch} if s.batched_positions else {}
-        sizes |= (
-            {"tokens": s.video_tokens}
-            if name.startswith("video")
-            else {"audio_tokens": s.audio_tokens}
-        )
-        tables[name] = {
-            "cos": o.input(f"{name}_cos", "float32", coordinates=count, frequencies=n),
-            "sin": o.input(f"{name}_sin", "float32", coordinates=count, frequencies=n),
-            "index": o.input(f"{name}_index", "int32", **sizes),
-        }
+    for name in table_names(s.streams):
+        *_, width, axes = grids[name]
+        sizes = {"coordinates": counts[name], "frequencies": width // (2 * axes)}
+        at = {"B": s.batch} if s.batched_positions else {}
+        video = name.startswith("video")
+        at |= {"tokens": s.video_tokens} if video else {"audio_tokens": s.audio_tokens}
+        table = {kind: o.input(f"{name}_{kind}", "float32", **sizes) for kind in ("cos", "sin")}
+        tables[name] = table | {"index": o.input(f"{name}_index", "int32", **at)}
     return tables
 
 
@@ -179,39 +161,22 @@ def rope_tables(
     o: Ops, config: TransformerConfig, tables: dict[str, dict[str, Term]]
 ) -> dict[str, Term]:
     """cos and sin of the attentions that rotate, as named values."""
+    attentions = {"video": TABLES[:3], "video_cross": ["video_cross"]}
+    attentions |= {"audio": ["audio_time"], "audio_cross": ["audio_cross"]}
     found = {}
-    if "video_time" in tables:
-        found["video"] = gather_tables(
-            o, [tables[n] for n in TABLES[:3]], config.num_heads, config.head_dim
-        )
-    for name, table in (
-        ("video_cross", "video_cross"),
-        ("audio", "audio_time"),
-        ("audio_cross", "audio_cross"),
-    ):
-        if table in tables:
-            found[name] = gather_tables(
-                o, [tables[table]], config.audio_num_heads, config.audio_head_dim
-            )
-    return {
-        f"{name}_{kind}": x
-        for name, pair in found.items()
-        for kind, x in zip(("cos", "sin"), pair, strict=True)
-    }
+    for name, read in attentions.items():
+        if read[0] in tables:
+            video, audio = streams(config)
+            s = video if name == "video" else audio
+            pair = gather_tables(o, [tables[table] for table in read], s.heads, s.head_dim)
+            found |= zip((f"{name}_cos", f"{name}_sin"), pair, strict=True)
+    return found
 
 
-def mask_bias(o: Ops, mask: Term) -> Term:
-    """Additive bias of a multiplicative mask in [0, 1]: its logarithm, -1e30 for 0."""
-    return o.select(
-        mask, o.log(o.clamp(mask, low=1e-30)), o.full(-1e30, "float32", **mask.type.sizes)
-    )
-
-
-class Rows(NamedTuple):
-    """Modulation rows of one part of a block."""
-
-    shift: Term
-    scale: Term
+def mask_bias(o: Ops, **sizes: int) -> Term:
+    """Additive bias of the input `video_attention_mask` in [0, 1]: its logarithm, -1e30 for 0."""
+    mask = o.input("video_attention_mask", "float32", **sizes)
+    return o.select(mask, o.log(o.clamp(mask, low=1e-30)), o.full(-1e30, "float32", **sizes))
 
 
 def _block(config: TransformerConfig, o: Ops, carry, invariant, data):
@@ -230,28 +195,23 @@ def _block(config: TransformerConfig, o: Ops, carry, invariant, data):
     """
     x = dict(carry)
     pair = [s for s in streams(config) if s.name in x]
+    attend = partial(_attend, o, config)
 
     def norm(s: Stream) -> Term:
         return o.rms_norm(x[s.name], over=(s.axis,), eps=config.norm_eps)
 
-    modulated, attend = partial(_modulated, o), partial(_attend, o, config)
     own = {s.name: _own_rows(o, config, invariant, s) for s in pair}
     for s in pair:
-        rows, gate = own[s.name]["self"]
-        h, bias, keep = (
-            modulated(norm(s), rows),
-            invariant.get(f"{s.name}_bias"),
-            data.get(f"{s.name}_self_keep"),
-        )
-        more: dict[str, Any] = {"rope": _rope(invariant, s.name), "bias": bias, "keep": keep}
-        x[s.name] += attend(f"{s.prefix}attn1", h, h, s, **more) * gate
+        *rows, gate = own[s.name]["self"]
+        h = o.modulate(norm(s), *rows)
+        more = {"bias": invariant.get(f"{s.name}_bias"), "keep": data.get(f"{s.name}_self_keep")}
+        y = attend(f"{s.prefix}attn1", h, h, s, rope=_rope(invariant, s.name), **more)
+        x[s.name] += y * gate
         h, context = norm(s), invariant[f"{s.name}_context"]
         if config.text_modulation:
-            rows, gate = own[s.name]["text"]
-            h, context = (
-                modulated(h, rows),
-                modulated(context, _prompt_rows(o, config, invariant, s)),
-            )
+            *rows, gate = own[s.name]["text"]
+            h = o.modulate(h, *rows)
+            context = o.modulate(context, *_prompt_rows(o, config, invariant, s))
         more = {"bias": invariant.get(f"{s.name}_relay"), "nag": invariant.get(f"{s.name}_nag")}
         y = attend(f"{s.prefix}attn2", h, context, s, **more)
         x[s.name] += y * gate if config.text_modulation else y
@@ -260,15 +220,10 @@ def _block(config: TransformerConfig, o: Ops, carry, invariant, data):
         for name, delta in _between(o, config, invariant, data, pair, normed):
             x[name] += delta
     for s in pair:
-        rows, gate = own[s.name]["ff"]
-        x[s.name] += (
-            feed_forward(o.under(f"{s.prefix}ff"), modulated(norm(s), rows), s.ff_bias) * gate
-        )
+        *rows, gate = own[s.name]["ff"]
+        h = o.modulate(norm(s), *rows)
+        x[s.name] += feed_forward(o.under(f"{s.prefix}ff"), h, s.ff_bias) * gate
     return x, {}
-
-
-def _modulated(o: Ops, h: Term, rows: Rows) -> Term:
-    return o.modulate(h, rows.scale, rows.shift)
 
 
 def _attend(
@@ -287,20 +242,23 @@ def _between(
 ) -> Iterator[tuple[str, Term]]:
     """Name of each stream, and its input from the other one. normed: both, normalised."""
     video, audio = pair
-    cross, gates = _cross_rows(o, invariant, pair)
-    deltas = {}
-    for name, s, other in (
-        ("audio_to_video_attn", video, audio),
-        ("video_to_audio_attn", audio, video),
+    # scale and shift of audio-to-video, then of video-to-audio attention, and the gate
+    tables = [partial(_table, o, invariant, s, table=CROSS_TABLE + s.name, count=5) for s in pair]
+    rows = {s.name: read("cross_mod") for s, read in zip(pair, tables, strict=True)}
+    gates = {s.name: read("gate_mod", start=4) for s, read in zip(pair, tables, strict=True)}
+    deltas = []
+    for first, name, s, other, keep in (
+        (0, "audio_to_video_attn", video, audio, "a2v_keep"),
+        (2, "video_to_audio_attn", audio, video, "v2a_keep"),
     ):
-        h, context = (_modulated(o, normed[t.name], cross[t.name][name]) for t in (s, other))
+        h, context = (o.modulate(normed[t.name], *rows[t.name][first:][:2]) for t in (s, other))
         rope, context_rope = (_rope(invariant, f"{t.name}_cross") for t in (s, other))
         bias = invariant.get("audio_bias") if other is audio else None
         more = {"bias": bias, "rope": rope, "context_rope": context_rope}
-        deltas[s.name] = _attend(o, config, name, h, context, audio, **more)
-    for s, keep in ((video, "a2v_keep"), (audio, "v2a_keep")):
-        y = deltas[s.name]
-        yield s.name, (y * o.cast(data[keep], dtype=o.dtype) if keep in data else y) * gates[s.name]
+        deltas.append((s, keep, _attend(o, config, name, h, context, audio, **more)))
+    for s, keep, y in deltas:
+        kept = y * o.cast(data[keep], dtype=o.dtype) if keep in data else y
+        yield s.name, kept * gates[s.name][0]
 
 
 def _table(
@@ -321,38 +279,24 @@ def _own_parts(config: TransformerConfig) -> tuple[str, ...]:
 
 def _own_rows(
     o: Ops, config: TransformerConfig, invariant, s: Stream
-) -> dict[str, tuple[Rows, Term]]:
+) -> dict[str, tuple[Term, Term, Term]]:
+    """Scale, shift and gate of each part."""
     parts = _own_parts(config)
     rows = iter(_table(o, invariant, s, "mod", f"{s.prefix}scale_shift_table", 3 * len(parts)))
-    return {
-        part: (Rows(shift, scale), gate)
-        for part, shift, scale, gate in zip(parts, rows, rows, rows, strict=True)
-    }
+    each = zip(parts, rows, rows, rows, strict=True)
+    return {part: (scale, shift, gate) for part, shift, scale, gate in each}
 
 
-def _cross_rows(
-    o: Ops, invariant, pair: list[Stream]
-) -> tuple[dict[str, dict[str, Rows]], dict[str, Term]]:
-    """Rows of each stream in either cross-attention, and its gate. These tables are scale first."""
-    rows, gates = {}, {}
-    for s in pair:
-        a2v_scale, a2v_shift, v2a_scale, v2a_shift = _table(
-            o, invariant, s, "cross_mod", CROSS_TABLE + s.name, 5
-        )
-        a2v, v2a = Rows(a2v_shift, a2v_scale), Rows(v2a_shift, v2a_scale)
-        rows[s.name] = {"audio_to_video_attn": a2v, "video_to_audio_attn": v2a}
-    for s in pair:
-        (gates[s.name],) = _table(o, invariant, s, "gate_mod", CROSS_TABLE + s.name, 5, start=4)
-    return rows, gates
-
-
-def _prompt_rows(o: Ops, config: TransformerConfig, invariant, s: Stream) -> Rows:
-    """Rows of the text context: the block's table, plus the prompt MLP's rows if there is one."""
+def _prompt_rows(o: Ops, config: TransformerConfig, invariant, s: Stream) -> tuple[Term, Term]:
+    """Scale and shift of the text context: the block's table, plus the prompt MLP's rows if there
+    is one."""
     name = f"{s.prefix}prompt_scale_shift_table"
     if config.prompt_adaln:
-        return Rows(*_table(o, invariant, s, "prompt_mod", name, 2))
-    table = o.param(name, rows=2, **{s.axis: s.width})
-    return Rows(*(o.at(table, axis="rows", index=i) for i in range(2)))
+        shift, scale = _table(o, invariant, s, "prompt_mod", name, 2)
+    else:
+        table = o.param(name, rows=2, **{s.axis: s.width})
+        shift, scale = (o.at(table, axis="rows", index=i) for i in range(2))
+    return scale, shift
 
 
 def _tokens(o: Ops, s: Stream, latent: Term, keyframes: Term | None) -> Term:
@@ -456,22 +400,11 @@ def transformer(
         rows["context"] = _context(o, config, s, contexts[s.name])
         invariant |= {f"{s.name}_{name}": value for name, value in rows.items()}
     invariant |= rope_tables(o, config, tables)
-    if bias is not None:
-        invariant["video_bias"] = bias
-    if audio_bias is not None:
-        invariant["audio_bias"] = audio_bias
-    invariant |= {f"{name}_relay": value for name, value in (relays or {}).items()}
-    if nag is not None:
-        invariant["video_nag"] = nag
-
-    x, _ = o.repeat(
-        partial(_block, config),
-        config.num_layers,
-        carry=x,
-        invariant=invariant,
-        data=keeps,
-        prefix="transformer_blocks.*.",
-    )
+    more = {"video_bias": bias, "audio_bias": audio_bias, "video_nag": nag}
+    more |= {f"{name}_relay": value for name, value in (relays or {}).items()}
+    invariant |= {name: value for name, value in more.items() if value is not None}
+    block, stack = partial(_block, config), "transformer_blocks.*."
+    x, _ = o.repeat(block, config.num_layers, x, invariant, keeps, prefix=stack)
     return {s.name: _velocity(o, s, x[s.name], embedded[s.name], levels[s.name]) for s in pair}
 
 
@@ -497,41 +430,35 @@ def declare_context(o: Ops, config: TransformerConfig, s: Stream, **axes: int) -
     return o.input(f"{s.name}_context", "float32", **axes, **width)
 
 
-def trace(config: TransformerConfig, s: ForwardShape, dtype: str) -> Graph:
+def present(config: TransformerConfig, s: ForwardShape) -> Iterator[tuple[Stream, dict[str, int]]]:
+    """The streams that a shape has, with the axes of their tokens."""
+    sizes = {"video": s.video_tokens, "audio": s.audio_tokens}
+    for stream in streams(config):
+        if stream.name in s.streams:
+            yield stream, {"B": s.batch, stream.tokens: sizes[stream.name]}
+
+
+@traced("transformer")
+def trace(o: Ops, config: TransformerConfig, s: ForwardShape) -> dict[str, Term]:
     """One forward. Inputs per stream: *_latent, *_levels, *_level_index, *_sigma, *_context;
     tables, keeps, masks. Outputs: video_velocity, audio_velocity."""
-
-    def model(o: Ops) -> dict[str, Term]:
-        latents, levels, sigmas, contexts = {}, {}, {}, {}
-        sizes = ((s.video_tokens, s.video_levels), (s.audio_tokens, s.audio_levels))
-        for stream, (size, k) in zip(streams(config), sizes, strict=True):
-            if stream.name not in s.streams:
-                continue
-            n, axes = stream.name, {"B": s.batch, stream.tokens: size}
-            latents[n] = o.input(f"{n}_latent", "float32", **axes, C=stream.channels)
-            levels[n] = declare_levels(o, n, k, **axes)
-            sigmas[n] = o.input(f"{n}_sigma", "float32", B=s.batch)
-            contexts[n] = declare_context(o, config, stream, B=s.batch, text=s.text_tokens)
-        keeps, bias = {}, None
-        if s.perturbed:
-            names = keep_names(s.streams)
-            keeps = {n: o.input(n, "float32", layers=config.num_layers, B=s.batch) for n in names}
-        if s.masked:
-            mask = o.input(
-                "video_attention_mask",
-                "float32",
-                B=s.batch,
-                tokens=s.video_tokens,
-                keys=s.video_tokens,
-            )
-            bias = mask_bias(o, mask)
-        keyframes = declare_keyframes(o, config, s.streams, B=s.batch, tokens=s.video_tokens)
-        tables = declare_tables(o, config, s)
-        v = transformer(
-            o, config, latents=latents, levels=levels, sigmas=sigmas, contexts=contexts,
-            tables=tables, keeps=keeps,
-            bias=bias, rule=s.rule, keyframes=keyframes,
-        )  # fmt: skip
-        return {f"{name}_velocity": velocity for name, velocity in v.items()}
-
-    return trace_graph("transformer", model, dtype)
+    latents, levels, sigmas, contexts = {}, {}, {}, {}
+    counts = {"video": s.video_levels, "audio": s.audio_levels}
+    for stream, axes in present(config, s):
+        n = stream.name
+        latents[n] = o.input(f"{n}_latent", "float32", **axes, C=stream.channels)
+        levels[n] = declare_levels(o, n, counts[n], **axes)
+        sigmas[n] = o.input(f"{n}_sigma", "float32", B=s.batch)
+        contexts[n] = declare_context(o, config, stream, B=s.batch, text=s.text_tokens)
+    layers = {"layers": config.num_layers, "B": s.batch}
+    names = keep_names(s.streams) if s.perturbed else ()
+    keeps = {name: o.input(name, "float32", **layers) for name in names}
+    pairs = {"B": s.batch, "tokens": s.video_tokens, "keys": s.video_tokens}
+    bias = mask_bias(o, **pairs) if s.masked else None
+    keyframes = declare_keyframes(o, config, s.streams, B=s.batch, tokens=s.video_tokens)
+    tables = declare_tables(o, config, s)
+    v = transformer(
+        o, config, latents=latents, levels=levels, sigmas=sigmas, contexts=contexts,
+        tables=tables, keeps=keeps, bias=bias, rule=s.rule, keyframes=keyframes,
+    )  # fmt: skip
+    return {f"{name}_velocity": velocity for name, velocity in v.items()}

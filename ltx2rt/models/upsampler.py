@@ -8,34 +8,20 @@ never tiled.
 from __future__ import annotations
 
 from ltx2rt.config import UpsamplerConfig
-from ltx2rt.graph import Graph, Ops, Term
-from ltx2rt.graph import trace as trace_graph
+from ltx2rt.graph import Ops, Term, traced
 from ltx2rt.models.video_vae import depth_to_space, normalise, unnormalise
 
 NORM_GROUPS, NORM_EPS = 32, 1e-5
 BLUR_SIZE = 5  # binomial
 
 
+@traced("upsampler")
 def trace(
-    config: UpsamplerConfig, batch: int, frames: int, rows: int, columns: int, dtype: str
-) -> Graph:
-    """`latent` float32 (B, channels, frames, rows, columns) -> on `config.output_grid`."""
-    return trace_graph("upsampler", upsampler, dtype, config, batch, frames, rows, columns)
-
-
-def upsampler(
     o: Ops, config: UpsamplerConfig, batch: int, frames: int, rows: int, columns: int
 ) -> dict[str, Term]:
-    """Model text of `trace`."""
-    latent = o.input(
-        "latent",
-        "float32",
-        B=batch,
-        channels=config.in_channels,
-        frames=frames,
-        rows=rows,
-        columns=columns,
-    )
+    """`latent` float32 (B, channels, frames, rows, columns) -> on `config.output_grid`."""
+    sizes = {"frames": frames, "rows": rows, "columns": columns}
+    latent = o.input("latent", "float32", B=batch, channels=config.in_channels, **sizes)
     x = o.cast(unnormalise(o, latent), dtype=o.dtype)
     x = o.silu(group_norm(o, conv(o, x, "initial_conv", config.mid_channels), "initial_norm"))
     x = res_blocks(o, x, "res_blocks", config.num_blocks)
@@ -56,18 +42,11 @@ def more_pixels(o: Ops, x: Term, config: UpsamplerConfig) -> Term:
     over its denominator; of x2 that is the identity."""
     batch, frames = x.type.size("B"), x.type.size("frames")
     times, stride = config.scale.numerator, config.scale.denominator
-    x = o.merge(
-        o.transpose(x, axes=("B", "frames", "channels", "rows", "columns")),
-        axes=("B", "frames"),
-        into="B",
-    )
+    x = o.transpose(x, axes=("B", "frames", "channels", "rows", "columns"))
+    x = o.merge(x, axes=("B", "frames"), into="B")
     x = o.pad(x, rows=(1, 1), columns=(1, 1))
-    x = o.conv(
-        x,
-        "upsampler.conv" if config.rational else "upsampler.0",
-        times**2 * config.mid_channels,
-        (3, 3),
-    )
+    name = "upsampler.conv" if config.rational else "upsampler.0"
+    x = o.conv(x, name, times**2 * config.mid_channels, (3, 3))
     x = depth_to_space(o, x, (times, times), ("rows", "columns"), ("dy", "dx"))
     if stride > 1:
         x = blur(o, x, stride)
@@ -79,11 +58,8 @@ def blur(o: Ops, x: Term, stride: int) -> Term:
     """Each channel (B, channels, rows, columns) with the file's 5x5 kernel, every `stride`-th."""
     kernel = o.param("upsampler.blur_down.kernel", out=1, **{"in": 1}, k0=BLUR_SIZE, k1=BLUR_SIZE)
     batch, channels, edge = x.type.size("B"), x.type.size("channels"), BLUR_SIZE // 2
-    x = o.split(
-        o.merge(x, axes=("B", "channels"), into="B"),
-        axis="B",
-        into={"B": batch * channels, "channels": 1},
-    )
+    x = o.merge(x, axes=("B", "channels"), into="B")
+    x = o.split(x, axis="B", into={"B": batch * channels, "channels": 1})
     x = o.pad(x, rows=(edge, edge), columns=(edge, edge))
     x = o.emit("conv", x, kernel, stride=(stride, stride), dilation=(1, 1))
     x = o.merge(x, axes=("B", "channels"), into="B")
@@ -92,9 +68,8 @@ def blur(o: Ops, x: Term, stride: int) -> Term:
 
 def conv(o: Ops, x: Term, name: str, out_channels: int) -> Term:
     """3x3x3 with zeros outside on all three axes, unlike the VAE."""
-    return o.conv(
-        o.pad(x, frames=(1, 1), rows=(1, 1), columns=(1, 1)), name, out_channels, (3, 3, 3)
-    )
+    x = o.pad(x, frames=(1, 1), rows=(1, 1), columns=(1, 1))
+    return o.conv(x, name, out_channels, (3, 3, 3))
 
 
 def group_norm(o: Ops, x: Term, name: str) -> Term:

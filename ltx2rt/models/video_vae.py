@@ -1,8 +1,8 @@
 """The video autoencoder: latents to frames and frames to latents, as one graph each.
 
 Decides the convolutional network of every released file from its block lists. Normalised latents
-stay outside: the statistics are applied here, in float32. Leaves tiling to `ltx2rt.pipeline.tiling`
-and pixel ranges to the caller.
+stay outside: the statistics are applied here, in float32. Leaves tiling to
+`stages.tiling` and pixel ranges to the caller.
 
 Layout (B, channels, frames, rows, columns). Sizes: F = 8(f-1)+1 frames, H = 32h rows, W = 32w
 columns.
@@ -15,8 +15,7 @@ import math
 from collections.abc import Callable
 
 from ltx2rt.config import VaeStage, VideoVaeConfig
-from ltx2rt.graph import Graph, Ops, Term
-from ltx2rt.graph import trace as trace_graph
+from ltx2rt.graph import Ops, Term, traced
 
 NORM_EPS = 1e-8  # PixelNorm of the video VAE; the audio VAE has 1e-6
 Names = tuple[str, ...]
@@ -26,30 +25,16 @@ STEPS = ("dt", "dy", "dx")  # positions inside a space-to-depth cell, slowest fi
 Conv = Callable[[Ops, Term, str, int], Term]
 
 
+@traced("video-decoder")
 def trace_decoder(
-    config: VideoVaeConfig, batch: int, frames: int, rows: int, columns: int, dtype: str
-) -> Graph:
-    """`latent` float32 (B, channels, frames, rows, columns) -> `frames` (B, 3, F, H, W)."""
-    return trace_graph("video-decoder", decoder, dtype, config, batch, frames, rows, columns)
-
-
-def trace_encoder(
-    config: VideoVaeConfig, batch: int, frames: int, rows: int, columns: int, dtype: str
-) -> Graph:
-    """`frames` (B, 3, F, H, W) in [-1, 1] -> `latent` float32, the normalised mean."""
-    return trace_graph("video-encoder", encoder, dtype, config, batch, frames, rows, columns)
-
-
-def decoder(
     o: Ops, config: VideoVaeConfig, batch: int, frames: int, rows: int, columns: int
 ) -> dict[str, Term]:
-    """Model text of `trace_decoder`; sizes in latents."""
+    """`latent` float32 (B, channels, frames, rows, columns) -> `frames` (B, 3, F, H, W)."""
     sizes = {"frames": frames, "rows": rows, "columns": columns}
     x = o.input("latent", "float32", B=batch, channels=config.latent_channels, **sizes)
     x = o.cast(unnormalise(o, x), dtype=o.dtype)
-    conv = functools.partial(
-        padded_conv, padding=config.decoder_padding, causal=config.decoder_causal
-    )
+    how = {"padding": config.decoder_padding, "causal": config.decoder_causal}
+    conv = functools.partial(padded_conv, **how)
     net = o.under("vae.decoder")
     x = conv(net, x, "conv_in", config.decoder[0].channels)
     for i, stage in enumerate(config.decoder):
@@ -60,14 +45,14 @@ def decoder(
     return {"frames": unpatchify(o, x, config.patch_size)}
 
 
-def encoder(
+@traced("video-encoder")
+def trace_encoder(
     o: Ops, config: VideoVaeConfig, batch: int, frames: int, rows: int, columns: int
 ) -> dict[str, Term]:
-    """Model text of `trace_encoder`; sizes in pixels."""
+    """`frames` (B, 3, F, H, W) in [-1, 1] -> `latent` float32, the normalised mean."""
     x = o.input("frames", B=batch, channels=3, frames=frames, rows=rows, columns=columns)
-    conv = functools.partial(
-        padded_conv, padding=config.encoder_padding, causal=config.encoder_causal
-    )
+    how = {"padding": config.encoder_padding, "causal": config.encoder_causal}
+    conv = functools.partial(padded_conv, **how)
     net = o.under("vae.encoder")
     x = conv(net, patchify(o, x, config.patch_size), "conv_in", config.encoder[0].channels)
     for i, stage in enumerate(config.encoder):
@@ -82,11 +67,8 @@ def encoder(
 
 
 def _statistics(o: Ops, channels: int) -> list[Term]:
-    o = o.under("vae.per_channel_statistics")
-    return [
-        o.param(name, dtype="float32", channels=channels)
-        for name in ("mean-of-means", "std-of-means")
-    ]
+    o, names = o.under("vae.per_channel_statistics"), ("mean-of-means", "std-of-means")
+    return [o.param(name, dtype="float32", channels=channels) for name in names]
 
 
 def unnormalise(o: Ops, x: Term) -> Term:
@@ -130,9 +112,8 @@ def res_blocks(o: Ops, x: Term, stage: VaeStage, conv: Conv) -> Term:
 def upsample(o: Ops, x: Term, stage: VaeStage, conv: Conv) -> Term:
     """Depth to space after a convolution; `residual` adds the input's, its channels tiled. A stride
     of 2 in time maps n frames to 2n - 1: the first one is dropped."""
-    y = depth_to_space(
-        o, conv(o, x, "conv", stage.out_channels * math.prod(stage.stride)), stage.stride
-    )
+    y = conv(o, x, "conv", stage.out_channels * math.prod(stage.stride))
+    y = depth_to_space(o, y, stage.stride)
     if stage.residual:
         skip = depth_to_space(o, x, stage.stride)
         repeats = stage.out_channels // skip.type.size("channels")
@@ -147,10 +128,8 @@ def downsample(o: Ops, x: Term, stage: VaeStage, conv: Conv) -> Term:
         x = o.pad(x, mode="edge", frames=(1, 0))
     skip = space_to_depth(o, x, stage.stride)
     group = skip.type.size("channels") // stage.out_channels
-    skip = o.mean(
-        o.split(skip, axis="channels", into={"channels": stage.out_channels, "group": group}),
-        over=("group",),
-    )
+    into = {"channels": stage.out_channels, "group": group}
+    skip = o.mean(o.split(skip, axis="channels", into=into), over=("group",))
     y = conv(o, x, "conv", stage.out_channels // math.prod(stage.stride))
     return space_to_depth(o, y, stage.stride) + skip
 
@@ -160,17 +139,11 @@ def depth_to_space(
 ) -> Term:
     """Channel ((c * st + dt) * sh + dy) * sw + dx, `steps` slow to fast, into the `axes`."""
     inner = dict(zip(steps, stride, strict=True))
-    x = o.split(
-        x, axis="channels", into={"channels": x.type.size("channels") // math.prod(stride), **inner}
-    )
+    outer = x.type.size("channels") // math.prod(stride)
+    x = o.split(x, axis="channels", into={"channels": outer, **inner})
     pairs = tuple(zip(axes, STEPS[-len(axes) :], strict=True))
-    x = o.transpose(
-        x,
-        axes=(
-            *(a for a in x.type.axes if a not in (*axes, *steps)),
-            *(a for p in pairs for a in p),
-        ),
-    )
+    kept = (a for a in x.type.axes if a not in (*axes, *steps))
+    x = o.transpose(x, axes=(*kept, *(a for pair in pairs for a in pair)))
     for axis, step in pairs:
         x = o.merge(x, axes=(axis, step), into=axis)
     return x
@@ -184,10 +157,8 @@ def space_to_depth(
         n = stride[steps.index(step)]
         x = o.split(x, axis=axis, into={axis: x.type.size(axis) // n, step: n})
     kept = tuple(a for a in x.type.axes if a not in steps and a not in axes)
-    order = kept[: kept.index("channels") + 1]
-    x = o.transpose(
-        x, axes=(*order, *steps, *(a for a in x.type.axes if a not in order and a not in steps))
-    )
+    order = (*kept[: kept.index("channels") + 1], *steps)
+    x = o.transpose(x, axes=(*order, *(a for a in x.type.axes if a not in order)))
     return o.merge(x, axes=("channels", *steps), into="channels")
 
 

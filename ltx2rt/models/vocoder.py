@@ -42,10 +42,8 @@ def feeds(config: VocoderConfig, mel: np.ndarray) -> dict[str, np.ndarray]:
     """`mel` and, with bandwidth extension, the resampler's filter, which no file stores."""
     if config.bandwidth_extension is None:
         return {"mel": mel}
-    return {
-        "mel": mel,
-        "resampler_filter": resampler_filter(config.sample_rate // config.input_sample_rate),
-    }
+    ratio = config.sample_rate // config.input_sample_rate
+    return {"mel": mel, "resampler_filter": resampler_filter(ratio)}
 
 
 def resampler_filter(ratio: int) -> np.ndarray:
@@ -53,9 +51,8 @@ def resampler_filter(ratio: int) -> np.ndarray:
     cos^2(pi t / 12) to 6. Not renormalised: at ratio 3 its 43 taps sum to 1.000466."""
     width = math.ceil(RESAMPLER_ZEROS / RESAMPLER_ROLLOFF)
     t = (np.arange(2 * width * ratio + 1) / ratio - width) * RESAMPLER_ROLLOFF
-    window = (
-        np.cos(np.clip(t, -RESAMPLER_ZEROS, RESAMPLER_ZEROS) * np.pi / (2 * RESAMPLER_ZEROS)) ** 2
-    )
+    near = np.clip(t, -RESAMPLER_ZEROS, RESAMPLER_ZEROS)
+    window = np.cos(near * np.pi / (2 * RESAMPLER_ZEROS)) ** 2
     return (np.sinc(t) * window * RESAMPLER_ROLLOFF / ratio).astype(np.float32)[None, None]
 
 
@@ -79,8 +76,8 @@ def reach(config: VocoderConfig) -> tuple[int, int] | None:
             return None
         # in samples of the first generator
         low = [reach * hop for reach in _generator_reach(extension)]
-        taps = resampler_filter(config.sample_rate // config.input_sample_rate).shape[-1]
-        resampler = taps // 2 // (config.sample_rate // config.input_sample_rate)
+        ratio = config.sample_rate // config.input_sample_rate
+        resampler = resampler_filter(ratio).shape[-1] // 2 // ratio
         before += max(low[0] + config.stft_size - hop, resampler) / samples
         after += max(low[1] + hop - 1, resampler) / samples
     return math.ceil(before), math.ceil(after)
@@ -117,32 +114,21 @@ def vocoder(o: Ops, config: VocoderConfig, batch: int, mel_frames: int) -> dict[
 
 def generator(o: Ops, config: GeneratorConfig, mel: Term) -> Term:
     """mel (B, channels, time, mel) -> waveform (B, channels, samples), the rates' product each."""
-    x = o.merge(
-        o.transpose(mel, axes=("B", "channels", "mel", "time")),
-        axes=("channels", "mel"),
-        into="channels",
-    )
+    x = o.transpose(mel, axes=("B", "channels", "mel", "time"))
+    x = o.merge(x, axes=("channels", "mel"), into="channels")
     x = same_conv(o, x, "conv_pre", config.hidden_channels, 7)
     snake = config.activation == "snakebeta"
-    for i, (rate, kernel) in enumerate(
-        zip(config.upsample_rates, config.upsample_kernels, strict=True)
-    ):
+    upsampling = zip(config.upsample_rates, config.upsample_kernels, strict=True)
+    kinds = list(zip(config.resblock_kernels, config.resblock_dilations, strict=True))
+    for i, (rate, kernel) in enumerate(upsampling):
         if not snake:
             x = o.leaky_relu(x, slope=LEAKY_SLOPE)
         x = o.conv_transpose(x, f"ups.{i}", config.hidden_channels >> (i + 1), kernel, rate)
         crop = (kernel - rate) // 2
         x = o.slice(x, axis="time", start=crop, stop=x.type.size("time") - crop)
         blocks = [
-            res_block(
-                o.under(f"resblocks.{i * len(config.resblock_kernels) + j}"),
-                x,
-                size,
-                dilations,
-                snake,
-            )
-            for j, (size, dilations) in enumerate(
-                zip(config.resblock_kernels, config.resblock_dilations, strict=True)
-            )
+            res_block(o.under(f"resblocks.{number}"), x, *kind, snake)
+            for number, kind in enumerate(kinds, i * len(kinds))
         ]
         x = functools.reduce(operator.add, blocks) / len(blocks)
     x = snake_beta(o.under("act_post"), x) if snake else o.leaky_relu(x, slope=FINAL_LEAKY_SLOPE)
@@ -180,10 +166,8 @@ def res_block(o: Ops, x: Term, kernel: int, dilations: tuple[int, ...], snake: b
 
 def snake_beta(o: Ops, x: Term) -> Term:
     """x + sin(e^alpha x)^2 / e^beta per channel, at twice the rate between two low-pass filters."""
-    taps = [
-        o.param(f"{name}.filter", out=1, one=1, k0=FILTER_TAPS)
-        for name in ("upsample", "downsample.lowpass")
-    ]
+    names = ("upsample.filter", "downsample.lowpass.filter")
+    taps = [o.param(name, out=1, one=1, k0=FILTER_TAPS) for name in names]
     width = x.type.size("channels")
     alpha, beta = (o.param(f"act.{name}", channels=width) for name in ("alpha", "beta"))
     x = resample_up(o, x, taps[0], 2)
@@ -201,9 +185,8 @@ def resample_up(o: Ops, x: Term, taps: Term, ratio: int) -> Term:
     length = ratio * x.type.size("time")
     y = o.pad(signals(o, x), mode="edge", time=(pad, pad))
     y = o.affine(o.emit("conv_transpose", y, taps, stride=ratio), scale=ratio)
-    return channels(
-        o, o.slice(y, axis="time", start=left, stop=left + length), x.type.size("channels")
-    )
+    y = o.slice(y, axis="time", start=left, stop=left + length)
+    return channels(o, y, x.type.size("channels"))
 
 
 def signals(o: Ops, x: Term) -> Term:
@@ -220,11 +203,8 @@ def channels(o: Ops, x: Term, size: int) -> Term:
 
 def extend_bandwidth(o: Ops, config: VocoderConfig, extension: GeneratorConfig, low: Term) -> Term:
     """low (B, channels, samples), resampled, plus a second generator's output, clamped."""
-    ratio, size, samples = (
-        config.sample_rate // config.input_sample_rate,
-        config.stft_size,
-        low.type.size("time"),
-    )
+    ratio, size = config.sample_rate // config.input_sample_rate, config.stft_size
+    batch, width, samples = low.type.shape
     x = o.pad(low, time=(0, -samples % config.stft_hop))
     stft = o.under("vocoder.mel_stft")
     # Causal STFT as a convolution: the first half of the basis is real, the second imaginary.
@@ -236,14 +216,12 @@ def extend_bandwidth(o: Ops, config: VocoderConfig, extension: GeneratorConfig, 
         o.slice(spectrum, axis="one", start=i * bins, stop=(i + 1) * bins) for i in (0, 1)
     )
     magnitude = o.sqrt(o.square(real) + o.square(imaginary))
-    magnitude = o.rename(
-        o.transpose(magnitude, axes=("signals", "time", "one")), names={"one": "bins"}
-    )
+    magnitude = o.transpose(magnitude, axes=("signals", "time", "one"))
+    magnitude = o.rename(magnitude, names={"one": "bins"})
     mel_basis = stft.param("mel_basis", mel=config.stft_mels, bins=bins)
     mel = o.emit("linear", magnitude, mel_basis, contract=("bins",), out={"mel": config.stft_mels})
     mel = o.log(o.clamp(mel, low=LOG_FLOOR))
-    width = low.type.size("channels")
-    mel = o.split(mel, axis="signals", into={"B": low.type.size("B"), "channels": width})
+    mel = o.split(mel, axis="signals", into={"B": batch, "channels": width})
     residual = generator(o.under("vocoder.bwe_generator"), extension, mel)
     taps = o.input("resampler_filter", out=1, one=1, k0=resampler_filter(ratio).shape[-1])
     wave = o.clamp(residual + resample_up(o, x, taps, ratio), low=-1.0, high=1.0)

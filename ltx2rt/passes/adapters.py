@@ -50,8 +50,7 @@ def adapted(graph: Graph, adapters: Adapters) -> Graph:
         drop = Dropout(result, node) if adapters.dropout and node.op == "repeat" else None
         changed = rewrite(node, lambda body, drop=drop: _body(body, adapters, drop))
         result.nodes.append(drop.repeat(changed.repeat.body) if drop else changed)
-    verify(result)
-    return result
+    return verify(result)
 
 
 def modules(graph: Graph) -> list[str]:

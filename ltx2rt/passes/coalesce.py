@@ -17,8 +17,7 @@ from ltx2rt.graph.verify import verify
 
 def coalesce(graph: Graph) -> Graph:
     result = replace(graph, nodes=_schedule(graph))
-    verify(result)
-    return result
+    return verify(result)
 
 
 def _schedule(graph: Graph) -> list[Node]:

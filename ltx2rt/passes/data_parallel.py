@@ -35,5 +35,4 @@ def data_parallel(graph: Graph, axis: str, mesh_axis: str, parts: int) -> Graph:
         if axis in v.type.axes:
             whole = emit(result, "all_gather", whole, axis=axis, mesh_axis=mesh_axis, parts=parts)
         result.outputs[name] = whole
-    verify(result)
-    return result
+    return verify(result)

@@ -61,5 +61,4 @@ def gather_weights(
 
     nodes = [rewrite(node, gathered) for node in graph.nodes]
     result = replace(graph, nodes=nodes, mesh=mesh)
-    verify(result)
-    return result
+    return verify(result)

@@ -28,8 +28,7 @@ def fuse(graph: Graph, matches: Sequence[Match] = ()) -> Graph:
             if found is not None and _is_convex(uses, *found):
                 late = _substitute(result.nodes, *found)
                 uses.substitute(*found, late)
-    verify(result)
-    return result
+    return verify(result)
 
 
 def _is_convex(uses: Uses, gone: Sequence[Node], new: Sequence[Node]) -> bool:

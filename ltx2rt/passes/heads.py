@@ -31,8 +31,7 @@ def group_heads(graph: Graph, groups: int) -> Graph:
         return False
 
     result = replace_repeats(graph, append)
-    verify(result)
-    return result
+    return verify(result)
 
 
 def is_grouped(graph: Graph) -> bool:

@@ -43,8 +43,7 @@ def hoist(graph: Graph, keep_bytes: int | None = None) -> Graph:
             _Loop(result, node, keep_bytes).leave()
         else:
             result.nodes.append(node)
-    verify(result)
-    return result
+    return verify(result)
 
 
 @dataclass

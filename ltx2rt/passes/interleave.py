@@ -51,8 +51,7 @@ def interleave(graph: Graph, axis: str = SAMPLES, rows: int = 0, tied: int | Non
         return can
 
     result = replace_repeats(graph, append)
-    verify(result)
-    return result
+    return verify(result)
 
 
 def _can_halve(repeat: Repeat, axis: str, rows: int) -> bool:

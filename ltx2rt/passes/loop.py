@@ -46,8 +46,7 @@ def looped(step: Graph, name: str, count: int, per_step: Sequence[str]) -> Graph
     args = {"repeat": Repeat(body, count, len(state), len(rest), STEPS)}
     graph.nodes = [Node("repeat", tuple(graph.inputs.values()), values, {"count": count}, args)]
     graph.outputs = dict(zip(results, values, strict=True))
-    verify(graph)
-    return graph
+    return verify(graph)
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,7 @@ def pack(graph: Graph) -> Graph:
         changed = node if inputs == node.inputs else replace(node, inputs=inputs)
         result.nodes.append(rewrite(changed, pack))
     result.outputs = {name: env.get(id(v), v) for name, v in graph.outputs.items()}
-    verify(result)
-    return result
+    return verify(result)
 
 
 def _joined(out: Graph, values: list[Value], layouts: dict[str, Layout]) -> Value:

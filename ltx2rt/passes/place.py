@@ -71,8 +71,7 @@ def place(graph: Graph, rules: Rules, mesh: Mapping[str, int], strict: bool = Fa
     env = {id(v): Placed(v) for v in graph.inputs.values()}
     placer.nodes(graph, env)
     result.outputs = {name: placer.whole(env[id(v)]) for name, v in graph.outputs.items()}
-    verify(result)
-    return result
+    return verify(result)
 
 
 class _Placer:

@@ -45,8 +45,7 @@ def quantise(graph: Graph, encoding: str) -> Graph:
     if not found:
         raise GraphError(f"{graph.name}: no stack of blocks to quantise")
     result.outputs = {name: env.get(id(v), v) for name, v in graph.outputs.items()}
-    verify(result)
-    return result
+    return verify(result)
 
 
 def trainable(graph: Graph) -> None:

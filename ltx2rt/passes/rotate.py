@@ -21,8 +21,7 @@ from ltx2rt.graph.verify import verify
 def rotate(graph: Graph) -> Graph:
     """`graph` with its repeats rotated; itself if no block ends in a gated sum."""
     result = replace_repeats(graph, _append_rotated)
-    verify(result)
-    return result
+    return verify(result)
 
 
 @dataclass(frozen=True)

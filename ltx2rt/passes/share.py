@@ -48,8 +48,7 @@ def share(graph: Graph) -> Graph:
     result.outputs = {
         name: writer.read(v, range(num_entries(v))) for name, v in graph.outputs.items()
     }
-    verify(result)
-    return result
+    return verify(result)
 
 
 class _Writer:

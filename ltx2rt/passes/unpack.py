@@ -82,8 +82,7 @@ def unpack(graph: Graph) -> Graph:
     if not any(marks):
         return graph
     result = _unpacked(graph)
-    verify(result)
-    return result
+    return verify(result)
 
 
 def _unpacked(graph: Graph) -> Graph:

@@ -20,8 +20,7 @@ def unroll(graph: Graph) -> Graph:
     env = {id(v): v for v in graph.inputs.values()}
     write_out(graph, result, env, 0)
     result.outputs = {name: env[id(v)] for name, v in graph.outputs.items()}
-    verify(result)
-    return result
+    return verify(result)
 
 
 def write_out(graph: Graph, out: Graph, env: dict[int, Value], layer: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ltx2rt.backend import MOMENTS, AdamW
 from ltx2rt.errors import InputError
-from ltx2rt.models.train_step import TrainShape
+from ltx2rt.models.transformer import ForwardShape
 from ltx2rt.passes.adapters import MARK, Adapters, modules, starred
 from ltx2rt.session.beside import WithAdapters
 from ltx2rt.session.call import Call
@@ -74,7 +74,7 @@ def read_init(
 
 
 def lora_gradients(
-    session: Session, spec: LoraSpec, shape: TrainShape, feeds: Mapping[str, Any]
+    session: Session, spec: LoraSpec, shape: ForwardShape, feeds: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
     """`video_loss` and `audio_loss` f32[samples], and the gradients of the mean over the samples of
     their sum: `grad.<module>.lora_A` [rank, in] and `grad.<module>.lora_B` [out, rank] of the

@@ -79,16 +79,16 @@ class Step:
         return self.geometry.frames if "video" in self.streams else self.geometry.audio_latents
 
     @cached_property
-    def shape(self) -> train_step.TrainShape:
+    def shape(self) -> transformer.ForwardShape:
         more = self.reference[0].num_video_tokens if self.reference else 0
-        return train_step.TrainShape(
+        return transformer.ForwardShape(
             self.batch,
             self.tokens("video") + more if "video" in self.streams else 0,
             self.tokens("audio") * (1 + self.heard) if "audio" in self.streams else 0,
             PROMPT_TOKENS,
             transformer.coordinate_counts(self.tables),
-            self.streams,
-            self.session.options.cross_timestep_rule,
+            streams=self.streams,
+            rule=self.session.options.cross_timestep_rule,
         )
 
     @cached_property

@@ -8,7 +8,7 @@ import torch
 from transformers import Gemma4UnifiedTextConfig, Gemma4UnifiedTextModel
 
 from ltx2rt.config import Gemma4Config
-from ltx2rt.models import gemma4
+from ltx2rt.models import gemma, gemma4
 from ltx2rt.testing import relative_l2, run_graph
 from ltx2rt.weights import configs
 from ltx2rt.weights.names import gemma_to_canonical
@@ -146,7 +146,7 @@ def test_full_size_has_666_tensors_in_stacks_of_8():
     assert found["language_model.model.layers.46.self_attn.k_proj.weight"].shape == (2048, 3840)
     assert "language_model.model.layers.47.self_attn.v_proj.weight" not in found
     assert {count for name, (_, count) in graph.all_params().items() if "*" in name} == {8}
-    assert gemma4.embedding_scale(RELEASED, "bfloat16") == 62.0
+    assert gemma.embedding_scale(RELEASED, "bfloat16") == 62.0
 
 
 def test_rotated_pairs_have_the_whole_heads_exponents():

@@ -106,7 +106,7 @@ def test_gradients_are_those_of_peft_on_diffusers(kind, generation, rate):
     x = draw(config)
     tables = transformer.position_feeds(config, x["video_positions"][0], x["audio_positions"][0])
     sizes = [x[f"{n}_latent"].shape[1] for n in NAMES]
-    shape = train_step.TrainShape(2, *sizes, 7, transformer.coordinate_counts(tables), rule="B")
+    shape = transformer.ForwardShape(2, *sizes, 7, transformer.coordinate_counts(tables), rule="B")
     plain = train_step.trace(config, shape, "float32")
     graph = adapted(plain, Adapters(frozenset(modules(plain)), RANK, SCALE, dropout=rate > 0))
     params = random_params(graph) | params_of(build(config))

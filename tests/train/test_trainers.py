@@ -22,7 +22,7 @@ CLOSE = 1e-5  # float32: sums in another order
 def smaller():
     """The step of `train_cases` with half of the text, and its inputs."""
     feeds = transformer.position_feeds(transformer_config("2.3"), *positions())
-    shape = train_step.TrainShape(
+    shape = transformer.ForwardShape(
         BATCH, TOKENS, AUDIO_TOKENS, TEXT // 2, transformer.coordinate_counts(feeds)
     )
     graph = train_step.trace(transformer_config("2.3"), shape, "float32")
