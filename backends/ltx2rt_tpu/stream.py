@@ -11,7 +11,7 @@ before that has ended, so that no more than two are on the devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -19,16 +19,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, ShapeDtypeStruct, lax
-from jax.sharding import NamedSharding, Sharding
+from jax import Array, lax
 from jax.sharding import PartitionSpec as P
-from jax.stages import Lowered
+from jax.sharding import Sharding
 
 from ltx2rt.graph.ir import Graph, Value
 from ltx2rt.placement.stream import layers
 from ltx2rt_tpu.lower import Ops, run
-from ltx2rt_tpu.program import abstract, compiler_options, is_tpu, on_mesh, own
-from ltx2rt_tpu.weights import abstract_weights, weight_specs
+from ltx2rt_tpu.program import compiler_options, is_tpu, on_mesh, own
+from ltx2rt_tpu.weights import weight_specs
 
 
 class Layered:
@@ -44,16 +43,21 @@ class Layered:
         self.whole = jax.jit(on_mesh(_own, place, self.lead, out=P()))
 
     def __call__(self, weights: Mapping[str, Any], inputs: Mapping[str, Array]) -> dict[str, Array]:
-        given = self.spread([inputs[name] for name in self.graph.inputs])
+        given = self.call(self.spread, [inputs[name] for name in self.graph.inputs])
         values = dict(zip(map(id, self.graph.inputs.values()), given, strict=True))
         for part, function in zip(self.parts, self.functions, strict=True):
             read = {name: weights[name] for name in part.all_params()}
             operands = [values[id(v)] for v in part.inputs.values()]
-            run_part = self._iterated if part.repeats else _called
-            results = run_part(part, function, read, operands)
+            if part.repeats:
+                results = self._iterated(part, function, read, operands)
+            else:
+                results = self.call(function, read, operands)
             values |= zip(map(id, part.outputs.values()), results, strict=True)
-        results = self.whole([values[id(v)] for v in self.graph.outputs.values()])
+        results = self.call(self.whole, [values[id(v)] for v in self.graph.outputs.values()])
         return dict(zip(self.graph.outputs, results, strict=True))
+
+    def call(self, program: Any, *operands: Any) -> Any:
+        return program(*operands)
 
     def _iterated(
         self,
@@ -64,7 +68,7 @@ class Layered:
     ) -> list[Array]:
         (plan,) = part.repeats
         values = dict(zip(map(id, plan.body.inputs.values()), operands, strict=True))
-        made, results = self._empty(part)(), list(plan.body.outputs.values())
+        made, results = self.call(self._empty(part)), list(plan.body.outputs.values())
         order = [(i, layer) for i in range(plan.count) for layer in layers]
         arriving = order[0][1].brought(weights, plan.first)
         latest, carry = operands[: plan.num_carries], []
@@ -76,7 +80,7 @@ class Layered:
             still = {name: weights[name] for name in layer.still}
             given = [values[id(v)] for v in layer.given]
             rows = [made[n] for n in layer.rows]
-            latest, rows = layer.function(here, still, given, rows, np.int32(i))
+            latest, rows = self.call(layer.function, here, still, given, rows, np.int32(i))
             values |= zip(map(id, layer.graph.outputs.values()), latest, strict=True)
             for n, x in zip(layer.rows, rows, strict=True):
                 made[n] = x
@@ -88,12 +92,12 @@ class Layered:
 
     def _empty(self, part: Graph) -> Any:
         """A program that allocates the stacked results of a repeat's iterations."""
-        stacked = list(part.outputs.values())[part.repeats[0].num_carries :]
-        types = [v.type for v in stacked]
-        make = on_mesh(
-            lambda: [jnp.zeros((1, *t.shape), t.dtype) for t in types], self.place, out=self.lead
-        )
-        return jax.jit(make)
+        types = [v.type for v in list(part.outputs.values())[part.repeats[0].num_carries :]]
+
+        def make() -> list[Array]:
+            return [jnp.zeros((1, *t.shape), t.dtype) for t in types]
+
+        return jax.jit(on_mesh(make, self.place, out=self.lead))
 
     def _function(self, part: Graph) -> Any:
         """The program of a part, or of its repeat's layers."""
@@ -112,10 +116,8 @@ class Layered:
         """graph: what one layer of the body of the part's repeat computes."""
         (plan,) = part.repeats
         names = {id(v): name for name, (v, _) in part.all_params().items()}
-        read = {
-            *graph.all_params(),
-            *(names[k] for k in map(id, graph.inputs.values()) if k in names),
-        }
+        read = {*graph.all_params()}
+        read.update(names[k] for k in map(id, graph.inputs.values()) if k in names)
         data = list(map(id, plan.body.inputs.values()))[plan.num_carries + plan.num_invariants :]
         given = [v for v in graph.inputs.values() if id(v) not in names]
         ends = list(map(id, plan.body.outputs.values()))[plan.num_carries :]
@@ -146,64 +148,12 @@ class Layered:
             ]
             return _led(results), stacked
 
-        hosted = sorted(read & self.hosted)
-        still = sorted(read - self.hosted)
+        hosted, still = sorted(read & self.hosted), sorted(read - self.hosted)
         specs = [{name: self.specs[name] for name in each} for each in (hosted, still)]
         placed = on_mesh(function, self.place, *specs, self.lead, self.lead, P(), out=self.lead)
         donated = (3,) if is_tpu(self.place) else ()
         jitted = jax.jit(placed, compiler_options=options, donate_argnums=donated)
         return Layer(graph, jitted, hosted, still, given, rows)
-
-    def lowered(self) -> Iterator[Lowered]:
-        """Every program, for devices that are not here."""
-        place = self.place
-        parts = NamedSharding(place.mesh, self.lead) if isinstance(place, NamedSharding) else place
-
-        def here(found: Any) -> Any:
-            return jax.tree.map(lambda x: ShapeDtypeStruct(x.shape, x.dtype, sharding=parts), found)
-
-        weights = abstract_weights(self.graph, place)
-        for name in self.hosted:
-            x = weights[name]
-            weights[name] = ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=x.sharding)
-        given = here(self.spread.eval_shape(list(abstract(self.graph.inputs, place).values())))
-        values = dict(zip(map(id, self.graph.inputs.values()), given, strict=True))
-        for part, function in zip(self.parts, self.functions, strict=True):
-            read = {name: weights[name] for name in part.all_params()}
-            operands = [values[id(v)] for v in part.inputs.values()]
-            if part.repeats:
-                yield from self._lowered_layers(part, function, read, operands, values, here)
-                continue
-            yield function.lower(read, operands)
-            results = here(function.eval_shape(read, operands))
-            values |= zip(map(id, part.outputs.values()), results, strict=True)
-
-    def _lowered_layers(
-        self,
-        part: Graph,
-        layers: Sequence[Layer],
-        read: Mapping[str, Any],
-        operands: list[Any],
-        values: dict[int, Any],
-        here: Callable[[Any], Any],
-    ) -> Iterator[Lowered]:
-        """Run each layer's program; the part's results are entered in `values`."""
-        (plan,) = part.repeats
-        inner = dict(zip(map(id, plan.body.inputs.values()), operands, strict=True))
-        made = here(self._empty(part).eval_shape())
-        for layer in layers:
-            arguments = (
-                {name: read[name] for name in layer.hosted},
-                {name: read[name] for name in layer.still},
-                [inner[id(v)] for v in layer.given],
-                [made[n] for n in layer.rows],
-                ShapeDtypeStruct((), "int32"),
-            )
-            yield layer.function.lower(*arguments)
-            results, _ = here(layer.function.eval_shape(*arguments))
-            inner |= zip(map(id, layer.graph.outputs.values()), results, strict=True)
-        carry = [inner[id(v)] for v in plan.body.outputs.values()][: plan.num_carries]
-        values |= zip(map(id, part.outputs.values()), [*carry, *made], strict=True)
 
 
 @dataclass(frozen=True)
@@ -221,12 +171,6 @@ class Layer:
     def brought(self, weights: Mapping[str, Any], layer: int) -> dict[str, Array]:
         """Its weights of an iteration, on their way to the devices."""
         return {name: weights[name].brought(layer) for name in self.hosted}
-
-
-def _called(
-    part: Graph, function: Any, weights: Mapping[str, Any], operands: list[Array]
-) -> list[Array]:
-    return function(weights, operands)
 
 
 def _own(values: Sequence[Array]) -> list[Array]:

@@ -5,9 +5,11 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -159,24 +161,35 @@ print(json.dumps(full_size(*sys.argv[2:])))
 
 def full_size(topology: str, name: str) -> list[float]:
     """GB of each program of a text encoder on one chip: arguments, results, temporaries."""
-    from jax.sharding import SingleDeviceSharding
     from ltx2rt_tpu.aot import AheadCompiler
-    from ltx2rt_tpu.program import ops_for
+    from ltx2rt_tpu.program import abstract, ops_for
     from ltx2rt_tpu.stream import Layered
+    from ltx2rt_tpu.weights import abstract_weights
 
-    compiler = AheadCompiler(topology, {})
-    where = SingleDeviceSharding(compiler.devices[0])
+    where = jax.sharding.SingleDeviceSharding(AheadCompiler(topology, {}).devices[0])
     config = preset(name).config
     row, sizes = call_of(config)
     graph = row.trace(config, sizes, "bfloat16")
     hosted = frozenset(n for n, (v, _) in graph.all_params().items() if stream.moves(n, v.type))
-    found = []
-    for lowered in Layered(graph, where, hosted, ops_for(where)).lowered():
-        memory = lowered.compile().memory_analysis()
-        parts = ("argument", "output", "temp")
-        size = sum(getattr(memory, f"{part}_size_in_bytes") for part in parts)
-        found.append((size - memory.alias_size_in_bytes) / 1e9)
-    return found
+    found = {}
+
+    class Measured(Layered):
+        def call(self, program, *operands):
+            if operands and program not in (*found, self.spread, self.whole):
+                memory = program.lower(*operands).compile().memory_analysis()
+                parts = ("argument", "output", "temp")
+                size = sum(getattr(memory, f"{part}_size_in_bytes") for part in parts)
+                found[program] = (size - memory.alias_size_in_bytes) / 1e9
+            made = program.eval_shape(*operands)
+            return jax.tree.map(lambda x: on_chip(x.shape, x.dtype), made)
+
+    on_chip = partial(jax.ShapeDtypeStruct, sharding=where)
+    weights = abstract_weights(graph, where)
+    for n in hosted:
+        layer = on_chip((1, *weights[n].shape[1:]), weights[n].dtype)
+        weights[n] = SimpleNamespace(brought=lambda _, layer=layer: layer)
+    Measured(graph, where, hosted, ops_for(where))(weights, abstract(graph.inputs, where))
+    return list(found.values())
 
 
 @pytest.mark.slow
