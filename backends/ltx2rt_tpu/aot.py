@@ -62,33 +62,29 @@ class AheadCompiler:
         jax.config.update("jax_platforms", "cpu")
         # what comes from a cache leaves no HLO
         jax.config.update("jax_enable_compilation_cache", False)
+        find = topologies.get_topology_desc
         try:
-            self.devices = topologies.get_topology_desc(
-                platform="tpu", topology_name=topology
-            ).devices
+            self.devices = find(platform="tpu", topology_name=topology).devices
         except jax.errors.JaxRuntimeError as error:
             raise InputError(f"--topology: the compiler refuses {topology!r}: {error}") from error
         self.mesh = mesh
 
     def __call__(self, graph: Graph, part: str | None = None) -> Compiled:
-        """part: "each" for a graph that every device runs on separate inputs, stacked along the
-        first axis; of a loop over steps, "before" what runs once before it, "step" one of the
-        steps; of a training step, a word of REMAT: how its backward pass comes by the values of the
-        blocks.
-        """
-        place = self._place(graph)
-        if part in ("before", "step"):
-            loop = Loop(graph, place, unrolled=False)
-            if part == "before":
-                return compiled(loop.lowered_before(), code=self.code)
-            return compiled(loop.lowered_steps(), 1, self.code)
-        if part in REMAT:
-            return compiled(Gradients(graph, place, part).lowered(), code=self.code)
-        assert part in (None, "each"), part
-        each = part == "each" and isinstance(place, NamedSharding)
-        if graph.name in ASSEMBLED and not each:
-            return assembled(Assembled(graph, place))
-        return compiled(Program(graph, place, unrolled=False).lowered(each), code=self.code)
+        """`part` is the second argument of `BackendFactory.ahead_compiler`."""
+        place, steps = self._place(graph), None
+        if part == "before":
+            lowered = Loop(graph, place, unrolled=False).lowered_before()
+        elif part == "step":
+            lowered, steps = Loop(graph, place, unrolled=False).lowered_steps(), 1
+        elif part in REMAT:
+            lowered = Gradients(graph, place, part).lowered()
+        else:
+            assert part in (None, "each"), part
+            each = part == "each" and isinstance(place, NamedSharding)
+            if graph.name in ASSEMBLED and not each:
+                return assembled(Assembled(graph, place))
+            lowered = Program(graph, place, unrolled=False).lowered(each)
+        return compiled(lowered, steps, self.code)
 
     def _place(self, graph: Graph) -> Sharding:
         """The graph's own mesh where it is of all devices, else the one asked for."""

@@ -103,10 +103,8 @@ class TpuBackend:
                 return jax.local_devices(backend="tpu")[0]
             except RuntimeError as error:
                 if device == "tpu":
-                    raise InputError(
-                        "no TPU was found; use --device cpu, or --device auto to fall back by "
-                        "itself"
-                    ) from error
+                    advice = "use --device cpu, or --device auto to fall back by itself"
+                    raise InputError(f"no TPU was found; {advice}") from error
         return jax.local_devices(backend="cpu")[0]
 
     def load(
@@ -126,41 +124,39 @@ class TpuBackend:
             for name, (value, count) in graph.all_params().items():
                 if name in weights:
                     continue
-                layers = [(stack_of(name), layer) for layer in range(count)]
-                layout = layouts[name]
-                if moves(name, value.type) and streamed >= set(layers):
-                    at = (replace(layout, first=layout.first + i) for i in range(count))
+                layout, layers = layouts[name], range(count)
+                if moves(name, value.type) and streamed >= {(stack_of(name), i) for i in layers}:
+                    at = (replace(layout, first=layout.first + i) for i in layers)
                     read = [partial(stacked, encoded, name, x, value.type, 1, place) for x in at]
-                    in_file = road == FILE
-                    weights[name] = FileLayers(read, place) if in_file else HostLayers(read)
+                    weights[name] = (FileLayers if road == FILE else HostLayers)(read)
                     continue
-                touched = (part for i in range(count) for part in layout.names(i))
+                touched = (part for i in layers for part in layout.names(i))
                 other = (base or {}).get(name)
                 same = other is not None and other.dtype == value.type.dtype
                 if same and changed.isdisjoint(touched):
                     weights[name] = other
-                else:
-                    array = stacked(encoded, name, layout, value.type, count, place)
+                    continue
+                weights[name] = stacked(encoded, name, layout, value.type, count, place)
+                if abstract[name].format.layout is not None:
                     # which the device changes: JAX sends only the default tiling
-                    tiled = abstract[name].format.layout is not None
-                    weights[name] = jax.device_put(array, abstract[name].format) if tiled else array
+                    weights[name] = jax.device_put(weights[name], abstract[name].format)
         return weights
 
     def park(self, weights: Weights) -> Any:
         """None for arrays that are tiled as the host's memory cannot be."""
         if self.jax_device.device_kind == TILED_KIND:
             return None
-        here = {name: x for name, x in weights.items() if not is_streamed(x)}
-        host = {name: in_host_memory(x) for name, x in here.items()}
-        jax.block_until_ready(host)  # until then the device's memory is not free
-        there = {name: (x, x.place) for name, x in weights.items() if is_streamed(x)}
-        return there | {name: (host[name], x.sharding) for name, x in here.items()}
+        kept = {}
+        for name, x in weights.items():
+            kept[name] = (x, None) if is_streamed(x) else (in_host_memory(x), x.sharding)
+        jax.block_until_ready(kept)  # until then the device's memory is not free
+        return kept
 
-    def unpark(self, kept: Mapping[str, tuple[Array, Sharding]], left: Weights) -> Weights:
+    def unpark(self, kept: Mapping[str, tuple[Any, Sharding | None]], left: Weights) -> Weights:
         weights = {}
         for name, (x, sharding) in kept.items():
             left.pop(name, None)  # its memory is free before the next is taken
-            weights[name] = x if is_streamed(x) else jax.device_put(x, sharding)
+            weights[name] = jax.device_put(x, sharding) if sharding else x
         left.clear()
         return weights
 

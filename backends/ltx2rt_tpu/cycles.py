@@ -2,16 +2,14 @@
 
 Decides what an instruction costs, of which class it is, and what of an exchange no work hides. A
 core issues one bundle of its final code in a cycle: an instruction takes its bundles times the
-iterations of its window, a kernel its bundles times its blocks. Exchanges take the links in the
-order of the schedule, one after the other; each takes a fixed latency plus the time of its bytes
-(`placement.devices`). All of a synchronous one is exposed; of an asynchronous one, the time that
-its end still waits.
+iterations of its window, a kernel its bundles times its blocks. Exchanges take the links one after
+the other, each for a fixed latency plus the time of its bytes (`placement.devices`). All of a
+synchronous one is exposed; of an asynchronous one, the time that its end still waits.
 
-It ranks programs and shows layouts and overlap; it is no measured time. No stall for memory inside
-an instruction is in it and no contention; links and the fixed time are assumptions, and so is the
-clock, the data sheet's FLOP/s by the FLOP of a cycle. A kernel's first and last branches are
-counted in every block. A product with a loop in its body has fewer bundles than it runs, so no
-product is counted faster than the peak.
+It ranks programs; it is no measured time. It knows neither stalls for memory nor contention; links,
+latency and the clock (the data sheet's FLOP/s by the FLOP of a cycle) are assumptions. A product
+with a loop in its body has fewer bundles than it runs, so no product is counted faster than the
+peak.
 """
 
 from __future__ import annotations

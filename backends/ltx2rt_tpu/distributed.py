@@ -1,12 +1,10 @@
 """Several processes of one JAX program, usually one for each host of a TPU slice: how they meet,
-and their devices.
-
-Decides how processes find each other and in which order their devices make a mesh. Every process
-runs every program, in the same order: JAX has no other way to drive devices of several hosts.
+and in which order their devices make a mesh. Every process runs every program, in the same order.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
@@ -162,6 +160,5 @@ def silence_gloo() -> None:
 def device_mesh(devices: Sequence[Any], mesh: Mapping[str, int]) -> Mesh:
     """The first devices as a mesh, host by host: `tensor`, the busiest, within one host."""
     ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
-    axes = sorted(mesh, key="tensor".__eq__)
-    sizes = [mesh[axis] for axis in axes]
-    return Mesh(np.array(ordered[: int(np.prod(sizes))]).reshape(sizes), tuple(axes))
+    sizes = {axis: mesh[axis] for axis in sorted(mesh, key="tensor".__eq__)}
+    return Mesh(np.array(ordered[: math.prod(sizes.values())]).reshape(*sizes.values()), (*sizes,))

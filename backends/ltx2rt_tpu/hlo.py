@@ -11,6 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import product
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 # no program of ours has them
@@ -49,8 +50,6 @@ def collectives(hlo: str, steps: int | None = None) -> tuple[Counter[str], int]:
     total = 0.0
     for line, times, _ in _executed(hlo, steps):
         if match := COLLECTIVE.search(line):
-            if match[1] in OTHERS:
-                raise ValueError(f"a communication whose bytes are not known here: {line[:200]}")
             counts[match[1]] += times
             total += times * received(match[1], match[2] is not None, line)
     return counts, round(total)
@@ -143,11 +142,10 @@ def trips(name: str, condition: list[str], line: str) -> int | None:
 
 
 def received(kind: str, start: bool, line: str) -> float:
+    if kind in OTHERS:
+        raise ValueError(f"a communication whose bytes are not known here: {line[:200]}")
     result = line.split(" = ", 1)[1].split(f" {kind}", 1)[0]
-    arrays = SHAPE.findall(result)
-    sizes = [
-        BYTES[dtype] * math.prod(int(n) for n in dims.split(",") if n) for dtype, dims in arrays
-    ]
+    sizes = [BYTES[dtype] * math.prod(dims(text)) for dtype, text in SHAPE.findall(result)]
     if start and kind != "all-reduce":  # (operands, results, flags): one result for each operand
         sizes = [size for size in sizes if size > FLAG_BYTES]
         sizes = sizes[len(sizes) // 2 :]
@@ -155,19 +153,15 @@ def received(kind: str, start: bool, line: str) -> float:
     if kind == "collective-permute":
         return size
     devices = group(line)
-    share = (devices - 1) / devices
-    return {"all-reduce": 2 * size * share, "reduce-scatter": size * (devices - 1)}.get(
-        kind, size * share
-    )
+    times = {"all-reduce": 2, "reduce-scatter": devices}.get(kind, 1)
+    return times * size * (devices - 1) / devices
 
 
 def group(line: str) -> int:
-    if match := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
-        return int(match[1])
-    match = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
+    match = re.search(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]+)\})", line)
     if match is None:
         raise ValueError(f"a collective without replica groups: {line[:200]}")
-    return len(match[1].split(","))
+    return int(match[1] or len(match[2].split(",")))
 
 
 def dims(text: str) -> list[int]:
@@ -178,28 +172,20 @@ def _multiply_adds(line: str, out: list[int], x: list[int], kernel: list[int]) -
     """Pairs of an output and a tap along each window axis that meet a value and no zero."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line)
     assert labels is not None, line
-    sizes = [
-        dict(zip(names, dims, strict=True))
-        for names, dims in zip(labels.groups(), (x, kernel, out), strict=True)
-    ]
-    window = dict(
-        re.findall(r"(\w+)=(\S+)", (re.search(r"window=\{([^}]*)\}", line) or [""])[0][8:-1])
+    of_x, of_kernel, of_out = (
+        dict(zip(names, sizes, strict=True))
+        for names, sizes in zip(labels.groups(), (x, kernel, out), strict=True)
     )
+    window = dict(re.findall(r"(\w+)=([-\dx_]+)", (re.search(r"window=\{[^}]*", line) or [""])[0]))
     groups = re.search(r"batch_group_count=(\d+)", line)
-    total = sizes[1]["i"] * sizes[1]["o"] * sizes[0]["b"] // (int(groups[1]) if groups else 1)
-    for axis, length in sizes[1].items():
-        if axis.isdigit():
-            n = int(axis)
-            stride, apart, spread = (
-                int(window[key].split("x")[n]) if key in window else 1
-                for key in ("stride", "rhs_dilate", "lhs_dilate")
-            )
-            before = int(window["pad"].split("x")[n].split("_")[0]) if "pad" in window else 0
-            last = (sizes[0][axis] - 1) * spread
-            places = (
-                o * stride + tap * apart - before
-                for o in range(sizes[2][axis])
-                for tap in range(length)
-            )
-            total *= sum(0 <= at <= last and at % spread == 0 for at in places)
+    total = of_kernel["i"] * of_kernel["o"] * of_x["b"] // (int(groups[1]) if groups else 1)
+    for axis in filter(str.isdigit, of_kernel):
+        stride, apart, spread, before = (
+            int(window[key].split("x")[int(axis)].split("_")[0]) if key in window else least
+            for key, least in (("stride", 1), ("rhs_dilate", 1), ("lhs_dilate", 1), ("pad", 0))
+        )
+        last = (of_x[axis] - 1) * spread
+        taps = product(range(of_out[axis]), range(of_kernel[axis]))
+        places = (o * stride + tap * apart - before for o, tap in taps)
+        total *= sum(0 <= at <= last and at % spread == 0 for at in places)
     return total

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -204,9 +204,7 @@ class Program(Ahead):
         self, weights: Weights, several: list[Mapping[str, Any]], output: str
     ) -> list[Any]:
         """`output` for each of several inputs, at most one per device; weights are whole on each.
-
-        Nothing communicates, unless a device is another process's: then the results are gathered.
-        """
+        Nothing communicates, but results of other processes' devices are gathered."""
         place = self.place
         if not isinstance(place, NamedSharding):
             return [self(weights, inputs)[output] for inputs in several]
@@ -247,12 +245,11 @@ class Program(Ahead):
 
 class Assembled(Ahead):
     """A lowered graph as executables compiled side by side: the loops that `roll` makes, and what
-    lies between.
+    lies between. Every device of a mesh runs everything.
 
-    For the vocoder: hundreds of small unlike convolutions and filters, which as they stand keep the
-    TPU compiler busy for a quarter of an hour and more. Compiling with `EFFORT` takes about half of
-    the time of full effort. Between executables an array has no axes of size 1, which a TPU would
-    lay out otherwise and then rearrange. Every device of a mesh runs everything.
+    For the vocoder: its hundreds of small unlike convolutions and filters would keep the TPU
+    compiler busy for a quarter of an hour. Compiling with `EFFORT` takes half of the time of full
+    effort. Between executables an array has no axes of size 1, which a TPU would rearrange.
     """
 
     def __init__(self, graph: Graph, place: Sharding):
@@ -260,12 +257,10 @@ class Assembled(Ahead):
         self.place, self.ops = place, ops_for(place)
         self.parts = parts(self.graph)
         last = {id(v): i for i, part in enumerate(self.parts) for v in part.inputs.values()}
-        kept = {id(v) for v in self.graph.outputs.values()}
+        for v in self.graph.outputs.values():
+            last.pop(id(v), None)
         # values that nothing reads after a part
-        self.dropped: list[list[int]] = [[] for _ in self.parts]
-        for key, i in last.items():
-            if key not in kept:
-                self.dropped[i].append(key)
+        self.dropped = [[key for key in last if last[key] == i] for i in range(len(self.parts))]
 
     @cached_property
     def executables(self) -> list[Any]:
@@ -326,9 +321,8 @@ def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 class Loop(Ahead):
     """The denoise loop: what leaves it runs once, the steps are one executable with traced bounds.
-    On TPUs halves go through the blocks side by side, and attention in groups of heads, where that
-    is possible, so that exchanges travel unseen. On a mesh every device keeps its own prepared
-    values, under a new first axis over all mesh axes."""
+    On a mesh every device keeps its own prepared values, under a new first axis over all mesh
+    axes."""
 
     def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
         self.graph, self.place, self.unrolled = graph, place, unrolled
@@ -360,9 +354,8 @@ class Loop(Ahead):
         body, place = self.parts.body, self.place
         parts = NamedSharding(place.mesh, own(place)) if isinstance(place, NamedSharding) else place
         found = self.before.eval_shape(*self._before_arguments())
-        prepared = {
-            name: ShapeDtypeStruct(x.shape, x.dtype, sharding=parts) for name, x in found.items()
-        }
+        led = partial(ShapeDtypeStruct, sharding=parts)
+        prepared = {name: led(x.shape, x.dtype) for name, x in found.items()}
         other = body.inputs.keys() - prepared.keys() - set(self.parts.state)
         constants = {name: v for name, v in self.graph.inputs.items() if name in other}
         bound, state = ShapeDtypeStruct((), "int32"), abstract(body.outputs, place)
@@ -418,11 +411,9 @@ class Loop(Ahead):
         prepared = self.before(weights_on(place, before, weights), entering)
         known = {*prepared, *state}
         constants = {name: given[name] for name in body.inputs if name not in known}
-        outputs = {name: given[name] for name in state}
-        for name, v in body.outputs.items():
-            if name not in state:
-                zeros = np.zeros(v.type.shape, NUMPY_DTYPES[v.type.dtype])
-                outputs[name] = replicate(zeros, place)
+        types = {name: v.type for name, v in body.outputs.items()}
+        zeros = {n: np.zeros(t.shape, NUMPY_DTYPES[t.dtype]) for n, t in types.items()}
+        outputs = {n: given[n] if n in state else replicate(x, place) for n, x in zeros.items()}
         fixed = weights_on(place, body, weights), prepared, constants
 
         def started(outputs: dict[str, Array]) -> Iterator[dict[str, Array]]:

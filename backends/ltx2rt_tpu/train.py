@@ -52,9 +52,8 @@ class Gradients:
 
     def lowered(self) -> Lowered:
         """For arguments that are not there."""
-        weights = abstract_weights(self.graph, self.place)
-        trained = {name: x for name, x in weights.items() if MARK in name}
-        frozen = {name: x for name, x in weights.items() if MARK not in name}
+        frozen = abstract_weights(self.graph, self.place)
+        trained = {name: frozen.pop(name) for name in list(frozen) if MARK in name}
         number = ShapeDtypeStruct((), jnp.float32, sharding=self.place)
         inputs = {}
         for name, v in self.graph.inputs.items():
@@ -78,19 +77,18 @@ class Gradients:
     def _global(
         self, parameters: Weights, frozen: Weights, inputs: Any, weights: Any
     ) -> tuple[Any, Weights]:
-        specs = weight_specs(self.graph)
-        ours, others = ({name: specs[name] for name in part} for part in (parameters, frozen))
-        fed, losses = self._fed_and_losses(inputs)
+        ours, others, fed, losses = self._specs(parameters, frozen, inputs)
         local = on_mesh(self._local, self.place, ours, others, fed, P(), out=(losses, ours))
         return local(parameters, frozen, inputs, weights)
 
-    def _fed_and_losses(self, inputs: Any) -> tuple[dict[str, P], P]:
-        """Shardings of the inputs and of the losses."""
-        return {n: self._spec(n) for n in inputs}, P("data") if "data" in self.mesh else P()
+    def _specs(self, parameters: Weights, frozen: Weights, inputs: Any) -> tuple[Any, ...]:
+        """Shardings of all three, and of the losses."""
+        specs, losses = weight_specs(self.graph), P("data") if "data" in self.mesh else P()
+        ours, others = ({name: specs[name] for name in part} for part in (parameters, frozen))
+        return ours, others, {n: self._spec(n) for n in inputs}, losses
 
     def _global_losses(self, weights: Weights, inputs: Any) -> Any:
-        specs, (fed, losses) = weight_specs(self.graph), self._fed_and_losses(inputs)
-        ours = {name: specs[name] for name in weights}
+        ours, _, fed, losses = self._specs(weights, {}, inputs)
         return on_mesh(self._losses, self.place, ours, fed, out=losses)(weights, inputs)
 
     def _losses(self, weights: Weights, inputs: Any, remat: str = "none") -> dict[str, Array]:
@@ -140,9 +138,8 @@ class Trainer:
             optax.add_decayed_weights(optimiser.weight_decay),
         )
         self.moments: Any = jax.jit(self.adam.init)(self.parameters)
-        self.ema: Weights = {}
-        if optimiser.ema is not None:
-            self.ema = {name: jnp.copy(x) for name, x in self.parameters.items()}
+        averaged = self.parameters if optimiser.ema is not None else {}
+        self.ema = {name: jnp.copy(x) for name, x in averaged.items()}
         self.gradients: Weights | None = None
         self._add: Any = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
         self._step: Any = jax.jit(self._updated, donate_argnums=(0, 1, 2))
@@ -163,16 +160,11 @@ class Trainer:
         return {name: _whole(loss) for name, loss in found.items()}
 
     def _fed(self, batch: Gradients, inputs: Mapping[str, Any]) -> dict[str, Array]:
-        return {
-            n: self._uploaded(batch, n, np.asarray(inputs[n], NUMPY_DTYPES[v.type.dtype]))
-            for n, v in batch.graph.inputs.items()
-        }
-
-    def _uploaded(self, batch: Gradients, name: str, value: np.ndarray) -> Array:
-        sharding = batch.sharding(name)
-        if not isinstance(sharding, NamedSharding):
-            return jax.device_put(value, sharding)
-        return jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
+        fed = {}
+        for name, v in batch.graph.inputs.items():
+            value = np.asarray(inputs[name], NUMPY_DTYPES[v.type.dtype])
+            fed[name] = _spread(value, batch.sharding(name))
+        return fed
 
     def _updated(
         self, parameters: Weights, moments: Any, ema: Weights, gradients: Weights, rate: Array
@@ -213,8 +205,7 @@ class Trainer:
             found = {}
             for name, x in self.parameters.items():
                 array = np.stack([arrays[numbered(name, i)] for i in range(self.counts[name])])
-                read = array.__getitem__
-                found[name] = jax.make_array_from_callback(array.shape, x.sharding, read)
+                found[name] = _spread(array, x.sharding)
             return found
 
         self.parameters = stacked(state["parameters"])
@@ -223,6 +214,10 @@ class Trainer:
         adam, *rest = self.moments
         steps = jnp.asarray(count, jnp.int32)
         self.moments = (adam._replace(count=steps, mu=first, nu=second), *rest)
+
+
+def _spread(array: np.ndarray, sharding: Sharding) -> Array:
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
 def _whole(array: Array) -> np.ndarray:

@@ -56,8 +56,8 @@ class FileLayers:
 
     streamed = True
 
-    def __init__(self, read: Sequence[Callable[[], Array]], place: Sharding):
-        self.read, self.place = read, place
+    def __init__(self, read: Sequence[Callable[[], Array]]):
+        self.read = read
 
     def brought(self, layer: int) -> Array:
         """The layer on its way to the devices. Raises InputError if the file has changed."""
@@ -96,9 +96,7 @@ def weight_layout(name: str, type: Type, spec: P, device_kind: str) -> MemoryLay
 
 def abstract_weights(graph: Graph, place: Sharding) -> dict[str, ShapeDtypeStruct]:
     """Every weight by declared name: the shape of all devices together, `*` ones with their layers
-    in front, and the format that an executable for `place` reads without a copy: how it is cut, its
-    layout in memory.
-    """
+    in front, and the format that an executable for `place` reads without a copy."""
     kind, specs, found = next(iter(place.device_set)).device_kind, weight_specs(graph), {}
     for name, (v, count) in graph.all_params().items():
         shape, sharding = ((count,) if "*" in name else ()) + v.type.shape, place
@@ -159,9 +157,10 @@ def stacked(
 ) -> Array:
     """One parameter on its devices, a `*` one stacked over layers; cast while it is copied."""
     layers = (count,) if "*" in name else ()
+    own, whole = (*layers, *type.shape), [*layers, *type.shape]
 
     def local(coordinates: Mapping[str, int]) -> np.ndarray:
-        host = _aligned_empty((*layers, *type.shape), NUMPY_DTYPES[type.dtype])
+        host = _aligned_empty(own, NUMPY_DTYPES[type.dtype])
         for i in range(count):
             row, target = 0, host[i] if layers else host
             for piece in layout.pieces(coordinates, i):
@@ -172,8 +171,7 @@ def stacked(
         return host
 
     if not layout.splits or not isinstance(place, NamedSharding):
-        return assemble((*layers, *type.shape), place, lambda _: local({}))
-    own, whole = (*layers, *type.shape), [*layers, *type.shape]
+        return assemble(own, place, lambda _: local({}))
     for dim, _, parts in layout.splits:
         whole[len(layers) + dim] *= parts
     sharding = NamedSharding(place.mesh, _spec(layout, len(layers)))
