@@ -76,8 +76,7 @@ def audit(
 
 
 def networks(config: ModelConfig, rows: Collection[str] = tuple(CATALOG)) -> Shapes:
-    """Tensors that the graphs of these networks read, each traced for a clip of 2x2x2 latents;
-    without parts that the config has not."""
+    """Tensors that the graphs of these networks read, by component, of the parts that there are."""
     video, found = config.video_vae, Shapes()
     size = 2 * video.space_factor
     clip = Geometry.of(config, size, size, video.time_factor + 1, Fraction(24))

@@ -326,8 +326,7 @@ def _with_connectors(
     config: TransformerConfig,
     donor: TensorFile | TensorFolder | None = None,
 ) -> RenamedSource | None:
-    """Connectors and text projection of the main file, else from files near it or the donor, but
-    not of another generation. Raises InputError where several files have them."""
+    """Connectors and text projection of the main file, else of fitting files near it or the donor."""
     widths = (config.width, config.audio_width)
     if config.caption_projection:
         widths = (config.caption_channels,) * 2
@@ -335,8 +334,7 @@ def _with_connectors(
     expected = dict(zip(registers, widths, strict=True))
 
     def part(source: RenamedSource, prefix: str) -> list[str]:
-        """Its names with a prefix, if they fit: connectors by their width, a projection by whether
-        it is one for both modalities."""
+        """Its names with a prefix, if the connectors' width or the projection's kind fits."""
         names = [name for name in source.names() if name.startswith(prefix)]
         if prefix == TEXT_PROJECTION:
             shared = f"{TEXT_PROJECTION}aggregate_embed.weight" in names

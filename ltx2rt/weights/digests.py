@@ -75,11 +75,11 @@ def digests(paths: Iterable[Path]) -> dict[str, str]:
     files: list[Path] = []
     for path in paths:
         files += sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    return {str(file): _described(file) for file in files}
-
-
-def _described(file: Path) -> str:
-    try:
-        return f"{file.stat().st_size} bytes, digest {_digest(file, identity(file))}"
-    except OSError as error:
-        return f"unreadable ({error.strerror})"
+    found = {}
+    for file in files:
+        try:
+            said = f"{file.stat().st_size} bytes, digest {_digest(file, identity(file))}"
+        except OSError as error:
+            said = f"unreadable ({error.strerror})"
+        found[str(file)] = said
+    return found

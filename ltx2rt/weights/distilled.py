@@ -26,10 +26,8 @@ _WORD = re.compile(r"(?<![a-z])(?:(?P<distilled>distilled)|dev)(?![a-z])", re.IG
 
 
 class Sign(NamedTuple):
-    """kind: of KINDS. how: the sign, such as "its name"."""
-
-    kind: str
-    how: str
+    kind: str  # one of KINDS
+    how: str  # the sign, such as "its name"
 
 
 def sign(checkpoint: Checkpoint, assume: str | None = None) -> Sign | None:
@@ -55,15 +53,14 @@ def _signs(checkpoint: Checkpoint) -> Iterator[Sign]:
     for word, name in _names(checkpoint.path, source.where):
         if kind := kind_by_name(name):
             yield Sign(kind, f"its {word}")
-    infos = [source.info(name) for name in source.names()]
+    infos = map(source.info, source.names())
     count = sum(isinstance(info, Packed) and info.format == E4M3_FORMAT for info in infos)
     if checkpoint.config.release.name == "2.3" and count in QUANTISED:
         yield Sign(QUANTISED[count], f"its {count} {E4M3_FORMAT} matrices")
 
 
 def _names(model: Path, file: Path) -> Iterator[tuple[str, str]]:
-    """The thing that is called so, and the name, from the file outwards: its folder, if that is the
-    model, and the repository of the hub whose cache it is in."""
+    """Each thing with a name, and the name: the file, the model's folder, the hub's repository."""
     if not file.is_dir():
         yield "name", file.name
     model = model.absolute()

@@ -42,8 +42,7 @@ class EncodedSource:
         return field
 
     def stored(self, piece: Piece, layout: Layout) -> tuple[str, tuple[Any, ...]] | None:
-        """Encoding and fields of a slice that is stored in fewer bits than its layout says: to be
-        decoded where that is fast. None if it is to be read decoded."""
+        """Encoding and fields of a slice stored in fewer bits than its layout says; else None."""
         name, *cuts = piece
         read = getattr(self.source, "stored", None)
         info = self.source.info(name) if read and layout.encoding is None else None

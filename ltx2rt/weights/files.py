@@ -15,6 +15,7 @@ import re
 import stat
 import struct
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,32 +34,20 @@ from ltx2rt.system import READ, first_bytes, identity, opened_at_once, pread, re
 from ltx2rt.weights.names import called, official_names
 
 DTYPES: dict[str, np.dtype] = {  # the safetensors format's names
-    name: np.dtype(dtype)
-    for name, dtype in {
-        "BOOL": np.bool_,
-        "U8": np.uint8,
-        "I8": np.int8,
-        "I16": np.int16,
-        "U16": np.uint16,
-        "I32": np.int32,
-        "U32": np.uint32,
-        "I64": np.int64,
-        "U64": np.uint64,
-        "F16": np.float16,
-        "BF16": ml_dtypes.bfloat16,
-        "F32": np.float32,
-        "F64": np.float64,
-        "F8_E4M3": E4M3,
-        "F8_E5M2": E5M2,
-        "F8_E8M0": E8M0,
-    }.items()
+    "BOOL": np.dtype(np.bool_),
+    **{f"I{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)},
+    **{f"F{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)},
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(E4M3),
+    "F8_E5M2": np.dtype(E5M2),
+    "F8_E8M0": np.dtype(E8M0),
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_INFINITE = np.array([np.inf, -np.inf], np.float32)
 # the bits of the least non-finite value, above zero and below; e4m3 has only NaN, and E8M0 are
 # powers of two, scales of other tensors
 INFINITY = {
-    dtype: tuple(int(x) for x in _INFINITE.astype(dtype).view(f"u{dtype.itemsize}"))
+    dtype: tuple(np.array([np.inf, -np.inf]).astype(dtype).view(f"u{dtype.itemsize}").tolist())
     for name, dtype in DTYPES.items()
     if "F" in name and name != "F8_E8M0"
 }
@@ -160,8 +149,7 @@ class TensorFile:
         OPENED.add(self)
 
     def _header(self) -> tuple[dict[str, str], dict[str, tuple[TensorInfo, int]]]:
-        """Metadata, and (info, first byte) by name. Raises InputError. Adds the official prefix if
-        the transformer's tensors lack it (some ComfyUI files do)."""
+        """Metadata, and (info, first byte) by name, with the official prefix. Raises InputError."""
         metadata, tensors = _parsed(self._file, self.path)
         if BARE_TRANSFORMER in tensors:
             names = self.official(tensors)
@@ -214,14 +202,12 @@ class TensorFile:
         return array
 
     def read_into(self, place: memoryview, begin: int) -> None:
-        """Fill `place` with bytes of the file, from the byte `begin` on. Raises InputError if it
-        cannot be read, or has changed since it was opened."""
+        """Fill `place` with bytes from `begin` on. Raises InputError if the file has changed."""
         try:
             read_at(self._file, place, begin)
         except OSError as error:
-            raise InputError(
-                f"{self.path}: cannot read: {error.strerror}; check the disk"
-            ) from error
+            said = f"cannot read: {error.strerror}; check the disk"
+            raise InputError(f"{self.path}: {said}") from error
         self.check()
         self.requested_bytes += len(place)
 
@@ -229,16 +215,14 @@ class TensorFile:
         read_ahead(self._file, begin, size)
 
     def unmap(self, begin: int, size: int) -> None:
-        """Release the pages of these bytes: this process needs them no more. The system may still
-        cache them, else it reads them again."""
+        """Release the pages of these bytes, which this process needs no more."""
         start = begin // mmap.PAGESIZE * mmap.PAGESIZE
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED, start, begin + size - start)
 
 
 def in_file(array: np.ndarray) -> tuple[TensorFile, int] | None:
-    """The open file that has an array's bytes, one behind the other, and where they begin there;
-    None for an array of other memory."""
+    """The open file that holds an array's bytes in one piece, and where they begin; or None."""
     if not array.flags.c_contiguous or not array.nbytes:
         return None
     for file in list(OPENED):
@@ -336,8 +320,7 @@ def open_one(path: str | os.PathLike[str]) -> TensorFile:
 
 
 def open_tensors(path: str | os.PathLike[str]) -> TensorFile | TensorFolder:
-    """Open a safetensors or GGUF file, an index of shards, or a folder with the weights of one
-    model: one file, or shards, or variants of them, of which one is taken."""
+    """Open a file, an index of shards, or a folder with one model's file, shards or variants."""
     path = Path(path)
     if not path.is_dir():
         return _open_shards(path, path) if SHARD_INDEX.fullmatch(path.name) else open_file(path)
@@ -349,8 +332,7 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFile | TensorFolder:
         kinds = ", ".join(sorted(variant or "plain" for _, variant in forms))
         note(f"{path}: of its variants ({kinds}) one is read")
     order = {name: place for place, name in enumerate(VARIANTS)}
-    form = min(forms, key=lambda each: (order.get(each[1], len(order)), each))
-    files = forms[form]
+    files = forms[min(forms, key=lambda each: (order.get(each[1], len(order)), each))]
     if SHARD_INDEX.fullmatch(files[0].name):
         return _open_shards(path, files[0])
     if len(files) == 1 and "-of-" not in files[0].name:
@@ -363,8 +345,7 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFile | TensorFolder:
 
 def _forms(folder: Path) -> dict[tuple[str, str], list[Path]]:
     """Files by start of name and variant: an index, one file, or shards without an index."""
-    indices: dict[tuple[str, str], list[Path]] = {}
-    files: dict[tuple[str, str], list[Path]] = {}
+    indices, files = {}, defaultdict(list)
     for file in visible(folder):
         if (match := SHARD_INDEX.fullmatch(file.name)) and file.is_file():
             variant = next((each for each in match.group("a", "b", "c") if each), "")
@@ -372,7 +353,7 @@ def _forms(folder: Path) -> dict[tuple[str, str], list[Path]]:
         elif file.suffix == ".safetensors":
             match = SINGLE.fullmatch(file.name)
             form = (match["stem"], match["variant"] or "") if match else (file.stem, "")
-            files.setdefault(form, []).append(file)
+            files[form].append(file)
     stems = {stem for stem, _ in indices}
     return {form: each for form, each in (files | indices).items() if form[0] in stems or not stems}
 
@@ -426,10 +407,9 @@ def _parsed(file: int, path: Path) -> tuple[dict[str, str], dict[str, tuple[Tens
     except (SafetensorError, OSError) as error:
         if said := foreign(start):
             raise InputError(f"{path}: not a safetensors file but {said}") from error
-        size, reason = os.fstat(file).st_size, " ".join(str(error).split())[:200]
+        said = f"{os.fstat(file).st_size} bytes; {' '.join(str(error).split())[:200]}"
         raise InputError(
-            f"{path}: truncated, damaged or not a safetensors file ({size} bytes; {reason}); "
-            "download it again"
+            f"{path}: truncated, damaged or not a safetensors file ({said}); download it again"
         ) from error
     tensors, end = {}, 8 + int.from_bytes(start[:8], "little")
     for name, dtype, shape in header:
@@ -437,8 +417,8 @@ def _parsed(file: int, path: Path) -> tuple[dict[str, str], dict[str, tuple[Tens
             said = f"is not printable or longer than {MAX_NAME}: {name[:40]!r}"
             raise InputError(f"{path}: a tensor's name {said}")
         if dtype not in DTYPES:
-            known = ", ".join(DTYPES)
-            raise InputError(f"{path}: tensor {name}: unknown dtype {dtype}, known are {known}")
+            said = f"unknown dtype {dtype}, known are {', '.join(DTYPES)}"
+            raise InputError(f"{path}: tensor {name}: {said}")
         info = TensorInfo(shape, DTYPES[dtype])
         if len(shape) > MAX_DIMS or math.prod(filter(None, shape)) * info.dtype.itemsize >= 2**63:
             said = f"no array has {len(shape)} dimensions of such sizes"

@@ -58,39 +58,18 @@ class BlockFormat:
         return self.name in ENCODINGS
 
 
-def _block(name: str) -> BlockFormat:
-    (field,) = ENCODINGS[name].fields
-    return BlockFormat(name, field.weights, field.size)
-
-
-BLOCKS = {  # by ggml's number of the type
-    2: _block("Q4_0"),
-    3: _block("Q4_1"),
-    6: _block("Q5_0"),
-    7: _block("Q5_1"),
-    8: _block("Q8_0"),
-    9: BlockFormat("Q8_1", 32, 40),
-    10: _block("Q2_K"),
-    11: _block("Q3_K"),
-    12: _block("Q4_K"),
-    13: _block("Q5_K"),
-    14: _block("Q6_K"),
-    15: BlockFormat("Q8_K", 256, 292),
-    16: BlockFormat("IQ2_XXS", 256, 66),
-    17: BlockFormat("IQ2_XS", 256, 74),
-    18: BlockFormat("IQ3_XXS", 256, 98),
-    19: BlockFormat("IQ1_S", 256, 50),
-    20: _block("IQ4_NL"),
-    21: BlockFormat("IQ3_S", 256, 110),
-    22: BlockFormat("IQ2_S", 256, 82),
-    23: _block("IQ4_XS"),
-    29: BlockFormat("IQ1_M", 256, 56),
-    34: BlockFormat("TQ1_0", 256, 54),
-    35: BlockFormat("TQ2_0", 256, 66),
-    39: BlockFormat("MXFP4", 32, 17),
-    40: BlockFormat("NVFP4", 64, 36),
-    41: BlockFormat("Q1_0", 128, 18),
-}
+# By ggml's number of the type: the names of types that have an encoding, name and sizes of others.
+READ = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K",
+        13: "Q5_K", 14: "Q6_K", 20: "IQ4_NL", 23: "IQ4_XS"}  # fmt: skip
+OTHERS = {
+    9: ("Q8_1", 32, 40), 15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82), 29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
+}  # fmt: skip
+FIELDS = {code: (name, ENCODINGS[name].fields[0]) for code, name in READ.items()}
+BLOCKS = {code: BlockFormat(name, own.weights, own.size) for code, (name, own) in FIELDS.items()}
+BLOCKS |= {code: BlockFormat(*about) for code, about in OTHERS.items()}
 PLAIN = {0: "F32", 1: "F16", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 30: "BF16"}
 SPLIT = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 VERSIONS = (2, 3)
@@ -159,8 +138,7 @@ class GgufFile(TensorFile):
         return TensorFolder(paths[0], files)
 
     def read(self, name: str, *cuts: Cut) -> np.ndarray:
-        """The tensor, or a slice of it, in `info(name).dtype`. Raises InputError as `TensorFile`'s,
-        and for a type that is not read."""
+        """The tensor or a slice, in `info(name).dtype`. Raises InputError, as for unread types."""
         info, begin = self._tensors[name]
         if not isinstance(info, Packed):
             return super().read(name, *cuts)
@@ -325,15 +303,12 @@ class HeaderReader:
             if offset % alignment:
                 expected = f"expected a multiple of {alignment}"
                 raise self.damaged(f"tensor {name} is at {offset}, {expected}")
-            tensors[name] = info, start + offset
-        self.check_places(tensors)
-        for name, (info, begin) in tensors.items():
-            if (shape := values.get(ORIGINAL_SHAPE + name)) is None:
-                continue
-            whole = isinstance(shape, tuple) and all(type(n) is int and n > 0 for n in shape)
+            shape = values.get(ORIGINAL_SHAPE + name, info.shape)
+            whole = isinstance(shape, tuple) and all(type(n) is int and n >= 0 for n in shape)
             if not whole or math.prod(shape) != math.prod(info.shape):
                 raise self.damaged(f"tensor {name} is of {list(info.shape)}, was {shape!r:.80}")
-            tensors[name] = replace(info, shape=shape), begin
+            tensors[name] = replace(info, shape=shape), start + offset
+        self.check_places(tensors)
         metadata = {
             key: value if isinstance(value, str) else json.dumps(value)
             for key, value in values.items()
@@ -363,22 +338,21 @@ class HeaderReader:
 
     def array(self, key: str) -> tuple[Any, ...]:
         kind, count = self.number("<I"), self.number("<Q")
-        if kind in SCALARS and (count <= MAX_NUMBERS or key in self.keep):
-            begin = self.skip(count * struct.calcsize(SCALARS[kind]))
-            return struct.unpack_from(f"<{count}{SCALARS[kind][1]}", self.data, begin)
         if kind in SCALARS:
-            self.skip(count * struct.calcsize(SCALARS[kind]))
-        elif kind == STRING:
-            self.strings += count
-            if self.strings > MAX_STRINGS:
-                expected = f"expected at most {MAX_STRINGS}"
-                raise self.damaged(f"{self.strings} strings up to key {key}, {expected}")
-            if key in self.keep:
-                return tuple(self.text() for _ in range(count))
-            for _ in range(count):
-                self.skip(self.number("<Q"))
-        else:
+            begin = self.skip(count * struct.calcsize(SCALARS[kind]))
+            if count > MAX_NUMBERS and key not in self.keep:
+                return ()
+            return struct.unpack_from(f"<{count}{SCALARS[kind][1]}", self.data, begin)
+        if kind != STRING:
             raise self.damaged(f"key {key} is an array of values of unknown type {kind}")
+        self.strings += count
+        if self.strings > MAX_STRINGS:
+            expected = f"expected at most {MAX_STRINGS}"
+            raise self.damaged(f"{self.strings} strings up to key {key}, {expected}")
+        if key in self.keep:
+            return tuple(self.text() for _ in range(count))
+        for _ in range(count):
+            self.skip(self.number("<Q"))
         return ()
 
     def tensor(self) -> tuple[str, TensorInfo, int]:

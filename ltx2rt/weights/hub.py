@@ -115,8 +115,7 @@ class Repository(Listing):
 
     @cached_property
     def snapshot(self) -> Path:
-        """The cache folder with the files that are read whole, fetched at once: folders' configs,
-        the list of a diffusers model's parts, and shard indices."""
+        """The cache folder, with folders' configs, the list of a model's parts, shard indices."""
 
         def small(path: Path) -> bool:
             if len(path.parts) == 1:

@@ -16,13 +16,12 @@ import numpy as np
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.release import stated, version_tuple
+from ltx2rt.release import stated
 from ltx2rt.weights.audit import audit, networks
 from ltx2rt.weights.changes import own_scale
 from ltx2rt.weights.checkpoint import COMPONENTS, Checkpoint, open_checkpoint
 from ltx2rt.weights.files import (
     TensorFile,
-    TensorFolder,
     TensorInfo,
     TensorReader,
     open_file,
@@ -44,7 +43,7 @@ from ltx2rt.weights.parts import (
     type_bytes,
     type_of,
 )
-from ltx2rt.weights.places import component_sources, official_sources, open_part
+from ltx2rt.weights.places import component_sources, official_sources, open_part, version_of
 from ltx2rt.weights.quantised import dequantised, renamed
 from ltx2rt.weights.text_encoder import ASSETS, has_tokenizer, open_gemma
 
@@ -61,23 +60,16 @@ def inspect_path(path: str | Path) -> dict[str, Any]:
     if path.name == INDEX:
         kind = "checkpoint"
     elif path.is_dir():
-        kind = folder_kind(path) or ("lora" if _is_lora_folder(path) else "checkpoint")
+        kind = folder_kind(path) or "checkpoint"
+        if kind == "checkpoint" and not (path / INDEX).exists():
+            with suppress(InputError):
+                kind = "lora" if file_kind(open_file(lora_file(path))) == "lora" else kind
     else:
         kind = file_kind(open_file(path))
-    describe = {
-        "main": _checkpoint,
-        "checkpoint": _checkpoint,
-        "lora": _lora,
-        "gemma": _gemma,
-        **dict.fromkeys(UPSAMPLERS, _upsampler),
-    }.get(kind or "", _part if kind in ROWS else _other)
-    return {"path": str(path), "missing": [], "problems": []} | describe(path)
-
-
-def _is_lora_folder(path: Path) -> bool:
-    with suppress(InputError):
-        return not (path / INDEX).exists() and file_kind(open_file(lora_file(path))) == "lora"
-    return False
+    describe = {"main": _checkpoint, "checkpoint": _checkpoint, "lora": _lora, "gemma": _gemma}
+    describe |= dict.fromkeys(UPSAMPLERS, _upsampler)
+    found = describe.get(kind or "", _part if kind in ROWS else _other)(path)
+    return {"path": str(path), "missing": [], "problems": []} | found
 
 
 def _comfy(path: Path, tree: Path) -> dict[str, Any]:
@@ -118,19 +110,21 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     except InputError as error:
         if path.is_dir() or path.name == INDEX:
             raise
-        file = open_file(path)
+        file, version = open_file(path), ()
+        with suppress(InputError):  # stated, or else told by names and shapes
+            version = version_of(with_config(file, None))
         found = {part: _tensors(source) for part, source in official_sources(file).items()}
         return {
             "kind": "checkpoint",
             "layout": "official",
-            "family": _family(file),
+            "family": f"LTX-{version[0]}.{version[1]}" if len(version) > 1 else None,
             "components": found,
             "problems": [str(error)],
         }
     expected = (part for part in PARTS.values() if part.source and part.every)
     lacking = (part for part in expected if part.name not in checkpoint.sources)
     missing = [f"{part.word} ({part.flag})" for part in lacking]
-    if "lora" in checkpoint.missing():
+    if not checkpoint.loras_found:
         said = f"{word_of('lora')} ({PARTS['lora'].flag})"
         missing.append(f"{said}, unless the checkpoint is a distilled one")
     if checkpoint.tokenizer is None:
@@ -147,15 +141,6 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         "missing": missing,
         "problems": [*checkpoint.unreadable, *_audits(checkpoint)],
     }
-
-
-def _family(file: TensorFile | TensorFolder) -> str | None:
-    """The generation that a main file states, or else the one of its names and shapes."""
-    try:
-        version = version_tuple(with_config(file, None).metadata.get("model_version"))
-    except InputError:
-        return None
-    return f"LTX-{version[0]}.{version[1]}" if len(version) > 1 else None
 
 
 def _sizes(config: ModelConfig) -> dict[str, Any]:
@@ -179,12 +164,11 @@ def _audits(checkpoint: Checkpoint) -> list[str]:
             found = networks(checkpoint.config)
     except InputError as error:
         return [str(error)]
-    for component, shapes in found.items():
-        if (source := checkpoint.sources.get(component)) is None:
-            continue
+    for source, shapes in ((checkpoint.sources.get(part), found[part]) for part in found):
         infos = {name: TensorInfo(shape, np.dtype(np.float32)) for name, shape in shapes.items()}
         try:
-            audit(infos, source, source.where)
+            if source is not None:
+                audit(infos, source, source.where)
         except InputError as error:
             problems.append(str(error))
     return problems
@@ -230,12 +214,11 @@ def _beside(path: Path) -> dict[str, Any]:
     """The assets of an LTX-2.5 text-encoder file other than the language model."""
     if path.is_dir() or (file := open_file(path)).architecture:
         return {}
-    parts = {"text": TEXT_PROJECTION, "assets": ASSETS}
-    found = {}
-    for part, prefix in parts.items():
-        own = renamed(file, path, lambda n, p=prefix: n if n.startswith(p) else None)
-        found[part] = _tensors(own)
-    return found
+
+    def own(prefix: str | tuple[str, ...]) -> dict[str, Any]:
+        return _tensors(renamed(file, path, lambda name: name if name.startswith(prefix) else None))
+
+    return {"text": own(TEXT_PROJECTION), "assets": own(ASSETS)}
 
 
 def _part(path: Path) -> dict[str, Any]:

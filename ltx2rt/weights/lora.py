@@ -46,7 +46,6 @@ Merging = Callable[[np.ndarray, Sequence[Factors], bool], Any]
 MAX_SCALE = 1000.0  # beyond any use; float32 overflows far above it
 NUM_CHUNKS = 16  # chunks of a weight's rows; more are less memory and slower products
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
-DTYPES = {"bfloat16": BF16, "float32": F32}
 # in the header of an IC-LoRA
 FACTORS = ("reference_downscale_factor", "reference_temporal_scale_factor")
 
@@ -61,9 +60,9 @@ class Lora:
     changes: dict[str, Change]  # by official name of the tensor
     skipped: tuple[str, ...]  # modules of the text projection; the official code merges none either
     unknown: tuple[str, ...]  # keys that change no tensor of the family
+    unread: tuple[str, ...]  # modules of parts of Gemma that no prompt goes through
     writer: str = ""  # the program that made it, if that is known
     alpha_from: str = ""  # the config that has its scale
-    unread: tuple[str, ...] = ()  # modules of parts of Gemma that no prompt goes through
 
     @property
     def kind(self) -> str:
@@ -132,8 +131,7 @@ class Merge:
 
 
 def open_lora(path: str | Path, strength: float = 1.0) -> Lora:
-    """Read the header, `alpha` tensors, and the config in the header or beside the file; of a
-    folder the one file in it. Raises InputError."""
+    """Read a LoRA's header, alphas and config; of a folder its one file. Raises InputError."""
     file = TensorFile(lora_file(Path(path)))
     modules, unknown = _modules(file)
     ranks = {file.info(parts["down"]).shape[:1] for parts in modules.values() if "down" in parts}
@@ -172,9 +170,9 @@ def open_lora(path: str | Path, strength: float = 1.0) -> Lora:
     if not changes:
         first = min([*unknown, *skipped, *unread], default="no key")
         raise InputError(f"{path}: no LoRA of LTX-2, its first key is {first}; {FORMS}")
+    unused = tuple(skipped), tuple(unknown), tuple(unread)
     made_by = writer(file.metadata, modules)
-    more = (tuple(skipped), tuple(unknown), made_by, config.source, tuple(unread))
-    return Lora(Path(path), strength, file, changes, *more)
+    return Lora(Path(path), strength, file, changes, *unused, made_by, config.source)
 
 
 def _modules(file: TensorFile) -> tuple[dict[str, dict[str, str]], list[str]]:
@@ -220,8 +218,7 @@ def reference_factors(paths: Iterable[Path]) -> tuple[int, int]:
 
 
 def check_lora(lora: Lora, version: tuple[int, ...], allow_partial: bool = False) -> None:
-    """Raises InputError for a LoRA of an earlier release on LTX-2.5, or the other way round, if
-    both state theirs and that is not allowed."""
+    """Raises InputError for a LoRA whose stated release does not go with the model's."""
     if allow_partial:
         return
     own = version_tuple(lora.file.metadata.get("model_version"))
@@ -243,23 +240,23 @@ def merge(weight: np.ndarray, factors: Sequence[Factors], rounded: bool) -> np.n
     a product in float32 in any case; where it is the first, Delta = bf16(s * product).
     """
 
-    def wide(term: Iterable[np.ndarray], terms: Sequence) -> list[np.ndarray]:
-        return [_floats(half, rounded and len(terms) == 1) for half in term]
-
     changes = [
-        ([wide(term, terms) for term in terms], np.float32(scale)) for terms, scale in factors
+        (
+            [[_floats(x, rounded and len(terms) == 1) for x in term] for term in terms],
+            F32.type(scale),
+        )
+        for terms, scale in factors
     ]
     merged = np.empty(weight.shape, F32 if weight.dtype == F32 or not rounded else BF16)
     for rows in row_chunks(len(weight)):
-        delta = None  # f32, holding bf16 values where rounded
-        for terms, scale in changes:
-            if delta is None and len(terms) == 1:
+        delta = 0  # f32, holding bf16 values where rounded
+        for number, (terms, scale) in enumerate(changes):
+            if number == 0 and len(terms) == 1:
                 ((up, down),) = terms
                 delta = _floats(_floats(up[rows] * scale, rounded) @ down, rounded)
-                continue
-            change = scale * reduce(mul, (up[rows] @ down for up, down in terms))
-            delta = _floats(change if delta is None else delta + change, rounded)
-        assert delta is not None
+            else:
+                change = scale * reduce(mul, (up[rows] @ down for up, down in terms))
+                delta = _floats(delta + change, rounded)
         merged[rows] = delta + weight[rows].astype(np.float32)
     return merged
 
@@ -275,8 +272,7 @@ def _floats(array: np.ndarray, rounded: bool) -> np.ndarray:
 
 
 class MergedSource:
-    """A tensor source that merges the LoRAs, in the order given, into the weights that they touch;
-    as bfloat16 it rounds like the official code (see `merge`)."""
+    """A tensor source that merges LoRAs, in their order, into the weights that they touch."""
 
     def __init__(
         self,
@@ -288,7 +284,7 @@ class MergedSource:
     ):
         """merge: a backend's own, for a source that only this backend loads."""
         self._source = source
-        self._dtype = DTYPES[dtype] if isinstance(dtype, str) else np.dtype(dtype)
+        self._dtype = np.dtype(dtype)
         if self._dtype not in (BF16, F32):
             raise ValueError(f"merged weights are bfloat16 or float32, not {self._dtype}")
         self._merge = merge
@@ -303,13 +299,12 @@ class MergedSource:
     def _match(self, lora: Lora, allow_partial: bool) -> Merge:
         names = set(self._source.names())
         changes = lora.on(names)
-        own = {name: change.shape for name, change in changes.items() if name in names}
-        shapes = {name: tuple(self._source.info(name).shape) for name in own}
-        fitting = {name for name in own if fits(own[name], shapes[name])}
-        others = [name for name in own if name not in fitting]
+        shapes = {name: tuple(self._source.info(name).shape) for name in changes if name in names}
+        fitting = {name for name, shape in shapes.items() if fits(changes[name].shape, shape)}
+        others = [name for name in shapes if name not in fitting]
         advice = "pass one that was trained for it"
         if others and not (allow_partial and fitting):
-            said = f"it changes {others[0]} as {list(own[others[0]])}"
+            said = f"it changes {others[0]} as {list(changes[others[0]].shape)}"
             said += f", the model has {list(shapes[others[0]])}"
             raise InputError(f"{lora.path}: it does not fit this model: {said}; {advice}")
         if not changes:
@@ -403,7 +398,7 @@ def merge_to_file(
             raise InputError(f"{checkpoint.path}: no tensor {name}; {advice}")
         return merged if part_of(name) in ("transformer", "text", "gemma") else source
 
-    homes, kind = {name: home(name) for name in tensor_names}, DTYPES[dtype]
+    homes, kind = {name: home(name) for name in tensor_names}, np.dtype(dtype)
     infos = {name: TensorInfo(homes[name].info(name).shape, kind) for name in homes}
     write_tensors(output, infos, lambda name: homes[name].read(name).astype(kind, copy=False))
     return merged.merges

@@ -47,8 +47,7 @@ ALPHA = {"LORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha"}  # by peft_type
 
 @dataclass(frozen=True)
 class Config:
-    """The configs of a file: by the part that they are for, or one for all (an empty name).
-    source: the file or key of the header."""
+    """Configs by the part that they are for, "" for all. source: their file or header key."""
 
     parts: Mapping[str, Keys]
     source: str = ""
@@ -101,8 +100,7 @@ class Config:
 
 
 def lora_file(path: Path) -> Path:
-    """The file, or the one in a folder of PEFT, diffusers or diffusion-pipe, of a training run the
-    last. InputError."""
+    """The file, or the one in a folder, the last of a training run. Raises InputError."""
     if not os.path.isdir(path):  # False as well for a name that is none
         return path
     found = sorted(path.glob("[!.]*.safetensors"))

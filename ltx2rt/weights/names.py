@@ -134,8 +134,7 @@ def official_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def called(name: str) -> str:
-    """The name of a tensor here: fields of a weight, which quanto and bitsandbytes save under its
-    name, are its companions."""
+    """The name of a tensor here: quanto and bitsandbytes write companions below the weight."""
     if (found := _FIELD.search(name)) is None:
         return name
     field = found[1] or found[2]

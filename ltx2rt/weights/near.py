@@ -166,8 +166,7 @@ def _look_into(path: Path, tree: Path | None) -> tuple[list[Any], Parts]:
 
 
 def _keep_fitting(parts: Parts, fit: Fit, tree: bool) -> None:
-    """Keep those that fit the transformer, of parts that are there more than once. tree: of every
-    part, since a folder of ComfyUI has files of other models."""
+    """Keep those that fit, of parts found more than once. tree: of all, as ComfyUI mixes models."""
     for part in NEARBY:
         found = parts.files[part]
         if len(found) > 1 or (tree and found):
@@ -176,8 +175,7 @@ def _keep_fitting(parts: Parts, fit: Fit, tree: bool) -> None:
 
 
 def _borrow(parts: Parts, main: TensorFile | TensorFolder, given: Given) -> None:
-    """Take the parts that a lone transformer lacks from neighbouring folders, and say so in a note.
-    A part is taken only where exactly one there fits."""
+    """Take parts that a lone transformer lacks from neighbouring folders, where just one fits."""
     folder = main.path.parent
     whole = any(component_of(name) == "video_vae" for name in main.names())
     decoders = names_of(lambda part: part.decoder)
@@ -262,8 +260,7 @@ class Fit:
 def with_config(
     main: Main, config_from: str | Path | None, donor: TensorFile | TensorFolder | None = None
 ) -> Main:
-    """The file with `config` and `model_version` in its metadata. donor: a complete file of its
-    release. Raises InputError."""
+    """The file with a `config` in its metadata: its own, the donor's, the flag's or a preset's."""
     if "config" in main.metadata:
         if config_from:
             note(f"--config-from gives no config: {main.path} has a config of its own")
@@ -282,8 +279,7 @@ def with_config(
 
 
 def _release(main: TensorFile | TensorFolder) -> str:
-    """The preset of the one release that the file is of. Raises InputError, which says what differs
-    from the nearest release."""
+    """The preset with the file's names and shapes. Raises InputError with the nearest one."""
     read = dequantised(main)
     names = (name for name in read.names() if component_of(name) == "transformer")
     found = {(name, tuple(read.info(name).shape)) for name in names}

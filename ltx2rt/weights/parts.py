@@ -193,8 +193,7 @@ def scan_quietly(paths: Iterable[Path]) -> Parts:
 
 
 def _may_belong(path: Path) -> bool:
-    """Whether a file is a tokenizer, or has in its header a word that a part of LTX-2 has. Nothing
-    is parsed."""
+    """Whether an unparsed header has a word that a part of LTX-2 has; a tokenizer may."""
     if SHARD_INDEX.fullmatch(path.name):
         return JOINT in first_bytes(path, MAX_HEADER_BYTES)
     if path.suffix not in WEIGHTS:

@@ -114,8 +114,7 @@ def open_either(part: Part, path: Path) -> Place:
 
 
 def open_part(part: Part, path: Path) -> Places:
-    """Contents of a file of the official layout, or of a diffusers folder; of any part that the
-    flag of this one takes. Raises InputError."""
+    """A part's file, or diffusers folder, of any part that its flag takes. Raises InputError."""
     takes = [p for p in PARTS.values() if p.header and p.option == part.option and p.option]
     takes += [p for p in PARTS.values() if p.kind and p.kind == part.kind and p not in takes]
     word = part.kind or part.word

@@ -26,6 +26,7 @@ from ltx2rt.config import (
     VocoderConfig,
 )
 from ltx2rt.errors import InputError
+from ltx2rt.weights.configs.video_vae import chain
 from ltx2rt.weights.part_table import PARTS
 
 SPACE, TIME, BOTH = (1, 2, 2), (2, 1, 1), (2, 2, 2)
@@ -211,12 +212,6 @@ def _text(s: Sizes, new: bool) -> TextConfig:
 
 
 def _video_vae(s: Sizes, new: bool) -> VideoVaeConfig:
-    def chain(start: int, layers: tuple[int, ...], samples: list[VaeStage]) -> tuple[VaeStage, ...]:
-        widths = [start, *(sample.out_channels for sample in samples)]
-        blocks = [VaeStage("res", w, w, num_layers=n) for w, n in zip(widths, layers, strict=True)]
-        pairs = zip(samples, blocks[1:], strict=True)
-        return (blocks[0], *(stage for pair in pairs for stage in pair))
-
     pairs = zip(pairwise(s.encoder_widths), (SPACE, TIME, BOTH, BOTH), strict=True)
     downs = [VaeStage("sample", w, out, stride=stride) for (w, out), stride in pairs]
     ups, w = [], s.decoder_width * 8

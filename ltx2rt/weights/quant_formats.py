@@ -131,8 +131,7 @@ def description(m: Matrix) -> dict[str, Any]:
 
 
 def guess(m: Matrix) -> str:
-    """The format of a matrix that nothing describes; empty: it is none. Raises InputError where
-    a rotation may be meant."""
+    """The format of a matrix without description, or "". Raises InputError if it may be rotated."""
     if m.dtype in SMALL_FLOATS:
         scale = m.file.info(f"{m.stem}.{m.scale}").dtype if m.scale else F32
         return "mxfp8" if scale.itemsize == 1 and scale not in SMALL_FLOATS else str(m.dtype)
@@ -226,8 +225,7 @@ def _blocks(m: Matrix, said: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _expanded(scale: np.ndarray, each: tuple[int, ...], *cuts: Cut) -> np.ndarray:
-    """The scale of each row, and where they differ along the columns of each number, of a slice.
-    each: rows and columns that share one."""
+    """A slice's scale of each row or number. each: rows and columns that share one."""
     for (dim, start, stop), size in zip(cuts, each, strict=True):
         if dim == 0 or scale.shape[1] > 1:
             scale = scale.take(np.arange(start, stop) // max(1, size), axis=dim)

@@ -112,8 +112,7 @@ def dequantised(file: Any) -> Any:
 
 
 def _header(file: TensorFile | TensorFolder, stems: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Descriptions in the headers, by module. Names there may lack the prefix of the tensors', or
-    have one more. Raises InputError for a malformed description."""
+    """Descriptions in headers by module, whatever prefix they leave out. Raises InputError."""
     stems, found = set(stems), {}
     for one in file.files if isinstance(file, TensorFolder) else [file]:
         if (text := one.metadata.get(HEADER)) is None:

@@ -106,8 +106,7 @@ def gemma_keys(path: Path) -> Keys:
 
 
 def lone_gemma(path: Path, flag: str = "--text-encoder") -> Path:
-    """The text-encoder file in a folder without a config; any other path as it is. Raises InputError
-    for several."""
+    """The text-encoder file of a folder without config; other paths as they are. Or InputError."""
     if not path.is_dir() or (path / "config.json").is_file():
         return path
     found = scan(path).files["gemma"]

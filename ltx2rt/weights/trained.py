@@ -18,8 +18,7 @@ def model_digest(checkpoint: Checkpoint) -> str:
 
 
 def is_of(base: str, checkpoint_digest: str, what: Any) -> bool:
-    """Whether the model with this digest made something that states `base`. Accepts the digest of
-    an earlier version with a warning."""
+    """Whether this model made something that states `base`; notes an earlier version's digest."""
     if unknown := len(base) == 16:
         note(f"{what} is of an earlier version: which model it is for cannot be checked")
     return unknown or base == checkpoint_digest

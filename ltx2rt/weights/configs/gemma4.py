@@ -25,8 +25,7 @@ MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 
 
 def gemma4(outer: Keys) -> Gemma4Config:
-    """Read a config with `text_config`, or of text only. Raises InputError for per-layer
-    embeddings, experts and shared keys."""
+    """Read a config. Raises InputError for per-layer embeddings, experts and shared keys."""
     keys = outer.inner("text_config") if "text_config" in outer else outer
     keys.may(**USUAL)
     keys.must(attention_k_eq_v=True)
@@ -42,7 +41,10 @@ def gemma4(outer: Keys) -> Gemma4Config:
     fraction = full.number("partial_rotary_factor", float, 1.0)
     if fraction > 1:
         raise full.wrong("partial_rotary_factor", fraction, "at most 1")
-
+    whole = PLACEHOLDERS if "text_config" in outer else {}
+    placeholders = [outer.get(key, default) for key, default in whole.items()]
+    if any(value is not None and type(value) is not int for value in placeholders):
+        raise outer.wrong(", ".join(PLACEHOLDERS), placeholders, "token ids")
     return Gemma4Config(
         **sizes,
         **_full_sizes(keys, sizes["num_kv_heads"], sliding),
@@ -51,15 +53,8 @@ def gemma4(outer: Keys) -> Gemma4Config:
         rope_fraction=fraction,
         rope_local_theta=local.number("rope_theta", float),
         **token_ids(keys),
-        placeholder_ids=_placeholders(outer) if "text_config" in outer else (),
+        placeholder_ids=tuple(value for value in placeholders if value is not None),
     )
-
-
-def _placeholders(keys: Keys) -> tuple[int, ...]:
-    found = [keys.get(key, default) for key, default in PLACEHOLDERS.items()]
-    if any(value is not None and type(value) is not int for value in found):
-        raise keys.wrong(", ".join(PLACEHOLDERS), found, "token ids")
-    return tuple(value for value in found if value is not None)
 
 
 def _full_sizes(keys: Keys, num_kv_heads: int, sliding: Sequence[bool]) -> dict[str, int]:
@@ -79,8 +74,7 @@ def _full_sizes(keys: Keys, num_kv_heads: int, sliding: Sequence[bool]) -> dict[
 
 
 def towers_json(g: Gemma4Config) -> dict[str, Any]:
-    """Configs of the image and sound embedders that come with it, which no network of ours reads;
-    small ones for a small Gemma."""
+    """Configs of the image and sound embedders, which no network of ours reads."""
     patch, positions, sound = (16, 1120, 640) if g.hidden_size == 3840 else (1, 4, 8)
     vision = {"patch_size": patch, "pooling_kernel_size": 3, "mm_embed_dim": g.hidden_size}
     vision |= {"mm_posemb_size": positions, "output_proj_dims": g.hidden_size}

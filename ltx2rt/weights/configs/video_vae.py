@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isqrt, prod
 from typing import Any
 
@@ -14,7 +15,6 @@ STRIDE_WORDS = {stride: word for word, stride in STRIDES.items()}
 DIFFUSERS_STRIDES = {"spatial": (1, 2, 2), "temporal": (2, 1, 1), "spatiotemporal": (2, 2, 2)}
 DIFFUSERS_STRIDE_WORDS = {stride: word for word, stride in DIFFUSERS_STRIDES.items()}
 PADDINGS = {"zeros": "zeros", "reflect": "reflect"}
-OFFICIAL_VAE_FIXED = {"timestep_conditioning": False}
 OFFICIAL_VAE_USUAL = {
     "_class_name": "CausalVideoAutoencoder",
     "dims": 3,
@@ -31,23 +31,17 @@ OFFICIAL_VAE_USUAL = {
 
 def official(keys: Keys) -> VideoVaeConfig:
     """Encoder blocks apply in the order listed, decoder blocks in the reverse order."""
-    keys.must(**OFFICIAL_VAE_FIXED)
+    keys.must(timestep_conditioning=False)
     keys.may(**OFFICIAL_VAE_USUAL)
-    encoder = _encoder(keys, "encoder_blocks", keys.number("encoder_base_channels"))
     blocks = _blocks(keys, "decoder_blocks")[::-1]
     factors = [block.number("multiplier", default=1) for name, block in blocks if name != "res_x"]
     channels = keys.number("decoder_base_channels") * prod(factors)
-    decoder = []
-    for name, block in blocks:
-        stage = _official_stage(name, block, "", channels, encode=False)
-        decoder.append(stage)
-        channels = stage.out_channels
     padding = keys.choice("spatial_padding_mode", PADDINGS | {None: None}, None)
     return VideoVaeConfig(
         latent_channels=keys.number("latent_channels"),
         patch_size=keys.number("patch_size"),
-        encoder=tuple(encoder),
-        decoder=tuple(decoder),
+        encoder=_encoder(keys, "encoder_blocks", keys.number("encoder_base_channels")),
+        decoder=_stages(blocks, channels, encode=False),
         encoder_padding=padding or keys.choice("encoder_spatial_padding_mode", PADDINGS, "zeros"),
         decoder_padding=padding or "reflect",
         encoder_causal=True,
@@ -56,8 +50,7 @@ def official(keys: Keys) -> VideoVaeConfig:
 
 
 def official_encoder(keys: Keys, conv_in: tuple[int, ...]) -> VideoVaeConfig:
-    """The encoder of a file with the other decoder, without one. conv_in: shape of the encoder's
-    first convolution, which the config does not state."""
+    """Read the encoder beside another decoder. conv_in: shape of its first convolution."""
     keys.must(_class_name="CausalDiffusionVAE")
     inner = keys.inner("encoder")
     inner.may(dims=3, norm_layer="pixel_norm")
@@ -68,7 +61,7 @@ def official_encoder(keys: Keys, conv_in: tuple[int, ...]) -> VideoVaeConfig:
     return VideoVaeConfig(
         latent_channels=inner.number("out_channels"),
         patch_size=patch_size,
-        encoder=tuple(_encoder(inner, "blocks", conv_in[0])),
+        encoder=_encoder(inner, "blocks", conv_in[0]),
         decoder=(),
         encoder_padding=inner.choice("spatial_padding_mode", PADDINGS, "zeros"),
         decoder_padding="zeros",
@@ -90,13 +83,8 @@ def official_encoder_json(v: VideoVaeConfig, decoder: dict[str, Any]) -> dict[st
     return decoder | {"encoder": encoder}
 
 
-def _encoder(keys: Keys, key: str, channels: int) -> list[VaeStage]:
-    encoder = []
-    for name, block in _blocks(keys, key):
-        stage = _official_stage(name, block, "_res", channels, encode=True)
-        encoder.append(stage)
-        channels = stage.out_channels
-    return encoder
+def _encoder(keys: Keys, key: str, channels: int) -> tuple[VaeStage, ...]:
+    return _stages(_blocks(keys, key), channels, encode=True)
 
 
 def _blocks(keys: Keys, key: str) -> list[tuple[str, Keys]]:
@@ -113,18 +101,31 @@ def _blocks(keys: Keys, key: str) -> list[tuple[str, Keys]]:
     return [(n, Keys(p, f"{where}.{n}")) for n, p in zip(names, parameters, strict=True)]
 
 
-def _official_stage(
-    name: str, block: Keys, suffix: str, channels: int, *, encode: bool
-) -> VaeStage:
-    block.may(inject_noise=False)
-    if name == "res_x":
-        return VaeStage("res", channels, channels, num_layers=block.count("num_layers"))
-    names = {f"compress_{word}{suffix}": stride for word, stride in STRIDES.items()}
-    stride = Keys({"block": name}, block.where).choice("block", names)
-    multiplier = block.number("multiplier", default=2 if encode else 1)
-    out = channels * multiplier if encode else channels // multiplier
-    residual = not encode and name == "compress_all" and block.flag("residual", False)
-    return VaeStage("sample", channels, out, stride=stride, residual=residual)
+def _stages(blocks: list[tuple[str, Keys]], channels: int, *, encode: bool) -> tuple[VaeStage, ...]:
+    first, layers, samples = channels, [], []
+    for name, block in blocks:
+        block.may(inject_noise=False)
+        if name == "res_x":
+            layers.append(block.count("num_layers"))
+            continue
+        names = {f"compress_{word}{'_res' * encode}": stride for word, stride in STRIDES.items()}
+        stride = Keys({"block": name}, block.where).choice("block", names)
+        multiplier = block.number("multiplier", default=2 if encode else 1)
+        out = channels * multiplier if encode else channels // multiplier
+        residual = not encode and name == "compress_all" and block.flag("residual", False)
+        samples.append(VaeStage("sample", channels, out, stride=stride, residual=residual))
+        channels = out
+    return chain(first, layers, samples)
+
+
+def chain(first: int, layers: Sequence[int], samples: Sequence[VaeStage]) -> tuple[VaeStage, ...]:
+    """Residual stages of these numbers of layers, the first of this width, and `samples` between
+    them."""
+    widths = (first, *(sample.out_channels for sample in samples))
+    found = [VaeStage("res", w, w, num_layers=n) for w, n in zip(widths, layers, strict=True)]
+    for at, sample in enumerate(samples):
+        found.insert(2 * at + 1, sample)
+    return tuple(found)
 
 
 def official_json(v: VideoVaeConfig) -> dict[str, Any]:
@@ -135,8 +136,8 @@ def official_json(v: VideoVaeConfig) -> dict[str, Any]:
         parameters = {"multiplier": large // small} | ({"residual": True} if stage.residual else {})
         return [f"compress_{STRIDE_WORDS[stage.stride]}{suffix}", parameters]
 
-    out = OFFICIAL_VAE_USUAL | OFFICIAL_VAE_FIXED
-    out |= {
+    out = OFFICIAL_VAE_USUAL | {
+        "timestep_conditioning": False,
         "latent_channels": v.latent_channels,
         "patch_size": v.patch_size,
         "encoder_blocks": [block(stage, "_res") for stage in v.encoder],
@@ -151,9 +152,9 @@ def official_json(v: VideoVaeConfig) -> dict[str, Any]:
 
 
 DIFFUSERS_VAE_USUAL = {
+    "patch_size_t": 1,
     "in_channels": 3,
     "out_channels": 3,
-    "patch_size_t": 1,
     "scaling_factor": 1.0,
 }
 
@@ -165,12 +166,11 @@ def diffusers(keys: Keys) -> VideoVaeConfig:
     keys.may(**DIFFUSERS_VAE_USUAL)
     keys.must(timestep_conditioning=False)
     latent = keys.number("latent_channels")
-    encoder = _diffusers_encoder(keys, latent)
     return VideoVaeConfig(
         latent_channels=latent,
         patch_size=keys.number("patch_size"),
-        encoder=tuple(encoder),
-        decoder=tuple(_diffusers_decoder(keys)),
+        encoder=_diffusers_encoder(keys, latent),
+        decoder=_diffusers_decoder(keys),
         encoder_padding=keys.choice("encoder_spatial_padding_mode", PADDINGS),
         decoder_padding=keys.choice("decoder_spatial_padding_mode", PADDINGS),
         encoder_causal=keys.flag("encoder_causal"),
@@ -207,22 +207,18 @@ def _check_layers(keys: Keys, side: str, layers: tuple[int, ...], widths: tuple[
         )
 
 
-def _diffusers_encoder(keys: Keys, latent: int) -> list[VaeStage]:
+def _diffusers_encoder(keys: Keys, latent: int) -> tuple[VaeStage, ...]:
     widths = keys.sizes("block_out_channels")
     layers = keys.sizes("layers_per_block", most=MAX_COUNT)
     _check_layers(keys, "", layers, widths)
-    encoder, channels = [], latent
-    strides = _strides(keys, "downsample_type", len(widths))
-    for width, num_layers, stride in zip(widths, layers[:-1], strides, strict=True):
-        encoder.append(VaeStage("res", channels, channels, num_layers=num_layers))
-        encoder.append(VaeStage("sample", channels, width, stride=stride))
-        channels = width
-    encoder.append(VaeStage("res", channels, channels, num_layers=layers[-1]))
     _scales_all_axes(keys, "spatio_temporal_scaling", len(widths))
-    return encoder
+    strides = _strides(keys, "downsample_type", len(widths))
+    steps = zip((latent, *widths[:-1]), widths, strides, strict=True)
+    samples = [VaeStage("sample", width, out, stride=stride) for width, out, stride in steps]
+    return chain(latent, layers, samples)
 
 
-def _diffusers_decoder(keys: Keys) -> list[VaeStage]:
+def _diffusers_decoder(keys: Keys) -> tuple[VaeStage, ...]:
     widths = keys.sizes("decoder_block_out_channels")[::-1]
     count = len(widths)
     layers = keys.sizes("decoder_layers_per_block", most=MAX_COUNT)[::-1]
@@ -232,17 +228,15 @@ def _diffusers_decoder(keys: Keys) -> list[VaeStage]:
     _scales_all_axes(keys, "decoder_spatio_temporal_scaling", count)
     if any(_per_stage(keys, "decoder_inject_noise", count + 1, False)):
         raise InputError(f"{keys.where}: decoder_inject_noise is not supported, expected all false")
-    channels = widths[0]
-    decoder = [VaeStage("res", channels, channels, num_layers=layers[0])]
+    channels, samples = widths[0], []
     for i, stride in enumerate(_strides(keys, "upsample_type", count)):
         out, residual = widths[i] // factors[i], bool(residuals[i])
         if channels != out * factors[i]:
             said = f"gets {channels} channels, its lists say {out * factors[i]}"
             raise InputError(f"{keys.where}: decoder stage {i} {said}")
-        decoder.append(VaeStage("sample", channels, out, stride=stride, residual=residual))
-        decoder.append(VaeStage("res", out, out, num_layers=layers[i + 1]))
+        samples.append(VaeStage("sample", channels, out, stride=stride, residual=residual))
         channels = out
-    return decoder
+    return chain(widths[0], layers, samples)
 
 
 def diffusers_json(v: VideoVaeConfig) -> dict[str, Any]:
