@@ -33,7 +33,7 @@ def asked(args: argparse.Namespace) -> tuple[ModelOptions, ProbeRequest]:
 def files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
     """The files that a run reads, and those that it writes."""
     options, request = asked(args)
-    return options.files + [path for path in (request.inputs,) if path], [request.outputs]
+    return options.files + request.files, [request.outputs]
 
 
 def main(args: argparse.Namespace) -> int | None:

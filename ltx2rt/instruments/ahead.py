@@ -6,7 +6,6 @@ compiled programs; nothing is run. How a graph is compiled is the backend's busi
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from ltx2rt.graph import Graph
 from ltx2rt.models.catalog import CATALOG
 from ltx2rt.models.geometry import pixel_frames
 from ltx2rt.models.guided_step import Branches
+from ltx2rt.notes import note
 from ltx2rt.pipelines.groups.images import Images
 from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, Size
 from ltx2rt.pipelines.request import Loras, Request
@@ -136,8 +136,7 @@ def _cells(session: Session, request: Request, loras: Loras, target: Target) -> 
     asked, seen = target.component or COMPILED, set()
     for stage in stages:
         calls = list({session.key(call): call for call in stage.needs(session.config)}.values())
-        if any(call.each for call in calls):
-            each = [call for call in calls if call.each]
+        if each := [call for call in calls if call.each]:
             largest = max(each, key=lambda c: session.graph(c).outputs["frames"].type.nbytes)
             calls = [*(call for call in calls if not call.each), largest]
         number = next((i for i in (1, 2) if stage.name.startswith(f"stage{i}")), None)
@@ -155,10 +154,8 @@ def _cells(session: Session, request: Request, loras: Loras, target: Target) -> 
             if target.branches:
                 branches = Branches(*(target.branches > i for i in (1, 2, 3)))
                 if branches.isolated and len(call.sizes.streams) == 1:
-                    raise InputError(
-                        f"--branches: {target.branches}, but {request.name} has one stream and 3 "
-                        "at most"
-                    )
+                    most = f"{request.name} has one stream and 3 at most"
+                    raise InputError(f"--branches: {target.branches}, but {most}")
                 call = replace(call, sizes=replace(call.sizes, branches=branches))
             count = len(call.sizes.branches.names)
             assert isinstance(stage, Denoise), "only a denoising stage has steps"
@@ -195,8 +192,7 @@ def compile_job(job: Compilation) -> Iterator[tuple[Cell, Compiled | DoesNotFit]
         if weights > memory:
             said = f"its weights alone take {weights / 1e9:.1f} GB of {memory / 1e9:.0f} GB"
             return cell, DoesNotFit(said)
-        doing = f"compiling {cell.name}, {cell.size}, for {job.topology} ..."
-        print(doing, file=sys.stderr, flush=True)
+        note(f"compiling {cell.name}, {cell.size}, for {job.topology} ...", prefix="")
         try:
             return cell, compiler(cell.graph, cell.part)
         except DoesNotFit as error:
@@ -205,13 +201,11 @@ def compile_job(job: Compilation) -> Iterator[tuple[Cell, Compiled | DoesNotFit]
     return map(compile_cell, job.cells)
 
 
-FIGURES = tuple(field.name for field in fields(Compiled))
-
-
 def to_json(job: Compilation, cell: Cell, found: Compiled | DoesNotFit) -> dict[str, Any]:
-    """Counts are of one call, bytes of one device, compile_s is what the compiler took here. What
-    does not fit has no figures but why_not."""
-    refused, figures = isinstance(found, DoesNotFit), FIGURES if job.times else FIGURES[:-1]
+    """Counts are of one call, bytes of one device, compile_s is what the compiler took here. A
+    program that does not fit has no figures but why_not."""
+    figures = [field.name for field in fields(Compiled) if job.times or field.name != "times_s"]
+    refused = isinstance(found, DoesNotFit)
     return {
         "component": cell.component,
         "stage": cell.stage,
@@ -230,12 +224,11 @@ def fits(job: Compilation, found: Compiled | DoesNotFit) -> bool:
 
 
 def header(job: Compilation) -> str:
+    memory = f"it has {job.kind.memory_bytes / 1e9:.0f} GB"
     return (
-        f"compiled for {job.topology} ({mesh_in_words(job.mesh)}), not run; per device, of one call; it has "
-        f"{job.kind.memory_bytes / 1e9:.0f} GB\n\n"
-        f"{'component':<22} {'size':<26} {'collectives':>11} {'received':>9} {'weights':>9} "
-        f"{'temporaries':>11} "
-        f"{'outputs':>8} {'compile':>8}  fits"
+        f"compiled for {job.topology} ({mesh_in_words(job.mesh)}), not run; per device, of one call; "
+        f"{memory}\n\n{'component':<22} {'size':<26} {'collectives':>11} {'received':>9} "
+        f"{'weights':>9} {'temporaries':>11} {'outputs':>8} {'compile':>8}  fits"
     )
 
 
@@ -253,7 +246,7 @@ def row(job: Compilation, cell: Cell, found: Compiled | DoesNotFit) -> str:
 
 
 def in_words(times_s: Mapping[str, float] | None) -> str:
-    """A line of its own, the longest first; nothing where there are none."""
+    """Another line, the longest first; nothing if there are none."""
     if not times_s:
         return ""
     longest = sorted(times_s.items(), key=lambda item: -item[1])

@@ -56,18 +56,15 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
         if x is None or y is None:
             continue
         if x.shape != y.shape:
-            size_x, size_y = (f"{frame.shape[1]}x{frame.shape[0]}" for frame in (x, y))
-            raise InputError(
-                f"compare: {a} is {size_x}, {b} is {size_y}; only clips of one size can be compared"
-            )
+            sizes = (f"{path} is {z.shape[1]}x{z.shape[0]}" for path, z in ((a, x), (b, y)))
+            raise InputError(f"compare: {', '.join(sizes)}; only clips of one size can be compared")
         squared += int(((x.astype(np.int32) - y) ** 2).sum())
         samples += x.size
         ssim_sum += ssim(luma(x), luma(y))
         compared += 1
     if not compared:
         raise InputError(f"compare: {b if counts[0] else a} has no frames")
-    sound_a, sound_b = (_sound(path) for path in (a, b))
-    lasting = [durations(path) for path in (a, b)]
+    (sound_a, sound_b), lasting = map(_sound, (a, b)), [durations(path) for path in (a, b)]
     return {
         "psnr_db": 10 * math.log10(255**2 * samples / squared) if squared else PSNR_CAP_DB,
         "ssim": ssim_sum / compared,
@@ -84,18 +81,13 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
 def compare_sound(a: np.ndarray | None, b: np.ndarray | None) -> dict[str, Any]:
     """audio_corr, mel_l1, rms_db, onsets_a, onsets_b, onset_ms of f64[channels, N] at 48 kHz; None
     where one is."""
+    names = ("audio_corr", "mel_l1", "rms_db", "onsets_a", "onsets_b", "onset_ms")
     if a is None or b is None:
-        names = ("audio_corr", "mel_l1", "rms_db", "onsets_a", "onsets_b", "onset_ms")
         return dict.fromkeys(names)
     first, second = onsets(a), onsets(b)
-    return {
-        "audio_corr": correlation(a, b),
-        "mel_l1": mel_l1(a, b),
-        "rms_db": rms_db(b) - rms_db(a),
-        "onsets_a": len(first),
-        "onsets_b": len(second),
-        "onset_ms": onset_ms(first, second),
-    }
+    level = rms_db(b) - rms_db(a)
+    found = correlation(a, b), mel_l1(a, b), level, len(first), len(second), onset_ms(first, second)
+    return dict(zip(names, found, strict=True))
 
 
 def format_comparison(result: dict[str, Any]) -> str:
@@ -180,9 +172,8 @@ def _mel_bands() -> np.ndarray:
     edges = 700 * (10 ** (mel / 2595) - 1)
     bins = np.arange(MEL_WINDOW // 2 + 1) * RATE / MEL_WINDOW
     low, middle, high = (edges[i : i + MEL_BANDS, None] for i in range(3))
-    bands = np.maximum(
-        0, np.minimum((bins - low) / (middle - low), (high - bins) / (high - middle))
-    )
+    rising, falling = (bins - low) / (middle - low), (high - bins) / (high - middle)
+    bands = np.maximum(0, np.minimum(rising, falling))
     empty = bands.sum(1) == 0
     bands[empty, np.abs(bins - middle[empty]).argmin(1)] = 1
     return bands / bands.sum(1, keepdims=True)
@@ -197,18 +188,14 @@ def onsets(x: np.ndarray) -> np.ndarray:
     level = 10 * np.log10(np.maximum(power, MEL_FLOOR**2))
     rest = round(ONSET_REST_S * RATE / hop)
     before = np.pad(level, (rest, 0), constant_values=20 * math.log10(MEL_FLOOR))
-    loudest = (
-        np.lib.stride_tricks.sliding_window_view(before, rest)[:count].max(1) if count else level
-    )
+    loudest = np.lib.stride_tricks.sliding_window_view(before, rest)[:count].max(1)
     return np.flatnonzero(level > loudest + ONSET_RISE_DB) * hop / RATE
 
 
 def onset_ms(a: np.ndarray, b: np.ndarray) -> float | None:
     """Median distance in ms of the onsets `a` to the nearest of `b`, of those within 0.25 s; None
     if none is."""
-    if not len(a) or not len(b):
-        return None
-    near = np.abs(a[:, None] - b).min(1)
+    near = np.abs(a[:, None] - b).min(1, initial=math.inf)
     near = near[near <= ONSET_MATCH_S]
     return float(np.median(near) * 1000) if near.size else None
 

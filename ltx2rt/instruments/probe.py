@@ -64,12 +64,9 @@ class Given:
 
     def __call__(self, name: str, *axes: str | int) -> np.ndarray:
         """Axes are sizes, or letters that stand for the size that they meet first."""
-        found = self.get(name, *axes)
-        if found is None:
-            listed = ", ".join(self.known)
-            raise InputError(
-                f"{self.path}: probe {self.component} misses {name}; it reads {listed}"
-            )
+        if (found := self.get(name, *axes)) is None:
+            missing = f"misses {name}; it reads {', '.join(self.known)}"
+            raise InputError(f"{self.path}: probe {self.component} {missing}")
         return found
 
     def get(self, name: str, *axes: str | int) -> np.ndarray | None:
@@ -79,11 +76,9 @@ class Given:
             return None
         shape = tuple(self.file.info(name).shape)
         expected = [self.sizes.get(a, a) if isinstance(a, str) else a for a in axes]
-        fits = len(shape) == len(axes) and 0 not in shape
-        fits = fits and all(
-            isinstance(e, str) or n == e for n, e in zip(shape, expected, strict=True)
-        )
-        if not fits:
+        pairs = zip(shape, expected, strict=False)
+        fits = all(isinstance(e, str) or n == e for n, e in pairs)
+        if not fits or len(shape) != len(axes) or 0 in shape:
             self.refuse(name, shape, dict(zip(map(str, axes), expected, strict=True)))
         self.sizes |= {a: n for a, n in zip(axes, shape, strict=True) if isinstance(a, str)}
         array = self.file.read(name)
@@ -104,10 +99,9 @@ class Given:
     def fit(self, graph: Graph | None, feeds: Mapping[str, np.ndarray]) -> None:
         """Compare the feeds with what the graph declares, and refuse tensors that nothing read."""
         if unknown := sorted(self.names - set(self.known)):
-            raise InputError(
-                f"{self.path}: probe {self.component} has no input {', '.join(unknown)}; it reads "
-                f"{', '.join(dict.fromkeys(self.known))}"
-            )
+            reads = f"it reads {', '.join(dict.fromkeys(self.known))}"
+            what = f"probe {self.component} has no input {', '.join(unknown)}"
+            raise InputError(f"{self.path}: {what}; {reads}")
         for name, value in graph.inputs.items() if graph else ():
             if name in self.known and name in feeds:
                 sizes, shape = value.type.sizes, feeds[name].shape
@@ -185,12 +179,10 @@ def _transformer(session: Session, request: ProbeRequest, x: Given) -> Arrays:
     mask = x.get("video_attention_mask", "B", "video tokens", "video tokens")
     if mask is not None:
         feeds["video_attention_mask"] = mask
-    structure = transformer.ForwardShape(
-        x.sizes["B"], perturbed=perturbed, masked=mask is not None, **sizes
-    )
-    return audited(
-        session, x, Call("transformer", structure, loras=_loras(session, "transformer")), feeds
-    )
+    sizes |= {"perturbed": perturbed, "masked": mask is not None}
+    structure = transformer.ForwardShape(x.sizes["B"], **sizes)
+    call = Call("transformer", structure, loras=_loras(session, "transformer"))
+    return audited(session, x, call, feeds)
 
 
 def _loras(session: Session, *parts: str) -> tuple[LoraSpec, ...]:
@@ -210,10 +202,8 @@ def _train_step(session: Session, request: ProbeRequest, x: Given) -> Arrays:
         levels = np.ones(clean.shape[:2]) * sigma[:, None] if levels is None else levels[:, :, 0]
         noised = levels != 0
         if not np.allclose(levels, noised * sigma[:, None], rtol=1e-6):
-            raise InputError(
-                f"{x.path}: {m}_timesteps holds other values than 0 and the sample's {m}_sigma; a "
-                "training step has these two"
-            )
+            wrong = f"{m}_timesteps holds other values than 0 and the sample's {m}_sigma"
+            raise InputError(f"{x.path}: {wrong}; a training step has these two")
         feeds |= {f"{m}_clean": clean, f"{m}_noise": noise, f"{m}_noised": noised.astype(np.int32)}
     batch, parts = x.sizes["B"], session.backend.mesh.get("data", 1)
     if batch % parts:
@@ -221,9 +211,8 @@ def _train_step(session: Session, request: ProbeRequest, x: Given) -> Arrays:
     shape = transformer.ForwardShape(batch // parts, **sizes)
     loras, call = _loras(session, "transformer"), Call("train-step", shape)
     if len(loras) > 1:
-        raise InputError(
-            f"--lora: {len(loras)} files, a training step takes one; leave the rest out"
-        )
+        given = f"{len(loras)} files, a training step takes one"
+        raise InputError(f"--lora: {given}; leave the rest out")
     if loras:
         x.fit(session.graph(call), feeds)
         found = lora_gradients(session, loras[0], shape, feeds)
@@ -287,10 +276,8 @@ def _diffusion_decoder(session: Session, request: ProbeRequest, x: Given) -> Arr
     grid = (sizes[0], sizes[1], sizes[2])
     shape = diffusion_decoder.whole(config, batch, grid, request.border_mode)
     if noise.shape != (expected := (batch, 3, *shape.pixels(config))):
-        raise InputError(
-            f"{x.path}: noise has shape {list(noise.shape)}, expected {list(expected)} for this "
-            "latent"
-        )
+        found = f"noise has shape {list(noise.shape)}"
+        raise InputError(f"{x.path}: {found}, expected {list(expected)} for this latent")
     features = audited(session, x, Call("diffusion-features", latent.shape), {"latent": latent})
     call = Call("diffusion-decoder", shape)
     frames = audited(session, x, call, features | {"noise": noise})["frames"]
@@ -300,11 +287,10 @@ def _diffusion_decoder(session: Session, request: ProbeRequest, x: Given) -> Arr
 def _video_encoder(session: Session, request: ProbeRequest, x: Given) -> Arrays:
     vae, given = session.config.video_vae, x("frames", *FRAMES)
     _, _, frames, rows, columns = given.shape
-    if (frames - 1) % vae.time_factor or rows % vae.space_factor or columns % vae.space_factor:
-        raise InputError(
-            f"{x.path}: frames are {frames}x{rows}x{columns}, expected {vae.time_factor}k+1 frames "
-            f"and rows and columns divisible by {vae.space_factor}"
-        )
+    time, space = vae.time_factor, vae.space_factor
+    if (frames - 1) % time or rows % space or columns % space:
+        expected = f"{time}k+1 frames and rows and columns divisible by {space}"
+        raise InputError(f"{x.path}: frames are {frames}x{rows}x{columns}, expected {expected}")
     return audited(session, x, Call("video-encoder", given.shape), {"frames": given})
 
 
@@ -316,11 +302,8 @@ def _audio_decoder(session: Session, request: ProbeRequest, x: Given) -> Arrays:
     for network in (call, Call("vocoder", mel)):
         session.weights.audit(network, session.graph(network))
     mel, waveform = decode_sound(session, latent)
-    return {
-        "mel": mel,
-        "waveform": waveform,
-        "sample_rate": np.array([session.config.vocoder.sample_rate], np.int32),
-    }
+    rate = np.array([session.config.vocoder.sample_rate], np.int32)
+    return {"mel": mel, "waveform": waveform, "sample_rate": rate}
 
 
 def _audio_encoder(session: Session, request: ProbeRequest, x: Given) -> Arrays:
@@ -378,6 +361,11 @@ class ProbeRequest:
         BORDERS[0], "treatment of tile borders by the diffusion decoder", choices=BORDERS
     )
 
+    @property
+    def files(self) -> list[Path]:
+        """The files that it reads."""
+        return [self.inputs] if self.inputs else []
+
     def check(self) -> None:
         """Raises InputError; reads no file."""
         if self.component not in COMPONENTS:
@@ -411,8 +399,8 @@ def run(options: ModelOptions, request: ProbeRequest) -> None:
     request.check()
     component, parts = COMPONENTS[request.component]
     checkpoint = opened(options, parts)
-    inputs = [path for path in (request.inputs,) if path]
-    check_outputs([("--outputs", request.outputs)], [*options.files, *checkpoint.files, *inputs])
+    read = [*options.files, *checkpoint.files, *request.files]
+    check_outputs([("--outputs", request.outputs)], read)
     for part in parts:
         if request.component != "tokenizer":
             checkpoint.source(part)  # raises for one that is not there, naming its flag
