@@ -142,9 +142,7 @@ def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[Path]) -
     """
     read = [path for path in inputs if path.exists()]
     folders = [path.resolve() for path in read if path.is_dir()]
-    nested = [
-        path for folder in folders for pattern in ("*", "*/*") for path in folder.glob(pattern)
-    ]  # and links
+    nested = [x for folder in folders for some in ("*", "*/*") for x in folder.glob(some)]  # links
     taken = {_identity(path): f"the input {path}" for path in [*nested, *read] if path.exists()}
     for flag, path in outputs:
         identity = _writable(flag, path)
@@ -152,9 +150,8 @@ def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[Path]) -
             raise InputError(f"{flag}: {path} is the same file as {other}; choose another name")
         where = (path.resolve(), path.parent.resolve() / path.name)
         if inside := [folder for folder in folders if any(w.is_relative_to(folder) for w in where)]:
-            raise InputError(
-                f"{flag}: {path} is in {inside[0]}, which the run reads; write it elsewhere"
-            )
+            read_from = f"is in {inside[0]}, which the run reads"
+            raise InputError(f"{flag}: {path} {read_from}; write it elsewhere")
         taken[identity] = f"{flag} {path}"
 
 
@@ -181,9 +178,8 @@ def _writable(flag: str, path: Path) -> tuple[int, int, str]:
         if path.is_dir():
             raise InputError(f"{flag}: {path} is a folder; add a file name")
         if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
-            raise InputError(
-                f"{flag}: {path} is write-protected or no regular file; choose another name"
-            )
+            wrong = "is write-protected or no regular file"
+            raise InputError(f"{flag}: {path} {wrong}; choose another name")
         partial = partial_path(existing_folder(path) / path.name, os.getpid())
         os.close(os.open(partial, WRITE | NO_LINK, 0o666))
         partial.unlink()
@@ -191,10 +187,8 @@ def _writable(flag: str, path: Path) -> tuple[int, int, str]:
     except InputError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a zero byte
-        reason = getattr(error, "strerror", error)
-        raise InputError(
-            f"{flag}: {str(path)[:300]!r} cannot be written ({reason}); choose another name"
-        ) from None
+        wrong = f"cannot be written ({getattr(error, 'strerror', error)})"
+        raise InputError(f"{flag}: {str(path)[:300]!r} {wrong}; choose another name") from None
 
 
 def require_space(sizes: Mapping[Path, int]) -> None:
@@ -205,7 +199,6 @@ def require_space(sizes: Mapping[Path, int]) -> None:
         device = folder.stat().st_dev
         needed[device] += size
         if needed[device] > (free := shutil.disk_usage(folder).free):
-            raise InputError(
-                f"{path}: about {needed[device] / 1e9:.2g} GB will be written to its disk, "
-                f"{free / 1e9:.2g} GB are free; make room or write elsewhere"
-            )
+            asked = f"about {needed[device] / 1e9:.2g} GB will be written to its disk"
+            advice = f"{free / 1e9:.2g} GB are free; make room or write elsewhere"
+            raise InputError(f"{path}: {asked}, {advice}")

@@ -4,6 +4,7 @@ made again."""
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass
 from functools import partial
 from pathlib import Path
@@ -81,15 +82,16 @@ def main(args: argparse.Namespace) -> int:
     if own.server and (given := words_of(args, Marks)):
         raise InputError(f"{given[0]}: with --server, the server's flags mark the files; omit it")
     if (own.server is None) != hasattr(args, "model"):
-        raise InputError(
-            "--model: expected either --model, for a model here, or --server, which has one"
-        )
-    options = None if own.server else checked_options(args)
+        either = "--model, for a model here, or --server, which has one"
+        raise InputError(f"--model: expected either {either}")
+    options = None
+    if own.server is None:
+        options = model_options(args)
+        options.check()
+        serving.require_first(options)
     require_posix("batch")
-    try:
+    with serving.installed():
         from ltx2rt.serve import batch, remote
-    except ImportError as error:
-        raise InputError(f"{error}; in the clone: pip install '.[serve]'") from error
 
     shard, lines = batch.parse_shard(own.shard), batch.read_lines(args.jobs)
     try:
@@ -99,18 +101,18 @@ def main(args: argparse.Namespace) -> int:
         raise InputError(f"--output-dir: the folder {own.output_dir} {reason}") from error
     results = batch.Results(own.output_dir, shard)
     check_outputs([("--output-dir", results.path)], options.files if options else ())
+    make = partial(made_by, own, lines, shard, results, args.jobs.parent)
     if options is None:
         token = next(iter(read_tokens(own.token_file)), None) if own.token_file else None
-        server = remote.RemoteServer(own.server or "", token)
-        return made_by(server, own, lines, shard, results, args.jobs.parent)
-    return here(own, args, options, lines, shard, results)
+        return make(remote.RemoteServer(own.server or "", token))
+    return here(own, args, options, results, make)
 
 
 def here(
-    own: BatchOptions, args: argparse.Namespace, options: ModelOptions, lines: list[Line],
-    shard: Shard, results: Results,
+    own: BatchOptions, args: argparse.Namespace, options: ModelOptions, results: Results,
+    make: Callable[[RemoteServer], int],
 ) -> int:  # fmt: skip
-    """The jobs by a server of this process; exit status. Raises InputError."""
+    """Have a server of this process `make` the jobs; exit status. Raises InputError."""
     from ltx2rt.serve import remote
     from ltx2rt.serve.admission import Admission
     from ltx2rt.serve.server import INTERRUPTED, TERMINATED, serve
@@ -122,39 +124,27 @@ def here(
         check_outputs([("--output-dir", results.path)], found.checkpoint.files)
         return found
 
-    def work(url: str) -> int:
-        server = remote.RemoteServer(url, user.token, own=True)
-        return made_by(server, own, lines, shard, results, args.jobs.parent)
-
     def log(event: str, **facts: Any) -> None:
         if event == "storage":  # tell the user why a batch waits
             note(f"{own.output_dir}: {facts['message']}", prefix="")
 
     how = Serving(
         flags=ServeOptions(
-            data=own.output_dir / f".{Path(shard.results).stem}", port=0, max_upload=2**30,
+            data=own.output_dir / f".{results.path.stem}", port=0, max_upload=2**30,
             step_timeout=own.step_timeout, drain=0,
         ),
         command=[*serving.worker_command(args), "--no-previews"],
         environments=serving.device_environments(options, own.replicas),
         users=user,
         log=log,
-        work=work,
+        work=lambda url: make(remote.RemoteServer(url, user.token, own=True)),
     )  # fmt: skip
     return TERMINATED if (status := serve(how, admission)) == INTERRUPTED else status
 
 
-def checked_options(args: argparse.Namespace) -> ModelOptions:
-    """Raises InputError."""
-    options = model_options(args)
-    options.check()
-    serving.require_first(options)
-    return options
-
-
 def made_by(
-    server: RemoteServer, own: BatchOptions, lines: list[Line], shard: Shard, results: Results,
-    beside: Path,
+    own: BatchOptions, lines: list[Line], shard: Shard, results: Results, beside: Path,
+    server: RemoteServer,
 ) -> int:  # fmt: skip
     """Have a server make the jobs; exit status. beside: where paths of files begin."""
     from ltx2rt.serve import remote

@@ -86,10 +86,9 @@ def different_prompts(path: Path | None) -> tuple[str, ...]:
     if path is None:
         return PROMPTS
     found = tuple(dict.fromkeys(read_prompts(path)))
-    if not 2 <= len(found) <= MAX_PROMPTS:
-        raise InputError(
-            f"--prompts: {path} has {len(found)} different prompts, expected 2 to {MAX_PROMPTS}"
-        )
+    if not 2 <= (count := len(found)) <= MAX_PROMPTS:
+        expected = f"expected 2 to {MAX_PROMPTS}"
+        raise InputError(f"--prompts: {path} has {count} different prompts, {expected}")
     return found
 
 
@@ -98,9 +97,7 @@ def main(args: argparse.Namespace) -> None:
     check_bounds(own)
     type_ = pipeline(args.pipeline)
     if not type_.has(Skips):
-        raise InputError(
-            f"--pipeline: {type_.name} has no guided stage whose steps can be left out"
-        )
+        raise InputError(f"--pipeline: {type_.name} has no guided stage to leave steps out of")
     prompts = different_prompts(own.prompts)
     request = type_(**({"seed": SEED} | given_flags(args, type_)), prompt=prompts[0])
     options = located(options, wanted_by(type_))
@@ -109,15 +106,10 @@ def main(args: argparse.Namespace) -> None:
     counts = own.evaluations or tuple(round(request.steps / part) for part in (2, 3))
     for count in counts:
         if not 2 <= count < request.steps:
-            raise InputError(
-                f"--evaluations: {count}, expected 2 or more and below --steps, which are "
-                f"{request.steps}"
-            )
-    session = open_session(
-        options,
-        checkpoint=checkpoint,
-        stages=partial(resolved_stages, options=options, request=request),
-    )
+            expected = f"expected 2 or more and below --steps, which are {request.steps}"
+            raise InputError(f"--evaluations: {count}, {expected}")
+    stages = partial(resolved_stages, options=options, request=request)
+    session = open_session(options, checkpoint=checkpoint, stages=stages)
     if session.backend.num_processes > 1:
         raise InputError("--mesh: calibrate runs in one process; pass a mesh of one device")
     from ltx2rt.instruments import calibrate

@@ -27,13 +27,12 @@ def main(args: argparse.Namespace) -> None:
         found = backend.device()
         versions = ", ".join(f"{k} {v}" for k, v in backend.versions.items())
         free, total = found.free_bytes / 2**30, found.total_bytes / 2**30
-        memory = f"{free:.1f} of {total:.1f} GiB free{' on each' * (found.count > 1 and found.kind != 'cpu')}"
+        each = " on each" if found.count > 1 and found.kind != "cpu" else ""
+        memory = f"{free:.1f} of {total:.1f} GiB free{each}"
         split = profile_for(get_factory(name).profile_key(found), found.count)
+        devices = f"{found.count} x {found.name} ({found.kind})"
         if backend.is_main:
-            print(
-                f"{name}: {found.count} x {found.name} ({found.kind}), {memory}, {split}, "
-                f"{versions}"
-            )
+            print(f"{name}: {devices}, {memory}, {split}, {versions}")
 
 
 def profile_for(kind: str, count: int) -> str:
@@ -42,6 +41,5 @@ def profile_for(kind: str, count: int) -> str:
         profile, mesh = resolve(None, kind, {}, count)
     except InputError as error:
         return str(error)
-    return f"profile {profile.name}" + (
-        f" with --mesh {','.join(f'{a}={n}' for a, n in mesh.items())}" if mesh else ""
-    )
+    split = ",".join(f"{a}={n}" for a, n in mesh.items())
+    return f"profile {profile.name}{f' with --mesh {split}' if mesh else ''}"

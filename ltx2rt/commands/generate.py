@@ -216,8 +216,8 @@ def _shorten(to: Any, shown: type[Request]) -> None:
     every = flagged(ModelOptions, Sources, shown, Files, *own, *known)
     titles = {name: f.metadata["flag"].common for name, f in every.items()}
     there = flagged(ModelOptions, Sources, shown, Files)
+    named = any(word.startswith("--pipeline") for word in to.words)
     for name, f in every.items():
-        named = any(word.startswith("--pipeline") for word in to.words)
         if titles[name] and name not in there and not named:
             chooses = f.metadata["flag"].help.removesuffix(" (required)")
             add_flag(to, f, help=f"{chooses}; chooses its pipeline")
@@ -247,10 +247,9 @@ def asked(args: argparse.Namespace) -> tuple[ModelOptions, Request, Files]:
     if rest and request.in_segments:
         request = replace(request, segment_prompts=tuple(rest))
     elif file and rest:
-        raise InputError(
-            f"--prompts: {file} has {1 + len(rest)} prompts, and the clip is not made in segments; "
-            "give --segment-frames or more --num-frames, or one line"
-        )
+        wrong = f"has {1 + len(rest)} prompts, and the clip is not made in segments"
+        advice = "give --segment-frames or more --num-frames, or one line"
+        raise InputError(f"--prompts: {file} {wrong}; {advice}")
     elif rest:
         request = replace(request, prompt=rest[-1])
     written = Files(**given_flags(args, Files))
@@ -263,8 +262,7 @@ def as_picture(request: Request) -> Request:
     """The request of one frame without sound, unless it states more."""
     length = request[Length].stated(request) if request.has(Length) else request.num_frames
     if length is None and request.has(Length) and not request.auto_duration:
-        length = 1
-        request = replace(request, num_frames=1)
+        length, request = 1, replace(request, num_frames=1)
     return replace(request, audio=False) if length == 1 and hasattr(request, "audio") else request
 
 
@@ -278,10 +276,8 @@ def files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
 def main(args: argparse.Namespace) -> int | None:
     options, request, written = asked(args)
     if request.distilled == "unused" and options.distilled_lora not in (None, NO_LORA):
-        raise InputError(
-            f"--distilled-lora: the {request.name} pipeline merges none here; leave it out, or merge "
-            "it by --lora"
-        )
+        wrong = f"the {request.name} pipeline merges none here"
+        raise InputError(f"--distilled-lora: {wrong}; leave it out, or merge it by --lora")
     folder = parts_folder(written, request)
     check_files(request, written)
     if request.seed is None:  # ranks that this one starts need the same
@@ -301,10 +297,8 @@ def main(args: argparse.Namespace) -> int | None:
     checkpoint, request = prepared(options, request, written)
     factory = get_factory(options.backend)
     if to_enhance(request) and factory.rank_and_size(os.environ)[1] > 1:
-        raise InputError(
-            "--enhance-prompt: several processes would write several texts; start them by "
-            "--num-gpus, or give all of them one by --enhanced-prompt"
-        )
+        advice = "start them by --num-gpus, or give all of them one by --enhanced-prompt"
+        raise InputError(f"--enhance-prompt: several processes would write several texts; {advice}")
     if to_enhance(request) and factory.process_per_device and prod(options.mesh.values()) > 1:
         # once for the ranks that this one starts
         request = with_enhanced_prompt(request, checkpoint, options)
@@ -327,9 +321,7 @@ def main(args: argparse.Namespace) -> int | None:
 
 def compiled_folder(environment: Mapping[str, str]) -> Path:
     """Folder of compiled programs: JAX_COMPILATION_CACHE_DIR, else the cache folder."""
-    if asked_for := environment.get("JAX_COMPILATION_CACHE_DIR"):
-        return Path(asked_for)
-    return cache_folder(environment)
+    return Path(environment.get("JAX_COMPILATION_CACHE_DIR") or cache_folder(environment))
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:

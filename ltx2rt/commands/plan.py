@@ -49,8 +49,8 @@ def to_text(found: Estimate, verbose: bool = False) -> str:
     wide = max(14, *(len(f"{k[0]} x{len(of)}" if len(of) > 1 else k[0]) for k, of in rows.items()))
     table = [
         f"{clip.name}, {size}{clip.clip_frames} frames, {session.dtype}{weights}, "
-        f"on {found.devices} x {kind.name} ({in_words(mesh)}, profile {session.placement.profile.name}); "
-        "per device, estimated:",
+        f"on {found.devices} x {kind.name} ({in_words(mesh)}, profile "
+        f"{session.placement.profile.name}); per device, estimated:",
         "",
         f"{'stage':<{wide}} {'steps':>5} {'weights':>9} {'activations':>11} {'streamed':>9} "
         f"{'TFLOP/step':>10} {'time/step':>10} {'waits':>8}  collectives/step",
@@ -88,7 +88,7 @@ def to_text(found: Estimate, verbose: bool = False) -> str:
         lines.append(f"price: {found.price_per_clip:.4f} a clip, {rate}")
     if verbose:
         lines += [_exchanges(found)] * bool(mesh) + list(found.notes)
-    return "\n".join([*lines, *_layouts(found)]) + "\n"
+    return "\n".join([*lines, *_layouts(found)])
 
 
 def _layouts(found: Estimate) -> Iterator[str]:
@@ -102,10 +102,8 @@ def _layouts(found: Estimate) -> Iterator[str]:
         held = f"{peak(one.costs).peak_bytes / 1e9:>5.1f} GB"
         mesh = in_words(one.session.backend.mesh, ",")
         way = "" if one.session.memory_mode == "resident" else f", {one.session.memory_mode}"
-        yield (
-            f"{f'{one.replicas}x{one.devices}':<7}{figures if one.fits else 'does NOT fit':<{len(figures)}}"
-            f"  {held}  {mesh}{way}"
-        )
+        wide, shown = len(figures), figures if one.fits else "does NOT fit"
+        yield f"{f'{one.replicas}x{one.devices}':<7}{shown:<{wide}}  {held}  {mesh}{way}"
 
 
 def _basis(found: Estimate) -> str:
@@ -169,6 +167,4 @@ def main(args: argparse.Namespace) -> None:
         found = estimate(options, request, devices)
     if args.trace:
         write_trace(found, args.trace)
-    print(
-        json.dumps(to_json(found), indent=1) if args.json else to_text(found, args.verbose).rstrip()
-    )
+    print(json.dumps(to_json(found), indent=1) if args.json else to_text(found, args.verbose))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -50,12 +52,10 @@ def main(args: argparse.Namespace) -> int:
     hears = (lambda *_, **__: None) if own.quiet else log
     users = Users(own.token_file, hears) if own.token_file else None
     require_posix("serve")
-    try:
+    with installed():
         from ltx2rt.serve.admission import Admission
         from ltx2rt.serve.server import serve
         from ltx2rt.serve.webhooks import read_hooks
-    except ImportError as error:
-        raise InputError(f"{error}; in the clone: pip install '.[serve]'") from error
 
     def admission(inputs: Path) -> Admission:
         found = Admission(
@@ -79,6 +79,15 @@ def main(args: argparse.Namespace) -> int:
     return serve(how, admission)
 
 
+@contextmanager
+def installed() -> Iterator[None]:
+    """Raise InputError if an import of the block lacks a package of the server."""
+    try:
+        yield
+    except ImportError as error:
+        raise InputError(f"{error}; in the clone: pip install '.[serve]'") from error
+
+
 def worker_command(args: argparse.Namespace) -> list[str]:
     return [sys.executable, "-m", "ltx2rt", "worker", *words_of(args, ModelOptions, Warm)]
 
@@ -98,10 +107,8 @@ def require_first(options: ModelOptions) -> None:
     """Raises InputError in a launch of several processes, unless this is the first."""
     rank, size = get_factory(options.backend).rank_and_size(os.environ)
     if rank:
-        raise InputError(
-            f"process {rank} of {size}: the first one serves; start `ltx2rt worker` here, with "
-            "its flags"
-        )
+        advice = "start `ltx2rt worker` here, with its flags"
+        raise InputError(f"process {rank} of {size}: the first one serves; {advice}")
 
 
 def device_environments(options: ModelOptions, replicas: int) -> list[dict[str, str]]:
@@ -111,13 +118,11 @@ def device_environments(options: ModelOptions, replicas: int) -> list[dict[str, 
     factory = get_factory(options.backend)
     each = prod(options.mesh.values()) if factory.process_per_device else 1
     if factory.rank_and_size(os.environ)[1] > 1:
-        raise InputError(
-            f"--replicas: {replicas}, but all processes of this launch are one replica"
-        )
+        why = "all processes of this launch are one replica"
+        raise InputError(f"--replicas: {replicas}, but {why}")
     if replicas * each > (most := factory.most_processes(options.device)):
-        raise InputError(
-            f"--replicas: {replicas} with {each} devices each, but {most} can be had here"
-        )
+        asked = f"{replicas} with {each} devices each"
+        raise InputError(f"--replicas: {asked}, but {most} can be had here")
     devices = [factory.one_device(n, os.environ) for n in range(replicas * each)]
     groups = [devices[start : start + each] for start in range(0, len(devices), each)]
     return [{name: ",".join(one[name] for one in group) for name in group[0]} for group in groups]

@@ -94,10 +94,8 @@ def configured(args: argparse.Namespace) -> argparse.Namespace:
     if path is not None:
         for name, value in read_toml("--config", path).items():
             if name not in known:
-                raise InputError(
-                    f"--config: {path} has {name!r}, which is no flag of `train "
-                    f"run`{hint(name, known)}"
-                )
+                wrong = f"has {name!r}, which is no flag of `train run`"
+                raise InputError(f"--config: {path} {wrong}{hint(name, known)}")
             check_value(path, name, known[name], value)
             implied = name == "dtype" and hasattr(args, "weights_dtype")  # which decides it
             if not hasattr(args, name) and not implied:
@@ -137,16 +135,15 @@ def run(args: argparse.Namespace) -> int | None:
     if args.own_process:
         keep_compiled(options.backend, compiled_folder(os.environ))
     made = with_validation(start(open_session(options), request))
-    say = note if made.session.backend.is_main else lambda text: None
-    if request.dry_run:
-        return _dry_run(made, say)
+    main, lines = made.session.backend.is_main, progress(made)
+    say = note if main else lambda text: None
     for line in _sizes(made):
         say(line)
-
-    lines = progress(made)
+    if request.dry_run:
+        return _dry_run(made, say)
 
     def show(row: dict[str, Any]) -> None:
-        if request.json and made.session.backend.is_main:
+        if request.json and main:
             clips = [*map(str, row.get("validation", []))]
             print(json.dumps(row | {"validation": clips}), flush=True)
         if line := lines(row):
@@ -154,7 +151,7 @@ def run(args: argparse.Namespace) -> int | None:
 
     with stopping(args.crew) as stopped:
         path = made.train(say, show, stopped)
-    if made.session.backend.is_main:
+    if main:
         print(json.dumps({"lora": str(path)}) if request.json else path)
     return None
 
@@ -209,11 +206,9 @@ def _sizes(made: Run) -> Iterator[str]:
 
 
 def _dry_run(made: Run, say: Callable[[str], None]) -> None:
-    """Groups, sizes, memory and the shapes of the first batch, as text on stderr or as JSON."""
+    """Memory and the shapes of the first batch, as text on stderr, or with groups as JSON."""
     memory, feeds = made.step.memory, made.feeder.feeds(made.samples.drawn(0, 0))
     shapes = {name: list(x.shape) for name, x in feeds.items()}
-    for line in _sizes(made):
-        say(line)
     say(f"memory {memory.total / 1e9:.3g} GB of a device: {in_words(memory)}")
     say("first batch: " + ", ".join(f"{name} {shape}" for name, shape in shapes.items()))
     if made.request.json and made.session.backend.is_main:
@@ -274,16 +269,12 @@ def export(args: argparse.Namespace) -> None:
     folder = Path(match[1])
     kept = {int(path.name): path for path in states(folder)}
     if not kept:
-        raise InputError(
-            f"{folder}: no state of a training run was found; pass the --output of `ltx2rt train "
-            "run`"
-        )
+        advice = "pass the --output of `ltx2rt train run`"
+        raise InputError(f"{folder}: no state of a training run was found; {advice}")
     step = int(match[2]) if match[2] else max(kept)
     if step not in kept:
-        raise InputError(
-            f"{folder}: no state of step {step} was kept; there are "
-            f"{', '.join(map(str, sorted(kept)))}"
-        )
+        others = ", ".join(map(str, sorted(kept)))
+        raise InputError(f"{folder}: no state of step {step} was kept; there are {others}")
     if args.output.suffix != ".safetensors":
         raise InputError(f"--output: {args.output}, expected a name that ends in .safetensors")
     check_outputs([("--output", args.output)], [folder / "state"])
@@ -292,9 +283,8 @@ def export(args: argparse.Namespace) -> None:
     scale = request["alpha"] / request["rank"]
     kind = EMA if args.ema else "parameters"
     if kind not in arrays:
-        raise InputError(
-            f"--ema: {folder} kept no average; train with --ema, or leave the flag out"
-        )
+        advice = "train with --ema, or leave the flag out"
+        raise InputError(f"--ema: {folder} kept no average; {advice}")
     facts = described(about, step)
     write_lora(args.output, arrays[kind], scale, facts, args.dtype, args.format)
     print(args.output)
@@ -305,12 +295,10 @@ def _options(args: argparse.Namespace) -> ModelOptions:
     options = model_options(args)
     options.check()
     factory = get_factory(options.backend)
-    if factory.process_per_device and (
-        prod(options.mesh.values()) > 1 or factory.rank_and_size(os.environ)[1] > 1
-    ):
-        raise InputError(
-            f"--mesh: `train prepare` runs one process of {factory.name}; leave the flag out"
-        )
+    several = prod(options.mesh.values()) > 1 or factory.rank_and_size(os.environ)[1] > 1
+    if factory.process_per_device and several:
+        one = f"`train prepare` runs one process of {factory.name}"
+        raise InputError(f"--mesh: {one}; leave the flag out")
     return options
 
 

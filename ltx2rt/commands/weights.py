@@ -50,9 +50,8 @@ def inspect(args: argparse.Namespace) -> None:
 
 
 def fetch_flags(to: Any) -> None:
-    to.add_argument(
-        "repository", type=Path, metavar="ORG/NAME[/FILE]", help="repository of the hub"
-    )
+    about = "repository of the hub"
+    to.add_argument("repository", type=Path, metavar="ORG/NAME[/FILE]", help=about)
     names = ", ".join(pipelines())
     about = f"pipeline to fetch the files of: {names} (default: {FIRST})"
     to.add_argument("--pipeline", default=FIRST, metavar="NAME", help=about)
@@ -63,31 +62,24 @@ def fetch_flags(to: Any) -> None:
 def fetch(args: argparse.Namespace) -> None:
     decoder = given_flags(args, ModelOptions).get("video_decoder")
     wanted = (*files_beside(decoder), *wanted_by(pipeline(args.pipeline)))
-    repo = hub.parse_repo(
-        Path(f"{args.repository}@{args.revision}" if args.revision else args.repository)
-    )
+    at = f"@{args.revision}" if args.revision else ""
+    repo = hub.parse_repo(Path(f"{args.repository}{at}"))
     if repo is None:
-        raise InputError(
-            f"{args.repository}: expected ORG/NAME or ORG/NAME/FILE of the hub, not a path"
-        )
+        expected = "ORG/NAME or ORG/NAME/FILE of the hub, not a path"
+        raise InputError(f"{args.repository}: expected {expected}")
     print(hub.fetch(repo, wanted=wanted))
 
 
 def merge_flags(to: Any) -> None:
-    several = {"nargs": "+", "action": "extend", "required": True}
-    to.add_argument(
-        "--model", type=Path, required=True, metavar="PATH", help="model file or folder (required)"
-    )
-    to.add_argument(
-        "--lora", **several, metavar="FILE|FOLDER[:STRENGTH]", help="LoRAs to merge (required)"
-    )
+    def needed(name: str, about: str, metavar: str, **how: Any) -> None:
+        to.add_argument(name, help=f"{about} (required)", metavar=metavar, required=True, **how)
+
+    several = {"nargs": "+", "action": "extend"}
+    needed("--model", "model file or folder", "PATH", type=Path)
+    needed("--lora", "LoRAs to merge", "FILE|FOLDER[:STRENGTH]", **several)
     add_flags(to, ModelOptions, only=("lora_allow_partial",))
-    to.add_argument(
-        "--tensor", **several, metavar="NAME", help="official names of tensors to write (required)"
-    )
-    to.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="file to write (required)"
-    )
+    needed("--tensor", "official names of tensors to write", "NAME", **several)
+    needed("--output", "file to write", "FILE", type=Path)
     about = "dtype of the tensors (default: float32)"
     add_choice(to, "--dtype", ("bfloat16", "float32"), about, default="float32")
 
