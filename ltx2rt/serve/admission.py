@@ -1,9 +1,7 @@
-"""From the fields of a request to a job that will run: everything that the command line refuses is
-refused here.
+"""From the fields of a request to a job that will run: what the command line refuses is refused.
 
-The request is resolved, its seed drawn, and the run planned on a backend that has the replica's
-memory and runs nothing. No field names a file: images, sounds and videos come as bytes, LoRAs by
-the names that the server gives them.
+The run is planned on a backend that has the replica's memory and runs nothing. No field names a
+file: images, sounds and videos come as bytes, LoRAs by the names that the server gives them.
 """
 
 from __future__ import annotations
@@ -43,6 +41,7 @@ from ltx2rt.serve.fields import (
     offered,
     schema,
     served,
+    truth,
     uploads,
     value,
 )  # fmt: skip
@@ -56,6 +55,7 @@ from ltx2rt.session.session import Session
 from ltx2rt.stages.duration import chooses_length
 from ltx2rt.stages.enhance import Enhancer
 from ltx2rt.suggest import same
+from ltx2rt.text_files import mismatch
 from ltx2rt.weights.lora_config import lora_file
 
 MAX_IMAGES, MAX_LORAS, MAX_METADATA, MAX_PRIORITY = 8, 8, 16, 9
@@ -70,6 +70,12 @@ MAX_SHAPES = 256  # whose plans are remembered
 UNKNOWN_BYTES = 10**15  # memory of a device that no replica has reported yet
 SHA = re.compile(r"[0-9a-f]{64}")
 KEPT = re.compile(rf"\b{SHA.pattern}(\.media|\.mask|\.exr)?\b")
+
+
+def digest_of(given: Mapping[str, Any]) -> str:
+    """Digest of all that a request asks for."""
+    found = {name: value for name, value in given.items() if value is not None}
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 
 class ReplicaBackend(DatasheetBackend):
@@ -159,37 +165,30 @@ class Admission:
         if "preset" in given:
             given = with_preset(given)
         every = flagged(*self.served.values())
-        for field, f in every.items():
-            for other in f.metadata["flag"].also:
-                spelled = other[2:].replace("-", "_")
-                if spelled in given and spelled not in every and field not in given:
-                    given[field] = given.pop(spelled)
+        also = [(field, one) for field in every for one in how(field).also]
+        for field, spelled in ((field, one[2:].replace("-", "_")) for field, one in also):
+            if spelled in given and spelled not in every and field not in given:
+                given[field] = given.pop(spelled)
         name = self._name(given)
         type_ = self.served[name]
         clip_fields, taken = self.fields(type_), uploads(type_)
         known = [*clip_fields, *OURS, *taken]
-        for field in given:
-            foreign = same(field, known) is not None
-            if field not in (*known, *flagged(type_)) and readers(field) and not foreign:
+        for field in (field for field in given if field not in known):
+            if field not in flagged(type_) and readers(field) and same(field, known) is None:
                 raise of_input(unread(name, f"--{field}", field), known, given)
-            if field not in known and field in flagged(Length) and type_.has(SourceClip):
+            if field in flagged(Length) and type_.has(SourceClip):
                 raise of_input(InputError(f"--{field}: {DECIDES}"), [field], given)
-            if field not in known:
-                raise unknown(field, known)
+            raise unknown(field, known)
         if (model := self._text(given, "model", self.model)) not in self.names:
             raise misfit("model", model, f"{' or '.join(map(repr, self.names))}, or none")
         _check_metadata(given.get("metadata", {}))
         if len(self._text(given, "user", "")) > MAX_USER:
             raise invalid(f"user: expected at most {MAX_USER} characters", "user")
         try:
-            clip = {
-                field: value(clip_fields[field], given[field])
-                for field in clip_fields
-                if field in given
-            }
+            clip = {f: value(found, given[f]) for f, found in clip_fields.items() if f in given}
             if "prompt" not in clip:
                 raise InputError("--prompt: there is none; say what the clip shows")
-            if self.served[name].has(Length):
+            if type_.has(Length):
                 clip = with_sides(clip | {"size": self._text(given, "size", "") or None})
                 if chooses_length(self.checkpoint.config) and "seconds" not in clip:
                     clip = {"num_frames": DEFAULT_FRAMES} | clip
@@ -197,9 +196,8 @@ class Admission:
                 raise InputError(f"--size: {name} keeps that of its video; leave it out")
             images = self._images(given.get("images", ()))
             loras = self._loras(given.get("loras", ()))
-            sent = {field: kind for field, kind in taken.items() if field in given}
-            files = {field: self._files(field, given[field], kind) for field, kind in sent.items()}
-            return self._planned(name, dict(given), clip, images, loras, files)
+            files = {f: self._files(f, given[f], kind) for f, kind in taken.items() if f in given}
+            return self._planned(name, given, clip, images, loras, files)
         except InputError as error:
             said = self._without_folders(str(error))
             raise of_input(InputError(said), known, given) from error
@@ -244,29 +242,21 @@ class Admission:
         settings = request.settings()
         resolved = {f: settings[f] for f in self.fields(type(request))}
         height, width = request.size_px
-        frames = str(given.get("hdr_frames", False)).lower()
-        if frames not in ("true", "false"):
-            raise InputError(f"--hdr-frames: {frames[:80]!r}, expected true or false")
-        if frames == "true" and not request.high_range:
+        frames = truth("--hdr-frames", given.get("hdr_frames", False))
+        if frames and not request.high_range:
             raise InputError("--hdr-frames: the clip is not in high dynamic range; add hdr")
         job = {
             "pipeline": name, "clip": resolved, "images": images, "loras": loras, "files": files,
-            "n": n,
-            "size": f"{width}x{height}", "seconds": seconds, "frames": frames == "true",
+            "n": n, "size": f"{width}x{height}", "seconds": seconds, "frames": frames,
         }  # fmt: skip
-        digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
         key = json.dumps(loras) if loras else ""
-        return Admitted(given, job, work, key, digest, priority, least_s)
+        return Admitted(given, job, work, key, digest_of(given), priority, least_s)
 
     def _without_folders(self, message: str) -> str:
         """Sentences name files; their folder and their names here stay private."""
-        for folder in (
-            self.inputs,
-            self.lora_folder,
-            self.options.model,
-            self.options.model.parent,
-        ):
-            if folder is not None and str(folder) not in (".", "/"):
+        model = self.options.model
+        for folder in filter(None, (self.inputs, self.lora_folder, model, model.parent)):
+            if str(folder) not in (".", "/"):
                 message = message.replace(f"{folder}/", "")
         return KEPT.sub("the file", message)
 
@@ -291,32 +281,30 @@ class Admission:
         """[name among the inputs, frame, strength] of each."""
         images = []
         for item in _items("images", given, MAX_IMAGES, ("file_id", "frame", "strength")):
-            digest = f"{item.get('file_id')}"
-            names = [digest + SUFFIX[kind] for kind in (IMAGE, EXR)]
-            file = next((name for name in names if (self.inputs / name).is_file()), None)
-            if not SHA.fullmatch(digest) or file is None:
-                raise invalid("images: file_id names no image that was sent here", "images")
-            strength, frame = number(item.get("strength", 1.0)), None
-            with suppress(TypeError, ValueError):
+            try:
                 frame = parse_frame(item.get("frame", 0))
-            if frame is None or strength is None:
-                text = "images: frame is a number, last, -1, 2.5s or 50%, strength a number"
-                raise invalid(text, "images")
-            images.append([file, frame, strength])
+            except (TypeError, ValueError):
+                text = "images: frame is a number, last, -1, 2.5s or 50%"
+                raise invalid(text, "images") from None
+            images.append([self._file("images", item, IMAGE), frame, _strength("images", item)])
         return images
 
     def _files(self, field: str, given: Any, kind: str) -> list[list]:
         """[name among the inputs] of each, of a field for references with its strength."""
         weighed, most = how(field).parse is parse_reference, MAX_IMAGES if how(field).repeat else 1
-        files = []
-        for item in _items(field, given, most, ("file_id", *(["strength"] * weighed))):
-            file, strength = f"{item.get('file_id')}", number(item.get("strength", 1.0))
-            if not SHA.fullmatch(file) or not (self.inputs / (file + SUFFIX[kind])).is_file():
-                raise invalid(f"{field}: file_id names no {kind} that was sent here", field)
-            if strength is None:
-                raise invalid(f"{field}: strength is a number", field)
-            files.append([file + SUFFIX[kind], *([strength] if weighed else [])])
-        return files
+        return [
+            [self._file(field, item, kind), *([_strength(field, item)] if weighed else [])]
+            for item in _items(field, given, most, ("file_id", *(["strength"] * weighed)))
+        ]
+
+    def _file(self, field: str, item: Mapping[str, Any], kind: str) -> str:
+        """Return the name among the inputs of the file that an item names. Raises Refusal."""
+        digest = f"{item.get('file_id')}"
+        names = [digest + SUFFIX[one] for one in ((IMAGE, EXR) if kind == IMAGE else (kind,))]
+        file = next((name for name in names if (self.inputs / name).is_file()), None)
+        if not SHA.fullmatch(digest) or file is None:
+            raise invalid(f"{field}: file_id names no {kind} that was sent here", field)
+        return file
 
     def high_range(self, request: Request, loras: Sequence[Sequence[Any]]) -> HighRange | None:
         """How the files of a job are; loras: as it names them."""
@@ -340,15 +328,12 @@ class Admission:
         """[file, strength, stage] of each."""
         known, loras = self.lora_files(), []
         for item in _items("loras", given, MAX_LORAS, ("name", "strength", "stage")):
-            strength, stage = number(item.get("strength", 1.0)), item.get("stage")
-            name = str(item.get("name"))
-            if name not in known:
+            if (name := str(item.get("name"))) not in known:
                 text = f"loras: no LoRA is named {name[:80]!r}; known: {', '.join(known) or 'none'}"
                 raise invalid(text, "loras")
-            if strength is None or stage not in (None, *DISTILLED_STAGES):
-                text = "loras: strength is a number, stage one of stage1 and stage2"
-                raise invalid(text, "loras")
-            loras.append([known[name], strength, stage])
+            if (stage := item.get("stage")) not in (None, *DISTILLED_STAGES):
+                raise invalid(f"loras: stage is one of {', '.join(DISTILLED_STAGES)}", "loras")
+            loras.append([known[name], _strength("loras", item), stage])
         return loras
 
     # --- what can be asked for --------------------------------------------------------------------
@@ -357,9 +342,9 @@ class Admission:
         """Whether model and flags allow any request of the pipeline."""
         try:
             type_.check_model(self.checkpoint.config)
-            lora = None
-            if not type_.has(ByChoice):  # else each request's settings tell
-                lora = distilled_lora(type_, self.options, self.checkpoint)
+            if type_.has(ByChoice):
+                return True  # each request's settings tell
+            lora = distilled_lora(type_, self.options, self.checkpoint)
         except InputError:
             return False
         return type_.distilled != "needed" or lora != NO_LORA
@@ -427,10 +412,16 @@ def with_preset(given: Mapping[str, Any]) -> dict[str, Any]:
     return found | {field: value for field, value in given.items() if field != "preset"}
 
 
+def _strength(name: str, item: Mapping[str, Any]) -> float:
+    """Raises Refusal."""
+    if (found := number(item.get("strength", 1.0))) is None:
+        raise invalid(f"{name}: strength is a number", name)
+    return found
+
+
 def _check_metadata(given: Any) -> None:
-    texts = isinstance(given, dict) and all(
-        isinstance(x, str) and len(x) <= 512 for pair in given.items() for x in pair
-    )
-    if not texts or len(given) > MAX_METADATA:
+    """Raises Refusal."""
+    long = mismatch(given, {str: str}) or len(given) > MAX_METADATA
+    if long or any(len(text) > 512 for pair in given.items() for text in pair):
         text = f"metadata: expected at most {MAX_METADATA} pairs of texts of at most 512 characters"
         raise invalid(text, "metadata")

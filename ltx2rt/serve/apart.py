@@ -92,9 +92,7 @@ def main() -> None:
         try:
             found = asdict(admission.admit(given))
         except Refusal as refusal:
-            names = ("status", "code", "param", "retry_after_s")
-            said = {name: getattr(refusal, name) for name in names}
-            found = {"refused": {**said, "message": str(refusal)}}
+            found = {"refused": {**vars(refusal), "message": str(refusal)}}
         print(json.dumps(found), flush=True)
 
 

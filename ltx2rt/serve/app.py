@@ -9,17 +9,17 @@ import asyncio
 import json
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette import routing
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from ltx2rt.serve.answers import Json
 from ltx2rt.serve.batch import made_by
@@ -27,7 +27,7 @@ from ltx2rt.serve.files import EVENT_GAP_S, Files
 from ltx2rt.serve.form import Gone, fields_of
 from ltx2rt.serve.gate import COOKIE, PAGE, RETRY_S, nothing_here, refused
 from ltx2rt.serve.jobs import Job
-from ltx2rt.serve.openapi import Route, openapi
+from ltx2rt.serve.openapi import Answer, openapi
 from ltx2rt.serve.options import KEEP_S
 from ltx2rt.serve.orders import Orders
 from ltx2rt.serve.refusal import Refusal
@@ -42,17 +42,16 @@ NOT_HERE = "editing and characters are not supported here; send a new prompt wit
 
 
 class App(Orders, Videos, Files):
+    """The docstrings of its routes are the text of /docs."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         kinds = (Refusal, HTTPException, Gone, sqlite3.OperationalError, OSError, Exception)
-        routes = [
-            routing.Route(path, call, methods=[method]) for method, path, call in self._routes()
-        ]
-        self.starlette = Starlette(
-            routes=routes, exception_handlers=dict.fromkeys(kinds, self._refused)
-        )
+        handlers = dict.fromkeys(kinds, self._refused)
+        routes = [Route(path, call, methods=[method]) for method, path, call in self._routes()]
+        self.starlette = Starlette(routes=routes, exception_handlers=handlers)
 
-    def _routes(self) -> list[Route]:
+    def _routes(self) -> list[Answer]:
         return [
             ("POST", "/v1/videos", self.create),
             ("GET", "/v1/videos", self.list),
@@ -98,7 +97,8 @@ class App(Orders, Videos, Files):
     # --- events -----------------------------------------------------------------------------------
 
     async def events(self, request: Request) -> Response:
-        """Events of one job or of all of the user's; with `previews=1` also pictures."""
+        """Follow a video, or all of yours, as server-sent events: each has the latest state of one
+        video. With `previews=1` there are pictures while it is made."""
         job = await self._job(request) if "id" in request.path_params else None
         previews = request.query_params.get("previews") == "1"
         after = request.headers.get("last-event-id")
@@ -139,27 +139,34 @@ class App(Orders, Videos, Files):
     # --- the server -------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
-        about = await asyncio.to_thread(made_by, self.admission)
-        return Json({
-            "object": "list", "data": [_model(name, about) for name in self.admission.names]
-        })  # fmt: skip
+        """List the model under each of its names; `x` has the digests of its files."""
+        return Json({"object": "list", "data": list((await self._models()).values())})
 
     async def one_model(self, request: Request) -> Response:
-        if (id := request.path_params["id"]) not in self.admission.names:
+        """Return the model, by one of its names."""
+        if (id := request.path_params["id"]) not in (found := await self._models()):
             text = f"no model is named {id[:80]!r}; here is {self.admission.model!r}"
             raise Refusal(404, "not_found", text, "model")
-        return Json(_model(id, await asyncio.to_thread(made_by, self.admission)))
+        return Json(found[id])
+
+    async def _models(self) -> dict[str, dict[str, Any]]:
+        fixed = {"object": "model", "created": 0, "owned_by": "local"}
+        about = await asyncio.to_thread(made_by, self.admission)
+        return {name: {"id": name, **fixed, "x": about} for name in self.admission.names}
 
     async def loras(self, request: Request) -> Response:
+        """List the LoRAs that requests may name."""
         folder, files = self.admission.lora_folder or Path(), self.admission.lora_files()
         found = {n: await asyncio.to_thread(digest, folder / file) for n, file in files.items()}
         data = [{"id": name, "object": "lora", "x": {"digest": x}} for name, x in found.items()]
         return Json({"object": "list", "data": data})
 
     async def limits(self, request: Request) -> Response:
+        """Return the pipelines, their fields with defaults and bounds, and all other limits."""
         return Json({**self.admission.limits(), "upload_bytes": self.how.flags.max_upload})
 
     async def status(self, request: Request) -> Response:
+        """Return the states of the replicas, the number of your videos by status, and free disk."""
         whose = None if request.state.operator else request.state.user
         counts, now = await self.store(self.queue.counts, whose), time.monotonic()
         replicas = [
@@ -172,7 +179,8 @@ class App(Orders, Videos, Files):
         })  # fmt: skip
 
     async def pause(self, request: Request) -> Response:
-        """Start no job until `resume`; those that run end, and new ones are accepted."""
+        """Pause or resume the queue, as an operator. While it is paused, no video starts; those
+        that run go on, and new ones are accepted."""
         on = request.url.path.endswith("/pause")
         await self.store(self.queue.pause, on)
         self.board.log("paused" if on else "resumed")
@@ -183,8 +191,7 @@ class App(Orders, Videos, Files):
         return PlainTextResponse("ok\n")
 
     async def ready(self, request: Request) -> Response:
-        if self.supervisor.draining:
-            raise Refusal(503, "draining", "the server is about to stop", retry_after_s=60)
+        self._require_running()
         if not self.supervisor.ready:
             raise Refusal(503, "starting", "no replica is ready yet", retry_after_s=RETRY_S)
         if (problem := await self._storage()) is not None:
@@ -259,10 +266,6 @@ class App(Orders, Videos, Files):
         await self.store.insist(self.queue.forget, now_s - 10 * min(self.how.keep_s, KEEP_S))
         needed = await self.store(self.queue.waiting) + await self.store(self.queue.finished)
         await asyncio.to_thread(self.folder.sweep_inputs, needed, UNUSED_S)
-
-
-def _model(name: str, about: Mapping[str, Any]) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "local", "x": about}
 
 
 def rss_bytes(pid: int | None = None) -> int:

@@ -56,9 +56,8 @@ class Shard:
 
     @property
     def results(self) -> str:
-        return (
-            "results.jsonl" if self.count == 1 else f"results.{self.number}-of-{self.count}.jsonl"
-        )
+        part = "" if self.count == 1 else f".{self.number}-of-{self.count}"
+        return f"results{part}.jsonl"
 
 
 def parse_shard(text: str | Shard) -> Shard:
@@ -102,26 +101,17 @@ def read_lines(path: Path) -> list[Line]:
     return lines
 
 
-def digest_of(given: Mapping[str, Any]) -> str:
-    """Digest of all that a job asks for, as admission has it."""
-    found = {name: value for name, value in given.items() if value is not None}
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
-
-
 def made_by(admission: Admission) -> dict[str, Any]:
     """The model as a result states it: digests of its files and LoRAs, and flags that change
     numbers."""
     asked, model = admission.options, admission.checkpoint
     distilled = [asked.distilled_lora] if asked.distilled_lora else map(LoraSpec, model.loras_found)
     specs = [spec for spec in (*distilled, *asked.loras) if spec.path.exists()]
+    loras = [[s.path.name, digest(s.path), s.strength, s.stage] for s in specs]
     flags = {"dtype": asked.dtype, "weights_dtype": asked.weights_dtype}
     flags["assume"] = asked.assume
-    return {
-        "name": model.path.name,
-        "digest": model.digest(),
-        "loras": [[s.path.name, digest(s.path), s.strength, s.stage] for s in specs],
-        **{name: value for name, value in flags.items() if value is not None},
-    }
+    set_ = {name: value for name, value in flags.items() if value is not None}
+    return {"name": model.path.name, "digest": model.digest(), "loras": loras, **set_}
 
 
 def seeded(line: Line, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,13 +15,12 @@ from ltx2rt.serve.admission import Admission
 from ltx2rt.serve.answers import Json
 from ltx2rt.serve.apart import Apart
 from ltx2rt.serve.board import Board
-from ltx2rt.serve.folder import Folder, clip_names
+from ltx2rt.serve.folder import DISK_FULL, Folder, clip_names
 from ltx2rt.serve.gate import RETRY_S
 from ltx2rt.serve.jobs import COMPLETED, JOB_ID, QUEUED, RUNNING, Job
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.options import Serving
 from ltx2rt.serve.pace import Pace
-from ltx2rt.serve.queue import QueueFull
 from ltx2rt.serve.refusal import Refusal, misfit
 from ltx2rt.serve.supervisor import QueueThread, Supervisor, in_thread
 from ltx2rt.serve.video import as_video
@@ -67,8 +65,7 @@ class Core:
             took_s, _ = (await self._pace()).of(job.work)
             eta_s = None if took_s is None or wait_s is None else round(wait_s + took_s, 1)
         live, preview = self.board.live.get(job.id), self.board.previews.get(job.id)
-        shown = preview and preview[0]
-        keep_s = self.how.keep_s
+        shown, keep_s = preview and preview[0], self.how.keep_s
         return as_video(job, self.admission.model, keep_s, live, shown, position, eta_s)
 
     async def _pace(self) -> Pace:
@@ -85,8 +82,8 @@ class Core:
             return position, None if position else 0.0
         live = [progress.get("eta_s") or 0.0 for progress in self.board.live.values()]
         replicas = len(self.supervisor.replicas)
-        free = len(live) < replicas
-        return position, (position_s + (0.0 if free else sum(live))) / replicas
+        running_s = 0.0 if len(live) < replicas else sum(live)
+        return position, (position_s + running_s) / replicas
 
     def _answer(self, video: dict[str, Any], status: int = 200) -> Response:
         wait_ms = POLL_MS.get(video["status"])
@@ -105,13 +102,14 @@ class Core:
             return "unavailable", f"the disk has not answered for {hangs_s:.0f} s"
         return self._problem
 
-    async def _require_accepting(self) -> None:
+    def _require_running(self) -> None:
         if self.supervisor.draining:
             raise Refusal(503, "draining", "the server is about to stop", retry_after_s=60)
-        full = (
-            ("disk_full", "the disk is full") if await asyncio.to_thread(self.folder.full) else None
-        )
-        if (problem := full or self.supervisor.problem) is not None:
+
+    async def _require_accepting(self) -> None:
+        self._require_running()
+        full = await asyncio.to_thread(self.folder.full)
+        if (problem := DISK_FULL if full else self.supervisor.problem) is not None:
             raise Refusal(503, *problem, retry_after_s=RETRY_S)
 
     def _clip(self, job: Job, number: Any) -> BinaryIO:
@@ -136,7 +134,3 @@ def require_video(job: Job, number: str = "0") -> None:
     n = job.job.get("n", 1)
     if number not in map(str, range(n)):
         raise misfit("video", number, f"0 to {n - 1}")
-
-
-def too_many(full: QueueFull) -> Refusal:
-    return Refusal(429, full.code, str(full), retry_after_s=max(1, math.ceil(full.after_s)))

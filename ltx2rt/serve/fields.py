@@ -38,26 +38,26 @@ def served() -> dict[str, type[Request]]:
 @cache
 def uploads(*types: type[Request]) -> dict[str, str]:
     """Kinds of files that pipelines take besides images, by field; default: all pipelines."""
-    types = types or tuple(served().values())
-    found = {name: f.metadata["flag"] for name, f in flagged(*types).items()}
-    return {
-        name: how.file
-        for name, how in found.items()
-        if how.file in MAX_BYTES and how.parse is not parse_image
-    }
+    flags = _flags(*(types or served().values()))
+    kinds = {name: how.file for name, how in flags.items() if how.parse is not parse_image}
+    return {name: kind for name, kind in kinds.items() if kind in MAX_BYTES}
 
 
 @cache
 def structured() -> tuple[str, ...]:
     """The fields that are JSON, also as text of a form."""
-    flags = {name: f.metadata["flag"] for name, f in flagged(*served().values()).items()}
-    listed = [name for name, how in flags.items() if how.repeat or how.json == "array"]
+    flags = _flags(*served().values()).items()
+    listed = [name for name, how in flags if how.repeat or how.json == "array"]
     return ("loras", "metadata", "input_reference", *listed, *uploads())
+
+
+def _flags(*types: type[Request]) -> dict[str, Flag]:
+    return {name: f.metadata["flag"] for name, f in flagged(*types).items()}
 
 
 @cache
 def how(field: str) -> Flag:
-    return flagged(*pipelines().values())[field].metadata["flag"]
+    return _flags(*pipelines().values())[field]
 
 
 def as_given(files: Mapping[str, list[list]], folder: Path) -> dict[str, Any]:
@@ -74,8 +74,7 @@ def as_given(files: Mapping[str, list[list]], folder: Path) -> dict[str, Any]:
 def offered(type_: type[Request], with_enhancer: bool = False) -> dict[str, Field]:
     """The clip flags that requests may set: those that name no file to keep, and are not marked as
     the command line's own."""
-    but = flagged(Enhancing) if not with_enhancer else {}
-    but = {**but, **marked("command", type_)}
+    but = marked("command", type_) | ({} if with_enhancer else flagged(Enhancing))
     return {
         name: f
         for name, f in flagged(type_).items()
@@ -87,10 +86,12 @@ def offered(type_: type[Request], with_enhancer: bool = False) -> dict[str, Fiel
 
 def front(type_: type[Request]) -> list[str]:
     """The fields that tell what the pipeline is to do with which file, apart from images."""
-    found = {name: f.metadata["flag"] for name, f in flagged(type_).items()}
-    own = (n for n, how in found.items() if how.asks or (how.file and how.common))
-    other = (type_.name, None)
-    return [n for n in own if found[n].asks in other and found[n].parse is not parse_image]
+    return [
+        name
+        for name, how in _flags(type_).items()
+        if (how.asks == type_.name or (how.asks is None and how.file and how.common))
+        and how.parse is not parse_image
+    ]
 
 
 def value(f: Field, given: Any) -> Any:
@@ -107,9 +108,7 @@ def value(f: Field, given: Any) -> Any:
     if own.bare is not None and given is True:
         return own.bare
     if parse is bool:
-        if text.lower() not in ("true", "false"):
-            raise InputError(f"{name}: {text[:80]!r}, expected true or false")
-        return text.lower() == "true"
+        return truth(name, given)
     if parse is str and isinstance(given, str) and len(given) > MAX_PROMPT:
         raise InputError(f"{name}: {len(given)} characters, expected at most {MAX_PROMPT}")
     if "\0" in text:
@@ -126,6 +125,13 @@ def value(f: Field, given: Any) -> Any:
         raise
     except (TypeError, OverflowError, ValueError):
         raise misfit from None
+
+
+def truth(name: str, given: Any) -> bool:
+    """Raises InputError, which names the flag."""
+    if (text := str(given).lower()) not in ("true", "false"):
+        raise InputError(f"{name}: {str(given)[:80]!r}, expected true or false")
+    return text == "true"
 
 
 def schema(f: Field) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from ltx2rt.run.recording import STREAM, write_segment
 from ltx2rt.serve.admission import as_given
 from ltx2rt.serve.answers import Json, Opened
 from ltx2rt.serve.core import Core, expired, require_video
-from ltx2rt.serve.folder import CLIP, FRAMES, SEGMENTS, THUMBNAIL, clip_names, frames_of
+from ltx2rt.serve.folder import CLIP, FRAMES, SEGMENTS, THUMBNAIL, clip_names
 from ltx2rt.serve.jobs import COMPLETED, Job
 from ltx2rt.serve.refusal import Refusal, invalid, misfit
 from ltx2rt.serve.video import in_segments
@@ -35,6 +35,8 @@ STREAM_BYTES = 2**18  # bytes of a stream at once
 
 class Files(Core):
     async def content(self, request: Request) -> Response:
+        """Download the clip, or with `variant` its frames, thumbnail, spritesheet or report, or the
+        preview of one that runs. `video` is the number of one of several clips, from 0 on."""
         job, variant = await self._job(request), request.query_params.get("variant", "video")
         if variant not in VARIANTS:
             raise misfit("variant", variant, f"one of {', '.join(VARIANTS)}")
@@ -44,16 +46,15 @@ class Files(Core):
                 raise Refusal(404, "not_found", text)
             headers = {"cache-control": "no-store"}
             return Response(shown[1], media_type="image/jpeg", headers=headers)
-        number, n = request.query_params.get("video", "0"), job.job.get("n", 1)
+        number, result = request.query_params.get("video", "0"), job.result or {}
         require_video(job, number)
-        result = job.result or {}
         if variant == "report":
             return Json(result.get("report", {}))
         try:
             if variant == "thumbnail":
                 picture = self.folder.outputs / (job.stem + THUMBNAIL)
                 return await asyncio.to_thread(Opened, picture, media_type="image/webp")
-            clip = self.folder.outputs / clip_names(job.stem, n)[int(number)]
+            clip = self.folder.outputs / clip_names(job.stem, job.job.get("n", 1))[int(number)]
             name = job.id + (f"-{number}" if number != "0" else "")
             if variant == "spritesheet":
                 async with self._encoding:
@@ -63,9 +64,8 @@ class Files(Core):
                 if not job.job.get("frames"):
                     text = "there are no frames of high dynamic range; ask for them by hdr_frames"
                     raise Refusal(404, "not_found", text)
-                frames = clip.with_name(frames_of(clip.name))
                 how = {"media_type": "application/zip", "filename": f"{name}{FRAMES}"}
-                return await asyncio.to_thread(Opened, frames, **how)
+                return await asyncio.to_thread(Opened, clip.with_suffix(FRAMES), **how)
             noted = None
             if request.method == "GET" and "fetched" not in result:
                 now = int(time.time())
@@ -78,16 +78,16 @@ class Files(Core):
             raise expired() from None
 
     async def stream(self, request: Request) -> Response:
-        """A clip in segments while it is made, as fragmented MP4, from its byte `from` on; when the
-        job is over, the finished file."""
+        """Play a clip in segments while it is made: fragmented MP4, from the byte `from` on. Once
+        the video is completed, the answer is the finished file."""
         job, start = await self._job(request), request.query_params.get("from", "0")
         if not (start.isascii() and start.isdecimal() and len(start) < 16):
             raise misfit("from", start, "a byte")
-        if job.over and int(start):
+        if job.over and not int(start):
+            return await self.content(request)
+        if job.over:
             text = "the stream is over; fetch the content instead"
             raise Refusal(409, "stream_over", text, "from")
-        if job.over:
-            return await self.content(request)
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         followed = self._followed(job, int(start))
         return StreamingResponse(followed, media_type="video/mp4", headers=headers)
@@ -105,18 +105,16 @@ class Files(Core):
         return job, clip.kept_in(self.folder.outputs / f"{job.id}{SEGMENTS}")
 
     async def segment(self, request: Request) -> Response:
-        """A segment that is made, as a file that plays, while the job is not over. It is encoded
-        once, and kept beside the segment."""
+        """Download a finished segment of a clip that is still being made, as an MP4 file."""
         (job, clip), number = await self._in_segments(request), request.path_params["index"]
         parts = list(stops(clip.parts))
         if number not in map(str, range(1, len(parts) + 1)):
-            text = f"segment: {number[:80]!r}, expected 1 to {len(parts)}"
-            raise invalid(text)
+            raise invalid(f"segment: {number[:80]!r}, expected 1 to {len(parts)}")
         if job.status == COMPLETED:
             text = "the clip is whole, and its segments are deleted; fetch the content instead"
             raise Refusal(409, "stream_over", text)
         part, stop = parts[int(number) - 1]
-        path = part.path.with_suffix(CLIP)
+        path = part.path.with_suffix(CLIP)  # encoded once, and kept until the clip is whole
         try:
             async with self._encoding:
                 if not path.exists():
@@ -132,14 +130,13 @@ class Files(Core):
             raise Refusal(409, "not_ready", text) from None
 
     async def segments(self, request: Request) -> Response:
-        """The segments of a clip: frames, prompt, and whether it is made."""
+        """List the segments of a clip: frames, prompt, and whether each is made."""
         job, clip = await self._in_segments(request)
         prompts, found = (clip.positive, *clip.segment_prompts), []
         for i, (part, stop) in enumerate(stops(clip.parts), 1):
-            try:
+            size = None
+            with suppress(FileNotFoundError):
                 size = part.path.stat().st_size
-            except FileNotFoundError:
-                size = None
             made = job.status == COMPLETED or size is not None
             found.append({
                 "index": i, "start": part.start, "frames": stop - part.start,

@@ -15,7 +15,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Lock
@@ -28,6 +28,7 @@ from ltx2rt.system import sync, take_lock
 from ltx2rt.text_files import read_json
 
 STORAGE = "storage"  # the code of a run that failed because its files could not be written
+DISK_FULL = "disk_full", "the disk is full"
 MIN_FREE_BYTES = 2 * 10**9
 CLIP, THUMBNAIL, REPORT = ".mp4", ".webp", ".json"
 FRAMES = ".zip"  # beside a clip in high dynamic range, if asked for
@@ -80,11 +81,10 @@ class Folder:
         others = self.queue.parent.glob(self.queue.name + "-*")
         found += [path.name for path in others if path.stat().st_size]
         if found:
-            raise InputError(
-                f"{self.flag}: {self.root} holds {len(found)} files of a server, such as "
-                f"{found[0]}, but not its queue, {self.queue.name}; put that back (--queue), or "
-                "name another folder"
-            )
+            holds = f"{self.root} holds {len(found)} files of a server, such as {found[0]}"
+            advice = "put that back (--queue), or name another folder"
+            lacks = f"but not its queue, {self.queue.name}"
+            raise InputError(f"{self.flag}: {holds}, {lacks}; {advice}")
 
     def keep_input(self, data: bytes, suffix: str = "", user: str = "") -> str:
         """Keep a file with these bytes among the inputs; its digest, which with the suffix is its
@@ -109,19 +109,14 @@ class Folder:
     def sent_by(self, user: str, digest: str) -> bool:
         """Whether the user has sent this server a file with the digest since it started."""
         with self._inputs_lock:
-            return any(
-                user in users for name, users in self._senders.items() if name.startswith(digest)
-            )
+            senders = self._senders.items()
+            return any(user in users for name, users in senders if name.startswith(digest))
 
     def keep_longer(self, names: Iterable[str]) -> bool:
         """Count inputs as sent just now; whether all are there."""
         with self._inputs_lock:
-            found = [name for name in names if not self._renewed(name)]
-        return not found
-
-    def _renewed(self, name: str) -> bool:
-        self._since[name] = time.monotonic()
-        return (self.inputs / name).is_file()
+            self._since |= dict.fromkeys(names := list(names), time.monotonic())
+            return all((self.inputs / name).is_file() for name in names)
 
     def published(self, job: Job) -> dict[str, Any] | None:
         """The result of a job whose files are whole, else None."""
@@ -133,8 +128,8 @@ class Folder:
 
     def remove(self, job: Job) -> None:
         _discard(self.outputs / f"{job.id}{SEGMENTS}")
-        beside = (job.stem + suffix for suffix in (THUMBNAIL, REPORT))
         clips = clip_names(job.stem, job.job.get("n", 1))
+        beside = job.stem + THUMBNAIL, job.stem + REPORT
         for name in (*clips, *map(frames_of, clips), *beside):
             (self.outputs / name).unlink(missing_ok=True)
 
@@ -151,7 +146,7 @@ class Folder:
         queue may be an older copy; returns their names."""
         self._remove_unfinished()
         kept = list(kept)
-        self._remove_segments(job.id for job in kept if not job.over)
+        self._remove_segments({job.id for job in kept if not job.over})
         stems, unknown = {job.stem for job in kept}, []
         for path, match in list(_own(self.outputs, OUTPUT)):
             if match["stem"] in stems:
@@ -175,12 +170,11 @@ class Folder:
         _remove(self.outputs, UNFINISHED_OUTPUT)
         _remove(self.inputs, UNFINISHED_INPUT)
 
-    def _remove_segments(self, kept: Iterable[str] = ()) -> None:
-        """Those of all jobs but the ones with these ids."""
-        ids = set(kept)
+    def _remove_segments(self, kept: Collection[str] = ()) -> None:
+        """Remove the segments of all jobs but the ones with these ids."""
         for path in self.outputs.glob(f"*{SEGMENTS}"):
             job = path.name.removesuffix(SEGMENTS)
-            if JOB_ID.fullmatch(job) and job not in ids and not path.is_symlink():
+            if JOB_ID.fullmatch(job) and job not in kept and not path.is_symlink():
                 _discard(path)
 
     def remove_folder(self) -> None:
@@ -216,7 +210,7 @@ class Folder:
         error = _write_error(self.outputs) or _write_error(self.inputs)
         if error is not None and error.errno not in NO_SPACE:
             return "unavailable", f"the folder cannot be written ({error.strerror})"
-        return ("disk_full", "the disk is full") if error or self.full() else None
+        return DISK_FULL if error or self.full() else None
 
     def full(self) -> bool:
         return self.free_bytes() < self.min_free_bytes
@@ -228,13 +222,11 @@ class Folder:
 def _locked(path: Path, flag: str, what: Path) -> IO[str]:
     """An open file that no other process holds. Raises InputError."""
     try:
-        held = path.open("w")
-        try:
+        with ExitStack() as opened:
+            held = opened.enter_context(path.open("w"))
             take_lock(held.fileno())
-        except OSError:
-            held.close()
-            raise
-        return held
+            opened.pop_all()
+            return held
     except BlockingIOError:
         raise InputError(f"{flag}: {what} is in use by another server; name another one") from None
     except OSError as error:
@@ -296,30 +288,27 @@ def publish(
     beside it where they are asked for."""
     clips = [stem.with_name(name) for name in clip_names(stem.name, count)]
     partials = [clip.with_name(f".{clip.stem}.partial{CLIP}") for clip in clips]
-    beside = [stem.with_name(stem.name + suffix) for suffix in (THUMBNAIL, REPORT)]
+    picture, told = (stem.with_name(stem.name + suffix) for suffix in (THUMBNAIL, REPORT))
     try:
         for number, partial in enumerate(partials):
             write(number, partial)
-        thumbnail(beside[0])
-        beside[1].write_text(json.dumps(report()))
-        frames = [path for path in map(_frames_beside, partials) if path.exists()]
-        for path in (*partials, *frames, beside[1]):
+        thumbnail(picture)
+        told.write_text(json.dumps(report()))
+        frames = [path for clip in partials if (path := clip.with_suffix(FRAMES)).exists()]
+        for path in (*partials, *frames, told):
             sync(path)
     except BaseException:
         with suppress(OSError):
-            for path in (*partials, *map(_frames_beside, partials), *beside):
+            frames = [clip.with_suffix(FRAMES) for clip in partials]
+            for path in (*partials, *frames, picture, told):
                 path.unlink(missing_ok=True)
         raise
     for partial, clip in reversed(list(zip(partials, clips, strict=True))):
-        if _frames_beside(partial) in frames:
-            os.replace(_frames_beside(partial), _frames_beside(clip))
+        if partial.with_suffix(FRAMES) in frames:
+            os.replace(partial.with_suffix(FRAMES), clip.with_suffix(FRAMES))
         os.replace(partial, clip)
     sync(stem.parent)
     return result(clips[0], count)
-
-
-def _frames_beside(clip: Path) -> Path:
-    return clip.with_name(frames_of(clip.name))
 
 
 def result(clip: Path, count: int = 1) -> dict[str, Any]:

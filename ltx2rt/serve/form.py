@@ -120,37 +120,31 @@ def _urlencoded(body: bytes) -> dict[str, Any]:
 
 
 def _fields(items: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    """The fields of a form, with the lists and objects that names in brackets make. Raises
-    Refusal."""
+    """The fields of a form, with the lists and objects that names in brackets make: `a[]` adds to a
+    list, `a[key]` to an object, `a[][key]` to the latest object of a list, or to a new one where
+    that has the key. Raises Refusal."""
     given: dict[str, Any] = {}
     for name, value in items:
-        if match := re.fullmatch(r"(\w+)\[\]\[(\w+)\]", name):
-            _append(given.setdefault(match[1], []), match[2], value, name)
-        elif match := re.fullmatch(r"(\w+)\[(\w*)\]", name):
-            _put(given.setdefault(match[1], {} if match[2] else []), match[2], value, name)
+        if match := re.fullmatch(r"(\w+)(\[\])?\[(\w*)\]", name):
+            field, listed, key = match.groups()
+            into = given.setdefault(field, [] if listed or not key else {})
+            if listed and isinstance(into, list):
+                if not into or (isinstance(into[-1], dict) and key in into[-1]):
+                    into.append({})
+                into = into[-1]
+            elif listed:
+                into = None
+            if isinstance(into, dict) and key:
+                into[key] = value
+            elif isinstance(into, list) and not key:
+                into.append(value)
+            else:
+                raise invalid(f"{name[:80]}: a list and something else", name[:80])
         elif name in given:
             raise invalid(f"{name[:80]}: given twice", name[:80])
         else:
             given[name] = value
     return given
-
-
-def _append(items: Any, key: str, value: str, name: str) -> None:
-    """`a[][key]=value`: of the latest object, or of a new one where that has the key."""
-    if not isinstance(items, list) or (items and not isinstance(items[-1], dict)):
-        raise invalid(f"{name[:80]}: a list and something else", name[:80])
-    if not items or key in items[-1]:
-        items.append({})
-    items[-1][key] = value
-
-
-def _put(into: Any, key: str, value: str, name: str) -> None:
-    if key and isinstance(into, dict):
-        into[key] = value
-    elif not key and isinstance(into, list):
-        into.append(value)
-    else:
-        raise invalid(f"{name[:80]}: a list and something else", name[:80])
 
 
 def _json(body: bytes) -> dict[str, Any]:
@@ -179,30 +173,31 @@ async def _with_files(
     given: dict[str, Any], files: dict[str, bytes], folder: Folder, user: str
 ) -> dict[str, Any]:
     """Every file that a field holds or names is kept, and is there by the digest of its bytes."""
-    images = given.pop("images", None)
-    if (reference := given.pop("input_reference", None)) is not None:
-        images = [*_listed(images), *_listed(reference)]
-    if "input_reference" in files:
-        images = [*_listed(images), {"file": "input_reference"}]
     takes = uploads()
-    named = {str(item.get("file")) for item in _listed(images) if isinstance(item, dict)}
-    for name in sorted(files.keys() - takes.keys() - named):
+    images = [*_listed(given.pop("images", None)), *_listed(given.pop("input_reference", None))]
+    images += [{"file": name} for name in files if name == "input_reference"]
+    for name in sorted(files.keys() - takes.keys() - _named(images)):
         field = same(name, ("images", *takes))
         if field in takes:  # `video` is OpenAI's name
             files.setdefault(field, files.pop(name))
         elif field == "images" and not LATER.search(name):
-            images = [*_listed(images), {"file": name}]
+            images.append({"file": name})
     given |= {name: [{"file": name}] for name in takes if name in files and name not in given}
-    given |= {} if images is None else {"images": images}
+    given |= {"images": images} if images else {}
     unused = set(files)
     for name, kind in ({"images": IMAGE} | takes).items():
         found = _listed(given.get(name))
         if found and len(found) <= MAX_FILES:
-            unused -= {str(item.get("file")) for item in found if isinstance(item, dict)}
+            unused -= _named(found)
             given[name] = [await _kept(item, name, kind, files, folder, user) for item in found]
     if unused:
         raise unknown(sorted(unused)[0], ["input_reference", *takes])
     return given
+
+
+def _named(items: list[Any]) -> set[str]:
+    """The files of the form that items name."""
+    return {str(item.get("file")) for item in items if isinstance(item, dict)}
 
 
 async def _kept(

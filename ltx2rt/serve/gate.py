@@ -188,10 +188,7 @@ async def refused(request: Request, error: Exception, board: Board) -> Response:
         board.log("disk_error", error=str(error))
         database = isinstance(error, sqlite3.Error)
         full = "readonly" not in str(error) if database else error.errno in NO_SPACE
-        code, why = (
-            "disk_full" if full else "unavailable",
-            "disk is full" if full else "log says why",
-        )
+        code, why = ("disk_full", "disk is full") if full else ("unavailable", "log says why")
         text = f"the server cannot do this now; its {why}"
         error = Refusal(503, code, text, retry_after_s=RETRY_S)
     elif isinstance(error, Gone):

@@ -4,7 +4,6 @@ them."""
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -23,8 +22,7 @@ ABOUT = ("type", "detail")  # beside these keys in other servers' requests: with
 def text_of(item: Any) -> str | None:
     """The text that an item of a request holds a file in: itself, or under one of `KEYS`."""
     if isinstance(item, Mapping):
-        found = next((item[key] for key in KEYS if key in item), None)
-        return text_of(found) if found is not None else None
+        return text_of(next((item[key] for key in KEYS if key in item), None))
     return item if isinstance(item, str) else None
 
 
@@ -35,8 +33,7 @@ def bytes_of(text: str, name: str, kind: str) -> bytes:
         raise Refusal(413, "payload_too_large", f"{name}: longer than {most} bytes", name)
     match = URL.match(text)
     if match is None and (SCHEME.match(text) or len(text) < LEAST):
-        said = "only data: URLs and base64 are read; send the file"
-        raise invalid(f"{name}: {said}", name)
+        raise invalid(f"{name}: only data: URLs and base64 are read; send the file", name)
     about = match["about"].lower().replace(" ", "").split(";") if match else ["base64"]
     data = text[match.end() if match else 0 :].encode("utf-8", "replace")
     data = unquote_to_bytes(data) if b"%" in data else data
@@ -45,5 +42,5 @@ def bytes_of(text: str, name: str, kind: str) -> bytes:
     packed = b"".join(data.split()).rstrip(b"=").translate(bytes.maketrans(b"-_", b"+/"))
     try:
         return base64.b64decode(packed + b"=" * (-len(packed) % 4), validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:
         raise Refusal(400, f"bad_{kind}", f"{name}: no base64", name) from None

@@ -159,19 +159,19 @@ class JobFile:
         try:
             self._db = sqlite3.connect(path, wait_s, isolation_level=None, check_same_thread=False)
             self._db.row_factory = sqlite3.Row
-            found = self._pragma("application_id"), self._pragma("user_version")
-            if found[0] == APPLICATION and found[1] > VERSION:
+            application = self._one("PRAGMA application_id")
+            version = self._one("PRAGMA user_version")
+            if application == APPLICATION and version > VERSION:
                 raise InputError(
-                    f"--data: {path} is the queue of a newer ltx2rt (version {found[1]}, this one "
+                    f"--data: {path} is the queue of a newer ltx2rt (version {version}, this one "
                     f"reads {VERSION}); start that one, or name another folder"
                 )
-            if found not in ((0, 0), (APPLICATION, VERSION)) or (
-                found == (0, 0) and self._tables()
-            ):
+            empty = not self._one("SELECT COUNT(*) FROM sqlite_master")
+            if (application, version) != ((0, 0) if empty else (APPLICATION, VERSION)):
                 raise InputError(
                     f"--data: {path} is another program's database; name another folder"
                 )
-            if (state := self._pragma("quick_check(1)")) != "ok":
+            if (state := self._one("PRAGMA quick_check(1)")) != "ok":
                 raise sqlite3.DatabaseError(str(state).splitlines()[-1])
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
@@ -181,7 +181,7 @@ class JobFile:
                 self._upgrade()
                 self._db.execute(f"PRAGMA application_id={APPLICATION}")
                 self._db.execute(f"PRAGMA user_version={VERSION}")
-            self._before_s = self._db.execute("SELECT seconds FROM uptime").fetchone()[0]
+            self._before_s = self._one("SELECT seconds FROM uptime")
         except sqlite3.Error as error:
             if "locked" in str(error):
                 reason = "another program holds it; end that one"
@@ -222,11 +222,8 @@ class JobFile:
         db.execute("UPDATE uptime SET seconds=?", (now := self.uptime(),))
         return now
 
-    def _pragma(self, name: str) -> Any:
-        return self._db.execute(f"PRAGMA {name}").fetchone()[0]
-
-    def _tables(self) -> int:
-        return self._db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
+    def _one(self, question: str, *values: Any) -> Any:
+        return self._db.execute(question, values).fetchone()[0]
 
     def close(self) -> None:
         self._db.close()
@@ -250,9 +247,12 @@ class JobFile:
             for row in rows
         ]
 
+    def _job(self, where: str, *values: Any) -> Job | None:
+        return next(iter(self._jobs(f"{where} LIMIT 1", *values)), None)
+
     def _count(self, where: str, *values: Any) -> int:
-        return self._db.execute(f"SELECT COUNT(*) FROM jobs WHERE {where}", values).fetchone()[0]
+        return self._one(f"SELECT COUNT(*) FROM jobs WHERE {where}", *values)
 
     def _videos(self, where: str, *values: Any) -> int:
         videos = "SELECT COALESCE(SUM(COALESCE(json_extract(job, '$.n'), 1)), 0)"
-        return self._db.execute(f"{videos} FROM jobs WHERE {where}", values).fetchone()[0]
+        return self._one(f"{videos} FROM jobs WHERE {where}", *values)

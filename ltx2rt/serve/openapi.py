@@ -11,7 +11,7 @@ from ltx2rt.serve.admission import MAX_PRIORITY, MAX_VIDEOS, OURS, Admission
 from ltx2rt.serve.fields import MAX_PROMPT, uploads
 from ltx2rt.serve.jobs import JOB_ID
 
-Route = tuple[str, str, Callable[..., Any]]  # method, path, and what answers
+Answer = tuple[str, str, Callable[..., Any]]  # method, path, and what answers
 
 
 def _body(admission: Admission) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def _body(admission: Admission) -> dict[str, Any]:
     return {**fixed, "properties": properties}
 
 
-def openapi(admission: Admission, routes: Iterable[Route]) -> dict[str, Any]:
+def openapi(admission: Admission, routes: Iterable[Answer]) -> dict[str, Any]:
     """The routes below /v1, as their methods' docstrings tell of them, and what a request may
     hold."""
     body = _body(admission)

@@ -12,23 +12,23 @@ from starlette.responses import Response
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.serve.admission import Admitted
 from ltx2rt.serve.answers import Json
-from ltx2rt.serve.core import Core, too_many
+from ltx2rt.serve.core import Core
 from ltx2rt.serve.fields import uploads
 from ltx2rt.serve.form import fields_of
 from ltx2rt.serve.jobs import QUEUED, Job
-from ltx2rt.serve.queue import Conflict, QueueFull
-from ltx2rt.serve.refusal import Refusal, invalid
+from ltx2rt.serve.refusal import Refusal, conflict, invalid
 from ltx2rt.serve.upload import IMAGE, SUFFIX, VIDEO
 from ltx2rt.serve.video import settings
 
 
 class Orders(Core):
     async def create(self, request: Request) -> Response:
-        """With `check=1` the request is checked, and its files are kept, but it is not queued."""
+        """Queue a video of the fields below. With `?check=1` they are only checked: the answer has
+        all settings, the time that it takes and the time until it starts."""
         return await self._add(request, await self._given(request))
 
     async def remix(self, request: Request) -> Response:
-        """A new video of the settings and the seed of another, with another prompt."""
+        """Queue a video with the settings and the seed of another one, but another `prompt`."""
         await self._require_accepting()
         job = await self._job(request)
         given = await fields_of(request, self.how.flags.max_upload)
@@ -40,13 +40,14 @@ class Orders(Core):
         return await self._add(request, settings, remixed_from=job.id)
 
     async def extend(self, request: Request) -> Response:
-        """A new video that goes on from a finished one, by default with the same prompt."""
+        """Queue a video that continues a finished one, by default with the same prompt. Where one
+        request made several videos, `video` is the number of one, from 0 on."""
         job, given = await self._job(request), await self._given(request)
         return await self._extended(request, job, given, given.pop("video", "0"))
 
     async def extension(self, request: Request) -> Response:
-        """As `extend`, in OpenAI's shape: `video` is the finished video, by its id or as an object
-        that has one, or a file; `seconds` is the length that is added."""
+        """Queue a video that continues another one, as OpenAI's client asks for it: `video` is a
+        file or the id of a finished video, `seconds` the length to add."""
         given = await self._given(request)
         video = given.pop("video", None)
         if video is None and "video_path" in given and "pipeline" not in given:
@@ -69,8 +70,8 @@ class Orders(Core):
                 text = f"{field}: the video that is extended is named already; leave it out"
                 raise invalid(text, field)
         if job.job["clip"].get("hdr"):
-            text = "the clip is in high dynamic range, and extend starts from 8 bits; ask for more segments"
-            raise Refusal(409, "conflict", text)
+            text = "the clip is in high dynamic range, and extend starts from 8 bits"
+            raise conflict(f"{text}; ask for more segments")
         with await asyncio.to_thread(self._clip, job, number) as file:
             data = await asyncio.to_thread(file.read)
         kept = await asyncio.to_thread(self.folder.keep_input, data, SUFFIX[VIDEO], job.user)
@@ -93,17 +94,11 @@ class Orders(Core):
         if known is not None:
             return self._answer(await self._video(known))
         await self._require_accepting()  # planning takes time
-        try:
-            job = await self.store(
-                self.queue.add, user, admitted.digest, admitted.given, admitted.job,
-                work=admitted.work,
-                loras=admitted.loras, priority=admitted.priority, key=key,
-                remixed_from=remixed_from,
-            )  # fmt: skip
-        except QueueFull as full:
-            raise too_many(full) from None
-        except Conflict as error:
-            raise Refusal(409, "conflict", str(error)) from None
+        job = await self.store(
+            self.queue.add, user, admitted.digest, admitted.given, admitted.job,
+            work=admitted.work, loras=admitted.loras, priority=admitted.priority, key=key,
+            remixed_from=remixed_from,
+        )  # fmt: skip
         if job.status == QUEUED:  # else it was sent before
             said = {"prompt": given.get("prompt")} if self.how.flags.log_prompts else {}
             self.board.tell("queued", job.id, user, **said)
@@ -112,16 +107,14 @@ class Orders(Core):
 
     async def _checked(self, user: str, admitted: Admitted) -> Response:
         """The clip that the request would make, and its time; nothing is queued."""
-        job = admitted.job
-        seconds, basis = (await self._pace()).of(admitted.work, admitted.least_s)
+        job, work = admitted.job, admitted.work
+        seconds, basis = (await self._pace()).of(work, admitted.least_s)
         _, wait_s = await self._wait(user, admitted.priority)
-        estimate = {
-            "seconds": seconds, "work_tflop": admitted.work, "wait_s": wait_s, "basis": basis,
-        }  # fmt: skip
-        resolved = {**settings(job), "size": job["size"], "seconds": job["seconds"]}
-        return Json(
-            {"object": "check", "given": admitted.given, "resolved": resolved, "estimate": estimate}
-        )
+        return Json({
+            "object": "check", "given": admitted.given,
+            "resolved": {**settings(job), "size": job["size"], "seconds": job["seconds"]},
+            "estimate": {"seconds": seconds, "work_tflop": work, "wait_s": wait_s, "basis": basis},
+        })  # fmt: skip
 
     async def _admitted(self, request: Request, given: dict[str, Any]) -> Admitted:
         """Raises Refusal."""

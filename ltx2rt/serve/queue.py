@@ -11,6 +11,7 @@ process has the file open, one thread at a time uses it.
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -31,6 +32,7 @@ from ltx2rt.serve.jobs import (
     failure,
     new_id,
 )
+from ltx2rt.serve.refusal import Refusal, conflict, invalid
 
 # deaths of replicas under one job; runs, with those that a dying server ended
 MAX_DEATHS, MAX_ATTEMPTS = (3, 10)
@@ -39,18 +41,7 @@ MAX_SAME_SET = 4  # jobs in a row that may overtake others because their LoRAs a
 RUNS = 50  # that estimates are made from
 QUOTA_S = 86400.0  # the time for which `most_sent` counts
 RETRY_S = 60  # for so long a client's retry with the same body is the same job
-
-
-class QueueFull(Exception):
-    """code: `queue_full`, `user_queue_full` or `user_quota`. after_s: until there may be room."""
-
-    def __init__(self, code: str, message: str, after_s: float = 10.0):
-        super().__init__(message)
-        self.code, self.after_s = code, after_s
-
-
-class Conflict(Exception):
-    """An idempotency key came again with another body."""
+FULL_S = 10  # until there may be room again
 
 
 @dataclass(frozen=True)
@@ -72,19 +63,15 @@ class Queue(JobFile):
     The others: as of `JobFile`."""
 
     def __init__(
-        self,
-        path: Path | str,
-        most: int = 1000,
-        most_of_user: int | None = None,
-        most_sent: int | None = None,
-        wait_s: float = 5.0,
-    ):
+        self, path: Path | str, most: int = 1000, most_of_user: int | None = None,
+        most_sent: int | None = None, wait_s: float = 5.0,
+    ):  # fmt: skip
+        super().__init__(path, wait_s)
         self.most, self.most_of_user, self.most_sent = most, most_of_user or most, most_sent
         # work given to each user; who comes back begins at the clock
         self._served: dict[str, float] = {}
         self._waited: set[str] = set()  # users who had jobs in the queue at the latest claim
         self._clock = 0.0
-        super().__init__(path, wait_s)
 
     # --- clients ----------------------------------------------------------------------------------
 
@@ -94,10 +81,13 @@ class Queue(JobFile):
         loras: str = "", priority: int = 0, key: str | None = None, remixed_from: str | None = None,
         id: str | None = None,
     ) -> Job:  # fmt: skip
-        """A new job, or the user's job with this key and digest. Raises Conflict, QueueFull."""
+        """A new job, or the user's job with this key and digest. Raises Refusal if there is no
+        room, or the key came with another body."""
         with self._write() as db:
-            if key and (known := self.keyed(user, key)):
-                return self._same(known, digest)
+            if key and (known := self._job("user=? AND key=?", user, key)):
+                if self._count("id=? AND digest=?", known.id, digest):
+                    return known
+                raise conflict("this Idempotency-Key was used for another request; send a new one")
             self._require_room(user, videos := job.get("n", 1))
             self._count_sent(db, user, videos)
             latest = db.execute("SELECT id FROM jobs ORDER BY seq DESC LIMIT 1").fetchone()
@@ -113,7 +103,7 @@ class Queue(JobFile):
         return self._jobs("id=?", made)[0]
 
     def _require_room(self, user: str, videos: int) -> None:
-        """Raises QueueFull."""
+        """Raises Refusal."""
         own = self._videos("status=? AND user=?", QUEUED, user)
         for code, most, count in (
             ("queue_full", self.most, self._videos("status=?", QUEUED)),
@@ -121,10 +111,10 @@ class Queue(JobFile):
         ):
             if count + videos > most:
                 text = f"{count} videos wait, at most {most} may; try again when some are done"
-                raise QueueFull(code, text)
+                raise Refusal(429, code, text, retry_after_s=FULL_S)
 
     def _count_sent(self, db: sqlite3.Connection, user: str, videos: int) -> None:
-        """Raises QueueFull if the user has sent too many; deleted videos count."""
+        """Raises Refusal if the user has sent too many; deleted videos count."""
         if self.most_sent is None:
             return
         now = self.uptime()
@@ -133,44 +123,35 @@ class Queue(JobFile):
             "SELECT COALESCE(SUM(videos), 0), MIN(at_uptime_s) FROM sent WHERE user=?", (user,)
         ).fetchone()
         if count + videos > self.most_sent:
-            text = f"{count} videos were sent in 24 hours, at most {self.most_sent} may be"
-            after_s = QUOTA_S if first is None else first + QUOTA_S - now
-            raise QueueFull("user_quota", f"{text}; send it later", after_s)
+            sent = f"{count} videos were sent in 24 hours, at most {self.most_sent} may be"
+            after_s = math.ceil(QUOTA_S if first is None else first + QUOTA_S - now)
+            raise Refusal(429, "user_quota", f"{sent}; send it later", retry_after_s=after_s)
         db.execute("INSERT INTO sent VALUES(?, ?, ?)", (user, now, videos))
-
-    def _same(self, known: Job, digest: str) -> Job:
-        if self._count("id=? AND digest=?", known.id, digest):
-            return known
-        raise Conflict("this Idempotency-Key was used for another request; send a new one")
 
     def uses(self, user: str, digest: str) -> bool:
         """Whether a job of the user has an input with this digest."""
         return self._count("user=? AND instr(job, ?)", user, digest) > 0
 
-    def keyed(self, user: str, key: str) -> Job | None:
-        return next(iter(self._jobs("user=? AND key=?", user, key)), None)
-
     def repeated(self, user: str, digest: str) -> Job | None:
         """The latest job with this digest that the user has sent within RETRY_S."""
         latest, since = "user=? AND digest=? AND created>? ORDER BY seq DESC", time.time() - RETRY_S
-        return next(iter(self._jobs(latest, user, digest, since)), None)
+        return self._job(latest, user, digest, since)
 
     def get(self, id: str) -> Job | None:
-        return next(iter(self._jobs("id=?", id)), None)
+        return self._job("id=?", id)
 
     def page(
-        self, user: str | None, *, after: str | None = None, limit: int = 20, newest: bool = True,
+        self, user: str, *, after: str | None = None, limit: int = 20, newest: bool = True,
         statuses: tuple[str, ...] = STATUSES,
     ) -> tuple[list[Job], bool]:  # fmt: skip
-        """Jobs of a user (None: of all) in the order of their arrival, and whether there are more.
-        KeyError if there is no job `after`."""
-        where, values = f"status IN ({', '.join('?' * len(statuses))})", list(statuses)
-        if user is not None:
-            where, values = f"{where} AND user=?", [*values, user]
+        """Jobs of a user in the order of their arrival, and whether there are more. Raises Refusal
+        if there is no job `after`."""
+        where = f"user=? AND status IN ({', '.join('?' * len(statuses))})"
+        values = [user, *statuses]
         if after is not None:
             job = self.get(after)
-            if job is None or user not in (None, job.user):
-                raise KeyError(after)
+            if job is None or job.user != user:
+                raise invalid("after: no such video", "after")
             where, values = f"{where} AND seq{'<' if newest else '>'}?", [*values, job.seq]
         order = "DESC" if newest else "ASC"
         found = self._jobs(f"{where} ORDER BY seq {order} LIMIT ?", *values, limit + 1)
@@ -181,18 +162,12 @@ class Queue(JobFile):
         of a job that the user would send now."""
         order = "ORDER BY priority DESC, seq"
         rows = self._db.execute(
-            "SELECT user, work, priority, seq, "
-            f"ROW_NUMBER() OVER (PARTITION BY user {order}) AS place FROM jobs WHERE status=?",
-            (QUEUED,),
+            "SELECT work, user=?, (-priority, seq) < (?, ?), "
+            f"ROW_NUMBER() OVER (PARTITION BY user {order}) FROM jobs WHERE status=?",
+            (user, -priority, seq, QUEUED),
         ).fetchall()
-        own = [
-            row["work"]
-            for row in rows
-            if row["user"] == user and (-row["priority"], row["seq"]) < (-priority, seq)
-        ]
-        others = [
-            row["work"] for row in rows if row["user"] != user and row["place"] <= len(own) + 1
-        ]
+        own = [work for work, is_own, before, _ in rows if is_own and before]
+        others = [work for work, is_own, _, place in rows if not is_own and place <= len(own) + 1]
         return len(own) + len(others), sum(own) + sum(others)
 
     def runs(self) -> list[tuple[float, float]]:
@@ -202,16 +177,13 @@ class Queue(JobFile):
             "AND end_uptime_s>start_uptime_s ORDER BY finished DESC LIMIT ?",
             (COMPLETED, RUNS),
         )
-        return [tuple(row) for row in rows]
+        return list(map(tuple, rows))
 
     def counts(self, user: str | None = None) -> dict[str, int]:
         """Jobs by status, of a user or of all."""
-        where = "WHERE user=?" if user is not None else ""
-        rows = self._db.execute(
-            f"SELECT status, COUNT(*) FROM jobs {where} GROUP BY status",
-            () if user is None else (user,),
-        )
-        return dict.fromkeys(STATUSES, 0) | {status: count for status, count in rows}
+        counted = "SELECT status, COUNT(*) FROM jobs WHERE user=? OR ? IS NULL GROUP BY status"
+        found = self._db.execute(counted, (user, user))
+        return dict.fromkeys(STATUSES, 0) | dict(map(tuple, found))
 
     def cancel(self, id: str) -> Job | None:
         """A queued job is cancelled when this returns; of a running one the wish is noted."""
@@ -231,7 +203,7 @@ class Queue(JobFile):
 
     def retry(self, id: str) -> Job | None:
         """Queue a job again that failed or was cancelled, in its old place, with all its attempts.
-        Another job stays as it is. Raises QueueFull."""
+        Another job stays as it is. Raises Refusal if there is no room."""
         with self._write() as db:
             if (job := self.get(id)) is not None and job.status in (FAILED, CANCELLED):
                 self._require_room(job.user, job.job.get("n", 1))
@@ -267,27 +239,22 @@ class Queue(JobFile):
         LoRAs are `loaded` goes first, MAX_SAME_SET times. Priorities of different users are never
         compared."""
         with self._write() as db:
-            waiting = {
-                row[0]
-                for row in db.execute("SELECT DISTINCT user FROM jobs WHERE status=?", (QUEUED,))
-            }
-            for user in waiting - self._waited:
-                self._served[user] = max(self._served.get(user, 0.0), self._clock)
-            self._waited = waiting
             rows = db.execute(
                 "SELECT user, MIN(seq + (deaths>1) * ?) FROM jobs WHERE status=? GROUP BY user",
                 (LAST, QUEUED),
-            ).fetchall()
-            if not rows or self.paused():
+            )
+            waiting = dict(map(tuple, rows))
+            for user in waiting.keys() - self._waited:
+                self._served[user] = max(self._served.get(user, 0.0), self._clock)
+            self._waited = set(waiting)
+            if not waiting or self.paused():
                 return None
-            user, _ = min(rows, key=lambda row: (self._served[row[0]], row[1]))
+            user = min(waiting, key=lambda user: (self._served[user], waiting[user]))
             first = "status=? AND user=? ORDER BY deaths>1, priority DESC, seq LIMIT 1"
             (job,) = self._jobs(first, QUEUED, user)
             if loaded is not None and in_a_row < MAX_SAME_SET and job.loras != loaded:
-                same = (
-                    "status=? AND user=? AND priority=? AND loras=? ORDER BY deaths>1, seq LIMIT 1"
-                )
-                job = next(iter(self._jobs(same, QUEUED, user, job.priority, loaded)), job)
+                same = "status=? AND user=? AND priority=? AND loras=? ORDER BY deaths>1, seq"
+                job = self._job(same, QUEUED, user, job.priority, loaded) or job
             db.execute(
                 "UPDATE jobs SET status=?, epoch=epoch+1, attempts=attempts+1, started=?, "
                 "start_uptime_s=? WHERE id=? AND status=? AND epoch=?",

@@ -32,27 +32,27 @@ class Refusal(Exception):
     """param: the field that is to blame; retry_after_s: when to try again."""
 
     def __init__(
-        self,
-        status: int,
-        code: str,
-        message: str,
-        param: str | None = None,
+        self, status: int, code: str, message: str, param: str | None = None,
         retry_after_s: int | None = None,
-    ):
+    ):  # fmt: skip
         super().__init__(message)
         self.status, self.code, self.param, self.retry_after_s = status, code, param, retry_after_s
 
     @property
     def body(self) -> dict[str, dict[str, str | None]]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {
-            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        }
+        said = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": said}
 
 
 def invalid(message: str, param: str | None = None) -> Refusal:
     """The refusal of a value that a request gives."""
     return Refusal(400, "invalid_value", message, param)
+
+
+def conflict(message: str, retry_after_s: int | None = None) -> Refusal:
+    """The refusal of a request that the state of its video does not allow."""
+    return Refusal(409, "conflict", message, retry_after_s=retry_after_s)
 
 
 def misfit(name: str, given: object, expected: str) -> Refusal:
@@ -82,8 +82,6 @@ def of_input(error: InputError, known: Collection[str], given: Collection[str]) 
 
 def unknown(name: str, known: list[str]) -> Refusal:
     """The refusal of a field by its name, with the field that it is probably meant for."""
-    near = nearest(name, known)
+    near, name = nearest(name, known), name[:80]
     hint = f"did you mean {near!r}?" if near else f"known: {', '.join(sorted(known))}"
-    return Refusal(
-        400, "unknown_field", f"{name[:80]!r} is no field of this request; {hint}", name[:80]
-    )
+    return Refusal(400, "unknown_field", f"{name!r} is no field of this request; {hint}", name)

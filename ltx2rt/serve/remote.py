@@ -25,7 +25,8 @@ import httpx
 from ltx2rt.atomic_file import DISK_ERRORS, replacing
 from ltx2rt.errors import InputError
 from ltx2rt.notes import note
-from ltx2rt.serve.batch import Line, Results, clashes, digest_of, seeded, with_files
+from ltx2rt.serve.admission import digest_of
+from ltx2rt.serve.batch import Line, Results, clashes, seeded, with_files
 from ltx2rt.serve.folder import frames_of
 from ltx2rt.serve.jobs import COMPLETED, FAILED, failure
 from ltx2rt.serve.upload import EXR, IMAGE, MAX_BYTES

@@ -18,6 +18,7 @@ from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
@@ -46,18 +47,17 @@ def in_thread(call: Callable[..., T], *args: Any) -> asyncio.Future[T]:
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
 
-    def tell(found: Any, error: Exception | None) -> None:
+    def tell(end: Callable[[Any], None], found: Any) -> None:
         if not answer.done():
-            answer.set_result(found) if error is None else answer.set_exception(error)
+            end(found)
 
     def run() -> None:
-        found, failed = None, None
         try:
-            found = call(*args)
+            ended = answer.set_result, call(*args)
         except Exception as error:
-            failed = error
+            ended = answer.set_exception, error
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(tell, found, failed)
+            loop.call_soon_threadsafe(tell, *ended)
 
     Thread(target=run, daemon=True, name=call.__name__).start()
     return answer
@@ -71,9 +71,8 @@ class QueueThread:
 
     def __call__(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> asyncio.Future[T]:
         """The call is made even if its caller goes away."""
-        return asyncio.get_running_loop().run_in_executor(
-            self._thread, lambda: call(*args, **kwargs)
-        )
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(self._thread, partial(call, *args, **kwargs))
 
     async def insist(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """As `__call__`, again and again while the disk is full."""
@@ -144,9 +143,7 @@ class Supervisor:
 
     @property
     def ready(self) -> bool:
-        return not self.draining and any(
-            replica.state in ("idle", "busy") for replica in self.replicas
-        )
+        return not self.draining and any(r.state in ("idle", "busy") for r in self.replicas)
 
     async def run(self, at_once: bool = True) -> None:
         """Keep the replicas alive until `stop`; not at once: from the first job on. Raises InputError
@@ -166,9 +163,7 @@ class Supervisor:
         self.draining = True
         self.woken()
         self._drained = min(self._drained, time.monotonic() + drain_s)
-        while time.monotonic() < self._drained and any(
-            replica.state == "busy" for replica in self.replicas
-        ):
+        while time.monotonic() < self._drained and any(r.state == "busy" for r in self.replicas):
             await asyncio.sleep(0.05)
         await self._end()
 
@@ -214,11 +209,9 @@ class Supervisor:
                 limit=MAX_LINE_BYTES,
             )  # fmt: skip
             was_ready = asyncio.Event()
-            talk = [
-                asyncio.create_task(self._listen(replica, process, was_ready)),
-                asyncio.create_task(self._feed(replica, was_ready)),
-                asyncio.create_task(self._guard(replica)),
-            ]
+            listens = self._listen(replica, process, was_ready)
+            alive = listens, self._feed(replica, was_ready), self._guard(replica)
+            talk = list(map(asyncio.create_task, alive))
             try:
                 await asyncio.wait(talk, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -302,8 +295,9 @@ class Supervisor:
             replica.loaded, replica.step, replica.heard = job.loras, 0, time.monotonic()
             replica.become("busy")
             self.metrics.waited.observe(max(0.0, time.time() - job.created))
-            facts = {"replica": replica.number, "attempt": job.attempts}
-            self.board.tell("started", job.id, job.user, **facts)
+            self.board.tell(
+                "started", job.id, job.user, replica=replica.number, attempt=job.attempts
+            )
             replica.free.clear()
             if self.board.previewed(job.id, job.user):
                 self._send(replica, do="watch", id=job.id)
@@ -324,14 +318,14 @@ class Supervisor:
 
     def _message(self, job: Job) -> dict[str, Any]:
         """The message that starts a job in a worker, with names as paths."""
-        loras = [
-            [str((self.lora_folder or Path()) / name), *rest] for name, *rest in job.job["loras"]
-        ]
-        images = [[str(self.folder.inputs / name), *rest] for name, *rest in job.job["images"]]
-        stem = str(self.folder.outputs.resolve() / job.stem)
-        files = as_given(job.job.get("files", {}), self.folder.inputs.resolve())
-        named = {"id": job.id, "epoch": job.epoch, "stem": stem}
-        return {**job.job, **named, "loras": loras, "images": images, "files": files}
+        kept, folder, loras = job.job, self.folder.inputs.resolve(), self.lora_folder or Path()
+        named = {"id": job.id, "epoch": job.epoch}
+        return kept | named | {
+            "stem": str(self.folder.outputs.resolve() / job.stem),
+            "loras": [[str(loras / name), *rest] for name, *rest in kept["loras"]],
+            "images": [[str(folder / name), *rest] for name, *rest in kept["images"]],
+            "files": as_given(kept.get("files", {}), folder),
+        }  # fmt: skip
 
     def _send(self, replica: Replica, **message: Any) -> None:
         if replica.process is not None and replica.process.stdin is not None:
@@ -357,10 +351,8 @@ class Supervisor:
             elif event == "preview":
                 self.board.show(job.id, job.user, message["number"], b64decode(message["jpeg"]))
             elif event == "progress":
-                kind = "stage" if message["step"] == 0 else "step"
-                if message["stage"] == SEGMENT:
-                    kind = "step" if kind == "stage" else SEGMENT
-                if kind == SEGMENT:
+                kinds = ("step", SEGMENT) if message["stage"] == SEGMENT else ("stage", "step")
+                if (kind := kinds[message["step"] > 0]) == SEGMENT:
                     await self.store.insist(self.store.queue.went_on, job.id, job.epoch)
                 replica.step = message["step"]
                 known = self.board.live.get(job.id) if kind == "step" else None
@@ -375,10 +367,12 @@ class Supervisor:
                     return
 
     async def _ended(self, replica: Replica, job: Job, event: str, message: dict[str, Any]) -> None:
-        status = {"done": COMPLETED, "failed": FAILED, "cancelled": CANCELLED}[event]
-        error = failure("cancelled", "cancelled while it ran") if event == "cancelled" else None
-        if event == "failed":
-            error = failure(message["code"], message["message"])
+        ends: dict[str, tuple[str, Any]] = {
+            "done": (COMPLETED, None),
+            "failed": (FAILED, {name: message.get(name) for name in ("code", "message")}),
+            "cancelled": (CANCELLED, failure("cancelled", "cancelled while it ran")),
+        }
+        status, error = ends[event]
         result = message.get("result")
         if error is not None and error["code"] == STORAGE:
             self.board.log("storage", job=job.id, message=error["message"])
@@ -390,7 +384,7 @@ class Supervisor:
             self._over(job, status, error, result)
         elif event == "done":
             with contextlib.suppress(OSError):  # else the next start removes it
-                (self.folder.outputs / (job.stem + CLIP)).unlink(missing_ok=True)
+                (self.folder.outputs / (job.stem + CLIP)).unlink()
         replica.claim = None
         if not message.get("ends"):  # else it takes no other job
             replica.become("idle")

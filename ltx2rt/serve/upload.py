@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 import shutil
 import signal
 import sys
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from ltx2rt.errors import InputError
 from ltx2rt.media.hdr import MAGIC, read_exr
 from ltx2rt.media.images import formats, is_heic, read_rgb
 from ltx2rt.serve.refusal import NO_SPACE, Refusal
@@ -99,7 +99,8 @@ def main() -> int:
                 read_image(path) if still else read_media(kind, path)
     except Exception as error:
         # FFmpeg's begin with a number, and name the file
-        print(f"{getattr(error, 'strerror', None) or error}"[:200])
+        said = getattr(error, "strerror", None) or str(error)
+        print(re.sub(r"--image: /dev/fd/\d+", "it", said)[:200])
         full = isinstance(error, OSError) and error.errno in NO_SPACE
         return NOT_STORED if full else 1
     return 0
@@ -107,25 +108,20 @@ def main() -> int:
 
 def read_image(path: Path) -> None:
     """Refuse all that `read_rgb` refuses: the server plans by headers alone."""
-    width, height = _size_px(path)
-    if width * height > MAX_PX:
-        size = f"{width}x{height} pixels"
-        raise ValueError(f"{size}, expected at most {MAX_PX} in all; make it smaller")
-    try:
-        read_rgb(path)
-    except InputError as error:
-        raise ValueError(str(error).replace(f"--image: {path}", "it")) from None
+    check_size(*_size_px(path), MAX_PX)
+    read_rgb(path)
 
 
 def read_light(path: Path) -> None:
     """Refuse all that `read_exr` refuses, and more than a frame's pixels."""
-    try:
-        height, width, _ = read_exr(path).shape
-    except InputError as error:
-        raise ValueError(str(error).replace(f"--image: {path}", "it")) from None
-    if width * height > MAX_FRAME_PX:
+    height, width, _ = read_exr(path).shape
+    check_size(width, height, MAX_FRAME_PX)
+
+
+def check_size(width: int, height: int, most: int) -> None:
+    if width * height > most:
         size = f"{width}x{height} pixels"
-        raise ValueError(f"{size}, expected at most {MAX_FRAME_PX} in all; make it smaller")
+        raise ValueError(f"{size}, expected at most {most} in all; make it smaller")
 
 
 def _size_px(path: Path) -> tuple[int, int]:
@@ -133,9 +129,9 @@ def _size_px(path: Path) -> tuple[int, int]:
     from PIL import Image
 
     Image.MAX_IMAGE_PIXELS = MAX_PX  # Pillow opens nothing of twice as many
-    kinds = [{"HEIC": "HEIF"}.get(kind, kind) for kind in IMAGES]
+    kinds = [kind for kind in formats(path) if kind in ("HEIF", *IMAGES)]
     try:
-        with Image.open(path, formats=[kind for kind in formats(path) if kind in kinds]) as image:
+        with Image.open(path, formats=kinds) as image:
             return image.size
     except ImportError:
         raise ValueError("it is HEIC, which this server cannot read; save it as JPEG") from None
@@ -160,9 +156,7 @@ def read_media(kind: str, path: Path) -> None:
         for video in container.streams.video:
             if video.codec_context is None:
                 raise ValueError(f"its {kind} is of no known kind; save it as MP4")
-            if video.width * video.height > MAX_FRAME_PX:
-                size = f"{video.width}x{video.height} pixels"
-                raise ValueError(f"{size}, expected at most {MAX_FRAME_PX} in all")
+            check_size(video.width, video.height, MAX_FRAME_PX)
         frames = dict.fromkeys((stream.index for stream in streams), 0)
         for packet in container.demux(*streams):
             for frame in packet.decode():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import hashlib
 import hmac
 import json
@@ -80,14 +79,13 @@ def _check_url(where: str, url: str) -> None:
     if not (url.isascii() and url.isprintable()):
         reason = "has characters that an address has not; write them as %XX, a host as xn--..."
         raise InputError(f"{where}: {url[:80]!r} {reason}")
-    expected = f"{where}: {url[:80]!r}, expected http://HOST/PATH or https://HOST/PATH"
-    try:
+    right, parts = False, None
+    with suppress(ValueError):
         parts = urlsplit(url)
         right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        raise InputError(expected) from None
-    if not right:
-        raise InputError(expected)
+    if parts is None or not right:
+        expected = "expected http://HOST/PATH or https://HOST/PATH"
+        raise InputError(f"{where}: {url[:80]!r}, {expected}")
     if "@" in parts.netloc:
         reason = "its address has a user name; leave it out, the signature tells who sends"
         raise InputError(f"{where}: {reason}")
@@ -95,11 +93,9 @@ def _check_url(where: str, url: str) -> None:
 
 def _secret(where: str, text: str) -> bytes:
     """Raises InputError."""
-    least, most = SECRET_BYTES
-    try:
+    (least, most), secret = SECRET_BYTES, b""
+    with suppress(ValueError):
         secret = base64.b64decode(text.removeprefix(SECRET), validate=True)
-    except (binascii.Error, ValueError):
-        secret = b""
     if not text.startswith(SECRET) or not least <= len(secret) <= most:
         raise InputError(
             f"{where}: its secret is not {SECRET} and the base64 of {least} to {most} random bytes"
@@ -147,18 +143,15 @@ class Webhooks:
         wait_s = WAITS_S[min(event.tries, len(WAITS_S) - 1)] if outcome == "failed" else None
         await self.store.insist(self.store.queue.sent, event.id, wait_s)
         self.metrics.webhooks.labels(outcome).inc()
-        facts = {"outcome": outcome, "error": problem, "again_in_s": wait_s}
-        self.board.log(
-            "webhook", job=event.job, **{k: v for k, v in facts.items() if v is not None}
-        )
+        facts = {"job": event.job, "outcome": outcome, "error": problem, "again_in_s": wait_s}
+        self.board.log("webhook", **{k: v for k, v in facts.items() if v is not None})
 
 
 async def send(hook: Hook, event: WebhookEvent) -> tuple[str | None, bool]:
     """The error, None if it was taken, and whether the receiver wants no more of it (410)."""
     about = {"object": "event", "id": event.id, "type": f"video.{event.kind}"}
     about |= {"created_at": int(event.created), "data": {"id": event.job}}
-    body = json.dumps(about).encode()
-    timestamp = str(int(time.time()))
+    body, timestamp = json.dumps(about).encode(), str(int(time.time()))
     headers = {
         "content-type": "application/json",
         "user-agent": f"ltx2rt/{VERSION}",

@@ -38,6 +38,7 @@ from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.media.output import zipped
 from ltx2rt.notes import note
 from ltx2rt.pipelines import make_request
+from ltx2rt.pipelines.request import Request
 from ltx2rt.ranks.crew import Crew
 from ltx2rt.ranks.environment import FAILED
 from ltx2rt.run.files import Marks
@@ -103,8 +104,7 @@ def work(
     places = session.backend.mesh.get("data", 1)
     for shape in warm:
         clip = dict(prompt="a warm-up", seed=0, num_videos=places, **shape.clip)
-        asked = make_request(shape.pipeline, **clip)
-        warm_up(session, Run(session, asked).plan)
+        warm_up(session, Run(session, make_request(shape.pipeline, **clip)).plan)
     if first:
         pipe.tell("ready", device=room(session), mesh=dict(session.backend.mesh))
     own = session.options.loras
@@ -139,10 +139,7 @@ def next_job(session: Session, pipe: Pipe, enhancer: Path | None) -> dict[str, A
             return job
         pipe.tell("progress", **named, stage="prompt", step=0, of=0, fraction=0.0, eta_s=None)
         try:
-            images = [(Path(path), frame, strength) for path, frame, strength in job["images"]]
-            more: dict[str, Any] = {"images": images} if images else {}
-            asked = make_request(job["pipeline"], **clip, **more, **job.get("files", {}))
-            asked = replace(asked, prompt_enhancer=enhancer)
+            asked = replace(request_of(job), prompt_enhancer=enhancer)
             written = with_enhanced_prompt(asked, session.checkpoint, session.options)
         except Exception as error:
             print(f"ltx2rt: {job['id']}: {type(error).__name__}: {error}", file=sys.stderr)
@@ -152,6 +149,13 @@ def next_job(session: Session, pipe: Pipe, enhancer: Path | None) -> dict[str, A
         clip["enhanced_prompt"] = written.enhanced_prompt
         pipe.tell("enhanced", **named, prompt=written.enhanced_prompt)
         return job
+
+
+def request_of(job: dict[str, Any], **more: Any) -> Request:
+    """The request of a job's message. Raises InputError."""
+    if images := job["images"]:
+        more["images"] = [(Path(path), frame, strength) for path, frame, strength in images]
+    return make_request(job["pipeline"], **job["clip"], **job.get("files", {}), **more)
 
 
 def room(session: Session) -> dict[str, Any]:
@@ -252,13 +256,11 @@ def _published(made: Run, job: dict[str, Any]) -> dict[str, Any]:
 
 def planned(session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any]) -> Run:
     """The run of a job whose memory is there. Raises InputError, on all ranks if on one. A job that
-    runs again is tried twice: its first worker was killed, and the device may still hold that one's
-    memory."""
+    runs again is tried twice: the device may still hold the memory of its killed worker."""
     if job["epoch"] > 1:
-        try:
+        with suppress(InputError):
             return _planned(session, own, job)
-        except InputError:
-            time.sleep(DEVICE_WAIT_S)
+        time.sleep(DEVICE_WAIT_S)
     return _planned(session, own, job)
 
 
@@ -266,10 +268,7 @@ def _planned(session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any]) -
     refused = run = None
     try:
         session.use_loras((*own, *(LoraSpec(Path(path), *rest) for path, *rest in job["loras"])))
-        images = [(Path(path), frame, strength) for path, frame, strength in job["images"]]
-        more = {"images": images} if images else {}
-        more |= {"num_videos": job.get("n", 1), **job.get("files", {})}
-        request = make_request(job["pipeline"], **job["clip"], **more)
+        request = request_of(job, num_videos=job.get("n", 1))
         if request.in_segments:
             request = request.kept_in(segments_of(job))
         run = Run(session, request)
@@ -278,9 +277,8 @@ def _planned(session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any]) -
     except InputError as error:
         refused = error
     if session.backend.agree(refused is not None) or run is None:
-        raise refused or InputError(
-            "another rank refuses it, where a file is missing or there is no room"
-        )
+        reason = "another rank refuses it, where a file is missing or there is no room"
+        raise refused or InputError(reason)
     return run
 
 

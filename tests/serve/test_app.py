@@ -533,6 +533,8 @@ def test_what_can_be_asked_for(server):
     assert "noise_in" not in limits["pipelines"]["one-stage"]["fields"]
     schema = server.http.get("/openapi.json").json()
     assert {"/v1/videos", "/v1/videos/{id}/content"} <= set(schema["paths"])
+    about = [one for methods in schema["paths"].values() for one in methods.values()]
+    assert all(one["summary"].endswith(".") for one in about)  # what /docs says of each route
     (model,) = server.http.get("/v1/models").json()["data"]
     assert server.http.get(f"/v1/models/{model['id']}").json() == model
     assert (

@@ -13,7 +13,8 @@ import pytest
 from ltx2rt.errors import InputError
 from ltx2rt.serve import queue as module
 from ltx2rt.serve.jobs import JOB_ID, failure, new_id
-from ltx2rt.serve.queue import MAX_ATTEMPTS, Conflict, Queue, QueueFull
+from ltx2rt.serve.queue import MAX_ATTEMPTS, Queue
+from ltx2rt.serve.refusal import Refusal
 
 
 @pytest.fixture
@@ -100,11 +101,11 @@ def test_videos_are_counted_not_jobs(tmp_path):
     queue = Queue(tmp_path / "jobs.db", most=200, most_of_user=20)
     for _ in range(2):
         queue.add("a", "d", {}, {"images": [], "n": 8})
-    with pytest.raises(QueueFull, match="16 videos wait, at most 20 may"):
+    with pytest.raises(Refusal, match="16 videos wait, at most 20 may"):
         queue.add("a", "d", {}, {"images": [], "n": 8})
     for _ in range(4):
         add(queue, "a")
-    with pytest.raises(QueueFull, match="20 videos wait"):
+    with pytest.raises(Refusal, match="20 videos wait"):
         add(queue, "a")
 
 
@@ -141,11 +142,11 @@ def test_loaded_loras_are_preferred_for_a_while(queue):
 def test_limits_say_who_has_too_many(tmp_path):
     queue = Queue(tmp_path / "jobs.db", most=3, most_of_user=2)
     add(queue, "a"), add(queue, "a")
-    with pytest.raises(QueueFull) as full:
+    with pytest.raises(Refusal) as full:
         add(queue, "a")
     assert full.value.code == "user_queue_full"
     add(queue, "b")
-    with pytest.raises(QueueFull) as full:
+    with pytest.raises(Refusal) as full:
         add(queue, "m")
     assert full.value.code == "queue_full"
     queue.claim()
@@ -156,7 +157,7 @@ def test_a_key_is_one_job(queue):
     made = add(queue, key="k")
     assert add(queue, key="k").id == made.id
     assert add(queue, "b", key="k").id != made.id
-    with pytest.raises(Conflict):
+    with pytest.raises(Refusal, match="this Idempotency-Key was used"):
         add(queue, digest="other", key="k")
     assert queue.repeated("a", "d").id == made.id and queue.repeated("a", "e") is None
 
@@ -203,7 +204,7 @@ def test_pages_follow_the_order_of_arrival(queue):
         after = seen[-1]
     assert seen == ids[::-1]
     assert [job.id for job in queue.page("a", after=ids[3], newest=False, limit=2)[0]] == ids[4:6]
-    with pytest.raises(KeyError):
+    with pytest.raises(Refusal, match="no such video"):
         queue.page("b", after=ids[0])
 
 
@@ -447,13 +448,13 @@ def test_a_quota_counts_what_was_sent_and_forgets_it_after_a_day(tmp_path, monke
     last = send("ann")
     queue.cancel(last.id)
     queue.delete(last.id)
-    with pytest.raises(QueueFull, match="3 videos were sent in 24 hours") as full:
+    with pytest.raises(Refusal, match="3 videos were sent in 24 hours") as full:
         send("ann")
-    assert full.value.code == "user_quota" and full.value.after_s == 86400 - 3600
+    assert full.value.code == "user_quota" and full.value.retry_after_s == 86400 - 3600
     send("bob", 3)
-    now += full.value.after_s
+    now += full.value.retry_after_s
     send("ann", 2)
-    with pytest.raises(QueueFull):
+    with pytest.raises(Refusal):
         send("ann")
 
 
