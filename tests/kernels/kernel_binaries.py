@@ -12,6 +12,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ POINTERS = {
 }  # fmt: skip
 # All, and those of 16 bits at a time, where eight numbers would come at once.
 LOADS = {"loads": "", "narrow_loads": r"\.b16\b"}
+TOKENS, F32, EPS = 6144, torch.float32, {"eps": 1e-6}
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -46,10 +49,12 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 class Recorder:
-    """Stands for a kernel; its launch compiles instead of running."""
+    """Stands for a kernel; its launch compiles instead of running. found: by the last launch."""
+
+    found: dict[str, int] = {}  # noqa: RUF012
 
     def __init__(self, kernel: Any):
-        self.kernel, self.found = kernel, {}
+        self.kernel = kernel
 
     def __getitem__(self, grid):
         return self.launch
@@ -76,7 +81,7 @@ class Recorder:
             name: len(re.findall(rf"ld\.global[.\w]*{end}", asm["ptx"]))
             for name, end in LOADS.items()
         }
-        self.found = resources(asm["cubin"]) | loads
+        Recorder.found = resources(asm["cubin"]) | loads
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -94,183 +99,115 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {"registers": registers, "spilled_bytes": stack + local}
 
 
+Launch = tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # name, function, operands
+
+
+def of_rows() -> Iterator[Launch]:
+    for heads, dim in ((None, 3840), (16, 256)):
+        packed = meta(2, 1024, 8192)[..., : (heads or 1) * dim]
+        x = packed.unflatten(2, (heads, dim)) if heads else packed
+        plan = {"views": ((*[1] * (x.ndim - 1), dim),)} | EPS
+        yield f"norm_scale {dim}", norm_modulate.norm_scale, (x, meta(dim, dtype=F32)), plan
+    residual = residual_norm_modulate.residual_norm_modulate
+    for width in (4096, 2048):
+        x, row, view = meta(4, TOKENS, width), meta(4, width), (4, 1, width)
+        name, plan = f"residual_norm_modulate {width}", {"views": (view,) * 2}
+        yield f"norm_modulate {width}", norm_modulate.norm_modulate, (x, row, row), plan | EPS
+        yield f"modulate {width}", norm_modulate.modulate, (x, row, row), plan
+        plan = {"views": ((1, 1, width), *[view] * 3), "biased": True} | EPS
+        yield f"{name}, of a partial sum", residual, (x, x[:3], row[0], *[row] * 3), plan
+        for pairs in (0, 1, 2):
+            plan = {"views": (view,) * (1 + 2 * pairs)} | EPS
+            yield f"{name}, {pairs} pairs", residual, (x, x, row, *[row] * 2 * pairs), plan
+        plan |= {"quantised": (1, 2), "unread": (2,)}
+        yield f"{name}, 2 pairs, quantised", residual, (x, x, *[row] * 5), plan
+        plan, gated = {"views": (view,)}, residual_norm_modulate.gated_residual
+        yield f"gated_residual {width}", gated, (x, x, row), plan
+        levels, index = meta(4, 2, 9, width)[:, :, 4], meta(TOKENS, dtype=torch.int32)
+        plan = {"views": ((4, 2, width),) * 5, "index_view": (1, TOKENS)} | EPS
+        yield f"{name}, 2 pairs by level", residual, (x, x, *[levels] * 5, index), plan
+
+
+def of_heads() -> Iterator[Launch]:
+    rope, scale_rope = qk_norm_rope.qk_norm_rope, qk_norm_rope.qk_scale_rope
+    for dim, heads in product((128, 64), (32, 4)):  # heads of one device and of eight
+        width, name = heads * dim, f"{heads} heads of {dim}"
+        count = {"count": 32 * dim}
+        x = meta(4, TOKENS, joined_rows(3 * width + heads))[..., :width]
+        x = x.unflatten(2, (heads, dim))
+        table, others = (meta(TOKENS, heads, dim // 2, dtype=F32) for _ in range(2))
+        one, both = (
+            {"weight_views": (None,) * n, "table_views": ((1, *table.shape),) * n} | EPS
+            for n in (1, 2)
+        )
+        weight, total = meta(width), meta(4, TOKENS, dtype=F32)
+        q, given = (x, weight, table, table), (x, total, weight, table, table)
+        yield f"qk_norm_rope {name}", rope, q, one
+        yield f"qk_scale_rope {name}", scale_rope, given, one | count
+        yield f"qk_norm_rope of q and k, {name}", rope, (*q, x, weight, others, others), both
+        yield f"qk_norm_rope with the same tables, {name}", rope, (*q, *q), both
+        yield f"qk_scale_rope of q and k, {name}", scale_rope, (*given, *given), both | count
+        packed = meta(2, 1024, joined_rows(2 * width))
+        text, v = (packed[..., n : n + width].unflatten(2, (heads, dim)) for n in (0, width))
+        plan, norm = {"weight_views": (None,) * 2} | EPS, qk_norm_rope.qk_norm
+        yield f"qk_norm {name}", norm, (x, weight, text, weight), plan
+        spread = plan | {"spread": (0, 1, 0, 0)}
+        yield f"qk_norm and spread {name}", norm, (x, weight, text, weight, v), spread
+        sums = meta(2, 1024, dtype=F32)
+        operands = x, total, weight, text, sums, weight
+        yield f"qk_scale {name}", qk_norm_rope.qk_scale, operands, plan | count
+        yield f"sum_squares {name}", qk_norm_rope.sum_squares, (x,), {"dims": (2, 3)}
+        gate = meta(4, heads, TOKENS, dim).transpose(1, 2), meta(4, TOKENS, heads)
+        yield f"head_gate {name}", head_gate.head_gate, gate, {}
+        yield f"head_gate_rows {name}", head_gate.head_gate_rows, gate, {}
+        choice = meta(4, dtype=F32), x
+        yield f"head_gate of the values {name}", head_gate.head_gate, (*gate, *choice), {}
+
+
+def of_others() -> Iterator[Launch]:
+    for channels, lies in product((128, 1024), ("first", "last")):
+        x = meta(1, channels, 16, 128, 192)
+        x = x.to(memory_format=torch.channels_last_3d) if lies == "last" else x
+        name, plan = f"pixel_norm_silu {channels} channels {lies}", {"dim": 1, "eps": 1e-8}
+        yield name, pixel_norm_silu.pixel_norm_silu, (x,), plan
+    taps, channel = meta(1, 1, 12, dtype=F32), meta(768, dtype=F32)
+    operands = meta(1, 768, 30240, dtype=F32), taps, taps, channel, channel
+    yield "snake_beta", snake_beta.snake_beta, operands, {"eps": 1e-9}
+    rows = quantise_rows.quantise_rows
+    for width in (2048, 4096, 16384):
+        yield f"quantise_rows {width}", rows, (meta(4 * TOKENS, width),), {}
+    yield "quantise_rows of a GELU", rows, (meta(4 * TOKENS, 16384),), {"gelu": True}
+    encodings = "int8", "nvfp4", "stored float8", "int8 rotated by 4", "int8 rotated by 256"
+    for encoding in (*encodings, *unpack.BLOCKS, "Q4_K or Q6_K"):
+        fields = ENCODINGS[encoding].fields
+        stored = [meta(16384, f.columns(4096), dtype=getattr(torch, f.dtype)) for f in fields]
+        plan = {"encoding": encoding, "dtype": "bfloat16"}
+        yield f"unpack {encoding}", unpack.unpack, (*stored,), plan
+    for sizes, width, window in (
+        ((121, 128, 192), 256, (11, 11, 11)),
+        ((18, 16, 24), 2048, (3, 7, 7)),
+    ):
+        packed = meta(1, *sizes, 3 * width).unflatten(4, (3, width // 64, 64))
+        q = meta(*packed.shape[:4], *packed.shape[5:])
+        operands = q, *(packed[:, :, :, :, i] for i in (1, 2))
+        plan = {"window": window, "first": (0, 0, 0), "scale": 0.125}
+        name, attend = "neighbourhood_attention", neighbourhood.neighbourhood_attention
+        yield f"{name} {window[2]}", attend, operands, plan
+
+
 def main() -> None:
-    recorders = {}
     for module in (
         norm_modulate, qk_norm_rope, head_gate, pixel_norm_silu, snake_beta, quantise_rows,
         neighbourhood, unpack,
     ):  # fmt: skip
         for name, kernel in list(vars(module).items()):
             if isinstance(kernel, triton.runtime.JITFunction) and name.endswith("_kernel"):
-                recorders[name] = Recorder(kernel)
-                setattr(module, name, recorders[name])
+                setattr(module, name, Recorder(kernel))
     found, wanted = {}, re.compile(sys.argv[1] if len(sys.argv) > 1 else "")
-
-    def compiled(name: str, kernel: str, function: Any, *operands: Any, **plan: Any) -> None:
+    for name, function, operands, plan in chain(of_rows(), of_heads(), of_others()):
         if wanted.match(name):
             function(*operands, **plan)
-            found[name] = recorders[kernel].found
-
-    tokens, f32 = 6144, torch.float32
-    for heads, dim in ((None, 3840), (16, 256)):
-        packed = meta(2, 1024, 8192)[..., : (heads or 1) * dim]
-        x, view = (
-            (packed.unflatten(2, (heads, dim)), (1, 1, 1, dim)) if heads else (packed, (1, 1, dim))
-        )
-        weight, plan = meta(dim, dtype=f32), {"views": (view,), "eps": 1e-6}
-        compiled(f"norm_scale {dim}", "rows_kernel", norm_modulate.norm_scale, x, weight, **plan)
-    for width in (4096, 2048):
-        x, row, view = meta(4, tokens, width), meta(4, width), (4, 1, width)
-        compiled(
-            f"norm_modulate {width}", "rows_kernel", norm_modulate.norm_modulate, x, row, row,
-            views=(view,) * 2, eps=1e-6,
-        )  # fmt: skip
-        compiled(
-            f"modulate {width}", "rows_kernel", norm_modulate.modulate, x, row, row,
-            views=(view,) * 2,
-        )  # fmt: skip
-        compiled(
-            f"residual_norm_modulate of a partial sum {width}", "rows_kernel",
-            residual_norm_modulate.residual_norm_modulate,
-            x, x[:3], row[0], *[row] * 3, views=((1, 1, width), *[view] * 3), eps=1e-6, biased=True,
-        )  # fmt: skip
-        for pairs in (0, 1, 2):
-            compiled(
-                f"residual_norm_modulate {width}, {pairs} pairs", "rows_kernel",
-                residual_norm_modulate.residual_norm_modulate,
-                x, x, row, *[row] * 2 * pairs, views=(view,) * (1 + 2 * pairs), eps=1e-6,
-            )  # fmt: skip
-        compiled(
-            f"residual_norm_modulate {width}, 2 pairs, quantised", "rows_kernel",
-            residual_norm_modulate.residual_norm_modulate,
-            x, x, row, *[row] * 4, views=(view,) * 5, eps=1e-6, quantised=(1, 2), unread=(2,),
-        )  # fmt: skip
-        compiled(
-            f"gated_residual {width}", "rows_kernel", residual_norm_modulate.gated_residual, x, x,
-            row, views=(view,),
-        )  # fmt: skip
-        levels, index = meta(4, 2, 9, width)[:, :, 4], meta(tokens, dtype=torch.int32)
-        compiled(
-            f"residual_norm_modulate {width}, 2 pairs by level", "rows_kernel",
-            residual_norm_modulate.residual_norm_modulate,
-            x, x, *[levels] * 5, index, views=((4, 2, width),) * 5, index_view=(1, tokens), eps=1e-6,
-        )  # fmt: skip
-        dim = width // 32
-        for heads in (32, 4):  # of one device and of eight
-            packed = meta(4, tokens, joined_rows(3 * heads * dim + heads))[
-                ..., : heads * dim
-            ].unflatten(2, (heads, dim))
-            table, others = (meta(tokens, heads, dim // 2, dtype=f32) for _ in range(2))
-            plan = {"weight_views": (None,), "table_views": ((1, *table.shape),), "eps": 1e-6}
-            both = {
-                "weight_views": (None,) * 2,
-                "table_views": ((1, *table.shape),) * 2,
-                "eps": 1e-6,
-            }
-            weight, total = meta(heads * dim), meta(4, tokens, dtype=f32)
-            kernel, name = "qk_norm_rope_kernel", f"{heads} heads of {dim}"
-            compiled(
-                f"qk_norm_rope {name}", kernel, qk_norm_rope.qk_norm_rope, packed, weight, table,
-                table, **plan,
-            )  # fmt: skip
-            compiled(
-                f"qk_scale_rope {name}", kernel, qk_norm_rope.qk_scale_rope,
-                packed, total, weight, table, table, count=width, **plan,
-            )  # fmt: skip
-            q, given = [packed, weight, table, table], [packed, total, weight, table, table]
-            compiled(
-                f"qk_norm_rope of q and k, {name}", kernel, qk_norm_rope.qk_norm_rope, *q, *q[:2],
-                others, others, **both,
-            )  # fmt: skip
-            compiled(
-                f"qk_norm_rope with the same tables, {name}", kernel, qk_norm_rope.qk_norm_rope, *q,
-                *q, **both,
-            )  # fmt: skip
-            plan = {"weight_views": (None,) * 2, "eps": 1e-6}
-            text = meta(2, 1024, joined_rows(2 * heads * dim))[..., : heads * dim].unflatten(
-                2, (heads, dim)
-            )
-            compiled(
-                f"qk_norm {name}", kernel, qk_norm_rope.qk_norm, packed, weight, text, weight,
-                **plan,
-            )  # fmt: skip
-            v = meta(2, 1024, joined_rows(2 * heads * dim))[..., heads * dim : 2 * heads * dim]
-            v, spread = v.unflatten(2, (heads, dim)), (0, 1, 0, 0)
-            compiled(
-                f"qk_norm and spread {name}", kernel, qk_norm_rope.qk_norm,
-                packed, weight, text, weight, v, **plan, spread=spread,
-            )  # fmt: skip
-            sums = meta(2, 1024, dtype=f32)
-            compiled(
-                f"qk_scale {name}", kernel, qk_norm_rope.qk_scale,
-                packed, total, weight, text, sums, weight, count=width, **plan,
-            )  # fmt: skip
-            compiled(
-                f"qk_scale_rope of q and k, {name}", kernel, qk_norm_rope.qk_scale_rope, *given,
-                *given, count=width, **both,
-            )  # fmt: skip
-            compiled(
-                f"sum_squares {name}", "sum_squares_kernel", qk_norm_rope.sum_squares, packed,
-                dims=(2, 3),
-            )  # fmt: skip
-            y = meta(4, heads, tokens, dim).transpose(1, 2)
-            compiled(
-                f"head_gate {name}", "head_gate_kernel", head_gate.head_gate, y,
-                meta(4, tokens, heads),
-            )  # fmt: skip
-            compiled(
-                f"head_gate_rows {name}", "head_gate_kernel", head_gate.head_gate_rows, y,
-                meta(4, tokens, heads),
-            )  # fmt: skip
-            choice = meta(4, dtype=f32), packed
-            compiled(
-                f"head_gate of the values {name}", "head_gate_kernel", head_gate.head_gate,
-                y, meta(4, tokens, heads), *choice,
-            )  # fmt: skip
-    for channels in (128, 1024):
-        for last in (False, True):
-            x = meta(1, channels, 16, 128, 192)
-            x = x.to(memory_format=torch.channels_last_3d) if last else x
-            name = f"pixel_norm_silu {channels} channels {'last' if last else 'first'}"
-            compiled(
-                name, "pixel_norm_silu_kernel", pixel_norm_silu.pixel_norm_silu, x, dim=1, eps=1e-8
-            )
-    taps, channel = meta(1, 1, 12, dtype=f32), meta(768, dtype=f32)
-    x = meta(1, 768, 30240, dtype=f32)
-    compiled(
-        "snake_beta", "snake_beta_kernel", snake_beta.snake_beta, x, taps, taps, channel, channel,
-        eps=1e-9,
-    )  # fmt: skip
-    for width in (2048, 4096, 16384):
-        name = f"quantise_rows {width}"
-        compiled(name, "quantise_rows_kernel", quantise_rows.quantise_rows, meta(4 * tokens, width))
-    kernels = {"int8": "scaled_rows_kernel", "nvfp4": "nvfp4_kernel"}
-    kernels |= {"stored float8": "scaled_rows_kernel"}
-    kernels |= dict.fromkeys(("int8 rotated by 4", "int8 rotated by 256"), "rotated_rows_kernel")
-    for encoding in (*kernels, *unpack.BLOCKS, "Q4_K or Q6_K"):
-        shapes = ((16384, field.columns(4096)) for field in ENCODINGS[encoding].fields)
-        dtypes = (getattr(torch, field.dtype) for field in ENCODINGS[encoding].fields)
-        fields = [meta(*shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-        compiled(
-            f"unpack {encoding}", kernels.get(encoding, "blocks_kernel"), unpack.unpack, *fields,
-            encoding=encoding, dtype="bfloat16",
-        )  # fmt: skip
-    gelu = meta(4 * tokens, 16384)
-    compiled(
-        "quantise_rows of a GELU", "quantise_rows_kernel", quantise_rows.quantise_rows, gelu,
-        gelu=True,
-    )  # fmt: skip
-    for sizes, width, window in (
-        ((121, 128, 192), 256, (11, 11, 11)),
-        ((18, 16, 24), 2048, (3, 7, 7)),
-    ):
-        packed = meta(1, *sizes, 3 * width).unflatten(4, (3, width // 64, 64))
-        plan = {"window": window, "first": (0, 0, 0), "scale": 0.125}
-        compiled(
-            f"neighbourhood_attention {window[2]}", "neighbourhood_attention_kernel",
-            neighbourhood.neighbourhood_attention, meta(*packed.shape[:4], *packed.shape[5:]),
-            *(packed[:, :, :, :, i] for i in (1, 2)), **plan,
-        )  # fmt: skip
+            found[name] = Recorder.found
     print(json.dumps(found))
 
 

@@ -29,15 +29,9 @@ from ltx2rt.graph.ir import DTYPE_BYTES
 from ltx2rt.graph.ops import OPS
 from ltx2rt.testing import relative_l2
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-STORED = {
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-    "float32": torch.float32,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-}
 DECODED = ("int8", "stored float8", "nvfp4", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K",
-           "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "int8 rotated by 256")  # fmt: skip
+           "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "int8 rotated by 256", "Q4_K or Q6_K",
+           "Q3_K or Q4_K or Q8_0")  # fmt: skip
 # Op, operands, plan.
 Case = tuple[str, list[torch.Tensor], dict[str, Any]]
 
@@ -54,9 +48,8 @@ class Operands:
     def inside(self, *shape, axes=None, pad=8) -> torch.Tensor:
         """The same as a view into a larger tensor of NaN, laid out in the order `axes`."""
         order = axes or tuple(range(len(shape)))
-        buffer = torch.full(
-            [shape[i] + 2 * pad for i in order], torch.nan, dtype=self.dtype, device=self.device
-        )
+        sizes, how = [shape[i] + 2 * pad for i in order], {"dtype": self.dtype}
+        buffer = torch.full(sizes, torch.nan, **how, device=self.device)
         view = buffer[tuple(slice(pad, pad + shape[i]) for i in order)]
         view = view.permute([order.index(i) for i in range(len(shape))])
         return view.copy_(self(*shape))
@@ -64,11 +57,8 @@ class Operands:
 
 def _rows(x, batch, tokens, width, count) -> tuple[list[torch.Tensor], tuple]:
     """Rows of each kind in turn, with their views: per sample, per token, one for all."""
-    kinds = [
-        ((batch, width), (batch, 1, width)),
-        ((batch, tokens, width),) * 2,
-        ((width,), (1, 1, width)),
-    ]
+    whole = (batch, tokens, width)
+    kinds = [((batch, width), (batch, 1, width)), (whole, whole), ((width,), (1, 1, width))]
     chosen = [kinds[i % 3] for i in range(count)]
     return [x(*shape) for shape, _ in chosen], tuple(view for _, view in chosen)
 
@@ -78,7 +68,7 @@ def norm_modulate(x: Operands, pairs: int, width: int = 37) -> Case:
     return "norm_modulate", [x.inside(2, 5, width), *rows], {"views": views, "eps": 1e-6}
 
 
-def norm_scale(x: Operands, *shape: int) -> Case:
+def norm_scale(x: Operands, shape: tuple[int, ...]) -> Case:
     """A float32 weight, as Gemma has it; heads are slices of a packed projection."""
     views = ((*[1] * (len(shape) - 1), shape[-1]),)
     packed = x.inside(*shape[:2], math.prod(shape[2:]) + 7)[..., : math.prod(shape[2:])]
@@ -117,7 +107,9 @@ def partial_sum(x: Operands, pairs: int, samples: int, op: str = "residual_norm_
     return op, operands, {"views": ((1, 1, 37), *views), "biased": True} | eps
 
 
-def by_level(x: Operands, op: str, pairs: int, batched: bool) -> Case:
+def by_level(
+    x: Operands, pairs: int, op: str = "residual_norm_modulate", batched: bool = False
+) -> Case:
     """3 levels over 5 tokens, some of them skipped. Rows in turn: a view of all modulation rows, as
     the model has them; per sample; by level for all samples."""
     width, eps = 37, {} if op == "gated_residual" else {"eps": 1e-6}
@@ -127,9 +119,8 @@ def by_level(x: Operands, op: str, pairs: int, batched: bool) -> Case:
         (lambda: x(3, width), (1, 3, width)),
     ]
     chosen = [kinds[i % 3] for i in range(2 * pairs + (op != "norm_modulate"))]
-    index = torch.tensor(
-        [[2, 0, 2, 1, 0], [1, 1, 0, 2, 2]] if batched else [[2, 0, 2, 0, 0]], dtype=torch.int32
-    )
+    levels = [[2, 0, 2, 1, 0], [1, 1, 0, 2, 2]] if batched else [[2, 0, 2, 0, 0]]
+    index = torch.tensor(levels, dtype=torch.int32)
     shape = (2, 5) if batched else (5,)
     read = [x.inside(2, 5, width) for _ in range(1 if op == "norm_modulate" else 2)]
     operands = [*read, *(draw() for draw, _ in chosen), index.reshape(shape).to(x.device)]
@@ -137,11 +128,7 @@ def by_level(x: Operands, op: str, pairs: int, batched: bool) -> Case:
     return op, operands, {"views": views, "index_view": (2 if batched else 1, 5)} | eps
 
 
-def _tables(x: Operands, shape: tuple[int, ...]) -> list[torch.Tensor]:
-    return [x(*shape, dtype=torch.float32) for _ in range(2)]
-
-
-def qk(x, given, batched, lengths=(5,), shared=False) -> Case:
+def qk(x, given=False, batched=False, lengths=(5,), shared=False) -> Case:
     """3 heads of 10, as slices of packed projections; the sum of squares is then that of 7 heads.
     lengths: tokens of q, or of q and of k, which then have the same tables if they share them."""
     batch, heads, dim = 2, 3, 10
@@ -149,9 +136,8 @@ def qk(x, given, batched, lengths=(5,), shared=False) -> Case:
     for tokens in lengths:
         packed = x.inside(batch, tokens, heads * dim)
         if not (shared and tables):
-            tables = _tables(
-                x, (batch, tokens, heads, dim // 2) if batched else (tokens, heads, dim // 2)
-            )
+            shape = (*[batch] * batched, tokens, heads, dim // 2)
+            tables = [x(*shape, dtype=torch.float32) for _ in range(2)]
         total = [x(batch, tokens, dtype=torch.float32).square() + 20] if given else []
         operands += [packed.unflatten(2, (heads, dim)), *total, x(heads * dim), *tables]
         views.append((2 if batched else 1, tokens, heads, dim // 2))
@@ -160,17 +146,14 @@ def qk(x, given, batched, lengths=(5,), shared=False) -> Case:
     return "qk_scale_rope" if given else "qk_norm_rope", operands, plan
 
 
-def text_qk(x, given, shapes=((2, 5),), spread=()) -> Case:
+def text_qk(x, given=False, shapes=((2, 5),), spread=()) -> Case:
     """The same without tables. shapes: samples and tokens of q, k, and v if spread."""
     heads, dim = 3, 10
     operands = []
     for batch, tokens in shapes:
         total = [x(batch, tokens, dtype=torch.float32).square() + 20] if given else []
-        operands += [
-            x.inside(batch, tokens, heads * dim).unflatten(2, (heads, dim)),
-            *total,
-            x(heads * dim),
-        ]
+        packed = x.inside(batch, tokens, heads * dim)
+        operands += [packed.unflatten(2, (heads, dim)), *total, x(heads * dim)]
     plan: dict[str, Any] = {"eps": 1e-6} | ({"count": 70} if given else {})
     plan["weight_views"] = ((1, 1, heads, dim),) * len(shapes)
     if spread:
@@ -210,7 +193,7 @@ def e4m3_of_a_gate(x: Operands) -> Case:
     return "head_gate_rows", *head_gate_of_values(x)[1:]
 
 
-def pixel_norm_silu(x: Operands, channels: int, last: bool, frames: int = 3, ndim: int = 5) -> Case:
+def pixel_norm_silu(x: Operands, channels=12, last=False, frames=3, ndim=5) -> Case:
     """frames: of these the last 3."""
     pixels = x(*(2, channels, frames, 5, 7)[:ndim])
     pixels = pixels.to(memory_format=torch.channels_last_3d) if last else pixels
@@ -218,7 +201,7 @@ def pixel_norm_silu(x: Operands, channels: int, last: bool, frames: int = 3, ndi
     return "pixel_norm_silu", [pixels], {"dim": 1, "eps": 1e-8}
 
 
-def snake_beta(x, taps, time, loud=1.0, signals=(2, 3)) -> Case:
+def snake_beta(x, taps=12, time=50, loud=1.0, signals=(2, 3)) -> Case:
     """A stretch of a longer signal. signals: samples and channels."""
     filters = [x(1, 1, taps) / taps for _ in range(2)]
     channels = [x(signals[1]) / 4 for _ in range(2)]
@@ -229,9 +212,8 @@ def snake_beta(x, taps, time, loud=1.0, signals=(2, 3)) -> Case:
 def quantise_rows(x: Operands, width: int) -> Case:
     """Of a packed tensor: a row of zeros, then rows of all sizes."""
     rows = x.inside(40, width)
-    rows *= torch.tensor([0.0, *(10.0**n for n in range(-19, 20))], device=rows.device)[:, None].to(
-        rows.dtype
-    )
+    sizes = torch.tensor([[0.0], *([10.0**n] for n in range(-19, 20))], device=rows.device)
+    rows *= sizes.to(rows.dtype)
     return "quantise_rows", [rows], {}
 
 
@@ -268,7 +250,7 @@ def stored(x: Operands, encoding: str, width: int = 512) -> Case:
             blocks = fields[0][rows, : block.columns(width)].unflatten(1, (-1, block.size))
             scales = (0.02 * torch.randn(blocks.shape[:-1])).half()
             blocks[..., at : at + 2] = scales[..., None].view(torch.uint8)
-    kinds = [STORED[field.dtype] for field in ENCODINGS[encoding].fields]
+    kinds = [getattr(torch, field.dtype) for field in ENCODINGS[encoding].fields]
     operands = [v.view(kind).to(x.device) for v, kind in zip(fields, kinds, strict=True)]
     plan = {"encoding": encoding, "dtype": str(x.dtype).removeprefix("torch.")}
     return "unpack", operands, plan
@@ -280,51 +262,34 @@ CASES: dict[str, Callable[[Operands], Case]] = {
     "norm_modulate": partial(norm_modulate, pairs=1),
     "norm_modulate two pairs": partial(norm_modulate, pairs=2),
     "norm_modulate one number": partial(norm_modulate, pairs=1, width=1),
-    "norm_scale": lambda x: norm_scale(x, 2, 5, 37),
-    "norm_scale of heads": lambda x: norm_scale(x, 2, 5, 3, 10),
+    "norm_scale": partial(norm_scale, shape=(2, 5, 37)),
+    "norm_scale of heads": partial(norm_scale, shape=(2, 5, 3, 10)),
     "residual_norm_modulate": partial(residual, pairs=1),
     "residual_norm_modulate two pairs, wide": partial(residual, pairs=2, width=1030),
     "residual_norm_modulate without rows": partial(residual, pairs=0),
     "gated_residual per sample": partial(gated_residual, per_token=False),
     "gated_residual per token": partial(gated_residual, per_token=True),
-    "gated_residual of a partial sum": partial(
-        partial_sum, op="gated_residual", pairs=0, samples=3
-    ),
+    "gated_residual of a partial sum": partial(partial_sum, op="gated_residual", pairs=0, samples=3),
     "residual_norm_modulate of a partial sum": partial(partial_sum, pairs=1, samples=2),
-    "norm_modulate by level": partial(by_level, op="norm_modulate", pairs=2, batched=False),
-    "norm_modulate by level of each sample": partial(
-        by_level, op="norm_modulate", pairs=1, batched=True
-    ),
-    "residual_norm_modulate by level": partial(
-        by_level, op="residual_norm_modulate", pairs=2, batched=False
-    ),
-    "residual_norm_modulate by level of each sample": partial(
-        by_level, op="residual_norm_modulate", pairs=1, batched=True
-    ),
-    "residual_norm_modulate by level without rows": partial(
-        by_level, op="residual_norm_modulate", pairs=0, batched=True
-    ),
-    "gated_residual by level": partial(by_level, op="gated_residual", pairs=0, batched=False),
-    "qk_norm_rope": partial(qk, given=False, batched=False),
-    "qk_norm_rope batched tables": partial(qk, given=False, batched=True),
-    "qk_scale_rope": partial(qk, given=True, batched=False),
-    "qk_norm_rope of q and k": partial(qk, given=False, batched=False, lengths=(5, 5)),
-    "qk_norm_rope of few q and many k": partial(qk, given=False, batched=True, lengths=(1, 9)),
-    "qk_scale_rope of q and k": partial(qk, given=True, batched=False, lengths=(7, 3)),
-    "qk_norm_rope of q and k with the same tables": partial(
-        qk, given=False, batched=False, lengths=(5, 5), shared=True
-    ),
-    "qk_scale_rope of q and k with the same tables": partial(
-        qk, given=True, batched=True, lengths=(5, 5), shared=True
-    ),
-    "qk_norm": partial(text_qk, given=False),
-    "qk_norm of q and k": partial(text_qk, given=False, shapes=((3, 5), (2, 7))),
-    "qk_norm of q and spread k": partial(
-        text_qk, given=False, shapes=((4, 5), (3, 7)), spread=(1, 2, 0, 2)
-    ),
-    "qk_scale of q and spread k": partial(
-        text_qk, given=True, shapes=((3, 7), (2, 3)), spread=(0, 1, 0)
-    ),
+    "norm_modulate by level": partial(by_level, op="norm_modulate", pairs=2),
+    "norm_modulate by level of each sample": partial(by_level, op="norm_modulate", pairs=1, batched=True),
+    "residual_norm_modulate by level": partial(by_level, pairs=2),
+    "residual_norm_modulate by level of each sample": partial(by_level, pairs=1, batched=True),
+    "residual_norm_modulate by level without rows": partial(by_level, pairs=0, batched=True),
+    "gated_residual by level": partial(by_level, op="gated_residual", pairs=0),
+    "qk_norm_rope": qk,
+    "qk_norm_rope batched tables": partial(qk, batched=True),
+    "qk_scale_rope": partial(qk, given=True),
+    "qk_norm_rope of q and k": partial(qk, lengths=(5, 5)),
+    "qk_norm_rope of few q and many k": partial(qk, batched=True, lengths=(1, 9)),
+    "qk_scale_rope of q and k": partial(qk, given=True, lengths=(7, 3)),
+    "qk_norm_rope of q and k with the same tables": partial(qk, lengths=(5, 5), shared=True),
+    "qk_scale_rope of q and k with the same tables":
+        partial(qk, given=True, batched=True, lengths=(5, 5), shared=True),
+    "qk_norm": text_qk,
+    "qk_norm of q and k": partial(text_qk, shapes=((3, 5), (2, 7))),
+    "qk_norm of q and spread k": partial(text_qk, shapes=((4, 5), (3, 7)), spread=(1, 2, 0, 2)),
+    "qk_scale of q and spread k": partial(text_qk, given=True, shapes=((3, 7), (2, 3)), spread=(0, 1, 0)),
     "qk_scale of q and k": partial(text_qk, given=True, shapes=((1, 7), (2, 3))),
     "sum_squares": sum_squares,
     "linear_gelu": linear_gelu,
@@ -332,40 +297,31 @@ CASES: dict[str, Callable[[Operands], Case]] = {
     "head_gate of more tokens": head_gate_of_many,
     "head_gate of the values": head_gate_of_values,
     "e4m3 of a gate": e4m3_of_a_gate,
-    "pixel_norm_silu channels first": partial(pixel_norm_silu, channels=12, last=False),
-    "pixel_norm_silu channels last": partial(pixel_norm_silu, channels=12, last=True),
-    "pixel_norm_silu of the last frames, channels first": partial(
-        pixel_norm_silu, channels=12, last=False, frames=5
-    ),
-    "pixel_norm_silu of the last frames, channels last": partial(
-        pixel_norm_silu, channels=12, last=True, frames=5
-    ),
-    "pixel_norm_silu of a spectrum": partial(pixel_norm_silu, channels=12, last=False, ndim=4),
-    "snake_beta": partial(snake_beta, taps=12, time=1037, signals=(1, 2)),
-    "snake_beta shorter than its filters": partial(snake_beta, taps=12, time=3),
-    "snake_beta over many turns": partial(snake_beta, taps=12, time=50, loud=40.0),
-    "snake_beta other filters": partial(snake_beta, taps=6, time=50),
-    "pixel_norm_silu more channels than a tile": partial(pixel_norm_silu, channels=300, last=False),
+    "pixel_norm_silu channels first": pixel_norm_silu,
+    "pixel_norm_silu channels last": partial(pixel_norm_silu, last=True),
+    "pixel_norm_silu of the last frames, channels first": partial(pixel_norm_silu, frames=5),
+    "pixel_norm_silu of the last frames, channels last": partial(pixel_norm_silu, last=True, frames=5),
+    "pixel_norm_silu of a spectrum": partial(pixel_norm_silu, ndim=4),
+    "pixel_norm_silu more channels than a tile": partial(pixel_norm_silu, channels=300),
+    "snake_beta": partial(snake_beta, time=1037, signals=(1, 2)),
+    "snake_beta shorter than its filters": partial(snake_beta, time=3),
+    "snake_beta over many turns": partial(snake_beta, loud=40.0),
+    "snake_beta other filters": partial(snake_beta, taps=6),
     "quantise_rows": partial(quantise_rows, width=1030),
     "quantise_rows one number": partial(quantise_rows, width=1),
     "e4m3 of a GELU": e4m3_of_gelu,
     "neighbourhood_attention": partial(neighbourhood, sizes=(5, 6, 11), window=(3, 5, 3), heads=1),
-    "neighbourhood_attention centred windows": partial(
-        neighbourhood, sizes=(3, 5, 9), window=(3, 3, 5), beyond=2
-    ),
-    "neighbourhood_attention windows as large as the grid": partial(
-        neighbourhood, sizes=(3, 4, 5), window=(3, 4, 5), dim=32
-    ),
-    **{
-        f"unpack {encoding}": partial(stored, encoding=encoding)
-        for encoding in (*DECODED, "Q4_K or Q6_K", "Q3_K or Q4_K or Q8_0")
-    },
+    "neighbourhood_attention centred windows":
+        partial(neighbourhood, sizes=(3, 5, 9), window=(3, 3, 5), beyond=2),
+    "neighbourhood_attention windows as large as the grid":
+        partial(neighbourhood, sizes=(3, 4, 5), window=(3, 4, 5), dim=32),
+    **{f"unpack {name}": partial(stored, encoding=name) for name in DECODED},
     "unpack Q4_K of long rows": partial(stored, encoding="Q4_K", width=8448),
     "unpack int8 of long rows": partial(stored, encoding="int8", width=4100),
     "unpack int8 rotated by 4": partial(stored, encoding="int8 rotated by 4", width=516),
     "unpack int8 rotated by 1024": partial(stored, encoding="int8 rotated by 1024", width=1024),
     "unpack nvfp4 of long rows": partial(stored, encoding="nvfp4", width=4112),
-}
+}  # fmt: skip
 
 
 QUANTISED = {  # norms that also quantise all of their results, and the outputs that nothing reads
@@ -389,10 +345,8 @@ def errors(case: Case) -> list[float]:
     found = getattr(kernels, op)(*operands, **plan)
     found = found if isinstance(found, tuple) else (found,)
     expected = references(case)
-    return [
-        relative_l2(a.double().cpu().numpy(), np.asarray(b))
-        for a, b in zip(found, expected, strict=True)
-    ]
+    pairs = zip(found, expected, strict=True)
+    return [relative_l2(a.double().cpu().numpy(), np.asarray(b)) for a, b in pairs]
 
 
 def quantised_errors(case: Case, unread: tuple[int, ...]) -> list[float]:
@@ -420,9 +374,8 @@ def _quantised(x: np.ndarray, gelu: bool = False) -> tuple[np.ndarray, ...]:
 
 
 def _gated(y: np.ndarray, *gate: np.ndarray) -> tuple[np.ndarray, ...]:
-    return NUMPY.quantise_rows(
-        OPS["head_gate"].numpy(y, *gate).reshape(y.shape[0] * y.shape[1], -1)
-    )
+    rows = OPS["head_gate"].numpy(y, *gate).reshape(y.shape[0] * y.shape[1], -1)
+    return NUMPY.quantise_rows(rows)
 
 
 PARTS = {"quantise_rows": _quantised, "head_gate_rows": _gated}  # of ops of the table
@@ -476,20 +429,15 @@ def bfloat16_as_numbers(dot: Callable[..., Any]) -> Callable[..., Any]:
 
 def main(device: str, dtype: str) -> None:
     interpreter._convert_float = as_a_gpu_rounds(interpreter._convert_float)
-    interpreter.InterpreterBuilder.create_dot = bfloat16_as_numbers(
-        interpreter.InterpreterBuilder.create_dot
-    )
+    builder = interpreter.InterpreterBuilder
+    builder.create_dot = bfloat16_as_numbers(builder.create_dot)
     torch.empty, torch.empty_like = poisoned_empty(torch.empty), poisoned_empty(torch.empty_like)
     torch.manual_seed(np.random.SeedSequence().entropy % 2**63)
-    found = {
-        name: errors(case(Operands(device, DTYPES[dtype])))
-        for name, case in CASES.items()
-        if (device == "cuda" or name not in NEEDS_GPU)
-        and (dtype == "bfloat16" or name not in BFLOAT16_ALONE)
-    }
+    draw = Operands(device, getattr(torch, dtype))
+    left_out = {*(NEEDS_GPU if device != "cuda" else ()), *(BFLOAT16_ALONE * (dtype == "float32"))}
+    found = {name: errors(case(draw)) for name, case in CASES.items() if name not in left_out}
     for name, unread in QUANTISED.items():
-        case = CASES[name](Operands(device, DTYPES[dtype]))
-        found[f"{name} quantised"] = quantised_errors(case, unread)
+        found[f"{name} quantised"] = quantised_errors(CASES[name](draw), unread)
     print(json.dumps(found))
 
 

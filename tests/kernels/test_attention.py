@@ -47,11 +47,9 @@ def plain(q, k, v):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernel_equals_the_definition(shape):
     q, k, v = operands(*shape, "float32")
+    found = tpu.attention(q, k, v, scale=SCALE, interpret=True)
     # Float32 sums in another order, over up to 1153 keys.
-    assert (
-        relative_l2(tpu.attention(q, k, v, scale=SCALE, interpret=True), definition(q, k, v))
-        <= 1e-5
-    )
+    assert relative_l2(found, definition(q, k, v)) <= 1e-5
 
 
 def test_kernel_is_as_exact_in_bfloat16_as_xla():
@@ -67,9 +65,8 @@ def test_kernel_has_the_gradients_of_the_definition():
     q, k, v = operands(*SHAPES[1], "float32")
     weights = jnp.arange(q.size, dtype="float32").reshape(q.shape) / q.size
     both = (lambda *x: tpu.attention(*x, scale=SCALE, interpret=True)), plain
-    found, expected = (
-        jax.grad(lambda *x, y=y: (y(*x) * weights).sum(), (0, 1, 2))(q, k, v) for y in both
-    )
+    slopes = [jax.grad(lambda *x, y=y: (y(*x) * weights).sum(), (0, 1, 2)) for y in both]
+    found, expected = (slope(q, k, v) for slope in slopes)
     for a, b in zip(found, expected, strict=True):
         assert relative_l2(a, b) <= 1e-5  # float32 sums in another order
 
@@ -93,14 +90,9 @@ def test_attention_with_a_bias_does_not_hold_all_scores():
     """All scores of a weighed clip of 12288 tokens and 32 heads would be 19 GB."""
     tokens = 12288
     qkv = [jax.ShapeDtypeStruct((1, tokens, 32, 128), "float32")] * 3
-    run = jax.jit(
-        lambda *x: JAX_OPS["attention"](*x, scale=SCALE, bias_view=(1, 1, tokens, tokens))
-    )
-    memory = (
-        run.lower(*qkv, jax.ShapeDtypeStruct((tokens, tokens), "float32"))
-        .compile()
-        .memory_analysis()
-    )
+    bias = jax.ShapeDtypeStruct((tokens, tokens), "float32")
+    run = jax.jit(partial(JAX_OPS["attention"], scale=SCALE, bias_view=(1, 1, tokens, tokens)))
+    memory = run.lower(*qkv, bias).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 2e9
 
 
@@ -133,6 +125,5 @@ def test_kernel_is_refused_for_a_reason_and_else_is_what_a_tpu_runs(shape, dtype
     found = tpu.why_not(*types, **plan)
     assert found is None if reason is None else reason in (found or "")
     traced = jax.jit(partial(ON_TPU["attention"], **plan)).trace(*types)
-    assert ("tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()) == (
-        reason is None
-    )
+    lowered = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert ("tpu_custom_call" in lowered) == (reason is None)

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -35,15 +36,12 @@ CHANNELS_LAST = torch.channels_last_3d
 HERE = Path(__file__).parent
 BFLOAT16 = 2**-8  # largest relative error of one rounding of a result, to nearest
 FLOAT32 = 1e-6  # sums of a thousand numbers in another order
+FLOATS = Operands("cpu", torch.float32)
 
 
 def run_script(name: str, *arguments: str, **environment: str) -> dict:
-    result = subprocess.run(
-        [sys.executable, HERE / name, *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | environment,
-    )
+    command, env = [sys.executable, HERE / name, *arguments], os.environ | environment
+    result = subprocess.run(command, capture_output=True, text=True, env=env)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
@@ -75,12 +73,9 @@ def test_kernel_equals_its_definition(name, measured):
         pytest.skip("its kernel takes bfloat16")
     found = errors[name]
     if "quantise" in name or "unpack" in name:
-        assert not any(found), (
-            "every bit of e4m3 numbers, their scales, and decoded ones is defined"
-        )
-    assert found and max(found) <= (
-        FLOAT32 if dtype == "float32" or name == "sum_squares" else BFLOAT16
-    ), found
+        assert not any(found), "every bit of e4m3 numbers, scales, and decoded ones is defined"
+    most = FLOAT32 if dtype == "float32" or name == "sum_squares" else BFLOAT16
+    assert found and max(found) <= most, found
 
 
 @pytest.mark.parametrize("name", QUANTISED)
@@ -90,15 +85,13 @@ def test_norm_quantises_its_results_as_quantise_rows_does(name, measured):
 
 
 def test_every_op_with_a_kernel_has_a_case():
-    assert {build(Operands("cpu", torch.float32))[0] for build in CASES.values()} == set(
-        WITH_KERNEL
-    )
+    assert {build(FLOATS)[0] for build in CASES.values()} == set(WITH_KERNEL)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_op_table_means_what_the_kernels_do(name):
     """The numpy definition and the plain torch ops, on the kernels' own cases."""
-    op, operands, plan = CASES[name](Operands("cpu", torch.float32))
+    op, operands, plan = CASES[name](FLOATS)
     found = TORCH_OPS[op](*operands, **plan)
     found = found if isinstance(found, tuple) else (found,)
     for a, b in zip(defined(op, [*map(array, operands)], plan), found, strict=True):
@@ -107,16 +100,14 @@ def test_op_table_means_what_the_kernels_do(name):
 
 def test_linear_gelu_hands_its_operands_over_in_their_order():
     """torch's function has GELU by erf on a CPU; what differs on a GPU is this alone."""
-    op, (x, weight, bias), plan = CASES["linear_gelu"](Operands("cpu", torch.float32))
+    op, (x, weight, bias), plan = CASES["linear_gelu"](FLOATS)
     found = getattr(import_module(f"ltx2rt_kernels.{folder(op)}.cuda"), op)(x, weight, bias, **plan)
-    expected = torch.nn.functional.gelu(
-        torch.einsum("bthd,nhd->btn", x, weight.unflatten(1, x.shape[2:])) + bias
-    )
-    assert relative_l2(found.flatten(2), expected) <= FLOAT32
+    product = torch.einsum("bthd,nhd->btn", x, weight.unflatten(1, x.shape[2:])) + bias
+    assert relative_l2(found.flatten(2), torch.nn.functional.gelu(product)) <= FLOAT32
 
 
 def test_reason_why_not_is_told():
-    op, operands, plan = CASES["norm_modulate"](Operands("cpu", torch.float32))
+    op, operands, plan = CASES["norm_modulate"](FLOATS)
     assert why_not(op, *operands, **plan) == "the operands are on cpu, the kernel runs on cuda"
     operands[1].requires_grad_()
     assert why_not(op, *operands, **plan) == "a gradient is wanted, the kernel has none"
@@ -150,14 +141,14 @@ def test_reason_why_not_is_told():
     ],
 )
 def test_kernel_refuses_what_it_cannot_take(op, change, reason):
-    name, (x, *others), plan = CASES[op](Operands("cpu", torch.float32))
+    name, (x, *others), plan = CASES[op](FLOATS)
     kernels = import_module(f"ltx2rt_kernels.{folder(name)}.cuda")
     assert kernels.why_not(x, *others, **plan) is None
     assert reason in kernels.why_not(change(x), *others, **plan)
 
 
 def test_plain_ops_decode_what_has_no_kernel():
-    _, (x, *_), _ = CASES["unpack Q4_0"](Operands("cpu", torch.float32))
+    _, (x, *_), _ = CASES["unpack Q4_0"](FLOATS)
     kernels = import_module("ltx2rt_kernels.unpack.cuda")
     for name in ("float8", "Q4_0 or float8"):
         reason = kernels.why_not(x, encoding=name, dtype="bfloat16")
@@ -181,10 +172,8 @@ def test_a_block_of_the_decoder_keeps_channels_last():
     assert reflected.is_contiguous(memory_format=CHANNELS_LAST)
     plan = {"stride": (1, 1, 1), "dilation": (1, 1, 1)}
     found = TORCH_OPS["conv"](y, weight, **plan)
-    assert (
-        relative_l2(found, TORCH_OPS["conv"](y.contiguous(), weight.contiguous(), **plan))
-        <= FLOAT32
-    )
+    plain = TORCH_OPS["conv"](y.contiguous(), weight.contiguous(), **plan)
+    assert relative_l2(found, plain) <= FLOAT32
     for carried in (x, x.contiguous()):  # as the block before left it, or an upsampling
         total = TORCH_OPS["add"](carried, channels_last(found), (x.shape,) * 2)
         assert total.is_contiguous(memory_format=CHANNELS_LAST)
@@ -198,29 +187,20 @@ def test_no_convolution_of_the_decoder_but_the_first_turns_its_input(generation,
 
     def conv(x, weight, bias, padding=(0, 0, 0), **_):
         turned.append(not x.is_contiguous(memory_format=CHANNELS_LAST))
-        size = [
-            n + 2 * p - k + 1
-            for n, k, p in zip(x.shape[2:], weight.shape[2:], padding, strict=True)
-        ]
+        sizes = zip(x.shape[2:], weight.shape[2:], padding, strict=True)
+        size = [n + 2 * p - k + 1 for n, k, p in sizes]
         return torch.empty((1, len(weight), *size), memory_format=CHANNELS_LAST)
 
-    for op in ("conv", "padded_conv"):
-        monkeypatch.setitem(TORCH_OPS, op, conv)
-    monkeypatch.setitem(
-        TORCH_OPS,
-        "pixel_norm_silu",
-        lambda x, **_: torch.empty_like(x, memory_format=CHANNELS_LAST),
-    )
-    graph = fuse(
-        video_vae.trace_decoder(
-            preset(f"tiny-{generation}").config.video_vae, 1, 3, 2, 3, "float32"
-        )
-    )
+    def norm(x, **_):
+        return torch.empty_like(x, memory_format=CHANNELS_LAST)
+
+    for op, function in (("conv", conv), ("padded_conv", conv), ("pixel_norm_silu", norm)):
+        monkeypatch.setitem(TORCH_OPS, op, function)
+    config = preset(f"tiny-{generation}").config.video_vae
+    graph = fuse(video_vae.trace_decoder(config, 1, 3, 2, 3, "float32"))
     program = lower(graph, torch.device("cpu"))
-    zeros = {
-        name: (torch.zeros(v.type.shape), count) for name, (v, count) in graph.all_params().items()
-    }
-    weights = [[x] * count if "*" in name else x for name, (x, count) in zeros.items()]
+    zeros = ((n, torch.zeros(v.type.shape), count) for n, (v, count) in graph.all_params().items())
+    weights = [[x] * count if "*" in name else x for name, x, count in zeros]
     with torch.inference_mode():
         program(*(torch.zeros(v.type.shape) for v in graph.inputs.values()), *weights)
     assert turned[0] and len(turned) > 10 and not any(turned[1:])
@@ -228,10 +208,9 @@ def test_no_convolution_of_the_decoder_but_the_first_turns_its_input(generation,
 
 def test_compiled_graphs_hold_the_plain_ops():
     """torch.compile sees through the choice, without a break in the graph."""
-    op, operands, plan = CASES["residual_norm_modulate"](Operands("cpu", torch.float32))
-    function = torch.compile(
-        lambda *xs: TORCH_OPS[op](*xs, **plan), backend="eager", fullgraph=True
-    )
+    op, operands, plan = CASES["residual_norm_modulate"](FLOATS)
+    run = partial(TORCH_OPS[op], **plan)
+    function = torch.compile(run, backend="eager", fullgraph=True)
     for a, b in zip(function(*operands), TORCH_OPS[op](*operands, **plan), strict=True):
         assert relative_l2(a, b) <= FLOAT32
 
@@ -246,9 +225,8 @@ def test_compiled_graphs_hold_the_plain_ops():
 )
 def test_kernels_compile_for_hopper_without_spills(launches, tmp_path):
     """As launched at full size: 128 registers for each of 512 threads are all 65536 of a processor."""
-    found = run_script(
-        "kernel_binaries.py", launches, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)
-    )
+    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    found = run_script("kernel_binaries.py", launches, **environment)
     for name, used in found.items():
         print(f"{name}: {used['registers']} registers, {used['spilled_bytes']} bytes spilled")
     assert {name.split()[0] for name in found} == set(WITH_KERNEL) - set(NEEDS_GPU)
@@ -257,22 +235,9 @@ def test_kernels_compile_for_hopper_without_spills(launches, tmp_path):
     # Of 4 results: 11 inputs each, 12 taps of both filters, 6 inputs at both ends, and the
     # channel's two numbers.
     assert found["snake_beta"]["loads"] <= 4 * 11 + 2 * 12 + 2 * 6 + 2
-    wide = [
-        name
-        for name in found
-        if not name.startswith(
-            (
-                "head_gate",
-                "snake",
-                "neighbourhood",
-                "pixel",
-                "unpack",
-            )
-        )
-    ]
-    assert [name for name in wide if found[name]["narrow_loads"]] == [], (
-        "rows of every mesh are read 16 bytes at a time"
-    )
-    assert found["unpack int8"]["loads"] == found["unpack stored float8"]["loads"] == 2, (
-        "16 numbers of a row, and its scale"
-    )
+    others = "head_gate", "snake", "neighbourhood", "pixel", "unpack"
+    narrow = [name for name in found if found[name]["narrow_loads"]]
+    # rows of every mesh are read 16 bytes at a time
+    assert [name for name in narrow if not name.startswith(others)] == []
+    # 16 numbers of a row, and its scale
+    assert found["unpack int8"]["loads"] == found["unpack stored float8"]["loads"] == 2
